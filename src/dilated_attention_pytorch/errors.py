@@ -1,0 +1,37 @@
+"""Errors that say what must hold, what came, and what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+
+def must(what: str, got: object, do: str | None = None) -> ValueError:
+    """Build the `ValueError` for a broken rule: `raise must("rate must be >= 1", rate)`.
+
+    The first line is `<what must hold>, got <what came>`; the second, where there is one, is advice.
+    """
+    return ValueError(_sentence(what, got, do))
+
+
+def must_be(what: str, got: object, do: str | None = None) -> TypeError:
+    """Build the `TypeError` for a value of the wrong kind, worded as by `must`."""
+    return TypeError(_sentence(what, got, do))
+
+
+def _sentence(what: str, got: object, do: str | None) -> str:
+    first = f"{what}, got {got}"
+    return first if do is None else f"{first}\n{do}"
+
+
+class BackendUnsupported(RuntimeError):
+    """No backend, or not the one asked for, can run a call."""
+
+    def __init__(self, call: str, reasons: Mapping[str, str], asked: str = "auto") -> None:
+        self.reasons = dict(reasons)
+        if asked == "auto":
+            first = f"no backend can run this call ({call})"
+        else:
+            first = f"backend {asked!r} cannot run this call ({call})"
+        width = max((len(name) for name in reasons), default=0)
+        lines = [f"  {name:<{width}}: {reason}" for name, reason in reasons.items()]
+        super().__init__("\n".join([first, *lines]))

@@ -1,0 +1,43 @@
+"""Dropout from coordinates: whether a weight is kept depends on (seed, batch, head, query, key) and nothing else.
+
+So every backend, chunking and rank drops the same weights. This file is the definition; kernels in other
+languages repeat its few lines of 32-bit arithmetic and are tested against it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+WORD = 0xFFFFFFFF
+GOLDEN = 0x9E3779B9
+
+
+def mix(x: Tensor) -> Tensor:
+    """Scramble 32-bit words held in int64 (the `lowbias32` finalizer: two odd multipliers, three xor-shifts)."""
+    x = x ^ (x >> 16)
+    x = (x * 0x7FEB352D) & WORD
+    x = x ^ (x >> 15)
+    x = (x * 0x846CA68B) & WORD
+    return x ^ (x >> 16)
+
+
+def threshold(dropout_p: float) -> int:
+    """Words below this are dropped."""
+    return min(int(dropout_p * 2**32), WORD)
+
+
+def kept(seed: Tensor, batch_head: Tensor, query: Tensor, key: Tensor, dropout_p: float) -> Tensor:
+    """Which weights survive, bool, by broadcasting the arguments (all int64).
+
+    `batch_head` is `batch * heads + head` with the query's head; `query` and `key` are row numbers in the sequence.
+    """
+    low, high = seed & WORD, (seed >> 32) & WORD
+    stream = mix(low ^ mix((high + batch_head) & WORD))
+    row = mix((stream + query) & WORD)
+    return mix(row ^ ((key * GOLDEN) & WORD)) >= threshold(dropout_p)
+
+
+def fresh_seed(device: torch.device) -> Tensor:
+    """One int64 [1] drawn from torch's generator of that device, so `torch.manual_seed` decides the mask."""
+    return torch.randint(2**62, (1,), dtype=torch.int64, device=device)

@@ -1,0 +1,28 @@
+"""Who may see whom."""
+
+from .blocks import BlockDilated, BlockLists, BlockPattern, Hierarchical, Random
+from .dilated import Branch, Dilated, Strided
+from .local import Causal, Documents, Full, Global, SlidingWindow
+from .pattern import And, Or, Pattern, PerHead
+from .text import parse
+
+__all__ = [
+    "And",
+    "BlockDilated",
+    "BlockLists",
+    "BlockPattern",
+    "Branch",
+    "Causal",
+    "Dilated",
+    "Documents",
+    "Full",
+    "Global",
+    "Hierarchical",
+    "Or",
+    "Pattern",
+    "PerHead",
+    "Random",
+    "SlidingWindow",
+    "Strided",
+    "parse",
+]

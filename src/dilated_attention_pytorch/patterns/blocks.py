@@ -1,0 +1,338 @@
+"""Patterns of blocks: which key blocks each query block sees, one softmax a row over all their keys."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import lru_cache
+from hashlib import sha256
+from typing import Any, ClassVar
+
+from ..errors import must
+from .dilated import Branch
+from .pattern import Pattern, integer, integers, options
+
+WORD = 0xFFFFFFFF
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class BlockPattern(Pattern):
+    """A pattern given by `row`: the key blocks that one query block sees. `length` is filled in by `resolve`."""
+
+    def resolve(self, n: int, heads: int) -> Pattern:
+        known = self.length  # pyrefly: ignore[missing-attribute]
+        if known is not None and known != n:
+            raise must(f"a pattern for {known} tokens must meet {known} tokens", n)
+        return replace(self, length=n)
+
+    @property
+    def blocks(self) -> int:
+        """Blocks in the sequence, the last one perhaps ragged."""
+        if self.length is None:  # pyrefly: ignore[missing-attribute]
+            raise must("this block pattern must know the length", "none", "Call pattern.resolve(n, heads) first.")
+        return -(-self.length // self.block)  # pyrefly: ignore[missing-attribute]
+
+    @property
+    def by_head(self) -> bool:
+        """Whether heads have lists of their own."""
+        return False
+
+    def row(self, block: int, head: int = 0) -> tuple[int, ...]:
+        """Key blocks that query block `block` sees, ascending."""
+        raise NotImplementedError
+
+    def allows(self, q: Any, k: Any, head: Any = 0) -> Any:
+        block = self.block  # pyrefly: ignore[missing-attribute]
+        if isinstance(q, int) and isinstance(k, int):
+            return k // block in self.row(q // block, head if self.by_head else 0)
+        top = 1 + (int(head if isinstance(head, int) else head.max()) if self.by_head else 0)
+        like = k if isinstance(q, int) else q
+        table = like.new_tensor(_table(self, top)) > 0
+        return table[head if self.by_head else 0, q // block, k // block]
+
+
+@lru_cache(maxsize=8)
+def _table(pattern: BlockPattern, heads: int) -> list[list[list[int]]]:
+    """The whole grid written out, for the dense oracle at small lengths."""
+    grid = []
+    for head in range(heads):
+        rows = [[0] * pattern.blocks for _ in range(pattern.blocks)]
+        for i, row in enumerate(rows):
+            for j in pattern.row(i, head):
+                row[j] = 1
+        grid.append(rows)
+    return grid
+
+
+def _ratio(what: str, value: float) -> float:
+    if not isinstance(value, int | float | Fraction) or isinstance(value, bool) or not 0 < value <= 1:
+        raise must(f"{what} must be a fraction of blocks kept, 0 < {what} <= 1", repr(value), "0.01 keeps 1 % of the blocks.")
+    return float(value)
+
+
+def _budget(ratio: float, blocks: int) -> int:
+    return max(1, math.floor(ratio * blocks + 0.5))
+
+
+def scramble(x: Any) -> Any:
+    """Mix 32-bit words, held in Python integers or int64 arrays."""
+    x = x ^ (x >> 16)
+    x = (x * 0x7FEB352D) & WORD
+    x = x ^ (x >> 15)
+    x = (x * 0x846CA68B) & WORD
+    return x ^ (x >> 16)
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Random(BlockPattern):
+    """Each query block sees `density` of all key blocks: one drawn from each of as many equal strata.
+
+    density 0.5, block 1:   0 1 2 3
+                          0 # . . #
+                          1 . # # .
+                          2 . # . #
+                          3 # . # .
+    """
+
+    density: float
+    block: int = 128
+    seed: int = 0
+    per_head: bool = False
+    length: int | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "density", _ratio("density", self.density))
+        object.__setattr__(self, "block", integer("block", self.block, 1))
+        object.__setattr__(self, "seed", integer("seed", self.seed, 0))
+        object.__setattr__(self, "per_head", bool(self.per_head))
+
+    @property
+    def by_head(self) -> bool:
+        return self.per_head
+
+    @property
+    def kept(self) -> int:
+        """Key blocks a row keeps."""
+        return _budget(self.density, self.blocks)
+
+    def drawn(self, block: Any, stratum: Any, head: Any = 0) -> Any:
+        """The key block that query block `block` sees in a stratum."""
+        first, last = stratum * self.blocks // self.kept, (stratum + 1) * self.blocks // self.kept
+        stream = scramble((self.seed + head * self.per_head * 0x632BE5AB) & WORD)
+        word = scramble(scramble((stream + block) & WORD) ^ ((stratum * 0x9E3779B9) & WORD))
+        return first + word % (last - first)
+
+    def row(self, block: int, head: int = 0) -> tuple[int, ...]:
+        return tuple(self.drawn(block, stratum, head) for stratum in range(self.kept))
+
+    def describe(self) -> str:
+        return f"random:{self.density:.17g}{options(self, 'block', 'seed', 'per_head', 'length')}"
+
+    __repr__ = Pattern.__str__
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Hierarchical(BlockPattern):
+    """Levels tile the distance axis: level (reach, stride) keeps every `stride`-th distance up to `reach` blocks, from where the level before ended.
+
+    levels 2x1,4x2, block 1:   0 1 2 3 4
+                             0 # # # . .
+                             1 # # # # .
+                             2 # # # # #
+
+    No key block is covered twice. A last reach of 0 means to the end of the sequence.
+    """
+
+    levels: tuple[tuple[int, int], ...]
+    block: int = 128
+    length: int | None = None
+
+    def __post_init__(self) -> None:
+        levels = tuple((integer("reach", reach, 0), integer("stride", stride, 1)) for reach, stride in self.levels)
+        if not levels:
+            raise must("levels must not be empty", "()")
+        reaches = [reach for reach, _ in levels]
+        bounded = reaches[:-1] if reaches[-1] == 0 else reaches
+        if 0 in bounded or sorted(set(bounded)) != bounded:
+            raise must("reaches must grow from level to level", reaches, "Only the last may be 0, for no bound.")
+        object.__setattr__(self, "levels", levels)
+        object.__setattr__(self, "block", integer("block", self.block, 1))
+
+    def distances(self) -> tuple[int, ...]:
+        """Distances in blocks that are kept, ascending, the query block's own 0 first."""
+        kept, begin = [], 0
+        for reach, stride in self.levels:
+            end = min(reach or self.blocks, self.blocks)
+            kept += range(begin, end, stride)
+            begin = end
+        return tuple(kept)
+
+    def row(self, block: int, head: int = 0) -> tuple[int, ...]:
+        near = {block + sign * distance for distance in self.distances() for sign in (-1, 1)}
+        return tuple(sorted(j for j in near if 0 <= j < self.blocks))
+
+    def describe(self) -> str:
+        body = ",".join(f"{reach}x{stride}" for reach, stride in self.levels)
+        return f"hierarchical:{body}{options(self, 'block', 'length')}"
+
+    __repr__ = Pattern.__str__
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class BlockDilated(BlockPattern):
+    """Within a segment a query block sees every `rate`-th block counted from itself; branches are united.
+
+    segment 4, rate 2, block 1:   0 1 2 3
+                                0 # . # .
+                                1 . # . #
+                                2 # . # .
+
+    With `sparsity_ratio` each row keeps that fraction of all blocks. When the branches offer more, the nearest are
+    kept; when they offer less, the ladder goes on (segment x 2, rate x 2), and what even a ladder over the whole sequence leaves
+    open is filled with the nearest blocks.
+    """
+
+    segment_lengths: tuple[int, ...]
+    dilation_rates: tuple[int, ...]
+    sparsity_ratio: float | None = None
+    block: int = 128
+    length: int | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "segment_lengths", integers("segment length", self.segment_lengths, 1))
+        object.__setattr__(self, "dilation_rates", integers("dilation rate", self.dilation_rates, 1))
+        if len(self.segment_lengths) != len(self.dilation_rates):
+            raise must(
+                "segment_lengths and dilation_rates must be equally long",
+                f"{len(self.segment_lengths)} and {len(self.dilation_rates)}",
+                "Give each segment length its own dilation rate.",
+            )
+        if self.sparsity_ratio is not None:
+            object.__setattr__(self, "sparsity_ratio", _ratio("sparsity_ratio", self.sparsity_ratio))
+        object.__setattr__(self, "block", integer("block", self.block, 1))
+
+    @property
+    def budget(self) -> int | None:
+        """Key blocks a row keeps, or None when the branches alone decide."""
+        return None if self.sparsity_ratio is None else _budget(self.sparsity_ratio, self.blocks)
+
+    def ladder(self) -> tuple[Branch, ...]:
+        """The given branches, then the steps a budget may go on to."""
+        steps = [Branch(w, r) for w, r in zip(self.segment_lengths, self.dilation_rates, strict=True)]
+        if self.sparsity_ratio is not None:
+            while steps[-1].segment < self.blocks * self.block:
+                steps.append(Branch(steps[-1].segment * 2, steps[-1].rate * 2))
+        return tuple(steps)
+
+    def offered(self, branch: Branch, i: Any, j: Any) -> Any:
+        """Whether a branch offers key block `j` to query block `i`."""
+        return (i * self.block // branch.segment == j * self.block // branch.segment) & ((j - i) % branch.rate == 0)
+
+    def row(self, block: int, head: int = 0) -> tuple[int, ...]:
+        by_distance = sorted(range(self.blocks), key=lambda j: (abs(j - block), j))
+        budget = self.budget
+        kept: list[int] = []
+        for step, _ in enumerate(self.ladder(), 1):
+            if step < len(self.segment_lengths):
+                continue
+            kept = [j for j in by_distance if any(self.offered(b, block, j) for b in self.ladder()[:step])]
+            if budget is None or len(kept) >= budget:
+                break
+        if budget is not None:
+            kept += [j for j in by_distance if j not in set(kept)]
+            kept = kept[:budget]
+        return tuple(sorted(kept))
+
+    def describe(self) -> str:
+        body = ",".join(f"{w}x{r}" for w, r in zip(self.segment_lengths, self.dilation_rates, strict=True))
+        return f"block_dilated:{body}{options(self, 'sparsity_ratio', 'block', 'length')}"
+
+    __repr__ = Pattern.__str__
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class BlockLists(BlockPattern):
+    """Explicit lists: which key blocks each query block sees, shared by the heads or one list set a head.
+
+    BlockLists.of([[0], [0, 1], [1, 2]], block=1):   0 1 2
+                                                   0 # . .
+                                                   1 # # .
+                                                   2 . # #
+    """
+
+    pointers: bytes
+    """Little-endian int64: where each row's list begins in `columns`, and the end of the last."""
+    columns: bytes
+    """Little-endian int32, ascending within a row."""
+    rows: int
+    """Query blocks a head."""
+    heads: int = 1
+    """1 when the lists are shared by all heads."""
+    block: int = 128
+    length: int | None = None
+
+    _known: ClassVar[dict[str, BlockLists]] = {}
+
+    @classmethod
+    def of(cls, lists: Sequence[Sequence[int]] | Sequence[Sequence[Sequence[int]]], block: int = 128) -> BlockLists:
+        """From nested sequences: `lists[row]`, or `lists[head][row]`."""
+        depth_two = bool(lists) and all(len(row) == 0 or isinstance(row[0], int) for row in lists)
+        by_head: Any = [lists] if depth_two else lists
+        if not by_head or len({len(rows) for rows in by_head}) != 1 or not by_head[0]:
+            raise must("block lists must have the same number of rows in every head, at least one", _shape(by_head))
+        pointers, columns = array("q", [0]), array("i")
+        for rows in by_head:
+            for row in rows:
+                columns.extend(sorted(set(integer("key block", j, 0) for j in row)))
+                pointers.append(len(columns))
+        return cls.from_csr(pointers, columns, len(by_head[0]), len(by_head), block)
+
+    @classmethod
+    def from_csr(cls, pointers: Iterable[int], columns: Iterable[int], rows: int, heads: int = 1, block: int = 128) -> BlockLists:
+        """From row pointers (heads * rows + 1) and ascending columns."""
+        packed = array("q", pointers), array("i", columns)
+        if len(packed[0]) != heads * rows + 1:
+            raise must(f"pointers must have heads * rows + 1 = {heads * rows + 1} entries", len(packed[0]))
+        if len(packed[1]) and not 0 <= min(packed[1]) <= max(packed[1]) < rows:
+            raise must(f"key blocks must lie in 0 .. {rows - 1}", f"{min(packed[1])} .. {max(packed[1])}")
+        return cls(packed[0].tobytes(), packed[1].tobytes(), rows, heads, integer("block", block, 1))
+
+    def resolve(self, n: int, heads: int) -> Pattern:
+        if self.heads not in (1, heads):
+            raise must(f"a pattern for {self.heads} heads must meet {self.heads} heads", heads)
+        if -(-n // self.block) != self.rows:
+            raise must(f"block lists of {self.rows} rows of {self.block} tokens must meet {self.rows} blocks", f"{n} tokens")
+        return replace(self, length=n)
+
+    @property
+    def by_head(self) -> bool:
+        return self.heads > 1
+
+    def row(self, block: int, head: int = 0) -> tuple[int, ...]:
+        begin, end = memoryview(self.pointers).cast("q")[head * self.rows + block :][:2]
+        return tuple(memoryview(self.columns).cast("i")[begin:end])
+
+    def describe(self) -> str:
+        tail = options(self, "heads", "block", "length")
+        if len(self.columns) <= 4 * 4096:
+            lists = (self.row(i, h) for h in range(self.heads) for i in range(self.rows))
+            return "blocks:" + ",".join(" ".join(map(str, row)) or "-" for row in lists) + tail
+        digest = sha256(repr((self.rows, self.heads, self.block)).encode() + self.pointers + self.columns).hexdigest()[:32]
+        BlockLists._known[digest] = replace(self, length=None)
+        return f"blocks:@{digest}" + options(self, "length")
+
+    @classmethod
+    def known(cls, digest: str) -> BlockLists:
+        """Lists too long to write out, by the digest `describe` gave in this process."""
+        if digest not in cls._known:
+            raise must("the digest must name block lists described in this process", digest)
+        return cls._known[digest]
+
+    __repr__ = Pattern.__str__
+
+
+def _shape(nested: Any) -> str:
+    return " + ".join(str(len(rows)) for rows in nested) or "none"

@@ -1,0 +1,152 @@
+"""LongNet's dilated attention, and the plain strided pattern."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple, get_args
+
+from ..errors import must
+from .pattern import Pattern, integer, integers, options
+
+Offset = Literal["mod", "block"]
+Overlap = Literal["count", "union"]
+Heads = Literal["all", "split"]
+
+
+class Branch(NamedTuple):
+    """Tokens of one segment that share a residue see each other."""
+
+    segment: int
+    rate: int
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Dilated(Pattern):
+    """In each branch (w, r), head h samples the tokens t with (t mod w) mod r == offset(h); samples of one segment see each other.
+
+    segment 8, rate 2, head 0:   0 1 2 3 4 5 6 7
+                               0 # . # . # . # .
+                               1 . . . . . . . .
+                               2 # . # . # . # .
+                               3 . . . . . . . .
+
+    A pair that several branches allow counts once for each of them (`overlap="count"`, the paper's mixing of branches by
+    their denominators) or once in all (`overlap="union"`).
+    """
+
+    segment_lengths: tuple[int, ...]
+    dilation_rates: tuple[int, ...]
+    offset: Offset = "mod"
+    """Which residue a head samples: `h mod r` (the paper) or `h // ceil(H / r)` (torchscale and the published weights)."""
+    overlap: Overlap = "count"
+    heads: Heads = "all"
+    """Every head runs every branch, or the heads are divided over the branches."""
+    num_heads: int | None = None
+    """Filled in by `resolve`; the block offset and split heads depend on it."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "segment_lengths", integers("segment length", self.segment_lengths, 1))
+        object.__setattr__(self, "dilation_rates", integers("dilation rate", self.dilation_rates, 1))
+        if len(self.segment_lengths) != len(self.dilation_rates):
+            raise must(
+                "segment_lengths and dilation_rates must be equally long",
+                f"{len(self.segment_lengths)} and {len(self.dilation_rates)}",
+                "Give each segment length its own dilation rate.",
+            )
+        for name, kinds in (("offset", Offset), ("overlap", Overlap), ("heads", Heads)):
+            if getattr(self, name) not in get_args(kinds):
+                raise must(f"{name} must be one of {', '.join(get_args(kinds))}", repr(getattr(self, name)))
+        if self.num_heads is not None:
+            integer("num_heads", self.num_heads, 1)
+            if self.heads == "split" and self.num_heads < len(self.segment_lengths):
+                raise must(
+                    f'heads="split" must have a head for each of {len(self.segment_lengths)} branches',
+                    f"{self.num_heads} heads",
+                    'Use more heads, fewer branches, or heads="all".',
+                )
+
+    @property
+    def branches(self) -> tuple[Branch, ...]:
+        return tuple(Branch(w, r) for w, r in zip(self.segment_lengths, self.dilation_rates, strict=True))
+
+    @property
+    def needs_heads(self) -> bool:
+        return self.heads == "split" or (self.offset == "block" and max(self.dilation_rates) > 1)
+
+    def resolve(self, n: int, heads: int) -> Pattern:
+        if self.num_heads is not None and self.num_heads != heads:
+            raise must(
+                f"a pattern for {self.num_heads} heads must meet {self.num_heads} heads",
+                heads,
+                "Leave num_heads out and it is taken from the query.",
+            )
+        return replace(self, num_heads=heads) if self.needs_heads else self
+
+    def sampled_residue(self, index: int, head: Any) -> Any:
+        """The residue that `head` samples in branch `index`."""
+        rate = self.dilation_rates[index]
+        if self.heads == "split":
+            return index % rate
+        if self.offset == "mod" or rate == 1:
+            return head % rate
+        return head // -(-self._known_heads() // rate)
+
+    def takes_part(self, index: int, head: Any) -> Any:
+        """Whether `head` runs branch `index` at all."""
+        if self.heads == "all":
+            return head >= 0
+        each, extra = divmod(self._known_heads(), len(self.segment_lengths))
+        first = index * each + min(index, extra)
+        return (head >= first) & (head < first + each + (index < extra))
+
+    def multiplicity(self, q: Any, k: Any, head: Any = 0) -> Any:
+        count = sum(self._branch_allows(i, q, k, head) * 1 for i in range(len(self.segment_lengths)))
+        return count if self.overlap == "count" else (count > 0) * 1
+
+    def allows(self, q: Any, k: Any, head: Any = 0) -> Any:
+        return self.multiplicity(q, k, head) > 0
+
+    def _branch_allows(self, index: int, q: Any, k: Any, head: Any) -> Any:
+        segment, rate = self.branches[index]
+        residue = self.sampled_residue(index, head)
+        together = q // segment == k // segment
+        both_sampled = (q % segment % rate == residue) & (k % segment % rate == residue)
+        return together & both_sampled & self.takes_part(index, head)
+
+    def _known_heads(self) -> int:
+        if self.num_heads is None:
+            raise must("this dilated pattern must know its head count", "none", "Call pattern.resolve(n, heads) first.")
+        return self.num_heads
+
+    def describe(self) -> str:
+        body = ",".join(f"{w}x{r}" for w, r in self.branches)
+        return f"dilated:{body}{options(self, 'offset', 'overlap', 'heads', 'num_heads')}"
+
+    __repr__ = Pattern.__str__
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Strided(Pattern):
+    """A query sees the keys at multiples of `stride` from itself, counted in blocks of `block` tokens.
+
+    stride 2:   0 1 2 3
+              0 # . # .
+              1 . # . #
+              2 # . # .
+              3 . # . #
+    """
+
+    stride: int
+    block: int = 1
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "stride", integer("stride", self.stride, 1))
+        object.__setattr__(self, "block", integer("block", self.block, 1))
+
+    def allows(self, q: Any, k: Any, head: Any = 0) -> Any:
+        return (q // self.block - k // self.block) % self.stride == 0
+
+    def describe(self) -> str:
+        return f"strided:{self.stride}{options(self, 'block')}"
+
+    __repr__ = Pattern.__str__

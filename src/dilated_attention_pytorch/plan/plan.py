@@ -1,0 +1,254 @@
+"""What a kernel walks: strided axes cut into tiles, and for each tile the tiles it meets.
+
+A `Plan` is a tuple of `Part`s; one softmax runs over the keys of all parts together. A part lives on
+one strided axis, so that a dilated branch costs what its samples cost and nothing for what it skips.
+
+Legend for the shapes in this file: H heads, T tiles of an axis, C head classes, B block size,
+F and P stored full and partial entries, M element masks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from ..errors import must
+
+FULL_BEGIN, FULL_END, FULL_BASE, PARTIAL_BEGIN, PARTIAL_END, PARTIAL_BASE = range(6)
+"""Columns of `Walk.rows`."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Axis:
+    """Where the tiles of one strided axis lie in the sequence.
+
+    Element `i` of tile `t` for head `h` is the token `start[t] + offset[h] + rate * i`,
+    and it exists when that is below `end[t]`.
+    """
+
+    rate: int
+    """Distance in tokens between two neighbours on the axis."""
+    offset: Tensor
+    """int32 [H]: residue sampled by each head (0 when the rate is 1)."""
+    start: Tensor
+    """int64 [T]: token of the tile's first element, before the head's offset."""
+    end: Tensor
+    """int64 [T]: token just past the tile's segment."""
+
+    @property
+    def tiles(self) -> int:
+        return self.start.numel()
+
+    def tokens(self, block_size: int, head: int) -> tuple[Tensor, Tensor]:
+        """Tokens of every tile for one head, int64 [T, B], and which of them exist, bool [T, B]."""
+        step = self.rate * torch.arange(block_size, device=self.start.device)
+        token = self.start[:, None] + self.offset[head].long() + step
+        return token, token < self.end[:, None]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Walk:
+    """For each stationary tile, the streamed tiles it meets: those met whole, then those met in part.
+
+    Row `c * T + t` belongs to stationary tile `t` of head class `c`. It meets, whole, the streamed tiles
+
+        rows[r, FULL_BASE] + full[j]           for j in rows[r, FULL_BEGIN] .. rows[r, FULL_END] - 1
+
+    and, through an element mask, the streamed tiles
+
+        rows[r, PARTIAL_BASE] + partial[j]     with mask[j], for j in PARTIAL_BEGIN .. PARTIAL_END - 1.
+
+    Rows with the same list relative to their base share its storage, so a window stores a handful of lists at
+    any length. A tile met whole exists in every element for every head of the class; a kernel checks
+    `token < end` on the streamed side for partial entries only (the last tile of a ragged segment is
+    always partial), and on the stationary side always.
+    """
+
+    rows: Tensor
+    """int32 [C * T, 6]"""
+    full: Tensor
+    """int32 [F]"""
+    partial: Tensor
+    """int32 [P]"""
+    mask: Tensor
+    """int32 [P]: index into `Masks`"""
+    order: Tensor
+    """int32 [C * T]: rows in the order a scheduler should start them, heavy ones first, neighbours together"""
+
+    def counts(self) -> tuple[Tensor, Tensor]:
+        """Entries met whole and in part by each row, int64 [C * T] each."""
+        rows = self.rows.long()
+        return rows[:, FULL_END] - rows[:, FULL_BEGIN], rows[:, PARTIAL_END] - rows[:, PARTIAL_BEGIN]
+
+    def entries(self) -> tuple[Tensor, Tensor, Tensor]:
+        """All entries written out: row, streamed tile, mask (-1 where whole), each int64, ordered by row."""
+        device = self.rows.device
+        whole, part = self.counts()
+        table = self.rows.long()
+        row_ids = torch.arange(len(table), device=device)
+        parts = []
+        for count, begin, base, column in (
+            (whole, FULL_BEGIN, FULL_BASE, self.full),
+            (part, PARTIAL_BEGIN, PARTIAL_BASE, self.partial),
+        ):
+            row = row_ids.repeat_interleave(count)
+            within = torch.arange(len(row), device=device) - (count.cumsum(0) - count).repeat_interleave(count)
+            slot = table[row, begin] + within
+            tile = table[row, base] + column[slot]
+            mask = torch.full_like(slot, -1) if column is self.full else self.mask[slot].long()
+            parts.append((row, tile, mask))
+        row, tile, mask = (torch.cat(pair) for pair in zip(*parts, strict=True))
+        order = torch.argsort(row, stable=True)
+        return row[order], tile[order], mask[order]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Masks:
+    """Element masks of partial tiles, each stored once however many tiles use it."""
+
+    bits: Tensor
+    """int32 [M, B, W], W = ceil(B / 32): bit `j % 32` of `bits[m, i, j // 32]` allows query element i, key element j"""
+    band: Tensor
+    """int32 [M, 2]: when `lo <= hi`, the mask is exactly `lo <= j - i <= hi`; otherwise only the bits tell"""
+
+    def dense(self, block_size: int) -> Tensor:
+        """Every mask written out, bool [M, B, B]."""
+        shifts = torch.arange(32, dtype=torch.int32, device=self.bits.device)
+        flat = ((self.bits[..., None] >> shifts) & 1).bool().flatten(2)
+        return flat[..., :block_size]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Part:
+    """One strided axis and who meets whom on it. A head with class -1 takes no part."""
+
+    queries: Axis
+    keys: Axis
+    head_class: Tensor
+    """int32 [H]"""
+    by_query: Walk
+    """Stationary query tiles, streamed key tiles: for the output and dQ."""
+    by_key: Walk
+    """Stationary key tiles, streamed query tiles: for dK and dV."""
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Plan:
+    """Which tiles attention over `n` tokens computes. Build one with `make_plan`."""
+
+    name: str
+    """The pattern, as `parse` reads it."""
+    n: int
+    heads: int
+    block_size: int
+    parts: tuple[Part, ...]
+    masks: Masks
+    blocks: int
+    """Tile pairs computed, over all heads."""
+
+    @property
+    def device(self) -> torch.device:
+        return self.masks.bits.device
+
+    @property
+    def density(self) -> float:
+        """Area of the computed tiles over the area of dense attention; for a block pattern, kept blocks over all blocks."""
+        grid = -(-self.n // self.block_size)
+        return self.blocks / (self.heads * grid * grid)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory the plan holds."""
+        # The axis of the queries and of the keys is usually one object.
+        once = {id(tensor): tensor for tensor in tensors_of(self)}
+        return sum(t.numel() * t.element_size() for t in once.values())
+
+    def flops(self, head_dim: int, value_dim: int | None = None) -> int:
+        """Floating-point operations of a forward pass for one batch element, counted on the computed tiles."""
+        width = head_dim + (head_dim if value_dim is None else value_dim)
+        return 2 * self.blocks * self.block_size**2 * width
+
+    def to(self, device: torch.device | str) -> Plan:
+        """The same plan on another device."""
+        return map_tensors(self, lambda tensor: tensor.to(device))
+
+    def to_dense(self) -> Tensor:
+        """Multiplicity of every pair, int32 [H, n, n]; for small n."""
+        if self.n > 8192:
+            raise must("to_dense must have n <= 8192", self.n, "Use plan.picture() to see a long plan.")
+        dense = torch.zeros(self.heads, self.n, self.n, dtype=torch.int32, device=self.device)
+        masks = self.masks.dense(self.block_size).int()
+        for part in self.parts:
+            row, tile, mask = part.by_query.entries()
+            block = torch.where((mask < 0)[:, None, None], 1, masks[mask.clamp(min=0)])
+            for head, own in enumerate(part.head_class.tolist()):
+                mine = row // part.queries.tiles == own
+                q, q_exists = (t[row[mine] % part.queries.tiles] for t in part.queries.tokens(self.block_size, head))
+                k, k_exists = (t[tile[mine]] for t in part.keys.tokens(self.block_size, head))
+                pairs = block[mine] * (q_exists[:, :, None] & k_exists[:, None, :])
+                index = q.clamp(max=self.n - 1)[:, :, None] * self.n + k.clamp(max=self.n - 1)[:, None, :]
+                dense[head].view(-1).index_put_((index.flatten(),), pairs.flatten(), accumulate=True)
+        return dense
+
+    def picture(self, head: int = 0, width: int = 32) -> str:
+        """Who meets whom, drawn: `#` all, `+` some, `.` none of the pairs of that cell are computed."""
+        cell = max(1, -(-self.n // width))
+        side = -(-self.n // cell)
+        area = torch.zeros(side * side, dtype=torch.float64)
+        for part in self.parts:
+            own = int(part.head_class[head])
+            if own < 0:
+                continue
+            row, tile, _ = part.by_query.entries()
+            mine = row // part.queries.tiles == own
+            # A tile spreads its elements evenly over the tokens it spans.
+            q = self._spread(part.queries, row[mine] % part.queries.tiles, head, cell, side)
+            k = self._spread(part.keys, tile[mine], head, cell, side)
+            area += torch.einsum("eq,ek->qk", q, k).flatten()
+        share = area.view(side, side) / cell**2
+        rows = ["".join("#" if x > 0.99 else "+" if x > 0 else "." for x in line) for line in share.tolist()]
+        return "\n".join([f"{self.name}: head {head}, a cell is {cell} x {cell} tokens", *rows])
+
+    def _spread(self, axis: Axis, tile: Tensor, head: int, cell: int, side: int) -> Tensor:
+        token, exists = axis.tokens(self.block_size, head)
+        cells = torch.zeros(axis.tiles, side, dtype=torch.float64)
+        cells.scatter_add_(1, (token // cell).clamp(max=side - 1).cpu(), exists.double().cpu())
+        return cells[tile.cpu()]
+
+    def __repr__(self) -> str:
+        kept = f"{self.blocks:,} tiles of {self.block_size} x {self.block_size}"
+        return (
+            f"Plan({self.name}: {self.n:,} tokens, {self.heads} heads, {kept}, density {self.density:.4g}, "
+            f"{len(self.parts)} {'part' if len(self.parts) == 1 else 'parts'}, {self.flops(64):.3g} flops at head_dim 64, "
+            f"{self.nbytes / 1e6:.3g} MB on {self.device})"
+        )
+
+
+def tensors_of(value: object) -> Iterator[Tensor]:
+    """Every tensor of a plan or a piece of one, in a fixed order."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, tuple):
+        for item in value:
+            yield from tensors_of(item)
+    elif is_dataclass(value):
+        for item in fields(value):
+            yield from tensors_of(getattr(value, item.name))
+
+
+Piece = TypeVar("Piece")
+
+
+def map_tensors(value: Piece, change: Callable[[Tensor], Tensor]) -> Piece:
+    """A copy with every tensor changed, visited in the order of `tensors_of`."""
+    if isinstance(value, Tensor):
+        return change(value)  # pyrefly: ignore[bad-return]
+    if isinstance(value, tuple):
+        return tuple(map_tensors(item, change) for item in value)  # pyrefly: ignore[bad-return]
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **{f.name: map_tensors(getattr(value, f.name), change) for f in fields(value)})
+    return value

@@ -1,0 +1,261 @@
+"""From a pattern to its plan, in time and memory of the blocks it keeps."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..errors import must
+from ..patterns import And, BlockPattern, Or, Pattern, PerHead, Strided
+from ..patterns.pattern import integer
+from .cover import ALL, NONE, Grid, classify, evaluate, head_key, mask_keys, moves_freely, ranges, reach
+from .plan import Axis, Masks, Part, Plan
+from .terms import Segments, Term, terms_of
+from .walks import build_walk, join_walks
+
+BLOCK_SIZES = (16, 32, 64, 128, 256)
+
+
+def make_plan(
+    pattern: Pattern,
+    n: int,
+    heads: int,
+    block_size: int | None = None,
+    device: torch.device | str = "cpu",
+) -> Plan:
+    """Plan attention over `n` tokens and `heads` heads.
+
+    Args:
+        pattern: who may see whom.
+        n: tokens in the sequence.
+        heads: query heads.
+        block_size: edge of a tile, a power of two from 16 to 256. By default the pattern's own block, else 128.
+        device: where the plan's integers live.
+
+    >>> from dilated_attention_pytorch import SlidingWindow, make_plan
+    >>> make_plan(SlidingWindow(256), n=4096, heads=8).density
+    0.150390625
+    """
+    n, heads = integer("n", n, 1), integer("heads", heads, 1)
+    block_size = own_block(pattern) if block_size is None else block_size
+    if block_size not in BLOCK_SIZES:
+        raise must(f"block_size must be a power of two, one of {BLOCK_SIZES}", block_size)
+    device = torch.device(device)
+    resolved = pattern.resolve(n, heads)
+    grid = Grid(n, device)
+    masks = MaskTable(block_size, device)
+    built = [_part(term, heads, block_size, grid, masks) for term in terms_of(resolved, heads)]
+    parts = tuple(part for part, blocks in built if blocks)
+    return Plan(resolved.describe(), n, heads, block_size, parts, masks.finish(), sum(blocks for _, blocks in built))
+
+
+def own_block(pattern: Pattern) -> int:
+    """The smallest block any part of the pattern speaks of, as a tile size; 128 when it speaks of none."""
+    sizes = [size for size in _blocks_in(pattern) if size in BLOCK_SIZES]
+    return min([128, *sizes])
+
+
+def _blocks_in(pattern: Pattern) -> list[int]:
+    match pattern:
+        case And() | Or():
+            return _blocks_in(pattern.left) + _blocks_in(pattern.right)
+        case PerHead():
+            return [size for one in pattern.patterns for size in _blocks_in(one)]
+        case BlockPattern():
+            return [pattern.block]  # pyrefly: ignore[missing-attribute]
+        case Strided() if pattern.block > 1:
+            return [pattern.block]
+        case _:
+            return []
+
+
+def _part(term: Term, heads: int, block_size: int, grid: Grid, masks: MaskTable) -> tuple[Part, int]:
+    layout = _Layout(term.axis, heads, block_size, grid)
+    head_class = [-1] * heads
+    by_query, by_key, blocks = [], [], 0
+    for index, group in enumerate(_head_classes(term, heads, layout)):
+        for head in group:
+            head_class[head] = index
+        query, key, mask = _meetings(term, group, layout, grid, masks)
+        transposed = torch.argsort(key, stable=True)
+        by_query.append(build_walk(query, key, mask, layout.bases))
+        by_key.append(build_walk(key[transposed], query[transposed], mask[transposed], layout.bases))
+        blocks += len(group) * len(query)
+    classes = torch.tensor(head_class, dtype=torch.int32, device=grid.device)
+    return Part(layout.axis, layout.axis, classes, join_walks(by_query), join_walks(by_key)), blocks
+
+
+class _Layout:
+    """An axis cut into tiles, with what the planner needs beyond what a kernel does."""
+
+    def __init__(self, segments: Segments, heads: int, block_size: int, grid: Grid) -> None:
+        begin, end = segments.bounds(grid.n, grid.device)
+        self.span = segments.rate * block_size
+        self.rate = segments.rate
+        offsets = torch.tensor(segments.offsets or (0,) * heads, dtype=torch.int32, device=grid.device)
+        self.offsets = offsets.tolist()
+        counts = -(-(end - begin) // self.span)
+        self.segment, local = ranges(torch.zeros_like(counts), counts)
+        self.first_tile = (counts.cumsum(0) - counts)[self.segment]
+        self.tile_count = counts[self.segment]
+        self.segment_start = begin[self.segment]
+        self.axis = Axis(segments.rate, offsets, self.segment_start + local * self.span, end[self.segment])
+        self.tiles = self.axis.tiles
+        self.block_size = block_size
+        own = torch.arange(self.tiles, device=grid.device)
+        self.bases = (own,) if len(begin) == 1 else (self.first_tile, own)
+        """Tiles a row's list may be counted from, most promising first."""
+
+    def edges(self, offset: int) -> tuple[Tensor, Tensor]:
+        """Tokens of each tile's first and last element; the last that exists, where the tile is ragged."""
+        first = self.axis.start + offset
+        last = first + self.rate * (self.block_size - 1)
+        existing = first + (self.axis.end - 1 - first).clamp(min=0) // self.rate * self.rate
+        return first, torch.minimum(last, existing)
+
+    def ragged(self, offset: int) -> Tensor:
+        """Tiles whose last elements do not all exist for a head that samples this residue."""
+        return self.axis.start + offset + self.rate * (self.block_size - 1) >= self.axis.end
+
+
+def _head_classes(term: Term, heads: int, layout: _Layout) -> list[list[int]]:
+    """Heads that share their lists. Offsets matter only to conditions that know absolute positions."""
+    shifts_matter = not all(moves_freely(p) for p in term.conditions)
+    classes: dict[object, list[int]] = {}
+    for head in sorted(term.heads) if term.heads is not None else range(heads):
+        own = tuple(head_key(p, head) for p in term.conditions)
+        classes.setdefault((own, layout.offsets[head] if shifts_matter else None), []).append(head)
+    return list(classes.values())
+
+
+def _meetings(
+    term: Term, group: list[int], layout: _Layout, grid: Grid, masks: MaskTable
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Pairs of tiles that meet for one head class: query tile, key tile, mask (-1 where whole), ordered by query tile."""
+    head = group[0]
+    offset = layout.offsets[head]
+    first, last = layout.edges(offset)
+    match term:
+        case Term(axis, (BlockPattern() as pattern,), ()) if axis.whole and pattern.block == layout.block_size:
+            # Tiles are the pattern's own blocks, so its lists are the answer.
+            pairs = grid.block_keys(pattern, head)
+            query, key = pairs // layout.tiles, pairs % layout.tiles
+            verdict = torch.full_like(query, ALL, dtype=torch.int8)
+        case _:
+            query, key = _candidates(term, first, last, head, offset, layout, grid)
+            verdict = _verdicts(term, first[query], last[query], first[key], last[key], head, grid)
+    ragged = torch.stack([layout.ragged(layout.offsets[h]) for h in group]).any(0)
+    settled = verdict == ALL
+    mask = torch.where(settled & ~(ragged[key] | ragged[query]), -1, masks.everything).long()
+    open_ = (verdict != ALL) & (verdict != NONE)
+    kept = settled
+    if open_.any():
+        slots = open_.nonzero()[:, 0]
+        own, some, whole = _element_masks(term, query[slots], key[slots], first, head, layout, grid, masks)
+        exact = whole & ~(ragged[key[slots]] | ragged[query[slots]])
+        mask[slots] = torch.where(exact, -1, own)
+        kept = settled.clone()
+        kept[slots] = some
+    return query[kept], key[kept], mask[kept]
+
+
+def _verdicts(term: Term, q0: Tensor, q1: Tensor, k0: Tensor, k1: Tensor, head: int, grid: Grid) -> Tensor:
+    """How pairs of tiles meet under all of a term's conditions."""
+    verdict = torch.full_like(q0, ALL, dtype=torch.int8)
+    for pattern in term.where:
+        verdict = torch.minimum(verdict, classify(pattern, q0, q1, k0, k1, head, grid))
+    for pattern in term.exclude:
+        verdict = torch.minimum(verdict, ALL - classify(pattern, q0, q1, k0, k1, head, grid))
+    return verdict
+
+
+def _candidates(
+    term: Term, first: Tensor, last: Tensor, head: int, offset: int, layout: _Layout, grid: Grid
+) -> tuple[Tensor, Tensor]:
+    """Pairs of tiles of one segment that may meet, ordered, each once."""
+    every = torch.arange(layout.tiles, device=grid.device)
+    best = every, torch.zeros_like(every), layout.tile_count
+    for pattern in term.where:
+        spans = reach(pattern, first, last, head, grid)
+        origin = layout.segment_start[spans.row] + offset
+        low = ((spans.first - origin) // layout.span).clamp(min=0)
+        high = torch.minimum((spans.last - origin) // layout.span, layout.tile_count[spans.row] - 1)
+        best = min(best, (spans.row, low, (high - low + 1).clamp(min=0)), key=lambda option: int(option[2].sum()))
+    owner, local = ranges(*best[1:])
+    row = best[0][owner]
+    return _sorted_once(row, layout.first_tile[row] + local, layout.tiles)
+
+
+def _sorted_once(row: Tensor, column: Tensor, columns: int) -> tuple[Tensor, Tensor]:
+    key = row * columns + column
+    if not bool((key.diff() > 0).all()):
+        key = torch.unique(key)
+    return key // columns, key % columns
+
+
+def _element_masks(
+    term: Term, query: Tensor, key: Tensor, first: Tensor, head: int, layout: _Layout, grid: Grid, masks: MaskTable
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Mask index of each pair of tiles, and whether it allows some and all of its elements."""
+    q0, k0 = first[query], first[key]
+    label = torch.zeros_like(query)
+    for column in (c for p in term.conditions for c in mask_keys(p, q0, k0, layout.span, head)):
+        values, inverse = torch.unique(column, return_inverse=True)
+        label = torch.unique(label * len(values) + inverse, return_inverse=True)[1]
+    count = int(label.max()) + 1
+    example = torch.empty(count, dtype=torch.int64, device=label.device)
+    example[label] = torch.arange(len(label), device=label.device)
+    step = layout.rate * torch.arange(layout.block_size, device=label.device)
+    indices, some, whole = [], [], []
+    for slots in example.split(512):
+        q = q0[slots][:, None, None] + step[:, None]
+        k = k0[slots][:, None, None] + step
+        allowed = torch.ones(len(slots), layout.block_size, layout.block_size, dtype=torch.bool, device=label.device)
+        for pattern in term.where:
+            allowed &= evaluate(pattern, q, k, head, grid)
+        for pattern in term.exclude:
+            allowed &= ~evaluate(pattern, q, k, head, grid)
+        indices.append(masks.add(allowed))
+        some.append(allowed.flatten(1).any(1))
+        whole.append(allowed.flatten(1).all(1))
+    return tuple(torch.cat(column)[label] for column in (indices, some, whole))  # pyrefly: ignore[bad-return]
+
+
+class MaskTable:
+    """Collects element masks, each kept once."""
+
+    everything = 0
+    """Index of the mask that allows all; for tiles whose ragged end alone is checked."""
+
+    def __init__(self, block_size: int, device: torch.device) -> None:
+        self.block_size = block_size
+        whole = torch.ones(1, block_size, block_size, dtype=torch.bool, device=device)
+        self.bits = [self._pack(whole)]
+        self.bands = [self._bands(whole)]
+
+    def add(self, allowed: Tensor) -> Tensor:
+        """Indices of the masks, int64 [U], for bool [U, B, B]."""
+        base = sum(map(len, self.bits))
+        self.bits.append(self._pack(allowed))
+        self.bands.append(self._bands(allowed))
+        return base + torch.arange(len(allowed), device=allowed.device)
+
+    def finish(self) -> Masks:
+        return Masks(torch.cat(self.bits), torch.cat(self.bands))
+
+    def _pack(self, allowed: Tensor) -> Tensor:
+        words = allowed.unflatten(2, (-1, min(32, self.block_size))).long()
+        shifts = torch.arange(words.shape[-1], device=allowed.device)
+        packed = (words << shifts).sum(-1)
+        # The top bit of an unsigned word is the sign of an int32.
+        return torch.where(packed >= 2**31, packed - 2**32, packed).to(torch.int32)
+
+    def _bands(self, allowed: Tensor) -> Tensor:
+        edge = torch.arange(self.block_size, device=allowed.device)
+        difference = edge - edge[:, None]
+        low = torch.where(allowed, difference, self.block_size).flatten(1).amin(1)
+        high = torch.where(allowed, difference, -self.block_size).flatten(1).amax(1)
+        band = (difference >= low[:, None, None]) & (difference <= high[:, None, None])
+        exact = (band == allowed).flatten(1).all(1)
+        empty = torch.tensor([1, 0], device=allowed.device)
+        return torch.where(exact[:, None], torch.stack([low, high], 1), empty).to(torch.int32)

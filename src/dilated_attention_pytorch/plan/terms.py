@@ -1,0 +1,184 @@
+"""A pattern as a sum of terms: one strided axis each, conditions on it, and what earlier terms already counted.
+
+Multiplicities add over terms, so a counting dilated pattern is one term a branch; a union becomes terms of
+which each leaves out what the ones before it cover.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import reduce
+from math import ceil
+
+import torch
+from torch import Tensor
+
+from ..patterns import And, Dilated, Documents, Full, Or, Pattern, PerHead, Strided
+
+
+@dataclass(frozen=True, slots=True)
+class Segments:
+    """An axis before it is cut into tiles: stretches of tokens and the step between neighbours."""
+
+    rate: int = 1
+    length: int | None = None
+    """Tokens a segment; None when `documents` or residues decide."""
+    offsets: tuple[int, ...] | None = None
+    """Residue each head samples; None for 0."""
+    documents: tuple[int, ...] | None = None
+    residues: bool = False
+    """Each residue of the rate is a segment of its own, through the whole sequence."""
+
+    @property
+    def whole(self) -> bool:
+        """Whether the axis is the sequence itself."""
+        return self == Segments()
+
+    def bounds(self, n: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """First token and end of each segment, int64 [S]."""
+        if self.documents is not None:
+            lengths = torch.tensor(self.documents, dtype=torch.int64, device=device)
+            end = lengths.cumsum(0)
+            return end - lengths, end
+        if self.residues:
+            start = torch.arange(min(self.rate, n), device=device)
+            return start, torch.full_like(start, n)
+        length = min(self.length or n, n)
+        start = torch.arange(ceil(n / length), device=device) * length
+        return start, (start + length).clamp(max=n)
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    axis: Segments = Segments()
+    where: tuple[Pattern, ...] = ()
+    exclude: tuple[Pattern, ...] = ()
+    heads: frozenset[int] | None = None
+    """Heads that take part; None for all."""
+
+    @property
+    def conditions(self) -> tuple[Pattern, ...]:
+        return self.where + self.exclude
+
+
+def terms_of(pattern: Pattern, heads: int) -> list[Term]:
+    """Split a resolved pattern into terms whose multiplicities add up to its own."""
+    match pattern:
+        case Dilated():
+            # Split heads run one branch each, so nothing can be counted twice.
+            if pattern.overlap == "union" and pattern.heads == "all" and len(pattern.segment_lengths) > 1:
+                branches = [replace(pattern, segment_lengths=(w,), dilation_rates=(r,)) for w, r in pattern.branches]
+                return _union(branches, heads)
+            return [_branch_term(pattern, index, heads) for index in range(len(pattern.segment_lengths))]
+        case Documents():
+            return [Term(Segments(documents=pattern.lengths))]
+        case Strided(block=1) if pattern.stride > 1:
+            return [Term(Segments(rate=pattern.stride, residues=True))]
+        case And():
+            return [
+                _both(left, right, heads)
+                for left in terms_of(pattern.left, heads)
+                for right in terms_of(pattern.right, heads)
+                if left.heads is None or right.heads is None or left.heads & right.heads
+            ]
+        case Or():
+            return _union(_members(pattern), heads)
+        case PerHead():
+            return _per_head(pattern, heads)
+        case Full():
+            return [Term()]
+        case _:
+            return [Term(where=(pattern,))]
+
+
+def _branch_term(pattern: Dilated, index: int, heads: int) -> Term:
+    segment, rate = pattern.branches[index]
+    offsets = tuple(int(pattern.sampled_residue(index, h)) for h in range(heads))
+    taking_part = frozenset(h for h in range(heads) if pattern.takes_part(index, h))
+    return Term(
+        Segments(rate, segment, offsets if any(offsets) else None),
+        heads=None if len(taking_part) == heads else taking_part,
+    )
+
+
+def _both(left: Term, right: Term, heads: int) -> Term:
+    """The product of two terms: the sparser axis carries it, the other becomes a condition."""
+    if left.axis.rate < right.axis.rate or left.axis.whole:
+        left, right = right, left
+    taking_part = left.heads if right.heads is None else right.heads if left.heads is None else left.heads & right.heads
+    where = left.where + right.where
+    if not right.axis.whole:
+        where += (_as_pattern(right.axis, heads),)
+    return Term(left.axis, where, left.exclude + right.exclude, taking_part)
+
+
+def _as_pattern(axis: Segments, heads: int) -> Pattern:
+    if axis.documents is not None:
+        return Documents(axis.documents)
+    if axis.residues:
+        return Strided(axis.rate)
+    assert axis.length is not None
+    offsets = axis.offsets or (0,) * heads
+    by_offset = [_OffsetBranch((axis.length,), (axis.rate,), residue=offset) for offset in offsets]
+    return by_offset[0] if len(set(offsets)) == 1 else PerHead(tuple(by_offset))
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class _OffsetBranch(Dilated):
+    """One branch with its residue written down, whatever the head."""
+
+    residue: int = 0
+
+    def sampled_residue(self, index: int, head: object) -> int:
+        return self.residue
+
+    def describe(self) -> str:
+        return f"{Dilated.describe(self)};residue={self.residue}"
+
+
+def _members(pattern: Pattern) -> list[Pattern]:
+    return _members(pattern.left) + _members(pattern.right) if isinstance(pattern, Or) else [pattern]
+
+
+def _union(members: list[Pattern], heads: int) -> list[Term]:
+    """Terms that count every pair once. Members on the undilated axis go first, together: they cost one term."""
+    alternatives = [terms_of(_counted_once(member), heads) for member in members]
+    plain = [m for m, terms in zip(members, alternatives, strict=True) if _is_plain(terms)]
+    terms: list[Term] = []
+    earlier: tuple[Pattern, ...] = ()
+    if plain:
+        everyone = reduce(Or, plain)
+        terms.append(Term(where=(everyone,)))
+        earlier = (everyone,)
+    for member, own in zip(members, alternatives, strict=True):
+        if not _is_plain(own):
+            terms += [replace(term, exclude=term.exclude + earlier) for term in own]
+            earlier += (member,)
+    return terms
+
+
+def _is_plain(terms: list[Term]) -> bool:
+    return len(terms) == 1 and terms[0].axis.whole and terms[0].heads is None and not terms[0].exclude
+
+
+def _counted_once(pattern: Pattern) -> Pattern:
+    match pattern:
+        case Dilated():
+            return replace(pattern, overlap="union")
+        case And():
+            return And(_counted_once(pattern.left), _counted_once(pattern.right))
+        case PerHead():
+            return PerHead(tuple(_counted_once(p) for p in pattern.patterns))
+        case _:
+            return pattern
+
+
+def _per_head(pattern: PerHead, heads: int) -> list[Term]:
+    terms = []
+    for one in dict.fromkeys(pattern.patterns):
+        own = frozenset(h for h, p in enumerate(pattern.patterns) if p == one)
+        for term in terms_of(one, heads):
+            taking_part = own if term.heads is None else own & term.heads
+            if taking_part:
+                terms.append(replace(term, heads=None if len(taking_part) == heads else taking_part))
+    return terms
