@@ -3,6 +3,7 @@
 from .blocks import BlockDilated, BlockLists, BlockPattern, Hierarchical, Random
 from .dilated import Branch, Dilated, Strided
 from .local import Causal, Documents, Full, Global, SlidingWindow
+from .packed import Packed
 from .pattern import And, Or, Pattern, PerHead
 from .text import parse
 
@@ -19,6 +20,7 @@ __all__ = [
     "Global",
     "Hierarchical",
     "Or",
+    "Packed",
     "Pattern",
     "PerHead",
     "Random",

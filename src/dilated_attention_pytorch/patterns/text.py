@@ -11,6 +11,7 @@ from ..errors import must
 from .blocks import BlockDilated, BlockLists, Hierarchical, Random
 from .dilated import Dilated, Strided
 from .local import Causal, Documents, Full, Global, SlidingWindow
+from .packed import Packed
 from .pattern import Pattern, PerHead
 
 EXAMPLES = {
@@ -26,6 +27,7 @@ EXAMPLES = {
     "block_dilated": "block_dilated:2048x1,8192x4;sparsity_ratio=0.1;block=128",
     "blocks": "blocks:0,0 1,1 2;block=128",
     "heads": "heads{window:4 / causal}",
+    "packed": "packed{causal / documents:100,28}",
 }
 """Every name `parse` knows, with an example."""
 
@@ -86,13 +88,9 @@ class _Reader:
             self.take(")")
             return pattern
         if token == "heads":
-            self.take("{")
-            patterns = [self.union()]
-            while self.peek() == "/":
-                self.take()
-                patterns.append(self.union())
-            self.take("}")
-            return PerHead(tuple(patterns))
+            return PerHead(tuple(self.braces()))
+        if token == "packed":
+            return self.packed()
         head, *tail = token.split(";")
         name, _, body = (part.strip() for part in head.partition(":"))
         if name not in _MAKERS:
@@ -106,6 +104,26 @@ class _Reader:
             if "must" in str(error):
                 raise
             raise self.error(f"arguments like {EXAMPLES[name]!r}") from None
+
+    def braces(self) -> list[Pattern]:
+        self.take("{")
+        patterns = [self.union()]
+        while self.peek() == "/":
+            self.take()
+            patterns.append(self.union())
+        self.take("}")
+        return patterns
+
+    def packed(self) -> Pattern:
+        self.take("{")
+        pattern = self.union()
+        self.take("/")
+        lengths, *tail = self.take().split(";")
+        if not lengths.startswith("documents:"):
+            raise self.error("documents:...")
+        self.take("}")
+        keywords = {key: int(value) for key, _, value in (part.partition("=") for part in tail)}
+        return Packed(pattern, _numbers(lengths.removeprefix("documents:")), **keywords)
 
 
 def _value(text: str) -> Any:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from ..errors import must
-from ..patterns import And, BlockPattern, Or, Pattern, PerHead, Strided
+from ..patterns import And, BlockPattern, Or, Packed, Pattern, PerHead, Strided
 from ..patterns.pattern import integer
 from .cover import ALL, NONE, Grid, classify, evaluate, head_key, mask_keys, moves_freely, ranges, reach
+from .packing import lay_out
 from .plan import Axis, Masks, Part, Plan
 from .terms import Segments, Term, terms_of
 from .walks import build_walk, join_walks
@@ -40,13 +43,28 @@ def make_plan(
     block_size = own_block(pattern) if block_size is None else block_size
     if block_size not in BLOCK_SIZES:
         raise must(f"block_size must be a power of two, one of {BLOCK_SIZES}", block_size)
-    device = torch.device(device)
     resolved = pattern.resolve(n, heads)
+    if isinstance(resolved, Packed):
+        plan = _plan_packed(resolved, heads, block_size, torch.device(device))
+    else:
+        plan = _plan(resolved, n, heads, block_size, torch.device(device))
+    return replace(plan, parts=tuple(part for part in plan.parts if len(part.by_query.full) + len(part.by_query.partial)))
+
+
+def _plan(resolved: Pattern, n: int, heads: int, block_size: int, device: torch.device) -> Plan:
     grid = Grid(n, device)
     masks = MaskTable(block_size, device)
     built = [_part(term, heads, block_size, grid, masks) for term in terms_of(resolved, heads)]
-    parts = tuple(part for part, blocks in built if blocks)
-    return Plan(resolved.describe(), n, heads, block_size, parts, masks.finish(), sum(blocks for _, blocks in built))
+    parts, blocks = zip(*built, strict=True)
+    return Plan(resolved.describe(), n, heads, block_size, parts, masks.finish(), sum(blocks))
+
+
+def _plan_packed(pattern: Packed, heads: int, block_size: int, device: torch.device) -> Plan:
+    """Documents of one length are planned once, then laid one after another."""
+    plans = {
+        length: _plan(pattern.document(length), length, heads, block_size, device) for length in set(pattern.lengths)
+    }
+    return lay_out(pattern.describe(), [plans[length] for length in pattern.lengths])
 
 
 def own_block(pattern: Pattern) -> int:
@@ -61,6 +79,8 @@ def _blocks_in(pattern: Pattern) -> list[int]:
             return _blocks_in(pattern.left) + _blocks_in(pattern.right)
         case PerHead():
             return [size for one in pattern.patterns for size in _blocks_in(one)]
+        case Packed():
+            return _blocks_in(pattern.pattern)
         case BlockPattern():
             return [pattern.block]  # pyrefly: ignore[missing-attribute]
         case Strided() if pattern.block > 1:

@@ -22,7 +22,7 @@ def build_walk(row: Tensor, tile: Tensor, mask: Tensor, bases: tuple[Tensor, ...
     full, _, full_table = _store(row, tile, None, bases)
     partial, masks, partial_table = _store(*some, bases)
     table = torch.cat([full_table, partial_table], 1).to(torch.int32)
-    return Walk(table, full, partial, masks, _order(table))
+    return Walk(table, full, partial, masks, start_order(table))
 
 
 def join_walks(walks: list[Walk]) -> Walk:
@@ -37,10 +37,11 @@ def join_walks(walks: list[Walk]) -> Walk:
         stored_partial += len(walk.partial)
     table = torch.cat(tables)
     full, partial, mask = (torch.cat([getattr(w, name) for w in walks]) for name in ("full", "partial", "mask"))
-    return Walk(table, full, partial, mask, _order(table))
+    return Walk(table, full, partial, mask, start_order(table))
 
 
-def _order(table: Tensor) -> Tensor:
+def start_order(table: Tensor) -> Tensor:
+    """Rows in the order a scheduler should start them."""
     counts = table[:, FULL_END] - table[:, FULL_BEGIN] + table[:, PARTIAL_END] - table[:, PARTIAL_BEGIN]
     # Buckets a factor of sqrt(2) wide: heavy rows start first, yet neighbours, which share keys, stay together.
     bucket = (2 * torch.log2(counts.clamp(min=1).float())).round()

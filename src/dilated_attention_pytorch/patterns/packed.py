@@ -1,0 +1,60 @@
+"""Sequences packed one after another, each attending as if it were alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any
+
+from ..errors import must
+from .pattern import Pattern, integers
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Packed(Pattern):
+    """Documents of the given lengths; in each, positions start again at 0 and `pattern` holds.
+
+    Packed(Causal(), (2, 2)):   0 1 2 3
+                              0 # . . .
+                              1 # # . .
+                              2 . . # .
+                              3 . . # #
+
+    `Documents(lengths) & pattern` differs where the pattern knows absolute positions: there they run on.
+    """
+
+    pattern: Pattern
+    lengths: tuple[int, ...]
+    num_heads: int | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "lengths", integers("document length", self.lengths, 1))
+
+    def resolve(self, n: int, heads: int) -> Pattern:
+        if sum(self.lengths) != n:
+            raise must(f"packed lengths must add up to the sequence length {n}", sum(self.lengths))
+        return replace(self, num_heads=heads)
+
+    def document(self, length: int) -> Pattern:
+        """What holds inside a document of this length."""
+        if self.num_heads is None:
+            raise must("a packed pattern must know its head count", "none", "Call pattern.resolve(n, heads) first.")
+        return self.pattern.resolve(length, self.num_heads)
+
+    def multiplicity(self, q: Any, k: Any, head: Any = 0) -> Any:
+        total: Any = 0
+        for length, end in zip(self.lengths, accumulate(self.lengths), strict=True):
+            start = end - length
+            inside = (q >= start) & (q < end) & (k >= start) & (k < end)
+            # Positions of other documents are moved to 0 so that no pattern is asked about a place it does not have.
+            total = total + inside * self.document(length).multiplicity((q - start) * inside, (k - start) * inside, head)
+        return total
+
+    def allows(self, q: Any, k: Any, head: Any = 0) -> Any:
+        return self.multiplicity(q, k, head) > 0
+
+    def describe(self) -> str:
+        tail = "" if self.num_heads is None else f";num_heads={self.num_heads}"
+        return f"packed{{{self.pattern.describe()} / documents:{','.join(map(str, self.lengths))}{tail}}}"
+
+    __repr__ = Pattern.__str__
