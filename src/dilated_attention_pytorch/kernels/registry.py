@@ -72,3 +72,47 @@ class Backend(Protocol):
     def backward(
         self, call: AttentionCall, output: Tensor, lse: Tensor, grad_output: Tensor, grad_lse: Tensor | None
     ) -> Gradients: ...
+
+
+PREFERENCE = ("hopper", "triton", "native", "cpu", "reference")
+"""Backends in the order `backend="auto"` asks them."""
+
+MODULES = {
+    "hopper": "hopper_backend",
+    "triton": "triton_backend",
+    "native": "native",
+    "cpu": "cpu",
+    "reference": "reference",
+}
+
+
+def backend_named(name: str) -> Backend:
+    """Load one backend. Nothing is imported before it is asked for, so optional packages stay optional."""
+    if name not in MODULES:
+        raise must(f"backend must be one of auto, {', '.join(PREFERENCE)}", repr(name))
+    return cast(Backend, import_module(f".{MODULES[name]}", __package__))
+
+
+def choose(call: AttentionCall, backend: str = "auto") -> tuple[str, Backend]:
+    """The first backend that can run the call; a backend asked for by name never falls back to another."""
+    reasons = {}
+    for name in PREFERENCE if backend == "auto" else (backend,):
+        candidate = backend_named(name)
+        reason = candidate.why_not(call)
+        if reason is None:
+            return name, candidate
+        reasons[name] = reason
+    raise BackendUnsupported(call.describe(), reasons, backend)
+
+
+def explain(call: AttentionCall) -> dict[str, str | None]:
+    """Every backend with its reason against the call, None for those that can run it, in order of preference."""
+    return {name: backend_named(name).why_not(call) for name in PREFERENCE}
+
+
+def empty_rows(like: Tensor, width: int, dtype: torch.dtype | None = None) -> Tensor:
+    """Uninitialised (B, H, N, width) in the memory order of `like`: heads inside tokens where it has them so, else outside."""
+    batch, heads, n, _ = like.shape
+    if heads > 1 and like.stride(1) < like.stride(2):
+        return like.new_empty((batch, n, heads, width), dtype=dtype or like.dtype).transpose(1, 2)
+    return like.new_empty((batch, heads, n, width), dtype=dtype or like.dtype)

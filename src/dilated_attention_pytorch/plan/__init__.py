@@ -1,6 +1,8 @@
 """Which tiles follow from a pattern."""
 
+from .cache import CacheInfo, PlanCache
+from .cost import Cost
 from .plan import Axis, Masks, Part, Plan, Walk
 from .planner import make_plan
 
-__all__ = ["Axis", "Masks", "Part", "Plan", "Walk", "make_plan"]
+__all__ = ["Axis", "CacheInfo", "Cost", "Masks", "Part", "Plan", "PlanCache", "Walk", "make_plan"]

@@ -138,19 +138,25 @@ def classify(pattern: Pattern, q0: Tensor, q1: Tensor, k0: Tensor, k1: Tensor, h
 
 
 def evaluate(pattern: Pattern, q: Tensor, k: Tensor, head: int, grid: Grid) -> Tensor:
-    """`pattern.allows` for element masks, without ever writing a block grid out."""
+    """`pattern.allows`, without ever writing a block grid out."""
+    return count(pattern, q, k, head, grid) > 0
+
+
+def count(pattern: Pattern, q: Tensor, k: Tensor, head: int, grid: Grid) -> Tensor:
+    """`pattern.multiplicity`, without ever writing a block grid out."""
     match pattern:
         case And():
-            return evaluate(pattern.left, q, k, head, grid) & evaluate(pattern.right, q, k, head, grid)
+            return count(pattern.left, q, k, head, grid) * count(pattern.right, q, k, head, grid)
         case Or():
-            return evaluate(pattern.left, q, k, head, grid) | evaluate(pattern.right, q, k, head, grid)
+            either = count(pattern.left, q, k, head, grid) + count(pattern.right, q, k, head, grid)
+            return (either > 0) * 1
         case PerHead():
-            return evaluate(pattern.patterns[head], q, k, head, grid)
+            return count(pattern.patterns[head], q, k, head, grid)
         case BlockPattern():
-            return _keeps(pattern, q.clamp(max=grid.n - 1), k.clamp(max=grid.n - 1), head, grid)
+            return _keeps(pattern, q.clamp(max=grid.n - 1), k.clamp(max=grid.n - 1), head, grid) * 1
         case _:
-            allowed = pattern.allows(q, k, head)
-            return torch.broadcast_to(allowed, torch.broadcast_shapes(q.shape, k.shape))
+            times = torch.as_tensor(pattern.multiplicity(q, k, head), device=grid.device)
+            return times.expand(torch.broadcast_shapes(q.shape, k.shape))
 
 
 def moves_freely(pattern: Pattern) -> bool:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ..errors import must
+from .cost import Cost, cost_of
 
 FULL_BEGIN, FULL_END, FULL_BASE, PARTIAL_BEGIN, PARTIAL_END, PARTIAL_BASE = range(6)
 """Columns of `Walk.rows`."""
@@ -171,6 +172,17 @@ class Plan:
         """Floating-point operations of a forward pass for one batch element, counted on the computed tiles."""
         width = head_dim + (head_dim if value_dim is None else value_dim)
         return 2 * self.blocks * self.block_size**2 * width
+
+    def cost(
+        self, head_dim: int, *, value_dim: int | None = None, key_heads: int | None = None,
+        dtype: torch.dtype = torch.float32, batch: int = 1,
+    ) -> Cost:
+        """Operations, bytes moved and peak memory of a forward and a backward pass."""
+        return cost_of(
+            n=self.n, heads=self.heads, key_heads=key_heads or self.heads, tiles=self.blocks, block_size=self.block_size,
+            head_dim=head_dim, value_dim=value_dim or head_dim, itemsize=dtype.itemsize, batch=batch,
+            plan_bytes=self.nbytes, several_parts=len(self.parts) > 1,
+        )
 
     def to(self, device: torch.device | str) -> Plan:
         """The same plan on another device."""

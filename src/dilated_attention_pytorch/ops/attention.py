@@ -1,0 +1,282 @@
+"""The one operation, as torch sees it: two registered operators, one autograd function, one validated entrance."""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ..errors import must, must_be
+from ..kernels.dropout import fresh_seed
+from ..kernels.registry import AttentionCall, choose, empty_rows
+from ..patterns import Causal, Packed, Pattern, parse
+from ..plan import PlanCache
+from ..shapes import CuSeqlens, Key, KeyPadding, Output, Query, Value
+from .merge import AttentionOutput
+
+plan_cache = PlanCache()
+"""Plans of every call in this process; `plan_cache.info()` tells hits, misses, evictions and bytes."""
+
+_SETTINGS = (
+    "Tensor? key_padding_mask, Tensor? cu_seqlens, Tensor? seed, "
+    "str pattern, bool is_causal, float scale, float dropout_p, str backend"
+)
+_library = torch.library.Library("dilated_attention", "DEF")
+_library.define(f"forward(Tensor query, Tensor key, Tensor value, {_SETTINGS}) -> (Tensor, Tensor)")
+_library.define(
+    "backward(Tensor query, Tensor key, Tensor value, Tensor output, Tensor lse, Tensor grad_output, Tensor? grad_lse, "
+    f"{_SETTINGS}) -> (Tensor, Tensor, Tensor)"
+)
+
+
+def attention(
+    query: Query,
+    key: Key,
+    value: Value,
+    pattern: Pattern | str,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    key_padding_mask: KeyPadding | None = None,
+    cu_seqlens: CuSeqlens | None = None,
+    dropout_p: float = 0.0,
+    backend: str = "auto",
+) -> Output:
+    """Exact attention over the pairs a pattern allows.
+
+    Args:
+        query: (B, H, N, D).
+        key: (B, G, N, D) with G = H, or a divisor of H when `enable_gqa`.
+        value: (B, G, N, E).
+        pattern: who may see whom, as a value or as text for `parse`.
+        is_causal: also require the key not to come after the query.
+        scale: factor on the scores; 1 / sqrt(D) by default.
+        enable_gqa: let query head h read key head h // (H / G).
+        key_padding_mask: bool (B, N), True where a key takes no part.
+        cu_seqlens: int (documents + 1): bounds of sequences packed one after another (B must be 1); the pattern
+            holds in each as if it were alone. Keep it on the CPU: its values shape the plan.
+        dropout_p: probability of dropping a weight.
+        backend: "auto", or a name from `dilated_attention_pytorch.backends()`, which then never falls back.
+
+    Returns:
+        (B, H, N, E). A row that may see no key is 0.
+
+    >>> import torch
+    >>> from dilated_attention_pytorch import Dilated, attention
+    >>> q, k, v = torch.randn(3, 1, 8, 1000, 64).unbind()
+    >>> attention(q, k, v, Dilated((256, 1024), (1, 4)), is_causal=True).shape
+    torch.Size([1, 8, 1000, 64])
+    """
+    return _attend(
+        query, key, value, pattern, is_causal, scale, enable_gqa, key_padding_mask, cu_seqlens, dropout_p, backend
+    ).output
+
+
+def attention_with_lse(
+    query: Query,
+    key: Key,
+    value: Value,
+    pattern: Pattern | str,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    key_padding_mask: KeyPadding | None = None,
+    cu_seqlens: CuSeqlens | None = None,
+    dropout_p: float = 0.0,
+    backend: str = "auto",
+) -> AttentionOutput:
+    """`attention`, and the natural logarithm of each row's softmax denominator, (B, H, N); both are differentiable."""
+    return _attend(
+        query, key, value, pattern, is_causal, scale, enable_gqa, key_padding_mask, cu_seqlens, dropout_p, backend
+    )
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    pattern: Pattern | str,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+    key_padding_mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    dropout_p: float,
+    backend: str,
+) -> AttentionOutput:
+    query, key, value = _autocast(query, key, value)
+    check_tensors(query, key, value, enable_gqa)
+    check_masks(query, key_padding_mask, cu_seqlens)
+    if not isinstance(pattern, Pattern | str):
+        raise must_be("pattern must be a Pattern or text", type(pattern).__name__, 'For example "window:512 & causal".')
+    if not 0.0 <= dropout_p < 1.0:
+        raise must("dropout_p must lie in [0, 1)", dropout_p)
+    if scale is None:
+        scale = query.shape[-1] ** -0.5
+    elif not -math.inf < scale < math.inf:
+        raise must("scale must be finite", scale)
+    seed = fresh_seed(query.device) if dropout_p > 0 else None
+    rows = (t if t.stride(-1) == 1 else t.contiguous() for t in (query, key, value))
+    text = pattern if isinstance(pattern, str) else pattern.describe()
+    return AttentionOutput(
+        *_Attention.apply(*rows, key_padding_mask, cu_seqlens, seed, text, is_causal, scale, dropout_p, backend)
+    )
+
+
+class _Attention(torch.autograd.Function):
+    """Forward and backward as one differentiable function of query, key and value."""
+
+    @staticmethod
+    def forward(*arguments: Any) -> tuple[Tensor, Tensor]:
+        return torch.ops.dilated_attention.forward(*arguments)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        tensors, ctx.settings = inputs[:6], inputs[6:]
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*tensors, *output)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+        query, key, value, key_padding_mask, cu_seqlens, seed, output, lse = ctx.saved_tensors
+        if grad_output is None and grad_lse is None:
+            return (None,) * 11
+        grad_output = torch.zeros_like(output) if grad_output is None else grad_output
+        if grad_output.stride(-1) != 1:
+            grad_output = grad_output.contiguous()
+        masks = key_padding_mask, cu_seqlens, seed
+        grads = torch.ops.dilated_attention.backward(
+            query, key, value, output, lse, grad_output, grad_lse, *masks, *ctx.settings
+        )
+        return *grads, *(None,) * 8
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
+        """A mapped dimension joins the batch."""
+        if in_dims[4] is not None or arguments[4] is not None:
+            raise must("vmap must not map packed sequences", "cu_seqlens", "Call attention once for each packed batch.")
+
+        def joined(tensor: Tensor | None, dim: int | None) -> Tensor | None:
+            if tensor is None:
+                return None
+            mapped = tensor.unsqueeze(0).expand(info.batch_size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
+            return mapped.flatten(0, 1)
+
+        tensors = [joined(arguments[i], in_dims[i]) for i in range(4)]
+        output, lse = _Attention.apply(*tensors, *arguments[4:])
+        return tuple(t.unflatten(0, (info.batch_size, -1)) for t in (output, lse)), (0, 0)  # pyrefly: ignore[bad-return]
+
+
+@torch.library.impl(_library, "forward", "CompositeExplicitAutograd")
+def _forward(query: Tensor, key: Tensor, value: Tensor, *settings: Any) -> tuple[Tensor, Tensor]:
+    call, backend = call_of(query, key, value, *settings)
+    return tuple(choose(call, backend)[1].forward(call))  # pyrefly: ignore[bad-return]
+
+
+@torch.library.impl(_library, "backward", "CompositeExplicitAutograd")
+def _backward(
+    query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor, grad_output: Tensor, grad_lse: Tensor | None,
+    *settings: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    call, backend = call_of(query, key, value, *settings)
+    return tuple(choose(call, backend)[1].backward(call, output, lse, grad_output, grad_lse))  # pyrefly: ignore[bad-return]
+
+
+@torch.library.register_fake("dilated_attention::forward", lib=_library)
+def _forward_fake(query: Tensor, key: Tensor, value: Tensor, *settings: Any) -> tuple[Tensor, Tensor]:
+    lse_dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
+    return empty_rows(query, value.shape[-1]), query.new_empty(query.shape[:-1], dtype=lse_dtype)
+
+
+@torch.library.register_fake("dilated_attention::backward", lib=_library)
+def _backward_fake(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return tuple(empty_rows(t, t.shape[-1]) for t in (query, key, value))  # pyrefly: ignore[bad-return]
+
+
+def call_of(
+    query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None, cu_seqlens: Tensor | None,
+    seed: Tensor | None, pattern: str, is_causal: bool, scale: float, dropout_p: float, backend: str,
+) -> tuple[AttentionCall, str]:
+    """The call a backend sees, with its plan from the cache."""
+    lengths = None if cu_seqlens is None else _lengths(cu_seqlens, query.shape[2])
+    resolved = _resolved(pattern, is_causal, lengths, query.shape[2], query.shape[1])
+    plan = plan_cache.get(resolved, query.shape[2], query.shape[1], device=query.device)
+    return AttentionCall(query, key, value, plan, scale, key_padding_mask, dropout_p, seed, resolved), backend
+
+
+@lru_cache(maxsize=1024)
+def _resolved(text: str, is_causal: bool, lengths: tuple[int, ...] | None, n: int, heads: int) -> Pattern:
+    pattern = parse(text)
+    pattern = pattern & Causal() if is_causal else pattern
+    return (pattern if lengths is None else Packed(pattern, lengths)).resolve(n, heads)
+
+
+def _lengths(cu_seqlens: Tensor, n: int) -> tuple[int, ...]:
+    bounds = cu_seqlens.tolist()
+    if bounds[0] != 0 or bounds[-1] != n or any(a >= b for a, b in zip(bounds, bounds[1:], strict=False)):
+        raise must(f"cu_seqlens must grow strictly from 0 to the sequence length {n}", bounds)
+    return tuple(b - a for a, b in zip(bounds, bounds[1:], strict=False))
+
+
+def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Under autocast, 32-bit inputs take its dtype; accumulation stays in float32 inside the kernels."""
+    kind = tensors[0].device.type if isinstance(tensors[0], Tensor) else "cpu"
+    if not torch.is_autocast_enabled(kind):
+        return tensors
+    dtype = torch.get_autocast_dtype(kind)
+    return tuple(t.to(dtype) if t.dtype in (torch.float32, torch.float16, torch.bfloat16) else t for t in tensors)
+
+
+def check_tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> None:
+    """What must hold of query, key and value, before anything is computed."""
+    named = (("query", query), ("key", key), ("value", value))
+    for name, tensor in named:
+        if not isinstance(tensor, Tensor):
+            raise must_be(f"{name} must be a Tensor", type(tensor).__name__)
+        if tensor.dim() != 4:
+            raise must(f"{name} must have shape (batch, heads, n, width)", f"{tensor.dim()} dimensions {tuple(tensor.shape)}")
+        if tensor.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+            raise must_be(f"{name} must be float16, bfloat16, float32 or float64", tensor.dtype)
+    for name, tensor in named[1:]:
+        if tensor.dtype != query.dtype:
+            raise must_be(f"{name} must have the query's dtype {query.dtype}", tensor.dtype)
+        if tensor.device != query.device:
+            raise must(f"{name} must be on the query's device {query.device}", tensor.device)
+        if tensor.shape[0] != query.shape[0]:
+            raise must(f"{name} must have the query's batch size {query.shape[0]}", tensor.shape[0])
+        if tensor.shape[2] != query.shape[2]:
+            raise must(f"{name} must have the query's length {query.shape[2]}", tensor.shape[2])
+    if key.shape[3] != query.shape[3]:
+        raise must(f"key must have the query's width {query.shape[3]}", key.shape[3])
+    if value.shape[1] != key.shape[1]:
+        raise must(f"value must have the key's {key.shape[1]} heads", value.shape[1])
+    if min(*query.shape, value.shape[3], key.shape[1]) < 1:
+        raise must("batch, heads, n and widths must be at least 1", f"query {tuple(query.shape)}, value {tuple(value.shape)}")
+    if key.shape[1] != query.shape[1] and (not enable_gqa or query.shape[1] % key.shape[1]):
+        advice = "Pass enable_gqa=True." if query.shape[1] % key.shape[1] == 0 else None
+        what = "query heads must be a multiple of key heads" if enable_gqa else "key must have as many heads as query"
+        raise must(what, f"{query.shape[1]} query heads and {key.shape[1]} key heads", advice)
+
+
+def check_masks(query: Tensor, key_padding_mask: Tensor | None, cu_seqlens: Tensor | None) -> None:
+    """What must hold of the masks."""
+    batch, _, n, _ = query.shape
+    if key_padding_mask is not None:
+        if key_padding_mask.dtype != torch.bool:
+            raise must_be("key_padding_mask must be bool, True where a key takes no part", key_padding_mask.dtype)
+        if tuple(key_padding_mask.shape) != (batch, n):
+            raise must(f"key_padding_mask must have shape ({batch}, {n})", tuple(key_padding_mask.shape))
+        if key_padding_mask.device != query.device:
+            raise must(f"key_padding_mask must be on the query's device {query.device}", key_padding_mask.device)
+    if cu_seqlens is not None:
+        if cu_seqlens.dim() != 1 or cu_seqlens.is_floating_point() or len(cu_seqlens) < 2:
+            raise must("cu_seqlens must be integers of shape (documents + 1,)", f"{cu_seqlens.dtype} {tuple(cu_seqlens.shape)}")
+        if batch != 1:
+            raise must("packed sequences must have batch size 1", batch, "Lay the sequences one after another along n.")

@@ -1,0 +1,63 @@
+"""Attention weights of chosen rows, for heat maps at any length."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..errors import must, must_be
+from ..patterns import Causal, Pattern, parse
+from ..plan.cover import Grid, count
+from ..shapes import Key, KeyPadding, Query
+from .attention import check_masks, check_tensors
+
+
+def attention_rows(
+    query: Query,
+    key: Key,
+    pattern: Pattern | str,
+    rows: Tensor | list[int] | range,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    key_padding_mask: KeyPadding | None = None,
+) -> Tensor:
+    """What chosen query rows look at: their softmax weights over all keys, (B, H, rows, N), float32 or float64.
+
+    Memory is that of the result, whatever the length; a row that sees no key is 0.
+
+    >>> import torch
+    >>> from dilated_attention_pytorch import attention_rows
+    >>> q, k = torch.randn(2, 1, 4, 100_000, 32).unbind()
+    >>> attention_rows(q, k, "window:2", [50_000]).count_nonzero(-1)
+    tensor([[[5],
+             [5],
+             [5],
+             [5]]])
+    """
+    check_tensors(query, key, key, enable_gqa)
+    check_masks(query, key_padding_mask, None)
+    batch, heads, n, width = query.shape
+    index = torch.as_tensor(rows, device=query.device)
+    if index.dim() != 1 or index.is_floating_point() or index.dtype == torch.bool:
+        raise must_be("rows must be a list of row numbers", f"{index.dtype} {tuple(index.shape)}")
+    if index.numel() and not 0 <= int(index.min()) <= int(index.max()) < n:
+        raise must(f"rows must lie in 0 .. {n - 1}", f"{int(index.min())} .. {int(index.max())}")
+    whole = parse(pattern) if isinstance(pattern, str) else pattern
+    whole = (whole & Causal() if is_causal else whole).resolve(n, heads)
+    grid = Grid(n, query.device)
+    dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
+    scale = width**-0.5 if scale is None else scale
+    weights = torch.empty(batch, heads, len(index), n, dtype=dtype, device=query.device)
+    positions = torch.arange(n, device=query.device)
+    for head in range(heads):
+        keys = key[:, head // (heads // key.shape[1])].to(dtype)
+        scores = scale * (query[:, head, index].to(dtype) @ keys.mT)
+        times = count(whole, index[:, None], positions, head, grid)
+        scores = torch.where(times > 0, scores + times.to(dtype).log(), -torch.inf)
+        if key_padding_mask is not None:
+            scores = scores.masked_fill(key_padding_mask[:, None], -torch.inf)
+        seen = (scores > -torch.inf).any(-1, keepdim=True)
+        weights[:, head] = torch.where(seen, torch.where(seen, scores, 0.0).softmax(-1), 0.0)
+    return weights
