@@ -38,6 +38,11 @@ class AttentionCall:
     def device(self) -> torch.device:
         return self.query.device
 
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """In which softmax and sums are computed, and LSE is given."""
+        return torch.float64 if self.query.dtype == torch.float64 else torch.float32
+
     def describe(self) -> str:
         batch, heads, n, d = self.query.shape
         words = [str(self.query.dtype).removeprefix("torch."), self.device.type, f"batch {batch}", f"heads {heads}"]
@@ -50,6 +55,8 @@ class AttentionCall:
 
 
 class Forward(NamedTuple):
+    """What a forward pass gives."""
+
     output: Tensor
     """(B, H, N, E), the query's dtype; rows without a key are 0"""
     lse: Tensor
@@ -57,12 +64,16 @@ class Forward(NamedTuple):
 
 
 class Gradients(NamedTuple):
+    """What a backward pass gives, each in the dtype and shape of its input."""
+
     query: Tensor
     key: Tensor
     value: Tensor
 
 
 class Backend(Protocol):
+    """What a module must offer to be a backend."""
+
     def why_not(self, call: AttentionCall) -> str | None:
         """Why this backend cannot run the call, or None when it can."""
         ...
@@ -110,8 +121,15 @@ def explain(call: AttentionCall) -> dict[str, str | None]:
     return {name: backend_named(name).why_not(call) for name in PREFERENCE}
 
 
+def zero_gradients(call: AttentionCall) -> Gradients:
+    """Accumulators in the compute dtype, each in the memory order of what it is the gradient of."""
+    return Gradients(
+        *(empty_rows(t, t.shape[-1], call.compute_dtype).zero_() for t in (call.query, call.key, call.value))
+    )
+
+
 def empty_rows(like: Tensor, width: int, dtype: torch.dtype | None = None) -> Tensor:
-    """Uninitialised (B, H, N, width) in the memory order of `like`: heads inside tokens where it has them so, else outside."""
+    """Uninitialised (B, H, N, width) in the memory order of `like`: heads inside tokens where it has them so."""
     batch, heads, n, _ = like.shape
     if heads > 1 and like.stride(1) < like.stride(2):
         return like.new_empty((batch, n, heads, width), dtype=dtype or like.dtype).transpose(1, 2)

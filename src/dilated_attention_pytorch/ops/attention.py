@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -144,7 +145,8 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_output: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
+        grad_output, grad_lse = grad_outputs
         query, key, value, key_padding_mask, cu_seqlens, seed, output, lse = ctx.saved_tensors
         if grad_output is None and grad_lse is None:
             return (None,) * 11
@@ -152,13 +154,15 @@ class _Attention(torch.autograd.Function):
         if grad_output.stride(-1) != 1:
             grad_output = grad_output.contiguous()
         masks = key_padding_mask, cu_seqlens, seed
-        grads = torch.ops.dilated_attention.backward(
+        found = torch.ops.dilated_attention.backward(
             query, key, value, output, lse, grad_output, grad_lse, *masks, *ctx.settings
         )
-        return *grads, *(None,) * 8
+        return *found, *(None,) * 8
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
+    def vmap(
+        info: Any, in_dims: tuple[int | None, ...], *arguments: Any
+    ) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
         """A mapped dimension joins the batch."""
         if in_dims[4] is not None or arguments[4] is not None:
             raise must("vmap must not map packed sequences", "cu_seqlens", "Call attention once for each packed batch.")
@@ -166,7 +170,9 @@ class _Attention(torch.autograd.Function):
         def joined(tensor: Tensor | None, dim: int | None) -> Tensor | None:
             if tensor is None:
                 return None
-            mapped = tensor.unsqueeze(0).expand(info.batch_size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
+            mapped = (
+                tensor.unsqueeze(0).expand(info.batch_size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
+            )
             return mapped.flatten(0, 1)
 
         tensors = [joined(arguments[i], in_dims[i]) for i in range(4)]
@@ -182,7 +188,13 @@ def _forward(query: Tensor, key: Tensor, value: Tensor, *settings: Any) -> tuple
 
 @torch.library.impl(_library, "backward", "CompositeExplicitAutograd")
 def _backward(
-    query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor, grad_output: Tensor, grad_lse: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    lse: Tensor,
+    grad_output: Tensor,
+    grad_lse: Tensor | None,
     *settings: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     call, backend = call_of(query, key, value, *settings)
@@ -201,8 +213,17 @@ def _backward_fake(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tup
 
 
 def call_of(
-    query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None, cu_seqlens: Tensor | None,
-    seed: Tensor | None, pattern: str, is_causal: bool, scale: float, dropout_p: float, backend: str,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_padding_mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    seed: Tensor | None,
+    pattern: str,
+    is_causal: bool,
+    scale: float,
+    dropout_p: float,
+    backend: str,
 ) -> tuple[AttentionCall, str]:
     """The call a backend sees, with its plan from the cache."""
     lengths = None if cu_seqlens is None else _lengths(cu_seqlens, query.shape[2])
@@ -220,9 +241,9 @@ def _resolved(text: str, is_causal: bool, lengths: tuple[int, ...] | None, n: in
 
 def _lengths(cu_seqlens: Tensor, n: int) -> tuple[int, ...]:
     bounds = cu_seqlens.tolist()
-    if bounds[0] != 0 or bounds[-1] != n or any(a >= b for a, b in zip(bounds, bounds[1:], strict=False)):
+    if bounds[0] != 0 or bounds[-1] != n or any(a >= b for a, b in pairwise(bounds)):
         raise must(f"cu_seqlens must grow strictly from 0 to the sequence length {n}", bounds)
-    return tuple(b - a for a, b in zip(bounds, bounds[1:], strict=False))
+    return tuple(b - a for a, b in pairwise(bounds))
 
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -241,7 +262,9 @@ def check_tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -
         if not isinstance(tensor, Tensor):
             raise must_be(f"{name} must be a Tensor", type(tensor).__name__)
         if tensor.dim() != 4:
-            raise must(f"{name} must have shape (batch, heads, n, width)", f"{tensor.dim()} dimensions {tuple(tensor.shape)}")
+            raise must(
+                f"{name} must have shape (batch, heads, n, width)", f"{tensor.dim()} dimensions {tuple(tensor.shape)}"
+            )
         if tensor.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
             raise must_be(f"{name} must be float16, bfloat16, float32 or float64", tensor.dtype)
     for name, tensor in named[1:]:
@@ -258,7 +281,9 @@ def check_tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -
     if value.shape[1] != key.shape[1]:
         raise must(f"value must have the key's {key.shape[1]} heads", value.shape[1])
     if min(*query.shape, value.shape[3], key.shape[1]) < 1:
-        raise must("batch, heads, n and widths must be at least 1", f"query {tuple(query.shape)}, value {tuple(value.shape)}")
+        raise must(
+            "batch, heads, n and widths must be at least 1", f"query {tuple(query.shape)}, value {tuple(value.shape)}"
+        )
     if key.shape[1] != query.shape[1] and (not enable_gqa or query.shape[1] % key.shape[1]):
         advice = "Pass enable_gqa=True." if query.shape[1] % key.shape[1] == 0 else None
         what = "query heads must be a multiple of key heads" if enable_gqa else "key must have as many heads as query"
@@ -277,6 +302,8 @@ def check_masks(query: Tensor, key_padding_mask: Tensor | None, cu_seqlens: Tens
             raise must(f"key_padding_mask must be on the query's device {query.device}", key_padding_mask.device)
     if cu_seqlens is not None:
         if cu_seqlens.dim() != 1 or cu_seqlens.is_floating_point() or len(cu_seqlens) < 2:
-            raise must("cu_seqlens must be integers of shape (documents + 1,)", f"{cu_seqlens.dtype} {tuple(cu_seqlens.shape)}")
+            raise must(
+                "cu_seqlens must be integers of shape (documents + 1,)", f"{cu_seqlens.dtype} {tuple(cu_seqlens.shape)}"
+            )
         if batch != 1:
             raise must("packed sequences must have batch size 1", batch, "Lay the sequences one after another along n.")

@@ -34,7 +34,10 @@ def merge(outputs: Sequence[Tensor], lses: Sequence[Tensor]) -> AttentionOutput:
         raise must("merge must have as many outputs as lses, at least one", f"{len(outputs)} and {len(lses)}")
     for output, lse in zip(outputs, lses, strict=True):
         if output.shape[:-1] != lse.shape or output.shape != outputs[0].shape:
-            raise must("each lse must have its output's shape without the last dimension", f"{tuple(lse.shape)} for {tuple(output.shape)}")
+            raise must(
+                "each lse must have its output's shape without the last dimension",
+                f"{tuple(lse.shape)} for {tuple(output.shape)}",
+            )
     logs = torch.stack([lse.to(torch.promote_types(lse.dtype, torch.float32)) for lse in lses])
     # A shift that carries no gradient: it cancels, and -inf rows must not turn into NaN.
     top = logs.detach().amax(0)

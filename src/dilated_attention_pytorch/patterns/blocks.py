@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import lru_cache
 from hashlib import sha256
@@ -20,20 +20,27 @@ WORD = 0xFFFFFFFF
 
 @dataclass(frozen=True, slots=True, repr=False)
 class BlockPattern(Pattern):
-    """A pattern given by `row`: the key blocks that one query block sees. `length` is filled in by `resolve`."""
+    """A pattern given by `row`: the key blocks that one query block sees."""
+
+    block: int = field(default=128, kw_only=True)
+    """Tokens in a block."""
+    length: int | None = field(default=None, kw_only=True)
+    """Tokens in the sequence; filled in by `resolve`."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "block", integer("block", self.block, 1))
 
     def resolve(self, n: int, heads: int) -> Pattern:
-        known = self.length  # pyrefly: ignore[missing-attribute]
-        if known is not None and known != n:
-            raise must(f"a pattern for {known} tokens must meet {known} tokens", n)
+        if self.length not in (None, n):
+            raise must(f"a pattern for {self.length} tokens must meet {self.length} tokens", n)
         return replace(self, length=n)
 
     @property
     def blocks(self) -> int:
         """Blocks in the sequence, the last one perhaps ragged."""
-        if self.length is None:  # pyrefly: ignore[missing-attribute]
+        if self.length is None:
             raise must("this block pattern must know the length", "none", "Call pattern.resolve(n, heads) first.")
-        return -(-self.length // self.block)  # pyrefly: ignore[missing-attribute]
+        return -(-self.length // self.block)
 
     @property
     def by_head(self) -> bool:
@@ -45,13 +52,12 @@ class BlockPattern(Pattern):
         raise NotImplementedError
 
     def allows(self, q: Any, k: Any, head: Any = 0) -> Any:
-        block = self.block  # pyrefly: ignore[missing-attribute]
         if isinstance(q, int) and isinstance(k, int):
-            return k // block in self.row(q // block, head if self.by_head else 0)
+            return k // self.block in self.row(q // self.block, head if self.by_head else 0)
         top = 1 + (int(head if isinstance(head, int) else head.max()) if self.by_head else 0)
         like = k if isinstance(q, int) else q
         table = like.new_tensor(_table(self, top)) > 0
-        return table[head if self.by_head else 0, q // block, k // block]
+        return table[head if self.by_head else 0, q // self.block, k // self.block]
 
 
 @lru_cache(maxsize=8)
@@ -69,7 +75,8 @@ def _table(pattern: BlockPattern, heads: int) -> list[list[list[int]]]:
 
 def _ratio(what: str, value: float) -> float:
     if not isinstance(value, int | float | Fraction) or isinstance(value, bool) or not 0 < value <= 1:
-        raise must(f"{what} must be a fraction of blocks kept, 0 < {what} <= 1", repr(value), "0.01 keeps 1 % of the blocks.")
+        advice = "0.01 keeps 1 % of the blocks."
+        raise must(f"{what} must be a fraction of blocks kept, 0 < {what} <= 1", repr(value), advice)
     return float(value)
 
 
@@ -98,14 +105,12 @@ class Random(BlockPattern):
     """
 
     density: float
-    block: int = 128
     seed: int = 0
     per_head: bool = False
-    length: int | None = None
 
     def __post_init__(self) -> None:
+        BlockPattern.__post_init__(self)
         object.__setattr__(self, "density", _ratio("density", self.density))
-        object.__setattr__(self, "block", integer("block", self.block, 1))
         object.__setattr__(self, "seed", integer("seed", self.seed, 0))
         object.__setattr__(self, "per_head", bool(self.per_head))
 
@@ -136,7 +141,7 @@ class Random(BlockPattern):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Hierarchical(BlockPattern):
-    """Levels tile the distance axis: level (reach, stride) keeps every `stride`-th distance up to `reach` blocks, from where the level before ended.
+    """Levels tile the distance axis: each keeps every `stride`-th distance from the last level's end to its `reach`.
 
     levels 2x1,4x2, block 1:   0 1 2 3 4
                              0 # # # . .
@@ -147,10 +152,9 @@ class Hierarchical(BlockPattern):
     """
 
     levels: tuple[tuple[int, int], ...]
-    block: int = 128
-    length: int | None = None
 
     def __post_init__(self) -> None:
+        BlockPattern.__post_init__(self)
         levels = tuple((integer("reach", reach, 0), integer("stride", stride, 1)) for reach, stride in self.levels)
         if not levels:
             raise must("levels must not be empty", "()")
@@ -159,7 +163,6 @@ class Hierarchical(BlockPattern):
         if 0 in bounded or sorted(set(bounded)) != bounded:
             raise must("reaches must grow from level to level", reaches, "Only the last may be 0, for no bound.")
         object.__setattr__(self, "levels", levels)
-        object.__setattr__(self, "block", integer("block", self.block, 1))
 
     def distances(self) -> tuple[int, ...]:
         """Distances in blocks that are kept, ascending, the query block's own 0 first."""
@@ -191,17 +194,16 @@ class BlockDilated(BlockPattern):
                                 2 # . # .
 
     With `sparsity_ratio` each row keeps that fraction of all blocks. When the branches offer more, the nearest are
-    kept; when they offer less, the ladder goes on (segment x 2, rate x 2), and what even a ladder over the whole sequence leaves
-    open is filled with the nearest blocks.
+    kept; when they offer less, the ladder goes on (segment x 2, rate x 2), and what even a ladder over the whole
+    sequence leaves open is filled with the nearest blocks.
     """
 
     segment_lengths: tuple[int, ...]
     dilation_rates: tuple[int, ...]
     sparsity_ratio: float | None = None
-    block: int = 128
-    length: int | None = None
 
     def __post_init__(self) -> None:
+        BlockPattern.__post_init__(self)
         object.__setattr__(self, "segment_lengths", integers("segment length", self.segment_lengths, 1))
         object.__setattr__(self, "dilation_rates", integers("dilation rate", self.dilation_rates, 1))
         if len(self.segment_lengths) != len(self.dilation_rates):
@@ -212,7 +214,6 @@ class BlockDilated(BlockPattern):
             )
         if self.sparsity_ratio is not None:
             object.__setattr__(self, "sparsity_ratio", _ratio("sparsity_ratio", self.sparsity_ratio))
-        object.__setattr__(self, "block", integer("block", self.block, 1))
 
     @property
     def budget(self) -> int | None:
@@ -233,18 +234,16 @@ class BlockDilated(BlockPattern):
 
     def row(self, block: int, head: int = 0) -> tuple[int, ...]:
         by_distance = sorted(range(self.blocks), key=lambda j: (abs(j - block), j))
-        budget = self.budget
-        kept: list[int] = []
-        for step, _ in enumerate(self.ladder(), 1):
-            if step < len(self.segment_lengths):
-                continue
-            kept = [j for j in by_distance if any(self.offered(b, block, j) for b in self.ladder()[:step])]
-            if budget is None or len(kept) >= budget:
+        given, budget, ladder = len(self.segment_lengths), self.budget, self.ladder()
+        offered = {j for j in by_distance if any(self.offered(branch, block, j) for branch in ladder[:given])}
+        for branch in ladder[given:]:
+            if budget is not None and len(offered) >= budget:
                 break
+            offered.update(j for j in by_distance if self.offered(branch, block, j))
+        nearest = [j for j in by_distance if j in offered]
         if budget is not None:
-            kept += [j for j in by_distance if j not in set(kept)]
-            kept = kept[:budget]
-        return tuple(sorted(kept))
+            nearest = [*nearest, *(j for j in by_distance if j not in offered)][:budget]
+        return tuple(sorted(nearest))
 
     def describe(self) -> str:
         body = ",".join(f"{w}x{r}" for w, r in zip(self.segment_lengths, self.dilation_rates, strict=True))
@@ -271,8 +270,6 @@ class BlockLists(BlockPattern):
     """Query blocks a head."""
     heads: int = 1
     """1 when the lists are shared by all heads."""
-    block: int = 128
-    length: int | None = None
 
     _known: ClassVar[dict[str, BlockLists]] = {}
 
@@ -291,20 +288,23 @@ class BlockLists(BlockPattern):
         return cls.from_csr(pointers, columns, len(by_head[0]), len(by_head), block)
 
     @classmethod
-    def from_csr(cls, pointers: Iterable[int], columns: Iterable[int], rows: int, heads: int = 1, block: int = 128) -> BlockLists:
+    def from_csr(
+        cls, pointers: Iterable[int], columns: Iterable[int], rows: int, heads: int = 1, block: int = 128
+    ) -> BlockLists:
         """From row pointers (heads * rows + 1) and ascending columns."""
         packed = array("q", pointers), array("i", columns)
         if len(packed[0]) != heads * rows + 1:
             raise must(f"pointers must have heads * rows + 1 = {heads * rows + 1} entries", len(packed[0]))
         if len(packed[1]) and not 0 <= min(packed[1]) <= max(packed[1]) < rows:
             raise must(f"key blocks must lie in 0 .. {rows - 1}", f"{min(packed[1])} .. {max(packed[1])}")
-        return cls(packed[0].tobytes(), packed[1].tobytes(), rows, heads, integer("block", block, 1))
+        return cls(packed[0].tobytes(), packed[1].tobytes(), rows, heads, block=block)
 
     def resolve(self, n: int, heads: int) -> Pattern:
         if self.heads not in (1, heads):
             raise must(f"a pattern for {self.heads} heads must meet {self.heads} heads", heads)
         if -(-n // self.block) != self.rows:
-            raise must(f"block lists of {self.rows} rows of {self.block} tokens must meet {self.rows} blocks", f"{n} tokens")
+            what = f"block lists of {self.rows} rows of {self.block} tokens must meet {self.rows} blocks"
+            raise must(what, f"{n} tokens")
         return replace(self, length=n)
 
     @property
@@ -320,7 +320,8 @@ class BlockLists(BlockPattern):
         if len(self.columns) <= 4 * 4096:
             lists = (self.row(i, h) for h in range(self.heads) for i in range(self.rows))
             return "blocks:" + ",".join(" ".join(map(str, row)) or "-" for row in lists) + tail
-        digest = sha256(repr((self.rows, self.heads, self.block)).encode() + self.pointers + self.columns).hexdigest()[:32]
+        shape = repr((self.rows, self.heads, self.block)).encode()
+        digest = sha256(shape + self.pointers + self.columns).hexdigest()[:32]
         BlockLists._known[digest] = replace(self, length=None)
         return f"blocks:@{digest}" + options(self, "length")
 

@@ -22,7 +22,7 @@ class Branch(NamedTuple):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Dilated(Pattern):
-    """In each branch (w, r), head h samples the tokens t with (t mod w) mod r == offset(h); samples of one segment see each other.
+    """In branch (w, r), head h samples the tokens t with (t mod w) mod r == offset(h); samples of a segment meet.
 
     segment 8, rate 2, head 0:   0 1 2 3 4 5 6 7
                                0 # . # . # . # .
@@ -30,14 +30,14 @@ class Dilated(Pattern):
                                2 # . # . # . # .
                                3 . . . . . . . .
 
-    A pair that several branches allow counts once for each of them (`overlap="count"`, the paper's mixing of branches by
-    their denominators) or once in all (`overlap="union"`).
+    A pair that several branches allow counts once for each of them (`overlap="count"`, the paper's mixing of
+    branches by their denominators) or once in all (`overlap="union"`).
     """
 
     segment_lengths: tuple[int, ...]
     dilation_rates: tuple[int, ...]
     offset: Offset = "mod"
-    """Which residue a head samples: `h mod r` (the paper) or `h // ceil(H / r)` (torchscale and the published weights)."""
+    """Which residue a head samples: `h mod r` (the paper) or `h // ceil(H / r)` (torchscale, published weights)."""
     overlap: Overlap = "count"
     heads: Heads = "all"
     """Every head runs every branch, or the heads are divided over the branches."""

@@ -60,7 +60,7 @@ class SlidingWindow(Pattern):
     """
 
     before: int
-    after: int | None = None
+    after: int = None  # pyrefly: ignore[bad-assignment]
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "before", integer("window", self.before, 0))

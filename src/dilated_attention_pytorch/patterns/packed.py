@@ -47,7 +47,9 @@ class Packed(Pattern):
             start = end - length
             inside = (q >= start) & (q < end) & (k >= start) & (k < end)
             # Positions of other documents are moved to 0 so that no pattern is asked about a place it does not have.
-            total = total + inside * self.document(length).multiplicity((q - start) * inside, (k - start) * inside, head)
+            total = total + inside * self.document(length).multiplicity(
+                (q - start) * inside, (k - start) * inside, head
+            )
         return total
 
     def allows(self, q: Any, k: Any, head: Any = 0) -> Any:

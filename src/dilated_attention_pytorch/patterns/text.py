@@ -65,7 +65,9 @@ class _Reader:
         return token
 
     def error(self, expected: str) -> ValueError:
-        return must(f"pattern text must have {expected} here", repr(self.text), f"Known: {', '.join(EXAMPLES.values())}")
+        return must(
+            f"pattern text must have {expected} here", repr(self.text), f"Known: {', '.join(EXAMPLES.values())}"
+        )
 
     def union(self) -> Pattern:
         pattern = self.intersection()
@@ -172,10 +174,10 @@ _MAKERS: dict[str, Callable[[str, dict[str, Any]], Pattern]] = {
     "full": _nothing(Full),
     "causal": _nothing(Causal),
     "window": lambda body, keywords: SlidingWindow(*_numbers(body), **keywords),
-    "global": lambda body, keywords: Global(*_numbers(body), **keywords),
+    "global": lambda body, keywords: Global(int(body), **keywords),
     "documents": lambda body, keywords: Documents(_numbers(body), **keywords),
     "dilated": lambda body, keywords: Dilated(*_pairs(body), **keywords),
-    "strided": lambda body, keywords: Strided(*_numbers(body), **keywords),
+    "strided": lambda body, keywords: Strided(int(body), **keywords),
     "random": lambda body, keywords: Random(float(body), **keywords),
     "hierarchical": lambda body, keywords: Hierarchical(tuple(zip(*_pairs(body), strict=True)), **keywords),  # type: ignore
     "block_dilated": lambda body, keywords: BlockDilated(*_pairs(body), **keywords),

@@ -1,4 +1,4 @@
-"""Plans kept by value: least recently used out first, bounded in bytes, safe between threads, savable without pickle."""
+"""Plans kept by value: bounded in bytes, least recently used out first, safe between threads, saved without pickle."""
 
 from __future__ import annotations
 
@@ -30,6 +30,8 @@ LARGEST_HEADER = 64 * 2**20
 
 
 class CacheInfo(NamedTuple):
+    """How a cache has fared."""
+
     hits: int
     misses: int
     evictions: int
@@ -84,9 +86,7 @@ class PlanCache:
 
     def info(self) -> CacheInfo:
         with self._lock:
-            return CacheInfo(
-                self._hits, self._misses, self._evictions, len(self._plans), self._nbytes, self.limit
-            )
+            return CacheInfo(self._hits, self._misses, self._evictions, len(self._plans), self._nbytes, self.limit)
 
     def clear(self) -> None:
         with self._lock:
@@ -225,7 +225,9 @@ def _check(plan: Plan) -> None:
                 (FULL_BEGIN, FULL_END, walk.full),
                 (PARTIAL_BEGIN, PARTIAL_END, walk.partial),
             ):
-                if not _within(table[:, [begin, end]], len(column) + 1) or bool((table[:, begin] > table[:, end]).any()):
+                if not _within(table[:, [begin, end]], len(column) + 1) or bool(
+                    (table[:, begin] > table[:, end]).any()
+                ):
                     raise ValueError("a list leaves its storage")
             _, tile, mask = walk.entries()
             if not _within(tile, streamed.tiles) or not _within(mask + 1, len(plan.masks.bits) + 1):

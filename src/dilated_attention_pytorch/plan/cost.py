@@ -19,15 +19,27 @@ class Cost:
     """The above with the gradients of all four and the row sums of the softmax's backward."""
 
     def __str__(self) -> str:
-        return (
-            f"forward {self.flops_forward:.3g} flops, {self.bytes_forward:.3g} bytes moved, {self.peak_forward:.3g} bytes at peak; "
-            f"backward {self.flops_backward:.3g} flops, {self.bytes_backward:.3g} bytes moved, {self.peak_backward:.3g} bytes at peak"
-        )
+        def side(flops: int, moved: int, peak: int) -> str:
+            return f"{flops:.3g} flops, {moved:.3g} bytes moved, {peak:.3g} bytes at peak"
+
+        forward = side(self.flops_forward, self.bytes_forward, self.peak_forward)
+        backward = side(self.flops_backward, self.bytes_backward, self.peak_backward)
+        return f"forward {forward}; backward {backward}"
 
 
 def cost_of(
-    *, n: int, heads: int, key_heads: int, tiles: int, block_size: int, head_dim: int, value_dim: int,
-    itemsize: int, batch: int, plan_bytes: int, several_parts: bool,
+    *,
+    n: int,
+    heads: int,
+    key_heads: int,
+    tiles: int,
+    block_size: int,
+    head_dim: int,
+    value_dim: int,
+    itemsize: int,
+    batch: int,
+    plan_bytes: int,
+    several_parts: bool,
 ) -> Cost:
     """Arithmetic behind `Plan.cost`; `tiles` counts tile pairs of one batch element over all heads."""
     width = head_dim + value_dim

@@ -309,7 +309,9 @@ def _block_dilated_keys(pattern: BlockDilated, head: int, grid: Grid) -> Tensor:
         offered.update(d for m in range(min(2 * budget, blocks)) for d in (-m, m))
     distance = torch.tensor(sorted(offered, key=lambda d: (abs(d), d)), device=grid.device)
     chunk = max(1, 2**22 // len(distance))
-    return torch.cat([_block_dilated_rows(pattern, rows, distance) for rows in grid.arange(blocks)[:, None].split(chunk)])
+    return torch.cat(
+        [_block_dilated_rows(pattern, rows, distance) for rows in grid.arange(blocks)[:, None].split(chunk)]
+    )
 
 
 def _block_dilated_rows(pattern: BlockDilated, row: Tensor, distance: Tensor) -> Tensor:
@@ -330,7 +332,9 @@ def _block_dilated_rows(pattern: BlockDilated, row: Tensor, distance: Tensor) ->
         filler = inside & (needed == beyond)
         tier = torch.where(offered, 0, torch.where(filler, 1, 2))
         ordered = torch.argsort(tier, dim=1, stable=True)
-        rank = torch.empty_like(ordered).scatter_(1, ordered, torch.arange(len(distance), device=row.device).expand_as(ordered))
+        rank = torch.empty_like(ordered).scatter_(
+            1, ordered, torch.arange(len(distance), device=row.device).expand_as(ordered)
+        )
         kept = (tier < 2) & (rank < budget)
     keys = (row * pattern.blocks + column).masked_fill(~kept, -1).sort(1).values.flatten()
     return keys[keys >= 0]

@@ -8,7 +8,19 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from .plan import FULL_BASE, FULL_BEGIN, FULL_END, PARTIAL_BASE, PARTIAL_BEGIN, PARTIAL_END, Axis, Masks, Part, Plan, Walk
+from .plan import (
+    FULL_BASE,
+    FULL_BEGIN,
+    FULL_END,
+    PARTIAL_BASE,
+    PARTIAL_BEGIN,
+    PARTIAL_END,
+    Axis,
+    Masks,
+    Part,
+    Plan,
+    Walk,
+)
 from .walks import start_order
 
 

@@ -157,7 +157,7 @@ class Plan:
 
     @property
     def density(self) -> float:
-        """Area of the computed tiles over the area of dense attention; for a block pattern, kept blocks over all blocks."""
+        """Computed tiles over the tiles of dense attention; for a block pattern, kept blocks over all blocks."""
         grid = -(-self.n // self.block_size)
         return self.blocks / (self.heads * grid * grid)
 
@@ -174,14 +174,27 @@ class Plan:
         return 2 * self.blocks * self.block_size**2 * width
 
     def cost(
-        self, head_dim: int, *, value_dim: int | None = None, key_heads: int | None = None,
-        dtype: torch.dtype = torch.float32, batch: int = 1,
+        self,
+        head_dim: int,
+        *,
+        value_dim: int | None = None,
+        key_heads: int | None = None,
+        dtype: torch.dtype = torch.float32,
+        batch: int = 1,
     ) -> Cost:
         """Operations, bytes moved and peak memory of a forward and a backward pass."""
         return cost_of(
-            n=self.n, heads=self.heads, key_heads=key_heads or self.heads, tiles=self.blocks, block_size=self.block_size,
-            head_dim=head_dim, value_dim=value_dim or head_dim, itemsize=dtype.itemsize, batch=batch,
-            plan_bytes=self.nbytes, several_parts=len(self.parts) > 1,
+            n=self.n,
+            heads=self.heads,
+            key_heads=key_heads or self.heads,
+            tiles=self.blocks,
+            block_size=self.block_size,
+            head_dim=head_dim,
+            value_dim=value_dim or head_dim,
+            itemsize=dtype.itemsize,
+            batch=batch,
+            plan_bytes=self.nbytes,
+            several_parts=len(self.parts) > 1,
         )
 
     def to(self, device: torch.device | str) -> Plan:
@@ -232,12 +245,16 @@ class Plan:
         return cells[tile.cpu()]
 
     def __repr__(self) -> str:
-        kept = f"{self.blocks:,} tiles of {self.block_size} x {self.block_size}"
-        return (
-            f"Plan({self.name}: {self.n:,} tokens, {self.heads} heads, {kept}, density {self.density:.4g}, "
-            f"{len(self.parts)} {'part' if len(self.parts) == 1 else 'parts'}, {self.flops(64):.3g} flops at head_dim 64, "
-            f"{self.nbytes / 1e6:.3g} MB on {self.device})"
+        facts = (
+            f"{self.n:,} tokens",
+            f"{self.heads} heads",
+            f"{self.blocks:,} tiles of {self.block_size} x {self.block_size}",
+            f"density {self.density:.4g}",
+            f"{len(self.parts)} {'part' if len(self.parts) == 1 else 'parts'}",
+            f"{self.flops(64):.3g} flops at head_dim 64",
+            f"{self.nbytes / 1e6:.3g} MB on {self.device}",
         )
+        return f"Plan({self.name}: {', '.join(facts)})"
 
 
 def tensors_of(value: object) -> Iterator[Tensor]:

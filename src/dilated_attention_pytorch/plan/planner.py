@@ -48,7 +48,9 @@ def make_plan(
         plan = _plan_packed(resolved, heads, block_size, torch.device(device))
     else:
         plan = _plan(resolved, n, heads, block_size, torch.device(device))
-    return replace(plan, parts=tuple(part for part in plan.parts if len(part.by_query.full) + len(part.by_query.partial)))
+    return replace(
+        plan, parts=tuple(part for part in plan.parts if len(part.by_query.full) + len(part.by_query.partial))
+    )
 
 
 def _plan(resolved: Pattern, n: int, heads: int, block_size: int, device: torch.device) -> Plan:
@@ -151,7 +153,7 @@ def _head_classes(term: Term, heads: int, layout: _Layout) -> list[list[int]]:
 def _meetings(
     term: Term, group: list[int], layout: _Layout, grid: Grid, masks: MaskTable
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Pairs of tiles that meet for one head class: query tile, key tile, mask (-1 where whole), ordered by query tile."""
+    """Pairs of tiles that meet for one head class, ordered: query tile, key tile, mask (-1 where whole)."""
     head = group[0]
     offset = layout.offsets[head]
     first, last = layout.edges(offset)

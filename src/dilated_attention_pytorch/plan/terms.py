@@ -50,6 +50,8 @@ class Segments:
 
 @dataclass(frozen=True, slots=True)
 class Term:
+    """A summand of a pattern."""
+
     axis: Segments = Segments()
     where: tuple[Pattern, ...] = ()
     exclude: tuple[Pattern, ...] = ()
@@ -67,7 +69,9 @@ def terms_of(pattern: Pattern, heads: int) -> list[Term]:
         case Dilated():
             # Split heads run one branch each, so nothing can be counted twice.
             if pattern.overlap == "union" and pattern.heads == "all" and len(pattern.segment_lengths) > 1:
-                branches = [replace(pattern, segment_lengths=(w,), dilation_rates=(r,)) for w, r in pattern.branches]
+                branches: list[Pattern] = [
+                    replace(pattern, segment_lengths=(w,), dilation_rates=(r,)) for w, r in pattern.branches
+                ]
                 return _union(branches, heads)
             return [_branch_term(pattern, index, heads) for index in range(len(pattern.segment_lengths))]
         case Documents():

@@ -48,13 +48,13 @@ def start_order(table: Tensor) -> Tensor:
     return torch.argsort(bucket, descending=True, stable=True).to(torch.int32)
 
 
-def _store(
-    row: Tensor, tile: Tensor, mask: Tensor | None, bases: tuple[Tensor, ...]
-) -> tuple[Tensor, Tensor, Tensor]:
+def _store(row: Tensor, tile: Tensor, mask: Tensor | None, bases: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
     """Stored tiles and masks, int32, and where each row finds its own: begin, end, base, int64 [rows, 3]."""
     count = torch.bincount(row, minlength=len(bases[0]))
     begin = count.cumsum(0) - count
-    sharing = [(leader, base) for base in bases if (leader := _leaders(row, tile, mask, base, count, begin)) is not None]
+    sharing = [
+        (leader, base) for base in bases if (leader := _leaders(row, tile, mask, base, count, begin)) is not None
+    ]
     if not sharing:
         masks = tile[:0] if mask is None else mask
         return _int32(tile), _int32(masks), torch.stack([begin, begin + count, torch.zeros_like(begin)], 1)
@@ -78,7 +78,7 @@ def _leads(leader: Tensor) -> Tensor:
 def _leaders(
     row: Tensor, tile: Tensor, mask: Tensor | None, base: Tensor, count: Tensor, begin: Tensor
 ) -> Tensor | None:
-    """For each row the first row with the same list counted from its base, or None when sharing would save less than half."""
+    """For each row the first row with the same list counted from its base; None when sharing would save little."""
     if not len(row):
         return torch.zeros_like(count)
     last_slot = len(row) - 1

@@ -1,0 +1,404 @@
+"""Backward attention for Hopper in Gluon: dK and dV stay in registers while queries stream past; dQ is summed in memory.
+
+A work item is 128 keys of one key head; each of two warpgroups owns 64 of them. A step is one tile of query rows:
+
+    S^T = K Q^T      dP^T = V dO^T      dV += P^T dO      dQ += dS K      dK += dS^T Q
+
+Both score products come out transposed, so that P^T and dS^T are already in the registers that dV and dK
+multiply from. dQ needs dS of all 128 keys: the warpgroups exchange it through shared memory, each multiplies a
+64 x 64 piece of dQ and adds it to a float32 sum in global memory. The order of those additions is not fixed, so dQ of two
+runs may differ in its last bits; without DQ the kernel leaves dQ to `attention_dq_bwd_kernel`, which repeats two products.
+
+The sum lies in the order of the registers that add to it (`PIECE` floats a piece), so that every addition is 16 bytes
+a thread and a warp touches one run of memory. `finish_dq_kernel` puts it in order.
+
+Names: `p_` pointer, `b_` buffer in shared memory, `o_` offset; shape comments are [rows, columns].
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from .hopper_forward import copy_in, copy_out, post, read
+
+ROWS = gl.constexpr(64)
+"""Keys a warpgroup owns, and the side of the piece of dQ it multiplies."""
+PIECE = gl.constexpr(64 * 64)
+PIECE_FLOATS = tl.constexpr(64 * 64)
+
+ITEM_HEAD, ITEM_KEY, ITEM_STEPS, ITEM_BATCH = (gl.constexpr(i) for i in range(4))
+"""What the loader tells about an item; ITEM_BATCH is -1 after the last."""
+TILE_SUM, TILE_MASK, TILE_LOW, TILE_HIGH, TILE_LAST = (gl.constexpr(i) for i in range(5))
+"""What the loader tells about a query tile: its place in the sum of dQ; then the mask, -1 for a tile met whole, the
+band and the last key, counted from the item's first key and the tile's first query."""
+
+
+@triton.jit
+def prepare_bwd_kernel(
+    p_out, p_do, p_lse, p_dlse, p_rows, p_sum, n, so_b, so_h, so_n, sg_b, sg_h, sg_n, sl_b, sl_h, sl_n,
+    BM: tl.constexpr, D: tl.constexpr, LSE_GRAD: tl.constexpr, ZERO: tl.constexpr,
+):  # fmt: skip
+    """For a tile of query rows: its LSE in log2 units, delta = rowsum(dO * O) - dLSE, and zeros in its sum of dQ.
+
+    Rows that do not exist or have no key get LSE +inf, so that their weights come out 0.
+    """
+    tile = tl.program_id(0)
+    head = tl.program_id(1).to(tl.int64)
+    batch = tl.program_id(2).to(tl.int64)
+    o_q = tile.to(tl.int64) * BM + tl.arange(0, BM)
+    o_d = tl.arange(0, D)
+    b_exist = o_q < n
+    b_here = b_exist[:, None]
+    b_out = tl.load(p_out + batch * so_b + head * so_h + o_q[:, None] * so_n + o_d[None, :], mask=b_here, other=0.0)
+    b_do = tl.load(p_do + batch * sg_b + head * sg_h + o_q[:, None] * sg_n + o_d[None, :], mask=b_here, other=0.0)
+    b_delta = tl.sum(b_out.to(tl.float32) * b_do.to(tl.float32), 1)
+    row = batch * tl.num_programs(1) + head
+    b_lse = tl.load(p_lse + row * n + o_q, mask=b_exist, other=float("-inf"))
+    b_met = b_lse != float("-inf")
+    if LSE_GRAD:
+        # A row without a key has LSE -inf whatever the inputs: nothing flows back through it.
+        b_delta -= tl.load(p_dlse + batch * sl_b + head * sl_h + o_q * sl_n, mask=b_met, other=0.0)
+    place = row * tl.num_programs(0) + tile
+    p_own = p_rows + place * 2 * BM + tl.arange(0, BM)
+    tl.store(p_own, tl.where(b_met, b_lse * 1.4426950408889634, float("inf")))
+    tl.store(p_own + BM, b_delta)
+    if ZERO:
+        o_sum = tl.arange(0, BM * D)
+        tl.store(p_sum + place * BM * D + o_sum, tl.zeros([BM * D], tl.float32))
+
+
+@triton.jit
+def finish_dq_kernel(p_sum, p_dq, n, scale, sx_b, sx_h, sx_n, BM: tl.constexpr, D: tl.constexpr):
+    """dQ from the sums of its pieces: scaled, rounded, and in the order of the rows."""
+    tile = tl.program_id(0)
+    head = tl.program_id(1).to(tl.int64)
+    batch = tl.program_id(2).to(tl.int64)
+    o_row = tl.arange(0, BM)[:, None]
+    o_col = tl.arange(0, D)[None, :]
+    place = (batch * tl.num_programs(1) + head) * tl.num_programs(0) + tile
+    piece = o_row // 64 + o_col // 64
+    row = o_row % 64
+    col = o_col % 64
+    lane = (row // 16) * 32 + (row % 8) * 4 + (col // 2) % 4
+    o_sum = piece * PIECE_FLOATS + (col // 8) * 512 + lane * 4 + (row // 8) % 2 * 2 + col % 2
+    b_dq = tl.load(p_sum + place * BM * D + o_sum) * scale
+    o_q = tile.to(tl.int64) * BM + o_row
+    p_out = p_dq + batch * sx_b + head * sx_h + o_q * sx_n + o_col
+    tl.store(p_out, b_dq.to(p_dq.dtype.element_ty), mask=o_q < n)
+
+
+@gluon.jit
+def stream_tile(
+    q_desc, do_desc, b_q, b_do, b_rows, b_tile, q_full, q_empty, do_full, do_empty, p_rows,
+    count, batch, head, o_query, place, mask, low, high, last_key, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Start copying one tile of queries, with its LSE, delta and note, into its slot of the ring."""
+    BM: gl.constexpr = q_desc.block_shape[2]
+    layout: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
+    # Read before the wait for a free slot, which hides the latency.
+    own = gl.load(p_rows + place.to(gl.int64) * (2 * BM) + gl.arange(0, 2 * BM, layout))
+    slot = count % STAGES
+    phase = ((count // STAGES) & 1) ^ 1
+    mbarrier.wait(q_empty.index(slot), phase)
+    b_rows.index(slot).store(own)
+    post(b_tile.index(slot), place, mask, low, high, last_key)
+    mbarrier.expect(q_full.index(slot), q_desc.block_type.nbytes)
+    copy_in(q_desc, [batch, head, o_query, 0], q_full.index(slot), b_q.index(slot))
+    mbarrier.wait(do_empty.index(slot), phase)
+    mbarrier.expect(do_full.index(slot), do_desc.block_type.nbytes)
+    copy_in(do_desc, [batch, head, o_query, 0], do_full.index(slot), b_do.index(slot))
+
+
+@gluon.jit
+def load_backward_tiles(
+    q_desc, do_desc, k_desc, v_desc, b_q, b_do, b_k, b_v, b_rows, b_item, b_tile,
+    q_full, q_empty, do_full, do_empty, kv_full, kv_empty,
+    p_rows, p_work, p_class, p_walk, p_whole, p_partial, items, items_a_batch, heads, group, query_tiles, key_blocks, n,
+    BLOCK: gl.constexpr, STAGES: gl.constexpr, KV_STAGES: gl.constexpr,
+):  # fmt: skip
+    """The loader warp: K and V of an item, then Q and dO of each tile that meets it, for every head of the group."""
+    BM: gl.constexpr = q_desc.block_shape[2]
+    SUB: gl.constexpr = BLOCK // BM
+    tile_count = 0
+    item_count = 0
+    for item in range(gl.program_id(0), items, gl.num_programs(0)):
+        batch = item // items_a_batch
+        p_item = p_work + (item % items_a_batch) * 4
+        key_head = gl.load(p_item)
+        o_key = gl.load(p_item + 1) * (2 * ROWS)
+        steps = gl.load(p_item + 2)
+        o_col = o_key % BLOCK
+        block = o_key // BLOCK
+        slot = item_count % KV_STAGES
+        mbarrier.wait(kv_empty.index(slot), ((item_count // KV_STAGES) & 1) ^ 1)
+        post(b_item.index(slot), key_head, o_key, steps, batch, 0)
+        mbarrier.expect(kv_full.index(slot), 4 * k_desc.block_type.nbytes)
+        for half in gl.static_range(2):
+            where = [batch, key_head, o_key + half * ROWS, 0]
+            copy_in(k_desc, where, kv_full.index(slot), b_k.index(slot * 2 + half))
+            copy_in(v_desc, where, kv_full.index(slot), b_v.index(slot * 2 + half))
+        for member in range(group):
+            head = key_head * group + member
+            kind = gl.load(p_class + head)
+            p_own = p_walk + (gl.maximum(kind, 0) * key_blocks + block) * 6
+            whole_begin = gl.load(p_own)
+            whole_steps = gl.where(kind >= 0, gl.load(p_own + 1) - whole_begin, 0) * SUB
+            whole_base = gl.load(p_own + 2)
+            partial_begin = gl.load(p_own + 3)
+            partial_steps = gl.where(kind >= 0, gl.load(p_own + 4) - partial_begin, 0) * SUB
+            partial_base = gl.load(p_own + 5)
+            first_place = (batch * heads + head) * query_tiles
+            for step in range(whole_steps):
+                tile = (whole_base + gl.load(p_whole + whole_begin + step // SUB)) * SUB + step % SUB
+                stream_tile(
+                    q_desc, do_desc, b_q, b_do, b_rows, b_tile, q_full, q_empty, do_full, do_empty, p_rows,
+                    tile_count, batch, head, tile * BM, first_place + tile, -1, 0, 0, 0, STAGES,
+                )  # fmt: skip
+                tile_count += 1
+            for step in range(partial_steps):
+                p_entry = p_partial + (partial_begin + step // SUB) * 4
+                o_sub = (step % SUB) * BM
+                tile = gl.minimum((partial_base + gl.load(p_entry)) * SUB + step % SUB, query_tiles - 1)
+                mask = gl.load(p_entry + 1) * (BLOCK * BLOCK // 32) + o_col * (BLOCK // 32) + o_sub // 32
+                low = gl.load(p_entry + 2) - o_col + o_sub
+                high = gl.load(p_entry + 3) - o_col + o_sub
+                stream_tile(
+                    q_desc, do_desc, b_q, b_do, b_rows, b_tile, q_full, q_empty, do_full, do_empty, p_rows,
+                    tile_count, batch, head, (partial_base + gl.load(p_entry)) * BLOCK + o_sub, first_place + tile,
+                    mask, low, high, n - 1 - o_key, STAGES,
+                )  # fmt: skip
+                tile_count += 1
+        item_count += 1
+    slot = item_count % KV_STAGES
+    mbarrier.wait(kv_empty.index(slot), ((item_count // KV_STAGES) & 1) ^ 1)
+    post(b_item.index(slot), 0, 0, 0, -1, 0)
+    mbarrier.arrive(kv_full.index(slot), count=1)
+
+
+@gluon.jit
+def here(x):
+    """The same value, computed where it stands: the compiler would move what follows from it out of the loop and spill it."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def mask_weights(weights, note, p_bits, C: gl.constexpr, BLOCK: gl.constexpr):
+    """Weights [64 keys, BM queries] with 0 where the tile's element mask, or the end of the sequence, forbids the pair."""
+    layout: gl.constexpr = weights.type.layout
+    BM: gl.constexpr = weights.type.shape[1]
+    low = read(note, TILE_LOW)
+    high = read(note, TILE_HIGH)
+    key = here(C * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, layout)))
+    col = here(gl.arange(0, BM, gl.SliceLayout(0, layout)))
+    if low <= high:
+        first = gl.expand_dims(key - high, 1)
+        last = gl.expand_dims(key - low, 1)
+        query = gl.expand_dims(col, 0)
+        weights = gl.where((query >= first) & (query <= last), weights, 0.0)
+    else:
+        p_word = p_bits + read(note, TILE_MASK) + key * (BLOCK // 32)
+        word = gl.full([ROWS, BM], 0, gl.int32, layout)
+        for w in gl.static_range(BM // 32):
+            word = gl.where(gl.expand_dims((col // 32) == w, 0), gl.expand_dims(gl.load(p_word + w), 1), word)
+        weights = gl.where(((word >> gl.expand_dims(col & 31, 0)) & 1) != 0, weights, 0.0)
+    return gl.where(gl.expand_dims(key <= read(note, TILE_LAST), 1), weights, 0.0)
+
+
+@gluon.jit
+def add_piece(p_piece, piece):
+    """Add a piece of dQ [64, 64] to its sum, 16 bytes a thread at a time."""
+    # Row, half and column of a register, brought together behind those of the thread that holds it.
+    parts = piece.reshape([4, 2, 8, 8, 4, 2]).permute((3, 0, 2, 4, 1, 5))
+    runs = parts.reshape([8, 128, 4])
+    layout: gl.constexpr = runs.type.layout
+    o_run = gl.expand_dims(gl.expand_dims(gl.arange(0, 8, gl.SliceLayout(1, gl.SliceLayout(2, layout))), 1), 2)
+    o_thread = gl.expand_dims(gl.expand_dims(gl.arange(0, 128, gl.SliceLayout(0, gl.SliceLayout(2, layout))), 0), 2)
+    o_float = gl.expand_dims(gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, layout))), 0), 1)
+    gl.atomic_add(p_piece + (o_run * 512 + o_thread * 4 + o_float), runs, sem="relaxed")
+
+
+@gluon.jit
+def gather_keys(
+    C: gl.constexpr,
+    dk_desc, dv_desc, b_q, b_do, b_k, b_v, b_ds, b_rows, b_item, b_tile,
+    q_full, q_empty, do_full, do_empty, kv_full, kv_empty, ds_full, k_done,
+    p_sum, p_bits, scale, scale_log2,
+    BLOCK: gl.constexpr, STAGES: gl.constexpr, KV_STAGES: gl.constexpr, DQ: gl.constexpr,
+):  # fmt: skip
+    """Warpgroup `C`: dK and dV of its 64 keys of every item of this program."""
+    BM: gl.constexpr = b_q.shape[3]
+    D: gl.constexpr = b_q.shape[4]
+    dtype: gl.constexpr = b_q.dtype
+    scores_layout: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM, 16]
+    )
+    acc_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
+    piece_layout: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, ROWS, 16]
+    )
+    operand: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=acc_layout, k_width=2)
+    queries: gl.constexpr = gl.SliceLayout(0, scores_layout)
+    no_scores = gl.full([ROWS, BM], 0.0, gl.float32, scores_layout)
+    no_piece = gl.full([ROWS, ROWS], 0.0, gl.float32, piece_layout)
+
+    tile_count = 0
+    item_count = 0
+    mbarrier.wait(kv_full.index(0), 0)
+    more = read(b_item.index(0), ITEM_BATCH) >= 0
+    while more:
+        kv_slot = item_count % KV_STAGES
+        item = b_item.index(kv_slot)
+        steps = read(item, ITEM_STEPS)
+        dk = gl.full([ROWS, D], 0.0, gl.float32, acc_layout)
+        dv = gl.full([ROWS, D], 0.0, gl.float32, acc_layout)
+        for _ in range(steps):
+            slot = tile_count % STAGES
+            phase = (tile_count // STAGES) & 1
+            o_item = here(kv_slot * 2)
+            k = b_k.index(o_item + C).reshape([ROWS, D])
+            v = b_v.index(o_item + C).reshape([ROWS, D])
+            q = b_q.index(slot).reshape([BM, D])
+            do = b_do.index(slot).reshape([BM, D])
+            note = b_tile.index(slot)
+            mbarrier.wait(q_full.index(slot), phase)
+            scores_token = warpgroup_mma(k, q.permute((1, 0)), no_scores, use_acc=False, is_async=True)
+            mbarrier.wait(do_full.index(slot), phase)
+            dp_token = warpgroup_mma(v, do.permute((1, 0)), no_scores, use_acc=False, is_async=True)
+            scores = warpgroup_mma_wait(1, deps=(scores_token,))
+            lse = b_rows.index(slot).slice(0, BM).load(queries)
+            weights = gl.exp2(scores * scale_log2 - gl.expand_dims(lse, 0))
+            if read(note, TILE_MASK) >= 0:
+                weights = mask_weights(weights, note, p_bits, C, BLOCK)
+            dp = warpgroup_mma_wait(0, deps=(dp_token,))
+            delta = b_rows.index(slot).slice(BM, BM).load(queries)
+            ds = (weights * (dp - gl.expand_dims(delta, 0))).to(dtype)
+            if DQ:
+                ds_slot = tile_count % 2
+                b_ds.index(ds_slot * 2 + C).store(ds)
+                fence_async_shared()
+                mbarrier.arrive(ds_full.index(ds_slot), count=1)
+            a_weights = gl.convert_layout(weights.to(dtype), operand)
+            dv_token = warpgroup_mma(a_weights, do, dv, is_async=True)
+            if DQ:
+                mbarrier.wait(ds_full.index(ds_slot), (tile_count // 2) & 1)
+                piece_token = no_piece
+                for half in gl.static_range(2):
+                    if D == 128:
+                        left = b_ds.index(ds_slot * 2 + half).permute((1, 0))
+                        right = b_k.index(o_item + half).reshape([ROWS, D]).slice(C * ROWS, ROWS, dim=1)
+                    else:
+                        left = b_ds.index(ds_slot * 2 + half).slice(C * ROWS, ROWS, dim=1).permute((1, 0))
+                        right = b_k.index(o_item + half).reshape([ROWS, D])
+                    piece_token = warpgroup_mma(left, right, piece_token, use_acc=half == 1, is_async=True)
+            a_ds = gl.convert_layout(ds, operand)
+            dk_token = warpgroup_mma(a_ds, q, dk, is_async=True)
+            if DQ:
+                dv, piece = warpgroup_mma_wait(1, deps=(dv_token, piece_token))
+                mbarrier.arrive(do_empty.index(slot), count=1)
+                place = read(note, TILE_SUM).to(gl.int64)
+                add_piece(p_sum + (place * 2 + C) * PIECE, piece)
+            else:
+                dv = warpgroup_mma_wait(1, deps=(dv_token,))
+                mbarrier.arrive(do_empty.index(slot), count=1)
+            dk = warpgroup_mma_wait(0, deps=(dk_token,))
+            mbarrier.arrive(q_empty.index(slot), count=1)
+            tile_count += 1
+
+        batch = read(item, ITEM_BATCH)
+        head = read(item, ITEM_HEAD)
+        o_key = read(item, ITEM_KEY) + C * ROWS
+        b_v.index(kv_slot * 2 + C).reshape([ROWS, D]).store(dv.to(dtype))
+        fence_async_shared()
+        copy_out(dv_desc, [batch, head, o_key, 0], b_v.index(kv_slot * 2 + C))
+        # The sibling multiplies by these rows of K too; they are free to hold dK once it is done.
+        mbarrier.arrive(k_done, count=1)
+        mbarrier.wait(k_done, item_count & 1)
+        b_k.index(kv_slot * 2 + C).reshape([ROWS, D]).store((dk * scale).to(dtype))
+        fence_async_shared()
+        copy_out(dk_desc, [batch, head, o_key, 0], b_k.index(kv_slot * 2 + C))
+        tma.store_wait(0)
+        mbarrier.arrive(kv_empty.index(kv_slot), count=1)
+        item_count += 1
+        next_slot = item_count % KV_STAGES
+        mbarrier.wait(kv_full.index(next_slot), (item_count // KV_STAGES) & 1)
+        more = read(b_item.index(next_slot), ITEM_BATCH) >= 0
+
+
+@gluon.jit(
+    do_not_specialize=[
+        "items", "items_a_batch", "heads", "group", "query_tiles", "key_blocks", "n", "scale", "scale_log2"
+    ],
+    do_not_specialize_on_alignment=["p_work", "p_class", "p_walk", "p_whole", "p_partial", "p_bits"],
+)  # fmt: skip
+def attention_dkv_bwd_kernel(
+    q_desc, do_desc, k_desc, v_desc, dk_desc, dv_desc, p_rows, p_sum, p_work, p_class, p_walk, p_whole, p_partial,
+    p_bits, items, items_a_batch, heads, group, query_tiles, key_blocks, n, scale, scale_log2,
+    BLOCK: gl.constexpr, STAGES: gl.constexpr, KV_STAGES: gl.constexpr, DQ: gl.constexpr,
+    WORKER_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """dK and dV of every item `program, program + programs, ...`; with DQ also the sum of dQ, not yet scaled."""
+    BM: gl.constexpr = q_desc.block_shape[2]
+    D: gl.constexpr = q_desc.block_shape[3]
+    dtype: gl.constexpr = q_desc.dtype
+    note: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    barrier: gl.constexpr = mbarrier.MBarrierLayout()
+    exchange: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BM], dtype)
+    b_q = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BM, D], q_desc.layout)
+    b_do = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BM, D], do_desc.layout)
+    b_k = gl.allocate_shared_memory(dtype, [2 * KV_STAGES, 1, 1, ROWS, D], k_desc.layout)
+    b_v = gl.allocate_shared_memory(dtype, [2 * KV_STAGES, 1, 1, ROWS, D], v_desc.layout)
+    b_ds = gl.allocate_shared_memory(dtype, [4 if DQ else 1, ROWS, BM], exchange)
+    b_rows = gl.allocate_shared_memory(gl.float32, [STAGES, 2 * BM], note)
+    b_item = gl.allocate_shared_memory(gl.int32, [KV_STAGES, 8], note)
+    b_tile = gl.allocate_shared_memory(gl.int32, [STAGES, 8], note)
+    q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
+    q_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
+    do_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
+    do_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
+    kv_full = gl.allocate_shared_memory(gl.int64, [KV_STAGES, 1], barrier)
+    kv_empty = gl.allocate_shared_memory(gl.int64, [KV_STAGES, 1], barrier)
+    ds_full = gl.allocate_shared_memory(gl.int64, [2, 1], barrier)
+    k_done = gl.allocate_shared_memory(gl.int64, [1], barrier)
+    for s in gl.static_range(STAGES):
+        mbarrier.init(q_full.index(s), count=1)
+        mbarrier.init(q_empty.index(s), count=2)
+        mbarrier.init(do_full.index(s), count=1)
+        mbarrier.init(do_empty.index(s), count=2)
+    for s in gl.static_range(KV_STAGES):
+        mbarrier.init(kv_full.index(s), count=1)
+        mbarrier.init(kv_empty.index(s), count=2)
+    for s in gl.static_range(2):
+        mbarrier.init(ds_full.index(s), count=2)
+    mbarrier.init(k_done, count=2)
+    gl.warp_specialize(
+        [
+            (gather_keys, (
+                0, dk_desc, dv_desc, b_q, b_do, b_k, b_v, b_ds, b_rows, b_item, b_tile,
+                q_full, q_empty, do_full, do_empty, kv_full, kv_empty, ds_full, k_done,
+                p_sum, p_bits, scale, scale_log2, BLOCK, STAGES, KV_STAGES, DQ,
+            )),
+            (gather_keys, (
+                1, dk_desc, dv_desc, b_q, b_do, b_k, b_v, b_ds, b_rows, b_item, b_tile,
+                q_full, q_empty, do_full, do_empty, kv_full, kv_empty, ds_full, k_done,
+                p_sum, p_bits, scale, scale_log2, BLOCK, STAGES, KV_STAGES, DQ,
+            )),
+            (load_backward_tiles, (
+                q_desc, do_desc, k_desc, v_desc, b_q, b_do, b_k, b_v, b_rows, b_item, b_tile,
+                q_full, q_empty, do_full, do_empty, kv_full, kv_empty,
+                p_rows, p_work, p_class, p_walk, p_whole, p_partial, items, items_a_batch, heads, group, query_tiles,
+                key_blocks, n, BLOCK, STAGES, KV_STAGES,
+            )),
+        ],
+        [4, 1],
+        [WORKER_REGISTERS, 32],
+    )  # fmt: skip

@@ -1,0 +1,534 @@
+"""Forward attention for Hopper in Gluon: one warp loads tiles by TMA, two warpgroups multiply them by wgmma.
+
+A work item is 128 query rows of one head; each warpgroup owns 64 of them. The loader runs ahead through the key
+tiles of the item and into the next item, so the ring of buffers never drains at a row's end. Each turn a warpgroup
+issues `Q K^T` of the next tile and `P V` of the current one, then works on the softmax while its
+sibling has the tensor cores; at a row's end the next tile is the first of the next item.
+
+What the loader reads from the plan travels to the warpgroups through shared memory beside the tile it describes, so
+they never wait for a load of their own.
+
+Names: `p_` pointer, `b_` buffer in shared memory, `o_` offset; shape comments are [rows, columns].
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+# Releases after 3.6 renamed the TMA copies.
+copy_in = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+copy_out = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
+
+WORK_WIDTH = gl.constexpr(8)
+"""int32 a work item: head, 128-row query tile, full begin, count, base, partial begin, count, base."""
+LN2 = gl.constexpr(0.6931471805599453)
+ROWS = gl.constexpr(64)
+"""Query rows a warpgroup owns."""
+
+ITEM_HEAD, ITEM_ROW, ITEM_FULL, ITEM_PARTIAL, ITEM_BATCH = (gl.constexpr(i) for i in range(5))
+"""What the loader tells about an item; ITEM_BATCH is -1 after the last."""
+TILE_MASK, TILE_LAST = (gl.constexpr(i) for i in range(2))
+"""What the loader tells about a partial tile: where its mask begins, and the last key, counted from its first column."""
+TURN = gl.constexpr(8)
+"""First of the two hardware barriers of the turns; the compiler uses the low ones itself."""
+
+
+@gluon.jit
+def post(slot, a, b, c, d, e):
+    """Write up to eight integers into a mailbox."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    at = gl.arange(0, 8, layout)
+    note = gl.where(at == 0, a, gl.where(at == 1, b, gl.where(at == 2, c, gl.where(at == 3, d, e))))
+    slot.store(note)
+
+
+@gluon.jit
+def read(slot, which: gl.constexpr):
+    """One integer of a mailbox, the same in every thread."""
+    layout: gl.constexpr = gl.BlockedLayout([8], [32], [gl.num_warps()], [0])
+    at = gl.arange(0, 8, layout)
+    return gl.sum(gl.where(at == which, slot.load(layout), 0), 0)
+
+
+@gluon.jit
+def load_tile(desc, coordinates, count, full, buffer, STAGES: gl.constexpr):
+    """Start copying one tile into its slot of the ring, which must be free."""
+    slot = count % STAGES
+    mbarrier.expect(full.index(slot), desc.block_type.nbytes)
+    copy_in(desc, coordinates, full.index(slot), buffer.index(slot))
+
+
+@gluon.jit
+def claim_item(p_next, DYNAMIC: gl.constexpr):
+    """Ask for one more item; the answer, in the first lane, is needed only when this item is done."""
+    lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
+    claim = lane
+    if DYNAMIC:
+        claim = gl.atomic_add(p_next + lane, 1, mask=lane == 0, sem="relaxed")
+    return claim
+
+
+@gluon.jit
+def next_item(claim, p_next, item, items, DYNAMIC: gl.constexpr):
+    """The item claimed before; beyond `items` there is none left.
+
+    Every item makes one claim, so the last claim of a launch is known, and its holder sets the counter back to zero.
+    """
+    if DYNAMIC:
+        lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
+        claimed = gl.sum(gl.where(lane == 0, claim, 0), 0)
+        gl.store(p_next, 0, mask=claimed == items - 1)
+        item = gl.num_programs(0) + claimed
+    else:
+        item += gl.num_programs(0)
+    return item
+
+
+@gluon.jit
+def load_tiles(
+    q_desc,
+    k_desc,
+    v_desc,
+    b_q,
+    b_k,
+    b_v,
+    b_item,
+    b_tile,
+    q_full,
+    q_empty,
+    k_full,
+    k_empty,
+    v_full,
+    v_empty,
+    p_work,
+    p_full,
+    p_partial,
+    p_next,
+    items,
+    items_a_batch,
+    group,
+    n,
+    BLOCK: gl.constexpr,
+    K_STAGES: gl.constexpr,
+    V_STAGES: gl.constexpr,
+    Q_STAGES: gl.constexpr,
+    DYNAMIC: gl.constexpr,
+):
+    """The loader warp: Q of an item, then K and V of each of its tiles, as buffers come free."""
+    BN: gl.constexpr = k_desc.block_shape[2]
+    SUB: gl.constexpr = BLOCK // BN
+    tile_count = 0
+    item_count = 0
+    item = gl.program_id(0)
+    while item < items:
+        claim = claim_item(p_next, DYNAMIC)
+        batch = item // items_a_batch
+        p_item = p_work + (item % items_a_batch) * WORK_WIDTH
+        head = gl.load(p_item)
+        o_query = gl.load(p_item + 1) * (2 * ROWS)
+        full_begin = gl.load(p_item + 2)
+        full_steps = gl.load(p_item + 3) * SUB
+        full_base = gl.load(p_item + 4)
+        partial_begin = gl.load(p_item + 5)
+        partial_steps = gl.load(p_item + 6) * SUB
+        partial_base = gl.load(p_item + 7)
+        key_head = head // group
+
+        slot = item_count % Q_STAGES
+        mbarrier.wait(q_empty.index(slot), ((item_count // Q_STAGES) & 1) ^ 1)
+        post(b_item.index(slot), head, o_query, full_steps, partial_steps, batch)
+        mbarrier.expect(q_full.index(slot), 2 * q_desc.block_type.nbytes)
+        for half in gl.static_range(2):
+            copy_in(q_desc, [batch, head, o_query + half * ROWS, 0], q_full.index(slot), b_q.index(slot * 2 + half))
+        for step in range(full_steps):
+            o_key = (full_base + gl.load(p_full + full_begin + step // SUB)) * BLOCK + (step % SUB) * BN
+            mbarrier.wait(k_empty.index(tile_count % K_STAGES), ((tile_count // K_STAGES) & 1) ^ 1)
+            load_tile(k_desc, [batch, key_head, o_key, 0], tile_count, k_full, b_k, K_STAGES)
+            mbarrier.wait(v_empty.index(tile_count % V_STAGES), ((tile_count // V_STAGES) & 1) ^ 1)
+            load_tile(v_desc, [batch, key_head, o_key, 0], tile_count, v_full, b_v, V_STAGES)
+            tile_count += 1
+        for step in range(partial_steps):
+            p_entry = p_partial + (partial_begin + step // SUB) * 4
+            o_col = (step % SUB) * BN
+            o_key = (partial_base + gl.load(p_entry)) * BLOCK + o_col
+            mask = gl.load(p_entry + 1)
+            k_slot = tile_count % K_STAGES
+            mbarrier.wait(k_empty.index(k_slot), ((tile_count // K_STAGES) & 1) ^ 1)
+            post(b_tile.index(k_slot), mask * BLOCK * (BLOCK // 32) + o_col // 32, n - 1 - o_key, 0, 0, 0)
+            load_tile(k_desc, [batch, key_head, o_key, 0], tile_count, k_full, b_k, K_STAGES)
+            mbarrier.wait(v_empty.index(tile_count % V_STAGES), ((tile_count // V_STAGES) & 1) ^ 1)
+            load_tile(v_desc, [batch, key_head, o_key, 0], tile_count, v_full, b_v, V_STAGES)
+            tile_count += 1
+        item_count += 1
+        item = next_item(claim, p_next, item, items, DYNAMIC)
+    slot = item_count % Q_STAGES
+    mbarrier.wait(q_empty.index(slot), ((item_count // Q_STAGES) & 1) ^ 1)
+    post(b_item.index(slot), 0, 0, 0, 0, -1)
+    mbarrier.arrive(q_full.index(slot), count=1)
+
+
+@gluon.jit
+def load_mask(note, p_bits, o_row, layout: gl.constexpr, BN: gl.constexpr, BLOCK: gl.constexpr):
+    """The words of a tile's element mask, [64] each, without the keys past the end of the sequence."""
+    row = o_row + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+    p_row = p_bits + read(note, TILE_MASK) + row * (BLOCK // 32)
+    last_key = read(note, TILE_LAST)
+    words = ()
+    for w in gl.static_range(BN // 32):
+        kept = gl.minimum(gl.maximum(last_key + 1 - 32 * w, 0), 32)
+        words += (gl.load(p_row + w) & ((1 << kept.to(gl.int64)) - 1).to(gl.int32),)
+    return words
+
+
+@gluon.jit
+def mask_scores(scores, words):
+    """Scores [64, BN] with -inf where the element mask forbids the pair."""
+    layout: gl.constexpr = scores.type.layout
+    BN: gl.constexpr = scores.type.shape[1]
+    col = gl.expand_dims(gl.arange(0, BN, gl.SliceLayout(0, layout)), 0)
+    word = gl.full([ROWS, BN], 0, gl.int32, layout)
+    for w in gl.static_range(BN // 32):
+        word = gl.where((col >> 5) == w, gl.expand_dims(words[w], 1), word)
+    # A thread's columns differ in bits 0, 3 and 4 only: one shift a word, then a test of a constant bit.
+    return gl.where(((word >> (col & 6)) & (1 << (col & 25))) != 0, scores, -float("inf"))
+
+
+# 2**x of four values that are not above 0: three by the special function unit, one by a cubic on the idle multipliers,
+# whose relative error of 1.5e-4 is below the rounding of the weights to 16 bits. Values under -126 give 2**-126.
+EXP2_FOUR = gl.constexpr("""{
+    .reg .f32 x, j, f, p;
+    .reg .b32 e, r;
+    ex2.approx.ftz.f32 $0, $4;
+    ex2.approx.ftz.f32 $1, $5;
+    ex2.approx.ftz.f32 $2, $6;
+    max.ftz.f32 x, $7, 0fC2FC0000;
+    add.rn.ftz.f32 j, x, 0f4B400000;
+    mov.b32 e, j;
+    shl.b32 e, e, 23;
+    add.rn.ftz.f32 j, j, 0fCB400000;
+    sub.rn.ftz.f32 f, x, j;
+    fma.rn.ftz.f32 p, f, 0f3D61FB81, 0f3E786F0C;
+    fma.rn.ftz.f32 p, p, f, 0f3F31798E;
+    fma.rn.ftz.f32 p, p, f, 0f3F7FFB49;
+    mov.b32 r, p;
+    add.s32 r, r, e;
+    mov.b32 $3, r;
+}""")
+
+
+@gluon.jit
+def exp2_shared(x):
+    """`exp2` of values that are not above 0, with a quarter of them taken off the special function unit."""
+    return gl.inline_asm_elementwise(EXP2_FOUR, "=f,=f,=f,=f,f,f,f,f", [x], dtype=gl.float32, is_pure=True, pack=4)
+
+
+@gluon.jit
+def sum_in_thread(weights):
+    """Sums [64, 4] of a [64, BN] tile over the columns one thread holds; adding up the four is left to the row's end."""
+    BN: gl.constexpr = weights.type.shape[1]
+    return gl.sum(gl.sum(weights.reshape([ROWS, BN // 8, 4, 2]), 3), 1)
+
+
+@gluon.jit
+def softmax_step(scores, row_max, row_sum, scale, MASKED: gl.constexpr, SHARED_EXP: gl.constexpr):
+    """Weights [64, BN], factor for what was summed before [64], new maximum [64] (log2 units) and sums [64, 4]."""
+    new_max = gl.maximum(row_max, gl.max(scores, 1) * scale)
+    shift = new_max
+    if MASKED:
+        # A row that has met no key yet keeps -inf; its exponents must be -inf, not NaN.
+        shift = gl.where(new_max == -float("inf"), 0.0, new_max)
+    exponents = scores * scale - gl.expand_dims(shift, 1)
+    weights = exp2_shared(exponents) if SHARED_EXP and not MASKED else gl.exp2(exponents)
+    factor = gl.exp2(row_max - shift)
+    spread = gl.expand_dims(gl.convert_layout(factor, gl.SliceLayout(1, row_sum.type.layout)), 1)
+    return weights, factor, new_max, row_sum * spread + sum_in_thread(weights)
+
+
+@gluon.jit
+def take_turn(C: gl.constexpr, PING_PONG: gl.constexpr):
+    """Wait until the sibling has issued its products."""
+    if PING_PONG:
+        gl.inline_asm_elementwise(
+            "bar.sync $1, 256; mov.b32 $0, 0;", "=r,n", [TURN + C], dtype=gl.int32, is_pure=False, pack=1
+        )
+
+
+@gluon.jit
+def pass_turn(C: gl.constexpr, PING_PONG: gl.constexpr):
+    """Let the sibling issue its products."""
+    if PING_PONG:
+        gl.inline_asm_elementwise(
+            "bar.arrive $1, 256; mov.b32 $0, 0;", "=r,n", [TURN + 1 - C], dtype=gl.int32, is_pure=False, pack=1
+        )
+
+
+@gluon.jit
+def attend_tile(
+    acc,
+    weights,
+    row_max,
+    row_sum,
+    tile_count,
+    q,
+    b_k,
+    b_v,
+    b_tile,
+    k_full,
+    k_empty,
+    v_full,
+    v_empty,
+    p_bits,
+    o_row,
+    scale,
+    scores_layout: gl.constexpr,
+    C: gl.constexpr,
+    MASKED: gl.constexpr,
+    BLOCK: gl.constexpr,
+    K_STAGES: gl.constexpr,
+    V_STAGES: gl.constexpr,
+    PING_PONG: gl.constexpr,
+    SHARED_EXP: gl.constexpr,
+):
+    """One turn inside a row: scores of tile `tile_count + 1`, weighted values of tile `tile_count`."""
+    BN: gl.constexpr = b_k.shape[3]
+    D: gl.constexpr = b_k.shape[4]
+    zero = gl.full([ROWS, BN], 0.0, gl.float32, scores_layout)
+    ahead = tile_count + 1
+    k_slot = ahead % K_STAGES
+    v_slot = tile_count % V_STAGES
+    mbarrier.wait(k_full.index(k_slot), (ahead // K_STAGES) & 1)
+    take_turn(C, PING_PONG)
+    k = b_k.index(k_slot).reshape([BN, D]).permute((1, 0))
+    scores_token = warpgroup_mma(q, k, zero, use_acc=False, is_async=True)
+    mbarrier.wait(v_full.index(v_slot), (tile_count // V_STAGES) & 1)
+    acc_token = warpgroup_mma(weights, b_v.index(v_slot).reshape([BN, D]), acc, is_async=True)
+    pass_turn(C, PING_PONG)
+    if MASKED:
+        words = load_mask(b_tile.index(k_slot), p_bits, o_row, scores_layout, BN, BLOCK)
+    scores = warpgroup_mma_wait(1, deps=(scores_token,))
+    if MASKED:
+        scores = mask_scores(scores, words)
+    new_weights, factor, row_max, row_sum = softmax_step(scores, row_max, row_sum, scale, MASKED, SHARED_EXP)
+    # Already complete: the branch it compiles to keeps the assembler from waiting for the values before the softmax.
+    mbarrier.wait(v_full.index(v_slot), (tile_count // V_STAGES) & 1)
+    acc = warpgroup_mma_wait(0, deps=(acc_token,))
+    mbarrier.arrive(k_empty.index(k_slot), count=1)
+    mbarrier.arrive(v_empty.index(v_slot), count=1)
+    acc = acc * gl.expand_dims(gl.convert_layout(factor, gl.SliceLayout(1, acc.type.layout)), 1)
+    weights = gl.convert_layout(new_weights.to(weights.dtype), weights.type.layout)
+    return acc, weights, row_max, row_sum, ahead
+
+
+@gluon.jit
+def attend_rows(
+    C: gl.constexpr,
+    o_desc,
+    p_lse,
+    b_q,
+    b_k,
+    b_v,
+    b_item,
+    b_tile,
+    q_full,
+    q_empty,
+    k_full,
+    k_empty,
+    v_full,
+    v_empty,
+    p_bits,
+    heads,
+    n,
+    scale,
+    BLOCK: gl.constexpr,
+    K_STAGES: gl.constexpr,
+    V_STAGES: gl.constexpr,
+    Q_STAGES: gl.constexpr,
+    PING_PONG: gl.constexpr,
+    SHARED_EXP: gl.constexpr,
+):
+    """Warpgroup `C`: its 64 rows of every item of this program."""
+    BN: gl.constexpr = b_k.shape[3]
+    D: gl.constexpr = b_k.shape[4]
+    scores_layout: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16]
+    )
+    acc_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
+    operand: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=acc_layout, k_width=2)
+    score_rows: gl.constexpr = gl.SliceLayout(1, scores_layout)
+    zero = gl.full([ROWS, BN], 0.0, gl.float32, scores_layout)
+
+    tile_count = 0
+    item_count = 0
+    if C == 1:
+        pass_turn(C, PING_PONG)
+    mbarrier.wait(q_full.index(0), 0)
+    mbarrier.wait(k_full.index(0), 0)
+    q = b_q.index(C).reshape([ROWS, D])
+    scores_token = warpgroup_mma(q, b_k.index(0).reshape([BN, D]).permute((1, 0)), zero, use_acc=False, is_async=True)
+    more = True
+    while more:
+        q_slot = item_count % Q_STAGES
+        item = b_item.index(q_slot)
+        q = b_q.index(q_slot * 2 + C).reshape([ROWS, D])
+        o_row = (read(item, ITEM_ROW) + C * ROWS) % BLOCK
+        full_steps = read(item, ITEM_FULL)
+
+        scores = warpgroup_mma_wait(0, deps=(scores_token,))
+        first_partial = 0
+        if full_steps == 0:
+            note = b_tile.index(tile_count % K_STAGES)
+            scores = mask_scores(scores, load_mask(note, p_bits, o_row, scores_layout, BN, BLOCK))
+            first_partial = 1
+        mbarrier.arrive(k_empty.index(tile_count % K_STAGES), count=1)
+        row_max = gl.full([ROWS], -float("inf"), gl.float32, score_rows)
+        row_sum = sum_in_thread(zero)
+        new_weights, _, row_max, row_sum = softmax_step(scores, row_max, row_sum, scale, True, False)
+        weights = gl.convert_layout(new_weights.to(b_q.dtype), operand)
+        acc = gl.full([ROWS, D], 0.0, gl.float32, acc_layout)
+
+        # The previous item's output leaves through its Q buffer, which goes back to the loader only now.
+        tma.store_wait(0)
+        mbarrier.arrive(q_empty.index((item_count + Q_STAGES - 1) % Q_STAGES), count=1, pred=item_count > 0)
+
+        for _ in range(1, full_steps):
+            acc, weights, row_max, row_sum, tile_count = attend_tile(
+                acc, weights, row_max, row_sum, tile_count, q,
+                b_k, b_v, b_tile, k_full, k_empty, v_full, v_empty, p_bits, o_row, scale,
+                scores_layout, C, False, BLOCK, K_STAGES, V_STAGES, PING_PONG, SHARED_EXP,
+            )  # fmt: skip
+        for _ in range(first_partial, read(item, ITEM_PARTIAL)):
+            acc, weights, row_max, row_sum, tile_count = attend_tile(
+                acc, weights, row_max, row_sum, tile_count, q,
+                b_k, b_v, b_tile, k_full, k_empty, v_full, v_empty, p_bits, o_row, scale,
+                scores_layout, C, True, BLOCK, K_STAGES, V_STAGES, PING_PONG, SHARED_EXP,
+            )  # fmt: skip
+
+        # Last values of this row and first scores of the next item share a turn. After the last item the scores
+        # are computed from stale buffers and never read.
+        v_slot = tile_count % V_STAGES
+        mbarrier.wait(v_full.index(v_slot), (tile_count // V_STAGES) & 1)
+        take_turn(C, PING_PONG)
+        acc_token = warpgroup_mma(weights, b_v.index(v_slot).reshape([BN, D]), acc, is_async=True)
+        tile_count += 1
+        item_count += 1
+        next_slot = item_count % Q_STAGES
+        k_slot = tile_count % K_STAGES
+        mbarrier.wait(q_full.index(next_slot), (item_count // Q_STAGES) & 1)
+        more = read(b_item.index(next_slot), ITEM_BATCH) >= 0
+        mbarrier.wait(k_full.index(k_slot), (tile_count // K_STAGES) & 1, pred=more)
+        k = b_k.index(k_slot).reshape([BN, D]).permute((1, 0))
+        scores_token = warpgroup_mma(
+            b_q.index(next_slot * 2 + C).reshape([ROWS, D]), k, zero, use_acc=False, is_async=True
+        )
+        pass_turn(C, PING_PONG)
+        acc = warpgroup_mma_wait(1, deps=(acc_token,))
+        mbarrier.arrive(v_empty.index(v_slot), count=1)
+
+        total = gl.convert_layout(gl.sum(row_sum, 1), score_rows)
+        inverse = gl.where(total == 0.0, 0.0, 1.0 / total)
+        out = acc * gl.expand_dims(gl.convert_layout(inverse, gl.SliceLayout(1, acc_layout)), 1)
+        batch = read(item, ITEM_BATCH)
+        head = read(item, ITEM_HEAD)
+        o_query = read(item, ITEM_ROW) + C * ROWS
+        b_o = b_q.index(q_slot * 2 + C)
+        b_o.reshape([ROWS, D]).store(out.to(b_q.dtype))
+        fence_async_shared()
+        copy_out(o_desc, [batch, head, o_query, 0], b_o)
+        o_token = o_query + gl.arange(0, ROWS, score_rows)
+        p_row = p_lse + (batch * heads + head).to(gl.int64) * n
+        gl.store(p_row + o_token, (row_max + gl.log2(total)) * LN2, mask=o_token < n)
+    warpgroup_mma_wait(0, deps=(scores_token,))
+    tma.store_wait(0)
+
+
+@gluon.jit(
+    do_not_specialize=["items", "items_a_batch", "heads", "group", "n", "scale"],
+    do_not_specialize_on_alignment=["p_lse", "p_work", "p_full", "p_partial", "p_bits", "p_next"],
+)
+def attention_fwd_kernel(
+    q_desc,
+    k_desc,
+    v_desc,
+    o_desc,
+    p_lse,
+    p_work,
+    p_full,
+    p_partial,
+    p_bits,
+    p_next,
+    items,
+    items_a_batch,
+    heads,
+    group,
+    n,
+    scale,
+    BLOCK: gl.constexpr,
+    K_STAGES: gl.constexpr,
+    V_STAGES: gl.constexpr,
+    PING_PONG: gl.constexpr,
+    SHARED_EXP: gl.constexpr,
+    DYNAMIC: gl.constexpr,
+    WORKER_REGISTERS: gl.constexpr,
+):
+    """Every item, in order, as programs come free; `scale` is in log2 units; every item has a tile.
+
+    `p_next` points to a zero, and to a zero again at the end; when DYNAMIC is off, program `p` takes items
+    `p, p + programs, ...` instead.
+    """
+    # Two, because the next item's first scores are computed before this item's output has left its Q buffer.
+    Q_STAGES: gl.constexpr = 2
+    dtype: gl.constexpr = q_desc.dtype
+    BN: gl.constexpr = k_desc.block_shape[2]
+    D: gl.constexpr = k_desc.block_shape[3]
+    note: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    barrier: gl.constexpr = mbarrier.MBarrierLayout()
+    b_q = gl.allocate_shared_memory(dtype, [2 * Q_STAGES, 1, 1, ROWS, D], q_desc.layout)
+    b_k = gl.allocate_shared_memory(dtype, [K_STAGES, 1, 1, BN, D], k_desc.layout)
+    b_v = gl.allocate_shared_memory(dtype, [V_STAGES, 1, 1, BN, D], v_desc.layout)
+    b_item = gl.allocate_shared_memory(gl.int32, [Q_STAGES, 8], note)
+    b_tile = gl.allocate_shared_memory(gl.int32, [K_STAGES, 8], note)
+    q_full = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], barrier)
+    q_empty = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], barrier)
+    k_full = gl.allocate_shared_memory(gl.int64, [K_STAGES, 1], barrier)
+    k_empty = gl.allocate_shared_memory(gl.int64, [K_STAGES, 1], barrier)
+    v_full = gl.allocate_shared_memory(gl.int64, [V_STAGES, 1], barrier)
+    v_empty = gl.allocate_shared_memory(gl.int64, [V_STAGES, 1], barrier)
+    for s in gl.static_range(Q_STAGES):
+        mbarrier.init(q_full.index(s), count=1)
+        mbarrier.init(q_empty.index(s), count=2)
+    for s in gl.static_range(K_STAGES):
+        mbarrier.init(k_full.index(s), count=1)
+        mbarrier.init(k_empty.index(s), count=2)
+    for s in gl.static_range(V_STAGES):
+        mbarrier.init(v_full.index(s), count=1)
+        mbarrier.init(v_empty.index(s), count=2)
+    gl.warp_specialize(
+        [
+            (attend_rows, (
+                0, o_desc, p_lse, b_q, b_k, b_v, b_item, b_tile,
+                q_full, q_empty, k_full, k_empty, v_full, v_empty,
+                p_bits, heads, n, scale, BLOCK, K_STAGES, V_STAGES, Q_STAGES, PING_PONG, SHARED_EXP,
+            )),
+            (attend_rows, (
+                1, o_desc, p_lse, b_q, b_k, b_v, b_item, b_tile,
+                q_full, q_empty, k_full, k_empty, v_full, v_empty,
+                p_bits, heads, n, scale, BLOCK, K_STAGES, V_STAGES, Q_STAGES, PING_PONG, SHARED_EXP,
+            )),
+            (load_tiles, (
+                q_desc, k_desc, v_desc, b_q, b_k, b_v, b_item, b_tile,
+                q_full, q_empty, k_full, k_empty, v_full, v_empty,
+                p_work, p_full, p_partial, p_next, items, items_a_batch, group, n,
+                BLOCK, K_STAGES, V_STAGES, Q_STAGES, DYNAMIC,
+            )),
+        ],
+        [4, 1],
+        [WORKER_REGISTERS, 24],
+    )  # fmt: skip

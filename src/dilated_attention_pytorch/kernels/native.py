@@ -1,0 +1,363 @@
+"""The fast CPU backend: a C++ kernel, built once by `python -m dilated_attention_pytorch.kernels.native`.
+
+The kernel is one shared library with a plain C interface, loaded by ctypes (which releases the GIL). It includes no
+header of torch, so it builds in seconds and does not depend on torch's ABI. It runs on the OpenMP threads torch
+already has: a second thread pool would fight with the first for the cores.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..plan.plan import Axis, Part
+from . import dropout
+from .registry import AttentionCall, Forward, Gradients
+
+SOURCES = ("native.cpp", "native_lanes.h")
+FLAGS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-Wall", "-Wextra")
+BUILD = "python -m dilated_attention_pytorch.kernels.native"
+WIDE_BUDGET = 256 * 2**20
+"""Bytes of float32 copies that a call in half precision holds at a time, unless one key head needs more."""
+SPLIT_BUDGET = 2 * 2**30
+"""Bytes of extra dK and dV that a backward may hold to keep every thread busy."""
+
+_int, _pointer, _real = ctypes.c_int64, ctypes.c_void_p, ctypes.c_double
+
+
+def _fields(kind: type, names: str) -> list[tuple[str, type]]:
+    return [(name, kind) for name in names.split()]
+
+
+class _Axis(ctypes.Structure):
+    _fields_ = _fields(_int, "rate tiles") + _fields(_pointer, "offset start end")
+
+
+class _Part(ctypes.Structure):
+    _fields_ = [
+        ("queries", _Axis),
+        ("keys", _Axis),
+        *_fields(_pointer, "head_class rows full partial mask order"),
+        ("row_count", _int),
+    ]
+
+
+class _Array(ctypes.Structure):
+    _fields_ = [("data", _pointer), *_fields(_int, "batch head token")]
+
+
+class _Call(ctypes.Structure):
+    """The kernel's view of a call; the order of the fields is that of `Call` in native.cpp."""
+
+    _fields_ = [
+        *_fields(_int, "batch heads key_heads n d e block threads splits part_count mask_words"),
+        *_fields(_real, "scale keep_scale"),
+        *_fields(_int, "seed first_stream drop_below"),
+        *_fields(_pointer, "parts mask_bits mask_band padding"),
+        *_fields(_Array, "query key value output lse grad_output grad_lse grad_query"),
+        *_fields(_pointer, "grad_key grad_value"),
+    ]
+
+
+class _Piece(NamedTuple):
+    """What one run of the kernel computes: some batch entries, some key heads, and the query heads that read them."""
+
+    batch: slice
+    heads: slice
+    key_heads: slice
+
+    def of_queries(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        return _adjacent(x[self.batch, self.heads].to(dtype))
+
+    def of_keys(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        return _adjacent(x[self.batch, self.key_heads].to(dtype))
+
+
+def why_not(call: AttentionCall) -> str | None:
+    if call.device.type != "cpu":
+        return f"needs a CPU tensor, got {call.device}"
+    if not sys.platform.startswith("linux"):
+        return f"builds on Linux, got {sys.platform}"
+    if not library_path().exists():
+        return f"not built; run `{BUILD}` (needs g++)"
+    try:
+        _library()
+    except OSError as error:
+        return f"cannot be loaded ({error}); delete it and run `{BUILD}`"
+    return None
+
+
+def forward(call: AttentionCall) -> Forward:
+    batch, heads, n, _ = call.query.shape
+    dtype = _compute_dtype(call)
+    output = call.query.new_empty(batch, heads, n, call.value.shape[-1])
+    lse = torch.full((batch, heads, n), -torch.inf, dtype=dtype)
+    for piece in _pieces(call):
+        rows = output[piece.batch, piece.heads]
+        found = rows.zero_() if rows.dtype == dtype else torch.zeros(rows.shape, dtype=dtype)
+        kernel = _Kernel(call, piece, dtype)
+        kernel.arrays(output=found, lse=lse[piece.batch, piece.heads])
+        kernel.run("forward")
+        if found is not rows:
+            rows.copy_(found)
+    return Forward(output, lse)
+
+
+def backward(
+    call: AttentionCall, output: Tensor, lse: Tensor, grad_output: Tensor, grad_lse: Tensor | None
+) -> Gradients:
+    dtype = _compute_dtype(call)
+    pieces = list(_pieces(call))
+    found = [_backward_piece(call, piece, dtype, output, lse, grad_output, grad_lse) for piece in pieces]
+    if len(found) == 1:
+        return found[0]
+    whole = Gradients(*(torch.empty(t.shape, dtype=t.dtype) for t in (call.query, call.key, call.value)))
+    for piece, grads in zip(pieces, found, strict=True):
+        whole.query[piece.batch, piece.heads] = grads.query
+        whole.key[piece.batch, piece.key_heads] = grads.key
+        whole.value[piece.batch, piece.key_heads] = grads.value
+    return whole
+
+
+def _backward_piece(
+    call: AttentionCall,
+    piece: _Piece,
+    dtype: torch.dtype,
+    output: Tensor,
+    lse: Tensor,
+    grad_output: Tensor,
+    grad_lse: Tensor | None,
+) -> Gradients:
+    kernel = _Kernel(call, piece, dtype)
+    grad_query = torch.zeros(kernel.query.shape, dtype=dtype)
+    splits = _splits(kernel)
+    # The kernel adds whole registers to rows of dK and dV, so their rows must be whole registers long.
+    grad_key, grad_value = (
+        [torch.zeros(*x.shape[:3], -(-x.shape[3] // 16) * 16, dtype=dtype) for _ in range(splits)]
+        for x in (kernel.key, kernel.value)
+    )
+    kernel.arrays(
+        output=piece.of_queries(output, dtype),
+        lse=piece.of_queries(lse[..., None], dtype)[..., 0],
+        grad_output=piece.of_queries(grad_output, dtype),
+        grad_query=grad_query,
+    )
+    if grad_lse is not None:
+        kernel.arrays(grad_lse=piece.of_queries(grad_lse[..., None], dtype)[..., 0])
+    kernel.copies(grad_key=grad_key, grad_value=grad_value)
+    kernel.run("backward")
+    for copies in (grad_key, grad_value):
+        for copy in copies[1:]:
+            copies[0] += copy
+    found = (grad_query, grad_key[0][..., : kernel.key.shape[3]], grad_value[0][..., : kernel.value.shape[3]])
+    return Gradients(*(x.contiguous().to(call.query.dtype) for x in found))
+
+
+def _compute_dtype(call: AttentionCall) -> torch.dtype:
+    return torch.float64 if call.query.dtype == torch.float64 else torch.float32
+
+
+def _adjacent(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def _pieces(call: AttentionCall) -> Iterator[_Piece]:
+    """Everything at once; in half precision one key head at a time where float32 copies of everything are too much."""
+    batch, heads, _, _ = call.query.shape
+    key_heads = call.key.shape[1]
+    wide = 4 * (2 * call.query.numel() + 2 * call.key.numel() + 2 * call.value.numel())
+    if call.query.dtype in (torch.float32, torch.float64) or wide <= WIDE_BUDGET:
+        yield _Piece(slice(batch), slice(heads), slice(key_heads))
+        return
+    shared = heads // key_heads
+    for entry in range(batch):
+        for group in range(key_heads):
+            own = slice(group * shared, (group + 1) * shared)
+            yield _Piece(slice(entry, entry + 1), own, slice(group, group + 1))
+
+
+def _splits(kernel: _Kernel) -> int:
+    """Copies of dK and dV: the fewest that leave no thread idle for more than a tenth of the time."""
+    tasks, threads = kernel.key.shape[0] * kernel.key.shape[1], kernel.call.threads
+    bytes_a_copy = (kernel.key.numel() + kernel.value.numel()) * kernel.key.itemsize
+    most = 1 + SPLIT_BUDGET // max(bytes_a_copy, 1)
+    busy = {copies: tasks * copies / (-(-tasks * copies // threads) * threads) for copies in range(1, threads + 1)}
+    enough = next(copies for copies, share in busy.items() if share >= 0.9)
+    return min(enough, most)
+
+
+class _Kernel:
+    """One run of the library. It holds every tensor whose address the library is given."""
+
+    def __init__(self, call: AttentionCall, piece: _Piece, dtype: torch.dtype) -> None:
+        self.query = piece.of_queries(call.query, dtype)
+        self.key, self.value = piece.of_keys(call.key, dtype), piece.of_keys(call.value, dtype)
+        self.double = dtype == torch.float64
+        self.kept: list[object] = [self.query, self.key, self.value]
+        plan, masks = call.plan, call.plan.masks
+        batch, heads, n, d = self.query.shape
+        first = piece.heads.start or 0
+        parts = (_Part * len(plan.parts))(*(self._part(part, first) for part in plan.parts))
+        self.kept.append(parts)
+        self.call = _Call(
+            batch=batch,
+            heads=heads,
+            key_heads=self.key.shape[1],
+            n=n,
+            d=d,
+            e=self.value.shape[3],
+            block=plan.block_size,
+            threads=torch.get_num_threads(),
+            splits=1,
+            part_count=len(plan.parts),
+            parts=ctypes.addressof(parts),
+            mask_words=masks.bits.shape[2],
+            mask_bits=self._address(masks.bits),
+            mask_band=self._address(masks.band),
+            scale=call.scale,
+        )
+        self.arrays(query=self.query, key=self.key, value=self.value)
+        if call.key_padding_mask is not None:
+            self.call.padding = self._address(call.key_padding_mask[piece.batch])
+        if call.dropout_p:
+            assert call.seed is not None
+            self.call.seed = int(call.seed)
+            self.call.first_stream = (piece.batch.start or 0) * call.query.shape[1] + first
+            self.call.drop_below = dropout.threshold(call.dropout_p)
+            self.call.keep_scale = 1 / (1 - call.dropout_p)
+
+    def arrays(self, **arrays: Tensor) -> None:
+        """Give the library (batch, head, token, feature) or (batch, head, token) tensors."""
+        for name, x in arrays.items():
+            self.kept.append(x)
+            setattr(self.call, name, _array(x))
+
+    def copies(self, **copies: list[Tensor]) -> None:
+        """Give the library several tensors of one meaning, one for each split."""
+        for name, tensors in copies.items():
+            table = (_Array * len(tensors))(*(_array(x) for x in tensors))
+            self.kept += [tensors, table]
+            setattr(self.call, name, ctypes.addressof(table))
+            self.call.splits = len(tensors)
+
+    def run(self, direction: str) -> None:
+        getattr(_library(), f"{direction}_{'double' if self.double else 'float'}")(ctypes.byref(self.call))
+
+    def _part(self, part: Part, first_head: int) -> _Part:
+        walk = part.by_query
+        return _Part(
+            queries=self._axis(part.queries, first_head),
+            keys=self._axis(part.keys, first_head),
+            head_class=self._address(part.head_class[first_head:]),
+            rows=self._address(walk.rows),
+            full=self._address(walk.full),
+            partial=self._address(walk.partial),
+            mask=self._address(walk.mask),
+            order=self._address(walk.order),
+            row_count=len(walk.order),
+        )
+
+    def _axis(self, axis: Axis, first_head: int) -> _Axis:
+        return _Axis(
+            rate=axis.rate,
+            tiles=axis.tiles,
+            offset=self._address(axis.offset[first_head:]),
+            start=self._address(axis.start),
+            end=self._address(axis.end),
+        )
+
+    def _address(self, x: Tensor) -> int:
+        x = x.contiguous()
+        self.kept.append(x)
+        return x.data_ptr()
+
+
+def _array(x: Tensor) -> _Array:
+    return _Array(x.data_ptr(), *x.stride()[:3])
+
+
+@functools.cache
+def _library() -> ctypes.CDLL:
+    library = ctypes.CDLL(str(library_path()))
+    assert library.call_bytes() == ctypes.sizeof(_Call)
+    return library
+
+
+@functools.cache
+def library_path() -> Path:
+    """Where the built library lies: its name says which source, flags, torch and processor it was built for."""
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dilated_attention_pytorch"
+    digest = hashlib.sha256()
+    for source in SOURCES:
+        digest.update(Path(__file__).with_name(source).read_bytes())
+    digest.update(repr((FLAGS, torch.__version__, platform.machine(), _processor())).encode())
+    return folder / f"native-{digest.hexdigest()[:16]}.so"
+
+
+def _processor() -> str:
+    """The instruction sets of this processor: a library built for another one might not run here."""
+    try:
+        found = re.search(r"^(?:flags|Features)\s*:.*$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    except OSError:
+        found = None
+    return found.group() if found else platform.processor()
+
+
+def _openmp_runtime() -> Path | None:
+    """The OpenMP library torch has loaded, whatever its name (libgomp with a hash in it, libiomp5)."""
+    loaded = {line.split(maxsplit=5)[-1].strip() for line in Path("/proc/self/maps").read_text().splitlines()}
+    found = sorted(path for path in loaded if re.search(r"/lib(gomp|iomp5|omp)[-.\w]*\.so", path))
+    return Path(found[0]) if found else None
+
+
+def build() -> int:
+    """Compile the library unless it is there. Prints what it does; returns an exit status."""
+    target = library_path()
+    if target.exists():
+        print(f"native kernel: already built, {target}")
+        return 0
+    compiler = shutil.which(os.environ.get("CXX", "g++"))
+    if compiler is None:
+        print("native kernel: needs g++ (or name a compiler in CXX); the slower backend `cpu` works without it")
+        return 1
+    runtime = _openmp_runtime()
+    print(f"native kernel: compiling with {compiler}, threads of {runtime.name if runtime else 'none (single-threaded)'}")
+    began = time.perf_counter()
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+        built = Path(folder) / "native.o"
+        openmp = ["-fopenmp"] if runtime else ["-Wno-unknown-pragmas"]
+        source = Path(__file__).with_name(SOURCES[0])
+        linked = Path(folder) / target.name
+        # Linking apart from compiling keeps the compiler's own OpenMP library out: torch's is the one to share.
+        steps = [[compiler, *FLAGS, *openmp, "-c", str(source), "-o", str(built)]]
+        steps.append([compiler, "-shared", str(built), "-o", str(linked)])
+        if runtime:
+            steps[1] += [str(runtime), f"-Wl,-rpath,{runtime.parent}"]
+        for step in steps:
+            done = subprocess.run(step, capture_output=True, text=True, check=False)
+            if done.returncode:
+                print(f"native kernel: {' '.join(step)}\n{done.stderr}")
+                return 1
+        os.replace(linked, target)
+    print(f"native kernel: built in {time.perf_counter() - began:.1f} s, {target}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(build())

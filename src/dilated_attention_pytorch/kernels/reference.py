@@ -1,0 +1,133 @@
+"""The dense formula, written as it is defined: what every other backend is measured against.
+
+Nothing here knows about tiles. The multiplicity m(q, k, head) comes from the pattern itself, and
+
+    output = softmax(scale * q k^T + log m) v
+
+is computed a band of query rows at a time, so that memory stays linear in n.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple, Protocol, cast
+
+import torch
+from torch import Tensor
+
+from . import dropout
+from .containment import contained_matmul
+from .registry import AttentionCall, Forward, Gradients, empty_rows, zero_gradients
+
+LONGEST = 8192
+ROWS = 1024
+"""Query rows computed together."""
+
+
+class _Counted(Protocol):
+    def resolve(self, n: int, heads: int) -> _Counted: ...
+
+    def multiplicity(self, q: Tensor, k: Tensor, head: int) -> Tensor: ...
+
+
+class _Band(NamedTuple):
+    """Some query rows of one head. Shapes: b batch, r rows, n keys."""
+
+    head: int
+    group: int
+    rows: slice
+    query: Tensor
+    """(b, r, d)"""
+    key: Tensor
+    """(b, n, d)"""
+    value: Tensor
+    """(b, n, e)"""
+    seen: Tensor
+    """bool (b, r, n)"""
+    scores: Tensor
+    """(b, r, n), -inf where not seen"""
+    kept: Tensor | None
+    """(b, r, n): 1 / (1 - p) where dropout keeps the weight, else 0"""
+
+
+def why_not(call: AttentionCall) -> str | None:
+    """Why the dense computation cannot run the call."""
+    n = call.query.shape[2]
+    if n > LONGEST:
+        return f"n must be <= {LONGEST}, got {n}"
+    if call.pattern is None:
+        return "needs the pattern, got a plan alone"
+    return None
+
+
+def forward(call: AttentionCall) -> Forward:
+    """Output and LSE, a band of rows at a time."""
+    batch, heads, n, _ = call.query.shape
+    output = empty_rows(call.query, call.value.shape[-1])
+    lse = call.query.new_empty(batch, heads, n, dtype=call.compute_dtype)
+    for band in _bands(call):
+        row_lse = band.scores.logsumexp(-1)
+        weights = _weights(band, row_lse)
+        if band.kept is not None:
+            weights = weights * band.kept
+        output[:, band.head, band.rows] = contained_matmul(weights, band.value, band.seen).to(output.dtype)
+        lse[:, band.head, band.rows] = row_lse
+    return Forward(output, lse)
+
+
+def backward(
+    call: AttentionCall, output: Tensor, lse: Tensor, grad_output: Tensor, grad_lse: Tensor | None
+) -> Gradients:
+    """Gradients by the textbook formulas, a band of rows at a time."""
+    dtype = call.compute_dtype
+    grads = grad_query, grad_key, grad_value = zero_gradients(call)
+    for band in _bands(call):
+        place = (slice(None), band.head, band.rows)
+        row_grad = grad_output[place].to(dtype)
+        delta = (row_grad * output[place].to(dtype)).sum(-1)
+        if grad_lse is not None:
+            delta = delta - grad_lse[place].to(dtype)
+        weights = _weights(band, lse[place])
+        grad_weights = row_grad @ band.value.mT
+        dropped = weights
+        if band.kept is not None:
+            dropped = weights * band.kept
+            grad_weights = grad_weights * band.kept
+        grad_scores = torch.where(band.seen, weights * (grad_weights - delta[..., None]), 0.0) * call.scale
+        grad_query[place] = contained_matmul(grad_scores, band.key, band.seen)
+        grad_key[:, band.group] += contained_matmul(grad_scores.mT, band.query, band.seen.mT)
+        grad_value[:, band.group] += contained_matmul(dropped.mT, row_grad, band.seen.mT)
+    return Gradients(*(grad.to(call.query.dtype) for grad in grads))
+
+
+def _weights(band: _Band, row_lse: Tensor) -> Tensor:
+    """exp(score - LSE), exactly 0 where not seen, also in rows that see nothing (LSE -inf)."""
+    return torch.where(band.seen, (band.scores - row_lse[..., None]).exp(), 0.0)
+
+
+def _bands(call: AttentionCall) -> Iterator[_Band]:
+    batch, heads, n, _ = call.query.shape
+    dtype, device = call.compute_dtype, call.device
+    pattern = cast(_Counted, call.pattern).resolve(n, heads)
+    k = torch.arange(n, device=device)
+    sample = torch.arange(batch, device=device)[:, None, None]
+    for head in range(heads):
+        group = head // (heads // call.key.shape[1])
+        key, value = call.key[:, group].to(dtype), call.value[:, group].to(dtype)
+        for first in range(0, n, ROWS):
+            q = torch.arange(first, min(first + ROWS, n), device=device)
+            rows = slice(first, first + len(q))
+            count = torch.as_tensor(pattern.multiplicity(q[:, None], k[None, :], head), device=device)
+            count = count.expand(len(q), n)
+            seen = (count > 0).expand(batch, -1, -1)
+            if call.key_padding_mask is not None:
+                seen = seen & ~call.key_padding_mask[:, None, :]
+            query = call.query[:, head, rows].to(dtype)
+            scores = call.scale * (query @ key.mT) + count.to(dtype).log()
+            scores = scores.masked_fill(~seen, -torch.inf)
+            kept = None
+            if call.dropout_p:
+                assert call.seed is not None
+                keep = dropout.kept(call.seed, sample * heads + head, q[:, None], k[None, :], call.dropout_p)
+                kept = keep.to(dtype) / (1 - call.dropout_p)
+            yield _Band(head, group, rows, query, key, value, seen, scores, kept)

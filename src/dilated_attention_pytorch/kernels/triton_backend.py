@@ -1,0 +1,65 @@
+"""The portable Triton backend: every plan, in float16, bfloat16 or float32, on any GPU Triton compiles for."""
+
+from __future__ import annotations
+
+import os
+from functools import lru_cache
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+from .registry import AttentionCall, Forward, Gradients
+
+WIDEST = 256
+FASTEST = 2**22
+"""Largest dilation rate: a tile of 256 elements must span less than 2**30 tokens."""
+BLOCKS = (16, 32, 64, 128, 256)
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def why_not(call: AttentionCall) -> str | None:
+    """Why these kernels cannot run the call, or None when they can."""
+    query, width = call.query, max(call.query.shape[3], call.value.shape[3])
+    interpreting = os.environ.get("TRITON_INTERPRET") == "1"
+    if not query.is_cuda and not interpreting:
+        return f"needs a CUDA tensor, got {query.device.type}"
+    if not _installed():
+        return "needs triton, which is not installed; CUDA builds of torch bring it"
+    if query.dtype not in DTYPES:
+        return f"dtype must be float16, bfloat16 or float32, got {str(query.dtype).removeprefix('torch.')}"
+    if interpreting and query.dtype is torch.bfloat16:
+        return "bfloat16 products are wrong in Triton's interpreter; use float16 or float32"
+    if width > WIDEST:
+        return f"head width must be <= {WIDEST}, got {width}"
+    if call.plan.block_size not in BLOCKS:
+        return f"block_size must be one of {BLOCKS}, got {call.plan.block_size}"
+    if not call.scale > 0:
+        return f"scale must be > 0, got {call.scale}"
+    rate = max((part.keys.rate for part in call.plan.parts), default=1)
+    if rate > FASTEST:
+        return f"rate must be <= {FASTEST}, got {rate}"
+    if call.plan.device != query.device:
+        return f"the plan must be on {query.device}, got {call.plan.device}"
+    return None
+
+
+def forward(call: AttentionCall) -> Forward:
+    """Output and LSE of a call that `why_not` accepts."""
+    from . import triton_launch
+
+    return triton_launch.forward(call)
+
+
+def backward(
+    call: AttentionCall, output: Tensor, lse: Tensor, grad_output: Tensor, grad_lse: Tensor | None
+) -> Gradients:
+    """Gradients of query, key and value, from those of the output and, where given, of the LSE."""
+    from . import triton_launch
+
+    return triton_launch.backward(call, output, lse, grad_output, grad_lse)
+
+
+@lru_cache(maxsize=1)
+def _installed() -> bool:
+    return find_spec("triton") is not None

@@ -1,0 +1,398 @@
+"""Backward kernels: dQ by query rows, dK and dV by key columns. No atomics, so the same bits every time."""
+
+# A condition on a compile-time constant must stand alone: joined to a value it would be decided at run time.
+# ruff: noqa: SIM102
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .triton_primitives import (
+    LOG2E,
+    NO_KEY,
+    dropout_kept,
+    dropout_rows,
+    element_mask,
+    load_rows,
+    room_left,
+    store_rows,
+    tile_span,
+)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def delta_bwd_kernel(
+    p_out, p_do, p_lse, p_dlse, p_delta, rows, so_b, so_h, so_n, sg_b, sg_h, sg_n, sl_b, sl_h, sl_n,
+    BM: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, LSE_GRAD: tl.constexpr,
+):  # fmt: skip
+    """delta = rowsum(dO * O) - dLSE: what every weight's gradient of a row is measured against."""
+    o_q = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
+    o_e = tl.arange(0, EP)
+    head = tl.program_id(1).to(tl.int64)
+    batch = tl.program_id(2).to(tl.int64)
+    b_exist = o_q < rows
+    p_out_tile = p_out + batch * so_b + head * so_h + o_q[:, None] * so_n + o_e[None, :]
+    p_do_tile = p_do + batch * sg_b + head * sg_h + o_q[:, None] * sg_n + o_e[None, :]
+    b_out = load_rows(p_out_tile, b_exist, o_e, E, EP, True).to(tl.float32)
+    b_do = load_rows(p_do_tile, b_exist, o_e, E, EP, True).to(tl.float32)
+    b_delta = tl.sum(b_out * b_do, 1)
+    o_row = (batch * tl.num_programs(1) + head) * rows + o_q
+    if LSE_GRAD:
+        # A row without a key has LSE -inf whatever the inputs: nothing flows back through it.
+        b_met = tl.load(p_lse + o_row, mask=b_exist, other=NO_KEY) != NO_KEY
+        b_delta -= tl.load(p_dlse + batch * sl_b + head * sl_h + o_q * sl_n, mask=b_met, other=0.0)
+    tl.store(p_delta + o_row, b_delta, mask=b_exist)
+
+
+@triton.jit
+def dq_tile(
+    b_dq, b_q, b_do, b_lse, b_delta, p_k, p_v, p_masks, p_padding, b_row, mask, scale, threshold, inverse_keep, o_i,
+    o_j, k_first, room, o_step, o_d, o_e,
+    BLOCK: tl.constexpr, D: tl.constexpr, E: tl.constexpr, DP: tl.constexpr, EP: tl.constexpr, MASKED: tl.constexpr,
+    BOUNDED: tl.constexpr, BITS: tl.constexpr, PADDING: tl.constexpr, DROPOUT: tl.constexpr,
+):  # fmt: skip
+    """Add what BN keys give to the query gradient of BM rows, still without the scale."""
+    b_seen = o_step < room  # [BN]
+    if PADDING:
+        b_seen = b_seen & (tl.load(p_padding + k_first + o_step, mask=b_seen, other=1) == 0)
+    HOLES: tl.constexpr = (MASKED and BOUNDED) or PADDING
+    b_k = load_rows(p_k, b_seen, o_d, D, DP, HOLES)  # [BN, DP]
+    b_v = load_rows(p_v, b_seen, o_e, E, EP, HOLES)  # [BN, EP]
+    b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")  # [BM, BN]
+    b_dp = tl.dot(b_do, tl.trans(b_v), input_precision="ieee")  # [BM, BN]
+    b_p = tl.math.exp2(b_s * scale - b_lse[:, None])
+    if MASKED:
+        b_ok = element_mask(p_masks, mask, o_i[:, None], o_j[None, :], BLOCK, BITS)
+        if HOLES:
+            b_ok = b_ok & b_seen[None, :]
+        b_p = tl.where(b_ok, b_p, 0.0)
+    elif PADDING:
+        b_p = tl.where(b_seen[None, :], b_p, 0.0)
+    if DROPOUT:
+        b_dp = tl.where(dropout_kept(b_row[:, None], (k_first + o_step)[None, :], threshold), b_dp * inverse_keep, 0.0)
+    b_ds = b_p * (b_dp - b_delta[:, None])
+    return tl.dot(b_ds.to(b_k.dtype), b_k, b_dq, input_precision="ieee")
+
+
+@triton.jit(do_not_specialize=["items", "mask_shift", "q_tiles", "k_tiles", "slots", "threshold"])
+def attention_dq_bwd_kernel(
+    p_q, p_k, p_v, p_do, p_lse, p_delta, p_dq, p_sum, p_piece, p_work, p_heads, p_lists, p_masks, p_q_axis, p_k_axis,
+    p_padding, p_seed, scale, scale_log2, inverse_keep, threshold, items, mask_shift, slots, heads, group, q_tiles,
+    k_tiles, q_length, k_length, q_rate, k_rate, sq_b, sq_h, sq_n, sk_b, sk_h, sv_b, sv_h, sg_b, sg_h, sg_n, sx_b,
+    sx_h, sx_n,
+    SK_N: tl.constexpr, SV_N: tl.constexpr, BLOCK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr,
+    E: tl.constexpr, DP: tl.constexpr, EP: tl.constexpr, STRIDED: tl.constexpr, PER_HEAD: tl.constexpr,
+    BOUNDED: tl.constexpr, PARTIAL: tl.constexpr, BITS: tl.constexpr, PADDING: tl.constexpr, DROPOUT: tl.constexpr,
+    SUM_IN: tl.constexpr, SUM_OUT: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    """dQ of BM query rows of one head.
+
+    SUM_IN adds the float32 sum of earlier parts, SUM_OUT leaves one for later parts.
+    """
+    SUB_M: tl.constexpr = BLOCK // BM
+    SUB_N: tl.constexpr = BLOCK // BN
+    item = tl.program_id(0) // SUB_M
+    o_i = (tl.program_id(0) % SUB_M) * BM + tl.arange(0, BM)  # [BM]
+    o_n = tl.arange(0, BN)
+    o_d = tl.arange(0, DP)
+    o_e = tl.arange(0, EP)
+    batch = tl.program_id(2).to(tl.int64)
+    head = tl.program_id(1).to(tl.int64)
+    q_offset = 0
+    k_offset = 0
+    if PER_HEAD:
+        p_head = p_heads + head * 4
+        head = tl.load(p_head).to(tl.int64)
+        item += tl.load(p_head + 1) * items
+        q_offset = tl.load(p_head + 2)
+        k_offset = tl.load(p_head + 3)
+    p_item = p_work + item * 8
+    tile = tl.load(p_item)
+    full_begin = tl.load(p_item + 1)
+    full_end = tl.load(p_item + 2)
+    full_base = tl.load(p_item + 3)
+    partial_begin = tl.load(p_item + 4)
+    partial_end = tl.load(p_item + 5)
+    partial_base = tl.load(p_item + 6)
+    slot = tl.load(p_item + 7)
+    if SPLIT:
+        if tile < 0:
+            return
+
+    q_first, q_end = tile_span(p_q_axis, tile, q_tiles, q_offset, q_length, BLOCK, STRIDED)
+    o_q = q_first + o_i * q_rate  # [BM] int64
+    b_exist = o_q < q_end
+    row = batch * heads + head
+    o_row = row * q_length + o_q
+    p_q_tile = p_q + batch * sq_b + head * sq_h + o_q[:, None] * sq_n + o_d[None, :]
+    p_do_tile = p_do + batch * sg_b + head * sg_h + o_q[:, None] * sg_n + o_e[None, :]
+    b_q = load_rows(p_q_tile, b_exist, o_d, D, DP, BOUNDED)  # [BM, DP]
+    b_do = load_rows(p_do_tile, b_exist, o_e, E, EP, BOUNDED)  # [BM, EP]
+    b_lse = tl.load(p_lse + o_row, mask=b_exist, other=NO_KEY)
+    # exp2(s - inf) = 0: rows that do not exist or have no key weigh nothing.
+    b_lse = tl.where(b_lse == NO_KEY, float("inf"), b_lse * LOG2E)
+    b_delta = tl.load(p_delta + o_row, mask=b_exist, other=0.0)
+
+    o_step = o_n * k_rate  # [BN] int32
+    o_k_tile = o_step.to(tl.int64)[:, None] * SK_N + o_d[None, :]  # [BN, DP]
+    o_v_tile = o_step.to(tl.int64)[:, None] * SV_N + o_e[None, :]  # [BN, EP]
+    p_k += batch * sk_b + (head // group) * sk_h
+    p_v += batch * sv_b + (head // group) * sv_h
+    if PADDING:
+        p_padding += batch * k_length
+    b_row = dropout_rows(p_seed, row, o_q) if DROPOUT else o_i
+
+    b_dq = tl.zeros([BM, DP], tl.float32)
+    for j in range(full_begin * SUB_N, full_end * SUB_N):
+        k_tile = full_base + tl.load(p_lists + j // SUB_N)
+        k_first, k_end = tile_span(p_k_axis, k_tile, k_tiles, k_offset, k_length, BLOCK, STRIDED)
+        k_first += (j % SUB_N) * BN * k_rate
+        p_k_tile = p_k + k_first * SK_N + o_k_tile
+        p_v_tile = p_v + k_first * SV_N + o_v_tile
+        b_dq = dq_tile(
+            b_dq, b_q, b_do, b_lse, b_delta, p_k_tile, p_v_tile, p_masks, p_padding, b_row, 0, scale_log2, threshold,
+            inverse_keep, o_i, o_n, k_first, room_left(k_first, k_end), o_step, o_d, o_e, BLOCK, D, E, DP, EP, False,
+            BOUNDED, BITS, PADDING, DROPOUT,
+        )  # fmt: skip
+    if PARTIAL:
+        for j in range(partial_begin * SUB_N, partial_end * SUB_N):
+            k_tile = partial_base + tl.load(p_lists + j // SUB_N)
+            mask = tl.load(p_lists + mask_shift + j // SUB_N)
+            k_first, k_end = tile_span(p_k_axis, k_tile, k_tiles, k_offset, k_length, BLOCK, STRIDED)
+            o_sub = (j % SUB_N) * BN
+            k_first += o_sub * k_rate
+            p_k_tile = p_k + k_first * SK_N + o_k_tile
+            p_v_tile = p_v + k_first * SV_N + o_v_tile
+            b_dq = dq_tile(
+                b_dq, b_q, b_do, b_lse, b_delta, p_k_tile, p_v_tile, p_masks, p_padding, b_row, mask, scale_log2,
+                threshold, inverse_keep, o_i, o_sub + o_n, k_first, room_left(k_first, k_end), o_step, o_d, o_e, BLOCK,
+                D, E, DP, EP, True, BOUNDED, BITS, PADDING, DROPOUT,
+            )  # fmt: skip
+
+    b_dq *= scale
+    if SPLIT:
+        if slot >= 0:
+            o_piece = ((batch * tl.num_programs(1) + tl.program_id(1)) * slots + slot) * BLOCK + o_i
+            store_rows(p_piece + o_piece[:, None] * D + o_d[None, :], b_dq, o_i >= 0, o_d, D, DP)
+            return
+    p_sum_tile = p_sum + o_row[:, None] * D + o_d[None, :]
+    if SUM_IN:
+        b_dq += load_rows(p_sum_tile, b_exist, o_d, D, DP, True)
+    if SUM_OUT:
+        store_rows(p_sum_tile, b_dq, b_exist, o_d, D, DP)
+    else:
+        p_dq_tile = p_dq + batch * sx_b + head * sx_h + o_q[:, None] * sx_n + o_d[None, :]
+        store_rows(p_dq_tile, b_dq, b_exist, o_d, D, DP)
+
+
+@triton.jit
+def dkv_tile(
+    b_dk, b_dv, b_k, b_v, p_q, p_do, p_lse, p_delta, p_masks, p_seed, row, mask, scale, threshold, inverse_keep, o_i,
+    o_j, o_key, q_first, room, o_step, o_d, o_e,
+    BLOCK: tl.constexpr, D: tl.constexpr, E: tl.constexpr, DP: tl.constexpr, EP: tl.constexpr, MASKED: tl.constexpr,
+    BOUNDED: tl.constexpr, BITS: tl.constexpr, DROPOUT: tl.constexpr,
+):  # fmt: skip
+    """Add what BM queries give to the gradients of BN keys and values; the key gradient still without the scale."""
+    HOLES: tl.constexpr = MASKED and BOUNDED
+    b_seen = o_step < room  # [BM]
+    if HOLES:
+        b_lse = tl.load(p_lse + q_first + o_step, mask=b_seen, other=0.0)
+        b_delta = tl.load(p_delta + q_first + o_step, mask=b_seen, other=0.0)
+    else:
+        b_lse = tl.load(p_lse + q_first + o_step)
+        b_delta = tl.load(p_delta + q_first + o_step)
+    b_q = load_rows(p_q, b_seen, o_d, D, DP, HOLES)  # [BM, DP]
+    b_do = load_rows(p_do, b_seen, o_e, E, EP, HOLES)  # [BM, EP]
+    b_s = tl.dot(b_k, tl.trans(b_q), input_precision="ieee")  # [BN, BM]
+    b_dp = tl.dot(b_v, tl.trans(b_do), input_precision="ieee")  # [BN, BM]
+    b_p = tl.math.exp2(b_s * scale - (b_lse * LOG2E)[None, :])
+    if MASKED:
+        b_ok = element_mask(p_masks, mask, o_i[None, :], o_j[:, None], BLOCK, BITS)
+        if HOLES:
+            b_ok = b_ok & b_seen[None, :]
+        b_p = tl.where(b_ok, b_p, 0.0)
+    if DROPOUT:
+        b_row = dropout_rows(p_seed, row, q_first + o_step)
+        b_kept = dropout_kept(b_row[None, :], o_key[:, None], threshold)
+        b_weight = tl.where(b_kept, b_p * inverse_keep, 0.0)
+        b_dp = tl.where(b_kept, b_dp * inverse_keep, 0.0)
+    else:
+        b_weight = b_p
+    b_dv = tl.dot(b_weight.to(b_do.dtype), b_do, b_dv, input_precision="ieee")
+    b_ds = b_p * (b_dp - b_delta[None, :])
+    b_dk = tl.dot(b_ds.to(b_q.dtype), b_q, b_dk, input_precision="ieee")
+    return b_dk, b_dv
+
+
+@triton.jit(do_not_specialize=["items", "mask_shift", "q_tiles", "k_tiles", "slots", "threshold"])
+def attention_dkv_bwd_kernel(
+    p_q, p_k, p_v, p_do, p_lse, p_delta, p_dk, p_dv, p_sum_k, p_sum_v, p_piece_k, p_piece_v, p_work, p_owners,
+    p_heads, p_rows, p_lists, p_masks, p_q_axis, p_k_axis, p_padding, p_seed, scale, scale_log2, inverse_keep,
+    threshold, items, mask_shift, slots, heads, group, q_tiles, k_tiles, q_length, k_length, q_rate, k_rate, sq_b,
+    sq_h, sk_b, sk_h, sk_n, sv_b, sv_h, sv_n, sg_b, sg_h, sx_b, sx_h, sx_n, sy_b, sy_h, sy_n,
+    SQ_N: tl.constexpr, SG_N: tl.constexpr, BLOCK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr,
+    E: tl.constexpr, DP: tl.constexpr, EP: tl.constexpr, GROUP: tl.constexpr, STRIDED: tl.constexpr,
+    PER_HEAD: tl.constexpr, MIXED: tl.constexpr, BOUNDED: tl.constexpr, PARTIAL: tl.constexpr, BITS: tl.constexpr,
+    PADDING: tl.constexpr, DROPOUT: tl.constexpr, SUM_IN: tl.constexpr, SUM_OUT: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    """dK and dV of BN key rows of one key head, summed over the query heads that read it.
+
+    An owner is a key head and the residue its rows lie on. MIXED: the query heads of a group do not all share one
+    list and one residue, so each looks up its own row, and those on another residue wait for their owner.
+    """
+    SUB_M: tl.constexpr = BLOCK // BM
+    SUB_N: tl.constexpr = BLOCK // BN
+    item = tl.program_id(0) // SUB_N
+    o_j = (tl.program_id(0) % SUB_N) * BN + tl.arange(0, BN)  # [BN]
+    o_m = tl.arange(0, BM)
+    o_d = tl.arange(0, DP)
+    o_e = tl.arange(0, EP)
+    batch = tl.program_id(2).to(tl.int64)
+    key_head = tl.program_id(1).to(tl.int64)
+    k_offset = 0
+    if PER_HEAD:
+        p_owner = p_owners + key_head * 4
+        key_head = tl.load(p_owner).to(tl.int64)
+        item += tl.load(p_owner + 1) * items
+        k_offset = tl.load(p_owner + 2)
+    p_item = p_work + item * 8
+    tile = tl.load(p_item)
+    full_begin = tl.load(p_item + 1)
+    full_end = tl.load(p_item + 2)
+    full_base = tl.load(p_item + 3)
+    partial_begin = tl.load(p_item + 4)
+    partial_end = tl.load(p_item + 5)
+    partial_base = tl.load(p_item + 6)
+    slot = tl.load(p_item + 7)
+    if SPLIT:
+        if tile < 0:
+            return
+
+    k_first, k_end = tile_span(p_k_axis, tile, k_tiles, k_offset, k_length, BLOCK, STRIDED)
+    o_key = k_first + o_j * k_rate  # [BN] int64
+    b_exist = o_key < k_end
+    p_k_tile = p_k + batch * sk_b + key_head * sk_h + o_key[:, None] * sk_n + o_d[None, :]
+    p_v_tile = p_v + batch * sv_b + key_head * sv_h + o_key[:, None] * sv_n + o_e[None, :]
+    b_k = load_rows(p_k_tile, b_exist, o_d, D, DP, BOUNDED)  # [BN, DP]
+    b_v = load_rows(p_v_tile, b_exist, o_e, E, EP, BOUNDED)  # [BN, EP]
+    b_dk = tl.zeros([BN, DP], tl.float32)
+    b_dv = tl.zeros([BN, EP], tl.float32)
+    o_step = o_m * q_rate  # [BM] int32
+    o_q_tile = o_step.to(tl.int64)[:, None] * SQ_N + o_d[None, :]  # [BM, DP]
+    o_do_tile = o_step.to(tl.int64)[:, None] * SG_N + o_e[None, :]  # [BM, EP]
+
+    for member in range(GROUP):
+        head = key_head * GROUP + member
+        q_offset = 0
+        if PER_HEAD:
+            q_offset = tl.load(p_heads + head * 4 + 2)
+        if MIXED:
+            kind = tl.load(p_heads + head * 4 + 1)
+            mine = (kind >= 0) & (tl.load(p_heads + head * 4 + 3) == k_offset)
+            p_own = p_rows + (tl.where(mine, kind, 0) * k_tiles + tile) * 6
+            full_begin = tl.load(p_own)
+            full_end = tl.where(mine, tl.load(p_own + 1), full_begin)
+            full_base = tl.load(p_own + 2)
+            partial_begin = tl.load(p_own + 3)
+            partial_end = tl.where(mine, tl.load(p_own + 4), partial_begin)
+            partial_base = tl.load(p_own + 5)
+        row = batch * heads + head
+        p_q_head = p_q + batch * sq_b + head * sq_h
+        p_do_head = p_do + batch * sg_b + head * sg_h
+        p_row_lse = p_lse + row * q_length
+        p_row_delta = p_delta + row * q_length
+        for j in range(full_begin * SUB_M, full_end * SUB_M):
+            q_tile = full_base + tl.load(p_lists + j // SUB_M)
+            q_first, q_end = tile_span(p_q_axis, q_tile, q_tiles, q_offset, q_length, BLOCK, STRIDED)
+            q_first += (j % SUB_M) * BM * q_rate
+            p_q_tile = p_q_head + q_first * SQ_N + o_q_tile
+            p_do_tile = p_do_head + q_first * SG_N + o_do_tile
+            b_dk, b_dv = dkv_tile(
+                b_dk, b_dv, b_k, b_v, p_q_tile, p_do_tile, p_row_lse, p_row_delta, p_masks, p_seed, row, 0, scale_log2,
+                threshold, inverse_keep, o_m, o_j, o_key, q_first, room_left(q_first, q_end), o_step, o_d, o_e, BLOCK,
+                D, E, DP, EP, False, BOUNDED, BITS, DROPOUT,
+            )  # fmt: skip
+        if PARTIAL:
+            for j in range(partial_begin * SUB_M, partial_end * SUB_M):
+                q_tile = partial_base + tl.load(p_lists + j // SUB_M)
+                mask = tl.load(p_lists + mask_shift + j // SUB_M)
+                q_first, q_end = tile_span(p_q_axis, q_tile, q_tiles, q_offset, q_length, BLOCK, STRIDED)
+                o_sub = (j % SUB_M) * BM
+                q_first += o_sub * q_rate
+                p_q_tile = p_q_head + q_first * SQ_N + o_q_tile
+                p_do_tile = p_do_head + q_first * SG_N + o_do_tile
+                b_dk, b_dv = dkv_tile(
+                    b_dk, b_dv, b_k, b_v, p_q_tile, p_do_tile, p_row_lse, p_row_delta, p_masks, p_seed, row, mask,
+                    scale_log2, threshold, inverse_keep, o_sub + o_m, o_j, o_key, q_first, room_left(q_first, q_end),
+                    o_step, o_d, o_e, BLOCK, D, E, DP, EP, True, BOUNDED, BITS, DROPOUT,
+                )  # fmt: skip
+
+    b_dk *= scale
+    if PADDING:
+        # A padded key gets no gradient whatever its own rows summed to, so the loops need not look at the padding.
+        b_shown = tl.load(p_padding + batch * k_length + o_key, mask=b_exist, other=1) == 0
+        b_dk = tl.where(b_shown[:, None], b_dk, 0.0)
+        b_dv = tl.where(b_shown[:, None], b_dv, 0.0)
+    if SPLIT:
+        if slot >= 0:
+            o_piece = ((batch * tl.num_programs(1) + tl.program_id(1)) * slots + slot) * BLOCK + o_j
+            store_rows(p_piece_k + o_piece[:, None] * D + o_d[None, :], b_dk, o_j >= 0, o_d, D, DP)
+            store_rows(p_piece_v + o_piece[:, None] * E + o_e[None, :], b_dv, o_j >= 0, o_e, E, EP)
+            return
+    o_row = (batch * (heads // GROUP) + key_head) * k_length + o_key
+    p_sum_k_tile = p_sum_k + o_row[:, None] * D + o_d[None, :]
+    p_sum_v_tile = p_sum_v + o_row[:, None] * E + o_e[None, :]
+    if SUM_IN:
+        b_dk += load_rows(p_sum_k_tile, b_exist, o_d, D, DP, True)
+        b_dv += load_rows(p_sum_v_tile, b_exist, o_e, E, EP, True)
+    if SUM_OUT:
+        store_rows(p_sum_k_tile, b_dk, b_exist, o_d, D, DP)
+        store_rows(p_sum_v_tile, b_dv, b_exist, o_e, E, EP)
+    else:
+        p_dk_tile = p_dk + batch * sx_b + key_head * sx_h + o_key[:, None] * sx_n + o_d[None, :]
+        p_dv_tile = p_dv + batch * sy_b + key_head * sy_h + o_key[:, None] * sy_n + o_e[None, :]
+        store_rows(p_dk_tile, b_dk, b_exist, o_d, D, DP)
+        store_rows(p_dv_tile, b_dv, b_exist, o_e, E, EP)
+
+
+@triton.jit(do_not_specialize=["heavy", "slots", "tiles"])
+def sum_pieces_bwd_kernel(
+    p_grad, p_sum, p_piece, p_heavy, p_owners, p_axis, heavy, slots, heads, tiles, length, rate, sx_b, sx_h, sx_n,
+    BLOCK: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, STRIDED: tl.constexpr,
+    PER_HEAD: tl.constexpr, SUM_IN: tl.constexpr, SUM_OUT: tl.constexpr,
+):  # fmt: skip
+    """Add up the pieces of the rows that a backward kernel split."""
+    SUB: tl.constexpr = BLOCK // ROWS
+    entry = tl.program_id(0) // SUB
+    o_i = (tl.program_id(0) % SUB) * ROWS + tl.arange(0, ROWS)  # [ROWS]
+    o_d = tl.arange(0, DP)
+    batch = tl.program_id(2).to(tl.int64)
+    head = tl.program_id(1).to(tl.int64)
+    offset = 0
+    if PER_HEAD:
+        p_owner = p_owners + head * 4
+        head = tl.load(p_owner).to(tl.int64)
+        entry += tl.load(p_owner + 1) * heavy
+        offset = tl.load(p_owner + 2)
+    tile = tl.load(p_heavy + entry * 4)
+    first_slot = tl.load(p_heavy + entry * 4 + 1)
+    pieces = tl.load(p_heavy + entry * 4 + 2)
+    if tile < 0:
+        return
+    first, end = tile_span(p_axis, tile, tiles, offset, length, BLOCK, STRIDED)
+    o_token = first + o_i * rate
+    b_exist = o_token < end
+    p_sum_tile = p_sum + ((batch * heads + head) * length + o_token)[:, None] * D + o_d[None, :]
+    b_grad = tl.zeros([ROWS, DP], tl.float32)
+    if SUM_IN:
+        b_grad = load_rows(p_sum_tile, b_exist, o_d, D, DP, True)
+    o_first = ((batch * tl.num_programs(1) + tl.program_id(1)) * slots + first_slot) * BLOCK + o_i
+    for piece in range(pieces):
+        p_one = p_piece + (o_first + piece * BLOCK)[:, None] * D + o_d[None, :]
+        b_grad += load_rows(p_one, b_exist, o_d, D, DP, True)
+    if SUM_OUT:
+        store_rows(p_sum_tile, b_grad, b_exist, o_d, D, DP)
+    else:
+        p_grad_tile = p_grad + batch * sx_b + head * sx_h + o_token[:, None] * sx_n + o_d[None, :]
+        store_rows(p_grad_tile, b_grad, b_exist, o_d, D, DP)

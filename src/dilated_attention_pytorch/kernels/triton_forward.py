@@ -1,0 +1,254 @@
+"""Forward kernels over a plan's query rows: one online softmax over whole tiles, then over partial ones."""
+
+# A condition on a compile-time constant must stand alone: joined to a value it would be decided at run time.
+# ruff: noqa: SIM102
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .triton_primitives import (
+    LN2,
+    LOG2E,
+    NO_KEY,
+    dropout_kept,
+    dropout_rows,
+    element_mask,
+    load_rows,
+    room_left,
+    store_rows,
+    tile_span,
+)
+
+
+@triton.jit
+def forward_tile(
+    b_acc, b_l, b_m, b_q, p_k, p_v, p_masks, p_padding, b_row, mask, scale, threshold, inverse_keep, o_i, o_j,
+    k_first, room, o_step, o_d, o_e,
+    BLOCK: tl.constexpr, D: tl.constexpr, E: tl.constexpr, DP: tl.constexpr, EP: tl.constexpr, MASKED: tl.constexpr,
+    BOUNDED: tl.constexpr, BITS: tl.constexpr, PADDING: tl.constexpr, DROPOUT: tl.constexpr,
+):  # fmt: skip
+    """Take BN keys into the running softmax (b_m, b_l, b_acc) of BM rows; b_m and `scale` are in log2 units."""
+    b_seen = o_step < room  # [BN]
+    b_k = load_rows(p_k, b_seen, o_d, D, DP, MASKED and BOUNDED)  # [BN, DP]
+    if PADDING:
+        b_seen = b_seen & (tl.load(p_padding + k_first + o_step, mask=b_seen, other=1) == 0)
+    # A key that takes no part may hold inf or nan, and 0 * nan would reach the output.
+    b_v = load_rows(p_v, b_seen, o_e, E, EP, (MASKED and BOUNDED) or PADDING)  # [BN, EP]
+    b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")  # [BM, BN]
+    if MASKED:
+        b_ok = element_mask(p_masks, mask, o_i[:, None], o_j[None, :], BLOCK, BITS)
+        if BOUNDED or PADDING:
+            b_ok = b_ok & b_seen[None, :]
+        b_s = tl.where(b_ok, b_s, NO_KEY)
+    elif PADDING:
+        b_s = tl.where(b_seen[None, :], b_s, NO_KEY)
+    # The scale is positive, so it commutes with the maximum and joins the subtraction below in one multiply-add.
+    b_top = tl.maximum(b_m, tl.max(b_s, 1) * scale)
+    b_ref = b_top
+    if MASKED or PADDING:
+        # exp2(-inf - -inf) is nan: a row that met no key yet takes 0 as its reference and all its weights come out 0.
+        b_ref = tl.where(b_top == NO_KEY, 0.0, b_top)
+    b_p = tl.math.exp2(b_s * scale - b_ref[:, None])
+    b_shrink = tl.math.exp2(b_m - b_ref)
+    b_l = b_l * b_shrink + tl.sum(b_p, 1)
+    b_acc = b_acc * b_shrink[:, None]
+    if DROPOUT:
+        b_p = tl.where(dropout_kept(b_row[:, None], (k_first + o_step)[None, :], threshold), b_p * inverse_keep, 0.0)
+    b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc, input_precision="ieee")
+    return b_acc, b_l, b_top
+
+
+@triton.jit(do_not_specialize=["items", "mask_shift", "q_tiles", "k_tiles", "slots", "threshold"])
+def attention_fwd_kernel(
+    p_q, p_k, p_v, p_out, p_lse, p_carry, p_piece_out, p_piece_lse, p_work, p_heads, p_lists, p_masks, p_q_axis,
+    p_k_axis, p_padding, p_seed, scale, inverse_keep, threshold, items, mask_shift, slots, heads, group, q_tiles,
+    k_tiles, q_length, k_length, q_rate, k_rate, sq_b, sq_h, sq_n, sk_b, sk_h, sv_b, sv_h, so_b, so_h, so_n,
+    SK_N: tl.constexpr, SV_N: tl.constexpr, BLOCK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr,
+    E: tl.constexpr, DP: tl.constexpr, EP: tl.constexpr, STRIDED: tl.constexpr, PER_HEAD: tl.constexpr,
+    BOUNDED: tl.constexpr, PARTIAL: tl.constexpr, BITS: tl.constexpr, PADDING: tl.constexpr, DROPOUT: tl.constexpr,
+    CARRY_IN: tl.constexpr, CARRY_OUT: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    """Output and LSE of BM query rows of one head.
+
+    CARRY_IN starts from the softmax of earlier parts, CARRY_OUT leaves one in float32 for later parts.
+    SPLIT: some items are a piece of a long row and leave their softmax to `merge_pieces_kernel`.
+    """
+    SUB_M: tl.constexpr = BLOCK // BM
+    SUB_N: tl.constexpr = BLOCK // BN
+    item = tl.program_id(0) // SUB_M
+    o_i = (tl.program_id(0) % SUB_M) * BM + tl.arange(0, BM)  # [BM]
+    o_n = tl.arange(0, BN)
+    o_d = tl.arange(0, DP)
+    o_e = tl.arange(0, EP)
+    batch = tl.program_id(2).to(tl.int64)
+    head = tl.program_id(1).to(tl.int64)
+    q_offset = 0
+    k_offset = 0
+    if PER_HEAD:
+        p_head = p_heads + head * 4
+        head = tl.load(p_head).to(tl.int64)
+        item += tl.load(p_head + 1) * items
+        q_offset = tl.load(p_head + 2)
+        k_offset = tl.load(p_head + 3)
+    p_item = p_work + item * 8
+    tile = tl.load(p_item)
+    full_begin = tl.load(p_item + 1)
+    full_end = tl.load(p_item + 2)
+    full_base = tl.load(p_item + 3)
+    partial_begin = tl.load(p_item + 4)
+    partial_end = tl.load(p_item + 5)
+    partial_base = tl.load(p_item + 6)
+    slot = tl.load(p_item + 7)
+    if SPLIT:
+        # A head class with fewer items than the longest is filled up with items of no tile.
+        if tile < 0:
+            return
+
+    q_first, q_end = tile_span(p_q_axis, tile, q_tiles, q_offset, q_length, BLOCK, STRIDED)
+    o_q = q_first + o_i * q_rate  # [BM] int64
+    b_exist = o_q < q_end
+    p_q_tile = p_q + batch * sq_b + head * sq_h + o_q[:, None] * sq_n + o_d[None, :]
+    b_q = load_rows(p_q_tile, b_exist, o_d, D, DP, BOUNDED)  # [BM, DP]
+
+    row = batch * heads + head
+    o_row = row * q_length + o_q
+    o_step = o_n * k_rate  # [BN] int32
+    o_k_tile = o_step.to(tl.int64)[:, None] * SK_N + o_d[None, :]  # [BN, DP]
+    o_v_tile = o_step.to(tl.int64)[:, None] * SV_N + o_e[None, :]  # [BN, EP]
+    p_k += batch * sk_b + (head // group) * sk_h
+    p_v += batch * sv_b + (head // group) * sv_h
+    if PADDING:
+        p_padding += batch * k_length
+    b_row = dropout_rows(p_seed, row, o_q) if DROPOUT else o_i
+
+    b_m = tl.full([BM], NO_KEY, tl.float32)
+    b_l = tl.zeros([BM], tl.float32)
+    b_acc = tl.zeros([BM, EP], tl.float32)
+    if CARRY_IN:
+        b_past = tl.load(p_lse + o_row, mask=b_exist, other=NO_KEY)
+        if SPLIT:
+            # A piece leaves what earlier parts carried to the kernel that joins the pieces.
+            b_past = tl.where(slot < 0, b_past, NO_KEY)
+        b_met = b_past != NO_KEY
+        b_m = b_past * LOG2E
+        b_l = tl.where(b_met, 1.0, 0.0)
+        # Rows that met no key in earlier parts were never written in the carry.
+        b_acc = load_rows(p_carry + o_row[:, None] * E + o_e[None, :], b_met, o_e, E, EP, True)
+
+    for j in range(full_begin * SUB_N, full_end * SUB_N):
+        k_tile = full_base + tl.load(p_lists + j // SUB_N)
+        k_first, k_end = tile_span(p_k_axis, k_tile, k_tiles, k_offset, k_length, BLOCK, STRIDED)
+        k_first += (j % SUB_N) * BN * k_rate
+        p_k_tile = p_k + k_first * SK_N + o_k_tile
+        p_v_tile = p_v + k_first * SV_N + o_v_tile
+        b_acc, b_l, b_m = forward_tile(
+            b_acc, b_l, b_m, b_q, p_k_tile, p_v_tile, p_masks, p_padding, b_row, 0, scale, threshold, inverse_keep, o_i,
+            o_n, k_first, room_left(k_first, k_end), o_step, o_d, o_e, BLOCK, D, E, DP, EP, False, BOUNDED, BITS,
+            PADDING, DROPOUT,
+        )  # fmt: skip
+    if PARTIAL:
+        for j in range(partial_begin * SUB_N, partial_end * SUB_N):
+            k_tile = partial_base + tl.load(p_lists + j // SUB_N)
+            mask = tl.load(p_lists + mask_shift + j // SUB_N)
+            k_first, k_end = tile_span(p_k_axis, k_tile, k_tiles, k_offset, k_length, BLOCK, STRIDED)
+            o_sub = (j % SUB_N) * BN
+            k_first += o_sub * k_rate
+            p_k_tile = p_k + k_first * SK_N + o_k_tile
+            p_v_tile = p_v + k_first * SV_N + o_v_tile
+            b_acc, b_l, b_m = forward_tile(
+                b_acc, b_l, b_m, b_q, p_k_tile, p_v_tile, p_masks, p_padding, b_row, mask, scale, threshold,
+                inverse_keep, o_i, o_sub + o_n, k_first, room_left(k_first, k_end), o_step, o_d, o_e, BLOCK, D, E, DP,
+                EP, True, BOUNDED, BITS, PADDING, DROPOUT,
+            )  # fmt: skip
+
+    b_acc = b_acc / tl.where(b_l == 0.0, 1.0, b_l)[:, None]
+    b_lse = (b_m + tl.math.log2(b_l)) * LN2
+    if SPLIT:
+        if slot >= 0:
+            o_piece = ((batch * tl.num_programs(1) + tl.program_id(1)) * slots + slot) * BLOCK + o_i
+            tl.store(p_piece_lse + o_piece, b_lse)
+            b_all = o_i >= 0
+            store_rows(p_piece_out + o_piece[:, None] * E + o_e[None, :], b_acc, b_all, o_e, E, EP)
+            return
+    tl.store(p_lse + o_row, b_lse, mask=b_exist)
+    if CARRY_OUT:
+        store_rows(p_carry + o_row[:, None] * E + o_e[None, :], b_acc, b_exist, o_e, E, EP)
+    else:
+        p_out_tile = p_out + batch * so_b + head * so_h + o_q[:, None] * so_n + o_e[None, :]
+        store_rows(p_out_tile, b_acc, b_exist, o_e, E, EP)
+
+
+@triton.jit(do_not_specialize=["heavy", "slots", "q_tiles"])
+def merge_pieces_kernel(
+    p_out, p_lse, p_carry, p_piece_out, p_piece_lse, p_heavy, p_heads, p_q_axis, heavy, slots, heads, q_tiles,
+    q_length, q_rate, so_b, so_h, so_n,
+    BLOCK: tl.constexpr, BM: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, STRIDED: tl.constexpr,
+    PER_HEAD: tl.constexpr, CARRY_IN: tl.constexpr, CARRY_OUT: tl.constexpr,
+):  # fmt: skip
+    """Join the pieces of the rows that `attention_fwd_kernel` split, in the order of their slots."""
+    SUB_M: tl.constexpr = BLOCK // BM
+    entry = tl.program_id(0) // SUB_M
+    o_i = (tl.program_id(0) % SUB_M) * BM + tl.arange(0, BM)  # [BM]
+    o_e = tl.arange(0, EP)
+    batch = tl.program_id(2).to(tl.int64)
+    head = tl.program_id(1).to(tl.int64)
+    q_offset = 0
+    if PER_HEAD:
+        p_head = p_heads + head * 4
+        head = tl.load(p_head).to(tl.int64)
+        entry += tl.load(p_head + 1) * heavy
+        q_offset = tl.load(p_head + 2)
+    tile = tl.load(p_heavy + entry * 4)
+    first_slot = tl.load(p_heavy + entry * 4 + 1)
+    pieces = tl.load(p_heavy + entry * 4 + 2)
+    if tile < 0:
+        return
+    q_first, q_end = tile_span(p_q_axis, tile, q_tiles, q_offset, q_length, BLOCK, STRIDED)
+    o_q = q_first + o_i * q_rate
+    b_exist = o_q < q_end
+    o_row = (batch * heads + head) * q_length + o_q
+    b_m = tl.full([BM], NO_KEY, tl.float32)
+    b_l = tl.zeros([BM], tl.float32)
+    b_acc = tl.zeros([BM, EP], tl.float32)
+    if CARRY_IN:
+        b_m = tl.load(p_lse + o_row, mask=b_exist, other=NO_KEY)
+        b_l = tl.where(b_m != NO_KEY, 1.0, 0.0)
+        b_acc = load_rows(p_carry + o_row[:, None] * E + o_e[None, :], b_m != NO_KEY, o_e, E, EP, True)
+    o_first = ((batch * tl.num_programs(1) + tl.program_id(1)) * slots + first_slot) * BLOCK + o_i
+    for piece in range(pieces):
+        o_piece = o_first + piece * BLOCK
+        b_lse = tl.load(p_piece_lse + o_piece)
+        b_value = load_rows(p_piece_out + o_piece[:, None] * E + o_e[None, :], b_exist, o_e, E, EP, True)
+        b_top = tl.maximum(b_m, b_lse)
+        b_ref = tl.where(b_top == NO_KEY, 0.0, b_top)
+        b_old = tl.math.exp2((b_m - b_ref) * LOG2E)
+        b_gain = tl.math.exp2((b_lse - b_ref) * LOG2E)
+        b_acc = b_acc * b_old[:, None] + b_value * b_gain[:, None]
+        b_l = b_l * b_old + b_gain
+        b_m = b_top
+    b_acc = b_acc / tl.where(b_l == 0.0, 1.0, b_l)[:, None]
+    tl.store(p_lse + o_row, b_m + tl.math.log2(b_l) * LN2, mask=b_exist)
+    if CARRY_OUT:
+        store_rows(p_carry + o_row[:, None] * E + o_e[None, :], b_acc, b_exist, o_e, E, EP)
+    else:
+        p_out_tile = p_out + batch * so_b + head * so_h + o_q[:, None] * so_n + o_e[None, :]
+        store_rows(p_out_tile, b_acc, b_exist, o_e, E, EP)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def carry_to_output_kernel(
+    p_out, p_lse, p_carry, rows, so_b, so_h, so_n,
+    BM: tl.constexpr, E: tl.constexpr, EP: tl.constexpr,
+):  # fmt: skip
+    """Write the carried softmax as the output, 0 where no part wrote a row."""
+    o_q = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
+    o_e = tl.arange(0, EP)
+    head = tl.program_id(1).to(tl.int64)
+    batch = tl.program_id(2).to(tl.int64)
+    o_row = (batch * tl.num_programs(1) + head) * rows + o_q
+    b_exist = o_q < rows
+    b_met = tl.load(p_lse + o_row, mask=b_exist, other=NO_KEY) != NO_KEY
+    b_value = load_rows(p_carry + o_row[:, None] * E + o_e[None, :], b_met, o_e, E, EP, True)
+    store_rows(p_out + batch * so_b + head * so_h + o_q[:, None] * so_n + o_e[None, :], b_value, b_exist, o_e, E, EP)

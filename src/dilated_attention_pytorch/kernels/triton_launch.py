@@ -1,0 +1,359 @@
+"""Launches of the Triton kernels: which tiles they use, what each part of a plan reads and writes.
+
+A plan of one part is one launch that writes the output itself. Several parts are launched one after another and carry
+their common softmax in float32; the last to run covers every row where one does, and writes the output.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .dropout import threshold
+from .registry import AttentionCall, Forward, Gradients, empty_rows
+from .triton_backward import (
+    attention_dkv_bwd_kernel,
+    attention_dq_bwd_kernel,
+    delta_bwd_kernel,
+    sum_pieces_bwd_kernel,
+)
+from .triton_forward import attention_fwd_kernel, carry_to_output_kernel, merge_pieces_kernel
+from .triton_schedule import PartSchedule, Schedule, Side, schedule
+
+LOG2E = 1.4426950408889634
+OPTIONS = {"enable_fp_fusion": True}
+"""Said to the compiler with every launch, for its default differs between releases of Triton."""
+ROWS = 64
+"""Rows a program of the row-wise kernels takes."""
+
+
+class Tiles(NamedTuple):
+    """How a kernel cuts its work: query rows, key rows, warps, pipeline stages."""
+
+    m: int
+    n: int
+    warps: int
+    stages: int
+
+    def within(self, block: int) -> Tiles:
+        """The same, for plan tiles smaller than the preferred ones."""
+        m, n = min(self.m, block), min(self.n, block)
+        edge = min(m, n)
+        warps = self.warps if max(m, n) >= 64 else 2 if edge >= 32 else 1
+        return Tiles(m, n, warps, self.stages)
+
+
+class Config(NamedTuple):
+    """One choice of tiles for each kernel."""
+
+    forward: Tiles
+    dq: Tiles
+    dkv: Tiles
+
+
+LARGE_SHARED = 200 * 1024
+"""Bytes of shared memory a program may use on the data-centre GPUs the first table was measured on."""
+
+HALF = {
+    64: Config(Tiles(128, 64, 4, 3), Tiles(128, 64, 8, 3), Tiles(64, 128, 8, 3)),
+    128: Config(Tiles(128, 64, 4, 2), Tiles(128, 64, 8, 2), Tiles(64, 128, 8, 2)),
+    256: Config(Tiles(128, 64, 8, 2), Tiles(64, 64, 8, 1), Tiles(64, 64, 8, 1)),
+}
+HALF_SMALL_SHARED = {
+    64: Config(Tiles(128, 64, 4, 2), Tiles(64, 64, 4, 2), Tiles(64, 64, 4, 2)),
+    128: Config(Tiles(64, 64, 4, 2), Tiles(64, 32, 4, 2), Tiles(32, 64, 4, 2)),
+    256: Config(Tiles(64, 32, 4, 1), Tiles(32, 32, 4, 1), Tiles(32, 32, 4, 1)),
+}
+SINGLE = {
+    64: Config(Tiles(64, 32, 4, 2), Tiles(32, 32, 4, 2), Tiles(32, 32, 4, 2)),
+    128: Config(Tiles(32, 32, 4, 2), Tiles(32, 32, 4, 1), Tiles(32, 32, 4, 1)),
+    256: Config(Tiles(32, 16, 4, 1), Tiles(16, 16, 4, 1), Tiles(16, 16, 4, 1)),
+}
+
+_chosen: dict[tuple[int, torch.dtype, torch.device, int], Config] = {}
+
+
+def forward(call: AttentionCall) -> Forward:
+    """Output and LSE of a call that `why_not` accepts."""
+    query, key, value = call.query, call.key, call.value
+    batch, heads, n, d = query.shape
+    e = value.shape[3]
+    block = call.plan.block_size
+    tables = schedule(call.plan, heads // key.shape[1])
+    tiles = config(d, e, query.dtype, query.device, block).forward
+    parts = tables.by_query
+    finishes = bool(parts) and parts[-1].by_query.covers
+    output = empty_rows(query, e)
+    lse = torch.empty((batch, heads, n), dtype=torch.float32, device=query.device)
+    if not parts or not parts[0].by_query.covers:
+        lse.fill_(float("-inf"))
+    alone = finishes and len(parts) == 1
+    carry = lse if alone else torch.empty((batch, heads, n, e), dtype=torch.float32, device=query.device)
+    for index, part in enumerate(parts):
+        side = part.by_query
+        owners = len(side.owners)
+        if owners == 0 or side.items == 0:
+            continue
+        piece_out, piece_lse = _pieces(side, batch, block, e), _pieces(side, batch, block, 1)
+        ends = {"CARRY_IN": index > 0, "CARRY_OUT": not (finishes and index == len(parts) - 1)}
+        shape = {"STRIDED": part.strided, "PER_HEAD": part.per_head}
+        attention_fwd_kernel[(side.items * (block // tiles.m), owners, batch)](
+            query, key, value, output, lse, carry, piece_out, piece_lse,
+            *_tables(call, tables, part, side), call.scale * LOG2E, *_dropout(call), *_sizes(call, part, side),
+            *query.stride()[:3], *key.stride()[:2], *value.stride()[:2], *output.stride()[:3],
+            SK_N=key.stride(2), SV_N=value.stride(2), **_constants(call, tables, part, side, tiles), **ends,
+        )  # fmt: skip
+        if side.slots:
+            rows = min(ROWS, block)
+            merge_pieces_kernel[(side.heavy_rows * (block // rows), owners, batch)](
+                output, lse, carry, piece_out, piece_lse, side.heavy, side.owners, part.query_axis,
+                side.heavy_rows, side.slots, heads, part.query_tiles, n, part.query_rate, *output.stride()[:3],
+                BLOCK=block, BM=rows, E=e, EP=held(e), **shape, **ends, **OPTIONS,
+            )  # fmt: skip
+    if not finishes:
+        carry_to_output_kernel[(-(-n // ROWS), heads, batch)](
+            output, lse, carry, n, *output.stride()[:3], BM=ROWS, E=e, EP=held(e), **OPTIONS
+        )
+    return Forward(output, lse)
+
+
+def backward(
+    call: AttentionCall, output: Tensor, lse: Tensor, grad_output: Tensor, grad_lse: Tensor | None
+) -> Gradients:
+    """Gradients of query, key and value, from those of the output and, where given, of the LSE."""
+    query, value = call.query, call.value
+    batch, heads, n, d = query.shape
+    e = value.shape[3]
+    delta = torch.empty((batch, heads, n), dtype=torch.float32, device=query.device)
+    slope = lse if grad_lse is None else grad_lse
+    delta_bwd_kernel[(-(-n // ROWS), heads, batch)](
+        output, grad_output, lse, slope, delta, n, *output.stride()[:3], *grad_output.stride()[:3], *slope.stride(),
+        BM=ROWS, E=e, EP=held(e), LSE_GRAD=grad_lse is not None, **OPTIONS,
+    )  # fmt: skip
+    tables = schedule(call.plan, heads // call.key.shape[1])
+    tiles = config(d, e, query.dtype, query.device, call.plan.block_size)
+    grad_key, grad_value = _key_gradients(call, tables, tiles.dkv, lse, delta, grad_output)
+    return Gradients(_query_gradient(call, tables, tiles.dq, lse, delta, grad_output), grad_key, grad_value)
+
+
+def _query_gradient(
+    call: AttentionCall, tables: Schedule, tiles: Tiles, lse: Tensor, delta: Tensor, grad_output: Tensor
+) -> Tensor:
+    query, key, value = call.query, call.key, call.value
+    batch, heads, _, d = query.shape
+    block = call.plan.block_size
+    parts = tables.by_query
+    finishes = bool(parts) and parts[-1].by_query.covers
+    grad = empty_rows(query, d)
+    partial_sum = grad if finishes and len(parts) == 1 else _float_sum(query, bool(parts) and parts[0].by_query.covers)
+    for index, part in enumerate(parts):
+        side = part.by_query
+        owners = len(side.owners)
+        if owners == 0 or side.items == 0:
+            continue
+        piece = _pieces(side, batch, block, d)
+        ends = {"SUM_IN": index > 0, "SUM_OUT": not (finishes and index == len(parts) - 1)}
+        attention_dq_bwd_kernel[(side.items * (block // tiles.m), owners, batch)](
+            query, key, value, grad_output, lse, delta, grad, partial_sum, piece,
+            *_tables(call, tables, part, side), call.scale, call.scale * LOG2E, *_dropout(call),
+            *_sizes(call, part, side), *query.stride()[:3], *key.stride()[:2], *value.stride()[:2],
+            *grad_output.stride()[:3], *grad.stride()[:3], SK_N=key.stride(2), SV_N=value.stride(2),
+            **_constants(call, tables, part, side, tiles), **ends,
+        )  # fmt: skip
+        if side.slots:
+            _sum_pieces(call, part, side, grad, partial_sum, piece, part.query_axis, part.query_rate, heads, ends)
+    if not finishes:
+        grad.copy_(partial_sum)
+    return grad
+
+
+def _key_gradients(
+    call: AttentionCall, tables: Schedule, tiles: Tiles, lse: Tensor, delta: Tensor, grad_output: Tensor
+) -> tuple[Tensor, Tensor]:
+    query, key, value = call.query, call.key, call.value
+    batch, heads, _, d = query.shape
+    key_heads, e = key.shape[1], value.shape[3]
+    block = call.plan.block_size
+    parts = tables.by_key
+    finishes = bool(parts) and parts[-1].by_key.covers
+    grad_key, grad_value = empty_rows(key, d), empty_rows(value, e)
+    sum_key, sum_value = grad_key, grad_value
+    if not (finishes and len(parts) == 1):
+        fresh = bool(parts) and parts[0].by_key.covers
+        sum_key, sum_value = _float_sum(key, fresh), _float_sum(value, fresh)
+    for index, part in enumerate(parts):
+        side = part.by_key
+        owners = len(side.owners)
+        if owners == 0 or side.items == 0:
+            continue
+        piece_key, piece_value = _pieces(side, batch, block, d), _pieces(side, batch, block, e)
+        ends = {"SUM_IN": index > 0, "SUM_OUT": not (finishes and index == len(parts) - 1)}
+        work, *lists = _tables(call, tables, part, side)
+        owner_table, *rest = lists
+        sizes = _sizes(call, part, side)
+        attention_dkv_bwd_kernel[(side.items * (block // tiles.n), owners, batch)](
+            query, key, value, grad_output, lse, delta, grad_key, grad_value, sum_key, sum_value, piece_key,
+            piece_value, work, owner_table, part.heads, part.key_rows, *rest, call.scale, call.scale * LOG2E,
+            *_dropout(call), *sizes, *query.stride()[:2], *key.stride()[:3], *value.stride()[:3],
+            *grad_output.stride()[:2], *grad_key.stride()[:3], *grad_value.stride()[:3],
+            SQ_N=query.stride(2), SG_N=grad_output.stride(2), GROUP=heads // key_heads, MIXED=side.mixed,
+            **_constants(call, tables, part, side, tiles), **ends,
+        )  # fmt: skip
+        if side.slots:
+            for grad, total, piece in ((grad_key, sum_key, piece_key), (grad_value, sum_value, piece_value)):
+                _sum_pieces(call, part, side, grad, total, piece, part.key_axis, part.key_rate, key_heads, ends)
+    if not finishes:
+        grad_key.copy_(sum_key)
+        grad_value.copy_(sum_value)
+    return grad_key, grad_value
+
+
+def _sum_pieces(
+    call: AttentionCall,
+    part: PartSchedule,
+    side: Side,
+    grad: Tensor,
+    total: Tensor,
+    piece: Tensor,
+    axis: Tensor,
+    rate: int,
+    heads: int,
+    ends: dict[str, bool],
+) -> None:
+    block = call.plan.block_size
+    rows = min(ROWS, block)
+    width = grad.shape[3]
+    sum_pieces_bwd_kernel[(side.heavy_rows * (block // rows), len(side.owners), grad.shape[0])](
+        grad, total, piece, side.heavy, side.owners, axis, side.heavy_rows, side.slots, heads, len(axis) // 2,
+        grad.shape[2], rate, *grad.stride()[:3],
+        BLOCK=block, ROWS=rows, D=width, DP=held(width),
+        STRIDED=part.strided, PER_HEAD=part.per_head, **ends, **OPTIONS,
+    )  # fmt: skip
+
+
+def _tables(call: AttentionCall, tables: Schedule, part: PartSchedule, side: Side) -> tuple[Tensor, ...]:
+    """What the kernels read besides the sequences; pointers that a call does not use repeat the lists."""
+    padding = call.key_padding_mask
+    return (
+        side.work,
+        side.owners,
+        side.lists,
+        tables.masks,
+        part.query_axis,
+        part.key_axis,
+        side.lists if padding is None else padding.contiguous().view(torch.uint8),
+        side.lists if call.seed is None else call.seed,
+    )
+
+
+def _dropout(call: AttentionCall) -> tuple[float, int]:
+    return 1.0 / (1.0 - call.dropout_p), threshold(call.dropout_p)
+
+
+def _sizes(call: AttentionCall, part: PartSchedule, side: Side) -> tuple[int, ...]:
+    heads = call.query.shape[1]
+    return (
+        side.items,
+        side.mask_shift,
+        side.slots,
+        heads,
+        heads // call.key.shape[1],
+        part.query_tiles,
+        part.key_tiles,
+        call.query.shape[2],
+        call.key.shape[2],
+        part.query_rate,
+        part.key_rate,
+    )
+
+
+def _constants(
+    call: AttentionCall, tables: Schedule, part: PartSchedule, side: Side, tiles: Tiles
+) -> dict[str, int | bool]:
+    return _named_constants(
+        call.plan.block_size,
+        call.query.shape[3],
+        call.value.shape[3],
+        part.strided,
+        part.per_head,
+        part.bounded,
+        side.partial,
+        tables.bits,
+        call.key_padding_mask is not None,
+        call.dropout_p > 0,
+        side.slots > 0,
+        tiles,
+    )
+
+
+@lru_cache(maxsize=1024)
+def _named_constants(
+    block: int,
+    d: int,
+    e: int,
+    strided: bool,
+    per_head: bool,
+    bounded: bool,
+    partial: bool,
+    bits: bool,
+    padding: bool,
+    dropout: bool,
+    split: bool,
+    tiles: Tiles,
+) -> dict[str, int | bool]:
+    """What the attention kernels are compiled for, besides their own ends; kept, for a call takes microseconds."""
+    return {
+        "BLOCK": block,
+        "BM": tiles.m,
+        "BN": tiles.n,
+        "D": d,
+        "E": e,
+        "DP": held(d),
+        "EP": held(e),
+        "STRIDED": strided,
+        "PER_HEAD": per_head,
+        "BOUNDED": bounded,
+        "PARTIAL": partial,
+        "BITS": bits,
+        "PADDING": padding,
+        "DROPOUT": dropout,
+        "SPLIT": split,
+        "num_warps": tiles.warps,
+        "num_stages": tiles.stages,
+    } | OPTIONS
+
+
+def held(width: int) -> int:
+    """The power of two that holds a width; at least 16, the shortest side of a product."""
+    return max(16, 1 << (width - 1).bit_length())
+
+
+def config(d: int, e: int, dtype: torch.dtype, device: torch.device, block: int) -> Config:
+    """Tiles for a head width, chosen from the tables above."""
+    known = (max(d, e), dtype, device, block)
+    found = _chosen.get(known)
+    if found is None:
+        shared = LARGE_SHARED
+        if device.type == "cuda":
+            shared = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+        table = SINGLE if dtype is torch.float32 else HALF if shared >= LARGE_SHARED else HALF_SMALL_SHARED
+        width = next(width for width in table if width >= max(d, e))
+        found = _chosen[known] = Config(*(tiles.within(block) for tiles in table[width]))
+    return found
+
+
+def _float_sum(rows: Tensor, fresh: bool) -> Tensor:
+    """A float32 sum for rows; parts that come later add to every row, so what the first leaves out must be 0."""
+    make = torch.empty if fresh else torch.zeros
+    return make(rows.shape, dtype=torch.float32, device=rows.device)
+
+
+def _pieces(side: Side, batch: int, block: int, width: int) -> Tensor:
+    """Room for the pieces of split rows."""
+    if not side.slots:
+        return side.work
+    shape = (batch, len(side.owners), side.slots, block, width)
+    return torch.empty(shape, dtype=torch.float32, device=side.work.device)

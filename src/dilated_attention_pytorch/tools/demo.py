@@ -1,0 +1,219 @@
+"""A tour in under three minutes: what this machine can run, a pattern, a plan of a million tokens, a check, a race.
+
+Run by `make demo`, or as `python -m dilated_attention_pytorch.tools.demo`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from .. import attention, attention_with_lse, make_plan, parse
+from ..kernels.registry import explain
+from ..ops.attention import call_of
+from . import report
+from .gate import TOLERANCE, Computed, largest_error, sample
+from .measure import clock, facts, readable_bytes
+
+PICTURE = "dilated:64x1,256x4 & causal"
+LADDER = "dilated:1024x1,4096x4,16384x16,65536x64"
+RACERS = {"dilated": LADDER, "window of 1024": "window:512"}
+CHECKED = (LADDER, "window:512 & causal", "random:0.1;block=128", "window:128 | global:16")
+ROWS_A_HEAD = 256
+PATIENCE_S = 25.0
+"""A runner drops out of the race when its next lap is likely to take longer."""
+Laps = dict[str, dict[int, float]]
+"""Seconds of a forward and backward by runner and length."""
+RACE_S = 110.0
+"""Nor does a lap begin that would likely end after this long."""
+
+
+class Progress:
+    """A bar on one line for a person; a line a step for a log."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps, self.done = steps, 0
+
+    def step(self, text: str) -> None:
+        filled = 30 * self.done // self.steps
+        bar = f"[{'#' * filled}{'.' * (30 - filled)}] {self.done}/{self.steps} {text}"
+        if sys.stdout.isatty():
+            print(f"\r\x1b[K{bar}", end="", flush=True)
+        else:
+            print(bar, flush=True)
+        self.done += 1
+
+    def close(self) -> None:
+        if sys.stdout.isatty():
+            print("\r\x1b[K", end="", flush=True)
+
+
+def draw(device: str, dtype: torch.dtype, n: int, heads: int, d: int) -> list[Tensor]:
+    """Random query, key, value and gradient of the output."""
+    return [torch.randn(1, heads, n, d, device=device, dtype=dtype) for _ in range(4)]
+
+
+def show_backends(device: str, dtype: torch.dtype) -> list[list[str]]:
+    """Which backends can run an ordinary call here, and why the others cannot."""
+    query, key, value, _ = draw(device, dtype, 256, 2, 64)
+    call, _ = call_of(query, key, value, None, None, None, "causal", False, 0.125, 0.0, "auto")
+    rows = [[name, reason or "ready"] for name, reason in explain(call).items()]
+    for name, state in rows:
+        print(f"  {name:<10} {state}")
+    return rows
+
+
+def plan_a_million(device: str) -> list[list[str]]:
+    """Time and bytes of plans that a table of all block pairs could not hold."""
+    million = 2**20
+    wanted = {
+        "64 random blocks a row, 16 heads": (f"random:{64 * 128 / million};block=128", 16),
+        "LongNet ladder, 16 heads": ("dilated:2048x1,4096x2,8192x4,16384x6,32768x12", 16),
+        "sliding window, 16 heads": ("window:4096 & causal", 16),
+    }
+    rows = []
+    for name, (text, heads) in wanted.items():
+        begun = time.perf_counter()
+        plan = make_plan(parse(text), million, heads, device=device)
+        seconds = time.perf_counter() - begun
+        cells = [
+            name,
+            report.seconds_text(seconds),
+            readable_bytes(plan.nbytes),
+            f"{plan.blocks:,}",
+            f"{plan.density:.2%}",
+        ]
+        rows.append(cells)
+        print("  {:<34} {:>9}  {:>10}  {:>13} tiles  density {}".format(*cells))
+    return rows
+
+
+def check_rows(device: str, dtype: torch.dtype) -> tuple[list[list[str]], bool]:
+    """Outputs, LSE and gradients on thousands of rows against float64."""
+    n, heads, d = 8192, 4, 64
+    rows, good = [], True
+    for text in CHECKED:
+        query, key, value, grad = draw(device, dtype, n, heads, d)
+        inputs = [x.requires_grad_() for x in (query, key, value)]
+        output, lse = attention_with_lse(query, key, value, parse(text))
+        gradients = torch.autograd.grad(output, inputs, grad)
+        computed = Computed(*(x.detach() for x in (*inputs, output, lse, grad)), *gradients)
+        error = largest_error(computed, parse(text), sample(n, ROWS_A_HEAD), list(range(heads)))
+        good &= error <= TOLERANCE[dtype]
+        rows.append(
+            [text, f"{ROWS_A_HEAD * heads}", f"{error:.1e}", "agrees" if error <= TOLERANCE[dtype] else "DIFFERS"]
+        )
+        print(f"  {rows[-1][3]}  {rows[-1][1]} rows and columns, largest error {error:.1e}  {text}", flush=True)
+    return rows, good
+
+
+def lap(call: Callable[[], Tensor], inputs: list[Tensor], grad: Tensor, device: str) -> float:
+    """Seconds of a forward and backward: the better of two, after one that warms up where it is short."""
+
+    def both() -> None:
+        torch.autograd.grad(call(), inputs, grad)
+
+    first = clock(both, device)
+    return first if first > 5.0 else min(clock(both, device) for _ in range(2))
+
+
+def race(device: str, dtype: torch.dtype, lengths: list[int], heads: int, d: int) -> Laps:
+    """Sparse against dense at growing length."""
+    laps: Laps = {name: {} for name in ("dense", *RACERS)}
+    progress = Progress(len(lengths) * (1 + len(RACERS)))
+    begun = time.perf_counter()
+    for n in lengths:
+        query, key, value, grad = draw(device, dtype, n, heads, d)
+        inputs = [x.requires_grad_() for x in (query, key, value)]
+        runners: dict[str, Callable[[], Tensor]] = {"dense": partial(scaled_dot_product_attention, query, key, value)}
+        for name, text in RACERS.items():
+            runners[name] = partial(attention, query, key, value, parse(text))
+        for name, call in runners.items():
+            progress.step(f"{name}, {report.tokens_text(n)} tokens")
+            # Twice the tokens: dense does four times the work, a sparse runner twice.
+            expected = (4 if name == "dense" else 2) * max(laps[name].values(), default=0.0)
+            if expected < PATIENCE_S and time.perf_counter() - begun + expected < RACE_S:
+                laps[name][n] = lap(call, inputs, grad, device)
+    progress.close()
+    return laps
+
+
+def race_table(laps: Laps, lengths: list[int]) -> tuple[list[str], list[list[str]]]:
+    """Times and how many times faster than dense, where dense ran."""
+    header = ["tokens", "dense", *(cell for name in RACERS for cell in (name, "faster by"))]
+    rows = []
+    for n in lengths:
+        dense, *others = (laps[name].get(n) for name in ("dense", *RACERS))
+        cells = [report.tokens_text(n), _time(dense)]
+        for own in others:
+            cells += [_time(own), f"{dense / own:.1f}x" if dense and own else ""]
+        rows.append(cells)
+    return header, rows
+
+
+def _time(seconds: float | None) -> str:
+    return "too long" if seconds is None else report.seconds_text(seconds)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Command line."""
+    parser = argparse.ArgumentParser(prog="demo", description="A tour of the library on this machine.")
+    parser.add_argument("--out", type=Path, default=Path("demo/report.html"))
+    options = parser.parse_args(arguments)
+    begun = time.perf_counter()
+    torch.manual_seed(0)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    heads, d = (8, 128) if device == "cuda" else (4, 64)
+    lengths = [2**power for power in (range(12, 19) if device == "cuda" else range(11, 18))]
+    known = facts(device)
+    machine = f"{known['device']}, {known['threads'] or 1} threads" if device == "cpu" else known["device"]
+    print(f"This machine: {machine}; torch {known['torch']}, Python {known['python']}\n\nBackends:")
+    backend_rows = show_backends(device, dtype)
+
+    picture = make_plan(parse(PICTURE), 1024, 4, block_size=16).picture()
+    print(f"\nOne pattern:\n{picture}\n\nPlans for 1,048,576 tokens:")
+    plan_rows = plan_a_million(device)
+    print("\nAgainst dense attention in float64 (8192 tokens):")
+    check_table, good = check_rows(device, dtype)
+    if not good:
+        print("A result is wrong, so nothing is timed.")
+        return 1
+    print(f"\nForward and backward, {heads} heads of {d}, {str(dtype).removeprefix('torch.')}:", flush=True)
+    laps = race(device, dtype, lengths, heads, d)
+    header, rows = race_table(laps, lengths)
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    for cells in (header, *rows):
+        print("  " + "  ".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True)))
+
+    lines = {name: [(float(n), seconds) for n, seconds in by_n.items()] for name, by_n in laps.items()}
+    parts = [
+        report.paragraph(f"{machine}; torch {known['torch']}, Python {known['python']}, {heads} heads of {d}."),
+        report.heading("Time of a forward and backward pass"),
+        report.paragraph("Dense is torch's own attention. Both sparse patterns do work in proportion to the tokens."),
+        report.log_chart(lines, "tokens", "time"),
+        report.table(header, rows),
+        report.heading("Checked against dense float64"),
+        report.table(["pattern", "rows", "largest error", ""], check_table),
+        report.heading("Plans for a million tokens"),
+        report.table(["pattern", "time", "memory", "tiles", "density"], plan_rows),
+        report.heading("One pattern"),
+        report.preformatted(picture),
+        report.heading("Backends on this machine"),
+        report.table(["backend", "state"], backend_rows),
+    ]
+    report.write(options.out, report.page("dilated-attention-pytorch on this machine", parts))
+    print(f"\nWrote {options.out}. The tour took {time.perf_counter() - begun:.0f} s.")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

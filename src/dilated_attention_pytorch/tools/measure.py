@@ -1,0 +1,131 @@
+"""Clocks, memory meters and the facts that make a figure repeatable."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import time
+from collections.abc import Callable
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def synchronize(device: str) -> None:
+    """Wait until the device has done what was asked of it."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def clock(call: Callable[[], Any], device: str = "cpu", calls: int = 1) -> float:
+    """Seconds of one call, as the mean of a stream of calls."""
+    synchronize(device)
+    begun = time.perf_counter()
+    for _ in range(calls):
+        call()
+    synchronize(device)
+    return (time.perf_counter() - begun) / calls
+
+
+class PeakMemory:
+    """The highest use of memory inside a `with` block, in bytes; None where the system will not say."""
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+        self.before: int | None = None
+        self.total: int | None = None
+        """all that was held at the highest point"""
+        self.extra: int | None = None
+        """what was held then beyond what was held at the start"""
+
+    def __enter__(self) -> PeakMemory:
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            self.before = torch.cuda.memory_allocated()
+        else:
+            try:
+                # Linux: 5 sets the high-water mark of resident memory back to what is resident now.
+                Path("/proc/self/clear_refs").write_text("5")
+                self.before = _status_bytes("VmRSS")
+            except OSError:
+                self.before = None
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.before is None:
+            return
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+            self.total = torch.cuda.max_memory_allocated()
+        else:
+            self.total = _status_bytes("VmHWM")
+        self.extra = max(self.total - self.before, 0)
+
+
+def _status_bytes(name: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(name):
+            return int(line.split()[1]) * 1024
+    raise OSError(f"the system does not report {name}")
+
+
+def device_name(device: str) -> str:
+    """What the machine calls the processor or the GPU."""
+    if device == "cuda":
+        return torch.cuda.get_device_name()
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def installed(package: str) -> str | None:
+    """Version of a package, without importing it."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def git_sha() -> str | None:
+    """Commit of the source tree this file lies in, with a plus where it has been edited."""
+    here = Path(__file__).parent
+    try:
+        sha = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], cwd=here, capture_output=True, text=True)
+        edited = subprocess.run(["git", "status", "--porcelain", "--", ".."], cwd=here, capture_output=True, text=True)
+    except OSError:
+        return None
+    if sha.returncode:
+        return None
+    return sha.stdout.strip() + ("+" if edited.stdout.strip() else "")
+
+
+@cache
+def facts(device: str) -> dict[str, Any]:
+    """What to know of machine and software to believe a figure."""
+    return {
+        "device": device_name(device),
+        "threads": torch.get_num_threads() if device == "cpu" else None,
+        "cores": os.cpu_count(),
+        "git": git_sha(),
+        "torch": torch.__version__,
+        "triton": installed("triton"),
+        "python": platform.python_version(),
+    }
+
+
+def readable_bytes(count: float) -> str:
+    """1536 -> 1.5 KiB."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024 or unit == "GiB":
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    raise AssertionError("unreachable")

@@ -1,0 +1,104 @@
+"""Run named problems through the Triton kernels in Triton's interpreter and print the errors against the oracle.
+
+A program of its own: Triton decides when it is imported whether to interpret, and the test session must not.
+"""
+
+import json
+import os
+import sys
+from typing import NamedTuple
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+import torch
+from cases import BY_NAME, Problem
+from conftest import ALLOCATORS, poisoned
+from oracle import answer, error
+
+from dilated_attention_pytorch.kernels import triton_backend, triton_schedule
+from dilated_attention_pytorch.kernels.dropout import kept
+from dilated_attention_pytorch.kernels.registry import AttentionCall
+from dilated_attention_pytorch.plan import make_plan
+
+
+class Trial(NamedTuple):
+    problem: str
+    dtype: torch.dtype = torch.float32
+    block_size: int | None = None
+    dropout_p: float = 0.0
+    tokens_first: bool = False
+    """(B, N, H, D) memory, with room between the rows"""
+    short_pieces: bool = False
+    """split every row that can be split"""
+
+
+TRIALS = {
+    "ragged end": Trial("full-ragged"),
+    "causal window": Trial("window-causal"),
+    "global rows and columns": Trial("global-window"),
+    "dilated ladder": Trial("dilated-ladder-causal", block_size=32),
+    "residues differ within a key head": Trial("dilated-block-offset", block_size=32),
+    "heads that sit out a part": Trial("dilated-split-heads", block_size=32),
+    "rows without a key": Trial("dilated-empty-rows"),
+    "masks by bits": Trial("strided", block_size=32),
+    "documents": Trial("documents", block_size=32),
+    "a list a head": Trial("random-per-head-causal"),
+    "grouped key heads": Trial("gqa"),
+    "a pattern a head, one key head": Trial("one-pattern-a-head"),
+    "values wider than keys": Trial("wide-value"),
+    "padded keys": Trial("padded"),
+    "nothing but padding": Trial("all-padded"),
+    "one token": Trial("one-token"),
+    "half precision": Trial("causal", dtype=torch.float16, block_size=32),
+    "tiles smaller than a block": Trial("causal", block_size=128),
+    "views with tokens first": Trial("window-causal", block_size=32, tokens_first=True),
+    "dropout": Trial("gqa", block_size=32, dropout_p=0.3),
+    "split rows": Trial("global-window", short_pieces=True),
+    "split rows of a dilated ladder": Trial("dilated-odd-rates", block_size=32, short_pieces=True),
+}
+
+
+def errors(trial: Trial) -> dict[str, float]:
+    problem: Problem = BY_NAME[trial.problem]
+    triton_schedule.SHORTEST_PIECE = 1 if trial.short_pieces else 16 * 128 * 128
+    triton_schedule.PROGRAMS_PER_PROCESSOR = 1000 if trial.short_pieces else 4
+    drawn = problem.inputs(trial.dtype)
+    *rows, grad_lse = (apart(x) for x in drawn) if trial.tokens_first else drawn
+    query, key, value, grad_output = rows
+    plan = make_plan(problem.pattern, problem.n, problem.heads, trial.block_size or problem.block_size)
+    seed = torch.tensor([2**40 + 12345]) if trial.dropout_p else None
+    padding = problem.key_padding_mask()
+    call = AttentionCall(query, key, value, plan, problem.d**-0.5, padding, trial.dropout_p, seed)
+    reason = triton_backend.why_not(call)
+    if reason is not None:
+        raise RuntimeError(reason)
+    grad_lse = grad_lse.float()
+    output, lse = triton_backend.forward(call)
+    gradients = triton_backend.backward(call, output, lse, grad_output, grad_lse)
+    options = {"key_padding_mask": padding}
+    if seed is not None:
+        position = torch.arange(problem.n)
+        batch_head = torch.arange(problem.batch * problem.heads).view(problem.batch, -1, 1, 1)
+        options |= {
+            "kept": kept(seed, batch_head, position[:, None], position, trial.dropout_p),
+            "dropout_p": trial.dropout_p,
+        }
+    wanted = answer(query, key, value, problem.pattern, grad_output=grad_output, grad_lse=grad_lse, **options)
+    named = zip(wanted._fields, (output, lse, *gradients), wanted, strict=True)
+    return {name: error(got, want) for name, got, want in named}
+
+
+def apart(rows: torch.Tensor) -> torch.Tensor:
+    if rows.dim() != 4:
+        return rows
+    batch, heads, n, width = rows.shape
+    wider = torch.full((batch, n, heads, width + 8), float("nan"), dtype=rows.dtype)
+    view = wider[..., :width].transpose(1, 2)
+    return view.copy_(rows)
+
+
+if __name__ == "__main__":
+    for owner, name in ALLOCATORS:
+        setattr(owner, name, poisoned(getattr(owner, name)))
+    for name in sys.argv[1:] or TRIALS:
+        print(json.dumps({"trial": name} | errors(TRIALS[name])), flush=True)

@@ -1,0 +1,81 @@
+"""The Triton kernels compile for sm_90 without a GPU, within its shared memory and nearly without spilling."""
+
+import re
+import subprocess
+
+import pytest
+
+triton = pytest.importorskip("triton")
+
+SHARED_MEMORY = 232448
+"""Bytes a program may have on compute capability 9.0."""
+INTEGERS = ("p_work", "p_heads", "p_owners", "p_rows", "p_lists", "p_masks")
+TOKENS = ("p_q_axis", "p_k_axis", "p_seed")
+FLOATS = ("p_lse", "p_delta", "p_carry", "p_sum", "p_sum_k", "p_sum_v")
+NUMBERS = ("scale", "scale_log2", "inverse_keep")
+PLAIN = dict.fromkeys(("STRIDED", "PER_HEAD", "BOUNDED", "BITS", "PADDING", "DROPOUT", "SPLIT", "MIXED"), False)
+ENDS = dict.fromkeys(("CARRY_IN", "CARRY_OUT", "SUM_IN", "SUM_OUT"), False)
+
+
+def type_of(name):
+    if name in NUMBERS:
+        return "fp32"
+    if not name.startswith("p_"):
+        return "i32"
+    if name in INTEGERS:
+        return "*i32"
+    if name in TOKENS:
+        return "*i64"
+    return "*fp32" if name in FLOATS or name.startswith("p_piece") else "*u8" if name == "p_padding" else "*bf16"
+
+
+def compile_kernel(kernel, constants, tiles):
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from dilated_attention_pytorch.kernels import triton_launch
+
+    names = kernel.arg_names
+    known = {name: value for name, value in constants.items() if name in names}
+    known |= {name: 1 for name in ("q_rate", "k_rate", "group") if name in names}
+    signature = {name: "constexpr" if name in known else type_of(name) for name in names}
+    even = [
+        name for name in names if name not in known and (name.startswith("p_") or "_length" in name or name[2:3] == "_")
+    ]
+    attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in even if name not in NUMBERS}
+    source = ASTSource(kernel, signature, {(names.index(n),): v for n, v in known.items()}, attributes)
+    options = {"num_warps": tiles.warps, "num_stages": tiles.stages} | triton_launch.OPTIONS
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+
+
+def spilled(compiled, folder):
+    """Bytes of stack, as the assembler reports them."""
+    from triton.backends.nvidia.compiler import get_ptxas
+
+    listing = folder / "kernel.ptx"
+    listing.write_text(compiled.asm["ptx"])
+    command = [get_ptxas(90).path, "-v", "--gpu-name=sm_90a", listing, "-o", folder / "kernel.cubin"]
+    log = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    return int(re.search(r"(\d+) bytes stack frame", log).group(1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("name", ["forward", "dq", "dkv"])
+def test_kernel_fits_a_multiprocessor(name, d, tmp_path, monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    from dilated_attention_pytorch.kernels import triton_backward, triton_forward, triton_launch
+
+    kernel = {
+        "forward": triton_forward.attention_fwd_kernel,
+        "dq": triton_backward.attention_dq_bwd_kernel,
+        "dkv": triton_backward.attention_dkv_bwd_kernel,
+    }[name]
+    tiles = getattr(triton_launch.HALF[d], name)
+    sizes = {"BLOCK": 128, "BM": tiles.m, "BN": tiles.n, "D": d, "E": d, "DP": d, "EP": d, "GROUP": 1, "PARTIAL": True}
+    strides = dict.fromkeys(("SK_N", "SV_N", "SQ_N", "SG_N"), d)
+    compiled = compile_kernel(kernel, PLAIN | ENDS | sizes | strides, tiles)
+    assert compiled.metadata.shared <= SHARED_MEMORY
+    assert "wgmma" in compiled.asm["ptx"]
+    # The forward of width 128 spills on purpose: two small programs a multiprocessor overlap better than one large.
+    assert spilled(compiled, tmp_path) <= (256 if (name, d) == ("forward", 128) else 128)

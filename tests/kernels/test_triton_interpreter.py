@@ -1,0 +1,87 @@
+"""The Triton kernels against the dense float64 oracle, on the CPU in Triton's interpreter."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from dilated_attention_pytorch.kernels import triton_backend
+from dilated_attention_pytorch.kernels.registry import AttentionCall
+from dilated_attention_pytorch.patterns import parse
+from dilated_attention_pytorch.plan import make_plan
+
+TESTS = Path(__file__).resolve().parents[1]
+TOLERANCE = {"half precision": 2e-3}
+NAMES = [
+    "ragged end",
+    "causal window",
+    "global rows and columns",
+    "dilated ladder",
+    "residues differ within a key head",
+    "heads that sit out a part",
+    "rows without a key",
+    "masks by bits",
+    "documents",
+    "a list a head",
+    "grouped key heads",
+    "a pattern a head, one key head",
+    "values wider than keys",
+    "padded keys",
+    "nothing but padding",
+    "one token",
+    "half precision",
+    "tiles smaller than a block",
+    "views with tokens first",
+    "dropout",
+    "split rows",
+    "split rows of a dilated ladder",
+]
+
+pytestmark = pytest.mark.xdist_group("triton interpreter")
+
+
+@pytest.fixture(scope="module")
+def errors() -> dict[str, dict[str, float]]:
+    """Errors of every trial, from one run of the interpreter."""
+    paths = os.pathsep.join([str(TESTS.parent / "src"), str(TESTS)])
+    environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    program = TESTS / "kernels" / "interpret_triton.py"
+    done = subprocess.run([sys.executable, program], env=environment, capture_output=True, text=True)
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    assert done.returncode == 0, done.stderr[-4000:]
+    return {line.pop("trial"): line for line in lines}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_output_lse_and_gradients_match_the_oracle(errors, name):
+    for what, error in errors[name].items():
+        assert error <= TOLERANCE.get(name, 2e-6), what
+
+
+def call_on_cpu(**changes):
+    query = torch.randn(1, 2, 32, 16)
+    plan = make_plan(parse("causal"), 32, 2, 16)
+    return AttentionCall(query, query, query, plan, 0.25, **changes)
+
+
+def test_a_cpu_tensor_is_refused_with_its_reason(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    assert triton_backend.why_not(call_on_cpu()) == "needs a CUDA tensor, got cpu"
+
+
+def test_the_backend_answers_without_loading_triton():
+    program = (
+        "import sys\n"
+        "from dilated_attention_pytorch.kernels import triton_backend\n"
+        "loaded = [name for name in sys.modules if name.startswith('dilated_attention_pytorch.kernels.triton_')]\n"
+        "assert loaded == ['dilated_attention_pytorch.kernels.triton_backend'], loaded\n"
+    )
+    environment = os.environ | {"PYTHONPATH": str(TESTS.parent / "src")}
+    subprocess.run([sys.executable, "-c", program], env=environment, check=True)

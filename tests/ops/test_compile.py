@@ -1,0 +1,128 @@
+"""What torch asks of an operator: opcheck, torch.compile without graph breaks or recompile storms, torch.export."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from oracle import answer, error
+
+from dilated_attention_pytorch import Causal, Dilated, attention, attention_with_lse, parse
+
+pytestmark = pytest.mark.compile
+PATTERN = Dilated((32, 64), (1, 2))
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    with warnings.catch_warnings():
+        # Dynamo instantiates autograd.Function itself and is warned about it.
+        warnings.filterwarnings("ignore", ".*should not be instantiated.*", DeprecationWarning)
+        warnings.filterwarnings("ignore", category=DeprecationWarning, module="torch.*")
+        yield
+
+
+def leaves(n, heads=4, key_heads=4, dtype=torch.float64, grad=True):
+    shapes = (heads, key_heads, key_heads)
+    return [torch.randn(2, h, n, 16, dtype=dtype, requires_grad=grad) for h in shapes]
+
+
+@pytest.mark.parametrize("layout", ["bhnd", "bnhd"])
+@pytest.mark.parametrize("optional", ["plain", "padded", "dropout", "packed"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_opcheck_of_both_operators(dtype, optional, layout):
+    q, k, v = leaves(40, dtype=dtype, grad=False)
+    if optional == "packed":
+        q, k, v = (t[:1] for t in (q, k, v))
+    if layout == "bnhd":
+        q, k, v = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in (q, k, v))
+    settings = (
+        torch.arange(40)[None].expand(2, 40) > 30 if optional == "padded" else None,
+        torch.tensor([0, 15, 40]) if optional == "packed" else None,
+        torch.tensor([7]) if optional == "dropout" else None,
+        PATTERN.describe(),
+        True,
+        0.25,
+        0.1 if optional == "dropout" else 0.0,
+        "auto",
+    )
+    torch.library.opcheck(torch.ops.dilated_attention.forward.default, (q, k, v, *settings))
+    output, lse = torch.ops.dilated_attention.forward(q, k, v, *settings)
+    both = (q, k, v, output, lse, torch.randn_like(output), torch.randn_like(lse), *settings)
+    torch.library.opcheck(torch.ops.dilated_attention.backward.default, both)
+
+
+def check_compiled(compiled, eager, n, **options):
+    tensors = leaves(n, **options)
+    found, wanted = compiled(*tensors), eager(*tensors)
+    assert error(found, wanted) <= 1e-12
+    grad = torch.randn_like(found)
+    for got, want in zip(
+        torch.autograd.grad(found, tensors, grad), torch.autograd.grad(wanted, tensors, grad), strict=True
+    ):
+        assert error(got, want) <= 1e-12
+
+
+def test_fullgraph_forward_and_backward_at_several_lengths_from_one_graph():
+    def eager(q, k, v):
+        return attention(q, k, v, PATTERN, is_causal=True) * 2
+
+    compiled = torch.compile(eager, fullgraph=True, backend="aot_eager", dynamic=True)
+    for n in (40, 72, 100):
+        check_compiled(compiled, eager, n)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+def test_lengths_that_vary_by_themselves_compile_twice_at_most():
+    def eager(q, k, v):
+        return attention(q, k, v, PATTERN & Causal(), enable_gqa=True)
+
+    compiled = torch.compile(eager, fullgraph=True, backend="aot_eager")
+    for n in (40, 72, 100, 33):
+        check_compiled(compiled, eager, n, key_heads=2)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
+
+
+@pytest.mark.slow
+def test_inductor_runs_it_inside_a_layer():
+    layer = torch.nn.Linear(16, 48)
+
+    def eager(x):
+        q, k, v = layer(x).unflatten(-1, (3, 4, 4)).permute(2, 0, 3, 1, 4)
+        output, lse = attention_with_lse(q, k, v, "window:9", is_causal=True)
+        return output.transpose(1, 2).flatten(2) + lse.transpose(1, 2).mean(-1, keepdim=True)
+
+    x = torch.randn(2, 50, 16, requires_grad=True)
+    compiled = torch.compile(eager, fullgraph=True)
+    assert error(compiled(x), eager(x)) <= 1e-5
+    grads = [torch.autograd.grad(f(x).square().sum(), [x, *layer.parameters()]) for f in (compiled, eager)]
+    for got, want in zip(*grads, strict=True):
+        assert error(got, want) <= 1e-5
+
+
+def test_dropout_compiles_and_follows_the_seed():
+    def eager(q, k, v):
+        return attention(q, k, v, "window:9", dropout_p=0.4)
+
+    compiled = torch.compile(eager, fullgraph=True, backend="aot_eager")
+    tensors = leaves(30)
+    outputs = []
+    for function in (compiled, compiled, eager):
+        torch.manual_seed(3)
+        outputs.append(function(*tensors))
+    assert torch.equal(outputs[0], outputs[1]) and torch.equal(outputs[0], outputs[2])
+
+
+def test_export_with_a_dynamic_length():
+    class Layer(torch.nn.Module):
+        def forward(self, q, k, v):
+            return attention(q, k, v, PATTERN, is_causal=True)
+
+    n = torch.export.Dim("n", min=2, max=4096)
+    program = torch.export.export(Layer(), tuple(leaves(40, grad=False)), dynamic_shapes=({2: n},) * 3)
+    for length in (33, 90):
+        tensors = leaves(length, grad=False)
+        assert error(program.module()(*tensors), answer(*tensors, parse("dilated:32x1,64x2 & causal")).output) <= 1e-10

@@ -1,0 +1,87 @@
+"""Dense attention in float64, straight from the definition; all it takes from the library is what a pattern answers."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Answer(NamedTuple):
+    output: Tensor
+    lse: Tensor
+    query_grad: Tensor | None = None
+    key_grad: Tensor | None = None
+    value_grad: Tensor | None = None
+
+
+def multiplicities(pattern: Any, n: int, heads: int) -> Tensor:
+    """How often each pair counts, float64 (heads, n, n)."""
+    pattern = pattern.resolve(n, heads)
+    position = torch.arange(n)
+    planes = [pattern.multiplicity(position[:, None], position[None, :], head) for head in range(heads)]
+    return torch.stack([torch.as_tensor(plane).expand(n, n) for plane in planes]).double()
+
+
+def dense_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    counts: Tensor,
+    *,
+    scale: float | None = None,
+    key_padding_mask: Tensor | None = None,
+    kept: Tensor | None = None,
+    dropout_p: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """Output and natural-log LSE, differentiable.
+
+    `counts` (heads, n, n) multiplies each weight before the softmax; `kept` says which survive dropout after it.
+    """
+    groups = query.shape[1] // key.shape[1]
+    key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    scores = scale * query @ key.transpose(-1, -2) + counts.log()
+    if key_padding_mask is not None:
+        scores = scores.masked_fill(key_padding_mask[:, None, None, :], float("-inf"))
+    seen = (scores > float("-inf")).any(-1, keepdim=True)
+    # A row without a key would be -inf minus -inf; it takes part as zeros and is masked out of the answer.
+    scores = torch.where(seen, scores, 0.0)
+    weights = torch.where(seen, scores.softmax(-1), 0.0)
+    lse = torch.where(seen[..., 0], scores.logsumexp(-1), float("-inf"))
+    if kept is not None:
+        weights = weights * kept / (1 - dropout_p)
+    return weights @ value, lse
+
+
+def answer(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    pattern: Any,
+    *,
+    grad_output: Tensor | None = None,
+    grad_lse: Tensor | None = None,
+    **options: Any,
+) -> Answer:
+    """Outputs, and gradients of `<output, grad_output> + <lse, grad_lse>` where those are given. All in float64."""
+    inputs = [x.detach().double().cpu().requires_grad_() for x in (query, key, value)]
+    counts = multiplicities(pattern, query.shape[2], query.shape[1])
+    output, lse = dense_attention(*inputs, counts, **options)
+    if grad_output is None:
+        return Answer(output.detach(), lse.detach())
+    objective = (output * grad_output.double().cpu()).sum()
+    if grad_lse is not None:
+        objective = objective + torch.where(lse.isfinite(), lse * grad_lse.double().cpu(), 0.0).sum()
+    return Answer(output.detach(), lse.detach(), *torch.autograd.grad(objective, inputs))
+
+
+def error(got: Tensor, wanted: Tensor) -> float:
+    """Largest difference relative to the largest wanted magnitude (at least 1); infinite where inf or NaN disagree."""
+    got, wanted = got.detach().double().cpu(), wanted.double().cpu()
+    same = (got == wanted) | (got.isnan() & wanted.isnan())
+    if not (same | (got.isfinite() & wanted.isfinite())).all():
+        return float("inf")
+    largest = wanted[wanted.isfinite()].abs().max().item() if wanted.isfinite().any() else 0.0
+    return torch.where(same, 0.0, got - wanted).abs().max().item() / max(largest, 1.0) if got.numel() else 0.0
