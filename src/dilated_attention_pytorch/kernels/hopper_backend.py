@@ -294,7 +294,7 @@ def run_forward(call: AttentionCall, config: ForwardConfig) -> Forward:
 def backward(
     call: AttentionCall, output: Tensor, lse: Tensor, grad_output: Tensor, grad_lse: Tensor | None
 ) -> Gradients:
-    """Gradients through the portable kernels, which read the same plan, output and LSE."""
-    from . import triton_backend
+    """Gradients of a call that `why_not` lets pass; see `hopper_gradients` for what they need."""
+    from . import hopper_gradients
 
-    return triton_backend.backward(call, output, lse, grad_output, grad_lse)
+    return hopper_gradients.backward(call, output, lse, grad_output, grad_lse)

@@ -136,7 +136,7 @@ def load_backward_tiles(
         p_item = p_work + (item % items_a_batch) * 4
         key_head = gl.load(p_item)
         o_key = gl.load(p_item + 1) * (2 * ROWS)
-        steps = gl.load(p_item + 2)
+        steps = gl.load(p_item + 2) * SUB
         o_col = o_key % BLOCK
         block = o_key // BLOCK
         slot = item_count % KV_STAGES
@@ -168,13 +168,13 @@ def load_backward_tiles(
             for step in range(partial_steps):
                 p_entry = p_partial + (partial_begin + step // SUB) * 4
                 o_sub = (step % SUB) * BM
-                tile = gl.minimum((partial_base + gl.load(p_entry)) * SUB + step % SUB, query_tiles - 1)
+                tile = (partial_base + gl.load(p_entry)) * SUB + step % SUB
                 mask = gl.load(p_entry + 1) * (BLOCK * BLOCK // 32) + o_col * (BLOCK // 32) + o_sub // 32
                 low = gl.load(p_entry + 2) - o_col + o_sub
                 high = gl.load(p_entry + 3) - o_col + o_sub
                 stream_tile(
                     q_desc, do_desc, b_q, b_do, b_rows, b_tile, q_full, q_empty, do_full, do_empty, p_rows,
-                    tile_count, batch, head, (partial_base + gl.load(p_entry)) * BLOCK + o_sub, first_place + tile,
+                    tile_count, batch, head, tile * BM, first_place + tile,
                     mask, low, high, n - 1 - o_key, STAGES,
                 )  # fmt: skip
                 tile_count += 1

@@ -72,7 +72,7 @@ def claim_item(p_next, DYNAMIC: gl.constexpr):
     lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
     claim = lane
     if DYNAMIC:
-        claim = gl.atomic_add(p_next + lane, 1, mask=lane == 0, sem="relaxed")
+        claim = gl.atomic_add(p_next + lane, gl.full_like(lane, 1), mask=lane == 0, sem="relaxed")
     return claim
 
 
@@ -188,6 +188,16 @@ def load_mask(note, p_bits, o_row, layout: gl.constexpr, BN: gl.constexpr, BLOCK
     return words
 
 
+# A score, or -inf where its bit is missing. Written out, as the compiler gathers such comparisons into words of bits.
+MASK_ONE = gl.constexpr("""{
+    .reg .pred allowed;
+    .reg .b32 bit;
+    and.b32 bit, $2, $3;
+    setp.ne.b32 allowed, bit, 0;
+    selp.f32 $0, $1, 0fFF800000, allowed;
+}""")
+
+
 @gluon.jit
 def mask_scores(scores, words):
     """Scores [64, BN] with -inf where the element mask forbids the pair."""
@@ -197,8 +207,12 @@ def mask_scores(scores, words):
     word = gl.full([ROWS, BN], 0, gl.int32, layout)
     for w in gl.static_range(BN // 32):
         word = gl.where((col >> 5) == w, gl.expand_dims(words[w], 1), word)
-    # A thread's columns differ in bits 0, 3 and 4 only: one shift a word, then a test of a constant bit.
-    return gl.where(((word >> (col & 6)) & (1 << (col & 25))) != 0, scores, -float("inf"))
+    # Within a word, a thread's columns differ in bits 0, 3 and 4: one shift for all, then a test of a constant bit.
+    word = word >> (col & 6)
+    bit = gl.full([ROWS, BN], 1, gl.int32, layout) << (col & 25)
+    return gl.inline_asm_elementwise(
+        MASK_ONE, "=f,f,r,r", [scores, word, bit], dtype=gl.float32, is_pure=True, pack=1
+    )
 
 
 # 2**x of four values that are not above 0: three by the special function unit, one by a cubic on the idle multipliers,
@@ -271,6 +285,12 @@ def pass_turn(C: gl.constexpr, PING_PONG: gl.constexpr):
 
 
 @gluon.jit
+def as_operand(weights, acc_layout: gl.constexpr, dtype: gl.constexpr):
+    """Weights [64, BN] as the left side of a product into an accumulator of that layout."""
+    return gl.convert_layout(weights.to(dtype), gl.DotOperandLayout(operand_index=0, parent=acc_layout, k_width=2))
+
+
+@gluon.jit
 def attend_tile(
     acc,
     weights,
@@ -301,6 +321,8 @@ def attend_tile(
     BN: gl.constexpr = b_k.shape[3]
     D: gl.constexpr = b_k.shape[4]
     zero = gl.full([ROWS, BN], 0.0, gl.float32, scores_layout)
+    # Not at the end of the turn before: 16-bit values cross a loop's end one by one and must be paired again.
+    operand = as_operand(weights, acc.type.layout, b_k.dtype)
     ahead = tile_count + 1
     k_slot = ahead % K_STAGES
     v_slot = tile_count % V_STAGES
@@ -309,21 +331,20 @@ def attend_tile(
     k = b_k.index(k_slot).reshape([BN, D]).permute((1, 0))
     scores_token = warpgroup_mma(q, k, zero, use_acc=False, is_async=True)
     mbarrier.wait(v_full.index(v_slot), (tile_count // V_STAGES) & 1)
-    acc_token = warpgroup_mma(weights, b_v.index(v_slot).reshape([BN, D]), acc, is_async=True)
+    acc_token = warpgroup_mma(operand, b_v.index(v_slot).reshape([BN, D]), acc, is_async=True)
     pass_turn(C, PING_PONG)
     if MASKED:
         words = load_mask(b_tile.index(k_slot), p_bits, o_row, scores_layout, BN, BLOCK)
     scores = warpgroup_mma_wait(1, deps=(scores_token,))
     if MASKED:
         scores = mask_scores(scores, words)
-    new_weights, factor, row_max, row_sum = softmax_step(scores, row_max, row_sum, scale, MASKED, SHARED_EXP)
+    weights, factor, row_max, row_sum = softmax_step(scores, row_max, row_sum, scale, MASKED, SHARED_EXP)
     # Already complete: the branch it compiles to keeps the assembler from waiting for the values before the softmax.
     mbarrier.wait(v_full.index(v_slot), (tile_count // V_STAGES) & 1)
     acc = warpgroup_mma_wait(0, deps=(acc_token,))
     mbarrier.arrive(k_empty.index(k_slot), count=1)
     mbarrier.arrive(v_empty.index(v_slot), count=1)
     acc = acc * gl.expand_dims(gl.convert_layout(factor, gl.SliceLayout(1, acc.type.layout)), 1)
-    weights = gl.convert_layout(new_weights.to(weights.dtype), weights.type.layout)
     return acc, weights, row_max, row_sum, ahead
 
 
@@ -361,7 +382,6 @@ def attend_rows(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16]
     )
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
-    operand: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=acc_layout, k_width=2)
     score_rows: gl.constexpr = gl.SliceLayout(1, scores_layout)
     zero = gl.full([ROWS, BN], 0.0, gl.float32, scores_layout)
 
@@ -390,8 +410,7 @@ def attend_rows(
         mbarrier.arrive(k_empty.index(tile_count % K_STAGES), count=1)
         row_max = gl.full([ROWS], -float("inf"), gl.float32, score_rows)
         row_sum = sum_in_thread(zero)
-        new_weights, _, row_max, row_sum = softmax_step(scores, row_max, row_sum, scale, True, False)
-        weights = gl.convert_layout(new_weights.to(b_q.dtype), operand)
+        weights, _, row_max, row_sum = softmax_step(scores, row_max, row_sum, scale, True, False)
         acc = gl.full([ROWS, D], 0.0, gl.float32, acc_layout)
 
         # The previous item's output leaves through its Q buffer, which goes back to the loader only now.
@@ -413,10 +432,11 @@ def attend_rows(
 
         # Last values of this row and first scores of the next item share a turn. After the last item the scores
         # are computed from stale buffers and never read.
+        operand = as_operand(weights, acc_layout, b_q.dtype)
         v_slot = tile_count % V_STAGES
         mbarrier.wait(v_full.index(v_slot), (tile_count // V_STAGES) & 1)
         take_turn(C, PING_PONG)
-        acc_token = warpgroup_mma(weights, b_v.index(v_slot).reshape([BN, D]), acc, is_async=True)
+        acc_token = warpgroup_mma(operand, b_v.index(v_slot).reshape([BN, D]), acc, is_async=True)
         tile_count += 1
         item_count += 1
         next_slot = item_count % Q_STAGES

@@ -18,7 +18,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,9 +26,9 @@ from torch import Tensor
 
 from ..plan.plan import Axis, Part
 from . import dropout
-from .registry import AttentionCall, Forward, Gradients
+from .registry import AttentionCall, Forward, Gradients, empty_rows
 
-SOURCES = ("native.cpp", "native_lanes.h")
+SOURCES = ("native.cpp", "native_tiles.h", "native_lanes.h")
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-Wall", "-Wextra")
 BUILD = "python -m dilated_attention_pytorch.kernels.native"
 WIDE_BUDGET = 256 * 2**20
@@ -103,15 +102,14 @@ def why_not(call: AttentionCall) -> str | None:
 
 
 def forward(call: AttentionCall) -> Forward:
-    batch, heads, n, _ = call.query.shape
-    dtype = _compute_dtype(call)
-    output = call.query.new_empty(batch, heads, n, call.value.shape[-1])
-    lse = torch.full((batch, heads, n), -torch.inf, dtype=dtype)
+    dtype = call.compute_dtype
+    output = empty_rows(call.query, call.value.shape[-1])
+    lse = torch.full(call.query.shape[:3], -torch.inf, dtype=dtype)
     for piece in _pieces(call):
         rows = output[piece.batch, piece.heads]
         found = rows.zero_() if rows.dtype == dtype else torch.zeros(rows.shape, dtype=dtype)
-        kernel = _Kernel(call, piece, dtype)
-        kernel.arrays(output=found, lse=lse[piece.batch, piece.heads])
+        kernel = _Kernel(call, piece)
+        kernel.give(output=found, lse=lse[piece.batch, piece.heads])
         kernel.run("forward")
         if found is not rows:
             rows.copy_(found)
@@ -121,74 +119,66 @@ def forward(call: AttentionCall) -> Forward:
 def backward(
     call: AttentionCall, output: Tensor, lse: Tensor, grad_output: Tensor, grad_lse: Tensor | None
 ) -> Gradients:
-    dtype = _compute_dtype(call)
-    pieces = list(_pieces(call))
-    found = [_backward_piece(call, piece, dtype, output, lse, grad_output, grad_lse) for piece in pieces]
-    if len(found) == 1:
-        return found[0]
-    whole = Gradients(*(torch.empty(t.shape, dtype=t.dtype) for t in (call.query, call.key, call.value)))
-    for piece, grads in zip(pieces, found, strict=True):
-        whole.query[piece.batch, piece.heads] = grads.query
-        whole.key[piece.batch, piece.key_heads] = grads.key
-        whole.value[piece.batch, piece.key_heads] = grads.value
+    pieces = _pieces(call)
+    if len(pieces) == 1:
+        return _backward_piece(call, pieces[0], output, lse, grad_output, grad_lse)
+    whole = Gradients(*(empty_rows(x, x.shape[-1]) for x in (call.query, call.key, call.value)))
+    for piece in pieces:
+        found = _backward_piece(call, piece, output, lse, grad_output, grad_lse)
+        whole.query[piece.batch, piece.heads] = found.query
+        whole.key[piece.batch, piece.key_heads] = found.key
+        whole.value[piece.batch, piece.key_heads] = found.value
     return whole
 
 
 def _backward_piece(
-    call: AttentionCall,
-    piece: _Piece,
-    dtype: torch.dtype,
-    output: Tensor,
-    lse: Tensor,
-    grad_output: Tensor,
-    grad_lse: Tensor | None,
+    call: AttentionCall, piece: _Piece, output: Tensor, lse: Tensor, grad_output: Tensor, grad_lse: Tensor | None
 ) -> Gradients:
-    kernel = _Kernel(call, piece, dtype)
-    grad_query = torch.zeros(kernel.query.shape, dtype=dtype)
-    splits = _splits(kernel)
-    # The kernel adds whole registers to rows of dK and dV, so their rows must be whole registers long.
-    grad_key, grad_value = (
-        [torch.zeros(*x.shape[:3], -(-x.shape[3] // 16) * 16, dtype=dtype) for _ in range(splits)]
-        for x in (kernel.key, kernel.value)
-    )
-    kernel.arrays(
-        output=piece.of_queries(output, dtype),
-        lse=piece.of_queries(lse[..., None], dtype)[..., 0],
-        grad_output=piece.of_queries(grad_output, dtype),
+    kernel = _Kernel(call, piece)
+    query, key, value = kernel.query, kernel.key, kernel.value
+    grad_query = empty_rows(query, query.shape[-1]).zero_()
+    splits = range(_splits(kernel))
+    # The kernel adds whole registers to the rows of dK and dV, so these are whole registers long.
+    grad_key, grad_value = ([empty_rows(x, -(-x.shape[-1] // 16) * 16).zero_() for _ in splits] for x in (key, value))
+    kernel.give(
+        output=piece.of_queries(output, query.dtype),
+        lse=piece.of_queries(lse, query.dtype),
+        grad_output=piece.of_queries(grad_output, query.dtype),
         grad_query=grad_query,
     )
     if grad_lse is not None:
-        kernel.arrays(grad_lse=piece.of_queries(grad_lse[..., None], dtype)[..., 0])
-    kernel.copies(grad_key=grad_key, grad_value=grad_value)
+        kernel.give(grad_lse=piece.of_queries(grad_lse, query.dtype))
+    kernel.give_copies(grad_key=grad_key, grad_value=grad_value)
     kernel.run("backward")
     for copies in (grad_key, grad_value):
         for copy in copies[1:]:
             copies[0] += copy
-    found = (grad_query, grad_key[0][..., : kernel.key.shape[3]], grad_value[0][..., : kernel.value.shape[3]])
-    return Gradients(*(x.contiguous().to(call.query.dtype) for x in found))
+    found = ((grad_query, query), (grad_key[0], key), (grad_value[0], value))
+    return Gradients(*(_trimmed(x, like).to(call.query.dtype) for x, like in found))
 
 
-def _compute_dtype(call: AttentionCall) -> torch.dtype:
-    return torch.float64 if call.query.dtype == torch.float64 else torch.float32
+def _trimmed(x: Tensor, like: Tensor) -> Tensor:
+    width = like.shape[-1]
+    return x if x.shape[-1] == width else empty_rows(like, width).copy_(x[..., :width])
 
 
 def _adjacent(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+    return x if x.ndim < 4 or x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
-def _pieces(call: AttentionCall) -> Iterator[_Piece]:
+def _pieces(call: AttentionCall) -> list[_Piece]:
     """Everything at once; in half precision one key head at a time where float32 copies of everything are too much."""
     batch, heads, _, _ = call.query.shape
     key_heads = call.key.shape[1]
-    wide = 4 * (2 * call.query.numel() + 2 * call.key.numel() + 2 * call.value.numel())
-    if call.query.dtype in (torch.float32, torch.float64) or wide <= WIDE_BUDGET:
-        yield _Piece(slice(batch), slice(heads), slice(key_heads))
-        return
+    wide = 8 * (call.query.numel() + call.key.numel() + call.value.numel())
+    if call.query.dtype == call.compute_dtype or wide <= WIDE_BUDGET:
+        return [_Piece(slice(batch), slice(heads), slice(key_heads))]
     shared = heads // key_heads
-    for entry in range(batch):
-        for group in range(key_heads):
-            own = slice(group * shared, (group + 1) * shared)
-            yield _Piece(slice(entry, entry + 1), own, slice(group, group + 1))
+    return [
+        _Piece(slice(entry, entry + 1), slice(group * shared, (group + 1) * shared), slice(group, group + 1))
+        for entry in range(batch)
+        for group in range(key_heads)
+    ]
 
 
 def _splits(kernel: _Kernel) -> int:
@@ -204,7 +194,8 @@ def _splits(kernel: _Kernel) -> int:
 class _Kernel:
     """One run of the library. It holds every tensor whose address the library is given."""
 
-    def __init__(self, call: AttentionCall, piece: _Piece, dtype: torch.dtype) -> None:
+    def __init__(self, call: AttentionCall, piece: _Piece) -> None:
+        dtype = call.compute_dtype
         self.query = piece.of_queries(call.query, dtype)
         self.key, self.value = piece.of_keys(call.key, dtype), piece.of_keys(call.value, dtype)
         self.double = dtype == torch.float64
@@ -231,7 +222,7 @@ class _Kernel:
             mask_band=self._address(masks.band),
             scale=call.scale,
         )
-        self.arrays(query=self.query, key=self.key, value=self.value)
+        self.give(query=self.query, key=self.key, value=self.value)
         if call.key_padding_mask is not None:
             self.call.padding = self._address(call.key_padding_mask[piece.batch])
         if call.dropout_p:
@@ -241,13 +232,13 @@ class _Kernel:
             self.call.drop_below = dropout.threshold(call.dropout_p)
             self.call.keep_scale = 1 / (1 - call.dropout_p)
 
-    def arrays(self, **arrays: Tensor) -> None:
+    def give(self, **arrays: Tensor) -> None:
         """Give the library (batch, head, token, feature) or (batch, head, token) tensors."""
         for name, x in arrays.items():
             self.kept.append(x)
             setattr(self.call, name, _array(x))
 
-    def copies(self, **copies: list[Tensor]) -> None:
+    def give_copies(self, **copies: list[Tensor]) -> None:
         """Give the library several tensors of one meaning, one for each split."""
         for name, tensors in copies.items():
             table = (_Array * len(tensors))(*(_array(x) for x in tensors))
@@ -336,7 +327,9 @@ def build() -> int:
         print("native kernel: needs g++ (or name a compiler in CXX); the slower backend `cpu` works without it")
         return 1
     runtime = _openmp_runtime()
-    print(f"native kernel: compiling with {compiler}, threads of {runtime.name if runtime else 'none (single-threaded)'}")
+    print(
+        f"native kernel: compiling with {compiler}, threads of {runtime.name if runtime else 'none (single-threaded)'}"
+    )
     began = time.perf_counter()
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:

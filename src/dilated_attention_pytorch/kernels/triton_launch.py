@@ -58,8 +58,8 @@ LARGE_SHARED = 200 * 1024
 """Bytes of shared memory a program may use on the data-centre GPUs the first table was measured on."""
 
 HALF = {
-    64: Config(Tiles(128, 64, 4, 3), Tiles(128, 64, 8, 3), Tiles(64, 128, 8, 3)),
-    128: Config(Tiles(128, 64, 4, 2), Tiles(128, 64, 8, 2), Tiles(64, 128, 8, 2)),
+    64: Config(Tiles(128, 64, 4, 2), Tiles(128, 64, 4, 2), Tiles(32, 128, 4, 3)),
+    128: Config(Tiles(128, 128, 8, 3), Tiles(64, 64, 4, 2), Tiles(64, 128, 8, 2)),
     256: Config(Tiles(128, 64, 8, 2), Tiles(64, 64, 8, 1), Tiles(64, 64, 8, 1)),
 }
 HALF_SMALL_SHARED = {

@@ -6,8 +6,6 @@ inner one heads, and either may count batches as well. The table says which toke
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -20,12 +18,12 @@ COLUMNS = (
     "batch", "batches", "batch_outer", "batch_inner", "begin", "hop", "segments", "head", "head_step", "heads",
     "offset", "offset_step", "rate", "length", "stride_outer", "stride_inner", "stride_row", "inner", "packed",
 )  # fmt: skip
-"""What the table holds of a piece; strides and `packed`, the place of its first row, are counted in elements and rows."""
+"""What the table holds of a piece; strides are counted in elements, `packed`, the place of its first row, in rows."""
 WIDTH = len(COLUMNS)
 
 
 def combine(
-    output: Tensor, lse: Tensor | None, pieces: list[Tensor], lses: list[Tensor], table: Tensor, seen: bool, group: int = 1
+    output: Tensor, lse: Tensor | None, pieces: list[Tensor], lses: list[Tensor], table: Tensor, seen: bool, group: int
 ) -> None:
     """Write the softmax merge (where there is an lse) or the sum of all pieces into `output` (B, H, N, D).
 
@@ -63,7 +61,8 @@ def combine_rows_kernel(
     p_out, p_lse, pieces, lses, p_table, n, heads, so_b, so_h, so_n,
     COLUMNS: tl.constexpr, PIECES: tl.constexpr, GROUP: tl.constexpr, SOFTMAX: tl.constexpr, SEEN: tl.constexpr,
     BM: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-) -> Any:  # fmt: skip
+) -> None:  # fmt: skip
+    """One program joins the rows of one head, a stretch of tokens."""
     head = tl.program_id(1)
     batch = tl.program_id(2)
     token = tl.program_id(0) * BM + tl.arange(0, BM)
@@ -159,7 +158,8 @@ def gather_rows_kernel(
     p_rows, p_grads, p_lse, p_packed, p_packed_grads, p_packed_lse, p_table, p_blocks,
     sr_b, sr_h, sr_n, sg_b, sg_h, sg_n, sl_b, sl_h, sl_n,
     COLUMNS: tl.constexpr, BM: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-) -> Any:  # fmt: skip
+) -> None:  # fmt: skip
+    """One program copies a stretch of one piece's rows."""
     p_block = p_blocks + tl.program_id(0) * 2
     entry = p_table + tl.load(p_block) * COLUMNS
     first_batch = tl.load(entry)

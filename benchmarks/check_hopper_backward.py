@@ -1,0 +1,210 @@
+"""Check the Hopper backward against a float64 oracle, then time it. Needs one Hopper GPU, torch and triton.
+
+    PYTHONPATH=src python3 benchmarks/check_hopper_backward.py --out backward.jsonl
+
+Every case runs in a worker process that is killed after a minute, because a wrong barrier does not fail: it hangs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+from queue import Queue
+from typing import Any
+
+import check_hopper
+import torch
+from check_hopper import Case, build, milliseconds, poisoned
+from torch import Tensor
+
+from dilated_attention_pytorch.kernels import hopper_backend, hopper_gradients, triton_backend
+from dilated_attention_pytorch.kernels.hopper_gradients import BACKWARD_CONFIGS, BackwardConfig
+from dilated_attention_pytorch.kernels.registry import AttentionCall, Gradients
+
+
+def variants(d: int) -> dict[str, tuple[BackwardConfig, bool]]:
+    """Configurations worth timing, by name, and whether dQ is computed beside dK and dV."""
+    base = BACKWARD_CONFIGS[d]
+    return {"": (base, True), "by rows": (base, False)}
+
+
+def checks() -> list[Case]:
+    """Small problems, one for each thing that can go wrong."""
+    kinds = [
+        Case("one tile", "full", 128, heads=1, key_heads=1),
+        Case("whole tiles", "full", 512),
+        Case("causal, ragged", "causal", 1000),
+        Case("causal, ragged by a tile", "causal", 900),
+        Case("window, ragged", "window:200", 1000),
+        Case("random by head, causal", "random:0.3;block=128;seed=1;per_head=1 & causal", 1100, key_heads=2),
+        Case("bit masks", "global:64 | window:100", 1000),
+        Case("rows without keys", "blocks:0,,1 2,,4;block=128", 640),
+        Case("grouped heads, batch, (B, N, H, D)", "window:300", 900, heads=8, key_heads=2, batch=3, layout="bnhd"),
+        Case("block 256, window", "window:333", 1111, block=256, batch=2),
+        Case("many items a program", "random:0.05;block=128;seed=3 | window:128", 4096, heads=4, key_heads=2, batch=4),
+    ]
+    cases = [replace(case, d=d) for d in (128, 64) for case in kinds]
+    cases += [replace(kinds[2], d=d, dtype="float16") for d in (128, 64)]
+    cases += [replace(case, d=d, variant="by rows") for d in (128, 64) for case in kinds[5:]]
+    return cases
+
+
+def timings() -> list[Case]:
+    """The shapes the design speaks of."""
+    cases = []
+    for d in (128, 64):
+        for n in (65536, 16384):
+            for density in (0.1, 0.01):
+                keep = max(1, round(density * n // 128))
+                for kind, pattern in (
+                    ("random", f"random:{density};block=128;seed=0"),
+                    ("local", f"window:{keep * 64}"),
+                ):
+                    case = Case(f"{kind} {density:g}", pattern, n, 8, 8, d=d, task="time")
+                    cases += [replace(case, variant=name) for name in variants(d)]
+        cases.append(Case("causal", "causal", 16384, 8, 8, d=d, task="time"))
+    return cases
+
+
+def oracle(call: AttentionCall, grad_output: Tensor, grad_lse: Tensor) -> Gradients:
+    """Gradients of dense attention in float64."""
+    group = call.query.shape[1] // call.key.shape[1]
+    leaves = [t.double().requires_grad_() for t in (call.query, call.key, call.value)]
+    query, key, value = leaves[0], *(t.repeat_interleave(group, 1) for t in leaves[1:])
+    allowed = call.plan.to_dense() > 0
+    loss = query.new_zeros(())
+    for batch in range(query.shape[0]):
+        scores = (query[batch] @ key[batch].mT * call.scale).masked_fill(~allowed, -math.inf)
+        met = allowed.any(-1)
+        lse = torch.where(met[..., None], scores, 0.0).logsumexp(-1)
+        weights = torch.where(allowed, (scores - lse[..., None]).exp(), 0.0)
+        loss = loss + (weights @ value[batch] * grad_output[batch].double()).sum()
+        loss = loss + torch.where(met, lse * grad_lse[batch].double(), 0.0).sum()
+    return Gradients(*torch.autograd.grad(loss, leaves))
+
+
+def check(case: Case) -> dict[str, Any]:
+    """Relative error of every gradient, beside which two runs of a fixed order must agree."""
+    call = build(case)
+    reason = hopper_backend.why_not(call)
+    if reason is not None:
+        return {"ok": False, "why_not": reason}
+    output, lse = triton_backend.forward(call)
+    grad_output, grad_lse = torch.randn_like(output), torch.randn_like(lse)
+    config, fused = variants(case.d)[case.variant]
+    with poisoned():
+        got = hopper_gradients.run_backward(call, output, lse, grad_output, grad_lse, config, fused)
+        again = hopper_gradients.run_backward(call, output, lse, grad_output, grad_lse, config, fused)
+    torch.cuda.synchronize()
+    want = oracle(call, grad_output, grad_lse)
+    unit = 2.0**-8 if case.dtype == "bfloat16" else 2.0**-11
+    same = torch.equal(got.key, again.key) and torch.equal(got.value, again.value)
+    result: dict[str, Any] = {"ok": same and (fused or torch.equal(got.query, again.query)), "same": same}
+    for name, ours, theirs in zip(("dq", "dk", "dv"), got, want, strict=True):
+        error = (ours.double() - theirs).nan_to_num(math.inf)
+        result[name] = (error.norm() / theirs.norm()).item()
+        result[f"{name}_worst"] = (error.abs().max() / theirs.abs().max()).item()
+        result["ok"] &= result[name] < 1.5 * unit and result[f"{name}_worst"] < 4 * unit
+    return result
+
+
+def measure(case: Case) -> dict[str, Any]:
+    """Speed on the kept blocks, beside that of the portable kernels."""
+    call = build(case)
+    reason = hopper_backend.why_not(call)
+    if reason is not None:
+        return {"ok": False, "why_not": reason}
+    output, lse = triton_backend.forward(call)
+    grad_output = torch.randn_like(output)
+    config, fused = variants(case.d)[case.variant]
+    work = 2.5 * case.batch * call.plan.flops(case.d) / 1e9
+
+    def run() -> Gradients:
+        return hopper_gradients.run_backward(call, output, lse, grad_output, None, config, fused)
+
+    median = statistics.median(milliseconds(run, 9))
+    result = {"ok": True, "ms": median, "tflops": work / median}
+    if not case.variant:
+        other = milliseconds(lambda: triton_backend.backward(call, output, lse, grad_output, None), 5)
+        result["portable"] = work / statistics.median(other)
+        result |= kernel_times(run)
+    return result
+
+
+def kernel_times(run: Any) -> dict[str, float]:
+    """Microseconds of each kernel of one run."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        run()
+        torch.cuda.synchronize()
+    return {event.key[:20]: round(event.device_time_total) for event in profile.key_averages() if event.device_time_total}
+
+
+def worker() -> None:
+    """Run the cases that arrive on standard input, one JSON line each, and answer on standard output."""
+    for line in sys.stdin:
+        case = Case(**json.loads(line))
+        try:
+            result = check(case) if case.task == "check" else measure(case)
+        except Exception as problem:
+            result = {"ok": False, "error": f"{type(problem).__name__}: {str(problem)[:600]}"}
+        print(json.dumps(result), flush=True)
+
+
+class Worker(check_hopper.Worker):
+    """A process of this script."""
+
+    def _start(self) -> subprocess.Popen[str]:
+        command = [sys.executable, __file__, "--worker"]
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.lines = Queue()
+        threading.Thread(target=self._read, args=(process, self.lines), daemon=True).start()
+        return process
+
+
+def main() -> int:
+    """Run the cases asked for and print one line each."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="JSONL file to write")
+    parser.add_argument("--only", choices=("check", "time"), help="run one half")
+    parser.add_argument("--match", default="", help="run the cases whose description contains one of these, by commas")
+    parser.add_argument("--seconds", type=float, default=420.0, help="stop starting cases after this long")
+    parser.add_argument("--case-seconds", type=float, default=60.0, help="kill a case after this long")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.worker:
+        worker()
+        return 0
+    check_hopper.SECONDS_A_CASE = arguments.case_seconds
+    began = time.perf_counter()
+    failures = 0
+    hands = Worker()
+    rows = []
+    for case in [*checks(), *timings()]:
+        label = f"{case.task:5} d{case.d} {case.dtype} n {case.n} {case.name} [{case.variant}]"
+        if arguments.only not in (None, case.task) or not any(w in label for w in arguments.match.split(",")):
+            continue
+        if time.perf_counter() - began > arguments.seconds:
+            print("out of time; the remaining cases are not run", flush=True)
+            break
+        result = hands.run(case)
+        failures += not result["ok"]
+        rows.append({**asdict(case), **result})
+        shown = " ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in result.items() if k != "ok")
+        print(f"{'ok  ' if result['ok'] else 'FAIL'} {label:66} {shown}", flush=True)
+        if arguments.out is not None:
+            arguments.out.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    hands.stop()
+    print(f"{failures} failures in {time.perf_counter() - began:.0f} s")
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

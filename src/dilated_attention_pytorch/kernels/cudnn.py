@@ -1,0 +1,430 @@
+"""Plans made of dense segments, through the dense kernels that ship with torch, on strided views.
+
+The samples of a dilated segment are rows at a constant distance, so a segment is dense attention on a view of the
+inputs: nothing is copied to compute it. One call, a piece, takes all segments and heads whose rows lie at constant
+distances from each other. Pieces are merged by their LSE; each backward call is given the merged output and LSE, which
+makes its result a share of the exact joint gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import astuple, dataclass, field
+from functools import lru_cache
+from importlib.util import find_spec
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from ..plan.plan import Plan
+from .registry import AttentionCall, Forward, Gradients, empty_rows
+from .segments import Branch, branches_of
+
+WIDEST = 128
+MOST_PIECES = 64
+"""Each piece is a launch that must fill the GPU by itself; a plan of more is better walked by one kernel."""
+SIDES = ("query", "key", "value")
+
+Strides = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One dense call. Row (outer, inner, i) is token begin + hop * segment + offset + offset_step * index + rate * i of
+    head `head + head_step * index`, where outer counts segments and inner counts that index; the batch is counted by
+    whichever of them has a nonzero `batch_outer` or `batch_inner`, in whole rounds of the other."""
+
+    batch: int
+    batches: int
+    batch_outer: int
+    batch_inner: int
+    begin: int
+    hop: int
+    segments: int
+    head: int
+    head_step: int
+    heads: int
+    offset: int
+    offset_step: int
+    rate: int
+    length: int
+    causal: bool
+    key_head: int
+    key_head_step: int
+
+    @property
+    def outer(self) -> int:
+        return self.segments * self.batches if self.batch_outer else self.segments
+
+    @property
+    def inner(self) -> int:
+        return self.heads * self.batches if self.batch_inner else self.heads
+
+    @property
+    def rows(self) -> int:
+        return self.outer * self.inner * self.length
+
+    def strides(self, of: Strides, keys: bool) -> Strides:
+        """Distances of outer, inner and row in a (B, H, N, ...) tensor with these strides."""
+        step = (self.key_head_step if keys else self.head_step) * of[1] + self.offset_step * of[2]
+        outer = of[0] if self.batch_outer and self.segments == 1 else self.hop * of[2]
+        return outer, of[0] if self.batch_inner and self.heads == 1 else step, self.rate * of[2]
+
+    def start(self, of: Strides, keys: bool) -> int:
+        head = self.key_head if keys else self.head
+        return self.batch * of[0] + head * of[1] + (self.begin + self.offset) * of[2]
+
+    def view(self, tensor: Tensor, keys: bool = False) -> Tensor:
+        """The piece's rows of a (B, H, N, D) or (B, H, N) tensor."""
+        of = tensor.stride()
+        size = (self.outer, self.inner, self.length, *tensor.shape[3:])
+        stride = (*self.strides(of, keys), *of[3:])
+        return tensor.as_strided(size, stride, tensor.storage_offset() + self.start(of, keys))
+
+    def covers(self, batch: int, heads: int, n: int) -> bool:
+        """Whether every row of the sequence is a row of this piece."""
+        whole = self.rate == 1 and self.begin == 0 and self.length == self.hop and self.segments * self.hop == n
+        return whole and self.heads == heads and self.batches == batch
+
+
+@dataclass(frozen=True, slots=True)
+class Join:
+    """How the pieces of one tensor are put together."""
+
+    strides: tuple[Strides, ...]
+    """of each piece's own tensor: those torch gives a dense result of such a view"""
+    seen: int | None
+    """a piece that already lies in memory as the joined tensor would"""
+    table: Tensor
+    """int64 [pieces, columns], without the piece already in place"""
+
+
+@dataclass(frozen=True, slots=True)
+class Pack:
+    """Which pieces a backward pass must copy the output for."""
+
+    table: Tensor
+    blocks: Tensor
+    at: tuple[int | None, ...]
+    """where each piece's rows begin; None for those that are dense as they lie"""
+    rows: int
+
+
+@dataclass(slots=True)
+class Layout:
+    """A plan's pieces for one shape and memory order of the inputs."""
+
+    pieces: tuple[Piece, ...]
+    joins: dict[str, Join] = field(default_factory=dict)
+    packs: dict[Strides, Pack] = field(default_factory=dict)
+
+
+_layouts: WeakKeyDictionary[Plan, dict[tuple[object, ...], Layout]] = WeakKeyDictionary()
+
+
+def why_not(call: AttentionCall) -> str | None:
+    """Why the dense kernels cannot run the call, or None when they can."""
+    query = call.query
+    if not query.is_cuda:
+        return f"needs a CUDA tensor, got {query.device.type}"
+    if not _triton_installed():
+        return "needs triton, which is not installed; CUDA builds of torch bring it"
+    if engine(query.device) is None:
+        return "needs an NVIDIA GPU of compute capability 8.0 or later and torch's cuDNN or flash attention"
+    if query.dtype not in (torch.float16, torch.bfloat16):
+        return f"dtype must be float16 or bfloat16, got {str(query.dtype).removeprefix('torch.')}"
+    if call.key_padding_mask is not None:
+        return "has no key padding; use backend='triton'"
+    if call.dropout_p:
+        return "has no dropout; pass dropout_p=0.0"
+    if not call.scale > 0:
+        return f"scale must be > 0, got {call.scale}"
+    d, e = query.shape[3], call.value.shape[3]
+    if d != e or d % 8 or d > WIDEST:
+        return f"head widths must be equal, a multiple of 8 and <= {WIDEST}, got {d} and {e}"
+    for name in SIDES:
+        tensor: Tensor = getattr(call, name)
+        if tensor.data_ptr() % 16 or any(stride % 8 for stride in tensor.stride()[:3]):
+            return f"rows of the {name} must begin at multiples of 16 bytes, got strides {tensor.stride()}"
+    if call.plan.device != query.device:
+        return f"the plan must be on {query.device}, got {call.plan.device}"
+    if branches_of(call.plan) is None:
+        return f"every part of the plan must be segments met whole or causally, got {call.plan.name}"
+    pieces = len(layout_of(call).pieces)
+    if pieces > MOST_PIECES:
+        return f"the plan must fall into <= {MOST_PIECES} dense calls, got {pieces}"
+    return None
+
+
+def forward(call: AttentionCall) -> Forward:
+    """Output and LSE of a call that `why_not` accepts."""
+    layout = layout_of(call)
+    join = layout.joins["query"]
+    outputs, lses = [], []
+    for piece, strides in zip(layout.pieces, join.strides, strict=True):
+        views = piece.view(call.query), piece.view(call.key, keys=True), piece.view(call.value, keys=True)
+        output, lse = attend(*views, piece.causal, call.scale)
+        outputs.append(_laid_out(output, strides))
+        lses.append(lse)
+    batch, heads, n, _ = call.query.shape
+    if join.seen is not None:
+        seen = layout.pieces[join.seen]
+        output = _unfolded(outputs.pop(join.seen), call.query)
+        lse = lses.pop(join.seen)
+        if seen.segments > 1:
+            order = (1, 2, 0, 3) if seen.batch_inner else (0, 2, 1, 3)
+            counts = (seen.segments, seen.batches, heads) if seen.batch_inner else (seen.batches, seen.segments, heads)
+            lse = lse.view(*counts, seen.length).permute(order)
+        lse = lse.reshape(batch, heads, n)
+    else:
+        output = empty_rows(call.query, call.value.shape[3])
+        lse = torch.empty((batch, heads, n), dtype=torch.float32, device=call.device)
+    if outputs or join.seen is None:
+        from .triton_pieces import combine
+
+        combine(output, lse, outputs, lses, join.table, seen=join.seen is not None, group=1)
+    return Forward(output, lse)
+
+
+def backward(
+    call: AttentionCall, output: Tensor, lse: Tensor, grad_output: Tensor, grad_lse: Tensor | None
+) -> Gradients:
+    """Gradients of query, key and value, from those of the output and, where given, of the LSE."""
+    if grad_lse is not None:
+        # The dense kernels derive their row constant from the output and its gradient alone.
+        from . import triton_backend
+
+        return triton_backend.backward(call, output, lse, grad_output, grad_lse)
+    from .triton_pieces import gather
+
+    layout = layout_of(call)
+    pack = pack_of(layout, output)
+    strides = layout.joins["query"].strides
+    if None in pack.at and grad_output.stride() != output.stride():
+        grad_output = _laid_out(grad_output, output.stride())
+    if pack.rows:
+        packed = gather(output, grad_output, lse, pack.table, pack.blocks, pack.rows)
+    width = output.shape[3]
+    shares: dict[str, list[Tensor]] = {name: [] for name in SIDES}
+    for piece, at, dense in zip(layout.pieces, pack.at, strides, strict=True):
+        if at is None:
+            own = piece.view(output), piece.view(grad_output), piece.view(lse).contiguous()
+        else:
+            size = (piece.outer, piece.inner, piece.length)
+            rows, grads = (t.as_strided((*size, width), dense, at * width) for t in packed[:2])
+            own = rows, grads, packed[2][at : at + piece.rows].view(size)
+        views = piece.view(call.query), piece.view(call.key, keys=True), piece.view(call.value, keys=True)
+        for share, grad in zip(shares.values(), attend_backward(*views, *own, piece.causal, call.scale), strict=True):
+            share.append(grad)
+    return Gradients(*(_joined(layout.joins[name], shares[name], call, name) for name in SIDES))
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """Dense attention on (outer, inner, L, D) views: output of that shape, and LSE (outer, inner, L)."""
+    if query.shape[2] == 1:
+        # cuDNN refuses a single row.
+        return value.clone(), scale * (query.float() * key.float()).sum(-1)
+    if engine(query.device) == "cudnn":
+        output, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+            query, key, value, None, True, 0.0, causal, False, scale=scale
+        )
+        return output, lse.squeeze(-1)
+    return torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, causal, False, scale=scale)[:2]
+
+
+def attend_backward(
+    query: Tensor, key: Tensor, value: Tensor, output: Tensor, grad: Tensor, lse: Tensor, causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of `attend`, where output and LSE may be those of a softmax over more keys than these.
+
+    Output and its gradient must have the strides torch gives a dense result of the query's view, and the LSE must be
+    contiguous: torch keeps compiled cuDNN graphs by the inputs' strides and trusts that these follow.
+    """
+    length = query.shape[2]
+    if length == 1:
+        q, k, v, o, g = (t.float() for t in (query, key, value, output, grad))
+        weight = torch.exp(scale * (q * k).sum(-1) - lse)[..., None]
+        slope = scale * weight * (g * (v - o)).sum(-1, keepdim=True)
+        return tuple(t.to(query.dtype) for t in (slope * k, slope * q, weight * g))  # pyrefly: ignore[bad-return]
+    seed = _unused_seed(query.device)
+    if engine(query.device) == "cudnn":
+        return torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+            grad, query, key, value, output, lse.unsqueeze(-1), seed, seed, None, None, None, length, length, 0.0,
+            causal, scale=scale,
+        )  # fmt: skip
+    return torch.ops.aten._scaled_dot_product_flash_attention_backward(
+        grad, query, key, value, output, lse, None, None, length, length, 0.0, causal, seed, seed, scale=scale
+    )
+
+
+def engine(device: torch.device) -> str | None:
+    """The dense kernel this device runs: "cudnn", "flash" or none."""
+    major = _capability(device)
+    if major >= 9 and torch.backends.cudnn.is_available() and torch.backends.cuda.cudnn_sdp_enabled():
+        return "cudnn"
+    return "flash" if major >= 8 and torch.backends.cuda.is_flash_attention_available() else None
+
+
+@lru_cache(maxsize=64)
+def _capability(device: torch.device) -> int:
+    if device.type != "cuda" or torch.version.hip is not None:
+        return 0
+    return torch.cuda.get_device_capability(device)[0]
+
+
+@lru_cache(maxsize=64)
+def _unused_seed(device: torch.device) -> Tensor:
+    return torch.zeros(2, dtype=torch.uint64, device=device)
+
+
+@lru_cache(maxsize=1)
+def _triton_installed() -> bool:
+    return find_spec("triton") is not None
+
+
+def layout_of(call: AttentionCall) -> Layout:
+    """The pieces of a call, kept with its plan."""
+    tensors = call.query, call.key, call.value
+    known = _layouts.setdefault(call.plan, {})
+    key = (call.query.shape[0], call.key.shape[1], call.query.shape[3], *(t.stride() for t in tensors))
+    layout = known.get(key)
+    if layout is None:
+        branches = branches_of(call.plan)
+        assert branches is not None
+        ways = [tuple(_pieces(branches, call, one_residue)) for one_residue in (False, True)]
+        layout = known[key] = Layout(min(ways, key=len))
+        layout.joins |= {name: _join(layout.pieces, call, name) for name in SIDES}
+    return layout
+
+
+def _pieces(branches: tuple[Branch, ...], call: AttentionCall, one_residue: bool) -> Iterator[Piece]:
+    batch, group = call.query.shape[0], call.query.shape[1] // call.key.shape[1]
+    for branch in branches:
+        for begin, hop, segments, extent in branch.runs:
+            alike: dict[tuple[int, bool], list[tuple[int, int]]] = {}
+            for head, offset, causal in branch.heads:
+                alike.setdefault((-(-(extent - offset) // branch.rate), causal), []).append((head, offset))
+            for (length, causal), heads in alike.items():
+                if length <= 0:
+                    continue
+                for head, step, count, offset, offset_step, key_step in _progressions(heads, group, one_residue):
+                    place = begin, hop, segments, head, step, count, offset, offset_step, branch.rate, length, causal
+                    alone = Piece(0, 1, 0, 0, *place, head // group, key_step)
+                    yield from _over_batches(alone, batch, call)
+
+
+def _progressions(heads: list[tuple[int, int]], group: int, one_residue: bool) -> Iterator[tuple[int, ...]]:
+    """Heads at equal steps whose residues and key heads step equally too: head, step, count, offset, its step, key step."""
+    left = list(heads)
+    while left:
+        head, offset = left[0]
+        best, step = [left[0]], (1, 0, 0)
+        for other, other_offset in left[1:]:
+            by, offset_by, key_by = other - head, other_offset - offset, other // group - head // group
+            # A view cannot step backwards.
+            if offset_by < 0 or (one_residue and offset_by):
+                continue
+            chain, members = [left[0]], set(left)
+            while (following := (chain[-1][0] + by, chain[-1][1] + offset_by)) in members:
+                if following[0] // group - chain[-1][0] // group != key_by:
+                    break
+                chain.append(following)
+            if len(chain) > len(best):
+                best, step = chain, (by, offset_by, key_by)
+        left = [one for one in left if one not in best]
+        yield head, step[0], len(best), offset, step[1], step[2]
+
+
+def _over_batches(piece: Piece, batch: int, call: AttentionCall) -> Iterator[Piece]:
+    """The piece for the whole batch, counted with the segments or the heads where memory lies so; else one each."""
+    place = astuple(piece)[4:]
+    if batch == 1:
+        yield piece
+        return
+    sides = [(t.stride(), keys) for t, keys in ((call.query, False), (call.key, True), (call.value, True))]
+    if piece.segments == 1 or all(of[0] == piece.segments * piece.strides(of, keys)[0] for of, keys in sides):
+        yield Piece(0, batch, piece.segments, 0, *place)
+    elif piece.heads == 1 or all(of[0] == piece.heads * piece.strides(of, keys)[1] for of, keys in sides):
+        yield Piece(0, batch, 0, piece.heads, *place)
+    else:
+        yield from (Piece(index, 1, 0, 0, *place) for index in range(batch))
+
+
+def _join(pieces: tuple[Piece, ...], call: AttentionCall, name: str) -> Join:
+    tensor: Tensor = getattr(call, name)
+    keys, width = name != "query", tensor.shape[3]
+    batch, heads, n, _ = call.query.shape
+    dense, seen = [], None
+    for index, piece in enumerate(pieces):
+        view = torch.empty_strided(
+            (piece.outer, piece.inner, piece.length, width), (*piece.strides(tensor.stride(), keys), 1), device="meta"
+        )
+        dense.append(torch.empty_like(view).stride())
+        if seen is None and tensor.shape[1] == heads and piece.covers(batch, heads, n):
+            seen = index if _lies_as_rows(piece, dense[-1], tensor) else None
+    entries = [_entry(p, strides, 0) for i, (p, strides) in enumerate(zip(pieces, dense, strict=True)) if i != seen]
+    table = torch.tensor(entries, dtype=torch.int64, device=call.device)
+    return Join(tuple(dense), seen, table)
+
+
+def _entry(piece: Piece, strides: Strides, packed: int) -> tuple[int, ...]:
+    """The piece as `triton_pieces.COLUMNS` names its numbers."""
+    return (*astuple(piece)[:14], *strides[:3], piece.inner, packed)
+
+
+def _lies_as_rows(piece: Piece, strides: Strides, like: Tensor) -> bool:
+    """Whether a dense tensor of a piece that covers everything is, in memory, what `empty_rows` would give."""
+    of = _rows_strides(like)
+    size = (piece.outer, piece.inner, piece.length)
+    return all(a == b or edge == 1 for a, b, edge in zip(piece.strides(of, False), strides, size, strict=False))
+
+
+def _rows_strides(like: Tensor) -> Strides:
+    return empty_rows(torch.empty_strided(like.size(), like.stride(), device="meta"), like.shape[3]).stride()
+
+
+def _unfolded(rows: Tensor, like: Tensor) -> Tensor:
+    return rows.as_strided(like.size(), _rows_strides(like))
+
+
+def _laid_out(rows: Tensor, strides: Strides) -> Tensor:
+    """The same rows in this memory order; nothing to do where the kernel chose it itself."""
+    if all(a == b or edge == 1 for a, b, edge in zip(rows.stride(), strides, rows.shape, strict=True)):
+        return rows
+    return torch.empty_strided(rows.size(), strides, dtype=rows.dtype, device=rows.device).copy_(rows)
+
+
+def _joined(join: Join, shares: list[Tensor], call: AttentionCall, name: str) -> Tensor:
+    from .triton_pieces import combine
+
+    like: Tensor = getattr(call, name)
+    shares = [_laid_out(share, strides) for share, strides in zip(shares, join.strides, strict=True)]
+    grad = empty_rows(like, like.shape[3]) if join.seen is None else _unfolded(shares.pop(join.seen), like)
+    if shares or join.seen is None:
+        group = call.query.shape[1] // like.shape[1]
+        combine(grad, None, shares, [], join.table, seen=join.seen is not None, group=group)
+    return grad
+
+
+def pack_of(layout: Layout, output: Tensor) -> Pack:
+    """What must be copied for a backward pass, given how the output lies."""
+    known = layout.packs.get(output.stride())
+    if known is not None:
+        return known
+    from .triton_pieces import ROWS
+
+    entries, blocks, at, total = [], [], [], 0
+    for index, (piece, strides) in enumerate(zip(layout.pieces, layout.joins["query"].strides, strict=True)):
+        own = (*piece.strides(output.stride(), False), 1)
+        size = (piece.outer, piece.inner, piece.length, output.shape[3])
+        dense = all(a == b or edge == 1 for a, b, edge in zip(own, strides, size, strict=True))
+        entries.append(_entry(piece, strides, total))
+        at.append(None if dense else total)
+        if not dense:
+            blocks += [(index, row) for row in range(0, piece.rows, ROWS)]
+            total += piece.rows
+    table = torch.tensor(entries, dtype=torch.int64, device=output.device)
+    pack = Pack(table, torch.tensor(blocks, dtype=torch.int32, device=output.device).view(-1, 2), tuple(at), total)
+    layout.packs[output.stride()] = pack
+    return pack
