@@ -68,7 +68,7 @@ def test_forward_fits_a_multiprocessor(d, block, dtype, tmp_path):
 
     config = hopper_backend.FORWARD_CONFIGS[d]
     rows, keys = descriptor(64, d, dtype), descriptor(config.key_tile, d, dtype)
-    types = dict.fromkeys(("p_work", "p_full", "p_partial", "p_bits"), "*i32")
+    types = dict.fromkeys(("p_work", "p_full", "p_partial", "p_bits", "p_next"), "*i32")
     types |= dict.fromkeys(("items", "items_a_batch", "heads", "group", "n"), "i32")
     types |= {"q_desc": rows, "k_desc": keys, "v_desc": keys, "o_desc": rows, "p_lse": "*fp32", "scale": "fp32"}
     constants = {
@@ -77,6 +77,7 @@ def test_forward_fits_a_multiprocessor(d, block, dtype, tmp_path):
         "V_STAGES": config.v_stages,
         "PING_PONG": config.ping_pong,
         "SHARED_EXP": config.shared_exp,
+        "DYNAMIC": config.persistent,
         "WORKER_REGISTERS": config.registers,
     }
     assert_fits(compile_kernel(attention_fwd_kernel, types, constants), tmp_path)

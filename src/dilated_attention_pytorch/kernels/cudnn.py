@@ -76,11 +76,27 @@ class Piece:
         return self.batch * of[0] + head * of[1] + (self.begin + self.offset) * of[2]
 
     def view(self, tensor: Tensor, keys: bool = False) -> Tensor:
-        """The piece's rows of a (B, H, N, D) or (B, H, N) tensor."""
+        """The piece's rows of a (B, H, N, D) tensor that `folds`."""
         of = tensor.stride()
-        size = (self.outer, self.inner, self.length, *tensor.shape[3:])
-        stride = (*self.strides(of, keys), *of[3:])
+        size = (self.outer, self.inner, self.length, tensor.shape[3])
+        stride = (*self.strides(of, keys), 1)
         return tensor.as_strided(size, stride, tensor.storage_offset() + self.start(of, keys))
+
+    def folds(self, of: Strides, keys: bool) -> bool:
+        """Whether a tensor with these strides has its batches where the piece counts them."""
+        outer, inner, _ = self.strides(of, keys)
+        along_outer = not self.batch_outer or of[0] == self.segments * outer
+        return along_outer and (not self.batch_inner or of[0] == self.heads * inner)
+
+    def flat(self, lse: Tensor) -> Tensor:
+        """The piece's rows of a (B, H, N) tensor with any strides, contiguous (outer, inner, L)."""
+        of = lse.stride()
+        size = (self.batches, self.segments, self.heads, self.length)
+        step = self.head_step * of[1] + self.offset_step * of[2]
+        stride = (of[0], self.hop * of[2], step, self.rate * of[2])
+        rows = lse.as_strided(size, stride, lse.storage_offset() + self.start(of, False))
+        rows = rows.transpose(0, 1) if self.batch_inner else rows
+        return rows.reshape(self.outer, self.inner, self.length).contiguous()
 
     def covers(self, batch: int, heads: int, n: int) -> bool:
         """Whether every row of the sequence is a row of this piece."""
@@ -209,7 +225,7 @@ def backward(
     shares: dict[str, list[Tensor]] = {name: [] for name in SIDES}
     for piece, at, dense in zip(layout.pieces, pack.at, strides, strict=True):
         if at is None:
-            own = piece.view(output), piece.view(grad_output), piece.view(lse).contiguous()
+            own = piece.view(output), piece.view(grad_output), piece.flat(lse)
         else:
             size = (piece.outer, piece.inner, piece.length)
             rows, grads = (t.as_strided((*size, width), dense, at * width) for t in packed[:2])
@@ -315,7 +331,7 @@ def _pieces(branches: tuple[Branch, ...], call: AttentionCall, one_residue: bool
 
 
 def _progressions(heads: list[tuple[int, int]], group: int, one_residue: bool) -> Iterator[tuple[int, ...]]:
-    """Heads at equal steps whose residues and key heads step equally too: head, step, count, offset, its step, key step."""
+    """Heads at equal steps, so their residues and key heads: head, step, count, residue, its step, key head's step."""
     left = list(heads)
     while left:
         head, offset = left[0]
@@ -342,13 +358,12 @@ def _over_batches(piece: Piece, batch: int, call: AttentionCall) -> Iterator[Pie
     if batch == 1:
         yield piece
         return
-    sides = [(t.stride(), keys) for t, keys in ((call.query, False), (call.key, True), (call.value, True))]
-    if piece.segments == 1 or all(of[0] == piece.segments * piece.strides(of, keys)[0] for of, keys in sides):
-        yield Piece(0, batch, piece.segments, 0, *place)
-    elif piece.heads == 1 or all(of[0] == piece.heads * piece.strides(of, keys)[1] for of, keys in sides):
-        yield Piece(0, batch, 0, piece.heads, *place)
-    else:
-        yield from (Piece(index, 1, 0, 0, *place) for index in range(batch))
+    sides = (call.query, False), (call.key, True), (call.value, True)
+    for folded in (Piece(0, batch, piece.segments, 0, *place), Piece(0, batch, 0, piece.heads, *place)):
+        if all(folded.folds(tensor.stride(), keys) for tensor, keys in sides):
+            yield folded
+            return
+    yield from (Piece(index, 1, 0, 0, *place) for index in range(batch))
 
 
 def _join(pieces: tuple[Piece, ...], call: AttentionCall, name: str) -> Join:
@@ -377,7 +392,9 @@ def _lies_as_rows(piece: Piece, strides: Strides, like: Tensor) -> bool:
     """Whether a dense tensor of a piece that covers everything is, in memory, what `empty_rows` would give."""
     of = _rows_strides(like)
     size = (piece.outer, piece.inner, piece.length)
-    return all(a == b or edge == 1 for a, b, edge in zip(piece.strides(of, False), strides, size, strict=False))
+    return piece.folds(of, False) and all(
+        a == b or edge == 1 for a, b, edge in zip(piece.strides(of, False), strides, size, strict=False)
+    )
 
 
 def _rows_strides(like: Tensor) -> Strides:
@@ -418,7 +435,9 @@ def pack_of(layout: Layout, output: Tensor) -> Pack:
     for index, (piece, strides) in enumerate(zip(layout.pieces, layout.joins["query"].strides, strict=True)):
         own = (*piece.strides(output.stride(), False), 1)
         size = (piece.outer, piece.inner, piece.length, output.shape[3])
-        dense = all(a == b or edge == 1 for a, b, edge in zip(own, strides, size, strict=True))
+        dense = piece.folds(output.stride(), False) and all(
+            a == b or edge == 1 for a, b, edge in zip(own, strides, size, strict=True)
+        )
         entries.append(_entry(piece, strides, total))
         at.append(None if dense else total)
         if not dense:

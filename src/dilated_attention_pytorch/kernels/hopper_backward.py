@@ -26,14 +26,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
     tma,
     warpgroup_mma,
+    warpgroup_mma_init,
     warpgroup_mma_wait,
 )
 
-from .hopper_forward import copy_in, copy_out, post, read
+from .hopper_forward import claim_item, copy_in, copy_out, next_item, post, read
 
 ROWS = gl.constexpr(64)
 """Keys a warpgroup owns, and the side of the piece of dQ it multiplies."""
 PIECE = gl.constexpr(64 * 64)
+MEETING = gl.constexpr(8)
+"""Hardware barrier of the two warpgroups; the compiler uses the first few."""
 PIECE_FLOATS = tl.constexpr(64 * 64)
 
 ITEM_HEAD, ITEM_KEY, ITEM_STEPS, ITEM_BATCH = (gl.constexpr(i) for i in range(4))
@@ -43,9 +46,9 @@ TILE_SUM, TILE_MASK, TILE_LOW, TILE_HIGH, TILE_LAST = (gl.constexpr(i) for i in 
 band and the last key, counted from the item's first key and the tile's first query."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n"], do_not_specialize_on_alignment=["p_lse", "p_dlse"])
 def prepare_bwd_kernel(
-    p_out, p_do, p_lse, p_dlse, p_rows, p_sum, n, so_b, so_h, so_n, sg_b, sg_h, sg_n, sl_b, sl_h, sl_n,
+    p_out, p_do, p_lse, p_dlse, p_rows, p_sum, p_next, n, so_b, so_h, so_n, sg_b, sg_h, sg_n, sl_b, sl_h, sl_n,
     BM: tl.constexpr, D: tl.constexpr, LSE_GRAD: tl.constexpr, ZERO: tl.constexpr,
 ):  # fmt: skip
     """For a tile of query rows: its LSE in log2 units, delta = rowsum(dO * O) - dLSE, and zeros in its sum of dQ.
@@ -69,6 +72,7 @@ def prepare_bwd_kernel(
         # A row without a key has LSE -inf whatever the inputs: nothing flows back through it.
         b_delta -= tl.load(p_dlse + batch * sl_b + head * sl_h + o_q * sl_n, mask=b_met, other=0.0)
     place = row * tl.num_programs(0) + tile
+    tl.store(p_next, 0, mask=place == 0)
     p_own = p_rows + place * 2 * BM + tl.arange(0, BM)
     tl.store(p_own, tl.where(b_met, b_lse * 1.4426950408889634, float("inf")))
     tl.store(p_own + BM, b_delta)
@@ -77,7 +81,7 @@ def prepare_bwd_kernel(
         tl.store(p_sum + place * BM * D + o_sum, tl.zeros([BM * D], tl.float32))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n", "scale"])
 def finish_dq_kernel(p_sum, p_dq, n, scale, sx_b, sx_h, sx_n, BM: tl.constexpr, D: tl.constexpr):
     """dQ from the sums of its pieces: scaled, rounded, and in the order of the rows."""
     tile = tl.program_id(0)
@@ -99,8 +103,8 @@ def finish_dq_kernel(p_sum, p_dq, n, scale, sx_b, sx_h, sx_n, BM: tl.constexpr, 
 
 @gluon.jit
 def stream_tile(
-    q_desc, do_desc, b_q, b_do, b_rows, b_tile, q_full, q_empty, do_full, do_empty, p_rows,
-    count, batch, head, o_query, place, mask, low, high, last_key, STAGES: gl.constexpr,
+    q_desc, do_desc, b_q, b_do, b_rows, b_tile, full, empty, p_rows,
+    count, batch, head, tile, place, mask, low, high, last_key, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Start copying one tile of queries, with its LSE, delta and note, into its slot of the ring."""
     BM: gl.constexpr = q_desc.block_shape[2]
@@ -108,22 +112,20 @@ def stream_tile(
     # Read before the wait for a free slot, which hides the latency.
     own = gl.load(p_rows + place.to(gl.int64) * (2 * BM) + gl.arange(0, 2 * BM, layout))
     slot = count % STAGES
-    phase = ((count // STAGES) & 1) ^ 1
-    mbarrier.wait(q_empty.index(slot), phase)
+    mbarrier.wait(empty.index(slot), ((count // STAGES) & 1) ^ 1)
     b_rows.index(slot).store(own)
     post(b_tile.index(slot), place, mask, low, high, last_key)
-    mbarrier.expect(q_full.index(slot), q_desc.block_type.nbytes)
-    copy_in(q_desc, [batch, head, o_query, 0], q_full.index(slot), b_q.index(slot))
-    mbarrier.wait(do_empty.index(slot), phase)
-    mbarrier.expect(do_full.index(slot), do_desc.block_type.nbytes)
-    copy_in(do_desc, [batch, head, o_query, 0], do_full.index(slot), b_do.index(slot))
+    mbarrier.expect(full.index(slot), 2 * q_desc.block_type.nbytes)
+    copy_in(q_desc, [batch, head, tile * BM, 0], full.index(slot), b_q.index(slot))
+    copy_in(do_desc, [batch, head, tile * BM, 0], full.index(slot), b_do.index(slot))
 
 
 @gluon.jit
 def load_backward_tiles(
     q_desc, do_desc, k_desc, v_desc, b_q, b_do, b_k, b_v, b_rows, b_item, b_tile,
-    q_full, q_empty, do_full, do_empty, kv_full, kv_empty,
-    p_rows, p_work, p_class, p_walk, p_whole, p_partial, items, items_a_batch, heads, group, query_tiles, key_blocks, n,
+    full, empty, kv_full, kv_empty,
+    p_rows, p_work, p_class, p_walk, p_whole, p_partial, p_next, items, items_a_batch, heads, group, query_tiles,
+    key_blocks, n,
     BLOCK: gl.constexpr, STAGES: gl.constexpr, KV_STAGES: gl.constexpr,
 ):  # fmt: skip
     """The loader warp: K and V of an item, then Q and dO of each tile that meets it, for every head of the group."""
@@ -131,7 +133,9 @@ def load_backward_tiles(
     SUB: gl.constexpr = BLOCK // BM
     tile_count = 0
     item_count = 0
-    for item in range(gl.program_id(0), items, gl.num_programs(0)):
+    item = gl.program_id(0)
+    while item < items:
+        claim = claim_item(p_next, True)
         batch = item // items_a_batch
         p_item = p_work + (item % items_a_batch) * 4
         key_head = gl.load(p_item)
@@ -161,8 +165,8 @@ def load_backward_tiles(
             for step in range(whole_steps):
                 tile = (whole_base + gl.load(p_whole + whole_begin + step // SUB)) * SUB + step % SUB
                 stream_tile(
-                    q_desc, do_desc, b_q, b_do, b_rows, b_tile, q_full, q_empty, do_full, do_empty, p_rows,
-                    tile_count, batch, head, tile * BM, first_place + tile, -1, 0, 0, 0, STAGES,
+                    q_desc, do_desc, b_q, b_do, b_rows, b_tile, full, empty, p_rows,
+                    tile_count, batch, head, tile, first_place + tile, -1, 0, 0, 0, STAGES,
                 )  # fmt: skip
                 tile_count += 1
             for step in range(partial_steps):
@@ -173,12 +177,13 @@ def load_backward_tiles(
                 low = gl.load(p_entry + 2) - o_col + o_sub
                 high = gl.load(p_entry + 3) - o_col + o_sub
                 stream_tile(
-                    q_desc, do_desc, b_q, b_do, b_rows, b_tile, q_full, q_empty, do_full, do_empty, p_rows,
-                    tile_count, batch, head, tile * BM, first_place + tile,
+                    q_desc, do_desc, b_q, b_do, b_rows, b_tile, full, empty, p_rows,
+                    tile_count, batch, head, tile, first_place + tile,
                     mask, low, high, n - 1 - o_key, STAGES,
                 )  # fmt: skip
                 tile_count += 1
         item_count += 1
+        item = next_item(claim, p_next, item, items, True)
     slot = item_count % KV_STAGES
     mbarrier.wait(kv_empty.index(slot), ((item_count // KV_STAGES) & 1) ^ 1)
     post(b_item.index(slot), 0, 0, 0, -1, 0)
@@ -228,10 +233,17 @@ def add_piece(p_piece, piece):
 
 
 @gluon.jit
+def meet():
+    """Wait until both warpgroups are here; what they wrote to shared memory before is then seen by both."""
+    gl.inline_asm_elementwise(
+        "bar.sync $1, 256; mov.b32 $0, 0;", "=r,n", [MEETING], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
 def gather_keys(
     C: gl.constexpr,
-    dk_desc, dv_desc, b_q, b_do, b_k, b_v, b_ds, b_rows, b_item, b_tile,
-    q_full, q_empty, do_full, do_empty, kv_full, kv_empty, ds_full, k_done,
+    dk_desc, dv_desc, b_q, b_do, b_k, b_v, b_ds, b_rows, b_item, b_tile, full, empty, kv_full, kv_empty,
     p_sum, p_bits, scale, scale_log2,
     BLOCK: gl.constexpr, STAGES: gl.constexpr, KV_STAGES: gl.constexpr, DQ: gl.constexpr,
 ):  # fmt: skip
@@ -259,22 +271,22 @@ def gather_keys(
         kv_slot = item_count % KV_STAGES
         item = b_item.index(kv_slot)
         steps = read(item, ITEM_STEPS)
-        dk = gl.full([ROWS, D], 0.0, gl.float32, acc_layout)
+        dk_token = warpgroup_mma_init(gl.full([ROWS, D], 0.0, gl.float32, acc_layout))
         dv = gl.full([ROWS, D], 0.0, gl.float32, acc_layout)
-        for _ in range(steps):
+        for step in range(steps):
             slot = tile_count % STAGES
-            phase = (tile_count // STAGES) & 1
             o_item = here(kv_slot * 2)
             k = b_k.index(o_item + C).reshape([ROWS, D])
             v = b_v.index(o_item + C).reshape([ROWS, D])
             q = b_q.index(slot).reshape([BM, D])
             do = b_do.index(slot).reshape([BM, D])
             note = b_tile.index(slot)
-            mbarrier.wait(q_full.index(slot), phase)
+            mbarrier.wait(full.index(slot), (tile_count // STAGES) & 1)
             scores_token = warpgroup_mma(k, q.permute((1, 0)), no_scores, use_acc=False, is_async=True)
-            mbarrier.wait(do_full.index(slot), phase)
             dp_token = warpgroup_mma(v, do.permute((1, 0)), no_scores, use_acc=False, is_async=True)
-            scores = warpgroup_mma_wait(1, deps=(scores_token,))
+            # dK of the step before ran beside the start of this one; its queries are free only now.
+            scores, dk = warpgroup_mma_wait(1, deps=(scores_token, dk_token))
+            mbarrier.arrive(empty.index((tile_count + STAGES - 1) % STAGES), count=1, pred=step > 0)
             lse = b_rows.index(slot).slice(0, BM).load(queries)
             weights = gl.exp2(scores * scale_log2 - gl.expand_dims(lse, 0))
             if read(note, TILE_MASK) >= 0:
@@ -282,50 +294,45 @@ def gather_keys(
             dp = warpgroup_mma_wait(0, deps=(dp_token,))
             delta = b_rows.index(slot).slice(BM, BM).load(queries)
             ds = (weights * (dp - gl.expand_dims(delta, 0))).to(dtype)
+            ds_slot = (tile_count % 2) * 2
+            b_ds.index(ds_slot + C).store(ds)
+            fence_async_shared()
+            dv_token = warpgroup_mma(gl.convert_layout(weights.to(dtype), operand), do, dv, is_async=True)
             if DQ:
-                ds_slot = tile_count % 2
-                b_ds.index(ds_slot * 2 + C).store(ds)
-                fence_async_shared()
-                mbarrier.arrive(ds_full.index(ds_slot), count=1)
-            a_weights = gl.convert_layout(weights.to(dtype), operand)
-            dv_token = warpgroup_mma(a_weights, do, dv, is_async=True)
-            if DQ:
-                mbarrier.wait(ds_full.index(ds_slot), (tile_count // 2) & 1)
+                meet()
                 piece_token = no_piece
                 for half in gl.static_range(2):
                     if D == 128:
-                        left = b_ds.index(ds_slot * 2 + half).permute((1, 0))
+                        left = b_ds.index(ds_slot + half).permute((1, 0))
                         right = b_k.index(o_item + half).reshape([ROWS, D]).slice(C * ROWS, ROWS, dim=1)
                     else:
-                        left = b_ds.index(ds_slot * 2 + half).slice(C * ROWS, ROWS, dim=1).permute((1, 0))
+                        left = b_ds.index(ds_slot + half).slice(C * ROWS, ROWS, dim=1).permute((1, 0))
                         right = b_k.index(o_item + half).reshape([ROWS, D])
                     piece_token = warpgroup_mma(left, right, piece_token, use_acc=half == 1, is_async=True)
-            a_ds = gl.convert_layout(ds, operand)
-            dk_token = warpgroup_mma(a_ds, q, dk, is_async=True)
+            # From shared memory: from registers it would hold them while the next step's scores need room.
+            dk_token = warpgroup_mma(b_ds.index(ds_slot + C), q, dk, is_async=True)
             if DQ:
                 dv, piece = warpgroup_mma_wait(1, deps=(dv_token, piece_token))
-                mbarrier.arrive(do_empty.index(slot), count=1)
                 place = read(note, TILE_SUM).to(gl.int64)
                 add_piece(p_sum + (place * 2 + C) * PIECE, piece)
             else:
                 dv = warpgroup_mma_wait(1, deps=(dv_token,))
-                mbarrier.arrive(do_empty.index(slot), count=1)
-            dk = warpgroup_mma_wait(0, deps=(dk_token,))
-            mbarrier.arrive(q_empty.index(slot), count=1)
             tile_count += 1
+        dk = warpgroup_mma_wait(0, deps=(dk_token,))
+        mbarrier.arrive(empty.index((tile_count + STAGES - 1) % STAGES), count=1, pred=steps > 0)
 
         batch = read(item, ITEM_BATCH)
         head = read(item, ITEM_HEAD)
         o_key = read(item, ITEM_KEY) + C * ROWS
-        b_v.index(kv_slot * 2 + C).reshape([ROWS, D]).store(dv.to(dtype))
-        fence_async_shared()
-        copy_out(dv_desc, [batch, head, o_key, 0], b_v.index(kv_slot * 2 + C))
+        b_dv = b_v.index(kv_slot * 2 + C)
+        b_dk = b_k.index(kv_slot * 2 + C)
+        b_dv.reshape([ROWS, D]).store(dv.to(dtype))
         # The sibling multiplies by these rows of K too; they are free to hold dK once it is done.
-        mbarrier.arrive(k_done, count=1)
-        mbarrier.wait(k_done, item_count & 1)
-        b_k.index(kv_slot * 2 + C).reshape([ROWS, D]).store((dk * scale).to(dtype))
+        meet()
+        b_dk.reshape([ROWS, D]).store((dk * scale).to(dtype))
         fence_async_shared()
-        copy_out(dk_desc, [batch, head, o_key, 0], b_k.index(kv_slot * 2 + C))
+        copy_out(dv_desc, [batch, head, o_key, 0], b_dv)
+        copy_out(dk_desc, [batch, head, o_key, 0], b_dk)
         tma.store_wait(0)
         mbarrier.arrive(kv_empty.index(kv_slot), count=1)
         item_count += 1
@@ -338,15 +345,15 @@ def gather_keys(
     do_not_specialize=[
         "items", "items_a_batch", "heads", "group", "query_tiles", "key_blocks", "n", "scale", "scale_log2"
     ],
-    do_not_specialize_on_alignment=["p_work", "p_class", "p_walk", "p_whole", "p_partial", "p_bits"],
+    do_not_specialize_on_alignment=["p_work", "p_class", "p_walk", "p_whole", "p_partial", "p_bits", "p_next"],
 )  # fmt: skip
 def attention_dkv_bwd_kernel(
     q_desc, do_desc, k_desc, v_desc, dk_desc, dv_desc, p_rows, p_sum, p_work, p_class, p_walk, p_whole, p_partial,
-    p_bits, items, items_a_batch, heads, group, query_tiles, key_blocks, n, scale, scale_log2,
+    p_bits, p_next, items, items_a_batch, heads, group, query_tiles, key_blocks, n, scale, scale_log2,
     BLOCK: gl.constexpr, STAGES: gl.constexpr, KV_STAGES: gl.constexpr, DQ: gl.constexpr,
     WORKER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """dK and dV of every item `program, program + programs, ...`; with DQ also the sum of dQ, not yet scaled."""
+    """dK and dV of every item, taken by the programs as they come free; with DQ also the sum of dQ, not yet scaled."""
     BM: gl.constexpr = q_desc.block_shape[2]
     D: gl.constexpr = q_desc.block_shape[3]
     dtype: gl.constexpr = q_desc.dtype
@@ -357,46 +364,35 @@ def attention_dkv_bwd_kernel(
     b_do = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BM, D], do_desc.layout)
     b_k = gl.allocate_shared_memory(dtype, [2 * KV_STAGES, 1, 1, ROWS, D], k_desc.layout)
     b_v = gl.allocate_shared_memory(dtype, [2 * KV_STAGES, 1, 1, ROWS, D], v_desc.layout)
-    b_ds = gl.allocate_shared_memory(dtype, [4 if DQ else 1, ROWS, BM], exchange)
+    b_ds = gl.allocate_shared_memory(dtype, [4, ROWS, BM], exchange)
     b_rows = gl.allocate_shared_memory(gl.float32, [STAGES, 2 * BM], note)
     b_item = gl.allocate_shared_memory(gl.int32, [KV_STAGES, 8], note)
     b_tile = gl.allocate_shared_memory(gl.int32, [STAGES, 8], note)
-    q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
-    q_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
-    do_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
-    do_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
     kv_full = gl.allocate_shared_memory(gl.int64, [KV_STAGES, 1], barrier)
     kv_empty = gl.allocate_shared_memory(gl.int64, [KV_STAGES, 1], barrier)
-    ds_full = gl.allocate_shared_memory(gl.int64, [2, 1], barrier)
-    k_done = gl.allocate_shared_memory(gl.int64, [1], barrier)
     for s in gl.static_range(STAGES):
-        mbarrier.init(q_full.index(s), count=1)
-        mbarrier.init(q_empty.index(s), count=2)
-        mbarrier.init(do_full.index(s), count=1)
-        mbarrier.init(do_empty.index(s), count=2)
+        mbarrier.init(full.index(s), count=1)
+        mbarrier.init(empty.index(s), count=2)
     for s in gl.static_range(KV_STAGES):
         mbarrier.init(kv_full.index(s), count=1)
         mbarrier.init(kv_empty.index(s), count=2)
-    for s in gl.static_range(2):
-        mbarrier.init(ds_full.index(s), count=2)
-    mbarrier.init(k_done, count=2)
     gl.warp_specialize(
         [
             (gather_keys, (
-                0, dk_desc, dv_desc, b_q, b_do, b_k, b_v, b_ds, b_rows, b_item, b_tile,
-                q_full, q_empty, do_full, do_empty, kv_full, kv_empty, ds_full, k_done,
+                0, dk_desc, dv_desc, b_q, b_do, b_k, b_v, b_ds, b_rows, b_item, b_tile, full, empty, kv_full, kv_empty,
                 p_sum, p_bits, scale, scale_log2, BLOCK, STAGES, KV_STAGES, DQ,
             )),
             (gather_keys, (
-                1, dk_desc, dv_desc, b_q, b_do, b_k, b_v, b_ds, b_rows, b_item, b_tile,
-                q_full, q_empty, do_full, do_empty, kv_full, kv_empty, ds_full, k_done,
+                1, dk_desc, dv_desc, b_q, b_do, b_k, b_v, b_ds, b_rows, b_item, b_tile, full, empty, kv_full, kv_empty,
                 p_sum, p_bits, scale, scale_log2, BLOCK, STAGES, KV_STAGES, DQ,
             )),
             (load_backward_tiles, (
                 q_desc, do_desc, k_desc, v_desc, b_q, b_do, b_k, b_v, b_rows, b_item, b_tile,
-                q_full, q_empty, do_full, do_empty, kv_full, kv_empty,
-                p_rows, p_work, p_class, p_walk, p_whole, p_partial, items, items_a_batch, heads, group, query_tiles,
-                key_blocks, n, BLOCK, STAGES, KV_STAGES,
+                full, empty, kv_full, kv_empty,
+                p_rows, p_work, p_class, p_walk, p_whole, p_partial, p_next, items, items_a_batch, heads, group,
+                query_tiles, key_blocks, n, BLOCK, STAGES, KV_STAGES,
             )),
         ],
         [4, 1],

@@ -36,7 +36,7 @@ ROWS = gl.constexpr(64)
 ITEM_HEAD, ITEM_ROW, ITEM_FULL, ITEM_PARTIAL, ITEM_BATCH = (gl.constexpr(i) for i in range(5))
 """What the loader tells about an item; ITEM_BATCH is -1 after the last."""
 TILE_MASK, TILE_LAST = (gl.constexpr(i) for i in range(2))
-"""What the loader tells about a partial tile: where its mask begins, and the last key, counted from its first column."""
+"""What the loader tells about a partial tile: where its mask begins, and the last key counted from its first column."""
 TURN = gl.constexpr(8)
 """First of the two hardware barriers of the turns; the compiler uses the low ones itself."""
 
@@ -64,6 +64,13 @@ def load_tile(desc, coordinates, count, full, buffer, STAGES: gl.constexpr):
     slot = count % STAGES
     mbarrier.expect(full.index(slot), desc.block_type.nbytes)
     copy_in(desc, coordinates, full.index(slot), buffer.index(slot))
+
+
+@gluon.jit
+def wait_until_used(used, tile):
+    """Wait until the scores of a tile, and the values of the one before it, are computed."""
+    STAGES: gl.constexpr = used.shape[0]
+    mbarrier.wait(used.index(tile % STAGES), (tile // STAGES) & 1, pred=tile >= 0)
 
 
 @gluon.jit
@@ -105,9 +112,8 @@ def load_tiles(
     q_full,
     q_empty,
     k_full,
-    k_empty,
     v_full,
-    v_empty,
+    used,
     p_work,
     p_full,
     p_partial,
@@ -150,9 +156,9 @@ def load_tiles(
             copy_in(q_desc, [batch, head, o_query + half * ROWS, 0], q_full.index(slot), b_q.index(slot * 2 + half))
         for step in range(full_steps):
             o_key = (full_base + gl.load(p_full + full_begin + step // SUB)) * BLOCK + (step % SUB) * BN
-            mbarrier.wait(k_empty.index(tile_count % K_STAGES), ((tile_count // K_STAGES) & 1) ^ 1)
+            wait_until_used(used, tile_count - K_STAGES)
             load_tile(k_desc, [batch, key_head, o_key, 0], tile_count, k_full, b_k, K_STAGES)
-            mbarrier.wait(v_empty.index(tile_count % V_STAGES), ((tile_count // V_STAGES) & 1) ^ 1)
+            wait_until_used(used, tile_count - V_STAGES + 1)
             load_tile(v_desc, [batch, key_head, o_key, 0], tile_count, v_full, b_v, V_STAGES)
             tile_count += 1
         for step in range(partial_steps):
@@ -161,10 +167,10 @@ def load_tiles(
             o_key = (partial_base + gl.load(p_entry)) * BLOCK + o_col
             mask = gl.load(p_entry + 1)
             k_slot = tile_count % K_STAGES
-            mbarrier.wait(k_empty.index(k_slot), ((tile_count // K_STAGES) & 1) ^ 1)
+            wait_until_used(used, tile_count - K_STAGES)
             post(b_tile.index(k_slot), mask * BLOCK * (BLOCK // 32) + o_col // 32, n - 1 - o_key, 0, 0, 0)
             load_tile(k_desc, [batch, key_head, o_key, 0], tile_count, k_full, b_k, K_STAGES)
-            mbarrier.wait(v_empty.index(tile_count % V_STAGES), ((tile_count // V_STAGES) & 1) ^ 1)
+            wait_until_used(used, tile_count - V_STAGES + 1)
             load_tile(v_desc, [batch, key_head, o_key, 0], tile_count, v_full, b_v, V_STAGES)
             tile_count += 1
         item_count += 1
@@ -210,9 +216,7 @@ def mask_scores(scores, words):
     # Within a word, a thread's columns differ in bits 0, 3 and 4: one shift for all, then a test of a constant bit.
     word = word >> (col & 6)
     bit = gl.full([ROWS, BN], 1, gl.int32, layout) << (col & 25)
-    return gl.inline_asm_elementwise(
-        MASK_ONE, "=f,f,r,r", [scores, word, bit], dtype=gl.float32, is_pure=True, pack=1
-    )
+    return gl.inline_asm_elementwise(MASK_ONE, "=f,f,r,r", [scores, word, bit], dtype=gl.float32, is_pure=True, pack=1)
 
 
 # 2**x of four values that are not above 0: three by the special function unit, one by a cubic on the idle multipliers,
@@ -246,7 +250,7 @@ def exp2_shared(x):
 
 @gluon.jit
 def sum_in_thread(weights):
-    """Sums [64, 4] of a [64, BN] tile over the columns one thread holds; adding up the four is left to the row's end."""
+    """Sums [64, 4] of a [64, BN] tile over the columns of one thread; adding up the four is left to the row's end."""
     BN: gl.constexpr = weights.type.shape[1]
     return gl.sum(gl.sum(weights.reshape([ROWS, BN // 8, 4, 2]), 3), 1)
 
@@ -285,9 +289,23 @@ def pass_turn(C: gl.constexpr, PING_PONG: gl.constexpr):
 
 
 @gluon.jit
-def as_operand(weights, acc_layout: gl.constexpr, dtype: gl.constexpr):
-    """Weights [64, BN] as the left side of a product into an accumulator of that layout."""
-    return gl.convert_layout(weights.to(dtype), gl.DotOperandLayout(operand_index=0, parent=acc_layout, k_width=2))
+def as_operand(weights, acc, b_v):
+    """Weights [64, BN] as the left side of the product with a tile of `b_v` into `acc`."""
+    layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=acc.type.layout, k_width=2)
+    return gl.convert_layout(weights.to(b_v.dtype), layout)
+
+
+# A loop never entered, which the assembler cannot know: it moves neither the softmax down over it nor a wait up.
+HOLD = gl.constexpr("""{
+    .reg .pred never;
+again:
+    setp.lt.s32 never, $1, 0;
+    @!never bra done;
+    nanosleep.u32 1;
+    bra again;
+done:
+    mov.b32 $0, 0;
+}""")
 
 
 @gluon.jit
@@ -302,9 +320,8 @@ def attend_tile(
     b_v,
     b_tile,
     k_full,
-    k_empty,
     v_full,
-    v_empty,
+    used,
     p_bits,
     o_row,
     scale,
@@ -322,7 +339,7 @@ def attend_tile(
     D: gl.constexpr = b_k.shape[4]
     zero = gl.full([ROWS, BN], 0.0, gl.float32, scores_layout)
     # Not at the end of the turn before: 16-bit values cross a loop's end one by one and must be paired again.
-    operand = as_operand(weights, acc.type.layout, b_k.dtype)
+    operand = as_operand(weights, acc, b_v)
     ahead = tile_count + 1
     k_slot = ahead % K_STAGES
     v_slot = tile_count % V_STAGES
@@ -339,11 +356,9 @@ def attend_tile(
     if MASKED:
         scores = mask_scores(scores, words)
     weights, factor, row_max, row_sum = softmax_step(scores, row_max, row_sum, scale, MASKED, SHARED_EXP)
-    # Already complete: the branch it compiles to keeps the assembler from waiting for the values before the softmax.
-    mbarrier.wait(v_full.index(v_slot), (tile_count // V_STAGES) & 1)
+    gl.inline_asm_elementwise(HOLD, "=r,r", [tile_count], dtype=gl.int32, is_pure=False, pack=1)
     acc = warpgroup_mma_wait(0, deps=(acc_token,))
-    mbarrier.arrive(k_empty.index(k_slot), count=1)
-    mbarrier.arrive(v_empty.index(v_slot), count=1)
+    mbarrier.arrive(used.index(ahead % K_STAGES), count=1)
     acc = acc * gl.expand_dims(gl.convert_layout(factor, gl.SliceLayout(1, acc.type.layout)), 1)
     return acc, weights, row_max, row_sum, ahead
 
@@ -361,9 +376,8 @@ def attend_rows(
     q_full,
     q_empty,
     k_full,
-    k_empty,
     v_full,
-    v_empty,
+    used,
     p_bits,
     heads,
     n,
@@ -407,7 +421,7 @@ def attend_rows(
             note = b_tile.index(tile_count % K_STAGES)
             scores = mask_scores(scores, load_mask(note, p_bits, o_row, scores_layout, BN, BLOCK))
             first_partial = 1
-        mbarrier.arrive(k_empty.index(tile_count % K_STAGES), count=1)
+        mbarrier.arrive(used.index(tile_count % K_STAGES), count=1)
         row_max = gl.full([ROWS], -float("inf"), gl.float32, score_rows)
         row_sum = sum_in_thread(zero)
         weights, _, row_max, row_sum = softmax_step(scores, row_max, row_sum, scale, True, False)
@@ -420,19 +434,19 @@ def attend_rows(
         for _ in range(1, full_steps):
             acc, weights, row_max, row_sum, tile_count = attend_tile(
                 acc, weights, row_max, row_sum, tile_count, q,
-                b_k, b_v, b_tile, k_full, k_empty, v_full, v_empty, p_bits, o_row, scale,
+                b_k, b_v, b_tile, k_full, v_full, used, p_bits, o_row, scale,
                 scores_layout, C, False, BLOCK, K_STAGES, V_STAGES, PING_PONG, SHARED_EXP,
             )  # fmt: skip
         for _ in range(first_partial, read(item, ITEM_PARTIAL)):
             acc, weights, row_max, row_sum, tile_count = attend_tile(
                 acc, weights, row_max, row_sum, tile_count, q,
-                b_k, b_v, b_tile, k_full, k_empty, v_full, v_empty, p_bits, o_row, scale,
+                b_k, b_v, b_tile, k_full, v_full, used, p_bits, o_row, scale,
                 scores_layout, C, True, BLOCK, K_STAGES, V_STAGES, PING_PONG, SHARED_EXP,
             )  # fmt: skip
 
         # Last values of this row and first scores of the next item share a turn. After the last item the scores
         # are computed from stale buffers and never read.
-        operand = as_operand(weights, acc_layout, b_q.dtype)
+        operand = as_operand(weights, acc, b_v)
         v_slot = tile_count % V_STAGES
         mbarrier.wait(v_full.index(v_slot), (tile_count // V_STAGES) & 1)
         take_turn(C, PING_PONG)
@@ -450,7 +464,6 @@ def attend_rows(
         )
         pass_turn(C, PING_PONG)
         acc = warpgroup_mma_wait(1, deps=(acc_token,))
-        mbarrier.arrive(v_empty.index(v_slot), count=1)
 
         total = gl.convert_layout(gl.sum(row_sum, 1), score_rows)
         inverse = gl.where(total == 0.0, 0.0, 1.0 / total)
@@ -518,33 +531,31 @@ def attention_fwd_kernel(
     q_full = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], barrier)
     q_empty = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], barrier)
     k_full = gl.allocate_shared_memory(gl.int64, [K_STAGES, 1], barrier)
-    k_empty = gl.allocate_shared_memory(gl.int64, [K_STAGES, 1], barrier)
     v_full = gl.allocate_shared_memory(gl.int64, [V_STAGES, 1], barrier)
-    v_empty = gl.allocate_shared_memory(gl.int64, [V_STAGES, 1], barrier)
+    used = gl.allocate_shared_memory(gl.int64, [K_STAGES, 1], barrier)
     for s in gl.static_range(Q_STAGES):
         mbarrier.init(q_full.index(s), count=1)
         mbarrier.init(q_empty.index(s), count=2)
     for s in gl.static_range(K_STAGES):
         mbarrier.init(k_full.index(s), count=1)
-        mbarrier.init(k_empty.index(s), count=2)
+        mbarrier.init(used.index(s), count=2)
     for s in gl.static_range(V_STAGES):
         mbarrier.init(v_full.index(s), count=1)
-        mbarrier.init(v_empty.index(s), count=2)
     gl.warp_specialize(
         [
             (attend_rows, (
                 0, o_desc, p_lse, b_q, b_k, b_v, b_item, b_tile,
-                q_full, q_empty, k_full, k_empty, v_full, v_empty,
+                q_full, q_empty, k_full, v_full, used,
                 p_bits, heads, n, scale, BLOCK, K_STAGES, V_STAGES, Q_STAGES, PING_PONG, SHARED_EXP,
             )),
             (attend_rows, (
                 1, o_desc, p_lse, b_q, b_k, b_v, b_item, b_tile,
-                q_full, q_empty, k_full, k_empty, v_full, v_empty,
+                q_full, q_empty, k_full, v_full, used,
                 p_bits, heads, n, scale, BLOCK, K_STAGES, V_STAGES, Q_STAGES, PING_PONG, SHARED_EXP,
             )),
             (load_tiles, (
                 q_desc, k_desc, v_desc, b_q, b_k, b_v, b_item, b_tile,
-                q_full, q_empty, k_full, k_empty, v_full, v_empty,
+                q_full, q_empty, k_full, v_full, used,
                 p_work, p_full, p_partial, p_next, items, items_a_batch, group, n,
                 BLOCK, K_STAGES, V_STAGES, Q_STAGES, DYNAMIC,
             )),

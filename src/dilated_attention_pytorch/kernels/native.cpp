@@ -5,8 +5,8 @@
 //
 //     C[i][lanes] += sum_k A[i, k] * B[k][lanes]
 //
-// where B is a small tile that stays in cache and A is read one scalar at a time. A may therefore have any strides:
-// keys and values are used where they lie, whatever their layout or dilation, and nothing is packed. It also makes
+// where B is a small tile that stays in cache and A is read one scalar at a time, so that A may have any strides: keys
+// and values are used where they lie, or from plain copies where their rows are far apart (see `pack`). It also lets
 // the softmax run down the columns, with no sum across a register.
 //
 // Scores are in units of log 2: the query tile carries the factor scale * log2(e).
@@ -21,13 +21,14 @@ namespace {
 
 // Whether each weight of a tile survives dropout, as kernels/dropout.py defines it.
 template <typename T>
-void drop(const Call& call, const QueryTile& q, const Tile<T>& tile, const std::uint32_t* stream, T* weights, Index ld) {
+void drop(const Workspace<T>& w, const QueryTile& q, const Tile<T>& tile, T* buffer) {
+  const Call& call = w.call;
   const T keep = T(call.keep_scale);
   const std::uint32_t below = std::uint32_t(call.drop_below);
   for (Index j = 0; j < tile.count; ++j) {
     const std::uint32_t key = std::uint32_t(tile.first + q.part.keys.rate * j) * 0x9E3779B9u;
-    T* row = weights + j * ld;
-    for (Index i = 0; i < q.lanes; ++i) row[i] = mix(stream[i] ^ key) >= below ? row[i] * keep : T(0);
+    T* row = buffer + (tile.at + j) * w.ld;
+    for (Index i = 0; i < q.lanes; ++i) row[i] = mix(w.stream[i] ^ key) >= below ? row[i] * keep : T(0);
   }
 }
 
@@ -112,7 +113,7 @@ void forward_tile(Workspace<T>& w, const QueryTile& q) {
     score(w, q);
     soften(w, q, keys, seen);
     if (call.drop_below)
-      for (const Tile<T>& tile : w.tiles) drop(call, q, tile, w.stream, w.scores + tile.at * w.ld, w.ld);
+      for (const Tile<T>& tile : w.tiles) drop(w, q, tile, w.scores);
     accumulate(w, q, &Tile<T>::value, &Tile<T>::value_pitch, call.e, w.scores, seen);
     seen = any = true;
   });
@@ -133,7 +134,7 @@ void rows_in(const QueryTile& q, const Array& from, Index width, T factor, T* to
   }
 }
 
-// grad_scores and weights from the scores in place: w.scores becomes the weights that multiplied the values.
+// In place, scores become weights, and gradients of the weights become gradients of the scores.
 template <typename T>
 void differentiate(Workspace<T>& w, const QueryTile& q, const Tile<T>& tile) {
   constexpr Index n = Lanes<T>::count;
@@ -201,12 +202,12 @@ void backward_tile(Workspace<T>& w, const QueryTile& q, Index split) {
   for_chunks(w, q, [&](Index) {
     score(w, q);
     for (const Tile<T>& tile : w.tiles) {
-      T *scores = w.scores + tile.at * w.ld, *grads = w.grad_scores + tile.at * w.ld;
+      T* grads = w.grad_scores + tile.at * w.ld;
       const Run<T> run{tile.value, call.e, 1};
       product(&run, 1, tile.count, tile.value_pitch, w.grad_output_t, w.ld, q.lanes, grads, w.ld, false);
-      if (call.drop_below) drop(call, q, tile, w.stream, grads, w.ld);
+      if (call.drop_below) drop(w, q, tile, w.grad_scores);
       differentiate(w, q, tile);
-      if (call.drop_below) drop(call, q, tile, w.stream, scores, w.ld);
+      if (call.drop_below) drop(w, q, tile, w.scores);
       scatter(w, q, tile, w.scores, w.grad_rows, w.e_width, call.e, grad_value, call.grad_output, T(1), w.bad_grads);
       scatter(w, q, tile, w.grad_scores, w.query_rows, w.d_width, call.d, grad_key, call.query, scale, w.bad_queries);
     }
@@ -236,7 +237,8 @@ Schedule schedule(const Call& call, const Part& part) {
   for (Index head = 0; head < call.heads; ++head) {
     s.first.push_back(s.rows.size());
     const Index kind = part.head_class[head];
-    if (kind >= 0 && kind < Index(by_class.size())) s.rows.insert(s.rows.end(), by_class[kind].begin(), by_class[kind].end());
+    if (kind < 0 || kind >= Index(by_class.size())) continue;
+    s.rows.insert(s.rows.end(), by_class[kind].begin(), by_class[kind].end());
   }
   s.first.push_back(s.rows.size());
   return s;

@@ -88,6 +88,7 @@ class _Piece(NamedTuple):
 
 
 def why_not(call: AttentionCall) -> str | None:
+    """Why the C++ kernel cannot run the call; it covers every plan, width and floating dtype once it is built."""
     if call.device.type != "cpu":
         return f"needs a CPU tensor, got {call.device}"
     if not sys.platform.startswith("linux"):
@@ -102,6 +103,7 @@ def why_not(call: AttentionCall) -> str | None:
 
 
 def forward(call: AttentionCall) -> Forward:
+    """Output and LSE; half precision is computed in float32."""
     dtype = call.compute_dtype
     output = empty_rows(call.query, call.value.shape[-1])
     lse = torch.full(call.query.shape[:3], -torch.inf, dtype=dtype)
@@ -119,6 +121,7 @@ def forward(call: AttentionCall) -> Forward:
 def backward(
     call: AttentionCall, output: Tensor, lse: Tensor, grad_output: Tensor, grad_lse: Tensor | None
 ) -> Gradients:
+    """Gradients in one pass over the rows; the same numbers in every run with the same number of threads."""
     pieces = _pieces(call)
     if len(pieces) == 1:
         return _backward_piece(call, pieces[0], output, lse, grad_output, grad_lse)

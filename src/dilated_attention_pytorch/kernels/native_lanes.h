@@ -144,7 +144,8 @@ void product(const Run<T>* runs, Index run_count, Index rows, Index row, const T
     constexpr int P = decltype(vectors)::value;
     Index i = 0;
     const auto block = [&](auto height) {
-      product_block<T, decltype(height)::value, P>(runs, run_count, i * row, row, b + x, ldb, c + i * ldc + x, ldc, add);
+      constexpr int R = decltype(height)::value;
+      product_block<T, R, P>(runs, run_count, i * row, row, b + x, ldb, c + i * ldc + x, ldc, add);
     };
     for (; i + kRows <= rows; i += kRows) block(std::integral_constant<int, kRows>{});
     switch (rows - i) {
@@ -208,7 +209,8 @@ void transpose_in(Row from, Index count, Index width, T factor, T* to, Index ld)
     Index x = 0;
     for (; x + w <= width; x += w) {
       Vector<T> rows[w];
-      for (int lane = 0; lane < w; ++lane) rows[lane] = i + lane < count ? load(from(i + lane) + x) * factor : Vector<T>{};
+      for (int lane = 0; lane < w; ++lane)
+        rows[lane] = i + lane < count ? load(from(i + lane) + x) * factor : Vector<T>{};
       transpose<T>(rows);
       for (int lane = 0; lane < w; ++lane) store(to + (x + lane) * ld + i, rows[lane]);
     }

@@ -187,8 +187,8 @@ void copy_rows(const T*& from, Index& pitch, Index count, Index width, T* to, In
   pitch = ld;
 }
 
-// Points a tile whose rows lie far apart at a dense copy. Rows at a power-of-two distance fall into a few cache sets and
-// push each other out; neighbouring query tiles mostly meet the same keys, so that a copy serves many of them.
+// Points a tile whose rows lie far apart at a dense copy. Rows at a power-of-two distance fall into a few cache sets
+// and push each other out; neighbouring query tiles mostly meet the same keys, so that a copy serves many of them.
 template <typename T>
 void pack(Workspace<T>& w, Index index, Tile<T>& tile) {
   if (tile.key_pitch == w.call.d && tile.value_pitch == w.call.e) return;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from functools import lru_cache
 from itertools import pairwise
@@ -15,7 +16,7 @@ from ..errors import must, must_be
 from ..kernels.dropout import fresh_seed
 from ..kernels.registry import AttentionCall, choose, empty_rows
 from ..patterns import Causal, Packed, Pattern, parse
-from ..plan import PlanCache
+from ..plan import PlanCache, own_block
 from ..shapes import CuSeqlens, Key, KeyPadding, Output, Query, Value
 from .merge import AttentionOutput
 
@@ -123,11 +124,41 @@ def _attend(
     elif not -math.inf < scale < math.inf:
         raise must("scale must be finite", scale)
     seed = fresh_seed(query.device) if dropout_p > 0 else None
-    rows = (t if t.stride(-1) == 1 else t.contiguous() for t in (query, key, value))
-    text = pattern if isinstance(pattern, str) else pattern.describe()
-    return AttentionOutput(
-        *_Attention.apply(*rows, key_padding_mask, cu_seqlens, seed, text, is_causal, scale, dropout_p, backend)
+    query, key, value = (t if t.stride(-1) == 1 else t.contiguous() for t in (query, key, value))
+    arguments = (
+        query,
+        key,
+        value,
+        key_padding_mask,
+        cu_seqlens,
+        seed,
+        _text(pattern),
+        is_causal,
+        scale,
+        dropout_p,
+        backend,
     )
+    if _needs_graph(query, key, value):
+        return AttentionOutput(*_Attention.apply(*arguments))
+    return AttentionOutput(*torch.ops.dilated_attention.forward(*arguments))
+
+
+def _text(pattern: Pattern | str) -> str:
+    if isinstance(pattern, str):
+        return pattern
+    return pattern.describe() if torch.compiler.is_compiling() else _described(pattern)
+
+
+@lru_cache(maxsize=1024)
+def _described(pattern: Pattern) -> str:
+    return pattern.describe()
+
+
+def _needs_graph(*tensors: Tensor) -> bool:
+    """Whether autograd or a function transform must see the call; otherwise its bookkeeping is time for nothing."""
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return True
+    return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
 
 
 class _Attention(torch.autograd.Function):
@@ -180,6 +211,10 @@ class _Attention(torch.autograd.Function):
         return tuple(t.unflatten(0, (info.batch_size, -1)) for t in (output, lse)), (0, 0)  # pyrefly: ignore[bad-return]
 
 
+# Autograd binds the arguments to this signature in every call; finding it anew would take longer than all the rest.
+_Attention.forward.__signature__ = inspect.signature(_Attention.forward)  # pyrefly: ignore[missing-attribute]
+
+
 @torch.library.impl(_library, "forward", "CompositeExplicitAutograd")
 def _forward(query: Tensor, key: Tensor, value: Tensor, *settings: Any) -> tuple[Tensor, Tensor]:
     call, backend = call_of(query, key, value, *settings)
@@ -227,16 +262,17 @@ def call_of(
 ) -> tuple[AttentionCall, str]:
     """The call a backend sees, with its plan from the cache."""
     lengths = None if cu_seqlens is None else _lengths(cu_seqlens, query.shape[2])
-    resolved = _resolved(pattern, is_causal, lengths, query.shape[2], query.shape[1])
-    plan = plan_cache.get(resolved, query.shape[2], query.shape[1], device=query.device)
+    resolved, block_size = _resolved(pattern, is_causal, lengths, query.shape[2], query.shape[1])
+    plan = plan_cache.get(resolved, query.shape[2], query.shape[1], block_size, query.device)
     return AttentionCall(query, key, value, plan, scale, key_padding_mask, dropout_p, seed, resolved), backend
 
 
 @lru_cache(maxsize=1024)
-def _resolved(text: str, is_causal: bool, lengths: tuple[int, ...] | None, n: int, heads: int) -> Pattern:
+def _resolved(text: str, is_causal: bool, lengths: tuple[int, ...] | None, n: int, heads: int) -> tuple[Pattern, int]:
     pattern = parse(text)
     pattern = pattern & Causal() if is_causal else pattern
-    return (pattern if lengths is None else Packed(pattern, lengths)).resolve(n, heads)
+    pattern = (pattern if lengths is None else Packed(pattern, lengths)).resolve(n, heads)
+    return pattern, own_block(pattern)
 
 
 def _lengths(cu_seqlens: Tensor, n: int) -> tuple[int, ...]:
