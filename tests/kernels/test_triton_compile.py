@@ -17,7 +17,7 @@ PLAIN = dict.fromkeys(("STRIDED", "PER_HEAD", "BOUNDED", "BITS", "PADDING", "DRO
 ENDS = dict.fromkeys(("CARRY_IN", "CARRY_OUT", "SUM_IN", "SUM_OUT"), False)
 
 
-def type_of(name):
+def type_of(name, rows="*bf16"):
     if name in NUMBERS:
         return "fp32"
     if not name.startswith("p_"):
@@ -26,10 +26,10 @@ def type_of(name):
         return "*i32"
     if name in TOKENS:
         return "*i64"
-    return "*fp32" if name in FLOATS or name.startswith("p_piece") else "*u8" if name == "p_padding" else "*bf16"
+    return "*fp32" if name in FLOATS or name.startswith("p_piece") else "*u8" if name == "p_padding" else rows
 
 
-def compile_kernel(kernel, constants, tiles):
+def compile_kernel(kernel, constants, tiles, rows="*bf16"):
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
@@ -38,7 +38,7 @@ def compile_kernel(kernel, constants, tiles):
     names = kernel.arg_names
     known = {name: value for name, value in constants.items() if name in names}
     known |= {name: 1 for name in ("q_rate", "k_rate", "group") if name in names}
-    signature = {name: "constexpr" if name in known else type_of(name) for name in names}
+    signature = {name: "constexpr" if name in known else type_of(name, rows) for name in names}
     even = [
         name for name in names if name not in known and (name.startswith("p_") or "_length" in name or name[2:3] == "_")
     ]
@@ -79,3 +79,15 @@ def test_kernel_fits_a_multiprocessor(name, d, tmp_path, monkeypatch):
     assert "wgmma" in compiled.asm["ptx"]
     # The forward of width 128 spills on purpose: two small programs a multiprocessor overlap better than one large.
     assert spilled(compiled, tmp_path) <= (256 if (name, d) == ("forward", 128) else 128)
+
+
+@pytest.mark.slow
+def test_bit_masks_compile_in_single_precision(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    from dilated_attention_pytorch.kernels import triton_forward, triton_launch
+
+    tiles = triton_launch.SINGLE[64].forward.within(16)
+    sizes = {"BLOCK": 16, "BM": tiles.m, "BN": tiles.n, "D": 16, "E": 16, "DP": 16, "EP": 16, "PARTIAL": True}
+    constants = PLAIN | ENDS | sizes | {"SK_N": 16, "SV_N": 16, "BITS": True}
+    compiled = compile_kernel(triton_forward.attention_fwd_kernel, constants, tiles, "*fp32")
+    assert compiled.metadata.shared <= SHARED_MEMORY

@@ -9,7 +9,7 @@ makes its result a share of the exact joint gradient.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple, dataclass, replace
 from functools import lru_cache
 from importlib.util import find_spec
 from weakref import WeakKeyDictionary
@@ -98,6 +98,14 @@ class Piece:
         rows = rows.transpose(0, 1) if self.batch_inner else rows
         return rows.reshape(self.outer, self.inner, self.length).contiguous()
 
+    def unfolded_lse(self, rows: Tensor, size: tuple[int, ...]) -> Tensor:
+        """The LSE (B, H, N), contiguous, from that of a piece that covers it."""
+        if self.batch_inner:
+            rows = rows.view(self.segments, self.batches, self.heads, self.length).permute(1, 2, 0, 3)
+        else:
+            rows = rows.view(self.batches, self.segments, self.heads, self.length).transpose(1, 2)
+        return rows.reshape(size).contiguous()
+
     def covers(self, batch: int, heads: int, n: int) -> bool:
         """Whether every row of the sequence is a row of this piece."""
         whole = self.rate == 1 and self.begin == 0 and self.length == self.hop and self.segments * self.hop == n
@@ -105,35 +113,17 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Join:
-    """How the pieces of one tensor are put together."""
-
-    strides: tuple[Strides, ...]
-    """of each piece's own tensor: those torch gives a dense result of such a view"""
-    seen: int | None
-    """a piece that already lies in memory as the joined tensor would"""
-    table: Tensor
-    """int64 [pieces, columns], without the piece already in place"""
-
-
-@dataclass(frozen=True, slots=True)
-class Pack:
-    """Which pieces a backward pass must copy the output for."""
-
-    table: Tensor
-    blocks: Tensor
-    at: tuple[int | None, ...]
-    """where each piece's rows begin; None for those that are dense as they lie"""
-    rows: int
-
-
-@dataclass(slots=True)
 class Layout:
     """A plan's pieces for one shape and memory order of the inputs."""
 
     pieces: tuple[Piece, ...]
-    joins: dict[str, Join] = field(default_factory=dict)
-    packs: dict[Strides, Pack] = field(default_factory=dict)
+    """one that covers every row, where there is one, comes first"""
+    dense: dict[str, tuple[Strides, ...]]
+    """strides of each piece's own query, key and value rows: those torch gives a dense result of such a view"""
+    in_place: dict[str, bool]
+    """whether the first piece's dense result lies in memory as the joined tensor would"""
+    table: Tensor
+    """int64 [3 * pieces, columns]: the pieces as rows of the query, then of the key, then of the value"""
 
 
 _layouts: WeakKeyDictionary[Plan, dict[tuple[object, ...], Layout]] = WeakKeyDictionary()
@@ -175,31 +165,22 @@ def why_not(call: AttentionCall) -> str | None:
 
 def forward(call: AttentionCall) -> Forward:
     """Output and LSE of a call that `why_not` accepts."""
-    layout = layout_of(call)
-    join = layout.joins["query"]
-    outputs, lses = [], []
-    for piece, strides in zip(layout.pieces, join.strides, strict=True):
-        views = piece.view(call.query), piece.view(call.key, keys=True), piece.view(call.value, keys=True)
-        output, lse = attend(*views, piece.causal, call.scale)
-        outputs.append(_laid_out(output, strides))
-        lses.append(lse)
-    batch, heads, n, _ = call.query.shape
-    if join.seen is not None:
-        seen = layout.pieces[join.seen]
-        output = _unfolded(outputs.pop(join.seen), call.query)
-        lse = lses.pop(join.seen)
-        if seen.segments > 1:
-            order = (1, 2, 0, 3) if seen.batch_inner else (0, 2, 1, 3)
-            counts = (seen.segments, seen.batches, heads) if seen.batch_inner else (seen.batches, seen.segments, heads)
-            lse = lse.view(*counts, seen.length).permute(order)
-        lse = lse.reshape(batch, heads, n)
-    else:
-        output = empty_rows(call.query, call.value.shape[3])
-        lse = torch.empty((batch, heads, n), dtype=torch.float32, device=call.device)
-    if outputs or join.seen is None:
-        from .triton_pieces import combine
+    from .triton_pieces import merge
 
-        combine(output, lse, outputs, lses, join.table, seen=join.seen is not None, group=1)
+    layout = layout_of(call)
+    output = lse = None
+    if not layout.in_place["query"]:
+        output = empty_rows(call.query, call.value.shape[3]).zero_()
+        lse = torch.full(call.query.shape[:3], float("-inf"), dtype=torch.float32, device=call.device)
+    for index, (piece, strides) in enumerate(zip(layout.pieces, layout.dense["query"], strict=True)):
+        views = piece.view(call.query), piece.view(call.key, keys=True), piece.view(call.value, keys=True)
+        rows, rows_lse = attend(*views, piece.causal, call.scale)
+        rows = _laid_out(rows, strides)
+        if output is None or lse is None:
+            output, lse = _unfolded(rows, call.query), piece.unfolded_lse(rows_lse, call.query.shape[:3])
+        else:
+            merge(output, lse, rows, rows_lse, layout.table, index)
+    assert output is not None and lse is not None
     return Forward(output, lse)
 
 
@@ -212,28 +193,28 @@ def backward(
         from . import triton_backend
 
         return triton_backend.backward(call, output, lse, grad_output, grad_lse)
-    from .triton_pieces import gather
+    from .triton_pieces import add, gather
 
     layout = layout_of(call)
-    pack = pack_of(layout, output)
-    strides = layout.joins["query"].strides
-    if None in pack.at and grad_output.stride() != output.stride():
-        grad_output = _laid_out(grad_output, output.stride())
-    if pack.rows:
-        packed = gather(output, grad_output, lse, pack.table, pack.blocks, pack.rows)
-    width = output.shape[3]
-    shares: dict[str, list[Tensor]] = {name: [] for name in SIDES}
-    for piece, at, dense in zip(layout.pieces, pack.at, strides, strict=True):
-        if at is None:
+    sides = call.query, call.key, call.value
+    totals = None
+    if not all(layout.in_place.values()):
+        totals = [empty_rows(tensor, tensor.shape[3]).zero_() for tensor in sides]
+    for index, (piece, strides) in enumerate(zip(layout.pieces, layout.dense["query"], strict=True)):
+        if all(_dense_as_it_lies(piece, t.stride(), strides) for t in (output, grad_output)):
             own = piece.view(output), piece.view(grad_output), piece.flat(lse)
         else:
             size = (piece.outer, piece.inner, piece.length)
-            rows, grads = (t.as_strided((*size, width), dense, at * width) for t in packed[:2])
-            own = rows, grads, packed[2][at : at + piece.rows].view(size)
+            own = gather(output, grad_output, lse, layout.table, index, size, strides)
         views = piece.view(call.query), piece.view(call.key, keys=True), piece.view(call.value, keys=True)
-        for share, grad in zip(shares.values(), attend_backward(*views, *own, piece.causal, call.scale), strict=True):
-            share.append(grad)
-    return Gradients(*(_joined(layout.joins[name], shares[name], call, name) for name in SIDES))
+        grads = attend_backward(*views, *own, piece.causal, call.scale)
+        grads = [_laid_out(grad, layout.dense[name][index]) for name, grad in zip(SIDES, grads, strict=True)]
+        if totals is None:
+            totals = [_unfolded(grad, tensor) for grad, tensor in zip(grads, sides, strict=True)]
+        else:
+            add(totals, grads, layout.table, index)
+    assert totals is not None
+    return Gradients(*totals)
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
@@ -301,17 +282,46 @@ def _triton_installed() -> bool:
 
 def layout_of(call: AttentionCall) -> Layout:
     """The pieces of a call, kept with its plan."""
-    tensors = call.query, call.key, call.value
     known = _layouts.setdefault(call.plan, {})
-    key = (call.query.shape[0], call.key.shape[1], call.query.shape[3], *(t.stride() for t in tensors))
+    key = (
+        call.query.shape[0],
+        call.key.shape[1],
+        call.query.shape[3],
+        *(getattr(call, name).stride() for name in SIDES),
+    )
     layout = known.get(key)
     if layout is None:
         branches = branches_of(call.plan)
         assert branches is not None
         ways = [tuple(_pieces(branches, call, one_residue)) for one_residue in (False, True)]
-        layout = known[key] = Layout(min(ways, key=len))
-        layout.joins |= {name: _join(layout.pieces, call, name) for name in SIDES}
+        layout = known[key] = _laid(min(ways, key=len), call)
     return layout
+
+
+def _laid(pieces: tuple[Piece, ...], call: AttentionCall) -> Layout:
+    batch, heads, n, _ = call.query.shape
+    pieces = tuple(sorted(pieces, key=lambda piece: not piece.covers(batch, heads, n)))
+    dense, in_place, entries = {}, {}, []
+    for name in SIDES:
+        tensor: Tensor = getattr(call, name)
+        keys = name != "query"
+        dense[name] = tuple(_dense_strides(piece, tensor, keys) for piece in pieces)
+        whole = bool(pieces) and tensor.shape[1] == heads and pieces[0].covers(batch, heads, n)
+        in_place[name] = whole and _dense_as_it_lies(pieces[0], _rows_strides(tensor), dense[name][0])
+        for piece, strides in zip(pieces, dense[name], strict=True):
+            head, step = (piece.key_head, piece.key_head_step) if keys else (piece.head, piece.head_step)
+            # Query heads that share a key head and a residue have the same key rows, whose gradients add up.
+            members = piece.heads if step == 0 and piece.offset_step == 0 else 1
+            numbers = astuple(replace(piece, head=head, head_step=step))[:14]
+            entries.append((*numbers, *strides[:3], members))
+    table = torch.tensor(entries, dtype=torch.int64, device=call.device)
+    return Layout(pieces, dense, in_place, table)
+
+
+def _dense_strides(piece: Piece, tensor: Tensor, keys: bool) -> Strides:
+    size = (piece.outer, piece.inner, piece.length, tensor.shape[3])
+    view = torch.empty_strided(size, (*piece.strides(tensor.stride(), keys), 1), device="meta")
+    return torch.empty_like(view).stride()
 
 
 def _pieces(branches: tuple[Branch, ...], call: AttentionCall, one_residue: bool) -> Iterator[Piece]:
@@ -366,37 +376,6 @@ def _over_batches(piece: Piece, batch: int, call: AttentionCall) -> Iterator[Pie
     yield from (Piece(index, 1, 0, 0, *place) for index in range(batch))
 
 
-def _join(pieces: tuple[Piece, ...], call: AttentionCall, name: str) -> Join:
-    tensor: Tensor = getattr(call, name)
-    keys, width = name != "query", tensor.shape[3]
-    batch, heads, n, _ = call.query.shape
-    dense, seen = [], None
-    for index, piece in enumerate(pieces):
-        view = torch.empty_strided(
-            (piece.outer, piece.inner, piece.length, width), (*piece.strides(tensor.stride(), keys), 1), device="meta"
-        )
-        dense.append(torch.empty_like(view).stride())
-        if seen is None and tensor.shape[1] == heads and piece.covers(batch, heads, n):
-            seen = index if _lies_as_rows(piece, dense[-1], tensor) else None
-    entries = [_entry(p, strides, 0) for i, (p, strides) in enumerate(zip(pieces, dense, strict=True)) if i != seen]
-    table = torch.tensor(entries, dtype=torch.int64, device=call.device)
-    return Join(tuple(dense), seen, table)
-
-
-def _entry(piece: Piece, strides: Strides, packed: int) -> tuple[int, ...]:
-    """The piece as `triton_pieces.COLUMNS` names its numbers."""
-    return (*astuple(piece)[:14], *strides[:3], piece.inner, packed)
-
-
-def _lies_as_rows(piece: Piece, strides: Strides, like: Tensor) -> bool:
-    """Whether a dense tensor of a piece that covers everything is, in memory, what `empty_rows` would give."""
-    of = _rows_strides(like)
-    size = (piece.outer, piece.inner, piece.length)
-    return piece.folds(of, False) and all(
-        a == b or edge == 1 for a, b, edge in zip(piece.strides(of, False), strides, size, strict=False)
-    )
-
-
 def _rows_strides(like: Tensor) -> Strides:
     return empty_rows(torch.empty_strided(like.size(), like.stride(), device="meta"), like.shape[3]).stride()
 
@@ -412,38 +391,8 @@ def _laid_out(rows: Tensor, strides: Strides) -> Tensor:
     return torch.empty_strided(rows.size(), strides, dtype=rows.dtype, device=rows.device).copy_(rows)
 
 
-def _joined(join: Join, shares: list[Tensor], call: AttentionCall, name: str) -> Tensor:
-    from .triton_pieces import combine
-
-    like: Tensor = getattr(call, name)
-    shares = [_laid_out(share, strides) for share, strides in zip(shares, join.strides, strict=True)]
-    grad = empty_rows(like, like.shape[3]) if join.seen is None else _unfolded(shares.pop(join.seen), like)
-    if shares or join.seen is None:
-        group = call.query.shape[1] // like.shape[1]
-        combine(grad, None, shares, [], join.table, seen=join.seen is not None, group=group)
-    return grad
-
-
-def pack_of(layout: Layout, output: Tensor) -> Pack:
-    """What must be copied for a backward pass, given how the output lies."""
-    known = layout.packs.get(output.stride())
-    if known is not None:
-        return known
-    from .triton_pieces import ROWS
-
-    entries, blocks, at, total = [], [], [], 0
-    for index, (piece, strides) in enumerate(zip(layout.pieces, layout.joins["query"].strides, strict=True)):
-        own = (*piece.strides(output.stride(), False), 1)
-        size = (piece.outer, piece.inner, piece.length, output.shape[3])
-        dense = piece.folds(output.stride(), False) and all(
-            a == b or edge == 1 for a, b, edge in zip(own, strides, size, strict=True)
-        )
-        entries.append(_entry(piece, strides, total))
-        at.append(None if dense else total)
-        if not dense:
-            blocks += [(index, row) for row in range(0, piece.rows, ROWS)]
-            total += piece.rows
-    table = torch.tensor(entries, dtype=torch.int64, device=output.device)
-    pack = Pack(table, torch.tensor(blocks, dtype=torch.int32, device=output.device).view(-1, 2), tuple(at), total)
-    layout.packs[output.stride()] = pack
-    return pack
+def _dense_as_it_lies(piece: Piece, of: Strides, strides: Strides) -> bool:
+    """Whether the piece's view of a (B, H, N, D) tensor with strides `of` already has these."""
+    size = (piece.outer, piece.inner, piece.length)
+    alike = (a == b or edge == 1 for a, b, edge in zip(piece.strides(of, False), strides, size, strict=False))
+    return piece.folds(of, False) and all(alike)

@@ -1,13 +1,13 @@
-"""Backward attention for Hopper in Gluon: dK and dV stay in registers while queries stream past; dQ is summed in memory.
+"""Backward attention for Hopper in Gluon: dK and dV stay in registers while queries stream past, dQ adds up in memory.
 
 A work item is 128 keys of one key head; each of two warpgroups owns 64 of them. A step is one tile of query rows:
 
     S^T = K Q^T      dP^T = V dO^T      dV += P^T dO      dQ += dS K      dK += dS^T Q
 
-Both score products come out transposed, so that P^T and dS^T are already in the registers that dV and dK
-multiply from. dQ needs dS of all 128 keys: the warpgroups exchange it through shared memory, each multiplies a
-64 x 64 piece of dQ and adds it to a float32 sum in global memory. The order of those additions is not fixed, so dQ of two
-runs may differ in its last bits; without DQ the kernel leaves dQ to `attention_dq_bwd_kernel`, which repeats two products.
+Both score products come out transposed, so that P^T is already in the registers that dV multiplies from. dQ needs dS of
+all 128 keys: the warpgroups exchange it through shared memory; each multiplies a 64 x 64 piece of dQ and adds it to a
+float32 sum in global memory. The order of those additions is not fixed, so dQ of two runs may differ in its last
+bits; without DQ the kernel leaves dQ to `hopper_backward_rows`.
 
 The sum lies in the order of the registers that add to it (`PIECE` floats a piece), so that every addition is 16 bytes
 a thread and a warp touches one run of memory. `finish_dq_kernel` puts it in order.
@@ -36,42 +36,44 @@ ROWS = gl.constexpr(64)
 """Keys a warpgroup owns, and the side of the piece of dQ it multiplies."""
 PIECE = gl.constexpr(64 * 64)
 MEETING = gl.constexpr(8)
-"""Hardware barrier of the two warpgroups; the compiler uses the first few."""
+TURN = gl.constexpr(9)
+"""Hardware barriers of the two warpgroups; the compiler uses the first few."""
 PIECE_FLOATS = tl.constexpr(64 * 64)
 
-ITEM_HEAD, ITEM_KEY, ITEM_STEPS, ITEM_BATCH = (gl.constexpr(i) for i in range(4))
+ITEM_HEAD, ITEM_ROW, ITEM_STEPS, ITEM_BATCH = (gl.constexpr(i) for i in range(4))
 """What the loader tells about an item; ITEM_BATCH is -1 after the last."""
 TILE_SUM, TILE_MASK, TILE_LOW, TILE_HIGH, TILE_LAST = (gl.constexpr(i) for i in range(5))
-"""What the loader tells about a query tile: its place in the sum of dQ; then the mask, -1 for a tile met whole, the
-band and the last key, counted from the item's first key and the tile's first query."""
+"""What the loader tells about a streamed tile: its place in the sum of dQ; then the mask, -1 for a tile met whole, the
+band of differences held minus streamed, and the last key, all counted from the first rows of the item and the tile."""
 
 
-@triton.jit(do_not_specialize=["n"], do_not_specialize_on_alignment=["p_lse", "p_dlse"])
+@triton.jit
 def prepare_bwd_kernel(
-    p_out, p_do, p_lse, p_dlse, p_rows, p_sum, p_next, n, so_b, so_h, so_n, sg_b, sg_h, sg_n, sl_b, sl_h, sl_n,
+    p_out, p_do, p_lse, p_dlse, p_rows, p_sum, p_next, heads, tiles, n, so_b, so_h, so_n, sg_b, sg_h, sg_n, sl_b, sl_h,
+    sl_n,
     BM: tl.constexpr, D: tl.constexpr, LSE_GRAD: tl.constexpr, ZERO: tl.constexpr,
 ):  # fmt: skip
     """For a tile of query rows: its LSE in log2 units, delta = rowsum(dO * O) - dLSE, and zeros in its sum of dQ.
 
     Rows that do not exist or have no key get LSE +inf, so that their weights come out 0.
     """
-    tile = tl.program_id(0)
-    head = tl.program_id(1).to(tl.int64)
-    batch = tl.program_id(2).to(tl.int64)
-    o_q = tile.to(tl.int64) * BM + tl.arange(0, BM)
+    place = tl.program_id(0).to(tl.int64)
+    tile = place % tiles
+    row = place // tiles
+    head = row % heads
+    batch = row // heads
+    o_q = tile * BM + tl.arange(0, BM)
     o_d = tl.arange(0, D)
     b_exist = o_q < n
     b_here = b_exist[:, None]
     b_out = tl.load(p_out + batch * so_b + head * so_h + o_q[:, None] * so_n + o_d[None, :], mask=b_here, other=0.0)
     b_do = tl.load(p_do + batch * sg_b + head * sg_h + o_q[:, None] * sg_n + o_d[None, :], mask=b_here, other=0.0)
     b_delta = tl.sum(b_out.to(tl.float32) * b_do.to(tl.float32), 1)
-    row = batch * tl.num_programs(1) + head
     b_lse = tl.load(p_lse + row * n + o_q, mask=b_exist, other=float("-inf"))
     b_met = b_lse != float("-inf")
     if LSE_GRAD:
         # A row without a key has LSE -inf whatever the inputs: nothing flows back through it.
         b_delta -= tl.load(p_dlse + batch * sl_b + head * sl_h + o_q * sl_n, mask=b_met, other=0.0)
-    place = row * tl.num_programs(0) + tile
     tl.store(p_next, 0, mask=place == 0)
     p_own = p_rows + place * 2 * BM + tl.arange(0, BM)
     tl.store(p_own, tl.where(b_met, b_lse * 1.4426950408889634, float("inf")))
@@ -81,55 +83,60 @@ def prepare_bwd_kernel(
         tl.store(p_sum + place * BM * D + o_sum, tl.zeros([BM * D], tl.float32))
 
 
-@triton.jit(do_not_specialize=["n", "scale"])
-def finish_dq_kernel(p_sum, p_dq, n, scale, sx_b, sx_h, sx_n, BM: tl.constexpr, D: tl.constexpr):
+@triton.jit(do_not_specialize=["scale"])
+def finish_dq_kernel(p_sum, p_dq, heads, tiles, n, sx_b, sx_h, sx_n, scale, BM: tl.constexpr, D: tl.constexpr):
     """dQ from the sums of its pieces: scaled, rounded, and in the order of the rows."""
-    tile = tl.program_id(0)
-    head = tl.program_id(1).to(tl.int64)
-    batch = tl.program_id(2).to(tl.int64)
+    place = tl.program_id(0).to(tl.int64)
+    tile = place % tiles
+    head = place // tiles % heads
+    batch = place // tiles // heads
     o_row = tl.arange(0, BM)[:, None]
     o_col = tl.arange(0, D)[None, :]
-    place = (batch * tl.num_programs(1) + head) * tl.num_programs(0) + tile
     piece = o_row // 64 + o_col // 64
     row = o_row % 64
     col = o_col % 64
     lane = (row // 16) * 32 + (row % 8) * 4 + (col // 2) % 4
     o_sum = piece * PIECE_FLOATS + (col // 8) * 512 + lane * 4 + (row // 8) % 2 * 2 + col % 2
     b_dq = tl.load(p_sum + place * BM * D + o_sum) * scale
-    o_q = tile.to(tl.int64) * BM + o_row
+    o_q = tile * BM + o_row
     p_out = p_dq + batch * sx_b + head * sx_h + o_q * sx_n + o_col
     tl.store(p_out, b_dq.to(p_dq.dtype.element_ty), mask=o_q < n)
 
 
 @gluon.jit
 def stream_tile(
-    q_desc, do_desc, b_q, b_do, b_rows, b_tile, full, empty, p_rows,
-    count, batch, head, tile, place, mask, low, high, last_key, STAGES: gl.constexpr,
+    first_desc, second_desc, b_first, b_second, b_rows, b_tile, full, empty, p_rows,
+    count, batch, head, tile, place, mask, low, high, last_key, STAGES: gl.constexpr, BY_KEY: gl.constexpr,
 ):  # fmt: skip
-    """Start copying one tile of queries, with its LSE, delta and note, into its slot of the ring."""
-    BM: gl.constexpr = q_desc.block_shape[2]
-    layout: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
-    # Read before the wait for a free slot, which hides the latency.
-    own = gl.load(p_rows + place.to(gl.int64) * (2 * BM) + gl.arange(0, 2 * BM, layout))
+    """Start copying one streamed tile, with its note, and LSE and delta of its queries, into its slot of the ring."""
+    BM: gl.constexpr = first_desc.block_shape[2]
+    if BY_KEY:
+        layout: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
+        # Read before the wait for a free slot, which hides the latency.
+        own = gl.load(p_rows + place.to(gl.int64) * (2 * BM) + gl.arange(0, 2 * BM, layout))
     slot = count % STAGES
     mbarrier.wait(empty.index(slot), ((count // STAGES) & 1) ^ 1)
-    b_rows.index(slot).store(own)
+    if BY_KEY:
+        b_rows.index(slot).store(own)
     post(b_tile.index(slot), place, mask, low, high, last_key)
-    mbarrier.expect(full.index(slot), 2 * q_desc.block_type.nbytes)
-    copy_in(q_desc, [batch, head, tile * BM, 0], full.index(slot), b_q.index(slot))
-    copy_in(do_desc, [batch, head, tile * BM, 0], full.index(slot), b_do.index(slot))
+    mbarrier.expect(full.index(slot), 2 * first_desc.block_type.nbytes)
+    copy_in(first_desc, [batch, head, tile * BM, 0], full.index(slot), b_first.index(slot))
+    copy_in(second_desc, [batch, head, tile * BM, 0], full.index(slot), b_second.index(slot))
 
 
 @gluon.jit
 def load_backward_tiles(
-    q_desc, do_desc, k_desc, v_desc, b_q, b_do, b_k, b_v, b_rows, b_item, b_tile,
-    full, empty, kv_full, kv_empty,
+    held_1, held_2, streamed_1, streamed_2, b_held_1, b_held_2, b_1, b_2, b_rows, b_item, b_tile,
+    full, empty, held_full, held_empty,
     p_rows, p_work, p_class, p_walk, p_whole, p_partial, p_next, items, items_a_batch, heads, group, query_tiles,
-    key_blocks, n,
-    BLOCK: gl.constexpr, STAGES: gl.constexpr, KV_STAGES: gl.constexpr,
+    blocks, n,
+    BLOCK: gl.constexpr, STAGES: gl.constexpr, HELD_STAGES: gl.constexpr, BY_KEY: gl.constexpr,
 ):  # fmt: skip
-    """The loader warp: K and V of an item, then Q and dO of each tile that meets it, for every head of the group."""
-    BM: gl.constexpr = q_desc.block_shape[2]
+    """The loader warp: the two tiles an item holds, then two of each that meets it.
+
+    BY_KEY it holds K and V while Q and dO pass, of every head of the group; else it holds Q and dO while K and V pass.
+    """
+    BM: gl.constexpr = streamed_1.block_shape[2]
     SUB: gl.constexpr = BLOCK // BM
     tile_count = 0
     item_count = 0
@@ -138,85 +145,96 @@ def load_backward_tiles(
         claim = claim_item(p_next, True)
         batch = item // items_a_batch
         p_item = p_work + (item % items_a_batch) * 4
-        key_head = gl.load(p_item)
-        o_key = gl.load(p_item + 1) * (2 * ROWS)
+        held_head = gl.load(p_item)
+        o_held = gl.load(p_item + 1) * (2 * ROWS)
         steps = gl.load(p_item + 2) * SUB
-        o_col = o_key % BLOCK
-        block = o_key // BLOCK
-        slot = item_count % KV_STAGES
-        mbarrier.wait(kv_empty.index(slot), ((item_count // KV_STAGES) & 1) ^ 1)
-        post(b_item.index(slot), key_head, o_key, steps, batch, 0)
-        mbarrier.expect(kv_full.index(slot), 4 * k_desc.block_type.nbytes)
+        o_row = o_held % BLOCK
+        block = o_held // BLOCK
+        slot = item_count % HELD_STAGES
+        mbarrier.wait(held_empty.index(slot), ((item_count // HELD_STAGES) & 1) ^ 1)
+        post(b_item.index(slot), held_head, o_held, steps, batch, 0)
+        mbarrier.expect(held_full.index(slot), 4 * held_1.block_type.nbytes)
         for half in gl.static_range(2):
-            where = [batch, key_head, o_key + half * ROWS, 0]
-            copy_in(k_desc, where, kv_full.index(slot), b_k.index(slot * 2 + half))
-            copy_in(v_desc, where, kv_full.index(slot), b_v.index(slot * 2 + half))
-        for member in range(group):
-            head = key_head * group + member
-            kind = gl.load(p_class + head)
-            p_own = p_walk + (gl.maximum(kind, 0) * key_blocks + block) * 6
+            where = [batch, held_head, o_held + half * ROWS, 0]
+            copy_in(held_1, where, held_full.index(slot), b_held_1.index(slot * 2 + half))
+            copy_in(held_2, where, held_full.index(slot), b_held_2.index(slot * 2 + half))
+        members = group if BY_KEY else 1
+        for member in range(members):
+            if BY_KEY:
+                query_head = held_head * group + member
+                head = query_head
+            else:
+                query_head = held_head
+                head = held_head // group
+            kind = gl.load(p_class + query_head)
+            p_own = p_walk + (gl.maximum(kind, 0) * blocks + block) * 6
             whole_begin = gl.load(p_own)
             whole_steps = gl.where(kind >= 0, gl.load(p_own + 1) - whole_begin, 0) * SUB
             whole_base = gl.load(p_own + 2)
             partial_begin = gl.load(p_own + 3)
             partial_steps = gl.where(kind >= 0, gl.load(p_own + 4) - partial_begin, 0) * SUB
             partial_base = gl.load(p_own + 5)
-            first_place = (batch * heads + head) * query_tiles
+            first_place = (batch * heads + query_head) * query_tiles
             for step in range(whole_steps):
                 tile = (whole_base + gl.load(p_whole + whole_begin + step // SUB)) * SUB + step % SUB
                 stream_tile(
-                    q_desc, do_desc, b_q, b_do, b_rows, b_tile, full, empty, p_rows,
-                    tile_count, batch, head, tile, first_place + tile, -1, 0, 0, 0, STAGES,
+                    streamed_1, streamed_2, b_1, b_2, b_rows, b_tile, full, empty, p_rows,
+                    tile_count, batch, head, tile, first_place + tile, -1, 0, 0, 0, STAGES, BY_KEY,
                 )  # fmt: skip
                 tile_count += 1
             for step in range(partial_steps):
                 p_entry = p_partial + (partial_begin + step // SUB) * 4
-                o_sub = (step % SUB) * BM
+                o_col = (step % SUB) * BM
                 tile = (partial_base + gl.load(p_entry)) * SUB + step % SUB
-                mask = gl.load(p_entry + 1) * (BLOCK * BLOCK // 32) + o_col * (BLOCK // 32) + o_sub // 32
-                low = gl.load(p_entry + 2) - o_col + o_sub
-                high = gl.load(p_entry + 3) - o_col + o_sub
+                mask = gl.load(p_entry + 1) * (BLOCK * BLOCK // 32) + o_row * (BLOCK // 32) + o_col // 32
+                low = gl.load(p_entry + 2) - o_row + o_col
+                high = gl.load(p_entry + 3) - o_row + o_col
+                last_key = n - 1 - (o_held if BY_KEY else tile * BM)
                 stream_tile(
-                    q_desc, do_desc, b_q, b_do, b_rows, b_tile, full, empty, p_rows,
-                    tile_count, batch, head, tile, first_place + tile,
-                    mask, low, high, n - 1 - o_key, STAGES,
+                    streamed_1, streamed_2, b_1, b_2, b_rows, b_tile, full, empty, p_rows,
+                    tile_count, batch, head, tile, first_place + tile, mask, low, high, last_key, STAGES, BY_KEY,
                 )  # fmt: skip
                 tile_count += 1
         item_count += 1
         item = next_item(claim, p_next, item, items, True)
-    slot = item_count % KV_STAGES
-    mbarrier.wait(kv_empty.index(slot), ((item_count // KV_STAGES) & 1) ^ 1)
+    slot = item_count % HELD_STAGES
+    mbarrier.wait(held_empty.index(slot), ((item_count // HELD_STAGES) & 1) ^ 1)
     post(b_item.index(slot), 0, 0, 0, -1, 0)
-    mbarrier.arrive(kv_full.index(slot), count=1)
+    mbarrier.arrive(held_full.index(slot), count=1)
 
 
 @gluon.jit
 def here(x):
-    """The same value, computed where it stands: the compiler would move what follows from it out of the loop and spill it."""
+    """The same value, but made here: what follows from it would else be moved out of the loop, and spilled."""
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
-def mask_weights(weights, note, p_bits, C: gl.constexpr, BLOCK: gl.constexpr):
-    """Weights [64 keys, BM queries] with 0 where the tile's element mask, or the end of the sequence, forbids the pair."""
+def mask_weights(weights, note, p_bits, C: gl.constexpr, BLOCK: gl.constexpr, BY_KEY: gl.constexpr):
+    """Weights [64 held, BM streamed] with 0 where the element mask, or the end of the sequence, forbids the pair."""
     layout: gl.constexpr = weights.type.layout
     BM: gl.constexpr = weights.type.shape[1]
     low = read(note, TILE_LOW)
     high = read(note, TILE_HIGH)
-    key = here(C * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, layout)))
+    last_key = read(note, TILE_LAST)
+    row = here(C * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, layout)))
     col = here(gl.arange(0, BM, gl.SliceLayout(0, layout)))
     if low <= high:
-        first = gl.expand_dims(key - high, 1)
-        last = gl.expand_dims(key - low, 1)
-        query = gl.expand_dims(col, 0)
-        weights = gl.where((query >= first) & (query <= last), weights, 0.0)
+        first = gl.expand_dims(row - high, 1)
+        last = gl.expand_dims(row - low, 1)
+        column = gl.expand_dims(col, 0)
+        weights = gl.where((column >= first) & (column <= last), weights, 0.0)
     else:
-        p_word = p_bits + read(note, TILE_MASK) + key * (BLOCK // 32)
+        p_word = p_bits + read(note, TILE_MASK) + row * (BLOCK // 32)
         word = gl.full([ROWS, BM], 0, gl.int32, layout)
         for w in gl.static_range(BM // 32):
             word = gl.where(gl.expand_dims((col // 32) == w, 0), gl.expand_dims(gl.load(p_word + w), 1), word)
         weights = gl.where(((word >> gl.expand_dims(col & 31, 0)) & 1) != 0, weights, 0.0)
-    return gl.where(gl.expand_dims(key <= read(note, TILE_LAST), 1), weights, 0.0)
+    if BY_KEY:
+        weights = gl.where(gl.expand_dims(row <= last_key, 1), weights, 0.0)
+    else:
+        weights = gl.where(gl.expand_dims(col <= last_key, 0), weights, 0.0)
+    return weights
 
 
 @gluon.jit
@@ -241,11 +259,32 @@ def meet():
 
 
 @gluon.jit
+def start_after_sibling(C: gl.constexpr, issued: gl.constexpr):
+    """Let warpgroup 0 issue its score products before warpgroup 1: each then has its exponentials while the other
+    multiplies, where side by side both would leave the tensor cores idle."""
+    if C == 0 and issued:
+        gl.inline_asm_elementwise(
+            "bar.arrive $1, 256; mov.b32 $0, 0;", "=r,n", [TURN], dtype=gl.int32, is_pure=False, pack=1
+        )
+    if C == 1 and not issued:
+        gl.inline_asm_elementwise(
+            "bar.sync $1, 256; mov.b32 $0, 0;", "=r,n", [TURN], dtype=gl.int32, is_pure=False, pack=1
+        )
+
+
+@gluon.jit
+def release(empty, item):
+    """Hand the buffers of an item back to the loader once its gradients have left them."""
+    tma.store_wait(0)
+    mbarrier.arrive(empty.index((item + empty.shape[0]) % empty.shape[0]), count=1, pred=item >= 0)
+
+
+@gluon.jit
 def gather_keys(
     C: gl.constexpr,
     dk_desc, dv_desc, b_q, b_do, b_k, b_v, b_ds, b_rows, b_item, b_tile, full, empty, kv_full, kv_empty,
     p_sum, p_bits, scale, scale_log2,
-    BLOCK: gl.constexpr, STAGES: gl.constexpr, KV_STAGES: gl.constexpr, DQ: gl.constexpr,
+    BLOCK: gl.constexpr, STAGES: gl.constexpr, KV_STAGES: gl.constexpr, DQ: gl.constexpr, SKEW: gl.constexpr,
 ):  # fmt: skip
     """Warpgroup `C`: dK and dV of its 64 keys of every item of this program."""
     BM: gl.constexpr = b_q.shape[3]
@@ -269,6 +308,9 @@ def gather_keys(
     more = read(b_item.index(0), ITEM_BATCH) >= 0
     while more:
         kv_slot = item_count % KV_STAGES
+        if KV_STAGES > 1:
+            # The gradients of the item before left through its K and V, which go back to the loader only now.
+            release(kv_empty, item_count - 1)
         item = b_item.index(kv_slot)
         steps = read(item, ITEM_STEPS)
         dk_token = warpgroup_mma_init(gl.full([ROWS, D], 0.0, gl.float32, acc_layout))
@@ -282,15 +324,19 @@ def gather_keys(
             do = b_do.index(slot).reshape([BM, D])
             note = b_tile.index(slot)
             mbarrier.wait(full.index(slot), (tile_count // STAGES) & 1)
+            if SKEW:
+                start_after_sibling(C, False)
             scores_token = warpgroup_mma(k, q.permute((1, 0)), no_scores, use_acc=False, is_async=True)
             dp_token = warpgroup_mma(v, do.permute((1, 0)), no_scores, use_acc=False, is_async=True)
+            if SKEW:
+                start_after_sibling(C, True)
             # dK of the step before ran beside the start of this one; its queries are free only now.
             scores, dk = warpgroup_mma_wait(1, deps=(scores_token, dk_token))
             mbarrier.arrive(empty.index((tile_count + STAGES - 1) % STAGES), count=1, pred=step > 0)
             lse = b_rows.index(slot).slice(0, BM).load(queries)
             weights = gl.exp2(scores * scale_log2 - gl.expand_dims(lse, 0))
             if read(note, TILE_MASK) >= 0:
-                weights = mask_weights(weights, note, p_bits, C, BLOCK)
+                weights = mask_weights(weights, note, p_bits, C, BLOCK, True)
             dp = warpgroup_mma_wait(0, deps=(dp_token,))
             delta = b_rows.index(slot).slice(BM, BM).load(queries)
             ds = (weights * (dp - gl.expand_dims(delta, 0))).to(dtype)
@@ -323,7 +369,7 @@ def gather_keys(
 
         batch = read(item, ITEM_BATCH)
         head = read(item, ITEM_HEAD)
-        o_key = read(item, ITEM_KEY) + C * ROWS
+        o_key = read(item, ITEM_ROW) + C * ROWS
         b_dv = b_v.index(kv_slot * 2 + C)
         b_dk = b_k.index(kv_slot * 2 + C)
         b_dv.reshape([ROWS, D]).store(dv.to(dtype))
@@ -333,12 +379,13 @@ def gather_keys(
         fence_async_shared()
         copy_out(dv_desc, [batch, head, o_key, 0], b_dv)
         copy_out(dk_desc, [batch, head, o_key, 0], b_dk)
-        tma.store_wait(0)
-        mbarrier.arrive(kv_empty.index(kv_slot), count=1)
+        if KV_STAGES == 1:
+            release(kv_empty, item_count)
         item_count += 1
         next_slot = item_count % KV_STAGES
         mbarrier.wait(kv_full.index(next_slot), (item_count // KV_STAGES) & 1)
         more = read(b_item.index(next_slot), ITEM_BATCH) >= 0
+    tma.store_wait(0)
 
 
 @gluon.jit(
@@ -350,7 +397,7 @@ def gather_keys(
 def attention_dkv_bwd_kernel(
     q_desc, do_desc, k_desc, v_desc, dk_desc, dv_desc, p_rows, p_sum, p_work, p_class, p_walk, p_whole, p_partial,
     p_bits, p_next, items, items_a_batch, heads, group, query_tiles, key_blocks, n, scale, scale_log2,
-    BLOCK: gl.constexpr, STAGES: gl.constexpr, KV_STAGES: gl.constexpr, DQ: gl.constexpr,
+    BLOCK: gl.constexpr, STAGES: gl.constexpr, KV_STAGES: gl.constexpr, DQ: gl.constexpr, SKEW: gl.constexpr,
     WORKER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """dK and dV of every item, taken by the programs as they come free; with DQ also the sum of dQ, not yet scaled."""
@@ -382,17 +429,17 @@ def attention_dkv_bwd_kernel(
         [
             (gather_keys, (
                 0, dk_desc, dv_desc, b_q, b_do, b_k, b_v, b_ds, b_rows, b_item, b_tile, full, empty, kv_full, kv_empty,
-                p_sum, p_bits, scale, scale_log2, BLOCK, STAGES, KV_STAGES, DQ,
+                p_sum, p_bits, scale, scale_log2, BLOCK, STAGES, KV_STAGES, DQ, SKEW,
             )),
             (gather_keys, (
                 1, dk_desc, dv_desc, b_q, b_do, b_k, b_v, b_ds, b_rows, b_item, b_tile, full, empty, kv_full, kv_empty,
-                p_sum, p_bits, scale, scale_log2, BLOCK, STAGES, KV_STAGES, DQ,
+                p_sum, p_bits, scale, scale_log2, BLOCK, STAGES, KV_STAGES, DQ, SKEW,
             )),
             (load_backward_tiles, (
-                q_desc, do_desc, k_desc, v_desc, b_q, b_do, b_k, b_v, b_rows, b_item, b_tile,
+                k_desc, v_desc, q_desc, do_desc, b_k, b_v, b_q, b_do, b_rows, b_item, b_tile,
                 full, empty, kv_full, kv_empty,
                 p_rows, p_work, p_class, p_walk, p_whole, p_partial, p_next, items, items_a_batch, heads, group,
-                query_tiles, key_blocks, n, BLOCK, STAGES, KV_STAGES,
+                query_tiles, key_blocks, n, BLOCK, STAGES, KV_STAGES, True,
             )),
         ],
         [4, 1],

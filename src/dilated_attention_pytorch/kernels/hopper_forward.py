@@ -290,9 +290,18 @@ def pass_turn(C: gl.constexpr, PING_PONG: gl.constexpr):
 
 @gluon.jit
 def as_operand(weights, acc, b_v):
-    """Weights [64, BN] as the left side of the product with a tile of `b_v` into `acc`."""
+    """Weights [64, BN] as the left side of the product with a tile of `b_v` into `acc`.
+
+    Not made at the end of the turn before: 16-bit values cross a loop's end one by one and would have to be paired again.
+    """
     layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=acc.type.layout, k_width=2)
     return gl.convert_layout(weights.to(b_v.dtype), layout)
+
+
+@gluon.jit
+def rescale(acc, factor):
+    """Rows of `acc` times their factors."""
+    return acc * gl.expand_dims(gl.convert_layout(factor, gl.SliceLayout(1, acc.type.layout)), 1)
 
 
 # A loop never entered, which the assembler cannot know: it moves neither the softmax down over it nor a wait up.
@@ -312,6 +321,7 @@ done:
 def attend_tile(
     acc,
     weights,
+    factor,
     row_max,
     row_sum,
     tile_count,
@@ -337,9 +347,9 @@ def attend_tile(
     """One turn inside a row: scores of tile `tile_count + 1`, weighted values of tile `tile_count`."""
     BN: gl.constexpr = b_k.shape[3]
     D: gl.constexpr = b_k.shape[4]
+    # Whether `acc` arrives without `factor`, which then costs no time beside the scores but holds registers longer.
+    LATE: gl.constexpr = D == 64
     zero = gl.full([ROWS, BN], 0.0, gl.float32, scores_layout)
-    # Not at the end of the turn before: 16-bit values cross a loop's end one by one and must be paired again.
-    operand = as_operand(weights, acc, b_v)
     ahead = tile_count + 1
     k_slot = ahead % K_STAGES
     v_slot = tile_count % V_STAGES
@@ -347,6 +357,9 @@ def attend_tile(
     take_turn(C, PING_PONG)
     k = b_k.index(k_slot).reshape([BN, D]).permute((1, 0))
     scores_token = warpgroup_mma(q, k, zero, use_acc=False, is_async=True)
+    operand = as_operand(weights, acc, b_v)
+    if LATE:
+        acc = rescale(acc, factor)
     mbarrier.wait(v_full.index(v_slot), (tile_count // V_STAGES) & 1)
     acc_token = warpgroup_mma(operand, b_v.index(v_slot).reshape([BN, D]), acc, is_async=True)
     pass_turn(C, PING_PONG)
@@ -359,8 +372,9 @@ def attend_tile(
     gl.inline_asm_elementwise(HOLD, "=r,r", [tile_count], dtype=gl.int32, is_pure=False, pack=1)
     acc = warpgroup_mma_wait(0, deps=(acc_token,))
     mbarrier.arrive(used.index(ahead % K_STAGES), count=1)
-    acc = acc * gl.expand_dims(gl.convert_layout(factor, gl.SliceLayout(1, acc.type.layout)), 1)
-    return acc, weights, row_max, row_sum, ahead
+    if not LATE:
+        acc = rescale(acc, factor)
+    return acc, weights, factor, row_max, row_sum, ahead
 
 
 @gluon.jit
@@ -424,7 +438,7 @@ def attend_rows(
         mbarrier.arrive(used.index(tile_count % K_STAGES), count=1)
         row_max = gl.full([ROWS], -float("inf"), gl.float32, score_rows)
         row_sum = sum_in_thread(zero)
-        weights, _, row_max, row_sum = softmax_step(scores, row_max, row_sum, scale, True, False)
+        weights, factor, row_max, row_sum = softmax_step(scores, row_max, row_sum, scale, True, False)
         acc = gl.full([ROWS, D], 0.0, gl.float32, acc_layout)
 
         # The previous item's output leaves through its Q buffer, which goes back to the loader only now.
@@ -432,14 +446,14 @@ def attend_rows(
         mbarrier.arrive(q_empty.index((item_count + Q_STAGES - 1) % Q_STAGES), count=1, pred=item_count > 0)
 
         for _ in range(1, full_steps):
-            acc, weights, row_max, row_sum, tile_count = attend_tile(
-                acc, weights, row_max, row_sum, tile_count, q,
+            acc, weights, factor, row_max, row_sum, tile_count = attend_tile(
+                acc, weights, factor, row_max, row_sum, tile_count, q,
                 b_k, b_v, b_tile, k_full, v_full, used, p_bits, o_row, scale,
                 scores_layout, C, False, BLOCK, K_STAGES, V_STAGES, PING_PONG, SHARED_EXP,
             )  # fmt: skip
         for _ in range(first_partial, read(item, ITEM_PARTIAL)):
-            acc, weights, row_max, row_sum, tile_count = attend_tile(
-                acc, weights, row_max, row_sum, tile_count, q,
+            acc, weights, factor, row_max, row_sum, tile_count = attend_tile(
+                acc, weights, factor, row_max, row_sum, tile_count, q,
                 b_k, b_v, b_tile, k_full, v_full, used, p_bits, o_row, scale,
                 scores_layout, C, True, BLOCK, K_STAGES, V_STAGES, PING_PONG, SHARED_EXP,
             )  # fmt: skip
@@ -447,6 +461,8 @@ def attend_rows(
         # Last values of this row and first scores of the next item share a turn. After the last item the scores
         # are computed from stale buffers and never read.
         operand = as_operand(weights, acc, b_v)
+        if D == 64:
+            acc = rescale(acc, factor)
         v_slot = tile_count % V_STAGES
         mbarrier.wait(v_full.index(v_slot), (tile_count // V_STAGES) & 1)
         take_turn(C, PING_PONG)

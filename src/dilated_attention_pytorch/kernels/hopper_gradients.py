@@ -9,6 +9,7 @@ rows, seven products a tile pair, needs no copy, and gives the same bits every t
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,18 +20,18 @@ from . import hopper_backend
 from .hopper_backend import LOG2_E, OPTIONS, describe, launch, processors, tile_layout
 from .registry import AttentionCall, Gradients, empty_rows
 
-KEY_ROWS = 128
-"""Keys of one work item: two warpgroups of 64."""
+HELD_ROWS = 128
+"""Rows of one work item: two warpgroups of 64."""
 
 
 @dataclass(frozen=True, slots=True)
 class BackwardConfig:
-    """How the kernel for dK and dV is built for one head width."""
+    """How the kernels are built for one head width."""
 
-    query_tile: int
-    """Query rows of a step; with the head width it must make 64 x 128, one 64 x 64 piece of dQ a warpgroup."""
+    streamed_tile: int
+    """Rows of a step; with the head width they must make 64 x 128, one 64 x 64 piece of dQ a warpgroup."""
     stages: int = 2
-    key_stages: int = 2
+    held_stages: int = 2
     registers: int = 240
     """Registers a thread of a multiplying warpgroup gets."""
 
@@ -39,11 +40,11 @@ BACKWARD_CONFIGS = {64: BackwardConfig(128), 128: BackwardConfig(64)}
 
 
 @dataclass(frozen=True, slots=True)
-class KeyWork:
-    """A walk by key as the kernel reads it: one record an item, in the order items start."""
+class HeldWork:
+    """A walk as the backward kernels read it: one record an item, in the order items start."""
 
     items: Tensor
-    """int32 [I, 4]: key head, 128-key tile, query tiles of the plan it meets over all heads of its group, 0"""
+    """int32 [I, 4]: head, 128-row tile, tiles of the plan it meets over all heads of its group, 0"""
     classes: Tensor
     """int32 [H]: head class"""
     rows: Tensor
@@ -51,14 +52,13 @@ class KeyWork:
     full: Tensor
     """int32 [F]"""
     partial: Tensor
-    """int32 [P, 4]: tile, mask, first and last difference of the band"""
+    """int32 [P, 4]: tile, mask, first and last difference, held minus streamed, of the band"""
     bits: Tensor
-    """int32 [M, B, W]: the element masks by key; word `i // 32` of `bits[m, j]` tells about query element i"""
-    covers: bool
-    """Whether every key belongs to an item."""
+    """int32 [M, B, W]: bit `j % 32` of `bits[m, i, j // 32]` allows held element i, streamed element j"""
 
 
 _work: WeakIdKeyDictionary = WeakIdKeyDictionary()
+_compiled: dict[tuple[object, ...], Any] = {}
 
 
 def transposed_bits(plan: Plan, chunk: int = 1024) -> Tensor:
@@ -76,16 +76,13 @@ def transposed_bits(plan: Plan, chunk: int = 1024) -> Tensor:
     return turned
 
 
-def _key_items(plan: Plan, walk: Walk, group: int) -> tuple[Tensor, bool]:
-    """Work records of every key head, heads outermost, rows in the walk's order, and whether no key is left out."""
-    part = plan.parts[0]
+def _held_items(plan: Plan, walk: Walk, tiles: int, group: int) -> Tensor:
+    """Work records of every head that holds, heads outermost, rows in the walk's order, also those that meet nothing."""
     device = walk.rows.device
-    tiles = part.keys.tiles
-    sub_tiles = plan.block_size // KEY_ROWS
-    head_class = part.head_class.long().view(-1, group)
+    sub_tiles = plan.block_size // HELD_ROWS
+    head_class = plan.parts[0].head_class.long().view(-1, group)
     order = walk.order.long()
     by_class = order[torch.argsort(order // tiles, stable=True)].view(-1, tiles) % tiles
-    key_heads = torch.arange(len(head_class), device=device)
     # The heads of a group may have lists of their own; the order of one of them has to do for all.
     block = by_class[head_class.amax(1).clamp(min=0)]
     whole, partly = walk.counts()
@@ -93,23 +90,25 @@ def _key_items(plan: Plan, walk: Walk, group: int) -> tuple[Tensor, bool]:
     total = torch.where((head_class >= 0)[..., None], met[head_class.clamp(min=0)], 0).sum(1)
     steps = total.gather(1, block)[:, :, None].expand(-1, -1, sub_tiles)
     tile = block[:, :, None] * sub_tiles + torch.arange(sub_tiles, device=device)
-    columns = (key_heads[:, None, None].expand_as(tile), tile, steps, torch.zeros_like(tile))
-    kept = (steps > 0) & (tile * KEY_ROWS < plan.n)
-    items = torch.stack(columns, dim=-1)[kept].int().contiguous()
-    return items, len(items) == len(head_class) * -(-plan.n // KEY_ROWS)
+    heads = torch.arange(len(head_class), device=device)[:, None, None].expand_as(tile)
+    columns = heads, tile, steps, torch.zeros_like(tile)
+    return torch.stack(columns, dim=-1)[tile * HELD_ROWS < plan.n].int().contiguous()
 
 
-def work_by_key(plan: Plan, group: int) -> KeyWork:
-    """The work list of dK and dV, made once a plan and group size."""
+def held_work(plan: Plan, group: int, *, by_key: bool) -> HeldWork:
+    """The work list of dK and dV, or of dQ, made once a plan and group size."""
     part = plan.parts[0]
-    walk = part.by_key
+    walk, axis = (part.by_key, part.keys) if by_key else (part.by_query, part.queries)
     known = _work.setdefault(walk.rows, {})
     if group not in known:
-        items, covers = _key_items(plan, walk, group)
         band = plan.masks.band[walk.mask.long()]
+        if not by_key:
+            # A band counts keys minus queries, and the kernel what is held minus what is streamed.
+            band = torch.where(band[:, :1] <= band[:, 1:], -band.flip(1), band)
         partial = torch.cat((torch.stack((walk.partial, walk.mask), dim=1), band), dim=1).int().contiguous()
-        bits = transposed_bits(plan)
-        known[group] = KeyWork(items, part.head_class.int(), walk.rows.contiguous(), walk.full, partial, bits, covers)
+        items = _held_items(plan, walk, axis.tiles, group if by_key else 1)
+        bits = transposed_bits(plan) if by_key else plan.masks.bits
+        known[group] = HeldWork(items, part.head_class.int(), walk.rows.contiguous(), walk.full, partial, bits)
     return known[group]
 
 
@@ -133,81 +132,84 @@ def run_backward(
 ) -> Gradients:
     """`backward` with a configuration of one's own, for measuring."""
     from .hopper_backward import attention_dkv_bwd_kernel, finish_dq_kernel, prepare_bwd_kernel
+    from .hopper_backward_rows import attention_dq_bwd_kernel
 
     query, key, value, plan = call.query, call.key, call.value, call.plan
     batch, heads, n, d = query.shape
-    key_heads = key.shape[1]
-    group = heads // key_heads
+    group = heads // key.shape[1]
     if hopper_backend._layout_problem("grad_output", grad_output) is not None:
         grad_output = grad_output.contiguous()
-    rows = config.query_tile
+    rows = config.streamed_tile
     # Whole blocks of the plan, so that a list may name the part of its last block that lies past the end.
     query_tiles = -(-n // plan.block_size) * (plan.block_size // rows)
+    row_tiles = batch * heads * query_tiles
     device = query.device
-    stats = torch.empty((batch, heads, query_tiles, 2, rows), dtype=torch.float32, device=device)
-    total = torch.empty((batch, heads, query_tiles, rows * d) if fused else (4,), dtype=torch.float32, device=device)
+    stats = torch.empty((row_tiles, 2, rows), dtype=torch.float32, device=device)
+    total = torch.empty((row_tiles, rows * d) if fused else (4,), dtype=torch.float32, device=device)
+    claimed = torch.empty(1, dtype=torch.int32, device=device)
     slope = lse if grad_lse is None else grad_lse
-    prepare_bwd_kernel[(query_tiles, heads, batch)](
-        output, grad_output, lse, slope, stats, total, n,
-        *output.stride()[:3], *grad_output.stride()[:3], *slope.stride(),
-        BM=rows, D=d, LSE_GRAD=grad_lse is not None, ZERO=fused,
-    )  # fmt: skip
+    strides = *output.stride()[:3], *grad_output.stride()[:3], *slope.stride()
+    _launch_rows(
+        prepare_bwd_kernel,
+        row_tiles,
+        (output, grad_output, lse, slope, stats, total, claimed),
+        (heads, query_tiles, n, *strides),
+        (rows, d, grad_lse is not None, fused),
+    )
 
-    work = work_by_key(plan, group)
-    if work.covers:
-        grad_key, grad_value = empty_rows(key, d), empty_rows(value, d)
-    else:
-        grad_key, grad_value = empty_rows(key, d).zero_(), empty_rows(value, d).zero_()
-    items_a_batch = work.items.shape[0]
-    items = batch * items_a_batch
-    if items:
-        half = tile_layout(64, d, query.dtype)
-        tile = tile_layout(rows, d, query.dtype)
-        arguments = (
-            describe(query, rows, tile),
-            describe(grad_output, rows, tile),
-            describe(key, 64, half),
-            describe(value, 64, half),
-            describe(grad_key, 64, half),
-            describe(grad_value, 64, half),
-            stats,
-            total,
-            work.items,
-            work.classes,
-            work.rows,
-            work.full,
-            work.partial,
-            work.bits,
-            items,
-            items_a_batch,
-            heads,
-            group,
-            query_tiles,
-            plan.parts[0].keys.tiles,
-            n,
-            call.scale,
-            call.scale * LOG2_E,
-            plan.block_size,
-            config.stages,
-            config.key_stages,
-            fused,
-            config.registers,
-        )
-        identity = ("backward", device.index, query.dtype, d, plan.block_size, config, fused)
-        launch(attention_dkv_bwd_kernel, identity, min(items, processors(device)), arguments, **OPTIONS)
+    half = tile_layout(64, d, query.dtype)
+    tile = tile_layout(rows, d, query.dtype)
+    scales = call.scale, call.scale * LOG2_E
+    grad_query, grad_key, grad_value = empty_rows(query, d), empty_rows(key, d), empty_rows(value, d)
+    identity = (device.index, query.dtype, d, plan.block_size, config)
+
+    work = held_work(plan, group, by_key=True)
+    items = batch * len(work.items)
+    arguments = (
+        *(describe(tensor, rows, tile) for tensor in (query, grad_output)),
+        *(describe(tensor, 64, half) for tensor in (key, value, grad_key, grad_value)),
+        *(stats, total, work.items, work.classes, work.rows, work.full, work.partial, work.bits, claimed),
+        *(items, len(work.items), heads, group, query_tiles, plan.parts[0].keys.tiles, n, *scales),
+        *(plan.block_size, config.stages, config.held_stages, fused, config.registers),
+    )
+    grid = min(items, processors(device))
+    launch(attention_dkv_bwd_kernel, ("dkv", fused, *identity), grid, arguments, **OPTIONS)
     if fused:
-        grad_query = empty_rows(query, d)
-        finish_dq_kernel[(query_tiles, heads, batch)](
-            total, grad_query, n, call.scale, *grad_query.stride()[:3], BM=rows, D=d
-        )
-    else:
-        grad_query = _query_gradient(call, output, lse, grad_output, grad_lse)
+        sizes = heads, query_tiles, n, *grad_query.stride()[:3]
+        _launch_rows(finish_dq_kernel, row_tiles, (total, grad_query), sizes, (rows, d), call.scale)
+        return Gradients(grad_query, grad_key, grad_value)
+
+    work = held_work(plan, group, by_key=False)
+    items = batch * len(work.items)
+    arguments = (
+        *(describe(tensor, 64, half) for tensor in (query, grad_output)),
+        *(describe(tensor, rows, tile) for tensor in (key, value)),
+        describe(grad_query, 64, half),
+        *(stats, work.items, work.classes, work.rows, work.full, work.partial, work.bits, claimed),
+        *(items, len(work.items), heads, group, query_tiles, plan.parts[0].queries.tiles, n, *scales),
+        *(plan.block_size, config.stages, config.held_stages, config.registers),
+    )
+    launch(attention_dq_bwd_kernel, ("dq", *identity), min(items, processors(device)), arguments, **OPTIONS)
     return Gradients(grad_query, grad_key, grad_value)
 
 
-def _query_gradient(
-    call: AttentionCall, output: Tensor, lse: Tensor, grad_output: Tensor, grad_lse: Tensor | None
-) -> Tensor:
-    from . import triton_launch
+def _launch_rows(
+    kernel: Any,
+    grid: int,
+    tensors: tuple[Tensor, ...],
+    sizes: tuple[int, ...],
+    constants: tuple[object, ...],
+    *numbers: float,
+) -> None:
+    """Run a plain triton kernel, going past the argument inspection of `triton.jit` once it has been compiled.
 
-    return triton_launch.backward(call, output, lse, grad_output, grad_lse).query
+    Triton compiles apart for the types and alignments of tensors, and for sizes that are 1, multiples of 16, or long.
+    """
+    kinds = tuple((tensor.dtype, tensor.data_ptr() % 16 == 0) for tensor in tensors)
+    ranges = tuple((size == 1, size % 16 == 0, size >= 2**31) for size in sizes)
+    key = kernel, tensors[0].device.index, kinds, ranges, constants
+    compiled = _compiled.get(key)
+    if compiled is None:
+        _compiled[key] = kernel[(grid,)](*tensors, *sizes, *numbers, *constants)
+    else:
+        compiled[(grid, 1, 1)](*tensors, *sizes, *numbers, *constants)

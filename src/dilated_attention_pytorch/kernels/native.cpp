@@ -58,13 +58,20 @@ void soften(Workspace<T>& w, const QueryTile& q, Index keys, bool rescale) {
       share[p] = exp2<T>(load(w.top + x + p * n) - base[p]);
       store(w.top + x + p * n, top[p]);
     }
-    for (Index j = 0; j < keys; ++j)
-      for (int p = 0; p < P; ++p) {
-        T* score = w.scores + j * w.ld + x + p * n;
-        const Vector<T> weight = exp2<T>(load(score) - base[p]);
-        store(score, weight);
-        sum[p] += weight;
+    for (const Tile<T>& tile : w.tiles) {
+      const T* value = x == 0 ? tile.value : nullptr;
+      const Index pitch = tile.value_pitch, width = w.call.e, ld = w.ld;
+      T* row = w.scores + tile.at * ld + x;
+      for (Index j = tile.count; j > 0; --j, row += ld) {
+        // The values come next, and their columns are read in an order no processor foresees.
+        if (value) fetch(value, width), value += pitch;
+        for (int p = 0; p < P; ++p) {
+          const Vector<T> weight = exp2<T>(load(row + p * n) - base[p]);
+          store(row + p * n, weight);
+          sum[p] += weight;
+        }
       }
+    }
     for (int p = 0; p < P; ++p) store(w.total + x + p * n, load(w.total + x + p * n) * share[p] + sum[p]);
     for (Index row = 0; rescale && row < w.call.e; ++row)
       for (int p = 0; p < P; ++p) {
@@ -143,13 +150,14 @@ void differentiate(Workspace<T>& w, const QueryTile& q, const Tile<T>& tile) {
     constexpr int P = decltype(vectors)::value;
     Vector<T> lse[P], delta[P];
     for (int p = 0; p < P; ++p) lse[p] = load(w.top + x + p * n), delta[p] = load(w.delta + x + p * n);
-    for (Index j = tile.at; j < tile.at + tile.count; ++j)
+    const Index ld = w.ld;
+    T *score = w.scores + tile.at * ld + x, *grad = w.grad_scores + tile.at * ld + x;
+    for (Index j = tile.count; j > 0; --j, score += ld, grad += ld)
       for (int p = 0; p < P; ++p) {
-        T *score = w.scores + j * w.ld + x + p * n, *grad = w.grad_scores + j * w.ld + x + p * n;
-        const Vector<T> s = load(score), weight = exp2<T>(s - lse[p]);
+        const Vector<T> s = load(score + p * n), weight = exp2<T>(s - lse[p]);
         // A pair that is not allowed must stay 0 even where the row's LSE or the value is NaN.
-        store(score, s == -kInfinity<T> ? zero : weight);
-        store(grad, s == -kInfinity<T> ? zero : weight * (load(grad) - delta[p]));
+        store(score + p * n, s == -kInfinity<T> ? zero : weight);
+        store(grad + p * n, s == -kInfinity<T> ? zero : weight * (load(grad + p * n) - delta[p]));
       }
   });
 }

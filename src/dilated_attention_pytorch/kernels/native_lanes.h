@@ -98,6 +98,11 @@ inline void for_strips(Index lanes, F&& f) {
   if (x < lanes) f(std::integral_constant<int, 1>{}, x);
 }
 
+template <typename T>
+inline void fetch(const T* row, Index width) {
+  for (Index x = 0; x < width; x += 64 / Index(sizeof(T))) __builtin_prefetch(row + x, 0, 2);
+}
+
 // A stretch of the summed index along which A advances by a constant step.
 template <typename T>
 struct Run {

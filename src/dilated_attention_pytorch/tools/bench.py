@@ -15,14 +15,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from .. import attention_with_lse, parse
@@ -41,7 +39,6 @@ BARS = {"forward": 0.8, "backward": 0.7, "both": 0.8}
 MEMORY_BAR_GIB = 16.0
 Three = tuple[Tensor, Tensor, Tensor]
 """query, key, value"""
-DENSE = {"sdpa": None, "sdpa-cudnn": SDPBackend.CUDNN_ATTENTION, "sdpa-flash": SDPBackend.FLASH_ATTENTION}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,18 +122,17 @@ def window_of(density: float, n: int) -> str:
     return f"window:{max(1, round((density * n / BLOCK - 1) / 2)) * BLOCK}"
 
 
-def sparse_cases(n: int, densities: tuple[float, ...], *, causal: bool = False) -> tuple[Case, ...]:
+def sparse_cases(n: int, densities: tuple[float, ...]) -> tuple[Case, ...]:
     """Random block lists and a local window at each density."""
-    mark, tail = ("-causal", " & causal") if causal else ("", "")
     return tuple(
-        Case(name=f"{kind}{mark}-{density:.0%}", pattern=text + tail)
+        Case(name=f"{kind}-{density:.0%}", pattern=text)
         for density in densities
         for kind, text in (("random", f"random:{density};block={BLOCK}"), ("local", window_of(density, n)))
     )
 
 
 def suite(name: str) -> list[Group]:
-    """The groups of a suite. Those of `cpu` are the ones the bars speak of."""
+    """The groups of a suite on the CPU. Those of `cpu` are the ones the bars speak of."""
     ladder = Case(name="longnet-ladder", pattern=LADDER)
     if name == "quick":
         return [Group(n=4096, d=64, cases=(*sparse_cases(4096, (0.1,)), ladder), budget_s=5.0)]
@@ -146,18 +142,9 @@ def suite(name: str) -> list[Group]:
         groups = [Group(n=n, d=d, cases=sparse_cases(n, kept), peer_heads=heads) for n, d, heads in shapes]
         groups += [Group(n=32768, d=d, cases=(ladder,), peer_heads=2) for d in (64, 128)]
         return [replace(group, judged=True) for group in groups]
-    if name == "million":
-        case = Case(name="million-64-blocks-a-row", pattern=f"random:{64 * BLOCK / 2**20};block={BLOCK}")
-        # Four heads: q, k, v, output and their gradients alone take 8 GiB, and dense attention is out of reach.
-        return [Group(n=2**20, d=64, heads=4, key_heads=4, cases=(case,), peers=(), rounds=(1, 1), judged=True)]
-    groups = []
-    for n in (16384, 65536, 262144):
-        for d in (64, 128):
-            cases = (*sparse_cases(n, (0.1, 0.01)), *sparse_cases(n, (0.1,), causal=True), ladder)
-            base = Group(n=n, d=d, cases=cases, dtype="bfloat16", device="cuda", budget_s=8.0, rounds=(5, 50))
-            groups.append(replace(base, peers=("sdpa-cudnn", "sdpa-flash"), peer_heads=8 if n <= 65536 else 1))
-            groups.append(replace(base, cases=cases[:2], heads=16, key_heads=4, peers=()))
-    return groups
+    case = Case(name="million-64-blocks-a-row", pattern=f"random:{64 * BLOCK / 2**20};block={BLOCK}")
+    # Four heads: q, k, v, output and their gradients alone take 8 GiB, and dense attention is out of reach.
+    return [Group(n=2**20, d=64, heads=4, key_heads=4, cases=(case,), peers=(), rounds=(1, 1), judged=True)]
 
 
 def prepare(
@@ -192,11 +179,9 @@ def peer(name: str, group: Group, inputs: Three, grad_output: Tensor) -> Subject
     """Torch's dense attention as a yardstick."""
     group_heads = slice(0, group.peer_heads)
     query, key, value = (x[:, group_heads].detach().clone().requires_grad_() for x in inputs)
-    kernel = DENSE[name]
 
     def forward() -> tuple[Tensor, None]:
-        with nullcontext() if kernel is None else sdpa_kernel(kernel):
-            return scaled_dot_product_attention(query, key, value), None
+        return scaled_dot_product_attention(query, key, value), None
 
     found, _ = prepare(group, forward, (query, key, value), grad_output[:, group_heads].clone())
     flops = 4.0 * group.n**2 * group.d * group.peer_heads
@@ -383,12 +368,22 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/quick.jsonl"))
     parser.add_argument("--backend", default="auto", help="auto, or the name of a backend")
     parser.add_argument("--append", action="store_true", help="keep the lines that are in the file")
+    gpu_only = parser.add_argument_group("the gpu suite")
+    gpu_only.add_argument("--budget", type=float, default=float("inf"), help="seconds after which no case is begun")
+    gpu_only.add_argument("--resume", action="store_true", help="keep the lines in the file and measure what it lacks")
+    gpu_only.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    gpu_only.add_argument("--tiny", action="store_true", help="small cases, to see on any machine that the suite works")
     options = parser.parse_args(arguments)
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    if not options.append:
+    if not options.append and not options.resume:
         options.out.unlink(missing_ok=True)
     try:
-        status = run(options.suite, options.out, options.backend)
+        if options.suite == "gpu":
+            from . import gpu
+
+            status = gpu.run(options.out, options.backend, options.device, options.budget, options.resume, options.tiny)
+        else:
+            status = run(options.suite, options.out, options.backend)
         if options.suite == "cpu":
             # In a process of its own, so that the memory it reports is its own.
             child = [sys.executable, "-m", f"{__package__}.bench", "--suite", "million", "--append"]

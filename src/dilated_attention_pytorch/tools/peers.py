@@ -109,8 +109,8 @@ def lists_of(table: Tensor, width: int | None = None) -> Lists:
 
 
 def why_not(name: str, problem: Problem) -> str | None:
-    """Why a peer cannot run a problem, or None when it can."""
-    if name != "sdpa-flash" and problem.device != "cuda":
+    """Why a peer cannot run a problem, or None when it can (as the library itself always can try)."""
+    if name in ("sdpa-cudnn", "flex", "fa4") and problem.device != "cuda":
         return f"needs a CUDA device, got {problem.device}"
     if name == "fa4" and not has_flash_attention_4():
         return NOT_INSTALLED
@@ -137,9 +137,7 @@ def _sdpa(name: str, problem: Problem) -> Runner:
 
     def forward() -> Tensor:
         with sdpa_kernel(SDPA[name]):
-            return scaled_dot_product_attention(
-                query, key, value, is_causal=problem.causal, enable_gqa=problem.grouped
-            )
+            return scaled_dot_product_attention(query, key, value, is_causal=problem.causal, enable_gqa=problem.grouped)
 
     return Runner(forward=forward, inputs=(query, key, value), grad_output=problem.grad_output)
 

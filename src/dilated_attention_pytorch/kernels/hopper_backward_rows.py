@@ -1,0 +1,158 @@
+"""dQ by rows for Hopper in Gluon: the same bits every time, at the price of computing the scores a second time.
+
+A work item is 128 query rows of one head; each of two warpgroups owns 64 of them. A step is one tile of keys:
+
+    S = Q K^T      dP = dO V^T      dQ += dS K
+
+Names: `p_` pointer, `b_` buffer in shared memory, `o_` offset; shape comments are [rows, columns].
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from .hopper_backward import (
+    ITEM_BATCH,
+    ITEM_HEAD,
+    ITEM_ROW,
+    ITEM_STEPS,
+    ROWS,
+    TILE_MASK,
+    here,
+    load_backward_tiles,
+    mask_weights,
+)
+from .hopper_forward import copy_out, read
+
+
+@gluon.jit
+def gather_queries(
+    C: gl.constexpr,
+    dq_desc, b_q, b_do, b_k, b_v, b_item, b_tile, full, empty, q_full, q_empty,
+    p_rows, p_bits, heads, query_tiles, scale, scale_log2,
+    BLOCK: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
+):  # fmt: skip
+    """Warpgroup `C`: dQ of its 64 rows of every item of this program."""
+    BN: gl.constexpr = b_k.shape[3]
+    D: gl.constexpr = b_k.shape[4]
+    dtype: gl.constexpr = b_k.dtype
+    scores_layout: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16]
+    )
+    acc_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
+    operand: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=acc_layout, k_width=2)
+    no_scores = gl.full([ROWS, BN], 0.0, gl.float32, scores_layout)
+    row = gl.arange(0, ROWS, gl.SliceLayout(1, scores_layout))
+
+    tile_count = 0
+    item_count = 0
+    mbarrier.wait(q_full.index(0), 0)
+    more = read(b_item.index(0), ITEM_BATCH) >= 0
+    while more:
+        q_slot = item_count % Q_STAGES
+        item = b_item.index(q_slot)
+        steps = read(item, ITEM_STEPS)
+        batch = read(item, ITEM_BATCH)
+        head = read(item, ITEM_HEAD)
+        o_query = read(item, ITEM_ROW) + C * ROWS
+        # Rows lie in memory as tiles of BN: first the LSE of a tile, then its delta.
+        place = ((batch * heads + head) * query_tiles + o_query // BN).to(gl.int64)
+        p_own = p_rows + place * (2 * BN) + o_query % BN + row
+        lse = gl.expand_dims(gl.load(p_own), 1)
+        delta = gl.expand_dims(gl.load(p_own + BN), 1)
+        dq = gl.full([ROWS, D], 0.0, gl.float32, acc_layout)
+        for _ in range(steps):
+            slot = tile_count % STAGES
+            o_item = here(q_slot * 2 + C)
+            q = b_q.index(o_item).reshape([ROWS, D])
+            do = b_do.index(o_item).reshape([ROWS, D])
+            k = b_k.index(slot).reshape([BN, D])
+            v = b_v.index(slot).reshape([BN, D])
+            note = b_tile.index(slot)
+            mbarrier.wait(full.index(slot), (tile_count // STAGES) & 1)
+            scores_token = warpgroup_mma(q, k.permute((1, 0)), no_scores, use_acc=False, is_async=True)
+            dp_token = warpgroup_mma(do, v.permute((1, 0)), no_scores, use_acc=False, is_async=True)
+            scores = warpgroup_mma_wait(1, deps=(scores_token,))
+            weights = gl.exp2(scores * scale_log2 - lse)
+            if read(note, TILE_MASK) >= 0:
+                weights = mask_weights(weights, note, p_bits, C, BLOCK, False)
+            dp = warpgroup_mma_wait(0, deps=(dp_token,))
+            ds = gl.convert_layout((weights * (dp - delta)).to(dtype), operand)
+            dq_token = warpgroup_mma(ds, k, dq, is_async=True)
+            dq = warpgroup_mma_wait(0, deps=(dq_token,))
+            mbarrier.arrive(empty.index(slot), count=1)
+            tile_count += 1
+
+        b_dq = b_q.index(q_slot * 2 + C)
+        b_dq.reshape([ROWS, D]).store((dq * scale).to(dtype))
+        fence_async_shared()
+        copy_out(dq_desc, [batch, head, o_query, 0], b_dq)
+        tma.store_wait(0)
+        mbarrier.arrive(q_empty.index(q_slot), count=1)
+        item_count += 1
+        next_slot = item_count % Q_STAGES
+        mbarrier.wait(q_full.index(next_slot), (item_count // Q_STAGES) & 1)
+        more = read(b_item.index(next_slot), ITEM_BATCH) >= 0
+
+
+@gluon.jit(
+    do_not_specialize=[
+        "items", "items_a_batch", "heads", "group", "query_tiles", "query_blocks", "n", "scale", "scale_log2"
+    ],
+    do_not_specialize_on_alignment=["p_work", "p_class", "p_walk", "p_whole", "p_partial", "p_bits", "p_next"],
+)  # fmt: skip
+def attention_dq_bwd_kernel(
+    q_desc, do_desc, k_desc, v_desc, dq_desc, p_rows, p_work, p_class, p_walk, p_whole, p_partial, p_bits, p_next,
+    items, items_a_batch, heads, group, query_tiles, query_blocks, n, scale, scale_log2,
+    BLOCK: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr, WORKER_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """dQ of every item, taken by the programs as they come free."""
+    BN: gl.constexpr = k_desc.block_shape[2]
+    D: gl.constexpr = k_desc.block_shape[3]
+    dtype: gl.constexpr = k_desc.dtype
+    note: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    barrier: gl.constexpr = mbarrier.MBarrierLayout()
+    b_q = gl.allocate_shared_memory(dtype, [2 * Q_STAGES, 1, 1, ROWS, D], q_desc.layout)
+    b_do = gl.allocate_shared_memory(dtype, [2 * Q_STAGES, 1, 1, ROWS, D], do_desc.layout)
+    b_k = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BN, D], k_desc.layout)
+    b_v = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BN, D], v_desc.layout)
+    b_item = gl.allocate_shared_memory(gl.int32, [Q_STAGES, 8], note)
+    b_tile = gl.allocate_shared_memory(gl.int32, [STAGES, 8], note)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
+    q_full = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], barrier)
+    q_empty = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], barrier)
+    for s in gl.static_range(STAGES):
+        mbarrier.init(full.index(s), count=1)
+        mbarrier.init(empty.index(s), count=2)
+    for s in gl.static_range(Q_STAGES):
+        mbarrier.init(q_full.index(s), count=1)
+        mbarrier.init(q_empty.index(s), count=2)
+    gl.warp_specialize(
+        [
+            (gather_queries, (
+                0, dq_desc, b_q, b_do, b_k, b_v, b_item, b_tile, full, empty, q_full, q_empty,
+                p_rows, p_bits, heads, query_tiles, scale, scale_log2, BLOCK, STAGES, Q_STAGES,
+            )),
+            (gather_queries, (
+                1, dq_desc, b_q, b_do, b_k, b_v, b_item, b_tile, full, empty, q_full, q_empty,
+                p_rows, p_bits, heads, query_tiles, scale, scale_log2, BLOCK, STAGES, Q_STAGES,
+            )),
+            (load_backward_tiles, (
+                q_desc, do_desc, k_desc, v_desc, b_q, b_do, b_k, b_v, b_tile, b_item, b_tile,
+                full, empty, q_full, q_empty,
+                p_rows, p_work, p_class, p_walk, p_whole, p_partial, p_next, items, items_a_batch, heads, group,
+                query_tiles, query_blocks, n, BLOCK, STAGES, Q_STAGES, False,
+            )),
+        ],
+        [4, 1],
+        [WORKER_REGISTERS, 32],
+    )  # fmt: skip

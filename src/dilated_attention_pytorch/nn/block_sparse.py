@@ -1,0 +1,162 @@
+"""Block-sparse attention as modules over (B, N, H, D)."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from ..errors import must
+from ..ops import plan_cache
+from ..patterns import BlockDilated, Hierarchical, Pattern
+from ..patterns.pattern import integer, integers
+from ..plan import Plan
+from .config import HierarchicalConfig, SparsePatternConfig
+from .core import SparseAttention, alone
+
+
+def block_pattern(
+    segment_lengths: Sequence[int],
+    dilation_rates: Sequence[int],
+    sparse_config: SparsePatternConfig | None,
+    sparsity_ratio: float | None,
+    block_size: int | None,
+) -> Pattern:
+    """The pattern of a block-sparse module; a ratio or block size of its own replaces the config's."""
+    if sparse_config is None:
+        return BlockDilated(tuple(segment_lengths), tuple(dilation_rates), sparsity_ratio, block=block_size or 128)
+    # Checked here because a pattern without segments would not look at them.
+    BlockDilated(tuple(segment_lengths), tuple(dilation_rates))
+    given = {"sparsity_ratio": sparsity_ratio, "block_size": block_size}
+    return replace(sparse_config, **{k: v for k, v in given.items() if v is not None}).pattern(
+        segment_lengths, dilation_rates
+    )
+
+
+class BlockSparseRingDilatedAttention(SparseAttention):
+    """Attention on chosen blocks of the score matrix, one softmax a row over all of them.
+
+    Args:
+        segment_lengths: tokens in a segment, one for each branch.
+        dilation_rates: within a segment a query block sees every `rate`-th block counted from itself.
+        sparse_config: another pattern than these segments; only its "dilated_sparse" still has segments and rates.
+        sparsity_ratio: fraction of blocks kept (0.01 = 99 % sparse); without it the branches alone decide.
+        block_size: tokens in a block, 128 by default.
+        process_group: must be None; likewise `ring_size`: on one device this is the whole computation.
+        pattern_cache_size: plans this module holds on to once `plan` or `explain` has built them.
+        options: `softmax_scale`, `attention_dropout`, `backend`, `device`, `dtype`: see `SparseAttention`.
+    """
+
+    def __init__(
+        self,
+        segment_lengths: Sequence[int],
+        dilation_rates: Sequence[int],
+        sparse_config: SparsePatternConfig | None = None,
+        sparsity_ratio: float | None = None,
+        block_size: int | None = None,
+        process_group: object = None,
+        pattern_cache_size: int = 100,
+        *,
+        ring_size: int | None = None,
+        **options: Any,
+    ) -> None:
+        alone(process_group, ring_size)
+        pattern = block_pattern(segment_lengths, dilation_rates, sparse_config, sparsity_ratio, block_size)
+        super().__init__(pattern, **options)
+        self.segment_lengths, self.dilation_rates = tuple(segment_lengths), tuple(dilation_rates)
+        self.sparse_config = sparse_config
+        self.pattern_cache_size = integer("pattern_cache_size", pattern_cache_size, 1)
+        self._plans: OrderedDict[tuple[int, int | None, bool], Plan] = OrderedDict()
+
+    def plan(self, n: int, num_heads: int | None = None, is_causal: bool = False) -> Plan:
+        """The plan this module follows at a length."""
+        plan = self._plans.pop((n, num_heads, is_causal), None) or super().plan(n, num_heads, is_causal)
+        self._plans[n, num_heads, is_causal] = plan
+        while len(self._plans) > self.pattern_cache_size:
+            self._plans.popitem(last=False)
+        return plan
+
+    def clear_pattern_cache(self) -> None:
+        """Let go of the plans this module holds."""
+        self._plans.clear()
+
+    def get_pattern_stats(self, n: int | None = None, num_heads: int = 8, is_causal: bool = False) -> dict[str, Any]:
+        """The pattern, the plans held here and in the whole process; at a length `n` also what is kept there."""
+        stats: dict[str, Any] = {"pattern": str(self.pattern)}
+        if n is not None:
+            plan = self.plan(n, num_heads, is_causal)
+            stats |= {"block_size": plan.block_size, "blocks": plan.blocks, "density": plan.density}
+        return stats | {"plans_held": len(self._plans), "plan_cache": plan_cache.info()._asdict()}
+
+    def notes(self) -> list[str]:
+        if self.sparse_config is None or self.sparse_config.pattern_type == "dilated_sparse":
+            return []
+        return [f"a {self.sparse_config.pattern_type} pattern has no segments: they and the rates play no part"]
+
+
+class BlockSparseHierarchical(SparseAttention):
+    """Near blocks densely, far ones ever more sparsely, no key block covered twice.
+
+    Args:
+        segment_lengths: reach of each level in tokens, rising; with `hierarchical_config` its levels stand instead.
+        dilation_rates: distance in blocks between the key blocks a level keeps.
+        hierarchical_config: levels given one by one.
+        block_size: tokens in a block, 128 by default; a config has its own.
+        options: `softmax_scale`, `attention_dropout`, `backend`, `device`, `dtype`: see `SparseAttention`.
+    """
+
+    def __init__(
+        self,
+        segment_lengths: Sequence[int],
+        dilation_rates: Sequence[int],
+        hierarchical_config: HierarchicalConfig | None = None,
+        *,
+        block_size: int | None = None,
+        **options: Any,
+    ) -> None:
+        reaches, rates = integers("segment length", segment_lengths, 1), integers("dilation rate", dilation_rates, 1)
+        if len(reaches) != len(rates):
+            raise must(
+                "segment_lengths and dilation_rates must be equally long",
+                f"{len(reaches)} and {len(rates)}",
+                "Give each segment length its own dilation rate.",
+            )
+        if hierarchical_config is None:
+            block = block_size or 128
+            levels = tuple((-(-reach // block), rate) for reach, rate in zip(reaches, rates, strict=True))
+            pattern: Pattern = Hierarchical(levels, block=block)
+        elif block_size not in (None, hierarchical_config.block_size):
+            raise must(f"block_size must be that of the levels, {hierarchical_config.block_size}", block_size)
+        else:
+            pattern = hierarchical_config.pattern()
+        super().__init__(pattern, **options)
+        self.hierarchical_config = hierarchical_config
+
+    def get_pattern_stats(self, n: int, num_heads: int = 8, is_causal: bool = False) -> dict[str, Any]:
+        """What is kept at a length."""
+        plan = self.plan(n, num_heads, is_causal)
+        return {
+            "pattern": str(self.pattern),
+            "block_size": plan.block_size,
+            "blocks": plan.blocks,
+            "density": plan.density,
+        }
+
+    def visualize_pattern(self, n: int = 1024) -> str:
+        """Who meets whom, drawn."""
+        return self.plan(n, 1).picture()
+
+    def notes(self) -> list[str]:
+        given = self.hierarchical_config is not None
+        return ["the levels of hierarchical_config stand: segments and rates play no part"] if given else []
+
+
+class BlockSparseTorchSparse(SparseAttention):
+    """Refuses: torch.sparse has no kernel that computes attention by blocks."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        raise NotImplementedError(
+            "BlockSparseTorchSparse does not exist because torch.sparse runs block products one after another and was "
+            "measured slower than dense attention; use BlockSparseRingDilatedAttention, which takes the same arguments."
+        )

@@ -1,0 +1,71 @@
+"""LongNet's dilated attention as modules over (B, N, H, D)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ..errors import must
+from ..patterns import Dilated
+from .core import SparseAttention, alone
+
+
+class DilatedAttention(SparseAttention):
+    """Dilated attention: in segments of each length, every `rate`-th token sees the others of its residue.
+
+    Args:
+        segment_lengths: tokens in a segment, one for each branch.
+        dilation_rates: distance between two tokens that meet, one for each branch.
+        softmax_scale: factor on the scores; 1 / sqrt(D) by default.
+        attention_dropout: probability of dropping a weight while training; `dropout` is the same thing.
+        offset: which residue a head samples, see `Dilated`; likewise `heads` and `overlap`.
+        backend: likewise `device` and `dtype`: see `SparseAttention`.
+
+    Any length is allowed, also one that no segment divides.
+    """
+
+    pattern: Dilated
+
+    def __init__(
+        self,
+        segment_lengths: Sequence[int],
+        dilation_rates: Sequence[int],
+        softmax_scale: float | None = None,
+        attention_dropout: float = 0.0,
+        *,
+        dropout: float | None = None,
+        offset: str = "mod",
+        heads: str = "all",
+        overlap: str = "count",
+        **place: Any,
+    ) -> None:
+        if dropout is not None and attention_dropout:
+            raise must("dropout must be given once", f"attention_dropout={attention_dropout}, dropout={dropout}")
+        pattern = Dilated(segment_lengths, dilation_rates, offset, overlap, heads)  # pyrefly: ignore[bad-argument-type]
+        super().__init__(pattern, softmax_scale, attention_dropout if dropout is None else dropout, **place)
+
+    @property
+    def segment_lengths(self) -> tuple[int, ...]:
+        return self.pattern.segment_lengths
+
+    @property
+    def dilation_rates(self) -> tuple[int, ...]:
+        return self.pattern.dilation_rates
+
+
+class RingDilatedAttention(DilatedAttention):
+    """`DilatedAttention` for sequences spread over ranks; on one device, that computation itself."""
+
+    def __init__(
+        self,
+        segment_lengths: Sequence[int],
+        dilation_rates: Sequence[int],
+        softmax_scale: float | None = None,
+        attention_dropout: float = 0.0,
+        *,
+        process_group: object = None,
+        ring_size: int | None = None,
+        **options: Any,
+    ) -> None:
+        alone(process_group, ring_size)
+        super().__init__(segment_lengths, dilation_rates, softmax_scale, attention_dropout, **options)
