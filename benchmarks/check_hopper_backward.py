@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from queue import Queue
@@ -33,8 +34,12 @@ from dilated_attention_pytorch.kernels.registry import AttentionCall, Gradients
 def variants(d: int) -> dict[str, tuple[BackwardConfig, bool]]:
     """Configurations worth timing, by name, and whether dQ is computed beside dK and dV."""
     base = BACKWARD_CONFIGS[d]
-    deep = replace(base, stages=3, held_stages=1)
-    return {"": (base, True), "by rows": (base, False), "stages 3 1": (deep, True)}
+    return {
+        "": (base, True),
+        "by rows": (base, False),
+        "stages 3 1": (replace(base, stages=3, held_stages=1), True),
+        "together": (replace(base, skew=False), True),
+    }
 
 
 def checks() -> list[Case]:
@@ -55,6 +60,7 @@ def checks() -> list[Case]:
     cases = [replace(case, d=d) for d in (128, 64) for case in kinds]
     cases += [replace(kinds[2], d=d, dtype="float16") for d in (128, 64)]
     cases += [replace(case, d=d, variant="by rows") for d in (128, 64) for case in kinds[5:]]
+    cases += [replace(kinds[-1], d=d, variant=name) for d in (128, 64) for name in ("stages 3 1", "together")]
     return cases
 
 
@@ -69,8 +75,7 @@ def timings() -> list[Case]:
                     ("random", f"random:{density};block=128;seed=0"),
                     ("local", f"window:{keep * 64}"),
                 ):
-                    case = Case(f"{kind} {density:g}", pattern, n, 8, 8, d=d, task="time")
-                    cases += [replace(case, variant=name) for name in variants(d)]
+                    cases.append(Case(f"{kind} {density:g}", pattern, n, 8, 8, d=d, task="time"))
         cases.append(Case("causal", "causal", 16384, 8, 8, d=d, task="time"))
     return cases
 
@@ -132,29 +137,32 @@ def check(case: Case) -> dict[str, Any]:
 
 
 def measure(case: Case) -> dict[str, Any]:
-    """Speed on the kept blocks, beside that of the portable kernels."""
+    """Speed on the kept blocks of every variant and of the portable kernels, run by turns so that clocks are shared."""
     call = build(case)
     reason = hopper_backend.why_not(call)
     if reason is not None:
         return {"ok": False, "why_not": reason}
     output, lse = hopper_backend.forward(call)
     grad_output = torch.randn_like(output)
-    config, fused = variants(case.d)[case.variant]
     work = 2.5 * case.batch * call.plan.flops(case.d) / 1e9
 
-    def run() -> Gradients:
-        return hopper_gradients.run_backward(call, output, lse, grad_output, None, config, fused)
+    def runner(config: BackwardConfig, fused: bool) -> Callable[[], Gradients]:
+        return lambda: hopper_gradients.run_backward(call, output, lse, grad_output, None, config, fused)
 
-    median = statistics.median(milliseconds(run, 9))
-    result = {"ok": True, "ms": median, "tflops": work / median}
-    if not case.variant:
-        other = milliseconds(lambda: triton_backend.backward(call, output, lse, grad_output, None), 5)
-        result["portable"] = work / statistics.median(other)
-        result |= kernel_times(run)
-    return result
+    runs: dict[str, Callable[[], Gradients]] = {name: runner(*how) for name, how in variants(case.d).items()}
+    runs["portable"] = lambda: triton_backend.backward(call, output, lse, grad_output, None)
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(3):
+        for name, run in runs.items():
+            times[name] += milliseconds(run, 3)
+    medians = {name: statistics.median(values) for name, values in times.items()}
+    result: dict[str, Any] = {"ok": True, "ms": medians[""]}
+    result |= {name or "tflops": round(work / median, 1) for name, median in medians.items()}
+    result["host_us"] = round(check_hopper.host_microseconds(runs[""], 20))
+    return result | kernel_times(runs[""])
 
 
-def kernel_times(run: Any) -> dict[str, float]:
+def kernel_times(run: Callable[[], object]) -> dict[str, float]:
     """Microseconds of each kernel of one run."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         run()

@@ -8,8 +8,10 @@ rows, seven products a tile pair, needs no copy, and gives the same bits every t
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -32,6 +34,8 @@ class BackwardConfig:
     """Rows of a step; with the head width they must make 64 x 128, one 64 x 64 piece of dQ a warpgroup."""
     stages: int = 2
     held_stages: int = 2
+    skew: bool = True
+    """Whether the second warpgroup starts its step after the first, so that they multiply by turns."""
     registers: int = 240
     """Registers a thread of a multiplying warpgroup gets."""
 
@@ -57,7 +61,11 @@ class HeldWork:
     """int32 [M, B, W]: bit `j % 32` of `bits[m, i, j // 32]` allows held element i, streamed element j"""
 
 
+KEPT_LAUNCHES = 1024
+"""Compiled row kernels remembered with the sizes they were called with; triton itself forgets none."""
+
 _work: WeakIdKeyDictionary = WeakIdKeyDictionary()
+_launches: WeakKeyDictionary[Plan, dict[tuple[object, ...], BackwardLaunch]] = WeakKeyDictionary()
 _compiled: dict[tuple[object, ...], Any] = {}
 
 
@@ -77,7 +85,7 @@ def transposed_bits(plan: Plan, chunk: int = 1024) -> Tensor:
 
 
 def _held_items(plan: Plan, walk: Walk, tiles: int, group: int) -> Tensor:
-    """Work records of every head that holds, heads outermost, rows in the walk's order, also those that meet nothing."""
+    """Work records of every head that holds, heads outermost, rows in the walk's order; those without a pair too."""
     device = walk.rows.device
     sub_tiles = plan.block_size // HELD_ROWS
     head_class = plan.parts[0].head_class.long().view(-1, group)
@@ -131,66 +139,125 @@ def run_backward(
     fused: bool,
 ) -> Gradients:
     """`backward` with a configuration of one's own, for measuring."""
-    from .hopper_backward import attention_dkv_bwd_kernel, finish_dq_kernel, prepare_bwd_kernel
-    from .hopper_backward_rows import attention_dq_bwd_kernel
-
-    query, key, value, plan = call.query, call.key, call.value, call.plan
-    batch, heads, n, d = query.shape
-    group = heads // key.shape[1]
     if hopper_backend._layout_problem("grad_output", grad_output) is not None:
         grad_output = grad_output.contiguous()
-    rows = config.streamed_tile
-    # Whole blocks of the plan, so that a list may name the part of its last block that lies past the end.
-    query_tiles = -(-n // plan.block_size) * (plan.block_size // rows)
-    row_tiles = batch * heads * query_tiles
-    device = query.device
-    stats = torch.empty((row_tiles, 2, rows), dtype=torch.float32, device=device)
-    total = torch.empty((row_tiles, rows * d) if fused else (4,), dtype=torch.float32, device=device)
-    claimed = torch.empty(1, dtype=torch.int32, device=device)
     slope = lse if grad_lse is None else grad_lse
-    strides = *output.stride()[:3], *grad_output.stride()[:3], *slope.stride()
-    _launch_rows(
-        prepare_bwd_kernel,
-        row_tiles,
-        (output, grad_output, lse, slope, stats, total, claimed),
-        (heads, query_tiles, n, *strides),
-        (rows, d, grad_lse is not None, fused),
+    tensors = call.query, call.key, call.value, output, grad_output, slope
+    layout = (
+        *((tensor.shape, tensor.stride()) for tensor in tensors),
+        *(call.query.dtype, call.device, call.scale, config, fused, grad_lse is None, output.data_ptr() % 16),
     )
+    known = _launches.setdefault(call.plan, {})
+    found = known.get(layout)
+    if found is None:
+        found = known[layout] = BackwardLaunch(call, output, grad_output, slope, grad_lse is None, config, fused)
+    with nullcontext() if torch.cuda.current_device() == call.device.index else torch.cuda.device(call.device):
+        return found(call, output, lse, grad_output, slope)
 
-    half = tile_layout(64, d, query.dtype)
-    tile = tile_layout(rows, d, query.dtype)
-    scales = call.scale, call.scale * LOG2_E
-    grad_query, grad_key, grad_value = empty_rows(query, d), empty_rows(key, d), empty_rows(value, d)
-    identity = (device.index, query.dtype, d, plan.block_size, config)
 
-    work = held_work(plan, group, by_key=True)
-    items = batch * len(work.items)
-    arguments = (
-        *(describe(tensor, rows, tile) for tensor in (query, grad_output)),
-        *(describe(tensor, 64, half) for tensor in (key, value, grad_key, grad_value)),
-        *(stats, total, work.items, work.classes, work.rows, work.full, work.partial, work.bits, claimed),
-        *(items, len(work.items), heads, group, query_tiles, plan.parts[0].keys.tiles, n, *scales),
-        *(plan.block_size, config.stages, config.held_stages, fused, config.registers),
-    )
-    grid = min(items, processors(device))
-    launch(attention_dkv_bwd_kernel, ("dkv", fused, *identity), grid, arguments, **OPTIONS)
-    if fused:
-        sizes = heads, query_tiles, n, *grad_query.stride()[:3]
-        _launch_rows(finish_dq_kernel, row_tiles, (total, grad_query), sizes, (rows, d), call.scale)
+class BackwardLaunch:
+    """All that backward calls of one plan, layout and configuration share, so that a call computes nothing twice."""
+
+    def __init__(
+        self,
+        call: AttentionCall,
+        output: Tensor,
+        grad_output: Tensor,
+        slope: Tensor,
+        plain: bool,
+        config: BackwardConfig,
+        fused: bool,
+    ) -> None:
+        query, key, plan = call.query, call.key, call.plan
+        batch, heads, n, d = query.shape
+        group = heads // key.shape[1]
+        rows = config.streamed_tile
+        self.device = query.device
+        self.config = config
+        self.fused = fused
+        self.d = d
+        self.dtype = query.dtype
+        # Whole blocks of the plan, so that a list may name the part of its last block that lies past the end.
+        tiles = -(-n // plan.block_size) * (plan.block_size // rows)
+        self.row_tiles = batch * heads * tiles
+        self.o_sum = self.row_tiles * 2 * rows
+        self.o_claimed = self.o_sum + (self.row_tiles * rows * d if fused else 0)
+        self.prepare_sizes = heads, tiles, n, *output.stride()[:3], *grad_output.stride()[:3], *slope.stride()
+        self.prepare_constants = rows, d, not plain, fused
+        self.finish_constants = rows, d
+        self.finish_sizes = heads, tiles, n
+        self.identity = self.device.index, query.dtype, d, plan.block_size, config, fused
+        self.by_key = held_work(plan, group, by_key=True)
+        self.by_query = None if fused else held_work(plan, group, by_key=False)
+        scales = call.scale, call.scale * LOG2_E
+        stages = config.stages, config.held_stages
+        part = plan.parts[0]
+        self.key_numbers = (
+            *(batch * len(self.by_key.items), len(self.by_key.items), heads, group, tiles, part.keys.tiles, n, *scales),
+            *(plan.block_size, *stages, fused, config.skew, config.registers),
+        )
+        if self.by_query is not None:
+            items = len(self.by_query.items)
+            self.query_numbers = (
+                *(batch * items, items, heads, group, tiles, part.queries.tiles, n, *scales),
+                *(plan.block_size, *stages, config.registers),
+            )
+
+    def __call__(
+        self, call: AttentionCall, output: Tensor, lse: Tensor, grad_output: Tensor, slope: Tensor
+    ) -> Gradients:
+        from .hopper_backward import attention_dkv_bwd_kernel, finish_dq_kernel, prepare_bwd_kernel
+
+        query, key, value = call.query, call.key, call.value
+        space = torch.empty(self.o_claimed + 4, dtype=torch.float32, device=self.device)
+        stats, total, claimed = space, space[self.o_sum :], space[self.o_claimed :].view(torch.int32)
+        _launch_rows(
+            prepare_bwd_kernel,
+            self.row_tiles,
+            (output, grad_output, lse, slope, stats, total, claimed),
+            self.prepare_sizes,
+            self.prepare_constants,
+        )
+        # Only now, while the GPU is busy with the first kernel.
+        d, rows, dtype = self.d, self.config.streamed_tile, self.dtype
+        half, tile = tile_layout(64, d, dtype), tile_layout(rows, d, dtype)
+        grad_query, grad_key, grad_value = empty_rows(query, d), empty_rows(key, d), empty_rows(value, d)
+        work = self.by_key
+        arguments = (
+            *(describe(tensor, rows, tile) for tensor in (query, grad_output)),
+            *(describe(tensor, 64, half) for tensor in (key, value, grad_key, grad_value)),
+            *(stats, total, work.items, work.classes, work.rows, work.full, work.partial, work.bits, claimed),
+            *self.key_numbers,
+        )
+        grid = min(self.key_numbers[0], processors(self.device))
+        launch(attention_dkv_bwd_kernel, ("dkv", *self.identity), grid, arguments, **OPTIONS)
+        if self.fused:
+            sizes = *self.finish_sizes, *grad_query.stride()[:3]
+            _launch_rows(
+                finish_dq_kernel, self.row_tiles, (total, grad_query), sizes, self.finish_constants, call.scale
+            )
+        else:
+            self._query_gradient(call, grad_output, stats, claimed, grad_query)
         return Gradients(grad_query, grad_key, grad_value)
 
-    work = held_work(plan, group, by_key=False)
-    items = batch * len(work.items)
-    arguments = (
-        *(describe(tensor, 64, half) for tensor in (query, grad_output)),
-        *(describe(tensor, rows, tile) for tensor in (key, value)),
-        describe(grad_query, 64, half),
-        *(stats, work.items, work.classes, work.rows, work.full, work.partial, work.bits, claimed),
-        *(items, len(work.items), heads, group, query_tiles, plan.parts[0].queries.tiles, n, *scales),
-        *(plan.block_size, config.stages, config.held_stages, config.registers),
-    )
-    launch(attention_dq_bwd_kernel, ("dq", *identity), min(items, processors(device)), arguments, **OPTIONS)
-    return Gradients(grad_query, grad_key, grad_value)
+    def _query_gradient(
+        self, call: AttentionCall, grad_output: Tensor, stats: Tensor, claimed: Tensor, grad_query: Tensor
+    ) -> None:
+        from .hopper_backward_rows import attention_dq_bwd_kernel
+
+        work = self.by_query
+        assert work is not None
+        d, rows, dtype = self.d, self.config.streamed_tile, self.dtype
+        half, tile = tile_layout(64, d, dtype), tile_layout(rows, d, dtype)
+        arguments = (
+            *(describe(tensor, 64, half) for tensor in (call.query, grad_output)),
+            *(describe(tensor, rows, tile) for tensor in (call.key, call.value)),
+            describe(grad_query, 64, half),
+            *(stats, work.items, work.classes, work.rows, work.full, work.partial, work.bits, claimed),
+            *self.query_numbers,
+        )
+        grid = min(self.query_numbers[0], processors(self.device))
+        launch(attention_dq_bwd_kernel, ("dq", *self.identity), grid, arguments, **OPTIONS)
 
 
 def _launch_rows(
@@ -205,11 +272,13 @@ def _launch_rows(
 
     Triton compiles apart for the types and alignments of tensors, and for sizes that are 1, multiples of 16, or long.
     """
-    kinds = tuple((tensor.dtype, tensor.data_ptr() % 16 == 0) for tensor in tensors)
-    ranges = tuple((size == 1, size % 16 == 0, size >= 2**31) for size in sizes)
-    key = kernel, tensors[0].device.index, kinds, ranges, constants
+    addresses = tuple(tensor.data_ptr() for tensor in tensors)
+    aligned = tuple(address % 16 == 0 for address in addresses)
+    key = kernel, tensors[0].device.index, tensors[0].dtype, tensors[1].dtype, aligned, sizes, constants
     compiled = _compiled.get(key)
     if compiled is None:
+        if len(_compiled) >= KEPT_LAUNCHES:
+            _compiled.clear()
         _compiled[key] = kernel[(grid,)](*tensors, *sizes, *numbers, *constants)
     else:
-        compiled[(grid, 1, 1)](*tensors, *sizes, *numbers, *constants)
+        compiled[(grid, 1, 1)](*addresses, *sizes, *numbers, *constants)

@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-ROWS = 64
-"""Rows a program takes."""
+ROWS = 32
+"""Rows a program takes: few, for there are enough programs to keep memory busy and registers to spare."""
 
 COLUMNS = (
     "batch", "batches", "batch_outer", "batch_inner", "begin", "hop", "segments", "head", "head_step", "heads",
@@ -92,7 +92,8 @@ def rows_of_piece(entry, BM: tl.constexpr):
     head = tl.load(entry + 7) + index * tl.load(entry + 8)
     batch = tl.load(entry) + own_batch
     place = outer * tl.load(entry + 14) + inner * tl.load(entry + 15) + row * tl.load(entry + 16)
-    return batch, head, token, place, outer < outer_count, members
+    # Rows begin at multiples of 16 bytes, which the compiler cannot see through the table.
+    return batch, head, token, tl.multiple_of(place, 8), outer < outer_count, members
 
 
 @triton.jit(do_not_specialize=["index"])
@@ -106,7 +107,8 @@ def merge_rows_kernel(
     mask = held[:, None] & (column < D)
     slot = tl.program_id(0) * BM + tl.arange(0, BM)
     p_slots = p_lse + batch * sl_b + head * sl_h + token * sl_n
-    p_rows = p_out + (batch * so_b + head * so_h + token * so_n)[:, None] + column
+    to = tl.multiple_of(batch * so_b + head * so_h + token * so_n, 8)
+    p_rows = p_out + to[:, None] + column
     before = tl.load(p_slots, mask=held, other=0.0)
     added = tl.load(p_piece_lse + slot, mask=held, other=0.0)
     b_rows = tl.load(p_rows, mask=mask, other=0.0).to(tl.float32)
@@ -118,6 +120,22 @@ def merge_rows_kernel(
     tl.store(p_slots, lse, mask=held)
 
 
+@triton.jit
+def add_rows(p_total, p_piece, entry, st_b, st_h, st_n, BM: tl.constexpr, D: tl.constexpr, DP: tl.constexpr):
+    """Add a stretch of one piece's rows to one tensor."""
+    batch, head, token, place, held, members = rows_of_piece(entry, BM)
+    stride_inner = tl.load(entry + 15)
+    column = tl.arange(0, DP)[None, :]
+    mask = held[:, None] & (column < D)
+    to = tl.multiple_of(batch * st_b + head * st_h + token * st_n, 8)
+    p_rows = p_total + to[:, None] + column
+    b_rows = tl.load(p_rows, mask=mask, other=0.0).to(tl.float32)
+    for member in range(members):
+        share = tl.multiple_of(place + member * stride_inner, 8)
+        b_rows += tl.load(p_piece + share[:, None] + column, mask=mask, other=0.0).to(tl.float32)
+    tl.store(p_rows, b_rows.to(p_total.dtype.element_ty), mask=mask)
+
+
 @triton.jit(do_not_specialize=["index", "sections"])
 def add_rows_kernel(
     p_query, p_key, p_value, p_query_piece, p_key_piece, p_value_piece, p_table, index, sections,
@@ -127,27 +145,13 @@ def add_rows_kernel(
     """One program adds a stretch of one piece's rows to one of the three gradients."""
     side = tl.program_id(1)
     entry = p_table + (side * sections + index) * WIDTH
-    batch, head, token, place, held, members = rows_of_piece(entry, BM)
-    stride_inner = tl.load(entry + 15)
-    p_total = p_query
-    p_piece = p_query_piece
-    to = batch * sq_b + head * sq_h + token * sq_n
-    if side == 1:
-        p_total = p_key
-        p_piece = p_key_piece
-        to = batch * sk_b + head * sk_h + token * sk_n
-    if side == 2:
-        p_total = p_value
-        p_piece = p_value_piece
-        to = batch * sv_b + head * sv_h + token * sv_n
-    column = tl.arange(0, DP)[None, :]
-    mask = held[:, None] & (column < D)
-    p_rows = p_total + to[:, None] + column
-    p_shares = p_piece + place[:, None] + column
-    b_rows = tl.load(p_rows, mask=mask, other=0.0).to(tl.float32)
-    for member in range(members):
-        b_rows += tl.load(p_shares + member * stride_inner, mask=mask, other=0.0).to(tl.float32)
-    tl.store(p_rows, b_rows.to(p_total.dtype.element_ty), mask=mask)
+    # A pointer chosen at run time would lose what the compiler knows of its alignment.
+    if side == 0:
+        add_rows(p_query, p_query_piece, entry, sq_b, sq_h, sq_n, BM, D, DP)
+    elif side == 1:
+        add_rows(p_key, p_key_piece, entry, sk_b, sk_h, sk_n, BM, D, DP)
+    else:
+        add_rows(p_value, p_value_piece, entry, sv_b, sv_h, sv_n, BM, D, DP)
 
 
 @triton.jit(do_not_specialize=["index"])
@@ -162,8 +166,10 @@ def gather_rows_kernel(
     mask = held[:, None] & (column < D)
     slot = tl.program_id(0) * BM + tl.arange(0, BM)
     to = place[:, None] + column
-    b_rows = tl.load(p_rows + (batch * sr_b + head * sr_h + token * sr_n)[:, None] + column, mask=mask, other=0.0)
-    b_grads = tl.load(p_grads + (batch * sg_b + head * sg_h + token * sg_n)[:, None] + column, mask=mask, other=0.0)
+    source = tl.multiple_of(batch * sr_b + head * sr_h + token * sr_n, 8)
+    b_rows = tl.load(p_rows + source[:, None] + column, mask=mask, other=0.0)
+    source = tl.multiple_of(batch * sg_b + head * sg_h + token * sg_n, 8)
+    b_grads = tl.load(p_grads + source[:, None] + column, mask=mask, other=0.0)
     b_lse = tl.load(p_lse + batch * sl_b + head * sl_h + token * sl_n, mask=held, other=0.0)
     tl.store(p_packed + to, b_rows, mask=mask)
     tl.store(p_packed_grads + to, b_grads, mask=mask)

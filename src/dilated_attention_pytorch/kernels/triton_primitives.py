@@ -71,7 +71,7 @@ def element_mask(p_masks, mask, o_i, o_j, BLOCK: tl.constexpr, BITS: tl.constexp
     b_ok = (o_j - o_i >= lo) & (o_j - o_i <= hi)
     if BITS:
         # Chosen without a branch: triton 3.6 cannot compile a branch that yields the mask of a float32 product.
-        b_use = (o_i >= 0) & (o_j >= 0) & (lo > hi)  # [BM, BN]
+        b_use = (o_i + o_j + 1) * (lo > hi).to(tl.int32) > 0  # [BM, BN]
         b_word = tl.load(p_mask + 2 + o_i * WORDS + o_j // 32, mask=b_use, other=0)
         b_ok = b_ok | (((b_word >> (o_j % 32)) & 1) != 0)
     return b_ok

@@ -51,7 +51,7 @@ class Case:
         if not self.is_blocks:
             return (OURS,)
         # FlexAttention compiles ten seconds for each shape: other head counts are compared at one length.
-        return (OURS, "flex", "fa4") if self.heads == 8 or (self.key_heads, self.n) == (4, 64 * K) else (OURS, "fa4")
+        return (OURS, "flex", "fa4") if self.heads <= 8 or (self.key_heads, self.n) == (4, 64 * K) else (OURS, "fa4")
 
     @property
     def kept(self) -> float:
