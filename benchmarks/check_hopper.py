@@ -57,9 +57,9 @@ def configurations(d: int) -> dict[str, hopper_backend.ForwardConfig]:
     return {
         "": base,
         "no turns": replace(base, ping_pong=not base.ping_pong),
-        "exponentials shared": replace(base, shared_exp=not base.shared_exp),
         "a program an item": replace(base, persistent=False),
         "stages 2 2": replace(base, k_stages=2, v_stages=2),
+        "stages 2 3": replace(base, k_stages=2, v_stages=3),
     }
 
 
@@ -89,8 +89,8 @@ def checks() -> list[Case]:
     return cases
 
 
-def timings() -> list[Case]:
-    """The shapes the design speaks of, the default everywhere and the variants on the widest lists."""
+def timings(variants: bool) -> list[Case]:
+    """The shapes the design speaks of; the variants on random lists, where asked for."""
     cases = []
     for d in (128, 64):
         for n in (65536, 16384):
@@ -99,7 +99,7 @@ def timings() -> list[Case]:
                 keep = max(1, round(density * blocks))
                 window = f"window:{keep * 64}"
                 for kind, pattern in (("random", f"random:{density};block=128;seed=0"), ("local", window)):
-                    for variant in configurations(d) if kind == "random" else ("",):
+                    for variant in configurations(d) if variants and kind == "random" else ("",):
                         name = f"{kind} {density:g}"
                         cases.append(Case(name, pattern, n, 8, 8, d=d, variant=variant, task="time"))
     cases.append(Case("causal", "causal", 16384, 8, 8, d=128, task="time"))
@@ -301,6 +301,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="JSONL file to write")
     parser.add_argument("--only", choices=("check", "time"), help="run one half")
+    parser.add_argument("--variants", action="store_true", help="time the variants too")
     parser.add_argument("--match", default="", help="run the cases whose description contains this")
     parser.add_argument("--seconds", type=float, default=420.0, help="stop starting cases after this long")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
@@ -308,7 +309,7 @@ def main() -> int:
     if arguments.worker:
         worker()
         return 0
-    cases = [*checks(), *timings()]
+    cases = [*checks(), *timings(arguments.variants)]
     cases = [case for case in cases if arguments.only in (None, case.task)]
     began = time.perf_counter()
     failures = 0

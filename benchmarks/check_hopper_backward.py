@@ -38,7 +38,7 @@ def variants(d: int) -> dict[str, tuple[BackwardConfig, bool]]:
         "": (base, True),
         "by rows": (base, False),
         "stages 3 1": (replace(base, stages=3, held_stages=1), True),
-        "together": (replace(base, skew=False), True),
+        "by turns": (replace(base, skew=not base.skew), True),
     }
 
 
@@ -60,7 +60,7 @@ def checks() -> list[Case]:
     cases = [replace(case, d=d) for d in (128, 64) for case in kinds]
     cases += [replace(kinds[2], d=d, dtype="float16") for d in (128, 64)]
     cases += [replace(case, d=d, variant="by rows") for d in (128, 64) for case in kinds[5:]]
-    cases += [replace(kinds[-1], d=d, variant=name) for d in (128, 64) for name in ("stages 3 1", "together")]
+    cases += [replace(kinds[-1], d=d, variant=name) for d in (128, 64) for name in ("stages 3 1", "by turns")]
     return cases
 
 

@@ -124,7 +124,7 @@ def test_absent_peers_say_so():
 def few(monkeypatch: pytest.MonkeyPatch) -> list[Case]:
     listed = [
         Case(kind="dense", **SMALL | {"n": 256}),
-        Case(kind="local", density=0.6, causal=True, **SMALL | {"n": 256}),
+        Case(kind="local", density=0.6, **SMALL | {"n": 256}),
         Case(kind=PLAN, **SMALL | {"n": 256}),
     ]
     monkeypatch.setattr(gpu, "tiny_cases", lambda: listed)
@@ -172,7 +172,7 @@ def test_a_peer_that_was_not_installed_gets_another_chance(few: list[Case], tmp_
 
 def test_nothing_is_begun_after_the_budget(few: list[Case], tmp_path, capsys):
     assert measured(tmp_path / "gpu.jsonl", "--budget", "0") == []
-    assert "from 1 of 3 on" in capsys.readouterr().out
+    assert "cases 1 to 3" in capsys.readouterr().out
 
 
 def test_a_wrong_result_is_not_timed_and_the_page_says_so(few: list[Case], tmp_path, monkeypatch):
@@ -198,6 +198,27 @@ def test_a_failing_subject_leaves_the_others(few: list[Case], tmp_path, monkeypa
     own = [line for line in lines if line["subject"] == OURS and line["direction"] != "plan"]
     assert {line["skipped"] for line in own} == {"RuntimeError: no such kernel"}
     assert any(line["p50_ms"] for line in lines if line["subject"] == "sdpa-flash")
+
+
+def test_a_dead_gpu_is_left_behind_and_not_tried_again(few: list[Case], tmp_path, monkeypatch):
+    """The library's own call ends the GPU: a fresh process goes on with what comes after it."""
+    out, alive, commands = tmp_path / "gpu.jsonl", [True], []
+
+    def deadly(*_: object) -> None:
+        alive[0] = False
+        raise RuntimeError("an illegal memory access was encountered")
+
+    monkeypatch.setattr(gpu, "ours", deadly)
+    monkeypatch.setattr(gpu, "is_alive", lambda device: alive[0])
+    monkeypatch.setattr(gpu.os, "execv", lambda program, command: commands.append(command))
+    arguments = ["--suite", "gpu", "--device", "cpu", "--tiny", "--out", str(out)]
+    assert bench.main(arguments) == 1
+    assert len(commands) == 1 and "--resume" in commands[0] and str(out) in commands[0]
+    alive[0] = True
+    lines = measured(out, *commands[0][commands[0].index("--resume") :])
+    assert alive[0], "what ended the GPU once was tried again"
+    assert {line["subject"] for line in lines} >= {OURS, "flex", "fa4", "sdpa-flash"}
+    assert lines[-1]["direction"] == "plan"
 
 
 def test_tiny_cases_hold_every_kind():

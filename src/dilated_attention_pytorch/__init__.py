@@ -5,9 +5,37 @@
 160256
 """
 
+from .compat import ImprovedDilatedAttention, ImprovedMultiheadDilatedAttention, older_name
 from .errors import BackendUnsupported
 from .kernels.registry import PREFERENCE
+from .nn import (
+    Alibi,
+    BlockSparseHierarchical,
+    BlockSparseRingDilatedAttention,
+    BlockSparseRingMultiheadDilatedAttention,
+    BlockSparseTorchSparse,
+    DilatedAttention,
+    HierarchicalConfig,
+    KVCache,
+    MultiheadDilatedAttention,
+    MultiheadSparseAttention,
+    Position,
+    Replacement,
+    RingDilatedAttention,
+    RingMultiheadDilatedAttention,
+    Rotary,
+    SparseAttention,
+    SparsePatternConfig,
+    Xpos,
+    create_block_sparse_attention,
+    create_dilated_attention,
+    create_multihead_block_sparse,
+    create_multihead_dilated_attention,
+    get_block_sparse_preset,
+    replace_attention,
+)
 from .ops import AttentionOutput, attention, attention_rows, attention_with_lse, merge, plan_cache
+from .ops.decode import attention_step
 from .patterns import (
     BlockDilated,
     BlockLists,
@@ -35,31 +63,62 @@ def backends() -> tuple[str, ...]:
     return PREFERENCE
 
 
+def __getattr__(name: str) -> object:
+    return older_name(name)
+
+
 __all__ = [
+    "Alibi",
     "AttentionOutput",
     "BackendUnsupported",
     "BlockDilated",
     "BlockLists",
+    "BlockSparseHierarchical",
+    "BlockSparseRingDilatedAttention",
+    "BlockSparseRingMultiheadDilatedAttention",
+    "BlockSparseTorchSparse",
     "Causal",
     "Dilated",
+    "DilatedAttention",
     "Documents",
     "Full",
     "Global",
     "Hierarchical",
+    "HierarchicalConfig",
+    "ImprovedDilatedAttention",
+    "ImprovedMultiheadDilatedAttention",
+    "KVCache",
+    "MultiheadDilatedAttention",
+    "MultiheadSparseAttention",
     "Packed",
     "Pattern",
     "PerHead",
     "Plan",
     "PlanCache",
+    "Position",
     "Random",
+    "Replacement",
+    "RingDilatedAttention",
+    "RingMultiheadDilatedAttention",
+    "Rotary",
     "SlidingWindow",
+    "SparseAttention",
+    "SparsePatternConfig",
     "Strided",
+    "Xpos",
     "attention",
     "attention_rows",
+    "attention_step",
     "attention_with_lse",
     "backends",
+    "create_block_sparse_attention",
+    "create_dilated_attention",
+    "create_multihead_block_sparse",
+    "create_multihead_dilated_attention",
+    "get_block_sparse_preset",
     "make_plan",
     "merge",
     "parse",
     "plan_cache",
+    "replace_attention",
 ]

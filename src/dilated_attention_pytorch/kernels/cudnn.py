@@ -75,12 +75,16 @@ class Piece:
         head = self.key_head if keys else self.head
         return self.batch * of[0] + head * of[1] + (self.begin + self.offset) * of[2]
 
-    def view(self, tensor: Tensor, keys: bool = False) -> Tensor:
-        """The piece's rows of a (B, H, N, D) tensor that `folds`."""
+    def place(self, tensor: Tensor, keys: bool) -> tuple[Strides, Strides, int]:
+        """Size, strides and start of the piece's rows in a (B, H, N, D) tensor that `folds`."""
         of = tensor.stride()
         size = (self.outer, self.inner, self.length, tensor.shape[3])
-        stride = (*self.strides(of, keys), 1)
-        return tensor.as_strided(size, stride, tensor.storage_offset() + self.start(of, keys))
+        return size, (*self.strides(of, keys), 1), self.start(of, keys)
+
+    def view(self, tensor: Tensor, keys: bool = False) -> Tensor:
+        """The piece's rows of such a tensor."""
+        size, strides, start = self.place(tensor, keys)
+        return tensor.as_strided(size, strides, tensor.storage_offset() + start)
 
     def folds(self, of: Strides, keys: bool) -> bool:
         """Whether a tensor with these strides has its batches where the piece counts them."""
@@ -118,12 +122,21 @@ class Layout:
 
     pieces: tuple[Piece, ...]
     """one that covers every row, where there is one, comes first"""
+    places: tuple[tuple[tuple[Strides, Strides, int], ...], ...]
+    """size, strides and start of each piece's views of query, key and value; kept, for a call takes microseconds"""
     dense: dict[str, tuple[Strides, ...]]
     """strides of each piece's own query, key and value rows: those torch gives a dense result of such a view"""
     in_place: dict[str, bool]
     """whether the first piece's dense result lies in memory as the joined tensor would"""
     table: Tensor
     """int64 [3 * pieces, columns]: the pieces as rows of the query, then of the key, then of the value"""
+
+    def views(self, index: int, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """A piece's rows of query, key and value."""
+        return tuple(  # pyrefly: ignore[bad-return]
+            tensor.as_strided(size, strides, tensor.storage_offset() + start)
+            for tensor, (size, strides, start) in zip((query, key, value), self.places[index], strict=True)
+        )
 
 
 _layouts: WeakKeyDictionary[Plan, dict[tuple[object, ...], Layout]] = WeakKeyDictionary()
@@ -173,8 +186,7 @@ def forward(call: AttentionCall) -> Forward:
         output = empty_rows(call.query, call.value.shape[3]).zero_()
         lse = torch.full(call.query.shape[:3], float("-inf"), dtype=torch.float32, device=call.device)
     for index, (piece, strides) in enumerate(zip(layout.pieces, layout.dense["query"], strict=True)):
-        views = piece.view(call.query), piece.view(call.key, keys=True), piece.view(call.value, keys=True)
-        rows, rows_lse = attend(*views, piece.causal, call.scale)
+        rows, rows_lse = attend(*layout.views(index, call.query, call.key, call.value), piece.causal, call.scale)
         rows = _laid_out(rows, strides)
         if output is None or lse is None:
             output, lse = _unfolded(rows, call.query), piece.unfolded_lse(rows_lse, call.query.shape[:3])
@@ -195,6 +207,8 @@ def backward(
         return triton_backend.backward(call, output, lse, grad_output, grad_lse)
     from .triton_pieces import add, gather
 
+    if grad_output.data_ptr() % 16 or any(stride % 8 for stride in grad_output.stride()[:3]):
+        grad_output = grad_output.clone(memory_format=torch.contiguous_format)
     layout = layout_of(call)
     sides = call.query, call.key, call.value
     totals = None
@@ -206,8 +220,7 @@ def backward(
         else:
             size = (piece.outer, piece.inner, piece.length)
             own = gather(output, grad_output, lse, layout.table, index, size, strides)
-        views = piece.view(call.query), piece.view(call.key, keys=True), piece.view(call.value, keys=True)
-        grads = attend_backward(*views, *own, piece.causal, call.scale)
+        grads = attend_backward(*layout.views(index, *sides), *own, piece.causal, call.scale)
         grads = [_laid_out(grad, layout.dense[name][index]) for name, grad in zip(SIDES, grads, strict=True)]
         if totals is None:
             totals = [_unfolded(grad, tensor) for grad, tensor in zip(grads, sides, strict=True)]
@@ -315,7 +328,8 @@ def _laid(pieces: tuple[Piece, ...], call: AttentionCall) -> Layout:
             numbers = astuple(replace(piece, head=head, head_step=step))[:14]
             entries.append((*numbers, *strides[:3], members))
     table = torch.tensor(entries, dtype=torch.int64, device=call.device)
-    return Layout(pieces, dense, in_place, table)
+    places = tuple(tuple(piece.place(getattr(call, name), name != "query") for name in SIDES) for piece in pieces)
+    return Layout(pieces, places, dense, in_place, table)
 
 
 def _dense_strides(piece: Piece, tensor: Tensor, keys: bool) -> Strides:

@@ -43,8 +43,6 @@ class ForwardConfig:
     v_stages: int = 2
     ping_pong: bool = True
     """Whether the two warpgroups take turns at the tensor cores."""
-    shared_exp: bool = False
-    """Whether the multipliers compute a quarter of the exponentials."""
     registers: int = 240
     """Registers a thread of a multiplying warpgroup gets."""
     programs_a_processor: int = 1
@@ -312,13 +310,14 @@ class ForwardLaunch:
         self.config = config
         self.work = work_by_query(plan)
         self.masks = plan.masks.bits
-        self.lse_shape = (batch, heads, n)
+        # One number seen as a whole tensor: `empty_like` of it is cheaper than `empty` with its arguments.
+        self.lse_like = torch.zeros(1, dtype=torch.float32, device=query.device).expand(batch, heads, n)
         self.device = query.device
         items_a_batch = self.work.items.shape[0]
         items = batch * items_a_batch
         self.sizes = items, items_a_batch, heads, heads // key.shape[1], n
         self.constants = (
-            plan.block_size, config.k_stages, config.v_stages, config.ping_pong, config.shared_exp, config.persistent,
+            plan.block_size, config.k_stages, config.v_stages, config.ping_pong, config.persistent,
             config.registers,
         )  # fmt: skip
         resident = config.programs_a_processor * processors(query.device)
@@ -335,10 +334,10 @@ class ForwardLaunch:
         query = call.query
         if self.work.covers:
             output = torch.empty_like(query)
-            lse = torch.empty(self.lse_shape, dtype=torch.float32, device=self.device)
+            lse = torch.empty_like(self.lse_like, memory_format=torch.contiguous_format)
         else:
             output = torch.zeros_like(query)
-            lse = torch.full(self.lse_shape, -math.inf, dtype=torch.float32, device=self.device)
+            lse = torch.full_like(self.lse_like, -math.inf, memory_format=torch.contiguous_format)
         if self.grid:
             if torch.cuda.current_device() == self.device.index:
                 self._launch(call, output, lse)

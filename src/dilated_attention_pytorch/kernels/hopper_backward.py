@@ -259,17 +259,20 @@ def meet():
 
 
 @gluon.jit
-def start_after_sibling(C: gl.constexpr, issued: gl.constexpr):
-    """Let warpgroup 0 issue its score products before warpgroup 1: each then has its exponentials while the other
-    multiplies, where side by side both would leave the tensor cores idle."""
-    if C == 0 and issued:
-        gl.inline_asm_elementwise(
-            "bar.arrive $1, 256; mov.b32 $0, 0;", "=r,n", [TURN], dtype=gl.int32, is_pure=False, pack=1
-        )
-    if C == 1 and not issued:
-        gl.inline_asm_elementwise(
-            "bar.sync $1, 256; mov.b32 $0, 0;", "=r,n", [TURN], dtype=gl.int32, is_pure=False, pack=1
-        )
+def take_turn(C: gl.constexpr, issued: gl.constexpr, SKEW: gl.constexpr):
+    """Let warpgroup 0 issue its score products before warpgroup 1.
+
+    Each then has its exponentials while the other multiplies; side by side, both would leave the tensor cores idle.
+    """
+    if SKEW:
+        if C == 0 and issued:
+            gl.inline_asm_elementwise(
+                "bar.arrive $1, 256; mov.b32 $0, 0;", "=r,n", [TURN], dtype=gl.int32, is_pure=False, pack=1
+            )
+        if C == 1 and not issued:
+            gl.inline_asm_elementwise(
+                "bar.sync $1, 256; mov.b32 $0, 0;", "=r,n", [TURN], dtype=gl.int32, is_pure=False, pack=1
+            )
 
 
 @gluon.jit
@@ -300,6 +303,8 @@ def gather_keys(
     operand: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=acc_layout, k_width=2)
     queries: gl.constexpr = gl.SliceLayout(0, scores_layout)
     no_scores = gl.full([ROWS, BM], 0.0, gl.float32, scores_layout)
+    # Without the meeting of every step warpgroup 0 could pass two turns on before warpgroup 1 takes one.
+    TURNS: gl.constexpr = SKEW and DQ
     no_piece = gl.full([ROWS, ROWS], 0.0, gl.float32, piece_layout)
 
     tile_count = 0
@@ -324,12 +329,10 @@ def gather_keys(
             do = b_do.index(slot).reshape([BM, D])
             note = b_tile.index(slot)
             mbarrier.wait(full.index(slot), (tile_count // STAGES) & 1)
-            if SKEW:
-                start_after_sibling(C, False)
+            take_turn(C, False, TURNS)
             scores_token = warpgroup_mma(k, q.permute((1, 0)), no_scores, use_acc=False, is_async=True)
             dp_token = warpgroup_mma(v, do.permute((1, 0)), no_scores, use_acc=False, is_async=True)
-            if SKEW:
-                start_after_sibling(C, True)
+            take_turn(C, True, TURNS)
             # dK of the step before ran beside the start of this one; its queries are free only now.
             scores, dk = warpgroup_mma_wait(1, deps=(scores_token, dk_token))
             mbarrier.arrive(empty.index((tile_count + STAGES - 1) % STAGES), count=1, pred=step > 0)

@@ -101,33 +101,10 @@ def next_item(claim, p_next, item, items, DYNAMIC: gl.constexpr):
 
 @gluon.jit
 def load_tiles(
-    q_desc,
-    k_desc,
-    v_desc,
-    b_q,
-    b_k,
-    b_v,
-    b_item,
-    b_tile,
-    q_full,
-    q_empty,
-    k_full,
-    v_full,
-    used,
-    p_work,
-    p_full,
-    p_partial,
-    p_next,
-    items,
-    items_a_batch,
-    group,
-    n,
-    BLOCK: gl.constexpr,
-    K_STAGES: gl.constexpr,
-    V_STAGES: gl.constexpr,
-    Q_STAGES: gl.constexpr,
-    DYNAMIC: gl.constexpr,
-):
+    q_desc, k_desc, v_desc, b_q, b_k, b_v, b_item, b_tile, q_full, q_empty, k_full, v_full, used, p_work, p_full,
+    p_partial, p_next, items, items_a_batch, group, n, BLOCK: gl.constexpr, K_STAGES: gl.constexpr,
+    V_STAGES: gl.constexpr, Q_STAGES: gl.constexpr, DYNAMIC: gl.constexpr,
+):  # fmt: skip
     """The loader warp: Q of an item, then K and V of each of its tiles, as buffers come free."""
     BN: gl.constexpr = k_desc.block_shape[2]
     SUB: gl.constexpr = BLOCK // BN
@@ -181,19 +158,6 @@ def load_tiles(
     mbarrier.arrive(q_full.index(slot), count=1)
 
 
-@gluon.jit
-def load_mask(note, p_bits, o_row, layout: gl.constexpr, BN: gl.constexpr, BLOCK: gl.constexpr):
-    """The words of a tile's element mask, [64] each, without the keys past the end of the sequence."""
-    row = o_row + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
-    p_row = p_bits + read(note, TILE_MASK) + row * (BLOCK // 32)
-    last_key = read(note, TILE_LAST)
-    words = ()
-    for w in gl.static_range(BN // 32):
-        kept = gl.minimum(gl.maximum(last_key + 1 - 32 * w, 0), 32)
-        words += (gl.load(p_row + w) & ((1 << kept.to(gl.int64)) - 1).to(gl.int32),)
-    return words
-
-
 # A score, or -inf where its bit is missing. Written out, as the compiler gathers such comparisons into words of bits.
 MASK_ONE = gl.constexpr("""{
     .reg .pred allowed;
@@ -205,47 +169,23 @@ MASK_ONE = gl.constexpr("""{
 
 
 @gluon.jit
-def mask_scores(scores, words):
-    """Scores [64, BN] with -inf where the element mask forbids the pair."""
+def mask_scores(scores, note, p_bits, o_row, BLOCK: gl.constexpr):
+    """Scores [64, BN] with -inf where the tile's element mask, or the end of the sequence, forbids the pair."""
     layout: gl.constexpr = scores.type.layout
     BN: gl.constexpr = scores.type.shape[1]
+    row = o_row + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
     col = gl.expand_dims(gl.arange(0, BN, gl.SliceLayout(0, layout)), 0)
+    p_row = p_bits + read(note, TILE_MASK) + row * (BLOCK // 32)
+    last_key = read(note, TILE_LAST)
     word = gl.full([ROWS, BN], 0, gl.int32, layout)
     for w in gl.static_range(BN // 32):
-        word = gl.where((col >> 5) == w, gl.expand_dims(words[w], 1), word)
+        kept = gl.minimum(gl.maximum(last_key + 1 - 32 * w, 0), 32)
+        here = gl.load(p_row + w) & ((1 << kept.to(gl.int64)) - 1).to(gl.int32)
+        word = gl.where((col >> 5) == w, gl.expand_dims(here, 1), word)
     # Within a word, a thread's columns differ in bits 0, 3 and 4: one shift for all, then a test of a constant bit.
     word = word >> (col & 6)
     bit = gl.full([ROWS, BN], 1, gl.int32, layout) << (col & 25)
     return gl.inline_asm_elementwise(MASK_ONE, "=f,f,r,r", [scores, word, bit], dtype=gl.float32, is_pure=True, pack=1)
-
-
-# 2**x of four values that are not above 0: three by the special function unit, one by a cubic on the idle multipliers,
-# whose relative error of 1.5e-4 is below the rounding of the weights to 16 bits. Values under -126 give 2**-126.
-EXP2_FOUR = gl.constexpr("""{
-    .reg .f32 x, j, f, p;
-    .reg .b32 e, r;
-    ex2.approx.ftz.f32 $0, $4;
-    ex2.approx.ftz.f32 $1, $5;
-    ex2.approx.ftz.f32 $2, $6;
-    max.ftz.f32 x, $7, 0fC2FC0000;
-    add.rn.ftz.f32 j, x, 0f4B400000;
-    mov.b32 e, j;
-    shl.b32 e, e, 23;
-    add.rn.ftz.f32 j, j, 0fCB400000;
-    sub.rn.ftz.f32 f, x, j;
-    fma.rn.ftz.f32 p, f, 0f3D61FB81, 0f3E786F0C;
-    fma.rn.ftz.f32 p, p, f, 0f3F31798E;
-    fma.rn.ftz.f32 p, p, f, 0f3F7FFB49;
-    mov.b32 r, p;
-    add.s32 r, r, e;
-    mov.b32 $3, r;
-}""")
-
-
-@gluon.jit
-def exp2_shared(x):
-    """`exp2` of values that are not above 0, with a quarter of them taken off the special function unit."""
-    return gl.inline_asm_elementwise(EXP2_FOUR, "=f,=f,=f,=f,f,f,f,f", [x], dtype=gl.float32, is_pure=True, pack=4)
 
 
 @gluon.jit
@@ -256,18 +196,21 @@ def sum_in_thread(weights):
 
 
 @gluon.jit
-def softmax_step(scores, row_max, row_sum, scale, MASKED: gl.constexpr, SHARED_EXP: gl.constexpr):
+def softmax_step(scores, row_max, row_sum, scale):
     """Weights [64, BN], factor for what was summed before [64], new maximum [64] (log2 units) and sums [64, 4]."""
     new_max = gl.maximum(row_max, gl.max(scores, 1) * scale)
-    shift = new_max
-    if MASKED:
-        # A row that has met no key yet keeps -inf; its exponents must be -inf, not NaN.
-        shift = gl.where(new_max == -float("inf"), 0.0, new_max)
-    exponents = scores * scale - gl.expand_dims(shift, 1)
-    weights = exp2_shared(exponents) if SHARED_EXP and not MASKED else gl.exp2(exponents)
+    # A row that has met no key yet keeps -inf; its exponents must be -inf, not NaN.
+    shift = gl.where(new_max == -float("inf"), 0.0, new_max)
+    weights = gl.exp2(scores * scale - gl.expand_dims(shift, 1))
     factor = gl.exp2(row_max - shift)
     spread = gl.expand_dims(gl.convert_layout(factor, gl.SliceLayout(1, row_sum.type.layout)), 1)
     return weights, factor, new_max, row_sum * spread + sum_in_thread(weights)
+
+
+@gluon.jit
+def log2(x):
+    """Logarithm of 0 or a normal number, by the special function unit."""
+    return gl.inline_asm_elementwise("lg2.approx.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
 
 
 @gluon.jit
@@ -292,7 +235,7 @@ def pass_turn(C: gl.constexpr, PING_PONG: gl.constexpr):
 def as_operand(weights, acc, b_v):
     """Weights [64, BN] as the left side of the product with a tile of `b_v` into `acc`.
 
-    Not made at the end of the turn before: 16-bit values cross a loop's end one by one and would have to be paired again.
+    Not made at the end of the turn before: 16-bit values cross a loop's end one by one and would be paired anew.
     """
     layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=acc.type.layout, k_width=2)
     return gl.convert_layout(weights.to(b_v.dtype), layout)
@@ -319,31 +262,10 @@ done:
 
 @gluon.jit
 def attend_tile(
-    acc,
-    weights,
-    factor,
-    row_max,
-    row_sum,
-    tile_count,
-    q,
-    b_k,
-    b_v,
-    b_tile,
-    k_full,
-    v_full,
-    used,
-    p_bits,
-    o_row,
-    scale,
-    scores_layout: gl.constexpr,
-    C: gl.constexpr,
-    MASKED: gl.constexpr,
-    BLOCK: gl.constexpr,
-    K_STAGES: gl.constexpr,
-    V_STAGES: gl.constexpr,
-    PING_PONG: gl.constexpr,
-    SHARED_EXP: gl.constexpr,
-):
+    acc, weights, factor, row_max, row_sum, tile_count, partial, q, b_k, b_v, b_tile, k_full, v_full, used,
+    p_bits, o_row, scale, scores_layout: gl.constexpr, C: gl.constexpr, BLOCK: gl.constexpr,
+    K_STAGES: gl.constexpr, V_STAGES: gl.constexpr, PING_PONG: gl.constexpr,
+):  # fmt: skip
     """One turn inside a row: scores of tile `tile_count + 1`, weighted values of tile `tile_count`."""
     BN: gl.constexpr = b_k.shape[3]
     D: gl.constexpr = b_k.shape[4]
@@ -363,46 +285,25 @@ def attend_tile(
     mbarrier.wait(v_full.index(v_slot), (tile_count // V_STAGES) & 1)
     acc_token = warpgroup_mma(operand, b_v.index(v_slot).reshape([BN, D]), acc, is_async=True)
     pass_turn(C, PING_PONG)
-    if MASKED:
-        words = load_mask(b_tile.index(k_slot), p_bits, o_row, scores_layout, BN, BLOCK)
     scores = warpgroup_mma_wait(1, deps=(scores_token,))
-    if MASKED:
-        scores = mask_scores(scores, words)
-    weights, factor, row_max, row_sum = softmax_step(scores, row_max, row_sum, scale, MASKED, SHARED_EXP)
+    if partial:
+        scores = mask_scores(scores, b_tile.index(k_slot), p_bits, o_row, BLOCK)
+    weights, factor, row_max, row_sum = softmax_step(scores, row_max, row_sum, scale)
     gl.inline_asm_elementwise(HOLD, "=r,r", [tile_count], dtype=gl.int32, is_pure=False, pack=1)
     acc = warpgroup_mma_wait(0, deps=(acc_token,))
     mbarrier.arrive(used.index(ahead % K_STAGES), count=1)
     if not LATE:
         acc = rescale(acc, factor)
-    return acc, weights, factor, row_max, row_sum, ahead
+        factor = row_max
+    return acc, weights, factor, row_max, row_sum
 
 
 @gluon.jit
 def attend_rows(
-    C: gl.constexpr,
-    o_desc,
-    p_lse,
-    b_q,
-    b_k,
-    b_v,
-    b_item,
-    b_tile,
-    q_full,
-    q_empty,
-    k_full,
-    v_full,
-    used,
-    p_bits,
-    heads,
-    n,
-    scale,
-    BLOCK: gl.constexpr,
-    K_STAGES: gl.constexpr,
-    V_STAGES: gl.constexpr,
-    Q_STAGES: gl.constexpr,
+    C: gl.constexpr, o_desc, p_lse, b_q, b_k, b_v, b_item, b_tile, q_full, q_empty, k_full, v_full, used, p_bits,
+    heads, n, scale, BLOCK: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
     PING_PONG: gl.constexpr,
-    SHARED_EXP: gl.constexpr,
-):
+):  # fmt: skip
     """Warpgroup `C`: its 64 rows of every item of this program."""
     BN: gl.constexpr = b_k.shape[3]
     D: gl.constexpr = b_k.shape[4]
@@ -430,34 +331,31 @@ def attend_rows(
         full_steps = read(item, ITEM_FULL)
 
         scores = warpgroup_mma_wait(0, deps=(scores_token,))
-        first_partial = 0
         if full_steps == 0:
-            note = b_tile.index(tile_count % K_STAGES)
-            scores = mask_scores(scores, load_mask(note, p_bits, o_row, scores_layout, BN, BLOCK))
-            first_partial = 1
+            scores = mask_scores(scores, b_tile.index(tile_count % K_STAGES), p_bits, o_row, BLOCK)
         mbarrier.arrive(used.index(tile_count % K_STAGES), count=1)
         row_max = gl.full([ROWS], -float("inf"), gl.float32, score_rows)
         row_sum = sum_in_thread(zero)
-        weights, factor, row_max, row_sum = softmax_step(scores, row_max, row_sum, scale, True, False)
+        weights, factor, row_max, row_sum = softmax_step(scores, row_max, row_sum, scale)
+        if D != 64:
+            # Not used: something that is there anyway.
+            factor = row_max
         acc = gl.full([ROWS, D], 0.0, gl.float32, acc_layout)
 
         # The previous item's output leaves through its Q buffer, which goes back to the loader only now.
         tma.store_wait(0)
         mbarrier.arrive(q_empty.index((item_count + Q_STAGES - 1) % Q_STAGES), count=1, pred=item_count > 0)
 
-        for _ in range(1, full_steps):
-            acc, weights, factor, row_max, row_sum, tile_count = attend_tile(
-                acc, weights, factor, row_max, row_sum, tile_count, q,
+        last_tile = tile_count + full_steps + read(item, ITEM_PARTIAL) - 1
+        first_partial = tile_count + full_steps
+        for tile in range(tile_count, last_tile):
+            acc, weights, factor, row_max, row_sum = attend_tile(
+                acc, weights, factor, row_max, row_sum, tile, tile + 1 >= first_partial, q,
                 b_k, b_v, b_tile, k_full, v_full, used, p_bits, o_row, scale,
-                scores_layout, C, False, BLOCK, K_STAGES, V_STAGES, PING_PONG, SHARED_EXP,
-            )  # fmt: skip
-        for _ in range(first_partial, read(item, ITEM_PARTIAL)):
-            acc, weights, factor, row_max, row_sum, tile_count = attend_tile(
-                acc, weights, factor, row_max, row_sum, tile_count, q,
-                b_k, b_v, b_tile, k_full, v_full, used, p_bits, o_row, scale,
-                scores_layout, C, True, BLOCK, K_STAGES, V_STAGES, PING_PONG, SHARED_EXP,
+                scores_layout, C, BLOCK, K_STAGES, V_STAGES, PING_PONG,
             )  # fmt: skip
 
+        tile_count = last_tile
         # Last values of this row and first scores of the next item share a turn. After the last item the scores
         # are computed from stale buffers and never read.
         operand = as_operand(weights, acc, b_v)
@@ -493,7 +391,7 @@ def attend_rows(
         copy_out(o_desc, [batch, head, o_query, 0], b_o)
         o_token = o_query + gl.arange(0, ROWS, score_rows)
         p_row = p_lse + (batch * heads + head).to(gl.int64) * n
-        gl.store(p_row + o_token, (row_max + gl.log2(total)) * LN2, mask=o_token < n)
+        gl.store(p_row + o_token, (row_max + log2(total)) * LN2, mask=o_token < n)
     warpgroup_mma_wait(0, deps=(scores_token,))
     tma.store_wait(0)
 
@@ -503,30 +401,10 @@ def attend_rows(
     do_not_specialize_on_alignment=["p_lse", "p_work", "p_full", "p_partial", "p_bits", "p_next"],
 )
 def attention_fwd_kernel(
-    q_desc,
-    k_desc,
-    v_desc,
-    o_desc,
-    p_lse,
-    p_work,
-    p_full,
-    p_partial,
-    p_bits,
-    p_next,
-    items,
-    items_a_batch,
-    heads,
-    group,
-    n,
-    scale,
-    BLOCK: gl.constexpr,
-    K_STAGES: gl.constexpr,
-    V_STAGES: gl.constexpr,
-    PING_PONG: gl.constexpr,
-    SHARED_EXP: gl.constexpr,
-    DYNAMIC: gl.constexpr,
-    WORKER_REGISTERS: gl.constexpr,
-):
+    q_desc, k_desc, v_desc, o_desc, p_lse, p_work, p_full, p_partial, p_bits, p_next, items, items_a_batch, heads,
+    group, n, scale, BLOCK: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr, PING_PONG: gl.constexpr,
+    DYNAMIC: gl.constexpr, WORKER_REGISTERS: gl.constexpr,
+):  # fmt: skip
     """Every item, in order, as programs come free; `scale` is in log2 units; every item has a tile.
 
     `p_next` points to a zero, and to a zero again at the end; when DYNAMIC is off, program `p` takes items
@@ -562,12 +440,12 @@ def attention_fwd_kernel(
             (attend_rows, (
                 0, o_desc, p_lse, b_q, b_k, b_v, b_item, b_tile,
                 q_full, q_empty, k_full, v_full, used,
-                p_bits, heads, n, scale, BLOCK, K_STAGES, V_STAGES, Q_STAGES, PING_PONG, SHARED_EXP,
+                p_bits, heads, n, scale, BLOCK, K_STAGES, V_STAGES, Q_STAGES, PING_PONG,
             )),
             (attend_rows, (
                 1, o_desc, p_lse, b_q, b_k, b_v, b_item, b_tile,
                 q_full, q_empty, k_full, v_full, used,
-                p_bits, heads, n, scale, BLOCK, K_STAGES, V_STAGES, Q_STAGES, PING_PONG, SHARED_EXP,
+                p_bits, heads, n, scale, BLOCK, K_STAGES, V_STAGES, Q_STAGES, PING_PONG,
             )),
             (load_tiles, (
                 q_desc, k_desc, v_desc, b_q, b_k, b_v, b_item, b_tile,

@@ -20,6 +20,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ..plan.plan import Plan, Walk
 from . import hopper_backend
 from .hopper_backend import LOG2_E, OPTIONS, describe, launch, processors, tile_layout
+from .hopper_launch import Entry
 from .registry import AttentionCall, Gradients, empty_rows
 
 HELD_ROWS = 128
@@ -34,7 +35,7 @@ class BackwardConfig:
     """Rows of a step; with the head width they must make 64 x 128, one 64 x 64 piece of dQ a warpgroup."""
     stages: int = 2
     held_stages: int = 2
-    skew: bool = True
+    skew: bool = False
     """Whether the second warpgroup starts its step after the first, so that they multiply by turns."""
     registers: int = 240
     """Registers a thread of a multiplying warpgroup gets."""
@@ -187,6 +188,8 @@ class BackwardLaunch:
         self.finish_constants = rows, d
         self.finish_sizes = heads, tiles, n
         self.identity = self.device.index, query.dtype, d, plan.block_size, config, fused
+        self.entries: dict[str, Entry | None] = {}
+        self.shapes: dict[str, tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]] = {}
         self.by_key = held_work(plan, group, by_key=True)
         self.by_query = None if fused else held_work(plan, group, by_key=False)
         scales = call.scale, call.scale * LOG2_E
@@ -219,45 +222,49 @@ class BackwardLaunch:
             self.prepare_constants,
         )
         # Only now, while the GPU is busy with the first kernel.
-        d, rows, dtype = self.d, self.config.streamed_tile, self.dtype
-        half, tile = tile_layout(64, d, dtype), tile_layout(rows, d, dtype)
+        d, rows = self.d, self.config.streamed_tile
         grad_query, grad_key, grad_value = empty_rows(query, d), empty_rows(key, d), empty_rows(value, d)
         work = self.by_key
-        arguments = (
-            *(describe(tensor, rows, tile) for tensor in (query, grad_output)),
-            *(describe(tensor, 64, half) for tensor in (key, value, grad_key, grad_value)),
-            *(stats, total, work.items, work.classes, work.rows, work.full, work.partial, work.bits, claimed),
-            *self.key_numbers,
-        )
-        grid = min(self.key_numbers[0], processors(self.device))
-        launch(attention_dkv_bwd_kernel, ("dkv", *self.identity), grid, arguments, **OPTIONS)
+        moved = (query, rows), (grad_output, rows), (key, 64), (value, 64), (grad_key, 64), (grad_value, 64)
+        lists = stats, total, work.items, work.classes, work.rows, work.full, work.partial, work.bits, claimed
+        self._launch("dkv", attention_dkv_bwd_kernel, moved, lists, self.key_numbers)
         if self.fused:
             sizes = *self.finish_sizes, *grad_query.stride()[:3]
             _launch_rows(
                 finish_dq_kernel, self.row_tiles, (total, grad_query), sizes, self.finish_constants, call.scale
             )
         else:
-            self._query_gradient(call, grad_output, stats, claimed, grad_query)
+            from .hopper_backward_rows import attention_dq_bwd_kernel
+
+            work = self.by_query
+            assert work is not None
+            moved = (query, 64), (grad_output, 64), (key, rows), (value, rows), (grad_query, 64)
+            lists = stats, work.items, work.classes, work.rows, work.full, work.partial, work.bits, claimed
+            self._launch("dq", attention_dq_bwd_kernel, moved, lists, self.query_numbers)
         return Gradients(grad_query, grad_key, grad_value)
 
-    def _query_gradient(
-        self, call: AttentionCall, grad_output: Tensor, stats: Tensor, claimed: Tensor, grad_query: Tensor
+    def _launch(
+        self,
+        name: str,
+        kernel: Any,
+        moved: tuple[tuple[Tensor, int], ...],
+        lists: tuple[Tensor, ...],
+        numbers: tuple[Any, ...],
     ) -> None:
-        from .hopper_backward_rows import attention_dq_bwd_kernel
-
-        work = self.by_query
-        assert work is not None
-        d, rows, dtype = self.d, self.config.streamed_tile, self.dtype
-        half, tile = tile_layout(64, d, dtype), tile_layout(rows, d, dtype)
-        arguments = (
-            *(describe(tensor, 64, half) for tensor in (call.query, grad_output)),
-            *(describe(tensor, rows, tile) for tensor in (call.key, call.value)),
-            describe(grad_query, 64, half),
-            *(stats, work.items, work.classes, work.rows, work.full, work.partial, work.bits, claimed),
-            *self.query_numbers,
-        )
-        grid = min(self.query_numbers[0], processors(self.device))
-        launch(attention_dq_bwd_kernel, ("dq", *self.identity), grid, arguments, **OPTIONS)
+        """Run a Gluon kernel: tensors it moves by TMA with the rows of a move, tensors it reads, and numbers."""
+        grid = min(numbers[0], processors(self.device))
+        entry = self.entries.get(name)
+        if entry is None or entry.watched:
+            identity = (name, *self.identity)
+            described = (describe(tensor, rows, tile_layout(rows, self.d, self.dtype)) for tensor, rows in moved)
+            launch(kernel, identity, grid, (*described, *lists, *numbers), **OPTIONS)
+            self.entries[name] = hopper_backend._compiled[identity][1]
+            self.shapes[name] = tuple((tuple(t.shape), hopper_backend._tma_strides(t)) for t, _ in moved)
+            return
+        maps: list[object] = []
+        for place, ((tensor, _), (shape, strides)) in enumerate(zip(moved, self.shapes[name], strict=True)):
+            maps += entry.described(place, tensor.data_ptr(), shape, strides)
+        entry(grid, entry.stream_of(self.device.index), *maps, *(t.data_ptr() for t in lists), *numbers)
 
 
 def _launch_rows(

@@ -141,8 +141,11 @@ def _backward_piece(
     query, key, value = kernel.query, kernel.key, kernel.value
     grad_query = empty_rows(query, query.shape[-1]).zero_()
     splits = range(_splits(kernel))
-    # The kernel adds whole registers to the rows of dK and dV, so these are whole registers long.
-    grad_key, grad_value = ([empty_rows(x, -(-x.shape[-1] // 16) * 16).zero_() for _ in splits] for x in (key, value))
+    # The kernel adds whole registers to the rows of dK and dV, over and over. So these rows are whole registers long,
+    # and they lie together: in the order of keys with heads inside tokens they would fall into few cache sets.
+    grad_key, grad_value = (
+        [torch.zeros(*x.shape[:3], -(-x.shape[3] // 16) * 16, dtype=x.dtype) for _ in splits] for x in (key, value)
+    )
     kernel.give(
         output=piece.of_queries(output, query.dtype),
         lse=piece.of_queries(lse, query.dtype),
@@ -157,12 +160,13 @@ def _backward_piece(
         for copy in copies[1:]:
             copies[0] += copy
     found = ((grad_query, query), (grad_key[0], key), (grad_value[0], value))
-    return Gradients(*(_trimmed(x, like).to(call.query.dtype) for x, like in found))
+    return Gradients(*(_ordered(x, like).to(call.query.dtype) for x, like in found))
 
 
-def _trimmed(x: Tensor, like: Tensor) -> Tensor:
-    width = like.shape[-1]
-    return x if x.shape[-1] == width else empty_rows(like, width).copy_(x[..., :width])
+def _ordered(x: Tensor, like: Tensor) -> Tensor:
+    """`x` with the width and the memory order of `like`."""
+    wanted = empty_rows(like, like.shape[-1])
+    return x if x.stride() == wanted.stride() else wanted.copy_(x[..., : like.shape[-1]])
 
 
 def _adjacent(x: Tensor) -> Tensor:

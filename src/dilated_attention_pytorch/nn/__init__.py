@@ -5,6 +5,13 @@ from .cache import KVCache
 from .config import HierarchicalConfig, SparsePatternConfig
 from .core import SparseAttention
 from .dilated import DilatedAttention, RingDilatedAttention
+from .factory import (
+    create_block_sparse_attention,
+    create_dilated_attention,
+    create_multihead_block_sparse,
+    create_multihead_dilated_attention,
+    get_block_sparse_preset,
+)
 from .multihead import (
     BlockSparseRingMultiheadDilatedAttention,
     MultiheadDilatedAttention,
@@ -12,6 +19,7 @@ from .multihead import (
     RingMultiheadDilatedAttention,
 )
 from .position import Alibi, Position, Rotary, Xpos
+from .replace import Replacement, replace_attention
 
 __all__ = [
     "Alibi",
@@ -25,10 +33,17 @@ __all__ = [
     "MultiheadDilatedAttention",
     "MultiheadSparseAttention",
     "Position",
+    "Replacement",
     "RingDilatedAttention",
     "RingMultiheadDilatedAttention",
     "Rotary",
     "SparseAttention",
     "SparsePatternConfig",
     "Xpos",
+    "create_block_sparse_attention",
+    "create_dilated_attention",
+    "create_multihead_block_sparse",
+    "create_multihead_dilated_attention",
+    "get_block_sparse_preset",
+    "replace_attention",
 ]

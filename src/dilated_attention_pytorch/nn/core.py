@@ -35,6 +35,8 @@ class Planned:
     pattern: Pattern
     num_heads: int | None = None
     """Heads of a module that knows them."""
+    reason: str | None = None
+    """Why a factory chose it."""
 
     def place(self) -> torch.device:
         """Where plans are built."""
@@ -62,6 +64,7 @@ class Planned:
                 f"{100 * plan.density:.3g} % of dense attention's",
                 f"  costs  : {plan.cost(head_dim)}",
                 *(f"  note   : {note}" for note in self.notes()),
+                *([f"  because: {self.reason}"] if self.reason else []),
             ]
         )
 

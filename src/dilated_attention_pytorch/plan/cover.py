@@ -33,6 +33,8 @@ from ..patterns import (
 )
 
 NONE, SOME, ALL = 0, 1, 2
+Tiles = tuple[Tensor, Tensor, Tensor, Tensor]
+"""First and last token of query tiles, first and last token of key tiles."""
 
 
 class Reach(NamedTuple):
@@ -186,13 +188,23 @@ def head_key(pattern: Pattern, head: int) -> object:
             return None
 
 
-def mask_keys(pattern: Pattern, q0: Tensor, k0: Tensor, extent: int, head: int) -> list[Tensor]:
-    """Columns that, when equal, promise equal element masks for tiles of `extent` tokens beginning at `q0` and `k0`."""
+def mask_keys(pattern: Pattern, tiles: Tiles, extent: int, head: int, grid: Grid) -> list[Tensor]:
+    """Columns that, when equal, promise equal element masks; `extent` is how many tokens a tile spans.
+
+    Where a condition holds for all or none of a tile's pairs, where the tile lies does not matter.
+    """
+    verdict = classify(pattern, *tiles, head, grid)
+    columns = _place_keys(pattern, tiles, extent, head, grid)
+    return [verdict.long(), *(torch.where(verdict == SOME, column, 0) for column in columns)]
+
+
+def _place_keys(pattern: Pattern, tiles: Tiles, extent: int, head: int, grid: Grid) -> list[Tensor]:
+    q0, _, k0, _ = tiles
     match pattern:
         case And() | Or():
-            return mask_keys(pattern.left, q0, k0, extent, head) + mask_keys(pattern.right, q0, k0, extent, head)
+            return [c for side in (pattern.left, pattern.right) for c in mask_keys(side, tiles, extent, head, grid)]
         case PerHead():
-            return mask_keys(pattern.patterns[head], q0, k0, extent, head)
+            return _place_keys(pattern.patterns[head], tiles, extent, head, grid)
         case Full():
             return []
         case Causal():

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..errors import must
 from ..patterns import And, BlockPattern, Or, Packed, Pattern, PerHead, Strided
 from ..patterns.pattern import integer
-from .cover import ALL, NONE, Grid, classify, evaluate, head_key, mask_keys, moves_freely, ranges, reach
+from .cover import ALL, NONE, Grid, Tiles, classify, evaluate, head_key, mask_keys, moves_freely, ranges, reach
 from .packing import lay_out
 from .plan import Axis, Masks, Part, Plan
 from .terms import Segments, Term, terms_of
@@ -154,7 +154,8 @@ def _meetings(
     term: Term, group: list[int], layout: _Layout, grid: Grid, masks: MaskTable
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Pairs of tiles that meet for one head class, ordered: query tile, key tile, mask (-1 where whole)."""
-    head = group[0]
+    # Heads of a class may sample different residues; the one that starts first has the longest tiles.
+    head = min(group, key=lambda member: layout.offsets[member])
     offset = layout.offsets[head]
     first, last = layout.edges(offset)
     match term:
@@ -173,7 +174,8 @@ def _meetings(
     kept = settled
     if open_.any():
         slots = open_.nonzero()[:, 0]
-        own, some, whole = _element_masks(term, query[slots], key[slots], first, head, layout, grid, masks)
+        pairs = first[query[slots]], last[query[slots]], first[key[slots]], last[key[slots]]
+        own, some, whole = _element_masks(term, pairs, head, layout, grid, masks)
         exact = whole & ~(ragged[key[slots]] | ragged[query[slots]])
         mask[slots] = torch.where(exact, -1, own)
         kept = settled.clone()
@@ -216,12 +218,16 @@ def _sorted_once(row: Tensor, column: Tensor, columns: int) -> tuple[Tensor, Ten
 
 
 def _element_masks(
-    term: Term, query: Tensor, key: Tensor, first: Tensor, head: int, layout: _Layout, grid: Grid, masks: MaskTable
+    term: Term, tiles: Tiles, head: int, layout: _Layout, grid: Grid, masks: MaskTable
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Mask index of each pair of tiles, and whether it allows some and all of its elements."""
-    q0, k0 = first[query], first[key]
-    label = torch.zeros_like(query)
-    for column in (c for p in term.conditions for c in mask_keys(p, q0, k0, layout.span, head)):
+    q0, q1, k0, k1 = tiles
+    # Past an end a pattern has nothing to say, so tiles cut short share masks only with tiles cut as short.
+    columns = [q1 - q0, k1 - k0]
+    for pattern in term.conditions:
+        columns += mask_keys(pattern, tiles, layout.span, head, grid)
+    label = torch.zeros_like(q0)
+    for column in columns:
         values, inverse = torch.unique(column, return_inverse=True)
         label = torch.unique(label * len(values) + inverse, return_inverse=True)[1]
     count = int(label.max()) + 1

@@ -34,8 +34,6 @@ from .measure import PeakMemory, clock, facts, installed, synchronize
 from .peers import BLOCK, Blocks, Problem, Runner
 from .report import judge
 
-SMALL = 16 * K
-"""Up to this length the host may take longer than the GPU, so whole calls are timed too."""
 MOST_EXACT_ROWS = 64 * K
 """Up to this length every row's LSE is recomputed where the library gave none."""
 SECONDS_A_SUBJECT = 0.08
@@ -62,6 +60,9 @@ class Session:
     backend: str = "auto"
     deadline: float = math.inf
     done: set[tuple[Any, ...]] = field(default_factory=set)
+    """Keys of the lines that the file holds."""
+    failed: set[tuple[Any, ...]] = field(default_factory=set)
+    """Those of them that tell of an error; what ended the GPU once is not tried again."""
 
     @property
     def is_late(self) -> bool:
@@ -205,10 +206,18 @@ def time_subject(case: Case, runner: Runner, device: str) -> Iterator[tuple[str,
         del results, kept
         seconds = event_seconds(call, device)
         found = {**quantiles(seconds), "repetitions": len(seconds), "peak_bytes": peak.extra, "workspace_bytes": extra}
-        if direction == "forward" and case.n <= SMALL and case.is_blocks:
-            found["call_us"] = 1e6 * clock(call, device, 200 if device == "cuda" else 5)
-            found["host_us"] = 1e6 * host_seconds(call, device, 50 if device == "cuda" else 5)
+        if direction == "forward" and case.has_whole_call:
+            found |= time_whole_call(call, device)
         yield direction, found
+
+
+def time_whole_call(call: Callable[[], Any], device: str) -> dict[str, float]:
+    """Microseconds of one call in a stream of calls without gradients, and of the host's part of it."""
+    with torch.no_grad():
+        call()
+        whole = clock(call, device, 200 if device == "cuda" else 5)
+        host = host_seconds(call, device, 50 if device == "cuda" else 5)
+    return {"call_us": 1e6 * whole, "host_us": 1e6 * host}
 
 
 def measure(case: Case, session: Session) -> Iterator[dict[str, Any]]:
@@ -222,7 +231,7 @@ def measure(case: Case, session: Session) -> Iterator[dict[str, Any]]:
     problem = Problem(query=query, key=key, value=value, grad_output=grad, blocks=blocks, causal=case.causal)
     oracle = parse(case.pattern) if blocks is None else OfBlocks(blocks)
     work, runner, lse, mine = describe_work(case, problem), None, None, {}
-    if OURS in case.subjects:
+    if OURS in case.subjects and case.key(OURS, "forward") not in session.failed:
         try:
             runner, lse, mine = ours(case, problem, session)
         except Exception as error:
@@ -231,7 +240,7 @@ def measure(case: Case, session: Session) -> Iterator[dict[str, Any]]:
     if lse is None and case.n <= MOST_EXACT_ROWS:
         lse = exact_lse(query, key, oracle, sorted({0, case.heads - 1}))
     for subject in wanted:
-        if session.is_late:
+        if session.is_late or not is_alive(device):
             return
         progress(f"{case.name} n={case.n} d={case.d}: {subject}")
         reason = "the gate needs an LSE and the library gave none" if lse is None else peers.why_not(subject, problem)
@@ -347,26 +356,37 @@ def is_alive(device: str) -> bool:
 
 
 def run(out: Path, backend: str, device: str, budget: float, resume: bool, tiny: bool) -> int:
-    """Measure into `out`; the exit status is 1 when the library was wrong, 3 when the GPU stopped answering."""
-    done = {key_of(line) for line in known_lines(out) if line["skipped"] != peers.NOT_INSTALLED} if resume else set()
-    session = Session(out=out, device=device, backend=backend, deadline=time.monotonic() + budget, done=done)
-    wrong, listed = 0, tiny_cases() if tiny else cases()
+    """Measure into `out`; the exit status is 1 when the library was wrong."""
+    known = [line for line in known_lines(out) if line["skipped"] != peers.NOT_INSTALLED] if resume else []
+    failed = {key_of(line) for line in known if line["skipped"] is not None}
+    begun = time.monotonic()
+    session = Session(out=out, device=device, backend=backend, deadline=begun + budget, failed=failed)
+    session.done |= {key_of(line) for line in known}
+    before = len(session.done)
+    listed = tiny_cases() if tiny else cases()
     for number, case in enumerate(listed):
         if session.is_late:
-            print(
-                f"The budget of {budget:.0f} s is spent; cases from {number + 1} of {len(listed)} on are not measured."
-            )
+            print(f"The budget of {budget:.0f} s is spent: cases {number + 1} to {len(listed)} are not measured.")
             break
         for line in measure_plan(case, session) if case.kind == PLAN else measure(case, session):
-            if key_of(line) in done:
-                continue
-            done.add(key_of(line))
-            append(out, line)
-            print(describe(line), flush=True)
-            wrong += line["subject"] == OURS and not line["gate_passed"]
+            if key_of(line) not in session.done:
+                session.done.add(key_of(line))
+                append(out, line)
+                print(describe(line), flush=True)
         if not is_alive(device):
-            print("The GPU stopped answering; run again with --resume to go on after this case.", file=sys.stderr)
-            return 3
-    for judged in judge(known_lines(out)):
+            print("The GPU stopped answering.", file=sys.stderr)
+            if len(session.done) > before:
+                restart(out, backend, device, budget - (time.monotonic() - begun), tiny)
+            return 1
+    lines = known_lines(out)
+    for judged in judge(lines):
         print(f"  {judged}")
-    return 1 if wrong else 0
+    return int(any(line["subject"] == OURS and not line["gate_passed"] for line in lines))
+
+
+def restart(out: Path, backend: str, device: str, budget: float, tiny: bool) -> None:
+    """Go on in a fresh process, as an illegal access leaves this one without a GPU."""
+    command = [sys.executable, "-m", f"{__package__}.bench", "--suite", "gpu", "--resume", "--out", str(out)]
+    command += ["--backend", backend, "--device", device, "--budget", str(budget), *(["--tiny"] if tiny else [])]
+    sys.stdout.flush()
+    os.execv(sys.executable, command)

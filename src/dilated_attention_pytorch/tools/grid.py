@@ -54,6 +54,11 @@ class Case:
         return (OURS, "flex", "fa4") if self.heads <= 8 or (self.key_heads, self.n) == (4, 64 * K) else (OURS, "fa4")
 
     @property
+    def has_whole_call(self) -> bool:
+        """Whether the host may take longer than the GPU, so that whole calls are timed too."""
+        return self.is_blocks and self.n <= 16 * K and not self.causal and self.kept < 4
+
+    @property
     def kept(self) -> float:
         """Blocks a row should keep."""
         assert self.density is not None

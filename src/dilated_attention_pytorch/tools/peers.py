@@ -12,6 +12,8 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import torch
+import torch._dynamo
+import torch._functorch.config
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
@@ -152,6 +154,8 @@ def _compiled_flex() -> Callable[..., Tensor]:
 
     # Each shape is a kernel of its own; past this limit torch would run the whole score matrix eagerly.
     torch._dynamo.config.recompile_limit = 256
+    # A backward that gives its buffers away could not be repeated on one graph, which is how all are timed.
+    torch._functorch.config.donated_buffer = False
     return torch.compile(flex_attention, dynamic=False, fullgraph=True)
 
 

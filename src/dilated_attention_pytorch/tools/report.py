@@ -375,7 +375,7 @@ def _gpu_parts(results: Results) -> Iterator[str]:
         ),
     )
     yield "### Whole calls"
-    yield "Microseconds of one forward call in a stream of 200, and of the host's part of it."
+    yield "Microseconds of one forward call without gradients in a stream of 200, and of the host's part of it."
     yield markdown(
         (*shape, "ours", "host", *(f"{PEERS[p]}{what}" for p in ("fa4", "flex") for what in ("", " host"))),
         (_call_row(results, line) for line in results.ours("forward") if "call_us" in line),

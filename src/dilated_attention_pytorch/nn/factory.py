@@ -1,0 +1,232 @@
+"""Modules by what they are for: variants, presets, and a choice that can say why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import nn
+
+from ..errors import must
+from ..patterns import Full
+from .block_sparse import BlockSparseHierarchical, BlockSparseRingDilatedAttention
+from .config import HierarchicalConfig, SparsePatternConfig
+from .core import Planned, SparseAttention
+from .dilated import DilatedAttention, RingDilatedAttention
+from .multihead import (
+    BlockSparseRingMultiheadDilatedAttention,
+    MultiheadDilatedAttention,
+    MultiheadSparseAttention,
+    RingMultiheadDilatedAttention,
+)
+from .tuning import cost_model
+
+SEGMENTS, RATES = (2048, 4096, 8192), (1, 2, 4)
+EMBED_DIM, NUM_HEADS = 768, 12
+VARIANTS = ("auto", "base", "multihead", "adaptive", "distributed", "hierarchical")
+KINDS = ("auto", "dilated", "ring", "block_sparse", "dense")
+
+
+def create_block_sparse_attention(
+    variant: str = "auto",
+    segment_lengths: Sequence[int] | None = None,
+    dilation_rates: Sequence[int] | None = None,
+    sparse_config: SparsePatternConfig | None = None,
+    sparsity_ratio: float | None = None,
+    block_size: int | None = None,
+    adaptive_config: object = None,
+    distributed_config: object = None,
+    embed_dim: int | None = None,
+    num_heads: int | None = None,
+    *,
+    hierarchical_config: HierarchicalConfig | None = None,
+    length: int | None = None,
+    **options: Any,
+) -> nn.Module:
+    """A block-sparse module.
+
+    Args:
+        variant: "base" (B, N, H, D), "multihead" (B, N, E), "hierarchical", or "auto": what the other arguments call
+            for, and dense attention where `length` is too short for sparse to pay.
+        segment_lengths: (2048, 4096, 8192) by default.
+        dilation_rates: 1, 2, 4, ... by default.
+        sparse_config: see `BlockSparseRingDilatedAttention`, as `sparsity_ratio` and `block_size`.
+        adaptive_config: for "adaptive".
+        distributed_config: for "distributed".
+        embed_dim: width of the model, for "multihead"; 768 by default.
+        num_heads: heads, for "multihead"; 12 by default.
+        hierarchical_config: levels, for "hierarchical".
+        length: tokens to expect, for "auto".
+        options: whatever else the module takes; a keyword it does not know raises.
+    """
+    if variant not in VARIANTS:
+        raise must(f"variant must be one of {', '.join(VARIANTS)}", repr(variant))
+    segments, rates = _branches(segment_lengths, dilation_rates)
+    owners = {
+        "adaptive": adaptive_config,
+        "distributed": distributed_config,
+        "hierarchical": hierarchical_config,
+        "multihead": embed_dim or num_heads,
+    }
+    called_for = next((name for name, given in owners.items() if given is not None), "base")
+    chosen = called_for if variant == "auto" else variant
+    for name, given in owners.items():
+        if given is not None and name != chosen:
+            what = {"multihead": "embed_dim and num_heads"}.get(name, f"{name}_config")
+            raise must(f'{what} must come with variant="{name}"', f'variant="{chosen}"')
+    if length is not None and variant != "auto":
+        raise must('length must come with variant="auto"', f'variant="{variant}"')
+    kept: dict[str, Any] = {"sparse_config": sparse_config, "sparsity_ratio": sparsity_ratio, "block_size": block_size}
+    if chosen in ("adaptive", "distributed"):
+        raise must('variant must be "base", "multihead" or "hierarchical"', f'"{chosen}", which does not exist yet')
+    if chosen == "hierarchical":
+        if sparse_config is not None or sparsity_ratio is not None:
+            raise must("a hierarchy must be given by its levels", "a sparsity ratio", "Use hierarchical_config.")
+        made: Any = BlockSparseHierarchical(segments, rates, hierarchical_config, block_size=block_size, **options)
+    elif chosen == "multihead":
+        width, heads = embed_dim or EMBED_DIM, num_heads or NUM_HEADS
+        made = BlockSparseRingMultiheadDilatedAttention(width, heads, segments, rates, **kept, **options)
+    else:
+        made = BlockSparseRingDilatedAttention(segments, rates, **kept, **options)
+    if variant != "auto":
+        return made
+    return _where_it_pays(made, length, f"auto took variant {chosen}", options)
+
+
+def create_multihead_block_sparse(
+    embed_dim: int = EMBED_DIM, num_heads: int = NUM_HEADS, sparsity_ratio: float = 0.1, **options: Any
+) -> nn.Module:
+    """`create_block_sparse_attention("multihead", ...)`."""
+    return create_block_sparse_attention(
+        "multihead", embed_dim=embed_dim, num_heads=num_heads, sparsity_ratio=sparsity_ratio, **options
+    )
+
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "local": {"variant": "base", "sparse_config": SparsePatternConfig("local_window", 0.1)},
+    "dilated": {"variant": "base", "sparsity_ratio": 0.1},
+    "global_local": {"variant": "base", "sparse_config": SparsePatternConfig("global_local", 0.1, global_tokens=64)},
+    # With half a percent asked for, rounding to whole blocks stays within one percent from 100 blocks on.
+    "ultra_sparse": {"variant": "base", "sparsity_ratio": 0.005, "block_size": 64},
+    "adaptive_standard": {"variant": "adaptive"},
+    "hierarchical_standard": {"variant": "hierarchical", "hierarchical_config": HierarchicalConfig()},
+}
+"""Arguments of `create_block_sparse_attention` by name."""
+
+
+def get_block_sparse_preset(name: str, **override: Any) -> nn.Module:
+    """A module by the name of its preset; keywords replace what the preset says.
+
+    >>> get_block_sparse_preset("ultra_sparse").plan(65536, 8).density < 0.01
+    True
+    """
+    if name not in PRESETS:
+        raise must(f"preset must be one of {', '.join(PRESETS)}", repr(name))
+    return create_block_sparse_attention(**{**PRESETS[name], **override})
+
+
+def create_dilated_attention(
+    kind: str = "auto",
+    segment_lengths: Sequence[int] | None = None,
+    dilation_rates: Sequence[int] | None = None,
+    *,
+    length: int | None = None,
+    **options: Any,
+) -> nn.Module:
+    """A module over (B, N, H, D).
+
+    Args:
+        kind: "dilated", "ring", "block_sparse", "dense", or "auto": dilated, and dense where `length` is too short for
+            that to pay.
+        segment_lengths: (2048, 4096, 8192) by default.
+        dilation_rates: 1, 2, 4, ... by default.
+        length: tokens to expect, for "auto".
+        options: whatever else the module takes; a keyword it does not know raises.
+    """
+    makers: dict[str, Callable[..., nn.Module]] = {
+        "dilated": DilatedAttention,
+        "ring": RingDilatedAttention,
+        "block_sparse": BlockSparseRingDilatedAttention,
+    }
+    if kind == "dense":
+        _no_branches(segment_lengths, dilation_rates, length)
+        return SparseAttention(Full(), **options)
+    return _of_kind(makers, kind, segment_lengths, dilation_rates, length, options)
+
+
+def create_multihead_dilated_attention(
+    kind: str = "auto",
+    embed_dim: int = EMBED_DIM,
+    num_heads: int = NUM_HEADS,
+    segment_lengths: Sequence[int] | None = None,
+    dilation_rates: Sequence[int] | None = None,
+    *,
+    length: int | None = None,
+    **options: Any,
+) -> nn.Module:
+    """A module over (B, N, E); see `create_dilated_attention` for `kind` and what follows the heads."""
+    if kind == "dense":
+        _no_branches(segment_lengths, dilation_rates, length)
+        return MultiheadSparseAttention(embed_dim, num_heads, Full(), **options)
+    makers: dict[str, Callable[..., nn.Module]] = {
+        "dilated": MultiheadDilatedAttention,
+        "ring": RingMultiheadDilatedAttention,
+        "block_sparse": BlockSparseRingMultiheadDilatedAttention,
+    }
+    own = {"embed_dim": embed_dim, "num_heads": num_heads, **options}
+    return _of_kind(makers, kind, segment_lengths, dilation_rates, length, own)
+
+
+def _of_kind(
+    makers: dict[str, Callable[..., nn.Module]],
+    kind: str,
+    segment_lengths: Sequence[int] | None,
+    dilation_rates: Sequence[int] | None,
+    length: int | None,
+    options: dict[str, Any],
+) -> nn.Module:
+    if kind not in KINDS:
+        raise must(f"kind must be one of {', '.join(KINDS)}", repr(kind))
+    if length is not None and kind != "auto":
+        raise must('length must come with kind="auto"', f'kind="{kind}"')
+    segments, rates = _branches(segment_lengths, dilation_rates)
+    made = makers["dilated" if kind == "auto" else kind](segment_lengths=segments, dilation_rates=rates, **options)
+    return _where_it_pays(made, length, "auto took kind dilated", options) if kind == "auto" else made
+
+
+def _branches(
+    segment_lengths: Sequence[int] | None, dilation_rates: Sequence[int] | None
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    segments = tuple(segment_lengths) if segment_lengths is not None else SEGMENTS[: len(dilation_rates or SEGMENTS)]
+    rates = tuple(dilation_rates) if dilation_rates is not None else tuple(2**i for i in range(len(segments)))
+    return segments, rates
+
+
+def _no_branches(*given: object) -> None:
+    if any(value is not None for value in given):
+        raise must("dense attention must come without segments, rates and length", "one of them")
+
+
+def _where_it_pays(made: Any, length: int | None, chosen: str, options: dict[str, Any]) -> nn.Module:
+    """`made`, or dense attention of the same form where the cost model finds that faster at this length."""
+    if length is None:
+        made.reason = f"{chosen}; no length was given, so dense attention was not weighed against it"
+        return made
+    assert isinstance(made, Planned)
+    plan = made.plan(length, made.num_heads or 8)
+    costs = cost_model(made.place())
+    sparse, dense = costs.sparse(plan), costs.dense(plan)
+    source = "measured on this machine" if costs.measured else "assumed, for measuring is switched off"
+    told = f"at {length:,} tokens sparse takes about {sparse:.2g} s and dense {dense:.2g} s ({source})"
+    if sparse <= dense:
+        made.reason = f"{chosen}; {told}"
+        return made
+    shared = ("softmax_scale", "attention_dropout", "backend", "device", "dtype")
+    if isinstance(made, MultiheadSparseAttention):
+        made.pattern = Full()
+        instead: Any = made
+    else:
+        instead = SparseAttention(Full(), **{name: value for name, value in options.items() if name in shared})
+        instead.attention_dropout = made.attention_dropout
+    instead.reason = f"auto took dense attention; {told}"
+    return instead

@@ -1,0 +1,366 @@
+"""Multihead modules: the operation between projections, called as torch's own module is."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from oracle import dense_attention, error, multiplicities
+from torch import nn
+
+import dilated_attention_pytorch as dap
+from dilated_attention_pytorch.nn import (
+    Alibi,
+    BlockSparseRingMultiheadDilatedAttention,
+    MultiheadDilatedAttention,
+    MultiheadSparseAttention,
+    RingMultiheadDilatedAttention,
+    Rotary,
+    SparsePatternConfig,
+    Xpos,
+)
+
+DOUBLE = {"dtype": torch.float64}
+MODULES = {
+    "any": lambda **k: MultiheadSparseAttention(32, 4, "window:9", **k),
+    "dilated": lambda **k: MultiheadDilatedAttention(32, 4, [16, 64], [1, 4], **k),
+    "ring": lambda **k: RingMultiheadDilatedAttention(32, 4, [16, 64], [1, 4], **k),
+    "block": lambda **k: BlockSparseRingMultiheadDilatedAttention(
+        32, 4, [64], [1], sparse_config=SparsePatternConfig(sparsity_ratio=0.3, block_size=16), **k
+    ),
+    "block-ratio": lambda **k: BlockSparseRingMultiheadDilatedAttention(
+        32, 4, [64], [1], sparsity_ratio=0.3, block_size=16, **k
+    ),
+}
+
+
+@pytest.fixture(params=MODULES)
+def make(request):
+    return MODULES[request.param]
+
+
+def by_hand(module, x, is_causal=False, key_padding_mask=None, position=None):
+    """The module in words: project, attend densely by the pattern, normalise, project."""
+    pattern = module.pattern & dap.Causal() if is_causal else module.pattern
+    counts = multiplicities(pattern, x.shape[1], module.num_heads)
+    q, k, v = (
+        p(x).unflatten(-1, (-1, module.head_dim)).transpose(1, 2) for p in (module.q_proj, module.k_proj, module.v_proj)
+    )
+    if position is not None:
+        q, k = position(q, k)
+    found, _ = dense_attention(q, k, v, counts, scale=module.head_dim**-0.5, key_padding_mask=key_padding_mask)
+    found = found.transpose(1, 2).flatten(2)
+    return module.out_proj(found if module.norm is None else module.norm(found))
+
+
+@pytest.mark.parametrize("options", [{}, {"num_kv_heads": 2}, {"bias": False}], ids=["plain", "grouped", "unbiased"])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_output_and_every_gradient_are_those_of_dense_attention(make, options, is_causal):
+    module = make(**DOUBLE, **options)
+    x = torch.randn(2, 75, 32, **DOUBLE, requires_grad=True)
+    names, parameters = zip(*module.named_parameters(), strict=True)
+    output, weights = module(x, is_causal=is_causal)
+    wanted = by_hand(module, x, is_causal)
+    assert weights is None
+    assert error(output, wanted) < 1e-10
+    grad_output = torch.randn_like(output)
+    found, expected = (torch.autograd.grad(out, (x, *parameters), grad_output) for out in (output, wanted))
+    for name, got, want in zip(("x", *names), found, expected, strict=True):
+        assert error(got, want) < 1e-9, name
+        # A key bias moves every score of a row alike, and a softmax does not see it.
+        assert name == "k_proj.bias" or got.abs().max() > 1e-6, name
+
+
+@pytest.mark.parametrize("kind", ["bool", "float"])
+def test_padding_is_ignored(make, kind):
+    module = make(**DOUBLE)
+    x = torch.randn(2, 75, 32, **DOUBLE)
+    padding = torch.arange(75) >= torch.tensor([75, 30])[:, None]
+    given = padding if kind == "bool" else torch.zeros(2, 75).masked_fill(padding, float("-inf"))
+    output, _ = module(x, x, x, key_padding_mask=given)
+    assert error(output, by_hand(module, x, key_padding_mask=padding)) < 1e-10
+    moved = x.clone()
+    moved[1, 30:] += 1.0
+    assert torch.equal(module(moved, moved, moved, key_padding_mask=given)[0][1, :30], output[1, :30])
+
+
+def test_batch_first_both_ways_and_no_batch(make):
+    torch.manual_seed(0)
+    first = make(**DOUBLE)
+    second = make(**DOUBLE, batch_first=False)
+    second.load_state_dict(first.state_dict())
+    x = torch.randn(2, 40, 32, **DOUBLE)
+    output = first(x)[0]
+    assert error(second(x.transpose(0, 1))[0].transpose(0, 1), output) < 1e-12
+    assert error(first(x[0])[0], output[0]) < 1e-12
+
+
+def test_weights_multiply_values_to_the_output():
+    module = MultiheadSparseAttention(32, 4, "dilated:16x1,64x4", **DOUBLE, num_kv_heads=2)
+    x = torch.randn(2, 50, 32, **DOUBLE)
+    padding = torch.arange(50) >= torch.tensor([50, 20])[:, None]
+    output, weights = module(
+        x, x, x, key_padding_mask=padding, need_weights=True, average_attn_weights=False, is_causal=True
+    )
+    value = module.v_proj(x).unflatten(-1, (2, 8)).transpose(1, 2).repeat_interleave(2, 1)
+    assert weights.shape == (2, 4, 50, 50)
+    assert error(module.out_proj((weights @ value).transpose(1, 2).flatten(2)), output) < 1e-10
+    mean = module(x, x, x, key_padding_mask=padding, need_weights=True, is_causal=True)[1]
+    assert error(mean, weights.mean(1)) < 1e-12
+
+
+def test_weights_have_a_longest_length(monkeypatch):
+    monkeypatch.setattr("dilated_attention_pytorch.nn.multihead.LONGEST_WEIGHTS", 8)
+    with pytest.raises(ValueError, match="attention_rows"):
+        MultiheadSparseAttention(8, 1, "window:1")(torch.randn(1, 9, 8), need_weights=True)
+
+
+MASKS = {
+    "window": lambda n: (torch.arange(n)[:, None] - torch.arange(n)).abs() > 5,
+    "none": lambda n: torch.zeros(n, n, dtype=torch.bool),
+    "causal": lambda n: torch.ones(n, n, dtype=torch.bool).triu(1),
+    "scattered": lambda n: torch.rand(n, n) < 0.4,
+}
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("shape", ["bool", "float", "each-head"])
+def test_a_dense_mask_is_that_of_torch(mask, shape):
+    mha = nn.MultiheadAttention(16, 2, batch_first=True, **DOUBLE)
+    module = MultiheadSparseAttention.from_torch(mha, "full")
+    x = torch.randn(2, 40, 16, **DOUBLE)
+    ignore = MASKS[mask](40).fill_diagonal_(False)
+    if shape == "float":
+        ignore = torch.zeros(40, 40, **DOUBLE).masked_fill(ignore, float("-inf"))
+    elif shape == "each-head":
+        ignore = torch.stack([ignore, MASKS["scattered"](40).fill_diagonal_(False)]).repeat(2, 1, 1)
+    assert error(module(x, x, x, attn_mask=ignore)[0], mha(x, x, x, attn_mask=ignore)[0]) < 1e-10
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"attn_mask": torch.randn(20, 20)}, "0 and -inf alone"),
+        ({"attn_mask": torch.zeros(20, 19)}, "must have shape"),
+        ({"attn_mask": torch.rand(8, 20, 20) < 0.5}, "same for every sample"),
+        ({"attn_mask": torch.rand(20, 20) < 0.5, "is_causal": True}, "must be the causal mask"),
+        ({"attn_mask": torch.zeros(20, 20, dtype=torch.int64)}, "bool"),
+        ({"key_padding_mask": torch.full((2, 20), 0.5)}, "0 and -inf alone"),
+        ({"key_padding_mask": torch.zeros(2, 19, dtype=torch.bool)}, "must have shape"),
+        ({"unknown": 1}, "unexpected keyword"),
+    ],
+)
+@pytest.mark.untyped
+def test_a_mask_that_cannot_be_said_raises(options, message):
+    x = torch.randn(2, 20, 32)
+    with pytest.raises((ValueError, TypeError), match=message):
+        MODULES["any"]()(x, x, x, **options)
+
+
+def test_a_long_dense_mask_raises_and_names_what_to_use():
+    module = MultiheadSparseAttention(8, 1, "window:1")
+    with pytest.raises(ValueError, match="Say it as a pattern"):
+        module(torch.randn(1, 4097, 8), attn_mask=torch.zeros(4097, 4097, dtype=torch.bool))
+
+
+def test_cross_attention_of_two_lengths():
+    mha = nn.MultiheadAttention(16, 2, batch_first=True, kdim=12, vdim=10, **DOUBLE)
+    module = MultiheadSparseAttention.from_torch(mha, "full")
+    q, k, v = (torch.randn(2, n, width, **DOUBLE) for n, width in ((7, 16), (20, 12), (20, 10)))
+    padding = torch.arange(20) >= torch.tensor([20, 0])[:, None]
+    found = module(q, k, v, key_padding_mask=padding)[0]
+    assert error(found[0], mha(q, k, v, key_padding_mask=padding)[0][0]) < 1e-10
+    assert error(found[1], module.out_proj.bias.expand(7, 16)) < 1e-12
+    with pytest.raises(ValueError, match="one length unless the pattern is Full"):
+        MultiheadDilatedAttention(16, 2, [8], [1], kdim=12, vdim=10, **DOUBLE)(q, k, v)
+
+
+def test_packed_sequences_start_their_positions_anew():
+    module = MultiheadDilatedAttention(32, 4, [16, 64], [1, 4], position="rotary", **DOUBLE)
+    x = torch.randn(1, 90, 32, **DOUBLE)
+    output = module(x, is_causal=True, cu_seqlens=torch.tensor([0, 37, 90]))[0]
+    pieces = [module(x[:, a:b], is_causal=True)[0] for a, b in ((0, 37), (37, 90))]
+    assert error(output, torch.cat(pieces, 1)) < 1e-10
+
+
+def turned_by_hand(q, k, fade=None):
+    """Rotary positions as complex numbers."""
+    n, width = q.shape[-2:]
+    half = torch.arange(width // 2).double()
+    angle = torch.arange(n)[:, None] * 10000.0 ** (-2 * half / width)
+    rate = torch.ones(width // 2).double() if fade is None else (2 * half + 0.4 * width) / (1.4 * width)
+    power = torch.arange(n)[:, None] / 512.0
+
+    def turn(t, sign):
+        z = torch.complex(t[..., : width // 2], t[..., width // 2 :]) * torch.polar(rate ** (sign * power), angle)
+        return torch.cat([z.real, z.imag], -1)
+
+    return turn(q, 1), turn(k, -1)
+
+
+@pytest.mark.parametrize("name", ["rotary", "xpos"])
+def test_rotary_positions(name):
+    module = MultiheadSparseAttention(32, 4, "window:20", position=name, num_kv_heads=2, **DOUBLE)
+    x = torch.randn(2, 75, 32, **DOUBLE)
+    wanted = by_hand(module, x, True, position=lambda q, k: turned_by_hand(q, k, None if name == "rotary" else True))
+    assert error(module(x, is_causal=True)[0], wanted) < 1e-10
+
+
+def test_xpos_does_not_depend_on_its_center_and_guards_its_range():
+    x = torch.randn(1, 75, 32, **DOUBLE)
+    near = MultiheadSparseAttention(32, 4, "window:20", position="xpos", **DOUBLE)
+    far = MultiheadSparseAttention(32, 4, "window:20", position=Xpos(center=40), **DOUBLE)
+    far.load_state_dict(near.state_dict())
+    assert error(far(x, is_causal=True)[0], near(x, is_causal=True)[0]) < 1e-10
+    low = MultiheadSparseAttention(32, 4, "window:20", position=Xpos(scale_base=1.0), dtype=torch.float16)
+    with pytest.raises(ValueError, match="center"):
+        low(x.half(), is_causal=True)
+
+
+@pytest.mark.parametrize("heads", [4, 6])
+def test_alibi_is_a_slope_of_the_distance(heads):
+    module = MultiheadSparseAttention(8 * heads, heads, "dilated:16x1,64x4", position=Alibi(), **DOUBLE)
+    x = torch.randn(2, 75, 8 * heads, **DOUBLE)
+    counts = multiplicities(module.pattern & dap.Causal(), 75, heads)
+    place = torch.arange(75).double()
+    slope = 2.0 ** (-8.0 * torch.arange(1, heads + 1).double() / heads)
+    # Added to the logarithm of the count, which is where the oracle takes a bias.
+    counts = counts * (-slope[:, None, None] * (place[:, None] - place)).exp()
+    q, k, v = (p(x).unflatten(-1, (heads, 8)).transpose(1, 2) for p in (module.q_proj, module.k_proj, module.v_proj))
+    wanted = module.out_proj(dense_attention(q, k, v, counts)[0].transpose(1, 2).flatten(2))
+    assert error(module(x, is_causal=True)[0], wanted) < 1e-6
+    with pytest.raises(ValueError, match="is_causal=True"):
+        module(x)
+
+
+def test_positions_far_out_stay_exact():
+    q, k = (torch.randn(1, 2, 1, 64, dtype=torch.float32) for _ in range(2))
+    at = torch.tensor([[1_000_000_000]])
+    turned = [Rotary().apply(q, k, at + shift, 1.0) for shift in (0, 7)]
+    assert error((turned[0][0] * turned[0][1]).sum(), (turned[1][0] * turned[1][1]).sum()) < 1e-5
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_from_torch_computes_what_torch_does(bias, batch_first):
+    mha = nn.MultiheadAttention(32, 4, bias=bias, batch_first=batch_first, **DOUBLE)
+    module = MultiheadSparseAttention.from_torch(mha, "full")
+    x = torch.randn(3, 20, 32, **DOUBLE)
+    assert error(module(x, x, x)[0], mha(x, x, x)[0]) < 1e-12
+    back = nn.MultiheadAttention(32, 4, bias=bias, batch_first=batch_first, **DOUBLE)
+    back.load_state_dict(module.torch_state_dict())
+    assert torch.equal(back(x, x, x)[0], mha(x, x, x)[0])
+
+
+def test_a_state_dict_of_torch_loads_inside_a_model():
+    theirs = nn.ModuleDict({"attention": nn.MultiheadAttention(32, 4)})
+    ours = nn.ModuleDict({"attention": MultiheadDilatedAttention(32, 4, [16], [1], layer_norm=False)})
+    assert str(ours.load_state_dict(theirs.state_dict())) == "<All keys matched successfully>"
+    assert torch.equal(ours["attention"].k_proj.weight, theirs["attention"].in_proj_weight[32:64])
+    grouped = MultiheadDilatedAttention(32, 4, [16], [1], layer_norm=False, num_kv_heads=2)
+    with pytest.raises(RuntimeError, match="size mismatch for k_proj.weight"):
+        grouped.load_state_dict(theirs["attention"].state_dict())
+
+
+@pytest.mark.parametrize("options", [{"add_bias_kv": True}, {"add_zero_attn": True}])
+def test_from_torch_refuses_what_it_cannot_be(options):
+    with pytest.raises(ValueError, match="without add_bias_kv"):
+        MultiheadSparseAttention.from_torch(nn.MultiheadAttention(8, 2, **options), "full")
+
+
+def test_the_names_of_the_state(make):
+    projections = [f"{name}_proj.{kind}" for name in ("q", "k", "v") for kind in ("weight", "bias")]
+    norm = ["norm.weight", "norm.bias"] if make().norm is not None else []
+    assert list(make().state_dict()) == [*projections, *norm, "out_proj.weight", "out_proj.bias"]
+
+
+def test_copies_and_round_trips_compute_the_same(make):
+    module, other = make(), make()
+    x = torch.randn(1, 40, 32)
+    other.load_state_dict(module.state_dict())
+    assert torch.equal(module(x)[0], other(x)[0])
+    assert torch.equal(module(x)[0], copy.deepcopy(module)(x)[0])
+
+
+def test_parameters_are_made_where_and_of_what_is_asked(make):
+    module = make(device="meta", dtype=torch.bfloat16)
+    assert {(p.device.type, p.dtype) for p in module.parameters()} == {("meta", torch.bfloat16)}
+    assert module.plan(100).density > 0
+    made = module.to_empty(device="cpu")
+    made.reset_parameters()
+    assert made(torch.randn(1, 20, 32, dtype=torch.bfloat16))[0].isfinite().all()
+
+
+def test_gamma_scales_value_and_output_projections():
+    torch.manual_seed(0)
+    one = MultiheadDilatedAttention(32, 4, [16], [1])
+    torch.manual_seed(0)
+    two = MultiheadDilatedAttention(32, 4, [16], [1], gamma_init=2.0)
+    for name in "qk":
+        assert torch.equal(getattr(two, f"{name}_proj").weight, getattr(one, f"{name}_proj").weight)
+    assert torch.allclose(two.v_proj.weight, 2 * one.v_proj.weight)
+    assert torch.allclose(two.out_proj.weight, 2 * one.out_proj.weight)
+
+
+def test_dropout_acts_in_training_alone(make):
+    module = make(dropout=0.5)
+    x = torch.randn(1, 40, 32)
+    assert not torch.equal(module(x)[0], module(x)[0])
+    module.eval()
+    assert torch.equal(module(x)[0], module(x)[0])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_heads": 3}, "multiple of num_heads"),
+        ({"num_kv_heads": 3}, "multiple of num_kv_heads"),
+        ({"dropout": 1.0}, r"\[0, 1\)"),
+        ({"position": "learned"}, "one of rotary"),
+        ({"position": 3}, "a name or None"),
+        ({"num_heads": 32, "position": "rotary"}, "even head width"),
+        ({"unknown": 1}, "unexpected keyword"),
+    ],
+)
+@pytest.mark.untyped
+def test_what_cannot_be_made_raises(options, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        MultiheadDilatedAttention(32, segment_lengths=[16], dilation_rates=[1], **{"num_heads": 4, **options})
+
+
+def encoder(batch_first=True):
+    layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=batch_first)
+    layer.self_attn = MultiheadSparseAttention.from_torch(layer.self_attn, "window:4")
+    return nn.TransformerEncoder(layer, 2)
+
+
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor")
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("padded", [True, False])
+def test_an_encoder_layer_never_goes_around_the_module(training, padded):
+    """In eval mode and without gradients nn.TransformerEncoderLayer has a path that computes dense attention."""
+    model = encoder().train(training)
+    calls = []
+    for layer in model.layers:
+        layer.self_attn.register_forward_hook(lambda module, given, found: calls.append(found[0].isfinite().all()))
+    x = torch.randn(2, 30, 32)
+    padding = torch.arange(30) >= torch.tensor([30, 12])[:, None] if padded else None
+    with torch.no_grad():
+        output = model(x, src_key_padding_mask=padding)
+        moved = x.clone()
+        moved[:, -1] += 10.0
+        far = model(moved, src_key_padding_mask=padding)
+    assert len(calls) == 4
+    assert torch.equal(output[:, :15], far[:, :15])
+
+
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor")
+def test_an_encoder_with_a_causal_mask():
+    model = encoder().eval()
+    x = torch.randn(2, 30, 32)
+    moved = x.clone()
+    moved[:, 20:] += 1.0
+    mask = nn.Transformer.generate_square_subsequent_mask(30)
+    with torch.no_grad():
+        assert torch.equal(model(x, mask)[:, :20], model(moved, mask)[:, :20])

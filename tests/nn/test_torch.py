@@ -1,0 +1,157 @@
+"""What torch does to modules: compile, autocast, checkpointing, DDP, FSDP2, export."""
+
+from __future__ import annotations
+
+import os
+import socket
+import warnings
+
+import pytest
+import torch
+from oracle import error
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from dilated_attention_pytorch.nn import (
+    BlockSparseRingDilatedAttention,
+    BlockSparseRingMultiheadDilatedAttention,
+    DilatedAttention,
+    MultiheadDilatedAttention,
+    MultiheadSparseAttention,
+)
+
+CORES = {
+    "dilated": lambda: DilatedAttention([16, 64], [1, 4]),
+    "block": lambda: BlockSparseRingDilatedAttention([64], [1], sparsity_ratio=0.4, block_size=16),
+}
+MULTIHEADS = {
+    "dilated": lambda: MultiheadDilatedAttention(32, 4, [16, 64], [1, 4], num_kv_heads=2, position="rotary"),
+    "block": lambda: BlockSparseRingMultiheadDilatedAttention(
+        32, 4, [64], [1], sparsity_ratio=0.4, block_size=16, position="xpos"
+    ),
+}
+
+
+@pytest.fixture
+def quiet_compiler():
+    torch._dynamo.reset()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*should not be instantiated.*", DeprecationWarning)
+        warnings.filterwarnings("ignore", category=DeprecationWarning, module="torch.*")
+        yield
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("name", CORES)
+def test_core_modules_compile_whole(name, quiet_compiler):
+    module = CORES[name]()
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    for n in (80, 100):
+        q, k, v = (torch.randn(1, n, 4, 8, dtype=torch.float64, requires_grad=True) for _ in range(3))
+        found, wanted = compiled(q, k, v, is_causal=True), module(q, k, v, is_causal=True)
+        assert error(found, wanted.detach()) < 1e-12
+        grads = [torch.autograd.grad(out.sum(), (q, k, v)) for out in (found, wanted)]
+        assert max(error(a, b) for a, b in zip(*grads, strict=True)) < 1e-12
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("name", MULTIHEADS)
+@pytest.mark.parametrize("padding", [None, torch.bool, torch.float32])
+def test_multihead_modules_compile_whole(name, padding, quiet_compiler):
+    module = MULTIHEADS[name]().double()
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    x = torch.randn(2, 80, 32, dtype=torch.float64)
+    mask = None
+    if padding is not None:
+        mask = torch.arange(80) >= torch.tensor([80, 50])[:, None]
+        mask = mask if padding == torch.bool else torch.zeros(2, 80).masked_fill(mask, float("-inf"))
+    found, wanted = (f(x, is_causal=True, key_padding_mask=mask)[0] for f in (compiled, module))
+    assert error(found, wanted.detach()) < 1e-12
+    found.sum().backward()
+    assert all(p.grad.isfinite().all() for p in module.parameters())
+
+
+@pytest.mark.compile
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor")
+def test_an_encoder_compiles_whole_and_calls_the_module(quiet_compiler):
+    layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
+    layer.self_attn = MultiheadSparseAttention.from_torch(layer.self_attn, "window:4")
+    model = nn.TransformerEncoder(layer, 2).eval()
+    x = torch.randn(2, 30, 32)
+    padding = torch.arange(30) >= torch.tensor([30, 12])[:, None]
+    with torch.no_grad():
+        found = torch.compile(model, fullgraph=True, backend="aot_eager")(x, src_key_padding_mask=padding)
+        assert error(found, model(x, src_key_padding_mask=padding)) < 1e-5
+        moved = x.clone()
+        moved[:, -1] += 10.0
+        assert torch.equal(
+            model(moved, src_key_padding_mask=padding)[:, :15], model(x, src_key_padding_mask=padding)[:, :15]
+        )
+
+
+@pytest.mark.parametrize("name", MULTIHEADS)
+def test_autocast_computes_in_its_dtype_and_gives_gradients_in_theirs(name):
+    module = MULTIHEADS[name]()
+    x = torch.randn(1, 80, 32)
+    wanted = module(x, is_causal=True)[0]
+    with torch.autocast("cpu", torch.bfloat16):
+        output = module(x, is_causal=True)[0]
+    assert output.dtype == torch.bfloat16
+    assert error(output, wanted.detach()) < 0.05
+    output.sum().backward()
+    assert {p.grad.dtype for p in module.parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize("name", MULTIHEADS)
+def test_checkpointing_repeats_the_forward_exactly(name):
+    module = MULTIHEADS[name]().double()
+    module.dropout = 0.3
+    x = torch.randn(1, 80, 32, dtype=torch.float64, requires_grad=True)
+    grads = []
+    for again in (False, True):
+        torch.manual_seed(5)
+        run = lambda t: module(t, is_causal=True)[0]  # noqa: E731
+        output = checkpoint(run, x, use_reentrant=False) if again else run(x)
+        grads.append(torch.autograd.grad(output.square().sum(), (x, *module.parameters())))
+    assert max(error(a, b) for a, b in zip(*grads, strict=True)) < 1e-12
+
+
+@pytest.fixture
+def one_process():
+    if not torch.distributed.is_available():
+        pytest.skip("torch was built without distributed")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    before = {name: os.environ.get(name) for name in ("MASTER_ADDR", "MASTER_PORT")}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    torch.distributed.init_process_group("gloo", rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+    for name, value in before.items():
+        os.environ.pop(name)
+        if value is not None:
+            os.environ[name] = value
+
+
+def gradients(module, x):
+    module(x, is_causal=True)[0].square().sum().backward()
+    return [p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for p in module.parameters()]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("wrap", ["ddp", "fsdp"])
+def test_wrapping_for_data_parallel_training(wrap, one_process):
+    plain = MULTIHEADS["dilated"]().double()
+    wrapped = MULTIHEADS["dilated"]().double()
+    wrapped.load_state_dict(plain.state_dict())
+    if wrap == "ddp":
+        wrapped = nn.parallel.DistributedDataParallel(wrapped)
+    else:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        fully_shard(wrapped, mesh=init_device_mesh("cpu", (1,)))
+    x = torch.randn(2, 50, 32, dtype=torch.float64)
+    pairs = zip(gradients(wrapped, x), gradients(plain, x), strict=True)
+    assert max(error(a, b) for a, b in pairs) < 1e-12

@@ -1,0 +1,192 @@
+"""Decoding: each new token's row is that row of the full computation, whatever was dropped on the way."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from oracle import answer, error
+
+import dilated_attention_pytorch as dap
+from dilated_attention_pytorch import parse
+from dilated_attention_pytorch.nn import KVCache, MultiheadDilatedAttention, MultiheadSparseAttention
+from dilated_attention_pytorch.ops.decode import attention_step, needed, seen_keys
+
+N = 100
+PATTERNS = [
+    "full",
+    "causal",
+    "window:7",
+    "window:7 | global:3",
+    "window:20 & dilated:32x2",
+    "global:5;queries=1 | window:3",
+    "dilated:16x1,64x4",
+    "dilated:12x1,30x3;overlap=union",
+    "dilated:16x1,64x4;offset=block",
+    "dilated:16x1,64x4;heads=split",
+    "strided:7",
+    "strided:2;block=16",
+    "block_dilated:24x1,64x2;block=16",
+    "block_dilated:64x1;sparsity_ratio=0.3;block=16",
+    "hierarchical:1x1,3x2,0x3;block=16",
+    "random:0.4;block=16;seed=1;per_head=1 | window:0",
+    "heads{window:4 / causal / dilated:16x4 / block_dilated:32x1;block=16}",
+]
+FOLLOW_LENGTH = ("sparsity_ratio", "random")
+
+
+def length_of(text):
+    return N if any(word in text for word in FOLLOW_LENGTH) else None
+
+
+def tensors(heads=4, key_heads=2, n=N, batch=2):
+    shapes = ((batch, heads, n, 8), (batch, key_heads, n, 8), (batch, key_heads, n, 6))
+    return [torch.randn(shape, dtype=torch.float64) for shape in shapes]
+
+
+@pytest.mark.parametrize("text", PATTERNS)
+def test_every_row_is_that_of_the_full_computation(text):
+    q, k, v = tensors()
+    wanted = answer(q, k, v, parse(text) & dap.Causal()).output
+    cache = KVCache(text, length_of(text))
+    found = [cache.attend(*(t[:, :, :13] for t in (q, k, v)))]
+    found += [cache.attend(*(t[:, :, i : i + 1] for t in (q, k, v))) for i in range(13, N - 5)]
+    found.append(cache.attend(*(t[:, :, N - 5 :] for t in (q, k, v))))
+    assert error(torch.cat(found, 2), wanted) < 1e-10
+    assert cache.lengths == [N, N]
+
+
+@pytest.mark.parametrize("text", PATTERNS)
+def test_samples_of_different_lengths(text):
+    q, k, v = tensors()
+    prompts = (40, 9)
+    cache = KVCache(text, length_of(text), prompt_lengths=prompts)
+    prompt = cache.attend(*(t[:, :, :40] for t in (q, k, v)))
+    wanted = answer(q, k, v, parse(text) & dap.Causal()).output
+    for sample, length in enumerate(prompts):
+        assert error(prompt[sample, :, :length], wanted[sample, :, :length]) < 1e-10
+    for step in range(50):
+        at = [length + step for length in prompts]
+        found = cache.attend(*(torch.stack([t[b, :, i : i + 1] for b, i in enumerate(at)]) for t in (q, k, v)))
+        assert error(found, torch.stack([wanted[b, :, i : i + 1] for b, i in enumerate(at)])) < 1e-10
+
+
+@pytest.mark.parametrize("rows", [63, 70])
+def test_a_second_prompt_follows_on_the_first(rows):
+    q, k, v = tensors()
+    cache = KVCache("dilated:16x1,64x4")
+    cache.attend(*(t[:, :, : N - rows] for t in (q, k, v)))
+    found = cache.attend(*(t[:, :, N - rows :] for t in (q, k, v)))
+    assert error(found, answer(q, k, v, parse("dilated:16x1,64x4 & causal")).output[:, :, N - rows :]) < 1e-10
+
+
+@pytest.mark.parametrize("text", PATTERNS)
+def test_no_later_row_sees_what_may_be_dropped(text):
+    pattern = parse(text)
+    counts = (pattern & dap.Causal()).resolve(N, 4)
+    place = torch.arange(N)
+    seen = torch.stack([torch.as_tensor(counts.multiplicity(place[:, None], place, h)) for h in range(4)]).sum(0) > 0
+    for t in range(N):
+        kept = needed(pattern, length_of(text), t, 4)
+        held = (place < kept.sinks) | (place >= kept.begin)
+        assert not (seen[t:] & ~held).any(), t
+
+
+@pytest.mark.parametrize(
+    ("text", "most"), [("window:7", 40), ("window:7 | global:3", 46), ("dilated:16x1", 64), ("dilated:16x1,64x4", 256)]
+)
+def test_memory_stays_bounded(text, most):
+    cache = KVCache(text)
+    for _ in range(600):
+        cache.attend(*(torch.randn(1, 2, 1, 4) for _ in range(3)))
+        assert cache.tokens <= most
+    assert cache.nbytes <= 2 * 2 * most * 2 * 4 * 4
+
+
+@pytest.mark.parametrize(
+    ("text", "most"),
+    [("window:7", 8), ("dilated:1024x64", 16), ("block_dilated:64x1;block=16", 64), ("strided:100", 11)],
+)
+def test_a_row_looks_at_the_keys_it_sees_alone(text, most):
+    assert seen_keys(parse(text), None, 1023, 64).positions.shape[1] <= most
+
+
+def test_the_keys_of_padding_take_no_part():
+    q, k, v = tensors()
+    padding = torch.arange(N) < torch.tensor([0, 30])[:, None]
+    wanted = answer(q, k, v, parse("window:20 & causal"), key_padding_mask=padding).output
+    for t in (15, 35, 99):
+        found = attention_step(q[:, :, t : t + 1], k, v, "window:20", t, enable_gqa=True, key_padding_mask=padding)
+        assert error(found, wanted[:, :, t : t + 1]) < 1e-10
+
+
+def test_a_beam_goes_on_from_another():
+    q, k, v = tensors()
+    cache = KVCache("window:20")
+    cache.attend(*(t[:, :, :50] for t in (q, k, v)))
+    cache.reorder(torch.tensor([1, 1]))
+    found = cache.attend(*(t[:, :, 50:51] for t in (q, k, v)))
+    k, v = (torch.cat([t[[1, 1], :, :50], t[:, :, 50:]], 2) for t in (k, v))
+    assert error(found, answer(q, k, v, parse("window:20 & causal")).output[:, :, 50:51]) < 1e-10
+
+
+@pytest.mark.parametrize("position", [None, "rotary", "xpos", "alibi"])
+def test_a_module_decodes_what_it_computes(position):
+    module = MultiheadDilatedAttention(32, 4, [16, 64], [1, 4], num_kv_heads=2, position=position, dtype=torch.float64)
+    x = torch.randn(2, N, 32, dtype=torch.float64)
+    wanted = module(x, is_causal=True)[0]
+    cache = module.cache()
+    with torch.no_grad():
+        found = [module(x[:, :30], is_causal=True, cache=cache)[0]]
+        found += [module(x[:, i : i + 1], is_causal=True, cache=cache)[0] for i in range(30, N)]
+    assert error(torch.cat(found, 1), wanted) < 1e-9
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_lower_precision(dtype):
+    q, k, v = (t.to(dtype) for t in tensors())
+    wanted = answer(q, k, v, parse("dilated:16x1,64x4 & causal")).output[:, :, 90:91]
+    found = attention_step(q[:, :, 90:91], k, v, "dilated:16x1,64x4", 90, enable_gqa=True)
+    assert found.dtype == dtype
+    assert error(found, wanted) < (2e-6 if dtype == torch.float32 else 8e-3)
+
+
+def misuse(text="window:7", length=None, prompt_lengths=None, times=1, **options):
+    cache = KVCache(text, length, prompt_lengths)
+    for _ in range(times):
+        cache.attend(*(torch.randn(2, 2, 4, 8, **options) for _ in range(3)))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: misuse("random:0.5"), "length must be given"),
+        (lambda: misuse("window:7 & block_dilated:64x1;sparsity_ratio=0.5"), "length must be given"),
+        (lambda: misuse("documents:4,4"), "one sequence"),
+        (lambda: misuse(length=6, times=2), "must not be given more"),
+        (lambda: misuse(prompt_lengths=[4]), "2 numbers"),
+        (lambda: misuse(prompt_lengths=[5, 1]), "in 1 .. 4"),
+        (lambda: misuse(times=2, requires_grad=True), "without gradients"),
+        (lambda: attention_step(*(torch.randn(1, 2, 4, 8) for _ in range(3)), "causal", 3), "hold the keys"),
+        (lambda: attention_step(*(torch.randn(1, 2, 4, 8) for _ in range(3)), "causal", -1), ">= 0"),
+        (lambda: attention_step(torch.randn(1, 4, 1, 8), *torch.randn(2, 1, 2, 4, 8), "causal", 3), "enable_gqa"),
+    ],
+)
+def test_misuse_raises(call, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        call()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "causal self-attention"),
+        ({"is_causal": True, "key_padding_mask": torch.zeros(1, 4, dtype=torch.bool)}, "without masks"),
+        ({"is_causal": True, "need_weights": True}, "one whole sequence"),
+    ],
+)
+def test_a_cache_is_for_causal_self_attention(options, message):
+    module = MultiheadSparseAttention(8, 1, "window:3")
+    with pytest.raises(ValueError, match=message):
+        module(torch.randn(1, 4, 8), cache=module.cache(), **options)
+    with pytest.raises(ValueError, match="made for window:3"):
+        module(torch.randn(1, 4, 8), cache=KVCache("window:4"), is_causal=True)
