@@ -1,14 +1,24 @@
-"""The documents keep their promises: links lead somewhere, and code blocks run."""
+"""The documents keep their promises: links lead somewhere, and code blocks and docstring examples run."""
 
 from __future__ import annotations
 
+import doctest
+import importlib
+import pkgutil
 import re
 from pathlib import Path
 
 import pytest
 
+import dilated_attention_pytorch
+
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+MODULES = [
+    module.name for module in pkgutil.walk_packages(dilated_attention_pytorch.__path__, "dilated_attention_pytorch.")
+]
+NEEDS_MORE = re.compile(r"\.kernels\.(triton|hopper)_|\.integrations\.")
+"""Modules that import a package which may be missing; their docstrings hold no examples."""
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 
@@ -30,3 +40,10 @@ def test_code_blocks_run(path: Path, capsys: pytest.CaptureFixture[str]):
     for code in BLOCK.findall(path.read_text()):
         exec(compile(code, relative(path), "exec"), namespace)
     capsys.readouterr()
+
+
+@pytest.mark.parametrize(
+    "name", ["dilated_attention_pytorch", *(name for name in MODULES if not NEEDS_MORE.search(name))]
+)
+def test_examples_in_docstrings_come_out_as_written(name: str):
+    assert doctest.testmod(importlib.import_module(name)).failed == 0

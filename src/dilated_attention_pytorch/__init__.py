@@ -2,12 +2,12 @@
 
 >>> import dilated_attention_pytorch as dap
 >>> dap.make_plan(dap.parse("dilated:2048x1,8192x4 & causal"), n=65536, heads=8).blocks
-160256
+43520
 """
 
 from .compat import ImprovedDilatedAttention, ImprovedMultiheadDilatedAttention, older_name
 from .errors import BackendUnsupported
-from .kernels.registry import PREFERENCE
+from .kernels.registry import MODULES, reproducible_gradients
 from .nn import (
     Alibi,
     BlockSparseHierarchical,
@@ -59,8 +59,8 @@ __version__ = "0.1.0"
 
 
 def backends() -> tuple[str, ...]:
-    """Names for `backend=`, in the order `backend="auto"` prefers them."""
-    return PREFERENCE
+    """Names for `backend=`, besides "auto"."""
+    return tuple(MODULES)
 
 
 def __getattr__(name: str) -> object:
@@ -121,4 +121,5 @@ __all__ = [
     "parse",
     "plan_cache",
     "replace_attention",
+    "reproducible_gradients",
 ]

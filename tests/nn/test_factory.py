@@ -34,25 +34,34 @@ def attend(module, n=200):
 
 
 @pytest.mark.parametrize(
-    ("call", "kind"),
+    ("make", "arguments", "kind"),
     [
-        (lambda: dap.create_block_sparse_attention("base", [4096], [1], sparsity_ratio=0.01), "BlockSparseRingDilatedAttention"),
-        (lambda: dap.create_block_sparse_attention("base", [2048, 4096], [1, 2], sparsity_ratio=0.01), "BlockSparseRingDilatedAttention"),
-        (lambda: dap.create_block_sparse_attention(), "BlockSparseRingDilatedAttention"),
-        (lambda: dap.create_block_sparse_attention(embed_dim=64, num_heads=4), "BlockSparseRingMultiheadDilatedAttention"),
-        (lambda: dap.create_block_sparse_attention("hierarchical"), "BlockSparseHierarchical"),
-        (lambda: dap.create_multihead_block_sparse(64, 4, segment_lengths=[8192], dilation_rates=[1], sparsity_ratio=0.05), "BlockSparseRingMultiheadDilatedAttention"),
-        (lambda: dap.create_dilated_attention(), "DilatedAttention"),
-        (lambda: dap.create_dilated_attention("ring", [64], [1]), "RingDilatedAttention"),
-        (lambda: dap.create_dilated_attention("block_sparse", [64], [1], sparsity_ratio=0.5), "BlockSparseRingDilatedAttention"),
-        (lambda: dap.create_dilated_attention("dense"), "SparseAttention"),
-        (lambda: dap.create_multihead_dilated_attention(embed_dim=64, num_heads=4), "MultiheadDilatedAttention"),
-        (lambda: dap.create_multihead_dilated_attention("ring", 64, 4), "RingMultiheadDilatedAttention"),
-        (lambda: dap.create_multihead_dilated_attention("dense", 64, 4), "MultiheadSparseAttention"),
+        (dap.create_block_sparse_attention, {}, "BlockSparseRingDilatedAttention"),
+        (
+            dap.create_block_sparse_attention,
+            {"embed_dim": 64, "num_heads": 4},
+            "BlockSparseRingMultiheadDilatedAttention",
+        ),
+        (dap.create_block_sparse_attention, {"variant": "hierarchical"}, "BlockSparseHierarchical"),
+        (dap.create_dilated_attention, {}, "DilatedAttention"),
+        (dap.create_dilated_attention, {"kind": "ring", "segment_lengths": [64]}, "RingDilatedAttention"),
+        (dap.create_dilated_attention, {"kind": "block_sparse"}, "BlockSparseRingDilatedAttention"),
+        (dap.create_dilated_attention, {"kind": "dense"}, "SparseAttention"),
+        (dap.create_multihead_dilated_attention, {"embed_dim": 64, "num_heads": 4}, "MultiheadDilatedAttention"),
+        (
+            dap.create_multihead_dilated_attention,
+            {"kind": "ring", "embed_dim": 64, "num_heads": 4},
+            "RingMultiheadDilatedAttention",
+        ),
+        (
+            dap.create_multihead_dilated_attention,
+            {"kind": "dense", "embed_dim": 64, "num_heads": 4},
+            "MultiheadSparseAttention",
+        ),
     ],
-)  # fmt: skip
-def test_factories_make_what_they_say(call, kind):
-    module = call()
+)
+def test_factories_make_what_they_say(make, arguments, kind):
+    module = make(**arguments)
     assert type(module).__name__ == kind
     attend(module)
 

@@ -259,7 +259,7 @@ def test_a_state_dict_of_torch_loads_inside_a_model():
     assert str(ours.load_state_dict(theirs.state_dict())) == "<All keys matched successfully>"
     assert torch.equal(ours["attention"].k_proj.weight, theirs["attention"].in_proj_weight[32:64])
     grouped = MultiheadDilatedAttention(32, 4, [16], [1], layer_norm=False, num_kv_heads=2)
-    with pytest.raises(RuntimeError, match="size mismatch for k_proj.weight"):
+    with pytest.raises(RuntimeError, match=r"size mismatch for k_proj\.weight"):
         grouped.load_state_dict(theirs["attention"].state_dict())
 
 

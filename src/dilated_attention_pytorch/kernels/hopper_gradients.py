@@ -2,8 +2,8 @@
 
 Two ways lead to dQ. The fused one computes it beside dK and dV, five products a tile pair, and adds it up in a float32
 copy of dQ (4 bytes an element, twice the size of dQ) in an order that is not fixed. The other computes it again by
-rows, seven products a tile pair, needs no copy, and gives the same bits every time; it is taken when
-`torch.are_deterministic_algorithms_enabled()`.
+rows, seven products a tile pair, needs no copy, and gives the same bits every time; it is taken unless
+`reproducible_gradients(False)` was said.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..plan.plan import Plan, Walk
 from . import hopper_backend
 from .hopper_backend import LOG2_E, OPTIONS, describe, launch, processors, tile_layout
 from .hopper_launch import Entry
-from .registry import AttentionCall, Gradients, empty_rows
+from .registry import AttentionCall, Gradients, empty_rows, reproducible_gradients
 
 HELD_ROWS = 128
 """Rows of one work item: two warpgroups of 64."""
@@ -126,7 +126,7 @@ def backward(
 ) -> Gradients:
     """Gradients of a call that `hopper_backend.why_not` lets pass."""
     config = BACKWARD_CONFIGS[call.query.shape[-1]]
-    fused = not torch.are_deterministic_algorithms_enabled()
+    fused = not reproducible_gradients()
     return run_backward(call, output, lse, grad_output, grad_lse, config, fused)
 
 

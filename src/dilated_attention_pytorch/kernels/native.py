@@ -141,11 +141,8 @@ def _backward_piece(
     query, key, value = kernel.query, kernel.key, kernel.value
     grad_query = empty_rows(query, query.shape[-1]).zero_()
     splits = range(_splits(kernel))
-    # The kernel adds whole registers to the rows of dK and dV, over and over. So these rows are whole registers long,
-    # and they lie together: in the order of keys with heads inside tokens they would fall into few cache sets.
-    grad_key, grad_value = (
-        [torch.zeros(*x.shape[:3], -(-x.shape[3] // 16) * 16, dtype=x.dtype) for _ in splits] for x in (key, value)
-    )
+    # The kernel adds whole registers to the rows of dK and dV, so these are whole registers long.
+    grad_key, grad_value = ([empty_rows(x, -(-x.shape[3] // 16) * 16).zero_() for _ in splits] for x in (key, value))
     kernel.give(
         output=piece.of_queries(output, query.dtype),
         lse=piece.of_queries(lse, query.dtype),

@@ -85,22 +85,39 @@ class Backend(Protocol):
     ) -> Gradients: ...
 
 
-PREFERENCE = ("hopper", "triton", "native", "cpu", "reference")
-"""Backends in the order `backend="auto"` asks them."""
-
 MODULES = {
     "hopper": "hopper_backend",
     "triton": "triton_backend",
     "native": "native",
     "cpu": "cpu",
     "reference": "reference",
+    "cudnn": "cudnn",
 }
+"""Every backend by name, and the module it lives in."""
+
+PREFERENCE = ("hopper", "triton", "native", "cpu", "reference")
+"""Those that `backend="auto"` asks, in this order. The others run only when asked for by name."""
+
+_reproducible = True
+
+
+def reproducible_gradients(enabled: bool | None = None) -> bool:
+    """Whether gradients must come out with the same bits every time; give a value to change it.
+
+    They do by default. `reproducible_gradients(False)` lets a backend add in any order where that is faster: on Hopper
+    GPUs dQ is then summed beside dK and dV in a float32 copy. `torch.use_deterministic_algorithms(True)` overrules it.
+    """
+    global _reproducible
+    if enabled is not None:
+        _reproducible = bool(enabled)
+    return _reproducible or torch.are_deterministic_algorithms_enabled()
+
 
 
 def backend_named(name: str) -> Backend:
     """Load one backend. Nothing is imported before it is asked for, so optional packages stay optional."""
     if name not in MODULES:
-        raise must(f"backend must be one of auto, {', '.join(PREFERENCE)}", repr(name))
+        raise must(f"backend must be one of auto, {', '.join(MODULES)}", repr(name))
     return cast(Backend, import_module(f".{MODULES[name]}", __package__))
 
 
@@ -117,8 +134,8 @@ def choose(call: AttentionCall, backend: str = "auto") -> tuple[str, Backend]:
 
 
 def explain(call: AttentionCall) -> dict[str, str | None]:
-    """Every backend with its reason against the call, None for those that can run it, in order of preference."""
-    return {name: backend_named(name).why_not(call) for name in PREFERENCE}
+    """Every backend with its reason against the call, None for those that can run it."""
+    return {name: backend_named(name).why_not(call) for name in MODULES}
 
 
 def zero_gradients(call: AttentionCall) -> Gradients:
