@@ -208,12 +208,6 @@ def softmax_step(scores, row_max, row_sum, scale):
 
 
 @gluon.jit
-def log2(x):
-    """Logarithm of 0 or a normal number, by the special function unit."""
-    return gl.inline_asm_elementwise("lg2.approx.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
-
-
-@gluon.jit
 def take_turn(C: gl.constexpr, PING_PONG: gl.constexpr):
     """Wait until the sibling has issued its products."""
     if PING_PONG:
@@ -294,8 +288,7 @@ def attend_tile(
     mbarrier.arrive(used.index(ahead % K_STAGES), count=1)
     if not LATE:
         acc = rescale(acc, factor)
-        factor = row_max
-    return acc, weights, factor, row_max, row_sum
+    return acc, weights, factor, row_max, row_sum, ahead
 
 
 @gluon.jit
@@ -337,25 +330,19 @@ def attend_rows(
         row_max = gl.full([ROWS], -float("inf"), gl.float32, score_rows)
         row_sum = sum_in_thread(zero)
         weights, factor, row_max, row_sum = softmax_step(scores, row_max, row_sum, scale)
-        if D != 64:
-            # Not used: something that is there anyway.
-            factor = row_max
         acc = gl.full([ROWS, D], 0.0, gl.float32, acc_layout)
 
         # The previous item's output leaves through its Q buffer, which goes back to the loader only now.
         tma.store_wait(0)
         mbarrier.arrive(q_empty.index((item_count + Q_STAGES - 1) % Q_STAGES), count=1, pred=item_count > 0)
 
-        last_tile = tile_count + full_steps + read(item, ITEM_PARTIAL) - 1
-        first_partial = tile_count + full_steps
-        for tile in range(tile_count, last_tile):
-            acc, weights, factor, row_max, row_sum = attend_tile(
-                acc, weights, factor, row_max, row_sum, tile, tile + 1 >= first_partial, q,
+        for step in range(1, full_steps + read(item, ITEM_PARTIAL)):
+            acc, weights, factor, row_max, row_sum, tile_count = attend_tile(
+                acc, weights, factor, row_max, row_sum, tile_count, step >= full_steps, q,
                 b_k, b_v, b_tile, k_full, v_full, used, p_bits, o_row, scale,
                 scores_layout, C, BLOCK, K_STAGES, V_STAGES, PING_PONG,
             )  # fmt: skip
 
-        tile_count = last_tile
         # Last values of this row and first scores of the next item share a turn. After the last item the scores
         # are computed from stale buffers and never read.
         operand = as_operand(weights, acc, b_v)
@@ -391,7 +378,7 @@ def attend_rows(
         copy_out(o_desc, [batch, head, o_query, 0], b_o)
         o_token = o_query + gl.arange(0, ROWS, score_rows)
         p_row = p_lse + (batch * heads + head).to(gl.int64) * n
-        gl.store(p_row + o_token, (row_max + log2(total)) * LN2, mask=o_token < n)
+        gl.store(p_row + o_token, (row_max + gl.log2(total)) * LN2, mask=o_token < n)
     warpgroup_mma_wait(0, deps=(scores_token,))
     tma.store_wait(0)
 

@@ -1,0 +1,37 @@
+"""Every example runs, small, as a user would run it."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+SMALL = {
+    "custom_pattern.py": ["--tokens", "256"],
+    "decode.py": ["--prompt", "50", "--steps", "120"],
+    "hf_llama.py": ["--prompt", "40", "--steps", "5"],
+    "replace_mha.py": ["--tokens", "512"],
+}
+
+
+def test_every_example_is_here():
+    assert sorted(path.name for path in (ROOT / "examples").glob("*.py")) == sorted(SMALL)
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_the_example_runs(name):
+    path = ROOT / "examples" / name
+    if "transformers" in path.read_text() and importlib.util.find_spec("transformers") is None:
+        pytest.skip("needs the extra `hf`")
+    assert len(path.read_text().splitlines()) < 80
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    result = subprocess.run(
+        [sys.executable, str(path), *SMALL[name]], capture_output=True, text=True, env=environment, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout
