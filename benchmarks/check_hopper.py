@@ -59,7 +59,6 @@ def configurations(d: int) -> dict[str, hopper_backend.ForwardConfig]:
         "no turns": replace(base, ping_pong=not base.ping_pong),
         "a program an item": replace(base, persistent=False),
         "stages 2 2": replace(base, k_stages=2, v_stages=2),
-        "stages 2 3": replace(base, k_stages=2, v_stages=3),
     }
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 SMALL = {
     "custom_pattern.py": ["--tokens", "256"],
     "decode.py": ["--prompt", "50", "--steps", "120"],
@@ -19,19 +20,22 @@ SMALL = {
 }
 
 
-def test_every_example_is_here():
-    assert sorted(path.name for path in (ROOT / "examples").glob("*.py")) == sorted(SMALL)
+def test_no_example_is_lost():
+    assert {path.name for path in EXAMPLES} >= set(SMALL)
 
 
-@pytest.mark.parametrize("name", SMALL)
-def test_the_example_runs(name):
-    path = ROOT / "examples" / name
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
+def test_the_example_runs(path):
     if "transformers" in path.read_text() and importlib.util.find_spec("transformers") is None:
         pytest.skip("needs the extra `hf`")
     assert len(path.read_text().splitlines()) < 80
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
     result = subprocess.run(
-        [sys.executable, str(path), *SMALL[name]], capture_output=True, text=True, env=environment, check=False
+        [sys.executable, str(path), *SMALL.get(path.name, [])],
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=False,
     )
     assert result.returncode == 0, result.stderr
     assert result.stdout

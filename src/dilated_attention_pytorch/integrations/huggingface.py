@@ -38,7 +38,7 @@ def register(patterns: dict[str, Pattern | str] | None = None) -> tuple[str, ...
     Args:
         patterns: name -> pattern; "dilated" and "block_sparse" by default. Registering a name again replaces it.
     """
-    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers import AttentionInterface, AttentionMaskInterface  # pyrefly: ignore[missing-import]
 
     given = {
         name: parse(one) if isinstance(one, str) else one
@@ -99,7 +99,10 @@ def padding_mask(
     **others: Any,
 ) -> Tensor | None:
     """The padding mask as it is, (B, kv_length), True for real tokens; the pattern does the rest."""
-    from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
+    from transformers.masking_utils import (  # pyrefly: ignore[missing-import]
+        bidirectional_mask_function,
+        causal_mask_function,
+    )
 
     if mask_function not in (None, causal_mask_function, bidirectional_mask_function):
         raise must(

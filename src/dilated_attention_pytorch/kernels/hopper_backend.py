@@ -41,6 +41,7 @@ class ForwardConfig:
     key_tile: int = 128
     k_stages: int = 2
     v_stages: int = 2
+    """Not above `k_stages`: the loader tells by one barrier a key slot that a value slot is free."""
     ping_pong: bool = True
     """Whether the two warpgroups take turns at the tensor cores."""
     registers: int = 240

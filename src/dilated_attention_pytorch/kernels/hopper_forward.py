@@ -6,7 +6,10 @@ issues `Q K^T` of the next tile and `P V` of the current one, then works on the 
 sibling has the tensor cores; at a row's end the next tile is the first of the next item.
 
 What the loader reads from the plan travels to the warpgroups through shared memory beside the tile it describes, so
-they never wait for a load of their own.
+they wait for no load of their own but the words of an element mask.
+
+The assembler decides much here. It serializes the products when one of them is in flight across the end of a loop, and
+triton 3.6's made two loops over tiles of one row share a register that only the first of them set: there is one loop.
 
 Names: `p_` pointer, `b_` buffer in shared memory, `o_` offset; shape comments are [rows, columns].
 """

@@ -28,10 +28,11 @@ def block_pattern(
         return BlockDilated(tuple(segment_lengths), tuple(dilation_rates), sparsity_ratio, block=block_size or 128)
     # Checked here because a pattern without segments would not look at them.
     BlockDilated(tuple(segment_lengths), tuple(dilation_rates))
-    given = {"sparsity_ratio": sparsity_ratio, "block_size": block_size}
-    return replace(sparse_config, **{k: v for k, v in given.items() if v is not None}).pattern(
-        segment_lengths, dilation_rates
-    )
+    if sparsity_ratio is not None:
+        sparse_config = replace(sparse_config, sparsity_ratio=sparsity_ratio)
+    if block_size is not None:
+        sparse_config = replace(sparse_config, block_size=block_size)
+    return sparse_config.pattern(segment_lengths, dilation_rates)
 
 
 class BlockSparseRingDilatedAttention(SparseAttention):

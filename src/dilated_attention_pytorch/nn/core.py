@@ -131,8 +131,13 @@ class SparseAttention(nn.Module, Planned):
             (B, N, H, E).
         """
         self._check_place(query)
+        for name, tensor in (("query", query), ("key", key), ("value", value)):
+            if tensor.dim() != 4:
+                raise must(f"{name} must have shape (batch, n, heads, width)", tuple(tensor.shape))
         output = attention(
-            *(tensor.transpose(1, 2) if tensor.dim() == 4 else tensor for tensor in (query, key, value)),
+            query.transpose(1, 2),
+            key.transpose(1, 2),
+            value.transpose(1, 2),
             self.pattern,
             is_causal=is_causal,
             scale=self.softmax_scale,

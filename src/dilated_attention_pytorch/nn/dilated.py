@@ -24,8 +24,6 @@ class DilatedAttention(SparseAttention):
     Any length is allowed, also one that no segment divides.
     """
 
-    pattern: Dilated
-
     def __init__(
         self,
         segment_lengths: Sequence[int],
@@ -43,14 +41,7 @@ class DilatedAttention(SparseAttention):
             raise must("dropout must be given once", f"attention_dropout={attention_dropout}, dropout={dropout}")
         pattern = Dilated(segment_lengths, dilation_rates, offset, overlap, heads)  # pyrefly: ignore[bad-argument-type]
         super().__init__(pattern, softmax_scale, attention_dropout if dropout is None else dropout, **place)
-
-    @property
-    def segment_lengths(self) -> tuple[int, ...]:
-        return self.pattern.segment_lengths
-
-    @property
-    def dilation_rates(self) -> tuple[int, ...]:
-        return self.pattern.dilation_rates
+        self.segment_lengths, self.dilation_rates = pattern.segment_lengths, pattern.dilation_rates
 
 
 class RingDilatedAttention(DilatedAttention):

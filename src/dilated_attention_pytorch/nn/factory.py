@@ -11,7 +11,7 @@ from ..errors import must
 from ..patterns import Full
 from .block_sparse import BlockSparseHierarchical, BlockSparseRingDilatedAttention
 from .config import HierarchicalConfig, SparsePatternConfig
-from .core import Planned, SparseAttention
+from .core import SparseAttention
 from .dilated import DilatedAttention, RingDilatedAttention
 from .multihead import (
     BlockSparseRingMultiheadDilatedAttention,
@@ -212,7 +212,6 @@ def _where_it_pays(made: Any, length: int | None, chosen: str, options: dict[str
     if length is None:
         made.reason = f"{chosen}; no length was given, so dense attention was not weighed against it"
         return made
-    assert isinstance(made, Planned)
     plan = made.plan(length, made.num_heads or 8)
     costs = cost_model(made.place())
     sparse, dense = costs.sparse(plan), costs.dense(plan)

@@ -52,6 +52,7 @@ class MultiheadSparseAttention(nn.Module, Planned):
     # calls a module put in its place. These two keep it off that path.
     in_proj_bias = None
     _qkv_same_embed_dim = False
+    num_heads: int  # pyrefly: ignore[bad-override-mutable-attribute]
 
     def __init__(
         self,
@@ -314,22 +315,17 @@ class MultiheadSparseAttention(nn.Module, Planned):
             raise must_be("from_torch must be given a torch.nn.MultiheadAttention", type(mha).__name__)
         if mha.bias_k is not None or mha.add_zero_attn:
             raise must("from_torch must be given a module without add_bias_kv and add_zero_attn", "one with them")
-        own = cls(
-            mha.embed_dim,
-            mha.num_heads,
-            *pattern,
-            **{
-                "dropout": mha.dropout,
-                "bias": mha.out_proj.bias is not None,
-                "layer_norm": False,
-                "kdim": mha.kdim,
-                "vdim": mha.vdim,
-                "batch_first": mha.batch_first,
-                "device": mha.out_proj.weight.device,
-                "dtype": mha.out_proj.weight.dtype,
-                **options,
-            },
-        )
+        taken: dict[str, Any] = {
+            "dropout": mha.dropout,
+            "bias": mha.out_proj.bias is not None,
+            "layer_norm": False,
+            "kdim": mha.kdim,
+            "vdim": mha.vdim,
+            "batch_first": mha.batch_first,
+            "device": mha.out_proj.weight.device,
+            "dtype": mha.out_proj.weight.dtype,
+        }
+        own = cls(mha.embed_dim, mha.num_heads, *pattern, **{**taken, **options})
         # Only a LayerNorm that was asked for here has nothing to load.
         own.load_state_dict({**own.state_dict(), **_renamed(mha.state_dict(), "")})
         return own.train(mha.training)
@@ -350,7 +346,9 @@ class MultiheadSparseAttention(nn.Module, Planned):
             state["out_proj.bias"] = self.out_proj.bias
         return {name: tensor.detach().clone() for name, tensor in state.items()}
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+    def _load_from_state_dict(  # pyrefly: ignore[bad-override]
+        self, state_dict: dict[str, Any], prefix: str, *rest: Any
+    ) -> None:
         state = _renamed(state_dict, prefix)
         state_dict.clear()
         state_dict.update(state)
@@ -364,7 +362,7 @@ class MultiheadSparseAttention(nn.Module, Planned):
 
 def _renamed(state: dict[str, Any], prefix: str) -> dict[str, Any]:
     """nn.MultiheadAttention's names for the projections turned into ours; every other entry as it is."""
-    names = {f"{n}_proj_weight": (f"{n}_proj.weight",) for n in "qkv"}
+    names: dict[str, tuple[str, ...]] = {f"{n}_proj_weight": (f"{n}_proj.weight",) for n in "qkv"}
     names["in_proj_weight"] = tuple(f"{n}_proj.weight" for n in "qkv")
     names["in_proj_bias"] = tuple(f"{n}_proj.bias" for n in "qkv")
     renamed = {}
@@ -393,8 +391,6 @@ class MultiheadDilatedAttention(MultiheadSparseAttention):
         offset: see `Dilated`, as `heads` and `overlap`.
         options: `num_kv_heads`, `kdim`, `vdim`, `batch_first`, `position`, `backend`, `device`, `dtype`.
     """
-
-    pattern: Dilated
 
     def __init__(
         self,
@@ -425,14 +421,7 @@ class MultiheadDilatedAttention(MultiheadSparseAttention):
             gamma_init=gamma_init,
             **options,
         )
-
-    @property
-    def segment_lengths(self) -> tuple[int, ...]:
-        return self.pattern.segment_lengths
-
-    @property
-    def dilation_rates(self) -> tuple[int, ...]:
-        return self.pattern.dilation_rates
+        self.segment_lengths, self.dilation_rates = pattern.segment_lengths, pattern.dilation_rates
 
 
 class RingMultiheadDilatedAttention(MultiheadDilatedAttention):

@@ -86,9 +86,9 @@ def measure(device: torch.device) -> CostModel:
 def _point(pattern: Pattern, n: int, device: torch.device) -> tuple[float, float]:
     """Tiles and seconds."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    tensors = [torch.randn(1, HEADS, n, WIDTH, device=device, dtype=dtype) for _ in range(3)]
+    query, key, value = (torch.randn(1, HEADS, n, WIDTH, device=device, dtype=dtype) for _ in range(3))
     plan = plan_cache.get(pattern.resolve(n, HEADS), n, HEADS, TILE)
-    return float(plan.blocks), _best(lambda: attention(*tensors, pattern), device)
+    return float(plan.blocks), _best(lambda: attention(query, key, value, pattern), device)
 
 
 def _line(first: tuple[float, float], second: tuple[float, float]) -> tuple[float, float]:
