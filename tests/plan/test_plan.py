@@ -45,6 +45,20 @@ def test_a_plan_holds_the_pairs_of_its_pattern(problem, block_size):
     assert torch.equal(plan.to_dense().double(), multiplicities(*problem))
 
 
+@pytest.mark.parametrize("n", [5, 6, 7, 69, 70])
+def test_heads_of_one_class_may_end_at_different_elements(n):
+    pattern = parse("heads{full / full / full / dilated:64x4 & causal / dilated:64x4 & causal}")
+    assert torch.equal(make_plan(pattern, n, 5, 16).to_dense().double(), multiplicities(pattern, n, 5))
+
+
+@pytest.mark.parametrize(
+    "text", ["random:0.2;block=16 & causal", "random:0.2;block=16 | window:20", "strided:3;block=16 & causal"]
+)
+def test_settled_conditions_do_not_multiply_masks(text):
+    short, long = (make_plan(parse(text), 16 * blocks, 1, 16) for blocks in (20, 80))
+    assert len(short.masks.bits) == len(long.masks.bits) <= 8
+
+
 @given(problems(), st.sampled_from([16, 32, 64]))
 def test_both_walks_list_the_same_meetings(problem, block_size):
     for part in planned(problem, block_size).parts:

@@ -48,8 +48,8 @@ class Seen(NamedTuple):
 
     positions: Tensor
     """int64 (H, K)"""
-    times: Tensor
-    """float64 (H, K): how often each counts; 0 where padded"""
+    bias: Tensor
+    """float64 (H, K): logarithm of how often each counts; -inf where padded"""
 
 
 def attention_step(
@@ -129,15 +129,13 @@ def _row(
     if longest == 0:
         return query.new_zeros(batch, heads, value.shape[-1])
     alike = len(seen) == 1
-    index, times = (
-        torch.stack([_padded(seen[t][i], longest) for t in (positions[:1] if alike else positions)]).to(query.device)
-        for i in (0, 1)
-    )
+    rows = [_padded(*seen[t], longest) for t in (positions[:1] if alike else positions)]
+    index, bias = (torch.stack(column).to(query.device) for column in zip(*rows, strict=True))
     slots = kept.slots(index).clamp(min=0).expand(batch, heads, longest)
     sample = torch.arange(batch, device=query.device)[:, None, None]
     group = torch.arange(heads, device=query.device)[None, :, None] // (heads // key.shape[1])
     keys, values = key[sample, group, slots].to(dtype), value[sample, group, slots].to(dtype)
-    scores = scale * torch.einsum("bhd,bhkd->bhk", query.to(dtype), keys) + times.to(dtype).log()
+    scores = scale * torch.einsum("bhd,bhkd->bhk", query.to(dtype), keys) + bias.to(dtype)
     if key_padding_mask is not None:
         scores = scores.masked_fill(key_padding_mask[sample, slots], -torch.inf)
     any_key = (scores > -torch.inf).any(-1, keepdim=True)
@@ -145,8 +143,11 @@ def _row(
     return torch.einsum("bhk,bhke->bhe", weights, values).to(query.dtype)
 
 
-def _padded(rows: Tensor, longest: int) -> Tensor:
-    return torch.nn.functional.pad(rows, (0, longest - rows.shape[1]))
+def _padded(positions: Tensor, bias: Tensor, longest: int) -> tuple[Tensor, Tensor]:
+    more = longest - positions.shape[-1]
+    if more == 0:
+        return positions, bias
+    return torch.nn.functional.pad(positions, (0, more)), torch.nn.functional.pad(bias, (0, more), value=-torch.inf)
 
 
 @lru_cache(maxsize=256)
@@ -161,15 +162,15 @@ def seen_keys(pattern: Pattern, length: int | None, position: int, heads: int) -
             by_class[own] = _seen_by(resolved, position, head, grid)
         rows.append(by_class[own])
     longest = max(len(keys) for keys, _ in rows)
-    both = (torch.stack([_padded(row[i][None], longest)[0] for row in rows]) for i in (0, 1))
-    return Seen(*both)
+    positions, bias = zip(*(_padded(*row, longest) for row in rows), strict=True)
+    return Seen(torch.stack(positions), torch.stack(bias))
 
 
 def _seen_by(pattern: Pattern, t: int, head: int, grid: Grid) -> tuple[Tensor, Tensor]:
     stretches = [torch.arange(s.start, s.stop, s.step) for s in _stretches(pattern, t, head, grid) if len(s)]
     keys = torch.cat(stretches).unique() if stretches else torch.arange(0)
     times = count(pattern, torch.tensor(t), keys, head, grid).to(torch.float64)
-    return keys[times > 0], times[times > 0]
+    return keys[times > 0], times[times > 0].log()
 
 
 def _laid_out(pattern: Pattern, length: int | None, position: int, heads: int) -> tuple[Pattern, Grid]:
