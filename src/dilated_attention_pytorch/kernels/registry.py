@@ -113,7 +113,6 @@ def reproducible_gradients(enabled: bool | None = None) -> bool:
     return _reproducible or torch.are_deterministic_algorithms_enabled()
 
 
-
 def backend_named(name: str) -> Backend:
     """Load one backend. Nothing is imported before it is asked for, so optional packages stay optional."""
     if name not in MODULES:

@@ -6,7 +6,6 @@ DP and EP the powers of two that hold them.
 """
 
 # A condition on a compile-time constant must stand alone: joined to a value it would be decided at run time.
-# ruff: noqa: SIM102
 
 from __future__ import annotations
 

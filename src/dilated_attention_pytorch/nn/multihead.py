@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,8 @@ from .masks import ignored, mask_pattern
 from .position import Position, position_of
 
 LONGEST_WEIGHTS = 8192
+
+Own = TypeVar("Own", bound="MultiheadSparseAttention")
 
 
 class MultiheadSparseAttention(nn.Module, Planned):
@@ -304,7 +306,7 @@ class MultiheadSparseAttention(nn.Module, Planned):
         return self.out_proj.weight.device
 
     @classmethod
-    def from_torch(cls, mha: nn.MultiheadAttention, *pattern: Any, **options: Any) -> Self:
+    def from_torch(cls: type[Own], mha: nn.MultiheadAttention, *pattern: Any, **options: Any) -> Own:
         """A module with the weights of a `torch.nn.MultiheadAttention`; `pattern` is what `cls` takes after the heads.
 
         >>> mha = nn.MultiheadAttention(64, 4, batch_first=True)
