@@ -129,10 +129,16 @@ def gate(kind: str, tiles: Tiles, pattern: str, d: int) -> float:
     output, lse = scores.softmax(-1).nan_to_num() @ inputs[2], scores.logsumexp(-1)
     gradients = torch.autograd.grad(output, inputs, grad.double())
     wanted = {"forward": (output, lse), "dq": gradients[:1], "dkv": gradients[1:]}[kind]
-    return max(
-        float((a.double() - b).nan_to_num().abs().max() / b.nan_to_num(neginf=0).abs().max())
-        for a, b in zip(got, wanted, strict=True)
-    )
+    return max(error(a, b) for a, b in zip(got, wanted, strict=True))
+
+
+def error(got: torch.Tensor, wanted: torch.Tensor) -> float:
+    """Largest difference relative to the largest value; infinite where what is not finite disagrees."""
+    got, wanted = got.detach().double(), wanted.detach()
+    finite = wanted.isfinite()
+    if not torch.equal(got[~finite], wanted[~finite]) or not bool(got[finite].isfinite().all()):
+        return float("inf")
+    return float((got - wanted)[finite].abs().max() / wanted[finite].abs().max())
 
 
 def milliseconds(run: Callable[[], Any], budget: float = 60.0) -> float:
