@@ -250,6 +250,7 @@ def test_device_and_dtype_given_must_hold_and_follow_the_module():
         (lambda: sparse("adaptive"), "BlockSparseAdaptive"),
     ],
 )
+@pytest.mark.untyped
 def test_what_cannot_be_raises(make, message):
     with pytest.raises((ValueError, TypeError, NotImplementedError), match=message):
         make()

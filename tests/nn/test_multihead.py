@@ -364,3 +364,22 @@ def test_an_encoder_with_a_causal_mask():
     mask = nn.Transformer.generate_square_subsequent_mask(30)
     with torch.no_grad():
         assert torch.equal(model(x, mask)[:, :20], model(moved, mask)[:, :20])
+
+
+def test_permuting_heads_permutes_what_they_find():
+    module = MultiheadSparseAttention(32, 4, "window:9", **DOUBLE)
+    x = torch.randn(1, 40, 32, **DOUBLE)
+    other = copy.deepcopy(module)
+    order = torch.arange(32).view(4, 8)[[2, 0, 3, 1]].flatten()
+    with torch.no_grad():
+        for projection in (other.q_proj, other.k_proj, other.v_proj):
+            projection.weight.copy_(projection.weight[order])
+            projection.bias.copy_(projection.bias[order])
+        other.out_proj.weight.copy_(other.out_proj.weight[:, order])
+    assert error(other(x)[0], module(x)[0].detach()) < 1e-12
+
+
+def test_gradcheck():
+    module = MultiheadDilatedAttention(8, 2, [4, 8], [1, 2], position="rotary", **DOUBLE)
+    x = torch.randn(1, 10, 8, **DOUBLE, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda t: module(t, is_causal=True)[0], x)

@@ -86,6 +86,19 @@ def test_lengths_that_vary_by_themselves_compile_twice_at_most():
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
 
 
+@pytest.mark.parametrize("grad", [True, False])
+def test_one_tensor_may_be_query_key_and_value(grad):
+    def eager(x):
+        return attention(x, x, x, "window:9")
+
+    x = torch.randn(1, 2, 30, 8, dtype=torch.float64, requires_grad=grad)
+    compiled = torch.compile(eager, fullgraph=True, backend="aot_eager")
+    assert error(compiled(x), eager(x)) <= 1e-12
+    if grad:
+        (found,), (wanted,) = (torch.autograd.grad(f(x).square().sum(), x) for f in (compiled, eager))
+        assert error(found, wanted) <= 1e-12
+
+
 @pytest.mark.slow
 def test_inductor_runs_it_inside_a_layer():
     layer = torch.nn.Linear(16, 48)

@@ -125,6 +125,11 @@ def _attend(
         raise must("scale must be finite", scale)
     seed = fresh_seed(query.device) if dropout_p > 0 else None
     query, key, value = (t if t.stride(-1) == 1 else t.contiguous() for t in (query, key, value))
+    if torch.compiler.is_compiling() and (value is key or value is query):
+        # A traced autograd function takes each of its tensors once.
+        value = value.view_as(value)
+    if torch.compiler.is_compiling() and key is query:
+        key = key.view_as(key)
     arguments = (
         query,
         key,
@@ -156,7 +161,7 @@ def _described(pattern: Pattern) -> str:
 
 def _needs_graph(*tensors: Tensor) -> bool:
     """Whether autograd or a function transform must see the call; otherwise its bookkeeping is time for nothing."""
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
         return True
     return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
 

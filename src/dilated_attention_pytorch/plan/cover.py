@@ -315,6 +315,9 @@ def _block_dilated_keys(pattern: BlockDilated, head: int, grid: Grid) -> Tensor:
     offered = {0}
     for segment, rate in ladder:
         reach_blocks = min(-(-segment // pattern.block), blocks)
+        if budget is not None:
+            # What is kept is among the nearest `budget` of some branch, on either side.
+            reach_blocks = min(reach_blocks, budget * rate + 1)
         offered.update(d for m in range(rate, reach_blocks, rate) for d in (-m, m))
     if budget is not None:
         # At an end of the sequence all of the budget may have to come from one side.
