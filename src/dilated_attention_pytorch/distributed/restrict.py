@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..plan import Axis, Part, Plan, Walk
+from ..plan import Axis, Masks, Part, Plan, Walk
 from ..plan.planner import MaskTable
 from ..plan.walks import build_walk, join_walks
 from .shard import SequenceLayout
@@ -63,14 +63,14 @@ class _Meetings(NamedTuple):
 def restrict(plan: Plan, layout: SequenceLayout, rank: int, key_heads: int) -> RankPlan:
     """The rank's rows of a plan on the CPU."""
     size = plan.block_size
-    masks = MaskTable(size, plan.device)
+    masks = _MaskTable(plan)
     parts, spans, query_rows, key_codes, blocks = [], [], [], [], 0
     query_base = key_base = 0
     for part in plan.parts:
-        cut = _Cut(plan, part, layout, rank, key_heads)
-        if not len(cut.tiles):
+        cut = _Cut(plan, part, layout, rank, key_heads, masks)
+        if not len(cut.key_tiles):
             continue
-        parts.append(cut.part(query_base, key_base, masks))
+        parts.append(cut.part(query_base, key_base))
         query_rows.append(cut.query_rows())
         key_codes.append(cut.key_codes())
         spans.append((query_base, query_base + query_rows[-1].shape[1]))
@@ -103,8 +103,11 @@ def _joined(maps: list[Tensor], heads: int, n: int) -> Tensor:
 class _Cut:
     """One part of a plan, cut down to the tiles that hold queries of a rank."""
 
-    def __init__(self, plan: Plan, part: Part, layout: SequenceLayout, rank: int, key_heads: int) -> None:
+    def __init__(
+        self, plan: Plan, part: Part, layout: SequenceLayout, rank: int, key_heads: int, masks: _MaskTable
+    ) -> None:
         self.whole, self.source, self.layout, self.rank, self.key_heads = plan, part, layout, rank, key_heads
+        self.masks = masks
         self.size = plan.block_size
         classes, offsets, key_offsets = (x.tolist() for x in (part.head_class, part.queries.offset, part.keys.offset))
         self.kind_of = [
@@ -136,7 +139,7 @@ class _Cut:
         return near.nonzero()[:, 0]
 
     def _own(self, tiles: Tensor, offset: int) -> Tensor:
-        """Rows of the rank's shard that the elements of query tiles are, int64 [T, B], -1 where they are not its own."""
+        """Which rows of the rank's shard the elements of query tiles are, int64 [T, B], -1 where not its own."""
         axis = self.source.queries
         token = axis.start[tiles, None] + offset + axis.rate * torch.arange(self.size)
         holder, place = self.layout.locate(token.clamp(max=self.layout.n - 1))
@@ -158,18 +161,12 @@ class _Cut:
             shapes, shape = torch.unique(own, dim=0, return_inverse=True)
             pair, which = torch.unique(mask[partial] * len(shapes) + shape[row[partial]], return_inverse=True)
             seen = [
-                (self._dense(some // len(shapes)) & shapes[some % len(shapes)][:, :, None]).any(1)
+                (self.masks.dense(some // len(shapes)) & shapes[some % len(shapes)][:, :, None]).any(1)
                 for some in pair.split(256)
             ]
             needed[partial] &= torch.cat(seen)[which]
         some = needed.any(1)
         return _Meetings(row[some], tile[some], mask[some], needed[some], count[some])
-
-    def _dense(self, mask: Tensor) -> Tensor:
-        """Masks of the whole plan written out, bool [., B, B]."""
-        words = self.whole.masks.bits[mask]
-        flat = ((words[..., None] >> torch.arange(32, dtype=torch.int32)) & 1).bool().flatten(2)
-        return flat[..., : self.size]
 
     def _slots(self, group: int) -> list[int]:
         """Residues that the query heads of one key head sample, a slot for each."""
@@ -203,14 +200,14 @@ class _Cut:
                 codes[group, slot] = torch.where(needed > 0, group * self.layout.n + token, -1).flatten()
         return codes.flatten(1)
 
-    def part(self, query_base: int, key_base: int, masks: MaskTable) -> Part:
+    def part(self, query_base: int, key_base: int) -> Part:
         """The part over buffer rows; its axes still have no end."""
         heads, shared = self.whole.heads, self.whole.heads // self.key_heads
         by_query, by_key = [], []
         rows, columns = torch.arange(len(self.tiles)), torch.arange(len(self.key_tiles))
         for kind in self.kinds:
             met = self.met[kind]
-            tile, mask = torch.searchsorted(self.key_tiles, met.tile), self._masks(met, masks)
+            tile, mask = torch.searchsorted(self.key_tiles, met.tile), self.masks.taken(met.mask, met.count)
             by_query.append(build_walk(met.row, tile, mask, (rows, torch.zeros_like(rows))))
             order = torch.argsort(tile, stable=True)
             by_key.append(build_walk(tile[order], met.row[order], mask[order], (columns, torch.zeros_like(columns))))
@@ -229,17 +226,30 @@ class _Cut:
             join_walks(by_key),
         )
 
-    def _masks(self, met: _Meetings, masks: MaskTable) -> Tensor:
-        """The kind's masks in the new table, with what does not exist masked out, since the buffers have no ends."""
-        mask = torch.full_like(met.mask, -1)
-        partial = (met.mask >= 0).nonzero()[:, 0]
-        if len(partial):
-            base = self.size + 1
-            pair, which = torch.unique(met.mask[partial] * base + met.count[partial], return_inverse=True)
-            exists = torch.arange(self.size) < (pair % base)[:, None]
-            added = [
-                masks.add(self._dense(some // base) & there[:, None, :])
-                for some, there in zip(pair.split(256), exists.split(256), strict=True)
-            ]
-            mask[partial] = torch.cat(added)[which]
-        return mask
+
+class _MaskTable:
+    """The masks a rank uses, with what does not exist masked out, since its buffers have no ends; each kept once."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.bits, self.size = plan.masks.bits, plan.block_size
+        self.table = MaskTable(plan.block_size, plan.device)
+        self.known: dict[int, int] = {}
+
+    def dense(self, mask: Tensor) -> Tensor:
+        """Masks of the whole plan written out, bool [., B, B]."""
+        flat = ((self.bits[mask][..., None] >> torch.arange(32, dtype=torch.int32)) & 1).bool().flatten(2)
+        return flat[..., : self.size]
+
+    def taken(self, mask: Tensor, count: Tensor) -> Tensor:
+        """Indices of masks of the whole plan cut to `count` keys; -1 stays -1."""
+        base = self.size + 1
+        pair, which = torch.unique(torch.where(mask < 0, -1, mask * base + count), return_inverse=True)
+        unknown = pair[torch.tensor([code >= 0 and code not in self.known for code in pair.tolist()])]
+        for some in unknown.split(256):
+            exists = torch.arange(self.size) < (some % base)[:, None]
+            found = self.table.add(self.dense(some // base) & exists[:, None, :])
+            self.known.update(zip(some.tolist(), found.tolist(), strict=True))
+        return torch.tensor([self.known.get(code, -1) for code in pair.tolist()])[which]
+
+    def finish(self) -> Masks:
+        return self.table.finish()

@@ -62,7 +62,9 @@ class SequenceLayout:
         return cls._of_runs([*range(world), *reversed(range(world))], lengths, world)
 
     @classmethod
-    def of_owners(cls, owners: Sequence[int] | Tensor, world: int, block: int = 1, n: int | None = None) -> SequenceLayout:
+    def of_owners(
+        cls, owners: Sequence[int] | Tensor, world: int, block: int = 1, n: int | None = None
+    ) -> SequenceLayout:
         """Rank `owners[i]` holds the i-th block of `block` tokens; the last block may be cut short by `n`."""
         holders = integers("owner", owners.tolist() if isinstance(owners, Tensor) else owners, 0)
         world, block = integer("world", world, 1), integer("block", block, 1)
@@ -108,6 +110,11 @@ class SequenceLayout:
         begins, ranks, before = _tables(self)
         run = torch.searchsorted(begins, tokens, right=True) - 1
         return ranks[run], tokens - begins[run] + before[run]
+
+    def key_order(self, codes: Tensor, key_heads: int) -> Tensor:
+        """Numbers by which rows `key head * n + token` sort by holder, then by code."""
+        holder, _ = self.locate(codes % self.n)
+        return holder * (key_heads * self.n) + codes
 
     def _check_rank(self, rank: int) -> None:
         if not 0 <= rank < self.world:

@@ -108,11 +108,17 @@ def forward(call: AttentionCall) -> Forward:
     output = empty_rows(call.query, call.value.shape[-1])
     lse = torch.full(call.query.shape[:3], -torch.inf, dtype=dtype)
     for piece in _pieces(call):
-        rows = output[piece.batch, piece.heads]
-        found = rows.zero_() if rows.dtype == dtype else torch.zeros(rows.shape, dtype=dtype)
+        rows, row_lse = output[piece.batch, piece.heads], lse[piece.batch, piece.heads]
+        found = rows if rows.dtype == dtype else torch.empty(rows.shape, dtype=dtype)
+        if len(call.plan.parts) != 1:
+            # A part resumes whole tiles of rows, also those that no earlier part wrote.
+            found.zero_()
         kernel = _Kernel(call, piece)
-        kernel.give(output=found, lse=lse[piece.batch, piece.heads])
+        kernel.give(output=found, lse=row_lse)
         kernel.run("forward")
+        unseen = row_lse == -torch.inf
+        if bool(unseen.any()):
+            found[unseen] = 0
         if found is not rows:
             rows.copy_(found)
     return Forward(output, lse)

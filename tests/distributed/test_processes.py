@@ -1,0 +1,208 @@
+"""Real processes on gloo: the same numbers as one process, the bytes that were planned, and errors on every rank."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as multiprocessing
+from cases import BY_NAME
+from oracle import answer, error
+
+from dilated_attention_pytorch.distributed import (
+    SequenceLayout,
+    context_parallel_attention,
+    context_parallel_attention_with_lse,
+    shard_sequence,
+)
+from dilated_attention_pytorch.distributed.comm import (
+    agree,
+    agree_virtually,
+    exchange,
+    exchange_transposed,
+    exchange_virtually,
+    request_for,
+)
+from dilated_attention_pytorch.distributed.ring import rank_plan
+from dilated_attention_pytorch.distributed.simulate import traffic
+
+NAMES = (
+    "dilated-ladder-causal",
+    "dilated-block-offset",
+    "random-per-head-causal",
+    "gqa",
+    "padded",
+    "dilated-empty-rows",
+)
+LIMIT = timedelta(seconds=60)
+
+
+def start(check, world: int) -> None:
+    """Run `check(rank, world)` in `world` processes; a failure in one fails the test, a hang runs into `LIMIT`."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    multiprocessing.spawn(_member, (world, port, check.__name__), nprocs=world)
+
+
+def _member(rank: int, world: int, port: int, check: str) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=world, timeout=LIMIT)
+    try:
+        globals()[check](rank, world)
+    finally:
+        dist.destroy_process_group()
+
+
+def same_as_one_process(rank: int, world: int) -> None:
+    groups = {size: dist.new_group(list(range(size)), timeout=LIMIT) for size in range(1, world + 1)}
+    for size, group in groups.items():
+        if rank < size:
+            for name in NAMES:
+                compare(BY_NAME[name], SequenceLayout.contiguous(BY_NAME[name].n, size), rank, group)
+            compare(BY_NAME["global-window"], SequenceLayout.zigzag(BY_NAME["global-window"].n, size), rank, group)
+    empty = SequenceLayout.of_lengths([40, 0, *[1] * (world - 3), 61 - 40 - (world - 3)])
+    compare(BY_NAME["gqa"], empty, rank, groups[world])
+    exchange_and_its_derivatives(rank, world)
+    bytes_are_those_planned(rank, world)
+    disagreement_raises_everywhere(rank, world)
+
+
+def compare(problem, layout, rank: int, group) -> None:
+    """Twice, so that the second call runs on the plans the first one agreed on."""
+    inputs = problem.inputs()
+    padding = problem.key_padding_mask()
+    wanted = answer(
+        *inputs[:3],
+        problem.pattern,
+        grad_output=inputs.grad_output,
+        grad_lse=inputs.grad_lse,
+        key_padding_mask=padding,
+    )
+    mask = None if padding is None else shard_sequence(padding, layout, rank, 1)
+    for _ in range(2):
+        leaves = [shard_sequence(x, layout, rank).clone().requires_grad_() for x in inputs[:3]]
+        output, lse = context_parallel_attention_with_lse(
+            *leaves, problem.pattern, layout, group, enable_gqa=True, key_padding_mask=mask
+        )
+        grads = [shard_sequence(x, layout, rank) for x in (inputs.grad_output, inputs.grad_lse)]
+        objective = (output * grads[0]).sum() + torch.where(lse.isfinite(), lse * grads[1], 0.0).sum()
+        found = output, lse, *torch.autograd.grad(objective, leaves)
+        for got, want in zip(found, wanted, strict=True):
+            assert error(got, shard_sequence(want, layout, rank)) <= 1e-12, (problem.name, layout)
+
+
+def exchange_and_its_derivatives(rank: int, world: int) -> None:
+    layout = SequenceLayout.contiguous(50, world)
+    pattern = BY_NAME["global-window"].pattern
+    requests = [request_for(rank_plan(pattern, layout, r, 2, 2).key_codes, layout, r, 2) for r in range(world)]
+    plans = agree_virtually(requests, layout, 2)
+    mine = agree(requests[rank], layout, rank, 2, None, torch.device("cpu"))
+    assert mine.fingerprint == plans[rank].fingerprint
+    generator = torch.Generator().manual_seed(0)
+    shards = [torch.randn(p.local_rows, 3, generator=generator, dtype=torch.float64).requires_grad_() for p in plans]
+    weights = [torch.randn(len(p.request.codes), 3, generator=generator, dtype=torch.float64) for p in plans]
+    together = exchange_virtually(shards, plans)
+    wanted = torch.autograd.grad(
+        sum((x**3 * w).sum() for x, w in zip(together, weights, strict=True)), shards, create_graph=True
+    )
+    twice = torch.autograd.grad(sum((g**2).sum() for g in wanted), shards)
+
+    own = shards[rank].detach().requires_grad_()
+    received = exchange(own, mine, None)
+    assert received.equal(together[rank])
+    (first,) = torch.autograd.grad((received**3 * weights[rank]).sum(), own, create_graph=True)
+    assert error(first, wanted[rank].detach()) <= 1e-14
+    (second,) = torch.autograd.grad((first**2).sum(), own)
+    assert error(second, twice[rank]) <= 1e-14
+
+    halves = [w.bfloat16() for w in weights]
+    total = sum((x * w).sum() for x, w in zip(exchange_virtually(shards, plans), halves, strict=True))
+    rounded_once = torch.autograd.grad(total, shards)[rank].bfloat16()
+    assert exchange_transposed(halves[rank], mine, None).equal(rounded_once)
+
+    returned = exchange_transposed(weights[rank], mine, None)
+    products = torch.stack([(received.detach() * weights[rank]).sum(), (own.detach() * returned).sum()])
+    dist.all_reduce(products)
+    assert abs(products[0] - products[1]) <= 1e-12
+
+
+def bytes_are_those_planned(rank: int, world: int) -> None:
+    problem = BY_NAME["dilated-ladder"]
+    layout = SequenceLayout.contiguous(problem.n, world)
+    row_bytes = 8 * problem.batch * (problem.d + problem.e)
+    planned = traffic(problem.pattern, layout, problem.heads, problem.key_heads, row_bytes=row_bytes)[rank]
+    leaves = [shard_sequence(x, layout, rank).clone().requires_grad_() for x in problem.inputs()[:3]]
+    context_parallel_attention(*leaves, problem.pattern, layout)
+    moved = []
+    send = dist.all_to_all_single
+
+    def counted(output, input, *splits, **options):  # the names are torch's
+        moved.append((output.numel() * output.itemsize, input.numel() * input.itemsize))
+        return send(output, input, *splits, **options)
+
+    dist.all_to_all_single = counted
+    try:
+        context_parallel_attention(*leaves, problem.pattern, layout).sum().backward()
+    finally:
+        dist.all_to_all_single = send
+    assert planned.bytes_received > 0
+    forward = planned.bytes_received, planned.bytes_sent
+    assert moved == [forward, forward[::-1]]
+
+
+def disagreement_raises_everywhere(rank: int, world: int) -> None:
+    layout = SequenceLayout.contiguous(12 * world, world)
+    shard = torch.randn(1, 2, 12, 8)
+    odd = rank == world - 1
+    must_hold = "every rank must make the same call"
+    with pytest.raises(ValueError, match=must_hold) as caught:
+        context_parallel_attention(shard, shard, shard, "window:5" if odd else "window:4", layout)
+    assert f"rank {world - 1}: window:5" in str(caught.value)
+    with pytest.raises(ValueError, match=must_hold):
+        context_parallel_attention(*[shard.double() if odd else shard] * 3, "window:4", layout)
+    with pytest.raises(ValueError, match=must_hold):
+        context_parallel_attention(shard, shard.clone().requires_grad_(odd), shard, "window:4", layout)
+    with pytest.raises(ValueError, match="query must hold the 12 tokens" if odd else must_hold):
+        context_parallel_attention(shard[:, :, :11] if odd else shard, shard, shard, "window:4", layout)
+    other = SequenceLayout.contiguous(12 * world, world + 1)
+    with pytest.raises(ValueError, match=f"a process group of {world + 1} members" if odd else must_hold):
+        context_parallel_attention(shard, shard, shard, "window:4", other if odd else layout)
+    assert context_parallel_attention(shard, shard, shard, "window:4", layout).isfinite().all()
+
+
+def small_check(rank: int, world: int) -> None:
+    compare(BY_NAME["dilated-ladder-causal"], SequenceLayout.contiguous(141, world), rank, None)
+    exchange_and_its_derivatives(rank, world)
+    bytes_are_those_planned(rank, world)
+    disagreement_raises_everywhere(rank, world)
+
+
+@pytest.mark.timeout(120)
+def test_two_processes_compute_what_one_does(monkeypatch):
+    share_path(monkeypatch)
+    start(small_check, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_one_to_four_processes_compute_what_one_does(monkeypatch):
+    share_path(monkeypatch)
+    start(same_as_one_process, 4)
+
+
+def share_path(monkeypatch) -> None:
+    """Started processes find this file and what it imports by name."""
+    folder = Path(__file__).parent
+    places = [folder, folder.parent, folder.parents[1] / "src"]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, places)))
+    for place in places[:2]:
+        monkeypatch.syspath_prepend(str(place))
+    monkeypatch.setitem(sys.modules, "test_processes", sys.modules[__name__])

@@ -1,0 +1,161 @@
+"""All ranks in one process against the dense float64 oracle: output, LSE, every gradient."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cases import BY_NAME, PROBLEMS
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from oracle import answer, error, multiplicities
+from strategies import problems
+
+from dilated_attention_pytorch import Packed, attention, parse
+from dilated_attention_pytorch.distributed import SequenceLayout, context_parallel_attention, virtual_attention
+from dilated_attention_pytorch.kernels.native import library_path
+
+
+def layouts_of(n):
+    return {
+        "alone": SequenceLayout.contiguous(n, 1),
+        "two": SequenceLayout.contiguous(n, 2),
+        "three zigzag": SequenceLayout.zigzag(n, 3),
+        "uneven, one empty": SequenceLayout.of_lengths([n // 5, 0, n - n // 5 - n // 3, n // 3]),
+        "eight": SequenceLayout.contiguous(n, 8),
+    }
+
+
+def run(problem, layout, backend="auto", dtype=torch.float64):
+    inputs = problem.inputs(dtype)
+    leaves = [t.requires_grad_() for t in inputs[:3]]
+    padding = problem.key_padding_mask()
+    output, lse = virtual_attention(
+        *leaves, problem.pattern, layout, enable_gqa=True, key_padding_mask=padding, backend=backend
+    )
+    objective = (output * inputs.grad_output).sum() + torch.where(lse.isfinite(), lse * inputs.grad_lse, 0.0).sum()
+    return output, lse, *torch.autograd.grad(objective, leaves)
+
+
+@pytest.mark.parametrize("problem", PROBLEMS, ids=lambda problem: problem.name)
+def test_every_problem_matches_the_oracle_on_every_layout(problem):
+    inputs = problem.inputs()
+    wanted = answer(
+        *inputs[:3],
+        problem.pattern,
+        grad_output=inputs.grad_output,
+        grad_lse=inputs.grad_lse,
+        key_padding_mask=problem.key_padding_mask(),
+    )
+    for where, layout in layouts_of(problem.n).items():
+        found = run(problem, layout)
+        for name, got, want in zip(("output", "lse", "dq", "dk", "dv"), found, wanted, strict=True):
+            assert error(got, want) <= 1e-12, (where, name)
+
+
+@pytest.mark.parametrize("name", ["dilated-block-offset", "random-per-head-causal", "padded"])
+def test_the_torch_backend_agrees(name):
+    problem = BY_NAME[name]
+    layout = SequenceLayout.contiguous(problem.n, 3)
+    for got, want in zip(run(problem, layout, "cpu"), run(problem, layout), strict=True):
+        assert error(got, want) <= 1e-12
+
+
+@given(problems(longest=90), st.integers(1, 5), st.integers(0, 2**31))
+@settings(max_examples=30)
+def test_any_pattern_on_any_owner_map(problem, world, seed):
+    pattern, n, heads = problem
+    try:
+        multiplicities(pattern, n, heads)
+    except ValueError:
+        assume(False)
+    generator = torch.Generator().manual_seed(seed)
+    layout = SequenceLayout.of_owners(torch.randint(world, (n,), generator=generator), world)
+    leaves = [torch.randn(1, heads, n, 8, generator=generator, dtype=torch.float64).requires_grad_() for _ in range(3)]
+    grad = torch.randn(1, heads, n, 8, generator=generator, dtype=torch.float64)
+    output, lse = virtual_attention(*leaves, pattern, layout)
+    found = output, lse, *torch.autograd.grad((output * grad).sum(), leaves)
+    for got, want in zip(found, answer(*leaves, pattern, grad_output=grad), strict=True):
+        assert error(got, want) <= 1e-12
+
+
+@pytest.mark.skipif(not library_path().exists(), reason="C++ kernel not built")
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("name", ["dilated-ladder-causal", "dilated-odd-rates", "global-window", "random", "padded"])
+def test_the_forward_result_has_the_same_bits_for_every_world_size(name, dtype):
+    problem = BY_NAME[name]
+    found = [run(problem, layout, "native", dtype)[:2] for layout in layouts_of(problem.n).values()]
+    for output, lse in found[1:]:
+        assert output.equal(found[0][0])
+        assert lse.equal(found[0][1])
+
+
+def test_a_nan_reaches_the_rows_that_see_it_and_no_other():
+    problem = BY_NAME["dilated-ladder-causal"]
+    query, key, value = problem.inputs()[:3]
+    layout = SequenceLayout.contiguous(problem.n, 4)
+    clean = virtual_attention(query, key, value, problem.pattern, layout).output
+    bad_key, bad_value = key.clone(), value.clone()
+    bad_key[:, 1, 70], bad_value[:, 1, 70] = torch.nan, torch.nan
+    dirty = virtual_attention(query, bad_key, bad_value, problem.pattern, layout).output
+    sees = multiplicities(problem.pattern, problem.n, problem.heads)[:, :, 70] > 0
+    sees[[0, 2, 3]] = False
+    assert dirty.isnan().any(-1)[0].equal(sees)
+    assert dirty[0][~sees].equal(clean[0][~sees])
+
+
+def test_packed_sequences_cross_shards():
+    lengths, n = (40, 3, 57), 100
+    query, key, value = torch.randn(3, 1, 2, n, 8, dtype=torch.float64).unbind()
+    pattern = Packed(parse("dilated:16x1,32x2"), lengths)
+    found = virtual_attention(query, key, value, pattern, SequenceLayout.contiguous(n, 3), is_causal=True).output
+    bounds = torch.tensor([0, 40, 43, 100])
+    wanted = attention(query, key, value, pattern.pattern, is_causal=True, cu_seqlens=bounds)
+    assert error(found, wanted) <= 1e-12
+
+
+def test_the_error_of_half_precision_gradients_does_not_grow_with_the_world():
+    """Keys that every query sees: their gradients are sums over all ranks."""
+    n = 512
+    inputs = [torch.randn(1, 1, n, 16).bfloat16() for _ in range(3)]
+    exact = [x.double().requires_grad_() for x in inputs]
+    wanted = torch.autograd.grad(attention(*exact, "global:4").square().sum(), exact[1:])
+    errors = {}
+    for world in (2, 32):
+        leaves = [x.clone().requires_grad_() for x in inputs]
+        output, _ = virtual_attention(*leaves, "global:4", SequenceLayout.contiguous(n, world))
+        found = torch.autograd.grad(output.float().square().sum(), leaves[1:])
+        errors[world] = max(error(got, want) for got, want in zip(found, wanted, strict=True))
+    assert errors[32] <= errors[2] + 2**-9
+
+
+def test_one_rank_needs_no_process_group():
+    query, key, value = torch.randn(3, 1, 2, 70, 8, dtype=torch.float64).unbind()
+    found = context_parallel_attention(query, key, value, "window:9", SequenceLayout.contiguous(70, 1), is_causal=True)
+    assert error(found, attention(query, key, value, "window:9", is_causal=True)) <= 1e-12
+
+
+def test_several_ranks_without_a_process_group_say_so():
+    shard = torch.randn(1, 2, 35, 8)
+    with pytest.raises(ValueError, match=r"no initialised process group\nStart the script with torchrun"):
+        context_parallel_attention(shard, shard, shard, "causal", SequenceLayout.contiguous(70, 2))
+
+
+@pytest.mark.untyped
+@pytest.mark.parametrize(
+    ("change", "kind", "says"),
+    [
+        ({"query": torch.zeros(1, 2, 69, 8)}, ValueError, "query must hold the 70 tokens of rank 0"),
+        ({"key": torch.zeros(1, 2, 70, 4)}, ValueError, "key must have the query's width 8"),
+        ({"value": torch.zeros(1, 2, 70, 8).half()}, TypeError, "value must have the query's dtype"),
+        ({"key": torch.zeros(1, 1, 70, 8), "value": torch.zeros(1, 1, 70, 8)}, ValueError, "Pass enable_gqa=True"),
+        ({"query": None}, TypeError, "query must be a Tensor"),
+        ({"pattern": 7}, TypeError, "pattern must be a Pattern or text"),
+        ({"scale": float("inf")}, ValueError, "scale must be finite"),
+        ({"key_padding_mask": torch.zeros(1, 69, dtype=torch.bool)}, ValueError, r"shape \(1, 70\)"),
+    ],
+)
+def test_wrong_input_says_what_must_hold(change, kind, says):
+    given_ = {name: torch.zeros(1, 2, 70, 8) for name in ("query", "key", "value")}
+    call = {**given_, "pattern": "causal", "layout": SequenceLayout.contiguous(70, 1), **change}
+    with pytest.raises(kind, match=says):
+        context_parallel_attention(**call)
