@@ -32,14 +32,7 @@ from dilated_attention_pytorch.distributed.comm import (
 from dilated_attention_pytorch.distributed.ring import rank_plan
 from dilated_attention_pytorch.distributed.simulate import traffic
 
-NAMES = (
-    "dilated-ladder-causal",
-    "dilated-block-offset",
-    "random-per-head-causal",
-    "gqa",
-    "padded",
-    "dilated-empty-rows",
-)
+NAMES = ("dilated-ladder-causal", "dilated-block-offset", "random-per-head-causal", "padded")
 LIMIT = timedelta(seconds=60)
 
 

@@ -12,7 +12,10 @@ from strategies import problems
 
 from dilated_attention_pytorch import Packed, attention, parse
 from dilated_attention_pytorch.distributed import SequenceLayout, context_parallel_attention, virtual_attention
+from dilated_attention_pytorch.distributed.comm import agree_virtually, request_for
+from dilated_attention_pytorch.distributed.ring import rank_plan, share_of
 from dilated_attention_pytorch.kernels.native import library_path
+from dilated_attention_pytorch.plan.plan import tensors_of
 
 
 def layouts_of(n):
@@ -159,3 +162,14 @@ def test_wrong_input_says_what_must_hold(change, kind, says):
     call = {**given_, "pattern": "causal", "layout": SequenceLayout.contiguous(70, 1), **change}
     with pytest.raises(kind, match=says):
         context_parallel_attention(**call)
+
+
+def test_a_share_moves_to_another_device_with_all_its_kernels_read():
+    problem = BY_NAME["dilated-ladder"]
+    layout = SequenceLayout.contiguous(problem.n, 1)
+    plan = rank_plan(problem.pattern, layout, 0, 4, 4)
+    agreed = agree_virtually([request_for(plan.key_codes, layout, 0, 4)], layout, 4)[0]
+    moved = share_of(plan, agreed).to(torch.device("meta"))
+    read = [*tensors_of(moved.rank_plan), moved.key_rows, moved.received_at, moved.received_from]
+    assert {x.device.type for x in read} == {"meta"}
+    assert moved.exchange is agreed

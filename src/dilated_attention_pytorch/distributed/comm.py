@@ -146,9 +146,19 @@ def exchange(rows: Tensor, plan: ExchangePlan, group: dist.ProcessGroup | None) 
     return _Fetch.apply(rows, plan, group)
 
 
+def exchange_pair(key: Tensor, value: Tensor, plan: ExchangePlan, group: dist.ProcessGroup | None) -> Tensor:
+    """`exchange` of rows of K and V side by side, (rows, B * (D + E)), from (B, G, n, D) and (B, G, n, E) shards."""
+    return _FetchPair.apply(key, value, plan, group)
+
+
 def exchange_transposed(rows: Tensor, plan: ExchangePlan, group: dist.ProcessGroup | None) -> Tensor:
     """The adjoint of `exchange`: received rows go back to their holder and are added up there."""
     return _Return.apply(rows, plan, group)
+
+
+def pack(key: Tensor, value: Tensor) -> Tensor:
+    """All rows of K and V side by side, (key heads * tokens, batch * (D + E)); differentiable."""
+    return torch.cat([key, value], -1).permute(1, 2, 0, 3).flatten(0, 1).flatten(1)
 
 
 def exchange_virtually(shards: list[Tensor], plans: list[ExchangePlan]) -> list[Tensor]:
@@ -164,16 +174,37 @@ class _Fetch(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, plan: ExchangePlan, group: dist.ProcessGroup | None) -> Tensor:
         ctx.plan, ctx.group = plan, group
-        if plan.layout.world == 1:
-            return rows.new_empty(0, rows.shape[1])
-        sent = rows[plan.send.to(rows.device)]
-        received = rows.new_empty(len(plan.request.codes), rows.shape[1])
-        dist.all_to_all_single(received, sent, list(plan.request.counts), list(plan.send_counts), group=group)
-        return received
+        return _moved(rows[plan.send.to(rows.device)], plan, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # pyrefly: ignore[bad-override]
         return exchange_transposed(grad, ctx.plan, ctx.group), None, None
+
+
+class _FetchPair(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, key: Tensor, value: Tensor, plan: ExchangePlan, group: dist.ProcessGroup | None) -> Tensor:
+        ctx.plan, ctx.group, ctx.widths = plan, group, (key.shape[3], value.shape[3])
+        local = max(key.shape[2], 1)
+        head, place = (index.to(key.device) for index in (plan.send // local, plan.send % local))
+        sent = torch.cat([key[:, head, place], value[:, head, place]], -1).transpose(0, 1).flatten(1)
+        return _moved(sent, plan, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:  # pyrefly: ignore[bad-override]
+        width = sum(ctx.widths)
+        rows = exchange_transposed(grad, ctx.plan, ctx.group).unflatten(1, (grad.shape[1] // width, width))
+        both = rows.unflatten(0, (ctx.plan.key_heads, -1 if len(rows) else 0)).permute(2, 0, 1, 3)
+        grad_key, grad_value = both.split(ctx.widths, -1)
+        return grad_key, grad_value, None, None
+
+
+def _moved(sent: Tensor, plan: ExchangePlan, group: dist.ProcessGroup | None) -> Tensor:
+    """What a rank receives when each sends its rows, ordered by who asked for them."""
+    received = sent.new_empty(len(plan.request.codes), sent.shape[1])
+    if plan.layout.world > 1:
+        dist.all_to_all_single(received, sent, list(plan.request.counts), list(plan.send_counts), group=group)
+    return received
 
 
 class _Return(torch.autograd.Function):

@@ -244,12 +244,12 @@ class _MaskTable:
         """Indices of masks of the whole plan cut to `count` keys; -1 stays -1."""
         base = self.size + 1
         pair, which = torch.unique(torch.where(mask < 0, -1, mask * base + count), return_inverse=True)
-        unknown = pair[torch.tensor([code >= 0 and code not in self.known for code in pair.tolist()])]
-        for some in unknown.split(256):
+        unknown = [code for code in pair.tolist() if code >= 0 and code not in self.known]
+        for some in torch.tensor(unknown, dtype=torch.int64).split(256):
             exists = torch.arange(self.size) < (some % base)[:, None]
             found = self.table.add(self.dense(some // base) & exists[:, None, :])
             self.known.update(zip(some.tolist(), found.tolist(), strict=True))
-        return torch.tensor([self.known.get(code, -1) for code in pair.tolist()])[which]
+        return torch.tensor([self.known.get(code, -1) for code in pair.tolist()], dtype=torch.int64)[which]
 
     def finish(self) -> Masks:
         return self.table.finish()

@@ -20,7 +20,17 @@ from ..ops.attention import check_masks, check_tensors
 from ..patterns import Causal, Packed, Pattern, parse
 from ..plan import Axis, Plan
 from ..plan.plan import map_tensors
-from .comm import ExchangePlan, agree, check_group, exchange, rank_in, request_for, same_everywhere, wire_device
+from .comm import (
+    ExchangePlan,
+    agree,
+    check_group,
+    exchange,
+    exchange_pair,
+    rank_in,
+    request_for,
+    same_everywhere,
+    wire_device,
+)
 from .restrict import RankPlan, restrict
 from .shard import SequenceLayout
 
@@ -34,16 +44,17 @@ class Share:
 
     rank_plan: RankPlan
     exchange: ExchangePlan
-    key_index: Tensor
-    """int64 [G, n]: which of [own rows, received rows, filler] each row of the key buffer is"""
+    key_rows: Tensor
+    """int64 [G, n]: the row of the rank's shard that a row of the key buffer holds, -1 where it is none of them"""
+    received_at: Tensor
+    """int64: flat rows of the key buffer that hold received rows"""
+    received_from: Tensor
+    """int64: which received row each of them holds"""
 
     def to(self, device: torch.device) -> Share:
         """With everything the kernels read on the device."""
-        return replace(
-            self,
-            rank_plan=map_tensors(self.rank_plan, lambda tensor: tensor.to(device)),
-            key_index=self.key_index.to(device),
-        )
+        kept = replace(self, exchange=None)  # pyrefly: ignore[bad-argument-type]
+        return replace(map_tensors(kept, lambda tensor: tensor.to(device)), exchange=self.exchange)
 
 
 def context_parallel_attention(
@@ -131,13 +142,12 @@ def context_parallel_attention_with_lse(
         share = _share(problem, layout, 0, None, torch.device("cpu"))
     assert problem is not None
     share = share.to(query.device) if query.device.type != "cpu" else share
-    rows = pack(key, value)
-    received = exchange(rows, share.exchange, group)
+    received = exchange_pair(key, value, share.exchange, group)
     padding = None
     if key_padding_mask is not None:
         own = pack_padding(key_padding_mask, key.shape[1])
         padding = own, exchange(own, share.exchange, group)
-    return attend_locally(query, rows, received, padding, share, value.shape[-1], problem.scale, backend)
+    return attend_locally(query, key, value, received, padding, share, problem.scale, backend)
 
 
 def check_shard(
@@ -222,7 +232,13 @@ def rank_plan(pattern: Pattern, layout: SequenceLayout, rank: int, heads: int, k
 
 def share_of(plan: RankPlan, agreed: ExchangePlan) -> Share:
     """Both plans of one rank, and how they fit together."""
-    return Share(plan, agreed, agreed.place(plan.key_codes))
+    place = agreed.place(plan.key_codes)
+    own = place < agreed.local_rows
+    local = agreed.layout.lengths[agreed.rank]
+    first = local * torch.arange(agreed.key_heads)[:, None]
+    received = (place.flatten() - agreed.local_rows).masked_fill(own.flatten() | (plan.key_codes.flatten() < 0), -1)
+    at = (received >= 0).nonzero()[:, 0]
+    return Share(plan, agreed, torch.where(own, place - first, -1), at, received[at])
 
 
 def _share(
@@ -258,11 +274,6 @@ def _agreed_share(
     return kept[words]
 
 
-def pack(key: Tensor, value: Tensor) -> Tensor:
-    """Rows of K and V side by side, (key heads * tokens, batch * (D + E)); differentiable."""
-    return torch.cat([key, value], -1).permute(1, 2, 0, 3).flatten(0, 1).flatten(1)
-
-
 def pack_padding(key_padding_mask: Tensor, key_heads: int) -> Tensor:
     """The padding of each row, uint8 (key heads * tokens, batch)."""
     return key_padding_mask.T.repeat(key_heads, 1).to(torch.uint8)
@@ -270,16 +281,16 @@ def pack_padding(key_padding_mask: Tensor, key_heads: int) -> Tensor:
 
 def attend_locally(
     query: Tensor,
-    rows: Tensor,
+    key: Tensor,
+    value: Tensor,
     received: Tensor,
     padding: tuple[Tensor, Tensor] | None,
     share: Share,
-    value_width: int,
     scale: float,
     backend: str,
 ) -> AttentionOutput:
-    """Attention of one rank's queries over its own and the received rows; differentiable in all three."""
-    return AttentionOutput(*_LocalAttention.apply(query, rows, received, padding, share, value_width, scale, backend))
+    """Attention of one rank's queries over its own and the received rows; differentiable in all four tensors."""
+    return AttentionOutput(*_LocalAttention.apply(query, key, value, received, padding, share, scale, backend))
 
 
 class _LocalAttention(torch.autograd.Function):
@@ -287,23 +298,23 @@ class _LocalAttention(torch.autograd.Function):
     def forward(
         ctx: Any,
         query: Tensor,
-        rows: Tensor,
+        key: Tensor,
+        value: Tensor,
         received: Tensor,
         padding: tuple[Tensor, Tensor] | None,
         share: Share,
-        value_width: int,
         scale: float,
         backend: str,
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
-        ctx.share, ctx.value_width, ctx.scale, ctx.backend, ctx.padding = share, value_width, scale, backend, padding
+        ctx.share, ctx.scale, ctx.backend, ctx.padding = share, scale, backend, padding
         dtype = torch.promote_types(query.dtype, torch.float32)
         batch, heads, n, _ = query.shape
-        output = query.new_zeros(batch, heads * n, value_width, dtype=dtype)
+        output = query.new_zeros(batch, heads * n, value.shape[3], dtype=dtype)
         lse = query.new_full((batch, heads * n), -torch.inf, dtype=dtype)
         if share.rank_plan.plan.parts:
-            buffers = _Buffers(share, query, rows, received, padding, value_width)
-            found, found_lse = buffers.empty_output(value_width), query.new_empty(*buffers.query.shape[:3], dtype=dtype)
+            buffers = _Buffers(share, query, key, value, received, padding)
+            found, found_lse = buffers.empty_output(), query.new_empty(*buffers.query.shape[:3], dtype=dtype)
             for mine, call in buffers.calls(scale):
                 result = choose(call, backend)[1].forward(call)
                 found[:, mine], found_lse[:, mine] = result.output, result.lse
@@ -312,25 +323,26 @@ class _LocalAttention(torch.autograd.Function):
                 part = found[:, :, begin:end].flatten(1, 2)[:, at].to(dtype)
                 _merge(output, lse, place, part, found_lse[:, :, begin:end].flatten(1)[:, at])
         output, lse = output.to(query.dtype).unflatten(1, (heads, n)), lse.unflatten(1, (heads, n))
-        ctx.save_for_backward(query, rows, received, output, lse)
+        ctx.save_for_backward(query, key, value, received, output, lse)
         return output, lse
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
-        query, rows, received, output, lse = ctx.saved_tensors
+        query, key, value, received, output, lse = ctx.saved_tensors
         grad_output, grad_lse = grad_outputs
         grad_output = torch.zeros_like(output) if grad_output is None else grad_output
         share: Share = ctx.share
         wide = lse.dtype
         batch, heads, n, _ = query.shape
         grad_query = query.new_zeros(batch, heads * n, query.shape[3], dtype=wide)
-        grad_rows = rows.new_zeros(len(rows) + len(received) + 1, *rows.shape[1:], dtype=wide)
+        grad_key, grad_value = (x.new_zeros(batch, x.shape[1] * n, x.shape[3], dtype=wide) for x in (key, value))
+        grad_received = received.new_zeros(received.shape, dtype=wide)
         if share.rank_plan.plan.parts:
-            buffers = _Buffers(share, query, rows, received, ctx.padding, ctx.value_width)
+            buffers = _Buffers(share, query, key, value, received, ctx.padding)
             index = share.rank_plan.query_rows
-            # Filler rows get an infinite denominator: their weights are 0, whatever keys their tile meets.
-            rows_lse = _gather_rows(lse[..., None], index, torch.inf)[..., 0]
+            # Filler rows have zeros for query and gradient and a finite LSE: they add nothing to any key.
+            rows_lse = _gather_rows(lse[..., None], index, 0.0)[..., 0]
             rows_output, rows_grad = (_gather_rows(x, index, 0.0) for x in (output, grad_output))
             rows_grad_lse = None if grad_lse is None else _gather_rows(grad_lse[..., None], index, 0.0)[..., 0]
             place, at = _places(index, n)
@@ -341,9 +353,13 @@ class _LocalAttention(torch.autograd.Function):
                 )
                 buffers.add(mine, found.query, found.key, found.value)
             grad_query.index_add_(1, place, buffers.grad_query.flatten(1, 2)[:, at])
-            grad_rows.index_add_(0, share.key_index.flatten(), buffers.grad_rows())
-        grad_own, grad_received = grad_rows[:-1].to(rows.dtype).split([len(rows), len(received)])
-        return grad_query.unflatten(1, (heads, n)).to(query.dtype), grad_own, grad_received, *(None,) * 5
+            place, at = _places(share.key_rows, n)
+            grad_key.index_add_(1, place, buffers.grad_key.flatten(1, 2)[:, at])
+            grad_value.index_add_(1, place, buffers.grad_value.flatten(1, 2)[:, at])
+            grad_received.index_add_(0, share.received_from, buffers.grad_received())
+        found = ((grad_query, query), (grad_key, key), (grad_value, value))
+        own = [grad.unflatten(1, (x.shape[1], n)).to(x.dtype) for grad, x in found]
+        return *own, grad_received.to(received.dtype), *(None,) * 4
 
 
 class _Buffers:
@@ -353,26 +369,29 @@ class _Buffers:
         self,
         share: Share,
         query: Tensor,
-        rows: Tensor,
+        key: Tensor,
+        value: Tensor,
         received: Tensor,
         padding: tuple[Tensor, Tensor] | None,
-        value_width: int,
     ) -> None:
         self.share, self.dtype = share, torch.promote_types(query.dtype, torch.float32)
-        width = query.shape[3] + value_width
-        table = torch.cat([rows, received, rows.new_zeros(1, rows.shape[1])]).unflatten(1, (-1, width))
-        both = table[share.key_index].permute(2, 0, 1, 3)
         self.query = _gather_rows(query, share.rank_plan.query_rows, 0.0)
-        self.key, self.value = both.split([query.shape[3], value_width], -1)
+        self.key, self.value = (_gather_rows(x, share.key_rows, 0.0) for x in (key, value))
+        widths = key.shape[3], value.shape[3]
+        fetched = received.unflatten(1, (-1, sum(widths)))[share.received_from].transpose(0, 1).split(widths, -1)
+        for buffer, rows in zip((self.key, self.value), fetched, strict=True):
+            buffer.view(len(query), -1, rows.shape[-1])[:, share.received_at] = rows
         self.padding = None
         if padding is not None:
             own, remote = padding
-            self.padding = torch.cat([own, remote, own.new_zeros(1, own.shape[1])]).bool()[share.key_index]
+            mask = _gather_rows(own.view(1, key.shape[1], -1, len(query)), share.key_rows, 0)[0]
+            mask.view(-1, len(query))[share.received_at] = remote[share.received_from]
+            self.padding = mask.bool()
         self.grad_query = self.query.new_zeros(self.query.shape, dtype=self.dtype)
         self.grad_key, self.grad_value = (x.new_zeros(x.shape, dtype=self.dtype) for x in (self.key, self.value))
 
-    def empty_output(self, value_width: int) -> Tensor:
-        return self.query.new_empty(*self.query.shape[:3], value_width)
+    def empty_output(self) -> Tensor:
+        return self.query.new_empty(*self.query.shape[:3], self.value.shape[3])
 
     def calls(self, scale: float) -> list[tuple[slice, AttentionCall]]:
         """What to compute, and for which query heads."""
@@ -398,9 +417,11 @@ class _Buffers:
         self.grad_key[:, groups] += key
         self.grad_value[:, groups] += value
 
-    def grad_rows(self) -> Tensor:
-        """Gradients of the key buffer's rows, in the order of `key_index`."""
-        return torch.cat([self.grad_key, self.grad_value], -1).permute(1, 2, 0, 3).flatten(0, 1).flatten(1)
+    def grad_received(self) -> Tensor:
+        """Gradients of the buffer rows that hold received rows, K and V side by side."""
+        at = self.share.received_at
+        both = [grad.flatten(1, 2)[:, at] for grad in (self.grad_key, self.grad_value)]
+        return torch.cat(both, -1).transpose(0, 1).flatten(1)
 
 
 def _heads(plan: Plan, mine: slice) -> Plan:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from ..ops import AttentionOutput
-from ..patterns import Pattern
-from .comm import ExchangePlan, Traffic, agree_virtually, exchange_virtually, request_for
+from ..patterns import Dilated, Pattern
+from .comm import ExchangePlan, Request, Traffic, agree_virtually, exchange_virtually, pack, request_for
 from .restrict import RankPlan
-from .ring import attend_locally, check_shard, pack, pack_padding, rank_plan, resolved, share_of
+from .ring import attend_locally, check_shard, pack_padding, rank_plan, resolved, share_of
 from .shard import SequenceLayout, shard_sequence, unshard_sequence
 
 
@@ -46,11 +47,11 @@ def virtual_attention(
     found = [
         attend_locally(
             queries[rank],
-            rows[rank],
+            keys[rank],
+            values[rank],
             received[rank],
             padding[rank],
             share_of(plans[rank], exchanges[rank]),
-            value.shape[-1],
             scale,
             backend,
         )
@@ -78,6 +79,52 @@ def traffic(
     """
     whole = resolved(pattern, is_causal, layout.n, heads)
     return [plan.report(row_bytes) for plan in _planned(whole, layout, heads, key_heads or heads)[1]]
+
+
+def dilated_request(
+    pattern: Dilated,
+    layout: SequenceLayout,
+    rank: int,
+    heads: int,
+    key_heads: int | None = None,
+    *,
+    is_causal: bool = False,
+) -> Request:
+    """What one rank asks for under a dilated pattern, in closed form: time and memory are those of these rows.
+
+    One rank of 1024 that share a billion tokens, with 8 key heads:
+
+    >>> from dilated_attention_pytorch import Dilated
+    >>> from dilated_attention_pytorch.distributed import SequenceLayout, dilated_request
+    >>> ladder = Dilated([2048 * 2**i for i in range(20)], [2**i for i in range(20)])
+    >>> len(dilated_request(ladder, SequenceLayout.contiguous(2**30, 1024), 500, 8).codes)
+    81920
+    """
+    key_heads = key_heads or heads
+    known = pattern.resolve(layout.n, heads)
+    assert isinstance(known, Dilated)
+    found = []
+    for head in range(heads):
+        first_code = head // (heads // key_heads) * layout.n
+        for index, (segment, rate) in enumerate(known.branches):
+            if known.takes_part(index, head):
+                residue = known.sampled_residue(index, head)
+                for run in layout.runs(rank):
+                    # A segment between the first and the last that a run meets lies inside the run.
+                    for which in {run[0] // segment, (run[1] - 1) // segment}:
+                        first, end = which * segment + residue, min((which + 1) * segment, layout.n)
+                        found += [first_code + x for x in _outside(run, first, end, rate, is_causal)]
+    codes = torch.cat(found) if found else torch.arange(0)
+    return request_for(codes, layout, rank, key_heads)
+
+
+def _outside(run: tuple[int, int], first: int, end: int, rate: int, is_causal: bool) -> list[Tensor]:
+    """The samples first, first + rate, ... below `end` outside a run that its own samples see."""
+    begin, stop = (max(first, first - (first - bound) // rate * rate) for bound in run)
+    if begin >= min(stop, end):
+        return []
+    before = torch.arange(first, begin, rate)
+    return [before] if is_causal else [before, torch.arange(min(stop, end), end, rate)]
 
 
 def _planned(
