@@ -128,3 +128,16 @@ def test_only_gpus_are_served():
     plan = make_plan(parse("causal"), 256, 2, block_size=128)
     query, key, value = (torch.zeros(1, 2, 256, 64, dtype=torch.bfloat16) for _ in range(3))
     assert hopper_backend.why_not(AttentionCall(query, key, value, plan, 0.125)) == "needs a CUDA tensor, got cpu"
+
+
+def test_a_head_that_reads_from_further_on_is_not_regular():
+    from dilated_attention_pytorch.kernels.hopper_backend import _is_regular
+    from dilated_attention_pytorch.plan import Axis
+
+    start = torch.arange(2) * 128
+    shifted, plain = (
+        Axis(1, torch.tensor([0, offset], dtype=torch.int32), start.clone(), torch.full_like(start, 384))
+        for offset in (128, 0)
+    )
+    assert _is_regular(plain, 128, 384)
+    assert not _is_regular(shifted, 128, 384)

@@ -130,12 +130,13 @@ def _stride_problem(name: str, tensor: Tensor) -> str | None:
 
 
 def _is_regular(axis: Axis, block_size: int, n: int) -> bool:
-    """Whether tile `t` is tokens `t * block_size` and on, cut short by nothing but the end of the sequence."""
+    """Whether tile `t` is tokens `t * block_size` and on for every head, cut short by nothing but the sequence's end."""
     key = axis.start
     if key not in _regular:
         start = torch.arange(axis.tiles, device=axis.start.device) * block_size
         whole = axis.end >= (start + block_size).clamp(max=n)
-        _regular[key] = axis.rate == 1 and bool(((axis.start == start) & whole).all())
+        unshifted = axis.rate == 1 and not bool(axis.offset.any())
+        _regular[key] = unshifted and bool(((axis.start == start) & whole).all())
     return _regular[key]
 
 
