@@ -130,7 +130,7 @@ def _stride_problem(name: str, tensor: Tensor) -> str | None:
 
 
 def _is_regular(axis: Axis, block_size: int, n: int) -> bool:
-    """Whether tile `t` is tokens `t * block_size` and on for every head, cut short by nothing but the sequence's end."""
+    """Whether tile `t` is tokens `t * block_size` and on for every head, cut short only by the sequence's end."""
     key = axis.start
     if key not in _regular:
         start = torch.arange(axis.tiles, device=axis.start.device) * block_size
