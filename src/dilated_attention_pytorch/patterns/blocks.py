@@ -134,7 +134,7 @@ class Random(BlockPattern):
         return tuple(self.drawn(block, stratum, head) for stratum in range(self.kept))
 
     def describe(self) -> str:
-        return f"random:{self.density:.17g}{options(self, 'block', 'seed', 'per_head', 'length')}"
+        return f"random:{self.density!r}{options(self, 'block', 'seed', 'per_head', 'length')}"
 
     __repr__ = Pattern.__str__
 
