@@ -1,4 +1,4 @@
-"""What torch does to modules: compile, autocast, checkpointing, DDP, FSDP2, export."""
+"""What torch does to modules: compile, autocast, checkpointing, DDP, FSDP2."""
 
 from __future__ import annotations
 

@@ -158,6 +158,6 @@ class BlockSparseTorchSparse(SparseAttention):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         raise NotImplementedError(
-            "BlockSparseTorchSparse does not exist because torch.sparse runs block products one after another and was "
-            "measured slower than dense attention; use BlockSparseRingDilatedAttention, which takes the same arguments."
+            "BlockSparseTorchSparse does not exist because torch.sparse has no kernel for one softmax over "
+            "the blocks of a row; use BlockSparseRingDilatedAttention, which takes the same arguments."
         )
