@@ -56,11 +56,15 @@ class Grid:
     def arange(self, *bounds: int) -> Tensor:
         return torch.arange(*bounds, device=self.device)
 
+    def rows_of(self, pattern: BlockPattern) -> Tensor:
+        """The query blocks whose lists are asked for, ascending, int64."""
+        return self.arange(pattern.blocks)
+
     def block_keys(self, pattern: BlockPattern, head: int) -> Tensor:
         """Every kept pair of a block pattern as the sorted key `query block * blocks + key block`."""
         head = head if pattern.by_head else 0
         if (pattern, head) not in self._lists:
-            self._lists[pattern, head] = _block_keys(pattern, head, self)
+            self._lists[pattern, head] = listed(pattern, [head], self)
         return self._lists[pattern, head]
 
 
@@ -275,25 +279,34 @@ def ranges(begin: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
     return owner, begin[owner] + torch.arange(len(owner), device=count.device) - before[owner]
 
 
-def _block_keys(pattern: BlockPattern, head: int, grid: Grid) -> Tensor:
+def listed(pattern: BlockPattern, heads: list[int], grid: Grid) -> Tensor:
+    """Every kept pair of a block pattern, sorted: head `i` of those asked for has query block `q` and key block `k` as
+
+    `(i * blocks + q) * blocks + k`.
+    """
+    if isinstance(pattern, Random):
+        return _random_keys(pattern, heads, grid)
     makers: dict[type[BlockPattern], Callable[[Any, int, Grid], Tensor]] = {
-        Random: _random_keys,
         Hierarchical: _hierarchical_keys,
         BlockDilated: _block_dilated_keys,
         BlockLists: _listed_keys,
     }
-    return makers[type(pattern)](pattern, head, grid)
+    keys = [makers[type(pattern)](pattern, head, grid) for head in heads]
+    return torch.cat([own + index * pattern.blocks**2 for index, own in enumerate(keys)]) if len(keys) > 1 else keys[0]
 
 
-def _random_keys(pattern: Random, head: int, grid: Grid) -> Tensor:
-    row = grid.arange(pattern.blocks)[:, None]
-    return (row * pattern.blocks + pattern.drawn(row, grid.arange(pattern.kept)[None], head)).flatten()
+def _random_keys(pattern: Random, heads: list[int], grid: Grid) -> Tensor:
+    head = torch.tensor(heads, device=grid.device)[:, None, None]
+    row = grid.rows_of(pattern)[:, None]
+    drawn = pattern.drawn(row, grid.arange(pattern.kept), head)
+    place = grid.arange(len(heads))[:, None, None] * pattern.blocks + row
+    return (place * pattern.blocks + drawn).flatten()
 
 
 def _hierarchical_keys(pattern: Hierarchical, head: int, grid: Grid) -> Tensor:
     distance = torch.tensor(pattern.distances(), device=grid.device)
     offset = torch.cat([-distance.flip(0), distance[1:]])
-    row = grid.arange(pattern.blocks)[:, None]
+    row = grid.rows_of(pattern)[:, None]
     column = row + offset
     return (row * pattern.blocks + column)[(column >= 0) & (column < pattern.blocks)]
 
@@ -305,8 +318,9 @@ def _listed_keys(pattern: BlockLists, head: int, grid: Grid) -> Tensor:
     if begin == end:
         return grid.arange(0)
     columns = torch.frombuffer(bytearray(pattern.columns[4 * begin : 4 * end]), dtype=torch.int32)
-    row = torch.arange(pattern.rows).repeat_interleave(pointers.diff())
-    return (row * pattern.blocks + columns).to(grid.device)
+    rows = grid.rows_of(pattern).cpu()
+    row, slot = ranges(pointers[rows] - begin, pointers.diff()[rows])
+    return (rows[row] * pattern.blocks + columns[slot]).to(grid.device)
 
 
 def _block_dilated_keys(pattern: BlockDilated, head: int, grid: Grid) -> Tensor:
@@ -325,7 +339,7 @@ def _block_dilated_keys(pattern: BlockDilated, head: int, grid: Grid) -> Tensor:
     distance = torch.tensor(sorted(offered, key=lambda d: (abs(d), d)), device=grid.device)
     chunk = max(1, 2**22 // len(distance))
     return torch.cat(
-        [_block_dilated_rows(pattern, rows, distance) for rows in grid.arange(blocks)[:, None].split(chunk)]
+        [_block_dilated_rows(pattern, rows, distance) for rows in grid.rows_of(pattern)[:, None].split(chunk)]
     )
 
 

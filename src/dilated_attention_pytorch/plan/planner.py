@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -10,13 +11,17 @@ from torch import Tensor
 from ..errors import must
 from ..patterns import And, BlockPattern, Or, Packed, Pattern, PerHead, Strided
 from ..patterns.pattern import integer
-from .cover import ALL, NONE, Grid, Tiles, classify, evaluate, head_key, mask_keys, moves_freely, ranges, reach
+from .cover import ALL, NONE, Grid, Tiles, classify, evaluate, head_key, listed, mask_keys, moves_freely, ranges, reach
 from .packing import lay_out
 from .plan import Axis, Masks, Part, Plan
 from .terms import Segments, Term, terms_of
 from .walks import build_walk, join_walks
 
 BLOCK_SIZES = (16, 32, 64, 128, 256)
+Meetings = tuple[Tensor, Tensor, Tensor]
+"""Pairs of tiles that meet, ordered, each int64: query tile, key tile, mask (-1 where whole)."""
+MEETINGS_ON_CPU, MEETINGS_ON_GPU = 2**19, 2**24
+"""Pairs of tiles listed in one go: what a CPU's cache likes, and what keeps a GPU busy."""
 
 
 def make_plan(
@@ -92,22 +97,29 @@ def _blocks_in(pattern: Pattern) -> list[int]:
 
 
 def _part(term: Term, heads: int, block_size: int, grid: Grid, masks: MaskTable) -> tuple[Part, int]:
-    layout = _Layout(term.axis, heads, block_size, grid)
+    layout = Layout(term.axis, heads, block_size, grid)
+    groups = head_classes(term, heads, layout)
     head_class = [-1] * heads
-    by_query, by_key, blocks = [], [], 0
-    for index, group in enumerate(_head_classes(term, heads, layout)):
+    for index, group in enumerate(groups):
         for head in group:
             head_class[head] = index
-        query, key, mask = _meetings(term, group, layout, grid, masks)
-        transposed = torch.argsort(key, stable=True)
-        by_query.append(build_walk(query, key, mask, layout.bases))
-        by_key.append(build_walk(key[transposed], query[transposed], mask[transposed], layout.bases))
-        blocks += len(group) * len(query)
+    by_query, by_key, blocks = [], [], 0
+    for several, (query, key, mask) in _meetings_of_classes(term, groups, layout, grid, masks):
+        # A row of a later class in the same list stands behind all tiles of those before it.
+        owner = query // layout.tiles * layout.tiles
+        transposed = torch.argsort(owner + key, stable=True)
+        bases = tuple(base.repeat(len(several)) for base in layout.bases)
+        by_query.append(build_walk(query, key, mask, bases))
+        by_key.append(
+            build_walk((owner + key)[transposed], (query - owner)[transposed], mask[transposed], bases),
+        )
+        members = torch.tensor([len(group) for group in several], device=grid.device)
+        blocks += int(members[query // layout.tiles].sum())
     classes = torch.tensor(head_class, dtype=torch.int32, device=grid.device)
     return Part(layout.axis, layout.axis, classes, join_walks(by_query), join_walks(by_key)), blocks
 
 
-class _Layout:
+class Layout:
     """An axis cut into tiles, with what the planner needs beyond what a kernel does."""
 
     def __init__(self, segments: Segments, heads: int, block_size: int, grid: Grid) -> None:
@@ -140,7 +152,7 @@ class _Layout:
         return self.axis.start + offset + self.rate * (self.block_size - 1) >= self.axis.end
 
 
-def _head_classes(term: Term, heads: int, layout: _Layout) -> list[list[int]]:
+def head_classes(term: Term, heads: int, layout: Layout) -> list[list[int]]:
     """Heads that share their lists. Offsets matter only to conditions that know absolute positions."""
     shifts_matter = not all(moves_freely(p) for p in term.conditions)
     classes: dict[object, list[int]] = {}
@@ -150,35 +162,56 @@ def _head_classes(term: Term, heads: int, layout: _Layout) -> list[list[int]]:
     return list(classes.values())
 
 
-def _meetings(
-    term: Term, group: list[int], layout: _Layout, grid: Grid, masks: MaskTable
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Pairs of tiles that meet for one head class, ordered: query tile, key tile, mask (-1 where whole)."""
+def _meetings_of_classes(
+    term: Term, groups: list[list[int]], layout: Layout, grid: Grid, masks: MaskTable
+) -> Iterator[tuple[list[list[int]], Meetings]]:
+    """The meetings of every head class, several at once where the pattern lists them itself."""
+    match term:
+        case Term(axis, (BlockPattern() as pattern,), ()) if axis.whole and pattern.block == layout.block_size:
+            # Tiles are the pattern's own blocks, so its lists are the answer.
+            ragged = layout.ragged(0)
+            most = MEETINGS_ON_CPU if grid.device.type == "cpu" else MEETINGS_ON_GPU
+            at_once = 1 if len(groups) == 1 else max(1, most // max(1, len(listed(pattern, groups[0][:1], grid))))
+            for first in range(0, len(groups), at_once):
+                several = groups[first : first + at_once]
+                pairs = listed(pattern, [group[0] for group in several], grid)
+                query, key = pairs // layout.tiles, pairs % layout.tiles
+                cut = ragged[key] | ragged[query % layout.tiles]
+                yield several, (query, key, torch.where(cut, masks.everything, -1))
+        case _:
+            for group in groups:
+                yield [group], _meetings(term, group, layout, grid, masks)
+
+
+def _meetings(term: Term, group: list[int], layout: Layout, grid: Grid, masks: MaskTable) -> Meetings:
+    """Pairs of tiles that meet for one head class."""
     # Heads of a class may sample different residues; the one that starts first has the longest tiles.
     head = min(group, key=lambda member: layout.offsets[member])
     offset = layout.offsets[head]
     first, last = layout.edges(offset)
-    match term:
-        case Term(axis, (BlockPattern() as pattern,), ()) if axis.whole and pattern.block == layout.block_size:
-            # Tiles are the pattern's own blocks, so its lists are the answer.
-            pairs = grid.block_keys(pattern, head)
-            query, key = pairs // layout.tiles, pairs % layout.tiles
-            verdict = torch.full_like(query, ALL, dtype=torch.int8)
-        case _:
-            query, key = _candidates(term, first, last, head, offset, layout, grid)
-            verdict = _verdicts(term, first[query], last[query], first[key], last[key], head, grid)
+    query, key = _candidates(term, first, last, head, offset, layout, grid)
+    return settled(term, group, query, key, layout, grid, masks)
+
+
+def settled(
+    term: Term, group: list[int], query: Tensor, key: Tensor, layout: Layout, grid: Grid, masks: MaskTable
+) -> Meetings:
+    """Those of the candidates that meet for one head class."""
+    head = min(group, key=lambda member: layout.offsets[member])
+    first, last = layout.edges(layout.offsets[head])
+    verdict = _verdicts(term, first[query], last[query], first[key], last[key], head, grid)
     ragged = torch.stack([layout.ragged(layout.offsets[h]) for h in group]).any(0)
-    settled = verdict == ALL
-    mask = torch.where(settled & ~(ragged[key] | ragged[query]), -1, masks.everything).long()
+    certain = verdict == ALL
+    mask = torch.where(certain & ~(ragged[key] | ragged[query]), -1, masks.everything).long()
     open_ = (verdict != ALL) & (verdict != NONE)
-    kept = settled
+    kept = certain
     if open_.any():
         slots = open_.nonzero()[:, 0]
         pairs = first[query[slots]], last[query[slots]], first[key[slots]], last[key[slots]]
         own, some, whole = _element_masks(term, pairs, head, layout, grid, masks)
         exact = whole & ~(ragged[key[slots]] | ragged[query[slots]])
         mask[slots] = torch.where(exact, -1, own)
-        kept = settled.clone()
+        kept = certain.clone()
         kept[slots] = some
     return query[kept], key[kept], mask[kept]
 
@@ -194,7 +227,7 @@ def _verdicts(term: Term, q0: Tensor, q1: Tensor, k0: Tensor, k1: Tensor, head: 
 
 
 def _candidates(
-    term: Term, first: Tensor, last: Tensor, head: int, offset: int, layout: _Layout, grid: Grid
+    term: Term, first: Tensor, last: Tensor, head: int, offset: int, layout: Layout, grid: Grid
 ) -> tuple[Tensor, Tensor]:
     """Pairs of tiles of one segment that may meet, ordered, each once."""
     every = torch.arange(layout.tiles, device=grid.device)
@@ -207,10 +240,11 @@ def _candidates(
         best = min(best, (spans.row, low, (high - low + 1).clamp(min=0)), key=lambda option: int(option[2].sum()))
     owner, local = ranges(*best[1:])
     row = best[0][owner]
-    return _sorted_once(row, layout.first_tile[row] + local, layout.tiles)
+    return sorted_once(row, layout.first_tile[row] + local, layout.tiles)
 
 
-def _sorted_once(row: Tensor, column: Tensor, columns: int) -> tuple[Tensor, Tensor]:
+def sorted_once(row: Tensor, column: Tensor, columns: int) -> tuple[Tensor, Tensor]:
+    """Pairs in order, each once."""
     key = row * columns + column
     if not bool((key.diff() > 0).all()):
         key = torch.unique(key)
@@ -218,7 +252,7 @@ def _sorted_once(row: Tensor, column: Tensor, columns: int) -> tuple[Tensor, Ten
 
 
 def _element_masks(
-    term: Term, tiles: Tiles, head: int, layout: _Layout, grid: Grid, masks: MaskTable
+    term: Term, tiles: Tiles, head: int, layout: Layout, grid: Grid, masks: MaskTable
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Mask index of each pair of tiles, and whether it allows some and all of its elements."""
     q0, q1, k0, k1 = tiles
