@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import io
+import json
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -234,8 +236,11 @@ def test_device_and_dtype_given_must_hold_and_follow_the_module():
         (lambda: DilatedAttention([16], [1], 1.0, 0.1, dropout=0.2), "given once"),
         (lambda: DilatedAttention([16], [1], attention_dropout=1.0), r"\[0, 1\)"),
         (lambda: BlockSparseRingDilatedAttention([16], [1], sparsity_ratio=0), "fraction"),
-        (lambda: BlockSparseRingDilatedAttention([16], [1], process_group=object()), "does not exist yet"),
-        (lambda: RingDilatedAttention([16], [1], ring_size=4), "does not exist yet"),
+        (
+            lambda: BlockSparseRingDilatedAttention([16], [1], process_group=object()),
+            "must be a ProcessGroup or a DeviceMesh",
+        ),
+        (lambda: RingDilatedAttention([16], [1], ring_size=4), "no initialised process group"),
         (lambda: BlockSparseRingDilatedAttention([16], [1], pattern_cache_size=0), ">= 1"),
         (lambda: BlockSparseTorchSparse([16], [1]), "BlockSparseRingDilatedAttention"),
         (lambda: BlockSparseHierarchical([16, 32], [1]), "equally long"),
@@ -260,3 +265,12 @@ def test_a_config_has_the_defaults_it_promises():
     config = SparsePatternConfig()
     assert (config.pattern_type, config.sparsity_ratio, config.block_size) == ("local_window", 0.1, 128)
     assert (config.window_size, config.global_tokens, config.dilation_rates, config.seed) == (None, 0, None, 0)
+
+
+def test_the_reason_against_torch_sparse_is_measured():
+    results = Path(__file__).parents[2] / "benchmarks" / "results" / "torch_sparse.jsonl"
+    measured = json.loads(results.read_text().splitlines()[0])
+    with pytest.raises(NotImplementedError, match="takes 11 times as long") as told:
+        BlockSparseTorchSparse([16], [1])
+    assert "8192 tokens" in str(told.value) and "8192 tokens" in measured["case"]
+    assert measured["times_as_long"] == pytest.approx(11, rel=0.3)

@@ -10,6 +10,7 @@ from dilated_attention_pytorch import (
     create_multihead_block_sparse,
     get_block_sparse_preset,
 )
+from dilated_attention_pytorch.distributed import DistributedSparseConfig
 
 
 def maximum_sequence_length():
@@ -50,6 +51,13 @@ def drop_in_replacement():
     return create_multihead_block_sparse(embed_dim=768, num_heads=12, sparsity_ratio=0.05)
 
 
+def distributed_training():
+    return create_block_sparse_attention(
+        variant="distributed",
+        distributed_config=DistributedSparseConfig(enable_memory_optimization=True, gradient_compression_ratio=0.1),
+    )
+
+
 def factory_functions():
     create_block_sparse_attention(variant="auto")
     create_multihead_block_sparse(embed_dim=768, num_heads=12)
@@ -62,6 +70,7 @@ CALLS = (
     multi_scale_attention,
     most_users,
     drop_in_replacement,
+    distributed_training,
     factory_functions,
 )
 

@@ -17,6 +17,7 @@ from dilated_attention_pytorch.nn import (
     MultiheadSparseAttention,
     RingMultiheadDilatedAttention,
     Rotary,
+    SparseAttention,
     SparsePatternConfig,
     Xpos,
 )
@@ -172,8 +173,83 @@ def test_cross_attention_of_two_lengths():
     found = module(q, k, v, key_padding_mask=padding)[0]
     assert error(found[0], mha(q, k, v, key_padding_mask=padding)[0][0]) < 1e-10
     assert error(found[1], module.out_proj.bias.expand(7, 16)) < 1e-12
-    with pytest.raises(ValueError, match="one length unless the pattern is Full"):
-        MultiheadDilatedAttention(16, 2, [8], [1], kdim=12, vdim=10, **DOUBLE)(q, k, v)
+
+
+@pytest.mark.parametrize("lengths", [(37, 90), (90, 37)])
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "full",
+        "window:9 | global:3",
+        "strided:4",
+        "dilated:16x1,64x4",
+        "hierarchical:2x1,8x2;block=8",
+        "block_dilated:64x2;block=8",
+        "heads{window:5 / causal / full / global:2}",
+    ],
+)
+def test_positions_say_what_two_lengths_mean(pattern, lengths, is_causal):
+    module = MultiheadSparseAttention(32, 4, pattern, **DOUBLE, num_kv_heads=2)
+    q, k = (torch.randn(2, n, 32, **DOUBLE, requires_grad=True) for n in lengths)
+    padding = torch.arange(lengths[1]) >= torch.tensor([lengths[1], 30])[:, None]
+    counts = multiplicities(dap.parse(pattern) & dap.Causal() if is_causal else dap.parse(pattern), max(lengths), 4)
+    heads = [
+        p(x).unflatten(-1, (-1, 8)).transpose(1, 2)
+        for p, x in ((module.q_proj, q), (module.k_proj, k), (module.v_proj, k))
+    ]
+    counts = counts[:, : lengths[0], : lengths[1]]
+    wanted, _ = dense_attention(*heads, counts, key_padding_mask=padding)
+    wanted = module.out_proj(wanted.transpose(1, 2).flatten(2))
+    found = module(q, k, key_padding_mask=padding, is_causal=is_causal)[0]
+    assert error(found, wanted.detach()) < 1e-10
+    leaves = (q, k, *module.parameters())
+    grad_output = torch.randn_like(found)
+    grads = [torch.autograd.grad(output, leaves, grad_output) for output in (found, wanted)]
+    assert max(error(a, b) for a, b in zip(*grads, strict=True)) < 1e-10
+    core = SparseAttention(pattern)
+    turned = [t.transpose(1, 2) for t in heads]
+    alike = core(*turned, is_causal=is_causal, key_padding_mask=padding)
+    assert error(alike, dense_attention(*heads, counts, key_padding_mask=padding)[0].transpose(1, 2).detach()) < 1e-10
+
+
+@pytest.mark.parametrize(
+    "pattern", ["random:0.3;block=8", "block_dilated:64x1;sparsity_ratio=0.3;block=8", "blocks:0,0 1;block=64"]
+)
+def test_a_pattern_of_one_length_says_so(pattern):
+    module = MultiheadSparseAttention(16, 2, pattern)
+    with pytest.raises(ValueError, match="one length unless positions alone decide"):
+        module(torch.randn(1, 70, 16), torch.randn(1, 100, 16))
+
+
+def test_one_product_projects_what_is_one_tensor(make, monkeypatch):
+    module = make(**DOUBLE, num_kv_heads=2)
+    x = torch.randn(2, 40, 32, **DOUBLE, requires_grad=True)
+    called = []
+    plain = nn.Linear.forward
+    monkeypatch.setattr(nn.Linear, "forward", lambda own, given: called.append(own) or plain(own, given))
+    results = []
+    module(x[:, :2])
+    assert len(called) == 4
+    for given, calls in (((x, x, x), 1), ((x, x.view_as(x), x), 4)):
+        called.clear()
+        output = module(*given, is_causal=True)[0]
+        assert len(called) == calls
+        results.append([output.detach(), *torch.autograd.grad(output.square().sum(), (x, *module.parameters()))])
+    assert max(error(a, b) for a, b in zip(*results, strict=True)) < 1e-12
+
+
+def test_a_projection_with_more_to_it_is_called():
+    module = MultiheadSparseAttention(16, 2, "window:4")
+    x = torch.randn(1, 20, 16)
+    before = module(x)[0]
+    module.v_proj.register_forward_hook(lambda own, given, found: 2 * found)
+    module.out_proj.bias.data.zero_()
+    assert error(module(x)[0], 2 * before.detach()) < 1e-6
+    module.k_proj = nn.Sequential(module.k_proj)
+    assert error(module(x)[0], 2 * before.detach()) < 1e-6
+    module.v_proj.forward = lambda given: torch.zeros_like(given)
+    assert module(x)[0].abs().max() == 0
 
 
 def test_packed_sequences_start_their_positions_anew():
@@ -320,13 +396,14 @@ def test_dropout_acts_in_training_alone(make):
         ({"position": "learned"}, "one of rotary"),
         ({"position": 3}, "a name or None"),
         ({"num_heads": 32, "position": "rotary"}, "even head width"),
+        ({"segment_lengths": [1, 2], "dilation_rates": [64, 128]}, "Segment lengths come before"),
         ({"unknown": 1}, "unexpected keyword"),
     ],
 )
 @pytest.mark.untyped
 def test_what_cannot_be_made_raises(options, message):
     with pytest.raises((ValueError, TypeError), match=message):
-        MultiheadDilatedAttention(32, segment_lengths=[16], dilation_rates=[1], **{"num_heads": 4, **options})
+        MultiheadDilatedAttention(32, **{"num_heads": 4, "segment_lengths": [16], "dilation_rates": [1], **options})
 
 
 def encoder(batch_first=True):
@@ -383,3 +460,10 @@ def test_gradcheck():
     module = MultiheadDilatedAttention(8, 2, [4, 8], [1, 2], position="rotary", **DOUBLE)
     x = torch.randn(1, 10, 8, **DOUBLE, requires_grad=True)
     assert torch.autograd.gradcheck(lambda t: module(t, is_causal=True)[0], x)
+
+
+def test_explain_says_where_segments_play_no_part():
+    options = {"segment_lengths": [64], "dilation_rates": [1]}
+    window = BlockSparseRingMultiheadDilatedAttention(32, 4, sparse_config=SparsePatternConfig(), **options)
+    assert "a local_window pattern has no segments" in window.explain(4096)
+    assert "no segments" not in BlockSparseRingMultiheadDilatedAttention(32, 4, **options).explain(4096)

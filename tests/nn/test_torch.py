@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from dilated_attention_pytorch.nn import (
+    BlockSparseHierarchical,
     BlockSparseRingDilatedAttention,
     BlockSparseRingMultiheadDilatedAttention,
     DilatedAttention,
@@ -23,12 +24,14 @@ from dilated_attention_pytorch.nn import (
 CORES = {
     "dilated": lambda: DilatedAttention([16, 64], [1, 4]),
     "block": lambda: BlockSparseRingDilatedAttention([64], [1], sparsity_ratio=0.4, block_size=16),
+    "hierarchical": lambda: BlockSparseHierarchical([32, 128], [1, 2], block_size=16),
 }
 MULTIHEADS = {
     "dilated": lambda: MultiheadDilatedAttention(32, 4, [16, 64], [1, 4], num_kv_heads=2, position="rotary"),
     "block": lambda: BlockSparseRingMultiheadDilatedAttention(
         32, 4, [64], [1], sparsity_ratio=0.4, block_size=16, position="xpos"
     ),
+    "any": lambda: MultiheadSparseAttention(32, 4, "window:9 | global:3", layer_norm=True),
 }
 
 
@@ -72,6 +75,16 @@ def test_multihead_modules_compile_whole(name, padding, quiet_compiler):
 
 
 @pytest.mark.compile
+def test_a_memory_budget_compiles_whole(quiet_compiler):
+    q, k, v = (torch.randn(1, 80, 4, 8, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    module, within = (DilatedAttention([16, 64], [1, 4], backend="cpu", memory_budget=m) for m in (None, 136 * 2**20))
+    found, wanted = torch.compile(within, fullgraph=True, backend="aot_eager")(q, k, v), module(q, k, v)
+    assert error(found, wanted.detach()) < 1e-12
+    grads = [torch.autograd.grad(out.sum(), (q, k, v)) for out in (found, wanted)]
+    assert max(error(a, b) for a, b in zip(*grads, strict=True)) < 1e-12
+
+
+@pytest.mark.compile
 @pytest.mark.filterwarnings("ignore:enable_nested_tensor")
 def test_an_encoder_compiles_whole_and_calls_the_module(quiet_compiler):
     layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
@@ -100,6 +113,21 @@ def test_autocast_computes_in_its_dtype_and_gives_gradients_in_theirs(name):
     assert error(output, wanted.detach()) < 0.05
     output.sum().backward()
     assert {p.grad.dtype for p in module.parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize("name", CORES)
+def test_core_modules_under_autocast_and_checkpointing(name):
+    module = CORES[name]()
+    module.attention_dropout = 0.3
+    q, k, v = (torch.randn(1, 80, 4, 8, requires_grad=True) for _ in range(3))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert module(q, k, v).dtype == torch.bfloat16
+    grads = []
+    for again in (False, True):
+        torch.manual_seed(5)
+        output = checkpoint(module, q, k, v, use_reentrant=False) if again else module(q, k, v)
+        grads.append(torch.autograd.grad(output.square().sum(), (q, k, v)))
+    assert max(error(a, b) for a, b in zip(*grads, strict=True)) < 1e-6
 
 
 @pytest.mark.parametrize("name", MULTIHEADS)
@@ -141,9 +169,10 @@ def gradients(module, x):
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("wrap", ["ddp", "fsdp"])
-def test_wrapping_for_data_parallel_training(wrap, one_process):
-    plain = MULTIHEADS["dilated"]().double()
-    wrapped = MULTIHEADS["dilated"]().double()
+@pytest.mark.parametrize("name", MULTIHEADS)
+def test_wrapping_for_data_parallel_training(name, wrap, one_process):
+    plain = MULTIHEADS[name]().double()
+    wrapped = MULTIHEADS[name]().double()
     wrapped.load_state_dict(plain.state_dict())
     if wrap == "ddp":
         wrapped = nn.parallel.DistributedDataParallel(wrapped)

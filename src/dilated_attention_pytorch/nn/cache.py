@@ -62,7 +62,14 @@ class KVCache:
         return torch.tensor(self.lengths or [0] * batch)
 
     def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, *, scale: float | None = None, backend: str = "auto"
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scale: float | None = None,
+        backend: str = "auto",
+        memory_budget: float | None = None,
     ) -> Tensor:
         """Add tokens and return their rows of causal attention.
 
@@ -71,7 +78,7 @@ class KVCache:
             key: (B, G, M, D), G = H or a divisor of it.
             value: (B, G, M, E).
             scale: factor on the scores; 1 / sqrt(D) by default.
-            backend: for the prompt, see `attention`.
+            backend: for the prompt, see `attention`, as `memory_budget`.
 
         Returns:
             (B, H, M, E). Rows of padding after a shorter prompt mean nothing.
@@ -90,10 +97,10 @@ class KVCache:
         self._write(key.detach(), value.detach(), before, heads)
         self.lengths = after
         if first:
-            return self._prompt(query, key, value, scale, backend)
+            return self._prompt(query, key, value, scale, backend, memory_budget)
         assert self._key is not None and self._value is not None
         if rows >= MOST_ROWS and self.kept == Kept() and len(set(before)) == 1:
-            return self._many(query, scale, backend)
+            return self._many(query, scale, backend, memory_budget)
         return attention_step(
             query,
             self._key,
@@ -119,16 +126,34 @@ class KVCache:
             raise must(f"prompt_lengths must be {batch} numbers in 1 .. {rows}", lengths)
         return lengths
 
-    def _prompt(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None, backend: str) -> Tensor:
-        pattern = opening(self.pattern, self.length, query.shape[2], query.shape[1])
-        return attention(query, key, value, pattern, is_causal=True, scale=scale, enable_gqa=True, backend=backend)
+    def _prompt(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float | None,
+        backend: str,
+        memory_budget: float | None,
+    ) -> Tensor:
+        return attention(
+            query,
+            key,
+            value,
+            opening(self.pattern, self.length, query.shape[2], query.shape[1]),
+            is_causal=True,
+            scale=scale,
+            enable_gqa=True,
+            backend=backend,
+            memory_budget=memory_budget,
+        )
 
-    def _many(self, query: Tensor, scale: float | None, backend: str) -> Tensor:
+    def _many(self, query: Tensor, scale: float | None, backend: str, memory_budget: float | None) -> Tensor:
         """Many tokens at once: the whole computation, its earlier rows thrown away."""
         n, rows = self.lengths[0], query.shape[2]
         assert self._key is not None and self._value is not None
         padded = torch.nn.functional.pad(query, (0, 0, n - rows, 0))
-        return self._prompt(padded, self._key[:, :, :n], self._value[:, :, :n], scale, backend)[:, :, n - rows :]
+        held = self._key[:, :, :n], self._value[:, :, :n]
+        return self._prompt(padded, *held, scale, backend, memory_budget)[:, :, n - rows :]
 
     def _end(self, lengths: Sequence[int] | None = None) -> int:
         """Slots in use when the longest sample has read this much."""

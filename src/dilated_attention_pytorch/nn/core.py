@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
 from ..errors import must
 from ..ops import attention, plan_cache
+from ..ops.budget import check_budget
 from ..patterns import Causal, Pattern, parse
 from ..plan import Plan
+from .cross import attention_across
 
 
 def probability(what: str, value: float) -> float:
@@ -16,17 +20,6 @@ def probability(what: str, value: float) -> float:
     if not 0.0 <= value < 1.0:
         raise must(f"{what} must lie in [0, 1)", value)
     return float(value)
-
-
-def alone(process_group: object, ring_size: int | None) -> None:
-    """Refuse ranks, which these modules do not have."""
-    if process_group is not None or ring_size not in (None, 1):
-        came = "a process group" if process_group is not None else f"ring_size={ring_size}"
-        raise must(
-            "this module must run on one device",
-            came,
-            "Its distributed form does not exist yet; leave process_group and ring_size out.",
-        )
 
 
 class Planned:
@@ -72,6 +65,10 @@ class Planned:
         """What else a user of this module should know."""
         return []
 
+    def _operation(self, n: int, keys: int) -> Callable[..., Tensor]:
+        """What computes attention of `n` queries and `keys` keys."""
+        return attention if n == keys else attention_across
+
 
 class SparseAttention(nn.Module, Planned):
     """Attention over (B, N, H, D) by any pattern.
@@ -81,6 +78,7 @@ class SparseAttention(nn.Module, Planned):
         softmax_scale: factor on the scores; 1 / sqrt(D) by default.
         attention_dropout: probability of dropping a weight while training.
         backend: "auto" or a name from `backends()`.
+        memory_budget: the most memory that attention may take, see `attention`.
         device: where tensors must be and where `plan` builds; anywhere when not given.
         dtype: what tensors must be, outside autocast; anything when not given.
 
@@ -95,6 +93,7 @@ class SparseAttention(nn.Module, Planned):
         attention_dropout: float = 0.0,
         *,
         backend: str = "auto",
+        memory_budget: float | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -103,6 +102,8 @@ class SparseAttention(nn.Module, Planned):
         self.softmax_scale = softmax_scale
         self.attention_dropout = probability("attention_dropout", attention_dropout)
         self.backend = backend
+        check_budget(memory_budget)
+        self.memory_budget = memory_budget
         # Carries the place a user named through .to(), so that the check in forward stays true.
         self.register_buffer("_place", torch.zeros(0, device=device, dtype=dtype), persistent=False)
         self._fixed = (device is not None, dtype is not None)
@@ -121,7 +122,7 @@ class SparseAttention(nn.Module, Planned):
 
         Args:
             query: (B, N, H, D).
-            key: (B, N, G, D), G = H or a divisor of it.
+            key: (B, N, G, D), G = H or a divisor of it; of another length where the pattern asks for positions alone.
             value: (B, N, G, E).
             is_causal: also require the key not to come after the query.
             key_padding_mask: bool (B, N), True where a key takes no part.
@@ -134,7 +135,7 @@ class SparseAttention(nn.Module, Planned):
         for name, tensor in (("query", query), ("key", key), ("value", value)):
             if tensor.dim() != 4:
                 raise must(f"{name} must have shape (batch, n, heads, width)", tuple(tensor.shape))
-        output = attention(
+        output = self._operation(query.shape[1], key.shape[1])(
             query.transpose(1, 2),
             key.transpose(1, 2),
             value.transpose(1, 2),
@@ -146,6 +147,7 @@ class SparseAttention(nn.Module, Planned):
             cu_seqlens=cu_seqlens,
             dropout_p=self.attention_dropout if self.training else 0.0,
             backend=self.backend,
+            memory_budget=self.memory_budget,
         )
         return output.transpose(1, 2)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from ..errors import must
 from ..patterns import Dilated
-from .core import SparseAttention, alone
+from .core import SparseAttention
 
 
 class DilatedAttention(SparseAttention):
@@ -42,21 +42,3 @@ class DilatedAttention(SparseAttention):
         pattern = Dilated(segment_lengths, dilation_rates, offset, overlap, heads)  # pyrefly: ignore[bad-argument-type]
         super().__init__(pattern, softmax_scale, attention_dropout if dropout is None else dropout, **place)
         self.segment_lengths, self.dilation_rates = pattern.segment_lengths, pattern.dilation_rates
-
-
-class RingDilatedAttention(DilatedAttention):
-    """`DilatedAttention` for sequences spread over ranks; on one device, that computation itself."""
-
-    def __init__(
-        self,
-        segment_lengths: Sequence[int],
-        dilation_rates: Sequence[int],
-        softmax_scale: float | None = None,
-        attention_dropout: float = 0.0,
-        *,
-        process_group: object = None,
-        ring_size: int | None = None,
-        **options: Any,
-    ) -> None:
-        alone(process_group, ring_size)
-        super().__init__(segment_lengths, dilation_rates, softmax_scale, attention_dropout, **options)

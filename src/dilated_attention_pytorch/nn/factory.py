@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import fields, replace
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from ..errors import must
 from ..patterns import Full
+from .adaptive import AdaptiveConfig, BlockSparseAdaptive, MultiheadBlockSparseAdaptive
 from .block_sparse import BlockSparseHierarchical, BlockSparseRingDilatedAttention
 from .config import HierarchicalConfig, SparsePatternConfig
 from .core import SparseAttention
-from .dilated import DilatedAttention, RingDilatedAttention
+from .dilated import DilatedAttention
+from .distributed import BlockSparseRingDistributedDilatedAttention
 from .multihead import (
     BlockSparseRingMultiheadDilatedAttention,
     MultiheadDilatedAttention,
     MultiheadSparseAttention,
     RingMultiheadDilatedAttention,
 )
+from .ring import RingDilatedAttention
 from .tuning import cost_model
+
+if TYPE_CHECKING:
+    from ..distributed.config import DistributedSparseConfig
 
 SEGMENTS, RATES = (2048, 4096, 8192), (1, 2, 4)
 EMBED_DIM, NUM_HEADS = 768, 12
@@ -34,8 +41,8 @@ def create_block_sparse_attention(
     sparse_config: SparsePatternConfig | None = None,
     sparsity_ratio: float | None = None,
     block_size: int | None = None,
-    adaptive_config: object = None,
-    distributed_config: object = None,
+    adaptive_config: AdaptiveConfig | None = None,
+    distributed_config: DistributedSparseConfig | None = None,
     embed_dim: int | None = None,
     num_heads: int | None = None,
     *,
@@ -46,15 +53,16 @@ def create_block_sparse_attention(
     """A block-sparse module.
 
     Args:
-        variant: "base" (B, N, H, D), "multihead" (B, N, E), "hierarchical", or "auto": what the other arguments call
-            for, and dense attention where `length` is too short for sparse to pay.
+        variant: "base" (B, N, H, D), "multihead" (B, N, E), "distributed" (the same over ranks and nodes),
+            "hierarchical", "adaptive" (learned; (B, N, E) where `embed_dim` is given), or "auto": what the other
+            arguments call for, and dense attention where `length` is too short for sparse to pay.
         segment_lengths: (2048, 4096, 8192) by default.
         dilation_rates: 1, 2, 4, ... by default.
         sparse_config: see `BlockSparseRingDilatedAttention`, as `sparsity_ratio` and `block_size`.
         adaptive_config: for "adaptive".
         distributed_config: for "distributed".
-        embed_dim: width of the model, for "multihead"; 768 by default.
-        num_heads: heads, for "multihead"; 12 by default.
+        embed_dim: width of the model, for "multihead" and "distributed"; 768 by default.
+        num_heads: heads, for "multihead" and "distributed", 12 by default, and for "adaptive", 8 by default.
         hierarchical_config: levels, for "hierarchical".
         length: tokens to expect, for "auto".
         options: whatever else the module takes; a keyword it does not know raises.
@@ -71,18 +79,32 @@ def create_block_sparse_attention(
     called_for = next((name for name, given in owners.items() if given is not None), "base")
     chosen = called_for if variant == "auto" else variant
     for name, given in owners.items():
-        if given is not None and name != chosen:
+        own_heads = chosen == "distributed" or (chosen == "adaptive" and (variant == chosen or embed_dim is None))
+        if given is not None and name != chosen and not (name == "multihead" and own_heads):
             what = {"multihead": "embed_dim and num_heads"}.get(name, f"{name}_config")
             raise must(f'{what} must come with variant="{name}"', f'variant="{chosen}"')
     if length is not None and variant != "auto":
         raise must('length must come with variant="auto"', f'variant="{variant}"')
     kept: dict[str, Any] = {"sparse_config": sparse_config, "sparsity_ratio": sparsity_ratio, "block_size": block_size}
-    if chosen in ("adaptive", "distributed"):
-        raise must('variant must be "base", "multihead" or "hierarchical"', f'"{chosen}", which does not exist yet')
+    if chosen == "adaptive":
+        if length is not None:
+            raise must("length must come with a pattern of positions", "a learned one")
+        return _adaptive(segments, rates, adaptive_config, kept, embed_dim, num_heads, options)
     if chosen == "hierarchical":
         if sparse_config is not None or sparsity_ratio is not None:
             raise must("a hierarchy must be given by its levels", "a sparsity ratio", "Use hierarchical_config.")
         made: Any = BlockSparseHierarchical(segments, rates, hierarchical_config, block_size=block_size, **options)
+    elif chosen == "distributed":
+        if sparse_config is not None:
+            raise must("a distributed module must be given its densities", "a sparse_config", "Use distributed_config.")
+        made = BlockSparseRingDistributedDilatedAttention(
+            embed_dim or EMBED_DIM,
+            num_heads or NUM_HEADS,
+            segments,
+            rates,
+            _told(distributed_config, sparsity_ratio, block_size),
+            **options,
+        )
     elif chosen == "multihead":
         width, heads = embed_dim or EMBED_DIM, num_heads or NUM_HEADS
         made = BlockSparseRingMultiheadDilatedAttention(width, heads, segments, rates, **kept, **options)
@@ -91,6 +113,55 @@ def create_block_sparse_attention(
     if variant != "auto":
         return made
     return _where_it_pays(made, length, f"auto took variant {chosen}", options)
+
+
+def _told(
+    config: DistributedSparseConfig | None, sparsity_ratio: float | None, block_size: int | None
+) -> DistributedSparseConfig:
+    """The config with what was said beside it."""
+    from ..distributed.config import DistributedSparseConfig
+
+    said = {"sparsity_ratio": sparsity_ratio, "block_size": block_size}
+    given: dict[str, Any] = {name: value for name, value in said.items() if value is not None}
+    return replace(DistributedSparseConfig() if config is None else config, **given)
+
+
+def _adaptive(
+    segments: tuple[int, ...],
+    rates: tuple[int, ...],
+    config: AdaptiveConfig | None,
+    kept: dict[str, Any],
+    embed_dim: int | None,
+    num_heads: int | None,
+    options: dict[str, Any],
+) -> nn.Module:
+    if kept["sparse_config"] is not None:
+        raise must("a learned selection must be given by adaptive_config", "a sparse_config")
+    if kept["sparsity_ratio"] is not None:
+        if config is not None:
+            raise must("adaptive_config must come without sparsity_ratio", "both", "It has base_sparsity.")
+        config = AdaptiveConfig(base_sparsity=1.0 - kept["sparsity_ratio"])
+    size = {} if kept["block_size"] is None else {"block_size": kept["block_size"]}
+    if embed_dim is not None:
+        heads = num_heads or NUM_HEADS
+        return MultiheadBlockSparseAdaptive(
+            embed_dim, heads, segments, rates, adaptive_config=config, **size, **options
+        )
+    return BlockSparseAdaptive(segments, rates, num_heads or 8, adaptive_config=config, **size, **options)
+
+
+def create_adaptive_block_sparse(base_sparsity: float = 0.9, **options: Any) -> nn.Module:
+    """`create_block_sparse_attention("adaptive", ...)`, with the fields of `AdaptiveConfig` among the keywords.
+
+    >>> create_adaptive_block_sparse(0.95, temperature=0.5, num_heads=4).config.temperature
+    0.5
+    """
+    names = {field.name for field in fields(AdaptiveConfig)}
+    told = {name: options.pop(name) for name in list(options) if name in names}
+    if told and options.get("adaptive_config") is not None:
+        raise must("adaptive_config must come without its fields", ", ".join(told))
+    options.setdefault("adaptive_config", AdaptiveConfig(base_sparsity=base_sparsity, **told))
+    return create_block_sparse_attention("adaptive", **options)
 
 
 def create_multihead_block_sparse(

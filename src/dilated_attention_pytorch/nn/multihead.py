@@ -2,29 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import Tensor
 
-from ..errors import must, must_be
-from ..ops import attention, attention_rows
+from ..errors import must
+from ..ops import attention_rows
+from ..ops.budget import check_budget
 from ..patterns import Causal, Dilated, Full, Pattern, parse
-from .block_sparse import block_pattern
+from .block_sparse import block_pattern, segments_unused
 from .cache import KVCache
 from .config import SparsePatternConfig
-from .core import Planned, alone, probability
+from .core import Planned, probability
 from .masks import ignored, mask_pattern
 from .position import Position, position_of
+from .projections import Projections
+from .ring import MultiheadOverRanks, Ranks
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from ..distributed import SequenceLayout
 
 LONGEST_WEIGHTS = 8192
 
-Own = TypeVar("Own", bound="MultiheadSparseAttention")
+
+def _each_once(change: Callable[[Tensor], Tensor], query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+    """The three changed, those that are one tensor still being one."""
+    changed = change(query)
+    changed_key = changed if key is query else change(key)
+    return changed, changed_key, changed_key if value is key else change(value)
 
 
-class MultiheadSparseAttention(nn.Module, Planned):
+class MultiheadSparseAttention(Projections, Planned):
     """Multi-head attention by any pattern, in the place of `torch.nn.MultiheadAttention`.
 
     Args:
@@ -41,6 +54,7 @@ class MultiheadSparseAttention(nn.Module, Planned):
         batch_first: (B, N, E) when true, (N, B, E) when not.
         position: "rotary", "xpos", "alibi", a `Position`, or None.
         backend: "auto" or a name from `backends()`.
+        memory_budget: the most memory that attention, without the projections, may take: see `attention`.
         device: where the parameters are made.
         dtype: what they are made of.
 
@@ -73,48 +87,21 @@ class MultiheadSparseAttention(nn.Module, Planned):
         batch_first: bool = True,
         position: Position | str | None = None,
         backend: str = "auto",
+        memory_budget: float | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
-        if embed_dim < 1 or num_heads < 1 or embed_dim % num_heads:
-            raise must("embed_dim must be a multiple of num_heads", f"{embed_dim} and {num_heads}")
-        kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        if kv_heads < 1 or num_heads % kv_heads:
-            raise must("num_heads must be a multiple of num_kv_heads", f"{num_heads} and {kv_heads}")
+        norm_eps = layer_norm_eps if layer_norm else None
+        super().__init__(embed_dim, num_heads, num_kv_heads, kdim, vdim, bias, norm_eps, gamma_init, device, dtype)
         self.pattern = parse(pattern) if isinstance(pattern, str) else pattern
-        self.embed_dim, self.num_heads, self.num_kv_heads = embed_dim, num_heads, kv_heads
-        self.head_dim = embed_dim // num_heads
         self.dropout = probability("dropout", dropout)
         self.batch_first = batch_first
-        self.gamma_init = gamma_init
         self.backend = backend
+        check_budget(memory_budget)
+        self.memory_budget = memory_budget
         self.position = position_of(position)
         if self.position is not None:
             self.position.check(self.head_dim)
-        kept: dict[str, Any] = {"device": device, "dtype": dtype}
-        kv_width = kv_heads * self.head_dim
-        self.q_proj = nn.Linear(embed_dim, embed_dim, bias, **kept)
-        self.k_proj = nn.Linear(kdim or embed_dim, kv_width, bias, **kept)
-        self.v_proj = nn.Linear(vdim or embed_dim, kv_width, bias, **kept)
-        self.norm = nn.LayerNorm(embed_dim, layer_norm_eps, bias=bias, **kept) if layer_norm else None
-        self.out_proj = nn.Linear(embed_dim, embed_dim, bias, **kept)
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Draw the projections anew."""
-        gains = (
-            (self.q_proj, 1.0),
-            (self.k_proj, 1.0),
-            (self.v_proj, self.gamma_init),
-            (self.out_proj, self.gamma_init),
-        )
-        for projection, gain in gains:
-            nn.init.xavier_uniform_(projection.weight, gain)
-            if projection.bias is not None:
-                nn.init.zeros_(projection.bias)
-        if self.norm is not None:
-            self.norm.reset_parameters()
 
     def forward(
         self,
@@ -150,18 +137,15 @@ class MultiheadSparseAttention(nn.Module, Planned):
         value = key if value is None else value
         unbatched, batched = query.dim() == 2, self.batch_first or query.dim() == 2
         if unbatched:
-            query, key, value = (tensor[None] for tensor in (query, key, value))
+            query, key, value = _each_once(lambda tensor: tensor[None], query, key, value)
             key_padding_mask = None if key_padding_mask is None else key_padding_mask[None]
         for name, tensor in (("query", query), ("key", key), ("value", value)):
             if tensor.dim() != 3:
                 raise must(f"{name} must have shape (batch, n, width)", tuple(tensor.shape))
         if not batched:
-            query, key, value = (tensor.transpose(0, 1) for tensor in (query, key, value))
+            query, key, value = _each_once(lambda tensor: tensor.transpose(0, 1), query, key, value)
         itself = key is query or (key.shape == query.shape and cache is None)
-        q, k, v = (
-            projection(tensor).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-            for projection, tensor in ((self.q_proj, query), (self.k_proj, key), (self.v_proj, value))
-        )
+        q, k, v = self.project(query, key, value)
         if self.position is not None:
             self._check_position(is_causal, q.shape[2] == k.shape[2])
             q, k = self.position.apply(q, k, self._positions(q, cu_seqlens, cache), self.head_dim**-0.5)
@@ -174,11 +158,10 @@ class MultiheadSparseAttention(nn.Module, Planned):
             weights = weights.mean(1) if average_attn_weights else weights
         if cache is not None:
             self._check_cache(cache, itself, is_causal, key_padding_mask, attn_mask, cu_seqlens)
-            found = cache.attend(q, k, v, scale=self.head_dim**-0.5, backend=self.backend)
-        elif q.shape[2] != k.shape[2]:
-            found = self._across(q, k, v, pattern, is_causal, key_padding_mask, cu_seqlens)
+            where = {"backend": self.backend, "memory_budget": self.memory_budget}
+            found = cache.attend(q, k, v, scale=self.head_dim**-0.5, **where)
         else:
-            found = attention(
+            found = self._operation(q.shape[2], k.shape[2])(
                 q,
                 k,
                 v,
@@ -190,21 +173,25 @@ class MultiheadSparseAttention(nn.Module, Planned):
                 cu_seqlens=cu_seqlens,
                 dropout_p=self.dropout if self.training else 0.0,
                 backend=self.backend,
+                memory_budget=self.memory_budget,
             )
-        output = found.transpose(1, 2).flatten(2)
-        output = self.out_proj(output if self.norm is None else self.norm(output))
+        output = self.finish(found)
         if unbatched:
             return output[0], None if weights is None else weights[0]
         return output if batched else output.transpose(0, 1), weights
 
     def _positions(self, query: Tensor, cu_seqlens: Tensor | None, cache: KVCache | None) -> Tensor:
-        positions = torch.arange(query.shape[2], device=query.device)[None]
+        positions = self._tokens(query.shape[2], query.device)[None]
         if cache is not None:
             return positions + cache.positions(query.shape[0]).to(query.device)[:, None]
         if cu_seqlens is None:
             return positions
         starts = cu_seqlens.to(query.device)
         return positions - starts[torch.searchsorted(starts, positions, right=True) - 1]
+
+    def _tokens(self, n: int, device: torch.device) -> Tensor:
+        """Where the tokens of a call stand in the sequence."""
+        return torch.arange(n, device=device)
 
     def _check_position(self, is_causal: bool, same_length: bool) -> None:
         assert self.position is not None
@@ -255,29 +242,6 @@ class MultiheadSparseAttention(nn.Module, Planned):
             key_padding_mask=key_padding_mask,
         )
 
-    def _across(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        pattern: Pattern,
-        is_causal: bool,
-        key_padding_mask: Tensor | None,
-        cu_seqlens: Tensor | None,
-    ) -> Tensor:
-        """Cross-attention between sequences of two lengths."""
-        if pattern != Full() or is_causal or cu_seqlens is not None:
-            raise must(
-                "query and key must have one length unless the pattern is Full()",
-                f"{query.shape[2]} and {key.shape[2]} with {pattern}{' & causal' if is_causal else ''}",
-                "A pattern speaks of positions in one sequence.",
-            )
-        seen = None if key_padding_mask is None else ~key_padding_mask[:, None, None, :]
-        dropout = self.dropout if self.training else 0.0
-        return F.scaled_dot_product_attention(
-            query, key, value, seen, dropout, scale=self.head_dim**-0.5, enable_gqa=True
-        )
-
     def _check_cache(
         self,
         cache: KVCache,
@@ -305,76 +269,10 @@ class MultiheadSparseAttention(nn.Module, Planned):
     def place(self) -> torch.device:
         return self.out_proj.weight.device
 
-    @classmethod
-    def from_torch(cls: type[Own], mha: nn.MultiheadAttention, *pattern: Any, **options: Any) -> Own:
-        """A module with the weights of a `torch.nn.MultiheadAttention`; `pattern` is what `cls` takes after the heads.
-
-        >>> mha = nn.MultiheadAttention(64, 4, batch_first=True)
-        >>> MultiheadDilatedAttention.from_torch(mha, [32, 64], [1, 2]).num_heads
-        4
-        """
-        if not isinstance(mha, nn.MultiheadAttention):
-            raise must_be("from_torch must be given a torch.nn.MultiheadAttention", type(mha).__name__)
-        if mha.bias_k is not None or mha.add_zero_attn:
-            raise must("from_torch must be given a module without add_bias_kv and add_zero_attn", "one with them")
-        taken: dict[str, Any] = {
-            "dropout": mha.dropout,
-            "bias": mha.out_proj.bias is not None,
-            "layer_norm": False,
-            "kdim": mha.kdim,
-            "vdim": mha.vdim,
-            "batch_first": mha.batch_first,
-            "device": mha.out_proj.weight.device,
-            "dtype": mha.out_proj.weight.dtype,
-        }
-        own = cls(mha.embed_dim, mha.num_heads, *pattern, **{**taken, **options})
-        # Only a LayerNorm that was asked for here has nothing to load.
-        own.load_state_dict({**own.state_dict(), **_renamed(mha.state_dict(), "")})
-        return own.train(mha.training)
-
-    def torch_state_dict(self) -> dict[str, Tensor]:
-        """The weights as `torch.nn.MultiheadAttention` names them."""
-        if self.norm is not None or self.num_kv_heads != self.num_heads:
-            came = "sub-LayerNorm" if self.norm is not None else f"{self.num_kv_heads} key heads"
-            raise must("nn.MultiheadAttention must find all it needs and nothing more", came)
-        three = (self.q_proj, self.k_proj, self.v_proj)
-        state = {"out_proj.weight": self.out_proj.weight}
-        if len({projection.in_features for projection in three}) == 1:
-            state["in_proj_weight"] = torch.cat([projection.weight for projection in three])
-        else:
-            state |= {f"{n}_proj_weight": projection.weight for n, projection in zip("qkv", three, strict=True)}
-        if self.out_proj.bias is not None:
-            state["in_proj_bias"] = torch.cat([projection.bias for projection in three])
-            state["out_proj.bias"] = self.out_proj.bias
-        return {name: tensor.detach().clone() for name, tensor in state.items()}
-
-    def _load_from_state_dict(  # pyrefly: ignore[bad-override]
-        self, state_dict: dict[str, Any], prefix: str, *rest: Any
-    ) -> None:
-        state = _renamed(state_dict, prefix)
-        state_dict.clear()
-        state_dict.update(state)
-        super()._load_from_state_dict(state_dict, prefix, *rest)
-
     def extra_repr(self) -> str:
         grouped = "" if self.num_kv_heads == self.num_heads else f", num_kv_heads={self.num_kv_heads}"
         position = "" if self.position is None else f", position={self.position}"
         return f'{self.embed_dim}, {self.num_heads}, "{self.pattern}"{grouped}{position}'
-
-
-def _renamed(state: dict[str, Any], prefix: str) -> dict[str, Any]:
-    """nn.MultiheadAttention's names for the projections turned into ours; every other entry as it is."""
-    names: dict[str, tuple[str, ...]] = {f"{n}_proj_weight": (f"{n}_proj.weight",) for n in "qkv"}
-    names["in_proj_weight"] = tuple(f"{n}_proj.weight" for n in "qkv")
-    names["in_proj_bias"] = tuple(f"{n}_proj.bias" for n in "qkv")
-    renamed = {}
-    for name, tensor in state.items():
-        own = names.get(name.removeprefix(prefix)) if name.startswith(prefix) else None
-        if own is None:
-            renamed[name] = tensor
-        else:
-            renamed |= {prefix + part: piece for part, piece in zip(own, tensor.chunk(len(own)), strict=True)}
-    return renamed
 
 
 class MultiheadDilatedAttention(MultiheadSparseAttention):
@@ -412,6 +310,13 @@ class MultiheadDilatedAttention(MultiheadSparseAttention):
         **options: Any,
     ) -> None:
         pattern = Dilated(segment_lengths, dilation_rates, offset, overlap, heads)  # pyrefly: ignore[bad-argument-type]
+        if all(rate > segment for segment, rate in pattern.branches):
+            # The original took the rates first, which here would leave hardly a token to see.
+            raise must(
+                "some dilation rate must be within its segment",
+                f"segment_lengths={list(segment_lengths)}, dilation_rates={list(dilation_rates)}",
+                "Segment lengths come before dilation rates.",
+            )
         super().__init__(
             embed_dim,
             num_heads,
@@ -426,15 +331,28 @@ class MultiheadDilatedAttention(MultiheadSparseAttention):
         self.segment_lengths, self.dilation_rates = pattern.segment_lengths, pattern.dilation_rates
 
 
-class RingMultiheadDilatedAttention(MultiheadDilatedAttention):
-    """`MultiheadDilatedAttention` for sequences spread over ranks; on one device, that computation itself."""
+class RingMultiheadDilatedAttention(MultiheadOverRanks, MultiheadDilatedAttention):
+    """`MultiheadDilatedAttention` for sequences spread over ranks; on one device, that computation itself.
 
-    def __init__(self, *args: Any, process_group: object = None, ring_size: int | None = None, **options: Any) -> None:
-        alone(process_group, ring_size)
+    Args:
+        args: those of `MultiheadDilatedAttention`, as `options`.
+        process_group: see `Ranks`, as `ring_size`, `layout` and `transfer`.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        process_group: dist.ProcessGroup | DeviceMesh | None = None,
+        ring_size: int | None = None,
+        layout: SequenceLayout | str = "contiguous",
+        transfer: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
         super().__init__(*args, **options)
+        self.ranks = Ranks(process_group, ring_size, layout, transfer)
 
 
-class BlockSparseRingMultiheadDilatedAttention(MultiheadSparseAttention):
+class BlockSparseRingMultiheadDilatedAttention(MultiheadOverRanks, MultiheadSparseAttention):
     """Multi-head block-sparse attention, as `BlockSparseRingDilatedAttention` between projections.
 
     Args:
@@ -444,7 +362,7 @@ class BlockSparseRingMultiheadDilatedAttention(MultiheadSparseAttention):
         dropout: see `MultiheadSparseAttention`, as `bias` and `batch_first`.
         sparsity_ratio: fraction of blocks kept (0.01 = 99 % sparse).
         block_size: tokens in a block, 128 by default.
-        process_group: must be None; likewise `ring_size`.
+        process_group: see `Ranks`, as `ring_size`, `layout` and `transfer`.
         options: `layer_norm`, `num_kv_heads`, `position` and the rest of `MultiheadSparseAttention`.
     """
 
@@ -461,12 +379,17 @@ class BlockSparseRingMultiheadDilatedAttention(MultiheadSparseAttention):
         *,
         sparsity_ratio: float | None = None,
         block_size: int | None = None,
-        process_group: object = None,
+        process_group: dist.ProcessGroup | DeviceMesh | None = None,
         ring_size: int | None = None,
+        layout: SequenceLayout | str = "contiguous",
+        transfer: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
-        alone(process_group, ring_size)
         pattern = block_pattern(segment_lengths, dilation_rates, sparse_config, sparsity_ratio, block_size)
         super().__init__(embed_dim, num_heads, pattern, dropout, bias, batch_first=batch_first, **options)
         self.segment_lengths, self.dilation_rates = tuple(segment_lengths), tuple(dilation_rates)
         self.sparse_config = sparse_config
+        self.ranks = Ranks(process_group, ring_size, layout, transfer)
+
+    def notes(self) -> list[str]:
+        return [*segments_unused(self.sparse_config), *super().notes()]

@@ -52,17 +52,30 @@ def cost_model(device: torch.device | str = "cpu") -> CostModel:
     `DAP_CALIBRATE=0` switches measuring off; `XDG_CACHE_HOME` moves the cache.
     """
     device = torch.device(device)
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type} x {torch.get_num_threads()}"
-    path = cache_path()
-    key = f"{name}, torch {torch.__version__}"
-    known = _read(path)
-    if key in known:
-        return known[key]
+    known = stored_models()
+    if _key(device) in known:
+        return known[_key(device)]
     if os.environ.get("DAP_CALIBRATE", "1") == "0" or device.type == "meta":
         return UNMEASURED
+    return calibrate(device)
+
+
+def calibrate(device: torch.device | str = "cpu") -> CostModel:
+    """Measure this machine, whatever is in the cache, and write it there."""
+    device = torch.device(device)
     model = measure(device)
-    _write(path, {**known, key: model})
+    _write(cache_path(), {**stored_models(), _key(device): model})
     return model
+
+
+def known_model(device: torch.device | str = "cpu") -> CostModel | None:
+    """The figures of this machine if they are in the cache; nothing is measured."""
+    return stored_models().get(_key(torch.device(device)))
+
+
+def _key(device: torch.device) -> str:
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type} x {torch.get_num_threads()}"
+    return f"{name}, torch {torch.__version__}"
 
 
 def cache_path() -> Path:
@@ -112,9 +125,10 @@ def _best(call: Callable[[], object], device: torch.device) -> float:
     return min(times)
 
 
-def _read(path: Path) -> dict[str, CostModel]:
+def stored_models() -> dict[str, CostModel]:
+    """What the cache holds, by machine and torch release."""
     try:
-        return {key: CostModel(**figures) for key, figures in json.loads(path.read_text()).items()}
+        return {key: CostModel(**figures) for key, figures in json.loads(cache_path().read_text()).items()}
     except (OSError, ValueError, TypeError, AttributeError):
         # Missing or damaged: measured anew, and written over.
         return {}

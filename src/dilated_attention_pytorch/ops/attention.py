@@ -14,10 +14,12 @@ from torch.autograd.function import once_differentiable
 
 from ..errors import must, must_be
 from ..kernels.dropout import fresh_seed
-from ..kernels.registry import AttentionCall, choose, empty_rows
+from ..kernels.registry import AttentionCall, Backend, choose, empty_rows
 from ..patterns import Causal, Packed, Pattern, parse
 from ..plan import PlanCache, own_block
 from ..shapes import CuSeqlens, Key, KeyPadding, Output, Query, Value
+from . import budget
+from .budget import check_budget
 from .merge import AttentionOutput
 
 plan_cache = PlanCache()
@@ -25,7 +27,7 @@ plan_cache = PlanCache()
 
 _SETTINGS = (
     "Tensor? key_padding_mask, Tensor? cu_seqlens, Tensor? seed, "
-    "str pattern, bool is_causal, float scale, float dropout_p, str backend"
+    "str pattern, bool is_causal, float scale, float dropout_p, str backend, float? memory_budget=None"
 )
 _library = torch.library.Library("dilated_attention", "DEF")
 _library.define(f"forward(Tensor query, Tensor key, Tensor value, {_SETTINGS}) -> (Tensor, Tensor)")
@@ -48,6 +50,7 @@ def attention(
     cu_seqlens: CuSeqlens | None = None,
     dropout_p: float = 0.0,
     backend: str = "auto",
+    memory_budget: float | None = None,
 ) -> Output:
     """Exact attention over the pairs a pattern allows.
 
@@ -64,6 +67,8 @@ def attention(
             holds in each as if it were alone. Keep it on the CPU: its values shape the plan.
         dropout_p: probability of dropping a weight.
         backend: "auto", or a name from `dilated_attention_pytorch.backends()`, which then never falls back.
+        memory_budget: the most memory that either pass may take, its results included: bytes, or as a float a fraction
+            of what is free. The queries of some samples and heads are then computed at a time; results stay the same.
 
     Returns:
         (B, H, N, E). A row that may see no key is 0.
@@ -74,8 +79,9 @@ def attention(
     >>> attention(q, k, v, Dilated((256, 1024), (1, 4)), is_causal=True).shape
     torch.Size([1, 8, 1000, 64])
     """
+    masks = key_padding_mask, cu_seqlens
     return _attend(
-        query, key, value, pattern, is_causal, scale, enable_gqa, key_padding_mask, cu_seqlens, dropout_p, backend
+        query, key, value, pattern, is_causal, scale, enable_gqa, *masks, dropout_p, backend, memory_budget
     ).output
 
 
@@ -92,11 +98,11 @@ def attention_with_lse(
     cu_seqlens: CuSeqlens | None = None,
     dropout_p: float = 0.0,
     backend: str = "auto",
+    memory_budget: float | None = None,
 ) -> AttentionOutput:
     """`attention`, and the natural logarithm of each row's softmax denominator, (B, H, N); both are differentiable."""
-    return _attend(
-        query, key, value, pattern, is_causal, scale, enable_gqa, key_padding_mask, cu_seqlens, dropout_p, backend
-    )
+    masks = key_padding_mask, cu_seqlens
+    return _attend(query, key, value, pattern, is_causal, scale, enable_gqa, *masks, dropout_p, backend, memory_budget)
 
 
 def _attend(
@@ -111,6 +117,7 @@ def _attend(
     cu_seqlens: Tensor | None,
     dropout_p: float,
     backend: str,
+    memory_budget: float | None,
 ) -> AttentionOutput:
     query, key, value = _autocast(query, key, value)
     check_tensors(query, key, value, enable_gqa)
@@ -119,6 +126,7 @@ def _attend(
         raise must_be("pattern must be a Pattern or text", type(pattern).__name__, 'For example "window:512 & causal".')
     if not 0.0 <= dropout_p < 1.0:
         raise must("dropout_p must lie in [0, 1)", dropout_p)
+    check_budget(memory_budget)
     if scale is None:
         scale = query.shape[-1] ** -0.5
     elif not -math.inf < scale < math.inf:
@@ -142,6 +150,7 @@ def _attend(
         scale,
         dropout_p,
         backend,
+        memory_budget,
     )
     if _needs_graph(query, key, value):
         return AttentionOutput(*_Attention.apply(*arguments))
@@ -185,7 +194,7 @@ class _Attention(torch.autograd.Function):
         grad_output, grad_lse = grad_outputs
         query, key, value, key_padding_mask, cu_seqlens, seed, output, lse = ctx.saved_tensors
         if grad_output is None and grad_lse is None:
-            return (None,) * 11
+            return (None,) * 12
         grad_output = torch.zeros_like(output) if grad_output is None else grad_output
         if grad_output.stride(-1) != 1:
             grad_output = grad_output.contiguous()
@@ -193,7 +202,7 @@ class _Attention(torch.autograd.Function):
         found = torch.ops.dilated_attention.backward(
             query, key, value, output, lse, grad_output, grad_lse, *masks, *ctx.settings
         )
-        return *found, *(None,) * 8
+        return *found, *(None,) * 9
 
     @staticmethod
     def vmap(
@@ -222,8 +231,10 @@ _Attention.forward.__signature__ = inspect.signature(_Attention.forward)  # pyre
 
 @torch.library.impl(_library, "forward", "CompositeExplicitAutograd")
 def _forward(query: Tensor, key: Tensor, value: Tensor, *settings: Any) -> tuple[Tensor, Tensor]:
-    call, backend = call_of(query, key, value, *settings)
-    return tuple(choose(call, backend)[1].forward(call))  # pyrefly: ignore[bad-return]
+    call, (name, backend), memory_budget = _chosen(query, key, value, *settings)
+    if memory_budget is None:
+        return tuple(backend.forward(call))  # pyrefly: ignore[bad-return]
+    return tuple(budget.forward(call, name, backend, memory_budget))  # pyrefly: ignore[bad-return]
 
 
 @torch.library.impl(_library, "backward", "CompositeExplicitAutograd")
@@ -237,8 +248,20 @@ def _backward(
     grad_lse: Tensor | None,
     *settings: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    call, backend = call_of(query, key, value, *settings)
-    return tuple(choose(call, backend)[1].backward(call, output, lse, grad_output, grad_lse))  # pyrefly: ignore[bad-return]
+    call, (name, backend), memory_budget = _chosen(query, key, value, *settings)
+    found = output, lse, grad_output, grad_lse
+    if memory_budget is None:
+        return tuple(backend.backward(call, *found))  # pyrefly: ignore[bad-return]
+    return tuple(budget.backward(call, name, backend, memory_budget, *found))  # pyrefly: ignore[bad-return]
+
+
+def _chosen(
+    query: Tensor, key: Tensor, value: Tensor, *settings: Any
+) -> tuple[AttentionCall, tuple[str, Backend], float | None]:
+    # The dispatcher leaves out what has its default.
+    memory_budget = settings[8] if len(settings) > 8 else None
+    call, backend = call_of(query, key, value, *settings[:8])
+    return call, choose(call, backend), memory_budget
 
 
 @torch.library.register_fake("dilated_attention::forward", lib=_library)
@@ -266,7 +289,7 @@ def call_of(
     backend: str,
 ) -> tuple[AttentionCall, str]:
     """The call a backend sees, with its plan from the cache."""
-    lengths = None if cu_seqlens is None else _lengths(cu_seqlens, query.shape[2])
+    lengths = None if cu_seqlens is None else lengths_of(cu_seqlens, query.shape[2])
     resolved, block_size = _resolved(pattern, is_causal, lengths, query.shape[2], query.shape[1])
     plan = plan_cache.get(resolved, query.shape[2], query.shape[1], block_size, query.device)
     return AttentionCall(query, key, value, plan, scale, key_padding_mask, dropout_p, seed, resolved), backend
@@ -280,7 +303,8 @@ def _resolved(text: str, is_causal: bool, lengths: tuple[int, ...] | None, n: in
     return pattern, own_block(pattern)
 
 
-def _lengths(cu_seqlens: Tensor, n: int) -> tuple[int, ...]:
+def lengths_of(cu_seqlens: Tensor, n: int) -> tuple[int, ...]:
+    """Lengths of the documents that the bounds enclose."""
     bounds = cu_seqlens.tolist()
     if bounds[0] != 0 or bounds[-1] != n or any(a >= b for a, b in pairwise(bounds)):
         raise must(f"cu_seqlens must grow strictly from 0 to the sequence length {n}", bounds)

@@ -1,0 +1,159 @@
+"""Block-sparse attention whose density falls with the distance between the machines that hold the tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from ..patterns import Pattern
+from .multihead import MultiheadSparseAttention
+from .ring import MultiheadOverRanks, Ranks
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from ..distributed import SequenceLayout
+    from ..distributed.compress import GradientBuckets
+    from ..distributed.config import DistributedSparseConfig
+
+
+class BlockSparseRingDistributedDilatedAttention(MultiheadOverRanks, MultiheadSparseAttention):
+    """Multi-head attention over ranks and nodes, dense near and sparse far.
+
+    Args:
+        embed_dim: width of the model.
+        num_heads: query heads.
+        segment_lengths: which blocks of its own rank a query is offered, see `BlockDilated`, as `dilation_rates`.
+        distributed_config: densities by distance, gradients, memory, recovery.
+        process_group: who holds the sequence together, see `Ranks`, as `layout` and `transfer`; if None, the default
+            group where one is initialised, and this process alone otherwise.
+        options: `dropout`, `bias`, `layer_norm`, `num_kv_heads`, `position` and the rest of `MultiheadSparseAttention`.
+
+    >>> import torch
+    >>> module = BlockSparseRingDistributedDilatedAttention(64, 4, [256], [1])
+    >>> module(torch.randn(1, 300, 64))[0].shape
+    torch.Size([1, 300, 64])
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        segment_lengths: Sequence[int],
+        dilation_rates: Sequence[int],
+        distributed_config: DistributedSparseConfig | None = None,
+        *,
+        process_group: dist.ProcessGroup | DeviceMesh | None = None,
+        layout: SequenceLayout | str = "contiguous",
+        transfer: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        from ..distributed.config import DistributedSparseConfig
+
+        config = DistributedSparseConfig() if distributed_config is None else distributed_config
+        if process_group is None and dist.is_available() and dist.is_initialized():
+            process_group = dist.group.WORLD
+        ranks = Ranks(process_group, None, layout, transfer)
+        pattern = config.pattern(segment_lengths, dilation_rates, ranks.world)
+        super().__init__(embed_dim, num_heads, pattern, **options)
+        self.segment_lengths, self.dilation_rates = tuple(segment_lengths), tuple(dilation_rates)
+        self.distributed_config, self.ranks = config, ranks
+        self._halvings = 0
+
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """Who holds the sequence together; another group has another pattern, for nodes and shares change."""
+        return self.ranks.group
+
+    @process_group.setter
+    def process_group(self, group: dist.ProcessGroup | None) -> None:
+        self.ranks = self.ranks.joined(group)
+        self.pattern = self.distributed_config.pattern(self.segment_lengths, self.dilation_rates, self.ranks.world)
+
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        """As on one device; tensors are this rank's tokens."""
+        if self.ranks.alone:
+            return super().forward(*args, **kwargs)
+        from ..distributed.memory import free_on, shared_arenas
+        from ..distributed.recovery import faults
+
+        config = self.distributed_config
+        self.ranks.meter = partial(free_on, self.place()) if config.enable_memory_optimization else None
+        with (
+            faults() if config.enable_error_recovery else nullcontext(),
+            shared_arenas.lent() if config.enable_memory_optimization else nullcontext(),
+        ):
+            return super().forward(*args, **kwargs)
+
+    def _operation(self, n: int, keys: int) -> Callable[..., Tensor]:
+        attend = super()._operation(n, keys)
+        return partial(self._attend_alone if self.ranks.alone else self._attend_together, attend)
+
+    def _attend_alone(
+        self,
+        attend: Callable[..., Tensor],
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        pattern: Pattern,
+        **settings: Any,
+    ) -> Tensor:
+        return attend(query, key, value, pattern.resolve(query.shape[2], self.num_heads), **settings)
+
+    def _attend_together(
+        self,
+        attend: Callable[..., Tensor],
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        pattern: Pattern,
+        **settings: Any,
+    ) -> Tensor:
+        from ..distributed.config import with_lengths
+        from ..distributed.recovery import attempt
+
+        layout = self.ranks.layout_of(query.shape[2])
+        known = with_lengths(pattern, layout).resolve(layout.n, self.num_heads)
+        batch, key_heads, _, width = key.shape
+        row = batch * key_heads * (width + value.shape[3]) * key.element_size()
+        remote = (layout.n - min(layout.lengths)) * row
+
+        def step() -> Tensor:
+            return attend(query, key, value, known, receive_budget=self._receive_budget(remote), **settings)
+
+        if not self.distributed_config.enable_error_recovery:
+            return step()
+        return attempt(step, self.ranks.group, lighten=self._lighten)
+
+    def _receive_budget(self, remote: int) -> int | None:
+        """Bytes to fetch at a time, the same on every rank; None for all that is needed of the `remote` ones."""
+        from ..distributed.memory import FRACTION
+
+        said = self.ranks.transfer.get("receive_budget")
+        room = self.ranks.least_room
+        most = said if said is not None else remote if room is None else min(remote, int(FRACTION * room))
+        if said is None and most == remote and not self._halvings:
+            return None
+        # A power of two, so that plans stay the same while free memory varies.
+        return max(1, 1 << max(0, (most >> self._halvings).bit_length() - 1))
+
+    def _lighten(self) -> bool:
+        """Fetch half as much at a time from now on."""
+        from ..distributed.memory import relieve
+
+        relieve()
+        self._halvings += 1
+        return True
+
+    def gradient_buckets(self, parameters: Any = None) -> GradientBuckets:
+        """What averages gradients over the ranks as the config says; of this module alone if none are given.
+
+        Call its `synchronize` after `backward`. Under DDP register `distributed_config.compression()` there instead.
+        """
+        given = self.parameters() if parameters is None else parameters
+        return self.distributed_config.gradient_buckets(given, self.ranks.group)

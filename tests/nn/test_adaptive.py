@@ -1,0 +1,456 @@
+"""Learned selection as modules: what is kept, what must not leak, what bad input gives."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+from dataclasses import fields
+
+import pytest
+import torch
+from oracle import error
+from torch.nn import functional as F
+
+from dilated_attention_pytorch.nn import (
+    AdaptiveConfig,
+    BlockSparseAdaptive,
+    ImportanceScorer,
+    MultiheadBlockSparseAdaptive,
+    create_adaptive_block_sparse,
+    create_block_sparse_attention,
+    get_block_sparse_preset,
+)
+from dilated_attention_pytorch.nn import scorer as scorer_module
+from dilated_attention_pytorch.ops.selection import gumbel
+
+BOTH = pytest.mark.parametrize("is_causal", [False, True])
+ROWS = pytest.mark.parametrize("granularity", ["block", "token"])
+
+
+def layer(heads=2, width=16, size=16, backend="cpu", **config):
+    settings = {"base_sparsity": 0.6, "local_blocks": 1, "sink_blocks": 0, **config}
+    return BlockSparseAdaptive(
+        [256], [1], heads, width, AdaptiveConfig(**settings), block_size=size, backend=backend
+    ).double()
+
+
+def tensors(batch=2, n=200, heads=2, key_heads=None, width=16):
+    shapes = (heads, key_heads or heads, key_heads or heads)
+    return [torch.randn(batch, n, h, width, dtype=torch.float64) for h in shapes]
+
+
+def dense(q, k, v, is_causal):
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=True).transpose(1, 2)
+
+
+def test_config_fields_and_defaults():
+    wanted = {
+        "base_sparsity": 0.9,
+        "temperature": 1.0,
+        "learnable_temperature": True,
+        "min_temperature": 0.1,
+        "hidden_dim": 128,
+        "num_layers": 2,
+        "dropout": 0.0,
+        "share_across_heads": False,
+        "hard_sparsity": True,
+        "granularity": "auto",
+        "adaptive_ratio": None,
+        "k_min": 2,
+        "k_max": None,
+        "sink_blocks": 1,
+        "local_blocks": 2,
+        "match_rank": 32,
+        "score_unit": 16,
+        "score_gradient": "distill",
+        "distill_rows": 0.02,
+        "distill_weight": 1.0,
+        "saliency_weighted": True,
+    }
+    assert {f.name: f.default for f in fields(AdaptiveConfig)} == wanted
+
+
+@pytest.mark.parametrize(("shared", "own"), [(False, 4), (True, 1)])
+def test_parameters_are_the_known_ones(shared, own):
+    module = BlockSparseAdaptive([4096], [1], 4, 16, AdaptiveConfig(share_across_heads=shared))
+    shapes = {name: tuple(x.shape) for name, x in module.named_parameters()}
+    for head in range(own):
+        at = f"scorer.importance.scorers.{head}"
+        assert shapes[f"{at}.0.weight"] == (128, 32)
+        assert shapes[f"{at}.0.bias"] == (128,)
+        assert shapes[f"{at}.3.weight"] == (1, 128)
+        assert shapes[f"{at}.3.bias"] == (1,)
+    assert shapes["scorer.log_temperature"] == (4,)
+    assert len(shapes) == 4 * own + 4
+    clone = BlockSparseAdaptive([4096], [1], 4, 16, AdaptiveConfig(share_across_heads=shared))
+    clone.load_state_dict(module.state_dict())
+    x = torch.randn(3, 1, 600, 4, 16).unbind()
+    assert torch.equal(clone.eval()(*x), module.eval()(*x))
+
+
+@pytest.mark.parametrize("layers", [1, 2, 3])
+def test_the_split_scorer_is_the_mlp_on_pairs(layers):
+    scorer = ImportanceScorer(8, 32, layers, 3).double()
+    queries, keys = torch.randn(2, 3, 5, 8, dtype=torch.float64), torch.randn(2, 3, 7, 8, dtype=torch.float64)
+    pairs = torch.cat(
+        [queries[:, :, :, None].expand(-1, -1, -1, 7, -1), keys[:, :, None].expand(-1, -1, 5, -1, -1)], -1
+    )
+    wanted = torch.stack([scorer.scorers[head](pairs[:, head])[..., 0] for head in range(3)], 1)
+    assert error(scorer(queries, keys), wanted) < 1e-10
+    assert error(scorer(queries[:, 1], keys[:, 1], head_idx=1), wanted[:, 1]) < 1e-10
+    with pytest.raises(ValueError, match="head_idx"):
+        scorer(queries[:, 1], keys[:, 1])
+
+
+@BOTH
+@ROWS
+def test_chosen_scores_are_those_ranked(granularity, is_causal):
+    """One formula, evaluated in chunks without gradients and at chosen pairs with them."""
+    module = layer(granularity=granularity, score_unit=4, temperature=0.7)
+    q, k, _ = (x.transpose(1, 2) for x in tensors(n=100))
+    scores = module.scorer.look(q, k, 16, is_causal, granularity == "token", None)
+    rows = torch.arange(scores.row_count)
+    ranked = scores.ranked(0, len(rows), 3)
+    assert error(scores.of_all(rows), ranked) < 1e-12
+    at = torch.randint(7, (2, 2, len(rows), 3))
+    assert error(scores.of(rows, at), ranked.gather(-1, at)) < 1e-12
+    assert error(torch.cat([scores.ranked(0, 5, 3), scores.ranked(5, len(rows), 3)], 2), ranked) < 1e-12
+
+
+def test_candidates_and_super_blocks_keep_the_best_matches(monkeypatch):
+    module = layer(base_sparsity=0.9, score_unit=4)
+    q, k, v = tensors(batch=1, n=1600)
+    wanted = module.eval()(q, k, v, False, True)[1].selection.allowed()
+    for name in ("ALL_PAIRS", "ALL_MATCHES"):
+        monkeypatch.setattr(scorer_module, name, 16)
+        found = module(q, k, v, False, True)[1].selection.allowed()
+        # At first the MLP adds little to the match, so that candidates by match hold nearly all of the best.
+        assert (found & wanted).sum() >= (0.9 if name == "ALL_PAIRS" else 0.4) * wanted.sum()
+        assert found.sum() == wanted.sum()
+
+
+@pytest.mark.parametrize("sparsity", [0.0, 0.5, 0.9])
+@BOTH
+@ROWS
+def test_the_budget_is_kept(granularity, is_causal, sparsity):
+    module = layer(granularity=granularity, base_sparsity=sparsity, k_min=1, sink_blocks=1)
+    _, pattern = module(*tensors(n=320), is_causal, True)
+    own = pattern.selection.row_blocks()
+    visible = own + 1 if is_causal else torch.full_like(own, 20)
+    forced = 1 + (own > 0).long()
+    wanted = torch.maximum(((1 - sparsity) * visible).round().long(), forced)
+    assert torch.equal(pattern.selection.allowed().sum(-1), wanted.expand(2, 2, -1))
+    assert float(pattern.density) == pytest.approx(float(wanted.sum() / visible.sum()))
+
+
+@BOTH
+@ROWS
+def test_coverage_is_reached_by_the_fewest_blocks(granularity, is_causal):
+    module = layer(granularity=granularity, adaptive_ratio=0.7, k_min=1, score_unit=4).eval()
+    q, k, v = tensors(batch=1, n=160)
+    _, pattern = module(4 * q, k, v, is_causal, True)
+    scores = module.scorer.look(4 * q.transpose(1, 2), k.transpose(1, 2), 16, is_causal, granularity == "token", None)
+    own = pattern.selection.row_blocks()[:, None]
+    column = torch.arange(10)
+    logits = scores.of_all(torch.arange(scores.row_count)).masked_fill(column == own, 0.0)
+    share = logits.masked_fill(column > own, -torch.inf).softmax(-1) if is_causal else logits.softmax(-1)
+    kept = pattern.selection.allowed()
+    held = torch.where(kept, share, 0.0).sum(-1)
+    assert (held >= 0.7 - 1e-9).all()
+    # Without the least of those it chose, a row would fall short.
+    chosen = kept & (column != own)
+    least = torch.where(chosen, share, torch.inf).amin(-1)
+    assert (~chosen.any(-1) | (held - least < 0.7)).all()
+    assert (kept.sum(-1) < 10).any()
+
+
+@pytest.mark.parametrize("kept", [{"base_sparsity": 0.0}, {"k_min": 10_000}])
+@pytest.mark.parametrize("n", [160, 131, 7])
+@BOTH
+@ROWS
+def test_keeping_everything_is_dense_attention(granularity, is_causal, n, kept):
+    module = layer(heads=4, granularity=granularity, **kept)
+    q, k, v = (x.requires_grad_() for x in tensors(n=n, heads=4, key_heads=2))
+    output, wanted = module(q, k, v, is_causal), dense(q, k, v, is_causal)
+    assert error(output, wanted) < 1e-10
+    weights = torch.randn_like(output)
+    grads = (torch.autograd.grad((x * weights).sum(), (q, k, v)) for x in (output, wanted))
+    for got, expected in zip(*grads, strict=True):
+        assert error(got, expected) < 1e-10
+
+
+@BOTH
+@ROWS
+def test_samples_do_not_see_their_batch_mates(granularity, is_causal):
+    module = layer(granularity=granularity).eval()
+    q, k, v = tensors(batch=3)
+    whole = module(q, k, v, is_causal)
+    assert torch.equal(module(q.flip(0), k.flip(0), v.flip(0), is_causal), whole.flip(0))
+    alone = torch.cat([module(q[i : i + 1], k[i : i + 1], v[i : i + 1], is_causal) for i in range(3)])
+    assert error(alone, whole) < 1e-12
+
+
+@pytest.mark.parametrize("mode", ["train", "eval"])
+@pytest.mark.parametrize("more", [{}, {"adaptive_ratio": 0.6}, {"sink_blocks": 1, "local_blocks": 2}])
+@ROWS
+def test_nothing_after_a_token_changes_its_output(granularity, more, mode):
+    module = layer(granularity=granularity, score_unit=4, **more)
+    getattr(module, mode)()
+    q, k, v = tensors(n=150)
+    torch.manual_seed(1)
+    before = module(q, k, v, is_causal=True)
+    for at in (1, 17, 32, 100, 149):
+        changed = [x.clone() for x in (q, k, v)]
+        for x in changed:
+            x[:, at:] = 3 * torch.randn_like(x[:, at:])
+        torch.manual_seed(1)
+        after = module(*changed, is_causal=True)
+        assert torch.equal(after[:, :at], before[:, :at])
+        assert not torch.equal(after[:, at:], before[:, at:])
+
+
+def test_one_seed_gives_one_pattern():
+    module = layer()
+    x = tensors()
+
+    def pattern(seed):
+        torch.manual_seed(seed)
+        return module(*x, False, True)[1].selection.allowed()
+
+    assert torch.equal(pattern(0), pattern(0))
+    assert not torch.equal(pattern(0), pattern(1))
+    module.eval()
+    assert torch.equal(pattern(0), pattern(1))
+    assert torch.equal(module(*x), module(*x))
+
+
+def test_noise_is_gumbel_and_depends_on_coordinates_alone():
+    seed = torch.tensor([1 << 40])
+    like = torch.empty(2, 3, 400, 50)
+    noise = gumbel(seed, torch.arange(400), torch.arange(50), like)
+    assert noise.isfinite().all()
+    assert abs(float(noise.mean()) - 0.5772) < 0.02
+    assert abs(float(noise.var()) - 1.6449) < 0.05
+    part = gumbel(seed, torch.arange(100, 200), torch.arange(50), like[:, :, :100])
+    assert torch.equal(part, noise[:, :, 100:200])
+    assert not torch.equal(noise[0, 0], noise[1, 2])
+
+
+@BOTH
+@ROWS
+def test_what_is_dropped_bounds_the_error(granularity, is_causal):
+    module = layer(granularity=granularity, base_sparsity=0.5).eval()
+    q, k, v = tensors(batch=1, n=160)
+    output, pattern = module(3 * q, k, v, is_causal, True)
+    token = torch.arange(160)
+    seen = pattern.selection.allowed()[:, :, token if granularity == "token" else token // 16][..., token // 16]
+    scores = 3 * q.transpose(1, 2) @ k.transpose(1, 2).mT / 4
+    scores = scores.masked_fill(token > token[:, None], -torch.inf) if is_causal else scores
+    held = torch.where(seen, scores.softmax(-1), 0.0).sum(-1)
+    gap = (output - dense(3 * q, k, v, is_causal)).norm(dim=-1).transpose(1, 2)
+    assert (gap <= 2 * (1 - held) * v.norm(dim=-1).max() + 1e-9).all()
+    probes = torch.linspace(0, 159, 64).long()
+    assert float(pattern.captured) == pytest.approx(float(held[:, :, probes].mean()))
+
+
+@BOTH
+@ROWS
+def test_padding_takes_no_part_in_the_choice(granularity, is_causal):
+    module = layer(granularity=granularity).eval()
+    q, k, v = tensors(n=160)
+    padding = torch.arange(160) >= torch.tensor([160, 90])[:, None]
+    output, pattern = module(q, k, v, is_causal, True, key_padding_mask=padding)
+    assert (pattern.indices[1].masked_fill(pattern.indices[1] == 10, 0) <= 5).all()
+    noisy = [x.clone() for x in (q, k, v)]
+    for x in noisy:
+        x[1, 90:] = float("nan")
+    again = module(*noisy, is_causal, key_padding_mask=padding)
+    assert torch.equal(again[0], output[0])
+    assert torch.equal(again[1, :90], output[1, :90])
+
+
+@BOTH
+@ROWS
+def test_a_sample_of_padding_alone_gives_zeros_and_teaches_nothing(granularity, is_causal):
+    module = layer(granularity=granularity)
+    q, k, v = (x.requires_grad_() for x in tensors(n=100))
+    padding = torch.zeros(2, 100, dtype=torch.bool)
+    padding[1] = True
+    output, pattern = module(q, k, v, is_causal, True, key_padding_mask=padding)
+    assert (output[1] == 0).all()
+    assert pattern.counts[1].sum() == 0
+    output.sum().backward()
+    assert all(x.grad.isfinite().all() for x in (q, k, v, *module.parameters()))
+
+
+@BOTH
+@ROWS
+def test_what_is_not_a_number_is_not_chosen_and_does_not_spread(granularity, is_causal):
+    module = layer(granularity=granularity)
+    q, k, v = tensors(batch=1, n=160)
+    k[:, 20] = float("nan")
+    q[:, 70] = float("inf")
+    output, pattern = module(q, k, v, is_causal, True)
+    chosen = pattern.selection.allowed()[0, :, :, 1]
+    assert not chosen[:, pattern.selection.row_blocks() != 1].any()
+    token = torch.arange(160)
+    clean = (token // 16 != 1) & (token != 70)
+    assert output[0, clean].isfinite().all()
+    output[0, clean].sum().backward()
+    assert all(x.grad.isfinite().all() for x in module.parameters())
+
+
+def test_one_block_is_dense_attention():
+    module = layer()
+    q, k, v = tensors(n=11)
+    for is_causal in (False, True):
+        output, pattern = module(q, k, v, is_causal, True)
+        assert error(output, dense(q, k, v, is_causal)) < 1e-12
+        assert float(pattern.density) == 1.0
+        output.sum().backward()
+
+
+def test_a_temperature_at_its_floor_stays_there_and_can_rise():
+    module = layer(temperature=0.5, min_temperature=0.5)
+    with torch.no_grad():
+        module.scorer.log_temperature.fill_(-5.0)
+    assert torch.equal(module.scorer.temperature, torch.full((2,), 0.5, dtype=torch.float64))
+    module(*tensors()).sum().backward()
+    assert (module.scorer.log_temperature.grad != 0).all()
+    fixed = layer(learnable_temperature=False)
+    assert "scorer.log_temperature" not in dict(fixed.named_parameters())
+    assert "scorer.log_temperature" in fixed.state_dict()
+
+
+def test_shared_scorers_choose_for_each_query_head():
+    module = layer(heads=4, share_across_heads=True)
+    q, k, v = tensors(heads=4, key_heads=1)
+    _, pattern = module(q, k, v, True, True)
+    allowed = pattern.selection.allowed()
+    assert not torch.equal(allowed[:, 0], allowed[:, 1])
+
+
+def test_before_any_training_it_finds_what_matches():
+    """The match starts as a projection of attention's own scores."""
+    module = layer(heads=1, width=16, base_sparsity=0.7).eval()
+    codes = F.normalize(torch.randn(10, 16, dtype=torch.float64), dim=1)
+    k = 6 * codes.repeat_interleave(16, 0)[None, :, None]
+    _, pattern = module(k.flip(1), k, k, False, True)
+    assert pattern.selection.allowed()[0, 0, torch.arange(10), torch.arange(9, -1, -1)].all()
+    assert module.statistics().keys() == {"density"}
+    assert module.auxiliary_loss().isnan()
+
+
+@pytest.mark.parametrize(
+    ("make", "kind", "words"),
+    [
+        (lambda: AdaptiveConfig(base_sparsity=1.0), ValueError, "base_sparsity"),
+        (lambda: AdaptiveConfig(base_sparsity=-0.1), ValueError, "base_sparsity"),
+        (lambda: AdaptiveConfig(temperature=0.01), ValueError, "min_temperature 0.1, got 0.01"),
+        (lambda: AdaptiveConfig(min_temperature=0.0), ValueError, "min_temperature"),
+        (lambda: AdaptiveConfig(k_min=0), ValueError, "k_min"),
+        (lambda: AdaptiveConfig(k_min=4, k_max=3), ValueError, "k_max"),
+        (lambda: AdaptiveConfig(adaptive_ratio=1.0), ValueError, "adaptive_ratio"),
+        (lambda: AdaptiveConfig(granularity="row"), ValueError, "granularity"),
+        (lambda: AdaptiveConfig(score_gradient="task"), ValueError, "score_gradient"),
+        (lambda: AdaptiveConfig(local_blocks=0), ValueError, "local_blocks"),
+        (lambda: AdaptiveConfig(distill_rows=2.0), ValueError, "distill_rows"),
+        (lambda: AdaptiveConfig(distill_weight=-1.0), ValueError, "distill_weight"),
+        (lambda: AdaptiveConfig(dropout=1.0), ValueError, "dropout"),
+        (lambda: layer(size=48), ValueError, "block_size"),
+        (lambda: layer(score_unit=5), ValueError, "score_unit 5"),
+        (lambda: BlockSparseAdaptive([4096], [1], 0, 8), ValueError, "num_heads"),
+        (lambda: BlockSparseAdaptive([4096, 1], [1], 2, 8), ValueError, "equally long|dilation"),
+        (lambda: BlockSparseAdaptive([4096], [1], 2, 8, {"base_sparsity": 0.5}), TypeError, "AdaptiveConfig"),
+        (lambda: BlockSparseAdaptive([4096], [1], ring_size=2), ValueError, "one device"),
+        (lambda: BlockSparseAdaptive([4096], [1], process_group=object()), ValueError, "one device"),
+        (lambda: layer()(*torch.randn(3, 1, 32, 4, 16)), ValueError, "2 heads of 16"),
+        (lambda: layer()(*torch.randn(3, 32, 2, 16)), ValueError, "batch, n, heads, width"),
+        (lambda: layer(size=256, score_gradient="prior")(*tensors(1, 8193, 2)), ValueError, "n <= 8192"),
+        (lambda: create_adaptive_block_sparse(warmth=1), TypeError, "warmth"),
+        (lambda: create_adaptive_block_sparse(k_min=1, adaptive_config=AdaptiveConfig()), ValueError, "k_min"),
+        (lambda: create_block_sparse_attention("adaptive", sparsity_ratio=0.1, adaptive_config=AdaptiveConfig()), ValueError, "both"),
+        (lambda: create_block_sparse_attention(adaptive_config=AdaptiveConfig(), length=64), ValueError, "length"),
+        (lambda: multihead()(torch.randn(1, 8, 32), need_weights=True), ValueError, "return_pattern"),
+        (lambda: multihead()(torch.randn(1, 8, 32), attn_mask=torch.eye(8).bool()), ValueError, "attn_mask"),
+        (lambda: multihead().plan(64), ValueError, "learned"),
+        (lambda: multihead().cache(), ValueError, "learned"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_meant_is_refused(make, kind, words):
+    with pytest.raises(kind, match=words):
+        make()
+
+
+def multihead(**options):
+    return MultiheadBlockSparseAdaptive(32, 4, [256], [1], block_size=16, **options)
+
+
+def test_the_multihead_form_is_the_core_between_projections():
+    module = multihead(adaptive_config=AdaptiveConfig(base_sparsity=0.5), position="rotary", num_kv_heads=2).eval()
+    x = torch.randn(2, 100, 32)
+    output, weights = module(x, is_causal=True)
+    assert weights is None
+    assert output.shape == x.shape
+    late = x.clone()
+    late[:, 60:] += 1
+    assert torch.equal(module(late, is_causal=True)[0][:, :60], output[:, :60])
+    swapped = multihead(
+        adaptive_config=AdaptiveConfig(base_sparsity=0.5), position="rotary", num_kv_heads=2, batch_first=False
+    )
+    swapped.load_state_dict(module.state_dict())
+    assert torch.equal(swapped.eval()(x.transpose(0, 1), is_causal=True)[0].transpose(0, 1), output)
+    causal_mask = torch.ones(100, 100, dtype=torch.bool).triu(1)
+    assert torch.equal(module(x, attn_mask=causal_mask)[0], output)
+
+
+def test_factories_and_the_preset():
+    assert get_block_sparse_preset("adaptive_standard").config == AdaptiveConfig()
+    made = create_adaptive_block_sparse(base_sparsity=0.8, temperature=2.0, learnable_temperature=True, head_dim=32)
+    assert isinstance(made, BlockSparseAdaptive)
+    assert (made.num_heads, made.head_dim, made.config.base_sparsity, made.config.temperature) == (8, 32, 0.8, 2.0)
+    assert create_block_sparse_attention("adaptive", sparsity_ratio=0.25).config.kept == 0.25
+    assert isinstance(
+        create_block_sparse_attention("adaptive", embed_dim=64, num_heads=4), MultiheadBlockSparseAdaptive
+    )
+    assert create_block_sparse_attention(adaptive_config=AdaptiveConfig(k_min=3), num_heads=4).config.k_min == 3
+
+
+def test_copies_give_the_same_numbers():
+    module = layer().eval()
+    x = tensors()
+    assert torch.equal(copy.deepcopy(module)(*x), module(*x))
+
+
+MEMORY = """
+import resource, sys, torch
+from dilated_attention_pytorch.nn import AdaptiveConfig, BlockSparseAdaptive
+n, causal, width, sparsity = int(sys.argv[1]), sys.argv[2] == "causal", int(sys.argv[3]), float(sys.argv[4])
+config = AdaptiveConfig(base_sparsity=sparsity, match_rank=min(32, width), hidden_dim=2 * width)
+module = BlockSparseAdaptive([n], [1], 8, width, config).eval()
+def choose(n):
+    q = torch.randn(1, 1, n, width).expand(1, 8, n, width)
+    k = torch.randn(1, 1, n, width)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with torch.no_grad():
+        module._choose(q, k.expand(1, 8, n, width), causal, None)
+    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+choose(2048)
+print(choose(n))
+"""
+
+
+@pytest.mark.parametrize(
+    ("n", "causal", "width", "sparsity", "most"),
+    [
+        ("32768", "both ways", "64", "0.9", 64),
+        pytest.param("32768", "causal", "64", "0.9", 64, marks=pytest.mark.slow),
+        pytest.param("1048576", "both ways", "16", "0.99", 2048, marks=pytest.mark.slow),
+    ],
+)
+def test_choosing_takes_little_memory(n, causal, width, sparsity, most):
+    command = [sys.executable, "-c", MEMORY, n, causal, width, sparsity]
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert float(result.stdout) <= most
