@@ -4,5 +4,18 @@ from .cache import CacheInfo, PlanCache
 from .cost import Cost
 from .plan import Axis, Masks, Part, Plan, Walk
 from .planner import make_plan, own_block
+from .restricted import plan_rows
 
-__all__ = ["Axis", "CacheInfo", "Cost", "Masks", "Part", "Plan", "PlanCache", "Walk", "make_plan", "own_block"]
+__all__ = [
+    "Axis",
+    "CacheInfo",
+    "Cost",
+    "Masks",
+    "Part",
+    "Plan",
+    "PlanCache",
+    "Walk",
+    "make_plan",
+    "own_block",
+    "plan_rows",
+]

@@ -1,0 +1,268 @@
+"""The longest sequences whose query, key and value fit: forward, and forward with backward, found by bisection.
+
+    python -m dilated_attention_pytorch.tools.extreme --out FILE [--cap GIB] [--most-seconds S]
+
+Every length is tried, never computed from memory sizes: a length counts when the call came back and chosen rows agree
+with float64. Where a call would take longer than a bound, the longest that was measured is given, limited by time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import time
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from ..ops.attention import attention
+from ..ops.sinks import TensorSink
+from ..ops.sources import TensorSource
+from ..ops.streamed import streamed_attention
+from ..patterns import BlockPattern, Random
+from .bench import append, progress
+from .billion import keys_of, ladder
+from .gate import TOLERANCE, sample
+from .measure import PeakMemory, clock, facts
+
+HEADS, WIDTH, BLOCK = 8, 64, 128
+UNIT = 2**16
+"""Lengths are multiples of this."""
+DENSITY = 0.01
+CHUNK_BYTES = 2**30
+"""What chunks of a stream over resident tensors may take beside them."""
+CHECKED_ROWS = 8
+
+
+class Attempt(NamedTuple):
+    """A call that came back."""
+
+    n: int
+    seconds: float
+    peak_bytes: int | None
+    error: float
+
+
+class Longest(NamedTuple):
+    """The longest call that came back, and what stopped the next."""
+
+    attempt: Attempt | None
+    limited_by: str
+    tried: int
+
+
+class Subject(NamedTuple):
+    """Something that computes attention over resident tensors."""
+
+    name: str
+    power: int
+    """How its time grows with the length."""
+    forward: Callable[[Tensor, Tensor, Tensor], Tensor]
+    backward: Callable[[Tensor, Tensor, Tensor], Tensor]
+    """The same, when a backward follows."""
+    keys: Callable[[int, int, int], Tensor]
+    """The keys of a row: row, head, n."""
+
+
+def longest(
+    attempt: Callable[[int], Attempt], first: int, unit: int, power: int, most_seconds: float, most: int = 2**40
+) -> Longest:
+    """Double from `first` until memory or time ends, then halve the gap between what fits and what does not."""
+    best, limit, tried, length = None, most, 0, first
+    while True:
+        if best is not None and best.seconds * (length / best.n) ** power > most_seconds:
+            return Longest(best, "time", tried)
+        tried += 1
+        progress(f"{length:,} tokens")
+        try:
+            best = attempt(length)
+        except torch.OutOfMemoryError:
+            limit = length
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        low = 0 if best is None else best.n
+        if limit - low <= max(unit, low // 64):
+            return Longest(best, "memory" if limit < most else "nothing", tried)
+        length = 2 * length if limit == most else (low + limit) // 2 // unit * unit
+        if length in (low, limit):
+            return Longest(best, "memory", tried)
+
+
+def subjects() -> dict[str, Subject]:
+    """What is compared, on one set of tensors."""
+
+    def streamed(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        output = torch.empty_like(query)
+        source = TensorSource(query, key, value)
+        streamed_attention(source, ladder(query.shape[2]), TensorSink(output), memory_budget=CHUNK_BYTES)
+        return output
+
+    def dilated(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return attention(query, key, value, ladder(query.shape[2]))
+
+    def sparse(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return attention(query, key, value, Random(DENSITY))
+
+    def dense(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            return scaled_dot_product_attention(query, key, value)
+
+    def ladder_keys(row: int, head: int, n: int) -> Tensor:
+        return torch.cat([torch.arange(s.start, s.stop, s.step) for s in keys_of(ladder(n), row, head, n, False)])
+
+    def block_keys(row: int, head: int, n: int) -> Tensor:
+        pattern = Random(DENSITY).resolve(n, HEADS)
+        assert isinstance(pattern, BlockPattern)
+        blocks = torch.tensor(pattern.row(row // BLOCK, head))
+        return (blocks[:, None] * BLOCK + torch.arange(BLOCK)).flatten()
+
+    listed = (
+        Subject("dilated", 1, streamed, dilated, ladder_keys),
+        Subject("block-sparse 1 %", 2, sparse, sparse, block_keys),
+        Subject("flex 1 %", 2, _flex, _flex, block_keys),
+        Subject("dense flash", 2, dense, dense, lambda row, head, n: torch.arange(n)),
+    )
+    return {subject.name: subject for subject in listed}
+
+
+def _flex(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    from torch.nn.attention.flex_attention import BlockMask
+
+    n = query.shape[2]
+    pattern = Random(DENSITY).resolve(n, HEADS)
+    assert isinstance(pattern, Random)
+    row = torch.arange(pattern.blocks, device=query.device)[:, None]
+    lists = pattern.drawn(row, torch.arange(pattern.kept, device=query.device)[None]).int()
+    counts = torch.full((pattern.blocks,), pattern.kept, dtype=torch.int32, device=query.device)
+    none = torch.zeros_like(counts)
+    whole = BlockMask.from_kv_blocks(
+        none[None, None],
+        torch.zeros_like(lists)[None, None],
+        counts[None, None],
+        lists[None, None],
+        BLOCK_SIZE=BLOCK,
+        seq_lengths=(n, n),
+        compute_q_blocks=query.requires_grad,
+    )
+    return _compiled_flex()(query, key, value, block_mask=whole)
+
+
+@cache
+def _compiled_flex() -> Callable[..., Tensor]:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    # One kernel for all lengths: the bisection would otherwise spend its time compiling.
+    return torch.compile(flex_attention, dynamic=True, fullgraph=True)
+
+
+def attempt_of(subject: Subject, direction: str, device: str, heads: int = HEADS) -> Callable[[int], Attempt]:
+    """How to try one length: fresh tensors, one call that is timed, chosen rows checked."""
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    backward = direction == "backward"
+    warm: set[str] = set()
+
+    def attempt(n: int) -> Attempt:
+        generator = torch.Generator(device).manual_seed(0)
+        with PeakMemory(device) as peak:
+            made = (torch.randn(1, heads, n, WIDTH, generator=generator, dtype=dtype, device=device) for _ in range(3))
+            query, key, value = (tensor.requires_grad_(backward) for tensor in made)
+            found: list[Tensor] = []
+
+            def call() -> None:
+                output = (subject.backward if backward else subject.forward)(query, key, value)
+                found.append(output.detach())
+                if backward:
+                    # A gradient of the output's size, as a loss would give; its values do not change what is needed.
+                    output.backward(torch.ones_like(output))
+
+            if not warm:
+                # The first call compiles.
+                call()
+                found.clear()
+                warm.add(direction)
+            seconds = clock(call, device)
+        error = rows_error(subject, found[0], query.detach(), key.detach(), value.detach())
+        if not error <= TOLERANCE[dtype]:
+            raise AssertionError(f"{subject.name} at {n} tokens is wrong by {error:.1e}")
+        return Attempt(n, seconds, peak.total, error)
+
+    return attempt
+
+
+def rows_error(subject: Subject, output: Tensor, query: Tensor, key: Tensor, value: Tensor) -> float:
+    """Largest error of chosen rows of the first and the last head against float64, relative to a row's norm."""
+    heads, n = query.shape[1:3]
+    errors = []
+    for row in sample(n, CHECKED_ROWS).tolist():
+        for head in {0, heads - 1}:
+            scores, weighted = [], []
+            # A few keys at a time: the oracle must fit beside what filled the memory.
+            for keys in subject.keys(row, head, n).split(2**18):
+                at = keys.to(query.device)
+                part = key[0, head, at].double() @ query[0, head, row].double() * WIDTH**-0.5
+                scores.append(part.logsumexp(0))
+                weighted.append(part.softmax(0) @ value[0, head, at].double())
+            shares = torch.stack(scores).softmax(0)
+            wanted = (shares[:, None] * torch.stack(weighted)).sum(0)
+            errors.append(float((output[0, head, row] - wanted).norm() / wanted.norm()))
+    return max(errors)
+
+
+def measure(
+    device: str, names: list[str], directions: list[str], cap: float | None, first: int, most_seconds: float
+) -> Iterator[dict[str, Any]]:
+    """A line for each subject and direction."""
+    if cap is not None and device == "cuda":
+        torch.cuda.set_per_process_memory_fraction(cap * 2**30 / torch.cuda.get_device_properties(0).total_memory)
+    known = facts(device)
+    for name in names:
+        subject = subjects()[name]
+        for direction in directions:
+            line: dict[str, Any] = {"case": "extreme", "subject": name, "direction": direction, "cap_gib": cap}
+            try:
+                found = longest(attempt_of(subject, direction, device), first, UNIT, subject.power, most_seconds)
+                line |= {"limited_by": found.limited_by, "tried": found.tried}
+                line |= {} if found.attempt is None else found.attempt._asdict()
+            except (RuntimeError, AssertionError, TypeError) as error:
+                line["skipped"] = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+            yield line | {"heads": HEADS, "head_dim": WIDTH, **known, "git": known["git"] or os.environ.get("GIT_SHA")}
+
+
+def describe(line: dict[str, Any]) -> str:
+    """A result for a person."""
+    what = f"{line['subject']:<18} {line['direction']:<9}"
+    if "n" not in line:
+        return f"{what} {line.get('skipped', 'does not fit')}"
+    return f"{what} {line['n']:>12,} tokens in {line['seconds']:.2f} s, limited by {line['limited_by']}"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run as a program; the exit status is 1 when a subject was wrong or failed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="a JSONL file to add results to")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
+    parser.add_argument("--subjects", nargs="+", choices=tuple(subjects()), default=list(subjects()))
+    parser.add_argument("--directions", nargs="+", choices=("forward", "backward"), default=["forward", "backward"])
+    parser.add_argument("--cap", type=float, help="GiB of GPU memory this process may take")
+    parser.add_argument("--first", type=int, default=2**18, help="length to begin with")
+    parser.add_argument("--most-seconds", type=float, default=4.0, help="longest call that is tried")
+    options = parser.parse_args(arguments)
+    began, failed = time.monotonic(), False
+    chosen = options.device, options.subjects, options.directions, options.cap, options.first, options.most_seconds
+    for line in measure(*chosen):
+        append(options.out, line)
+        print(f"{describe(line)}  [{time.monotonic() - began:.0f} s]", flush=True)
+        failed |= "skipped" in line
+    return int(failed)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

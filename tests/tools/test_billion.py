@@ -1,0 +1,122 @@
+"""The long run at small sizes: its checks can fail, and its search finds the edge."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from dilated_attention_pytorch.nn.streamed import StreamedLayer
+from dilated_attention_pytorch.tools import billion, extreme
+
+
+def run(tmp_path: Path, *arguments: str) -> tuple[int, dict]:
+    out = tmp_path / "billion.jsonl"
+    small = ("--device", "cpu", "--heads", "2", "--head-dim", "16", "--rows", "60", "--out", str(out))
+    status = billion.main([*small, *arguments])
+    return status, json.loads(out.read_text().splitlines()[-1])
+
+
+@pytest.mark.parametrize("extra", [("--backward",), ("--causal",)])
+def test_a_small_run_computes_and_checks_every_row_it_says(tmp_path: Path, extra: tuple[str, ...], capsys):
+    status, line = run(tmp_path, "--tokens", "9000", "--chunk", "2048", *extra)
+    assert status == 0 and line["passed"] and line["rows_computed"] == 9000 and line["rows_checked"] >= 60
+    assert line["largest_error"] <= 1e-5 and line["pattern"] == "dilated:2048x1,8192x4,32768x16"
+    assert ("backward_seconds" in line) == ("--backward" in extra)
+    told = capsys.readouterr().out
+    assert "9,000 tokens" in told and told.endswith("passed\n")
+
+
+def test_a_wrong_row_fails_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    watched = billion.Watch.__call__
+
+    def disturbed(self, begin: int, output: torch.Tensor, lse: torch.Tensor) -> None:
+        watched(self, begin, output.roll(1, 2), lse)
+
+    monkeypatch.setattr(billion.Watch, "__call__", disturbed)
+    status, line = run(tmp_path, "--tokens", "3000", "--chunk", "2048")
+    assert status == 1 and not line["passed"] and line["largest_error"] > 1e-2
+
+
+def test_checked_rows_meet_the_edges_of_every_branch_and_all_residues():
+    pattern = billion.ladder(2**22)
+    rows = billion.chosen_rows(pattern, 2**22, 8, 1000)
+    assert len(rows) >= 1000 and rows[0] == 0 and rows[-1] == 2**22 - 1
+    for index, (segment, rate) in enumerate(pattern.branches):
+        assert {0, segment - 1} <= set(rows) or segment > 2**22
+        assert any(row % segment % rate == pattern.sampled_residue(index, 7) for row in rows)
+    assert len({row % 16 for row in rows}) == 16
+
+
+def test_the_oracle_lists_the_keys_of_the_pattern():
+    n, heads = 9000, 4
+    pattern = billion.ladder(n)
+    for row in (0, 3, 2047, 2048, 8195, 8999):
+        for head in range(heads):
+            for causal in (False, True):
+                counts = torch.zeros(n, dtype=torch.int64)
+                for span in billion.keys_of(pattern, row, head, n, causal):
+                    counts[span.start : span.stop : span.step] += 1
+                wanted = pattern.multiplicity(row, torch.arange(n), head)
+                assert torch.equal(counts, torch.where(torch.arange(n) <= row, wanted, 0) if causal else wanted)
+
+
+@pytest.mark.parametrize(("n", "steps"), [(1, 1), (2048, 1), (2049, 2), (2**22, 7), (2**30, 11)])
+def test_the_ladder_ends_with_the_first_segment_that_holds_all(n: int, steps: int):
+    lengths = billion.ladder(n).segment_lengths
+    assert len(lengths) == steps and lengths[-1] >= n and (steps == 1 or lengths[-2] < n)
+
+
+def test_token_ids_are_the_same_however_many_there_are():
+    ids = billion.token_ids(5000, "cpu")
+    assert torch.equal(ids[:100], billion.token_ids(100, "cpu")) and len(ids.unique()) == 256
+
+
+def test_a_gradient_that_is_wrong_breaks_an_identity():
+    layer = StreamedLayer(32, 2, billion.ladder(600), max_tokens=600, dtype=torch.float64)
+    pooled = layer(billion.token_ids(600, "cpu"), chunk=256)
+    grad = torch.ones_like(pooled)
+    pooled.backward(grad)
+    assert max(billion.identity_gaps(layer, grad, pooled.detach()).values()) < 1e-9
+    for rows, name in ((slice(32, 64), "query_key_gap"), (slice(64, 96), "value_output_gap")):
+        layer.projection.weight.grad[rows] *= 1.1
+        assert billion.identity_gaps(layer, grad, pooled.detach())[name] > 1e-2
+    assert billion.identity_gaps(layer, 1.1 * grad, pooled.detach())["loss_gap"] > 1e-2
+
+
+@pytest.mark.parametrize(("limit", "found"), [(5000, 4864), (1024, 1024), (900, None)])
+def test_bisection_finds_the_longest_that_fits(limit: int, found: int | None):
+    def attempt(n: int) -> extreme.Attempt:
+        if n > limit:
+            raise torch.OutOfMemoryError("no more")
+        return extreme.Attempt(n, 1e-3, 0, 0.0)
+
+    longest = extreme.longest(attempt, 1024, 256, power=1, most_seconds=10)
+    if found is None:
+        assert longest.attempt is None or longest.attempt.n <= limit
+    else:
+        assert longest.attempt.n == found and longest.limited_by == "memory"
+
+
+def test_a_length_that_would_take_too_long_is_not_tried():
+    tried = []
+
+    def attempt(n: int) -> extreme.Attempt:
+        tried.append(n)
+        return extreme.Attempt(n, n / 1000, 0, 0.0)
+
+    longest = extreme.longest(attempt, 1024, 256, power=2, most_seconds=9)
+    assert longest.limited_by == "time" and longest.attempt.n == tried[-1] == 4096
+
+
+@pytest.mark.parametrize("name", ["dilated", "block-sparse 1 %", "dense flash"])
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_every_subject_is_checked_before_it_counts(name: str, direction: str, monkeypatch: pytest.MonkeyPatch):
+    subject = extreme.subjects()[name]
+    found = extreme.attempt_of(subject, direction, "cpu", heads=2)(1024)
+    assert found.n == 1024 and found.error < 1e-5
+    wrong = subject._replace(keys=lambda row, head, n: torch.arange(7))
+    with pytest.raises(AssertionError, match="is wrong by"):
+        extreme.attempt_of(wrong, direction, "cpu", heads=2)(1024)
