@@ -1,12 +1,14 @@
 """The Triton kernels on a GPU: no worse than twice torch's own error, every gradient, the same bits every time."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from cases import PROBLEMS, Problem
 from oracle import answer, error
 from torch.nn.functional import scaled_dot_product_attention
 
-from dilated_attention_pytorch.kernels import triton_backend
+from dilated_attention_pytorch.kernels import cpu, triton_backend
 from dilated_attention_pytorch.kernels.dropout import kept
 from dilated_attention_pytorch.kernels.registry import AttentionCall
 from dilated_attention_pytorch.patterns import parse
@@ -98,19 +100,52 @@ def test_single_precision_matches_the_oracle(problem):
         assert error(got, want) <= 5e-6, name
 
 
+@pytest.mark.parametrize("elsewhere", [False, True], ids=["own-rows", "rows-elsewhere"])
 @pytest.mark.parametrize("problem", [WIDE[0], WIDE[5]], ids=lambda problem: problem.name)
-def test_dropout_drops_the_weights_its_definition_names(problem):
+def test_dropout_drops_the_weights_its_definition_names(problem, elsewhere):
     seed = torch.tensor([2**45 + 99], device="cuda")
-    call, grad_output, grad_lse = call_of(problem, torch.float32, dropout_p=0.2, seed=seed)
-    position = torch.arange(problem.n)
+    rows = (
+        torch.randint(2**33, (2, problem.heads, problem.n)) if elsewhere else torch.arange(problem.n).expand(2, 1, -1)
+    )
+    positions = rows.cuda() if elsewhere else None
+    call, grad_output, grad_lse = call_of(problem, torch.float32, dropout_p=0.2, seed=seed, positions=positions)
     batch_head = torch.arange(problem.batch * problem.heads).view(problem.batch, -1, 1, 1)
-    mask = kept(seed.cpu(), batch_head, position[:, None], position, 0.2)
+    mask = kept(seed.cpu(), batch_head, rows[0, :, :, None], rows[1, :, None, :], 0.2)
     wanted = answer(
         call.query, call.key, call.value, problem.pattern, grad_output=grad_output, grad_lse=grad_lse,
         kept=mask, dropout_p=0.2,
     )  # fmt: skip
     for name, got, want in zip(wanted._fields, run(call, grad_output, grad_lse), wanted, strict=True):
         assert error(got, want) <= 5e-6, name
+
+
+@pytest.mark.parametrize("problem", [WIDE[0], WIDE[5]], ids=lambda problem: problem.name)
+@pytest.mark.parametrize(("which", "token"), [("value", 410), ("key", 410), ("query", 333)])
+def test_a_nan_stays_where_it_belongs(problem, which, token):
+    call, grad_output, grad_lse = call_of(problem, torch.bfloat16)
+    getattr(call, which)[:, :, token, :8] = float("nan")
+    with torch.autograd.set_detect_anomaly(True, check_nan=False):
+        found = run(call, grad_output, grad_lse)
+    plan = make_plan(problem.pattern, problem.n, problem.heads, problem.block_size)
+    exact = AttentionCall(*(t.double().cpu() for t in (call.query, call.key, call.value)), plan, call.scale)
+    output, lse = cpu.forward(exact)
+    wanted = output, lse, *cpu.backward(exact, output, lse, grad_output.double().cpu(), grad_lse.double().cpu())
+    assert output.isnan().any()
+    for got, want in zip(found, wanted, strict=True):
+        assert torch.equal(got.cpu().isnan(), want.isnan())
+        assert error(got, want) <= 2e-2
+
+
+@pytest.mark.parametrize("scale", [-0.3, 0.0])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
+def test_any_scale_works(scale, dtype):
+    call, grad_output, grad_lse = call_of(WIDE[0], dtype)
+    call = replace(call, scale=scale)
+    wanted = answer(
+        call.query, call.key, call.value, WIDE[0].pattern, scale=scale, grad_output=grad_output, grad_lse=grad_lse
+    )
+    for name, got, want in zip(wanted._fields, run(call, grad_output, grad_lse), wanted, strict=True):
+        assert error(got, want) <= (5e-6 if dtype is torch.float32 else 2e-2), name
 
 
 @pytest.mark.parametrize("problem", WIDE, ids=lambda problem: problem.name)

@@ -6,6 +6,7 @@ A program of its own: Triton decides when it is imported whether to interpret, a
 import json
 import os
 import sys
+from dataclasses import replace
 from typing import NamedTuple
 
 os.environ["TRITON_INTERPRET"] = "1"
@@ -13,9 +14,9 @@ os.environ["TRITON_INTERPRET"] = "1"
 import torch
 from cases import BY_NAME, Problem
 from conftest import ALLOCATORS, poisoned
-from oracle import answer, error
+from oracle import Answer, answer, error
 
-from dilated_attention_pytorch.kernels import triton_backend, triton_schedule
+from dilated_attention_pytorch.kernels import cpu, triton_backend, triton_schedule
 from dilated_attention_pytorch.kernels.dropout import kept
 from dilated_attention_pytorch.kernels.registry import AttentionCall
 from dilated_attention_pytorch.plan import make_plan
@@ -30,6 +31,11 @@ class Trial(NamedTuple):
     """(B, N, H, D) memory, with room between the rows"""
     short_pieces: bool = False
     """split every row that can be split"""
+    scale: float | None = None
+    positions: bool = False
+    """rows stand for other tokens in dropout, for each head its own"""
+    bad: tuple[str, int] | None = None
+    """an input, and the token whose first half is NaN in it"""
 
 
 TRIALS = {
@@ -54,6 +60,17 @@ TRIALS = {
     "views with tokens first": Trial("window-causal", block_size=32, tokens_first=True),
     "dropout": Trial("gqa", block_size=32, dropout_p=0.3),
     "split rows": Trial("global-window", short_pieces=True),
+    "negative scale": Trial("gqa", scale=-0.7),
+    "no scale": Trial("gqa", scale=0.0),
+    "dropout of rows elsewhere": Trial("gqa", block_size=32, dropout_p=0.3, positions=True),
+    "bad value": Trial("window-causal", block_size=32, bad=("value", 20)),
+    "bad value in a ladder": Trial("dilated-ladder-causal", block_size=32, bad=("value", 35)),
+    "bad value of bits, half precision": Trial("global-window", dtype=torch.float16, bad=("value", 40)),
+    "bad value of a split row": Trial("global-window", short_pieces=True, bad=("value", 40)),
+    "bad key": Trial("window-causal", block_size=32, bad=("key", 20)),
+    "bad query": Trial("gqa", block_size=32, bad=("query", 33)),
+    "bad gradient": Trial("dilated-block-offset", block_size=32, bad=("grad_output", 33)),
+    "bad padded key": Trial("padded", bad=("key", 40)),
     "split rows of a dilated ladder": Trial("dilated-odd-rates", block_size=32, short_pieces=True),
 }
 
@@ -65,25 +82,43 @@ def errors(trial: Trial) -> dict[str, float]:
     drawn = problem.inputs(trial.dtype)
     *rows, grad_lse = (apart(x) for x in drawn) if trial.tokens_first else drawn
     query, key, value, grad_output = rows
+    if trial.bad is not None:
+        name, token = trial.bad
+        spoilt = dict(query=query, key=key, value=value, grad_output=grad_output)[name]
+        spoilt[:, :, token, : spoilt.shape[3] // 2] = float("nan")
     plan = make_plan(problem.pattern, problem.n, problem.heads, trial.block_size or problem.block_size)
     seed = torch.tensor([2**40 + 12345]) if trial.dropout_p else None
     padding = problem.key_padding_mask()
-    call = AttentionCall(query, key, value, plan, problem.d**-0.5, padding, trial.dropout_p, seed)
+    scale = problem.d**-0.5 if trial.scale is None else trial.scale
+    positions = None
+    if trial.positions:
+        order = [torch.randperm(3 * problem.n)[: problem.n] for _ in range(2 * problem.heads)]
+        positions = torch.stack(order).view(2, problem.heads, problem.n)
+    call = AttentionCall(query, key, value, plan, scale, padding, trial.dropout_p, seed, positions=positions)
     reason = triton_backend.why_not(call)
     if reason is not None:
         raise RuntimeError(reason)
     grad_lse = grad_lse.float()
-    output, lse = triton_backend.forward(call)
-    gradients = triton_backend.backward(call, output, lse, grad_output, grad_lse)
-    options = {"key_padding_mask": padding}
+    with torch.autograd.set_detect_anomaly(trial.bad is not None, check_nan=False):
+        output, lse = triton_backend.forward(call)
+        gradients = triton_backend.backward(call, output, lse, grad_output, grad_lse)
+    options = {"key_padding_mask": padding, "scale": scale}
     if seed is not None:
-        position = torch.arange(problem.n)
+        row = torch.arange(problem.n).expand(2, problem.heads, -1) if positions is None else positions
         batch_head = torch.arange(problem.batch * problem.heads).view(problem.batch, -1, 1, 1)
         options |= {
-            "kept": kept(seed, batch_head, position[:, None], position, trial.dropout_p),
+            "kept": kept(seed, batch_head, row[0, :, :, None], row[1, :, None, :], trial.dropout_p),
             "dropout_p": trial.dropout_p,
         }
-    wanted = answer(query, key, value, problem.pattern, grad_output=grad_output, grad_lse=grad_lse, **options)
+    if trial.bad is None:
+        wanted = answer(query, key, value, problem.pattern, grad_output=grad_output, grad_lse=grad_lse, **options)
+    else:
+        # The dense oracle multiplies by masked weights; the torch backend keeps a NaN where it belongs.
+        exact = replace(call, query=query.double(), key=key.double(), value=value.double())
+        found = cpu.forward(exact)
+        wanted = Answer(*found, *cpu.backward(exact, *found, grad_output.double(), grad_lse.double()))
+        reached = wanted.output.isnan().any(-1)
+        assert trial.problem == "padded" or trial.bad[0] == "grad_output" or (reached.any() and not reached.all())
     named = zip(wanted._fields, (output, lse, *gradients), wanted, strict=True)
     return {name: error(got, want) for name, got, want in named}
 

@@ -17,7 +17,7 @@ from dilated_attention_pytorch.patterns import parse
 from dilated_attention_pytorch.plan import make_plan
 
 TESTS = Path(__file__).resolve().parents[1]
-TOLERANCE = {"half precision": 2e-3}
+TOLERANCE = {"half precision": 2e-3, "bad value of bits, half precision": 2e-3}
 NAMES = [
     "ragged end",
     "causal window",
@@ -41,6 +41,17 @@ NAMES = [
     "dropout",
     "split rows",
     "split rows of a dilated ladder",
+    "negative scale",
+    "no scale",
+    "dropout of rows elsewhere",
+    "bad value",
+    "bad value in a ladder",
+    "bad value of bits, half precision",
+    "bad value of a split row",
+    "bad key",
+    "bad query",
+    "bad gradient",
+    "bad padded key",
 ]
 
 pytestmark = pytest.mark.xdist_group("triton interpreter")

@@ -165,7 +165,10 @@ def _gather(
     if call.dropout_p:
         assert call.seed is not None
         stream = torch.arange(call.query.shape[0])[:, None, None, None] * heads + head
-        keep = dropout.kept(call.seed, stream, q_token[..., None], k_token[:, None, :], call.dropout_p)
+        at, key_at = q_token, k_token
+        if call.positions is not None:
+            at, key_at = call.positions[0, head, q_token], call.positions[1, head, k_token]
+        keep = dropout.kept(call.seed, stream, at[..., None], key_at[:, None, :], call.dropout_p)
         kept = keep.to(dtype) / (1 - call.dropout_p)
     query = call.query[:, head, q_token].to(dtype)
     key, value = (x[:, group, k_token].to(dtype) for x in (call.key, call.value))

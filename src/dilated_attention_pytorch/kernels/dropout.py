@@ -41,3 +41,9 @@ def kept(seed: Tensor, batch_head: Tensor, query: Tensor, key: Tensor, dropout_p
 def fresh_seed(device: torch.device) -> Tensor:
     """One int64 [1] drawn from torch's generator of that device, so `torch.manual_seed` decides the mask."""
     return torch.randint(2**62, (1,), dtype=torch.int64, device=device)
+
+
+def shifted(seed: Tensor, streams: int) -> Tensor:
+    """The seed under which stream `batch_head` of a call is stream `batch_head + streams` of the original seed."""
+    high = ((seed >> 32) + streams) & WORD
+    return (high << 32) | (seed & WORD)

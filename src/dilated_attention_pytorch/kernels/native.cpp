@@ -19,6 +19,11 @@
 
 namespace {
 
+// The token that a row stands for.
+inline std::uint32_t position(const std::int64_t* positions, const QueryTile& q, Index row, Index n) {
+  return std::uint32_t(positions ? positions[q.head * n + row] : row);
+}
+
 // Whether each weight of a tile survives dropout, as kernels/dropout.py defines it.
 template <typename T>
 void drop(const Workspace<T>& w, const QueryTile& q, const Tile<T>& tile, T* buffer) {
@@ -26,7 +31,7 @@ void drop(const Workspace<T>& w, const QueryTile& q, const Tile<T>& tile, T* buf
   const T keep = T(call.keep_scale);
   const std::uint32_t below = std::uint32_t(call.drop_below);
   for (Index j = 0; j < tile.count; ++j) {
-    const std::uint32_t key = std::uint32_t(tile.first + q.part.keys.rate * j) * 0x9E3779B9u;
+    const std::uint32_t key = position(call.key_positions, q, tile.first + q.part.keys.rate * j, call.n) * 0x9E3779B9u;
     T* row = buffer + (tile.at + j) * w.ld;
     for (Index i = 0; i < q.lanes; ++i) row[i] = mix(w.stream[i] ^ key) >= below ? row[i] * keep : T(0);
   }
@@ -38,7 +43,11 @@ void start_streams(Workspace<T>& w, const QueryTile& q) {
   const auto seed = std::uint64_t(call.seed);
   const std::uint32_t batch_head = std::uint32_t(call.first_stream + q.batch * call.heads + q.head);
   const std::uint32_t stream = mix(std::uint32_t(seed) ^ mix(std::uint32_t(seed >> 32) + batch_head));
-  for (Index i = 0; i < q.lanes; ++i) w.stream[i] = mix(stream + std::uint32_t(q.first + q.part.queries.rate * i));
+  // Lanes past the last query stand in for no row.
+  for (Index i = 0; i < q.lanes; ++i) {
+    const Index row = q.first + q.part.queries.rate * std::min(i, q.count - 1);
+    w.stream[i] = mix(stream + position(call.query_positions, q, row, call.n));
+  }
 }
 
 // Turns scores into weights relative to the new maximum, and brings what was summed so far to the same footing.

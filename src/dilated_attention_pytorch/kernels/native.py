@@ -67,7 +67,7 @@ class _Call(ctypes.Structure):
         *_fields(_int, "batch heads key_heads n d e block threads splits part_count mask_words"),
         *_fields(_real, "scale keep_scale"),
         *_fields(_int, "seed first_stream drop_below"),
-        *_fields(_pointer, "parts mask_bits mask_band padding"),
+        *_fields(_pointer, "parts mask_bits mask_band padding query_positions key_positions"),
         *_fields(_Array, "query key value output lse grad_output grad_lse grad_query"),
         *_fields(_pointer, "grad_key grad_value"),
     ]
@@ -241,6 +241,9 @@ class _Kernel:
             self.call.first_stream = (piece.batch.start or 0) * call.query.shape[1] + first
             self.call.drop_below = dropout.threshold(call.dropout_p)
             self.call.keep_scale = 1 / (1 - call.dropout_p)
+            if call.positions is not None:
+                queries, keys = call.positions[:, piece.heads]
+                self.call.query_positions, self.call.key_positions = self._address(queries), self._address(keys)
 
     def give(self, **arrays: Tensor) -> None:
         """Give the library (batch, head, token, feature) or (batch, head, token) tensors."""

@@ -36,6 +36,7 @@ struct Call {
   const Part* parts;
   const std::int32_t *mask_bits, *mask_band;
   const std::uint8_t* padding;
+  const std::int64_t *query_positions, *key_positions;  // (heads, n): tokens that rows stand for in dropout, or null
   Array query, key, value, output, lse, grad_output, grad_lse, grad_query;
   const Array *grad_key, *grad_value;  // one of each for every split
 };

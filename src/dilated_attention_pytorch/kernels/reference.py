@@ -128,6 +128,7 @@ def _bands(call: AttentionCall) -> Iterator[_Band]:
             kept = None
             if call.dropout_p:
                 assert call.seed is not None
-                keep = dropout.kept(call.seed, sample * heads + head, q[:, None], k[None, :], call.dropout_p)
+                at, key_at = (q, k) if call.positions is None else (call.positions[0, head, q], call.positions[1, head])
+                keep = dropout.kept(call.seed, sample * heads + head, at[:, None], key_at[None, :], call.dropout_p)
                 kept = keep.to(dtype) / (1 - call.dropout_p)
             yield _Band(head, group, rows, query, key, value, seen, scores, kept)

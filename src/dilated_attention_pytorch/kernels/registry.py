@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterable
 from dataclasses import dataclass
-from importlib import import_module
+from functools import lru_cache
+from importlib import import_module, resources
 from typing import NamedTuple, Protocol, cast
 
 import torch
@@ -33,6 +36,10 @@ class AttentionCall:
     """int64 [1] on the query's device, given when dropout_p > 0; see kernels/dropout.py"""
     pattern: object | None = None
     """What the plan was made from; the reference reads its `multiplicity`."""
+    positions: Tensor | None = None
+    """int64 (2, H, N): the token that each query row, and each key row as a query head reads it, stands for in dropout.
+
+    Row numbers where not given. A rank's buffers hold other tokens in each row, and for each head."""
 
     @property
     def device(self) -> torch.device:
@@ -92,11 +99,39 @@ MODULES = {
     "cpu": "cpu",
     "reference": "reference",
     "cudnn": "cudnn",
+    "flash4": "flash4",
+    "flex": "flex",
 }
 """Every backend by name, and the module it lives in."""
 
-PREFERENCE = ("hopper", "triton", "native", "cpu", "reference")
-"""Those that `backend="auto"` asks, in this order. The others run only when asked for by name."""
+
+class Preference(NamedTuple):
+    """Which backends `backend="auto"` asks, in this order; the others run only when asked for by name."""
+
+    order: tuple[str, ...]
+    because: str
+    """The measurement the order follows, or that there is none."""
+
+
+class Explanation(dict[str, str | None]):
+    """Every backend with its reason against a call, None for those that can run it, and which of them is taken."""
+
+    def __init__(self, reasons: dict[str, str | None], preference: Preference) -> None:
+        super().__init__(reasons)
+        self.order, self.because = preference
+        self.backend = next((name for name in self.order if reasons[name] is None), None)
+        """What `backend="auto"` runs, None when nothing can."""
+
+    def __str__(self) -> str:
+        width = max(map(len, self))
+        taken = "no backend can run this call" if self.backend is None else f"auto takes {self.backend}"
+        asked = "can run it" if self.backend is None else "can run it, and comes later in the order"
+        lines = [f"{taken}: the order is {', '.join(self.order)} ({self.because})"]
+        for name, reason in self.items():
+            state = "takes it" if name == self.backend else asked if name in self.order else "can run it when named"
+            lines.append(f"  {name:<{width}}: {state if reason is None else reason}")
+        return "\n".join(lines)
+
 
 _reproducible = True
 
@@ -120,10 +155,41 @@ def backend_named(name: str) -> Backend:
     return cast(Backend, import_module(f".{MODULES[name]}", __package__))
 
 
+@lru_cache(maxsize=1)
+def _preferences() -> dict[str, dict[str, Preference]]:
+    """preference.json by kind of device and class of plan."""
+    text = resources.files("dilated_attention_pytorch.kernels").joinpath("preference.json").read_text(encoding="utf-8")
+    return {
+        kind: {line["when"]: Preference(tuple(line["order"]), line["because"]) for line in lines}
+        for kind, lines in json.loads(text).items()
+    }
+
+
+@lru_cache(maxsize=64)
+def _preference(device: torch.device, when: str) -> Preference:
+    kinds = [device.type, "any"]
+    if device.type == "cuda":
+        kinds.insert(0, "cuda sm_{}{}".format(*torch.cuda.get_device_capability(device)))
+    known = (_preferences().get(kind, {}) for kind in kinds)
+    return next(lines[name] for lines in known for name in (when, "any") if name in lines)
+
+
+def preference(call: AttentionCall) -> Preference:
+    """The order for a call's device and its class of plan, as preference.json gives it.
+
+    A plan is "dilated" when it has several parts or a part that skips tokens, and "block-sparse" otherwise. A device
+    is looked up as "cuda sm_90", then "cuda", then "any".
+    """
+    parts = call.plan.parts
+    skips = len(parts) > 1 or any(part.queries.rate > 1 or part.keys.rate > 1 for part in parts)
+    return _preference(call.device, "dilated" if skips else "block-sparse")
+
+
 def choose(call: AttentionCall, backend: str = "auto") -> tuple[str, Backend]:
     """The first backend that can run the call; a backend asked for by name never falls back to another."""
+    names: Iterable[str] = preference(call).order if backend == "auto" else (backend,)
     reasons = {}
-    for name in PREFERENCE if backend == "auto" else (backend,):
+    for name in names:
         candidate = backend_named(name)
         reason = candidate.why_not(call)
         if reason is None:
@@ -132,9 +198,9 @@ def choose(call: AttentionCall, backend: str = "auto") -> tuple[str, Backend]:
     raise BackendUnsupported(call.describe(), reasons, backend)
 
 
-def explain(call: AttentionCall) -> dict[str, str | None]:
-    """Every backend with its reason against the call, None for those that can run it."""
-    return {name: backend_named(name).why_not(call) for name in MODULES}
+def explain(call: AttentionCall) -> Explanation:
+    """Which backend runs the call and why, and what speaks against each of the others."""
+    return Explanation({name: backend_named(name).why_not(call) for name in MODULES}, preference(call))
 
 
 def zero_gradients(call: AttentionCall) -> Gradients:

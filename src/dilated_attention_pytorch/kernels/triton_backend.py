@@ -34,8 +34,6 @@ def why_not(call: AttentionCall) -> str | None:
         return f"head width must be <= {WIDEST}, got {width}"
     if call.plan.block_size not in BLOCKS:
         return f"block_size must be one of {BLOCKS}, got {call.plan.block_size}"
-    if not call.scale > 0:
-        return f"scale must be > 0, got {call.scale}"
     rate = max((part.keys.rate for part in call.plan.parts), default=1)
     if rate > FASTEST:
         return f"rate must be <= {FASTEST}, got {rate}"

@@ -11,13 +11,18 @@ import triton.language as tl
 from .triton_primitives import (
     LOG2E,
     NO_KEY,
+    careful_entry,
+    contained,
     dropout_kept,
     dropout_rows,
     element_mask,
     load_rows,
     room_left,
+    row_of_member,
+    spoilt,
     store_rows,
     tile_span,
+    tokens_of,
 )
 
 
@@ -47,43 +52,51 @@ def delta_bwd_kernel(
 
 @triton.jit
 def dq_tile(
-    b_dq, b_q, b_do, b_lse, b_delta, p_k, p_v, p_masks, p_padding, b_row, mask, scale, threshold, inverse_keep, o_i,
-    o_j, k_first, room, o_step, o_d, o_e,
+    b_dq, b_q, b_do, b_lse, b_delta, p_k, p_v, p_masks, p_padding, p_key_positions, b_row, mask, whole, scale,
+    threshold, inverse_keep, o_i, o_j, k_first, room, o_step, o_d, o_e,
     BLOCK: tl.constexpr, D: tl.constexpr, E: tl.constexpr, DP: tl.constexpr, EP: tl.constexpr, MASKED: tl.constexpr,
-    BOUNDED: tl.constexpr, BITS: tl.constexpr, PADDING: tl.constexpr, DROPOUT: tl.constexpr,
+    BOUNDED: tl.constexpr, BITS: tl.constexpr, PADDING: tl.constexpr, DROPOUT: tl.constexpr, POSITIONS: tl.constexpr,
+    PRECISION: tl.constexpr, CONTAINED: tl.constexpr,
 ):  # fmt: skip
-    """Add what BN keys give to the query gradient of BM rows, still without the scale."""
+    """Add what BN keys give to the query gradient of BM rows, still without the scale; CONTAINED as in the forward."""
     b_seen = o_step < room  # [BN]
     if PADDING:
         b_seen = b_seen & (tl.load(p_padding + k_first + o_step, mask=b_seen, other=1) == 0)
     HOLES: tl.constexpr = (MASKED and BOUNDED) or PADDING
     b_k = load_rows(p_k, b_seen, o_d, D, DP, HOLES)  # [BN, DP]
     b_v = load_rows(p_v, b_seen, o_e, E, EP, HOLES)  # [BN, EP]
-    b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")  # [BM, BN]
-    b_dp = tl.dot(b_do, tl.trans(b_v), input_precision="ieee")  # [BM, BN]
+    b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)  # [BM, BN]
+    b_dp = tl.dot(b_do, tl.trans(b_v), input_precision=PRECISION)  # [BM, BN]
     b_p = tl.math.exp2(b_s * scale - b_lse[:, None])
+    if DROPOUT:
+        b_key = tokens_of(p_key_positions, k_first + o_step, b_seen, POSITIONS)
+        b_dp = tl.where(dropout_kept(b_row[:, None], b_key[None, :], threshold), b_dp * inverse_keep, 0.0)
+    b_ds = b_p * (b_dp - b_delta[:, None])
+    # Masked here and not in the weights: a weight of 0 does not stop a NaN of the values.
     if MASKED:
         b_ok = element_mask(p_masks, mask, o_i[:, None], o_j[None, :], BLOCK, BITS)
+        if CONTAINED:
+            b_ok = b_ok | whole
         if HOLES:
             b_ok = b_ok & b_seen[None, :]
-        b_p = tl.where(b_ok, b_p, 0.0)
+        b_ds = tl.where(b_ok, b_ds, 0.0)
     elif PADDING:
-        b_p = tl.where(b_seen[None, :], b_p, 0.0)
-    if DROPOUT:
-        b_dp = tl.where(dropout_kept(b_row[:, None], (k_first + o_step)[None, :], threshold), b_dp * inverse_keep, 0.0)
-    b_ds = b_p * (b_dp - b_delta[:, None])
-    return tl.dot(b_ds.to(b_k.dtype), b_k, b_dq, input_precision="ieee")
+        b_ds = tl.where(b_seen[None, :], b_ds, 0.0)
+    if CONTAINED:
+        b_dq, b_k = contained(b_dq, b_k, b_ok, PRECISION)
+    return tl.dot(b_ds.to(b_k.dtype), b_k, b_dq, input_precision=PRECISION)
 
 
 @triton.jit(do_not_specialize=["items", "mask_shift", "q_tiles", "k_tiles", "slots", "threshold"])
 def attention_dq_bwd_kernel(
     p_q, p_k, p_v, p_do, p_lse, p_delta, p_dq, p_sum, p_piece, p_work, p_heads, p_lists, p_masks, p_q_axis, p_k_axis,
-    p_padding, p_seed, scale, scale_log2, inverse_keep, threshold, items, mask_shift, slots, heads, group, q_tiles,
-    k_tiles, q_length, k_length, q_rate, k_rate, sq_b, sq_h, sq_n, sk_b, sk_h, sv_b, sv_h, sg_b, sg_h, sg_n, sx_b,
-    sx_h, sx_n,
-    SK_N: tl.constexpr, SV_N: tl.constexpr, BLOCK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr,
-    E: tl.constexpr, DP: tl.constexpr, EP: tl.constexpr, STRIDED: tl.constexpr, PER_HEAD: tl.constexpr,
-    BOUNDED: tl.constexpr, PARTIAL: tl.constexpr, BITS: tl.constexpr, PADDING: tl.constexpr, DROPOUT: tl.constexpr,
+    p_padding, p_seed, p_positions, scale, scale_log2, inverse_keep, threshold, items, mask_shift, slots, heads, group,
+    q_tiles, k_tiles, q_length, k_length, q_rate, k_rate, sq_b, sq_h, sq_n, sk_b, sk_h, sv_b, sv_h, sg_b, sg_h, sg_n,
+    sx_b, sx_h, sx_n,
+    SK_N: tl.constexpr, SV_N: tl.constexpr, BLOCK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    CAREFUL: tl.constexpr, D: tl.constexpr, E: tl.constexpr, DP: tl.constexpr, EP: tl.constexpr, STRIDED: tl.constexpr,
+    PER_HEAD: tl.constexpr, BOUNDED: tl.constexpr, PARTIAL: tl.constexpr, BITS: tl.constexpr, PADDING: tl.constexpr,
+    DROPOUT: tl.constexpr, POSITIONS: tl.constexpr, PRECISION: tl.constexpr, CONTAIN: tl.constexpr,
     SUM_IN: tl.constexpr, SUM_OUT: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """dQ of BM query rows of one head.
@@ -141,7 +154,11 @@ def attention_dq_bwd_kernel(
     p_v += batch * sv_b + (head // group) * sv_h
     if PADDING:
         p_padding += batch * k_length
-    b_row = dropout_rows(p_seed, row, o_q) if DROPOUT else o_i
+    p_key_positions = p_positions
+    b_row = o_i
+    if DROPOUT:
+        p_key_positions = p_positions + (heads + head) * k_length
+        b_row = dropout_rows(p_seed, row, tokens_of(p_positions + head * q_length, o_q, b_exist, POSITIONS))
 
     b_dq = tl.zeros([BM, DP], tl.float32)
     for j in range(full_begin * SUB_N, full_end * SUB_N):
@@ -151,9 +168,9 @@ def attention_dq_bwd_kernel(
         p_k_tile = p_k + k_first * SK_N + o_k_tile
         p_v_tile = p_v + k_first * SV_N + o_v_tile
         b_dq = dq_tile(
-            b_dq, b_q, b_do, b_lse, b_delta, p_k_tile, p_v_tile, p_masks, p_padding, b_row, 0, scale_log2, threshold,
-            inverse_keep, o_i, o_n, k_first, room_left(k_first, k_end), o_step, o_d, o_e, BLOCK, D, E, DP, EP, False,
-            BOUNDED, BITS, PADDING, DROPOUT,
+            b_dq, b_q, b_do, b_lse, b_delta, p_k_tile, p_v_tile, p_masks, p_padding, p_key_positions, b_row, 0,
+            False, scale_log2, threshold, inverse_keep, o_i, o_n, k_first, room_left(k_first, k_end), o_step, o_d, o_e,
+            BLOCK, D, E, DP, EP, False, BOUNDED, BITS, PADDING, DROPOUT, POSITIONS, PRECISION, False,
         )  # fmt: skip
     if PARTIAL:
         for j in range(partial_begin * SUB_N, partial_end * SUB_N):
@@ -165,10 +182,34 @@ def attention_dq_bwd_kernel(
             p_k_tile = p_k + k_first * SK_N + o_k_tile
             p_v_tile = p_v + k_first * SV_N + o_v_tile
             b_dq = dq_tile(
-                b_dq, b_q, b_do, b_lse, b_delta, p_k_tile, p_v_tile, p_masks, p_padding, b_row, mask, scale_log2,
-                threshold, inverse_keep, o_i, o_sub + o_n, k_first, room_left(k_first, k_end), o_step, o_d, o_e, BLOCK,
-                D, E, DP, EP, True, BOUNDED, BITS, PADDING, DROPOUT,
+                b_dq, b_q, b_do, b_lse, b_delta, p_k_tile, p_v_tile, p_masks, p_padding, p_key_positions, b_row,
+                mask, False, scale_log2, threshold, inverse_keep, o_i, o_sub + o_n, k_first, room_left(k_first, k_end),
+                o_step, o_d, o_e, BLOCK, D, E, DP, EP, True, BOUNDED, BITS, PADDING, DROPOUT, POSITIONS, PRECISION,
+                False,
             )  # fmt: skip
+    if CONTAIN:
+        if spoilt(b_dq):
+            # Some row met a NaN, perhaps through a weight of 0: all are computed again, with care.
+            b_redo = tl.zeros([BM, DP], tl.float32)
+            o_c = tl.arange(0, CAREFUL)
+            o_hop = o_c * k_rate  # [CAREFUL] int32
+            SUB: tl.constexpr = BLOCK // CAREFUL
+            for c in tl.range(0, (full_end - full_begin + partial_end - partial_begin) * SUB, num_stages=1):
+                c_tile, c_mask, whole = careful_entry(
+                    p_lists, mask_shift, full_begin, full_end, full_base, partial_begin, partial_base, c // SUB
+                )
+                c_first, c_end = tile_span(p_k_axis, c_tile, k_tiles, k_offset, k_length, BLOCK, STRIDED)
+                o_part = (c % SUB) * CAREFUL
+                c_first += o_part * k_rate
+                p_k_part = p_k + (c_first + o_hop)[:, None] * SK_N + o_d[None, :]
+                p_v_part = p_v + (c_first + o_hop)[:, None] * SV_N + o_e[None, :]
+                b_redo = dq_tile(
+                    b_redo, b_q, b_do, b_lse, b_delta, p_k_part, p_v_part, p_masks, p_padding,
+                    p_key_positions, b_row, c_mask, whole, scale_log2, threshold, inverse_keep, o_i, o_part + o_c,
+                    c_first, room_left(c_first, c_end), o_hop, o_d, o_e, BLOCK, D, E, DP, EP, True, BOUNDED, BITS,
+                    PADDING, DROPOUT, POSITIONS, PRECISION, True,
+                )  # fmt: skip
+            b_dq = b_redo
 
     b_dq *= scale
     if SPLIT:
@@ -188,53 +229,65 @@ def attention_dq_bwd_kernel(
 
 @triton.jit
 def dkv_tile(
-    b_dk, b_dv, b_k, b_v, p_q, p_do, p_lse, p_delta, p_masks, p_seed, row, mask, scale, threshold, inverse_keep, o_i,
-    o_j, o_key, q_first, room, o_step, o_d, o_e,
+    b_dk, b_dv, b_k, b_v, p_q, p_do, p_lse, p_delta, p_masks, p_seed, p_positions, b_key, row,
+    mask, whole, scale, threshold, inverse_keep, o_i, o_j, q_first, room, o_step, o_d, o_e,
     BLOCK: tl.constexpr, D: tl.constexpr, E: tl.constexpr, DP: tl.constexpr, EP: tl.constexpr, MASKED: tl.constexpr,
-    BOUNDED: tl.constexpr, BITS: tl.constexpr, DROPOUT: tl.constexpr,
+    BOUNDED: tl.constexpr, BITS: tl.constexpr, DROPOUT: tl.constexpr, POSITIONS: tl.constexpr,
+    PRECISION: tl.constexpr, CONTAINED: tl.constexpr,
 ):  # fmt: skip
     """Add what BM queries give to the gradients of BN keys and values; the key gradient still without the scale."""
     HOLES: tl.constexpr = MASKED and BOUNDED
     b_seen = o_step < room  # [BM]
     if HOLES:
-        b_lse = tl.load(p_lse + q_first + o_step, mask=b_seen, other=0.0)
+        b_lse = tl.load(p_lse + q_first + o_step, mask=b_seen, other=NO_KEY)
         b_delta = tl.load(p_delta + q_first + o_step, mask=b_seen, other=0.0)
     else:
         b_lse = tl.load(p_lse + q_first + o_step)
         b_delta = tl.load(p_delta + q_first + o_step)
+    # exp2(s - inf) = 0: rows that do not exist or have no key weigh nothing.
+    b_lse = tl.where(b_lse == NO_KEY, float("inf"), b_lse * LOG2E)
     b_q = load_rows(p_q, b_seen, o_d, D, DP, HOLES)  # [BM, DP]
     b_do = load_rows(p_do, b_seen, o_e, E, EP, HOLES)  # [BM, EP]
-    b_s = tl.dot(b_k, tl.trans(b_q), input_precision="ieee")  # [BN, BM]
-    b_dp = tl.dot(b_v, tl.trans(b_do), input_precision="ieee")  # [BN, BM]
-    b_p = tl.math.exp2(b_s * scale - (b_lse * LOG2E)[None, :])
+    b_s = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION)  # [BN, BM]
+    b_dp = tl.dot(b_v, tl.trans(b_do), input_precision=PRECISION)  # [BN, BM]
+    b_p = tl.math.exp2(b_s * scale - b_lse[None, :])
     if MASKED:
         b_ok = element_mask(p_masks, mask, o_i[None, :], o_j[:, None], BLOCK, BITS)
+        if CONTAINED:
+            b_ok = b_ok | whole
         if HOLES:
             b_ok = b_ok & b_seen[None, :]
         b_p = tl.where(b_ok, b_p, 0.0)
     if DROPOUT:
-        b_row = dropout_rows(p_seed, row, q_first + o_step)
-        b_kept = dropout_kept(b_row[None, :], o_key[:, None], threshold)
+        b_row = dropout_rows(p_seed, row, tokens_of(p_positions, q_first + o_step, b_seen, POSITIONS))
+        b_kept = dropout_kept(b_row[None, :], b_key[:, None], threshold)
         b_weight = tl.where(b_kept, b_p * inverse_keep, 0.0)
         b_dp = tl.where(b_kept, b_dp * inverse_keep, 0.0)
     else:
         b_weight = b_p
-    b_dv = tl.dot(b_weight.to(b_do.dtype), b_do, b_dv, input_precision="ieee")
     b_ds = b_p * (b_dp - b_delta[None, :])
-    b_dk = tl.dot(b_ds.to(b_q.dtype), b_q, b_dk, input_precision="ieee")
+    if MASKED:
+        # A weight of 0 does not stop a NaN of the row's delta.
+        b_ds = tl.where(b_ok, b_ds, 0.0)
+    if CONTAINED:
+        b_dv, b_do = contained(b_dv, b_do, b_ok, PRECISION)
+        b_dk, b_q = contained(b_dk, b_q, b_ok, PRECISION)
+    b_dv = tl.dot(b_weight.to(b_do.dtype), b_do, b_dv, input_precision=PRECISION)
+    b_dk = tl.dot(b_ds.to(b_q.dtype), b_q, b_dk, input_precision=PRECISION)
     return b_dk, b_dv
 
 
 @triton.jit(do_not_specialize=["items", "mask_shift", "q_tiles", "k_tiles", "slots", "threshold"])
 def attention_dkv_bwd_kernel(
     p_q, p_k, p_v, p_do, p_lse, p_delta, p_dk, p_dv, p_sum_k, p_sum_v, p_piece_k, p_piece_v, p_work, p_owners,
-    p_heads, p_rows, p_lists, p_masks, p_q_axis, p_k_axis, p_padding, p_seed, scale, scale_log2, inverse_keep,
-    threshold, items, mask_shift, slots, heads, group, q_tiles, k_tiles, q_length, k_length, q_rate, k_rate, sq_b,
-    sq_h, sk_b, sk_h, sk_n, sv_b, sv_h, sv_n, sg_b, sg_h, sx_b, sx_h, sx_n, sy_b, sy_h, sy_n,
-    SQ_N: tl.constexpr, SG_N: tl.constexpr, BLOCK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr,
-    E: tl.constexpr, DP: tl.constexpr, EP: tl.constexpr, GROUP: tl.constexpr, STRIDED: tl.constexpr,
-    PER_HEAD: tl.constexpr, MIXED: tl.constexpr, BOUNDED: tl.constexpr, PARTIAL: tl.constexpr, BITS: tl.constexpr,
-    PADDING: tl.constexpr, DROPOUT: tl.constexpr, SUM_IN: tl.constexpr, SUM_OUT: tl.constexpr, SPLIT: tl.constexpr,
+    p_heads, p_rows, p_lists, p_masks, p_q_axis, p_k_axis, p_padding, p_seed, p_positions, scale, scale_log2,
+    inverse_keep, threshold, items, mask_shift, slots, heads, group, q_tiles, k_tiles, q_length, k_length, q_rate,
+    k_rate, sq_b, sq_h, sk_b, sk_h, sk_n, sv_b, sv_h, sv_n, sg_b, sg_h, sx_b, sx_h, sx_n, sy_b, sy_h, sy_n,
+    SQ_N: tl.constexpr, SG_N: tl.constexpr, BLOCK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    CAREFUL: tl.constexpr, D: tl.constexpr, E: tl.constexpr, DP: tl.constexpr, EP: tl.constexpr, GROUP: tl.constexpr,
+    STRIDED: tl.constexpr, PER_HEAD: tl.constexpr, MIXED: tl.constexpr, BOUNDED: tl.constexpr, PARTIAL: tl.constexpr,
+    BITS: tl.constexpr, PADDING: tl.constexpr, DROPOUT: tl.constexpr, POSITIONS: tl.constexpr, PRECISION: tl.constexpr,
+    CONTAIN: tl.constexpr, SUM_IN: tl.constexpr, SUM_OUT: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """dK and dV of BN key rows of one key head, summed over the query heads that read it.
 
@@ -288,20 +341,18 @@ def attention_dkv_bwd_kernel(
         if PER_HEAD:
             q_offset = tl.load(p_heads + head * 4 + 2)
         if MIXED:
-            kind = tl.load(p_heads + head * 4 + 1)
-            mine = (kind >= 0) & (tl.load(p_heads + head * 4 + 3) == k_offset)
-            p_own = p_rows + (tl.where(mine, kind, 0) * k_tiles + tile) * 6
-            full_begin = tl.load(p_own)
-            full_end = tl.where(mine, tl.load(p_own + 1), full_begin)
-            full_base = tl.load(p_own + 2)
-            partial_begin = tl.load(p_own + 3)
-            partial_end = tl.where(mine, tl.load(p_own + 4), partial_begin)
-            partial_base = tl.load(p_own + 5)
+            full_begin, full_end, full_base, partial_begin, partial_end, partial_base = row_of_member(
+                p_heads, p_rows, head, k_offset, k_tiles, tile
+            )
         row = batch * heads + head
         p_q_head = p_q + batch * sq_b + head * sq_h
         p_do_head = p_do + batch * sg_b + head * sg_h
         p_row_lse = p_lse + row * q_length
         p_row_delta = p_delta + row * q_length
+        p_tokens = p_positions + head * q_length
+        b_key = o_key
+        if POSITIONS:
+            b_key = tokens_of(p_positions + (heads + head) * k_length, o_key, b_exist, True)
         for j in range(full_begin * SUB_M, full_end * SUB_M):
             q_tile = full_base + tl.load(p_lists + j // SUB_M)
             q_first, q_end = tile_span(p_q_axis, q_tile, q_tiles, q_offset, q_length, BLOCK, STRIDED)
@@ -309,9 +360,10 @@ def attention_dkv_bwd_kernel(
             p_q_tile = p_q_head + q_first * SQ_N + o_q_tile
             p_do_tile = p_do_head + q_first * SG_N + o_do_tile
             b_dk, b_dv = dkv_tile(
-                b_dk, b_dv, b_k, b_v, p_q_tile, p_do_tile, p_row_lse, p_row_delta, p_masks, p_seed, row, 0, scale_log2,
-                threshold, inverse_keep, o_m, o_j, o_key, q_first, room_left(q_first, q_end), o_step, o_d, o_e, BLOCK,
-                D, E, DP, EP, False, BOUNDED, BITS, DROPOUT,
+                b_dk, b_dv, b_k, b_v, p_q_tile, p_do_tile, p_row_lse, p_row_delta, p_masks, p_seed, p_tokens,
+                b_key, row, 0, False, scale_log2, threshold, inverse_keep, o_m, o_j, q_first,
+                room_left(q_first, q_end), o_step, o_d, o_e, BLOCK, D, E, DP, EP, False, BOUNDED, BITS, DROPOUT,
+                POSITIONS, PRECISION, False,
             )  # fmt: skip
         if PARTIAL:
             for j in range(partial_begin * SUB_M, partial_end * SUB_M):
@@ -323,17 +375,58 @@ def attention_dkv_bwd_kernel(
                 p_q_tile = p_q_head + q_first * SQ_N + o_q_tile
                 p_do_tile = p_do_head + q_first * SG_N + o_do_tile
                 b_dk, b_dv = dkv_tile(
-                    b_dk, b_dv, b_k, b_v, p_q_tile, p_do_tile, p_row_lse, p_row_delta, p_masks, p_seed, row, mask,
-                    scale_log2, threshold, inverse_keep, o_sub + o_m, o_j, o_key, q_first, room_left(q_first, q_end),
-                    o_step, o_d, o_e, BLOCK, D, E, DP, EP, True, BOUNDED, BITS, DROPOUT,
+                    b_dk, b_dv, b_k, b_v, p_q_tile, p_do_tile, p_row_lse, p_row_delta, p_masks, p_seed, p_tokens,
+                    b_key, row, mask, False, scale_log2, threshold, inverse_keep, o_sub + o_m, o_j, q_first,
+                    room_left(q_first, q_end), o_step, o_d, o_e, BLOCK, D, E, DP, EP, True, BOUNDED, BITS, DROPOUT,
+                    POSITIONS, PRECISION, False,
                 )  # fmt: skip
 
-    b_dk *= scale
+    b_shown = b_exist
     if PADDING:
         # A padded key gets no gradient whatever its own rows summed to, so the loops need not look at the padding.
         b_shown = tl.load(p_padding + batch * k_length + o_key, mask=b_exist, other=1) == 0
         b_dk = tl.where(b_shown[:, None], b_dk, 0.0)
         b_dv = tl.where(b_shown[:, None], b_dv, 0.0)
+    if CONTAIN:
+        if spoilt(b_dk) | spoilt(b_dv):
+            # Some key met a NaN, perhaps through a weight of 0: all are computed again, with care.
+            b_redo_k = tl.zeros([BN, DP], tl.float32)
+            b_redo_v = tl.zeros([BN, EP], tl.float32)
+            o_c = tl.arange(0, CAREFUL)
+            o_hop = o_c * q_rate  # [CAREFUL] int32
+            SUB: tl.constexpr = BLOCK // CAREFUL
+            for other in range(GROUP):
+                c_head = key_head * GROUP + other
+                c_offset = 0
+                c_key = o_key
+                if PER_HEAD:
+                    c_offset = tl.load(p_heads + c_head * 4 + 2)
+                if MIXED:
+                    full_begin, full_end, full_base, partial_begin, partial_end, partial_base = row_of_member(
+                        p_heads, p_rows, c_head, k_offset, k_tiles, tile
+                    )
+                if POSITIONS:
+                    c_key = tokens_of(p_positions + (heads + c_head) * k_length, o_key, b_exist, True)
+                c_row = batch * heads + c_head
+                for c in tl.range(0, (full_end - full_begin + partial_end - partial_begin) * SUB, num_stages=1):
+                    c_tile, c_mask, whole = careful_entry(
+                        p_lists, mask_shift, full_begin, full_end, full_base, partial_begin, partial_base, c // SUB
+                    )
+                    c_first, c_end = tile_span(p_q_axis, c_tile, q_tiles, c_offset, q_length, BLOCK, STRIDED)
+                    o_part = (c % SUB) * CAREFUL
+                    c_first += o_part * q_rate
+                    p_q_part = p_q + batch * sq_b + c_head * sq_h + (c_first + o_hop)[:, None] * SQ_N + o_d[None, :]
+                    p_do_part = p_do + batch * sg_b + c_head * sg_h + (c_first + o_hop)[:, None] * SG_N + o_e[None, :]
+                    b_redo_k, b_redo_v = dkv_tile(
+                        b_redo_k, b_redo_v, b_k, b_v, p_q_part, p_do_part,
+                        p_lse + c_row * q_length, p_delta + c_row * q_length, p_masks, p_seed,
+                        p_positions + c_head * q_length, c_key, c_row, c_mask, whole, scale_log2, threshold,
+                        inverse_keep, o_part + o_c, o_j, c_first, room_left(c_first, c_end), o_hop, o_d, o_e, BLOCK, D,
+                        E, DP, EP, True, BOUNDED, BITS, DROPOUT, POSITIONS, PRECISION, True,
+                    )  # fmt: skip
+            b_dk = tl.where(b_shown[:, None], b_redo_k, 0.0)
+            b_dv = tl.where(b_shown[:, None], b_redo_v, 0.0)
+    b_dk *= scale
     if SPLIT:
         if slot >= 0:
             o_piece = ((batch * tl.num_programs(1) + tl.program_id(1)) * slots + slot) * BLOCK + o_j

@@ -12,33 +12,43 @@ from .triton_primitives import (
     LN2,
     LOG2E,
     NO_KEY,
+    careful_entry,
+    contained,
     dropout_kept,
     dropout_rows,
     element_mask,
     load_rows,
     room_left,
+    spoilt,
     store_rows,
     tile_span,
+    tokens_of,
 )
 
 
 @triton.jit
 def forward_tile(
-    b_acc, b_l, b_m, b_q, p_k, p_v, p_masks, p_padding, b_row, mask, scale, threshold, inverse_keep, o_i, o_j,
-    k_first, room, o_step, o_d, o_e,
+    b_acc, b_l, b_m, b_q, p_k, p_v, p_masks, p_padding, p_key_positions, b_row, mask, whole, scale, threshold,
+    inverse_keep, o_i, o_j, k_first, room, o_step, o_d, o_e,
     BLOCK: tl.constexpr, D: tl.constexpr, E: tl.constexpr, DP: tl.constexpr, EP: tl.constexpr, MASKED: tl.constexpr,
-    BOUNDED: tl.constexpr, BITS: tl.constexpr, PADDING: tl.constexpr, DROPOUT: tl.constexpr,
+    BOUNDED: tl.constexpr, BITS: tl.constexpr, PADDING: tl.constexpr, DROPOUT: tl.constexpr, POSITIONS: tl.constexpr,
+    PRECISION: tl.constexpr, CONTAINED: tl.constexpr,
 ):  # fmt: skip
-    """Take BN keys into the running softmax (b_m, b_l, b_acc) of BM rows; b_m and `scale` are in log2 units."""
+    """Take BN keys into the running softmax (b_m, b_l, b_acc) of BM rows; b_m and `scale` are in log2 units.
+
+    CONTAINED keeps values that are not finite from rows that may not see them; `whole` then says that all may.
+    """
     b_seen = o_step < room  # [BN]
     b_k = load_rows(p_k, b_seen, o_d, D, DP, MASKED and BOUNDED)  # [BN, DP]
     if PADDING:
         b_seen = b_seen & (tl.load(p_padding + k_first + o_step, mask=b_seen, other=1) == 0)
     # A key that takes no part may hold inf or nan, and 0 * nan would reach the output.
     b_v = load_rows(p_v, b_seen, o_e, E, EP, (MASKED and BOUNDED) or PADDING)  # [BN, EP]
-    b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")  # [BM, BN]
+    b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)  # [BM, BN]
     if MASKED:
         b_ok = element_mask(p_masks, mask, o_i[:, None], o_j[None, :], BLOCK, BITS)
+        if CONTAINED:
+            b_ok = b_ok | whole
         if BOUNDED or PADDING:
             b_ok = b_ok & b_seen[None, :]
         b_s = tl.where(b_ok, b_s, NO_KEY)
@@ -55,25 +65,72 @@ def forward_tile(
     b_l = b_l * b_shrink + tl.sum(b_p, 1)
     b_acc = b_acc * b_shrink[:, None]
     if DROPOUT:
-        b_p = tl.where(dropout_kept(b_row[:, None], (k_first + o_step)[None, :], threshold), b_p * inverse_keep, 0.0)
-    b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc, input_precision="ieee")
+        b_key = tokens_of(p_key_positions, k_first + o_step, b_seen, POSITIONS)
+        b_p = tl.where(dropout_kept(b_row[:, None], b_key[None, :], threshold), b_p * inverse_keep, 0.0)
+    if CONTAINED:
+        b_acc, b_v = contained(b_acc, b_v, b_ok, PRECISION)
+    b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc, input_precision=PRECISION)
     return b_acc, b_l, b_top
+
+
+@triton.jit
+def carried_softmax(
+    p_lse, p_carry, o_row, b_exist, slot, o_e,
+    BM: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, CARRY_IN: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    """The softmax (b_acc, b_l, b_m) that rows begin with."""
+    b_m = tl.full([BM], NO_KEY, tl.float32)
+    b_l = tl.zeros([BM], tl.float32)
+    b_acc = tl.zeros([BM, EP], tl.float32)
+    if CARRY_IN:
+        b_past = tl.load(p_lse + o_row, mask=b_exist, other=NO_KEY)
+        if SPLIT:
+            # A piece leaves what earlier parts carried to the kernel that joins the pieces.
+            b_past = tl.where(slot < 0, b_past, NO_KEY)
+        b_met = b_past != NO_KEY
+        b_m = b_past * LOG2E
+        b_l = tl.where(b_met, 1.0, 0.0)
+        # Rows that met no key in earlier parts were never written in the carry.
+        b_acc = load_rows(p_carry + o_row[:, None] * E + o_e[None, :], b_met, o_e, E, EP, True)
+    return b_acc, b_l, b_m
+
+
+@triton.jit
+def store_softmax(
+    p_rows, p_lse, p_carry, p_piece_out, p_piece_lse, b_acc, b_lse, o_row, o_piece, b_exist, slot, o_e,
+    E: tl.constexpr, EP: tl.constexpr, CARRY_OUT: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    """Write finished rows where they belong: to their piece, to the carry, or to the output."""
+    b_own = b_exist
+    if SPLIT:
+        b_piece = o_piece - o_piece + slot >= 0
+        tl.store(p_piece_lse + o_piece, b_lse, mask=b_piece)
+        store_rows(p_piece_out + o_piece[:, None] * E + o_e[None, :], b_acc, b_piece, o_e, E, EP)
+        b_own = b_exist & (b_piece == 0)
+    tl.store(p_lse + o_row, b_lse, mask=b_own)
+    if CARRY_OUT:
+        store_rows(p_carry + o_row[:, None] * E + o_e[None, :], b_acc, b_own, o_e, E, EP)
+    else:
+        store_rows(p_rows, b_acc, b_own, o_e, E, EP)
 
 
 @triton.jit(do_not_specialize=["items", "mask_shift", "q_tiles", "k_tiles", "slots", "threshold"])
 def attention_fwd_kernel(
     p_q, p_k, p_v, p_out, p_lse, p_carry, p_piece_out, p_piece_lse, p_work, p_heads, p_lists, p_masks, p_q_axis,
-    p_k_axis, p_padding, p_seed, scale, inverse_keep, threshold, items, mask_shift, slots, heads, group, q_tiles,
-    k_tiles, q_length, k_length, q_rate, k_rate, sq_b, sq_h, sq_n, sk_b, sk_h, sv_b, sv_h, so_b, so_h, so_n,
-    SK_N: tl.constexpr, SV_N: tl.constexpr, BLOCK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr,
-    E: tl.constexpr, DP: tl.constexpr, EP: tl.constexpr, STRIDED: tl.constexpr, PER_HEAD: tl.constexpr,
-    BOUNDED: tl.constexpr, PARTIAL: tl.constexpr, BITS: tl.constexpr, PADDING: tl.constexpr, DROPOUT: tl.constexpr,
-    CARRY_IN: tl.constexpr, CARRY_OUT: tl.constexpr, SPLIT: tl.constexpr,
+    p_k_axis, p_padding, p_seed, p_positions, scale, inverse_keep, threshold, items, mask_shift, slots, heads, group,
+    q_tiles, k_tiles, q_length, k_length, q_rate, k_rate, sq_b, sq_h, sq_n, sk_b, sk_h, sv_b, sv_h, so_b, so_h, so_n,
+    SK_N: tl.constexpr, SV_N: tl.constexpr, SIGN: tl.constexpr, BLOCK: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, CAREFUL: tl.constexpr, D: tl.constexpr, E: tl.constexpr, DP: tl.constexpr, EP: tl.constexpr,
+    STRIDED: tl.constexpr, PER_HEAD: tl.constexpr, BOUNDED: tl.constexpr, PARTIAL: tl.constexpr, BITS: tl.constexpr,
+    PADDING: tl.constexpr, DROPOUT: tl.constexpr, POSITIONS: tl.constexpr, PRECISION: tl.constexpr,
+    CONTAIN: tl.constexpr, CARRY_IN: tl.constexpr, CARRY_OUT: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """Output and LSE of BM query rows of one head.
 
     CARRY_IN starts from the softmax of earlier parts, CARRY_OUT leaves one in float32 for later parts.
     SPLIT: some items are a piece of a long row and leave their softmax to `merge_pieces_kernel`.
+    CONTAIN keeps a NaN of a value out of rows that may not see it.
+    SIGN is that of the scale, whose magnitude `scale` is; where it is 0, `scale` is any positive number.
     """
     SUB_M: tl.constexpr = BLOCK // BM
     SUB_N: tl.constexpr = BLOCK // BN
@@ -111,6 +168,8 @@ def attention_fwd_kernel(
     b_exist = o_q < q_end
     p_q_tile = p_q + batch * sq_b + head * sq_h + o_q[:, None] * sq_n + o_d[None, :]
     b_q = load_rows(p_q_tile, b_exist, o_d, D, DP, BOUNDED)  # [BM, DP]
+    if SIGN != 1:
+        b_q = (b_q * SIGN).to(b_q.dtype)
 
     row = batch * heads + head
     o_row = row * q_length + o_q
@@ -121,22 +180,13 @@ def attention_fwd_kernel(
     p_v += batch * sv_b + (head // group) * sv_h
     if PADDING:
         p_padding += batch * k_length
-    b_row = dropout_rows(p_seed, row, o_q) if DROPOUT else o_i
+    p_key_positions = p_positions
+    b_row = o_i
+    if DROPOUT:
+        p_key_positions = p_positions + (heads + head) * k_length
+        b_row = dropout_rows(p_seed, row, tokens_of(p_positions + head * q_length, o_q, b_exist, POSITIONS))
 
-    b_m = tl.full([BM], NO_KEY, tl.float32)
-    b_l = tl.zeros([BM], tl.float32)
-    b_acc = tl.zeros([BM, EP], tl.float32)
-    if CARRY_IN:
-        b_past = tl.load(p_lse + o_row, mask=b_exist, other=NO_KEY)
-        if SPLIT:
-            # A piece leaves what earlier parts carried to the kernel that joins the pieces.
-            b_past = tl.where(slot < 0, b_past, NO_KEY)
-        b_met = b_past != NO_KEY
-        b_m = b_past * LOG2E
-        b_l = tl.where(b_met, 1.0, 0.0)
-        # Rows that met no key in earlier parts were never written in the carry.
-        b_acc = load_rows(p_carry + o_row[:, None] * E + o_e[None, :], b_met, o_e, E, EP, True)
-
+    b_acc, b_l, b_m = carried_softmax(p_lse, p_carry, o_row, b_exist, slot, o_e, BM, E, EP, CARRY_IN, SPLIT)
     for j in range(full_begin * SUB_N, full_end * SUB_N):
         k_tile = full_base + tl.load(p_lists + j // SUB_N)
         k_first, k_end = tile_span(p_k_axis, k_tile, k_tiles, k_offset, k_length, BLOCK, STRIDED)
@@ -144,9 +194,9 @@ def attention_fwd_kernel(
         p_k_tile = p_k + k_first * SK_N + o_k_tile
         p_v_tile = p_v + k_first * SV_N + o_v_tile
         b_acc, b_l, b_m = forward_tile(
-            b_acc, b_l, b_m, b_q, p_k_tile, p_v_tile, p_masks, p_padding, b_row, 0, scale, threshold, inverse_keep, o_i,
-            o_n, k_first, room_left(k_first, k_end), o_step, o_d, o_e, BLOCK, D, E, DP, EP, False, BOUNDED, BITS,
-            PADDING, DROPOUT,
+            b_acc, b_l, b_m, b_q, p_k_tile, p_v_tile, p_masks, p_padding, p_key_positions, b_row, 0, False, scale,
+            threshold, inverse_keep, o_i, o_n, k_first, room_left(k_first, k_end), o_step, o_d, o_e, BLOCK, D, E, DP,
+            EP, False, BOUNDED, BITS, PADDING, DROPOUT, POSITIONS, PRECISION, False,
         )  # fmt: skip
     if PARTIAL:
         for j in range(partial_begin * SUB_N, partial_end * SUB_N):
@@ -158,26 +208,44 @@ def attention_fwd_kernel(
             p_k_tile = p_k + k_first * SK_N + o_k_tile
             p_v_tile = p_v + k_first * SV_N + o_v_tile
             b_acc, b_l, b_m = forward_tile(
-                b_acc, b_l, b_m, b_q, p_k_tile, p_v_tile, p_masks, p_padding, b_row, mask, scale, threshold,
-                inverse_keep, o_i, o_sub + o_n, k_first, room_left(k_first, k_end), o_step, o_d, o_e, BLOCK, D, E, DP,
-                EP, True, BOUNDED, BITS, PADDING, DROPOUT,
+                b_acc, b_l, b_m, b_q, p_k_tile, p_v_tile, p_masks, p_padding, p_key_positions, b_row, mask, False,
+                scale, threshold, inverse_keep, o_i, o_sub + o_n, k_first, room_left(k_first, k_end), o_step, o_d, o_e,
+                BLOCK, D, E, DP, EP, True, BOUNDED, BITS, PADDING, DROPOUT, POSITIONS, PRECISION, False,
             )  # fmt: skip
 
     b_acc = b_acc / tl.where(b_l == 0.0, 1.0, b_l)[:, None]
     b_lse = (b_m + tl.math.log2(b_l)) * LN2
-    if SPLIT:
-        if slot >= 0:
-            o_piece = ((batch * tl.num_programs(1) + tl.program_id(1)) * slots + slot) * BLOCK + o_i
-            tl.store(p_piece_lse + o_piece, b_lse)
-            b_all = o_i >= 0
-            store_rows(p_piece_out + o_piece[:, None] * E + o_e[None, :], b_acc, b_all, o_e, E, EP)
-            return
-    tl.store(p_lse + o_row, b_lse, mask=b_exist)
-    if CARRY_OUT:
-        store_rows(p_carry + o_row[:, None] * E + o_e[None, :], b_acc, b_exist, o_e, E, EP)
-    else:
-        p_out_tile = p_out + batch * so_b + head * so_h + o_q[:, None] * so_n + o_e[None, :]
-        store_rows(p_out_tile, b_acc, b_exist, o_e, E, EP)
+    o_piece = ((batch * tl.num_programs(1) + tl.program_id(1)) * slots + slot) * BLOCK + o_i
+    p_rows = p_out + batch * so_b + head * so_h + o_q[:, None] * so_n + o_e[None, :]
+    if CONTAIN:
+        if spoilt(b_acc):
+            # Some row met a NaN, perhaps through a weight of 0: all are computed again, with care.
+            b_redo, b_sum, b_top = carried_softmax(
+                p_lse, p_carry, o_row, b_exist, slot, o_e, BM, E, EP, CARRY_IN, SPLIT
+            )
+            o_c = tl.arange(0, CAREFUL)
+            o_hop = o_c * k_rate  # [CAREFUL] int32
+            SUB: tl.constexpr = BLOCK // CAREFUL
+            for c in tl.range(0, (full_end - full_begin + partial_end - partial_begin) * SUB, num_stages=1):
+                c_tile, c_mask, whole = careful_entry(
+                    p_lists, mask_shift, full_begin, full_end, full_base, partial_begin, partial_base, c // SUB
+                )
+                c_first, c_end = tile_span(p_k_axis, c_tile, k_tiles, k_offset, k_length, BLOCK, STRIDED)
+                o_part = (c % SUB) * CAREFUL
+                c_first += o_part * k_rate
+                p_k_part = p_k + (c_first + o_hop)[:, None] * SK_N + o_d[None, :]
+                p_v_part = p_v + (c_first + o_hop)[:, None] * SV_N + o_e[None, :]
+                b_redo, b_sum, b_top = forward_tile(
+                    b_redo, b_sum, b_top, b_q, p_k_part, p_v_part, p_masks, p_padding, p_key_positions, b_row,
+                    c_mask, whole, scale, threshold, inverse_keep, o_i, o_part + o_c, c_first,
+                    room_left(c_first, c_end), o_hop, o_d, o_e, BLOCK, D, E, DP, EP, True, BOUNDED, BITS, PADDING,
+                    DROPOUT, POSITIONS, PRECISION, True,
+                )  # fmt: skip
+            b_acc = b_redo / tl.where(b_sum == 0.0, 1.0, b_sum)[:, None]
+    store_softmax(
+        p_rows, p_lse, p_carry, p_piece_out, p_piece_lse, b_acc, b_lse, o_row, o_piece, b_exist, slot, o_e,
+        E, EP, CARRY_OUT, SPLIT,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["heavy", "slots", "q_tiles"])

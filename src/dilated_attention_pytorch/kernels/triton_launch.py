@@ -30,6 +30,10 @@ ROWS = 64
 """Rows a program of the row-wise kernels takes."""
 
 
+CAREFUL = 16
+"""Rows streamed at once where something is not finite: the fewest a product takes, for the smallest code."""
+
+
 class Tiles(NamedTuple):
     """How a kernel cuts its work: query rows, key rows, warps, pipeline stages."""
 
@@ -41,8 +45,9 @@ class Tiles(NamedTuple):
     def within(self, block: int) -> Tiles:
         """The same, for plan tiles smaller than the preferred ones."""
         m, n = min(self.m, block), min(self.n, block)
-        edge = min(m, n)
-        warps = self.warps if max(m, n) >= 64 else 2 if edge >= 32 else 1
+        if (m, n) == (self.m, self.n):
+            return self
+        warps = self.warps if max(m, n) >= 64 else 2 if min(m, n) >= 32 else 1
         return Tiles(m, n, warps, self.stages)
 
 
@@ -68,10 +73,11 @@ HALF_SMALL_SHARED = {
     256: Config(Tiles(64, 32, 4, 1), Tiles(32, 32, 4, 1), Tiles(32, 32, 4, 1)),
 }
 SINGLE = {
-    64: Config(Tiles(64, 32, 4, 2), Tiles(32, 32, 4, 2), Tiles(32, 32, 4, 2)),
-    128: Config(Tiles(32, 32, 4, 2), Tiles(32, 32, 4, 1), Tiles(32, 32, 4, 1)),
-    256: Config(Tiles(32, 16, 4, 1), Tiles(16, 16, 4, 1), Tiles(16, 16, 4, 1)),
+    64: Config(Tiles(64, 32, 8, 2), Tiles(32, 32, 8, 2), Tiles(32, 32, 8, 2)),
+    128: Config(Tiles(32, 32, 8, 2), Tiles(32, 32, 8, 1), Tiles(32, 32, 8, 1)),
+    256: Config(Tiles(16, 16, 8, 1), Tiles(16, 16, 8, 1), Tiles(16, 16, 8, 1)),
 }
+"""Small tiles of many warps: the code a thread runs, and with it the first call, grows with the elements it holds."""
 
 _chosen: dict[tuple[int, torch.dtype, torch.device, int], Config] = {}
 
@@ -84,6 +90,9 @@ def forward(call: AttentionCall) -> Forward:
     block = call.plan.block_size
     tables = schedule(call.plan, heads // key.shape[1])
     tiles = config(d, e, query.dtype, query.device, block).forward
+    # A scale of 0 multiplies the queries by 0 and the scores by 1, which masks them by -inf as any other does.
+    sign = (call.scale > 0) - (call.scale < 0)
+    magnitude = abs(call.scale) or 1.0
     parts = tables.by_query
     finishes = bool(parts) and parts[-1].by_query.covers
     output = empty_rows(query, e)
@@ -102,9 +111,9 @@ def forward(call: AttentionCall) -> Forward:
         shape = {"STRIDED": part.strided, "PER_HEAD": part.per_head}
         attention_fwd_kernel[(side.items * (block // tiles.m), owners, batch)](
             query, key, value, output, lse, carry, piece_out, piece_lse,
-            *_tables(call, tables, part, side), call.scale * LOG2E, *_dropout(call), *_sizes(call, part, side),
+            *_tables(call, tables, part, side), magnitude * LOG2E, *_dropout(call), *_sizes(call, part, side),
             *query.stride()[:3], *key.stride()[:2], *value.stride()[:2], *output.stride()[:3],
-            SK_N=key.stride(2), SV_N=value.stride(2), **_constants(call, tables, part, side, tiles), **ends,
+            SK_N=key.stride(2), SV_N=value.stride(2), SIGN=sign, **_constants(call, tables, part, side, tiles), **ends,
         )  # fmt: skip
         if side.slots:
             rows = min(ROWS, block)
@@ -246,6 +255,7 @@ def _tables(call: AttentionCall, tables: Schedule, part: PartSchedule, side: Sid
         part.key_axis,
         side.lists if padding is None else padding.contiguous().view(torch.uint8),
         side.lists if call.seed is None else call.seed,
+        side.lists if call.positions is None else call.positions.contiguous(),
     )
 
 
@@ -272,7 +282,7 @@ def _sizes(call: AttentionCall, part: PartSchedule, side: Side) -> tuple[int, ..
 
 def _constants(
     call: AttentionCall, tables: Schedule, part: PartSchedule, side: Side, tiles: Tiles
-) -> dict[str, int | bool]:
+) -> dict[str, int | bool | str]:
     return _named_constants(
         call.plan.block_size,
         call.query.shape[3],
@@ -284,7 +294,11 @@ def _constants(
         tables.bits,
         call.key_padding_mask is not None,
         call.dropout_p > 0,
+        call.dropout_p > 0 and call.positions is not None,
         side.slots > 0,
+        _precision(call.query.dtype),
+        # Where nobody looks for a NaN, keeping it apart would cost a tenth of the time of short rows.
+        side.partial and torch.is_anomaly_enabled(),
         tiles,
     )
 
@@ -301,14 +315,18 @@ def _named_constants(
     bits: bool,
     padding: bool,
     dropout: bool,
+    positions: bool,
     split: bool,
+    precision: str,
+    contain: bool,
     tiles: Tiles,
-) -> dict[str, int | bool]:
+) -> dict[str, int | bool | str]:
     """What the attention kernels are compiled for, besides their own ends; kept, for a call takes microseconds."""
     return {
         "BLOCK": block,
         "BM": tiles.m,
         "BN": tiles.n,
+        "CAREFUL": CAREFUL,
         "D": d,
         "E": e,
         "DP": held(d),
@@ -320,10 +338,21 @@ def _named_constants(
         "BITS": bits,
         "PADDING": padding,
         "DROPOUT": dropout,
+        "POSITIONS": positions,
         "SPLIT": split,
+        "PRECISION": precision,
+        "CONTAIN": contain,
         "num_warps": tiles.warps,
         "num_stages": tiles.stages,
     } | OPTIONS
+
+
+def _precision(dtype: torch.dtype) -> str:
+    """How products are computed; in half precision there is but one way.
+
+    Three products of tf32 on the tensor cores are as exact as one in float32, and compile in half the time.
+    """
+    return "tf32x3" if dtype is torch.float32 and torch.version.hip is None else "ieee"
 
 
 def held(width: int) -> int:

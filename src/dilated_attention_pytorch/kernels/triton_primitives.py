@@ -1,7 +1,8 @@
 """Pieces shared by the Triton kernels: where a tile lies, how it is loaded, which of its elements count.
 
 Names: `p_` pointers, `o_` offsets, `b_` blocks of values. BLOCK is the plan's tile edge; BM and BN are the rows of
-queries and of keys a kernel holds at once, each dividing BLOCK. D and E are the widths of keys and of values,
+queries and of keys a kernel holds at once, each dividing BLOCK; CAREFUL are the rows it streams at once where something
+is not finite. D and E are the widths of keys and of values,
 DP and EP the powers of two that hold them.
 """
 
@@ -74,6 +75,54 @@ def element_mask(p_masks, mask, o_i, o_j, BLOCK: tl.constexpr, BITS: tl.constexp
         b_word = tl.load(p_mask + 2 + o_i * WORDS + o_j // 32, mask=b_use, other=0)
         b_ok = b_ok | (((b_word >> (o_j % 32)) & 1) != 0)
     return b_ok
+
+
+@triton.jit
+def spoilt(b_rows):
+    """Whether some element is NaN, as a scalar."""
+    return tl.max(tl.max((b_rows != b_rows).to(tl.int32), 1), 0) > 0
+
+
+@triton.jit
+def contained(b_sum, b_rows, b_seen, PRECISION: tl.constexpr):
+    """NaN in the sum where a row of it sees what is not finite, and the streamed rows with 0 in its place.
+
+    A masked weight is 0, but 0 times NaN is NaN: a plain product would carry it to rows that may not see it.
+    """
+    b_bad = (b_rows - b_rows) != 0.0
+    b_met = tl.dot(b_seen.to(b_rows.dtype), b_bad.to(b_rows.dtype), input_precision=PRECISION)
+    return tl.where(b_met > 0.0, float("nan"), b_sum), tl.where(b_bad, 0.0, b_rows).to(b_rows.dtype)
+
+
+@triton.jit
+def careful_entry(p_lists, mask_shift, full_begin, full_end, full_base, partial_begin, partial_base, index):
+    """Entry `index` of a row, counted over whole tiles and then partial ones: tile, mask, whether it is whole."""
+    whole = index < full_end - full_begin
+    at = tl.where(whole, full_begin + index, partial_begin + index - (full_end - full_begin))
+    tile = tl.where(whole, full_base, partial_base) + tl.load(p_lists + at)
+    return tile, tl.load(p_lists + mask_shift + at, mask=index >= full_end - full_begin, other=0), whole
+
+
+@triton.jit
+def row_of_member(p_heads, p_rows, head, k_offset, k_tiles, tile):
+    """The entries of one query head for a key tile; none where the head sits out or samples another residue."""
+    kind = tl.load(p_heads + head * 4 + 1)
+    mine = (kind >= 0) & (tl.load(p_heads + head * 4 + 3) == k_offset)
+    p_own = p_rows + (tl.where(mine, kind, 0) * k_tiles + tile) * 6
+    full_begin = tl.load(p_own)
+    full_end = tl.where(mine, tl.load(p_own + 1), full_begin)
+    partial_begin = tl.load(p_own + 3)
+    partial_end = tl.where(mine, tl.load(p_own + 4), partial_begin)
+    return full_begin, full_end, tl.load(p_own + 2), partial_begin, partial_end, tl.load(p_own + 5)
+
+
+@triton.jit
+def tokens_of(p_positions, b_row, b_exist, POSITIONS: tl.constexpr):
+    """What rows are called in dropout: their own numbers, or what the call gives for them."""
+    if POSITIONS:
+        return tl.load(p_positions + b_row, mask=b_exist, other=0)
+    else:
+        return b_row
 
 
 @triton.jit

@@ -24,12 +24,12 @@ import torch
 from torch import Tensor
 
 from .. import Dilated, Pattern, Random, attention_with_lse, make_plan, parse
-from ..kernels.registry import choose
+from ..kernels.registry import choose, reproducible_gradients
 from ..ops.attention import call_of
 from . import peers
 from .bench import DIRECTIONS, WORK, append, progress
 from .gate import TOLERANCE, Computed, largest_error, sample
-from .grid import LADDERS, OURS, PLAN, Case, K, cases, ladder_pairs, tiny_cases
+from .grid import LADDERS, OURS, OURS_ANY_ORDER, PLAN, Case, K, cases, ladder_pairs, tiny_cases
 from .measure import PeakMemory, clock, facts, installed, synchronize
 from .peers import BLOCK, Blocks, Problem, Runner
 from .report import judge
@@ -236,7 +236,7 @@ def measure(case: Case, session: Session) -> Iterator[dict[str, Any]]:
             runner, lse, mine = ours(case, problem, session)
         except Exception as error:
             yield from skipped(case, OURS, session, error)
-            wanted = [subject for subject in wanted if subject != OURS]
+            wanted = [subject for subject in wanted if subject not in (OURS, OURS_ANY_ORDER)]
     if lse is None and case.n <= MOST_EXACT_ROWS:
         lse = exact_lse(query, key, oracle, sorted({0, case.heads - 1}))
     for subject in wanted:
@@ -248,11 +248,15 @@ def measure(case: Case, session: Session) -> Iterator[dict[str, Any]]:
             yield from skipped(case, subject, session, str(reason))
             continue
         try:
-            own = runner if subject == OURS and runner is not None else peers.build(subject, problem)
-            about = {**work, **(mine if subject == OURS else {})}
+            is_ours = subject in (OURS, OURS_ANY_ORDER)
+            own = runner if is_ours and runner is not None else peers.build(subject, problem)
+            about = {**work, **(mine if is_ours else {})}
+            reproducible_gradients(subject != OURS_ANY_ORDER)
             yield from lines(case, subject, own, lse, oracle, about, session)
         except Exception as error:
             yield from skipped(case, subject, session, error)
+        finally:
+            reproducible_gradients(True)
 
 
 def lines(

@@ -5,11 +5,9 @@ Every peer is timed through autograd, as the library is. Optional packages are i
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch._dynamo
@@ -18,20 +16,14 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from ..kernels import flash4, flex
+from ..kernels.block_tables import Band, Lists, lists_of
+
 BLOCK = 128
 NOT_INSTALLED = "not installed"
 SDPA = {"sdpa-cudnn": SDPBackend.CUDNN_ATTENTION, "sdpa-flash": SDPBackend.FLASH_ATTENTION}
 Three = tuple[Tensor, Tensor, Tensor]
 """query, key, value"""
-
-
-class Lists(NamedTuple):
-    """Blocks of each row: how many, and which, ascending, in the first places of its line."""
-
-    counts: Tensor
-    """int32 [rows]"""
-    indices: Tensor
-    """int32 [rows, width]"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,20 +93,11 @@ class Runner:
         return tensor if self.heads_first else tensor.transpose(1, 2)
 
 
-def lists_of(table: Tensor, width: int | None = None) -> Lists:
-    """A table of blocks as lists of the given width, or as wide as the longest row."""
-    counts = table.sum(1)
-    width = max(1, int(counts.max())) if width is None else width
-    # A stable sort of "absent" brings the columns that are present to the front in ascending order.
-    order = torch.argsort((~table).to(torch.uint8), dim=1, stable=True)
-    return Lists(counts.to(torch.int32), order[:, :width].to(torch.int32).contiguous())
-
-
 def why_not(name: str, problem: Problem) -> str | None:
     """Why a peer cannot run a problem, or None when it can (as the library itself always can try)."""
     if name in ("sdpa-cudnn", "flex", "fa4") and problem.device != "cuda":
         return f"needs a CUDA device, got {problem.device}"
-    if name == "fa4" and not has_flash_attention_4():
+    if name == "fa4" and not flash4.installed():
         return NOT_INSTALLED
     return None
 
@@ -148,29 +131,17 @@ def _past(batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
     return q >= k
 
 
-@cache
-def _compiled_flex() -> Callable[..., Tensor]:
-    from torch.nn.attention.flex_attention import flex_attention
-
-    # Each shape is a kernel of its own; past this limit torch would run the whole score matrix eagerly.
-    torch._dynamo.config.recompile_limit = 256
-    # A backward that gives its buffers away could not be repeated on one graph, which is how all are timed.
-    torch._functorch.config.donated_buffer = False
-    return torch.compile(flex_attention, dynamic=False, fullgraph=True)
-
-
 def _flex(problem: Problem) -> Runner:
-    from torch.nn.attention.flex_attention import BlockMask
-
     assert problem.blocks is not None
     query, key, value = _leaves(problem)
-    attend = _compiled_flex()
-    n = query.shape[2]
-    # Lists as wide as the sequence and one mask for all: the compiled kernel then serves every pattern of a shape.
-    partial, whole = (lists_of(table, n // BLOCK) for table in (problem.blocks.partial, problem.blocks.whole))
-    mask = BlockMask.from_kv_blocks(
-        *(part[None, None] for part in (*partial, *whole)), BLOCK_SIZE=BLOCK, mask_mod=_past, seq_lengths=(n, n)
-    )
+    # Each shape is a kernel of its own; past this limit torch would run the whole score matrix eagerly.
+    torch._dynamo.config.recompile_limit = flex.SHAPES
+    # A backward that gives its buffers away could not be repeated on one graph, which is how all are timed.
+    torch._functorch.config.donated_buffer = False
+    attend = flex.compiled()
+    # One rule for all: the compiled kernel then serves every pattern of a shape.
+    blocks = problem.blocks
+    mask = flex.mask_of(blocks.partial[None], blocks.whole[None], BLOCK, query.shape[2], _past)
 
     def forward() -> Tensor:
         return attend(query, key, value, block_mask=mask, enable_gqa=problem.grouped)
@@ -178,42 +149,19 @@ def _flex(problem: Problem) -> Runner:
     return Runner(forward=forward, inputs=(query, key, value), grad_output=problem.grad_output)
 
 
-@cache
-def has_flash_attention_4() -> bool:
-    """Whether `flash_attn.cute` and the compiler it is written in can be found."""
-    try:
-        return all(importlib.util.find_spec(name) is not None for name in ("flash_attn.cute", "cutlass"))
-    except ModuleNotFoundError:
-        return False
-
-
-@cache
-def _past_in_cute() -> Any:
-    import cutlass.cute as cute  # pyrefly: ignore[missing-import]
-
-    @cute.jit
-    def past(batch, head, m_idx, n_idx, seqlen_info, aux_tensors):  # noqa: ANN001, ANN202 (read as source by CuTe)
-        return n_idx <= m_idx
-
-    return past
-
-
 def _flash_attention_4(problem: Problem) -> Runner:
     from flash_attn.cute import flash_attn_func  # pyrefly: ignore[missing-import]
-    from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch  # pyrefly: ignore[missing-import]
 
     query, key, value = _leaves(problem, heads_first=False)
     options: dict[str, Any] = {"causal": problem.causal}
     if problem.blocks is not None:
-        sides = []
-        for transposed in (False, True):
-            tables = (problem.blocks.partial, problem.blocks.whole)
-            lists = [lists_of(table.T if transposed else table) for table in tables]
-            fields = (part[None, None] for pair in lists for part in pair)
-            sides.append(BlockSparseTensorsTorch(*fields, block_size=(BLOCK, BLOCK)))
-        options = {"block_sparse_tensors": sides[0], "block_sparse_tensors_bwd": sides[1]}
-        if problem.causal:
-            options["mask_mod"] = _past_in_cute()
+        n, tables = query.shape[1], (problem.blocks.partial, problem.blocks.whole)
+        by_query, by_key = (
+            flash4.sparse_tensors(*(Lists(*(part[None, None] for part in lists_of(table))) for table in side))
+            for side in (tables, tuple(table.T for table in tables))
+        )
+        options = {"block_sparse_tensors": by_query, "block_sparse_tensors_bwd": by_key}
+        options |= flash4.band_rule(Band(-n, 0 if problem.causal else n), n)
 
     def forward() -> Tensor:
         found = flash_attn_func(query, key, value, **options)

@@ -1,0 +1,47 @@
+"""Which backend a call of the operation would run, and why."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..errors import must_be
+from ..kernels import registry
+from ..kernels.registry import Explanation
+from ..patterns import Pattern
+from .attention import call_of, check_masks, check_tensors
+
+
+def explain(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    pattern: Pattern | str,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    key_padding_mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    dropout_p: float = 0.0,
+) -> Explanation:
+    """Which backend `attention` takes for these arguments, and what speaks against each of the others.
+
+    Nothing is computed but the plan. The result maps every backend to its reason against the call, None for those that
+    can run it; `backend` is the one taken, `because` the measurement behind the order, and `str` writes all of it out.
+
+    >>> import torch
+    >>> from dilated_attention_pytorch.ops.explain import explain
+    >>> q, k, v = torch.randn(3, 1, 2, 64, 16).unbind()
+    >>> explain(q, k, v, "causal")["hopper"]
+    'needs a CUDA tensor, got cpu'
+    """
+    check_tensors(query, key, value, enable_gqa)
+    check_masks(query, key_padding_mask, cu_seqlens)
+    if not isinstance(pattern, Pattern | str):
+        raise must_be("pattern must be a Pattern or text", type(pattern).__name__, 'For example "window:512 & causal".')
+    text = pattern if isinstance(pattern, str) else pattern.describe()
+    seed = torch.zeros(1, dtype=torch.int64, device=query.device) if dropout_p else None
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    call, _ = call_of(query, key, value, key_padding_mask, cu_seqlens, seed, text, is_causal, scale, dropout_p, "auto")
+    return registry.explain(call)

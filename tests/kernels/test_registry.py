@@ -1,0 +1,108 @@
+"""Which backend is taken, in which order they are asked, and what is told about it."""
+
+import json
+import re
+from importlib import resources
+from pathlib import Path
+
+import pytest
+import torch
+
+from dilated_attention_pytorch import BackendUnsupported
+from dilated_attention_pytorch.kernels import registry
+from dilated_attention_pytorch.kernels.registry import MODULES, AttentionCall, choose, explain, preference
+from dilated_attention_pytorch.ops.explain import explain as explain_arguments
+from dilated_attention_pytorch.patterns import parse
+from dilated_attention_pytorch.plan import make_plan
+
+ROOT = Path(__file__).resolve().parents[2]
+LINES = [
+    (kind, line)
+    for kind, lines in json.loads(
+        resources.files("dilated_attention_pytorch.kernels").joinpath("preference.json").read_text()
+    ).items()
+    for line in lines
+]
+
+
+def call_of(text="window:4", n=64, heads=2):
+    query = torch.randn(1, heads, n, 8)
+    pattern = parse(text)
+    return AttentionCall(query, query, query, make_plan(pattern, n, heads, 16), 0.3, pattern=pattern)
+
+
+@pytest.mark.parametrize(("kind", "line"), LINES, ids=lambda value: value if isinstance(value, str) else value["when"])
+def test_every_order_names_backends_and_where_its_figure_is_from(kind, line):
+    assert re.fullmatch(r"any|cpu|cuda( sm_\d+)?", kind)
+    assert line["when"] in ("block-sparse", "dilated", "any")
+    assert set(line["order"]) <= set(MODULES)
+    assert len(set(line["order"])) == len(line["order"])
+    files = re.findall(r"benchmarks/results/\w+\.jsonl", line["because"])
+    assert files or line["because"].startswith("not measured")
+    assert all((ROOT / name).exists() for name in files)
+    assert bool(re.search(r"\d", line["because"])) == bool(files), "a figure needs the file it is from"
+
+
+def test_every_device_and_plan_has_an_order():
+    kinds = {(kind, line["when"]) for kind, line in LINES}
+    assert ("any", "any") in kinds
+    for kind in {kind for kind, _ in LINES}:
+        assert (kind, "any") in kinds or {(kind, "block-sparse"), (kind, "dilated")} <= kinds
+
+
+@pytest.mark.parametrize(
+    ("text", "when"),
+    [
+        ("window:4 & causal", "block-sparse"),
+        ("random:0.4;block=16", "block-sparse"),
+        ("dilated:16x1,32x2", "dilated"),
+        ("dilated:32x2", "dilated"),
+    ],
+)
+def test_a_plan_is_looked_up_by_its_class_and_its_device(text, when, monkeypatch):
+    asked = []
+    monkeypatch.setattr(registry, "_preference", lambda device, kind: asked.append((device.type, kind)))
+    preference(call_of(text))
+    assert asked == [("cpu", when)]
+
+
+def test_auto_takes_the_first_of_the_order_that_can(monkeypatch):
+    monkeypatch.setattr(registry, "_preference", lambda *_: registry.Preference(("triton", "reference", "cpu"), "why"))
+    call = call_of()
+    assert choose(call)[0] == "reference"
+    told = explain(call)
+    assert told.backend == "reference"
+    assert told["reference"] is None
+    assert told["triton"] == "needs a CUDA tensor, got cpu"
+    first, *lines = str(told).splitlines()
+    assert first == "auto takes reference: the order is triton, reference, cpu (why)"
+    states = dict(line.strip().split(":", 1) for line in lines)
+    assert [name.strip() for name in states] == list(MODULES)
+    assert states["cpu      "].strip() == "can run it, and comes later in the order"
+    assert states["flex     "].strip() == "can run it when named"
+
+
+def test_when_none_can_the_error_and_the_explanation_say_why(monkeypatch):
+    monkeypatch.setattr(registry, "_preference", lambda *_: registry.Preference(("triton", "hopper"), "why"))
+    call = call_of()
+    with pytest.raises(BackendUnsupported) as caught:
+        choose(call)
+    assert list(caught.value.reasons) == ["triton", "hopper"]
+    assert explain(call).backend is None
+    assert str(explain(call)).startswith("no backend can run this call")
+
+
+def test_a_call_is_explained_by_its_arguments():
+    query = torch.randn(1, 4, 64, 8)
+    told = explain_arguments(query, query[:, :2], query[:, :2], "window:4", is_causal=True, enable_gqa=True)
+    assert told.backend in ("native", "cpu")
+    assert told["flex"] is None
+    told = explain_arguments(query, query, query, parse("window:4"), dropout_p=0.1)
+    assert told["flex"] == "has no dropout; pass dropout_p=0.0"
+    with pytest.raises(TypeError, match="pattern must be a Pattern or text, got int"):
+        explain_arguments(query, query, query, 3)
+
+
+def test_an_unknown_device_gets_the_order_for_any():
+    registry._preference.cache_clear()
+    assert registry._preference(torch.device("meta"), "dilated").order == ("reference",)
