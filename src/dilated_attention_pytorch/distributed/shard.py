@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property
 from itertools import accumulate, groupby, pairwise
 
 import torch
@@ -14,7 +14,7 @@ from ..errors import must
 from ..patterns.pattern import integer, integers
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class SequenceLayout:
     """A sequence cut into runs of neighbouring tokens, each held by one rank. Build one by its class methods.
 
@@ -89,10 +89,11 @@ class SequenceLayout:
     def runs(self, rank: int) -> list[tuple[int, int]]:
         """Begin and end of each run the rank holds."""
         self._check_rank(rank)
-        bounds = pairwise((*self.begins, self.n))
-        return [run for run, holder in zip(bounds, self.ranks, strict=True) if holder == rank]
+        own = (self._tables[1] == rank).nonzero()[:, 0].tolist()
+        ends = (*self.begins[1:], self.n)
+        return [(self.begins[run], ends[run]) for run in own]
 
-    @property
+    @cached_property
     def lengths(self) -> tuple[int, ...]:
         """Tokens each rank holds."""
         held = [0] * self.world
@@ -107,7 +108,7 @@ class SequenceLayout:
 
     def locate(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Who holds each token and where in its shard, int64 each."""
-        begins, ranks, before = _tables(self)
+        begins, ranks, before = self._tables
         run = torch.searchsorted(begins, tokens, right=True) - 1
         return ranks[run], tokens - begins[run] + before[run]
 
@@ -116,19 +117,18 @@ class SequenceLayout:
         holder, _ = self.locate(codes % self.n)
         return holder * (key_heads * self.n) + codes
 
+    @cached_property
+    def _tables(self) -> tuple[Tensor, Tensor, Tensor]:
+        """First token, holder and place in the holder's shard of every run."""
+        held, before = [0] * self.world, []
+        for (begin, end), rank in zip(pairwise((*self.begins, self.n)), self.ranks, strict=True):
+            before.append(held[rank])
+            held[rank] += end - begin
+        return torch.tensor(self.begins), torch.tensor(self.ranks), torch.tensor(before)
+
     def _check_rank(self, rank: int) -> None:
         if not 0 <= rank < self.world:
             raise must(f"rank must lie in 0 .. {self.world - 1}", rank)
-
-
-@lru_cache(maxsize=64)
-def _tables(layout: SequenceLayout) -> tuple[Tensor, Tensor, Tensor]:
-    """First token, holder and place in the holder's shard of every run."""
-    held, before = [0] * layout.world, []
-    for (begin, end), rank in zip(pairwise((*layout.begins, layout.n)), layout.ranks, strict=True):
-        before.append(held[rank])
-        held[rank] += end - begin
-    return torch.tensor(layout.begins), torch.tensor(layout.ranks), torch.tensor(before)
 
 
 def shard_sequence(x: Tensor, layout: SequenceLayout, rank: int, dim: int = 2) -> Tensor:

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
+from ..kernels.dropout import fresh_seed
 from ..ops import AttentionOutput
-from ..patterns import Dilated, Pattern
-from .comm import ExchangePlan, Request, Traffic, agree_virtually, exchange_virtually, pack, request_for
-from .restrict import RankPlan
-from .ring import attend_locally, check_shard, pack_padding, rank_plan, resolved, share_of
+from ..patterns import And, Causal, Dilated, Pattern
+from ..plan import own_block, plan_rows
+from .choose import Exchange, Machine, Overlap
+from .comm import Request, Traffic, agree, request_for
+from .engine import ContextParallel, Job
+from .local import Settings
+from .ring import Call
 from .shard import SequenceLayout, shard_sequence, unshard_sequence
+from .share import Problem, Share, rank_plan, shares_of
+from .transport import VirtualTransport
 
 
 def virtual_attention(
@@ -24,41 +33,39 @@ def virtual_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
     key_padding_mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    dropout_p: float = 0.0,
+    overlap: Overlap = "none",
+    exchange: Exchange = "auto",
+    receive_budget: int | None = None,
+    machine: Machine | None = None,
     backend: str = "auto",
 ) -> AttentionOutput:
     """`context_parallel_attention_with_lse` on every rank of a layout, given and giving the whole sequence.
 
     Each rank computes from its own shard and the rows its exchange plan brings, and from nothing else.
     """
+    call = Call(
+        pattern, layout, is_causal, scale, enable_gqa, cu_seqlens, dropout_p, overlap, exchange, receive_budget, machine
+    )
     ranks = range(layout.world)
-    whole = resolved(pattern, is_causal, layout.n, query.shape[1])
-    plans, exchanges = _planned(whole, layout, query.shape[1], key.shape[1])
-    queries, keys, values = ([shard_sequence(x, layout, rank) for rank in ranks] for x in (query, key, value))
-    masks = [None if key_padding_mask is None else shard_sequence(key_padding_mask, layout, r, 1) for r in ranks]
-    for rank in ranks:
-        check_shard(queries[rank], keys[rank], values[rank], layout, rank, enable_gqa, masks[rank])
-    rows = [pack(k, v) for k, v in zip(keys, values, strict=True)]
-    received = exchange_virtually(rows, exchanges)
-    padding: list[tuple[Tensor, Tensor] | None] = [None] * layout.world
-    if key_padding_mask is not None:
-        own = [pack_padding(m, key.shape[1]) for m in masks if m is not None]
-        padding = list(zip(own, exchange_virtually(own, exchanges), strict=True))
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
-    found = [
-        attend_locally(
-            queries[rank],
-            keys[rank],
-            values[rank],
-            received[rank],
-            padding[rank],
-            share_of(plans[rank], exchanges[rank]),
-            scale,
-            backend,
-        )
-        for rank in ranks
-    ]
-    outputs, lses = zip(*found, strict=True)
+    parts = [[shard_sequence(x, layout, rank) for rank in ranks] for x in (query, key, value)]
+    padding = [None if key_padding_mask is None else shard_sequence(key_padding_mask, layout, r, 1) for r in ranks]
+    for rank, *tensors, mask in zip(ranks, *parts, padding, strict=True):
+        call.check_shard(rank, tuple(tensors), mask)  # pyrefly: ignore[bad-argument-type]
+    seed = fresh_seed(query.device) if dropout_p else None
+    settings = Settings(call.scale_for(query.shape[3]), backend, dropout_p, seed)
+    transport = VirtualTransport(layout.world)
+    shares = [share.to(query.device) for share in _shares(call.problem(query, key, value), layout)]
+    job = Job(transport, shares, settings, padding, keep=True)
+    found = ContextParallel.apply(job, *parts[0], *parts[1], *parts[2])
+    outputs, lses = found[: layout.world], found[layout.world :]
     return AttentionOutput(unshard_sequence(outputs, layout), unshard_sequence(lses, layout))
+
+
+@lru_cache(maxsize=8)
+def _shares(problem: Problem, layout: SequenceLayout) -> list[Share]:
+    return shares_of(problem, layout, VirtualTransport(layout.world))
 
 
 def traffic(
@@ -69,6 +76,7 @@ def traffic(
     *,
     row_bytes: int,
     is_causal: bool = False,
+    ranks_per_node: int = 1,
 ) -> list[Traffic]:
     """What every rank sends and receives in one forward pass; `row_bytes` are those of a row of K and of V together.
 
@@ -77,8 +85,117 @@ def traffic(
     >>> [rank.rows_received for rank in moved]
     [0, 128, 128, 128]
     """
-    whole = resolved(pattern, is_causal, layout.n, heads)
-    return [plan.report(row_bytes) for plan in _planned(whole, layout, heads, key_heads or heads)[1]]
+    whole = Call(pattern, layout, is_causal).resolved(heads)
+    key_heads = key_heads or heads
+    works = [rank_plan(whole, layout, rank, heads, key_heads) for rank in range(layout.world)]
+    requests = [request_for(work.far_codes, layout, rank, key_heads) for rank, work in enumerate(works)]
+    return [
+        plan.report(row_bytes, ranks_per_node)
+        for plan in agree(requests, layout, key_heads, VirtualTransport(layout.world))
+    ]
+
+
+def explain_exchange(
+    pattern: Pattern | str,
+    layout: SequenceLayout,
+    heads: int,
+    key_heads: int | None = None,
+    *,
+    head_dim: int = 64,
+    dtype: torch.dtype = torch.bfloat16,
+    batch: int = 1,
+    is_causal: bool = False,
+    overlap: Overlap = "none",
+    exchange: Exchange = "auto",
+    receive_budget: int | None = None,
+    machine: Machine | None = None,
+    ranks_per_node: int = 1,
+) -> str:
+    """How rows would travel, why so, and what every rank receives; all ranks are planned here.
+
+    >>> from dilated_attention_pytorch.distributed import SequenceLayout, explain_exchange
+    >>> print(explain_exchange("window:64", SequenceLayout.contiguous(4096, 2), heads=2, exchange="direct"))
+    direct: asked for
+    rank 0: receives 0.0328 MB in 1 messages from 1 ranks (0.0328 MB between nodes), sends 0.0328 MB; a ring or an \
+all-gather receives 1.05 MB
+    rank 1: receives 0.0328 MB in 1 messages from 1 ranks (0.0328 MB between nodes), sends 0.0328 MB; a ring or an \
+all-gather receives 1.05 MB
+    """
+    call = Call(
+        pattern, layout, is_causal, overlap=overlap, exchange=exchange, receive_budget=receive_budget, machine=machine
+    )
+    query, key = (torch.empty(batch, many, 0, head_dim, dtype=dtype) for many in (heads, key_heads or heads))
+    problem = call.problem(query, key, key)
+    shares = _shares(problem, layout)
+    lines = [f"{shares[0].exchange}: {shares[0].why}"]
+    for share in shares:
+        plans = [stage.exchange for stage in share.stages if stage.exchange is not None]
+        for index, plan in enumerate(plans):
+            where = f"rank {share.rank}" + (f", stage {index}" if len(plans) > 1 else "")
+            lines.append(f"{where}: {plan.report(problem.row_bytes, ranks_per_node)}")
+    return "\n".join(lines)
+
+
+class Forecast(NamedTuple):
+    """What one rank would exchange and compute in a forward pass."""
+
+    rank: int
+    tokens: int
+    rows: int
+    """Rows of K and V it fetches."""
+    peers: int
+    flops: int
+    """On the tiles of its queries, for one batch entry and head width 1."""
+
+
+def forecast_rank(
+    pattern: Pattern, layout: SequenceLayout, rank: int, heads: int, key_heads: int | None = None
+) -> Forecast:
+    """What one rank of any number would do under a resolved pattern, in time of its own tiles."""
+    key_heads = key_heads or heads
+    dilated, is_causal = _dilated(pattern)
+    size = own_block(pattern)
+    runs = layout.runs(rank)
+    if dilated is not None and dilated.overlap == "count" and len(runs) == 1:
+        request = dilated_request(dilated, layout, rank, heads, key_heads, is_causal=is_causal)
+        flops = 4 * size**2 * _dilated_tiles(dilated, layout.n, *runs[0], heads, size, is_causal)
+    else:
+        flops = plan_rows(pattern, layout.n, heads, runs).flops(1)
+        codes = rank_plan(pattern, layout, rank, heads, key_heads).far_codes
+        request = request_for(codes, layout, rank, key_heads)
+    peers = sum(count > 0 for count in request.counts)
+    return Forecast(rank, layout.lengths[rank], len(request.codes), peers, flops)
+
+
+def _dilated_tiles(pattern: Dilated, n: int, begin: int, end: int, heads: int, size: int, is_causal: bool) -> int:
+    """Tile pairs of the queries begin .. end - 1: each tile meets those of its segment, up to itself when causal."""
+    total = 0
+    for index, (segment, rate) in enumerate(pattern.branches):
+        length, span = min(segment, n), rate * size
+
+        def pairs(start: int, length: int = length, span: int = span) -> int:
+            tiles = -(-(min(start + length, n) - start) // span)
+            low, high = max(begin - start, 0) // span, (min(end, start + length, n) - 1 - start) // span
+            own = high - low + 1
+            return own * (low + high + 2) // 2 if is_causal else own * tiles
+
+        first, last = begin // length * length, (end - 1) // length * length
+        found = pairs(first) + (pairs(last) if last > first else 0)
+        if last - first > length:
+            # Segments in between lie inside the run, so each counts as the next one does.
+            found += (last - first - length) // length * pairs(first + length)
+        total += found * sum(bool(pattern.takes_part(index, head)) for head in range(heads))
+    return total
+
+
+def _dilated(pattern: Pattern) -> tuple[Dilated | None, bool]:
+    match pattern:
+        case Dilated():
+            return pattern, False
+        case And(Dilated() as dilated, Causal()):
+            return dilated, True
+        case _:
+            return None, False
 
 
 def dilated_request(
@@ -125,11 +242,3 @@ def _outside(run: tuple[int, int], first: int, end: int, rate: int, is_causal: b
         return []
     before = torch.arange(first, begin, rate)
     return [before] if is_causal else [before, torch.arange(min(stop, end), end, rate)]
-
-
-def _planned(
-    pattern: Pattern, layout: SequenceLayout, heads: int, key_heads: int
-) -> tuple[list[RankPlan], list[ExchangePlan]]:
-    plans = [rank_plan(pattern, layout, rank, heads, key_heads) for rank in range(layout.world)]
-    requests = [request_for(plan.key_codes, layout, rank, key_heads) for rank, plan in enumerate(plans)]
-    return plans, agree_virtually(requests, layout, key_heads)

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module, resources
-from typing import NamedTuple, Protocol, cast
+from typing import NamedTuple, Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -78,6 +78,7 @@ class Gradients(NamedTuple):
     value: Tensor
 
 
+@runtime_checkable
 class Backend(Protocol):
     """What a module must offer to be a backend."""
 

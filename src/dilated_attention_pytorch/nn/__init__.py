@@ -23,7 +23,7 @@ from .multihead import (
 )
 from .position import Alibi, Position, Rotary, Xpos
 from .replace import Replacement, replace_attention
-from .ring import RingDilatedAttention, set_process_group
+from .ring import Ranks, RingDilatedAttention, set_process_group
 from .scorer import ImportanceScorer
 
 __all__ = [
@@ -44,6 +44,7 @@ __all__ = [
     "MultiheadDilatedAttention",
     "MultiheadSparseAttention",
     "Position",
+    "Ranks",
     "Replacement",
     "RingDilatedAttention",
     "RingMultiheadDilatedAttention",

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from torch import Tensor
 
+from ..errors import must
 from ..patterns import Pattern
+from .cache import KVCache
 from .multihead import MultiheadSparseAttention
 from .ring import MultiheadOverRanks, Ranks
 
@@ -58,22 +60,19 @@ class BlockSparseRingDistributedDilatedAttention(MultiheadOverRanks, MultiheadSp
         config = DistributedSparseConfig() if distributed_config is None else distributed_config
         if process_group is None and dist.is_available() and dist.is_initialized():
             process_group = dist.group.WORLD
-        ranks = Ranks(process_group, None, layout, transfer)
-        pattern = config.pattern(segment_lengths, dilation_rates, ranks.world)
-        super().__init__(embed_dim, num_heads, pattern, **options)
+        super().__init__(embed_dim, num_heads, config.pattern(segment_lengths, dilation_rates), **options)
         self.segment_lengths, self.dilation_rates = tuple(segment_lengths), tuple(dilation_rates)
-        self.distributed_config, self.ranks = config, ranks
+        self.distributed_config, self.ranks = config, Ranks(process_group, None, layout, transfer)
+        self.pattern = self._pattern()
         self._halvings = 0
 
-    @property
-    def process_group(self) -> dist.ProcessGroup | None:
-        """Who holds the sequence together; another group has another pattern, for nodes and shares change."""
-        return self.ranks.group
+    def _regrouped(self) -> None:
+        # Nodes and shares change, and the pattern with them.
+        self.pattern = self._pattern()
 
-    @process_group.setter
-    def process_group(self, group: dist.ProcessGroup | None) -> None:
-        self.ranks = self.ranks.joined(group)
-        self.pattern = self.distributed_config.pattern(self.segment_lengths, self.dilation_rates, self.ranks.world)
+    def _pattern(self) -> Pattern:
+        members = None if self.ranks.group is None else dist.get_process_group_ranks(self.ranks.group)
+        return self.distributed_config.pattern(self.segment_lengths, self.dilation_rates, self.ranks.world, members)
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         """As on one device; tensors are this rank's tokens."""
@@ -134,11 +133,10 @@ class BlockSparseRingDistributedDilatedAttention(MultiheadOverRanks, MultiheadSp
         """Bytes to fetch at a time, the same on every rank; None for all that is needed of the `remote` ones."""
         from ..distributed.memory import FRACTION
 
-        said = self.ranks.transfer.get("receive_budget")
-        room = self.ranks.least_room
+        said, room = self.ranks.transfer.get("receive_budget"), self.ranks.least_room
         most = said if said is not None else remote if room is None else min(remote, int(FRACTION * room))
-        if said is None and most == remote and not self._halvings:
-            return None
+        if not self._halvings and most in (said, remote):
+            return said
         # A power of two, so that plans stay the same while free memory varies.
         return max(1, 1 << max(0, (most >> self._halvings).bit_length() - 1))
 
@@ -149,6 +147,13 @@ class BlockSparseRingDistributedDilatedAttention(MultiheadOverRanks, MultiheadSp
         relieve()
         self._halvings += 1
         return True
+
+    def cache(self, length: int | None = None) -> KVCache:
+        """An empty cache for decoding, where positions alone decide; see `KVCache` for `length`."""
+        if self.distributed_config.pattern_type != "dilated_sparse":
+            advice = 'Use pattern_type="dilated_sparse", or BlockSparseRingMultiheadDilatedAttention.'
+            raise must("a cache must come with a pattern that knows no ranks", self.pattern, advice)
+        return super().cache(length)
 
     def gradient_buckets(self, parameters: Any = None) -> GradientBuckets:
         """What averages gradients over the ranks as the config says; of this module alone if none are given.

@@ -135,6 +135,7 @@ class MultiheadSparseAttention(Projections, Planned):
         """
         key = query if key is None else key
         value = key if value is None else value
+        self._check_call(need_weights, attn_mask, cache)
         unbatched, batched = query.dim() == 2, self.batch_first or query.dim() == 2
         if unbatched:
             query, key, value = _each_once(lambda tensor: tensor[None], query, key, value)
@@ -179,6 +180,9 @@ class MultiheadSparseAttention(Projections, Planned):
         if unbatched:
             return output[0], None if weights is None else weights[0]
         return output if batched else output.transpose(0, 1), weights
+
+    def _check_call(self, need_weights: bool, attn_mask: Tensor | None, cache: KVCache | None) -> None:
+        """Refuse what a kind of module cannot do."""
 
     def _positions(self, query: Tensor, cu_seqlens: Tensor | None, cache: KVCache | None) -> Tensor:
         positions = self._tokens(query.shape[2], query.device)[None]

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from ..distributed import SequenceLayout
+    from .cache import KVCache
 
 LAYOUTS = ("contiguous", "zigzag")
 SAID = {"query", "key", "value", "pattern", "layout", "group", "is_causal", "scale", "enable_gqa", "key_padding_mask"}
@@ -168,6 +169,10 @@ class OverRanks:
     @process_group.setter
     def process_group(self, group: dist.ProcessGroup | None) -> None:
         self.ranks = self.ranks.joined(group)
+        self._regrouped()
+
+    def _regrouped(self) -> None:
+        """Follow a change of the group."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As on one device; tensors are this rank's tokens, `cu_seqlens` the bounds in the whole sequence."""
@@ -208,18 +213,10 @@ class MultiheadOverRanks(OverRanks):
             return super()._tokens(n, device)  # pyrefly: ignore[missing-attribute]
         return self.ranks.layout_of(n).positions(self.ranks.rank).to(device)
 
-    def _weights(self, *args: Any) -> Tensor:
-        self._check_whole("need_weights=True")
-        return super()._weights(*args)  # pyrefly: ignore[missing-attribute]
-
-    def _masked(self, attn_mask: Tensor | None, *rest: Any) -> tuple[Pattern, bool]:
-        if attn_mask is not None:
-            self._check_whole("attn_mask")
-        return super()._masked(attn_mask, *rest)  # pyrefly: ignore[missing-attribute]
-
-    def _check_cache(self, *args: Any) -> None:
-        self._check_whole("a cache")
-        super()._check_cache(*args)  # pyrefly: ignore[missing-attribute]
+    def _check_call(self, need_weights: bool, attn_mask: Tensor | None, cache: KVCache | None) -> None:
+        for what, given in (("need_weights", need_weights), ("attn_mask", attn_mask), ("a cache", cache)):
+            if given is not None and given is not False:
+                self._check_whole(what)
 
     def _check_whole(self, what: str) -> None:
         """Refuse what one rank cannot answer for all."""

@@ -221,22 +221,27 @@ class Plan:
 
     def picture(self, head: int = 0, width: int = 32) -> str:
         """Who meets whom, drawn: `#` all, `+` some, `.` none of the pairs of that cell are computed."""
+        cell, share = self.cells(head, width)
+        rows = ["".join("#" if x > 0.99 else "+" if x > 0 else "." for x in line) for line in share.tolist()]
+        return "\n".join([f"{self.name}: head {head}, a cell is {cell} x {cell} tokens", *rows])
+
+    def cells(self, head: int = 0, width: int = 32) -> tuple[int, Tensor]:
+        """The map cut into at most `width` squared cells: tokens along a cell, and the computed share of each, float64."""
         cell = max(1, -(-self.n // width))
         side = -(-self.n // cell)
-        area = torch.zeros(side * side, dtype=torch.float64)
+        area = torch.zeros(side, side, dtype=torch.float64)
         for part in self.parts:
             own = int(part.head_class[head])
             if own < 0:
                 continue
             row, tile, _ = part.by_query.entries()
             mine = row // part.queries.tiles == own
-            # A tile spreads its elements evenly over the tokens it spans.
-            q = self._spread(part.queries, row[mine] % part.queries.tiles, head, cell, side)
-            k = self._spread(part.keys, tile[mine], head, cell, side)
-            area += torch.einsum("eq,ek->qk", q, k).flatten()
-        share = area.view(side, side) / cell**2
-        rows = ["".join("#" if x > 0.99 else "+" if x > 0 else "." for x in line) for line in share.tolist()]
-        return "\n".join([f"{self.name}: head {head}, a cell is {cell} x {cell} tokens", *rows])
+            # A tile spreads its elements evenly over the tokens it spans. In pieces: a long plan has millions of entries.
+            for rows, tiles in zip((row[mine] % part.queries.tiles).split(2**16), tile[mine].split(2**16), strict=True):
+                q = self._spread(part.queries, rows, head, cell, side)
+                k = self._spread(part.keys, tiles, head, cell, side)
+                area += q.T @ k
+        return cell, area / cell**2
 
     def _spread(self, axis: Axis, tile: Tensor, head: int, cell: int, side: int) -> Tensor:
         token, exists = axis.tokens(self.block_size, head)

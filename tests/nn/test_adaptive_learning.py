@@ -1,0 +1,194 @@
+"""The scorer learns: its gradient is the written formula, and it finds what was hidden."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+from oracle import error
+from torch.nn import functional as F
+
+from dilated_attention_pytorch.nn import AdaptiveConfig, BlockSparseAdaptive, SparseAttention
+from dilated_attention_pytorch.ops.selected import selected_attention
+from dilated_attention_pytorch.ops.selection_mass import Lesson
+
+BOTH = pytest.mark.parametrize("is_causal", [False, True])
+ROWS = pytest.mark.parametrize("granularity", ["block", "token"])
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def loaded(place):
+    spec = importlib.util.spec_from_file_location(Path(place).stem, ROOT / place)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+tasks = loaded("benchmarks/adaptive.py")
+
+
+@BOTH
+@pytest.mark.parametrize(
+    "more", [{}, {"granularity": "block"}, {"granularity": "token"}, {"adaptive_ratio": 0.8}, {"num_layers": 3},
+             {"dropout": 0.2}, {"share_across_heads": True}, {"hard_sparsity": False}, {"saliency_weighted": False},
+             {"score_gradient": "straight_through"}, {"score_gradient": "prior"}],
+)  # fmt: skip
+def test_every_parameter_gets_a_gradient(is_causal, more):
+    config = AdaptiveConfig(base_sparsity=0.6, local_blocks=1, sink_blocks=0, score_unit=4, **more)
+    module = BlockSparseAdaptive([256], [1], 2, 16, config, block_size=16, backend="cpu")
+    q, k, v = torch.randn(3, 2, 150, 2, 16).unbind()
+    module(q, k, v, is_causal).square().sum().backward()
+    wrong = [name for name, x in module.named_parameters() if not (x.grad.isfinite().all() and (x.grad != 0).any())]
+    assert wrong == []
+
+
+def test_no_gradient_when_none_is_wanted():
+    config = AdaptiveConfig(base_sparsity=0.6, score_gradient="none")
+    module = BlockSparseAdaptive([256], [1], 2, 16, config, block_size=16)
+    x = torch.randn(3, 2, 150, 2, 16).requires_grad_()
+    module(*x.unbind()).sum().backward()
+    assert all(p.grad is None for p in module.parameters())
+    assert x.grad.isfinite().all()
+
+
+def test_the_scorer_does_not_bend_what_it_looks_at():
+    """Queries, keys and values get the gradient of attention alone, whatever the weight of the lesson."""
+    grads = []
+    for weight in (0.0, 100.0):
+        config = AdaptiveConfig(base_sparsity=0.6, distill_weight=weight)
+        torch.manual_seed(0)
+        module = BlockSparseAdaptive([256], [1], 2, 16, config, block_size=16)
+        x = torch.randn(3, 1, 150, 2, 16).requires_grad_()
+        module(*x.unbind(), is_causal=True).square().sum().backward()
+        grads.append(x.grad)
+    assert torch.equal(*grads)
+
+
+@pytest.mark.parametrize("saliency", [False, True])
+@pytest.mark.parametrize("padded", [False, True])
+@BOTH
+@ROWS
+def test_the_gradient_in_the_backward_pass_is_that_of_the_written_loss(granularity, is_causal, padded, saliency):
+    n, size, t = 90, 16, 6
+    config = AdaptiveConfig(base_sparsity=0.5, local_blocks=1, granularity=granularity)
+    module = BlockSparseAdaptive([256], [1], 4, 8, config, block_size=size).double()
+    q = torch.randn(2, 4, n, 8, dtype=torch.float64)
+    k, v = torch.randn(2, 2, 2, n, 8, dtype=torch.float64).unbind()
+    padding = torch.arange(n) >= torch.tensor([n, 50])[:, None] if padded else None
+    scores, selection = module._choose(q, k, is_causal, padding)
+    lesson = Lesson(
+        torch.arange(scores.row_count)[1::2], torch.arange(scores.row_count)[::3], scores.visible, 0.7, saliency
+    )
+    chosen = torch.randn(
+        2, 4, len(lesson.chosen_rows), selection.indices.shape[-1], dtype=torch.float64, requires_grad=True
+    )
+    dense = torch.randn(2, 4, len(lesson.dense_rows), t, dtype=torch.float64, requires_grad=True)
+    q.requires_grad_()
+    output = selected_attention(
+        q,
+        k,
+        v,
+        selection,
+        key_padding_mask=padding,
+        lesson=lesson,
+        chosen_scores=chosen,
+        dense_scores=dense,
+        backend="cpu",
+    ).output
+    grad_output = torch.randn_like(output)
+    got = torch.autograd.grad(output, (chosen, dense), grad_output)
+
+    token = torch.arange(n)
+    allowed = selection.allowed()[:, :, token if granularity == "token" else token // size][..., token // size]
+    visible = torch.ones(n, n, dtype=torch.bool).tril() if is_causal else torch.ones(n, n, dtype=torch.bool)
+    visible = visible.expand(2, 4, n, n) if padding is None else visible & ~padding[:, None, None]
+    logits = q.detach() @ k.repeat_interleave(2, 1).mT * 8**-0.5
+    weight = grad_output.norm(dim=-1) if saliency else torch.ones(2, 4, n, dtype=torch.float64)
+    weight = weight if padding is None else weight * ~padding[:, None]
+
+    def mass(seen):
+        share = (
+            F.pad(logits.masked_fill(~seen, -torch.inf).softmax(-1), (0, t * size - n)).unflatten(-1, (t, size)).sum(-1)
+        )
+        share = share * weight[..., None]
+        if granularity == "token":
+            return share
+        return F.pad(share, (0, 0, 0, t * size - n)).unflatten(2, (t, size)).sum(3)
+
+    own = selection.row_blocks()
+    others = torch.arange(t) < own[:, None] if is_causal else torch.arange(t) != own[:, None]
+    others = others & scores.visible[:, :, None]
+    loss = 0.0
+    for rows, found, blocks, valid, seen in (
+        (lesson.chosen_rows, chosen, selection.indices[:, :, lesson.chosen_rows].long(), None, visible & allowed),
+        (lesson.dense_rows, dense, None, others[:, :, lesson.dense_rows], visible),
+    ):
+        of_rows = mass(seen)[:, :, rows]
+        if blocks is not None:
+            valid = blocks < t
+            of_blocks = of_rows.gather(-1, blocks.clamp(max=t - 1))
+        else:
+            of_blocks = of_rows
+        mine = of_rows.gather(-1, own[rows].expand(2, 4, -1)[..., None])
+        target = torch.cat([of_blocks * valid, mine], -1)
+        total = target.sum(-1, keepdim=True)
+        target = torch.where(total > 0, target / total, 0.0)
+        z = torch.cat([found.masked_fill(~valid, -torch.inf), torch.zeros_like(mine)], -1).log_softmax(-1)
+        terms = torch.where(target > 0, target * (target.clamp(min=1e-300).log() - z), 0.0)
+        loss = loss + 0.7 * terms.sum(-1).mean()
+    assert float(lesson.found["loss"]) == pytest.approx(loss.item(), rel=1e-9)
+    for mine, wanted in zip(got, torch.autograd.grad(loss, (chosen, dense)), strict=True):
+        assert error(mine, wanted) < 1e-10
+
+
+def test_statistics_after_a_step():
+    module = BlockSparseAdaptive([256], [1], 2, 16, AdaptiveConfig(base_sparsity=0.5), block_size=16)
+    module(*torch.randn(3, 1, 160, 2, 16)).sum().backward()
+    stats = module.statistics()
+    assert stats.keys() == {"density", "coverage", "entropy", "loss"}
+    assert 0.45 < stats["density"] < 0.6
+    assert 0.3 < stats["coverage"] < 0.8
+    assert 0 < stats["entropy"] <= 2.31
+    assert stats["loss"] == float(module.auxiliary_loss())
+
+
+@BOTH
+@pytest.mark.parametrize(("peak", "wanted", "steps"), [(8.0, 0.98, 200), (4.0, 0.90, 400)])
+def test_a_planted_needle_is_found(peak, wanted, steps, is_causal):
+    """A score that starts without knowledge: the MLP alone where blocks choose, an unrelated match where tokens do."""
+    torch.manual_seed(0)
+    module = tasks.needle_layer(is_causal)
+    before = tasks.recall(module, peak, is_causal)
+    for _ in tasks.teach_needle(module, peak, is_causal, steps // 2):
+        pass
+    assert before < 0.3
+    assert tasks.recall(module, peak, is_causal) >= wanted
+
+
+def test_concentrated_attention_keeps_few_blocks_and_diffuse_attention_many():
+    torch.manual_seed(0)
+    kept, held = tasks.adaptivity(steps=150)
+    assert kept["needle"] <= 0.25 * kept["diffuse"]
+    assert min(held.values()) >= 0.85
+
+
+@pytest.mark.slow
+def test_looking_up_what_an_earlier_block_told():
+    reached = {name: max(curve.values()) for name, curve in tasks.lookup(("dense", "local", "random", "token"), 100)}
+    assert reached["dense"] >= 0.99
+    assert reached["token"] >= 0.95
+    assert reached["token"] >= reached["local"] + 0.40
+    assert reached["local"] <= 0.55
+    assert reached["random"] <= 0.60
+
+
+def test_learning_to_look_up_beats_the_window():
+    """The same in fewer steps: what a window cannot hold is found."""
+    torch.manual_seed(0)
+    example = loaded("examples/adaptive_retrieval.py")
+    window = SparseAttention("hierarchical:4x1;block=16")
+    local = dict(example.train(example.Reader(window), 20, batch=16))
+    learned = dict(example.train(example.Reader(tasks.lookup_layer("token")), 20, batch=16))
+    assert learned[20] >= local[20] + 0.25
