@@ -1,9 +1,9 @@
-"""Check dilated attention through cuDNN against a float64 oracle, then time it. Needs one NVIDIA GPU, torch and triton.
+"""Check dilated attention against a float64 oracle, then time it. Needs one NVIDIA GPU, torch and triton.
 
 Rates are floating-point operations of the plan's tiles over time. Each case is set against cuDNN's dense attention of
-as many heads, that wide, in the same process, and against the Triton backend on the same plan.
+as many heads, that wide, in the same process. `hopper-any-order` is `hopper` with `reproducible_gradients(False)`.
 
-    PYTHONPATH=src python3 benchmarks/check_dilated.py --out dilated.jsonl
+    PYTHONPATH=src python3 benchmarks/check_dilated.py --out dilated.jsonl --backends hopper,cudnn
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import argparse
 import json
 import math
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -23,12 +24,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dilated_attention_pytorch.kernels import cudnn, triton_backend
-from dilated_attention_pytorch.kernels.registry import AttentionCall, Backend
+from dilated_attention_pytorch.kernels import cudnn, hopper_backend, triton_backend
+from dilated_attention_pytorch.kernels.registry import AttentionCall, Backend, reproducible_gradients
 from dilated_attention_pytorch.patterns import parse
 from dilated_attention_pytorch.plan import make_plan
 
+BACKENDS: dict[str, Backend] = {
+    "hopper": hopper_backend,
+    "hopper-any-order": hopper_backend,
+    "cudnn": cudnn,
+    "triton": triton_backend,
+}
 LADDERS = {
+    "powers of two": "dilated:2048x1,4096x2,8192x4,16384x8,32768x16",
     "ratio 2": "dilated:2048x1,4096x2,8192x4,16384x6,32768x12",
     "ratio 4": "dilated:2048x1,8192x4,32768x16",
 }
@@ -52,6 +60,8 @@ class Case:
     dtype: str = "bfloat16"
     layout: str = "bhnd"
     engine: str = ""
+    backend: str = ""
+    """Which to check; when timing, all asked for are."""
     task: str = "check"
 
 
@@ -78,15 +88,18 @@ def checks() -> list[Case]:
         Case("documents", "documents:300,300,1,45,1000 & causal", 1646),
     ]
     cases = [replace(case, d=d) for case in kinds for d in (64, 128)]
-    cases += [replace(kinds[6], d=40), replace(kinds[3], dtype="float16"), replace(kinds[3], dtype="float16", d=128)]
-    return cases + [replace(kinds[i], d=d, engine="flash") for i in (3, 6, 7, 14) for d in (64, 128)]
+    cases += [replace(kinds[3], dtype="float16"), replace(kinds[3], dtype="float16", d=128)]
+    cases = [replace(case, backend=name) for name in BACKENDS for case in cases]
+    cases.append(replace(kinds[6], d=40, backend="cudnn"))
+    flash = [replace(kinds[i], d=d, engine="flash", backend="cudnn") for i in (3, 6, 7, 14) for d in (64, 128)]
+    return cases + flash
 
 
 def timings() -> list[Case]:
     """Published ladders, the ones that tell most first."""
     cases = []
-    for n in (65536, 262144, 1048576):
-        for heads, d in ((8, 64), (8, 128), (16, 64), (16, 128)):
+    for n in (65536, 16384, 262144, 1048576):
+        for heads, d in ((8, 128), (8, 64), (16, 64), (16, 128)):
             for name, pattern in LADDERS.items():
                 for end in ("", " & causal"):
                     cases.append(Case(f"{name}{', causal' * bool(end)}", pattern + end, n, heads, d=d, task="time"))
@@ -168,27 +181,30 @@ def plain_attention_on_the_same_views(call: AttentionCall) -> None:
 def check(case: Case) -> dict[str, Any]:
     """Norm of each error over the norm of what was wanted."""
     call = build(case)
-    reason = cudnn.why_not(call)
+    backend = BACKENDS[case.backend]
+    reason = backend.why_not(call)
     if reason is not None:
         return {"ok": False, "why_not": reason}
     grad = torch.randn_like(call.query)
     engine = cudnn.engine
     if case.engine:
         cudnn.engine = lambda device: case.engine
+    reproducible_gradients("any-order" not in case.backend)
     try:
-        if case.layout == "bnhd":
+        if case.backend == "cudnn" and case.layout == "bnhd":
             plain_attention_on_the_same_views(call)
         began = time.perf_counter()
         with poisoned():
-            output, lse = cudnn.forward(call)
-            gradients = cudnn.backward(call, output, lse, grad, None)
+            output, lse = backend.forward(call)
+            gradients = backend.backward(call, output, lse, grad, None)
             torch.cuda.synchronize()
             seconds = time.perf_counter() - began
-            again = cudnn.forward(call)
+            again = backend.forward(call)
     finally:
         cudnn.engine = engine
+        reproducible_gradients(True)
     result: dict[str, Any] = {"ok": bool(torch.equal(output, again.output) and torch.equal(lse, again.lse))}
-    result |= {"pieces": len(cudnn.layout_of(call).pieces), "first_s": seconds}
+    result |= {"parts": len(call.plan.parts), "first_s": seconds}
     unit = 2.0**-8 if case.dtype == "bfloat16" else 2.0**-11
     wanted = oracle(call, grad)
     for name, got, want in zip(("output", "lse", "dq", "dk", "dv"), (output, lse, *gradients), wanted, strict=True):
@@ -257,23 +273,34 @@ def passes(name: str, backend: Backend, call: AttentionCall, grad: Tensor, work:
     }
 
 
-def measure(case: Case, known: dict[tuple[object, ...], tuple[float, float]], peer: bool) -> dict[str, Any]:
-    """Rates of both passes on the tiles of the plan."""
+def measure(case: Case, known: dict[tuple[object, ...], tuple[float, float]], backends: list[str]) -> dict[str, Any]:
+    """Rates of both passes on the tiles of the plan, and those of the first backend over dense cuDNN's."""
     call = build(case)
-    reason = cudnn.why_not(call)
-    if reason is not None:
-        return {"ok": False, "why_not": reason}
     work = case.batch * call.plan.flops(case.d) / 1e9
     grad = torch.randn_like(call.query)
     dense = dense_rates(case, known)
-    result: dict[str, Any] = {"ok": True, "pieces": len(cudnn.layout_of(call).pieces)}
-    result |= passes("cudnn", cudnn, call, grad, work)
-    if peer:
-        result |= passes("triton", triton_backend, call, grad, work)
-    for index, name in enumerate(("forward", "backward")):
-        result[f"dense_{name}"] = dense[index]
-        result[f"{name}_of_dense"] = result[f"cudnn_{name}"] / dense[index]
-    return result
+    result: dict[str, Any] = {"ok": True, "parts": len(call.plan.parts)}
+    for name in backends:
+        reason = BACKENDS[name].why_not(call)
+        if reason is not None:
+            result |= {f"{name}_why_not": reason}
+            continue
+        reproducible_gradients("any-order" not in name)
+        result |= passes(name, BACKENDS[name], call, grad, work)
+        reproducible_gradients(True)
+        for index, way in enumerate(("forward", "backward")):
+            result[f"{name}_{way}_of_dense"] = result[f"{name}_{way}"] / dense[index]
+    return result | {"dense_forward": dense[0], "dense_backward": dense[1]}
+
+
+def revision() -> str | None:
+    """The commit of the working tree, where git knows it; "-dirty" when files differ from it."""
+
+    def git(*words: str) -> str:
+        return subprocess.run(["git", *words], capture_output=True, text=True, check=False).stdout.strip()
+
+    commit = git("rev-parse", "HEAD")
+    return f"{commit}{'-dirty' * bool(git('status', '--porcelain'))}" if commit else None
 
 
 def main() -> int:
@@ -282,15 +309,20 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="JSONL file to write")
     parser.add_argument("--only", choices=("check", "time"), help="run one half")
     parser.add_argument("--match", default="", help="run the cases whose description contains this")
-    parser.add_argument("--no-triton", action="store_true", help="leave out the Triton peer")
+    parser.add_argument("--backends", default=",".join(BACKENDS), help="which to check and time, by commas")
+    parser.add_argument("--sha", default=revision(), help="commit to write into every line")
     parser.add_argument("--seconds", type=float, default=420.0, help="stop starting cases after this long")
     arguments = parser.parse_args()
+    backends = arguments.backends.split(",")
     began = time.perf_counter()
     failures, rows = 0, []
     known: dict[tuple[object, ...], tuple[float, float]] = {}
     for case in [*checks(), *timings()]:
-        label = f"{case.task:5} d{case.d} {case.dtype} n {case.n} heads {case.heads} {case.name} {case.engine}"
+        how = case.engine or case.backend
+        label = f"{case.task:5} d{case.d} {case.dtype} n {case.n} heads {case.heads} {case.name} {how}"
         if arguments.match not in label or arguments.only not in (None, case.task):
+            continue
+        if case.backend not in ("", *backends):
             continue
         if time.perf_counter() - began > arguments.seconds:
             print("out of time; the remaining cases are not run", flush=True)
@@ -299,11 +331,11 @@ def main() -> int:
             print("a check failed; nothing is timed", flush=True)
             break
         try:
-            result = check(case) if case.task == "check" else measure(case, known, not arguments.no_triton)
+            result = check(case) if case.task == "check" else measure(case, known, backends)
         except Exception as problem:
             result = {"ok": False, "error": f"{type(problem).__name__}: {str(problem)[:600]}"}
         failures += not result["ok"]
-        rows.append({**asdict(case), **result})
+        rows.append({"sha": arguments.sha, "device": torch.cuda.get_device_name(), **asdict(case), **result})
         shown = " ".join(
             f"{k} {v:.3g}" if isinstance(v, float) else f"{k} {v}"
             for k, v in result.items()

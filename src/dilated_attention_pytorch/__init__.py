@@ -5,66 +5,92 @@
 43520
 """
 
-from .compat import ImprovedDilatedAttention, ImprovedMultiheadDilatedAttention, older_name
-from .errors import BackendUnsupported
-from .kernels.registry import MODULES, reproducible_gradients
-from .nn import (
-    Alibi,
-    BlockSparseHierarchical,
-    BlockSparseRingDilatedAttention,
-    BlockSparseRingMultiheadDilatedAttention,
-    BlockSparseTorchSparse,
-    DilatedAttention,
-    HierarchicalConfig,
-    KVCache,
-    MultiheadDilatedAttention,
-    MultiheadSparseAttention,
-    Position,
-    Replacement,
-    RingDilatedAttention,
-    RingMultiheadDilatedAttention,
-    Rotary,
-    SparseAttention,
-    SparsePatternConfig,
-    Xpos,
-    create_block_sparse_attention,
-    create_dilated_attention,
-    create_multihead_block_sparse,
-    create_multihead_dilated_attention,
-    get_block_sparse_preset,
-    replace_attention,
-)
-from .ops import AttentionOutput, attention, attention_rows, attention_with_lse, merge, plan_cache
-from .ops.decode import attention_step
-from .patterns import (
-    BlockDilated,
-    BlockLists,
-    Causal,
-    Dilated,
-    Documents,
-    Full,
-    Global,
-    Hierarchical,
-    Packed,
-    Pattern,
-    PerHead,
-    Random,
-    SlidingWindow,
-    Strided,
-    parse,
-)
-from .plan import Plan, PlanCache, make_plan
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .compat import ImprovedDilatedAttention, ImprovedMultiheadDilatedAttention
+    from .errors import BackendUnsupported
+    from .kernels.registry import reproducible_gradients
+    from .nn import (
+        Alibi,
+        BlockSparseHierarchical,
+        BlockSparseRingDilatedAttention,
+        BlockSparseRingMultiheadDilatedAttention,
+        BlockSparseTorchSparse,
+        DilatedAttention,
+        HierarchicalConfig,
+        KVCache,
+        MultiheadDilatedAttention,
+        MultiheadSparseAttention,
+        Position,
+        Replacement,
+        RingDilatedAttention,
+        RingMultiheadDilatedAttention,
+        Rotary,
+        SparseAttention,
+        SparsePatternConfig,
+        Xpos,
+        create_block_sparse_attention,
+        create_dilated_attention,
+        create_multihead_block_sparse,
+        create_multihead_dilated_attention,
+        get_block_sparse_preset,
+        replace_attention,
+    )
+    from .ops import AttentionOutput, attention, attention_rows, attention_with_lse, merge, plan_cache
+    from .ops.decode import attention_step
+    from .patterns import (
+        BlockDilated,
+        BlockLists,
+        Causal,
+        Dilated,
+        Documents,
+        Full,
+        Global,
+        Hierarchical,
+        Packed,
+        Pattern,
+        PerHead,
+        Random,
+        SlidingWindow,
+        Strided,
+        parse,
+    )
+    from .plan import Plan, PlanCache, make_plan
 
 __version__ = "0.1.0"
+
+# Importing torch takes seconds, and `dap --help` needs none of it: a name is looked up in these when it is asked for.
+_HOMES = ("errors", "patterns", "plan", "kernels.registry", "ops", "ops.decode", "nn", "compat")
 
 
 def backends() -> tuple[str, ...]:
     """Names for `backend=`, besides "auto"."""
+    from .kernels.registry import MODULES
+
     return tuple(MODULES)
 
 
 def __getattr__(name: str) -> object:
-    return older_name(name)
+    if name.startswith("_"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in __all__:
+        is_room = find_spec(f"{__name__}.{name}") is not None
+        return import_module(f".{name}", __name__) if is_room else import_module(".compat", __name__).older_name(name)
+    for home in _HOMES:
+        found = getattr(import_module(f".{home}", __name__), name, None)
+        if found is not None:
+            globals()[name] = found
+            return found
+    raise AttributeError(f"module {__name__!r} lists {name!r} and has no home for it")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
 
 
 __all__ = [

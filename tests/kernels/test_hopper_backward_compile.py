@@ -7,15 +7,22 @@ import subprocess
 import pytest
 import torch
 
-from dilated_attention_pytorch.kernels import hopper_backend, hopper_gradients
+from dilated_attention_pytorch.kernels import hopper_backend, hopper_gradients, hopper_launch
+from dilated_attention_pytorch.kernels.hopper_launch import OPTIONS, tile_layout
+from dilated_attention_pytorch.kernels.hopper_work import ITEM_ROWS, steps_of
 from dilated_attention_pytorch.kernels.registry import AttentionCall
 from dilated_attention_pytorch.patterns import parse
 from dilated_attention_pytorch.plan import make_plan
 
 SHARED_MEMORY = 232448
 """Bytes a program may have on compute capability 9.0."""
-POINTERS = ("p_work", "p_class", "p_walk", "p_whole", "p_partial", "p_bits", "p_next")
-NUMBERS = ("items", "items_a_batch", "heads", "group", "query_tiles", "key_blocks", "query_blocks", "n")
+ALIGNED = ("p_rows", "p_sum", "p_dq", "p_dk", "p_dv")
+POINTERS = ("p_work", "p_class", "p_walk", "p_whole", "p_partial", "p_tiles", "p_bits", "p_next")
+NUMBERS = (
+    *("items", "items_a_batch", "heads", "group", "query_tiles", "sum_tiles", "key_blocks", "query_blocks", "n"),
+    *("q_rate", "q_longer", "k_rate", "k_longer", "dq_batch", "dq_head", "dq_row"),
+    *("dk_batch", "dk_head", "dk_row", "dv_batch", "dv_head", "dv_row"),
+)
 
 
 @pytest.fixture(autouse=True)
@@ -33,14 +40,20 @@ def assemble(kernel, descriptors, constants, folder):
     from triton.experimental.gluon._runtime import GluonASTSource
 
     types = dict.fromkeys(POINTERS, "*i32") | dict.fromkeys(NUMBERS, "i32") | descriptors
-    types |= dict.fromkeys(("p_rows", "p_sum"), "*fp32") | dict.fromkeys(("scale", "scale_log2"), "fp32")
+    types |= (
+        dict.fromkeys(("p_dq", "p_dk", "p_dv"), "*bf16")
+        | dict.fromkeys(("p_rows", "p_sum"), "*fp32")
+        | dict.fromkeys(("scale", "scale_log2"), "fp32")
+    )
     names = kernel.arg_names
     signature = {name: "constexpr" if name in constants else types[name] for name in names}
     places = {(names.index(name),): value for name, value in constants.items()}
-    aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in ("p_rows", "p_sum") if name in names}
+    aligned = {
+        (names.index(name),): [["tt.divisibility", 16]] for name in ALIGNED if name in names and name not in constants
+    }
     source = GluonASTSource(kernel, signature, places, aligned)
     try:
-        compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=hopper_backend.OPTIONS)
+        compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=OPTIONS)
     except (AttributeError, TypeError, NotImplementedError) as problem:
         pytest.skip(f"the Gluon language of triton {triton.__version__} differs: {problem}")
     listing = folder / "kernel.ptx"
@@ -49,9 +62,19 @@ def assemble(kernel, descriptors, constants, folder):
     return compiled, subprocess.run(command, capture_output=True, text=True, check=True).stderr
 
 
-def descriptor(rows, d, dtype):
-    layout = hopper_backend.tile_layout(rows, d, dtype)
-    return f"tensordesc<{'bf16' if dtype == torch.bfloat16 else 'fp16'}[1,1,{rows},{d}],{layout!r}>"
+def descriptor(rows, d, dtype, rank):
+    layout = tile_layout(rows, d, dtype, rank)
+    return f"tensordesc<{'bf16' if dtype == torch.bfloat16 else 'fp16'}[{'1,' * (rank - 2)}{rows},{d}],{layout!r}>"
+
+
+def without(kernel, kind):
+    """Arguments that a kind of kernel does not take."""
+    strided, joining = kind == "strided", kind == "joining"
+    gradients = ("dq", "dk", "dv")
+    missing = [name for name in kernel.arg_names if name.endswith("_more") and not strided]
+    missing += [f"{name}_{end}" for name in gradients for end in ("desc", "more") if joining]
+    missing += [f"p_{name}" for name in gradients if not joining]
+    return dict.fromkeys(name for name in missing if name in kernel.arg_names)
 
 
 def assert_fits(compiled, log, spilled):
@@ -63,107 +86,131 @@ def assert_fits(compiled, log, spilled):
 
 # Out of registers go addresses of an item and, at width 64, weights under a mask: nothing of a step without one.
 @pytest.mark.parametrize(
-    ("d", "block", "dtype", "fused", "spilled"),
+    ("d", "block", "dtype", "fused", "kind", "spilled"),
     [
-        (64, 128, torch.bfloat16, True, 256),
-        (128, 128, torch.bfloat16, True, 64),
-        (128, 256, torch.float16, True, 64),
-        (64, 128, torch.bfloat16, False, 320),
-        (128, 128, torch.bfloat16, False, 64),
+        (64, 128, torch.bfloat16, True, "plain", 256),
+        (128, 128, torch.bfloat16, True, "plain", 64),
+        (128, 256, torch.float16, True, "plain", 64),
+        (64, 128, torch.bfloat16, False, "plain", 320),
+        (128, 128, torch.bfloat16, False, "plain", 64),
+        (64, 128, torch.bfloat16, True, "strided", 320),
+        (128, 128, torch.bfloat16, False, "strided", 224),
+        (128, 128, torch.bfloat16, False, "joining", 128),
     ],
 )
-def test_key_gradients_fit_a_multiprocessor(d, block, dtype, fused, spilled, tmp_path):
+def test_key_gradients_fit_a_multiprocessor(d, block, dtype, fused, kind, spilled, tmp_path):
     from dilated_attention_pytorch.kernels.hopper_backward import attention_dkv_bwd_kernel
 
+    rank = 5 if kind == "strided" else 4
     config = hopper_gradients.BACKWARD_CONFIGS[d]
-    streamed, held = descriptor(config.streamed_tile, d, dtype), descriptor(64, d, dtype)
-    descriptors = dict.fromkeys(("q_desc", "do_desc"), streamed)
-    descriptors |= dict.fromkeys(("k_desc", "v_desc", "dk_desc", "dv_desc"), held)
+    streamed, held = descriptor(config.streamed_tile, d, dtype, rank), descriptor(64, d, dtype, rank)
+    descriptors = dict.fromkeys(("q_desc", "q_more", "do_desc", "do_more"), streamed)
+    descriptors |= dict.fromkeys(("k_desc", "k_more", "v_desc", "v_more"), held)
+    descriptors |= dict.fromkeys(("dk_desc", "dk_more", "dv_desc", "dv_more"), held)
     constants = {
         "BLOCK": block,
         "STAGES": config.stages,
         "KV_STAGES": config.held_stages,
         "DQ": fused,
         "SKEW": config.skew,
+        "JOIN": kind == "joining",
+        **without(attention_dkv_bwd_kernel, kind),
         "WORKER_REGISTERS": config.registers,
     }
     compiled, log = assemble(attention_dkv_bwd_kernel, descriptors, constants, tmp_path)
     assert_fits(compiled, log, spilled)
     # The sum of dQ is fast only while every addition moves 16 bytes.
     assert ("add.v4.f32" in compiled.asm["ptx"]) == fused
+    assert ("cp.reduce.async.bulk.tensor.5d" in compiled.asm["ptx"]) == (kind == "strided")
 
 
-@pytest.mark.parametrize("d", [64, 128])
-def test_query_gradient_fits_a_multiprocessor(d, tmp_path):
+@pytest.mark.parametrize(("d", "kind"), [(64, "plain"), (128, "plain"), (128, "strided"), (128, "joining")])
+def test_query_gradient_fits_a_multiprocessor(d, kind, tmp_path):
     from dilated_attention_pytorch.kernels.hopper_backward_rows import attention_dq_bwd_kernel
 
     config = hopper_gradients.BACKWARD_CONFIGS[d]
-    streamed, held = descriptor(config.streamed_tile, d, torch.bfloat16), descriptor(64, d, torch.bfloat16)
-    descriptors = dict.fromkeys(("k_desc", "v_desc"), streamed)
-    descriptors |= dict.fromkeys(("q_desc", "do_desc", "dq_desc"), held)
+    rank = 5 if kind == "strided" else 4
+    streamed, held = (descriptor(rows, d, torch.bfloat16, rank) for rows in (config.streamed_tile, 64))
+    descriptors = dict.fromkeys(("k_desc", "k_more", "v_desc", "v_more"), streamed)
+    descriptors |= dict.fromkeys(("q_desc", "q_more", "do_desc", "do_more", "dq_desc", "dq_more"), held)
     constants = {
         "BLOCK": 128,
         "STAGES": config.stages,
         "Q_STAGES": config.held_stages,
+        "JOIN": kind == "joining",
+        **without(attention_dq_bwd_kernel, kind),
         "WORKER_REGISTERS": config.registers,
     }
-    assert_fits(*assemble(attention_dq_bwd_kernel, descriptors, constants, tmp_path), 0)
+    assert_fits(*assemble(attention_dq_bwd_kernel, descriptors, constants, tmp_path), 16)
 
 
-def meetings(work, plan, group, *, by_key):
-    """Multiplicity of every pair, written out from the records the kernels read."""
+def meetings(step, plan, group, *, by_key):
+    """Multiplicity of every pair of a part, written out from the records the kernels read."""
     block, n = plan.block_size, plan.n
+    work = step.held(group, by_key=by_key)
+    held, streamed = (step.keys, step.queries) if by_key else (step.queries, step.keys)
     dense = torch.zeros(plan.heads, n, n, dtype=torch.int32)
     shifts = torch.arange(32, dtype=torch.int32)
     masks = ((work.bits[..., None] >> shifts) & 1).flatten(2)[..., :block]
-    tiles = len(work.rows) // (int(work.classes.max()) + 1)
+    classes = work.classes.view(plan.heads, -1)
+    tiles = len(work.rows) // (int(classes[:, 0].max()) + 1)
     element = torch.arange(block)
-    for holder, tile, steps, _ in work.items.tolist():
-        first = tile * hopper_gradients.HELD_ROWS
-        held = slice(first, min(first + hopper_gradients.HELD_ROWS, n))
-        count = held.stop - first
+    for holder, place, steps, *rest in work.items.tolist():
+        if step.strided:
+            first, (count, tile, own_offset), o_row = place, rest, 0
+        else:
+            first = place * ITEM_ROWS
+            count, tile, o_row = min(ITEM_ROWS, n - first), first // block, first % block
+        here = first + held.rate * torch.arange(count)
         met = 0
         for head in range(holder * group, (holder + 1) * group) if by_key else (holder,):
-            kind = int(work.classes[head])
-            if kind < 0:
+            kind, *offsets = classes[head].tolist()
+            if kind < 0 or (by_key and step.strided and offsets[0] != own_offset):
                 continue
             pairs = dense[head].T if by_key else dense[head]
-            row = work.rows[kind * tiles + first // block].tolist()
-            for entry in work.full[row[0] : row[1]].tolist():
-                at = (row[2] + entry) * block
-                pairs[held, at : at + block] += 1
+            row = work.rows[kind * tiles + tile].tolist()
+            lists = [(row[2] + entry, None) for entry in work.full[row[0] : row[1]].tolist()]
             for entry, mask, low, high in work.partial[row[3] : row[4]].tolist():
-                at = (row[5] + entry) * block
-                o_row = first % block
-                if low <= high:
-                    difference = o_row + torch.arange(count)[:, None] - element
-                    seen = ((difference >= low) & (difference <= high)).int()
-                else:
-                    seen = masks[mask, o_row : o_row + count]
-                pairs[held, at : at + block] += seen[:, : n - at]
-            met += row[1] - row[0] + row[4] - row[3]
+                difference = o_row + torch.arange(count)[:, None] - element
+                band = ((difference >= low) & (difference <= high)).int()
+                lists.append((row[5] + entry, band if low <= high else masks[mask, o_row : o_row + count]))
+            for other, seen in lists:
+                start, end = work.tiles[other].tolist()
+                there = start + (offsets[1] if step.strided else 0) + streamed.rate * element
+                exist = there < min(end, n)
+                seen = torch.ones(count, block, dtype=torch.int32) if seen is None else seen
+                pairs[here[:, None], there[exist]] += seen[:, exist]
+            met += len(lists)
         assert met == steps
     return dense
 
 
-@pytest.mark.parametrize("block", [128, 256])
+@pytest.mark.parametrize("group", [1, 2])
 @pytest.mark.parametrize("by_key", [True, False])
 @pytest.mark.parametrize(
-    "pattern",
+    ("pattern", "block"),
     [
-        "causal",
-        "window:200",
-        "random:0.3;block=128;seed=1;per_head=1 & causal",
-        "global:64 | window:100",
-        "blocks:0,,1 2,,4;block=128",
+        *(("causal", block) for block in (128, 256)),
+        *(("global:64 | window:100", block) for block in (128, 256)),
+        ("window:200", 128),
+        ("random:0.3;block=128;seed=1;per_head=1 & causal", 256),
+        ("blocks:0,,1 2,,4;block=128", 128),
+        ("dilated:128x1,256x2,640x5 & causal", 128),
+        ("dilated:300x3,200x1", 128),
+        ("dilated:128x1,256x2;heads=split;offset=block", 128),
+        ("documents:130,1,300,209 & causal", 128),
     ],
 )
-def test_work_records_are_the_plan(pattern, by_key, block):
+def test_work_records_are_the_plan(pattern, block, by_key, group):
     plan = make_plan(parse(pattern), 640, 4, block_size=block)
-    work = hopper_gradients.held_work(plan, 2, by_key=by_key)
-    assert torch.equal(meetings(work, plan, 2, by_key=by_key), plan.to_dense())
-    rows = {(head, tile) for head, tile, *_ in work.items.tolist()}
-    assert len(rows) == len(work.items) == (2 if by_key else 4) * 5
+    steps = steps_of(plan)
+    assert torch.equal(sum(meetings(step, plan, group, by_key=by_key) for step in steps), plan.to_dense())
+    for step in steps:
+        items = step.held(group, by_key=by_key).items.tolist()
+        rows = {(head, place) for head, place, *_ in items}
+        assert len(rows) == len(items)
+        # Of a plain part every row is written, also those without a pair.
+        assert step.strided or len(items) == (4 // group if by_key else 4) * 5
 
 
 class Recorder:
@@ -174,8 +221,8 @@ class Recorder:
     def __init__(self):
         self.launches = []
 
-    def described(self, place, address, shape, strides):
-        return place, address, shape, strides
+    def described(self, place, address, box):
+        return address + box.begin, *box[:2]
 
     def stream_of(self, device):
         return 0
@@ -185,8 +232,9 @@ class Recorder:
 
 
 @pytest.mark.parametrize("fused", [True, False])
-def test_later_launches_pass_what_the_first_did(fused, monkeypatch):
-    plan = make_plan(parse("window:100"), 300, 4, block_size=128)
+@pytest.mark.parametrize(("pattern", "parts"), [("window:100", 1), ("dilated:100x1,300x4", 2)])
+def test_later_launches_pass_what_the_first_did(pattern, parts, fused, monkeypatch):
+    plan = make_plan(parse(pattern), 300, 4, block_size=128)
     query, grad_output = (torch.zeros(2, 300, 4, 64, dtype=torch.bfloat16).transpose(1, 2) for _ in range(2))
     key, value = (torch.zeros(2, 2, 300, 64, dtype=torch.bfloat16) for _ in range(2))
     output, lse = torch.zeros_like(query), torch.zeros(2, 4, 300)
@@ -197,19 +245,17 @@ def test_later_launches_pass_what_the_first_did(fused, monkeypatch):
 
     def launch(kernel, identity, grid, arguments, **options):
         flat = []
-        place = 0
         for argument in arguments:
             if isinstance(argument, torch.Tensor):
                 flat.append(argument.data_ptr())
             elif hasattr(argument, "block_shape"):
-                flat += (place, argument.base.data_ptr(), tuple(argument.shape), tuple(argument.strides))
-                place += 1
+                flat += (argument.base.data_ptr(), tuple(argument.shape), tuple(argument.strides))
             else:
                 flat.append(argument)
         first.append((grid, *flat))
-        hopper_backend._compiled[identity] = (None, recorder)
+        hopper_launch._compiled[identity] = (None, recorder)
 
-    monkeypatch.setattr(hopper_backend, "_compiled", {})
+    monkeypatch.setattr(hopper_launch, "_compiled", {})
     monkeypatch.setattr(hopper_gradients, "launch", launch)
     monkeypatch.setattr(hopper_gradients, "_launch_rows", lambda *_: None)
     monkeypatch.setattr(hopper_gradients, "processors", lambda _: 132)
@@ -223,5 +269,5 @@ def test_later_launches_pass_what_the_first_did(fused, monkeypatch):
     launches = hopper_gradients.BackwardLaunch(call, output, grad_output, lse, True, config, fused)
     for _ in range(2):
         launches(call, output, lse, grad_output, lse)
-    assert len(first) == (1 if fused else 2)
+    assert len(first) == parts * (1 if fused else 2)
     assert recorder.launches == first

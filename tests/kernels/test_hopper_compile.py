@@ -1,16 +1,20 @@
 """The Hopper kernels compile for sm_90a without a GPU: within the registers and shared memory of a multiprocessor, and
 without spilling. What the host prepares for them is checked against the plan."""
 
+import gc
 import re
 import subprocess
+import weakref
 
 import pytest
 import torch
 
 from dilated_attention_pytorch.kernels import hopper_backend
+from dilated_attention_pytorch.kernels.hopper_launch import OPTIONS, boxes_of, tile_layout
+from dilated_attention_pytorch.kernels.hopper_work import ITEM_ROWS, Strides, is_regular, steps_of
 from dilated_attention_pytorch.kernels.registry import AttentionCall
 from dilated_attention_pytorch.patterns import parse
-from dilated_attention_pytorch.plan import make_plan
+from dilated_attention_pytorch.plan import Axis, make_plan
 
 SHARED_MEMORY = 232448
 """Bytes a program may have on compute capability 9.0."""
@@ -25,7 +29,7 @@ def compile_kernel(kernel, types, constants, **options):
     places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
     source = GluonASTSource(kernel, signature, places)
     try:
-        return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=hopper_backend.OPTIONS | options)
+        return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=OPTIONS | options)
     except (AttributeError, TypeError, NotImplementedError) as problem:
         pytest.skip(f"the Gluon language of triton {triton.__version__} differs: {problem}")
 
@@ -40,18 +44,18 @@ def assemble(compiled, folder):
     return subprocess.run(command, capture_output=True, text=True, check=True).stderr
 
 
-def assert_fits(compiled, folder):
+def assert_fits(compiled, folder, spilled):
     log = assemble(compiled, folder)
-    # One register that is read back once a row costs nothing.
-    assert int(re.search(r"(\d+) bytes spill loads", log).group(1)) <= 4
+    # What is read back once a row costs nothing.
+    assert int(re.search(r"(\d+) bytes spill loads", log).group(1)) <= spilled, log
     assert "serialized" not in log, log
     assert int(re.search(r"Used (\d+) registers", log).group(1)) <= 168
     assert compiled.metadata.shared <= SHARED_MEMORY
 
 
-def descriptor(rows, d, dtype):
-    layout = hopper_backend.tile_layout(rows, d, dtype)
-    return f"tensordesc<{'bf16' if dtype == torch.bfloat16 else 'fp16'}[1,1,{rows},{d}],{layout!r}>"
+def descriptor(rows, d, dtype, rank):
+    layout = tile_layout(rows, d, dtype, rank)
+    return f"tensordesc<{'bf16' if dtype == torch.bfloat16 else 'fp16'}[{'1,' * (rank - 2)}{rows},{d}],{layout!r}>"
 
 
 @pytest.fixture(autouse=True)
@@ -61,18 +65,29 @@ def needs_gluon():
         pytest.skip(reason)
 
 
+# A strided part spills addresses once a row, and at width 128 what its loader remembers of an item.
 @pytest.mark.parametrize(
-    ("d", "block", "dtype"), [(64, 128, torch.bfloat16), (128, 128, torch.bfloat16), (128, 256, torch.float16)]
+    ("d", "block", "dtype", "strided", "spilled"),
+    [
+        (64, 128, torch.bfloat16, False, 4),
+        (128, 128, torch.bfloat16, False, 4),
+        (128, 256, torch.float16, False, 4),
+        (64, 128, torch.bfloat16, True, 64),
+        (128, 128, torch.bfloat16, True, 256),
+    ],
 )
-def test_forward_fits_a_multiprocessor(d, block, dtype, tmp_path):
+def test_forward_fits_a_multiprocessor(d, block, dtype, strided, spilled, tmp_path):
     from dilated_attention_pytorch.kernels.hopper_forward import attention_fwd_kernel
 
-    config = hopper_backend.FORWARD_CONFIGS[d]
-    rows, keys = descriptor(64, d, dtype), descriptor(config.key_tile, d, dtype)
-    types = dict.fromkeys(("p_work", "p_full", "p_partial", "p_bits", "p_next"), "*i32")
-    types |= dict.fromkeys(("items", "items_a_batch", "heads", "group", "n"), "i32")
-    types |= {"q_desc": rows, "k_desc": keys, "v_desc": keys, "o_desc": rows, "p_lse": "*fp32", "scale": "fp32"}
-    constants = {
+    config = (hopper_backend.STRIDED_CONFIGS if strided else hopper_backend.FORWARD_CONFIGS)[d]
+    rank = 5 if strided else 4
+    rows, keys = descriptor(64, d, dtype, rank), descriptor(config.key_tile, d, dtype, rank)
+    types = dict.fromkeys(("p_work", "p_full", "p_partial", "p_tiles", "p_bits", "p_next"), "*i32")
+    types |= dict.fromkeys(("items", "items_a_batch", "heads", "group", "n", "o_batch", "o_head", "o_row"), "i32")
+    types |= dict.fromkeys(("q_rate", "q_longer", "k_rate", "k_longer"), "i32") | {"p_lse": "*fp32", "scale": "fp32"}
+    types |= {"q_desc": rows, "k_desc": keys, "v_desc": keys, "o_desc": rows, "p_out": "*bf16"}
+    types |= {"q_more": rows, "k_more": keys, "v_more": keys, "o_more": rows}
+    constants = dict.fromkeys([] if strided else ["p_out", "q_more", "k_more", "v_more", "o_more"]) | {
         "BLOCK": block,
         "K_STAGES": config.k_stages,
         "V_STAGES": config.v_stages,
@@ -80,48 +95,96 @@ def test_forward_fits_a_multiprocessor(d, block, dtype, tmp_path):
         "DYNAMIC": config.persistent,
         "WORKER_REGISTERS": config.registers,
     }
-    assert_fits(compile_kernel(attention_fwd_kernel, types, constants), tmp_path)
+    assert_fits(compile_kernel(attention_fwd_kernel, types, constants), tmp_path, spilled)
 
 
-def meetings(work, plan):
-    """Multiplicity of every pair, written out from the records the kernel reads."""
-    block, n = plan.block_size, plan.n
+def met_by_query(step, plan):
+    """Multiplicity of every pair of a part, written out from the records the kernel reads."""
+    work, block, n = step.by_query, plan.block_size, plan.n
     dense = torch.zeros(plan.heads, n, n, dtype=torch.int32)
     masks = plan.masks.dense(block).int()
-    for head, tile, full_begin, full, full_base, partial_begin, partial, partial_base in work.items.tolist():
-        first = tile * hopper_backend.QUERY_ROWS
-        rows = slice(first, min(first + hopper_backend.QUERY_ROWS, n))
-        for entry in work.full[full_begin : full_begin + full].tolist():
-            key = (full_base + entry) * block
-            dense[head, rows, key : key + block] += 1
+    for head, place, full_begin, full, full_base, partial_begin, partial, partial_base, *rest in work.items.tolist():
+        rows, offset = rest or (min(ITEM_ROWS, n - place * ITEM_ROWS), 0)
+        first, o_row = (place, 0) if step.strided else (place * ITEM_ROWS, place * ITEM_ROWS % block)
+        query = first + step.queries.rate * torch.arange(rows)
+        met = [(full_base + entry, None) for entry in work.full[full_begin : full_begin + full].tolist()]
         for entry, mask, low, high in work.partial[partial_begin : partial_begin + partial].tolist():
-            key = (partial_base + entry) * block
-            seen = masks[mask, first % block :][: rows.stop - rows.start, : n - key]
+            seen = masks[mask, o_row : o_row + rows]
             if low <= high:
-                difference = torch.arange(seen.shape[1]) - torch.arange(seen.shape[0])[:, None] - first % block
+                difference = torch.arange(block) - torch.arange(rows)[:, None] - o_row
                 assert torch.equal(seen.bool(), (difference >= low) & (difference <= high))
-            dense[head, rows, key : key + block] += seen
+            met.append((partial_base + entry, seen))
+        for tile, seen in met:
+            start, end = work.tiles[tile].tolist()
+            key = start + offset + step.keys.rate * torch.arange(block)
+            exist = key < end
+            assert seen is not None or bool(exist.all())
+            seen = torch.ones(rows, block, dtype=torch.int32) if seen is None else seen
+            dense[head, query[:, None], key[exist]] += seen[:, exist]
     return dense
 
 
-@pytest.mark.parametrize("block", [128, 256])
-@pytest.mark.parametrize(
-    "pattern",
-    [
-        "causal",
-        "window:200",
-        "random:0.3;block=128;seed=1;per_head=1 & causal",
-        "global:64 | window:100",
-        "blocks:0,,1 2,,4;block=128",
-    ],
-)
+PATTERNS = [
+    "causal",
+    "window:200",
+    "random:0.3;block=128;seed=1;per_head=1 & causal",
+    "global:64 | window:100",
+    "blocks:0,,1 2,,4;block=128",
+    "dilated:128x1,256x2,640x5 & causal",
+    "dilated:300x3,200x1",
+    "dilated:128x1,256x2;heads=split;offset=block",
+    "documents:130,1,300,209 & causal",
+    "heads{window:40 / dilated:256x4 / causal}",
+]
+
+
+@pytest.mark.parametrize(("pattern", "block"), [(p, 128) for p in PATTERNS] + [(p, 256) for p in PATTERNS[:5]])
 def test_work_records_are_the_plan(pattern, block):
     plan = make_plan(parse(pattern), 640, 3, block_size=block)
-    work = hopper_backend.work_by_query(plan)
-    assert torch.equal(meetings(work, plan), plan.to_dense())
-    rows = {(head, tile) for head, tile, *_ in work.items.tolist()}
-    assert len(rows) == len(work.items)
-    assert work.covers == (len(rows) == 3 * 5)
+    steps = steps_of(plan)
+    assert torch.equal(sum(met_by_query(step, plan) for step in steps), plan.to_dense())
+    assert not any(not step.strided for step in steps[1:])
+    for step in steps:
+        rows = {(head, place) for head, place, *_ in step.by_query.items.tolist()}
+        assert len(rows) == len(step.by_query.items)
+        assert step.strided or step.by_query.covers == (len(rows) == 3 * 5)
+
+
+def test_a_part_that_writes_every_row_runs_first():
+    steps = steps_of(make_plan(parse("dilated:512x4,256x2,128x1"), 1024, 4))
+    assert [(step.strided, step.queries.rate) for step in steps] == [(False, 1), (True, 4), (True, 2)]
+
+
+def test_what_is_kept_for_a_plan_does_not_keep_the_plan():
+    plan = make_plan(parse("dilated:128x1,256x2"), 512, 2)
+    assert steps_of(plan)
+    alive = weakref.ref(plan)
+    del plan
+    gc.collect()
+    assert alive() is None
+
+
+@pytest.mark.parametrize(("n", "rate"), [(640, 5), (641, 5), (999, 12), (7, 12)])
+def test_strided_boxes_hold_every_token_once_and_nothing_else(n, rate):
+    tensor = torch.arange(2 * 3 * n * 8).view(2, n, 3, 8).transpose(1, 2)
+    axis = Strides(rate, n % rate)
+    short, long = boxes_of(tensor, axis)
+    held = []
+    for box, first, residues in ((long, 0, axis.longer), (short, axis.longer, rate - axis.longer)):
+        # Without a whole round of residues the short ones have no row, and their box is not used.
+        residues = residues if first == 0 or n >= rate else 0
+        assert not residues or box.shape[2] == residues
+        for residue in range(residues):
+            for row in range(box.shape[3]):
+                token = first + residue + rate * row
+                place = strides_sum(box, 1, 2, residue, row) + box.begin // tensor.element_size()
+                assert tensor[0, 0, 0, 0] + place == tensor[1, 2, token, 0]
+                held.append(token)
+    assert sorted(held) == list(range(n))
+
+
+def strides_sum(box, *place):
+    return sum(stride * at for stride, at in zip(box.strides, place, strict=False))
 
 
 def test_only_gpus_are_served():
@@ -131,13 +194,10 @@ def test_only_gpus_are_served():
 
 
 def test_a_head_that_reads_from_further_on_is_not_regular():
-    from dilated_attention_pytorch.kernels.hopper_backend import _is_regular
-    from dilated_attention_pytorch.plan import Axis
-
     start = torch.arange(2) * 128
     shifted, plain = (
         Axis(1, torch.tensor([0, offset], dtype=torch.int32), start.clone(), torch.full_like(start, 384))
         for offset in (128, 0)
     )
-    assert _is_regular(plain, 128, 384)
-    assert not _is_regular(shifted, 128, 384)
+    assert is_regular(plain, 128, 384)
+    assert not is_regular(shifted, 128, 384)

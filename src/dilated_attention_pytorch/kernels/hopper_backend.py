@@ -5,33 +5,20 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 
-from ..plan.plan import (
-    FULL_BASE,
-    FULL_BEGIN,
-    FULL_END,
-    PARTIAL_BASE,
-    PARTIAL_BEGIN,
-    PARTIAL_END,
-    Axis,
-    Part,
-    Plan,
-    Walk,
-)
-from .hopper_launch import Entry, entry_of, item_counter
+from ..plan.plan import Plan
+from .hopper_launch import OPTIONS, Entry, Maps, boxes_of, compiled_entry, describe, item_counter, launch, tma_strides
+from .hopper_work import Step, steps_of
+from .hopper_work import is_regular as _is_regular  # noqa: F401
 from .registry import AttentionCall, Forward, Gradients
 
-QUERY_ROWS = 128
-"""Query rows of one work item: two warpgroups of 64."""
 LOG2_E = math.log2(math.e)
-OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
-"""How every kernel is compiled; fused multiply-add is asked for by name, as its default differs between releases."""
+MOST_TOKENS = 2**30
+"""Longest sequence: a tile of a strided axis may reach past its end, and the kernels count tokens in 32 bits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,30 +45,15 @@ FORWARD_CONFIGS = {
     64: ForwardConfig(k_stages=4, v_stages=4),
     128: ForwardConfig(k_stages=3, v_stages=2),
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Work:
-    """A walk as the kernels read it: one record an item, in the order items start."""
-
-    items: Tensor
-    """int32 [I, 8]: see `hopper_forward.WORK_WIDTH`"""
-    full: Tensor
-    """int32 [F]"""
-    partial: Tensor
-    """int32 [P, 4]: tile, mask, first and last difference of the band"""
-    covers: bool
-    """Whether every row of the output belongs to an item."""
+STRIDED_CONFIGS = {64: FORWARD_CONFIGS[64], 128: ForwardConfig(k_stages=2, v_stages=2)}
+"""Of strided parts, which also hold 128 rows of the output so far."""
 
 
 Layout = tuple[object, ...]
 """What distinguishes two calls of one plan, but for the values of their tensors and settings; see `_layout_of`."""
 
-_work: WeakIdKeyDictionary = WeakIdKeyDictionary()
-_regular: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _problems: WeakKeyDictionary[Plan, dict[Layout, str | None]] = WeakKeyDictionary()
 _launches: WeakKeyDictionary[Plan, dict[Layout, ForwardLaunch]] = WeakKeyDictionary()
-_compiled: dict[tuple[object, ...], tuple[Any, Entry | None]] = {}
 
 
 @lru_cache(maxsize=1)
@@ -129,17 +101,6 @@ def _stride_problem(name: str, tensor: Tensor) -> str | None:
     return None
 
 
-def _is_regular(axis: Axis, block_size: int, n: int) -> bool:
-    """Whether tile `t` is tokens `t * block_size` and on for every head, cut short only by the sequence's end."""
-    key = axis.start
-    if key not in _regular:
-        start = torch.arange(axis.tiles, device=axis.start.device) * block_size
-        whole = axis.end >= (start + block_size).clamp(max=n)
-        unshifted = axis.rate == 1 and not bool(axis.offset.any())
-        _regular[key] = unshifted and bool(((axis.start == start) & whole).all())
-    return _regular[key]
-
-
 def _layout_of(query: Tensor, key: Tensor, value: Tensor) -> Layout:
     shapes = query.shape, key.shape, value.shape
     return query.get_device(), query.dtype, shapes, query.stride(), key.stride(), value.stride()
@@ -181,109 +142,16 @@ def _lasting_problem(call: AttentionCall) -> str | None:
     if d not in FORWARD_CONFIGS or d != e:
         return f"needs query and value width 64 or 128, the same for both, got {d} and {e}"
     plan = call.plan
-    if plan.block_size not in (128, 256):
-        return f"needs block size 128 or 256, got {plan.block_size}"
-    if len(plan.parts) != 1 or plan.parts[0].queries.rate != 1 or plan.parts[0].keys.rate != 1:
-        return f"needs a plan of one part of rate 1, got {len(plan.parts)} parts"
+    strided = any(step.strided for step in steps_of(plan))
+    if plan.block_size not in ((128,) if strided else (128, 256)):
+        return f"needs block size 128, or 256 where tiles lie at its multiples, got {plan.block_size}"
+    if plan.n > MOST_TOKENS:
+        return f"needs n <= {MOST_TOKENS}, got {plan.n}"
     for name, tensor in (("query", call.query), ("key", call.key), ("value", call.value)):
         problem = _stride_problem(name, tensor)
         if problem is not None:
             return problem
-    part = plan.parts[0]
-    for axis in (part.queries, part.keys):
-        if not _is_regular(axis, plan.block_size, plan.n):
-            return "needs segments that are multiples of the block size"
     return None
-
-
-def _work_items(part: Part, walk: Walk, tiles: int, sub_tiles: int, rows_a_tile: int, n: int) -> tuple[Tensor, bool]:
-    """Work records of every head, heads outermost and rows in the walk's order, and whether no row is left out."""
-    device = walk.rows.device
-    classes = walk.rows.shape[0] // tiles
-    order = walk.order.long()
-    by_class = order[torch.argsort(order // tiles, stable=True)].view(classes, tiles)
-    head_class = part.head_class.long()
-    heads = torch.arange(len(head_class), device=device)[head_class >= 0]
-    row = by_class[head_class[heads]][:, :, None].expand(-1, -1, sub_tiles)
-    tile = row % tiles * sub_tiles + torch.arange(sub_tiles, device=device)
-    table = walk.rows.long()[row]
-    full = table[..., FULL_END] - table[..., FULL_BEGIN]
-    partial = table[..., PARTIAL_END] - table[..., PARTIAL_BEGIN]
-    columns = (
-        heads[:, None, None].expand_as(row),
-        tile,
-        table[..., FULL_BEGIN],
-        full,
-        table[..., FULL_BASE],
-        table[..., PARTIAL_BEGIN],
-        partial,
-        table[..., PARTIAL_BASE],
-    )
-    kept = (full + partial > 0) & (tile * rows_a_tile < n)
-    items = torch.stack(columns, dim=-1)[kept].int().contiguous()
-    return items, len(items) == len(head_class) * -(-n // rows_a_tile)
-
-
-def work_by_query(plan: Plan) -> Work:
-    """The forward's work list, made once a plan."""
-    part = plan.parts[0]
-    walk = part.by_query
-    work = _work.get(walk.rows)
-    if work is None:
-        items, covers = _work_items(part, walk, part.queries.tiles, plan.block_size // QUERY_ROWS, QUERY_ROWS, plan.n)
-        band = plan.masks.band[walk.mask.long()]
-        partial = torch.cat((torch.stack((walk.partial, walk.mask), dim=1), band), dim=1).int().contiguous()
-        work = _work[walk.rows] = Work(items, walk.full, partial, covers)
-    return work
-
-
-def _tma_strides(tensor: Tensor) -> tuple[int, ...]:
-    # A dimension of size one is never stepped over, but its stride must still be a legal one.
-    d = tensor.shape[-1]
-    return (*(stride if size > 1 else d for size, stride in zip(tensor.shape[:-1], tensor.stride(), strict=False)), 1)
-
-
-def describe(tensor: Tensor, rows: int, layout: object) -> Any:
-    """A TMA descriptor of a (B, H, N, D) tensor that moves `rows` rows of one head."""
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-    block = [1, 1, rows, tensor.shape[-1]]
-    return TensorDescriptor(tensor, list(tensor.shape), list(_tma_strides(tensor)), block, layout)
-
-
-@lru_cache(maxsize=64)
-def tile_layout(rows: int, d: int, dtype: torch.dtype) -> object:
-    """How a tile of a (B, H, N, D) tensor lies in shared memory."""
-    from triton.experimental.gluon import language as gl
-
-    element = gl.bfloat16 if dtype == torch.bfloat16 else gl.float16
-    return gl.NVMMASharedLayout.get_default_for([1, 1, rows, d], element)
-
-
-def launch(kernel: Any, key: tuple[object, ...], grid: int, arguments: tuple[Any, ...], **options: object) -> None:
-    """Run a kernel, going past the argument inspection of `triton.jit` once it has been compiled for `key`.
-
-    The kernels specialize on nothing but types and their constants, so `key` holds those.
-    """
-    compiled, entry = _compiled.get(key, (None, None))
-    if compiled is None:
-        compiled = kernel[(grid,)](*arguments, **options)
-        _compiled[key] = compiled, entry_of(compiled)
-    elif entry is None or entry.watched:
-        compiled[(grid, 1, 1)](*arguments)
-    else:
-        flat: list[Any] = []
-        place = 0
-        for argument in arguments:
-            if isinstance(argument, Tensor):
-                flat.append(argument.data_ptr())
-            elif hasattr(argument, "block_shape"):
-                address = argument.base.data_ptr()
-                flat += entry.described(place, address, tuple(argument.shape), tuple(argument.strides))
-                place += 1
-            else:
-                flat.append(argument)
-        entry(grid, entry.stream_of(torch.cuda.current_device()), *flat)
 
 
 def forward(call: AttentionCall) -> Forward:
@@ -292,7 +160,7 @@ def forward(call: AttentionCall) -> Forward:
 
 
 def run_forward(call: AttentionCall, config: ForwardConfig) -> Forward:
-    """`forward` with a configuration of one's own, for measuring."""
+    """`forward` with a configuration of one's own for plain parts, for measuring."""
     layout = *_layout_of(call.query, call.key, call.value), id(config)
     known = _launches.get(call.plan)
     if known is None:
@@ -307,67 +175,89 @@ class ForwardLaunch:
     """All that calls of one plan, layout and configuration share, so that a call computes nothing twice."""
 
     def __init__(self, call: AttentionCall, config: ForwardConfig) -> None:
+        query = call.query
+        steps = steps_of(call.plan)
+        self.device = query.device
+        # One number seen as a whole tensor: `empty_like` of it is cheaper than `empty` with its arguments.
+        self.lse_like = torch.zeros(1, dtype=torch.float32, device=query.device).expand(query.shape[:3])
+        self.covers = bool(steps) and not steps[0].strided and steps[0].by_query.covers
+        strided = STRIDED_CONFIGS[query.shape[-1]]
+        self.parts = [
+            PartLaunch(call, strided if step.strided else config, step) for step in steps if len(step.by_query.items)
+        ]
+
+    def __call__(self, call: AttentionCall) -> Forward:
+        if self.covers:
+            output = torch.empty_like(call.query)
+            lse = torch.empty_like(self.lse_like, memory_format=torch.contiguous_format)
+        else:
+            output = torch.zeros_like(call.query)
+            lse = torch.full_like(self.lse_like, -math.inf, memory_format=torch.contiguous_format)
+        if torch.cuda.current_device() == self.device.index:
+            for part in self.parts:
+                part(call, output, lse)
+        else:
+            with torch.cuda.device(self.device):
+                for part in self.parts:
+                    part(call, output, lse)
+        return Forward(output, lse)
+
+
+class PartLaunch:
+    """One part of a `ForwardLaunch`."""
+
+    def __init__(self, call: AttentionCall, config: ForwardConfig, step: Step) -> None:
         query, key, plan = call.query, call.key, call.plan
         batch, heads, n, d = query.shape
         self.config = config
-        self.work = work_by_query(plan)
+        self.index: int = query.device.index
+        self.work = step.by_query
+        self.strided = step.strided
         self.masks = plan.masks.bits
-        # One number seen as a whole tensor: `empty_like` of it is cheaper than `empty` with its arguments.
-        self.lse_like = torch.zeros(1, dtype=torch.float32, device=query.device).expand(batch, heads, n)
-        self.device = query.device
         items_a_batch = self.work.items.shape[0]
         items = batch * items_a_batch
-        self.sizes = items, items_a_batch, heads, heads // key.shape[1], n
+        # The output is laid out as the query, densely.
+        like = torch.empty_like(query)
+        sizes = (
+            items,
+            items_a_batch,
+            heads,
+            heads // key.shape[1],
+            n,
+            *(stride // 8 for stride in tma_strides(like)[:3]),
+        )
+        self.sizes = *sizes, *step.queries, *step.keys
         self.constants = (
             plan.block_size, config.k_stages, config.v_stages, config.ping_pong, config.persistent,
             config.registers,
         )  # fmt: skip
         resident = config.programs_a_processor * processors(query.device)
         self.grid = min(items, resident) if config.persistent else items
-        self.lists = tuple(
-            tensor.data_ptr() for tensor in (self.work.items, self.work.full, self.work.partial, self.masks)
-        )
-        self.identity = ("forward", query.device.index, query.dtype, d, plan.block_size, config)
+        work = self.work
+        self.lists = work.items, work.full, work.partial, work.tiles, self.masks
+        self.addresses = tuple(tensor.data_ptr() for tensor in self.lists)
+        self.identity = ("forward", self.index, query.dtype, d, plan.block_size, config, step.strided)
         self.entry: Entry | None = None
-        self.shapes = tuple(query.shape), tuple(key.shape)
-        self.strides = tuple(_tma_strides(tensor) for tensor in (query, key, call.value, torch.empty_like(query)))
+        self.axes = (step.queries, step.keys) if step.strided else (None, None)
+        queries, keys = self.axes
+        moved = (query, queries), (key, keys), (call.value, keys), (like, queries)
+        self.maps = Maps(tuple(boxes_of(tensor, axis) for tensor, axis in moved))
 
-    def __call__(self, call: AttentionCall) -> Forward:
-        query = call.query
-        if self.work.covers:
-            output = torch.empty_like(query)
-            lse = torch.empty_like(self.lse_like, memory_format=torch.contiguous_format)
-        else:
-            output = torch.zeros_like(query)
-            lse = torch.full_like(self.lse_like, -math.inf, memory_format=torch.contiguous_format)
-        if self.grid:
-            if torch.cuda.current_device() == self.device.index:
-                self._launch(call, output, lse)
-            else:
-                with torch.cuda.device(self.device):
-                    self._launch(call, output, lse)
-        return Forward(output, lse)
-
-    def _launch(self, call: AttentionCall, output: Tensor, lse: Tensor) -> None:
-        index: int = self.device.index
+    def __call__(self, call: AttentionCall, output: Tensor, lse: Tensor) -> None:
         entry = self.entry
         if entry is None or entry.watched:
             self._launch_publicly(call, output, lse)
-            self.entry = _compiled[self.identity][1]
+            self.entry = compiled_entry(self.identity)
             return
-        stream = entry.stream_of(index)
-        query_shape, key_shape = self.shapes
-        query, key, value, out = self.strides
+        stream = entry.stream_of(self.index)
         entry(
             self.grid,
             stream,
-            *entry.described(0, call.query.data_ptr(), query_shape, query),
-            *entry.described(1, call.key.data_ptr(), key_shape, key),
-            *entry.described(2, call.value.data_ptr(), key_shape, value),
-            *entry.described(3, output.data_ptr(), query_shape, out),
+            *self.maps(entry, call.query, call.key, call.value, output),
+            output.data_ptr() if self.strided else None,
             lse.data_ptr(),
-            *self.lists,
-            item_counter(index, stream).data_ptr(),
+            *self.addresses,
+            item_counter(self.index, stream).data_ptr(),
             *self.sizes,
             call.scale * LOG2_E,
             *self.constants,
@@ -376,22 +266,17 @@ class ForwardLaunch:
     def _launch_publicly(self, call: AttentionCall, output: Tensor, lse: Tensor) -> None:
         from .hopper_forward import attention_fwd_kernel
 
-        query, config = call.query, self.config
-        d = query.shape[-1]
-        half = tile_layout(64, d, query.dtype)
-        whole = tile_layout(config.key_tile, d, query.dtype)
-        stream = torch.cuda.current_stream(self.device).cuda_stream
+        config, (queries, keys) = self.config, self.axes
+        stream = torch.cuda.current_stream(call.device).cuda_stream
         arguments = (
-            describe(query, 64, half),
-            describe(call.key, config.key_tile, whole),
-            describe(call.value, config.key_tile, whole),
-            describe(output, 64, half),
+            *describe(call.query, 64, queries),
+            *describe(call.key, config.key_tile, keys),
+            *describe(call.value, config.key_tile, keys),
+            *describe(output, 64, queries),
+            output if self.strided else None,
             lse,
-            self.work.items,
-            self.work.full,
-            self.work.partial,
-            self.masks,
-            item_counter(self.device.index, stream),
+            *self.lists,
+            item_counter(self.index, stream),
             *self.sizes,
             call.scale * LOG2_E,
             *self.constants,

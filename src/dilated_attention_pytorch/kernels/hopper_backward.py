@@ -10,15 +10,16 @@ float32 sum in global memory. The order of those additions is not fixed, so dQ o
 bits; without DQ the kernel leaves dQ to `hopper_backward_rows`.
 
 The sum lies in the order of the registers that add to it (`PIECE` floats a piece), so that every addition is 16 bytes
-a thread and a warp touches one run of memory. `finish_dq_kernel` puts it in order.
+a thread and a warp touches one run of memory. `hopper_prepare.finish_dq_kernel` puts it in order.
+
+Through descriptors of five dimensions (`hopper_pieces.copy_rows_in`) the tiles are those of a strided part, and the
+gradients are added to what parts before it left.
 
 Names: `p_` pointer, `b_` buffer in shared memory, `o_` offset; shape comments are [rows, columns].
 """
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -30,113 +31,76 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .hopper_forward import claim_item, copy_in, copy_out, next_item, post, read
+from .hopper_pieces import (
+    ROWS,
+    add_rows_out,
+    claim_item,
+    copy_out,
+    copy_rows_in,
+    first_and_count,
+    next_item,
+    post,
+    read,
+    ring,
+    row_pointers,
+)
 
-ROWS = gl.constexpr(64)
-"""Keys a warpgroup owns, and the side of the piece of dQ it multiplies."""
 PIECE = gl.constexpr(64 * 64)
 MEETING = gl.constexpr(8)
 TURN = gl.constexpr(9)
 """Hardware barriers of the two warpgroups; the compiler uses the first few."""
-PIECE_FLOATS = tl.constexpr(64 * 64)
 
-ITEM_HEAD, ITEM_ROW, ITEM_STEPS, ITEM_BATCH = (gl.constexpr(i) for i in range(4))
+ITEM_HEAD, ITEM_ROW, ITEM_STEPS, ITEM_BATCH, ITEM_ROWS = (gl.constexpr(i) for i in range(5))
 """What the loader tells about an item; ITEM_BATCH is -1 after the last."""
 TILE_SUM, TILE_MASK, TILE_LOW, TILE_HIGH, TILE_LAST = (gl.constexpr(i) for i in range(5))
 """What the loader tells about a streamed tile: its place in the sum of dQ; then the mask, -1 for a tile met whole, the
 band of differences held minus streamed, and the last key, all counted from the first rows of the item and the tile."""
 
 
-@triton.jit
-def prepare_bwd_kernel(
-    p_out, p_do, p_lse, p_dlse, p_rows, p_sum, p_next, heads, tiles, n, so_b, so_h, so_n, sg_b, sg_h, sg_n, sl_b, sl_h,
-    sl_n,
-    BM: tl.constexpr, D: tl.constexpr, LSE_GRAD: tl.constexpr, ZERO: tl.constexpr,
-):  # fmt: skip
-    """For a tile of query rows: its LSE in log2 units, delta = rowsum(dO * O) - dLSE, and zeros in its sum of dQ.
-
-    Rows that do not exist or have no key get LSE +inf, so that their weights come out 0.
-    """
-    place = tl.program_id(0).to(tl.int64)
-    tile = place % tiles
-    row = place // tiles
-    head = row % heads
-    batch = row // heads
-    o_q = tile * BM + tl.arange(0, BM)
-    o_d = tl.arange(0, D)
-    b_exist = o_q < n
-    b_here = b_exist[:, None]
-    b_out = tl.load(p_out + batch * so_b + head * so_h + o_q[:, None] * so_n + o_d[None, :], mask=b_here, other=0.0)
-    b_do = tl.load(p_do + batch * sg_b + head * sg_h + o_q[:, None] * sg_n + o_d[None, :], mask=b_here, other=0.0)
-    b_delta = tl.sum(b_out.to(tl.float32) * b_do.to(tl.float32), 1)
-    b_lse = tl.load(p_lse + row * n + o_q, mask=b_exist, other=float("-inf"))
-    b_met = b_lse != float("-inf")
-    if LSE_GRAD:
-        # A row without a key has LSE -inf whatever the inputs: nothing flows back through it.
-        b_delta -= tl.load(p_dlse + batch * sl_b + head * sl_h + o_q * sl_n, mask=b_met, other=0.0)
-    tl.store(p_next, 0, mask=place == 0)
-    p_own = p_rows + place * 2 * BM + tl.arange(0, BM)
-    tl.store(p_own, tl.where(b_met, b_lse * 1.4426950408889634, float("inf")))
-    tl.store(p_own + BM, b_delta)
-    if ZERO:
-        o_sum = tl.arange(0, BM * D)
-        tl.store(p_sum + place * BM * D + o_sum, tl.zeros([BM * D], tl.float32))
-
-
-@triton.jit(do_not_specialize=["scale"])
-def finish_dq_kernel(p_sum, p_dq, heads, tiles, n, sx_b, sx_h, sx_n, scale, BM: tl.constexpr, D: tl.constexpr):
-    """dQ from the sums of its pieces: scaled, rounded, and in the order of the rows."""
-    place = tl.program_id(0).to(tl.int64)
-    tile = place % tiles
-    head = place // tiles % heads
-    batch = place // tiles // heads
-    o_row = tl.arange(0, BM)[:, None]
-    o_col = tl.arange(0, D)[None, :]
-    piece = o_row // 64 + o_col // 64
-    row = o_row % 64
-    col = o_col % 64
-    lane = (row // 16) * 32 + (row % 8) * 4 + (col // 2) % 4
-    o_sum = piece * PIECE_FLOATS + (col // 8) * 512 + lane * 4 + (row // 8) % 2 * 2 + col % 2
-    b_dq = tl.load(p_sum + place * BM * D + o_sum) * scale
-    o_q = tile * BM + o_row
-    p_out = p_dq + batch * sx_b + head * sx_h + o_q * sx_n + o_col
-    tl.store(p_out, b_dq.to(p_dq.dtype.element_ty), mask=o_q < n)
-
-
 @gluon.jit
 def stream_tile(
-    first_desc, second_desc, b_first, b_second, b_rows, b_tile, full, empty, p_rows,
-    count, batch, head, tile, place, mask, low, high, last_key, STAGES: gl.constexpr, BY_KEY: gl.constexpr,
+    first_desc, first_more, second_desc, second_more, b_first, b_second, b_rows, b_tile, full, empty,
+    p_stats, token, rows, rate, longer,
+    count, batch, head, place, mask, low, high, last_key, STAGES: gl.constexpr, BY_KEY: gl.constexpr,
 ):  # fmt: skip
     """Start copying one streamed tile, with its note, and LSE and delta of its queries, into its slot of the ring."""
-    BM: gl.constexpr = first_desc.block_shape[2]
+    BM: gl.constexpr = first_desc.block_shape[len(first_desc.block_shape) - 2]
     if BY_KEY:
         layout: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
+        at = gl.arange(0, 2 * BM, layout)
         # Read before the wait for a free slot, which hides the latency.
-        own = gl.load(p_rows + place.to(gl.int64) * (2 * BM) + gl.arange(0, 2 * BM, layout))
+        if len(first_desc.block_shape) == 5:
+            row = at % BM
+            place_of_row = token + row * rate
+            p_row = p_stats + (place_of_row // BM).to(gl.int64) * (2 * BM) + (place_of_row % BM + at - row)
+            own = gl.load(p_row, mask=row < rows, other=gl.where(at < BM, float("inf"), 0.0))
+        else:
+            own = gl.load(p_stats + (token // BM).to(gl.int64) * (2 * BM) + at)
     slot = count % STAGES
     mbarrier.wait(empty.index(slot), ((count // STAGES) & 1) ^ 1)
     if BY_KEY:
         b_rows.index(slot).store(own)
-    post(b_tile.index(slot), place, mask, low, high, last_key)
+    post(b_tile.index(slot), place, mask, low, high, last_key, 0)
     mbarrier.expect(full.index(slot), 2 * first_desc.block_type.nbytes)
-    copy_in(first_desc, [batch, head, tile * BM, 0], full.index(slot), b_first.index(slot))
-    copy_in(second_desc, [batch, head, tile * BM, 0], full.index(slot), b_second.index(slot))
+    copy_rows_in(first_desc, first_more, batch, head, token, rate, longer, full.index(slot), b_first.index(slot))
+    copy_rows_in(second_desc, second_more, batch, head, token, rate, longer, full.index(slot), b_second.index(slot))
 
 
 @gluon.jit
 def load_backward_tiles(
-    held_1, held_2, streamed_1, streamed_2, b_held_1, b_held_2, b_1, b_2, b_rows, b_item, b_tile,
+    held_1, held_1_more, held_2, held_2_more, streamed_1, streamed_1_more, streamed_2, streamed_2_more,
+    b_held_1, b_held_2, b_1, b_2, b_rows, b_item, b_tile,
     full, empty, held_full, held_empty,
-    p_rows, p_work, p_class, p_walk, p_whole, p_partial, p_next, items, items_a_batch, heads, group, query_tiles,
-    blocks, n,
+    p_rows, p_work, p_class, p_walk, p_whole, p_partial, p_tiles, p_next, items, items_a_batch, heads, group,
+    query_tiles, sum_tiles, blocks, n, held_rate, held_longer, rate, longer,
     BLOCK: gl.constexpr, STAGES: gl.constexpr, HELD_STAGES: gl.constexpr, BY_KEY: gl.constexpr,
 ):  # fmt: skip
     """The loader warp: the two tiles an item holds, then two of each that meets it.
 
     BY_KEY it holds K and V while Q and dO pass, of every head of the group; else it holds Q and dO while K and V pass.
     """
-    BM: gl.constexpr = streamed_1.block_shape[2]
+    STRIDED: gl.constexpr = len(streamed_1.block_shape) == 5
+    BM: gl.constexpr = streamed_1.block_shape[len(streamed_1.block_shape) - 2]
     SUB: gl.constexpr = BLOCK // BM
     tile_count = 0
     item_count = 0
@@ -144,20 +108,30 @@ def load_backward_tiles(
     while item < items:
         claim = claim_item(p_next, True)
         batch = item // items_a_batch
-        p_item = p_work + (item % items_a_batch) * 4
+        p_item = p_work + (item % items_a_batch) * (6 if STRIDED else 4)
         held_head = gl.load(p_item)
-        o_held = gl.load(p_item + 1) * (2 * ROWS)
+        o_held = gl.load(p_item + 1)
         steps = gl.load(p_item + 2) * SUB
-        o_row = o_held % BLOCK
-        block = o_held // BLOCK
+        if STRIDED:
+            held_rows = gl.load(p_item + 3)
+            block = gl.load(p_item + 4)
+            held_offset = gl.load(p_item + 5)
+            o_row = 0
+        else:
+            o_held *= 2 * ROWS
+            held_rows = n - o_held
+            o_row = o_held % BLOCK
+            block = o_held // BLOCK
         slot = item_count % HELD_STAGES
         mbarrier.wait(held_empty.index(slot), ((item_count // HELD_STAGES) & 1) ^ 1)
-        post(b_item.index(slot), held_head, o_held, steps, batch, 0)
+        post(b_item.index(slot), held_head, o_held, steps, batch, held_rows, 0)
         mbarrier.expect(held_full.index(slot), 4 * held_1.block_type.nbytes)
         for half in gl.static_range(2):
-            where = [batch, held_head, o_held + half * ROWS, 0]
-            copy_in(held_1, where, held_full.index(slot), b_held_1.index(slot * 2 + half))
-            copy_in(held_2, where, held_full.index(slot), b_held_2.index(slot * 2 + half))
+            token = o_held + half * ROWS * (held_rate if STRIDED else 1)
+            b_1_half, b_2_half = b_held_1.index(slot * 2 + half), b_held_2.index(slot * 2 + half)
+            here_full = held_full.index(slot)
+            copy_rows_in(held_1, held_1_more, batch, held_head, token, held_rate, held_longer, here_full, b_1_half)
+            copy_rows_in(held_2, held_2_more, batch, held_head, token, held_rate, held_longer, here_full, b_2_half)
         members = group if BY_KEY else 1
         for member in range(members):
             if BY_KEY:
@@ -166,7 +140,14 @@ def load_backward_tiles(
             else:
                 query_head = held_head
                 head = held_head // group
-            kind = gl.load(p_class + query_head)
+            if STRIDED:
+                kind = gl.load(p_class + query_head * 3)
+                offset = gl.load(p_class + query_head * 3 + 2)
+                if BY_KEY:
+                    # Heads of a group may sample other keys than these.
+                    kind = gl.where(gl.load(p_class + query_head * 3 + 1) == held_offset, kind, -1)
+            else:
+                kind = gl.load(p_class + query_head)
             p_own = p_walk + (gl.maximum(kind, 0) * blocks + block) * 6
             whole_begin = gl.load(p_own)
             whole_steps = gl.where(kind >= 0, gl.load(p_own + 1) - whole_begin, 0) * SUB
@@ -174,33 +155,80 @@ def load_backward_tiles(
             partial_begin = gl.load(p_own + 3)
             partial_steps = gl.where(kind >= 0, gl.load(p_own + 4) - partial_begin, 0) * SUB
             partial_base = gl.load(p_own + 5)
-            first_place = (batch * heads + query_head) * query_tiles
+            own_row = batch * heads + query_head
+            p_stats = p_rows + (own_row * query_tiles).to(gl.int64) * (2 * BM)
+            first_place = own_row * sum_tiles
             for step in range(whole_steps):
-                tile = (whole_base + gl.load(p_whole + whole_begin + step // SUB)) * SUB + step % SUB
+                tile = whole_base + gl.load(p_whole + whole_begin + step // SUB)
+                place = tile * SUB + step % SUB
+                token = gl.load(p_tiles + 2 * tile) + offset + (step % SUB) * BM * rate if STRIDED else place * BM
                 stream_tile(
-                    streamed_1, streamed_2, b_1, b_2, b_rows, b_tile, full, empty, p_rows,
-                    tile_count, batch, head, tile, first_place + tile, -1, 0, 0, 0, STAGES, BY_KEY,
+                    streamed_1, streamed_1_more, streamed_2, streamed_2_more, b_1, b_2, b_rows, b_tile,
+                    full, empty, p_stats, token, BM, rate, longer,
+                    tile_count, batch, head, first_place + place, -1, 0, 0, 0, STAGES, BY_KEY,
                 )  # fmt: skip
                 tile_count += 1
             for step in range(partial_steps):
                 p_entry = p_partial + (partial_begin + step // SUB) * 4
                 o_col = (step % SUB) * BM
-                tile = (partial_base + gl.load(p_entry)) * SUB + step % SUB
+                tile = partial_base + gl.load(p_entry)
+                place = tile * SUB + step % SUB
+                if STRIDED:
+                    token, rows = first_and_count(p_tiles, tile, offset, rate)
+                    token += o_col * rate
+                    rows -= o_col
+                else:
+                    token = place * BM
+                    rows = n - token
                 mask = gl.load(p_entry + 1) * (BLOCK * BLOCK // 32) + o_row * (BLOCK // 32) + o_col // 32
                 low = gl.load(p_entry + 2) - o_row + o_col
                 high = gl.load(p_entry + 3) - o_row + o_col
-                last_key = n - 1 - (o_held if BY_KEY else tile * BM)
+                last_key = (held_rows if BY_KEY else rows) - 1
                 stream_tile(
-                    streamed_1, streamed_2, b_1, b_2, b_rows, b_tile, full, empty, p_rows,
-                    tile_count, batch, head, tile, first_place + tile, mask, low, high, last_key, STAGES, BY_KEY,
+                    streamed_1, streamed_1_more, streamed_2, streamed_2_more, b_1, b_2, b_rows, b_tile,
+                    full, empty, p_stats, token, rows, rate, longer,
+                    tile_count, batch, head, first_place + place, mask, low, high, last_key, STAGES, BY_KEY,
                 )  # fmt: skip
                 tile_count += 1
         item_count += 1
         item = next_item(claim, p_next, item, items, True)
     slot = item_count % HELD_STAGES
     mbarrier.wait(held_empty.index(slot), ((item_count // HELD_STAGES) & 1) ^ 1)
-    post(b_item.index(slot), 0, 0, 0, -1, 0)
+    post(b_item.index(slot), 0, 0, 0, -1, 0, 0)
     mbarrier.arrive(held_full.index(slot), count=1)
+
+
+@gluon.jit
+def put_rows(
+    values, desc, more, p_grad, o_batch, o_head, o_row, batch, head, first, rows, rate, longer, buffer,
+    C: gl.constexpr, JOIN: gl.constexpr,
+):  # fmt: skip
+    """Start storing the 64 rows [64, D] that warpgroup `C` owns of an item.
+
+    A strided part adds them, rounded, to what is there. With JOIN they are added before they are rounded; the last part
+    does so, and the sum is rounded once at its full size.
+    """
+    D: gl.constexpr = values.type.shape[1]
+    b_own = buffer.reshape([ROWS, D])
+    if JOIN:
+        p_rows = p_grad + (batch.to(gl.int64) * o_batch + head.to(gl.int64) * o_head) * 8
+        p_own, exist = row_pointers(p_rows, first, rate, rows, o_row, C, D)
+        b_own.store(gl.load(p_own, mask=exist, other=0.0))
+        values += b_own.load(values.type.layout).to(gl.float32)
+        b_own.store(values.to(buffer.dtype))
+        p_own, exist = row_pointers(p_rows, first, rate, rows, o_row, C, D)
+        gl.store(p_own, b_own.load(p_own.type.layout), mask=exist)
+        fence_async_shared()
+    elif len(desc.block_shape) == 5:
+        # Past the end of their segment lie rows that others add to.
+        row = C * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, values.type.layout))
+        b_own.store(gl.where(gl.expand_dims(row < rows, 1), values, 0.0).to(buffer.dtype))
+        fence_async_shared()
+        add_rows_out(desc, more, batch, head, first + C * ROWS * rate, rate, longer, buffer)
+    else:
+        b_own.store(values.to(buffer.dtype))
+        fence_async_shared()
+        copy_out(desc, [batch, head, first + C * ROWS, 0], buffer)
 
 
 @gluon.jit
@@ -285,13 +313,15 @@ def release(empty, item):
 @gluon.jit
 def gather_keys(
     C: gl.constexpr,
-    dk_desc, dv_desc, b_q, b_do, b_k, b_v, b_ds, b_rows, b_item, b_tile, full, empty, kv_full, kv_empty,
-    p_sum, p_bits, scale, scale_log2,
+    dk_desc, dk_more, p_dk, dk_batch, dk_head, dk_row, dv_desc, dv_more, p_dv, dv_batch, dv_head, dv_row,
+    b_q, b_do, b_k, b_v, b_ds, b_rows, b_item, b_tile, full, empty, kv_full, kv_empty,
+    p_sum, p_bits, k_rate, k_longer, scale, scale_log2,
     BLOCK: gl.constexpr, STAGES: gl.constexpr, KV_STAGES: gl.constexpr, DQ: gl.constexpr, SKEW: gl.constexpr,
+    JOIN: gl.constexpr,
 ):  # fmt: skip
     """Warpgroup `C`: dK and dV of its 64 keys of every item of this program."""
-    BM: gl.constexpr = b_q.shape[3]
-    D: gl.constexpr = b_q.shape[4]
+    BM: gl.constexpr = b_q.shape[len(b_q.shape) - 2]
+    D: gl.constexpr = b_q.shape[len(b_q.shape) - 1]
     dtype: gl.constexpr = b_q.dtype
     scores_layout: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM, 16]
@@ -372,16 +402,20 @@ def gather_keys(
 
         batch = read(item, ITEM_BATCH)
         head = read(item, ITEM_HEAD)
-        o_key = read(item, ITEM_ROW) + C * ROWS
+        o_key = read(item, ITEM_ROW)
+        rows = read(item, ITEM_ROWS)
         b_dv = b_v.index(kv_slot * 2 + C)
         b_dk = b_k.index(kv_slot * 2 + C)
-        b_dv.reshape([ROWS, D]).store(dv.to(dtype))
+        put_rows(
+            dv, dv_desc, dv_more, p_dv, dv_batch, dv_head, dv_row, batch, head, o_key, rows, k_rate, k_longer, b_dv,
+            C, JOIN,
+        )  # fmt: skip
         # The sibling multiplies by these rows of K too; they are free to hold dK once it is done.
         meet()
-        b_dk.reshape([ROWS, D]).store((dk * scale).to(dtype))
-        fence_async_shared()
-        copy_out(dv_desc, [batch, head, o_key, 0], b_dv)
-        copy_out(dk_desc, [batch, head, o_key, 0], b_dk)
+        put_rows(
+            dk * scale, dk_desc, dk_more, p_dk, dk_batch, dk_head, dk_row, batch, head, o_key, rows, k_rate, k_longer,
+            b_dk, C, JOIN,
+        )  # fmt: skip
         if KV_STAGES == 1:
             release(kv_empty, item_count)
         item_count += 1
@@ -393,27 +427,31 @@ def gather_keys(
 
 @gluon.jit(
     do_not_specialize=[
-        "items", "items_a_batch", "heads", "group", "query_tiles", "key_blocks", "n", "scale", "scale_log2"
+        "items", "items_a_batch", "heads", "group", "query_tiles", "sum_tiles", "key_blocks", "n", "q_rate", "q_longer",
+        "k_rate", "k_longer", "dk_batch", "dk_head", "dk_row", "dv_batch", "dv_head", "dv_row", "scale", "scale_log2",
     ],
-    do_not_specialize_on_alignment=["p_work", "p_class", "p_walk", "p_whole", "p_partial", "p_bits", "p_next"],
+    do_not_specialize_on_alignment=[
+        "p_work", "p_class", "p_walk", "p_whole", "p_partial", "p_tiles", "p_bits", "p_next"
+    ],
 )  # fmt: skip
 def attention_dkv_bwd_kernel(
-    q_desc, do_desc, k_desc, v_desc, dk_desc, dv_desc, p_rows, p_sum, p_work, p_class, p_walk, p_whole, p_partial,
-    p_bits, p_next, items, items_a_batch, heads, group, query_tiles, key_blocks, n, scale, scale_log2,
+    q_desc, q_more, do_desc, do_more, k_desc, k_more, v_desc, v_more, dk_desc, dk_more, dv_desc, dv_more, p_dk, p_dv,
+    p_rows, p_sum, p_work, p_class, p_walk, p_whole, p_partial,
+    p_tiles, p_bits, p_next, items, items_a_batch, heads, group, query_tiles, sum_tiles, key_blocks, n,
+    q_rate, q_longer, k_rate, k_longer, dk_batch, dk_head, dk_row, dv_batch, dv_head, dv_row, scale, scale_log2,
     BLOCK: gl.constexpr, STAGES: gl.constexpr, KV_STAGES: gl.constexpr, DQ: gl.constexpr, SKEW: gl.constexpr,
-    WORKER_REGISTERS: gl.constexpr,
+    JOIN: gl.constexpr, WORKER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """dK and dV of every item, taken by the programs as they come free; with DQ also the sum of dQ, not yet scaled."""
-    BM: gl.constexpr = q_desc.block_shape[2]
-    D: gl.constexpr = q_desc.block_shape[3]
+    BM: gl.constexpr = q_desc.block_shape[len(q_desc.block_shape) - 2]
     dtype: gl.constexpr = q_desc.dtype
     note: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
     exchange: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BM], dtype)
-    b_q = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BM, D], q_desc.layout)
-    b_do = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BM, D], do_desc.layout)
-    b_k = gl.allocate_shared_memory(dtype, [2 * KV_STAGES, 1, 1, ROWS, D], k_desc.layout)
-    b_v = gl.allocate_shared_memory(dtype, [2 * KV_STAGES, 1, 1, ROWS, D], v_desc.layout)
+    b_q = gl.allocate_shared_memory(dtype, ring(STAGES, q_desc), q_desc.layout)
+    b_do = gl.allocate_shared_memory(dtype, ring(STAGES, do_desc), do_desc.layout)
+    b_k = gl.allocate_shared_memory(dtype, ring(2 * KV_STAGES, k_desc), k_desc.layout)
+    b_v = gl.allocate_shared_memory(dtype, ring(2 * KV_STAGES, v_desc), v_desc.layout)
     b_ds = gl.allocate_shared_memory(dtype, [4, ROWS, BM], exchange)
     b_rows = gl.allocate_shared_memory(gl.float32, [STAGES, 2 * BM], note)
     b_item = gl.allocate_shared_memory(gl.int32, [KV_STAGES, 8], note)
@@ -431,18 +469,21 @@ def attention_dkv_bwd_kernel(
     gl.warp_specialize(
         [
             (gather_keys, (
-                0, dk_desc, dv_desc, b_q, b_do, b_k, b_v, b_ds, b_rows, b_item, b_tile, full, empty, kv_full, kv_empty,
-                p_sum, p_bits, scale, scale_log2, BLOCK, STAGES, KV_STAGES, DQ, SKEW,
+                0, dk_desc, dk_more, p_dk, dk_batch, dk_head, dk_row, dv_desc, dv_more, p_dv, dv_batch, dv_head, dv_row,
+                b_q, b_do, b_k, b_v, b_ds, b_rows, b_item, b_tile, full, empty, kv_full, kv_empty,
+                p_sum, p_bits, k_rate, k_longer, scale, scale_log2, BLOCK, STAGES, KV_STAGES, DQ, SKEW, JOIN,
             )),
             (gather_keys, (
-                1, dk_desc, dv_desc, b_q, b_do, b_k, b_v, b_ds, b_rows, b_item, b_tile, full, empty, kv_full, kv_empty,
-                p_sum, p_bits, scale, scale_log2, BLOCK, STAGES, KV_STAGES, DQ, SKEW,
+                1, dk_desc, dk_more, p_dk, dk_batch, dk_head, dk_row, dv_desc, dv_more, p_dv, dv_batch, dv_head, dv_row,
+                b_q, b_do, b_k, b_v, b_ds, b_rows, b_item, b_tile, full, empty, kv_full, kv_empty,
+                p_sum, p_bits, k_rate, k_longer, scale, scale_log2, BLOCK, STAGES, KV_STAGES, DQ, SKEW, JOIN,
             )),
             (load_backward_tiles, (
-                k_desc, v_desc, q_desc, do_desc, b_k, b_v, b_q, b_do, b_rows, b_item, b_tile,
-                full, empty, kv_full, kv_empty,
-                p_rows, p_work, p_class, p_walk, p_whole, p_partial, p_next, items, items_a_batch, heads, group,
-                query_tiles, key_blocks, n, BLOCK, STAGES, KV_STAGES, True,
+                k_desc, k_more, v_desc, v_more, q_desc, q_more, do_desc, do_more,
+                b_k, b_v, b_q, b_do, b_rows, b_item, b_tile, full, empty, kv_full, kv_empty,
+                p_rows, p_work, p_class, p_walk, p_whole, p_partial, p_tiles, p_next, items, items_a_batch, heads,
+                group, query_tiles, sum_tiles, key_blocks, n, k_rate, k_longer, q_rate, q_longer,
+                BLOCK, STAGES, KV_STAGES, True,
             )),
         ],
         [4, 1],

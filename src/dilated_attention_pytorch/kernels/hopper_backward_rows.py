@@ -12,7 +12,6 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
     mbarrier,
     tma,
     warpgroup_mma,
@@ -23,26 +22,30 @@ from .hopper_backward import (
     ITEM_BATCH,
     ITEM_HEAD,
     ITEM_ROW,
+    ITEM_ROWS,
     ITEM_STEPS,
     ROWS,
     TILE_MASK,
     here,
     load_backward_tiles,
     mask_weights,
+    put_rows,
 )
-from .hopper_forward import copy_out, read
+from .hopper_pieces import read, ring
 
 
 @gluon.jit
 def gather_queries(
     C: gl.constexpr,
-    dq_desc, b_q, b_do, b_k, b_v, b_item, b_tile, full, empty, q_full, q_empty,
-    p_rows, p_bits, heads, query_tiles, scale, scale_log2,
-    BLOCK: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
+    dq_desc, dq_more, p_dq, dq_batch, dq_head, dq_row,
+    b_q, b_do, b_k, b_v, b_item, b_tile, full, empty, q_full, q_empty,
+    p_rows, p_bits, heads, query_tiles, q_rate, q_longer, scale, scale_log2,
+    BLOCK: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr, JOIN: gl.constexpr,
 ):  # fmt: skip
     """Warpgroup `C`: dQ of its 64 rows of every item of this program."""
-    BN: gl.constexpr = b_k.shape[3]
-    D: gl.constexpr = b_k.shape[4]
+    STRIDED: gl.constexpr = len(b_k.shape) == 6
+    BN: gl.constexpr = b_k.shape[len(b_k.shape) - 2]
+    D: gl.constexpr = b_k.shape[len(b_k.shape) - 1]
     dtype: gl.constexpr = b_k.dtype
     scores_layout: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16]
@@ -50,7 +53,7 @@ def gather_queries(
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
     operand: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=acc_layout, k_width=2)
     no_scores = gl.full([ROWS, BN], 0.0, gl.float32, scores_layout)
-    row = gl.arange(0, ROWS, gl.SliceLayout(1, scores_layout))
+    row = C * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, scores_layout))
 
     tile_count = 0
     item_count = 0
@@ -62,12 +65,20 @@ def gather_queries(
         steps = read(item, ITEM_STEPS)
         batch = read(item, ITEM_BATCH)
         head = read(item, ITEM_HEAD)
-        o_query = read(item, ITEM_ROW) + C * ROWS
+        first = read(item, ITEM_ROW)
+        rows = read(item, ITEM_ROWS)
         # Rows lie in memory as tiles of BN: first the LSE of a tile, then its delta.
-        place = ((batch * heads + head) * query_tiles + o_query // BN).to(gl.int64)
-        p_own = p_rows + place * (2 * BN) + o_query % BN + row
-        lse = gl.expand_dims(gl.load(p_own), 1)
-        delta = gl.expand_dims(gl.load(p_own + BN), 1)
+        p_stats = p_rows + ((batch * heads + head) * query_tiles).to(gl.int64) * (2 * BN)
+        if STRIDED:
+            token = first + row * q_rate
+            p_own = p_stats + (token // BN).to(gl.int64) * (2 * BN) + token % BN
+            lse = gl.expand_dims(gl.load(p_own, mask=row < rows, other=float("inf")), 1)
+            delta = gl.expand_dims(gl.load(p_own + BN, mask=row < rows, other=0.0), 1)
+        else:
+            o_query = first + C * ROWS
+            p_own = p_stats + (o_query // BN) * (2 * BN) + o_query % BN + row - C * ROWS
+            lse = gl.expand_dims(gl.load(p_own), 1)
+            delta = gl.expand_dims(gl.load(p_own + BN), 1)
         dq = gl.full([ROWS, D], 0.0, gl.float32, acc_layout)
         for _ in range(steps):
             slot = tile_count % STAGES
@@ -92,9 +103,10 @@ def gather_queries(
             tile_count += 1
 
         b_dq = b_q.index(q_slot * 2 + C)
-        b_dq.reshape([ROWS, D]).store((dq * scale).to(dtype))
-        fence_async_shared()
-        copy_out(dq_desc, [batch, head, o_query, 0], b_dq)
+        put_rows(
+            dq * scale, dq_desc, dq_more, p_dq, dq_batch, dq_head, dq_row, batch, head, first, rows, q_rate, q_longer,
+            b_dq, C, JOIN,
+        )  # fmt: skip
         tma.store_wait(0)
         mbarrier.arrive(q_empty.index(q_slot), count=1)
         item_count += 1
@@ -105,25 +117,29 @@ def gather_queries(
 
 @gluon.jit(
     do_not_specialize=[
-        "items", "items_a_batch", "heads", "group", "query_tiles", "query_blocks", "n", "scale", "scale_log2"
+        "items", "items_a_batch", "heads", "group", "query_tiles", "query_blocks", "n", "q_rate", "q_longer", "k_rate",
+        "k_longer", "dq_batch", "dq_head", "dq_row", "scale", "scale_log2",
     ],
-    do_not_specialize_on_alignment=["p_work", "p_class", "p_walk", "p_whole", "p_partial", "p_bits", "p_next"],
+    do_not_specialize_on_alignment=[
+        "p_work", "p_class", "p_walk", "p_whole", "p_partial", "p_tiles", "p_bits", "p_next"
+    ],
 )  # fmt: skip
 def attention_dq_bwd_kernel(
-    q_desc, do_desc, k_desc, v_desc, dq_desc, p_rows, p_work, p_class, p_walk, p_whole, p_partial, p_bits, p_next,
-    items, items_a_batch, heads, group, query_tiles, query_blocks, n, scale, scale_log2,
-    BLOCK: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr, WORKER_REGISTERS: gl.constexpr,
+    q_desc, q_more, do_desc, do_more, k_desc, k_more, v_desc, v_more, dq_desc, dq_more, p_dq, p_rows,
+    p_work, p_class, p_walk, p_whole, p_partial, p_tiles, p_bits,
+    p_next, items, items_a_batch, heads, group, query_tiles, query_blocks, n, q_rate, q_longer, k_rate, k_longer,
+    dq_batch, dq_head, dq_row, scale, scale_log2,
+    BLOCK: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr, JOIN: gl.constexpr,
+    WORKER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """dQ of every item, taken by the programs as they come free."""
-    BN: gl.constexpr = k_desc.block_shape[2]
-    D: gl.constexpr = k_desc.block_shape[3]
     dtype: gl.constexpr = k_desc.dtype
     note: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
-    b_q = gl.allocate_shared_memory(dtype, [2 * Q_STAGES, 1, 1, ROWS, D], q_desc.layout)
-    b_do = gl.allocate_shared_memory(dtype, [2 * Q_STAGES, 1, 1, ROWS, D], do_desc.layout)
-    b_k = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BN, D], k_desc.layout)
-    b_v = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BN, D], v_desc.layout)
+    b_q = gl.allocate_shared_memory(dtype, ring(2 * Q_STAGES, q_desc), q_desc.layout)
+    b_do = gl.allocate_shared_memory(dtype, ring(2 * Q_STAGES, do_desc), do_desc.layout)
+    b_k = gl.allocate_shared_memory(dtype, ring(STAGES, k_desc), k_desc.layout)
+    b_v = gl.allocate_shared_memory(dtype, ring(STAGES, v_desc), v_desc.layout)
     b_item = gl.allocate_shared_memory(gl.int32, [Q_STAGES, 8], note)
     b_tile = gl.allocate_shared_memory(gl.int32, [STAGES, 8], note)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
@@ -139,18 +155,24 @@ def attention_dq_bwd_kernel(
     gl.warp_specialize(
         [
             (gather_queries, (
-                0, dq_desc, b_q, b_do, b_k, b_v, b_item, b_tile, full, empty, q_full, q_empty,
-                p_rows, p_bits, heads, query_tiles, scale, scale_log2, BLOCK, STAGES, Q_STAGES,
+                0, dq_desc, dq_more, p_dq, dq_batch, dq_head, dq_row,
+                b_q, b_do, b_k, b_v, b_item, b_tile, full, empty, q_full, q_empty,
+                p_rows, p_bits, heads, query_tiles, q_rate, q_longer, scale, scale_log2,
+                BLOCK, STAGES, Q_STAGES, JOIN,
             )),
             (gather_queries, (
-                1, dq_desc, b_q, b_do, b_k, b_v, b_item, b_tile, full, empty, q_full, q_empty,
-                p_rows, p_bits, heads, query_tiles, scale, scale_log2, BLOCK, STAGES, Q_STAGES,
+                1, dq_desc, dq_more, p_dq, dq_batch, dq_head, dq_row,
+                b_q, b_do, b_k, b_v, b_item, b_tile, full, empty, q_full, q_empty,
+                p_rows, p_bits, heads, query_tiles, q_rate, q_longer, scale, scale_log2,
+                BLOCK, STAGES, Q_STAGES, JOIN,
             )),
             (load_backward_tiles, (
-                q_desc, do_desc, k_desc, v_desc, b_q, b_do, b_k, b_v, b_tile, b_item, b_tile,
+                q_desc, q_more, do_desc, do_more, k_desc, k_more, v_desc, v_more,
+                b_q, b_do, b_k, b_v, b_tile, b_item, b_tile,
                 full, empty, q_full, q_empty,
-                p_rows, p_work, p_class, p_walk, p_whole, p_partial, p_next, items, items_a_batch, heads, group,
-                query_tiles, query_blocks, n, BLOCK, STAGES, Q_STAGES, False,
+                p_rows, p_work, p_class, p_walk, p_whole, p_partial, p_tiles, p_next, items, items_a_batch, heads,
+                group, query_tiles, query_tiles, query_blocks, n, q_rate, q_longer, k_rate, k_longer,
+                BLOCK, STAGES, Q_STAGES, False,
             )),
         ],
         [4, 1],

@@ -11,6 +11,9 @@ they wait for no load of their own but the words of an element mask.
 The assembler decides much here. It serializes the products when one of them is in flight across the end of a loop, and
 triton 3.6's made two loops over tiles of one row share a register that only the first of them set: there is one loop.
 
+A part of a plan whose tiles are not `tile * BLOCK` and on is read through descriptors of five dimensions, see
+`hopper_pieces.copy_rows_in`, and joins what parts before it left of its rows: output and LSE in memory.
+
 Names: `p_` pointer, `b_` buffer in shared memory, `o_` offset; shape comments are [rows, columns].
 """
 
@@ -26,17 +29,27 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-# Releases after 3.6 renamed the TMA copies.
-copy_in = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
-copy_out = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
+from .hopper_pieces import (
+    ROWS,
+    claim_item,
+    copy_out,
+    copy_rows_in,
+    first_and_count,
+    next_item,
+    post,
+    read,
+    ring,
+    row_pointers,
+)
 
 WORK_WIDTH = gl.constexpr(8)
 """int32 a work item: head, 128-row query tile, full begin, count, base, partial begin, count, base."""
+STRIDED_WORK_WIDTH = gl.constexpr(10)
+"""The same with the token of the first row in place of the tile, then how many rows exist, and the offset of keys."""
 LN2 = gl.constexpr(0.6931471805599453)
-ROWS = gl.constexpr(64)
-"""Query rows a warpgroup owns."""
+LOG2_E = gl.constexpr(1.4426950408889634)
 
-ITEM_HEAD, ITEM_ROW, ITEM_FULL, ITEM_PARTIAL, ITEM_BATCH = (gl.constexpr(i) for i in range(5))
+ITEM_HEAD, ITEM_ROW, ITEM_FULL, ITEM_PARTIAL, ITEM_BATCH, ITEM_ROWS = (gl.constexpr(i) for i in range(6))
 """What the loader tells about an item; ITEM_BATCH is -1 after the last."""
 TILE_MASK, TILE_LAST = (gl.constexpr(i) for i in range(2))
 """What the loader tells about a partial tile: where its mask begins, and the last key counted from its first column."""
@@ -45,28 +58,11 @@ TURN = gl.constexpr(8)
 
 
 @gluon.jit
-def post(slot, a, b, c, d, e):
-    """Write up to eight integers into a mailbox."""
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    at = gl.arange(0, 8, layout)
-    note = gl.where(at == 0, a, gl.where(at == 1, b, gl.where(at == 2, c, gl.where(at == 3, d, e))))
-    slot.store(note)
-
-
-@gluon.jit
-def read(slot, which: gl.constexpr):
-    """One integer of a mailbox, the same in every thread."""
-    layout: gl.constexpr = gl.BlockedLayout([8], [32], [gl.num_warps()], [0])
-    at = gl.arange(0, 8, layout)
-    return gl.sum(gl.where(at == which, slot.load(layout), 0), 0)
-
-
-@gluon.jit
-def load_tile(desc, coordinates, count, full, buffer, STAGES: gl.constexpr):
+def load_tile(desc, more, batch, head, token, rate, longer, count, full, buffer, STAGES: gl.constexpr):
     """Start copying one tile into its slot of the ring, which must be free."""
     slot = count % STAGES
     mbarrier.expect(full.index(slot), desc.block_type.nbytes)
-    copy_in(desc, coordinates, full.index(slot), buffer.index(slot))
+    copy_rows_in(desc, more, batch, head, token, rate, longer, full.index(slot), buffer.index(slot))
 
 
 @gluon.jit
@@ -77,39 +73,15 @@ def wait_until_used(used, tile):
 
 
 @gluon.jit
-def claim_item(p_next, DYNAMIC: gl.constexpr):
-    """Ask for one more item; the answer, in the first lane, is needed only when this item is done."""
-    lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
-    claim = lane
-    if DYNAMIC:
-        claim = gl.atomic_add(p_next + lane, gl.full_like(lane, 1), mask=lane == 0, sem="relaxed")
-    return claim
-
-
-@gluon.jit
-def next_item(claim, p_next, item, items, DYNAMIC: gl.constexpr):
-    """The item claimed before; beyond `items` there is none left.
-
-    Every item makes one claim, so the last claim of a launch is known, and its holder sets the counter back to zero.
-    """
-    if DYNAMIC:
-        lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
-        claimed = gl.sum(gl.where(lane == 0, claim, 0), 0)
-        gl.store(p_next, 0, mask=claimed == items - 1)
-        item = gl.num_programs(0) + claimed
-    else:
-        item += gl.num_programs(0)
-    return item
-
-
-@gluon.jit
 def load_tiles(
-    q_desc, k_desc, v_desc, b_q, b_k, b_v, b_item, b_tile, q_full, q_empty, k_full, v_full, used, p_work, p_full,
-    p_partial, p_next, items, items_a_batch, group, n, BLOCK: gl.constexpr, K_STAGES: gl.constexpr,
+    q_desc, q_more, k_desc, k_more, v_desc, v_more, o_desc, o_more, p_lse, b_q, b_k, b_v, b_old, b_lse, b_item, b_tile,
+    q_full, q_empty, k_full, v_full, old_full, old_empty, used, p_work, p_full, p_partial, p_tiles, p_next, items,
+    items_a_batch, heads, group, n, q_rate, q_longer, k_rate, k_longer, BLOCK: gl.constexpr, K_STAGES: gl.constexpr,
     V_STAGES: gl.constexpr, Q_STAGES: gl.constexpr, DYNAMIC: gl.constexpr,
 ):  # fmt: skip
     """The loader warp: Q of an item, then K and V of each of its tiles, as buffers come free."""
-    BN: gl.constexpr = k_desc.block_shape[2]
+    STRIDED: gl.constexpr = len(q_desc.block_shape) == 5
+    BN: gl.constexpr = k_desc.block_shape[len(k_desc.block_shape) - 2]
     SUB: gl.constexpr = BLOCK // BN
     tile_count = 0
     item_count = 0
@@ -117,47 +89,73 @@ def load_tiles(
     while item < items:
         claim = claim_item(p_next, DYNAMIC)
         batch = item // items_a_batch
-        p_item = p_work + (item % items_a_batch) * WORK_WIDTH
+        p_item = p_work + (item % items_a_batch) * (STRIDED_WORK_WIDTH if STRIDED else WORK_WIDTH)
         head = gl.load(p_item)
-        o_query = gl.load(p_item + 1) * (2 * ROWS)
+        o_query = gl.load(p_item + 1)
         full_begin = gl.load(p_item + 2)
         full_steps = gl.load(p_item + 3) * SUB
         full_base = gl.load(p_item + 4)
         partial_begin = gl.load(p_item + 5)
         partial_steps = gl.load(p_item + 6) * SUB
         partial_base = gl.load(p_item + 7)
+        rows = 2 * ROWS
+        if STRIDED:
+            rows = gl.load(p_item + 8)
+            k_offset = gl.load(p_item + 9)
+        else:
+            o_query *= 2 * ROWS
         key_head = head // group
 
         slot = item_count % Q_STAGES
         mbarrier.wait(q_empty.index(slot), ((item_count // Q_STAGES) & 1) ^ 1)
-        post(b_item.index(slot), head, o_query, full_steps, partial_steps, batch)
+        post(b_item.index(slot), head, o_query, full_steps, partial_steps, batch, rows)
         mbarrier.expect(q_full.index(slot), 2 * q_desc.block_type.nbytes)
         for half in gl.static_range(2):
-            copy_in(q_desc, [batch, head, o_query + half * ROWS, 0], q_full.index(slot), b_q.index(slot * 2 + half))
+            token = o_query + half * ROWS * (q_rate if STRIDED else 1)
+            b_half = b_q.index(slot * 2 + half)
+            copy_rows_in(q_desc, q_more, batch, head, token, q_rate, q_longer, q_full.index(slot), b_half)
         for step in range(full_steps):
-            o_key = (full_base + gl.load(p_full + full_begin + step // SUB)) * BLOCK + (step % SUB) * BN
+            tile = full_base + gl.load(p_full + full_begin + step // SUB)
+            o_key = gl.load(p_tiles + 2 * tile) + k_offset if STRIDED else tile * BLOCK + (step % SUB) * BN
             wait_until_used(used, tile_count - K_STAGES)
-            load_tile(k_desc, [batch, key_head, o_key, 0], tile_count, k_full, b_k, K_STAGES)
+            load_tile(k_desc, k_more, batch, key_head, o_key, k_rate, k_longer, tile_count, k_full, b_k, K_STAGES)
             wait_until_used(used, tile_count - V_STAGES + 1)
-            load_tile(v_desc, [batch, key_head, o_key, 0], tile_count, v_full, b_v, V_STAGES)
+            load_tile(v_desc, v_more, batch, key_head, o_key, k_rate, k_longer, tile_count, v_full, b_v, V_STAGES)
             tile_count += 1
         for step in range(partial_steps):
             p_entry = p_partial + (partial_begin + step // SUB) * 4
             o_col = (step % SUB) * BN
-            o_key = (partial_base + gl.load(p_entry)) * BLOCK + o_col
+            tile = partial_base + gl.load(p_entry)
+            if STRIDED:
+                o_key, keys = first_and_count(p_tiles, tile, k_offset, k_rate)
+            else:
+                o_key = tile * BLOCK + o_col
+                keys = n - o_key
             mask = gl.load(p_entry + 1)
             k_slot = tile_count % K_STAGES
             wait_until_used(used, tile_count - K_STAGES)
-            post(b_tile.index(k_slot), mask * BLOCK * (BLOCK // 32) + o_col // 32, n - 1 - o_key, 0, 0, 0)
-            load_tile(k_desc, [batch, key_head, o_key, 0], tile_count, k_full, b_k, K_STAGES)
+            post(b_tile.index(k_slot), mask * BLOCK * (BLOCK // 32) + o_col // 32, keys - 1, 0, 0, 0, 0)
+            load_tile(k_desc, k_more, batch, key_head, o_key, k_rate, k_longer, tile_count, k_full, b_k, K_STAGES)
             wait_until_used(used, tile_count - V_STAGES + 1)
-            load_tile(v_desc, [batch, key_head, o_key, 0], tile_count, v_full, b_v, V_STAGES)
+            load_tile(v_desc, v_more, batch, key_head, o_key, k_rate, k_longer, tile_count, v_full, b_v, V_STAGES)
             tile_count += 1
+        if STRIDED:
+            # What parts before this one left of the rows. Asked for last, so that no tile waits until the rows of the
+            # item before have been read; it is still there some tiles before it is needed.
+            row = gl.arange(0, 2 * ROWS, gl.BlockedLayout([4], [32], [1], [0]))
+            p_own = p_lse + (batch * heads + head).to(gl.int64) * n + o_query + row * q_rate
+            old = gl.load(p_own, mask=row < rows, other=-float("inf"))
+            mbarrier.wait(old_empty.index(0), (item_count & 1) ^ 1)
+            b_lse.store(old)
+            mbarrier.expect(old_full.index(0), 2 * q_desc.block_type.nbytes)
+            for half in gl.static_range(2):
+                token = o_query + half * ROWS * q_rate
+                copy_rows_in(o_desc, o_more, batch, head, token, q_rate, q_longer, old_full.index(0), b_old.index(half))
         item_count += 1
         item = next_item(claim, p_next, item, items, DYNAMIC)
     slot = item_count % Q_STAGES
     mbarrier.wait(q_empty.index(slot), ((item_count // Q_STAGES) & 1) ^ 1)
-    post(b_item.index(slot), 0, 0, 0, 0, -1)
+    post(b_item.index(slot), 0, 0, 0, 0, -1, 0)
     mbarrier.arrive(q_full.index(slot), count=1)
 
 
@@ -264,8 +262,8 @@ def attend_tile(
     K_STAGES: gl.constexpr, V_STAGES: gl.constexpr, PING_PONG: gl.constexpr,
 ):  # fmt: skip
     """One turn inside a row: scores of tile `tile_count + 1`, weighted values of tile `tile_count`."""
-    BN: gl.constexpr = b_k.shape[3]
-    D: gl.constexpr = b_k.shape[4]
+    BN: gl.constexpr = b_k.shape[len(b_k.shape) - 2]
+    D: gl.constexpr = b_k.shape[len(b_k.shape) - 1]
     # Whether `acc` arrives without `factor`, which then costs no time beside the scores but holds registers longer.
     LATE: gl.constexpr = D == 64
     zero = gl.full([ROWS, BN], 0.0, gl.float32, scores_layout)
@@ -295,14 +293,28 @@ def attend_tile(
 
 
 @gluon.jit
+def joined(row_max, total, old):
+    """Factors of the new sums and of the old output, and the LSE of both together, all [64] and in log2 units."""
+    top = gl.maximum(row_max, old)
+    shift = gl.where(top == -float("inf"), 0.0, top)
+    new_factor = gl.exp2(row_max - shift)
+    old_factor = gl.exp2(old - shift)
+    sums = total * new_factor + old_factor
+    inverse = gl.where(sums == 0.0, 0.0, 1.0 / sums)
+    return new_factor * inverse, old_factor * inverse, shift + gl.log2(sums)
+
+
+@gluon.jit
 def attend_rows(
-    C: gl.constexpr, o_desc, p_lse, b_q, b_k, b_v, b_item, b_tile, q_full, q_empty, k_full, v_full, used, p_bits,
-    heads, n, scale, BLOCK: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
-    PING_PONG: gl.constexpr,
+    C: gl.constexpr, o_desc, p_out, p_lse, b_q, b_k, b_v, b_old, b_lse, b_item, b_tile,
+    q_full, q_empty, k_full, v_full, old_full, old_empty, used, p_bits,
+    heads, n, o_batch, o_head, o_row_stride, q_rate, scale, BLOCK: gl.constexpr, K_STAGES: gl.constexpr,
+    V_STAGES: gl.constexpr, Q_STAGES: gl.constexpr, PING_PONG: gl.constexpr,
 ):  # fmt: skip
     """Warpgroup `C`: its 64 rows of every item of this program."""
-    BN: gl.constexpr = b_k.shape[3]
-    D: gl.constexpr = b_k.shape[4]
+    STRIDED: gl.constexpr = len(b_k.shape) == 6
+    BN: gl.constexpr = b_k.shape[len(b_k.shape) - 2]
+    D: gl.constexpr = b_k.shape[len(b_k.shape) - 1]
     scores_layout: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16]
     )
@@ -323,7 +335,7 @@ def attend_rows(
         q_slot = item_count % Q_STAGES
         item = b_item.index(q_slot)
         q = b_q.index(q_slot * 2 + C).reshape([ROWS, D])
-        o_row = (read(item, ITEM_ROW) + C * ROWS) % BLOCK
+        o_row = C * ROWS if STRIDED else (read(item, ITEM_ROW) + C * ROWS) % BLOCK
         full_steps = read(item, ITEM_FULL)
 
         scores = warpgroup_mma_wait(0, deps=(scores_token,))
@@ -367,49 +379,82 @@ def attend_rows(
             b_q.index(next_slot * 2 + C).reshape([ROWS, D]), k, zero, use_acc=False, is_async=True
         )
         pass_turn(C, PING_PONG)
-        acc = warpgroup_mma_wait(1, deps=(acc_token,))
-
-        total = gl.convert_layout(gl.sum(row_sum, 1), score_rows)
-        inverse = gl.where(total == 0.0, 0.0, 1.0 / total)
-        out = acc * gl.expand_dims(gl.convert_layout(inverse, gl.SliceLayout(1, acc_layout)), 1)
         batch = read(item, ITEM_BATCH)
         head = read(item, ITEM_HEAD)
-        o_query = read(item, ITEM_ROW) + C * ROWS
         b_o = b_q.index(q_slot * 2 + C)
-        b_o.reshape([ROWS, D]).store(out.to(b_q.dtype))
-        fence_async_shared()
-        copy_out(o_desc, [batch, head, o_query, 0], b_o)
-        o_token = o_query + gl.arange(0, ROWS, score_rows)
-        p_row = p_lse + (batch * heads + head).to(gl.int64) * n
-        gl.store(p_row + o_token, (row_max + gl.log2(total)) * LN2, mask=o_token < n)
+        p_head = p_lse + (batch * heads + head).to(gl.int64) * n
+        if STRIDED:
+            first = read(item, ITEM_ROW)
+            rows = read(item, ITEM_ROWS)
+            acc = warpgroup_mma_wait(1, deps=(acc_token,))
+            total = gl.convert_layout(gl.sum(row_sum, 1), score_rows)
+            mbarrier.wait(old_full.index(0), (item_count - 1) & 1)
+            old = b_lse.slice(C * ROWS, ROWS).load(score_rows) * LOG2_E
+            new_factor, old_factor, both = joined(row_max, total, old)
+            b_before = b_old.index(C).reshape([ROWS, D])
+            out = rescale(acc, new_factor) + rescale(b_before.load(acc_layout).to(gl.float32), old_factor)
+            b_rows = b_o.reshape([ROWS, D])
+            b_rows.store(out.to(b_q.dtype))
+            p_rows = p_out + (batch.to(gl.int64) * o_batch + head.to(gl.int64) * o_head) * 8
+            p_own, exist = row_pointers(p_rows, first, q_rate, rows, o_row_stride, C, D)
+            gl.store(p_own, b_rows.load(p_own.type.layout), mask=exist)
+            mbarrier.arrive(old_empty.index(0), count=1)
+            row = C * ROWS + gl.arange(0, ROWS, score_rows)
+            gl.store(p_head + first + row * q_rate, both * LN2, mask=row < rows)
+            # The loader's copies into this buffer come after what was written to it here.
+            fence_async_shared()
+        else:
+            acc = warpgroup_mma_wait(1, deps=(acc_token,))
+            total = gl.convert_layout(gl.sum(row_sum, 1), score_rows)
+            inverse = gl.where(total == 0.0, 0.0, 1.0 / total)
+            out = rescale(acc, inverse)
+            o_query = read(item, ITEM_ROW) + C * ROWS
+            b_o.reshape([ROWS, D]).store(out.to(b_q.dtype))
+            fence_async_shared()
+            copy_out(o_desc, [batch, head, o_query, 0], b_o)
+            o_token = o_query + gl.arange(0, ROWS, score_rows)
+            gl.store(p_head + o_token, (row_max + gl.log2(total)) * LN2, mask=o_token < n)
     warpgroup_mma_wait(0, deps=(scores_token,))
     tma.store_wait(0)
 
 
 @gluon.jit(
-    do_not_specialize=["items", "items_a_batch", "heads", "group", "n", "scale"],
-    do_not_specialize_on_alignment=["p_lse", "p_work", "p_full", "p_partial", "p_bits", "p_next"],
-)
+    do_not_specialize=[
+        "items", "items_a_batch", "heads", "group", "n", "o_batch", "o_head", "o_row", "q_rate", "q_longer", "k_rate",
+        "k_longer", "scale",
+    ],
+    do_not_specialize_on_alignment=["p_lse", "p_work", "p_full", "p_partial", "p_tiles", "p_bits", "p_next"],
+)  # fmt: skip
 def attention_fwd_kernel(
-    q_desc, k_desc, v_desc, o_desc, p_lse, p_work, p_full, p_partial, p_bits, p_next, items, items_a_batch, heads,
-    group, n, scale, BLOCK: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr, PING_PONG: gl.constexpr,
-    DYNAMIC: gl.constexpr, WORKER_REGISTERS: gl.constexpr,
+    q_desc, q_more, k_desc, k_more, v_desc, v_more, o_desc, o_more, p_out, p_lse, p_work, p_full, p_partial, p_tiles,
+    p_bits, p_next, items, items_a_batch, heads, group, n, o_batch, o_head, o_row, q_rate, q_longer, k_rate, k_longer,
+    scale, BLOCK: gl.constexpr,
+    K_STAGES: gl.constexpr, V_STAGES: gl.constexpr, PING_PONG: gl.constexpr, DYNAMIC: gl.constexpr,
+    WORKER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Every item, in order, as programs come free; `scale` is in log2 units; every item has a tile.
 
     `p_next` points to a zero, and to a zero again at the end; when DYNAMIC is off, program `p` takes items
-    `p, p + programs, ...` instead.
+    `p, p + programs, ...` instead. Descriptors of five dimensions make the part a strided one: it joins the output at
+    `p_out` (strides `o_batch`, `o_head`, `o_row`, in 16 bytes) and the LSE; `p_tiles` has start and end of key tiles.
     """
     # Two, because the next item's first scores are computed before this item's output has left its Q buffer.
     Q_STAGES: gl.constexpr = 2
+    # At width 128 the warpgroups need all they can get, and the loader of a strided part spills a little once an item.
+    STRIDED: gl.constexpr = len(q_desc.block_shape) == 5
+    LOADER_REGISTERS: gl.constexpr = 32 if STRIDED and q_desc.block_type.numel == 64 * 64 else 24
     dtype: gl.constexpr = q_desc.dtype
-    BN: gl.constexpr = k_desc.block_shape[2]
-    D: gl.constexpr = k_desc.block_shape[3]
     note: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
-    b_q = gl.allocate_shared_memory(dtype, [2 * Q_STAGES, 1, 1, ROWS, D], q_desc.layout)
-    b_k = gl.allocate_shared_memory(dtype, [K_STAGES, 1, 1, BN, D], k_desc.layout)
-    b_v = gl.allocate_shared_memory(dtype, [V_STAGES, 1, 1, BN, D], v_desc.layout)
+    b_q = gl.allocate_shared_memory(dtype, ring(2 * Q_STAGES, q_desc), q_desc.layout)
+    b_k = gl.allocate_shared_memory(dtype, ring(K_STAGES, k_desc), k_desc.layout)
+    b_v = gl.allocate_shared_memory(dtype, ring(V_STAGES, v_desc), v_desc.layout)
+    b_old = gl.allocate_shared_memory(dtype, ring(2, o_desc) if STRIDED else [1], q_desc.layout if STRIDED else note)
+    b_lse = gl.allocate_shared_memory(gl.float32, [2 * ROWS], note)
+    old_full = gl.allocate_shared_memory(gl.int64, [1, 1], barrier)
+    old_empty = gl.allocate_shared_memory(gl.int64, [1, 1], barrier)
+    mbarrier.init(old_full.index(0), count=1)
+    mbarrier.init(old_empty.index(0), count=2)
     b_item = gl.allocate_shared_memory(gl.int32, [Q_STAGES, 8], note)
     b_tile = gl.allocate_shared_memory(gl.int32, [K_STAGES, 8], note)
     q_full = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], barrier)
@@ -428,22 +473,25 @@ def attention_fwd_kernel(
     gl.warp_specialize(
         [
             (attend_rows, (
-                0, o_desc, p_lse, b_q, b_k, b_v, b_item, b_tile,
-                q_full, q_empty, k_full, v_full, used,
-                p_bits, heads, n, scale, BLOCK, K_STAGES, V_STAGES, Q_STAGES, PING_PONG,
+                0, o_desc, p_out, p_lse, b_q, b_k, b_v, b_old, b_lse, b_item, b_tile,
+                q_full, q_empty, k_full, v_full, old_full, old_empty, used,
+                p_bits, heads, n, o_batch, o_head, o_row, q_rate, scale,
+                BLOCK, K_STAGES, V_STAGES, Q_STAGES, PING_PONG,
             )),
             (attend_rows, (
-                1, o_desc, p_lse, b_q, b_k, b_v, b_item, b_tile,
-                q_full, q_empty, k_full, v_full, used,
-                p_bits, heads, n, scale, BLOCK, K_STAGES, V_STAGES, Q_STAGES, PING_PONG,
+                1, o_desc, p_out, p_lse, b_q, b_k, b_v, b_old, b_lse, b_item, b_tile,
+                q_full, q_empty, k_full, v_full, old_full, old_empty, used,
+                p_bits, heads, n, o_batch, o_head, o_row, q_rate, scale,
+                BLOCK, K_STAGES, V_STAGES, Q_STAGES, PING_PONG,
             )),
             (load_tiles, (
-                q_desc, k_desc, v_desc, b_q, b_k, b_v, b_item, b_tile,
-                q_full, q_empty, k_full, v_full, used,
-                p_work, p_full, p_partial, p_next, items, items_a_batch, group, n,
-                BLOCK, K_STAGES, V_STAGES, Q_STAGES, DYNAMIC,
+                q_desc, q_more, k_desc, k_more, v_desc, v_more, o_desc, o_more, p_lse,
+                b_q, b_k, b_v, b_old, b_lse, b_item, b_tile,
+                q_full, q_empty, k_full, v_full, old_full, old_empty, used,
+                p_work, p_full, p_partial, p_tiles, p_next, items, items_a_batch, heads, group, n,
+                q_rate, q_longer, k_rate, k_longer, BLOCK, K_STAGES, V_STAGES, Q_STAGES, DYNAMIC,
             )),
         ],
         [4, 1],
-        [WORKER_REGISTERS, 24],
+        [WORKER_REGISTERS, LOADER_REGISTERS],
     )  # fmt: skip

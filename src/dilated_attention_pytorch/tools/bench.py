@@ -1,8 +1,8 @@
-"""Measures attention on this machine: `python -m dilated_attention_pytorch.tools.bench --suite cpu --out FILE`.
+"""Measures attention on this machine: `dap bench`, or `python -m dilated_attention_pytorch.tools.bench`.
 
 Every case passes a correctness gate before it is timed. Ours and torch's dense attention run in the same process, turn
 about, and what is compared is the rate on the flops each really computes. One line of JSON a case and direction goes to
-the file as soon as it is known, so that an interrupted run keeps what it has.
+the file as soon as it is known, so that an interrupted run keeps what it has and `--resume` measures the rest.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +23,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from .. import attention_with_lse, parse
-from ..kernels.registry import choose
+from .. import attention_with_lse, make_plan, parse, plan_cache
+from ..kernels.registry import AttentionCall, choose
 from ..ops.attention import call_of
+from . import trials
 from .gate import TOLERANCE, Computed, largest_error, sample
 from .measure import PeakMemory, clock, facts, synchronize
+from .suites import LADDER as LADDER
+from .suites import ON_THIS_MACHINE, Case, Group, suite
 
-BLOCK = 128
-LADDER = "dilated:2048x1,4096x2,8192x4,16384x6,32768x12"
 DIRECTIONS = ("forward", "backward")
 WORK = {"forward": 1.0, "backward": 2.5, "both": 3.5}
 """Flops relative to the forward: five matrix products of the backward against two of the forward."""
@@ -39,39 +40,6 @@ BARS = {"forward": 0.8, "backward": 0.7, "both": 0.8}
 MEMORY_BAR_GIB = 16.0
 Three = tuple[Tensor, Tensor, Tensor]
 """query, key, value"""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    """One sparse problem, batch 1."""
-
-    name: str
-    pattern: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class Group:
-    """Cases of one shape, timed turn about with the dense peers."""
-
-    n: int
-    d: int
-    cases: tuple[Case, ...]
-    heads: int = 8
-    key_heads: int = 8
-    dtype: str = "float32"
-    device: str = "cpu"
-    peers: tuple[str, ...] = ("sdpa",)
-    peer_heads: int = 8
-    """Heads of the dense peers: their rate does not depend on it, and dense attention on all heads takes long."""
-    budget_s: float = 60.0
-    rounds: tuple[int, int] = (3, 12)
-    """Least and most rounds; in between, as many as the budget has time for."""
-    judged: bool = False
-    """Whether the bars speak of this group."""
-
-    @property
-    def label(self) -> str:
-        return f"n={self.n} d={self.d} heads={self.heads}:{self.key_heads} {self.dtype}"
 
 
 @dataclass(kw_only=True)
@@ -88,6 +56,8 @@ class Subject:
     first_call_s: float
     peak: dict[str, PeakMemory]
     gate: float | None = None
+    more: dict[str, Any] = field(default_factory=dict)
+    """What else its lines tell."""
     seconds: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in DIRECTIONS})
 
     def rates(self, direction: str) -> list[float]:
@@ -117,40 +87,10 @@ class Bar:
         return f"{word}  {self.measured:6.2f}{self.unit} {sign} {self.wanted:.2f}{self.unit}  {self.what}"
 
 
-def window_of(density: float, n: int) -> str:
-    """A sliding window of whole blocks that keeps about this share of them."""
-    return f"window:{max(1, round((density * n / BLOCK - 1) / 2)) * BLOCK}"
-
-
-def sparse_cases(n: int, densities: tuple[float, ...]) -> tuple[Case, ...]:
-    """Random block lists and a local window at each density."""
-    return tuple(
-        Case(name=f"{kind}-{density:.0%}", pattern=text)
-        for density in densities
-        for kind, text in (("random", f"random:{density};block={BLOCK}"), ("local", window_of(density, n)))
-    )
-
-
-def suite(name: str) -> list[Group]:
-    """The groups of a suite on the CPU. Those of `cpu` are the ones the bars speak of."""
-    ladder = Case(name="longnet-ladder", pattern=LADDER)
-    if name == "quick":
-        return [Group(n=4096, d=64, cases=(*sparse_cases(4096, (0.1,)), ladder), budget_s=5.0)]
-    if name == "cpu":
-        shapes = [(n, d, heads) for n, heads in ((8192, 8), (16384, 4), (32768, 2)) for d in (64, 128)]
-        kept = (0.25, 0.1, 0.05)
-        groups = [Group(n=n, d=d, cases=sparse_cases(n, kept), peer_heads=heads) for n, d, heads in shapes]
-        groups += [Group(n=32768, d=d, cases=(ladder,), peer_heads=2) for d in (64, 128)]
-        return [replace(group, judged=True) for group in groups]
-    case = Case(name="million-64-blocks-a-row", pattern=f"random:{64 * BLOCK / 2**20};block={BLOCK}")
-    # Four heads: q, k, v, output and their gradients alone take 8 GiB, and dense attention is out of reach.
-    return [Group(n=2**20, d=64, heads=4, key_heads=4, cases=(case,), peers=(), rounds=(1, 1), judged=True)]
-
-
 def prepare(
     group: Group,
     forward: Callable[[], tuple[Tensor, Tensor | None]],
-    inputs: Three,
+    inputs: tuple[Tensor, ...],
     grad_output: Tensor,
 ) -> tuple[dict[str, Any], Computed | None]:
     """First calls of both directions: what a `Subject` needs from them, and what the gate looks at."""
@@ -188,14 +128,41 @@ def peer(name: str, group: Group, inputs: Three, grad_output: Tensor) -> Subject
     return Subject(case="dense", backend=name, pattern="full", flops=flops, density=1.0, **found)
 
 
+def of_class(case: Case, backend: str, group: Group, inputs: Three, grad_output: Tensor) -> Subject:
+    """A class of the library, checked at a short length against its twin in float64."""
+    assert case.module is not None
+    module: Any = trials.build(case.module, group.n, group.heads, group.d, backend)
+    module = module.to(group.device, getattr(torch, group.dtype))
+    given = trials.arguments(module, inputs)
+    error = trials.module_error(module, given)
+    grad = grad_output.transpose(1, 2)
+    grad = grad.flatten(2) if trials.is_multihead(module) else grad.contiguous()
+    found, _ = prepare(group, lambda: (trials.call(module, given), None), given, grad)
+    plan = make_plan(module.pattern, group.n, group.heads, device=group.device)
+    call = AttentionCall(*inputs, plan, group.d**-0.5)
+    return Subject(
+        case=case.name,
+        backend=choose(call, backend)[0],
+        pattern=module.pattern.describe(),
+        flops=plan.flops(group.d) + trials.projection_flops(module, group.n, group.heads, group.d),
+        density=plan.density,
+        gate=error,
+        **found,
+    )
+
+
 def ours(case: Case, backend: str, group: Group, inputs: Three, grad_output: Tensor) -> Subject:
     """The library on one case, with the error its gate found."""
+    if case.module is not None:
+        return of_class(case, backend, group, inputs, grad_output)
     pattern = parse(case.pattern)
     gqa = group.key_heads != group.heads
 
     def forward() -> tuple[Tensor, Tensor]:
         return attention_with_lse(*inputs, pattern, enable_gqa=gqa, backend=backend)
 
+    if case.ranks > 1:
+        forward = trials.over_ranks(case, group, inputs, backend)
     found, computed = prepare(group, forward, inputs, grad_output)
     assert computed is not None
     rows = sample(group.n, 64 if group.n <= 2**18 else 8)
@@ -208,6 +175,7 @@ def ours(case: Case, backend: str, group: Group, inputs: Three, grad_output: Ten
         flops=float(call.plan.flops(group.d)),
         density=call.plan.density,
         gate=error,
+        more=trials.rank_facts(case, group) if case.ranks > 1 else {},
         **found,
     )
 
@@ -255,6 +223,7 @@ def row(group: Group, subject: Subject, direction: str, peers: list[Subject]) ->
     rivals = peers if times and subject not in peers else []
     shape = {"n": group.n, "d": group.d, "heads": group.heads, "key_heads": group.key_heads, "dtype": group.dtype}
     return {
+        "suite": group.suite,
         "case": subject.case,
         "backend": subject.backend,
         "direction": direction,
@@ -274,8 +243,15 @@ def row(group: Group, subject: Subject, direction: str, peers: list[Subject]) ->
         "first_call_s": subject.first_call_s if direction == "forward" else None,
         "gate": subject.gate,
         "gate_passed": passed_gate(group, subject),
+        **subject.more,
         **facts(group.device),
     }
+
+
+def key_of(line: dict[str, Any]) -> tuple[Any, ...]:
+    """What tells one line of the results from another."""
+    names = ("suite", "case", "subject", "n", "d", "heads", "key_heads", "dtype", "direction")
+    return tuple(line.get(name) for name in names)
 
 
 def passed_gate(group: Group, subject: Subject) -> bool:
@@ -283,21 +259,33 @@ def passed_gate(group: Group, subject: Subject) -> bool:
     return subject.gate is None or subject.gate <= TOLERANCE[getattr(torch, group.dtype)]
 
 
-def measure_group(group: Group, backend: str, say: Callable[[str], None]) -> Iterator[tuple[dict[str, Any], list[Bar]]]:
-    """Rows of a group, each with the bars it decides."""
+def measure_group(
+    group: Group, backend: str, say: Callable[[str], None], done: Collection[tuple[Any, ...]] = ()
+) -> Iterator[tuple[dict[str, Any], list[Bar]]]:
+    """Rows of a group that are not done, each with the bars it decides."""
+    lacking = [case for case in group.cases if any(_key(group, case.name, way) not in done for way in DIRECTIONS)]
+    if not lacking:
+        return
     inputs, grad_output = draw(group)
     peers = []
     for name in group.peers:
         say(f"{group.label}: dense {name}")
         peers.append(peer(name, group, inputs, grad_output))
     subjects = []
-    for case in group.cases:
+    for case in lacking:
         say(f"{group.label}: gate of {case.name}")
         subjects.append(ours(case, backend, group, inputs, grad_output))
     take_turns(group, peers + [s for s in subjects if passed_gate(group, s)], say)
     for subject in peers + subjects:
         for direction in DIRECTIONS:
-            yield row(group, subject, direction, peers), list(bars(group, subject, direction, peers))
+            line = row(group, subject, direction, peers)
+            if key_of(line) not in done:
+                yield line, list(bars(group, subject, direction, peers))
+
+
+def _key(group: Group, case: str, direction: str) -> tuple[Any, ...]:
+    shape = {name: getattr(group, name) for name in ("suite", "n", "d", "heads", "key_heads", "dtype")}
+    return key_of({"case": case, "direction": direction, **shape})
 
 
 def bars(group: Group, subject: Subject, direction: str, peers: list[Subject]) -> Iterator[Bar]:
@@ -317,9 +305,12 @@ def bars(group: Group, subject: Subject, direction: str, peers: list[Subject]) -
 
 def append(out: Path, line: dict[str, Any]) -> None:
     """Add one line in one write, so that readers and an interruption see whole lines only."""
-    handle = os.open(out, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    handle = os.open(out, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
     try:
-        os.write(handle, (json.dumps(line) + "\n").encode())
+        size = os.fstat(handle).st_size
+        # What a full disk cut off must not swallow this line as well.
+        cut = size > 0 and os.pread(handle, 1, size - 1) != b"\n"
+        os.write(handle, ("\n" * cut + json.dumps(line) + "\n").encode())
     finally:
         os.close(handle)
 
@@ -334,6 +325,12 @@ def progress(text: str) -> None:
 
 def describe(line: dict[str, Any]) -> str:
     """One result for a person."""
+    if line["case"] == "plan cache":
+        return f"plans: {line['hits']} calls found theirs, {line['misses']} had to make it"
+    if line["case"] == "extreme":
+        from .extreme import describe as of_extreme
+
+        return of_extreme(line)
     where = f"{line['case']:<24} {line['backend']:<11} {line['direction']:<8} n={line['n']:<8} d={line['d']:<4}"
     if not line["gate_passed"]:
         return f"{where} WRONG by {line['gate']:.1e}: not timed"
@@ -341,58 +338,131 @@ def describe(line: dict[str, Any]) -> str:
     return f"{where} {line['p50_ms']:10.2f} ms {line['gflop_s']:9.1f} GFLOP/s{relative}"
 
 
-def run(name: str, out: Path, backend: str) -> int:
+def known_lines(out: Path) -> list[dict[str, Any]]:
+    """Whole lines of a file of results; what an interruption or a full disk cut off is left out."""
+    found = []
+    for text in out.read_text(encoding="utf-8", errors="replace").splitlines() if out.exists() else []:
+        try:
+            line = json.loads(text)
+        except ValueError:
+            continue
+        found += [line] if isinstance(line, dict) and "case" in line else []
+    return found
+
+
+class Eta:
+    """How far a run is, in words before each message."""
+
+    def __init__(self, groups: list[Group], ahead: int = 0) -> None:
+        self.work = [group.budget_s + 5.0 for group in groups] + [60.0] * ahead
+        self.done, self.begun = 0, time.monotonic()
+
+    def say(self, text: str) -> None:
+        share = sum(self.work[: self.done]) / sum(self.work)
+        left = ""
+        if share > 0:
+            left = f", about {(time.monotonic() - self.begun) * (1 - share) / share / 60:.0f} min left"
+        progress(f"[{self.done + 1}/{len(self.work)}{left}] {text}" if text else "")
+
+
+def run(
+    name: str,
+    out: Path,
+    backend: str,
+    device: str = "cpu",
+    *,
+    resume: bool = False,
+    memory_gib: float | None = None,
+    as_json: bool = False,
+) -> int:
     """Measure a suite into `out`; the exit status is 1 when a gate was red."""
+    done = {key_of(line) for line in known_lines(out)} if resume else set()
+    limit = trials.memory_limit(device, memory_gib)
+    before = plan_cache.info()
+    groups = suite(name, device)
+    eta = Eta(groups, ahead=name == "extreme")
     shown: list[Bar] = []
     red = 0
-    for group in suite(name):
-        for line, decided in measure_group(group, backend, progress):
-            append(out, line)
+
+    def keep(line: dict[str, Any]) -> None:
+        append(out, line)
+        progress("")
+        print(json.dumps(line) if as_json else describe(line), flush=True)
+
+    for group in groups:
+        reason = trials.why_too_large(group, limit)
+        if reason is not None:
             progress("")
-            print(describe(line), flush=True)
+            print(f"Not begun: {reason}.", file=sys.stderr)
+        for line, decided in measure_group(group, backend, eta.say, done) if reason is None else ():
+            keep(line)
             shown += decided
             red += not line["gate_passed"]
-    if shown:
+        eta.done += 1
+    if name == "extreme" and not any(key[0] == name and key[1] == "extreme" for key in done):
+        eta.say("the longest length")
+        for line in trials.longest_lengths(device, limit, trials.PATIENCE_S[device]):
+            keep({"suite": name, **line})
+            red += "skipped" in line
+    if len(done) < len({key_of(line) for line in known_lines(out)}):
+        hits, misses = (now - then for now, then in zip(plan_cache.info()[:2], before[:2], strict=True))
+        keep({"suite": name, "case": "plan cache", "hits": hits, "misses": misses, **facts(device)})
+    if shown and not as_json:
         print(f"\nBars, {sum(bar.passed for bar in shown)} of {len(shown)} pass (rate on the kept flops / dense rate):")
         for bar in shown:
             print(f"  {bar}")
     if red:
-        print(f"\n{red} results were wrong and not timed.")
+        print(f"\n{red} results were wrong and not timed.", file=sys.stderr)
     return 1 if red else 0
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Command line."""
-    parser = argparse.ArgumentParser(prog="bench", description="Measure attention on this machine.")
-    parser.add_argument("--suite", choices=("quick", "cpu", "million", "gpu"), default="quick")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/quick.jsonl"))
+    parser = argparse.ArgumentParser(prog="bench", description="Measure attention; every result is checked first.")
+    names = ("quick", *ON_THIS_MACHINE, "cpu", "million", "gpu", "all")
+    parser.add_argument("--suite", choices=names, default="quick")
+    parser.add_argument("--out", type=Path, help="JSONL file, benchmarks/results/SUITE.jsonl where none is given")
     parser.add_argument("--backend", default="auto", help="auto, or the name of a backend")
+    parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
+    parser.add_argument("--memory", type=float, help="GiB the suite may take; without, four fifths of what is free")
     parser.add_argument("--append", action="store_true", help="keep the lines that are in the file")
+    parser.add_argument("--resume", action="store_true", help="keep the lines in the file and measure what it lacks")
+    parser.add_argument("--json", action="store_true", help="print the lines as they are written to the file")
     gpu_only = parser.add_argument_group("the gpu suite")
     gpu_only.add_argument("--budget", type=float, default=float("inf"), help="seconds after which no case is begun")
-    gpu_only.add_argument("--resume", action="store_true", help="keep the lines in the file and measure what it lacks")
-    gpu_only.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     gpu_only.add_argument("--tiny", action="store_true", help="small cases, to see on any machine that the suite works")
     options = parser.parse_args(arguments)
-    options.out.parent.mkdir(parents=True, exist_ok=True)
+    out = options.out or Path(f"benchmarks/results/{options.suite}.jsonl")
+    out.parent.mkdir(parents=True, exist_ok=True)
     if not options.append and not options.resume:
-        options.out.unlink(missing_ok=True)
+        out.unlink(missing_ok=True)
+    there = "cuda" if torch.cuda.is_available() else "cpu"
+    wanted = [options.suite]
+    if options.suite == "all":
+        wanted = [*ON_THIS_MACHINE, *(["gpu"] if there == "cuda" else [])]
+    status = 0
     try:
-        if options.suite == "gpu":
-            from . import gpu
+        for name in wanted:
+            if name == "gpu":
+                from . import gpu
 
-            status = gpu.run(options.out, options.backend, options.device, options.budget, options.resume, options.tiny)
-        else:
-            status = run(options.suite, options.out, options.backend)
+                # Its lines have names of their own, so they never share a file with those of other suites.
+                own = out if len(wanted) == 1 else out.with_name(f"{out.stem}-gpu{out.suffix}")
+                device = "cuda" if options.device == "auto" else options.device
+                status |= gpu.run(own, options.backend, device, options.budget, options.resume, options.tiny)
+                continue
+            device = "cpu" if name in ("cpu", "million") else there if options.device == "auto" else options.device
+            limits: dict[str, Any] = {"memory_gib": options.memory, "resume": options.resume, "as_json": options.json}
+            status |= run(name, out, options.backend, device, **limits)
         if options.suite == "cpu":
             # In a process of its own, so that the memory it reports is its own.
             child = [sys.executable, "-m", f"{__package__}.bench", "--suite", "million", "--append"]
-            child += ["--out", str(options.out), "--backend", options.backend]
+            child += ["--out", str(out), "--backend", options.backend, *(["--resume"] if options.resume else [])]
             status |= subprocess.run(child, check=False).returncode
     except KeyboardInterrupt:
-        print(f"\nStopped; what was measured is in {options.out}.", file=sys.stderr)
+        print(f"\nStopped; what was measured is in {out}. --resume goes on from there.", file=sys.stderr)
         return 130
-    print(f"Results are in {options.out}.")
+    print(f"Results are in {out}.", file=sys.stderr if options.json else sys.stdout)
     return status
 
 

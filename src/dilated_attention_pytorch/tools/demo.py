@@ -1,4 +1,4 @@
-"""A tour in under three minutes: what this machine can run, a pattern, a plan of a million tokens, a check, a race.
+"""A tour in under five minutes: this machine, a plan of a million tokens, a picture, a check, a race, a page of it all.
 
 Run by `make demo`, or as `python -m dilated_attention_pytorch.tools.demo`.
 """
@@ -17,14 +17,15 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from .. import attention, attention_with_lse, make_plan, parse
-from ..kernels.registry import explain
-from ..ops.attention import call_of
-from . import report
+from . import doctor, forecast, show
 from .gate import TOLERANCE, Computed, largest_error, sample
-from .measure import clock, facts, readable_bytes
+from .measure import clock, memory_of, readable_bytes
+from .page import Chart, Heading, Preformatted, Table, as_html, log_chart, seconds_text, tokens_text, write
 
 PICTURE = "dilated:64x1,256x4 & causal"
+BESIDE = "window:64 | global:16"
 LADDER = "dilated:1024x1,4096x4,16384x16,65536x64"
+MILLION = "dilated:2048x1,4096x2,8192x4,16384x6,32768x12"
 RACERS = {"dilated": LADDER, "window of 1024": "window:512"}
 CHECKED = (LADDER, "window:512 & causal", "random:0.1;block=128", "window:128 | global:16")
 ROWS_A_HEAD = 256
@@ -61,22 +62,12 @@ def draw(device: str, dtype: torch.dtype, n: int, heads: int, d: int) -> list[Te
     return [torch.randn(1, heads, n, d, device=device, dtype=dtype) for _ in range(4)]
 
 
-def show_backends(device: str, dtype: torch.dtype) -> list[list[str]]:
-    """Which backends can run an ordinary call here, and why the others cannot."""
-    query, key, value, _ = draw(device, dtype, 256, 2, 64)
-    call, _ = call_of(query, key, value, None, None, None, "causal", False, 0.125, 0.0, "auto")
-    rows = [[name, reason or "ready"] for name, reason in explain(call).items()]
-    for name, state in rows:
-        print(f"  {name:<10} {state}")
-    return rows
-
-
 def plan_a_million(device: str) -> list[list[str]]:
     """Time and bytes of plans that a table of all block pairs could not hold."""
     million = 2**20
     wanted = {
         "64 random blocks a row, 16 heads": (f"random:{64 * 128 / million};block=128", 16),
-        "LongNet ladder, 16 heads": ("dilated:2048x1,4096x2,8192x4,16384x6,32768x12", 16),
+        "LongNet ladder, 16 heads": (MILLION, 16),
         "sliding window, 16 heads": ("window:4096 & causal", 16),
     }
     rows = []
@@ -86,7 +77,7 @@ def plan_a_million(device: str) -> list[list[str]]:
         seconds = time.perf_counter() - begun
         cells = [
             name,
-            report.seconds_text(seconds),
+            seconds_text(seconds),
             readable_bytes(plan.nbytes),
             f"{plan.blocks:,}",
             f"{plan.density:.2%}",
@@ -137,7 +128,7 @@ def race(device: str, dtype: torch.dtype, lengths: list[int], heads: int, d: int
         for name, text in RACERS.items():
             runners[name] = partial(attention, query, key, value, parse(text))
         for name, call in runners.items():
-            progress.step(f"{name}, {report.tokens_text(n)} tokens")
+            progress.step(f"{name}, {tokens_text(n)} tokens")
             # Twice the tokens: dense does four times the work, a sparse runner twice.
             expected = (4 if name == "dense" else 2) * max(laps[name].values(), default=0.0)
             if expected < PATIENCE_S and time.perf_counter() - begun + expected < RACE_S:
@@ -152,7 +143,7 @@ def race_table(laps: Laps, lengths: list[int]) -> tuple[list[str], list[list[str
     rows = []
     for n in lengths:
         dense, *others = (laps[name].get(n) for name in ("dense", *RACERS))
-        cells = [report.tokens_text(n), _time(dense)]
+        cells = [tokens_text(n), _time(dense)]
         for own in others:
             cells += [_time(own), f"{dense / own:.1f}x" if dense and own else ""]
         rows.append(cells)
@@ -160,7 +151,7 @@ def race_table(laps: Laps, lengths: list[int]) -> tuple[list[str], list[list[str
 
 
 def _time(seconds: float | None) -> str:
-    return "too long" if seconds is None else report.seconds_text(seconds)
+    return "too long" if seconds is None else seconds_text(seconds)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -174,14 +165,23 @@ def main(arguments: list[str] | None = None) -> int:
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     heads, d = (8, 128) if device == "cuda" else (4, 64)
     lengths = [2**power for power in (range(12, 19) if device == "cuda" else range(11, 18))]
-    known = facts(device)
-    machine = f"{known['device']}, {known['threads'] or 1} threads" if device == "cpu" else known["device"]
-    print(f"This machine: {machine}; torch {known['torch']}, Python {known['python']}\n\nBackends:")
-    backend_rows = show_backends(device, dtype)
+    print("dap doctor")
+    machine = doctor.examine(device)
+    doctor.show(machine)
 
-    picture = make_plan(parse(PICTURE), 1024, 4, block_size=16).picture()
-    print(f"\nOne pattern:\n{picture}\n\nPlans for 1,048,576 tokens:")
+    print("\ndap plan, a million tokens")
+    kind = "bf16" if device == "cuda" else "fp32"
+    free = memory_of(device)[0]
+    forecast.show(forecast.forecast(MILLION, 2**20, 16, 16, 64, kind, 1, 1, device, free))
+    print("\nWhat planning takes:")
     plan_rows = plan_a_million(device)
+
+    maps = [show.draw_map(text, 1024, 4, 0, 64) for text in (PICTURE, BESIDE)]
+    picture = show.as_text(show.draw_map(PICTURE, 1024, 4, 0, 32))
+    interactive = options.out.with_name("pattern.html")
+    write(interactive, show.as_html([PICTURE, BESIDE], 1024, 4, 0))
+    print(f"\ndap show, one pattern (to play with it, open {interactive}):\n{picture}")
+
     print("\nAgainst dense attention in float64 (8192 tokens):")
     check_table, good = check_rows(device, dtype)
     if not good:
@@ -195,23 +195,26 @@ def main(arguments: list[str] | None = None) -> int:
         print("  " + "  ".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True)))
 
     lines = {name: [(float(n), seconds) for n, seconds in by_n.items()] for name, by_n in laps.items()}
+    known = machine["machine"]
     parts = [
-        report.paragraph(f"{machine}; torch {known['torch']}, Python {known['python']}, {heads} heads of {d}."),
-        report.heading("Time of a forward and backward pass"),
-        report.paragraph("Dense is torch's own attention. Both sparse patterns do work in proportion to the tokens."),
-        report.log_chart(lines, "tokens", "time"),
-        report.table(header, rows),
-        report.heading("Checked against dense float64"),
-        report.table(["pattern", "rows", "largest error", ""], check_table),
-        report.heading("Plans for a million tokens"),
-        report.table(["pattern", "time", "memory", "tiles", "density"], plan_rows),
-        report.heading("One pattern"),
-        report.preformatted(picture),
-        report.heading("Backends on this machine"),
-        report.table(["backend", "state"], backend_rows),
+        f"{known['device']}; torch {known['torch']}, Python {known['python']}, {heads} heads of {d}.",
+        Heading("Time of a forward and backward pass"),
+        "Dense is torch's own attention. Both sparse patterns do work in proportion to the tokens.",
+        Chart("time", "Time of a forward and backward pass", log_chart(lines, "tokens", "time")),
+        Table(header, rows),
+        Heading("Checked against dense float64"),
+        Table(["pattern", "rows", "largest error", ""], check_table),
+        Heading("Plans for a million tokens"),
+        Table(["pattern", "time", "memory", "tiles", "density"], plan_rows),
+        Heading("Who sees whom"),
+        f"The page `{interactive.name}` beside this one has sliders for both patterns.",
+        Chart("map", f"{PICTURE} and {BESIDE}", show.as_svg(maps)),
+        Preformatted(picture),
+        Heading("Backends on this machine"),
+        Table(["backend", "state"], [[b["name"], b["why_not"] or "ready"] for b in machine["backends"]], words=2),
     ]
-    report.write(options.out, report.page("dilated-attention-pytorch on this machine", parts))
-    print(f"\nWrote {options.out}. The tour took {time.perf_counter() - begun:.0f} s.")
+    write(options.out, as_html("dilated-attention-pytorch on this machine", parts))
+    print(f"\nWrote {options.out} and {interactive}. The tour took {time.perf_counter() - begun:.0f} s.")
     return 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 import subprocess
@@ -48,6 +49,7 @@ class PeakMemory:
             torch.cuda.reset_peak_memory_stats()
             self.before = torch.cuda.memory_allocated()
         else:
+            _give_back_freed_memory()
             try:
                 # Linux: 5 sets the high-water mark of resident memory back to what is resident now.
                 Path("/proc/self/clear_refs").write_text("5")
@@ -67,11 +69,39 @@ class PeakMemory:
         self.extra = max(self.total - self.before, 0)
 
 
+def _give_back_freed_memory() -> None:
+    """Return to the system what the allocator keeps: a call that takes it again would seem to need nothing."""
+    try:
+        ctypes.CDLL(None).malloc_trim(0)
+    except (AttributeError, OSError):
+        # Not the GNU C library; what is measured is then a lower bound.
+        return
+
+
 def _status_bytes(name: str) -> int:
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(name):
             return int(line.split()[1]) * 1024
     raise OSError(f"the system does not report {name}")
+
+
+def memory_of(device: str) -> tuple[int, int]:
+    """Bytes that can still be taken, and bytes in all; on a CPU within the limit of the container."""
+    if device == "cuda":
+        return torch.cuda.mem_get_info()
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        known = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines}
+        free, total = known["MemAvailable"], known["MemTotal"]
+    except (OSError, KeyError, IndexError, ValueError):
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        free = total
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
+    except (OSError, ValueError):
+        return free, total
+    return min(free, max(limit - used, 0)), min(total, limit)
 
 
 def device_name(device: str) -> str:

@@ -1,0 +1,126 @@
+"""What the loaders of the Hopper kernels share: mailboxes, items taken in turn, and tiles moved by TMA."""
+
+from __future__ import annotations
+
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import tma
+
+# Releases after 3.6 renamed the TMA copies.
+copy_in = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+copy_out = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
+
+ROWS = gl.constexpr(64)
+"""Rows a warpgroup owns."""
+
+if hasattr(tma, "async_atomic_add"):
+    add_out = tma.async_atomic_add
+else:
+    # Release 3.6 compiles the TMA addition and gives it no name.
+    from triton.experimental.gluon.language._core import builtin, ir
+
+    @builtin
+    def add_out(tensor_desc, coord, src, _semantic=None):
+        """Start adding a tile in shared memory to global memory."""
+        coord = _semantic._convert_to_ir_values(coord, require_i64=False)
+        kind = ir.DESCRIPTOR_REDUCE_KIND.ADD
+        _semantic.builder.create_async_tma_reduce(kind, tensor_desc.handle, coord, src.handle)
+
+
+@triton.constexpr_function
+def ring(stages, desc):
+    """Shape of that many buffers for the tiles of a descriptor."""
+    return [stages, *desc.block_shape]
+
+
+@gluon.jit
+def post(slot, a, b, c, d, e, f):
+    """Write up to eight integers into a mailbox."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    at = gl.arange(0, 8, layout)
+    note = gl.where(
+        at == 0, a, gl.where(at == 1, b, gl.where(at == 2, c, gl.where(at == 3, d, gl.where(at == 4, e, f))))
+    )
+    slot.store(note)
+
+
+@gluon.jit
+def read(slot, which: gl.constexpr):
+    """One integer of a mailbox, the same in every thread."""
+    layout: gl.constexpr = gl.BlockedLayout([8], [32], [gl.num_warps()], [0])
+    at = gl.arange(0, 8, layout)
+    return gl.sum(gl.where(at == which, slot.load(layout), 0), 0)
+
+
+@gluon.jit
+def copy_rows_in(desc, more, batch, head, token, rate, longer, full, buffer):
+    """Start copying the rows from a token on, `rate` tokens apart.
+
+    A descriptor (batch, head, token, column) has adjacent rows. Of five dimensions, (batch, head, residue, row,
+    column), there are two: the first `longer` residues have a row more than the others and are described by `more`.
+    """
+    if len(desc.block_shape) == 5:
+        residue = token % rate
+        row = token // rate
+        copy_in(more, [batch, head, residue, row, 0], full, buffer, pred=residue < longer)
+        copy_in(desc, [batch, head, residue - longer, row, 0], full, buffer, pred=residue >= longer)
+    else:
+        copy_in(desc, [batch, head, token, 0], full, buffer)
+
+
+@gluon.jit
+def add_rows_out(desc, more, batch, head, token, rate, longer, buffer):
+    """Start adding rows in shared memory to those from a token on, `rate` tokens apart; descriptors as above."""
+    residue = token % rate
+    row = token // rate
+    if residue < longer:
+        add_out(more, [batch, head, residue, row, 0], buffer)
+    else:
+        add_out(desc, [batch, head, residue - longer, row, 0], buffer)
+
+
+@gluon.jit
+def first_and_count(p_tiles, tile, offset, rate):
+    """First token of a tile of a strided axis for a head of that offset, and how many of its tokens exist."""
+    first = gl.load(p_tiles + 2 * tile) + offset
+    return first, (gl.maximum(gl.load(p_tiles + 2 * tile + 1) - first, 0) + rate - 1) // rate
+
+
+@gluon.jit
+def row_pointers(p_rows, first, rate, rows, stride, C: gl.constexpr, D: gl.constexpr):
+    """Pointers to the 64 rows of warpgroup `C` of an item, 16 bytes a thread, and which of its rows exist.
+
+    Strides are counted in 16 bytes, which tells the compiler how the rows are aligned.
+    """
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
+    row = C * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+    col = gl.expand_dims(gl.arange(0, D, gl.SliceLayout(0, layout)), 0)
+    p_row = p_rows + (first + row * rate).to(gl.int64) * stride * 8
+    return gl.expand_dims(p_row, 1) + col, gl.expand_dims(row < rows, 1)
+
+
+@gluon.jit
+def claim_item(p_next, DYNAMIC: gl.constexpr):
+    """Ask for one more item; the answer, in the first lane, is needed only when this item is done."""
+    lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
+    claim = lane
+    if DYNAMIC:
+        claim = gl.atomic_add(p_next + lane, gl.full_like(lane, 1), mask=lane == 0, sem="relaxed")
+    return claim
+
+
+@gluon.jit
+def next_item(claim, p_next, item, items, DYNAMIC: gl.constexpr):
+    """The item claimed before; beyond `items` there is none left.
+
+    Every item makes one claim, so the last claim of a launch is known, and its holder sets the counter back to zero.
+    """
+    if DYNAMIC:
+        lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
+        claimed = gl.sum(gl.where(lane == 0, claim, 0), 0)
+        gl.store(p_next, 0, mask=claimed == items - 1)
+        item = gl.num_programs(0) + claimed
+    else:
+        item += gl.num_programs(0)
+    return item

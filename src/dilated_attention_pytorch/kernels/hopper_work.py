@@ -1,0 +1,279 @@
+"""A plan as the Hopper kernels read it: which of its parts run how, and the work lists of each.
+
+A part whose tile `t` is tokens `t * block_size` and on is *plain*. Any other is *strided*: its records name tokens, and
+it joins what the parts before it left in memory. One plain part, where there is one, runs first, the rest after it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ..plan.plan import (
+    FULL_BASE,
+    FULL_BEGIN,
+    FULL_END,
+    PARTIAL_BASE,
+    PARTIAL_BEGIN,
+    PARTIAL_END,
+    Axis,
+    Part,
+    Plan,
+    Walk,
+)
+
+ITEM_ROWS = 128
+"""Rows of one work item: two warpgroups of 64."""
+FEW_ITEMS = 2048
+"""About as many items as begin to level out over the multiprocessors of a GPU in whatever order they start."""
+
+
+@dataclass(frozen=True, slots=True)
+class QueryWork:
+    """A walk by query as the forward kernel reads it: one record an item, in the order items start."""
+
+    items: Tensor
+    """int32 [I, 8 or 10]: see `hopper_forward.WORK_WIDTH` and `STRIDED_WORK_WIDTH`"""
+    full: Tensor
+    """int32 [F]"""
+    partial: Tensor
+    """int32 [P, 4]: tile, mask, first and last difference of the band"""
+    tiles: Tensor
+    """int32 [T, 2]: start and end of each key tile"""
+    covers: bool
+    """Whether every row of the output belongs to an item; asked of plain parts."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeldWork:
+    """A walk as the backward kernels read it: one record an item, in the order items start."""
+
+    items: Tensor
+    """int32 [I, 4]: head, 128-row tile, tiles of the plan it meets over all heads of its group, 0; where strided
+    [I, 6]: head, first token, tiles it meets, rows that exist, tile, offset"""
+    classes: Tensor
+    """int32 [H]: head class; where strided [H, 3]: class, offset of what is held, offset of what is streamed"""
+    rows: Tensor
+    """int32 [C * T, 6]: the walk's rows"""
+    full: Tensor
+    """int32 [F]"""
+    partial: Tensor
+    """int32 [P, 4]: tile, mask, first and last difference, held minus streamed, of the band"""
+    tiles: Tensor
+    """int32 [T, 2]: start and end of each streamed tile"""
+    bits: Tensor
+    """int32 [M, B, W]: bit `j % 32` of `bits[m, i, j // 32]` allows held element i, streamed element j"""
+
+
+class Strides(NamedTuple):
+    """How the tokens of a sequence fall into the residues of an axis."""
+
+    rate: int
+    """Distance in tokens between rows."""
+    longer: int
+    """Residues that have one row more than the others; they are the first."""
+
+
+class Ground:
+    """What the parts of a plan have in common. Not the plan, which would then live as long as what is kept for it."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.n = plan.n
+        self.block_size = plan.block_size
+        self.masks = plan.masks
+
+    @cached_property
+    def transposed_bits(self) -> Tensor:
+        """`Masks.bits` with keys and queries exchanged; nothing to read when bands tell all."""
+        bits, band = self.masks.bits, self.masks.band
+        if bool((band[:, 0] <= band[:, 1]).all()):
+            return bits
+        shifts = torch.arange(32, dtype=torch.int32, device=bits.device)
+        turned = torch.empty_like(bits)
+        chunk = 1024
+        for first in range(0, len(turned), chunk):
+            some = bits[first : first + chunk]
+            dense = ((some[..., None] >> shifts) & 1).flatten(2)[..., : self.block_size]
+            words = dense.transpose(1, 2).unflatten(2, (-1, 32))
+            turned[first : first + chunk] = (words << shifts).sum(-1, dtype=torch.int64).to(torch.int32)
+        return turned
+
+    def partial(self, walk: Walk) -> Tensor:
+        """Entries met in part, int32 [P, 4]: tile, mask, first and last difference of its band."""
+        band = self.masks.band[walk.mask.long()]
+        return torch.cat((torch.stack((walk.partial, walk.mask), dim=1), band), dim=1).int().contiguous()
+
+
+class Step:
+    """One part of a plan and how it runs."""
+
+    def __init__(self, ground: Ground, part: Part, *, strided: bool) -> None:
+        self.ground = ground
+        self.part = part
+        self.strided = strided
+        self.queries, self.keys = (Strides(axis.rate, ground.n % axis.rate) for axis in (part.queries, part.keys))
+        self._held: dict[tuple[int, bool], HeldWork] = {}
+
+    @cached_property
+    def by_query(self) -> QueryWork:
+        """The forward's work list."""
+        walk = self.part.by_query
+        items, covers = _query_items(self.ground, self.part, strided=self.strided)
+        return QueryWork(items, walk.full, self.ground.partial(walk), _tile_table(self.part.keys), covers)
+
+    def held(self, group: int, *, by_key: bool) -> HeldWork:
+        """The work list of dK and dV, or of dQ, for groups of that many query heads to a key head."""
+        found = self._held.get((group, by_key))
+        if found is None:
+            found = self._held[group, by_key] = self._held_work(group if by_key else 1, by_key)
+        return found
+
+    def _held_work(self, group: int, by_key: bool) -> HeldWork:
+        part, ground = self.part, self.ground
+        walk, held, streamed = (
+            (part.by_key, part.keys, part.queries) if by_key else (part.by_query, part.queries, part.keys)
+        )
+        partial = ground.partial(walk)
+        if not by_key:
+            # A band counts keys minus queries, and the kernel what is held minus what is streamed.
+            band = partial[:, 2:]
+            band.copy_(torch.where(band[:, :1] <= band[:, 1:], -band.flip(1), band))
+        classes = part.head_class.int()
+        if self.strided:
+            classes = torch.stack((classes, held.offset, streamed.offset), dim=1)
+        items = _held_items(ground, part, walk, held, group, strided=self.strided)
+        bits = ground.transposed_bits if by_key else ground.masks.bits
+        table = _tile_table(streamed)
+        return HeldWork(items, classes.contiguous(), walk.rows.contiguous(), walk.full, partial, table, bits)
+
+
+_regular: WeakIdKeyDictionary = WeakIdKeyDictionary()
+_steps: WeakKeyDictionary[Plan, tuple[Step, ...]] = WeakKeyDictionary()
+
+
+def steps_of(plan: Plan) -> tuple[Step, ...]:
+    """The parts of a plan in the order they run."""
+    steps = _steps.get(plan)
+    if steps is None:
+        steps = _steps[plan] = _arranged(plan)
+    return steps
+
+
+def _arranged(plan: Plan) -> tuple[Step, ...]:
+    ground = Ground(plan)
+    plain = [
+        part
+        for part in plan.parts
+        if all(is_regular(axis, plan.block_size, plan.n) for axis in (part.queries, part.keys))
+    ]
+    candidates = [Step(ground, part, strided=False) for part in plain]
+    # A part that writes every row saves filling them first.
+    first = next((step for step in candidates if step.by_query.covers), None) or next(iter(candidates), None)
+    rest = tuple(Step(ground, part, strided=True) for part in plan.parts if first is None or part is not first.part)
+    return rest if first is None else (first, *rest)
+
+
+def is_regular(axis: Axis, block_size: int, n: int) -> bool:
+    """Whether tile `t` is tokens `t * block_size` and on for every head, cut short only by the sequence's end."""
+    if axis.start not in _regular:
+        start = torch.arange(axis.tiles, device=axis.start.device) * block_size
+        whole = axis.end >= (start + block_size).clamp(max=n)
+        unshifted = axis.rate == 1 and not bool(axis.offset.any())
+        _regular[axis.start] = unshifted and bool(((axis.start == start) & whole).all())
+    return _regular[axis.start]
+
+
+def _tile_table(axis: Axis) -> Tensor:
+    return torch.stack((axis.start, axis.end), dim=1).int()
+
+
+def _existing_rows(axis: Axis, first: Tensor, tile: Tensor) -> Tensor:
+    """How many rows of an item exist that begins at those tokens."""
+    return ((axis.end[tile] - first + axis.rate - 1) // axis.rate).clamp(0, ITEM_ROWS)
+
+
+def _balanced(items: Tensor, work: Tensor) -> Tensor:
+    """Work records in starting order. Few of them start by weight whatever their head, lest a heavy one starts last.
+
+    Many stay as they are, rows of a head together: they read the same keys, and the last ones weigh little.
+    """
+    if 0 < len(items) <= FEW_ITEMS:
+        level = work * 8 // work.max()
+        items = items[torch.argsort(level, descending=True, stable=True)]
+    return items.int().contiguous()
+
+
+def _query_items(ground: Ground, part: Part, *, strided: bool) -> tuple[Tensor, bool]:
+    """Work records of every head, heads outermost and rows in the walk's order, and whether no row is left out."""
+    walk, axis, tiles = part.by_query, part.queries, part.queries.tiles
+    device = walk.rows.device
+    sub_tiles = ground.block_size // ITEM_ROWS
+    classes = walk.rows.shape[0] // tiles
+    order = walk.order.long()
+    by_class = order[torch.argsort(order // tiles, stable=True)].view(classes, tiles)
+    head_class = part.head_class.long()
+    heads = torch.arange(len(head_class), device=device)[head_class >= 0]
+    row = by_class[head_class[heads]][:, :, None].expand(-1, -1, sub_tiles)
+    tile = row % tiles * sub_tiles + torch.arange(sub_tiles, device=device)
+    table = walk.rows.long()[row]
+    full = table[..., FULL_END] - table[..., FULL_BEGIN]
+    partial = table[..., PARTIAL_END] - table[..., PARTIAL_BEGIN]
+    lists = (
+        *(table[..., FULL_BEGIN], full, table[..., FULL_BASE]),
+        *(table[..., PARTIAL_BEGIN], partial, table[..., PARTIAL_BASE]),
+    )
+    head = heads[:, None, None].expand_as(row)
+    if strided:
+        first = axis.start[tile] + axis.offset[head]
+        rows = _existing_rows(axis, first, tile)
+        kept = rows > 0
+        columns = head, first, *lists, rows, part.keys.offset[head]
+    else:
+        kept = tile * ITEM_ROWS < ground.n
+        columns = head, tile, *lists
+    kept &= full + partial > 0
+    items = torch.stack([column.long() for column in columns], dim=-1)[kept]
+    items = _balanced(items, items[:, 3] + items[:, 6])
+    return items, len(items) == len(head_class) * -(-ground.n // ITEM_ROWS)
+
+
+def _held_items(ground: Ground, part: Part, walk: Walk, axis: Axis, group: int, *, strided: bool) -> Tensor:
+    """Work records of every head that holds, heads outermost, rows in the walk's order.
+
+    Of a plain part items without a pair are kept, as they write zeros. Heads of a group that hold other tokens have
+    items of their own.
+    """
+    device, tiles = walk.rows.device, axis.tiles
+    owners: dict[tuple[int, int], list[int]] = {}
+    for head, (own, offset) in enumerate(zip(part.head_class.tolist(), axis.offset.tolist(), strict=True)):
+        owners.setdefault((head // group, offset), []).append(own)
+    width = max(map(len, owners.values()))
+    head_class = torch.tensor([own + [-1] * (width - len(own)) for own in owners.values()], device=device)
+    holder, offset = torch.tensor(list(owners), device=device).unbind(1)
+    order = walk.order.long()
+    by_class = order[torch.argsort(order // tiles, stable=True)].view(-1, tiles) % tiles
+    # The heads of a group may have lists of their own; the order of one of them has to do for all.
+    block = by_class[head_class.amax(1).clamp(min=0)]
+    whole, partly = walk.counts()
+    met = (whole + partly).view(-1, tiles)
+    total = torch.where((head_class >= 0)[..., None], met[head_class.clamp(min=0)], 0).sum(1)
+    steps = total.gather(1, block)
+    if strided:
+        first = axis.start[block] + offset[:, None]
+        rows = _existing_rows(axis, first, block)
+        kept = (rows > 0) & (steps > 0)
+        columns = holder[:, None].expand_as(block), first, steps, rows, block, offset[:, None].expand_as(block)
+    else:
+        sub_tiles = ground.block_size // ITEM_ROWS
+        tile = block[:, :, None] * sub_tiles + torch.arange(sub_tiles, device=device)
+        kept = tile * ITEM_ROWS < ground.n
+        held = holder[:, None, None].expand_as(tile)
+        columns = held, tile, steps[:, :, None].expand_as(tile), torch.zeros_like(tile)
+    items = torch.stack(columns, dim=-1)[kept]
+    return _balanced(items, items[:, 2].clamp(min=1))

@@ -1,0 +1,208 @@
+"""`dap plan`: what a pattern will take before it is run, and the longest sequence that fits."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ..errors import must
+from .screen import AsJson, Device, Heads, PatternText, Screen, Tokens, device_of, print_json
+
+if TYPE_CHECKING:
+    from .memory import Shape
+
+DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
+TRAFFIC_TOKENS = 2**18
+"""Up to this length the rows that ranks exchange are counted; beyond it they are bounded."""
+
+
+def forecast(
+    text: str, n: int, heads: int, key_heads: int, d: int, dtype: str, batch: int, ranks: int, device: str, free: int
+) -> dict[str, Any]:
+    """All that is told, as plain data."""
+    import torch
+
+    from .. import make_plan, parse
+    from ..kernels.registry import choose
+    from ..nn.tuning import known_model
+    from ..ops.attention import call_of
+    from .memory import Shape, longest_that_fits, peaks, plan_growth
+
+    if heads % key_heads:
+        raise must("heads must be a multiple of key heads", f"{heads} and {key_heads}")
+    pattern = parse(text)
+    plan = make_plan(pattern, n, heads)
+    kind = getattr(torch, DTYPES[dtype])
+    small = torch.zeros(1, heads, 256, d, device=device, dtype=kind)
+    key = small[:, :key_heads]
+    call = call_of(small, key, key, None, None, None, "window:64", False, 1.0, 0.0, "")
+    shape = Shape(
+        n=n,
+        heads=heads,
+        key_heads=key_heads,
+        d=d,
+        dtype=kind,
+        batch=batch,
+        backend=choose(call[0])[0],
+        several_parts=len(plan.parts) > 1,
+    )
+    forward, training = peaks(shape, plan.nbytes)
+    growth = plan_growth(pattern, plan)
+    most = (None, None) if growth is None else longest_that_fits(shape, growth, free)
+    cost = plan.cost(d, key_heads=key_heads, dtype=kind, batch=batch)
+    model = known_model(device)
+    width = batch * d / 64
+    return {
+        "pattern": pattern.describe(),
+        "shape": {**_plain(shape), "dtype": dtype, "device": device, "ranks": ranks},
+        "tiles": plan.blocks,
+        "block_size": plan.block_size,
+        "density": plan.density,
+        "flops": {"forward": cost.flops_forward, "training": cost.flops_forward + cost.flops_backward},
+        "plan_bytes": plan.nbytes,
+        "peak_bytes": {"forward": forward, "training": training},
+        "free_bytes": free,
+        "fits": {"forward": forward <= free, "training": training <= free},
+        "longest": {"forward": most[0], "training": most[1]},
+        "seconds": None
+        if model is None
+        else {"forward": model.sparse(plan) * width, "training": 3.5 * model.sparse(plan) * width},
+        "dense": {
+            "flops_forward": 4 * batch * heads * n**2 * d,
+            "scores_bytes": batch * heads * n**2 * kind.itemsize,
+            "seconds_forward": None if model is None else model.dense(plan) * width,
+        },
+        "rank": None if ranks == 1 else rank_share(text, shape, ranks, plan.nbytes),
+    }
+
+
+def rank_share(text: str, shape: Shape, ranks: int, plan_bytes: int) -> dict[str, Any]:
+    """Tokens, received rows and memory of the rank that receives most, in contiguous shards."""
+    from ..distributed import SequenceLayout, traffic
+    from .memory import peaks
+
+    own = -(-shape.n // ranks)
+    row_bytes = 2 * shape.d * shape.dtype.itemsize
+    counted = shape.n <= TRAFFIC_TOKENS
+    if counted:
+        layout = SequenceLayout.contiguous(shape.n, ranks)
+        moved = traffic(text, layout, shape.heads, shape.key_heads, row_bytes=row_bytes)
+        received = shape.batch * max(rank.bytes_received for rank in moved)
+    else:
+        received = shape.batch * shape.key_heads * (shape.n - own) * row_bytes
+    forward, training = peaks(replace(shape, n=own), plan_bytes // ranks)
+    return {
+        "tokens": own,
+        "received_bytes": received,
+        "received_is": "counted" if counted else "at most",
+        "peak_bytes": {"forward": forward + received, "training": training + 2 * received},
+    }
+
+
+def suggestions(found: dict[str, Any]) -> list[str]:
+    """What to do about a forecast that does not fit."""
+    from .page import tokens_text
+
+    said = []
+    free, shape = found["free_bytes"], found["shape"]
+    if not found["fits"]["training"]:
+        if found["fits"]["forward"]:
+            said.append("A forward under torch.no_grad() fits; training does not.")
+        most = found["longest"]["training"]
+        if most:
+            said.append(f"Training fits up to about {tokens_text(most // 1024 * 1024)} tokens.")
+        if shape["dtype"] in ("fp32", "fp64") and shape["device"] == "cuda":
+            said.append("--dtype bf16 halves q, k, v, the output and their gradients.")
+        if shape["key_heads"] == shape["heads"] > 1:
+            said.append("Fewer key heads (--key-heads) shrink k, v and their gradients.")
+        ranks = -(-found["peak_bytes"]["training"] // max(free, 1))
+        said.append(f"From {ranks} devices like this one on, each rank's own share fits (--ranks {ranks}).")
+    if found["density"] > 0.5:
+        said.append(f"Density {found['density']:.0%}: dense attention costs about the same; see `dap tune`.")
+    if found["seconds"] is None:
+        said.append("No time is predicted before `dap tune` has measured this machine.")
+    return said
+
+
+def show(found: dict[str, Any]) -> None:
+    """Print a forecast."""
+    from .measure import readable_bytes
+    from .page import seconds_text, tokens_text
+
+    screen, shape, dense = Screen(), found["shape"], found["dense"]
+    heads = shape["heads"] if shape["heads"] == shape["key_heads"] else f"{shape['heads']}:{shape['key_heads']}"
+    screen.title(found["pattern"])
+    screen.text(
+        f"{shape['n']:,} tokens, {heads} heads of {shape['d']}, {shape['dtype']}, batch {shape['batch']}, "
+        f"{shape['device']} ({shape['backend']})"
+    )
+    peak, seconds = found["peak_bytes"], found["seconds"]
+    rows = [
+        ("floating-point operations", *(f"{found['flops'][way]:.3g}" for way in ("forward", "training"))),
+        ("peak memory", *(readable_bytes(peak[way]) for way in ("forward", "training"))),
+        (f"fits into {readable_bytes(found['free_bytes'])}", *(_yes(fits) for fits in found["fits"].values())),
+        (
+            "longest sequence that fits",
+            *("-" if most is None else f"{most:,}" for most in found["longest"].values()),
+        ),
+        ("predicted time", *("-" if seconds is None else seconds_text(seconds[w]) for w in ("forward", "training"))),
+    ]
+    screen.table(("", "forward", "forward + backward"), rows, right=(1, 2))
+    took = "" if dense["seconds_forward"] is None else f", {seconds_text(dense['seconds_forward'])}"
+    facts = [
+        ("density", f"{found['density']:.4%} of the tiles: {found['tiles']:,} of {found['block_size']} squared"),
+        ("plan", readable_bytes(found["plan_bytes"])),
+        (
+            "dense would need",
+            f"{dense['flops_forward']:.3g} operations forward{took}; its scores written out take "
+            f"{readable_bytes(dense['scores_bytes'])}",
+        ),
+    ]
+    if found["rank"] is not None:
+        rank = found["rank"]
+        facts.append(
+            (
+                f"each of {shape['ranks']} ranks",
+                f"{tokens_text(rank['tokens'])} tokens, receives {rank['received_is']} "
+                f"{readable_bytes(rank['received_bytes'])}, peak {readable_bytes(rank['peak_bytes']['forward'])} "
+                f"forward, {readable_bytes(rank['peak_bytes']['training'])} in training",
+            )
+        )
+    screen.pairs(facts)
+    for line in suggestions(found):
+        screen.text(f"> {line}")
+
+
+def _plain(shape: Shape) -> dict[str, Any]:
+    return {name: value for name, value in asdict(shape).items() if name not in ("dtype", "several_parts")}
+
+
+def _yes(fits: bool) -> str:
+    return "yes" if fits else "no"
+
+
+def command(
+    pattern: PatternText,
+    tokens: Tokens,
+    heads: Heads = 8,
+    key_heads: Annotated[int, typer.Option(min=0, help="Key and value heads; 0 for as many as query heads.")] = 0,
+    head_dim: Annotated[int, typer.Option(min=1, help="Width of a head.")] = 64,
+    dtype: Annotated[str, typer.Option(help=f"One of {', '.join(DTYPES)}.")] = "bf16",
+    batch: Annotated[int, typer.Option(min=1)] = 1,
+    ranks: Annotated[int, typer.Option(min=1, help="Devices that share the sequence.")] = 1,
+    memory: Annotated[float, typer.Option(help="GiB to fit into; 0 for what is free here.")] = 0.0,
+    device: Device = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """What a pattern will take: tiles, memory, time, the longest sequence that fits. Exit status 1 if too long."""
+    from .measure import memory_of
+
+    if dtype not in DTYPES:
+        raise must(f"dtype must be one of {', '.join(DTYPES)}", repr(dtype))
+    where = device_of(device)
+    free = int(memory * 2**30) or memory_of(where)[0]
+    found = forecast(pattern, tokens, heads, key_heads or heads, head_dim, dtype, batch, ranks, where, free)
+    print_json({**found, "suggestions": suggestions(found)}) if as_json else show(found)
+    raise typer.Exit(0 if found["fits"]["forward"] else 1)

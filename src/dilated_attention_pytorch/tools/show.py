@@ -1,0 +1,155 @@
+"""`dap show`: who sees whom, as text, SVG, PNG, or one interactive HTML page without any network."""
+
+from __future__ import annotations
+
+import json
+from html import escape
+from itertools import groupby
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import typer
+
+from ..errors import must
+from .screen import AsJson, Heads, PatternText, Tokens, print_json
+
+EXACT_TOKENS = 4096
+"""Up to this length a cell counts the allowed pairs; beyond it, the pairs of the tiles that are computed."""
+PIXELS = 640
+KINDS = ("txt", "svg", "png", "html")
+STYLE = (
+    ".map .page{fill:#fff}.map .cell{fill:#0b62b4}.map text{font:13px system-ui,sans-serif;fill:#1c2430}"
+    "@media(prefers-color-scheme:dark){.map .page{fill:#14181e}.map .cell{fill:#6cb2f5}.map text{fill:#e6eaf0}}"
+)
+
+
+class Map(NamedTuple):
+    """A pattern of one head cut into square cells."""
+
+    title: str
+    n: int
+    head: int
+    cell: int
+    """Tokens along a cell."""
+    share: list[list[float]]
+    """Of the pairs of each cell, those that are allowed (or computed, beyond `EXACT_TOKENS`)."""
+
+
+def draw_map(text: str, n: int, heads: int, head: int, width: int) -> Map:
+    """Cut the pattern into at most `width` squared cells."""
+    import torch
+
+    from .. import make_plan, parse
+
+    pattern = parse(text)
+    if not 0 <= head < heads:
+        raise must(f"head must lie in 0 .. {heads - 1}", head)
+    if n > EXACT_TOKENS:
+        cell, share = make_plan(pattern, n, heads).cells(head, width)
+        # Parts that overlap compute a pair twice.
+        return Map(pattern.describe(), n, head, cell, share.clamp(max=1).tolist())
+    token, cell = torch.arange(n), max(1, -(-n // width))
+    side = -(-n // cell)
+    allowed = pattern.resolve(n, heads).allows(token[:, None], token[None, :], head).expand(n, n)
+    whole = torch.zeros(side * cell, side * cell, dtype=torch.float64)
+    whole[:n, :n] = allowed
+    exists = (torch.arange(side * cell) < n).double()
+    pairs = (exists[:, None] * exists).view(side, cell, side, cell).sum((1, 3))
+    counted = whole.view(side, cell, side, cell).sum((1, 3)) / pairs
+    return Map(pattern.describe(), n, head, cell, counted.tolist())
+
+
+def as_text(drawn: Map) -> str:
+    """`#` all, `+` some, `.` none of the pairs of a cell."""
+    rows = ["".join("#" if x > 0.99 else "+" if x > 0 else "." for x in row) for row in drawn.share]
+    return "\n".join([f"{drawn.title}: head {drawn.head}, a cell is {drawn.cell} x {drawn.cell} tokens", *rows])
+
+
+def as_svg(maps: list[Map]) -> str:
+    """Squares, darker the more of their pairs are allowed; queries run down, keys across."""
+    across = len(maps) * (PIXELS + 40)
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="map" viewBox="0 0 {across} {PIXELS + 60}" role="img" '
+        'shape-rendering="crispEdges">',
+        f'<style>{STYLE}</style><rect class="page" width="100%" height="100%"/>',
+    ]
+    for index, drawn in enumerate(maps):
+        scale = PIXELS / len(drawn.share)
+        about = f"{drawn.title}: head {drawn.head}, {drawn.n:,} tokens"
+        parts.append(f'<g transform="translate({20 + index * (PIXELS + 40)},40)"><title>{escape(about)}</title>')
+        parts.append(f'<text y="-14">{escape(about)}</text>')
+        for i, row in enumerate(drawn.share):
+            at = 0
+            for share, run in groupby(round(x, 2) for x in row):
+                length = len(list(run))
+                if share > 0:
+                    parts.append(
+                        f'<rect class="cell" x="{at * scale:.2f}" y="{i * scale:.2f}" width="{length * scale:.2f}" '
+                        f'height="{scale:.2f}" fill-opacity="{max(share, 0.08):.2f}"/>'
+                    )
+                at += length
+        frame = f'<rect width="{PIXELS}" height="{PIXELS}" fill="none" stroke="currentColor" opacity="0.3"/>'
+        parts.append(f"{frame}</g>")
+    return "\n".join([*parts, "</svg>\n"])
+
+
+def write_png(maps: list[Map], path: Path) -> None:
+    """The same as pixels; needs matplotlib."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError:
+        advice = "Install it: pip install 'dilated-attention-pytorch[plot]', or write .svg."
+        raise must("a .png must have matplotlib", "none", advice) from None
+    figure = Figure(figsize=(6.4 * len(maps), 6.8), layout="constrained")
+    FigureCanvasAgg(figure)
+    for axes, drawn in zip(figure.subplots(1, len(maps), squeeze=False)[0], maps, strict=True):
+        axes.imshow(drawn.share, cmap="Blues", vmin=0, vmax=1, extent=(0, drawn.n, drawn.n, 0), interpolation="nearest")
+        axes.set(title=f"{drawn.title}: head {drawn.head}", xlabel="key", ylabel="query")
+    figure.savefig(path, metadata={"Software": None})
+
+
+def as_html(texts: list[str], n: int, heads: int, head: int) -> str:
+    """One self-contained page that computes the patterns itself."""
+    start = {"patterns": texts, "n": n, "heads": heads, "head": head}
+    # A closing tag inside the data would end the script that holds it.
+    data = json.dumps(start).replace("<", "\\u003c")
+    template = Path(__file__).with_name("pattern_page.html").read_text(encoding="utf-8")
+    return template.replace("/*START*/null", data)
+
+
+def command(
+    pattern: PatternText,
+    tokens: Tokens = 1024,
+    heads: Heads = 4,
+    head: Annotated[int, typer.Option(min=0, help="Which head to draw.")] = 0,
+    beside: Annotated[str | None, typer.Option(help="A second pattern, drawn beside the first.")] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help=f"A file that ends in .{', .'.join(KINDS)}; without, print.")
+    ] = None,
+    width: Annotated[int | None, typer.Option(min=2, max=512, help="Most cells along a side.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Draw who sees whom. The HTML page zooms, lights the keys of a row, and has sliders for two patterns."""
+    from .page import write
+
+    kind = "txt" if out is None else out.suffix.removeprefix(".")
+    if kind not in KINDS:
+        raise must(f"out must end in one of {', '.join(KINDS)}", str(out))
+    texts = [pattern] if beside is None else [pattern, beside]
+    cells = width or {"txt": 32, "html": 32}.get(kind, 128)
+    maps = [draw_map(text, tokens, heads, head, cells) for text in texts]
+    if kind == "png":
+        assert out is not None
+        out.parent.mkdir(parents=True, exist_ok=True)
+        write_png(maps, out)
+    elif out is not None:
+        made: Any = {"txt": lambda: "\n\n".join(map(as_text, maps)) + "\n", "svg": lambda: as_svg(maps)}
+        made["html"] = lambda: as_html(texts, tokens, heads, head)
+        write(out, made[kind]())
+    if as_json:
+        print_json({"out": None if out is None else str(out), "maps": [drawn._asdict() for drawn in maps]})
+    elif out is None:
+        print("\n\n".join(map(as_text, maps)))
+    else:
+        print(f"Wrote {out}.")

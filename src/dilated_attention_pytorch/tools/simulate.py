@@ -1,0 +1,308 @@
+"""What a sequence spread over many ranks would exchange and take, before there is a cluster; `dap simulate`.
+
+Bytes, messages and memory are counted from plans, of every rank or of a sample. Times are a model: bytes over a
+bandwidth, messages times a latency, operations over a speed, each an option.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ..errors import must
+from .screen import AsJson, Heads, Screen, Tokens, print_json, tokens
+
+if TYPE_CHECKING:
+    from ..distributed import Machine
+    from ..patterns import Pattern
+
+DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}
+LADDER = "longnet"
+"""A pattern by name: segments double from `--first` tokens to the whole sequence, rates with them."""
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """One number of ranks. Bytes, messages and memory of a forward pass of one layer; seconds are a model."""
+
+    ranks: int
+    tokens_a_rank: int
+    looked_at: int
+    """Ranks planned: all, or a sample."""
+    bytes_received: int
+    """Of the rank that receives most."""
+    bytes_received_mean: float
+    messages: int
+    """Of the rank with most, when every holder sends to every asker."""
+    butterfly_messages: int | None
+    """When rows are passed on, where the pattern allows it."""
+    memory_bytes: int
+    """Own K and V, and the rows received."""
+    balance: float
+    """Work of the busiest rank over the mean."""
+    ring_bytes: int
+    all_gather_memory_bytes: int
+    compute_seconds: float
+    exchange_seconds: float
+    ring_seconds: float
+    note: str | None
+
+
+def simulate(
+    pattern: str,
+    n: int,
+    worlds: list[int],
+    *,
+    heads: int = 8,
+    key_heads: int | None = None,
+    head_dim: int = 128,
+    dtype: str = "bfloat16",
+    batch: int = 1,
+    is_causal: bool = False,
+    first: int = 2048,
+    sample: int = 8,
+    machine: Machine | None = None,
+) -> list[World]:
+    """Plan some or all ranks of each world.
+
+    Args:
+        pattern: text for `parse`, or "longnet".
+        n: tokens in the sequence.
+        worlds: numbers of ranks.
+        heads: query heads.
+        key_heads: key heads; as many as `heads` if None.
+        head_dim: width of a query, key and value.
+        dtype: of K and V.
+        batch: sequences.
+        is_causal: also require the key not to come after the query.
+        first: shortest segment of "longnet".
+        sample: ranks to plan in each world, spread evenly; 0 for all.
+        machine: what the times assume.
+    """
+    from ..distributed import Machine
+    from ..patterns import Causal
+
+    if dtype not in DTYPES:
+        raise must(f"dtype must be one of {', '.join(DTYPES)}", repr(dtype))
+    whole = pattern_of(pattern, n, first)
+    whole = (whole & Causal() if is_causal else whole).resolve(n, heads)
+    row_bytes = 2 * batch * head_dim * DTYPES[dtype]
+    options = (heads, key_heads or heads, head_dim, batch, row_bytes, sample, machine or Machine())
+    return [_world(whole, n, world, *options) for world in worlds]
+
+
+def pattern_of(text: str, n: int, first: int) -> Pattern:
+    """The pattern a command line names."""
+    from ..patterns import Dilated, parse
+
+    if text != LADDER:
+        return parse(text)
+    levels = max(1, (n // first).bit_length())
+    return Dilated(tuple(first * 2**i for i in range(levels)), tuple(2**i for i in range(levels)))
+
+
+def _world(
+    pattern: Pattern,
+    n: int,
+    world: int,
+    heads: int,
+    key_heads: int,
+    head_dim: int,
+    batch: int,
+    row_bytes: int,
+    sample: int,
+    machine: Machine,
+) -> World:
+    from ..distributed import SequenceLayout, forecast_rank
+    from ..distributed.butterfly import messages, why_no_butterfly
+
+    if world > n:
+        raise must(f"there must be at most {n} ranks, one a token", world)
+    layout = SequenceLayout.contiguous(n, world)
+    step = max(1, (world - 1) // max(sample - 1, 1)) if sample else 1
+    looked_at = range(0, world, step)[: sample or world]
+    found = [forecast_rank(pattern, layout, rank, heads, key_heads) for rank in looked_at]
+    received = [one.rows * row_bytes for one in found]
+    own = max(layout.lengths)
+    local = own * key_heads * row_bytes
+    ring = (n - min(layout.lengths)) * key_heads * row_bytes
+    work = [one.flops for one in found]
+    compute = batch * max(work) * head_dim / machine.flops
+    rounds = messages(pattern, layout) if why_no_butterfly(pattern, layout) is None else None
+    peers = max(one.peers for one in found)
+    exchange = machine.transfer(max(received), peers if rounds is None else min(peers, rounds))
+    note = None
+    if max(received) > local:
+        note = "a rank fetches more than it holds: past the useful limit, use fewer ranks"
+    return World(
+        ranks=world,
+        tokens_a_rank=own,
+        looked_at=len(found),
+        bytes_received=max(received),
+        bytes_received_mean=sum(received) / len(received),
+        messages=peers,
+        butterfly_messages=rounds,
+        memory_bytes=local + max(received),
+        balance=max(work) / (sum(work) / len(work)) if any(work) else 1.0,
+        ring_bytes=ring,
+        all_gather_memory_bytes=n * key_heads * row_bytes,
+        compute_seconds=compute,
+        exchange_seconds=exchange,
+        ring_seconds=machine.transfer(ring, world - 1),
+        note=note,
+    )
+
+
+def execute(
+    pattern: Pattern, n: int, world: int, heads: int, head_dim: int, rows: int = 64, seed: int = 0
+) -> dict[str, Any]:
+    """Run every rank in this process, one after another, and check rows against float64: `rows`, `error`, `seconds`.
+
+    Tensors are float32 on the CPU. Un-needed rows cannot help: a rank sees its shard and what its exchange brings.
+    """
+    import time
+
+    import torch
+
+    from ..distributed import SequenceLayout, virtual_attention
+    from .gate import Computed, largest_error
+    from .gate import sample as sampled
+
+    if world > 256 or n > 2**22:
+        raise must("execution must have at most 256 ranks and 4M tokens", f"{world} ranks and {n} tokens")
+    generator = torch.Generator().manual_seed(seed)
+    query, key, value = (torch.randn(1, heads, n, head_dim, generator=generator) for _ in range(3))
+    began = time.perf_counter()
+    with torch.no_grad():
+        output, lse = virtual_attention(query, key, value, pattern, SequenceLayout.contiguous(n, world))
+    seconds = time.perf_counter() - began
+    checked = sampled(n, rows, seed)
+    error = largest_error(Computed(query, key, value, output, lse), pattern, checked, [0, heads - 1])
+    return {"ranks": world, "tokens": n, "rows": len(checked), "error": error, "seconds": seconds}
+
+
+def command(
+    tokens_: Tokens = 2**30,
+    pattern: Annotated[str, typer.Option("--pattern", "-p", help=f'As `parse` reads it, or "{LADDER}".')] = LADDER,
+    ranks: Annotated[str, typer.Option(help="Numbers of ranks, like 8,64,1024.")] = "64,1024,16384,262144",
+    heads: Heads = 8,
+    key_heads: Annotated[int, typer.Option(min=0, help="Key heads; 0 for as many as query heads.")] = 0,
+    head_dim: Annotated[int, typer.Option(min=1, help="Width of a head.")] = 128,
+    dtype: Annotated[str, typer.Option(help=f"One of {', '.join(DTYPES)}.")] = "bfloat16",
+    batch: Annotated[int, typer.Option(min=1)] = 1,
+    causal: Annotated[bool, typer.Option("--causal", help="Also require the key not to come after the query.")] = False,
+    first: Annotated[int, typer.Option(min=16, help=f"Shortest segment of {LADDER}.")] = 2048,
+    sample: Annotated[int, typer.Option(min=0, help="Ranks to plan in each world; 0 for all.")] = 8,
+    bandwidth: Annotated[float, typer.Option(help="Assumed: GB a second into a rank.")] = 25.0,
+    latency: Annotated[float, typer.Option(help="Assumed: microseconds a message.")] = 20.0,
+    tflops: Annotated[float, typer.Option(help="Assumed: TFLOP/s of a rank in attention.")] = 200.0,
+    run: Annotated[int, typer.Option(min=0, help="Really compute so many tokens on the CPU, rows checked.")] = 0,
+    plot: Annotated[str, typer.Option(help="Also draw bytes over ranks into this file (needs matplotlib).")] = "",
+    as_json: AsJson = False,
+) -> None:
+    """What a sequence spread over many ranks would exchange: bytes, messages, memory, balance; times are a model."""
+    from ..distributed import Machine
+
+    worlds = [tokens(word) for word in ranks.split(",")]
+    machine = Machine(latency * 1e-6, bandwidth * 1e9, tflops * 1e12)
+    options: dict[str, Any] = {"heads": heads, "key_heads": key_heads or None, "head_dim": head_dim, "dtype": dtype}
+    options |= {"batch": batch, "is_causal": causal, "first": first, "sample": sample, "machine": machine}
+    found = simulate(pattern, tokens_, worlds, **options)
+    executed = None
+    if run:
+        from ..patterns import Causal
+
+        whole = pattern_of(pattern, run, min(first, max(16, run // 8)))
+        whole = whole & Causal() if causal else whole
+        executed = execute(whole, run, min(256, max(worlds), run), heads, min(head_dim, 64))
+    if plot:
+        _plot(found, plot)
+    if as_json:
+        print_json({"tokens": tokens_, "pattern": pattern, "worlds": [asdict(w) for w in found], "executed": executed})
+    else:
+        _show(found, tokens_, pattern, machine, executed)
+    if executed is not None and executed["error"] > 2e-5:
+        raise typer.Exit(1)
+
+
+def _show(found: list[World], n: int, pattern: str, machine: Machine, executed: dict[str, Any] | None) -> None:
+    screen = Screen()
+    screen.title(f"{n:,} tokens, {pattern}: one layer, forward, the rank with most")
+    header = (
+        "ranks",
+        "tokens a rank",
+        "receives",
+        "messages",
+        "K/V memory",
+        "balance",
+        "ring receives",
+        "all-gather holds",
+    )
+    screen.table(
+        header,
+        [
+            (
+                f"{w.ranks:,}",
+                f"{w.tokens_a_rank:,}",
+                _size(w.bytes_received),
+                str(w.messages) if w.butterfly_messages is None else f"{w.messages} or {w.butterfly_messages}",
+                _size(w.memory_bytes),
+                f"{w.balance:.2f}",
+                _size(w.ring_bytes),
+                _size(w.all_gather_memory_bytes),
+            )
+            for w in found
+        ],
+        right=range(8),
+    )
+    screen.title(f"A model, not a measurement: {machine}")
+    screen.table(
+        ("ranks", "compute", "exchange", "ring exchange"),
+        [(f"{w.ranks:,}", *map(_time, (w.compute_seconds, w.exchange_seconds, w.ring_seconds))) for w in found],
+        right=range(4),
+    )
+    for w in found:
+        if w.looked_at < w.ranks:
+            screen.text(f"{w.ranks:,} ranks: a sample of {w.looked_at} was planned.")
+        if w.note:
+            screen.text(f"{w.ranks:,} ranks: {w.note}.")
+    if executed is not None:
+        screen.text(
+            f"Computed on this CPU: {executed['tokens']:,} tokens on {executed['ranks']} ranks in "
+            f"{executed['seconds']:.1f} s; {executed['rows']} rows checked, largest error {executed['error']:.1e}."
+        )
+
+
+def _plot(found: list[World], path: str) -> None:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4))
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    ranks = [w.ranks for w in found]
+    for label, values in (
+        ("this library", [w.bytes_received for w in found]),
+        ("ring or all-gather", [w.ring_bytes for w in found]),
+        ("held already", [w.memory_bytes - w.bytes_received for w in found]),
+    ):
+        axes.loglog(ranks, [max(value, 1) for value in values], marker="o", label=label)
+    axes.set_xlabel("ranks")
+    axes.set_ylabel("bytes of K and V a rank, one layer")
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(path)
+
+
+def _size(count: float) -> str:
+    for unit in ("B", "KB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"

@@ -1,0 +1,276 @@
+"""Tables and charts of the suites that run on any device: the tables the original reports had."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from .gpu_tables import PEERS, Line, machine, times_text
+from .measure import readable_bytes
+from .page import Chart, Heading, Part, Table, log_chart, seconds_text, tokens_text
+
+MOST_LINES_IN_A_CHART = 6
+
+
+class Record(NamedTuple):
+    """One timed line, whichever suite wrote it."""
+
+    device: str
+    suite: str
+    name: str
+    is_dense: bool
+    n: int
+    d: int
+    heads: int
+    direction: str
+    ms: float
+    """For dense attention, scaled to the heads of the cases beside it: its time is proportional to them."""
+    peak: int | None
+    density: float
+    line: Line
+
+    @property
+    def place(self) -> tuple[str, int, int]:
+        """What may stand in one table."""
+        return self.device, self.d, self.heads
+
+
+def records(lines: Iterable[Line]) -> list[Record]:
+    """Every timed forward and backward, sorted; of two lines for the same, the later counts."""
+    found: dict[tuple[object, ...], Record] = {}
+    for line in lines:
+        if line.get("p50_ms") is None or line.get("direction") not in ("forward", "backward"):
+            continue
+        made = _record(line)
+        found[made[:8]] = made
+    return sorted(found.values(), key=lambda record: tuple(map(str, record[:3])) + record[4:8])
+
+
+def _record(line: Line) -> Record:
+    subject, case, heads, ms = line.get("subject", "ours"), line["case"], line["heads"], line["p50_ms"]
+    is_dense = case.startswith("dense")
+    name = case
+    if is_dense:
+        name = f"{case}, {PEERS.get(line['backend'], 'torch')}"
+    elif subject != "ours":
+        name = f"{case}, {PEERS[subject]}"
+    if is_dense and heads < line["key_heads"]:
+        heads, ms = line["key_heads"], ms * line["key_heads"] / heads
+    return Record(
+        line["device"],
+        line.get("suite") or "cpu",
+        name,
+        is_dense,
+        line["n"],
+        line["d"],
+        heads,
+        line["direction"],
+        ms,
+        # Lines without a suite are of a time when freed memory that was taken again did not count.
+        line.get("peak_bytes") if line.get("suite") else None,
+        line["density"],
+        line,
+    )
+
+
+def suite_parts(lines: Sequence[Line]) -> Iterator[Part]:
+    """A section for each device."""
+    timed = records(lines)
+    for device in sorted({record.device for record in timed}):
+        own = [record for record in timed if record.device == device]
+        yield Heading(f"By length: {device}")
+        yield machine([record.line for record in own], "dap bench --suite all")
+        for place in sorted({record.place for record in own}):
+            yield from _by_length([record for record in own if record.place == place])
+        yield from _density_parts(own)
+        yield from _dilation_parts(own)
+        yield from _class_parts(own)
+        yield from _rank_parts(own)
+    yield from longest_parts(lines)
+
+
+def _by_length(own: list[Record]) -> Iterator[Part]:
+    varied = [r for r in own if r.suite not in ("dilation", "density", "variants", "distributed")]
+    lengths = sorted({record.n for record in varied})
+    forward = {(r.name, r.n): r for r in varied if r.direction == "forward"}
+    names = [name for name in sorted({name for name, _ in forward}) if sum((name, n) in forward for n in lengths) > 1]
+    if not names or len(lengths) < 2:
+        return
+    _, d, heads = own[0].place
+    yield Heading(f"{heads} heads of {d}", 3)
+    header = [tokens_text(n) for n in lengths]
+
+    def cells(tell: Callable[[Record], str | None]) -> list[list[str]]:
+        return [[name, *((tell(r) or "" if (r := forward.get((name, n))) else "") for n in lengths)] for name in names]
+
+    yield "Milliseconds of a forward pass."
+    yield Table(("case", *header), cells(lambda r: f"{r.ms:.3g}"))
+    yield _chart(f"time-{heads}x{d}", "Time of a forward pass", forward, names, lambda r: r.ms / 1e3)
+    yield "Million tokens a second, forward."
+    yield Table(("case", *header), cells(lambda r: f"{r.n / r.ms / 1e3:.3g}"))
+    if any(r.peak for r in forward.values()):
+        yield "Bytes a token that a forward pass adds to what was there before, its output included."
+        yield Table(("case", *header), cells(lambda r: None if r.peak is None else f"{r.peak / r.n:.0f}"))
+        a_token = f"memory-{heads}x{d}", "Memory a token"
+        yield _chart(*a_token, forward, names, lambda r: (r.peak or 0) / r.n, readable_bytes)
+    dense = {n: min((r.ms for r in forward.values() if r.is_dense and r.n == n), default=None) for n in lengths}
+    if any(dense.values()):
+        yield "Speed-up of a forward pass over dense attention on the same machine."
+        rows = cells(lambda r: times_text(dense[r.n] / r.ms) if dense[r.n] else None)  # pyrefly: ignore
+        yield Table(("case", *header), [row for row in rows if not row[0].startswith("dense")])
+
+
+def _chart(
+    name: str,
+    title: str,
+    forward: dict[tuple[str, int], Record],
+    names: Sequence[str],
+    value: Callable[[Record], float],
+    text: Callable[[float], str] = seconds_text,
+) -> Chart:
+    device = next(iter(forward.values())).device
+    # The dense lines first, then the cases measured at most lengths.
+    ranked = sorted(names, key=lambda n: (not n.startswith("dense"), -sum(key[0] == n for key in forward), n))
+    series = {}
+    for own in ranked[:MOST_LINES_IN_A_CHART]:
+        points = sorted((float(n), value(r)) for (which, n), r in forward.items() if which == own and value(r) > 0)
+        series[own] = points
+    drawn = log_chart(series, "tokens", title, y_text=text)
+    return Chart(f"{_slug(device)}-{name}", f"{title}, {device}", drawn)
+
+
+def _slug(text: str) -> str:
+    return "-".join("".join(c.lower() if c.isalnum() else " " for c in text).split())
+
+
+def both_directions(own: Iterable[Record]) -> dict[tuple[str, str, int, int, int], float]:
+    """Milliseconds forward and backward together, by suite, name, length, width and heads, where both were timed."""
+    times: dict[tuple[str, str, int, int, int], list[float]] = {}
+    for record in own:
+        key = record.suite, record.name, record.n, record.d, record.heads
+        times.setdefault(key, []).append(record.ms)
+    return {key: sum(pair) for key, pair in times.items() if len(pair) == 2}
+
+
+def speedups(own: Sequence[Record]) -> list[tuple[Record, float]]:
+    """Forward records of block patterns with how many times faster than dense both directions together are."""
+    together = both_directions(own)
+    found = []
+    for record in own:
+        if record.direction != "forward" or record.is_dense or not record.name.startswith(("random", "local")):
+            continue
+        shape = record.n, record.d, record.heads
+        dense = [
+            ms
+            for (suite, name, *other), ms in together.items()
+            if name.startswith("dense") and suite == record.suite and tuple(other) == shape
+        ]
+        mine = together.get((record.suite, record.name, *shape))
+        if dense and mine:
+            found.append((record, min(dense) / mine))
+    return found
+
+
+def _density_parts(own: list[Record]) -> Iterator[Part]:
+    found = [pair for pair in speedups(own) if pair[0].line.get("causal") in (None, False)]
+    shapes: dict[tuple[str, int, int, int], set[float]] = {}
+    for r, _ in found:
+        shapes.setdefault((r.suite, r.n, r.d, r.heads), set()).add(round(r.density, 3))
+    # The shape with most densities tells most; the others say the same.
+    for suite, n, d, heads in sorted(shapes, key=lambda shape: (-len(shapes[shape]), shape))[:1]:
+        here = [(r, times) for r, times in found if (r.suite, r.n, r.d, r.heads) == (suite, n, d, heads)]
+        yield Heading(f"Density: {tokens_text(n)} tokens, {heads} heads of {d}", 3)
+        yield "Forward and backward together; the ideal speed-up over dense attention is one over the density."
+        here.sort(key=lambda pair: (-pair[0].density, pair[0].name))
+        yield Table(
+            ("case", "density", "speed-up", "of the ideal"),
+            [[r.name, f"{r.density:.2%}", f"{times:.1f}x", f"{times * r.density:.0%}"] for r, times in here],
+        )
+        series: dict[str, list[tuple[float, float]]] = {}
+        for r, times in here:
+            series.setdefault(r.name.split("-")[0], []).append((r.density, times))
+        series["ideal"] = [(r.density, 1 / r.density) for r, _ in here]
+        series = {name: sorted(points) for name, points in series.items()}
+        drawn = log_chart(series, "density", "speed-up", lambda x: f"{x:.2%}", lambda y: f"{y:g}x", ideal="ideal")
+        name = f"{_slug(here[0][0].device)}-density-{n}-{heads}x{d}"
+        yield Chart(name, f"Speed-up over dense against density, {tokens_text(n)} tokens, {here[0][0].device}", drawn)
+
+
+def _dilation_parts(own: list[Record]) -> Iterator[Part]:
+    here = [r for r in own if r.suite == "dilation" and r.direction == "forward" and not r.is_dense]
+    if not here:
+        return
+    yield Heading("Dilation", 3)
+    yield (
+        f"{tokens_text(here[0].n)} tokens, forward. `work` is operations relative to the first line of its kind: a "
+        "ratio of time to work near 1 means that another branch costs what it computes and no more."
+    )
+    rows = []
+    for kind in ("dilated", "block_dilated"):
+        mine = sorted((r for r in here if r.name.split()[0] == kind), key=lambda r: (len(r.name), r.name))
+        for r in mine:
+            time, work = r.ms / mine[0].ms, r.line["flops"] / mine[0].line["flops"]
+            peak = "" if r.peak is None else f"{r.peak / r.n:.0f}"
+            rows.append([r.name, f"{r.ms:.3g}", peak, f"{time:.2f}x", f"{work:.2f}x", f"{time / work:.2f}"])
+    yield Table(("configuration", "ms", "bytes a token", "time", "work", "time / work"), rows)
+
+
+def _class_parts(own: list[Record]) -> Iterator[Part]:
+    here = [r for r in own if r.suite in ("standard", "variants") and not r.is_dense]
+    lengths = sorted({r.n for r in here})
+    together = both_directions(here)
+    if not together:
+        return
+    yield Heading("Every class", 3)
+    yield "Milliseconds of a forward and backward pass, 8 heads of 64. Multihead classes hold the projections."
+    names = sorted({key[1] for key in together})
+    time = {(key[1], key[2]): ms for key, ms in together.items()}
+    rows = [[name, *(f"{time[name, n]:.3g}" if (name, n) in time else "" for n in lengths)] for name in names]
+    yield Table(("class", *map(tokens_text, lengths)), rows)
+
+
+def _rank_parts(own: list[Record]) -> Iterator[Part]:
+    here = [r for r in own if "ranks" in r.line and r.direction == "forward"]
+    if not here:
+        return
+    yield Heading("Ranks", 3)
+    yield (
+        "All ranks one after another on one device: the time is the work of all. `received` is the most one rank "
+        "receives in a forward pass; a ring or an all-gather moves the whole of K and V."
+    )
+    yield Table(
+        ("case", "tokens", "ms", "received", "of a ring"),
+        [
+            [
+                r.name,
+                tokens_text(r.n),
+                f"{r.ms:.3g}",
+                readable_bytes(r.line["received_bytes"]),
+                f"{r.line['received_bytes'] / max(r.line['ring_bytes'], 1):.1%}",
+            ]
+            for r in here
+        ],
+    )
+
+
+def longest_parts(lines: Iterable[Line]) -> Iterator[Part]:
+    """The longest lengths that were run."""
+    found = {
+        (line["device"], line["subject"], line["direction"], line["cap_gib"] or 0.0): line
+        for line in lines
+        if line.get("case") == "extreme" and "n" in line
+    }
+    if not found:
+        return
+    yield Heading("The longest sequence")
+    yield (
+        "8 heads of 64, query, key and value resident, every length run and checked; `memory` or `time` says what "
+        "ended the search."
+    )
+    rows = []
+    for (device, subject, direction, cap), line in sorted(found.items()):
+        within = f"{cap:.3g} GiB" if cap else "all memory"
+        took = f"{line['seconds']:.2f}" if math.isfinite(line["seconds"]) else ""
+        rows.append([f"{subject}, {direction}", device, within, f"{line['n']:,}", took, line["limited_by"]])
+    yield Table(("subject", "device", "within", "tokens", "seconds", "limited by"), rows)

@@ -1,0 +1,169 @@
+"""The Hopper kernels on a GPU: no worse than twice torch's own error, every gradient, the same bits every time."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from cases import PROBLEMS, Problem
+from oracle import answer, error
+from torch.nn.functional import scaled_dot_product_attention
+
+from dilated_attention_pytorch.kernels import hopper_backend
+from dilated_attention_pytorch.kernels.registry import AttentionCall, reproducible_gradients
+from dilated_attention_pytorch.plan import make_plan
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available()
+        or hopper_backend._device_problem(torch.device("cuda", torch.cuda.current_device())) is not None,
+        reason="needs a Hopper GPU and the Gluon language",
+    ),
+]
+
+
+def wide(name, text, n, heads=4, key_heads=4, d=64, **more):
+    return Problem(name=name, text=text, n=n, heads=heads, key_heads=key_heads, d=d, e=d, block_size=128, **more)
+
+
+SHARED = [
+    replace(problem, d=64, e=64, block_size=128)
+    for problem in PROBLEMS
+    if not problem.padded and problem.d == problem.e
+]
+SMALL = "dilated:256x1,512x2,1024x4"
+LADDERS = [
+    wide("ladder", SMALL, 2048),
+    wide("ladder-causal", f"{SMALL} & causal", 2048, d=128),
+    wide("ladder-ragged", SMALL, 1901, d=128),
+    wide("ladder-gqa", f"{SMALL} & causal", 2000, heads=8, key_heads=2, d=128, batch=2),
+    wide("ladder-rates-that-do-not-divide", "dilated:256x1,500x3,1000x6 & causal", 1999, heads=8, key_heads=4),
+    wide("ladder-residues-in-blocks", f"{SMALL};offset=block", 1500, heads=6, key_heads=3, d=128),
+    wide("ladder-heads-divided", f"{SMALL};heads=split", 1500, heads=6, key_heads=3),
+    wide("ladder-counted-once", f"{SMALL};overlap=union", 1300, d=128),
+    wide("largest-rate-first", "dilated:2048x8,512x2,128x1", 2048),
+    wide("rows-without-keys", "dilated:512x16", 1024, d=128),
+    wide("short-segments", "dilated:48x1,96x5", 700),
+    wide("documents", "documents:300,300,1,45,1000 & causal", 1646, d=128, key_heads=2),
+    wide("a-pattern-a-head", "heads{window:200 / dilated:512x4 / causal / dilated:300x2}", 1000),
+    wide("window-and-stride", "window:100 | strided:8", 1100, d=128),
+    wide("many-items", "dilated:128x1,512x2,2048x8 & causal", 8192, heads=16, key_heads=4, batch=1),
+]
+DTYPES = [torch.bfloat16, torch.float16]
+
+
+def call_of(problem, dtype):
+    query, key, value, grad_output, grad_lse = problem.inputs(dtype, device="cuda")
+    plan = make_plan(problem.pattern, problem.n, problem.heads, problem.block_size, "cuda")
+    call = AttentionCall(query, key, value, plan, problem.d**-0.5)
+    assert hopper_backend.why_not(call) is None
+    return call, grad_output, grad_lse.float()
+
+
+def run(call, grad_output, grad_lse):
+    output, lse = hopper_backend.forward(call)
+    return output, lse, *hopper_backend.backward(call, output, lse, grad_output, grad_lse)
+
+
+def torch_errors(call, grad_output, wanted):
+    """Errors of torch's own attention in the same dtype, with keys and values repeated for every part."""
+    plan = call.plan
+    allowed = torch.cat([replace(plan, parts=(part,)).to_dense() for part in plan.parts], dim=2)[None] > 0
+    seen = allowed.any(-1, keepdim=True)
+    inputs = [t.detach().requires_grad_() for t in (call.query, call.key, call.value)]
+    key, value = (torch.cat([t] * len(plan.parts), dim=2) for t in inputs[1:])
+    mask = torch.where(seen, allowed, True)
+    output = scaled_dot_product_attention(inputs[0], key, value, attn_mask=mask, scale=call.scale, enable_gqa=True)
+    output = torch.where(seen, output, 0.0)
+    gradients = torch.autograd.grad(output, inputs, grad_output)
+    return [error(a, b) for a, b in zip((output, *gradients), (wanted.output, *wanted[2:]), strict=True)]
+
+
+def assert_close(problem, dtype, grad_lse_given=False):
+    call, grad_output, grad_lse = call_of(problem, dtype)
+    grad_lse = grad_lse if grad_lse_given else None
+    wanted = answer(call.query, call.key, call.value, problem.pattern, grad_output=grad_output, grad_lse=grad_lse)
+    output, lse, *gradients = run(call, grad_output, grad_lse)
+    assert error(lse, wanted.lse) <= 1e-5
+    wanted_by_torch = wanted
+    if grad_lse is not None:
+        wanted_by_torch = answer(call.query, call.key, call.value, problem.pattern, grad_output=grad_output)
+    named = zip(
+        ("output", "query", "key", "value"),
+        (output, *gradients),
+        (wanted.output, *wanted[2:]),
+        torch_errors(call, grad_output, wanted_by_torch),
+        strict=True,
+    )
+    for name, got, want, bound in named:
+        assert error(got, want) <= max(2 * bound, torch.finfo(dtype).eps / 2), name
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=["bfloat16", "float16"])
+@pytest.mark.parametrize("problem", SHARED + LADDERS[:-1], ids=lambda problem: problem.name)
+def test_half_precision_is_no_worse_than_twice_torch(problem, dtype):
+    assert_close(problem, dtype)
+
+
+@pytest.mark.parametrize("problem", [LADDERS[3], LADDERS[4], LADDERS[7]], ids=lambda problem: problem.name)
+def test_the_gradient_of_the_lse_flows(problem):
+    assert_close(problem, torch.bfloat16, grad_lse_given=True)
+
+
+@pytest.mark.parametrize("problem", [LADDERS[2], LADDERS[3], LADDERS[8]], ids=lambda problem: problem.name)
+def test_gradients_summed_in_any_order_are_as_good(problem):
+    reproducible_gradients(False)
+    try:
+        assert_close(problem, torch.bfloat16)
+    finally:
+        reproducible_gradients(True)
+
+
+@pytest.mark.parametrize("problem", LADDERS, ids=lambda problem: problem.name)
+def test_the_same_call_gives_the_same_bits(problem):
+    call, grad_output, grad_lse = call_of(problem, torch.bfloat16)
+    first = run(call, grad_output, grad_lse)
+    assert all(bool(t.isfinite().all()) for t in (first[0], *first[2:]))
+    for _ in range(3):
+        for a, b in zip(first, run(call, grad_output, grad_lse), strict=True):
+            assert torch.equal(a, b)
+
+
+def test_views_with_tokens_first_are_read_and_written_in_place():
+    call, grad_output, grad_lse = call_of(LADDERS[3], torch.bfloat16)
+    fused = torch.cat([t.transpose(1, 2) for t in (call.query, call.key, call.value)], dim=2)
+    query, key, value = (t.transpose(1, 2) for t in fused.split([8, 2, 2], dim=2))
+    got = run(AttentionCall(query, key, value, call.plan, call.scale), grad_output, grad_lse)
+    assert got[0].transpose(1, 2).is_contiguous()
+    for a, b in zip(got, run(call, grad_output, grad_lse), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_nothing_outside_the_tensors_is_touched():
+    """Strided descriptors begin before the sequence and tiles reach past it: what lies there must not matter."""
+    problem = LADDERS[4]
+    call, grad_output, _ = call_of(problem, torch.bfloat16)
+    expected = run(call, grad_output, None)
+    fenced = []
+    for tensor in (call.query, call.key, call.value):
+        room = torch.full((tensor.numel() + 2 * 64 * 64,), float("nan"), dtype=tensor.dtype, device="cuda")
+        room[64 * 64 : -64 * 64] = tensor.flatten()
+        fenced.append(room[64 * 64 : -64 * 64].view(tensor.shape))
+    for a, b in zip(expected, run(AttentionCall(*fenced, call.plan, call.scale), grad_output, None), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("problem", [LADDERS[3], LADDERS[8]], ids=lambda problem: problem.name)
+def test_forward_and_backward_replay_in_a_cuda_graph(problem):
+    call, grad_output, grad_lse = call_of(problem, torch.bfloat16)
+    expected = run(call, grad_output, grad_lse)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run(call, grad_output, grad_lse)
+    call.query.copy_(torch.randn_like(call.query))
+    graph.replay()
+    replayed = [t.clone() for t in captured]
+    for a, b in zip(replayed, run(call, grad_output, grad_lse), strict=True):
+        assert torch.equal(a, b)
+    assert not torch.equal(replayed[0], expected[0])
