@@ -24,10 +24,10 @@ timed = @printf '== %s\n' '$(1)'; begun=$$(date +%s); { $(2); }; status=$$?; \
 
 help:
 	@printf '%s\n' 'make setup   create .venv, install, build the C++ kernel' \
-	 'make demo    a tour in under three minutes; writes demo/report.html' \
+	 'make demo    a tour in under five minutes; writes demo/report.html and demo/pattern.html' \
 	 'make test    every test' 'make lint    ruff and pyrefly' \
 	 'make bench   measure this machine into benchmarks/results/cpu.jsonl' \
-	 'make docs    check links and run the code blocks of the documents' 'make clean   remove what the other targets made, except .venv'
+	 'make docs    check the documents, run their code blocks, build the site into build/site' 'make clean   remove what the other targets made, except .venv'
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(call timed,installing into $(VENV) (a few minutes the first time),\
@@ -66,6 +66,7 @@ bench: $(VENV)/native
 	  $(BIN)/python -m $(PACKAGE).tools.bench --suite cpu --out benchmarks/results/cpu.jsonl)
 
 docs: $(VENV)/native
+	$(call timed,building the site into build/site,$(BIN)/python docs/build_site.py)
 	$(call timed,checking links and code blocks of the documents,$(BIN)/python -m pytest -q tests/test_docs.py)
 
 clean:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import doctest
 import importlib
+import importlib.util
 import pkgutil
 import re
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -38,8 +40,45 @@ def test_code_blocks_run(path: Path, capsys: pytest.CaptureFixture[str]):
     """The blocks of one document run in order, in one namespace, as a reader would type them."""
     namespace: dict[str, object] = {"__name__": "reader"}
     for code in BLOCK.findall(path.read_text()):
-        exec(compile(code, relative(path), "exec"), namespace)
+        # Without the future statements of this file: a reader has none.
+        exec(compile(code, relative(path), "exec", dont_inherit=True), namespace)
     capsys.readouterr()
+
+
+@pytest.fixture(scope="module")
+def site() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("build_site", ROOT / "docs" / "build_site.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_pictures_are_what_the_library_draws(site: ModuleType):
+    for name, texts in site.PICTURES.items():
+        assert (ROOT / "docs" / "pictures" / name).read_text() == site.picture(texts), f"make docs draws {name} anew"
+
+
+def test_the_backends_table_names_every_backend(site: ModuleType):
+    table = site.backends_table()
+    for name in dilated_attention_pytorch.backends():
+        row = next(row for row in table.splitlines() if row.startswith(f"| `{name}` |"))
+        assert len(row.split("|")[3].strip()) > 10
+
+
+def test_the_reference_has_a_section_for_every_public_name(site: ModuleType):
+    written = site.reference()
+    assert set(re.findall(r"^### (\w+)$", written, re.MULTILINE)) == set(dilated_attention_pytorch.__all__)
+    assert "is_causal: bool = False" in written and "```text\n>>> " in written
+
+
+def test_the_site_builds_without_a_warning(site: ModuleType, tmp_path: Path):
+    pytest.importorskip("zensical")
+    assert site.build(tmp_path) == 0
+    assert "Who sees whom" in (tmp_path / "site" / "play.html").read_text()
+    assert 'href="play.html"' in (tmp_path / "site" / "patterns.html").read_text()
+    for name in ("index", "start", "api", "backends", "design"):
+        page = (tmp_path / "site" / f"{name}.html").read_text()
+        assert len(page) > 5000 and "<!-- reference" not in page and "fonts.googleapis" not in page
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 from cases import BY_NAME, Problem
 from oracle import answer, error, multiplicities
 from worlds import on_virtual_ranks as run
@@ -19,7 +20,7 @@ from dilated_attention_pytorch.distributed import (
 )
 from dilated_attention_pytorch.distributed.ring import Call
 from dilated_attention_pytorch.distributed.share import shares_of
-from dilated_attention_pytorch.distributed.transport import VirtualTransport
+from dilated_attention_pytorch.distributed.transport import VirtualTransport, check_group
 from dilated_attention_pytorch.kernels.native import library_path
 
 LADDER = Problem(name="even ladder", text="dilated:16x1,32x2,64x4,128x8", n=128, heads=8, key_heads=4)
@@ -68,6 +69,17 @@ def test_ranks_without_tokens_take_part(way):
     problem = BY_NAME["gqa"]
     layout = SequenceLayout.of_lengths([20, 0, 30, 11])
     for got, want in zip(run(problem, layout, **WAYS[way]), wanted(problem), strict=True):
+        assert error(got, want) <= 1e-12
+
+
+@pytest.mark.parametrize("text", ["dilated:128x1,384x3", "window:40 & causal", "window:20 | global:100;queries=1"])
+@pytest.mark.parametrize(
+    "layout", [SequenceLayout.contiguous(700, 2), SequenceLayout.zigzag(700, 2)], ids=["two", "zigzag"]
+)
+def test_tiles_inside_a_shard_are_computed_where_they_lie(text, layout):
+    problem = Problem(name="long", text=text, n=700, heads=3, key_heads=3, d=8, e=8)
+    assert sum(share.stages[0].work.plan.blocks for share in shares(text, layout, heads=3, overlap="local")) > 0
+    for got, want in zip(run(problem, layout, overlap="local"), wanted(problem), strict=True):
         assert error(got, want) <= 1e-12
 
 
@@ -129,18 +141,23 @@ def shares(text, layout, heads=4, **options):
     return shares_of(Call(parse(text), layout, **options).problem(*inputs), layout, VirtualTransport(layout.world))
 
 
+def asked(share):
+    """The rows that each exchange of a share brings."""
+    return [stage.exchange.request.codes for stage in share.stages if stage.exchange is not None]
+
+
 def test_stages_stay_within_the_budget():
     layout, row_bytes = SequenceLayout.contiguous(512, 4), 2 * 16 * 4
     whole = shares("window:100", layout, overlap="local")
-    rows = len(whole[1].stages[1].exchange.request.codes)
+    rows = len(asked(whole[1])[0])
     budget = rows * row_bytes // 3
     staged = shares("window:100", layout, overlap="local", receive_budget=budget)
     assert len({len(share.stages) for share in staged}) == 1
     for before, share in zip(whole, staged, strict=True):
-        fetched = [stage.exchange.request.codes for stage in share.stages[1:]]
+        fetched = asked(share)
         # Two stages are here at a time.
         assert all(2 * len(codes) * row_bytes <= budget for codes in fetched)
-        assert torch.cat(fetched).sort().values.equal(before.stages[1].exchange.request.codes.sort().values)
+        assert torch.cat(fetched).sort().values.equal(asked(before)[0].sort().values)
 
 
 def test_queries_that_see_everything_fetch_nothing():
@@ -149,7 +166,7 @@ def test_queries_that_see_everything_fetch_nothing():
     assert fetching.share_of_ring == 1.0
     travelling = shares("window:3 | global:2;queries=1", layout, overlap="local")
     assert all(share.visit.tokens == 2 for share in travelling)
-    assert len(travelling[0].stages[1].exchange.request.codes) == 4 * 3
+    assert len(asked(travelling[0])[0]) == 4 * 3
     assert all(share.visit is None for share in shares("window:3 | global:2", layout, overlap="local"))
     assert all(share.visit is None for share in shares("window:3 | global:2;queries=1", layout))
 
@@ -229,6 +246,17 @@ def test_wrong_options_say_what_must_hold(change, says):
     shard = torch.zeros(1, 2, 70, 8)
     with pytest.raises(ValueError, match=says):
         context_parallel_attention(shard, shard, shard, "causal", SequenceLayout.contiguous(70, 1), **change)
+
+
+def test_a_group_that_cannot_carry_gpu_tensors_says_so(tmp_path):
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        with pytest.raises(ValueError, match="must meet a process group that carries them"):
+            check_group(None, 1, torch.device("cuda"))
+        check_group(None, 1, torch.device("cpu"))
+    finally:
+        dist.destroy_process_group()
 
 
 def test_an_assumption_that_cannot_be_is_refused():

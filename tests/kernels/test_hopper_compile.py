@@ -67,18 +67,20 @@ def needs_gluon():
 
 # A strided part spills addresses once a row, and at width 128 what its loader remembers of an item.
 @pytest.mark.parametrize(
-    ("d", "block", "dtype", "strided", "spilled"),
+    ("d", "block", "dtype", "kind", "spilled"),
     [
-        (64, 128, torch.bfloat16, False, 4),
-        (128, 128, torch.bfloat16, False, 4),
-        (128, 256, torch.float16, False, 4),
-        (64, 128, torch.bfloat16, True, 64),
-        (128, 128, torch.bfloat16, True, 256),
+        (64, 128, torch.bfloat16, "plain", 4),
+        (128, 128, torch.bfloat16, "plain", 4),
+        (128, 256, torch.float16, "plain", 4),
+        (64, 128, torch.bfloat16, "strided", 64),
+        (128, 128, torch.bfloat16, "strided", 96),
+        (128, 128, torch.bfloat16, "strided unevenly", 160),
     ],
 )
-def test_forward_fits_a_multiprocessor(d, block, dtype, strided, spilled, tmp_path):
+def test_forward_fits_a_multiprocessor(d, block, dtype, kind, spilled, tmp_path):
     from dilated_attention_pytorch.kernels.hopper_forward import attention_fwd_kernel
 
+    strided = kind != "plain"
     config = (hopper_backend.STRIDED_CONFIGS if strided else hopper_backend.FORWARD_CONFIGS)[d]
     rank = 5 if strided else 4
     rows, keys = descriptor(64, d, dtype, rank), descriptor(config.key_tile, d, dtype, rank)
@@ -87,7 +89,8 @@ def test_forward_fits_a_multiprocessor(d, block, dtype, strided, spilled, tmp_pa
     types |= dict.fromkeys(("q_rate", "q_longer", "k_rate", "k_longer"), "i32") | {"p_lse": "*fp32", "scale": "fp32"}
     types |= {"q_desc": rows, "k_desc": keys, "v_desc": keys, "o_desc": rows, "p_out": "*bf16"}
     types |= {"q_more": rows, "k_more": keys, "v_more": keys, "o_more": rows}
-    constants = dict.fromkeys([] if strided else ["p_out", "q_more", "k_more", "v_more", "o_more"]) | {
+    more = ["q_more", "k_more", "v_more", "o_more"]
+    constants = dict.fromkeys([] if kind == "strided unevenly" else more if strided else ["p_out", *more]) | {
         "BLOCK": block,
         "K_STAGES": config.k_stages,
         "V_STAGES": config.v_stages,
@@ -173,8 +176,8 @@ def test_strided_boxes_hold_every_token_once_and_nothing_else(n, rate):
     for box, first, residues in ((long, 0, axis.longer), (short, axis.longer, rate - axis.longer)):
         # Without a whole round of residues the short ones have no row, and their box is not used.
         residues = residues if first == 0 or n >= rate else 0
-        assert not residues or box.shape[2] == residues
-        for residue in range(residues):
+        assert (box is None) == (residues == 0) or box.shape[2] == residues or n < rate
+        for residue in range(residues if box is not None else 0):
             for row in range(box.shape[3]):
                 token = first + residue + rate * row
                 place = strides_sum(box, 1, 2, residue, row) + box.begin // tensor.element_size()

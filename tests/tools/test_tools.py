@@ -12,9 +12,10 @@ from cases import BY_NAME
 from oracle import answer
 
 from dilated_attention_pytorch import parse
-from dilated_attention_pytorch.tools import bench, report
+from dilated_attention_pytorch.tools import bench, page, trials
 from dilated_attention_pytorch.tools.gate import TOLERANCE, Computed, largest_error, sample
 from dilated_attention_pytorch.tools.measure import PeakMemory, readable_bytes
+from dilated_attention_pytorch.tools.suites import CLASSES, ON_THIS_MACHINE, suite
 
 GATED = ("causal", "dilated-ladder-causal", "dilated-empty-rows", "random", "gqa", "wide-value")
 
@@ -66,14 +67,15 @@ def small(monkeypatch: pytest.MonkeyPatch) -> bench.Group:
         bench.Case(name="longnet-ladder", pattern="dilated:256x2"),
     )
     group = bench.Group(n=512, d=16, heads=2, key_heads=2, cases=cases, peer_heads=1, rounds=(2, 2), judged=True)
-    monkeypatch.setattr(bench, "suite", lambda name: [group])
+    monkeypatch.setattr(bench, "suite", lambda name, device: [group])
     return group
 
 
 def test_results_are_one_line_a_subject_and_direction(small: bench.Group, tmp_path, capsys):
     out = tmp_path / "results" / "small.jsonl"
     assert bench.main(["--out", str(out)]) == 0
-    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    *lines, plans = [json.loads(line) for line in out.read_text().splitlines()]
+    assert plans["case"] == "plan cache" and plans["hits"] > plans["misses"]
     assert [(line["case"], line["direction"]) for line in lines] == [
         (case, direction) for case in ("dense", "window", "longnet-ladder") for direction in ("forward", "backward")
     ]
@@ -91,7 +93,7 @@ def test_a_wrong_result_is_reported_and_not_timed(small: bench.Group, tmp_path, 
     monkeypatch.setattr(bench, "largest_error", lambda *_: 1.0)
     out = tmp_path / "small.jsonl"
     assert bench.main(["--out", str(out)]) == 1
-    ours = [line for line in map(json.loads, out.read_text().splitlines()) if line["case"] != "dense"]
+    ours = [x for x in map(json.loads, out.read_text().splitlines()) if x["case"] not in ("dense", "plan cache")]
     assert len(ours) == 4
     assert all(line["p50_ms"] is None and not line["gate_passed"] for line in ours)
     assert "not timed" in capsys.readouterr().out
@@ -115,13 +117,85 @@ def test_bars_pass_at_the_limit_and_fail_beyond_it():
     assert bench.Bar("memory", 16.0, 16.0, " GiB").passed and not bench.Bar("memory", 16.1, 16.0, " GiB").passed
 
 
-@pytest.mark.parametrize("name", ["quick", "cpu", "million"])
-def test_suites_name_patterns_that_exist_and_cases_that_differ(name: str):
-    for group in bench.suite(name):
+def test_a_run_resumes_with_what_the_file_lacks(small: bench.Group, tmp_path, monkeypatch):
+    out = tmp_path / "small.jsonl"
+    assert bench.main(["--out", str(out)]) == 0
+    whole = out.read_text().splitlines()[:-1]
+    # The last case lost its second line, and the disk was full in the middle of another.
+    out.write_text("\n".join(whole[:-1]) + '\n{"case": "windo\n')
+    timed: list[str] = []
+    take_turns = bench.take_turns
+    monkeypatch.setattr(bench, "take_turns", lambda g, s, say: (timed.extend(x.case for x in s), take_turns(g, s, say)))
+    assert bench.main(["--out", str(out), "--resume"]) == 0
+    assert timed == ["dense", "longnet-ladder"]
+    found = [bench.key_of(line) for line in bench.known_lines(out) if line["case"] != "plan cache"]
+    assert sorted(map(str, found)) == sorted(str(bench.key_of(json.loads(line))) for line in whole)
+    assert bench.main(["--out", str(out), "--resume"]) == 0 and timed == ["dense", "longnet-ladder"]
+
+
+def test_a_line_after_half_a_line_is_whole(tmp_path):
+    out = tmp_path / "cut.jsonl"
+    out.write_text('{"case": "windo')
+    bench.append(out, {"case": "window"})
+    assert bench.known_lines(out) == [{"case": "window"}]
+
+
+def test_a_group_that_would_not_fit_is_not_begun(small: bench.Group, tmp_path, capsys):
+    assert bench.main(["--out", str(tmp_path / "small.jsonl"), "--memory", "0.0001"]) == 0
+    assert "Not begun" in capsys.readouterr().err and not (tmp_path / "small.jsonl").exists()
+
+
+def test_lines_are_printed_as_they_are_written(small: bench.Group, tmp_path, capsys):
+    out = tmp_path / "small.jsonl"
+    bench.main(["--out", str(out), "--json"])
+    assert capsys.readouterr().out == out.read_text()
+
+
+@pytest.mark.parametrize("name", ["quick", "cpu", "million", *ON_THIS_MACHINE])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_suites_name_patterns_that_exist_and_cases_that_differ(name: str, device: str):
+    for group in suite(name, device):
+        assert group.device == device and group.suite == name
         assert len({case.name for case in group.cases}) == len(group.cases)
         for case in group.cases:
-            parse(case.pattern).resolve(group.n, group.heads)
+            assert (case.module in CLASSES) != bool(case.pattern)
+            if case.pattern:
+                parse(case.pattern).resolve(group.n, group.heads)
         assert replace(group, n=1).label != group.label
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_every_class_passes_its_gate_and_a_wrong_one_does_not(name: str, monkeypatch: pytest.MonkeyPatch):
+    module = trials.build(name, 512, 4, 16, "cpu")
+    given = trials.arguments(module, tuple(torch.randn(1, 4, 512, 16) for _ in range(3)))
+    assert trials.module_error(module, given) < TOLERANCE[torch.float32]
+    call = trials.call
+    monkeypatch.setattr(trials, "call", lambda m, x: call(m, x) + (1e-3 if x[0].dtype == torch.float32 else 0.0))
+    assert trials.module_error(module, given) > TOLERANCE[torch.float32]
+
+
+def test_classes_and_ranks_are_measured(tmp_path, monkeypatch):
+    cases = (
+        bench.Case(name="DilatedAttention", module="DilatedAttention"),
+        bench.Case(name="MultiheadDilatedAttention", module="MultiheadDilatedAttention"),
+        bench.Case(name="window on 2 ranks", pattern="window:64", ranks=2),
+    )
+    group = bench.Group(n=512, d=16, heads=2, key_heads=2, cases=cases, peer_heads=1, rounds=(1, 1), suite="few")
+    monkeypatch.setattr(bench, "suite", lambda name, device: [group])
+    assert bench.main(["--out", str(tmp_path / "few.jsonl")]) == 0
+    *lines, _ = bench.known_lines(tmp_path / "few.jsonl")
+    assert len(lines) == 8 and all(line["gate_passed"] and line["p50_ms"] > 0 for line in lines)
+    ranks = next(line for line in lines if "ranks" in line)
+    assert 0 < ranks["received_bytes"] < ranks["ring_bytes"]
+
+
+def test_no_length_is_tried_that_is_forecast_not_to_fit():
+    tried = []
+    attempt = trials.within(tried.append, 2**30, 8, 64)
+    attempt(2**16)
+    with pytest.raises(torch.OutOfMemoryError):
+        attempt(2**24)
+    assert tried == [2**16]
 
 
 def test_peak_memory_counts_what_was_allocated():
@@ -133,11 +207,12 @@ def test_peak_memory_counts_what_was_allocated():
 
 
 def test_charts_are_well_formed_and_hold_every_point():
-    chart = report.log_chart({"a < b": [(1024.0, 0.01), (2048.0, 2.0)], "none": []}, "tokens", "time")
+    chart = page.log_chart({"a < b": [(1024.0, 0.01), (2048.0, 2.0)], "none": []}, "tokens", "time")
     root = ElementTree.fromstring(chart)
     assert len(root.findall("circle")) == 2
-    page = report.page("t & u", [chart, report.table(["x"], [["<1>"]]), report.preformatted("a<b")])
-    assert "&lt;1&gt;" in page and "t &amp; u" in page and "http" not in page
+    parts = [page.Chart("c", "c", chart), page.Table(["x"], [["<1>"]]), page.Preformatted("a<b")]
+    whole = page.as_html("t & u", parts)
+    assert "&lt;1&gt;" in whole and "t &amp; u" in whole and "http" not in whole
 
 
 @pytest.mark.parametrize(("count", "text"), [(12, "12 B"), (1536, "1.5 KiB"), (3 * 2**40, "3072.0 GiB")])

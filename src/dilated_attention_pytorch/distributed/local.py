@@ -209,9 +209,10 @@ def _call_inside(
     positions = None
     if settings.dropout_p:
         positions = query_tokens.expand(2, query.shape[1], -1).contiguous()
-    tensors = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, shard.key, shard.value))
+    query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, shard.key, shard.value))
     scale, _, dropout_p, seed = settings
-    return AttentionCall(*tensors, work.plan, scale, shard.padding, dropout_p, seed, positions=positions)
+    padding = shard.padding
+    return AttentionCall(query, key, value, work.plan, scale, padding, dropout_p, seed, positions=positions)
 
 
 class _Buffers:

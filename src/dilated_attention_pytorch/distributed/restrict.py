@@ -160,13 +160,15 @@ class _Cut:
             _Kind(*facts) if facts[0] >= 0 else None for facts in zip(classes, offsets, key_offsets, strict=True)
         ]
         self.kinds = sorted({kind for kind in self.kind_of if kind is not None})
+        self.listed = {kind: self._listed(kind) for kind in sorted({kind.walk_class for kind in self.kinds})}
         every = torch.arange(part.queries.tiles)
+        if pairs.far or pairs.edges:
+            every = torch.unique(torch.cat([query for query, _, _ in self.listed.values()]))
         own = {kind: self._query_places(every, kind.offset) for kind in self.kinds}
         holding = torch.stack([(rows >= 0).any(1) for rows in own.values()]).any(0)
         self.tiles = every[holding]
         """int64 [T]: query tiles of the plan that hold a query of this rank, for some head"""
         self.own = own if len(self.tiles) == len(every) else {kind: rows[holding] for kind, rows in own.items()}
-        self.entries: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
         self.met = {kind: self._meetings(kind) for kind in self.kinds}
         self.key_tiles = torch.unique(torch.cat([met.tiles for met in self.met.values()]))
         self.slots = [self._slots(group) for group in range(key_heads)]
@@ -253,20 +255,27 @@ class _Cut:
         met = needed.any(1)
         return _Meetings(row, tile, self.masks.taken(mask, there, which), tiles[met], needed[met])
 
-    def _entries(self, walk_class: int) -> tuple[Tensor, Tensor, Tensor]:
-        if walk_class not in self.entries:
-            walk = self.source.by_query
-            rows = walk.rows[walk_class * self.source.queries.tiles + self.tiles]
-            entries = Walk(rows, walk.full, walk.partial, walk.mask, walk.order).entries()
+    def _listed(self, walk_class: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Query tile, key tile and mask of what one class meets, as far as tiles alone can tell it is asked for."""
+        walk, tiles = self.source.by_query, self.source.queries.tiles
+        rows = walk.rows[walk_class * tiles : (walk_class + 1) * tiles]
+        query, key, mask = Walk(rows, walk.full, walk.partial, walk.mask, walk.order).entries()
+        if self.pairs.far or self.pairs.edges:
+            dropped = lies_inside(self.source.keys, self.layout, self.rank, self.size)[0][key]
             if self.pairs.edges:
-                queries, keys = (
-                    lies_inside(axis, self.layout, self.rank, self.size, least)[0]
-                    for axis, least in ((self.source.queries, self.pairs.travelling), (self.source.keys, 0))
-                )
-                kept = ~(queries[self.tiles][entries[0]] & keys[entries[1]])
-                entries = tuple(column[kept] for column in entries)
-            self.entries[walk_class] = entries
-        return self.entries[walk_class]
+                least = self.pairs.travelling
+                dropped &= lies_inside(self.source.queries, self.layout, self.rank, self.size, least)[0][query]
+            query, key, mask = query[~dropped], key[~dropped], mask[~dropped]
+        return query, key, mask
+
+    def _entries(self, walk_class: int) -> tuple[Tensor, Tensor, Tensor]:
+        """The same with query tiles counted among those of this cut."""
+        query, key, mask = self.listed[walk_class]
+        if len(self.tiles) == self.source.queries.tiles:
+            return query, key, mask
+        row = torch.searchsorted(self.tiles, query).clamp(max=max(len(self.tiles) - 1, 0))
+        here = self.tiles[row] == query if len(self.tiles) else torch.zeros_like(query, dtype=torch.bool)
+        return row[here], key[here], mask[here]
 
     def _slots(self, group: int) -> list[int]:
         """Residues that the query heads of one key head sample, a slot for each."""

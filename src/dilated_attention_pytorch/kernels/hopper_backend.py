@@ -13,7 +13,6 @@ from torch import Tensor
 from ..plan.plan import Plan
 from .hopper_launch import OPTIONS, Entry, Maps, boxes_of, compiled_entry, describe, item_counter, launch, tma_strides
 from .hopper_work import Step, steps_of
-from .hopper_work import is_regular as _is_regular  # noqa: F401
 from .registry import AttentionCall, Forward, Gradients
 
 LOG2_E = math.log2(math.e)
@@ -236,7 +235,7 @@ class PartLaunch:
         work = self.work
         self.lists = work.items, work.full, work.partial, work.tiles, self.masks
         self.addresses = tuple(tensor.data_ptr() for tensor in self.lists)
-        self.identity = ("forward", self.index, query.dtype, d, plan.block_size, config, step.strided)
+        self.identity = ("forward", self.index, query.dtype, d, plan.block_size, config, step.shape)
         self.entry: Entry | None = None
         self.axes = (step.queries, step.keys) if step.strided else (None, None)
         queries, keys = self.axes

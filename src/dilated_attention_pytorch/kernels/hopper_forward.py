@@ -74,9 +74,9 @@ def wait_until_used(used, tile):
 
 @gluon.jit
 def load_tiles(
-    q_desc, q_more, k_desc, k_more, v_desc, v_more, o_desc, o_more, p_lse, b_q, b_k, b_v, b_old, b_lse, b_item, b_tile,
+    q_desc, q_more, k_desc, k_more, v_desc, v_more, o_desc, o_more, b_q, b_k, b_v, b_old, b_item, b_tile,
     q_full, q_empty, k_full, v_full, old_full, old_empty, used, p_work, p_full, p_partial, p_tiles, p_next, items,
-    items_a_batch, heads, group, n, q_rate, q_longer, k_rate, k_longer, BLOCK: gl.constexpr, K_STAGES: gl.constexpr,
+    items_a_batch, group, n, q_rate, q_longer, k_rate, k_longer, BLOCK: gl.constexpr, K_STAGES: gl.constexpr,
     V_STAGES: gl.constexpr, Q_STAGES: gl.constexpr, DYNAMIC: gl.constexpr,
 ):  # fmt: skip
     """The loader warp: Q of an item, then K and V of each of its tiles, as buffers come free."""
@@ -142,11 +142,7 @@ def load_tiles(
         if STRIDED:
             # What parts before this one left of the rows. Asked for last, so that no tile waits until the rows of the
             # item before have been read; it is still there some tiles before it is needed.
-            row = gl.arange(0, 2 * ROWS, gl.BlockedLayout([4], [32], [1], [0]))
-            p_own = p_lse + (batch * heads + head).to(gl.int64) * n + o_query + row * q_rate
-            old = gl.load(p_own, mask=row < rows, other=-float("inf"))
             mbarrier.wait(old_empty.index(0), (item_count & 1) ^ 1)
-            b_lse.store(old)
             mbarrier.expect(old_full.index(0), 2 * q_desc.block_type.nbytes)
             for half in gl.static_range(2):
                 token = o_query + half * ROWS * q_rate
@@ -306,7 +302,7 @@ def joined(row_max, total, old):
 
 @gluon.jit
 def attend_rows(
-    C: gl.constexpr, o_desc, p_out, p_lse, b_q, b_k, b_v, b_old, b_lse, b_item, b_tile,
+    C: gl.constexpr, o_desc, p_out, p_lse, b_q, b_k, b_v, b_old, b_item, b_tile,
     q_full, q_empty, k_full, v_full, old_full, old_empty, used, p_bits,
     heads, n, o_batch, o_head, o_row_stride, q_rate, scale, BLOCK: gl.constexpr, K_STAGES: gl.constexpr,
     V_STAGES: gl.constexpr, Q_STAGES: gl.constexpr, PING_PONG: gl.constexpr,
@@ -358,6 +354,14 @@ def attend_rows(
                 scores_layout, C, BLOCK, K_STAGES, V_STAGES, PING_PONG,
             )  # fmt: skip
 
+        batch = read(item, ITEM_BATCH)
+        head = read(item, ITEM_HEAD)
+        p_head = p_lse + (batch * heads + head).to(gl.int64) * n
+        if STRIDED:
+            # Asked for before the last products, which hide how long it takes.
+            row = C * ROWS + gl.arange(0, ROWS, score_rows)
+            p_row = p_head + read(item, ITEM_ROW) + row * q_rate
+            old = gl.load(p_row, mask=row < read(item, ITEM_ROWS), other=-float("inf"))
         # Last values of this row and first scores of the next item share a turn. After the last item the scores
         # are computed from stale buffers and never read.
         operand = as_operand(weights, acc, b_v)
@@ -379,18 +383,14 @@ def attend_rows(
             b_q.index(next_slot * 2 + C).reshape([ROWS, D]), k, zero, use_acc=False, is_async=True
         )
         pass_turn(C, PING_PONG)
-        batch = read(item, ITEM_BATCH)
-        head = read(item, ITEM_HEAD)
         b_o = b_q.index(q_slot * 2 + C)
-        p_head = p_lse + (batch * heads + head).to(gl.int64) * n
         if STRIDED:
             first = read(item, ITEM_ROW)
             rows = read(item, ITEM_ROWS)
             acc = warpgroup_mma_wait(1, deps=(acc_token,))
             total = gl.convert_layout(gl.sum(row_sum, 1), score_rows)
             mbarrier.wait(old_full.index(0), (item_count - 1) & 1)
-            old = b_lse.slice(C * ROWS, ROWS).load(score_rows) * LOG2_E
-            new_factor, old_factor, both = joined(row_max, total, old)
+            new_factor, old_factor, both = joined(row_max, total, old * LOG2_E)
             b_before = b_old.index(C).reshape([ROWS, D])
             out = rescale(acc, new_factor) + rescale(b_before.load(acc_layout).to(gl.float32), old_factor)
             b_rows = b_o.reshape([ROWS, D])
@@ -399,8 +399,7 @@ def attend_rows(
             p_own, exist = row_pointers(p_rows, first, q_rate, rows, o_row_stride, C, D)
             gl.store(p_own, b_rows.load(p_own.type.layout), mask=exist)
             mbarrier.arrive(old_empty.index(0), count=1)
-            row = C * ROWS + gl.arange(0, ROWS, score_rows)
-            gl.store(p_head + first + row * q_rate, both * LN2, mask=row < rows)
+            gl.store(p_row, both * LN2, mask=row < rows)
             # The loader's copies into this buffer come after what was written to it here.
             fence_async_shared()
         else:
@@ -450,7 +449,6 @@ def attention_fwd_kernel(
     b_k = gl.allocate_shared_memory(dtype, ring(K_STAGES, k_desc), k_desc.layout)
     b_v = gl.allocate_shared_memory(dtype, ring(V_STAGES, v_desc), v_desc.layout)
     b_old = gl.allocate_shared_memory(dtype, ring(2, o_desc) if STRIDED else [1], q_desc.layout if STRIDED else note)
-    b_lse = gl.allocate_shared_memory(gl.float32, [2 * ROWS], note)
     old_full = gl.allocate_shared_memory(gl.int64, [1, 1], barrier)
     old_empty = gl.allocate_shared_memory(gl.int64, [1, 1], barrier)
     mbarrier.init(old_full.index(0), count=1)
@@ -473,22 +471,22 @@ def attention_fwd_kernel(
     gl.warp_specialize(
         [
             (attend_rows, (
-                0, o_desc, p_out, p_lse, b_q, b_k, b_v, b_old, b_lse, b_item, b_tile,
+                0, o_desc, p_out, p_lse, b_q, b_k, b_v, b_old, b_item, b_tile,
                 q_full, q_empty, k_full, v_full, old_full, old_empty, used,
                 p_bits, heads, n, o_batch, o_head, o_row, q_rate, scale,
                 BLOCK, K_STAGES, V_STAGES, Q_STAGES, PING_PONG,
             )),
             (attend_rows, (
-                1, o_desc, p_out, p_lse, b_q, b_k, b_v, b_old, b_lse, b_item, b_tile,
+                1, o_desc, p_out, p_lse, b_q, b_k, b_v, b_old, b_item, b_tile,
                 q_full, q_empty, k_full, v_full, old_full, old_empty, used,
                 p_bits, heads, n, o_batch, o_head, o_row, q_rate, scale,
                 BLOCK, K_STAGES, V_STAGES, Q_STAGES, PING_PONG,
             )),
             (load_tiles, (
-                q_desc, q_more, k_desc, k_more, v_desc, v_more, o_desc, o_more, p_lse,
-                b_q, b_k, b_v, b_old, b_lse, b_item, b_tile,
+                q_desc, q_more, k_desc, k_more, v_desc, v_more, o_desc, o_more,
+                b_q, b_k, b_v, b_old, b_item, b_tile,
                 q_full, q_empty, k_full, v_full, old_full, old_empty, used,
-                p_work, p_full, p_partial, p_tiles, p_next, items, items_a_batch, heads, group, n,
+                p_work, p_full, p_partial, p_tiles, p_next, items, items_a_batch, group, n,
                 q_rate, q_longer, k_rate, k_longer, BLOCK, K_STAGES, V_STAGES, Q_STAGES, DYNAMIC,
             )),
         ],

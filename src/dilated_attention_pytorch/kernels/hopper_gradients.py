@@ -157,7 +157,7 @@ class PartBackward:
         self.joins = joins
         self.adds = joins or step.strided
         self.axes = (step.queries, step.keys) if step.strided else (None, None)
-        self.identity = self.device.index, query.dtype, self.d, plan.block_size, config, fused, step.strided, joins
+        self.identity = self.device.index, query.dtype, self.d, plan.block_size, config, fused, step.shape, joins
         self.entries: dict[str, Entry | None] = {}
         self.maps: dict[str, Maps] = {}
         self.by_key = step.held(group, by_key=True)

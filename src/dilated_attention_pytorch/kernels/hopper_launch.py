@@ -46,7 +46,8 @@ class Box(NamedTuple):
 def boxes_of(tensor: Tensor, axis: Strides | None) -> tuple[Box, Box | None]:
     """A tensor as its own box; on a strided axis as two (B, H, residues, rows of each, D).
 
-    The first has the residues with fewer rows, the second those with one more; neither reaches out of the tensor.
+    The first has the residues with fewer rows, the second those with one more, where there are any; neither reaches out
+    of the tensor.
     """
     strides = tma_strides(tensor)
     if axis is None:
@@ -58,7 +59,7 @@ def boxes_of(tensor: Tensor, axis: Strides | None) -> tuple[Box, Box | None]:
     short = Box((batch, heads, fewer, rows, d), strides, axis.longer * step * tensor.element_size())
     long = Box((batch, heads, axis.longer, rows + 1, d), strides)
     # A descriptor must not be empty; one that would be is never used.
-    return (short if rows else long), (long if axis.longer else short)
+    return (short if rows else long), (long if axis.longer else None)
 
 
 class _Place(NamedTuple):

@@ -58,15 +58,18 @@ def copy_rows_in(desc, more, batch, head, token, rate, longer, full, buffer):
     """Start copying the rows from a token on, `rate` tokens apart.
 
     A descriptor (batch, head, token, column) has adjacent rows. Of five dimensions, (batch, head, residue, row,
-    column), there are two: the first `longer` residues have a row more than the others and are described by `more`.
+    column), there are two: the first `longer` residues have a row more than the others and are described by `more`,
+    which is None when there are none.
     """
-    if len(desc.block_shape) == 5:
+    if len(desc.block_shape) == 4:
+        copy_in(desc, [batch, head, token, 0], full, buffer)
+    elif more is None:
+        copy_in(desc, [batch, head, token % rate, token // rate, 0], full, buffer)
+    else:
         residue = token % rate
         row = token // rate
         copy_in(more, [batch, head, residue, row, 0], full, buffer, pred=residue < longer)
         copy_in(desc, [batch, head, residue - longer, row, 0], full, buffer, pred=residue >= longer)
-    else:
-        copy_in(desc, [batch, head, token, 0], full, buffer)
 
 
 @gluon.jit
@@ -74,7 +77,9 @@ def add_rows_out(desc, more, batch, head, token, rate, longer, buffer):
     """Start adding rows in shared memory to those from a token on, `rate` tokens apart; descriptors as above."""
     residue = token % rate
     row = token // rate
-    if residue < longer:
+    if more is None:
+        add_out(desc, [batch, head, residue, row, 0], buffer)
+    elif residue < longer:
         add_out(more, [batch, head, residue, row, 0], buffer)
     else:
         add_out(desc, [batch, head, residue - longer, row, 0], buffer)

@@ -118,6 +118,8 @@ class Step:
         self.part = part
         self.strided = strided
         self.queries, self.keys = (Strides(axis.rate, ground.n % axis.rate) for axis in (part.queries, part.keys))
+        self.shape = strided, *(strided and axis.longer > 0 for axis in (self.queries, self.keys))
+        """What a kernel is compiled for: whether strided, and whether queries and keys have residues of two lengths."""
         self._held: dict[tuple[int, bool], HeldWork] = {}
 
     @cached_property

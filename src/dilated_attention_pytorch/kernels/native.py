@@ -93,12 +93,13 @@ def why_not(call: AttentionCall) -> str | None:
         return f"needs a CPU tensor, got {call.device}"
     if not sys.platform.startswith("linux"):
         return f"builds on Linux, got {sys.platform}"
-    if not library_path().exists():
-        return f"not built; run `{BUILD}` (needs g++)"
     try:
+        if not library_path().exists():
+            return f"not built; run `{BUILD}` (needs g++)"
         _library()
-    except OSError as error:
-        return f"cannot be loaded ({error}); delete it and run `{BUILD}`"
+    except (OSError, RuntimeError, AttributeError) as error:
+        # No home, one that may not be read, or a file that is no library of this kernel.
+        return f"cannot be loaded ({error}); delete it and run `{BUILD}`, or name another place in XDG_CACHE_HOME"
     return None
 
 
@@ -298,7 +299,8 @@ def _array(x: Tensor) -> _Array:
 @functools.cache
 def _library() -> ctypes.CDLL:
     library = ctypes.CDLL(str(library_path()))
-    assert library.call_bytes() == ctypes.sizeof(_Call)
+    if library.call_bytes() != ctypes.sizeof(_Call):
+        raise OSError(f"{library_path().name} was built from another source")
     return library
 
 

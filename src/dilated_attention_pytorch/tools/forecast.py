@@ -165,8 +165,8 @@ def show(found: dict[str, Any]) -> None:
         facts.append(
             (
                 f"each of {shape['ranks']} ranks",
-                f"{tokens_text(rank['tokens'])} tokens, receives {rank['received_is']} "
-                f"{readable_bytes(rank['received_bytes'])}, peak {readable_bytes(rank['peak_bytes']['forward'])} "
+                f"{tokens_text(rank['tokens'])} tokens, receives {readable_bytes(rank['received_bytes'])} "
+                f"({rank['received_is']}), peak {readable_bytes(rank['peak_bytes']['forward'])} "
                 f"forward, {readable_bytes(rank['peak_bytes']['training'])} in training",
             )
         )

@@ -456,13 +456,14 @@ def _plot(log: Path, place: Path) -> None:
     except ModuleNotFoundError:
         return
     lines = _lines(log)
-    axes = Figure(figsize=(7, 4)).add_subplot()
+    figure = Figure(figsize=(7, 4))
+    axes = figure.add_subplot()
     axes.plot([line["step"] for line in lines], [line["loss"] / math.log(2) for line in lines], label="training")
     held_out = [line for line in lines if "bits_per_byte" in line]
     axes.plot([line["step"] for line in held_out], [line["bits_per_byte"] for line in held_out], "o", label="held out")
     axes.set(xlabel="step", ylabel="bits per byte")
     axes.legend()
-    axes.figure.savefig(place)
+    figure.savefig(place)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -1,0 +1,283 @@
+"""The command `dap` as people run it: in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("typer")
+
+import torch
+
+from dilated_attention_pytorch import parse
+from dilated_attention_pytorch.kernels import native
+from dilated_attention_pytorch.tools import cli, forecast, memory
+from dilated_attention_pytorch.tools.measure import PeakMemory
+from dilated_attention_pytorch.tools.screen import tokens
+
+MODULE = [sys.executable, "-m", "dilated_attention_pytorch"]
+SCRIPT = Path(sys.executable).with_name("dap")
+
+
+@pytest.fixture
+def dap(tmp_path: Path):
+    def run(*words: str, entry: list[str] = MODULE, **environment: str) -> subprocess.CompletedProcess[str]:
+        places = {"XDG_CACHE_HOME": str(tmp_path / "cache"), "COLUMNS": "120"}
+        return subprocess.run(
+            [*entry, *words], capture_output=True, text=True, env={**os.environ, **places, **environment}, check=False
+        )
+
+    return run
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    """The same in this process, which has paid for importing torch: exit status, stdout, stderr."""
+    # The place of the built kernel is looked up once a process and must not be this one.
+    native.library_path()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+    def run(*words: str) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as left:
+            cli.main(list(words))
+        return (left.value.code or 0, *capsys.readouterr())
+
+    return run
+
+
+def schema(value: Any) -> Any:
+    """Names and kinds, without the values."""
+    if isinstance(value, dict):
+        return {name: schema(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [schema(value[0])] if value else []
+    return type(value).__name__
+
+
+def test_help_names_every_command_and_loads_no_torch(dap):
+    code = "import sys; sys.argv = ['dap', '--help']\ntry: import dilated_attention_pytorch.tools.cli as c; c.main()\nexcept SystemExit: print('torch' in sys.modules)"
+    found = dap(entry=[sys.executable, "-c", code])
+    assert found.stdout.splitlines()[-1] == "False"
+    for name in ("doctor", "plan", "show", "bench", "report", "tune"):
+        assert re.search(rf"\b{name}\b", found.stdout)
+
+
+def test_help_is_quick(dap):
+    took = []
+    for _ in range(5):
+        begun = time.perf_counter()
+        assert dap("--help").returncode == 0
+        took.append(time.perf_counter() - begun)
+        if took[-1] < 0.4:
+            return
+    # A machine that is busy with other things is not a slow command.
+    if os.getloadavg()[0] < (os.cpu_count() or 1):
+        raise AssertionError(f"dap --help took {min(took):.2f} s")
+
+
+def test_version_and_unknown_commands(dap):
+    entry = [str(SCRIPT)] if SCRIPT.exists() else MODULE
+    assert re.fullmatch(r"\d+\.\d+\.\d+\n", dap("--version", entry=entry).stdout)
+    wrong = dap("nonsense")
+    assert wrong.returncode == 2 and "nonsense" in wrong.stderr
+
+
+def test_a_machine_without_typer_is_told_what_to_install(dap):
+    code = "import sys; sys.modules['typer'] = None; from dilated_attention_pytorch.tools.cli import main; main(['doctor'])"
+    result = dap(entry=[sys.executable, "-c", code])
+    assert result.returncode == 1 and result.stderr.strip() == cli.CLI_MISSING
+    bare = "import sys; sys.modules['typer'] = sys.modules['rich'] = None; import dilated_attention_pytorch.tools.gpu"
+    assert dap(entry=[sys.executable, "-c", bare]).returncode == 0, "the benchmark runs where nothing can be installed"
+
+
+def test_a_pipe_gets_no_colours(dap):
+    result = dap("doctor", "--device", "cpu")
+    assert "\x1b" not in result.stdout + dap("--help").stdout and "native" in result.stdout
+
+
+def test_the_installed_command_is_the_module():
+    text = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    assert 'dap = "dilated_attention_pytorch.tools.cli:main"' in text
+
+
+def test_doctor_says_why_not(here):
+    found = json.loads(here("doctor", "--json", "--device", "cpu")[1])
+    kinds = schema(found)
+    assert set(kinds) == {"machine", "memory", "packages", "backends", "typical_calls"}
+    assert (
+        kinds["memory"] == {"free": "int", "total": "int"} and 0 < found["memory"]["free"] <= found["memory"]["total"]
+    )
+    by_name = {backend["name"]: backend for backend in found["backends"]}
+    assert by_name["cpu"] == {"name": "cpu", "ready": True, "why_not": None}
+    assert not by_name["triton"]["ready"] and "CUDA" in by_name["triton"]["why_not"]
+    assert [call["backend"] in ("native", "cpu") for call in found["typical_calls"]] == [True] * 3
+
+
+def test_plan_has_a_fixed_schema(here):
+    words = ("-p", "window:64 & causal", "-n", "4K", "--heads", "2", "--dtype", "fp32", "--device", "cpu", "--json")
+    status, stdout, _ = here("plan", *words)
+    assert status == 0
+    assert schema(json.loads(stdout)) == {
+        "pattern": "str",
+        "shape": {
+            "n": "int",
+            "heads": "int",
+            "key_heads": "int",
+            "d": "int",
+            "dtype": "str",
+            "batch": "int",
+            "backend": "str",
+            "device": "str",
+            "ranks": "int",
+        },
+        "tiles": "int",
+        "block_size": "int",
+        "density": "float",
+        "flops": {"forward": "int", "training": "int"},
+        "plan_bytes": "int",
+        "peak_bytes": {"forward": "int", "training": "int"},
+        "free_bytes": "int",
+        "fits": {"forward": "bool", "training": "bool"},
+        "longest": {"forward": "int", "training": "int"},
+        "seconds": "NoneType",
+        "dense": {"flops_forward": "int", "scores_bytes": "int", "seconds_forward": "NoneType"},
+        "rank": "NoneType",
+        "suggestions": ["str"],
+    }
+
+
+def test_a_plan_that_does_not_fit_exits_with_1_and_says_what_to_do(here):
+    status, stdout, _ = here("plan", "-p", "window:64", "-n", "64K", "--device", "cpu", "--memory", "0.2")
+    assert status == 1 and "Training fits up to" in stdout and "--ranks" in stdout
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("plan", "-p", "windo:64", "-n", "4K"),
+        ("plan", "-p", "window:64", "-n", "some"),
+        ("plan", "-p", "window:64", "-n", "4K", "--dtype", "int8"),
+        ("plan", "-p", "window:64", "-n", "4K", "--heads", "3", "--key-heads", "2"),
+        ("show", "-p", "causal", "-o", "picture.gif"),
+        ("show", "-p", "causal", "--head", "9"),
+        ("doctor", "--device", "tpu"),
+    ],
+)
+def test_wrong_use_is_explained_in_words_and_exits_with_2(here, words):
+    status, _, stderr = here(*words)
+    assert status == 2 and "Traceback" not in stderr and "must" in stderr
+
+
+def test_tune_measures_shows_and_clears(here, tmp_path):
+    made = json.loads(here("tune", "--json", "--device", "cpu")[1])
+    assert made["file"] == str(tmp_path / "cache" / "dilated_attention_pytorch" / "costs.json")
+    assert all(model["sparse_tile"] > 0 and model["measured"] for model in made["models"].values())
+    assert json.loads(here("tune", "show", "--json")[1]) == made
+    predicted = json.loads(here("plan", "-p", "window:64", "-n", "4K", "--device", "cpu", "--json")[1])
+    assert predicted["seconds"]["training"] > predicted["seconds"]["forward"] > 0
+    assert json.loads(here("tune", "clear", "--json")[1])["models"] == {}
+
+
+@pytest.mark.parametrize("kind", ["txt", "svg", "png", "html"])
+def test_show_writes_every_kind(here, tmp_path, kind):
+    out = tmp_path / f"deep/map.{kind}"
+    assert here("show", "-p", "window:64 | global:8", "-n", "256", "-o", str(out))[0] == 0
+    assert out.stat().st_size > 500
+
+
+@pytest.mark.parametrize(
+    ("text", "count"), [("4096", 4096), ("64K", 65536), ("1.5k", 1536), ("1M", 2**20), ("1_000", 1000)]
+)
+def test_tokens_are_read_with_units(text: str, count: int):
+    assert tokens(text) == count
+
+
+def test_every_command_offered_builds():
+    from typer.main import get_command
+
+    for name in cli.offered():
+        command = get_command(cli.build(name)).commands[name]
+        assert command.callback is not None
+
+
+def test_json_of_show_is_the_map(here):
+    assert json.loads(here("show", "-p", "causal", "-n", "4", "--json")[1])["maps"][0]["share"][1] == [
+        1.0,
+        1.0,
+        0.0,
+        0.0,
+    ]
+
+
+MEASURED = """
+import json, sys, torch
+import dilated_attention_pytorch as dap
+from dilated_attention_pytorch.tools.forecast import DTYPES, forecast
+from dilated_attention_pytorch.tools.measure import PeakMemory
+def call(n, heads, key_heads, dtype, text, grad):
+    q, k, v = (torch.randn(1, h, n, 64, dtype=dtype).requires_grad_(grad) for h in (heads, key_heads, key_heads))
+    out = dap.attention(q, k, v, text, enable_gqa=True)
+    return torch.autograd.grad(out, (q, k, v), torch.randn_like(out)) if grad else out
+for text, n, heads, key_heads, kind in json.loads(sys.argv[1]):
+    dtype, found = getattr(torch, DTYPES[kind]), []
+    for grad in (False, True):
+        call(256, heads, key_heads, dtype, text, grad)
+        dap.plan_cache.clear()
+        with PeakMemory("cpu") as peak:
+            call(n, heads, key_heads, dtype, text, grad)
+        found.append(peak.extra)
+    told = forecast(text, n, heads, key_heads, 64, kind, 1, 1, "cpu", 2**40)["peak_bytes"]
+    print(json.dumps([found, [told["forward"], told["training"]]]))
+"""
+PROBLEMS = [
+    ["window:256 & causal", 32768, 4, 4, "fp32"],
+    ["dilated:1024x1,4096x4", 32768, 4, 4, "fp32"],
+    ["random:0.01", 32768, 8, 2, "fp32"],
+    ["window:256 & causal", 32768, 4, 4, "bf16"],
+]
+
+
+def test_the_forecast_of_peak_memory_is_within_a_tenth():
+    with PeakMemory("cpu") as supported:
+        pass
+    if supported.extra is None:
+        pytest.skip("this system does not tell its peak memory")
+    # Freed memory goes back at once, so that what is resident is what is held.
+    settings = {"MALLOC_MMAP_THRESHOLD_": "1048576", "MALLOC_TRIM_THRESHOLD_": "0", "OMP_NUM_THREADS": "2"}
+    command = [sys.executable, "-c", MEASURED, json.dumps(PROBLEMS)]
+    run = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **settings}, check=True)
+    for problem, line in zip(PROBLEMS, run.stdout.splitlines(), strict=True):
+        measured, told = json.loads(line)
+        assert told == pytest.approx(measured, rel=0.1), problem
+
+
+def test_the_longest_length_fits_and_a_tenth_more_does_not():
+    shape = memory.Shape(n=4096, heads=4, key_heads=4, d=64, dtype=torch.float32, backend="native")
+    for which, most in enumerate(memory.longest_that_fits(shape, (2**20, 1.0), 2**32)):
+        for n, fits in ((most, True), (most * 11 // 10, False)):
+            grown = replace(shape, n=n)
+            assert (memory.peaks(grown, 2**20 * n // 4096)[which] <= 2**32) is fits
+    assert memory.plan_growth(parse("documents:100,28"), forecast_plan()) is None
+
+
+def forecast_plan():
+    from dilated_attention_pytorch import make_plan
+
+    return make_plan(parse("documents:100,28"), 128, 1)
+
+
+def test_ranks_get_their_share():
+    whole = forecast.forecast("window:64", 32768, 2, 2, 64, "fp32", 1, 4, "cpu", 2**40)
+    rank = whole["rank"]
+    assert rank["tokens"] == 8192 and rank["received_is"] == "counted"
+    assert 0 < rank["received_bytes"] < whole["peak_bytes"]["forward"]
+    assert rank["peak_bytes"]["forward"] < 0.7 * whole["peak_bytes"]["forward"]

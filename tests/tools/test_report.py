@@ -1,0 +1,159 @@
+"""The report tells what the lines tell: the same bytes for the same lines, nothing lost, nothing run as markup."""
+
+from __future__ import annotations
+
+import json
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import pytest
+
+from dilated_attention_pytorch.tools import report
+from dilated_attention_pytorch.tools.headlines import HEADLINES, NOT_MEASURED
+
+FACTS = {
+    "device": "a <fast> CPU",
+    "threads": 2,
+    "cores": 2,
+    "git": "0123456789ab",
+    "torch": "2.13.0",
+    "triton": None,
+    "python": "3.11.7",
+}
+
+
+def line(suite: str, case: str, n: int, direction: str, ms: float, **rest: object) -> dict:
+    known = {
+        "suite": suite,
+        "case": case,
+        "backend": "native",
+        "direction": direction,
+        "pattern": "p",
+        "n": n,
+        "d": 64,
+        "heads": 8,
+        "key_heads": 8,
+        "dtype": "float32",
+        "p50_ms": ms,
+        "flops": 1e9,
+        "density": 0.02,
+        "relative_rate": {"sdpa": 1.1},
+        "peak_bytes": 2048 * n,
+        "gate_passed": True,
+    }
+    return {**known, **rest, **FACTS}
+
+
+@pytest.fixture
+def lines() -> list[dict]:
+    found = []
+    for n in (4096, 8192):
+        for direction, dense, sparse in (("forward", n / 10, n / 100), ("backward", n / 5, n / 60)):
+            found.append(
+                line("long", "dense", n, direction, dense / 2, backend="sdpa", heads=4, density=1.0, relative_rate={})
+            )
+            found += [line("long", f"random-{p}%", n, direction, sparse * p, density=p / 100) for p in (2, 5, 10)]
+    for name, ms, flops in (("2048x1", 10.0, 1.0), ("2048x1,4096x2,8192x4", 30.0, 2.5)):
+        found.append(line("dilation", f"dilated {name}", 16384, "forward", ms, flops=flops))
+    found += [line("variants", "DilatedAttention", 4096, way, 5.0) for way in ("forward", "backward")]
+    found.append(
+        line("distributed", "ladder | on 2 ranks", 4096, "forward", 9.0, ranks=2, received_bytes=100, ring_bytes=1000)
+    )
+    found.append({"suite": "long", "case": "plan cache", "hits": 97, "misses": 3, **FACTS})
+    extreme = {
+        "case": "extreme",
+        "direction": "forward",
+        "cap_gib": 8.0,
+        "limited_by": "memory",
+        "tried": 9,
+        "seconds": 1.5,
+    }
+    found.append({"suite": "extreme", "subject": "dilated", "n": 3_000_000, **extreme, **FACTS})
+    found.append({"suite": "extreme", "subject": "dense flash", "n": 9_000_000, **extreme, **FACTS})
+    found.append({"case": "billion", "tokens": 2**30, "rows_checked": 1024, "passed": True, "seconds": 60.0, **FACTS})
+    return found
+
+
+def written(folder: Path, lines: list[dict], *words: str) -> dict[str, bytes]:
+    folder.mkdir()
+    (folder / "lines.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
+    assert report.main([str(folder / "lines.jsonl"), "-o", str(folder / "out"), *words]) == 0
+    return {path.name: path.read_bytes() for path in (folder / "out").iterdir()}
+
+
+def test_the_same_lines_give_the_same_bytes_in_any_order(lines, tmp_path):
+    first, second = written(tmp_path / "a", lines), written(tmp_path / "b", lines[::-1])
+    assert first == second and {"report.md", "report.html"} < first.keys()
+
+
+def test_headlines_stand_beside_what_was_measured(lines):
+    page = report.benchmark_page(lines)
+    assert "| 3,000,000 tokens (dilated) within 8 GiB, limited by memory, a <fast> CPU |" in page
+    assert "97.0% of 100 calls" in page
+    assert "dilated: 3.00x the time for 2.50x the work" in page
+    assert "1,073,741,824 tokens in 60.0 s" in page
+    # (8192 / 10 + 8192 / 5) / (8192 / 50 + 8192 / 30)
+    assert "5.6x (random-2%, 2.0% kept)" in page
+    assert NOT_MEASURED not in page
+
+
+def test_what_the_data_lack_is_said_to_be_not_measured(lines):
+    page = report.benchmark_page([x for x in lines if x.get("suite") == "dilation"])
+    assert page.count(f"| {NOT_MEASURED} |") == len(HEADLINES) - 2
+
+
+def test_dense_time_counts_for_as_many_heads(lines):
+    page = report.benchmark_page(lines)
+    assert "| dense, torch | 410 | 819 |" in page
+
+
+def test_tables_of_every_suite_are_there(lines):
+    page = report.benchmark_page(lines)
+    for title in ("By length: a <fast> CPU", "Density: ", "Dilation", "Every class", "Ranks", "The longest sequence"):
+        assert title in page, title
+    assert "ladder \\| on 2 ranks" in page
+    assert "| 30 | 2048 | 3.00x | 2.50x | 1.20 |" in page
+    assert "| 100 B | 10.0% |" in page
+
+
+def test_names_are_escaped_in_html(lines, tmp_path):
+    html = written(tmp_path / "a", lines)["report.html"].decode()
+    assert "a &lt;fast&gt; CPU" in html and "<fast>" not in html and "http" not in html.replace("http-equiv", "")
+
+
+def test_charts_are_files_and_well_formed(lines, tmp_path):
+    files = written(tmp_path / "a", lines)
+    charts = [name for name in files if name.endswith(".svg")]
+    assert {"a-fast-cpu-time-8x64.svg", "a-fast-cpu-memory-8x64.svg"} < set(charts) and len(charts) == 3
+    for name in charts:
+        ElementTree.fromstring(files[name])
+        assert f"]({name})" in files["report.md"].decode()
+    assert b"stroke-dasharray" in files[next(name for name in charts if "density" in name)]
+
+
+def test_a_broken_line_is_told_with_its_number_and_skipped(lines, tmp_path, capsys):
+    path = tmp_path / "results.jsonl"
+    path.write_text(f'{json.dumps(lines[0])}\n{{"case": "windo\n[1, 2]\n\n{json.dumps(lines[1])}\n')
+    assert report.main([str(path), "-o", str(tmp_path / "out"), "--json"]) == 0
+    told = capsys.readouterr()
+    assert f"{path}:2: not a line of results, skipped\n{path}:3: not" in told.err
+    assert json.loads(told.out)["lines"] == 2
+
+
+def test_two_files_are_set_side_by_side(lines, tmp_path, capsys):
+    first, second = tmp_path / "first.jsonl", tmp_path / "second.jsonl"
+    timed = [x for x in lines if x.get("suite") == "long" and "p50_ms" in x]
+    first.write_text("".join(json.dumps(x) + "\n" for x in timed))
+    faster = [{**x, "p50_ms": x["p50_ms"] / 2} for x in timed[1:]]
+    second.write_text("".join(json.dumps(x) + "\n" for x in faster))
+    assert report.main([str(first), str(second), "--compare", "-o", str(tmp_path / "out")]) == 0
+    page = (tmp_path / "out" / "report.md").read_text()
+    assert "geometric mean 2.00x" in page and "Only in the first: 1 figures." in page
+    with pytest.raises(SystemExit):
+        report.main([str(first), "--compare"])
+
+
+def test_a_missing_file_is_said_to_be_missing(tmp_path, capsys):
+    with pytest.raises(SystemExit) as left:
+        report.main([str(tmp_path / "none.jsonl")])
+    assert left.value.code == 2 and "must be files that exist" in capsys.readouterr().err

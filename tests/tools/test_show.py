@@ -1,0 +1,245 @@
+"""`dap show`: the map counts what the pattern allows, and the page of it works in a real browser without network."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree as ElementTree
+from base64 import b64decode
+from collections.abc import Iterator
+from io import FileIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dilated_attention_pytorch import parse
+from dilated_attention_pytorch.tools.show import as_html, as_svg, as_text, draw_map, write_png
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+DRAWN = [
+    "full",
+    "causal",
+    "window:5,2",
+    "global:3;queries=1 | window:1",
+    "documents:40,24",
+    "strided:3;block=4",
+    "dilated:16x1,32x3",
+    "dilated:8x2,64x4;offset=block;overlap=union & causal",
+    "dilated:16x1,64x4;heads=split",
+    "random:0.3;block=4;seed=7",
+    "random:0.25;block=2;per_head=1 & causal",
+    "hierarchical:2x1,5x2,0x4;block=4",
+    "block_dilated:32x2;block=4",
+    "block_dilated:16x2;sparsity_ratio=0.5;block=4",
+    "blocks:0,0 1,-,1 3;block=16",
+    "(window:3 | strided:8) & causal",
+    "heads{window:2 / causal / full / strided:5}",
+]
+
+
+@pytest.mark.parametrize("text", DRAWN)
+@pytest.mark.parametrize("head", [0, 3])
+def test_cells_hold_the_share_of_allowed_pairs(text: str, head: int):
+    pattern = parse(text).resolve(64, 4)
+    drawn = draw_map(text, 64, 4, head, width=16)
+    for i, j in ((0, 0), (3, 1), (15, 15), (7, 9)):
+        allowed = [bool(pattern.allows(4 * i + a, 4 * j + b, head)) for a in range(4) for b in range(4)]
+        assert drawn.share[i][j] == sum(allowed) / 16
+
+
+def test_a_ragged_last_cell_counts_its_own_pairs():
+    assert draw_map("full", 10, 1, 0, width=4).share == [[1.0] * 4] * 4
+
+
+def test_a_long_map_comes_from_the_plan():
+    drawn = draw_map("window:1024", 65536, 2, 0, width=16)
+    assert drawn.cell == 4096 and drawn.share[0][0] > 0.2 and drawn.share[0][5] == 0
+    assert as_text(drawn).splitlines()[1] == "++" + "." * 14
+
+
+def test_the_svg_is_well_formed_and_escapes_its_title():
+    drawn = draw_map("window:2 | global:1", 32, 1, 0, width=32)._replace(title="<window & more>")
+    root = ElementTree.fromstring(as_svg([drawn, drawn]))
+    space = "{http://www.w3.org/2000/svg}"
+    assert len(root.findall(f"{space}g")) == 2
+    assert "<window & more>" in root.find(f"{space}g/{space}text").text
+
+
+def test_the_png_has_pixels(tmp_path):
+    pytest.importorskip("matplotlib")
+    write_png([draw_map("causal", 64, 1, 0, 32)], tmp_path / "a.png")
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_page_is_whole_and_data_cannot_end_its_script():
+    page = as_html(["</script><script>alert(1)"], 64, 4, 0)
+    assert page.count("</script>") == 1 and "http://" not in page and "https://" not in page
+
+
+ON_THREE_AND_FOUR = """
+import fcntl, os, sys
+far = [fcntl.fcntl(int(fd), fcntl.F_DUPFD, 10) for fd in sys.argv[1:3]]
+os.dup2(far[0], 3), os.dup2(far[1], 4)
+os.execv(sys.argv[3], sys.argv[3:])
+"""
+"""Chromium reads its commands from descriptor 3 and answers on 4."""
+
+
+class Browser:
+    """Headless Chromium, spoken to through a pipe."""
+
+    def __init__(self, folder: Path) -> None:
+        ours_in, theirs_out = os.pipe()
+        theirs_in, ours_out = os.pipe()
+        flags = ["--headless", "--no-sandbox", "--disable-gpu", "--remote-debugging-pipe", "--window-size=1280,900"]
+        launch = [sys.executable, "-c", ON_THREE_AND_FOUR, str(theirs_in), str(theirs_out), str(CHROMIUM), *flags]
+        self.process = subprocess.Popen(
+            [*launch, f"--user-data-dir={folder}"],
+            pass_fds=(theirs_in, theirs_out),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        for fd in (theirs_in, theirs_out):
+            os.close(fd)
+        self.reader, self.writer = FileIO(ours_in, "r"), FileIO(ours_out, "w")
+        self.rest, self.count, self.session = b"", 0, None
+        self.events: list[dict[str, Any]] = []
+
+    def send(self, method: str, **params: Any) -> dict[str, Any]:
+        self.count += 1
+        message = {"id": self.count, "method": method, "params": params}
+        if self.session:
+            message["sessionId"] = self.session
+        self.writer.write(json.dumps(message).encode() + b"\0")
+        while True:
+            while b"\0" not in self.rest:
+                got = self.reader.read(65536)
+                assert got, "Chromium ended"
+                self.rest += got
+            one, self.rest = self.rest.split(b"\0", 1)
+            answer = json.loads(one)
+            if answer.get("id") == self.count:
+                assert "error" not in answer, answer
+                return answer["result"]
+            self.events.append(answer)
+
+    def open(self, path: Path) -> None:
+        target = self.send("Target.createTarget", url="about:blank")["targetId"]
+        self.session = self.send("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        for domain in ("Page", "Runtime", "Network"):
+            self.send(f"{domain}.enable")
+        self.send("Page.navigate", url=path.as_uri())
+        while self.run("document.readyState") != "complete":
+            time.sleep(0.02)
+
+    def run(self, code: str) -> Any:
+        answer = self.send("Runtime.evaluate", expression=code, returnByValue=True, awaitPromise=True)
+        assert "exceptionDetails" not in answer, answer["exceptionDetails"]
+        return answer["result"].get("value")
+
+    def click(self, selector: str) -> None:
+        box = self.run(
+            f"(r => [r.x + r.width / 2, r.y + r.height / 2])(document.querySelector('{selector}').getBoundingClientRect())"
+        )
+        for kind in ("mousePressed", "mouseReleased"):
+            self.send("Input.dispatchMouseEvent", type=kind, x=box[0], y=box[1], button="left", clickCount=1)
+
+    def picture(self, index: int = 0) -> str:
+        """The pixels of a map, so that two can be told apart."""
+        return self.run(f"document.querySelectorAll('canvas')[{index}].toDataURL()")
+
+    def close(self) -> None:
+        self.process.terminate()
+        self.process.wait(10)
+        self.reader.close()
+        self.writer.close()
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    if CHROMIUM is None:
+        pytest.skip("Chromium is not installed (Debian: apt-get install chromium)")
+    folder = tmp_path_factory.mktemp("page")
+    started = Browser(folder / "profile")
+    page = folder / "page.html"
+    page.write_text(as_html(["dilated:16x1,64x4 & causal", "window:8 | global:4"], 256, 4, 0))
+    try:
+        started.open(page)
+        yield started
+    finally:
+        started.close()
+
+
+@pytest.mark.parametrize("text", DRAWN)
+def test_the_page_computes_what_the_library_computes(browser: Browser, text: str):
+    token = torch.arange(64)
+    for head in (0, 3):
+        wanted = parse(text).resolve(64, 4).multiplicity(token[:, None], token[None, :], head).expand(64, 64)
+        code = f"(() => {{ const m = parse({json.dumps(text)})(64, 4); return Array.from({{length: 4096}}, (_, i) => m(i >> 6, i & 63, {head})); }})()"
+        assert browser.run(code) == wanted.int().flatten().tolist()
+
+
+def test_the_page_draws_and_asks_nobody(browser: Browser):
+    def shot(visibility: str) -> bytes:
+        browser.run(f"document.querySelectorAll('canvas').forEach(c => {{ c.style.visibility = '{visibility}'; }})")
+        return b64decode(browser.send("Page.captureScreenshot", format="png")["data"])
+
+    # The same page without its maps compresses to fewer bytes: the maps are not blank.
+    assert len(shot("visible")) > len(shot("hidden")) + 500
+    shot("visible")
+    assert browser.picture(0) != browser.picture(1)
+    asked = [e["params"]["request"]["url"] for e in browser.events if e["method"] == "Network.requestWillBeSent"]
+    assert asked and all(url.startswith(("file:", "data:")) for url in asked)
+    assert not [e for e in browser.events if e["method"] in ("Runtime.exceptionThrown", "Log.entryAdded")]
+
+
+def test_sliders_and_families_change_the_drawing(browser: Browser):
+    seen = {browser.picture()}
+    for code in (
+        "(s => { s.value = 'random'; s.dispatchEvent(new Event('input')); })(document.querySelector('select'))",
+        "(s => { s.value = 60; s.dispatchEvent(new Event('input')); })(document.querySelector('[name=density]'))",
+        "(s => { s.value = 'dilated'; s.dispatchEvent(new Event('input')); })(document.querySelector('select'))",
+        "(s => { s.value = 8; s.dispatchEvent(new Event('input')); })(document.querySelector('[name=rate]'))",
+        "(s => { s.value = 4; s.dispatchEvent(new Event('input')); })(document.querySelector('[name=segment]'))",
+        "(s => { s.value = 1; s.dispatchEvent(new Event('input')); })(document.querySelector('#head'))",
+        "(s => { s.value = 9; s.dispatchEvent(new Event('input')); })(document.querySelector('#length'))",
+    ):
+        browser.run(code)
+        assert browser.picture() not in seen, code
+        seen.add(browser.picture())
+    before = browser.picture()
+    browser.click("[name=causal]")
+    assert browser.picture() != before
+    assert browser.run("document.querySelector('input[type=text]').value") == "dilated:16x1,128x8 & causal"
+
+
+def test_a_row_lights_its_keys_and_the_wheel_zooms(browser: Browser):
+    browser.run(
+        "(i => { i.value = 'window:3'; i.dispatchEvent(new Event('input')); })(document.querySelector('input[type=text]'))"
+    )
+    x, y, size = browser.run("(r => [r.x, r.y, r.width])(document.querySelector('canvas').getBoundingClientRect())")
+    before = browser.picture()
+    browser.send("Input.dispatchMouseEvent", type="mouseMoved", x=x + size / 2, y=y + size / 2)
+    assert browser.run("document.querySelector('.keys').textContent") == "query 256 sees 7 keys: 253-259"
+    assert browser.picture() != before
+    browser.send("Input.dispatchMouseEvent", type="mouseWheel", x=x + size / 2, y=y + size / 2, deltaX=0, deltaY=-100)
+    browser.run("new Promise(done => setTimeout(done, 60))")
+    assert browser.run("state.view.span") < 512
+    browser.click("#reset")
+    assert browser.run("state.view.span") == 512
+
+
+def test_the_theme_changes_and_a_wrong_text_is_explained(browser: Browser):
+    before = browser.run("getComputedStyle(document.body).backgroundColor")
+    browser.click("#theme")
+    assert browser.run("getComputedStyle(document.body).backgroundColor") != before
+    browser.run(
+        "(i => { i.value = 'windo:3'; i.dispatchEvent(new Event('input')); })(document.querySelector('input[type=text]'))"
+    )
+    assert "pattern name" in browser.run("document.querySelector('.wrong').textContent")

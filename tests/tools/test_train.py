@@ -1,0 +1,212 @@
+"""The training job: it learns, resumes exactly, stops cleanly, and gives the same losses over ranks."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from dilated_attention_pytorch.models import LongNetConfig, LongNetLM, config
+from dilated_attention_pytorch.tools import train
+
+SMALL = {
+    "d_model": 32,
+    "nhead": 4,
+    "num_decoder_layers": 2,
+    "dim_feedforward": 64,
+    "segment_lengths": (16, 64),
+    "dilation_rates": (1, 2),
+}
+OPTIONS = [
+    "--context",
+    "64",
+    "--steps",
+    "6",
+    "--warmup",
+    "2",
+    "--batch",
+    "2",
+    "--eval-every",
+    "3",
+    "--eval-windows",
+    "2",
+]
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(config.SIZES, "tiny", SMALL)
+    (tmp_path / "text").write_bytes(b"".join(b"%d squared is %d.\n" % (i, i * i) for i in range(600)))
+    monkeypatch.chdir(tmp_path)
+
+
+def run(*more: str, out: str = "run") -> int:
+    return train.main(["--data", "text", "--out", out, "--device", "cpu", *OPTIONS, *more])
+
+
+def log(out: str = "run") -> list[dict[str, float]]:
+    return [json.loads(line) for line in Path(out, "log.jsonl").read_text().splitlines()]
+
+
+def losses(out: str) -> list[float]:
+    return [line["loss"] for line in log(out)]
+
+
+def test_it_learns_and_says_so(capsys: pytest.CaptureFixture[str]):
+    assert run("--steps", "30", "--lr", "3e-3", "--sample", "20") == 0
+    lines = log()
+    assert [line["step"] for line in lines] == list(range(1, 31))
+    assert lines[-1]["loss"] < lines[0]["loss"] - 1
+    assert lines[-1]["bits_per_byte"] < 8
+    said = capsys.readouterr().out
+    assert "tokens/s" in said and "bits/byte" in said and "parameters" in said
+    assert Path("run", "checkpoint.pt").is_file() and Path("run", "loss.png").stat().st_size > 1000
+
+
+def test_a_resumed_run_is_an_uninterrupted_one():
+    dropping = ["--dropout", "0.2", "--accumulate", "2", "--save-every", "3"]
+    assert run(*dropping, out="whole") == 0
+    assert stop_after(3, *dropping, out="part") == 130
+    assert len(losses("part")) == 3
+    assert run(*dropping, "--resume", out="part") == 0
+    assert losses("part") == losses("whole")
+    assert [line.get("bits_per_byte") for line in log("part")] == [line.get("bits_per_byte") for line in log("whole")]
+    one, other = (torch.load(f"{out}/checkpoint.pt", weights_only=True) for out in ("whole", "part"))
+    assert all(torch.equal(tensor, other["model"][name]) for name, tensor in one["model"].items())
+
+
+def stop_after(step: int | None, *more: str, out: str) -> int:
+    """Run, with a Ctrl-C while that step is under way."""
+    original = train.Run.train_step
+
+    def interrupted(self: train.Run) -> tuple[float, float]:
+        if self.step + 1 == step:
+            os.kill(os.getpid(), signal.SIGINT)
+        return original(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train.Run, "train_step", interrupted)
+        return run(*more, out=out)
+
+
+def test_ctrl_c_saves_and_leaves(capsys: pytest.CaptureFixture[str]):
+    handler = signal.getsignal(signal.SIGINT)
+    assert stop_after(2, out="cut") == 130
+    assert signal.getsignal(signal.SIGINT) is handler
+    assert "stopped after step 2; go on with --resume" in capsys.readouterr().out
+    assert run("--resume", out="cut") == 0
+    assert run(out="whole") == 0
+    assert losses("cut") == losses("whole")
+
+
+def test_a_crash_after_a_checkpoint_loses_only_what_came_after():
+    assert run("--save-every", "2", out="whole") == 0
+    original = train.Run.train_step
+
+    def crashing(self: train.Run) -> tuple[float, float]:
+        if self.step == 5:
+            raise RuntimeError("out of luck")
+        return original(self)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError, match="out of luck"):
+        patch.setattr(train.Run, "train_step", crashing)
+        run("--save-every", "2", out="crashed")
+    with Path("crashed", "log.jsonl").open("a") as file:
+        file.write('{"step": 6, "lo')
+    assert run("--save-every", "2", "--resume", out="crashed") == 0
+    assert losses("crashed") == losses("whole")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--resume"], "resume must find a checkpoint"),
+        (["--context", "5000"], "data must be at least 100040 bytes"),
+        (["--data", "nowhere"], "data must be a file"),
+        (["--dtype", "int8"], "dtype must be one of auto, float32, bfloat16"),
+        (["--parallel", "pipeline"], "parallel must be one of data, context"),
+        (["--dense", "--pattern", "window:8"], "dense must come without a pattern"),
+        (["--batch", "0"], "batch must be >= 1"),
+        (["--size", "huge"], "size must be one of tiny"),
+    ],
+)
+def test_bad_options_are_refused(options: list[str], message: str):
+    with pytest.raises(ValueError, match=message):
+        run(*options)
+
+
+def test_a_resumed_run_keeps_its_settings():
+    assert run() == 0
+    with pytest.raises(ValueError, match="resume must have the settings of the run, got lr"):
+        run("--resume", "--lr", "0.5")
+
+
+def test_accumulation_is_a_larger_batch():
+    assert run("--batch", "4", out="large") == 0
+    assert run("--batch", "2", "--accumulate", "2", out="small") == 0
+    assert losses("small") == pytest.approx(losses("large"), rel=1e-5)
+
+
+def test_windows_are_a_function_of_seed_and_number():
+    corpus = train.Corpus(Path("text"), 64, 3)
+    again = train.Corpus(Path("text"), 64, 3)
+    assert all(torch.equal(corpus.window(i), again.window(i)) for i in range(20))
+    assert not torch.equal(corpus.window(0), train.Corpus(Path("text"), 64, 4).window(0))
+    text = Path("text").read_bytes()
+    held = bytes(corpus.held_out(0).tolist())
+    assert text.index(held) >= corpus.trained
+    assert all(text.index(bytes(corpus.window(i).tolist())) + 65 <= corpus.trained for i in range(50))
+
+
+def test_the_learning_rate_rises_and_falls():
+    settings = train.Settings(steps=100, warmup=10, lr=1.0)
+    rates = [train.learning_rate(settings, step) for step in range(101)]
+    assert rates[0] == pytest.approx(0.1) and max(rates) == rates[9] == 1.0
+    assert rates[10:] == sorted(rates[10:], reverse=True) and rates[-1] == pytest.approx(0.1)
+
+
+def test_the_demo_corpus_is_python_text_and_always_the_same(tmp_path: Path):
+    first = train.demo_corpus(tmp_path / "a", 200_000).read_bytes()
+    assert first == train.demo_corpus(tmp_path / "b", 200_000).read_bytes()
+    assert len(first) == 200_000 and first.count(b"def ") > 50
+
+
+def test_dense_twins_compute_full_attention():
+    model = LongNetLM(LongNetConfig.named("tiny", patterns=("full",)), dtype=torch.float64)
+    tokens = torch.randint(256, (2, 50))
+    wanted = model.loss(tokens)
+    train.use_dense(model)
+    assert model.loss(tokens).item() == pytest.approx(wanted.item(), rel=1e-10)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", ["data", "context"])
+def test_two_ranks_train_as_one(parallel: str, tmp_path: Path):
+    assert run("--steps", "3", out="one") == 0
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    code = (
+        "import sys; from dilated_attention_pytorch.models import config; from dilated_attention_pytorch.tools import train;"
+        f"config.SIZES['tiny'] = {SMALL!r}; sys.exit(train.main(sys.argv[1:]))"
+    )
+    given = ["--data", "text", "--out", "two", "--device", "cpu", *OPTIONS, "--steps", "3", "--parallel", parallel]
+    shared = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, *given], env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        )
+        for rank in range(2)
+    ]
+    assert [rank.wait(timeout=200) for rank in ranks] == [0, 0]
+    assert losses("two") == pytest.approx(losses("one"), rel=1e-4)
+    assert log("two")[-1]["bits_per_byte"] == pytest.approx(log("one")[-1]["bits_per_byte"], rel=1e-4)
+    assert math.isfinite(log("two")[-1]["grad_norm"])
