@@ -32,42 +32,64 @@ ARROWS: dict[str, set[str]] = {
     "ops": {"patterns", "plan", "kernels"} | LEAVES,
     "distributed": {"patterns", "plan", "kernels", "ops"} | LEAVES,
     "nn": {"patterns", "plan", "ops", "distributed"} | LEAVES,
-    "models": {"patterns", "nn"} | LEAVES,
+    "models": {"patterns", "ops", "nn"} | LEAVES,
     "integrations": {"patterns", "ops", "nn", "models"} | LEAVES,
 }
 """room -> rooms it may mention. `tools`, `compat` and the package itself may mention every public name."""
-FREE = {"tools", "compat", "__init__"}
+FREE = {"tools", "compat", "__init__", "__main__"}
 
 TENSORS = {"torch", "numpy"}
 OPTIONAL = {"triton", "typer", "rich", "matplotlib", "transformers", "jaxtyping"}
 
 MOST_LINES_A_FILE = 500
-MOST_LINES = 16_000
-MOST_FILES = 72
+MOST_LINES = {
+    "patterns": 1_200,
+    "plan": 2_500,
+    "kernels": 7_700,
+    "ops": 3_100,
+    "distributed": 4_400,
+    "nn": 4_000,
+    "models": 2_000,
+    "integrations": 300,
+    "tools": 6_800,
+}
+"""By room, so that one that grows is looked at; a new thing makes room for itself or argues for more here."""
+MOST_FILES = 150
 
 BANNED = ("v2", "new", "fixed", "improved", "optimized", "simple", "enhanced", "final", "true")
 
 PUBLIC_NAMES = [
+    "AdaptiveConfig",
     "Alibi",
     "AttentionOutput",
     "BackendUnsupported",
     "BlockDilated",
     "BlockLists",
+    "BlockSparseAdaptive",
     "BlockSparseHierarchical",
     "BlockSparseRingDilatedAttention",
+    "BlockSparseRingDistributedDilatedAttention",
     "BlockSparseRingMultiheadDilatedAttention",
     "BlockSparseTorchSparse",
     "Causal",
     "Dilated",
     "DilatedAttention",
+    "DilatedTransformerDecoderLayer",
+    "DilatedTransformerEncoderLayer",
+    "DistributedSparseConfig",
     "Documents",
     "Full",
     "Global",
     "Hierarchical",
     "HierarchicalConfig",
+    "ImportanceScorer",
     "ImprovedDilatedAttention",
     "ImprovedMultiheadDilatedAttention",
     "KVCache",
+    "LongNet",
+    "LongNetConfig",
+    "LongNetLM",
+    "MultiheadBlockSparseAdaptive",
     "MultiheadDilatedAttention",
     "MultiheadSparseAttention",
     "Packed",
@@ -81,9 +103,13 @@ PUBLIC_NAMES = [
     "RingDilatedAttention",
     "RingMultiheadDilatedAttention",
     "Rotary",
+    "SequenceLayout",
+    "SlideConfig",
+    "SlideEncoder",
     "SlidingWindow",
     "SparseAttention",
     "SparsePatternConfig",
+    "StreamedLayer",
     "Strided",
     "Xpos",
     "attention",
@@ -91,10 +117,15 @@ PUBLIC_NAMES = [
     "attention_step",
     "attention_with_lse",
     "backends",
+    "context_parallel_attention",
+    "context_parallel_attention_with_lse",
+    "context_parallel_loss",
+    "create_adaptive_block_sparse",
     "create_block_sparse_attention",
     "create_dilated_attention",
     "create_multihead_block_sparse",
     "create_multihead_dilated_attention",
+    "explain",
     "get_block_sparse_preset",
     "make_plan",
     "merge",
@@ -102,6 +133,9 @@ PUBLIC_NAMES = [
     "plan_cache",
     "replace_attention",
     "reproducible_gradients",
+    "shard_sequence",
+    "streamed_attention",
+    "unshard_sequence",
 ]
 
 
@@ -202,7 +236,8 @@ def test_only_ops_and_above_know_modules_and_process_groups():
 def test_files_and_lines_stay_within_the_budget():
     lines = {where(path): len(path.read_text().splitlines()) for path in SOURCES + NATIVE_SOURCES}
     assert {place: count for place, count in lines.items() if count > MOST_LINES_A_FILE} == {}
-    assert sum(lines.values()) <= MOST_LINES
+    for room, most in MOST_LINES.items():
+        assert sum(lines[where(path)] for path in SOURCES + NATIVE_SOURCES if room_of(path) == room) <= most, room
     assert len([path for path in SOURCES if path.name != "__init__.py"]) <= MOST_FILES
 
 

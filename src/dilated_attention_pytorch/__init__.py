@@ -13,17 +13,40 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .compat import ImprovedDilatedAttention, ImprovedMultiheadDilatedAttention
+    from .distributed import (
+        DistributedSparseConfig,
+        SequenceLayout,
+        context_parallel_attention,
+        context_parallel_attention_with_lse,
+        context_parallel_loss,
+        shard_sequence,
+        unshard_sequence,
+    )
     from .errors import BackendUnsupported
     from .kernels.registry import reproducible_gradients
+    from .models import (
+        DilatedTransformerDecoderLayer,
+        DilatedTransformerEncoderLayer,
+        LongNet,
+        LongNetConfig,
+        LongNetLM,
+        SlideConfig,
+        SlideEncoder,
+    )
     from .nn import (
+        AdaptiveConfig,
         Alibi,
+        BlockSparseAdaptive,
         BlockSparseHierarchical,
         BlockSparseRingDilatedAttention,
+        BlockSparseRingDistributedDilatedAttention,
         BlockSparseRingMultiheadDilatedAttention,
         BlockSparseTorchSparse,
         DilatedAttention,
         HierarchicalConfig,
+        ImportanceScorer,
         KVCache,
+        MultiheadBlockSparseAdaptive,
         MultiheadDilatedAttention,
         MultiheadSparseAttention,
         Position,
@@ -34,6 +57,7 @@ if TYPE_CHECKING:
         SparseAttention,
         SparsePatternConfig,
         Xpos,
+        create_adaptive_block_sparse,
         create_block_sparse_attention,
         create_dilated_attention,
         create_multihead_block_sparse,
@@ -41,8 +65,11 @@ if TYPE_CHECKING:
         get_block_sparse_preset,
         replace_attention,
     )
+    from .nn.streamed import StreamedLayer
     from .ops import AttentionOutput, attention, attention_rows, attention_with_lse, merge, plan_cache
     from .ops.decode import attention_step
+    from .ops.explain import explain
+    from .ops.streamed import streamed_attention
     from .patterns import (
         BlockDilated,
         BlockLists,
@@ -65,7 +92,10 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 # Importing torch takes seconds, and `dap --help` needs none of it: a name is looked up in these when it is asked for.
-_HOMES = ("errors", "patterns", "plan", "kernels.registry", "ops", "ops.decode", "nn", "compat")
+_HOMES = (
+    *("errors", "patterns", "plan", "ops", "ops.decode", "ops.explain", "ops.streamed", "kernels.registry"),
+    *("nn", "nn.streamed", "compat", "distributed", "models"),
+)
 
 
 def backends() -> tuple[str, ...]:
@@ -94,26 +124,37 @@ def __dir__() -> list[str]:
 
 
 __all__ = [
+    "AdaptiveConfig",
     "Alibi",
     "AttentionOutput",
     "BackendUnsupported",
     "BlockDilated",
     "BlockLists",
+    "BlockSparseAdaptive",
     "BlockSparseHierarchical",
     "BlockSparseRingDilatedAttention",
+    "BlockSparseRingDistributedDilatedAttention",
     "BlockSparseRingMultiheadDilatedAttention",
     "BlockSparseTorchSparse",
     "Causal",
     "Dilated",
     "DilatedAttention",
+    "DilatedTransformerDecoderLayer",
+    "DilatedTransformerEncoderLayer",
+    "DistributedSparseConfig",
     "Documents",
     "Full",
     "Global",
     "Hierarchical",
     "HierarchicalConfig",
+    "ImportanceScorer",
     "ImprovedDilatedAttention",
     "ImprovedMultiheadDilatedAttention",
     "KVCache",
+    "LongNet",
+    "LongNetConfig",
+    "LongNetLM",
+    "MultiheadBlockSparseAdaptive",
     "MultiheadDilatedAttention",
     "MultiheadSparseAttention",
     "Packed",
@@ -127,9 +168,13 @@ __all__ = [
     "RingDilatedAttention",
     "RingMultiheadDilatedAttention",
     "Rotary",
+    "SequenceLayout",
+    "SlideConfig",
+    "SlideEncoder",
     "SlidingWindow",
     "SparseAttention",
     "SparsePatternConfig",
+    "StreamedLayer",
     "Strided",
     "Xpos",
     "attention",
@@ -137,10 +182,15 @@ __all__ = [
     "attention_step",
     "attention_with_lse",
     "backends",
+    "context_parallel_attention",
+    "context_parallel_attention_with_lse",
+    "context_parallel_loss",
+    "create_adaptive_block_sparse",
     "create_block_sparse_attention",
     "create_dilated_attention",
     "create_multihead_block_sparse",
     "create_multihead_dilated_attention",
+    "explain",
     "get_block_sparse_preset",
     "make_plan",
     "merge",
@@ -148,4 +198,7 @@ __all__ = [
     "plan_cache",
     "replace_attention",
     "reproducible_gradients",
+    "shard_sequence",
+    "streamed_attention",
+    "unshard_sequence",
 ]

@@ -9,14 +9,15 @@ from dilated_attention_pytorch.kernels import flash4, flex
 from dilated_attention_pytorch.kernels.registry import AttentionCall, explain
 from dilated_attention_pytorch.plan import make_plan
 
-pytestmark = pytest.mark.gpu
+# Both projects, and torch while it compiles, warn of what they themselves will drop.
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 
 PROBLEMS = [
     Problem(name="causal", text="causal", n=640, heads=4, key_heads=2, d=64, e=64, block_size=128),
     Problem(name="window", text="window:200 & causal", n=640, batch=2, d=128, e=128, block_size=128),
     Problem(name="window-ragged", text="window:150", n=600, d=64, e=64, block_size=128),
     Problem(name="random", text="random:0.4;block=128;per_head=1", n=768, d=128, e=128, block_size=128),
-    Problem(name="empty-rows", text="blocks:0,,1 2;block=128", n=512, d=64, e=64, block_size=128),
+    Problem(name="empty-rows", text="blocks:0,,1 2;block=128", n=384, d=64, e=64, block_size=128),
 ]
 BITS = Problem(name="bits", text="window:60 | global:70", n=500, d=64, e=64, block_size=128)
 
@@ -54,4 +55,4 @@ def test_the_explanation_names_what_runs():
     plan = make_plan(PROBLEMS[0].pattern, 512, 2, 128, "cuda")
     told = explain(AttentionCall(query, query, query, plan, 0.1))
     assert told.backend == told.order[0] or told[told.order[0]] is not None
-    assert told["cpu"] == "needs a CPU tensor, got cuda"
+    assert told["cpu"] == f"needs a CPU tensor, got {query.device}"

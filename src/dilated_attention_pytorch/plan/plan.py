@@ -226,7 +226,7 @@ class Plan:
         return "\n".join([f"{self.name}: head {head}, a cell is {cell} x {cell} tokens", *rows])
 
     def cells(self, head: int = 0, width: int = 32) -> tuple[int, Tensor]:
-        """The map cut into at most `width` squared cells: tokens along a cell, and the computed share of each, float64."""
+        """The map in at most `width` squared cells: tokens along a cell, and the computed share of each, float64."""
         cell = max(1, -(-self.n // width))
         side = -(-self.n // cell)
         area = torch.zeros(side, side, dtype=torch.float64)
@@ -236,7 +236,7 @@ class Plan:
                 continue
             row, tile, _ = part.by_query.entries()
             mine = row // part.queries.tiles == own
-            # A tile spreads its elements evenly over the tokens it spans. In pieces: a long plan has millions of entries.
+            # A tile spreads its elements evenly over what it spans. In pieces: a long plan has millions of entries.
             for rows, tiles in zip((row[mine] % part.queries.tiles).split(2**16), tile[mine].split(2**16), strict=True):
                 q = self._spread(part.queries, rows, head, cell, side)
                 k = self._spread(part.keys, tiles, head, cell, side)

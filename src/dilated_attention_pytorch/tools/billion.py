@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 import time
 from bisect import bisect_left
 from pathlib import Path
@@ -240,7 +239,6 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         **how,
         **found,
         **known,
-        "git": known["git"] or os.environ.get("GIT_SHA"),
     }
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import os
 import time
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -233,7 +232,7 @@ def measure(
                 line |= {} if found.attempt is None else found.attempt._asdict()
             except (RuntimeError, AssertionError, TypeError) as error:
                 line["skipped"] = f"{type(error).__name__}: {error}".splitlines()[0][:200]
-            yield line | {"heads": HEADS, "head_dim": WIDTH, **known, "git": known["git"] or os.environ.get("GIT_SHA")}
+            yield line | {"heads": HEADS, "head_dim": WIDTH, **known}
 
 
 def describe(line: dict[str, Any]) -> str:

@@ -69,9 +69,7 @@ class Session:
         return time.monotonic() >= self.deadline
 
     def facts(self) -> dict[str, Any]:
-        known = facts(self.device)
-        sha = known["git"] or os.environ.get("GIT_SHA")
-        return {**known, "git": sha, "flash_attn_4": installed("flash-attn-4")}
+        return {**facts(self.device), "flash_attn_4": installed("flash-attn-4")}
 
 
 @lru_cache(maxsize=1)

@@ -126,7 +126,12 @@ def installed(package: str) -> str | None:
 
 
 def git_sha() -> str | None:
-    """Commit of the source tree this file lies in, with a plus where it has been edited."""
+    """Commit of the source tree this file lies in, with a plus where it has been edited.
+
+    GIT_SHA in the environment comes first, for sources that travel without their history.
+    """
+    if "GIT_SHA" in os.environ:
+        return os.environ["GIT_SHA"]
     here = Path(__file__).parent
     try:
         sha = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], cwd=here, capture_output=True, text=True)

@@ -341,8 +341,8 @@ def measure(suite: Suite, plays: list[Play] | None) -> Iterator[Line]:
 def judged(lines: list[Line]) -> list[Line]:
     """One row for each task and pattern, seeds averaged: quality retained, and whether the row counts."""
     found = []
-    for task in dict.fromkeys(line["task"] for line in lines):
-        rows = [line for line in lines if line["task"] == task]
+    for suite, task in dict.fromkeys((line["suite"], line["task"]) for line in lines):
+        rows = [line for line in lines if (line["suite"], line["task"]) == (suite, task)]
         means: dict[str, Line] = {}
         for row in rows:
             same = [other["quality"] for other in rows if other["pattern"] == row["pattern"]]
@@ -358,10 +358,12 @@ def judged(lines: list[Line]) -> list[Line]:
 def report(lines: list[Line]) -> str:
     """The rows as a page."""
     text = ["# What a pattern costs in quality", "", __doc__.partition("\n\n")[2].strip(), ""]
-    for task in dict.fromkeys(line["task"] for line in lines):
-        rows = [row for row in judged(lines) if row["task"] == task]
+    text += ["This page is written by `dap quality` from quality.jsonl, and so is the picture.", ""]
+    text += ["![Quality retained against speed-up](quality.png)", ""]
+    for suite, task in dict.fromkeys((line["suite"], line["task"]) for line in lines):
+        rows = [row for row in judged(lines) if (row["suite"], row["task"]) == (suite, task)]
         unit = "answers right" if task == "recall" else "bits/byte on the second edition"
-        text += [f"## {task.capitalize()}", ""]
+        text += [f"## {task.capitalize()}, suite {suite}", ""]
         if not rows[0]["counts"]:
             text += ["Dense attention did not learn the task in this run, so no row counts.", ""]
         text += [
@@ -396,15 +398,19 @@ def plot(lines: list[Line], place: Path) -> None:
         return
     figure = Figure(figsize=(7, 5))
     axes = figure.add_subplot()
-    for task in dict.fromkeys(line["task"] for line in lines):
-        rows = [row for row in judged(lines) if row["task"] == task and row["counts"]]
-        axes.plot([row["speedup"] for row in rows], [row["retained"] for row in rows], "o", label=task)
+    for suite, task in dict.fromkeys((line["suite"], line["task"]) for line in lines):
+        rows = [row for row in judged(lines) if (row["suite"], row["task"]) == (suite, task) and row["counts"]]
+        axes.plot([row["speedup"] for row in rows], [row["retained"] for row in rows], "o", label=f"{task}, {suite}")
         for row in rows:
             axes.annotate(row["pattern"], (row["speedup"], row["retained"]), fontsize=7)
     axes.set(xlabel="speed-up over dense attention", ylabel="quality retained", xscale="log")
     if lines:
         axes.legend()
     figure.savefig(place)
+
+
+def _read(log: Path) -> list[Line]:
+    return [json.loads(text) for text in log.read_text().splitlines()] if log.is_file() else []
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -438,7 +444,9 @@ def main(arguments: list[str] | None = None) -> int:
     if not given.report:
         plays = None if given.plays is None else read_plays(given.plays)
         suite = SUITES[given.suite]
+        others = [line for line in _read(log) if line["suite"] != given.suite]
         with log.open("w") as file:
+            file.writelines(json.dumps(line) + "\n" for line in others)
             for line in measure(suite, plays):
                 line = {"suite": given.suite, **line, **facts(suite.device)}
                 file.write(json.dumps(line) + "\n")
@@ -447,7 +455,7 @@ def main(arguments: list[str] | None = None) -> int:
                     f"{line['task']:<9} {line['pattern']:<15} quality {line['quality']:.3f}  {line['speedup']:.2f}x",
                     flush=True,
                 )
-    lines = [json.loads(text) for text in log.read_text().splitlines()]
+    lines = _read(log)
     (given.out / "quality.md").write_text(report(lines))
     plot(lines, given.out / "quality.png")
     return 0 if all(row["counts"] for row in judged(lines)) else 1
