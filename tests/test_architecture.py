@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -290,8 +291,9 @@ def test_public_names_are_these():
 
 
 def test_public_names_exist_and_are_documented():
-    bare = [name for name in dilated_attention_pytorch.__all__ if not getattr(dilated_attention_pytorch, name).__doc__]
-    assert bare == []
+    found = {name: getattr(dilated_attention_pytorch, name) for name in dilated_attention_pytorch.__all__}
+    assert [name for name, value in found.items() if not value.__doc__] == []
+    assert [name for name, value in found.items() if isinstance(value, ModuleType)] == []
 
 
 def test_importing_the_library_loads_no_optional_package():

@@ -13,6 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 SMALL = {
+    "adaptive_retrieval.py": ["--steps", "20"],
     "context_parallel.py": ["--ranks", "2", "--tokens", "150", "--steps", "3"],
     "custom_pattern.py": ["--tokens", "256"],
     "decode.py": ["--prompt", "50", "--steps", "120"],

@@ -93,7 +93,7 @@ __version__ = "0.1.0"
 
 # Importing torch takes seconds, and `dap --help` needs none of it: a name is looked up in these when it is asked for.
 _HOMES = (
-    *("errors", "patterns", "plan", "ops", "ops.decode", "ops.explain", "ops.streamed", "kernels.registry"),
+    *("errors", "patterns", "plan", "ops.explain", "ops.decode", "ops.streamed", "ops", "kernels.registry"),
     *("nn", "nn.streamed", "compat", "distributed", "models"),
 )
 

@@ -6,6 +6,7 @@ A program of its own: Triton decides when it is imported whether to interpret, a
 import json
 import os
 import sys
+import tempfile
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -23,12 +24,14 @@ from dilated_attention_pytorch.plan import make_plan
 
 
 class Trial(NamedTuple):
-    problem: str
+    problem: str | Problem
     dtype: torch.dtype = torch.float32
     block_size: int | None = None
     dropout_p: float = 0.0
     tokens_first: bool = False
     """(B, N, H, D) memory, with room between the rows"""
+    far: bool = False
+    """queries in a file with holes, more than 2^31 elements from first to last"""
     short_pieces: bool = False
     """split every row that can be split"""
     scale: float | None = None
@@ -72,16 +75,21 @@ TRIALS = {
     "bad gradient": Trial("dilated-block-offset", block_size=32, bad=("grad_output", 33)),
     "bad padded key": Trial("padded", bad=("key", 40)),
     "split rows of a dilated ladder": Trial("dilated-odd-rates", block_size=32, short_pieces=True),
+    "whole tiles in pieces, dilated": Trial(
+        Problem(name="", text="dilated:256x2", n=256, heads=1, key_heads=1), block_size=128
+    ),
+    "rows far apart": Trial("full", far=True),
 }
 
 
 def errors(trial: Trial) -> dict[str, float]:
-    problem: Problem = BY_NAME[trial.problem]
+    problem = trial.problem if isinstance(trial.problem, Problem) else BY_NAME[trial.problem]
     triton_schedule.SHORTEST_PIECE = 1 if trial.short_pieces else 16 * 128 * 128
     triton_schedule.PROGRAMS_PER_PROCESSOR = 1000 if trial.short_pieces else 4
     drawn = problem.inputs(trial.dtype)
     *rows, grad_lse = (apart(x) for x in drawn) if trial.tokens_first else drawn
     query, key, value, grad_output = rows
+    query = far_apart(query) if trial.far else query
     if trial.bad is not None:
         name, token = trial.bad
         spoilt = dict(query=query, key=key, value=value, grad_output=grad_output)[name]
@@ -130,6 +138,14 @@ def apart(rows: torch.Tensor) -> torch.Tensor:
     wider = torch.full((batch, n, heads, width + 8), float("nan"), dtype=rows.dtype)
     view = wider[..., :width].transpose(1, 2)
     return view.copy_(rows)
+
+
+def far_apart(rows: torch.Tensor) -> torch.Tensor:
+    stride = 2**31 // (rows.shape[2] // 2)
+    with tempfile.NamedTemporaryFile() as file:
+        held = torch.from_file(file.name, shared=True, size=rows.shape[2] * stride, dtype=rows.dtype)
+    _, heads, _, width = rows.shape
+    return held.as_strided(rows.shape, (heads * width, width, stride, 1)).copy_(rows)
 
 
 if __name__ == "__main__":

@@ -161,7 +161,7 @@ def test_a_planted_needle_is_found(peak, wanted, steps, is_causal):
     torch.manual_seed(0)
     module = tasks.needle_layer(is_causal)
     before = tasks.recall(module, peak, is_causal)
-    for _ in tasks.teach_needle(module, peak, is_causal, steps // 2):
+    for _ in tasks.teach_needle(module, peak, is_causal, steps // 4):
         pass
     assert before < 0.3
     assert tasks.recall(module, peak, is_causal) >= wanted

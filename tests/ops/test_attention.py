@@ -268,3 +268,25 @@ def test_a_second_derivative_is_refused():
     (grad,) = torch.autograd.grad(attention(q, k, v, Full()).square().sum(), q, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         grad.sum().backward()
+
+
+def test_who_looks_on_sees_the_operators():
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Names(TorchDispatchMode):
+        def __init__(self):
+            super().__init__()
+            self.seen = set()
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.seen.add(func.name())
+            return func(*args, **(kwargs or {}))
+
+    query = torch.randn(1, 2, 64, 16, requires_grad=True)
+    with Names() as names:
+        attention(query, query, query, "window:8").sum().backward()
+    both = {"dilated_attention::forward", "dilated_attention::backward"}
+    assert both <= names.seen
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        attention(query, query, query, "window:8").sum().backward()
+    assert both <= {event.name for event in profile.events()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import tempfile
 import time
@@ -64,7 +65,7 @@ def calibrate(device: torch.device | str = "cpu") -> CostModel:
     """Measure this machine, whatever is in the cache, and write it there."""
     device = torch.device(device)
     model = measure(device)
-    _write(cache_path(), {**stored_models(), _key(device): model})
+    _write({**stored_models(), _key(device): model})
     return model
 
 
@@ -128,18 +129,31 @@ def _best(call: Callable[[], object], device: torch.device) -> float:
 def stored_models() -> dict[str, CostModel]:
     """What the cache holds, by machine and torch release."""
     try:
-        return {key: CostModel(**figures) for key, figures in json.loads(cache_path().read_text()).items()}
-    except (OSError, ValueError, TypeError, AttributeError):
-        # Missing or damaged: measured anew, and written over.
+        told = json.loads(cache_path().read_text(encoding="utf-8"))
+        models = {key: CostModel(**figures) for key, figures in told.items()}
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError, RuntimeError):
+        # Missing, damaged, or no home to look in: measured anew, and written over.
         return {}
+    return {key: model for key, model in models.items() if _is_sane(model)}
 
 
-def _write(path: Path, models: dict[str, CostModel]) -> None:
+def _is_sane(model: CostModel) -> bool:
+    figures = model.dense_call, model.dense_tile, model.sparse_call, model.sparse_tile
+    return all(isinstance(figure, int | float) and 0 <= figure < math.inf for figure in figures)
+
+
+def _write(models: dict[str, CostModel]) -> None:
     try:
+        path = cache_path()
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-            json.dump({key: asdict(model) for key, model in models.items()}, file, indent=1)
-        os.replace(file.name, path)
-    except OSError:
-        # A read-only home costs the measurement each time, not the answer.
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
+            try:
+                json.dump({key: asdict(model) for key, model in models.items()}, file, indent=1)
+                file.close()
+                os.replace(file.name, path)
+            except BaseException:
+                os.unlink(file.name)
+                raise
+    except (OSError, RuntimeError):
+        # A read-only home, or none, costs the measurement each time, not the answer.
         return

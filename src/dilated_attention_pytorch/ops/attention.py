@@ -152,9 +152,11 @@ def _attend(
         backend,
         memory_budget,
     )
-    if _needs_graph(query, key, value):
-        return AttentionOutput(*_Attention.apply(*arguments))
-    return AttentionOutput(*torch.ops.dilated_attention.forward(*arguments))
+    if _is_observed(query, key, value):
+        run = _Attention.apply if _needs_graph(query, key, value) else torch.ops.dilated_attention.forward
+    else:
+        run = _EagerAttention.apply if _needs_graph(query, key, value) else _forward
+    return AttentionOutput(*run(*arguments))
 
 
 def _text(pattern: Pattern | str) -> str:
@@ -173,6 +175,20 @@ def _needs_graph(*tensors: Tensor) -> bool:
     if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
         return True
     return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+
+
+def _is_observed(*tensors: Tensor) -> bool:
+    """Whether a compiler, a transform, a dispatch mode, a profiler or a kind of tensor must see the operators.
+
+    Where none does, the way through torch's dispatcher would take as long as the rest of a call.
+    """
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch.autograd._profiler_enabled()
+        or any(type(t) is not Tensor and type(t) is not torch.nn.Parameter for t in tensors)
+    )
 
 
 class _Attention(torch.autograd.Function):
@@ -199,9 +215,8 @@ class _Attention(torch.autograd.Function):
         if grad_output.stride(-1) != 1:
             grad_output = grad_output.contiguous()
         masks = key_padding_mask, cu_seqlens, seed
-        found = torch.ops.dilated_attention.backward(
-            query, key, value, output, lse, grad_output, grad_lse, *masks, *ctx.settings
-        )
+        run = torch.ops.dilated_attention.backward if _is_observed(query, grad_output) else _backward
+        found = run(query, key, value, output, lse, grad_output, grad_lse, *masks, *ctx.settings)
         return *found, *(None,) * 9
 
     @staticmethod
@@ -223,6 +238,18 @@ class _Attention(torch.autograd.Function):
         tensors = [joined(arguments[i], in_dims[i]) for i in range(4)]
         output, lse = _Attention.apply(*tensors, *arguments[4:])
         return tuple(t.unflatten(0, (info.batch_size, -1)) for t in (output, lse)), (0, 0)  # pyrefly: ignore[bad-return]
+
+
+class _EagerAttention(torch.autograd.Function):
+    """`_Attention` where nothing but autograd looks on: binding its arguments to a signature takes time, too."""
+
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:  # pyrefly: ignore[bad-override]
+        found = _forward(*arguments)
+        _Attention.setup_context(ctx, arguments, found)
+        return found
+
+    backward = staticmethod(_Attention.backward)  # pyrefly: ignore[bad-override]
 
 
 # Autograd binds the arguments to this signature in every call; finding it anew would take longer than all the rest.

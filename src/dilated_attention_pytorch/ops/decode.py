@@ -136,9 +136,12 @@ def _row(
     group = torch.arange(heads, device=query.device)[None, :, None] // (heads // key.shape[1])
     keys, values = key[sample, group, slots].to(dtype), value[sample, group, slots].to(dtype)
     scores = scale * torch.einsum("bhd,bhkd->bhk", query.to(dtype), keys) + bias.to(dtype)
+    absent = bias == -torch.inf
     if key_padding_mask is not None:
-        scores = scores.masked_fill(key_padding_mask[sample, slots], -torch.inf)
-    any_key = (scores > -torch.inf).any(-1, keepdim=True)
+        absent = absent | key_padding_mask[sample, slots]
+    # What takes no part may hold anything, and 0 times NaN is NaN.
+    scores, values = scores.masked_fill(absent, -torch.inf), values.masked_fill(absent[..., None], 0.0)
+    any_key = (scores != -torch.inf).any(-1, keepdim=True)
     weights = torch.where(any_key, torch.where(any_key, scores, 0.0).softmax(-1), 0.0)
     return torch.einsum("bhk,bhke->bhe", weights, values).to(query.dtype)
 

@@ -58,6 +58,6 @@ def attention_rows(
         scores = torch.where(times > 0, scores + times.to(dtype).log(), -torch.inf)
         if key_padding_mask is not None:
             scores = scores.masked_fill(key_padding_mask[:, None], -torch.inf)
-        seen = (scores > -torch.inf).any(-1, keepdim=True)
+        seen = (scores != -torch.inf).any(-1, keepdim=True)
         weights[:, head] = torch.where(seen, torch.where(seen, scores, 0.0).softmax(-1), 0.0)
     return weights

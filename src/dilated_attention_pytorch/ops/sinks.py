@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import math
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -112,28 +113,33 @@ class FileSink:
         self.shape = about.shape
         header = npy_header(self.dtype, about.shape)
         self.header, self.about = len(header), [*about.shape, str(about.dtype), about.what]
+        self.nbytes = self.header + math.prod(about.shape) * self.dtype.itemsize
         known = self._known() if self.resume else None
         self.begin, self.end = (0, 0) if known is None else known
         exists = known is not None
         self.file = os.open(self.path, os.O_RDWR | os.O_CREAT | (0 if exists else os.O_TRUNC), 0o666)
         if not exists:
             self._write(header, 0)
-            batch, heads, n, width = about.shape
-            os.truncate(self.file, self.header + batch * heads * n * width * self.dtype.itemsize)
+            os.truncate(self.file, self.nbytes)
             self._mark()
         return self.end
 
     def _known(self) -> tuple[int, int] | None:
         if not self.marker.exists() or not self.path.exists():
             return None
-        known = json.loads(self.marker.read_text())
-        if known["about"] != self.about:
-            raise must(
-                f"{self.path.name!r} must hold rows of the stream that goes on, {self.about}",
-                known["about"],
-                "Delete it, or make the sink with resume=False.",
-            )
-        return known["begin"], known["end"]
+        advice = "Delete it, or make the sink with resume=False."
+        try:
+            known = json.loads(self.marker.read_text(encoding="utf-8"))
+            about, begin, end = known["about"], known["begin"], known["end"]
+            if not (type(begin) is type(end) is int and 0 <= begin <= end <= self.shape[2]):
+                raise ValueError(f"rows {begin} to {end}")
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise must(f"{self.marker.name!r} must be what a stream wrote", f"another file ({error})", advice) from None
+        if about != self.about:
+            raise must(f"{self.path.name!r} must hold rows of the stream that goes on, {self.about}", about, advice)
+        if self.path.stat().st_size != self.nbytes:
+            raise must(f"{self.path.name!r} must hold {self.nbytes:,} bytes", f"{self.path.stat().st_size:,}", advice)
+        return begin, end
 
     def write(self, begin: int, output: Tensor, lse: Tensor) -> None:
         _, _, n, width = self.shape
@@ -164,7 +170,7 @@ class FileSink:
 
     def _mark(self) -> None:
         beside = self.marker.with_name(self.marker.name + ".part")
-        beside.write_text(json.dumps({"about": self.about, "begin": self.begin, "end": self.end}))
+        beside.write_text(json.dumps({"about": self.about, "begin": self.begin, "end": self.end}), encoding="utf-8")
         os.replace(beside, self.marker)
 
     def close(self) -> None:

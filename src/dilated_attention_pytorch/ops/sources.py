@@ -9,7 +9,7 @@ import os
 import struct
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, BinaryIO, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -22,6 +22,12 @@ Three = tuple[Tensor, Tensor, Tensor]
 
 NPY = b"\x93NUMPY"
 NPY_DTYPES = {"<f2": torch.float16, "<f4": torch.float32, "<f8": torch.float64}
+LONGEST_NPY_HEADER, LONGEST_SAFETENSORS_HEADER = 2**16, 100 * 2**20
+_UNREADABLE = (
+    *(ValueError, LookupError, TypeError, AttributeError, struct.error),
+    *(SyntaxError, RecursionError, MemoryError),
+)
+"""What a header raises that is not one; the last three where it is nested beyond reason."""
 SAFETENSORS_DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
 
 
@@ -150,7 +156,9 @@ def open_tensor(path: str | os.PathLike[str], name: str | None = None) -> Tensor
     file = Path(path)
     try:
         dtype, shape, at = _safetensors_header(file, name) if file.suffix == ".safetensors" else _npy_header(file)
-    except (ValueError, KeyError, TypeError, SyntaxError, struct.error) as error:
+        if any(type(edge) is not int or edge < 0 for edge in shape):
+            raise ValueError(f"its shape is {shape}")
+    except _UNREADABLE as error:
         raise must(
             "a mapped file must be a whole .npy or .safetensors file of floats", f"{file.name!r} ({error})"
         ) from None
@@ -170,10 +178,19 @@ def _npy_header(file: Path) -> tuple[torch.dtype, tuple[int, ...], int]:
             raise ValueError("it begins differently")
         major = stream.read(2)[0]
         (length,) = struct.unpack("<H", stream.read(2)) if major == 1 else struct.unpack("<I", stream.read(4))
-        header = ast.literal_eval(stream.read(length).decode("latin1"))
+        header = ast.literal_eval(_header(stream, length, LONGEST_NPY_HEADER).decode("latin1"))
         if header["fortran_order"]:
             raise ValueError("its last dimension is not contiguous")
         return NPY_DTYPES[header["descr"]], tuple(header["shape"]), stream.tell()
+
+
+def _header(stream: BinaryIO, length: int, longest: int) -> bytes:
+    if length > longest:
+        raise ValueError(f"its header would have {length:,} bytes")
+    header = stream.read(length)
+    if len(header) < length:
+        raise ValueError("it ends within its header")
+    return header
 
 
 def npy_header(dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
@@ -188,15 +205,13 @@ def npy_header(dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
 def _safetensors_header(file: Path, name: str | None) -> tuple[torch.dtype, tuple[int, ...], int]:
     with file.open("rb") as stream:
         (length,) = struct.unpack("<Q", stream.read(8))
-        if length > file.stat().st_size:
-            raise ValueError("its header is longer than the file")
-        header: dict[str, Any] = json.loads(stream.read(length))
+        header: dict[str, Any] = json.loads(_header(stream, length, LONGEST_SAFETENSORS_HEADER))
     header.pop("__metadata__", None)
     if name is None and len(header) != 1:
         raise ValueError(f"name one of {', '.join(sorted(header))}")
     about = header[next(iter(header)) if name is None else name]
     begin, end = about["data_offsets"]
     dtype, shape = SAFETENSORS_DTYPES[about["dtype"]], tuple(about["shape"])
-    if end - begin != math.prod(shape) * dtype.itemsize:
+    if type(begin) is not int or begin < 0 or end - begin != math.prod(shape) * dtype.itemsize:
         raise ValueError("its offsets do not fit its shape")
     return dtype, shape, 8 + length + begin

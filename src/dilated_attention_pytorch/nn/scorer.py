@@ -1,0 +1,445 @@
+"""Scores of block pairs from their content: what a query block, or a token, is likely to attend to.
+
+    s(I, J) = w2 . relu(Wq q_I + Wk k_J + b1) + b2  +  max (U q_a) . (V k_b) / sqrt(rank) over sub-blocks a of I, b of J
+
+q_I is the mean of a block's queries, k_J a learned mixture of the mean, maximum and minimum of a block's keys. The
+first term is an MLP on [q_I ; k_J] whose first layer splits into a part of I and a part of J: pairs of inputs are never
+formed. The second keeps what a mean loses. Inputs are detached: what a scorer learns does not bend what it looks at.
+
+Shapes: b batch, h heads, g key heads, n tokens, t blocks, u sub-blocks of a block, r rows, k chosen blocks, d width.
+"""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ..errors import must
+
+CHUNK = 2**24
+"""Bytes of scores and hidden units held at a time while blocks are ranked."""
+ALL_PAIRS = 2048
+"""Blocks up to which the MLP scores every pair; beyond, those that match best."""
+ALL_MATCHES = 16384
+"""Blocks up to which every pair is matched; beyond, those in the super-blocks that match best."""
+SUPER = 16
+"""Blocks of a super-block."""
+CANDIDATES = 4
+"""Candidates for each block to be kept."""
+
+
+class ImportanceScorer(nn.Module):
+    """An MLP on pairs of summaries, one for each head unless shared, evaluated without forming the pairs.
+
+    Args:
+        input_dim: width of a summary.
+        hidden_dim: hidden units.
+        num_layers: linear layers; only the first is free of pairs, so two is cheap and more is not.
+        num_heads: heads.
+        share_across_heads: one MLP for all heads.
+        dropout: probability of dropping a hidden unit, for a whole row of pairs at once.
+
+    >>> scorer = ImportanceScorer(16, 32, 2, num_heads=4)
+    >>> scorer(torch.randn(2, 4, 10, 16), torch.randn(2, 4, 7, 16)).shape
+    torch.Size([2, 4, 10, 7])
+    """
+
+    def __init__(
+        self,
+        input_dim: int,
+        hidden_dim: int = 128,
+        num_layers: int = 2,
+        num_heads: int = 1,
+        share_across_heads: bool = False,
+        dropout: float = 0.0,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        for name, value in (
+            ("input_dim", input_dim),
+            ("hidden_dim", hidden_dim),
+            ("num_layers", num_layers),
+            ("num_heads", num_heads),
+        ):
+            if value < 1:
+                raise must(f"{name} must be >= 1", value)
+        if not 0.0 <= dropout < 1.0:
+            raise must("dropout must lie in [0, 1)", dropout)
+        self.input_dim, self.hidden_dim, self.num_heads = input_dim, hidden_dim, num_heads
+        self.dropout = dropout
+        made: dict[str, Any] = {"device": device, "dtype": dtype}
+        widths = [2 * input_dim, *[hidden_dim] * (num_layers - 1), 1]
+
+        def mlp() -> nn.Sequential:
+            layers: list[nn.Module] = []
+            for before, after in pairwise(widths[:-1]):
+                layers += [nn.Linear(before, after, **made), nn.ReLU(), nn.Dropout(dropout)]
+            return nn.Sequential(*layers, nn.Linear(widths[-2], widths[-1], **made))
+
+        self.scorers = nn.ModuleList(mlp() for _ in range(1 if share_across_heads else num_heads))
+
+    def forward(self, q_summary: Tensor, k_summary: Tensor, head_idx: int | None = None) -> Tensor:
+        """Scores of all pairs.
+
+        Args:
+            q_summary: (b, h, rows, d), or (b, rows, d) of one head.
+            k_summary: (b, h, t, d), or (b, t, d).
+            head_idx: which head, where one is given.
+
+        Returns:
+            (b, h, rows, t), or (b, rows, t).
+        """
+        one = q_summary.dim() == 3
+        if one:
+            if head_idx is None and len(self.scorers) > 1:
+                raise must(f"head_idx must be one of 0 .. {self.num_heads - 1} for the summaries of one head", None)
+            heads = slice(0, 1) if len(self.scorers) == 1 else slice(head_idx, (head_idx or 0) + 1)
+            q_summary, k_summary = q_summary[:, None], k_summary[:, None]
+        else:
+            heads = slice(None)
+        rows, columns = self.split(q_summary, k_summary, heads)
+        scores = self.join(rows[:, :, :, None], columns[:, :, None], None, heads)
+        return scores[:, 0] if one else scores
+
+    def split(self, queries: Tensor, keys: Tensor, heads: slice = slice(None)) -> tuple[Tensor, Tensor]:
+        """The first layer's part of the queries (b, h, rows, hidden), with its bias, and of the keys (b, h, t, ...)."""
+        weight, bias = self._layer(0, heads, queries.dtype)
+        by_query, by_key = weight.mT.split(self.input_dim, 1)
+        return queries @ by_query + bias[:, None], keys @ by_key
+
+    def join(self, rows: Tensor, columns: Tensor, keep: Tensor | None, heads: slice = slice(None)) -> Tensor:
+        """Scores of broadcast pairs, without the last dimension; `keep` scales hidden units."""
+        hidden = rows + columns
+        last = len(self.scorers[0]) // 3  # pyrefly: ignore[bad-argument-type]
+        for layer in range(1, last + 1):
+            hidden = hidden.relu() if hidden.requires_grad else hidden.relu_()
+            if keep is not None:
+                hidden = hidden * keep
+            weight, bias = self._layer(layer, heads, hidden.dtype)
+            flat = hidden.flatten(2, -2) @ weight.mT + bias[:, None]
+            hidden = flat.unflatten(2, hidden.shape[2:-1])
+        return hidden.squeeze(-1)
+
+    def channels(self, batch: int, rows: int, like: Tensor) -> Tensor | None:
+        """Which hidden units each row keeps while training, scaled, (b, h, rows, hidden)."""
+        if not self.training or not self.dropout:
+            return None
+        ones = torch.ones(batch, self.num_heads, rows, self.hidden_dim, dtype=like.dtype, device=like.device)
+        return F.dropout(ones, self.dropout)
+
+    def _layer(self, index: int, heads: slice, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        layers: list[Any] = [mlp[3 * index] for mlp in self.scorers]  # pyrefly: ignore[bad-index]
+        layers = layers[heads] if len(layers) > 1 else layers
+        weight, bias = torch.stack([x.weight for x in layers]), torch.stack([x.bias for x in layers])
+        return weight.to(dtype), bias.to(dtype)
+
+
+class Blocks(NamedTuple):
+    """A sequence seen from afar; nothing here carries a gradient."""
+
+    mean: Tensor
+    """(b, h, t, d)"""
+    extremes: Tensor
+    """(b, h, t, 2 d): maximum and minimum, where they were asked for"""
+    units: Tensor
+    """(b, h, t, u, d): means of sub-blocks"""
+    unit_there: Tensor
+    """bool (b, h, t, u): sub-blocks with something to see"""
+
+    @property
+    def there(self) -> Tensor:
+        """bool (b, h, t)"""
+        return self.unit_there.any(-1)
+
+
+@torch.no_grad()
+def blocks_of(
+    x: Tensor, size: int, unit: int, padding: Tensor | None, dtype: torch.dtype, extremes: bool = True
+) -> Blocks:
+    """Summaries of (b, h, n, d) by blocks, of what is not padding; a block that is not finite counts as absent."""
+    batch, heads, n, d = x.shape
+    unit = min(unit, size)
+    found = []
+    step = max(1, CHUNK // (batch * heads * size * d * dtype.itemsize))
+    for first in range(0, n, step * size):
+        piece = x[:, :, first : first + step * size].to(dtype)
+        missing = -piece.shape[2] % size
+        there = None if padding is None else ~padding[:, first : first + step * size]
+        if missing and there is None:
+            there = torch.ones(batch, piece.shape[2], dtype=torch.bool, device=x.device)
+        if there is not None:
+            piece, there = F.pad(piece, (0, 0, 0, missing)), F.pad(there, (0, missing))
+            there = there.unflatten(1, (-1, size // unit, unit))
+        found.append(_summaries(piece.unflatten(2, (-1, size // unit, unit)), there, extremes))
+    return Blocks(*(torch.cat(parts, 2) for parts in zip(*found, strict=True)))
+
+
+def _summaries(piece: Tensor, there: Tensor | None, extremes: bool) -> Blocks:
+    """Summaries of (b, h, t, u, unit, d), where `there` (b, t, u, unit) is False counting nothing."""
+    unit = piece.shape[4]
+    low = piece
+    many = torch.full((*piece.shape[:1], 1, *piece.shape[2:4], 1), unit, dtype=piece.dtype, device=piece.device)
+    if there is not None:
+        real = there[:, None, ..., None]
+        many = real.sum(4).to(piece.dtype)
+        low = piece.masked_fill(~real, torch.inf) if extremes else low
+        high = piece.masked_fill(~real, -torch.inf) if extremes else low
+        piece = torch.where(real, piece, 0.0)
+    else:
+        high = piece
+    sums = piece.sum(4)
+    units, mean = sums / many.clamp(min=1), sums.sum(3) / many.sum(3).clamp(min=1)
+    edges = torch.cat([high.amax(4).amax(3), low.amin(4).amin(3)], -1) if extremes else mean.repeat(1, 1, 1, 2)
+    good = (edges.isfinite().all(-1) & mean.isfinite().all(-1))[..., None] & (many.sum(3) > 0)
+    return Blocks(
+        torch.where(good, mean, 0.0),
+        torch.where(good, edges, 0.0),
+        torch.where(good[..., None], units, 0.0),
+        (good & (many[..., 0] > 0)).expand(*units.shape[:-1]),
+    )
+
+
+class BlockScorer(nn.Module):
+    """Everything that learns: the MLP, the mixture of key summaries, the match, a temperature for each head.
+
+    Args:
+        num_heads: heads.
+        head_dim: width of queries and keys.
+        config: an `AdaptiveConfig`.
+    """
+
+    def __init__(self, num_heads: int, head_dim: int, config: Any, **made: Any) -> None:
+        super().__init__()
+        self.config, self.num_heads = config, num_heads
+        self.importance = ImportanceScorer(
+            head_dim,
+            config.hidden_dim,
+            config.num_layers,
+            num_heads,
+            config.share_across_heads,
+            config.dropout,
+            **made,
+        )
+        own = 1 if config.share_across_heads else num_heads
+        self.summary = nn.Parameter(torch.empty(own, 3 * head_dim, head_dim, **made))
+        self.match_query = nn.Parameter(torch.empty(own, head_dim, config.match_rank, **made))
+        self.match_key = nn.Parameter(torch.empty(own, head_dim, config.match_rank, **made))
+        log = torch.full((num_heads,), math.log(config.temperature), **made)
+        if config.learnable_temperature:
+            self.log_temperature = nn.Parameter(log)
+        else:
+            self.register_buffer("log_temperature", log)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw the parameters anew. Before any training a block's score is a projection of the scores of its parts."""
+        width, rank = self.match_query.shape[1:]
+        self.summary.zero_()
+        self.summary[:, :width] = torch.eye(width)
+        self.log_temperature.fill_(math.log(self.config.temperature))
+        if rank:
+            # So that the product of the projections is, on average, q . k / sqrt(d).
+            size = (max(width, rank) / min(width, rank)) ** 0.25
+            drawn = [nn.init.orthogonal_(torch.zeros(width, rank), size) for _ in self.match_query]
+            self.match_query.copy_(torch.stack(drawn))
+        self.match_key.copy_(self.match_query)
+        for mlp in self.importance.scorers:
+            for layer in mlp:  # pyrefly: ignore[not-iterable]
+                if isinstance(layer, nn.Linear):
+                    layer.reset_parameters()
+            # The match alone decides at first; a random MLP would only add noise to it.
+            mlp[-1].weight *= 0.1  # pyrefly: ignore[bad-index, unsupported-operation]
+            nn.init.zeros_(mlp[-1].bias)  # pyrefly: ignore[bad-index, bad-argument-type]
+
+    @property
+    def temperature(self) -> Tensor:
+        """One for each head, never below the floor; there the gradient still passes, so that it can rise again."""
+        free = self.log_temperature.exp()
+        return free + (free.clamp(min=self.config.min_temperature) - free).detach()
+
+    def look(
+        self, query: Tensor, key: Tensor, block_size: int, is_causal: bool, per_token: bool, padding: Tensor | None
+    ) -> Scores:
+        """Summaries of (b, h, n, d) queries and (b, g, n, d) keys, ready to be scored."""
+        dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
+        unit = self.config.score_unit
+        query, key = query.detach(), key.detach()
+        rows = blocks_of(query, block_size, block_size if per_token else unit, padding, dtype, extremes=False)
+        groups = query.shape[1] // key.shape[1]
+        columns = blocks_of(key, block_size, unit, padding, dtype)
+        if groups > 1:
+            columns = Blocks(*(x.repeat_interleave(groups, 1) for x in columns))
+        whole = padding is None and query.shape[2] % block_size == 0
+        return Scores(self, query, rows, columns, block_size, is_causal, per_token, whole)
+
+
+class Scores:
+    """Scores of one sequence, computed where they are asked for."""
+
+    def __init__(
+        self,
+        scorer: BlockScorer,
+        query: Tensor,
+        rows: Blocks,
+        columns: Blocks,
+        block_size: int,
+        is_causal: bool,
+        per_token: bool,
+        whole: bool,
+    ) -> None:
+        self.whole = whole
+        """No sub-block is empty; one that is not finite belongs to a block that is not visible."""
+        self.scorer, self.query, self.columns = scorer, query, columns
+        self.block_size, self.is_causal, self.per_token = block_size, is_causal, per_token
+        mean = rows.mean
+        units, there = rows.units, rows.unit_there
+        if is_causal:
+            # A block's mean would tell its first tokens of its last: the block before speaks for it.
+            mean, units, there = (x.roll(1, 2) for x in (mean, units, there))
+        self.units, self.units_there = units, there
+        mixed = torch.cat([columns.mean, columns.extremes], -1) @ scorer.summary.to(mean.dtype)
+        self.rows, self.hidden = scorer.importance.split(mean, mixed)
+        self.matched = torch.einsum("bhtud,hdm->bhtum", columns.units, self._each(scorer.match_key))
+        self.rank = self.matched.shape[-1]
+        self.keep = scorer.importance.channels(len(mean), mean.shape[2], mean)
+        self.inverse = (1 / scorer.temperature.to(mean.dtype)).view(-1, 1, 1)
+
+    def _each(self, shared: Tensor) -> Tensor:
+        return shared.to(self.columns.mean.dtype).expand(self.scorer.num_heads, -1, -1)
+
+    @property
+    def visible(self) -> Tensor:
+        """Blocks with something to see, bool (b, h, t)."""
+        return self.columns.there
+
+    @property
+    def row_count(self) -> int:
+        return self.query.shape[2] if self.per_token else self.visible.shape[2]
+
+    def block_rows(self, rows: Tensor) -> Tensor:
+        return rows // self.block_size if self.per_token else rows
+
+    def chunk(self, kept: int) -> int:
+        """Rows whose ranking fits `CHUNK`."""
+        batch, heads, t, units = self.columns.unit_there.shape
+        hidden = self.rows.shape[-1]
+        within = min(t, CANDIDATES * kept) if t > ALL_PAIRS else t
+        own_units = 1 if self.per_token else self.units.shape[3]
+        # Of each pair: matches of sub-blocks, hidden units, a few words of noise and order.
+        matched = min(t, CANDIDATES * kept * SUPER) if t > ALL_MATCHES else t
+        each = matched * own_units * units + (within * hidden // self.block_size if self.per_token else within * hidden)
+        return max(1, CHUNK // (batch * heads * (each + 8 * t) * self.rows.dtype.itemsize))
+
+    @torch.no_grad()
+    def ranked(self, begin: int, end: int, kept: int) -> Tensor:
+        """Scores over temperature (b, h, rows, t) of some rows; -inf for pairs ruled out beforehand."""
+        rows = torch.arange(begin, end, device=self.query.device)
+        t = self.visible.shape[2]
+        wanted = min(t, max(CANDIDATES * kept, 1))
+        if t > ALL_MATCHES and self.rank:
+            return self._from_supers(rows, wanted)
+        match = self._match(rows, self.matched[:, :, None], self.columns.unit_there[:, :, None]) if self.rank else None
+        if t <= ALL_PAIRS or self.per_token or match is None:
+            size = self.block_size if self.per_token else 1
+            blocks = torch.arange(begin // size, (end - 1) // size + 1, device=rows.device)
+            scores = self._mlp(blocks, self.hidden[:, :, None])
+            scores = scores[:, :, rows // size - begin // size] if self.per_token else scores
+            return (scores if match is None else scores + match) * self.inverse
+        if self.is_causal:
+            # Candidates too: what comes later must not crowd out what came before.
+            match = match.masked_fill(torch.arange(t, device=rows.device) >= rows[:, None], -torch.inf)
+        best, at = match.topk(wanted, -1)
+        scores = best + self._mlp(rows, self._take(self.hidden, at))
+        return torch.full_like(match, -torch.inf).scatter_(-1, at, scores * self.inverse)
+
+    def of(self, rows: Tensor, blocks: Tensor) -> Tensor:
+        """Scores over temperature of chosen pairs (b, h, r, k), with gradients; blocks past the last score anything."""
+        at = blocks.long().clamp(max=self.visible.shape[2] - 1)
+        scores = self._mlp(self.block_rows(rows), self._take(self.hidden, at))
+        if self.rank:
+            scores = scores + self._match(rows, self._take(self.matched, at), self._take(self.columns.unit_there, at))
+        return scores * self.inverse
+
+    @torch.no_grad()
+    def of_each(self, blocks: Tensor) -> Tensor:
+        """`of` for every row, without gradients, in chunks."""
+        batch, heads, rows, k = blocks.shape
+        each = batch * heads * max(k, 1) * (self.rows.shape[-1] + self.columns.units.shape[3] * (self.rank + 1))
+        step = max(1, CHUNK // (each * self.rows.dtype.itemsize))
+        every = torch.arange(rows, device=blocks.device)
+        return torch.cat([self.of(every[i : i + step], blocks[:, :, i : i + step]) for i in range(0, rows, step)], 2)
+
+    def of_all(self, rows: Tensor) -> Tensor:
+        """Scores over temperature of some rows with every block (b, h, r, t), with gradients."""
+        scores = self._mlp(self.block_rows(rows), self.hidden[:, :, None])
+        if self.rank:
+            scores = scores + self._match(rows, self.matched[:, :, None], self.columns.unit_there[:, :, None])
+        return scores * self.inverse
+
+    def _mlp(self, blocks: Tensor, hidden: Tensor) -> Tensor:
+        keep = None if self.keep is None else self.keep[:, :, blocks, None]
+        return self.scorer.importance.join(self.rows[:, :, blocks, None], hidden, keep)
+
+    def _match(self, rows: Tensor, matched: Tensor, there: Tensor) -> Tensor:
+        """Best match of sub-blocks (b, h, r, k), with keys (b, h, r or 1, k, u, rank)."""
+        mine = self.query[:, :, rows, None].to(self.rows.dtype) if self.per_token else self.units[:, :, rows]
+        mine = torch.einsum("bhrad,hdm->bhram", mine.nan_to_num(0.0, 0.0, 0.0), self._each(self.scorer.match_query))
+        k, units = matched.shape[3:5]
+        # One product for all rows where they share their keys.
+        if matched.shape[2] == 1:
+            pairs = (mine.flatten(2, 3) @ matched.flatten(2, 4).mT).unflatten(2, mine.shape[2:4])
+        else:
+            pairs = mine @ matched.flatten(3, 4).mT
+        pairs = pairs.unflatten(-1, (k, units))
+        if self.whole:
+            return pairs.amax(-1).amax(3) / self.rank**0.5
+        pairs = pairs.masked_fill(~there[:, :, :, None], -torch.inf)
+        if not self.per_token:
+            pairs = pairs.masked_fill(~self.units_there[:, :, rows, :, None, None], -torch.inf)
+        best = pairs.amax(-1).amax(3) / self.rank**0.5
+        # Nothing there on either side: ruled out elsewhere, and a finite number keeps gradients finite.
+        return torch.where(best > -torch.inf, best, 0.0)
+
+    def _take(self, x: Tensor, at: Tensor) -> Tensor:
+        """x (b, h, t, ...) at blocks (b, h, r, k), (b, h, r, k, ...)."""
+        batch, heads = at.shape[:2]
+        sample = torch.arange(batch, device=at.device).view(-1, 1, 1, 1)
+        return x[sample, torch.arange(heads, device=at.device).view(-1, 1, 1), at]
+
+    def _from_supers(self, rows: Tensor, wanted: int) -> Tensor:
+        """Scores as `ranked` gives them, of the blocks in the super-blocks that match best."""
+        t = self.visible.shape[2]
+        coarse = F.pad(self.matched.mean(3), (0, 0, 0, -t % SUPER)).unflatten(2, (-1, SUPER)).mean(3)
+        there = F.pad(self.visible, (0, -t % SUPER)).unflatten(2, (-1, SUPER)).any(3)
+        match = self._match(rows, coarse[:, :, None, :, None], there[:, :, None, :, None])
+        own = self.block_rows(rows)[:, None]
+        if self.is_causal:
+            # A super-block that holds later blocks is summed up from them; a row's own is looked at block by block.
+            match = match.masked_fill(torch.arange(coarse.shape[2], device=own.device) >= own // SUPER, -torch.inf)
+        _, supers = match.topk(min(-(-wanted // SUPER) * 2, coarse.shape[2]), -1)
+        supers = torch.cat([supers, (own // SUPER).expand(*supers.shape[:3], 1)], -1)
+        at = (supers[..., None] * SUPER + torch.arange(SUPER, device=supers.device)).flatten(3)
+        outside, at = at >= (own if self.is_causal else t), at.clamp(max=t - 1)
+        fine = self._match(rows, self._take(self.matched, at), self._take(self.columns.unit_there, at))
+        best, place = fine.masked_fill(outside, -torch.inf).topk(min(wanted, at.shape[-1]), -1)
+        at = at.gather(-1, place)
+        scores = best + self._mlp(self.block_rows(rows), self._take(self.hidden, at))
+        empty = torch.full((*at.shape[:3], t), -torch.inf, dtype=scores.dtype, device=scores.device)
+        return empty.scatter_reduce_(-1, at, scores * self.inverse, "amax")
+
+
+def sampled(total: int, many: int, device: torch.device) -> Tensor:
+    """Rows drawn without repetition, ascending, int64; all where there are no more."""
+    if many >= total:
+        return torch.arange(total, device=device)
+    # Evenly spaced from a random start: no permutation of a million rows for a dozen of them.
+    start = torch.randint(total, (1,), device=device)
+    return ((start + torch.arange(many, device=device) * total // many) % total).sort().values

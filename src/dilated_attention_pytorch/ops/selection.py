@@ -1,0 +1,150 @@
+"""Which blocks are kept, from their scores: forced ones first, then the best, by a budget or by coverage.
+
+Scores come in chunks of rows and are ranked chunk by chunk, so that no array of all pairs exists.
+Shapes: b batch, h heads, r rows (query blocks, or tokens), t key blocks, k listed blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..kernels.dropout import GOLDEN, WORD, fresh_seed, mix
+from ..plan.selected import Selection, shared_blocks
+
+__all__ = ["Budget", "Selection", "fresh_seed", "gumbel", "select"]
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """How many blocks a row keeps, its own and the forced ones counted."""
+
+    kept: float
+    """Fraction of the visible blocks."""
+    coverage: float | None
+    """Instead: as many as it takes for their predicted share of the attention to reach this."""
+    least: int
+    most: int | None
+
+    def room(self, blocks: int) -> int:
+        """The most a row can ever list beside its own block."""
+        most = blocks if self.most is None else min(self.most, blocks)
+        if self.coverage is None:
+            most = min(most, max(self.least, round(self.kept * blocks), 1))
+        return min(most, blocks) - 1
+
+
+def select(
+    scores: Callable[[int, int], Tensor],
+    chunk: int,
+    visible: Tensor,
+    budget: Budget,
+    *,
+    n: int,
+    block_size: int,
+    is_causal: bool,
+    per_token: bool,
+    local_blocks: int,
+    sink_blocks: int,
+    seed: Tensor | None = None,
+) -> Selection:
+    """Keep the best blocks of every row.
+
+    Args:
+        scores: gives float (b, h, rows, t) for the rows from one to before another, already divided by temperature.
+        chunk: rows to ask for at a time.
+        visible: bool (b, h, t), False for blocks that hold nothing to see.
+        budget: how many to keep.
+        n: tokens of a sample.
+        block_size: tokens in a block.
+        is_causal: only blocks before a row's own are listed.
+        per_token: rows are tokens, not query blocks.
+        local_blocks: see `Selection`, as `sink_blocks`.
+        seed: int64 [1]: Gumbel noise is added to the ranking, as if blocks were drawn in proportion to their weight.
+    """
+    t = visible.shape[-1]
+    rows = n if per_token else t
+    grows = budget.coverage is not None and visible.device.type != "cuda"
+    width = 0 if grows else budget.room(t)
+    indices = torch.full((*visible.shape[:2], rows, width), t, dtype=torch.int32, device=visible.device)
+    counts = torch.empty(indices.shape[:3], dtype=torch.int32, device=visible.device)
+    for begin, end in spans(rows, chunk):
+        row = torch.arange(begin, end, device=visible.device)
+        own = row // block_size if per_token else row
+        shared = shared_blocks(own, t, local_blocks, sink_blocks, is_causal)
+        listed, many = _rank(scores(begin, end), row, own, shared, visible, budget, is_causal, seed)
+        # Where the scores decide how many there are, room for all would be far more than what is kept.
+        listed = listed[..., : int(many.max())] if grows else listed
+        if listed.shape[-1] > indices.shape[-1]:
+            indices = torch.nn.functional.pad(indices, (0, listed.shape[-1] - indices.shape[-1]), value=t)
+        indices[:, :, begin:end, : listed.shape[-1]] = listed
+        counts[:, :, begin:end] = many
+    if visible.device.type != "cuda":
+        indices = indices[..., : int(counts.max())]
+    return Selection(indices, counts, n, block_size, is_causal, per_token, local_blocks, sink_blocks)
+
+
+def _rank(
+    scores: Tensor,
+    row: Tensor,
+    own: Tensor,
+    shared: Tensor,
+    visible: Tensor,
+    budget: Budget,
+    is_causal: bool,
+    seed: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Listed blocks int32 (b, h, r, k) of some rows, and their counts."""
+    t = visible.shape[-1]
+    column = torch.arange(t, device=visible.device)
+    within = column < own[:, None] if is_causal else column != own[:, None]
+    within = within & visible[:, :, None]
+    forced = shared & within
+    open_to_choice = within & ~forced
+    # A score that is not a number says nothing for its block: such a block comes last.
+    scores = torch.where(within & ~scores.isnan(), scores, -torch.inf)
+    ranked = scores if seed is None else scores + gumbel(seed, row, column, scores)
+    room = min(budget.room(t), t - 1)
+    best, indices = ranked.masked_fill(~open_to_choice, -torch.inf).topk(room, -1)
+    taken = forced.sum(-1) + 1
+    if budget.coverage is None:
+        seen = (column <= own[:, None] if is_causal else column[None] >= 0) & visible[:, :, None]
+        seen = seen | (column == own[:, None])
+        wanted = (budget.kept * seen.sum(-1)).round().long()
+    else:
+        share = _shares(scores)
+        # The forced blocks are kept whatever they hold; choices are added until all of it reaches the target.
+        held = share[..., -1] + (share[..., :-1] * forced).sum(-1)
+        reached = held[..., None] + share.gather(-1, indices).cumsum(-1)
+        wanted = taken + ((reached < budget.coverage).sum(-1) + 1) * (held < budget.coverage)
+    wanted = wanted.clamp(min=budget.least, max=budget.most)
+    slot = torch.arange(room, device=visible.device)
+    listed = (slot < (wanted - taken)[..., None]) & (best > -torch.inf)
+    counts = listed.sum(-1, dtype=torch.int32)
+    return indices.masked_fill(~listed, t).sort(-1).values.int(), counts
+
+
+def _shares(scores: Tensor) -> Tensor:
+    """What share of a row's attention each block is predicted to hold, its own last: that has the logit 0."""
+    own = torch.zeros_like(scores[..., :1])
+    return torch.cat([scores, own], -1).softmax(-1)
+
+
+def gumbel(seed: Tensor, row: Tensor, column: Tensor, like: Tensor) -> Tensor:
+    """Gumbel noise from (seed, batch, head, row, column) alone, in the shape (b, h, r, t) and dtype of `like`."""
+    batch, heads = like.shape[:2]
+    low, high = seed & WORD, (seed >> 32) & WORD
+    stream = torch.arange(batch * heads, device=like.device).view(batch, heads, 1, 1)
+    word = mix(mix((mix(low ^ mix((high + stream) & WORD)) + row[:, None]) & WORD) ^ ((column * GOLDEN) & WORD))
+    # 23 bits and a half: never 0 or 1, and exact in float32.
+    uniform = ((word >> 9).to(like.dtype) + 0.5) / 2**23
+    return -(-uniform.log()).log()
+
+
+def spans(total: int, chunk: int) -> Iterator[tuple[int, int]]:
+    """[0, total) in runs of at most `chunk`."""
+    for begin in range(0, total, chunk):
+        yield begin, min(begin + chunk, total)

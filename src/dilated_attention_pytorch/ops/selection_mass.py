@@ -1,0 +1,211 @@
+"""How much attention each block holds, and what a scorer learns from it.
+
+A scorer's distribution over a row's blocks is pulled to the blocks' shares of attention: with the loss
+KL(p || softmax(z)) of a row, the gradient is softmax(z) - p, which needs no graph. A row's own block is kept whatever
+it scores; it takes part with the logit 0, so that scores say how much a block holds relative to it.
+
+Shapes: b batch, h heads, r sampled rows (query blocks of q = B tokens, or tokens, q = 1), l blocks, n tokens, t blocks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..plan.selected import Selection
+from .selection import spans
+
+STEP, GPU_STEP = 2**22, 2**26
+"""Scores, and numbers of gathered keys, held at a time."""
+
+
+@dataclass(slots=True)
+class Lesson:
+    """Which rows teach the scorer in one step, and what was found."""
+
+    chosen_rows: Tensor
+    """int64 (r): rows whose listed blocks are compared with one another"""
+    dense_rows: Tensor
+    """int64 (r): rows for which every visible block is computed"""
+    visible: Tensor
+    """bool (b, h, t)"""
+    weight: float
+    saliency: bool
+    """Weigh each query by the norm of its output's gradient: what the task cares about counts."""
+    found: dict[str, Tensor] = field(default_factory=dict)
+    """After the backward pass: "loss", "coverage" and "entropy", scalars."""
+
+
+class Scene(NamedTuple):
+    """What the rows attend to."""
+
+    query: Tensor
+    key: Tensor
+    selection: Selection
+    scale: float
+    key_padding_mask: Tensor | None
+    listed_lse: Tensor | None = None
+    """(b, h, n, k): the LSE of each listed block by itself, where tokens chose and it is known"""
+
+    def tokens(self, rows: Tensor) -> Tensor:
+        """Query tokens of rows, int64 (r, q); past the end where a block is ragged."""
+        if self.selection.per_token:
+            return rows[:, None]
+        size = self.selection.block_size
+        return rows[:, None] * size + torch.arange(size, device=rows.device)
+
+
+def learn(
+    scene: Scene,
+    lesson: Lesson,
+    lse: Tensor,
+    grad_output: Tensor,
+    chosen_scores: Tensor | None,
+    dense_scores: Tensor | None,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients of the scores (b, h, r, k) of listed blocks and (b, h, r, t) of all blocks of the dense rows.
+
+    The loss is the mean over rows, samples and heads of each of both, times the lesson's weight, summed.
+    """
+    saliency = grad_output.to(lse.dtype).norm(dim=-1) if lesson.saliency else torch.ones_like(lse)
+    if scene.key_padding_mask is not None:
+        saliency = saliency.masked_fill(scene.key_padding_mask[:, None], 0.0)
+    losses, grads = [], []
+    if chosen_scores is None:
+        grads.append(None)
+    else:
+        rows = lesson.chosen_rows
+        blocks = scene.selection.indices[:, :, rows].long()
+        own = scene.selection.row_blocks()[rows].expand(blocks.shape[:3])
+        if scene.listed_lse is None:
+            own_mass, mass = listed_mass(scene, rows, torch.cat([own[..., None], blocks], -1), lse, saliency).split(
+                [1, blocks.shape[-1]], -1
+            )
+        else:
+            own_mass = listed_mass(scene, rows, own[..., None], lse, saliency)
+            share = (scene.listed_lse[:, :, rows] - lse[:, :, rows, None]).exp()
+            mass = share * saliency[:, :, rows, None]
+        listed = blocks < scene.selection.blocks
+        losses.append(_compare(chosen_scores, mass, own_mass, listed, lesson.weight, grads))
+    if dense_scores is None:
+        grads.append(None)
+    else:
+        rows = lesson.dense_rows
+        mass, whole = dense_mass(scene, rows, saliency)
+        own = scene.selection.row_blocks()[rows]
+        column = torch.arange(mass.shape[-1], device=mass.device)
+        others = column < own[:, None] if scene.selection.is_causal else column != own[:, None]
+        others = others & lesson.visible[:, :, None]
+        own_mass = mass.gather(-1, own.expand(mass.shape[:3])[..., None])
+        losses.append(_compare(dense_scores, mass, own_mass, others, lesson.weight, grads, lesson.found))
+        lesson.found["coverage"] = captured(lse, whole, scene.tokens(rows))
+    if losses:
+        lesson.found["loss"] = torch.stack(losses).sum()
+    return grads[0], grads[1]
+
+
+def _compare(
+    scores: Tensor,
+    mass: Tensor,
+    own_mass: Tensor,
+    compared: Tensor,
+    weight: float,
+    grads: list[Tensor | None],
+    found: dict[str, Tensor] | None = None,
+) -> Tensor:
+    """The loss of rows (b, h, r, l), and, appended to `grads`, its gradient by the scores."""
+    logits = torch.cat([torch.where(compared, scores.to(mass.dtype), -torch.inf), torch.zeros_like(own_mass)], -1)
+    predicted = logits.log_softmax(-1)
+    target = torch.cat([mass.masked_fill(~compared, 0.0), own_mass], -1)
+    total = target.sum(-1, keepdim=True)
+    # A row that weighs nothing, or is not finite, teaches nothing.
+    teaches = (total > 0) & total.isfinite()
+    target = torch.where(teaches, target / total, 0.0)
+    present = target > 0
+    terms = torch.where(present, target * (target.clamp(min=1e-30).log() - predicted), 0.0)
+    rows = math.prod(scores.shape[:-1])
+    grad = torch.where(teaches, predicted.exp() - target, 0.0)[..., :-1].masked_fill(~compared, 0.0)
+    grads.append((grad * (weight / rows)).to(scores.dtype))
+    if found is not None:
+        found["entropy"] = -torch.where(predicted > -torch.inf, predicted.exp() * predicted, 0.0).sum(-1).mean()
+    return weight * terms.sum() / rows
+
+
+def _steps(like: Tensor, rows: int, each: int) -> Iterator[tuple[int, int]]:
+    return spans(rows, max(1, (GPU_STEP if like.is_cuda else STEP) // each))
+
+
+def listed_mass(scene: Scene, rows: Tensor, blocks: Tensor, lse: Tensor, weights: Tensor) -> Tensor:
+    """Weighted attention of each row on each of its blocks (b, h, r, l), the first being its own; t lists nothing."""
+    selection, key = scene.selection, scene.key
+    batch, heads, r, l = blocks.shape
+    size, n = selection.block_size, selection.n
+    reach = torch.arange(size, device=key.device)
+    sample = torch.arange(batch, device=key.device).view(-1, 1, 1, 1)
+    group = (torch.arange(heads, device=key.device) // (heads // key.shape[1])).view(-1, 1, 1)
+    found = []
+    width = 1 if selection.per_token else size
+    for begin, end in _steps(key, r, batch * heads * l * size * (width + key.shape[-1])):
+        token = scene.tokens(rows[begin:end])
+        real, token = token < n, token.clamp(max=n - 1)
+        column = (blocks[:, :, begin:end, :, None] * size + reach).flatten(3)
+        seen, column = column < n, column.clamp(max=n - 1)
+        if scene.key_padding_mask is not None:
+            seen = seen & ~scene.key_padding_mask[sample, column]
+        seen = seen[..., None, :]
+        if selection.is_causal:
+            seen = seen & (column[..., None, :] <= token[..., None])
+        keys = key[sample, group, column].to(lse.dtype)
+        scores = scene.scale * (scene.query[:, :, token].to(lse.dtype) @ keys.mT)
+        share = torch.where(seen, (scores - lse[:, :, token][..., None]).exp(), 0.0).unflatten(-1, (l, size)).sum(-1)
+        weight = (weights[:, :, token] * real)[..., None]
+        found.append(torch.where(weight > 0, share * weight, 0.0).sum(-2))
+    return torch.cat(found, 2)
+
+
+def dense_mass(scene: Scene, rows: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Weighted attention of rows on every block (b, h, r, t), were none left out, and the LSE (b, h, r, q) of that."""
+    selection, dtype = scene.selection, weights.dtype
+    batch, heads = scene.query.shape[:2]
+    n, size, t = selection.n, selection.block_size, selection.blocks
+    width = 1 if selection.per_token else size
+    found, logs = [], []
+    for begin, end in _steps(weights, len(rows), batch * heads * width * n):
+        token = scene.tokens(rows[begin:end])
+        real, token = token < n, token.clamp(max=n - 1)
+        scores = dense_scores(scene, token, dtype)
+        log = scores.logsumexp(-1)
+        share = torch.where(scores > -torch.inf, (scores - log[..., None]).exp(), 0.0)
+        share = torch.nn.functional.pad(share, (0, t * size - n)).unflatten(-1, (t, size)).sum(-1)
+        weight = (weights[:, :, token] * real)[..., None]
+        found.append(torch.where(weight > 0, share * weight, 0.0).sum(-2))
+        logs.append(log)
+    return torch.cat(found, 2), torch.cat(logs, 2)
+
+
+def dense_scores(scene: Scene, token: Tensor, dtype: torch.dtype) -> Tensor:
+    """Scores of query tokens (r, q) with every key, (b, h, r, q, n), -inf where one is not seen."""
+    key = scene.key
+    query = scene.query[:, :, token].to(dtype)
+    batch, heads = query.shape[:2]
+    grouped = query.reshape(batch, key.shape[1], -1, query.shape[-1])
+    scores = (scene.scale * (grouped @ key.to(dtype).mT)).view(batch, heads, *token.shape, -1)
+    if scene.selection.is_causal:
+        later = torch.arange(key.shape[2], device=key.device) > token[..., None]
+        scores = scores.masked_fill_(later, -torch.inf)
+    if scene.key_padding_mask is not None:
+        scores = scores.masked_fill_(scene.key_padding_mask[:, None, None, None], -torch.inf)
+    return scores
+
+
+def captured(lse: Tensor, whole: Tensor, token: Tensor) -> Tensor:
+    """Mean share of a token's attention that its kept blocks hold, from the LSE with (b, h, n) and without choice."""
+    kept = lse[:, :, token.clamp(max=lse.shape[-1] - 1)]
+    seen = (whole > -torch.inf) & (token < lse.shape[-1])
+    share = torch.where(seen, (kept - whole).exp(), 0.0)
+    return share.sum() / seen.sum().clamp(min=1)
