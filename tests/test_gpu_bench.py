@@ -12,11 +12,11 @@ import torch
 from dilated_attention_pytorch import parse
 from dilated_attention_pytorch.tools import bench, gpu, peers, report
 from dilated_attention_pytorch.tools.gate import Computed
+from dilated_attention_pytorch.tools.gpu_tables import OURS_ANY_ORDER
 from dilated_attention_pytorch.tools.grid import (
     BLOCK_KINDS,
     LADDERS,
     OURS,
-    OURS_ANY_ORDER,
     PLAN,
     Case,
     K,

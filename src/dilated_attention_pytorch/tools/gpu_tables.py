@@ -24,7 +24,8 @@ DILATED_BARS = {"forward": (0.9, 0.95), "backward": (0.85, 0.95)}
 """The same for the rate of a LongNet ladder relative to that of dense cuDNN."""
 DENSE_BARS = {0.1: (8.0, 8.5), 0.01: (50.0, 70.0)}
 """The same for the speed relative to dense FlashAttention-4 at 64K tokens, by share of blocks kept."""
-ANY_ORDER = {"ours": "", "ours-any-order": ", sums in any order"}
+OURS_ANY_ORDER = "ours-any-order"
+ANY_ORDER = {"ours": "", OURS_ANY_ORDER: ", sums in any order"}
 """Gradients with the same bits every time, and without that; peers sum in any order."""
 PEERS = {"fa4": "FlashAttention-4", "flex": "FlexAttention", "sdpa-cudnn": "cuDNN", "sdpa-flash": "SDPA flash"}
 METHOD = """\
@@ -273,7 +274,7 @@ def _sparse_row(results: Results, line: Line) -> list[str]:
         own = results.beside(line, direction=direction)
         ratios = [times_text(results.ratio(own, peer)) if own is not None else "" for peer in ("fa4", "flex")]
         cells += [*_figures(own), *ratios]
-    free = results.beside(line, direction="backward", subject="ours-any-order")
+    free = results.beside(line, direction="backward", subject=OURS_ANY_ORDER)
     return [*cells, *("" if free is None else times_text(results.ratio(free, peer)) for peer in ("fa4", "flex"))]
 
 
@@ -282,7 +283,7 @@ def _ladder_row(results: Results, line: Line) -> list[str]:
     for direction in DIRECTIONS:
         own = results.beside(line, direction=direction)
         cells += [*_figures(own), "" if own is None else times_text(results.dilated_ratio(own))]
-    free = results.beside(line, direction="backward", subject="ours-any-order")
+    free = results.beside(line, direction="backward", subject=OURS_ANY_ORDER)
     return [*cells, "" if free is None else times_text(results.dilated_ratio(free))]
 
 

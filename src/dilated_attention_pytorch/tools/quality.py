@@ -1,6 +1,7 @@
 """What a pattern costs in quality: `dap quality --suite small`, or `python -m dilated_attention_pytorch.tools.quality`.
 
-Models that differ in nothing but their pattern learn the same task in the same steps from the same data:
+Models that differ in nothing but their pattern (adaptive attention has a scorer besides) learn the same task in the
+same steps from the same data:
 
 - recall: every block of a sequence holds a key and its value and asks for a key told anywhere before it;
 - editions (with `--plays`): a language model reads passages of a play in a modern edition, then in that of 1623; what
