@@ -13,6 +13,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 SMALL = {
+    "slide_heatmap.py": ["--side", "32"],
+    "train_longnet.py": ["--context", "512", "--steps", "3"],
     "adaptive_retrieval.py": ["--steps", "20"],
     "context_parallel.py": ["--ranks", "2", "--tokens", "150", "--steps", "3"],
     "custom_pattern.py": ["--tokens", "256"],

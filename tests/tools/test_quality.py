@@ -39,7 +39,7 @@ def test_patterns_keep_what_was_asked_for():
 
 
 def rows(dense: float, near: float, task: str = "recall") -> list[dict[str, object]]:
-    more = {"task": task, "speedup": 2.0, "density": 0.1, "speed_n": 64, "parameters": 1, "steps": 1}
+    more = {"suite": "small", "task": task, "speedup": 2.0, "density": 0.1, "speed_n": 64, "parameters": 1, "steps": 1}
     return [
         {"pattern": "dense", "quality": dense, **more},
         {"pattern": "near", "quality": near, **more},

@@ -1,0 +1,32 @@
+"""Models: LongNet and its language models, an encoder for pathology slides, and the checkpoints of both."""
+
+from .checkpoints import (
+    export_state,
+    from_transformer_encoder,
+    load_checkpoint,
+    load_slide_encoder,
+    load_torchscale,
+    read_state,
+    write_state,
+)
+from .config import LongNetConfig
+from .layers import DilatedTransformerDecoderLayer, DilatedTransformerEncoderLayer
+from .longnet import LongNet, LongNetLM
+from .slide import SlideConfig, SlideEncoder
+
+__all__ = [
+    "DilatedTransformerDecoderLayer",
+    "DilatedTransformerEncoderLayer",
+    "LongNet",
+    "LongNetConfig",
+    "LongNetLM",
+    "SlideConfig",
+    "SlideEncoder",
+    "export_state",
+    "from_transformer_encoder",
+    "load_checkpoint",
+    "load_slide_encoder",
+    "load_torchscale",
+    "read_state",
+    "write_state",
+]

@@ -1,0 +1,404 @@
+"""Weights in and out of files, under the names of this library and of others.
+
+What a file holds is checked whole before a parameter changes, so a model is loaded or left as it was. A torch file is
+read with `weights_only=True`, which runs no code from it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import must, must_be
+from ..nn import Rotary
+from .config import LongNetConfig
+from .longnet import LongNet, LongNetLM
+from .slide import SlideConfig, SlideEncoder
+
+Names = Literal["own", "torchscale", "torch", "original"]
+State = dict[str, Tensor]
+Source = Mapping[str, Any] | str | os.PathLike[str]
+
+WRAPPERS = ("model", "state_dict", "module")
+"""Keys under which trainers put a state dict inside a file."""
+SAFETENSORS_MISSING = "a .safetensors file must be read with the package safetensors"
+
+# What stands in one of our names, and what stands there in theirs; the first that fits a name is taken. Layers of a
+# decoder with cross-attention have a third norm, so they come first.
+_TORCHSCALE_LAYER = {
+    r"(layers\.\d+\.)self_attn\.norm\.": r"\1self_attn.inner_attn_ln.",
+    r"(layers\.\d+\.)multihead_attn\.norm\.": r"\1encoder_attn.inner_attn_ln.",
+    r"(layers\.\d+\.)multihead_attn\.": r"\1encoder_attn.",
+    r"(layers\.\d+\.)linear1\.": r"\1ffn.fc1.",
+    r"(layers\.\d+\.)linear2\.": r"\1ffn.fc2.",
+    r"(layers\.\d+\.)norm1\.": r"\1self_attn_layer_norm.",
+}
+_TWO_BLOCKS = {
+    r"(layers\.\d+\.)norm2\.": r"\1final_layer_norm.",
+    r"(layers\.\d+\.)norm3\.": r"\1ffn.ffn_layernorm.",
+}
+_THREE_BLOCKS = {
+    r"(decoder\.layers\.\d+\.)norm2\.": r"\1encoder_attn_layer_norm.",
+    r"(decoder\.layers\.\d+\.)norm3\.": r"\1final_layer_norm.",
+    r"(decoder\.layers\.\d+\.)norm4\.": r"\1ffn.ffn_layernorm.",
+}
+_FUSED = {"in_proj_weight": "weight", "in_proj_bias": "bias", "qkv_proj.weight": "weight", "qkv_proj.bias": "bias"}
+"""Names of the three projections in one -> what each of the three is called."""
+_CONSTANTS = re.compile(r"(^|\.)(xpos\.scale|pos_embedding\.scale|pos_embed)$")
+"""Entries that follow from the sizes and are computed here."""
+
+
+def read_state(path: str | os.PathLike[str]) -> State:
+    """Tensors by name, from a safetensors or torch file; anything else in it is refused."""
+    place = Path(path)
+    if not place.is_file():
+        raise must("a checkpoint must be a file", place)
+    if place.suffix == ".safetensors":
+        return _read_safetensors(place)
+    try:
+        found = torch.load(place, map_location="cpu", weights_only=True)
+    except Exception as error:
+        # Damaged archives and forbidden pickles fail in many ways, none of which may leave half a checkpoint.
+        raise must("a checkpoint must be a whole torch file of tensors alone", f"{place.name}: {_first_line(error)}",
+                   "Files that need code to be read are not opened. Save a state dict.") from error  # fmt: skip
+    return state_in(found)
+
+
+def state_in(found: Any) -> State:
+    """The state dict in what a file held, taken out of what trainers wrap it in."""
+    while isinstance(found, Mapping) and any(isinstance(found.get(name), Mapping) for name in WRAPPERS):
+        found = next(found[name] for name in WRAPPERS if isinstance(found.get(name), Mapping))
+    if not isinstance(found, Mapping):
+        raise must_be("a checkpoint must hold a dictionary of tensors", type(found).__name__)
+    others = [str(name) for name, entry in found.items() if not isinstance(name, str) or not isinstance(entry, Tensor)]
+    if others or not found:
+        came = f"{', '.join(others[:8])} besides" if others else "nothing"
+        raise must("a checkpoint must hold tensors by name", came, f"Wrap a state dict as {{{WRAPPERS[0]!r}: ...}}.")
+    return dict(found)
+
+
+def _read_safetensors(place: Path) -> State:
+    try:
+        from safetensors import SafetensorError
+        from safetensors.torch import load_file
+    except ModuleNotFoundError as error:
+        raise must(SAFETENSORS_MISSING, "none installed", "pip install safetensors") from error
+    try:
+        return load_file(place)
+    except (SafetensorError, OSError, ValueError) as error:
+        raise must("a checkpoint must be a whole safetensors file", f"{place.name}: {_first_line(error)}") from error
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0][:200] or type(error).__name__
+
+
+def write_state(state: Mapping[str, Tensor], path: str | os.PathLike[str]) -> None:
+    """Write tensors to a `.safetensors` or a torch file, which is there whole or not at all."""
+    place = Path(path)
+    # Tied tensors share memory, which safetensors will not write; and a view would drag its whole base along.
+    own = {name: tensor.detach().clone(memory_format=torch.contiguous_format) for name, tensor in state.items()}
+    if place.suffix == ".safetensors":
+        try:
+            from safetensors.torch import save_file
+        except ModuleNotFoundError as error:
+            raise must(SAFETENSORS_MISSING, "none installed", "pip install safetensors, or write a .pt file") from error
+        write_whole(place, lambda temporary: save_file({n: t.cpu() for n, t in own.items()}, temporary))
+    else:
+        write_whole(place, lambda temporary: torch.save(own, temporary))
+
+
+def write_whole(place: Path, write: Callable[[str], object]) -> None:
+    """Let `write` fill a file beside `place`, then put it there in one step: readers see the old or the new one."""
+    place.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=place.parent, prefix=f".{place.name}.")
+    os.close(handle)
+    try:
+        write(temporary)
+        with open(temporary, "rb") as file:
+            os.fsync(file.fileno())
+        # mkstemp lets nobody else read; a checkpoint is an ordinary file.
+        os.umask(mask := os.umask(0))
+        os.chmod(temporary, 0o666 & ~mask)
+        os.replace(temporary, place)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def load_checkpoint(model: nn.Module, source: Source, names: Names = "own", *, ignore: Sequence[str] = ()) -> None:
+    """Load a model from a file or a state dict, all of it or nothing.
+
+    Args:
+        model: a model of this library.
+        source: a path, or tensors by name.
+        names: whose names they have: "own", "torchscale" (its LongNet, and the slide encoder built on it), "torch"
+            (nn.TransformerEncoder), or "original" (the modules this library's names come from). The original's LongNet
+            had no residual connections, and its encoder no last norm, which is set to pass through: its weights load,
+            its numbers are not reproduced.
+        ignore: regular expressions of entries to leave out.
+    """
+    given = read_state(source) if isinstance(source, str | os.PathLike) else state_in(source)
+    given = {name: tensor for name, tensor in given.items() if not any(re.search(out, name) for out in ignore)}
+    if names != "own":
+        given = {name: tensor for name, tensor in given.items() if not _CONSTANTS.search(name)}
+    wanted = model.state_dict()
+    theirs = {own: _their_name(model, own, names) for own in wanted}
+    loaded = _checked(wanted, theirs, _completed(model, _apart(given), theirs, names))
+    if names == "torchscale":
+        loaded = {own: _turned(model, own, tensor, False) for own, tensor in loaded.items()}
+    with torch.no_grad():
+        for own, tensor in loaded.items():
+            wanted[own].copy_(tensor)
+
+
+def export_state(model: nn.Module, names: Names = "own") -> State:
+    """A model's weights under the names of others; `load_checkpoint` takes them back."""
+    state = {own: tensor.detach().clone() for own, tensor in model.state_dict().items()}
+    if names == "torchscale":
+        state = {own: _turned(model, own, tensor, True) for own, tensor in state.items()}
+    state = {_their_name(model, own, names): tensor for own, tensor in state.items()}
+    return _together(state) if names == "torch" else state
+
+
+def _checked(wanted: State, theirs: dict[str, str], given: State) -> State:
+    """Tensors by our names, if they are all there, none too many, each of its shape."""
+    missing = [name for own, name in theirs.items() if name not in given]
+    unexpected = sorted(set(given) - set(theirs.values()))
+    shapes = [
+        f"{name} {tuple(given[name].shape)} for {tuple(wanted[own].shape)}"
+        for own, name in theirs.items()
+        if name in given and given[name].shape != wanted[own].shape
+    ]
+    kinds = [name for name in theirs.values() if name in given and not given[name].is_floating_point()]
+    wrong = {"missing": missing, "unexpected": unexpected, "of another shape": shapes, "not floating": kinds}
+    if any(wrong.values()):
+        came = "; ".join(f"{len(each)} {what}: {', '.join(each)}" for what, each in wrong.items() if each)
+        raise must(
+            "a checkpoint must hold what the model needs and nothing more", came, "Nothing was loaded; see `ignore`."
+        )
+    return {own: given[name] for own, name in theirs.items()}
+
+
+def _completed(model: nn.Module, given: State, theirs: dict[str, str], names: Names) -> State:
+    """`given` with what follows from the rest: the unembedding of a model that shares it, a norm the original lacks."""
+    if isinstance(model, LongNetLM) and model.config.tie_embeddings:
+        embedding, out = theirs["token_embedding.weight"], theirs["out.weight"]
+        if embedding in given:
+            given = {out: given[embedding], **given}
+            if given[out].shape == given[embedding].shape and not torch.equal(given[out], given[embedding]):
+                raise must("a model with tied embeddings must be given equal ones", "two", "Set tie_embeddings=False.")
+    if names == "original":
+        ends = [name for name in theirs.values() if re.fullmatch(r"(long_net\.)?encoder\.norm\.(weight|bias)", name)]
+        whole = dict(model.named_parameters())
+        given = {**{name: torch.full_like(whole[name], float(name.endswith("weight"))) for name in ends}, **given}
+    return given
+
+
+def _apart(given: Mapping[str, Tensor]) -> State:
+    """Projections stored as one, made three."""
+    found: State = {}
+    for name, tensor in given.items():
+        fused = next((end for end in _FUSED if name.endswith(end)), None)
+        if fused is None or tensor.shape[0] % 3:
+            found[name] = tensor
+        else:
+            base = name.removesuffix(fused)
+            found |= {f"{base}{n}_proj.{_FUSED[fused]}": t for n, t in zip("qkv", tensor.chunk(3), strict=True)}
+    return found
+
+
+def _together(state: State) -> State:
+    """The reverse, as nn.MultiheadAttention stores them."""
+    found: State = {}
+    for name, tensor in state.items():
+        match = re.fullmatch(r"(.*\.)([qkv])_proj\.(weight|bias)", name)
+        if match is None:
+            found[name] = tensor
+        elif match[2] == "q":
+            three = [state[f"{match[1]}{n}_proj.{match[3]}"] for n in "qkv"]
+            found[f"{match[1]}in_proj_{match[3]}"] = torch.cat(three)
+    return found
+
+
+def _their_name(model: nn.Module, own: str, names: Names) -> str:
+    """What a parameter of ours is called in a checkpoint of theirs."""
+    if names not in get_args(Names):
+        raise must(f"names must be one of {', '.join(get_args(Names))}", repr(names))
+    if names == "own":
+        return own
+    if names == "torch":
+        return own.removeprefix("encoder.")
+    if names == "original":
+        return re.sub(r"^long_net\.decoder\.norm\.", "norm.", own)
+    table: dict[str, str] = dict(_TORCHSCALE_LAYER)
+    if isinstance(model, SlideEncoder):
+        ends = {r"^tile_projection\.": "patch_embed.proj.", r"^class_token$": "cls_token"}
+        table |= {**_TWO_BLOCKS, r"^encoder\.norm\.": "encoder.layer_norm.", **ends}
+    else:
+        both = getattr(getattr(model, "config", None), "form", None) == "encoder-decoder"
+        own = own.removeprefix("long_net.")
+        own = own if both else re.sub(r"^(?:en|de)coder\.", "", own)
+        prefix = "decoder." if both else ""
+        table |= {
+            **(_THREE_BLOCKS if both else {}),
+            **_TWO_BLOCKS,
+            r"^((?:(?:en|de)coder\.)?)norm\.": r"\1layer_norm.",
+            r"^token_embedding\.": f"{prefix}embed_tokens.",
+            r"^out\.": f"{prefix}output_projection.",
+        }
+    for ours, replacement in table.items():
+        changed, times = re.subn(ours, replacement, own)
+        if times:
+            return changed
+    return own
+
+
+def _turned(model: nn.Module, own: str, tensor: Tensor, out: bool) -> Tensor:
+    """Query and key projections for rotary positions: torchscale turns neighbours, we turn the halves of a head."""
+    match = re.fullmatch(r"(.*self_attn)\.[qk]_proj\.(?:weight|bias)", own)
+    if match is None:
+        return tensor
+    attention: Any = model.get_submodule(match[1])
+    if not isinstance(attention.position, Rotary):
+        return tensor
+    heads = tensor.unflatten(0, (-1, attention.head_dim))
+    shape = (2, attention.head_dim // 2) if out else (attention.head_dim // 2, 2)
+    return heads.unflatten(1, shape).transpose(1, 2).flatten(1, 2).flatten(0, 1)
+
+
+def load_slide_encoder(
+    source: Source,
+    *,
+    exact: bool = False,
+    ignore: Sequence[str] = (),
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+    **settings: Any,
+) -> SlideEncoder:
+    """A slide encoder with published weights, its sizes read from them.
+
+    Args:
+        source: a path, or tensors by name, as torchscale names them.
+        exact: attend without torchscale's zero padding, which the weights were trained with: cleaner, not the same.
+        ignore: see `load_checkpoint`.
+        device: where it runs, as `dtype` in what.
+        settings: fields of `SlideConfig` that sizes do not tell, such as `global_pool`, `slide_size` and `nhead`.
+    """
+    state = read_state(source) if isinstance(source, str | os.PathLike) else state_in(source)
+    sizes = _sizes(state, "encoder.", ("patch_embed.proj.weight",))
+    known: dict[str, Any] = {
+        "tile_width": sizes["patch_embed.proj.weight"][1],
+        "d_model": sizes["d_model"],
+        "num_layers": sizes["layers"],
+        "dim_feedforward": sizes["dim_feedforward"],
+        "zero_padding": not exact,
+        "detach_mixing": not exact,
+    }
+    model = SlideEncoder(SlideConfig(**{**known, **settings}), device=device, dtype=dtype)
+    load_checkpoint(model, state, "torchscale", ignore=ignore)
+    return model.eval()
+
+
+def load_torchscale(
+    source: Source,
+    *,
+    nhead: int,
+    segment_lengths: Sequence[int],
+    dilation_rates: Sequence[int],
+    ignore: Sequence[str] = (),
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+    **settings: Any,
+) -> LongNetLM:
+    """A torchscale LongNet decoder as a `LongNetLM`, with the offsets and the gradient it was trained with.
+
+    Args:
+        source: a path, or tensors by name: `embed_tokens.weight`, `layers.0. ...`, `layer_norm.weight`.
+        nhead: heads, which sizes do not tell, as `segment_lengths` and `dilation_rates`.
+        ignore: see `load_checkpoint`.
+        device: where it runs, as `dtype` in what.
+        settings: other fields of `LongNetConfig`.
+    """
+    state = read_state(source) if isinstance(source, str | os.PathLike) else state_in(source)
+    sizes = _sizes(state, "", ("embed_tokens.weight",))
+    out = state.get("output_projection.weight")
+    known: dict[str, Any] = {
+        "num_tokens": sizes["embed_tokens.weight"][0],
+        "d_model": sizes["d_model"],
+        "num_decoder_layers": sizes["layers"],
+        "dim_feedforward": sizes["dim_feedforward"],
+        "sub_norm": "layers.0.self_attn.inner_attn_ln.weight" in state,
+        "position": "xpos" if "layers.0.self_attn.xpos.scale" in state else None,
+        "tie_embeddings": out is None or torch.equal(out, state["embed_tokens.weight"]),
+        "nhead": nhead,
+        "segment_lengths": tuple(segment_lengths),
+        "dilation_rates": tuple(dilation_rates),
+        "offset": "block",
+        "detach_mixing": True,
+    }
+    model = LongNetLM(LongNetConfig(**{**known, **settings}), device=device, dtype=dtype)
+    load_checkpoint(model, state, "torchscale", ignore=ignore)
+    return model.eval()
+
+
+def from_transformer_encoder(encoder: nn.TransformerEncoder, **settings: Any) -> LongNet:
+    """A LongNet encoder with the weights of a `torch.nn.TransformerEncoder`, batch first.
+
+    Args:
+        encoder: torch's module.
+        settings: fields of `LongNetConfig`, above all who sees whom: `segment_lengths` and `dilation_rates`, or
+            `patterns=("full",)` for what torch computes.
+
+    >>> layer = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True)
+    >>> encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    >>> from_transformer_encoder(encoder, patterns=("window:16",))(torch.randn(1, 100, 64)).shape
+    torch.Size([1, 100, 64])
+    """
+    layer: Any = encoder.layers[0]
+    if not isinstance(layer, nn.TransformerEncoderLayer):
+        raise must_be("encoder must have torch.nn.TransformerEncoderLayer layers", type(layer).__name__)
+    if type(layer.activation) is nn.ReLU or type(layer.activation) is nn.GELU:
+        activation = type(layer.activation).__name__.lower()
+    else:
+        activation = getattr(layer.activation, "__name__", "unknown")
+    known: dict[str, Any] = {
+        "num_tokens": 1,
+        "d_model": layer.linear1.in_features,
+        "nhead": layer.self_attn.num_heads,
+        "num_encoder_layers": len(encoder.layers),
+        "num_decoder_layers": 0,
+        "dim_feedforward": layer.linear1.out_features,
+        "dropout": layer.dropout.p,
+        "attention_dropout": layer.self_attn.dropout,
+        "activation": activation,
+        "layer_norm_eps": layer.norm1.eps,
+        "norm_first": layer.norm_first,
+        "final_norm": encoder.norm is not None,
+        "sub_norm": False,
+        "bias": layer.linear1.bias is not None,
+        "position": None,
+    }
+    weight = layer.linear1.weight
+    model = LongNet(LongNetConfig(**{**known, **settings}), device=weight.device, dtype=weight.dtype)
+    load_checkpoint(model, encoder.state_dict(), "torch")
+    return model.train(encoder.training)
+
+
+def _sizes(state: State, prefix: str, also: Sequence[str]) -> dict[str, Any]:
+    """What shapes tell of a torchscale stack."""
+    known = (f"{prefix}layers.0.ffn.fc1.weight", *also)
+    missing = [name for name in known if name not in state or state[name].dim() != 2]
+    if missing:
+        raise must("a torchscale checkpoint must have its names", f"none called {', '.join(missing)}")
+    wide, width = state[known[0]].shape
+    numbers = {int(m[1]) for name in state if (m := re.match(rf"{re.escape(prefix)}layers\.(\d+)\.", name))}
+    shapes = {name: tuple(state[name].shape) for name in also}
+    return {"d_model": width, "dim_feedforward": wide, "layers": max(numbers) + 1, **shapes}

@@ -1,0 +1,197 @@
+"""What a LongNet is made of: one frozen value, named sizes, and what it will cost."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from ..errors import must, must_be
+from ..nn import Alibi, Position, Rotary, SparseAttention, Xpos
+from ..patterns import Dilated, Pattern, parse
+
+ACTIVATIONS = ("relu", "gelu", "silu")
+POSITIONS: dict[str, type[Position]] = {"rotary": Rotary, "xpos": Xpos, "alibi": Alibi}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LongNetConfig:
+    """A decoder (`num_encoder_layers=0`), an encoder (`num_decoder_layers=0`), or both.
+
+    >>> LongNetConfig.named("base").num_parameters
+    85344768
+    """
+
+    num_tokens: int = 256
+    """Vocabulary of a language model; 256 for bytes."""
+    d_model: int = 768
+    nhead: int = 12
+    num_kv_heads: int | None = None
+    """Key and value heads, a divisor of `nhead`; as many as query heads by default."""
+    num_encoder_layers: int = 0
+    num_decoder_layers: int = 12
+    dim_feedforward: int = 3072
+    segment_lengths: tuple[int, ...] = (2048, 4096, 8192, 16384, 32768)
+    dilation_rates: tuple[int, ...] = (1, 2, 4, 6, 12)
+    offset: str = "mod"
+    """Which residue a head samples, see `Dilated`."""
+    patterns: tuple[str, ...] = ()
+    """Patterns of the layers instead, as text, taken in turn from the first layer on."""
+    memory_pattern: str = "full"
+    """What a decoder token sees of the encoder's output."""
+    dropout: float = 0.0
+    attention_dropout: float = 0.0
+    activation: str = "gelu"
+    layer_norm_eps: float = 1e-5
+    norm_first: bool = True
+    sub_norm: bool = True
+    """A second LayerNorm inside each block, before its last projection, with MAGNETO's gains at the start."""
+    final_norm: bool | None = None
+    """A LayerNorm after the last layer; where `norm_first` by default."""
+    bias: bool = True
+    position: Position | str | None = "rotary"
+    """How queries and keys of self-attention learn where they stand. XPOS and ALiBi need causal layers."""
+    tie_embeddings: bool = True
+    """Logits come from the transposed embedding, without a bias of their own."""
+    gradient_checkpointing: bool = False
+    """Keep only the input of each layer for the backward pass, and compute the layer again there."""
+    zero_padding: bool = False
+    """torchscale's padding: zero keys fill up ragged segments of an encoder and take part in the softmax."""
+    detach_mixing: bool = False
+    """torchscale's gradient: none through the weights that mix the branches."""
+
+    def __post_init__(self) -> None:
+        for name in ("segment_lengths", "dilation_rates", "patterns"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        least = {"num_tokens": 1, "d_model": 1, "nhead": 1, "dim_feedforward": 1}
+        for name in ("num_encoder_layers", "num_decoder_layers", *least):
+            if getattr(self, name) < least.get(name, 0):
+                raise must(f"{name} must be >= {least.get(name, 0)}", getattr(self, name))
+        if not self.num_encoder_layers + self.num_decoder_layers:
+            raise must("a model must have a layer", "none", "Set num_decoder_layers or num_encoder_layers.")
+        if self.activation not in ACTIVATIONS:
+            raise must(f"activation must be one of {', '.join(ACTIVATIONS)}", repr(self.activation))
+        if self.sub_norm and not self.norm_first:
+            raise must("sub_norm must come with norm_first", "norm_first=False", "Set sub_norm=False as well.")
+        if isinstance(self.position, str) and self.position not in POSITIONS:
+            raise must(f"position must be one of {', '.join(POSITIONS)}", repr(self.position))
+        for layer in range(max(1, len(self.patterns))):
+            self.pattern(layer)
+        parse(self.memory_pattern)
+
+    @classmethod
+    def named(cls, size: str, **changes: Any) -> LongNetConfig:
+        """A size from `SIZES`, with other values where they are given.
+
+        >>> LongNetConfig.named("tiny", num_tokens=1000).d_model
+        256
+        """
+        if size not in SIZES:
+            raise must(f"size must be one of {', '.join(SIZES)}", repr(size))
+        return cls(**{**SIZES[size], **changes})
+
+    def pattern(self, layer: int) -> Pattern:
+        """The pattern of a layer."""
+        if self.patterns:
+            return parse(self.patterns[layer % len(self.patterns)])
+        return Dilated(self.segment_lengths, self.dilation_rates, self.offset)  # pyrefly: ignore[bad-argument-type]
+
+    @property
+    def head_dim(self) -> int:
+        return self.d_model // self.nhead
+
+    @property
+    def form(self) -> str:
+        """ "decoder", "encoder" or "encoder-decoder"."""
+        if not self.num_encoder_layers:
+            return "decoder"
+        return "encoder-decoder" if self.num_decoder_layers else "encoder"
+
+    @property
+    def has_final_norm(self) -> bool:
+        return self.norm_first if self.final_norm is None else self.final_norm
+
+    def gamma(self, of: str) -> float:
+        """MAGNETO's gain of the value, output and feed-forward projections of the "encoder" or "decoder"."""
+        if not self.sub_norm:
+            return 1.0
+        if self.form != "encoder-decoder":
+            return math.sqrt(math.log(2 * max(self.num_encoder_layers, self.num_decoder_layers)) or 1.0)
+        squared = math.log(3 * self.num_decoder_layers)
+        return math.sqrt(squared * math.log(2 * self.num_encoder_layers) / 3 if of == "encoder" else squared)
+
+    def _weights(self, cross: bool) -> tuple[int, int]:
+        """Entries of a layer's matrices, and of its biases and norms."""
+        d, ff = self.d_model, self.dim_feedforward
+        kv = (self.num_kv_heads or self.nhead) * self.head_dim
+        attention, biases = 2 * d * d + 2 * d * kv, 2 * d + 2 * kv
+        attentions = 2 if cross else 1
+        norms = (attentions + 1) * d + (attentions * d + ff if self.sub_norm else 0)
+        vectors = (attentions * biases + d + ff + 2 * norms) if self.bias else norms
+        return attentions * attention + 2 * d * ff, vectors
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters of the language model."""
+        cross = self.form == "encoder-decoder"
+        total = self.num_encoder_layers * sum(self._weights(False)) + self.num_decoder_layers * sum(
+            self._weights(cross)
+        )
+        ends = (self.num_encoder_layers > 0) + (self.num_decoder_layers > 0)
+        total += ends * self.d_model * (2 if self.bias else 1) * self.has_final_norm
+        head = 0 if self.tie_embeddings else self.num_tokens * (self.d_model + self.bias)
+        return total + self.num_tokens * self.d_model + head
+
+    def flops(self, n: int) -> int:
+        """Floating-point operations of a forward pass over `n` tokens (and `n` more for an encoder's, if both).
+
+        The backward pass takes twice as many for the projections and 2.5 times as many for attention.
+        """
+        cross = self.form == "encoder-decoder"
+        total = 2 * n * self.num_tokens * self.d_model
+        for count, causal in ((self.num_encoder_layers, False), (self.num_decoder_layers, True)):
+            matrices, _ = self._weights(cross and causal)
+            total += count * 2 * n * matrices
+            seen = [self.pattern(layer) for layer in range(count)]
+            total += sum(self._attention_flops(p, seen.count(p), n, causal) for p in set(seen))
+        if cross:
+            total += self._attention_flops(parse(self.memory_pattern), self.num_decoder_layers, n, False)
+        return total
+
+    def _attention_flops(self, pattern: Pattern, layers: int, n: int, is_causal: bool) -> int:
+        return layers * SparseAttention(pattern).plan(n, self.nhead, is_causal).flops(self.head_dim)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON; `from_dict` reads them."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        if isinstance(self.position, Position):
+            kind = next(name for name, made in POSITIONS.items() if type(self.position) is made)
+            values["position"] = {"kind": kind, **asdict(self.position)}
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> LongNetConfig:
+        """The value that `to_dict` told."""
+        unknown = sorted(set(values) - {field.name for field in fields(cls)})
+        if unknown:
+            raise must("a model's configuration must hold known settings", ", ".join(unknown))
+        position = values.get("position")
+        if isinstance(position, Mapping):
+            settings = dict(position)
+            kind = settings.pop("kind", None)
+            if kind not in POSITIONS:
+                raise must_be(f"position must be of a kind among {', '.join(POSITIONS)}", repr(kind))
+            values = {**values, "position": POSITIONS[kind](**settings)}
+        return cls(**values)
+
+
+_SHORT_LADDER = {"segment_lengths": (512, 2048, 8192, 32768), "dilation_rates": (1, 2, 4, 8)}
+SIZES: dict[str, dict[str, Any]] = {
+    "tiny": {"d_model": 256, "nhead": 4, "num_decoder_layers": 4, "dim_feedforward": 1024, **_SHORT_LADDER},
+    "small": {"d_model": 512, "nhead": 8, "num_decoder_layers": 8, "dim_feedforward": 2048, **_SHORT_LADDER},
+    "base": {"d_model": 768, "nhead": 12, "num_decoder_layers": 12, "dim_feedforward": 3072},
+    "large": {"d_model": 1024, "nhead": 16, "num_decoder_layers": 24, "dim_feedforward": 4096},
+    "1b": {"d_model": 2048, "nhead": 16, "num_decoder_layers": 24, "dim_feedforward": 8192},
+}
+"""Named sizes. "base" is the paper's; heads are 64 wide, 128 in "1b"."""

@@ -1,0 +1,412 @@
+"""LongNet: stacks of layers, and language models on them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from ..errors import must, must_be
+from ..nn import KVCache
+from .config import LongNetConfig
+from .layers import DilatedTransformerDecoderLayer, DilatedTransformerEncoderLayer
+
+LOGITS_AT_A_TIME = 1 << 24
+"""Logits that the loss holds at once."""
+
+
+def _config(config: LongNetConfig | str | None, settings: dict[str, Any]) -> LongNetConfig:
+    if isinstance(config, str):
+        return LongNetConfig.named(config, **settings)
+    if config is None:
+        return LongNetConfig(**settings)
+    if not isinstance(config, LongNetConfig):
+        raise must_be("config must be a LongNetConfig or the name of a size", type(config).__name__)
+    return replace(config, **settings)
+
+
+class Stack(nn.Module):
+    """Layers one after another, and a LayerNorm at the end where each begins with one."""
+
+    def __init__(
+        self,
+        config: LongNetConfig,
+        of: str,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
+    ) -> None:
+        super().__init__()
+        cross = of == "decoder" and config.form == "encoder-decoder"
+        made = DilatedTransformerDecoderLayer if cross else DilatedTransformerEncoderLayer
+        count = config.num_encoder_layers if of == "encoder" else config.num_decoder_layers
+        self.checkpointing = config.gradient_checkpointing
+        options: dict[str, Any] = {"memory_pattern": config.memory_pattern} if cross else {}
+        self.layers = nn.ModuleList(
+            made(
+                config.d_model,
+                config.nhead,
+                config.pattern(layer),
+                None,
+                config.dim_feedforward,
+                config.dropout,
+                config.activation,
+                config.layer_norm_eps,
+                config.gamma(of),
+                norm_first=config.norm_first,
+                sub_norm=config.sub_norm,
+                bias=config.bias,
+                num_kv_heads=config.num_kv_heads,
+                position=config.position,
+                attention_dropout=config.attention_dropout,
+                zero_padding=config.zero_padding and of == "encoder",
+                detach_mixing=config.detach_mixing,
+                device=device,
+                dtype=dtype,
+                **options,
+            )
+            for layer in range(count)
+        )
+        place: dict[str, Any] = {"device": device, "dtype": dtype}
+        final = partial(nn.LayerNorm, config.d_model, config.layer_norm_eps, bias=config.bias, **place)
+        self.norm = final() if config.has_final_norm else None
+
+    def forward(self, x: Tensor, *given: Any, caches: Sequence[KVCache] | None = None, **settings: Any) -> Tensor:
+        """Pass (B, N, E) through every layer; what else is given goes to each."""
+        for index, layer in enumerate(self.layers):
+            if caches is not None:
+                x = layer(x, *given, cache=caches[index], **settings)
+            elif self.checkpointing and torch.is_grad_enabled():
+                x = checkpoint(layer, x, *given, use_reentrant=False, **settings)
+            else:
+                x = layer(x, *given, **settings)
+        return x if self.norm is None else self.norm(x)
+
+
+class LongNet(nn.Module):
+    """Transformer stacks over embeddings (B, N, E): encoder, decoder, or both.
+
+    Args:
+        config: a `LongNetConfig`, the name of a size, or None.
+        device: where the parameters are made.
+        dtype: what they are made of.
+        settings: fields of `LongNetConfig` to change.
+
+    >>> model = LongNet("tiny", num_decoder_layers=1, segment_lengths=[64, 256], dilation_rates=[1, 2])
+    >>> model(torch.randn(1, 500, 256)).shape
+    torch.Size([1, 500, 256])
+    """
+
+    def __init__(
+        self,
+        config: LongNetConfig | str | None = None,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **settings: Any,
+    ) -> None:
+        super().__init__()
+        self.config = _config(config, settings)
+        self.encoder = Stack(self.config, "encoder", device, dtype) if self.config.num_encoder_layers else None
+        self.decoder = Stack(self.config, "decoder", device, dtype) if self.config.num_decoder_layers else None
+
+    def forward(
+        self,
+        x: Tensor,
+        tgt: Tensor | None = None,
+        *,
+        is_causal: bool | None = None,
+        key_padding_mask: Tensor | None = None,
+        tgt_key_padding_mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+    ) -> Tensor:
+        """Pass embeddings through.
+
+        Args:
+            x: (B, N, E), what the encoder reads, or the decoder where there is no encoder.
+            tgt: (B, M, E), what the decoder of an encoder-decoder reads.
+            is_causal: whether no token sees a later one in the stack that reads `x`; as a decoder does and an encoder
+                does not, by default. The decoder of an encoder-decoder is always causal.
+            key_padding_mask: bool (B, N), True where a token of `x` takes no part; `tgt_key_padding_mask` of `tgt`.
+            cu_seqlens: bounds of packed sequences, with one stack alone.
+
+        Returns:
+            As `tgt` where there are both stacks, else as `x`.
+        """
+        if (tgt is None) == (self.config.form == "encoder-decoder"):
+            raise must(
+                f"tgt must be given to an encoder-decoder alone, and this is a {self.config.form}", tgt is not None
+            )
+        stack = self.encoder or self.decoder
+        assert stack is not None
+        causal = self.encoder is None if is_causal is None else is_causal
+        found = stack(x, src_key_padding_mask=key_padding_mask, is_causal=causal, cu_seqlens=cu_seqlens)
+        if tgt is None:
+            return found
+        if cu_seqlens is not None:
+            raise must("cu_seqlens must come with one stack", "an encoder-decoder", "Use key_padding_mask.")
+        return self.decode(tgt, found, key_padding_mask=tgt_key_padding_mask, memory_key_padding_mask=key_padding_mask)
+
+    def decode(
+        self,
+        tgt: Tensor,
+        memory: Tensor | None = None,
+        *,
+        key_padding_mask: Tensor | None = None,
+        memory_key_padding_mask: Tensor | None = None,
+        caches: Sequence[KVCache] | None = None,
+    ) -> Tensor:
+        """The decoder alone, causal: (B, M, E), with what the encoder made where there is one."""
+        if self.decoder is None:
+            raise must("decoding must have a decoder", "an encoder alone", "Set num_decoder_layers.")
+        if memory is None:
+            return self.decoder(tgt, src_key_padding_mask=key_padding_mask, is_causal=True, caches=caches)
+        return self.decoder(
+            tgt,
+            memory,
+            tgt_key_padding_mask=key_padding_mask,
+            memory_key_padding_mask=memory_key_padding_mask,
+            tgt_is_causal=True,
+            caches=caches,
+        )
+
+    def caches(self, length: int | None = None) -> list[KVCache]:
+        """An empty cache for each decoder layer; `length` as for `KVCache`."""
+        if self.decoder is None:
+            raise must("decoding must have a decoder", "an encoder alone", "Set num_decoder_layers.")
+        return [layer.self_attn.cache(length) for layer in self.decoder.layers]  # pyrefly: ignore
+
+
+class LongNetLM(nn.Module):
+    """A language model on `LongNet`: token ids (B, N) in, logits (B, N, num_tokens) out.
+
+    Arguments are those of `LongNet`. A decoder predicts the next token, an encoder the token itself (for masked
+    training), an encoder-decoder the next token of `tgt`.
+
+    >>> model = LongNetLM("tiny", num_decoder_layers=1, segment_lengths=[64, 256], dilation_rates=[1, 2])
+    >>> tokens = torch.randint(256, (1, 300))
+    >>> model(tokens).shape, model.loss(tokens).shape
+    (torch.Size([1, 300, 256]), torch.Size([]))
+    """
+
+    def __init__(
+        self,
+        config: LongNetConfig | str | None = None,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **settings: Any,
+    ) -> None:
+        super().__init__()
+        self.config = config = _config(config, settings)
+        self.token_embedding = nn.Embedding(config.num_tokens, config.d_model, device=device, dtype=dtype)
+        nn.init.normal_(self.token_embedding.weight, std=config.d_model**-0.5)
+        self.long_net = LongNet(config, device=device, dtype=dtype)
+        self.out = nn.Linear(config.d_model, config.num_tokens, config.bias, device=device, dtype=dtype)
+        nn.init.normal_(self.out.weight, std=config.d_model**-0.5)
+        if config.tie_embeddings:
+            self.out.weight, self.out.bias = self.token_embedding.weight, None  # pyrefly: ignore[bad-assignment]
+
+    @property
+    def num_parameters(self) -> int:
+        """Entries of all parameters, shared ones once."""
+        return sum(parameter.numel() for parameter in self.parameters())
+
+    def hidden(self, tokens: Tensor, tgt: Tensor | None = None, **settings: Any) -> Tensor:
+        """What `LongNet` makes of token ids, (B, N, E); settings are those of its `forward`."""
+        return self.long_net(self._embed(tokens), None if tgt is None else self._embed(tgt), **settings)
+
+    def forward(self, tokens: Tensor, tgt: Tensor | None = None, **settings: Any) -> Tensor:
+        """Logits of every token; settings are those of `LongNet.forward`."""
+        return self.out(self.hidden(tokens, tgt, **settings))
+
+    def loss(
+        self,
+        tokens: Tensor,
+        targets: Tensor | None = None,
+        tgt: Tensor | None = None,
+        *,
+        reduction: str = "mean",
+        ignore_index: int = -100,
+        **settings: Any,
+    ) -> Tensor:
+        """Cross-entropy in nats, whose logits exist for a few thousand tokens at a time.
+
+        Args:
+            tokens: ids (B, N).
+            targets: ids (B, N) to predict at each token, `ignore_index` where none; by default the token after it, and
+                of an encoder-decoder the one after each of `tgt`. An encoder needs them.
+            tgt: ids (B, M) for an encoder-decoder.
+            reduction: "mean" over the targets, "sum", or "none", (B, N).
+            ignore_index: the target that counts for nothing.
+        """
+        if targets is None:
+            if self.config.form == "encoder":
+                raise must("an encoder must be given targets", "none", "Mask tokens, and give what stood there.")
+            read = tokens if tgt is None else tgt
+            targets = F.pad(read[:, 1:], (0, 1), value=ignore_index)
+        hidden = self.hidden(tokens, tgt, **settings)
+        if targets.shape != hidden.shape[:2]:
+            raise must(f"targets must have shape {tuple(hidden.shape[:2])}", tuple(targets.shape))
+        if reduction not in ("mean", "sum", "none"):
+            raise must('reduction must be "mean", "sum" or "none"', repr(reduction))
+        rows = max(1, LOGITS_AT_A_TIME // self.config.num_tokens)
+        flat = targets.flatten()
+        each = _ChunkedLoss.apply(*self._unembedded(hidden), flat, ignore_index, rows)
+        if reduction == "none":
+            return each.view_as(targets)
+        return each.sum() if reduction == "sum" else each.sum() / (flat != ignore_index).sum()
+
+    def _unembedded(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Rows, weight and bias of the last projection, in the type that autocast would take."""
+        given = (hidden.flatten(0, 1), self.out.weight, self.out.bias)
+        kind = hidden.device.type
+        if torch.is_autocast_enabled(kind):
+            dtype = torch.get_autocast_dtype(kind)
+            return tuple(None if tensor is None else tensor.to(dtype) for tensor in given)  # pyrefly: ignore
+        return given
+
+    def _embed(self, tokens: Tensor) -> Tensor:
+        if tokens.dim() != 2 or tokens.is_floating_point():
+            raise must("tokens must be integers of shape (batch, n)", f"{tokens.dtype} {tuple(tokens.shape)}")
+        return self.token_embedding(tokens.long() if tokens.dtype == torch.uint8 else tokens)
+
+    @torch.no_grad()
+    def generate(
+        self,
+        prompt: Tensor,
+        max_new_tokens: int,
+        *,
+        src: Tensor | None = None,
+        temperature: float = 0.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        stop: int | None = None,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        """Go on from a prompt, token by token, with a KV cache.
+
+        Args:
+            prompt: ids (B, N), at least one each.
+            max_new_tokens: how many to add.
+            src: ids (B, M) that the encoder of an encoder-decoder reads.
+            temperature: 0 takes the likeliest token; otherwise logits are divided by it and a token is drawn.
+            top_k: draw among this many likeliest tokens.
+            top_p: draw among the likeliest tokens that together reach this probability.
+            stop: id after which a sample is filled with `stop`; the call ends when all samples have.
+            generator: what draws.
+
+        Returns:
+            The new ids (B, at most max_new_tokens).
+        """
+        draw = Sampler(temperature, top_k, top_p, generator)
+        if max_new_tokens < 0 or not prompt.numel():
+            raise must("generate must have a prompt and max_new_tokens >= 0", f"{prompt.numel()}, {max_new_tokens}")
+        if (src is None) == (self.config.form == "encoder-decoder"):
+            raise must(
+                f"src must be given to an encoder-decoder alone, and this is a {self.config.form}", src is not None
+            )
+        was_training = self.training
+        self.eval()
+        try:
+            memory = None if src is None else self.long_net.encoder(self._embed(src))  # pyrefly: ignore
+            caches = self.long_net.caches(prompt.shape[1] + max_new_tokens)
+            ids, found = prompt, []
+            done = torch.zeros(len(prompt), dtype=torch.bool, device=prompt.device)
+            for _ in range(max_new_tokens):
+                hidden = self.long_net.decode(self._embed(ids), memory, caches=caches)
+                ids = draw(self.out(hidden[:, -1])).to(prompt.dtype)[:, None]
+                if stop is not None:
+                    ids = ids.masked_fill(done[:, None], stop)
+                    done |= ids[:, 0] == stop
+                found.append(ids)
+                if stop is not None and bool(done.all()):
+                    break
+            return torch.cat(found, 1) if found else prompt[:, :0]
+        finally:
+            self.train(was_training)
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    """Cross-entropy (N) of rows (N, E) under a projection, a few rows of logits at a time in both passes.
+
+    Activation checkpointing would do the same in one line, and fragment the heap until it holds most of the logits.
+    """
+
+    @staticmethod
+    def forward(  # pyrefly: ignore[bad-override]
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, ignore_index: int, rows: int
+    ) -> Tensor:
+        ctx.save_for_backward(hidden, weight, bias, targets)
+        ctx.ignore_index, ctx.rows = ignore_index, rows
+        work = torch.promote_types(hidden.dtype, torch.float32)
+        losses = torch.empty(len(hidden), dtype=work, device=hidden.device)
+        for own, chunk, wanted in zip(losses.split(rows), hidden.split(rows), targets.split(rows), strict=True):
+            logits = F.linear(chunk, weight, bias).to(work)
+            own.copy_(F.cross_entropy(logits, wanted, ignore_index=ignore_index, reduction="none"))
+        return losses
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
+        hidden, weight, bias, targets = ctx.saved_tensors
+        work = grads[0].dtype
+        grad_hidden = torch.empty_like(hidden)
+        grad_weight = torch.zeros_like(weight, dtype=work)
+        grad_bias = None if bias is None else torch.zeros_like(bias, dtype=work)
+        chunks = (tensor.split(ctx.rows) for tensor in (grad_hidden, hidden, targets, grads[0]))
+        for own, chunk, wanted, grad in zip(*chunks, strict=True):
+            counts = wanted != ctx.ignore_index
+            errors = F.linear(chunk, weight, bias).to(work).softmax(-1)
+            errors.scatter_add_(1, wanted.clamp(min=0)[:, None], -torch.ones_like(grad)[:, None])
+            errors *= (grad * counts)[:, None]
+            narrow = errors.to(chunk.dtype)
+            torch.mm(narrow, weight, out=own)
+            grad_weight += narrow.T @ chunk
+            if grad_bias is not None:
+                grad_bias += errors.sum(0)
+        found = grad_bias if bias is None or grad_bias is None else grad_bias.to(bias.dtype)
+        return grad_hidden, grad_weight.to(weight.dtype), found, None, None, None
+
+
+class Sampler:
+    """Chooses a token from logits (B, V); see `LongNetLM.generate`."""
+
+    def __init__(
+        self, temperature: float, top_k: int | None, top_p: float | None, generator: torch.Generator | None
+    ) -> None:
+        if not 0.0 <= temperature < float("inf"):
+            raise must("temperature must be >= 0 and finite", temperature)
+        if top_k is not None and top_k < 1:
+            raise must("top_k must be >= 1", top_k)
+        if top_p is not None and not 0.0 < top_p <= 1.0:
+            raise must("top_p must lie in (0, 1]", top_p)
+        if not temperature and (top_k is not None or top_p is not None):
+            raise must("top_k and top_p must come with a temperature above 0", temperature)
+        self.temperature, self.top_k, self.top_p, self.generator = temperature, top_k, top_p, generator
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        if not self.temperature:
+            return logits.argmax(-1)
+        return torch.multinomial(self.probabilities(logits), 1, generator=self.generator)[:, 0]
+
+    def probabilities(self, logits: Tensor) -> Tensor:
+        """What is drawn from."""
+        logits = logits.float() / self.temperature
+        if self.top_k is not None and self.top_k < logits.shape[-1]:
+            least = logits.topk(self.top_k).values[:, -1:]
+            logits = logits.masked_fill(logits < least, -torch.inf)
+        chances = logits.softmax(-1)
+        if self.top_p is not None:
+            ordered, order = chances.sort(-1, descending=True)
+            # A token stays while those before it have not reached top_p; so the first always does.
+            ordered = ordered.masked_fill(ordered.cumsum(-1) - ordered >= self.top_p, 0.0)
+            chances = torch.zeros_like(chances).scatter(-1, order, ordered)
+            chances = chances / chances.sum(-1, keepdim=True)
+        return chances

@@ -1,0 +1,329 @@
+"""LongNet: shapes, gradients, causality through the whole model, decoding, memory of the loss."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+from oracle import dense_attention, error, multiplicities
+from torch import nn
+
+from dilated_attention_pytorch import Dilated, KVCache, SlidingWindow, Xpos
+from dilated_attention_pytorch.models import (
+    DilatedTransformerDecoderLayer,
+    DilatedTransformerEncoderLayer,
+    LongNet,
+    LongNetConfig,
+    LongNetLM,
+    longnet,
+)
+from dilated_attention_pytorch.tools.measure import PeakMemory
+
+SMALL = {
+    "num_tokens": 40,
+    "d_model": 32,
+    "nhead": 4,
+    "num_decoder_layers": 2,
+    "dim_feedforward": 48,
+    "segment_lengths": (8, 32),
+    "dilation_rates": (1, 2),
+}
+FORMS = {
+    "decoder": {},
+    "encoder": {"num_encoder_layers": 2, "num_decoder_layers": 0},
+    "encoder-decoder": {"num_encoder_layers": 1, "num_decoder_layers": 2},
+}
+VARIANTS = {
+    "sub-norm": {},
+    "pre-norm": {"sub_norm": False},
+    "post-norm": {"sub_norm": False, "norm_first": False},
+    "grouped": {"num_kv_heads": 2},
+    "xpos": {"position": Xpos(center=30)},
+    "untied": {"tie_embeddings": False},
+    "no-bias": {"bias": False, "tie_embeddings": False},
+    "patterns": {"patterns": ("window:6", "dilated:32x4")},
+}
+
+
+def model_of(**changes: object) -> LongNetLM:
+    return LongNetLM(LongNetConfig(**{**SMALL, **changes}), dtype=torch.float64)
+
+
+def batch_of(model: LongNetLM, n: int = 41, batch: int = 2) -> dict[str, torch.Tensor]:
+    tokens = torch.randint(model.config.num_tokens, (batch, n))
+    if model.config.form == "encoder":
+        return {"tokens": tokens, "targets": tokens.flip(1)}
+    if model.config.form == "encoder-decoder":
+        return {"tokens": tokens, "tgt": torch.randint(model.config.num_tokens, (batch, n - 9))}
+    return {"tokens": tokens}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_parameter_gets_a_gradient_and_two_steps_lower_the_loss(form: str, variant: str):
+    if variant == "xpos" and form != "decoder":
+        pytest.skip("XPOS is causal")
+    model = model_of(**FORMS[form], **VARIANTS[variant])
+    assert model.config.form == form
+    assert model.num_parameters == model.config.num_parameters
+    batch = batch_of(model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+    losses = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = model.loss(**batch)
+        loss.backward()
+        still = [name for name, p in model.named_parameters() if p.grad is None or not p.grad.abs().sum() > 0]
+        # A constant added to every key changes no weight, so its gradient is nothing but rounding; and one token of the
+        # vocabulary may not have come up.
+        assert [name for name in still if not name.endswith("k_proj.bias")] == []
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[2] < losses[1] < losses[0]
+
+
+@pytest.mark.parametrize("sub_norm", [False, True])
+def test_a_model_is_its_layers_by_the_dense_formula(sub_norm: bool):
+    """The decoder written out with the dense float64 oracle: norms, projections, residuals, logits."""
+    model = model_of(position=None, sub_norm=sub_norm)
+    tokens = torch.randint(40, (2, 41))
+    x = model.token_embedding(tokens)
+    counts = multiplicities(Dilated((8, 32), (1, 2)), 41, 4) * torch.ones(41, 41).tril()
+    for layer in model.long_net.decoder.layers:
+        y, attn = layer.norm1(x), layer.self_attn
+        q, k, v = (p(y).unflatten(-1, (4, 8)).transpose(1, 2) for p in (attn.q_proj, attn.k_proj, attn.v_proj))
+        y = dense_attention(q, k, v, counts)[0].transpose(1, 2).flatten(2)
+        x = x + attn.out_proj(attn.norm(y) if sub_norm else y)
+        y = nn.functional.gelu(layer.linear1(layer.norm2(x)))
+        x = x + layer.linear2(layer.norm3(y) if sub_norm else y)
+    wanted = model.long_net.decoder.norm(x) @ model.token_embedding.weight.T
+    assert error(model(tokens), wanted) < 1e-12
+    picked = wanted[:, :-1].log_softmax(-1).gather(-1, tokens[:, 1:, None])
+    assert error(model.loss(tokens), -picked.mean()) < 1e-12
+    assert model.loss(tokens, reduction="none").shape == tokens.shape
+    assert error(model.loss(tokens, reduction="sum"), -picked.sum()) < 1e-12
+
+
+@pytest.mark.parametrize("variant", ["sub-norm", "post-norm", "grouped", "patterns", "xpos"])
+def test_no_token_moves_an_earlier_output(variant: str):
+    model = model_of(**VARIANTS[variant])
+    x = torch.randn(1, 37, 32, dtype=torch.float64)
+    moved = torch.autograd.functional.jacobian(lambda e: model.long_net(e)[0].sum(-1), x)[:, 0].abs().sum(-1)
+    # LayerNorm's output sums to a constant, so look at one entry of it instead where the sum hides all.
+    first = torch.autograd.functional.jacobian(lambda e: model.long_net(e)[0, :, 0], x)[:, 0].abs().sum(-1)
+    influence = moved + first
+    reached = torch.eye(37, dtype=torch.bool)
+    for layer in model.long_net.decoder.layers:
+        seen = (multiplicities(layer.self_attn.pattern, 37, 4).sum(0) > 0).tril() | torch.eye(37, dtype=torch.bool)
+        reached = (seen.double() @ reached.double()) > 0
+    assert torch.equal(influence > 0, reached)
+
+
+def test_an_encoder_sees_both_ways_and_not_what_is_padding():
+    model = LongNet(**{**SMALL, **FORMS["encoder"]}, dtype=torch.float64)
+    x = torch.randn(2, 30, 32, dtype=torch.float64)
+    mask = torch.arange(30) >= torch.tensor([[30], [17]])
+    found = model(x, key_padding_mask=mask)
+    assert error(found[1, :17], model(x[1:, :17])[0]) < 1e-12
+    changed = x.clone()
+    changed[0, -1] += 1
+    assert (model(changed)[0, 24] != model(x)[0, 24]).any()
+
+
+def test_packed_sequences_are_separate_ones():
+    model = LongNet(**SMALL, dtype=torch.float64)
+    x = torch.randn(1, 30, 32, dtype=torch.float64)
+    packed = model(x, cu_seqlens=torch.tensor([0, 11, 30]))
+    assert error(packed, torch.cat([model(x[:, :11]), model(x[:, 11:])], 1)) < 1e-12
+
+
+def test_it_overfits_64_tokens():
+    torch.manual_seed(0)
+    model = LongNetLM(**{**SMALL, "d_model": 64, "dim_feedforward": 128})
+    tokens = torch.randint(40, (1, 64))
+    optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
+    for _ in range(60):
+        optimizer.zero_grad()
+        loss = model.loss(tokens)
+        loss.backward()
+        optimizer.step()
+    assert loss.item() < 0.05 < math.log(40) / 2
+
+
+@pytest.mark.parametrize("variant", ["sub-norm", "pre-norm", "grouped", "patterns", "xpos"])
+def test_generated_tokens_are_the_likeliest_of_the_full_computation(variant: str):
+    model = model_of(**VARIANTS[variant])
+    prompt = torch.randint(40, (2, 13))
+    tokens = model.generate(prompt, 40)
+    whole = model(torch.cat([prompt, tokens], 1)).argmax(-1)
+    assert torch.equal(tokens, whole[:, 12:-1])
+
+
+@pytest.mark.parametrize("memory_pattern", ["full", "window:7"])
+def test_an_encoder_decoder_generates_what_it_computes(memory_pattern: str):
+    model = model_of(**FORMS["encoder-decoder"], memory_pattern=memory_pattern)
+    src, prompt = torch.randint(40, (2, 29)), torch.randint(40, (2, 5))
+    tokens = model.generate(prompt, 20, src=src)
+    whole = model(src, torch.cat([prompt, tokens], 1)).argmax(-1)
+    assert torch.equal(tokens, whole[:, 4:-1])
+
+
+def test_sampling_draws_from_what_was_asked_for():
+    logits = torch.tensor([[2.0, 1.0, 0.0, -1.0, -1.0]])
+    draw = longnet.Sampler(0.5, 3, None, None).probabilities(logits)[0]
+    assert torch.allclose(draw, nn.functional.pad((2 * logits[0, :3]).softmax(-1), (0, 2)))
+    chances = logits[0].softmax(-1)
+    kept = longnet.Sampler(1.0, None, float(chances[0]) + 1e-4, None).probabilities(logits)[0]
+    assert torch.allclose(kept, nn.functional.pad(chances[:2] / chances[:2].sum(), (0, 3)))
+    assert longnet.Sampler(1.0, None, 1e-9, None)(logits).item() == 0
+    model = model_of()
+    prompt = torch.randint(40, (2, 6))
+    drawn = [model.generate(prompt, 12, temperature=1.0, generator=torch.Generator().manual_seed(3)) for _ in range(2)]
+    assert torch.equal(*drawn)
+    assert not torch.equal(drawn[0], model.generate(prompt, 12))
+
+
+def test_generation_stops_and_leaves_the_mode_alone():
+    model = model_of(dropout=0.5).train()
+    prompt = torch.randint(40, (1, 6))
+    first = int(model.generate(prompt, 1))
+    assert model.generate(prompt, 30, stop=first).tolist() == [[first]]
+    assert model.training
+    assert model.generate(prompt, 0).shape == (1, 0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"temperature": -1.0}, "temperature must be >= 0"),
+        ({"top_k": 3}, "top_k and top_p must come with a temperature"),
+        ({"temperature": 1.0, "top_k": 0}, "top_k must be >= 1"),
+        ({"temperature": 1.0, "top_p": 1.5}, "top_p must lie in"),
+        ({"src": torch.zeros(1, 3, dtype=torch.int64)}, "src must be given to an encoder-decoder alone"),
+    ],
+)
+def test_bad_wishes_are_refused(settings: dict[str, object], message: str):
+    with pytest.raises(ValueError, match=message):
+        model_of().generate(torch.zeros(1, 3, dtype=torch.int64), 3, **settings)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_checkpointing_changes_no_gradient(form: str):
+    plain = model_of(**FORMS[form])
+    again = model_of(**FORMS[form], gradient_checkpointing=True)
+    again.load_state_dict(plain.state_dict())
+    batch = batch_of(plain)
+    for model in (plain, again):
+        model.loss(**batch).backward()
+    for (name, one), (_, other) in zip(plain.named_parameters(), again.named_parameters(), strict=True):
+        assert error(other.grad, one.grad) < 1e-12, name
+
+
+def test_chunked_loss_is_the_whole_loss(monkeypatch: pytest.MonkeyPatch):
+    model = model_of()
+    tokens = torch.randint(40, (2, 41))
+    whole = model.loss(tokens)
+    grads = torch.autograd.grad(whole, list(model.parameters()))
+    monkeypatch.setattr(longnet, "LOGITS_AT_A_TIME", 40 * 7)
+    chunked = model.loss(tokens)
+    assert error(chunked, whole) < 1e-12
+    for one, other in zip(grads, torch.autograd.grad(chunked, list(model.parameters())), strict=True):
+        assert error(other, one) < 1e-12
+
+
+def test_the_logits_of_a_long_sequence_never_exist_whole(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(longnet, "LOGITS_AT_A_TIME", 1 << 21)
+    size = {"num_tokens": 8192, "d_model": 16, "num_decoder_layers": 1, "dim_feedforward": 16}
+    model = LongNetLM(LongNetConfig(**{**SMALL, **size}))
+    tokens = torch.randint(8192, (1, 16384))
+    model.loss(tokens[:, :1024]).backward()
+    with PeakMemory("cpu") as peak:
+        model.loss(tokens).backward()
+    if peak.extra is None:
+        pytest.skip("the system does not report memory")
+    assert peak.extra < tokens.numel() * 8192 * 4 / 4
+
+
+def test_layers_work_in_torchs_own_stack():
+    layer = DilatedTransformerEncoderLayer(32, 4, [8, 32], [1, 2], 48, dropout=0.0)
+    encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    x = torch.randn(2, 41, 32)
+    mask = torch.arange(41) >= torch.tensor([[41], [30]])
+    assert encoder(x, src_key_padding_mask=mask).shape == x.shape
+    causal = nn.Transformer.generate_square_subsequent_mask(41)
+    assert torch.allclose(encoder(x, mask=causal, is_causal=True), encoder(x, mask=causal))
+    decoder = nn.TransformerDecoder(DilatedTransformerDecoderLayer(32, 4, "window:8", None, 48, dropout=0.0), 2)
+    assert decoder(x, torch.randn(2, 23, 32)).shape == x.shape
+
+
+def test_a_full_layer_is_torchs_layer():
+    ours = DilatedTransformerEncoderLayer(32, 4, "full", None, 48, 0.0, norm_first=False, sub_norm=False)
+    theirs = nn.TransformerEncoderLayer(32, 4, 48, 0.0, batch_first=True)
+    ours.load_state_dict(theirs.state_dict())
+    x = torch.randn(2, 25, 32)
+    assert torch.allclose(ours(x), theirs(x), atol=1e-5)
+
+
+def test_sequence_first_layers_are_batch_first_ones_turned():
+    layer = DilatedTransformerDecoderLayer(32, 4, "window:8", None, 48, 0.0).double()
+    turned = DilatedTransformerDecoderLayer(32, 4, "window:8", None, 48, 0.0, batch_first=False).double()
+    turned.load_state_dict(layer.state_dict())
+    x, memory = torch.randn(2, 20, 32, dtype=torch.float64), torch.randn(2, 15, 32, dtype=torch.float64)
+    assert error(turned(x.transpose(0, 1), memory.transpose(0, 1)).transpose(0, 1), layer(x, memory)) < 1e-12
+
+
+def test_a_cache_belongs_to_its_layer():
+    layer = DilatedTransformerEncoderLayer(32, 4, SlidingWindow(8), None, 48, 0.0).eval()
+    with pytest.raises(ValueError, match="the cache must be made for"), torch.no_grad():
+        layer(torch.randn(1, 4, 32), is_causal=True, cache=KVCache("window:9"))
+
+
+def test_a_config_goes_through_json():
+    for variant in VARIANTS.values():
+        config = LongNetConfig(**{**SMALL, **variant})
+        assert LongNetConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+    with pytest.raises(ValueError, match="must hold known settings, got d_modell"):
+        LongNetConfig.from_dict({"d_modell": 3})
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"num_decoder_layers": 0}, "a model must have a layer"),
+        ({"activation": "tanh"}, "activation must be one of"),
+        ({"norm_first": False}, "sub_norm must come with norm_first"),
+        ({"position": "learned"}, "position must be one of"),
+        ({"patterns": ("window:",)}, "window"),
+        ({"d_model": 0}, "d_model must be >= 1"),
+    ],
+)
+def test_bad_configs_are_refused(settings: dict[str, object], message: str):
+    with pytest.raises(ValueError, match=message):
+        LongNetConfig(**settings)
+
+
+def test_named_sizes():
+    counts = {name: LongNetConfig.named(name).num_parameters for name in ("tiny", "small", "base", "large", "1b")}
+    assert sorted(counts.values()) == list(counts.values())
+    assert counts["tiny"] < 4e6
+    assert 1.0e9 < counts["1b"] < 1.5e9
+    with pytest.raises(ValueError, match="size must be one of tiny"):
+        LongNetConfig.named("huge")
+
+
+def test_flops_count_products_and_attention():
+    config = LongNetConfig(**{**SMALL, "patterns": ("full",), "num_decoder_layers": 1, "nhead": 1})
+    n = 128
+    matrices = 4 * 32 * 32 + 2 * 32 * 48 + 40 * 32
+    assert config.flops(n) == 2 * n * matrices + 4 * n * n * 32
+
+
+@pytest.mark.compile
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_layer_compiles_whole():
+    layer = DilatedTransformerEncoderLayer(32, 4, [8, 32], [1, 2], 48, 0.0)
+    x = torch.randn(1, 64, 32)
+    compiled = torch.compile(lambda t: layer(t, is_causal=True), backend="aot_eager", fullgraph=True)
+    assert torch.allclose(compiled(x), layer(x, is_causal=True), atol=1e-5)

@@ -1,0 +1,154 @@
+"""torchscale's LongNet and the slide encoder built on it: our models with their weights against a slow oracle."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torchscale_oracle as torchscale
+from oracle import error
+
+from dilated_attention_pytorch.models import (
+    DilatedTransformerEncoderLayer,
+    SlideEncoder,
+    export_state,
+    load_checkpoint,
+    load_slide_encoder,
+    load_torchscale,
+)
+from dilated_attention_pytorch.models.published import published_attention
+from dilated_attention_pytorch.patterns import Dilated
+
+LADDER = [8, 20, 64], [1, 2, 4]
+
+
+def heads_of(n: int, heads: int, d: int = 8) -> list[torch.Tensor]:
+    return [torch.randn(n, heads, d, dtype=torch.float64).requires_grad_() for _ in range(3)]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("n", "heads"), [(16, 4), (21, 4), (50, 6), (5, 3), (67, 5)])
+def test_attention_and_its_gradient_are_torchscales(n: int, heads: int, causal: bool):
+    query, key, value = heads_of(n, heads)
+    seed = torch.randn(n, heads, 8, dtype=torch.float64)
+    wanted = torchscale.attention(query, key, value, *LADDER, causal)
+    wanted_grads = torch.autograd.grad(wanted, (query, key, value), seed)
+    got = published_attention(
+        *(x.transpose(0, 1)[None] for x in (query, key, value)), Dilated(*LADDER, "block"),
+        zero_padding=True, detach_mixing=True, is_causal=causal, key_padding_mask=None, cu_seqlens=None,
+    )[0].transpose(0, 1)  # fmt: skip
+    assert error(got, wanted) < 1e-12
+    for grad, wanted_grad in zip(torch.autograd.grad(got, (query, key, value), seed), wanted_grads, strict=True):
+        assert error(grad, wanted_grad) < 1e-11
+
+
+def test_the_flags_change_what_they_say():
+    n, pattern = 21, Dilated(*LADDER, "block")
+    query, key, value = (x.transpose(0, 1)[None] for x in heads_of(n, 4))
+    given = {"is_causal": False, "key_padding_mask": None, "cu_seqlens": None}
+    outputs = {
+        (zeros, detach): published_attention(
+            query, key, value, pattern, zero_padding=zeros, detach_mixing=detach, **given
+        )
+        for zeros in (False, True)
+        for detach in (False, True)
+    }
+    assert error(outputs[False, True], outputs[False, False]) < 1e-12
+    assert error(outputs[True, True], outputs[True, False]) < 1e-12
+    assert error(outputs[True, False], outputs[False, False]) > 1e-2
+
+
+def test_the_flags_are_refused_where_they_mean_nothing():
+    with pytest.raises(ValueError, match="zero_padding and detach_mixing must come with a dilated pattern"):
+        DilatedTransformerEncoderLayer(16, 2, "window:4", zero_padding=True)
+
+
+def slide_of(n: int, width: int, grid: int) -> tuple[torch.Tensor, torch.Tensor]:
+    cells = torch.stack([torch.arange(n) % grid, torch.arange(n) * 7 // grid % grid], -1)
+    return torch.randn(n, width, dtype=torch.float64), cells * 256 + 3
+
+
+@pytest.mark.parametrize("pool", [False, True])
+@pytest.mark.parametrize("n", [1, 23, 60])
+def test_a_slide_encoder_gives_what_the_published_one_gives(n: int, pool: bool):
+    state = torchscale.slide_state(32, 48, layers=2, tile_width=12)
+    model = load_slide_encoder(
+        {"model": state}, global_pool=pool, nhead=8, segment_lengths=(8, 20, 64), dilation_rates=(1, 2, 4),
+        grid=10, dtype=torch.float64,
+    )  # fmt: skip
+    tiles, coords = slide_of(n, 12, 10)
+    wanted = torchscale.slide(state, tiles, coords, 8, *LADDER, grid=10, pool=pool)
+    with torch.no_grad():
+        assert error(model(tiles[None], coords[None])[0], wanted) < 1e-11
+
+
+def test_published_slides_batch_like_single_ones():
+    state = torchscale.slide_state(32, 48, layers=2, tile_width=12)
+    model = load_slide_encoder(
+        state, nhead=8, segment_lengths=(8, 20, 64), dilation_rates=(1, 2, 4), grid=10, dtype=torch.float64
+    )
+    slides = [slide_of(n, 12, 10) for n in (40, 23, 5)]
+    tiles, coords = (torch.nn.utils.rnn.pad_sequence([s[i] for s in slides], batch_first=True) for i in (0, 1))
+    mask = torch.arange(40) >= torch.tensor([[40], [23], [5]])
+    with torch.no_grad():
+        together = model(tiles, coords, mask)
+        for row, (one, where) in zip(together, slides, strict=True):
+            assert error(row, model(one[None], where[None])[0]) < 1e-11
+    with pytest.raises(ValueError, match="key_padding_mask must hide the end of each sample"):
+        model(tiles, coords, mask.flip(1))
+
+
+@pytest.mark.parametrize("with_xpos", [False, True])
+def test_a_decoder_gives_torchscales_logits(with_xpos: bool):
+    state = torchscale.decoder_state(32, 64, layers=2, heads=4, vocabulary=50, with_xpos=with_xpos)
+    model = load_torchscale(state, nhead=4, segment_lengths=LADDER[0], dilation_rates=LADDER[1], dtype=torch.float64)
+    tokens = torch.randint(50, (45,))
+    with torch.no_grad():
+        assert error(model(tokens[None])[0], torchscale.decoder(state, tokens, 4, *LADDER)) < 1e-10
+
+
+@pytest.mark.parametrize("with_xpos", [False, True])
+def test_torchscale_names_come_back_as_they_went(with_xpos: bool):
+    state = torchscale.decoder_state(32, 64, layers=2, heads=4, vocabulary=50, with_xpos=with_xpos)
+    model = load_torchscale(state, nhead=4, segment_lengths=LADDER[0], dilation_rates=LADDER[1], dtype=torch.float64)
+    back = export_state(model, "torchscale")
+    assert set(back) == {name for name in state if not name.endswith("xpos.scale")}
+    assert all(torch.equal(back[name], state[name]) for name in back)
+
+
+def test_the_published_sizes_load_by_their_true_names():
+    """Shapes of the 12 x 768 encoder, on a device that holds none of them."""
+    with torch.device("meta"):
+        model = SlideEncoder()
+    shapes = {name: tuple(t.shape) for name, t in export_state(model, "torchscale").items()}
+    wanted = {
+        "cls_token": (1, 1, 768),
+        "patch_embed.proj.weight": (768, 1536),
+        "patch_embed.proj.bias": (768,),
+        "norm.weight": (768,),
+        "norm.bias": (768,),
+        "encoder.layer_norm.weight": (768,),
+        "encoder.layer_norm.bias": (768,),
+    }
+    for number in range(12):
+        wanted |= torchscale.layer_shapes(768, 3072, f"encoder.layers.{number}.")
+    assert shapes == wanted
+
+
+def test_exact_attention_can_be_asked_for():
+    state = torchscale.slide_state(32, 48, layers=1, tile_width=12)
+    settings = {"nhead": 8, "segment_lengths": (8, 20), "dilation_rates": (1, 2), "grid": 10, "dtype": torch.float64}
+    settings["global_pool"] = True
+    tiles, coords = slide_of(23, 12, 10)
+    published, exact = (load_slide_encoder(state, exact=exact, **settings) for exact in (False, True))
+    with torch.no_grad():
+        assert error(published(tiles[None], coords[None]), exact(tiles[None], coords[None])) > 1e-4
+
+
+def test_extra_entries_are_listed_and_can_be_left_out():
+    state = torchscale.slide_state(32, 48, layers=1, tile_width=12)
+    state["mask_token"] = torch.zeros(1, 1, 32)
+    settings = {"nhead": 8, "segment_lengths": (8, 20), "dilation_rates": (1, 2), "dtype": torch.float64}
+    with pytest.raises(ValueError, match="1 unexpected: mask_token"):
+        load_slide_encoder(state, **settings)
+    model = load_slide_encoder(state, ignore=["^mask_token$"], **settings)
+    load_checkpoint(model, {**state, "pos_embed": torch.zeros(1, 4, 32)}, "torchscale", ignore=["mask_token"])
