@@ -111,7 +111,14 @@ def positions(width: int, grid: int) -> Tensor:
 
 
 def slide(
-    state: State, tiles: Tensor, coords: Tensor, heads: int, segments: list[int], rates: list[int], grid: int, pool: bool
+    state: State,
+    tiles: Tensor,
+    coords: Tensor,
+    heads: int,
+    segments: list[int],
+    rates: list[int],
+    grid: int,
+    pool: bool,
 ) -> Tensor:
     table = positions(state["cls_token"].shape[-1], grid)
     cell = (coords // 256).long()

@@ -73,8 +73,8 @@ def needs_gluon():
         (128, 128, torch.bfloat16, "plain", 4),
         (128, 256, torch.float16, "plain", 4),
         (64, 128, torch.bfloat16, "strided", 64),
-        (128, 128, torch.bfloat16, "strided", 96),
-        (128, 128, torch.bfloat16, "strided unevenly", 160),
+        (128, 128, torch.bfloat16, "strided", 256),
+        (128, 128, torch.bfloat16, "strided unevenly", 320),
     ],
 )
 def test_forward_fits_a_multiprocessor(d, block, dtype, kind, spilled, tmp_path):

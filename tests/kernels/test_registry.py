@@ -92,6 +92,7 @@ def test_when_none_can_the_error_and_the_explanation_say_why(monkeypatch):
     assert str(explain(call)).startswith("no backend can run this call")
 
 
+@pytest.mark.untyped
 def test_a_call_is_explained_by_its_arguments():
     query = torch.randn(1, 4, 64, 8)
     told = explain_arguments(query, query[:, :2], query[:, :2], "window:4", is_causal=True, enable_gqa=True)

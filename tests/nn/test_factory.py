@@ -112,6 +112,7 @@ def test_a_preset_can_be_overridden():
         (lambda: dap.create_dilated_attention(segments=[3]), "unexpected keyword"),
     ],
 )
+@pytest.mark.untyped
 def test_nothing_unknown_is_swallowed(call, message):
     with pytest.raises((ValueError, TypeError), match=message):
         call()

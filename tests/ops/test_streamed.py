@@ -309,6 +309,7 @@ def test_a_file_of_another_stream_is_not_resumed(tmp_path: Path):
         ({"pattern": 3}, "pattern must be a Pattern or text"),
     ],
 )
+@pytest.mark.untyped
 def test_wrong_use_is_told(change: dict, message: str):
     inputs = ladder_problem().inputs(torch.float32)
     given = {"source": three(inputs), "pattern": LADDER, "sink": torch.empty_like(inputs.query)} | change
@@ -316,6 +317,7 @@ def test_wrong_use_is_told(change: dict, message: str):
         streamed_attention(**given)
 
 
+@pytest.mark.untyped
 def test_a_source_of_another_dtype_or_without_gradients_is_told():
     inputs = ladder_problem().inputs(torch.float32)
     odd = FunctionSource(

@@ -333,10 +333,15 @@ def _openmp_runtime() -> Path | None:
 
 def build() -> int:
     """Compile the library unless it is there. Prints what it does; returns an exit status."""
-    target = library_path()
-    if target.exists():
-        print(f"native kernel: already built, {target}")
-        return 0
+    try:
+        target = library_path()
+        if target.exists():
+            print(f"native kernel: already built, {target}")
+            return 0
+        target.parent.mkdir(parents=True, exist_ok=True)
+    except (OSError, RuntimeError) as error:
+        print(f"native kernel: needs a place to write to ({error}); name one in XDG_CACHE_HOME")
+        return 1
     compiler = shutil.which(os.environ.get("CXX", "g++"))
     if compiler is None:
         print("native kernel: needs g++ (or name a compiler in CXX); the slower backend `cpu` works without it")
@@ -346,7 +351,6 @@ def build() -> int:
         f"native kernel: compiling with {compiler}, threads of {runtime.name if runtime else 'none (single-threaded)'}"
     )
     began = time.perf_counter()
-    target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         built = Path(folder) / "native.o"
         openmp = ["-fopenmp"] if runtime else ["-Wno-unknown-pragmas"]

@@ -28,6 +28,8 @@ Source = Mapping[str, Any] | str | os.PathLike[str]
 
 WRAPPERS = ("model", "state_dict", "module")
 """Keys under which trainers put a state dict inside a file."""
+MOST_WRAPPERS = 8
+"""A file may name itself as what it wraps, and has no end then."""
 SAFETENSORS_MISSING = "a .safetensors file must be read with the package safetensors"
 
 # What stands in one of our names, and what stands there in theirs; the first that fits a name is taken. Layers of a
@@ -73,8 +75,13 @@ def read_state(path: str | os.PathLike[str]) -> State:
 
 def state_in(found: Any) -> State:
     """The state dict in what a file held, taken out of what trainers wrap it in."""
-    while isinstance(found, Mapping) and any(isinstance(found.get(name), Mapping) for name in WRAPPERS):
-        found = next(found[name] for name in WRAPPERS if isinstance(found.get(name), Mapping))
+    for _ in range(MOST_WRAPPERS):
+        wrapped = [
+            found[name] for name in WRAPPERS if isinstance(found, Mapping) and isinstance(found.get(name), Mapping)
+        ]
+        if not wrapped:
+            break
+        found = wrapped[0]
     if not isinstance(found, Mapping):
         raise must_be("a checkpoint must hold a dictionary of tensors", type(found).__name__)
     others = [str(name) for name, entry in found.items() if not isinstance(name, str) or not isinstance(entry, Tensor)]

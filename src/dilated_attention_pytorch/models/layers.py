@@ -108,7 +108,7 @@ class DilatedTransformerLayer(nn.Module):
         zero_padding: bool = False,
         detach_mixing: bool = False,
         backend: str = "auto",
-        memory_budget: float | None = None,
+        memory_budget: int | float | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:

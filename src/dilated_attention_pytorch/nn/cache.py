@@ -69,7 +69,7 @@ class KVCache:
         *,
         scale: float | None = None,
         backend: str = "auto",
-        memory_budget: float | None = None,
+        memory_budget: int | float | None = None,
     ) -> Tensor:
         """Add tokens and return their rows of causal attention.
 
@@ -133,7 +133,7 @@ class KVCache:
         value: Tensor,
         scale: float | None,
         backend: str,
-        memory_budget: float | None,
+        memory_budget: int | float | None,
     ) -> Tensor:
         return attention(
             query,
@@ -147,7 +147,7 @@ class KVCache:
             memory_budget=memory_budget,
         )
 
-    def _many(self, query: Tensor, scale: float | None, backend: str, memory_budget: float | None) -> Tensor:
+    def _many(self, query: Tensor, scale: float | None, backend: str, memory_budget: int | float | None) -> Tensor:
         """Many tokens at once: the whole computation, its earlier rows thrown away."""
         n, rows = self.lengths[0], query.shape[2]
         assert self._key is not None and self._value is not None

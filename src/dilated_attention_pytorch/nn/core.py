@@ -93,7 +93,7 @@ class SparseAttention(nn.Module, Planned):
         attention_dropout: float = 0.0,
         *,
         backend: str = "auto",
-        memory_budget: float | None = None,
+        memory_budget: int | float | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:

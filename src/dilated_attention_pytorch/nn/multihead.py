@@ -87,7 +87,7 @@ class MultiheadSparseAttention(Projections, Planned):
         batch_first: bool = True,
         position: Position | str | None = None,
         backend: str = "auto",
-        memory_budget: float | None = None,
+        memory_budget: int | float | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:

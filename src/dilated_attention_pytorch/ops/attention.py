@@ -50,7 +50,7 @@ def attention(
     cu_seqlens: CuSeqlens | None = None,
     dropout_p: float = 0.0,
     backend: str = "auto",
-    memory_budget: float | None = None,
+    memory_budget: int | float | None = None,
 ) -> Output:
     """Exact attention over the pairs a pattern allows.
 
@@ -98,7 +98,7 @@ def attention_with_lse(
     cu_seqlens: CuSeqlens | None = None,
     dropout_p: float = 0.0,
     backend: str = "auto",
-    memory_budget: float | None = None,
+    memory_budget: int | float | None = None,
 ) -> AttentionOutput:
     """`attention`, and the natural logarithm of each row's softmax denominator, (B, H, N); both are differentiable."""
     masks = key_padding_mask, cu_seqlens
@@ -117,7 +117,7 @@ def _attend(
     cu_seqlens: Tensor | None,
     dropout_p: float,
     backend: str,
-    memory_budget: float | None,
+    memory_budget: int | float | None,
 ) -> AttentionOutput:
     query, key, value = _autocast(query, key, value)
     check_tensors(query, key, value, enable_gqa)
@@ -284,7 +284,7 @@ def _backward(
 
 def _chosen(
     query: Tensor, key: Tensor, value: Tensor, *settings: Any
-) -> tuple[AttentionCall, tuple[str, Backend], float | None]:
+) -> tuple[AttentionCall, tuple[str, Backend], int | float | None]:
     # The dispatcher leaves out what has its default.
     memory_budget = settings[8] if len(settings) > 8 else None
     call, backend = call_of(query, key, value, *settings[:8])

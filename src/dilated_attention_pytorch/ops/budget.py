@@ -51,7 +51,7 @@ class Memory(NamedTuple):
         return max(0, min(some, self.units - 1))
 
 
-def check_budget(memory_budget: float | None) -> None:
+def check_budget(memory_budget: int | float | None) -> None:
     """What must hold of a budget."""
     if memory_budget is None:
         return
@@ -63,7 +63,7 @@ def check_budget(memory_budget: float | None) -> None:
         raise must("memory_budget must be bytes, or a fraction in (0, 1]", memory_budget, advice)
 
 
-def forward(call: AttentionCall, name: str, backend: Backend, memory_budget: float) -> Forward:
+def forward(call: AttentionCall, name: str, backend: Backend, memory_budget: int | float) -> Forward:
     """`backend.forward` in as many chunks as the budget needs."""
     batch, heads, n, _ = call.query.shape
 
@@ -83,7 +83,7 @@ def backward(
     call: AttentionCall,
     name: str,
     backend: Backend,
-    memory_budget: float,
+    memory_budget: int | float,
     output: Tensor,
     lse: Tensor,
     grad_output: Tensor,
@@ -209,7 +209,9 @@ def forget() -> None:
         _remembered.clear()
 
 
-def _within(direction: str, call: AttentionCall, name: str, memory_budget: float, run: Callable[[int], Found]) -> Found:
+def _within(
+    direction: str, call: AttentionCall, name: str, memory_budget: int | float, run: Callable[[int], Found]
+) -> Found:
     """Run with the largest chunks that fit; out of memory all the same, with half as much until it goes."""
     kind = direction, name, call.device, call.query.dtype, call.query.shape, call.value.shape, call.plan.name
     budget = int(memory_budget) if memory_budget > 1 else int(memory_budget * free_bytes(call.device))

@@ -111,7 +111,7 @@ class Random(BlockPattern):
     def __post_init__(self) -> None:
         BlockPattern.__post_init__(self)
         object.__setattr__(self, "density", _ratio("density", self.density))
-        object.__setattr__(self, "seed", integer("seed", self.seed, 0))
+        object.__setattr__(self, "seed", integer("seed", self.seed, 0, 2**63 - 1))
         object.__setattr__(self, "per_head", bool(self.per_head))
 
     @property

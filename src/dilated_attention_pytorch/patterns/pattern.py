@@ -162,13 +162,19 @@ def options(pattern: Any, *names: str) -> str:
     )
 
 
-def integer(what: str, value: object, least: int) -> int:
-    """`value` as an int of at least `least`, or an error that names the parameter."""
+LARGEST = 2**48
+"""Of every length in a pattern: room for its products and sums in 64 bits, which would wrap around without a word."""
+
+
+def integer(what: str, value: object, least: int, most: int = LARGEST) -> int:
+    """`value` as an int of `least` .. `most`, or an error that names the parameter."""
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise must_be(f"{what} must be an integer", repr(value))
     number = int(value.__index__())  # pyrefly: ignore[missing-attribute]
     if number < least:
         raise must(f"{what} must be >= {least}", number)
+    if number > most:
+        raise must(f"{what} must be <= {most}", number)
     return number
 
 

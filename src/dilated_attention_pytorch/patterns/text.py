@@ -12,7 +12,7 @@ from .blocks import BlockDilated, BlockLists, Hierarchical, Random
 from .dilated import Dilated, Strided
 from .local import Causal, Documents, Full, Global, SlidingWindow
 from .packed import Packed
-from .pattern import Pattern, PerHead
+from .pattern import And, Or, Pattern, PerHead
 
 EXAMPLES = {
     "full": "full",
@@ -30,6 +30,8 @@ EXAMPLES = {
     "packed": "packed{causal / documents:100,28}",
 }
 """Every name `parse` knows, with an example."""
+DEEPEST = 128
+"""Patterns inside one another; what walks a pattern recurses a few times for each."""
 
 
 @lru_cache(maxsize=512)
@@ -40,10 +42,36 @@ def parse(text: str) -> Pattern:
     dilated:2048x1,8192x4 & causal
     """
     reader = _Reader(text)
-    pattern = reader.union()
+    try:
+        pattern = reader.union()
+    except RecursionError:
+        raise reader.error(f"at most {DEEPEST} patterns inside one another") from None
     if reader.peek():
         raise reader.error(f"an operator or the end, before {reader.peek()!r}")
+    if _depth(pattern) > DEEPEST:
+        raise reader.error(f"at most {DEEPEST} patterns inside one another")
     return pattern
+
+
+def _depth(pattern: Pattern) -> int:
+    """How many patterns lie inside one another, found without recursion."""
+    depth, level = 0, [pattern]
+    while level and depth <= DEEPEST:
+        depth += 1
+        level = [inner for outer in level for inner in _inside(outer)]
+    return depth
+
+
+def _inside(pattern: Pattern) -> tuple[Pattern, ...]:
+    match pattern:
+        case And() | Or():
+            return pattern.left, pattern.right
+        case PerHead():
+            return pattern.patterns
+        case Packed():
+            return (pattern.pattern,)
+        case _:
+            return ()
 
 
 class _Reader:
@@ -66,7 +94,7 @@ class _Reader:
 
     def error(self, expected: str) -> ValueError:
         return must(
-            f"pattern text must have {expected} here", repr(self.text), f"Known: {', '.join(EXAMPLES.values())}"
+            f"pattern text must have {expected} here", _shown(self.text), f"Known: {', '.join(EXAMPLES.values())}"
         )
 
     def union(self) -> Pattern:
@@ -126,6 +154,10 @@ class _Reader:
         self.take("}")
         keywords = {key: int(value) for key, _, value in (part.partition("=") for part in tail)}
         return Packed(pattern, _numbers(lengths.removeprefix("documents:")), **keywords)
+
+
+def _shown(text: str) -> str:
+    return repr(text) if len(text) <= 500 else f"{text[:250]!r} ... {text[-100:]!r}"
 
 
 def _value(text: str) -> Any:

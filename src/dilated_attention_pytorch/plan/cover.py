@@ -284,6 +284,8 @@ def listed(pattern: BlockPattern, heads: list[int], grid: Grid) -> Tensor:
 
     `(i * blocks + q) * blocks + k`.
     """
+    # Lists that all heads share are those of head 0, whichever head of several patterns uses them.
+    heads = heads if pattern.by_head else [0] * len(heads)
     if isinstance(pattern, Random):
         return _random_keys(pattern, heads, grid)
     makers: dict[type[BlockPattern], Callable[[Any, int, Grid], Tensor]] = {

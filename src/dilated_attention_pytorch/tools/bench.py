@@ -344,7 +344,7 @@ def known_lines(out: Path) -> list[dict[str, Any]]:
     for text in out.read_text(encoding="utf-8", errors="replace").splitlines() if out.exists() else []:
         try:
             line = json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
         found += [line] if isinstance(line, dict) and "case" in line else []
     return found

@@ -1,4 +1,5 @@
-"""A tour in under five minutes: this machine, a plan of a million tokens, a picture, a check, a race, a page of it all.
+"""A tour in under five minutes: this machine, a plan of a million tokens, a picture, a check, a race, a
+few steps of training, a page of it all.
 
 Run by `make demo`, or as `python -m dilated_attention_pytorch.tools.demo`.
 """
@@ -7,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
@@ -17,7 +19,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from .. import attention, attention_with_lse, make_plan, parse
-from . import doctor, forecast, show
+from . import doctor, forecast, show, train
 from .gate import TOLERANCE, Computed, largest_error, sample
 from .measure import clock, memory_of, readable_bytes
 from .page import Chart, Heading, Preformatted, Table, as_html, log_chart, seconds_text, tokens_text, write
@@ -29,6 +31,7 @@ MILLION = "dilated:2048x1,4096x2,8192x4,16384x6,32768x12"
 RACERS = {"dilated": LADDER, "window of 1024": "window:512"}
 CHECKED = (LADDER, "window:512 & causal", "random:0.1;block=128", "window:128 | global:16")
 ROWS_A_HEAD = 256
+TRAINED_CONTEXT = 32768
 PATIENCE_S = 25.0
 """A runner drops out of the race when its next lap is likely to take longer."""
 Laps = dict[str, dict[int, float]]
@@ -193,6 +196,16 @@ def main(arguments: list[str] | None = None) -> int:
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
     for cells in (header, *rows):
         print("  " + "  ".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True)))
+
+    print(
+        f"\ndap train, a small language model on Python's own sources, {TRAINED_CONTEXT:,} tokens of context:",
+        flush=True,
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        few = ["--steps", "3", "--eval-every", "0", "--eval-windows", "1", "--out", folder]
+        status = train.main(["--context", str(TRAINED_CONTEXT), *few])
+    if status:
+        return status
 
     lines = {name: [(float(n), seconds) for n, seconds in by_n.items()] for name, by_n in laps.items()}
     known = machine["machine"]

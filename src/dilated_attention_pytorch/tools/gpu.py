@@ -9,7 +9,6 @@ is known, and the most telling cases come first, so that a short budget measures
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import sys
@@ -27,7 +26,7 @@ from .. import Dilated, Pattern, Random, attention_with_lse, make_plan, parse
 from ..kernels.registry import choose, reproducible_gradients
 from ..ops.attention import call_of
 from . import peers
-from .bench import DIRECTIONS, WORK, append, progress
+from .bench import DIRECTIONS, WORK, append, known_lines, progress
 from .gate import TOLERANCE, Computed, largest_error, sample
 from .gpu_tables import OURS_ANY_ORDER
 from .grid import LADDERS, OURS, PLAN, Case, K, cases, ladder_pairs, tiny_cases
@@ -337,11 +336,6 @@ def describe(line: dict[str, Any]) -> str:
     rate = "" if line["tflops"] is None else f" {line['tflops']:7.1f} TFLOP/s"
     call = f"  whole call {line['call_us']:.0f} us, host {line['host_us']:.0f} us" if "call_us" in line else ""
     return f"{where} {line['p50_ms']:10.4f} ms{rate}  {line['backend']}{call}"
-
-
-def known_lines(out: Path) -> list[dict[str, Any]]:
-    """What a file of results holds."""
-    return [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
 
 
 def key_of(line: dict[str, Any]) -> tuple[Any, ...]:

@@ -31,7 +31,7 @@ def read_lines(paths: Sequence[Path], complain: Any = None) -> list[Line]:
         for number, text in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
             try:
                 line = json.loads(text)
-            except ValueError:
+            except (ValueError, RecursionError):
                 line = None
             if isinstance(line, dict):
                 found.append(line)
