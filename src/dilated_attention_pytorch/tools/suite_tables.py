@@ -163,11 +163,15 @@ def speedups(own: Sequence[Record]) -> list[tuple[Record, float]]:
     for record in own:
         if record.direction != "forward" or record.is_dense or not record.name.startswith(("random", "local")):
             continue
+        if record.line.get("subject", "ours") != "ours":
+            continue
         shape = record.n, record.d, record.heads
+        causal = bool(record.line.get("causal"))
         dense = [
             ms
             for (suite, name, *other), ms in together.items()
-            if name.startswith("dense") and suite == record.suite and tuple(other) == shape
+            if name.startswith("dense") and name.startswith("dense-causal") == causal
+            if suite == record.suite and tuple(other) == shape
         ]
         mine = together.get((record.suite, record.name, *shape))
         if dense and mine:
