@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from dilated_attention_pytorch import (
+    BlockSparseAdaptive,
+    create_adaptive_block_sparse,
     create_block_sparse_attention,
     create_multihead_block_sparse,
     get_block_sparse_preset,
@@ -58,8 +60,22 @@ def distributed_training():
     )
 
 
+def adaptive_learning():
+    return BlockSparseAdaptive(
+        segment_lengths=[4096],
+        dilation_rates=[1],
+        num_heads=8,
+        head_dim=64,
+    )
+
+
+def learnable_patterns():
+    return create_adaptive_block_sparse(base_sparsity=0.9, temperature=1.0, learnable_temperature=True)
+
+
 def factory_functions():
     create_block_sparse_attention(variant="auto")
+    create_adaptive_block_sparse(base_sparsity=0.9)
     create_multihead_block_sparse(embed_dim=768, num_heads=12)
     return get_block_sparse_preset("ultra_sparse")
 
@@ -71,6 +87,8 @@ CALLS = (
     most_users,
     drop_in_replacement,
     distributed_training,
+    adaptive_learning,
+    learnable_patterns,
     factory_functions,
 )
 
