@@ -180,7 +180,7 @@ def _needs_graph(*tensors: Tensor) -> bool:
 def _is_observed(*tensors: Tensor) -> bool:
     """Whether a compiler, a transform, a dispatch mode, a profiler or a kind of tensor must see the operators.
 
-    Where none does, the way through torch's dispatcher would take as long as the rest of a call.
+    Where none does, the way through torch's dispatcher is host time for nothing.
     """
     return (
         torch.compiler.is_compiling()
