@@ -10,6 +10,7 @@ import torch
 from oracle import error
 from torch.nn import functional as F
 
+from dilated_attention_pytorch.kernels import native
 from dilated_attention_pytorch.nn import (
     AdaptiveConfig,
     BlockSparseAdaptive,
