@@ -15,7 +15,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
 
 try:
-    from hypothesis import HealthCheck, settings
+    from hypothesis import HealthCheck, Phase, settings
 except ImportError:
     # A GPU machine where nothing can be installed still runs tests/gpu.
     settings = None
@@ -24,6 +24,10 @@ else:
         "ci", deadline=None, derandomize=True, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
     )
     settings.register_profile("explore", deadline=None, max_examples=1000, suppress_health_check=[HealthCheck.too_slow])
+    # Whether a test fails is all that is asked of a planted bug: a smaller example may take minutes to find.
+    settings.register_profile(
+        "planted", settings.get_profile("ci"), phases=[Phase.explicit, Phase.generate], database=None
+    )
     settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 LIBRARY = "dilated_attention_pytorch"
