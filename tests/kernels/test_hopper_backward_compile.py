@@ -7,10 +7,9 @@ import subprocess
 import pytest
 import torch
 
-from dilated_attention_pytorch.kernels import hopper_backend, hopper_gradients, hopper_launch
+from dilated_attention_pytorch.kernels import hopper_backend, hopper_gradients
 from dilated_attention_pytorch.kernels.hopper_launch import OPTIONS, tile_layout
 from dilated_attention_pytorch.kernels.hopper_work import ITEM_ROWS, steps_of
-from dilated_attention_pytorch.kernels.registry import AttentionCall
 from dilated_attention_pytorch.patterns import parse
 from dilated_attention_pytorch.plan import make_plan
 
@@ -211,63 +210,3 @@ def test_work_records_are_the_plan(pattern, block, by_key, group):
         assert len(rows) == len(items)
         # Of a plain part every row is written, also those without a pair.
         assert step.strided or len(items) == (4 // group if by_key else 4) * 5
-
-
-class Recorder:
-    """Stands for a compiled entry: remembers what it is launched with."""
-
-    watched = False
-
-    def __init__(self):
-        self.launches = []
-
-    def described(self, place, address, box):
-        return address + box.begin, *box[:2]
-
-    def stream_of(self, device):
-        return 0
-
-    def __call__(self, grid, stream, *arguments):
-        self.launches.append((grid, *arguments))
-
-
-@pytest.mark.parametrize("fused", [True, False])
-@pytest.mark.parametrize(("pattern", "parts"), [("window:100", 1), ("dilated:100x1,300x4", 2)])
-def test_later_launches_pass_what_the_first_did(pattern, parts, fused, monkeypatch):
-    plan = make_plan(parse(pattern), 300, 4, block_size=128)
-    query, grad_output = (torch.zeros(2, 300, 4, 64, dtype=torch.bfloat16).transpose(1, 2) for _ in range(2))
-    key, value = (torch.zeros(2, 2, 300, 64, dtype=torch.bfloat16) for _ in range(2))
-    output, lse = torch.zeros_like(query), torch.zeros(2, 4, 300)
-    call = AttentionCall(query, key, value, plan, 0.125)
-    config = hopper_gradients.BACKWARD_CONFIGS[64]
-    recorder = Recorder()
-    first = []
-
-    def launch(kernel, identity, grid, arguments, **options):
-        flat = []
-        for argument in arguments:
-            if isinstance(argument, torch.Tensor):
-                flat.append(argument.data_ptr())
-            elif hasattr(argument, "block_shape"):
-                flat += (argument.base.data_ptr(), tuple(argument.shape), tuple(argument.strides))
-            else:
-                flat.append(argument)
-        first.append((grid, *flat))
-        hopper_launch._compiled[identity] = (None, recorder)
-
-    monkeypatch.setattr(hopper_launch, "_compiled", {})
-    monkeypatch.setattr(hopper_gradients, "launch", launch)
-    monkeypatch.setattr(hopper_gradients, "_launch_rows", lambda *_: None)
-    monkeypatch.setattr(hopper_gradients, "processors", lambda _: 132)
-    # One buffer for everything made on the way: addresses of two calls then agree, and a swapped tensor still shows.
-    made = {}
-    monkeypatch.setattr(
-        hopper_gradients, "empty_rows", lambda like, width: made.setdefault(id(like), torch.empty_like(like))
-    )
-    space = torch.empty(2**20)
-    monkeypatch.setattr(torch, "empty", lambda *_, **__: space)
-    launches = hopper_gradients.BackwardLaunch(call, output, grad_output, lse, True, config, fused)
-    for _ in range(2):
-        launches(call, output, lse, grad_output, lse)
-    assert len(first) == parts * (1 if fused else 2)
-    assert recorder.launches == first

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..plan.plan import Plan
-from .hopper_launch import OPTIONS, Entry, Maps, boxes_of, compiled_entry, describe, item_counter, launch, tma_strides
+from .hopper_launch import OPTIONS, Launch, Launches, Moved, Place, item_counter, on_device, tma_strides
 from .hopper_work import Step, steps_of
 from .registry import AttentionCall, Forward, Gradients
 
@@ -160,18 +160,22 @@ def forward(call: AttentionCall) -> Forward:
 
 def run_forward(call: AttentionCall, config: ForwardConfig) -> Forward:
     """`forward` with a configuration of one's own for plain parts, for measuring."""
-    layout = *_layout_of(call.query, call.key, call.value), id(config)
+    return _launch_of(call, config)(call)
+
+
+def _launch_of(call: AttentionCall, config: ForwardConfig) -> ForwardLaunch:
+    layout = *_layout_of(call.query, call.key, call.value), call.scale, id(config)
     known = _launches.get(call.plan)
     if known is None:
         known = _launches[call.plan] = {}
     found = known.get(layout)
     if found is None:
         found = known[layout] = ForwardLaunch(call, config)
-    return found(call)
+    return found
 
 
 class ForwardLaunch:
-    """All that calls of one plan, layout and configuration share, so that a call computes nothing twice."""
+    """All that calls of one plan, layout, scale and configuration share, so that a call computes nothing twice."""
 
     def __init__(self, call: AttentionCall, config: ForwardConfig) -> None:
         query = call.query
@@ -181,9 +185,9 @@ class ForwardLaunch:
         self.lse_like = torch.zeros(1, dtype=torch.float32, device=query.device).expand(query.shape[:3])
         self.covers = bool(steps) and not steps[0].strided and steps[0].by_query.covers
         strided = STRIDED_CONFIGS[query.shape[-1]]
-        self.parts = [
-            PartLaunch(call, strided if step.strided else config, step) for step in steps if len(step.by_query.items)
-        ]
+        self.launches = Launches(
+            query.device, [_part_launch(call, strided if step.strided else config, step) for step in steps]
+        )
 
     def __call__(self, call: AttentionCall) -> Forward:
         if self.covers:
@@ -192,96 +196,63 @@ class ForwardLaunch:
         else:
             output = torch.zeros_like(call.query)
             lse = torch.full_like(self.lse_like, -math.inf, memory_format=torch.contiguous_format)
-        if torch.cuda.current_device() == self.device.index:
-            for part in self.parts:
-                part(call, output, lse)
-        else:
-            with torch.cuda.device(self.device):
-                for part in self.parts:
-                    part(call, output, lse)
+        with on_device(self.device):
+            counter = item_counter(self.device)
+            self.launches(call.query, call.key, call.value, output, lse, counter)
         return Forward(output, lse)
 
 
-class PartLaunch:
-    """One part of a `ForwardLaunch`."""
+QUERY, KEY, VALUE, OUTPUT, LSE, COUNTER = range(6)
+"""Slots of the tensors that a forward launch is given."""
 
-    def __init__(self, call: AttentionCall, config: ForwardConfig, step: Step) -> None:
-        query, key, plan = call.query, call.key, call.plan
-        batch, heads, n, d = query.shape
-        self.config = config
-        self.index: int = query.device.index
-        self.work = step.by_query
-        self.strided = step.strided
-        self.masks = plan.masks.bits
-        items_a_batch = self.work.items.shape[0]
-        items = batch * items_a_batch
-        # The output is laid out as the query, densely.
-        like = torch.empty_like(query)
-        sizes = (
-            items,
-            items_a_batch,
-            heads,
-            heads // key.shape[1],
-            n,
-            *(stride // 8 for stride in tma_strides(like)[:3]),
-        )
-        self.sizes = *sizes, *step.queries, *step.keys
-        self.constants = (
-            plan.block_size, config.k_stages, config.v_stages, config.ping_pong, config.persistent,
-            config.registers,
-        )  # fmt: skip
-        resident = config.programs_a_processor * processors(query.device)
-        self.grid = min(items, resident) if config.persistent else items
-        work = self.work
-        self.lists = work.items, work.full, work.partial, work.tiles, self.masks
-        self.addresses = tuple(tensor.data_ptr() for tensor in self.lists)
-        self.identity = ("forward", self.index, query.dtype, d, plan.block_size, config, step.shape)
-        self.entry: Entry | None = None
-        self.axes = (step.queries, step.keys) if step.strided else (None, None)
-        queries, keys = self.axes
-        moved = (query, queries), (key, keys), (call.value, keys), (like, queries)
-        self.maps = Maps(tuple(boxes_of(tensor, axis) for tensor, axis in moved))
 
-    def __call__(self, call: AttentionCall, output: Tensor, lse: Tensor) -> None:
-        entry = self.entry
-        if entry is None or entry.watched:
-            self._launch_publicly(call, output, lse)
-            self.entry = compiled_entry(self.identity)
-            return
-        stream = entry.stream_of(self.index)
-        entry(
-            self.grid,
-            stream,
-            *self.maps(entry, call.query, call.key, call.value, output),
-            output.data_ptr() if self.strided else None,
-            lse.data_ptr(),
-            *self.addresses,
-            item_counter(self.index, stream).data_ptr(),
-            *self.sizes,
-            call.scale * LOG2_E,
-            *self.constants,
-        )
+def _part_launch(call: AttentionCall, config: ForwardConfig, step: Step) -> Launch:
+    """The launch of one part of a plan."""
+    from .hopper_forward import attention_fwd_kernel
 
-    def _launch_publicly(self, call: AttentionCall, output: Tensor, lse: Tensor) -> None:
-        from .hopper_forward import attention_fwd_kernel
+    query, key, plan, work = call.query, call.key, call.plan, step.by_query
+    batch, heads, n, d = query.shape
+    items_a_batch = work.items.shape[0]
+    items = batch * items_a_batch
+    # The output is laid out as the query, densely.
+    like = torch.empty_like(query)
+    queries, keys = (step.queries, step.keys) if step.strided else (None, None)
+    arguments = (
+        Moved(QUERY, 64, queries),
+        Moved(KEY, config.key_tile, keys),
+        Moved(VALUE, config.key_tile, keys),
+        Moved(OUTPUT, 64, queries),
+        Place(OUTPUT) if step.strided else None,
+        Place(LSE),
+        *(work.items, work.full, work.partial, work.tiles, plan.masks.bits, Place(COUNTER)),
+        *(items, items_a_batch, heads, heads // key.shape[1], n, *(stride // 8 for stride in tma_strides(like)[:3])),
+        *(*step.queries, *step.keys, call.scale * LOG2_E),
+        *(plan.block_size, config.k_stages, config.v_stages, config.ping_pong, config.persistent, config.registers),
+    )
+    resident = config.programs_a_processor * processors(query.device)
+    grid = min(items, resident) if config.persistent else items
+    identity = "forward", query.device.index, query.dtype, d, plan.block_size, config, step.shape
+    options = OPTIONS if config.maxnreg is None else OPTIONS | {"maxnreg": config.maxnreg}
+    # Neither LSE nor the counter is moved, so that only the sizes of their elements matter.
+    given = query, key, call.value, like, work.items, work.items
+    return Launch(attention_fwd_kernel, identity, grid, arguments, given, **options)
 
-        config, (queries, keys) = self.config, self.axes
-        stream = torch.cuda.current_stream(call.device).cuda_stream
-        arguments = (
-            *describe(call.query, 64, queries),
-            *describe(call.key, config.key_tile, keys),
-            *describe(call.value, config.key_tile, keys),
-            *describe(output, 64, queries),
-            output if self.strided else None,
-            lse,
-            *self.lists,
-            item_counter(self.index, stream),
-            *self.sizes,
-            call.scale * LOG2_E,
-            *self.constants,
-        )
-        options = OPTIONS if config.maxnreg is None else OPTIONS | {"maxnreg": config.maxnreg}
-        launch(attention_fwd_kernel, self.identity, self.grid, arguments, **options)
+
+class PreparedAttention:
+    """What runs calls of one plan, layout and scale; see `registry.Backend`."""
+
+    def __init__(self, forward: ForwardLaunch) -> None:
+        self.forward = forward
+
+    def backward(
+        self, call: AttentionCall, output: Tensor, lse: Tensor, grad_output: Tensor, grad_lse: Tensor | None
+    ) -> Gradients:
+        return backward(call, output, lse, grad_output, grad_lse)
+
+
+def prepare(call: AttentionCall) -> PreparedAttention:
+    """A runner for calls like this one, which `why_not` lets pass."""
+    return PreparedAttention(_launch_of(call, FORWARD_CONFIGS[call.query.shape[-1]]))
 
 
 def backward(

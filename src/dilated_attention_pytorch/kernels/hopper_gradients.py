@@ -12,7 +12,6 @@ the forward turned round: the part that reaches most rows is the last, and adds 
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -23,7 +22,7 @@ from torch import Tensor
 from ..plan.plan import Plan
 from . import hopper_backend
 from .hopper_backend import LOG2_E, processors
-from .hopper_launch import OPTIONS, Entry, Maps, boxes_of, compiled_entry, describe, launch
+from .hopper_launch import OPTIONS, Launch, Launches, Moved, Place, on_device
 from .hopper_work import HeldWork, Step, Strides, steps_of
 from .registry import AttentionCall, Gradients, empty_rows, reproducible_gradients
 
@@ -45,11 +44,7 @@ class BackwardConfig:
 BACKWARD_CONFIGS = {64: BackwardConfig(128), 128: BackwardConfig(64)}
 
 
-KEPT_LAUNCHES = 1024
-"""Compiled row kernels remembered with the sizes they were called with; triton itself forgets none."""
-
 _launches: WeakKeyDictionary[Plan, dict[tuple[object, ...], BackwardLaunch]] = WeakKeyDictionary()
-_compiled: dict[tuple[object, ...], Any] = {}
 
 
 def backward(
@@ -74,71 +69,85 @@ def run_backward(
     if hopper_backend._layout_problem("grad_output", grad_output) is not None:
         grad_output = grad_output.contiguous()
     slope = lse if grad_lse is None else grad_lse
-    tensors = call.query, call.key, call.value, output, grad_output, slope
+    query, key, value = call.query, call.key, call.value
     layout = (
-        *((tensor.shape, tensor.stride()) for tensor in tensors),
-        *(call.query.dtype, call.device, call.scale, config, fused, grad_lse is None, output.data_ptr() % 16),
+        *(query.shape, key.shape[1], query.stride(), key.stride(), value.stride()),
+        *(output.stride(), grad_output.stride(), slope.stride(), query.dtype, query.device, call.scale),
+        *(config, fused, grad_lse is None),
     )
-    known = _launches.setdefault(call.plan, {})
+    known = _launches.get(call.plan)
+    if known is None:
+        known = _launches[call.plan] = {}
     found = known.get(layout)
     if found is None:
-        found = known[layout] = BackwardLaunch(call, output, grad_output, slope, grad_lse is None, config, fused)
-    with nullcontext() if torch.cuda.current_device() == call.device.index else torch.cuda.device(call.device):
-        return found(call, output, lse, grad_output, slope)
+        tensors = query, key, value, output, grad_output, lse, slope
+        found = known[layout] = BackwardLaunch(call, tensors, grad_lse is not None, config, fused)
+    with on_device(call.device):
+        return found(query, key, value, output, grad_output, lse, slope)
+
+
+QUERY, KEY, VALUE, OUTPUT, GRAD_OUTPUT, LSE, SLOPE, SPACE, GRAD_QUERY, GRAD_KEY, GRAD_VALUE = range(11)
+"""Slots of the tensors that the launches are given."""
 
 
 class BackwardLaunch:
     """All that backward calls of one plan, layout and configuration share, so that a call computes nothing twice."""
 
     def __init__(
-        self,
-        call: AttentionCall,
-        output: Tensor,
-        grad_output: Tensor,
-        slope: Tensor,
-        plain: bool,
-        config: BackwardConfig,
-        fused: bool,
+        self, call: AttentionCall, tensors: tuple[Tensor, ...], lse_grad: bool, config: BackwardConfig, fused: bool
     ) -> None:
         query, plan = call.query, call.plan
         batch, heads, n, d = query.shape
         rows = config.streamed_tile
-        self.device = query.device
-        self.fused = fused
+        device = query.device
         steps = steps_of(plan)
         self.writes_all = len(steps) == 1 and not steps[0].strided
         # Whole blocks of the plan, so that a list may name the part of its last block that lies past the end.
         tiles = -(-n // plan.block_size) * (plan.block_size // rows)
+        made = [empty_rows(t, t.shape[-1]) for t in tensors[:3]]
+        self.made = [(t.shape, t.stride(), t.dtype, device) for t in made]
         last = steps[0] if len(steps) > 1 else None
-        self.parts = [PartBackward(call, config, step, tiles, fused, step is last) for step in reversed(steps)]
+        parts = [PartBackward(call, config, step, tiles, fused, step is last) for step in reversed(steps)]
         self.row_tiles = batch * heads * tiles
         self.o_sum = self.row_tiles * 2 * rows
-        most = max((part.sum_tiles for part in self.parts), default=0)
-        self.o_claimed = self.o_sum + (most * rows * d if fused else 0)
-        self.prepare_sizes = heads, tiles, n, *output.stride()[:3], *grad_output.stride()[:3], *slope.stride()
-        self.prepare_constants = rows, d, not plain, fused and self.writes_all
+        o_claimed = self.o_sum + (max((part.sum_floats for part in parts), default=0) if fused else 0)
+        self.space = o_claimed + 4, torch.float32, device
+        places = Place(SPACE), Place(SPACE, self.o_sum, torch.float32), Place(SPACE, o_claimed, torch.int32)
+        like = *tensors, torch.empty(1, device=device), *made
+        launches = [self._prepare(like, places, (rows, d, lse_grad, fused and self.writes_all))]
+        self.groups: list[tuple[int, Launches]] = []
+        """Launches in order, before each group so many floats of the sum to be cleared."""
+        clear = 0
+        for part in parts:
+            if fused and part.adds:
+                self.groups.append((clear, Launches(device, launches)))
+                clear, launches = part.sum_floats, []
+            launches += part.launches(like, places)
+        self.groups.append((clear, Launches(device, launches)))
 
-    def __call__(
-        self, call: AttentionCall, output: Tensor, lse: Tensor, grad_output: Tensor, slope: Tensor
-    ) -> Gradients:
+    def _prepare(self, like: tuple[Tensor, ...], places: tuple[Place, ...], constants: tuple[object, ...]) -> Launch:
         from .hopper_prepare import prepare_bwd_kernel
 
-        space = torch.empty(self.o_claimed + 4, dtype=torch.float32, device=self.device)
-        stats, total, claimed = space, space[self.o_sum : self.o_claimed], space[self.o_claimed :].view(torch.int32)
-        _launch_rows(
-            prepare_bwd_kernel,
-            self.row_tiles,
-            (output, grad_output, lse, slope, stats, total, claimed),
-            self.prepare_sizes,
-            self.prepare_constants,
+        query, output, grad_output, slope = (like[slot] for slot in (QUERY, OUTPUT, GRAD_OUTPUT, SLOPE))
+        heads, n = query.shape[1:3]
+        tiles = self.row_tiles // (query.shape[0] * heads)
+        sizes = heads, tiles, n, *output.stride()[:3], *grad_output.stride()[:3], *slope.stride()
+        arguments = Place(OUTPUT), Place(GRAD_OUTPUT), Place(LSE), Place(SLOPE), *places, *sizes, *constants
+        identity = "prepare", query.device.index, output.dtype, slope.dtype, sizes, constants
+        return Launch(prepare_bwd_kernel, identity, self.row_tiles, arguments, like, plain=True)
+
+    def __call__(self, *tensors: Tensor) -> Gradients:
+        floats, dtype, device = self.space
+        space = torch.empty(floats, dtype=dtype, device=device)
+        gradients = Gradients(
+            *(torch.empty_strided(shape, strides, dtype=own, device=on) for shape, strides, own, on in self.made)
         )
-        # Only now, while the GPU is busy with the first kernel.
-        gradients = Gradients(*(empty_rows(t, t.shape[-1]) for t in (call.query, call.key, call.value)))
         if not self.writes_all:
-            for gradient in gradients:
-                gradient.zero_()
-        for part in self.parts:
-            part(call, grad_output, gradients, stats, total, claimed)
+            torch._foreach_zero_(gradients)
+        for clear, launches in self.groups:
+            if clear:
+                space[self.o_sum : self.o_sum + clear].zero_()
+            launches(*tensors, space, *gradients)
         return gradients
 
 
@@ -148,24 +157,22 @@ class PartBackward:
     def __init__(
         self, call: AttentionCall, config: BackwardConfig, step: Step, tiles: int, fused: bool, joins: bool
     ) -> None:
-        query, key, plan = call.query, call.key, call.plan
-        batch, heads, n, self.d = query.shape
-        group = heads // key.shape[1]
-        self.device = query.device
+        query, plan = call.query, call.plan
+        batch, heads, n, d = query.shape
+        group = heads // call.key.shape[1]
         self.rows = config.streamed_tile
         self.fused = fused
         self.joins = joins
         self.adds = joins or step.strided
         self.axes = (step.queries, step.keys) if step.strided else (None, None)
-        self.identity = self.device.index, query.dtype, self.d, plan.block_size, config, fused, step.shape, joins
-        self.entries: dict[str, Entry | None] = {}
-        self.maps: dict[str, Maps] = {}
+        self.identity = query.device.index, query.dtype, d, plan.block_size, config, fused, step.shape, joins
         self.by_key = step.held(group, by_key=True)
         self.by_query = None if fused else step.held(group, by_key=False)
         own_tiles = step.part.queries.tiles * (plan.block_size // self.rows) if step.strided else tiles
         self.sum_tiles = batch * heads * own_tiles
+        self.sum_floats = self.sum_tiles * self.rows * d
         axes = *step.queries, *step.keys
-        like = (empty_rows(t, self.d).stride()[:3] for t in (query, key, call.value))
+        like = (empty_rows(t, d).stride()[:3] for t in (query, call.key, call.value))
         query_strides, *key_strides = (tuple(stride // 8 for stride in strides) for strides in like)
         scales = call.scale, call.scale * LOG2_E
         stages = plan.block_size, config.stages, config.held_stages
@@ -174,9 +181,9 @@ class PartBackward:
             *(batch * items, items, heads, group, tiles, own_tiles, step.part.keys.tiles, n, *axes),
             *(*key_strides[0], *key_strides[1], *scales, *stages, fused, config.skew, joins, config.registers),
         )
-        self.finish_sizes = heads, own_tiles, n
-        self.finish_constants = self.rows, self.d, plan.block_size, step.strided, self.adds
-        self.rate = step.queries.rate
+        finish_strides = empty_rows(query, d).stride()[:3]
+        self.finish_numbers = heads, own_tiles, n, *finish_strides, step.queries.rate, call.scale
+        self.finish_constants = self.rows, d, plan.block_size, step.strided, self.adds
         if self.by_query is not None:
             items = len(self.by_query.items)
             self.query_numbers = (
@@ -184,95 +191,64 @@ class PartBackward:
                 *(*query_strides, *scales, *stages, joins, config.registers),
             )
 
-    def __call__(
-        self,
-        call: AttentionCall,
-        grad_output: Tensor,
-        gradients: Gradients,
-        stats: Tensor,
-        total: Tensor,
-        claimed: Tensor,
-    ) -> None:
+    def launches(self, like: tuple[Tensor, ...], places: tuple[Place, ...]) -> list[Launch]:
+        """Its kernels in order; `places` are those of LSE and delta, of the sum of dQ, and of the claimed items."""
         from .hopper_backward import attention_dkv_bwd_kernel
-        from .hopper_prepare import finish_dq_kernel
 
-        query, key, value = call.query, call.key, call.value
         rows, (queries, keys) = self.rows, self.axes
-        if self.fused and self.adds:
-            total[: self.sum_tiles * rows * self.d].zero_()
+        stats, total, claimed = places
         work = self.by_key
-        read = (query, rows, queries), (grad_output, rows, queries), (key, 64, keys), (value, 64, keys)
+        read = (QUERY, rows, queries), (GRAD_OUTPUT, rows, queries), (KEY, 64, keys), (VALUE, 64, keys)
+        written = (GRAD_KEY, keys), (GRAD_VALUE, keys)
         lists = stats, total, *_lists(work), claimed
-        written = (gradients.key, keys), (gradients.value, keys)
-        self._launch("dkv", attention_dkv_bwd_kernel, read, written, lists, self.key_numbers)
+        first = self._launch("dkv", attention_dkv_bwd_kernel, read, written, lists, self.key_numbers, like)
         if self.fused:
-            sizes = *self.finish_sizes, *gradients.query.stride()[:3], self.rate
-            tensors = total, gradients.query, work.tiles, work.classes
-            _launch_rows(finish_dq_kernel, self.sum_tiles, tensors, sizes, self.finish_constants, call.scale)
-        else:
-            from .hopper_backward_rows import attention_dq_bwd_kernel
+            return [first, self._finish(like, total)]
+        from .hopper_backward_rows import attention_dq_bwd_kernel
 
-            assert self.by_query is not None
-            read = (query, 64, queries), (grad_output, 64, queries), (key, rows, keys), (value, rows, keys)
-            lists = stats, *_lists(self.by_query), claimed
-            written = ((gradients.query, queries),)
-            self._launch("dq", attention_dq_bwd_kernel, read, written, lists, self.query_numbers)
+        assert self.by_query is not None
+        read = (QUERY, 64, queries), (GRAD_OUTPUT, 64, queries), (KEY, rows, keys), (VALUE, rows, keys)
+        lists = stats, *_lists(self.by_query), claimed
+        written = ((GRAD_QUERY, queries),)
+        return [first, self._launch("dq", attention_dq_bwd_kernel, read, written, lists, self.query_numbers, like)]
 
     def _launch(
         self,
         name: str,
         kernel: Any,
-        read: tuple[tuple[Tensor, int, Strides | None], ...],
-        written: tuple[tuple[Tensor, Strides | None], ...],
-        lists: tuple[Tensor, ...],
+        read: tuple[tuple[int, int, Strides | None], ...],
+        written: tuple[tuple[int, Strides | None], ...],
+        lists: tuple[object, ...],
         numbers: tuple[Any, ...],
-    ) -> None:
-        """Run a Gluon kernel: tensors it reads by TMA with the rows of a move, gradients, lists, and numbers.
+        like: tuple[Tensor, ...],
+    ) -> Launch:
+        """A Gluon kernel: tensors it reads by TMA with the rows of a move, gradients, lists, and numbers.
 
         A gradient is given by descriptors, or where the part joins what is there, by its address.
         """
-        grid = min(numbers[0], processors(self.device))
-        if not grid:
-            return
-        moved = read if self.joins else (*read, *((tensor, 64, axis) for tensor, axis in written))
-        places: tuple[Tensor | None, ...] = tuple(tensor if self.joins else None for tensor, _ in written)
-        holes = (None,) * (2 * len(written)) if self.joins else ()
-        entry = self.entries.get(name)
-        if entry is None or entry.watched:
-            identity = (name, *self.identity)
-            described = (one for tensor, rows, axis in moved for one in describe(tensor, rows, axis))
-            launch(kernel, identity, grid, (*described, *holes, *places, *lists, *numbers), **OPTIONS)
-            self.entries[name] = compiled_entry(identity)
-            self.maps[name] = Maps(tuple(boxes_of(tensor, axis) for tensor, _, axis in moved))
-            return
-        maps = self.maps[name](entry, *(tensor for tensor, *_ in moved))
-        addresses = (None if tensor is None else tensor.data_ptr() for tensor in (*places, *lists))
-        entry(grid, entry.stream_of(self.device.index), *maps, *holes, *addresses, *numbers)
+        moved = tuple(Moved(*one) for one in read)
+        if self.joins:
+            gradients = *(None,) * (2 * len(written)), *(Place(slot) for slot, _ in written)
+        else:
+            gradients = *(Moved(slot, 64, axis) for slot, axis in written), *(None,) * len(written)
+        grid = min(numbers[0], processors(like[QUERY].device))
+        arguments = *moved, *gradients, *lists, *numbers
+        return Launch(kernel, (name, *self.identity), grid, arguments, like, **OPTIONS)
+
+    def _finish(self, like: tuple[Tensor, ...], total: Place) -> Launch:
+        from .hopper_prepare import finish_dq_kernel
+
+        lists = self.by_key.tiles, self.by_key.classes
+        arguments = total, Place(GRAD_QUERY), *lists, *self.finish_numbers, *self.finish_constants
+        identity = (
+            "finish",
+            like[QUERY].device.index,
+            like[QUERY].dtype,
+            self.finish_numbers[:-1],
+            self.finish_constants,
+        )
+        return Launch(finish_dq_kernel, identity, self.sum_tiles, arguments, like, plain=True)
 
 
 def _lists(work: HeldWork) -> tuple[Tensor, ...]:
     return work.items, work.classes, work.rows, work.full, work.partial, work.tiles, work.bits
-
-
-def _launch_rows(
-    kernel: Any,
-    grid: int,
-    tensors: tuple[Tensor, ...],
-    sizes: tuple[int, ...],
-    constants: tuple[object, ...],
-    *numbers: float,
-) -> None:
-    """Run a plain triton kernel, going past the argument inspection of `triton.jit` once it has been compiled.
-
-    Triton compiles apart for the types and alignments of tensors, and for sizes that are 1, multiples of 16, or long.
-    """
-    addresses = tuple(tensor.data_ptr() for tensor in tensors)
-    aligned = tuple(address % 16 == 0 for address in addresses)
-    key = kernel, tensors[0].device.index, tensors[0].dtype, tensors[1].dtype, aligned, sizes, constants
-    compiled = _compiled.get(key)
-    if compiled is None:
-        if len(_compiled) >= KEPT_LAUNCHES:
-            _compiled.clear()
-        _compiled[key] = kernel[(grid,)](*tensors, *sizes, *numbers, *constants)
-    else:
-        compiled[(grid, 1, 1)](*addresses, *sizes, *numbers, *constants)

@@ -1,11 +1,13 @@
 """Launching a compiled Gluon kernel for the price of the driver's own launch.
 
 The public way prepares every argument anew in Python: 60 microseconds for a kernel with four TMA descriptors, more than
-a short kernel runs. Here descriptors are kept by address, and triton's compiled entry is called with what it expects.
+a short kernel runs. Here whole argument lists are kept by the addresses in them, which repeat, as the allocator hands
+out the same ones, and triton's compiled entry is called with what it expects.
 """
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -14,15 +16,15 @@ from torch import Tensor
 
 from .hopper_work import Strides
 
-Described = tuple[object, ...]
-"""A descriptor as the entry takes it: the encoded map, then sizes and strides."""
-
-MAPS_A_LAYOUT = 256
-"""Descriptors kept for one place among the arguments; addresses repeat, as the allocator hands out the same ones."""
+KEPT_ADDRESSES = 256
+"""Argument lists kept for one launch."""
+KEPT_KERNELS = 1024
+"""Compiled kernels kept, with the sizes a plain one was compiled for; triton itself forgets none."""
 
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
 """How every kernel is compiled; fused multiply-add is asked for by name, as its default differs between releases."""
 
+_HERE = nullcontext()
 _counters: dict[tuple[int, int], Tensor] = {}
 _compiled: dict[tuple[object, ...], tuple[Any, Entry | None]] = {}
 
@@ -97,21 +99,27 @@ def tile_layout(rows: int, d: int, dtype: torch.dtype, rank: int = 4) -> object:
     return gl.NVMMASharedLayout.get_default_for([*(1,) * (rank - 2), rows, d], element)
 
 
-def item_counter(device: int, stream: int) -> Tensor:
+def on_device(device: torch.device) -> AbstractContextManager[object]:
+    """Makes a device the current one, where it is not."""
+    return _HERE if torch.cuda.current_device() == device.index else torch.cuda.device(device)
+
+
+def item_counter(device: torch.device) -> Tensor:
     """An int32 zero that a kernel may count with, if it leaves a zero again; calls on one stream take turns at it."""
     if torch.cuda.is_current_stream_capturing():
         # A captured call may be replayed beside any other, so it brings a counter of its own.
-        return torch.zeros(1, dtype=torch.int32, device=torch.device("cuda", device))
-    counter = _counters.get((device, stream))
+        return torch.zeros(1, dtype=torch.int32, device=device)
+    key = device.index, torch._C._cuda_getCurrentRawStream(device.index)
+    counter = _counters.get(key)
     if counter is None:
-        counter = _counters[device, stream] = torch.zeros(1, dtype=torch.int32, device=torch.device("cuda", device))
+        counter = _counters[key] = torch.zeros(1, dtype=torch.int32, device=device)
     return counter
 
 
 class Entry:
     """The compiled entry of one kernel, for the releases of triton whose insides are known."""
 
-    __slots__ = ("_between", "_describe", "_function", "_hooks", "_launch", "_places", "_runtime", "stream_of")
+    __slots__ = ("_before", "_describe", "_hooks", "_launch", "_places", "_runtime", "stream_of")
 
     def __init__(self, compiled: Any) -> None:
         from triton import knobs
@@ -119,13 +127,14 @@ class Entry:
 
         launcher = compiled.run
         wrapper = launcher.launch
-        inner = dict(zip(wrapper.__code__.co_freevars, wrapper.__closure__, strict=True))
-        self._launch = inner["launcher"].cell_contents
-        self._places = [(meta, {}) for meta in inner["tensordesc_meta"].cell_contents]
-        self._function = compiled.function
+        self._launch, self._places = wrapper, []
+        if getattr(wrapper, "__closure__", None):
+            # Kernels that take descriptors are launched through a function that encodes them anew each time.
+            inner = dict(zip(wrapper.__code__.co_freevars, wrapper.__closure__, strict=True))
+            self._launch, self._places = inner["launcher"].cell_contents, inner["tensordesc_meta"].cell_contents
         # No scratch memory, no record of the launch and no hooks.
         flags = launcher.launch_cooperative_grid, launcher.launch_pdl
-        self._between = (*flags, None, None, compiled.packed_metadata, None, None, None)
+        self._before = (compiled.function, *flags, None, None, compiled.packed_metadata, None, None, None)
         self._runtime = knobs.runtime
         self._hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
         self._describe = driver.active.utils.fill_tma_descriptor
@@ -139,51 +148,143 @@ class Entry:
         replaced = runtime.launch_enter_hook is not enter or runtime.launch_exit_hook is not leave
         return replaced or bool(enter.calls or leave.calls)
 
-    def described(self, place: int, address: int, box: Box) -> Described:
-        """The descriptor argument number `place` for a tensor at that address, seen as that box."""
-        meta, kept = self._places[place]
-        key = address, box
-        found = kept.get(key)
-        if found is None:
-            if len(kept) >= MAPS_A_LAYOUT:
-                kept.clear()
-            # The element types of the host and of the device are numbered differently.
-            number = {8: 10, 9: 8, 10: 9}.get(meta["elem_type"], meta["elem_type"])
-            shape, strides = box.shape, box.strides
-            encoded = self._describe(
-                address + box.begin, meta["swizzle"], meta["elem_size"], number, meta["block_size"], shape, strides, 0
-            )
-            found = kept[key] = (encoded, *shape, *strides)
-        return found
+    def described(self, place: int, address: int, box: Box) -> tuple[object, ...]:
+        """Descriptor number `place` for a tensor at that address, seen as that box: encoded, then sizes and strides."""
+        meta = self._places[place]
+        # The element types of the host and of the device are numbered differently.
+        number = {8: 10, 9: 8, 10: 9}.get(meta["elem_type"], meta["elem_type"])
+        encoded = self._describe(
+            address + box.begin, meta["swizzle"], meta["elem_size"], number, meta["block_size"], *box[:2], 0
+        )
+        return encoded, *box.shape, *box.strides
 
-    def __call__(self, grid: int, stream: int, *arguments: object) -> None:
-        self._launch(grid, 1, 1, stream, self._function, *self._between, *arguments)
+    def __call__(self, grid: int, stream: int, arguments: tuple[object, ...]) -> None:
+        self._launch(grid, 1, 1, stream, *self._before, *arguments)
 
 
-class Maps:
-    """Descriptor arguments of tensors of one layout, kept by where the tensors lie."""
+class Moved(NamedTuple):
+    """An argument: a tensor of the call that TMA moves so many rows at a time, as the two boxes of `boxes_of`."""
 
-    def __init__(self, boxes: tuple[tuple[Box, Box | None], ...]) -> None:
-        self.boxes = boxes
-        self._kept: dict[tuple[int, ...], list[object]] = {}
+    slot: int
+    rows: int
+    axis: Strides | None = None
 
-    def __call__(self, entry: Entry, *tensors: Tensor) -> list[object]:
-        """Two for each tensor; None in place of a second box that there is not."""
-        addresses = tuple(tensor.data_ptr() for tensor in tensors)
-        found = self._kept.get(addresses)
-        if found is None:
-            if len(self._kept) >= MAPS_A_LAYOUT:
-                self._kept.clear()
-            found = self._kept[addresses] = []
-            place = 0
-            for address, pair in zip(addresses, self.boxes, strict=True):
-                for box in pair:
+
+class Place(NamedTuple):
+    """An argument: where a tensor of the call lies, or memory inside it, seen as another type."""
+
+    slot: int
+    begin: int = 0
+    """In elements."""
+    dtype: torch.dtype | None = None
+
+    def of(self, tensors: tuple[Tensor, ...]) -> Tensor:
+        tensor = tensors[self.slot]
+        return tensor if self.dtype is None else tensor[self.begin :].view(self.dtype)
+
+
+class Launch:
+    """One kernel with all its arguments, but for where the tensors of a call lie.
+
+    `arguments` are `Moved`, `Place`, tensors that stay where they are, and numbers; slots count the tensors given
+    with each call, whose layout is always that of `like`.
+    """
+
+    def __init__(
+        self,
+        kernel: Any,
+        identity: tuple[object, ...],
+        grid: int,
+        arguments: tuple[Any, ...],
+        like: tuple[Tensor, ...],
+        plain: bool = False,
+        **options: object,
+    ) -> None:
+        self._kernel, self._identity, self._arguments, self._options = kernel, identity, arguments, options
+        self.grid = grid
+        self._sizes = [tensor.element_size() for tensor in like]
+        self._boxes = [boxes_of(like[one.slot], one.axis) for one in arguments if isinstance(one, Moved)]
+        self._plain = plain
+        """A plain triton kernel, compiled apart for the alignment of what it is given."""
+        if plain:
+            staying = (one.data_ptr() % 16 == 0 for one in arguments if isinstance(one, Tensor))
+            self._identity = *identity, *staying
+
+    def publicly(self, *tensors: Tensor) -> None:
+        """Run it as triton means it, compiled first where it has to be."""
+        arguments: list[Any] = []
+        for one in self._arguments:
+            if isinstance(one, Moved):
+                arguments += describe(tensors[one.slot], one.rows, one.axis)
+            else:
+                arguments.append(one.of(tensors) if isinstance(one, Place) else one)
+        key = self._key(tuple(tensor.data_ptr() for tensor in tensors))
+        known = _compiled.get(key)
+        if known is not None:
+            known[0][(self.grid, 1, 1)](*arguments)
+            return
+        if len(_compiled) >= KEPT_KERNELS:
+            _compiled.clear()
+        compiled = self._kernel[(self.grid,)](*arguments, **self._options)
+        _compiled[key] = compiled, entry_of(compiled)
+
+    def settle(self, addresses: tuple[int, ...]) -> tuple[Entry, tuple[object, ...]] | None:
+        """The entry and its arguments for tensors at those addresses, None where the public way must be taken."""
+        entry = _compiled.get(self._key(addresses), (None, None))[1]
+        if entry is None:
+            return None
+        arguments: list[object] = []
+        boxes, place = iter(self._boxes), 0
+        for one in self._arguments:
+            if isinstance(one, Moved):
+                for box in next(boxes):
                     if box is None:
-                        found.append(None)
+                        arguments.append(None)
                     else:
-                        found += entry.described(place, address, box)
+                        arguments += entry.described(place, addresses[one.slot], box)
                         place += 1
-        return found
+            elif isinstance(one, Place):
+                arguments.append(addresses[one.slot] + one.begin * self._sizes[one.slot])
+            else:
+                arguments.append(one.data_ptr() if isinstance(one, Tensor) else one)
+        return entry, tuple(arguments)
+
+    def _key(self, addresses: tuple[int, ...]) -> tuple[object, ...]:
+        """What a compiled kernel is known by; the Gluon kernels specialize on nothing but types and constants."""
+        return (*self._identity, *(address % 16 == 0 for address in addresses)) if self._plain else self._identity
+
+
+class Launches:
+    """Several kernels, one after another, on the tensors of a call."""
+
+    def __init__(self, device: torch.device, launches: list[Launch]) -> None:
+        self._index = device.index
+        self._launches = [launch for launch in launches if launch.grid]
+        self._kept: dict[tuple[int, ...], list[tuple[int, Entry, tuple[object, ...]]]] = {}
+
+    def __call__(self, *tensors: Tensor) -> None:
+        """Run them; every call gives tensors of the same layouts in the same order."""
+        addresses = tuple([tensor.data_ptr() for tensor in tensors])
+        kept = self._kept.get(addresses)
+        if kept is None:
+            kept = self._settle(addresses)
+        if not kept or kept[0][1].watched:
+            for launch in self._launches:
+                launch.publicly(*tensors)
+            return
+        stream = kept[0][1].stream_of(self._index)
+        for grid, entry, arguments in kept:
+            entry(grid, stream, arguments)
+
+    def _settle(self, addresses: tuple[int, ...]) -> list[tuple[int, Entry, tuple[object, ...]]]:
+        settled = [launch.settle(addresses) for launch in self._launches]
+        if None in settled:
+            return []
+        if len(self._kept) >= KEPT_ADDRESSES:
+            self._kept.clear()
+        kept = [(launch.grid, *one) for launch, one in zip(self._launches, settled, strict=True) if one is not None]
+        self._kept[addresses] = kept
+        return kept
 
 
 def entry_of(compiled: Any) -> Entry | None:
@@ -196,34 +297,3 @@ def entry_of(compiled: Any) -> Entry | None:
     if launcher.global_scratch_size or launcher.profile_scratch_size:
         return None
     return Entry(compiled)
-
-
-def launch(kernel: Any, key: tuple[object, ...], grid: int, arguments: tuple[Any, ...], **options: object) -> None:
-    """Run a kernel, going past the argument inspection of `triton.jit` once it has been compiled for `key`.
-
-    The kernels specialize on nothing but types and their constants, so `key` holds those.
-    """
-    compiled, entry = _compiled.get(key, (None, None))
-    if compiled is None:
-        compiled = kernel[(grid,)](*arguments, **options)
-        _compiled[key] = compiled, entry_of(compiled)
-    elif entry is None or entry.watched:
-        compiled[(grid, 1, 1)](*arguments)
-    else:
-        flat: list[Any] = []
-        place = 0
-        for argument in arguments:
-            if isinstance(argument, Tensor):
-                flat.append(argument.data_ptr())
-            elif hasattr(argument, "block_shape"):
-                box = Box(tuple(argument.shape), tuple(argument.strides))
-                flat += entry.described(place, argument.base.data_ptr(), box)
-                place += 1
-            else:
-                flat.append(argument)
-        entry(grid, entry.stream_of(torch.cuda.current_device()), *flat)
-
-
-def compiled_entry(key: tuple[object, ...]) -> Entry | None:
-    """The entry of the kernel that `launch` compiled for a key."""
-    return _compiled[key][1]

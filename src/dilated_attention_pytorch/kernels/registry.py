@@ -78,19 +78,27 @@ class Gradients(NamedTuple):
     value: Tensor
 
 
-@runtime_checkable
-class Backend(Protocol):
-    """What a module must offer to be a backend."""
-
-    def why_not(self, call: AttentionCall) -> str | None:
-        """Why this backend cannot run the call, or None when it can."""
-        ...
+class Runner(Protocol):
+    """What computes calls."""
 
     def forward(self, call: AttentionCall) -> Forward: ...
 
     def backward(
         self, call: AttentionCall, output: Tensor, lse: Tensor, grad_output: Tensor, grad_lse: Tensor | None
     ) -> Gradients: ...
+
+
+@runtime_checkable
+class Backend(Runner, Protocol):
+    """What a module must offer to be a backend.
+
+    It may also offer `prepare(call)`, a `Runner` for calls that differ from this one in the values and places of their
+    tensors alone, kept as long as the plan is: it must not hold the plan itself.
+    """
+
+    def why_not(self, call: AttentionCall) -> str | None:
+        """Why this backend cannot run the call, or None when it can."""
+        ...
 
 
 MODULES = {
@@ -197,6 +205,12 @@ def choose(call: AttentionCall, backend: str = "auto") -> tuple[str, Backend]:
             return name, candidate
         reasons[name] = reason
     raise BackendUnsupported(call.describe(), reasons, backend)
+
+
+def prepared(name: str, call: AttentionCall) -> Runner | None:
+    """What a backend prepares for calls like this one, None where it does not."""
+    prepare = getattr(backend_named(name), "prepare", None)
+    return None if prepare is None else prepare(call)
 
 
 def explain(call: AttentionCall) -> Explanation:

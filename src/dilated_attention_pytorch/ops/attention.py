@@ -6,7 +6,8 @@ import inspect
 import math
 from functools import lru_cache
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -14,12 +15,13 @@ from torch.autograd.function import once_differentiable
 
 from ..errors import must, must_be
 from ..kernels.dropout import fresh_seed
-from ..kernels.registry import AttentionCall, Backend, choose, empty_rows
+from ..kernels.registry import AttentionCall, Forward, Gradients, Runner, choose, empty_rows, prepared
 from ..patterns import Causal, Packed, Pattern, parse
-from ..plan import PlanCache, own_block
+from ..plan import Plan, PlanCache, own_block
 from ..shapes import CuSeqlens, Key, KeyPadding, Output, Query, Value
 from . import budget
 from .budget import check_budget
+from .checks import check_masks, check_tensors
 from .merge import AttentionOutput
 
 plan_cache = PlanCache()
@@ -29,6 +31,8 @@ _SETTINGS = (
     "Tensor? key_padding_mask, Tensor? cu_seqlens, Tensor? seed, "
     "str pattern, bool is_causal, float scale, float dropout_p, str backend, float? memory_budget=None"
 )
+_PATTERNS = (str, Pattern)
+_SCALES = (float, int, type(None))
 _library = torch.library.Library("dilated_attention", "DEF")
 _library.define(f"forward(Tensor query, Tensor key, Tensor value, {_SETTINGS}) -> (Tensor, Tensor)")
 _library.define(
@@ -119,6 +123,12 @@ def _attend(
     backend: str,
     memory_budget: int | float | None,
 ) -> AttentionOutput:
+    asked = None
+    if key_padding_mask is None and cu_seqlens is None and not dropout_p and memory_budget is None:
+        asked = _asked(query, key, value, pattern, is_causal, scale, enable_gqa, backend)
+        settled = None if asked is None else _recall(asked, query)
+        if settled is not None:
+            return _run(settled, query, key, value)
     query, key, value = _autocast(query, key, value)
     check_tensors(query, key, value, enable_gqa)
     check_masks(query, key_padding_mask, cu_seqlens)
@@ -138,10 +148,7 @@ def _attend(
         value = value.view_as(value)
     if torch.compiler.is_compiling() and key is query:
         key = key.view_as(key)
-    arguments = (
-        query,
-        key,
-        value,
+    settings = (
         key_padding_mask,
         cu_seqlens,
         seed,
@@ -154,9 +161,98 @@ def _attend(
     )
     if _is_observed(query, key, value):
         run = _Attention.apply if _needs_graph(query, key, value) else torch.ops.dilated_attention.forward
-    else:
-        run = _EagerAttention.apply if _needs_graph(query, key, value) else _forward
-    return AttentionOutput(*run(*arguments))
+        return AttentionOutput(*run(query, key, value, *settings))
+    settled = _settle(query, key, value, *settings)
+    if asked is not None:
+        settled = _remember(asked, settled, query, key, value)
+    return _run(settled, query, key, value)
+
+
+def _run(settled: _Settled, query: Tensor, key: Tensor, value: Tensor) -> AttentionOutput:
+    if _needs_graph(query, key, value):
+        return AttentionOutput(*_EagerAttention.apply(query, key, value, settled))
+    return AttentionOutput(*settled.forward(settled.call(query, key, value)))
+
+
+class _Settled(NamedTuple):
+    """A call but for query, key and value: its plan, and who runs it."""
+
+    settings: tuple[Any, ...]
+    """As the operators take them."""
+    plan: Plan
+    pattern: object
+    name: str
+    runner: Runner
+
+    def call(self, query: Tensor, key: Tensor, value: Tensor) -> AttentionCall:
+        mask, _, seed, _, _, scale, dropout_p, *_ = self.settings
+        return AttentionCall(query, key, value, self.plan, scale, mask, dropout_p, seed, self.pattern)
+
+    def forward(self, call: AttentionCall) -> Forward:
+        limit = self.settings[8]
+        return self.runner.forward(call) if limit is None else budget.forward(call, self.name, self.runner, limit)
+
+    def backward(
+        self, call: AttentionCall, output: Tensor, lse: Tensor, grad_output: Tensor, grad_lse: Tensor | None
+    ) -> Gradients:
+        found = output, lse, grad_output, grad_lse
+        limit = self.settings[8]
+        if limit is None:
+            return self.runner.backward(call, *found)
+        return budget.backward(call, self.name, self.runner, limit, *found)
+
+
+class _Known(NamedTuple):
+    """What a call seen before needs no second look at; its plan is the cache's to keep or to drop."""
+
+    settings: tuple[Any, ...]
+    pattern: Any
+    block_size: int
+    name: str
+    runners: WeakKeyDictionary[Plan, Runner]
+
+
+MOST_KNOWN = 1024
+_known: dict[tuple[object, ...], _Known] = {}
+
+
+def _asked(
+    query: Tensor, key: Tensor, value: Tensor, pattern: Pattern | str, *settings: object
+) -> tuple[object, ...] | None:
+    """Everything but values that a plain eager call depends on; None where more than that must be looked at."""
+    if _is_observed(query, key, value) or not isinstance(pattern, _PATTERNS) or type(settings[1]) not in _SCALES:
+        return None
+    device = query.device
+    if torch.is_autocast_enabled(device.type):
+        return None
+    return (
+        *(pattern, settings, query.shape, key.shape, value.shape, query.stride(), key.stride(), value.stride()),
+        *(query.dtype, key.dtype, value.dtype, device, key.device, value.device),
+        (query.data_ptr() | key.data_ptr() | value.data_ptr()) % 16,
+    )
+
+
+def _recall(asked: tuple[object, ...], query: Tensor) -> _Settled | None:
+    known = _known.get(asked)
+    if known is None:
+        return None
+    plan = plan_cache.get(known.pattern, query.shape[2], query.shape[1], known.block_size, query.device)
+    runner = known.runners.get(plan)
+    return None if runner is None else _Settled(known.settings, plan, known.pattern, known.name, runner)
+
+
+def _remember(asked: tuple[object, ...], settled: _Settled, query: Tensor, key: Tensor, value: Tensor) -> _Settled:
+    """Have the backend prepare for calls like this one, where it can and would be asked with these very strides."""
+    call = settled.call(query, key, value)
+    runner = prepared(settled.name, call) if asked[5:8] == (query.stride(), key.stride(), value.stride()) else None
+    if runner is None:
+        return settled
+    if len(_known) >= MOST_KNOWN:
+        _known.clear()
+    known = _Known(settled.settings, settled.pattern, settled.plan.block_size, settled.name, WeakKeyDictionary())
+    known.runners[settled.plan] = runner
+    _known[asked] = known
+    return settled._replace(runner=runner)
 
 
 def _text(pattern: Pattern | str) -> str:
@@ -244,12 +340,28 @@ class _EagerAttention(torch.autograd.Function):
     """`_Attention` where nothing but autograd looks on: binding its arguments to a signature takes time, too."""
 
     @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:  # pyrefly: ignore[bad-override]
-        found = _forward(*arguments)
-        _Attention.setup_context(ctx, arguments, found)
-        return found
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, settled: _Settled) -> tuple[Tensor, Tensor]:  # pyrefly: ignore[bad-override]
+        output, lse = settled.forward(settled.call(query, key, value))
+        ctx.settled = settled
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(query, key, value, *settled.settings[:3], output, lse)
+        return output, lse
 
-    backward = staticmethod(_Attention.backward)  # pyrefly: ignore[bad-override]
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
+        grad_output, grad_lse = grad_outputs
+        query, key, value, *_, output, lse = ctx.saved_tensors
+        if grad_output is None and grad_lse is None:
+            return None, None, None, None
+        grad_output = torch.zeros_like(output) if grad_output is None else grad_output
+        if grad_output.stride(-1) != 1:
+            grad_output = grad_output.contiguous()
+        settled = ctx.settled
+        if _is_observed(query, grad_output):
+            found = query, key, value, output, lse, grad_output, grad_lse
+            return *torch.ops.dilated_attention.backward(*found, *settled.settings), None
+        return *settled.backward(settled.call(query, key, value), output, lse, grad_output, grad_lse), None
 
 
 # Autograd binds the arguments to this signature in every call; finding it anew would take longer than all the rest.
@@ -258,10 +370,8 @@ _Attention.forward.__signature__ = inspect.signature(_Attention.forward)  # pyre
 
 @torch.library.impl(_library, "forward", "CompositeExplicitAutograd")
 def _forward(query: Tensor, key: Tensor, value: Tensor, *settings: Any) -> tuple[Tensor, Tensor]:
-    call, (name, backend), memory_budget = _chosen(query, key, value, *settings)
-    if memory_budget is None:
-        return tuple(backend.forward(call))  # pyrefly: ignore[bad-return]
-    return tuple(budget.forward(call, name, backend, memory_budget))  # pyrefly: ignore[bad-return]
+    settled = _settle(query, key, value, *settings)
+    return tuple(settled.forward(settled.call(query, key, value)))  # pyrefly: ignore[bad-return]
 
 
 @torch.library.impl(_library, "backward", "CompositeExplicitAutograd")
@@ -275,20 +385,17 @@ def _backward(
     grad_lse: Tensor | None,
     *settings: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    call, (name, backend), memory_budget = _chosen(query, key, value, *settings)
+    settled = _settle(query, key, value, *settings)
     found = output, lse, grad_output, grad_lse
-    if memory_budget is None:
-        return tuple(backend.backward(call, *found))  # pyrefly: ignore[bad-return]
-    return tuple(budget.backward(call, name, backend, memory_budget, *found))  # pyrefly: ignore[bad-return]
+    return tuple(settled.backward(settled.call(query, key, value), *found))  # pyrefly: ignore[bad-return]
 
 
-def _chosen(
-    query: Tensor, key: Tensor, value: Tensor, *settings: Any
-) -> tuple[AttentionCall, tuple[str, Backend], int | float | None]:
+def _settle(query: Tensor, key: Tensor, value: Tensor, *settings: Any) -> _Settled:
     # The dispatcher leaves out what has its default.
-    memory_budget = settings[8] if len(settings) > 8 else None
     call, backend = call_of(query, key, value, *settings[:8])
-    return call, choose(call, backend), memory_budget
+    name, runner = choose(call, backend)
+    settings = settings if len(settings) > 8 else (*settings, None)
+    return _Settled(settings, call.plan, call.pattern, name, runner)
 
 
 @torch.library.register_fake("dilated_attention::forward", lib=_library)
@@ -345,57 +452,3 @@ def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
         return tensors
     dtype = torch.get_autocast_dtype(kind)
     return tuple(t.to(dtype) if t.dtype in (torch.float32, torch.float16, torch.bfloat16) else t for t in tensors)
-
-
-def check_tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> None:
-    """What must hold of query, key and value, before anything is computed."""
-    named = (("query", query), ("key", key), ("value", value))
-    for name, tensor in named:
-        if not isinstance(tensor, Tensor):
-            raise must_be(f"{name} must be a Tensor", type(tensor).__name__)
-        if tensor.dim() != 4:
-            raise must(
-                f"{name} must have shape (batch, heads, n, width)", f"{tensor.dim()} dimensions {tuple(tensor.shape)}"
-            )
-        if tensor.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
-            raise must_be(f"{name} must be float16, bfloat16, float32 or float64", tensor.dtype)
-    for name, tensor in named[1:]:
-        if tensor.dtype != query.dtype:
-            raise must_be(f"{name} must have the query's dtype {query.dtype}", tensor.dtype)
-        if tensor.device != query.device:
-            raise must(f"{name} must be on the query's device {query.device}", tensor.device)
-        if tensor.shape[0] != query.shape[0]:
-            raise must(f"{name} must have the query's batch size {query.shape[0]}", tensor.shape[0])
-        if tensor.shape[2] != query.shape[2]:
-            raise must(f"{name} must have the query's length {query.shape[2]}", tensor.shape[2])
-    if key.shape[3] != query.shape[3]:
-        raise must(f"key must have the query's width {query.shape[3]}", key.shape[3])
-    if value.shape[1] != key.shape[1]:
-        raise must(f"value must have the key's {key.shape[1]} heads", value.shape[1])
-    if min(*query.shape, value.shape[3], key.shape[1]) < 1:
-        raise must(
-            "batch, heads, n and widths must be at least 1", f"query {tuple(query.shape)}, value {tuple(value.shape)}"
-        )
-    if key.shape[1] != query.shape[1] and (not enable_gqa or query.shape[1] % key.shape[1]):
-        advice = "Pass enable_gqa=True." if query.shape[1] % key.shape[1] == 0 else None
-        what = "query heads must be a multiple of key heads" if enable_gqa else "key must have as many heads as query"
-        raise must(what, f"{query.shape[1]} query heads and {key.shape[1]} key heads", advice)
-
-
-def check_masks(query: Tensor, key_padding_mask: Tensor | None, cu_seqlens: Tensor | None) -> None:
-    """What must hold of the masks."""
-    batch, _, n, _ = query.shape
-    if key_padding_mask is not None:
-        if key_padding_mask.dtype != torch.bool:
-            raise must_be("key_padding_mask must be bool, True where a key takes no part", key_padding_mask.dtype)
-        if tuple(key_padding_mask.shape) != (batch, n):
-            raise must(f"key_padding_mask must have shape ({batch}, {n})", tuple(key_padding_mask.shape))
-        if key_padding_mask.device != query.device:
-            raise must(f"key_padding_mask must be on the query's device {query.device}", key_padding_mask.device)
-    if cu_seqlens is not None:
-        if cu_seqlens.dim() != 1 or cu_seqlens.is_floating_point() or len(cu_seqlens) < 2:
-            raise must(
-                "cu_seqlens must be integers of shape (documents + 1,)", f"{cu_seqlens.dtype} {tuple(cu_seqlens.shape)}"
-            )
-        if batch != 1:
-            raise must("packed sequences must have batch size 1", batch, "Lay the sequences one after another along n.")

@@ -9,7 +9,8 @@ from ..errors import must_be
 from ..kernels import registry
 from ..kernels.registry import Explanation
 from ..patterns import Pattern
-from .attention import call_of, check_masks, check_tensors
+from .attention import call_of
+from .checks import check_masks, check_tensors
 
 
 def explain(

@@ -9,7 +9,7 @@ from ..errors import must, must_be
 from ..patterns import Causal, Pattern, parse
 from ..plan.cover import Grid, count
 from ..shapes import Key, KeyPadding, Query
-from .attention import check_masks, check_tensors
+from .checks import check_masks, check_tensors
 
 
 def attention_rows(

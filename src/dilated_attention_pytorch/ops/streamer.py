@@ -25,7 +25,8 @@ from ..patterns.pattern import integer
 from ..plan import own_block
 from ..plan.cover import Grid, head_key, reach
 from ..plan.excerpt import Excerpt, excerpts
-from .attention import call_of, check_tensors
+from .attention import call_of
+from .checks import check_tensors
 from .merge import AttentionOutput
 from .sinks import StreamShape
 from .sources import DifferentiableSource, Source
