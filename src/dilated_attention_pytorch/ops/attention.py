@@ -32,7 +32,8 @@ _SETTINGS = (
     "str pattern, bool is_causal, float scale, float dropout_p, str backend, float? memory_budget=None"
 )
 _PATTERNS = (str, Pattern)
-_SCALES = (float, int, type(None))
+_PLAIN = frozenset((bool, float, int, str, type(None)))
+"""Kinds of settings that do not change once they are given."""
 _library = torch.library.Library("dilated_attention", "DEF")
 _library.define(f"forward(Tensor query, Tensor key, Tensor value, {_SETTINGS}) -> (Tensor, Tensor)")
 _library.define(
@@ -220,7 +221,11 @@ def _asked(
     query: Tensor, key: Tensor, value: Tensor, pattern: Pattern | str, *settings: object
 ) -> tuple[object, ...] | None:
     """Everything but values that a plain eager call depends on; None where more than that must be looked at."""
-    if _is_observed(query, key, value) or not isinstance(pattern, _PATTERNS) or type(settings[1]) not in _SCALES:
+    if (
+        _is_observed(query, key, value)
+        or not isinstance(pattern, _PATTERNS)
+        or not _PLAIN.issuperset(map(type, settings))
+    ):
         return None
     device = query.device
     if torch.is_autocast_enabled(device.type):
