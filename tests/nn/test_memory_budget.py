@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
 
 import pytest
 import torch
+from cases import BY_NAME, PROBLEMS
 from oracle import answer, error
 from torch.profiler import ProfilerActivity, profile
 
 import dilated_attention_pytorch as dap
-from dilated_attention_pytorch.kernels.registry import backend_named
+from dilated_attention_pytorch.kernels.registry import AttentionCall, backend_named
 from dilated_attention_pytorch.nn import DilatedAttention, MultiheadDilatedAttention, SparseAttention
 from dilated_attention_pytorch.ops import budget
 from dilated_attention_pytorch.ops.attention import call_of
+from dilated_attention_pytorch.plan import make_plan
 
 PATTERNS = ("dilated:64x1,256x4", "window:40 & causal", "heads{window:30 / causal / dilated:64x2 / global:9}")
 
@@ -37,7 +40,26 @@ def inputs(dtype=torch.float32, key_heads=4, n=300, batch=2, d=16):
 
 
 def need(tensors, pattern, backend, direction):
-    return budget.memory(call_of(*tensors, None, None, None, pattern, False, 0.25, 0.0, backend)[0], backend, direction)
+    call, _ = call_of(*tensors, None, None, None, pattern, False, 0.25, 0.0, backend)
+    return budget.memory(call, backend, direction).sizes
+
+
+def problem_call(problem, dtype=torch.float64, **changes):
+    """A problem's call with tiles smaller than its rows, and the gradients of what it gives."""
+    *inputs, grad_output, grad_lse = problem.inputs(dtype)
+    pattern = problem.pattern.resolve(problem.n, problem.heads)
+    plan = make_plan(pattern, problem.n, problem.heads, problem.block_size)
+    call = AttentionCall(*inputs, plan, 0.3, problem.key_padding_mask(), pattern=pattern)
+    return replace(call, **changes), grad_output, grad_lse.to(call.compute_dtype)
+
+
+def in_chunks(monkeypatch, size):
+    monkeypatch.setattr(budget, "memory", lambda call, name, direction: budget.Memory({size: 0}))
+
+
+def both_ways(call, backend, grad_output, grad_lse):
+    found = budget.forward(call, backend, backend_named(backend), 2**30)
+    return *found, *budget.backward(call, backend, backend_named(backend), 2**30, *found, grad_output, grad_lse)
 
 
 def everything(tensors, pattern, grad_output, memory_budget, **options):
@@ -49,7 +71,7 @@ def everything(tensors, pattern, grad_output, memory_budget, **options):
 
 @pytest.mark.parametrize("backend", ["native", "cpu", "reference"])
 @pytest.mark.parametrize(("key_heads", "pattern"), [(4, PATTERNS[0]), (2, PATTERNS[1]), (2, PATTERNS[2])])
-def test_results_have_the_same_bits_whatever_the_chunks(backend, key_heads, pattern):
+def test_results_have_the_same_bits_whatever_the_chunks(backend, key_heads, pattern, monkeypatch):
     if backend not in available(backend):
         pytest.skip("the native kernel is not built")
     tensors = inputs(torch.float64, key_heads)
@@ -57,12 +79,57 @@ def test_results_have_the_same_bits_whatever_the_chunks(backend, key_heads, patt
     padding = torch.arange(300) >= torch.tensor([300, 211])[:, None]
     options = {"key_padding_mask": padding, "dropout_p": 0.1, "backend": backend}
     whole = everything(tensors, pattern, grad_output, None, **options)
-    least = max(need(tensors, pattern, backend, way).of(1) for way in budget.WORDS)
-    for enough in (least, least + (need(tensors, pattern, backend, "backward").of(2) - least) * 2):
-        found = everything(tensors, pattern, grad_output, enough, **options)
+    unit, sizes = 300 * 4 // key_heads, need(tensors, pattern, backend, "backward")
+    for size in {2 * unit, unit, min(sizes)}:
+        in_chunks(monkeypatch, size)
+        output, *grads = everything(tensors, pattern, grad_output, 2**30, **options)
         # Plain torch gathers as many tiles a step as a sample leaves room for, and so merges them in other groups.
-        same = torch.equal if backend != "cpu" else lambda a, b: error(a, b) < 1e-13
-        assert all(same(a, b.detach()) for a, b in zip(found, whole, strict=True))
+        close = lambda a, b: error(a, b) < 1e-13  # noqa: E731
+        same = torch.equal if backend != "cpu" else close
+        assert same(output, whole[0].detach()) and same(grads[0], whole[1])
+        # Rows add up the gradients of their keys.
+        same = same if size >= unit else close
+        assert all(same(a, b) for a, b in zip(grads[1:], whole[2:], strict=True))
+
+
+ON_THE_CPU = ("dilated-odd-rates", "dilated-block-offset", "random-per-head-causal", "gqa")
+
+
+@pytest.mark.parametrize(
+    ("problem", "backend"),
+    [(problem, "native") for problem in PROBLEMS] + [(BY_NAME[name], "cpu") for name in ON_THE_CPU],
+    ids=lambda value: getattr(value, "name", value),
+)
+def test_rows_at_a_time_give_what_all_give(problem, backend, monkeypatch):
+    if backend not in available(backend):
+        pytest.skip("the native kernel is not built")
+    call, *grads = problem_call(problem)
+    least = min(budget.memory(call, backend, "forward").sizes)
+    in_chunks(monkeypatch, least)
+    found = both_ways(call, backend, *grads)
+    padding = {"key_padding_mask": call.key_padding_mask, "scale": call.scale}
+    inputs = call.query, call.key, call.value
+    wanted = answer(*inputs, problem.pattern, grad_output=grads[0], grad_lse=grads[1], **padding)
+    assert max(error(a, b) for a, b in zip(found, wanted, strict=True)) < 1e-10
+    dropping = replace(call, dropout_p=0.3, seed=torch.tensor([2**40 + 7]))
+    found, again = (both_ways(dropping, backend, *grads) for _ in range(2))
+    assert all(map(torch.equal, found, again))
+    in_chunks(monkeypatch, call.query[..., 0].numel())
+    wanted = both_ways(dropping, backend, *grads)
+    assert all(map(torch.equal, found[:2], wanted))
+    assert max(error(a, b) for a, b in zip(found, wanted, strict=True)) < 1e-13
+
+
+def test_half_precision_sums_rows_in_float32(monkeypatch):
+    problem = BY_NAME["full"]
+    call, *grads = problem_call(replace(problem, n=320, heads=1, key_heads=1), torch.bfloat16)
+    call = replace(call, query=call.query * 0.0)
+    in_chunks(monkeypatch, 16)
+    found = both_ways(call, "cpu", *grads)
+    in_chunks(monkeypatch, call.query[..., 0].numel())
+    wanted = both_ways(call, "cpu", *grads)
+    # Weights are alike: dV is the mean of the gradients, of which bfloat16 sums of 20 shares would lose more.
+    assert max(error(a, b) for a, b in zip(found, wanted, strict=True)) < 2**-8
 
 
 def available(backend):
@@ -89,27 +156,67 @@ def peak(run):
         ("native", torch.float32, 4),
         ("native", torch.bfloat16, 4),
         ("native", torch.bfloat16, 2),
-        ("cpu", torch.float32, 2),
-        ("cpu", torch.bfloat16, 4),
+        ("cpu", torch.bfloat16, 2),
     ],
 )
 def test_the_measured_peak_stays_under_the_budget(backend, dtype, key_heads):
     if backend not in available(backend):
         pytest.skip("the native kernel is not built")
     pattern = "dilated:64x1,256x4"
-    tensors = inputs(dtype, key_heads, n=1000, d=32)
+    tensors = inputs(dtype, key_heads, n=1000, batch=1, d=32)
     grad_output = torch.randn_like(tensors[0])
     plain = [tensor.detach() for tensor in tensors]
     options = {"enable_gqa": True, "backend": backend}
     forward, backward = (need(tensors, pattern, backend, way) for way in ("forward", "backward"))
-    for size in (1, 2, forward.units):
-        enough = forward.of(size), max(backward.of(size), forward.of(1))
+    assert min(forward) < 300
+    for size in (max(forward), 2000, min(forward)):
+        enough = forward[size], max(backward[size], min(forward.values()))
+        # Plans of rows are made in the first call, and kept as all plans are.
+        everything(tensors, pattern, grad_output, enough[1], backend=backend)
+        dap.attention(*plain, pattern, memory_budget=enough[0], **options)
         assert peak(partial(dap.attention, *plain, pattern, memory_budget=enough[0], **options)) <= enough[0]
         output = dap.attention(*tensors, pattern, memory_budget=enough[1], **options)
         assert peak(partial(torch.autograd.grad, output, tensors, grad_output)) <= enough[1]
     if backend == "native" and dtype == torch.bfloat16:
         # Without one, float32 copies of everything lie side by side.
-        assert peak(lambda: dap.attention(*plain, pattern, **options)) > 1.5 * forward.of(1)
+        assert peak(lambda: dap.attention(*plain, pattern, **options)) > 1.5 * min(forward.values())
+
+
+class Idle:
+    """A kernel that does nothing."""
+
+    def __getitem__(self, grid):
+        return lambda *given, **named: None
+
+
+@pytest.mark.parametrize(
+    ("dtype", "pieces"), [(torch.float32, False), (torch.bfloat16, True)], ids=["whole rows", "rows in pieces"]
+)
+def test_what_triton_allocates_stays_under_the_reckoning(dtype, pieces, monkeypatch):
+    launch = pytest.importorskip("dilated_attention_pytorch.kernels.triton_launch")
+    schedule = import_module("dilated_attention_pytorch.kernels.triton_schedule")
+    for name in vars(launch).copy():
+        if name.endswith("_kernel"):
+            monkeypatch.setattr(launch, name, Idle())
+    if pieces:
+        monkeypatch.setattr(schedule, "SHORTEST_PIECE", 512)
+        monkeypatch.setattr(schedule, "PROGRAMS_PER_PROCESSOR", 16)
+    reckoned = budget.memory
+    for name in ("dilated-odd-rates", "gqa", "hierarchical"):
+        call, *grads = problem_call(BY_NAME[name], dtype)
+        for size in reckoned(call, "triton", "backward").sizes:
+            in_chunks(monkeypatch, size)
+            backend = backend_named("triton")
+            found = budget.forward(call, "triton", backend, 2**30)
+            ways = {
+                "forward": partial(budget.forward, call, "triton", backend, 2**30),
+                "backward": partial(budget.backward, call, "triton", backend, 2**30, *found, *grads),
+            }
+            for direction, way in ways.items():
+                # Plans and what is derived from them are kept, and are no part of it.
+                way()
+                most = reckoned(call, "triton", direction).sizes[size]
+                assert peak(way) <= most, (name, size, direction)
 
 
 def test_a_budget_too_small_says_how_much_is_enough():
@@ -136,8 +243,19 @@ def test_free_memory_is_told():
     assert budget.free_bytes(torch.device("cpu")) > 2**20
 
 
+def test_one_head_too_much_is_cut_by_rows():
+    query, key, value, grad_output = torch.randn(4, 1, 1, 1000, 16, dtype=torch.float64).unbind()
+    tensors = [tensor.requires_grad_() for tensor in (query, key, value)]
+    sizes = [need(tensors, "window:100 & causal", "cpu", way) for way in ("forward", "backward")]
+    enough = max(min(some.values()) for some in sizes)
+    assert enough < min(some[1000] for some in sizes) / 2
+    found = everything(tensors, "window:100 & causal", grad_output, enough, backend="cpu")
+    output, _, *grads = answer(*tensors, dap.parse("window:100 & causal"), grad_output=grad_output)
+    assert max(error(a, b) for a, b in zip(found, (output, *grads), strict=True)) < 1e-10
+
+
 class Narrow:
-    """A backend that runs out of memory above some heads a call."""
+    """A backend that runs out of memory above some query rows a call."""
 
     def __init__(self, real, most):
         self.real, self.most, self.tried = real, most, []
@@ -146,7 +264,7 @@ class Narrow:
         return None
 
     def limited(self, call):
-        self.tried.append(call.key.shape[0] * call.key.shape[1])
+        self.tried.append(call.query[..., 0].numel())
         if self.tried[-1] > self.most:
             raise torch.OutOfMemoryError("CUDA out of memory")
 
@@ -161,7 +279,7 @@ class Narrow:
 
 @pytest.fixture
 def narrow(monkeypatch):
-    backend = Narrow(backend_named("cpu"), 2)
+    backend = Narrow(backend_named("cpu"), 200)
     monkeypatch.setattr(
         import_module("dilated_attention_pytorch.ops.attention"), "choose", lambda call, name: ("cpu", backend)
     )
@@ -175,17 +293,17 @@ def test_out_of_memory_halves_warns_once_and_remembers(narrow):
     x = torch.randn(1, 100, 64, requires_grad=True)
     with pytest.warns(RuntimeWarning, match="going on with smaller chunks"):
         output = module(x)[0]
-    assert narrow.tried == [8, 4, 2, 2, 2, 2]
+    assert narrow.tried == [800, 400, 200, 200, 200, 200]
     narrow.tried.clear()
     gradient = torch.autograd.grad(output.sum(), x)[0]
-    assert narrow.tried == [8, 4, 2, 2, 2, 2]
+    assert narrow.tried == [800, 400, 200, 200, 200, 200]
     narrow.tried.clear()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         again = module(x)[0]
         gradient_again = torch.autograd.grad(again.sum(), x)[0]
-    assert narrow.tried == [2] * 8
-    narrow.most = 8
+    assert narrow.tried == [200] * 8
+    narrow.most = 800
     wanted = plain(x)[0]
     assert error(output, wanted.detach()) < 1e-6 and torch.equal(output, again)
     assert error(gradient, torch.autograd.grad(wanted.sum(), x)[0]) < 1e-5 and torch.equal(gradient, gradient_again)
@@ -197,14 +315,34 @@ def test_out_of_memory_with_the_smallest_chunk_is_told(narrow):
     q, k, v = (torch.randn(1, 40, 4, 8) for _ in range(3))
     with pytest.raises(torch.OutOfMemoryError):
         SparseAttention("causal", memory_budget=2**30)(q, k, v)
-    assert narrow.tried == [4, 2, 1]
+    assert narrow.tried == [160, 80, 40]
 
 
 def test_without_a_budget_out_of_memory_is_not_caught(narrow):
+    narrow.most = 100
     q, k, v = (torch.randn(1, 40, 4, 8) for _ in range(3))
     with pytest.raises(torch.OutOfMemoryError):
         SparseAttention("causal")(q, k, v)
-    assert narrow.tried == [4]
+    assert narrow.tried == [160]
+
+
+def test_out_of_memory_goes_on_with_rows(narrow):
+    narrow.most = 150
+    tensors = inputs(torch.float64, 1, n=300, batch=1)
+    grad_output = torch.randn_like(tensors[0])
+    runs = [128, 128, 44]
+    with pytest.warns(RuntimeWarning, match="going on with smaller chunks") as told:
+        found = everything(tensors, "window:40 & causal", grad_output, 2**30)
+    assert len(told) == 1
+    assert narrow.tried == 2 * [1200, 300, 256, *4 * runs]
+    narrow.tried.clear()
+    again = everything(tensors, "window:40 & causal", grad_output, 2**30)
+    assert narrow.tried == 2 * [*4 * runs] and all(map(torch.equal, found, again))
+    output, _, *grads = answer(*tensors, dap.parse("window:40 & causal"), grad_output=grad_output)
+    assert max(error(a, b) for a, b in zip(found, (output, *grads), strict=True)) < 1e-10
+    narrow.most = 100
+    with pytest.raises(torch.OutOfMemoryError):
+        everything(tensors, "window:40 & causal", grad_output, 2**30)
 
 
 def test_a_prompt_stays_within_the_budget_too(monkeypatch):
@@ -220,16 +358,17 @@ def test_a_prompt_stays_within_the_budget_too(monkeypatch):
     assert asked == [2**30] and torch.equal(found, wanted)
 
 
-def test_packed_sequences_and_the_oracle():
+def test_packed_sequences_and_the_oracle(monkeypatch):
     tensors = inputs(torch.float64, 2, n=200, batch=1)
     grad_output = torch.randn_like(tensors[0])
     bounds = torch.tensor([0, 90, 200])
     pattern = "dilated:64x1,256x4"
-    enough = max(need(tensors, pattern, "cpu", way).of(1) for way in ("forward", "backward"))
-    found = everything(tensors, pattern, grad_output, enough, cu_seqlens=bounds, scale=0.3, backend="cpu")
     packed = dap.Packed(dap.parse(pattern), (90, 110))
     output, _, *grads = answer(*tensors, packed, grad_output=grad_output, scale=0.3)
-    assert max(error(a, b) for a, b in zip(found, (output, *grads), strict=True)) < 1e-10
+    for size in (400, 200, 128):
+        in_chunks(monkeypatch, size)
+        found = everything(tensors, pattern, grad_output, 2**30, cu_seqlens=bounds, scale=0.3, backend="cpu")
+        assert max(error(a, b) for a, b in zip(found, (output, *grads), strict=True)) < 1e-10
 
 
 @pytest.mark.untyped

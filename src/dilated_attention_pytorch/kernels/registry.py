@@ -78,6 +78,7 @@ class Gradients(NamedTuple):
     value: Tensor
 
 
+@runtime_checkable
 class Runner(Protocol):
     """What computes calls."""
 

@@ -73,7 +73,8 @@ def attention(
         dropout_p: probability of dropping a weight.
         backend: "auto", or a name from `dilated_attention_pytorch.backends()`, which then never falls back.
         memory_budget: the most memory that either pass may take, its results included: bytes, or as a float a fraction
-            of what is free. The queries of some samples and heads are then computed at a time; results stay the same.
+            of what is free. The queries of some samples and heads, or some rows of one head, are then computed at a
+            time; outputs stay the same, and gradients within rounding.
 
     Returns:
         (B, H, N, E). A row that may see no key is 0.

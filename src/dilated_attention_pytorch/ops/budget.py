@@ -1,7 +1,8 @@
-"""Attention within a memory budget: some samples and heads at a time.
+"""Attention within a memory budget: some samples and heads at a time, and where one head is too much, some of its rows.
 
-A chunk is a run of samples, or of one sample's key heads, with all the queries that read them. No sum runs across
-chunks then, in either direction, so that their size does not show in the result.
+A chunk is a run of samples, or of one sample's key heads, with all the queries that read them: a *unit* is one key head
+of one sample. No sum runs across such chunks in either direction, so that their size does not show in the result. What
+is smaller than a unit is a run of rows of one query head; the gradients of its keys are then summed over the runs.
 """
 
 from __future__ import annotations
@@ -11,44 +12,39 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import groupby
 from typing import Any, NamedTuple, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from ..errors import must, must_be
-from ..kernels.registry import AttentionCall, Backend, Forward, Gradients, empty_rows
-from ..plan.cut import head_entries, of_heads
+from ..kernels.registry import AttentionCall, Forward, Gradients, Runner, empty_rows, reproducible_gradients
+from ..patterns import Pattern
+from ..plan import Plan
+from ..plan.cut import Span, of_heads, of_rows, spans, widest_tile
+from .workspace import Extent, workspace
 
 MOST_REMEMBERED = 256
 WORDS = {"forward": "output", "backward": "gradients"}
+ROWS_APART = ("native", "cpu", "triton")
+"""Backends that take fewer queries than keys. Others need no workspace that rows would save, or are there to check."""
+UNSPLIT = 2**20
+"""Bytes by which torch's CUDA allocator may exceed what a large tensor asks for."""
 
 Found = TypeVar("Found", Forward, Gradients)
 
 
 class Memory(NamedTuple):
-    """What one direction of a call takes, in bytes."""
+    """What one direction of a call takes on a backend, from above."""
 
-    units: int
-    """Key heads over all samples: what chunks consist of."""
-    results: int
-    """Output and LSE, or the gradients, of one unit."""
-    workspace: int
-    """The most a backend takes besides for one unit."""
-    a_step: int
-    """The most it takes whatever the size of a chunk."""
+    sizes: dict[int, int]
+    """Sizes that a chunk may have, in query rows, each about half the one before, and the bytes that all takes then."""
 
-    def of(self, size: int) -> int:
-        """The most it all takes in chunks of a size, whose results lie apart until they are copied to the others."""
-        apart = 0 if size == self.units else size * self.results
-        return self.units * self.results + apart + size * self.workspace + self.a_step
-
-    def fitting(self, budget: int) -> int:
-        """The largest chunk that fits, 0 when none does."""
-        if self.of(self.units) <= budget:
-            return self.units
-        some = (budget - self.of(0)) // (self.results + self.workspace)
-        return max(0, min(some, self.units - 1))
+    def fitting(self, budget: int) -> int | None:
+        """The largest chunk that fits."""
+        return next((size for size, most in self.sizes.items() if most <= budget), None)
 
 
 def check_budget(memory_budget: int | float | None) -> None:
@@ -63,17 +59,19 @@ def check_budget(memory_budget: int | float | None) -> None:
         raise must("memory_budget must be bytes, or a fraction in (0, 1]", memory_budget, advice)
 
 
-def forward(call: AttentionCall, name: str, backend: Backend, memory_budget: int | float) -> Forward:
-    """`backend.forward` in as many chunks as the budget needs."""
-    batch, heads, n, _ = call.query.shape
+def forward(call: AttentionCall, name: str, runner: Runner, memory_budget: int | float) -> Forward:
+    """`runner.forward` in as many chunks as the budget needs."""
 
     def run(size: int) -> Forward:
-        if size == call.key.shape[0] * call.key.shape[1]:
-            return backend.forward(call)
+        if size == _rows(call):
+            return runner.forward(call)
         output = empty_rows(call.query, call.value.shape[-1])
-        lse = call.query.new_empty((batch, heads, n), dtype=call.compute_dtype)
-        for place, _, chunk in _chunks(call, size):
-            output[place], lse[place] = backend.forward(chunk)
+        lse = call.query.new_empty(call.query.shape[:3], dtype=call.compute_dtype)
+        for chunk in _chunks(call, size):
+            found = runner.forward(chunk.call)
+            output[chunk.own], lse[chunk.own] = (t[:, :, chunk.inside] for t in found)
+            # Without a name, the results of one chunk are gone before the next is computed.
+            del found
         return Forward(output, lse)
 
     return _within("forward", call, name, memory_budget, run)
@@ -82,50 +80,122 @@ def forward(call: AttentionCall, name: str, backend: Backend, memory_budget: int
 def backward(
     call: AttentionCall,
     name: str,
-    backend: Backend,
+    runner: Runner,
     memory_budget: int | float,
     output: Tensor,
     lse: Tensor,
     grad_output: Tensor,
     grad_lse: Tensor | None,
 ) -> Gradients:
-    """`backend.backward` in as many chunks as the budget needs."""
+    """`runner.backward` in as many chunks as the budget needs."""
+
+    def of(chunk: _Chunk) -> Gradients:
+        at = chunk.queries
+        slope = None if grad_lse is None else chunk.alone(grad_lse[at])
+        # Kernels read the LSE of their rows one after another.
+        return runner.backward(chunk.call, output[at], lse[at].contiguous(), chunk.alone(grad_output[at]), slope)
+
+    def by_rows(whole: Gradients, unit: tuple[slice, ...], chunks: Iterator[_Chunk]) -> None:
+        sums = [_zeros(grad[unit], call.compute_dtype) for grad in whole[1:]]
+        for chunk in chunks:
+            found = of(chunk)
+            whole.query[chunk.own] = found.query[:, :, chunk.inside]
+            for index, total in enumerate(sums, 1):
+                total[:, :, chunk.keys[2]] += found[index]
+            del found
+        for grad, total in zip(whole[1:], sums, strict=True):
+            grad[unit] = total
 
     def run(size: int) -> Gradients:
-        if size == call.key.shape[0] * call.key.shape[1]:
-            return backend.backward(call, output, lse, grad_output, grad_lse)
+        if size == _rows(call):
+            return runner.backward(call, output, lse, grad_output, grad_lse)
         whole = Gradients(*(empty_rows(t, t.shape[-1]) for t in (call.query, call.key, call.value)))
-        for place, key_place, chunk in _chunks(call, size):
-            slope = None if grad_lse is None else grad_lse[place]
-            # Without a name, the results of one chunk are gone before the next is computed.
-            whole.query[place], whole.key[key_place], whole.value[key_place] = backend.backward(
-                chunk, output[place], lse[place], grad_output[place], slope
-            )
+        if size >= _unit_rows(call):
+            for chunk in _chunks(call, size):
+                whole.query[chunk.own], whole.key[chunk.keys], whole.value[chunk.keys] = of(chunk)
+            return whole
+        for unit, chunks in groupby(_chunks(call, size), lambda chunk: chunk.keys[:2]):
+            by_rows(whole, unit, chunks)
         return whole
 
     return _within("backward", call, name, memory_budget, run)
 
 
-Place = tuple[slice, slice]
+def _zeros(rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """Where shares of these rows are added up: in the rows themselves where they have the dtype of sums."""
+    return rows.zero_() if rows.dtype == dtype else torch.zeros_like(rows, dtype=dtype)
 
 
-def _chunks(call: AttentionCall, size: int) -> Iterator[tuple[Place, Place, AttentionCall]]:
-    """Chunks of at most `size` key heads: where their queries and their keys are, and their call."""
-    batch, heads = call.query.shape[:2]
+Place = tuple[slice, slice, slice]
+"""Samples, heads, rows."""
+
+
+class _Chunk(NamedTuple):
+    """What is computed at a time."""
+
+    call: AttentionCall
+    queries: Place
+    """What it reads of the queries ..."""
+    keys: Place
+    """... and of the keys."""
+    own: Place
+    """The queries it is there for; others come with the tiles that hold them."""
+
+    @property
+    def inside(self) -> slice:
+        """Its own rows among those it reads."""
+        begin = self.queries[2].start
+        return slice(self.own[2].start - begin, self.own[2].stop - begin)
+
+    def alone(self, grads: Tensor) -> Tensor:
+        """Gradients of the rows it reads, with nothing flowing back through those that are not its own."""
+        if self.own == self.queries:
+            return grads
+        own = torch.zeros_like(grads, memory_format=torch.contiguous_format)
+        own[:, :, self.inside] = grads[:, :, self.inside]
+        return own
+
+
+def _rows(call: AttentionCall) -> int:
+    return call.query.shape[:3].numel()
+
+
+def _unit_rows(call: AttentionCall) -> int:
+    return _rows(call) // call.key.shape[:2].numel()
+
+
+def _chunks(call: AttentionCall, size: int) -> Iterator[_Chunk]:
+    """Chunks of at most `size` query rows, those of one key head one after another."""
+    batch, heads, n, _ = call.query.shape
     key_heads = call.key.shape[1]
-    shared, samples = heads // key_heads, max(1, size // key_heads)
-    group = min(size, key_heads)
+    shared, units = heads // key_heads, size // _unit_rows(call)
+    samples, group = max(1, units // key_heads), min(max(1, units), key_heads)
+    every = slice(0, n)
     for sample in range(0, batch, samples):
+        some = slice(sample, min(sample + samples, batch))
         for first in range(0, key_heads, group):
-            key_place = slice(sample, sample + samples), slice(first, first + group)
-            own_heads = first * shared, min(first + group, key_heads) * shared
-            place = key_place[0], slice(*own_heads)
-            yield place, key_place, _cut(call, place, key_place, sample * heads + own_heads[0])
+            keys = some, slice(first, min(first + group, key_heads)), every
+            own = slice(first * shared, keys[1].stop * shared)
+            if units:
+                place = some, own, every
+                yield _Chunk(_cut(call, place, keys), place, keys, place)
+                continue
+            for head in range(own.start, own.stop):
+                one = slice(head, head + 1)
+                alone = _cut(call, (some, one, every), keys)
+                for span in spans(call.plan, size):
+                    yield _Chunk(
+                        _of_span(call, alone, span, head),
+                        (some, one, slice(span.first, span.last)),
+                        (*keys[:2], slice(span.key_first, span.key_last)),
+                        (some, one, slice(span.begin, span.end)),
+                    )
 
 
-def _cut(call: AttentionCall, place: Place, key_place: Place, stream: int) -> AttentionCall:
+def _cut(call: AttentionCall, place: Place, key_place: Place) -> AttentionCall:
     begin, end = place[1].start, place[1].stop
     mask, seed, pattern = call.key_padding_mask, call.seed, call.pattern
+    stream = place[0].start * call.plan.heads + begin
     return replace(
         call,
         query=call.query[place],
@@ -137,6 +207,30 @@ def _cut(call: AttentionCall, place: Place, key_place: Place, stream: int) -> At
         seed=None if seed is None else seed + (stream << 32),
         positions=None if call.positions is None else call.positions[:, begin:end],
         pattern=pattern if pattern is None or end - begin == call.plan.heads else _OfHeads(pattern, begin),
+    )
+
+
+def _of_span(call: AttentionCall, alone: AttentionCall, span: Span, head: int) -> AttentionCall:
+    """A run of rows of one head's call."""
+    if span.end - span.begin == call.plan.n:
+        return alone
+    assert isinstance(call.pattern, Pattern)
+    queries, keys = slice(span.first, span.last), slice(span.key_first, span.key_last)
+    positions = None
+    if call.dropout_p:
+        token = torch.arange(call.plan.n, device=call.device)
+        at, key_at = (token, token) if alone.positions is None else alone.positions[:, 0]
+        positions = torch.stack([torch.zeros_like(key_at[keys]), key_at[keys]])[:, None]
+        positions[0, 0, : span.last - span.first] = at[queries]
+    return replace(
+        alone,
+        query=alone.query[:, :, queries],
+        key=alone.key[:, :, keys],
+        value=alone.value[:, :, keys],
+        plan=of_heads(of_rows(call.plan, call.pattern, span), head, head + 1),
+        key_padding_mask=None if alone.key_padding_mask is None else alone.key_padding_mask[:, keys],
+        positions=positions,
+        pattern=None,
     )
 
 
@@ -153,37 +247,59 @@ class _OfHeads(NamedTuple):
         return self.pattern.multiplicity(q, k, self.first + head)
 
 
+_known: WeakKeyDictionary[Plan, dict[tuple[object, ...], Memory]] = WeakKeyDictionary()
+"""What calls of a plan take, by what it depends on."""
+
+
 def memory(call: AttentionCall, name: str, direction: str) -> Memory:
     """What a direction of a call takes on a backend, from above."""
+    shapes = call.query.shape, call.value.shape, call.query.dtype, call.dropout_p > 0, call.pattern is None
+    key = direction, name, *shapes, torch.get_num_threads(), reproducible_gradients()
+    known = _known.setdefault(call.plan, {})
+    if key not in known:
+        known[key] = Memory(_sizes(call, name, direction))
+    return known[key]
+
+
+def _sizes(call: AttentionCall, name: str, direction: str) -> dict[int, int]:
     batch, heads, n, d = call.query.shape
     key_heads, e = call.value.shape[1], call.value.shape[3]
-    item, wide, shared = call.query.dtype.itemsize, call.compute_dtype.itemsize, heads // key_heads
-    query_rows, key_rows = n * shared, n
-    if direction == "forward":
-        results = query_rows * (item * e + wide)
-        # Everything once more in the dtype of the sums.
-        workspace = wide * (query_rows * (d + e + 1) + key_rows * (d + e))
-    else:
-        results = item * (query_rows * d + key_rows * (d + e))
-        copies = max(2, torch.get_num_threads()) if call.device.type == "cpu" else 2
-        workspace = wide * (query_rows * (3 * d + 2 * e + 3) + (1 + copies) * key_rows * (_lanes(d) + _lanes(e)))
-    step = 0
-    if name == "cpu":
-        from ..kernels import cpu
+    item, wide = call.query.dtype.itemsize, call.compute_dtype.itemsize
+    units, unit, shared = batch * key_heads, _unit_rows(call), heads // key_heads
+    a_row, a_key = (item * e + wide, 0) if direction == "forward" else (item * d, item * (d + e))
+    results = units * (unit * a_row + n * a_key)
 
-        tiles = max((max(head_entries(part)) for part in call.plan.parts), default=0)
-        block = call.plan.block_size
-        # As cpu.py reckons; its masks, and what a product holds meanwhile, come to as much again.
-        step = 2 * min(cpu.BUDGET, tiles * batch * block * (4 * block + 2 * (d + e)) * wide)
-    elif name == "reference":
-        from ..kernels import reference
+    def in_chunks(chunk: Extent, *more: int) -> int:
+        # Results of a chunk lie apart until they are copied to the others; a seed and the like take next to nothing.
+        apart = chunk.queries * a_row + chunk.keys * a_key if chunk.queries < units * unit else 0
+        total = results + apart + workspace(call, name, direction, chunk) + sum(more) + 1024
+        return total + min(total, 10 * UNSPLIT) if call.device.type == "cuda" else total
 
-        step = 8 * wide * batch * min(n, reference.ROWS) * n
-    return Memory(batch * key_heads, results, workspace, step)
+    sizes = {}
+    some = units
+    while some:
+        extent = Extent(some * unit, some * n, -(-some // key_heads), min(some, key_heads) * shared)
+        sizes[some * unit] = in_chunks(extent)
+        some //= 2
+    least = widest_tile(call.plan) if name in ROWS_APART and isinstance(call.pattern, Pattern) else n
+    rows = n if shared > 1 else _halved(n, least)
+    while rows:
+        runs = spans(call.plan, rows)
+        queries, keys = max(s.last - s.first for s in runs), max(s.key_last - s.key_first for s in runs)
+        pairs = max(s.pairs for s in runs) if rows < n else None
+        # Tokens for dropout; sums of dK and dV of a key head, to which a CPU adds a share in another dtype by way of a
+        # copy; gradients and LSE of the rows without their neighbours'.
+        tokens = 48 * n if call.dropout_p else 0
+        sums = wide * (n * (d + e) + keys * max(d, e)) if direction == "backward" and item != wide else 0
+        edges = queries * (item * e + 2 * wide) if direction == "backward" else 0
+        sizes[rows] = in_chunks(Extent(queries, keys, 1, 1, pairs), tokens, sums, edges)
+        rows = _halved(rows, least)
+    return sizes
 
 
-def _lanes(width: int) -> int:
-    return -(-width // 16) * 16
+def _halved(rows: int, least: int) -> int:
+    """Half of some rows in multiples of the least, 0 where they are the least."""
+    return -(-rows // (2 * least)) * least if rows > least else 0
 
 
 def free_bytes(device: torch.device) -> int:
@@ -217,9 +333,9 @@ def _within(
     budget = int(memory_budget) if memory_budget > 1 else int(memory_budget * free_bytes(call.device))
     need = memory(call, name, direction)
     size = need.fitting(budget)
-    if size < 1:
+    if size is None:
         raise must(
-            f"memory_budget must be at least {need.of(1):,} bytes for the "
+            f"memory_budget must be at least {min(need.sizes.values()):,} bytes for the "
             f"{WORDS[direction]} of this call ({call.describe()})",
             f"{budget:,}",
             "Give more, or call with fewer samples, heads or tokens.",
@@ -230,18 +346,20 @@ def _within(
         try:
             return run(size)
         except torch.OutOfMemoryError:
-            if size == 1:
+            smaller = max((other for other in need.sizes if other < size), default=None)
+            if smaller is None:
                 raise
         # Outside the handler, whose traceback would keep the tensors of the attempt.
-        size = _halved(kind, size, call)
+        size = smaller
+        _remember(kind, size, call)
 
 
-def _halved(kind: tuple[object, ...], size: int, call: AttentionCall) -> int:
+def _remember(kind: tuple[object, ...], size: int, call: AttentionCall) -> None:
     if call.device.type == "cuda":
         torch.cuda.empty_cache()
     with _lock:
         first = kind[1:] not in {known[1:] for known in _remembered}
-        _remembered[kind] = size // 2
+        _remembered[kind] = size
         _remembered.move_to_end(kind)
         while len(_remembered) > MOST_REMEMBERED:
             _remembered.popitem(last=False)
@@ -251,4 +369,3 @@ def _halved(kind: tuple[object, ...], size: int, call: AttentionCall) -> int:
             RuntimeWarning,
             stacklevel=2,
         )
-    return size // 2
