@@ -45,17 +45,17 @@ OPTIONAL = {"triton", "typer", "rich", "matplotlib", "transformers", "jaxtyping"
 MOST_LINES_A_FILE = 500
 MOST_LINES = {
     "patterns": 1_200,
-    "plan": 2_500,
-    "kernels": 7_700,
-    "ops": 3_100,
-    "distributed": 4_400,
-    "nn": 4_000,
+    "plan": 2_600,
+    "kernels": 8_500,
+    "ops": 3_700,
+    "distributed": 4_800,
+    "nn": 4_500,
     "models": 2_000,
     "integrations": 300,
-    "tools": 6_800,
+    "tools": 7_100,
 }
 """By room, so that one that grows is looked at; a new thing makes room for itself or argues for more here."""
-MOST_FILES = 150
+MOST_FILES = 165
 
 BANNED = ("v2", "new", "fixed", "improved", "optimized", "simple", "enhanced", "final", "true")
 

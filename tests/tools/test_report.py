@@ -10,6 +10,7 @@ import pytest
 
 from dilated_attention_pytorch.tools import report
 from dilated_attention_pytorch.tools.headlines import HEADLINES, NOT_MEASURED
+from dilated_attention_pytorch.tools.suite_tables import _record, drawn_names
 
 FACTS = {
     "device": "a <fast> CPU",
@@ -56,10 +57,18 @@ def lines() -> list[dict]:
     for name, ms, flops in (("2048x1", 10.0, 1.0), ("2048x1,4096x2,8192x4", 30.0, 2.5)):
         found.append(line("dilation", f"dilated {name}", 16384, "forward", ms, flops=flops))
     found += [line("variants", "DilatedAttention", 4096, way, 5.0) for way in ("forward", "backward")]
+    for name, ms in (("RingDilated", 4.0), ("RingMultiheadDilated", 5.0)):
+        found.append(line("variants", f"BlockSparse{name}Attention", 4096, "forward", ms, peak_bytes=int(ms) << 20))
+    found.append(line("variants", "BlockSparseAdaptive", 4096, "forward", 6.0))
     found.append(
         line("distributed", "ladder | on 2 ranks", 4096, "forward", 9.0, ranks=2, received_bytes=100, ring_bytes=1000)
     )
-    found.append({"suite": "long", "case": "plan cache", "hits": 97, "misses": 3, **FACTS})
+    found.append({"suite": "long", "case": "plan cache", "hits": 90, "misses": 3, **FACTS})
+    found.append(
+        {"suite": "long", "case": "plan cache", "hits": 7, "misses": 0, "warm_hits": 6, "warm_misses": 0, **FACTS}
+    )
+    moved = {"suite": "context_parallel", "tokens_a_rank": 16384, "machine": "2 cores"}
+    found += [{**moved, "world": world, "times_faster": 3.0 * world} for world in (2, 4)]
     extreme = {
         "case": "extreme",
         "direction": "forward",
@@ -86,25 +95,81 @@ def test_the_same_lines_give_the_same_bytes_in_any_order(lines, tmp_path):
     assert first == second and {"report.md", "report.html"} < first.keys()
 
 
-def test_headlines_stand_beside_what_was_measured(lines):
+@pytest.mark.parametrize(
+    ("measured", "by"),
+    [
+        (
+            "3,000,000 tokens (dilated) within 8 GiB, limited by memory, a <fast> CPU",
+            "dap bench --suite extreme --memory 8",
+        ),
+        (
+            "32.0 MiB for 16K tokens (dilated 2048x1,4096x2,8192x4, float32), so 2.0 GiB for a million, a <fast> CPU",
+            "dap bench --suite dilation",
+        ),
+        ("1.25x at 4K tokens, a <fast> CPU", "dap bench --suite variants"),
+        # (8192 / 10 + 8192 / 5) / (8192 / 50 + 8192 / 30)
+        ("5.6x (2.0% of the blocks kept), a <fast> CPU", "dap bench --suite long"),
+        ("1.1x (geometric mean of 2 cases at 4K, 8K), a <fast> CPU", "dap bench --suite long"),
+        (
+            "100.0% of 6 calls after the first call of each case, 97.0% of 100 calls with the first calls counted, "
+            "a <fast> CPU",
+            "dap bench --suite long",
+        ),
+        ("dilated: 3.00x the time for 2.50x the work, a <fast> CPU", "dap bench --suite dilation"),
+        ("1.50x at 4K tokens, a <fast> CPU", "dap bench --suite variants"),
+        ("6.0x on 2 ranks, 12.0x on 4 ranks, 16K tokens a rank, 2 cores", "python benchmarks/context_parallel.py"),
+        (
+            "1,073,741,824 tokens in 60.0 s (17.9 million a second), 1,024 rows checked, a <fast> CPU",
+            "dap billion --tokens 1073741824",
+        ),
+    ],
+)
+def test_headlines_stand_beside_what_was_measured_and_how(lines, measured: str, by: str):
     page = report.benchmark_page(lines)
-    assert "| 3,000,000 tokens (dilated) within 8 GiB, limited by memory, a <fast> CPU |" in page
-    assert "97.0% of 100 calls" in page
-    assert "dilated: 3.00x the time for 2.50x the work" in page
-    assert "1,073,741,824 tokens in 60.0 s" in page
-    # (8192 / 10 + 8192 / 5) / (8192 / 50 + 8192 / 30)
-    assert "5.6x (random-2%, 2.0% kept)" in page
+    assert f"| {measured} | `{by}` |" in page
     assert NOT_MEASURED not in page
 
 
 def test_what_the_data_lack_is_said_to_be_not_measured(lines):
     page = report.benchmark_page([x for x in lines if x.get("suite") == "dilation"])
-    assert page.count(f"| {NOT_MEASURED} |") == len(HEADLINES) - 2
+    assert page.count(f"| {NOT_MEASURED} |  |") == len(HEADLINES) - 2
 
 
 def test_dense_time_counts_for_as_many_heads(lines):
     page = report.benchmark_page(lines)
     assert "| dense, torch | 410 | 819 |" in page
+    assert "| dense, torch | 4096 | 4096 |" in page, "and its memory, 2048 bytes a token for half of the heads"
+
+
+def test_a_report_names_the_files_it_is_made_from(lines, tmp_path):
+    assert b"from `lines.jsonl`" in written(tmp_path / "a", lines)["report.md"]
+    assert "benchmarks/results" not in written(tmp_path / "b", lines)["report.md"].decode()
+
+
+def test_a_chart_shows_dense_lines_and_a_case_beside_its_peers():
+    names = [
+        "dense, torch",
+        "dense, cuDNN",
+        "dense, SDPA flash",
+        "dense-causal, cuDNN",
+        "local-1%",
+        "local-1%, FlexAttention",
+    ]
+    names += ["random-10%", "random-causal-10%"]
+    known = [line("gpu", "x", n, "forward", 1.0 + names.index(name)) for name in names for n in (4096, 8192)]
+    forward = {
+        (name, n): record._replace(name=name, n=n)
+        for (name, n), record in zip(
+            ((name, n) for name in names for n in (4096, 8192)), map(_record, known), strict=True
+        )
+    }
+    assert drawn_names(forward, names) == [
+        "dense, torch",
+        "dense, cuDNN",
+        "local-1%",
+        "local-1%, FlexAttention",
+        "random-10%",
+    ]
 
 
 def test_tables_of_every_suite_are_there(lines):
@@ -151,6 +216,12 @@ def test_two_files_are_set_side_by_side(lines, tmp_path, capsys):
     assert "geometric mean 2.00x" in page and "Only in the first: 1 figures." in page
     with pytest.raises(SystemExit):
         report.main([str(first), "--compare"])
+
+
+def test_a_place_that_cannot_be_written_is_named(lines, tmp_path):
+    (tmp_path / "lines.jsonl").write_text(json.dumps(lines[0]) + "\n")
+    with pytest.raises(ValueError, match=r"must go to a file that can be written, got .*report.md"):
+        report.main([str(tmp_path / "lines.jsonl"), "-o", str(tmp_path / "lines.jsonl")])
 
 
 def test_a_missing_file_is_said_to_be_missing(tmp_path, capsys):

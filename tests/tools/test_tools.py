@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from cases import BY_NAME
 from oracle import answer
 
-from dilated_attention_pytorch import parse
-from dilated_attention_pytorch.tools import bench, page, trials
+from dilated_attention_pytorch import nn, parse
+from dilated_attention_pytorch.tools import bench, extreme, page, report, trials
 from dilated_attention_pytorch.tools.gate import TOLERANCE, Computed, largest_error, sample
 from dilated_attention_pytorch.tools.measure import PeakMemory, readable_bytes
-from dilated_attention_pytorch.tools.suites import CLASSES, ON_THIS_MACHINE, suite
+from dilated_attention_pytorch.tools.suites import ABOUT, CLASSES, MODELS, ON_THIS_MACHINE, suite
 
 GATED = ("causal", "dilated-ladder-causal", "dilated-empty-rows", "random", "gqa", "wide-value")
 
@@ -75,7 +79,8 @@ def test_results_are_one_line_a_subject_and_direction(small: bench.Group, tmp_pa
     out = tmp_path / "results" / "small.jsonl"
     assert bench.main(["--out", str(out)]) == 0
     *lines, plans = [json.loads(line) for line in out.read_text().splitlines()]
-    assert plans["case"] == "plan cache" and plans["hits"] > plans["misses"]
+    assert plans["case"] == "plan cache" and plans["hits"] > plans["misses"] == 2
+    assert plans["warm_hits"] == 4 and plans["warm_misses"] == 0, "two cases, two rounds, no plan made again"
     assert [(line["case"], line["direction"]) for line in lines] == [
         (case, direction) for case in ("dense", "window", "longnet-ladder") for direction in ("forward", "backward")
     ]
@@ -112,6 +117,46 @@ def test_an_interruption_keeps_what_was_measured(small: bench.Group, tmp_path, m
     assert len([json.loads(line) for line in out.read_text().splitlines()]) == 1
 
 
+ENDLESS = """
+import sys
+from dataclasses import replace
+from dilated_attention_pytorch.tools import bench
+case = bench.Case(name="window", pattern="window:64")
+group = bench.Group(n=256, d=16, heads=1, key_heads=1, cases=(case,), peer_heads=1, rounds=(1, 1))
+bench.suite = lambda name, device: [
+    group, replace(group, n=512, rounds=(2, 10**9), budget_s=1e9), replace(group, n=1024)
+]
+sys.exit(bench.main(["--out", sys.argv[1]]))
+"""
+
+
+def test_rounds_that_are_too_few_are_not_kept(small: bench.Group, tmp_path, monkeypatch):
+    def interrupted(group: bench.Group, subjects: list[bench.Subject], say: Any) -> None:
+        subjects[0].seconds["forward"] = [1.0, 1.0]
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(bench, "take_turns", interrupted)
+    assert bench.main(["--out", str(tmp_path / "small.jsonl")]) == 130
+    assert bench.known_lines(tmp_path / "small.jsonl") == []
+
+
+def test_control_c_keeps_what_is_done(tmp_path):
+    out = tmp_path / "small.jsonl"
+    # In a group of its own: the signal must not reach the tests.
+    settings = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
+    with subprocess.Popen([sys.executable, "-c", ENDLESS, str(out)], **settings) as running:
+        assert running.stderr is not None
+        for line in running.stderr:
+            if "n=512" in line and "round 3" in line:
+                break
+        running.send_signal(signal.SIGINT)
+        told = running.stderr.read()
+        assert running.wait(timeout=60) == 130 and "--resume" in told and "Traceback" not in told
+    kept = bench.known_lines(out)
+    assert [line["n"] for line in kept] == [256] * 4 + [512] * 4
+    assert all(line["rounds"] == kept[-1]["rounds"] >= 2 for line in kept[4:]), "whole rounds, and enough of them"
+
+
 def test_bars_pass_at_the_limit_and_fail_beyond_it():
     assert bench.Bar("rate", 0.8, 0.8).passed and not bench.Bar("rate", 0.79, 0.8).passed
     assert bench.Bar("memory", 16.0, 16.0, " GiB").passed and not bench.Bar("memory", 16.1, 16.0, " GiB").passed
@@ -140,9 +185,60 @@ def test_a_line_after_half_a_line_is_whole(tmp_path):
     assert bench.known_lines(out) == [{"case": "window"}]
 
 
+def test_a_broken_line_is_told_when_a_run_goes_on(small: bench.Group, tmp_path, capsys):
+    out = tmp_path / "small.jsonl"
+    out.write_text('{"case": "plan cache"}\n{"case": "windo\n')
+    assert bench.main(["--out", str(out), "--resume", "--budget", "-1"]) == 0
+    told = capsys.readouterr().err
+    assert f"{out}:2: not a line of results, skipped" in told and "the time is over" in told
+
+
+def test_dense_attention_that_takes_too_long_is_left_out_and_told(small: bench.Group, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(bench, "PEER_PATIENCE_S", 0.0)
+    out = tmp_path / "small.jsonl"
+    for _ in range(2):
+        assert bench.main(["--out", str(out), "--resume"]) == 0
+    dense = [line for line in bench.known_lines(out) if line["case"] == "dense"]
+    assert [line["direction"] for line in dense] == ["forward", "backward"]
+    assert all("a head would take about 0 s, more than 0 s" in line["skipped"] for line in dense)
+    assert "left out: forward and backward of a head" in capsys.readouterr().out
+    longer = [{**line, "n": 2 * line["n"]} for line in bench.known_lines(out) if line["case"] == "window"]
+    page = report.benchmark_page([*bench.known_lines(out), *longer])
+    assert "Dense attention was not timed at 512: forward and backward of a head would take about 0 s" in page
+    monkeypatch.undo()
+    monkeypatch.setattr(
+        bench, "suite", lambda name, device: [replace(small, cases=(bench.Case(name="w", pattern="window:64"),))]
+    )
+    assert bench.main(["--out", str(out), "--resume"]) == 0
+    lines = bench.known_lines(out)
+    assert [line["p50_ms"] is None for line in lines if line["case"] == "dense"] == [True, True, False, False]
+    assert "was not timed" not in report.benchmark_page([*lines, *longer])
+
+
+@pytest.mark.parametrize("words", [["--suite", "standart"], ["--suite", "x"]])
+def test_a_suite_that_there_is_not_is_answered_with_those_there_are(words: list[str], capsys):
+    with pytest.raises(SystemExit) as left:
+        bench.main(words)
+    told = capsys.readouterr().err
+    assert left.value.code == 2 and all(name in told for name in ABOUT)
+    assert ("Did you mean standard?" in told) is (words[1] == "standart")
+
+
+def test_nothing_is_measured_for_a_file_that_cannot_be_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(bench, "run", lambda *_, **__: pytest.fail("measured"))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=r"must be one that can be written, got .*file/none.jsonl"):
+        bench.main(["--out", str(tmp_path / "file" / "none.jsonl")])
+    kept = tmp_path / "kept.jsonl"
+    kept.write_text("{}\n")
+    with pytest.raises(ValueError, match="backend must be one of"):
+        bench.main(["--out", str(kept), "--backend", "nativ"])
+    assert kept.read_text() == "{}\n", "wrong use must not cost what was measured"
+
+
 def test_a_group_that_would_not_fit_is_not_begun(small: bench.Group, tmp_path, capsys):
     assert bench.main(["--out", str(tmp_path / "small.jsonl"), "--memory", "0.0001"]) == 0
-    assert "Not begun" in capsys.readouterr().err and not (tmp_path / "small.jsonl").exists()
+    assert "Not begun" in capsys.readouterr().err and not (tmp_path / "small.jsonl").read_text()
 
 
 def test_lines_are_printed_as_they_are_written(small: bench.Group, tmp_path, capsys):
@@ -158,44 +254,118 @@ def test_suites_name_patterns_that_exist_and_cases_that_differ(name: str, device
         assert group.device == device and group.suite == name
         assert len({case.name for case in group.cases}) == len(group.cases)
         for case in group.cases:
-            assert (case.module in CLASSES) != bool(case.pattern)
+            assert (case.module in (*CLASSES, *MODELS)) != bool(case.pattern)
             if case.pattern:
                 parse(case.pattern).resolve(group.n, group.heads)
         assert replace(group, n=1).label != group.label
 
 
-@pytest.mark.parametrize("name", CLASSES)
+def test_the_suite_of_variants_has_every_class():
+    classes = {
+        name for name in nn.__all__ if isinstance(made := getattr(nn, name), type) and made.__module__ != "torch"
+    }
+    attend = {name for name in classes if issubclass(getattr(nn, name), torch.nn.Module)}
+    assert attend - set(CLASSES) == {"BlockSparseTorchSparse", "ImportanceScorer"}, "one refuses, one scores"
+    assert {case.name for group in suite("variants") for case in group.cases} == {*CLASSES, *MODELS}
+
+
+@pytest.mark.parametrize("name", [*CLASSES, *MODELS])
 def test_every_class_passes_its_gate_and_a_wrong_one_does_not(name: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(trials, "MODEL_LAYERS", 2)
     module = trials.build(name, 512, 4, 16, "cpu")
     given = trials.arguments(module, tuple(torch.randn(1, 4, 512, 16) for _ in range(3)))
-    assert trials.module_error(module, given) < TOLERANCE[torch.float32]
+    assert trials.module_error(module, given) < TOLERANCE[torch.float32] and module.training
     call = trials.call
-    monkeypatch.setattr(trials, "call", lambda m, x: call(m, x) + (1e-3 if x[0].dtype == torch.float32 else 0.0))
+    monkeypatch.setattr(trials, "call", lambda m, x: call(m, x) + (1e-3 if m is module else 0.0))
     assert trials.module_error(module, given) > TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize("name", ["BlockSparseAdaptive", "MultiheadBlockSparseAdaptive"])
+def test_the_gate_of_a_learned_class_holds_its_choice(name: str, monkeypatch: pytest.MonkeyPatch):
+    module = trials.build(name, 1024, 2, 16, "cpu")
+    given = trials.arguments(module, tuple(torch.randn(1, 2, 1024, 16) for _ in range(3)))
+    chosen_blocks, seen = trials.chosen_blocks, []
+
+    def other_blocks(*call: Any) -> Any:
+        seen.append(chosen_blocks(*call))
+        return replace(seen[-1], indices=seen[-1].indices.flip(2))
+
+    monkeypatch.setattr(trials, "chosen_blocks", other_blocks)
+    assert trials.module_error(module, given) > TOLERANCE[torch.float32]
+    assert seen[0].counts.any(), "rows choose"
+    assert trials.learned_core(module).config == nn.AdaptiveConfig()
+
+
+def test_what_a_model_loses_to_its_dtype_does_not_count(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(trials, "MODEL_LAYERS", 2)
+    module = trials.build("LongNetLM", 256, 2, 16, "cpu").bfloat16()
+    given = trials.arguments(module, tuple(torch.randn(1, 2, 256, 16) for _ in range(3)))
+    assert trials.module_error(module, given) < TOLERANCE[torch.bfloat16]
+    call = trials.call
+    # The reference is on another backend; what is wrong there alone must not excuse anything.
+    monkeypatch.setattr(trials, "call", lambda m, x: call(m, x) * (1.5 if m is module else 1.0))
+    assert trials.module_error(module, given) > TOLERANCE[torch.bfloat16]
 
 
 def test_classes_and_ranks_are_measured(tmp_path, monkeypatch):
     cases = (
         bench.Case(name="DilatedAttention", module="DilatedAttention"),
         bench.Case(name="MultiheadDilatedAttention", module="MultiheadDilatedAttention"),
+        bench.Case(name="BlockSparseAdaptive", module="BlockSparseAdaptive"),
+        bench.Case(name="LongNetLM", module="LongNetLM"),
         bench.Case(name="window on 2 ranks", pattern="window:64", ranks=2),
+        bench.Case(name="window on 2 processes", pattern="window:64", ranks=2, processes=True),
     )
-    group = bench.Group(n=512, d=16, heads=2, key_heads=2, cases=cases, peer_heads=1, rounds=(1, 1), suite="few")
+    group = bench.Group(n=256, d=16, heads=2, key_heads=2, cases=cases, peer_heads=1, rounds=(1, 1), suite="few")
     monkeypatch.setattr(bench, "suite", lambda name, device: [group])
     assert bench.main(["--out", str(tmp_path / "few.jsonl")]) == 0
     *lines, _ = bench.known_lines(tmp_path / "few.jsonl")
-    assert len(lines) == 8 and all(line["gate_passed"] and line["p50_ms"] > 0 for line in lines)
-    ranks = next(line for line in lines if "ranks" in line)
-    assert 0 < ranks["received_bytes"] < ranks["ring_bytes"]
+    assert len(lines) == 14 and all(line["gate_passed"] and line["p50_ms"] > 0 for line in lines)
+    for ranks in (line for line in lines if "ranks" in line):
+        assert 0 < ranks["received_bytes"] < ranks["ring_bytes"]
+    by_name = {line["case"]: line for line in lines}
+    assert by_name["BlockSparseAdaptive"]["pattern"] == "learned" and 0 < by_name["BlockSparseAdaptive"]["density"] <= 1
+    assert by_name["LongNetLM"]["pattern"].endswith("& causal")
+    assert by_name["window on 2 processes"]["processes"] and by_name["window on 2 processes"]["peak_bytes"] is None
 
 
-def test_no_length_is_tried_that_is_forecast_not_to_fit():
+def test_no_length_is_tried_that_is_forecast_not_to_fit_and_none_counts_that_did_not():
     tried = []
-    attempt = trials.within(tried.append, 2**30, 8, 64)
-    attempt(2**16)
-    with pytest.raises(torch.OutOfMemoryError):
-        attempt(2**24)
-    assert tried == [2**16]
+
+    def attempt(n: int) -> extreme.Attempt:
+        tried.append(n)
+        return extreme.Attempt(n, 1.0, 2**31 if n > 2**16 else 2**20, 0.0)
+
+    within = trials.within(attempt, 2**30, 8, 64)
+    assert within(2**16).n == 2**16
+    for n in (2**16 + 1, 2**24):
+        with pytest.raises(torch.OutOfMemoryError):
+            within(n)
+    assert tried == [2**16, 2**16 + 1]
+
+
+def test_the_longest_length_is_looked_for_where_it_is_not_known(tmp_path, monkeypatch):
+    out = tmp_path / "extreme.jsonl"
+    monkeypatch.setattr(bench, "suite", lambda name, device: [])
+    found = extreme.Longest(extreme.Attempt(2**17, 1.0, 2**20, 1e-7), "memory", 3)
+    monkeypatch.setattr(extreme, "longest", lambda *_: found)
+    bench.append(out, {"suite": "extreme", "case": "extreme", "subject": "dilated", "direction": "forward", "n": 5})
+    for _ in range(2):
+        assert (
+            bench.main(["--suite", "extreme", "--out", str(out), "--resume", "--memory", "1", "--device", "cpu"]) == 0
+        )
+    lines = [line for line in bench.known_lines(out) if line["case"] == "extreme"]
+    assert [line["subject"] for line in lines] == ["dilated", "block-sparse 1 %", "window"]
+    assert lines[1]["n"] == 2**17 and lines[1]["cap_gib"] == 1.0
+
+
+@pytest.mark.parametrize("name", ["dilated", "block-sparse 1 %", "window"])
+def test_the_keys_of_an_extreme_subject_are_those_it_attends_to(name: str):
+    subject = extreme.subjects()[name]
+    query, key, value = torch.randn(3, 1, extreme.HEADS, 1280, extreme.WIDTH).unbind()
+    output = subject.forward(query, key, value)
+    assert extreme.rows_error(subject, output, query, key, value) < TOLERANCE[torch.float32]
+    assert extreme.rows_error(subject, output + 1e-3, query, key, value) > TOLERANCE[torch.float32]
 
 
 def test_peak_memory_counts_what_was_allocated():
@@ -215,6 +385,6 @@ def test_charts_are_well_formed_and_hold_every_point():
     assert "&lt;1&gt;" in whole and "t &amp; u" in whole and "http" not in whole
 
 
-@pytest.mark.parametrize(("count", "text"), [(12, "12 B"), (1536, "1.5 KiB"), (3 * 2**40, "3072.0 GiB")])
+@pytest.mark.parametrize(("count", "text"), [(12, "12 B"), (1536, "1.5 KiB"), (3 * 2**40, "3.0 TiB")])
 def test_bytes_are_readable(count: int, text: str):
     assert readable_bytes(count) == text

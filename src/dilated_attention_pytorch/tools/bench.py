@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,21 +24,24 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from .. import attention_with_lse, make_plan, parse, plan_cache
-from ..kernels.registry import AttentionCall, choose
+from .. import attention_with_lse, parse, plan_cache
+from ..kernels.registry import backend_named, choose
 from ..ops.attention import call_of
-from . import trials
+from . import ranked, trials
 from .gate import TOLERANCE, Computed, largest_error, sample
 from .measure import PeakMemory, clock, facts, synchronize
-from .suites import LADDER as LADDER
-from .suites import ON_THIS_MACHINE, Case, Group, suite
+from .results import DIRECTIONS, KEY, Bar, append, begin, complaints_about, is_left_out, key_of, known_lines, progress
+from .suites import ABOUT, ON_THIS_MACHINE, Case, Group, suite, suite_name
 
-DIRECTIONS = ("forward", "backward")
 WORK = {"forward": 1.0, "backward": 2.5, "both": 3.5}
 """Flops relative to the forward: five matrix products of the backward against two of the forward."""
 BARS = {"forward": 0.8, "backward": 0.7, "both": 0.8}
 """Least accepted rate relative to torch's dense attention; `both` is for the LongNet ladder."""
 MEMORY_BAR_GIB = 16.0
+PEER_PATIENCE_S = 60.0
+"""Dense attention that would take longer, forward and backward, is not run."""
+PROBE_TOKENS = {"cpu": 4096, "cuda": 16384}
+"""Length at which that is found out."""
 Three = tuple[Tensor, Tensor, Tensor]
 """query, key, value"""
 
@@ -69,39 +73,25 @@ class Subject:
         return [self.flops * WORK[direction] / seconds for seconds in times]
 
 
-@dataclass(frozen=True)
-class Bar:
-    """One promise and what was measured."""
-
-    what: str
-    measured: float
-    wanted: float
-    unit: str = "x"
-
-    @property
-    def passed(self) -> bool:
-        return self.measured >= self.wanted if self.unit == "x" else self.measured <= self.wanted
-
-    def __str__(self) -> str:
-        word, sign = "pass" if self.passed else "FAIL", ">=" if self.unit == "x" else "<="
-        return f"{word}  {self.measured:6.2f}{self.unit} {sign} {self.wanted:.2f}{self.unit}  {self.what}"
-
-
 def prepare(
     group: Group,
     forward: Callable[[], tuple[Tensor, Tensor | None]],
     inputs: tuple[Tensor, ...],
-    grad_output: Tensor,
+    grad_output: Tensor | None,
 ) -> tuple[dict[str, Any], Computed | None]:
-    """First calls of both directions: what a `Subject` needs from them, and what the gate looks at."""
+    """First calls of both directions: what a `Subject` needs from them, and what the gate looks at.
+
+    Without a gradient of the output, a random one is drawn.
+    """
     begun = time.perf_counter()
     with PeakMemory(group.device) as forward_peak:
         output, lse = forward()
         synchronize(group.device)
     first = time.perf_counter() - begun
+    grad = torch.randn_like(output) if grad_output is None else grad_output
 
     def backward() -> tuple[Tensor, ...]:
-        return torch.autograd.grad(output, inputs, grad_output, retain_graph=True)
+        return torch.autograd.grad(output, inputs, grad, retain_graph=True)
 
     with PeakMemory(group.device) as backward_peak:
         gradients = backward()
@@ -112,7 +102,7 @@ def prepare(
     }
     if lse is None:
         return found, None
-    return found, Computed(*(x.detach() for x in (*inputs, output, lse, grad_output)), *gradients)
+    return found, Computed(*(x.detach() for x in (*inputs, output, lse, grad)), *gradients)
 
 
 def peer(name: str, group: Group, inputs: Three, grad_output: Tensor) -> Subject:
@@ -128,42 +118,55 @@ def peer(name: str, group: Group, inputs: Three, grad_output: Tensor) -> Subject
     return Subject(case="dense", backend=name, pattern="full", flops=flops, density=1.0, **found)
 
 
-def of_class(case: Case, backend: str, group: Group, inputs: Three, grad_output: Tensor) -> Subject:
+def why_too_slow(group: Group) -> str | None:
+    """Why the dense peers are left out: how long a forward and backward would take, from a short one."""
+    n = min(group.n, PROBE_TOKENS[group.device])
+    query = torch.randn(1, 1, n, group.d, dtype=getattr(torch, group.dtype), device=group.device)
+    seconds = min(clock(lambda: scaled_dot_product_attention(query, query, query), group.device) for _ in range(3))
+    seconds *= WORK["both"] * group.peer_heads * (group.n / n) ** 2
+    if seconds <= PEER_PATIENCE_S:
+        return None
+    heads = "a head" if group.peer_heads == 1 else f"{group.peer_heads} heads"
+    return f"forward and backward of {heads} would take about {seconds:.0f} s, more than {PEER_PATIENCE_S:.0f} s"
+
+
+def absent(group: Group, name: str, reason: str) -> Iterator[tuple[dict[str, Any], list[Bar]]]:
+    """The lines of a dense peer that is left out."""
+    for direction in DIRECTIONS:
+        key = dict(zip(KEY, _key(group, "dense", direction), strict=True))
+        shape = {"heads": group.peer_heads, "backend": name, "p50_ms": None, "skipped": reason}
+        yield {**key, **shape, **facts(group.device)}, []
+
+
+def of_class(case: Case, backend: str, group: Group, inputs: Three) -> Subject:
     """A class of the library, checked at a short length against its twin in float64."""
     assert case.module is not None
-    module: Any = trials.build(case.module, group.n, group.heads, group.d, backend)
+    module = trials.build(case.module, group.n, group.heads, group.d, backend)
     module = module.to(group.device, getattr(torch, group.dtype))
     given = trials.arguments(module, inputs)
     error = trials.module_error(module, given)
-    grad = grad_output.transpose(1, 2)
-    grad = grad.flatten(2) if trials.is_multihead(module) else grad.contiguous()
-    found, _ = prepare(group, lambda: (trials.call(module, given), None), given, grad)
-    plan = make_plan(module.pattern, group.n, group.heads, device=group.device)
-    call = AttentionCall(*inputs, plan, group.d**-0.5)
-    return Subject(
-        case=case.name,
-        backend=choose(call, backend)[0],
-        pattern=module.pattern.describe(),
-        flops=plan.flops(group.d) + trials.projection_flops(module, group.n, group.heads, group.d),
-        density=plan.density,
-        gate=error,
-        **found,
-    )
+    found, _ = prepare(group, lambda: (trials.call(module, given), None), trials.leaves(module, given), None)
+    work = trials.work_of(module, group, backend, inputs)
+    return Subject(case=case.name, gate=error, **work._asdict(), **found)
 
 
-def ours(case: Case, backend: str, group: Group, inputs: Three, grad_output: Tensor) -> Subject:
+def ours(case: Case, backend: str, group: Group, inputs: Three, grad_output: Tensor, closing: ExitStack) -> Subject:
     """The library on one case, with the error its gate found."""
     if case.module is not None:
-        return of_class(case, backend, group, inputs, grad_output)
+        return of_class(case, backend, group, inputs)
     pattern = parse(case.pattern)
     gqa = group.key_heads != group.heads
 
     def forward() -> tuple[Tensor, Tensor]:
         return attention_with_lse(*inputs, pattern, enable_gqa=gqa, backend=backend)
 
-    if case.ranks > 1:
-        forward = trials.over_ranks(case, group, inputs, backend)
-    found, computed = prepare(group, forward, inputs, grad_output)
+    if case.processes:
+        ranks = ranked.Processes(case, group, inputs, grad_output, backend)
+        closing.callback(ranks.close)
+        found, computed = ranks.prepare()
+    else:
+        call_ranks = ranked.in_turn(case, group, inputs, backend)
+        found, computed = prepare(group, call_ranks if case.ranks > 1 else forward, inputs, grad_output)
     assert computed is not None
     rows = sample(group.n, 64 if group.n <= 2**18 else 8)
     error = largest_error(computed, pattern, rows, sorted({0, group.heads - 1}))
@@ -175,7 +178,7 @@ def ours(case: Case, backend: str, group: Group, inputs: Three, grad_output: Ten
         flops=float(call.plan.flops(group.d)),
         density=call.plan.density,
         gate=error,
-        more=trials.rank_facts(case, group) if case.ranks > 1 else {},
+        more=ranked.exchanged(case, group) if case.ranks > 1 else {},
         **found,
     )
 
@@ -248,39 +251,64 @@ def row(group: Group, subject: Subject, direction: str, peers: list[Subject]) ->
     }
 
 
-def key_of(line: dict[str, Any]) -> tuple[Any, ...]:
-    """What tells one line of the results from another."""
-    names = ("suite", "case", "subject", "n", "d", "heads", "key_heads", "dtype", "direction")
-    return tuple(line.get(name) for name in names)
-
-
 def passed_gate(group: Group, subject: Subject) -> bool:
     """Whether the result may be timed at all."""
     return subject.gate is None or subject.gate <= TOLERANCE[getattr(torch, group.dtype)]
 
 
 def measure_group(
-    group: Group, backend: str, say: Callable[[str], None], done: Collection[tuple[Any, ...]] = ()
+    group: Group,
+    backend: str,
+    say: Callable[[str], None],
+    done: Collection[tuple[Any, ...]] = (),
+    plans: Counter[str] | None = None,
 ) -> Iterator[tuple[dict[str, Any], list[Bar]]]:
-    """Rows of a group that are not done, each with the bars it decides."""
+    """Rows of a group that are not done, each with the bars it decides.
+
+    `plans` counts the calls of the timed rounds that found their plan, and those that did not.
+    """
     lacking = [case for case in group.cases if any(_key(group, case.name, way) not in done for way in DIRECTIONS)]
     if not lacking:
         return
     inputs, grad_output = draw(group)
-    peers = []
-    for name in group.peers:
-        say(f"{group.label}: dense {name}")
-        peers.append(peer(name, group, inputs, grad_output))
-    subjects = []
-    for case in lacking:
-        say(f"{group.label}: gate of {case.name}")
-        subjects.append(ours(case, backend, group, inputs, grad_output))
-    take_turns(group, peers + [s for s in subjects if passed_gate(group, s)], say)
+    peers, subjects = [], []
+    with ExitStack() as closing:
+        for name in group.peers:
+            say(f"{group.label}: dense {name}")
+            reason = why_too_slow(group)
+            if reason is None:
+                peers.append(peer(name, group, inputs, grad_output))
+            else:
+                yield from (pair for pair in absent(group, name, reason) if key_of(pair[0]) not in done)
+        for case in lacking:
+            say(f"{group.label}: gate of {case.name}")
+            subjects.append(ours(case, backend, group, inputs, grad_output, closing))
+        before, stopped = plan_cache.info(), None
+        right = peers + [s for s in subjects if passed_gate(group, s)]
+        try:
+            take_turns(group, right, say)
+        except KeyboardInterrupt as interruption:
+            stopped = interruption
+            if not cut_to_whole_rounds(group, right):
+                raise
+        if plans is not None:
+            after = plan_cache.info()
+            plans.update(warm_hits=after[0] - before[0], warm_misses=after[1] - before[1])
     for subject in peers + subjects:
         for direction in DIRECTIONS:
             line = row(group, subject, direction, peers)
             if key_of(line) not in done:
                 yield line, list(bars(group, subject, direction, peers))
+    if stopped is not None:
+        raise stopped
+
+
+def cut_to_whole_rounds(group: Group, subjects: list[Subject]) -> bool:
+    """Drop the times of a round that was interrupted; whether as many rounds are left as it takes to tell a time."""
+    whole = min((len(times) for subject in subjects for times in subject.seconds.values()), default=0)
+    for subject in subjects:
+        subject.seconds = {name: times[:whole] for name, times in subject.seconds.items()}
+    return whole >= group.rounds[0]
 
 
 def _key(group: Group, case: str, direction: str) -> tuple[Any, ...]:
@@ -303,51 +331,24 @@ def bars(group: Group, subject: Subject, direction: str, peers: list[Subject]) -
         yield Bar(f"{what} {direction}, memory of the process", total / 2**30, MEMORY_BAR_GIB, " GiB")
 
 
-def append(out: Path, line: dict[str, Any]) -> None:
-    """Add one line in one write, so that readers and an interruption see whole lines only."""
-    handle = os.open(out, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-    try:
-        size = os.fstat(handle).st_size
-        # What a full disk cut off must not swallow this line as well.
-        cut = size > 0 and os.pread(handle, 1, size - 1) != b"\n"
-        os.write(handle, ("\n" * cut + json.dumps(line) + "\n").encode())
-    finally:
-        os.close(handle)
-
-
-def progress(text: str) -> None:
-    """What is going on, on stderr: one changing line for a person, plain lines for a log."""
-    if sys.stderr.isatty():
-        print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
-    elif text:
-        print(text, file=sys.stderr, flush=True)
-
-
 def describe(line: dict[str, Any]) -> str:
     """One result for a person."""
     if line["case"] == "plan cache":
-        return f"plans: {line['hits']} calls found theirs, {line['misses']} had to make it"
+        return (
+            f"plans: {line['hits']} calls found theirs, {line['misses']} had to make it, "
+            f"{line['warm_misses']} of them after the first call"
+        )
     if line["case"] == "extreme":
         from .extreme import describe as of_extreme
 
         return of_extreme(line)
-    where = f"{line['case']:<24} {line['backend']:<11} {line['direction']:<8} n={line['n']:<8} d={line['d']:<4}"
+    where = f"{line['case']:<42} {line['backend']:<9} {line['direction']:<8} n={line['n']:<7} d={line['d']:<4}"
+    if "skipped" in line:
+        return f"{where} left out: {line['skipped']}"
     if not line["gate_passed"]:
         return f"{where} WRONG by {line['gate']:.1e}: not timed"
     relative = "".join(f"  {value:.2f}x {name}" for name, value in line["relative_rate"].items())
     return f"{where} {line['p50_ms']:10.2f} ms {line['gflop_s']:9.1f} GFLOP/s{relative}"
-
-
-def known_lines(out: Path) -> list[dict[str, Any]]:
-    """Whole lines of a file of results; what an interruption or a full disk cut off is left out."""
-    found = []
-    for text in out.read_text(encoding="utf-8", errors="replace").splitlines() if out.exists() else []:
-        try:
-            line = json.loads(text)
-        except (ValueError, RecursionError):
-            continue
-        found += [line] if isinstance(line, dict) and "case" in line else []
-    return found
 
 
 class Eta:
@@ -373,12 +374,18 @@ def run(
     *,
     resume: bool = False,
     memory_gib: float | None = None,
+    deadline: float = float("inf"),
     as_json: bool = False,
 ) -> int:
-    """Measure a suite into `out`; the exit status is 1 when a gate was red."""
-    done = {key_of(line) for line in known_lines(out)} if resume else set()
+    """Measure a suite into `out`; the exit status is 1 when a gate was red.
+
+    Nothing is begun after the deadline, a time of `time.monotonic`.
+    """
+    # Dense attention that was left out, perhaps because the machine was busy, may be measured yet.
+    done = {key_of(line) for line in known_lines(out) if not is_left_out(line)} if resume else set()
     limit = trials.memory_limit(device, memory_gib)
     before = plan_cache.info()
+    plans: Counter[str] = Counter(warm_hits=0, warm_misses=0)
     groups = suite(name, device)
     eta = Eta(groups, ahead=name == "extreme")
     shown: list[Bar] = []
@@ -391,22 +398,24 @@ def run(
 
     for group in groups:
         reason = trials.why_too_large(group, limit)
+        if time.monotonic() > deadline:
+            reason = f"{group.label}, as the time is over; --resume goes on from there"
         if reason is not None:
             progress("")
             print(f"Not begun: {reason}.", file=sys.stderr)
-        for line, decided in measure_group(group, backend, eta.say, done) if reason is None else ():
+        for line, decided in measure_group(group, backend, eta.say, done, plans) if reason is None else ():
             keep(line)
             shown += decided
-            red += not line["gate_passed"]
+            red += line.get("gate_passed") is False
         eta.done += 1
-    if name == "extreme" and not any(key[0] == name and key[1] == "extreme" for key in done):
+    if name == "extreme" and time.monotonic() < deadline:
         eta.say("the longest length")
-        for line in trials.longest_lengths(device, limit, trials.PATIENCE_S[device]):
+        for line in trials.longest_lengths(device, limit, {key[2] for key in done if key[:2] == (name, "extreme")}):
             keep({"suite": name, **line})
             red += "skipped" in line
-    if len(done) < len({key_of(line) for line in known_lines(out)}):
+    if len(done) < len({key_of(line) for line in known_lines(out) if not is_left_out(line)}):
         hits, misses = (now - then for now, then in zip(plan_cache.info()[:2], before[:2], strict=True))
-        keep({"suite": name, "case": "plan cache", "hits": hits, "misses": misses, **facts(device)})
+        keep({"suite": name, "case": "plan cache", "hits": hits, "misses": misses, **plans, **facts(device)})
     if shown and not as_json:
         print(f"\nBars, {sum(bar.passed for bar in shown)} of {len(shown)} pass (rate on the kept flops / dense rate):")
         for bar in shown:
@@ -418,24 +427,37 @@ def run(
 
 def main(arguments: list[str] | None = None) -> int:
     """Command line."""
-    parser = argparse.ArgumentParser(prog="bench", description="Measure attention; every result is checked first.")
-    names = ("quick", *ON_THIS_MACHINE, "cpu", "million", "gpu", "all")
-    parser.add_argument("--suite", choices=names, default="quick")
+    width = max(map(len, ABOUT))
+    parser = argparse.ArgumentParser(
+        prog="dap bench",
+        description="Measure attention on this machine; every result is checked against float64 before it is timed.",
+        epilog="suites:\n" + "\n".join(f"  {name:<{width}}  {about}" for name, about in ABOUT.items()),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--suite", type=suite_name, default="quick", help="what to measure, see below; quick by default"
+    )
     parser.add_argument("--out", type=Path, help="JSONL file, benchmarks/results/SUITE.jsonl where none is given")
     parser.add_argument("--backend", default="auto", help="auto, or the name of a backend")
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
-    parser.add_argument("--memory", type=float, help="GiB the suite may take; without, four fifths of what is free")
+    parser.add_argument(
+        "--memory", type=float, metavar="GIB", help="what the suite may take; without, four fifths of what is free"
+    )
+    parser.add_argument(
+        "--budget", type=float, default=float("inf"), metavar="SECONDS", help="after which nothing more is begun"
+    )
     parser.add_argument("--append", action="store_true", help="keep the lines that are in the file")
     parser.add_argument("--resume", action="store_true", help="keep the lines in the file and measure what it lacks")
     parser.add_argument("--json", action="store_true", help="print the lines as they are written to the file")
-    gpu_only = parser.add_argument_group("the gpu suite")
-    gpu_only.add_argument("--budget", type=float, default=float("inf"), help="seconds after which no case is begun")
-    gpu_only.add_argument("--tiny", action="store_true", help="small cases, to see on any machine that the suite works")
+    parser.add_argument("--tiny", action="store_true", help="of the gpu suite, small cases that run on any machine")
     options = parser.parse_args(arguments)
     out = options.out or Path(f"benchmarks/results/{options.suite}.jsonl")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    if not options.append and not options.resume:
-        out.unlink(missing_ok=True)
+    for name in () if options.backend == "auto" else (options.backend,):
+        backend_named(name)
+    begin(out, keep=options.append or options.resume)
+    for complaint in complaints_about(out):
+        print(complaint, file=sys.stderr)
+    deadline = time.monotonic() + options.budget
     there = "cuda" if torch.cuda.is_available() else "cpu"
     wanted = [options.suite]
     if options.suite == "all":
@@ -449,11 +471,12 @@ def main(arguments: list[str] | None = None) -> int:
                 # Its lines have names of their own, so they never share a file with those of other suites.
                 own = out if len(wanted) == 1 else out.with_name(f"{out.stem}-gpu{out.suffix}")
                 device = "cuda" if options.device == "auto" else options.device
-                status |= gpu.run(own, options.backend, device, options.budget, options.resume, options.tiny)
+                left = deadline - time.monotonic()
+                status |= gpu.run(own, options.backend, device, left, options.resume, options.tiny)
                 continue
             device = "cpu" if name in ("cpu", "million") else there if options.device == "auto" else options.device
-            limits: dict[str, Any] = {"memory_gib": options.memory, "resume": options.resume, "as_json": options.json}
-            status |= run(name, out, options.backend, device, **limits)
+            limits: dict[str, Any] = {"memory_gib": options.memory, "deadline": deadline}
+            status |= run(name, out, options.backend, device, resume=options.resume, as_json=options.json, **limits)
         if options.suite == "cpu":
             # In a process of its own, so that the memory it reports is its own.
             child = [sys.executable, "-m", f"{__package__}.bench", "--suite", "million", "--append"]

@@ -25,16 +25,17 @@ from ..ops.attention import attention
 from ..ops.sinks import TensorSink
 from ..ops.sources import TensorSource
 from ..ops.streamed import streamed_attention
-from ..patterns import BlockPattern, Random
-from .bench import append, progress
+from ..patterns import BlockPattern, Random, SlidingWindow
 from .billion import keys_of, ladder
 from .gate import TOLERANCE, sample
 from .measure import PeakMemory, clock, facts
+from .results import append, progress
 
 HEADS, WIDTH, BLOCK = 8, 64, 128
 UNIT = 2**16
 """Lengths are multiples of this."""
 DENSITY = 0.01
+WINDOW = SlidingWindow(128)
 CHUNK_BYTES = 2**30
 """What chunks of a stream over resident tensors may take beside them."""
 CHECKED_ROWS = 8
@@ -110,12 +111,18 @@ def subjects() -> dict[str, Subject]:
     def sparse(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return attention(query, key, value, Random(DENSITY))
 
+    def window(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return attention(query, key, value, WINDOW)
+
     def dense(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
             return scaled_dot_product_attention(query, key, value)
 
     def ladder_keys(row: int, head: int, n: int) -> Tensor:
         return torch.cat([torch.arange(s.start, s.stop, s.step) for s in keys_of(ladder(n), row, head, n, False)])
+
+    def window_keys(row: int, head: int, n: int) -> Tensor:
+        return torch.arange(max(0, row - WINDOW.before), min(n, row + WINDOW.after + 1))
 
     def block_keys(row: int, head: int, n: int) -> Tensor:
         pattern = Random(DENSITY).resolve(n, HEADS)
@@ -125,6 +132,7 @@ def subjects() -> dict[str, Subject]:
 
     listed = (
         Subject("dilated", 1, streamed, dilated, ladder_keys),
+        Subject("window", 1, window, window, window_keys),
         Subject("block-sparse 1 %", 2, sparse, sparse, block_keys),
         Subject("flex 1 %", 2, _flex, _flex, block_keys),
         Subject("dense flash", 2, dense, dense, lambda row, head, n: torch.arange(n)),

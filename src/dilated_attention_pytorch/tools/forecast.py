@@ -11,11 +11,19 @@ from ..errors import must
 from .screen import AsJson, Device, Heads, PatternText, Screen, Tokens, device_of, print_json
 
 if TYPE_CHECKING:
+    import torch
+
     from .memory import Shape
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
-TRAFFIC_TOKENS = 2**18
-"""Up to this length the rows that ranks exchange are counted; beyond it they are bounded."""
+COUNTED_TOKENS = 2**18
+"""Up to this length the rows that every rank receives are counted."""
+SAMPLED_TILES = 2**20
+"""Up to so many tiles a rank, those of three ranks are; beyond, they are bounded."""
+ASKED_TOKENS = 2**14
+"""Length at which backends are asked; longer than the reference runs."""
+CALIBRATED = {"cuda": "bf16", "cpu": "fp32"}
+"""In which dtype `dap tune` measures a device."""
 
 
 def forecast(
@@ -25,19 +33,14 @@ def forecast(
     import torch
 
     from .. import make_plan, parse
-    from ..kernels.registry import choose
     from ..nn.tuning import known_model
-    from ..ops.attention import call_of
-    from .memory import Shape, longest_that_fits, peaks, plan_growth
+    from .memory import Shape, is_joined, longest_that_fits, peaks, plan_growth
 
     if heads % key_heads:
         raise must("heads must be a multiple of key heads", f"{heads} and {key_heads}")
     pattern = parse(text)
     plan = make_plan(pattern, n, heads)
     kind = getattr(torch, DTYPES[dtype])
-    small = torch.zeros(1, heads, 256, d, device=device, dtype=kind)
-    key = small[:, :key_heads]
-    call = call_of(small, key, key, None, None, None, "window:64", False, 1.0, 0.0, "")
     shape = Shape(
         n=n,
         heads=heads,
@@ -45,8 +48,8 @@ def forecast(
         d=d,
         dtype=kind,
         batch=batch,
-        backend=choose(call[0])[0],
-        several_parts=len(plan.parts) > 1,
+        backend=backend_for(text, n, heads, key_heads, d, kind, device),
+        joined=is_joined(plan),
     )
     forward, training = peaks(shape, plan.nbytes)
     growth = plan_growth(pattern, plan)
@@ -74,29 +77,55 @@ def forecast(
             "scores_bytes": batch * heads * n**2 * kind.itemsize,
             "seconds_forward": None if model is None else model.dense(plan) * width,
         },
-        "rank": None if ranks == 1 else rank_share(text, shape, ranks, plan.nbytes),
+        "rank": None if ranks == 1 else rank_share(text, shape, ranks, plan.nbytes, plan.blocks),
     }
 
 
-def rank_share(text: str, shape: Shape, ranks: int, plan_bytes: int) -> dict[str, Any]:
+def backend_for(text: str, n: int, heads: int, key_heads: int, d: int, kind: torch.dtype, device: str) -> str:
+    """What would compute a pattern, asked at a length at which asking takes no memory to speak of."""
+    import torch
+
+    from ..kernels.registry import choose
+    from ..ops.attention import call_of
+
+    def asked(length: int) -> str:
+        query = torch.empty(1, heads, length, d, device=device, dtype=kind)
+        key = query[:, :key_heads]
+        return choose(call_of(query, key, key, None, None, None, text, False, 1.0, 0.0, "auto")[0])[0]
+
+    try:
+        return asked(min(n, ASKED_TOKENS))
+    except ValueError:
+        # A pattern that exists at one length only, like a list of documents.
+        return asked(n)
+
+
+def rank_share(text: str, shape: Shape, ranks: int, plan_bytes: int, tiles: int) -> dict[str, Any]:
     """Tokens, received rows and memory of the rank that receives most, in contiguous shards."""
-    from ..distributed import SequenceLayout, traffic
+    from .. import parse
+    from ..distributed import SequenceLayout, forecast_rank, traffic
     from .memory import peaks
 
     own = -(-shape.n // ranks)
     row_bytes = 2 * shape.d * shape.dtype.itemsize
-    counted = shape.n <= TRAFFIC_TOKENS
-    if counted:
-        layout = SequenceLayout.contiguous(shape.n, ranks)
+    layout = SequenceLayout.contiguous(shape.n, ranks)
+    if shape.n <= COUNTED_TOKENS:
         moved = traffic(text, layout, shape.heads, shape.key_heads, row_bytes=row_bytes)
-        received = shape.batch * max(rank.bytes_received for rank in moved)
+        most, how = max(rank.bytes_received for rank in moved), "counted"
+    elif tiles <= ranks * SAMPLED_TILES:
+        pattern = parse(text).resolve(shape.n, shape.heads)
+        asked = (
+            forecast_rank(pattern, layout, rank, shape.heads, shape.key_heads) for rank in {0, ranks // 2, ranks - 1}
+        )
+        most, how = max(rank.rows for rank in asked) * row_bytes, "the most of three ranks"
     else:
-        received = shape.batch * shape.key_heads * (shape.n - own) * row_bytes
+        most, how = shape.key_heads * (shape.n - own) * row_bytes, "at most"
+    received = shape.batch * most
     forward, training = peaks(replace(shape, n=own), plan_bytes // ranks)
     return {
         "tokens": own,
         "received_bytes": received,
-        "received_is": "counted" if counted else "at most",
+        "received_is": how,
         "peak_bytes": {"forward": forward + received, "training": training + 2 * received},
     }
 
@@ -128,8 +157,7 @@ def suggestions(found: dict[str, Any]) -> list[str]:
 
 def show(found: dict[str, Any]) -> None:
     """Print a forecast."""
-    from .measure import readable_bytes
-    from .page import seconds_text, tokens_text
+    from .page import readable_bytes, seconds_text, tokens_text
 
     screen, shape, dense = Screen(), found["shape"], found["dense"]
     heads = shape["heads"] if shape["heads"] == shape["key_heads"] else f"{shape['heads']}:{shape['key_heads']}"
@@ -139,6 +167,8 @@ def show(found: dict[str, Any]) -> None:
         f"{shape['device']} ({shape['backend']})"
     )
     peak, seconds = found["peak_bytes"], found["seconds"]
+    measured = CALIBRATED[shape["device"]]
+    predicted = "predicted time" if shape["dtype"] == measured else f"predicted time, as if {measured}"
     rows = [
         ("floating-point operations", *(f"{found['flops'][way]:.3g}" for way in ("forward", "training"))),
         ("peak memory", *(readable_bytes(peak[way]) for way in ("forward", "training"))),
@@ -147,7 +177,7 @@ def show(found: dict[str, Any]) -> None:
             "longest sequence that fits",
             *("-" if most is None else f"{most:,}" for most in found["longest"].values()),
         ),
-        ("predicted time", *("-" if seconds is None else seconds_text(seconds[w]) for w in ("forward", "training"))),
+        (predicted, *("-" if seconds is None else seconds_text(seconds[w]) for w in ("forward", "training"))),
     ]
     screen.table(("", "forward", "forward + backward"), rows, right=(1, 2))
     took = "" if dense["seconds_forward"] is None else f", {seconds_text(dense['seconds_forward'])}"
@@ -176,7 +206,7 @@ def show(found: dict[str, Any]) -> None:
 
 
 def _plain(shape: Shape) -> dict[str, Any]:
-    return {name: value for name, value in asdict(shape).items() if name not in ("dtype", "several_parts")}
+    return {name: value for name, value in asdict(shape).items() if name not in ("dtype", "joined")}
 
 
 def _yes(fits: bool) -> str:

@@ -26,13 +26,14 @@ from .. import Dilated, Pattern, Random, attention_with_lse, make_plan, parse
 from ..kernels.registry import choose, reproducible_gradients
 from ..ops.attention import call_of
 from . import peers
-from .bench import DIRECTIONS, WORK, append, known_lines, progress
+from .bench import WORK
 from .gate import TOLERANCE, Computed, largest_error, sample
 from .gpu_tables import OURS_ANY_ORDER
 from .grid import LADDERS, OURS, PLAN, Case, K, cases, ladder_pairs, tiny_cases
 from .measure import PeakMemory, clock, facts, installed, synchronize
 from .peers import BLOCK, Blocks, Problem, Runner
 from .report import judge
+from .results import DIRECTIONS, append, known_lines, progress
 
 MOST_EXACT_ROWS = 64 * K
 """Up to this length every row's LSE is recomputed where the library gave none."""

@@ -7,12 +7,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .bench import DIRECTIONS, Bar
-from .measure import readable_bytes
-from .page import Heading, Part, Table, tokens_text
+from .page import Heading, Part, Table, readable_bytes, tokens_text
+from .results import DIRECTIONS, Bar, Line
 
-Line = dict[str, Any]
-"""One measured subject and direction, as the benchmark wrote it."""
 SPARSE_BARS = {
     ("forward", "fa4"): (1.0, 1.1),
     ("forward", "flex"): (1.3, 1.5),

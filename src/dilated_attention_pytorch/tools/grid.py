@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from .. import Dilated, Random
-from .bench import LADDER
 from .gpu_tables import OURS_ANY_ORDER
 from .peers import BLOCK, Blocks
+from .suites import LADDER
 
 LADDERS = {"longnet-ladder": LADDER, "longnet-ratio-4": "dilated:2048x1,8192x4,32768x16"}
 BLOCK_KINDS = ("random", "local", "global_local", "dilated")

@@ -7,13 +7,16 @@ import os
 import platform
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from .page import readable_bytes as readable_bytes
 
 
 def synchronize(device: str) -> None:
@@ -86,7 +89,7 @@ def _status_bytes(name: str) -> int:
 
 
 def memory_of(device: str) -> tuple[int, int]:
-    """Bytes that can still be taken, and bytes in all; on a CPU within the limit of the container."""
+    """Bytes that can still be taken, and bytes in all; on a CPU within the limits of the container and of `ulimit`."""
     if device == "cuda":
         return torch.cuda.mem_get_info()
     try:
@@ -96,12 +99,22 @@ def memory_of(device: str) -> tuple[int, int]:
     except (OSError, KeyError, IndexError, ValueError):
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         free = total
+    for limit, used in _limits():
+        free, total = min(free, max(limit - used, 0)), min(total, limit)
+    return free, total
+
+
+def _limits() -> Iterator[tuple[int, int]]:
+    """Limits on this process's memory, each with what counts against it."""
     group = Path("/sys/fs/cgroup")
-    try:
-        limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
-    except (OSError, ValueError):
-        return free, total
-    return min(free, max(limit - used, 0)), min(total, limit)
+    with suppress(OSError, ValueError):
+        yield int((group / "memory.max").read_text()), int((group / "memory.current").read_text())
+    with suppress(ImportError, OSError):
+        import resource
+
+        limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+        if limit != resource.RLIM_INFINITY:
+            yield limit, _status_bytes("VmSize")
 
 
 def device_name(device: str) -> str:
@@ -155,12 +168,3 @@ def facts(device: str) -> dict[str, Any]:
         "triton": installed("triton"),
         "python": platform.python_version(),
     }
-
-
-def readable_bytes(count: float) -> str:
-    """1536 -> 1.5 KiB."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024 or unit == "GiB":
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    raise AssertionError("unreachable")

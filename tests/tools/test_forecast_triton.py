@@ -1,0 +1,75 @@
+"""The forecast of memory for Triton's kernels against what their launches allocate; the kernels themselves do nothing."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton")
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dilated_attention_pytorch import make_plan, parse
+from dilated_attention_pytorch.kernels import triton_launch
+from dilated_attention_pytorch.kernels.registry import AttentionCall
+from dilated_attention_pytorch.tools.memory import Shape, is_joined, peaks
+
+
+class Live(TorchDispatchMode):
+    """Bytes of floating storages that tensors made inside hold, now and at the highest point."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.holders: dict[int, int] = {}
+        self.now = self.peak = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, given: Any = (), options: Any = None) -> Any:
+        made = function(*given, **(options or {}))
+        for tensor in made if isinstance(made, tuple | list) else (made,):
+            if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
+                place, size = tensor.untyped_storage().data_ptr(), tensor.untyped_storage().nbytes()
+                self._hold(place, size)
+                weakref.finalize(tensor, self._drop, place, size)
+        return made
+
+    def _hold(self, place: int, size: int) -> None:
+        self.now += 0 if self.holders.get(place) else size
+        self.holders[place] = self.holders.get(place, 0) + 1
+        self.peak = max(self.peak, self.now)
+
+    def _drop(self, place: int, size: int) -> None:
+        self.holders[place] -= 1
+        self.now -= 0 if self.holders[place] else size
+
+
+class Idle:
+    """A kernel that does nothing."""
+
+    def __getitem__(self, grid: Any) -> Any:
+        return lambda *_, **__: None
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("text", ["window:256 & causal", "dilated:512x1,2048x4", "dilated:512x4", "random:0.1"])
+@pytest.mark.parametrize("key_heads", [4, 1])
+def test_the_forecast_counts_what_the_launches_allocate(
+    text: str, dtype: torch.dtype, key_heads: int, monkeypatch: pytest.MonkeyPatch
+):
+    for name in vars(triton_launch):
+        if name.endswith("_kernel"):
+            monkeypatch.setattr(triton_launch, name, Idle())
+    n, heads, d = 4096, 4, 64
+    plan = make_plan(parse(text), n, heads)
+    shape = Shape(n=n, heads=heads, key_heads=key_heads, d=d, dtype=dtype, backend="triton", joined=is_joined(plan))
+    with Live() as live:
+        query, key, value = (torch.empty(1, count, n, d, dtype=dtype) for count in (heads, key_heads, key_heads))
+        call = AttentionCall(query, key, value, plan, d**-0.5)
+        output, lse = triton_launch.forward(call)
+        forward = live.peak
+        live.peak = live.now
+        gradients = triton_launch.backward(call, output, lse, torch.empty_like(output), None)
+    assert gradients.query.shape == query.shape
+    assert (forward, live.peak) == pytest.approx(peaks(shape, 0), rel=0.02)
