@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from dilated_attention_pytorch.models import save_adaptive, write_state
 from dilated_attention_pytorch.nn import AdaptiveConfig, BlockSparseAdaptive
 
 BLOCKS, SIZE, NAMES = 16, 16, 64
@@ -18,16 +19,14 @@ BLOCKS, SIZE, NAMES = 16, 16, 64
 def draw(batch):
     """Tokens (batch, 256), and for each the value to answer with, -100 where nothing is asked."""
     row, block = torch.arange(batch)[:, None], torch.arange(BLOCKS)
-    keys = torch.rand(batch, NAMES).argsort(1)[:, :BLOCKS]
-    values = torch.randint(NAMES, 2 * NAMES, (batch, BLOCKS))
+    keys, values = torch.rand(batch, NAMES).argsort(1)[:, :BLOCKS], torch.randint(NAMES, 2 * NAMES, (batch, BLOCKS))
     tokens = torch.randint(2 * NAMES, 3 * NAMES, (batch, BLOCKS, SIZE))
     told, question = torch.randint(SIZE // 2 - 1, (batch, BLOCKS)), torch.randint(SIZE // 2, SIZE, (batch, BLOCKS))
     tokens[row, block, told], tokens[row, block, told + 1] = keys, values
     asked = (torch.rand(batch, BLOCKS) * block).long()
     tokens[row, block, question] = keys.gather(1, asked)
     answers = torch.full_like(tokens, -100)
-    answers[row, block, question] = values.gather(1, asked)
-    answers[:, 0] = -100
+    answers[row, block[1:], question[:, 1:]] = values.gather(1, asked)[:, 1:]
     return tokens.flatten(1), answers.flatten(1)
 
 
@@ -57,8 +56,7 @@ def train(model, steps, batch=32):
     for step in range(steps + 1):
         if step % 50 == 0 or step == steps:
             tokens, answers = draw(128)
-            with torch.no_grad():
-                right = model.eval()(tokens).argmax(-1) == answers
+            right = model.eval()(tokens).argmax(-1) == answers
             yield step, right[answers >= 0].double().mean().item()
         tokens, answers = draw(batch)
         optimizer.zero_grad()
@@ -69,9 +67,13 @@ def train(model, steps, batch=32):
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--save", help="folder for reader.pt and input.pt, which dap show --learned draws")
+    given, began = parser.parse_args(), time.perf_counter()
     config = AdaptiveConfig(base_sparsity=0.75, k_min=4, k_max=4, local_blocks=1, sink_blocks=0, score_unit=2)
     model = Reader(BlockSparseAdaptive([256], [1], 1, 64, config, block_size=SIZE))
-    began = time.perf_counter()
-    for step, right in train(model, parser.parse_args().steps):
+    for step, right in train(model, given.steps):
         print(f"step {step:4d}  accuracy {right:.3f}  {time.perf_counter() - began:4.0f} s", flush=True)
-    print(model.attend(*model.heads(draw(1)[0]), is_causal=True, return_pattern=True)[1].picture())
+    print(model.eval().attend(*(heads := model.heads(draw(1)[0])), is_causal=True, return_pattern=True)[1].picture())
+    if given.save:
+        save_adaptive(model, f"{given.save}/reader.pt", is_causal=True)
+        write_state(dict(zip(("query", "key"), heads, strict=False)), f"{given.save}/input.pt")

@@ -12,11 +12,12 @@ SHARED_MEMORY = 232448
 SMALL_SHARED_MEMORY = 101376
 """The same on the smaller GPUs, which run the same tiles in single precision."""
 INTEGERS = ("p_work", "p_heads", "p_owners", "p_rows", "p_lists", "p_masks")
-TOKENS = ("p_q_axis", "p_k_axis", "p_seed", "p_positions")
-FLOATS = ("p_lse", "p_delta", "p_carry", "p_sum", "p_sum_k", "p_sum_v")
-NUMBERS = ("scale", "scale_log2", "inverse_keep")
+TOKENS = ("p_q_axis", "p_k_axis", "p_seed", "p_positions", "p_source", "p_tile", "p_first", "p_order", "p_place")
+FLOATS = ("p_lse", "p_delta", "p_carry", "p_sum", "p_sum_k", "p_sum_v", "p_weight", "p_mass", "p_part_lse", "p_listed")
+NUMBERS = ("scale", "scale_log2", "inverse_keep", "coverage", "root")
 PLAIN = dict.fromkeys(
-    ("STRIDED", "PER_HEAD", "BOUNDED", "BITS", "PADDING", "DROPOUT", "POSITIONS", "CONTAIN", "SPLIT", "MIXED"), False
+    ("STRIDED", "PER_HEAD", "BOUNDED", "BITS", "PADDING", "DROPOUT", "POSITIONS", "CONTAIN", "SPLIT", "MIXED", "MASS"),
+    False,
 )
 ENDS = dict.fromkeys(("CARRY_IN", "CARRY_OUT", "SUM_IN", "SUM_OUT"), False)
 
@@ -33,7 +34,7 @@ def type_of(name, rows="*bf16"):
     return "*fp32" if name in FLOATS or name.startswith("p_piece") else "*u8" if name == "p_padding" else rows
 
 
-def compile_kernel(kernel, constants, tiles, rows="*bf16"):
+def compile_kernel(kernel, constants, tiles, rows="*bf16", types=None):
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
@@ -44,7 +45,8 @@ def compile_kernel(kernel, constants, tiles, rows="*bf16"):
     constants = {"SIGN": 1, "CAREFUL": triton_launch.CAREFUL, "PRECISION": precision} | constants
     known = {name: value for name, value in constants.items() if name in names}
     known |= {name: 1 for name in ("q_rate", "k_rate", "group") if name in names}
-    signature = {name: "constexpr" if name in known else type_of(name, rows) for name in names}
+    types = {name: type_of(name, rows) for name in names} | (types or {})
+    signature = {name: "constexpr" if name in known else types[name] for name in names}
     even = [
         name for name in names if name not in known and (name.startswith("p_") or "_length" in name or name[2:3] == "_")
     ]

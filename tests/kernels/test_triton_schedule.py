@@ -78,6 +78,6 @@ def test_query_heads_on_other_residues_become_other_owners():
 def test_a_schedule_is_built_once_for_a_plan_and_dies_with_it():
     plan = make_plan(parse("causal"), 64, 2, 16)
     assert triton_schedule.schedule(plan, 1) is triton_schedule.schedule(plan, 1)
-    kept = len(triton_schedule._schedules)
+    kept = len(triton_schedule.known_schedules)
     del plan
-    assert len(triton_schedule._schedules) < kept
+    assert len(triton_schedule.known_schedules) < kept

@@ -127,7 +127,7 @@ class Step:
         """The forward's work list."""
         walk = self.part.by_query
         items, covers = _query_items(self.ground, self.part, strided=self.strided)
-        return QueryWork(items, walk.full, self.ground.partial(walk), _tile_table(self.part.keys), covers)
+        return QueryWork(items, walk.full, self.ground.partial(walk), tile_table(self.part.keys), covers)
 
     def held(self, group: int, *, by_key: bool) -> HeldWork:
         """The work list of dK and dV, or of dQ, for groups of that many query heads to a key head."""
@@ -151,19 +151,19 @@ class Step:
             classes = torch.stack((classes, held.offset, streamed.offset), dim=1)
         items = _held_items(ground, part, walk, held, group, strided=self.strided)
         bits = ground.transposed_bits if by_key else ground.masks.bits
-        table = _tile_table(streamed)
+        table = tile_table(streamed)
         return HeldWork(items, classes.contiguous(), walk.rows.contiguous(), walk.full, partial, table, bits)
 
 
 _regular: WeakIdKeyDictionary = WeakIdKeyDictionary()
-_steps: WeakKeyDictionary[Plan, tuple[Step, ...]] = WeakKeyDictionary()
+known_steps: WeakKeyDictionary[Plan, tuple[Step, ...]] = WeakKeyDictionary()
 
 
 def steps_of(plan: Plan) -> tuple[Step, ...]:
     """The parts of a plan in the order they run."""
-    steps = _steps.get(plan)
+    steps = known_steps.get(plan)
     if steps is None:
-        steps = _steps[plan] = _arranged(plan)
+        steps = known_steps[plan] = _arranged(plan)
     return steps
 
 
@@ -191,7 +191,8 @@ def is_regular(axis: Axis, block_size: int, n: int) -> bool:
     return _regular[axis.start]
 
 
-def _tile_table(axis: Axis) -> Tensor:
+def tile_table(axis: Axis) -> Tensor:
+    """First token of each tile and where it ends, int32 (T, 2)."""
     return torch.stack((axis.start, axis.end), dim=1).int()
 
 
@@ -200,7 +201,7 @@ def _existing_rows(axis: Axis, first: Tensor, tile: Tensor) -> Tensor:
     return ((axis.end[tile] - first + axis.rate - 1) // axis.rate).clamp(0, ITEM_ROWS)
 
 
-def _balanced(items: Tensor, work: Tensor) -> Tensor:
+def balanced(items: Tensor, work: Tensor) -> Tensor:
     """Work records in starting order. Few of them start by weight whatever their head, lest a heavy one starts last.
 
     Many stay as they are, rows of a head together: they read the same keys, and the last ones weigh little.
@@ -241,7 +242,7 @@ def _query_items(ground: Ground, part: Part, *, strided: bool) -> tuple[Tensor, 
         columns = head, tile, *lists
     kept &= full + partial > 0
     items = torch.stack([column.long() for column in columns], dim=-1)[kept]
-    items = _balanced(items, items[:, 3] + items[:, 6])
+    items = balanced(items, items[:, 3] + items[:, 6])
     return items, len(items) == len(head_class) * -(-ground.n // ITEM_ROWS)
 
 
@@ -278,4 +279,4 @@ def _held_items(ground: Ground, part: Part, walk: Walk, axis: Axis, group: int, 
         held = holder[:, None, None].expand_as(tile)
         columns = held, tile, steps[:, :, None].expand_as(tile), torch.zeros_like(tile)
     items = torch.stack(columns, dim=-1)[kept]
-    return _balanced(items, items[:, 2].clamp(min=1))
+    return balanced(items, items[:, 2].clamp(min=1))

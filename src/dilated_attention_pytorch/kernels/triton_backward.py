@@ -53,10 +53,10 @@ def delta_bwd_kernel(
 @triton.jit
 def dq_tile(
     b_dq, b_q, b_do, b_lse, b_delta, p_k, p_v, p_masks, p_padding, p_key_positions, b_row, mask, whole, scale,
-    threshold, inverse_keep, o_i, o_j, k_first, room, o_step, o_d, o_e,
+    threshold, inverse_keep, o_i, o_j, k_first, room, o_step, o_d, o_e, p_mass, b_weight,
     BLOCK: tl.constexpr, D: tl.constexpr, E: tl.constexpr, DP: tl.constexpr, EP: tl.constexpr, MASKED: tl.constexpr,
     BOUNDED: tl.constexpr, BITS: tl.constexpr, PADDING: tl.constexpr, DROPOUT: tl.constexpr, POSITIONS: tl.constexpr,
-    PRECISION: tl.constexpr, CONTAINED: tl.constexpr,
+    PRECISION: tl.constexpr, CONTAINED: tl.constexpr, MASS: tl.constexpr,
 ):  # fmt: skip
     """Add what BN keys give to the query gradient of BM rows, still without the scale; CONTAINED as in the forward."""
     b_seen = o_step < room  # [BN]
@@ -82,6 +82,14 @@ def dq_tile(
         b_ds = tl.where(b_ok, b_ds, 0.0)
     elif PADDING:
         b_ds = tl.where(b_seen[None, :], b_ds, 0.0)
+    if MASS:
+        # The attention of the rows on these keys, each row times its weight; one of weight 0 may be anything.
+        b_share = tl.where(b_weight[:, None] > 0.0, b_p * b_weight[:, None], 0.0)
+        if MASKED:
+            b_share = tl.where(b_ok, b_share, 0.0)
+        elif PADDING:
+            b_share = tl.where(b_seen[None, :], b_share, 0.0)
+        tl.store(p_mass, tl.sum(tl.sum(b_share, 1), 0))
     if CONTAINED:
         b_dq, b_k = contained(b_dq, b_k, b_ok, PRECISION)
     return tl.dot(b_ds.to(b_k.dtype), b_k, b_dq, input_precision=PRECISION)
@@ -89,19 +97,19 @@ def dq_tile(
 
 @triton.jit(do_not_specialize=["items", "mask_shift", "q_tiles", "k_tiles", "slots", "threshold"])
 def attention_dq_bwd_kernel(
-    p_q, p_k, p_v, p_do, p_lse, p_delta, p_dq, p_sum, p_piece, p_work, p_heads, p_lists, p_masks, p_q_axis, p_k_axis,
-    p_padding, p_seed, p_positions, scale, scale_log2, inverse_keep, threshold, items, mask_shift, slots, heads, group,
-    q_tiles, k_tiles, q_length, k_length, q_rate, k_rate, sq_b, sq_h, sq_n, sk_b, sk_h, sv_b, sv_h, sg_b, sg_h, sg_n,
-    sx_b, sx_h, sx_n,
+    p_q, p_k, p_v, p_do, p_lse, p_delta, p_dq, p_sum, p_piece, p_weight, p_mass, p_work, p_heads, p_lists, p_masks,
+    p_q_axis, p_k_axis, p_padding, p_seed, p_positions, scale, scale_log2, inverse_keep, threshold, items, mask_shift,
+    slots, heads, group, q_tiles, k_tiles, q_length, k_length, q_rate, k_rate, sq_b, sq_h, sq_n, sk_b, sk_h, sv_b, sv_h,
+    sg_b, sg_h, sg_n, sx_b, sx_h, sx_n,
     SK_N: tl.constexpr, SV_N: tl.constexpr, BLOCK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     CAREFUL: tl.constexpr, D: tl.constexpr, E: tl.constexpr, DP: tl.constexpr, EP: tl.constexpr, STRIDED: tl.constexpr,
     PER_HEAD: tl.constexpr, BOUNDED: tl.constexpr, PARTIAL: tl.constexpr, BITS: tl.constexpr, PADDING: tl.constexpr,
     DROPOUT: tl.constexpr, POSITIONS: tl.constexpr, PRECISION: tl.constexpr, CONTAIN: tl.constexpr,
-    SUM_IN: tl.constexpr, SUM_OUT: tl.constexpr, SPLIT: tl.constexpr,
+    SUM_IN: tl.constexpr, SUM_OUT: tl.constexpr, SPLIT: tl.constexpr, MASS: tl.constexpr,
 ):  # fmt: skip
-    """dQ of BM query rows of one head.
+    """dQ of BM query rows of one head. SUM_IN adds the float32 sum of earlier parts, SUM_OUT leaves one for later ones.
 
-    SUM_IN adds the float32 sum of earlier parts, SUM_OUT leaves one for later parts.
+    MASS also writes the weighted attention on each BN keys of each list entry, [entries, SUB_N, SUB_M].
     """
     SUB_M: tl.constexpr = BLOCK // BM
     SUB_N: tl.constexpr = BLOCK // BN
@@ -132,7 +140,6 @@ def attention_dq_bwd_kernel(
     if SPLIT:
         if tile < 0:
             return
-
     q_first, q_end = tile_span(p_q_axis, tile, q_tiles, q_offset, q_length, BLOCK, STRIDED)
     o_q = q_first + o_i * q_rate  # [BM] int64
     b_exist = o_q < q_end
@@ -146,7 +153,10 @@ def attention_dq_bwd_kernel(
     # exp2(s - inf) = 0: rows that do not exist or have no key weigh nothing.
     b_lse = tl.where(b_lse == NO_KEY, float("inf"), b_lse * LOG2E)
     b_delta = tl.load(p_delta + o_row, mask=b_exist, other=0.0)
-
+    b_weight = b_delta
+    if MASS:
+        b_weight = tl.load(p_weight + o_row, mask=b_exist, other=0.0)
+        p_mass += tl.program_id(0) % SUB_M
     o_step = o_n * k_rate  # [BN] int32
     o_k_tile = o_step.to(tl.int64)[:, None] * SK_N + o_d[None, :]  # [BN, DP]
     o_v_tile = o_step.to(tl.int64)[:, None] * SV_N + o_e[None, :]  # [BN, EP]
@@ -159,7 +169,6 @@ def attention_dq_bwd_kernel(
     if DROPOUT:
         p_key_positions = p_positions + (heads + head) * k_length
         b_row = dropout_rows(p_seed, row, tokens_of(p_positions + head * q_length, o_q, b_exist, POSITIONS))
-
     b_dq = tl.zeros([BM, DP], tl.float32)
     for j in range(full_begin * SUB_N, full_end * SUB_N):
         k_tile = full_base + tl.load(p_lists + j // SUB_N)
@@ -170,7 +179,8 @@ def attention_dq_bwd_kernel(
         b_dq = dq_tile(
             b_dq, b_q, b_do, b_lse, b_delta, p_k_tile, p_v_tile, p_masks, p_padding, p_key_positions, b_row, 0,
             False, scale_log2, threshold, inverse_keep, o_i, o_n, k_first, room_left(k_first, k_end), o_step, o_d, o_e,
-            BLOCK, D, E, DP, EP, False, BOUNDED, BITS, PADDING, DROPOUT, POSITIONS, PRECISION, False,
+            p_mass + j * SUB_M, b_weight, BLOCK, D, E, DP, EP, False, BOUNDED, BITS, PADDING, DROPOUT,
+            POSITIONS, PRECISION, False, MASS,
         )  # fmt: skip
     if PARTIAL:
         for j in range(partial_begin * SUB_N, partial_end * SUB_N):
@@ -184,8 +194,8 @@ def attention_dq_bwd_kernel(
             b_dq = dq_tile(
                 b_dq, b_q, b_do, b_lse, b_delta, p_k_tile, p_v_tile, p_masks, p_padding, p_key_positions, b_row,
                 mask, False, scale_log2, threshold, inverse_keep, o_i, o_sub + o_n, k_first, room_left(k_first, k_end),
-                o_step, o_d, o_e, BLOCK, D, E, DP, EP, True, BOUNDED, BITS, PADDING, DROPOUT, POSITIONS, PRECISION,
-                False,
+                o_step, o_d, o_e, p_mass + j * SUB_M, b_weight, BLOCK, D, E, DP, EP, True, BOUNDED, BITS,
+                PADDING, DROPOUT, POSITIONS, PRECISION, False, MASS,
             )  # fmt: skip
     if CONTAIN:
         if spoilt(b_dq):
@@ -206,11 +216,10 @@ def attention_dq_bwd_kernel(
                 b_redo = dq_tile(
                     b_redo, b_q, b_do, b_lse, b_delta, p_k_part, p_v_part, p_masks, p_padding,
                     p_key_positions, b_row, c_mask, whole, scale_log2, threshold, inverse_keep, o_i, o_part + o_c,
-                    c_first, room_left(c_first, c_end), o_hop, o_d, o_e, BLOCK, D, E, DP, EP, True, BOUNDED, BITS,
-                    PADDING, DROPOUT, POSITIONS, PRECISION, True,
+                    c_first, room_left(c_first, c_end), o_hop, o_d, o_e, p_mass, b_weight, BLOCK, D, E, DP, EP, True,
+                    BOUNDED, BITS, PADDING, DROPOUT, POSITIONS, PRECISION, True, False,
                 )  # fmt: skip
             b_dq = b_redo
-
     b_dq *= scale
     if SPLIT:
         if slot >= 0:

@@ -91,14 +91,14 @@ class Schedule:
     """Some mask is not a band, so that `masks` holds the words of each behind its band."""
 
 
-_schedules: WeakKeyDictionary[Plan, dict[int, Schedule]] = WeakKeyDictionary()
+known_schedules: WeakKeyDictionary[Plan, dict[int, Schedule]] = WeakKeyDictionary()
 
 
 def schedule(plan: Plan, group: int) -> Schedule:
     """The schedule of a plan whose key heads are each read by `group` query heads; built on the first call."""
-    known = _schedules.get(plan)
+    known = known_schedules.get(plan)
     if known is None:
-        known = _schedules[plan] = {}
+        known = known_schedules[plan] = {}
     found = known.get(group)
     if found is None:
         found = known[group] = _build(plan, group)

@@ -1,5 +1,6 @@
 """Models: LongNet and its language models, an encoder for pathology slides, and the checkpoints of both."""
 
+from .adaptive import AdaptiveLayer, load_adaptive, save_adaptive
 from .checkpoints import (
     export_state,
     from_transformer_encoder,
@@ -15,6 +16,7 @@ from .longnet import LongNet, LongNetLM
 from .slide import SlideConfig, SlideEncoder
 
 __all__ = [
+    "AdaptiveLayer",
     "DilatedTransformerDecoderLayer",
     "DilatedTransformerEncoderLayer",
     "LongNet",
@@ -24,9 +26,11 @@ __all__ = [
     "SlideEncoder",
     "export_state",
     "from_transformer_encoder",
+    "load_adaptive",
     "load_checkpoint",
     "load_slide_encoder",
     "load_torchscale",
     "read_state",
+    "save_adaptive",
     "write_state",
 ]

@@ -6,6 +6,7 @@ read with `weights_only=True`, which runs no code from it.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import tempfile
@@ -59,18 +60,24 @@ _CONSTANTS = re.compile(r"(^|\.)(xpos\.scale|pos_embedding\.scale|pos_embed)$")
 
 def read_state(path: str | os.PathLike[str]) -> State:
     """Tensors by name, from a safetensors or torch file; anything else in it is refused."""
+    return read_with_facts(path)[0]
+
+
+def read_with_facts(path: str | os.PathLike[str], *names: str) -> tuple[State, dict[str, Any]]:
+    """Tensors by name, and of what `write_state` was told besides, the facts with these names that are there."""
     place = Path(path)
     if not place.is_file():
         raise must("a checkpoint must be a file", place)
     if place.suffix == ".safetensors":
-        return _read_safetensors(place)
+        return _read_safetensors(place, names)
     try:
         found = torch.load(place, map_location="cpu", weights_only=True)
     except Exception as error:
         # Damaged archives and forbidden pickles fail in many ways, none of which may leave half a checkpoint.
         raise must("a checkpoint must be a whole torch file of tensors alone", f"{place.name}: {_first_line(error)}",
                    "Files that need code to be read are not opened. Save a state dict.") from error  # fmt: skip
-    return state_in(found)
+    facts = {name: found[name] for name in names if isinstance(found, Mapping) and name in found}
+    return state_in(found), facts
 
 
 def state_in(found: Any) -> State:
@@ -91,15 +98,17 @@ def state_in(found: Any) -> State:
     return dict(found)
 
 
-def _read_safetensors(place: Path) -> State:
+def _read_safetensors(place: Path, names: Sequence[str]) -> tuple[State, dict[str, Any]]:
     try:
-        from safetensors import SafetensorError
+        from safetensors import SafetensorError, safe_open
         from safetensors.torch import load_file
     except ModuleNotFoundError as error:
         raise must(SAFETENSORS_MISSING, "none installed", "pip install safetensors") from error
     try:
-        return load_file(place)
-    except (SafetensorError, OSError, ValueError) as error:
+        with safe_open(place, "pt") as opened:
+            told = opened.metadata() or {}
+        return load_file(place), {name: json.loads(told[name]) for name in names if name in told}
+    except (SafetensorError, OSError, ValueError, RecursionError) as error:
         raise must("a checkpoint must be a whole safetensors file", f"{place.name}: {_first_line(error)}") from error
 
 
@@ -107,8 +116,16 @@ def _first_line(error: Exception) -> str:
     return str(error).partition("\n")[0][:200] or type(error).__name__
 
 
-def write_state(state: Mapping[str, Tensor], path: str | os.PathLike[str]) -> None:
-    """Write tensors to a `.safetensors` or a torch file, which is there whole or not at all."""
+def write_state(
+    state: Mapping[str, Tensor], path: str | os.PathLike[str], facts: Mapping[str, Any] | None = None
+) -> None:
+    """Write tensors to a `.safetensors` or a torch file, which is there whole or not at all.
+
+    Args:
+        state: tensors by name.
+        path: the file.
+        facts: plain values, as JSON has them, to be kept besides.
+    """
     place = Path(path)
     # Tied tensors share memory, which safetensors will not write; and a view would drag its whole base along.
     own = {name: tensor.detach().clone(memory_format=torch.contiguous_format) for name, tensor in state.items()}
@@ -117,9 +134,11 @@ def write_state(state: Mapping[str, Tensor], path: str | os.PathLike[str]) -> No
             from safetensors.torch import save_file
         except ModuleNotFoundError as error:
             raise must(SAFETENSORS_MISSING, "none installed", "pip install safetensors, or write a .pt file") from error
-        write_whole(place, lambda temporary: save_file({n: t.cpu() for n, t in own.items()}, temporary))
+        told = {name: json.dumps(fact) for name, fact in facts.items()} if facts else None
+        write_whole(place, lambda temporary: save_file({n: t.cpu() for n, t in own.items()}, temporary, told))
     else:
-        write_whole(place, lambda temporary: torch.save(own, temporary))
+        held = {WRAPPERS[0]: own, **facts} if facts else own
+        write_whole(place, lambda temporary: torch.save(held, temporary))
 
 
 def write_whole(place: Path, write: Callable[[str], object]) -> None:

@@ -165,9 +165,7 @@ class LongNetConfig:
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON; `from_dict` reads them."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
-        if isinstance(self.position, Position):
-            kind = next(name for name, made in POSITIONS.items() if type(self.position) is made)
-            values["position"] = {"kind": kind, **asdict(self.position)}
+        values["position"] = position_facts(self.position)
         return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
     @classmethod
@@ -176,14 +174,28 @@ class LongNetConfig:
         unknown = sorted(set(values) - {field.name for field in fields(cls)})
         if unknown:
             raise must("a model's configuration must hold known settings", ", ".join(unknown))
-        position = values.get("position")
-        if isinstance(position, Mapping):
-            settings = dict(position)
-            kind = settings.pop("kind", None)
-            if kind not in POSITIONS:
-                raise must_be(f"position must be of a kind among {', '.join(POSITIONS)}", repr(kind))
-            values = {**values, "position": POSITIONS[kind](**settings)}
+        if "position" in values:
+            values = {**values, "position": position_told(values["position"])}
         return cls(**values)
+
+
+def position_facts(position: Position | str | None) -> Any:
+    """A position as plain values; a name, or none, stays what it is."""
+    if not isinstance(position, Position):
+        return position
+    kind = next(name for name, made in POSITIONS.items() if type(position) is made)
+    return {"kind": kind, **asdict(position)}
+
+
+def position_told(facts: Any) -> Position | str | None:
+    """The value that `position_facts` told."""
+    if not isinstance(facts, Mapping):
+        return facts
+    settings = dict(facts)
+    kind = settings.pop("kind", None)
+    if kind not in POSITIONS:
+        raise must_be(f"position must be of a kind among {', '.join(POSITIONS)}", repr(kind))
+    return POSITIONS[kind](**settings)
 
 
 _SHORT_LADDER = {"segment_lengths": (512, 2048, 8192, 32768), "dilation_rates": (1, 2, 4, 8)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -96,22 +97,8 @@ class KVCache:
             raise must(f"a cache for {self.length} tokens must not be given more", max(after))
         self._write(key.detach(), value.detach(), before, heads)
         self.lengths = after
-        if first:
-            return self._prompt(query, key, value, scale, backend, memory_budget)
-        assert self._key is not None and self._value is not None
-        if rows >= MOST_ROWS and self.kept == Kept() and len(set(before)) == 1:
-            return self._many(query, scale, backend, memory_budget)
-        return attention_step(
-            query,
-            self._key,
-            self._value,
-            self.pattern,
-            before,
-            length=self.length,
-            scale=scale,
-            enable_gqa=True,
-            kept=self.kept,
-        )
+        settings = {"scale": scale, "backend": backend, "memory_budget": memory_budget}
+        return self._prompt(query, key, value, settings) if first else self._follow(query, before, settings)
 
     def reorder(self, samples: Tensor) -> None:
         """Let sample i go on from what sample `samples[i]` has read, as a beam search does."""
@@ -126,34 +113,34 @@ class KVCache:
             raise must(f"prompt_lengths must be {batch} numbers in 1 .. {rows}", lengths)
         return lengths
 
-    def _prompt(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scale: float | None,
-        backend: str,
-        memory_budget: int | float | None,
-    ) -> Tensor:
-        return attention(
+    def _prompt(self, query: Tensor, key: Tensor, value: Tensor, settings: dict[str, Any]) -> Tensor:
+        """Rows of the first tokens."""
+        pattern = opening(self.pattern, self.length, query.shape[2], query.shape[1])
+        return attention(query, key, value, pattern, is_causal=True, enable_gqa=True, **settings)
+
+    def _follow(self, query: Tensor, before: list[int], settings: dict[str, Any]) -> Tensor:
+        """Rows of tokens that were written after `before` others."""
+        assert self._key is not None and self._value is not None
+        if query.shape[2] >= MOST_ROWS and self.kept == Kept() and len(set(before)) == 1:
+            return self._many(query, settings)
+        return attention_step(
             query,
-            key,
-            value,
-            opening(self.pattern, self.length, query.shape[2], query.shape[1]),
-            is_causal=True,
-            scale=scale,
+            self._key,
+            self._value,
+            self.pattern,
+            before,
+            length=self.length,
+            scale=settings["scale"],
             enable_gqa=True,
-            backend=backend,
-            memory_budget=memory_budget,
+            kept=self.kept,
         )
 
-    def _many(self, query: Tensor, scale: float | None, backend: str, memory_budget: int | float | None) -> Tensor:
+    def _many(self, query: Tensor, settings: dict[str, Any]) -> Tensor:
         """Many tokens at once: the whole computation, its earlier rows thrown away."""
         n, rows = self.lengths[0], query.shape[2]
         assert self._key is not None and self._value is not None
         padded = torch.nn.functional.pad(query, (0, 0, n - rows, 0))
-        held = self._key[:, :, :n], self._value[:, :, :n]
-        return self._prompt(padded, *held, scale, backend, memory_budget)[:, :, n - rows :]
+        return self._prompt(padded, self._key[:, :, :n], self._value[:, :, :n], settings)[:, :, n - rows :]
 
     def _end(self, lengths: Sequence[int] | None = None) -> int:
         """Slots in use when the longest sample has read this much."""

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..errors import must
+from ..ops.selection import Factors
+from .summaries import CHUNK, Blocks, blocks_of
 
-CHUNK = 2**24
-"""Bytes of scores and hidden units held at a time while blocks are ranked."""
 ALL_PAIRS = 2048
 """Blocks up to which the MLP scores every pair; beyond, those that match best."""
 ALL_MATCHES = 16384
@@ -104,15 +104,19 @@ class ImportanceScorer(nn.Module):
             q_summary, k_summary = q_summary[:, None], k_summary[:, None]
         else:
             heads = slice(None)
-        rows, columns = self.split(q_summary, k_summary, heads)
+        rows, columns = self.query_part(q_summary, heads), self.key_part(k_summary, heads)
         scores = self.join(rows[:, :, :, None], columns[:, :, None], None, heads)
         return scores[:, 0] if one else scores
 
-    def split(self, queries: Tensor, keys: Tensor, heads: slice = slice(None)) -> tuple[Tensor, Tensor]:
-        """The first layer's part of the queries (b, h, rows, hidden), with its bias, and of the keys (b, h, t, ...)."""
+    def query_part(self, queries: Tensor, heads: slice = slice(None)) -> Tensor:
+        """The first layer's part of the queries, with its bias, (b, h, rows, hidden)."""
         weight, bias = self._layer(0, heads, queries.dtype)
-        by_query, by_key = weight.mT.split(self.input_dim, 1)
-        return queries @ by_query + bias[:, None], keys @ by_key
+        return queries @ weight.mT[:, : self.input_dim] + bias[:, None]
+
+    def key_part(self, keys: Tensor, heads: slice = slice(None)) -> Tensor:
+        """The first layer's part of the keys, (b, h, t, hidden)."""
+        weight, _ = self._layer(0, heads, keys.dtype)
+        return keys @ weight.mT[:, self.input_dim :]
 
     def join(self, rows: Tensor, columns: Tensor, keep: Tensor | None, heads: slice = slice(None)) -> Tensor:
         """Scores of broadcast pairs, without the last dimension; `keep` scales hidden units."""
@@ -127,6 +131,13 @@ class ImportanceScorer(nn.Module):
             hidden = flat.unflatten(2, hidden.shape[2:-1])
         return hidden.squeeze(-1)
 
+    def last_of_two(self, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
+        """Weight (h, hidden) and bias (h) of the last of two layers; None where there are more or fewer."""
+        if len(self.scorers[0]) != 4:  # pyrefly: ignore[bad-argument-type]
+            return None
+        weight, bias = self._layer(1, slice(None), dtype)
+        return weight[:, 0].expand(self.num_heads, -1), bias[:, 0].expand(self.num_heads)
+
     def channels(self, batch: int, rows: int, like: Tensor) -> Tensor | None:
         """Which hidden units each row keeps while training, scaled, (b, h, rows, hidden)."""
         if not self.training or not self.dropout:
@@ -139,71 +150,6 @@ class ImportanceScorer(nn.Module):
         layers = layers[heads] if len(layers) > 1 else layers
         weight, bias = torch.stack([x.weight for x in layers]), torch.stack([x.bias for x in layers])
         return weight.to(dtype), bias.to(dtype)
-
-
-class Blocks(NamedTuple):
-    """A sequence seen from afar; nothing here carries a gradient."""
-
-    mean: Tensor
-    """(b, h, t, d)"""
-    extremes: Tensor
-    """(b, h, t, 2 d): maximum and minimum, where they were asked for"""
-    units: Tensor
-    """(b, h, t, u, d): means of sub-blocks"""
-    unit_there: Tensor
-    """bool (b, h, t, u): sub-blocks with something to see"""
-
-    @property
-    def there(self) -> Tensor:
-        """bool (b, h, t)"""
-        return self.unit_there.any(-1)
-
-
-@torch.no_grad()
-def blocks_of(
-    x: Tensor, size: int, unit: int, padding: Tensor | None, dtype: torch.dtype, extremes: bool = True
-) -> Blocks:
-    """Summaries of (b, h, n, d) by blocks, of what is not padding; a block that is not finite counts as absent."""
-    batch, heads, n, d = x.shape
-    unit = min(unit, size)
-    found = []
-    step = max(1, CHUNK // (batch * heads * size * d * dtype.itemsize))
-    for first in range(0, n, step * size):
-        piece = x[:, :, first : first + step * size].to(dtype)
-        missing = -piece.shape[2] % size
-        there = None if padding is None else ~padding[:, first : first + step * size]
-        if missing and there is None:
-            there = torch.ones(batch, piece.shape[2], dtype=torch.bool, device=x.device)
-        if there is not None:
-            piece, there = F.pad(piece, (0, 0, 0, missing)), F.pad(there, (0, missing))
-            there = there.unflatten(1, (-1, size // unit, unit))
-        found.append(_summaries(piece.unflatten(2, (-1, size // unit, unit)), there, extremes))
-    return Blocks(*(torch.cat(parts, 2) for parts in zip(*found, strict=True)))
-
-
-def _summaries(piece: Tensor, there: Tensor | None, extremes: bool) -> Blocks:
-    """Summaries of (b, h, t, u, unit, d), where `there` (b, t, u, unit) is False counting nothing."""
-    unit = piece.shape[4]
-    low = piece
-    many = torch.full((*piece.shape[:1], 1, *piece.shape[2:4], 1), unit, dtype=piece.dtype, device=piece.device)
-    if there is not None:
-        real = there[:, None, ..., None]
-        many = real.sum(4).to(piece.dtype)
-        low = piece.masked_fill(~real, torch.inf) if extremes else low
-        high = piece.masked_fill(~real, -torch.inf) if extremes else low
-        piece = torch.where(real, piece, 0.0)
-    else:
-        high = piece
-    sums = piece.sum(4)
-    units, mean = sums / many.clamp(min=1), sums.sum(3) / many.sum(3).clamp(min=1)
-    edges = torch.cat([high.amax(4).amax(3), low.amin(4).amin(3)], -1) if extremes else mean.repeat(1, 1, 1, 2)
-    good = (edges.isfinite().all(-1) & mean.isfinite().all(-1))[..., None] & (many.sum(3) > 0)
-    return Blocks(
-        torch.where(good, mean, 0.0),
-        torch.where(good, edges, 0.0),
-        torch.where(good[..., None], units, 0.0),
-        (good & (many[..., 0] > 0)).expand(*units.shape[:-1]),
-    )
 
 
 class BlockScorer(nn.Module):
@@ -273,63 +219,111 @@ class BlockScorer(nn.Module):
         unit = self.config.score_unit
         query, key = query.detach(), key.detach()
         rows = blocks_of(query, block_size, block_size if per_token else unit, padding, dtype, extremes=False)
-        groups = query.shape[1] // key.shape[1]
-        columns = blocks_of(key, block_size, unit, padding, dtype)
-        if groups > 1:
-            columns = Blocks(*(x.repeat_interleave(groups, 1) for x in columns))
+        columns = self.columns(blocks_of(key, block_size, unit, padding, dtype))
         whole = padding is None and query.shape[2] % block_size == 0
-        return Scores(self, query, rows, columns, block_size, is_causal, per_token, whole)
+        speaking = self.speaking(rows.before() if is_causal else rows)
+        return Scores(self, query, speaking, columns, block_size, is_causal, per_token, whole)
+
+    def columns(self, blocks: Blocks) -> Columns:
+        """What scores need of key blocks (b, g, t, ...), for every query head."""
+        groups = self.num_heads // blocks.mean.shape[1]
+        if groups > 1:
+            blocks = Blocks(*(x.repeat_interleave(groups, 1) for x in blocks))
+        mixed = torch.cat([blocks.mean, blocks.extremes], -1) @ self.summary.to(blocks.mean.dtype)
+        matched = torch.einsum("bhtud,hdm->bhtum", blocks.units, self.each(self.match_key, mixed))
+        return Columns(self.importance.key_part(mixed), matched, blocks.unit_there)
+
+    def speaking(self, blocks: Blocks) -> Rows:
+        """What scores need of the query blocks that speak for rows."""
+        keep = self.importance.channels(len(blocks.mean), blocks.mean.shape[2], blocks.mean)
+        return Rows(self.importance.query_part(blocks.mean), blocks.units, blocks.unit_there, keep)
+
+    def each(self, shared: Tensor, like: Tensor) -> Tensor:
+        """One matrix a head, in the dtype of the scores."""
+        return shared.to(like.dtype).expand(self.num_heads, -1, -1)
+
+
+class Columns(NamedTuple):
+    """Key blocks, as far as scores need them."""
+
+    hidden: Tensor
+    """(b, h, t, hidden): the first layer's part"""
+    matched: Tensor
+    """(b, h, t, u, rank)"""
+    unit_there: Tensor
+    """bool (b, h, t, u)"""
+
+
+class Rows(NamedTuple):
+    """Query blocks that speak for rows."""
+
+    hidden: Tensor
+    """(b, h, t, hidden)"""
+    units: Tensor
+    """(b, h, t, u, d)"""
+    unit_there: Tensor
+    """bool (b, h, t, u)"""
+    keep: Tensor | None
+    """(b, h, t, hidden): hidden units kept while training"""
 
 
 class Scores:
-    """Scores of one sequence, computed where they are asked for."""
+    """Scores of the rows of one sequence, or of some of them, computed where they are asked for.
+
+    Args:
+        scorer: who scores.
+        query: (b, h, r, d): the rows' own queries, where tokens choose; otherwise only its device matters.
+        rows: the blocks that speak for the rows.
+        columns: all key blocks.
+        block_size: tokens in a block.
+        is_causal: only blocks before a row's own matter.
+        per_token: rows are tokens.
+        whole: no sub-block is empty; one that is not finite belongs to a block that is not visible.
+        ids: int64 (r): which rows of the sequence these are, ascending; all of them if None.
+        first: the block for which the first of `rows` speaks.
+    """
 
     def __init__(
         self,
         scorer: BlockScorer,
         query: Tensor,
-        rows: Blocks,
-        columns: Blocks,
+        rows: Rows,
+        columns: Columns,
         block_size: int,
         is_causal: bool,
         per_token: bool,
         whole: bool,
+        ids: Tensor | None = None,
+        first: int = 0,
     ) -> None:
-        self.whole = whole
-        """No sub-block is empty; one that is not finite belongs to a block that is not visible."""
-        self.scorer, self.query, self.columns = scorer, query, columns
+        self.scorer, self.query, self.whole = scorer, query, whole
         self.block_size, self.is_causal, self.per_token = block_size, is_causal, per_token
-        mean = rows.mean
-        units, there = rows.units, rows.unit_there
-        if is_causal:
-            # A block's mean would tell its first tokens of its last: the block before speaks for it.
-            mean, units, there = (x.roll(1, 2) for x in (mean, units, there))
-        self.units, self.units_there = units, there
-        mixed = torch.cat([columns.mean, columns.extremes], -1) @ scorer.summary.to(mean.dtype)
-        self.rows, self.hidden = scorer.importance.split(mean, mixed)
-        self.matched = torch.einsum("bhtud,hdm->bhtum", columns.units, self._each(scorer.match_key))
+        self.rows, self.units, self.units_there, self.keep = rows
+        self.hidden, self.matched, self.unit_there = columns
         self.rank = self.matched.shape[-1]
-        self.keep = scorer.importance.channels(len(mean), mean.shape[2], mean)
-        self.inverse = (1 / scorer.temperature.to(mean.dtype)).view(-1, 1, 1)
-
-    def _each(self, shared: Tensor) -> Tensor:
-        return shared.to(self.columns.mean.dtype).expand(self.scorer.num_heads, -1, -1)
+        self.ids, self.first = ids, first
+        self.inverse = (1 / scorer.temperature.to(self.rows.dtype)).view(-1, 1, 1)
 
     @property
     def visible(self) -> Tensor:
         """Blocks with something to see, bool (b, h, t)."""
-        return self.columns.there
+        return self.unit_there.any(-1)
 
     @property
     def row_count(self) -> int:
+        """Rows there are here."""
+        if self.ids is not None:
+            return len(self.ids)
         return self.query.shape[2] if self.per_token else self.visible.shape[2]
 
     def block_rows(self, rows: Tensor) -> Tensor:
+        """The blocks of the sequence in which rows, counted among those here, lie."""
+        rows = rows if self.ids is None else self.ids[rows]
         return rows // self.block_size if self.per_token else rows
 
     def chunk(self, kept: int) -> int:
         """Rows whose ranking fits `CHUNK`."""
-        batch, heads, t, units = self.columns.unit_there.shape
+        batch, heads, t, units = self.unit_there.shape
         hidden = self.rows.shape[-1]
         within = min(t, CANDIDATES * kept) if t > ALL_PAIRS else t
         own_units = 1 if self.per_token else self.units.shape[3]
@@ -346,33 +340,49 @@ class Scores:
         wanted = min(t, max(CANDIDATES * kept, 1))
         if t > ALL_MATCHES and self.rank:
             return self._from_supers(rows, wanted)
-        match = self._match(rows, self.matched[:, :, None], self.columns.unit_there[:, :, None]) if self.rank else None
+        match = self._match(rows, self.matched[:, :, None], self.unit_there[:, :, None]) if self.rank else None
         if t <= ALL_PAIRS or self.per_token or match is None:
-            size = self.block_size if self.per_token else 1
-            blocks = torch.arange(begin // size, (end - 1) // size + 1, device=rows.device)
-            scores = self._mlp(blocks, self.hidden[:, :, None])
-            scores = scores[:, :, rows // size - begin // size] if self.per_token else scores
+            blocks = self.block_rows(rows)
+            if self.per_token and self.ids is None:
+                # Tokens of a block share what speaks for them.
+                every = torch.arange(begin // self.block_size, (end - 1) // self.block_size + 1, device=rows.device)
+                scores = self._mlp(every, self.hidden[:, :, None])[:, :, blocks - begin // self.block_size]
+            elif self.per_token:
+                every, which = torch.unique(blocks, return_inverse=True)
+                scores = self._mlp(every, self.hidden[:, :, None])[:, :, which]
+            else:
+                scores = self._mlp(blocks, self.hidden[:, :, None])
             return (scores if match is None else scores + match) * self.inverse
         if self.is_causal:
             # Candidates too: what comes later must not crowd out what came before.
-            match = match.masked_fill(torch.arange(t, device=rows.device) >= rows[:, None], -torch.inf)
+            match = match.masked_fill(torch.arange(t, device=rows.device) >= self.block_rows(rows)[:, None], -torch.inf)
         best, at = match.topk(wanted, -1)
-        scores = best + self._mlp(rows, self._take(self.hidden, at))
+        scores = best + self._mlp(self.block_rows(rows), self._take(self.hidden, at))
         return torch.full_like(match, -torch.inf).scatter_(-1, at, scores * self.inverse)
+
+    @torch.no_grad()
+    def factors(self) -> Factors | None:
+        """What the scores of all rows are made of, to be ranked in one pass; None where that is not so few things."""
+        weights = self.scorer.importance.last_of_two(self.rows.dtype)
+        if weights is None or self.ids is not None:
+            return None
+        holes = (None, None) if self.whole else (None if self.per_token else self.units_there, self.unit_there)
+        left = self._queries(self.query[:, :, :, None] if self.per_token else self.units)
+        return Factors(self.rows, self.hidden, *weights, left, self.matched, self.inverse.flatten(), self.keep, *holes)
 
     def of(self, rows: Tensor, blocks: Tensor) -> Tensor:
         """Scores over temperature of chosen pairs (b, h, r, k), with gradients; blocks past the last score anything."""
         at = blocks.long().clamp(max=self.visible.shape[2] - 1)
         scores = self._mlp(self.block_rows(rows), self._take(self.hidden, at))
         if self.rank:
-            scores = scores + self._match(rows, self._take(self.matched, at), self._take(self.columns.unit_there, at))
+            scores = scores + self._match(rows, self._take(self.matched, at), self._take(self.unit_there, at))
         return scores * self.inverse
 
     @torch.no_grad()
     def of_each(self, blocks: Tensor) -> Tensor:
         """`of` for every row, without gradients, in chunks."""
         batch, heads, rows, k = blocks.shape
-        each = batch * heads * max(k, 1) * (self.rows.shape[-1] + self.columns.units.shape[3] * (self.rank + 1))
+        each = batch * heads * max(k, 1) * (self.rows.shape[-1] + self.unit_there.shape[3] * (self.rank + 1))
         step = max(1, CHUNK // (each * self.rows.dtype.itemsize))
         every = torch.arange(rows, device=blocks.device)
         return torch.cat([self.of(every[i : i + step], blocks[:, :, i : i + step]) for i in range(0, rows, step)], 2)
@@ -381,17 +391,18 @@ class Scores:
         """Scores over temperature of some rows with every block (b, h, r, t), with gradients."""
         scores = self._mlp(self.block_rows(rows), self.hidden[:, :, None])
         if self.rank:
-            scores = scores + self._match(rows, self.matched[:, :, None], self.columns.unit_there[:, :, None])
+            scores = scores + self._match(rows, self.matched[:, :, None], self.unit_there[:, :, None])
         return scores * self.inverse
 
     def _mlp(self, blocks: Tensor, hidden: Tensor) -> Tensor:
-        keep = None if self.keep is None else self.keep[:, :, blocks, None]
-        return self.scorer.importance.join(self.rows[:, :, blocks, None], hidden, keep)
+        at = blocks - self.first
+        keep = None if self.keep is None else self.keep[:, :, at, None]
+        return self.scorer.importance.join(self.rows[:, :, at, None], hidden, keep)
 
     def _match(self, rows: Tensor, matched: Tensor, there: Tensor) -> Tensor:
         """Best match of sub-blocks (b, h, r, k), with keys (b, h, r or 1, k, u, rank)."""
-        mine = self.query[:, :, rows, None].to(self.rows.dtype) if self.per_token else self.units[:, :, rows]
-        mine = torch.einsum("bhrad,hdm->bhram", mine.nan_to_num(0.0, 0.0, 0.0), self._each(self.scorer.match_query))
+        speaking = None if self.per_token else self.block_rows(rows) - self.first
+        mine = self._queries(self.query[:, :, rows, None] if speaking is None else self.units[:, :, speaking])
         k, units = matched.shape[3:5]
         # One product for all rows where they share their keys.
         if matched.shape[2] == 1:
@@ -402,11 +413,16 @@ class Scores:
         if self.whole:
             return pairs.amax(-1).amax(3) / self.rank**0.5
         pairs = pairs.masked_fill(~there[:, :, :, None], -torch.inf)
-        if not self.per_token:
-            pairs = pairs.masked_fill(~self.units_there[:, :, rows, :, None, None], -torch.inf)
+        if speaking is not None:
+            pairs = pairs.masked_fill(~self.units_there[:, :, speaking, :, None, None], -torch.inf)
         best = pairs.amax(-1).amax(3) / self.rank**0.5
         # Nothing there on either side: ruled out elsewhere, and a finite number keeps gradients finite.
         return torch.where(best > -torch.inf, best, 0.0)
+
+    def _queries(self, mine: Tensor) -> Tensor:
+        """The query's side of the match (b, h, r, a, rank), of (b, h, r, a, d)."""
+        weight = self.scorer.each(self.scorer.match_query, self.rows)
+        return torch.einsum("bhrad,hdm->bhram", mine.to(self.rows.dtype).nan_to_num(0.0, 0.0, 0.0), weight)
 
     def _take(self, x: Tensor, at: Tensor) -> Tensor:
         """x (b, h, t, ...) at blocks (b, h, r, k), (b, h, r, k, ...)."""
@@ -428,7 +444,7 @@ class Scores:
         supers = torch.cat([supers, (own // SUPER).expand(*supers.shape[:3], 1)], -1)
         at = (supers[..., None] * SUPER + torch.arange(SUPER, device=supers.device)).flatten(3)
         outside, at = at >= (own if self.is_causal else t), at.clamp(max=t - 1)
-        fine = self._match(rows, self._take(self.matched, at), self._take(self.columns.unit_there, at))
+        fine = self._match(rows, self._take(self.matched, at), self._take(self.unit_there, at))
         best, place = fine.masked_fill(outside, -torch.inf).topk(min(wanted, at.shape[-1]), -1)
         at = at.gather(-1, place)
         scores = best + self._mlp(self.block_rows(rows), self._take(self.hidden, at))

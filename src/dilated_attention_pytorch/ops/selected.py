@@ -16,14 +16,27 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..errors import must
-from ..kernels.dropout import fresh_seed
-from ..kernels.registry import AttentionCall, choose, empty_rows
+from ..kernels import triton_backend
+from ..kernels.dropout import fresh_seed, shifted
+from ..kernels.listed_schedule import choose_listed
+from ..kernels.registry import AttentionCall, Backend, Forward, Gradients, choose, empty_rows
 from ..plan.plan import Plan
-from ..plan.selected import Gathered, Selection, block_plan, token_plan
+from ..plan.selected import (
+    Chosen,
+    Gathered,
+    Listed,
+    Selection,
+    block_plan,
+    chosen_tokens,
+    listed_plan,
+    may_read,
+    token_plan,
+)
 from ..shapes import Key, KeyPadding, Query, Value
-from .attention import _autocast, check_masks, check_tensors
+from .attention import _autocast
+from .checks import check_masks, check_tensors
 from .merge import AttentionOutput
-from .selection_mass import Lesson, Scene, learn
+from .selection_mass import Lesson, Scene, learn, query_weights
 
 GATHERED = 512 * 2**20
 """Bytes of gathered queries and outputs held at a time, unless one key head needs more."""
@@ -99,8 +112,16 @@ class _Work:
         padding = padding.reshape(1, -1) if folded and padding is not None else padding
         return AttentionCall(query, key, value, plan, self.scale, padding, self.dropout_p, self.seed)
 
-    def block_call(self, query: Tensor, key: Tensor, value: Tensor) -> AttentionCall:
-        return self.call(_fold(query), _fold(key), _fold(value), block_plan(self.selection))
+    def asked(self, device: torch.device) -> Tensor:
+        """Rows of which a lesson asks what their listed blocks hold, int64 (r)."""
+        return torch.empty(0, dtype=torch.int64, device=device) if self.lesson is None else self.lesson.chosen_rows
+
+    def block_call(self, query: Tensor, key: Tensor, value: Tensor, plan: Plan) -> tuple[AttentionCall, str, Backend]:
+        """The call of a selection by query blocks, and what runs it."""
+        call = self.call(_fold(query), _fold(key), _fold(value), plan)
+        if may_read(query.device):
+            return call, *choose(call, self.backend)
+        return call, *choose_listed(call, self.backend, len(query))
 
     def shared_call(self, query: Tensor, key: Tensor, value: Tensor) -> AttentionCall:
         s = self.selection
@@ -110,18 +131,27 @@ class _Work:
 
 
 class _Piece(NamedTuple):
-    """The choices of some heads."""
+    """The choices of some heads in some samples, as a plan."""
 
     heads: slice
     key_heads: slice
+    tokens: slice
+    """Those of the samples, counted over all."""
+    streams: int
+    """Of dropout, before the first of this piece."""
     gathered: Gathered
 
     def rows(self, x: Tensor) -> Tensor:
         """What (1, h, b * n, ...) holds for each gathered row, 0 for filler, which so adds nothing to any sum."""
-        x, source = x[0, self.heads], self.gathered.source
+        x, source = x[0, self.heads, self.tokens], self.gathered.source
         head = torch.arange(len(source), device=source.device)[:, None]
         filler = source < 0
         return x[head, source.clamp(min=0)].masked_fill_(filler if x.dim() == 2 else filler[..., None], 0.0)[None]
+
+    def positions(self) -> Tensor:
+        """int64 (2, h, rows): tokens of one sample, which gathered rows and keys stand for in dropout."""
+        source = self.gathered.source.clamp(min=0)
+        return torch.stack([source, torch.arange(source.shape[1], device=source.device).expand_as(source)])
 
 
 class _Selected(torch.autograd.Function):
@@ -137,14 +167,19 @@ class _Selected(torch.autograd.Function):
         dense_scores: Tensor | None,
         work: _Work,
     ) -> tuple[Tensor, Tensor]:
-        ctx.pieces = listed_lse = None
+        ctx.pieces = ctx.chosen = listed_lse = None
         if work.selection.per_token:
-            output, lse, ctx.pieces, listed_lse = _forward_tokens(work, query, key, value)
+            call = work.shared_call(query, key, value)
+            near = choose(call, work.backend)[1].forward(call)
+            if _joins_in_place(work, call):
+                (output, lse), listed_lse, ctx.chosen = _join_chosen(work, call, near)
+            else:
+                output, lse, ctx.pieces, listed_lse = _forward_tokens(work, query, key, value, near)
         else:
-            call = work.block_call(query, key, value)
-            found = choose(call, work.backend)[1].forward(call)
+            ctx.listed = listed_plan(work.selection)
+            call, _, backend = work.block_call(query, key, value, ctx.listed.plan)
+            found = backend.forward(call)
             output, lse = _unfold(found.output, query), found.lse.unflatten(2, (len(query), -1))[0].transpose(0, 1)
-            ctx.plan = call.plan
         ctx.work = work
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(query, key, value, chosen_scores, dense_scores, output, lse, listed_lse)
@@ -160,22 +195,56 @@ class _Selected(torch.autograd.Function):
             return (None,) * 6
         grad_output = torch.zeros_like(output) if grad_output is None else grad_output
         grad_output = grad_output if grad_output.stride(-1) == 1 else grad_output.contiguous()
+        weights = mass = None
+        if work.lesson is not None:
+            weights = query_weights(work.lesson, lse, grad_output, work.key_padding_mask)
         found: tuple[Tensor | None, ...] = (None,) * 3
         if any(ctx.needs_input_grad[:3]):
-            if ctx.pieces is not None:
-                found = _backward_tokens(work, ctx.pieces, query, key, value, output, lse, grad_output, grad_lse)
+            if work.selection.per_token:
+                call = work.shared_call(query, key, value)
+                near = choose(call, work.backend)[1].backward(call, output, lse, grad_output, grad_lse)
+                if ctx.chosen is not None:
+                    found = _add_chosen(call, ctx.chosen, near, output, lse, grad_output, grad_lse)
+                else:
+                    found = _backward_tokens(
+                        work, ctx.pieces, near, query, key, value, output, lse, grad_output, grad_lse
+                    )
             else:
-                call = work.call(_fold(query), _fold(key), _fold(value), ctx.plan)
-                slope = None if grad_lse is None else _fold(grad_lse)
-                folded = choose(call, work.backend)[1].backward(
-                    call, _fold(output), _fold(lse), _fold(grad_output), slope
+                found, mass = _backward_blocks(
+                    work, ctx.listed, query, key, value, output, lse, grad_output, grad_lse, weights
                 )
-                found = tuple(_unfold(x, query) for x in folded)
         learned: tuple[Tensor | None, ...] = (None, None)
-        if work.lesson is not None:
-            scene = Scene(query, key, work.selection, work.scale, work.key_padding_mask, listed_lse)
-            learned = learn(scene, work.lesson, lse, grad_output, chosen_scores, dense_scores)
+        if work.lesson is not None and weights is not None:
+            scene = Scene(query, key, work.selection, work.scale, work.key_padding_mask, listed_lse, mass)
+            learned = learn(scene, work.lesson, lse, weights, chosen_scores, dense_scores)
         return *found, *learned, None
+
+
+def _backward_blocks(
+    work: _Work,
+    listed: Listed,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    lse: Tensor,
+    grad_output: Tensor,
+    grad_lse: Tensor | None,
+    weights: Tensor | None,
+) -> tuple[tuple[Tensor, ...], Tensor | None]:
+    """Gradients of query, key and value, and where the backend gives it on the way, the mass of `Scene`."""
+    call, name, backend = work.block_call(query, key, value, listed.plan)
+    given = (call, _fold(output), _fold(lse), _fold(grad_output), None if grad_lse is None else _fold(grad_lse))
+    if name != "triton" or weights is None:
+        return tuple(_unfold(x, query) for x in backend.backward(*given)), None
+    from ..kernels.triton_launch import backward_with_mass
+
+    found, by_entry = backward_with_mass(*given, _fold(weights).contiguous())
+    assert by_entry is not None
+    place = listed.place().view(query.shape[1], len(query), work.selection.blocks, -1)
+    own = work.selection.local_blocks - 1
+    met = torch.cat([place[..., own : own + 1], place[..., listed.shared :]], -1).transpose(0, 1)
+    return tuple(_unfold(x, query) for x in found), by_entry[met]
 
 
 def _fold(x: Tensor) -> Tensor:
@@ -202,8 +271,8 @@ def _shared_plan(
     return replace(plan, heads=heads, parts=(part,), blocks=plan.blocks * heads)
 
 
-def _pieces(work: _Work, query: Tensor, key: Tensor, value: Tensor) -> Iterator[_Piece]:
-    """All choices, of as many key heads at a time as fit."""
+def _head_runs(work: _Work, query: Tensor, key: Tensor, value: Tensor) -> Iterator[tuple[slice, slice]]:
+    """Query and key heads whose choices fit into memory at a time; none where nothing can be listed."""
     batch, heads, n, width = query.shape
     slots = work.selection.indices.shape[-1]
     if not slots:
@@ -213,30 +282,86 @@ def _pieces(work: _Work, query: Tensor, key: Tensor, value: Tensor) -> Iterator[
     step = max(1, GATHERED // bytes_a_head)
     for first in range(0, key.shape[1], step):
         key_heads = slice(first, min(first + step, key.shape[1]))
-        mine = slice(first * shared, key_heads.stop * shared)
-        indices = work.selection.indices[:, mine]
-        yield _Piece(mine, key_heads, token_plan(replace(work.selection, indices=indices)))
+        yield slice(first * shared, key_heads.stop * shared), key_heads
+
+
+def _joins_in_place(work: _Work, call: AttentionCall) -> bool:
+    """Whether kernels gather the queries where they lie, and nothing is read back."""
+    able = work.backend in ("auto", "triton") and triton_backend.why_not(call) is None
+    return able and not may_read(call.device)
+
+
+def _join_chosen(
+    work: _Work, call: AttentionCall, near: Forward
+) -> tuple[Forward, Tensor | None, list[tuple[slice, Chosen]]]:
+    """Output and LSE, joined in place to what all rows share, the LSE of listed blocks for a lesson, the choices."""
+    from ..kernels import triton_tokens
+
+    found, listed = [], []
+    asked = work.asked(call.device)
+    for heads, _ in _head_runs(work, call.query, call.key, call.value):
+        chosen = chosen_tokens(replace(work.selection, indices=work.selection.indices[:, heads]))
+        listed.append(triton_tokens.forward(call, chosen, near, heads, asked))
+        found.append((heads, chosen))
+    return near, torch.cat(listed, 1) if listed and len(asked) else None, found
+
+
+def _add_chosen(
+    call: AttentionCall,
+    chosen: list[tuple[slice, Chosen]],
+    near: Gradients,
+    output: Tensor,
+    lse: Tensor,
+    grad_output: Tensor,
+    grad_lse: Tensor | None,
+) -> tuple[Tensor, ...]:
+    """Gradients, added to those of what all rows share in place."""
+    from ..kernels import triton_tokens
+
+    if chosen:
+        delta = triton_tokens.delta_of(output, lse, grad_output, grad_lse)
+        for heads, own in chosen:
+            triton_tokens.backward(call, own, near, heads, lse, delta, grad_output)
+    return tuple(near)
+
+
+def _pieces(work: _Work, query: Tensor, key: Tensor, value: Tensor) -> Iterator[_Piece]:
+    """All choices, of as many key heads at a time as fit; samples apart where dropout has to tell them apart."""
+    batch, all_heads, n, _ = query.shape
+    apart = 1 if work.dropout_p else batch
+    for heads, key_heads in _head_runs(work, query, key, value):
+        for first in range(0, batch, apart):
+            samples = slice(first, first + apart)
+            selection = replace(work.selection, indices=work.selection.indices[samples, heads])
+            gathered = token_plan(selection, n if work.dropout_p else 0)
+            tokens = slice(first * n, samples.stop * n)
+            yield _Piece(heads, key_heads, tokens, first * all_heads + heads.start, gathered)
 
 
 def _gathered_call(work: _Work, piece: _Piece, folded: tuple[Tensor, Tensor, Tensor]) -> AttentionCall:
     query, key, value = folded
-    keys, values = key[:, piece.key_heads], value[:, piece.key_heads]
-    return work.call(piece.rows(query), keys, values, piece.gathered.plan)
+    keys, values = (x[:, piece.key_heads, piece.tokens] for x in (key, value))
+    call = work.call(piece.rows(query), keys, values, piece.gathered.plan)
+    if call.key_padding_mask is not None:
+        call = replace(call, key_padding_mask=call.key_padding_mask[:, piece.tokens])
+    if call.seed is not None:
+        call = replace(call, seed=shifted(call.seed, piece.streams), positions=piece.positions())
+    return call
 
 
 def _forward_tokens(
-    work: _Work, query: Tensor, key: Tensor, value: Tensor
+    work: _Work, query: Tensor, key: Tensor, value: Tensor, near: Forward
 ) -> tuple[Tensor, Tensor, list[_Piece], Tensor | None]:
-    """Output, LSE, what the backward pass needs, and for a lesson the LSE of each listed block (b, h, n, k)."""
-    call = work.shared_call(query, key, value)
-    near = choose(call, work.backend)[1].forward(call)
+    """Output, LSE, what the backward pass needs, and for a lesson the LSE of listed blocks of its rows (b, h, r, k)."""
     folded = (_fold(query), _fold(key), _fold(value))
     # Sums run in the order of the slots on (h, b * n, e), whatever the other tokens chose.
     total = _fold(near.output)[0].to(near.lse.dtype)
     lse = _fold(near.lse)[0].clone()
     if total.data_ptr() == near.output.data_ptr():
         total = total.clone()
-    pieces, listed_lse = list(_pieces(work, query, key, value)), []
+    pieces = list(_pieces(work, query, key, value))
+    asked, (batch, heads, n, _) = work.asked(query.device), query.shape
+    listed_lse = lse.new_empty((batch, heads, len(asked), work.selection.indices.shape[-1]))
     for piece in pieces:
         call = _gathered_call(work, piece, folded)
         found = choose(call, work.backend)[1].forward(call)
@@ -244,10 +369,10 @@ def _forward_tokens(
         logs = torch.nn.functional.pad(found.lse[0], (0, 1), value=-torch.inf)
         place = piece.gathered.place
         parts = logs.gather(1, place.flatten(1)).view_as(place)
-        before = lse[piece.heads]
+        before = lse[piece.heads, piece.tokens]
         after = torch.logaddexp(before, parts.logsumexp(-1))
         seen = after > -torch.inf
-        mine = total[piece.heads]
+        mine = total[piece.heads, piece.tokens]
         mine *= torch.where(seen, (before - after).exp(), 0.0)[..., None]
         share = torch.where(seen[..., None], (parts - after[..., None]).exp(), 0.0)
         head = torch.arange(len(place), device=place.device)[:, None]
@@ -255,17 +380,17 @@ def _forward_tokens(
             listed = place[..., slot].clamp(max=rows - 1)
             part = found.output[0][head, listed].to(mine.dtype) * share[..., slot, None]
             mine += torch.where((place[..., slot] < rows)[..., None], part, 0.0)
-        lse[piece.heads] = after
-        if work.lesson is not None:
-            listed_lse.append(parts)
+        lse[piece.heads, piece.tokens] = after
+        samples = slice(piece.tokens.start // n, piece.tokens.stop // n)
+        listed_lse[samples, piece.heads] = parts.unflatten(1, (-1, n))[:, :, asked].transpose(0, 1)
     output = empty_rows(query, value.shape[-1]).copy_(_unfold(total[None], query))
-    found_lse = _unfold(torch.cat(listed_lse)[None], query) if listed_lse else None
-    return output, _unfold(lse[None], query).contiguous(), pieces, found_lse
+    return output, _unfold(lse[None], query).contiguous(), pieces, listed_lse if pieces and len(asked) else None
 
 
 def _backward_tokens(
     work: _Work,
     pieces: list[_Piece],
+    near: Gradients,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -275,8 +400,6 @@ def _backward_tokens(
     grad_lse: Tensor | None,
 ) -> tuple[Tensor, ...]:
     """Each part's gradient is exact by itself, from the output and LSE of the whole row."""
-    call = work.shared_call(query, key, value)
-    near = choose(call, work.backend)[1].backward(call, output, lse, grad_output, grad_lse)
     if not pieces:
         return tuple(near)
     sums = [_fold(grad)[0].to(lse.dtype, copy=True) for grad in near]
@@ -290,13 +413,13 @@ def _backward_tokens(
         found = choose(call, work.backend)[1].backward(call, own_output, own_lse, own_grad, own_slope)
         place, rows = piece.gathered.place, piece.gathered.plan.n
         head = torch.arange(len(place), device=place.device)[:, None]
-        mine = sums[0][piece.heads]
+        mine = sums[0][piece.heads, piece.tokens]
         for slot in range(place.shape[-1]):
             listed = place[..., slot].clamp(max=rows - 1)
             part = found.query[0][head, listed].to(mine.dtype)
             mine += torch.where((place[..., slot] < rows)[..., None], part, 0.0)
-        sums[1][piece.key_heads] += found.key[0].to(lse.dtype)
-        sums[2][piece.key_heads] += found.value[0].to(lse.dtype)
+        sums[1][piece.key_heads, piece.tokens] += found.key[0].to(lse.dtype)
+        sums[2][piece.key_heads, piece.tokens] += found.value[0].to(lse.dtype)
     likes = (query, key, value)
     return tuple(
         empty_rows(like, like.shape[-1]).copy_(_unfold(total[None], like))

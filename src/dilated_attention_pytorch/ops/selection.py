@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from ..kernels.dropout import GOLDEN, WORD, fresh_seed, mix
-from ..plan.selected import Selection, shared_blocks
+from ..kernels.selection import Factors
+from ..plan.selected import Selection, may_read, shared_blocks
 
-__all__ = ["Budget", "Selection", "fresh_seed", "gumbel", "select"]
+__all__ = ["Budget", "Factors", "Selection", "fresh_seed", "gumbel", "select"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +37,10 @@ class Budget:
             most = min(most, max(self.least, round(self.kept * blocks), 1))
         return min(most, blocks) - 1
 
+    def wanted(self, seen: Tensor) -> Tensor:
+        """How many of that many visible blocks a row keeps by the fraction, int64."""
+        return (self.kept * seen).round().long().clamp(min=self.least, max=self.most)
+
 
 def select(
     scores: Callable[[int, int], Tensor],
@@ -50,8 +55,9 @@ def select(
     local_blocks: int,
     sink_blocks: int,
     seed: Tensor | None = None,
+    factors: Factors | None = None,
 ) -> Selection:
-    """Keep the best blocks of every row.
+    """Keep the best blocks of every row; of equals, the first.
 
     Args:
         scores: gives float (b, h, rows, t) for the rows from one to before another, already divided by temperature.
@@ -64,10 +70,34 @@ def select(
         per_token: rows are tokens, not query blocks.
         local_blocks: see `Selection`, as `sink_blocks`.
         seed: int64 [1]: Gumbel noise is added to the ranking, as if blocks were drawn in proportion to their weight.
+        factors: what the scores are made of: a GPU then ranks every pair in one pass, and `scores` is not asked.
     """
     t = visible.shape[-1]
     rows = n if per_token else t
-    grows = budget.coverage is not None and visible.device.type != "cuda"
+    readable = may_read(visible.device)
+    counted = counted_blocks(visible, local_blocks, sink_blocks, is_causal)
+    if factors is not None and not readable and factors.why_not(budget.room(t)) is None:
+        from ..kernels.triton_selection import listed_blocks
+
+        taken, seen = counted
+        limit = taken if budget.coverage is not None else budget.wanted(seen) - taken
+        listed, many = listed_blocks(
+            factors,
+            visible,
+            limit.int(),
+            budget.room(t),
+            block_size=block_size,
+            is_causal=is_causal,
+            per_token=per_token,
+            local_blocks=local_blocks,
+            sink_blocks=sink_blocks,
+            coverage=budget.coverage,
+            least=budget.least,
+            most=budget.most,
+            seed=seed,
+        )
+        return Selection(listed, many, n, block_size, is_causal, per_token, local_blocks, sink_blocks)
+    grows = budget.coverage is not None and readable
     width = 0 if grows else budget.room(t)
     indices = torch.full((*visible.shape[:2], rows, width), t, dtype=torch.int32, device=visible.device)
     counts = torch.empty(indices.shape[:3], dtype=torch.int32, device=visible.device)
@@ -75,24 +105,25 @@ def select(
         row = torch.arange(begin, end, device=visible.device)
         own = row // block_size if per_token else row
         shared = shared_blocks(own, t, local_blocks, sink_blocks, is_causal)
-        listed, many = _rank(scores(begin, end), row, own, shared, visible, budget, is_causal, seed)
+        listed, many = rank_blocks(scores(begin, end), row, own, shared, visible, counted, budget, is_causal, seed)
         # Where the scores decide how many there are, room for all would be far more than what is kept.
         listed = listed[..., : int(many.max())] if grows else listed
         if listed.shape[-1] > indices.shape[-1]:
             indices = torch.nn.functional.pad(indices, (0, listed.shape[-1] - indices.shape[-1]), value=t)
         indices[:, :, begin:end, : listed.shape[-1]] = listed
         counts[:, :, begin:end] = many
-    if visible.device.type != "cuda":
+    if readable:
         indices = indices[..., : int(counts.max())]
     return Selection(indices, counts, n, block_size, is_causal, per_token, local_blocks, sink_blocks)
 
 
-def _rank(
+def rank_blocks(
     scores: Tensor,
     row: Tensor,
     own: Tensor,
     shared: Tensor,
     visible: Tensor,
+    counted: tuple[Tensor, Tensor],
     budget: Budget,
     is_causal: bool,
     seed: Tensor | None,
@@ -108,23 +139,47 @@ def _rank(
     scores = torch.where(within & ~scores.isnan(), scores, -torch.inf)
     ranked = scores if seed is None else scores + gumbel(seed, row, column, scores)
     room = min(budget.room(t), t - 1)
-    best, indices = ranked.masked_fill(~open_to_choice, -torch.inf).topk(room, -1)
-    taken = forced.sum(-1) + 1
+    best, indices = _best(ranked.masked_fill(~open_to_choice, -torch.inf), room)
+    taken, seen = (x[:, :, own] for x in counted)
     if budget.coverage is None:
-        seen = (column <= own[:, None] if is_causal else column[None] >= 0) & visible[:, :, None]
-        seen = seen | (column == own[:, None])
-        wanted = (budget.kept * seen.sum(-1)).round().long()
+        wanted = budget.wanted(seen)
     else:
         share = _shares(scores)
         # The forced blocks are kept whatever they hold; choices are added until all of it reaches the target.
         held = share[..., -1] + (share[..., :-1] * forced).sum(-1)
         reached = held[..., None] + share.gather(-1, indices).cumsum(-1)
         wanted = taken + ((reached < budget.coverage).sum(-1) + 1) * (held < budget.coverage)
-    wanted = wanted.clamp(min=budget.least, max=budget.most)
+        wanted = wanted.clamp(min=budget.least, max=budget.most)
     slot = torch.arange(room, device=visible.device)
     listed = (slot < (wanted - taken)[..., None]) & (best > -torch.inf)
     counts = listed.sum(-1, dtype=torch.int32)
     return indices.masked_fill(~listed, t).sort(-1).values.int(), counts
+
+
+def counted_blocks(visible: Tensor, local: int, sink: int, is_causal: bool) -> tuple[Tensor, Tensor]:
+    """Blocks that rows of each block keep without listing them, their own one, and blocks they see, int64 (b, h, t)."""
+    t = visible.shape[-1]
+    own = torch.arange(t, device=visible.device)
+    before = torch.nn.functional.pad(visible.cumsum(-1), (1, 0))
+    first, last = (own - local + 1).clamp(min=0), (own + local).clamp(max=t)
+    hidden = (~visible).long()
+    if is_causal:
+        taken = before[..., own] - before[..., first] + before[..., first.clamp(max=sink)]
+        return taken + 1, before[..., 1:] + hidden
+    # First blocks lie before what is near, or behind it.
+    taken = before[..., last.clamp(min=min(sink, t))] - before[..., first] + before[..., first.clamp(max=sink)]
+    return taken + hidden, before[..., -1:] + hidden
+
+
+def _best(ranked: Tensor, many: int) -> tuple[Tensor, Tensor]:
+    """The best of (..., t), descending, and where they stand; of equals the first."""
+    if may_read(ranked.device):
+        best, indices = ranked.topk(min(many + 1, ranked.shape[-1]), -1)
+        tied = (best[..., 1:] == best[..., :-1]) & (best[..., 1:] > -torch.inf)
+        if not bool(tied.any()):
+            return best[..., :many], indices[..., :many]
+    best, indices = ranked.sort(dim=-1, descending=True, stable=True)
+    return best[..., :many], indices[..., :many]
 
 
 def _shares(scores: Tensor) -> Tensor:

@@ -17,11 +17,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..plan.selected import Selection
+from ..kernels import triton_backend
+from ..plan.selected import Selection, may_read
 from .selection import spans
 
 STEP, GPU_STEP = 2**22, 2**26
 """Scores, and numbers of gathered keys, held at a time."""
+MOST_BLOCKS = 2**16 - 1
+"""Blocks that a launch can count."""
 
 
 @dataclass(slots=True)
@@ -50,7 +53,9 @@ class Scene(NamedTuple):
     scale: float
     key_padding_mask: Tensor | None
     listed_lse: Tensor | None = None
-    """(b, h, n, k): the LSE of each listed block by itself, where tokens chose and it is known"""
+    """(b, h, r, k): the LSE of each listed block of the lesson's chosen rows by itself, where tokens chose"""
+    mass: Tensor | None = None
+    """(b, h, r, 1 + k): weighted attention of every row on its own block and its listed ones, where it is known"""
 
     def tokens(self, rows: Tensor) -> Tensor:
         """Query tokens of rows, int64 (r, q); past the end where a block is ragged."""
@@ -60,21 +65,25 @@ class Scene(NamedTuple):
         return rows[:, None] * size + torch.arange(size, device=rows.device)
 
 
+def query_weights(lesson: Lesson, lse: Tensor, grad_output: Tensor, key_padding_mask: Tensor | None) -> Tensor:
+    """How much each query counts, (b, h, n) in the dtype of the LSE: nothing where it is padding."""
+    weights = grad_output.to(lse.dtype).norm(dim=-1) if lesson.saliency else torch.ones_like(lse)
+    return weights if key_padding_mask is None else weights.masked_fill(key_padding_mask[:, None], 0.0)
+
+
 def learn(
     scene: Scene,
     lesson: Lesson,
     lse: Tensor,
-    grad_output: Tensor,
+    weights: Tensor,
     chosen_scores: Tensor | None,
     dense_scores: Tensor | None,
 ) -> tuple[Tensor | None, Tensor | None]:
     """Gradients of the scores (b, h, r, k) of listed blocks and (b, h, r, t) of all blocks of the dense rows.
 
-    The loss is the mean over rows, samples and heads of each of both, times the lesson's weight, summed.
+    The loss is the mean over rows, samples and heads of each of both, times the lesson's weight, summed. `weights` are
+    those of `query_weights`.
     """
-    saliency = grad_output.to(lse.dtype).norm(dim=-1) if lesson.saliency else torch.ones_like(lse)
-    if scene.key_padding_mask is not None:
-        saliency = saliency.masked_fill(scene.key_padding_mask[:, None], 0.0)
     losses, grads = [], []
     if chosen_scores is None:
         grads.append(None)
@@ -83,33 +92,35 @@ def learn(
         blocks = scene.selection.indices[:, :, rows].long()
         own = scene.selection.row_blocks()[rows].expand(blocks.shape[:3])
         if scene.listed_lse is None:
-            own_mass, mass = listed_mass(scene, rows, torch.cat([own[..., None], blocks], -1), lse, saliency).split(
-                [1, blocks.shape[-1]], -1
-            )
+            if scene.mass is None:
+                both = listed_mass(scene, rows, torch.cat([own[..., None], blocks], -1), lse, weights)
+            else:
+                both = scene.mass[:, :, rows]
+            own_mass, mass = both.split([1, blocks.shape[-1]], -1)
         else:
-            own_mass = listed_mass(scene, rows, own[..., None], lse, saliency)
-            share = (scene.listed_lse[:, :, rows] - lse[:, :, rows, None]).exp()
-            mass = share * saliency[:, :, rows, None]
+            own_mass = listed_mass(scene, rows, own[..., None], lse, weights)
+            share = (scene.listed_lse - lse[:, :, rows, None]).exp()
+            mass = share * weights[:, :, rows, None]
         listed = blocks < scene.selection.blocks
-        losses.append(_compare(chosen_scores, mass, own_mass, listed, lesson.weight, grads))
+        losses.append(compare_scores(chosen_scores, mass, own_mass, listed, lesson.weight, grads))
     if dense_scores is None:
         grads.append(None)
     else:
         rows = lesson.dense_rows
-        mass, whole = dense_mass(scene, rows, saliency)
+        mass, whole = dense_mass(scene, rows, weights)
         own = scene.selection.row_blocks()[rows]
         column = torch.arange(mass.shape[-1], device=mass.device)
         others = column < own[:, None] if scene.selection.is_causal else column != own[:, None]
         others = others & lesson.visible[:, :, None]
         own_mass = mass.gather(-1, own.expand(mass.shape[:3])[..., None])
-        losses.append(_compare(dense_scores, mass, own_mass, others, lesson.weight, grads, lesson.found))
+        losses.append(compare_scores(dense_scores, mass, own_mass, others, lesson.weight, grads, lesson.found))
         lesson.found["coverage"] = captured(lse, whole, scene.tokens(rows))
     if losses:
         lesson.found["loss"] = torch.stack(losses).sum()
     return grads[0], grads[1]
 
 
-def _compare(
+def compare_scores(
     scores: Tensor,
     mass: Tensor,
     own_mass: Tensor,
@@ -145,6 +156,9 @@ def listed_mass(scene: Scene, rows: Tensor, blocks: Tensor, lse: Tensor, weights
     selection, key = scene.selection, scene.key
     batch, heads, r, l = blocks.shape
     size, n = selection.block_size, selection.n
+    logs = _lse_by_kernel(scene, rows, blocks)
+    if logs is not None:
+        return _weighted(scene, rows, logs, lse[:, :, scene.tokens(rows).clamp(max=n - 1)], weights)
     reach = torch.arange(size, device=key.device)
     sample = torch.arange(batch, device=key.device).view(-1, 1, 1, 1)
     group = (torch.arange(heads, device=key.device) // (heads // key.shape[1])).view(-1, 1, 1)
@@ -168,11 +182,44 @@ def listed_mass(scene: Scene, rows: Tensor, blocks: Tensor, lse: Tensor, weights
     return torch.cat(found, 2)
 
 
+def _lse_by_kernel(scene: Scene, rows: Tensor, blocks: Tensor | None) -> Tensor | None:
+    """LSE of each listed block by itself, or of every block, (b, h, r, q, l), where a kernel forms no scores for it."""
+    query, selection = scene.query, scene.selection
+    able = query.dtype in triton_backend.DTYPES and query.shape[-1] <= triton_backend.WIDEST
+    if may_read(query.device) or not able or selection.blocks > MOST_BLOCKS or not triton_backend._installed():
+        return None
+    from ..kernels.triton_mass import block_lse
+
+    return block_lse(
+        query,
+        scene.key,
+        scene.tokens(rows),
+        blocks,
+        scale=scene.scale,
+        key_padding_mask=scene.key_padding_mask,
+        block_size=selection.block_size,
+        is_causal=selection.is_causal,
+    )
+
+
+def _weighted(scene: Scene, rows: Tensor, logs: Tensor, whole: Tensor, weights: Tensor) -> Tensor:
+    """Weighted attention on blocks (b, h, r, l), from their LSE (b, h, r, q, l) and that of queries, (b, h, r, q)."""
+    token = scene.tokens(rows)
+    real, token = token < scene.selection.n, token.clamp(max=scene.selection.n - 1)
+    share = torch.where(logs > -torch.inf, (logs - whole[..., None]).exp(), 0.0)
+    weight = (weights[:, :, token] * real)[..., None]
+    return torch.where(weight > 0, share * weight, 0.0).sum(-2)
+
+
 def dense_mass(scene: Scene, rows: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     """Weighted attention of rows on every block (b, h, r, t), were none left out, and the LSE (b, h, r, q) of that."""
     selection, dtype = scene.selection, weights.dtype
     batch, heads = scene.query.shape[:2]
     n, size, t = selection.n, selection.block_size, selection.blocks
+    by_block = _lse_by_kernel(scene, rows, None)
+    if by_block is not None:
+        whole = by_block.logsumexp(-1)
+        return _weighted(scene, rows, by_block, whole, weights), whole
     width = 1 if selection.per_token else size
     found, logs = [], []
     for begin, end in _steps(weights, len(rows), batch * heads * width * n):

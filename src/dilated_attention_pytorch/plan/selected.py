@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -61,13 +62,24 @@ class Selection:
 
     def density(self) -> Tensor:
         """Blocks seen over blocks that dense attention sees, a scalar tensor."""
-        t, near, first = self.blocks, self.local_blocks, self.sink_blocks
-        own = self.row_blocks()
-        seen = own.clamp(max=near - 1) + 1 + (own - near + 1).clamp(min=0, max=first)
-        if not self.is_causal:
-            seen += (t - 1 - own).clamp(max=near - 1) + (min(first, t) - own - near).clamp(min=0)
-        dense = (own + 1 if self.is_causal else torch.full_like(own, t)).sum()
-        return (seen.sum() + self.counts.sum(-1).double().mean()) / dense
+        batch, heads, rows, _ = self.indices.shape
+        by_row = self.block_size if self.per_token else 1
+        shared, dense = _counted(rows, by_row, self.blocks, self.local_blocks, self.sink_blocks, self.is_causal)
+        return (self.counts.sum(dtype=torch.float64) / (batch * heads) + shared) / dense
+
+
+@lru_cache(maxsize=256)
+def _counted(rows: int, by_row: int, blocks: int, local: int, sink: int, is_causal: bool) -> tuple[int, int]:
+    """Blocks that all rows see without being listed, and that dense attention sees; `by_row` rows share a block."""
+    shared = dense = 0
+    for own in range(blocks):
+        many = min(by_row, rows - own * by_row)
+        seen = min(own, local - 1) + 1 + min(max(own - local + 1, 0), sink)
+        if not is_causal:
+            seen += min(blocks - 1 - own, local - 1) + max(min(sink, blocks) - own - local, 0)
+        shared += many * seen
+        dense += many * (own + 1 if is_causal else blocks)
+    return shared, dense
 
 
 def shared_blocks(own: Tensor, blocks: int, local: int, sink: int, is_causal: bool) -> Tensor:
@@ -77,42 +89,74 @@ def shared_blocks(own: Tensor, blocks: int, local: int, sink: int, is_causal: bo
     return seen & (column <= own[:, None]) if is_causal else seen
 
 
+def may_read(device: torch.device) -> bool:
+    """Whether the host may look at what a device computed: a GPU would have to be waited for."""
+    return device.type != "cuda"
+
+
 @lru_cache(maxsize=64)
 def _shared_lists(blocks: int, local: int, sink: int, is_causal: bool, device: torch.device) -> Tensor:
-    """The same as lists, int64 (t, s), -1 where a row has fewer."""
-    own = torch.arange(blocks)[:, None]
-    near = own + torch.arange(1 - local, 1 if is_causal else local)
-    first = torch.arange(min(sink, blocks)).expand(blocks, -1)
+    """The same as lists, int64 (t, s), -1 where a row has fewer; column `local - 1` is the row's own."""
+    own = torch.arange(blocks, device=device)[:, None]
+    near = own + torch.arange(1 - local, 1 if is_causal else local, device=device)
+    first = torch.arange(min(sink, blocks), device=device).expand(blocks, -1)
     first = torch.where((own - first).abs() < local, -1, first)
     lists = torch.cat([near, first], 1)
     outside = (lists < 0) | (lists >= blocks) | (is_causal & (lists > own))
-    return lists.masked_fill(outside, -1).to(device)
+    return lists.masked_fill(outside, -1)
 
 
 @lru_cache(maxsize=64)
 def _masks(block_size: int, device: torch.device) -> Masks:
-    element = torch.arange(block_size)
-    dense = torch.stack([torch.ones(block_size, block_size, dtype=torch.bool), element <= element[:, None]])
+    element = torch.arange(block_size, device=device)
+    below = element <= element[:, None]
+    dense = torch.stack([torch.ones_like(below), below])
     words = -(-block_size // 32)
     bits = torch.nn.functional.pad(dense, (0, 32 * words - block_size)).unflatten(-1, (words, 32)).long()
-    packed = (bits << torch.arange(32)).sum(-1)
+    packed = (bits << torch.arange(32, device=device)).sum(-1)
     packed = torch.where(packed >= 1 << 31, packed - (1 << 32), packed).int()
-    band = torch.tensor([[1 - block_size, block_size - 1], [1 - block_size, 0]], dtype=torch.int32)
-    return Masks(packed.to(device), band.to(device))
+    band = torch.full((2, 2), 1 - block_size, dtype=torch.int32, device=device)
+    band[WHOLE, 1].fill_(block_size - 1)
+    band[TRIANGLE, 1].zero_()
+    return Masks(packed, band)
 
 
 @lru_cache(maxsize=64)
 def _token_axis(batch: int, n: int, heads: int, block_size: int, device: torch.device) -> Axis:
     """Samples of n tokens one after another."""
-    first = torch.arange(batch)[:, None] * n
-    start = first + torch.arange(0, n, block_size)
+    first = torch.arange(batch, device=device)[:, None] * n
+    start = first + torch.arange(0, n, block_size, device=device)
     end = (first + n).expand_as(start)
     offset = torch.zeros(heads, dtype=torch.int32, device=device)
-    return Axis(1, offset, start.flatten().to(device), end.flatten().to(device))
+    return Axis(1, offset, start.flatten(), end.flatten())
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Listed:
+    """A selection by query blocks as a plan."""
+
+    plan: Plan
+    """For (1, h, b * n, d): samples one after another"""
+    order: Tensor
+    """int64 [h * b * t * (s + k)]: which meeting, counted (h, b, t, s + k), each entry of the walk by query is; the s
+    blocks every row sees come first, the row's own at `local_blocks - 1`"""
+    shared: int
+    """s"""
+
+    def place(self) -> Tensor:
+        """int64 [h * b * t * (s + k)]: the entry of each meeting, the other way round."""
+        return torch.empty_like(self.order).scatter_(
+            0, self.order, torch.arange(len(self.order), device=self.order.device)
+        )
 
 
 def block_plan(selection: Selection) -> Plan:
     """The plan of a selection by query blocks, for (1, h, b * n, d): samples one after another."""
+    return listed_plan(selection).plan
+
+
+def listed_plan(selection: Selection) -> Listed:
+    """The plan of a selection by query blocks, and where each of its meetings stands in it."""
     batch, heads, t, _ = selection.indices.shape
     device, size = selection.indices.device, selection.block_size
     tiles, ragged = batch * t, selection.n % size > 0
@@ -124,52 +168,65 @@ def block_plan(selection: Selection) -> Plan:
     head = torch.arange(heads, device=device)[:, None, None, None]
     query, key = block + first_tile, lists.clamp(0, t - 1) + first_tile
     own = torch.where(lists == block, TRIANGLE, -1) if selection.is_causal else torch.full_like(lists, -1)
-    walks = []
+    walks, orders = [], []
     for row, tile, streamed in ((query, key, lists), (key, query, block)):
         mask = own if not ragged else torch.where((own < 0) & (streamed == t - 1), WHOLE, own)
         has_masks = ragged or selection.is_causal
-        walks.append(_walk(row + head * tiles, tile, mask if has_masks else None, listed, heads * tiles))
+        walk, order = _walk(row + head * tiles, tile, mask if has_masks else None, listed, heads * tiles)
+        walks.append(walk)
+        orders.append(order)
     axis = _token_axis(batch, selection.n, heads, size, device)
     classes = torch.arange(heads, dtype=torch.int32, device=device)
     part = Part(axis, axis, classes, *walks)
-    # On a GPU the exact number would have to be waited for.
-    blocks = lists.numel() if device.type == "cuda" else int(listed.sum())
-    return Plan("learned", batch * selection.n, heads, size, (part,), _masks(size, device), blocks)
+    blocks = int(listed.sum()) if may_read(device) else lists.numel()
+    plan = Plan("learned", batch * selection.n, heads, size, (part,), _masks(size, device), blocks)
+    return Listed(plan, orders[0], shared.shape[1])
 
 
-def _walk(row: Tensor, tile: Tensor, mask: Tensor | None, listed: Tensor, rows: int) -> Walk:
-    """Meetings in any order as a walk, every list stored on its own; those not listed are sorted past the last row."""
+def _walk(row: Tensor, tile: Tensor, mask: Tensor | None, listed: Tensor, rows: int) -> tuple[Walk, Tensor]:
+    """Meetings in any order as a walk, every list stored on its own, and which meeting each entry is.
+
+    Those not listed are sorted past the last row.
+    """
     row, tile, listed = row.flatten(), tile.flatten(), listed.flatten()
     some = torch.zeros_like(row) if mask is None else (mask.flatten() >= 0).long()
-    place = torch.where(listed, 2 * row + some, 2 * rows)
+    # A sort takes as many passes as its keys have bytes.
+    place = torch.where(listed, 2 * row + some, 2 * rows).int()
     place, order = place.sort(stable=True)
-    bounds = torch.searchsorted(place, torch.arange(2 * rows + 1, device=row.device)).int()
+    edges = torch.arange(2 * rows + 1, dtype=torch.int32, device=row.device)
+    bounds = torch.searchsorted(place, edges, out_int32=True)
     begin, middle, end = bounds[:-1:2], bounds[1::2], bounds[2::2]
     nothing = torch.zeros_like(begin)
     table = torch.stack([begin, middle, nothing, middle, end, nothing], 1)
     stored = tile[order].int()
     if mask is None:
-        return Walk(table, stored, stored[:0], stored[:0], start_order(table))
+        return Walk(table, stored, stored[:0], stored[:0], start_order(table)), order
     # One memory serves both kinds, as two tensors: within a row, tiles met whole come first.
-    return Walk(table, stored, stored.view_as(stored), mask.flatten()[order].clamp(min=0).int(), start_order(table))
+    masks = mask.flatten()[order].clamp(min=0).int()
+    return Walk(table, stored, stored.view_as(stored), masks, start_order(table)), order
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class Gathered:
-    """Queries laid out by the block they chose, in tiles that meet one key tile each."""
+class Chosen(NamedTuple):
+    """Queries laid out by the block they chose, in tiles of the block size that meet one key tile each.
 
-    plan: Plan
-    """For (1, h, rows, d) gathered queries on (1, h, b * n, d) keys"""
+    Key tiles count over samples, as tokens do: t blocks, or n tokens, of one sample after another.
+    """
+
     source: Tensor
-    """int64 (h, rows): the token, counted over samples, that each gathered row is a copy of; -1 where it is filler"""
+    """int64 (h, rows): the token that each row is a copy of; -1 where it is filler"""
     place: Tensor
-    """int64 (h, b * n, k): the gathered row of each listed choice; `rows` where nothing is listed"""
+    """int64 (h, b * n, k): the row of each listed choice; `rows` where nothing is listed"""
+    tile: Tensor
+    """int64 (h, rows / B): the key tile that each tile of queries meets; b * t where it holds nothing but filler"""
+    first: Tensor
+    """int64 (h, b * t + 1): the first tile of queries of each key tile, and where the last one ends"""
 
 
-def token_plan(selection: Selection) -> Gathered:
-    """The plan of a selection by tokens, without what all rows share: a key tile streams the queries that chose it.
+def chosen_tokens(selection: Selection, least: int = 0) -> Chosen:
+    """The choices of a selection by tokens, turned round: for a key tile the queries that chose it.
 
-    Tokens that choose differently share no tiles, so the union of a query tile's choices would save nothing.
+    Tokens that choose differently share no tiles, so the union of a query tile's choices would save nothing. There are
+    `least` rows or more.
     """
     batch, heads, n, k = selection.indices.shape
     device, size, t = selection.indices.device, selection.block_size, selection.blocks
@@ -177,40 +234,66 @@ def token_plan(selection: Selection) -> Gathered:
     chosen = selection.indices.transpose(0, 1).long()
     first_tile = torch.arange(batch, device=device)[:, None, None] * t
     tile = torch.where(chosen < t, chosen + first_tile, key_tiles).reshape(heads, -1)
-    ordered, order = tile.sort(dim=1, stable=True)
+    # A sort takes as many passes as its keys have bytes.
+    narrow = tile.short() if key_tiles < 2**15 else tile.int()
+    order = narrow.sort(dim=1, stable=True).indices
+    ordered = tile.gather(1, order)
     edges = torch.arange(key_tiles + 1, device=device).expand(heads, -1).contiguous()
     begin = torch.searchsorted(ordered, edges)
     tiles_of = -(-begin.diff(dim=1) // size)
-    last = tiles_of.cumsum(1)
-    first = last - tiles_of
+    first = torch.nn.functional.pad(tiles_of.cumsum(1), (1, 0))
     room = tile.shape[1] // size + min(key_tiles, tile.shape[1])
-    query_tiles = max(room if device.type == "cuda" else int(last[:, -1].max()), 1)
+    query_tiles = max(int(first[:, -1].max()) if may_read(device) else room, -(-least // size), 1)
     rows = query_tiles * size
 
     # A choice lies as far into its tile's run as it comes after the first that chose the same tile.
     within = torch.arange(tile.shape[1], device=device) - begin.gather(1, ordered)
-    run = torch.nn.functional.pad(first * size, (0, 1), value=rows)
-    spot = torch.where(ordered < key_tiles, run.gather(1, ordered) + within, rows)
+    spot = torch.where(ordered < key_tiles, first.gather(1, ordered) * size + within, rows)
     place = torch.empty_like(spot).scatter_(1, order, spot)
-    source = torch.full((heads, rows + 1), -1, dtype=torch.int64, device=device)
-    source.scatter_(1, spot, order // k)
-
+    # One place past the last row of the last head takes what is not listed.
+    source = torch.full((heads * rows + 1,), -1, dtype=torch.int64, device=device)
+    run = torch.arange(heads, device=device)[:, None] * rows
+    source.scatter_(0, torch.where(spot < rows, spot + run, heads * rows).flatten(), (order // k).flatten())
     streamed = torch.arange(query_tiles, device=device).expand(heads, -1).contiguous()
-    met = torch.searchsorted(last, streamed, right=True)
+    met = torch.searchsorted(first[:, 1:].contiguous(), streamed, right=True)
+    return Chosen(source[:-1].view(heads, rows), place.view(heads, batch * n, k), met, first)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Gathered:
+    """Chosen queries as a plan."""
+
+    plan: Plan
+    """For (1, h, rows, d) gathered queries on (1, h, b * n, d) keys"""
+    source: Tensor
+    """See `Chosen`."""
+    place: Tensor
+
+
+def token_plan(selection: Selection, least: int = 0) -> Gathered:
+    """The plan of a selection by tokens, without what all rows share: a key tile streams the queries that chose it.
+
+    It has `least` rows or more.
+    """
+    batch, heads, n, _ = selection.indices.shape
+    device, size, t = selection.indices.device, selection.block_size, selection.blocks
+    source, place, met, first = chosen_tokens(selection, least)
+    rows, key_tiles = source.shape[1], batch * t
     used = (met < key_tiles).long()
-    part_met = used * ((met % t == t - 1) & (selection.n % size > 0))
+    part_met = used * ((met % t == t - 1) & (n % size > 0))
     base, nothing = met.clamp(max=key_tiles - 1), torch.zeros_like(met)
     by_query = torch.stack([nothing, used - part_met, base, nothing, part_met, base], -1)
-    nothing = torch.zeros_like(first)
-    by_key = torch.stack([nothing, tiles_of, first, nothing, nothing, nothing], -1)
+    nothing = torch.zeros_like(first[:, :-1])
+    by_key = torch.stack([nothing, first.diff(dim=1), first[:, :-1], nothing, nothing, nothing], -1)
     zero = torch.zeros(1, dtype=torch.int32, device=device)
     tables = [table.flatten(0, 1).int() for table in (by_query, by_key)]
+    streamed = torch.arange(rows // size, dtype=torch.int32, device=device)
     part = Part(
         queries=_token_axis(1, rows, heads, size, device),
         keys=_token_axis(batch, n, heads, size, device),
         head_class=torch.arange(heads, dtype=torch.int32, device=device),
         by_query=Walk(tables[0], zero, zero.clone(), zero + WHOLE, start_order(tables[0])),
-        by_key=Walk(tables[1], streamed[0].int(), zero[:0], zero[:0], start_order(tables[1])),
+        by_key=Walk(tables[1], streamed, zero[:0], zero[:0], start_order(tables[1])),
     )
-    plan = Plan("learned by token", rows, heads, size, (part,), _masks(size, device), heads * query_tiles)
-    return Gathered(plan, source[:, :-1], place.view(heads, batch * n, k))
+    plan = Plan("learned by token", rows, heads, size, (part,), _masks(size, device), met.numel())
+    return Gathered(plan, source, place)

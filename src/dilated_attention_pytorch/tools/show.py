@@ -1,4 +1,4 @@
-"""`dap show`: who sees whom, as text, SVG, PNG, or one interactive HTML page without any network."""
+"""`dap show`: who sees whom, by a pattern or a trained layer, as text, SVG, PNG or one HTML page without a network."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ from typing import Annotated, Any, NamedTuple
 import typer
 
 from ..errors import must
-from .screen import AsJson, Heads, PatternText, Tokens, print_json
+from .screen import AsJson, _tokens_option, print_json
 
 EXACT_TOKENS = 4096
 """Up to this length a cell counts the allowed pairs; beyond it, the pairs of the tiles that are computed."""
 PIXELS = 640
+MOST_LETTERS = 90
+"""Of a title that has room above a map as it is; longer ones are drawn closer."""
 KINDS = ("txt", "svg", "png", "html")
 STYLE = (
     ".map .page{fill:#fff}.map .cell{fill:#0b62b4}.map text{font:13px system-ui,sans-serif;fill:#1c2430}"
@@ -59,9 +61,11 @@ def draw_map(text: str, n: int, heads: int, head: int, width: int) -> Map:
     return Map(pattern.describe(), n, head, cell, counted.tolist())
 
 
-def as_text(drawn: Map) -> str:
-    """`#` all, `+` some, `.` none of the pairs of a cell."""
-    rows = ["".join("#" if x > 0.99 else "+" if x > 0 else "." for x in row) for row in drawn.share]
+def as_text(drawn: Map, few: float = 0.0) -> str:
+    """`#` all, `+` some, `-` less than the share `few`, `.` none of the pairs of a cell."""
+    rows = [
+        "".join("#" if x > 0.99 else "." if x <= 0 else "-" if x < few else "+" for x in row) for row in drawn.share
+    ]
     return "\n".join([f"{drawn.title}: head {drawn.head}, a cell is {drawn.cell} x {drawn.cell} tokens", *rows])
 
 
@@ -77,7 +81,8 @@ def as_svg(maps: list[Map]) -> str:
         scale = PIXELS / len(drawn.share)
         about = f"{drawn.title}: head {drawn.head}, {drawn.n:,} tokens"
         parts.append(f'<g transform="translate({20 + index * (PIXELS + 40)},40)"><title>{escape(about)}</title>')
-        parts.append(f'<text y="-14">{escape(about)}</text>')
+        fitted = f' textLength="{PIXELS}" lengthAdjust="spacingAndGlyphs"' if len(about) > MOST_LETTERS else ""
+        parts.append(f'<text y="-14"{fitted}>{escape(about)}</text>')
         for i, row in enumerate(drawn.share):
             at = 0
             for share, run in groupby(round(x, 2) for x in row):
@@ -105,7 +110,8 @@ def write_png(maps: list[Map], path: Path) -> None:
     FigureCanvasAgg(figure)
     for axes, drawn in zip(figure.subplots(1, len(maps), squeeze=False)[0], maps, strict=True):
         axes.imshow(drawn.share, cmap="Blues", vmin=0, vmax=1, extent=(0, drawn.n, drawn.n, 0), interpolation="nearest")
-        axes.set(title=f"{drawn.title}: head {drawn.head}", xlabel="key", ylabel="query")
+        axes.set_title(f"{drawn.title}: head {drawn.head}", wrap=True)
+        axes.set(xlabel="key", ylabel="query")
     figure.savefig(path, metadata={"Software": None})
 
 
@@ -118,38 +124,96 @@ def as_html(texts: list[str], n: int, heads: int, head: int) -> str:
     return template.replace("/*START*/null", data)
 
 
+def learned_page(maps: list[Map]) -> str:
+    """One self-contained page with the maps of what was learned, which no page can compute."""
+    from .page import Chart, as_html
+
+    title = maps[0].title
+    return as_html("Who sees whom", [title, Chart("map", f"head {maps[0].head}", as_svg(maps))])
+
+
+def read_settings(text: str | None) -> dict[str, Any] | None:
+    """Settings of a layer, from JSON."""
+    if text is None:
+        return None
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise must("settings must be JSON", f"{text!r} ({error})") from None
+    if not isinstance(found, dict):
+        raise must("settings must be a JSON object", text)
+    return found
+
+
 def command(
-    pattern: PatternText,
-    tokens: Tokens = 1024,
-    heads: Heads = 4,
+    pattern: Annotated[
+        str | None,
+        typer.Option("--pattern", "-p", help='Who may see whom, like "dilated:2048x1,8192x4 & causal".'),
+    ] = None,
+    tokens: Annotated[
+        int | None,
+        typer.Option("--tokens", "-n", parser=_tokens_option, metavar="COUNT", help="Length: 4096, 64K, 1M."),
+    ] = None,
+    heads: Annotated[int | None, typer.Option("--heads", min=1, help="Query heads of a pattern; 4 by default.")] = None,
     head: Annotated[int, typer.Option(min=0, help="Which head to draw.")] = 0,
     beside: Annotated[str | None, typer.Option(help="A second pattern, drawn beside the first.")] = None,
+    learned: Annotated[
+        Path | None, typer.Option(help="Instead of a pattern: a checkpoint with adaptive layers, see save_adaptive.")
+    ] = None,
+    layer: Annotated[
+        int | None, typer.Option(min=0, help="Which of its adaptive layers; the first by default.")
+    ] = None,
+    shown: Annotated[
+        Path | None,
+        typer.Option("--input", help="What the layer reads: hidden, or query and key, in a tensor file; or any bytes."),
+    ] = None,
+    settings: Annotated[
+        str | None, typer.Option(help='Where the checkpoint tells none: JSON like {"block_size": 64, "k_min": 4}.')
+    ] = None,
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help=f"A file that ends in .{', .'.join(KINDS)}; without, print.")
     ] = None,
     width: Annotated[int | None, typer.Option(min=2, max=512, help="Most cells along a side.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Draw who sees whom. The HTML page zooms, lights the keys of a row, and has sliders for two patterns."""
+    """Draw who sees whom. The HTML page of patterns zooms, lights the keys of a row, and has sliders for two."""
     from .page import write
 
     kind = "txt" if out is None else out.suffix.removeprefix(".")
     if kind not in KINDS:
         raise must(f"out must end in one of {', '.join(KINDS)}", str(out))
-    texts = [pattern] if beside is None else [pattern, beside]
-    cells = width or {"txt": 32, "html": 32}.get(kind, 128)
-    maps = [draw_map(text, tokens, heads, head, cells) for text in texts]
+    if (pattern is None) == (learned is None):
+        raise must("either --pattern or --learned must be given", "neither" if pattern is None else "both")
+    if learned is None:
+        for name, given in (("--layer", layer), ("--input", shown), ("--settings", settings)):
+            if given is not None:
+                raise must(f"{name} must come with --learned", "--pattern")
+    elif heads is not None:
+        raise must("--heads must come with --pattern: a checkpoint tells its own", heads)
+    # The page of a pattern draws its own maps.
+    cells = width or (32 if kind == "txt" or (kind == "html" and learned is None) else 128)
+    maps: list[Map] = []
+    if learned is not None:
+        from .learned import draw_learned
+
+        drawn = draw_learned(learned, layer or 0, head, shown, tokens, cells, read_settings(settings))
+        maps, tokens = [Map(drawn.title, drawn.n, head, drawn.cell, drawn.share)], drawn.n
+    texts = [text for text in (pattern, beside) if text is not None]
+    length, many = tokens or 1024, heads or (4 if learned is None else max(4, head + 1))
+    maps += [draw_map(text, length, many, head, cells) for text in texts]
+    # Tokens of a block that chose for themselves share little: a cell tells whether most of them agree.
+    drawn_text = "\n\n".join(as_text(drawn, 0.0 if learned is None else 0.5) for drawn in maps)
     if kind == "png":
         assert out is not None
         out.parent.mkdir(parents=True, exist_ok=True)
         write_png(maps, out)
     elif out is not None:
-        made: Any = {"txt": lambda: "\n\n".join(map(as_text, maps)) + "\n", "svg": lambda: as_svg(maps)}
-        made["html"] = lambda: as_html(texts, tokens, heads, head)
+        made: Any = {"txt": lambda: drawn_text + "\n", "svg": lambda: as_svg(maps)}
+        made["html"] = lambda: as_html(texts, length, many, head) if learned is None else learned_page(maps)
         write(out, made[kind]())
     if as_json:
         print_json({"out": None if out is None else str(out), "maps": [drawn._asdict() for drawn in maps]})
     elif out is None:
-        print("\n\n".join(map(as_text, maps)))
+        print(drawn_text)
     else:
         print(f"Wrote {out}.")

@@ -1,0 +1,100 @@
+"""Ranking blocks on a GPU: what the scores are made of, and what a program takes at once."""
+
+from __future__ import annotations
+
+import os
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import triton_backend
+
+MOST_LISTED = 2048
+"""Blocks of a row that a program can keep sorted."""
+MOST_WORDS = 2048
+"""Words a program ranks at once; they live in registers."""
+COLUMNS = 64
+"""Blocks of a step."""
+MOST_MATCHES = 2**14
+"""Matches of sub-blocks of a step."""
+WORDS_A_THREAD, MATCHES_A_THREAD = 8, 16
+"""The code a thread runs, and with it the first call, grows with what it holds."""
+WIDEST_MATCH = 128
+MOST_BLOCKS = 16384
+"""Blocks up to which every pair is scored; beyond, a level of super-blocks costs less."""
+
+
+class Factors(NamedTuple):
+    """Scores as what they are made of: w . relu(rows + columns) + bias, and the best match of sub-blocks.
+
+    Shapes: b batch, h heads, t blocks, m hidden units, r rows that choose (t, or tokens), a sub-blocks of a row, u of a
+    key block, d rank of the match; m or d may be 0. All float32 but for what says what is there.
+    """
+
+    rows: Tensor
+    """(b, h, t, m): by query block, whatever the rows are"""
+    columns: Tensor
+    """(b, h, t, m)"""
+    weight: Tensor
+    """(h, m)"""
+    bias: Tensor
+    """(h)"""
+    left: Tensor
+    """(b, h, r, a, d)"""
+    right: Tensor
+    """(b, h, t, u, d)"""
+    inverse: Tensor
+    """(h): what scores are multiplied by, the temperature's inverse"""
+    keep: Tensor | None = None
+    """(b, h, t, m): a factor on each hidden unit of a row"""
+    left_there: Tensor | None = None
+    """bool (b, h, r, a): sub-blocks with something to see, where rows are blocks; None where all have"""
+    right_there: Tensor | None = None
+    """bool (b, h, t, u)"""
+
+    def why_not(self, room: int) -> str | None:
+        """Why the kernel cannot rank by these factors, to list up to `room` blocks; None when it can."""
+        rows, left = self.rows, self.left
+        if not (rows.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"):
+            return f"needs a CUDA tensor, got {rows.device.type}"
+        if not triton_backend._installed():
+            return "needs triton, which is not installed; CUDA builds of torch bring it"
+        if rows.dtype is not torch.float32:
+            return f"needs float32 factors, got {rows.dtype}"
+        if left.shape[4] > WIDEST_MATCH:
+            return f"needs a match of rank <= {WIDEST_MATCH}, got {left.shape[4]}"
+        if rows.shape[2] > MOST_BLOCKS:
+            return f"scores every pair of up to {MOST_BLOCKS} blocks, got {rows.shape[2]}"
+        if not 0 < room <= MOST_LISTED:
+            return f"must list between 1 and {MOST_LISTED} blocks, got {room}"
+        cut = widths(room, left.shape[3])
+        if cut.rows * cut.units * cut.columns > MOST_MATCHES:
+            return f"cannot match {cut.columns} blocks with rows of {left.shape[3]} sub-blocks at once"
+        return None
+
+
+class Widths(NamedTuple):
+    """What a program takes at once."""
+
+    rows: int
+    columns: int
+    listed: int
+    """Words kept for a row."""
+    units: int
+    """Sub-blocks of a row, each counted `repeat` times."""
+    repeat: int
+    """A product has 16 rows or more, so that few rows with few sub-blocks are taken several times."""
+
+    @property
+    def warps(self) -> int:
+        words, matches = self.rows * max(self.listed, self.columns), self.rows * self.units * self.columns
+        return min(max(words // WORDS_A_THREAD // 32, matches // MATCHES_A_THREAD // 32, 4), 16)
+
+
+def widths(room: int, own_units: int) -> Widths:
+    """For lists of `room` blocks, and rows of that many sub-blocks."""
+    listed = max(16, 1 << (room - 1).bit_length())
+    rows = max(min(MOST_WORDS // max(listed, COLUMNS), 32, 32 // own_units), 1)
+    repeat = max(16 // (rows * own_units), 1)
+    return Widths(rows, COLUMNS, listed, own_units * repeat, repeat)

@@ -1,0 +1,367 @@
+"""Attention of tokens on the blocks they chose themselves: key blocks outside, the queries that chose them gathered.
+
+What all rows share has been computed, and what is found here joins it in place. Forward: every tile of gathered queries
+meets one key block and leaves a softmax of its own; a second kernel joins the softmaxes of each token in the order of
+its list. Backward: dK and dV by key block, over its tiles of queries; dQ by tiles of queries, then added up by token.
+Nothing is copied to gather it and no atomics are used, so gradients have the same bits every time.
+
+Names as in `triton_primitives`; `p_source`, `p_place`, `p_tile` and `p_first` are `plan.selected.Chosen`.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..plan.selected import Chosen
+from .registry import AttentionCall, Forward, Gradients
+from .triton_backward import delta_bwd_kernel, dkv_tile, dq_tile
+from .triton_forward import forward_tile
+from .triton_launch import LOG2E, OPTIONS, ROWS, Tiles, _dropout, _precision, config, held
+from .triton_primitives import LN2, NO_KEY, dropout_rows, load_rows, store_rows
+
+
+@triton.jit
+def gathered_rows(p_source, p_tile, rows, tiles, n, blocks, BLOCK: tl.constexpr, BM: tl.constexpr):
+    """Of a program's BM gathered rows: places, tokens in their sample, n for filler; and the sample and its block."""
+    SUB_M: tl.constexpr = BLOCK // BM
+    head = tl.program_id(1).to(tl.int64)
+    tile = tl.load(p_tile + head * tiles + tl.program_id(0) // SUB_M)
+    o_row = head * rows + tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
+    b_source = tl.load(p_source + o_row)
+    sample = tile // blocks
+    return o_row, tl.where(b_source < 0, n, b_source - sample * n), sample, tile - sample * blocks
+
+
+@triton.jit(do_not_specialize=["rows", "tiles", "threshold", "first_head"])
+def chosen_fwd_kernel(
+    p_q, p_k, p_v, p_part, p_part_lse, p_source, p_tile, p_masks, p_padding, p_seed, scale, inverse_keep, threshold,
+    rows, tiles, n, blocks, samples, heads, first_head, group, sq_b, sq_h, sq_n, sk_b, sk_h, sk_n, sv_b, sv_h, sv_n,
+    BLOCK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, E: tl.constexpr, DP: tl.constexpr,
+    EP: tl.constexpr, SIGN: tl.constexpr, RAGGED: tl.constexpr, PADDING: tl.constexpr, DROPOUT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Output and LSE of BM gathered queries on the one block they chose; SIGN as in the forward over plans."""
+    SUB_N: tl.constexpr = BLOCK // BN
+    o_row, o_q, sample, block = gathered_rows(p_source, p_tile, rows, tiles, n, blocks, BLOCK, BM)
+    if sample >= samples:
+        return
+    head = tl.program_id(1).to(tl.int64)
+    o_d = tl.arange(0, DP)
+    o_e = tl.arange(0, EP)
+    o_n = tl.arange(0, BN)
+    b_q = load_rows(p_q + sample * sq_b + head * sq_h + o_q[:, None] * sq_n + o_d[None, :], o_q < n, o_d, D, DP, True)
+    if SIGN != 1:
+        b_q = (b_q * SIGN).to(b_q.dtype)
+    p_k += sample * sk_b + (head // group) * sk_h
+    p_v += sample * sv_b + (head // group) * sv_h
+    if PADDING:
+        p_padding += sample * n
+    b_row = o_q
+    if DROPOUT:
+        b_row = dropout_rows(p_seed, sample * heads + first_head + head, o_q)
+    b_m = tl.full([BM], NO_KEY, tl.float32)
+    b_l = tl.zeros([BM], tl.float32)
+    b_acc = tl.zeros([BM, EP], tl.float32)
+    for j in range(SUB_N):
+        k_first = block * BLOCK + j * BN
+        p_k_tile = p_k + (k_first + o_n)[:, None] * sk_n + o_d[None, :]
+        p_v_tile = p_v + (k_first + o_n)[:, None] * sv_n + o_e[None, :]
+        b_acc, b_l, b_m = forward_tile(
+            b_acc, b_l, b_m, b_q, p_k_tile, p_v_tile, p_masks, p_padding, p_seed, b_row, block * 0, False, scale,
+            threshold, inverse_keep, tl.arange(0, BM), o_n, k_first, n - k_first, o_n, o_d, o_e, BLOCK, D, E, DP, EP,
+            RAGGED, RAGGED, False, PADDING, DROPOUT, False, PRECISION, False,
+        )  # fmt: skip
+    b_acc = b_acc / tl.where(b_l == 0.0, 1.0, b_l)[:, None]
+    tl.store(p_part_lse + o_row, (b_m + tl.math.log2(b_l)) * LN2)
+    store_rows(p_part + o_row[:, None] * E + o_e[None, :], b_acc, o_q < n, o_e, E, EP)
+
+
+@triton.jit(do_not_specialize=["rows", "n"])
+def join_tokens_kernel(
+    p_out, p_lse, p_part, p_part_lse, p_place, rows, n, slots, so_b, so_h, so_n, sl_b, sl_h, sl_n,
+    BM: tl.constexpr, E: tl.constexpr, EP: tl.constexpr,
+):  # fmt: skip
+    """Join what BM tokens found in the blocks they chose to what all share."""
+    o_q = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
+    o_e = tl.arange(0, EP)
+    head = tl.program_id(1).to(tl.int64)
+    sample = tl.program_id(2).to(tl.int64)
+    b_exist = o_q < n
+    o_token = head * (n * tl.num_programs(2)) + sample * n + o_q
+    p_line = p_out + sample * so_b + head * so_h + o_q[:, None] * so_n + o_e[None, :]
+    p_slot = p_lse + sample * sl_b + head * sl_h + o_q * sl_n
+    b_m = tl.load(p_slot, mask=b_exist, other=NO_KEY)
+    b_l = tl.where(b_m == NO_KEY, 0.0, 1.0)
+    b_acc = load_rows(p_line, b_m != NO_KEY, o_e, E, EP, True).to(tl.float32)
+    for slot in range(slots):
+        b_place = tl.load(p_place + o_token * slots + slot, mask=b_exist, other=rows)
+        o_row = head * rows + b_place
+        b_lse = tl.load(p_part_lse + o_row, mask=b_place < rows, other=NO_KEY)
+        b_part = load_rows(p_part + o_row[:, None] * E + o_e[None, :], b_lse != NO_KEY, o_e, E, EP, True)
+        b_top = tl.maximum(b_m, b_lse)
+        b_ref = tl.where(b_top == NO_KEY, 0.0, b_top)
+        b_old = tl.exp(b_m - b_ref)
+        b_gain = tl.exp(b_lse - b_ref)
+        b_acc = b_acc * b_old[:, None] + b_part.to(tl.float32) * b_gain[:, None]
+        b_l = b_l * b_old + b_gain
+        b_m = b_top
+    b_acc = b_acc / tl.where(b_l == 0.0, 1.0, b_l)[:, None]
+    tl.store(p_slot, b_m + tl.log(b_l), mask=b_exist)
+    store_rows(p_line, b_acc, b_exist, o_e, E, EP)
+
+
+@triton.jit(do_not_specialize=["rows", "tiles", "threshold", "first_head"])
+def chosen_dq_bwd_kernel(
+    p_q, p_k, p_v, p_do, p_lse, p_delta, p_part, p_source, p_tile, p_masks, p_padding, p_seed, scale, scale_log2,
+    inverse_keep, threshold, rows, tiles, n, blocks, samples, heads, first_head, group, sq_b, sq_h, sq_n, sk_b, sk_h,
+    sk_n, sv_b, sv_h, sv_n, sg_b, sg_h, sg_n,
+    BLOCK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, E: tl.constexpr, DP: tl.constexpr,
+    EP: tl.constexpr, RAGGED: tl.constexpr, PADDING: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """What BM gathered queries get from the one block they chose."""
+    SUB_N: tl.constexpr = BLOCK // BN
+    o_row, o_q, sample, block = gathered_rows(p_source, p_tile, rows, tiles, n, blocks, BLOCK, BM)
+    if sample >= samples:
+        return
+    head = tl.program_id(1).to(tl.int64)
+    b_exist = o_q < n
+    o_d = tl.arange(0, DP)
+    o_e = tl.arange(0, EP)
+    o_n = tl.arange(0, BN)
+    b_q = load_rows(p_q + sample * sq_b + head * sq_h + o_q[:, None] * sq_n + o_d[None, :], b_exist, o_d, D, DP, True)
+    b_do = load_rows(p_do + sample * sg_b + head * sg_h + o_q[:, None] * sg_n + o_e[None, :], b_exist, o_e, E, EP, True)
+    stream = sample * heads + first_head + head
+    b_lse = tl.load(p_lse + stream * n + o_q, mask=b_exist, other=NO_KEY)
+    # exp2(s - inf) = 0: filler and rows without a key weigh nothing.
+    b_lse = tl.where(b_lse == NO_KEY, float("inf"), b_lse * 1.4426950408889634)
+    b_delta = tl.load(p_delta + stream * n + o_q, mask=b_exist, other=0.0)
+    p_k += sample * sk_b + (head // group) * sk_h
+    p_v += sample * sv_b + (head // group) * sv_h
+    if PADDING:
+        p_padding += sample * n
+    b_row = o_q
+    if DROPOUT:
+        b_row = dropout_rows(p_seed, stream, o_q)
+    b_dq = tl.zeros([BM, DP], tl.float32)
+    for j in range(SUB_N):
+        k_first = block * BLOCK + j * BN
+        p_k_tile = p_k + (k_first + o_n)[:, None] * sk_n + o_d[None, :]
+        p_v_tile = p_v + (k_first + o_n)[:, None] * sv_n + o_e[None, :]
+        b_dq = dq_tile(
+            b_dq, b_q, b_do, b_lse, b_delta, p_k_tile, p_v_tile, p_masks, p_padding, p_seed, b_row, block * 0, False,
+            scale_log2, threshold, inverse_keep, tl.arange(0, BM), o_n, k_first, n - k_first, o_n, o_d, o_e, p_part,
+            b_delta, BLOCK, D, E, DP, EP, RAGGED, RAGGED, False, PADDING, DROPOUT, False, PRECISION, False, False,
+        )  # fmt: skip
+    store_rows(p_part + o_row[:, None] * D + o_d[None, :], b_dq * scale, b_exist, o_d, D, DP)
+
+
+@triton.jit(do_not_specialize=["rows", "n"])
+def add_tokens_kernel(
+    p_dq, p_part, p_place, rows, n, slots, sx_b, sx_h, sx_n, BM: tl.constexpr, D: tl.constexpr, DP: tl.constexpr
+):
+    """Add what BM tokens get from the blocks they chose, in the order of their lists."""
+    o_q = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
+    o_d = tl.arange(0, DP)
+    head = tl.program_id(1).to(tl.int64)
+    sample = tl.program_id(2).to(tl.int64)
+    b_exist = o_q < n
+    o_token = head * (n * tl.num_programs(2)) + sample * n + o_q
+    p_line = p_dq + sample * sx_b + head * sx_h + o_q[:, None] * sx_n + o_d[None, :]
+    b_sum = load_rows(p_line, b_exist, o_d, D, DP, True).to(tl.float32)
+    for slot in range(slots):
+        b_place = tl.load(p_place + o_token * slots + slot, mask=b_exist, other=rows)
+        p_rows = p_part + (head * rows + b_place)[:, None] * D + o_d[None, :]
+        b_sum += load_rows(p_rows, b_place < rows, o_d, D, DP, True).to(tl.float32)
+    store_rows(p_line, b_sum, b_exist, o_d, D, DP)
+
+
+@triton.jit(do_not_specialize=["rows", "tiles", "threshold", "first_head"])
+def chosen_dkv_bwd_kernel(
+    p_q, p_k, p_v, p_do, p_lse, p_delta, p_dk, p_dv, p_source, p_first, p_order, p_masks, p_padding, p_seed, scale,
+    scale_log2, inverse_keep, threshold, rows, n, blocks, samples, heads, first_head, sq_b, sq_h, sq_n, sk_b, sk_h,
+    sk_n, sv_b, sv_h, sv_n, sg_b, sg_h, sg_n, sx_b, sx_h, sx_n, sy_b, sy_h, sy_n,
+    BLOCK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, E: tl.constexpr, DP: tl.constexpr,
+    EP: tl.constexpr, GROUP: tl.constexpr, PADDING: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Add to dK and dV of BN keys what the queries that chose their block give, over the query heads that read them."""
+    SUB_M: tl.constexpr = BLOCK // BM
+    SUB_N: tl.constexpr = BLOCK // BN
+    key_tiles = samples * blocks
+    key_head = tl.program_id(1).to(tl.int64)
+    tile = tl.load(p_order + key_head * key_tiles + tl.program_id(0) // SUB_N)
+    sample = tile // blocks
+    o_j = (tl.program_id(0) % SUB_N) * BN + tl.arange(0, BN)
+    o_key = (tile - sample * blocks) * BLOCK + o_j
+    b_exist = o_key < n
+    o_m = tl.arange(0, BM)
+    o_d = tl.arange(0, DP)
+    o_e = tl.arange(0, EP)
+    p_k_tile = p_k + sample * sk_b + key_head * sk_h + o_key[:, None] * sk_n + o_d[None, :]
+    p_v_tile = p_v + sample * sv_b + key_head * sv_h + o_key[:, None] * sv_n + o_e[None, :]
+    b_k = load_rows(p_k_tile, b_exist, o_d, D, DP, True)
+    b_v = load_rows(p_v_tile, b_exist, o_e, E, EP, True)
+    b_dk = tl.zeros([BN, DP], tl.float32)
+    b_dv = tl.zeros([BN, EP], tl.float32)
+    for member in range(GROUP):
+        head = key_head * GROUP + member
+        p_run = p_first + head * (key_tiles + 1) + tile
+        stream = sample * heads + first_head + head
+        p_q_head = p_q + sample * sq_b + head * sq_h + o_d[None, :]
+        p_do_head = p_do + sample * sg_b + head * sg_h + o_e[None, :]
+        for j in range(tl.load(p_run) * SUB_M, tl.load(p_run + 1) * SUB_M):
+            b_source = tl.load(p_source + head * rows + j * BM + o_m)
+            o_q = tl.where(b_source < 0, n, b_source - sample * n)
+            b_dk, b_dv = dkv_tile(
+                b_dk, b_dv, b_k, b_v, p_q_head + o_q[:, None] * sq_n, p_do_head + o_q[:, None] * sg_n,
+                p_lse + stream * n, p_delta + stream * n, p_masks, p_seed, p_seed, o_key, stream, tile * 0, False,
+                scale_log2, threshold, inverse_keep, o_m, o_j, 0, n, o_q, o_d, o_e, BLOCK, D, E, DP, EP, True, True,
+                False, DROPOUT, False, PRECISION, False,
+            )  # fmt: skip
+    b_dk *= scale
+    b_shown = b_exist
+    if PADDING:
+        b_shown = tl.load(p_padding + sample * n + o_key, mask=b_exist, other=1) == 0
+        b_dk = tl.where(b_shown[:, None], b_dk, 0.0)
+        b_dv = tl.where(b_shown[:, None], b_dv, 0.0)
+    p_dk_tile = p_dk + sample * sx_b + key_head * sx_h + o_key[:, None] * sx_n + o_d[None, :]
+    p_dv_tile = p_dv + sample * sy_b + key_head * sy_h + o_key[:, None] * sy_n + o_e[None, :]
+    store_rows(p_dk_tile, b_dk + load_rows(p_dk_tile, b_exist, o_d, D, DP, True), b_exist, o_d, D, DP)
+    store_rows(p_dv_tile, b_dv + load_rows(p_dv_tile, b_exist, o_e, E, EP, True), b_exist, o_e, E, EP)
+
+
+def forward(call: AttentionCall, chosen: Chosen, near: Forward, heads: slice, asked: Tensor) -> Tensor:
+    """Join the choices of some query heads to what all rows share, in place.
+
+    Args:
+        call: of what all rows share: (b, h, n, d) queries and so on, and its plan's block size and masks.
+        chosen: the choices of those heads.
+        near: output and LSE of the call.
+        heads: which query heads, all of a key head's or none.
+        asked: int64 (r): tokens of which to tell the LSE of each listed block.
+
+    Returns:
+        That LSE, (b, those heads, r, k).
+    """
+    query, key, value = _of_heads(call, heads)
+    batch, own, n, d = query.shape
+    e, rows, block = value.shape[3], chosen.source.shape[1], call.plan.block_size
+    tiles = config(d, e, query.dtype, query.device, block).forward
+    part = torch.empty((own, rows, e), dtype=query.dtype, device=query.device)
+    part_lse = torch.empty((own, rows), dtype=torch.float32, device=query.device)
+    sign = (call.scale > 0) - (call.scale < 0)
+    magnitude = abs(call.scale) or 1.0
+    chosen_fwd_kernel[(rows // tiles.m, own)](
+        query, key, value, part, part_lse, chosen.source, chosen.tile, *_read(call, chosen), magnitude * LOG2E,
+        *_dropout(call), rows, chosen.tile.shape[1], *_sizes(call, heads), own // key.shape[1], *query.stride()[:3],
+        *key.stride()[:3], *value.stride()[:3],
+        SIGN=sign, RAGGED=n % block > 0, **_constants(call, tiles),
+    )  # fmt: skip
+    output, lse = near.output[:, heads], near.lse[:, heads]
+    join_tokens_kernel[(-(-n // ROWS), own, batch)](
+        output, lse, part, part_lse, chosen.place, rows, n, chosen.place.shape[2], *output.stride()[:3], *lse.stride(),
+        BM=ROWS, E=e, EP=held(e), **OPTIONS,
+    )  # fmt: skip
+    place = chosen.place.unflatten(1, (batch, n))[:, :, asked]
+    listed = part_lse.gather(1, place.clamp(max=rows - 1).flatten(1)).view_as(place)
+    return listed.masked_fill(place >= rows, -torch.inf).transpose(0, 1)
+
+
+def delta_of(output: Tensor, lse: Tensor, grad_output: Tensor, grad_lse: Tensor | None) -> Tensor:
+    """What every weight's gradient of a row is measured against, float32 (b, h, n)."""
+    batch, heads, n, e = output.shape
+    delta = torch.empty((batch, heads, n), dtype=torch.float32, device=output.device)
+    slope = lse if grad_lse is None else grad_lse
+    delta_bwd_kernel[(-(-n // ROWS), heads, batch)](
+        output, grad_output, lse, slope, delta, n, *output.stride()[:3], *grad_output.stride()[:3], *slope.stride(),
+        BM=ROWS, E=e, EP=held(e), LSE_GRAD=grad_lse is not None, **OPTIONS,
+    )  # fmt: skip
+    return delta
+
+
+def backward(
+    call: AttentionCall, chosen: Chosen, near: Gradients, heads: slice, lse: Tensor, delta: Tensor, grad_output: Tensor
+) -> None:
+    """Add the gradients of those choices to the gradients of what all rows share, in place.
+
+    Args:
+        call: see `forward`, as `chosen` and `heads`.
+        near: gradients of the call with the output and LSE of the whole rows.
+        lse: of the whole rows, (b, h, n), contiguous.
+        delta: see `delta_of`.
+        grad_output: (b, h, n, e).
+    """
+    query, key, value = _of_heads(call, heads)
+    batch, own, n, d = query.shape
+    e, rows, block = value.shape[3], chosen.source.shape[1], call.plan.block_size
+    group = own // key.shape[1]
+    tiles = config(d, e, query.dtype, query.device, block)
+    grad = grad_output[:, heads]
+    scales = call.scale, call.scale * LOG2E, *_dropout(call)
+    strides = *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *grad.stride()[:3]
+    part = torch.empty((own, rows, d), dtype=query.dtype, device=query.device)
+    chosen_dq_bwd_kernel[(rows // tiles.dq.m, own)](
+        query, key, value, grad, lse, delta, part, chosen.source, chosen.tile, *_read(call, chosen), *scales, rows,
+        chosen.tile.shape[1], *_sizes(call, heads), group, *strides,
+        RAGGED=n % block > 0, **_constants(call, tiles.dq),
+    )  # fmt: skip
+    grad_query = near.query[:, heads]
+    add_tokens_kernel[(-(-n // ROWS), own, batch)](
+        grad_query, part, chosen.place, rows, n, chosen.place.shape[2], *grad_query.stride()[:3],
+        BM=ROWS, D=d, DP=held(d), **OPTIONS,
+    )  # fmt: skip
+    # Blocks that many chose start first.
+    many = chosen.first.diff(dim=1).unflatten(0, (-1, group)).sum(1)
+    order = many.argsort(dim=1, descending=True, stable=True)
+    key_heads = _key_heads(call, heads)
+    grad_key, grad_value = near.key[:, key_heads], near.value[:, key_heads]
+    chosen_dkv_bwd_kernel[(order.shape[1] * (block // tiles.dkv.n), key.shape[1])](
+        query, key, value, grad, lse, delta, grad_key, grad_value, chosen.source, chosen.first, order,
+        *_read(call, chosen), *scales, rows, *_sizes(call, heads), *strides, *grad_key.stride()[:3],
+        *grad_value.stride()[:3], GROUP=group, **_constants(call, tiles.dkv),
+    )  # fmt: skip
+
+
+def _key_heads(call: AttentionCall, heads: slice) -> slice:
+    group = call.query.shape[1] // call.key.shape[1]
+    return slice(heads.start // group, heads.stop // group)
+
+
+def _of_heads(call: AttentionCall, heads: slice) -> tuple[Tensor, Tensor, Tensor]:
+    key_heads = _key_heads(call, heads)
+    return call.query[:, heads], call.key[:, key_heads], call.value[:, key_heads]
+
+
+def _read(call: AttentionCall, chosen: Chosen) -> tuple[Tensor, Tensor, Tensor]:
+    """Masks, padding and seed; what a call does not have is never read."""
+    padding = call.key_padding_mask
+    return (
+        call.plan.masks.band,
+        chosen.source if padding is None else padding.contiguous().view(torch.uint8),
+        chosen.source if call.seed is None else call.seed,
+    )
+
+
+def _sizes(call: AttentionCall, heads: slice) -> tuple[int, ...]:
+    batch, all_heads, n, _ = call.query.shape
+    return n, -(-n // call.plan.block_size), batch, all_heads, heads.start
+
+
+def _constants(call: AttentionCall, tiles: Tiles) -> dict[str, int | bool | str]:
+    d, e = call.query.shape[3], call.value.shape[3]
+    return {
+        "BLOCK": call.plan.block_size,
+        "BM": tiles.m,
+        "BN": tiles.n,
+        "D": d,
+        "E": e,
+        "DP": held(d),
+        "EP": held(e),
+        "PADDING": call.key_padding_mask is not None,
+        "DROPOUT": call.dropout_p > 0,
+        "PRECISION": _precision(call.query.dtype),
+        "num_warps": tiles.warps,
+        "num_stages": tiles.stages,
+    } | OPTIONS

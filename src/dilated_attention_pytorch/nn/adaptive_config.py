@@ -1,0 +1,110 @@
+"""Settings of learned attention."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from ..errors import must
+from ..ops.selection import Budget
+from .core import probability
+
+Granularity = Literal["auto", "block", "token"]
+ScoreGradient = Literal["distill", "prior", "straight_through", "none"]
+
+
+@dataclass(frozen=True, slots=True)
+class AdaptiveConfig:
+    """How blocks are scored, kept and learned.
+
+    >>> AdaptiveConfig(base_sparsity=0.95).kept
+    0.05
+    """
+
+    base_sparsity: float = 0.9
+    """Fraction of a row's visible blocks that is dropped."""
+    temperature: float = 1.0
+    """What scores are divided by at the start."""
+    learnable_temperature: bool = True
+    min_temperature: float = 0.1
+    hidden_dim: int = 128
+    num_layers: int = 2
+    dropout: float = 0.0
+    """Probability of dropping a hidden unit of the scorer for a whole row while training."""
+    share_across_heads: bool = False
+    """One scorer for all heads; heads still choose for themselves, by their own queries."""
+    hard_sparsity: bool = True
+    """Kept blocks attend as they are; otherwise each also weighs what the scorer predicts for it (n <= 8192)."""
+    granularity: Granularity = "auto"
+    """Rows that choose: "block" of queries, "token", or "auto": tokens when causal, blocks when not."""
+    adaptive_ratio: float | None = None
+    """Keep as many blocks as it takes to reach this predicted share of the attention, instead of a fixed number."""
+    k_min: int = 2
+    """Blocks a row keeps at least, its own counted, where it sees as many."""
+    k_max: int | None = None
+    """And at most, but for forced ones."""
+    sink_blocks: int = 1
+    """First blocks that every row keeps."""
+    local_blocks: int = 2
+    """Every row keeps blocks nearer than this; 1 is its own alone."""
+    match_rank: int = 32
+    """Width of the match between sub-blocks, 0 for none."""
+    score_unit: int = 16
+    """Tokens of a sub-block."""
+    score_gradient: ScoreGradient = "distill"
+    """What teaches the scorer. Only "distill" is known to work; the others are for study and need n <= 8192."""
+    distill_rows: float = 0.02
+    """Fraction of rows that get dense statistics in every step."""
+    distill_weight: float = 1.0
+    saliency_weighted: bool = True
+    """Weigh queries by the norm of their output's gradient."""
+
+    def __post_init__(self) -> None:
+        advice = "It is the fraction of blocks dropped; sparsity_ratio elsewhere is the fraction kept."
+        if not 0.0 <= self.base_sparsity < 1.0:
+            raise must("base_sparsity must lie in [0, 1)", self.base_sparsity, advice)
+        if not self.min_temperature > 0:
+            raise must("min_temperature must be > 0", self.min_temperature)
+        if not self.temperature >= self.min_temperature:
+            raise must(f"temperature must be >= min_temperature {self.min_temperature}", self.temperature)
+        for name, least in (
+            ("hidden_dim", 1),
+            ("num_layers", 1),
+            ("k_min", 1),
+            ("sink_blocks", 0),
+            ("local_blocks", 1),
+            ("match_rank", 0),
+            ("score_unit", 1),
+        ):
+            if getattr(self, name) < least:
+                raise must(f"{name} must be >= {least}", getattr(self, name))
+        if self.k_max is not None and self.k_max < self.k_min:
+            raise must(f"k_max must be >= k_min {self.k_min}", self.k_max)
+        probability("dropout", self.dropout)
+        if self.adaptive_ratio is not None and not 0.0 < self.adaptive_ratio < 1.0:
+            raise must("adaptive_ratio must lie in (0, 1)", self.adaptive_ratio, "It is a share of attention.")
+        if not 0.0 <= self.distill_rows <= 1.0:
+            raise must("distill_rows must lie in [0, 1]", self.distill_rows)
+        if not self.distill_weight >= 0.0:
+            raise must("distill_weight must be >= 0", self.distill_weight)
+        for name, kind in (("granularity", Granularity), ("score_gradient", ScoreGradient)):
+            if getattr(self, name) not in get_args(kind):
+                raise must(f"{name} must be one of {', '.join(get_args(kind))}", repr(getattr(self, name)))
+
+    @property
+    def kept(self) -> float:
+        """Fraction of a row's visible blocks that is kept."""
+        return round(1.0 - self.base_sparsity, 12)
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether nothing is ever dropped."""
+        return not self.base_sparsity and self.adaptive_ratio is None and self.k_max is None
+
+    def budget(self) -> Budget:
+        """How many blocks a row keeps."""
+        return Budget(self.kept, self.adaptive_ratio, self.k_min, self.k_max)
+
+    def per_token(self, is_causal: bool) -> bool:
+        """Whether tokens choose for themselves."""
+        return is_causal if self.granularity == "auto" else self.granularity == "token"

@@ -1,0 +1,118 @@
+"""Learned selections on a GPU: exact, every gradient, the same choices as the torch path, and no waiting for the device."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from kernels.test_selection import drawn, inputs, seen_pairs
+from oracle import dense_attention, error
+from torch.nn.functional import scaled_dot_product_attention
+
+from dilated_attention_pytorch.kernels.dropout import kept
+from dilated_attention_pytorch.nn import AdaptiveConfig, BlockSparseAdaptive
+from dilated_attention_pytorch.ops import selection as choosing
+from dilated_attention_pytorch.ops.selected import selected_attention
+from dilated_attention_pytorch.plan.selected import Selection
+
+pytestmark = pytest.mark.gpu
+
+SIZES = [(128, 64, 1, 1024), (128, 128, 1, 1000), (64, 64, 2, 700), (128, 64, 2, 512), (32, 80, 1, 500)]
+"""Block size, head width, batch, tokens."""
+
+
+def on_gpu(chosen):
+    moved = (chosen.indices.cuda(), chosen.counts.cuda())
+    rest = (chosen.n, chosen.block_size, chosen.is_causal, chosen.per_token, chosen.local_blocks, chosen.sink_blocks)
+    return Selection(*moved, *rest)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
+@pytest.mark.parametrize("key_heads", [4, 2])
+@pytest.mark.parametrize(("size", "width", "batch", "n"), SIZES)
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("per_token", [False, True])
+def test_output_and_gradients_are_no_worse_than_twice_torch(
+    per_token, is_causal, size, width, batch, n, key_heads, dtype
+):
+    chosen = drawn(batch, 4, n, size, is_causal=is_causal, per_token=per_token, most=3)
+    given = [x.to(dtype).cuda() for x in inputs(chosen, key_heads, width, width)]
+    grad = torch.randn(batch, 4, n, width).to(dtype).cuda()
+    seen = seen_pairs(chosen).cuda()
+    single = [x.detach().requires_grad_() for x in given]
+    output, lse = selected_attention(*single, on_gpu(chosen))
+    found = (output, *torch.autograd.grad(output, single, grad))
+    exact = [x.detach().double().requires_grad_() for x in given]
+    wanted, wanted_lse = dense_attention(*exact, seen.double())
+    wanted = (wanted, *torch.autograd.grad(wanted, exact, grad.double()))
+    torchs = [x.detach().requires_grad_() for x in given]
+    other = scaled_dot_product_attention(*torchs, attn_mask=seen, enable_gqa=True)
+    others = (other, *torch.autograd.grad(other, torchs, grad))
+    assert error(lse.detach(), wanted_lse.detach()) < 1e-3
+    for got, want, peer in zip(found, wanted, others, strict=True):
+        assert error(got.detach(), want.detach()) <= max(2 * error(peer.detach(), want.detach()), 1e-5)
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+def test_gradients_have_the_same_bits_every_time(per_token):
+    chosen = on_gpu(drawn(1, 4, 2048, 128, is_causal=per_token, per_token=per_token, most=4))
+    x = [t.bfloat16().cuda().requires_grad_() for t in inputs(chosen, 2, 64, 64)]
+    runs = [torch.autograd.grad(selected_attention(*x, chosen).output.square().sum(), x) for _ in range(3)]
+    assert all(torch.equal(a, b) for run in runs[1:] for a, b in zip(run, runs[0], strict=True))
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_where_tokens_choose_dropout_goes_by_coordinates(padded):
+    chosen = drawn(2, 4, 300, 64, is_causal=True, per_token=True, most=2)
+    x = [t.float().cuda().requires_grad_() for t in inputs(chosen, 2, 32, 32)]
+    padding = (torch.arange(300) >= torch.tensor([300, 200])[:, None]).cuda() if padded else None
+    torch.manual_seed(3)
+    seed = torch.randint(2**62, (1,), dtype=torch.int64, device="cuda")
+    torch.manual_seed(3)
+    output, _ = selected_attention(*x, on_gpu(chosen), dropout_p=0.3, key_padding_mask=padding)
+    stream, token = torch.arange(8).view(2, 4, 1, 1).cuda(), torch.arange(300).cuda()
+    dropped = {"kept": kept(seed, stream, token[:, None], token, 0.3), "dropout_p": 0.3}
+    exact = [t.detach().double().requires_grad_() for t in x]
+    wanted, _ = dense_attention(*exact, seen_pairs(chosen).cuda().double(), key_padding_mask=padding, **dropped)
+    grads = torch.autograd.grad(output.square().sum(), x), torch.autograd.grad(wanted.square().sum(), exact)
+    for got, want in ((output, wanted), *zip(*grads, strict=True)):
+        assert error(got.detach(), want.detach()) < 1e-4
+
+
+@pytest.fixture
+def layer_and_input():
+    def make(is_causal, **config):
+        torch.manual_seed(0)
+        layer = BlockSparseAdaptive([4096], [1], 4, 64, AdaptiveConfig(0.8, **config)).cuda()
+        return layer, torch.randn(3, 2, 3000, 4, 64, device="cuda", dtype=torch.bfloat16).requires_grad_()
+
+    return make
+
+
+@pytest.mark.parametrize("config", [{}, {"adaptive_ratio": 0.7}, {"match_rank": 0}, {"dropout": 0.2}], ids=str)
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_the_kernel_keeps_what_the_torch_path_keeps(is_causal, config, layer_and_input, monkeypatch):
+    layer, x = layer_and_input(is_causal, **config)
+    q, k, _ = (t.detach().transpose(1, 2) for t in x.unbind())
+    found = []
+    for by_kernel in (True, False):
+        if not by_kernel:
+            monkeypatch.setattr(choosing.Factors, "why_not", lambda factors, room: "asked not to")
+        torch.manual_seed(1)
+        with torch.no_grad():
+            found.append(layer.train()._choose(q, k, is_causal, None)[1])
+    one, other = (x.allowed() for x in found)
+    # Scores that differ by rounding alone may change places.
+    assert float((one != other).sum()) <= 1e-3 * float(other.sum())
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_a_training_step_never_waits_for_the_device(is_causal, layer_and_input):
+    layer, x = layer_and_input(is_causal)
+    for waits in (True, False):
+        # The first step of a shape compiles, and plans what all rows share.
+        torch.cuda.set_sync_debug_mode("default" if waits else "error")
+        try:
+            layer(*x.unbind(), is_causal).backward(torch.ones_like(x[0]))
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in layer.parameters())

@@ -1,0 +1,290 @@
+"""Run the kernels of learned selections in Triton's interpreter, as a GPU runs them, and print what they are off by.
+
+A program of its own: Triton decides when it is imported whether to interpret, and the test session must not. Nothing
+may be read back on the way, as on a GPU; see `no_waiting`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from contextlib import nullcontext
+from typing import NamedTuple
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+import numpy as np
+import torch
+import triton.language as tl
+from conftest import ALLOCATORS, poisoned
+from kernels.no_waiting import NoWaiting
+from kernels.test_selection import drawn, inputs, seen_pairs
+from oracle import dense_attention, error
+from triton.language import standard
+from triton.runtime import interpreter
+
+from dilated_attention_pytorch.kernels import listed_schedule, triton_schedule
+from dilated_attention_pytorch.kernels import selection as ranking
+from dilated_attention_pytorch.kernels.dropout import kept
+from dilated_attention_pytorch.nn import AdaptiveConfig, BlockSparseAdaptive
+from dilated_attention_pytorch.ops import selected, selection, selection_mass
+from dilated_attention_pytorch.ops.selected import selected_attention
+from dilated_attention_pytorch.ops.selection import Budget, Factors, select
+from dilated_attention_pytorch.ops.selection_mass import Lesson, Scene, listed_mass
+from dilated_attention_pytorch.plan import selected as plans
+
+
+class Attention(NamedTuple):
+    """Attention over a drawn selection."""
+
+    per_token: bool
+    is_causal: bool = False
+    n: int = 48
+    batch: int = 1
+    key_heads: int = 2
+    size: int = 16
+    most: int = 2
+    padded: bool = False
+    dropout_p: float = 0.0
+    dtype: torch.dtype = torch.float32
+    apart: bool = False
+    """a key head at a time, and long rows in pieces"""
+
+    def errors(self) -> dict[str, float]:
+        """Of output, LSE and gradients, and of the scores' gradients of a lesson on all rows."""
+        torch.manual_seed(0)
+        selected.GATHERED = 1 if self.apart else 2**29
+        listed_schedule.SHORTEST_PIECE = 1 if self.apart else 2**18
+        listed_schedule.PROGRAMS_PER_PROCESSOR = 12 if self.apart else 4
+        shape = {"batch": self.batch, "heads": 2, "n": self.n, "size": self.size, "most": self.most, "local": 1}
+        chosen = drawn(**shape, is_causal=self.is_causal, per_token=self.per_token)
+        given = [x.to(self.dtype) for x in inputs(chosen, self.key_heads, 16, 12)]
+        # A row without a key gives its LSE no slope, in either way of writing it.
+        slopes = torch.randn(self.batch, 2, self.n, 12), torch.randn(self.batch, 2, self.n)
+        padding = torch.arange(self.n) >= torch.tensor([self.n, self.n // 2])[: self.batch, None]
+        options = {"key_padding_mask": padding if self.padded else None}
+        torch.manual_seed(1)
+        seed = torch.randint(2**62, (1,))
+        if self.per_token:
+            # What all rows share is planned and scheduled once for its shape, as any pattern is.
+            shared = selected._shared_plan(self.n, 2, self.size, 1, 1, self.is_causal, torch.device("cpu"))
+            triton_schedule.schedule(shared, 2 // self.key_heads)
+        found = []
+        for dtype, backend in ((self.dtype, "triton"), (torch.float64, "cpu")):
+            leaves = [x.detach().to(dtype).requires_grad_() for x in given]
+            rows = torch.arange(chosen.indices.shape[2])
+            visible = torch.ones(self.batch, 2, chosen.blocks, dtype=torch.bool)
+            lesson = Lesson(rows, rows[::2], visible, 1.0, saliency=True)
+            taught = [
+                torch.zeros(shape, dtype=dtype, requires_grad=True)
+                for shape in (chosen.indices.shape, (self.batch, 2, len(rows[::2]), chosen.blocks))
+            ]
+            options |= {"lesson": lesson, "chosen_scores": taught[0], "dense_scores": taught[1]}
+            options |= {"dropout_p": self.dropout_p, "backend": backend}
+            torch.manual_seed(1)
+            with GpuRules() if backend == "triton" else torch.enable_grad():
+                output, lse = selected_attention(*leaves, chosen, **options)
+                slope = torch.where(lse > -torch.inf, slopes[1].to(lse.dtype), 0.0)
+                pairs = (output * slopes[0].to(dtype)).sum() + (lse.clamp(min=-1e30) * slope).sum()
+                found.append([output, lse, *torch.autograd.grad(pairs, [*leaves, *taught])])
+        if self.per_token:
+            leaves = [x.detach().double().requires_grad_() for x in given]
+            dense = {"key_padding_mask": options["key_padding_mask"]}
+            if self.dropout_p:
+                stream = torch.arange(2 * self.batch).view(-1, 2, 1, 1)
+                token = torch.arange(self.n)
+                dense["kept"] = kept(seed, stream, token[:, None], token, self.dropout_p)
+                dense["dropout_p"] = self.dropout_p
+            output, lse = dense_attention(*leaves, seen_pairs(chosen).double(), **dense)
+            finite = torch.where(lse > -torch.inf, lse, 0.0)
+            pairs = (output * slopes[0].double()).sum() + (finite * slopes[1].double()).sum()
+            found[1][:5] = [output, lse, *torch.autograd.grad(pairs, leaves)]
+        names = ("output", "lse", "query", "key", "value", "scores", "dense scores")
+        errors = {name: error(a.detach(), b.detach()) for name, a, b in zip(names, *found, strict=True)}
+        return errors | {"mass": self._mass(chosen, given, options["key_padding_mask"], found[1][1].detach())}
+
+    def _mass(self, chosen, given, padding, lse) -> float:
+        """Of the attention on listed blocks, where no backend gives it on the way."""
+        rows = torch.arange(chosen.indices.shape[2])
+        weights = torch.rand(lse.shape)
+        found = []
+        for dtype, rules in ((self.dtype, GpuRules()), (torch.float64, nullcontext())):
+            scene = Scene(given[0].to(dtype), given[1].to(dtype), chosen, 0.25, padding)
+            logs = lse.double() if dtype == torch.float64 else lse.float()
+            with rules:
+                found.append(listed_mass(scene, rows, chosen.indices.long(), logs, weights.to(logs.dtype)))
+        return error(*found)
+
+
+class Choice(NamedTuple):
+    """The best blocks by drawn factors."""
+
+    per_token: bool
+    is_causal: bool = False
+    n: int = 60
+    batch: int = 1
+    heads: int = 1
+    hidden: int = 5
+    rank: int = 3
+    units: int = 4
+    kept: float = 0.5
+    coverage: float | None = None
+    most: int | None = None
+    local: int = 1
+    sink: int = 1
+    noise: bool = False
+    holes: bool = False
+    keep: bool = False
+    tied: bool = False
+
+    def factors(self) -> Factors:
+        t = -(-self.n // 16)
+        rows, own_units = (self.n, 1) if self.per_token else (t, self.units)
+        lead, m, d = (self.batch, self.heads), self.hidden, self.rank
+        # Of tied scores there are but three.
+        draw = (lambda *size: torch.randint(2, size).float()) if self.tied else torch.randn
+        right_there = torch.rand(*lead, t, self.units) > 0.3 if self.holes else None
+        return Factors(
+            draw(*lead, t, m) * (not self.tied),
+            draw(*lead, t, m) * (not self.tied),
+            2 * draw(self.heads, m),
+            draw(self.heads),
+            draw(*lead, rows, own_units, d),
+            draw(*lead, t, self.units, d),
+            torch.rand(self.heads) + 0.5,
+            torch.rand(*lead, t, m) if self.keep else None,
+            None if right_there is None or self.per_token else torch.rand(*lead, rows, own_units) > 0.3,
+            right_there,
+        )
+
+    def errors(self) -> dict[str, float]:
+        """How many choices differ from those of the torch path, which asks for all scores."""
+        torch.manual_seed(0)
+        factors = self.factors()
+        t = factors.right.shape[2]
+        visible = torch.rand(self.batch, self.heads, t) > (0.2 if self.holes else -1.0)
+        if self.holes:
+            factors.columns[..., t // 2, :] = torch.nan
+        scores = dense_scores(factors, torch.arange(factors.left.shape[2]) // (16 if self.per_token else 1))
+        options = {
+            "n": self.n,
+            "block_size": 16,
+            "is_causal": self.is_causal,
+            "per_token": self.per_token,
+            "local_blocks": self.local,
+            "sink_blocks": self.sink,
+            "seed": torch.tensor([2**40 + 12345]) if self.noise else None,
+        }
+        budget = Budget(self.kept, self.coverage, 2, self.most)
+        wanted = select(lambda begin, end: scores[:, :, begin:end], 7, visible, budget, **options)
+        assert factors.why_not(budget.room(t)) is None
+        with GpuRules():
+            found = select(refuse, 0, visible, budget, **options, factors=factors)
+        width = wanted.indices.shape[-1]
+        assert wanted.counts.float().mean() > 0.3
+        return {
+            "counts": float((found.counts != wanted.counts).sum()),
+            "blocks": float((found.indices[..., :width] != wanted.indices).sum()),
+            "past the count": float((found.indices[..., width:] != t).sum()),
+        }
+
+
+class Step(NamedTuple):
+    """A training step of a whole layer."""
+
+    is_causal: bool
+
+    def errors(self) -> dict[str, float]:
+        """Gradients that are missing or not finite; what was read back would have raised."""
+        torch.manual_seed(0)
+        config = AdaptiveConfig(0.5, hidden_dim=4, match_rank=4, distill_rows=0.1)
+        layer = BlockSparseAdaptive([64], [1], 2, 16, config, block_size=16, backend="triton")
+        x = torch.randn(3, 1, 64, 2, 16).requires_grad_()
+        if self.is_causal:
+            shared = selected._shared_plan(64, 2, 16, config.local_blocks, config.sink_blocks, True, x.device)
+            triton_schedule.schedule(shared, 1)
+        with GpuRules():
+            layer(*x.unbind(), self.is_causal).square().sum().backward()
+        grads = {name: parameter.grad for name, parameter in layer.named_parameters()} | {"input": x.grad}
+        return {name: float(grad is None or not bool(grad.isfinite().all())) for name, grad in grads.items()}
+
+
+def refuse(begin: int, end: int) -> torch.Tensor:
+    raise AssertionError(f"scores of rows {begin} to {end} were asked for")
+
+
+def dense_scores(factors: Factors, own: torch.Tensor) -> torch.Tensor:
+    """(b, h, rows, t), for rows in those blocks."""
+    hidden = (factors.rows[:, :, own, None] + factors.columns[:, :, None]).relu()
+    hidden = hidden if factors.keep is None else hidden * factors.keep[:, :, own, None]
+    scores = (hidden * factors.weight[:, None, None]).sum(-1) + factors.bias[:, None, None]
+    rank = factors.left.shape[-1]
+    if rank:
+        pairs = torch.einsum("bhrad,bhtud->bhratu", factors.left, factors.right)
+        if factors.right_there is not None:
+            pairs = pairs.masked_fill(~factors.right_there[:, :, None, None], -torch.inf)
+        if factors.left_there is not None:
+            pairs = pairs.masked_fill(~factors.left_there[..., None, None], -torch.inf)
+        best = pairs.amax(-1).amax(3)
+        scores = scores + torch.where(best > -torch.inf, best, 0.0) / rank**0.5
+    return scores * factors.inverse[:, None, None]
+
+
+class GpuRules:
+    """Tensors count as a GPU's: nothing is read back."""
+
+    def __enter__(self) -> None:
+        self.kept = [(module, module.may_read) for module in (plans, selected, selection, selection_mass)]
+        for module, _ in self.kept:
+            module.may_read = lambda device: False
+        self.mode = NoWaiting()
+        self.mode.__enter__()
+
+    def __exit__(self, *problem: object) -> None:
+        self.mode.__exit__(*problem)
+        for module, may_read in self.kept:
+            module.may_read = may_read
+
+
+TRIALS = {
+    "blocks": Attention(False),
+    "blocks, causal, ragged, padded samples": Attention(False, True, n=40, batch=2, padded=True),
+    "blocks of grouped heads, ragged": Attention(False, False, n=40, key_heads=1),
+    "blocks, long columns in pieces": Attention(False, True, n=80, most=3, apart=True),
+    "tiles smaller than a block": Attention(False, False, n=200, size=64, most=1),
+    "blocks in half precision": Attention(False, False, dtype=torch.float16),
+    "tokens": Attention(True, True),
+    "tokens of grouped heads, ragged, dropout": Attention(True, True, n=40, batch=2, key_heads=1, dropout_p=0.3),
+    "tokens, padded samples, heads apart": Attention(True, False, n=40, batch=2, padded=True, apart=True),
+    "tokens in half precision": Attention(True, True, n=40, dtype=torch.float16, most=1),
+    "a step, blocks": Step(False),
+    "a step, tokens": Step(True),
+    "choice of blocks": Choice(False, batch=2, heads=2, n=100),
+    "choice of causal tokens with noise": Choice(True, True, noise=True, n=70, sink=0, kept=0.9),
+    "choice of blocks by coverage, noise, holes": Choice(
+        False, True, n=120, coverage=0.7, noise=True, holes=True, keep=True, hidden=40, sink=0
+    ),
+    "choice of tokens by coverage, holes": Choice(True, coverage=0.8, holes=True, keep=True, most=3, local=2, sink=0),
+    "choice without a match": Choice(False, rank=0, n=300),
+    "choice without hidden units": Choice(True, hidden=0, n=70, sink=0),
+    "choice among equals": Choice(False, tied=True, n=200, heads=2, kept=0.4),
+}
+
+
+def xor_sum(input, axis=None, keep_dims=False):
+    """What sorting spends its time on: the interpreter would fold elements one by one in Python."""
+    axis, keep_dims = (getattr(x, "value", x) for x in (axis, keep_dims))
+    data = np.bitwise_xor.reduce(input.handle.data, axis=axis, keepdims=keep_dims)
+    kind = input.dtype.scalar
+    return tl.core.tensor(interpreter.TensorHandle(data, kind), tl.block_type(kind, list(data.shape)))
+
+
+if __name__ == "__main__":
+    for owner, name in ALLOCATORS:
+        setattr(owner, name, poisoned(getattr(owner, name)))
+    xor_sum.fn = standard.xor_sum.fn
+    standard.xor_sum = xor_sum
+    ranking.COLUMNS, ranking.MOST_WORDS = 16, 128
+    for trial in sys.argv[1:] or TRIALS:
+        print(json.dumps({"trial": trial} | TRIALS[trial].errors()), flush=True)

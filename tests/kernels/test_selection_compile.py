@@ -1,0 +1,68 @@
+"""The kernels of learned selections compile for sm_90 without a GPU, within its registers and shared memory."""
+
+import pytest
+from kernels.test_triton_compile import ENDS, PLAIN, SHARED_MEMORY, compile_kernel, spilled
+
+pytest.importorskip("triton")
+
+STRIDES = dict.fromkeys(("SK_N", "SV_N", "SQ_N", "SG_N"), 64)
+SIZES = {"BLOCK": 128, "D": 64, "E": 64, "DP": 64, "EP": 64, "GROUP": 1, "PARTIAL": True}
+FACTORS = dict.fromkeys(("p_rows", "p_columns", "p_bias", "p_keep", "p_left", "p_right", "p_inverse"), "*fp32")
+PRESENT = dict.fromkeys(("p_left_there", "p_right_there", "p_visible"), "*u8")
+LISTS = dict.fromkeys(("p_limit", "p_indices", "p_counts"), "*i32")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["chosen_fwd_kernel", "chosen_dq_bwd_kernel", "chosen_dkv_bwd_kernel"])
+def test_gathering_kernels_fit_a_multiprocessor(name, tmp_path, monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    from dilated_attention_pytorch.kernels import triton_launch, triton_tokens
+
+    kinds = {"chosen_fwd_kernel": "forward", "chosen_dq_bwd_kernel": "dq", "chosen_dkv_bwd_kernel": "dkv"}
+    tiles = getattr(triton_launch.HALF[64], kinds[name])
+    constants = PLAIN | SIZES | {"RAGGED": False, "BM": tiles.m, "BN": tiles.n}
+    compiled = compile_kernel(getattr(triton_tokens, name), constants, tiles)
+    assert compiled.metadata.shared <= SHARED_MEMORY
+    assert "mma" in compiled.asm["ptx"]
+    assert spilled(compiled, tmp_path) <= 256
+
+
+@pytest.mark.slow
+def test_mass_does_not_spill(tmp_path, monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    from dilated_attention_pytorch.kernels import triton_backward, triton_launch
+
+    tiles = triton_launch.HALF[64].dq
+    constants = PLAIN | ENDS | SIZES | STRIDES | {"BM": tiles.m, "BN": tiles.n, "MASS": True}
+    compiled = compile_kernel(triton_backward.attention_dq_bwd_kernel, constants, tiles)
+    assert compiled.metadata.shared <= SHARED_MEMORY
+    assert spilled(compiled, tmp_path) <= 128
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("per_token", "room"), [(True, 25), (False, 25)])
+def test_ranking_fits_a_multiprocessor(per_token, room, tmp_path, monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    from dilated_attention_pytorch.kernels import selection, triton_launch, triton_selection
+
+    own_units = 1 if per_token else 8
+    cut = selection.widths(room, own_units)
+    tiles = triton_launch.Tiles(cut.rows, cut.columns, cut.warps, 1)
+    constants = {"BM": cut.rows, "BN": cut.columns, "K": cut.listed, "M": 128, "RANK": 32, "RP": 32, "UK": 8}
+    constants |= {
+        "UQ": cut.units,
+        "REPEAT": cut.repeat,
+        "SIZE": 128,
+        "TOKENS": per_token,
+        "CAUSAL": per_token,
+        "KEEP": False,
+        "HOLES": False,
+        "NOISE": True,
+    }
+    constants |= {"COVERAGE": False, "PRECISION": "tf32x3"}
+    types = FACTORS | PRESENT | LISTS
+    compiled = compile_kernel(triton_selection.select_kernel, constants, tiles, types=types)
+    assert compiled.metadata.shared <= SHARED_MEMORY
+    assert spilled(compiled, tmp_path) <= 64
+    # The assembler takes a second for some 2500 instructions.
+    assert sum(line.endswith(";") for line in compiled.asm["ptx"].splitlines()) <= 12_000

@@ -1,0 +1,121 @@
+"""Decoding with learned attention: step t is row t of the whole computation, choices included."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from oracle import error
+
+from dilated_attention_pytorch.nn import AdaptiveConfig, KVCache, MultiheadBlockSparseAdaptive
+from dilated_attention_pytorch.nn import adaptive_cache as cache_module
+from dilated_attention_pytorch.nn import scorer as scorer_module
+
+N = 100
+
+
+def module(bias=True, **config):
+    settings = {"base_sparsity": 0.6, "score_unit": 4, "local_blocks": 2, "sink_blocks": 1, **config}
+    made = MultiheadBlockSparseAdaptive(
+        32, 4, [256], [1], 0.0, bias, AdaptiveConfig(**settings), block_size=16, position="rotary", num_kv_heads=2
+    )
+    return made.double().eval()
+
+
+def decode(layer, x, prompt, pieces=()):
+    """Outputs of a prompt, then of pieces of so many tokens, then one by one."""
+    cache, found, at = layer.cache(), [], 0
+    with torch.no_grad():
+        for rows in (prompt, *pieces, *[1] * (x.shape[1] - prompt - sum(pieces))):
+            found.append(layer(x[:, at : at + rows], is_causal=True, cache=cache)[0])
+            at += rows
+    return torch.cat(found, 1), cache
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {},
+        {"granularity": "block"},
+        {"adaptive_ratio": 0.6},
+        {"base_sparsity": 0.0},
+        {"local_blocks": 1, "sink_blocks": 0, "k_min": 1, "k_max": 2, "match_rank": 0},
+        {"share_across_heads": True, "num_layers": 3},
+    ],
+)
+def test_a_step_is_a_row_of_the_whole_computation(config):
+    layer = module(**config)
+    x = torch.randn(2, N, 32, dtype=torch.float64)
+    wanted = layer(x, is_causal=True)[0]
+    for prompt, pieces in ((1, (60,)), (50, (5, 16, 7)), (80, ())):
+        found, cache = decode(layer, x, prompt, pieces)
+        assert error(found, wanted) < 1e-12
+    assert cache.lengths == [N, N]
+    assert cache.nbytes > 2 * 2 * 2 * N * 8 * 8
+
+
+def test_samples_of_different_lengths_go_on_from_where_they_are():
+    layer = module()
+    lengths = [40, 64, 7]
+    x = torch.randn(3, N, 32, dtype=torch.float64)
+    cache = layer.cache()
+    cache.prompt_lengths = lengths
+    with torch.no_grad():
+        prompt = layer(x[:, :64], is_causal=True, cache=cache)[0]
+        following = [x[i, length : length + 30] for i, length in enumerate(lengths)]
+        steps = [
+            layer(torch.stack([f[t : t + 1] for f in following]), is_causal=True, cache=cache)[0] for t in range(50)
+        ]
+        found = torch.cat(steps, 1)
+        for i, length in enumerate(lengths):
+            wanted = layer(x[i : i + 1, : length + 30], is_causal=True)[0][0]
+            assert error(prompt[i, :length], wanted[:length]) < 1e-12
+            assert error(found[i], wanted[length:]) < 1e-12
+
+
+def test_beams_take_their_choices_along():
+    layer = module()
+    x = torch.randn(2, N, 32, dtype=torch.float64)
+    order = torch.tensor([1, 1])
+    cache = layer.cache(length=N)
+    with torch.no_grad():
+        layer(x[:, :70], is_causal=True, cache=cache)
+        cache.reorder(order)
+        found = [layer(x[order, t : t + 1], is_causal=True, cache=cache)[0] for t in range(70, N)]
+        assert error(torch.cat(found, 1), layer(x[order], is_causal=True)[0][:, 70:]) < 1e-12
+        with pytest.raises(ValueError, match="cache for 100 tokens"):
+            layer(x[:, :1], is_causal=True, cache=cache)
+
+
+def test_many_blocks_and_little_memory_change_nothing(monkeypatch):
+    """Candidates by super-blocks are those of the computation over the tokens so far."""
+    layer = module(base_sparsity=0.9)
+    x = torch.randn(1, N, 32, dtype=torch.float64)
+    plain = layer(x, is_causal=True)[0]
+    monkeypatch.setattr(cache_module, "GATHERED", 1)
+    assert error(decode(layer, x, 10, (60,))[0], plain) < 1e-12
+    monkeypatch.setattr(scorer_module, "ALL_MATCHES", 4)
+    monkeypatch.setattr(scorer_module, "SUPER", 2)
+    found = decode(layer, x, 80)[0]
+    for t in (80, 95, 99):
+        assert error(found[:, t], layer(x[:, : t + 1], is_causal=True)[0][:, t]) < 1e-12
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_half_precision_decodes(dtype):
+    layer = module(base_sparsity=0.0).to(dtype)
+    x = torch.randn(1, 40, 32, dtype=dtype)
+    assert error(decode(layer, x, 20)[0], layer(x, is_causal=True)[0]) < (1e-5 if dtype == torch.float32 else 0.05)
+
+
+def test_what_a_cache_cannot_follow_is_refused():
+    layer, x = module(), torch.randn(1, 20, 32, dtype=torch.float64)
+    for call, words in (
+        (lambda: layer(x, cache=layer.cache()), "causal self-attention"),
+        (lambda: layer(x, is_causal=True, cache=KVCache("full")), "made by this module"),
+        (lambda: layer(x, is_causal=True, cache=module().cache()), "made by this module"),
+        (lambda: layer(x, is_causal=True, cache=layer.cache(), return_pattern=True), "one whole sequence"),
+        (lambda: layer.train()(x, is_causal=True, cache=layer.cache()), "does not explore"),
+        (lambda: module(hard_sparsity=False).cache(), "kept as they are"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            call()
