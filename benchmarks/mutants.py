@@ -16,12 +16,13 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -169,6 +170,14 @@ MUTANTS = (
            "weights are dropped outside training", ("nn/test_core.py",)),
     Mutant("module-scale", "nn/core.py", "scale=self.softmax_scale,", "scale=None,", "a module ignores its scale",
            ("nn/test_core.py",)),
+    Mutant("held-group", "distributed/recovery.py", "        _forget_frames(sys.exception())\n", "",
+           "an error that is being handled keeps the connections of a broken group open",
+           ("hardening/test_soak.py::test_no_rank_that_lives_is_left_behind",)),
+    Mutant("unknown-backend", "distributed/ring.py", "            backend_named(backend)\n", "            pass\n",
+           "a rank without tokens names a backend that does not exist",
+           ("hardening/test_soak.py::test_a_backend_that_one_rank_alone_names_is_refused_by_all",)),
+    Mutant("old-marker", "ops/sinks.py", "            self.marker.unlink(missing_ok=True)\n", "            pass\n",
+           "a stream that was killed as it began leaves the marker of the one before", ("hardening/test_killed.py",)),
     Mutant("mask-meaning", "nn/masks.py", "return mask == -torch.inf", "return mask == 0",
            "a float mask hides what it should show", ("nn/test_multihead.py",)),
 )  # fmt: skip
@@ -222,13 +231,31 @@ def run(mutant: Mutant, copy: Path) -> Verdict:
     return Verdict(failed, round(time.perf_counter() - began, 1))
 
 
+def _ended(command: list[str], copy: Path, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    """Run a command; one that takes too long ends with all it started.
+
+    A process that outlives its parent, as a rank of a distributed test may, holds the pipe open: to wait for the end of
+    what is written there would be to wait for it.
+    """
+    pipe = subprocess.PIPE
+    child = subprocess.Popen(
+        command, cwd=copy, env=environment, stdout=pipe, stderr=pipe, text=True, start_new_session=True
+    )
+    try:
+        out, err = child.communicate(timeout=TIMEOUT)
+    except BaseException:
+        with suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
+        child.wait()
+        raise
+    return subprocess.CompletedProcess(command, child.returncode, out, err)
+
+
 def _tested(mutant: Mutant, copy: Path, environment: dict[str, str]) -> str | None:
     command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=no", "-p", "no:cacheprovider", "-p", "no:xdist"]
     command += ["-o", f"faulthandler_timeout={TIMEOUT - 10}"]
     chosen = [f"tests/{name}" for name in mutant.tests]
-    done = subprocess.run(
-        [*command, *chosen], cwd=copy, env=environment, capture_output=True, text=True, timeout=TIMEOUT, check=False
-    )
+    done = _ended([*command, *chosen], copy, environment)
     if done.returncode == 0:
         return None
     found = re.search(r"^FAILED (\S+?\.py::.*?)(?: - |$)", done.stdout, re.MULTILINE)
@@ -241,10 +268,7 @@ def _tested(mutant: Mutant, copy: Path, environment: dict[str, str]) -> str | No
 
 def _interpreted(mutant: Mutant, copy: Path, environment: dict[str, str]) -> str | None:
     for trial in mutant.tests:
-        done = subprocess.run(
-            [sys.executable, "tests/kernels/interpret_triton.py", trial],
-            cwd=copy, env=environment, capture_output=True, text=True, timeout=TIMEOUT, check=False,
-        )  # fmt: skip
+        done = _ended([sys.executable, "tests/kernels/interpret_triton.py", trial], copy, environment)
         if done.returncode:
             # A kernel that reads where nothing is may end the process.
             if "KeyError" in done.stderr:

@@ -1,9 +1,10 @@
-"""Random patterns for hypothesis: every kind, and their combinations."""
+"""Random patterns for hypothesis: every kind, and their combinations. Random places for rows in memory."""
 
 from __future__ import annotations
 
 from itertools import pairwise
 
+import torch
 from hypothesis import strategies as st
 
 from dilated_attention_pytorch.patterns import (
@@ -24,6 +25,8 @@ from dilated_attention_pytorch.patterns import (
 )
 
 BLOCKS = st.sampled_from([3, 8, 16, 32])
+LAYOUTS = st.sampled_from(["heads first", "tokens first", "rows apart", "width outside"])
+"""Of rows in memory, see `laid_out`."""
 
 
 @st.composite
@@ -100,3 +103,16 @@ def problems(draw: st.DrawFn, longest: int = 140, heads: tuple[int, ...] = (1, 3
     times = draw(st.integers(1, 3))
     simple = st.one_of(st.just(Causal()), dilated(document), st.builds(SlidingWindow, st.integers(0, 20)))
     return Packed(draw(simple), (document,) * times), document * times, own_heads
+
+
+def laid_out(rows: torch.Tensor, layout: str) -> torch.Tensor:
+    """The same numbers in other memory."""
+    match layout:
+        case "tokens first":
+            return rows.transpose(1, 2).contiguous().transpose(1, 2)
+        case "rows apart":
+            return torch.cat([rows, torch.full_like(rows, float("nan"))], -1)[..., : rows.shape[-1]]
+        case "width outside":
+            return rows.transpose(2, 3).contiguous().transpose(2, 3)
+        case _:
+            return rows

@@ -8,6 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from dilated_attention_pytorch.tools.doctor import surroundings
 
 SOURCE = Path(__file__).resolve().parents[2] / "src"
 ATTEND = """
@@ -19,15 +22,12 @@ output = attention(query, key, value, "dilated:64x1,256x4 & causal")
 output.sum().backward()
 assert output.isfinite().all()
 assert cost_model().dense_tile > 0
-print("attended", flush=True)
+from dilated_attention_pytorch.tools.doctor import surroundings
+print("attended", surroundings(), flush=True)
 """
 HIDE_TRITON = """
 import sys
-class Hidden:
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] == "triton":
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-sys.meta_path.insert(0, Hidden())
+sys.modules["triton"] = None
 """
 NO_HOME = """
 import pathlib
@@ -39,7 +39,7 @@ NO_NETWORK = """
 import socket
 def refuse(*_, **__):
     raise OSError("the library must not reach for the network")
-socket.socket.connect = socket.create_connection = socket.getaddrinfo = refuse
+socket.socket.__init__ = socket.create_connection = socket.getaddrinfo = refuse
 """
 ONE_CORE = """
 import os
@@ -49,6 +49,11 @@ LITTLE_MEMORY = """
 import resource
 resource.setrlimit(resource.RLIMIT_AS, (2 * 2**30, 2 * 2**30))
 """
+
+
+small_torch = pytest.mark.skipif(
+    torch.version.cuda is not None, reason="the libraries of a CUDA build alone take more than two gigabytes to map"
+)
 
 
 def run(program: str, changes: dict[str, str | None], folder: Path, seconds: float = 120) -> str:
@@ -74,14 +79,18 @@ def run(program: str, changes: dict[str, str | None], folder: Path, seconds: flo
 
 
 @pytest.mark.parametrize(
-    ("before", "changes"),
+    ("before", "changes", "explained"),
     [
-        (HIDE_TRITON, {"LC_ALL": "tr_TR.UTF-8", "TERM": "dumb", "COLUMNS": "1"}),
-        ("", {"XDG_CACHE_HOME": "/proc/nowhere", "DAP_CALIBRATE": "1"}),
-        ("", {"LC_ALL": "POSIX", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}),
-        (NO_HOME, {"HOME": None, "XDG_CACHE_HOME": None, "DAP_CALIBRATE": "1", "PATH": "/nowhere"}),
-        (NO_NETWORK + ONE_CORE, {"OMP_NUM_THREADS": None}),
-        (LITTLE_MEMORY, {}),
+        (HIDE_TRITON, {"LC_ALL": "tr_TR.UTF-8", "TERM": "dumb", "COLUMNS": "1"}, "'triton': 'none: the GPU kernels"),
+        ("", {"XDG_CACHE_HOME": "/proc/nowhere", "DAP_CALIBRATE": "1"}, "name a place in XDG_CACHE_HOME"),
+        ("", {"LC_ALL": "POSIX", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}, "can be written"),
+        (
+            NO_HOME,
+            {"HOME": None, "XDG_CACHE_HOME": None, "DAP_CALIBRATE": "1", "PATH": "/nowhere"},
+            "'compiler': 'none: there is no g++",
+        ),
+        (NO_NETWORK + ONE_CORE, {"OMP_NUM_THREADS": None}, "everything runs on one core"),
+        pytest.param(LITTLE_MEMORY, {}, "'cores'", marks=small_torch),
     ],
     ids=[
         "no triton, another locale",
@@ -92,9 +101,60 @@ def run(program: str, changes: dict[str, str | None], folder: Path, seconds: flo
         "two gigabytes",
     ],
 )
-def test_attention_runs_without_it(tmp_path, before, changes):
-    """What is missing costs time or a backend, never the answer; nothing is fetched."""
-    assert run(before + ATTEND, changes, tmp_path).strip() == "attended"
+def test_attention_runs_without_it_and_doctor_says_what_is_missing(tmp_path, before, changes, explained):
+    """What is missing costs time or a backend, never the answer; nothing is fetched, no socket is opened."""
+    told = run(before + ATTEND, changes, tmp_path)
+    assert told.startswith("attended")
+    assert explained in told
+
+
+DOCTOR = """
+from dilated_attention_pytorch.tools.cli import main
+main(["doctor", "--device", "cpu"])
+"""
+
+
+@small_torch
+def test_doctor_runs_where_everything_is_missing(tmp_path):
+    """No home, no compiler, no triton, no terminal, no letters but those of ASCII, one core, two gigabytes."""
+    changes = {"HOME": None, "XDG_CACHE_HOME": None, "PATH": "/nowhere", "LC_ALL": "POSIX", "PYTHONUTF8": "0"}
+    changes |= {"PYTHONCOERCECLOCALE": "0", "OMP_NUM_THREADS": None}
+    told = run(NO_HOME + HIDE_TRITON + ONE_CORE + LITTLE_MEMORY + DOCTOR, changes, tmp_path)
+    words = " ".join(told.split())
+    for explained in (
+        "GiB free of 2.0 GiB",
+        "compiler none: there is no g++",
+        "cache none: Could not determine home directory.",
+        "triton none: the GPU kernels",
+        "everything runs on one core",
+        "native cannot be loaded (Could not determine home directory.)",
+    ):
+        assert explained in words, told
+
+
+@pytest.mark.parametrize(
+    ("raised", "explained"),
+    [
+        ("The NVIDIA driver on your system is too old (found version 11040). Please update", "found version 11040"),
+        ("Found no NVIDIA driver on your system. Please check", "Found no NVIDIA driver"),
+        (None, "see nvidia-smi and CUDA_VISIBLE_DEVICES"),
+    ],
+    ids=["old driver", "no driver", "hidden devices"],
+)
+def test_doctor_says_why_a_cuda_build_finds_no_gpu(monkeypatch, raised, explained):
+    """In the words of torch 2.11 to 2.15, which say this where libcuda reports version 11040."""
+
+    def init():
+        if raised is not None:
+            raise RuntimeError(f"{raised}\nmore")
+
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "init", init)
+    told = surroundings()["GPU"]
+    assert told.startswith("none: torch is built for CUDA 13.0, but ")
+    assert explained in told
+    assert "\n" not in told
 
 
 BUILD = """
@@ -117,7 +177,7 @@ def test_building_says_what_is_missing(tmp_path, changes, says):
     assert status == "1"
 
 
-def test_importing_writes_nothing_and_prints_nothing(tmp_path):
-    program = "import dilated_attention_pytorch"
+def test_importing_writes_nothing_prints_nothing_and_opens_no_socket(tmp_path):
+    program = NO_NETWORK + "import dilated_attention_pytorch"
     assert run(program, {"PYTHONDONTWRITEBYTECODE": "1"}, tmp_path) == ""
     assert list(tmp_path.iterdir()) == []

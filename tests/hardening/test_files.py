@@ -5,21 +5,19 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import signal
 import struct
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 
 from dilated_attention_pytorch import PlanCache, attention, parse
 from dilated_attention_pytorch.kernels import native
 from dilated_attention_pytorch.models import read_state
+from dilated_attention_pytorch.models.checkpoints import read_with_facts, write_state
 from dilated_attention_pytorch.nn import tuning
 from dilated_attention_pytorch.ops.explain import explain
 from dilated_attention_pytorch.ops.sinks import FileSink
@@ -28,7 +26,6 @@ from dilated_attention_pytorch.ops.streamed import streamed_attention
 from dilated_attention_pytorch.tools import bench, report
 
 DEEP = "[" * 200_000
-SOURCE = Path(__file__).resolve().parents[2] / "src"
 
 
 def npy(shape="(1, 1, 4, 4)", descr="<f4", rows=16):
@@ -106,16 +103,22 @@ def test_a_pickle_is_not_opened(tmp_path, name):
     assert not mark.exists()
 
 
+def damaged(data, whole: bytes) -> bytes:
+    """The file cut off somewhere, with up to three bytes of it changed."""
+    body = bytearray(whole[: data.draw(st.integers(0, len(whole)))])
+    for _ in range(data.draw(st.integers(0, 3))):
+        if body:
+            body[data.draw(st.integers(0, len(body) - 1))] = data.draw(st.integers(0, 255))
+    return bytes(body)
+
+
 @settings(max_examples=60)
 @given(data=st.data())
 def test_no_damage_to_a_mapped_file_escapes(tmp_path_factory, data):
     path = tmp_path_factory.mktemp("mapped") / data.draw(st.sampled_from(["rows.npy", "rows.safetensors"]))
     whole = npy() if path.suffix == ".npy" else safetensors(tensor_header())
-    body = bytearray(whole[: data.draw(st.integers(0, len(whole)))])
-    for _ in range(data.draw(st.integers(0, 3))):
-        if body:
-            body[data.draw(st.integers(0, len(body) - 1))] = data.draw(st.integers(0, 255))
-    path.write_bytes(bytes(body))
+    body = damaged(data, whole)
+    path.write_bytes(body)
     try:
         rows = open_tensor(path)
     except ValueError as error:
@@ -132,18 +135,88 @@ def test_no_damage_to_a_plan_file_escapes(tmp_path_factory, data):
     cache.get(parse("window:5 & causal"), 40, 2, 16)
     cache.save(path)
     whole = path.read_bytes()
-    body = bytearray(whole[: data.draw(st.integers(0, len(whole)))])
-    for _ in range(data.draw(st.integers(0, 3))):
-        if body:
-            body[data.draw(st.integers(0, len(body) - 1))] = data.draw(st.integers(0, 255))
-    path.write_bytes(bytes(body))
+    body = damaged(data, whole)
+    path.write_bytes(body)
     other = PlanCache()
-    if bytes(body) == whole:
+    if body == whole:
         assert other.load(path) == 1
         return
     with pytest.raises(ValueError, match=r"a plan file must be one that PlanCache.save wrote"):
         other.load(path)
     assert other.info().plans == 0
+
+
+@settings(max_examples=60)
+@given(data=st.data())
+def test_no_damage_to_a_checkpoint_escapes(tmp_path_factory, data):
+    """It is refused, or holds tensors whose numbers alone were changed."""
+    path = tmp_path_factory.mktemp("states") / data.draw(st.sampled_from(["state.safetensors", "state.pt"]))
+    write_state({"weight": torch.arange(6.0).view(2, 3), "bias": torch.ones(3)}, path, {"step": 3})
+    path.write_bytes(damaged(data, path.read_bytes()))
+    try:
+        state, _ = read_with_facts(path, "step")
+    except (ValueError, TypeError) as error:
+        assert "a checkpoint must" in str(error)
+    else:
+        assert all(isinstance(tensor, torch.Tensor) for tensor in state.values())
+
+
+@pytest.mark.parametrize("fact", ["[" * 200_000, "{", "\x00"], ids=["deep", "half", "not json"])
+def test_a_fact_that_is_no_json_is_refused(tmp_path, fact):
+    path = tmp_path / "state.safetensors"
+    save_file({"weight": torch.ones(3)}, path, {"step": fact})
+    with pytest.raises(ValueError, match="a checkpoint must be a whole safetensors file"):
+        read_with_facts(path, "step")
+
+
+ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=12,
+)
+"""Whatever JSON can say."""
+
+
+@settings(max_examples=60)
+@given(lines=st.lists(ANYTHING.map(json.dumps) | st.text(max_size=30), max_size=6), tail=st.binary(max_size=20))
+def test_no_file_of_results_escapes(tmp_path_factory, lines, tail):
+    path = tmp_path_factory.mktemp("results") / "lines.jsonl"
+    path.write_bytes("\n".join([*lines, '{"case": "window"}', ""]).encode() + tail)
+    found = report.read_lines([path], lambda _: None)
+    assert {"case": "window"} in found
+    assert all(isinstance(line, dict) for line in found)
+
+
+@settings(max_examples=60)
+@given(told=ANYTHING, figures=ANYTHING)
+def test_no_figures_escape(tmp_path_factory, told, figures):
+    folder = tmp_path_factory.mktemp("costs")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(folder))
+        path = tuning.cache_path()
+        path.parent.mkdir(parents=True)
+        for body in (told, {"a machine": figures}):
+            path.write_text(json.dumps(body))
+            for model in tuning.stored_models().values():
+                assert tuning._is_sane(model)
+
+
+@settings(max_examples=40)
+@given(data=st.data(), told=ANYTHING)
+def test_no_marker_of_a_stream_escapes(tmp_path_factory, data, told):
+    """It is refused, or the rows that are missing are computed."""
+    source, path = rows_of(), tmp_path_factory.mktemp("stream") / "out.npy"
+    streamed_attention(source, "window:4", FileSink(path), chunk=32)
+    whole, marker = path.read_bytes(), path.with_name("out.npy.progress")
+    known = json.loads(marker.read_text())
+    name = data.draw(st.sampled_from(["about", "begin", "end", None]))
+    marker.write_text(json.dumps(told if name is None else known | {name: told}))
+    try:
+        streamed_attention(source, "window:4", FileSink(path, resume=True), chunk=32)
+    except ValueError as error:
+        assert "must" in str(error)
+    else:
+        assert path.read_bytes() == whole
 
 
 DAMAGED_COSTS = {
@@ -215,49 +288,6 @@ def test_rows_that_were_cut_off_are_not_taken_for_written(tmp_path):
     os.truncate(path, path.stat().st_size - 64)
     with pytest.raises(ValueError, match=r"'out.npy' must hold .* bytes"):
         streamed_attention(source, "window:4", FileSink(path, resume=True), chunk=32)
-
-
-KILLED = {
-    "plans": """
-from dilated_attention_pytorch import PlanCache, parse
-cache = PlanCache()
-for window in range(40):
-    cache.get(parse(f"window:{window} & causal"), 2000, 2, 16)
-while True:
-    cache.save(path)
-""",
-    "costs": """
-import os
-os.environ["XDG_CACHE_HOME"] = path + ".folder"
-from dilated_attention_pytorch.models import read_state
-from dilated_attention_pytorch.nn import tuning
-many = {f"machine {i}": tuning.UNMEASURED for i in range(300)}
-while True:
-    tuning._write(many)
-""",
-}
-
-
-@pytest.mark.parametrize("what", KILLED)
-def test_a_writer_killed_at_any_moment_leaves_a_whole_file(monkeypatch, tmp_path, what):
-    path = tmp_path / "file"
-    program = f"path = {str(path)!r}\nprint('started', flush=True)\n{KILLED[what]}"
-    environment = os.environ | {"PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"}
-    monkeypatch.setenv("XDG_CACHE_HOME", f"{path}.folder")
-    written = path if what == "plans" else tuning.cache_path()
-    child = subprocess.Popen([sys.executable, "-c", program], env=environment)
-    try:
-        deadline = time.monotonic() + 120
-        while not written.exists() and time.monotonic() < deadline:
-            time.sleep(0.05)
-        time.sleep(0.3)
-    finally:
-        os.kill(child.pid, signal.SIGKILL)
-        child.wait()
-    if what == "plans":
-        assert PlanCache().load(path) == 40
-    else:
-        assert len(tuning.stored_models()) == 300
 
 
 def test_a_library_of_something_else_is_refused_and_another_backend_runs(monkeypatch, tmp_path):

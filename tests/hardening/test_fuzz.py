@@ -8,7 +8,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from oracle import answer, error
-from strategies import problems
+from strategies import LAYOUTS, laid_out, problems
 
 from dilated_attention_pytorch import attention_with_lse, make_plan
 from dilated_attention_pytorch.kernels.dropout import fresh_seed, kept
@@ -18,19 +18,6 @@ EXAMPLES = int(os.environ.get("DAP_FUZZ_EXAMPLES", "60"))
 """Continuous integration tries some dozen; a night has time for thousands."""
 BACKENDS = ["reference", "cpu", *(["native"] if library_path().exists() else [])]
 ROUNDING = {torch.float64: 1e-12, torch.float32: 4e-6, torch.bfloat16: 3e-2, torch.float16: 4e-3}
-
-
-def laid_out(rows: torch.Tensor, layout: str) -> torch.Tensor:
-    """The same numbers in other memory."""
-    match layout:
-        case "tokens first":
-            return rows.transpose(1, 2).contiguous().transpose(1, 2)
-        case "rows apart":
-            return torch.cat([rows, torch.full_like(rows, float("nan"))], -1)[..., : rows.shape[-1]]
-        case "width outside":
-            return rows.transpose(2, 3).contiguous().transpose(2, 3)
-        case _:
-            return rows
 
 
 @settings(max_examples=EXAMPLES)
@@ -49,8 +36,7 @@ def test_any_call_on_any_backend_is_that_of_the_oracle(data):
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 2**31)))
     shapes = [(batch, heads, n, d), (batch, groups, n, d), (batch, groups, n, e), (batch, heads, n, e)]
     rows = [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
-    layouts = st.sampled_from(["heads first", "tokens first", "rows apart", "width outside"])
-    *leaves, grad = (laid_out(x, data.draw(layouts)) for x in rows)
+    *leaves, grad = (laid_out(x, data.draw(LAYOUTS)) for x in rows)
     leaves = [x.detach().requires_grad_() for x in leaves]
     padding = torch.rand(batch, n, generator=generator) < 0.3 if data.draw(st.booleans()) else None
     options = {"scale": data.draw(st.sampled_from([None, 0.0, -0.3, 1.5])), "key_padding_mask": padding}

@@ -270,6 +270,7 @@ def test_a_second_derivative_is_refused():
         grad.sum().backward()
 
 
+@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")  # torch 2.11, about its own default
 def test_who_looks_on_sees_the_operators():
     from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -18,7 +18,8 @@ from oracle import answer
 from dilated_attention_pytorch import nn, parse
 from dilated_attention_pytorch.tools import bench, extreme, page, report, trials
 from dilated_attention_pytorch.tools.gate import TOLERANCE, Computed, largest_error, sample
-from dilated_attention_pytorch.tools.measure import PeakMemory, readable_bytes
+from dilated_attention_pytorch.tools.measure import PeakMemory
+from dilated_attention_pytorch.tools.page import readable_bytes
 from dilated_attention_pytorch.tools.suites import ABOUT, CLASSES, MODELS, ON_THIS_MACHINE, suite
 
 GATED = ("causal", "dilated-ladder-causal", "dilated-empty-rows", "random", "gqa", "wide-value")

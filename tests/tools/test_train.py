@@ -120,7 +120,8 @@ def test_a_crash_after_a_checkpoint_loses_only_what_came_after():
         patch.setattr(train.Run, "train_step", crashing)
         run("--save-every", "2", out="crashed")
     with Path("crashed", "log.jsonl").open("a") as file:
-        file.write('{"step": 6, "lo')
+        # What is no step of a run, and what a crash cut short.
+        file.write("[1, 2]\n" + "[" * 5000 + '\n{"loss": 1.0}\n\x00\n{"step": 6, "lo')
     assert run("--save-every", "2", "--resume", out="crashed") == 0
     assert losses("crashed") == losses("whole")
 

@@ -6,8 +6,11 @@ behind the others for ever.
 
 from __future__ import annotations
 
+import gc
 import re
+import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -169,6 +172,13 @@ class Survivors(NamedTuple):
     """Which rank each of them was before."""
 
 
+def _forget_frames(error: BaseException | None) -> None:
+    """Let go of what the frames that an error passed through hold; its message and lines stay."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
+
+
 def regroup(
     store: dist.Store,
     generation: int,
@@ -183,6 +193,8 @@ def regroup(
 
     Afterwards give the modules their group with `set_process_group`, cut the sequence anew with a layout of as many
     ranks, and run the step again from the parameters: plans follow from the layout, and results are exact again.
+    Before, take the broken group from them with `set_process_group(model, None)`: while something holds it, a rank
+    that waits for this one learns of the fault at its timeout only, and may then come too late.
 
     Args:
         store: where the ranks meet. It must outlive the lost rank, as the one that torchrun's agent keeps does.
@@ -194,8 +206,11 @@ def regroup(
     """
     if dist.is_initialized():
         backend = backend or dist.get_backend()
-        # Ranks that still wait for this one learn of the fault now instead of at their timeout.
+        # Ranks that still wait for this one learn of the fault now, not at their timeout: gloo's connections close
+        # with the last reference to the group, and an error that is being handled holds some in its frames.
+        _forget_frames(sys.exception())
         dist.destroy_process_group()
+        gc.collect()
     place = dist.PrefixStore(f"regroup/{generation}", store)
     place.set(f"alive/{rank}", "here")
     until = time.monotonic() + settle

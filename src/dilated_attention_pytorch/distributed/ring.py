@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import astuple, replace
+from dataclasses import replace
 from typing import Any, NamedTuple, get_args
 from weakref import WeakKeyDictionary
 
@@ -15,8 +15,10 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 
 from ..errors import must, must_be
 from ..kernels.dropout import fresh_seed
+from ..kernels.registry import backend_named
 from ..ops import AttentionOutput
-from ..ops.attention import check_masks, check_tensors, lengths_of
+from ..ops.attention import lengths_of
+from ..ops.checks import check_masks, check_tensors
 from ..patterns import Causal, Packed, Pattern, parse
 from .choose import Exchange, Machine, Overlap
 from .comm import same_everywhere
@@ -132,7 +134,14 @@ def context_parallel_attention_with_lse(
     # Where one rank wants gradients and another does not, the first would wait for the second in backward.
     wanted = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in (query, key, value))
     if torch.compiler.is_compiling():
-        text = _written(*call._replace(cu_seqlens=None), group, wanted, backend)
+        # As plain values: torch 2.11 takes no object of a class of ours for a constant.
+        plain = {
+            "pattern": pattern if isinstance(pattern, str) else pattern.describe(),
+            "layout": (layout.world, layout.begins, layout.ranks, layout.n),
+            "machine": None if machine is None else (machine.latency, machine.bandwidth, machine.flops),
+            "cu_seqlens": None,
+        }
+        text = _written(tuple((call._asdict() | plain).items()), group, wanted, backend)
         tensors = query, key, value, key_padding_mask, cu_seqlens, seed
         return AttentionOutput(*torch.ops.dilated_attention.context_parallel(*tensors, text))
     job = _job(call, group, (query, key, value), key_padding_mask, seed, wanted, backend)
@@ -237,12 +246,15 @@ def _job(
             )
         call.check_shard(rank, tensors, padding)
         problem, scale = call.problem(*tensors), call.scale_for(tensors[0].shape[3])
+        if backend != "auto":
+            # A rank without tokens computes nothing, and one that found out later would leave others waiting.
+            backend_named(backend)
         words = (
             f"{problem.pattern.describe()}, {layout}, batch {problem.batch}, {problem.heads} heads, "
             f"{problem.key_heads} key heads, widths {problem.widths}, {tensors[0].dtype}, scale {scale}, "
             f"dropout {call.dropout_p}, padding {'no' if padding is None else 'yes'}, gradients "
             f"{'yes' if wanted else 'no'}, overlap {problem.overlap}, exchange {problem.exchange}, "
-            f"receive budget {problem.receive_budget}, {problem.machine}"
+            f"receive budget {problem.receive_budget}, {problem.machine}, backend {backend}"
         )
     except (TypeError, ValueError) as error:
         if not several:
@@ -289,15 +301,11 @@ def _agreed(
 
 
 @torch.compiler.assume_constant_result
-def _written(*told: Any) -> str:
+def _written(facts: tuple[tuple[str, Any], ...], group: dist.ProcessGroup | None, wanted: bool, backend: str) -> str:
     """Everything but tensors, as text that an operator can take: the fields of a call, group, gradients, backend."""
-    *fields, group, wanted, backend = told
-    call = Call(*fields)
-    pattern = call.pattern if isinstance(call.pattern, str) else call.pattern.describe()
-    machine = None if call.machine is None else astuple(call.machine)
-    facts = {**call._asdict(), "pattern": pattern, "layout": astuple(call.layout), "machine": machine}
-    members = dist.group.WORLD if group is None and call.layout.world > 1 else group
-    return json.dumps([facts, "" if members is None else members.group_name, wanted, backend])
+    told = dict(facts)
+    members = dist.group.WORLD if group is None and told["layout"][0] > 1 else group
+    return json.dumps([told, "" if members is None else members.group_name, wanted, backend])
 
 
 def _read_job(tensors: list[Tensor], masks: list[Tensor | None], text: str) -> Job:

@@ -6,7 +6,7 @@ Both kinds take and give one item for each rank of this process: a group has one
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -76,11 +76,10 @@ class GroupTransport:
             return Pending(lambda: [received.copy_(rows)])
         rows = rows.contiguous()
         work = dist.all_to_all_single(received, rows, list(into), list(out), group=self.group, async_op=True)
+        travelling = [] if work is None else [(work, rows)]
 
-        def arrive(held: Tensor = rows) -> list[Tensor]:
-            # What is sent must live until it has left.
-            if work is not None:
-                work.wait()
+        def arrive() -> list[Tensor]:
+            _finish(travelling)
             return [received]
 
         return Pending(arrive)
@@ -97,10 +96,12 @@ class GroupTransport:
             if rows.numel()
         ]
         works = dist.batch_isend_irecv(operations) if operations else []
+        sent = [operation.tensor for operation in operations]
+        travelling = [(work, sent) for work in works]
+        operations.clear()
 
-        def arrive(held: list[dist.P2POp] = operations) -> list[Messages]:
-            for work in works:
-                work.wait()
+        def arrive() -> list[Messages]:
+            _finish(travelling)
             return [got]
 
         return Pending(arrive)
@@ -114,6 +115,19 @@ class GroupTransport:
 
     def _global(self, rank: int) -> int:
         return rank if self.group is None else dist.get_global_rank(self.group, rank)
+
+
+def _finish(travelling: list[tuple[dist.Work, Any]]) -> None:
+    """Wait for what is under way, each with what must live until it has left.
+
+    Both are let go whatever happens: an error keeps the functions it passed through, and what those hold would keep a
+    broken group's connections open.
+    """
+    try:
+        for work, _ in travelling:
+            work.wait()
+    finally:
+        travelling.clear()
 
 
 class VirtualTransport:

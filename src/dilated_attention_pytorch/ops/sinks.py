@@ -117,6 +117,9 @@ class FileSink:
         known = self._known() if self.resume else None
         self.begin, self.end = (0, 0) if known is None else known
         exists = known is not None
+        if not exists:
+            # What it says of an older file must be gone before that file is.
+            self.marker.unlink(missing_ok=True)
         self.file = os.open(self.path, os.O_RDWR | os.O_CREAT | (0 if exists else os.O_TRUNC), 0o666)
         if not exists:
             self._write(header, 0)

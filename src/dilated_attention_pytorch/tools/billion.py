@@ -244,7 +244,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 def describe(line: dict[str, Any]) -> str:
     """A result for a person."""
-    from .measure import readable_bytes
+    from .page import readable_bytes
 
     bound = LARGEST_ERROR[line["dtype"]]
     words = [

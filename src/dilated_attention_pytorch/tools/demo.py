@@ -21,8 +21,19 @@ from torch.nn.functional import scaled_dot_product_attention
 from .. import attention, attention_with_lse, make_plan, parse
 from . import doctor, forecast, show, train
 from .gate import TOLERANCE, Computed, largest_error, sample
-from .measure import clock, memory_of, readable_bytes
-from .page import Chart, Heading, Preformatted, Table, as_html, log_chart, seconds_text, tokens_text, write
+from .measure import clock, memory_of
+from .page import (
+    Chart,
+    Heading,
+    Preformatted,
+    Table,
+    as_html,
+    log_chart,
+    readable_bytes,
+    seconds_text,
+    tokens_text,
+    write,
+)
 
 PICTURE = "dilated:64x1,256x4 & causal"
 BESIDE = "window:64 | global:16"

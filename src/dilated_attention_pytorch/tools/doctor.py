@@ -32,6 +32,82 @@ def typical_call(
     return call_of(query, key, key, None, None, seed, pattern, False, 0.125, dropout_p, "auto")[0]
 
 
+def surroundings() -> dict[str, str]:
+    """What this process was given to work with, in words; what is missing, what that costs and what would help."""
+    return {"GPU": _gpu(), "triton": _triton(), "compiler": _compiler(), "cache": _cache(), "cores": _cores()}
+
+
+def _gpu() -> str:
+    import warnings
+
+    import torch
+
+    if torch.version.cuda is None:
+        return f"none for this torch: {torch.__version__} was built without CUDA; install a CUDA build to use a GPU"
+    with warnings.catch_warnings():
+        # What a warning would say, the error below says.
+        warnings.simplefilter("ignore")
+        if torch.cuda.is_available():
+            major, minor = torch.cuda.get_device_capability()
+            return f"{torch.cuda.get_device_name()}, compute capability {major}.{minor}, CUDA {torch.version.cuda}"
+        try:
+            torch.cuda.init()
+        except Exception as error:
+            reason = str(error).splitlines()[0]
+        else:
+            reason = "no device is visible; see nvidia-smi and CUDA_VISIBLE_DEVICES"
+    return f"none: torch is built for CUDA {torch.version.cuda}, but {reason}"
+
+
+def _triton() -> str:
+    from importlib.util import find_spec
+
+    from .measure import installed
+
+    if find_spec("triton") is None:
+        return "none: the GPU kernels `triton` and `hopper` cannot run; CUDA builds of torch bring it"
+    return installed("triton") or "of no known version"
+
+
+def _compiler() -> str:
+    import os
+    import shutil
+
+    wanted = os.environ.get("CXX", "g++")
+    without = "the C++ kernel cannot be built, and the slower backend `cpu` runs; install g++ or name one in CXX"
+    return shutil.which(wanted) or f"none: there is no {wanted}, so {without}"
+
+
+def _cache() -> str:
+    import tempfile
+
+    from ..nn.tuning import cache_path
+
+    lost = "the C++ kernel and measured costs cannot be kept; name a place in XDG_CACHE_HOME"
+    try:
+        folder = cache_path().parent
+        nearest = next(place for place in (folder, *folder.parents) if place.exists())
+        with tempfile.TemporaryFile(dir=nearest):
+            return f"{folder}, can be written"
+    except (OSError, RuntimeError) as error:
+        return f"none: {error}, so {lost}"
+
+
+def _cores() -> str:
+    import os
+
+    import torch
+
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    threads, cores = torch.get_num_threads(), os.cpu_count() or usable
+    told = f"{usable} of {cores} for this process, {threads} thread{'s' * (threads != 1)} of torch"
+    if usable == 1:
+        return f"{told}: everything runs on one core"
+    if threads < usable:
+        return f"{told}: see OMP_NUM_THREADS and torch.set_num_threads to use more"
+    return told
+
+
 def examine(device: str) -> dict[str, Any]:
     """All that is told, as plain data."""
     from ..kernels.registry import explain
@@ -44,6 +120,7 @@ def examine(device: str) -> dict[str, Any]:
     return {
         "machine": {"kind": device, **facts(device)},
         "memory": {"free": free, "total": total},
+        "surroundings": surroundings(),
         "packages": {name: installed(name) for name in packages},
         "backends": [
             {"name": name, "ready": reason is None, "why_not": reason}
@@ -65,11 +142,15 @@ def examine(device: str) -> dict[str, Any]:
 
 def show(found: dict[str, Any]) -> None:
     """Print what was found."""
-    from .measure import readable_bytes
+    from .page import readable_bytes
 
     screen, machine, memory = Screen(), found["machine"], found["memory"]
     screen.title("Machine")
-    where = machine["device"] if machine["threads"] is None else f"{machine['device']}, {machine['threads']} threads"
+    where = (
+        machine["device"]
+        if machine["threads"] is None
+        else f"{machine['device']}, {machine['threads']} thread{'s' * (machine['threads'] > 1)}"
+    )
     versions = {name: machine[name] for name in ("python", "torch", "triton")} | found["packages"]
     screen.pairs(
         [
@@ -79,6 +160,8 @@ def show(found: dict[str, Any]) -> None:
             ("not installed", ", ".join(name for name, number in versions.items() if not number) or "nothing"),
         ]
     )
+    screen.title("Surroundings")
+    screen.pairs(found["surroundings"].items())
     screen.title("Backends, asked about the first of the calls below")
     screen.pairs((backend["name"], backend["why_not"] or "ready") for backend in found["backends"])
     screen.title('What backend="auto" takes')

@@ -16,8 +16,6 @@ from typing import Any
 
 import torch
 
-from .page import readable_bytes as readable_bytes
-
 
 def synchronize(device: str) -> None:
     """Wait until the device has done what was asked of it."""

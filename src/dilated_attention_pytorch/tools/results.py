@@ -57,7 +57,7 @@ def begin(out: Path, keep: bool) -> None:
 
 
 def append(out: Path, line: Line) -> None:
-    """Add one line in one write, so that readers and an interruption see whole lines only."""
+    """Add one line in one write: an interruption leaves whole lines, a kill at worst one that is cut short."""
     handle = os.open(out, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
     try:
         size = os.fstat(handle).st_size

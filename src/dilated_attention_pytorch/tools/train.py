@@ -31,7 +31,8 @@ from ..errors import must
 from ..models import LongNetConfig, LongNetLM
 from ..models.checkpoints import write_whole
 from ..nn import MultiheadSparseAttention, set_process_group
-from .measure import readable_bytes
+from .page import readable_bytes
+from .results import append, read_lines
 
 HELD_OUT = 0.05
 """Share of the file, at its end, that is never trained on."""
@@ -364,7 +365,8 @@ class Run:
         log = self.folder / "log.jsonl"
         if say:
             kept = [line for line in _lines(log) if s.resume and line["step"] <= self.step]
-            log.write_text("".join(json.dumps(line) + "\n" for line in kept))
+            text = "".join(json.dumps(line) + "\n" for line in kept)
+            write_whole(log, lambda temporary: Path(temporary).write_text(text))
             name = "dense" if s.dense else s.model().pattern(0)
             print(f"{self.model.num_parameters:,} parameters, {name}, {s.context:,} bytes of context, {self.device}")
         self.model.train()
@@ -404,8 +406,7 @@ class Run:
         return self._total(torch.tensor(float(stop), device=self.device)) > 0
 
     def _tell(self, log: Path, line: dict[str, Any], last: bool) -> None:
-        with log.open("a") as file:
-            file.write(json.dumps(line) + "\n")
+        append(log, line)
         if last or line["step"] % self.settings.log_every == 0 or "bits_per_byte" in line:
             left = (self.settings.steps - line["step"]) * line["seconds"]
             held_out = f"  held out {line['bits_per_byte']:.3f} bits/byte" if "bits_per_byte" in line else ""
@@ -440,14 +441,9 @@ def interrupts() -> Iterator[list[int]]:
 
 
 def _lines(log: Path) -> list[dict[str, Any]]:
-    found = []
-    for text in log.read_text().splitlines() if log.is_file() else []:
-        try:
-            found.append(json.loads(text))
-        except ValueError:
-            # A line cut short by a crash; its step is done again.
-            continue
-    return found
+    """Steps that a log tells of; a line cut short by a crash is left out, its step is done again."""
+    known = read_lines([log]) if log.is_file() else []
+    return [line for line in known if all(isinstance(line.get(name), int | float) for name in ("step", "loss"))]
 
 
 def _plot(log: Path, place: Path) -> None:
