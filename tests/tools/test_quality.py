@@ -305,7 +305,9 @@ def test_a_suite_goes_on_where_time_ran_out(
     assert quality.main([*given, "--resume"]) == 130 and drawn == ["global + local", "dilated", "block dilated"]
     assert len(read(tmp_path)) == 6
     drawn.clear()
-    assert quality.main(given) == 130 and len(read(tmp_path)) == 3
+    capsys.readouterr()
+    assert quality.main([*given, "--json"]) == 130 and len(read(tmp_path)) == 3
+    assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == read(tmp_path)
 
 
 def read(folder: Path) -> list[dict[str, Any]]:

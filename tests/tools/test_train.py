@@ -97,6 +97,13 @@ def stop_after(step: int | None, *more: str, out: str) -> int:
         return run(*more, out=out)
 
 
+def test_json_is_the_log(capsys: pytest.CaptureFixture[str]):
+    assert run("--json", "--sample", "8") == 0
+    *lines, sample = map(json.loads, capsys.readouterr().out.splitlines())
+    assert lines == log()
+    assert isinstance(sample["sample"], str)
+
+
 def test_ctrl_c_saves_and_leaves(capsys: pytest.CaptureFixture[str]):
     handler = signal.getsignal(signal.SIGINT)
     assert stop_after(2, out="cut") == 130

@@ -35,6 +35,8 @@ from .. import make_plan, parse
 from ..nn import AdaptiveConfig, BlockSparseAdaptive, SparseAttention
 from .editions import HEADS, OutOfTime, Play, Task, compare, fetch, read_plays
 from .measure import clock, facts
+from .page import write
+from .results import append, read_lines
 
 WIDTH = 64
 LEARNED = {"recall": 0.95, "editions": 0.5}
@@ -336,7 +338,7 @@ def plot(lines: list[Line], place: Path) -> None:
 
 
 def _read(log: Path) -> list[Line]:
-    return [json.loads(text) for text in log.read_text().splitlines()] if log.is_file() else []
+    return [line for line in read_lines([log]) if line.keys() >= {"suite", "task"}] if log.is_file() else []
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -352,6 +354,7 @@ def main(arguments: list[str] | None = None) -> int:
         "--minutes", type=float, default=math.inf, help="begin no run after these, and no long one that would end later"
     )
     parser.add_argument("--resume", action="store_true", help="keep the rows that this version has measured already")
+    parser.add_argument("--json", action="store_true", help="print the rows as they are written to the log")
     parser.add_argument(
         "--report",
         nargs="*",
@@ -368,18 +371,20 @@ def main(arguments: list[str] | None = None) -> int:
     short = None
     if given.report is None:
         plays = None if given.plays is None else read_plays(given.plays)
-        short = _run(given.suite, plays, log, given.resume, deadline)
+        short = _run(given.suite, plays, log, given.resume, given.json, deadline)
     logs = given.report or [log]
     lines = [line for each in logs for line in _read(each)]
-    (given.out / "quality.md").write_text(report(lines, ", ".join(each.name for each in logs)))
+    write(given.out / "quality.md", report(lines, ", ".join(each.name for each in logs)))
     plot(lines, given.out / "quality.png")
     if short is not None:
-        print(f"stopped: {short}; go on with --resume", flush=True)
+        print(f"stopped: {short}; go on with --resume", file=sys.stderr if given.json else sys.stdout, flush=True)
         return 130
     return 0 if all(row["counts"] for row in judged(lines)) else 1
 
 
-def _run(name: str, plays: list[Play] | None, log: Path, resume: bool, deadline: float) -> OutOfTime | None:
+def _run(
+    name: str, plays: list[Play] | None, log: Path, resume: bool, as_json: bool, deadline: float
+) -> OutOfTime | None:
     """Measure what is not in the log; why the rest was left."""
     suite = SUITES[name]
     known = facts(suite.device)
@@ -389,17 +394,15 @@ def _run(name: str, plays: list[Play] | None, log: Path, resume: bool, deadline:
         if line["suite"] != name or (resume and all(line[fact] == known[fact] for fact in same)):
             kept.append(line)
     done = {(line["task"], line["pattern"], line["seed"]) for line in kept if line["suite"] == name}
-    with log.open("w") as file:
-        file.writelines(json.dumps(line) + "\n" for line in kept)
-        file.flush()
-        try:
-            for line in measure(suite, plays, done, deadline):
-                file.write(json.dumps({"suite": name, **line, **known}) + "\n")
-                file.flush()
-                quality, faster = line["quality"], line["speedup"]
-                print(f"{line['task']:<9} {line['pattern']:<15} quality {quality:.3f}  {faster:.2f}x", flush=True)
-        except OutOfTime as left:
-            return left
+    write(log, "".join(json.dumps(line) + "\n" for line in kept))
+    try:
+        for found in measure(suite, plays, done, deadline):
+            line = {"suite": name, **found, **known}
+            append(log, line)
+            words = f"{line['task']:<9} {line['pattern']:<15} quality {line['quality']:.3f}  {line['speedup']:.2f}x"
+            print(json.dumps(line) if as_json else words, flush=True)
+    except OutOfTime as left:
+        return left
     return None
 
 

@@ -68,6 +68,7 @@ class Settings:
     log_every: int = 1
     sample: int = 0
     resume: bool = False
+    json: bool = False
 
     def __post_init__(self) -> None:
         least = {
@@ -122,6 +123,7 @@ HELP = {
     "log_every": "steps between lines",
     "sample": "bytes to write at the end",
     "resume": "go on from the checkpoint in --out",
+    "json": "print lines as they are written to the log; what else there is to say goes to stderr",
 }
 
 
@@ -269,9 +271,8 @@ class Run:
         if not self.checkpoint.is_file():
             raise must("resume must find a checkpoint", f"none at {self.checkpoint}")
         held = torch.load(self.checkpoint, map_location=self.device, weights_only=True)
-        fixed = [
-            f.name for f in fields(Settings) if f.name not in ("out", "resume", "sample", "log_every", "save_every")
-        ]
+        free = ("out", "resume", "sample", "log_every", "save_every", "json")
+        fixed = [f.name for f in fields(Settings) if f.name not in free]
         before = held["settings"]
         other = [
             f"{n} {before[n]!r} (now {getattr(self.settings, n)!r})"
@@ -368,7 +369,9 @@ class Run:
             text = "".join(json.dumps(line) + "\n" for line in kept)
             write_whole(log, lambda temporary: Path(temporary).write_text(text))
             name = "dense" if s.dense else s.model().pattern(0)
-            print(f"{self.model.num_parameters:,} parameters, {name}, {s.context:,} bytes of context, {self.device}")
+            self._say(
+                f"{self.model.num_parameters:,} parameters, {name}, {s.context:,} bytes of context, {self.device}"
+            )
         self.model.train()
         with interrupts() as stopped:
             while self.step < s.steps and not self._agreed(bool(stopped)):
@@ -394,20 +397,26 @@ class Run:
         if not done:
             self.save()
             if say:
-                print(f"stopped after step {self.step}; go on with --resume")
+                self._say(f"stopped after step {self.step}; go on with --resume")
         if say:
             _plot(log, self.folder / "loss.png")
             if done and s.sample:
-                print(self.sample().decode("utf-8", "replace"))
+                text = self.sample().decode("utf-8", "replace")
+                print(json.dumps({"sample": text}) if s.json else text)
         return 0 if done else 130
 
     def _agreed(self, stop: bool) -> bool:
         """Whether some rank was told to stop."""
         return self._total(torch.tensor(float(stop), device=self.device)) > 0
 
+    def _say(self, text: str) -> None:
+        print(text, file=sys.stderr if self.settings.json else sys.stdout, flush=True)
+
     def _tell(self, log: Path, line: dict[str, Any], last: bool) -> None:
         append(log, line)
-        if last or line["step"] % self.settings.log_every == 0 or "bits_per_byte" in line:
+        if self.settings.json:
+            print(json.dumps(line), flush=True)
+        elif last or line["step"] % self.settings.log_every == 0 or "bits_per_byte" in line:
             left = (self.settings.steps - line["step"]) * line["seconds"]
             held_out = f"  held out {line['bits_per_byte']:.3f} bits/byte" if "bits_per_byte" in line else ""
             peak = f"  peak {readable_bytes(line['peak_bytes'])}" if "peak_bytes" in line else ""
