@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ..errors import must, must_be
 from ..ops.attention import attention
+from ..ops.choices import select_rows
 from ..ops.selected import selected_attention, weighted_attention
 from ..ops.selection import Selection, fresh_seed, select
 from ..ops.selection_mass import Lesson, Scene, captured, dense_mass
@@ -260,6 +261,24 @@ class BlockSparseAdaptive(OverRanks, nn.Module):
                 factors=scores.factors() if q.is_cuda else None,
             )
         return scores, selection
+
+    def listed(self, scores: Scores, rows: Tensor, is_causal: bool, seed: Tensor | None = None) -> Tensor:
+        """What `select_rows` lists for some rows of a sequence, by their scores."""
+        config, budget = self.config, self.config.budget()
+        kept = budget.room(scores.visible.shape[2]) + 1
+        return select_rows(
+            lambda begin, end: scores.ranked(begin, end, kept),
+            scores.chunk(kept),
+            rows,
+            scores.visible,
+            budget,
+            block_size=self.block_size,
+            is_causal=is_causal,
+            per_token=scores.per_token,
+            local_blocks=config.local_blocks,
+            sink_blocks=config.sink_blocks,
+            seed=seed,
+        )
 
     def studies(self) -> bool:
         """Whether the scores take part in the forward pass, or their gradient comes from the loss."""

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from ..errors import must
-from ..ops.choices import select_rows
 from ..ops.selection import spans
 from ..patterns import Full
 from ..plan.selected import shared_blocks
@@ -153,20 +152,7 @@ class AdaptiveCache(KVCache):
         with torch.autocast(device.type, enabled=False):
             rows = Rows(hidden, units, there, None)
             scores = Scores(layer.scorer, query, rows, columns, size, True, per_token, True, ids, own)
-            budget = config.budget()
-            kept = budget.room(own + 1) + 1
-            listed = select_rows(
-                lambda begin, end: scores.ranked(begin, end, kept),
-                scores.chunk(kept),
-                ids,
-                scores.visible,
-                budget,
-                block_size=size,
-                is_causal=True,
-                per_token=per_token,
-                local_blocks=config.local_blocks,
-                sink_blocks=config.sink_blocks,
-            ).long()
+            listed = layer.listed(scores, ids, True).long()
         listed = listed.masked_fill(listed > own, -1)
         return torch.cat([forced.expand(-1, -1, listed.shape[2], -1), listed], -1)
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import must
-from ..ops.choices import padded, select_rows
+from ..ops.choices import padded
 from ..ops.selection import fresh_seed
 from .scorer import Scores
 from .summaries import Blocks, Sums, sums_at
@@ -160,22 +160,8 @@ def _choose(
     whole = padding is None and layout.n % size == 0
     speaking = scorer.speaking(rows.before() if is_causal else rows)
     scores = Scores(scorer, query, speaking, columns, size, is_causal, per_token, whole, ids)
-    budget = config.budget()
-    kept = budget.room(scores.visible.shape[2]) + 1
     with torch.no_grad():
-        indices = select_rows(
-            lambda begin, end: scores.ranked(begin, end, kept),
-            scores.chunk(kept),
-            ids,
-            scores.visible,
-            budget,
-            block_size=size,
-            is_causal=is_causal,
-            per_token=per_token,
-            local_blocks=config.local_blocks,
-            sink_blocks=config.sink_blocks,
-            seed=fresh_seed(query.device) if layer.training else None,
-        )
+        indices = layer.listed(scores, ids, is_causal, fresh_seed(query.device) if layer.training else None)
     width = torch.tensor([indices.shape[-1]], device=query.device)
     dist.all_reduce(width, dist.ReduceOp.MAX, group=ranks.group)
     indices = padded(indices, int(width), scores.visible.shape[2])
