@@ -241,19 +241,20 @@ def _ended(command: list[str], copy: Path, environment: dict[str, str]) -> subpr
     child = subprocess.Popen(
         command, cwd=copy, env=environment, stdout=pipe, stderr=pipe, text=True, start_new_session=True
     )
-    try:
-        out, err = child.communicate(timeout=TIMEOUT)
-    except BaseException:
-        with suppress(ProcessLookupError):
-            os.killpg(child.pid, signal.SIGKILL)
-        child.wait()
-        raise
+    with child:
+        try:
+            out, err = child.communicate(timeout=TIMEOUT)
+        except BaseException:
+            with suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+            raise
     return subprocess.CompletedProcess(command, child.returncode, out, err)
 
 
 def _tested(mutant: Mutant, copy: Path, environment: dict[str, str]) -> str | None:
     command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=no", "-p", "no:cacheprovider", "-p", "no:xdist"]
-    command += ["-o", f"faulthandler_timeout={TIMEOUT - 10}"]
+    # Where CI is set, pytest explains a failed comparison of two long lists in full, which takes minutes.
+    command += ["--assert=plain", "-o", f"faulthandler_timeout={TIMEOUT - 10}"]
     chosen = [f"tests/{name}" for name in mutant.tests]
     done = _ended([*command, *chosen], copy, environment)
     if done.returncode == 0:
