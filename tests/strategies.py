@@ -1,11 +1,14 @@
-"""Random patterns for hypothesis: every kind, and their combinations. Random places for rows in memory."""
+"""Random patterns of every kind and random places for rows in memory, drawn by hypothesis or, without it, from a seed."""
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
-from hypothesis import strategies as st
 
 from dilated_attention_pytorch.patterns import (
     BlockDilated,
@@ -24,85 +27,162 @@ from dilated_attention_pytorch.patterns import (
     Strided,
 )
 
-BLOCKS = st.sampled_from([3, 8, 16, 32])
-LAYOUTS = st.sampled_from(["heads first", "tokens first", "rows apart", "width outside"])
+if TYPE_CHECKING:
+    # A GPU machine where nothing can be installed draws from a seed.
+    from hypothesis import strategies as st
+
+BLOCKS = (3, 8, 16, 32)
+LAYOUTS = ("heads first", "tokens first", "rows apart", "width outside", "off the grid")
 """Of rows in memory, see `laid_out`."""
 
-
-@st.composite
-def lengths_adding_to(draw: st.DrawFn, n: int) -> tuple[int, ...]:
-    cuts = draw(st.sets(st.integers(1, max(1, n - 1)), max_size=4)) if n > 1 else set()
-    bounds = [0, *sorted(cuts), n]
-    return tuple(b - a for a, b in pairwise(bounds))
+T = TypeVar("T")
+Problem = tuple[Pattern, int, int]
 
 
-@st.composite
-def dilated(draw: st.DrawFn, n: int) -> Dilated:
-    branches = draw(st.lists(st.tuples(st.integers(1, n + 10), st.integers(1, 6)), min_size=1, max_size=3))
-    segments, rates = zip(*branches, strict=True)
+class Draw(Protocol):
+    """Where choices come from. What comes first and what is small makes the simpler example."""
+
+    def integer(self, low: int, high: int) -> int:
+        """A whole number, both ends included."""
+        ...
+
+    def number(self, low: float, high: float) -> float: ...
+
+    def choice(self, options: Sequence[T]) -> T: ...
+
+
+class Seeded:
+    """Draws the same from the same seed."""
+
+    def __init__(self, seed: int | str) -> None:
+        source = random.Random(seed)
+        self.integer = source.randint
+        self.number = source.uniform
+        self.choice = source.choice
+
+
+class Explored:
+    """Draws what hypothesis looks into."""
+
+    def __init__(self, draw: st.DrawFn) -> None:
+        from hypothesis import strategies as st
+
+        self.integer = lambda low, high: draw(st.integers(low, high))
+        self.number = lambda low, high: draw(st.floats(low, high))
+        self.choice = lambda options: draw(st.sampled_from(options))
+
+
+def strategy(drawing: Callable[..., T], *arguments: Any, **options: Any) -> st.SearchStrategy[T]:
+    """What `drawing(draw, ...)` gives, for hypothesis."""
+    from hypothesis import strategies as st
+
+    return st.composite(lambda draw: drawing(Explored(draw), *arguments, **options))()
+
+
+def draw_branches(draw: Draw, n: int, fastest: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Segments and rates of up to three branches."""
+    count = draw.integer(1, 3)
+    segments, rates = ([draw.integer(1, most) for _ in range(count)] for most in (n + 10, fastest))
+    return tuple(segments), tuple(rates)
+
+
+def draw_dilated(draw: Draw, n: int) -> Dilated:
+    """Branches of any length and rate, in any order."""
     return Dilated(
-        segments,
-        rates,
-        offset=draw(st.sampled_from(["mod", "block"])),
-        overlap=draw(st.sampled_from(["count", "union"])),
-        heads=draw(st.sampled_from(["all", "all", "split"])),
+        *draw_branches(draw, n, 6),
+        offset=draw.choice(["mod", "block"]),
+        overlap=draw.choice(["count", "union"]),
+        heads=draw.choice(["all", "all", "split"]),
     )
 
 
-@st.composite
-def block_patterns(draw: st.DrawFn, n: int, heads: int) -> Pattern:
-    block = draw(BLOCKS)
-    kind = draw(st.sampled_from([Random, Hierarchical, BlockDilated, BlockLists]))
-    if kind is Random:
-        return Random(draw(st.floats(0.01, 1.0)), draw(st.integers(0, 99)), draw(st.booleans()), block=block)
-    if kind is Hierarchical:
-        first, second = sorted(draw(st.sets(st.integers(1, 12), min_size=2, max_size=2)))
-        stride = st.integers(1, 4)
-        return Hierarchical(((first, draw(stride)), (second, draw(stride)), (0, draw(stride))), block=block)
-    if kind is BlockDilated:
-        branches = draw(st.lists(st.tuples(st.integers(1, n + 10), st.integers(1, 4)), min_size=1, max_size=3))
-        segments, rates = zip(*branches, strict=True)
-        return BlockDilated(segments, rates, draw(st.none() | st.floats(0.01, 1.0)), block=block)
+def draw_documents(draw: Draw, n: int) -> Documents:
+    """Lengths that add up to `n`."""
+    cuts = {draw.integer(1, n - 1) for _ in range(draw.integer(0, 4))} if n > 1 else set()
+    return Documents(tuple(b - a for a, b in pairwise([0, *sorted(cuts), n])))
+
+
+def draw_hierarchical(draw: Draw, block: int) -> Hierarchical:
+    """Two levels and the rest."""
+    first = draw.integer(1, 11)
+    second = draw.integer(first + 1, 12)
+    return Hierarchical(tuple((reach, draw.integer(1, 4)) for reach in (first, second, 0)), block=block)
+
+
+def draw_block_lists(draw: Draw, n: int, heads: int, block: int) -> BlockLists:
+    """Up to four blocks a row, the same for all heads or lists for each."""
     rows = -(-n // block)
-    one_head = st.lists(st.lists(st.integers(0, rows - 1), max_size=4), min_size=rows, max_size=rows)
-    return BlockLists.of([draw(one_head) for _ in range(draw(st.sampled_from([1, heads])))], block)
+    each = [
+        [[draw.integer(0, rows - 1) for _ in range(draw.integer(0, 4))] for _ in range(rows)]
+        for _ in range(draw.choice([1, heads]))
+    ]
+    return BlockLists.of(each, block)
 
 
-def patterns(n: int, heads: int) -> st.SearchStrategy[Pattern]:
-    """Patterns that fit `n` tokens and `heads` heads."""
-    simple = st.one_of(
-        st.just(Full()),
-        st.just(Causal()),
-        st.builds(SlidingWindow, st.integers(0, n), st.none() | st.integers(0, n)),
-        st.builds(Global, st.integers(1, n + 3), st.booleans()),
-        st.builds(Documents, lengths_adding_to(n)),
-        dilated(n),
-        st.builds(Strided, st.integers(1, 6)),
-        st.builds(Strided, st.integers(1, 4), BLOCKS),
-        block_patterns(n, heads),
-    )
-    return st.recursive(
-        simple,
-        lambda inner: st.one_of(
-            st.builds(lambda a, b: a & b, inner, inner),
-            st.builds(lambda a, b: a | b, inner, inner),
-            st.lists(inner, min_size=heads, max_size=heads).map(lambda each: PerHead(tuple(each))),
-        ),
-        max_leaves=4,
-    )
+LEAVES: dict[str, Callable[[Draw, int, int, int], Pattern]] = {
+    "full": lambda draw, n, heads, block: Full(),
+    "causal": lambda draw, n, heads, block: Causal(),
+    "window": lambda draw, n, heads, block: SlidingWindow(
+        draw.integer(0, n), draw.integer(0, n) if draw.choice([False, True]) else None
+    ),
+    "global": lambda draw, n, heads, block: Global(draw.integer(1, n + 3), draw.choice([False, True])),
+    "documents": lambda draw, n, heads, block: draw_documents(draw, n),
+    "dilated": lambda draw, n, heads, block: draw_dilated(draw, n),
+    "strided": lambda draw, n, heads, block: Strided(draw.integer(1, 6)),
+    "strided blocks": lambda draw, n, heads, block: Strided(draw.integer(1, 4), block),
+    "random": lambda draw, n, heads, block: Random(
+        draw.number(0.01, 1.0), draw.integer(0, 99), draw.choice([False, True]), block=block
+    ),
+    "hierarchical": lambda draw, n, heads, block: draw_hierarchical(draw, block),
+    "block dilated": lambda draw, n, heads, block: BlockDilated(
+        *draw_branches(draw, n, 4), draw.number(0.01, 1.0) if draw.choice([False, True]) else None, block=block
+    ),
+    "block lists": lambda draw, n, heads, block: draw_block_lists(draw, n, heads, block),
+}
+"""Every kind of pattern but combinations of others: from a draw, a length, a number of heads and a block."""
 
 
-@st.composite
-def problems(draw: st.DrawFn, longest: int = 140, heads: tuple[int, ...] = (1, 3, 4)) -> tuple[Pattern, int, int]:
-    """A pattern, a length and a head count that go together; sometimes of packed sequences."""
-    own_heads = draw(st.sampled_from(heads))
-    n = draw(st.integers(1, longest))
-    if draw(st.integers(0, 5)) > 0:
-        return draw(patterns(n, own_heads)), n, own_heads
-    document = draw(st.integers(1, max(1, longest // 3)))
-    times = draw(st.integers(1, 3))
-    simple = st.one_of(st.just(Causal()), dilated(document), st.builds(SlidingWindow, st.integers(0, 20)))
-    return Packed(draw(simple), (document,) * times), document * times, own_heads
+def draw_pattern(
+    draw: Draw,
+    n: int,
+    heads: int,
+    leaves: int = 4,
+    kinds: Sequence[str] = tuple(LEAVES),
+    blocks: Sequence[int] = BLOCKS,
+) -> Pattern:
+    """A pattern that fits `n` tokens and `heads` heads, put together from about `leaves` others at most."""
+    way = draw.choice(["alone", "alone", "and", "or", "heads"]) if leaves > 1 else "alone"
+    if way == "alone":
+        return LEAVES[draw.choice(kinds)](draw, n, heads, draw.choice(blocks))
+    if way == "heads":
+        within = min(leaves - 1, leaves // heads)
+        return PerHead(tuple(draw_pattern(draw, n, heads, within, kinds, blocks) for _ in range(heads)))
+    left = draw.integer(1, leaves - 1)
+    first, second = (draw_pattern(draw, n, heads, most, kinds, blocks) for most in (left, leaves - left))
+    return first & second if way == "and" else first | second
+
+
+def draw_problem(
+    draw: Draw, longest: int = 140, heads: Sequence[int] = (1, 3, 4), edges: Sequence[int] = (), **of_pattern: Any
+) -> Problem:
+    """A pattern, a length and a head count that go together; sometimes of packed sequences.
+
+    Every third length is one of `edges`, where some are given; `of_pattern` goes to `draw_pattern`.
+    """
+    own_heads = draw.choice(heads)
+    n = draw.choice(edges) if edges and draw.integer(0, 2) == 0 else draw.integer(1, longest)
+    if draw.integer(0, 5) > 0:
+        return draw_pattern(draw, n, own_heads, **of_pattern), n, own_heads
+    document = draw.integer(1, max(1, longest // 3))
+    times = draw.integer(1, 3)
+    kind = draw.choice(["causal", "dilated", "window"])
+    inside = SlidingWindow(draw.integer(0, 20)) if kind == "window" else LEAVES[kind](draw, document, own_heads, 8)
+    return Packed(inside, (document,) * times), document * times, own_heads
+
+
+dilated = partial(strategy, draw_dilated)
+patterns = partial(strategy, draw_pattern)
+problems = partial(strategy, draw_problem)
 
 
 def laid_out(rows: torch.Tensor, layout: str) -> torch.Tensor:
@@ -114,5 +194,7 @@ def laid_out(rows: torch.Tensor, layout: str) -> torch.Tensor:
             return torch.cat([rows, torch.full_like(rows, float("nan"))], -1)[..., : rows.shape[-1]]
         case "width outside":
             return rows.transpose(2, 3).contiguous().transpose(2, 3)
+        case "off the grid":
+            return torch.cat([rows.new_full((1,), float("nan")), rows.flatten()])[1:].view(rows.shape)
         case _:
             return rows

@@ -5,9 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("typer")
-
 import torch
 
 import dilated_attention_pytorch as dap

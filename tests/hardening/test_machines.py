@@ -62,7 +62,7 @@ class Calls(RuleBasedStateMachine):
         seed=SEEDS,
         dtype=st.sampled_from(list(ROUNDING)),
         backend=st.sampled_from(BACKENDS),
-        layout=LAYOUTS,
+        layout=st.sampled_from(LAYOUTS),
         budget=st.sampled_from([None, None, 2**30]),
         later=st.booleans(),
     )

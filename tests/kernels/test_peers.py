@@ -8,6 +8,7 @@ import pytest
 import torch
 from cases import BY_NAME, PROBLEMS, Problem
 from oracle import answer, error
+from strategies import laid_out
 
 from dilated_attention_pytorch import reproducible_gradients
 from dilated_attention_pytorch.kernels import flash4, flex
@@ -283,6 +284,13 @@ HALF = Problem(name="", text="causal", n=512, heads=2, d=64, e=64, block_size=12
 def test_flash_attention_4_refuses_what_it_lacks(problem, changes, reason):
     call, _ = call_of(problem, torch.bfloat16, **changes)
     assert flash4.why_not(call) == reason
+
+
+@pytest.mark.usefixtures("on_hopper")
+def test_flash_attention_4_refuses_rows_off_the_grid():
+    call, _ = call_of(HALF, torch.bfloat16)
+    key = laid_out(call.key, "off the grid")
+    assert flash4.why_not(replace(call, key=key)) == "needs tensors that start at multiples of 16 bytes"
 
 
 @pytest.mark.usefixtures("on_hopper")

@@ -49,6 +49,8 @@ def why_not(call: AttentionCall) -> str | None:
     d, e = query.shape[3], call.value.shape[3]
     if d not in WIDTHS or d != e:
         return f"query and value width must be 64 or 128, the same for both, got {d} and {e}"
+    if any(t.data_ptr() % 16 for t in (query, call.key, call.value)):
+        return "needs tensors that start at multiples of 16 bytes"
     if plan.block_size != BLOCK:
         return f"block_size must be {BLOCK}, got {plan.block_size}"
     if call.key_padding_mask is not None:
