@@ -30,8 +30,6 @@ from dilated_attention_pytorch.kernels.registry import AttentionCall
 from dilated_attention_pytorch.patterns import parse
 from dilated_attention_pytorch.plan import make_plan
 
-SECONDS_A_CASE = 60.0
-
 
 @dataclass(frozen=True)
 class Case:
@@ -49,6 +47,10 @@ class Case:
     layout: str = "bhnd"
     variant: str = ""
     task: str = "check"
+
+
+Task = Callable[[Case], dict[str, Any]]
+"""What a script does with a case: "ok", and what it found."""
 
 
 def configurations(d: int) -> dict[str, hopper_backend.ForwardConfig]:
@@ -240,7 +242,7 @@ def measure(case: Case) -> dict[str, Any]:
     return result
 
 
-def worker() -> None:
+def answer(check: Task, measure: Task) -> None:
     """Run the cases that arrive on standard input, one JSON line each, and answer on standard output."""
     for line in sys.stdin:
         case = Case(**json.loads(line))
@@ -252,14 +254,15 @@ def worker() -> None:
 
 
 class Worker:
-    """A process that answers cases, replaced when it hangs or dies."""
+    """A process of a script that answers cases, replaced when it hangs or dies."""
 
-    def __init__(self) -> None:
+    def __init__(self, script: str, seconds: float) -> None:
+        self.script, self.seconds = script, seconds
         self.process: subprocess.Popen[str] | None = None
         self.lines: queue.Queue[str] = queue.Queue()
 
     def _start(self) -> subprocess.Popen[str]:
-        command = [sys.executable, __file__, "--worker"]
+        command = [sys.executable, self.script, "--worker"]
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self.lines = queue.Queue()
         threading.Thread(target=self._read, args=(process, self.lines), daemon=True).start()
@@ -279,10 +282,10 @@ class Worker:
         self.process.stdin.write(json.dumps(asdict(case)) + "\n")
         self.process.stdin.flush()
         try:
-            line = self.lines.get(timeout=SECONDS_A_CASE)
+            line = self.lines.get(timeout=self.seconds)
         except queue.Empty:
             self.stop()
-            return {"ok": False, "error": f"no answer within {SECONDS_A_CASE:g} s"}
+            return {"ok": False, "error": f"no answer within {self.seconds:g} s"}
         if not line:
             self.stop()
             return {"ok": False, "error": "the worker died"}
@@ -295,30 +298,32 @@ class Worker:
             self.process = None
 
 
-def main() -> int:
-    """Run the cases asked for and print one line each."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def options(description: str | None) -> argparse.ArgumentParser:
+    """What every script that runs cases understands."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="JSONL file to write")
     parser.add_argument("--only", choices=("check", "time"), help="run one half")
-    parser.add_argument("--variants", action="store_true", help="time the variants too")
-    parser.add_argument("--match", default="", help="run the cases whose description contains this")
+    parser.add_argument("--match", default="", help="run the cases whose description contains one of these, by commas")
     parser.add_argument("--seconds", type=float, default=420.0, help="stop starting cases after this long")
+    parser.add_argument("--case-seconds", type=float, default=60.0, help="kill a case after this long")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
+    return parser
+
+
+def run_cases(script: str, arguments: argparse.Namespace, cases: list[Case], check: Task, measure: Task) -> int:
+    """Run the cases asked for, each in a process of the script, and print one line each; 1 if some failed."""
     if arguments.worker:
-        worker()
+        answer(check, measure)
         return 0
-    cases = [*checks(), *timings(arguments.variants)]
-    cases = [case for case in cases if arguments.only in (None, case.task)]
     began = time.perf_counter()
     failures = 0
-    hands = Worker()
+    hands = Worker(script, arguments.case_seconds)
     rows = []
     for case in cases:
         label = f"{case.task:5} d{case.d} {case.dtype} n {case.n} {case.name}" + (
             f" [{case.variant}]" if case.variant else ""
         )
-        if arguments.match not in label:
+        if arguments.only not in (None, case.task) or not any(w in label for w in arguments.match.split(",")):
             continue
         if time.perf_counter() - began > arguments.seconds:
             print("out of time; the remaining cases are not run", flush=True)
@@ -333,6 +338,14 @@ def main() -> int:
     hands.stop()
     print(f"{failures} failures in {time.perf_counter() - began:.0f} s")
     return 1 if failures else 0
+
+
+def main() -> int:
+    """Run the cases asked for."""
+    parser = options(__doc__)
+    parser.add_argument("--variants", action="store_true", help="time the variants too")
+    arguments = parser.parse_args()
+    return run_cases(__file__, arguments, [*checks(), *timings(arguments.variants)], check, measure)
 
 
 if __name__ == "__main__":

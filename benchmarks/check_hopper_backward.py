@@ -7,23 +7,15 @@ Every case runs in a worker process that is killed after a minute, because a wro
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 import statistics
-import subprocess
 import sys
-import threading
-import time
 from collections.abc import Callable
-from dataclasses import asdict, replace
-from pathlib import Path
-from queue import Queue
+from dataclasses import replace
 from typing import Any
 
-import check_hopper
 import torch
-from check_hopper import Case, build, milliseconds, poisoned
+from check_hopper import Case, build, host_microseconds, milliseconds, options, poisoned, run_cases
 from torch import Tensor
 
 from dilated_attention_pytorch.kernels import hopper_backend, hopper_gradients, triton_backend
@@ -158,7 +150,7 @@ def measure(case: Case) -> dict[str, Any]:
     medians = {name: statistics.median(values) for name, values in times.items()}
     result: dict[str, Any] = {"ok": True, "ms": medians[""]}
     result |= {name or "tflops": round(work / median, 1) for name, median in medians.items()}
-    result["host_us"] = round(check_hopper.host_microseconds(runs[""], 20))
+    result["host_us"] = round(host_microseconds(runs[""], 20))
     return result | kernel_times(runs[""])
 
 
@@ -172,63 +164,9 @@ def kernel_times(run: Callable[[], object]) -> dict[str, float]:
     }
 
 
-def worker() -> None:
-    """Run the cases that arrive on standard input, one JSON line each, and answer on standard output."""
-    for line in sys.stdin:
-        case = Case(**json.loads(line))
-        try:
-            result = check(case) if case.task == "check" else measure(case)
-        except Exception as problem:
-            result = {"ok": False, "error": f"{type(problem).__name__}: {str(problem)[:600]}"}
-        print(json.dumps(result), flush=True)
-
-
-class Worker(check_hopper.Worker):
-    """A process of this script."""
-
-    def _start(self) -> subprocess.Popen[str]:
-        command = [sys.executable, __file__, "--worker"]
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        self.lines = Queue()
-        threading.Thread(target=self._read, args=(process, self.lines), daemon=True).start()
-        return process
-
-
 def main() -> int:
-    """Run the cases asked for and print one line each."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="JSONL file to write")
-    parser.add_argument("--only", choices=("check", "time"), help="run one half")
-    parser.add_argument("--match", default="", help="run the cases whose description contains one of these, by commas")
-    parser.add_argument("--seconds", type=float, default=420.0, help="stop starting cases after this long")
-    parser.add_argument("--case-seconds", type=float, default=60.0, help="kill a case after this long")
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.worker:
-        worker()
-        return 0
-    check_hopper.SECONDS_A_CASE = arguments.case_seconds
-    began = time.perf_counter()
-    failures = 0
-    hands = Worker()
-    rows = []
-    for case in [*checks(), *timings()]:
-        label = f"{case.task:5} d{case.d} {case.dtype} n {case.n} {case.name} [{case.variant}]"
-        if arguments.only not in (None, case.task) or not any(w in label for w in arguments.match.split(",")):
-            continue
-        if time.perf_counter() - began > arguments.seconds:
-            print("out of time; the remaining cases are not run", flush=True)
-            break
-        result = hands.run(case)
-        failures += not result["ok"]
-        rows.append({**asdict(case), **result})
-        shown = " ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in result.items() if k != "ok")
-        print(f"{'ok  ' if result['ok'] else 'FAIL'} {label:66} {shown}", flush=True)
-        if arguments.out is not None:
-            arguments.out.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    hands.stop()
-    print(f"{failures} failures in {time.perf_counter() - began:.0f} s")
-    return 1 if failures else 0
+    """Run the cases asked for."""
+    return run_cases(__file__, options(__doc__).parse_args(), [*checks(), *timings()], check, measure)
 
 
 if __name__ == "__main__":

@@ -24,17 +24,15 @@ NAMES = huggingface.register(
         "window": "window:8",
     }
 )
+SIZES = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "vocab_size": 50}
 
 
 @pytest.fixture
 def llama():
     config = transformers.LlamaConfig(
-        hidden_size=64,
-        intermediate_size=64,
+        **SIZES,
         num_hidden_layers=2,
-        num_attention_heads=4,
         num_key_value_heads=2,
-        vocab_size=50,
         max_position_embeddings=256,
         pad_token_id=0,
         attn_implementation="sdpa",
@@ -44,14 +42,7 @@ def llama():
 
 @pytest.fixture
 def bert():
-    config = transformers.BertConfig(
-        hidden_size=64,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        vocab_size=50,
-        attn_implementation="sdpa",
-    )
+    config = transformers.BertConfig(**SIZES, num_hidden_layers=2, attn_implementation="sdpa")
     return transformers.BertModel(config, add_pooling_layer=False).double().eval()
 
 
@@ -170,14 +161,7 @@ def test_what_cannot_be_honoured_raises(llama):
 
 def test_a_sliding_window_model_is_refused():
     config = transformers.MistralConfig(
-        hidden_size=64,
-        intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=50,
-        sliding_window=8,
-        attn_implementation="dilated",
+        **SIZES, num_hidden_layers=1, num_key_value_heads=2, sliding_window=8, attn_implementation="dilated"
     )
     with pytest.raises(ValueError, match="sliding"):
         transformers.MistralForCausalLM(config)(tokens())

@@ -11,7 +11,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from dilated_attention_pytorch.kernels import triton_backend
+from dilated_attention_pytorch import attention
+from dilated_attention_pytorch.kernels import cpu, triton_backend
 from dilated_attention_pytorch.kernels.registry import AttentionCall
 from dilated_attention_pytorch.patterns import parse
 from dilated_attention_pytorch.plan import make_plan
@@ -98,3 +99,29 @@ def test_the_backend_answers_without_loading_triton():
     )
     environment = os.environ | {"PYTHONPATH": str(TESTS.parent / "src")}
     subprocess.run([sys.executable, "-c", program], env=environment, check=True)
+
+
+def test_the_launches_run_a_call_that_was_seen_before(monkeypatch):
+    from dilated_attention_pytorch.kernels import triton_launch
+
+    asked, ran = [], []
+
+    def standing_in(name):
+        def run(call, *found):
+            ran.append(name)
+            return getattr(cpu, name)(call, *found)
+
+        return run
+
+    for name in ("forward", "backward"):
+        monkeypatch.setattr(triton_launch, name, standing_in(name))
+    monkeypatch.setattr(triton_backend, "why_not", asked.append)
+    monkeypatch.setattr(sys.modules["dilated_attention_pytorch.ops.attention"], "_known", {})
+    results = []
+    for _ in range(2):
+        tensors = [torch.ones(1, 2, 32, 16, requires_grad=True) for _ in range(3)]
+        output = attention(*tensors, "causal", backend="triton")
+        results.append(torch.autograd.grad(output.sum(), tensors))
+    assert len(asked) == 1
+    assert ran == ["forward", "backward"] * 2
+    assert all(torch.equal(one, two) for one, two in zip(*results, strict=True))

@@ -34,6 +34,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from .hopper_pieces import (
     ROWS,
     add_rows_out,
+    barrier_pairs,
     claim_item,
     copy_out,
     copy_rows_in,
@@ -446,7 +447,6 @@ def attention_dkv_bwd_kernel(
     BM: gl.constexpr = q_desc.block_shape[len(q_desc.block_shape) - 2]
     dtype: gl.constexpr = q_desc.dtype
     note: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    barrier: gl.constexpr = mbarrier.MBarrierLayout()
     exchange: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BM], dtype)
     b_q = gl.allocate_shared_memory(dtype, ring(STAGES, q_desc), q_desc.layout)
     b_do = gl.allocate_shared_memory(dtype, ring(STAGES, do_desc), do_desc.layout)
@@ -456,16 +456,8 @@ def attention_dkv_bwd_kernel(
     b_rows = gl.allocate_shared_memory(gl.float32, [STAGES, 2 * BM], note)
     b_item = gl.allocate_shared_memory(gl.int32, [KV_STAGES, 8], note)
     b_tile = gl.allocate_shared_memory(gl.int32, [STAGES, 8], note)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
-    kv_full = gl.allocate_shared_memory(gl.int64, [KV_STAGES, 1], barrier)
-    kv_empty = gl.allocate_shared_memory(gl.int64, [KV_STAGES, 1], barrier)
-    for s in gl.static_range(STAGES):
-        mbarrier.init(full.index(s), count=1)
-        mbarrier.init(empty.index(s), count=2)
-    for s in gl.static_range(KV_STAGES):
-        mbarrier.init(kv_full.index(s), count=1)
-        mbarrier.init(kv_empty.index(s), count=2)
+    full, empty = barrier_pairs(STAGES)
+    kv_full, kv_empty = barrier_pairs(KV_STAGES)
     gl.warp_specialize(
         [
             (gather_keys, (

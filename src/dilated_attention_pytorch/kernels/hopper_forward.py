@@ -31,6 +31,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from .hopper_pieces import (
     ROWS,
+    barrier_pairs,
     claim_item,
     copy_out,
     copy_rows_in,
@@ -449,20 +450,13 @@ def attention_fwd_kernel(
     b_k = gl.allocate_shared_memory(dtype, ring(K_STAGES, k_desc), k_desc.layout)
     b_v = gl.allocate_shared_memory(dtype, ring(V_STAGES, v_desc), v_desc.layout)
     b_old = gl.allocate_shared_memory(dtype, ring(2, o_desc) if STRIDED else [1], q_desc.layout if STRIDED else note)
-    old_full = gl.allocate_shared_memory(gl.int64, [1, 1], barrier)
-    old_empty = gl.allocate_shared_memory(gl.int64, [1, 1], barrier)
-    mbarrier.init(old_full.index(0), count=1)
-    mbarrier.init(old_empty.index(0), count=2)
+    old_full, old_empty = barrier_pairs(1)
     b_item = gl.allocate_shared_memory(gl.int32, [Q_STAGES, 8], note)
     b_tile = gl.allocate_shared_memory(gl.int32, [K_STAGES, 8], note)
-    q_full = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], barrier)
-    q_empty = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], barrier)
+    q_full, q_empty = barrier_pairs(Q_STAGES)
     k_full = gl.allocate_shared_memory(gl.int64, [K_STAGES, 1], barrier)
     v_full = gl.allocate_shared_memory(gl.int64, [V_STAGES, 1], barrier)
     used = gl.allocate_shared_memory(gl.int64, [K_STAGES, 1], barrier)
-    for s in gl.static_range(Q_STAGES):
-        mbarrier.init(q_full.index(s), count=1)
-        mbarrier.init(q_empty.index(s), count=2)
     for s in gl.static_range(K_STAGES):
         mbarrier.init(k_full.index(s), count=1)
         mbarrier.init(used.index(s), count=2)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 # Releases after 3.6 renamed the TMA copies.
 copy_in = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
@@ -32,6 +32,18 @@ else:
 def ring(stages, desc):
     """Shape of that many buffers for the tiles of a descriptor."""
     return [stages, *desc.block_shape]
+
+
+@gluon.jit
+def barrier_pairs(STAGES: gl.constexpr):
+    """A barrier for each stage that says it is full, and one by which two warpgroups say that they are done with it."""
+    layout: gl.constexpr = mbarrier.MBarrierLayout()
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], layout)
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], layout)
+    for s in gl.static_range(STAGES):
+        mbarrier.init(full.index(s), count=1)
+        mbarrier.init(empty.index(s), count=2)
+    return full, empty
 
 
 @gluon.jit

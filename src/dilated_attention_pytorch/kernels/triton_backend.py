@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 from functools import lru_cache
 from importlib.util import find_spec
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from .registry import AttentionCall, Forward, Gradients
+from .registry import AttentionCall, Forward, Gradients, Runner
 
 WIDEST = 256
 FASTEST = 2**22
@@ -56,6 +57,13 @@ def backward(
     from . import triton_launch
 
     return triton_launch.backward(call, output, lse, grad_output, grad_lse)
+
+
+def prepare(call: AttentionCall) -> Runner:
+    """A runner for calls like this one: the launches themselves, which keep what they need by plan."""
+    from . import triton_launch
+
+    return cast(Runner, triton_launch)
 
 
 @lru_cache(maxsize=1)

@@ -9,20 +9,27 @@ import triton
 import triton.language as tl
 
 from .triton_primitives import (
-    LOG2E,
     NO_KEY,
     careful_entry,
     contained,
     dropout_kept,
     dropout_rows,
-    element_mask,
+    entry_at,
     load_rows,
+    names_in_dropout,
+    owner_of_program,
+    piece_rows,
+    reference_of,
     room_left,
     row_of_member,
+    rows_of_program,
     spoilt,
     store_rows,
-    tile_span,
+    streamed,
     tokens_of,
+    tokens_of_tile,
+    visible,
+    work_of,
 )
 
 
@@ -51,6 +58,15 @@ def delta_bwd_kernel(
 
 
 @triton.jit
+def store_gradient(p_rows, p_sum, b_grad, b_exist, o_d, D: tl.constexpr, DP: tl.constexpr, SUM_OUT: tl.constexpr):
+    """Write rows of a gradient, or with SUM_OUT of the float32 sum for later parts."""
+    if SUM_OUT:
+        store_rows(p_sum, b_grad, b_exist, o_d, D, DP)
+    else:
+        store_rows(p_rows, b_grad, b_exist, o_d, D, DP)
+
+
+@triton.jit
 def dq_tile(
     b_dq, b_q, b_do, b_lse, b_delta, p_k, p_v, p_masks, p_padding, p_key_positions, b_row, mask, whole, scale,
     threshold, inverse_keep, o_i, o_j, k_first, room, o_step, o_d, o_e, p_mass, b_weight,
@@ -73,22 +89,17 @@ def dq_tile(
         b_dp = tl.where(dropout_kept(b_row[:, None], b_key[None, :], threshold), b_dp * inverse_keep, 0.0)
     b_ds = b_p * (b_dp - b_delta[:, None])
     # Masked here and not in the weights: a weight of 0 does not stop a NaN of the values.
-    if MASKED:
-        b_ok = element_mask(p_masks, mask, o_i[:, None], o_j[None, :], BLOCK, BITS)
-        if CONTAINED:
-            b_ok = b_ok | whole
-        if HOLES:
-            b_ok = b_ok & b_seen[None, :]
+    if MASKED or PADDING:
+        b_ok = visible(
+            p_masks, mask, whole, b_seen[None, :], o_i[:, None], o_j[None, :],
+            BLOCK, MASKED, HOLES, BITS, CONTAINED,
+        )  # fmt: skip
         b_ds = tl.where(b_ok, b_ds, 0.0)
-    elif PADDING:
-        b_ds = tl.where(b_seen[None, :], b_ds, 0.0)
     if MASS:
         # The attention of the rows on these keys, each row times its weight; one of weight 0 may be anything.
         b_share = tl.where(b_weight[:, None] > 0.0, b_p * b_weight[:, None], 0.0)
-        if MASKED:
+        if MASKED or PADDING:
             b_share = tl.where(b_ok, b_share, 0.0)
-        elif PADDING:
-            b_share = tl.where(b_seen[None, :], b_share, 0.0)
         tl.store(p_mass, tl.sum(tl.sum(b_share, 1), 0))
     if CONTAINED:
         b_dq, b_k = contained(b_dq, b_k, b_ok, PRECISION)
@@ -111,49 +122,27 @@ def attention_dq_bwd_kernel(
 
     MASS also writes the weighted attention on each BN keys of each list entry, [entries, SUB_N, SUB_M].
     """
-    SUB_M: tl.constexpr = BLOCK // BM
-    SUB_N: tl.constexpr = BLOCK // BN
-    item = tl.program_id(0) // SUB_M
-    o_i = (tl.program_id(0) % SUB_M) * BM + tl.arange(0, BM)  # [BM]
+    item, o_i = rows_of_program(BLOCK, BM)
     o_n = tl.arange(0, BN)
     o_d = tl.arange(0, DP)
     o_e = tl.arange(0, EP)
-    batch = tl.program_id(2).to(tl.int64)
-    head = tl.program_id(1).to(tl.int64)
-    q_offset = 0
-    k_offset = 0
-    if PER_HEAD:
-        p_head = p_heads + head * 4
-        head = tl.load(p_head).to(tl.int64)
-        item += tl.load(p_head + 1) * items
-        q_offset = tl.load(p_head + 2)
-        k_offset = tl.load(p_head + 3)
-    p_item = p_work + item * 8
-    tile = tl.load(p_item)
-    full_begin = tl.load(p_item + 1)
-    full_end = tl.load(p_item + 2)
-    full_base = tl.load(p_item + 3)
-    partial_begin = tl.load(p_item + 4)
-    partial_end = tl.load(p_item + 5)
-    partial_base = tl.load(p_item + 6)
-    slot = tl.load(p_item + 7)
+    batch, head, item, q_offset, k_offset = owner_of_program(p_heads, item, items, PER_HEAD)
+    tile, row, slot = work_of(p_work, item)
     if SPLIT:
         if tile < 0:
             return
-    q_first, q_end = tile_span(p_q_axis, tile, q_tiles, q_offset, q_length, BLOCK, STRIDED)
-    o_q = q_first + o_i * q_rate  # [BM] int64
-    b_exist = o_q < q_end
-    row = batch * heads + head
-    o_row = row * q_length + o_q
+    q_axis = p_q_axis, q_tiles, q_length, q_rate
+    k_axis = p_k_axis, k_tiles, k_length, k_rate
+    o_q, b_exist = tokens_of_tile(q_axis, tile, q_offset, o_i, BLOCK, STRIDED)
+    o_row = (batch * heads + head) * q_length + o_q
     p_q_tile = p_q + batch * sq_b + head * sq_h + o_q[:, None] * sq_n + o_d[None, :]
     p_do_tile = p_do + batch * sg_b + head * sg_h + o_q[:, None] * sg_n + o_e[None, :]
     b_q = load_rows(p_q_tile, b_exist, o_d, D, DP, BOUNDED)  # [BM, DP]
     b_do = load_rows(p_do_tile, b_exist, o_e, E, EP, BOUNDED)  # [BM, EP]
-    b_lse = tl.load(p_lse + o_row, mask=b_exist, other=NO_KEY)
-    # exp2(s - inf) = 0: rows that do not exist or have no key weigh nothing.
-    b_lse = tl.where(b_lse == NO_KEY, float("inf"), b_lse * LOG2E)
+    b_lse = reference_of(tl.load(p_lse + o_row, mask=b_exist, other=NO_KEY))
     b_delta = tl.load(p_delta + o_row, mask=b_exist, other=0.0)
     b_weight = b_delta
+    SUB_M: tl.constexpr = BLOCK // BM
     if MASS:
         b_weight = tl.load(p_weight + o_row, mask=b_exist, other=0.0)
         p_mass += tl.program_id(0) % SUB_M
@@ -164,38 +153,23 @@ def attention_dq_bwd_kernel(
     p_v += batch * sv_b + (head // group) * sv_h
     if PADDING:
         p_padding += batch * k_length
-    p_key_positions = p_positions
-    b_row = o_i
-    if DROPOUT:
-        p_key_positions = p_positions + (heads + head) * k_length
-        b_row = dropout_rows(p_seed, row, tokens_of(p_positions + head * q_length, o_q, b_exist, POSITIONS))
+    b_row, p_key_positions = names_in_dropout(
+        p_seed, p_positions, batch, head, heads, o_q, b_exist, q_length, k_length, DROPOUT, POSITIONS
+    )
     b_dq = tl.zeros([BM, DP], tl.float32)
-    for j in range(full_begin * SUB_N, full_end * SUB_N):
-        k_tile = full_base + tl.load(p_lists + j // SUB_N)
-        k_first, k_end = tile_span(p_k_axis, k_tile, k_tiles, k_offset, k_length, BLOCK, STRIDED)
-        k_first += (j % SUB_N) * BN * k_rate
-        p_k_tile = p_k + k_first * SK_N + o_k_tile
-        p_v_tile = p_v + k_first * SV_N + o_v_tile
-        b_dq = dq_tile(
-            b_dq, b_q, b_do, b_lse, b_delta, p_k_tile, p_v_tile, p_masks, p_padding, p_key_positions, b_row, 0,
-            False, scale_log2, threshold, inverse_keep, o_i, o_n, k_first, room_left(k_first, k_end), o_step, o_d, o_e,
-            p_mass + j * SUB_M, b_weight, BLOCK, D, E, DP, EP, False, BOUNDED, BITS, PADDING, DROPOUT,
-            POSITIONS, PRECISION, False, MASS,
-        )  # fmt: skip
-    if PARTIAL:
-        for j in range(partial_begin * SUB_N, partial_end * SUB_N):
-            k_tile = partial_base + tl.load(p_lists + j // SUB_N)
-            mask = tl.load(p_lists + mask_shift + j // SUB_N)
-            k_first, k_end = tile_span(p_k_axis, k_tile, k_tiles, k_offset, k_length, BLOCK, STRIDED)
-            o_sub = (j % SUB_N) * BN
-            k_first += o_sub * k_rate
+    SUB_N: tl.constexpr = BLOCK // BN
+    # Whole tiles, then partial ones.
+    for MASKED in tl.static_range(2 if PARTIAL else 1):
+        for j in range(row[3 * MASKED] * SUB_N, row[3 * MASKED + 1] * SUB_N):
+            k_tile, mask = entry_at(p_lists, mask_shift, row, j // SUB_N, MASKED)
+            k_first, k_end, o_sub = streamed(k_axis, k_tile, k_offset, j, BLOCK, BN, STRIDED)
             p_k_tile = p_k + k_first * SK_N + o_k_tile
             p_v_tile = p_v + k_first * SV_N + o_v_tile
             b_dq = dq_tile(
                 b_dq, b_q, b_do, b_lse, b_delta, p_k_tile, p_v_tile, p_masks, p_padding, p_key_positions, b_row,
                 mask, False, scale_log2, threshold, inverse_keep, o_i, o_sub + o_n, k_first, room_left(k_first, k_end),
-                o_step, o_d, o_e, p_mass + j * SUB_M, b_weight, BLOCK, D, E, DP, EP, True, BOUNDED, BITS,
-                PADDING, DROPOUT, POSITIONS, PRECISION, False, MASS,
+                o_step, o_d, o_e, p_mass + j * SUB_M, b_weight,
+                BLOCK, D, E, DP, EP, MASKED, BOUNDED, BITS, PADDING, DROPOUT, POSITIONS, PRECISION, False, MASS,
             )  # fmt: skip
     if CONTAIN:
         if spoilt(b_dq):
@@ -204,36 +178,29 @@ def attention_dq_bwd_kernel(
             o_c = tl.arange(0, CAREFUL)
             o_hop = o_c * k_rate  # [CAREFUL] int32
             SUB: tl.constexpr = BLOCK // CAREFUL
-            for c in tl.range(0, (full_end - full_begin + partial_end - partial_begin) * SUB, num_stages=1):
-                c_tile, c_mask, whole = careful_entry(
-                    p_lists, mask_shift, full_begin, full_end, full_base, partial_begin, partial_base, c // SUB
-                )
-                c_first, c_end = tile_span(p_k_axis, c_tile, k_tiles, k_offset, k_length, BLOCK, STRIDED)
-                o_part = (c % SUB) * CAREFUL
-                c_first += o_part * k_rate
+            for c in tl.range(0, (row[1] - row[0] + row[4] - row[3]) * SUB, num_stages=1):
+                c_tile, c_mask, whole = careful_entry(p_lists, mask_shift, row, c // SUB)
+                c_first, c_end, o_part = streamed(k_axis, c_tile, k_offset, c, BLOCK, CAREFUL, STRIDED)
                 p_k_part = p_k + (c_first + o_hop)[:, None] * SK_N + o_d[None, :]
                 p_v_part = p_v + (c_first + o_hop)[:, None] * SV_N + o_e[None, :]
                 b_redo = dq_tile(
                     b_redo, b_q, b_do, b_lse, b_delta, p_k_part, p_v_part, p_masks, p_padding,
                     p_key_positions, b_row, c_mask, whole, scale_log2, threshold, inverse_keep, o_i, o_part + o_c,
-                    c_first, room_left(c_first, c_end), o_hop, o_d, o_e, p_mass, b_weight, BLOCK, D, E, DP, EP, True,
-                    BOUNDED, BITS, PADDING, DROPOUT, POSITIONS, PRECISION, True, False,
+                    c_first, room_left(c_first, c_end), o_hop, o_d, o_e, p_mass, b_weight,
+                    BLOCK, D, E, DP, EP, True, BOUNDED, BITS, PADDING, DROPOUT, POSITIONS, PRECISION, True, False,
                 )  # fmt: skip
             b_dq = b_redo
     b_dq *= scale
     if SPLIT:
         if slot >= 0:
-            o_piece = ((batch * tl.num_programs(1) + tl.program_id(1)) * slots + slot) * BLOCK + o_i
+            o_piece = piece_rows(batch, slots, slot, o_i, BLOCK)
             store_rows(p_piece + o_piece[:, None] * D + o_d[None, :], b_dq, o_i >= 0, o_d, D, DP)
             return
     p_sum_tile = p_sum + o_row[:, None] * D + o_d[None, :]
     if SUM_IN:
         b_dq += load_rows(p_sum_tile, b_exist, o_d, D, DP, True)
-    if SUM_OUT:
-        store_rows(p_sum_tile, b_dq, b_exist, o_d, D, DP)
-    else:
-        p_dq_tile = p_dq + batch * sx_b + head * sx_h + o_q[:, None] * sx_n + o_d[None, :]
-        store_rows(p_dq_tile, b_dq, b_exist, o_d, D, DP)
+    p_dq_tile = p_dq + batch * sx_b + head * sx_h + o_q[:, None] * sx_n + o_d[None, :]
+    store_gradient(p_dq_tile, p_sum_tile, b_dq, b_exist, o_d, D, DP, SUM_OUT)
 
 
 @triton.jit
@@ -253,19 +220,16 @@ def dkv_tile(
     else:
         b_lse = tl.load(p_lse + q_first + o_step)
         b_delta = tl.load(p_delta + q_first + o_step)
-    # exp2(s - inf) = 0: rows that do not exist or have no key weigh nothing.
-    b_lse = tl.where(b_lse == NO_KEY, float("inf"), b_lse * LOG2E)
+    b_lse = reference_of(b_lse)
     b_q = load_rows(p_q, b_seen, o_d, D, DP, HOLES)  # [BM, DP]
     b_do = load_rows(p_do, b_seen, o_e, E, EP, HOLES)  # [BM, EP]
     b_s = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION)  # [BN, BM]
     b_dp = tl.dot(b_v, tl.trans(b_do), input_precision=PRECISION)  # [BN, BM]
     b_p = tl.math.exp2(b_s * scale - b_lse[None, :])
     if MASKED:
-        b_ok = element_mask(p_masks, mask, o_i[None, :], o_j[:, None], BLOCK, BITS)
-        if CONTAINED:
-            b_ok = b_ok | whole
-        if HOLES:
-            b_ok = b_ok & b_seen[None, :]
+        b_ok = visible(
+            p_masks, mask, whole, b_seen[None, :], o_i[None, :], o_j[:, None], BLOCK, True, HOLES, BITS, CONTAINED
+        )
         b_p = tl.where(b_ok, b_p, 0.0)
     if DROPOUT:
         b_row = dropout_rows(p_seed, row, tokens_of(p_positions, q_first + o_step, b_seen, POSITIONS))
@@ -303,37 +267,19 @@ def attention_dkv_bwd_kernel(
     An owner is a key head and the residue its rows lie on. MIXED: the query heads of a group do not all share one
     list and one residue, so each looks up its own row, and those on another residue wait for their owner.
     """
-    SUB_M: tl.constexpr = BLOCK // BM
-    SUB_N: tl.constexpr = BLOCK // BN
-    item = tl.program_id(0) // SUB_N
-    o_j = (tl.program_id(0) % SUB_N) * BN + tl.arange(0, BN)  # [BN]
+    item, o_j = rows_of_program(BLOCK, BN)
     o_m = tl.arange(0, BM)
     o_d = tl.arange(0, DP)
     o_e = tl.arange(0, EP)
-    batch = tl.program_id(2).to(tl.int64)
-    key_head = tl.program_id(1).to(tl.int64)
-    k_offset = 0
-    if PER_HEAD:
-        p_owner = p_owners + key_head * 4
-        key_head = tl.load(p_owner).to(tl.int64)
-        item += tl.load(p_owner + 1) * items
-        k_offset = tl.load(p_owner + 2)
-    p_item = p_work + item * 8
-    tile = tl.load(p_item)
-    full_begin = tl.load(p_item + 1)
-    full_end = tl.load(p_item + 2)
-    full_base = tl.load(p_item + 3)
-    partial_begin = tl.load(p_item + 4)
-    partial_end = tl.load(p_item + 5)
-    partial_base = tl.load(p_item + 6)
-    slot = tl.load(p_item + 7)
+    batch, key_head, item, k_offset, _ = owner_of_program(p_owners, item, items, PER_HEAD)
+    tile, row, slot = work_of(p_work, item)
     if SPLIT:
         if tile < 0:
             return
 
-    k_first, k_end = tile_span(p_k_axis, tile, k_tiles, k_offset, k_length, BLOCK, STRIDED)
-    o_key = k_first + o_j * k_rate  # [BN] int64
-    b_exist = o_key < k_end
+    q_axis = p_q_axis, q_tiles, q_length, q_rate
+    k_axis = p_k_axis, k_tiles, k_length, k_rate
+    o_key, b_exist = tokens_of_tile(k_axis, tile, k_offset, o_j, BLOCK, STRIDED)
     p_k_tile = p_k + batch * sk_b + key_head * sk_h + o_key[:, None] * sk_n + o_d[None, :]
     p_v_tile = p_v + batch * sv_b + key_head * sv_h + o_key[:, None] * sv_n + o_e[None, :]
     b_k = load_rows(p_k_tile, b_exist, o_d, D, DP, BOUNDED)  # [BN, DP]
@@ -344,50 +290,29 @@ def attention_dkv_bwd_kernel(
     o_q_tile = o_step.to(tl.int64)[:, None] * SQ_N + o_d[None, :]  # [BM, DP]
     o_do_tile = o_step.to(tl.int64)[:, None] * SG_N + o_e[None, :]  # [BM, EP]
 
+    SUB_M: tl.constexpr = BLOCK // BM
     for member in range(GROUP):
         head = key_head * GROUP + member
-        q_offset = 0
-        if PER_HEAD:
-            q_offset = tl.load(p_heads + head * 4 + 2)
-        if MIXED:
-            full_begin, full_end, full_base, partial_begin, partial_end, partial_base = row_of_member(
-                p_heads, p_rows, head, k_offset, k_tiles, tile
-            )
-        row = batch * heads + head
+        own_row, q_offset = row_of_member(p_heads, p_rows, head, row, k_offset, k_tiles, tile, PER_HEAD, MIXED)
+        stream = batch * heads + head
         p_q_head = p_q + batch * sq_b + head * sq_h
         p_do_head = p_do + batch * sg_b + head * sg_h
-        p_row_lse = p_lse + row * q_length
-        p_row_delta = p_delta + row * q_length
+        p_row_lse = p_lse + stream * q_length
+        p_row_delta = p_delta + stream * q_length
         p_tokens = p_positions + head * q_length
-        b_key = o_key
-        if POSITIONS:
-            b_key = tokens_of(p_positions + (heads + head) * k_length, o_key, b_exist, True)
-        for j in range(full_begin * SUB_M, full_end * SUB_M):
-            q_tile = full_base + tl.load(p_lists + j // SUB_M)
-            q_first, q_end = tile_span(p_q_axis, q_tile, q_tiles, q_offset, q_length, BLOCK, STRIDED)
-            q_first += (j % SUB_M) * BM * q_rate
-            p_q_tile = p_q_head + q_first * SQ_N + o_q_tile
-            p_do_tile = p_do_head + q_first * SG_N + o_do_tile
-            b_dk, b_dv = dkv_tile(
-                b_dk, b_dv, b_k, b_v, p_q_tile, p_do_tile, p_row_lse, p_row_delta, p_masks, p_seed, p_tokens,
-                b_key, row, 0, False, scale_log2, threshold, inverse_keep, o_m, o_j, q_first,
-                room_left(q_first, q_end), o_step, o_d, o_e, BLOCK, D, E, DP, EP, False, BOUNDED, BITS, DROPOUT,
-                POSITIONS, PRECISION, False,
-            )  # fmt: skip
-        if PARTIAL:
-            for j in range(partial_begin * SUB_M, partial_end * SUB_M):
-                q_tile = partial_base + tl.load(p_lists + j // SUB_M)
-                mask = tl.load(p_lists + mask_shift + j // SUB_M)
-                q_first, q_end = tile_span(p_q_axis, q_tile, q_tiles, q_offset, q_length, BLOCK, STRIDED)
-                o_sub = (j % SUB_M) * BM
-                q_first += o_sub * q_rate
+        b_key = tokens_of(p_positions + (heads + head) * k_length, o_key, b_exist, POSITIONS)
+        # Whole tiles, then partial ones.
+        for MASKED in tl.static_range(2 if PARTIAL else 1):
+            for j in range(own_row[3 * MASKED] * SUB_M, own_row[3 * MASKED + 1] * SUB_M):
+                q_tile, mask = entry_at(p_lists, mask_shift, own_row, j // SUB_M, MASKED)
+                q_first, q_end, o_sub = streamed(q_axis, q_tile, q_offset, j, BLOCK, BM, STRIDED)
                 p_q_tile = p_q_head + q_first * SQ_N + o_q_tile
                 p_do_tile = p_do_head + q_first * SG_N + o_do_tile
                 b_dk, b_dv = dkv_tile(
                     b_dk, b_dv, b_k, b_v, p_q_tile, p_do_tile, p_row_lse, p_row_delta, p_masks, p_seed, p_tokens,
-                    b_key, row, mask, False, scale_log2, threshold, inverse_keep, o_sub + o_m, o_j, q_first,
-                    room_left(q_first, q_end), o_step, o_d, o_e, BLOCK, D, E, DP, EP, True, BOUNDED, BITS, DROPOUT,
-                    POSITIONS, PRECISION, False,
+                    b_key, stream, mask, False, scale_log2, threshold, inverse_keep, o_sub + o_m, o_j, q_first,
+                    room_left(q_first, q_end), o_step, o_d, o_e,
+                    BLOCK, D, E, DP, EP, MASKED, BOUNDED, BITS, DROPOUT, POSITIONS, PRECISION, False,
                 )  # fmt: skip
 
     b_shown = b_exist
@@ -406,39 +331,27 @@ def attention_dkv_bwd_kernel(
             SUB: tl.constexpr = BLOCK // CAREFUL
             for other in range(GROUP):
                 c_head = key_head * GROUP + other
-                c_offset = 0
-                c_key = o_key
-                if PER_HEAD:
-                    c_offset = tl.load(p_heads + c_head * 4 + 2)
-                if MIXED:
-                    full_begin, full_end, full_base, partial_begin, partial_end, partial_base = row_of_member(
-                        p_heads, p_rows, c_head, k_offset, k_tiles, tile
-                    )
-                if POSITIONS:
-                    c_key = tokens_of(p_positions + (heads + c_head) * k_length, o_key, b_exist, True)
-                c_row = batch * heads + c_head
-                for c in tl.range(0, (full_end - full_begin + partial_end - partial_begin) * SUB, num_stages=1):
-                    c_tile, c_mask, whole = careful_entry(
-                        p_lists, mask_shift, full_begin, full_end, full_base, partial_begin, partial_base, c // SUB
-                    )
-                    c_first, c_end = tile_span(p_q_axis, c_tile, q_tiles, c_offset, q_length, BLOCK, STRIDED)
-                    o_part = (c % SUB) * CAREFUL
-                    c_first += o_part * q_rate
+                c_row, c_offset = row_of_member(p_heads, p_rows, c_head, row, k_offset, k_tiles, tile, PER_HEAD, MIXED)
+                c_key = tokens_of(p_positions + (heads + c_head) * k_length, o_key, b_exist, POSITIONS)
+                c_stream = batch * heads + c_head
+                for c in tl.range(0, (c_row[1] - c_row[0] + c_row[4] - c_row[3]) * SUB, num_stages=1):
+                    c_tile, c_mask, whole = careful_entry(p_lists, mask_shift, c_row, c // SUB)
+                    c_first, c_end, o_part = streamed(q_axis, c_tile, c_offset, c, BLOCK, CAREFUL, STRIDED)
                     p_q_part = p_q + batch * sq_b + c_head * sq_h + (c_first + o_hop)[:, None] * SQ_N + o_d[None, :]
                     p_do_part = p_do + batch * sg_b + c_head * sg_h + (c_first + o_hop)[:, None] * SG_N + o_e[None, :]
                     b_redo_k, b_redo_v = dkv_tile(
                         b_redo_k, b_redo_v, b_k, b_v, p_q_part, p_do_part,
-                        p_lse + c_row * q_length, p_delta + c_row * q_length, p_masks, p_seed,
-                        p_positions + c_head * q_length, c_key, c_row, c_mask, whole, scale_log2, threshold,
-                        inverse_keep, o_part + o_c, o_j, c_first, room_left(c_first, c_end), o_hop, o_d, o_e, BLOCK, D,
-                        E, DP, EP, True, BOUNDED, BITS, DROPOUT, POSITIONS, PRECISION, True,
+                        p_lse + c_stream * q_length, p_delta + c_stream * q_length, p_masks, p_seed,
+                        p_positions + c_head * q_length, c_key, c_stream, c_mask, whole, scale_log2, threshold,
+                        inverse_keep, o_part + o_c, o_j, c_first, room_left(c_first, c_end), o_hop, o_d, o_e,
+                        BLOCK, D, E, DP, EP, True, BOUNDED, BITS, DROPOUT, POSITIONS, PRECISION, True,
                     )  # fmt: skip
             b_dk = tl.where(b_shown[:, None], b_redo_k, 0.0)
             b_dv = tl.where(b_shown[:, None], b_redo_v, 0.0)
     b_dk *= scale
     if SPLIT:
         if slot >= 0:
-            o_piece = ((batch * tl.num_programs(1) + tl.program_id(1)) * slots + slot) * BLOCK + o_j
+            o_piece = piece_rows(batch, slots, slot, o_j, BLOCK)
             store_rows(p_piece_k + o_piece[:, None] * D + o_d[None, :], b_dk, o_j >= 0, o_d, D, DP)
             store_rows(p_piece_v + o_piece[:, None] * E + o_e[None, :], b_dv, o_j >= 0, o_e, E, EP)
             return
@@ -448,14 +361,10 @@ def attention_dkv_bwd_kernel(
     if SUM_IN:
         b_dk += load_rows(p_sum_k_tile, b_exist, o_d, D, DP, True)
         b_dv += load_rows(p_sum_v_tile, b_exist, o_e, E, EP, True)
-    if SUM_OUT:
-        store_rows(p_sum_k_tile, b_dk, b_exist, o_d, D, DP)
-        store_rows(p_sum_v_tile, b_dv, b_exist, o_e, E, EP)
-    else:
-        p_dk_tile = p_dk + batch * sx_b + key_head * sx_h + o_key[:, None] * sx_n + o_d[None, :]
-        p_dv_tile = p_dv + batch * sy_b + key_head * sy_h + o_key[:, None] * sy_n + o_e[None, :]
-        store_rows(p_dk_tile, b_dk, b_exist, o_d, D, DP)
-        store_rows(p_dv_tile, b_dv, b_exist, o_e, E, EP)
+    p_dk_tile = p_dk + batch * sx_b + key_head * sx_h + o_key[:, None] * sx_n + o_d[None, :]
+    p_dv_tile = p_dv + batch * sy_b + key_head * sy_h + o_key[:, None] * sy_n + o_e[None, :]
+    store_gradient(p_dk_tile, p_sum_k_tile, b_dk, b_exist, o_d, D, DP, SUM_OUT)
+    store_gradient(p_dv_tile, p_sum_v_tile, b_dv, b_exist, o_e, E, EP, SUM_OUT)
 
 
 @triton.jit(do_not_specialize=["heavy", "slots", "tiles"])
@@ -465,36 +374,22 @@ def sum_pieces_bwd_kernel(
     PER_HEAD: tl.constexpr, SUM_IN: tl.constexpr, SUM_OUT: tl.constexpr,
 ):  # fmt: skip
     """Add up the pieces of the rows that a backward kernel split."""
-    SUB: tl.constexpr = BLOCK // ROWS
-    entry = tl.program_id(0) // SUB
-    o_i = (tl.program_id(0) % SUB) * ROWS + tl.arange(0, ROWS)  # [ROWS]
+    entry, o_i = rows_of_program(BLOCK, ROWS)
     o_d = tl.arange(0, DP)
-    batch = tl.program_id(2).to(tl.int64)
-    head = tl.program_id(1).to(tl.int64)
-    offset = 0
-    if PER_HEAD:
-        p_owner = p_owners + head * 4
-        head = tl.load(p_owner).to(tl.int64)
-        entry += tl.load(p_owner + 1) * heavy
-        offset = tl.load(p_owner + 2)
+    batch, head, entry, offset, _ = owner_of_program(p_owners, entry, heavy, PER_HEAD)
     tile = tl.load(p_heavy + entry * 4)
     first_slot = tl.load(p_heavy + entry * 4 + 1)
     pieces = tl.load(p_heavy + entry * 4 + 2)
     if tile < 0:
         return
-    first, end = tile_span(p_axis, tile, tiles, offset, length, BLOCK, STRIDED)
-    o_token = first + o_i * rate
-    b_exist = o_token < end
+    o_token, b_exist = tokens_of_tile((p_axis, tiles, length, rate), tile, offset, o_i, BLOCK, STRIDED)
     p_sum_tile = p_sum + ((batch * heads + head) * length + o_token)[:, None] * D + o_d[None, :]
     b_grad = tl.zeros([ROWS, DP], tl.float32)
     if SUM_IN:
         b_grad = load_rows(p_sum_tile, b_exist, o_d, D, DP, True)
-    o_first = ((batch * tl.num_programs(1) + tl.program_id(1)) * slots + first_slot) * BLOCK + o_i
+    o_first = piece_rows(batch, slots, first_slot, o_i, BLOCK)
     for piece in range(pieces):
         p_one = p_piece + (o_first + piece * BLOCK)[:, None] * D + o_d[None, :]
         b_grad += load_rows(p_one, b_exist, o_d, D, DP, True)
-    if SUM_OUT:
-        store_rows(p_sum_tile, b_grad, b_exist, o_d, D, DP)
-    else:
-        p_grad_tile = p_grad + batch * sx_b + head * sx_h + o_token[:, None] * sx_n + o_d[None, :]
-        store_rows(p_grad_tile, b_grad, b_exist, o_d, D, DP)
+    p_grad_tile = p_grad + batch * sx_b + head * sx_h + o_token[:, None] * sx_n + o_d[None, :]
+    store_gradient(p_grad_tile, p_sum_tile, b_grad, b_exist, o_d, D, DP, SUM_OUT)

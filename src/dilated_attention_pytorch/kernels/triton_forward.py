@@ -12,17 +12,25 @@ from .triton_primitives import (
     LN2,
     LOG2E,
     NO_KEY,
+    averaged,
     careful_entry,
     contained,
     dropout_kept,
-    dropout_rows,
-    element_mask,
+    empty_softmax,
+    entry_at,
     load_rows,
+    names_in_dropout,
+    owner_of_program,
+    piece_rows,
     room_left,
+    rows_of_program,
     spoilt,
     store_rows,
-    tile_span,
+    streamed,
     tokens_of,
+    tokens_of_tile,
+    visible,
+    work_of,
 )
 
 
@@ -45,15 +53,12 @@ def forward_tile(
     # A key that takes no part may hold inf or nan, and 0 * nan would reach the output.
     b_v = load_rows(p_v, b_seen, o_e, E, EP, (MASKED and BOUNDED) or PADDING)  # [BN, EP]
     b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)  # [BM, BN]
-    if MASKED:
-        b_ok = element_mask(p_masks, mask, o_i[:, None], o_j[None, :], BLOCK, BITS)
-        if CONTAINED:
-            b_ok = b_ok | whole
-        if BOUNDED or PADDING:
-            b_ok = b_ok & b_seen[None, :]
+    if MASKED or PADDING:
+        b_ok = visible(
+            p_masks, mask, whole, b_seen[None, :], o_i[:, None], o_j[None, :],
+            BLOCK, MASKED, BOUNDED or PADDING, BITS, CONTAINED,
+        )  # fmt: skip
         b_s = tl.where(b_ok, b_s, NO_KEY)
-    elif PADDING:
-        b_s = tl.where(b_seen[None, :], b_s, NO_KEY)
     # The scale is positive, so it commutes with the maximum and joins the subtraction below in one multiply-add.
     b_top = tl.maximum(b_m, tl.max(b_s, 1) * scale)
     b_ref = b_top
@@ -79,9 +84,7 @@ def carried_softmax(
     BM: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, CARRY_IN: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """The softmax (b_acc, b_l, b_m) that rows begin with."""
-    b_m = tl.full([BM], NO_KEY, tl.float32)
-    b_l = tl.zeros([BM], tl.float32)
-    b_acc = tl.zeros([BM, EP], tl.float32)
+    b_m, b_l, b_acc = empty_softmax(BM, EP)
     if CARRY_IN:
         b_past = tl.load(p_lse + o_row, mask=b_exist, other=NO_KEY)
         if SPLIT:
@@ -132,47 +135,26 @@ def attention_fwd_kernel(
     CONTAIN keeps a NaN of a value out of rows that may not see it.
     SIGN is that of the scale, whose magnitude `scale` is; where it is 0, `scale` is any positive number.
     """
-    SUB_M: tl.constexpr = BLOCK // BM
-    SUB_N: tl.constexpr = BLOCK // BN
-    item = tl.program_id(0) // SUB_M
-    o_i = (tl.program_id(0) % SUB_M) * BM + tl.arange(0, BM)  # [BM]
+    item, o_i = rows_of_program(BLOCK, BM)
     o_n = tl.arange(0, BN)
     o_d = tl.arange(0, DP)
     o_e = tl.arange(0, EP)
-    batch = tl.program_id(2).to(tl.int64)
-    head = tl.program_id(1).to(tl.int64)
-    q_offset = 0
-    k_offset = 0
-    if PER_HEAD:
-        p_head = p_heads + head * 4
-        head = tl.load(p_head).to(tl.int64)
-        item += tl.load(p_head + 1) * items
-        q_offset = tl.load(p_head + 2)
-        k_offset = tl.load(p_head + 3)
-    p_item = p_work + item * 8
-    tile = tl.load(p_item)
-    full_begin = tl.load(p_item + 1)
-    full_end = tl.load(p_item + 2)
-    full_base = tl.load(p_item + 3)
-    partial_begin = tl.load(p_item + 4)
-    partial_end = tl.load(p_item + 5)
-    partial_base = tl.load(p_item + 6)
-    slot = tl.load(p_item + 7)
+    batch, head, item, q_offset, k_offset = owner_of_program(p_heads, item, items, PER_HEAD)
+    tile, row, slot = work_of(p_work, item)
     if SPLIT:
         # A head class with fewer items than the longest is filled up with items of no tile.
         if tile < 0:
             return
 
-    q_first, q_end = tile_span(p_q_axis, tile, q_tiles, q_offset, q_length, BLOCK, STRIDED)
-    o_q = q_first + o_i * q_rate  # [BM] int64
-    b_exist = o_q < q_end
+    q_axis = p_q_axis, q_tiles, q_length, q_rate
+    k_axis = p_k_axis, k_tiles, k_length, k_rate
+    o_q, b_exist = tokens_of_tile(q_axis, tile, q_offset, o_i, BLOCK, STRIDED)
     p_q_tile = p_q + batch * sq_b + head * sq_h + o_q[:, None] * sq_n + o_d[None, :]
     b_q = load_rows(p_q_tile, b_exist, o_d, D, DP, BOUNDED)  # [BM, DP]
     if SIGN != 1:
         b_q = (b_q * SIGN).to(b_q.dtype)
 
-    row = batch * heads + head
-    o_row = row * q_length + o_q
+    o_row = (batch * heads + head) * q_length + o_q
     o_step = o_n * k_rate  # [BN] int32
     o_k_tile = o_step.to(tl.int64)[:, None] * SK_N + o_d[None, :]  # [BN, DP]
     o_v_tile = o_step.to(tl.int64)[:, None] * SV_N + o_e[None, :]  # [BN, EP]
@@ -180,42 +162,28 @@ def attention_fwd_kernel(
     p_v += batch * sv_b + (head // group) * sv_h
     if PADDING:
         p_padding += batch * k_length
-    p_key_positions = p_positions
-    b_row = o_i
-    if DROPOUT:
-        p_key_positions = p_positions + (heads + head) * k_length
-        b_row = dropout_rows(p_seed, row, tokens_of(p_positions + head * q_length, o_q, b_exist, POSITIONS))
+    b_row, p_key_positions = names_in_dropout(
+        p_seed, p_positions, batch, head, heads, o_q, b_exist, q_length, k_length, DROPOUT, POSITIONS
+    )
 
     b_acc, b_l, b_m = carried_softmax(p_lse, p_carry, o_row, b_exist, slot, o_e, BM, E, EP, CARRY_IN, SPLIT)
-    for j in range(full_begin * SUB_N, full_end * SUB_N):
-        k_tile = full_base + tl.load(p_lists + j // SUB_N)
-        k_first, k_end = tile_span(p_k_axis, k_tile, k_tiles, k_offset, k_length, BLOCK, STRIDED)
-        k_first += (j % SUB_N) * BN * k_rate
-        p_k_tile = p_k + k_first * SK_N + o_k_tile
-        p_v_tile = p_v + k_first * SV_N + o_v_tile
-        b_acc, b_l, b_m = forward_tile(
-            b_acc, b_l, b_m, b_q, p_k_tile, p_v_tile, p_masks, p_padding, p_key_positions, b_row, 0, False, scale,
-            threshold, inverse_keep, o_i, o_n, k_first, room_left(k_first, k_end), o_step, o_d, o_e, BLOCK, D, E, DP,
-            EP, False, BOUNDED, BITS, PADDING, DROPOUT, POSITIONS, PRECISION, False,
-        )  # fmt: skip
-    if PARTIAL:
-        for j in range(partial_begin * SUB_N, partial_end * SUB_N):
-            k_tile = partial_base + tl.load(p_lists + j // SUB_N)
-            mask = tl.load(p_lists + mask_shift + j // SUB_N)
-            k_first, k_end = tile_span(p_k_axis, k_tile, k_tiles, k_offset, k_length, BLOCK, STRIDED)
-            o_sub = (j % SUB_N) * BN
-            k_first += o_sub * k_rate
+    SUB_N: tl.constexpr = BLOCK // BN
+    # Whole tiles, then partial ones.
+    for MASKED in tl.static_range(2 if PARTIAL else 1):
+        for j in range(row[3 * MASKED] * SUB_N, row[3 * MASKED + 1] * SUB_N):
+            k_tile, mask = entry_at(p_lists, mask_shift, row, j // SUB_N, MASKED)
+            k_first, k_end, o_sub = streamed(k_axis, k_tile, k_offset, j, BLOCK, BN, STRIDED)
             p_k_tile = p_k + k_first * SK_N + o_k_tile
             p_v_tile = p_v + k_first * SV_N + o_v_tile
             b_acc, b_l, b_m = forward_tile(
                 b_acc, b_l, b_m, b_q, p_k_tile, p_v_tile, p_masks, p_padding, p_key_positions, b_row, mask, False,
                 scale, threshold, inverse_keep, o_i, o_sub + o_n, k_first, room_left(k_first, k_end), o_step, o_d, o_e,
-                BLOCK, D, E, DP, EP, True, BOUNDED, BITS, PADDING, DROPOUT, POSITIONS, PRECISION, False,
+                BLOCK, D, E, DP, EP, MASKED, BOUNDED, BITS, PADDING, DROPOUT, POSITIONS, PRECISION, False,
             )  # fmt: skip
 
-    b_acc = b_acc / tl.where(b_l == 0.0, 1.0, b_l)[:, None]
+    b_acc = averaged(b_acc, b_l)
     b_lse = (b_m + tl.math.log2(b_l)) * LN2
-    o_piece = ((batch * tl.num_programs(1) + tl.program_id(1)) * slots + slot) * BLOCK + o_i
+    o_piece = piece_rows(batch, slots, slot, o_i, BLOCK)
     p_rows = p_out + batch * so_b + head * so_h + o_q[:, None] * so_n + o_e[None, :]
     if CONTAIN:
         if spoilt(b_acc):
@@ -226,22 +194,18 @@ def attention_fwd_kernel(
             o_c = tl.arange(0, CAREFUL)
             o_hop = o_c * k_rate  # [CAREFUL] int32
             SUB: tl.constexpr = BLOCK // CAREFUL
-            for c in tl.range(0, (full_end - full_begin + partial_end - partial_begin) * SUB, num_stages=1):
-                c_tile, c_mask, whole = careful_entry(
-                    p_lists, mask_shift, full_begin, full_end, full_base, partial_begin, partial_base, c // SUB
-                )
-                c_first, c_end = tile_span(p_k_axis, c_tile, k_tiles, k_offset, k_length, BLOCK, STRIDED)
-                o_part = (c % SUB) * CAREFUL
-                c_first += o_part * k_rate
+            for c in tl.range(0, (row[1] - row[0] + row[4] - row[3]) * SUB, num_stages=1):
+                c_tile, c_mask, whole = careful_entry(p_lists, mask_shift, row, c // SUB)
+                c_first, c_end, o_part = streamed(k_axis, c_tile, k_offset, c, BLOCK, CAREFUL, STRIDED)
                 p_k_part = p_k + (c_first + o_hop)[:, None] * SK_N + o_d[None, :]
                 p_v_part = p_v + (c_first + o_hop)[:, None] * SV_N + o_e[None, :]
                 b_redo, b_sum, b_top = forward_tile(
                     b_redo, b_sum, b_top, b_q, p_k_part, p_v_part, p_masks, p_padding, p_key_positions, b_row,
                     c_mask, whole, scale, threshold, inverse_keep, o_i, o_part + o_c, c_first,
-                    room_left(c_first, c_end), o_hop, o_d, o_e, BLOCK, D, E, DP, EP, True, BOUNDED, BITS, PADDING,
-                    DROPOUT, POSITIONS, PRECISION, True,
+                    room_left(c_first, c_end), o_hop, o_d, o_e,
+                    BLOCK, D, E, DP, EP, True, BOUNDED, BITS, PADDING, DROPOUT, POSITIONS, PRECISION, True,
                 )  # fmt: skip
-            b_acc = b_redo / tl.where(b_sum == 0.0, 1.0, b_sum)[:, None]
+            b_acc = averaged(b_redo, b_sum)
     store_softmax(
         p_rows, p_lse, p_carry, p_piece_out, p_piece_lse, b_acc, b_lse, o_row, o_piece, b_exist, slot, o_e,
         E, EP, CARRY_OUT, SPLIT,
@@ -256,35 +220,22 @@ def merge_pieces_kernel(
     PER_HEAD: tl.constexpr, CARRY_IN: tl.constexpr, CARRY_OUT: tl.constexpr,
 ):  # fmt: skip
     """Join the pieces of the rows that `attention_fwd_kernel` split, in the order of their slots."""
-    SUB_M: tl.constexpr = BLOCK // BM
-    entry = tl.program_id(0) // SUB_M
-    o_i = (tl.program_id(0) % SUB_M) * BM + tl.arange(0, BM)  # [BM]
+    entry, o_i = rows_of_program(BLOCK, BM)
     o_e = tl.arange(0, EP)
-    batch = tl.program_id(2).to(tl.int64)
-    head = tl.program_id(1).to(tl.int64)
-    q_offset = 0
-    if PER_HEAD:
-        p_head = p_heads + head * 4
-        head = tl.load(p_head).to(tl.int64)
-        entry += tl.load(p_head + 1) * heavy
-        q_offset = tl.load(p_head + 2)
+    batch, head, entry, q_offset, _ = owner_of_program(p_heads, entry, heavy, PER_HEAD)
     tile = tl.load(p_heavy + entry * 4)
     first_slot = tl.load(p_heavy + entry * 4 + 1)
     pieces = tl.load(p_heavy + entry * 4 + 2)
     if tile < 0:
         return
-    q_first, q_end = tile_span(p_q_axis, tile, q_tiles, q_offset, q_length, BLOCK, STRIDED)
-    o_q = q_first + o_i * q_rate
-    b_exist = o_q < q_end
+    o_q, b_exist = tokens_of_tile((p_q_axis, q_tiles, q_length, q_rate), tile, q_offset, o_i, BLOCK, STRIDED)
     o_row = (batch * heads + head) * q_length + o_q
-    b_m = tl.full([BM], NO_KEY, tl.float32)
-    b_l = tl.zeros([BM], tl.float32)
-    b_acc = tl.zeros([BM, EP], tl.float32)
+    b_m, b_l, b_acc = empty_softmax(BM, EP)
     if CARRY_IN:
         b_m = tl.load(p_lse + o_row, mask=b_exist, other=NO_KEY)
         b_l = tl.where(b_m != NO_KEY, 1.0, 0.0)
         b_acc = load_rows(p_carry + o_row[:, None] * E + o_e[None, :], b_m != NO_KEY, o_e, E, EP, True)
-    o_first = ((batch * tl.num_programs(1) + tl.program_id(1)) * slots + first_slot) * BLOCK + o_i
+    o_first = piece_rows(batch, slots, first_slot, o_i, BLOCK)
     for piece in range(pieces):
         o_piece = o_first + piece * BLOCK
         b_lse = tl.load(p_piece_lse + o_piece)
@@ -296,7 +247,7 @@ def merge_pieces_kernel(
         b_acc = b_acc * b_old[:, None] + b_value * b_gain[:, None]
         b_l = b_l * b_old + b_gain
         b_m = b_top
-    b_acc = b_acc / tl.where(b_l == 0.0, 1.0, b_l)[:, None]
+    b_acc = averaged(b_acc, b_l)
     tl.store(p_lse + o_row, b_m + tl.math.log2(b_l) * LN2, mask=b_exist)
     if CARRY_OUT:
         store_rows(p_carry + o_row[:, None] * E + o_e[None, :], b_acc, b_exist, o_e, E, EP)

@@ -150,17 +150,10 @@ def backward_with_mass(
     entries that no row lists. For one sample and a plan of one part whose rows share no lists, and whose tiles met
     whole and in part lie in one memory.
     """
-    query, value = call.query, call.value
-    batch, heads, n, d = query.shape
-    e = value.shape[3]
-    delta = torch.empty((batch, heads, n), dtype=torch.float32, device=query.device)
-    slope = lse if grad_lse is None else grad_lse
-    delta_bwd_kernel[(-(-n // ROWS), heads, batch)](
-        output, grad_output, lse, slope, delta, n, *output.stride()[:3], *grad_output.stride()[:3], *slope.stride(),
-        BM=ROWS, E=e, EP=held(e), LSE_GRAD=grad_lse is not None, **OPTIONS,
-    )  # fmt: skip
-    tables = schedule(call.plan, heads // call.key.shape[1])
-    tiles = config(d, e, query.dtype, query.device, call.plan.block_size)
+    query = call.query
+    delta = delta_of(output, lse, grad_output, grad_lse)
+    tables = schedule(call.plan, query.shape[1] // call.key.shape[1])
+    tiles = config(query.shape[3], call.value.shape[3], query.dtype, query.device, call.plan.block_size)
     grad_key, grad_value = _key_gradients(call, tables, tiles.dkv, lse, delta, grad_output)
     mass = None
     if weights is not None:
@@ -174,6 +167,18 @@ def backward_with_mass(
         # The schedule may count the entries met in part after those met whole; each is one or the other.
         mass = mass[: len(walk.full)] + mass[len(walk.full) :][: len(walk.full)] if len(walk.partial) else mass
     return Gradients(grad_query, grad_key, grad_value), mass
+
+
+def delta_of(output: Tensor, lse: Tensor, grad_output: Tensor, grad_lse: Tensor | None) -> Tensor:
+    """What every weight's gradient of a row is measured against, float32 (b, h, n)."""
+    batch, heads, n, e = output.shape
+    delta = torch.empty((batch, heads, n), dtype=torch.float32, device=output.device)
+    slope = lse if grad_lse is None else grad_lse
+    delta_bwd_kernel[(-(-n // ROWS), heads, batch)](
+        output, grad_output, lse, slope, delta, n, *output.stride()[:3], *grad_output.stride()[:3], *slope.stride(),
+        BM=ROWS, E=e, EP=held(e), LSE_GRAD=grad_lse is not None, **OPTIONS,
+    )  # fmt: skip
+    return delta
 
 
 def _query_gradient(

@@ -1,9 +1,8 @@
-"""Pieces shared by the Triton kernels: where a tile lies, how it is loaded, which of its elements count.
+"""Pieces shared by the Triton kernels: what a program works on, where a tile lies, which of its elements count.
 
 Names: `p_` pointers, `o_` offsets, `b_` blocks of values. BLOCK is the plan's tile edge; BM and BN are the rows of
 queries and of keys a kernel holds at once, each dividing BLOCK; CAREFUL are the rows it streams at once where something
-is not finite. D and E are the widths of keys and of values,
-DP and EP the powers of two that hold them.
+is not finite. D and E are the widths of keys and of values, DP and EP the powers of two that hold them.
 """
 
 # A condition on a compile-time constant must stand alone: joined to a value it would be decided at run time.
@@ -19,12 +18,77 @@ NO_KEY = tl.constexpr(float("-inf"))
 
 
 @triton.jit
-def tile_span(p_axis, tile, tiles, offset, length, BLOCK: tl.constexpr, STRIDED: tl.constexpr):
-    """First token of a tile for one head, and the token just past its segment, both int64."""
+def rows_of_program(BLOCK: tl.constexpr, ROWS: tl.constexpr):
+    """Which item of its head's class a program works on, and its ROWS elements of that item's tile."""
+    SUB: tl.constexpr = BLOCK // ROWS
+    return tl.program_id(0) // SUB, (tl.program_id(0) % SUB) * ROWS + tl.arange(0, ROWS)
+
+
+@triton.jit
+def owner_of_program(p_owners, item, items, PER_HEAD: tl.constexpr):
+    """Sample and head of a program, its item among those of all classes, residues on stationary and streamed axis."""
+    batch = tl.program_id(2).to(tl.int64)
+    head = tl.program_id(1).to(tl.int64)
+    offset = 0
+    streamed_offset = 0
+    if PER_HEAD:
+        p_owner = p_owners + head * 4
+        head = tl.load(p_owner).to(tl.int64)
+        item += tl.load(p_owner + 1) * items
+        offset = tl.load(p_owner + 2)
+        streamed_offset = tl.load(p_owner + 3)
+    return batch, head, item, offset, streamed_offset
+
+
+@triton.jit
+def work_of(p_work, item):
+    """An item's tile, -1 for filler; its row: begin, end and base of whole tiles, then of partial ones; its slot."""
+    p_item = p_work + item * 8
+    tile = tl.load(p_item)
+    full_begin = tl.load(p_item + 1)
+    full_end = tl.load(p_item + 2)
+    full_base = tl.load(p_item + 3)
+    partial_begin = tl.load(p_item + 4)
+    partial_end = tl.load(p_item + 5)
+    partial_base = tl.load(p_item + 6)
+    slot = tl.load(p_item + 7)
+    return tile, (full_begin, full_end, full_base, partial_begin, partial_end, partial_base), slot
+
+
+@triton.jit
+def piece_rows(batch, slots, slot, o_i, BLOCK: tl.constexpr):
+    """Where rows of a program's owner lie among the pieces of split rows."""
+    return ((batch * tl.num_programs(1) + tl.program_id(1)) * slots + slot) * BLOCK + o_i
+
+
+@triton.jit
+def tile_span(axis, tile, offset, BLOCK: tl.constexpr, STRIDED: tl.constexpr):
+    """First token of a tile for one head, and the token just past its segment, both int64.
+
+    An axis is (starts and ends of its tiles, how many they are, tokens, rate).
+    """
+    p_axis, tiles, length, _ = axis
     if STRIDED:
         return tl.load(p_axis + tile) + offset, tl.load(p_axis + tiles + tile)
     else:
         return tile.to(tl.int64) * BLOCK, length
+
+
+@triton.jit
+def tokens_of_tile(axis, tile, offset, o_i, BLOCK: tl.constexpr, STRIDED: tl.constexpr):
+    """Tokens of a tile's elements, int64, and whether they exist."""
+    first, end = tile_span(axis, tile, offset, BLOCK, STRIDED)
+    o_token = first + o_i * axis[3]
+    return o_token, o_token < end
+
+
+@triton.jit
+def streamed(axis, tile, offset, index, BLOCK: tl.constexpr, ROWS: tl.constexpr, STRIDED: tl.constexpr):
+    """Where a tile's rows lie that are streamed at step `index`: first token, end of the segment, first element."""
+    first, end = tile_span(axis, tile, offset, BLOCK, STRIDED)
+    o_sub = (index % (BLOCK // ROWS)) * ROWS
+    first += o_sub * axis[3]
+    return first, end, o_sub
 
 
 @triton.jit
@@ -59,22 +123,50 @@ def store_rows(p_rows, b_value, b_exist, o_d, WIDTH: tl.constexpr, PADDED_WIDTH:
 
 
 @triton.jit
-def element_mask(p_masks, mask, o_i, o_j, BLOCK: tl.constexpr, BITS: tl.constexpr):
-    """Which elements of a partial tile count; `o_i` are its query and `o_j` its key elements, already broadcastable.
+def reference_of(b_lse):
+    """An LSE in log2 units, inf for rows that do not exist or have no key: exp2(s - inf) = 0, so they weigh nothing."""
+    return tl.where(b_lse == NO_KEY, float("inf"), b_lse * LOG2E)
 
-    A mask is its band, and with BITS also its words, read only where the band is empty.
+
+@triton.jit
+def visible(
+    p_masks, mask, whole, b_seen, o_i, o_j, BLOCK: tl.constexpr, MASKED: tl.constexpr, HOLES: tl.constexpr,
+    BITS: tl.constexpr, CONTAINED: tl.constexpr,
+):  # fmt: skip
+    """Which elements of a tile count; `o_i` are its query and `o_j` its key elements, `b_seen` the streamed rows.
+
+    All already broadcastable. A mask is its band, and with BITS also its words, read only where the band is empty.
+    With CONTAINED, `whole` says that the mask is none; with HOLES some streamed row may not be there.
     """
-    WORDS: tl.constexpr = (BLOCK + 31) // 32
-    p_mask = p_masks + mask.to(tl.int64) * (2 + BLOCK * WORDS if BITS else 2)
-    lo = tl.load(p_mask)
-    hi = tl.load(p_mask + 1)
-    b_ok = (o_j - o_i >= lo) & (o_j - o_i <= hi)
-    if BITS:
-        # Chosen without a branch: triton 3.6 cannot compile a branch that yields the mask of a float32 product.
-        b_use = (o_i + o_j + 1) * (lo > hi).to(tl.int32) > 0  # [BM, BN]
-        b_word = tl.load(p_mask + 2 + o_i * WORDS + o_j // 32, mask=b_use, other=0)
-        b_ok = b_ok | (((b_word >> (o_j % 32)) & 1) != 0)
+    b_ok = b_seen
+    if MASKED:
+        WORDS: tl.constexpr = (BLOCK + 31) // 32
+        p_mask = p_masks + mask.to(tl.int64) * (2 + BLOCK * WORDS if BITS else 2)
+        lo = tl.load(p_mask)
+        hi = tl.load(p_mask + 1)
+        b_ok = (o_j - o_i >= lo) & (o_j - o_i <= hi)
+        if BITS:
+            # Chosen without a branch: triton 3.6 cannot compile a branch that yields the mask of a float32 product.
+            b_use = (o_i + o_j + 1) * (lo > hi).to(tl.int32) > 0  # [BM, BN]
+            b_word = tl.load(p_mask + 2 + o_i * WORDS + o_j // 32, mask=b_use, other=0)
+            b_ok = b_ok | (((b_word >> (o_j % 32)) & 1) != 0)
+        if CONTAINED:
+            b_ok = b_ok | whole
+        if HOLES:
+            b_ok = b_ok & b_seen
     return b_ok
+
+
+@triton.jit
+def empty_softmax(BM: tl.constexpr, EP: tl.constexpr):
+    """A softmax over no key: the maximum of each row, the sum of its weights, and that of its weighted values."""
+    return tl.full([BM], NO_KEY, tl.float32), tl.zeros([BM], tl.float32), tl.zeros([BM, EP], tl.float32)
+
+
+@triton.jit
+def averaged(b_acc, b_l):
+    """Rows of a finished softmax, 0 where they met no key."""
+    return b_acc / tl.where(b_l == 0.0, 1.0, b_l)[:, None]
 
 
 @triton.jit
@@ -95,8 +187,16 @@ def contained(b_sum, b_rows, b_seen, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def careful_entry(p_lists, mask_shift, full_begin, full_end, full_base, partial_begin, partial_base, index):
+def entry_at(p_lists, mask_shift, row, at, MASKED: tl.constexpr):
+    """Tile and mask of a row's entry, which lies at `at` in the lists: of a whole tile, or MASKED of a partial one."""
+    tile = row[3 * MASKED + 2] + tl.load(p_lists + at)
+    return tile, tl.load(p_lists + mask_shift + at) if MASKED else 0
+
+
+@triton.jit
+def careful_entry(p_lists, mask_shift, row, index):
     """Entry `index` of a row, counted over whole tiles and then partial ones: tile, mask, whether it is whole."""
+    full_begin, full_end, full_base, partial_begin, _, partial_base = row
     whole = index < full_end - full_begin
     at = tl.where(whole, full_begin + index, partial_begin + index - (full_end - full_begin))
     tile = tl.where(whole, full_base, partial_base) + tl.load(p_lists + at)
@@ -104,16 +204,24 @@ def careful_entry(p_lists, mask_shift, full_begin, full_end, full_base, partial_
 
 
 @triton.jit
-def row_of_member(p_heads, p_rows, head, k_offset, k_tiles, tile):
-    """The entries of one query head for a key tile; none where the head sits out or samples another residue."""
-    kind = tl.load(p_heads + head * 4 + 1)
-    mine = (kind >= 0) & (tl.load(p_heads + head * 4 + 3) == k_offset)
-    p_own = p_rows + (tl.where(mine, kind, 0) * k_tiles + tile) * 6
-    full_begin = tl.load(p_own)
-    full_end = tl.where(mine, tl.load(p_own + 1), full_begin)
-    partial_begin = tl.load(p_own + 3)
-    partial_end = tl.where(mine, tl.load(p_own + 4), partial_begin)
-    return full_begin, full_end, tl.load(p_own + 2), partial_begin, partial_end, tl.load(p_own + 5)
+def row_of_member(p_heads, p_rows, head, row, k_offset, k_tiles, tile, PER_HEAD: tl.constexpr, MIXED: tl.constexpr):
+    """What one query head of a group lists for a key tile, and its residue. Where all share one row, that is `row`.
+
+    Nothing where heads are MIXED and it sits out or samples another residue of the keys.
+    """
+    q_offset = 0
+    if PER_HEAD:
+        q_offset = tl.load(p_heads + head * 4 + 2)
+    if MIXED:
+        kind = tl.load(p_heads + head * 4 + 1)
+        mine = (kind >= 0) & (tl.load(p_heads + head * 4 + 3) == k_offset)
+        p_own = p_rows + (tl.where(mine, kind, 0) * k_tiles + tile) * 6
+        full_begin = tl.load(p_own)
+        full_end = tl.where(mine, tl.load(p_own + 1), full_begin)
+        partial_begin = tl.load(p_own + 3)
+        partial_end = tl.where(mine, tl.load(p_own + 4), partial_begin)
+        row = full_begin, full_end, tl.load(p_own + 2), partial_begin, partial_end, tl.load(p_own + 5)
+    return row, q_offset
 
 
 @triton.jit
@@ -143,6 +251,20 @@ def dropout_rows(p_seed, batch_head, b_query):
     high = (seed >> 32).to(tl.uint32)
     stream = scramble(low ^ scramble(high + batch_head.to(tl.uint32)))
     return scramble(stream + b_query.to(tl.uint32))
+
+
+@triton.jit
+def names_in_dropout(
+    p_seed, p_positions, batch, head, heads, o_q, b_exist, q_length, k_length, DROPOUT: tl.constexpr,
+    POSITIONS: tl.constexpr,
+):  # fmt: skip
+    """What dropout knows query rows by, and where it finds the tokens of their keys; anything where nothing drops."""
+    if DROPOUT:
+        p_key_positions = p_positions + (heads + head) * k_length
+        b_query = tokens_of(p_positions + head * q_length, o_q, b_exist, POSITIONS)
+        return dropout_rows(p_seed, batch * heads + head, b_query), p_key_positions
+    else:
+        return o_q, p_positions
 
 
 @triton.jit

@@ -17,10 +17,21 @@ from torch import Tensor
 
 from ..plan.selected import Chosen
 from .registry import AttentionCall, Forward, Gradients
-from .triton_backward import delta_bwd_kernel, dkv_tile, dq_tile
+from .triton_backward import dkv_tile, dq_tile
 from .triton_forward import forward_tile
-from .triton_launch import LOG2E, OPTIONS, ROWS, Tiles, _dropout, _precision, config, held
-from .triton_primitives import LN2, NO_KEY, dropout_rows, load_rows, store_rows
+from .triton_launch import LOG2E, OPTIONS, ROWS, Tiles, _dropout, _precision, config, delta_of, held
+from .triton_primitives import (
+    LN2,
+    NO_KEY,
+    averaged,
+    dropout_rows,
+    empty_softmax,
+    load_rows,
+    reference_of,
+    store_rows,
+)
+
+__all__ = ["backward", "delta_of", "forward"]
 
 
 @triton.jit
@@ -62,9 +73,7 @@ def chosen_fwd_kernel(
     b_row = o_q
     if DROPOUT:
         b_row = dropout_rows(p_seed, sample * heads + first_head + head, o_q)
-    b_m = tl.full([BM], NO_KEY, tl.float32)
-    b_l = tl.zeros([BM], tl.float32)
-    b_acc = tl.zeros([BM, EP], tl.float32)
+    b_m, b_l, b_acc = empty_softmax(BM, EP)
     for j in range(SUB_N):
         k_first = block * BLOCK + j * BN
         p_k_tile = p_k + (k_first + o_n)[:, None] * sk_n + o_d[None, :]
@@ -74,7 +83,7 @@ def chosen_fwd_kernel(
             threshold, inverse_keep, tl.arange(0, BM), o_n, k_first, n - k_first, o_n, o_d, o_e, BLOCK, D, E, DP, EP,
             RAGGED, RAGGED, False, PADDING, DROPOUT, False, PRECISION, False,
         )  # fmt: skip
-    b_acc = b_acc / tl.where(b_l == 0.0, 1.0, b_l)[:, None]
+    b_acc = averaged(b_acc, b_l)
     tl.store(p_part_lse + o_row, (b_m + tl.math.log2(b_l)) * LN2)
     store_rows(p_part + o_row[:, None] * E + o_e[None, :], b_acc, o_q < n, o_e, E, EP)
 
@@ -108,7 +117,7 @@ def join_tokens_kernel(
         b_acc = b_acc * b_old[:, None] + b_part.to(tl.float32) * b_gain[:, None]
         b_l = b_l * b_old + b_gain
         b_m = b_top
-    b_acc = b_acc / tl.where(b_l == 0.0, 1.0, b_l)[:, None]
+    b_acc = averaged(b_acc, b_l)
     tl.store(p_slot, b_m + tl.log(b_l), mask=b_exist)
     store_rows(p_line, b_acc, b_exist, o_e, E, EP)
 
@@ -134,9 +143,7 @@ def chosen_dq_bwd_kernel(
     b_q = load_rows(p_q + sample * sq_b + head * sq_h + o_q[:, None] * sq_n + o_d[None, :], b_exist, o_d, D, DP, True)
     b_do = load_rows(p_do + sample * sg_b + head * sg_h + o_q[:, None] * sg_n + o_e[None, :], b_exist, o_e, E, EP, True)
     stream = sample * heads + first_head + head
-    b_lse = tl.load(p_lse + stream * n + o_q, mask=b_exist, other=NO_KEY)
-    # exp2(s - inf) = 0: filler and rows without a key weigh nothing.
-    b_lse = tl.where(b_lse == NO_KEY, float("inf"), b_lse * 1.4426950408889634)
+    b_lse = reference_of(tl.load(p_lse + stream * n + o_q, mask=b_exist, other=NO_KEY))
     b_delta = tl.load(p_delta + stream * n + o_q, mask=b_exist, other=0.0)
     p_k += sample * sk_b + (head // group) * sk_h
     p_v += sample * sv_b + (head // group) * sv_h
@@ -267,18 +274,6 @@ def forward(call: AttentionCall, chosen: Chosen, near: Forward, heads: slice, as
     place = chosen.place.unflatten(1, (batch, n))[:, :, asked]
     listed = part_lse.gather(1, place.clamp(max=rows - 1).flatten(1)).view_as(place)
     return listed.masked_fill(place >= rows, -torch.inf).transpose(0, 1)
-
-
-def delta_of(output: Tensor, lse: Tensor, grad_output: Tensor, grad_lse: Tensor | None) -> Tensor:
-    """What every weight's gradient of a row is measured against, float32 (b, h, n)."""
-    batch, heads, n, e = output.shape
-    delta = torch.empty((batch, heads, n), dtype=torch.float32, device=output.device)
-    slope = lse if grad_lse is None else grad_lse
-    delta_bwd_kernel[(-(-n // ROWS), heads, batch)](
-        output, grad_output, lse, slope, delta, n, *output.stride()[:3], *grad_output.stride()[:3], *slope.stride(),
-        BM=ROWS, E=e, EP=held(e), LSE_GRAD=grad_lse is not None, **OPTIONS,
-    )  # fmt: skip
-    return delta
 
 
 def backward(
