@@ -86,6 +86,7 @@ def test_the_grid_is_the_promised_one_and_begins_with_what_decides():
     first = listed[:20]
     assert {case.kind for case in first} == {"dense", "random", "local"}
     assert not any(case.causal for case in first)
+    assert {case.n for case in listed[-8:]} == {1024 * K} != {listed[-9].n}, "what takes longest comes last"
     for case in listed:
         if case.kind != PLAN:
             assert case.n % BLOCK == 0

@@ -34,6 +34,10 @@ class Kernel:
 
     def __init__(self, name, launches):
         self.name, self.launches = name, launches
+        self.compiled_ahead = []
+
+    def warmup(self, *arguments, grid, **options):
+        self.compiled_ahead.append((len(self.launches), options))
 
     def __getitem__(self, grid):
         def launch(*arguments, **options):
@@ -171,3 +175,66 @@ def test_argument_lists_are_kept_for_so_many_addresses_only(recorded, monkeypatc
     kept = [launch(call) for _ in range(12)]
     assert len(launch.launches._kept) <= 4
     assert len(kept) == len(recorded[0]) + len(recorded[1])
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_prepared_backward_launches_what_the_backend_does(fused, recorded, monkeypatch):
+    public, direct = recorded
+    call = problem("dilated:100x1,300x4")
+    runner = hopper_backend.prepare(call)
+    output, grad_output, lse = torch.zeros_like(call.query), torch.zeros_like(call.query), torch.zeros(2, 4, 300)
+    monkeypatch.setattr(hopper_backend, "reproducible_gradients", lambda: not fused)
+    found = output, lse, grad_output, None
+    hopper_backend.backward(call, *found)
+    arena = Arena(monkeypatch)
+    for one in (hopper_backend, runner):
+        arena.count = 0
+        one.backward(call, *found)
+    assert len(public) == 5
+    half = len(direct) // 2
+    assert direct[:half] == direct[half:] and half == 5
+
+
+def test_a_gradient_that_begins_where_tma_cannot_is_copied(recorded):
+    public, _ = recorded
+    call = problem("window:100")
+    output, lse = torch.zeros_like(call.query), torch.zeros(2, 4, 300)
+    grad_output = torch.zeros(output.numel() + 1, dtype=output.dtype)[1:].view(output.shape)
+    runner = hopper_backend.prepare(call)
+    runner.backward(call, output, lse, output, None)
+    public.clear()
+    runner.backward(call, output, lse, grad_output, None)
+    launched = [argument for launch in public for argument in launch]
+    assert launched and grad_output.data_ptr() not in launched
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_what_is_to_be_compiled_is_compiled_at_once_before_the_first_launch(fused, recorded, monkeypatch):
+    from dilated_attention_pytorch.kernels import hopper_backward, hopper_backward_rows, hopper_forward, hopper_prepare
+
+    call = problem("dilated:100x1,300x4,300x7")
+    runner = hopper_backend.prepare(call)
+    forward = hopper_forward.attention_fwd_kernel
+    monkeypatch.setattr(hopper_backend, "reproducible_gradients", lambda: not fused)
+    for _ in range(2):
+        output, lse = runner.forward(call)
+    assert [launched for launched, _ in forward.compiled_ahead] == [0, 0]
+    assert all(options == hopper_launch.OPTIONS for _, options in forward.compiled_ahead)
+    before = len(recorded[0])
+    for _ in range(2):
+        runner.backward(call, output, lse, output, None)
+    kernels = hopper_backward.attention_dkv_bwd_kernel, hopper_backward_rows.attention_dq_bwd_kernel
+    assert len(kernels[0].compiled_ahead) == 3
+    assert len(kernels[1].compiled_ahead) == (0 if fused else 3)
+    assert len(hopper_prepare.finish_dq_kernel.compiled_ahead) == (3 if fused else 0)
+    for kernel in (*kernels, hopper_prepare.prepare_bwd_kernel, hopper_prepare.finish_dq_kernel):
+        assert all(launched == before for launched, _ in kernel.compiled_ahead)
+
+
+def test_one_kernel_is_compiled_where_it_is_launched(recorded):
+    from dilated_attention_pytorch.kernels import hopper_forward
+
+    call = problem("window:100")
+    hopper_backend.prepare(call).forward(call)
+    assert hopper_forward.attention_fwd_kernel.compiled_ahead == []
+    assert len(recorded[0]) == 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 import torch
@@ -13,7 +14,10 @@ from torch import Tensor
 from ..plan.plan import Plan
 from .hopper_launch import OPTIONS, Launch, Launches, Moved, Place, item_counter, on_device, tma_strides
 from .hopper_work import Step, steps_of
-from .registry import AttentionCall, Forward, Gradients
+from .registry import AttentionCall, Forward, Gradients, reproducible_gradients
+
+if TYPE_CHECKING:
+    from .hopper_gradients import PreparedBackward
 
 LOG2_E = math.log2(math.e)
 MOST_TOKENS = 2**30
@@ -32,12 +36,8 @@ class ForwardConfig:
     """Whether the two warpgroups take turns at the tensor cores."""
     registers: int = 240
     """Registers a thread of a multiplying warpgroup gets."""
-    programs_a_processor: int = 1
-    """Programs resident on a multiprocessor; the grid holds this many for each."""
     persistent: bool = True
     """Whether a program takes items as long as there are any, or one."""
-    maxnreg: int | None = None
-    """Registers a thread starts with, when the compiler's own choice is too many for the programs of a processor."""
 
 
 FORWARD_CONFIGS = {
@@ -49,7 +49,7 @@ STRIDED_CONFIGS = {64: FORWARD_CONFIGS[64], 128: ForwardConfig(k_stages=2, v_sta
 
 
 Layout = tuple[object, ...]
-"""What distinguishes two calls of one plan, but for the values of their tensors and settings; see `_layout_of`."""
+"""What distinguishes two calls of one plan, but for the values of their tensors and settings."""
 
 _problems: WeakKeyDictionary[Plan, dict[Layout, str | None]] = WeakKeyDictionary()
 _launches: WeakKeyDictionary[Plan, dict[Layout, ForwardLaunch]] = WeakKeyDictionary()
@@ -86,7 +86,7 @@ def _device_problem(device: torch.device) -> str | None:
     return gluon_missing()
 
 
-def _layout_problem(name: str, tensor: Tensor) -> str | None:
+def layout_problem(name: str, tensor: Tensor) -> str | None:
     """TMA reads 16-byte aligned rows."""
     if tensor.data_ptr() % 16:
         return f"{name} must start at a multiple of 16 bytes"
@@ -100,14 +100,15 @@ def _stride_problem(name: str, tensor: Tensor) -> str | None:
     return None
 
 
-def _layout_of(query: Tensor, key: Tensor, value: Tensor) -> Layout:
+def layout_of(query: Tensor, key: Tensor, value: Tensor) -> Layout:
+    """Device, dtype, shapes and strides of the tensors of a call."""
     shapes = query.shape, key.shape, value.shape
     return query.get_device(), query.dtype, shapes, query.stride(), key.stride(), value.stride()
 
 
 def why_not(call: AttentionCall) -> str | None:
     """Why these kernels cannot run the call, or None when they can."""
-    layout = _layout_of(call.query, call.key, call.value)
+    layout = layout_of(call.query, call.key, call.value)
     known = _problems.get(call.plan)
     if known is None:
         known = _problems[call.plan] = {}
@@ -129,6 +130,9 @@ def why_not(call: AttentionCall) -> str | None:
 
 def _lasting_problem(call: AttentionCall) -> str | None:
     """Why no call of this plan and layout can run, or None."""
+    if call.key.shape[2] != call.query.shape[2]:
+        # Queries gathered by the block they chose: their plan lists keys of another axis, which may not be read here.
+        return f"needs as many keys as queries, got {call.key.shape[2]} and {call.query.shape[2]}"
     device = call.query.device
     if device.type != "cuda":
         return f"needs a CUDA tensor, got {device}"
@@ -164,7 +168,7 @@ def run_forward(call: AttentionCall, config: ForwardConfig) -> Forward:
 
 
 def _launch_of(call: AttentionCall, config: ForwardConfig) -> ForwardLaunch:
-    layout = *_layout_of(call.query, call.key, call.value), call.scale, id(config)
+    layout = *layout_of(call.query, call.key, call.value), call.scale, id(config)
     known = _launches.get(call.plan)
     if known is None:
         known = _launches[call.plan] = {}
@@ -229,36 +233,39 @@ def _part_launch(call: AttentionCall, config: ForwardConfig, step: Step) -> Laun
         *(*step.queries, *step.keys, call.scale * LOG2_E),
         *(plan.block_size, config.k_stages, config.v_stages, config.ping_pong, config.persistent, config.registers),
     )
-    resident = config.programs_a_processor * processors(query.device)
-    grid = min(items, resident) if config.persistent else items
+    grid = min(items, processors(query.device)) if config.persistent else items
     identity = "forward", query.device.index, query.dtype, d, plan.block_size, config, step.shape
-    options = OPTIONS if config.maxnreg is None else OPTIONS | {"maxnreg": config.maxnreg}
     # Neither LSE nor the counter is moved, so that only the sizes of their elements matter.
     given = query, key, call.value, like, work.items, work.items
-    return Launch(attention_fwd_kernel, identity, grid, arguments, given, **options)
+    return Launch(attention_fwd_kernel, identity, grid, arguments, given, **OPTIONS)
 
 
 class PreparedAttention:
     """What runs calls of one plan, layout and scale; see `registry.Backend`."""
 
-    def __init__(self, forward: ForwardLaunch) -> None:
+    def __init__(self, forward: ForwardLaunch, backward: PreparedBackward) -> None:
         self.forward = forward
+        self._backward = backward
 
     def backward(
         self, call: AttentionCall, output: Tensor, lse: Tensor, grad_output: Tensor, grad_lse: Tensor | None
     ) -> Gradients:
-        return backward(call, output, lse, grad_output, grad_lse)
+        return self._backward(call, output, lse, grad_output, grad_lse, not reproducible_gradients())
 
 
 def prepare(call: AttentionCall) -> PreparedAttention:
     """A runner for calls like this one, which `why_not` lets pass."""
-    return PreparedAttention(_launch_of(call, FORWARD_CONFIGS[call.query.shape[-1]]))
+    from .hopper_gradients import BACKWARD_CONFIGS, prepared
+
+    d = call.query.shape[-1]
+    return PreparedAttention(_launch_of(call, FORWARD_CONFIGS[d]), prepared(call, BACKWARD_CONFIGS[d]))
 
 
 def backward(
     call: AttentionCall, output: Tensor, lse: Tensor, grad_output: Tensor, grad_lse: Tensor | None
 ) -> Gradients:
     """Gradients of a call that `why_not` lets pass; see `hopper_gradients` for what they need."""
-    from . import hopper_gradients
+    from .hopper_gradients import BACKWARD_CONFIGS, run_backward
 
-    return hopper_gradients.backward(call, output, lse, grad_output, grad_lse)
+    config = BACKWARD_CONFIGS[call.query.shape[-1]]
+    return run_backward(call, output, lse, grad_output, grad_lse, config, not reproducible_gradients())

@@ -24,7 +24,7 @@ from . import hopper_backend
 from .hopper_backend import LOG2_E, processors
 from .hopper_launch import OPTIONS, Launch, Launches, Moved, Place, on_device
 from .hopper_work import HeldWork, Step, Strides, steps_of
-from .registry import AttentionCall, Gradients, empty_rows, reproducible_gradients
+from .registry import AttentionCall, Gradients, empty_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,16 +44,7 @@ class BackwardConfig:
 BACKWARD_CONFIGS = {64: BackwardConfig(128), 128: BackwardConfig(64)}
 
 
-_launches: WeakKeyDictionary[Plan, dict[tuple[object, ...], BackwardLaunch]] = WeakKeyDictionary()
-
-
-def backward(
-    call: AttentionCall, output: Tensor, lse: Tensor, grad_output: Tensor, grad_lse: Tensor | None
-) -> Gradients:
-    """Gradients of a call that `hopper_backend.why_not` lets pass."""
-    config = BACKWARD_CONFIGS[call.query.shape[-1]]
-    fused = not reproducible_gradients()
-    return run_backward(call, output, lse, grad_output, grad_lse, config, fused)
+_prepared: WeakKeyDictionary[Plan, dict[tuple[object, ...], PreparedBackward]] = WeakKeyDictionary()
 
 
 def run_backward(
@@ -65,25 +56,48 @@ def run_backward(
     config: BackwardConfig,
     fused: bool,
 ) -> Gradients:
-    """`backward` with a configuration of one's own, for measuring."""
-    if hopper_backend._layout_problem("grad_output", grad_output) is not None:
-        grad_output = grad_output.contiguous()
-    slope = lse if grad_lse is None else grad_lse
-    query, key, value = call.query, call.key, call.value
-    layout = (
-        *(query.shape, key.shape[1], query.stride(), key.stride(), value.stride()),
-        *(output.stride(), grad_output.stride(), slope.stride(), query.dtype, query.device, call.scale),
-        *(config, fused, grad_lse is None),
-    )
-    known = _launches.get(call.plan)
-    if known is None:
-        known = _launches[call.plan] = {}
-    found = known.get(layout)
-    if found is None:
-        tensors = query, key, value, output, grad_output, lse, slope
-        found = known[layout] = BackwardLaunch(call, tensors, grad_lse is not None, config, fused)
-    with on_device(call.device):
-        return found(query, key, value, output, grad_output, lse, slope)
+    """Gradients of a call that `hopper_backend.why_not` lets pass, with dQ summed beside dK and dV where `fused`."""
+    return prepared(call, config)(call, output, lse, grad_output, grad_lse, fused)
+
+
+def prepared(call: AttentionCall, config: BackwardConfig) -> PreparedBackward:
+    """What runs the backward of calls like this one."""
+    layout = *hopper_backend.layout_of(call.query, call.key, call.value), call.scale, config
+    known = _prepared.setdefault(call.plan, {})
+    return known.get(layout) or known.setdefault(layout, PreparedBackward(config))
+
+
+class PreparedBackward:
+    """Backward calls of one plan, scale, configuration and layout of query, key and value.
+
+    Of what they may still differ in so little is left to look up that the host is soon done.
+    """
+
+    def __init__(self, config: BackwardConfig) -> None:
+        self._config = config
+        self._known: dict[tuple[object, ...], BackwardLaunch] = {}
+
+    def __call__(
+        self,
+        call: AttentionCall,
+        output: Tensor,
+        lse: Tensor,
+        grad_output: Tensor,
+        grad_lse: Tensor | None,
+        fused: bool,
+    ) -> Gradients:
+        slope = lse if grad_lse is None else grad_lse
+        layout = output.stride(), grad_output.stride(), slope.stride(), grad_lse is None, fused
+        launch = self._known.get(layout)
+        tensors = call.query, call.key, call.value, output, grad_output, lse, slope
+        if launch is None or grad_output.data_ptr() % 16:
+            if hopper_backend.layout_problem("grad_output", grad_output) is not None:
+                # A copy even of what is contiguous, as it may begin where TMA cannot.
+                copied = grad_output.clone(memory_format=torch.contiguous_format)
+                return self(call, output, lse, copied, grad_lse, fused)
+            launch = self._known[layout] = BackwardLaunch(call, tensors, grad_lse is not None, self._config, fused)
+        with on_device(call.device):
+            return launch(*tensors)
 
 
 QUERY, KEY, VALUE, OUTPUT, GRAD_OUTPUT, LSE, SLOPE, SPACE, GRAD_QUERY, GRAD_KEY, GRAD_VALUE = range(11)
@@ -114,16 +128,18 @@ class BackwardLaunch:
         self.space = o_claimed + 4, torch.float32, device
         places = Place(SPACE), Place(SPACE, self.o_sum, torch.float32), Place(SPACE, o_claimed, torch.int32)
         like = *tensors, torch.empty(1, device=device), *made
-        launches = [self._prepare(like, places, (rows, d, lse_grad, fused and self.writes_all))]
-        self.groups: list[tuple[int, Launches]] = []
-        """Launches in order, before each group so many floats of the sum to be cleared."""
-        clear = 0
+        prepare = self._prepare(like, places, (rows, d, lse_grad, fused and self.writes_all))
+        lists: list[tuple[int, list[Launch]]] = [(0, [prepare])]
         for part in parts:
             if fused and part.adds:
-                self.groups.append((clear, Launches(device, launches)))
-                clear, launches = part.sum_floats, []
-            launches += part.launches(like, places)
-        self.groups.append((clear, Launches(device, launches)))
+                lists.append((part.sum_floats, []))
+            lists[-1][1].extend(part.launches(like, places))
+        every = [launch for _, launches in lists for launch in launches]
+        self.groups = [
+            (clear, Launches(device, launches, () if number else every))
+            for number, (clear, launches) in enumerate(lists)
+        ]
+        """Launches in order, before each group so many floats of the sum to be cleared."""
 
     def _prepare(self, like: tuple[Tensor, ...], places: tuple[Place, ...], constants: tuple[object, ...]) -> Launch:
         from .hopper_prepare import prepare_bwd_kernel

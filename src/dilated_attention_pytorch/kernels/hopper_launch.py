@@ -7,6 +7,9 @@ out the same ones, and triton's compiled entry is called with what it expects.
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -20,6 +23,8 @@ KEPT_ADDRESSES = 256
 """Argument lists kept for one launch."""
 KEPT_KERNELS = 1024
 """Compiled kernels kept, with the sizes a plain one was compiled for; triton itself forgets none."""
+MOST_COMPILERS = 8
+"""Kernels compiled at a time; what each does in Python keeps the others waiting."""
 
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
 """How every kernel is compiled; fused multiply-add is asked for by name, as its default differs between releases."""
@@ -212,25 +217,32 @@ class Launch:
 
     def publicly(self, *tensors: Tensor) -> None:
         """Run it as triton means it, compiled first where it has to be."""
+        key = self.key(tuple(tensor.data_ptr() for tensor in tensors))
+        known = _compiled.get(key)
+        if known is not None:
+            known[0][(self.grid, 1, 1)](*self._public_arguments(tensors))
+            return
+        if len(_compiled) >= KEPT_KERNELS:
+            _compiled.clear()
+        compiled = self._kernel[(self.grid,)](*self._public_arguments(tensors), **self._options)
+        _compiled[key] = compiled, entry_of(compiled)
+
+    def compile(self, *tensors: Tensor) -> None:
+        """Have triton compile it without running it."""
+        self._kernel.warmup(*self._public_arguments(tensors), grid=(self.grid,), **self._options)
+
+    def _public_arguments(self, tensors: tuple[Tensor, ...]) -> list[Any]:
         arguments: list[Any] = []
         for one in self._arguments:
             if isinstance(one, Moved):
                 arguments += describe(tensors[one.slot], one.rows, one.axis)
             else:
                 arguments.append(one.of(tensors) if isinstance(one, Place) else one)
-        key = self._key(tuple(tensor.data_ptr() for tensor in tensors))
-        known = _compiled.get(key)
-        if known is not None:
-            known[0][(self.grid, 1, 1)](*arguments)
-            return
-        if len(_compiled) >= KEPT_KERNELS:
-            _compiled.clear()
-        compiled = self._kernel[(self.grid,)](*arguments, **self._options)
-        _compiled[key] = compiled, entry_of(compiled)
+        return arguments
 
     def settle(self, addresses: tuple[int, ...]) -> tuple[Entry, tuple[object, ...]] | None:
         """The entry and its arguments for tensors at those addresses, None where the public way must be taken."""
-        entry = _compiled.get(self._key(addresses), (None, None))[1]
+        entry = _compiled.get(self.key(addresses), (None, None))[1]
         if entry is None:
             return None
         arguments: list[object] = []
@@ -249,17 +261,39 @@ class Launch:
                 arguments.append(one.data_ptr() if isinstance(one, Tensor) else one)
         return entry, tuple(arguments)
 
-    def _key(self, addresses: tuple[int, ...]) -> tuple[object, ...]:
+    def key(self, addresses: tuple[int, ...]) -> tuple[object, ...]:
         """What a compiled kernel is known by; the Gluon kernels specialize on nothing but types and constants."""
         return (*self._identity, *(address % 16 == 0 for address in addresses)) if self._plain else self._identity
 
 
-class Launches:
-    """Several kernels, one after another, on the tensors of a call."""
+def compile_together(launches: Sequence[Launch], tensors: tuple[Tensor, ...]) -> None:
+    """Compile on threads what is not compiled; most of the time of a compiler is spent outside of Python.
 
-    def __init__(self, device: torch.device, launches: list[Launch]) -> None:
+    A kernel that does not compile says so when it is launched.
+    """
+    import triton
+
+    addresses = tuple(tensor.data_ptr() for tensor in tensors)
+    keyed = {launch.key(addresses): launch for launch in launches}
+    lacking = [launch for key, launch in keyed.items() if key not in _compiled]
+    if len(lacking) < 2:
+        return
+    threads = min(len(lacking), os.cpu_count() or 1, MOST_COMPILERS)
+    with ThreadPoolExecutor(threads) as pool, triton.AsyncCompileMode(pool, ignore_errors=True):
+        for launch in lacking:
+            launch.compile(*tensors)
+
+
+class Launches:
+    """Several kernels, one after another, on the tensors of a call.
+
+    `compiled` are those compiled before the first of these runs; where not given, these.
+    """
+
+    def __init__(self, device: torch.device, launches: list[Launch], compiled: Sequence[Launch] | None = None) -> None:
         self._index = device.index
         self._launches = [launch for launch in launches if launch.grid]
+        self._compiled = [launch for launch in compiled if launch.grid] if compiled is not None else self._launches
         self._kept: dict[tuple[int, ...], list[tuple[int, Entry, tuple[object, ...]]]] = {}
 
     def __call__(self, *tensors: Tensor) -> None:
@@ -268,6 +302,8 @@ class Launches:
         kept = self._kept.get(addresses)
         if kept is None:
             kept = self._settle(addresses)
+        if not kept:
+            compile_together(self._compiled, tensors)
         if not kept or kept[0][1].watched:
             for launch in self._launches:
                 launch.publicly(*tensors)

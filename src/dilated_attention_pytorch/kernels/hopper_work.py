@@ -156,15 +156,18 @@ class Step:
 
 
 _regular: WeakIdKeyDictionary = WeakIdKeyDictionary()
-known_steps: WeakKeyDictionary[Plan, tuple[Step, ...]] = WeakKeyDictionary()
+_known_steps: WeakKeyDictionary[Plan, tuple[Step, ...]] = WeakKeyDictionary()
 
 
 def steps_of(plan: Plan) -> tuple[Step, ...]:
     """The parts of a plan in the order they run."""
-    steps = known_steps.get(plan)
-    if steps is None:
-        steps = known_steps[plan] = _arranged(plan)
-    return steps
+    steps = _known_steps.get(plan)
+    return keep_steps(plan, _arranged(plan)) if steps is None else steps
+
+
+def keep_steps(plan: Plan, steps: tuple[Step, ...]) -> tuple[Step, ...]:
+    """Take steps that somebody made ready for a plan, unless it has some; those it has."""
+    return _known_steps.setdefault(plan, steps)
 
 
 def _arranged(plan: Plan) -> tuple[Step, ...]:

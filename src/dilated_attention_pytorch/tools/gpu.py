@@ -38,6 +38,8 @@ from .results import DIRECTIONS, append, known_lines, progress
 MOST_EXACT_ROWS = 64 * K
 """Up to this length every row's LSE is recomputed where the library gave none."""
 SECONDS_A_SUBJECT = 0.08
+SLOW_S = 0.1
+"""Calls that take longer are asked for no more often than their figures need."""
 FLUSH_BYTES = 256 * 2**20
 
 
@@ -111,15 +113,18 @@ def exact_lse(query: Tensor, key: Tensor, oracle: Pattern, heads: list[int]) -> 
     return lse
 
 
-def event_seconds(call: Callable[[], Any], device: str) -> list[float]:
-    """Seconds of single calls, each after the L2 cache was emptied. A CPU has the wall clock alone."""
+def event_seconds(call: Callable[[], Any], device: str, once: float) -> list[float]:
+    """Seconds of single calls, each after the L2 cache was emptied. A CPU has the wall clock alone.
+
+    `once` is about what a call takes: one that takes long has been warmed up by having been asked before.
+    """
     if device != "cuda":
         return [clock(call) for _ in range(3)]
     flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device=device)
-    once = clock(call, device)
-    for _ in range(2 if once < 0.1 else 0):
+    if once < SLOW_S:
         call()
-    once = clock(call, device)
+        call()
+        once = clock(call, device)
     count = max(3 if once > 0.2 else 7, min(100, round(SECONDS_A_SUBJECT / once)))
     marks = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(count)]
     for begin, end in marks:
@@ -194,16 +199,21 @@ def time_subject(case: Case, runner: Runner, device: str) -> Iterator[tuple[str,
     def backward() -> tuple[Tensor, ...]:
         return torch.autograd.grad(output, runner.inputs, runner.grad_output, retain_graph=True)
 
-    backward()
     for direction, call in zip(DIRECTIONS, (runner.forward, backward), strict=True):
+        if device == "cuda":
+            # What is left of a cached block is given away with it, and would count as taken.
+            torch.cuda.empty_cache()
         with PeakMemory(device) as peak:
+            begun = time.perf_counter()
             results = call()
+            synchronize(device)
+            once = time.perf_counter() - begun
         kept = results if isinstance(results, tuple) else (results,)
         extra = None
         if peak.extra is not None and device == "cuda":
             extra = peak.extra - sum(t.numel() * t.element_size() for t in kept)
         del results, kept
-        seconds = event_seconds(call, device)
+        seconds = event_seconds(call, device, once)
         found = {**quantiles(seconds), "repetitions": len(seconds), "peak_bytes": peak.extra, "workspace_bytes": extra}
         if direction == "forward" and case.has_whole_call:
             found |= time_whole_call(call, device)
