@@ -8,6 +8,8 @@ Tasks:
               teaching the scorer is tried, those that fail included.
     lookup    the task of examples/adaptive_retrieval.py: 4 of 16 blocks are kept.
     coverage  blocks kept at a coverage of 0.9 on concentrated and on diffuse attention.
+    crossover seconds of a forward pass with chosen blocks and with all, by length: where the first are fewer is what
+              `AdaptiveConfig.dense_below` asks for.
     speed     against torch's dense attention. On a CPU a forward pass, in turns. On a GPU forward and backward with the
               scorer learning, after a check in float64, beside cuDNN, flash, and with the same selection FlexAttention
               and FlashAttention-4:
@@ -173,6 +175,27 @@ def speed(n: int, sparsity: float, is_causal: bool, repeats: int = 2) -> dict[st
                 for kind, value in (("seconds", took), ("processor_seconds", time.process_time() - busy)):
                     best[f"{name}_{kind}"] = min(best[f"{name}_{kind}"], value)
     return {"n": n, "sparsity": sparsity, "causal": is_causal, "device": "cpu", **best}
+
+
+def crossover(lengths: Iterable[int], sparsity: float, is_causal: bool, device: str) -> Iterator[dict[str, Any]]:
+    """Seconds of a forward pass with chosen blocks and with all; on a CPU processor seconds, as in `speed`."""
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    for n in lengths:
+        x = torch.randn(3, 1, n, 8, 64, device=device, dtype=dtype).unbind()
+        took = {}
+        for name, least in (("chosen", None), ("dense", n + 1)):
+            config = AdaptiveConfig(base_sparsity=sparsity, dense_below=least)
+            layer = BlockSparseAdaptive([n], [1], 8, 64, config).to(device).eval()
+            with torch.no_grad():
+                if device == "cuda":
+                    took[name] = timed(lambda layer=layer, x=x: layer(*x, is_causal), device)
+                    continue
+                took[name] = float("inf")
+                for _ in range(4):
+                    busy = time.process_time()
+                    layer(*x, is_causal)
+                    took[name] = min(took[name], time.process_time() - busy)
+        yield {"n": n, "sparsity": sparsity, "causal": is_causal, "device": device, **took}
 
 
 LIMIT = 235
@@ -421,9 +444,9 @@ def main() -> None:
     parser.add_argument("--tasks", nargs="+", default=["needle", "lookup", "coverage", "speed"])
     parser.add_argument("--needle-steps", type=int, default=200)
     parser.add_argument("--lookup-steps", type=int, default=300)
-    parser.add_argument("--lengths", type=int, nargs="+", help="of the speed task")
+    parser.add_argument("--lengths", type=int, nargs="+", help="of the speed and crossover tasks")
     parser.add_argument("--sparsity", type=float, default=0.9)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of the speed task")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of the speed and crossover tasks")
     parser.add_argument("--draw", type=Path, metavar="FOLDER", help="draw the curves of --out there, and run nothing")
     asked = parser.parse_args()
     if asked.draw is not None:
@@ -454,6 +477,15 @@ def main() -> None:
         kept, held = adaptivity()
         for name in kept:
             tell(task="coverage", input=name, kept=kept[name], of=BLOCKS, captured=held[name])
+    if "crossover" in asked.tasks:
+        for is_causal in (False, True):
+            lengths = asked.lengths or [2**power for power in range(9, 15)]
+            found = list(crossover(lengths, asked.sparsity, is_causal, asked.device))
+            for line in found:
+                tell(task="crossover", **line)
+            # From the end: a single lucky short run is no rule.
+            slower = [line["n"] for line in found if line["chosen"] > line["dense"]]
+            print(f"causal {is_causal}: dense_below should lie above {max(slower, default=0)}", flush=True)
     if "speed" in asked.tasks:
         if asked.device == "cuda":
             faulthandler.dump_traceback_later(LIMIT, exit=True)

@@ -9,10 +9,12 @@ from oracle import dense_attention, error
 from torch.nn.functional import scaled_dot_product_attention
 
 from dilated_attention_pytorch.kernels.dropout import kept
+from dilated_attention_pytorch.kernels.listed_schedule import Listed
 from dilated_attention_pytorch.nn import AdaptiveConfig, BlockSparseAdaptive
+from dilated_attention_pytorch.nn.summaries import blocks_of
 from dilated_attention_pytorch.ops import selection as choosing
 from dilated_attention_pytorch.ops.selected import selected_attention
-from dilated_attention_pytorch.plan.selected import Selection
+from dilated_attention_pytorch.plan.selected import Selection, block_plan, chosen_tokens
 
 pytestmark = pytest.mark.gpu
 
@@ -76,6 +78,41 @@ def test_where_tokens_choose_dropout_goes_by_coordinates(padded):
     grads = torch.autograd.grad(output.square().sum(), x), torch.autograd.grad(wanted.square().sum(), exact)
     for got, want in ((output, wanted), *zip(*grads, strict=True)):
         assert error(got.detach(), want.detach()) < 1e-4
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize(("size", "batch", "n"), [(128, 1, 1024), (128, 1, 1000), (64, 2, 700), (256, 2, 1024)])
+def test_lists_laid_out_by_kernels_are_those_laid_out_in_torch(size, batch, n, is_causal):
+    chosen = drawn(batch, 2, n, size, is_causal=is_causal, per_token=False, most=3)
+    plan, wanted = Listed(on_gpu(chosen)).whole_plan.to("cpu"), block_plan(chosen)
+    assert torch.equal(plan.to_dense(), wanted.to_dense())
+    for got, want in zip(
+        (plan.parts[0].by_query, plan.parts[0].by_key), (wanted.parts[0].by_query, wanted.parts[0].by_key), strict=True
+    ):
+        assert sorted(zip(*(x.tolist() for x in got.entries()), strict=True)) == sorted(
+            zip(*(x.tolist() for x in want.entries()), strict=True)
+        )
+
+
+@pytest.mark.parametrize(("batch", "n"), [(1, 3000), (2, 333)])
+def test_choices_turned_round_by_bits_are_those_turned_round_by_a_sort(batch, n):
+    from dilated_attention_pytorch.kernels import triton_lists
+
+    chosen = on_gpu(drawn(batch, 3, n, 64, is_causal=True, per_token=True, most=7))
+    for got, want in zip(triton_lists.chosen_tokens(chosen), chosen_tokens(chosen), strict=True):
+        assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize(("extremes", "unit"), [(True, 16), (False, 128)])
+def test_blocks_are_summed_up_as_on_the_cpu(extremes, unit, padded):
+    x = torch.randn(2, 1000, 3, 80).transpose(1, 2).bfloat16()
+    x[1, 2, 500] = torch.inf
+    padding = torch.arange(1000) >= torch.tensor([1000, 300])[:, None] if padded else None
+    told = (128, unit), (torch.float32, extremes, True)
+    found = blocks_of(x.cuda(), *told[0], None if padding is None else padding.cuda(), *told[1])
+    for got, want in zip(found, blocks_of(x, *told[0], padding, *told[1]), strict=True):
+        assert error(got.cpu(), want) < 1e-5
 
 
 @pytest.fixture

@@ -6,10 +6,13 @@ may be read back on the way, as on a GPU; see `no_waiting`.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
+import weakref
 from contextlib import nullcontext
+from dataclasses import fields
 from typing import NamedTuple
 
 os.environ["TRITON_INTERPRET"] = "1"
@@ -21,13 +24,14 @@ from conftest import ALLOCATORS, poisoned
 from kernels.no_waiting import NoWaiting
 from kernels.test_selection import drawn, inputs, seen_pairs
 from oracle import dense_attention, error
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from triton.language import standard
 from triton.runtime import interpreter
 
-from dilated_attention_pytorch.kernels import listed_schedule, triton_schedule
+from dilated_attention_pytorch.kernels import hopper_work, listed_schedule, triton_lists, triton_schedule
 from dilated_attention_pytorch.kernels import selection as ranking
 from dilated_attention_pytorch.kernels.dropout import kept
-from dilated_attention_pytorch.nn import AdaptiveConfig, BlockSparseAdaptive
+from dilated_attention_pytorch.nn import AdaptiveConfig, BlockSparseAdaptive, adaptive, scorer, summaries
 from dilated_attention_pytorch.ops import selected, selection, selection_mass
 from dilated_attention_pytorch.ops.selected import selected_attention
 from dilated_attention_pytorch.ops.selection import Budget, Factors, select
@@ -80,7 +84,7 @@ class Attention(NamedTuple):
                 torch.zeros(shape, dtype=dtype, requires_grad=True)
                 for shape in (chosen.indices.shape, (self.batch, 2, len(rows[::2]), chosen.blocks))
             ]
-            options |= {"lesson": lesson, "chosen_scores": taught[0], "dense_scores": taught[1]}
+            options |= {"lesson": lesson, "scores": lambda taught=taught: tuple(taught)}
             options |= {"dropout_p": self.dropout_p, "backend": backend}
             torch.manual_seed(1)
             with GpuRules() if backend == "triton" else torch.enable_grad():
@@ -150,9 +154,11 @@ class Choice(NamedTuple):
             draw(*lead, t, m) * (not self.tied),
             2 * draw(self.heads, m),
             draw(self.heads),
-            draw(*lead, rows, own_units, d),
+            draw(*lead, rows, own_units, 5),
+            draw(self.heads, 5, d),
             draw(*lead, t, self.units, d),
-            torch.rand(self.heads) + 0.5,
+            torch.rand(self.heads) - 0.5,
+            0.9,
             torch.rand(*lead, t, m) if self.keep else None,
             None if right_there is None or self.per_token else torch.rand(*lead, rows, own_units) > 0.3,
             right_there,
@@ -166,7 +172,7 @@ class Choice(NamedTuple):
         visible = torch.rand(self.batch, self.heads, t) > (0.2 if self.holes else -1.0)
         if self.holes:
             factors.columns[..., t // 2, :] = torch.nan
-        scores = dense_scores(factors, torch.arange(factors.left.shape[2]) // (16 if self.per_token else 1))
+        scores = dense_scores(factors, torch.arange(factors.own.shape[2]) // (16 if self.per_token else 1))
         options = {
             "n": self.n,
             "block_size": 16,
@@ -190,13 +196,131 @@ class Choice(NamedTuple):
         }
 
 
+class Summaries(NamedTuple):
+    """What blocks of a sequence add up to."""
+
+    n: int
+    unit: int
+    extremes: bool = True
+    before: bool = False
+    padded: bool = False
+
+    def errors(self) -> dict[str, float]:
+        """Against plain torch; the sixth block is not finite."""
+        torch.manual_seed(0)
+        x = torch.randn(2, self.n, 2, 12).transpose(1, 2)
+        x[0, 1, 80] = torch.inf
+        x[1, 0, 81] = torch.nan
+        padding = torch.arange(self.n) >= torch.tensor([self.n - 3, 20])[:, None] if self.padded else None
+        told = (x, 16, self.unit, padding, torch.float32, self.extremes, self.before)
+        wanted = summaries.blocks_of(*told)
+        with GpuRules():
+            found = summaries.blocks_of(*told)
+        assert not bool(wanted.unit_there.all())
+        return {name: error(a, b) for name, a, b in zip(found._fields, found, wanted, strict=True)}
+
+
+class Lists(NamedTuple):
+    """A drawn selection by query blocks as the GPU kernels read it."""
+
+    n: int
+    size: int
+    batch: int = 1
+    is_causal: bool = False
+    group: int = 1
+    local: int = 1
+
+    def errors(self) -> dict[str, float]:
+        """Pairs that differ from the plan made in torch, and work lists that differ from those made by looking."""
+        torch.manual_seed(0)
+        chosen = drawn(
+            self.batch, 2, self.n, self.size, is_causal=self.is_causal, per_token=False, most=2, local=self.local
+        )
+        with GpuRules():
+            listed = listed_schedule.Listed(chosen)
+            plan = listed.whole_plan
+            (made,) = hopper_work.keep_steps(plan, (listed_schedule.ListedStep(plan, listed.items),))
+            works = [made.by_query, made.held(self.group, by_key=True), made.held(self.group, by_key=False)]
+        wanted = plans.block_plan(chosen)
+        found = {
+            "pairs": float((plan.to_dense() != wanted.to_dense()).sum()),
+            "rows of the forward": float((listed.plan.parts[0].by_query.rows != made.part.by_query.rows).sum()),
+        }
+        looked = hopper_work.Step(hopper_work.Ground(plan), made.part, strided=False)
+        looks = [looked.by_query, looked.held(self.group, by_key=True), looked.held(self.group, by_key=False)]
+        for number, (got, want) in enumerate(zip(works, looks, strict=True)):
+            for field in fields(got):
+                one, other = getattr(got, field.name), getattr(want, field.name)
+                if field.name == "partial" and number == 1:
+                    one, other = one[: wanted.blocks], other[: wanted.blocks]
+                if field.name == "items":
+                    # They start in another order.
+                    one, other = (torch.tensor(sorted(x.tolist()), dtype=x.dtype) for x in (one, other))
+                same = one == other if field.name == "covers" else torch.equal(one, other) and one.dtype == other.dtype
+                found[f"{field.name} {number}"] = float(not same)
+        alive = weakref.ref(plan)
+        del plan, listed
+        gc.collect()
+        return found | {"plans that outlive their call": float(alive() is not None)}
+
+
+class Turned(NamedTuple):
+    """A drawn selection by tokens, turned round."""
+
+    n: int
+    batch: int = 1
+    is_causal: bool = False
+    most: int = 3
+
+    def errors(self) -> dict[str, float]:
+        """How much differs from what sorting gives."""
+        torch.manual_seed(0)
+        chosen = drawn(self.batch, 2, self.n, 16, is_causal=self.is_causal, per_token=True, most=self.most)
+        with GpuRules():
+            found, wanted = triton_lists.chosen_tokens(chosen), plans.chosen_tokens(chosen)
+        return {name: float((a != b).sum()) for name, a, b in zip(found._fields, found, wanted, strict=True)}
+
+
+class Launched(TorchDispatchMode):
+    """Counts what a GPU would be told to run: kernels, and operations but for views and memory."""
+
+    def __enter__(self) -> Launched:
+        self.count = 0
+        self.run = interpreter.GridExecutor.__call__
+        interpreter.GridExecutor.__call__ = self.kernel
+        return super().__enter__()
+
+    def __exit__(self, *problem: object) -> None:
+        super().__exit__(*problem)
+        interpreter.GridExecutor.__call__ = self.run
+
+    @property
+    def kernel(self):
+        def run(executor, *args, **options):
+            self.count += 1
+            with _disable_current_modes():
+                return self.run(executor, *args, **options)
+
+        return run
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func._schema.name.removeprefix("aten::")
+        looks = func._schema.returns and func._schema.returns[0].alias_info is not None and not func._schema.is_mutable
+        # Memory is poisoned here by filling it.
+        self.count += not (looks or made.startswith(("empty", "new_empty", "detach", "_unsafe_view", "fill_")))
+        return func(*args, **(kwargs or {}))
+
+
 class Step(NamedTuple):
     """A training step of a whole layer."""
 
     is_causal: bool
+    most: int
+    """Launches of a forward pass, and of one without lessons."""
+    most_alone: int
 
     def errors(self) -> dict[str, float]:
-        """Gradients that are missing or not finite; what was read back would have raised."""
+        """Gradients that are missing or not finite, and launches beyond the bound; what was read back would raise."""
         torch.manual_seed(0)
         config = AdaptiveConfig(0.5, hidden_dim=4, match_rank=4, distill_rows=0.1)
         layer = BlockSparseAdaptive([64], [1], 2, 16, config, block_size=16, backend="triton")
@@ -206,8 +330,14 @@ class Step(NamedTuple):
             triton_schedule.schedule(shared, 1)
         with GpuRules():
             layer(*x.unbind(), self.is_causal).square().sum().backward()
+            with Launched() as learning:
+                layer(*x.unbind(), self.is_causal)
+            with Launched() as alone, torch.no_grad():
+                layer.eval()(*x.unbind(), self.is_causal)
         grads = {name: parameter.grad for name, parameter in layer.named_parameters()} | {"input": x.grad}
-        return {name: float(grad is None or not bool(grad.isfinite().all())) for name, grad in grads.items()}
+        found = {name: float(grad is None or not bool(grad.isfinite().all())) for name, grad in grads.items()}
+        many = {"launches": learning.count - self.most, "launches alone": alone.count - self.most_alone}
+        return found | {name: float(max(0, value)) for name, value in many.items()}
 
 
 def refuse(begin: int, end: int) -> torch.Tensor:
@@ -219,23 +349,27 @@ def dense_scores(factors: Factors, own: torch.Tensor) -> torch.Tensor:
     hidden = (factors.rows[:, :, own, None] + factors.columns[:, :, None]).relu()
     hidden = hidden if factors.keep is None else hidden * factors.keep[:, :, own, None]
     scores = (hidden * factors.weight[:, None, None]).sum(-1) + factors.bias[:, None, None]
-    rank = factors.left.shape[-1]
+    rank = factors.right.shape[-1]
     if rank:
-        pairs = torch.einsum("bhrad,bhtud->bhratu", factors.left, factors.right)
+        left = torch.einsum("bhrad,hdp->bhrap", factors.own.nan_to_num(0.0, 0.0, 0.0), factors.project)
+        pairs = torch.einsum("bhrad,bhtud->bhratu", left, factors.right)
         if factors.right_there is not None:
             pairs = pairs.masked_fill(~factors.right_there[:, :, None, None], -torch.inf)
         if factors.left_there is not None:
             pairs = pairs.masked_fill(~factors.left_there[..., None, None], -torch.inf)
         best = pairs.amax(-1).amax(3)
         scores = scores + torch.where(best > -torch.inf, best, 0.0) / rank**0.5
-    return scores * factors.inverse[:, None, None]
+    return scores / factors.log_temperature.exp().clamp(min=factors.coldest)[:, None, None]
+
+
+READERS = plans, selected, selection, selection_mass, adaptive, scorer
 
 
 class GpuRules:
     """Tensors count as a GPU's: nothing is read back."""
 
     def __enter__(self) -> None:
-        self.kept = [(module, module.may_read) for module in (plans, selected, selection, selection_mass)]
+        self.kept = [(module, module.may_read) for module in READERS]
         for module, _ in self.kept:
             module.may_read = lambda device: False
         self.mode = NoWaiting()
@@ -258,8 +392,13 @@ TRIALS = {
     "tokens of grouped heads, ragged, dropout": Attention(True, True, n=40, batch=2, key_heads=1, dropout_p=0.3),
     "tokens, padded samples, heads apart": Attention(True, False, n=40, batch=2, padded=True, apart=True),
     "tokens in half precision": Attention(True, True, n=40, dtype=torch.float16, most=1),
-    "a step, blocks": Step(False),
-    "a step, tokens": Step(True),
+    "a step, blocks": Step(False, 56, 18),
+    "a step, tokens": Step(True, 72, 30),
+    "lists of whole blocks": Lists(512, 128, 1, False, 2),
+    "lists of ragged blocks, causal": Lists(500, 128, 1, True, local=2),
+    "lists of large blocks of two samples": Lists(768, 256, 2, True),
+    "tokens turned round": Turned(70, 2),
+    "many causal tokens turned round": Turned(500, 1, True, 8),
     "choice of blocks": Choice(False, batch=2, heads=2, n=100),
     "choice of causal tokens with noise": Choice(True, True, noise=True, n=70, sink=0, kept=0.9),
     "choice of blocks by coverage, noise, holes": Choice(
@@ -268,6 +407,9 @@ TRIALS = {
     "choice of tokens by coverage, holes": Choice(True, coverage=0.8, holes=True, keep=True, most=3, local=2, sink=0),
     "choice without a match": Choice(False, rank=0, n=300),
     "choice without hidden units": Choice(True, hidden=0, n=70, sink=0),
+    "summaries of whole blocks": Summaries(96, 4),
+    "summaries of ragged blocks, padded samples": Summaries(90, 8, padded=True),
+    "means of the blocks before": Summaries(90, 16, extremes=False, before=True),
     "choice among equals": Choice(False, tied=True, n=200, heads=2, kept=0.4),
 }
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 from oracle import dense_attention, error
 
-from dilated_attention_pytorch.kernels import native
+from dilated_attention_pytorch.kernels import hopper_backend, native
+from dilated_attention_pytorch.kernels.registry import AttentionCall
 from dilated_attention_pytorch.ops import selected
 from dilated_attention_pytorch.ops.selected import selected_attention, weighted_attention
 from dilated_attention_pytorch.plan.selected import Selection, block_plan, shared_blocks, token_plan
@@ -120,6 +121,14 @@ def test_gathered_rows_are_the_tokens_that_chose_their_tile():
     listed = selection.indices < selection.blocks
     wanted = {(*at[:3], int(selection.indices[at])) for at in map(tuple, listed.nonzero().tolist())}
     assert chosen == wanted
+
+
+def test_hopper_refuses_queries_gathered_by_their_choice():
+    selection = drawn(batch=2, heads=2, n=70, is_causal=True, per_token=True)
+    plan = token_plan(selection).plan
+    query, key = torch.randn(1, 2, plan.n, 64), torch.randn(1, 2, 140, 64)
+    reason = hopper_backend.why_not(AttentionCall(query, key, key, plan, 0.1))
+    assert reason == f"needs as many keys as queries, got 140 and {plan.n}"
 
 
 @BOTH

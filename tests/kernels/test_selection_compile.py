@@ -7,9 +7,10 @@ pytest.importorskip("triton")
 
 STRIDES = dict.fromkeys(("SK_N", "SV_N", "SQ_N", "SG_N"), 64)
 SIZES = {"BLOCK": 128, "D": 64, "E": 64, "DP": 64, "EP": 64, "GROUP": 1, "PARTIAL": True}
-FACTORS = dict.fromkeys(("p_rows", "p_columns", "p_bias", "p_keep", "p_left", "p_right", "p_inverse"), "*fp32")
+FACTORS = dict.fromkeys(("p_rows", "p_columns", "p_bias", "p_keep", "p_project", "p_right", "p_log"), "*fp32")
 PRESENT = dict.fromkeys(("p_left_there", "p_right_there", "p_visible"), "*u8")
-LISTS = dict.fromkeys(("p_limit", "p_indices", "p_counts"), "*i32")
+LISTS = dict.fromkeys(("p_indices", "p_counts"), "*i32")
+BOUNDS = dict.fromkeys(("kept", "coldest"), "fp32")
 
 
 @pytest.mark.slow
@@ -49,6 +50,7 @@ def test_ranking_fits_a_multiprocessor(per_token, room, tmp_path, monkeypatch):
     cut = selection.widths(room, own_units)
     tiles = triton_launch.Tiles(cut.rows, cut.columns, cut.warps, 1)
     constants = {"BM": cut.rows, "BN": cut.columns, "K": cut.listed, "M": 128, "RANK": 32, "RP": 32, "UK": 8}
+    constants |= {"D": 64}
     constants |= {
         "UQ": cut.units,
         "REPEAT": cut.repeat,
@@ -60,9 +62,43 @@ def test_ranking_fits_a_multiprocessor(per_token, room, tmp_path, monkeypatch):
         "NOISE": True,
     }
     constants |= {"COVERAGE": False, "PRECISION": "tf32x3"}
-    types = FACTORS | PRESENT | LISTS
+    types = FACTORS | PRESENT | LISTS | BOUNDS | {"p_own": "*bf16" if per_token else "*fp32"}
     compiled = compile_kernel(triton_selection.select_kernel, constants, tiles, types=types)
     assert compiled.metadata.shared <= SHARED_MEMORY
     assert spilled(compiled, tmp_path) <= 64
     # The assembler takes a second for some 2500 instructions.
     assert sum(line.endswith(";") for line in compiled.asm["ptx"].splitlines()) <= 12_000
+
+
+SUMMED = {"p_x": "*bf16", "p_summary": "*fp32", "p_units": "*fp32", "p_there": "*u8"}
+QUERY_LISTS = dict.fromkeys(("p_indices", "p_items", "p_held", "p_partial"), "*i32")
+KEY_LISTS = dict.fromkeys(("p_bits", "p_next", "p_total", "p_partial"), "*i32")
+CHOICES = dict.fromkeys(("p_indices", "p_bits", "p_before"), "*i32") | {"p_tiles": "*i64"}
+SIZED = {"SIZE": 128, "P": 32}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("module", "name", "warps", "constants", "types"),
+    [
+        ("triton_selection", "summary_kernel", 4, {"UNITS": 8, "UNIT": 16, "STEP": 16, "EXTREMES": True}, SUMMED),
+        ("triton_selection", "summary_kernel", 4, {"UNITS": 1, "UNIT": 128, "STEP": 32, "EXTREMES": False}, SUMMED),
+        ("triton_lists", "query_lists_kernel", 1, SIZED | {"CAUSAL": False, "RAGGED": False, "HALVES": 1}, QUERY_LISTS),
+        ("triton_lists", "query_lists_kernel", 4, {"SIZE": 256, "P": 2048, "CAUSAL": True, "HALVES": 2}, QUERY_LISTS),
+        ("triton_lists", "key_lists_kernel", 4, {"SIZE": 128, "P": 1024, "CAUSAL": True, "HALVES": 1}, KEY_LISTS),
+        ("triton_lists", "chosen_kernel", 4, SIZED | {"PLACE": False}, CHOICES),
+        ("triton_lists", "chosen_kernel", 4, SIZED | {"PLACE": True}, CHOICES),
+        ("triton_lists", "runs_kernel", 4, {"SIZE": 128, "P": 1024}, CHOICES),
+    ],
+)
+def test_what_surrounds_the_ranking_is_small(module, name, warps, constants, types, tmp_path, monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    from importlib import import_module
+
+    kernel = getattr(import_module(f"dilated_attention_pytorch.kernels.{module}"), name)
+    rest = {"D": 64, "DP": 64, "BEFORE": True, "PADDING": True, "LOCAL": 2, "BY_ROW": True, "RAGGED": True}
+    tiles = import_module("dilated_attention_pytorch.kernels.triton_launch").Tiles(0, 0, warps, 1)
+    compiled = compile_kernel(kernel, rest | constants, tiles, types=types)
+    assert compiled.metadata.shared <= 16384
+    assert spilled(compiled, tmp_path) == 0
+    assert sum(line.endswith(";") for line in compiled.asm["ptx"].splitlines()) <= 3_000

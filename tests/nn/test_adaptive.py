@@ -63,6 +63,7 @@ def test_config_fields_and_defaults():
         "distill_rows": 0.02,
         "distill_weight": 1.0,
         "saliency_weighted": True,
+        "dense_below": None,
     }
     assert {f.name: f.default for f in fields(AdaptiveConfig)} == wanted
 
@@ -128,17 +129,27 @@ def test_factors_make_up_the_scores(granularity, is_causal, padded):
     made = scores.factors()
     own = torch.arange(scores.row_count) // (16 if per_token else 1)
     hidden = (made.rows[:, :, own, None] + made.columns[:, :, None]).relu() * made.keep[:, :, own, None]
-    pairs = torch.einsum("bhrad,bhtud->bhratu", made.left, made.right)
+    left = torch.einsum("bhrad,hdp->bhrap", made.own, made.project)
+    pairs = torch.einsum("bhrad,bhtud->bhratu", left, made.right)
     if padded:
         there = made.right_there[:, :, None, None]
         there = there if made.left_there is None else there & made.left_there[..., None, None]
         pairs = pairs.masked_fill(~there, -torch.inf)
-    best = pairs.amax(-1).amax(3) / made.left.shape[-1] ** 0.5
+    best = pairs.amax(-1).amax(3) / made.right.shape[-1] ** 0.5
     found = (hidden * made.weight[:, None, None]).sum(-1) + made.bias[:, None, None]
-    found = (found + torch.where(best > -torch.inf, best, 0.0)) * made.inverse[:, None, None]
+    temperature = made.log_temperature.exp().clamp(min=made.coldest)[:, None, None]
+    found = (found + torch.where(best > -torch.inf, best, 0.0)) / temperature
     wanted = scores.ranked(0, scores.row_count, 3)
     assert error(found, wanted) < 1e-12
     assert layer(num_layers=3).scorer.look(q, k, 16, is_causal, per_token, None).factors() is None
+
+
+def test_what_inference_made_first_serves_training():
+    module, (q, k, v) = layer(distill_rows=1.0), tensors(n=77)
+    with torch.inference_mode():
+        module.eval()(q, k, v, False, True)
+    module.train()(q, k, v).sum().backward()
+    assert (module.scorer.match_key.grad != 0).any()
 
 
 def test_candidates_and_super_blocks_keep_the_best_matches(monkeypatch):
@@ -151,6 +162,26 @@ def test_candidates_and_super_blocks_keep_the_best_matches(monkeypatch):
         # At first the MLP adds little to the match, so that candidates by match hold nearly all of the best.
         assert (found & wanted).sum() >= (0.9 if name == "ALL_PAIRS" else 0.4) * wanted.sum()
         assert found.sum() == wanted.sum()
+
+
+@BOTH
+def test_short_sequences_are_attended_to_whole_where_nothing_learns(is_causal):
+    module = layer(dense_below=200)
+    assert "below 200 tokens" in module.explain(100)
+    short, long = tensors(n=199), tensors(n=200)
+    module.eval()
+    assert error(module(*short, is_causal), dense(*short, is_causal)) < 1e-12
+    assert module.statistics() == {"density": 1.0}
+    assert error(module(*long, is_causal), dense(*long, is_causal)) > 1e-3
+    # What is asked for is what was learned, and what learns must be tried.
+    assert float(module(*short, is_causal, True)[1].density) < 0.7
+    module.train()(*short, is_causal).sum().backward()
+    assert module.statistics()["density"] < 0.7
+    assert (module.scorer.match_key.grad != 0).any()
+    with torch.no_grad():
+        assert error(module(*short, is_causal), dense(*short, is_causal)) < 1e-12
+    weighing = layer(dense_below=200, hard_sparsity=False).eval()
+    assert error(weighing(*short, is_causal), dense(*short, is_causal)) > 1e-3
 
 
 @pytest.mark.parametrize("sparsity", [0.0, 0.5, 0.9])
@@ -412,6 +443,7 @@ def test_before_any_training_it_finds_what_matches():
         (lambda: AdaptiveConfig(base_sparsity=-0.1), ValueError, "base_sparsity"),
         (lambda: AdaptiveConfig(temperature=0.01), ValueError, "min_temperature 0.1, got 0.01"),
         (lambda: AdaptiveConfig(min_temperature=0.0), ValueError, "min_temperature"),
+        (lambda: AdaptiveConfig(dense_below=0), ValueError, "dense_below must be >= 1, or None, got 0"),
         (lambda: AdaptiveConfig(k_min=0), ValueError, "k_min"),
         (lambda: AdaptiveConfig(k_min=4, k_max=3), ValueError, "k_max"),
         (lambda: AdaptiveConfig(adaptive_ratio=1.0), ValueError, "adaptive_ratio"),

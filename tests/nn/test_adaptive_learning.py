@@ -93,8 +93,7 @@ def test_the_gradient_in_the_backward_pass_is_that_of_the_written_loss(granulari
         selection,
         key_padding_mask=padding,
         lesson=lesson,
-        chosen_scores=chosen,
-        dense_scores=dense,
+        scores=lambda: (chosen, dense),
         backend="cpu",
     ).output
     grad_output = torch.randn_like(output)

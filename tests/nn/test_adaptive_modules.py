@@ -61,11 +61,26 @@ def test_factories_and_the_preset():
         (lambda: multihead()(torch.randn(1, 8, 32), need_weights=True), ValueError, "return_pattern"),
         (lambda: multihead()(torch.randn(1, 8, 32), attn_mask=torch.eye(8).bool()), ValueError, "attn_mask"),
         (lambda: multihead().plan(64), ValueError, "learned"),
+        (lambda: multihead().core.plan(64), ValueError, "learned"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_meant_is_refused(make, kind, words):
     with pytest.raises(kind, match=words):
         make()
+
+
+def test_it_says_what_it_would_keep():
+    layer = BlockSparseAdaptive([256], [1], 2, 16, AdaptiveConfig(base_sparsity=0.75, dense_below=512), block_size=64)
+    said = layer.explain(1024)
+    assert "each block of 64 queries" in said and "2 to 4 of the 16 blocks" in said and "below 512 tokens" in said
+    assert "each token" in layer.explain(1024, is_causal=True)
+    x = torch.randn(1, 1024, 2, 16)
+    _, pattern = layer.eval()(x, x, x, return_pattern=True)
+    kept = pattern.selection.allowed().sum(-1)
+    assert kept.min() >= 2 and kept.max() <= 4
+    cover = BlockSparseAdaptive([256], [1], 2, 16, AdaptiveConfig(adaptive_ratio=0.9), block_size=64)
+    assert "2 to 16 of the 16 blocks of 64 keys, as many as hold 0.9" in cover.explain(1024)
+    assert "BlockSparseAdaptive at 64 tokens" in multihead().explain(64)
 
 
 def test_it_is_made_where_and_of_what_is_asked():

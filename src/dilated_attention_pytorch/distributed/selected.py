@@ -18,9 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..ops.choices import compare_rows
 from ..ops.selected import selected_attention
-from ..ops.selection_mass import Lesson, Scene, captured, listed_mass, query_weights
+from ..ops.selection_mass import Lesson, Scene, captured, compare_rows, listed_mass, query_weights
 from ..plan.selected import Selection, shared_blocks
 from .comm import ExchangePlan, agree, exchange, request_for
 from .moving import all_rows

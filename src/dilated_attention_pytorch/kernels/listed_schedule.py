@@ -6,7 +6,9 @@ plan lives for one call: its tables have the sizes that shapes allow, and what i
 
 from __future__ import annotations
 
-from functools import cached_property
+from dataclasses import replace
+from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,62 +20,154 @@ from ..plan.plan import (
     PARTIAL_BASE,
     PARTIAL_BEGIN,
     PARTIAL_END,
+    Axis,
     Plan,
     Walk,
 )
-from . import hopper_work, triton_schedule
-from .hopper_work import ITEM_ROWS, Ground, HeldWork, QueryWork, Step
+from ..plan.selected import Selection, plan_of
+from . import hopper_work, triton_backend, triton_schedule
+from .hopper_work import FEW_ITEMS, ITEM_ROWS, Ground, HeldWork, QueryWork, Step
 from .registry import AttentionCall, Backend, choose
 from .triton_schedule import PROGRAMS_PER_PROCESSOR, SHORTEST_PIECE, PartSchedule, Schedule, Side
 
 
-def choose_listed(call: AttentionCall, backend: str, samples: int) -> tuple[str, Backend]:
-    """`choose` for a plan of one part that lists blocks of samples laid one after another, every head for itself."""
-    plan = call.plan
-    ragged = plan.n // samples % plan.block_size > 0
-    strided = ragged and samples > 1
-    plain = not strided and (plan.block_size == ITEM_ROWS or not ragged)
-    if plain:
-        if plan not in hopper_work.known_steps:
-            hopper_work.known_steps[plan] = (ListedStep(plan),)
-    elif backend == "auto":
+class Items(NamedTuple):
+    """What the Hopper kernels read beside a plan's walks. Not the plan, which would then live as long as this."""
+
+    by_query: Tensor
+    held: Tensor
+    partial: Tensor
+    halves: int
+    few: bool
+    key_total: Tensor | None = None
+    key_partial: Tensor | None = None
+
+
+class Listed:
+    """A selection by query blocks as the GPU kernels read it: samples laid one after another, every head for itself."""
+
+    def __init__(self, selection: Selection) -> None:
+        from .triton_lists import query_lists
+
+        batch, heads, t, _ = selection.indices.shape
+        size = selection.block_size
+        self.selection = selection
+        self.ragged = selection.n % size > 0
+        self.strided = self.ragged and batch > 1
         # The Hopper kernels would have to be told which items exist.
-        backend = "triton"
-    name, chosen = choose(call, backend)
-    group = call.query.shape[1] // call.key.shape[1]
-    if name == "triton" and plan not in triton_schedule.known_schedules:
-        triton_schedule.known_schedules[plan] = {group: _schedule(plan, group, strided, ragged)}
-    return name, chosen
+        plain = not self.strided and (size == ITEM_ROWS or not self.ragged)
+        self.halves = size // ITEM_ROWS if plain else 0
+        few = heads * batch * t * self.halves <= FEW_ITEMS
+        lists, rows, self.work, items, held, partial, self.place = query_lists(selection, self.halves, few)
+        self.items = Items(items, held, partial, self.halves, few)
+        self.lists, entries = lists, self.place.numel()
+        walk = _walk(lists, rows, entries, _row_order(batch, heads, t, selection.is_causal, lists.device))
+        self.plan = plan_of(selection, walk, _walk(lists[:0], rows[:0], 0, walk.order[:0]), entries)
+        """For the forward pass: its walk by key is empty."""
+
+    @cached_property
+    def whole_plan(self) -> Plan:
+        """The same with its walk by key, for gradients."""
+        from .triton_lists import key_lists
+
+        heads, entries = self.plan.heads, self.place.numel()
+        self.key_lists, rows, total, partial = key_lists(self.selection, entries, self.halves)
+        self.items = self.items._replace(key_total=total, key_partial=partial)
+        order = total.view(heads, -1).argsort(dim=1, descending=True)
+        order = (order + _class_begins(heads, order.shape[1], order.device)).int().flatten()
+        by_key = _walk(self.key_lists, rows, entries, order)
+        return replace(self.plan, parts=(replace(self.plan.parts[0], by_key=by_key),))
+
+    def choose(self, call: AttentionCall, backend: str) -> tuple[str, Backend]:
+        """`choose` for a call of one of its plans, which is then ready for what was chosen."""
+        if self.halves:
+            hopper_work.keep_steps(call.plan, (ListedStep(call.plan, self.items),))
+        elif backend == "auto" and triton_backend.why_not(call) is None:
+            # Whether Hopper could run it would have to be looked up.
+            backend = "triton"
+        name, chosen = choose(call, backend)
+        if name == "triton":
+            group = call.query.shape[1] // call.key.shape[1]
+            triton_schedule.keep_schedule(call.plan, group, self._schedule(call.plan, group))
+        return name, chosen
+
+    def _schedule(self, plan: Plan, group: int) -> Schedule:
+        """What the Triton kernels read of one of its plans."""
+        (part,) = plan.parts
+        frame = _frame(part.queries, plan.heads, group)
+        by_query = by_key = Side(
+            work=self.work,
+            items=part.queries.tiles,
+            owners=frame.heads,
+            heavy=self.work[:0, :4],
+            heavy_rows=0,
+            slots=0,
+            # Both kinds of a listed walk lie in one memory, so the lists need be there but once.
+            lists=self.lists,
+            mask_shift=self.place.numel(),
+            partial=len(part.by_query.mask) > 0,
+            mixed=False,
+            covers=True,
+        )
+        if len(part.by_key.rows):
+            limit = None if group > 1 else _piece_length(plan, len(part.by_key.full))
+            by_key = _key_side(plan, part.by_key, self.key_lists, frame.key_owners, limit)
+        whole = PartSchedule(
+            by_query=by_query,
+            by_key=by_key,
+            heads=frame.heads,
+            key_rows=part.by_key.rows,
+            query_axis=frame.axis,
+            key_axis=frame.axis,
+            query_tiles=part.queries.tiles,
+            key_tiles=part.keys.tiles,
+            query_rate=1,
+            key_rate=1,
+            strided=self.strided,
+            per_head=True,
+            bounded=self.ragged,
+        )
+        return Schedule((whole,), (whole,) if len(part.by_key.rows) else (), plan.masks.band, bits=False)
 
 
-def _schedule(plan: Plan, group: int, strided: bool, ragged: bool) -> Schedule:
-    """The schedule of such a plan for the Triton kernels."""
-    (part,) = plan.parts
-    device = plan.device
-    head = torch.arange(plan.heads, dtype=torch.int32, device=device)
+def _walk(lists: Tensor, rows: Tensor, entries: int, order: Tensor) -> Walk:
+    """Lists and then masks as a walk: both kinds lie in one memory, as two tensors."""
+    full, mask = lists[:entries], lists[entries:]
+    return Walk(rows, full, full.view_as(full) if len(mask) else mask, mask, order)
+
+
+class _Frame(NamedTuple):
+    """What follows from shapes."""
+
+    heads: Tensor
+    key_owners: Tensor
+    axis: Tensor
+
+
+@lru_cache(maxsize=64)
+def _frame(axis: Axis, heads: int, group: int) -> _Frame:
+    head = torch.arange(heads, dtype=torch.int32, device=axis.start.device)
     nothing = torch.zeros_like(head)
-    heads = torch.stack([head, head, nothing, nothing], 1)
+    owners = torch.stack([head, head, nothing, nothing], 1)
     key_owners = torch.stack([head // group, head, nothing, nothing], 1)[::group].contiguous()
-    by_query = _side(plan, part.by_query, part.queries.tiles, heads, None, mixed=False)
-    entries = len(part.by_key.full) // plan.heads
-    limit = None if group > 1 else _piece_length(plan, len(part.by_key.full))
-    by_key = _side(plan, part.by_key, part.keys.tiles, key_owners, limit, mixed=group > 1, entries=entries)
-    whole = PartSchedule(
-        by_query=by_query,
-        by_key=by_key,
-        heads=heads,
-        key_rows=part.by_key.rows,
-        query_axis=torch.cat([part.queries.start, part.queries.end]),
-        key_axis=torch.cat([part.keys.start, part.keys.end]),
-        query_tiles=part.queries.tiles,
-        key_tiles=part.keys.tiles,
-        query_rate=1,
-        key_rate=1,
-        strided=strided,
-        per_head=True,
-        bounded=ragged,
-    )
-    return Schedule((whole,), (whole,), plan.masks.band, bits=False)
+    return _Frame(owners, key_owners, torch.cat([axis.start, axis.end]))
+
+
+@lru_cache(maxsize=64)
+def _class_begins(heads: int, tiles: int, device: torch.device) -> Tensor:
+    return torch.arange(heads, device=device)[:, None] * tiles
+
+
+@lru_cache(maxsize=64)
+def _tile_table(axis: Axis) -> Tensor:
+    return hopper_work.tile_table(axis)
+
+
+@lru_cache(maxsize=64)
+def _row_order(batch: int, heads: int, blocks: int, is_causal: bool, device: torch.device) -> Tensor:
+    """Query rows in starting order, int32: under a causal mask the last meet most."""
+    row = torch.arange(heads * batch * blocks, dtype=torch.int32, device=device).view(heads, batch, blocks)
+    return (row.flip(2).transpose(1, 2) if is_causal else row).flatten()
 
 
 def _piece_length(plan: Plan, entries: int) -> int:
@@ -84,21 +178,17 @@ def _piece_length(plan: Plan, entries: int) -> int:
     return max(entries // (processors * PROGRAMS_PER_PROCESSOR), SHORTEST_PIECE // plan.block_size**2, 1)
 
 
-def _side(
-    plan: Plan, walk: Walk, tiles: int, owners: Tensor, limit: int | None, *, mixed: bool, entries: int = 0
-) -> Side:
-    """One direction; rows of more than `limit` of a head's `entries` are shared by several programs."""
-    order = walk.order.long()
-    row = order[torch.argsort(order // tiles, stable=True)]
-    table = walk.rows[row].long().view(-1, tiles, 6)
-    tile = (row % tiles).view(-1, tiles)
+def _key_side(plan: Plan, walk: Walk, lists: Tensor, owners: Tensor, limit: int | None) -> Side:
+    """The direction of dK and dV; rows of more than `limit` entries are shared by several programs."""
+    tiles, entries = len(walk.rows) // plan.heads, len(walk.full) // plan.heads
+    table = walk.rows[walk.order].long().view(-1, tiles, 6)
+    tile = (walk.order % tiles).long().view(-1, tiles)
     more = 0 if limit is None else entries // limit
     if more and limit is not None:
         work, heavy = _split(table, tile, limit, more)
     else:
         work = torch.cat([tile[..., None], table, torch.full_like(tile, -1)[..., None]], -1)
         heavy = tile[..., :0, None].expand(-1, -1, 4)
-    has_masks = len(walk.mask) > 0
     return Side(
         work=work.flatten(0, 1).int(),
         items=work.shape[1],
@@ -106,11 +196,10 @@ def _side(
         heavy=heavy.flatten(0, 1).int(),
         heavy_rows=heavy.shape[1],
         slots=2 * more,
-        # Both kinds of a listed walk lie in one memory, so the lists need be there but once.
-        lists=torch.cat([walk.full, walk.mask]) if has_masks else walk.full,
+        lists=lists,
         mask_shift=len(walk.full),
-        partial=has_masks,
-        mixed=mixed,
+        partial=len(walk.mask) > 0,
+        mixed=len(owners) < plan.heads,
         covers=True,
     )
 
@@ -156,60 +245,34 @@ def _split(table: Tensor, tile: Tensor, limit: int, more: int) -> tuple[Tensor, 
 class ListedStep(Step):
     """The part of such a plan as the Hopper kernels run it; every row meets its own tile, so every item has work."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, items: Items) -> None:
         ground = Ground(plan)
+        self.items = items
         # Both masks are bands, so nobody reads the bits.
         ground.transposed_bits = plan.masks.bits
         super().__init__(ground, plan.parts[0], strided=False)
 
-    def _rows(self, walk: Walk, tiles: int) -> Tensor:
-        """Tiles of each class in starting order, int64 (C, T)."""
-        order = walk.order.long()
-        return order[torch.argsort(order // tiles, stable=True)].view(-1, tiles) % tiles
-
-    def _halves(self, block: Tensor) -> Tensor:
-        """Tiles of 128 rows in those blocks, one dimension more."""
-        halves = self.ground.block_size // ITEM_ROWS
-        return block[..., None] * halves + torch.arange(halves, device=block.device)
-
     @cached_property
     def by_query(self) -> QueryWork:  # pyrefly: ignore[bad-override]
         """The forward's work list."""
-        walk, tiles = self.part.by_query, self.part.queries.tiles
-        block = self._rows(walk, tiles)
-        tile = self._halves(block)
-        table = walk.rows.long().view(-1, tiles, 6).gather(1, block[..., None].expand(-1, -1, 6))
-        table = table[:, :, None].expand(-1, -1, tile.shape[2], -1)
-        columns = (
-            torch.arange(len(tile), device=tile.device)[:, None, None].expand_as(tile),
-            tile,
-            table[..., FULL_BEGIN],
-            table[..., FULL_END] - table[..., FULL_BEGIN],
-            table[..., FULL_BASE],
-            table[..., PARTIAL_BEGIN],
-            table[..., PARTIAL_END] - table[..., PARTIAL_BEGIN],
-            table[..., PARTIAL_BASE],
-        )
-        items = torch.stack(columns, -1).flatten(0, 2)
-        items = hopper_work.balanced(items, items[:, 3] + items[:, 6])
-        table = hopper_work.tile_table(self.part.keys)
-        return QueryWork(items, walk.full, self.ground.partial(walk), table, covers=True)
+        items, part = self.items, self.part
+        return QueryWork(items.by_query, part.by_query.full, items.partial, _tile_table(part.keys), covers=True)
 
     def _held_work(self, group: int, by_key: bool) -> HeldWork:
-        part, ground = self.part, self.ground
-        walk, tiles = (part.by_key, part.keys.tiles) if by_key else (part.by_query, part.queries.tiles)
-        partial = ground.partial(walk)
+        part, (_, held, partial, halves, few, total, key_partial) = self.part, self.items
+        classes, bits = part.head_class, self.ground.masks.bits
         if not by_key:
             # A band counts keys minus queries, and the kernel what is held minus what is streamed.
-            partial[:, 2:] = -partial[:, 2:].flip(1)
-        met = sum(walk.counts()).view(-1, group, tiles).sum(1)  # pyrefly: ignore[missing-attribute]
-        # The heads of a group have lists of their own; the order of the last of them has to do for all.
-        block = self._rows(walk, tiles)[group - 1 :: group]
-        tile = self._halves(block)
-        holder = torch.arange(len(block), device=block.device)[:, None, None].expand_as(tile)
-        steps = met.gather(1, block)[..., None].expand_as(tile)
-        items = torch.stack((holder, tile, steps, torch.zeros_like(tile)), -1).flatten(0, 2)
-        items = hopper_work.balanced(items, items[:, 2].clamp(min=1))
-        table = hopper_work.tile_table(part.queries if by_key else part.keys)
-        bits = ground.masks.bits
-        return HeldWork(items, part.head_class, walk.rows.contiguous(), walk.full, partial, table, bits)
+            partial = torch.cat([partial[:, :2], -partial[:, 2:].flip(1)], 1)
+            walk = part.by_query
+            return HeldWork(held, classes, walk.rows, walk.full, partial, _tile_table(part.keys), bits)
+        assert total is not None
+        assert key_partial is not None
+        tiles, walk = part.keys.tiles, part.by_key
+        met = total.view(-1, group, tiles).sum(1)
+        order = (met.view(1, -1) if few else met).argsort(1, descending=True)
+        row = (order if few else order + _class_begins(*met.shape, met.device)).flatten()
+        tile = (row % tiles)[:, None] * halves + torch.arange(halves, device=row.device)
+        holder, steps = (x[:, None].expand_as(tile) for x in (row // tiles, met.flatten()[row]))
+        items = torch.stack((holder, tile, steps, torch.zeros_like(tile)), -1).flatten(0, 1).int()
+        return HeldWork(items, classes, walk.rows, walk.full, key_partial, _tile_table(part.queries), bits)

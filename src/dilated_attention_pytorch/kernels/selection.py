@@ -25,11 +25,21 @@ MOST_BLOCKS = 16384
 """Blocks up to which every pair is scored; beyond, a level of super-blocks costs less."""
 
 
+def no_kernels(device: torch.device) -> str | None:
+    """Why the kernels of selections cannot run on a device, or None when they can."""
+    if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        return f"needs a CUDA tensor, got {device.type}"
+    if not triton_backend._installed():
+        return "needs triton, which is not installed; CUDA builds of torch bring it"
+    return None
+
+
 class Factors(NamedTuple):
     """Scores as what they are made of: w . relu(rows + columns) + bias, and the best match of sub-blocks.
 
     Shapes: b batch, h heads, t blocks, m hidden units, r rows that choose (t, or tokens), a sub-blocks of a row, u of a
-    key block, d rank of the match; m or d may be 0. All float32 but for what says what is there.
+    key block, d width, p rank of the match; m or p may be 0. Float32 but for the queries, the parameters and what says
+    what is there.
     """
 
     rows: Tensor
@@ -40,12 +50,15 @@ class Factors(NamedTuple):
     """(h, m)"""
     bias: Tensor
     """(h)"""
-    left: Tensor
-    """(b, h, r, a, d)"""
+    own: Tensor
+    """(b, h, r, a, d): queries or their means, in rows without gaps"""
+    project: Tensor
+    """(h, d, p): what makes them the query's side of the match"""
     right: Tensor
-    """(b, h, t, u, d)"""
-    inverse: Tensor
-    """(h): what scores are multiplied by, the temperature's inverse"""
+    """(b, h, t, u, p)"""
+    log_temperature: Tensor
+    """(h): scores are divided by its exponential, or by `coldest`"""
+    coldest: float
     keep: Tensor | None = None
     """(b, h, t, m): a factor on each hidden unit of a row"""
     left_there: Tensor | None = None
@@ -55,22 +68,20 @@ class Factors(NamedTuple):
 
     def why_not(self, room: int) -> str | None:
         """Why the kernel cannot rank by these factors, to list up to `room` blocks; None when it can."""
-        rows, left = self.rows, self.left
-        if not (rows.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"):
-            return f"needs a CUDA tensor, got {rows.device.type}"
-        if not triton_backend._installed():
-            return "needs triton, which is not installed; CUDA builds of torch bring it"
+        rows, (own_units, rank) = self.rows, (self.own.shape[3], self.right.shape[4])
+        if (problem := no_kernels(rows.device)) is not None:
+            return problem
         if rows.dtype is not torch.float32:
             return f"needs float32 factors, got {rows.dtype}"
-        if left.shape[4] > WIDEST_MATCH:
-            return f"needs a match of rank <= {WIDEST_MATCH}, got {left.shape[4]}"
+        if rank > WIDEST_MATCH:
+            return f"needs a match of rank <= {WIDEST_MATCH}, got {rank}"
         if rows.shape[2] > MOST_BLOCKS:
             return f"scores every pair of up to {MOST_BLOCKS} blocks, got {rows.shape[2]}"
         if not 0 < room <= MOST_LISTED:
             return f"must list between 1 and {MOST_LISTED} blocks, got {room}"
-        cut = widths(room, left.shape[3])
+        cut = widths(room, own_units)
         if cut.rows * cut.units * cut.columns > MOST_MATCHES:
-            return f"cannot match {cut.columns} blocks with rows of {left.shape[3]} sub-blocks at once"
+            return f"cannot match {cut.columns} blocks with rows of {own_units} sub-blocks at once"
         return None
 
 

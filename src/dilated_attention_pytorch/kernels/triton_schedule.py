@@ -96,13 +96,13 @@ known_schedules: WeakKeyDictionary[Plan, dict[int, Schedule]] = WeakKeyDictionar
 
 def schedule(plan: Plan, group: int) -> Schedule:
     """The schedule of a plan whose key heads are each read by `group` query heads; built on the first call."""
-    known = known_schedules.get(plan)
-    if known is None:
-        known = known_schedules[plan] = {}
-    found = known.get(group)
-    if found is None:
-        found = known[group] = _build(plan, group)
-    return found
+    found = known_schedules.get(plan, {}).get(group)
+    return keep_schedule(plan, group, _build(plan, group)) if found is None else found
+
+
+def keep_schedule(plan: Plan, group: int, ready: Schedule) -> Schedule:
+    """Take a schedule that somebody made ready for a plan, unless it has one; the one it has."""
+    return known_schedules.setdefault(plan, {}).setdefault(group, ready)
 
 
 def _build(plan: Plan, group: int) -> Schedule:

@@ -1,12 +1,12 @@
-"""The best blocks of every row in one pass over the key blocks: scores come tile by tile from their factors.
+"""What blocks add up to, and the best of them for every row in one pass: scores come tile by tile from their factors.
 
 A block is ranked by one 64-bit word, its score above its number, so that the better is the larger word and of equals
 the first wins. A row keeps its best words sorted and takes in those of a tile of blocks at a time.
 
 Names as in `triton_primitives`. A program takes BM rows: query blocks, or tokens of one block (TOKENS). K is the power
 of two that holds what a row may list, BN the blocks of a step, which divides K or is a multiple of it, M the hidden
-units, RANK the width of the match and RP the power of two that holds it, UQ and UK the sub-blocks of a row, each taken
-REPEAT times, and of a key block.
+units, RANK the width of the match and RP the power of two that holds it, D the width of what it projects, UQ and UK the
+sub-blocks of a row, each taken REPEAT times, and of a key block.
 """
 
 from __future__ import annotations
@@ -17,12 +17,90 @@ import triton.language as tl
 from torch import Tensor
 
 from .selection import Factors, widths
-from .triton_launch import OPTIONS, _precision
+from .triton_launch import OPTIONS, _precision, held
 from .triton_primitives import NO_KEY, dropout_rows, scramble
 
 NOTHING = tl.constexpr(-(2**63))
 LAST = tl.constexpr(0x7FFFFFFF)
 STEP_M = tl.constexpr(32)
+STEP_D = tl.constexpr(64)
+MOST_TOKENS = 32
+"""Tokens that are summed up at once."""
+
+
+@triton.jit
+def summary_kernel(
+    p_x, p_padding, p_summary, p_units, p_there, n, blocks, heads, sx_b, sx_h, sx_n,
+    UNITS: tl.constexpr, UNIT: tl.constexpr, STEP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    EXTREMES: tl.constexpr, BEFORE: tl.constexpr, PADDING: tl.constexpr,
+):  # fmt: skip
+    """One block, of UNITS * UNIT tokens: its mean, with EXTREMES its maximum and minimum, and the means of its units.
+
+    With BEFORE it stands in the place of the block after it, the last in that of the first.
+    """
+    block = tl.program_id(0)
+    stream = tl.program_id(1).to(tl.int64)
+    sample = stream // heads
+    p_x += sample * sx_b + (stream % heads) * sx_h
+    place = stream * blocks + ((block + 1) % blocks if BEFORE else block)
+    o_d = tl.arange(0, DP)
+    b_wide = o_d < D
+    b_total = tl.zeros([DP], tl.float32)
+    b_high = tl.full([DP], float("-inf"), tl.float32)
+    b_low = tl.full([DP], float("inf"), tl.float32)
+    present = 0
+    for unit in range(UNITS):
+        b_sum = tl.zeros([DP], tl.float32)
+        many = 0
+        for step in range(UNIT // STEP):
+            o_n = block * (UNITS * UNIT) + unit * UNIT + step * STEP + tl.arange(0, STEP)
+            b_real = o_n < n
+            if PADDING:
+                b_real = b_real & (tl.load(p_padding + sample * n + o_n, mask=b_real, other=1) == 0)
+            b_here = b_real[:, None] & b_wide[None, :]
+            b_x = tl.load(p_x + o_n[:, None].to(tl.int64) * sx_n + o_d[None, :], mask=b_here, other=0.0).to(tl.float32)
+            b_sum += tl.sum(b_x, 0)
+            many += tl.sum(b_real.to(tl.int32), 0)
+            if EXTREMES:
+                b_high = tl.maximum(b_high, tl.max(tl.where(b_here, b_x, float("-inf")), 0))
+                b_low = tl.minimum(b_low, tl.min(tl.where(b_here, b_x, float("inf")), 0))
+        tl.store(p_units + (place * UNITS + unit) * D + o_d, b_sum / tl.maximum(many, 1), mask=b_wide)
+        tl.store(p_there + place * UNITS + unit, (many > 0).to(tl.uint8))
+        b_total += b_sum
+        present += many
+    b_mean = b_total / tl.maximum(present, 1)
+    # What is not finite spoils the sum, so that the mean tells of every token.
+    good = (tl.sum((b_mean - b_mean != 0.0).to(tl.int32), 0) == 0) & (present > 0)
+    WIDE: tl.constexpr = 3 * D if EXTREMES else D
+    tl.store(p_summary + place * WIDE + o_d, tl.where(good, b_mean, 0.0), mask=b_wide)
+    if EXTREMES:
+        tl.store(p_summary + place * WIDE + D + o_d, tl.where(good, b_high, 0.0), mask=b_wide)
+        tl.store(p_summary + place * WIDE + 2 * D + o_d, tl.where(good, b_low, 0.0), mask=b_wide)
+    if good == 0:
+        for unit in range(UNITS):
+            tl.store(p_units + (place * UNITS + unit) * D + o_d, tl.zeros([DP], tl.float32), mask=b_wide)
+            tl.store(p_there + place * UNITS + unit, (present < 0).to(tl.uint8))
+
+
+def summarised(
+    x: Tensor, size: int, unit: int, padding: Tensor | None, extremes: bool, before: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of each block (b, h, t, ...) its mean, then with `extremes` maximum and minimum, the means of its units, and
+    which of those hold something; 0 and nothing for a block that is not finite. With `before`, of the block before."""
+    batch, heads, n, d = x.shape
+    t, units = -(-n // size), size // unit
+    x = x if x.stride(3) == 1 else x.contiguous()
+    made = {"dtype": torch.float32, "device": x.device}
+    summary = torch.empty((batch, heads, t, 3 * d if extremes else d), **made)
+    means = torch.empty((batch, heads, t, units, d), **made)
+    there = torch.empty((batch, heads, t, units), dtype=torch.bool, device=x.device)
+    present = there if padding is None else padding.contiguous()
+    summary_kernel[(t, batch * heads)](
+        x, present.view(torch.uint8), summary, means, there.view(torch.uint8), n, t, heads, *x.stride()[:3],
+        UNITS=units, UNIT=unit, STEP=min(unit, MOST_TOKENS), D=d, DP=held(d), EXTREMES=extremes, BEFORE=before,
+        PADDING=padding is not None, num_warps=4, **OPTIONS,
+    )  # fmt: skip
+    return summary, means, there
 
 
 @triton.jit
@@ -121,20 +199,37 @@ def match_scores(
     return b_best
 
 
+@triton.jit
+def projected(p_own, p_project, o_own, b_real, o_r, s_own, D: tl.constexpr, RANK: tl.constexpr, RP: tl.constexpr,
+              PRECISION: tl.constexpr):  # fmt: skip
+    """The query's side of the match, [rows, RP], of rows whose numbers count as 0 where they are not finite."""
+    b_left = tl.zeros([o_own.shape[0], RP], tl.float32)
+    for first in range(0, D, STEP_D):
+        o_d = first + tl.arange(0, STEP_D)
+        b_mask = b_real[:, None] & (o_d < D)[None, :]
+        b_own = tl.load(p_own + o_own[:, None] * s_own + o_d[None, :], mask=b_mask, other=0.0).to(tl.float32)
+        b_own = tl.where(b_own - b_own == 0.0, b_own, 0.0)
+        b_mask = (o_d < D)[:, None] & (o_r < RANK)[None, :]
+        b_project = tl.load(p_project + o_d[:, None] * RANK + o_r[None, :], mask=b_mask, other=0.0)
+        b_left = tl.dot(b_own, b_project.to(tl.float32), b_left, input_precision=PRECISION)
+    return b_left
+
+
 @triton.jit(do_not_specialize=["rows", "blocks", "room", "local", "sink", "least", "most"])
 def select_kernel(
-    p_rows, p_columns, p_weight, p_bias, p_keep, p_left, p_left_there, p_right, p_right_there, p_inverse, p_visible,
-    p_limit, p_seed, p_indices, p_counts, rows, blocks, heads, room, local, sink, least, most, coverage, root,
-    BM: tl.constexpr, BN: tl.constexpr, K: tl.constexpr, M: tl.constexpr, RANK: tl.constexpr, RP: tl.constexpr,
-    UQ: tl.constexpr, UK: tl.constexpr, REPEAT: tl.constexpr, SIZE: tl.constexpr, TOKENS: tl.constexpr,
-    CAUSAL: tl.constexpr, KEEP: tl.constexpr, HOLES: tl.constexpr, NOISE: tl.constexpr, COVERAGE: tl.constexpr,
-    PRECISION: tl.constexpr,
+    p_rows, p_columns, p_weight, p_bias, p_keep, p_own, p_project, p_left_there, p_right, p_right_there, p_log,
+    p_visible, p_seed, p_indices, p_counts, rows, blocks, heads, room, local, sink, least, most, kept, coverage,
+    coldest, root, so_b, so_h, so_n, s_weight, s_bias, s_project,
+    BM: tl.constexpr, BN: tl.constexpr, K: tl.constexpr, M: tl.constexpr, D: tl.constexpr, RANK: tl.constexpr,
+    RP: tl.constexpr, UQ: tl.constexpr, UK: tl.constexpr, REPEAT: tl.constexpr, SIZE: tl.constexpr,
+    TOKENS: tl.constexpr, CAUSAL: tl.constexpr, KEEP: tl.constexpr, HOLES: tl.constexpr, NOISE: tl.constexpr,
+    COVERAGE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """List the best `room` blocks, or fewer, of BM rows, ascending, `blocks` where there is none.
 
-    `p_limit` says by own block how many to list, or with COVERAGE how many are kept without being listed: then as many
-    are listed as it takes for the predicted share to reach `coverage`, within `least` and `most`. A row's own block has
-    the logit 0 in that.
+    A row keeps a fraction `kept` of what it sees, or with COVERAGE as many as it takes for the predicted share to reach
+    `coverage`, within `least` and `most`: that many less those kept without being listed. A row's own block has the
+    logit 0 in that.
     """
     o_i = tl.program_id(0) * BM + tl.arange(0, BM)  # [BM]
     stream = tl.program_id(1).to(tl.int64)
@@ -146,7 +241,7 @@ def select_kernel(
     if M > 0:
         p_rows += stream * M * blocks
         p_columns += stream * M * blocks
-        p_weight += head * M
+        p_weight += head * s_weight
         p_keep += stream * M * blocks
     o_r = tl.arange(0, RP)
     b_left = tl.zeros([BM * UQ, RP], tl.float32)
@@ -154,15 +249,15 @@ def select_kernel(
     if RANK > 0:
         o_left = tl.program_id(0) * (BM * UQ // REPEAT) + tl.arange(0, BM * UQ) // REPEAT
         b_real = o_left < rows * (UQ // REPEAT)
-        b_mask = b_real[:, None] & (o_r < RANK)[None, :]
-        o_left = stream * rows * (UQ // REPEAT) + o_left
-        b_left = tl.load(p_left + o_left[:, None] * RANK + o_r[None, :], mask=b_mask, other=0.0)
+        p_own += (stream // heads) * so_b + head * so_h
+        p_project += head * s_project
+        b_left = projected(p_own, p_project, o_left.to(tl.int64), b_real, o_r, so_n, D, RANK, RP, PRECISION)
         if HOLES and not TOKENS:
-            b_left_there = tl.load(p_left_there + o_left, mask=b_real, other=0) != 0
+            b_left_there = tl.load(p_left_there + stream * rows * (UQ // REPEAT) + o_left, mask=b_real, other=0) != 0
         p_right += stream * blocks * UK * RANK
         p_right_there += stream * blocks * UK
-    bias = tl.load(p_bias + head)
-    inverse = tl.load(p_inverse + head)
+    bias = tl.load(p_bias + head * s_bias)
+    inverse = 1.0 / tl.maximum(tl.exp(tl.load(p_log + head).to(tl.float32)), coldest)
     b_noise = b_own
     if NOISE:
         b_noise = dropout_rows(p_seed, stream, o_i)
@@ -172,6 +267,9 @@ def select_kernel(
     b_top = tl.zeros([BM], tl.float32)
     b_total = tl.full([BM], 1.0, tl.float32)
     b_forced = tl.full([BM], 1.0, tl.float32)
+    # Blocks that a row sees, and those of them that need no listing, its own among both.
+    b_many = tl.full([BM], 1, tl.int32)
+    b_taken = tl.full([BM], 1, tl.int32)
     end = blocks
     if CAUSAL:
         end = tl.minimum(blocks, first_own if TOKENS else first_own + BM - 1)
@@ -195,9 +293,11 @@ def select_kernel(
         b_away = b_own[:, None] - b_column
         b_within = b_away > 0 if CAUSAL else b_away != 0
         b_within = b_within & (tl.load(p_visible + o_column, mask=b_there, other=0) != 0)[None, :]
+        b_near = (tl.abs(b_away) < local) | (b_column < sink)
+        b_many += tl.sum(b_within.to(tl.int32), 1)
+        b_taken += tl.sum((b_within & b_near).to(tl.int32), 1)
         # A score that is not a number says nothing for its block.
         b_within = b_within & (b_score == b_score) & (b_score != NO_KEY)
-        b_near = (tl.abs(b_away) < local) | (b_column < sink)
         if COVERAGE:
             b_seen = tl.where(b_within, b_score, NO_KEY)
             b_higher = tl.maximum(b_top, tl.max(b_seen, 1))
@@ -216,7 +316,6 @@ def select_kernel(
     b_chosen, b_block = read_words(b_best)
     b_some = b_best != NOTHING
     o_rank = K - 1 - tl.arange(0, K)[None, :]
-    b_limit = tl.load(p_limit + stream * blocks + b_own, mask=b_exist, other=0)
     if COVERAGE:
         if NOISE:
             b_chosen -= gumbel(b_noise[:, None], b_block)
@@ -224,8 +323,14 @@ def select_kernel(
         b_held = b_forced / b_total
         b_reached = b_held[:, None] + tl.cumsum(b_share, 1, reverse=True)
         b_short = (b_reached < coverage) & (o_rank < room)
-        b_wanted = tl.where(b_held < coverage, tl.sum(b_short.to(tl.int32), 1) + 1, 0) + b_limit
-        b_limit = tl.minimum(tl.maximum(b_wanted, least), most) - b_limit
+        b_wanted = tl.where(b_held < coverage, tl.sum(b_short.to(tl.int32), 1) + 1, 0) + b_taken
+    else:
+        # Half goes to the even number, as torch rounds.
+        b_share = kept * b_many.to(tl.float32)
+        b_wanted = tl.floor(b_share).to(tl.int32)
+        b_rest = b_share - tl.floor(b_share)
+        b_wanted += ((b_rest > 0.5) | ((b_rest == 0.5) & (b_wanted % 2 == 1))).to(tl.int32)
+    b_limit = tl.minimum(tl.maximum(b_wanted, least), most) - b_taken
     b_listed = b_some & (o_rank < tl.minimum(b_limit, room)[:, None])
     b_sorted = tl.sort(tl.where(b_listed, b_block, blocks))
     o_row = stream * rows + o_i
@@ -238,7 +343,6 @@ def select_kernel(
 def listed_blocks(
     factors: Factors,
     visible: Tensor,
-    limit: Tensor,
     room: int,
     *,
     block_size: int,
@@ -246,6 +350,7 @@ def listed_blocks(
     per_token: bool,
     local_blocks: int,
     sink_blocks: int,
+    kept: float,
     coverage: float | None,
     least: int,
     most: int | None,
@@ -253,41 +358,33 @@ def listed_blocks(
 ) -> tuple[Tensor, Tensor]:
     """The best blocks of every row, int32 (b, h, r, room), ascending and then t, and how many, int32 (b, h, r).
 
-    Args:
-        factors: what `Factors.why_not` accepts.
-        visible: bool (b, h, t).
-        limit: int32 (b, h, t): how many a row of that block lists; with `coverage`, how many it keeps unlisted.
-        room: the most that any row lists.
-        block_size: tokens in a block.
-        is_causal: only blocks before a row's own are listed.
-        per_token: rows are tokens.
-        local_blocks: blocks nearer than this are not listed; nor are the first `sink_blocks`.
-        coverage: list as many as it takes for the predicted share to reach this.
-        least: kept at least then, those not listed counted; `most` at most.
-        seed: int64 [1], of Gumbel noise on the ranking.
+    `factors` are such as `Factors.why_not` accepts, `room` is the most that any row lists; the rest is what
+    `ops.selection.select` is told, and its `Budget`.
     """
-    batch, heads, rows, own_units, rank = factors.left.shape
-    t, units = factors.right.shape[2:4]
+    batch, heads, rows, own_units, d = factors.own.shape
+    t, units, rank = factors.right.shape[2:]
     hidden = factors.rows.shape[3]
     indices = torch.empty((batch, heads, rows, room), dtype=torch.int32, device=visible.device)
     counts = torch.empty((batch, heads, rows), dtype=torch.int32, device=visible.device)
     cut = widths(room, own_units)
     # Tokens of one program share a block.
     at_once = min(cut.rows, block_size) if per_token else cut.rows
-    holes = factors.right_there is not None
     # Where one of these is not given, no program reads it.
+    holes = factors.right_there is not None
     left_there = visible if factors.left_there is None else factors.left_there
     right_there = visible if factors.right_there is None else factors.right_there
     by_unit = [x.mT.contiguous() for x in (factors.rows, factors.columns, factors.keep) if x is not None]
+    own = factors.own.flatten(2, 3)
+    shared = factors.weight.stride(0), factors.bias.stride(0), factors.project.stride(0)
     select_kernel[(-(-rows // at_once), batch * heads)](
-        by_unit[0], by_unit[1], factors.weight.contiguous(), factors.bias.contiguous(), by_unit[-1],
-        factors.left.contiguous(), left_there.contiguous().view(torch.uint8), factors.right.contiguous(),
-        right_there.contiguous().view(torch.uint8), factors.inverse.contiguous(),
-        visible.contiguous().view(torch.uint8), limit, counts if seed is None else seed, indices, counts,
-        rows, t, heads, room, local_blocks, sink_blocks, least, t if most is None else most,
-        0.0 if coverage is None else coverage, max(rank, 1) ** 0.5,
-        BM=at_once, BN=cut.columns, K=cut.listed, M=hidden, RANK=rank, RP=max(16, 1 << max(rank - 1, 0).bit_length()),
-        UQ=cut.units, UK=units, REPEAT=cut.repeat, SIZE=block_size, TOKENS=per_token, CAUSAL=is_causal,
+        by_unit[0], by_unit[1], factors.weight, factors.bias, by_unit[-1], own, factors.project,
+        left_there.contiguous().view(torch.uint8), factors.right.contiguous(),
+        right_there.contiguous().view(torch.uint8), factors.log_temperature, visible.view(torch.uint8),
+        counts if seed is None else seed, indices, counts, rows, t, heads, room, local_blocks, sink_blocks, least,
+        t if most is None else most, kept, 0.0 if coverage is None else coverage, float(factors.coldest),
+        max(rank, 1) ** 0.5, *own.stride()[:3], *shared,
+        BM=at_once, BN=cut.columns, K=cut.listed, M=hidden, D=d, RANK=rank, RP=held(max(rank, 1)), UQ=cut.units,
+        UK=units, REPEAT=cut.repeat, SIZE=block_size, TOKENS=per_token, CAUSAL=is_causal,
         KEEP=factors.keep is not None, HOLES=holes, NOISE=seed is not None, COVERAGE=coverage is not None,
         PRECISION=_precision(torch.float32),
         num_warps=cut.warps, num_stages=1, **OPTIONS,

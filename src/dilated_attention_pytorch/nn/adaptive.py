@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -13,13 +14,13 @@ from torch import Tensor, nn
 
 from ..errors import must, must_be
 from ..ops.attention import attention
-from ..ops.choices import select_rows
 from ..ops.selected import selected_attention, weighted_attention
-from ..ops.selection import Selection, fresh_seed, select
+from ..ops.selection import Selection, fresh_seed, select, select_rows
 from ..ops.selection_mass import Lesson, Scene, captured, dense_mass
 from ..patterns import BlockDilated, Full
 from ..plan import Plan
 from ..plan.planner import BLOCK_SIZES
+from ..plan.selected import may_read
 from .adaptive_config import AdaptiveConfig
 from .cache import KVCache
 from .core import probability
@@ -143,7 +144,7 @@ class BlockSparseAdaptive(OverRanks, nn.Module):
         self.attention_dropout = probability("attention_dropout", attention_dropout)
         self.scorer = BlockScorer(num_heads, head_dim, config, device=device, dtype=dtype)
         self.ranks = Ranks(process_group, ring_size, layout)
-        self._density: Tensor | None = None
+        self._kept: Selection | Tensor | None = None
         self._lesson: Lesson | None = None
 
     @torch.compiler.disable
@@ -173,7 +174,9 @@ class BlockSparseAdaptive(OverRanks, nn.Module):
         with nullcontext() if self.ranks.alone else self.ranks.call():
             self._check(query, key, value, return_pattern)
             q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-            if self.config.keeps_all and not return_pattern:
+            if not return_pattern and (self.config.keeps_all or self._is_short(q.shape[2])):
+                # On the host: nothing is launched for what is only told when asked.
+                self.remember(torch.ones(()), None)
                 return self._dense(q, k, v, is_causal, key_padding_mask).transpose(1, 2)
             if not self.ranks.alone:
                 from .adaptive_ranks import attend_over_ranks
@@ -190,6 +193,13 @@ class BlockSparseAdaptive(OverRanks, nn.Module):
         if return_pattern and not self.ranks.alone:
             advice = "Gather the input and ask a copy without a process group."
             raise must("return_pattern must come with one device", f"{self.ranks.world} ranks", advice)
+
+    def _is_short(self, tokens: int) -> bool:
+        """Whether a sequence, of which so many tokens are here, is attended to whole."""
+        least = self.config.dense_below
+        if least is None or self.studies() or self.teaches():
+            return False
+        return (tokens if self.ranks.alone else self.ranks.layout_of(tokens).n) < least
 
     def _dense(self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, padding: Tensor | None) -> Tensor:
         """Keeping everything is attention without a choice."""
@@ -212,7 +222,8 @@ class BlockSparseAdaptive(OverRanks, nn.Module):
         # Choices are made in full precision, whatever attention runs in.
         with torch.autocast(q.device.type, enabled=False):
             scores, selection = self._choose(q, k, is_causal, key_padding_mask)
-            lessons = self._lessons(scores, selection)
+            lesson = self.sample(scores, selection.indices.shape[-1], scores.row_count) if self.teaches() else None
+        self.remember(selection, lesson)
         lse = None
         if self.studies():
             output = self._weighted(q, k, v, scores, selection, key_padding_mask)
@@ -226,7 +237,8 @@ class BlockSparseAdaptive(OverRanks, nn.Module):
                 key_padding_mask=key_padding_mask,
                 dropout_p=self.attention_dropout if self.training else 0.0,
                 backend=self.backend,
-                **lessons,
+                lesson=lesson,
+                scores=None if lesson is None else partial(_lesson_scores, scores, selection.indices, lesson),
             )
         output = output.transpose(1, 2)
         if not return_pattern:
@@ -240,45 +252,33 @@ class BlockSparseAdaptive(OverRanks, nn.Module):
             return output, LearnedPattern(selection, scores.of_each(selection.indices), shown, density)
 
     def _choose(self, q: Tensor, k: Tensor, is_causal: bool, padding: Tensor | None) -> tuple[Scores, Selection]:
-        config = self.config
-        per_token = config.per_token(is_causal)
-        scores = self.scorer.look(q, k, self.block_size, is_causal, per_token, padding)
-        budget = config.budget()
-        kept = budget.room(scores.visible.shape[2]) + 1
+        scores = self.scorer.look(q, k, self.block_size, is_causal, self.config.per_token(is_causal), padding)
         with torch.no_grad():
             selection = select(
-                lambda begin, end: scores.ranked(begin, end, kept),
-                scores.chunk(kept),
+                *self._ranking(scores),
                 scores.visible,
-                budget,
+                self.config.budget(),
                 n=q.shape[2],
-                block_size=self.block_size,
-                is_causal=is_causal,
-                per_token=per_token,
-                local_blocks=config.local_blocks,
-                sink_blocks=config.sink_blocks,
+                **self._told(scores, is_causal),
                 seed=fresh_seed(q.device) if self.training else None,
-                factors=scores.factors() if q.is_cuda else None,
+                factors=None if may_read(q.device) else scores.factors(),
             )
         return scores, selection
 
     def listed(self, scores: Scores, rows: Tensor, is_causal: bool, seed: Tensor | None = None) -> Tensor:
         """What `select_rows` lists for some rows of a sequence, by their scores."""
-        config, budget = self.config, self.config.budget()
-        kept = budget.room(scores.visible.shape[2]) + 1
-        return select_rows(
-            lambda begin, end: scores.ranked(begin, end, kept),
-            scores.chunk(kept),
-            rows,
-            scores.visible,
-            budget,
-            block_size=self.block_size,
-            is_causal=is_causal,
-            per_token=scores.per_token,
-            local_blocks=config.local_blocks,
-            sink_blocks=config.sink_blocks,
-            seed=seed,
-        )
+        told = self._told(scores, is_causal)
+        return select_rows(*self._ranking(scores), rows, scores.visible, self.config.budget(), **told, seed=seed)[0]
+
+    def _ranking(self, scores: Scores) -> tuple[Callable[[int, int], Tensor], int]:
+        """What gives the scores of some rows, and how many rows at a time."""
+        kept = self.config.budget().room(scores.unit_there.shape[2]) + 1
+        return lambda begin, end: scores.ranked(begin, end, kept), scores.chunk(kept)
+
+    def _told(self, scores: Scores, is_causal: bool) -> dict[str, Any]:
+        config = self.config
+        near = {"local_blocks": config.local_blocks, "sink_blocks": config.sink_blocks}
+        return {"block_size": self.block_size, "is_causal": is_causal, "per_token": scores.per_token, **near}
 
     def studies(self) -> bool:
         """Whether the scores take part in the forward pass, or their gradient comes from the loss."""
@@ -292,32 +292,21 @@ class BlockSparseAdaptive(OverRanks, nn.Module):
 
     def sample(self, scores: Scores, slots: int, rows: int) -> Lesson:
         """Which of so many rows teach the scorer in this step, where a row lists up to `slots` blocks."""
-        config, device = self.config, scores.visible.device
+        config, device = self.config, scores.unit_there.device
         batch, heads, t, units = scores.unit_there.shape
         # Hidden units and sub-blocks of a row with a block, and their gradients; each listed block has its own keys.
         a_listed, a_pair = (8 * batch * heads * (config.hidden_dim + units * each) for each in (config.match_rank, 1))
         most = MOST_ROWS["token" if scores.per_token else "block"] // batch
-        chosen = sampled(rows, max(1, min(most, LESSON_BYTES // (a_listed * max(slots, 1)))), device)
+        start = torch.randint(rows, (1,), device=device)
+        chosen = sampled(rows, max(1, min(most, LESSON_BYTES // (a_listed * max(slots, 1)))), start)
         asked = math.ceil(config.distill_rows * rows)
-        dense = sampled(rows, min(asked, max(1, LESSON_BYTES // (a_pair * t))), device)
+        dense = sampled(rows, min(asked, max(1, LESSON_BYTES // (a_pair * t))), start)
         return Lesson(chosen, dense, scores.visible, config.distill_weight, config.saliency_weighted)
 
-    def remember(self, density: Tensor, lesson: Lesson | None) -> None:
-        """Keep what `statistics` tells."""
-        self._density, self._lesson = density, lesson
-
-    def _lessons(self, scores: Scores, selection: Selection) -> dict[str, Any]:
-        """Rows that teach the scorer in this step, and its scores for them; nothing where it is not taught so."""
-        lesson = self.sample(scores, selection.indices.shape[-1], scores.row_count) if self.teaches() else None
-        self.remember(selection.density(), lesson)
-        if lesson is None:
-            return {}
-        chosen, dense = lesson.chosen_rows, lesson.dense_rows
-        return {
-            "lesson": lesson,
-            "chosen_scores": scores.of(chosen, selection.indices[:, :, chosen]),
-            "dense_scores": scores.of_all(dense) if len(dense) else None,
-        }
+    def remember(self, kept: Selection | Tensor, lesson: Lesson | None) -> None:
+        """Keep what `statistics` tells: what was kept, or its density."""
+        self._kept = kept.without_lists() if isinstance(kept, Selection) else kept
+        self._lesson = lesson
 
     def _weighted(
         self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, selection: Selection, padding: Tensor | None
@@ -352,9 +341,19 @@ class BlockSparseAdaptive(OverRanks, nn.Module):
 
     def statistics(self) -> dict[str, float]:
         """What the last call kept, for logging: density, and after a backward pass coverage, entropy and loss."""
-        stats = {} if self._density is None else {"density": float(self._density)}
+        kept = self._kept.density() if isinstance(self._kept, Selection) else self._kept
+        stats = {} if kept is None else {"density": float(kept)}
         found = {} if self._lesson is None else self._lesson.found
         return stats | {name: float(value) for name, value in found.items()}
+
+    def plan(self, n: int, num_heads: int | None = None, is_causal: bool = False) -> Plan:
+        """Refuses: what is kept depends on the input."""
+        raise must("a plan must follow from positions", "a learned selection", "Use return_pattern=True.")
+
+    def explain(self, n: int, is_causal: bool = False) -> str:
+        """What happens at a length, in words."""
+        words = self.config.explain(n, self.block_size, is_causal) + [f"  note   : {note}" for note in self.notes()]
+        return "\n".join([f"{type(self).__name__} at {n:,} tokens, {self.extra_repr()}", *words])
 
     def notes(self) -> list[str]:
         """What is not to be seen in the settings."""
@@ -363,6 +362,13 @@ class BlockSparseAdaptive(OverRanks, nn.Module):
     def extra_repr(self) -> str:
         kept = f"coverage {self.config.adaptive_ratio}" if self.config.adaptive_ratio else f"{self.config.kept:g} kept"
         return f"{self.num_heads} heads of {self.head_dim}, blocks of {self.block_size}, {kept}"
+
+
+def _lesson_scores(scores: Scores, listed: Tensor, lesson: Lesson) -> tuple[Tensor, Tensor | None]:
+    """Scores of the blocks listed for a lesson's chosen rows, and of all blocks for its dense rows, if any."""
+    chosen, dense = lesson.chosen_rows, lesson.dense_rows
+    with torch.autocast(listed.device.type, enabled=False):
+        return scores.of(chosen, listed[:, :, chosen]), scores.of_all(dense) if len(dense) else None
 
 
 class MultiheadBlockSparseAdaptive(MultiheadOverRanks, MultiheadSparseAttention):
@@ -481,8 +487,11 @@ class MultiheadBlockSparseAdaptive(MultiheadOverRanks, MultiheadSparseAttention)
 
     def plan(self, n: int, num_heads: int | None = None, is_causal: bool = False) -> Plan:
         """Refuses: what is kept depends on the input."""
-        advice = "return_pattern=True tells what was kept."
-        raise must("a plan must follow from positions", "a learned selection", advice)
+        return self.core.plan(n, num_heads, is_causal)
+
+    def explain(self, n: int, is_causal: bool = False) -> str:  # pyrefly: ignore[bad-override]
+        """What happens at a length, in words."""
+        return self.core.explain(n, is_causal)
 
     def cache(self, length: int | None = None) -> KVCache:
         """An empty cache for decoding: every step chooses for its token as the whole computation would."""

@@ -93,9 +93,10 @@ class AdaptiveCache(KVCache):
         size, per_token = layer.block_size, config.per_token(True)
         dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
         with torch.autocast(query.device.type, enabled=False):
-            columns = layer.scorer.columns(blocks_of(key.detach(), size, config.score_unit, None, dtype))
+            layers = layer.scorer.importance.layers(dtype)
+            columns = layer.scorer.columns(blocks_of(key.detach(), size, config.score_unit, None, dtype), layers)
             seen = blocks_of(query.detach(), size, size if per_token else config.score_unit, None, dtype, False)
-            rows = layer.scorer.speaking(seen)
+            rows = layer.scorer.speaking(seen, layers)
         for index, found in enumerate([*columns, *rows[:3]]):
             if index == len(self._features):
                 self._features.append(found.new_zeros(len(self.lengths), *found.shape[1:]))
@@ -141,17 +142,19 @@ class AdaptiveCache(KVCache):
         size, per_token = layer.block_size, config.per_token(True)
         own = position // size
         mine = torch.tensor([own], device=device)
-        forced = shared_blocks(mine, own + 1, config.local_blocks, config.sink_blocks, True)[0].nonzero()[:, 0]
+        whole = position + query.shape[2] < (config.dense_below or 0)
+        near = own + 1 if whole else config.local_blocks
+        forced = shared_blocks(mine, own + 1, near, config.sink_blocks, True)[0].nonzero()[:, 0]
         forced = forced.expand(*query.shape[:2], 1, -1)
-        if not own:
+        if not own or whole:
             return forced
         held = [x[samples] for x in self._features]
         columns = Columns(*(x[:, :, : own + 1] for x in held[:3]))
         hidden, units, there = (x[:, :, own - 1 : own] for x in held[3:])
         ids = position + torch.arange(query.shape[2], device=device) if per_token else mine
         with torch.autocast(device.type, enabled=False):
-            rows = Rows(hidden, units, there, None)
-            scores = Scores(layer.scorer, query, rows, columns, size, True, per_token, True, ids, own)
+            rows, layers = Rows(hidden, units, there, None), layer.scorer.importance.layers(hidden.dtype)
+            scores = Scores(layer.scorer, query, rows, columns, layers, size, True, per_token, True, ids, own)
             listed = layer.listed(scores, ids, True).long()
         listed = listed.masked_fill(listed > own, -1)
         return torch.cat([forced.expand(-1, -1, listed.shape[2], -1), listed], -1)

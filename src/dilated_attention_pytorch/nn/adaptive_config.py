@@ -58,6 +58,8 @@ class AdaptiveConfig:
     distill_weight: float = 1.0
     saliency_weighted: bool = True
     """Weigh queries by the norm of their output's gradient."""
+    dense_below: int | None = None
+    """Attend to everything in sequences of fewer tokens, where nothing learns from what is kept; None: in none."""
 
     def __post_init__(self) -> None:
         advice = "It is the fraction of blocks dropped; sparsity_ratio elsewhere is the fraction kept."
@@ -67,19 +69,14 @@ class AdaptiveConfig:
             raise must("min_temperature must be > 0", self.min_temperature)
         if not self.temperature >= self.min_temperature:
             raise must(f"temperature must be >= min_temperature {self.min_temperature}", self.temperature)
-        for name, least in (
-            ("hidden_dim", 1),
-            ("num_layers", 1),
-            ("k_min", 1),
-            ("sink_blocks", 0),
-            ("local_blocks", 1),
-            ("match_rank", 0),
-            ("score_unit", 1),
-        ):
+        positive = ("hidden_dim", "num_layers", "k_min", "local_blocks", "score_unit")
+        for name, least in (dict.fromkeys(positive, 1) | {"sink_blocks": 0, "match_rank": 0}).items():
             if getattr(self, name) < least:
                 raise must(f"{name} must be >= {least}", getattr(self, name))
         if self.k_max is not None and self.k_max < self.k_min:
             raise must(f"k_max must be >= k_min {self.k_min}", self.k_max)
+        if self.dense_below is not None and self.dense_below < 1:
+            raise must("dense_below must be >= 1, or None", self.dense_below)
         probability("dropout", self.dropout)
         if self.adaptive_ratio is not None and not 0.0 < self.adaptive_ratio < 1.0:
             raise must("adaptive_ratio must lie in (0, 1)", self.adaptive_ratio, "It is a share of attention.")
@@ -108,3 +105,16 @@ class AdaptiveConfig:
     def per_token(self, is_causal: bool) -> bool:
         """Whether tokens choose for themselves."""
         return is_causal if self.granularity == "auto" else self.granularity == "token"
+
+    def explain(self, n: int, block_size: int, is_causal: bool) -> list[str]:
+        """What is kept of `n` tokens, in words."""
+        blocks = -(-n // block_size)
+        chooser = "each token" if self.per_token(is_causal) else f"each block of {block_size} queries"
+        least, most = min(self.k_min, blocks), self.budget().room(blocks) + 1
+        share = f", as many as hold {self.adaptive_ratio:g} of its attention" if self.adaptive_ratio else ""
+        forced = f"those less than {self.local_blocks} away and the first {self.sink_blocks}"
+        return [
+            f"  chooses: {chooser}, for itself, by what it asks and what the blocks hold",
+            f"  keeps  : {least} to {most} of the {blocks:,} blocks of {block_size} keys{share}; always {forced}",
+            *([f"  dense  : below {self.dense_below:,} tokens in eval mode"] if self.dense_below else []),
+        ]

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import functional as F
 
 from ..errors import must
-from ..ops.choices import padded
 from ..ops.selection import fresh_seed
 from .scorer import Scores
 from .summaries import Blocks, Sums, sums_at
@@ -127,9 +127,8 @@ def _summed(sums: Sums, extremes: bool, group: dist.ProcessGroup | None) -> Bloc
     """Summaries of the whole sequence, from what each rank's tokens add to them."""
     for x in (sums.sums, sums.many):
         dist.all_reduce(x, group=group)
-    if not extremes:
-        mean = sums.sums.sum(3) / sums.many.sum(3).clamp(min=1)
-        return sums._replace(high=mean, low=mean).blocks()
+    if not extremes or sums.high is None or sums.low is None:
+        return sums._replace(high=None, low=None).blocks()
     edges = torch.cat([sums.high, -sums.low], -1)
     dist.all_reduce(edges, dist.ReduceOp.MAX, group=group)
     high, low = edges.chunk(2, -1)
@@ -155,16 +154,17 @@ def _choose(
     row_sums = sums_at(query, at, layout.n, size, size if per_token else config.score_unit, mine, dtype)
     key_sums = sums_at(key, at, layout.n, size, config.score_unit, mine, dtype)
     rows = _summed(row_sums, False, ranks.group)
-    columns = scorer.columns(_summed(key_sums, True, ranks.group))
+    layers = scorer.importance.layers(dtype)
+    columns = scorer.columns(_summed(key_sums, True, ranks.group), layers)
     ids = at if per_token else torch.unique(at // size)
     whole = padding is None and layout.n % size == 0
-    speaking = scorer.speaking(rows.before() if is_causal else rows)
-    scores = Scores(scorer, query, speaking, columns, size, is_causal, per_token, whole, ids)
+    speaking = scorer.speaking(rows.before() if is_causal else rows, layers)
+    scores = Scores(scorer, query, speaking, columns, layers, size, is_causal, per_token, whole, ids)
     with torch.no_grad():
         indices = layer.listed(scores, ids, is_causal, fresh_seed(query.device) if layer.training else None)
     width = torch.tensor([indices.shape[-1]], device=query.device)
     dist.all_reduce(width, dist.ReduceOp.MAX, group=ranks.group)
-    indices = padded(indices, int(width), scores.visible.shape[2])
+    indices = F.pad(indices, (0, int(width) - indices.shape[-1]), value=scores.visible.shape[2])
     near = (config.local_blocks, config.sink_blocks)
     return scores, Choice(layout, ranks.rank, ranks.group, ids, indices, size, is_causal, per_token, *near)
 

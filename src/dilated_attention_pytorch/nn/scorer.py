@@ -12,6 +12,7 @@ Shapes: b batch, h heads, g key heads, n tokens, t blocks, u sub-blocks of a blo
 from __future__ import annotations
 
 import math
+from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ from torch.nn import functional as F
 
 from ..errors import must
 from ..ops.selection import Factors
+from ..plan.selected import may_read
 from .summaries import CHUNK, Blocks, blocks_of
 
 ALL_PAIRS = 2048
@@ -31,6 +33,10 @@ SUPER = 16
 """Blocks of a super-block."""
 CANDIDATES = 4
 """Candidates for each block to be kept."""
+
+
+Layer = tuple[Tensor, Tensor]
+"""A linear layer of every head: weight (h or 1, after, before), bias (h or 1, after)."""
 
 
 class ImportanceScorer(nn.Module):
@@ -62,12 +68,8 @@ class ImportanceScorer(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        for name, value in (
-            ("input_dim", input_dim),
-            ("hidden_dim", hidden_dim),
-            ("num_layers", num_layers),
-            ("num_heads", num_heads),
-        ):
+        sizes = {"input_dim": input_dim, "hidden_dim": hidden_dim, "num_layers": num_layers, "num_heads": num_heads}
+        for name, value in sizes.items():
             if value < 1:
                 raise must(f"{name} must be >= 1", value)
         if not 0.0 <= dropout < 1.0:
@@ -104,39 +106,38 @@ class ImportanceScorer(nn.Module):
             q_summary, k_summary = q_summary[:, None], k_summary[:, None]
         else:
             heads = slice(None)
-        rows, columns = self.query_part(q_summary, heads), self.key_part(k_summary, heads)
-        scores = self.join(rows[:, :, :, None], columns[:, :, None], None, heads)
+        layers = self.layers(q_summary.dtype, heads)
+        rows, columns = self.query_part(q_summary, layers), self.key_part(k_summary, layers)
+        scores = self.join(rows[:, :, :, None], columns[:, :, None], None, layers)
         return scores[:, 0] if one else scores
 
-    def query_part(self, queries: Tensor, heads: slice = slice(None)) -> Tensor:
+    def layers(self, dtype: torch.dtype, heads: slice = slice(None)) -> list[Layer]:
+        """Every linear layer of those heads, or of the one MLP for all."""
+        every = [list(mlp)[::3] for mlp in self.scorers]  # pyrefly: ignore[bad-argument-type]
+        every = every[heads] if len(every) > 1 else every
+        alike = [([x.weight for x in same], [x.bias for x in same]) for same in zip(*every, strict=True)]
+        stack = torch.stack if len(every) > 1 else lambda only: only[0][None]
+        return [(stack(weights).to(dtype), stack(biases).to(dtype)) for weights, biases in alike]
+
+    def query_part(self, queries: Tensor, layers: list[Layer]) -> Tensor:
         """The first layer's part of the queries, with its bias, (b, h, rows, hidden)."""
-        weight, bias = self._layer(0, heads, queries.dtype)
-        return queries @ weight.mT[:, : self.input_dim] + bias[:, None]
+        weight, bias = layers[0]
+        return _applied(weight[..., : self.input_dim], queries, bias)
 
-    def key_part(self, keys: Tensor, heads: slice = slice(None)) -> Tensor:
+    def key_part(self, keys: Tensor, layers: list[Layer]) -> Tensor:
         """The first layer's part of the keys, (b, h, t, hidden)."""
-        weight, _ = self._layer(0, heads, keys.dtype)
-        return keys @ weight.mT[:, self.input_dim :]
+        return _applied(layers[0][0][..., self.input_dim :], keys, None)
 
-    def join(self, rows: Tensor, columns: Tensor, keep: Tensor | None, heads: slice = slice(None)) -> Tensor:
+    def join(self, rows: Tensor, columns: Tensor, keep: Tensor | None, layers: list[Layer]) -> Tensor:
         """Scores of broadcast pairs, without the last dimension; `keep` scales hidden units."""
         hidden = rows + columns
-        last = len(self.scorers[0]) // 3  # pyrefly: ignore[bad-argument-type]
-        for layer in range(1, last + 1):
+        for weight, bias in layers[1:]:
             hidden = hidden.relu() if hidden.requires_grad else hidden.relu_()
             if keep is not None:
                 hidden = hidden * keep
-            weight, bias = self._layer(layer, heads, hidden.dtype)
             flat = hidden.flatten(2, -2) @ weight.mT + bias[:, None]
             hidden = flat.unflatten(2, hidden.shape[2:-1])
         return hidden.squeeze(-1)
-
-    def last_of_two(self, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
-        """Weight (h, hidden) and bias (h) of the last of two layers; None where there are more or fewer."""
-        if len(self.scorers[0]) != 4:  # pyrefly: ignore[bad-argument-type]
-            return None
-        weight, bias = self._layer(1, slice(None), dtype)
-        return weight[:, 0].expand(self.num_heads, -1), bias[:, 0].expand(self.num_heads)
 
     def channels(self, batch: int, rows: int, like: Tensor) -> Tensor | None:
         """Which hidden units each row keeps while training, scaled, (b, h, rows, hidden)."""
@@ -145,11 +146,15 @@ class ImportanceScorer(nn.Module):
         ones = torch.ones(batch, self.num_heads, rows, self.hidden_dim, dtype=like.dtype, device=like.device)
         return F.dropout(ones, self.dropout)
 
-    def _layer(self, index: int, heads: slice, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        layers: list[Any] = [mlp[3 * index] for mlp in self.scorers]  # pyrefly: ignore[bad-index]
-        layers = layers[heads] if len(layers) > 1 else layers
-        weight, bias = torch.stack([x.weight for x in layers]), torch.stack([x.bias for x in layers])
-        return weight.to(dtype), bias.to(dtype)
+
+def _applied(weight: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
+    """x (b, h, rows, before) through (h, after, before), (b, h, rows, after)."""
+    if may_read(x.device):
+        found = x @ weight.mT
+        return found if bias is None else found + bias[:, None]
+    # The kernel that ranks blocks reads unit by unit.
+    found = weight @ x.mT
+    return (found if bias is None else found + bias[..., None]).mT
 
 
 class BlockScorer(nn.Module):
@@ -218,29 +223,29 @@ class BlockScorer(nn.Module):
         dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
         unit = self.config.score_unit
         query, key = query.detach(), key.detach()
-        rows = blocks_of(query, block_size, block_size if per_token else unit, padding, dtype, extremes=False)
-        columns = self.columns(blocks_of(key, block_size, unit, padding, dtype))
+        own_unit = block_size if per_token else unit
+        rows = blocks_of(query, block_size, own_unit, padding, dtype, extremes=False, before=is_causal)
+        layers = self.importance.layers(dtype)
+        columns = self.columns(blocks_of(key, block_size, unit, padding, dtype), layers)
         whole = padding is None and query.shape[2] % block_size == 0
-        speaking = self.speaking(rows.before() if is_causal else rows)
-        return Scores(self, query, speaking, columns, block_size, is_causal, per_token, whole)
+        speaking = self.speaking(rows, layers)
+        return Scores(self, query, speaking, columns, layers, block_size, is_causal, per_token, whole)
 
-    def columns(self, blocks: Blocks) -> Columns:
+    def columns(self, blocks: Blocks, layers: list[Layer]) -> Columns:
         """What scores need of key blocks (b, g, t, ...), for every query head."""
-        groups = self.num_heads // blocks.mean.shape[1]
+        groups = self.num_heads // blocks.summary.shape[1]
         if groups > 1:
             blocks = Blocks(*(x.repeat_interleave(groups, 1) for x in blocks))
-        mixed = torch.cat([blocks.mean, blocks.extremes], -1) @ self.summary.to(blocks.mean.dtype)
-        matched = torch.einsum("bhtud,hdm->bhtum", blocks.units, self.each(self.match_key, mixed))
-        return Columns(self.importance.key_part(mixed), matched, blocks.unit_there)
+        mixed = blocks.summary @ self.summary.to(blocks.summary.dtype)
+        matched = blocks.units.flatten(2, 3) @ self.match_key.to(mixed.dtype)
+        matched = matched.unflatten(2, blocks.units.shape[2:4])
+        return Columns(self.importance.key_part(mixed, layers), matched, blocks.unit_there)
 
-    def speaking(self, blocks: Blocks) -> Rows:
+    def speaking(self, blocks: Blocks, layers: list[Layer]) -> Rows:
         """What scores need of the query blocks that speak for rows."""
-        keep = self.importance.channels(len(blocks.mean), blocks.mean.shape[2], blocks.mean)
-        return Rows(self.importance.query_part(blocks.mean), blocks.units, blocks.unit_there, keep)
-
-    def each(self, shared: Tensor, like: Tensor) -> Tensor:
-        """One matrix a head, in the dtype of the scores."""
-        return shared.to(like.dtype).expand(self.num_heads, -1, -1)
+        mean = blocks.summary
+        keep = self.importance.channels(len(mean), mean.shape[2], mean)
+        return Rows(self.importance.query_part(mean, layers), blocks.units, blocks.unit_there, keep)
 
 
 class Columns(NamedTuple):
@@ -275,6 +280,7 @@ class Scores:
         query: (b, h, r, d): the rows' own queries, where tokens choose; otherwise only its device matters.
         rows: the blocks that speak for the rows.
         columns: all key blocks.
+        layers: of the MLP, in the dtype of the scores.
         block_size: tokens in a block.
         is_causal: only blocks before a row's own matter.
         per_token: rows are tokens.
@@ -289,6 +295,7 @@ class Scores:
         query: Tensor,
         rows: Rows,
         columns: Columns,
+        layers: list[Layer],
         block_size: int,
         is_causal: bool,
         per_token: bool,
@@ -296,15 +303,23 @@ class Scores:
         ids: Tensor | None = None,
         first: int = 0,
     ) -> None:
-        self.scorer, self.query, self.whole = scorer, query, whole
+        self.scorer, self.query, self.layers, self.whole = scorer, query, layers, whole
         self.block_size, self.is_causal, self.per_token = block_size, is_causal, per_token
         self.rows, self.units, self.units_there, self.keep = rows
         self.hidden, self.matched, self.unit_there = columns
         self.rank = self.matched.shape[-1]
+        self.root = max(self.rank, 1) ** -0.5
         self.ids, self.first = ids, first
-        self.inverse = (1 / scorer.temperature.to(self.rows.dtype)).view(-1, 1, 1)
+        self.learns = torch.is_grad_enabled()
 
-    @property
+    @cached_property
+    def inverse(self) -> Tensor:
+        """What scores are multiplied by, (h, 1, 1)."""
+        # Asked for first where ranks are made without gradients, and then where scores are to have them.
+        with torch.set_grad_enabled(self.learns):
+            return self.scorer.temperature.to(self.rows.dtype).reciprocal().view(-1, 1, 1)
+
+    @cached_property
     def visible(self) -> Tensor:
         """Blocks with something to see, bool (b, h, t)."""
         return self.unit_there.any(-1)
@@ -352,30 +367,34 @@ class Scores:
                 scores = self._mlp(every, self.hidden[:, :, None])[:, :, which]
             else:
                 scores = self._mlp(blocks, self.hidden[:, :, None])
-            return (scores if match is None else scores + match) * self.inverse
+            return (scores if match is None else scores.add(match, alpha=self.root)) * self.inverse
         if self.is_causal:
             # Candidates too: what comes later must not crowd out what came before.
             match = match.masked_fill(torch.arange(t, device=rows.device) >= self.block_rows(rows)[:, None], -torch.inf)
         best, at = match.topk(wanted, -1)
-        scores = best + self._mlp(self.block_rows(rows), self._take(self.hidden, at))
+        scores = self._mlp(self.block_rows(rows), self._take(self.hidden, at)).add(best, alpha=self.root)
         return torch.full_like(match, -torch.inf).scatter_(-1, at, scores * self.inverse)
 
     @torch.no_grad()
     def factors(self) -> Factors | None:
         """What the scores of all rows are made of, to be ranked in one pass; None where that is not so few things."""
-        weights = self.scorer.importance.last_of_two(self.rows.dtype)
-        if weights is None or self.ids is not None:
+        if len(self.layers) != 2 or self.ids is not None:
             return None
         holes = (None, None) if self.whole else (None if self.per_token else self.units_there, self.unit_there)
-        left = self._queries(self.query[:, :, :, None] if self.per_token else self.units)
-        return Factors(self.rows, self.hidden, *weights, left, self.matched, self.inverse.flatten(), self.keep, *holes)
+        own = self.query[:, :, :, None] if self.per_token else self.units
+        heads, scorer = self.scorer.num_heads, self.scorer
+        weight, bias = (x[:, 0].expand(heads, *x.shape[2:]) for x in self.layers[1])
+        project = scorer.match_query.expand(heads, -1, -1)
+        cold = scorer.log_temperature, scorer.config.min_temperature
+        return Factors(self.rows, self.hidden, weight, bias, own, project, self.matched, *cold, self.keep, *holes)
 
     def of(self, rows: Tensor, blocks: Tensor) -> Tensor:
         """Scores over temperature of chosen pairs (b, h, r, k), with gradients; blocks past the last score anything."""
         at = blocks.long().clamp(max=self.visible.shape[2] - 1)
         scores = self._mlp(self.block_rows(rows), self._take(self.hidden, at))
         if self.rank:
-            scores = scores + self._match(rows, self._take(self.matched, at), self._take(self.unit_there, at))
+            match = self._match(rows, self._take(self.matched, at), self._seen(at))
+            scores = scores.add(match, alpha=self.root)
         return scores * self.inverse
 
     @torch.no_grad()
@@ -391,17 +410,23 @@ class Scores:
         """Scores over temperature of some rows with every block (b, h, r, t), with gradients."""
         scores = self._mlp(self.block_rows(rows), self.hidden[:, :, None])
         if self.rank:
-            scores = scores + self._match(rows, self.matched[:, :, None], self.unit_there[:, :, None])
+            match = self._match(rows, self.matched[:, :, None], self.unit_there[:, :, None])
+            scores = scores.add(match, alpha=self.root)
         return scores * self.inverse
 
     def _mlp(self, blocks: Tensor, hidden: Tensor) -> Tensor:
-        at = blocks - self.first
+        at = blocks - self.first if self.first else blocks
         keep = None if self.keep is None else self.keep[:, :, at, None]
-        return self.scorer.importance.join(self.rows[:, :, at, None], hidden, keep)
+        return self.scorer.importance.join(self.rows[:, :, at, None], hidden, keep, self.layers)
 
-    def _match(self, rows: Tensor, matched: Tensor, there: Tensor) -> Tensor:
-        """Best match of sub-blocks (b, h, r, k), with keys (b, h, r or 1, k, u, rank)."""
-        speaking = None if self.per_token else self.block_rows(rows) - self.first
+    def _seen(self, at: Tensor) -> Tensor | None:
+        """Which sub-blocks of blocks (b, h, r, k) have something to see; None where all have."""
+        return None if self.whole else self._take(self.unit_there, at)
+
+    def _match(self, rows: Tensor, matched: Tensor, there: Tensor | None) -> Tensor:
+        """Best match of sub-blocks (b, h, r, k) still without 1 / sqrt(rank), with keys (b, h, r or 1, k, u, rank)."""
+        speaking = None if self.per_token else self.block_rows(rows)
+        speaking = speaking - self.first if speaking is not None and self.first else speaking
         mine = self._queries(self.query[:, :, rows, None] if speaking is None else self.units[:, :, speaking])
         k, units = matched.shape[3:5]
         # One product for all rows where they share their keys.
@@ -410,25 +435,27 @@ class Scores:
         else:
             pairs = mine @ matched.flatten(3, 4).mT
         pairs = pairs.unflatten(-1, (k, units))
-        if self.whole:
-            return pairs.amax(-1).amax(3) / self.rank**0.5
+        if self.whole or there is None:
+            return pairs.amax(-1).amax(3)
         pairs = pairs.masked_fill(~there[:, :, :, None], -torch.inf)
         if speaking is not None:
             pairs = pairs.masked_fill(~self.units_there[:, :, speaking, :, None, None], -torch.inf)
-        best = pairs.amax(-1).amax(3) / self.rank**0.5
+        best = pairs.amax(-1).amax(3)
         # Nothing there on either side: ruled out elsewhere, and a finite number keeps gradients finite.
         return torch.where(best > -torch.inf, best, 0.0)
 
     def _queries(self, mine: Tensor) -> Tensor:
         """The query's side of the match (b, h, r, a, rank), of (b, h, r, a, d)."""
-        weight = self.scorer.each(self.scorer.match_query, self.rows)
-        return torch.einsum("bhrad,hdm->bhram", mine.to(self.rows.dtype).nan_to_num(0.0, 0.0, 0.0), weight)
+        mine = mine.to(self.rows.dtype)
+        # Means are finite.
+        mine = mine.nan_to_num(0.0, 0.0, 0.0) if self.per_token else mine
+        found = mine.flatten(2, 3) @ self.scorer.match_query.to(mine.dtype)
+        return found.unflatten(2, mine.shape[2:4])
 
     def _take(self, x: Tensor, at: Tensor) -> Tensor:
         """x (b, h, t, ...) at blocks (b, h, r, k), (b, h, r, k, ...)."""
-        batch, heads = at.shape[:2]
-        sample = torch.arange(batch, device=at.device).view(-1, 1, 1, 1)
-        return x[sample, torch.arange(heads, device=at.device).view(-1, 1, 1), at]
+        sample, head = (_multiples(many, 1, at.device) for many in at.shape[:2])
+        return x[sample.view(-1, 1, 1, 1), head.view(-1, 1, 1), at]
 
     def _from_supers(self, rows: Tensor, wanted: int) -> Tensor:
         """Scores as `ranked` gives them, of the blocks in the super-blocks that match best."""
@@ -444,18 +471,26 @@ class Scores:
         supers = torch.cat([supers, (own // SUPER).expand(*supers.shape[:3], 1)], -1)
         at = (supers[..., None] * SUPER + torch.arange(SUPER, device=supers.device)).flatten(3)
         outside, at = at >= (own if self.is_causal else t), at.clamp(max=t - 1)
-        fine = self._match(rows, self._take(self.matched, at), self._take(self.unit_there, at))
+        fine = self._match(rows, self._take(self.matched, at), self._seen(at))
         best, place = fine.masked_fill(outside, -torch.inf).topk(min(wanted, at.shape[-1]), -1)
         at = at.gather(-1, place)
-        scores = best + self._mlp(self.block_rows(rows), self._take(self.hidden, at))
+        scores = self._mlp(self.block_rows(rows), self._take(self.hidden, at)).add(best, alpha=self.root)
         empty = torch.full((*at.shape[:3], t), -torch.inf, dtype=scores.dtype, device=scores.device)
         return empty.scatter_reduce_(-1, at, scores * self.inverse, "amax")
 
 
-def sampled(total: int, many: int, device: torch.device) -> Tensor:
-    """Rows drawn without repetition, ascending, int64; all where there are no more."""
+@lru_cache(maxsize=64)
+def _multiples(many: int, step: int, device: torch.device) -> Tensor:
+    # Tensors of inference mode could not serve training later.
+    with torch.inference_mode(False):
+        return torch.arange(many, device=device) * step
+
+
+def sampled(total: int, many: int, start: Tensor) -> Tensor:
+    """Rows drawn without repetition, ascending, int64; all where there are no more. `start` is drawn from [0, total).
+
+    Evenly spaced, and each with the same probability: no permutation of a million rows for a dozen of them.
+    """
     if many >= total:
-        return torch.arange(total, device=device)
-    # Evenly spaced from a random start: no permutation of a million rows for a dozen of them.
-    start = torch.randint(total, (1,), device=device)
-    return ((start + torch.arange(many, device=device) * total // many) % total).sort().values
+        return _multiples(total, 1, start.device)
+    return (_multiples(many, total, start.device) + start) // max(many, 1)

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ..ops.selection import summaries
+
 CHUNK = 2**24
 """Bytes held at a time while blocks are summed up or ranked."""
 
@@ -18,10 +20,8 @@ CHUNK = 2**24
 class Blocks(NamedTuple):
     """Summaries of blocks."""
 
-    mean: Tensor
-    """(b, h, t, d)"""
-    extremes: Tensor
-    """(b, h, t, 2 d): maximum and minimum, where they were asked for"""
+    summary: Tensor
+    """(b, h, t, d): the mean; (b, h, t, 3 d): mean, maximum and minimum, where those were asked for"""
     units: Tensor
     """(b, h, t, u, d): means of sub-blocks"""
     unit_there: Tensor
@@ -34,11 +34,23 @@ class Blocks(NamedTuple):
 
 @torch.no_grad()
 def blocks_of(
-    x: Tensor, size: int, unit: int, padding: Tensor | None, dtype: torch.dtype, extremes: bool = True
+    x: Tensor,
+    size: int,
+    unit: int,
+    padding: Tensor | None,
+    dtype: torch.dtype,
+    extremes: bool = True,
+    before: bool = False,
 ) -> Blocks:
-    """Summaries of (b, h, n, d) by blocks, of what is not padding; a block that is not finite counts as absent."""
+    """Summaries of (b, h, n, d) by blocks, of what is not padding; a block that is not finite counts as absent.
+
+    With `before`, each is that of the block before; see `Blocks.before`.
+    """
     batch, heads, n, d = x.shape
     unit = min(unit, size)
+    made = summaries(x, size, unit, padding, extremes=extremes, before=before)
+    if made is not None:
+        return Blocks(*made)
     found = []
     step = max(1, CHUNK // (batch * heads * size * d * dtype.itemsize))
     for first in range(0, n, step * size):
@@ -51,7 +63,8 @@ def blocks_of(
             piece, there = F.pad(piece, (0, 0, 0, missing)), F.pad(there, (0, missing))
             there = there.unflatten(1, (-1, size // unit, unit))
         found.append(_summaries(piece.unflatten(2, (-1, size // unit, unit)), there, extremes))
-    return Blocks(*(torch.cat(parts, 2) for parts in zip(*found, strict=True)))
+    whole = Blocks(*(torch.cat(parts, 2) for parts in zip(*found, strict=True)))
+    return whole.before() if before else whole
 
 
 class Sums(NamedTuple):
@@ -61,20 +74,19 @@ class Sums(NamedTuple):
     """(b, h, t, u, d)"""
     many: Tensor
     """(b, 1, t, u, 1): tokens in the sums"""
-    high: Tensor
-    """(b, h, t, d)"""
-    low: Tensor
-    """(b, h, t, d)"""
+    high: Tensor | None
+    """(b, h, t, d), where extremes were asked for"""
+    low: Tensor | None
 
     def blocks(self) -> Blocks:
         """The summaries that follow."""
         many = self.many
         units, mean = self.sums / many.clamp(min=1), self.sums.sum(3) / many.sum(3).clamp(min=1)
-        edges = torch.cat([self.high, self.low], -1)
-        good = (edges.isfinite().all(-1) & mean.isfinite().all(-1))[..., None] & (many.sum(3) > 0)
+        # What is not finite spoils the sum, so that the mean tells of every token.
+        good = mean.isfinite().all(-1, keepdim=True) & (many.sum(3) > 0)
+        summary = mean if self.high is None or self.low is None else torch.cat([mean, self.high, self.low], -1)
         return Blocks(
-            torch.where(good, mean, 0.0),
-            torch.where(good, edges, 0.0),
+            torch.where(good, summary, 0.0),
             torch.where(good[..., None], units, 0.0),
             (good & (many[..., 0] > 0)).expand(*units.shape[:-1]),
         )
@@ -93,8 +105,7 @@ def _summaries(piece: Tensor, there: Tensor | None, extremes: bool) -> Blocks:
         piece = torch.where(real, piece, 0.0)
     sums = piece.sum(4)
     if not extremes:
-        high = low = sums.sum(3) / many.sum(3).clamp(min=1)
-        return Sums(sums, many, high, low).blocks()
+        return Sums(sums, many, None, None).blocks()
     return Sums(sums, many, high.amax(4).amax(3), low.amin(4).amin(3)).blocks()
 
 

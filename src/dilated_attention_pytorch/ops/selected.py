@@ -6,7 +6,7 @@ another, on copies of the queries laid out by the block they chose; both are par
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -18,28 +18,29 @@ from torch.autograd.function import once_differentiable
 from ..errors import must
 from ..kernels import triton_backend
 from ..kernels.dropout import fresh_seed, shifted
-from ..kernels.listed_schedule import choose_listed
+from ..kernels.listed_schedule import Listed
 from ..kernels.registry import AttentionCall, Backend, Forward, Gradients, choose, empty_rows
+from ..kernels.selection import no_kernels
 from ..plan.plan import Plan
 from ..plan.selected import (
     Chosen,
     Gathered,
-    Listed,
     Selection,
     block_plan,
     chosen_tokens,
-    listed_plan,
     may_read,
     token_plan,
 )
 from ..shapes import Key, KeyPadding, Query, Value
-from .attention import _autocast
+from .attention import autocasted
 from .checks import check_masks, check_tensors
 from .merge import AttentionOutput
 from .selection_mass import Lesson, Scene, learn, query_weights
 
-GATHERED = 512 * 2**20
-"""Bytes of gathered queries and outputs held at a time, unless one key head needs more."""
+GATHERED, GPU_ROOM = 512 * 2**20, 4
+"""Bytes of gathered queries and outputs held at a time, unless one key head needs more; on a GPU times as many."""
+MOST_BITS = 2**31
+"""Tokens times key blocks, over heads, up to which a bit for each tells who chose what; beyond, choices are sorted."""
 LONGEST_STUDY = 8192
 
 
@@ -55,8 +56,7 @@ def selected_attention(
     dropout_p: float = 0.0,
     backend: str = "auto",
     lesson: Lesson | None = None,
-    chosen_scores: Tensor | None = None,
-    dense_scores: Tensor | None = None,
+    scores: Callable[[], tuple[Tensor | None, Tensor | None]] | None = None,
 ) -> AttentionOutput:
     """Exact attention over the blocks of a selection, differentiable in query, key and value.
 
@@ -69,12 +69,12 @@ def selected_attention(
         key_padding_mask: bool (B, N), True where a key takes no part.
         dropout_p: probability of dropping a weight.
         backend: "auto" or a name from `backends()`.
-        lesson: rows that teach a scorer in the backward pass, with its scores (see `learn`), which then get gradients
-            there whatever the loss is.
-        chosen_scores: (B, H, rows, k), the scores of the blocks listed for the lesson's chosen rows.
-        dense_scores: (B, H, rows, T), the scores of all blocks for its dense rows.
+        lesson: rows that teach a scorer in the backward pass (see `learn`).
+        scores: gives the scores (B, H, rows, k) of the blocks listed for the lesson's chosen rows, and (B, H, rows, T)
+            of all blocks for its dense rows; they get gradients in the backward pass whatever the loss is. Asked for
+            once the device has attention to compute.
     """
-    query, key, value = _autocast(query, key, value)
+    query, key, value = autocasted(query, key, value)
     check_tensors(query, key, value, enable_gqa=True)
     check_masks(query, key_padding_mask, None)
     _check_selection(query, selection)
@@ -82,7 +82,10 @@ def selected_attention(
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
     work = _Work(selection, scale, key_padding_mask, dropout_p, seed, backend, lesson)
-    return AttentionOutput(*_Selected.apply(query, key, value, chosen_scores, dense_scores, work))
+    with torch.no_grad():
+        found = _attended(work, query, key, value)
+    given = (None, None) if scores is None else scores()
+    return AttentionOutput(*_Selected.apply(query, key, value, *given, work, found))
 
 
 def _check_selection(query: Tensor, selection: Selection) -> None:
@@ -116,12 +119,21 @@ class _Work:
         """Rows of which a lesson asks what their listed blocks hold, int64 (r)."""
         return torch.empty(0, dtype=torch.int64, device=device) if self.lesson is None else self.lesson.chosen_rows
 
-    def block_call(self, query: Tensor, key: Tensor, value: Tensor, plan: Plan) -> tuple[AttentionCall, str, Backend]:
+    def listed(self) -> Listed | Plan:
+        """A selection by query blocks as kernels read it: on a GPU nothing is looked at."""
+        device = self.selection.indices.device
+        return block_plan(self.selection) if may_read(device) or no_kernels(device) else Listed(self.selection)
+
+    def block_call(
+        self, query: Tensor, key: Tensor, value: Tensor, listed: Listed | Plan, *, backward: bool = False
+    ) -> tuple[AttentionCall, str, Backend]:
         """The call of a selection by query blocks, and what runs it."""
-        call = self.call(_fold(query), _fold(key), _fold(value), plan)
-        if may_read(query.device):
+        folded = _fold(query), _fold(key), _fold(value)
+        if isinstance(listed, Plan):
+            call = self.call(*folded, listed)
             return call, *choose(call, self.backend)
-        return call, *choose_listed(call, self.backend, len(query))
+        call = self.call(*folded, listed.whole_plan if backward else listed.plan)
+        return call, *listed.choose(call, self.backend)
 
     def shared_call(self, query: Tensor, key: Tensor, value: Tensor) -> AttentionCall:
         s = self.selection
@@ -154,8 +166,34 @@ class _Piece(NamedTuple):
         return torch.stack([source, torch.arange(source.shape[1], device=source.device).expand_as(source)])
 
 
+class _Found(NamedTuple):
+    """What a forward pass gave, and what the backward pass needs of it."""
+
+    output: Tensor
+    lse: Tensor
+    listed: Listed | Plan | None = None
+    pieces: list[_Piece] | None = None
+    chosen: list[tuple[slice, Chosen]] | None = None
+    listed_lse: Tensor | None = None
+
+
+def _attended(work: _Work, query: Tensor, key: Tensor, value: Tensor) -> _Found:
+    if work.selection.per_token:
+        call = work.shared_call(query, key, value)
+        near = choose(call, work.backend)[1].forward(call)
+        if _joins_in_place(work, call):
+            (output, lse), listed_lse, chosen = _join_chosen(work, call, near)
+            return _Found(output, lse, chosen=chosen, listed_lse=listed_lse)
+        output, lse, pieces, listed_lse = _forward_tokens(work, query, key, value, near)
+        return _Found(output, lse, pieces=pieces, listed_lse=listed_lse)
+    listed = work.listed()
+    call, _, backend = work.block_call(query, key, value, listed)
+    found = backend.forward(call)
+    return _Found(_unfold(found.output, query), found.lse.unflatten(2, (len(query), -1))[0].transpose(0, 1), listed)
+
+
 class _Selected(torch.autograd.Function):
-    """Forward and backward; the scores' gradient comes from the lesson and not from the loss."""
+    """What was found, with its backward; the scores' gradient comes from the lesson and not from the loss."""
 
     @staticmethod
     def forward(
@@ -166,20 +204,9 @@ class _Selected(torch.autograd.Function):
         chosen_scores: Tensor | None,
         dense_scores: Tensor | None,
         work: _Work,
+        found: _Found,
     ) -> tuple[Tensor, Tensor]:
-        ctx.pieces = ctx.chosen = listed_lse = None
-        if work.selection.per_token:
-            call = work.shared_call(query, key, value)
-            near = choose(call, work.backend)[1].forward(call)
-            if _joins_in_place(work, call):
-                (output, lse), listed_lse, ctx.chosen = _join_chosen(work, call, near)
-            else:
-                output, lse, ctx.pieces, listed_lse = _forward_tokens(work, query, key, value, near)
-        else:
-            ctx.listed = listed_plan(work.selection)
-            call, _, backend = work.block_call(query, key, value, ctx.listed.plan)
-            found = backend.forward(call)
-            output, lse = _unfold(found.output, query), found.lse.unflatten(2, (len(query), -1))[0].transpose(0, 1)
+        output, lse, ctx.listed, ctx.pieces, ctx.chosen, listed_lse = found
         ctx.work = work
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(query, key, value, chosen_scores, dense_scores, output, lse, listed_lse)
@@ -192,7 +219,7 @@ class _Selected(torch.autograd.Function):
         query, key, value, chosen_scores, dense_scores, output, lse, listed_lse = ctx.saved_tensors
         work: _Work = ctx.work
         if grad_output is None and grad_lse is None:
-            return (None,) * 6
+            return (None,) * 7
         grad_output = torch.zeros_like(output) if grad_output is None else grad_output
         grad_output = grad_output if grad_output.stride(-1) == 1 else grad_output.contiguous()
         weights = mass = None
@@ -217,12 +244,12 @@ class _Selected(torch.autograd.Function):
         if work.lesson is not None and weights is not None:
             scene = Scene(query, key, work.selection, work.scale, work.key_padding_mask, listed_lse, mass)
             learned = learn(scene, work.lesson, lse, weights, chosen_scores, dense_scores)
-        return *found, *learned, None
+        return *found, *learned, None, None
 
 
 def _backward_blocks(
     work: _Work,
-    listed: Listed,
+    listed: Listed | Plan,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -233,17 +260,17 @@ def _backward_blocks(
     weights: Tensor | None,
 ) -> tuple[tuple[Tensor, ...], Tensor | None]:
     """Gradients of query, key and value, and where the backend gives it on the way, the mass of `Scene`."""
-    call, name, backend = work.block_call(query, key, value, listed.plan)
+    call, name, backend = work.block_call(query, key, value, listed, backward=True)
     given = (call, _fold(output), _fold(lse), _fold(grad_output), None if grad_lse is None else _fold(grad_lse))
-    if name != "triton" or weights is None:
+    if name != "triton" or weights is None or isinstance(listed, Plan):
         return tuple(_unfold(x, query) for x in backend.backward(*given)), None
     from ..kernels.triton_launch import backward_with_mass
 
     found, by_entry = backward_with_mass(*given, _fold(weights).contiguous())
     assert by_entry is not None
-    place = listed.place().view(query.shape[1], len(query), work.selection.blocks, -1)
-    own = work.selection.local_blocks - 1
-    met = torch.cat([place[..., own : own + 1], place[..., listed.shared :]], -1).transpose(0, 1)
+    place, own = listed.place, work.selection.local_blocks - 1
+    chosen = place.shape[-1] - work.selection.indices.shape[-1]
+    met = torch.cat([place[..., own : own + 1], place[..., chosen:]], -1).transpose(0, 1)
     return tuple(_unfold(x, query) for x in found), by_entry[met]
 
 
@@ -279,7 +306,7 @@ def _head_runs(work: _Work, query: Tensor, key: Tensor, value: Tensor) -> Iterat
         return
     shared = heads // key.shape[1]
     bytes_a_head = batch * n * slots * (width + value.shape[-1]) * query.element_size() * shared
-    step = max(1, GATHERED // bytes_a_head)
+    step = max(1, (GATHERED if may_read(query.device) else GPU_ROOM * GATHERED) // bytes_a_head)
     for first in range(0, key.shape[1], step):
         key_heads = slice(first, min(first + step, key.shape[1]))
         yield slice(first * shared, key_heads.stop * shared), key_heads
@@ -295,15 +322,18 @@ def _join_chosen(
     work: _Work, call: AttentionCall, near: Forward
 ) -> tuple[Forward, Tensor | None, list[tuple[slice, Chosen]]]:
     """Output and LSE, joined in place to what all rows share, the LSE of listed blocks for a lesson, the choices."""
-    from ..kernels import triton_tokens
+    from ..kernels import triton_lists, triton_tokens
 
     found, listed = [], []
     asked = work.asked(call.device)
     for heads, _ in _head_runs(work, call.query, call.key, call.value):
-        chosen = chosen_tokens(replace(work.selection, indices=work.selection.indices[:, heads]))
+        own = replace(work.selection, indices=work.selection.indices[:, heads])
+        bits = own.indices.shape[1] * len(call.query) * own.blocks * own.n
+        chosen = triton_lists.chosen_tokens(own) if bits <= MOST_BITS else chosen_tokens(own)
         listed.append(triton_tokens.forward(call, chosen, near, heads, asked))
         found.append((heads, chosen))
-    return near, torch.cat(listed, 1) if listed and len(asked) else None, found
+    together = torch.cat(listed, 1) if len(listed) > 1 else listed[0] if listed else None
+    return near, together if len(asked) else None, found
 
 
 def _add_chosen(

@@ -12,11 +12,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..kernels import triton_backend
 from ..kernels.dropout import GOLDEN, WORD, fresh_seed, mix
-from ..kernels.selection import Factors
+from ..kernels.selection import Factors, no_kernels
 from ..plan.selected import Selection, may_read, shared_blocks
 
-__all__ = ["Budget", "Factors", "Selection", "fresh_seed", "gumbel", "select"]
+__all__ = ["Budget", "Factors", "Selection", "fresh_seed", "gumbel", "select", "select_rows", "summaries"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +41,17 @@ class Budget:
     def wanted(self, seen: Tensor) -> Tensor:
         """How many of that many visible blocks a row keeps by the fraction, int64."""
         return (self.kept * seen).round().long().clamp(min=self.least, max=self.most)
+
+
+def summaries(
+    x: Tensor, size: int, unit: int, padding: Tensor | None, *, extremes: bool, before: bool
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """What `triton_selection.summarised` gives of blocks on a GPU; None where no kernel adds them up."""
+    if may_read(x.device) or no_kernels(x.device) is not None or x.dtype not in triton_backend.DTYPES:
+        return None
+    from ..kernels.triton_selection import summarised
+
+    return summarised(x, size, unit, padding, extremes, before)
 
 
 def select(
@@ -73,36 +85,49 @@ def select(
         factors: what the scores are made of: a GPU then ranks every pair in one pass, and `scores` is not asked.
     """
     t = visible.shape[-1]
-    rows = n if per_token else t
-    readable = may_read(visible.device)
-    counted = counted_blocks(visible, local_blocks, sink_blocks, is_causal)
-    if factors is not None and not readable and factors.why_not(budget.room(t)) is None:
+    near = {"local_blocks": local_blocks, "sink_blocks": sink_blocks}
+    told = {"block_size": block_size, "is_causal": is_causal, "per_token": per_token, **near, "seed": seed}
+    if factors is not None and not may_read(visible.device) and factors.why_not(budget.room(t)) is None:
         from ..kernels.triton_selection import listed_blocks
 
-        taken, seen = counted
-        limit = taken if budget.coverage is not None else budget.wanted(seen) - taken
-        listed, many = listed_blocks(
-            factors,
-            visible,
-            limit.int(),
-            budget.room(t),
-            block_size=block_size,
-            is_causal=is_causal,
-            per_token=per_token,
-            local_blocks=local_blocks,
-            sink_blocks=sink_blocks,
-            coverage=budget.coverage,
-            least=budget.least,
-            most=budget.most,
-            seed=seed,
-        )
-        return Selection(listed, many, n, block_size, is_causal, per_token, local_blocks, sink_blocks)
+        bounds = {"kept": budget.kept, "coverage": budget.coverage, "least": budget.least, "most": budget.most}
+        listed, many = listed_blocks(factors, visible, budget.room(t), **told, **bounds)
+    else:
+        rows = torch.arange(n if per_token else t, device=visible.device)
+        listed, many = select_rows(scores, chunk, rows, visible, budget, **told)
+    return Selection(listed, many, n, block_size, is_causal, per_token, local_blocks, sink_blocks)
+
+
+def select_rows(
+    scores: Callable[[int, int], Tensor],
+    chunk: int,
+    rows: Tensor,
+    visible: Tensor,
+    budget: Budget,
+    *,
+    block_size: int,
+    is_causal: bool,
+    per_token: bool,
+    local_blocks: int,
+    sink_blocks: int,
+    seed: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """What `select` lists for some rows of a sequence, and how many: `Selection.indices` and `counts` of those.
+
+    Args:
+        scores: as for `select`, of rows counted among those here.
+        chunk: rows to ask for at a time.
+        rows: int64 (r): which rows of the sequence they are.
+        visible: see `select`, as everything else.
+    """
+    t, readable = visible.shape[-1], may_read(visible.device)
+    counted = counted_blocks(visible, local_blocks, sink_blocks, is_causal)
     grows = budget.coverage is not None and readable
     width = 0 if grows else budget.room(t)
-    indices = torch.full((*visible.shape[:2], rows, width), t, dtype=torch.int32, device=visible.device)
-    counts = torch.empty(indices.shape[:3], dtype=torch.int32, device=visible.device)
-    for begin, end in spans(rows, chunk):
-        row = torch.arange(begin, end, device=visible.device)
+    indices = torch.full((*visible.shape[:2], len(rows), width), t, dtype=torch.int32, device=visible.device)
+    counts = torch.zeros(indices.shape[:3], dtype=torch.int32, device=visible.device)
+    for begin, end in spans(len(rows), chunk):
+        row = rows[begin:end]
         own = row // block_size if per_token else row
         shared = shared_blocks(own, t, local_blocks, sink_blocks, is_causal)
         listed, many = rank_blocks(scores(begin, end), row, own, shared, visible, counted, budget, is_causal, seed)
@@ -112,9 +137,9 @@ def select(
             indices = torch.nn.functional.pad(indices, (0, listed.shape[-1] - indices.shape[-1]), value=t)
         indices[:, :, begin:end, : listed.shape[-1]] = listed
         counts[:, :, begin:end] = many
-    if readable:
+    if readable and counts.numel():
         indices = indices[..., : int(counts.max())]
-    return Selection(indices, counts, n, block_size, is_causal, per_token, local_blocks, sink_blocks)
+    return indices, counts
 
 
 def rank_blocks(

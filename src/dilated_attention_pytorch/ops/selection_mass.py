@@ -132,18 +132,20 @@ def compare_scores(
     """The loss of rows (b, h, r, l), and, appended to `grads`, its gradient by the scores."""
     logits = torch.cat([torch.where(compared, scores.to(mass.dtype), -torch.inf), torch.zeros_like(own_mass)], -1)
     predicted = logits.log_softmax(-1)
-    target = torch.cat([mass.masked_fill(~compared, 0.0), own_mass], -1)
+    target = torch.cat([torch.where(compared, mass, 0.0), own_mass], -1)
     total = target.sum(-1, keepdim=True)
     # A row that weighs nothing, or is not finite, teaches nothing.
-    teaches = (total > 0) & total.isfinite()
+    teaches = (total > 0) & (total < torch.inf)
     target = torch.where(teaches, target / total, 0.0)
-    present = target > 0
-    terms = torch.where(present, target * (target.clamp(min=1e-30).log() - predicted), 0.0)
+    share = predicted.exp()
+    # What is not compared is predicted never, and weighs nothing.
+    log = predicted.clamp(min=-1e30)
+    terms = torch.xlogy(target, target) - target * log
     rows = math.prod(scores.shape[:-1])
-    grad = torch.where(teaches, predicted.exp() - target, 0.0)[..., :-1].masked_fill(~compared, 0.0)
+    grad = torch.where(teaches, share - target, 0.0)[..., :-1]
     grads.append((grad * (weight / rows)).to(scores.dtype))
     if found is not None:
-        found["entropy"] = -torch.where(predicted > -torch.inf, predicted.exp() * predicted, 0.0).sum(-1).mean()
+        found["entropy"] = -(share * log).sum(-1).mean()
     return weight * terms.sum() / rows
 
 
@@ -256,3 +258,38 @@ def captured(lse: Tensor, whole: Tensor, token: Tensor) -> Tensor:
     seen = (whole > -torch.inf) & (token < lse.shape[-1])
     share = torch.where(seen, (kept - whole).exp(), 0.0)
     return share.sum() / seen.sum().clamp(min=1)
+
+
+class Learned(NamedTuple):
+    """What comparing some rows gave."""
+
+    grad: Tensor
+    """(b, h, r, l): the gradient of the scores"""
+    loss: Tensor
+    """scalar: their part in the loss"""
+    entropy: Tensor
+    """scalar: their part in the mean entropy of what is predicted"""
+
+
+def compare_rows(
+    scores: Tensor, mass: Tensor, own_mass: Tensor, compared: Tensor, weight: float, of_rows: int
+) -> Learned:
+    """Compare the scores of some rows, of `of_rows` in all, with the mass that their blocks hold.
+
+    Args:
+        scores: (b, h, r, l), r may be 0.
+        mass: (b, h, r, l), attention of each row on each block.
+        own_mass: (b, h, r, 1), on its own.
+        compared: bool (b, h, r, l), which blocks take part.
+        weight: of the whole loss.
+        of_rows: rows of all those who compare.
+    """
+    part = scores.shape[2] / max(of_rows, 1)
+    if not scores.shape[2]:
+        nothing = mass.new_zeros(())
+        return Learned(torch.zeros_like(scores), nothing, nothing)
+    grads: list[Tensor | None] = []
+    found: dict[str, Tensor] = {}
+    loss = compare_scores(scores, mass, own_mass, compared, weight * part, grads, found)
+    assert grads[0] is not None
+    return Learned(grads[0], loss, found["entropy"] * part)

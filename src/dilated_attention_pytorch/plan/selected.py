@@ -8,7 +8,7 @@ Shapes: b batch, h heads, n tokens, t blocks of a sample, r rows (t or n), k lis
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -59,6 +59,10 @@ class Selection:
         listed = torch.zeros(*self.indices.shape[:3], self.blocks + 1, dtype=torch.bool, device=self.indices.device)
         listed.scatter_(-1, self.indices.long(), True)
         return listed[..., :-1] | self.shared()[self.row_blocks()]
+
+    def without_lists(self) -> Selection:
+        """The same with no room for lists: enough to count, in far less memory."""
+        return replace(self, indices=self.counts[..., None][..., :0])
 
     def density(self) -> Tensor:
         """Blocks seen over blocks that dense attention sees, a scalar tensor."""
@@ -131,35 +135,25 @@ def _token_axis(batch: int, n: int, heads: int, block_size: int, device: torch.d
     return Axis(1, offset, start.flatten(), end.flatten())
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class Listed:
-    """A selection by query blocks as a plan."""
+@lru_cache(maxsize=64)
+def _classes(heads: int, device: torch.device) -> Tensor:
+    return torch.arange(heads, dtype=torch.int32, device=device)
 
-    plan: Plan
-    """For (1, h, b * n, d): samples one after another"""
-    order: Tensor
-    """int64 [h * b * t * (s + k)]: which meeting, counted (h, b, t, s + k), each entry of the walk by query is; the s
-    blocks every row sees come first, the row's own at `local_blocks - 1`"""
-    shared: int
-    """s"""
 
-    def place(self) -> Tensor:
-        """int64 [h * b * t * (s + k)]: the entry of each meeting, the other way round."""
-        return torch.empty_like(self.order).scatter_(
-            0, self.order, torch.arange(len(self.order), device=self.order.device)
-        )
+def plan_of(selection: Selection, by_query: Walk, by_key: Walk, blocks: int) -> Plan:
+    """The plan of those walks."""
+    batch, heads = selection.indices.shape[:2]
+    device, n, size = selection.indices.device, selection.n, selection.block_size
+    axis = _token_axis(batch, n, heads, size, device)
+    part = Part(axis, axis, _classes(heads, device), by_query, by_key)
+    return Plan("learned", batch * n, heads, size, (part,), _masks(size, device), blocks)
 
 
 def block_plan(selection: Selection) -> Plan:
     """The plan of a selection by query blocks, for (1, h, b * n, d): samples one after another."""
-    return listed_plan(selection).plan
-
-
-def listed_plan(selection: Selection) -> Listed:
-    """The plan of a selection by query blocks, and where each of its meetings stands in it."""
     batch, heads, t, _ = selection.indices.shape
-    device, size = selection.indices.device, selection.block_size
-    tiles, ragged = batch * t, selection.n % size > 0
+    device = selection.indices.device
+    tiles, ragged = batch * t, selection.n % selection.block_size > 0
     shared = _shared_lists(t, selection.local_blocks, selection.sink_blocks, selection.is_causal, device)
     lists = torch.cat([shared.expand(heads, batch, -1, -1), selection.indices.transpose(0, 1).long()], -1)
     block = torch.arange(t, device=device)[:, None].expand_as(lists)
@@ -168,26 +162,17 @@ def listed_plan(selection: Selection) -> Listed:
     head = torch.arange(heads, device=device)[:, None, None, None]
     query, key = block + first_tile, lists.clamp(0, t - 1) + first_tile
     own = torch.where(lists == block, TRIANGLE, -1) if selection.is_causal else torch.full_like(lists, -1)
-    walks, orders = [], []
+    walks = []
     for row, tile, streamed in ((query, key, lists), (key, query, block)):
         mask = own if not ragged else torch.where((own < 0) & (streamed == t - 1), WHOLE, own)
         has_masks = ragged or selection.is_causal
-        walk, order = _walk(row + head * tiles, tile, mask if has_masks else None, listed, heads * tiles)
-        walks.append(walk)
-        orders.append(order)
-    axis = _token_axis(batch, selection.n, heads, size, device)
-    classes = torch.arange(heads, dtype=torch.int32, device=device)
-    part = Part(axis, axis, classes, *walks)
+        walks.append(_walk(row + head * tiles, tile, mask if has_masks else None, listed, heads * tiles))
     blocks = int(listed.sum()) if may_read(device) else lists.numel()
-    plan = Plan("learned", batch * selection.n, heads, size, (part,), _masks(size, device), blocks)
-    return Listed(plan, orders[0], shared.shape[1])
+    return plan_of(selection, walks[0], walks[1], blocks)
 
 
-def _walk(row: Tensor, tile: Tensor, mask: Tensor | None, listed: Tensor, rows: int) -> tuple[Walk, Tensor]:
-    """Meetings in any order as a walk, every list stored on its own, and which meeting each entry is.
-
-    Those not listed are sorted past the last row.
-    """
+def _walk(row: Tensor, tile: Tensor, mask: Tensor | None, listed: Tensor, rows: int) -> Walk:
+    """Meetings in any order as a walk, every list stored on its own; those not listed are sorted past the last row."""
     row, tile, listed = row.flatten(), tile.flatten(), listed.flatten()
     some = torch.zeros_like(row) if mask is None else (mask.flatten() >= 0).long()
     # A sort takes as many passes as its keys have bytes.
@@ -200,10 +185,10 @@ def _walk(row: Tensor, tile: Tensor, mask: Tensor | None, listed: Tensor, rows: 
     table = torch.stack([begin, middle, nothing, middle, end, nothing], 1)
     stored = tile[order].int()
     if mask is None:
-        return Walk(table, stored, stored[:0], stored[:0], start_order(table)), order
+        return Walk(table, stored, stored[:0], stored[:0], start_order(table))
     # One memory serves both kinds, as two tensors: within a row, tiles met whole come first.
     masks = mask.flatten()[order].clamp(min=0).int()
-    return Walk(table, stored, stored.view_as(stored), masks, start_order(table)), order
+    return Walk(table, stored, stored.view_as(stored), masks, start_order(table))
 
 
 class Chosen(NamedTuple):
