@@ -72,7 +72,14 @@ def xpos(x: Tensor, scale_base: int, downscale: bool) -> Tensor:
 
 
 def layer(
-    state: State, x: Tensor, heads: int, segments: list[int], rates: list[int], causal: bool, with_xpos: bool
+    state: State,
+    x: Tensor,
+    heads: int,
+    segments: list[int],
+    rates: list[int],
+    causal: bool,
+    with_xpos: bool,
+    memory: Tensor | None = None,
 ) -> Tensor:
     """(n, e) through one layer; `state` holds its names without the layer's prefix."""
     y = norm(state, "self_attn_layer_norm", x)
@@ -81,6 +88,14 @@ def layer(
         q, k = xpos(q, 512, False), xpos(k, 512, True)
     y = attention(q, k, v, segments, rates, causal).flatten(1)
     x = x + linear(state, "self_attn.out_proj", norm(state, "self_attn.inner_attn_ln", y))
+    if memory is not None:
+        y = norm(state, "encoder_attn_layer_norm", x)
+        q, k, v = (
+            linear(state, f"encoder_attn.{n}_proj", given).unflatten(-1, (heads, -1)).transpose(0, 1)
+            for n, given in (("q", y), ("k", memory), ("v", memory))
+        )
+        y = (q @ k.mT / math.sqrt(q.shape[-1])).softmax(-1) @ v
+        x = x + linear(state, "encoder_attn.out_proj", y.transpose(0, 1).flatten(1))
     y = F.gelu(linear(state, "ffn.fc1", norm(state, "final_layer_norm", x)))
     return x + linear(state, "ffn.fc2", norm(state, "ffn.ffn_layernorm", y))
 
@@ -98,6 +113,15 @@ def decoder(state: State, tokens: Tensor, heads: int, segments: list[int], rates
     with_xpos = "layers.0.self_attn.xpos.scale" in state
     x = stack(state, "", state["embed_tokens.weight"][tokens], heads, segments, rates, True, with_xpos)
     return x @ state["output_projection.weight"].T
+
+
+def encoder_decoder(
+    state: State, src: Tensor, tgt: Tensor, heads: int, segments: list[int], rates: list[int]
+) -> Tensor:
+    ladder = heads, segments, rates
+    memory = stack(state, "encoder.", state["encoder.embed_tokens.weight"][src], *ladder, False, False)
+    x = stack(state, "decoder.", state["decoder.embed_tokens.weight"][tgt], *ladder, True, False, memory)
+    return x @ state["decoder.output_projection.weight"].T
 
 
 def positions(width: int, grid: int) -> Tensor:
@@ -128,11 +152,14 @@ def slide(
     return norm(state, "norm", x[1:].mean(0), 1e-6) if pool else norm(state, "norm", x[0], 1e-6)
 
 
-def layer_shapes(d: int, wide: int, prefix: str, head_dim: int | None = None) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of one layer with sub-LayerNorm."""
+def layer_shapes(
+    d: int, wide: int, prefix: str, head_dim: int | None = None, cross: bool = False
+) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of one layer with sub-LayerNorm, which stands in self-attention and not in `cross`."""
     shapes: dict[str, tuple[int, ...]] = {}
     for name, (out, inside) in {
         **{f"self_attn.{n}_proj": (d, d) for n in ("k", "v", "q", "out")},
+        **{f"encoder_attn.{n}_proj": (d, d) for n in ("k", "v", "q", "out") if cross},
         "ffn.fc1": (wide, d),
         "ffn.fc2": (d, wide),
     }.items():
@@ -140,6 +167,7 @@ def layer_shapes(d: int, wide: int, prefix: str, head_dim: int | None = None) ->
     for name, width in {
         "self_attn.inner_attn_ln": d,
         "self_attn_layer_norm": d,
+        **({"encoder_attn_layer_norm": d} if cross else {}),
         "ffn.ffn_layernorm": wide,
         "final_layer_norm": d,
     }.items():
@@ -187,3 +215,14 @@ def decoder_state(d: int, wide: int, layers: int, heads: int, vocabulary: int, w
         shapes |= layer_shapes(d, wide, f"layers.{number}.", d // heads if with_xpos else None)
     state = drawn(shapes)
     return {**state, "output_projection.weight": state["embed_tokens.weight"]}
+
+
+def encoder_decoder_state(d: int, wide: int, layers: tuple[int, int], vocabularies: tuple[int, int]) -> State:
+    """Encoder and decoder with embeddings of their own and an output projection that shares with neither."""
+    shapes: dict[str, tuple[int, ...]] = {"decoder.output_projection.weight": (vocabularies[1], d)}
+    for side, count, vocabulary in zip(("encoder", "decoder"), layers, vocabularies, strict=True):
+        shapes |= {f"{side}.embed_tokens.weight": (vocabulary, d)}
+        shapes |= {f"{side}.layer_norm.{kind}": (d,) for kind in ("weight", "bias")}
+        for number in range(count):
+            shapes |= layer_shapes(d, wide, f"{side}.layers.{number}.", cross=side == "decoder")
+    return drawn(shapes)

@@ -14,6 +14,7 @@ import dilated_attention_pytorch as dap
 from dilated_attention_pytorch.distributed import SequenceLayout, shard_sequence
 from dilated_attention_pytorch.distributed.compress import GradientBuckets
 from dilated_attention_pytorch.distributed.loss import IGNORED, context_parallel_loss, next_token_labels
+from dilated_attention_pytorch.models import LongNetLM, SlideEncoder
 from dilated_attention_pytorch.nn import set_process_group
 
 N, WORDS, STEPS = 60, 11, 20
@@ -79,6 +80,7 @@ def train(rank: int, layout: SequenceLayout, group, samples: slice, wrap) -> tup
 
 def training_is_that_of_one_process(rank: int, world: int) -> None:
     losses_and_their_gradients(rank)
+    models_over_ranks(rank, world)
     losses, parameters = in_one_process()
     mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
     forms = {
@@ -97,6 +99,27 @@ def training_is_that_of_one_process(rank: int, world: int) -> None:
         assert max(abs(a - b) for a, b in zip(found[0], losses, strict=True)) <= 1e-11, name
         for got, want in zip(found[1], parameters, strict=True):
             assert error(got, want) <= 1e-10, name
+
+
+def models_over_ranks(rank: int, world: int) -> None:
+    """Logits are one process's; what would silently be another number is refused."""
+    size = {"d_model": 16, "nhead": 2, "dim_feedforward": 16, "segment_lengths": (8, 32), "dilation_rates": (1, 2)}
+    torch.manual_seed(0)
+    model = LongNetLM(num_tokens=WORDS, num_decoder_layers=1, **size).double()
+    tokens, layout = tokens_of(0), SequenceLayout.contiguous(N, world)
+    wanted, whole = model(tokens), model.loss(tokens, reduction="sum")
+    set_process_group(model, dist.group.WORLD)
+    own, labels = shard_sequence(tokens, layout, rank, 1), next_token_labels(tokens, layout, rank)
+    assert error(model(own), shard_sequence(wanted, layout, rank, 1)) <= 1e-12
+    total = model.loss(own, labels, reduction="sum", ignore_index=IGNORED).detach()
+    dist.all_reduce(total)
+    assert error(total, whole) <= 1e-12
+    with pytest.raises(ValueError, match="over several ranks must be given targets"):
+        model.loss(own)
+    slides = SlideEncoder(tile_width=4, d_model=16, num_layers=1, nhead=2, segment_lengths=(8,), dilation_rates=(1,))
+    set_process_group(slides, dist.group.WORLD)
+    with pytest.raises(ValueError, match="a slide must be whole"):
+        slides(torch.randn(1, 5, 4), torch.zeros(1, 5, 2))
 
 
 def by_buckets(model):

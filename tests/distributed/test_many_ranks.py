@@ -175,8 +175,10 @@ def test_receive_memory_is_flat_in_the_length():
     """Tokens a rank fixed, ranks from 16 to 1024: the rows received stay those of the ladder's reach."""
     pattern = ladder(512, 6)
     own = 4096
-    most = []
+    most, buffers = [], []
     for world in (16, 64, 256, 1024):
         layout = SequenceLayout.contiguous(own * world, world)
         most.append(max(len(dilated_request(pattern, layout, rank, 8).codes) for rank in (1, world // 2, world - 2)))
+        buffers.append(rank_plan(pattern, layout, world // 2, 8, 8).key_codes(layout, world // 2).numel())
     assert len(set(most)) == 1 and most[0] > 0
+    assert len(set(buffers)) == 1 and buffers[0] > most[0]

@@ -31,10 +31,14 @@ MODELS = {
     "untied": lambda: LongNetLM(num_tokens=40, num_decoder_layers=1, tie_embeddings=False, bias=False, **SMALL),
     "encoder": lambda: LongNet(num_encoder_layers=2, num_decoder_layers=0, **SMALL),
     "encoder-decoder": lambda: LongNetLM(num_tokens=40, num_encoder_layers=1, num_decoder_layers=1, **SMALL),
+    "translator": lambda: LongNetLM(
+        num_tokens=40, num_source_tokens=30, num_encoder_layers=1, num_decoder_layers=1, memory_norm=False, **SMALL
+    ),
     "slide": lambda: SlideEncoder(tile_width=12, d_model=32, num_layers=2, nhead=4),
 }
 NAMES = [
-    *((model, names) for model in MODELS for names in ("own", "torchscale")),
+    *((model, "own") for model in MODELS),
+    *((model, "torchscale") for model in MODELS if model != "encoder-decoder"),
     ("decoder", "original"),
     ("encoder-decoder", "original"),
 ]
@@ -204,6 +208,12 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path):
         checkpoints.write_whole(path, fail)
     assert torch.equal(read_state(path)["weight"], torch.ones(3))
     assert os.listdir(tmp_path) == ["weights.pt"]
+
+
+def test_a_full_disk_is_called_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(checkpoints, "write_whole", lambda place, write: write("/dev/full"))
+    with pytest.raises(OSError, match=r"No space left on device: .*weights\.pt"):
+        write_state({"weight": torch.ones(30_000)}, tmp_path / "weights.pt")
 
 
 def test_missing_files_and_unknown_names():

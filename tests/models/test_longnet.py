@@ -161,10 +161,10 @@ def test_generated_tokens_are_the_likeliest_of_the_full_computation(variant: str
     assert torch.equal(tokens, whole[:, 12:-1])
 
 
-@pytest.mark.parametrize("memory_pattern", ["full", "window:7"])
-def test_an_encoder_decoder_generates_what_it_computes(memory_pattern: str):
-    model = model_of(**FORMS["encoder-decoder"], memory_pattern=memory_pattern)
-    src, prompt = torch.randint(40, (2, 29)), torch.randint(40, (2, 5))
+@pytest.mark.parametrize(("memory_pattern", "read"), [("full", None), ("window:7", 60)])
+def test_an_encoder_decoder_generates_what_it_computes(memory_pattern: str, read: int | None):
+    model = model_of(**FORMS["encoder-decoder"], memory_pattern=memory_pattern, num_source_tokens=read)
+    src, prompt = torch.randint(read or 40, (2, 29)), torch.randint(40, (2, 5))
     tokens = model.generate(prompt, 20, src=src)
     whole = model(src, torch.cat([prompt, tokens], 1)).argmax(-1)
     assert torch.equal(tokens, whole[:, 4:-1])
@@ -178,6 +178,8 @@ def test_sampling_draws_from_what_was_asked_for():
     kept = longnet.Sampler(1.0, None, float(chances[0]) + 1e-4, None).probabilities(logits)[0]
     assert torch.allclose(kept, nn.functional.pad(chances[:2] / chances[:2].sum(), (0, 3)))
     assert longnet.Sampler(1.0, None, 1e-9, None)(logits).item() == 0
+    for temperature in (1e-40, 1e-300):
+        assert longnet.Sampler(temperature, 3, 0.9, None).probabilities(logits)[0].tolist() == [1, 0, 0, 0, 0]
     model = model_of()
     prompt = torch.randint(40, (2, 6))
     drawn = [model.generate(prompt, 12, temperature=1.0, generator=torch.Generator().manual_seed(3)) for _ in range(2)]
@@ -201,12 +203,22 @@ def test_generation_stops_and_leaves_the_mode_alone():
         ({"top_k": 3}, "top_k and top_p must come with a temperature"),
         ({"temperature": 1.0, "top_k": 0}, "top_k must be >= 1"),
         ({"temperature": 1.0, "top_p": 1.5}, "top_p must lie in"),
-        ({"src": torch.zeros(1, 3, dtype=torch.int64)}, "src must be given to an encoder-decoder alone"),
+        ({"src": torch.zeros(1, 3, dtype=torch.int64)}, "src must be given to an encoder-decoder, and"),
+        ({"stop": 40}, r"stop must be a token, 0 \.\. 39"),
+        ({"prompt": torch.zeros(3, dtype=torch.int64)}, r"a prompt \(batch, n\) that is not empty"),
     ],
 )
 def test_bad_wishes_are_refused(settings: dict[str, object], message: str):
     with pytest.raises(ValueError, match=message):
-        model_of().generate(torch.zeros(1, 3, dtype=torch.int64), 3, **settings)
+        model_of().generate(**{"prompt": torch.zeros(1, 3, dtype=torch.int64), "max_new_tokens": 3, **settings})
+
+
+def test_both_sequences_have_as_many_samples():
+    model, two = model_of(**FORMS["encoder-decoder"]), torch.zeros(2, 3, dtype=torch.int64)
+    with pytest.raises(ValueError, match="both sequences must be of as many samples, got 2 to read and 1"):
+        model(two, two[:1])
+    with pytest.raises(ValueError, match="got none and form 'encoder-decoder'"):
+        model(two)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -231,6 +243,16 @@ def test_chunked_loss_is_the_whole_loss(monkeypatch: pytest.MonkeyPatch):
     assert error(chunked, whole) < 1e-12
     for one, other in zip(grads, torch.autograd.grad(chunked, list(model.parameters())), strict=True):
         assert error(other, one) < 1e-12
+
+
+@pytest.mark.compile
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_the_loss_is_one_graph():
+    model, tokens = model_of(num_decoder_layers=1), torch.randint(40, (2, 41))
+    losses = [f(tokens) for f in (torch.compile(model.loss, fullgraph=True, backend="aot_eager"), model.loss)]
+    grads = [torch.autograd.grad(loss, list(model.parameters())) for loss in losses]
+    for got, want in zip((losses[0], *grads[0]), (losses[1], *grads[1]), strict=True):
+        assert error(got, want.detach()) < 1e-12
 
 
 def test_the_logits_of_a_long_sequence_never_exist_whole(monkeypatch: pytest.MonkeyPatch):

@@ -9,6 +9,8 @@ from oracle import error
 
 from dilated_attention_pytorch.models import (
     DilatedTransformerEncoderLayer,
+    LongNetConfig,
+    LongNetLM,
     SlideEncoder,
     export_state,
     load_checkpoint,
@@ -111,8 +113,81 @@ def test_torchscale_names_come_back_as_they_went(with_xpos: bool):
     state = torchscale.decoder_state(32, 64, layers=2, heads=4, vocabulary=50, with_xpos=with_xpos)
     model = load_torchscale(state, nhead=4, segment_lengths=LADDER[0], dilation_rates=LADDER[1], dtype=torch.float64)
     back = export_state(model, "torchscale")
-    assert set(back) == {name for name in state if not name.endswith("xpos.scale")}
+    assert set(back) == set(state)
+    assert all(torch.allclose(back[name].double(), state[name], rtol=1e-6, atol=0) for name in back)
+    assert all(torch.equal(back[name], state[name]) for name in back if not name.endswith("xpos.scale"))
+
+
+def translator_of(shared: str) -> dict[str, torch.Tensor]:
+    """Weights of an encoder-decoder with all embeddings in one, the decoder's two in one, or none."""
+    state = torchscale.encoder_decoder_state(32, 64, layers=(2, 3), vocabularies=(50 if shared == "all" else 40, 50))
+    if shared != "none":
+        state["decoder.output_projection.weight"] = state["decoder.embed_tokens.weight"]
+    if shared == "all":
+        state["encoder.embed_tokens.weight"] = state["decoder.embed_tokens.weight"]
+    return state
+
+
+@pytest.mark.parametrize("shared", ["all", "decoder", "none"])
+def test_an_encoder_decoder_gives_torchscales_logits_and_goes_back(shared: str):
+    state = translator_of(shared)
+    model = load_torchscale(state, nhead=4, segment_lengths=LADDER[0], dilation_rates=LADDER[1], dtype=torch.float64)
+    src, tgt = torch.randint(40, (45,)), torch.randint(50, (27,))
+    with torch.no_grad():
+        assert error(model(src[None], tgt[None])[0], torchscale.encoder_decoder(state, src, tgt, 4, *LADDER)) < 1e-10
+        padding = torch.arange(45) >= torch.tensor([[45], [23]])
+        both = model(*(x.expand(2, -1) for x in (src, tgt)), key_padding_mask=padding)
+        assert error(both[1], model(src[None, :23], tgt[None])[0]) < 1e-10
+    back = export_state(model, "torchscale")
+    assert set(back) == set(state)
     assert all(torch.equal(back[name], state[name]) for name in back)
+    assert model.num_parameters == model.config.num_parameters
+
+
+def test_a_decoder_with_an_output_of_its_own_comes_over():
+    """torchscale's default, whose output projection has no bias."""
+    state = torchscale.decoder_state(32, 64, layers=1, heads=4, vocabulary=50, with_xpos=False)
+    state["output_projection.weight"] = torch.randn(50, 32, dtype=torch.float64)
+    model = load_torchscale(state, nhead=4, segment_lengths=LADDER[0], dilation_rates=LADDER[1], dtype=torch.float64)
+    tokens = torch.randint(50, (21,))
+    with torch.no_grad():
+        assert error(model(tokens[None])[0], torchscale.decoder(state, tokens, 4, *LADDER)) < 1e-10
+        assert set(export_state(model, "torchscale")) == set(state)
+        model.out.bias.add_(1)
+    with pytest.raises(ValueError, match="output projection must have no bias"):
+        export_state(model, "torchscale")
+
+
+def test_an_encoder_decoder_of_another_kind_is_refused():
+    settings = {"nhead": 4, "segment_lengths": LADDER[0], "dilation_rates": LADDER[1]}
+    state = translator_of("all")
+    model = load_torchscale(state, **settings)
+    before = export_state(model)
+    wrong = {name: tensor for name, tensor in state.items() if name != "decoder.layers.1.encoder_attn.k_proj.bias"}
+    wrong["decoder.layers.0.encoder_attn.inner_attn_ln.weight"] = torch.zeros(32)
+    with pytest.raises(ValueError, match="must hold what the model needs") as raised:
+        load_checkpoint(model, wrong, "torchscale")
+    assert "1 missing: decoder.layers.1.encoder_attn.k_proj.bias" in str(raised.value)
+    assert "1 unexpected: decoder.layers.0.encoder_attn.inner_attn_ln.weight" in str(raised.value)
+    with pytest.raises(ValueError, match=r"one embedding must be given equal ones.*\n?.*num_source_tokens"):
+        load_checkpoint(model, {**state, "encoder.embed_tokens.weight": torch.zeros(50, 32)}, "torchscale")
+    assert all(torch.equal(tensor, before[name]) for name, tensor in export_state(model).items())
+    with pytest.raises(ValueError, match="XPOS must stand in causal layers"):
+        load_torchscale({**state, "encoder.layers.0.self_attn.xpos.scale": torch.zeros(4)}, **settings)
+    with pytest.raises(
+        ValueError, match=r"torchscale's cross-attention must have no LayerNorm(.|\n)*memory_norm=False"
+    ):
+        export_state(LongNetLM(num_encoder_layers=1, num_decoder_layers=1, d_model=32, **settings), "torchscale")
+    with pytest.raises(ValueError, match="must come with an encoder-decoder"):
+        LongNetLM(num_decoder_layers=1, memory_norm=False)
+
+
+def test_cross_attention_without_its_norm_has_no_gain():
+    config = LongNetConfig(d_model=64, nhead=4, num_encoder_layers=4, num_decoder_layers=40, memory_norm=False)
+    with torch.device("meta"):
+        layer = LongNetLM(config).long_net.decoder.layers[0]
+    assert layer.self_attn.gamma_init == config.gamma("decoder") > 2
+    assert (layer.multihead_attn.gamma_init, layer.multihead_attn.norm) == (1.0, None)
 
 
 def test_the_published_sizes_load_by_their_true_names():

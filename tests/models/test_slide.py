@@ -145,6 +145,22 @@ def test_bad_slides_are_refused(tiles: torch.Tensor, coords: torch.Tensor, messa
         SlideEncoder(**SMALL)(tiles, coords)
 
 
+def test_pooling_no_tiles_is_refused():
+    """Their mean is no number; a class token still has an embedding."""
+    tiles, coords = slide(9, batch=2)
+    none = torch.tensor([[False], [True]]).expand(2, 9)
+    pooled, plain = (SlideEncoder(**SMALL, global_pool=pool, dtype=torch.float64) for pool in (True, False))
+    for attempt in (
+        lambda: pooled(tiles, coords, none),
+        lambda: pooled.rollout(tiles, coords, none),
+        lambda: pooled(tiles[:, :0], coords[:, :0]),
+    ):
+        with pytest.raises(ValueError, match="every slide must have a tile"):
+            attempt()
+    assert plain(tiles, coords, none).isfinite().all()
+    assert plain.attention_map(tiles, coords, []).shape == (2, 0, 10)
+
+
 def test_normalised_coordinates_are_noticed():
     with pytest.warns(UserWarning, match="coords must be pixels at full resolution"):
         SlideEncoder(**SMALL)(torch.randn(1, 100, 12), torch.rand(1, 100, 2) * 1000)

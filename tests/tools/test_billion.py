@@ -29,6 +29,27 @@ def test_a_small_run_computes_and_checks_every_row_it_says(tmp_path: Path, extra
     assert "9,000 tokens" in told and told.endswith("passed\n")
 
 
+def test_half_precision_is_held_to_twice_the_error_of_dense_attention(tmp_path: Path):
+    status, line = run(tmp_path, "--tokens", "3000", "--dtype", "bfloat16")
+    assert status == 0 and line["largest_error"] <= line["error_allowed"] == 2 * line["sdpa_error"] < 1e-2
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (("--heads", "0"), "heads must be >= 1, got 0"),
+        (("--rows", "0"), "rows must be >= 1, got 0"),
+        (("--device", "cuda"), "device cuda must be there"),
+    ],
+)
+def test_what_cannot_be_run_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options, says: str):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match=says):
+        run(tmp_path, "--tokens", "1K", *options)
+    with pytest.raises(SystemExit):
+        run(tmp_path, "--tokens", "0")
+
+
 def test_a_wrong_row_fails_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     watched = billion.Watch.__call__
 

@@ -283,14 +283,19 @@ def test_a_rehearsal_runs_every_row(rehearsal: quality.Suite, tmp_path: Path, ca
     assert "recall" in capsys.readouterr().out
 
 
-def test_a_suite_goes_on_where_time_ran_out(
-    rehearsal: quality.Suite, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("stop", [editions.OutOfTime("enough"), KeyboardInterrupt()], ids=["time", "Ctrl-C"])
+def test_a_suite_goes_on_where_it_was_stopped(
+    rehearsal: quality.Suite,
+    stop: BaseException,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ):
     drawn: list[str] = []
 
     def recall(suite: quality.Suite, name: str, seed: int) -> dict[str, object]:
         if len(drawn) == 3:
-            raise editions.OutOfTime("enough")
+            raise stop
         drawn.append(name)
         return {"quality": 1.0, "n": 64, "parameters": 1, "seconds": 1.0, "steps": 1, "tokens": 64}
 
@@ -308,6 +313,12 @@ def test_a_suite_goes_on_where_time_ran_out(
     capsys.readouterr()
     assert quality.main([*given, "--json"]) == 130 and len(read(tmp_path)) == 3
     assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == read(tmp_path)
+
+
+def test_a_suite_without_its_device_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match="suite gpu must have a GPU"):
+        quality.main(["--suite", "gpu", "--out", str(tmp_path)])
 
 
 def read(folder: Path) -> list[dict[str, Any]]:

@@ -80,6 +80,7 @@ def test_json_and_execution(tmp_path):
     told = json.loads(done.output)
     assert told["worlds"][0]["ranks"] == 4
     assert told["executed"]["error"] <= 2e-5
+    assert "GB/s" in told["seconds_are_a_model"]
 
 
 def test_a_plot_is_drawn_where_asked(tmp_path):
@@ -94,5 +95,6 @@ def test_wrong_use_says_what_must_hold():
         simulate("causal", 16, [17])
     with pytest.raises(ValueError, match="dtype must be one of"):
         simulate("causal", 16, [2], dtype="float8")
+    assert "ranks must be whole numbers like 8,64,1024, got '8,0'" in str(run("--ranks", "8,0").exception)
     with pytest.raises(ValueError, match="at most 256 ranks"):
         execute(Causal(), 1024, 512, 1, 8)

@@ -114,7 +114,7 @@ def test_ctrl_c_saves_and_leaves(capsys: pytest.CaptureFixture[str]):
     assert losses("cut") == losses("whole")
 
 
-def test_a_crash_after_a_checkpoint_loses_only_what_came_after():
+def test_a_crash_after_a_checkpoint_loses_only_what_came_after(monkeypatch: pytest.MonkeyPatch):
     assert run("--save-every", "2", out="whole") == 0
     original = train.Run.train_step
 
@@ -129,8 +129,11 @@ def test_a_crash_after_a_checkpoint_loses_only_what_came_after():
     with Path("crashed", "log.jsonl").open("a") as file:
         # What is no step of a run, and what a crash cut short.
         file.write("[1, 2]\n" + "[" * 5000 + '\n{"loss": 1.0}\n\x00\n{"step": 6, "lo')
-    assert run("--save-every", "2", "--resume", out="crashed") == 0
+    # So torchrun starts it anew; without a checkpoint yet, it would begin at the beginning.
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert run("--save-every", "2", out="crashed") == 0
     assert losses("crashed") == losses("whole")
+    assert run(out="fresh") == 0
 
 
 @pytest.mark.parametrize(
@@ -143,18 +146,34 @@ def test_a_crash_after_a_checkpoint_loses_only_what_came_after():
         (["--parallel", "pipeline"], "parallel must be one of data, context"),
         (["--dense", "--pattern", "window:8"], "dense must come without a pattern"),
         (["--batch", "0"], "batch must be >= 1"),
+        (["--eval-every", "-1"], "eval_every must be >= 0"),
+        (["--clip", "0"], "clip must be positive and finite"),
+        (["--lr", "nan"], "lr must be positive and finite"),
+        (["--device", "cuda"], "device cuda must be there"),
         (["--size", "huge"], "size must be one of tiny"),
     ],
 )
-def test_bad_options_are_refused(options: list[str], message: str):
+def test_bad_options_are_refused(options: list[str], message: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ValueError, match=message):
         run(*options)
+
+
+def test_dense_attention_knows_no_ranks(monkeypatch: pytest.MonkeyPatch):
+    """Each rank would attend to its own part of the sequence and say nothing."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="dense must come with --parallel data"):
+        train.Run(train.Settings(data="text", context=64, dense=True, parallel="context"))
 
 
 def test_a_resumed_run_keeps_its_settings():
     assert run() == 0
     with pytest.raises(ValueError, match="resume must have the settings of the run, got lr"):
         run("--resume", "--lr", "0.5")
+    with Path("text").open("ab") as file:
+        file.write(b"more")
+    with pytest.raises(ValueError, match="resume must have the data of the run"):
+        run("--resume")
 
 
 def test_accumulation_is_a_larger_batch():

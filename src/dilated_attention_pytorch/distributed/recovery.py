@@ -197,7 +197,8 @@ def regroup(
     that waits for this one learns of the fault at its timeout only, and may then come too late.
 
     Args:
-        store: where the ranks meet. It must outlive the lost rank, as the one that torchrun's agent keeps does.
+        store: where the ranks meet. It must outlive the lost rank; so must the launcher let the others live, which
+            torchrun does not.
         generation: a number no earlier call has used, the same on every rank: 1, then 2, ...
         rank: of this process in the group that broke; likewise `world`.
         settle: seconds to wait for others. Who comes later is left behind, and raises `LeftBehind`.

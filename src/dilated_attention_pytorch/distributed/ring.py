@@ -13,13 +13,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-from ..errors import must, must_be
+from ..errors import must
 from ..kernels.dropout import fresh_seed
 from ..kernels.registry import backend_named
 from ..ops import AttentionOutput
 from ..ops.attention import lengths_of
 from ..ops.checks import check_masks, check_tensors
-from ..patterns import Causal, Packed, Pattern, parse
+from ..patterns import Causal, Packed, Pattern, as_pattern
 from .choose import Exchange, Machine, Overlap
 from .comm import same_everywhere
 from .engine import ContextParallel, Job, gradients_of, outcomes_of
@@ -201,12 +201,7 @@ class Call(NamedTuple):
 
     def resolved(self, heads: int) -> Pattern:
         """The pattern of the whole sequence, with all it needs to know filled in."""
-        pattern = self.pattern
-        if not isinstance(pattern, Pattern | str):
-            raise must_be(
-                "pattern must be a Pattern or text", type(pattern).__name__, 'For example "window:512 & causal".'
-            )
-        whole = parse(pattern) if isinstance(pattern, str) else pattern
+        whole = as_pattern(self.pattern)
         if self.is_causal:
             packed = isinstance(whole, Packed)
             whole = replace(whole, pattern=whole.pattern & Causal()) if packed else whole & Causal()

@@ -9,17 +9,18 @@ from __future__ import annotations
 import json
 import os
 import re
-import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import must, must_be
-from ..nn import Rotary
+from ..files import write_whole
+from ..nn import Rotary, Xpos
 from .config import LongNetConfig
+from .layers import LayerAttention
 from .longnet import LongNet, LongNetLM
 from .slide import SlideConfig, SlideEncoder
 
@@ -37,7 +38,6 @@ SAFETENSORS_MISSING = "a .safetensors file must be read with the package safeten
 # decoder with cross-attention have a third norm, so they come first.
 _TORCHSCALE_LAYER = {
     r"(layers\.\d+\.)self_attn\.norm\.": r"\1self_attn.inner_attn_ln.",
-    r"(layers\.\d+\.)multihead_attn\.norm\.": r"\1encoder_attn.inner_attn_ln.",
     r"(layers\.\d+\.)multihead_attn\.": r"\1encoder_attn.",
     r"(layers\.\d+\.)linear1\.": r"\1ffn.fc1.",
     r"(layers\.\d+\.)linear2\.": r"\1ffn.fc2.",
@@ -54,6 +54,8 @@ _THREE_BLOCKS = {
 }
 _FUSED = {"in_proj_weight": "weight", "in_proj_bias": "bias", "qkv_proj.weight": "weight", "qkv_proj.bias": "bias"}
 """Names of the three projections in one -> what each of the three is called."""
+_SOURCE = "encoder.embed_tokens.weight"
+"""Where torchscale keeps the embedding of what an encoder reads."""
 _CONSTANTS = re.compile(r"(^|\.)(xpos\.scale|pos_embedding\.scale|pos_embed)$")
 """Entries that follow from the sizes and are computed here."""
 
@@ -137,26 +139,24 @@ def write_state(
         told = {name: json.dumps(fact) for name, fact in facts.items()} if facts else None
         write_whole(place, lambda temporary: save_file({n: t.cpu() for n, t in own.items()}, temporary, told))
     else:
-        held = {WRAPPERS[0]: own, **facts} if facts else own
-        write_whole(place, lambda temporary: torch.save(held, temporary))
+        write_torch({WRAPPERS[0]: own, **facts} if facts else own, place)
 
 
-def write_whole(place: Path, write: Callable[[str], object]) -> None:
-    """Let `write` fill a file beside `place`, then put it there in one step: readers see the old or the new one."""
-    place.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=place.parent, prefix=f".{place.name}.")
-    os.close(handle)
-    try:
-        write(temporary)
-        with open(temporary, "rb") as file:
-            os.fsync(file.fileno())
-        # mkstemp lets nobody else read; a checkpoint is an ordinary file.
-        os.umask(mask := os.umask(0))
-        os.chmod(temporary, 0o666 & ~mask)
-        os.replace(temporary, place)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+def write_torch(held: object, place: Path) -> None:
+    """Write what `torch.load(..., weights_only=True)` reads back, whole or not at all; a full disk is an `OSError`."""
+
+    def write(temporary: str) -> None:
+        try:
+            with open(temporary, "wb") as file:
+                torch.save(held, file)
+        except (OSError, RuntimeError) as error:
+            # torch closes its archive, finds it short, and raises that instead.
+            fault = error if isinstance(error, OSError) else error.__context__
+            if isinstance(fault, OSError):
+                raise OSError(*fault.args[:2], str(place)) from None
+            raise
+
+    write_whole(place, write)
 
 
 def load_checkpoint(model: nn.Module, source: Source, names: Names = "own", *, ignore: Sequence[str] = ()) -> None:
@@ -191,6 +191,17 @@ def export_state(model: nn.Module, names: Names = "own") -> State:
     if names == "torchscale":
         state = {own: _turned(model, own, tensor, True) for own, tensor in state.items()}
     state = {_their_name(model, own, names): tensor for own, tensor in state.items()}
+    if names == "torchscale" and isinstance(model, LongNetLM):
+        bias = state.pop(_their_name(model, "out.bias", names), None)
+        if bias is not None and bool(bias.any()):
+            raise must("torchscale's output projection must have no bias", "out.bias", "Set it to 0, or bias=False.")
+        if _shares_with_encoder(model):
+            state[_SOURCE] = state[_their_name(model, "token_embedding.weight", names)].clone()
+        for own, module in model.named_modules():
+            if own.endswith(".self_attn") and isinstance(getattr(module, "position", None), Xpos):
+                width = cast(LayerAttention, module).head_dim
+                scale = (torch.arange(0, width, 2) + 0.4 * width) / (1.4 * width)
+                state[_their_name(model, f"{own}.xpos.scale", names)] = scale
     return _together(state) if names == "torch" else state
 
 
@@ -214,18 +225,29 @@ def _checked(wanted: State, theirs: dict[str, str], given: State) -> State:
 
 
 def _completed(model: nn.Module, given: State, theirs: dict[str, str], names: Names) -> State:
-    """`given` with what follows from the rest: the unembedding of a model that shares it, a norm the original lacks."""
-    if isinstance(model, LongNetLM) and model.config.tie_embeddings:
+    """`given` with what follows from the rest: shared embeddings, norms the original lacks, a bias torchscale lacks."""
+    if isinstance(model, LongNetLM):
         embedding, out = theirs["token_embedding.weight"], theirs["out.weight"]
-        if embedding in given:
+        if model.config.tie_embeddings and embedding in given:
             given = {out: given[embedding], **given}
             if given[out].shape == given[embedding].shape and not torch.equal(given[out], given[embedding]):
                 raise must("a model with tied embeddings must be given equal ones", "two", "Set tie_embeddings=False.")
+        if names == "torchscale" and _shares_with_encoder(model) and {_SOURCE, embedding} <= set(given):
+            if not torch.equal(given[_SOURCE], given[embedding]):
+                raise must("a model with one embedding must be given equal ones", "two", "Set num_source_tokens.")
+            given = {name: tensor for name, tensor in given.items() if name != _SOURCE}
+        if names == "torchscale" and "out.bias" in theirs:
+            given = {theirs["out.bias"]: torch.zeros(model.config.num_tokens), **given}
     if names == "original":
         ends = [name for name in theirs.values() if re.fullmatch(r"(long_net\.)?encoder\.norm\.(weight|bias)", name)]
         whole = dict(model.named_parameters())
         given = {**{name: torch.full_like(whole[name], float(name.endswith("weight"))) for name in ends}, **given}
     return given
+
+
+def _shares_with_encoder(model: LongNetLM) -> bool:
+    """Whether one embedding serves both stacks, which torchscale stores under the names of both."""
+    return model.config.form == "encoder-decoder" and model.source_embedding is None
 
 
 def _apart(given: Mapping[str, Tensor]) -> State:
@@ -264,6 +286,8 @@ def _their_name(model: nn.Module, own: str, names: Names) -> str:
         return own.removeprefix("encoder.")
     if names == "original":
         return re.sub(r"^long_net\.decoder\.norm\.", "norm.", own)
+    if ".multihead_attn.norm." in own:
+        raise must("torchscale's cross-attention must have no LayerNorm inside", own, "Set memory_norm=False.")
     table: dict[str, str] = dict(_TORCHSCALE_LAYER)
     if isinstance(model, SlideEncoder):
         ends = {r"^tile_projection\.": "patch_embed.proj.", r"^class_token$": "cls_token"}
@@ -278,6 +302,7 @@ def _their_name(model: nn.Module, own: str, names: Names) -> str:
             **_TWO_BLOCKS,
             r"^((?:(?:en|de)coder\.)?)norm\.": r"\1layer_norm.",
             r"^token_embedding\.": f"{prefix}embed_tokens.",
+            r"^source_embedding\.": "encoder.embed_tokens.",
             r"^out\.": f"{prefix}output_projection.",
         }
     for ours, replacement in table.items():
@@ -344,32 +369,43 @@ def load_torchscale(
     dtype: torch.dtype | None = None,
     **settings: Any,
 ) -> LongNetLM:
-    """A torchscale LongNet decoder as a `LongNetLM`, with the offsets and the gradient it was trained with.
+    """A torchscale LongNet decoder or encoder-decoder as a `LongNetLM`, with the semantics it was trained with.
 
     Args:
-        source: a path, or tensors by name: `embed_tokens.weight`, `layers.0. ...`, `layer_norm.weight`.
+        source: a path, or tensors by name: `embed_tokens.weight`, `layers.0. ...`, `layer_norm.weight` of a decoder;
+            the same after `encoder.` and `decoder.` of both, which may share an embedding or not.
         nhead: heads, which sizes do not tell, as `segment_lengths` and `dilation_rates`.
         ignore: see `load_checkpoint`.
         device: where it runs, as `dtype` in what.
-        settings: other fields of `LongNetConfig`.
+        settings: other fields of `LongNetConfig`. Embeddings are taken as they are, as torchscale does unless it was
+            told `no_scale_embedding=False`.
     """
     state = read_state(source) if isinstance(source, str | os.PathLike) else state_in(source)
-    sizes = _sizes(state, "", ("embed_tokens.weight",))
-    out = state.get("output_projection.weight")
+    both = any(name.startswith("encoder.layers.") for name in state)
+    at = "decoder." if both else ""
+    sizes = _sizes(state, at, (f"{at}embed_tokens.weight",))
+    embedding, out = state[f"{at}embed_tokens.weight"], state.get(f"{at}output_projection.weight")
     known: dict[str, Any] = {
-        "num_tokens": sizes["embed_tokens.weight"][0],
+        "num_tokens": len(embedding),
         "d_model": sizes["d_model"],
         "num_decoder_layers": sizes["layers"],
         "dim_feedforward": sizes["dim_feedforward"],
-        "sub_norm": "layers.0.self_attn.inner_attn_ln.weight" in state,
-        "position": "xpos" if "layers.0.self_attn.xpos.scale" in state else None,
-        "tie_embeddings": out is None or torch.equal(out, state["embed_tokens.weight"]),
+        "sub_norm": f"{at}layers.0.self_attn.inner_attn_ln.weight" in state,
+        "position": "xpos" if f"{at}layers.0.self_attn.xpos.scale" in state else None,
+        "tie_embeddings": out is None or torch.equal(out, embedding),
         "nhead": nhead,
         "segment_lengths": tuple(segment_lengths),
         "dilation_rates": tuple(dilation_rates),
         "offset": "block",
         "detach_mixing": True,
     }
+    if both:
+        if "encoder.layers.0.self_attn.xpos.scale" in state:
+            raise must("torchscale's XPOS must stand in causal layers", "an encoder with it", "It is not run here.")
+        read = state.get(_SOURCE, embedding)
+        known["num_source_tokens"] = None if torch.equal(read, embedding) else len(read)
+        known["num_encoder_layers"] = _sizes(state, "encoder.", ())["layers"]
+        known |= {"memory_norm": False, "zero_padding": True}
     model = LongNetLM(LongNetConfig(**{**known, **settings}), device=device, dtype=dtype)
     load_checkpoint(model, state, "torchscale", ignore=ignore)
     return model.eval()

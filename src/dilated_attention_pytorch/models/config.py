@@ -40,6 +40,10 @@ class LongNetConfig:
     """Patterns of the layers instead, as text, taken in turn from the first layer on."""
     memory_pattern: str = "full"
     """What a decoder token sees of the encoder's output."""
+    memory_norm: bool = True
+    """Whether `sub_norm`, with its gain, holds for cross-attention too; torchscale's has neither."""
+    num_source_tokens: int | None = None
+    """Vocabulary of what an encoder-decoder's encoder reads, with its own embedding; the decoder's by default."""
     dropout: float = 0.0
     attention_dropout: float = 0.0
     activation: str = "gelu"
@@ -70,6 +74,10 @@ class LongNetConfig:
                 raise must(f"{name} must be >= {least.get(name, 0)}", getattr(self, name))
         if not self.num_encoder_layers + self.num_decoder_layers:
             raise must("a model must have a layer", "none", "Set num_decoder_layers or num_encoder_layers.")
+        if self.form != "encoder-decoder" and (self.num_source_tokens is not None or not self.memory_norm):
+            raise must("num_source_tokens and memory_norm=False must come with an encoder-decoder", f"a {self.form}")
+        if self.num_source_tokens is not None and self.num_source_tokens < 1:
+            raise must("num_source_tokens must be >= 1, or None", self.num_source_tokens)
         if self.activation not in ACTIVATIONS:
             raise must(f"activation must be one of {', '.join(ACTIVATIONS)}", repr(self.activation))
         if self.sub_norm and not self.norm_first:
@@ -127,7 +135,8 @@ class LongNetConfig:
         kv = (self.num_kv_heads or self.nhead) * self.head_dim
         attention, biases = 2 * d * d + 2 * d * kv, 2 * d + 2 * kv
         attentions = 2 if cross else 1
-        norms = (attentions + 1) * d + (attentions * d + ff if self.sub_norm else 0)
+        inner = attentions if self.memory_norm else 1
+        norms = (attentions + 1) * d + (inner * d + ff if self.sub_norm else 0)
         vectors = (attentions * biases + d + ff + 2 * norms) if self.bias else norms
         return attentions * attention + 2 * d * ff, vectors
 
@@ -141,7 +150,7 @@ class LongNetConfig:
         ends = (self.num_encoder_layers > 0) + (self.num_decoder_layers > 0)
         total += ends * self.d_model * (2 if self.bias else 1) * self.has_final_norm
         head = 0 if self.tie_embeddings else self.num_tokens * (self.d_model + self.bias)
-        return total + self.num_tokens * self.d_model + head
+        return total + (self.num_tokens + (self.num_source_tokens or 0)) * self.d_model + head
 
     def flops(self, n: int) -> int:
         """Floating-point operations of a forward pass over `n` tokens (and `n` more for an encoder's, if both).

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from ..errors import must
 from ..nn import KVCache, MultiheadSparseAttention, Position
-from ..nn.ring import MultiheadOverRanks, Ranks
+from ..nn.ring import MultiheadOverRanks, OverRanks, Ranks
 from ..patterns import Dilated, Full, Pattern, parse
 from .config import ACTIVATIONS
 from .published import check_published, published_attention
@@ -53,6 +53,11 @@ class LayerAttention(MultiheadOverRanks, MultiheadSparseAttention):
         if n != keys:
             raise must("zero_padding and detach_mixing must come with self-attention", f"{n} queries and {keys} keys")
         return partial(published_attention, zero_padding=self.zero_padding, detach_mixing=self.detach_mixing)
+
+
+def world_of(model: nn.Module) -> int:
+    """Over how many ranks a model's sequences are spread."""
+    return max([1, *(module.ranks.world for module in model.modules() if isinstance(module, OverRanks))])
 
 
 class DilatedTransformerLayer(nn.Module):
@@ -201,14 +206,18 @@ class DilatedTransformerDecoderLayer(DilatedTransformerLayer):
         args: those of `DilatedTransformerLayer`, as `options`.
         memory_pattern: what a token sees of the encoder's output, counted from the same start; that of self-attention
             by default. "full" when the two sequences do not run in step.
+        memory_norm: whether `sub_norm` and `gamma_init` hold for attention to the encoder's output too.
     """
 
     norms = 3
 
-    def __init__(self, *args: Any, memory_pattern: Pattern | str | None = None, **options: Any) -> None:
+    def __init__(
+        self, *args: Any, memory_pattern: Pattern | str | None = None, memory_norm: bool = True, **options: Any
+    ) -> None:
         super().__init__(*args, **options)
         pattern = self.self_attn.pattern if memory_pattern is None else memory_pattern
-        self.multihead_attn = LayerAttention(pattern=pattern, **self._heads)
+        heads = self._heads if memory_norm else {**self._heads, "layer_norm": False, "gamma_init": 1.0}
+        self.multihead_attn = LayerAttention(pattern=pattern, **heads)
 
     def forward(
         self,

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from ..errors import must, must_be
 from ..nn import KVCache
 from .config import LongNetConfig
-from .layers import DilatedTransformerDecoderLayer, DilatedTransformerEncoderLayer
+from .layers import DilatedTransformerDecoderLayer, DilatedTransformerEncoderLayer, world_of
 
 LOGITS_AT_A_TIME = 1 << 24
 """Logits that the loss holds at once."""
@@ -47,7 +47,9 @@ class Stack(nn.Module):
         made = DilatedTransformerDecoderLayer if cross else DilatedTransformerEncoderLayer
         count = config.num_encoder_layers if of == "encoder" else config.num_decoder_layers
         self.checkpointing = config.gradient_checkpointing
-        options: dict[str, Any] = {"memory_pattern": config.memory_pattern} if cross else {}
+        options: dict[str, Any] = {}
+        if cross:
+            options = {"memory_pattern": config.memory_pattern, "memory_norm": config.memory_norm}
         self.layers = nn.ModuleList(
             made(
                 config.d_model,
@@ -139,10 +141,7 @@ class LongNet(nn.Module):
         Returns:
             As `tgt` where there are both stacks, else as `x`.
         """
-        if (tgt is None) == (self.config.form == "encoder-decoder"):
-            raise must(
-                f"tgt must be given to an encoder-decoder alone, and this is a {self.config.form}", tgt is not None
-            )
+        self.check_pair("tgt", tgt)
         stack = self.encoder or self.decoder
         assert stack is not None
         causal = self.encoder is None if is_causal is None else is_causal
@@ -152,6 +151,12 @@ class LongNet(nn.Module):
         if cu_seqlens is not None:
             raise must("cu_seqlens must come with one stack", "an encoder-decoder", "Use key_padding_mask.")
         return self.decode(tgt, found, key_padding_mask=tgt_key_padding_mask, memory_key_padding_mask=key_padding_mask)
+
+    def check_pair(self, name: str, given: Tensor | None) -> None:
+        """Refuse a second sequence where there is one stack, and one alone where there are two."""
+        if (given is None) == (self.config.form == "encoder-decoder"):
+            came = f"{'none' if given is None else 'one'} and form {self.config.form!r}"
+            raise must(f"{name} must be given to an encoder-decoder, and to it alone", came)
 
     def decode(
         self,
@@ -167,6 +172,8 @@ class LongNet(nn.Module):
             raise must("decoding must have a decoder", "an encoder alone", "Set num_decoder_layers.")
         if memory is None:
             return self.decoder(tgt, src_key_padding_mask=key_padding_mask, is_causal=True, caches=caches)
+        if len(memory) != len(tgt):
+            raise must("both sequences must be of as many samples", f"{len(memory)} to read and {len(tgt)} to go on")
         return self.decoder(
             tgt,
             memory,
@@ -207,6 +214,10 @@ class LongNetLM(nn.Module):
         self.config = config = _config(config, settings)
         self.token_embedding = nn.Embedding(config.num_tokens, config.d_model, device=device, dtype=dtype)
         nn.init.normal_(self.token_embedding.weight, std=config.d_model**-0.5)
+        self.source_embedding = None
+        if config.num_source_tokens is not None:
+            self.source_embedding = nn.Embedding(config.num_source_tokens, config.d_model, device=device, dtype=dtype)
+            nn.init.normal_(self.source_embedding.weight, std=config.d_model**-0.5)
         self.long_net = LongNet(config, device=device, dtype=dtype)
         self.out = nn.Linear(config.d_model, config.num_tokens, config.bias, device=device, dtype=dtype)
         nn.init.normal_(self.out.weight, std=config.d_model**-0.5)
@@ -220,7 +231,8 @@ class LongNetLM(nn.Module):
 
     def hidden(self, tokens: Tensor, tgt: Tensor | None = None, **settings: Any) -> Tensor:
         """What `LongNet` makes of token ids, (B, N, E); settings are those of its `forward`."""
-        return self.long_net(self._embed(tokens), None if tgt is None else self._embed(tgt), **settings)
+        read = self._embed(tokens, self.source_embedding)
+        return self.long_net(read, None if tgt is None else self._embed(tgt), **settings)
 
     def forward(self, tokens: Tensor, tgt: Tensor | None = None, **settings: Any) -> Tensor:
         """Logits of every token; settings are those of `LongNet.forward`."""
@@ -243,12 +255,15 @@ class LongNetLM(nn.Module):
             targets: ids (B, N) to predict at each token, `ignore_index` where none; by default the token after it, and
                 of an encoder-decoder the one after each of `tgt`. An encoder needs them.
             tgt: ids (B, M) for an encoder-decoder.
-            reduction: "mean" over the targets, "sum", or "none", (B, N).
+            reduction: "mean" over the targets, of this rank where there are several, "sum", or "none", (B, N).
             ignore_index: the target that counts for nothing.
         """
         if targets is None:
             if self.config.form == "encoder":
                 raise must("an encoder must be given targets", "none", "Mask tokens, and give what stood there.")
+            if (world := world_of(self)) > 1:
+                raise must("a model over several ranks must be given targets", f"none, {world} ranks",
+                           "The next rank holds the last: distributed.next_token_labels.")  # fmt: skip
             read = tokens if tgt is None else tgt
             targets = F.pad(read[:, 1:], (0, 1), value=ignore_index)
         hidden = self.hidden(tokens, tgt, **settings)
@@ -272,10 +287,10 @@ class LongNetLM(nn.Module):
             return tuple(None if tensor is None else tensor.to(dtype) for tensor in given)  # pyrefly: ignore
         return given
 
-    def _embed(self, tokens: Tensor) -> Tensor:
+    def _embed(self, tokens: Tensor, embedding: nn.Embedding | None = None) -> Tensor:
         if tokens.dim() != 2 or tokens.is_floating_point():
             raise must("tokens must be integers of shape (batch, n)", f"{tokens.dtype} {tuple(tokens.shape)}")
-        return self.token_embedding(tokens.long() if tokens.dtype == torch.uint8 else tokens)
+        return (embedding or self.token_embedding)(tokens.long() if tokens.dtype == torch.uint8 else tokens)
 
     @torch.no_grad()
     def generate(
@@ -306,16 +321,17 @@ class LongNetLM(nn.Module):
             The new ids (B, at most max_new_tokens).
         """
         draw = Sampler(temperature, top_k, top_p, generator)
-        if max_new_tokens < 0 or not prompt.numel():
-            raise must("generate must have a prompt and max_new_tokens >= 0", f"{prompt.numel()}, {max_new_tokens}")
-        if (src is None) == (self.config.form == "encoder-decoder"):
-            raise must(
-                f"src must be given to an encoder-decoder alone, and this is a {self.config.form}", src is not None
-            )
+        if max_new_tokens < 0 or prompt.dim() != 2 or not prompt.numel():
+            came = f"{tuple(prompt.shape)}, {max_new_tokens}"
+            raise must("generate must have a prompt (batch, n) that is not empty, and max_new_tokens >= 0", came)
+        if stop is not None and not 0 <= stop < self.config.num_tokens:
+            raise must(f"stop must be a token, 0 .. {self.config.num_tokens - 1}, or None", stop)
+        self.long_net.check_pair("src", src)
         was_training = self.training
         self.eval()
         try:
-            memory = None if src is None else self.long_net.encoder(self._embed(src))  # pyrefly: ignore
+            read = None if src is None else self._embed(src, self.source_embedding)
+            memory = None if read is None else self.long_net.encoder(read)  # pyrefly: ignore
             caches = self.long_net.caches(prompt.shape[1] + max_new_tokens)
             ids, found = prompt, []
             done = torch.zeros(len(prompt), dtype=torch.bool, device=prompt.device)
@@ -398,7 +414,9 @@ class Sampler:
 
     def probabilities(self, logits: Tensor) -> Tensor:
         """What is drawn from."""
-        logits = logits.float() / self.temperature
+        logits = logits.float()
+        # The likeliest becomes 0, which no temperature takes out of range; below 1e-30 none is left but it.
+        logits = (logits - logits.amax(-1, keepdim=True)) / max(self.temperature, 1e-30)
         if self.top_k is not None and self.top_k < logits.shape[-1]:
             least = logits.topk(self.top_k).values[:, -1:]
             logits = logits.masked_fill(logits < least, -torch.inf)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..errors import must
 from ..ops import attention, attention_rows
 from .config import LongNetConfig
-from .layers import DilatedTransformerEncoderLayer
+from .layers import DilatedTransformerEncoderLayer, world_of
 from .longnet import Stack
 
 ROLLOUT_WIDTH = 16
@@ -227,7 +227,7 @@ class SlideEncoder(nn.Module):
             query, key = self._query_and_key(chosen, x)
         finally:
             self.train(training)
-        index = torch.tensor([row + 1 for row in rows], device=x.device)
+        index = torch.tensor([row + 1 for row in rows], dtype=torch.int64, device=x.device)
         weights = attention_rows(query, key, chosen.self_attn.pattern, index, key_padding_mask=mask)
         return weights.mean(1) if average_heads else weights
 
@@ -284,6 +284,12 @@ class SlideEncoder(nn.Module):
             raise must(f"coords must have shape {(*tiles.shape[:2], 2)}", tuple(coords.shape))
         if mask is not None and (mask.dtype != torch.bool or mask.shape != tiles.shape[:2]):
             raise must(f"key_padding_mask must be bool {tuple(tiles.shape[:2])}", f"{mask.dtype} {tuple(mask.shape)}")
+        if not torch.compiler.is_compiling() and not tiles.is_meta:
+            if (world := world_of(self.encoder)) > 1:
+                raise must("a slide must be whole, for its class token is one", f"{world} ranks", "Spread the slides.")
+            bare = not tiles.shape[1] or (mask is not None and bool(mask.all(1).any()))
+            if self.config.global_pool and bare:
+                raise must("every slide must have a tile, for tiles are pooled", "one without", "Leave it out.")
         cells = torch.floor(coords.double() / self.config.tile_size)
         if mask is not None:
             cells = cells.masked_fill(mask[..., None], 0.0)

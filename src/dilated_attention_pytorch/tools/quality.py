@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .. import make_plan, parse
+from ..errors import must
 from ..nn import AdaptiveConfig, BlockSparseAdaptive, SparseAttention
 from .editions import HEADS, OutOfTime, Play, Task, compare, fetch, read_plays
 from .measure import clock, facts
@@ -342,7 +343,7 @@ def _read(log: Path) -> list[Line]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Train, measure, write. Exit status: 0, 1 where dense attention did not learn a task, 130 where time ran out."""
+    """Train, measure, write. Exit status: 0, 1 where dense attention did not learn a task, 130 where it was stopped."""
     parser = argparse.ArgumentParser(
         prog="dap quality", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -387,6 +388,8 @@ def _run(
 ) -> OutOfTime | None:
     """Measure what is not in the log; why the rest was left."""
     suite = SUITES[name]
+    if suite.device == "cuda" and not torch.cuda.is_available():
+        raise must(f"suite {name} must have a GPU", "a machine or a torch build without it", "Use --suite small.")
     known = facts(suite.device)
     same = ("device", "git")
     kept = []
@@ -403,6 +406,8 @@ def _run(
             print(json.dumps(line) if as_json else words, flush=True)
     except OutOfTime as left:
         return left
+    except KeyboardInterrupt:
+        return OutOfTime("interrupted")
     return None
 
 

@@ -205,7 +205,10 @@ def command(
     """What a sequence spread over many ranks would exchange: bytes, messages, memory, balance; times are a model."""
     from ..distributed import Machine
 
-    worlds = [tokens(word) for word in ranks.split(",")]
+    try:
+        worlds = [tokens(word) for word in ranks.split(",")]
+    except ValueError:
+        raise must("ranks must be whole numbers like 8,64,1024", repr(ranks)) from None
     machine = Machine(latency * 1e-6, bandwidth * 1e9, tflops * 1e12)
     options: dict[str, Any] = {"heads": heads, "key_heads": key_heads or None, "head_dim": head_dim, "dtype": dtype}
     options |= {"batch": batch, "is_causal": causal, "first": first, "sample": sample, "machine": machine}
@@ -220,7 +223,8 @@ def command(
     if plot:
         _plot(found, plot)
     if as_json:
-        print_json({"tokens": tokens_, "pattern": pattern, "worlds": [asdict(w) for w in found], "executed": executed})
+        told = {"tokens": tokens_, "pattern": pattern, "worlds": [asdict(w) for w in found], "executed": executed}
+        print_json({**told, "seconds_are_a_model": str(machine)})
     else:
         _show(found, tokens_, pattern, machine, executed)
     if executed is not None and executed["error"] > 2e-5:

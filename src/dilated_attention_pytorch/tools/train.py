@@ -18,7 +18,7 @@ import sysconfig
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,15 +28,18 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..errors import must
+from ..files import write_whole
 from ..models import LongNetConfig, LongNetLM
-from ..models.checkpoints import write_whole
+from ..models.checkpoints import write_torch
 from ..nn import MultiheadSparseAttention, set_process_group
 from .page import readable_bytes
 from .results import append, read_lines
+from .screen import device_of
 
 HELD_OUT = 0.05
 """Share of the file, at its end, that is never trained on."""
 DEMO_BYTES = 16 << 20
+SAVED = "checkpoint.pt"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,21 +74,16 @@ class Settings:
     json: bool = False
 
     def __post_init__(self) -> None:
-        least = {
-            "context": 2,
-            "batch": 1,
-            "accumulate": 1,
-            "steps": 1,
-            "save_every": 1,
-            "log_every": 1,
-            "eval_windows": 1,
-        }
-        for name, low in least.items():
-            if getattr(self, name) < low:
-                raise must(f"{name} must be >= {low}", getattr(self, name))
+        least = {"context": 2, "warmup": 0, "eval_every": 0, "sample": 0}
+        for name in ("batch", "accumulate", "steps", "save_every", "log_every", "eval_windows", *least):
+            if getattr(self, name) < least.get(name, 1):
+                raise must(f"{name} must be >= {least.get(name, 1)}", getattr(self, name))
         for name, known in {"dtype": ("auto", "float32", "bfloat16"), "parallel": ("data", "context")}.items():
             if getattr(self, name) not in known:
                 raise must(f"{name} must be one of {', '.join(known)}", repr(getattr(self, name)))
+        for name in ("lr", "clip"):
+            if not 0.0 < getattr(self, name) < math.inf:
+                raise must(f"{name} must be positive and finite", getattr(self, name))
         if self.dense and self.pattern is not None:
             raise must("dense must come without a pattern", self.pattern)
 
@@ -207,8 +205,7 @@ class Run:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.world, self.rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
-        device = "cuda" if settings.device == "auto" and torch.cuda.is_available() else settings.device
-        self.device = torch.device("cpu" if device == "auto" else device)
+        self.device = torch.device(device_of(settings.device))
         if self.device.type == "cuda" and self.world > 1:
             self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
             torch.cuda.set_device(self.device)
@@ -217,6 +214,8 @@ class Run:
         if settings.batch % (self.world // self.split) or settings.context % self.split:
             what, came = ("context", settings.context) if self.split > 1 else ("batch", settings.batch)
             raise must(f"{what} must be a multiple of the {self.world} ranks", came)
+        if self.split > 1 and settings.dense:
+            raise must("dense must come with --parallel data", "context", "--pattern full is dense over ranks.")
         self.folder = Path(settings.out)
         torch.manual_seed(settings.seed)
         self.model = LongNetLM(settings.model(), device=self.device)
@@ -244,7 +243,7 @@ class Run:
 
     @property
     def checkpoint(self) -> Path:
-        return self.folder / "checkpoint.pt"
+        return self.folder / SAVED
 
     def save(self) -> None:
         """Write all that the next step depends on, in one step; one rank does."""
@@ -262,9 +261,10 @@ class Run:
                 "optimizer": self.optimizer.state_dict(),
                 "step": self.step,
                 "settings": asdict(self.settings),
+                "bytes": len(self.corpus.bytes),
                 "random": every,
             }
-            write_whole(self.checkpoint, lambda temporary: torch.save(held, temporary))
+            write_torch(held, self.checkpoint)
 
     def load(self) -> None:
         """Go on where the checkpoint was written."""
@@ -281,6 +281,8 @@ class Run:
         ]
         if other:
             raise must("resume must have the settings of the run", ", ".join(other))
+        if held.get("bytes", len(self.corpus.bytes)) != len(self.corpus.bytes):
+            raise must(f"resume must have the data of the run, {held['bytes']} bytes", len(self.corpus.bytes))
         self.model.load_state_dict(held["model"])
         self.optimizer.load_state_dict(held["optimizer"])
         self.step = held["step"]
@@ -313,11 +315,8 @@ class Run:
             group["lr"] = learning_rate(s, self.step)
         for micro in range(s.accumulate):
             first = (self.step * s.accumulate + micro) * s.batch
-            own = (
-                range(first, first + s.batch)
-                if self.split > 1
-                else range(first, first + s.batch)[self.rank :: self.world]
-            )
+            takers = self.world // self.split
+            own = range(first, first + s.batch)[self.rank % takers :: takers]
             tokens, targets = self._part(torch.stack([self.corpus.window(index) for index in own]))
             with self._autocast():
                 loss = self.model.loss(tokens, targets, reduction="sum") / count
@@ -483,6 +482,9 @@ def main(arguments: list[str] | None = None) -> int:
                 option, type=str if field.default is None else type(field.default), default=field.default, help=told
             )
     settings = Settings(**vars(parser.parse_args(arguments)))
+    # torchrun starts all ranks anew when one failed; what was saved before must not be lost to that.
+    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
+    settings = replace(settings, resume=settings.resume or (restarted and Path(settings.out, SAVED).is_file()))
     parallel = int(os.environ.get("WORLD_SIZE", 1)) > 1
     if parallel:
         dist.init_process_group("nccl" if settings.device != "cpu" and torch.cuda.is_available() else "gloo")
