@@ -23,9 +23,10 @@ PACKAGE = ROOT / "src" / "dilated_attention_pytorch"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 NATIVE_SOURCES = sorted([*PACKAGE.rglob("*.cpp"), *PACKAGE.rglob("*.h")])
 
-LEAVES = {"errors", "shapes"}
+LEAVES = {"errors", "files", "shapes"}
 ARROWS: dict[str, set[str]] = {
     "errors": set(),
+    "files": set(),
     "shapes": set(),
     "patterns": {"errors"},
     "plan": {"patterns"} | LEAVES,
@@ -46,10 +47,10 @@ MOST_LINES_A_FILE = 500
 MOST_LINES = {
     "patterns": 1_200,
     "plan": 2_600,
-    "kernels": 8_500,
+    "kernels": 8_900,
     "ops": 3_700,
     "distributed": 4_800,
-    "nn": 4_500,
+    "nn": 4_550,
     "models": 2_000,
     "integrations": 300,
     "tools": 7_100,

@@ -252,7 +252,7 @@ def test_figures_that_cannot_be_written_leave_nothing_behind(monkeypatch, tmp_pa
     def full_disk(*_, **__):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(tuning.json, "dump", full_disk)
+    monkeypatch.setattr(Path, "write_text", full_disk)
     assert tuning.cost_model() == tuning.UNMEASURED
     assert list(tuning.cache_path().parent.iterdir()) == []
 

@@ -25,7 +25,7 @@ from dilated_attention_pytorch.tools import page, results
 
 torch.set_num_threads(1)
 LIBRARY = Path(dilated_attention_pytorch.__file__).parent
-WRITING = ("plan/cache", "nn/tuning", "models/checkpoints", "tools/page", "tools/results", "ops/sinks")
+WRITING = ("files", "plan/cache", "nn/tuning", "models/checkpoints", "tools/page", "tools/results", "ops/sinks")
 WRITING = {str(LIBRARY / f"{name}.py") for name in WRITING}
 folder = Path(tempfile.mkdtemp())
 os.environ["XDG_CACHE_HOME"] = str(folder / "cache")

@@ -253,6 +253,14 @@ def test_device_and_dtype_given_must_hold_and_follow_the_module():
         (lambda: SparsePatternConfig("global_local"), "global_tokens >= 1"),
         (lambda: SparsePatternConfig("local_window", seed=3), "random"),
         (lambda: sparse("adaptive"), "BlockSparseAdaptive"),
+        (
+            lambda: BlockSparseRingDilatedAttention([16], [1], {"pattern_type": "random"}),
+            "a SparsePatternConfig, got dict",
+        ),
+        (lambda: BlockSparseRingDilatedAttention([16], [1], block_size=0), ">= 1"),
+        (lambda: BlockSparseHierarchical([16], [1], block_size=0), ">= 1"),
+        (lambda: SparseAttention(None), "a Pattern or text, got NoneType"),
+        (lambda: DilatedAttention([16], [1]).plan(100, 0), ">= 1"),
     ],
 )
 @pytest.mark.untyped

@@ -110,6 +110,8 @@ def test_a_preset_can_be_overridden():
         (lambda: dap.create_dilated_attention("dense", [64]), "without segments"),
         (lambda: dap.create_dilated_attention("ring", length=3), 'kind="auto"'),
         (lambda: dap.create_dilated_attention(segments=[3]), "unexpected keyword"),
+        (lambda: dap.create_block_sparse_attention("multihead", embed_dim=0), "multiple of num_heads"),
+        (lambda: dap.create_multihead_block_sparse(64, 0), "multiple of num_heads"),
     ],
 )
 @pytest.mark.untyped
@@ -126,18 +128,18 @@ COSTS = CostModel(dense_call=0.0, dense_tile=1.0, sparse_call=100.0, sparse_tile
     [
         lambda n: dap.create_block_sparse_attention(sparsity_ratio=0.1, length=n, softmax_scale=0.5),
         lambda n: dap.create_block_sparse_attention(sparsity_ratio=0.1, length=n, embed_dim=64, num_heads=8),
-        lambda n: dap.create_dilated_attention("auto", [512, 4096], [1, 8], length=n, dropout=0.25),
+        lambda n: dap.create_dilated_attention("auto", [512, 4096], [1, 8], length=n, dropout=0.25, memory_budget=0.5),
         lambda n: dap.create_multihead_dilated_attention("auto", 64, 8, [512, 4096], [1, 8], length=n),
     ],
 )
 def test_auto_takes_dense_below_the_crossover_and_says_why(make, monkeypatch):
     monkeypatch.setattr(factory, "cost_model", lambda device: COSTS)
     short, long = make(256), make(16384)
-    assert short.pattern == dap.Full() and long.pattern != dap.Full()
+    assert short.pattern == dap.Full() and long.pattern != dap.Full() and type(short) is type(long)
     assert "auto took dense" in short.explain(256) and "at 256 tokens" in short.explain(256)
     assert "measured on this machine" in long.explain(16384) and "auto took dense" not in long.explain(16384)
     attend(short)
-    for name in ("softmax_scale", "attention_dropout"):
+    for name in ("softmax_scale", "attention_dropout", "memory_budget"):
         assert getattr(short, name, None) == getattr(long, name, None)
 
 
@@ -226,3 +228,11 @@ def test_what_cannot_be_replaced_stays_and_says_why():
     assert shared["a"][1] is shared["b"] and shared["b"].position is not None
     with pytest.raises(ValueError, match="from_torch"):
         dap.replace_attention(nn.MultiheadAttention(8, 2), "full")
+
+
+@pytest.mark.parametrize(("pattern", "options"), [("windo:3", {}), ("window:3", {"position": "rotary"})])
+def test_a_replacement_that_cannot_be_made_leaves_the_model_as_it_was(pattern, options):
+    model = nn.ModuleList([nn.MultiheadAttention(12, 6), nn.MultiheadAttention(12, 4)])
+    with pytest.raises(ValueError, match="must"):
+        dap.replace_attention(model, pattern, **options)
+    assert all(type(module) is nn.MultiheadAttention for module in model)

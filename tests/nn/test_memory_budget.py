@@ -239,8 +239,11 @@ def test_a_fraction_is_of_the_free_memory(monkeypatch):
         SparseAttention("causal", memory_budget=0.5)(q, k, v)
 
 
-def test_free_memory_is_told():
-    assert budget.free_bytes(torch.device("cpu")) > 2**20
+def test_free_memory_is_told(monkeypatch):
+    free, total = budget.memory_of(torch.device("cpu"))
+    assert 2**20 < free <= total
+    monkeypatch.setattr(budget, "_limits", lambda: iter([(10**6, 10**5)]))
+    assert budget.memory_of(torch.device("cpu")) == (9 * 10**5, 10**6), "a container's limit, not the machine's memory"
 
 
 def test_one_head_too_much_is_cut_by_rows():

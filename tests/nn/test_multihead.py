@@ -339,6 +339,25 @@ def test_a_state_dict_of_torch_loads_inside_a_model():
         grouped.load_state_dict(theirs["attention"].state_dict())
 
 
+@pytest.mark.parametrize(
+    ("which", "message"), [(0, r"query .*n, 32\)"), (1, r"key .*n, 16\)"), (2, r"value .*n, 24\)")]
+)
+def test_a_width_that_is_not_the_modules_is_named(which, message):
+    given = [torch.randn(1, 5, width) for width in (32, 16, 24)]
+    module = MultiheadSparseAttention(32, 4, "window:2", kdim=16, vdim=24)
+    assert module(*given)[0].shape == (1, 5, 32)
+    given[which] = torch.randn(1, 5, 8)
+    with pytest.raises(ValueError, match=message):
+        module(*given)
+
+
+@pytest.mark.parametrize("pattern", ["full", "window:9"])
+def test_padding_of_another_length_than_the_keys_is_refused(pattern):
+    module, padding = MultiheadSparseAttention(32, 4, pattern), torch.zeros(1, 6, dtype=torch.bool)
+    with pytest.raises(ValueError, match=r"key_padding_mask must have shape \(1, 7\)"):
+        module(torch.randn(1, 5, 32), *torch.randn(2, 1, 7, 32), key_padding_mask=padding)
+
+
 @pytest.mark.parametrize("options", [{"add_bias_kv": True}, {"add_zero_attn": True}])
 def test_from_torch_refuses_what_it_cannot_be(options):
     with pytest.raises(ValueError, match="without add_bias_kv"):
@@ -363,6 +382,8 @@ def test_parameters_are_made_where_and_of_what_is_asked(make):
     module = make(device="meta", dtype=torch.bfloat16)
     assert {(p.device.type, p.dtype) for p in module.parameters()} == {("meta", torch.bfloat16)}
     assert module.plan(100).density > 0
+    shapes = module(torch.empty(1, 20, 32, device="meta", dtype=torch.bfloat16))[0]
+    assert shapes.is_meta and shapes.shape == (1, 20, 32)
     made = module.to_empty(device="cpu")
     made.reset_parameters()
     assert made(torch.randn(1, 20, 32, dtype=torch.bfloat16))[0].isfinite().all()
@@ -430,6 +451,19 @@ def test_an_encoder_layer_never_goes_around_the_module(training, padded):
         far = model(moved, src_key_padding_mask=padding)
     assert len(calls) == 4
     assert torch.equal(output[:, :15], far[:, :15])
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_an_encoder_whose_attention_is_replaced_later_pads_as_before():
+    """In eval mode nn.TransformerEncoder reads in_proj_weight and nests padded sequences, which no module here takes."""
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True), 2).eval()
+    x, padding = torch.randn(2, 30, 32), torch.arange(30) >= torch.tensor([30, 12])[:, None]
+    for gradients in (True, False):
+        with torch.set_grad_enabled(gradients):
+            wanted = copy.deepcopy(model)(x, src_key_padding_mask=padding)[~padding]
+            replaced = copy.deepcopy(model)
+            dap.replace_attention(replaced, "full")
+            assert torch.allclose(replaced(x, src_key_padding_mask=padding)[~padding], wanted, atol=1e-5)
 
 
 @pytest.mark.filterwarnings("ignore:enable_nested_tensor")

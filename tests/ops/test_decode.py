@@ -156,6 +156,14 @@ def misuse(text="window:7", length=None, prompt_lengths=None, times=1, **options
         cache.attend(*(torch.randn(2, 2, 4, 8, **options) for _ in range(3)))
 
 
+ROWS = torch.ones(1, 2, 4, 8)
+
+
+def step(**changed):
+    given = {"query": ROWS[:, :, :1], "key": ROWS, "value": ROWS, "pattern": "causal", "positions": 3}
+    return attention_step(**{**given, **changed})
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -169,11 +177,59 @@ def misuse(text="window:7", length=None, prompt_lengths=None, times=1, **options
         (lambda: attention_step(*(torch.randn(1, 2, 4, 8) for _ in range(3)), "causal", 3), "hold the keys"),
         (lambda: attention_step(*(torch.randn(1, 2, 4, 8) for _ in range(3)), "causal", -1), ">= 0"),
         (lambda: attention_step(torch.randn(1, 4, 1, 8), *torch.randn(2, 1, 2, 4, 8), "causal", 3), "enable_gqa"),
+        (lambda: step(query=ROWS[0, 0]), "query must have shape"),
+        (lambda: step(query=ROWS[:, :, :0]), "at least 1"),
+        (lambda: step(value=ROWS[:, :, :3]), "the key's length 4"),
+        (lambda: step(pattern=3), "a Pattern or text, got int"),
+        (lambda: step(scale=float("nan")), "finite"),
+        (lambda: step(key_padding_mask=torch.zeros(1, 3, dtype=torch.bool)), r"shape \(1, 4\)"),
+        (lambda: step(key_padding_mask=torch.zeros(1, 4)), "must be bool"),
     ],
 )
+@pytest.mark.untyped
 def test_misuse_raises(call, message):
     with pytest.raises((ValueError, TypeError), match=message):
         call()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda q, k, v: (q, k[:, :1], v[:, :1]), "the cache's 2 heads of width 8"),
+        (lambda q, k, v: (q, k, v[..., :4]), "value must have the cache's 2 heads"),
+        (lambda q, k, v: (q.double(), k.double(), v.double()), "the cache's dtype"),
+        (lambda q, k, v: (q, k.repeat(1, 1, 2, 1), v.repeat(1, 1, 2, 1)), "the query's length 1"),
+        (lambda q, k, v: (q[0], k[0], v[0]), "must have shape"),
+    ],
+)
+@pytest.mark.untyped
+def test_tokens_unlike_those_held_are_refused_and_not_counted(change, message):
+    tensors = torch.randn(3, 1, 2, 5, 8).unbind()
+    cache = KVCache("window:3")
+    cache.attend(*(t[:, :, :4] for t in tensors))
+    with pytest.raises((ValueError, TypeError), match=message):
+        cache.attend(*change(*(t[:, :, 4:] for t in tensors)))
+    wanted = answer(*tensors, parse("window:3 & causal")).output[:, :, 4:]
+    assert error(cache.attend(*(t[:, :, 4:] for t in tensors)), wanted) < 2e-6
+
+
+def test_under_autocast_tokens_may_come_in_two_dtypes():
+    query, key, value = torch.randn(3, 1, 2, 9, 8).unbind()
+    cache, value = KVCache("window:3"), value.bfloat16()
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        found = [cache.attend(*(t[:, :, rows] for t in (query, key, value))) for rows in (slice(0, 6), slice(6, 9))]
+    assert error(torch.cat(found, 2), answer(query, key, value.float(), parse("window:3 & causal")).output) < 2e-2
+
+
+@pytest.mark.parametrize("read", [0, 4])
+def test_a_call_that_failed_can_be_made_again(read):
+    tensors = torch.randn(3, 1, 2, 70, 8).unbind()
+    cache, rest = KVCache("window:3"), [t[:, :, read:] for t in tensors]
+    if read:
+        cache.attend(*(t[:, :, :read] for t in tensors))
+    with pytest.raises(ValueError, match="backend must be one of"):
+        cache.attend(*rest, backend="none")
+    assert error(cache.attend(*rest), answer(*tensors, parse("window:3 & causal")).output[:, :, read:]) < 2e-6
 
 
 @pytest.mark.parametrize(

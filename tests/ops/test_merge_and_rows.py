@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from itertools import pairwise
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -77,6 +78,14 @@ def test_rows_of_a_long_sequence_cost_only_themselves():
     assert weights.shape == (1, 2, 2, 300_000)
     assert torch.allclose(weights.sum(-1), torch.ones(1, 2, 2), atol=1e-4)
     assert 0.009 < (weights > 0).double().mean() < 0.012
+
+
+@pytest.mark.untyped
+def test_no_rows_are_none_and_wrong_patterns_are_named():
+    query, key = torch.randn(2, 1, 2, 9, 4).unbind()
+    assert attention_rows(query, key, "window:3", []).shape == (1, 2, 0, 9)
+    with pytest.raises(TypeError, match="a Pattern or text, got list"):
+        attention_rows(query, key, ["window:3"], [0])
 
 
 def test_a_row_that_sees_nothing_has_no_weights():

@@ -114,6 +114,14 @@ def test_the_tile_follows_the_block_of_the_pattern():
     assert make_plan(SlidingWindow(5) | Strided(2, block=32), 512, 1).block_size == 32
 
 
+def test_a_pattern_may_be_given_as_its_text():
+    assert torch.equal(
+        make_plan("window:3 & causal", 40, 1).to_dense(), make_plan(SlidingWindow(3) & Causal(), 40, 1).to_dense()
+    )
+    with pytest.raises(TypeError, match="pattern must be a Pattern or text, got int"):
+        make_plan(3, 40, 1)
+
+
 @pytest.mark.parametrize(
     ("keywords", "first_line"),
     [

@@ -20,6 +20,7 @@ import torch
 
 from dilated_attention_pytorch import parse
 from dilated_attention_pytorch.kernels import native
+from dilated_attention_pytorch.nn import tuning
 from dilated_attention_pytorch.tools import bench, cli, forecast, memory
 from dilated_attention_pytorch.tools.measure import PeakMemory
 from dilated_attention_pytorch.tools.screen import tokens
@@ -198,6 +199,7 @@ def test_a_plan_that_does_not_fit_exits_with_1_and_says_what_to_do(here):
         ("plan", "-p", "windo:64", "-n", "4K"),
         ("plan", "-p", "window:64", "-n", "some"),
         ("plan", "-p", "window:64", "-n", "4K", "--dtype", "int8"),
+        ("plan", "-p", "window:64", "-n", "4K", "--memory", "inf"),
         ("plan", "-p", "window:64", "-n", "4K", "--heads", "3", "--key-heads", "2"),
         ("show", "-p", "causal", "-o", "picture.gif"),
         ("show", "-p", "causal", "--head", "9"),
@@ -206,11 +208,36 @@ def test_a_plan_that_does_not_fit_exits_with_1_and_says_what_to_do(here):
         ("bench", "--suite", "quick", "--out", "pyproject.toml/x.jsonl"),
         ("report", "none.jsonl"),
         ("show", "-p", "causal", "-o", "pyproject.toml/x.html"),
+        ("show", "-p", "causal", "-o", "pyproject.toml/x.PNG"),
     ],
 )
 def test_wrong_use_is_explained_in_words_and_exits_with_2(here, words):
     status, _, stderr = here(*words)
     assert status == 2 and "Traceback" not in stderr and "must" in stderr
+
+
+def test_figures_that_cannot_be_kept_are_not_passed_over(here, tmp_path, monkeypatch):
+    monkeypatch.setattr(tuning, "measure", lambda device: tuning.UNMEASURED)
+    (tmp_path / "cache").write_text("a file where the folder should be")
+    status, _, stderr = here("tune", "--device", "cpu")
+    assert status == 2 and "can be written" in stderr and "XDG_CACHE_HOME" in stderr
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "words"),
+    [
+        (KeyboardInterrupt(), 130, ""),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), 1, "more memory than there is"),
+        (MemoryError(), 1, "more memory than there is"),
+    ],
+)
+def test_what_ends_a_command_from_outside_is_no_traceback(here, monkeypatch, error, status, words):
+    def interrupted(wanted):
+        raise error
+
+    monkeypatch.setattr(cli, "build", interrupted)
+    found, _, stderr = here("doctor")
+    assert found == status and words in stderr and "Traceback" not in stderr
 
 
 def test_tune_measures_shows_and_clears(here, tmp_path):
@@ -333,6 +360,19 @@ def forecast_plan():
     from dilated_attention_pytorch import make_plan
 
     return make_plan(parse("documents:100,28"), 128, 1)
+
+
+def test_a_single_token_has_a_plan(here):
+    assert here("plan", "-p", "window:64", "-n", "1", "--heads", "1", "--device", "cpu")[0] == 0
+
+
+def test_what_fits_is_each_rank_where_there_are_several():
+    needed = forecast.forecast("window:64", 32768, 2, 2, 64, "fp32", 1, 4, "cpu", 2**40)
+    free = needed["rank"]["peak_bytes"]["training"]
+    for room, fits in ((free, True), (free - 1, False)):
+        found = forecast.forecast("window:64", 32768, 2, 2, 64, "fp32", 1, 4, "cpu", room)
+        assert found["fits"]["training"] is fits and found["peak_bytes"]["training"] > free
+        assert any("--ranks" in line for line in forecast.suggestions(found)) is not fits
 
 
 def test_ranks_get_their_share():

@@ -25,6 +25,7 @@ def test_the_tour_writes_its_pages(short: None, tmp_path: Path, capsys: pytest.C
     out = tmp_path / "demo" / "report.html"
     assert demo.main(["--out", str(out)]) == 0
     page = out.read_text()
+    assert 'href="pattern.html"' in page
     assert "window &lt;1&gt;" in page and page.count("<svg") == 2 and "dense" in page
     assert "Who sees whom" in out.with_name("pattern.html").read_text()
     told = capsys.readouterr().out

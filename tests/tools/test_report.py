@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dilated_attention_pytorch.tools import report
+from dilated_attention_pytorch.tools import page, report
 from dilated_attention_pytorch.tools.headlines import HEADLINES, NOT_MEASURED
 from dilated_attention_pytorch.tools.suite_tables import _record, drawn_names
 
@@ -194,6 +194,35 @@ def test_charts_are_files_and_well_formed(lines, tmp_path):
         ElementTree.fromstring(files[name])
         assert f"]({name})" in files["report.md"].decode()
     assert b"stroke-dasharray" in files[next(name for name in charts if "density" in name)]
+
+
+@pytest.mark.parametrize(("value", "text"), [(1657.3, "1,660"), (46812, "46,800"), (0.012345, "0.0123"), (12.0, "12")])
+def test_figures_have_three_digits_and_no_powers_of_ten(value: float, text: str):
+    assert page.figure_text(value) == text
+
+
+def test_links_lead_to_pages_beside_and_nowhere_else():
+    assert '<a href="more.html">more</a>' in page.as_html("title", ["[more](more.html)"])
+    assert "<a " not in page.as_html("title", ["[more](javascript:alert)", "[more](https://x/more.html)"])
+
+
+def test_a_page_of_many_sections_lists_them():
+    parts = [page.Heading(f"<{name}>") for name in "abcd"]
+    for index, name in enumerate("abcd"):
+        assert f'<a href="#section{index}">&lt;{name}&gt;</a>' in page.as_html("title", parts)
+        assert f'<h2 id="section{index}">&lt;{name}&gt;</h2>' in page.as_html("title", parts)
+    assert "<nav>" not in page.as_html("title", parts[:3])
+
+
+def test_a_time_without_what_it_is_a_time_of_is_told_and_skipped(lines, tmp_path, capsys):
+    path = tmp_path / "results.jsonl"
+    cut = {name: value for name, value in lines[0].items() if name != "heads"} | {"n": "many"}
+    path.write_text(f"{json.dumps(cut)}\n{json.dumps(lines[1])}\n")
+    assert report.main([str(path), "-o", str(tmp_path / "out")]) == 0
+    told = capsys.readouterr()
+    assert told.err == f"{path}:1: a time without n, heads, skipped\n" and told.out.startswith(
+        "1 lines read, 1 skipped"
+    )
 
 
 def test_a_broken_line_is_told_with_its_number_and_skipped(lines, tmp_path, capsys):

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from dilated_attention_pytorch import parse
-from dilated_attention_pytorch.tools.show import as_html, as_svg, as_text, draw_map, write_png
+from dilated_attention_pytorch.tools.show import as_html, as_png, as_svg, as_text, draw_map
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 DRAWN = [
@@ -40,6 +40,7 @@ DRAWN = [
     "blocks:0,0 1,-,1 3;block=16",
     "(window:3 | strided:8) & causal",
     "heads{window:2 / causal / full / strided:5}",
+    "packed{global:3 | dilated:16x2 / documents:40,24}",
 ]
 
 
@@ -71,10 +72,9 @@ def test_the_svg_is_well_formed_and_escapes_its_title():
     assert "<window & more>" in root.find(f"{space}g/{space}text").text
 
 
-def test_the_png_has_pixels(tmp_path):
+def test_the_png_has_pixels():
     pytest.importorskip("matplotlib")
-    write_png([draw_map("causal", 64, 1, 0, 32)], tmp_path / "a.png")
-    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    assert as_png([draw_map("causal", 64, 1, 0, 32)]).startswith(b"\x89PNG")
 
 
 def test_the_page_is_whole_and_data_cannot_end_its_script():
@@ -204,9 +204,10 @@ def test_sliders_and_families_change_the_drawing(browser: Browser):
     for code in (
         "(s => { s.value = 'random'; s.dispatchEvent(new Event('input')); })(document.querySelector('select'))",
         "(s => { s.value = 60; s.dispatchEvent(new Event('input')); })(document.querySelector('[name=density]'))",
-        "(s => { s.value = 'dilated'; s.dispatchEvent(new Event('input')); })(document.querySelector('select'))",
+        "(s => { s.value = 'strided'; s.dispatchEvent(new Event('input')); })(document.querySelector('select'))",
         "(s => { s.value = 8; s.dispatchEvent(new Event('input')); })(document.querySelector('[name=rate]'))",
-        "(s => { s.value = 4; s.dispatchEvent(new Event('input')); })(document.querySelector('[name=segment]'))",
+        "(s => { s.value = 'dilated'; s.dispatchEvent(new Event('input')); })(document.querySelector('select'))",
+        "(s => { s.value = 3; s.dispatchEvent(new Event('input')); })(document.querySelector('[name=segment]'))",
         "(s => { s.value = 1; s.dispatchEvent(new Event('input')); })(document.querySelector('#head'))",
         "(s => { s.value = 9; s.dispatchEvent(new Event('input')); })(document.querySelector('#length'))",
     ):
@@ -214,9 +215,18 @@ def test_sliders_and_families_change_the_drawing(browser: Browser):
         assert browser.picture() not in seen, code
         seen.add(browser.picture())
     before = browser.picture()
+    written = "document.querySelector('input[type=text]').value"
+    assert browser.run(written) == "dilated:8x1,64x8 & causal", "the box was ticked by the text the page began with"
     browser.click("[name=causal]")
-    assert browser.picture() != before
-    assert browser.run("document.querySelector('input[type=text]').value") == "dilated:16x1,128x8 & causal"
+    assert browser.picture() != before and browser.run(written) == "dilated:8x1,64x8"
+    told = "[...document.querySelectorAll('section')[1].querySelectorAll('[name]')].map(s => s.disabled ? 0 : s.value)"
+    assert browser.run(told) == ["3", 0, 0, 0, "on"], "of a window, segment and causal have a say"
+    browser.run(
+        "(s => { s.value = 5; s.dispatchEvent(new Event('input')); })(document.querySelectorAll('[name=segment]')[1])"
+    )
+    assert browser.run(written.replace("querySelector", "querySelectorAll").replace(").", ")[1].")) == (
+        "window:32 | global:8"
+    )
 
 
 def test_a_row_lights_its_keys_and_the_wheel_zooms(browser: Browser):

@@ -25,9 +25,6 @@ PATTERNS: dict[str, Pattern | str] = {
     "block_sparse": BlockDilated((2048, 4096, 8192), (1, 2, 4)),
 }
 
-MOST_ROWS = 64
-"""From this many new tokens on, one whole computation is cheaper than row after row."""
-
 UNSUPPORTED = ("softcap", "position_bias", "s_aux", "head_mask", "sliding_window", "cache")
 """Arguments some models pass that change the result; each must be absent or None."""
 
@@ -153,15 +150,7 @@ def _follow_on(
     if dropout:
         raise must("decoding must come with dropout off", dropout, "Call model.eval() first.")
     check_decodable(pattern, None)
-    if query.shape[2] < MOST_ROWS:
-        return attention_step(
-            query, key, value, pattern, before, scale=scaling, enable_gqa=True, key_padding_mask=ignored
-        )
-    padded = torch.nn.functional.pad(query, (0, 0, before, 0))
-    output = attention(
-        padded, key, value, pattern, is_causal=True, scale=scaling, enable_gqa=True, key_padding_mask=ignored
-    )
-    return output[:, :, before:]
+    return attention_step(query, key, value, pattern, before, scale=scaling, enable_gqa=True, key_padding_mask=ignored)
 
 
 def _check_others(others: dict[str, Any]) -> None:

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from ..errors import must
+from ..errors import must, must_be
 from ..ops import plan_cache
 from ..patterns import BlockDilated, Hierarchical, Pattern
-from ..patterns.pattern import integer, integers
+from ..patterns.pattern import integer
 from ..plan import Plan
 from .config import HierarchicalConfig, SparsePatternConfig
 from .core import SparseAttention
@@ -32,7 +32,10 @@ def block_pattern(
 ) -> Pattern:
     """The pattern of a block-sparse module; a ratio or block size of its own replaces the config's."""
     if sparse_config is None:
-        return BlockDilated(tuple(segment_lengths), tuple(dilation_rates), sparsity_ratio, block=block_size or 128)
+        size = 128 if block_size is None else block_size
+        return BlockDilated(tuple(segment_lengths), tuple(dilation_rates), sparsity_ratio, block=size)
+    if not isinstance(sparse_config, SparsePatternConfig):
+        raise must_be("sparse_config must be a SparsePatternConfig", type(sparse_config).__name__)
     # Checked here because a pattern without segments would not look at them.
     BlockDilated(tuple(segment_lengths), tuple(dilation_rates))
     if sparsity_ratio is not None:
@@ -47,6 +50,10 @@ def segments_unused(sparse_config: SparsePatternConfig | None) -> list[str]:
     if sparse_config is None or sparse_config.pattern_type == "dilated_sparse":
         return []
     return [f"a {sparse_config.pattern_type} pattern has no segments: they and the rates play no part"]
+
+
+def _kept(plan: Plan) -> dict[str, Any]:
+    return {"block_size": plan.block_size, "blocks": plan.blocks, "density": plan.density}
 
 
 class BlockSparseRingDilatedAttention(OverRanks, SparseAttention):
@@ -103,8 +110,7 @@ class BlockSparseRingDilatedAttention(OverRanks, SparseAttention):
         """The pattern, the plans held here and in the whole process; at a length `n` also what is kept there."""
         stats: dict[str, Any] = {"pattern": str(self.pattern)}
         if n is not None:
-            plan = self.plan(n, num_heads, is_causal)
-            stats |= {"block_size": plan.block_size, "blocks": plan.blocks, "density": plan.density}
+            stats |= _kept(self.plan(n, num_heads, is_causal))
         return stats | {"plans_held": len(self._plans), "plan_cache": plan_cache.info()._asdict()}
 
     def notes(self) -> list[str]:
@@ -131,16 +137,12 @@ class BlockSparseHierarchical(SparseAttention):
         block_size: int | None = None,
         **options: Any,
     ) -> None:
-        reaches, rates = integers("segment length", segment_lengths, 1), integers("dilation rate", dilation_rates, 1)
-        if len(reaches) != len(rates):
-            raise must(
-                "segment_lengths and dilation_rates must be equally long",
-                f"{len(reaches)} and {len(rates)}",
-                "Give each segment length its own dilation rate.",
-            )
+        # Checked here because a config's levels would not look at them.
+        given = BlockDilated(tuple(segment_lengths), tuple(dilation_rates))
         if hierarchical_config is None:
-            block = block_size or 128
-            levels = tuple((-(-reach // block), rate) for reach, rate in zip(reaches, rates, strict=True))
+            block = 128 if block_size is None else integer("block_size", block_size, 1)
+            branches = zip(given.segment_lengths, given.dilation_rates, strict=True)
+            levels = tuple((-(-reach // block), rate) for reach, rate in branches)
             pattern: Pattern = Hierarchical(levels, block=block)
         elif block_size not in (None, hierarchical_config.block_size):
             raise must(f"block_size must be that of the levels, {hierarchical_config.block_size}", block_size)
@@ -151,13 +153,7 @@ class BlockSparseHierarchical(SparseAttention):
 
     def get_pattern_stats(self, n: int, num_heads: int = 8, is_causal: bool = False) -> dict[str, Any]:
         """What is kept at a length."""
-        plan = self.plan(n, num_heads, is_causal)
-        return {
-            "pattern": str(self.pattern),
-            "block_size": plan.block_size,
-            "blocks": plan.blocks,
-            "density": plan.density,
-        }
+        return {"pattern": str(self.pattern), **_kept(self.plan(n, num_heads, is_causal))}
 
     def visualize_pattern(self, n: int = 1024) -> str:
         """Who meets whom, drawn."""

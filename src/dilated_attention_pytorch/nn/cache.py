@@ -8,13 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import must
+from ..errors import must, must_be
 from ..ops.attention import attention
+from ..ops.checks import check_tensors
 from ..ops.decode import Kept, attention_step, check_decodable, needed, opening
-from ..patterns import Pattern, parse
-
-MOST_ROWS = 64
-"""From this many new tokens on, one whole computation is cheaper than row after row."""
+from ..patterns import Pattern, as_pattern
 
 
 class KVCache:
@@ -37,7 +35,7 @@ class KVCache:
     def __init__(
         self, pattern: Pattern | str, length: int | None = None, prompt_lengths: Sequence[int] | None = None
     ) -> None:
-        self.pattern = parse(pattern) if isinstance(pattern, str) else pattern
+        self.pattern = as_pattern(pattern)
         check_decodable(self.pattern, length)
         self.length = length
         self.prompt_lengths = None if prompt_lengths is None else list(prompt_lengths)
@@ -84,11 +82,15 @@ class KVCache:
         Returns:
             (B, H, M, E). Rows of padding after a shorter prompt mean nothing.
         """
+        # Autocast has yet to make them one; see `attention`.
+        alike = not torch.is_autocast_enabled(query.device.type)
+        check_tensors(query, key, value, enable_gqa=True, one_dtype=alike)
         batch, heads, rows, _ = query.shape
         if self.lengths and len(self.lengths) != batch:
             raise must(f"tokens must come for the cache's {len(self.lengths)} samples", batch)
         if self.lengths and torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value)):
             raise must("decoding must run without gradients", "tensors that need one", "Use torch.no_grad().")
+        self._check_held(key, value)
         first = not self.lengths
         before = self.lengths or [0] * batch
         added = self._added(batch, rows) if first else [rows] * batch
@@ -98,7 +100,22 @@ class KVCache:
         self._write(key.detach(), value.detach(), before, heads)
         self.lengths = after
         settings = {"scale": scale, "backend": backend, "memory_budget": memory_budget}
-        return self._prompt(query, key, value, settings) if first else self._follow(query, before, settings)
+        try:
+            return self._prompt(query, key, value, settings) if first else self._follow(query, before, settings)
+        except BaseException:
+            # These tokens were not read: whoever mends the call may make it again.
+            self.lengths = [] if first else before
+            self._key, self._value = (None, None) if first else (self._key, self._value)
+            raise
+
+    def _check_held(self, key: Tensor, value: Tensor) -> None:
+        """New tokens must be like those that are held."""
+        for name, held, given in (("key", self._key, key), ("value", self._value, value)):
+            if held is not None and held.shape[1::2] != given.shape[1::2]:
+                heads, width = held.shape[1::2]
+                raise must(f"{name} must have the cache's {heads} heads of width {width}", tuple(given.shape))
+            if held is not None and held.dtype != given.dtype:
+                raise must_be(f"{name} must have the cache's dtype {held.dtype}", given.dtype)
 
     def reorder(self, samples: Tensor) -> None:
         """Let sample i go on from what sample `samples[i]` has read, as a beam search does."""
@@ -121,26 +138,8 @@ class KVCache:
     def _follow(self, query: Tensor, before: list[int], settings: dict[str, Any]) -> Tensor:
         """Rows of tokens that were written after `before` others."""
         assert self._key is not None and self._value is not None
-        if query.shape[2] >= MOST_ROWS and self.kept == Kept() and len(set(before)) == 1:
-            return self._many(query, settings)
-        return attention_step(
-            query,
-            self._key,
-            self._value,
-            self.pattern,
-            before,
-            length=self.length,
-            scale=settings["scale"],
-            enable_gqa=True,
-            kept=self.kept,
-        )
-
-    def _many(self, query: Tensor, settings: dict[str, Any]) -> Tensor:
-        """Many tokens at once: the whole computation, its earlier rows thrown away."""
-        n, rows = self.lengths[0], query.shape[2]
-        assert self._key is not None and self._value is not None
-        padded = torch.nn.functional.pad(query, (0, 0, n - rows, 0))
-        return self._prompt(padded, self._key[:, :, :n], self._value[:, :, :n], settings)[:, :, n - rows :]
+        where = {"length": self.length, "enable_gqa": True, "kept": self.kept}
+        return attention_step(query, self._key, self._value, self.pattern, before, **where, **settings)
 
     def _end(self, lengths: Sequence[int] | None = None) -> int:
         """Slots in use when the longest sample has read this much."""

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ..errors import must
 from ..ops import attention, plan_cache
 from ..ops.budget import check_budget
-from ..patterns import Causal, Pattern, parse
+from ..patterns import Causal, Pattern, as_pattern
 from ..plan import Plan
 from .cross import attention_across
 
@@ -37,7 +37,7 @@ class Planned:
 
     def plan(self, n: int, num_heads: int | None = None, is_causal: bool = False) -> Plan:
         """The plan this module follows at a length."""
-        heads = num_heads or self.num_heads
+        heads = self.num_heads if num_heads is None else num_heads
         if heads is None:
             raise must("plan must know the number of heads", "none", "Call plan(n, num_heads).")
         pattern = self.pattern & Causal() if is_causal else self.pattern
@@ -48,7 +48,8 @@ class Planned:
 
     def explain(self, n: int, num_heads: int | None = None, is_causal: bool = False, head_dim: int = 64) -> str:
         """What happens at a length, in words: the pattern, how much of the dense work is left, what it costs."""
-        plan = self.plan(n, num_heads or self.num_heads or 8, is_causal)
+        heads = (self.num_heads or 8) if num_heads is None else num_heads
+        plan = self.plan(n, heads, is_causal)
         return "\n".join(
             [
                 f"{type(self).__name__} at {n:,} tokens, {plan.heads} heads of {head_dim}",
@@ -98,7 +99,7 @@ class SparseAttention(nn.Module, Planned):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.pattern = parse(pattern) if isinstance(pattern, str) else pattern
+        self.pattern = as_pattern(pattern)
         self.softmax_scale = softmax_scale
         self.attention_dropout = probability("attention_dropout", attention_dropout)
         self.backend = backend

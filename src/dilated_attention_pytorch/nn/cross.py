@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from ..errors import must
 from ..ops import attention
+from ..ops.checks import check_masks
 from ..patterns import (
     And,
     BlockDilated,
@@ -62,6 +63,7 @@ def attention_across(
             "Windows, causal, global, strided, dilated, hierarchical patterns and full have two lengths; "
             "a share of all blocks, block lists, random blocks and packed sequences have one.",
         )
+    check_masks(key, key_padding_mask, None)
     asked = options.get("backend", "auto") != "auto" or options.get("memory_budget") is not None
     if pattern == Full() and not is_causal and not asked:
         seen = None if key_padding_mask is None else ~key_padding_mask[:, None, None, :]

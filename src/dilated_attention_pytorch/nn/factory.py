@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -74,7 +75,7 @@ def create_block_sparse_attention(
         "adaptive": adaptive_config,
         "distributed": distributed_config,
         "hierarchical": hierarchical_config,
-        "multihead": embed_dim or num_heads,
+        "multihead": _told(embed_dim, num_heads),
     }
     called_for = next((name for name, given in owners.items() if given is not None), "base")
     chosen = called_for if variant == "auto" else variant
@@ -98,24 +99,28 @@ def create_block_sparse_attention(
         if sparse_config is not None:
             raise must("a distributed module must be given its densities", "a sparse_config", "Use distributed_config.")
         made = BlockSparseRingDistributedDilatedAttention(
-            embed_dim or EMBED_DIM,
-            num_heads or NUM_HEADS,
+            _told(embed_dim, EMBED_DIM),
+            _told(num_heads, NUM_HEADS),
             segments,
             rates,
-            _told(distributed_config, sparsity_ratio, block_size),
+            _with_densities(distributed_config, sparsity_ratio, block_size),
             **options,
         )
     elif chosen == "multihead":
-        width, heads = embed_dim or EMBED_DIM, num_heads or NUM_HEADS
+        width, heads = _told(embed_dim, EMBED_DIM), _told(num_heads, NUM_HEADS)
         made = BlockSparseRingMultiheadDilatedAttention(width, heads, segments, rates, **kept, **options)
     else:
         made = BlockSparseRingDilatedAttention(segments, rates, **kept, **options)
     if variant != "auto":
         return made
-    return _where_it_pays(made, length, f"auto took variant {chosen}", options)
+    return _where_it_pays(made, length, f"auto took variant {chosen}")
 
 
-def _told(
+def _told(value: int | None, otherwise: int | None) -> Any:
+    return otherwise if value is None else value
+
+
+def _with_densities(
     config: DistributedSparseConfig | None, sparsity_ratio: float | None, block_size: int | None
 ) -> DistributedSparseConfig:
     """The config with what was said beside it."""
@@ -143,11 +148,11 @@ def _adaptive(
         config = AdaptiveConfig(base_sparsity=1.0 - kept["sparsity_ratio"])
     size = {} if kept["block_size"] is None else {"block_size": kept["block_size"]}
     if embed_dim is not None:
-        heads = num_heads or NUM_HEADS
+        heads = _told(num_heads, NUM_HEADS)
         return MultiheadBlockSparseAdaptive(
             embed_dim, heads, segments, rates, adaptive_config=config, **size, **options
         )
-    return BlockSparseAdaptive(segments, rates, num_heads or 8, adaptive_config=config, **size, **options)
+    return BlockSparseAdaptive(segments, rates, _told(num_heads, 8), adaptive_config=config, **size, **options)
 
 
 def create_adaptive_block_sparse(base_sparsity: float = 0.9, **options: Any) -> nn.Module:
@@ -218,10 +223,8 @@ def create_dilated_attention(
         "dilated": DilatedAttention,
         "ring": RingDilatedAttention,
         "block_sparse": BlockSparseRingDilatedAttention,
+        "dense": partial(SparseAttention, pattern=Full()),
     }
-    if kind == "dense":
-        _no_branches(segment_lengths, dilation_rates, length)
-        return SparseAttention(Full(), **options)
     return _of_kind(makers, kind, segment_lengths, dilation_rates, length, options)
 
 
@@ -236,13 +239,11 @@ def create_multihead_dilated_attention(
     **options: Any,
 ) -> nn.Module:
     """A module over (B, N, E); see `create_dilated_attention` for `kind` and what follows the heads."""
-    if kind == "dense":
-        _no_branches(segment_lengths, dilation_rates, length)
-        return MultiheadSparseAttention(embed_dim, num_heads, Full(), **options)
     makers: dict[str, Callable[..., nn.Module]] = {
         "dilated": MultiheadDilatedAttention,
         "ring": RingMultiheadDilatedAttention,
         "block_sparse": BlockSparseRingMultiheadDilatedAttention,
+        "dense": partial(MultiheadSparseAttention, pattern=Full()),
     }
     own = {"embed_dim": embed_dim, "num_heads": num_heads, **options}
     return _of_kind(makers, kind, segment_lengths, dilation_rates, length, own)
@@ -260,9 +261,13 @@ def _of_kind(
         raise must(f"kind must be one of {', '.join(KINDS)}", repr(kind))
     if length is not None and kind != "auto":
         raise must('length must come with kind="auto"', f'kind="{kind}"')
+    if kind == "dense":
+        if segment_lengths is not None or dilation_rates is not None:
+            raise must("dense attention must come without segments and rates", "one of them")
+        return makers[kind](**options)
     segments, rates = _branches(segment_lengths, dilation_rates)
     made = makers["dilated" if kind == "auto" else kind](segment_lengths=segments, dilation_rates=rates, **options)
-    return _where_it_pays(made, length, "auto took kind dilated", options) if kind == "auto" else made
+    return _where_it_pays(made, length, "auto took kind dilated") if kind == "auto" else made
 
 
 def _branches(
@@ -273,13 +278,8 @@ def _branches(
     return segments, rates
 
 
-def _no_branches(*given: object) -> None:
-    if any(value is not None for value in given):
-        raise must("dense attention must come without segments, rates and length", "one of them")
-
-
-def _where_it_pays(made: Any, length: int | None, chosen: str, options: dict[str, Any]) -> nn.Module:
-    """`made`, or dense attention of the same form where the cost model finds that faster at this length."""
+def _where_it_pays(made: Any, length: int | None, chosen: str) -> nn.Module:
+    """`made`, with dense attention where the cost model finds that faster at this length."""
     if length is None:
         made.reason = f"{chosen}; no length was given, so dense attention was not weighed against it"
         return made
@@ -291,12 +291,7 @@ def _where_it_pays(made: Any, length: int | None, chosen: str, options: dict[str
     if sparse <= dense:
         made.reason = f"{chosen}; {told}"
         return made
-    shared = ("softmax_scale", "attention_dropout", "backend", "device", "dtype")
-    if isinstance(made, MultiheadSparseAttention):
-        made.pattern = Full()
-        instead: Any = made
-    else:
-        instead = SparseAttention(Full(), **{name: value for name, value in options.items() if name in shared})
-        instead.attention_dropout = made.attention_dropout
-    instead.reason = f"auto took dense attention; {told}"
-    return instead
+    made.pattern, made.reason = Full(), f"auto took dense attention; {told}"
+    if isinstance(made, BlockSparseRingDilatedAttention):
+        made.clear_pattern_cache()
+    return made

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..errors import must
 from ..ops import attention_rows
 from ..ops.budget import check_budget
-from ..patterns import Causal, Dilated, Full, Pattern, parse
+from ..patterns import Causal, Dilated, Full, Pattern, as_pattern
 from .block_sparse import block_pattern, segments_unused
 from .cache import KVCache
 from .config import SparsePatternConfig
@@ -64,10 +64,6 @@ class MultiheadSparseAttention(Projections, Planned):
     (torch.Size([2, 100, 64]), None)
     """
 
-    # nn.TransformerEncoderLayer has a fused path for inference that reads nn.MultiheadAttention's weights and never
-    # calls a module put in its place. These two keep it off that path.
-    in_proj_bias = None
-    _qkv_same_embed_dim = False
     num_heads: int  # pyrefly: ignore[bad-override-mutable-attribute]
 
     def __init__(
@@ -93,7 +89,7 @@ class MultiheadSparseAttention(Projections, Planned):
     ) -> None:
         norm_eps = layer_norm_eps if layer_norm else None
         super().__init__(embed_dim, num_heads, num_kv_heads, kdim, vdim, bias, norm_eps, gamma_init, device, dtype)
-        self.pattern = parse(pattern) if isinstance(pattern, str) else pattern
+        self.pattern = as_pattern(pattern)
         self.dropout = probability("dropout", dropout)
         self.batch_first = batch_first
         self.backend = backend
@@ -140,9 +136,10 @@ class MultiheadSparseAttention(Projections, Planned):
         if unbatched:
             query, key, value = _each_once(lambda tensor: tensor[None], query, key, value)
             key_padding_mask = None if key_padding_mask is None else key_padding_mask[None]
-        for name, tensor in (("query", query), ("key", key), ("value", value)):
-            if tensor.dim() != 3:
-                raise must(f"{name} must have shape (batch, n, width)", tuple(tensor.shape))
+        widths = (("query", query, self.embed_dim), ("key", key, self.kdim), ("value", value, self.vdim))
+        for name, tensor, width in widths:
+            if tensor.dim() != 3 or tensor.shape[2] != width:
+                raise must(f"{name} must have shape (batch, n, {width})", tuple(tensor.shape))
         if not batched:
             query, key, value = _each_once(lambda tensor: tensor.transpose(0, 1), query, key, value)
         itself = key is query or (key.shape == query.shape and cache is None)

@@ -13,10 +13,23 @@ from ..errors import must, must_be
 Own = TypeVar("Own", bound="Projections")
 
 
+class _NoTensor:
+    """What torch's fused paths meet where they look for a weight; it handles torch functions, so they turn back."""
+
+    @classmethod
+    def __torch_function__(cls, *_: object) -> Any:
+        return NotImplemented
+
+
 class Projections(nn.Module):
     """The parameters of a multihead module: `q_proj`, `k_proj`, `v_proj`, `out_proj` and perhaps `norm`."""
 
     dropout: float
+    # nn.TransformerEncoderLayer has a fused path for inference that reads nn.MultiheadAttention's weights and never
+    # calls a module put in its place, and nn.TransformerEncoder one that nests padded sequences. These keep both off.
+    in_proj_weight = _NoTensor()
+    in_proj_bias = None
+    _qkv_same_embed_dim = False
 
     def __init__(
         self,
@@ -39,12 +52,13 @@ class Projections(nn.Module):
             raise must("num_heads must be a multiple of num_kv_heads", f"{num_heads} and {kv_heads}")
         self.embed_dim, self.num_heads, self.num_kv_heads = embed_dim, num_heads, kv_heads
         self.head_dim = embed_dim // num_heads
+        self.kdim, self.vdim = (embed_dim if width is None else width for width in (kdim, vdim))
         self.gamma_init = gamma_init
         kept: dict[str, Any] = {"device": device, "dtype": dtype}
         kv_width = kv_heads * self.head_dim
         self.q_proj = nn.Linear(embed_dim, embed_dim, bias, **kept)
-        self.k_proj = nn.Linear(kdim or embed_dim, kv_width, bias, **kept)
-        self.v_proj = nn.Linear(vdim or embed_dim, kv_width, bias, **kept)
+        self.k_proj = nn.Linear(self.kdim, kv_width, bias, **kept)
+        self.v_proj = nn.Linear(self.vdim, kv_width, bias, **kept)
         self.norm = None if norm_eps is None else nn.LayerNorm(embed_dim, norm_eps, bias=bias, **kept)
         self.out_proj = nn.Linear(embed_dim, embed_dim, bias, **kept)
         self.reset_parameters()
@@ -94,7 +108,7 @@ class Projections(nn.Module):
         """
         if not isinstance(mha, nn.MultiheadAttention):
             raise must_be("from_torch must be given a torch.nn.MultiheadAttention", type(mha).__name__)
-        if mha.bias_k is not None or mha.add_zero_attn:
+        if has_keys_of_its_own(mha):
             raise must("from_torch must be given a module without add_bias_kv and add_zero_attn", "one with them")
         taken: dict[str, Any] = {
             "dropout": mha.dropout,
@@ -134,6 +148,11 @@ class Projections(nn.Module):
         state_dict.clear()
         state_dict.update(state)
         super()._load_from_state_dict(state_dict, prefix, *rest)
+
+
+def has_keys_of_its_own(mha: nn.MultiheadAttention) -> bool:
+    """Whether it adds keys that no token gave, which no pattern speaks of."""
+    return mha.bias_k is not None or mha.add_zero_attn
 
 
 def _plain(projection: nn.Module) -> bool:

@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from ..errors import must
-from ..patterns import Pattern
+from ..patterns import Pattern, as_pattern
 from .multihead import MultiheadSparseAttention
+from .projections import has_keys_of_its_own
 
 
 class Replacement(NamedTuple):
@@ -43,19 +44,22 @@ def replace_attention(model: nn.Module, pattern: Pattern | str, **options: Any) 
             "the attention module itself",
             "Use MultiheadSparseAttention.from_torch.",
         )
+    pattern = as_pattern(pattern)
+    modules = model.named_modules(remove_duplicate=False)
+    found = {name: module for name, module in modules if isinstance(module, nn.MultiheadAttention)}
+    # All are made before the first is put in place: a wrong option leaves the model as it was. One that stands in two
+    # places stays one module.
+    made = {
+        id(module): MultiheadSparseAttention.from_torch(module, pattern, **options)
+        for module in dict.fromkeys(found.values())
+        if not has_keys_of_its_own(module)
+    }
     report = []
-    made: dict[int, nn.Module] = {}
-    for name, module in list(model.named_modules(remove_duplicate=False)):
-        if not isinstance(module, nn.MultiheadAttention):
+    for name, module in found.items():
+        if id(module) not in made:
+            report.append(Replacement(name, False, "no pattern speaks of the keys of add_bias_kv and add_zero_attn"))
             continue
-        try:
-            # A module that stands in two places stays one module.
-            own = made.get(id(module)) or MultiheadSparseAttention.from_torch(module, pattern, **options)
-        except ValueError as error:
-            report.append(Replacement(name, False, str(error)))
-            continue
-        made[id(module)] = own
         holder, _, last = name.rpartition(".")
-        setattr(model.get_submodule(holder), last, own)
-        report.append(Replacement(name, True, str(own.pattern)))
+        setattr(model.get_submodule(holder), last, made[id(module)])
+        report.append(Replacement(name, True, str(pattern)))
     return report

@@ -15,7 +15,7 @@ from ..errors import must, must_be
 from ..ops.sinks import Sink, StreamShape, as_sink
 from ..ops.sources import Three, own_heads
 from ..ops.streamed import Streamed, streamed_attention, streamed_gradients
-from ..patterns import Pattern, parse
+from ..patterns import Pattern, as_pattern
 from ..patterns.pattern import integer
 
 DIGIT = 1024
@@ -75,7 +75,7 @@ class StreamedLayer(nn.Module):
         self.embed_dim, self.num_heads = integer("embed_dim", embed_dim, 1), integer("num_heads", num_heads, 1)
         if embed_dim % num_heads:
             raise must(f"embed_dim must be a multiple of num_heads {num_heads}", embed_dim)
-        self.pattern = parse(pattern) if isinstance(pattern, str) else pattern
+        self.pattern = as_pattern(pattern)
         self.max_tokens = integer("max_tokens", max_tokens, 1)
         self.is_causal, self.backend = is_causal, backend
         digits = 1

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from ..files import write_whole
 from ..ops import attention, plan_cache
 from ..patterns import BlockDilated, Full, Pattern
 from ..plan import Plan
@@ -143,17 +143,9 @@ def _is_sane(model: CostModel) -> bool:
 
 
 def _write(models: dict[str, CostModel]) -> None:
+    figures = json.dumps({key: asdict(model) for key, model in models.items()}, indent=1)
     try:
-        path = cache_path()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
-            try:
-                json.dump({key: asdict(model) for key, model in models.items()}, file, indent=1)
-                file.close()
-                os.replace(file.name, path)
-            except BaseException:
-                os.unlink(file.name)
-                raise
+        write_whole(cache_path(), lambda temporary: Path(temporary).write_text(figures, encoding="utf-8"))
     except (OSError, RuntimeError):
         # A read-only home, or none, costs the measurement each time, not the answer.
         return

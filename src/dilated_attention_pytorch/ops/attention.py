@@ -131,7 +131,7 @@ def _attend(
         settled = None if asked is None else _recall(asked, query)
         if settled is not None:
             return _run(settled, query, key, value)
-    query, key, value = _autocast(query, key, value)
+    query, key, value = autocasted(query, key, value)
     check_tensors(query, key, value, enable_gqa)
     check_masks(query, key_padding_mask, cu_seqlens)
     if not isinstance(pattern, Pattern | str):
@@ -289,7 +289,7 @@ def _is_observed(*tensors: Tensor) -> bool:
         or torch._C._are_functorch_transforms_active()
         or torch._C._len_torch_dispatch_stack() > 0
         or torch.autograd._profiler_enabled()
-        or any(type(t) is not Tensor and type(t) is not torch.nn.Parameter for t in tensors)
+        or any((type(t) is not Tensor and type(t) is not torch.nn.Parameter) or t.is_meta for t in tensors)
     )
 
 
@@ -451,10 +451,10 @@ def lengths_of(cu_seqlens: Tensor, n: int) -> tuple[int, ...]:
     return tuple(b - a for a, b in pairwise(bounds))
 
 
-def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+def autocasted(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Under autocast, 32-bit inputs take its dtype; accumulation stays in float32 inside the kernels."""
     kind = tensors[0].device.type if isinstance(tensors[0], Tensor) else "cpu"
-    if not torch.is_autocast_enabled(kind):
+    if kind == "meta" or not torch.is_autocast_enabled(kind):
         return tensors
     dtype = torch.get_autocast_dtype(kind)
     return tuple(t.to(dtype) if t.dtype in (torch.float32, torch.float16, torch.bfloat16) else t for t in tensors)

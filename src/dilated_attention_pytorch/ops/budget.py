@@ -11,8 +11,10 @@ import threading
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from itertools import groupby
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -302,16 +304,46 @@ def _halved(rows: int, least: int) -> int:
     return -(-rows // (2 * least)) * least if rows > least else 0
 
 
+def memory_of(device: torch.device) -> tuple[int, int]:
+    """Bytes that can still be taken, and bytes in all; on a CPU within the limits of the container and of `ulimit`."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device), total
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        known = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines}
+        free, total = known["MemAvailable"], known["MemTotal"]
+    except (OSError, KeyError, IndexError, ValueError):
+        raise must("memory_budget must be in bytes where free memory is unknown", f"a fraction on {device}") from None
+    for limit, used in _limits():
+        free, total = min(free, max(limit - used, 0)), min(total, limit)
+    return free, total
+
+
+def _limits() -> Iterator[tuple[int, int]]:
+    """Limits on this process's memory, each with what counts against it."""
+    group = Path("/sys/fs/cgroup")
+    with suppress(OSError, ValueError):
+        yield int((group / "memory.max").read_text()), int((group / "memory.current").read_text())
+    with suppress(ImportError, OSError):
+        import resource
+
+        limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+        if limit != resource.RLIM_INFINITY:
+            yield limit, status_bytes("VmSize")
+
+
+def status_bytes(name: str) -> int:
+    """What the system tells of this process's memory: VmRSS, VmHWM, VmSize."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(name):
+            return int(line.split()[1]) * 1024
+    raise OSError(f"the system does not report {name}")
+
+
 def free_bytes(device: torch.device) -> int:
     """Memory that could be had on a device now."""
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    try:
-        with open("/proc/meminfo") as file:
-            return next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable"))
-    except (OSError, StopIteration):
-        raise must("memory_budget must be in bytes where free memory is unknown", f"a fraction on {device}") from None
+    return memory_of(device)[0]
 
 
 _remembered: OrderedDict[tuple[object, ...], int] = OrderedDict()

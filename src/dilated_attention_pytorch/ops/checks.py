@@ -8,8 +8,10 @@ from torch import Tensor
 from ..errors import must, must_be
 
 
-def check_tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> None:
-    """What must hold of query, key and value."""
+def check_tensors(
+    query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool, *, one_length: bool = True, one_dtype: bool = True
+) -> None:
+    """What must hold of query, key and value; a cache may be longer than what follows on it, and of another dtype."""
     named = (("query", query), ("key", key), ("value", value))
     for name, tensor in named:
         if not isinstance(tensor, Tensor):
@@ -21,14 +23,16 @@ def check_tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -
         if tensor.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
             raise must_be(f"{name} must be float16, bfloat16, float32 or float64", tensor.dtype)
     for name, tensor in named[1:]:
-        if tensor.dtype != query.dtype:
+        if one_dtype and tensor.dtype != query.dtype:
             raise must_be(f"{name} must have the query's dtype {query.dtype}", tensor.dtype)
         if tensor.device != query.device:
             raise must(f"{name} must be on the query's device {query.device}", tensor.device)
         if tensor.shape[0] != query.shape[0]:
             raise must(f"{name} must have the query's batch size {query.shape[0]}", tensor.shape[0])
-        if tensor.shape[2] != query.shape[2]:
+        if one_length and tensor.shape[2] != query.shape[2]:
             raise must(f"{name} must have the query's length {query.shape[2]}", tensor.shape[2])
+    if value.shape[2] != key.shape[2]:
+        raise must(f"value must have the key's length {key.shape[2]}", value.shape[2])
     if key.shape[3] != query.shape[3]:
         raise must(f"key must have the query's width {query.shape[3]}", key.shape[3])
     if value.shape[1] != key.shape[1]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
@@ -25,11 +26,15 @@ from ..patterns import (
     Random,
     SlidingWindow,
     Strided,
-    parse,
+    as_pattern,
 )
 from ..plan.cover import Grid, count, head_key
+from .attention import attention
+from .checks import check_masks, check_tensors
 
 CPU = torch.device("cpu")
+MOST_ROWS = 64
+"""From this many new tokens on, one whole computation is cheaper than row after row."""
 
 
 class Kept(NamedTuple):
@@ -64,6 +69,8 @@ def attention_step(
     enable_gqa: bool = False,
     key_padding_mask: Tensor | None = None,
     kept: Kept | None = None,
+    backend: str = "auto",
+    memory_budget: int | float | None = None,
 ) -> Tensor:
     """Rows of causal attention for queries that follow on cached keys.
 
@@ -78,6 +85,7 @@ def attention_step(
         enable_gqa: let query head h read key head h // (H / G).
         key_padding_mask: bool (B, L), True where a key takes no part.
         kept: which positions the cache holds, when not all.
+        backend: for many tokens at once, see `attention`, as `memory_budget`.
 
     Returns:
         (B, H, M, E): row t of the full computation, in time of the keys it sees.
@@ -88,27 +96,41 @@ def attention_step(
     >>> torch.allclose(row, attention(q, k, v, "dilated:16x1,64x4", is_causal=True)[:, :, 40:41], atol=1e-6)
     True
     """
-    whole = parse(pattern) if isinstance(pattern, str) else pattern
+    whole = as_pattern(pattern)
+    check_tensors(query, key, value, enable_gqa, one_length=False, one_dtype=False)
+    check_masks(key, key_padding_mask, None)
+    if scale is not None and not math.isfinite(scale):
+        raise must("scale must be finite", scale)
     batch, heads, rows, width = query.shape
-    if key.shape[0] != batch or value.shape[:3] != key.shape[:3] or key.shape[3] != width:
-        shapes = f"{tuple(key.shape)} and {tuple(value.shape)} for query {tuple(query.shape)}"
-        raise must("key and value must fit the query", shapes)
-    if heads % key.shape[1] or (heads != key.shape[1] and not enable_gqa):
-        raise must("query heads must be key heads, or with enable_gqa a multiple", f"{heads} and {key.shape[1]}")
     first = [positions] * batch if isinstance(positions, int) else list(positions)
     if len(first) != batch or min(first) < 0:
         raise must(f"positions must be one number or {batch}, each >= 0", first)
-    held = (kept or Kept()).slots(torch.tensor([max(first) + rows - 1]))
+    kept = kept or Kept()
+    held = kept.slots(torch.tensor([max(first) + rows - 1]))
     if int(held) >= key.shape[2]:
         raise must(
             "the cache must hold the keys of the new tokens too", f"{key.shape[2]} keys for position {max(first)}"
         )
     scale = width**-0.5 if scale is None else scale
-    found = [
-        _row(query[:, :, m], key, value, whole, [t + m for t in first], length, scale, key_padding_mask, kept or Kept())
-        for m in range(rows)
-    ]
-    return torch.stack(found, 2)
+    if rows < MOST_ROWS or kept != Kept() or len(set(first)) > 1:
+        where = length, scale, key_padding_mask, kept
+        return torch.stack(
+            [_row(query[:, :, m], key, value, whole, [t + m for t in first], *where) for m in range(rows)], 2
+        )
+    before, end = first[0], first[0] + rows
+    found = attention(
+        torch.nn.functional.pad(query, (0, 0, before, 0)),
+        key[:, :, :end],
+        value[:, :, :end],
+        opening(whole, length, end, heads),
+        is_causal=True,
+        scale=scale,
+        enable_gqa=True,
+        key_padding_mask=None if key_padding_mask is None else key_padding_mask[:, :end],
+        backend=backend,
+        memory_budget=memory_budget,
+    )
+    return found[:, :, before:]
 
 
 def _row(

@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..errors import must_be
 from ..kernels import registry
 from ..kernels.registry import Explanation
-from ..patterns import Pattern
+from ..patterns import Pattern, as_pattern
 from .attention import call_of
 from .checks import check_masks, check_tensors
 
@@ -39,9 +38,7 @@ def explain(
     """
     check_tensors(query, key, value, enable_gqa)
     check_masks(query, key_padding_mask, cu_seqlens)
-    if not isinstance(pattern, Pattern | str):
-        raise must_be("pattern must be a Pattern or text", type(pattern).__name__, 'For example "window:512 & causal".')
-    text = pattern if isinstance(pattern, str) else pattern.describe()
+    text = as_pattern(pattern).describe()
     seed = torch.zeros(1, dtype=torch.int64, device=query.device) if dropout_p else None
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     call, _ = call_of(query, key, value, key_padding_mask, cu_seqlens, seed, text, is_causal, scale, dropout_p, "auto")

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..errors import must, must_be
-from ..patterns import Causal, Pattern, parse
+from ..patterns import Causal, Pattern, as_pattern
 from ..plan.cover import Grid, count
 from ..shapes import Key, KeyPadding, Query
 from .checks import check_masks, check_tensors
@@ -40,11 +40,13 @@ def attention_rows(
     check_masks(query, key_padding_mask, None)
     batch, heads, n, width = query.shape
     index = torch.as_tensor(rows, device=query.device)
+    # A list without numbers has no kind that would tell.
+    index = index.long() if index.shape == (0,) else index
     if index.dim() != 1 or index.is_floating_point() or index.dtype == torch.bool:
         raise must_be("rows must be a list of row numbers", f"{index.dtype} {tuple(index.shape)}")
     if index.numel() and not 0 <= int(index.min()) <= int(index.max()) < n:
         raise must(f"rows must lie in 0 .. {n - 1}", f"{int(index.min())} .. {int(index.max())}")
-    whole = parse(pattern) if isinstance(pattern, str) else pattern
+    whole = as_pattern(pattern)
     whole = (whole & Causal() if is_causal else whole).resolve(n, heads)
     grid = Grid(n, query.device)
     dtype = torch.float64 if query.dtype == torch.float64 else torch.float32

@@ -18,14 +18,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..errors import must, must_be
+from ..errors import must
 from ..kernels.registry import AttentionCall, Forward, Gradients, choose, empty_rows
-from ..patterns import And, Causal, Dilated, Pattern, parse
+from ..patterns import And, Causal, Dilated, Pattern, as_pattern
 from ..patterns.pattern import integer
 from ..plan import own_block
 from ..plan.cover import Grid, head_key, reach
 from ..plan.excerpt import Excerpt, excerpts
 from .attention import call_of
+from .budget import free_bytes
 from .checks import check_tensors
 from .merge import AttentionOutput
 from .sinks import StreamShape
@@ -108,9 +109,7 @@ class Streamer:
         self.scale = self.width**-0.5 if scale is None else scale
         if not -math.inf < self.scale < math.inf:
             raise must("scale must be finite", scale)
-        if not isinstance(pattern, Pattern | str):
-            raise must_be("pattern must be a Pattern or text", type(pattern).__name__)
-        whole = parse(pattern) if isinstance(pattern, str) else pattern
+        whole = as_pattern(pattern)
         self.pattern = (whole & Causal() if is_causal else whole).resolve(self.n, self.heads)
         self.block = own_block(self.pattern)
         self.ladder, self.causal = _ladder(self.pattern)
@@ -138,8 +137,7 @@ class Streamer:
                 raise must("chunk and memory_budget must not both be given", f"{chunk} and {memory_budget}")
             return min(integer("chunk", chunk, 1), self.n)
         if memory_budget is None:
-            free = torch.cuda.mem_get_info(self.device)[0] // 4 if self.device.type == "cuda" else DEFAULT_BUDGET
-            memory_budget = free
+            memory_budget = free_bytes(self.device) // 4 if self.device.type == "cuda" else DEFAULT_BUDGET
         fitting = integer("memory_budget", memory_budget, 1) // self.bytes_a_row(backward)
         if fitting < 1:
             raise must(f"memory_budget must hold a row, {self.bytes_a_row(backward):,} bytes", f"{memory_budget:,}")

@@ -5,7 +5,7 @@ from .dilated import Branch, Dilated, Strided
 from .local import Causal, Documents, Full, Global, SlidingWindow
 from .packed import Packed
 from .pattern import And, Or, Pattern, PerHead
-from .text import parse
+from .text import as_pattern, parse
 
 __all__ = [
     "And",
@@ -26,5 +26,6 @@ __all__ = [
     "Random",
     "SlidingWindow",
     "Strided",
+    "as_pattern",
     "parse",
 ]

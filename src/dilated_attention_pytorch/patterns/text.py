@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
-from ..errors import must
+from ..errors import must, must_be
 from .blocks import BlockDilated, BlockLists, Hierarchical, Random
 from .dilated import Dilated, Strided
 from .local import Causal, Documents, Full, Global, SlidingWindow
@@ -50,6 +50,15 @@ def parse(text: str) -> Pattern:
         raise reader.error(f"an operator or the end, before {reader.peek()!r}")
     if _depth(pattern) > DEEPEST:
         raise reader.error(f"at most {DEEPEST} patterns inside one another")
+    return pattern
+
+
+def as_pattern(pattern: Pattern | str) -> Pattern:
+    """A pattern from its text, or itself."""
+    if isinstance(pattern, str):
+        return parse(pattern)
+    if not isinstance(pattern, Pattern):
+        raise must_be("pattern must be a Pattern or text", type(pattern).__name__, 'For example "window:512 & causal".')
     return pattern
 
 

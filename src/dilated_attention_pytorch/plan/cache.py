@@ -7,7 +7,6 @@ import json
 import math
 import os
 import struct
-import tempfile
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..errors import must
+from ..files import write_whole
 from ..patterns import Pattern, parse
 from .plan import FULL_BEGIN, FULL_END, PARTIAL_BEGIN, PARTIAL_END, Axis, Masks, Part, Plan, Walk, tensors_of
 from .planner import make_plan, own_block
@@ -105,16 +105,7 @@ class PlanCache:
             }
         ).encode()
         body = b"".join([MAGIC, struct.pack("<Q", len(header)), header, *(_bytes(tensor) for tensor in tensors)])
-        target = Path(path)
-        with tempfile.NamedTemporaryFile(dir=target.parent, prefix=target.name, delete=False) as file:
-            try:
-                file.write(body + sha256(body).digest())
-                file.flush()
-                os.fsync(file.fileno())
-                os.replace(file.name, target)
-            except BaseException:
-                os.unlink(file.name)
-                raise
+        write_whole(Path(path), lambda temporary: Path(temporary).write_bytes(body + sha256(body).digest()))
 
     def load(self, path: str | os.PathLike[str]) -> int:
         """Add the plans of a file, and say how many. A damaged or foreign file raises and adds nothing."""

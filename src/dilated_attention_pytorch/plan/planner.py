@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..errors import must
-from ..patterns import And, BlockPattern, Or, Packed, Pattern, PerHead, Strided
+from ..patterns import And, BlockPattern, Or, Packed, Pattern, PerHead, Strided, as_pattern
 from ..patterns.pattern import integer
 from .cover import ALL, NONE, Grid, Tiles, classify, evaluate, head_key, listed, mask_keys, moves_freely, ranges, reach
 from .packing import lay_out
@@ -25,7 +25,7 @@ MEETINGS_ON_CPU, MEETINGS_ON_GPU = 2**19, 2**24
 
 
 def make_plan(
-    pattern: Pattern,
+    pattern: Pattern | str,
     n: int,
     heads: int,
     block_size: int | None = None,
@@ -34,7 +34,7 @@ def make_plan(
     """Plan attention over `n` tokens and `heads` heads.
 
     Args:
-        pattern: who may see whom.
+        pattern: who may see whom, or its text.
         n: tokens in the sequence.
         heads: query heads.
         block_size: edge of a tile, a power of two from 16 to 256. By default the pattern's own block, else 128.
@@ -44,7 +44,7 @@ def make_plan(
     >>> make_plan(SlidingWindow(256), n=4096, heads=8).density
     0.150390625
     """
-    n, heads = integer("n", n, 1), integer("heads", heads, 1)
+    pattern, n, heads = as_pattern(pattern), integer("n", n, 1), integer("heads", heads, 1)
     block_size = own_block(pattern) if block_size is None else block_size
     if block_size not in BLOCK_SIZES:
         raise must(f"block_size must be a power of two, one of {BLOCK_SIZES}", block_size)

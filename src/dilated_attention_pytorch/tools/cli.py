@@ -78,21 +78,28 @@ def _passing_on(run: Callable[[list[str]], int]) -> Callable[..., None]:
 
 def main(arguments: list[str] | None = None) -> None:
     """Entry point. Exit status: 0 done, 1 a result is wrong or does not fit, 2 wrong use, 130 interrupted."""
+    from ..errors import BackendUnsupported
+
     given = sys.argv[1:] if arguments is None else arguments
     wanted = next((word for word in given if not word.startswith("-")), None)
     try:
-        app = build(wanted)
+        build(wanted)(args=given, prog_name="dap")
     except ModuleNotFoundError as error:
         if error.name not in ("typer", "rich"):
             raise
         sys.exit(CLI_MISSING)
-    from ..errors import BackendUnsupported
-
-    try:
-        app(args=given, prog_name="dap")
+    except KeyboardInterrupt:
+        # Typer turns those of a command into this status; torch is imported before there is one.
+        sys.exit(130)
     except (ValueError, BackendUnsupported, OSError) as error:
         print(f"dap: {error}", file=sys.stderr)
         sys.exit(2)
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "allocate" not in str(error):
+            raise
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        print(f"dap: this takes more memory than there is ({reason})", file=sys.stderr)
+        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -171,8 +171,10 @@ def _time(seconds: float | None) -> str:
 def main(arguments: list[str] | None = None) -> int:
     """Command line."""
     parser = argparse.ArgumentParser(prog="demo", description="A tour of the library on this machine.")
-    parser.add_argument("--out", type=Path, default=Path("demo/report.html"))
+    parser.add_argument("--out", type=Path, default=Path("demo/report.html"), help="the page, or a folder for it")
     options = parser.parse_args(arguments)
+    if options.out.is_dir():
+        options.out /= "report.html"
     begun = time.perf_counter()
     torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -231,7 +233,7 @@ def main(arguments: list[str] | None = None) -> int:
         Heading("Plans for a million tokens"),
         Table(["pattern", "time", "memory", "tiles", "density"], plan_rows),
         Heading("Who sees whom"),
-        f"The page `{interactive.name}` beside this one has sliders for both patterns.",
+        f"[An interactive page]({interactive.name}) beside this one has sliders for both patterns.",
         Chart("map", f"{PICTURE} and {BESIDE}", show.as_svg(maps)),
         Preformatted(picture),
         Heading("Backends on this machine"),

@@ -5,10 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from ..errors import must
-from .screen import AsJson, Device, Heads, PatternText, Screen, Tokens, device_of, print_json
+from .screen import AsJson, Device, Heads, PatternText, Screen, Tokens, device_of, print_json, typer
 
 if TYPE_CHECKING:
     import torch
@@ -52,6 +50,8 @@ def forecast(
         joined=is_joined(plan),
     )
     forward, training = peaks(shape, plan.nbytes)
+    rank = None if ranks == 1 else rank_share(text, shape, ranks, plan.nbytes, plan.blocks)
+    held = {"forward": forward, "training": training} if rank is None else rank["peak_bytes"]
     growth = plan_growth(pattern, plan)
     most = (None, None) if growth is None else longest_that_fits(shape, growth, free)
     cost = plan.cost(d, key_heads=key_heads, dtype=kind, batch=batch)
@@ -67,7 +67,7 @@ def forecast(
         "plan_bytes": plan.nbytes,
         "peak_bytes": {"forward": forward, "training": training},
         "free_bytes": free,
-        "fits": {"forward": forward <= free, "training": training <= free},
+        "fits": {way: peak <= free for way, peak in held.items()},
         "longest": {"forward": most[0], "training": most[1]},
         "seconds": None
         if model is None
@@ -77,7 +77,7 @@ def forecast(
             "scores_bytes": batch * heads * n**2 * kind.itemsize,
             "seconds_forward": None if model is None else model.dense(plan) * width,
         },
-        "rank": None if ranks == 1 else rank_share(text, shape, ranks, plan.nbytes, plan.blocks),
+        "rank": rank,
     }
 
 
@@ -132,8 +132,6 @@ def rank_share(text: str, shape: Shape, ranks: int, plan_bytes: int, tiles: int)
 
 def suggestions(found: dict[str, Any]) -> list[str]:
     """What to do about a forecast that does not fit."""
-    from .page import tokens_text
-
     said = []
     free, shape = found["free_bytes"], found["shape"]
     if not found["fits"]["training"]:
@@ -141,12 +139,12 @@ def suggestions(found: dict[str, Any]) -> list[str]:
             said.append("A forward under torch.no_grad() fits; training does not.")
         most = found["longest"]["training"]
         if most:
-            said.append(f"Training fits up to about {tokens_text(most // 1024 * 1024)} tokens.")
+            said.append(f"Training fits up to about {most:,} tokens{' on one device' * (shape['ranks'] > 1)}.")
         if shape["dtype"] in ("fp32", "fp64") and shape["device"] == "cuda":
             said.append("--dtype bf16 halves q, k, v, the output and their gradients.")
         if shape["key_heads"] == shape["heads"] > 1:
             said.append("Fewer key heads (--key-heads) shrink k, v and their gradients.")
-        ranks = -(-found["peak_bytes"]["training"] // max(free, 1))
+        ranks = max(-(-found["peak_bytes"]["training"] // max(free, 1)), shape["ranks"] + 1)
         said.append(f"From {ranks} devices like this one on, each rank's own share fits (--ranks {ranks}).")
     if found["density"] > 0.5:
         said.append(f"Density {found['density']:.0%}: dense attention costs about the same; see `dap tune`.")
@@ -169,12 +167,13 @@ def show(found: dict[str, Any]) -> None:
     peak, seconds = found["peak_bytes"], found["seconds"]
     measured = CALIBRATED[shape["device"]]
     predicted = "predicted time" if shape["dtype"] == measured else f"predicted time, as if {measured}"
+    whose = "" if found["rank"] is None else "each rank "
     rows = [
         ("floating-point operations", *(f"{found['flops'][way]:.3g}" for way in ("forward", "training"))),
         ("peak memory", *(readable_bytes(peak[way]) for way in ("forward", "training"))),
-        (f"fits into {readable_bytes(found['free_bytes'])}", *(_yes(fits) for fits in found["fits"].values())),
+        (f"{whose}fits into {readable_bytes(found['free_bytes'])}", *(_yes(fits) for fits in found["fits"].values())),
         (
-            "longest sequence that fits",
+            f"longest sequence that fits{' one device' * bool(whose)}",
             *("-" if most is None else f"{most:,}" for most in found["longest"].values()),
         ),
         (predicted, *("-" if seconds is None else seconds_text(seconds[w]) for w in ("forward", "training"))),
@@ -222,13 +221,15 @@ def command(
     dtype: Annotated[str, typer.Option(help=f"One of {', '.join(DTYPES)}.")] = "bf16",
     batch: Annotated[int, typer.Option(min=1)] = 1,
     ranks: Annotated[int, typer.Option(min=1, help="Devices that share the sequence.")] = 1,
-    memory: Annotated[float, typer.Option(help="GiB to fit into; 0 for what is free here.")] = 0.0,
+    memory: Annotated[float, typer.Option(min=0, help="GiB to fit into; 0 for what is free here.")] = 0.0,
     device: Device = "auto",
     as_json: AsJson = False,
 ) -> None:
     """What a pattern will take: tiles, memory, time, the longest sequence that fits. Exit status 1 if too long."""
     from .measure import memory_of
 
+    if not memory < float("inf"):
+        raise must("memory must be a number of GiB", memory)
     if dtype not in DTYPES:
         raise must(f"dtype must be one of {', '.join(DTYPES)}", repr(dtype))
     where = device_of(device)

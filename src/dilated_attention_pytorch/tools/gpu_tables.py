@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .page import Heading, Part, Table, readable_bytes, tokens_text
+from .page import Heading, Part, Table, figure_text, readable_bytes, tokens_text
 from .results import DIRECTIONS, Bar, Line
 
 SPARSE_BARS = {
@@ -147,7 +147,7 @@ def times_text(value: float | None) -> str:
 def _figures(line: Line | None) -> list[str]:
     if line is None:
         return ["", ""]
-    return [f"{line['p50_ms']:.3g}", f"{line['tflops']:.0f}"]
+    return [figure_text(line["p50_ms"]), f"{line['tflops']:.0f}"]
 
 
 def machine(lines: Iterable[Line], command: str) -> str:

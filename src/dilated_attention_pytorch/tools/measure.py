@@ -7,14 +7,15 @@ import os
 import platform
 import subprocess
 import time
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Callable
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from ..ops import budget
 
 
 def synchronize(device: str) -> None:
@@ -54,7 +55,7 @@ class PeakMemory:
             try:
                 # Linux: 5 sets the high-water mark of resident memory back to what is resident now.
                 Path("/proc/self/clear_refs").write_text("5")
-                self.before = _status_bytes("VmRSS")
+                self.before = budget.status_bytes("VmRSS")
             except OSError:
                 self.before = None
         return self
@@ -66,7 +67,7 @@ class PeakMemory:
             torch.cuda.synchronize()
             self.total = torch.cuda.max_memory_allocated()
         else:
-            self.total = _status_bytes("VmHWM")
+            self.total = budget.status_bytes("VmHWM")
         self.extra = max(self.total - self.before, 0)
 
 
@@ -79,40 +80,13 @@ def _give_back_freed_memory() -> None:
         return
 
 
-def _status_bytes(name: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(name):
-            return int(line.split()[1]) * 1024
-    raise OSError(f"the system does not report {name}")
-
-
 def memory_of(device: str) -> tuple[int, int]:
-    """Bytes that can still be taken, and bytes in all; on a CPU within the limits of the container and of `ulimit`."""
-    if device == "cuda":
-        return torch.cuda.mem_get_info()
+    """Bytes that can still be taken, and bytes in all; all of them where the system does not tell what is taken."""
     try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        known = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines}
-        free, total = known["MemAvailable"], known["MemTotal"]
-    except (OSError, KeyError, IndexError, ValueError):
+        return budget.memory_of(torch.device(device))
+    except ValueError:
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        free = total
-    for limit, used in _limits():
-        free, total = min(free, max(limit - used, 0)), min(total, limit)
-    return free, total
-
-
-def _limits() -> Iterator[tuple[int, int]]:
-    """Limits on this process's memory, each with what counts against it."""
-    group = Path("/sys/fs/cgroup")
-    with suppress(OSError, ValueError):
-        yield int((group / "memory.max").read_text()), int((group / "memory.current").read_text())
-    with suppress(ImportError, OSError):
-        import resource
-
-        limit, _ = resource.getrlimit(resource.RLIMIT_AS)
-        if limit != resource.RLIM_INFINITY:
-            yield limit, _status_bytes("VmSize")
+        return total, total
 
 
 def device_name(device: str) -> str:

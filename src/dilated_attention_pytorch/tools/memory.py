@@ -104,7 +104,8 @@ def plan_growth(pattern: Pattern, plan: Plan) -> tuple[int, float] | None:
     """Bytes of a plan and the power of n with which they grow; None for a pattern that exists at one length only."""
     part = max(plan.n // 8, 1)
     try:
-        shorter = make_plan(pattern, part, plan.heads, plan.block_size)
+        # Of a single token there is no shorter plan, but a longer one.
+        other = make_plan(pattern, part if plan.n > 1 else 8, plan.heads, plan.block_size)
     except ValueError:
         return None
-    return plan.nbytes, min(max(math.log(plan.nbytes / shorter.nbytes, plan.n / part), 0.0), 2.0)
+    return plan.nbytes, min(max(math.log(plan.nbytes / other.nbytes, plan.n / other.n), 0.0), 2.0)

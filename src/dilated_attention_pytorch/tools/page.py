@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
 from ..errors import must
+from ..files import write_whole
 
 WIDTH, HEIGHT = 720, 400
 COLORS = 8
@@ -32,7 +32,8 @@ th, td { padding: .3rem .8rem; text-align: right; border-bottom: 1px solid var(-
 .words { text-align: left; } .wrapped { white-space: normal; vertical-align: top; }
 th { color: var(--soft); font-weight: 600; }
 pre { font: 12px/1.1 ui-monospace, monospace; overflow-x: auto; }
-code { font: .9em ui-monospace, monospace; }
+code { font: .9em ui-monospace, monospace; } a { color: var(--line0); } nav a { margin-right: 1rem; }
+figure { margin: 1.5rem 0; } figcaption { color: var(--soft); }
 .grid { stroke: var(--faint); } .ideal { stroke-dasharray: 6 5; }
 .tick { fill: var(--soft); } .name { font-weight: 600; }
 """
@@ -74,7 +75,7 @@ class Preformatted:
 
 
 Part = str | Heading | Table | Chart | Preformatted
-"""Text is a paragraph, in which `code` and **bold** are marked as in Markdown."""
+"""Text is a paragraph, in which `code`, **bold** and [pages beside it](page.html) are marked as in Markdown."""
 
 
 def as_markdown(title: str, parts: Iterable[Part], beside: str = "") -> str:
@@ -96,12 +97,16 @@ def as_markdown(title: str, parts: Iterable[Part], beside: str = "") -> str:
 
 
 def as_html(title: str, parts: Iterable[Part]) -> str:
-    """The same as one HTML page."""
-    written = []
+    """The same as one HTML page, with a list of its sections where they are many."""
+    parts = list(parts)
+    sections = [part for part in parts if isinstance(part, Heading) and part.level == 2]
+    links = (f'<a href="#section{index}">{_marked(part.text)}</a>' for index, part in enumerate(sections))
+    written = [f"<nav>{' '.join(links)}</nav>"] if len(sections) > 3 else []
     for part in parts:
         match part:
             case Heading():
-                written.append(f"<h{part.level}>{_marked(part.text)}</h{part.level}>")
+                place = f' id="section{sections.index(part)}"' if part in sections else ""
+                written.append(f"<h{part.level}{place}>{_marked(part.text)}</h{part.level}>")
             case Table():
                 written.append(table(part.header, part.rows, part.words))
             case Chart():
@@ -114,8 +119,9 @@ def as_html(title: str, parts: Iterable[Part]) -> str:
 
 
 def _marked(text: str) -> str:
-    """Escaped text with its code and bold words."""
+    """Escaped text with its code, bold words and links to pages beside it."""
     text = re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(text, quote=False))
+    text = re.sub(r"\[([^\]]+)\]\(([\w-]+\.html)\)", r'<a href="\2">\1</a>', text)
     return re.sub(r"\*\*([^*]+)\*\*", r"<strong>\1</strong>", text)
 
 
@@ -149,16 +155,12 @@ def page(title: str, parts: Sequence[str]) -> str:
     )
 
 
-def write(path: Path, text: str) -> None:
+def write(path: Path, content: str | bytes) -> None:
     """Replace the file at once, so that a reader never sees half of it."""
-    draft = path.with_name(path.name + ".draft")
+    body = content.encode() if isinstance(content, str) else content
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        draft.write_text(text, encoding="utf-8")
-        draft.replace(path)
+        write_whole(path, lambda temporary: Path(temporary).write_bytes(body))
     except OSError as error:
-        with suppress(OSError):
-            draft.unlink()
         raise must("a page must go to a file that can be written", f"{path} ({error.strerror})") from None
 
 
@@ -172,11 +174,16 @@ def tokens_text(n: float) -> str:
 
 def readable_bytes(count: float) -> str:
     """1536 -> 1.5 KiB."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if count < 1024:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1024
-    return f"{count:.1f} TiB"
+    return f"{count:.1f} PiB"
+
+
+def figure_text(value: float) -> str:
+    """1657.3 -> 1,660: three digits that count, and no powers of ten."""
+    return f"{float(f'{value:.3g}'):,.10g}"
 
 
 def seconds_text(seconds: float) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 from .gpu_tables import Line, Results, gpu_parts, judge, machine, shape_cells, times_text
 from .headlines import headline_parts
 from .page import Chart as Chart
-from .page import Heading, Part, Table, as_html, as_markdown, standalone, tokens_text, write
+from .page import Heading, Part, Table, as_html, as_markdown, figure_text, standalone, tokens_text, write
 from .results import read_lines
 from .suite_tables import Record, records, suite_parts
 
@@ -94,8 +94,8 @@ def comparison_parts(before: Sequence[Line], after: Sequence[Line], names: tuple
                 str(key[3]),
                 str(key[4]),
                 key[5],
-                f"{old[key].ms:.3g}",
-                f"{fresh[key].ms:.3g}",
+                figure_text(old[key].ms),
+                figure_text(fresh[key].ms),
                 times_text(old[key].ms / fresh[key].ms),
             ]
             for key in shared
@@ -153,7 +153,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.json:
         print(json.dumps({"lines": len(lines), "skipped": complaints, "written": [str(path) for path in written]}))
     else:
-        more = f" and {len(written) - 1} more files" if len(written) > 1 else ""
+        more = f" and {len(written) - 1} more file{'s' * (len(written) > 2)}" if len(written) > 1 else ""
         print(f"{len(lines)} lines read, {len(complaints)} skipped. Wrote {written[0]}{more}.")
     return 0 if lines else 1
 

@@ -16,6 +16,12 @@ DIRECTIONS = ("forward", "backward")
 KEY = ("suite", "case", "subject", "n", "d", "heads", "key_heads", "dtype", "direction")
 """What tells one line of the benchmark from another."""
 Line = dict[str, Any]
+TIMED = {
+    **dict.fromkeys(("case", "backend", "device"), str),
+    **dict.fromkeys(("n", "d", "heads", "key_heads"), int),
+    **dict.fromkeys(("p50_ms", "density"), int | float),
+}
+"""What a line with a time in it tells besides, and its kind."""
 
 
 @dataclass(frozen=True)
@@ -77,11 +83,22 @@ def read_lines(paths: Sequence[Path], complain: Callable[[str], None] | None = N
                 line = json.loads(text)
             except (ValueError, RecursionError):
                 line = None
-            if isinstance(line, dict):
+            why = _why_not(line)
+            if isinstance(line, dict) and why is None:
                 found.append(line)
             elif complain is not None and text.strip():
-                complain(f"{path}:{number}: not a line of results, skipped")
+                complain(f"{path}:{number}: {why}, skipped")
     return found
+
+
+def _why_not(line: object) -> str | None:
+    """Why something read from a file is no line of results."""
+    if not isinstance(line, dict):
+        return "not a line of results"
+    if line.get("p50_ms") is None or line.get("direction") not in DIRECTIONS:
+        return None
+    lacking = [name for name, kind in TIMED.items() if not isinstance(line.get(name), kind) or line[name] in (0, "")]
+    return f"a time without {', '.join(lacking)}" if lacking else None
 
 
 def known_lines(out: Path, complain: Callable[[str], None] | None = None) -> list[Line]:

@@ -5,11 +5,16 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable, Sequence
+from types import SimpleNamespace
 from typing import Annotated, Any
 
-import typer
-
 from ..errors import must
+
+try:
+    import typer
+except ModuleNotFoundError:
+    # What a command computes is also asked for where nothing can be installed, and its options are not read there.
+    typer: Any = SimpleNamespace(Option=lambda *_, **__: None, BadParameter=ValueError, Exit=SystemExit)
 
 UNITS = {"K": 2**10, "M": 2**20, "B": 2**30}
 """Of tokens."""
@@ -65,20 +70,26 @@ def print_json(data: Any) -> None:
 
 
 class Screen:
-    """Text for people: colours on a terminal, plain words in a file or a pipe."""
+    """Text for people: colours on a terminal, plain words in a file, a pipe, or where rich is not installed."""
 
     def __init__(self) -> None:
-        from rich.console import Console
-
-        self.console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
+        try:
+            from rich.console import Console
+        except ModuleNotFoundError:
+            self.console = None
+        else:
+            self.console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
 
     def title(self, text: str) -> None:
         """Begin a section."""
-        self.console.print(f"\n{text}", style="bold", markup=False)
+        self.text(f"\n{text}", "bold")
 
     def text(self, text: str, style: str | None = None) -> None:
         """A line."""
-        self.console.print(text, style=style, markup=False)
+        if self.console is None:
+            print(text)
+        else:
+            self.console.print(text, style=style, markup=False)
 
     def pairs(self, facts: Iterable[tuple[str, str]]) -> None:
         """Names and values, one pair a line."""
@@ -86,13 +97,21 @@ class Screen:
 
     def table(self, header: Sequence[str], rows: Iterable[Sequence[str]], right: Sequence[int] = ()) -> None:
         """Rows of cells; `right` are the columns of figures."""
+        listed = [tuple(row) for row in rows]
+        columns = range(len(header) or max(map(len, listed), default=0))
+        if self.console is None:
+            lines = [tuple(header), *listed] if header else listed
+            widths = [max((len(line[index]) for line in lines if index < len(line)), default=0) for index in columns]
+            for line in lines:
+                cells = zip(line, widths, range(len(line)), strict=False)
+                print("  ".join(cell.rjust(w) if i in right else cell.ljust(w) for cell, w, i in cells).rstrip())
+            return
         from rich import box
         from rich.table import Table
         from rich.text import Text
 
         table = Table(box=box.SIMPLE_HEAD if header else None, show_header=bool(header), pad_edge=False)
-        listed = [tuple(row) for row in rows]
-        for index in range(len(header) or max(map(len, listed), default=0)):
+        for index in columns:
             side = "right" if index in right else "left"
             table.add_column(header[index] if header else "", justify=side, overflow="fold")
         for row in listed:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 from html import escape
+from io import BytesIO
 from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
-import typer
-
 from ..errors import must
-from .screen import AsJson, _tokens_option, print_json
+from .screen import AsJson, _tokens_option, print_json, typer
 
 EXACT_TOKENS = 4096
 """Up to this length a cell counts the allowed pairs; beyond it, the pairs of the tiles that are computed."""
@@ -98,7 +97,7 @@ def as_svg(maps: list[Map]) -> str:
     return "\n".join([*parts, "</svg>\n"])
 
 
-def write_png(maps: list[Map], path: Path) -> None:
+def as_png(maps: list[Map]) -> bytes:
     """The same as pixels; needs matplotlib."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -112,7 +111,9 @@ def write_png(maps: list[Map], path: Path) -> None:
         axes.imshow(drawn.share, cmap="Blues", vmin=0, vmax=1, extent=(0, drawn.n, drawn.n, 0), interpolation="nearest")
         axes.set_title(f"{drawn.title}: head {drawn.head}", wrap=True)
         axes.set(xlabel="key", ylabel="query")
-    figure.savefig(path, metadata={"Software": None})
+    pixels = BytesIO()
+    figure.savefig(pixels, metadata={"Software": None})
+    return pixels.getvalue()
 
 
 def as_html(texts: list[str], n: int, heads: int, head: int) -> str:
@@ -179,7 +180,7 @@ def command(
     """Draw who sees whom. The HTML page of patterns zooms, lights the keys of a row, and has sliders for two."""
     from .page import write
 
-    kind = "txt" if out is None else out.suffix.removeprefix(".")
+    kind = "txt" if out is None else out.suffix.removeprefix(".").lower()
     if kind not in KINDS:
         raise must(f"out must end in one of {', '.join(KINDS)}", str(out))
     if (pattern is None) == (learned is None):
@@ -203,12 +204,8 @@ def command(
     maps += [draw_map(text, length, many, head, cells) for text in texts]
     # Tokens of a block that chose for themselves share little: a cell tells whether most of them agree.
     drawn_text = "\n\n".join(as_text(drawn, 0.0 if learned is None else 0.5) for drawn in maps)
-    if kind == "png":
-        assert out is not None
-        out.parent.mkdir(parents=True, exist_ok=True)
-        write_png(maps, out)
-    elif out is not None:
-        made: Any = {"txt": lambda: drawn_text + "\n", "svg": lambda: as_svg(maps)}
+    if out is not None:
+        made: Any = {"txt": lambda: drawn_text + "\n", "svg": lambda: as_svg(maps), "png": lambda: as_png(maps)}
         made["html"] = lambda: as_html(texts, length, many, head) if learned is None else learned_page(maps)
         write(out, made[kind]())
     if as_json:

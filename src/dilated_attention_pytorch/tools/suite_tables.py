@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from .gpu_tables import OURS_ANY_ORDER, PEERS, Line, machine, times_text
-from .page import Chart, Heading, Part, Table, log_chart, readable_bytes, seconds_text, tokens_text
+from .page import Chart, Heading, Part, Table, figure_text, log_chart, readable_bytes, seconds_text, tokens_text
 from .results import is_left_out
 from .suites import MODEL_LAYERS, MODELS
 
@@ -120,12 +120,12 @@ def _by_length(own: list[Record], absent: Iterable[Line]) -> Iterator[Part]:
         return [[name, *((tell(r) or "" if (r := forward.get((name, n))) else "") for n in lengths)] for name in names]
 
     yield "Milliseconds of a forward pass."
-    yield Table(("case", *header), cells(lambda r: f"{r.ms:.3g}"))
+    yield Table(("case", *header), cells(lambda r: figure_text(r.ms)))
     yield _chart(f"time-{heads}x{d}", "Time of a forward pass", forward, names, lambda r: r.ms / 1e3)
     for n, why in sorted({(line["n"], line["skipped"]) for line in absent}):
         yield f"Dense attention was not timed at {tokens_text(n)}: {why}."
     yield "Million tokens a second, forward."
-    yield Table(("case", *header), cells(lambda r: f"{r.n / r.ms / 1e3:.3g}"))
+    yield Table(("case", *header), cells(lambda r: figure_text(r.n / r.ms / 1e3)))
     if any(r.peak for r in forward.values()):
         yield "Bytes a token that a forward pass adds to what was there before, its output included."
         yield Table(("case", *header), cells(lambda r: None if r.peak is None else f"{r.peak / r.n:.0f}"))
@@ -245,7 +245,7 @@ def _dilation_parts(own: list[Record]) -> Iterator[Part]:
         for r in mine:
             time, work = r.ms / mine[0].ms, r.line["flops"] / mine[0].line["flops"]
             peak = "" if r.peak is None else f"{r.peak / r.n:.0f}"
-            rows.append([r.name, f"{r.ms:.3g}", peak, f"{time:.2f}x", f"{work:.2f}x", f"{time / work:.2f}"])
+            rows.append([r.name, figure_text(r.ms), peak, f"{time:.2f}x", f"{work:.2f}x", f"{time / work:.2f}"])
     yield Table(("configuration", "ms", "bytes a token", "time", "work", "time / work"), rows)
 
 
@@ -262,7 +262,7 @@ def _class_parts(own: list[Record]) -> Iterator[Part]:
     )
     names = sorted({key[1] for key in together})
     time = {(key[1], key[2]): ms for key, ms in together.items()}
-    rows = [[name, *(f"{time[name, n]:.3g}" if (name, n) in time else "" for n in lengths)] for name in names]
+    rows = [[name, *(figure_text(time[name, n]) if (name, n) in time else "" for n in lengths)] for name in names]
     yield Table(("class", *map(tokens_text, lengths)), rows)
 
 
@@ -282,7 +282,7 @@ def _rank_parts(own: list[Record]) -> Iterator[Part]:
             [
                 r.name,
                 tokens_text(r.n),
-                f"{r.ms:.3g}",
+                figure_text(r.ms),
                 readable_bytes(r.line["received_bytes"]),
                 f"{r.line['received_bytes'] / max(r.line['ring_bytes'], 1):.1%}",
             ]

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from ..errors import must
 from .screen import AsJson, Device, Screen, device_of, print_json
 
 
@@ -35,10 +36,13 @@ def command(
     as_json: AsJson = False,
 ) -> None:
     """Measure what dense and sparse attention cost here (seconds), show what is stored, or clear it."""
-    from ..nn.tuning import cache_path, calibrate
+    from ..nn.tuning import cache_path, calibrate, known_model
 
     if action == Action.calibrate:
-        calibrate(device_of(device))
+        where = device_of(device)
+        if calibrate(where) != known_model(where):
+            what, advice = "figures must go to a file that can be written", "Name another folder in XDG_CACHE_HOME."
+            raise must(what, cache_path(), advice)
     elif action == Action.clear:
         cache_path().unlink(missing_ok=True)
     found = stored()
