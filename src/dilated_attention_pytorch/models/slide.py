@@ -287,8 +287,8 @@ class SlideEncoder(nn.Module):
         if not torch.compiler.is_compiling() and not tiles.is_meta:
             if (world := world_of(self.encoder)) > 1:
                 raise must("a slide must be whole, for its class token is one", f"{world} ranks", "Spread the slides.")
-            bare = not tiles.shape[1] or (mask is not None and bool(mask.all(1).any()))
-            if self.config.global_pool and bare:
+            # Looked at where it matters alone: on a GPU it is waited for.
+            if self.config.global_pool and (not tiles.shape[1] or (mask is not None and bool(mask.all(1).any()))):
                 raise must("every slide must have a tile, for tiles are pooled", "one without", "Leave it out.")
         cells = torch.floor(coords.double() / self.config.tile_size)
         if mask is not None:
