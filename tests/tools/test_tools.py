@@ -119,7 +119,9 @@ def test_an_interruption_keeps_what_was_measured(small: bench.Group, tmp_path, m
 
 
 ENDLESS = """
-import sys
+import signal, sys
+# Whatever is started by a shell in the background ignores it, children too.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 from dataclasses import replace
 from dilated_attention_pytorch.tools import bench
 case = bench.Case(name="window", pattern="window:64")
