@@ -4,12 +4,10 @@
     python benchmarks/adaptive.py --out benchmarks/results/adaptive_cpu.jsonl --draw docs/pictures
 
 Tasks:
-    needle    blocks of 32 tokens, each block's queries match one block's keys; 4 of 32 blocks are kept. Every way of
-              teaching the scorer is tried, those that fail included.
+    needle    32 blocks, the queries of each match the keys of one; 4 are kept. Every teacher, those that fail included.
     lookup    the task of examples/adaptive_retrieval.py: 4 of 16 blocks are kept.
     coverage  blocks kept at a coverage of 0.9 on concentrated and on diffuse attention.
-    crossover seconds of a forward pass with chosen blocks and with all, by length: where the first are fewer is what
-              `AdaptiveConfig.dense_below` asks for.
+    crossover a forward pass with chosen blocks and with all, by length, for `AdaptiveConfig.dense_below`.
     speed     against torch's dense attention. On a CPU a forward pass, in turns. On a GPU forward and backward with the
               scorer learning, after a check in float64, beside cuDNN, flash, and with the same selection FlexAttention
               and FlashAttention-4:
@@ -45,6 +43,7 @@ from dilated_attention_pytorch.tools.peers import NOT_INSTALLED, SDPA
 BLOCKS, SIZE, WIDTH = 32, 32, 32
 CODES = F.normalize(torch.randn(BLOCKS, WIDTH, generator=torch.Generator().manual_seed(0)), dim=1)
 ALONE: dict[str, Any] = {"local_blocks": 1, "sink_blocks": 0}
+CROSSOVER = [2**power for power in range(9, 15)]
 TEACHERS = ("distill", "straight_through", "prior")
 
 
@@ -441,7 +440,7 @@ def main() -> None:
     """Run the tasks named and append what they give."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("adaptive.jsonl"))
-    parser.add_argument("--tasks", nargs="+", default=["needle", "lookup", "coverage", "speed"])
+    parser.add_argument("--tasks", nargs="+", default=["needle", "lookup", "coverage", "crossover", "speed"])
     parser.add_argument("--needle-steps", type=int, default=200)
     parser.add_argument("--lookup-steps", type=int, default=300)
     parser.add_argument("--lengths", type=int, nargs="+", help="of the speed and crossover tasks")
@@ -479,8 +478,7 @@ def main() -> None:
             tell(task="coverage", input=name, kept=kept[name], of=BLOCKS, captured=held[name])
     if "crossover" in asked.tasks:
         for is_causal in (False, True):
-            lengths = asked.lengths or [2**power for power in range(9, 15)]
-            found = list(crossover(lengths, asked.sparsity, is_causal, asked.device))
+            found = list(crossover(asked.lengths or CROSSOVER, asked.sparsity, is_causal, asked.device))
             for line in found:
                 tell(task="crossover", **line)
             # From the end: a single lucky short run is no rule.

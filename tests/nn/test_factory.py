@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import warnings
 
@@ -236,3 +237,16 @@ def test_a_replacement_that_cannot_be_made_leaves_the_model_as_it_was(pattern, o
     with pytest.raises(ValueError, match="must"):
         dap.replace_attention(model, pattern, **options)
     assert all(type(module) is nn.MultiheadAttention for module in model)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_an_encoder_whose_attention_is_replaced_later_pads_as_before():
+    """In eval mode nn.TransformerEncoder reads in_proj_weight and nests padded sequences, which no module here takes."""
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True), 2).eval()
+    x, padding = torch.randn(2, 30, 32), torch.arange(30) >= torch.tensor([30, 12])[:, None]
+    for gradients in (True, False):
+        with torch.set_grad_enabled(gradients):
+            wanted = copy.deepcopy(model)(x, src_key_padding_mask=padding)[~padding]
+            replaced = copy.deepcopy(model)
+            dap.replace_attention(replaced, "full")
+            assert torch.allclose(replaced(x, src_key_padding_mask=padding)[~padding], wanted, atol=1e-5)
