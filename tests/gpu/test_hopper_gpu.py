@@ -8,7 +8,7 @@ from cases import PROBLEMS, Problem
 from oracle import answer, error
 from torch.nn.functional import scaled_dot_product_attention
 
-from dilated_attention_pytorch.kernels import hopper_backend
+from dilated_attention_pytorch.kernels import hopper_backend, hopper_gradients, hopper_split
 from dilated_attention_pytorch.kernels.registry import AttentionCall, reproducible_gradients
 from dilated_attention_pytorch.plan import make_plan
 
@@ -48,6 +48,18 @@ LADDERS = [
     wide("a-pattern-a-head", "heads{window:200 / dilated:512x4 / causal / dilated:300x2}", 1000),
     wide("window-and-stride", "window:100 | strided:8", 1100, d=128),
     wide("many-items", "dilated:128x1,512x2,2048x8 & causal", 8192, heads=16, key_heads=4, batch=1),
+]
+GLOBAL = "global:128;queries=1 | window:100"
+UNLIKE = "(random:0.8;block=128;seed=1;per_head=1 & global:128;queries=1) | window:100"
+LONG = [
+    wide("global", GLOBAL, 2048),
+    wide("global-ragged", "global:200;queries=1 | window:100", 1901, d=128, batch=2),
+    wide("global-causal-gqa", f"({GLOBAL}) & causal", 2000, heads=8, key_heads=2, d=128, batch=2),
+    wide("last-rows-are-long", "window:100 | blocks:,,,,,,,,,0 1 2 3 4 5 6 7 8 9;block=128", 1200, key_heads=2, d=128),
+    wide("a-list-a-head", UNLIKE, 2000, d=128),
+    wide("unlike-heads-of-a-group", UNLIKE, 2000, key_heads=2),
+    wide("every-row-is-long", "full", 1500, heads=2, key_heads=1, d=128),
+    wide("rows-without-keys", "blocks:,,,0 1,,,,0 1 2 3 4 5 6 7;block=128 & causal", 1000, d=128),
 ]
 DTYPES = [torch.bfloat16, torch.float16]
 
@@ -129,6 +141,65 @@ def test_the_same_call_gives_the_same_bits(problem):
             assert torch.equal(a, b)
 
 
+@pytest.fixture
+def short_pieces(monkeypatch):
+    """Rows of few tiles are cut as those of many would be."""
+    monkeypatch.setattr(hopper_split, "SHORTEST_PIECE", 128**2)
+
+
+def pieces_of(call):
+    """Shapes of the pieces of the output, and of dQ, dK and dV, of the calls made so far."""
+    d = call.query.shape[-1]
+    forward = hopper_backend._launch_of(call, hopper_backend.FORWARD_CONFIGS[d])
+    known = hopper_gradients.prepared(call, hopper_gradients.BACKWARD_CONFIGS[d])._known
+    return [*forward.pieces[:1], *(room for launch in known.values() for room in launch.pieces if room)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=["bfloat16", "float16"])
+@pytest.mark.parametrize("problem", LONG, ids=lambda problem: problem.name)
+def test_joined_pieces_of_long_rows_are_no_worse_than_twice_torch(problem, dtype, short_pieces):
+    assert_close(problem, dtype)
+
+
+@pytest.mark.parametrize("problem", LONG[1:3], ids=lambda problem: problem.name)
+def test_long_rows_pass_on_the_gradient_of_the_lse(problem, short_pieces):
+    assert_close(problem, torch.bfloat16, grad_lse_given=True)
+
+
+@pytest.mark.parametrize("problem", LONG[1:3], ids=lambda problem: problem.name)
+def test_long_rows_summed_in_any_order_are_as_good(problem, short_pieces):
+    reproducible_gradients(False)
+    try:
+        assert_close(problem, torch.bfloat16)
+    finally:
+        reproducible_gradients(True)
+
+
+@pytest.mark.parametrize("problem", LONG, ids=lambda problem: problem.name)
+def test_pieces_give_the_same_bits_every_time(problem, short_pieces):
+    call, grad_output, grad_lse = call_of(problem, torch.bfloat16)
+    first = run(call, grad_output, grad_lse)
+    assert pieces_of(call)
+    for _ in range(3):
+        for a, b in zip(first, run(call, grad_output, grad_lse), strict=True):
+            assert torch.equal(a, b)
+
+
+def test_pieces_of_a_long_sequence_are_its_whole_rows(monkeypatch):
+    problem = wide("", "global:128;queries=1 | hierarchical:2x1;block=128", 16384, heads=8, key_heads=4, d=128)
+    call, grad_output, grad_lse = call_of(problem, torch.bfloat16)
+    cut = run(call, grad_output, grad_lse)
+    assert len(pieces_of(call)) == 4
+    for module in (hopper_backend, hopper_gradients):
+        monkeypatch.setattr(module, "split", lambda *args, **kwargs: None)
+    call, *_ = call_of(problem, torch.bfloat16)
+    whole = run(call, grad_output, grad_lse)
+    assert not pieces_of(call)
+    assert error(cut[1], whole[1]) <= 1e-5
+    for a, b in zip((cut[0], *cut[2:]), (whole[0], *whole[2:]), strict=True):
+        assert error(a, b) <= 2 * torch.finfo(torch.bfloat16).eps
+
+
 def test_views_with_tokens_first_are_read_and_written_in_place():
     call, grad_output, grad_lse = call_of(LADDERS[3], torch.bfloat16)
     fused = torch.cat([t.transpose(1, 2) for t in (call.query, call.key, call.value)], dim=2)
@@ -153,8 +224,8 @@ def test_nothing_outside_the_tensors_is_touched():
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("problem", [LADDERS[3], LADDERS[8]], ids=lambda problem: problem.name)
-def test_forward_and_backward_replay_in_a_cuda_graph(problem):
+@pytest.mark.parametrize("problem", [LADDERS[3], LADDERS[8], LONG[1]], ids=lambda problem: problem.name)
+def test_forward_and_backward_replay_in_a_cuda_graph(problem, short_pieces):
     call, grad_output, grad_lse = call_of(problem, torch.bfloat16)
     expected = run(call, grad_output, grad_lse)
     torch.cuda.synchronize()

@@ -15,7 +15,7 @@ from dilated_attention_pytorch.plan import make_plan
 
 SHARED_MEMORY = 232448
 """Bytes a program may have on compute capability 9.0."""
-ALIGNED = ("p_rows", "p_sum", "p_dq", "p_dk", "p_dv")
+ALIGNED = ("p_delta", "p_sum", "p_dq", "p_dk", "p_dv")
 POINTERS = ("p_work", "p_class", "p_walk", "p_whole", "p_partial", "p_tiles", "p_bits", "p_next")
 NUMBERS = (
     *("items", "items_a_batch", "heads", "group", "query_tiles", "sum_tiles", "key_blocks", "query_blocks", "n"),
@@ -41,7 +41,7 @@ def assemble(kernel, descriptors, constants, folder):
     types = dict.fromkeys(POINTERS, "*i32") | dict.fromkeys(NUMBERS, "i32") | descriptors
     types |= (
         dict.fromkeys(("p_dq", "p_dk", "p_dv"), "*bf16")
-        | dict.fromkeys(("p_rows", "p_sum"), "*fp32")
+        | dict.fromkeys(("p_lse", "p_delta", "p_sum"), "*fp32")
         | dict.fromkeys(("scale", "scale_log2"), "fp32")
     )
     names = kernel.arg_names
@@ -88,10 +88,11 @@ def assert_fits(compiled, log, spilled):
     ("d", "block", "dtype", "fused", "kind", "spilled"),
     [
         (64, 128, torch.bfloat16, True, "plain", 256),
-        (128, 128, torch.bfloat16, True, "plain", 64),
-        (128, 256, torch.float16, True, "plain", 64),
+        (128, 128, torch.bfloat16, True, "plain", 96),
+        (128, 256, torch.float16, True, "plain", 96),
         (64, 128, torch.bfloat16, False, "plain", 320),
-        (128, 128, torch.bfloat16, False, "plain", 64),
+        (128, 128, torch.bfloat16, False, "plain", 96),
+        (128, 128, torch.bfloat16, False, "split", 96),
         (64, 128, torch.bfloat16, True, "strided", 320),
         (128, 128, torch.bfloat16, False, "strided", 224),
         (128, 128, torch.bfloat16, False, "joining", 128),
@@ -108,11 +109,11 @@ def test_key_gradients_fit_a_multiprocessor(d, block, dtype, fused, kind, spille
     descriptors |= dict.fromkeys(("dk_desc", "dk_more", "dv_desc", "dv_more"), held)
     constants = {
         "BLOCK": block,
-        "STAGES": config.stages,
+        "STAGES": config.stages if fused else config.stages_by_rows,
         "KV_STAGES": config.held_stages,
         "DQ": fused,
-        "SKEW": config.skew,
         "JOIN": kind == "joining",
+        "SPLIT": kind == "split",
         **without(attention_dkv_bwd_kernel, kind),
         "WORKER_REGISTERS": config.registers,
     }
@@ -123,8 +124,14 @@ def test_key_gradients_fit_a_multiprocessor(d, block, dtype, fused, kind, spille
     assert ("cp.reduce.async.bulk.tensor.5d" in compiled.asm["ptx"]) == (kind == "strided")
 
 
-@pytest.mark.parametrize(("d", "kind"), [(64, "plain"), (128, "plain"), (128, "strided"), (128, "joining")])
-def test_query_gradient_fits_a_multiprocessor(d, kind, tmp_path):
+@pytest.mark.parametrize(
+    ("d", "kind", "spilled"),
+    [
+        (64, "plain", 288),
+        *((128, kind, 16) for kind in ("plain", "split", "strided", "joining")),
+    ],
+)
+def test_query_gradient_fits_a_multiprocessor(d, kind, spilled, tmp_path):
     from dilated_attention_pytorch.kernels.hopper_backward_rows import attention_dq_bwd_kernel
 
     config = hopper_gradients.BACKWARD_CONFIGS[d]
@@ -134,13 +141,14 @@ def test_query_gradient_fits_a_multiprocessor(d, kind, tmp_path):
     descriptors |= dict.fromkeys(("q_desc", "q_more", "do_desc", "do_more", "dq_desc", "dq_more"), held)
     constants = {
         "BLOCK": 128,
-        "STAGES": config.stages,
+        "STAGES": config.row_stages,
         "Q_STAGES": config.held_stages,
         "JOIN": kind == "joining",
+        "SPLIT": kind == "split",
         **without(attention_dq_bwd_kernel, kind),
         "WORKER_REGISTERS": config.registers,
     }
-    assert_fits(*assemble(attention_dq_bwd_kernel, descriptors, constants, tmp_path), 16)
+    assert_fits(*assemble(attention_dq_bwd_kernel, descriptors, constants, tmp_path), spilled)
 
 
 def meetings(step, plan, group, *, by_key):

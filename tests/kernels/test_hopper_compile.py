@@ -11,7 +11,7 @@ import torch
 
 from dilated_attention_pytorch.kernels import hopper_backend
 from dilated_attention_pytorch.kernels.hopper_launch import OPTIONS, boxes_of, tile_layout
-from dilated_attention_pytorch.kernels.hopper_work import ITEM_ROWS, Strides, is_regular, steps_of
+from dilated_attention_pytorch.kernels.hopper_work import FEW_ITEMS, ITEM_ROWS, Strides, balanced, is_regular, steps_of
 from dilated_attention_pytorch.kernels.registry import AttentionCall
 from dilated_attention_pytorch.patterns import parse
 from dilated_attention_pytorch.plan import Axis, make_plan
@@ -72,6 +72,7 @@ def needs_gluon():
         (64, 128, torch.bfloat16, "plain", 4),
         (128, 128, torch.bfloat16, "plain", 4),
         (128, 256, torch.float16, "plain", 4),
+        (128, 128, torch.bfloat16, "split", 4),
         (64, 128, torch.bfloat16, "strided", 64),
         (128, 128, torch.bfloat16, "strided", 256),
         (128, 128, torch.bfloat16, "strided unevenly", 320),
@@ -80,7 +81,7 @@ def needs_gluon():
 def test_forward_fits_a_multiprocessor(d, block, dtype, kind, spilled, tmp_path):
     from dilated_attention_pytorch.kernels.hopper_forward import attention_fwd_kernel
 
-    strided = kind != "plain"
+    strided = kind.startswith("strided")
     config = (hopper_backend.STRIDED_CONFIGS if strided else hopper_backend.FORWARD_CONFIGS)[d]
     rank = 5 if strided else 4
     rows, keys = descriptor(64, d, dtype, rank), descriptor(config.key_tile, d, dtype, rank)
@@ -96,6 +97,7 @@ def test_forward_fits_a_multiprocessor(d, block, dtype, kind, spilled, tmp_path)
         "V_STAGES": config.v_stages,
         "PING_PONG": config.ping_pong,
         "DYNAMIC": config.persistent,
+        "SPLIT": kind == "split",
         "WORKER_REGISTERS": config.registers,
     }
     assert_fits(compile_kernel(attention_fwd_kernel, types, constants), tmp_path, spilled)
@@ -204,3 +206,14 @@ def test_a_head_that_reads_from_further_on_is_not_regular():
     )
     assert is_regular(plain, 128, 384)
     assert not is_regular(shifted, 128, 384)
+
+
+def test_of_many_items_only_those_far_above_the_mean_change_places():
+    work = torch.full((FEW_ITEMS + 100,), 4)
+    work[::3] = 7
+    items = torch.arange(len(work))[:, None]
+    assert torch.equal(balanced(items, work), items.int())
+    work[[7, 2000]] = 100
+    first = torch.tensor([7, 2000])
+    rest = items[torch.isin(items[:, 0], first, invert=True)]
+    assert torch.equal(balanced(items, work), torch.cat((first[:, None], rest)).int())

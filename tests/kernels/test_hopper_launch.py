@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dilated_attention_pytorch.kernels import hopper_backend, hopper_gradients, hopper_launch
+from dilated_attention_pytorch.kernels import hopper_backend, hopper_gradients, hopper_launch, hopper_split
 from dilated_attention_pytorch.kernels.registry import AttentionCall
 from dilated_attention_pytorch.patterns import parse
 from dilated_attention_pytorch.plan import make_plan
@@ -49,7 +49,7 @@ class Kernel:
                     flat += (argument.base.data_ptr(), tuple(argument.shape), tuple(argument.strides))
                 else:
                     flat.append(argument)
-            self.launches.append((self.name, grid[0], *flat))
+            self.launches.append((self.name, grid, *flat))
             return self
 
         return launch
@@ -61,7 +61,14 @@ def recorded(monkeypatch):
     reason = hopper_backend.gluon_missing()
     if reason is not None:
         pytest.skip(reason)
-    from dilated_attention_pytorch.kernels import hopper_backward, hopper_backward_rows, hopper_forward, hopper_prepare
+    from dilated_attention_pytorch.kernels import (
+        hopper_backward,
+        hopper_backward_rows,
+        hopper_forward,
+        hopper_prepare,
+        triton_backward,
+        triton_forward,
+    )
 
     public, direct = [], []
     kernels = (
@@ -70,6 +77,8 @@ def recorded(monkeypatch):
         (hopper_backward_rows, "attention_dq_bwd_kernel"),
         (hopper_prepare, "prepare_bwd_kernel"),
         (hopper_prepare, "finish_dq_kernel"),
+        (triton_forward, "merge_pieces_kernel"),
+        (triton_backward, "sum_pieces_bwd_kernel"),
     )
     for module, name in kernels:
         monkeypatch.setattr(module, name, Kernel(name, public))
@@ -84,10 +93,10 @@ def recorded(monkeypatch):
     return public, direct
 
 
-def problem(pattern):
-    plan = make_plan(parse(pattern), 300, 4, block_size=128)
-    query = torch.zeros(2, 300, 4, 64, dtype=torch.bfloat16).transpose(1, 2)
-    key, value = (torch.zeros(2, 2, 300, 64, dtype=torch.bfloat16) for _ in range(2))
+def problem(pattern, n=300):
+    plan = make_plan(parse(pattern), n, 4, block_size=128)
+    query = torch.zeros(2, n, 4, 64, dtype=torch.bfloat16).transpose(1, 2)
+    key, value = (torch.zeros(2, 2, n, 64, dtype=torch.bfloat16) for _ in range(2))
     return AttentionCall(query, key, value, plan, 0.125)
 
 
@@ -141,6 +150,32 @@ def test_later_backward_launches_pass_what_the_first_did(pattern, parts, fused, 
         launch(*tensors)
     assert len(public) == 1 + 2 * parts
     assert direct == public
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_pieces_of_long_rows_are_launched_and_joined(fused, recorded, monkeypatch):
+    monkeypatch.setattr(hopper_split, "SHORTEST_PIECE", 128**2)
+    public, direct = recorded
+    call = problem("global:128;queries=1 | window:60", 1400)
+    forward = hopper_backend.prepare(call).forward
+    output, grad_output, lse = torch.zeros_like(call.query), torch.zeros_like(call.query), torch.zeros(2, 4, 1400)
+    tensors = call.query, call.key, call.value, output, grad_output, lse, lse
+    config = hopper_gradients.BACKWARD_CONFIGS[64]
+    backward = hopper_gradients.BackwardLaunch(call, tensors, False, config, fused)
+    arena = Arena(monkeypatch)
+    for _ in range(2):
+        arena.count = 0
+        forward(call)
+        gradients = backward(*tensors)
+    names = ["fwd", "fwd", "merge_pieces", "prepare_bwd", *["dkv_bwd"] * 2, *["sum_pieces_bwd"] * 2]
+    names += ["finish_dq"] if fused else ["dq_bwd", "dq_bwd", "sum_pieces_bwd"]
+    assert [name.removeprefix("attention_").removesuffix("_kernel") for name, *_ in public] == names
+    assert direct == public
+    # What joins the pieces is given the gradient, and the pieces that a launch before it wrote.
+    sums = [arguments for name, _, *arguments in public if name == "sum_pieces_bwd_kernel"]
+    assert [to for to, *_ in sums] == [one.data_ptr() for one in (*gradients[1:], *gradients[: not fused])]
+    written = {address for name, _, *arguments in public if "dkv" in name or "dq_bwd" in name for address in arguments}
+    assert all(arguments[2] in written for arguments in sums)
 
 
 def test_launches_follow_the_tensors_of_each_call(recorded):

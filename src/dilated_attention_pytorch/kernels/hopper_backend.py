@@ -13,7 +13,8 @@ from torch import Tensor
 
 from ..plan.plan import Plan
 from .hopper_launch import OPTIONS, Launch, Launches, Moved, Place, item_counter, on_device, tma_strides
-from .hopper_work import Step, steps_of
+from .hopper_split import Split, split
+from .hopper_work import QueryWork, Step, steps_of
 from .registry import AttentionCall, Forward, Gradients, reproducible_gradients
 
 if TYPE_CHECKING:
@@ -189,9 +190,14 @@ class ForwardLaunch:
         self.lse_like = torch.zeros(1, dtype=torch.float32, device=query.device).expand(query.shape[:3])
         self.covers = bool(steps) and not steps[0].strided and steps[0].by_query.covers
         strided = STRIDED_CONFIGS[query.shape[-1]]
-        self.launches = Launches(
-            query.device, [_part_launch(call, strided if step.strided else config, step) for step in steps]
-        )
+        launches = [_part_launch(call, strided if step.strided else config, step, step.by_query) for step in steps]
+        self.pieces: tuple[tuple[tuple[int, ...], torch.dtype], ...] = ()
+        cut = split(steps[0], steps[0].by_query, len(query), processors(query.device)) if len(steps) == 1 else None
+        if cut is not None:
+            room = cut.room(len(query), query.shape[-1])
+            self.pieces = (room, query.dtype), (room[:3], torch.float32)
+            launches = _split_launches(call, config, steps[0], cut)
+        self.launches = Launches(query.device, launches)
 
     def __call__(self, call: AttentionCall) -> Forward:
         if self.covers:
@@ -202,19 +208,35 @@ class ForwardLaunch:
             lse = torch.full_like(self.lse_like, -math.inf, memory_format=torch.contiguous_format)
         with on_device(self.device):
             counter = item_counter(self.device)
-            self.launches(call.query, call.key, call.value, output, lse, counter)
+            pieces = [torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in self.pieces]
+            self.launches(call.query, call.key, call.value, output, lse, counter, *pieces)
         return Forward(output, lse)
 
 
-QUERY, KEY, VALUE, OUTPUT, LSE, COUNTER = range(6)
+QUERY, KEY, VALUE, OUTPUT, LSE, COUNTER, PIECES, PIECE_LSE = range(8)
 """Slots of the tensors that a forward launch is given."""
 
 
-def _part_launch(call: AttentionCall, config: ForwardConfig, step: Step) -> Launch:
-    """The launch of one part of a plan."""
+def _split_launches(call: AttentionCall, config: ForwardConfig, step: Step, cut: Split[QueryWork]) -> list[Launch]:
+    """The launches of a plain part whose long rows are cut."""
+    from .triton_forward import merge_pieces_kernel
+
+    query = call.query
+    room = cut.room(len(query), query.shape[-1])
+    pieces = torch.empty(room, dtype=query.dtype, device="meta"), torch.empty(room[:3], device="meta")
+    whole = _part_launch(call, config, step, cut.rest)
+    apart = _part_launch(call, config, step, cut.pieces, *pieces)
+    like = torch.empty_like(query)
+    given = query, call.key, call.value, like, cut.owners, cut.owners, *pieces
+    places = Place(OUTPUT), Place(LSE), Place(LSE), Place(PIECES), Place(PIECE_LSE)
+    return [whole, apart, cut.join(merge_pieces_kernel, places, len(query), query.shape[2], given, like)]
+
+
+def _part_launch(call: AttentionCall, config: ForwardConfig, step: Step, work: QueryWork, *pieces: Tensor) -> Launch:
+    """The launch of one part of a plan, or of the pieces of its long rows where these are given."""
     from .hopper_forward import attention_fwd_kernel
 
-    query, key, plan, work = call.query, call.key, call.plan, step.by_query
+    query, key, plan = call.query, call.key, call.plan
     batch, heads, n, d = query.shape
     items_a_batch = work.items.shape[0]
     items = batch * items_a_batch
@@ -225,18 +247,19 @@ def _part_launch(call: AttentionCall, config: ForwardConfig, step: Step) -> Laun
         Moved(QUERY, 64, queries),
         Moved(KEY, config.key_tile, keys),
         Moved(VALUE, config.key_tile, keys),
-        Moved(OUTPUT, 64, queries),
+        Moved(PIECES if pieces else OUTPUT, 64, queries),
         Place(OUTPUT) if step.strided else None,
-        Place(LSE),
+        Place(PIECE_LSE if pieces else LSE),
         *(work.items, work.full, work.partial, work.tiles, plan.masks.bits, Place(COUNTER)),
         *(items, items_a_batch, heads, heads // key.shape[1], n, *(stride // 8 for stride in tma_strides(like)[:3])),
         *(*step.queries, *step.keys, call.scale * LOG2_E),
-        *(plan.block_size, config.k_stages, config.v_stages, config.ping_pong, config.persistent, config.registers),
+        *(plan.block_size, config.k_stages, config.v_stages, config.ping_pong, config.persistent),
+        *(bool(pieces), config.registers),
     )
     grid = min(items, processors(query.device)) if config.persistent else items
-    identity = "forward", query.device.index, query.dtype, d, plan.block_size, config, step.shape
+    identity = "forward", query.device.index, query.dtype, d, plan.block_size, config, step.shape, bool(pieces)
     # Neither LSE nor the counter is moved, so that only the sizes of their elements matter.
-    given = query, key, call.value, like, work.items, work.items
+    given = query, key, call.value, like, work.items, work.items, *pieces
     return Launch(attention_fwd_kernel, identity, grid, arguments, given, **OPTIONS)
 
 

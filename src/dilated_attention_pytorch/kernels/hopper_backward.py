@@ -6,8 +6,8 @@ A work item is 128 keys of one key head; each of two warpgroups owns 64 of them.
 
 Both score products come out transposed, so that P^T is already in the registers that dV multiplies from. dQ needs dS of
 all 128 keys: the warpgroups exchange it through shared memory; each multiplies a 64 x 64 piece of dQ and adds it to a
-float32 sum in global memory. The order of those additions is not fixed, so dQ of two runs may differ in its last
-bits; without DQ the kernel leaves dQ to `hopper_backward_rows`.
+float32 sum in global memory. It does so a step later, so that neither waits for the other. The order of those additions
+is not fixed, so dQ of two runs may differ in its last bits; without DQ the kernel leaves dQ to `hopper_backward_rows`.
 
 The sum lies in the order of the registers that add to it (`PIECE` floats a piece), so that every addition is 16 bytes
 a thread and a warp touches one run of memory. `hopper_prepare.finish_dq_kernel` puts it in order.
@@ -33,8 +33,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from .hopper_pieces import (
     ROWS,
+    add_piece,
     add_rows_out,
     barrier_pairs,
+    base_2,
     claim_item,
     copy_out,
     copy_rows_in,
@@ -48,11 +50,11 @@ from .hopper_pieces import (
 
 PIECE = gl.constexpr(64 * 64)
 MEETING = gl.constexpr(8)
-TURN = gl.constexpr(9)
-"""Hardware barriers of the two warpgroups; the compiler uses the first few."""
+EXCHANGE = gl.constexpr(9)
+"""Hardware barriers of the two warpgroups, of the second kind four; the compiler uses the first few."""
 
-ITEM_HEAD, ITEM_ROW, ITEM_STEPS, ITEM_BATCH, ITEM_ROWS = (gl.constexpr(i) for i in range(5))
-"""What the loader tells about an item; ITEM_BATCH is -1 after the last."""
+ITEM_HEAD, ITEM_ROW, ITEM_STEPS, ITEM_BATCH, ITEM_ROWS, ITEM_STORED = (gl.constexpr(i) for i in range(6))
+"""What the loader tells about an item; ITEM_BATCH is -1 after the last. ITEM_STORED is where a piece of a row goes."""
 TILE_SUM, TILE_MASK, TILE_LOW, TILE_HIGH, TILE_LAST = (gl.constexpr(i) for i in range(5))
 """What the loader tells about a streamed tile: its place in the sum of dQ; then the mask, -1 for a tile met whole, the
 band of differences held minus streamed, and the last key, all counted from the first rows of the item and the tile."""
@@ -61,26 +63,22 @@ band of differences held minus streamed, and the last key, all counted from the 
 @gluon.jit
 def stream_tile(
     first_desc, first_more, second_desc, second_more, b_first, b_second, b_rows, b_tile, full, empty,
-    p_stats, token, rows, rate, longer,
+    p_lse, p_delta, o_rows, token, rows, rate, longer,
     count, batch, head, place, mask, low, high, last_key, STAGES: gl.constexpr, BY_KEY: gl.constexpr,
 ):  # fmt: skip
     """Start copying one streamed tile, with its note, and LSE and delta of its queries, into its slot of the ring."""
     BM: gl.constexpr = first_desc.block_shape[len(first_desc.block_shape) - 2]
     if BY_KEY:
-        layout: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
-        at = gl.arange(0, 2 * BM, layout)
         # Read before the wait for a free slot, which hides the latency.
-        if len(first_desc.block_shape) == 5:
-            row = at % BM
-            place_of_row = token + row * rate
-            p_row = p_stats + (place_of_row // BM).to(gl.int64) * (2 * BM) + (place_of_row % BM + at - row)
-            own = gl.load(p_row, mask=row < rows, other=gl.where(at < BM, float("inf"), 0.0))
-        else:
-            own = gl.load(p_stats + (token // BM).to(gl.int64) * (2 * BM) + at)
+        row = gl.arange(0, BM, gl.BlockedLayout([BM // 32], [32], [1], [0]))
+        o_row = o_rows + (token + row * (rate if len(first_desc.block_shape) == 5 else 1))
+        lse = gl.load(p_lse + o_row, mask=row < rows, other=float("inf"))
+        delta = gl.load(p_delta + o_row, mask=row < rows, other=0.0)
     slot = count % STAGES
     mbarrier.wait(empty.index(slot), ((count // STAGES) & 1) ^ 1)
     if BY_KEY:
-        b_rows.index(slot).store(own)
+        b_rows.index(slot).slice(0, BM).store(base_2(lse))
+        b_rows.index(slot).slice(BM, BM).store(delta)
     post(b_tile.index(slot), place, mask, low, high, last_key, 0)
     mbarrier.expect(full.index(slot), 2 * first_desc.block_type.nbytes)
     copy_rows_in(first_desc, first_more, batch, head, token, rate, longer, full.index(slot), b_first.index(slot))
@@ -92,13 +90,14 @@ def load_backward_tiles(
     held_1, held_1_more, held_2, held_2_more, streamed_1, streamed_1_more, streamed_2, streamed_2_more,
     b_held_1, b_held_2, b_1, b_2, b_rows, b_item, b_tile,
     full, empty, held_full, held_empty,
-    p_rows, p_work, p_class, p_walk, p_whole, p_partial, p_tiles, p_next, items, items_a_batch, heads, group,
-    query_tiles, sum_tiles, blocks, n, held_rate, held_longer, rate, longer,
-    BLOCK: gl.constexpr, STAGES: gl.constexpr, HELD_STAGES: gl.constexpr, BY_KEY: gl.constexpr,
+    p_lse, p_delta, p_work, p_class, p_walk, p_whole, p_partial, p_tiles, p_next, items, items_a_batch, heads, group,
+    sum_tiles, blocks, n, held_rate, held_longer, rate, longer,
+    BLOCK: gl.constexpr, STAGES: gl.constexpr, HELD_STAGES: gl.constexpr, BY_KEY: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
     """The loader warp: the two tiles an item holds, then two of each that meets it.
 
     BY_KEY it holds K and V while Q and dO pass, of every head of the group; else it holds Q and dO while K and V pass.
+    With SPLIT an item is a piece of a row, and the walk has a row for each block of pieces.
     """
     STRIDED: gl.constexpr = len(streamed_1.block_shape) == 5
     BM: gl.constexpr = streamed_1.block_shape[len(streamed_1.block_shape) - 2]
@@ -113,6 +112,7 @@ def load_backward_tiles(
         held_head = gl.load(p_item)
         o_held = gl.load(p_item + 1)
         steps = gl.load(p_item + 2) * SUB
+        stored = 0
         if STRIDED:
             held_rows = gl.load(p_item + 3)
             block = gl.load(p_item + 4)
@@ -123,9 +123,12 @@ def load_backward_tiles(
             held_rows = n - o_held
             o_row = o_held % BLOCK
             block = o_held // BLOCK
+            if SPLIT:
+                stored = gl.load(p_item + 3) * (2 * ROWS)
+                block = stored // BLOCK
         slot = item_count % HELD_STAGES
         mbarrier.wait(held_empty.index(slot), ((item_count // HELD_STAGES) & 1) ^ 1)
-        post(b_item.index(slot), held_head, o_held, steps, batch, held_rows, 0)
+        post(b_item.index(slot), held_head, o_held, steps, batch, held_rows, stored)
         mbarrier.expect(held_full.index(slot), 4 * held_1.block_type.nbytes)
         for half in gl.static_range(2):
             token = o_held + half * ROWS * (held_rate if STRIDED else 1)
@@ -157,7 +160,7 @@ def load_backward_tiles(
             partial_steps = gl.where(kind >= 0, gl.load(p_own + 4) - partial_begin, 0) * SUB
             partial_base = gl.load(p_own + 5)
             own_row = batch * heads + query_head
-            p_stats = p_rows + (own_row * query_tiles).to(gl.int64) * (2 * BM)
+            o_rows = own_row.to(gl.int64) * n
             first_place = own_row * sum_tiles
             for step in range(whole_steps):
                 tile = whole_base + gl.load(p_whole + whole_begin + step // SUB)
@@ -165,7 +168,7 @@ def load_backward_tiles(
                 token = gl.load(p_tiles + 2 * tile) + offset + (step % SUB) * BM * rate if STRIDED else place * BM
                 stream_tile(
                     streamed_1, streamed_1_more, streamed_2, streamed_2_more, b_1, b_2, b_rows, b_tile,
-                    full, empty, p_stats, token, BM, rate, longer,
+                    full, empty, p_lse, p_delta, o_rows, token, BM, rate, longer,
                     tile_count, batch, head, first_place + place, -1, 0, 0, 0, STAGES, BY_KEY,
                 )  # fmt: skip
                 tile_count += 1
@@ -187,7 +190,7 @@ def load_backward_tiles(
                 last_key = (held_rows if BY_KEY else rows) - 1
                 stream_tile(
                     streamed_1, streamed_1_more, streamed_2, streamed_2_more, b_1, b_2, b_rows, b_tile,
-                    full, empty, p_stats, token, rows, rate, longer,
+                    full, empty, p_lse, p_delta, o_rows, token, rows, rate, longer,
                     tile_count, batch, head, first_place + place, mask, low, high, last_key, STAGES, BY_KEY,
                 )  # fmt: skip
                 tile_count += 1
@@ -267,16 +270,37 @@ def mask_weights(weights, note, p_bits, C: gl.constexpr, BLOCK: gl.constexpr, BY
 
 
 @gluon.jit
-def add_piece(p_piece, piece):
-    """Add a piece of dQ [64, 64] to its sum, 16 bytes a thread at a time."""
-    # Row, half and column of a register, brought together behind those of the thread that holds it.
-    parts = piece.reshape([4, 2, 8, 8, 4, 2]).permute((3, 0, 2, 4, 1, 5))
-    runs = parts.reshape([8, 128, 4])
-    layout: gl.constexpr = runs.type.layout
-    o_run = gl.expand_dims(gl.expand_dims(gl.arange(0, 8, gl.SliceLayout(1, gl.SliceLayout(2, layout))), 1), 2)
-    o_thread = gl.expand_dims(gl.expand_dims(gl.arange(0, 128, gl.SliceLayout(0, gl.SliceLayout(2, layout))), 0), 2)
-    o_float = gl.expand_dims(gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, layout))), 0), 1)
-    gl.atomic_add(p_piece + (o_run * 512 + o_thread * 4 + o_float), runs, sem="relaxed")
+def piece_product(C: gl.constexpr, b_ds, b_k, o_item, parity, no_piece):
+    """Issue the product of dS of all keys with them that makes the piece of dQ of warpgroup `C`."""
+    D: gl.constexpr = b_k.shape[len(b_k.shape) - 1]
+    token = no_piece
+    for half in gl.static_range(2):
+        if D == 128:
+            left = b_ds.index(parity * 2 + half).permute((1, 0))
+            right = b_k.index(o_item + half).reshape([ROWS, D]).slice(C * ROWS, ROWS, dim=1)
+        else:
+            left = b_ds.index(parity * 2 + half).slice(C * ROWS, ROWS, dim=1).permute((1, 0))
+            right = b_k.index(o_item + half).reshape([ROWS, D])
+        token = warpgroup_mma(left, right, token, use_acc=half == 1, is_async=True)
+    return token
+
+
+@gluon.jit
+def hand_over(C: gl.constexpr, parity):
+    """Tell the sibling that dS of this parity is written, and that of the other parity read."""
+    gl.inline_asm_elementwise(
+        "bar.arrive $1, 256; mov.b32 $0, 0;", "=r,r", [EXCHANGE + C * 2 + parity], dtype=gl.int32, is_pure=False,
+        pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def take_over(C: gl.constexpr, parity, needed):
+    """Where it is `needed`, wait until the sibling hands dS of this parity over."""
+    gl.inline_asm_elementwise(
+        "{ .reg .pred yes; setp.ne.s32 yes, $2, 0; @yes bar.sync $1, 256; mov.b32 $0, 0; }", "=r,r,r",
+        [EXCHANGE + (1 - C) * 2 + parity, needed], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -285,23 +309,6 @@ def meet():
     gl.inline_asm_elementwise(
         "bar.sync $1, 256; mov.b32 $0, 0;", "=r,n", [MEETING], dtype=gl.int32, is_pure=False, pack=1
     )
-
-
-@gluon.jit
-def take_turn(C: gl.constexpr, issued: gl.constexpr, SKEW: gl.constexpr):
-    """Let warpgroup 0 issue its score products before warpgroup 1.
-
-    Each then has its exponentials while the other multiplies; side by side, both would leave the tensor cores idle.
-    """
-    if SKEW:
-        if C == 0 and issued:
-            gl.inline_asm_elementwise(
-                "bar.arrive $1, 256; mov.b32 $0, 0;", "=r,n", [TURN], dtype=gl.int32, is_pure=False, pack=1
-            )
-        if C == 1 and not issued:
-            gl.inline_asm_elementwise(
-                "bar.sync $1, 256; mov.b32 $0, 0;", "=r,n", [TURN], dtype=gl.int32, is_pure=False, pack=1
-            )
 
 
 @gluon.jit
@@ -317,8 +324,8 @@ def gather_keys(
     dk_desc, dk_more, p_dk, dk_batch, dk_head, dk_row, dv_desc, dv_more, p_dv, dv_batch, dv_head, dv_row,
     b_q, b_do, b_k, b_v, b_ds, b_rows, b_item, b_tile, full, empty, kv_full, kv_empty,
     p_sum, p_bits, k_rate, k_longer, scale, scale_log2,
-    BLOCK: gl.constexpr, STAGES: gl.constexpr, KV_STAGES: gl.constexpr, DQ: gl.constexpr, SKEW: gl.constexpr,
-    JOIN: gl.constexpr,
+    BLOCK: gl.constexpr, STAGES: gl.constexpr, KV_STAGES: gl.constexpr, DQ: gl.constexpr,
+    JOIN: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
     """Warpgroup `C`: dK and dV of its 64 keys of every item of this program."""
     BM: gl.constexpr = b_q.shape[len(b_q.shape) - 2]
@@ -334,8 +341,6 @@ def gather_keys(
     operand: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=acc_layout, k_width=2)
     queries: gl.constexpr = gl.SliceLayout(0, scores_layout)
     no_scores = gl.full([ROWS, BM], 0.0, gl.float32, scores_layout)
-    # Without the meeting of every step warpgroup 0 could pass two turns on before warpgroup 1 takes one.
-    TURNS: gl.constexpr = SKEW and DQ
     no_piece = gl.full([ROWS, ROWS], 0.0, gl.float32, piece_layout)
 
     tile_count = 0
@@ -351,6 +356,7 @@ def gather_keys(
         steps = read(item, ITEM_STEPS)
         dk_token = warpgroup_mma_init(gl.full([ROWS, D], 0.0, gl.float32, acc_layout))
         dv = gl.full([ROWS, D], 0.0, gl.float32, acc_layout)
+        place = steps * 0
         for step in range(steps):
             slot = tile_count % STAGES
             o_item = here(kv_slot * 2)
@@ -360,10 +366,8 @@ def gather_keys(
             do = b_do.index(slot).reshape([BM, D])
             note = b_tile.index(slot)
             mbarrier.wait(full.index(slot), (tile_count // STAGES) & 1)
-            take_turn(C, False, TURNS)
             scores_token = warpgroup_mma(k, q.permute((1, 0)), no_scores, use_acc=False, is_async=True)
             dp_token = warpgroup_mma(v, do.permute((1, 0)), no_scores, use_acc=False, is_async=True)
-            take_turn(C, True, TURNS)
             # dK of the step before ran beside the start of this one; its queries are free only now.
             scores, dk = warpgroup_mma_wait(1, deps=(scores_token, dk_token))
             mbarrier.arrive(empty.index((tile_count + STAGES - 1) % STAGES), count=1, pred=step > 0)
@@ -374,36 +378,41 @@ def gather_keys(
             dp = warpgroup_mma_wait(0, deps=(dp_token,))
             delta = b_rows.index(slot).slice(BM, BM).load(queries)
             ds = (weights * (dp - gl.expand_dims(delta, 0))).to(dtype)
-            ds_slot = (tile_count % 2) * 2
-            b_ds.index(ds_slot + C).store(ds)
+            # Without the sibling nobody still reads the step before: dK has, by the wait for it above.
+            parity = tile_count % 2 if DQ else 0
+            if DQ:
+                # The sibling has then written dS of the step before, and read that of two steps before.
+                take_over(C, 1 - parity, (step > 0).to(gl.int32))
+            b_ds.index(parity * 2 + C).store(ds)
             fence_async_shared()
             dv_token = warpgroup_mma(gl.convert_layout(weights.to(dtype), operand), do, dv, is_async=True)
             if DQ:
-                meet()
-                piece_token = no_piece
-                for half in gl.static_range(2):
-                    if D == 128:
-                        left = b_ds.index(ds_slot + half).permute((1, 0))
-                        right = b_k.index(o_item + half).reshape([ROWS, D]).slice(C * ROWS, ROWS, dim=1)
-                    else:
-                        left = b_ds.index(ds_slot + half).slice(C * ROWS, ROWS, dim=1).permute((1, 0))
-                        right = b_k.index(o_item + half).reshape([ROWS, D])
-                    piece_token = warpgroup_mma(left, right, piece_token, use_acc=half == 1, is_async=True)
+                # Of the step before; in the first step of what happens to be there, which is not added.
+                piece_token = piece_product(C, b_ds, b_k, o_item, 1 - parity, no_piece)
             # From shared memory: from registers it would hold them while the next step's scores need room.
-            dk_token = warpgroup_mma(b_ds.index(ds_slot + C), q, dk, is_async=True)
+            dk_token = warpgroup_mma(b_ds.index(parity * 2 + C), q, dk, is_async=True)
             if DQ:
                 dv, piece = warpgroup_mma_wait(1, deps=(dv_token, piece_token))
-                place = read(note, TILE_SUM).to(gl.int64)
-                add_piece(p_sum + (place * 2 + C) * PIECE, piece)
+                hand_over(C, parity)
+                if step > 0:
+                    add_piece(p_sum + (place.to(gl.int64) * 2 + C) * PIECE, piece)
+                place = read(note, TILE_SUM)
             else:
                 dv = warpgroup_mma_wait(1, deps=(dv_token,))
             tile_count += 1
         dk = warpgroup_mma_wait(0, deps=(dk_token,))
+        if DQ:
+            parity = (tile_count + 1) % 2
+            take_over(C, parity, (steps > 0).to(gl.int32))
+            piece_token = piece_product(C, b_ds, b_k, here(kv_slot * 2), parity, no_piece)
+            piece = warpgroup_mma_wait(0, deps=(piece_token,))
+            if steps > 0:
+                add_piece(p_sum + (place.to(gl.int64) * 2 + C) * PIECE, piece)
         mbarrier.arrive(empty.index((tile_count + STAGES - 1) % STAGES), count=1, pred=steps > 0)
 
         batch = read(item, ITEM_BATCH)
         head = read(item, ITEM_HEAD)
-        o_key = read(item, ITEM_ROW)
+        o_key = read(item, ITEM_STORED if SPLIT else ITEM_ROW)
         rows = read(item, ITEM_ROWS)
         b_dv = b_v.index(kv_slot * 2 + C)
         b_dk = b_k.index(kv_slot * 2 + C)
@@ -428,20 +437,20 @@ def gather_keys(
 
 @gluon.jit(
     do_not_specialize=[
-        "items", "items_a_batch", "heads", "group", "query_tiles", "sum_tiles", "key_blocks", "n", "q_rate", "q_longer",
+        "items", "items_a_batch", "heads", "group", "sum_tiles", "key_blocks", "n", "q_rate", "q_longer",
         "k_rate", "k_longer", "dk_batch", "dk_head", "dk_row", "dv_batch", "dv_head", "dv_row", "scale", "scale_log2",
     ],
     do_not_specialize_on_alignment=[
-        "p_work", "p_class", "p_walk", "p_whole", "p_partial", "p_tiles", "p_bits", "p_next"
+        "p_lse", "p_work", "p_class", "p_walk", "p_whole", "p_partial", "p_tiles", "p_bits", "p_next"
     ],
 )  # fmt: skip
 def attention_dkv_bwd_kernel(
     q_desc, q_more, do_desc, do_more, k_desc, k_more, v_desc, v_more, dk_desc, dk_more, dv_desc, dv_more, p_dk, p_dv,
-    p_rows, p_sum, p_work, p_class, p_walk, p_whole, p_partial,
-    p_tiles, p_bits, p_next, items, items_a_batch, heads, group, query_tiles, sum_tiles, key_blocks, n,
+    p_lse, p_delta, p_sum, p_work, p_class, p_walk, p_whole, p_partial,
+    p_tiles, p_bits, p_next, items, items_a_batch, heads, group, sum_tiles, key_blocks, n,
     q_rate, q_longer, k_rate, k_longer, dk_batch, dk_head, dk_row, dv_batch, dv_head, dv_row, scale, scale_log2,
-    BLOCK: gl.constexpr, STAGES: gl.constexpr, KV_STAGES: gl.constexpr, DQ: gl.constexpr, SKEW: gl.constexpr,
-    JOIN: gl.constexpr, WORKER_REGISTERS: gl.constexpr,
+    BLOCK: gl.constexpr, STAGES: gl.constexpr, KV_STAGES: gl.constexpr, DQ: gl.constexpr,
+    JOIN: gl.constexpr, SPLIT: gl.constexpr, WORKER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """dK and dV of every item, taken by the programs as they come free; with DQ also the sum of dQ, not yet scaled."""
     BM: gl.constexpr = q_desc.block_shape[len(q_desc.block_shape) - 2]
@@ -452,7 +461,7 @@ def attention_dkv_bwd_kernel(
     b_do = gl.allocate_shared_memory(dtype, ring(STAGES, do_desc), do_desc.layout)
     b_k = gl.allocate_shared_memory(dtype, ring(2 * KV_STAGES, k_desc), k_desc.layout)
     b_v = gl.allocate_shared_memory(dtype, ring(2 * KV_STAGES, v_desc), v_desc.layout)
-    b_ds = gl.allocate_shared_memory(dtype, [4, ROWS, BM], exchange)
+    b_ds = gl.allocate_shared_memory(dtype, [4 if DQ else 2, ROWS, BM], exchange)
     b_rows = gl.allocate_shared_memory(gl.float32, [STAGES, 2 * BM], note)
     b_item = gl.allocate_shared_memory(gl.int32, [KV_STAGES, 8], note)
     b_tile = gl.allocate_shared_memory(gl.int32, [STAGES, 8], note)
@@ -463,19 +472,19 @@ def attention_dkv_bwd_kernel(
             (gather_keys, (
                 0, dk_desc, dk_more, p_dk, dk_batch, dk_head, dk_row, dv_desc, dv_more, p_dv, dv_batch, dv_head, dv_row,
                 b_q, b_do, b_k, b_v, b_ds, b_rows, b_item, b_tile, full, empty, kv_full, kv_empty,
-                p_sum, p_bits, k_rate, k_longer, scale, scale_log2, BLOCK, STAGES, KV_STAGES, DQ, SKEW, JOIN,
+                p_sum, p_bits, k_rate, k_longer, scale, scale_log2, BLOCK, STAGES, KV_STAGES, DQ, JOIN, SPLIT,
             )),
             (gather_keys, (
                 1, dk_desc, dk_more, p_dk, dk_batch, dk_head, dk_row, dv_desc, dv_more, p_dv, dv_batch, dv_head, dv_row,
                 b_q, b_do, b_k, b_v, b_ds, b_rows, b_item, b_tile, full, empty, kv_full, kv_empty,
-                p_sum, p_bits, k_rate, k_longer, scale, scale_log2, BLOCK, STAGES, KV_STAGES, DQ, SKEW, JOIN,
+                p_sum, p_bits, k_rate, k_longer, scale, scale_log2, BLOCK, STAGES, KV_STAGES, DQ, JOIN, SPLIT,
             )),
             (load_backward_tiles, (
                 k_desc, k_more, v_desc, v_more, q_desc, q_more, do_desc, do_more,
                 b_k, b_v, b_q, b_do, b_rows, b_item, b_tile, full, empty, kv_full, kv_empty,
-                p_rows, p_work, p_class, p_walk, p_whole, p_partial, p_tiles, p_next, items, items_a_batch, heads,
-                group, query_tiles, sum_tiles, key_blocks, n, k_rate, k_longer, q_rate, q_longer,
-                BLOCK, STAGES, KV_STAGES, True,
+                p_lse, p_delta, p_work, p_class, p_walk, p_whole, p_partial, p_tiles, p_next, items, items_a_batch,
+                heads, group, sum_tiles, key_blocks, n, k_rate, k_longer, q_rate, q_longer,
+                BLOCK, STAGES, KV_STAGES, True, SPLIT,
             )),
         ],
         [4, 1],

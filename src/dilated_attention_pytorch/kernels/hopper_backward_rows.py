@@ -4,6 +4,9 @@ A work item is 128 query rows of one head; each of two warpgroups owns 64 of the
 
     S = Q K^T      dP = dO V^T      dQ += dS K
 
+The third product of a step is issued behind the first two of the next step, so that the tensor cores have work while
+the weights of that step are computed.
+
 Names: `p_` pointer, `b_` buffer in shared memory, `o_` offset; shape comments are [rows, columns].
 """
 
@@ -24,14 +27,17 @@ from .hopper_backward import (
     ITEM_ROW,
     ITEM_ROWS,
     ITEM_STEPS,
+    ITEM_STORED,
     ROWS,
     TILE_MASK,
     here,
     load_backward_tiles,
     mask_weights,
     put_rows,
+    release,
 )
-from .hopper_pieces import read, ring
+from .hopper_forward import HOLD
+from .hopper_pieces import base_2, read, ring
 
 
 @gluon.jit
@@ -39,8 +45,8 @@ def gather_queries(
     C: gl.constexpr,
     dq_desc, dq_more, p_dq, dq_batch, dq_head, dq_row,
     b_q, b_do, b_k, b_v, b_item, b_tile, full, empty, q_full, q_empty,
-    p_rows, p_bits, heads, query_tiles, q_rate, q_longer, scale, scale_log2,
-    BLOCK: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr, JOIN: gl.constexpr,
+    p_lse, p_delta, p_bits, heads, n, q_rate, q_longer, scale, scale_log2,
+    BLOCK: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr, JOIN: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
     """Warpgroup `C`: dQ of its 64 rows of every item of this program."""
     STRIDED: gl.constexpr = len(b_k.shape) == 6
@@ -51,7 +57,7 @@ def gather_queries(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16]
     )
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
-    operand: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=acc_layout, k_width=2)
+    operand_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=acc_layout, k_width=2)
     no_scores = gl.full([ROWS, BN], 0.0, gl.float32, scores_layout)
     row = C * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, scores_layout))
 
@@ -61,27 +67,24 @@ def gather_queries(
     more = read(b_item.index(0), ITEM_BATCH) >= 0
     while more:
         q_slot = item_count % Q_STAGES
+        if Q_STAGES > 1:
+            # The gradient of the item before left through its queries, which go back to the loader only now.
+            release(q_empty, item_count - 1)
         item = b_item.index(q_slot)
         steps = read(item, ITEM_STEPS)
         batch = read(item, ITEM_BATCH)
         head = read(item, ITEM_HEAD)
         first = read(item, ITEM_ROW)
         rows = read(item, ITEM_ROWS)
-        # Rows lie in memory as tiles of BN: first the LSE of a tile, then its delta.
-        p_stats = p_rows + ((batch * heads + head) * query_tiles).to(gl.int64) * (2 * BN)
-        if STRIDED:
-            token = first + row * q_rate
-            p_own = p_stats + (token // BN).to(gl.int64) * (2 * BN) + token % BN
-            lse = gl.expand_dims(gl.load(p_own, mask=row < rows, other=float("inf")), 1)
-            delta = gl.expand_dims(gl.load(p_own + BN, mask=row < rows, other=0.0), 1)
-        else:
-            o_query = first + C * ROWS
-            p_own = p_stats + (o_query // BN) * (2 * BN) + o_query % BN + row - C * ROWS
-            lse = gl.expand_dims(gl.load(p_own), 1)
-            delta = gl.expand_dims(gl.load(p_own + BN), 1)
+        o_own = (batch * heads + head).to(gl.int64) * n + (first + row * (q_rate if STRIDED else 1))
+        lse = gl.expand_dims(base_2(gl.load(p_lse + o_own, mask=row < rows, other=float("inf"))), 1)
+        delta = gl.expand_dims(gl.load(p_delta + o_own, mask=row < rows, other=0.0), 1)
         dq = gl.full([ROWS, D], 0.0, gl.float32, acc_layout)
-        for _ in range(steps):
+        ds = no_scores
+        for step in range(steps):
             slot = tile_count % STAGES
+            # Before the first step there is no dS yet: its own keys are multiplied by zeros.
+            behind = (tile_count + STAGES - gl.where(step > 0, 1, 0)) % STAGES
             o_item = here(q_slot * 2 + C)
             q = b_q.index(o_item).reshape([ROWS, D])
             do = b_do.index(o_item).reshape([ROWS, D])
@@ -91,46 +94,56 @@ def gather_queries(
             mbarrier.wait(full.index(slot), (tile_count // STAGES) & 1)
             scores_token = warpgroup_mma(q, k.permute((1, 0)), no_scores, use_acc=False, is_async=True)
             dp_token = warpgroup_mma(do, v.permute((1, 0)), no_scores, use_acc=False, is_async=True)
-            scores = warpgroup_mma_wait(1, deps=(scores_token,))
+            operand = gl.convert_layout(ds.to(dtype), operand_layout)
+            dq_token = warpgroup_mma(operand, b_k.index(behind).reshape([BN, D]), dq, is_async=True)
+            scores = warpgroup_mma_wait(2, deps=(scores_token,))
             weights = gl.exp2(scores * scale_log2 - lse)
             if read(note, TILE_MASK) >= 0:
                 weights = mask_weights(weights, note, p_bits, C, BLOCK, False)
-            dp = warpgroup_mma_wait(0, deps=(dp_token,))
-            ds = gl.convert_layout((weights * (dp - delta)).to(dtype), operand)
-            dq_token = warpgroup_mma(ds, k, dq, is_async=True)
+            dp = warpgroup_mma_wait(1, deps=(dp_token,))
+            ds = weights * (dp - delta)
+            gl.inline_asm_elementwise(HOLD, "=r,r", [tile_count], dtype=gl.int32, is_pure=False, pack=1)
             dq = warpgroup_mma_wait(0, deps=(dq_token,))
-            mbarrier.arrive(empty.index(slot), count=1)
+            mbarrier.arrive(empty.index(behind), count=1, pred=step > 0)
             tile_count += 1
+        behind = (tile_count + STAGES - 1) % STAGES
+        operand = gl.convert_layout(ds.to(dtype), operand_layout)
+        dq_token = warpgroup_mma(operand, b_k.index(behind).reshape([BN, D]), dq, is_async=True)
+        # Without a step the ring may hold anything, also what times 0 is not 0.
+        dq = gl.where(steps > 0, warpgroup_mma_wait(0, deps=(dq_token,)), 0.0)
+        mbarrier.arrive(empty.index(behind), count=1, pred=steps > 0)
 
         b_dq = b_q.index(q_slot * 2 + C)
+        o_dq = read(item, ITEM_STORED) if SPLIT else first
         put_rows(
-            dq * scale, dq_desc, dq_more, p_dq, dq_batch, dq_head, dq_row, batch, head, first, rows, q_rate, q_longer,
+            dq * scale, dq_desc, dq_more, p_dq, dq_batch, dq_head, dq_row, batch, head, o_dq, rows, q_rate, q_longer,
             b_dq, C, JOIN,
         )  # fmt: skip
-        tma.store_wait(0)
-        mbarrier.arrive(q_empty.index(q_slot), count=1)
+        if Q_STAGES == 1:
+            release(q_empty, item_count)
         item_count += 1
         next_slot = item_count % Q_STAGES
         mbarrier.wait(q_full.index(next_slot), (item_count // Q_STAGES) & 1)
         more = read(b_item.index(next_slot), ITEM_BATCH) >= 0
+    tma.store_wait(0)
 
 
 @gluon.jit(
     do_not_specialize=[
-        "items", "items_a_batch", "heads", "group", "query_tiles", "query_blocks", "n", "q_rate", "q_longer", "k_rate",
+        "items", "items_a_batch", "heads", "group", "query_blocks", "n", "q_rate", "q_longer", "k_rate",
         "k_longer", "dq_batch", "dq_head", "dq_row", "scale", "scale_log2",
     ],
     do_not_specialize_on_alignment=[
-        "p_work", "p_class", "p_walk", "p_whole", "p_partial", "p_tiles", "p_bits", "p_next"
+        "p_lse", "p_work", "p_class", "p_walk", "p_whole", "p_partial", "p_tiles", "p_bits", "p_next"
     ],
 )  # fmt: skip
 def attention_dq_bwd_kernel(
-    q_desc, q_more, do_desc, do_more, k_desc, k_more, v_desc, v_more, dq_desc, dq_more, p_dq, p_rows,
+    q_desc, q_more, do_desc, do_more, k_desc, k_more, v_desc, v_more, dq_desc, dq_more, p_dq, p_lse, p_delta,
     p_work, p_class, p_walk, p_whole, p_partial, p_tiles, p_bits,
-    p_next, items, items_a_batch, heads, group, query_tiles, query_blocks, n, q_rate, q_longer, k_rate, k_longer,
+    p_next, items, items_a_batch, heads, group, query_blocks, n, q_rate, q_longer, k_rate, k_longer,
     dq_batch, dq_head, dq_row, scale, scale_log2,
     BLOCK: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr, JOIN: gl.constexpr,
-    WORKER_REGISTERS: gl.constexpr,
+    SPLIT: gl.constexpr, WORKER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """dQ of every item, taken by the programs as they come free."""
     dtype: gl.constexpr = k_desc.dtype
@@ -157,22 +170,22 @@ def attention_dq_bwd_kernel(
             (gather_queries, (
                 0, dq_desc, dq_more, p_dq, dq_batch, dq_head, dq_row,
                 b_q, b_do, b_k, b_v, b_item, b_tile, full, empty, q_full, q_empty,
-                p_rows, p_bits, heads, query_tiles, q_rate, q_longer, scale, scale_log2,
-                BLOCK, STAGES, Q_STAGES, JOIN,
+                p_lse, p_delta, p_bits, heads, n, q_rate, q_longer, scale, scale_log2,
+                BLOCK, STAGES, Q_STAGES, JOIN, SPLIT,
             )),
             (gather_queries, (
                 1, dq_desc, dq_more, p_dq, dq_batch, dq_head, dq_row,
                 b_q, b_do, b_k, b_v, b_item, b_tile, full, empty, q_full, q_empty,
-                p_rows, p_bits, heads, query_tiles, q_rate, q_longer, scale, scale_log2,
-                BLOCK, STAGES, Q_STAGES, JOIN,
+                p_lse, p_delta, p_bits, heads, n, q_rate, q_longer, scale, scale_log2,
+                BLOCK, STAGES, Q_STAGES, JOIN, SPLIT,
             )),
             (load_backward_tiles, (
                 q_desc, q_more, do_desc, do_more, k_desc, k_more, v_desc, v_more,
                 b_q, b_do, b_k, b_v, b_tile, b_item, b_tile,
                 full, empty, q_full, q_empty,
-                p_rows, p_work, p_class, p_walk, p_whole, p_partial, p_tiles, p_next, items, items_a_batch, heads,
-                group, query_tiles, query_tiles, query_blocks, n, q_rate, q_longer, k_rate, k_longer,
-                BLOCK, STAGES, Q_STAGES, False,
+                p_lse, p_delta, p_work, p_class, p_walk, p_whole, p_partial, p_tiles, p_next, items, items_a_batch,
+                heads, group, 0, query_blocks, n, q_rate, q_longer, k_rate, k_longer,
+                BLOCK, STAGES, Q_STAGES, False, SPLIT,
             )),
         ],
         [4, 1],

@@ -45,13 +45,16 @@ from .hopper_pieces import (
 
 WORK_WIDTH = gl.constexpr(8)
 """int32 a work item: head, 128-row query tile, full begin, count, base, partial begin, count, base."""
+PIECE_WORK_WIDTH = gl.constexpr(9)
+"""The same of a piece of a long row, then the 128-row tile of the pieces that it is stored to."""
 STRIDED_WORK_WIDTH = gl.constexpr(10)
-"""The same with the token of the first row in place of the tile, then how many rows exist, and the offset of keys."""
+"""As of a whole row with its first token in place of the tile, then how many rows exist, and the offset of keys."""
 LN2 = gl.constexpr(0.6931471805599453)
 LOG2_E = gl.constexpr(1.4426950408889634)
 
 ITEM_HEAD, ITEM_ROW, ITEM_FULL, ITEM_PARTIAL, ITEM_BATCH, ITEM_ROWS = (gl.constexpr(i) for i in range(6))
-"""What the loader tells about an item; ITEM_BATCH is -1 after the last."""
+"""What the loader tells about an item; ITEM_BATCH is -1 after the last. ITEM_ROWS is how many rows of a strided item
+exist, and of a piece of a long row where it is stored."""
 TILE_MASK, TILE_LAST = (gl.constexpr(i) for i in range(2))
 """What the loader tells about a partial tile: where its mask begins, and the last key counted from its first column."""
 TURN = gl.constexpr(8)
@@ -78,19 +81,20 @@ def load_tiles(
     q_desc, q_more, k_desc, k_more, v_desc, v_more, o_desc, o_more, b_q, b_k, b_v, b_old, b_item, b_tile,
     q_full, q_empty, k_full, v_full, old_full, old_empty, used, p_work, p_full, p_partial, p_tiles, p_next, items,
     items_a_batch, group, n, q_rate, q_longer, k_rate, k_longer, BLOCK: gl.constexpr, K_STAGES: gl.constexpr,
-    V_STAGES: gl.constexpr, Q_STAGES: gl.constexpr, DYNAMIC: gl.constexpr,
+    V_STAGES: gl.constexpr, Q_STAGES: gl.constexpr, DYNAMIC: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
     """The loader warp: Q of an item, then K and V of each of its tiles, as buffers come free."""
     STRIDED: gl.constexpr = len(q_desc.block_shape) == 5
     BN: gl.constexpr = k_desc.block_shape[len(k_desc.block_shape) - 2]
     SUB: gl.constexpr = BLOCK // BN
+    WIDTH: gl.constexpr = STRIDED_WORK_WIDTH if STRIDED else PIECE_WORK_WIDTH if SPLIT else WORK_WIDTH
     tile_count = 0
     item_count = 0
     item = gl.program_id(0)
     while item < items:
         claim = claim_item(p_next, DYNAMIC)
         batch = item // items_a_batch
-        p_item = p_work + (item % items_a_batch) * (STRIDED_WORK_WIDTH if STRIDED else WORK_WIDTH)
+        p_item = p_work + (item % items_a_batch) * WIDTH
         head = gl.load(p_item)
         o_query = gl.load(p_item + 1)
         full_begin = gl.load(p_item + 2)
@@ -105,6 +109,8 @@ def load_tiles(
             k_offset = gl.load(p_item + 9)
         else:
             o_query *= 2 * ROWS
+            if SPLIT:
+                rows = gl.load(p_item + 8) * (2 * ROWS)
         key_head = head // group
 
         slot = item_count % Q_STAGES
@@ -306,7 +312,7 @@ def attend_rows(
     C: gl.constexpr, o_desc, p_out, p_lse, b_q, b_k, b_v, b_old, b_item, b_tile,
     q_full, q_empty, k_full, v_full, old_full, old_empty, used, p_bits,
     heads, n, o_batch, o_head, o_row_stride, q_rate, scale, BLOCK: gl.constexpr, K_STAGES: gl.constexpr,
-    V_STAGES: gl.constexpr, Q_STAGES: gl.constexpr, PING_PONG: gl.constexpr,
+    V_STAGES: gl.constexpr, Q_STAGES: gl.constexpr, PING_PONG: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
     """Warpgroup `C`: its 64 rows of every item of this program."""
     STRIDED: gl.constexpr = len(b_k.shape) == 6
@@ -357,7 +363,8 @@ def attend_rows(
 
         batch = read(item, ITEM_BATCH)
         head = read(item, ITEM_HEAD)
-        p_head = p_lse + (batch * heads + head).to(gl.int64) * n
+        stored_rows = o_desc.shape[2] if SPLIT else n
+        p_head = p_lse + (batch * heads + head).to(gl.int64) * stored_rows
         if STRIDED:
             # Asked for before the last products, which hide how long it takes.
             row = C * ROWS + gl.arange(0, ROWS, score_rows)
@@ -408,12 +415,12 @@ def attend_rows(
             total = gl.convert_layout(gl.sum(row_sum, 1), score_rows)
             inverse = gl.where(total == 0.0, 0.0, 1.0 / total)
             out = rescale(acc, inverse)
-            o_query = read(item, ITEM_ROW) + C * ROWS
+            o_stored = read(item, ITEM_ROWS if SPLIT else ITEM_ROW) + C * ROWS
             b_o.reshape([ROWS, D]).store(out.to(b_q.dtype))
             fence_async_shared()
-            copy_out(o_desc, [batch, head, o_query, 0], b_o)
-            o_token = o_query + gl.arange(0, ROWS, score_rows)
-            gl.store(p_head + o_token, (row_max + gl.log2(total)) * LN2, mask=o_token < n)
+            copy_out(o_desc, [batch, head, o_stored, 0], b_o)
+            o_token = o_stored + gl.arange(0, ROWS, score_rows)
+            gl.store(p_head + o_token, (row_max + gl.log2(total)) * LN2, mask=o_token < stored_rows)
     warpgroup_mma_wait(0, deps=(scores_token,))
     tma.store_wait(0)
 
@@ -430,13 +437,14 @@ def attention_fwd_kernel(
     p_bits, p_next, items, items_a_batch, heads, group, n, o_batch, o_head, o_row, q_rate, q_longer, k_rate, k_longer,
     scale, BLOCK: gl.constexpr,
     K_STAGES: gl.constexpr, V_STAGES: gl.constexpr, PING_PONG: gl.constexpr, DYNAMIC: gl.constexpr,
-    WORKER_REGISTERS: gl.constexpr,
+    SPLIT: gl.constexpr, WORKER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Every item, in order, as programs come free; `scale` is in log2 units; every item has a tile.
 
     `p_next` points to a zero, and to a zero again at the end; when DYNAMIC is off, program `p` takes items
     `p, p + programs, ...` instead. Descriptors of five dimensions make the part a strided one: it joins the output at
     `p_out` (strides `o_batch`, `o_head`, `o_row`, in 16 bytes) and the LSE; `p_tiles` has start and end of key tiles.
+    With SPLIT items are pieces of rows, and `o_desc` and `p_lse` are where the softmax of each piece is kept.
     """
     # Two, because the next item's first scores are computed before this item's output has left its Q buffer.
     Q_STAGES: gl.constexpr = 2
@@ -468,20 +476,20 @@ def attention_fwd_kernel(
                 0, o_desc, p_out, p_lse, b_q, b_k, b_v, b_old, b_item, b_tile,
                 q_full, q_empty, k_full, v_full, old_full, old_empty, used,
                 p_bits, heads, n, o_batch, o_head, o_row, q_rate, scale,
-                BLOCK, K_STAGES, V_STAGES, Q_STAGES, PING_PONG,
+                BLOCK, K_STAGES, V_STAGES, Q_STAGES, PING_PONG, SPLIT,
             )),
             (attend_rows, (
                 1, o_desc, p_out, p_lse, b_q, b_k, b_v, b_old, b_item, b_tile,
                 q_full, q_empty, k_full, v_full, old_full, old_empty, used,
                 p_bits, heads, n, o_batch, o_head, o_row, q_rate, scale,
-                BLOCK, K_STAGES, V_STAGES, Q_STAGES, PING_PONG,
+                BLOCK, K_STAGES, V_STAGES, Q_STAGES, PING_PONG, SPLIT,
             )),
             (load_tiles, (
                 q_desc, q_more, k_desc, k_more, v_desc, v_more, o_desc, o_more,
                 b_q, b_k, b_v, b_old, b_item, b_tile,
                 q_full, q_empty, k_full, v_full, old_full, old_empty, used,
                 p_work, p_full, p_partial, p_tiles, p_next, items, items_a_batch, group, n,
-                q_rate, q_longer, k_rate, k_longer, BLOCK, K_STAGES, V_STAGES, Q_STAGES, DYNAMIC,
+                q_rate, q_longer, k_rate, k_longer, BLOCK, K_STAGES, V_STAGES, Q_STAGES, DYNAMIC, SPLIT,
             )),
         ],
         [4, 1],

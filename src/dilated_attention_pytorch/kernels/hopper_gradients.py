@@ -13,7 +13,7 @@ the forward turned round: the part that reaches most rows is the last, and adds 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -23,6 +23,7 @@ from ..plan.plan import Plan
 from . import hopper_backend
 from .hopper_backend import LOG2_E, processors
 from .hopper_launch import OPTIONS, Launch, Launches, Moved, Place, on_device
+from .hopper_split import Split, split
 from .hopper_work import HeldWork, Step, Strides, steps_of
 from .registry import AttentionCall, Gradients, empty_rows
 
@@ -34,14 +35,16 @@ class BackwardConfig:
     streamed_tile: int
     """Rows of a step; with the head width they must make 64 x 128, one 64 x 64 piece of dQ a warpgroup."""
     stages: int = 2
+    stages_by_rows: int = 2
+    """Tiles in the ring of dK and dV where dQ is computed by rows, which leaves room for more."""
     held_stages: int = 2
-    skew: bool = False
-    """Whether the second warpgroup starts its step after the first, so that they multiply by turns."""
+    row_stages: int = 3
+    """Tiles in the ring of the kernel that sums dQ by rows, which keeps each a step longer than its first use."""
     registers: int = 240
     """Registers a thread of a multiplying warpgroup gets."""
 
 
-BACKWARD_CONFIGS = {64: BackwardConfig(128), 128: BackwardConfig(64)}
+BACKWARD_CONFIGS = {64: BackwardConfig(128, stages_by_rows=3, row_stages=4), 128: BackwardConfig(64)}
 
 
 _prepared: WeakKeyDictionary[Plan, dict[tuple[object, ...], PreparedBackward]] = WeakKeyDictionary()
@@ -101,7 +104,9 @@ class PreparedBackward:
 
 
 QUERY, KEY, VALUE, OUTPUT, GRAD_OUTPUT, LSE, SLOPE, SPACE, GRAD_QUERY, GRAD_KEY, GRAD_VALUE = range(11)
-"""Slots of the tensors that the launches are given."""
+"""Slots of the tensors that the launches are given; then the pieces of the three gradients, where rows are cut."""
+TO_PIECES = 3
+"""From the slot of a gradient to that of its pieces."""
 
 
 class BackwardLaunch:
@@ -121,13 +126,18 @@ class BackwardLaunch:
         made = [empty_rows(t, t.shape[-1]) for t in tensors[:3]]
         self.made = [(t.shape, t.stride(), t.dtype, device) for t in made]
         last = steps[0] if len(steps) > 1 else None
-        parts = [PartBackward(call, config, step, tiles, fused, step is last) for step in reversed(steps)]
+        parts = [
+            PartBackward(call, config, step, tiles, fused, step is last, self.writes_all) for step in reversed(steps)
+        ]
+        self.pieces = parts[0].pieces if self.writes_all else []
         self.row_tiles = batch * heads * tiles
-        self.o_sum = self.row_tiles * 2 * rows
+        # The sum begins at a multiple of 16 bytes.
+        self.o_sum = -(-batch * heads * n // 4) * 4
         o_claimed = self.o_sum + (max((part.sum_floats for part in parts), default=0) if fused else 0)
         self.space = o_claimed + 4, torch.float32, device
         places = Place(SPACE), Place(SPACE, self.o_sum, torch.float32), Place(SPACE, o_claimed, torch.int32)
         like = *tensors, torch.empty(1, device=device), *made
+        like += tuple(torch.empty(shape or (0,), dtype=query.dtype, device="meta") for shape in self.pieces)
         prepare = self._prepare(like, places, (rows, d, lse_grad, fused and self.writes_all))
         lists: list[tuple[int, list[Launch]]] = [(0, [prepare])]
         for part in parts:
@@ -158,32 +168,46 @@ class BackwardLaunch:
         gradients = Gradients(
             *(torch.empty_strided(shape, strides, dtype=own, device=on) for shape, strides, own, on in self.made)
         )
+        pieces = [
+            torch.empty(shape, dtype=tensors[QUERY].dtype, device=device) if shape else space for shape in self.pieces
+        ]
         if not self.writes_all:
             torch._foreach_zero_(gradients)
         for clear, launches in self.groups:
             if clear:
                 space[self.o_sum : self.o_sum + clear].zero_()
-            launches(*tensors, space, *gradients)
+            launches(*tensors, space, *gradients, *pieces)
         return gradients
 
 
+class Side(NamedTuple):
+    """dK and dV of a part, or its dQ."""
+
+    work: HeldWork
+    cut: Split[HeldWork] | None
+    blocks: int
+    """Rows of a class in `work.rows`."""
+    sizes: tuple[int, ...]
+    """What a kernel is given before them, but for its items."""
+    settings: tuple[Any, ...]
+    """And after."""
+
+
 class PartBackward:
-    """One part of a `BackwardLaunch`."""
+    """One part of a `BackwardLaunch`; `alone`, it is the only one, so that its long rows may be cut."""
 
     def __init__(
-        self, call: AttentionCall, config: BackwardConfig, step: Step, tiles: int, fused: bool, joins: bool
+        self, call: AttentionCall, config: BackwardConfig, step: Step, tiles: int, fused: bool, joins: bool, alone: bool
     ) -> None:
         query, plan = call.query, call.plan
         batch, heads, n, d = query.shape
         group = heads // call.key.shape[1]
+        self.batch, self.n = batch, n
         self.rows = config.streamed_tile
-        self.fused = fused
         self.joins = joins
         self.adds = joins or step.strided
         self.axes = (step.queries, step.keys) if step.strided else (None, None)
         self.identity = query.device.index, query.dtype, d, plan.block_size, config, fused, step.shape, joins
-        self.by_key = step.held(group, by_key=True)
-        self.by_query = None if fused else step.held(group, by_key=False)
         own_tiles = step.part.queries.tiles * (plan.block_size // self.rows) if step.strided else tiles
         self.sum_tiles = batch * heads * own_tiles
         self.sum_floats = self.sum_tiles * self.rows * d
@@ -191,42 +215,74 @@ class PartBackward:
         like = (empty_rows(t, d).stride()[:3] for t in (query, call.key, call.value))
         query_strides, *key_strides = (tuple(stride // 8 for stride in strides) for strides in like)
         scales = call.scale, call.scale * LOG2_E
-        stages = plan.block_size, config.stages, config.held_stages
-        items = len(self.by_key.items)
-        self.key_numbers = (
-            *(batch * items, items, heads, group, tiles, own_tiles, step.part.keys.tiles, n, *axes),
-            *(*key_strides[0], *key_strides[1], *scales, *stages, fused, config.skew, joins, config.registers),
-        )
+        self.registers = config.registers
+        programs = processors(query.device)
+        sizes = heads, group
+        stages = config.stages if fused else config.stages_by_rows
+        settings = *key_strides[0], *key_strides[1], *scales, plan.block_size, stages, config.held_stages, fused, joins
+        work = step.held(group, by_key=True)
+        cut = split(step, work, batch, programs, group, by_key=True) if alone else None
+        self.by_key = Side(work, cut, step.part.keys.tiles, (*sizes, own_tiles), (n, *axes, *settings))
+        self.by_query: Side | None = None
+        if not fused:
+            work = step.held(group, by_key=False)
+            cut = split(step, work, batch, programs) if alone else None
+            stages = config.row_stages, config.held_stages
+            settings = n, *axes, *query_strides, *scales, plan.block_size, *stages, joins
+            self.by_query = Side(work, cut, step.part.queries.tiles, sizes, settings)
+        cuts = self.by_query and self.by_query.cut, self.by_key.cut, self.by_key.cut
+        rooms = [cut.room(batch, d) if cut else () for cut in cuts]
+        self.pieces = rooms if any(rooms) else []
+        """Shapes of the pieces of dQ, dK and dV; a gradient whose rows stay whole has none."""
         finish_strides = empty_rows(query, d).stride()[:3]
         self.finish_numbers = heads, own_tiles, n, *finish_strides, step.queries.rate, call.scale
         self.finish_constants = self.rows, d, plan.block_size, step.strided, self.adds
-        if self.by_query is not None:
-            items = len(self.by_query.items)
-            self.query_numbers = (
-                *(batch * items, items, heads, group, tiles, step.part.queries.tiles, n, *axes),
-                *(*query_strides, *scales, *stages, joins, config.registers),
-            )
 
     def launches(self, like: tuple[Tensor, ...], places: tuple[Place, ...]) -> list[Launch]:
-        """Its kernels in order; `places` are those of LSE and delta, of the sum of dQ, and of the claimed items."""
+        """Its kernels in order; `places` are those of delta, of the sum of dQ, and of the claimed items."""
         from .hopper_backward import attention_dkv_bwd_kernel
 
         rows, (queries, keys) = self.rows, self.axes
-        stats, total, claimed = places
-        work = self.by_key
+        delta, total, claimed = places
         read = (QUERY, rows, queries), (GRAD_OUTPUT, rows, queries), (KEY, 64, keys), (VALUE, 64, keys)
         written = (GRAD_KEY, keys), (GRAD_VALUE, keys)
-        lists = stats, total, *_lists(work), claimed
-        first = self._launch("dkv", attention_dkv_bwd_kernel, read, written, lists, self.key_numbers, like)
-        if self.fused:
-            return [first, self._finish(like, total)]
+        places = Place(LSE), delta, total, claimed
+        first = self._side("dkv", attention_dkv_bwd_kernel, read, written, places, self.by_key, like)
+        if self.by_query is None:
+            return [*first, self._finish(like, total)]
         from .hopper_backward_rows import attention_dq_bwd_kernel
 
-        assert self.by_query is not None
         read = (QUERY, 64, queries), (GRAD_OUTPUT, 64, queries), (KEY, rows, keys), (VALUE, rows, keys)
-        lists = stats, *_lists(self.by_query), claimed
         written = ((GRAD_QUERY, queries),)
-        return [first, self._launch("dq", attention_dq_bwd_kernel, read, written, lists, self.query_numbers, like)]
+        places = Place(LSE), delta, claimed
+        return first + self._side("dq", attention_dq_bwd_kernel, read, written, places, self.by_query, like)
+
+    def _side(
+        self,
+        name: str,
+        kernel: Any,
+        read: tuple[tuple[int, int, Strides | None], ...],
+        written: tuple[tuple[int, Strides | None], ...],
+        places: tuple[Place, ...],
+        side: Side,
+        like: tuple[Tensor, ...],
+    ) -> list[Launch]:
+        """A Gluon kernel on all rows; where some are cut, on the others, then on their pieces, which are joined."""
+        cut = side.cut
+        if cut is None:
+            return [self._launch(name, kernel, read, written, places, side, like)]
+        from .triton_backward import sum_pieces_bwd_kernel
+
+        apart = tuple((slot + TO_PIECES, axis) for slot, axis in written)
+        pieces = side._replace(work=cut.pieces, blocks=cut.slots)
+        launches = [
+            self._launch(name, kernel, read, written, places, side._replace(work=cut.rest), like),
+            self._launch(name, kernel, read, apart, places, pieces, like, pieces=True),
+        ]
+        for slot, _ in written:
+            joined = Place(slot), Place(slot), Place(slot + TO_PIECES)
+            launches.append(cut.join(sum_pieces_bwd_kernel, joined, self.batch, self.n, like, like[slot]))
+        return launches
 
     def _launch(
         self,
@@ -234,27 +290,31 @@ class PartBackward:
         kernel: Any,
         read: tuple[tuple[int, int, Strides | None], ...],
         written: tuple[tuple[int, Strides | None], ...],
-        lists: tuple[object, ...],
-        numbers: tuple[Any, ...],
+        places: tuple[Place, ...],
+        side: Side,
         like: tuple[Tensor, ...],
+        pieces: bool = False,
     ) -> Launch:
-        """A Gluon kernel: tensors it reads by TMA with the rows of a move, gradients, lists, and numbers.
+        """A Gluon kernel: tensors it reads by TMA with the rows of a move, gradients, places, lists, and numbers.
 
         A gradient is given by descriptors, or where the part joins what is there, by its address.
         """
         moved = tuple(Moved(*one) for one in read)
+        work, items = side.work, len(side.work.items)
+        lists = *places[:-1], *_lists(work), places[-1]
+        numbers = self.batch * items, items, *side.sizes, side.blocks, *side.settings, pieces, self.registers
         if self.joins:
             gradients = *(None,) * (2 * len(written)), *(Place(slot) for slot, _ in written)
         else:
             gradients = *(Moved(slot, 64, axis) for slot, axis in written), *(None,) * len(written)
         grid = min(numbers[0], processors(like[QUERY].device))
         arguments = *moved, *gradients, *lists, *numbers
-        return Launch(kernel, (name, *self.identity), grid, arguments, like, **OPTIONS)
+        return Launch(kernel, (name, *self.identity, pieces), grid, arguments, like, **OPTIONS)
 
     def _finish(self, like: tuple[Tensor, ...], total: Place) -> Launch:
         from .hopper_prepare import finish_dq_kernel
 
-        lists = self.by_key.tiles, self.by_key.classes
+        lists = self.by_key.work.tiles, self.by_key.work.classes
         arguments = total, Place(GRAD_QUERY), *lists, *self.finish_numbers, *self.finish_constants
         identity = (
             "finish",

@@ -29,6 +29,8 @@ MOST_COMPILERS = 8
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
 """How every kernel is compiled; fused multiply-add is asked for by name, as its default differs between releases."""
 
+Grid = tuple[int, int, int]
+
 _HERE = nullcontext()
 _counters: dict[tuple[int, int], Tensor] = {}
 _compiled: dict[tuple[object, ...], tuple[Any, Entry | None]] = {}
@@ -163,8 +165,8 @@ class Entry:
         )
         return encoded, *box.shape, *box.strides
 
-    def __call__(self, grid: int, stream: int, arguments: tuple[object, ...]) -> None:
-        self._launch(grid, 1, 1, stream, *self._before, *arguments)
+    def __call__(self, grid: Grid, stream: int, arguments: tuple[object, ...]) -> None:
+        self._launch(*grid, stream, *self._before, *arguments)
 
 
 class Moved(NamedTuple):
@@ -199,14 +201,14 @@ class Launch:
         self,
         kernel: Any,
         identity: tuple[object, ...],
-        grid: int,
+        grid: int | Grid,
         arguments: tuple[Any, ...],
         like: tuple[Tensor, ...],
         plain: bool = False,
         **options: object,
     ) -> None:
         self._kernel, self._identity, self._arguments, self._options = kernel, identity, arguments, options
-        self.grid = grid
+        self.grid = (grid, 1, 1) if isinstance(grid, int) else grid
         self._sizes = [tensor.element_size() for tensor in like]
         self._boxes = [boxes_of(like[one.slot], one.axis) for one in arguments if isinstance(one, Moved)]
         self._plain = plain
@@ -220,16 +222,16 @@ class Launch:
         key = self.key(tuple(tensor.data_ptr() for tensor in tensors))
         known = _compiled.get(key)
         if known is not None:
-            known[0][(self.grid, 1, 1)](*self._public_arguments(tensors))
+            known[0][self.grid](*self._public_arguments(tensors))
             return
         if len(_compiled) >= KEPT_KERNELS:
             _compiled.clear()
-        compiled = self._kernel[(self.grid,)](*self._public_arguments(tensors), **self._options)
+        compiled = self._kernel[self.grid](*self._public_arguments(tensors), **self._options)
         _compiled[key] = compiled, entry_of(compiled)
 
     def compile(self, *tensors: Tensor) -> None:
         """Have triton compile it without running it."""
-        self._kernel.warmup(*self._public_arguments(tensors), grid=(self.grid,), **self._options)
+        self._kernel.warmup(*self._public_arguments(tensors), grid=self.grid, **self._options)
 
     def _public_arguments(self, tensors: tuple[Tensor, ...]) -> list[Any]:
         arguments: list[Any] = []
@@ -292,9 +294,9 @@ class Launches:
 
     def __init__(self, device: torch.device, launches: list[Launch], compiled: Sequence[Launch] | None = None) -> None:
         self._index = device.index
-        self._launches = [launch for launch in launches if launch.grid]
-        self._compiled = [launch for launch in compiled if launch.grid] if compiled is not None else self._launches
-        self._kept: dict[tuple[int, ...], list[tuple[int, Entry, tuple[object, ...]]]] = {}
+        self._launches = [launch for launch in launches if launch.grid[0]]
+        self._compiled = [launch for launch in compiled if launch.grid[0]] if compiled is not None else self._launches
+        self._kept: dict[tuple[int, ...], list[tuple[Grid, Entry, tuple[object, ...]]]] = {}
 
     def __call__(self, *tensors: Tensor) -> None:
         """Run them; every call gives tensors of the same layouts in the same order."""
@@ -312,7 +314,7 @@ class Launches:
         for grid, entry, arguments in kept:
             entry(grid, stream, arguments)
 
-    def _settle(self, addresses: tuple[int, ...]) -> list[tuple[int, Entry, tuple[object, ...]]]:
+    def _settle(self, addresses: tuple[int, ...]) -> list[tuple[Grid, Entry, tuple[object, ...]]]:
         settled = [launch.settle(addresses) for launch in self._launches]
         if None in settled:
             return []

@@ -1,4 +1,4 @@
-"""What the loaders of the Hopper kernels share: mailboxes, items taken in turn, and tiles moved by TMA."""
+"""What the Hopper kernels are made of: mailboxes, items taken in turn, tiles moved by TMA, sums in memory."""
 
 from __future__ import annotations
 
@@ -115,6 +115,25 @@ def row_pointers(p_rows, first, rate, rows, stride, C: gl.constexpr, D: gl.const
     col = gl.expand_dims(gl.arange(0, D, gl.SliceLayout(0, layout)), 0)
     p_row = p_rows + (first + row * rate).to(gl.int64) * stride * 8
     return gl.expand_dims(p_row, 1) + col, gl.expand_dims(row < rows, 1)
+
+
+@gluon.jit
+def base_2(lse):
+    """LSE of rows as the weights `exp2(scores - LSE)` need it: +inf of a row without a key, so that they come out 0."""
+    return gl.where(lse == -float("inf"), float("inf"), lse * 1.4426950408889634)
+
+
+@gluon.jit
+def add_piece(p_piece, piece):
+    """Add a piece of dQ [64, 64] to its sum, 16 bytes a thread at a time."""
+    # Row, half and column of a register, brought together behind those of the thread that holds it.
+    parts = piece.reshape([4, 2, 8, 8, 4, 2]).permute((3, 0, 2, 4, 1, 5))
+    runs = parts.reshape([8, 128, 4])
+    layout: gl.constexpr = runs.type.layout
+    o_run = gl.expand_dims(gl.expand_dims(gl.arange(0, 8, gl.SliceLayout(1, gl.SliceLayout(2, layout))), 1), 2)
+    o_thread = gl.expand_dims(gl.expand_dims(gl.arange(0, 128, gl.SliceLayout(0, gl.SliceLayout(2, layout))), 0), 2)
+    o_float = gl.expand_dims(gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, layout))), 0), 1)
+    gl.atomic_add(p_piece + (o_run * 512 + o_thread * 4 + o_float), runs, sem="relaxed")
 
 
 @gluon.jit

@@ -14,14 +14,11 @@ PIECE_FLOATS = tl.constexpr(64 * 64)
 
 @triton.jit
 def prepare_bwd_kernel(
-    p_out, p_do, p_lse, p_dlse, p_rows, p_sum, p_next, heads, tiles, n, so_b, so_h, so_n, sg_b, sg_h, sg_n, sl_b, sl_h,
+    p_out, p_do, p_lse, p_dlse, p_delta, p_sum, p_next, heads, tiles, n, so_b, so_h, so_n, sg_b, sg_h, sg_n, sl_b, sl_h,
     sl_n,
     BM: tl.constexpr, D: tl.constexpr, LSE_GRAD: tl.constexpr, ZERO: tl.constexpr,
 ):  # fmt: skip
-    """For a tile of query rows: its LSE in log2 units, delta = rowsum(dO * O) - dLSE, and zeros in its sum of dQ.
-
-    Rows that do not exist or have no key get LSE +inf, so that their weights come out 0.
-    """
+    """For a tile of query rows: delta = rowsum(dO * O) - dLSE, and zeros in its sum of dQ."""
     place = tl.program_id(0).to(tl.int64)
     tile = place % tiles
     row = place // tiles
@@ -34,15 +31,12 @@ def prepare_bwd_kernel(
     b_out = tl.load(p_out + batch * so_b + head * so_h + o_q[:, None] * so_n + o_d[None, :], mask=b_here, other=0.0)
     b_do = tl.load(p_do + batch * sg_b + head * sg_h + o_q[:, None] * sg_n + o_d[None, :], mask=b_here, other=0.0)
     b_delta = tl.sum(b_out.to(tl.float32) * b_do.to(tl.float32), 1)
-    b_lse = tl.load(p_lse + row * n + o_q, mask=b_exist, other=float("-inf"))
-    b_met = b_lse != float("-inf")
     if LSE_GRAD:
         # A row without a key has LSE -inf whatever the inputs: nothing flows back through it.
+        b_met = tl.load(p_lse + row * n + o_q, mask=b_exist, other=float("-inf")) != float("-inf")
         b_delta -= tl.load(p_dlse + batch * sl_b + head * sl_h + o_q * sl_n, mask=b_met, other=0.0)
     tl.store(p_next, 0, mask=place == 0)
-    p_own = p_rows + place * 2 * BM + tl.arange(0, BM)
-    tl.store(p_own, tl.where(b_met, b_lse * 1.4426950408889634, float("inf")))
-    tl.store(p_own + BM, b_delta)
+    tl.store(p_delta + row * n + o_q, b_delta, mask=b_exist)
     if ZERO:
         o_sum = tl.arange(0, BM * D)
         tl.store(p_sum + place * BM * D + o_sum, tl.zeros([BM * D], tl.float32))

@@ -113,6 +113,9 @@ class Ground:
 class Step:
     """One part of a plan and how it runs."""
 
+    lasting = True
+    """Whether it is run more than once, so that how long its rows are may be asked of the device."""
+
     def __init__(self, ground: Ground, part: Part, *, strided: bool) -> None:
         self.ground = ground
         self.part = part
@@ -207,10 +210,11 @@ def _existing_rows(axis: Axis, first: Tensor, tile: Tensor) -> Tensor:
 def balanced(items: Tensor, work: Tensor) -> Tensor:
     """Work records in starting order. Few of them start by weight whatever their head, lest a heavy one starts last.
 
-    Many stay as they are, rows of a head together: they read the same keys, and the last ones weigh little.
+    Many stay as they are, rows of a head together: they read the same keys, and the last ones weigh little. But those
+    far above the mean, which would outlast the others where they stand, come first.
     """
-    if 0 < len(items) <= FEW_ITEMS:
-        level = work * 8 // work.max()
+    if len(items):
+        level = work * 8 // work.max() if len(items) <= FEW_ITEMS else (work > 4 * work.float().mean()).int()
         items = items[torch.argsort(level, descending=True, stable=True)]
     return items.int().contiguous()
 

@@ -245,6 +245,8 @@ def _split(table: Tensor, tile: Tensor, limit: int, more: int) -> tuple[Tensor, 
 class ListedStep(Step):
     """The part of such a plan as the Hopper kernels run it; every row meets its own tile, so every item has work."""
 
+    lasting = False
+
     def __init__(self, plan: Plan, items: Items) -> None:
         ground = Ground(plan)
         self.items = items

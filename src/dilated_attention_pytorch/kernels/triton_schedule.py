@@ -180,7 +180,7 @@ def _side(plan: Plan, walk: Walk, axis: Axis, owners: Tensor, heads: int, mixed:
     rows[:, [PARTIAL_BEGIN, PARTIAL_END]] += full
     # A mixed key head joins rows of several classes, so none of them is the length of its work.
     limit = None if mixed else _piece_length(plan, walk, axis.tiles, owners)
-    work, items, heavy, heavy_rows, slots = _items(rows, walk.order.long(), axis.tiles, limit)
+    work, items, heavy, heavy_rows, slots = split_rows(rows, walk.order.long(), axis.tiles, limit)
     side = Side(
         work=work,
         items=items,
@@ -207,8 +207,13 @@ def _piece_length(plan: Plan, walk: Walk, tiles: int, owners: Tensor) -> int:
     return max(total // (processors * PROGRAMS_PER_PROCESSOR), SHORTEST_PIECE // plan.block_size**2, 1)
 
 
-def _items(rows: Tensor, order: Tensor, tiles: int, limit: int | None) -> tuple[Tensor, int, Tensor, int, int]:
-    """The work table and its items a class, the heavy table and its rows a class, and slots an owner."""
+def split_rows(
+    rows: Tensor, order: Tensor, tiles: int, limit: int | None, whole: int = 0
+) -> tuple[Tensor, int, Tensor, int, int]:
+    """The work table and its items a class, the heavy table and its rows a class, and slots an owner.
+
+    Pieces have up to `limit` entries; rows of up to `whole` are not cut.
+    """
     if not len(rows):
         return rows.new_zeros(0, 8), 0, rows.new_zeros(0, 4), 0, 0
     device = rows.device
@@ -218,6 +223,7 @@ def _items(rows: Tensor, order: Tensor, tiles: int, limit: int | None) -> tuple[
     full = table[:, FULL_END] - table[:, FULL_BEGIN]
     total = full + table[:, PARTIAL_END] - table[:, PARTIAL_BEGIN]
     pieces = torch.ones_like(total) if limit is None else (-(-total // limit)).clamp_min(1)
+    pieces = torch.where(total > whole, pieces, 1)
 
     at = torch.arange(len(row), device=device).repeat_interleave(pieces)
     item = torch.arange(len(at), device=device)

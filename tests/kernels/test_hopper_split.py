@@ -1,0 +1,141 @@
+"""Long rows of the Hopper backend: which are cut, that the pieces are those rows, and that joined they are the answer."""
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+from dilated_attention_pytorch.kernels import hopper_backend, hopper_split
+from dilated_attention_pytorch.kernels.hopper_split import lengths_of_pieces, split
+from dilated_attention_pytorch.kernels.hopper_work import HeldWork, steps_of
+from dilated_attention_pytorch.patterns import parse
+from dilated_attention_pytorch.plan import make_plan
+
+TESTS = Path(__file__).resolve().parents[1]
+PIECES = {
+    "no long row": [0, 0, 0, 0],
+    "global rows and columns": [4, 4, 4, 4],
+    "a ragged last row": [8, 8, 10, 10],
+    "causal, grouped heads": [0, 0, 8, 8],
+    "a list a head": [6, 6, 8, 8],
+    "groups of unlike heads": [6, 6, 0, 0],
+    "blocks of 256": [3, 3, 3, 3],
+    "half precision": [8, 8, 8, 8],
+    "some rows see no key": [8, 8, 0, 0],
+}
+"""Slots of a head for the output, dQ, dK and dV."""
+
+
+@pytest.fixture(scope="module")
+def found():
+    """Errors and pieces of every trial, from one run of the interpreter."""
+    reason = hopper_backend.gluon_missing()
+    if reason is not None:
+        pytest.skip(reason)
+    paths = os.pathsep.join([str(TESTS.parent / "src"), str(TESTS)])
+    environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    program = TESTS / "kernels" / "interpret_hopper.py"
+    done = subprocess.run([sys.executable, program], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-4000:]
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    return {line.pop("trial"): line for line in lines}
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("hopper interpreter")
+@pytest.mark.parametrize("name", PIECES)
+def test_joined_pieces_match_the_oracle(found, name):
+    errors = dict(found[name])
+    assert errors.pop("pieces") == PIECES[name]
+    for what, error in errors.items():
+        assert error <= (2e-3 if name == "half precision" else 2e-6), what
+
+
+def entries(work, kinds, group, *, pieces=False):
+    """How often each entry of the lists is met by each tile of each holder."""
+    met = Counter()
+    for record in work.items.tolist():
+        holder, tile = record[:2]
+        if isinstance(work, HeldWork):
+            rows = work.rows.view(max(kinds) + 1, -1, 6)
+            row = rows[kinds[holder], record[3] if pieces else tile].tolist()
+            assert group * (row[1] - row[0] + row[4] - row[3]) == record[2]
+        else:
+            begin, full, base, partial_begin, partial, partial_base = record[2:8]
+            row = [begin, begin + full, base, partial_begin, partial_begin + partial, partial_base]
+        for at in range(row[0], row[1]):
+            met[holder, tile, "whole", row[2], at] += 1
+        for at in range(row[3], row[4]):
+            met[holder, tile, "partial", row[5], at] += 1
+    return met
+
+
+UNLIKE = "(random:0.8;block=128;seed=1;per_head=1 & global:128;queries=1) | window:60"
+
+
+GLOBAL = "global:200;queries=1 | window:60"
+
+
+@pytest.mark.parametrize(
+    ("pattern", "direction"),
+    [
+        *((pattern, direction) for pattern in (GLOBAL, UNLIKE) for direction in ("forward", "dq", "dkv")),
+        (f"({GLOBAL}) & causal", "dkv"),
+    ],
+)
+def test_every_entry_is_met_once_by_whole_rows_and_pieces(pattern, direction, monkeypatch):
+    monkeypatch.setattr(hopper_split, "SHORTEST_PIECE", 128**2)
+    n, heads, programs = 1400, 4, 40
+    by_key = direction == "dkv"
+    group = 2 if by_key and pattern != UNLIKE else 1
+    (step,) = steps_of(make_plan(parse(pattern), n, heads, block_size=128))
+    work = step.by_query if direction == "forward" else step.held(group, by_key=by_key)
+    cut = split(step, work, 1, programs, group, by_key=by_key)
+    assert cut is not None
+    kinds = step.part.head_class[::group].tolist()
+    whole, pieces = entries(cut.rest, kinds, group), entries(cut.pieces, kinds, group, pieces=True)
+    assert pieces and whole + pieces == entries(work, kinds, group)
+    assert not {key[:2] for key in whole} & {key[:2] for key in pieces}
+    records = cut.pieces.items.tolist()
+    assert len(records) <= programs
+    # What joins them finds the pieces of a tile in the order of its slots, and no others.
+    slots = {(holder, tile): [] for holder, tile, *_ in records}
+    for holder, tile, *_, slot in sorted(records, key=lambda record: record[-1]):
+        slots[holder, tile].append(slot)
+    heavy = cut.heavy.view(-1, cut.heavy_rows, 4).tolist()
+    joined = {
+        (holder, tile): list(range(first, first + count))
+        for holder, kind in enumerate(kinds)
+        for tile, first, count, _ in heavy[kind]
+        if tile >= 0
+    }
+    assert slots == joined
+    assert max(slot for own in slots.values() for slot in own) < cut.slots
+
+
+@pytest.mark.parametrize(
+    ("lengths", "expected"),
+    [
+        ([50] * 512, None),
+        ([512] + [4] * 2000, (80, 16)),
+        ([128] * 24 + [70] * 160, (124, 26)),
+        ([64] * 64, (47, 32)),
+        ([96] * 96, None),
+        ([512] + [100] * 100, (159, 16)),
+    ],
+    ids=["windows", "one row", "pieces fill one round", "few rows", "too many rows", "one among long ones"],
+)
+def test_rows_are_cut_where_that_ends_sooner(lengths, expected):
+    assert lengths_of_pieces(torch.tensor(lengths), 132, 16) == expected
+
+
+def test_rows_of_a_plan_for_one_call_are_not_looked_at(monkeypatch):
+    (step,) = steps_of(make_plan(parse("global:128;queries=1 | window:60"), 1400, 4, block_size=128))
+    monkeypatch.setattr(step, "lasting", False, raising=False)
+    monkeypatch.setattr(hopper_split, "lengths_of_pieces", pytest.fail)
+    assert split(step, step.by_query, 1, 24) is None
