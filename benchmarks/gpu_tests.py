@@ -11,37 +11,57 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import torch
 import triton
 
 ROOT = Path(__file__).resolve().parents[1]
+NOTES = "DAP_GPU_TESTS_NOTES"
+"""Variable that tells pytest, which loads this file as a plugin, where outcomes are noted."""
+
+
+def pytest_runtest_logreport(report: Any) -> None:
+    """Keep each outcome as soon as it is known, so that a file stopped at its limit still tells what it found."""
+    notes = os.environ.get(NOTES)
+    if notes is None or "PYTEST_XDIST_WORKER" in os.environ or (report.when != "call" and report.outcome == "passed"):
+        return
+    if report.outcome == "failed":
+        print(f"\nFAILED {report.nodeid}\n{report.longreprtext[-3000:]}", flush=True)
+    with open(notes, "a") as file:
+        file.write(json.dumps([report.nodeid, report.outcome]) + "\n")
 
 
 def run(file: Path, extra: list[str], seconds: float) -> dict[str, Any]:
     """One test file in a pytest of its own, and what came of it."""
     begun = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder) / "report.xml"
-        command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "--junit-xml", str(report), *extra, str(file)]
-        try:
-            status: int | str = subprocess.run(command, cwd=ROOT, timeout=seconds, check=False).returncode
-        except subprocess.TimeoutExpired:
-            status = f"stopped after {seconds:.0f} s"
-        counts = {} if not report.exists() else dict(ElementTree.parse(report).getroot()[0].attrib)
-    skipped, failed = int(counts.get("skipped", 0)), int(counts.get("failures", 0)) + int(counts.get("errors", 0))
+        notes = Path(folder) / "notes.jsonl"
+        notes.touch()
+        here = os.pathsep.join(filter(None, (str(Path(__file__).parent), os.environ.get("PYTHONPATH"))))
+        command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", Path(__file__).stem, *extra, str(file)]
+        surroundings = os.environ | {NOTES: str(notes), "PYTHONPATH": here}
+        with subprocess.Popen(command, cwd=ROOT, env=surroundings, start_new_session=True) as process:
+            try:
+                status: int | str = process.wait(seconds)
+            except subprocess.TimeoutExpired:
+                status = f"stopped after {seconds:.0f} s"
+            finally:
+                # Workers too, which may be in the middle of compiling.
+                if process.poll() is None:
+                    os.killpg(process.pid, signal.SIGKILL)
+        # A test that passed and then failed in its teardown is there twice; the last word counts.
+        outcomes = Counter(dict(json.loads(line) for line in notes.read_text().splitlines()).values())
     return {
         "file": str(file.relative_to(ROOT)),
-        "passed": int(counts.get("tests", 0)) - skipped - failed,
-        "failed": failed,
-        "skipped": skipped,
+        **{outcome: outcomes[outcome] for outcome in ("passed", "failed", "skipped")},
         "status": status,
         "seconds": round(time.monotonic() - begun, 1),
     }
