@@ -86,6 +86,9 @@ def _attend(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> t
 
     attend: Any = compiled() if query.is_cuda else flex_attention
     options: dict[str, Any] = {"scale": call.scale, "enable_gqa": query.shape[1] != key.shape[1]}
+    if query.is_cuda:
+        # Fetched ahead, what `_elements` looks up would take more shared memory than there is.
+        options["kernel_options"] = {"num_stages": 1}
     with torch._dynamo.config.patch(recompile_limit=SHAPES), warnings.catch_warnings():
         # That the CPU computes the whole score matrix is what is wanted there.
         warnings.filterwarnings("ignore", "flex_attention called without torch.compile")
