@@ -142,6 +142,7 @@ def test_the_kernel_keeps_what_the_torch_path_keeps(is_causal, config, layer_and
     assert float((one != other).sum()) <= 1e-3 * float(other.sum())
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_a_training_step_never_waits_for_the_device(is_causal, layer_and_input):
     layer, x = layer_and_input(is_causal)
