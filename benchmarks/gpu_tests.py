@@ -3,7 +3,8 @@
     PYTHONPATH=src GIT_SHA=$(git rev-parse HEAD) python benchmarks/gpu_tests.py --out FILE
 
 Files given by name replace their own lines in the summary; without names every file under tests/gpu runs. Arguments
-after `--` go to pytest. Standard library and pytest; torch and triton are asked for their versions alone.
+after `--` go to pytest; a run of some tests alone (`-k`) has a line of its own, which says so. Standard library and
+pytest; torch and triton are asked for their versions alone.
 """
 
 from __future__ import annotations
@@ -61,10 +62,16 @@ def run(file: Path, extra: list[str], seconds: float) -> dict[str, Any]:
         outcomes = Counter(dict(json.loads(line) for line in notes.read_text().splitlines()).values())
     return {
         "file": str(file.relative_to(ROOT)),
+        "only": extra[extra.index("-k") + 1] if "-k" in extra else None,
         **{outcome: outcomes[outcome] for outcome in ("passed", "failed", "skipped")},
         "status": status,
         "seconds": round(time.monotonic() - begun, 1),
     }
+
+
+def key_of(line: dict[str, Any]) -> tuple[str, str]:
+    """What a later run replaces."""
+    return line["file"], line.get("only") or ""
 
 
 def facts() -> dict[str, Any]:
@@ -90,12 +97,12 @@ def main() -> int:
     files = [path.resolve() for path in options.files] or sorted((ROOT / "tests" / "gpu").glob("test_*.py"))
     lines = [run(file, extra, options.seconds) | facts() for file in files]
     known = [json.loads(line) for line in options.out.read_text().splitlines()] if options.out.exists() else []
-    fresh = {line["file"] for line in lines}
-    lines += [line for line in known if line["file"] not in fresh]
-    options.out.write_text("".join(json.dumps(line) + "\n" for line in sorted(lines, key=lambda line: line["file"])))
+    fresh = {key_of(line) for line in lines}
+    lines += [line for line in known if key_of(line) not in fresh]
+    options.out.write_text("".join(json.dumps(line) + "\n" for line in sorted(lines, key=key_of)))
     for line in lines:
         print(f"{line['file']}: {line['passed']} passed, {line['failed']} failed, {line['skipped']} skipped")
-    return int(any(line["failed"] or line["status"] != 0 for line in lines if line["file"] in fresh))
+    return int(any(line["failed"] or line["status"] != 0 for line in lines if key_of(line) in fresh))
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ UNLIKE = "(random:0.8;block=128;seed=1;per_head=1 & global:128;queries=1) | wind
 TRIALS = {
     "no long row": problem("window:100", 600, batch=3),
     "global rows and columns": problem("global:128;queries=1 | window:60", 1024, batch=2),
-    "a ragged last row": problem("window:60 | blocks:,,,,,,,0 1 2 3 4 5 6 7;block=128", 1000),
+    "a ragged last row": problem("global:128 | blocks:,,,,,,,0 1 2 3 4 5 6 7;block=128", 1000),
     "causal, grouped heads": problem("(global:128;queries=1 | window:60) & causal", 1024, heads=4, key_heads=2),
     "a list a head": problem(UNLIKE, 1024),
     "groups of unlike heads": problem(UNLIKE, 1024, key_heads=1),
@@ -201,6 +201,7 @@ def replace_what_needs_a_gpu():
     hopper_backend.item_counter = lambda device: torch.zeros(1, dtype=torch.int32)
     torch.cuda.current_device = lambda: None
     hopper_split.SHORTEST_PIECE = ROWS**2
+    hopper_split.ROWS_A_PIECE = 1
 
 
 if __name__ == "__main__":

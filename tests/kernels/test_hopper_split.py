@@ -20,7 +20,7 @@ TESTS = Path(__file__).resolve().parents[1]
 PIECES = {
     "no long row": [0, 0, 0, 0],
     "global rows and columns": [4, 4, 4, 4],
-    "a ragged last row": [8, 8, 10, 10],
+    "a ragged last row": [8, 8, 8, 8],
     "causal, grouped heads": [0, 0, 8, 8],
     "a list a head": [6, 6, 8, 8],
     "groups of unlike heads": [6, 6, 0, 0],
@@ -90,7 +90,8 @@ GLOBAL = "global:200;queries=1 | window:60"
 )
 def test_every_entry_is_met_once_by_whole_rows_and_pieces(pattern, direction, monkeypatch):
     monkeypatch.setattr(hopper_split, "SHORTEST_PIECE", 128**2)
-    n, heads, programs = 1400, 4, 40
+    monkeypatch.setattr(hopper_split, "ROWS_A_PIECE", 1)
+    n, heads, programs = 2800, 4, 40
     by_key = direction == "dkv"
     group = 2 if by_key and pattern != UNLIKE else 1
     (step,) = steps_of(make_plan(parse(pattern), n, heads, block_size=128))
@@ -131,7 +132,14 @@ def test_every_entry_is_met_once_by_whole_rows_and_pieces(pattern, direction, mo
     ids=["windows", "one row", "pieces fill one round", "few rows", "too many rows", "one among long ones"],
 )
 def test_rows_are_cut_where_that_ends_sooner(lengths, expected):
-    assert lengths_of_pieces(torch.tensor(lengths), 132, 16) == expected
+    assert lengths_of_pieces(torch.tensor(lengths), 132, 1000, 16) == expected
+
+
+@pytest.mark.parametrize(("n", "heads", "batch"), [(16384, 1, 1), (16384, 2, 3), (65536, 1, 1)])
+def test_pieces_take_an_eighth_of_what_they_are_joined_to_at_most(n, heads, batch):
+    (step,) = steps_of(make_plan(parse("global:500;queries=1 | window:60"), n, heads, block_size=128))
+    cut = split(step, step.by_query, batch, 132)
+    assert cut is not None and cut.slots * cut.block <= n / 8
 
 
 def test_rows_of_a_plan_for_one_call_are_not_looked_at(monkeypatch):

@@ -21,6 +21,8 @@ from .hopper_work import ITEM_ROWS, HeldWork, QueryWork, Step, balanced
 from .triton_schedule import SHORTEST_PIECE, split_rows
 
 Work = TypeVar("Work", QueryWork, HeldWork)
+ROWS_A_PIECE = 8
+"""For so many blocks of rows there may be one piece, which bounds the memory that pieces take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,18 +63,22 @@ class Split(Generic[Work]):
         return Launch(kernel, identity, grid, arguments, like, plain=True, **OPTIONS)
 
 
-def lengths_of_pieces(lengths: Tensor, programs: int, shortest: int) -> tuple[int, int] | None:
+def lengths_of_pieces(lengths: Tensor, programs: int, most: int, shortest: int) -> tuple[int, int] | None:
     """Entries up to which a row stays whole, and those of a piece; None where no row of these lengths is cut.
 
     A row is long when it outlasts an equal share of the work by more than what a piece must save, and has room for two.
-    Together the pieces are no more than there are programs, so that none of them waits for another to end.
+    Together the pieces are no more than there are programs, so that none of them waits for another to end, nor than
+    `most`.
     """
+    most = min(most, programs)
+    if most < 2:
+        return None
     whole = int(lengths.sum()) // programs + shortest
     while True:
         long = lengths[lengths > whole]
         if not len(long):
             return None
-        limit = max(-(-int(long.sum()) // programs), shortest)
+        limit = max(-(-int(long.sum()) // most), shortest)
         if int(long.min()) >= 2 * limit:
             return whole, int((-(-long // (long // limit))).max())
         whole = 2 * limit - 1
@@ -94,7 +100,8 @@ def split(
     full, partial = walk.counts()
     lengths = (full + partial).view(-1, tiles)[kinds].flatten().repeat(batch)
     halves = block // ITEM_ROWS
-    found = lengths_of_pieces(lengths.cpu(), programs // halves, max(SHORTEST_PIECE // (block**2 * group), 1))
+    most = len(lengths) // ROWS_A_PIECE
+    found = lengths_of_pieces(lengths.cpu(), programs // halves, most, max(SHORTEST_PIECE // (block**2 * group), 1))
     if found is None:
         return None
     whole, limit = found
