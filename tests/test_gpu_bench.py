@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -302,3 +303,35 @@ def test_the_page_is_written_from_files(story: list[dict], tmp_path):
     other.write_text('{"kernel": "forward", "ms": 1.0}\n')
     assert report.main([str(source), str(other), "--docs", str(page)]) == 0
     assert page.read_text() == report.benchmark_page(story)
+
+
+def test_what_is_said_of_the_gpu_is_what_was_measured():
+    root = Path(__file__).parents[1]
+    lines = (root / "benchmarks/results/h200_gpu.jsonl").read_text().splitlines()
+    told = {judged.bar.what: f"{judged.bar.measured:.2f}x" for judged in report.judge(map(json.loads, lines))}
+    any_order = ", sums in any order"
+
+    def sparse(what: str, how: str = "") -> tuple[str, str]:
+        return told[f"{what} vs FlashAttention-4{how}"], told[f"{what} vs FlexAttention{how}"]
+
+    def ladder(direction: str, how: str = "") -> str:
+        return told[f"dilated {direction}, rate vs dense cuDNN{how}"]
+
+    forward, backward = sparse("block-sparse forward"), sparse("block-sparse backward")
+    readme = (root / "README.md").read_text()
+    for row, found in {
+        "forward": forward,
+        "backward, the same bits every time": backward,
+        "backward, `reproducible_gradients(False)`": sparse("block-sparse backward", any_order),
+        "forward, 16K tokens, 1 %: a whole call, most of it the host's": sparse(
+            "16K tokens, density 1 %, whole call forward"
+        ),
+    }.items():
+        assert f"| {row} | {found[0]} | {found[1]} |" in readme
+    both = f"{ladder('forward')} of dense cuDNN's rate forward and {ladder('backward')} backward"
+    assert f"{both}\n({ladder('backward', any_order)} with sums in any order" in readme
+    orders = json.loads((root / "src/dilated_attention_pytorch/kernels/preference.json").read_text())["cuda sm_90"]
+    of_sparse, of_dilated = (order["because"] for order in orders)
+    speeds = f"{forward[0]} FlashAttention-4's block-sparse speed forward and {backward[0]} backward"
+    assert f"{speeds}, and at {forward[1]} and {backward[1]} FlexAttention's" in of_sparse
+    assert f"{ladder('forward')} dense cuDNN's rate forward and {ladder('backward')} backward" in of_dilated
