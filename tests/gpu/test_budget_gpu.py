@@ -19,6 +19,7 @@ pytestmark = pytest.mark.gpu
 
 LADDER = "dilated:2048x1,4096x2,8192x4,16384x8"
 WINDOW = "window:1024 & causal"
+LONG = "global:300;queries=1 | window:200"
 
 
 @pytest.fixture(autouse=True)
@@ -60,7 +61,7 @@ def peak(run):
 
 
 @pytest.mark.parametrize("n", [16384, 65536])
-@pytest.mark.parametrize("pattern", [LADDER, WINDOW])
+@pytest.mark.parametrize("pattern", [LADDER, WINDOW, LONG])
 @pytest.mark.parametrize("backend", ["triton", "auto"])
 def test_the_measured_peak_stays_under_the_budget(backend, pattern, n):
     tensors, grad_output = inputs(n, 4, 2, torch.bfloat16)
@@ -83,7 +84,7 @@ def test_the_measured_peak_stays_under_the_budget(backend, pattern, n):
         assert peak(partial(torch.autograd.grad, output, tensors, grad_output))[0] <= enough[1]
 
 
-@pytest.mark.parametrize("pattern", [LADDER, WINDOW])
+@pytest.mark.parametrize("pattern", [LADDER, WINDOW, LONG])
 def test_the_reckoning_is_not_far_above(pattern):
     tensors, grad_output = inputs(65536, 4, 2, torch.bfloat16)
     for backend in ("triton", "auto"):

@@ -1,6 +1,7 @@
 """Long rows of the Hopper backend: which are cut, that the pieces are those rows, and that joined they are the answer."""
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -13,6 +14,8 @@ import torch
 from dilated_attention_pytorch.kernels import hopper_backend, hopper_split
 from dilated_attention_pytorch.kernels.hopper_split import lengths_of_pieces, split
 from dilated_attention_pytorch.kernels.hopper_work import HeldWork, steps_of
+from dilated_attention_pytorch.kernels.registry import AttentionCall
+from dilated_attention_pytorch.ops.workspace import Extent, workspace
 from dilated_attention_pytorch.patterns import parse
 from dilated_attention_pytorch.plan import make_plan
 
@@ -147,3 +150,22 @@ def test_rows_of_a_plan_for_one_call_are_not_looked_at(monkeypatch):
     monkeypatch.setattr(step, "lasting", False, raising=False)
     monkeypatch.setattr(hopper_split, "lengths_of_pieces", pytest.fail)
     assert split(step, step.by_query, 1, 24) is None
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize(
+    "pattern", ["global:500;queries=1 | window:60", "random:0.3;block=128;per_head=1", "window:900"]
+)
+def test_what_a_call_is_reckoned_to_take_covers_its_pieces(pattern, batch, monkeypatch):
+    monkeypatch.setattr(hopper_backend, "processors", lambda device: 132)
+    n, heads, key_heads, d = 16384, 4, 2, 64
+    plan = make_plan(parse(pattern), n, heads, block_size=128)
+    query, key = (torch.empty(batch, count, n, d, dtype=torch.bfloat16) for count in (heads, key_heads))
+    call = AttentionCall(query, key, key, plan, 0.125)
+    whole = Extent(batch * heads * n, batch * key_heads * n, batch, heads)
+    (step,) = steps_of(plan)
+    by_query = split(step, step.by_query, batch, 132)
+    by_key = split(step, step.held(2, by_key=True), batch, 132, 2, by_key=True)
+    rows = [0 if cut is None else math.prod(cut.room(batch, 1)) for cut in (by_query, by_key)]
+    assert workspace(call, "hopper", "forward", whole) >= rows[0] * (2 * d + 4)
+    assert workspace(call, "hopper", "backward", whole) >= 2 * d * (rows[0] + 2 * rows[1]) + 4 * batch * heads * n

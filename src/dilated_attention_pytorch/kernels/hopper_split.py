@@ -106,6 +106,9 @@ def split(
         return None
     whole, limit = found
     table, places, heavy, heavy_rows, slots = split_rows(walk.rows, walk.order.long(), tiles, limit, whole)
+    if slots * ROWS_A_PIECE > tiles:
+        # All heads have as much room as the one with most pieces.
+        return None
     classes = len(walk.rows) // tiles
     kind = torch.arange(classes, device=table.device).repeat_interleave(places)
     cut = table[:, 7] >= 0

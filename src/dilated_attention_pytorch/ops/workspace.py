@@ -46,11 +46,12 @@ def _a_row(call: AttentionCall, name: str, forward: bool, cut: bool) -> tuple[in
         # A piece, the one before it, and one laid out anew.
         return 3 * (item * e + wide) + wide, 0
     if name in ("hopper", "flash4"):
-        # Both keep two numbers a row of whole blocks, and in half precision sum up in float32 what has no fixed order.
+        # One number or two a row of whole blocks, and in float32 the sum of what has no fixed order.
         blocks = max(-(-n // call.plan.block_size), *(part.queries.tiles for part in call.plan.parts), 0)
         padded = -(-blocks * call.plan.block_size * 4 // n)
         sums = d if name == "flash4" or not reproducible_gradients() else 0
-        return (0, 0) if forward else (padded * (2 + sums) + item * e + 4, padded * (d + e) if name == "flash4" else 0)
+        needed = padded * (sums + (2 if name == "flash4" else 1)) + item * e + 4
+        return (0, 0) if forward else (needed, padded * (d + e) if name == "flash4" else 0)
     if name == "flex":
         dense = 8 * wide * n if call.device.type == "cpu" else 0
         more = (2 * item * e + 2 * wide, 0) if forward else (2 * item * (d + e) + 6 * wide, 2 * item * (d + e))
@@ -93,7 +94,26 @@ def _whatever_rows(call: AttentionCall, name: str, forward: bool, extent: Extent
         # Those of a part are there until the next one has its own.
         pieces = min(len(parts), 2) * max(_pieces(call, part, extent) for part in parts)
         return extent.samples * pieces * block * width * 4
+    if name == "hopper" and len(parts) == 1:
+        width = wide + call.query.dtype.itemsize * (e if forward else 2 * d + e)
+        return _hopper_pieces(call, parts[0], extent) * block * width
     return 0
+
+
+def _hopper_pieces(call: AttentionCall, part: Part, extent: Extent) -> int:
+    """Room for pieces of long rows, in blocks, that hopper has for a chunk at most."""
+    from ..kernels.hopper_backend import processors
+    from ..kernels.hopper_split import ROWS_A_PIECE
+
+    programs = processors(call.device)
+    if _longest(part) <= extent.samples * extent.heads * min(head_entries(part)) // programs:
+        return 0
+    return extent.samples * extent.heads * min(programs, max(part.queries.tiles, part.keys.tiles) // ROWS_A_PIECE)
+
+
+def _longest(part: Part) -> int:
+    """Entries of the longest row by query or by key."""
+    return max(int(torch.add(*walk.counts()).max()) for walk in (part.by_query, part.by_key))
 
 
 def _pieces(call: AttentionCall, part: Part, extent: Extent) -> int:
@@ -105,7 +125,7 @@ def _pieces(call: AttentionCall, part: Part, extent: Extent) -> int:
         programs *= torch.cuda.get_device_properties(call.device).multi_processor_count
     shortest = max(1, SHORTEST_PIECE // call.plan.block_size**2)
     entries = [own for own in head_entries(part) if own] or [1]
-    longest = max(int(torch.add(*walk.counts()).max()) for walk in (part.by_query, part.by_key))
+    longest = _longest(part)
     if extent.pairs is not None:
         entries, longest = [max(extent.pairs, 1)], min(longest, extent.pairs)
     share = 0 if extent.pairs is not None else extent.heads * min(entries) // programs
