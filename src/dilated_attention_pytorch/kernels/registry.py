@@ -16,7 +16,8 @@ from ..errors import BackendUnsupported, must
 from ..plan.plan import Plan
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+# Never changed, but not frozen: every call makes one, and that would take four times as long.
+@dataclass(eq=False, slots=True)
 class AttentionCall:
     """One validated call. Kernels compute `softmax(scale * q k^T + log m) v` over the plan's tiles.
 

@@ -17,7 +17,7 @@ from ..errors import must, must_be
 from ..kernels.dropout import fresh_seed
 from ..kernels.registry import AttentionCall, Forward, Gradients, Runner, choose, empty_rows, prepared
 from ..patterns import Causal, Packed, Pattern, parse
-from ..plan import Plan, PlanCache, own_block
+from ..plan import Plan, PlanCache, PlanKey, own_block
 from ..shapes import CuSeqlens, Key, KeyPadding, Output, Query, Value
 from . import budget
 from .budget import check_budget
@@ -32,6 +32,7 @@ _SETTINGS = (
     "str pattern, bool is_causal, float scale, float dropout_p, str backend, float? memory_budget=None"
 )
 _PATTERNS = (str, Pattern)
+_TENSORS = frozenset((Tensor, torch.nn.Parameter))
 _PLAIN = frozenset((bool, float, int, str, type(None)))
 """Kinds of settings that do not change once they are given."""
 _library = torch.library.Library("dilated_attention", "DEF")
@@ -128,7 +129,7 @@ def _attend(
     asked = None
     if key_padding_mask is None and cu_seqlens is None and not dropout_p and memory_budget is None:
         asked = _asked(query, key, value, pattern, is_causal, scale, enable_gqa, backend)
-        settled = None if asked is None else _recall(asked, query)
+        settled = None if asked is None else _recall(asked)
         if settled is not None:
             return _run(settled, query, key, value)
     query, key, value = autocasted(query, key, value)
@@ -209,7 +210,7 @@ class _Known(NamedTuple):
 
     settings: tuple[Any, ...]
     pattern: Any
-    block_size: int
+    key: PlanKey
     name: str
     runners: WeakKeyDictionary[Plan, Runner]
 
@@ -238,12 +239,12 @@ def _asked(
     )
 
 
-def _recall(asked: tuple[object, ...], query: Tensor) -> _Settled | None:
+def _recall(asked: tuple[object, ...]) -> _Settled | None:
     known = _known.get(asked)
     if known is None:
         return None
-    plan = plan_cache.get(known.pattern, query.shape[2], query.shape[1], known.block_size, query.device)
-    runner = known.runners.get(plan)
+    plan = plan_cache.find(known.key)
+    runner = None if plan is None else known.runners.get(plan)
     return None if runner is None else _Settled(known.settings, plan, known.pattern, known.name, runner)
 
 
@@ -255,8 +256,10 @@ def _remember(asked: tuple[object, ...], settled: _Settled, query: Tensor, key: 
         return settled
     if len(_known) >= MOST_KNOWN:
         _known.clear()
-    known = _Known(settled.settings, settled.pattern, settled.plan.block_size, settled.name, WeakKeyDictionary())
-    known.runners[settled.plan] = runner
+    plan = settled.plan
+    key = PlanKey(settled.pattern, plan.n, plan.heads, plan.block_size, query.device)
+    known = _Known(settled.settings, settled.pattern, key, settled.name, WeakKeyDictionary())
+    known.runners[plan] = runner
     _known[asked] = known
     return settled._replace(runner=runner)
 
@@ -289,7 +292,8 @@ def _is_observed(*tensors: Tensor) -> bool:
         or torch._C._are_functorch_transforms_active()
         or torch._C._len_torch_dispatch_stack() > 0
         or torch.autograd._profiler_enabled()
-        or any((type(t) is not Tensor and type(t) is not torch.nn.Parameter) or t.is_meta for t in tensors)
+        or not _TENSORS.issuperset(map(type, tensors))
+        or tensors[0].is_meta
     )
 
 

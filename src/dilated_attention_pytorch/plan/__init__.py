@@ -1,6 +1,6 @@
 """Which tiles follow from a pattern."""
 
-from .cache import CacheInfo, PlanCache
+from .cache import CacheInfo, PlanCache, PlanKey
 from .cost import Cost
 from .plan import Axis, Masks, Part, Plan, Walk
 from .planner import make_plan, own_block
@@ -14,6 +14,7 @@ __all__ = [
     "Part",
     "Plan",
     "PlanCache",
+    "PlanKey",
     "Walk",
     "make_plan",
     "own_block",

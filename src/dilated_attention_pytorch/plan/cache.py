@@ -40,7 +40,7 @@ class CacheInfo(NamedTuple):
     limit: int
 
 
-class Key(NamedTuple):
+class PlanKey(NamedTuple):
     """What decides a plan."""
 
     pattern: Pattern
@@ -65,7 +65,7 @@ class PlanCache:
     def __init__(self, limit: int = 512 * 2**20) -> None:
         self.limit = limit
         self._lock = threading.RLock()
-        self._plans: OrderedDict[Key, Plan] = OrderedDict()
+        self._plans: OrderedDict[PlanKey, Plan] = OrderedDict()
         self._nbytes = self._hits = self._misses = self._evictions = 0
 
     def get(
@@ -73,15 +73,22 @@ class PlanCache:
     ) -> Plan:
         """The plan, built if it is not here. One larger than the limit is returned but not kept."""
         block_size = own_block(pattern) if block_size is None else block_size
-        key = Key(pattern, n, heads, block_size, torch.device(device))
+        key = PlanKey(pattern, n, heads, block_size, torch.device(device))
+        plan = self.find(key)
+        if plan is None:
+            with self._lock:
+                self._misses += 1
+            plan = make_plan(pattern, n, heads, block_size, device)
+            self._keep(key, plan)
+        return plan
+
+    def find(self, key: PlanKey) -> Plan | None:
+        """The plan if it is here."""
         with self._lock:
-            if (plan := self._plans.get(key)) is not None:
+            plan = self._plans.get(key)
+            if plan is not None:
                 self._hits += 1
                 self._plans.move_to_end(key)
-                return plan
-            self._misses += 1
-        plan = make_plan(pattern, n, heads, block_size, device)
-        self._keep(key, plan)
         return plan
 
     def info(self) -> CacheInfo:
@@ -121,7 +128,7 @@ class PlanCache:
             self._keep(key, plan.to(key.device))
         return len(plans)
 
-    def _keep(self, key: Key, plan: Plan) -> None:
+    def _keep(self, key: PlanKey, plan: Plan) -> None:
         size = plan.nbytes
         with self._lock:
             if size > self.limit or key in self._plans:
@@ -149,7 +156,7 @@ def _bytes(tensor: torch.Tensor) -> bytes:
     return ctypes.string_at(tensor.data_ptr(), tensor.numel() * tensor.element_size())
 
 
-def _read(body: bytes) -> list[tuple[Key, Plan]]:
+def _read(body: bytes) -> list[tuple[PlanKey, Plan]]:
     if not body.startswith(MAGIC):
         raise ValueError("it begins differently")
     if sha256(body[:-32]).digest() != body[-32:]:
@@ -172,7 +179,7 @@ def _read(body: bytes) -> list[tuple[Key, Plan]]:
     plans = []
     for item in header["plans"]:
         text, n, heads, block_size, device = item["key"]
-        key = Key(parse(text), int(n), int(heads), int(block_size), torch.device(device))
+        key = PlanKey(parse(text), int(n), int(heads), int(block_size), torch.device(device))
         plan = _rebuild(item["plan"], waiting)
         if not isinstance(plan, Plan) or (plan.n, plan.heads, plan.block_size) != key[1:4]:
             raise ValueError("a plan does not belong to its key")
