@@ -143,8 +143,9 @@ def test_the_same_call_gives_the_same_bits(problem):
 
 @pytest.fixture
 def short_pieces(monkeypatch):
-    """Rows of few tiles are cut as those of many would be."""
+    """Rows of few tiles are cut as those of many would be, whatever memory that takes."""
     monkeypatch.setattr(hopper_split, "SHORTEST_PIECE", 128**2)
+    monkeypatch.setattr(hopper_split, "ROWS_A_PIECE", 2**-6)
 
 
 def pieces_of(call):

@@ -154,6 +154,7 @@ def test_later_backward_launches_pass_what_the_first_did(pattern, parts, fused, 
 
 @pytest.mark.parametrize("fused", [True, False])
 def test_pieces_of_long_rows_are_launched_and_joined(fused, recorded, monkeypatch):
+    monkeypatch.setattr(hopper_split, "ROWS_A_PIECE", 1)
     monkeypatch.setattr(hopper_split, "SHORTEST_PIECE", 128**2)
     public, direct = recorded
     call = problem("global:128;queries=1 | window:60", 1400)
