@@ -183,7 +183,7 @@ class _Settled(NamedTuple):
     settings: tuple[Any, ...]
     """As the operators take them."""
     plan: Plan
-    pattern: object
+    pattern: Any
     name: str
     runner: Runner
 
@@ -209,8 +209,7 @@ class _Known(NamedTuple):
     """What a call seen before needs no second look at; its plan is the cache's to keep or to drop."""
 
     settings: tuple[Any, ...]
-    pattern: Any
-    key: PlanKey
+    plan_key: PlanKey
     name: str
     runners: WeakKeyDictionary[Plan, Runner]
 
@@ -243,9 +242,10 @@ def _recall(asked: tuple[object, ...]) -> _Settled | None:
     known = _known.get(asked)
     if known is None:
         return None
-    plan = plan_cache.find(known.key)
-    runner = None if plan is None else known.runners.get(plan)
-    return None if runner is None else _Settled(known.settings, plan, known.pattern, known.name, runner)
+    plan = plan_cache.find(known.plan_key)
+    if plan is None or (runner := known.runners.get(plan)) is None:
+        return None
+    return _Settled(known.settings, plan, known.plan_key.pattern, known.name, runner)
 
 
 def _remember(asked: tuple[object, ...], settled: _Settled, query: Tensor, key: Tensor, value: Tensor) -> _Settled:
@@ -257,8 +257,8 @@ def _remember(asked: tuple[object, ...], settled: _Settled, query: Tensor, key: 
     if len(_known) >= MOST_KNOWN:
         _known.clear()
     plan = settled.plan
-    key = PlanKey(settled.pattern, plan.n, plan.heads, plan.block_size, query.device)
-    known = _Known(settled.settings, settled.pattern, key, settled.name, WeakKeyDictionary())
+    plan_key = PlanKey(settled.pattern, plan.n, plan.heads, plan.block_size, query.device)
+    known = _Known(settled.settings, plan_key, settled.name, WeakKeyDictionary())
     known.runners[plan] = runner
     _known[asked] = known
     return settled._replace(runner=runner)
