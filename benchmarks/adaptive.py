@@ -243,8 +243,7 @@ def measured(n: int, sparsity: float, is_causal: bool, device: str) -> dict[str,
     if not max(errors.values()) <= GATE:
         return line | {"skipped": "the check failed"}
     grad = torch.randn_like(q)
-    runs: dict[str, Callable[[], Tensor]] = {"learned": lambda: layer.train()(*x, is_causal).transpose(1, 2)}
-    runs |= dense_runs(q, k, v, is_causal)
+    runs = {"learned": lambda: layer(*x, is_causal).transpose(1, 2)} | dense_runs(q, k, v, is_causal)
     same, reasons = same_selection_runs(q, k, v, selection)
     with torch.no_grad():
         ours = selected_attention(q, k, v, selection).output
@@ -259,8 +258,9 @@ def measured(n: int, sparsity: float, is_causal: bool, device: str) -> dict[str,
     for name, run in (runs | same).items():
         try:
             with torch.no_grad():
-                forward = (lambda: layer.eval()(*x, is_causal)) if name == "learned" else run
-                line[f"{name}_seconds"] = timed(forward, device)
+                layer.eval()
+                line[f"{name}_seconds"] = timed(run, device)
+            layer.train()
             if n < FORWARD_ONLY:
                 line[f"{name}_with_backward_seconds"] = timed(lambda run=run: step(run, x, grad), device)
         except Exception as problem:
@@ -268,7 +268,8 @@ def measured(n: int, sparsity: float, is_causal: bool, device: str) -> dict[str,
                 raise
             reasons[name] = told(problem)
     with torch.no_grad():
-        line["choosing_seconds"] = timed(lambda: layer.eval()._choose(q, k, is_causal, None), device)
+        layer.eval()
+        line["choosing_seconds"] = timed(lambda: layer._choose(q, k, is_causal, None), device)
     for kind in ("seconds", "with_backward_seconds"):
         known = [line[f"{name}_{kind}"] for name in ("sdpa-cudnn", "sdpa-flash", "sdpa") if f"{name}_{kind}" in line]
         if known and f"learned_{kind}" in line:

@@ -10,7 +10,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from dilated_attention_pytorch.kernels.dropout import kept
 from dilated_attention_pytorch.kernels.listed_schedule import Listed
-from dilated_attention_pytorch.nn import AdaptiveConfig, BlockSparseAdaptive
+from dilated_attention_pytorch.nn import AdaptiveConfig, BlockSparseAdaptive, scorer
 from dilated_attention_pytorch.nn.summaries import blocks_of
 from dilated_attention_pytorch.ops import selection as choosing
 from dilated_attention_pytorch.ops.selected import selected_attention
@@ -140,6 +140,21 @@ def test_the_kernel_keeps_what_the_torch_path_keeps(is_causal, config, layer_and
     one, other = (x.allowed() for x in found)
     # Scores that differ by rounding alone may change places.
     assert float((one != other).sum()) <= 1e-3 * float(other.sum())
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_the_scorer_learns_the_same_by_kernels_and_by_a_graph(is_causal, layer_and_input, monkeypatch):
+    layer, x = layer_and_input(is_causal)
+    found = []
+    for by_kernels in (True, False):
+        if not by_kernels:
+            monkeypatch.setattr(scorer, "by_kernels", lambda *asked: False)
+        layer.zero_grad()
+        torch.manual_seed(1)
+        layer(*x.unbind(), is_causal).backward(torch.ones_like(x[0]))
+        found.append({name: parameter.grad for name, parameter in layer.named_parameters()})
+    for name, wanted in found[1].items():
+        assert float((found[0][name] - wanted).norm() / wanted.norm()) < 1e-3, name
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")

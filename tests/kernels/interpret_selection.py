@@ -17,25 +17,27 @@ from typing import NamedTuple
 
 os.environ["TRITON_INTERPRET"] = "1"
 
-import numpy as np
 import torch
-import triton.language as tl
 from conftest import ALLOCATORS, poisoned
 from kernels.no_waiting import NoWaiting
 from kernels.test_selection import drawn, inputs, seen_pairs
 from oracle import dense_attention, error
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from triton.language import standard
 from triton.runtime import interpreter
 
-from dilated_attention_pytorch.kernels import hopper_work, listed_schedule, triton_lists, triton_schedule
-from dilated_attention_pytorch.kernels import selection as ranking
+from dilated_attention_pytorch.kernels import (
+    hopper_work,
+    listed_schedule,
+    triton_lists,
+    triton_schedule,
+    triton_selection,
+)
 from dilated_attention_pytorch.kernels.dropout import kept
 from dilated_attention_pytorch.nn import AdaptiveConfig, BlockSparseAdaptive, adaptive, scorer, summaries
-from dilated_attention_pytorch.ops import selected, selection, selection_mass
+from dilated_attention_pytorch.ops import scores, selected, selection, selection_mass
 from dilated_attention_pytorch.ops.selected import selected_attention
 from dilated_attention_pytorch.ops.selection import Budget, Factors, select
-from dilated_attention_pytorch.ops.selection_mass import Lesson, Scene, listed_mass
+from dilated_attention_pytorch.ops.selection_mass import Lesson
 from dilated_attention_pytorch.plan import selected as plans
 
 
@@ -59,8 +61,8 @@ class Attention(NamedTuple):
         """Of output, LSE and gradients, and of the scores' gradients of a lesson on all rows."""
         torch.manual_seed(0)
         selected.GATHERED = 1 if self.apart else 2**29
-        listed_schedule.SHORTEST_PIECE = 1 if self.apart else 2**18
-        listed_schedule.PROGRAMS_PER_PROCESSOR = 12 if self.apart else 4
+        triton_schedule.SHORTEST_PIECE = 1 if self.apart else 2**18
+        triton_schedule.PROGRAMS_PER_PROCESSOR = 12 if self.apart else 4
         shape = {"batch": self.batch, "heads": 2, "n": self.n, "size": self.size, "most": self.most, "local": 1}
         chosen = drawn(**shape, is_causal=self.is_causal, per_token=self.per_token)
         given = [x.to(self.dtype) for x in inputs(chosen, self.key_heads, 16, 12)]
@@ -105,20 +107,7 @@ class Attention(NamedTuple):
             pairs = (output * slopes[0].double()).sum() + (finite * slopes[1].double()).sum()
             found[1][:5] = [output, lse, *torch.autograd.grad(pairs, leaves)]
         names = ("output", "lse", "query", "key", "value", "scores", "dense scores")
-        errors = {name: error(a.detach(), b.detach()) for name, a, b in zip(names, *found, strict=True)}
-        return errors | {"mass": self._mass(chosen, given, options["key_padding_mask"], found[1][1].detach())}
-
-    def _mass(self, chosen, given, padding, lse) -> float:
-        """Of the attention on listed blocks, where no backend gives it on the way."""
-        rows = torch.arange(chosen.indices.shape[2])
-        weights = torch.rand(lse.shape)
-        found = []
-        for dtype, rules in ((self.dtype, GpuRules()), (torch.float64, nullcontext())):
-            scene = Scene(given[0].to(dtype), given[1].to(dtype), chosen, 0.25, padding)
-            logs = lse.double() if dtype == torch.float64 else lse.float()
-            with rules:
-                found.append(listed_mass(scene, rows, chosen.indices.long(), logs, weights.to(logs.dtype)))
-        return error(*found)
+        return {name: error(a.detach(), b.detach()) for name, a, b in zip(names, *found, strict=True)}
 
 
 class Choice(NamedTuple):
@@ -167,6 +156,8 @@ class Choice(NamedTuple):
     def errors(self) -> dict[str, float]:
         """How many choices differ from those of the torch path, which asks for all scores."""
         torch.manual_seed(0)
+        # Rows in runs.
+        triton_selection.SCORE_BYTES = 1500
         factors = self.factors()
         t = factors.right.shape[2]
         visible = torch.rand(self.batch, self.heads, t) > (0.2 if self.holes else -1.0)
@@ -316,28 +307,60 @@ class Step(NamedTuple):
 
     is_causal: bool
     most: int
-    """Launches of a forward pass, and of one without lessons."""
+    """Launches of a forward pass, of its backward pass, and of a forward pass without lessons."""
+    most_backward: int
     most_alone: int
+    n: int = 64
+    key_heads: int = 2
+    batch: int = 1
+    share: bool = False
+    padded: bool = False
 
     def errors(self) -> dict[str, float]:
-        """Gradients that are missing or not finite, and launches beyond the bound; what was read back would raise."""
+        """Of gradients and statistics against plain torch, and launches beyond the bound; reading back would raise."""
+        triton_selection.SCORE_BYTES = 2**29
+        config = AdaptiveConfig(0.5, hidden_dim=4, match_rank=4, distill_rows=0.5, share_across_heads=self.share)
         torch.manual_seed(0)
-        config = AdaptiveConfig(0.5, hidden_dim=4, match_rank=4, distill_rows=0.1)
-        layer = BlockSparseAdaptive([64], [1], 2, 16, config, block_size=16, backend="triton")
-        x = torch.randn(3, 1, 64, 2, 16).requires_grad_()
+        layer = BlockSparseAdaptive([self.n], [1], 2, 16, config, block_size=16, backend="triton")
+        # Else every match of a row that has no second block is the same, and so is its gradient.
+        torch.nn.init.normal_(layer.scorer.match_key)
+        drawn = [torch.randn(self.batch, self.n, heads, 16) for heads in (2, self.key_heads, self.key_heads)]
+        padding = torch.arange(self.n) >= torch.tensor([self.n, self.n // 2])[: self.batch, None]
+        told = {"key_padding_mask": padding if self.padded else None}
         if self.is_causal:
-            shared = selected._shared_plan(64, 2, 16, config.local_blocks, config.sink_blocks, True, x.device)
-            triton_schedule.schedule(shared, 1)
+            shared = selected._shared_plan(
+                self.n, 2, 16, config.local_blocks, config.sink_blocks, True, torch.device("cpu")
+            )
+            triton_schedule.schedule(shared, 2 // self.key_heads)
+        learning, learned, alone = Launched(), Launched(), Launched()
+        found = []
+        for backend, rules in (("triton", GpuRules()), ("cpu", nullcontext())):
+            layer.backend = backend
+            x = [t.clone().requires_grad_() for t in drawn]
+            layer.zero_grad()
+            torch.manual_seed(1)
+            counts = backend == "triton"
+            with rules:
+                output = layer(*x, self.is_causal, **told)
+                with learned if counts else nullcontext():
+                    output.backward(torch.ones_like(output))
+            grads = {name: parameter.grad for name, parameter in layer.named_parameters()}
+            grads |= dict(zip("qkv", (t.grad for t in x), strict=True))
+            found.append(grads | layer._lesson.found)
+        layer.backend = "triton"
         with GpuRules():
-            layer(*x.unbind(), self.is_causal).square().sum().backward()
-            with Launched() as learning:
-                layer(*x.unbind(), self.is_causal)
-            with Launched() as alone, torch.no_grad():
-                layer.eval()(*x.unbind(), self.is_causal)
-        grads = {name: parameter.grad for name, parameter in layer.named_parameters()} | {"input": x.grad}
-        found = {name: float(grad is None or not bool(grad.isfinite().all())) for name, grad in grads.items()}
-        many = {"launches": learning.count - self.most, "launches alone": alone.count - self.most_alone}
-        return found | {name: float(max(0, value)) for name, value in many.items()}
+            with learning:
+                layer(*x, self.is_causal, **told)
+            with alone, torch.no_grad():
+                layer.eval()(*x, self.is_causal, **told)
+        counts = {
+            "launches": learning.count - self.most,
+            "launches backward": learned.count - self.most_backward,
+            "launches alone": alone.count - self.most_alone,
+        }
+        sizes = {name: value.abs().max().clamp(min=1e-6) for name, value in found[1].items()}
+        errors = {name: error(value / sizes[name], found[1][name] / sizes[name]) for name, value in found[0].items()}
+        return errors | {name: float(max(0, value)) for name, value in counts.items()}
 
 
 def refuse(begin: int, end: int) -> torch.Tensor:
@@ -362,7 +385,7 @@ def dense_scores(factors: Factors, own: torch.Tensor) -> torch.Tensor:
     return scores / factors.log_temperature.exp().clamp(min=factors.coldest)[:, None, None]
 
 
-READERS = plans, selected, selection, selection_mass, adaptive, scorer
+READERS = plans, scores, selected, selection, selection_mass, adaptive, scorer
 
 
 class GpuRules:
@@ -392,8 +415,10 @@ TRIALS = {
     "tokens of grouped heads, ragged, dropout": Attention(True, True, n=40, batch=2, key_heads=1, dropout_p=0.3),
     "tokens, padded samples, heads apart": Attention(True, False, n=40, batch=2, padded=True, apart=True),
     "tokens in half precision": Attention(True, True, n=40, dtype=torch.float16, most=1),
-    "a step, blocks": Step(False, 56, 18),
-    "a step, tokens": Step(True, 72, 30),
+    "a step, blocks": Step(False, 28, 66, 17),
+    "a step, tokens": Step(True, 36, 62, 25),
+    "a step, ragged blocks, one scorer": Step(False, 99, 199, 99, n=56, key_heads=1, share=True, batch=2),
+    "a step, padded tokens": Step(True, 99, 199, 99, n=56, batch=2, padded=True),
     "lists of whole blocks": Lists(512, 128, 1, False, 2),
     "lists of ragged blocks, causal": Lists(500, 128, 1, True, local=2),
     "lists of large blocks of two samples": Lists(768, 256, 2, True),
@@ -414,19 +439,10 @@ TRIALS = {
 }
 
 
-def xor_sum(input, axis=None, keep_dims=False):
-    """What sorting spends its time on: the interpreter would fold elements one by one in Python."""
-    axis, keep_dims = (getattr(x, "value", x) for x in (axis, keep_dims))
-    data = np.bitwise_xor.reduce(input.handle.data, axis=axis, keepdims=keep_dims)
-    kind = input.dtype.scalar
-    return tl.core.tensor(interpreter.TensorHandle(data, kind), tl.block_type(kind, list(data.shape)))
-
-
 if __name__ == "__main__":
     for owner, name in ALLOCATORS:
         setattr(owner, name, poisoned(getattr(owner, name)))
-    xor_sum.fn = standard.xor_sum.fn
-    standard.xor_sum = xor_sum
-    ranking.COLUMNS, ranking.MOST_WORDS = 16, 128
+    triton_selection.COLUMNS = triton_selection.MATCHED = 16
+    triton_selection.RANKED = 128
     for trial in sys.argv[1:] or TRIALS:
         print(json.dumps({"trial": trial} | TRIALS[trial].errors()), flush=True)

@@ -37,6 +37,8 @@ SLOW = [
     "tokens, padded samples, heads apart",
     "tokens in half precision",
     "a step, tokens",
+    "a step, ragged blocks, one scorer",
+    "a step, padded tokens",
     "choice of blocks",
     "choice of causal tokens with noise",
     "choice of tokens by coverage, holes",

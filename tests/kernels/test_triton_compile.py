@@ -13,10 +13,10 @@ SMALL_SHARED_MEMORY = 101376
 """The same on the smaller GPUs, which run the same tiles in single precision."""
 INTEGERS = ("p_work", "p_heads", "p_owners", "p_rows", "p_lists", "p_masks")
 TOKENS = ("p_q_axis", "p_k_axis", "p_seed", "p_positions", "p_source", "p_tile", "p_first", "p_order", "p_place")
-FLOATS = ("p_lse", "p_delta", "p_carry", "p_sum", "p_sum_k", "p_sum_v", "p_weight", "p_mass", "p_part_lse", "p_listed")
+FLOATS = ("p_lse", "p_delta", "p_carry", "p_sum", "p_sum_k", "p_sum_v", "p_weight", "p_part_lse", "p_listed")
 NUMBERS = ("scale", "scale_log2", "inverse_keep", "coverage", "root")
 PLAIN = dict.fromkeys(
-    ("STRIDED", "PER_HEAD", "BOUNDED", "BITS", "PADDING", "DROPOUT", "POSITIONS", "CONTAIN", "SPLIT", "MIXED", "MASS"),
+    ("STRIDED", "PER_HEAD", "BOUNDED", "BITS", "PADDING", "DROPOUT", "POSITIONS", "CONTAIN", "SPLIT", "MIXED"),
     False,
 )
 ENDS = dict.fromkeys(("CARRY_IN", "CARRY_OUT", "SUM_IN", "SUM_OUT"), False)

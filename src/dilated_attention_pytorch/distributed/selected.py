@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..ops.selected import selected_attention
-from ..ops.selection_mass import Lesson, Scene, captured, compare_rows, listed_mass, query_weights
+from ..ops.selection_mass import Lesson, Scene, captured, compare_scores, listed_mass, query_weights
 from ..plan.selected import Selection, shared_blocks
 from .comm import ExchangePlan, agree, exchange, request_for
 from .moving import all_rows
@@ -251,7 +251,7 @@ def _learn(
     weights = query_weights(lesson, attended.lse, grad_output, own_padding)
     mass, own_mass, listed = _chosen_mass(attended, about, weights)
     some = about.chosen_mine
-    first = compare_rows(chosen, mass[:, :, some], own_mass[:, :, some], listed[:, :, some], lesson.weight, len(some))
+    first = _compare_rows(chosen, mass[:, :, some], own_mass[:, :, some], listed[:, :, some], lesson.weight, len(some))
     if not len(lesson.dense_rows):
         lesson.found["loss"] = summed_over_ranks(first.loss.clone(), choice.group)
         return first.grad, torch.zeros_like(dense)
@@ -262,7 +262,7 @@ def _learn(
     others = column < own[:, None] if choice.is_causal else column != own[:, None]
     others = others & lesson.visible[:, :, None]
     own_mass = mass[:, :, some].gather(-1, own.expand(*mass.shape[:2], -1)[..., None])
-    second = compare_rows(dense, mass[:, :, some], own_mass, others, lesson.weight, len(some))
+    second = _compare_rows(dense, mass[:, :, some], own_mass, others, lesson.weight, len(some))
     found = summed_over_ranks(torch.stack([first.loss + second.loss, second.entropy]), choice.group)
     lesson.found |= {"loss": found[0], "entropy": found[1], "coverage": coverage}
     return first.grad, second.grad
@@ -292,6 +292,41 @@ def _chosen_mass(attended: Attended, about: RankLesson, weights: Tensor) -> tupl
         listed[:, :, here] = some < choice.blocks
     own_mass, mass = summed_over_ranks(table, choice.group).split([1, k], -1)
     return mass, own_mass, listed
+
+
+class _Learned(NamedTuple):
+    """What comparing some rows gave."""
+
+    grad: Tensor
+    """(b, h, r, l): the gradient of the scores"""
+    loss: Tensor
+    """scalar: their part in the loss"""
+    entropy: Tensor
+    """scalar: their part in the mean entropy of what is predicted"""
+
+
+def _compare_rows(
+    scores: Tensor, mass: Tensor, own_mass: Tensor, compared: Tensor, weight: float, of_rows: int
+) -> _Learned:
+    """Compare the scores of some rows, of `of_rows` in all, with the mass that their blocks hold.
+
+    Args:
+        scores: (b, h, r, l), r may be 0.
+        mass: (b, h, r, l), attention of each row on each block.
+        own_mass: (b, h, r, 1), on its own.
+        compared: bool (b, h, r, l), which blocks take part.
+        weight: of the whole loss.
+        of_rows: rows of all those who compare.
+    """
+    part = scores.shape[2] / max(of_rows, 1)
+    if not scores.shape[2]:
+        nothing = mass.new_zeros(())
+        return _Learned(torch.zeros_like(scores), nothing, nothing)
+    grads: list[Tensor | None] = []
+    found: dict[str, Tensor] = {}
+    loss = compare_scores(scores, mass, own_mass, compared, weight * part, grads, found)
+    assert grads[0] is not None
+    return _Learned(grads[0], loss, found["entropy"] * part)
 
 
 def _dense_mass(

@@ -13,22 +13,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..plan.plan import (
-    FULL_BASE,
-    FULL_BEGIN,
-    FULL_END,
-    PARTIAL_BASE,
-    PARTIAL_BEGIN,
-    PARTIAL_END,
-    Axis,
-    Plan,
-    Walk,
-)
+from ..plan.plan import Axis, Plan, Walk
 from ..plan.selected import Selection, plan_of
 from . import hopper_work, triton_backend, triton_schedule
 from .hopper_work import FEW_ITEMS, ITEM_ROWS, Ground, HeldWork, QueryWork, Step
 from .registry import AttentionCall, Backend, choose
-from .triton_schedule import PROGRAMS_PER_PROCESSOR, SHORTEST_PIECE, PartSchedule, Schedule, Side
+from .triton_schedule import PartSchedule, Schedule, Side, share_of
 
 
 class Items(NamedTuple):
@@ -58,11 +48,12 @@ class Listed:
         plain = not self.strided and (size == ITEM_ROWS or not self.ragged)
         self.halves = size // ITEM_ROWS if plain else 0
         few = heads * batch * t * self.halves <= FEW_ITEMS
-        lists, rows, self.work, items, held, partial, self.place = query_lists(selection, self.halves, few)
+        lists, rows, self.work, items, held, partial = query_lists(selection, self.halves, few)
         self.items = Items(items, held, partial, self.halves, few)
-        self.lists, entries = lists, self.place.numel()
-        walk = _walk(lists, rows, entries, _row_order(batch, heads, t, selection.is_causal, lists.device))
-        self.plan = plan_of(selection, walk, _walk(lists[:0], rows[:0], 0, walk.order[:0]), entries)
+        masked = self.ragged or selection.is_causal
+        self.lists, self.entries = lists, len(lists) // (1 + masked)
+        walk = _walk(lists, rows, self.entries, _row_order(batch, heads, t, selection.is_causal, lists.device))
+        self.plan = plan_of(selection, walk, _walk(lists[:0], rows[:0], 0, walk.order[:0]), self.entries)
         """For the forward pass: its walk by key is empty."""
 
     @cached_property
@@ -70,12 +61,10 @@ class Listed:
         """The same with its walk by key, for gradients."""
         from .triton_lists import key_lists
 
-        heads, entries = self.plan.heads, self.place.numel()
+        entries = self.entries
         self.key_lists, rows, total, partial = key_lists(self.selection, entries, self.halves)
         self.items = self.items._replace(key_total=total, key_partial=partial)
-        order = total.view(heads, -1).argsort(dim=1, descending=True)
-        order = (order + _class_begins(heads, order.shape[1], order.device)).int().flatten()
-        by_key = _walk(self.key_lists, rows, entries, order)
+        by_key = _walk(self.key_lists, rows, entries, self.plan.parts[0].by_query.order)
         return replace(self.plan, parts=(replace(self.plan.parts[0], by_key=by_key),))
 
     def choose(self, call: AttentionCall, backend: str) -> tuple[str, Backend]:
@@ -94,31 +83,33 @@ class Listed:
     def _schedule(self, plan: Plan, group: int) -> Schedule:
         """What the Triton kernels read of one of its plans."""
         (part,) = plan.parts
-        frame = _frame(part.queries, plan.heads, group)
+        heads, key_owners, axis = _frame(part.queries, plan.heads, group)
         by_query = by_key = Side(
             work=self.work,
             items=part.queries.tiles,
-            owners=frame.heads,
+            owners=heads,
             heavy=self.work[:0, :4],
             heavy_rows=0,
             slots=0,
             # Both kinds of a listed walk lie in one memory, so the lists need be there but once.
             lists=self.lists,
-            mask_shift=self.place.numel(),
+            mask_shift=self.entries,
             partial=len(part.by_query.mask) > 0,
             mixed=False,
             covers=True,
         )
         if len(part.by_key.rows):
-            limit = None if group > 1 else _piece_length(plan, len(part.by_key.full))
-            by_key = _key_side(plan, part.by_key, self.key_lists, frame.key_owners, limit)
+            limit = None if group > 1 else share_of(plan, len(part.by_key.full))
+            assert self.items.key_total is not None
+            order = self.items.key_total.view(plan.heads, -1).argsort(dim=1, descending=True)
+            by_key = _key_side(plan, part.by_key, order, self.key_lists, key_owners, limit)
         whole = PartSchedule(
             by_query=by_query,
             by_key=by_key,
-            heads=frame.heads,
+            heads=heads,
             key_rows=part.by_key.rows,
-            query_axis=frame.axis,
-            key_axis=frame.axis,
+            query_axis=axis,
+            key_axis=axis,
             query_tiles=part.queries.tiles,
             key_tiles=part.keys.tiles,
             query_rate=1,
@@ -136,21 +127,14 @@ def _walk(lists: Tensor, rows: Tensor, entries: int, order: Tensor) -> Walk:
     return Walk(rows, full, full.view_as(full) if len(mask) else mask, mask, order)
 
 
-class _Frame(NamedTuple):
-    """What follows from shapes."""
-
-    heads: Tensor
-    key_owners: Tensor
-    axis: Tensor
-
-
 @lru_cache(maxsize=64)
-def _frame(axis: Axis, heads: int, group: int) -> _Frame:
+def _frame(axis: Axis, heads: int, group: int) -> tuple[Tensor, Tensor, Tensor]:
+    """What follows from shapes: owners of queries and of keys, and the axis of both."""
     head = torch.arange(heads, dtype=torch.int32, device=axis.start.device)
     nothing = torch.zeros_like(head)
     owners = torch.stack([head, head, nothing, nothing], 1)
     key_owners = torch.stack([head // group, head, nothing, nothing], 1)[::group].contiguous()
-    return _Frame(owners, key_owners, torch.cat([axis.start, axis.end]))
+    return owners, key_owners, torch.cat([axis.start, axis.end])
 
 
 @lru_cache(maxsize=64)
@@ -159,8 +143,16 @@ def _class_begins(heads: int, tiles: int, device: torch.device) -> Tensor:
 
 
 @lru_cache(maxsize=64)
-def _tile_table(axis: Axis) -> Tensor:
-    return hopper_work.tile_table(axis)
+def _records(holders: int, tiles: int, halves: int, device: torch.device) -> Tensor:
+    """int32 (rows, halves, 4): records of `HeldWork` that meet nothing."""
+    made = {"dtype": torch.int32, "device": device}
+    records = torch.zeros((holders, tiles * halves, 4), **made)
+    records[..., 0] = torch.arange(holders, **made)[:, None]
+    records[..., 1] = torch.arange(tiles * halves, **made)
+    return records.view(holders * tiles, halves, 4)
+
+
+_tile_table = lru_cache(maxsize=64)(hopper_work.tile_table)
 
 
 @lru_cache(maxsize=64)
@@ -170,22 +162,16 @@ def _row_order(batch: int, heads: int, blocks: int, is_causal: bool, device: tor
     return (row.flip(2).transpose(1, 2) if is_causal else row).flatten()
 
 
-def _piece_length(plan: Plan, entries: int) -> int:
-    """Entries above which a row is split, were every place in the lists used."""
-    processors = 1
-    if plan.device.type == "cuda":
-        processors = torch.cuda.get_device_properties(plan.device).multi_processor_count
-    return max(entries // (processors * PROGRAMS_PER_PROCESSOR), SHORTEST_PIECE // plan.block_size**2, 1)
+def _key_side(plan: Plan, walk: Walk, tile: Tensor, lists: Tensor, owners: Tensor, limit: int | None) -> Side:
+    """The direction of dK and dV, tiles (h, t) in starting order.
 
-
-def _key_side(plan: Plan, walk: Walk, lists: Tensor, owners: Tensor, limit: int | None) -> Side:
-    """The direction of dK and dV; rows of more than `limit` entries are shared by several programs."""
-    tiles, entries = len(walk.rows) // plan.heads, len(walk.full) // plan.heads
-    table = walk.rows[walk.order].long().view(-1, tiles, 6)
-    tile = (walk.order % tiles).long().view(-1, tiles)
+    Rows of more than `limit` entries are shared by several programs.
+    """
+    entries = len(walk.full) // plan.heads
+    table = walk.rows[tile + _class_begins(*tile.shape, tile.device)].long()
     more = 0 if limit is None else entries // limit
     if more and limit is not None:
-        work, heavy = _split(table, tile, limit, more)
+        work, heavy = _cut(table, tile, limit, more)
     else:
         work = torch.cat([tile[..., None], table, torch.full_like(tile, -1)[..., None]], -1)
         heavy = tile[..., :0, None].expand(-1, -1, 4)
@@ -204,14 +190,15 @@ def _key_side(plan: Plan, walk: Walk, lists: Tensor, owners: Tensor, limit: int 
     )
 
 
-def _split(table: Tensor, tile: Tensor, limit: int, more: int) -> tuple[Tensor, Tensor]:
+def _cut(table: Tensor, tile: Tensor, limit: int, more: int) -> tuple[Tensor, Tensor]:
     """Work (C, T + more, 8) of rows (C, T, 6) in pieces of at most `limit` entries, and the long rows (C, more, 4).
 
     Entries beyond whole multiples of the limit are fewer than `more` pieces, and a long row has two pieces or more.
     """
     classes, tiles = tile.shape
-    full = table[..., FULL_END] - table[..., FULL_BEGIN]
-    total = full + table[..., PARTIAL_END] - table[..., PARTIAL_BEGIN]
+    full_begin, full_end, _, part_begin, part_end, _ = table.unbind(-1)
+    full = full_end - full_begin
+    total = full + part_end - part_begin
     pieces = (-(-total // limit)).clamp(min=1)
     last = pieces.cumsum(1)
     split = torch.where(pieces > 1, pieces, 0)
@@ -223,15 +210,15 @@ def _split(table: Tensor, tile: Tensor, limit: int, more: int) -> tuple[Tensor, 
     of = {name: x.gather(1, at) for name, x in (("full", full), ("total", total), ("pieces", pieces))}
     piece = item - (last - pieces).gather(1, at)
     begin, end = ((piece + side) * of["total"] // of["pieces"] for side in (0, 1))
-    row = table.gather(1, at[..., None].expand(-1, -1, 6))
+    full_begin, _, full_base, part_begin, _, part_base = table.gather(1, at[..., None].expand(-1, -1, 6)).unbind(-1)
     columns = [
         torch.where(used, tile.gather(1, at), -1),
-        row[..., FULL_BEGIN] + torch.minimum(begin, of["full"]),
-        row[..., FULL_BEGIN] + torch.minimum(end, of["full"]),
-        row[..., FULL_BASE],
-        row[..., PARTIAL_BEGIN] + (begin - of["full"]).clamp(min=0),
-        row[..., PARTIAL_BEGIN] + (end - of["full"]).clamp(min=0),
-        row[..., PARTIAL_BASE],
+        full_begin + torch.minimum(begin, of["full"]),
+        full_begin + torch.minimum(end, of["full"]),
+        full_base,
+        part_begin + (begin - of["full"]).clamp(min=0),
+        part_begin + (end - of["full"]).clamp(min=0),
+        part_base,
         torch.where(of["pieces"] > 1, first_slot.gather(1, at) + piece, -1),
     ]
     long = pieces > 1
@@ -265,16 +252,17 @@ class ListedStep(Step):
         classes, bits = part.head_class, self.ground.masks.bits
         if not by_key:
             # A band counts keys minus queries, and the kernel what is held minus what is streamed.
-            partial = torch.cat([partial[:, :2], -partial[:, 2:].flip(1)], 1)
+            partial = torch.cat([partial[:, :2], -partial[:, 2:].flip(1)], 1) if len(partial) else partial
             walk = part.by_query
             return HeldWork(held, classes, walk.rows, walk.full, partial, _tile_table(part.keys), bits)
         assert total is not None
         assert key_partial is not None
         tiles, walk = part.keys.tiles, part.by_key
-        met = total.view(-1, group, tiles).sum(1)
-        order = (met.view(1, -1) if few else met).argsort(1, descending=True)
+        met = total.view(-1, tiles) if group == 1 else total.view(-1, group, tiles).sum(1, dtype=torch.int32)
+        met, order = (met.view(1, -1) if few else met).sort(1, descending=True)
         row = (order if few else order + _class_begins(*met.shape, met.device)).flatten()
-        tile = (row % tiles)[:, None] * halves + torch.arange(halves, device=row.device)
-        holder, steps = (x[:, None].expand_as(tile) for x in (row // tiles, met.flatten()[row]))
-        items = torch.stack((holder, tile, steps, torch.zeros_like(tile)), -1).flatten(0, 1).int()
-        return HeldWork(items, classes, walk.rows, walk.full, key_partial, _tile_table(part.queries), bits)
+        items = _records(len(total) // group // tiles, tiles, halves, total.device)[row]
+        items[:, :, 2] = met.view(-1, 1)
+        return HeldWork(
+            items.flatten(0, 1), classes, walk.rows, walk.full, key_partial, _tile_table(part.queries), bits
+        )

@@ -10,16 +10,10 @@ from torch import Tensor
 
 from . import triton_backend
 
-MOST_LISTED = 2048
-"""Blocks of a row that a program can keep sorted."""
-MOST_WORDS = 2048
-"""Words a program ranks at once; they live in registers."""
 COLUMNS = 64
 """Blocks of a step."""
 MOST_MATCHES = 2**14
 """Matches of sub-blocks of a step."""
-WORDS_A_THREAD, MATCHES_A_THREAD = 8, 16
-"""The code a thread runs, and with it the first call, grows with what it holds."""
 WIDEST_MATCH = 128
 MOST_BLOCKS = 16384
 """Blocks up to which every pair is scored; beyond, a level of super-blocks costs less."""
@@ -77,35 +71,8 @@ class Factors(NamedTuple):
             return f"needs a match of rank <= {WIDEST_MATCH}, got {rank}"
         if rows.shape[2] > MOST_BLOCKS:
             return f"scores every pair of up to {MOST_BLOCKS} blocks, got {rows.shape[2]}"
-        if not 0 < room <= MOST_LISTED:
-            return f"must list between 1 and {MOST_LISTED} blocks, got {room}"
-        cut = widths(room, own_units)
-        if cut.rows * cut.units * cut.columns > MOST_MATCHES:
-            return f"cannot match {cut.columns} blocks with rows of {own_units} sub-blocks at once"
+        if room < 1:
+            return f"must list 1 block or more, got {room}"
+        if own_units * COLUMNS > MOST_MATCHES:
+            return f"cannot match {COLUMNS} blocks with rows of {own_units} sub-blocks at once"
         return None
-
-
-class Widths(NamedTuple):
-    """What a program takes at once."""
-
-    rows: int
-    columns: int
-    listed: int
-    """Words kept for a row."""
-    units: int
-    """Sub-blocks of a row, each counted `repeat` times."""
-    repeat: int
-    """A product has 16 rows or more, so that few rows with few sub-blocks are taken several times."""
-
-    @property
-    def warps(self) -> int:
-        words, matches = self.rows * max(self.listed, self.columns), self.rows * self.units * self.columns
-        return min(max(words // WORDS_A_THREAD // 32, matches // MATCHES_A_THREAD // 32, 4), 16)
-
-
-def widths(room: int, own_units: int) -> Widths:
-    """For lists of `room` blocks, and rows of that many sub-blocks."""
-    listed = max(16, 1 << (room - 1).bit_length())
-    rows = max(min(MOST_WORDS // max(listed, COLUMNS), 32, 32 // own_units), 1)
-    repeat = max(16 // (rows * own_units), 1)
-    return Widths(rows, COLUMNS, listed, own_units * repeat, repeat)

@@ -69,10 +69,10 @@ def store_gradient(p_rows, p_sum, b_grad, b_exist, o_d, D: tl.constexpr, DP: tl.
 @triton.jit
 def dq_tile(
     b_dq, b_q, b_do, b_lse, b_delta, p_k, p_v, p_masks, p_padding, p_key_positions, b_row, mask, whole, scale,
-    threshold, inverse_keep, o_i, o_j, k_first, room, o_step, o_d, o_e, p_mass, b_weight,
+    threshold, inverse_keep, o_i, o_j, k_first, room, o_step, o_d, o_e,
     BLOCK: tl.constexpr, D: tl.constexpr, E: tl.constexpr, DP: tl.constexpr, EP: tl.constexpr, MASKED: tl.constexpr,
     BOUNDED: tl.constexpr, BITS: tl.constexpr, PADDING: tl.constexpr, DROPOUT: tl.constexpr, POSITIONS: tl.constexpr,
-    PRECISION: tl.constexpr, CONTAINED: tl.constexpr, MASS: tl.constexpr,
+    PRECISION: tl.constexpr, CONTAINED: tl.constexpr,
 ):  # fmt: skip
     """Add what BN keys give to the query gradient of BM rows, still without the scale; CONTAINED as in the forward."""
     b_seen = o_step < room  # [BN]
@@ -95,12 +95,6 @@ def dq_tile(
             BLOCK, MASKED, HOLES, BITS, CONTAINED,
         )  # fmt: skip
         b_ds = tl.where(b_ok, b_ds, 0.0)
-    if MASS:
-        # The attention of the rows on these keys, each row times its weight; one of weight 0 may be anything.
-        b_share = tl.where(b_weight[:, None] > 0.0, b_p * b_weight[:, None], 0.0)
-        if MASKED or PADDING:
-            b_share = tl.where(b_ok, b_share, 0.0)
-        tl.store(p_mass, tl.sum(tl.sum(b_share, 1), 0))
     if CONTAINED:
         b_dq, b_k = contained(b_dq, b_k, b_ok, PRECISION)
     return tl.dot(b_ds.to(b_k.dtype), b_k, b_dq, input_precision=PRECISION)
@@ -108,20 +102,17 @@ def dq_tile(
 
 @triton.jit(do_not_specialize=["items", "mask_shift", "q_tiles", "k_tiles", "slots", "threshold"])
 def attention_dq_bwd_kernel(
-    p_q, p_k, p_v, p_do, p_lse, p_delta, p_dq, p_sum, p_piece, p_weight, p_mass, p_work, p_heads, p_lists, p_masks,
-    p_q_axis, p_k_axis, p_padding, p_seed, p_positions, scale, scale_log2, inverse_keep, threshold, items, mask_shift,
-    slots, heads, group, q_tiles, k_tiles, q_length, k_length, q_rate, k_rate, sq_b, sq_h, sq_n, sk_b, sk_h, sv_b, sv_h,
-    sg_b, sg_h, sg_n, sx_b, sx_h, sx_n,
+    p_q, p_k, p_v, p_do, p_lse, p_delta, p_dq, p_sum, p_piece, p_work, p_heads, p_lists, p_masks, p_q_axis,
+    p_k_axis, p_padding, p_seed, p_positions, scale, scale_log2, inverse_keep, threshold, items, mask_shift, slots,
+    heads, group, q_tiles, k_tiles, q_length, k_length, q_rate, k_rate, sq_b, sq_h, sq_n, sk_b, sk_h, sv_b, sv_h, sg_b,
+    sg_h, sg_n, sx_b, sx_h, sx_n,
     SK_N: tl.constexpr, SV_N: tl.constexpr, BLOCK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     CAREFUL: tl.constexpr, D: tl.constexpr, E: tl.constexpr, DP: tl.constexpr, EP: tl.constexpr, STRIDED: tl.constexpr,
     PER_HEAD: tl.constexpr, BOUNDED: tl.constexpr, PARTIAL: tl.constexpr, BITS: tl.constexpr, PADDING: tl.constexpr,
     DROPOUT: tl.constexpr, POSITIONS: tl.constexpr, PRECISION: tl.constexpr, CONTAIN: tl.constexpr,
-    SUM_IN: tl.constexpr, SUM_OUT: tl.constexpr, SPLIT: tl.constexpr, MASS: tl.constexpr,
+    SUM_IN: tl.constexpr, SUM_OUT: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """dQ of BM query rows of one head. SUM_IN adds the float32 sum of earlier parts, SUM_OUT leaves one for later ones.
-
-    MASS also writes the weighted attention on each BN keys of each list entry, [entries, SUB_N, SUB_M].
-    """
+    """dQ of BM query rows of one head. SUM_IN adds the float32 sum of earlier parts, SUM_OUT leaves one for later."""
     item, o_i = rows_of_program(BLOCK, BM)
     o_n = tl.arange(0, BN)
     o_d = tl.arange(0, DP)
@@ -141,11 +132,6 @@ def attention_dq_bwd_kernel(
     b_do = load_rows(p_do_tile, b_exist, o_e, E, EP, BOUNDED)  # [BM, EP]
     b_lse = reference_of(tl.load(p_lse + o_row, mask=b_exist, other=NO_KEY))
     b_delta = tl.load(p_delta + o_row, mask=b_exist, other=0.0)
-    b_weight = b_delta
-    SUB_M: tl.constexpr = BLOCK // BM
-    if MASS:
-        b_weight = tl.load(p_weight + o_row, mask=b_exist, other=0.0)
-        p_mass += tl.program_id(0) % SUB_M
     o_step = o_n * k_rate  # [BN] int32
     o_k_tile = o_step.to(tl.int64)[:, None] * SK_N + o_d[None, :]  # [BN, DP]
     o_v_tile = o_step.to(tl.int64)[:, None] * SV_N + o_e[None, :]  # [BN, EP]
@@ -168,8 +154,8 @@ def attention_dq_bwd_kernel(
             b_dq = dq_tile(
                 b_dq, b_q, b_do, b_lse, b_delta, p_k_tile, p_v_tile, p_masks, p_padding, p_key_positions, b_row,
                 mask, False, scale_log2, threshold, inverse_keep, o_i, o_sub + o_n, k_first, room_left(k_first, k_end),
-                o_step, o_d, o_e, p_mass + j * SUB_M, b_weight,
-                BLOCK, D, E, DP, EP, MASKED, BOUNDED, BITS, PADDING, DROPOUT, POSITIONS, PRECISION, False, MASS,
+                o_step, o_d, o_e,
+                BLOCK, D, E, DP, EP, MASKED, BOUNDED, BITS, PADDING, DROPOUT, POSITIONS, PRECISION, False,
             )  # fmt: skip
     if CONTAIN:
         if spoilt(b_dq):
@@ -186,8 +172,8 @@ def attention_dq_bwd_kernel(
                 b_redo = dq_tile(
                     b_redo, b_q, b_do, b_lse, b_delta, p_k_part, p_v_part, p_masks, p_padding,
                     p_key_positions, b_row, c_mask, whole, scale_log2, threshold, inverse_keep, o_i, o_part + o_c,
-                    c_first, room_left(c_first, c_end), o_hop, o_d, o_e, p_mass, b_weight,
-                    BLOCK, D, E, DP, EP, True, BOUNDED, BITS, PADDING, DROPOUT, POSITIONS, PRECISION, True, False,
+                    c_first, room_left(c_first, c_end), o_hop, o_d, o_e,
+                    BLOCK, D, E, DP, EP, True, BOUNDED, BITS, PADDING, DROPOUT, POSITIONS, PRECISION, True,
                 )  # fmt: skip
             b_dq = b_redo
     b_dq *= scale

@@ -133,40 +133,13 @@ def backward(
     call: AttentionCall, output: Tensor, lse: Tensor, grad_output: Tensor, grad_lse: Tensor | None
 ) -> Gradients:
     """Gradients of query, key and value, from those of the output and, where given, of the LSE."""
-    return backward_with_mass(call, output, lse, grad_output, grad_lse, None)[0]
-
-
-def backward_with_mass(
-    call: AttentionCall,
-    output: Tensor,
-    lse: Tensor,
-    grad_output: Tensor,
-    grad_lse: Tensor | None,
-    weights: Tensor | None,
-) -> tuple[Gradients, Tensor | None]:
-    """`backward`, and with `weights`, float32 (1, H, N) of the query rows, also the attention on each listed tile.
-
-    That is float32 [F] for the entries of the walk by query, summed over a tile's rows times their weights, and 0 for
-    entries that no row lists. For one sample and a plan of one part whose rows share no lists, and whose tiles met
-    whole and in part lie in one memory.
-    """
     query = call.query
     delta = delta_of(output, lse, grad_output, grad_lse)
     tables = schedule(call.plan, query.shape[1] // call.key.shape[1])
     tiles = config(query.shape[3], call.value.shape[3], query.dtype, query.device, call.plan.block_size)
     grad_key, grad_value = _key_gradients(call, tables, tiles.dkv, lse, delta, grad_output)
-    mass = None
-    if weights is not None:
-        (part,) = tables.by_query
-        cut = call.plan.block_size // tiles.dq.n, call.plan.block_size // tiles.dq.m
-        mass = torch.zeros((len(part.by_query.lists), *cut), dtype=torch.float32, device=query.device)
-    grad_query = _query_gradient(call, tables, tiles.dq, lse, delta, grad_output, weights, mass)
-    if mass is not None:
-        walk = call.plan.parts[0].by_query
-        mass = mass.sum((1, 2))
-        # The schedule may count the entries met in part after those met whole; each is one or the other.
-        mass = mass[: len(walk.full)] + mass[len(walk.full) :][: len(walk.full)] if len(walk.partial) else mass
-    return Gradients(grad_query, grad_key, grad_value), mass
+    grad_query = _query_gradient(call, tables, tiles.dq, lse, delta, grad_output)
+    return Gradients(grad_query, grad_key, grad_value)
 
 
 def delta_of(output: Tensor, lse: Tensor, grad_output: Tensor, grad_lse: Tensor | None) -> Tensor:
@@ -182,14 +155,7 @@ def delta_of(output: Tensor, lse: Tensor, grad_output: Tensor, grad_lse: Tensor 
 
 
 def _query_gradient(
-    call: AttentionCall,
-    tables: Schedule,
-    tiles: Tiles,
-    lse: Tensor,
-    delta: Tensor,
-    grad_output: Tensor,
-    weights: Tensor | None = None,
-    mass: Tensor | None = None,
+    call: AttentionCall, tables: Schedule, tiles: Tiles, lse: Tensor, delta: Tensor, grad_output: Tensor
 ) -> Tensor:
     query, key, value = call.query, call.key, call.value
     batch, heads, _, d = query.shape
@@ -207,11 +173,10 @@ def _query_gradient(
         ends = {"SUM_IN": index > 0, "SUM_OUT": not (finishes and index == len(parts) - 1)}
         attention_dq_bwd_kernel[(side.items * (block // tiles.m), owners, batch)](
             query, key, value, grad_output, lse, delta, grad, partial_sum, piece,
-            lse if weights is None else weights, lse if mass is None else mass,
             *_tables(call, tables, part, side), call.scale, call.scale * LOG2E, *_dropout(call),
             *_sizes(call, part, side), *query.stride()[:3], *key.stride()[:2], *value.stride()[:2],
             *grad_output.stride()[:3], *grad.stride()[:3], SK_N=key.stride(2), SV_N=value.stride(2),
-            MASS=mass is not None, **_constants(call, tables, part, side, tiles), **ends,
+            **_constants(call, tables, part, side, tiles), **ends,
         )  # fmt: skip
         if side.slots:
             _sum_pieces(call, part, side, grad, partial_sum, piece, part.query_axis, part.query_rate, heads, ends)

@@ -26,7 +26,7 @@ def store_partial(p_partial, o_entry, b_tile, b_mask, b_here, SIZE: tl.constexpr
 
 @triton.jit(do_not_specialize=["batch", "heads", "blocks", "listed", "sinks", "entries"])
 def query_lists_kernel(
-    p_indices, p_lists, p_rows, p_work, p_items, p_held, p_partial, p_place, batch, heads, blocks, listed, sinks,
+    p_indices, p_lists, p_rows, p_work, p_items, p_held, p_partial, batch, heads, blocks, listed, sinks,
     entries, P: tl.constexpr, SIZE: tl.constexpr, LOCAL: tl.constexpr, CAUSAL: tl.constexpr, RAGGED: tl.constexpr,
     HALVES: tl.constexpr, BY_ROW: tl.constexpr,
 ):  # fmt: skip
@@ -68,7 +68,6 @@ def query_lists_kernel(
     o_entry = begin + b_at
     b_tile = sample * blocks + tl.minimum(tl.maximum(b_block, 0), blocks - 1)
     tl.store(p_lists + o_entry, b_tile, mask=o_k < many)
-    tl.store(p_place + begin + o_k, o_entry.to(tl.int64), mask=o_k < many)
     if RAGGED or CAUSAL:
         b_mask = tl.maximum(b_mask, 0)
         tl.store(p_lists + entries + o_entry, b_mask, mask=o_k < many)
@@ -93,7 +92,7 @@ def query_lists_kernel(
 
 def query_lists(selection: Selection, halves: int, by_row: bool) -> tuple[Tensor, ...]:
     """Lists and then masks of a selection by query blocks, rows as `Walk` has them, work as `Side` has it, Hopper's
-    items of the output and of dQ and partial entries, and the entry of each meeting. All int32 but for the last, int64.
+    items of the output and of dQ, and partial entries. All int32.
 
     `halves` is the number of items of 128 rows in a block, 0 for none; `by_row` as in the kernel.
     """
@@ -109,13 +108,12 @@ def query_lists(selection: Selection, halves: int, by_row: bool) -> tuple[Tensor
     lists, table, work = room(rows * many * (1 + masked)), room(rows, 6), room(rows, 8)
     items, held_items = room(rows * halves, 8), room(rows * halves, 4)
     partial = room(rows * many * (masked and halves > 0), 4)
-    place = torch.empty((heads, batch, t, many), dtype=torch.int64, device=indices.device)
     query_lists_kernel[(rows,)](
-        indices, lists, table, work, items, held_items, partial, place, batch, heads, t, listed, sinks, rows * many,
+        indices, lists, table, work, items, held_items, partial, batch, heads, t, listed, sinks, rows * many,
         P=held(many), SIZE=selection.block_size, LOCAL=local, CAUSAL=selection.is_causal, RAGGED=ragged,
         HALVES=halves, BY_ROW=by_row, num_warps=4 if many > 256 else 1, **OPTIONS,
     )  # fmt: skip
-    return lists, table, work, items, held_items, partial, place
+    return lists, table, work, items, held_items, partial
 
 
 @triton.jit
@@ -226,13 +224,14 @@ def key_lists(selection: Selection, entries: int, halves: int) -> tuple[Tensor, 
     rows, words = heads * batch * t, -(-t // 32)
     ragged, causal = selection.n % selection.block_size > 0, selection.is_causal
     masked = ragged or causal
-    bits = torch.zeros(rows * words + 1, dtype=torch.int32, device=indices.device)
+    # Of the lists too, what is not used is looked at with the rest; both begin where rows of 16 bytes do.
+    room_of_lists = -(-entries * (1 + masked) // 4) * 4
+    empty = torch.zeros(room_of_lists + rows * words + 1, dtype=torch.int32, device=indices.device)
+    lists, bits = empty[: entries * (1 + masked)], empty[room_of_lists:]
 
     def room(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.int32, device=indices.device)
 
-    # What is not used is looked at with the rest.
-    lists = torch.zeros(entries * (1 + masked), dtype=torch.int32, device=indices.device)
     table, total, partial = room(rows, 6), room(rows), room(entries * (masked and halves > 0), 4)
     if listed:
         chosen_kernel[(words, batch * heads)](

@@ -1,7 +1,7 @@
-"""How much attention some queries pay to some blocks, without an array of scores: the LSE of each block by itself.
+"""How much attention some queries pay to some blocks, without an array of scores, and what a scorer learns from it.
 
-Names as in `triton_primitives`. Rows are groups of Q queries, padded to BM; every row has a list of blocks of its own,
-or with ALL every block.
+Names as in `triton_primitives`. Rows are groups of W queries, a block of them or a token. With ALL a row meets every
+block, else its own and then those of its list.
 """
 
 from __future__ import annotations
@@ -11,31 +11,35 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..plan.selected import Selection
 from .triton_launch import LOG2E, OPTIONS, _precision, held
 from .triton_primitives import LN2, NO_KEY, load_rows
 
 
-@triton.jit(do_not_specialize=["n", "blocks", "rows", "width"])
+@triton.jit(do_not_specialize=["n", "blocks", "rows", "queries", "total", "width"])
 def block_lse_kernel(
-    p_q, p_k, p_token, p_blocks, p_padding, p_lse, scale, n, blocks, rows, width, heads, group, sq_b, sq_h, sq_n, sk_b,
-    sk_h, sk_n,
-    BLOCK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, Q: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    p_q, p_k, p_rows, p_blocks, p_padding, p_lse, scale, n, blocks, rows, queries, total, width, heads, group, sq_b,
+    sq_h, sq_n, sk_b, sk_h, sk_n,
+    BLOCK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, W: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     ALL: tl.constexpr, CAUSAL: tl.constexpr, PADDING: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """LSE of BM queries of one row on one block of its list; -inf where they see nothing of it."""
-    SUB_M: tl.constexpr = (Q + BM - 1) // BM
-    row = (tl.program_id(0) // SUB_M).to(tl.int64)
-    o_i = (tl.program_id(0) % SUB_M) * BM + tl.arange(0, BM)
+    """LSE of BM queries, of `queries` that share a list, on one block of it; -inf where they see nothing of it."""
+    tiles = (queries + BM - 1) // BM
+    row = (tl.program_id(0) // tiles).to(tl.int64)
+    o_i = (tl.program_id(0) % tiles) * BM + tl.arange(0, BM)
     slot = tl.program_id(1)
-    sample = tl.program_id(2).to(tl.int64) // heads
-    head = tl.program_id(2).to(tl.int64) % heads
-    b_exist = o_i < Q
-    o_q = tl.load(p_token + row * Q + o_i, mask=b_exist, other=n)
-    b_exist = b_exist & (o_q < n)
+    stream = tl.program_id(2).to(tl.int64)
+    sample = stream // heads
+    head = stream % heads
+    o_flat = row * queries + o_i
+    o_q = tl.load(p_rows + o_flat // W, mask=o_i < queries, other=n) * W + o_flat % W
+    b_exist = (o_i < queries) & (o_q < n)
     block = slot.to(tl.int64)
     if not ALL:
-        block = tl.load(p_blocks + (tl.program_id(2).to(tl.int64) * rows + row) * width + slot)
-    o_line = ((tl.program_id(2).to(tl.int64) * rows + row) * Q + o_i) * width + slot
+        first = tl.load(p_rows + row)
+        p_own = p_blocks + (stream * total + first) * (width - 1) + slot - 1
+        block = tl.where(slot == 0, first * W // BLOCK, tl.load(p_own, mask=slot > 0, other=0).to(tl.int64))
+    o_line = ((stream * rows + row) * queries + o_i) * width + slot
     o_d = tl.arange(0, DP)
     o_n = tl.arange(0, BN)
     b_q = load_rows(p_q + sample * sq_b + head * sq_h + o_q[:, None] * sq_n + o_d[None, :], b_exist, o_d, D, DP, True)
@@ -59,50 +63,134 @@ def block_lse_kernel(
             b_l = b_l * tl.math.exp2(b_m - b_ref) + tl.sum(tl.math.exp2(b_s - b_ref[:, None]), 1)
             b_m = b_top
     b_lse = tl.where(b_exist, (b_m + tl.math.log2(b_l)) * LN2, NO_KEY)
-    tl.store(p_lse + o_line, b_lse, mask=o_i < Q)
+    tl.store(p_lse + o_line, b_lse, mask=o_i < queries)
 
 
-def block_lse(
+@triton.jit(do_not_specialize=["n", "blocks", "rows", "total", "width", "factor"])
+def lesson_kernel(
+    p_logs, p_scores, p_lists, p_visible, p_rows, p_lse, p_do, p_padding, p_grad, p_found, n, blocks, rows, total,
+    width, heads, factor, sg_b, sg_h, sg_n,
+    BLOCK: tl.constexpr, W: tl.constexpr, BM: tl.constexpr, L: tl.constexpr, E: tl.constexpr, EP: tl.constexpr,
+    ALL: tl.constexpr, CAUSAL: tl.constexpr, SALIENCY: tl.constexpr, PADDING: tl.constexpr,
+):  # fmt: skip
+    """One row, L blocks at most: `ops.selection_mass.learn` of what its queries hold by their LSE on each block.
+
+    Told are its loss, entropy, and with ALL the share of attention that its queries keep and how many those are.
+    """
+    row = tl.program_id(0)
+    stream = tl.program_id(1).to(tl.int64)
+    line = stream * rows + row
+    place = tl.load(p_rows + row)
+    own = place * W // BLOCK
+    o_l = tl.arange(0, L)
+    o_e = tl.arange(0, EP)
+    p_logs += line * W * width
+    p_do += (stream // heads) * sg_b + (stream % heads) * sg_h
+    b_mass = tl.zeros([L], tl.float32)
+    captured = 0.0
+    seen = 0.0
+    for first in range(0, W, BM):
+        o_i = first + tl.arange(0, BM)
+        o_q = place * W + o_i
+        b_real = o_q < n
+        b_logs = tl.load(p_logs + o_i[:, None] * width + o_l[None, :], mask=(o_l < width)[None, :], other=NO_KEY)
+        b_kept = tl.load(p_lse + stream * n + o_q, mask=b_real, other=NO_KEY)
+        b_whole = b_kept
+        if ALL:
+            b_top = tl.max(b_logs, 1)
+            b_top = tl.where(b_top == NO_KEY, 0.0, b_top)
+            b_whole = b_top + tl.log(tl.sum(tl.exp(b_logs - b_top[:, None]), 1))
+            b_met = b_real & (b_whole != NO_KEY)
+            captured += tl.sum(tl.where(b_met, tl.exp(b_kept - b_whole), 0.0), 0)
+            seen += tl.sum(b_met.to(tl.float32), 0)
+        b_weight = tl.full([BM], 1.0, tl.float32)
+        if SALIENCY:
+            b_do = load_rows(p_do + o_q[:, None] * sg_n + o_e[None, :], b_real, o_e, E, EP, True).to(tl.float32)
+            b_weight = tl.sqrt(tl.sum(b_do * b_do, 1))
+        if PADDING:
+            b_real = b_real & (tl.load(p_padding + (stream // heads) * n + o_q, mask=b_real, other=1) == 0)
+        b_share = tl.where(b_logs == NO_KEY, 0.0, tl.exp(b_logs - b_whole[:, None]))
+        b_counts = (b_real & (b_weight > 0.0))[:, None]
+        b_mass += tl.sum(tl.where(b_counts, b_share * b_weight[:, None], 0.0), 0)
+    if ALL:
+        o_entry = line * width + o_l
+        b_own = o_l == own
+        b_compared = (o_l < own if CAUSAL else o_l != own) & (o_l < blocks)
+        b_compared = b_compared & (tl.load(p_visible + stream * blocks + o_l, mask=b_compared, other=0) != 0)
+        b_stored = o_l < width
+    else:
+        o_entry = line * (width - 1) + o_l - 1
+        b_own = o_l == 0
+        b_stored = (o_l > 0) & (o_l < width)
+        p_list = p_lists + (stream * total + place) * (width - 1) + o_l - 1
+        b_compared = tl.load(p_list, mask=b_stored, other=blocks) < blocks
+    b_logit = tl.load(p_scores + o_entry, mask=b_compared, other=NO_KEY)
+    b_logit = tl.where(b_own, 0.0, b_logit)
+    top = tl.max(b_logit, 0)
+    b_log = b_logit - (top + tl.log(tl.sum(tl.exp(b_logit - top), 0)))
+    b_share = tl.exp(b_log)
+    b_mass = tl.where(b_compared | b_own, b_mass, 0.0)
+    whole = tl.sum(b_mass, 0)
+    # A row that weighs nothing, or is not finite, teaches nothing.
+    teaches = (whole > 0.0) & (whole < float("inf"))
+    b_target = tl.where(teaches, b_mass / whole, 0.0)
+    # What is not compared is predicted never, and weighs nothing.
+    b_log = tl.maximum(b_log, -1e30)
+    b_terms = b_target * (tl.log(tl.where(b_target > 0.0, b_target, 1.0)) - b_log)
+    b_grad = tl.where(b_compared, tl.where(teaches, b_share - b_target, 0.0), 0.0)
+    tl.store(p_grad + o_entry, b_grad * factor, mask=b_stored)
+    every = tl.num_programs(1) * rows
+    tl.store(p_found + line, tl.sum(b_terms, 0) * factor)
+    tl.store(p_found + every + line, -tl.sum(b_share * b_log, 0) / every)
+    tl.store(p_found + 2 * every + line, captured)
+    tl.store(p_found + 3 * every + line, seen)
+
+
+def taught(
     query: Tensor,
     key: Tensor,
-    token: Tensor,
-    blocks: Tensor | None,
-    *,
+    selection: Selection,
+    rows: Tensor,
+    listed: bool,
+    scores: Tensor,
+    visible: Tensor,
+    lse: Tensor,
+    grad_output: Tensor,
     scale: float,
     key_padding_mask: Tensor | None,
-    block_size: int,
-    is_causal: bool,
-) -> Tensor:
-    """LSE of each block by itself, float32 (b, h, r, q, l).
+    weight: float,
+    saliency: bool,
+) -> tuple[Tensor, Tensor]:
+    """Gradients of the scores of rows, and float32 (4): their loss, entropy, share of attention kept and its queries.
 
-    Args:
-        query: (b, h, n, d), of a dtype and width that the Triton kernels take.
-        key: (b, g, n, d).
-        token: int64 (r, q): queries of each row; n and above are none.
-        blocks: int64 (b, h, r, l): blocks of each row, past the last for none; every block for all rows if None.
-        scale: factor on scores.
-        key_padding_mask: bool (b, n).
-        block_size: tokens in a block.
-        is_causal: only keys not after a query count.
+    For queries and keys of a dtype and width that the Triton kernels take, rows int64 (r), and scores (b, h, r, k) of
+    the blocks that the selection lists for them, or (b, h, r, t) of all; `lse` (b, h, n), without gaps, and
+    `grad_output` (b, h, n, e) are those of what the rows kept. The rest is as in `ops.selection_mass.Lesson`.
     """
-    batch, heads, n, d = query.shape
-    rows, wide = token.shape
-    t = -(-n // block_size)
-    width = t if blocks is None else blocks.shape[3]
-    found = torch.empty((batch, heads, rows, wide, width), dtype=torch.float32, device=query.device)
-    own = token.contiguous()
-    if blocks is None:
-        # Rows without lists of their own need not be kept apart, so that short ones fill a tile together.
-        rows, wide = 1, rows * wide
+    batch, heads, n, e = grad_output.shape
+    d, t, size, many = query.shape[3], selection.blocks, selection.block_size, len(rows)
+    wide, rows, lists = 1 if selection.per_token else size, rows.contiguous(), selection.indices.contiguous()
+    width = lists.shape[3] + 1 if listed else t
+    logs = torch.empty((batch, heads, many, wide, width), dtype=torch.float32, device=query.device)
+    # Rows without lists of their own need not be kept apart, so that short ones fill a tile together.
+    groups, queries = (many, wide) if listed else (1, many * wide)
     most = 32 if query.dtype is torch.float32 else 64
-    at_once = min(max(16, 1 << (wide - 1).bit_length()), most)
-    padding = own if key_padding_mask is None else key_padding_mask.contiguous().view(torch.uint8)
-    if found.numel():
-        block_lse_kernel[(rows * -(-wide // at_once), width, batch * heads)](
-            query, key, own, own if blocks is None else blocks.contiguous(), padding, found, scale * LOG2E, n, t, rows,
-            width, heads, heads // key.shape[1], *query.stride()[:3], *key.stride()[:3],
-            BLOCK=block_size, BM=at_once, BN=min(most, block_size), Q=wide, D=d, DP=held(d), ALL=blocks is None,
-            CAUSAL=is_causal, PADDING=key_padding_mask is not None, PRECISION=_precision(query.dtype),
-            num_warps=4, num_stages=1, **OPTIONS,
-        )  # fmt: skip
-    return found
+    at_once, length = min(held(queries), most), held(width)
+    padding = rows if key_padding_mask is None else key_padding_mask.contiguous().view(torch.uint8)
+    told = {"BLOCK": size, "W": wide, "ALL": not listed, "CAUSAL": selection.is_causal}
+    told |= {"PADDING": key_padding_mask is not None} | OPTIONS
+    block_lse_kernel[(groups * -(-queries // at_once), width, batch * heads)](
+        query, key, rows, lists, padding, logs, scale * LOG2E, n, t, groups, queries, -(-n // wide), width, heads,
+        heads // key.shape[1], *query.stride()[:3], *key.stride()[:3],
+        BM=at_once, BN=min(most, size), D=d, DP=held(d), PRECISION=_precision(query.dtype), num_warps=4, num_stages=1,
+        **told,
+    )  # fmt: skip
+    grad = torch.empty(scores.shape, dtype=torch.float32, device=query.device)
+    found = torch.empty((4, batch * heads * many), dtype=torch.float32, device=query.device)
+    lesson_kernel[(many, batch * heads)](
+        logs, scores.contiguous(), lists, visible.view(torch.uint8), rows, lse, grad_output, padding, grad, found, n, t,
+        many, -(-n // wide), width, heads, weight / (batch * heads * many), *grad_output.stride()[:3],
+        BM=min(wide, max(4096 // length, 1)), L=length, E=e, EP=held(e), SALIENCY=saliency,
+        num_warps=min(max(length // 1024, 4), 16), **told,
+    )  # fmt: skip
+    return grad, found.sum(1)

@@ -202,9 +202,14 @@ def _piece_length(plan: Plan, walk: Walk, tiles: int, owners: Tensor) -> int:
     full, partial = walk.counts()
     by_class = (full + partial).view(-1, max(tiles, 1)).sum(1)
     total = int(by_class[owners[:, 1]].sum())
-    device = walk.rows.device
+    return share_of(plan, total)
+
+
+def share_of(plan: Plan, entries: int) -> int:
+    """A program's share of so many entries, or what it takes at least."""
+    device = plan.device
     processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-    return max(total // (processors * PROGRAMS_PER_PROCESSOR), SHORTEST_PIECE // plan.block_size**2, 1)
+    return max(entries // (processors * PROGRAMS_PER_PROCESSOR), SHORTEST_PIECE // plan.block_size**2, 1)
 
 
 def split_rows(

@@ -1,12 +1,12 @@
-"""What blocks add up to, and the best of them for every row in one pass: scores come tile by tile from their factors.
+"""What blocks add up to, their scores from factors, tile by tile, and the best of them for every row.
 
-A block is ranked by one 64-bit word, its score above its number, so that the better is the larger word and of equals
-the first wins. A row keeps its best words sorted and takes in those of a tile of blocks at a time.
+A row is ranked without being sorted: scores count as integers of the same order, and the last place that is listed is
+found bit by bit, by counting how many lie no lower.
 
-Names as in `triton_primitives`. A program takes BM rows: query blocks, or tokens of one block (TOKENS). K is the power
-of two that holds what a row may list, BN the blocks of a step, which divides K or is a multiple of it, M the hidden
-units, RANK the width of the match and RP the power of two that holds it, D the width of what it projects, UQ and UK the
-sub-blocks of a row, each taken REPEAT times, and of a key block.
+Names as in `triton_primitives`. A program takes BM rows: query blocks, or tokens (TOKENS). K and T are the powers of
+two that hold what a row may list and all blocks, BN the blocks of a step, M the hidden units, RANK the width of the
+match and RP the power of two that holds it, D the width of what it projects, UQ and UK the sub-blocks of a row and of a
+key block.
 """
 
 from __future__ import annotations
@@ -16,16 +16,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .selection import Factors, widths
+from ..plan.selected import Budget
+from .selection import COLUMNS, Factors
 from .triton_launch import OPTIONS, _precision, held
 from .triton_primitives import NO_KEY, dropout_rows, scramble
 
-NOTHING = tl.constexpr(-(2**63))
-LAST = tl.constexpr(0x7FFFFFFF)
-STEP_M = tl.constexpr(32)
+STEP_M = tl.constexpr(16)
 STEP_D = tl.constexpr(64)
 MOST_TOKENS = 32
 """Tokens that are summed up at once."""
+MATCHED, MATCHES_A_WARP = 64, 1024
+"""Sub-blocks of rows of a step, and matches that a warp takes: the more code, the longer the first call."""
+RANKED = 512
+"""Scores that a warp ranks at once; they live in registers."""
+SCORE_BYTES = 2**25
+"""Scores held at a time: choosing for 32K tokens and 8 heads must take no more than 64 MB, its lists included."""
 
 
 @triton.jit
@@ -104,32 +109,10 @@ def summarised(
 
 
 @triton.jit
-def words_of(b_score, b_column):
-    """Words that order scores, and equal scores by block; 0 and -0 are equal."""
-    b_bits = (b_score + 0.0).to(tl.int32, bitcast=True)
-    b_ordered = b_bits ^ ((b_bits >> 31) & LAST)
-    return (b_ordered.to(tl.int64) << 32) | (b_column ^ LAST).to(tl.int64)
-
-
-@triton.jit
-def read_words(b_word):
-    """Scores and blocks of words; of `NOTHING` neither means anything."""
-    b_ordered = (b_word >> 32).to(tl.int32)
-    b_score = (b_ordered ^ ((b_ordered >> 31) & LAST)).to(tl.float32, bitcast=True)
-    return b_score, (b_word & LAST).to(tl.int32) ^ LAST
-
-
-@triton.jit
-def best_of_tile(b_word, BM: tl.constexpr, BN: tl.constexpr, K: tl.constexpr):
-    """The K best words of BN, descending; `NOTHING` after them where there are fewer."""
-    if BN > K:
-        return tl.topk(b_word, K)
-    else:
-        b_word = tl.sort(b_word, descending=True)
-        for i in tl.static_range((K // BN).bit_length() - 1):
-            b_more = tl.full([BM, BN << i], NOTHING, tl.int64)
-            b_word = tl.reshape(tl.permute(tl.join(b_word, b_more), (0, 2, 1)), [BM, BN << (i + 1)])
-        return b_word
+def order_of(b_score):
+    """uint32 in the order of the scores, above 0; 0 and -0 are equal."""
+    b_bits = (b_score + 0.0).to(tl.uint32, bitcast=True)
+    return tl.where(b_bits >> 31 == 1, ~b_bits, b_bits | 0x80000000)
 
 
 @triton.jit
@@ -162,7 +145,7 @@ def hidden_scores(
         return b_sum[None, :]
     else:
         b_sum = tl.zeros([BM, BN], tl.float32)
-        for m in range(M):
+        for m in tl.range(0, M, loop_unroll_factor=4):
             b_row = tl.load(p_rows + m * blocks + o_own, mask=b_exist, other=0.0)
             b_column = tl.load(p_columns + m * blocks + o_column, mask=b_there, other=0.0)
             b_hidden = tl.maximum(b_row[:, None] + b_column[None, :], 0.0, propagate_nan=tl.PropagateNan.ALL)
@@ -215,29 +198,23 @@ def projected(p_own, p_project, o_own, b_real, o_r, s_own, D: tl.constexpr, RANK
     return b_left
 
 
-@triton.jit(do_not_specialize=["rows", "blocks", "room", "local", "sink", "least", "most"])
-def select_kernel(
-    p_rows, p_columns, p_weight, p_bias, p_keep, p_own, p_project, p_left_there, p_right, p_right_there, p_log,
-    p_visible, p_seed, p_indices, p_counts, rows, blocks, heads, room, local, sink, least, most, kept, coverage,
-    coldest, root, so_b, so_h, so_n, s_weight, s_bias, s_project,
-    BM: tl.constexpr, BN: tl.constexpr, K: tl.constexpr, M: tl.constexpr, D: tl.constexpr, RANK: tl.constexpr,
-    RP: tl.constexpr, UQ: tl.constexpr, UK: tl.constexpr, REPEAT: tl.constexpr, SIZE: tl.constexpr,
-    TOKENS: tl.constexpr, CAUSAL: tl.constexpr, KEEP: tl.constexpr, HOLES: tl.constexpr, NOISE: tl.constexpr,
-    COVERAGE: tl.constexpr, PRECISION: tl.constexpr,
+@triton.jit(do_not_specialize=["begin", "rows", "total", "span"])
+def score_kernel(
+    p_rows, p_columns, p_weight, p_bias, p_keep, p_own, p_project, p_left_there, p_right, p_right_there, p_log, p_ids,
+    p_scores, begin, rows, total, blocks, heads, span, coldest, root, so_b, so_h, so_n, s_weight, s_bias, s_project,
+    BM: tl.constexpr, BN: tl.constexpr, M: tl.constexpr, D: tl.constexpr, RANK: tl.constexpr, RP: tl.constexpr,
+    UQ: tl.constexpr, UK: tl.constexpr, SIZE: tl.constexpr, TOKENS: tl.constexpr, IDS: tl.constexpr,
+    CAUSAL: tl.constexpr, KEEP: tl.constexpr, HOLES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """List the best `room` blocks, or fewer, of BM rows, ascending, `blocks` where there is none.
-
-    A row keeps a fraction `kept` of what it sees, or with COVERAGE as many as it takes for the predicted share to reach
-    `coverage`, within `least` and `most`: that many less those kept without being listed. A row's own block has the
-    logit 0 in that.
-    """
+    """Scores of BM rows, from `begin` on or with IDS any, with `span` blocks; with CAUSAL maybe not of later ones."""
+    TOGETHER: tl.constexpr = TOKENS and not IDS
     o_i = tl.program_id(0) * BM + tl.arange(0, BM)  # [BM]
-    stream = tl.program_id(1).to(tl.int64)
+    stream = tl.program_id(2).to(tl.int64)
     head = stream % heads
     b_exist = o_i < rows
-    b_own = o_i // SIZE if TOKENS else o_i
-    first_own = tl.program_id(0) * BM // SIZE if TOKENS else tl.program_id(0) * BM
-    p_visible += stream * blocks
+    o_row = tl.load(p_ids + o_i, mask=b_exist, other=0).to(tl.int32) if IDS else begin + o_i
+    o_block = o_row // SIZE if TOKENS else o_row
+    own = (begin + tl.program_id(0) * BM) // SIZE
     if M > 0:
         p_rows += stream * M * blocks
         p_columns += stream * M * blocks
@@ -247,40 +224,31 @@ def select_kernel(
     b_left = tl.zeros([BM * UQ, RP], tl.float32)
     b_left_there = tl.full([BM * UQ], 1, tl.int32) > 0
     if RANK > 0:
-        o_left = tl.program_id(0) * (BM * UQ // REPEAT) + tl.arange(0, BM * UQ) // REPEAT
-        b_real = o_left < rows * (UQ // REPEAT)
+        o_unit = tl.program_id(0) * (BM * UQ) + tl.arange(0, BM * UQ)
+        b_real = o_unit < rows * UQ
+        o_left = tl.load(p_ids + o_unit // UQ, mask=b_real, other=0).to(tl.int32) if IDS else begin + o_unit // UQ
+        o_left = o_left * UQ + o_unit % UQ
         p_own += (stream // heads) * so_b + head * so_h
         p_project += head * s_project
         b_left = projected(p_own, p_project, o_left.to(tl.int64), b_real, o_r, so_n, D, RANK, RP, PRECISION)
         if HOLES and not TOKENS:
-            b_left_there = tl.load(p_left_there + stream * rows * (UQ // REPEAT) + o_left, mask=b_real, other=0) != 0
+            b_left_there = tl.load(p_left_there + stream * total * UQ + o_left, mask=b_real, other=0) != 0
         p_right += stream * blocks * UK * RANK
         p_right_there += stream * blocks * UK
     bias = tl.load(p_bias + head * s_bias)
     inverse = 1.0 / tl.maximum(tl.exp(tl.load(p_log + head).to(tl.float32)), coldest)
-    b_noise = b_own
-    if NOISE:
-        b_noise = dropout_rows(p_seed, stream, o_i)
-
-    b_best = tl.full([BM, K], NOTHING, tl.int64)
-    # The softmax over all blocks, the row's own with the logit 0 and so far alone; b_forced is what needs no listing.
-    b_top = tl.zeros([BM], tl.float32)
-    b_total = tl.full([BM], 1.0, tl.float32)
-    b_forced = tl.full([BM], 1.0, tl.float32)
-    # Blocks that a row sees, and those of them that need no listing, its own among both.
-    b_many = tl.full([BM], 1, tl.int32)
-    b_taken = tl.full([BM], 1, tl.int32)
-    end = blocks
+    p_line = p_scores + (stream * rows + o_i)[:, None] * blocks
+    end = tl.minimum((tl.program_id(1) + 1) * span, blocks)
     if CAUSAL:
-        end = tl.minimum(blocks, first_own if TOKENS else first_own + BM - 1)
-    for first in range(0, end, BN):
+        end = tl.minimum(end, own if TOGETHER else tl.max(o_block, 0))
+    for first in range(tl.program_id(1) * span, end, BN):
         o_column = first + tl.arange(0, BN)
         b_there = o_column < blocks
         b_score = tl.zeros([BM, BN], tl.float32) + bias
         if M > 0:
             b_score += hidden_scores(
-                p_rows, p_columns, p_weight, p_keep, first_own if TOKENS else o_i, b_exist, o_column, b_there, blocks,
-                BM, BN, M, TOKENS, KEEP,
+                p_rows, p_columns, p_weight, p_keep, own if TOGETHER else o_block, b_exist, o_column, b_there, blocks,
+                BM, BN, M, TOGETHER, KEEP,
             )  # fmt: skip
         if RANK > 0:
             b_match = match_scores(
@@ -288,105 +256,201 @@ def select_kernel(
                 BM, BN, RANK, RP, UQ, UK, HOLES, PRECISION,
             )  # fmt: skip
             b_score += b_match / root
-        b_score *= inverse
-        b_column = o_column[None, :]
-        b_away = b_own[:, None] - b_column
-        b_within = b_away > 0 if CAUSAL else b_away != 0
-        b_within = b_within & (tl.load(p_visible + o_column, mask=b_there, other=0) != 0)[None, :]
-        b_near = (tl.abs(b_away) < local) | (b_column < sink)
-        b_many += tl.sum(b_within.to(tl.int32), 1)
-        b_taken += tl.sum((b_within & b_near).to(tl.int32), 1)
-        # A score that is not a number says nothing for its block.
-        b_within = b_within & (b_score == b_score) & (b_score != NO_KEY)
-        if COVERAGE:
-            b_seen = tl.where(b_within, b_score, NO_KEY)
-            b_higher = tl.maximum(b_top, tl.max(b_seen, 1))
-            b_shrink = tl.exp(b_top - b_higher)
-            b_weight = tl.exp(b_seen - b_higher[:, None])
-            b_total = b_total * b_shrink + tl.sum(b_weight, 1)
-            b_forced = b_forced * b_shrink + tl.sum(tl.where(b_near, b_weight, 0.0), 1)
-            b_top = b_higher
-        if NOISE:
-            b_score += gumbel(b_noise[:, None], b_column)
-        b_word = tl.where(b_within & (b_near == 0), words_of(b_score, b_column), NOTHING)
-        if tl.max(tl.max((b_word > tl.min(b_best, 1)[:, None]).to(tl.int32), 1), 0) > 0:
-            # The larger of one list ascending and one descending are the best of both, and rise and fall but once.
-            b_best = tl.bitonic_merge(tl.maximum(b_best, best_of_tile(b_word, BM, BN, K)), descending=False)
+        tl.store(p_line + o_column[None, :], b_score * inverse, mask=b_exist[:, None] & b_there[None, :])
 
-    b_chosen, b_block = read_words(b_best)
-    b_some = b_best != NOTHING
-    o_rank = K - 1 - tl.arange(0, K)[None, :]
+
+@triton.jit(do_not_specialize=["many", "streamed"])
+def hidden_bwd_kernel(
+    p_held, p_streamed, p_grad, p_weight, p_out, p_sum, many, streamed, heads, s_weight, sh_n, sh_m, ss_n, ss_m, sg_n,
+    sg_j, M: tl.constexpr, MP: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """Of one row, or one block, the gradient of its part in `hidden_scores`; `p_sum` gets its part in that of w."""
+    i = tl.program_id(0)
+    stream = tl.program_id(1).to(tl.int64)
+    o_m = tl.arange(0, MP)
+    b_unit = o_m < M
+    b_held = tl.load(p_held + stream * many * M + i * sh_n + o_m * sh_m, mask=b_unit, other=0.0)
+    b_out = tl.zeros([MP], tl.float32)
+    b_sum = tl.zeros([MP], tl.float32)
+    for first in range(0, streamed, BN):
+        o_j = first + tl.arange(0, BN)
+        b_real = o_j < streamed
+        b_grad = tl.load(p_grad + stream * many * streamed + i * sg_n + o_j * sg_j, mask=b_real, other=0.0)[:, None]
+        p_tile = p_streamed + stream * streamed * M + o_j[:, None] * ss_n + o_m[None, :] * ss_m
+        b_hidden = b_held[None, :] + tl.load(p_tile, mask=b_real[:, None] & b_unit[None, :], other=0.0)
+        b_out += tl.sum(tl.where(b_hidden > 0.0, b_grad, 0.0), 0)
+        b_sum += tl.sum(tl.maximum(b_hidden, 0.0) * b_grad, 0)
+    o_line = (stream * many + i) * M + o_m
+    tl.store(p_out + o_line, b_out * tl.load(p_weight + (stream % heads) * s_weight + o_m, mask=b_unit), mask=b_unit)
+    tl.store(p_sum + o_line, b_sum, mask=b_unit)
+
+
+def hidden_gradient(held_still: Tensor, streamed: Tensor, grad: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients (b, h, i, m) of what is held in scores w . relu(held + streamed), and of w what each row gives.
+
+    For held (b, h, i, m) and streamed (b, h, j, m), each without gaps, grad (b, h, i, j) and weight (h, m).
+    """
+    batch, heads, many, hidden = held_still.shape
+    found, by_row = torch.empty((2, batch, heads, many, hidden), dtype=torch.float32, device=grad.device).unbind()
+    hidden_bwd_kernel[(many, batch * heads)](
+        held_still, streamed, grad, weight, found, by_row, many, streamed.shape[2], heads, weight.stride(0),
+        *held_still.stride()[2:], *streamed.stride()[2:], *grad.stride()[2:],
+        M=hidden, MP=held(hidden), BN=max(4096 // held(hidden), 1), num_warps=4, **OPTIONS,
+    )  # fmt: skip
+    return found, by_row
+
+
+@triton.jit(do_not_specialize=["begin", "rows", "total", "room", "local", "sink", "least", "most"])
+def rank_kernel(
+    p_scores, p_visible, p_seed, p_indices, p_counts, begin, rows, total, blocks, room, local, sink, least, most, kept,
+    coverage, BM: tl.constexpr, T: tl.constexpr, K: tl.constexpr, SIZE: tl.constexpr, TOKENS: tl.constexpr,
+    CAUSAL: tl.constexpr, NOISE: tl.constexpr, COVERAGE: tl.constexpr,
+):  # fmt: skip
+    """List the best `room` blocks, or fewer, of BM rows, ascending, `blocks` where there is none.
+
+    A row keeps a fraction `kept` of what it sees, or with COVERAGE as many as it takes for the predicted share to reach
+    `coverage`, within `least` and `most`: that many less those kept without being listed. A row's own block has the
+    logit 0 in that.
+    """
+    o_i = tl.program_id(0) * BM + tl.arange(0, BM)  # [BM]
+    stream = tl.program_id(1).to(tl.int64)
+    b_exist = o_i < rows
+    o_row = begin + o_i
+    o_own = o_row // SIZE if TOKENS else o_row
+    o_j = tl.arange(0, T)[None, :]
+    b_away = o_own[:, None] - o_j
+    b_visible = tl.load(p_visible + stream * blocks + o_j, mask=o_j < blocks, other=0) != 0
+    b_within = (b_away > 0 if CAUSAL else b_away != 0) & b_visible & b_exist[:, None]
+    b_near = (tl.abs(b_away) < local) | (o_j < sink)
+    b_score = tl.load(p_scores + (stream * rows + o_i)[:, None] * blocks + o_j, mask=b_within, other=NO_KEY)
+    # Blocks that a row sees, and those of them that need no listing, its own among both.
+    b_many = 1 + tl.sum(b_within.to(tl.int32), 1)
+    b_taken = 1 + tl.sum((b_within & b_near).to(tl.int32), 1)
+    # A score that is not a number says nothing for its block.
+    b_within = b_within & (b_score == b_score) & (b_score != NO_KEY)
+    b_share = b_score
     if COVERAGE:
-        if NOISE:
-            b_chosen -= gumbel(b_noise[:, None], b_block)
-        b_share = tl.where(b_some, tl.exp(b_chosen - b_top[:, None]) / b_total[:, None], 0.0)
-        b_held = b_forced / b_total
-        b_reached = b_held[:, None] + tl.cumsum(b_share, 1, reverse=True)
-        b_short = (b_reached < coverage) & (o_rank < room)
-        b_wanted = tl.where(b_held < coverage, tl.sum(b_short.to(tl.int32), 1) + 1, 0) + b_taken
+        b_share = tl.where(b_within, b_score, NO_KEY)
+        b_top = tl.maximum(tl.max(b_share, 1), 0.0)
+        b_share = tl.exp(b_share - b_top[:, None])
+        b_own = tl.exp(-b_top)
+        b_total = b_own + tl.sum(b_share, 1)
+        b_held = (b_own + tl.sum(tl.where(b_near, b_share, 0.0), 1)) / b_total
+        b_share = tl.where(b_near, 0.0, b_share / b_total[:, None])
+    if NOISE:
+        b_score += gumbel(dropout_rows(p_seed, stream, o_row)[:, None], o_j)
+    b_place = tl.where(b_within & (b_near == 0), order_of(b_score), 0)
+    if COVERAGE:
+        # As many as lie above the largest place from which on the share is reached, and of equals the first.
+        b_limit = tl.zeros([BM], tl.uint32)
+        for bit in range(32):
+            b_trial = b_limit | (tl.full([], 1, tl.uint32) << (31 - bit))
+            b_sum = b_held + tl.sum(tl.where(b_place >= b_trial[:, None], b_share, 0.0), 1)
+            b_limit = tl.where(b_sum >= coverage, b_trial, b_limit)
+        b_above = b_place > b_limit[:, None]
+        b_tied = (b_place == b_limit[:, None]) & (b_place > 0)
+        b_sum = b_held + tl.sum(tl.where(b_above, b_share, 0.0), 1)
+        b_equal = tl.where(b_tied, b_share, 0.0)
+        b_short = b_tied & (b_sum[:, None] + tl.cumsum(b_equal, 1) - b_equal < coverage)
+        # Where nothing reaches it, one more than there are.
+        b_wanted = tl.sum((b_above | b_short).to(tl.int32), 1) + (b_limit == 0).to(tl.int32)
+        b_wanted = tl.where(b_held < coverage, b_wanted, 0) + b_taken
     else:
         # Half goes to the even number, as torch rounds.
-        b_share = kept * b_many.to(tl.float32)
-        b_wanted = tl.floor(b_share).to(tl.int32)
-        b_rest = b_share - tl.floor(b_share)
+        b_part = kept * b_many.to(tl.float32)
+        b_wanted = tl.floor(b_part).to(tl.int32)
+        b_rest = b_part - tl.floor(b_part)
         b_wanted += ((b_rest > 0.5) | ((b_rest == 0.5) & (b_wanted % 2 == 1))).to(tl.int32)
-    b_limit = tl.minimum(tl.maximum(b_wanted, least), most) - b_taken
-    b_listed = b_some & (o_rank < tl.minimum(b_limit, room)[:, None])
-    b_sorted = tl.sort(tl.where(b_listed, b_block, blocks))
-    o_row = stream * rows + o_i
-    o_k = tl.arange(0, K)
-    p_line = p_indices + o_row[:, None] * room + o_k[None, :]
-    tl.store(p_line, b_sorted, mask=b_exist[:, None] & (o_k < room)[None, :])
-    tl.store(p_counts + o_row, tl.sum(b_listed.to(tl.int32), 1), mask=b_exist)
+    b_count = tl.minimum(tl.minimum(tl.maximum(b_wanted, least), most) - b_taken, room)
+    b_count = tl.minimum(b_count, tl.sum((b_place > 0).to(tl.int32), 1))
+    b_last = tl.zeros([BM], tl.uint32)
+    b_have = tl.zeros([BM], tl.int32)
+    bit = 31
+    more = 1
+    while (bit >= 0) & (more > 0):
+        b_trial = b_last | (tl.full([], 1, tl.uint32) << bit)
+        b_found = tl.sum((b_place >= b_trial[:, None]).to(tl.int32), 1)
+        b_have = tl.where(b_found >= b_count, b_found, b_have)
+        b_last = tl.where(b_found >= b_count, b_trial, b_last)
+        more = tl.max(((b_have != b_count) & (b_count > 0)).to(tl.int32), 0)
+        bit -= 1
+    b_above = (b_place > b_last[:, None]).to(tl.int32)
+    b_tied = (b_place == b_last[:, None]).to(tl.int32)
+    b_spare = b_count - tl.sum(b_above, 1)
+    b_listed = (b_above + tl.where(tl.cumsum(b_tied, 1) <= b_spare[:, None], b_tied, 0)) * (b_count > 0)[:, None]
+    p_line = p_indices + (stream * total + o_row)[:, None] * room
+    tl.store(p_line + tl.cumsum(b_listed, 1) - 1, o_j + 0 * b_listed, mask=b_listed > 0)
+    o_k = tl.arange(0, K)[None, :]
+    b_count = tl.maximum(b_count, 0)
+    b_rest = b_exist[:, None] & (o_k >= b_count[:, None]) & (o_k < room)
+    tl.store(p_line + o_k, tl.full([BM, K], 0, tl.int32) + blocks, mask=b_rest)
+    tl.store(p_counts + stream * total + o_row, b_count, mask=b_exist)
+
+
+def pair_scores(factors: Factors, rows: range | Tensor, block_size: int, per_token: bool, is_causal: bool) -> Tensor:
+    """Scores over temperature of rows, int64 (r), with every block, (b, h, r, t).
+
+    With `is_causal` those with a row's own and later blocks may be anything.
+    """
+    batch, heads, total, own_units, d = factors.own.shape
+    t, units, rank = factors.right.shape[2:]
+    many = len(rows)
+    scores = torch.empty((batch, heads, many, t), dtype=torch.float32, device=factors.rows.device)
+    at_once = min(max(MATCHED // own_units, 1), block_size if per_token else MATCHED)
+    warps = min(max(at_once * own_units * COLUMNS // MATCHES_A_WARP, 4), 16)
+    # Where one of these is not given, no program reads it.
+    there = [x if x is None else x.contiguous().view(torch.uint8) for x in (factors.left_there, factors.right_there)]
+    by_unit = [x.mT.contiguous() for x in (factors.rows, factors.columns, factors.keep) if x is not None]
+    own = factors.own.flatten(2, 3)
+    shared = factors.weight.stride(0), factors.bias.stride(0), factors.project.stride(0)
+    ids, begin = (own, rows.start) if isinstance(rows, range) else (rows, 0)
+    # Rows that are many fill the machine by themselves, and then project their queries but once.
+    span = t if per_token and ids is own else COLUMNS
+    score_kernel[(-(-many // at_once), -(-t // span), batch * heads)](
+        by_unit[0], by_unit[1], factors.weight, factors.bias, by_unit[-1], own, factors.project,
+        own if there[0] is None else there[0], factors.right.contiguous(), own if there[1] is None else there[1],
+        factors.log_temperature, ids, scores, begin, many, total, t, heads, span, float(factors.coldest),
+        max(rank, 1) ** 0.5, *own.stride()[:3], *shared,
+        BM=at_once, BN=COLUMNS, M=factors.rows.shape[3], D=d, RANK=rank, RP=held(max(rank, 1)), UQ=own_units, UK=units,
+        SIZE=block_size, TOKENS=per_token, IDS=ids is not own, CAUSAL=is_causal, KEEP=factors.keep is not None,
+        HOLES=factors.right_there is not None, PRECISION=_precision(torch.float32),
+        num_warps=warps, num_stages=1, **OPTIONS,
+    )  # fmt: skip
+    return scores
 
 
 def listed_blocks(
     factors: Factors,
     visible: Tensor,
-    room: int,
+    budget: Budget,
     *,
     block_size: int,
     is_causal: bool,
     per_token: bool,
     local_blocks: int,
     sink_blocks: int,
-    kept: float,
-    coverage: float | None,
-    least: int,
-    most: int | None,
     seed: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """The best blocks of every row, int32 (b, h, r, room), ascending and then t, and how many, int32 (b, h, r).
 
-    `factors` are such as `Factors.why_not` accepts, `room` is the most that any row lists; the rest is what
-    `ops.selection.select` is told, and its `Budget`.
+    `factors` are such as `Factors.why_not` accepts; the rest is what `ops.selection.select` is told.
     """
-    batch, heads, rows, own_units, d = factors.own.shape
-    t, units, rank = factors.right.shape[2:]
-    hidden = factors.rows.shape[3]
-    indices = torch.empty((batch, heads, rows, room), dtype=torch.int32, device=visible.device)
-    counts = torch.empty((batch, heads, rows), dtype=torch.int32, device=visible.device)
-    cut = widths(room, own_units)
-    # Tokens of one program share a block.
-    at_once = min(cut.rows, block_size) if per_token else cut.rows
-    # Where one of these is not given, no program reads it.
-    holes = factors.right_there is not None
-    left_there = visible if factors.left_there is None else factors.left_there
-    right_there = visible if factors.right_there is None else factors.right_there
-    by_unit = [x.mT.contiguous() for x in (factors.rows, factors.columns, factors.keep) if x is not None]
-    own = factors.own.flatten(2, 3)
-    shared = factors.weight.stride(0), factors.bias.stride(0), factors.project.stride(0)
-    select_kernel[(-(-rows // at_once), batch * heads)](
-        by_unit[0], by_unit[1], factors.weight, factors.bias, by_unit[-1], own, factors.project,
-        left_there.contiguous().view(torch.uint8), factors.right.contiguous(),
-        right_there.contiguous().view(torch.uint8), factors.log_temperature, visible.view(torch.uint8),
-        counts if seed is None else seed, indices, counts, rows, t, heads, room, local_blocks, sink_blocks, least,
-        t if most is None else most, kept, 0.0 if coverage is None else coverage, float(factors.coldest),
-        max(rank, 1) ** 0.5, *own.stride()[:3], *shared,
-        BM=at_once, BN=cut.columns, K=cut.listed, M=hidden, D=d, RANK=rank, RP=held(max(rank, 1)), UQ=cut.units,
-        UK=units, REPEAT=cut.repeat, SIZE=block_size, TOKENS=per_token, CAUSAL=is_causal,
-        KEEP=factors.keep is not None, HOLES=holes, NOISE=seed is not None, COVERAGE=coverage is not None,
-        PRECISION=_precision(torch.float32),
-        num_warps=cut.warps, num_stages=1, **OPTIONS,
-    )  # fmt: skip
+    batch, heads, total = factors.own.shape[:3]
+    t = factors.right.shape[2]
+    room, coverage = budget.room(t), budget.coverage
+    indices = torch.empty((batch, heads, total, room), dtype=torch.int32, device=visible.device)
+    counts = torch.empty((batch, heads, total), dtype=torch.int32, device=visible.device)
+    wide = held(t)
+    at_once, warps = max(RANKED // wide, 1), max(wide // RANKED, 1)
+    chunk = max(SCORE_BYTES // (4 * batch * heads * t) // block_size, 1) * block_size
+    for begin in range(0, total, chunk):
+        rows = min(chunk, total - begin)
+        scores = pair_scores(factors, range(begin, begin + rows), block_size, per_token, is_causal)
+        rank_kernel[(-(-rows // at_once), batch * heads)](
+            scores, visible.view(torch.uint8), counts if seed is None else seed, indices, counts, begin, rows, total, t,
+            room, local_blocks, sink_blocks, budget.least, t if budget.most is None else budget.most, budget.kept,
+            0.0 if coverage is None else coverage,
+            BM=at_once, T=wide, K=held(room), SIZE=block_size, TOKENS=per_token, CAUSAL=is_causal,
+            NOISE=seed is not None, COVERAGE=coverage is not None, num_warps=warps, **OPTIONS,
+        )  # fmt: skip
     return indices, counts

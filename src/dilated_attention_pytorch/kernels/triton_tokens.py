@@ -20,16 +20,7 @@ from .registry import AttentionCall, Forward, Gradients
 from .triton_backward import dkv_tile, dq_tile
 from .triton_forward import forward_tile
 from .triton_launch import LOG2E, OPTIONS, ROWS, Tiles, _dropout, _precision, config, delta_of, held
-from .triton_primitives import (
-    LN2,
-    NO_KEY,
-    averaged,
-    dropout_rows,
-    empty_softmax,
-    load_rows,
-    reference_of,
-    store_rows,
-)
+from .triton_primitives import LN2, NO_KEY, averaged, dropout_rows, empty_softmax, load_rows, reference_of, store_rows
 
 __all__ = ["backward", "delta_of", "forward"]
 
@@ -159,8 +150,8 @@ def chosen_dq_bwd_kernel(
         p_v_tile = p_v + (k_first + o_n)[:, None] * sv_n + o_e[None, :]
         b_dq = dq_tile(
             b_dq, b_q, b_do, b_lse, b_delta, p_k_tile, p_v_tile, p_masks, p_padding, p_seed, b_row, block * 0, False,
-            scale_log2, threshold, inverse_keep, tl.arange(0, BM), o_n, k_first, n - k_first, o_n, o_d, o_e, p_part,
-            b_delta, BLOCK, D, E, DP, EP, RAGGED, RAGGED, False, PADDING, DROPOUT, False, PRECISION, False, False,
+            scale_log2, threshold, inverse_keep, tl.arange(0, BM), o_n, k_first, n - k_first, o_n, o_d, o_e,
+            BLOCK, D, E, DP, EP, RAGGED, RAGGED, False, PADDING, DROPOUT, False, PRECISION, False,
         )  # fmt: skip
     store_rows(p_part + o_row[:, None] * D + o_d[None, :], b_dq * scale, b_exist, o_d, D, DP)
 
@@ -239,7 +230,7 @@ def chosen_dkv_bwd_kernel(
     store_rows(p_dv_tile, b_dv + load_rows(p_dv_tile, b_exist, o_e, E, EP, True), b_exist, o_e, E, EP)
 
 
-def forward(call: AttentionCall, chosen: Chosen, near: Forward, heads: slice, asked: Tensor) -> Tensor:
+def forward(call: AttentionCall, chosen: Chosen, near: Forward, heads: slice) -> None:
     """Join the choices of some query heads to what all rows share, in place.
 
     Args:
@@ -247,10 +238,6 @@ def forward(call: AttentionCall, chosen: Chosen, near: Forward, heads: slice, as
         chosen: the choices of those heads.
         near: output and LSE of the call.
         heads: which query heads, all of a key head's or none.
-        asked: int64 (r): tokens of which to tell the LSE of each listed block.
-
-    Returns:
-        That LSE, (b, those heads, r, k).
     """
     query, key, value = _of_heads(call, heads)
     batch, own, n, d = query.shape
@@ -271,9 +258,6 @@ def forward(call: AttentionCall, chosen: Chosen, near: Forward, heads: slice, as
         output, lse, part, part_lse, chosen.place, rows, n, chosen.place.shape[2], *output.stride()[:3], *lse.stride(),
         BM=ROWS, E=e, EP=held(e), **OPTIONS,
     )  # fmt: skip
-    place = chosen.place.unflatten(1, (batch, n))[:, :, asked]
-    listed = part_lse.gather(1, place.clamp(max=rows - 1).flatten(1)).view_as(place)
-    return listed.masked_fill(place >= rows, -torch.inf).transpose(0, 1)
 
 
 def backward(

@@ -366,9 +366,8 @@ class BlockSparseAdaptive(OverRanks, nn.Module):
 
 def _lesson_scores(scores: Scores, listed: Tensor, lesson: Lesson) -> tuple[Tensor, Tensor | None]:
     """Scores of the blocks listed for a lesson's chosen rows, and of all blocks for its dense rows, if any."""
-    chosen, dense = lesson.chosen_rows, lesson.dense_rows
     with torch.autocast(listed.device.type, enabled=False):
-        return scores.of(chosen, listed[:, :, chosen]), scores.of_all(dense) if len(dense) else None
+        return scores.of_lesson(lesson.chosen_rows, lesson.dense_rows, listed)
 
 
 class MultiheadBlockSparseAdaptive(MultiheadOverRanks, MultiheadSparseAttention):

@@ -14,16 +14,17 @@ from __future__ import annotations
 import math
 from functools import cached_property, lru_cache
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..errors import must
+from ..ops.scores import RowScores, Seen, by_kernels
 from ..ops.selection import Factors
 from ..plan.selected import may_read
-from .summaries import CHUNK, Blocks, blocks_of
+from .summaries import CHUNK, Blocks, Columns, Rows, blocks_of
 
 ALL_PAIRS = 2048
 """Blocks up to which the MLP scores every pair; beyond, those that match best."""
@@ -226,16 +227,27 @@ class BlockScorer(nn.Module):
         own_unit = block_size if per_token else unit
         rows = blocks_of(query, block_size, own_unit, padding, dtype, extremes=False, before=is_causal)
         layers = self.importance.layers(dtype)
-        columns = self.columns(blocks_of(key, block_size, unit, padding, dtype), layers)
+        keys = self._for_heads(blocks_of(key, block_size, unit, padding, dtype))
         whole = padding is None and query.shape[2] % block_size == 0
-        speaking = self.speaking(rows, layers)
-        return Scores(self, query, speaking, columns, layers, block_size, is_causal, per_token, whole)
+        config, plain = self.config, len(layers) == 2 and not (self.training and self.config.dropout)
+        by_lesson = plain and config.hard_sparsity and config.score_gradient == "distill"
+        seen = Seen(rows.summary, keys.summary, keys.units)
+        by_lesson = by_lesson and by_kernels(query, config.match_rank, seen)
+        # Where a lesson alone asks for gradients, and kernels compute them, there is no graph to be kept.
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not by_lesson):
+            speaking, columns = self.speaking(rows, layers), self.columns(keys, layers)
+        scores = Scores(self, query, speaking, columns, layers, block_size, is_causal, per_token, whole)
+        scores.seen = seen if by_lesson else None
+        return scores
+
+    def _for_heads(self, blocks: Blocks) -> Blocks:
+        """Key blocks (b, g, t, ...), for every query head."""
+        groups = self.num_heads // blocks.summary.shape[1]
+        return blocks if groups == 1 else Blocks(*(x.repeat_interleave(groups, 1) for x in blocks))
 
     def columns(self, blocks: Blocks, layers: list[Layer]) -> Columns:
         """What scores need of key blocks (b, g, t, ...), for every query head."""
-        groups = self.num_heads // blocks.summary.shape[1]
-        if groups > 1:
-            blocks = Blocks(*(x.repeat_interleave(groups, 1) for x in blocks))
+        blocks = self._for_heads(blocks)
         mixed = blocks.summary @ self.summary.to(blocks.summary.dtype)
         matched = blocks.units.flatten(2, 3) @ self.match_key.to(mixed.dtype)
         matched = matched.unflatten(2, blocks.units.shape[2:4])
@@ -246,30 +258,6 @@ class BlockScorer(nn.Module):
         mean = blocks.summary
         keep = self.importance.channels(len(mean), mean.shape[2], mean)
         return Rows(self.importance.query_part(mean, layers), blocks.units, blocks.unit_there, keep)
-
-
-class Columns(NamedTuple):
-    """Key blocks, as far as scores need them."""
-
-    hidden: Tensor
-    """(b, h, t, hidden): the first layer's part"""
-    matched: Tensor
-    """(b, h, t, u, rank)"""
-    unit_there: Tensor
-    """bool (b, h, t, u)"""
-
-
-class Rows(NamedTuple):
-    """Query blocks that speak for rows."""
-
-    hidden: Tensor
-    """(b, h, t, hidden)"""
-    units: Tensor
-    """(b, h, t, u, d)"""
-    unit_there: Tensor
-    """bool (b, h, t, u)"""
-    keep: Tensor | None
-    """(b, h, t, hidden): hidden units kept while training"""
 
 
 class Scores:
@@ -311,6 +299,7 @@ class Scores:
         self.root = max(self.rank, 1) ** -0.5
         self.ids, self.first = ids, first
         self.learns = torch.is_grad_enabled()
+        self.seen: Seen | None = None
 
     @cached_property
     def inverse(self) -> Tensor:
@@ -388,10 +377,23 @@ class Scores:
         cold = scorer.log_temperature, scorer.config.min_temperature
         return Factors(self.rows, self.hidden, weight, bias, own, project, self.matched, *cold, self.keep, *holes)
 
+    def of_lesson(self, chosen: Tensor, dense: Tensor, listed: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Scores of the blocks listed for some rows, and of all blocks for others, if any, with gradients."""
+        if self.seen is None:
+            return self.of(chosen, listed[:, :, chosen]), self.of_all(dense) if len(dense) else None
+        scorer, dtype = self.scorer, self.rows.dtype
+        others = scorer.summary, scorer.match_query, scorer.match_key, scorer.log_temperature
+        parameters = *self.layers[0], *self.layers[1], *(x.to(dtype) for x in others)
+        asked = chosen, dense, listed, self.block_size, self.per_token
+        found = RowScores.apply(*parameters, self.factors(), self.seen, *asked)
+        return found[0], found[1] if len(dense) else None
+
     def of(self, rows: Tensor, blocks: Tensor) -> Tensor:
         """Scores over temperature of chosen pairs (b, h, r, k), with gradients; blocks past the last score anything."""
-        at = blocks.long().clamp(max=self.visible.shape[2] - 1)
-        scores = self._mlp(self.block_rows(rows), self._take(self.hidden, at))
+        own, at = self.block_rows(rows), blocks.long()
+        # Gradients of one block are added up one after another, so that what is not listed must not all be the same.
+        at = torch.where(at < self.visible.shape[2], at, own[:, None])
+        scores = self._mlp(own, self._take(self.hidden, at))
         if self.rank:
             match = self._match(rows, self._take(self.matched, at), self._seen(at))
             scores = scores.add(match, alpha=self.root)

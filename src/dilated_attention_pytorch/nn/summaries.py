@@ -32,6 +32,30 @@ class Blocks(NamedTuple):
         return Blocks(*(x.roll(1, 2) for x in self))
 
 
+class Columns(NamedTuple):
+    """Key blocks, as far as scores need them."""
+
+    hidden: Tensor
+    """(b, h, t, hidden): the first layer's part"""
+    matched: Tensor
+    """(b, h, t, u, rank)"""
+    unit_there: Tensor
+    """bool (b, h, t, u)"""
+
+
+class Rows(NamedTuple):
+    """Query blocks that speak for rows."""
+
+    hidden: Tensor
+    """(b, h, t, hidden)"""
+    units: Tensor
+    """(b, h, t, u, d)"""
+    unit_there: Tensor
+    """bool (b, h, t, u)"""
+    keep: Tensor | None
+    """(b, h, t, hidden): hidden units kept while training"""
+
+
 @torch.no_grad()
 def blocks_of(
     x: Tensor,

@@ -35,7 +35,7 @@ from ..shapes import Key, KeyPadding, Query, Value
 from .attention import autocasted
 from .checks import check_masks, check_tensors
 from .merge import AttentionOutput
-from .selection_mass import Lesson, Scene, learn, query_weights
+from .selection_mass import Lesson, Scene, learn
 
 GATHERED, GPU_ROOM = 512 * 2**20, 4
 """Bytes of gathered queries and outputs held at a time, unless one key head needs more; on a GPU times as many."""
@@ -115,10 +115,6 @@ class _Work:
         padding = padding.reshape(1, -1) if folded and padding is not None else padding
         return AttentionCall(query, key, value, plan, self.scale, padding, self.dropout_p, self.seed)
 
-    def asked(self, device: torch.device) -> Tensor:
-        """Rows of which a lesson asks what their listed blocks hold, int64 (r)."""
-        return torch.empty(0, dtype=torch.int64, device=device) if self.lesson is None else self.lesson.chosen_rows
-
     def listed(self) -> Listed | Plan:
         """A selection by query blocks as kernels read it: on a GPU nothing is looked at."""
         device = self.selection.indices.device
@@ -182,8 +178,7 @@ def _attended(work: _Work, query: Tensor, key: Tensor, value: Tensor) -> _Found:
         call = work.shared_call(query, key, value)
         near = choose(call, work.backend)[1].forward(call)
         if _joins_in_place(work, call):
-            (output, lse), listed_lse, chosen = _join_chosen(work, call, near)
-            return _Found(output, lse, chosen=chosen, listed_lse=listed_lse)
+            return _Found(*near, chosen=_join_chosen(work, call, near))
         output, lse, pieces, listed_lse = _forward_tokens(work, query, key, value, near)
         return _Found(output, lse, pieces=pieces, listed_lse=listed_lse)
     listed = work.listed()
@@ -222,9 +217,6 @@ class _Selected(torch.autograd.Function):
             return (None,) * 7
         grad_output = torch.zeros_like(output) if grad_output is None else grad_output
         grad_output = grad_output if grad_output.stride(-1) == 1 else grad_output.contiguous()
-        weights = mass = None
-        if work.lesson is not None:
-            weights = query_weights(work.lesson, lse, grad_output, work.key_padding_mask)
         found: tuple[Tensor | None, ...] = (None,) * 3
         if any(ctx.needs_input_grad[:3]):
             if work.selection.per_token:
@@ -237,41 +229,15 @@ class _Selected(torch.autograd.Function):
                         work, ctx.pieces, near, query, key, value, output, lse, grad_output, grad_lse
                     )
             else:
-                found, mass = _backward_blocks(
-                    work, ctx.listed, query, key, value, output, lse, grad_output, grad_lse, weights
-                )
+                call, _, backend = work.block_call(query, key, value, ctx.listed, backward=True)
+                slope = None if grad_lse is None else _fold(grad_lse)
+                folded = backend.backward(call, _fold(output), _fold(lse), _fold(grad_output), slope)
+                found = tuple(_unfold(x, query) for x in folded)
         learned: tuple[Tensor | None, ...] = (None, None)
-        if work.lesson is not None and weights is not None:
-            scene = Scene(query, key, work.selection, work.scale, work.key_padding_mask, listed_lse, mass)
-            learned = learn(scene, work.lesson, lse, weights, chosen_scores, dense_scores)
+        if work.lesson is not None:
+            scene = Scene(query, key, work.selection, work.scale, work.key_padding_mask, listed_lse)
+            learned = learn(scene, work.lesson, lse, grad_output, chosen_scores, dense_scores)
         return *found, *learned, None, None
-
-
-def _backward_blocks(
-    work: _Work,
-    listed: Listed | Plan,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    output: Tensor,
-    lse: Tensor,
-    grad_output: Tensor,
-    grad_lse: Tensor | None,
-    weights: Tensor | None,
-) -> tuple[tuple[Tensor, ...], Tensor | None]:
-    """Gradients of query, key and value, and where the backend gives it on the way, the mass of `Scene`."""
-    call, name, backend = work.block_call(query, key, value, listed, backward=True)
-    given = (call, _fold(output), _fold(lse), _fold(grad_output), None if grad_lse is None else _fold(grad_lse))
-    if name != "triton" or weights is None or isinstance(listed, Plan):
-        return tuple(_unfold(x, query) for x in backend.backward(*given)), None
-    from ..kernels.triton_launch import backward_with_mass
-
-    found, by_entry = backward_with_mass(*given, _fold(weights).contiguous())
-    assert by_entry is not None
-    place, own = listed.place, work.selection.local_blocks - 1
-    chosen = place.shape[-1] - work.selection.indices.shape[-1]
-    met = torch.cat([place[..., own : own + 1], place[..., chosen:]], -1).transpose(0, 1)
-    return tuple(_unfold(x, query) for x in found), by_entry[met]
 
 
 def _fold(x: Tensor) -> Tensor:
@@ -318,22 +284,18 @@ def _joins_in_place(work: _Work, call: AttentionCall) -> bool:
     return able and not may_read(call.device)
 
 
-def _join_chosen(
-    work: _Work, call: AttentionCall, near: Forward
-) -> tuple[Forward, Tensor | None, list[tuple[slice, Chosen]]]:
-    """Output and LSE, joined in place to what all rows share, the LSE of listed blocks for a lesson, the choices."""
+def _join_chosen(work: _Work, call: AttentionCall, near: Forward) -> list[tuple[slice, Chosen]]:
+    """The choices by heads, joined to what all rows share in place."""
     from ..kernels import triton_lists, triton_tokens
 
-    found, listed = [], []
-    asked = work.asked(call.device)
+    found = []
     for heads, _ in _head_runs(work, call.query, call.key, call.value):
         own = replace(work.selection, indices=work.selection.indices[:, heads])
         bits = own.indices.shape[1] * len(call.query) * own.blocks * own.n
         chosen = triton_lists.chosen_tokens(own) if bits <= MOST_BITS else chosen_tokens(own)
-        listed.append(triton_tokens.forward(call, chosen, near, heads, asked))
+        triton_tokens.forward(call, chosen, near, heads)
         found.append((heads, chosen))
-    together = torch.cat(listed, 1) if len(listed) > 1 else listed[0] if listed else None
-    return near, together if len(asked) else None, found
+    return found
 
 
 def _add_chosen(
@@ -390,7 +352,8 @@ def _forward_tokens(
     if total.data_ptr() == near.output.data_ptr():
         total = total.clone()
     pieces = list(_pieces(work, query, key, value))
-    asked, (batch, heads, n, _) = work.asked(query.device), query.shape
+    batch, heads, n, _ = query.shape
+    asked = torch.arange(0) if work.lesson is None else work.lesson.chosen_rows
     listed_lse = lse.new_empty((batch, heads, len(asked), work.selection.indices.shape[-1]))
     for piece in pieces:
         call = _gathered_call(work, piece, folded)

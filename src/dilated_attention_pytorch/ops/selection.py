@@ -7,7 +7,6 @@ Shapes: b batch, h heads, r rows (query blocks, or tokens), t key blocks, k list
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -15,32 +14,9 @@ from torch import Tensor
 from ..kernels import triton_backend
 from ..kernels.dropout import GOLDEN, WORD, fresh_seed, mix
 from ..kernels.selection import Factors, no_kernels
-from ..plan.selected import Selection, may_read, shared_blocks
+from ..plan.selected import Budget, Selection, may_read, shared_blocks
 
 __all__ = ["Budget", "Factors", "Selection", "fresh_seed", "gumbel", "select", "select_rows", "summaries"]
-
-
-@dataclass(frozen=True, slots=True)
-class Budget:
-    """How many blocks a row keeps, its own and the forced ones counted."""
-
-    kept: float
-    """Fraction of the visible blocks."""
-    coverage: float | None
-    """Instead: as many as it takes for their predicted share of the attention to reach this."""
-    least: int
-    most: int | None
-
-    def room(self, blocks: int) -> int:
-        """The most a row can ever list beside its own block."""
-        most = blocks if self.most is None else min(self.most, blocks)
-        if self.coverage is None:
-            most = min(most, max(self.least, round(self.kept * blocks), 1))
-        return min(most, blocks) - 1
-
-    def wanted(self, seen: Tensor) -> Tensor:
-        """How many of that many visible blocks a row keeps by the fraction, int64."""
-        return (self.kept * seen).round().long().clamp(min=self.least, max=self.most)
 
 
 def summaries(
@@ -90,8 +66,7 @@ def select(
     if factors is not None and not may_read(visible.device) and factors.why_not(budget.room(t)) is None:
         from ..kernels.triton_selection import listed_blocks
 
-        bounds = {"kept": budget.kept, "coverage": budget.coverage, "least": budget.least, "most": budget.most}
-        listed, many = listed_blocks(factors, visible, budget.room(t), **told, **bounds)
+        listed, many = listed_blocks(factors, visible, budget, **told)
     else:
         rows = torch.arange(n if per_token else t, device=visible.device)
         listed, many = select_rows(scores, chunk, rows, visible, budget, **told)

@@ -53,9 +53,7 @@ class Scene(NamedTuple):
     scale: float
     key_padding_mask: Tensor | None
     listed_lse: Tensor | None = None
-    """(b, h, r, k): the LSE of each listed block of the lesson's chosen rows by itself, where tokens chose"""
-    mass: Tensor | None = None
-    """(b, h, r, 1 + k): weighted attention of every row on its own block and its listed ones, where it is known"""
+    """(b, h, r, k): the LSE of each listed block of the lesson's chosen rows by itself, where it is known"""
 
     def tokens(self, rows: Tensor) -> Tensor:
         """Query tokens of rows, int64 (r, q); past the end where a block is ragged."""
@@ -75,16 +73,35 @@ def learn(
     scene: Scene,
     lesson: Lesson,
     lse: Tensor,
-    weights: Tensor,
+    grad_output: Tensor,
     chosen_scores: Tensor | None,
     dense_scores: Tensor | None,
 ) -> tuple[Tensor | None, Tensor | None]:
     """Gradients of the scores (b, h, r, k) of listed blocks and (b, h, r, t) of all blocks of the dense rows.
 
-    The loss is the mean over rows, samples and heads of each of both, times the lesson's weight, summed. `weights` are
-    those of `query_weights`.
+    The loss is the mean over rows, samples and heads of each of both, times the lesson's weight, summed.
     """
     losses, grads = [], []
+    if _by_kernel(scene):
+        from ..kernels.triton_mass import taught
+
+        told = scene.scale, scene.key_padding_mask, lesson.weight, lesson.saliency
+        seen = lesson.visible, lse.contiguous(), grad_output
+        both = (lesson.chosen_rows, True, chosen_scores), (lesson.dense_rows, False, dense_scores)
+        for rows, listed, scores in both:
+            if scores is None:
+                grads.append(None)
+                continue
+            grad, found = taught(scene.query, scene.key, scene.selection, rows, listed, scores, *seen, *told)
+            grads.append(grad)
+            loss, entropy, kept, queries = found.unbind()
+            losses.append(loss)
+            if not listed:
+                lesson.found |= {"entropy": entropy, "coverage": kept / queries.clamp(min=1)}
+        if losses:
+            lesson.found["loss"] = sum(losses[1:], losses[0])
+        return grads[0], grads[1]
+    weights = query_weights(lesson, lse, grad_output, scene.key_padding_mask)
     if chosen_scores is None:
         grads.append(None)
     else:
@@ -92,10 +109,7 @@ def learn(
         blocks = scene.selection.indices[:, :, rows].long()
         own = scene.selection.row_blocks()[rows].expand(blocks.shape[:3])
         if scene.listed_lse is None:
-            if scene.mass is None:
-                both = listed_mass(scene, rows, torch.cat([own[..., None], blocks], -1), lse, weights)
-            else:
-                both = scene.mass[:, :, rows]
+            both = listed_mass(scene, rows, torch.cat([own[..., None], blocks], -1), lse, weights)
             own_mass, mass = both.split([1, blocks.shape[-1]], -1)
         else:
             own_mass = listed_mass(scene, rows, own[..., None], lse, weights)
@@ -158,9 +172,6 @@ def listed_mass(scene: Scene, rows: Tensor, blocks: Tensor, lse: Tensor, weights
     selection, key = scene.selection, scene.key
     batch, heads, r, l = blocks.shape
     size, n = selection.block_size, selection.n
-    logs = _lse_by_kernel(scene, rows, blocks)
-    if logs is not None:
-        return _weighted(scene, rows, logs, lse[:, :, scene.tokens(rows).clamp(max=n - 1)], weights)
     reach = torch.arange(size, device=key.device)
     sample = torch.arange(batch, device=key.device).view(-1, 1, 1, 1)
     group = (torch.arange(heads, device=key.device) // (heads // key.shape[1])).view(-1, 1, 1)
@@ -184,33 +195,11 @@ def listed_mass(scene: Scene, rows: Tensor, blocks: Tensor, lse: Tensor, weights
     return torch.cat(found, 2)
 
 
-def _lse_by_kernel(scene: Scene, rows: Tensor, blocks: Tensor | None) -> Tensor | None:
-    """LSE of each listed block by itself, or of every block, (b, h, r, q, l), where a kernel forms no scores for it."""
-    query, selection = scene.query, scene.selection
-    able = query.dtype in triton_backend.DTYPES and query.shape[-1] <= triton_backend.WIDEST
-    if may_read(query.device) or not able or selection.blocks > MOST_BLOCKS or not triton_backend._installed():
-        return None
-    from ..kernels.triton_mass import block_lse
-
-    return block_lse(
-        query,
-        scene.key,
-        scene.tokens(rows),
-        blocks,
-        scale=scene.scale,
-        key_padding_mask=scene.key_padding_mask,
-        block_size=selection.block_size,
-        is_causal=selection.is_causal,
-    )
-
-
-def _weighted(scene: Scene, rows: Tensor, logs: Tensor, whole: Tensor, weights: Tensor) -> Tensor:
-    """Weighted attention on blocks (b, h, r, l), from their LSE (b, h, r, q, l) and that of queries, (b, h, r, q)."""
-    token = scene.tokens(rows)
-    real, token = token < scene.selection.n, token.clamp(max=scene.selection.n - 1)
-    share = torch.where(logs > -torch.inf, (logs - whole[..., None]).exp(), 0.0)
-    weight = (weights[:, :, token] * real)[..., None]
-    return torch.where(weight > 0, share * weight, 0.0).sum(-2)
+def _by_kernel(scene: Scene) -> bool:
+    """Whether kernels tell what blocks hold, without forming scores."""
+    query, able = scene.query, not may_read(scene.query.device) and triton_backend._installed()
+    able = able and query.dtype in triton_backend.DTYPES and query.shape[-1] <= triton_backend.WIDEST
+    return able and scene.selection.blocks <= MOST_BLOCKS
 
 
 def dense_mass(scene: Scene, rows: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
@@ -218,10 +207,6 @@ def dense_mass(scene: Scene, rows: Tensor, weights: Tensor) -> tuple[Tensor, Ten
     selection, dtype = scene.selection, weights.dtype
     batch, heads = scene.query.shape[:2]
     n, size, t = selection.n, selection.block_size, selection.blocks
-    by_block = _lse_by_kernel(scene, rows, None)
-    if by_block is not None:
-        whole = by_block.logsumexp(-1)
-        return _weighted(scene, rows, by_block, whole, weights), whole
     width = 1 if selection.per_token else size
     found, logs = [], []
     for begin, end in _steps(weights, len(rows), batch * heads * width * n):
@@ -258,38 +243,3 @@ def captured(lse: Tensor, whole: Tensor, token: Tensor) -> Tensor:
     seen = (whole > -torch.inf) & (token < lse.shape[-1])
     share = torch.where(seen, (kept - whole).exp(), 0.0)
     return share.sum() / seen.sum().clamp(min=1)
-
-
-class Learned(NamedTuple):
-    """What comparing some rows gave."""
-
-    grad: Tensor
-    """(b, h, r, l): the gradient of the scores"""
-    loss: Tensor
-    """scalar: their part in the loss"""
-    entropy: Tensor
-    """scalar: their part in the mean entropy of what is predicted"""
-
-
-def compare_rows(
-    scores: Tensor, mass: Tensor, own_mass: Tensor, compared: Tensor, weight: float, of_rows: int
-) -> Learned:
-    """Compare the scores of some rows, of `of_rows` in all, with the mass that their blocks hold.
-
-    Args:
-        scores: (b, h, r, l), r may be 0.
-        mass: (b, h, r, l), attention of each row on each block.
-        own_mass: (b, h, r, 1), on its own.
-        compared: bool (b, h, r, l), which blocks take part.
-        weight: of the whole loss.
-        of_rows: rows of all those who compare.
-    """
-    part = scores.shape[2] / max(of_rows, 1)
-    if not scores.shape[2]:
-        nothing = mass.new_zeros(())
-        return Learned(torch.zeros_like(scores), nothing, nothing)
-    grads: list[Tensor | None] = []
-    found: dict[str, Tensor] = {}
-    loss = compare_scores(scores, mass, own_mass, compared, weight * part, grads, found)
-    assert grads[0] is not None
-    return Learned(grads[0], loss, found["entropy"] * part)

@@ -22,6 +22,29 @@ WHOLE, TRIANGLE = 0, 1
 """Element masks: all pairs, and those with the key not after the query."""
 
 
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """How many blocks a row keeps, its own and the forced ones counted."""
+
+    kept: float
+    """Fraction of the visible blocks."""
+    coverage: float | None
+    """Instead: as many as it takes for their predicted share of the attention to reach this."""
+    least: int
+    most: int | None
+
+    def room(self, blocks: int) -> int:
+        """The most a row can ever list beside its own block."""
+        most = blocks if self.most is None else min(self.most, blocks)
+        if self.coverage is None:
+            most = min(most, max(self.least, round(self.kept * blocks), 1))
+        return min(most, blocks) - 1
+
+    def wanted(self, seen: Tensor) -> Tensor:
+        """How many of that many visible blocks a row keeps by the fraction, int64."""
+        return (self.kept * seen).round().long().clamp(min=self.least, max=self.most)
+
+
 @dataclass(frozen=True, eq=False, slots=True)
 class Selection:
     """Which key blocks each row sees: its own, near ones and the first ones always, and those listed for it."""

@@ -1,0 +1,106 @@
+"""Scores of some rows with gradients in a handful of launches, where kernels compute what they are made of.
+
+Shapes: b batch, h heads, t blocks, u sub-blocks of a block, r rows, k listed blocks, d width, p rank of the match.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ..kernels.selection import WIDEST_MATCH, Factors, no_kernels
+from ..plan.selected import may_read
+
+MOST_BLOCKS = 1024
+"""Blocks up to which all matches of the rows with every block are held at once."""
+
+
+class Seen(NamedTuple):
+    """What the factors of scores were made from."""
+
+    means: Tensor
+    """(b, h, t, d): of query blocks"""
+    summary: Tensor
+    """(b, h, t, 3 d): of key blocks"""
+    units: Tensor
+    """(b, h, t, u, d): of key blocks"""
+
+
+def by_kernels(query: Tensor, rank: int, seen: Seen) -> bool:
+    """Whether `RowScores` can be asked for."""
+    able = not may_read(query.device) and no_kernels(query.device) is None and query.dtype is not torch.float64
+    return able and 0 < rank <= WIDEST_MATCH and seen.means.shape[2] <= MOST_BLOCKS
+
+
+class RowScores(torch.autograd.Function):
+    """Scores over temperature (b, h, r, k) of the blocks listed for some rows, and (b, h, r, t) of all for others.
+
+    Given are weight and bias of both layers, the mixture of summaries, both projections of the match and the logarithm
+    of temperatures, to which alone gradients go; then the factors, what they were made from, the rows, the others,
+    the lists int32 (b, h, all rows, k), tokens of a block, and whether rows are tokens.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, *given: Any) -> tuple[Tensor, Tensor]:
+        from ..kernels.triton_selection import pair_scores
+
+        factors, _, chosen, dense, lists, block_size, per_token = ctx.told = given[8:]
+        ids, at = torch.cat([chosen, dense]), lists[:, :, chosen].long()
+        scores = pair_scores(factors, ids, block_size, per_token, is_causal=False)
+        ctx.save_for_backward(*given[:8], scores, ids, at)
+        listed, every = scores.split([len(chosen), len(dense)], 2)
+        return listed.gather(-1, at.clamp(max=scores.shape[3] - 1)), every.contiguous()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
+        from ..kernels.triton_selection import hidden_gradient
+
+        *parameters, scores, ids, at = ctx.saved_tensors
+        factors, seen, chosen, _, _, block_size, per_token = ctx.told
+        # What is not listed gathers in one column more.
+        spread = scores.new_zeros((*scores.shape[:3], scores.shape[3] + 1))
+        spread[:, :, : len(chosen)].scatter_(-1, at, grads[0])
+        spread[:, :, len(chosen) :, :-1] = grads[1]
+        spread = spread[..., :-1]
+        free = factors.log_temperature.to(scores.dtype).exp()
+        inverse = free.clamp(min=factors.coldest).reciprocal()
+        by_temperature = -(spread * scores).sum((0, 2, 3)) * free * inverse
+        spread = spread * inverse[:, None, None]
+        own = ids // block_size if per_token else ids
+        rows = factors.rows[:, :, own]
+        by_row, by_last = hidden_gradient(rows, factors.columns, spread, factors.weight)
+        by_block, _ = hidden_gradient(factors.columns, rows, spread.mT, factors.weight)
+        mixed = seen.summary @ parameters[4]
+        by_first = torch.cat([by_row.mT @ seen.means[:, :, own], by_block.mT @ mixed], -1)
+        by_mixed = by_block @ parameters[0][..., mixed.shape[3] :]
+        found = [by_first, by_row.sum(2), by_last.sum(2)[:, :, None], spread.sum((2, 3))[..., None]]
+        found += [seen.summary.mT @ by_mixed, *_match_gradients(factors, seen, ids, spread, per_token)]
+        for number, like in enumerate(parameters[:7]):
+            # Over samples, and over heads that share a parameter.
+            total = found[number][0] if len(found[number]) == 1 else found[number].sum(0)
+            found[number] = total if len(total) == len(like) else total.sum(0, keepdim=True)
+        return *found, by_temperature, *(None,) * 7
+
+
+def _match_gradients(
+    factors: Factors, seen: Seen, ids: Tensor, spread: Tensor, per_token: bool
+) -> tuple[Tensor, Tensor]:
+    """Gradients (b, h, d, p) of both projections of the match."""
+    mine = factors.own[:, :, ids].flatten(2, 3).to(spread.dtype)
+    mine = mine.nan_to_num(0.0, 0.0, 0.0) if per_token else mine
+    left, right = mine @ factors.project.to(spread.dtype), factors.right.flatten(2, 3)
+    pairs = (left @ right.mT).view(*spread.shape[:3], factors.own.shape[3], spread.shape[3], -1)
+    if factors.right_there is not None:
+        pairs = pairs.masked_fill(~factors.right_there[:, :, None, None], -torch.inf)
+    if factors.left_there is not None:
+        pairs = pairs.masked_fill(~factors.left_there[:, :, ids][..., None, None], -torch.inf)
+    # The best of them, or all that are equally good alike; where nothing is there, nothing is good.
+    best = pairs.amax((3, 5), keepdim=True)
+    ties = pairs == (best if factors.right_there is None else torch.where(best > -torch.inf, best, torch.nan))
+    share = (spread * right.shape[3] ** -0.5)[:, :, :, None, :, None] / ties.sum((3, 5), keepdim=True)
+    share = torch.where(ties, share, 0.0).view(*spread.shape[:2], left.shape[2], right.shape[2])
+    return mine.mT @ (share @ right), seen.units.flatten(2, 3).mT @ (share.mT @ left)
