@@ -267,6 +267,22 @@ def test_what_is_to_be_compiled_is_compiled_at_once_before_the_first_launch(fuse
         assert all(launched == before for launched, _ in kernel.compiled_ahead)
 
 
+def test_kernels_are_compiled_at_once_also_where_the_first_of_them_is_known(recorded, monkeypatch):
+    from dilated_attention_pytorch.kernels import hopper_backward, hopper_prepare
+
+    call = problem("dilated:100x1,300x4,300x7")
+    runner = hopper_backend.prepare(call)
+    output, lse = runner.forward(call)
+    for reproducible in (True, False):
+        monkeypatch.setattr(hopper_backend, "reproducible_gradients", lambda told=reproducible: told)
+        for kernel in (hopper_backward.attention_dkv_bwd_kernel, hopper_prepare.finish_dq_kernel):
+            kernel.compiled_ahead.clear()
+        before = len(recorded[0])
+        runner.backward(call, output, lse, output, None)
+    for kernel in (hopper_backward.attention_dkv_bwd_kernel, hopper_prepare.finish_dq_kernel):
+        assert [launched for launched, _ in kernel.compiled_ahead] == [before] * 3
+
+
 def test_one_kernel_is_compiled_where_it_is_launched(recorded):
     from dilated_attention_pytorch.kernels import hopper_forward
 

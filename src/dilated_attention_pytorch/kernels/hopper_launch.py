@@ -295,17 +295,19 @@ class Launches:
     def __init__(self, device: torch.device, launches: list[Launch], compiled: Sequence[Launch] | None = None) -> None:
         self._index = device.index
         self._launches = [launch for launch in launches if launch.grid[0]]
-        self._compiled = [launch for launch in compiled if launch.grid[0]] if compiled is not None else self._launches
+        self._ahead = [launch for launch in compiled if launch.grid[0]] if compiled is not None else self._launches
         self._kept: dict[tuple[int, ...], list[tuple[Grid, Entry, tuple[object, ...]]]] = {}
 
     def __call__(self, *tensors: Tensor) -> None:
         """Run them; every call gives tensors of the same layouts in the same order."""
+        if self._ahead:
+            # Also where these are known: of those after them, some may not be.
+            ahead, self._ahead = self._ahead, []
+            compile_together(ahead, tensors)
         addresses = tuple([tensor.data_ptr() for tensor in tensors])
         kept = self._kept.get(addresses)
         if kept is None:
             kept = self._settle(addresses)
-        if not kept:
-            compile_together(self._compiled, tensors)
         if not kept or kept[0][1].watched:
             for launch in self._launches:
                 launch.publicly(*tensors)
