@@ -246,6 +246,7 @@ def measured(n: int, sparsity: float, is_causal: bool, device: str) -> dict[str,
     runs = {"learned": lambda: layer(*x, is_causal).transpose(1, 2)} | dense_runs(q, k, v, is_causal)
     same, reasons = same_selection_runs(q, k, v, selection)
     with torch.no_grad():
+        line["choosing_seconds"] = timed(lambda: layer._choose(q, k, is_causal, None), device)
         ours = selected_attention(q, k, v, selection).output
         for name, run in tuple(same.items()):
             try:
@@ -267,9 +268,6 @@ def measured(n: int, sparsity: float, is_causal: bool, device: str) -> dict[str,
             if name == "learned":
                 raise
             reasons[name] = told(problem)
-    with torch.no_grad():
-        layer.eval()
-        line["choosing_seconds"] = timed(lambda: layer._choose(q, k, is_causal, None), device)
     for kind in ("seconds", "with_backward_seconds"):
         known = [line[f"{name}_{kind}"] for name in ("sdpa-cudnn", "sdpa-flash", "sdpa") if f"{name}_{kind}" in line]
         if known and f"learned_{kind}" in line:

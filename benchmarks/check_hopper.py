@@ -29,6 +29,7 @@ from dilated_attention_pytorch.kernels import hopper_backend
 from dilated_attention_pytorch.kernels.registry import AttentionCall
 from dilated_attention_pytorch.patterns import parse
 from dilated_attention_pytorch.plan import make_plan
+from dilated_attention_pytorch.tools.measure import facts
 
 
 @dataclass(frozen=True)
@@ -318,7 +319,7 @@ def run_cases(script: str, arguments: argparse.Namespace, cases: list[Case], che
     began = time.perf_counter()
     failures = 0
     hands = Worker(script, arguments.case_seconds)
-    rows = []
+    rows, known = [], facts("cuda")
     for case in cases:
         label = f"{case.task:5} d{case.d} {case.dtype} n {case.n} {case.name}" + (
             f" [{case.variant}]" if case.variant else ""
@@ -330,7 +331,7 @@ def run_cases(script: str, arguments: argparse.Namespace, cases: list[Case], che
             break
         result = hands.run(case)
         failures += not result["ok"]
-        rows.append({**asdict(case), **result})
+        rows.append({**asdict(case), **result, **known})
         shown = " ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in result.items() if k != "ok")
         print(f"{'ok  ' if result['ok'] else 'FAIL'} {label:78} {shown}", flush=True)
         if arguments.out is not None:
