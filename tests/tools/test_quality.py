@@ -208,8 +208,7 @@ def test_patterns_keep_what_was_asked_for():
 
 
 def rows(dense: float, near: float, task: str = "recall") -> list[dict[str, object]]:
-    more = {"suite": "small", "task": task, "speedup": 2.0, "density": 0.1, "speed_n": 64, "parameters": 1, "steps": 1}
-    more |= {"n": 64, "tokens": 64, "first_edition": 3.0}
+    more = {"suite": "small", "task": task, "parameters": 1, "steps": 1, "n": 64, "tokens": 64, "first_edition": 3.0}
     if task == "editions":
         more["by_distance"] = [{"from": 12, "to": 24, "bits": 1.25, "bytes": 9}]
     return [
@@ -217,6 +216,7 @@ def rows(dense: float, near: float, task: str = "recall") -> list[dict[str, obje
         {"pattern": "near", "quality": near, **more},
         {"pattern": "local", "quality": (dense + near) / 2, **more},
         {"pattern": "local", "quality": dense, **more},
+        {"pattern": "local", **more, "task": "speed", "of": task, "speedup": 2.0, "density": 0.1, "speed_n": 64},
     ]
 
 
@@ -227,7 +227,9 @@ def test_a_row_counts_only_if_dense_learned():
     assert all(row["retained"] is None and not row["counts"] for row in quality.judged(rows(0.5, 0.1)))
     assert not any(row["counts"] for row in quality.judged(rows(0.99, 0.09)[:1]))
     assert "no row counts" in quality.report(rows(0.5, 0.1))
-    assert "| local | 0.765 | 75 % | 10 % | 2.00x | 1 |" in quality.report(rows(0.99, 0.09))
+    page = quality.report(rows(0.99, 0.09))
+    assert "| local | 0.765 | 75 % | 10 % | 2.00x | 1 |" in page
+    assert "| near | 0.090 | 0 % |  |  | 1 |" in page, "a speed-up that was not measured is left open"
 
 
 def test_a_second_edition_must_be_cheaper_than_the_first_by_the_margin_and_than_what_is_near():
@@ -266,7 +268,8 @@ def test_a_rehearsal_runs_every_row(rehearsal: quality.Suite, tmp_path: Path, ca
     plays = archive(tmp_path / "plays.tar.gz")
     status = quality.main(["--suite", "rehearsal", "--out", str(tmp_path), "--plays", str(plays)])
     lines = read(tmp_path)
-    assert [(line["task"], line["pattern"], line["seed"]) for line in lines] == quality.runs(rehearsal, [])
+    told = [(line["task"], line["pattern"], line["seed"], line.get("of", "")) for line in lines]
+    assert told == quality.runs(rehearsal, [])
     assert len({line["pattern"] for line in lines}) == 8
     for task in ("recall", "editions"):
         same = [line for line in lines if line["task"] == task]
@@ -281,6 +284,20 @@ def test_a_rehearsal_runs_every_row(rehearsal: quality.Suite, tmp_path: Path, ca
     assert quality.main(["--out", str(tmp_path / "page"), "--report", str(tmp_path / "quality.jsonl")]) == 1
     assert (tmp_path / "page" / "quality.md").read_text() == (tmp_path / "quality.md").read_text()
     assert "recall" in capsys.readouterr().out
+
+
+def test_parts_of_a_suite_make_the_whole(rehearsal: quality.Suite, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(
+        quality, "recall", lambda *_: {"quality": 1.0, "n": 64, "parameters": 1, "steps": 1, "tokens": 64}
+    )
+    monkeypatch.setattr(quality, "speedup", lambda *_: {"speedup": 2.0, "density": 0.5, "speed_n": 64})
+    given = ["--suite", "rehearsal", "--out", str(tmp_path), "--resume", "--tasks"]
+    quality.main([*given, "speed"])
+    assert {line["task"] for line in read(tmp_path)} == {"speed"}
+    quality.main([*given, "recall"])
+    lines = read(tmp_path)
+    assert len(lines) == len(quality.runs(rehearsal, None))
+    assert all(row["speedup"] == 2.0 for row in quality.judged(lines))
 
 
 @pytest.mark.parametrize("stop", [editions.OutOfTime("enough"), KeyboardInterrupt()], ids=["time", "Ctrl-C"])

@@ -8,9 +8,9 @@ same steps from the same data:
   in that of 1623, whose bytes cost little to those who can look back to the same lines.
 
 What is retained runs from 0, for attention to the nearest tokens alone, to 1 for dense attention. It is set against
-the speed-up of attention, forward and backward, over torch's dense attention, taken in turns in the same process. A row
-counts only if dense attention learned the task: at least 95 % of the answers, or half a bit a byte less on the second
-edition than on the first.
+the speed-up of attention, forward and backward, over torch's dense attention, taken in turns in the same process once
+nothing is trained any more. A row counts only if dense attention learned the task: at least 95 % of the answers, or
+half a bit a byte less on the second edition than on the first.
 """
 
 from __future__ import annotations
@@ -40,9 +40,12 @@ from .page import write
 from .results import append, read_lines
 
 WIDTH = 64
+TASKS = ("recall", "editions", "speed")
 LEARNED = {"recall": 0.95, "editions": 0.5}
 """What dense attention must reach: answers right; bits per byte that the second edition is cheaper than the first."""
 Line = dict[str, Any]
+Run = tuple[str, str, int, str]
+"""Task, pattern and seed, and of a speed-up the task it belongs to."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -223,39 +226,36 @@ def speedup(suite: Suite, name: str, n: int, width: int) -> Line:
     return {"speedup": statistics.median(ratios), "density": density, "speed_n": n}
 
 
-def runs(suite: Suite, plays: list[Play] | None) -> list[tuple[str, str, int]]:
-    """Task, pattern and seed of every row."""
+def runs(suite: Suite, plays: list[Play] | None) -> list[Run]:
+    """What every row will tell, speed-ups last."""
     names = [*patterns(suite.recall_n, suite.recall_block, suite.keep), "adaptive"]
-    found = [("recall", name, seed) for seed in suite.seeds for name in names]
-    return found if plays is None else found + [("editions", name, 0) for name in names]
+    seeds = {"recall": suite.seeds} if plays is None else {"recall": suite.seeds, "editions": (0,)}
+    found = [(task, name, seed, "") for task in seeds for seed in seeds[task] for name in names]
+    return found + [("speed", name, 0, task) for task in seeds for name in names]
 
 
-def measure(
-    suite: Suite, plays: list[Play] | None, done: set[tuple[str, str, int]], deadline: float = math.inf
-) -> Iterator[Line]:
-    """A row for each task, pattern and seed that is not done; `OutOfTime` where the next would end too late."""
-    speeds: dict[tuple[str, int, int], Line] = {}
-    for task, name, seed in runs(suite, plays):
-        if (task, name, seed) in done:
-            continue
+def measure(suite: Suite, plays: list[Play] | None, left: list[Run], deadline: float) -> Iterator[Line]:
+    """A row for each run that is left; `OutOfTime` where the next would end too late."""
+    long, width = suite.editions.n, suite.editions.width // HEADS
+    for task, name, seed, of in left:
         if time.monotonic() > deadline:
             raise OutOfTime("the time given is over")
+        line = {"task": task, "pattern": name, "seed": seed}
         if task == "recall":
-            row, n, width = recall(suite, name, seed), suite.speed_n, WIDTH
+            yield line | recall(suite, name, seed)
+        elif task == "editions":
+            module = partial(attend, name, long, block_at(long), suite.keep, width)
+            yield line | compare(suite.editions, plays or [], module, suite.device, seed, deadline)
         else:
-            made = suite.editions
-            n, width = made.n, made.width // HEADS
-            module = partial(attend, name, n, block_at(n), suite.keep, width)
-            row = compare(made, plays or [], module, suite.device, seed, deadline)
-        if (name, n, width) not in speeds:
-            speeds[name, n, width] = speedup(suite, name, n, width)
-        yield {"task": task, "pattern": name, "seed": seed, **row, **speeds[name, n, width]}
+            at = (suite.speed_n, WIDTH) if of == "recall" else (long, width)
+            yield line | {"of": of} | speedup(suite, name, *at)
 
 
 def judged(lines: list[Line]) -> list[Line]:
-    """One row for each task and pattern, seeds averaged: quality retained, and whether the row counts."""
+    """One row for each task and pattern, seeds averaged: quality retained, speed-up, and whether the row counts."""
     found = []
-    for suite, task in dict.fromkeys((line["suite"], line["task"]) for line in lines):
+    speeds = {(line["suite"], line["of"], line["pattern"]): line for line in lines if line["task"] == "speed"}
+    for suite, task in trained(lines):
         rows = [line for line in lines if (line["suite"], line["task"]) == (suite, task)]
         means: dict[str, Line] = {}
         for row in rows:
@@ -269,8 +269,15 @@ def judged(lines: list[Line]) -> list[Line]:
             learned = gained >= LEARNED[task] and best > floor
         for row in means.values():
             retained = (row["quality"] - floor) / (best - floor) if learned else None
-            found.append({**row, "retained": retained, "counts": learned})
+            speed = speeds.get((suite, task, row["pattern"]), {})
+            told = {each: speed.get(each) for each in ("speedup", "density", "speed_n")}
+            found.append({**row, **told, "retained": retained, "counts": learned})
     return found
+
+
+def trained(lines: list[Line]) -> list[tuple[str, str]]:
+    """Suites and tasks that lines tell the quality of."""
+    return list(dict.fromkeys((line["suite"], line["task"]) for line in lines if line["task"] != "speed"))
 
 
 def report(lines: list[Line], logs: str = "") -> str:
@@ -278,29 +285,25 @@ def report(lines: list[Line], logs: str = "") -> str:
     text = ["# What a pattern costs in quality", "", __doc__.partition("\n\n")[2].strip(), ""]
     text += [f"`dap quality --report` wrote this page and the picture; the rows are in {logs}.", ""]
     text += ["![Quality retained against speed-up](quality.png)", ""]
-    for suite, task in dict.fromkeys((line["suite"], line["task"]) for line in lines):
+    for suite, task in trained(lines):
         rows = [row for row in judged(lines) if (row["suite"], row["task"]) == (suite, task)]
         first = rows[0]
         unit = "answers right" if task == "recall" else "bits/byte on the second edition"
         text += [f"## {task.capitalize()}, suite {suite}: sequences of {first['n']:,}", ""]
         if not first["counts"]:
             text += ["Dense attention did not learn the task in this run, so no row counts.", ""]
-        text += [f"| pattern | {unit} | retained | of dense's work | speed-up at {first['speed_n']:,} | parameters |"]
+        at = "" if first["speed_n"] is None else f" at {first['speed_n']:,}"
+        text += [f"| pattern | {unit} | retained | of dense's work | speed-up{at} | parameters |"]
         text += ["|---|---|---|---|---|---|"]
         for row in rows:
             kept = "" if row["retained"] is None else f"{100 * row['retained']:.0f} %"
-            text.append(
-                f"| {row['pattern']} | {abs(row['quality']):.3f} | {kept} | {100 * row['density']:.0f} % "
-                f"| {row['speedup']:.2f}x | {row['parameters']:,} |"
-            )
+            # A run that was cut short has no speed-ups yet.
+            speed = " | " if row["speedup"] is None else f"{100 * row['density']:.0f} % | {row['speedup']:.2f}x"
+            text.append(f"| {row['pattern']} | {abs(row['quality']):.3f} | {kept} | {speed} | {row['parameters']:,} |")
         if task == "editions":
             text += ["", *_by_distance(rows)]
-        text += [
-            "",
-            f"{first['steps']} steps of {first['tokens'] // first['steps']:,} tokens, {first['seeds']} seed(s)",
-        ]
-        text[-1] += f", {first.get('device', '')}."
-        text.append("")
+        size = f"{first['steps']} steps of {first['tokens'] // first['steps']:,} tokens"
+        text += ["", f"{size}, {first['seeds']} seed(s), {first.get('device', '')}.", ""]
     return "\n".join(text)
 
 
@@ -321,10 +324,11 @@ def plot(lines: list[Line], place: Path) -> None:
         from matplotlib.figure import Figure
     except ModuleNotFoundError:
         return
-    kinds = list(dict.fromkeys((line["suite"], line["task"]) for line in lines))
+    kinds = trained(lines)
     figure = Figure(figsize=(5 * max(1, len(kinds)), 4.5), layout="constrained")
     for index, (suite, task) in enumerate(kinds, 1):
-        rows = [row for row in judged(lines) if (row["suite"], row["task"]) == (suite, task) and row["counts"]]
+        rows = [row for row in judged(lines) if (row["suite"], row["task"]) == (suite, task)]
+        rows = [row for row in rows if row["counts"] and row["speedup"] is not None]
         axes = figure.add_subplot(1, len(kinds), index)
         axes.set(title=f"{task}, {suite}", ylim=(-0.1, 1.1))
         axes.set_xscale("log", base=2)
@@ -354,6 +358,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--minutes", type=float, default=math.inf, help="begin no run after these, and no long one that would end later"
     )
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=TASKS, help="what to train or time, if not all")
     parser.add_argument("--resume", action="store_true", help="keep the rows that this version has measured already")
     parser.add_argument("--json", action="store_true", help="print the rows as they are written to the log")
     parser.add_argument(
@@ -369,10 +374,7 @@ def main(arguments: list[str] | None = None) -> int:
     log = given.out / "quality.jsonl"
     if given.fetch:
         given.plays = fetch(given.out)
-    short = None
-    if given.report is None:
-        plays = None if given.plays is None else read_plays(given.plays)
-        short = _run(given.suite, plays, log, given.resume, given.json, deadline)
+    short = _run(given, log, deadline) if given.report is None else None
     logs = given.report or [log]
     lines = [line for each in logs for line in _read(each)]
     write(given.out / "quality.md", report(lines, ", ".join(each.name for each in logs)))
@@ -383,29 +385,29 @@ def main(arguments: list[str] | None = None) -> int:
     return 0 if all(row["counts"] for row in judged(lines)) else 1
 
 
-def _run(
-    name: str, plays: list[Play] | None, log: Path, resume: bool, as_json: bool, deadline: float
-) -> OutOfTime | None:
+def _run(given: argparse.Namespace, log: Path, deadline: float) -> OutOfTime | None:
     """Measure what is not in the log; why the rest was left."""
+    name, plays = given.suite, None if given.plays is None else read_plays(given.plays)
     suite = SUITES[name]
     if suite.device == "cuda" and not torch.cuda.is_available():
         raise must(f"suite {name} must have a GPU", "a machine or a torch build without it", "Use --suite small.")
     known = facts(suite.device)
-    same = ("device", "git")
-    kept = []
-    for line in _read(log):
-        if line["suite"] != name or (resume and all(line[fact] == known[fact] for fact in same)):
-            kept.append(line)
-    done = {(line["task"], line["pattern"], line["seed"]) for line in kept if line["suite"] == name}
+    old = _read(log)
+    rows = [line for line in old if line["suite"] == name and given.resume]
+    rows = [line for line in rows if all(line[fact] == known[fact] for fact in ("device", "git"))]
+    kept = [line for line in old if line["suite"] != name or line in rows]
+    done = {(line["task"], line["pattern"], line["seed"], line.get("of", "")) for line in rows}
+    left = [run for run in runs(suite, plays) if run[0] in given.tasks and run not in done]
     write(log, "".join(json.dumps(line) + "\n" for line in kept))
     try:
-        for found in measure(suite, plays, done, deadline):
+        for found in measure(suite, plays, left, deadline):
             line = {"suite": name, **found, **known}
             append(log, line)
-            words = f"{line['task']:<9} {line['pattern']:<15} quality {line['quality']:.3f}  {line['speedup']:.2f}x"
-            print(json.dumps(line) if as_json else words, flush=True)
-    except OutOfTime as left:
-        return left
+            told = f"{line['speedup']:.2f}x" if line["task"] == "speed" else f"quality {line['quality']:.3f}"
+            words = f"{line.get('of', ''):>9} {line['task']:<9} {line['pattern']:<15} {told}"
+            print(json.dumps(line) if given.json else words.lstrip(), flush=True)
+    except OutOfTime as why:
+        return why
     except KeyboardInterrupt:
         return OutOfTime("interrupted")
     return None
