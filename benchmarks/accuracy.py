@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import sys
 from pathlib import Path
 from typing import Any
@@ -27,6 +25,8 @@ from oracle import answer, error  # noqa: E402
 
 from dilated_attention_pytorch import attention_with_lse, parse  # noqa: E402
 from dilated_attention_pytorch.kernels.native import library_path  # noqa: E402
+from dilated_attention_pytorch.tools.measure import facts  # noqa: E402
+from dilated_attention_pytorch.tools.page import write  # noqa: E402
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 N, HEADS, WIDTH = 512, 2, 64
@@ -102,10 +102,8 @@ def main() -> int:
     options = parser.parse_args()
     lines = [line for text in ("causal", "dilated:64x1,256x4 & causal") for line in measured(text)]
     print(table(lines))
-    about = {"case": "numbers", "torch": torch.__version__, "machine": platform.machine(), "n": N, "d": WIDTH}
-    beside = options.out.with_suffix(".part")
-    beside.write_text("".join(json.dumps(about | line) + "\n" for line in lines), encoding="utf-8")
-    os.replace(beside, options.out)
+    about = {"case": "numbers", "n": N, "d": WIDTH}
+    write(options.out, "".join(json.dumps(about | line | facts("cpu")) + "\n" for line in lines))
     return 0
 
 

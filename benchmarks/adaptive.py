@@ -21,7 +21,6 @@ import argparse
 import faulthandler
 import importlib.util
 import json
-import platform
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -39,6 +38,7 @@ from dilated_attention_pytorch.ops.selected import selected_attention
 from dilated_attention_pytorch.ops.selection import Selection
 from dilated_attention_pytorch.tools.measure import clock, facts
 from dilated_attention_pytorch.tools.peers import NOT_INSTALLED, SDPA
+from dilated_attention_pytorch.tools.results import append
 
 BLOCKS, SIZE, WIDTH = 32, 32, 32
 CODES = F.normalize(torch.randn(BLOCKS, WIDTH, generator=torch.Generator().manual_seed(0)), dim=1)
@@ -173,7 +173,7 @@ def speed(n: int, sparsity: float, is_causal: bool, repeats: int = 2) -> dict[st
                 took = clock(run, "cpu")
                 for kind, value in (("seconds", took), ("processor_seconds", time.process_time() - busy)):
                     best[f"{name}_{kind}"] = min(best[f"{name}_{kind}"], value)
-    return {"n": n, "sparsity": sparsity, "causal": is_causal, "device": "cpu", **best}
+    return {"n": n, "sparsity": sparsity, "causal": is_causal, **best}
 
 
 def crossover(lengths: Iterable[int], sparsity: float, is_causal: bool, device: str) -> Iterator[dict[str, Any]]:
@@ -194,7 +194,7 @@ def crossover(lengths: Iterable[int], sparsity: float, is_causal: bool, device: 
                     busy = time.process_time()
                     layer(*x, is_causal)
                     took[name] = min(took[name], time.process_time() - busy)
-        yield {"n": n, "sparsity": sparsity, "causal": is_causal, "device": device, **took}
+        yield {"n": n, "sparsity": sparsity, "causal": is_causal, **took}
 
 
 LIMIT = 235
@@ -238,7 +238,7 @@ def measured(n: int, sparsity: float, is_causal: bool, device: str) -> dict[str,
     with torch.no_grad():
         selection = layer.eval()._choose(q, k, is_causal, None)[1]
     errors = checked(q, k, v, selection)
-    line: dict[str, Any] = {"device": device, "rows": "token" if selection.per_token else "block", "errors": errors}
+    line: dict[str, Any] = {"rows": "token" if selection.per_token else "block", "errors": errors}
     line["density"] = float(selection.density())
     if not max(errors.values()) <= GATE:
         return line | {"skipped": "the check failed"}
@@ -450,13 +450,11 @@ def main() -> None:
     if asked.draw is not None:
         draw(asked.out, asked.draw)
         return
-    machine = {"torch": torch.__version__, "threads": torch.get_num_threads(), "machine": platform.machine()}
 
-    def tell(**found: Any) -> None:
-        line = json.dumps({**machine, **found})
-        print(line, flush=True)
-        with asked.out.open("a") as file:
-            file.write(line + "\n")
+    def tell(device: str = "cpu", **found: Any) -> None:
+        line = found | facts(device)
+        print(json.dumps(line), flush=True)
+        append(asked.out, line)
 
     if "needle" in asked.tasks:
         for teacher in TEACHERS:
@@ -479,7 +477,7 @@ def main() -> None:
         for is_causal in (False, True):
             found = list(crossover(asked.lengths or CROSSOVER, asked.sparsity, is_causal, asked.device))
             for line in found:
-                tell(task="crossover", **line)
+                tell(asked.device, task="crossover", **line)
             # From the end: a single lucky short run is no rule.
             slower = [line["n"] for line in found if line["chosen"] > line["dense"]]
             print(f"causal {is_causal}: dense_below should lie above {max(slower, default=0)}", flush=True)
@@ -487,7 +485,7 @@ def main() -> None:
         if asked.device == "cuda":
             faulthandler.dump_traceback_later(LIMIT, exit=True)
             for line in gpu_lines(asked.lengths or GPU_LENGTHS, asked.sparsity):
-                tell(task="speed", **(line | facts("cuda")))
+                tell("cuda", task="speed", **line)
             faulthandler.cancel_dump_traceback_later()
         else:
             for n in asked.lengths or [32768]:

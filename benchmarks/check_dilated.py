@@ -12,7 +12,6 @@ import argparse
 import json
 import math
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -28,6 +27,7 @@ from dilated_attention_pytorch.kernels import cudnn, hopper_backend, triton_back
 from dilated_attention_pytorch.kernels.registry import AttentionCall, Backend, reproducible_gradients
 from dilated_attention_pytorch.patterns import parse
 from dilated_attention_pytorch.plan import make_plan
+from dilated_attention_pytorch.tools.measure import facts
 
 BACKENDS: dict[str, Backend] = {
     "hopper": hopper_backend,
@@ -293,16 +293,6 @@ def measure(case: Case, known: dict[tuple[object, ...], tuple[float, float]], ba
     return result | {"dense_forward": dense[0], "dense_backward": dense[1]}
 
 
-def revision() -> str | None:
-    """The commit of the working tree, where git knows it; "-dirty" when files differ from it."""
-
-    def git(*words: str) -> str:
-        return subprocess.run(["git", *words], capture_output=True, text=True, check=False).stdout.strip()
-
-    commit = git("rev-parse", "HEAD")
-    return f"{commit}{'-dirty' * bool(git('status', '--porcelain'))}" if commit else None
-
-
 def main() -> int:
     """Run the cases asked for and print one line each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -310,7 +300,6 @@ def main() -> int:
     parser.add_argument("--only", choices=("check", "time"), help="run one half")
     parser.add_argument("--match", default="", help="run the cases whose description contains this")
     parser.add_argument("--backends", default=",".join(BACKENDS), help="which to check and time, by commas")
-    parser.add_argument("--sha", default=revision(), help="commit to write into every line")
     parser.add_argument("--seconds", type=float, default=420.0, help="stop starting cases after this long")
     arguments = parser.parse_args()
     backends = arguments.backends.split(",")
@@ -335,7 +324,7 @@ def main() -> int:
         except Exception as problem:
             result = {"ok": False, "error": f"{type(problem).__name__}: {str(problem)[:600]}"}
         failures += not result["ok"]
-        rows.append({"sha": arguments.sha, "device": torch.cuda.get_device_name(), **asdict(case), **result})
+        rows.append({**asdict(case), **result, **facts("cuda")})
         shown = " ".join(
             f"{k} {v:.3g}" if isinstance(v, float) else f"{k} {v}"
             for k, v in result.items()

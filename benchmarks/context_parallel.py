@@ -17,7 +17,6 @@ import os
 import platform
 import socket
 import statistics
-import subprocess
 import time
 from datetime import timedelta
 from itertools import chain
@@ -33,6 +32,8 @@ from dilated_attention_pytorch.distributed.comm import agree
 from dilated_attention_pytorch.distributed.local import Shard
 from dilated_attention_pytorch.distributed.moving import PairRows, fetch
 from dilated_attention_pytorch.distributed.transport import GroupTransport
+from dilated_attention_pytorch.tools.measure import facts
+from dilated_attention_pytorch.tools.results import append
 
 HEADS, WIDTH, OWN = 8, 64, 16_384
 BARS = {2: 5.0, 4: 8.0, 8: 10.0}
@@ -122,8 +123,6 @@ def measure(world: int, repeats: int) -> dict[str, object]:
         "ring_bytes": found["ring_bytes"],
         "repeats": repeats,
         "machine": f"{os.cpu_count()} cores, {platform.machine()}, gloo over loopback",
-        "torch": torch.__version__,
-        "git_sha": os.environ.get("GIT_SHA") or revision(),
     }
 
 
@@ -142,20 +141,9 @@ def receive_lines() -> list[dict[str, object]]:
                 "tokens_a_rank": OWN,
                 "pattern": pattern.describe(),
                 "received_bytes": rows * 2 * WIDTH * 4,
-                "git_sha": os.environ.get("GIT_SHA") or revision(),
             }
         )
     return lines
-
-
-def revision() -> str:
-    """The commit of this checkout, marked where files differ from it."""
-    place = Path(__file__).parent
-    said = [
-        subprocess.run(["git", *words], cwd=place, capture_output=True, text=True, check=False).stdout.strip()
-        for words in (["rev-parse", "--short", "HEAD"], ["status", "--porcelain", "--", "../src"])
-    ]
-    return said[0] + ("+changes" if said[1] else "")
 
 
 def main() -> None:
@@ -166,12 +154,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     measured = (measure(world, options.repeats) for world in options.worlds)
-    for facts in chain(measured, receive_lines()):
-        line = json.dumps(facts)
-        print(line, flush=True)
+    # Every rank runs on one thread.
+    known = facts("cpu") | {"threads": 1}
+    for line in chain(measured, receive_lines()):
+        print(json.dumps(line | known), flush=True)
         if options.out is not None:
-            with options.out.open("a") as file:
-                file.write(line + "\n")
+            append(options.out, line | known)
 
 
 if __name__ == "__main__":

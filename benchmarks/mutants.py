@@ -27,6 +27,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
+if __name__ == "__main__":
+    # The commit that is told must be that of the tree that is copied.
+    sys.path.insert(0, str(ROOT / "src"))
+
+from dilated_attention_pytorch.tools.measure import facts  # noqa: E402
+from dilated_attention_pytorch.tools.page import write  # noqa: E402
+
 PACKAGE = "src/dilated_attention_pytorch"
 COPIED = ("src", "tests", "benchmarks", "pyproject.toml")
 TIMEOUT = 130
@@ -298,10 +305,7 @@ def _keep(lines: list[dict[str, Any]], out: Path) -> None:
     """Write what was found, beside what is known of mutants that were not planted this time."""
     known = [json.loads(text) for text in out.read_text(encoding="utf-8").splitlines()] if out.exists() else []
     by_name = {line["mutant"]: line for line in [*known, *lines]}
-    beside = out.with_suffix(".part")
-    rows = [json.dumps(by_name[m.name]) for m in MUTANTS if m.name in by_name]
-    beside.write_text("\n".join(rows) + "\n", encoding="utf-8")
-    os.replace(beside, out)
+    write(out, "".join(json.dumps(by_name[m.name]) + "\n" for m in MUTANTS if m.name in by_name))
 
 
 def main() -> int:
@@ -317,6 +321,8 @@ def main() -> int:
         print("\n".join(reasons) or f"all {len(chosen)} mutants fit the code")
         return bool(reasons)
     lines, sound = [], set[tuple[str, ...]]()
+    # Tests have the one thread that `run` gives them.
+    known = facts("cpu") | {"threads": 1}
     with scratch() as copy:
         for mutant in chosen:
             if mutant.tests not in sound:
@@ -327,7 +333,7 @@ def main() -> int:
             verdict = plant(mutant, copy)
             caught = verdict.failed is not None
             line = {"mutant": mutant.name, "file": mutant.path, "what": mutant.what, "caught": caught}
-            lines.append(line | {"by": verdict.failed, "seconds": verdict.seconds})
+            lines.append(line | {"by": verdict.failed, "seconds": verdict.seconds} | known)
             print(
                 f"{'caught  ' if caught else 'SURVIVES'} {mutant.name:<17} {verdict.seconds:6.1f} s  {verdict.failed}",
                 flush=True,

@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import random
 import sys
 import tempfile
@@ -54,6 +53,8 @@ from dilated_attention_pytorch.distributed import (  # noqa: E402
 )
 from dilated_attention_pytorch.distributed.butterfly import why_no_butterfly  # noqa: E402
 from dilated_attention_pytorch.kernels.dropout import fresh_seed, kept  # noqa: E402
+from dilated_attention_pytorch.tools.measure import facts  # noqa: E402
+from dilated_attention_pytorch.tools.page import write  # noqa: E402
 
 ROUNDING = {"float64": 1e-11, "float32": 1e-5, "bfloat16": 6e-2}
 """Largest error of a result; a gradient that is a sum over all ranks may be off by eight times that."""
@@ -402,10 +403,8 @@ def main() -> int:
     torch.set_num_threads(1)
     began = time.perf_counter()
     lines = soak(asked.exchanges, asked.seed, lambda text: print(text, flush=True))
-    about = {"seed": asked.seed, "torch": torch.__version__, "python": platform.python_version()}
-    beside = asked.out.with_suffix(".part")
-    beside.write_text("".join(json.dumps(line | about) + "\n" for line in lines), encoding="utf-8")
-    os.replace(beside, asked.out)
+    about = {"seed": asked.seed, **facts("cpu")}
+    write(asked.out, "".join(json.dumps(line | about) + "\n" for line in lines))
     for what in ("way", "world", "fault"):
         print(f"{what}:", ", ".join(f"{name} {many}" for name, many in sorted(Counter(x[what] for x in lines).items())))
     wrong = [line for line in lines if not line["right"]]

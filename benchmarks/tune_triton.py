@@ -25,6 +25,7 @@ from dilated_attention_pytorch.kernels.triton_launch import Config, Tiles
 from dilated_attention_pytorch.kernels.triton_schedule import schedule
 from dilated_attention_pytorch.patterns import parse
 from dilated_attention_pytorch.plan import make_plan
+from dilated_attention_pytorch.tools.measure import facts
 
 PATTERNS = {
     "local 10 %": {16384: "window:768", 65536: "window:3200"},
@@ -216,6 +217,7 @@ def main() -> None:
                         "ms": time,
                         "tflops": rate,
                         "error": wrong,
+                        **facts("cuda"),
                     }
                 )
                 cells.append(f"{rate:4.0f}" if n > 16384 or "10" in name else f"{time * 1e3:4.0f}us")
