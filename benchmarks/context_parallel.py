@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import socket
 import statistics
 import time
@@ -122,7 +121,6 @@ def measure(world: int, repeats: int) -> dict[str, object]:
         "sparse_bytes": found["bytes"],
         "ring_bytes": found["ring_bytes"],
         "repeats": repeats,
-        "machine": f"{os.cpu_count()} cores, {platform.machine()}, gloo over loopback",
     }
 
 

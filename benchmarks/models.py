@@ -15,6 +15,7 @@ import argparse
 import copy
 import gc
 import json
+import math
 import statistics
 import sys
 import time
@@ -129,7 +130,8 @@ def slide(device: str, tiles: int, with_dense: bool, rounds: int, dtype: torch.d
     """Forward of the 12 x 768 slide encoder."""
     torch.manual_seed(0)
     model = SlideEncoder(device=device).eval()
-    side = int(tiles**0.5) + 1
+    # The smallest square that holds them: a million fill the encoder's grid to the last cell.
+    side = math.isqrt(tiles - 1) + 1
     cells = torch.stack([torch.arange(tiles) // side, torch.arange(tiles) % side], -1)
     x, coords = torch.randn(1, tiles, 1536, device=device, dtype=dtype), 256 * cells.to(device)[None]
 
@@ -197,18 +199,24 @@ def attempt(case: Callable[[], Line], about: Line) -> Line:
     return {**about, **failed, "passed": False}
 
 
-def cases(device: str, small: bool, rounds: int, only: str | None) -> Iterator[Line]:
+def slides(device: str, small: bool) -> dict[int, bool]:
+    """Tiles of each slide, and whether dense attention is run on it as well."""
+    if device == "cuda":
+        return {1024: True, 2048: False} if small else {65536: True, 1_000_000: False}
+    return {256: True, 512: False} if small else {10_000: True}
+
+
+def cases(device: str, small: bool, rounds: int, only: str | None, only_tiles: int | None) -> Iterator[Line]:
     """What is measured on a device; `small` is a rehearsal of every case."""
     cuda = device == "cuda"
     if only == "language" or (only is None and not cuda):
         n = 2048 if small else 16384
         yield attempt(lambda: language_model(device, n, rounds), {"case": "LongNetLM tiny", "n": n})
     if only in (None, "slide"):
-        plan = [(65536, True), (1_000_000, False)] if cuda else [(10_000, True)]
-        if small:
-            plan = [(1024, True), (2048, False)] if cuda else [(256, True), (512, False)]
         kind = torch.bfloat16 if cuda else torch.float32
-        for tiles, dense in plan:
+        for tiles, dense in slides(device, small).items():
+            if only_tiles not in (None, tiles):
+                continue
             about = {"case": "SlideEncoder 12 x 768, forward", "n": tiles}
             yield attempt(partial(slide, device, tiles, dense, rounds if dense else 1, kind), about)
             _forget(device)
@@ -244,10 +252,14 @@ def main() -> int:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", choices=("language", "slide", "training"), help="this case alone")
+    parser.add_argument("--tiles", type=int, help="with --only slide, the slide of this many tiles alone")
     parser.add_argument("--small", action="store_true", help="rehearse every case at a short length")
     arguments = parser.parse_args()
+    known = slides(arguments.device, arguments.small)
+    if arguments.tiles is not None and (arguments.only != "slide" or arguments.tiles not in known):
+        parser.error(f"--tiles must come with --only slide and be one of {[*known]}, got {arguments.tiles}")
     passed = True
-    for line in cases(arguments.device, arguments.small, arguments.rounds, arguments.only):
+    for line in cases(arguments.device, arguments.small, arguments.rounds, arguments.only, arguments.tiles):
         line |= facts(arguments.device)
         text = json.dumps(line)
         print(text, flush=True)

@@ -7,7 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from oracle import answer, dense_attention, error
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
 
+from dilated_attention_pytorch import Random
 from dilated_attention_pytorch.nn.streamed import StreamedLayer
 from dilated_attention_pytorch.tools import billion, extreme
 
@@ -141,3 +145,51 @@ def test_every_subject_is_checked_before_it_counts(name: str, direction: str, mo
     wrong = subject._replace(keys=lambda row, head, n: torch.arange(7))
     with pytest.raises(AssertionError, match="is wrong by"):
         extreme.attempt_of(wrong, direction, "cpu", heads=2)(1024)
+
+
+def as_the_kernels_read(query: Tensor, key: Tensor, value: Tensor, block_mask: BlockMask) -> Tensor:
+    """FlexAttention written densely: output and query gradient by the lists of rows, the rest by those of columns."""
+    blocks = query.shape[2] // extreme.BLOCK
+
+    def allowed(counts: Tensor, indices: Tensor) -> Tensor:
+        listed = torch.arange(indices.shape[-1]) < counts[..., None]
+        table = torch.zeros(blocks, blocks).scatter_add_(1, indices[0, 0].long(), listed[0, 0].float())
+        return table.repeat_interleave(extreme.BLOCK, 0).repeat_interleave(extreme.BLOCK, 1).double()
+
+    assert not block_mask.kv_num_blocks.any() and not block_mask.q_num_blocks.any()
+    assert block_mask.kv_indices.shape == block_mask.full_kv_indices.shape
+    assert block_mask.q_indices.shape == block_mask.full_q_indices.shape
+    by_query = allowed(block_mask.full_kv_num_blocks, block_mask.full_kv_indices)
+    by_key = allowed(block_mask.full_q_num_blocks, block_mask.full_q_indices).T
+    output = dense_attention(query, key.detach(), value.detach(), by_query)[0]
+    others = dense_attention(query.detach(), key, value, by_key)[0]
+    return output + others - others.detach()
+
+
+def test_flex_is_given_the_blocks_of_every_row_and_of_every_column(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(extreme, "DENSITY", 0.3)
+    monkeypatch.setattr(extreme, "_compiled_flex", lambda: as_the_kernels_read)
+    query, key, value, grad = torch.randn(4, 1, 2, 1280, 8, dtype=torch.float64).unbind()
+    inputs = [tensor.requires_grad_() for tensor in (query, key, value)]
+    output = extreme.subjects()["flex 1 %"].backward(*inputs)
+    wanted = answer(*inputs, Random(0.3), grad_output=grad)
+    assert error(output, wanted.output) < 1e-12
+    for got, gradient in zip(torch.autograd.grad(output, inputs, grad), wanted[2:], strict=True):
+        assert error(got, gradient) < 1e-12
+
+
+def test_nothing_is_tried_on_a_device_that_a_subject_broke(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    failing = iter([RuntimeError("no such kernel"), torch.AcceleratorError("CUDA error: device-side assert\nmore")])
+
+    def longest(*_: object) -> extreme.Longest:
+        raise next(failing)
+
+    monkeypatch.setattr(extreme, "longest", longest)
+    out = tmp_path / "extreme.jsonl"
+    assert extreme.main(["--out", str(out), "--device", "cpu"]) == 1
+    told = [json.loads(text)["skipped"] for text in out.read_text().splitlines()]
+    assert told == [
+        "RuntimeError: no such kernel",
+        "AcceleratorError: CUDA error: device-side assert; nothing after it was tried",
+    ]
+    assert list(extreme.subjects())[-1] == "flex 1 %", "the peer that is compiled on the way may break the device"

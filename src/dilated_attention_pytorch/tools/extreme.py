@@ -12,7 +12,8 @@ import argparse
 import gc
 import time
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, partial
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from ..kernels.block_tables import Lists, lists_of_pairs
 from ..ops.attention import attention
 from ..ops.sinks import TensorSink
 from ..ops.sources import TensorSource
@@ -105,15 +107,6 @@ def subjects() -> dict[str, Subject]:
         streamed_attention(source, ladder(query.shape[2]), TensorSink(output), memory_budget=CHUNK_BYTES)
         return output
 
-    def dilated(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return attention(query, key, value, ladder(query.shape[2]))
-
-    def sparse(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return attention(query, key, value, Random(DENSITY))
-
-    def window(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return attention(query, key, value, WINDOW)
-
     def dense(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
             return scaled_dot_product_attention(query, key, value)
@@ -130,12 +123,13 @@ def subjects() -> dict[str, Subject]:
         blocks = torch.tensor(pattern.row(row // BLOCK, head))
         return (blocks[:, None] * BLOCK + torch.arange(BLOCK)).flatten()
 
+    window, sparse = (partial(attention, pattern=pattern) for pattern in (WINDOW, Random(DENSITY)))
     listed = (
-        Subject("dilated", 1, streamed, dilated, ladder_keys),
+        Subject("dilated", 1, streamed, lambda q, k, v: attention(q, k, v, ladder(q.shape[2])), ladder_keys),
         Subject("window", 1, window, window, window_keys),
         Subject("block-sparse 1 %", 2, sparse, sparse, block_keys),
-        Subject("flex 1 %", 2, _flex, _flex, block_keys),
         Subject("dense flash", 2, dense, dense, lambda row, head, n: torch.arange(n)),
+        Subject("flex 1 %", 2, _flex, _flex, block_keys),
     )
     return {subject.name: subject for subject in listed}
 
@@ -147,19 +141,20 @@ def _flex(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     pattern = Random(DENSITY).resolve(n, HEADS)
     assert isinstance(pattern, Random)
     row = torch.arange(pattern.blocks, device=query.device)[:, None]
-    lists = pattern.drawn(row, torch.arange(pattern.kept, device=query.device)[None]).int()
-    counts = torch.full((pattern.blocks,), pattern.kept, dtype=torch.int32, device=query.device)
-    none = torch.zeros_like(counts)
-    whole = BlockMask.from_kv_blocks(
-        none[None, None],
-        torch.zeros_like(lists)[None, None],
-        counts[None, None],
-        lists[None, None],
-        BLOCK_SIZE=BLOCK,
-        seq_lengths=(n, n),
-        compute_q_blocks=query.requires_grad,
-    )
-    return _compiled_flex()(query, key, value, block_mask=whole)
+    met = pattern.drawn(row, torch.arange(pattern.kept, device=query.device)).int()
+    by_query = Lists(torch.full_like(row[:, 0], pattern.kept).int(), met)
+    mask = BlockMask.from_kv_blocks(*_sides(by_query), BLOCK_SIZE=BLOCK, seq_lengths=(n, n), compute_q_blocks=False)
+    if query.requires_grad:
+        # Torch would go through a table of all blocks, and takes the width of the lists for the number of its columns.
+        by_key = lists_of_pairs(met.flatten().long(), row.expand_as(met).flatten(), pattern.blocks)
+        mask.q_num_blocks, mask.q_indices, mask.full_q_num_blocks, mask.full_q_indices = _sides(by_key)
+    return _compiled_flex()(query, key, value, block_mask=mask)
+
+
+def _sides(whole: Lists) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Counts and indices of partial blocks, here none, and of whole ones; a kernel may read both by one stride."""
+    counts, indices = whole.counts[None, None], whole.indices[None, None]
+    return torch.zeros_like(counts), torch.zeros_like(indices), counts, indices
 
 
 @cache
@@ -226,21 +221,25 @@ def rows_error(subject: Subject, output: Tensor, query: Tensor, key: Tensor, val
 def measure(
     device: str, names: list[str], directions: list[str], cap: float | None, first: int, most_seconds: float
 ) -> Iterator[dict[str, Any]]:
-    """A line for each subject and direction."""
+    """A line for each subject and direction, up to the first that breaks the device."""
     if cap is not None and device == "cuda":
         torch.cuda.set_per_process_memory_fraction(cap * 2**30 / torch.cuda.get_device_properties(0).total_memory)
     known = facts(device)
-    for name in names:
-        subject = subjects()[name]
-        for direction in directions:
-            line: dict[str, Any] = {"case": "extreme", "subject": name, "direction": direction, "cap_gib": cap}
-            try:
-                found = longest(attempt_of(subject, direction, device), first, UNIT, subject.power, most_seconds)
-                line |= {"limited_by": found.limited_by, "tried": found.tried}
-                line |= {} if found.attempt is None else found.attempt._asdict()
-            except (RuntimeError, AssertionError, TypeError) as error:
-                line["skipped"] = f"{type(error).__name__}: {error}".splitlines()[0][:200]
-            yield line | {"heads": HEADS, "head_dim": WIDTH, **known}
+    for name, direction in product(names, directions):
+        subject, broken = subjects()[name], False
+        line: dict[str, Any] = {"case": "extreme", "subject": name, "direction": direction, "cap_gib": cap}
+        try:
+            found = longest(attempt_of(subject, direction, device), first, UNIT, subject.power, most_seconds)
+            line |= {"limited_by": found.limited_by, "tried": found.tried}
+            line |= {} if found.attempt is None else found.attempt._asdict()
+        except (RuntimeError, AssertionError, TypeError) as error:
+            # Whatever this process asked of the device from here on would fail with the same error.
+            broken = isinstance(error, torch.AcceleratorError)
+            told = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+            line["skipped"] = told + "; nothing after it was tried" * broken
+        yield line | {"heads": HEADS, "head_dim": WIDTH, **known}
+        if broken:
+            return
 
 
 def describe(line: dict[str, Any]) -> str:

@@ -98,7 +98,7 @@ class Results:
     """Lines of the GPU suite by what they measured; of two lines for the same, the later counts."""
 
     def __init__(self, lines: Iterable[Line]) -> None:
-        self.all = {_key(line): line for line in lines if line.get("suite") == "gpu"}
+        self.all = {_key(line): line for line in lines if line.get("suite") == "gpu" and "subject" in line}
         self.timed = {key: line for key, line in self.all.items() if line["p50_ms"] is not None}
 
     def ours(self, direction: str, subject: str = "ours") -> list[Line]:
