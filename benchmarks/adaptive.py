@@ -242,7 +242,7 @@ def measured(n: int, sparsity: float, is_causal: bool, device: str) -> dict[str,
     line["density"] = float(selection.density())
     if not max(errors.values()) <= GATE:
         return line | {"skipped": "the check failed"}
-    grad = torch.randn_like(q)
+    grad, leaves = torch.randn_like(q), [*x, *layer.parameters()]
     runs = {"learned": lambda: layer(*x, is_causal).transpose(1, 2)} | dense_runs(q, k, v, is_causal)
     same, reasons = same_selection_runs(q, k, v, selection)
     with torch.no_grad():
@@ -263,7 +263,7 @@ def measured(n: int, sparsity: float, is_causal: bool, device: str) -> dict[str,
                 line[f"{name}_seconds"] = timed(run, device)
             layer.train()
             if n < FORWARD_ONLY:
-                line[f"{name}_with_backward_seconds"] = timed(lambda run=run: step(run, x, grad), device)
+                line[f"{name}_with_backward_seconds"] = timed(lambda run=run: step(run, leaves, grad), device)
         except Exception as problem:
             if name == "learned":
                 raise
@@ -284,9 +284,9 @@ def told(problem: Exception) -> str:
     return f"{type(problem).__name__}: {problem}".splitlines()[0][:200]
 
 
-def step(run: Callable[[], Tensor], inputs: Iterable[Tensor], grad: Tensor) -> None:
+def step(run: Callable[[], Tensor], leaves: Iterable[Tensor], grad: Tensor) -> None:
     """A forward and backward pass; a scorer, where there is one, learns in it."""
-    for tensor in inputs:
+    for tensor in leaves:
         tensor.grad = None
     run().backward(grad)
 

@@ -138,7 +138,7 @@ def stats_of(a):
 
 
 def key_gradients(a):
-    assert not a.DQ and not a.JOIN
+    assert not a.DQ
     lse, delta = stats_of(a)
     for batch, held, first, stored, rows in held_items(a, a.key_blocks, True):
         key, value = (tile_of(t, batch, held, first, ROWS) for t in (a.k_desc, a.v_desc))
@@ -157,7 +157,6 @@ def key_gradients(a):
 
 
 def query_gradient(a):
-    assert not a.JOIN
     lse, delta = stats_of(a)
     for batch, head, first, stored, ((_, row),) in held_items(a, a.query_blocks, False):
         query, grad = (tile_of(t, batch, head, first, ROWS) for t in (a.q_desc, a.do_desc))
@@ -198,7 +197,7 @@ def replace_what_needs_a_gpu():
         *self._public_arguments(tensors), **({} if isinstance(self._kernel, Kernel) else self._options)
     )
     hopper_backend.processors = hopper_gradients.processors = lambda device: PROGRAMS
-    hopper_backend.item_counter = lambda device: torch.zeros(1, dtype=torch.int32)
+    hopper_backend.item_counters = lambda device, count: torch.zeros(count, dtype=torch.int32)
     torch.cuda.current_device = lambda: None
     hopper_split.SHORTEST_PIECE = ROWS**2
     hopper_split.ROWS_A_PIECE = 1

@@ -11,7 +11,7 @@ import torch
 
 from dilated_attention_pytorch.kernels import hopper_backend
 from dilated_attention_pytorch.kernels.hopper_launch import OPTIONS, boxes_of, tile_layout
-from dilated_attention_pytorch.kernels.hopper_work import FEW_ITEMS, ITEM_ROWS, Strides, balanced, is_regular, steps_of
+from dilated_attention_pytorch.kernels.hopper_work import GROUP, ITEM_ROWS, Strides, balanced, is_regular, steps_of
 from dilated_attention_pytorch.kernels.registry import AttentionCall
 from dilated_attention_pytorch.patterns import parse
 from dilated_attention_pytorch.plan import Axis, make_plan
@@ -208,9 +208,20 @@ def test_a_head_that_reads_from_further_on_is_not_regular():
     assert not is_regular(shifted, 128, 384)
 
 
-def test_of_many_items_only_those_far_above_the_mean_change_places():
-    work = torch.full((FEW_ITEMS + 100,), 4)
-    work[::3] = 7
+def test_heavy_items_start_first_and_neighbours_together():
+    items = torch.arange(4000)[:, None]
+    work = torch.arange(1, 9).repeat(500)
+    started = balanced(items, work)[:, 0]
+    assert torch.equal(started.sort().values, items[:, 0].int())
+    # As many as have the work of a group, and no item leaves its own.
+    size = GROUP * 8 * len(work) // int(work.sum())
+    assert int((started - items[:, 0]).abs().max()) <= size
+    last = work[started[-size // 2 :]]
+    assert int(work[started[-size:]].max()) == 8 and int(last.max()) <= 5 and int(last[-1]) == 1
+
+
+def test_items_as_heavy_as_each_other_stay_where_they_are():
+    work = torch.full((4000,), 4)
     items = torch.arange(len(work))[:, None]
     assert torch.equal(balanced(items, work), items.int())
     work[[7, 2000]] = 100

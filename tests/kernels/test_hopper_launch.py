@@ -1,9 +1,11 @@
 """Launches that go past triton's argument inspection pass what its public way does, on the tensors of each call."""
 
+import threading
 from dataclasses import replace
 
 import pytest
 import torch
+from conftest import poisoned
 
 from dilated_attention_pytorch.kernels import hopper_backend, hopper_gradients, hopper_launch, hopper_split
 from dilated_attention_pytorch.kernels.registry import AttentionCall
@@ -25,7 +27,7 @@ class Entry:
     def stream_of(self, device):
         return 0
 
-    def __call__(self, grid, stream, arguments):
+    def __call__(self, grid, stream, arguments, overlaps):
         self.launches.append((self.name, grid, *arguments))
 
 
@@ -34,10 +36,15 @@ class Kernel:
 
     def __init__(self, name, launches):
         self.name, self.launches = name, launches
-        self.compiled_ahead = []
+        self.compiled_ahead, self.made_ready = [], []
 
     def warmup(self, *arguments, grid, **options):
         self.compiled_ahead.append((len(self.launches), options))
+        return self
+
+    @property
+    def run(self):
+        self.made_ready.append((len(self.launches), threading.current_thread() is threading.main_thread()))
 
     def __getitem__(self, grid):
         def launch(*arguments, **options):
@@ -152,6 +159,83 @@ def test_later_backward_launches_pass_what_the_first_did(pattern, parts, fused, 
     assert direct == public
 
 
+def test_launches_that_overlap_count_apart(recorded, monkeypatch):
+    overlapped = []
+    monkeypatch.setattr(Entry, "__call__", lambda self, grid, stream, arguments, overlaps: overlapped.append(overlaps))
+    call = problem("dilated:128x1,300x4,200x2")
+    lse = torch.zeros(2, 4, 300)
+    tensors = call.query, call.key, call.value, call.query, call.query, lse, lse
+    config = hopper_gradients.BACKWARD_CONFIGS[64]
+
+    def told(run, slot, *given):
+        """Whether each launch overlaps the one before it, and where it counts."""
+        overlapped.clear()
+        for _ in range(2):
+            run(*given)
+        launches = run.launches._launches
+        places = [[one for one in launch._arguments if isinstance(one, hopper_launch.Place)] for launch in launches]
+        return overlapped, [next(one.begin for one in reversed(each) if one.slot == slot) for each in places]
+
+    overlap, counted = told(hopper_backend.prepare(call).forward, hopper_backend.COUNTERS, call)
+    assert overlap == [False, True, True] and counted == [0, 1, 2]
+    for fused in (False, True):
+        backward = hopper_gradients.BackwardLaunch(call, tensors, False, config, fused)
+        overlap, counted = told(backward, hopper_gradients.SPACE, *tensors)
+        # What prepares them, and the first that it prepares, wait; so do those that make dQ of sums.
+        kernels = 3 if fused else 6
+        assert overlap == [False, False] + [True] * (kernels - 1) + [False] * (3 * fused)
+        assert len(set(counted[1 : 1 + kernels])) == kernels
+
+
+def test_a_launch_overlaps_none_that_does_not_wait(recorded, monkeypatch):
+    overlapped = []
+    monkeypatch.setattr(Entry, "__call__", lambda self, grid, stream, arguments, overlaps: overlapped.append(overlaps))
+    kernel = Kernel("", [])
+
+    def launch(name, grid, overlaps):
+        return hopper_launch.Launch(kernel, (name,), grid, (), (), overlaps=overlaps)
+
+    # One without items is not launched; what comes after it has another before it.
+    each = (0, True), (1, False), (0, True), (1, True), (0, False), (1, True), (1, False), (1, True)
+    launches = hopper_launch.Launches(torch.device("cpu"), [launch(i, *one) for i, one in enumerate(each)])
+    for _ in range(2):
+        launches(torch.zeros(1))
+    assert overlapped == [False, False, True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "fused", "joins", "cleared"),
+    [
+        ("dilated:128x1,300x4,200x2", False, True, [True, False, False]),
+        ("dilated:128x1,300x4,200x2", True, False, [False] * 3),
+        ("dilated:100x1,300x4", False, True, [True] * 3),
+        ("dilated:100x1,300x4", True, False, [True] * 3),
+        ("dilated:300x4", False, False, [True] * 3),
+        ("window:100", False, False, [False] * 3),
+    ],
+)
+def test_the_last_part_of_dq_by_rows_joins_what_the_others_added(pattern, fused, joins, cleared, recorded, monkeypatch):
+    public, _ = recorded
+    call = problem(pattern)
+    lse = torch.zeros(2, 4, 300)
+    tensors = call.query, call.key, call.value, call.query, call.query, lse, lse
+    config = hopper_gradients.BACKWARD_CONFIGS[64]
+    launch = hopper_gradients.BackwardLaunch(call, tensors, False, config, fused)
+    monkeypatch.setattr(torch, "empty_strided", poisoned(torch.empty_strided))
+    gradients = launch(*tensors)
+    assert [bool((one == 0).all()) for one in gradients] == cleared
+    names = [name.removeprefix("attention_").removesuffix("_bwd_kernel") for name, *_ in public]
+    parts = names.count("dkv")
+    assert names == ["prepare", *["dkv"] * parts, *["finish_dq_kernel" if fused else "dq"] * parts]
+    # A descriptor is its address, shape and strides.
+    keys = [len(arguments[1]) == 5 for name, _, *arguments in public if "dkv" in name]
+    rows = [arguments for name, _, *arguments in public if "dq_bwd" in name]
+    assert keys == sorted(keys)
+    assert [len(arguments[1]) == 5 for arguments in rows] == ([] if fused else keys[::-1])
+    joined = [arguments[arguments.index(lse.data_ptr()) - 1] for arguments in rows]
+    assert joined == [None] * (len(rows) - joins) + [gradients[0].data_ptr()] * joins
+
+
 @pytest.mark.parametrize("fused", [True, False])
 def test_pieces_of_long_rows_are_launched_and_joined(fused, recorded, monkeypatch):
     monkeypatch.setattr(hopper_split, "ROWS_A_PIECE", 1)
@@ -248,13 +332,13 @@ def test_a_gradient_that_begins_where_tma_cannot_is_copied(recorded):
 def test_what_is_to_be_compiled_is_compiled_at_once_before_the_first_launch(fused, recorded, monkeypatch):
     from dilated_attention_pytorch.kernels import hopper_backward, hopper_backward_rows, hopper_forward, hopper_prepare
 
-    call = problem("dilated:100x1,300x4,300x7")
+    call = problem("dilated:128x1,300x4,100x1,300x7")
     runner = hopper_backend.prepare(call)
     forward = hopper_forward.attention_fwd_kernel
     monkeypatch.setattr(hopper_backend, "reproducible_gradients", lambda: not fused)
     for _ in range(2):
         output, lse = runner.forward(call)
-    assert [launched for launched, _ in forward.compiled_ahead] == [0, 0]
+    assert [launched for launched, _ in forward.compiled_ahead] == [0] * 3
     assert all(options == hopper_launch.OPTIONS for _, options in forward.compiled_ahead)
     before = len(recorded[0])
     for _ in range(2):
@@ -262,15 +346,17 @@ def test_what_is_to_be_compiled_is_compiled_at_once_before_the_first_launch(fuse
     kernels = hopper_backward.attention_dkv_bwd_kernel, hopper_backward_rows.attention_dq_bwd_kernel
     assert len(kernels[0].compiled_ahead) == 3
     assert len(kernels[1].compiled_ahead) == (0 if fused else 3)
-    assert len(hopper_prepare.finish_dq_kernel.compiled_ahead) == (3 if fused else 0)
+    assert len(hopper_prepare.finish_dq_kernel.compiled_ahead) == (2 if fused else 0)
     for kernel in (*kernels, hopper_prepare.prepare_bwd_kernel, hopper_prepare.finish_dq_kernel):
         assert all(launched == before for launched, _ in kernel.compiled_ahead)
+        # What launches a kernel takes a compiler too, which runs beside the others.
+        assert kernel.made_ready == [(before, False)] * (len(kernel.compiled_ahead) > 0)
 
 
 def test_kernels_are_compiled_at_once_also_where_the_first_of_them_is_known(recorded, monkeypatch):
     from dilated_attention_pytorch.kernels import hopper_backward, hopper_prepare
 
-    call = problem("dilated:100x1,300x4,300x7")
+    call = problem("dilated:128x1,300x4,100x1,300x7")
     runner = hopper_backend.prepare(call)
     output, lse = runner.forward(call)
     for reproducible in (True, False):
@@ -279,8 +365,8 @@ def test_kernels_are_compiled_at_once_also_where_the_first_of_them_is_known(reco
             kernel.compiled_ahead.clear()
         before = len(recorded[0])
         runner.backward(call, output, lse, output, None)
-    for kernel in (hopper_backward.attention_dkv_bwd_kernel, hopper_prepare.finish_dq_kernel):
-        assert [launched for launched, _ in kernel.compiled_ahead] == [before] * 3
+    for kernel, count in ((hopper_backward.attention_dkv_bwd_kernel, 3), (hopper_prepare.finish_dq_kernel, 2)):
+        assert [launched for launched, _ in kernel.compiled_ahead] == [before] * count
 
 
 def test_one_kernel_is_compiled_where_it_is_launched(recorded):

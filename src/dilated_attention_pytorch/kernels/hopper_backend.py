@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..plan.plan import Plan
-from .hopper_launch import OPTIONS, Launch, Launches, Moved, Place, item_counter, on_device, tma_strides
+from .hopper_launch import OPTIONS, Launch, Launches, Moved, Place, item_counters, on_device, tma_strides
 from .hopper_split import Split, split
 from .hopper_work import QueryWork, Step, steps_of
 from .registry import AttentionCall, Forward, Gradients, reproducible_gradients
@@ -170,13 +170,8 @@ def run_forward(call: AttentionCall, config: ForwardConfig) -> Forward:
 
 def _launch_of(call: AttentionCall, config: ForwardConfig) -> ForwardLaunch:
     layout = *layout_of(call.query, call.key, call.value), call.scale, id(config)
-    known = _launches.get(call.plan)
-    if known is None:
-        known = _launches[call.plan] = {}
-    found = known.get(layout)
-    if found is None:
-        found = known[layout] = ForwardLaunch(call, config)
-    return found
+    known = _launches.setdefault(call.plan, {})
+    return known.get(layout) or known.setdefault(layout, ForwardLaunch(call, config))
 
 
 class ForwardLaunch:
@@ -190,7 +185,11 @@ class ForwardLaunch:
         self.lse_like = torch.zeros(1, dtype=torch.float32, device=query.device).expand(query.shape[:3])
         self.covers = bool(steps) and not steps[0].strided and steps[0].by_query.covers
         strided = STRIDED_CONFIGS[query.shape[-1]]
-        launches = [_part_launch(call, strided if step.strided else config, step, step.by_query) for step in steps]
+        launches = [
+            _part_launch(call, strided if step.strided else config, step, step.by_query, number=number)
+            for number, step in enumerate(steps)
+        ]
+        self.counters = max(len(steps), 1)
         self.pieces: tuple[tuple[tuple[int, ...], torch.dtype], ...] = ()
         cut = split(steps[0], steps[0].by_query, len(query), processors(query.device)) if len(steps) == 1 else None
         if cut is not None:
@@ -207,13 +206,13 @@ class ForwardLaunch:
             output = torch.zeros_like(call.query)
             lse = torch.full_like(self.lse_like, -math.inf, memory_format=torch.contiguous_format)
         with on_device(self.device):
-            counter = item_counter(self.device)
+            counters = item_counters(self.device, self.counters)
             pieces = [torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in self.pieces]
-            self.launches(call.query, call.key, call.value, output, lse, counter, *pieces)
+            self.launches(call.query, call.key, call.value, output, lse, counters, *pieces)
         return Forward(output, lse)
 
 
-QUERY, KEY, VALUE, OUTPUT, LSE, COUNTER, PIECES, PIECE_LSE = range(8)
+QUERY, KEY, VALUE, OUTPUT, LSE, COUNTERS, PIECES, PIECE_LSE = range(8)
 """Slots of the tensors that a forward launch is given."""
 
 
@@ -232,8 +231,10 @@ def _split_launches(call: AttentionCall, config: ForwardConfig, step: Step, cut:
     return [whole, apart, cut.join(merge_pieces_kernel, places, len(query), query.shape[2], given, like)]
 
 
-def _part_launch(call: AttentionCall, config: ForwardConfig, step: Step, work: QueryWork, *pieces: Tensor) -> Launch:
-    """The launch of one part of a plan, or of the pieces of its long rows where these are given."""
+def _part_launch(
+    call: AttentionCall, config: ForwardConfig, step: Step, work: QueryWork, *pieces: Tensor, number: int | None = None
+) -> Launch:
+    """The launch of one part of a plan, the `number`-th of several, or of the pieces of its long rows, given these."""
     from .hopper_forward import attention_fwd_kernel
 
     query, key, plan = call.query, call.key, call.plan
@@ -250,7 +251,7 @@ def _part_launch(call: AttentionCall, config: ForwardConfig, step: Step, work: Q
         Moved(PIECES if pieces else OUTPUT, 64, queries),
         Place(OUTPUT) if step.strided else None,
         Place(PIECE_LSE if pieces else LSE),
-        *(work.items, work.full, work.partial, work.tiles, plan.masks.bits, Place(COUNTER)),
+        *(work.items, work.full, work.partial, work.tiles, plan.masks.bits, Place(COUNTERS, number or 0, torch.int32)),
         *(items, items_a_batch, heads, heads // key.shape[1], n, *(stride // 8 for stride in tma_strides(like)[:3])),
         *(*step.queries, *step.keys, call.scale * LOG2_E),
         *(plan.block_size, config.k_stages, config.v_stages, config.ping_pong, config.persistent),
@@ -258,9 +259,9 @@ def _part_launch(call: AttentionCall, config: ForwardConfig, step: Step, work: Q
     )
     grid = min(items, processors(query.device)) if config.persistent else items
     identity = "forward", query.device.index, query.dtype, d, plan.block_size, config, step.shape, bool(pieces)
-    # Neither LSE nor the counter is moved, so that only the sizes of their elements matter.
+    # Neither LSE nor the counters are moved, so that only the sizes of their elements matter.
     given = query, key, call.value, like, work.items, work.items, *pieces
-    return Launch(attention_fwd_kernel, identity, grid, arguments, given, **OPTIONS)
+    return Launch(attention_fwd_kernel, identity, grid, arguments, given, overlaps=number is not None, **OPTIONS)
 
 
 class PreparedAttention:

@@ -41,11 +41,13 @@ from .hopper_pieces import (
     copy_out,
     copy_rows_in,
     first_and_count,
+    let_next_start,
     next_item,
+    place_of,
     post,
     read,
     ring,
-    row_pointers,
+    wait_for_launch,
 )
 
 PIECE = gl.constexpr(64 * 64)
@@ -74,6 +76,7 @@ def stream_tile(
         o_row = o_rows + (token + row * (rate if len(first_desc.block_shape) == 5 else 1))
         lse = gl.load(p_lse + o_row, mask=row < rows, other=float("inf"))
         delta = gl.load(p_delta + o_row, mask=row < rows, other=0.0)
+    residue, place_row = place_of(first_desc, token, rate)
     slot = count % STAGES
     mbarrier.wait(empty.index(slot), ((count // STAGES) & 1) ^ 1)
     if BY_KEY:
@@ -81,8 +84,9 @@ def stream_tile(
         b_rows.index(slot).slice(BM, BM).store(delta)
     post(b_tile.index(slot), place, mask, low, high, last_key, 0)
     mbarrier.expect(full.index(slot), 2 * first_desc.block_type.nbytes)
-    copy_rows_in(first_desc, first_more, batch, head, token, rate, longer, full.index(slot), b_first.index(slot))
-    copy_rows_in(second_desc, second_more, batch, head, token, rate, longer, full.index(slot), b_second.index(slot))
+    here_full = full.index(slot)
+    copy_rows_in(first_desc, first_more, batch, head, residue, place_row, longer, here_full, b_first.index(slot))
+    copy_rows_in(second_desc, second_more, batch, head, residue, place_row, longer, here_full, b_second.index(slot))
 
 
 @gluon.jit
@@ -102,6 +106,7 @@ def load_backward_tiles(
     STRIDED: gl.constexpr = len(streamed_1.block_shape) == 5
     BM: gl.constexpr = streamed_1.block_shape[len(streamed_1.block_shape) - 2]
     SUB: gl.constexpr = BLOCK // BM
+    let_next_start()
     tile_count = 0
     item_count = 0
     item = gl.program_id(0)
@@ -126,16 +131,17 @@ def load_backward_tiles(
             if SPLIT:
                 stored = gl.load(p_item + 3) * (2 * ROWS)
                 block = stored // BLOCK
+        residue, first_row = place_of(held_1, o_held, held_rate)
         slot = item_count % HELD_STAGES
         mbarrier.wait(held_empty.index(slot), ((item_count // HELD_STAGES) & 1) ^ 1)
         post(b_item.index(slot), held_head, o_held, steps, batch, held_rows, stored)
         mbarrier.expect(held_full.index(slot), 4 * held_1.block_type.nbytes)
         for half in gl.static_range(2):
-            token = o_held + half * ROWS * (held_rate if STRIDED else 1)
+            row = first_row + half * ROWS
             b_1_half, b_2_half = b_held_1.index(slot * 2 + half), b_held_2.index(slot * 2 + half)
             here_full = held_full.index(slot)
-            copy_rows_in(held_1, held_1_more, batch, held_head, token, held_rate, held_longer, here_full, b_1_half)
-            copy_rows_in(held_2, held_2_more, batch, held_head, token, held_rate, held_longer, here_full, b_2_half)
+            copy_rows_in(held_1, held_1_more, batch, held_head, residue, row, held_longer, here_full, b_1_half)
+            copy_rows_in(held_2, held_2_more, batch, held_head, residue, row, held_longer, here_full, b_2_half)
         members = group if BY_KEY else 1
         for member in range(members):
             if BY_KEY:
@@ -196,6 +202,8 @@ def load_backward_tiles(
                 tile_count += 1
         item_count += 1
         item = next_item(claim, p_next, item, items, True)
+    # Launches end in order, also where this one wrote what the one before it does not.
+    wait_for_launch()
     slot = item_count % HELD_STAGES
     mbarrier.wait(held_empty.index(slot), ((item_count // HELD_STAGES) & 1) ^ 1)
     post(b_item.index(slot), 0, 0, 0, -1, 0, 0)
@@ -203,31 +211,16 @@ def load_backward_tiles(
 
 
 @gluon.jit
-def put_rows(
-    values, desc, more, p_grad, o_batch, o_head, o_row, batch, head, first, rows, rate, longer, buffer,
-    C: gl.constexpr, JOIN: gl.constexpr,
-):  # fmt: skip
-    """Start storing the 64 rows [64, D] that warpgroup `C` owns of an item.
-
-    A strided part adds them, rounded, to what is there. With JOIN they are added before they are rounded; the last part
-    does so, and the sum is rounded once at its full size.
-    """
+def put_rows(values, desc, more, batch, head, first, rows, rate, longer, buffer, C: gl.constexpr):
+    """Start storing the 64 rows [64, D] that warpgroup `C` owns of an item; those of a strided part are added."""
     D: gl.constexpr = values.type.shape[1]
     b_own = buffer.reshape([ROWS, D])
-    if JOIN:
-        p_rows = p_grad + (batch.to(gl.int64) * o_batch + head.to(gl.int64) * o_head) * 8
-        p_own, exist = row_pointers(p_rows, first, rate, rows, o_row, C, D)
-        b_own.store(gl.load(p_own, mask=exist, other=0.0))
-        values += b_own.load(values.type.layout).to(gl.float32)
-        b_own.store(values.to(buffer.dtype))
-        p_own, exist = row_pointers(p_rows, first, rate, rows, o_row, C, D)
-        gl.store(p_own, b_own.load(p_own.type.layout), mask=exist)
-        fence_async_shared()
-    elif len(desc.block_shape) == 5:
+    if len(desc.block_shape) == 5:
         # Past the end of their segment lie rows that others add to.
         row = C * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, values.type.layout))
         b_own.store(gl.where(gl.expand_dims(row < rows, 1), values, 0.0).to(buffer.dtype))
         fence_async_shared()
+        wait_for_launch()
         add_rows_out(desc, more, batch, head, first + C * ROWS * rate, rate, longer, buffer)
     else:
         b_own.store(values.to(buffer.dtype))
@@ -320,12 +313,10 @@ def release(empty, item):
 
 @gluon.jit
 def gather_keys(
-    C: gl.constexpr,
-    dk_desc, dk_more, p_dk, dk_batch, dk_head, dk_row, dv_desc, dv_more, p_dv, dv_batch, dv_head, dv_row,
+    C: gl.constexpr, dk_desc, dk_more, dv_desc, dv_more,
     b_q, b_do, b_k, b_v, b_ds, b_rows, b_item, b_tile, full, empty, kv_full, kv_empty,
     p_sum, p_bits, k_rate, k_longer, scale, scale_log2,
-    BLOCK: gl.constexpr, STAGES: gl.constexpr, KV_STAGES: gl.constexpr, DQ: gl.constexpr,
-    JOIN: gl.constexpr, SPLIT: gl.constexpr,
+    BLOCK: gl.constexpr, STAGES: gl.constexpr, KV_STAGES: gl.constexpr, DQ: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
     """Warpgroup `C`: dK and dV of its 64 keys of every item of this program."""
     BM: gl.constexpr = b_q.shape[len(b_q.shape) - 2]
@@ -416,16 +407,10 @@ def gather_keys(
         rows = read(item, ITEM_ROWS)
         b_dv = b_v.index(kv_slot * 2 + C)
         b_dk = b_k.index(kv_slot * 2 + C)
-        put_rows(
-            dv, dv_desc, dv_more, p_dv, dv_batch, dv_head, dv_row, batch, head, o_key, rows, k_rate, k_longer, b_dv,
-            C, JOIN,
-        )  # fmt: skip
+        put_rows(dv, dv_desc, dv_more, batch, head, o_key, rows, k_rate, k_longer, b_dv, C)
         # The sibling multiplies by these rows of K too; they are free to hold dK once it is done.
         meet()
-        put_rows(
-            dk * scale, dk_desc, dk_more, p_dk, dk_batch, dk_head, dk_row, batch, head, o_key, rows, k_rate, k_longer,
-            b_dk, C, JOIN,
-        )  # fmt: skip
+        put_rows(dk * scale, dk_desc, dk_more, batch, head, o_key, rows, k_rate, k_longer, b_dk, C)
         if KV_STAGES == 1:
             release(kv_empty, item_count)
         item_count += 1
@@ -438,19 +423,18 @@ def gather_keys(
 @gluon.jit(
     do_not_specialize=[
         "items", "items_a_batch", "heads", "group", "sum_tiles", "key_blocks", "n", "q_rate", "q_longer",
-        "k_rate", "k_longer", "dk_batch", "dk_head", "dk_row", "dv_batch", "dv_head", "dv_row", "scale", "scale_log2",
+        "k_rate", "k_longer", "scale", "scale_log2",
     ],
     do_not_specialize_on_alignment=[
         "p_lse", "p_work", "p_class", "p_walk", "p_whole", "p_partial", "p_tiles", "p_bits", "p_next"
     ],
 )  # fmt: skip
 def attention_dkv_bwd_kernel(
-    q_desc, q_more, do_desc, do_more, k_desc, k_more, v_desc, v_more, dk_desc, dk_more, dv_desc, dv_more, p_dk, p_dv,
-    p_lse, p_delta, p_sum, p_work, p_class, p_walk, p_whole, p_partial,
-    p_tiles, p_bits, p_next, items, items_a_batch, heads, group, sum_tiles, key_blocks, n,
-    q_rate, q_longer, k_rate, k_longer, dk_batch, dk_head, dk_row, dv_batch, dv_head, dv_row, scale, scale_log2,
-    BLOCK: gl.constexpr, STAGES: gl.constexpr, KV_STAGES: gl.constexpr, DQ: gl.constexpr,
-    JOIN: gl.constexpr, SPLIT: gl.constexpr, WORKER_REGISTERS: gl.constexpr,
+    q_desc, q_more, do_desc, do_more, k_desc, k_more, v_desc, v_more, dk_desc, dk_more, dv_desc, dv_more,
+    p_lse, p_delta, p_sum, p_work, p_class, p_walk, p_whole, p_partial, p_tiles, p_bits, p_next, items, items_a_batch,
+    heads, group, sum_tiles, key_blocks, n, q_rate, q_longer, k_rate, k_longer, scale, scale_log2,
+    BLOCK: gl.constexpr, STAGES: gl.constexpr, KV_STAGES: gl.constexpr, DQ: gl.constexpr, SPLIT: gl.constexpr,
+    WORKER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """dK and dV of every item, taken by the programs as they come free; with DQ also the sum of dQ, not yet scaled."""
     BM: gl.constexpr = q_desc.block_shape[len(q_desc.block_shape) - 2]
@@ -470,14 +454,14 @@ def attention_dkv_bwd_kernel(
     gl.warp_specialize(
         [
             (gather_keys, (
-                0, dk_desc, dk_more, p_dk, dk_batch, dk_head, dk_row, dv_desc, dv_more, p_dv, dv_batch, dv_head, dv_row,
+                0, dk_desc, dk_more, dv_desc, dv_more,
                 b_q, b_do, b_k, b_v, b_ds, b_rows, b_item, b_tile, full, empty, kv_full, kv_empty,
-                p_sum, p_bits, k_rate, k_longer, scale, scale_log2, BLOCK, STAGES, KV_STAGES, DQ, JOIN, SPLIT,
+                p_sum, p_bits, k_rate, k_longer, scale, scale_log2, BLOCK, STAGES, KV_STAGES, DQ, SPLIT,
             )),
             (gather_keys, (
-                1, dk_desc, dk_more, p_dk, dk_batch, dk_head, dk_row, dv_desc, dv_more, p_dv, dv_batch, dv_head, dv_row,
+                1, dk_desc, dk_more, dv_desc, dv_more,
                 b_q, b_do, b_k, b_v, b_ds, b_rows, b_item, b_tile, full, empty, kv_full, kv_empty,
-                p_sum, p_bits, k_rate, k_longer, scale, scale_log2, BLOCK, STAGES, KV_STAGES, DQ, JOIN, SPLIT,
+                p_sum, p_bits, k_rate, k_longer, scale, scale_log2, BLOCK, STAGES, KV_STAGES, DQ, SPLIT,
             )),
             (load_backward_tiles, (
                 k_desc, k_more, v_desc, v_more, q_desc, q_more, do_desc, do_more,

@@ -7,6 +7,9 @@ A work item is 128 query rows of one head; each of two warpgroups owns 64 of the
 The third product of a step is issued behind the first two of the next step, so that the tensor cores have work while
 the weights of that step are computed.
 
+Of several parts the last to run joins what the others added to dQ, before it rounds: so the sum over all of them is
+rounded once at its full size.
+
 Names: `p_` pointer, `b_` buffer in shared memory, `o_` offset; shape comments are [rows, columns].
 """
 
@@ -15,6 +18,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
     mbarrier,
     tma,
     warpgroup_mma,
@@ -37,16 +41,14 @@ from .hopper_backward import (
     release,
 )
 from .hopper_forward import HOLD
-from .hopper_pieces import base_2, read, ring
+from .hopper_pieces import barrier_pairs, base_2, read, ring, row_pointers, wait_for_launch
 
 
 @gluon.jit
 def gather_queries(
-    C: gl.constexpr,
-    dq_desc, dq_more, p_dq, dq_batch, dq_head, dq_row,
-    b_q, b_do, b_k, b_v, b_item, b_tile, full, empty, q_full, q_empty,
+    C: gl.constexpr, dq_desc, dq_more, p_dq, b_q, b_do, b_k, b_v, b_item, b_tile, full, empty, q_full, q_empty,
     p_lse, p_delta, p_bits, heads, n, q_rate, q_longer, scale, scale_log2,
-    BLOCK: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr, JOIN: gl.constexpr, SPLIT: gl.constexpr,
+    BLOCK: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
     """Warpgroup `C`: dQ of its 64 rows of every item of this program."""
     STRIDED: gl.constexpr = len(b_k.shape) == 6
@@ -109,16 +111,25 @@ def gather_queries(
         behind = (tile_count + STAGES - 1) % STAGES
         operand = gl.convert_layout(ds.to(dtype), operand_layout)
         dq_token = warpgroup_mma(operand, b_k.index(behind).reshape([BN, D]), dq, is_async=True)
+        b_dq = b_q.index(q_slot * 2 + C)
+        if p_dq is not None:
+            # The queries are done with, and the last product hides how long it takes.
+            wait_for_launch()
+            p_head = p_dq + (batch * (dq_desc.strides[0] // 8) + head * (dq_desc.strides[1] // 8)) * 8
+            p_own, exist = row_pointers(p_head, first, q_rate, rows, dq_desc.strides[2] // 8, C, D)
+            b_dq.reshape([ROWS, D]).store(gl.load(p_own, mask=exist, other=0.0))
         # Without a step the ring may hold anything, also what times 0 is not 0.
         dq = gl.where(steps > 0, warpgroup_mma_wait(0, deps=(dq_token,)), 0.0)
         mbarrier.arrive(empty.index(behind), count=1, pred=steps > 0)
 
-        b_dq = b_q.index(q_slot * 2 + C)
-        o_dq = read(item, ITEM_STORED) if SPLIT else first
-        put_rows(
-            dq * scale, dq_desc, dq_more, p_dq, dq_batch, dq_head, dq_row, batch, head, o_dq, rows, q_rate, q_longer,
-            b_dq, C, JOIN,
-        )  # fmt: skip
+        if p_dq is None:
+            o_dq = read(item, ITEM_STORED) if SPLIT else first
+            put_rows(dq * scale, dq_desc, dq_more, batch, head, o_dq, rows, q_rate, q_longer, b_dq, C)
+        else:
+            b_own = b_dq.reshape([ROWS, D])
+            b_own.store((dq * scale + b_own.load(acc_layout).to(gl.float32)).to(dtype))
+            gl.store(p_own, b_own.load(p_own.type.layout), mask=exist)
+            fence_async_shared()
         if Q_STAGES == 1:
             release(q_empty, item_count)
         item_count += 1
@@ -131,7 +142,7 @@ def gather_queries(
 @gluon.jit(
     do_not_specialize=[
         "items", "items_a_batch", "heads", "group", "query_blocks", "n", "q_rate", "q_longer", "k_rate",
-        "k_longer", "dq_batch", "dq_head", "dq_row", "scale", "scale_log2",
+        "k_longer", "scale", "scale_log2",
     ],
     do_not_specialize_on_alignment=[
         "p_lse", "p_work", "p_class", "p_walk", "p_whole", "p_partial", "p_tiles", "p_bits", "p_next"
@@ -139,50 +150,37 @@ def gather_queries(
 )  # fmt: skip
 def attention_dq_bwd_kernel(
     q_desc, q_more, do_desc, do_more, k_desc, k_more, v_desc, v_more, dq_desc, dq_more, p_dq, p_lse, p_delta,
-    p_work, p_class, p_walk, p_whole, p_partial, p_tiles, p_bits,
-    p_next, items, items_a_batch, heads, group, query_blocks, n, q_rate, q_longer, k_rate, k_longer,
-    dq_batch, dq_head, dq_row, scale, scale_log2,
-    BLOCK: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr, JOIN: gl.constexpr,
-    SPLIT: gl.constexpr, WORKER_REGISTERS: gl.constexpr,
+    p_work, p_class, p_walk, p_whole, p_partial, p_tiles, p_bits, p_next, items, items_a_batch, heads, group,
+    query_blocks, n, q_rate, q_longer, k_rate, k_longer, scale, scale_log2,
+    BLOCK: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr, SPLIT: gl.constexpr,
+    WORKER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """dQ of every item, taken by the programs as they come free."""
+    """dQ of every item, taken by the programs as they come free; the part that joins is given where dQ lies."""
     dtype: gl.constexpr = k_desc.dtype
     note: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    barrier: gl.constexpr = mbarrier.MBarrierLayout()
     b_q = gl.allocate_shared_memory(dtype, ring(2 * Q_STAGES, q_desc), q_desc.layout)
     b_do = gl.allocate_shared_memory(dtype, ring(2 * Q_STAGES, do_desc), do_desc.layout)
     b_k = gl.allocate_shared_memory(dtype, ring(STAGES, k_desc), k_desc.layout)
     b_v = gl.allocate_shared_memory(dtype, ring(STAGES, v_desc), v_desc.layout)
     b_item = gl.allocate_shared_memory(gl.int32, [Q_STAGES, 8], note)
     b_tile = gl.allocate_shared_memory(gl.int32, [STAGES, 8], note)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
-    q_full = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], barrier)
-    q_empty = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], barrier)
-    for s in gl.static_range(STAGES):
-        mbarrier.init(full.index(s), count=1)
-        mbarrier.init(empty.index(s), count=2)
-    for s in gl.static_range(Q_STAGES):
-        mbarrier.init(q_full.index(s), count=1)
-        mbarrier.init(q_empty.index(s), count=2)
+    full, empty = barrier_pairs(STAGES)
+    q_full, q_empty = barrier_pairs(Q_STAGES)
     gl.warp_specialize(
         [
             (gather_queries, (
-                0, dq_desc, dq_more, p_dq, dq_batch, dq_head, dq_row,
-                b_q, b_do, b_k, b_v, b_item, b_tile, full, empty, q_full, q_empty,
+                0, dq_desc, dq_more, p_dq, b_q, b_do, b_k, b_v, b_item, b_tile, full, empty, q_full, q_empty,
                 p_lse, p_delta, p_bits, heads, n, q_rate, q_longer, scale, scale_log2,
-                BLOCK, STAGES, Q_STAGES, JOIN, SPLIT,
+                BLOCK, STAGES, Q_STAGES, SPLIT,
             )),
             (gather_queries, (
-                1, dq_desc, dq_more, p_dq, dq_batch, dq_head, dq_row,
-                b_q, b_do, b_k, b_v, b_item, b_tile, full, empty, q_full, q_empty,
+                1, dq_desc, dq_more, p_dq, b_q, b_do, b_k, b_v, b_item, b_tile, full, empty, q_full, q_empty,
                 p_lse, p_delta, p_bits, heads, n, q_rate, q_longer, scale, scale_log2,
-                BLOCK, STAGES, Q_STAGES, JOIN, SPLIT,
+                BLOCK, STAGES, Q_STAGES, SPLIT,
             )),
             (load_backward_tiles, (
                 q_desc, q_more, do_desc, do_more, k_desc, k_more, v_desc, v_more,
-                b_q, b_do, b_k, b_v, b_tile, b_item, b_tile,
-                full, empty, q_full, q_empty,
+                b_q, b_do, b_k, b_v, b_tile, b_item, b_tile, full, empty, q_full, q_empty,
                 p_lse, p_delta, p_work, p_class, p_walk, p_whole, p_partial, p_tiles, p_next, items, items_a_batch,
                 heads, group, 0, query_blocks, n, q_rate, q_longer, k_rate, k_longer,
                 BLOCK, STAGES, Q_STAGES, False, SPLIT,

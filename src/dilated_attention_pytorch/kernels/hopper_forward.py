@@ -36,11 +36,15 @@ from .hopper_pieces import (
     copy_out,
     copy_rows_in,
     first_and_count,
+    joined,
+    let_next_start,
     next_item,
+    place_of,
     post,
     read,
     ring,
     row_pointers,
+    wait_for_launch,
 )
 
 WORK_WIDTH = gl.constexpr(8)
@@ -62,11 +66,11 @@ TURN = gl.constexpr(8)
 
 
 @gluon.jit
-def load_tile(desc, more, batch, head, token, rate, longer, count, full, buffer, STAGES: gl.constexpr):
+def load_tile(desc, more, batch, head, residue, row, longer, count, full, buffer, STAGES: gl.constexpr):
     """Start copying one tile into its slot of the ring, which must be free."""
     slot = count % STAGES
     mbarrier.expect(full.index(slot), desc.block_type.nbytes)
-    copy_rows_in(desc, more, batch, head, token, rate, longer, full.index(slot), buffer.index(slot))
+    copy_rows_in(desc, more, batch, head, residue, row, longer, full.index(slot), buffer.index(slot))
 
 
 @gluon.jit
@@ -88,6 +92,7 @@ def load_tiles(
     BN: gl.constexpr = k_desc.block_shape[len(k_desc.block_shape) - 2]
     SUB: gl.constexpr = BLOCK // BN
     WIDTH: gl.constexpr = STRIDED_WORK_WIDTH if STRIDED else PIECE_WORK_WIDTH if SPLIT else WORK_WIDTH
+    let_next_start()
     tile_count = 0
     item_count = 0
     item = gl.program_id(0)
@@ -112,22 +117,23 @@ def load_tiles(
             if SPLIT:
                 rows = gl.load(p_item + 8) * (2 * ROWS)
         key_head = head // group
-
+        # Rows of an item lie one behind the other in what a descriptor sees.
+        q_residue, q_row = place_of(q_desc, o_query, q_rate)
         slot = item_count % Q_STAGES
         mbarrier.wait(q_empty.index(slot), ((item_count // Q_STAGES) & 1) ^ 1)
         post(b_item.index(slot), head, o_query, full_steps, partial_steps, batch, rows)
         mbarrier.expect(q_full.index(slot), 2 * q_desc.block_type.nbytes)
         for half in gl.static_range(2):
-            token = o_query + half * ROWS * (q_rate if STRIDED else 1)
-            b_half = b_q.index(slot * 2 + half)
-            copy_rows_in(q_desc, q_more, batch, head, token, q_rate, q_longer, q_full.index(slot), b_half)
+            row, b_half = q_row + half * ROWS, b_q.index(slot * 2 + half)
+            copy_rows_in(q_desc, q_more, batch, head, q_residue, row, q_longer, q_full.index(slot), b_half)
         for step in range(full_steps):
             tile = full_base + gl.load(p_full + full_begin + step // SUB)
             o_key = gl.load(p_tiles + 2 * tile) + k_offset if STRIDED else tile * BLOCK + (step % SUB) * BN
+            residue, row = place_of(k_desc, o_key, k_rate)
             wait_until_used(used, tile_count - K_STAGES)
-            load_tile(k_desc, k_more, batch, key_head, o_key, k_rate, k_longer, tile_count, k_full, b_k, K_STAGES)
+            load_tile(k_desc, k_more, batch, key_head, residue, row, k_longer, tile_count, k_full, b_k, K_STAGES)
             wait_until_used(used, tile_count - V_STAGES + 1)
-            load_tile(v_desc, v_more, batch, key_head, o_key, k_rate, k_longer, tile_count, v_full, b_v, V_STAGES)
+            load_tile(v_desc, v_more, batch, key_head, residue, row, k_longer, tile_count, v_full, b_v, V_STAGES)
             tile_count += 1
         for step in range(partial_steps):
             p_entry = p_partial + (partial_begin + step // SUB) * 4
@@ -139,21 +145,25 @@ def load_tiles(
                 o_key = tile * BLOCK + o_col
                 keys = n - o_key
             mask = gl.load(p_entry + 1)
+            residue, row = place_of(k_desc, o_key, k_rate)
             k_slot = tile_count % K_STAGES
             wait_until_used(used, tile_count - K_STAGES)
             post(b_tile.index(k_slot), mask * BLOCK * (BLOCK // 32) + o_col // 32, keys - 1, 0, 0, 0, 0)
-            load_tile(k_desc, k_more, batch, key_head, o_key, k_rate, k_longer, tile_count, k_full, b_k, K_STAGES)
+            load_tile(k_desc, k_more, batch, key_head, residue, row, k_longer, tile_count, k_full, b_k, K_STAGES)
             wait_until_used(used, tile_count - V_STAGES + 1)
-            load_tile(v_desc, v_more, batch, key_head, o_key, k_rate, k_longer, tile_count, v_full, b_v, V_STAGES)
+            load_tile(v_desc, v_more, batch, key_head, residue, row, k_longer, tile_count, v_full, b_v, V_STAGES)
             tile_count += 1
         if STRIDED:
             # What parts before this one left of the rows. Asked for last, so that no tile waits until the rows of the
             # item before have been read; it is still there some tiles before it is needed.
+            wait_for_launch()
             mbarrier.wait(old_empty.index(0), (item_count & 1) ^ 1)
             mbarrier.expect(old_full.index(0), 2 * q_desc.block_type.nbytes)
             for half in gl.static_range(2):
-                token = o_query + half * ROWS * q_rate
-                copy_rows_in(o_desc, o_more, batch, head, token, q_rate, q_longer, old_full.index(0), b_old.index(half))
+                row = q_row + half * ROWS
+                copy_rows_in(
+                    o_desc, o_more, batch, head, q_residue, row, q_longer, old_full.index(0), b_old.index(half)
+                )
         item_count += 1
         item = next_item(claim, p_next, item, items, DYNAMIC)
     slot = item_count % Q_STAGES
@@ -296,18 +306,6 @@ def attend_tile(
 
 
 @gluon.jit
-def joined(row_max, total, old):
-    """Factors of the new sums and of the old output, and the LSE of both together, all [64] and in log2 units."""
-    top = gl.maximum(row_max, old)
-    shift = gl.where(top == -float("inf"), 0.0, top)
-    new_factor = gl.exp2(row_max - shift)
-    old_factor = gl.exp2(old - shift)
-    sums = total * new_factor + old_factor
-    inverse = gl.where(sums == 0.0, 0.0, 1.0 / sums)
-    return new_factor * inverse, old_factor * inverse, shift + gl.log2(sums)
-
-
-@gluon.jit
 def attend_rows(
     C: gl.constexpr, o_desc, p_out, p_lse, b_q, b_k, b_v, b_old, b_item, b_tile,
     q_full, q_empty, k_full, v_full, old_full, old_empty, used, p_bits,
@@ -349,7 +347,6 @@ def attend_rows(
         row_sum = sum_in_thread(zero)
         weights, factor, row_max, row_sum = softmax_step(scores, row_max, row_sum, scale)
         acc = gl.full([ROWS, D], 0.0, gl.float32, acc_layout)
-
         # The previous item's output leaves through its Q buffer, which goes back to the loader only now.
         tma.store_wait(0)
         mbarrier.arrive(q_empty.index((item_count + Q_STAGES - 1) % Q_STAGES), count=1, pred=item_count > 0)
@@ -367,6 +364,7 @@ def attend_rows(
         p_head = p_lse + (batch * heads + head).to(gl.int64) * stored_rows
         if STRIDED:
             # Asked for before the last products, which hide how long it takes.
+            wait_for_launch()
             row = C * ROWS + gl.arange(0, ROWS, score_rows)
             p_row = p_head + read(item, ITEM_ROW) + row * q_rate
             old = gl.load(p_row, mask=row < read(item, ITEM_ROWS), other=-float("inf"))
@@ -453,7 +451,6 @@ def attention_fwd_kernel(
     LOADER_REGISTERS: gl.constexpr = 32 if STRIDED and q_desc.block_type.numel == 64 * 64 else 24
     dtype: gl.constexpr = q_desc.dtype
     note: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    barrier: gl.constexpr = mbarrier.MBarrierLayout()
     b_q = gl.allocate_shared_memory(dtype, ring(2 * Q_STAGES, q_desc), q_desc.layout)
     b_k = gl.allocate_shared_memory(dtype, ring(K_STAGES, k_desc), k_desc.layout)
     b_v = gl.allocate_shared_memory(dtype, ring(V_STAGES, v_desc), v_desc.layout)
@@ -462,12 +459,8 @@ def attention_fwd_kernel(
     b_item = gl.allocate_shared_memory(gl.int32, [Q_STAGES, 8], note)
     b_tile = gl.allocate_shared_memory(gl.int32, [K_STAGES, 8], note)
     q_full, q_empty = barrier_pairs(Q_STAGES)
-    k_full = gl.allocate_shared_memory(gl.int64, [K_STAGES, 1], barrier)
-    v_full = gl.allocate_shared_memory(gl.int64, [V_STAGES, 1], barrier)
-    used = gl.allocate_shared_memory(gl.int64, [K_STAGES, 1], barrier)
-    for s in gl.static_range(K_STAGES):
-        mbarrier.init(k_full.index(s), count=1)
-        mbarrier.init(used.index(s), count=2)
+    k_full, used = barrier_pairs(K_STAGES)
+    v_full = gl.allocate_shared_memory(gl.int64, [V_STAGES, 1], mbarrier.MBarrierLayout())
     for s in gl.static_range(V_STAGES):
         mbarrier.init(v_full.index(s), count=1)
     gl.warp_specialize(

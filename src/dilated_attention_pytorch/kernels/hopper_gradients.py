@@ -1,18 +1,20 @@
 """Gradients on Hopper GPUs through the Gluon kernels: the lists they read, the memory they need, and their launches.
 
-Two ways lead to dQ. The fused one computes it beside dK and dV, five products a tile pair, and adds it up in a float32
-copy of dQ (4 bytes an element, twice the size of dQ) in an order that is not fixed. The other computes it again by
-rows, seven products a tile pair, needs no copy, and gives the same bits every time; it is taken unless
-`reproducible_gradients(False)` was said.
+Two ways lead to dQ. The fused one computes it beside dK and dV, five products a tile pair, and adds it up in float32,
+4 bytes an element of the rows of each part (of a plain one twice the size of dQ), in an order that is not fixed. The
+other computes it again by rows, seven products a tile pair, needs no copy, and gives the same bits every time; it is
+taken unless `reproducible_gradients(False)` was said.
 
 Parts of a plan run one after another, each with the LSE and delta of the whole rows, which makes its share exact alone.
-A plan of one plain part writes every row. Else gradients begin as zeros and every part adds to them, in the order of
-the forward turned round: the part that reaches most rows is the last, and adds before it rounds.
+dK and dV of a plain part come first and write every row, and the other parts add to them; without one they begin as
+zeros. dQ by rows takes the parts from the last to the first, and that one joins what the others added to zeros, so that
+the sum is rounded once at its full size.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -120,36 +122,42 @@ class BackwardLaunch:
         rows = config.streamed_tile
         device = query.device
         steps = steps_of(plan)
-        self.writes_all = len(steps) == 1 and not steps[0].strided
+        self.writes_all = bool(steps) and not steps[0].strided
         # Whole blocks of the plan, so that a list may name the part of its last block that lies past the end.
         tiles = -(-n // plan.block_size) * (plan.block_size // rows)
         made = [empty_rows(t, t.shape[-1]) for t in tensors[:3]]
-        self.made = [(t.shape, t.stride(), t.dtype, device) for t in made]
-        last = steps[0] if len(steps) > 1 else None
-        parts = [
-            PartBackward(call, config, step, tiles, fused, step is last, self.writes_all) for step in reversed(steps)
-        ]
-        self.pieces = parts[0].pieces if self.writes_all else []
+        self.made = [(t.shape, t.stride()) for t in made]
+        group = heads // call.key.shape[1]
+        self.joins = not fused and any(len(step.held(group, by_key=False).items) for step in steps[1:])
+        last = steps[0] if self.joins else None
+        parts = [PartBackward(call, config, step, tiles, fused, step is last, len(steps) == 1) for step in steps]
+        self.pieces = parts[0].pieces if len(parts) == 1 else []
         self.row_tiles = batch * heads * tiles
-        # The sum begins at a multiple of 16 bytes.
-        self.o_sum = -(-batch * heads * n // 4) * 4
-        o_claimed = self.o_sum + (max((part.sum_floats for part in parts), default=0) if fused else 0)
-        self.space = o_claimed + 4, torch.float32, device
-        places = Place(SPACE), Place(SPACE, self.o_sum, torch.float32), Place(SPACE, o_claimed, torch.int32)
+        # Sums begin at multiples of 16 bytes.
+        o_sum = -(-batch * heads * n // 4) * 4
+        sums = list(accumulate((part.sum_floats if fused else 0 for part in parts), initial=o_sum))
+        o_claimed = sums[-1]
+        self.cleared = sums[1 if self.writes_all else 0], o_claimed
+        """Where the sums lie that are cleared before the launches; that of a plain part is by the first of them."""
+        # Two counters a part, as its kernels may run beside each other; as many as a power of two.
+        counters = 1 << (2 * len(parts)).bit_length()
+        self.floats = o_claimed + counters
+        places = Place(SPACE), Place(SPACE, o_sum, torch.float32), Place(SPACE, o_claimed, torch.int32)
         like = *tensors, torch.empty(1, device=device), *made
         like += tuple(torch.empty(shape or (0,), dtype=query.dtype, device="meta") for shape in self.pieces)
-        prepare = self._prepare(like, places, (rows, d, lse_grad, fused and self.writes_all))
-        lists: list[tuple[int, list[Launch]]] = [(0, [prepare])]
-        for part in parts:
-            if fused and part.adds:
-                lists.append((part.sum_floats, []))
-            lists[-1][1].extend(part.launches(like, places))
-        every = [launch for _, launches in lists for launch in launches]
-        self.groups = [
-            (clear, Launches(device, launches, () if number else every))
-            for number, (clear, launches) in enumerate(lists)
-        ]
-        """Launches in order, before each group so many floats of the sum to be cleared."""
+        prepare = self._prepare(like, places, (rows, d, lse_grad, fused and self.writes_all, counters))
+        delta, _, claimed = places
+        launches, later = [prepare], []
+        for number, (part, begin) in enumerate(zip(parts, sums, strict=False)):
+            total = Place(SPACE, begin, torch.float32)
+            claims = [claimed._replace(begin=claimed.begin + 2 * number + place) for place in range(2)]
+            launches += part.launches(part.by_key, like, (Place(LSE), delta, total, claims[0]))
+            if part.by_query is None:
+                later.append(part.finish(like, total))
+            else:
+                # From the last part to the first, which joins what they added.
+                later[:0] = part.launches(part.by_query, like, (Place(LSE), delta, claims[1]))
+        self.launches = Launches(device, launches + later)
 
     def _prepare(self, like: tuple[Tensor, ...], places: tuple[Place, ...], constants: tuple[object, ...]) -> Launch:
         from .hopper_prepare import prepare_bwd_kernel
@@ -163,168 +171,128 @@ class BackwardLaunch:
         return Launch(prepare_bwd_kernel, identity, self.row_tiles, arguments, like, plain=True)
 
     def __call__(self, *tensors: Tensor) -> Gradients:
-        floats, dtype, device = self.space
-        space = torch.empty(floats, dtype=dtype, device=device)
-        gradients = Gradients(
-            *(torch.empty_strided(shape, strides, dtype=own, device=on) for shape, strides, own, on in self.made)
-        )
-        pieces = [
-            torch.empty(shape, dtype=tensors[QUERY].dtype, device=device) if shape else space for shape in self.pieces
-        ]
+        dtype, device = tensors[QUERY].dtype, tensors[QUERY].device
+        space = torch.empty(self.floats, dtype=torch.float32, device=device)
+        gradients = Gradients(*(torch.empty_strided(*one, dtype=dtype, device=device) for one in self.made))
+        pieces = [torch.empty(shape, dtype=dtype, device=device) if shape else space for shape in self.pieces]
         if not self.writes_all:
             torch._foreach_zero_(gradients)
-        for clear, launches in self.groups:
-            if clear:
-                space[self.o_sum : self.o_sum + clear].zero_()
-            launches(*tensors, space, *gradients, *pieces)
+        elif self.joins:
+            gradients[0].zero_()
+        begin, end = self.cleared
+        if begin < end:
+            space[begin:end].zero_()
+        self.launches(*tensors, space, *gradients, *pieces)
         return gradients
 
 
 class Side(NamedTuple):
-    """dK and dV of a part, or its dQ."""
+    """dK and dV of a part, or its dQ: a kernel with all that it is given, but for places."""
 
+    kernel: Any
+    moved: tuple[Moved, ...]
+    """What it reads by TMA."""
+    written: tuple[Moved, ...]
+    """Gradients."""
+    joined: tuple[Place | None, ...]
+    """Where the gradient lies that it joins, asked of the kernel of dQ."""
     work: HeldWork
     cut: Split[HeldWork] | None
     blocks: int
     """Rows of a class in `work.rows`."""
     sizes: tuple[int, ...]
-    """What a kernel is given before them, but for its items."""
+    """Numbers before them, but for those of items."""
     settings: tuple[Any, ...]
     """And after."""
 
 
+def _moved(slots: tuple[int, ...], rows: int, axis: Strides | None) -> tuple[Moved, ...]:
+    return tuple(Moved(slot, rows, axis) for slot in slots)
+
+
 class PartBackward:
-    """One part of a `BackwardLaunch`; `alone`, it is the only one, so that its long rows may be cut."""
+    """One part of a `BackwardLaunch`; it `joins` dQ of the others or adds to it, and `alone` its long rows are cut."""
 
     def __init__(
         self, call: AttentionCall, config: BackwardConfig, step: Step, tiles: int, fused: bool, joins: bool, alone: bool
     ) -> None:
+        from .hopper_backward import attention_dkv_bwd_kernel
+        from .hopper_backward_rows import attention_dq_bwd_kernel
+
         query, plan = call.query, call.plan
         batch, heads, n, d = query.shape
         group = heads // call.key.shape[1]
         self.batch, self.n = batch, n
-        self.rows = config.streamed_tile
-        self.joins = joins
-        self.adds = joins or step.strided
-        self.axes = (step.queries, step.keys) if step.strided else (None, None)
-        self.identity = query.device.index, query.dtype, d, plan.block_size, config, fused, step.shape, joins
-        own_tiles = step.part.queries.tiles * (plan.block_size // self.rows) if step.strided else tiles
+        rows = config.streamed_tile
+        queries, keys = (step.queries, step.keys) if step.strided else (None, None)
+        self.identity = query.device.index, query.dtype, d, plan.block_size, config, fused, step.shape
+        own_tiles = step.part.queries.tiles * (plan.block_size // rows) if step.strided else tiles
         self.sum_tiles = batch * heads * own_tiles
-        self.sum_floats = self.sum_tiles * self.rows * d
+        self.sum_floats = self.sum_tiles * rows * d
         axes = *step.queries, *step.keys
-        like = (empty_rows(t, d).stride()[:3] for t in (query, call.key, call.value))
-        query_strides, *key_strides = (tuple(stride // 8 for stride in strides) for strides in like)
         scales = call.scale, call.scale * LOG2_E
         self.registers = config.registers
         programs = processors(query.device)
         sizes = heads, group
         stages = config.stages if fused else config.stages_by_rows
-        settings = *key_strides[0], *key_strides[1], *scales, plan.block_size, stages, config.held_stages, fused, joins
+        settings = *scales, plan.block_size, stages, config.held_stages, fused
         work = step.held(group, by_key=True)
         cut = split(step, work, batch, programs, group, by_key=True) if alone else None
-        self.by_key = Side(work, cut, step.part.keys.tiles, (*sizes, own_tiles), (n, *axes, *settings))
+        moved = *_moved((QUERY, GRAD_OUTPUT), rows, queries), *_moved((KEY, VALUE), 64, keys)
+        written = _moved((GRAD_KEY, GRAD_VALUE), 64, keys)
+        lists = work, cut, step.part.keys.tiles, (*sizes, own_tiles), (n, *axes, *settings)
+        self.by_key = Side(attention_dkv_bwd_kernel, moved, written, (), *lists)
         self.by_query: Side | None = None
         if not fused:
             work = step.held(group, by_key=False)
             cut = split(step, work, batch, programs) if alone else None
             stages = config.row_stages, config.held_stages
-            settings = n, *axes, *query_strides, *scales, plan.block_size, *stages, joins
-            self.by_query = Side(work, cut, step.part.queries.tiles, sizes, settings)
+            settings = n, *axes, *scales, plan.block_size, *stages
+            moved = *_moved((QUERY, GRAD_OUTPUT), 64, queries), *_moved((KEY, VALUE), rows, keys)
+            written = _moved((GRAD_QUERY,), 64, queries)
+            joined = (Place(GRAD_QUERY) if joins else None,)
+            lists = work, cut, step.part.queries.tiles, sizes, settings
+            self.by_query = Side(attention_dq_bwd_kernel, moved, written, joined, *lists)
         cuts = self.by_query and self.by_query.cut, self.by_key.cut, self.by_key.cut
         rooms = [cut.room(batch, d) if cut else () for cut in cuts]
         self.pieces = rooms if any(rooms) else []
         """Shapes of the pieces of dQ, dK and dV; a gradient whose rows stay whole has none."""
-        finish_strides = empty_rows(query, d).stride()[:3]
-        self.finish_numbers = heads, own_tiles, n, *finish_strides, step.queries.rate, call.scale
-        self.finish_constants = self.rows, d, plan.block_size, step.strided, self.adds
+        self.finish_strides = empty_rows(query, d).stride()[:3]
+        self.finish_numbers = heads, own_tiles, n, *self.finish_strides, step.queries.rate, call.scale
+        self.finish_constants = rows, d, plan.block_size, step.strided
 
-    def launches(self, like: tuple[Tensor, ...], places: tuple[Place, ...]) -> list[Launch]:
-        """Its kernels in order; `places` are those of delta, of the sum of dQ, and of the claimed items."""
-        from .hopper_backward import attention_dkv_bwd_kernel
-
-        rows, (queries, keys) = self.rows, self.axes
-        delta, total, claimed = places
-        read = (QUERY, rows, queries), (GRAD_OUTPUT, rows, queries), (KEY, 64, keys), (VALUE, 64, keys)
-        written = (GRAD_KEY, keys), (GRAD_VALUE, keys)
-        places = Place(LSE), delta, total, claimed
-        first = self._side("dkv", attention_dkv_bwd_kernel, read, written, places, self.by_key, like)
-        if self.by_query is None:
-            return [*first, self._finish(like, total)]
-        from .hopper_backward_rows import attention_dq_bwd_kernel
-
-        read = (QUERY, 64, queries), (GRAD_OUTPUT, 64, queries), (KEY, rows, keys), (VALUE, rows, keys)
-        written = ((GRAD_QUERY, queries),)
-        places = Place(LSE), delta, claimed
-        return first + self._side("dq", attention_dq_bwd_kernel, read, written, places, self.by_query, like)
-
-    def _side(
-        self,
-        name: str,
-        kernel: Any,
-        read: tuple[tuple[int, int, Strides | None], ...],
-        written: tuple[tuple[int, Strides | None], ...],
-        places: tuple[Place, ...],
-        side: Side,
-        like: tuple[Tensor, ...],
-    ) -> list[Launch]:
-        """A Gluon kernel on all rows; where some are cut, on the others, then on their pieces, which are joined."""
+    def launches(self, side: Side, like: tuple[Tensor, ...], places: tuple[Place, ...]) -> list[Launch]:
+        """A kernel on all rows; where some are cut, on the others, then on their pieces, which are joined."""
         cut = side.cut
         if cut is None:
-            return [self._launch(name, kernel, read, written, places, side, like)]
+            return [self._launch(side, like, places)]
         from .triton_backward import sum_pieces_bwd_kernel
 
-        apart = tuple((slot + TO_PIECES, axis) for slot, axis in written)
-        pieces = side._replace(work=cut.pieces, blocks=cut.slots)
-        launches = [
-            self._launch(name, kernel, read, written, places, side._replace(work=cut.rest), like),
-            self._launch(name, kernel, read, apart, places, pieces, like, pieces=True),
-        ]
-        for slot, _ in written:
+        apart = tuple(one._replace(slot=one.slot + TO_PIECES) for one in side.written)
+        pieces = side._replace(written=apart, work=cut.pieces, blocks=cut.slots)
+        launches = [self._launch(one, like, places) for one in (side._replace(work=cut.rest), pieces)]
+        for slot, *_ in side.written:
             joined = Place(slot), Place(slot), Place(slot + TO_PIECES)
             launches.append(cut.join(sum_pieces_bwd_kernel, joined, self.batch, self.n, like, like[slot]))
         return launches
 
-    def _launch(
-        self,
-        name: str,
-        kernel: Any,
-        read: tuple[tuple[int, int, Strides | None], ...],
-        written: tuple[tuple[int, Strides | None], ...],
-        places: tuple[Place, ...],
-        side: Side,
-        like: tuple[Tensor, ...],
-        pieces: bool = False,
-    ) -> Launch:
-        """A Gluon kernel: tensors it reads by TMA with the rows of a move, gradients, places, lists, and numbers.
-
-        A gradient is given by descriptors, or where the part joins what is there, by its address.
-        """
-        moved = tuple(Moved(*one) for one in read)
+    def _launch(self, side: Side, like: tuple[Tensor, ...], places: tuple[Place, ...]) -> Launch:
+        """A Gluon kernel; `places` are those of LSE, of delta, for dK and dV of the sum of dQ, and of its claims."""
         work, items = side.work, len(side.work.items)
-        lists = *places[:-1], *_lists(work), places[-1]
+        pieces = side.cut is not None and work is side.cut.pieces
         numbers = self.batch * items, items, *side.sizes, side.blocks, *side.settings, pieces, self.registers
-        if self.joins:
-            gradients = *(None,) * (2 * len(written)), *(Place(slot) for slot, _ in written)
-        else:
-            gradients = *(Moved(slot, 64, axis) for slot, axis in written), *(None,) * len(written)
+        lists = work.items, work.classes, work.rows, work.full, work.partial, work.tiles, work.bits
+        arguments = *side.moved, *side.written, *side.joined, *places[:-1], *lists, places[-1], *numbers
         grid = min(numbers[0], processors(like[QUERY].device))
-        arguments = *moved, *gradients, *lists, *numbers
-        return Launch(kernel, (name, *self.identity, pieces), grid, arguments, like, **OPTIONS)
+        identity = side.kernel, *side.joined, *self.identity, pieces
+        return Launch(side.kernel, identity, grid, arguments, like, overlaps=side.cut is None, **OPTIONS)
 
-    def _finish(self, like: tuple[Tensor, ...], total: Place) -> Launch:
+    def finish(self, like: tuple[Tensor, ...], total: Place) -> Launch:
+        """The kernel that makes dQ of its sum."""
         from .hopper_prepare import finish_dq_kernel
 
         lists = self.by_key.work.tiles, self.by_key.work.classes
         arguments = total, Place(GRAD_QUERY), *lists, *self.finish_numbers, *self.finish_constants
-        identity = (
-            "finish",
-            like[QUERY].device.index,
-            like[QUERY].dtype,
-            self.finish_numbers[:-1],
-            self.finish_constants,
-        )
+        query = like[QUERY]
+        identity = "finish", query.device.index, query.dtype, self.finish_strides, self.finish_constants
         return Launch(finish_dq_kernel, identity, self.sum_tiles, arguments, like, plain=True)
-
-
-def _lists(work: HeldWork) -> tuple[Tensor, ...]:
-    return work.items, work.classes, work.rows, work.full, work.partial, work.tiles, work.bits

@@ -111,16 +111,16 @@ def on_device(device: torch.device) -> AbstractContextManager[object]:
     return _HERE if torch.cuda.current_device() == device.index else torch.cuda.device(device)
 
 
-def item_counter(device: torch.device) -> Tensor:
-    """An int32 zero that a kernel may count with, if it leaves a zero again; calls on one stream take turns at it."""
+def item_counters(device: torch.device, count: int) -> Tensor:
+    """That many int32 zeros for kernels to count with, if each leaves a zero again; calls on one stream take turns."""
     if torch.cuda.is_current_stream_capturing():
-        # A captured call may be replayed beside any other, so it brings a counter of its own.
-        return torch.zeros(1, dtype=torch.int32, device=device)
+        # A captured call may be replayed beside any other, so it brings counters of its own.
+        return torch.zeros(count, dtype=torch.int32, device=device)
     key = device.index, torch._C._cuda_getCurrentRawStream(device.index)
-    counter = _counters.get(key)
-    if counter is None:
-        counter = _counters[key] = torch.zeros(1, dtype=torch.int32, device=device)
-    return counter
+    counters = _counters.get(key)
+    if counters is None or len(counters) < count:
+        counters = _counters[key] = torch.zeros(count, dtype=torch.int32, device=device)
+    return counters
 
 
 class Entry:
@@ -140,8 +140,9 @@ class Entry:
             inner = dict(zip(wrapper.__code__.co_freevars, wrapper.__closure__, strict=True))
             self._launch, self._places = inner["launcher"].cell_contents, inner["tensordesc_meta"].cell_contents
         # No scratch memory, no record of the launch and no hooks.
-        flags = launcher.launch_cooperative_grid, launcher.launch_pdl
-        self._before = (compiled.function, *flags, None, None, compiled.packed_metadata, None, None, None)
+        rest = None, None, compiled.packed_metadata, None, None, None
+        alone = compiled.function, launcher.launch_cooperative_grid
+        self._before = [(*alone, overlaps, *rest) for overlaps in (False, True)]
         self._runtime = knobs.runtime
         self._hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
         self._describe = driver.active.utils.fill_tma_descriptor
@@ -165,8 +166,8 @@ class Entry:
         )
         return encoded, *box.shape, *box.strides
 
-    def __call__(self, grid: Grid, stream: int, arguments: tuple[object, ...]) -> None:
-        self._launch(*grid, stream, *self._before, *arguments)
+    def __call__(self, grid: Grid, stream: int, arguments: tuple[object, ...], overlaps: bool) -> None:
+        self._launch(*grid, stream, *self._before[overlaps], *arguments)
 
 
 class Moved(NamedTuple):
@@ -195,6 +196,10 @@ class Launch:
 
     `arguments` are `Moved`, `Place`, tensors that stay where they are, and numbers; slots count the tensors given
     with each call, whose layout is always that of `like`.
+
+    One that `overlaps` may start before another such launch in front of it has ended: a program of these kernels has a
+    whole multiprocessor, and so none stands idle while the last items of that one run. Until
+    `hopper_pieces.wait_for_launch` it must not touch what those before it write. The public way knows nothing of it.
     """
 
     def __init__(
@@ -205,8 +210,10 @@ class Launch:
         arguments: tuple[Any, ...],
         like: tuple[Tensor, ...],
         plain: bool = False,
+        overlaps: bool = False,
         **options: object,
     ) -> None:
+        self.overlaps = overlaps
         self._kernel, self._identity, self._arguments, self._options = kernel, identity, arguments, options
         self.grid = (grid, 1, 1) if isinstance(grid, int) else grid
         self._sizes = [tensor.element_size() for tensor in like]
@@ -229,9 +236,9 @@ class Launch:
         compiled = self._kernel[self.grid](*self._public_arguments(tensors), **self._options)
         _compiled[key] = compiled, entry_of(compiled)
 
-    def compile(self, *tensors: Tensor) -> None:
-        """Have triton compile it without running it."""
-        self._kernel.warmup(*self._public_arguments(tensors), grid=self.grid, **self._options)
+    def compile(self, *tensors: Tensor) -> Any:
+        """Have triton compile it without running it: what it gives, or will."""
+        return self._kernel.warmup(*self._public_arguments(tensors), grid=self.grid, **self._options)
 
     def _public_arguments(self, tensors: tuple[Tensor, ...]) -> list[Any]:
         arguments: list[Any] = []
@@ -271,7 +278,8 @@ class Launch:
 def compile_together(launches: Sequence[Launch], tensors: tuple[Tensor, ...]) -> None:
     """Compile on threads what is not compiled; most of the time of a compiler is spent outside of Python.
 
-    A kernel that does not compile says so when it is launched.
+    So is what triton has a C compiler do for each kernel, half a second, before it is first launched. A kernel that
+    does not compile says so when it is launched.
     """
     import triton
 
@@ -281,48 +289,54 @@ def compile_together(launches: Sequence[Launch], tensors: tuple[Tensor, ...]) ->
     if len(lacking) < 2:
         return
     threads = min(len(lacking), os.cpu_count() or 1, MOST_COMPILERS)
-    with ThreadPoolExecutor(threads) as pool, triton.AsyncCompileMode(pool, ignore_errors=True):
-        for launch in lacking:
-            launch.compile(*tensors)
+    with ThreadPoolExecutor(threads) as pool:
+        with triton.AsyncCompileMode(pool, ignore_errors=True):
+            compiling = [launch.compile(*tensors) for launch in lacking]
+        for one in dict.fromkeys(compiling):
+            pool.submit(_make_ready, one, tensors[0].device)
+
+
+def _make_ready(compiled: Any, device: torch.device) -> None:
+    """Have triton load a kernel, or one compiled on a thread, with what launches it."""
+    with on_device(device):
+        _ = (compiled.result() if hasattr(compiled, "result") else compiled).run
 
 
 class Launches:
-    """Several kernels, one after another, on the tensors of a call.
+    """Several kernels, one after another, on the tensors of a call; all are compiled before the first of them runs."""
 
-    `compiled` are those compiled before the first of these runs; where not given, these.
-    """
-
-    def __init__(self, device: torch.device, launches: list[Launch], compiled: Sequence[Launch] | None = None) -> None:
+    def __init__(self, device: torch.device, launches: list[Launch]) -> None:
         self._index = device.index
         self._launches = [launch for launch in launches if launch.grid[0]]
-        self._ahead = [launch for launch in compiled if launch.grid[0]] if compiled is not None else self._launches
-        self._kept: dict[tuple[int, ...], list[tuple[Grid, Entry, tuple[object, ...]]]] = {}
+        self._kept: dict[tuple[int, ...], list[tuple[Grid, Entry, tuple[object, ...], bool]]] = {}
 
     def __call__(self, *tensors: Tensor) -> None:
         """Run them; every call gives tensors of the same layouts in the same order."""
-        if self._ahead:
-            # Also where these are known: of those after them, some may not be.
-            ahead, self._ahead = self._ahead, []
-            compile_together(ahead, tensors)
         addresses = tuple([tensor.data_ptr() for tensor in tensors])
         kept = self._kept.get(addresses)
         if kept is None:
             kept = self._settle(addresses)
+        if not kept:
+            compile_together(self._launches, tensors)
         if not kept or kept[0][1].watched:
             for launch in self._launches:
                 launch.publicly(*tensors)
             return
         stream = kept[0][1].stream_of(self._index)
-        for grid, entry, arguments in kept:
-            entry(grid, stream, arguments)
+        for grid, entry, arguments, overlaps in kept:
+            entry(grid, stream, arguments, overlaps)
 
-    def _settle(self, addresses: tuple[int, ...]) -> list[tuple[Grid, Entry, tuple[object, ...]]]:
+    def _settle(self, addresses: tuple[int, ...]) -> list[tuple[Grid, Entry, tuple[object, ...], bool]]:
         settled = [launch.settle(addresses) for launch in self._launches]
         if None in settled:
             return []
         if len(self._kept) >= KEPT_ADDRESSES:
             self._kept.clear()
-        kept = [(launch.grid, *one) for launch, one in zip(self._launches, settled, strict=True) if one is not None]
+        kept = [
+            (launch.grid, *one, launch.overlaps and before is not None and before.overlaps)
+            for before, launch, one in zip((None, *self._launches), self._launches, settled, strict=False)
+            if one is not None
+        ]
         self._kept[addresses] = kept
         return kept
 

@@ -66,29 +66,55 @@ def read(slot, which: gl.constexpr):
 
 
 @gluon.jit
-def copy_rows_in(desc, more, batch, head, token, rate, longer, full, buffer):
-    """Start copying the rows from a token on, `rate` tokens apart.
+def place_of(desc, token, rate):
+    """Residue and row of a token where a descriptor has five dimensions, else 0 and the token.
+
+    Asked for before a wait: the division takes long, and who waits for the tile waits for it too.
+    """
+    residue = 0
+    row = token
+    if len(desc.block_shape) == 5:
+        row = token // rate
+        residue = token - row * rate
+    return residue, row
+
+
+@gluon.jit
+def let_next_start():
+    """Let programs of the next launch start as those of this one end, if it is one that overlaps."""
+    gl.inline_asm_elementwise(
+        "griddepcontrol.launch_dependents; mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def wait_for_launch():
+    """Wait until the launch before one that overlaps it has ended, and all that it wrote is seen."""
+    gl.inline_asm_elementwise("griddepcontrol.wait; mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def copy_rows_in(desc, more, batch, head, residue, row, longer, full, buffer):
+    """Start copying the rows from that one of `place_of` on, `rate` tokens apart.
 
     A descriptor (batch, head, token, column) has adjacent rows. Of five dimensions, (batch, head, residue, row,
     column), there are two: the first `longer` residues have a row more than the others and are described by `more`,
     which is None when there are none.
     """
     if len(desc.block_shape) == 4:
-        copy_in(desc, [batch, head, token, 0], full, buffer)
+        copy_in(desc, [batch, head, row, 0], full, buffer)
     elif more is None:
-        copy_in(desc, [batch, head, token % rate, token // rate, 0], full, buffer)
+        copy_in(desc, [batch, head, residue, row, 0], full, buffer)
+    elif residue < longer:
+        copy_in(more, [batch, head, residue, row, 0], full, buffer)
     else:
-        residue = token % rate
-        row = token // rate
-        copy_in(more, [batch, head, residue, row, 0], full, buffer, pred=residue < longer)
-        copy_in(desc, [batch, head, residue - longer, row, 0], full, buffer, pred=residue >= longer)
+        copy_in(desc, [batch, head, residue - longer, row, 0], full, buffer)
 
 
 @gluon.jit
 def add_rows_out(desc, more, batch, head, token, rate, longer, buffer):
     """Start adding rows in shared memory to those from a token on, `rate` tokens apart; descriptors as above."""
-    residue = token % rate
-    row = token // rate
+    residue, row = place_of(desc, token, rate)
     if more is None:
         add_out(desc, [batch, head, residue, row, 0], buffer)
     elif residue < longer:
@@ -121,6 +147,18 @@ def row_pointers(p_rows, first, rate, rows, stride, C: gl.constexpr, D: gl.const
 def base_2(lse):
     """LSE of rows as the weights `exp2(scores - LSE)` need it: +inf of a row without a key, so that they come out 0."""
     return gl.where(lse == -float("inf"), float("inf"), lse * 1.4426950408889634)
+
+
+@gluon.jit
+def joined(row_max, total, old):
+    """Factors of the new sums and of the old output, and the LSE of both together, all [64] and in log2 units."""
+    top = gl.maximum(row_max, old)
+    shift = gl.where(top == -float("inf"), 0.0, top)
+    new_factor = gl.exp2(row_max - shift)
+    old_factor = gl.exp2(old - shift)
+    sums = total * new_factor + old_factor
+    inverse = gl.where(sums == 0.0, 0.0, 1.0 / sums)
+    return new_factor * inverse, old_factor * inverse, shift + gl.log2(sums)
 
 
 @gluon.jit

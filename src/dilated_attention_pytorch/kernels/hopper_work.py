@@ -32,6 +32,8 @@ ITEM_ROWS = 128
 """Rows of one work item: two warpgroups of 64."""
 FEW_ITEMS = 2048
 """About as many items as begin to level out over the multiprocessors of a GPU in whatever order they start."""
+GROUP = 200
+"""Half as many items again as run at a time on the GPUs these kernels are for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,28 +210,38 @@ def _existing_rows(axis: Axis, first: Tensor, tile: Tensor) -> Tensor:
 
 
 def balanced(items: Tensor, work: Tensor) -> Tensor:
-    """Work records in starting order. Few of them start by weight whatever their head, lest a heavy one starts last.
+    """Work records, given with neighbours together, in starting order.
 
-    Many stay as they are, rows of a head together: they read the same keys, and the last ones weigh little. But those
-    far above the mean, which would outlast the others where they stand, come first.
+    Neighbours read the same keys, so they must run at about the same time; but a heavy item must not start last. So the
+    records are taken in groups, each with as much work as `GROUP` of the heaviest, and within a group heavy ones start
+    first. Groups are counted from the end, which makes the last a whole one.
     """
     if len(items):
-        level = work * 8 // work.max() if len(items) <= FEW_ITEMS else (work > 4 * work.float().mean()).int()
-        items = items[torch.argsort(level, descending=True, stable=True)]
+        most, levels = work.max(), 16
+        group = (work.sum() - work.cumsum(0)) // (GROUP * most)
+        place = group * (levels + 1) + work * levels // most
+        items = items[torch.argsort(place, descending=True, stable=True)]
     return items.int().contiguous()
 
 
+def _neighbours(walk: Walk, tiles: int) -> Tensor:
+    """Tiles of each class, int64 [C, T], as they lie, or from the last down where weights grow: light ones end."""
+    whole, partly = walk.counts()
+    weight = (whole + partly).view(-1, tiles).double()
+    place = torch.arange(tiles, device=weight.device)
+    grows = (weight * (2 * place - (tiles - 1))).sum(1, keepdim=True) > 0
+    return torch.where(grows, tiles - 1 - place, place)
+
+
 def _query_items(ground: Ground, part: Part, *, strided: bool) -> tuple[Tensor, bool]:
-    """Work records of every head, heads outermost and rows in the walk's order, and whether no row is left out."""
+    """Work records of every head, heads outermost before they are balanced, and whether no row is left out."""
     walk, axis, tiles = part.by_query, part.queries, part.queries.tiles
     device = walk.rows.device
     sub_tiles = ground.block_size // ITEM_ROWS
-    classes = walk.rows.shape[0] // tiles
-    order = walk.order.long()
-    by_class = order[torch.argsort(order // tiles, stable=True)].view(classes, tiles)
     head_class = part.head_class.long()
     heads = torch.arange(len(head_class), device=device)[head_class >= 0]
-    row = by_class[head_class[heads]][:, :, None].expand(-1, -1, sub_tiles)
+    own = head_class[heads]
+    row = (_neighbours(walk, tiles)[own] + own[:, None] * tiles)[:, :, None].expand(-1, -1, sub_tiles)
     tile = row % tiles * sub_tiles + torch.arange(sub_tiles, device=device)
     table = walk.rows.long()[row]
     full = table[..., FULL_END] - table[..., FULL_BEGIN]
@@ -254,7 +266,7 @@ def _query_items(ground: Ground, part: Part, *, strided: bool) -> tuple[Tensor, 
 
 
 def _held_items(ground: Ground, part: Part, walk: Walk, axis: Axis, group: int, *, strided: bool) -> Tensor:
-    """Work records of every head that holds, heads outermost, rows in the walk's order.
+    """Work records of every head that holds, heads outermost before they are balanced.
 
     Of a plain part items without a pair are kept, as they write zeros. Heads of a group that hold other tokens have
     items of their own.
@@ -266,10 +278,8 @@ def _held_items(ground: Ground, part: Part, walk: Walk, axis: Axis, group: int, 
     width = max(map(len, owners.values()))
     head_class = torch.tensor([own + [-1] * (width - len(own)) for own in owners.values()], device=device)
     holder, offset = torch.tensor(list(owners), device=device).unbind(1)
-    order = walk.order.long()
-    by_class = order[torch.argsort(order // tiles, stable=True)].view(-1, tiles) % tiles
     # The heads of a group may have lists of their own; the order of one of them has to do for all.
-    block = by_class[head_class.amax(1).clamp(min=0)]
+    block = _neighbours(walk, tiles)[head_class.amax(1).clamp(min=0)]
     whole, partly = walk.counts()
     met = (whole + partly).view(-1, tiles)
     total = torch.where((head_class >= 0)[..., None], met[head_class.clamp(min=0)], 0).sum(1)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .dropout import threshold
+from .quick_launch import launch
 from .registry import AttentionCall, Forward, Gradients, empty_rows
 from .triton_backward import (
     attention_dkv_bwd_kernel,
@@ -109,7 +110,7 @@ def forward(call: AttentionCall) -> Forward:
         piece_out, piece_lse = _pieces(side, batch, block, e), _pieces(side, batch, block, 1)
         ends = {"CARRY_IN": index > 0, "CARRY_OUT": not (finishes and index == len(parts) - 1)}
         shape = {"STRIDED": part.strided, "PER_HEAD": part.per_head}
-        attention_fwd_kernel[(side.items * (block // tiles.m), owners, batch)](
+        launch(attention_fwd_kernel, (side.items * (block // tiles.m), owners, batch),
             query, key, value, output, lse, carry, piece_out, piece_lse,
             *_tables(call, tables, part, side), magnitude * LOG2E, *_dropout(call), *_sizes(call, part, side),
             *query.stride()[:3], *key.stride()[:2], *value.stride()[:2], *output.stride()[:3],
@@ -117,15 +118,15 @@ def forward(call: AttentionCall) -> Forward:
         )  # fmt: skip
         if side.slots:
             rows = min(ROWS, block)
-            merge_pieces_kernel[(side.heavy_rows * (block // rows), owners, batch)](
+            launch(merge_pieces_kernel, (side.heavy_rows * (block // rows), owners, batch),
                 output, lse, carry, piece_out, piece_lse, side.heavy, side.owners, part.query_axis,
                 side.heavy_rows, side.slots, heads, part.query_tiles, n, part.query_rate, *output.stride()[:3],
                 BLOCK=block, BM=rows, E=e, EP=held(e), **shape, **ends, **OPTIONS,
             )  # fmt: skip
     if not finishes:
-        carry_to_output_kernel[(-(-n // ROWS), heads, batch)](
-            output, lse, carry, n, *output.stride()[:3], BM=ROWS, E=e, EP=held(e), **OPTIONS
-        )
+        launch(carry_to_output_kernel, (-(-n // ROWS), heads, batch),
+            output, lse, carry, n, *output.stride()[:3], BM=ROWS, E=e, EP=held(e), **OPTIONS,
+        )  # fmt: skip
     return Forward(output, lse)
 
 
@@ -147,7 +148,7 @@ def delta_of(output: Tensor, lse: Tensor, grad_output: Tensor, grad_lse: Tensor 
     batch, heads, n, e = output.shape
     delta = torch.empty((batch, heads, n), dtype=torch.float32, device=output.device)
     slope = lse if grad_lse is None else grad_lse
-    delta_bwd_kernel[(-(-n // ROWS), heads, batch)](
+    launch(delta_bwd_kernel, (-(-n // ROWS), heads, batch),
         output, grad_output, lse, slope, delta, n, *output.stride()[:3], *grad_output.stride()[:3], *slope.stride(),
         BM=ROWS, E=e, EP=held(e), LSE_GRAD=grad_lse is not None, **OPTIONS,
     )  # fmt: skip
@@ -171,7 +172,7 @@ def _query_gradient(
             continue
         piece = _pieces(side, batch, block, d)
         ends = {"SUM_IN": index > 0, "SUM_OUT": not (finishes and index == len(parts) - 1)}
-        attention_dq_bwd_kernel[(side.items * (block // tiles.m), owners, batch)](
+        launch(attention_dq_bwd_kernel, (side.items * (block // tiles.m), owners, batch),
             query, key, value, grad_output, lse, delta, grad, partial_sum, piece,
             *_tables(call, tables, part, side), call.scale, call.scale * LOG2E, *_dropout(call),
             *_sizes(call, part, side), *query.stride()[:3], *key.stride()[:2], *value.stride()[:2],
@@ -209,7 +210,7 @@ def _key_gradients(
         work, *lists = _tables(call, tables, part, side)
         owner_table, *rest = lists
         sizes = _sizes(call, part, side)
-        attention_dkv_bwd_kernel[(side.items * (block // tiles.n), owners, batch)](
+        launch(attention_dkv_bwd_kernel, (side.items * (block // tiles.n), owners, batch),
             query, key, value, grad_output, lse, delta, grad_key, grad_value, sum_key, sum_value, piece_key,
             piece_value, work, owner_table, part.heads, part.key_rows, *rest, call.scale, call.scale * LOG2E,
             *_dropout(call), *sizes, *query.stride()[:2], *key.stride()[:3], *value.stride()[:3],
@@ -241,7 +242,7 @@ def _sum_pieces(
     block = call.plan.block_size
     rows = min(ROWS, block)
     width = grad.shape[3]
-    sum_pieces_bwd_kernel[(side.heavy_rows * (block // rows), len(side.owners), grad.shape[0])](
+    launch(sum_pieces_bwd_kernel, (side.heavy_rows * (block // rows), len(side.owners), grad.shape[0]),
         grad, total, piece, side.heavy, side.owners, axis, side.heavy_rows, side.slots, heads, len(axis) // 2,
         grad.shape[2], rate, *grad.stride()[:3],
         BLOCK=block, ROWS=rows, D=width, DP=held(width),

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..plan.selected import Chosen, Selection
+from .quick_launch import launch
 from .triton_launch import OPTIONS, held
 
 
@@ -108,7 +109,7 @@ def query_lists(selection: Selection, halves: int, by_row: bool) -> tuple[Tensor
     lists, table, work = room(rows * many * (1 + masked)), room(rows, 6), room(rows, 8)
     items, held_items = room(rows * halves, 8), room(rows * halves, 4)
     partial = room(rows * many * (masked and halves > 0), 4)
-    query_lists_kernel[(rows,)](
+    launch(query_lists_kernel, (rows,),
         indices, lists, table, work, items, held_items, partial, batch, heads, t, listed, sinks, rows * many,
         P=held(many), SIZE=selection.block_size, LOCAL=local, CAUSAL=selection.is_causal, RAGGED=ragged,
         HALVES=halves, BY_ROW=by_row, num_warps=4 if many > 256 else 1, **OPTIONS,
@@ -234,11 +235,11 @@ def key_lists(selection: Selection, entries: int, halves: int) -> tuple[Tensor, 
 
     table, total, partial = room(rows, 6), room(rows), room(entries * (masked and halves > 0), 4)
     if listed:
-        chosen_kernel[(words, batch * heads)](
+        launch(chosen_kernel, (words, batch * heads),
             indices, bits, bits, bits, bits, bits, bits, t, t, heads, batch, listed, 0, *indices.stride()[:2],
             SIZE=selection.block_size, P=min(held(listed), 64), PLACE=False, num_warps=4, **OPTIONS,
         )  # fmt: skip
-    key_lists_kernel[(rows,)](
+    launch(key_lists_kernel, (rows,),
         bits, bits[-1:], lists, table, total, partial, batch, t, min(selection.sink_blocks, t), words, entries,
         P=min(held(t), 1024), SIZE=selection.block_size, LOCAL=selection.local_blocks, CAUSAL=causal, RAGGED=ragged,
         HALVES=halves, num_warps=4, **OPTIONS,
@@ -278,13 +279,13 @@ def chosen_tokens(selection: Selection) -> Chosen:
     place = torch.empty((heads, batch * n, listed), **made)
 
     def each_choice(place_them: bool) -> None:
-        chosen_kernel[(words, batch * heads)](
+        launch(chosen_kernel, (words, batch * heads),
             indices, bits, before, first, source, place, tile, n, t, heads, batch, listed, rows, *indices.stride()[:2],
             SIZE=size, P=min(held(listed), 64), PLACE=place_them, num_warps=4, **OPTIONS,
         )  # fmt: skip
 
     each_choice(False)
-    runs_kernel[(key_tiles, heads)](bits, before, first, words, SIZE=size, P=min(held(words), 1024), **OPTIONS)
+    launch(runs_kernel, (key_tiles, heads), bits, before, first, words, SIZE=size, P=min(held(words), 1024), **OPTIONS)
     first.cumsum_(1)
     each_choice(True)
     return Chosen(source, place, tile, first)

@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..plan.selected import Selection
+from .quick_launch import launch
 from .triton_launch import LOG2E, OPTIONS, _precision, held
 from .triton_primitives import LN2, NO_KEY, load_rows
 
@@ -179,7 +180,7 @@ def taught(
     padding = rows if key_padding_mask is None else key_padding_mask.contiguous().view(torch.uint8)
     told = {"BLOCK": size, "W": wide, "ALL": not listed, "CAUSAL": selection.is_causal}
     told |= {"PADDING": key_padding_mask is not None} | OPTIONS
-    block_lse_kernel[(groups * -(-queries // at_once), width, batch * heads)](
+    launch(block_lse_kernel, (groups * -(-queries // at_once), width, batch * heads),
         query, key, rows, lists, padding, logs, scale * LOG2E, n, t, groups, queries, -(-n // wide), width, heads,
         heads // key.shape[1], *query.stride()[:3], *key.stride()[:3],
         BM=at_once, BN=min(most, size), D=d, DP=held(d), PRECISION=_precision(query.dtype), num_warps=4, num_stages=1,
@@ -187,7 +188,7 @@ def taught(
     )  # fmt: skip
     grad = torch.empty(scores.shape, dtype=torch.float32, device=query.device)
     found = torch.empty((4, batch * heads * many), dtype=torch.float32, device=query.device)
-    lesson_kernel[(many, batch * heads)](
+    launch(lesson_kernel, (many, batch * heads),
         logs, scores.contiguous(), lists, visible.view(torch.uint8), rows, lse, grad_output, padding, grad, found, n, t,
         many, -(-n // wide), width, heads, weight / (batch * heads * many), *grad_output.stride()[:3],
         BM=min(wide, max(4096 // length, 1)), L=length, E=e, EP=held(e), SALIENCY=saliency,

@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .quick_launch import launch
+
 ROWS = 32
 """Rows a program takes: few, for there are enough programs to keep memory busy and registers to spare."""
 
@@ -27,7 +29,7 @@ WIDTH = tl.constexpr(len(COLUMNS))
 def merge(output: Tensor, lse: Tensor, piece: Tensor, piece_lse: Tensor, table: Tensor, index: int) -> None:
     """Join a piece to the softmax that `output` (B, H, N, D) and `lse` (B, H, N) hold already."""
     width = output.shape[3]
-    merge_rows_kernel[(triton.cdiv(piece_lse.numel(), ROWS),)](
+    launch(merge_rows_kernel, (triton.cdiv(piece_lse.numel(), ROWS),),
         output, lse, piece, piece_lse, table, index, *output.stride()[:3], *lse.stride(),
         BM=ROWS, D=width, DP=triton.next_power_of_2(width), num_warps=4,
     )  # fmt: skip
@@ -37,7 +39,7 @@ def add(totals: Sequence[Tensor], pieces: Sequence[Tensor], table: Tensor, index
     """Add the pieces' gradients of query, key and value to those of the sequence; the table has a section for each."""
     query, key, value = totals
     width = query.shape[3]
-    add_rows_kernel[(triton.cdiv(pieces[0].numel() // width, ROWS), 3)](
+    launch(add_rows_kernel, (triton.cdiv(pieces[0].numel() // width, ROWS), 3),
         *totals, *pieces, table, index, len(table) // 3, *query.stride()[:3], *key.stride()[:3], *value.stride()[:3],
         BM=ROWS, D=width, DP=triton.next_power_of_2(width), num_warps=4,
     )  # fmt: skip
@@ -58,7 +60,7 @@ def gather(
         torch.empty_strided((*size, width), strides, dtype=rows.dtype, device=rows.device) for _ in range(2)
     )
     packed_lse = torch.empty(size, dtype=lse.dtype, device=rows.device)
-    gather_rows_kernel[(triton.cdiv(packed_lse.numel(), ROWS),)](
+    launch(gather_rows_kernel, (triton.cdiv(packed_lse.numel(), ROWS),),
         rows, grads, lse, packed, packed_grads, packed_lse, table, index,
         *rows.stride()[:3], *grads.stride()[:3], *lse.stride(),
         BM=ROWS, D=width, DP=triton.next_power_of_2(width), num_warps=4,

@@ -1,4 +1,4 @@
-"""What blocks add up to, their scores from factors, tile by tile, and the best of them for every row.
+"""Scores of blocks from factors, tile by tile, and the best of them for every row.
 
 A row is ranked without being sorted: scores count as integers of the same order, and the last place that is listed is
 found bit by bit, by counting how many lie no lower.
@@ -11,101 +11,30 @@ key block.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ..plan.selected import Budget
+from .quick_launch import launch
 from .selection import COLUMNS, Factors
 from .triton_launch import OPTIONS, _precision, held
 from .triton_primitives import NO_KEY, dropout_rows, scramble
 
-STEP_M = tl.constexpr(16)
-STEP_D = tl.constexpr(64)
-MOST_TOKENS = 32
-"""Tokens that are summed up at once."""
+STEP_D = tl.constexpr(32)
 MATCHED, MATCHES_A_WARP = 64, 1024
 """Sub-blocks of rows of a step, and matches that a warp takes: the more code, the longer the first call."""
+PARTED = 1024
+"""Numbers that a program splits."""
 RANKED = 512
 """Scores that a warp ranks at once; they live in registers."""
-SCORE_BYTES = 2**25
+MATCHED_TOGETHER, COLUMNS_TOGETHER = 128, 32
+"""Tokens of a block and blocks of a step, where tokens follow one another: so few that registers hold two programs."""
+SCORE_BYTES = 3 * 2**23
 """Scores held at a time: choosing for 32K tokens and 8 heads must take no more than 64 MB, its lists included."""
-
-
-@triton.jit
-def summary_kernel(
-    p_x, p_padding, p_summary, p_units, p_there, n, blocks, heads, sx_b, sx_h, sx_n,
-    UNITS: tl.constexpr, UNIT: tl.constexpr, STEP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    EXTREMES: tl.constexpr, BEFORE: tl.constexpr, PADDING: tl.constexpr,
-):  # fmt: skip
-    """One block, of UNITS * UNIT tokens: its mean, with EXTREMES its maximum and minimum, and the means of its units.
-
-    With BEFORE it stands in the place of the block after it, the last in that of the first.
-    """
-    block = tl.program_id(0)
-    stream = tl.program_id(1).to(tl.int64)
-    sample = stream // heads
-    p_x += sample * sx_b + (stream % heads) * sx_h
-    place = stream * blocks + ((block + 1) % blocks if BEFORE else block)
-    o_d = tl.arange(0, DP)
-    b_wide = o_d < D
-    b_total = tl.zeros([DP], tl.float32)
-    b_high = tl.full([DP], float("-inf"), tl.float32)
-    b_low = tl.full([DP], float("inf"), tl.float32)
-    present = 0
-    for unit in range(UNITS):
-        b_sum = tl.zeros([DP], tl.float32)
-        many = 0
-        for step in range(UNIT // STEP):
-            o_n = block * (UNITS * UNIT) + unit * UNIT + step * STEP + tl.arange(0, STEP)
-            b_real = o_n < n
-            if PADDING:
-                b_real = b_real & (tl.load(p_padding + sample * n + o_n, mask=b_real, other=1) == 0)
-            b_here = b_real[:, None] & b_wide[None, :]
-            b_x = tl.load(p_x + o_n[:, None].to(tl.int64) * sx_n + o_d[None, :], mask=b_here, other=0.0).to(tl.float32)
-            b_sum += tl.sum(b_x, 0)
-            many += tl.sum(b_real.to(tl.int32), 0)
-            if EXTREMES:
-                b_high = tl.maximum(b_high, tl.max(tl.where(b_here, b_x, float("-inf")), 0))
-                b_low = tl.minimum(b_low, tl.min(tl.where(b_here, b_x, float("inf")), 0))
-        tl.store(p_units + (place * UNITS + unit) * D + o_d, b_sum / tl.maximum(many, 1), mask=b_wide)
-        tl.store(p_there + place * UNITS + unit, (many > 0).to(tl.uint8))
-        b_total += b_sum
-        present += many
-    b_mean = b_total / tl.maximum(present, 1)
-    # What is not finite spoils the sum, so that the mean tells of every token.
-    good = (tl.sum((b_mean - b_mean != 0.0).to(tl.int32), 0) == 0) & (present > 0)
-    WIDE: tl.constexpr = 3 * D if EXTREMES else D
-    tl.store(p_summary + place * WIDE + o_d, tl.where(good, b_mean, 0.0), mask=b_wide)
-    if EXTREMES:
-        tl.store(p_summary + place * WIDE + D + o_d, tl.where(good, b_high, 0.0), mask=b_wide)
-        tl.store(p_summary + place * WIDE + 2 * D + o_d, tl.where(good, b_low, 0.0), mask=b_wide)
-    if good == 0:
-        for unit in range(UNITS):
-            tl.store(p_units + (place * UNITS + unit) * D + o_d, tl.zeros([DP], tl.float32), mask=b_wide)
-            tl.store(p_there + place * UNITS + unit, (present < 0).to(tl.uint8))
-
-
-def summarised(
-    x: Tensor, size: int, unit: int, padding: Tensor | None, extremes: bool, before: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Of each block (b, h, t, ...) its mean, then with `extremes` maximum and minimum, the means of its units, and
-    which of those hold something; 0 and nothing for a block that is not finite. With `before`, of the block before."""
-    batch, heads, n, d = x.shape
-    t, units = -(-n // size), size // unit
-    x = x if x.stride(3) == 1 else x.contiguous()
-    made = {"dtype": torch.float32, "device": x.device}
-    summary = torch.empty((batch, heads, t, 3 * d if extremes else d), **made)
-    means = torch.empty((batch, heads, t, units, d), **made)
-    there = torch.empty((batch, heads, t, units), dtype=torch.bool, device=x.device)
-    present = there if padding is None else padding.contiguous()
-    summary_kernel[(t, batch * heads)](
-        x, present.view(torch.uint8), summary, means, there.view(torch.uint8), n, t, heads, *x.stride()[:3],
-        UNITS=units, UNIT=unit, STEP=min(unit, MOST_TOKENS), D=d, DP=held(d), EXTREMES=extremes, BEFORE=before,
-        PADDING=padding is not None, num_warps=4, **OPTIONS,
-    )  # fmt: skip
-    return summary, means, there
 
 
 @triton.jit
@@ -126,50 +55,66 @@ def gumbel(b_row, b_column):
 @triton.jit
 def hidden_scores(
     p_rows, p_columns, p_weight, p_keep, o_own, b_exist, o_column, b_there, blocks,
-    BM: tl.constexpr, BN: tl.constexpr, M: tl.constexpr, TOKENS: tl.constexpr, KEEP: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, M: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
-    """w . relu(row + column) of all pairs, [BM, BN], or of one row for all, [1, BN]; factors lie unit by unit."""
-    if TOKENS:
-        b_sum = tl.zeros([BN], tl.float32)
-        for first in range(0, M, STEP_M):
-            o_m = first + tl.arange(0, STEP_M)
-            b_unit = o_m < M
-            b_row = tl.load(p_rows + o_m * blocks + o_own, mask=b_unit, other=0.0)
-            b_weight = tl.load(p_weight + o_m, mask=b_unit, other=0.0)
-            if KEEP:
-                b_weight *= tl.load(p_keep + o_m * blocks + o_own, mask=b_unit, other=0.0)
-            b_pair = b_unit[:, None] & b_there[None, :]
-            b_column = tl.load(p_columns + o_m[:, None] * blocks + o_column[None, :], mask=b_pair, other=0.0)
-            b_hidden = tl.maximum(b_row[:, None] + b_column, 0.0, propagate_nan=tl.PropagateNan.ALL)
-            b_sum += tl.sum(b_hidden * b_weight[:, None], 0)
-        return b_sum[None, :]
-    else:
-        b_sum = tl.zeros([BM, BN], tl.float32)
-        for m in tl.range(0, M, loop_unroll_factor=4):
-            b_row = tl.load(p_rows + m * blocks + o_own, mask=b_exist, other=0.0)
-            b_column = tl.load(p_columns + m * blocks + o_column, mask=b_there, other=0.0)
-            b_hidden = tl.maximum(b_row[:, None] + b_column[None, :], 0.0, propagate_nan=tl.PropagateNan.ALL)
-            if KEEP:
-                b_hidden *= tl.load(p_keep + m * blocks + o_own, mask=b_exist, other=0.0)[:, None]
-            b_sum += b_hidden * tl.load(p_weight + m)
-        return b_sum
+    """w . relu(row + column) of all pairs, [BM, BN]; factors lie unit by unit."""
+    b_sum = tl.zeros([BM, BN], tl.float32)
+    for m in tl.range(0, M, loop_unroll_factor=4):
+        b_row = tl.load(p_rows + m * blocks + o_own, mask=b_exist, other=0.0)
+        b_column = tl.load(p_columns + m * blocks + o_column, mask=b_there, other=0.0)
+        b_hidden = tl.maximum(b_row[:, None] + b_column[None, :], 0.0, propagate_nan=tl.PropagateNan.ALL)
+        if KEEP:
+            b_hidden *= tl.load(p_keep + m * blocks + o_own, mask=b_exist, other=0.0)[:, None]
+        b_sum += b_hidden * tl.load(p_weight + m)
+    return b_sum
+
+
+@triton.jit
+def upper_part(b_x):
+    """What tf32 has of a number: the rest is a float32 of the same kind, but for what no product of both would show."""
+    return (b_x.to(tl.uint32, bitcast=True) & 0xFFFFE000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def split_kernel(p_x, p_first, p_second, many, BM: tl.constexpr):
+    """Numbers as the sum of two that products of tf32 take whole."""
+    o_i = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
+    b_x = tl.load(p_x + o_i, mask=o_i < many, other=0.0)
+    b_first = upper_part(b_x)
+    tl.store(p_first + o_i, b_first, mask=o_i < many)
+    tl.store(p_second + o_i, b_x - b_first, mask=o_i < many)
 
 
 @triton.jit
 def match_scores(
-    b_left, b_left_there, p_right, p_right_there, o_column, b_there, o_r,
+    b_left, b_left_there, p_right, p_rest, p_right_there, o_column, b_there, o_r,
     BM: tl.constexpr, BN: tl.constexpr, RANK: tl.constexpr, RP: tl.constexpr, UQ: tl.constexpr, UK: tl.constexpr,
-    HOLES: tl.constexpr, PRECISION: tl.constexpr,
+    HOLES: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The best match of a sub-block of each row with one of each key block, [BM, BN], still without 1 / sqrt(rank)."""
+    """The best match of a sub-block of each row with one of each key block, [BM, BN], still without 1 / sqrt(rank).
+
+    With SPLIT the key's side is given as two parts that products of tf32 take whole, so that both go from memory into
+    products while others run.
+    """
+    ONCE: tl.constexpr = "ieee" if PRECISION == "ieee" else "tf32"
     b_best = tl.full([BM, BN], NO_KEY, tl.float32)
+    b_first = upper_part(b_left)
+    b_second = b_left - b_first
     for unit in range(UK):
-        o_unit = o_column.to(tl.int64) * UK + unit
+        # All blocks of a head: at most 2^14 of 2^7 units of rank 2^7.
+        o_unit = o_column * UK + unit
         b_mask = b_there[:, None]
         if RANK < RP:
             b_mask = b_mask & (o_r < RANK)[None, :]
-        b_right = tl.load(p_right + o_unit[:, None] * RANK + o_r[None, :], mask=b_mask, other=0.0)  # [BN, RP]
-        b_pair = tl.dot(b_left, tl.trans(b_right), input_precision=PRECISION)  # [BM * UQ, BN]
+        o_right = o_unit[:, None] * RANK + o_r[None, :]
+        b_right = tl.load(p_right + o_right, mask=b_mask, other=0.0)  # [BN, RP]
+        if SPLIT:
+            b_rest = tl.load(p_rest + o_right, mask=b_mask, other=0.0)
+            b_pair = tl.dot(b_second, tl.trans(b_right), input_precision=ONCE)
+            b_pair = tl.dot(b_first, tl.trans(b_rest), b_pair, input_precision=ONCE)
+            b_pair = tl.dot(b_first, tl.trans(b_right), b_pair, input_precision=ONCE)
+        else:
+            b_pair = tl.dot(b_left, tl.trans(b_right), input_precision=PRECISION)  # [BM * UQ, BN]
         if HOLES:
             b_seen = tl.load(p_right_there + o_unit, mask=b_there, other=0) != 0
             b_pair = tl.where(b_left_there[:, None] & b_seen[None, :], b_pair, NO_KEY)
@@ -198,15 +143,20 @@ def projected(p_own, p_project, o_own, b_real, o_r, s_own, D: tl.constexpr, RANK
     return b_left
 
 
-@triton.jit(do_not_specialize=["begin", "rows", "total", "span"])
+@triton.jit(do_not_specialize=["begin", "rows", "total", "span", "first", "lines"])
 def score_kernel(
-    p_rows, p_columns, p_weight, p_bias, p_keep, p_own, p_project, p_left_there, p_right, p_right_there, p_log, p_ids,
-    p_scores, begin, rows, total, blocks, heads, span, coldest, root, so_b, so_h, so_n, s_weight, s_bias, s_project,
+    p_rows, p_columns, p_weight, p_bias, p_keep, p_own, p_project, p_left_there, p_right, p_rest, p_right_there, p_log,
+    p_ids, p_scores, begin, rows, total, blocks, heads, span, first, lines, coldest, root, so_b, so_h, so_n, s_weight,
+    s_bias, s_project,
     BM: tl.constexpr, BN: tl.constexpr, M: tl.constexpr, D: tl.constexpr, RANK: tl.constexpr, RP: tl.constexpr,
     UQ: tl.constexpr, UK: tl.constexpr, SIZE: tl.constexpr, TOKENS: tl.constexpr, IDS: tl.constexpr,
     CAUSAL: tl.constexpr, KEEP: tl.constexpr, HOLES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Scores of BM rows, from `begin` on or with IDS any, with `span` blocks; with CAUSAL maybe not of later ones."""
+    """Scores of BM rows, from `begin` on or with IDS any, with `span` blocks; with CAUSAL maybe not of later ones.
+
+    Tokens from `begin` on are of one block a program: `p_rows` has the scores of `lines` blocks, from `first` on,
+    without any match.
+    """
     TOGETHER: tl.constexpr = TOKENS and not IDS
     o_i = tl.program_id(0) * BM + tl.arange(0, BM)  # [BM]
     stream = tl.program_id(2).to(tl.int64)
@@ -215,7 +165,9 @@ def score_kernel(
     o_row = tl.load(p_ids + o_i, mask=b_exist, other=0).to(tl.int32) if IDS else begin + o_i
     o_block = o_row // SIZE if TOKENS else o_row
     own = (begin + tl.program_id(0) * BM) // SIZE
-    if M > 0:
+    if TOGETHER:
+        p_rows += (stream * lines + own - first) * blocks
+    elif M > 0:
         p_rows += stream * M * blocks
         p_columns += stream * M * blocks
         p_weight += head * s_weight
@@ -234,29 +186,34 @@ def score_kernel(
         if HOLES and not TOKENS:
             b_left_there = tl.load(p_left_there + stream * total * UQ + o_left, mask=b_real, other=0) != 0
         p_right += stream * blocks * UK * RANK
+        p_rest += stream * blocks * UK * RANK
         p_right_there += stream * blocks * UK
     bias = tl.load(p_bias + head * s_bias)
     inverse = 1.0 / tl.maximum(tl.exp(tl.load(p_log + head).to(tl.float32)), coldest)
-    p_line = p_scores + (stream * rows + o_i)[:, None] * blocks
+    p_scores += stream * rows * blocks
     end = tl.minimum((tl.program_id(1) + 1) * span, blocks)
     if CAUSAL:
         end = tl.minimum(end, own if TOGETHER else tl.max(o_block, 0))
-    for first in range(tl.program_id(1) * span, end, BN):
-        o_column = first + tl.arange(0, BN)
+    for begun in range(tl.program_id(1) * span, end, BN):
+        o_column = begun + tl.arange(0, BN)
         b_there = o_column < blocks
-        b_score = tl.zeros([BM, BN], tl.float32) + bias
-        if M > 0:
-            b_score += hidden_scores(
-                p_rows, p_columns, p_weight, p_keep, own if TOGETHER else o_block, b_exist, o_column, b_there, blocks,
-                BM, BN, M, TOGETHER, KEEP,
-            )  # fmt: skip
+        b_score = tl.zeros([BM, BN], tl.float32)
         if RANK > 0:
-            b_match = match_scores(
-                b_left, b_left_there, p_right, p_right_there, o_column, b_there, o_r,
-                BM, BN, RANK, RP, UQ, UK, HOLES, PRECISION,
+            b_score = (inverse / root) * match_scores(
+                b_left, b_left_there, p_right, p_rest, p_right_there, o_column, b_there, o_r,
+                BM, BN, RANK, RP, UQ, UK, HOLES, TOGETHER, PRECISION,
             )  # fmt: skip
-            b_score += b_match / root
-        tl.store(p_line + o_column[None, :], b_score * inverse, mask=b_exist[:, None] & b_there[None, :])
+        if TOGETHER:
+            b_score += tl.load(p_rows + o_column, mask=b_there, other=0.0)[None, :]
+        else:
+            b_score += bias * inverse
+            if M > 0:
+                b_score += inverse * hidden_scores(
+                    p_rows, p_columns, p_weight, p_keep, o_block, b_exist, o_column, b_there, blocks, BM, BN, M, KEEP
+                )
+        # Scores of a head are held to some bytes, or a few rows.
+        o_score = o_i[:, None] * blocks + o_column[None, :]
+        tl.store(p_scores + o_score, b_score, mask=b_exist[:, None] & b_there[None, :])
 
 
 @triton.jit(do_not_specialize=["many", "streamed"])
@@ -292,7 +249,7 @@ def hidden_gradient(held_still: Tensor, streamed: Tensor, grad: Tensor, weight: 
     """
     batch, heads, many, hidden = held_still.shape
     found, by_row = torch.empty((2, batch, heads, many, hidden), dtype=torch.float32, device=grad.device).unbind()
-    hidden_bwd_kernel[(many, batch * heads)](
+    launch(hidden_bwd_kernel, (many, batch * heads),
         held_still, streamed, grad, weight, found, by_row, many, streamed.shape[2], heads, weight.stride(0),
         *held_still.stride()[2:], *streamed.stride()[2:], *grad.stride()[2:],
         M=hidden, MP=held(hidden), BN=max(4096 // held(hidden), 1), num_warps=4, **OPTIONS,
@@ -387,34 +344,67 @@ def rank_kernel(
     tl.store(p_counts + stream * total + o_row, b_count, mask=b_exist)
 
 
-def pair_scores(factors: Factors, rows: range | Tensor, block_size: int, per_token: bool, is_causal: bool) -> Tensor:
+class ByToken(NamedTuple):
+    """What scores of tokens that follow one another are made of, beside their own queries."""
+
+    first: int
+    """their first block"""
+    table: Tensor
+    """(b, h, blocks, t): scores of their blocks without any match"""
+    right: Tensor
+    """(2, b, h, t, u, p): `Factors.right` in two parts, as `split_kernel` gives them"""
+
+
+def split(x: Tensor) -> Tensor:
+    """(2, ...): what adds up to numbers, in parts that products of tf32 take whole."""
+    x, parts = x.contiguous(), torch.empty((2, *x.shape), dtype=x.dtype, device=x.device)
+    launch(split_kernel, (-(-x.numel() // PARTED),), x, *parts, x.numel(), BM=PARTED, num_warps=4, **OPTIONS)
+    return parts
+
+
+def pair_scores(
+    factors: Factors,
+    rows: range | Tensor,
+    block_size: int,
+    per_token: bool,
+    is_causal: bool,
+    together: ByToken | None = None,
+) -> Tensor:
     """Scores over temperature of rows, int64 (r), with every block, (b, h, r, t).
 
-    With `is_causal` those with a row's own and later blocks may be anything.
+    With `is_causal` those with a row's own and later blocks may be anything. Tokens of a range must come `together`.
     """
     batch, heads, total, own_units, d = factors.own.shape
     t, units, rank = factors.right.shape[2:]
     many = len(rows)
     scores = torch.empty((batch, heads, many, t), dtype=torch.float32, device=factors.rows.device)
-    at_once = min(max(MATCHED // own_units, 1), block_size if per_token else MATCHED)
-    warps = min(max(at_once * own_units * COLUMNS // MATCHES_A_WARP, 4), 16)
+    at_once, columns = min(max(MATCHED // own_units, 1), block_size if per_token else MATCHED), COLUMNS
+    warps = min(max(at_once * own_units * columns // MATCHES_A_WARP, 4), 16)
+    if together is not None:
+        at_once, columns = min(MATCHED_TOGETHER, block_size), COLUMNS_TOGETHER
+        warps = max(at_once // 16, 4)
     # Where one of these is not given, no program reads it.
     there = [x if x is None else x.contiguous().view(torch.uint8) for x in (factors.left_there, factors.right_there)]
-    by_unit = [x.mT.contiguous() for x in (factors.rows, factors.columns, factors.keep) if x is not None]
+    if together is None:
+        by_unit = [x.mT.contiguous() for x in (factors.rows, factors.columns, factors.keep) if x is not None]
+        right, lines = (factors.right.contiguous(),) * 2, (0, 0)
+    else:
+        by_unit, right = [together.table] * 2, together.right
+        lines = together.first, together.table.shape[2]
     own = factors.own.flatten(2, 3)
     shared = factors.weight.stride(0), factors.bias.stride(0), factors.project.stride(0)
     ids, begin = (own, rows.start) if isinstance(rows, range) else (rows, 0)
     # Rows that are many fill the machine by themselves, and then project their queries but once.
-    span = t if per_token and ids is own else COLUMNS
-    score_kernel[(-(-many // at_once), -(-t // span), batch * heads)](
+    span = COLUMNS if together is None else t
+    launch(score_kernel, (-(-many // at_once), -(-t // span), batch * heads),
         by_unit[0], by_unit[1], factors.weight, factors.bias, by_unit[-1], own, factors.project,
-        own if there[0] is None else there[0], factors.right.contiguous(), own if there[1] is None else there[1],
-        factors.log_temperature, ids, scores, begin, many, total, t, heads, span, float(factors.coldest),
+        own if there[0] is None else there[0], *right, own if there[1] is None else there[1],
+        factors.log_temperature, ids, scores, begin, many, total, t, heads, span, *lines, float(factors.coldest),
         max(rank, 1) ** 0.5, *own.stride()[:3], *shared,
-        BM=at_once, BN=COLUMNS, M=factors.rows.shape[3], D=d, RANK=rank, RP=held(max(rank, 1)), UQ=own_units, UK=units,
-        SIZE=block_size, TOKENS=per_token, IDS=ids is not own, CAUSAL=is_causal, KEEP=factors.keep is not None,
-        HOLES=factors.right_there is not None, PRECISION=_precision(torch.float32),
-        num_warps=warps, num_stages=1, **OPTIONS,
+        BM=at_once, BN=columns, M=0 if together else factors.rows.shape[3], D=d, RANK=rank, RP=held(max(rank, 1)),
+        UQ=own_units, UK=units, SIZE=block_size, TOKENS=per_token, IDS=ids is not own, CAUSAL=is_causal,
+        KEEP=not together and factors.keep is not None, HOLES=factors.right_there is not None,
+        PRECISION=_precision(torch.float32), num_warps=warps, num_stages=3 if together else 1, **OPTIONS,
     )  # fmt: skip
     return scores
 
@@ -443,10 +433,16 @@ def listed_blocks(
     wide = held(t)
     at_once, warps = max(RANKED // wide, 1), max(wide // RANKED, 1)
     chunk = max(SCORE_BYTES // (4 * batch * heads * t) // block_size, 1) * block_size
+    parts, together = split(factors.right) if per_token else None, None
     for begin in range(0, total, chunk):
         rows = min(chunk, total - begin)
-        scores = pair_scores(factors, range(begin, begin + rows), block_size, per_token, is_causal)
-        rank_kernel[(-(-rows // at_once), batch * heads)](
+        if parts is not None and begin % (chunk * block_size) == 0:
+            # Of as many blocks as there are tokens at a time, which takes the same memory.
+            some = range(begin // block_size, min(begin // block_size + chunk, t))
+            alone = factors._replace(right=factors.right[..., :0])
+            together = ByToken(some.start, pair_scores(alone, some, 1, False, is_causal), parts)
+        scores = pair_scores(factors, range(begin, begin + rows), block_size, per_token, is_causal, together)
+        launch(rank_kernel, (-(-rows // at_once), batch * heads),
             scores, visible.view(torch.uint8), counts if seed is None else seed, indices, counts, begin, rows, total, t,
             room, local_blocks, sink_blocks, budget.least, t if budget.most is None else budget.most, budget.kept,
             0.0 if coverage is None else coverage,

@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..plan.selected import Chosen
+from .quick_launch import launch
 from .registry import AttentionCall, Forward, Gradients
 from .triton_backward import dkv_tile, dq_tile
 from .triton_forward import forward_tile
@@ -247,14 +248,14 @@ def forward(call: AttentionCall, chosen: Chosen, near: Forward, heads: slice) ->
     part_lse = torch.empty((own, rows), dtype=torch.float32, device=query.device)
     sign = (call.scale > 0) - (call.scale < 0)
     magnitude = abs(call.scale) or 1.0
-    chosen_fwd_kernel[(rows // tiles.m, own)](
+    launch(chosen_fwd_kernel, (rows // tiles.m, own),
         query, key, value, part, part_lse, chosen.source, chosen.tile, *_read(call, chosen), magnitude * LOG2E,
         *_dropout(call), rows, chosen.tile.shape[1], *_sizes(call, heads), own // key.shape[1], *query.stride()[:3],
         *key.stride()[:3], *value.stride()[:3],
         SIGN=sign, RAGGED=n % block > 0, **_constants(call, tiles),
     )  # fmt: skip
     output, lse = near.output[:, heads], near.lse[:, heads]
-    join_tokens_kernel[(-(-n // ROWS), own, batch)](
+    launch(join_tokens_kernel, (-(-n // ROWS), own, batch),
         output, lse, part, part_lse, chosen.place, rows, n, chosen.place.shape[2], *output.stride()[:3], *lse.stride(),
         BM=ROWS, E=e, EP=held(e), **OPTIONS,
     )  # fmt: skip
@@ -281,13 +282,13 @@ def backward(
     scales = call.scale, call.scale * LOG2E, *_dropout(call)
     strides = *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *grad.stride()[:3]
     part = torch.empty((own, rows, d), dtype=query.dtype, device=query.device)
-    chosen_dq_bwd_kernel[(rows // tiles.dq.m, own)](
+    launch(chosen_dq_bwd_kernel, (rows // tiles.dq.m, own),
         query, key, value, grad, lse, delta, part, chosen.source, chosen.tile, *_read(call, chosen), *scales, rows,
         chosen.tile.shape[1], *_sizes(call, heads), group, *strides,
         RAGGED=n % block > 0, **_constants(call, tiles.dq),
     )  # fmt: skip
     grad_query = near.query[:, heads]
-    add_tokens_kernel[(-(-n // ROWS), own, batch)](
+    launch(add_tokens_kernel, (-(-n // ROWS), own, batch),
         grad_query, part, chosen.place, rows, n, chosen.place.shape[2], *grad_query.stride()[:3],
         BM=ROWS, D=d, DP=held(d), **OPTIONS,
     )  # fmt: skip
@@ -296,7 +297,7 @@ def backward(
     order = many.argsort(dim=1, descending=True, stable=True)
     key_heads = _key_heads(call, heads)
     grad_key, grad_value = near.key[:, key_heads], near.value[:, key_heads]
-    chosen_dkv_bwd_kernel[(order.shape[1] * (block // tiles.dkv.n), key.shape[1])](
+    launch(chosen_dkv_bwd_kernel, (order.shape[1] * (block // tiles.dkv.n), key.shape[1]),
         query, key, value, grad, lse, delta, grad_key, grad_value, chosen.source, chosen.first, order,
         *_read(call, chosen), *scales, rows, *_sizes(call, heads), *strides, *grad_key.stride()[:3],
         *grad_value.stride()[:3], GROUP=group, **_constants(call, tiles.dkv),

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..errors import must
-from ..ops.scores import RowScores, Seen, by_kernels
+from ..ops.scores import RowScores, Seen, by_kernels, times
 from ..ops.selection import Factors
 from ..plan.selected import may_read
 from .summaries import CHUNK, Blocks, Columns, Rows, blocks_of
@@ -154,8 +154,7 @@ def _applied(weight: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
         found = x @ weight.mT
         return found if bias is None else found + bias[:, None]
     # The kernel that ranks blocks reads unit by unit.
-    found = weight @ x.mT
-    return (found if bias is None else found + bias[..., None]).mT
+    return times(weight, x.mT, None if bias is None else bias[..., None]).mT
 
 
 class BlockScorer(nn.Module):
@@ -248,8 +247,8 @@ class BlockScorer(nn.Module):
     def columns(self, blocks: Blocks, layers: list[Layer]) -> Columns:
         """What scores need of key blocks (b, g, t, ...), for every query head."""
         blocks = self._for_heads(blocks)
-        mixed = blocks.summary @ self.summary.to(blocks.summary.dtype)
-        matched = blocks.units.flatten(2, 3) @ self.match_key.to(mixed.dtype)
+        mixed = times(blocks.summary, self.summary.to(blocks.summary.dtype))
+        matched = times(blocks.units.flatten(2, 3), self.match_key.to(mixed.dtype))
         matched = matched.unflatten(2, blocks.units.shape[2:4])
         return Columns(self.importance.key_part(mixed, layers), matched, blocks.unit_there)
 

@@ -35,6 +35,19 @@ def by_kernels(query: Tensor, rank: int, seen: Seen) -> bool:
     return able and 0 < rank <= WIDEST_MATCH and seen.means.shape[2] <= MOST_BLOCKS
 
 
+def times(left: Tensor, right: Tensor, plus: Tensor | None = None) -> Tensor:
+    """Products of (b, h, i, j) or (h, i, j) with (b, h, j, k) or (h, j, k), one operation where b is 1.
+
+    One of both has a b; h may be 1 for all heads. `plus` (h, i, 1) is added.
+    """
+    if any(x.dim() == 4 and len(x) > 1 for x in (left, right)):
+        return left @ right if plus is None else left @ right + plus
+    one, other = (x[0] if x.dim() == 4 else x for x in (left, right))
+    heads = max(len(one), len(other))
+    one, other = (x if len(x) == heads else x.expand(heads, -1, -1) for x in (one, other))
+    return (torch.bmm(one, other) if plus is None else torch.baddbmm(plus, one, other))[None]
+
+
 class RowScores(torch.autograd.Function):
     """Scores over temperature (b, h, r, k) of the blocks listed for some rows, and (b, h, r, t) of all for others.
 
@@ -74,11 +87,11 @@ class RowScores(torch.autograd.Function):
         rows = factors.rows[:, :, own]
         by_row, by_last = hidden_gradient(rows, factors.columns, spread, factors.weight)
         by_block, _ = hidden_gradient(factors.columns, rows, spread.mT, factors.weight)
-        mixed = seen.summary @ parameters[4]
-        by_first = torch.cat([by_row.mT @ seen.means[:, :, own], by_block.mT @ mixed], -1)
-        by_mixed = by_block @ parameters[0][..., mixed.shape[3] :]
+        mixed = times(seen.summary, parameters[4])
+        by_first = torch.cat([times(by_row.mT, seen.means[:, :, own]), times(by_block.mT, mixed)], -1)
+        by_mixed = times(by_block, parameters[0][..., mixed.shape[3] :])
         found = [by_first, by_row.sum(2), by_last.sum(2)[:, :, None], spread.sum((2, 3))[..., None]]
-        found += [seen.summary.mT @ by_mixed, *_match_gradients(factors, seen, ids, spread, per_token)]
+        found += [times(seen.summary.mT, by_mixed), *_match_gradients(factors, seen, ids, spread, per_token)]
         for number, like in enumerate(parameters[:7]):
             # Over samples, and over heads that share a parameter.
             total = found[number][0] if len(found[number]) == 1 else found[number].sum(0)
@@ -92,8 +105,8 @@ def _match_gradients(
     """Gradients (b, h, d, p) of both projections of the match."""
     mine = factors.own[:, :, ids].flatten(2, 3).to(spread.dtype)
     mine = mine.nan_to_num(0.0, 0.0, 0.0) if per_token else mine
-    left, right = mine @ factors.project.to(spread.dtype), factors.right.flatten(2, 3)
-    pairs = (left @ right.mT).view(*spread.shape[:3], factors.own.shape[3], spread.shape[3], -1)
+    left, right = times(mine, factors.project.to(spread.dtype)), factors.right.flatten(2, 3)
+    pairs = times(left, right.mT).view(*spread.shape[:3], factors.own.shape[3], spread.shape[3], -1)
     if factors.right_there is not None:
         pairs = pairs.masked_fill(~factors.right_there[:, :, None, None], -torch.inf)
     if factors.left_there is not None:
@@ -103,4 +116,4 @@ def _match_gradients(
     ties = pairs == (best if factors.right_there is None else torch.where(best > -torch.inf, best, torch.nan))
     share = (spread * right.shape[3] ** -0.5)[:, :, :, None, :, None] / ties.sum((3, 5), keepdim=True)
     share = torch.where(ties, share, 0.0).view(*spread.shape[:2], left.shape[2], right.shape[2])
-    return mine.mT @ (share @ right), seen.units.flatten(2, 3).mT @ (share.mT @ left)
+    return times(mine.mT, times(share, right)), times(seen.units.flatten(2, 3).mT, times(share.mT, left))

@@ -184,7 +184,7 @@ def _attended(work: _Work, query: Tensor, key: Tensor, value: Tensor) -> _Found:
     listed = work.listed()
     call, _, backend = work.block_call(query, key, value, listed)
     found = backend.forward(call)
-    return _Found(_unfold(found.output, query), found.lse.unflatten(2, (len(query), -1))[0].transpose(0, 1), listed)
+    return _Found(_unfold(found.output, query), _unfold(found.lse, query), listed)
 
 
 class _Selected(torch.autograd.Function):
@@ -242,11 +242,11 @@ class _Selected(torch.autograd.Function):
 
 def _fold(x: Tensor) -> Tensor:
     """(b, h, n, ...) as (1, h, b * n, ...): no copy where heads lie inside tokens, or of a single sample."""
-    return x.transpose(1, 2).flatten(0, 1)[None].transpose(1, 2)
+    return x if len(x) == 1 else x.transpose(1, 2).flatten(0, 1)[None].transpose(1, 2)
 
 
 def _unfold(x: Tensor, like: Tensor) -> Tensor:
-    return x[0].unflatten(1, (like.shape[0], -1)).transpose(0, 1)
+    return x if len(like) == 1 else x[0].unflatten(1, (like.shape[0], -1)).transpose(0, 1)
 
 
 @lru_cache(maxsize=64)

@@ -22,10 +22,10 @@ __all__ = ["Budget", "Factors", "Selection", "fresh_seed", "gumbel", "select", "
 def summaries(
     x: Tensor, size: int, unit: int, padding: Tensor | None, *, extremes: bool, before: bool
 ) -> tuple[Tensor, Tensor, Tensor] | None:
-    """What `triton_selection.summarised` gives of blocks on a GPU; None where no kernel adds them up."""
+    """What `triton_summaries.summarised` gives of blocks on a GPU; None where no kernel adds them up."""
     if may_read(x.device) or no_kernels(x.device) is not None or x.dtype not in triton_backend.DTYPES:
         return None
-    from ..kernels.triton_selection import summarised
+    from ..kernels.triton_summaries import summarised
 
     return summarised(x, size, unit, padding, extremes, before)
 

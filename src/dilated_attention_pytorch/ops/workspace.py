@@ -46,10 +46,11 @@ def _a_row(call: AttentionCall, name: str, forward: bool, cut: bool) -> tuple[in
         # A piece, the one before it, and one laid out anew.
         return 3 * (item * e + wide) + wide, 0
     if name in ("hopper", "flash4"):
-        # One number or two a row of whole blocks, and in float32 the sum of what has no fixed order.
-        blocks = max(-(-n // call.plan.block_size), *(part.queries.tiles for part in call.plan.parts), 0)
-        padded = -(-blocks * call.plan.block_size * 4 // n)
+        # One number or two a row of whole blocks, and in float32 the sums of what has no fixed order: one a part.
         sums = d if name == "flash4" or not reproducible_gradients() else 0
+        tiles = [part.queries.tiles for part in call.plan.parts]
+        blocks = max(-(-n // call.plan.block_size), sum(tiles) if sums and name == "hopper" else max(tiles, default=0))
+        padded = -(-blocks * call.plan.block_size * 4 // n)
         needed = padded * (sums + (2 if name == "flash4" else 1)) + item * e + 4
         return (0, 0) if forward else (needed, padded * (d + e) if name == "flash4" else 0)
     if name == "flex":

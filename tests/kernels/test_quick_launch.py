@@ -1,0 +1,97 @@
+"""Launches that go straight to a compiled kernel's entry: each must be one that the kernel was compiled for."""
+
+import pytest
+import torch
+
+from dilated_attention_pytorch.kernels import quick_launch
+from dilated_attention_pytorch.kernels.quick_launch import launch
+
+
+class Entry:
+    """Stands for the compiled entry of a kernel."""
+
+    watched = False
+
+    def __init__(self, calls):
+        self.calls = calls
+
+    def stream_of(self, device):
+        return 7
+
+    def __call__(self, grid, stream, arguments, overlaps):
+        self.calls.append((grid, stream, arguments, overlaps))
+
+
+class Kernel:
+    """Stands for a kernel of three arguments and a constant; what the public way is given is noted."""
+
+    arg_names = ("p_x", "many", "scale", "SIZE")
+
+    def __init__(self):
+        self.public, self.quick = [], []
+
+    def __getitem__(self, grid):
+        def run(*arguments, **options):
+            self.public.append((grid, arguments, options))
+            return self
+
+        return run
+
+
+@pytest.fixture
+def kernel(monkeypatch):
+    kernel = Kernel()
+    monkeypatch.setattr(quick_launch, "entry_of", lambda compiled: Entry(compiled.quick))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
+    monkeypatch.setattr(quick_launch, "_known", {})
+    return kernel
+
+
+def test_a_launch_like_an_earlier_one_takes_the_quick_way(kernel):
+    x, y = torch.zeros(64), torch.ones(64)
+    launch(kernel, (3, 2), x, 5, 0.5, SIZE=16)
+    assert kernel.public == [((3, 2), (x, 5, 0.5), {"SIZE": 16})] and not kernel.quick
+    launch(kernel, (4,), y, 5, 0.25, SIZE=16)
+    assert len(kernel.public) == 1
+    assert kernel.quick == [((4, 1, 1), 7, (y.data_ptr(), 5, 0.25, None), False)]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"x": torch.zeros(64)[1:]},
+        {"x": torch.zeros(64, dtype=torch.float16)},
+        {"many": 16},
+        {"scale": 1},
+        {"size": 32},
+    ],
+    ids=["alignment", "dtype", "a whole number", "a whole number for another", "a constant"],
+)
+def test_what_a_kernel_may_be_compiled_for_is_told_apart(kernel, other):
+    given = {"x": torch.zeros(64), "many": 5, "scale": 1.0, "size": 16}
+    for each in (given, given | other):
+        launch(kernel, (1,), each["x"], each["many"], each["scale"], SIZE=each["size"])
+    assert len(kernel.public) == 2 and not kernel.quick
+
+
+def test_whoever_watches_launches_sees_them(kernel, monkeypatch):
+    x = torch.zeros(64)
+    launch(kernel, (1,), x, 5, 0.5, SIZE=16)
+    monkeypatch.setattr(Entry, "watched", True)
+    launch(kernel, (1,), x, 5, 0.5, SIZE=16)
+    assert len(kernel.public) == 2 and not kernel.quick
+
+
+def test_another_device_than_the_current_takes_the_public_way(kernel, monkeypatch):
+    x = torch.zeros(64)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    for _ in range(2):
+        launch(kernel, (1,), x, 5, 0.5, SIZE=16)
+    assert len(kernel.public) == 2 and not kernel.quick
+
+
+def test_only_so_many_are_kept(kernel, monkeypatch):
+    monkeypatch.setattr(quick_launch, "KEPT", 2)
+    for many in (1, 2, 3, 3):
+        launch(kernel, (1,), torch.zeros(64), many, 0.5, SIZE=16)
+    assert len(quick_launch._known) == 1 and len(kernel.public) == 3 and len(kernel.quick) == 1
