@@ -33,6 +33,8 @@ RANKED = 512
 """Scores that a warp ranks at once; they live in registers."""
 MATCHED_TOGETHER, COLUMNS_TOGETHER = 128, 32
 """Tokens of a block and blocks of a step, where tokens follow one another: so few that registers hold two programs."""
+PROGRAMS = 1024
+"""So many keep a large GPU busy, those that begin late and end soon among them."""
 SCORE_BYTES = 3 * 2**23
 """Scores held at a time: choosing for 32K tokens and 8 heads must take no more than 64 MB, its lists included."""
 
@@ -394,8 +396,10 @@ def pair_scores(
     own = factors.own.flatten(2, 3)
     shared = factors.weight.stride(0), factors.bias.stride(0), factors.project.stride(0)
     ids, begin = (own, rows.start) if isinstance(rows, range) else (rows, 0)
+    programs = -(-many // at_once) * batch * heads
     # Rows that are many fill the machine by themselves, and then project their queries but once.
-    span = COLUMNS if together is None else t
+    spans = -(-t // columns) if together is None else max(PROGRAMS // programs, 1)
+    span = -(-t // (spans * columns)) * columns
     launch(score_kernel, (-(-many // at_once), -(-t // span), batch * heads),
         by_unit[0], by_unit[1], factors.weight, factors.bias, by_unit[-1], own, factors.project,
         own if there[0] is None else there[0], *right, own if there[1] is None else there[1],
