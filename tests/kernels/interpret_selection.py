@@ -426,6 +426,7 @@ TRIALS = {
     "many causal tokens turned round": Turned(500, 1, True, 8),
     "choice of blocks": Choice(False, batch=2, heads=2, n=100),
     "choice of causal tokens with noise": Choice(True, True, noise=True, n=70, sink=0, kept=0.9),
+    "choice of many causal tokens": Choice(True, True, n=560, units=2, sink=0),
     "choice of blocks by coverage, noise, holes": Choice(
         False, True, n=120, coverage=0.7, noise=True, holes=True, keep=True, hidden=40, sink=0
     ),

@@ -41,6 +41,7 @@ SLOW = [
     "a step, padded tokens",
     "choice of blocks",
     "choice of causal tokens with noise",
+    "choice of many causal tokens",
     "choice of tokens by coverage, holes",
     "choice without a match",
     "choice without hidden units",

@@ -1,0 +1,24 @@
+"""Every figure that is kept says on what machine, with which software and from which commit it came."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+FILES = sorted((Path(__file__).resolve().parents[1] / "benchmarks" / "results").glob("*.jsonl"))
+
+
+def test_there_are_results():
+    assert FILES
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_every_line_names_device_commit_and_versions(path: Path):
+    lines = [json.loads(text) for text in path.read_text(encoding="utf-8").splitlines()]
+    assert lines
+    assert Counter(name for line in lines for name in ("device", "git", "torch", "python") if not line.get(name)) == {}
+    # The kind of device, as torch calls it, does not tell which one it was.
+    assert {"cpu", "cuda"}.isdisjoint(line["device"] for line in lines)
