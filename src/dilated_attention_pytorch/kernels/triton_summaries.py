@@ -79,11 +79,11 @@ def summarised(
     made = {"dtype": torch.float32, "device": x.device}
     summary = torch.empty((batch, heads, t, 3 * d if extremes else d), **made)
     means = torch.empty((batch, heads, t, units, d), **made)
-    there = torch.empty((batch, heads, t, units), dtype=torch.bool, device=x.device)
-    present = there if padding is None else padding.contiguous()
+    there = torch.empty((batch, heads, t, units), dtype=torch.uint8, device=x.device)
+    present = there if padding is None else padding.contiguous().view(torch.uint8)
     launch(summary_kernel, (t, batch * heads),
-        x, present.view(torch.uint8), summary, means, there.view(torch.uint8), n, t, heads, *x.stride()[:3],
+        x, present, summary, means, there, n, t, heads, *x.stride()[:3],
         UNITS=units, UNIT=unit, STEP=min(unit, MOST_TOKENS), D=d, DP=held(d), EXTREMES=extremes, BEFORE=before,
         PADDING=padding is not None, num_warps=4, **OPTIONS,
     )  # fmt: skip
-    return summary, means, there
+    return summary, means, there.view(torch.bool)

@@ -114,11 +114,14 @@ class ImportanceScorer(nn.Module):
 
     def layers(self, dtype: torch.dtype, heads: slice = slice(None)) -> list[Layer]:
         """Every linear layer of those heads, or of the one MLP for all."""
-        every = [list(mlp)[::3] for mlp in self.scorers]  # pyrefly: ignore[bad-argument-type]
-        every = every[heads] if len(every) > 1 else every
-        alike = [([x.weight for x in same], [x.bias for x in same]) for same in zip(*every, strict=True)]
-        stack = torch.stack if len(every) > 1 else lambda only: only[0][None]
+        alike = [[each[heads] if len(each) > 1 else each for each in layer] for layer in self.leaves()]
+        stack = torch.stack if len(alike[0][0]) > 1 else lambda only: only[0][None]
         return [(stack(weights).to(dtype), stack(biases).to(dtype)) for weights, biases in alike]
+
+    def leaves(self) -> list[list[list[Tensor]]]:
+        """Of every linear layer the weights of all heads, and their biases."""
+        every = [list(mlp)[::3] for mlp in self.scorers]  # pyrefly: ignore[bad-argument-type]
+        return [[[x.weight for x in same], [x.bias for x in same]] for same in zip(*every, strict=True)]
 
     def query_part(self, queries: Tensor, layers: list[Layer]) -> Tensor:
         """The first layer's part of the queries, with its bias, (b, h, rows, hidden)."""
@@ -220,20 +223,19 @@ class BlockScorer(nn.Module):
         self, query: Tensor, key: Tensor, block_size: int, is_causal: bool, per_token: bool, padding: Tensor | None
     ) -> Scores:
         """Summaries of (b, h, n, d) queries and (b, g, n, d) keys, ready to be scored."""
-        dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
-        unit = self.config.score_unit
-        query, key = query.detach(), key.detach()
-        own_unit = block_size if per_token else unit
-        rows = blocks_of(query, block_size, own_unit, padding, dtype, extremes=False, before=is_causal)
-        layers = self.importance.layers(dtype)
+        config, dtype = self.config, torch.float64 if query.dtype == torch.float64 else torch.float32
+        query, key, unit = query.detach(), key.detach(), config.score_unit
+        told = block_size, block_size if per_token else unit, padding, dtype
+        rows = blocks_of(query, *told, extremes=False, before=is_causal)
         keys = self._for_heads(blocks_of(key, block_size, unit, padding, dtype))
         whole = padding is None and query.shape[2] % block_size == 0
-        config, plain = self.config, len(layers) == 2 and not (self.training and self.config.dropout)
+        plain = config.num_layers == 2 and not (self.training and config.dropout)
         by_lesson = plain and config.hard_sparsity and config.score_gradient == "distill"
         seen = Seen(rows.summary, keys.summary, keys.units)
         by_lesson = by_lesson and by_kernels(query, config.match_rank, seen)
         # Where a lesson alone asks for gradients, and kernels compute them, there is no graph to be kept.
         with torch.set_grad_enabled(torch.is_grad_enabled() and not by_lesson):
+            layers = self.importance.layers(dtype)
             speaking, columns = self.speaking(rows, layers), self.columns(keys, layers)
         scores = Scores(self, query, speaking, columns, layers, block_size, is_causal, per_token, whole)
         scores.seen = seen if by_lesson else None
@@ -371,8 +373,9 @@ class Scores:
         holes = (None, None) if self.whole else (None if self.per_token else self.units_there, self.unit_there)
         own = self.query[:, :, :, None] if self.per_token else self.units
         heads, scorer = self.scorer.num_heads, self.scorer
-        weight, bias = (x[:, 0].expand(heads, *x.shape[2:]) for x in self.layers[1])
-        project = scorer.match_query.expand(heads, -1, -1)
+        weight, bias, project = *(x[:, 0] for x in self.layers[1]), scorer.match_query
+        if len(project) < heads:
+            weight, bias, project = (x.expand(heads, *x.shape[1:]) for x in (weight, bias, project))
         cold = scorer.log_temperature, scorer.config.min_temperature
         return Factors(self.rows, self.hidden, weight, bias, own, project, self.matched, *cold, self.keep, *holes)
 
@@ -380,11 +383,11 @@ class Scores:
         """Scores of the blocks listed for some rows, and of all blocks for others, if any, with gradients."""
         if self.seen is None:
             return self.of(chosen, listed[:, :, chosen]), self.of_all(dense) if len(dense) else None
-        scorer, dtype = self.scorer, self.rows.dtype
-        others = scorer.summary, scorer.match_query, scorer.match_key, scorer.log_temperature
-        parameters = *self.layers[0], *self.layers[1], *(x.to(dtype) for x in others)
+        scorer = self.scorer
+        leaves = [leaf for layer in scorer.importance.leaves() for each in layer for leaf in each]
+        leaves += [scorer.summary, scorer.match_query, scorer.match_key, scorer.log_temperature]
         asked = chosen, dense, listed, self.block_size, self.per_token
-        found = RowScores.apply(*parameters, self.factors(), self.seen, *asked)
+        found = RowScores.apply(*leaves, self.factors(), self.seen, self.layers[0][0], *asked)
         return found[0], found[1] if len(dense) else None
 
     def of(self, rows: Tensor, blocks: Tensor) -> Tensor:

@@ -40,30 +40,31 @@ def times(left: Tensor, right: Tensor, plus: Tensor | None = None) -> Tensor:
 
     One of both has a b; h may be 1 for all heads. `plus` (h, i, 1) is added.
     """
-    if any(x.dim() == 4 and len(x) > 1 for x in (left, right)):
+    if any(x.dim() == 4 and x.shape[0] > 1 for x in (left, right)):
         return left @ right if plus is None else left @ right + plus
     one, other = (x[0] if x.dim() == 4 else x for x in (left, right))
-    heads = max(len(one), len(other))
-    one, other = (x if len(x) == heads else x.expand(heads, -1, -1) for x in (one, other))
+    heads = max(one.shape[0], other.shape[0])
+    one, other = (x if x.shape[0] == heads else x.expand(heads, -1, -1) for x in (one, other))
     return (torch.bmm(one, other) if plus is None else torch.baddbmm(plus, one, other))[None]
 
 
 class RowScores(torch.autograd.Function):
     """Scores over temperature (b, h, r, k) of the blocks listed for some rows, and (b, h, r, t) of all for others.
 
-    Given are weight and bias of both layers, the mixture of summaries, both projections of the match and the logarithm
-    of temperatures, to which alone gradients go; then the factors, what they were made from, the rows, the others,
-    the lists int32 (b, h, all rows, k), tokens of a block, and whether rows are tokens.
+    Given are the weights of every head's first layer, their biases, those of the second, the mixture of summaries, both
+    projections of the match and the logarithm of temperatures, to which alone gradients go; then the factors, what they
+    were made from, the first layer's weights as one, the rows, the others, the lists int32 (b, h, all rows, k), tokens
+    of a block, and whether rows are tokens.
     """
 
     @staticmethod
     def forward(ctx: Any, *given: Any) -> tuple[Tensor, Tensor]:
         from ..kernels.triton_selection import pair_scores
 
-        factors, _, chosen, dense, lists, block_size, per_token = ctx.told = given[8:]
+        factors, _, _, chosen, dense, lists, block_size, per_token = ctx.told = given[-8:]
         ids, at = torch.cat([chosen, dense]), lists[:, :, chosen].long()
         scores = pair_scores(factors, ids, block_size, per_token, is_causal=False)
-        ctx.save_for_backward(*given[:8], scores, ids, at)
+        ctx.save_for_backward(*given[-12:-8], scores, ids, at)
         listed, every = scores.split([len(chosen), len(dense)], 2)
         return listed.gather(-1, at.clamp(max=scores.shape[3] - 1)), every.contiguous()
 
@@ -72,8 +73,8 @@ class RowScores(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
         from ..kernels.triton_selection import hidden_gradient
 
-        *parameters, scores, ids, at = ctx.saved_tensors
-        factors, seen, chosen, _, _, block_size, per_token = ctx.told
+        mixture, _, _, _, scores, ids, at = ctx.saved_tensors
+        factors, seen, first, chosen, _, _, block_size, per_token = ctx.told
         # What is not listed gathers in one column more.
         spread = scores.new_zeros((*scores.shape[:3], scores.shape[3] + 1))
         spread[:, :, : len(chosen)].scatter_(-1, at, grads[0])
@@ -87,16 +88,17 @@ class RowScores(torch.autograd.Function):
         rows = factors.rows[:, :, own]
         by_row, by_last = hidden_gradient(rows, factors.columns, spread, factors.weight)
         by_block, _ = hidden_gradient(factors.columns, rows, spread.mT, factors.weight)
-        mixed = times(seen.summary, parameters[4])
+        mixed = times(seen.summary, mixture.to(scores.dtype))
         by_first = torch.cat([times(by_row.mT, seen.means[:, :, own]), times(by_block.mT, mixed)], -1)
-        by_mixed = times(by_block, parameters[0][..., mixed.shape[3] :])
+        by_mixed = times(by_block, first[..., mixed.shape[3] :])
         found = [by_first, by_row.sum(2), by_last.sum(2)[:, :, None], spread.sum((2, 3))[..., None]]
         found += [times(seen.summary.mT, by_mixed), *_match_gradients(factors, seen, ids, spread, per_token)]
-        for number, like in enumerate(parameters[:7]):
+        for number, each in enumerate(found):
             # Over samples, and over heads that share a parameter.
-            total = found[number][0] if len(found[number]) == 1 else found[number].sum(0)
-            found[number] = total if len(total) == len(like) else total.sum(0, keepdim=True)
-        return *found, by_temperature, *(None,) * 7
+            total = each[0] if each.shape[0] == 1 else each.sum(0)
+            found[number] = total if total.shape[0] == first.shape[0] else total.sum(0, keepdim=True)
+        layers = [one for total in found[:4] for one in total.unbind()]
+        return *layers, *found[4:], by_temperature, *(None,) * 8
 
 
 def _match_gradients(

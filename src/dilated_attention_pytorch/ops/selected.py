@@ -242,11 +242,11 @@ class _Selected(torch.autograd.Function):
 
 def _fold(x: Tensor) -> Tensor:
     """(b, h, n, ...) as (1, h, b * n, ...): no copy where heads lie inside tokens, or of a single sample."""
-    return x if len(x) == 1 else x.transpose(1, 2).flatten(0, 1)[None].transpose(1, 2)
+    return x if x.shape[0] == 1 else x.transpose(1, 2).flatten(0, 1)[None].transpose(1, 2)
 
 
 def _unfold(x: Tensor, like: Tensor) -> Tensor:
-    return x if len(like) == 1 else x[0].unflatten(1, (like.shape[0], -1)).transpose(0, 1)
+    return x if like.shape[0] == 1 else x[0].unflatten(1, (like.shape[0], -1)).transpose(0, 1)
 
 
 @lru_cache(maxsize=64)
