@@ -21,27 +21,27 @@ _known: dict[tuple[object, ...], tuple[Entry | None, tuple[None, ...]]] = {}
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
     """`kernel[grid](*arguments, **options)`, with every constant given by name and nothing else."""
-    key: list[object] = [kernel, *options.items()]
+    told: list[object] = [kernel, *options.items()]
     passed: list[object] = []
     index = None
     for one in arguments:
         if isinstance(one, Tensor):
             place = one.data_ptr()
             passed.append(place)
-            key.append((one.dtype, place % 16))
+            told.append((one.dtype, place % 16))
             index = one.device.index
         else:
             passed.append(one)
             # Numbers that are not whole are the same to the compiler; whole ones may be 1, or multiples of 16.
-            key.append(float if isinstance(one, float) else one)
-    key.append(index)
-    entry, constants = _known.get(tuple(key), (None, ()))
+            told.append(float if isinstance(one, float) else one)
+    key = (*told, index)
+    entry, constants = _known.get(key, (None, ()))
     if entry is None or entry.watched or torch.cuda.current_device() != index:
         compiled = kernel[grid](*arguments, **options)
-        if compiled is not None and tuple(key) not in _known:
+        if compiled is not None and key not in _known:
             if len(_known) >= KEPT:
                 _known.clear()
             # What is compiled in is not looked at, but has its place.
-            _known[tuple(key)] = entry_of(compiled), (None,) * (len(kernel.arg_names) - len(arguments))
+            _known[key] = entry_of(compiled), (None,) * (len(kernel.arg_names) - len(arguments))
         return
     entry((*grid, 1, 1)[:3], entry.stream_of(index), (*passed, *constants), False)  # pyrefly: ignore[bad-argument-type]
