@@ -1,5 +1,7 @@
 """Launches that go straight to a compiled kernel's entry: each must be one that the kernel was compiled for."""
 
+from typing import NamedTuple
+
 import pytest
 import torch
 
@@ -38,6 +40,12 @@ class Kernel:
         return run
 
 
+class Parameter(NamedTuple):
+    """Stands for what a kernel knows of an argument."""
+
+    do_not_specialize: bool
+
+
 @pytest.fixture
 def kernel(monkeypatch):
     kernel = Kernel()
@@ -72,6 +80,16 @@ def test_what_a_kernel_may_be_compiled_for_is_told_apart(kernel, other):
     for each in (given, given | other):
         launch(kernel, (1,), each["x"], each["many"], each["scale"], SIZE=each["size"])
     assert len(kernel.public) == 2 and not kernel.quick
+
+
+def test_a_number_that_a_kernel_is_not_compiled_for_changes_nothing_but_by_its_width(kernel):
+    kernel.params = [Parameter(False), Parameter(True), Parameter(False), Parameter(False)]
+    x = torch.zeros(64)
+    for many in (5, 16, 2**31 - 1):
+        launch(kernel, (1,), x, many, 0.5, SIZE=16)
+    assert len(kernel.public) == 1 and [arguments[1] for _, _, arguments, _ in kernel.quick] == [16, 2**31 - 1]
+    launch(kernel, (1,), x, 2**31, 0.5, SIZE=16)
+    assert len(kernel.public) == 2
 
 
 def test_whoever_watches_launches_sees_them(kernel, monkeypatch):

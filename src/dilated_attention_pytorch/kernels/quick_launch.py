@@ -17,24 +17,31 @@ KEPT = 4096
 """Launches that are known at a time."""
 
 _known: dict[tuple[object, ...], tuple[Entry | None, tuple[None, ...]]] = {}
+_plain: dict[int, tuple[tuple[int, ...], Any]] = {}
+"""By the id of a kernel, for its hash is made of its source: which arguments it is not compiled for, but for whether
+they need 64 bits; and the kernel, so that the id stays its own."""
+
+
+def _plain_places(kernel: Any) -> tuple[int, ...]:
+    known = _plain.get(id(kernel))
+    if known is None:
+        places = (place for place, one in enumerate(getattr(kernel, "params", ())) if one.do_not_specialize)
+        known = _plain[id(kernel)] = tuple(places), kernel
+    return known[0]
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
-    """`kernel[grid](*arguments, **options)`, with every constant given by name and nothing else."""
-    told: list[object] = [kernel, *options.items()]
-    passed: list[object] = []
-    index = None
-    for one in arguments:
-        if isinstance(one, Tensor):
-            place = one.data_ptr()
-            passed.append(place)
-            told.append((one.dtype, place % 16))
-            index = one.device.index
-        else:
-            passed.append(one)
-            # Numbers that are not whole are the same to the compiler; whole ones may be 1, or multiples of 16.
-            told.append(float if isinstance(one, float) else one)
-    key = (*told, index)
+    """`kernel[grid](*arguments, **options)`: a tensor first, every constant by name, and nothing else by name."""
+    passed = [one.data_ptr() if isinstance(one, Tensor) else one for one in arguments]
+    # Numbers that are not whole are the same to the compiler; whole ones may be 1, or multiples of 16.
+    told: list[object] = [
+        (one.dtype, place % 16) if isinstance(one, Tensor) else float if isinstance(one, float) else one
+        for one, place in zip(arguments, passed, strict=True)
+    ]
+    for place in _plain_places(kernel):
+        told[place] = arguments[place] >= 2**31
+    index = arguments[0].device.index
+    key = (id(kernel), index, *options, *options.values(), *told)
     entry, constants = _known.get(key, (None, ()))
     if entry is None or entry.watched or torch.cuda.current_device() != index:
         compiled = kernel[grid](*arguments, **options)

@@ -11,6 +11,7 @@ key block.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -364,53 +365,53 @@ def split(x: Tensor) -> Tensor:
     return parts
 
 
-def pair_scores(
-    factors: Factors,
-    rows: range | Tensor,
-    block_size: int,
-    per_token: bool,
-    is_causal: bool,
-    together: ByToken | None = None,
-) -> Tensor:
-    """Scores over temperature of rows, int64 (r), with every block, (b, h, r, t).
+def scoring(
+    factors: Factors, block_size: int, per_token: bool, is_causal: bool, together: ByToken | None = None
+) -> Callable[[range | Tensor], Tensor]:
+    """What gives scores over temperature of rows, int64 (r), with every block, (b, h, r, t).
 
     With `is_causal` those with a row's own and later blocks may be anything. Tokens of a range must come `together`.
     """
     batch, heads, total, own_units, d = factors.own.shape
     t, units, rank = factors.right.shape[2:]
-    many = len(rows)
-    scores = torch.empty((batch, heads, many, t), dtype=torch.float32, device=factors.rows.device)
     at_once, columns = min(max(MATCHED // own_units, 1), block_size if per_token else MATCHED), COLUMNS
     warps = min(max(at_once * own_units * columns // MATCHES_A_WARP, 4), 16)
-    if together is not None:
-        at_once, columns = min(MATCHED_TOGETHER, block_size), COLUMNS_TOGETHER
-        warps = max(at_once // 16, 4)
-    # Where one of these is not given, no program reads it.
-    there = [x if x is None else x.contiguous().view(torch.uint8) for x in (factors.left_there, factors.right_there)]
     if together is None:
         by_unit = [x.mT.contiguous() for x in (factors.rows, factors.columns, factors.keep) if x is not None]
         right, lines = (factors.right.contiguous(),) * 2, (0, 0)
     else:
+        at_once, columns = min(MATCHED_TOGETHER, block_size), COLUMNS_TOGETHER
+        warps = max(at_once // 16, 4)
         by_unit, right = [together.table] * 2, together.right
         lines = together.first, together.table.shape[2]
+    # Where one of these is not given, no program reads it.
     own = factors.own.flatten(2, 3)
+    there = [own if x is None else x.contiguous().view(torch.uint8) for x in (factors.left_there, factors.right_there)]
+    read = by_unit[0], by_unit[1], factors.weight, factors.bias, by_unit[-1], own, factors.project, there[0], *right
+    read += there[1], factors.log_temperature
     shared = factors.weight.stride(0), factors.bias.stride(0), factors.project.stride(0)
-    ids, begin = (own, rows.start) if isinstance(rows, range) else (rows, 0)
-    programs = -(-many // at_once) * batch * heads
-    # Rows that are many fill the machine by themselves, and then project their queries but once.
-    spans = -(-t // columns) if together is None else max(PROGRAMS // programs, 1)
-    span = -(-t // (spans * columns)) * columns
-    launch(score_kernel, (-(-many // at_once), -(-t // span), batch * heads),
-        by_unit[0], by_unit[1], factors.weight, factors.bias, by_unit[-1], own, factors.project,
-        own if there[0] is None else there[0], *right, own if there[1] is None else there[1],
-        factors.log_temperature, ids, scores, begin, many, total, t, heads, span, *lines, float(factors.coldest),
-        max(rank, 1) ** 0.5, *own.stride()[:3], *shared,
-        BM=at_once, BN=columns, M=0 if together else factors.rows.shape[3], D=d, RANK=rank, RP=held(max(rank, 1)),
-        UQ=own_units, UK=units, SIZE=block_size, TOKENS=per_token, IDS=ids is not own, CAUSAL=is_causal,
-        KEEP=not together and factors.keep is not None, HOLES=factors.right_there is not None,
-        PRECISION=_precision(torch.float32), num_warps=warps, num_stages=3 if together else 1, **OPTIONS,
-    )  # fmt: skip
-    return scores
+    numbers = *lines, float(factors.coldest), max(rank, 1) ** 0.5, *own.stride()[:3], *shared
+    constants = {"BM": at_once, "BN": columns, "M": 0 if together else factors.rows.shape[3], "D": d, "RANK": rank}
+    constants |= {"RP": held(max(rank, 1)), "UQ": own_units, "UK": units, "SIZE": block_size, "TOKENS": per_token}
+    constants |= {"CAUSAL": is_causal, "KEEP": not together and factors.keep is not None}
+    constants |= {"HOLES": factors.right_there is not None, "PRECISION": _precision(torch.float32)}
+    constants |= {"num_warps": warps, "num_stages": 3 if together else 1} | OPTIONS
+
+    def run(rows: range | Tensor) -> Tensor:
+        many = len(rows)
+        ids, begin = (own, rows.start) if isinstance(rows, range) else (rows, 0)
+        # Rows that are many fill the machine by themselves, and then project their queries but once.
+        tiles = -(-many // at_once)
+        spans = -(-t // columns) if together is None else max(PROGRAMS // (tiles * batch * heads), 1)
+        span = -(-t // (spans * columns)) * columns
+        scores = torch.empty((batch, heads, many, t), dtype=torch.float32, device=own.device)
+        sizes = begin, many, total, t, heads, span
+        launch(score_kernel, (tiles, -(-t // span), batch * heads),
+            *read, ids, scores, *sizes, *numbers, IDS=ids is not own, **constants,
+        )  # fmt: skip
+        return scores
+
+    return run
 
 
 def listed_blocks(
@@ -437,19 +438,23 @@ def listed_blocks(
     wide = held(t)
     at_once, warps = max(RANKED // wide, 1), max(wide // RANKED, 1)
     chunk = max(SCORE_BYTES // (4 * batch * heads * t) // block_size, 1) * block_size
-    parts, together = split(factors.right) if per_token else None, None
+    told = block_size, per_token, is_causal
+    if per_token:
+        parts = split(factors.right)
+        blocks = scoring(factors._replace(right=factors.right[..., :0]), 1, False, is_causal)
+    else:
+        scored = scoring(factors, *told)
+    shown = visible.view(torch.uint8)
     for begin in range(0, total, chunk):
         rows = min(chunk, total - begin)
-        if parts is not None and begin % (chunk * block_size) == 0:
+        if per_token and begin % (chunk * block_size) == 0:
             # Of as many blocks as there are tokens at a time, which takes the same memory.
             some = range(begin // block_size, min(begin // block_size + chunk, t))
-            alone = factors._replace(right=factors.right[..., :0])
-            together = ByToken(some.start, pair_scores(alone, some, 1, False, is_causal), parts)
-        scores = pair_scores(factors, range(begin, begin + rows), block_size, per_token, is_causal, together)
+            scored = scoring(factors, *told, ByToken(some.start, blocks(some), parts))
         launch(rank_kernel, (-(-rows // at_once), batch * heads),
-            scores, visible.view(torch.uint8), counts if seed is None else seed, indices, counts, begin, rows, total, t,
-            room, local_blocks, sink_blocks, budget.least, t if budget.most is None else budget.most, budget.kept,
-            0.0 if coverage is None else coverage,
+            scored(range(begin, begin + rows)), shown, counts if seed is None else seed, indices, counts, begin, rows,
+            total, t, room, local_blocks, sink_blocks, budget.least, t if budget.most is None else budget.most,
+            budget.kept, 0.0 if coverage is None else coverage,
             BM=at_once, T=wide, K=held(room), SIZE=block_size, TOKENS=per_token, CAUSAL=is_causal,
             NOISE=seed is not None, COVERAGE=coverage is not None, num_warps=warps, **OPTIONS,
         )  # fmt: skip

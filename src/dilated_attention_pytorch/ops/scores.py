@@ -59,11 +59,11 @@ class RowScores(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *given: Any) -> tuple[Tensor, Tensor]:
-        from ..kernels.triton_selection import pair_scores
+        from ..kernels.triton_selection import scoring
 
         factors, _, _, chosen, dense, lists, block_size, per_token = ctx.told = given[-8:]
         ids, at = torch.cat([chosen, dense]), lists[:, :, chosen].long()
-        scores = pair_scores(factors, ids, block_size, per_token, is_causal=False)
+        scores = scoring(factors, block_size, per_token, is_causal=False)(ids)
         ctx.save_for_backward(*given[-12:-8], scores, ids, at)
         listed, every = scores.split([len(chosen), len(dense)], 2)
         return listed.gather(-1, at.clamp(max=scores.shape[3] - 1)), every.contiguous()
