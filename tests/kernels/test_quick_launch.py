@@ -82,14 +82,15 @@ def test_what_a_kernel_may_be_compiled_for_is_told_apart(kernel, other):
     assert len(kernel.public) == 2 and not kernel.quick
 
 
-def test_a_number_that_a_kernel_is_not_compiled_for_changes_nothing_but_by_its_width(kernel):
+def test_a_number_that_a_kernel_is_not_compiled_for_changes_nothing_but_by_its_type(kernel):
     kernel.params = [Parameter(False), Parameter(True), Parameter(False), Parameter(False)]
     x = torch.zeros(64)
     for many in (5, 16, 2**31 - 1):
         launch(kernel, (1,), x, many, 0.5, SIZE=16)
     assert len(kernel.public) == 1 and [arguments[1] for _, _, arguments, _ in kernel.quick] == [16, 2**31 - 1]
-    launch(kernel, (1,), x, 2**31, 0.5, SIZE=16)
-    assert len(kernel.public) == 2
+    for many in (2**31, 5.0):
+        launch(kernel, (1,), x, many, 0.5, SIZE=16)
+    assert len(kernel.public) == 3
 
 
 def test_whoever_watches_launches_sees_them(kernel, monkeypatch):

@@ -39,7 +39,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) 
         for one, place in zip(arguments, passed, strict=True)
     ]
     for place in _plain_places(kernel):
-        told[place] = arguments[place] >= 2**31
+        told[place] = told[place] if told[place] is float else arguments[place] >= 2**31
     index = arguments[0].device.index
     key = (id(kernel), index, *options, *options.values(), *told)
     entry, constants = _known.get(key, (None, ()))
