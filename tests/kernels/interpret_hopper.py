@@ -15,7 +15,8 @@ os.environ["TRITON_INTERPRET"] = "1"
 import torch
 from cases import Problem
 from conftest import ALLOCATORS, poisoned
-from oracle import answer, error
+from kernels.test_selection import drawn, inputs, seen_pairs
+from oracle import answer, dense_attention, error
 from torch.nn.functional import pad
 
 from dilated_attention_pytorch.kernels import (
@@ -28,6 +29,7 @@ from dilated_attention_pytorch.kernels import (
     hopper_split,
 )
 from dilated_attention_pytorch.kernels.registry import AttentionCall
+from dilated_attention_pytorch.ops import selected
 from dilated_attention_pytorch.plan import make_plan
 
 ROWS = 128
@@ -186,6 +188,21 @@ def run(trial, dtype):
     return {name: error(got, want) for name, got, want in named} | {"pieces": pieces}
 
 
+def run_learned(seed, n, batch):
+    """Attention over a drawn selection, as a GPU runs it; all of one shape have one launch."""
+    chosen = drawn(batch, 2, n, 128, is_causal=seed % 2 > 0, per_token=False, most=2, local=1, seed=seed)
+    given = [x.float().requires_grad_() for x in inputs(chosen, 1, 64, 64)]
+    slopes = torch.randn(batch, 2, n, 64), torch.randn(batch, 2, n)
+    exact = [x.detach().double().requires_grad_() for x in given]
+    found = selected.selected_attention(*given, chosen, backend="hopper")
+    wanted = dense_attention(*exact, seen_pairs(chosen).double())
+    grads = (torch.autograd.grad(one, leaves, slopes) for one, leaves in ((found, given), (wanted, exact)))
+    found, wanted = ([*one, *more] for one, more in zip((found, wanted), grads, strict=True))
+    names = "output", "lse", "query", "key", "value"
+    launches = sum(map(len, hopper_backend._launches.values()))
+    return {name: error(a, b) for name, a, b in zip(names, found, wanted, strict=True)} | {"launches": launches}
+
+
 def replace_what_needs_a_gpu():
     hopper_forward.attention_fwd_kernel = Kernel(hopper_forward.attention_fwd_kernel, forward)
     hopper_backward.attention_dkv_bwd_kernel = Kernel(hopper_backward.attention_dkv_bwd_kernel, key_gradients)
@@ -201,6 +218,8 @@ def replace_what_needs_a_gpu():
     torch.cuda.current_device = lambda: None
     hopper_split.SHORTEST_PIECE = ROWS**2
     hopper_split.ROWS_A_PIECE = 1
+    selected.may_read = lambda device: False
+    selected.no_kernels = hopper_backend.why_not = lambda about: None
 
 
 if __name__ == "__main__":
@@ -212,3 +231,6 @@ if __name__ == "__main__":
             json.dumps({"trial": name} | run(trial, torch.float16 if name == "half precision" else torch.float32)),
             flush=True,
         )
+    hopper_backend._launches.clear()
+    for name, *shape in (("learned", 0, 256, 2), ("learned, causal", 1, 256, 2), ("learned, ragged", 2, 300, 1)):
+        print(json.dumps({"trial": name} | run_learned(*shape)), flush=True)

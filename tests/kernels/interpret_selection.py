@@ -12,25 +12,24 @@ import os
 import sys
 import weakref
 from contextlib import nullcontext
-from dataclasses import fields
 from typing import NamedTuple
 
 os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
 from conftest import ALLOCATORS, poisoned
-from kernels.no_waiting import NoWaiting
+from kernels.no_waiting import Launched, NoWaiting
 from kernels.test_selection import drawn, inputs, seen_pairs
 from oracle import dense_attention, error
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from triton.runtime import interpreter
 
 from dilated_attention_pytorch.kernels import (
     hopper_work,
     listed_schedule,
     triton_lists,
+    triton_mass,
     triton_schedule,
     triton_selection,
+    triton_summaries,
 )
 from dilated_attention_pytorch.kernels.dropout import kept
 from dilated_attention_pytorch.nn import AdaptiveConfig, BlockSparseAdaptive, adaptive, scorer, summaries
@@ -187,6 +186,65 @@ class Choice(NamedTuple):
         }
 
 
+class Spread(NamedTuple):
+    """What gradients of listed scores, and of all, give scores before their temperature."""
+
+    coldest: float
+
+    def errors(self) -> dict[str, float]:
+        """Against torch's own gradients; the lists, in two pieces, have blocks past the last."""
+        torch.manual_seed(0)
+        triton_mass.TILE = 64
+        factors = Choice(False, n=100, batch=2, heads=2).factors()._replace(coldest=self.coldest)
+        lists = torch.rand(2, 2, 7, 8).argsort(-1)[..., :5].int()
+        ids, grads = torch.tensor([0, 3, 5, 1, 6]), (torch.randn(2, 2, 3, 5), torch.randn(2, 2, 2, 7))
+        raw = torch.randn(2, 2, 5, 7, requires_grad=True)
+        log = factors.log_temperature.clone().requires_grad_()
+        free = log.exp()
+        scores = raw / (free + (free.clamp(min=self.coldest) - free).detach())[:, None, None]
+        padded = torch.nn.functional.pad(scores, (0, 1))
+        out = padded[:, :, :3].gather(-1, lists[:, :, ids[:3]].long()), scores[:, :, 3:]
+        wanted, by_log = torch.autograd.grad(out, (raw, log), grads)
+        with GpuRules():
+            found, sums = triton_mass.spread_out(grads, lists, ids, scores.detach(), factors)
+        by_log = error(sums[0].view(2, 2).sum(0), by_log)
+        by_bias = error(sums[1].view(2, 2), wanted.sum((2, 3)))
+        return {"scores": error(found.view_as(wanted), wanted), "temperature": by_log, "bias": by_bias}
+
+
+class Matches(NamedTuple):
+    """What gradients of scores give the matches of sub-blocks."""
+
+    per_token: bool
+    holes: bool = False
+    tile: int = 4096
+
+    def errors(self) -> dict[str, float]:
+        """Against torch's own gradient of a maximum, which shares alike too; of the matches there are but three."""
+        torch.manual_seed(0)
+        triton_mass.TILE = self.tile
+        choice = Choice(self.per_token, n=100, batch=2, heads=2, units=8, holes=self.holes)
+        factors, ids = choice.factors(), torch.tensor([0, 3, 5])
+        pairs = torch.randint(3, (2, 2, len(ids), factors.own.shape[3], 7, 8)).float()
+        spread = torch.randn(2, 2, len(ids), 7) * (torch.rand(7) > 0.3)
+        pairs[1, 1, 2, 0, 3, 1] = torch.nan
+        leaf = pairs.clone().requires_grad_()
+        there = leaf
+        if self.holes:
+            factors.right_there[:, 0, 2] = False
+            there = there.masked_fill(~factors.right_there[:, :, None, None], -torch.inf)
+            if not self.per_token:
+                there = there.masked_fill(~factors.left_there[:, :, ids][..., None, None], -torch.inf)
+        best = there.amax((3, 5))
+        (wanted,) = torch.autograd.grad(torch.where(best > -torch.inf, best, 0.0), leaf, spread * 3**-0.5)
+        with GpuRules():
+            flat = pairs.view(4, -1, 7 * 8)
+            found = triton_mass.match_gradient_(flat, spread.view(4, -1, 7), ids, factors)
+        assert found.data_ptr() == pairs.data_ptr()
+        # Where a match is not a number, none is best.
+        return {"matches": error(found.view_as(wanted), wanted.nan_to_num())}
+
+
 class Summaries(NamedTuple):
     """What blocks of a sequence add up to."""
 
@@ -195,10 +253,12 @@ class Summaries(NamedTuple):
     extremes: bool = True
     before: bool = False
     padded: bool = False
+    tile: int = 8192
 
     def errors(self) -> dict[str, float]:
         """Against plain torch; the sixth block is not finite."""
         torch.manual_seed(0)
+        triton_summaries.TILE = self.tile
         x = torch.randn(2, self.n, 2, 12).transpose(1, 2)
         x[0, 1, 80] = torch.inf
         x[1, 0, 81] = torch.nan
@@ -220,10 +280,12 @@ class Lists(NamedTuple):
     is_causal: bool = False
     group: int = 1
     local: int = 1
+    few: bool = True
 
     def errors(self) -> dict[str, float]:
         """Pairs that differ from the plan made in torch, and work lists that differ from those made by looking."""
         torch.manual_seed(0)
+        listed_schedule.FEW_ITEMS = hopper_work.FEW_ITEMS if self.few else 0
         chosen = drawn(
             self.batch, 2, self.n, self.size, is_causal=self.is_causal, per_token=False, most=2, local=self.local
         )
@@ -233,22 +295,26 @@ class Lists(NamedTuple):
             (made,) = hopper_work.keep_steps(plan, (listed_schedule.ListedStep(plan, listed.items),))
             works = [made.by_query, made.held(self.group, by_key=True), made.held(self.group, by_key=False)]
         wanted = plans.block_plan(chosen)
+        runs = works[1].items.view(1 if self.few else 2 // self.group, -1, 4)
+        assert len({*runs[..., 2].flatten().tolist()}) > 1
         found = {
+            "lighter items before heavier": float((runs[..., 2].diff(dim=1) > 0).sum()),
+            "heads among others": float((not self.few) * (runs[:, 1:, 0] != runs[:, :-1, 0]).sum()),
             "pairs": float((plan.to_dense() != wanted.to_dense()).sum()),
             "rows of the forward": float((listed.plan.parts[0].by_query.rows != made.part.by_query.rows).sum()),
         }
         looked = hopper_work.Step(hopper_work.Ground(plan), made.part, strided=False)
         looks = [looked.by_query, looked.held(self.group, by_key=True), looked.held(self.group, by_key=False)]
         for number, (got, want) in enumerate(zip(works, looks, strict=True)):
-            for field in fields(got):
-                one, other = getattr(got, field.name), getattr(want, field.name)
-                if field.name == "partial" and number == 1:
+            for name in got._fields:
+                one, other = getattr(got, name), getattr(want, name)
+                if name == "partial" and number == 1:
                     one, other = one[: wanted.blocks], other[: wanted.blocks]
-                if field.name == "items":
+                if name == "items":
                     # They start in another order.
                     one, other = (torch.tensor(sorted(x.tolist()), dtype=x.dtype) for x in (one, other))
-                same = one == other if field.name == "covers" else torch.equal(one, other) and one.dtype == other.dtype
-                found[f"{field.name} {number}"] = float(not same)
+                same = one == other if name == "covers" else torch.equal(one, other) and one.dtype == other.dtype
+                found[f"{name} {number}"] = float(not same)
         alive = weakref.ref(plan)
         del plan, listed
         gc.collect()
@@ -272,36 +338,6 @@ class Turned(NamedTuple):
         return {name: float((a != b).sum()) for name, a, b in zip(found._fields, found, wanted, strict=True)}
 
 
-class Launched(TorchDispatchMode):
-    """Counts what a GPU would be told to run: kernels, and operations but for views and memory."""
-
-    def __enter__(self) -> Launched:
-        self.count = 0
-        self.run = interpreter.GridExecutor.__call__
-        interpreter.GridExecutor.__call__ = self.kernel
-        return super().__enter__()
-
-    def __exit__(self, *problem: object) -> None:
-        super().__exit__(*problem)
-        interpreter.GridExecutor.__call__ = self.run
-
-    @property
-    def kernel(self):
-        def run(executor, *args, **options):
-            self.count += 1
-            with _disable_current_modes():
-                return self.run(executor, *args, **options)
-
-        return run
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        made = func._schema.name.removeprefix("aten::")
-        looks = func._schema.returns and func._schema.returns[0].alias_info is not None and not func._schema.is_mutable
-        # Memory is poisoned here by filling it.
-        self.count += not (looks or made.startswith(("empty", "new_empty", "detach", "_unsafe_view", "fill_")))
-        return func(*args, **(kwargs or {}))
-
-
 class Step(NamedTuple):
     """A training step of a whole layer."""
 
@@ -319,7 +355,17 @@ class Step(NamedTuple):
     def errors(self) -> dict[str, float]:
         """Of gradients and statistics against plain torch, and launches beyond the bound; reading back would raise."""
         triton_selection.SCORE_BYTES = 2**29
-        config = AdaptiveConfig(0.5, hidden_dim=4, match_rank=4, distill_rows=0.5, share_across_heads=self.share)
+        # Of tokens, gradients of listed blocks one at a time.
+        triton_mass.TILE = 16 if self.is_causal else 4096
+        config = AdaptiveConfig(
+            0.5,
+            hidden_dim=4,
+            match_rank=4,
+            distill_rows=0.5,
+            share_across_heads=self.share,
+            score_unit=4,
+            temperature=0.7,
+        )
         torch.manual_seed(0)
         layer = BlockSparseAdaptive([self.n], [1], 2, 16, config, block_size=16, backend="triton")
         # Else every match of a row that has no second block is the same, and so is its gradient.
@@ -415,13 +461,13 @@ TRIALS = {
     "tokens of grouped heads, ragged, dropout": Attention(True, True, n=40, batch=2, key_heads=1, dropout_p=0.3),
     "tokens, padded samples, heads apart": Attention(True, False, n=40, batch=2, padded=True, apart=True),
     "tokens in half precision": Attention(True, True, n=40, dtype=torch.float16, most=1),
-    "a step, blocks": Step(False, 26, 65, 15),
-    "a step, tokens": Step(True, 36, 61, 25),
+    "a step, blocks": Step(False, 26, 48, 15),
+    "a step, tokens": Step(True, 36, 44, 25),
     "a step, ragged blocks, one scorer": Step(False, 99, 199, 99, n=56, key_heads=1, share=True, batch=2),
     "a step, padded tokens": Step(True, 99, 199, 99, n=56, batch=2, padded=True),
     "lists of whole blocks": Lists(512, 128, 1, False, 2),
     "lists of ragged blocks, causal": Lists(500, 128, 1, True, local=2),
-    "lists of large blocks of two samples": Lists(768, 256, 2, True),
+    "lists of large blocks of two samples": Lists(768, 256, 2, True, few=False),
     "tokens turned round": Turned(70, 2),
     "many causal tokens turned round": Turned(500, 1, True, 8),
     "choice of blocks": Choice(False, batch=2, heads=2, n=100),
@@ -433,9 +479,14 @@ TRIALS = {
     "choice of tokens by coverage, holes": Choice(True, coverage=0.8, holes=True, keep=True, most=3, local=2, sink=0),
     "choice without a match": Choice(False, rank=0, n=300),
     "choice without hidden units": Choice(True, hidden=0, n=70, sink=0),
-    "summaries of whole blocks": Summaries(96, 4),
+    "summaries of whole blocks, two units at a time": Summaries(96, 4, tile=128),
     "summaries of ragged blocks, padded samples": Summaries(90, 8, padded=True),
-    "means of the blocks before": Summaries(90, 16, extremes=False, before=True),
+    "means of the blocks before, in pieces": Summaries(90, 16, extremes=False, before=True, tile=64),
+    "gradients by block": Spread(0.1),
+    "gradients by block, too cold": Spread(1.5),
+    "matches of blocks": Matches(False),
+    "matches of blocks with holes, a block at a time": Matches(False, holes=True, tile=1),
+    "matches of tokens with holes": Matches(True, holes=True),
     "choice among equals": Choice(False, tied=True, n=200, heads=2, kept=0.4),
 }
 

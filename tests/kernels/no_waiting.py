@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 READS = {
     "_local_scalar_dense",
@@ -34,3 +34,35 @@ class NoWaiting(TorchDispatchMode):
         if name in READS or by_mask or unsized:
             raise AssertionError(f"{func} waits for the device")
         return func(*args, **kwargs)
+
+
+class Launched(TorchDispatchMode):
+    """Counts what a GPU would be told to run: kernels, and operations but for views and memory."""
+
+    def __enter__(self) -> Launched:
+        from triton.runtime import interpreter
+
+        self.count, self.executor = 0, interpreter.GridExecutor
+        self.run = self.executor.__call__
+        self.executor.__call__ = self.kernel
+        return super().__enter__()
+
+    def __exit__(self, *problem: object) -> None:
+        super().__exit__(*problem)
+        self.executor.__call__ = self.run
+
+    @property
+    def kernel(self):
+        def run(executor, *args, **options):
+            self.count += 1
+            with _disable_current_modes():
+                return self.run(executor, *args, **options)
+
+        return run
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func._schema.name.removeprefix("aten::")
+        looks = func._schema.returns and func._schema.returns[0].alias_info is not None and not func._schema.is_mutable
+        # Memory is poisoned here by filling it.
+        self.count += not (looks or made.startswith(("empty", "new_empty", "detach", "_unsafe_view", "fill_")))
+        return func(*args, **(kwargs or {}))

@@ -2,12 +2,16 @@
 
 import threading
 from dataclasses import replace
+from weakref import WeakKeyDictionary, ref
 
 import pytest
 import torch
 from conftest import poisoned
+from kernels.test_selection import drawn
 
 from dilated_attention_pytorch.kernels import hopper_backend, hopper_gradients, hopper_launch, hopper_split
+from dilated_attention_pytorch.kernels.hopper_work import steps_of
+from dilated_attention_pytorch.kernels.listed_schedule import Listed
 from dilated_attention_pytorch.kernels.registry import AttentionCall
 from dilated_attention_pytorch.patterns import parse
 from dilated_attention_pytorch.plan import make_plan
@@ -75,6 +79,7 @@ def recorded(monkeypatch):
         hopper_prepare,
         triton_backward,
         triton_forward,
+        triton_lists,
     )
 
     public, direct = [], []
@@ -91,9 +96,14 @@ def recorded(monkeypatch):
         monkeypatch.setattr(module, name, Kernel(name, public))
     monkeypatch.setattr(hopper_launch, "_compiled", {})
     monkeypatch.setattr(hopper_launch, "_counters", {})
+    for module, name in ((hopper_backend, "_launches"), (hopper_gradients, "_prepared")):
+        monkeypatch.setattr(module, name, WeakKeyDictionary())
     monkeypatch.setattr(hopper_launch, "entry_of", lambda compiled: Entry(compiled.name, direct))
     for module in (hopper_backend, hopper_gradients):
         monkeypatch.setattr(module, "processors", lambda _: 132)
+    # Nobody reads the lists of learned plans, so that they need not be written.
+    monkeypatch.setattr(triton_lists, "launch", lambda *arguments, **options: None)
+    monkeypatch.setattr(hopper_backend, "why_not", lambda call: None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0, raising=False)
@@ -376,3 +386,82 @@ def test_one_kernel_is_compiled_where_it_is_launched(recorded):
     hopper_backend.prepare(call).forward(call)
     assert hopper_forward.attention_fwd_kernel.compiled_ahead == []
     assert len(recorded[0]) == 1
+
+
+class Learned:
+    """Calls of a drawn selection, which lives no longer than they."""
+
+    def __init__(self, seed, n=512, size=128, group=2):
+        listed = Listed(drawn(1, 4, n, size, is_causal=True, per_token=False, seed=seed))
+        query = torch.zeros(1, 4, n, 64, dtype=torch.bfloat16)
+        key = query[:, ::group].clone()
+        self.forward = AttentionCall(query, key, key.clone(), listed.plan, 0.125)
+        listed.choose(self.forward, "hopper")
+        self.backward = replace(self.forward, plan=listed.whole_plan)
+        listed.choose(self.backward, "hopper")
+
+    def run(self):
+        output, lse = hopper_backend.forward(self.forward)
+        hopper_backend.backward(self.backward, output, lse, output, None)
+
+    def lists(self, fused):
+        """What its kernels read."""
+        return *steps_of(self.forward.plan)[0].by_query[:-1], *hopper_gradients.lists_of(self.backward, fused)
+
+
+def addresses(tensors):
+    return {tensor.data_ptr() for tensor in tensors}
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_learned_plans_of_one_shape_share_launches_and_no_list(fused, recorded, monkeypatch):
+    public, direct = recorded
+    monkeypatch.setattr(hopper_backend, "reproducible_gradients", lambda: not fused)
+    first, second = Learned(0), Learned(1)
+    first.run()
+    kernels = len(public)
+    own, other = (addresses(one.lists(fused)) for one in (second, first))
+    arena = Arena(monkeypatch)
+    for watched in (False, True):
+        monkeypatch.setattr(Entry, "watched", watched)
+        arena.count = 0
+        second.run()
+    assert (len(public), len(direct)) == (2 * kernels, kernels)
+    assert direct == public[kernels:]
+    passed = {argument for launch in direct for argument in launch}
+    assert own <= passed
+    assert len(other - own) == (7 if fused else 10)
+    assert not (other - own) & passed
+    assert [len(known) for known in (hopper_backend._launches, hopper_gradients._prepared)] == [1, 1]
+
+
+@pytest.mark.parametrize("other", [{"n": 500}, {"size": 256}, {"group": 1}])
+def test_learned_plans_of_another_shape_have_launches_of_their_own(other, recorded):
+    public, direct = recorded
+    one, another = Learned(0), Learned(0, **other)
+    launched = []
+    for each in (one, another, one):
+        public.clear()
+        direct.clear()
+        each.run()
+        launched.append([*public, *direct])
+    # Nothing lies at so low an address.
+    numbers = [
+        [[word for word in launch if isinstance(word, int) and word < 2**20] for launch in each] for each in launched
+    ]
+    assert numbers[0] == numbers[2] != numbers[1]
+    assert all(another.forward.plan.n in launch for launch in numbers[1])
+    own = addresses(another.lists(False))
+    assert own <= {word for launch in launched[1] for word in launch}
+
+
+def test_launches_keep_no_list_of_a_learned_plan_alive(recorded):
+    for seed in range(2):
+        learned = Learned(seed)
+        learned.run()
+    shared = addresses(Learned(2).lists(False)) & addresses(learned.lists(False))
+    lists = [ref(one) for one in learned.lists(False) if one.data_ptr() not in shared]
+    plans = [ref(call.plan) for call in (learned.forward, learned.backward)]
+    assert len(lists) == 11
+    del learned
+    assert [one() for one in lists + plans] == [None] * len(lists + plans)

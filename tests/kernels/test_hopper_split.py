@@ -13,7 +13,7 @@ import torch
 
 from dilated_attention_pytorch.kernels import hopper_backend, hopper_split
 from dilated_attention_pytorch.kernels.hopper_split import lengths_of_pieces, split
-from dilated_attention_pytorch.kernels.hopper_work import HeldWork, steps_of
+from dilated_attention_pytorch.kernels.hopper_work import HeldWork, Mould, steps_of
 from dilated_attention_pytorch.kernels.registry import AttentionCall
 from dilated_attention_pytorch.ops.workspace import Extent, workspace
 from dilated_attention_pytorch.patterns import parse
@@ -47,6 +47,15 @@ def found():
     assert done.returncode == 0, done.stderr[-4000:]
     lines = [json.loads(line) for line in done.stdout.splitlines()]
     return {line.pop("trial"): line for line in lines}
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("hopper interpreter")
+@pytest.mark.parametrize(("name", "launches"), [("learned", 1), ("learned, causal", 1), ("learned, ragged", 2)])
+def test_learned_plans_of_one_shape_share_a_launch_and_match_the_oracle(found, name, launches):
+    errors = dict(found[name])
+    assert errors.pop("launches") == launches
+    assert max(errors.values()) <= 2e-6, errors
 
 
 @pytest.mark.slow
@@ -147,7 +156,7 @@ def test_pieces_take_an_eighth_of_what_they_are_joined_to_at_most(n, heads, batc
 
 def test_rows_of_a_plan_for_one_call_are_not_looked_at(monkeypatch):
     (step,) = steps_of(make_plan(parse("global:128;queries=1 | window:60"), 1400, 4, block_size=128))
-    monkeypatch.setattr(step, "lasting", False, raising=False)
+    monkeypatch.setattr(step, "mould", Mould())
     monkeypatch.setattr(hopper_split, "lengths_of_pieces", pytest.fail)
     assert split(step, step.by_query, 1, 24) is None
 

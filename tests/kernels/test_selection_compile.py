@@ -34,6 +34,9 @@ LEARNED = {"BLOCK": 128, "W": 128, "D": 64, "DP": 64, "E": 64, "EP": 64, "SALIEN
 MASSES = dict.fromkeys(("p_logs", "p_scores", "p_grad", "p_found", "p_held", "p_streamed", "p_out"), "*fp32")
 MASSES |= {"p_rows": "*i64", "p_blocks": "*i32", "p_visible": "*u8", "factor": "fp32"}
 
+SPREAD = SCORED | dict.fromkeys(("p_pairs", "p_spread", "p_listed", "p_every", "p_sums"), "*fp32")
+SPREAD |= {"p_lists": "*i32"}
+
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("per_token", "some"), [(True, False), (True, True), (False, False)])
@@ -67,6 +70,8 @@ def test_scoring_fits_a_multiprocessor(per_token, some, tmp_path, monkeypatch):
         ("triton_mass", "block_lse_kernel", 4, LEARNED | {"BM": 64, "BN": 64, "ALL": True, "CAUSAL": True}, MASSES),
         ("triton_mass", "lesson_kernel", 4, LEARNED | {"BM": 128, "L": 32, "ALL": False, "CAUSAL": False}, MASSES),
         ("triton_mass", "lesson_kernel", 4, LEARNED | {"BM": 16, "L": 256, "ALL": True, "CAUSAL": True}, MASSES),
+        ("triton_mass", "spread_kernel", 4, {"T": 1024, "K": 4}, SPREAD),
+        ("triton_mass", "match_bwd_kernel", 4, {"A": 8, "BT": 64, "U": 8, "LEFT": True, "HOLES": True}, SPREAD),
     ],
 )
 def test_ranking_and_learning_fit_into_registers(module, name, warps, constants, types, tmp_path, monkeypatch):
@@ -85,6 +90,7 @@ def test_ranking_and_learning_fit_into_registers(module, name, warps, constants,
 SUMMED = {"p_x": "*bf16", "p_summary": "*fp32", "p_units": "*fp32", "p_there": "*u8"}
 QUERY_LISTS = dict.fromkeys(("p_indices", "p_items", "p_held", "p_partial"), "*i32")
 KEY_LISTS = dict.fromkeys(("p_bits", "p_next", "p_total", "p_partial"), "*i32")
+HELD_ITEMS = dict.fromkeys(("p_met", "p_items"), "*i32")
 CHOICES = dict.fromkeys(("p_indices", "p_bits", "p_before"), "*i32") | {"p_tiles": "*i64"}
 SIZED = {"SIZE": 128, "P": 32}
 
@@ -93,11 +99,24 @@ SIZED = {"SIZE": 128, "P": 32}
 @pytest.mark.parametrize(
     ("module", "name", "warps", "constants", "types"),
     [
-        ("triton_summaries", "summary_kernel", 4, {"UNITS": 8, "UNIT": 16, "STEP": 16, "EXTREMES": True}, SUMMED),
-        ("triton_summaries", "summary_kernel", 4, {"UNITS": 1, "UNIT": 128, "STEP": 32, "EXTREMES": False}, SUMMED),
+        (
+            "triton_summaries",
+            "summary_kernel",
+            4,
+            {"UNITS": 8, "UNIT": 16, "BU": 8, "STEP": 16, "EXTREMES": True},
+            SUMMED,
+        ),
+        (
+            "triton_summaries",
+            "summary_kernel",
+            4,
+            {"UNITS": 1, "UNIT": 128, "BU": 1, "STEP": 128, "EXTREMES": False},
+            SUMMED,
+        ),
         ("triton_lists", "query_lists_kernel", 1, SIZED | {"CAUSAL": False, "RAGGED": False, "HALVES": 1}, QUERY_LISTS),
         ("triton_lists", "query_lists_kernel", 4, {"SIZE": 256, "P": 2048, "CAUSAL": True, "HALVES": 2}, QUERY_LISTS),
         ("triton_lists", "key_lists_kernel", 4, {"SIZE": 128, "P": 1024, "CAUSAL": True, "HALVES": 1}, KEY_LISTS),
+        ("triton_lists", "held_items_kernel", 4, {"P": 1024, "HALVES": 2}, HELD_ITEMS),
         ("triton_lists", "chosen_kernel", 4, SIZED | {"PLACE": False}, CHOICES),
         ("triton_lists", "chosen_kernel", 4, SIZED | {"PLACE": True}, CHOICES),
         ("triton_lists", "runs_kernel", 4, {"SIZE": 128, "P": 1024}, CHOICES),

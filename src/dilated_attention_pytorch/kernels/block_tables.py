@@ -15,7 +15,6 @@ from torch import Tensor
 
 from ..plan.plan import Plan, Walk
 from .hopper_work import is_regular
-from .registry import empty_rows
 
 
 class Lists(NamedTuple):
@@ -122,9 +121,3 @@ def _band_of(plan: Plan) -> Band | None:
     upper = min(beyond, *high[high < most].unique().tolist(), beyond)
     same = (least.clamp_min(lower) == low) & (most.clamp_max(upper) == high)
     return Band(max(lower, -plan.n), min(upper, plan.n)) if bool(same.all()) else None
-
-
-def laid_like(rows: Tensor, like: Tensor) -> Tensor:
-    """The same rows in the memory order of `like`, copied only where they are not."""
-    wanted = empty_rows(like, rows.shape[-1])
-    return rows if rows.stride() == wanted.stride() else wanted.copy_(rows)

@@ -11,13 +11,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import astuple, dataclass, replace
 from functools import lru_cache
-from importlib.util import find_spec
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from ..plan.plan import Plan
+from . import triton_backend
 from .registry import AttentionCall, Forward, Gradients, empty_rows
 from .segments import Branch, branches_of
 
@@ -147,7 +147,7 @@ def why_not(call: AttentionCall) -> str | None:
     query = call.query
     if not query.is_cuda:
         return f"needs a CUDA tensor, got {query.device.type}"
-    if not _triton_installed():
+    if not triton_backend._installed():
         return "needs triton, which is not installed; CUDA builds of torch bring it"
     if engine(query.device) is None:
         return "needs an NVIDIA GPU of compute capability 8.0 or later and torch's cuDNN or flash attention"
@@ -202,8 +202,6 @@ def backward(
     """Gradients of query, key and value, from those of the output and, where given, of the LSE."""
     if grad_lse is not None:
         # The dense kernels derive their row constant from the output and its gradient alone.
-        from . import triton_backend
-
         return triton_backend.backward(call, output, lse, grad_output, grad_lse)
     from .triton_pieces import add, gather
 
@@ -288,20 +286,11 @@ def _unused_seed(device: torch.device) -> Tensor:
     return torch.zeros(2, dtype=torch.uint64, device=device)
 
 
-@lru_cache(maxsize=1)
-def _triton_installed() -> bool:
-    return find_spec("triton") is not None
-
-
 def layout_of(call: AttentionCall) -> Layout:
     """The pieces of a call, kept with its plan."""
     known = _layouts.setdefault(call.plan, {})
-    key = (
-        call.query.shape[0],
-        call.key.shape[1],
-        call.query.shape[3],
-        *(getattr(call, name).stride() for name in SIDES),
-    )
+    strides = (getattr(call, name).stride() for name in SIDES)
+    key = (call.query.shape[0], call.key.shape[1], call.query.shape[3], *strides)
     layout = known.get(key)
     if layout is None:
         branches = branches_of(call.plan)

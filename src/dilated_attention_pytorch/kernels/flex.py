@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from ..plan.plan import Plan
-from .block_tables import laid_like, lists_of, why_not_blocks
-from .registry import AttentionCall, Forward, Gradients
+from .block_tables import lists_of, why_not_blocks
+from .registry import AttentionCall, Forward, Gradients, laid_like
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from ..plan.plan import Plan
-from .hopper_launch import OPTIONS, Launch, Launches, Moved, Place, item_counters, on_device, tma_strides
-from .hopper_split import Split, split
-from .hopper_work import QueryWork, Step, steps_of
+from .hopper_launch import OPTIONS, Launch, Launches, Moved, Place, Tensors, item_counters, on_device, tma_strides
+from .hopper_split import split
+from .hopper_work import Mould, QueryWork, Step, keeper_of, steps_of
 from .registry import AttentionCall, Forward, Gradients, reproducible_gradients
 
 if TYPE_CHECKING:
@@ -52,8 +52,8 @@ STRIDED_CONFIGS = {64: FORWARD_CONFIGS[64], 128: ForwardConfig(k_stages=2, v_sta
 Layout = tuple[object, ...]
 """What distinguishes two calls of one plan, but for the values of their tensors and settings."""
 
-_problems: WeakKeyDictionary[Plan, dict[Layout, str | None]] = WeakKeyDictionary()
-_launches: WeakKeyDictionary[Plan, dict[Layout, ForwardLaunch]] = WeakKeyDictionary()
+_problems: WeakKeyDictionary[Plan | Mould, dict[Layout, str | None]] = WeakKeyDictionary()
+_launches: WeakKeyDictionary[Plan | Mould, dict[Layout, ForwardLaunch]] = WeakKeyDictionary()
 
 
 @lru_cache(maxsize=1)
@@ -110,9 +110,7 @@ def layout_of(query: Tensor, key: Tensor, value: Tensor) -> Layout:
 def why_not(call: AttentionCall) -> str | None:
     """Why these kernels cannot run the call, or None when they can."""
     layout = layout_of(call.query, call.key, call.value)
-    known = _problems.get(call.plan)
-    if known is None:
-        known = _problems[call.plan] = {}
+    known = _problems.setdefault(keeper_of(call.plan), {})
     if layout not in known:
         known[layout] = _lasting_problem(call)
     problem = known[layout]
@@ -170,12 +168,12 @@ def run_forward(call: AttentionCall, config: ForwardConfig) -> Forward:
 
 def _launch_of(call: AttentionCall, config: ForwardConfig) -> ForwardLaunch:
     layout = *layout_of(call.query, call.key, call.value), call.scale, id(config)
-    known = _launches.setdefault(call.plan, {})
+    known = _launches.setdefault(keeper_of(call.plan), {})
     return known.get(layout) or known.setdefault(layout, ForwardLaunch(call, config))
 
 
 class ForwardLaunch:
-    """All that calls of one plan, layout, scale and configuration share, so that a call computes nothing twice."""
+    """All that calls of one plan or mould, layout, scale and configuration share: a call computes nothing twice."""
 
     def __init__(self, call: AttentionCall, config: ForwardConfig) -> None:
         query = call.query
@@ -184,19 +182,34 @@ class ForwardLaunch:
         # One number seen as a whole tensor: `empty_like` of it is cheaper than `empty` with its arguments.
         self.lse_like = torch.zeros(1, dtype=torch.float32, device=query.device).expand(query.shape[:3])
         self.covers = bool(steps) and not steps[0].strided and steps[0].by_query.covers
-        strided = STRIDED_CONFIGS[query.shape[-1]]
-        launches = [
-            _part_launch(call, strided if step.strided else config, step, step.by_query, number=number)
-            for number, step in enumerate(steps)
-        ]
+        self.learned = isinstance(keeper_of(call.plan), Mould)
         self.counters = max(len(steps), 1)
         self.pieces: tuple[tuple[tuple[int, ...], torch.dtype], ...] = ()
         cut = split(steps[0], steps[0].by_query, len(query), processors(query.device)) if len(steps) == 1 else None
         if cut is not None:
             room = cut.room(len(query), query.shape[-1])
             self.pieces = (room, query.dtype), (room[:3], torch.float32)
-            launches = _split_launches(call, config, steps[0], cut)
+        # The output is laid out as the query, densely; of LSE and counters only the sizes of elements matter.
+        made = torch.empty_like(query, device="meta"), *(torch.empty(0, device="meta") for _ in range(2))
+        pieces = (torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in self.pieces)
+        like = query, call.key, call.value, *made, *pieces, *self._lists(call)
+        if cut is None:
+            strided = STRIDED_CONFIGS[query.shape[-1]]
+            launches = [
+                _part_launch(call, strided if step.strided else config, step, step.by_query, like, number)
+                for number, step in enumerate(steps)
+            ]
+        else:
+            from .triton_forward import merge_pieces_kernel
+
+            places = Place(OUTPUT), Place(LSE), Place(LSE), Place(PIECES), Place(PIECE_LSE)
+            launches = [_part_launch(call, config, steps[0], work, like) for work in (cut.rest, cut.pieces)]
+            launches.append(cut.join(merge_pieces_kernel, places, len(query), query.shape[2], like, like[OUTPUT]))
         self.launches = Launches(query.device, launches)
+
+    def _lists(self, call: AttentionCall) -> tuple[Tensor, ...]:
+        """What a learned plan has the kernel read."""
+        return (*steps_of(call.plan)[0].by_query[:-1], call.plan.masks.bits) if self.learned else ()
 
     def __call__(self, call: AttentionCall) -> Forward:
         if self.covers:
@@ -208,41 +221,26 @@ class ForwardLaunch:
         with on_device(self.device):
             counters = item_counters(self.device, self.counters)
             pieces = [torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in self.pieces]
-            self.launches(call.query, call.key, call.value, output, lse, counters, *pieces)
+            self.launches(call.query, call.key, call.value, output, lse, counters, *pieces, *self._lists(call))
         return Forward(output, lse)
 
 
 QUERY, KEY, VALUE, OUTPUT, LSE, COUNTERS, PIECES, PIECE_LSE = range(8)
-"""Slots of the tensors that a forward launch is given."""
-
-
-def _split_launches(call: AttentionCall, config: ForwardConfig, step: Step, cut: Split[QueryWork]) -> list[Launch]:
-    """The launches of a plain part whose long rows are cut."""
-    from .triton_forward import merge_pieces_kernel
-
-    query = call.query
-    room = cut.room(len(query), query.shape[-1])
-    pieces = torch.empty(room, dtype=query.dtype, device="meta"), torch.empty(room[:3], device="meta")
-    whole = _part_launch(call, config, step, cut.rest)
-    apart = _part_launch(call, config, step, cut.pieces, *pieces)
-    like = torch.empty_like(query)
-    given = query, call.key, call.value, like, cut.owners, cut.owners, *pieces
-    places = Place(OUTPUT), Place(LSE), Place(LSE), Place(PIECES), Place(PIECE_LSE)
-    return [whole, apart, cut.join(merge_pieces_kernel, places, len(query), query.shape[2], given, like)]
+"""Slots of the tensors that a forward launch is given, then pieces of cut rows, or the lists of a learned plan."""
 
 
 def _part_launch(
-    call: AttentionCall, config: ForwardConfig, step: Step, work: QueryWork, *pieces: Tensor, number: int | None = None
+    call: AttentionCall, config: ForwardConfig, step: Step, work: QueryWork, like: Tensors, number: int | None = None
 ) -> Launch:
-    """The launch of one part of a plan, the `number`-th of several, or of the pieces of its long rows, given these."""
-    from .hopper_forward import attention_fwd_kernel
+    """The launch of one part of a plan, the `number`-th of several, or of the pieces of its long rows."""
+    from .hopper_forward import WORK_WIDTH, attention_fwd_kernel
 
     query, key, plan = call.query, call.key, call.plan
     batch, heads, n, d = query.shape
     items_a_batch = work.items.shape[0]
     items = batch * items_a_batch
-    # The output is laid out as the query, densely.
-    like = torch.empty_like(query)
+    # A record of a piece tells where it is stored, too.
+    pieces = not step.strided and work.items.shape[1] > WORK_WIDTH.value
     queries, keys = (step.queries, step.keys) if step.strided else (None, None)
     arguments = (
         Moved(QUERY, 64, queries),
@@ -251,17 +249,16 @@ def _part_launch(
         Moved(PIECES if pieces else OUTPUT, 64, queries),
         Place(OUTPUT) if step.strided else None,
         Place(PIECE_LSE if pieces else LSE),
-        *(work.items, work.full, work.partial, work.tiles, plan.masks.bits, Place(COUNTERS, number or 0, torch.int32)),
-        *(items, items_a_batch, heads, heads // key.shape[1], n, *(stride // 8 for stride in tma_strides(like)[:3])),
+        *(*work[:-1], plan.masks.bits, Place(COUNTERS, number or 0, torch.int32)),
+        *(items, items_a_batch, heads, heads // key.shape[1], n),
+        *(stride // 8 for stride in tma_strides(like[OUTPUT])[:3]),
         *(*step.queries, *step.keys, call.scale * LOG2_E),
         *(plan.block_size, config.k_stages, config.v_stages, config.ping_pong, config.persistent),
-        *(bool(pieces), config.registers),
+        *(pieces, config.registers),
     )
     grid = min(items, processors(query.device)) if config.persistent else items
-    identity = "forward", query.device.index, query.dtype, d, plan.block_size, config, step.shape, bool(pieces)
-    # Neither LSE nor the counters are moved, so that only the sizes of their elements matter.
-    given = query, key, call.value, like, work.items, work.items, *pieces
-    return Launch(attention_fwd_kernel, identity, grid, arguments, given, overlaps=number is not None, **OPTIONS)
+    identity = "forward", query.device.index, query.dtype, d, plan.block_size, config, step.shape, pieces
+    return Launch(attention_fwd_kernel, identity, grid, arguments, like, overlaps=number is not None, **OPTIONS)
 
 
 class PreparedAttention:

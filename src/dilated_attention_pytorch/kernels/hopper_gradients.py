@@ -24,9 +24,9 @@ from torch import Tensor
 from ..plan.plan import Plan
 from . import hopper_backend
 from .hopper_backend import LOG2_E, processors
-from .hopper_launch import OPTIONS, Launch, Launches, Moved, Place, on_device
+from .hopper_launch import OPTIONS, Launch, Launches, Moved, Place, Tensors, on_device
 from .hopper_split import Split, split
-from .hopper_work import HeldWork, Step, Strides, steps_of
+from .hopper_work import HeldWork, Mould, Step, Strides, keeper_of, steps_of
 from .registry import AttentionCall, Gradients, empty_rows
 
 
@@ -49,7 +49,7 @@ class BackwardConfig:
 BACKWARD_CONFIGS = {64: BackwardConfig(128, stages_by_rows=3, row_stages=4), 128: BackwardConfig(64)}
 
 
-_prepared: WeakKeyDictionary[Plan, dict[tuple[object, ...], PreparedBackward]] = WeakKeyDictionary()
+_prepared: WeakKeyDictionary[Plan | Mould, dict[tuple[object, ...], PreparedBackward]] = WeakKeyDictionary()
 
 
 def run_backward(
@@ -68,18 +68,26 @@ def run_backward(
 def prepared(call: AttentionCall, config: BackwardConfig) -> PreparedBackward:
     """What runs the backward of calls like this one."""
     layout = *hopper_backend.layout_of(call.query, call.key, call.value), call.scale, config
-    known = _prepared.setdefault(call.plan, {})
-    return known.get(layout) or known.setdefault(layout, PreparedBackward(config))
+    keeper = keeper_of(call.plan)
+    known = _prepared.setdefault(keeper, {})
+    return known.get(layout) or known.setdefault(layout, PreparedBackward(config, isinstance(keeper, Mould)))
+
+
+def lists_of(call: AttentionCall, fused: bool) -> Tensors:
+    """What a learned plan has the kernels read, which is given with each call."""
+    (step,) = steps_of(call.plan)
+    group = call.query.shape[1] // call.key.shape[1]
+    return *step.held(group, by_key=True), *(() if fused else step.held(group, by_key=False))
 
 
 class PreparedBackward:
-    """Backward calls of one plan, scale, configuration and layout of query, key and value.
+    """Backward calls of one plan or mould, scale, configuration and layout of query, key and value.
 
     Of what they may still differ in so little is left to look up that the host is soon done.
     """
 
-    def __init__(self, config: BackwardConfig) -> None:
-        self._config = config
+    def __init__(self, config: BackwardConfig, learned: bool) -> None:
+        self._config, self._learned = config, learned
         self._known: dict[tuple[object, ...], BackwardLaunch] = {}
 
     def __call__(
@@ -95,6 +103,8 @@ class PreparedBackward:
         layout = output.stride(), grad_output.stride(), slope.stride(), grad_lse is None, fused
         launch = self._known.get(layout)
         tensors = call.query, call.key, call.value, output, grad_output, lse, slope
+        if self._learned:
+            tensors += lists_of(call, fused)
         if launch is None or grad_output.data_ptr() % 16:
             if hopper_backend.layout_problem("grad_output", grad_output) is not None:
                 # A copy even of what is contiguous, as it may begin where TMA cannot.
@@ -106,16 +116,19 @@ class PreparedBackward:
 
 
 QUERY, KEY, VALUE, OUTPUT, GRAD_OUTPUT, LSE, SLOPE, SPACE, GRAD_QUERY, GRAD_KEY, GRAD_VALUE = range(11)
-"""Slots of the tensors that the launches are given; then the pieces of the three gradients, where rows are cut."""
+"""Slots of the tensors that the launches are given; then pieces of the three gradients, or lists of a learned plan."""
 TO_PIECES = 3
 """From the slot of a gradient to that of its pieces."""
 
 
 class BackwardLaunch:
-    """All that backward calls of one plan, layout and configuration share, so that a call computes nothing twice."""
+    """All that backward calls of one plan or mould, layout and configuration share: a call computes nothing twice.
+
+    After the tensors of a call it is given the lists of a learned plan.
+    """
 
     def __init__(
-        self, call: AttentionCall, tensors: tuple[Tensor, ...], lse_grad: bool, config: BackwardConfig, fused: bool
+        self, call: AttentionCall, tensors: Tensors, lse_grad: bool, config: BackwardConfig, fused: bool
     ) -> None:
         query, plan = call.query, call.plan
         batch, heads, n, d = query.shape
@@ -143,8 +156,9 @@ class BackwardLaunch:
         counters = 1 << (2 * len(parts)).bit_length()
         self.floats = o_claimed + counters
         places = Place(SPACE), Place(SPACE, o_sum, torch.float32), Place(SPACE, o_claimed, torch.int32)
-        like = *tensors, torch.empty(1, device=device), *made
+        like = *tensors[:SPACE], torch.empty(1, device=device), *made
         like += tuple(torch.empty(shape or (0,), dtype=query.dtype, device="meta") for shape in self.pieces)
+        like += tensors[SPACE:]
         prepare = self._prepare(like, places, (rows, d, lse_grad, fused and self.writes_all, counters))
         delta, _, claimed = places
         launches, later = [prepare], []
@@ -159,7 +173,7 @@ class BackwardLaunch:
                 later[:0] = part.launches(part.by_query, like, (Place(LSE), delta, claims[1]))
         self.launches = Launches(device, launches + later)
 
-    def _prepare(self, like: tuple[Tensor, ...], places: tuple[Place, ...], constants: tuple[object, ...]) -> Launch:
+    def _prepare(self, like: Tensors, places: tuple[Place, ...], constants: tuple[object, ...]) -> Launch:
         from .hopper_prepare import prepare_bwd_kernel
 
         query, output, grad_output, slope = (like[slot] for slot in (QUERY, OUTPUT, GRAD_OUTPUT, SLOPE))
@@ -182,7 +196,7 @@ class BackwardLaunch:
         begin, end = self.cleared
         if begin < end:
             space[begin:end].zero_()
-        self.launches(*tensors, space, *gradients, *pieces)
+        self.launches(*tensors[:SPACE], space, *gradients, *pieces, *tensors[SPACE:])
         return gradients
 
 
@@ -261,7 +275,7 @@ class PartBackward:
         self.finish_numbers = heads, own_tiles, n, *self.finish_strides, step.queries.rate, call.scale
         self.finish_constants = rows, d, plan.block_size, step.strided
 
-    def launches(self, side: Side, like: tuple[Tensor, ...], places: tuple[Place, ...]) -> list[Launch]:
+    def launches(self, side: Side, like: Tensors, places: tuple[Place, ...]) -> list[Launch]:
         """A kernel on all rows; where some are cut, on the others, then on their pieces, which are joined."""
         cut = side.cut
         if cut is None:
@@ -276,18 +290,17 @@ class PartBackward:
             launches.append(cut.join(sum_pieces_bwd_kernel, joined, self.batch, self.n, like, like[slot]))
         return launches
 
-    def _launch(self, side: Side, like: tuple[Tensor, ...], places: tuple[Place, ...]) -> Launch:
+    def _launch(self, side: Side, like: Tensors, places: tuple[Place, ...]) -> Launch:
         """A Gluon kernel; `places` are those of LSE, of delta, for dK and dV of the sum of dQ, and of its claims."""
         work, items = side.work, len(side.work.items)
         pieces = side.cut is not None and work is side.cut.pieces
         numbers = self.batch * items, items, *side.sizes, side.blocks, *side.settings, pieces, self.registers
-        lists = work.items, work.classes, work.rows, work.full, work.partial, work.tiles, work.bits
-        arguments = *side.moved, *side.written, *side.joined, *places[:-1], *lists, places[-1], *numbers
+        arguments = *side.moved, *side.written, *side.joined, *places[:-1], *work, places[-1], *numbers
         grid = min(numbers[0], processors(like[QUERY].device))
         identity = side.kernel, *side.joined, *self.identity, pieces
         return Launch(side.kernel, identity, grid, arguments, like, overlaps=side.cut is None, **OPTIONS)
 
-    def finish(self, like: tuple[Tensor, ...], total: Place) -> Launch:
+    def finish(self, like: Tensors, total: Place) -> Launch:
         """The kernel that makes dQ of its sum."""
         from .hopper_prepare import finish_dq_kernel
 

@@ -30,6 +30,7 @@ OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
 """How every kernel is compiled; fused multiply-add is asked for by name, as its default differs between releases."""
 
 Grid = tuple[int, int, int]
+Tensors = tuple[Tensor, ...]
 
 _HERE = nullcontext()
 _counters: dict[tuple[int, int], Tensor] = {}
@@ -186,7 +187,7 @@ class Place(NamedTuple):
     """In elements."""
     dtype: torch.dtype | None = None
 
-    def of(self, tensors: tuple[Tensor, ...]) -> Tensor:
+    def of(self, tensors: Tensors) -> Tensor:
         tensor = tensors[self.slot]
         return tensor if self.dtype is None else tensor[self.begin :].view(self.dtype)
 
@@ -194,8 +195,8 @@ class Place(NamedTuple):
 class Launch:
     """One kernel with all its arguments, but for where the tensors of a call lie.
 
-    `arguments` are `Moved`, `Place`, tensors that stay where they are, and numbers; slots count the tensors given
-    with each call, whose layout is always that of `like`.
+    `arguments` are `Moved`, `Place`, tensors and numbers; slots count the tensors given with each call, whose layout is
+    always that of `like`. A tensor that is one of `like` stands for its place, and any other stays where it is.
 
     One that `overlaps` may start before another such launch in front of it has ended: a program of these kernels has a
     whole multiprocessor, and so none stands idle while the last items of that one run. Until
@@ -208,21 +209,23 @@ class Launch:
         identity: tuple[object, ...],
         grid: int | Grid,
         arguments: tuple[Any, ...],
-        like: tuple[Tensor, ...],
+        like: Tensors,
         plain: bool = False,
         overlaps: bool = False,
         **options: object,
     ) -> None:
+        slots = {id(tensor): slot for slot, tensor in enumerate(like)}
+        arguments = tuple(Place(slots[id(one)]) if id(one) in slots else one for one in arguments)
         self.overlaps = overlaps
         self._kernel, self._identity, self._arguments, self._options = kernel, identity, arguments, options
         self.grid = (grid, 1, 1) if isinstance(grid, int) else grid
         self._sizes = [tensor.element_size() for tensor in like]
         self._boxes = [boxes_of(like[one.slot], one.axis) for one in arguments if isinstance(one, Moved)]
-        self._plain = plain
-        """A plain triton kernel, compiled apart for the alignment of what it is given."""
         if plain:
+            # A plain triton kernel, compiled apart for the alignment of what it is given.
             staying = (one.data_ptr() % 16 == 0 for one in arguments if isinstance(one, Tensor))
             self._identity = *identity, *staying
+        self._read = [one.slot for one in arguments if isinstance(one, Place)] if plain else []
 
     def publicly(self, *tensors: Tensor) -> None:
         """Run it as triton means it, compiled first where it has to be."""
@@ -240,7 +243,7 @@ class Launch:
         """Have triton compile it without running it: what it gives, or will."""
         return self._kernel.warmup(*self._public_arguments(tensors), grid=self.grid, **self._options)
 
-    def _public_arguments(self, tensors: tuple[Tensor, ...]) -> list[Any]:
+    def _public_arguments(self, tensors: Tensors) -> list[Any]:
         arguments: list[Any] = []
         for one in self._arguments:
             if isinstance(one, Moved):
@@ -272,10 +275,10 @@ class Launch:
 
     def key(self, addresses: tuple[int, ...]) -> tuple[object, ...]:
         """What a compiled kernel is known by; the Gluon kernels specialize on nothing but types and constants."""
-        return (*self._identity, *(address % 16 == 0 for address in addresses)) if self._plain else self._identity
+        return *self._identity, *(addresses[slot] % 16 == 0 for slot in self._read)
 
 
-def compile_together(launches: Sequence[Launch], tensors: tuple[Tensor, ...]) -> None:
+def compile_together(launches: Sequence[Launch], tensors: Tensors) -> None:
     """Compile on threads what is not compiled; most of the time of a compiler is spent outside of Python.
 
     So is what triton has a C compiler do for each kernel, half a second, before it is first launched. A kernel that

@@ -9,14 +9,13 @@ own kernels join them, in the order of the slots.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
-from ..plan.plan import FULL_BASE, FULL_BEGIN, FULL_END, PARTIAL_BASE, PARTIAL_BEGIN, PARTIAL_END
-from .hopper_launch import Launch
+from .hopper_launch import Launch, Tensors
 from .hopper_work import ITEM_ROWS, HeldWork, QueryWork, Step, balanced
 from .triton_schedule import SHORTEST_PIECE, split_rows
 
@@ -47,9 +46,7 @@ class Split(Generic[Work]):
         """Shape of the pieces."""
         return batch, len(self.owners), self.slots * self.block, width
 
-    def join(
-        self, kernel: Any, places: Sequence[Any], batch: int, n: int, like: tuple[Tensor, ...], joined: Tensor
-    ) -> Launch:
+    def join(self, kernel: Any, places: Sequence[Any], batch: int, n: int, like: Tensors, joined: Tensor) -> Launch:
         """The launch that joins them to `joined`; `places` are what the kernel reads and writes before its tables."""
         from .triton_launch import OPTIONS, ROWS, held
 
@@ -58,7 +55,7 @@ class Split(Generic[Work]):
         numbers = self.heavy_rows, self.slots, len(self.owners), 0, n, 1, *joined.stride()[:3]
         constants = self.block, ROWS, width, held(width), False, self.per_head, False, False
         grid = self.heavy_rows * (self.block // ROWS), len(self.owners), batch
-        identity = "join", kernel, joined.device.index, joined.dtype, numbers, constants
+        identity = "join", kernel, like[0].device.index, joined.dtype, numbers, constants
         arguments = *places, *tables, *numbers, *constants
         return Launch(kernel, identity, grid, arguments, like, plain=True, **OPTIONS)
 
@@ -89,7 +86,7 @@ def split(
 ) -> Split[Work] | None:
     """The work of a part with its long rows cut, for so many samples and multiprocessors; None where no row is long."""
     part, block = step.part, step.ground.block_size
-    if step.strided or not step.lasting:
+    if step.strided or step.mould is not None:
         return None
     walk, tiles = (part.by_key, part.keys.tiles) if by_key else (part.by_query, part.queries.tiles)
     members = part.head_class.long().view(-1, group)
@@ -122,17 +119,15 @@ def split(
     tile = own[..., 0] * halves + torch.arange(halves, device=own.device)
     holder = torch.arange(len(kinds), device=own.device)[:, None, None].expand_as(tile)
     stored = torch.arange(slots * halves, device=own.device).view(slots, halves).expand_as(tile)
-    rows = own[..., 1:]
-    fully = rows[..., FULL_END] - rows[..., FULL_BEGIN]
-    partly = rows[..., PARTIAL_END] - rows[..., PARTIAL_BEGIN]
+    begin, end, base, part_begin, part_end, part_base = own[..., 1:].unbind(-1)
+    fully, partly = end - begin, part_end - part_begin
     met = fully + partly
     if isinstance(work, HeldWork):
         met = met * group
         columns = holder, tile, met, stored
-        pieces = replace(work, rows=by_slot[..., 1:].flatten(0, 1).int().contiguous())
+        pieces = work._replace(rows=by_slot[..., 1:].flatten(0, 1).int().contiguous())
     else:
-        lists = rows[..., FULL_BEGIN], fully, rows[..., FULL_BASE], rows[..., PARTIAL_BEGIN], partly
-        columns = holder, tile, *lists, rows[..., PARTIAL_BASE], stored
+        columns = holder, tile, begin, fully, base, part_begin, partly, part_base, stored
         pieces = work
     kept = (own[..., 0] >= 0) & (tile * ITEM_ROWS < step.ground.n)
     records = torch.stack(columns, dim=-1)[kept]
@@ -143,8 +138,8 @@ def split(
     zero = torch.zeros_like(kinds)
     owners = torch.stack((torch.arange(len(kinds), device=kinds.device), kinds, zero, zero), dim=1).int()
     return Split(
-        rest=replace(work, items=balanced(items, weight)),
-        pieces=replace(pieces, items=balanced(records, met[kept])),
+        rest=work._replace(items=balanced(items, weight)),
+        pieces=pieces._replace(items=balanced(records, met[kept])),
         slots=slots,
         heavy=heavy,
         heavy_rows=heavy_rows,

@@ -6,7 +6,6 @@ it joins what the parts before it left in memory. One plain part, where there is
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
@@ -15,18 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..plan.plan import (
-    FULL_BASE,
-    FULL_BEGIN,
-    FULL_END,
-    PARTIAL_BASE,
-    PARTIAL_BEGIN,
-    PARTIAL_END,
-    Axis,
-    Part,
-    Plan,
-    Walk,
-)
+from ..plan.plan import Axis, Part, Plan, Walk
 
 ITEM_ROWS = 128
 """Rows of one work item: two warpgroups of 64."""
@@ -36,8 +24,7 @@ GROUP = 200
 """Half as many items again as run at a time on the GPUs these kernels are for."""
 
 
-@dataclass(frozen=True, slots=True)
-class QueryWork:
+class QueryWork(NamedTuple):
     """A walk by query as the forward kernel reads it: one record an item, in the order items start."""
 
     items: Tensor
@@ -52,8 +39,7 @@ class QueryWork:
     """Whether every row of the output belongs to an item; asked of plain parts."""
 
 
-@dataclass(frozen=True, slots=True)
-class HeldWork:
+class HeldWork(NamedTuple):
     """A walk as the backward kernels read it: one record an item, in the order items start."""
 
     items: Tensor
@@ -112,11 +98,15 @@ class Ground:
         return torch.cat((torch.stack((walk.partial, walk.mask), dim=1), band), dim=1).int().contiguous()
 
 
+class Mould:
+    """What learned plans of one shape share: what follows from shapes alone is kept by it, and not by any of them."""
+
+
 class Step:
     """One part of a plan and how it runs."""
 
-    lasting = True
-    """Whether it is run more than once, so that how long its rows are may be asked of the device."""
+    mould: Mould | None = None
+    """Given where the lists live for one call, so that how long rows are may not be asked of the device."""
 
     def __init__(self, ground: Ground, part: Part, *, strided: bool) -> None:
         self.ground = ground
@@ -173,6 +163,12 @@ def steps_of(plan: Plan) -> tuple[Step, ...]:
 def keep_steps(plan: Plan, steps: tuple[Step, ...]) -> tuple[Step, ...]:
     """Take steps that somebody made ready for a plan, unless it has some; those it has."""
     return _known_steps.setdefault(plan, steps)
+
+
+def keeper_of(plan: Plan) -> Plan | Mould:
+    """By what to keep things that follow from shapes: the plan itself, or the mould that its lists were cast in."""
+    steps = _known_steps.get(plan)
+    return plan if not steps or steps[0].mould is None else steps[0].mould
 
 
 def _arranged(plan: Plan) -> tuple[Step, ...]:
@@ -243,13 +239,9 @@ def _query_items(ground: Ground, part: Part, *, strided: bool) -> tuple[Tensor, 
     own = head_class[heads]
     row = (_neighbours(walk, tiles)[own] + own[:, None] * tiles)[:, :, None].expand(-1, -1, sub_tiles)
     tile = row % tiles * sub_tiles + torch.arange(sub_tiles, device=device)
-    table = walk.rows.long()[row]
-    full = table[..., FULL_END] - table[..., FULL_BEGIN]
-    partial = table[..., PARTIAL_END] - table[..., PARTIAL_BEGIN]
-    lists = (
-        *(table[..., FULL_BEGIN], full, table[..., FULL_BASE]),
-        *(table[..., PARTIAL_BEGIN], partial, table[..., PARTIAL_BASE]),
-    )
+    begin, end, base, part_begin, part_end, part_base = walk.rows.long()[row].unbind(-1)
+    full, partial = end - begin, part_end - part_begin
+    lists = begin, full, base, part_begin, partial, part_base
     head = heads[:, None, None].expand_as(row)
     if strided:
         first = axis.start[tile] + axis.offset[head]

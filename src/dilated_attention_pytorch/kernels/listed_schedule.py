@@ -16,7 +16,7 @@ from torch import Tensor
 from ..plan.plan import Axis, Plan, Walk
 from ..plan.selected import Selection, plan_of
 from . import hopper_work, triton_backend, triton_schedule
-from .hopper_work import FEW_ITEMS, ITEM_ROWS, Ground, HeldWork, QueryWork, Step
+from .hopper_work import FEW_ITEMS, ITEM_ROWS, Ground, HeldWork, Mould, QueryWork, Step
 from .registry import AttentionCall, Backend, choose
 from .triton_schedule import PartSchedule, Schedule, Side, share_of
 
@@ -53,7 +53,7 @@ class Listed:
         masked = self.ragged or selection.is_causal
         self.lists, self.entries = lists, len(lists) // (1 + masked)
         walk = _walk(lists, rows, self.entries, _row_order(batch, heads, t, selection.is_causal, lists.device))
-        self.plan = plan_of(selection, walk, _walk(lists[:0], rows[:0], 0, walk.order[:0]), self.entries)
+        self.plan = plan_of(selection, walk, _no_walk(lists.device), self.entries)
         """For the forward pass: its walk by key is empty."""
 
     @cached_property
@@ -123,8 +123,17 @@ class Listed:
 
 def _walk(lists: Tensor, rows: Tensor, entries: int, order: Tensor) -> Walk:
     """Lists and then masks as a walk: both kinds lie in one memory, as two tensors."""
-    full, mask = lists[:entries], lists[entries:]
-    return Walk(rows, full, full.view_as(full) if len(mask) else mask, mask, order)
+    if len(lists) == entries:
+        nothing = _no_walk(lists.device).mask
+        return Walk(rows, lists, nothing, nothing, order)
+    full = lists[:entries]
+    return Walk(rows, full, full.view_as(full), lists[entries:], order)
+
+
+@lru_cache(maxsize=64)
+def _no_walk(device: torch.device) -> Walk:
+    nothing = torch.empty(0, dtype=torch.int32, device=device)
+    return Walk(nothing.view(0, 6), nothing, nothing, nothing, nothing)
 
 
 @lru_cache(maxsize=64)
@@ -143,13 +152,9 @@ def _class_begins(heads: int, tiles: int, device: torch.device) -> Tensor:
 
 
 @lru_cache(maxsize=64)
-def _records(holders: int, tiles: int, halves: int, device: torch.device) -> Tensor:
-    """int32 (rows, halves, 4): records of `HeldWork` that meet nothing."""
-    made = {"dtype": torch.int32, "device": device}
-    records = torch.zeros((holders, tiles * halves, 4), **made)
-    records[..., 0] = torch.arange(holders, **made)[:, None]
-    records[..., 1] = torch.arange(tiles * halves, **made)
-    return records.view(holders * tiles, halves, 4)
+def _mould(n: int, heads: int, block_size: int, items: int) -> Mould:
+    """That of all plans whose lists hold so much; tensors of a call and settings are told apart by who keeps things."""
+    return Mould()
 
 
 _tile_table = lru_cache(maxsize=64)(hopper_work.tile_table)
@@ -232,14 +237,10 @@ def _cut(table: Tensor, tile: Tensor, limit: int, more: int) -> tuple[Tensor, Te
 class ListedStep(Step):
     """The part of such a plan as the Hopper kernels run it; every row meets its own tile, so every item has work."""
 
-    lasting = False
-
     def __init__(self, plan: Plan, items: Items) -> None:
-        ground = Ground(plan)
         self.items = items
-        # Both masks are bands, so nobody reads the bits.
-        ground.transposed_bits = plan.masks.bits
-        super().__init__(ground, plan.parts[0], strided=False)
+        self.mould = _mould(plan.n, plan.heads, plan.block_size, len(items.by_query))
+        super().__init__(Ground(plan), plan.parts[0], strided=False)
 
     @cached_property
     def by_query(self) -> QueryWork:  # pyrefly: ignore[bad-override]
@@ -249,20 +250,18 @@ class ListedStep(Step):
 
     def _held_work(self, group: int, by_key: bool) -> HeldWork:
         part, (_, held, partial, halves, few, total, key_partial) = self.part, self.items
+        # Both masks are bands, so nobody reads the bits.
         classes, bits = part.head_class, self.ground.masks.bits
         if not by_key:
             # A band counts keys minus queries, and the kernel what is held minus what is streamed.
             partial = torch.cat([partial[:, :2], -partial[:, 2:].flip(1)], 1) if len(partial) else partial
             walk = part.by_query
             return HeldWork(held, classes, walk.rows, walk.full, partial, _tile_table(part.keys), bits)
+        from .triton_lists import held_items
+
         assert total is not None
         assert key_partial is not None
-        tiles, walk = part.keys.tiles, part.by_key
-        met = total.view(-1, tiles) if group == 1 else total.view(-1, group, tiles).sum(1, dtype=torch.int32)
-        met, order = (met.view(1, -1) if few else met).sort(1, descending=True)
-        row = (order if few else order + _class_begins(*met.shape, met.device)).flatten()
-        items = _records(len(total) // group // tiles, tiles, halves, total.device)[row]
-        items[:, :, 2] = met.view(-1, 1)
-        return HeldWork(
-            items.flatten(0, 1), classes, walk.rows, walk.full, key_partial, _tile_table(part.queries), bits
-        )
+        walk, tiles = part.by_key, part.keys.tiles
+        met = total if group == 1 else total.view(-1, group, tiles).sum(1, dtype=torch.int32)
+        items = held_items(met, tiles, halves, few)
+        return HeldWork(items, classes, walk.rows, walk.full, key_partial, _tile_table(part.queries), bits)

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from ..plan.plan import Axis, Part
 from . import dropout
-from .registry import AttentionCall, Forward, Gradients, empty_rows
+from .registry import AttentionCall, Forward, Gradients, empty_rows, laid_like
 
 SOURCES = ("native.cpp", "native_tiles.h", "native_lanes.h")
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-Wall", "-Wextra")
@@ -164,13 +164,7 @@ def _backward_piece(
         for copy in copies[1:]:
             copies[0] += copy
     found = ((grad_query, query), (grad_key[0], key), (grad_value[0], value))
-    return Gradients(*(_ordered(x, like).to(call.query.dtype) for x, like in found))
-
-
-def _ordered(x: Tensor, like: Tensor) -> Tensor:
-    """`x` with the width and the memory order of `like`."""
-    wanted = empty_rows(like, like.shape[-1])
-    return x if x.stride() == wanted.stride() else wanted.copy_(x[..., : like.shape[-1]])
+    return Gradients(*(laid_like(x[..., : like.shape[3]], like).to(call.query.dtype) for x, like in found))
 
 
 def _adjacent(x: Tensor) -> Tensor:

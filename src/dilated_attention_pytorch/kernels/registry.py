@@ -233,3 +233,9 @@ def empty_rows(like: Tensor, width: int, dtype: torch.dtype | None = None) -> Te
     if heads > 1 and like.stride(1) < like.stride(2):
         return like.new_empty((batch, n, heads, width), dtype=dtype or like.dtype).transpose(1, 2)
     return like.new_empty((batch, heads, n, width), dtype=dtype or like.dtype)
+
+
+def laid_like(rows: Tensor, like: Tensor) -> Tensor:
+    """The same rows in the memory order of `like`, copied only where they are not."""
+    wanted = empty_rows(like, rows.shape[-1])
+    return rows if rows.stride() == wanted.stride() else wanted.copy_(rows)

@@ -10,18 +10,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from ..plan.plan import (
-    FULL_BASE,
-    FULL_BEGIN,
-    FULL_END,
-    PARTIAL_BASE,
-    PARTIAL_BEGIN,
-    PARTIAL_END,
-    Axis,
-    Masks,
-    Part,
-    Plan,
-)
+from ..plan.plan import Axis, Masks, Part, Plan
 
 
 class Run(NamedTuple):
@@ -94,13 +83,13 @@ def _kind(part: Part, own: int, first: Tensor, stop: Tensor, elements: Tensor, m
     """Whether the rows of a head class are causal within their segments, or dense; None when they are neither."""
     walk, tiles = part.by_query, part.queries.tiles
     rows = walk.rows[own * tiles : (own + 1) * tiles].long()
-    whole, some = rows[:, FULL_END] - rows[:, FULL_BEGIN], rows[:, PARTIAL_END] - rows[:, PARTIAL_BEGIN]
+    full_begin, full_end, full_base, begin, end, base = rows.unbind(1)
+    whole, some = full_end - full_begin, end - begin
     plain = ((masks.band[:, 0] == 1 - block) & (masks.band[:, 1] == block - 1))[walk.mask.long()]
     diagonal = ((masks.band[:, 0] == 1 - block) & (masks.band[:, 1] == 0))[walk.mask.long()]
-    begin, end = rows[:, PARTIAL_BEGIN], rows[:, PARTIAL_END]
     # Tiles met whole come first and the rest follows them, both without a gap.
-    runs = _consecutive(walk.full, rows[:, FULL_BEGIN], rows[:, FULL_END], first - rows[:, FULL_BASE])
-    runs &= _consecutive(walk.partial, begin, end, first + whole - rows[:, PARTIAL_BASE])
+    runs = _consecutive(walk.full, full_begin, full_end, first - full_base)
+    runs &= _consecutive(walk.partial, begin, end, first + whole - base)
     odd_before = _count_before(~plain)
     last = (end - 1).clamp(min=0)
     odd, odd_but_last = odd_before[end] - odd_before[begin], odd_before[torch.maximum(last, begin)] - odd_before[begin]

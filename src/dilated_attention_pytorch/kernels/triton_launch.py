@@ -6,6 +6,7 @@ their common softmax in float32; the last to run covers every row where one does
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -29,8 +30,6 @@ OPTIONS = {"enable_fp_fusion": True}
 """Said to the compiler with every launch, for its default differs between releases of Triton."""
 ROWS = 64
 """Rows a program of the row-wise kernels takes."""
-
-
 CAREFUL = 16
 """Rows streamed at once where something is not finite: the fewest a product takes, for the smallest code."""
 
@@ -102,14 +101,8 @@ def forward(call: AttentionCall) -> Forward:
         lse.fill_(float("-inf"))
     alone = finishes and len(parts) == 1
     carry = lse if alone else torch.empty((batch, heads, n, e), dtype=torch.float32, device=query.device)
-    for index, part in enumerate(parts):
-        side = part.by_query
-        owners = len(side.owners)
-        if owners == 0 or side.items == 0:
-            continue
+    for part, side, owners, ends in _with_work(parts, "by_query", "CARRY"):
         piece_out, piece_lse = _pieces(side, batch, block, e), _pieces(side, batch, block, 1)
-        ends = {"CARRY_IN": index > 0, "CARRY_OUT": not (finishes and index == len(parts) - 1)}
-        shape = {"STRIDED": part.strided, "PER_HEAD": part.per_head}
         launch(attention_fwd_kernel, (side.items * (block // tiles.m), owners, batch),
             query, key, value, output, lse, carry, piece_out, piece_lse,
             *_tables(call, tables, part, side), magnitude * LOG2E, *_dropout(call), *_sizes(call, part, side),
@@ -121,7 +114,7 @@ def forward(call: AttentionCall) -> Forward:
             launch(merge_pieces_kernel, (side.heavy_rows * (block // rows), owners, batch),
                 output, lse, carry, piece_out, piece_lse, side.heavy, side.owners, part.query_axis,
                 side.heavy_rows, side.slots, heads, part.query_tiles, n, part.query_rate, *output.stride()[:3],
-                BLOCK=block, BM=rows, E=e, EP=held(e), **shape, **ends, **OPTIONS,
+                BLOCK=block, BM=rows, E=e, EP=held(e), STRIDED=part.strided, PER_HEAD=part.per_head, **ends, **OPTIONS,
             )  # fmt: skip
     if not finishes:
         launch(carry_to_output_kernel, (-(-n // ROWS), heads, batch),
@@ -159,19 +152,13 @@ def _query_gradient(
     call: AttentionCall, tables: Schedule, tiles: Tiles, lse: Tensor, delta: Tensor, grad_output: Tensor
 ) -> Tensor:
     query, key, value = call.query, call.key, call.value
-    batch, heads, _, d = query.shape
-    block = call.plan.block_size
-    parts = tables.by_query
+    batch, _, _, d = query.shape
+    block, parts = call.plan.block_size, tables.by_query
     finishes = bool(parts) and parts[-1].by_query.covers
     grad = empty_rows(query, d)
     partial_sum = grad if finishes and len(parts) == 1 else _float_sum(query, bool(parts) and parts[0].by_query.covers)
-    for index, part in enumerate(parts):
-        side = part.by_query
-        owners = len(side.owners)
-        if owners == 0 or side.items == 0:
-            continue
+    for part, side, owners, ends in _with_work(parts, "by_query", "SUM"):
         piece = _pieces(side, batch, block, d)
-        ends = {"SUM_IN": index > 0, "SUM_OUT": not (finishes and index == len(parts) - 1)}
         launch(attention_dq_bwd_kernel, (side.items * (block // tiles.m), owners, batch),
             query, key, value, grad_output, lse, delta, grad, partial_sum, piece,
             *_tables(call, tables, part, side), call.scale, call.scale * LOG2E, *_dropout(call),
@@ -180,7 +167,7 @@ def _query_gradient(
             **_constants(call, tables, part, side, tiles), **ends,
         )  # fmt: skip
         if side.slots:
-            _sum_pieces(call, part, side, grad, partial_sum, piece, part.query_axis, part.query_rate, heads, ends)
+            _sum_pieces(block, part, side, grad, partial_sum, piece, ends)
     if not finishes:
         grad.copy_(partial_sum)
     return grad
@@ -191,60 +178,52 @@ def _key_gradients(
 ) -> tuple[Tensor, Tensor]:
     query, key, value = call.query, call.key, call.value
     batch, heads, _, d = query.shape
-    key_heads, e = key.shape[1], value.shape[3]
-    block = call.plan.block_size
-    parts = tables.by_key
+    e, block, parts = value.shape[3], call.plan.block_size, tables.by_key
     finishes = bool(parts) and parts[-1].by_key.covers
     grad_key, grad_value = empty_rows(key, d), empty_rows(value, e)
     sum_key, sum_value = grad_key, grad_value
     if not (finishes and len(parts) == 1):
         fresh = bool(parts) and parts[0].by_key.covers
         sum_key, sum_value = _float_sum(key, fresh), _float_sum(value, fresh)
-    for index, part in enumerate(parts):
-        side = part.by_key
-        owners = len(side.owners)
-        if owners == 0 or side.items == 0:
-            continue
+    for part, side, owners, ends in _with_work(parts, "by_key", "SUM"):
         piece_key, piece_value = _pieces(side, batch, block, d), _pieces(side, batch, block, e)
-        ends = {"SUM_IN": index > 0, "SUM_OUT": not (finishes and index == len(parts) - 1)}
-        work, *lists = _tables(call, tables, part, side)
-        owner_table, *rest = lists
-        sizes = _sizes(call, part, side)
+        work, owner_table, *rest = _tables(call, tables, part, side)
         launch(attention_dkv_bwd_kernel, (side.items * (block // tiles.n), owners, batch),
             query, key, value, grad_output, lse, delta, grad_key, grad_value, sum_key, sum_value, piece_key,
             piece_value, work, owner_table, part.heads, part.key_rows, *rest, call.scale, call.scale * LOG2E,
-            *_dropout(call), *sizes, *query.stride()[:2], *key.stride()[:3], *value.stride()[:3],
+            *_dropout(call), *_sizes(call, part, side), *query.stride()[:2], *key.stride()[:3], *value.stride()[:3],
             *grad_output.stride()[:2], *grad_key.stride()[:3], *grad_value.stride()[:3],
-            SQ_N=query.stride(2), SG_N=grad_output.stride(2), GROUP=heads // key_heads, MIXED=side.mixed,
+            SQ_N=query.stride(2), SG_N=grad_output.stride(2), GROUP=heads // key.shape[1], MIXED=side.mixed,
             **_constants(call, tables, part, side, tiles), **ends,
         )  # fmt: skip
         if side.slots:
             for grad, total, piece in ((grad_key, sum_key, piece_key), (grad_value, sum_value, piece_value)):
-                _sum_pieces(call, part, side, grad, total, piece, part.key_axis, part.key_rate, key_heads, ends)
+                _sum_pieces(block, part, side, grad, total, piece, ends)
     if not finishes:
         grad_key.copy_(sum_key)
         grad_value.copy_(sum_value)
     return grad_key, grad_value
 
 
+def _with_work(
+    parts: Sequence[PartSchedule], direction: str, carried: str
+) -> Iterator[tuple[PartSchedule, Side, int, dict[str, bool]]]:
+    """Parts with work: one direction, its owners, whether it goes on from others, and whether others end it."""
+    for index, part in enumerate(parts):
+        side: Side = getattr(part, direction)
+        if side.items and len(side.owners):
+            more = index < len(parts) - 1 or not side.covers
+            yield part, side, len(side.owners), {f"{carried}_IN": index > 0, f"{carried}_OUT": more}
+
+
 def _sum_pieces(
-    call: AttentionCall,
-    part: PartSchedule,
-    side: Side,
-    grad: Tensor,
-    total: Tensor,
-    piece: Tensor,
-    axis: Tensor,
-    rate: int,
-    heads: int,
-    ends: dict[str, bool],
+    block: int, part: PartSchedule, side: Side, grad: Tensor, total: Tensor, piece: Tensor, ends: dict[str, bool]
 ) -> None:
-    block = call.plan.block_size
-    rows = min(ROWS, block)
-    width = grad.shape[3]
+    axis, rate = (part.query_axis, part.query_rate) if side is part.by_query else (part.key_axis, part.key_rate)
+    rows, width = min(ROWS, block), grad.shape[3]
     launch(sum_pieces_bwd_kernel, (side.heavy_rows * (block // rows), len(side.owners), grad.shape[0]),
-        grad, total, piece, side.heavy, side.owners, axis, side.heavy_rows, side.slots, heads, len(axis) // 2,
-        grad.shape[2], rate, *grad.stride()[:3],
+        grad, total, piece, side.heavy, side.owners, axis, side.heavy_rows, side.slots, grad.shape[1],
+        len(axis) // 2, grad.shape[2], rate, *grad.stride()[:3],
         BLOCK=block, ROWS=rows, D=width, DP=held(width),
         STRIDED=part.strided, PER_HEAD=part.per_head, **ends, **OPTIONS,
     )  # fmt: skip
@@ -254,16 +233,11 @@ def _tables(call: AttentionCall, tables: Schedule, part: PartSchedule, side: Sid
     """What the kernels read besides the sequences; pointers that a call does not use repeat the lists."""
     padding = call.key_padding_mask
     return (
-        side.work,
-        side.owners,
-        side.lists,
-        tables.masks,
-        part.query_axis,
-        part.key_axis,
+        side.work, side.owners, side.lists, tables.masks, part.query_axis, part.key_axis,
         side.lists if padding is None else padding.contiguous().view(torch.uint8),
         side.lists if call.seed is None else call.seed,
         side.lists if call.positions is None else call.positions.contiguous(),
-    )
+    )  # fmt: skip
 
 
 def _dropout(call: AttentionCall) -> tuple[float, int]:
@@ -273,85 +247,36 @@ def _dropout(call: AttentionCall) -> tuple[float, int]:
 def _sizes(call: AttentionCall, part: PartSchedule, side: Side) -> tuple[int, ...]:
     heads = call.query.shape[1]
     return (
-        side.items,
-        side.mask_shift,
-        side.slots,
-        heads,
-        heads // call.key.shape[1],
-        part.query_tiles,
-        part.key_tiles,
-        call.query.shape[2],
-        call.key.shape[2],
-        part.query_rate,
-        part.key_rate,
-    )
+        side.items, side.mask_shift, side.slots, heads, heads // call.key.shape[1], part.query_tiles, part.key_tiles,
+        call.query.shape[2], call.key.shape[2], part.query_rate, part.key_rate,
+    )  # fmt: skip
 
 
 def _constants(
     call: AttentionCall, tables: Schedule, part: PartSchedule, side: Side, tiles: Tiles
 ) -> dict[str, int | bool | str]:
-    return _named_constants(
-        call.plan.block_size,
-        call.query.shape[3],
-        call.value.shape[3],
-        part.strided,
-        part.per_head,
-        part.bounded,
-        side.partial,
-        tables.bits,
-        call.key_padding_mask is not None,
-        call.dropout_p > 0,
-        call.dropout_p > 0 and call.positions is not None,
-        side.slots > 0,
-        _precision(call.query.dtype),
+    return constants_of(call, tiles,
+        STRIDED=part.strided, PER_HEAD=part.per_head, BOUNDED=part.bounded, PARTIAL=side.partial, BITS=tables.bits,
+        POSITIONS=call.dropout_p > 0 and call.positions is not None, SPLIT=side.slots > 0, CAREFUL=CAREFUL,
         # Where nobody looks for a NaN, keeping it apart would cost a tenth of the time of short rows.
-        side.partial and torch.is_anomaly_enabled(),
-        tiles,
-    )
+        CONTAIN=side.partial and torch.is_anomaly_enabled(),
+    )  # fmt: skip
+
+
+def constants_of(call: AttentionCall, tiles: Tiles, **told: int | bool) -> dict[str, int | bool | str]:
+    """What attention kernels are compiled for, besides their own ends."""
+    sizes, padding = (call.plan.block_size, call.query.shape[3], call.value.shape[3]), call.key_padding_mask is not None
+    return _named_constants(*sizes, padding, call.dropout_p > 0, _precision(call.query.dtype), tiles, **told)
 
 
 @lru_cache(maxsize=1024)
 def _named_constants(
-    block: int,
-    d: int,
-    e: int,
-    strided: bool,
-    per_head: bool,
-    bounded: bool,
-    partial: bool,
-    bits: bool,
-    padding: bool,
-    dropout: bool,
-    positions: bool,
-    split: bool,
-    precision: str,
-    contain: bool,
-    tiles: Tiles,
+    block: int, d: int, e: int, padding: bool, dropout: bool, precision: str, tiles: Tiles, **told: int | bool
 ) -> dict[str, int | bool | str]:
-    """What the attention kernels are compiled for, besides their own ends; kept, for a call takes microseconds."""
-    return {
-        "BLOCK": block,
-        "BM": tiles.m,
-        "BN": tiles.n,
-        "CAREFUL": CAREFUL,
-        "D": d,
-        "E": e,
-        "DP": held(d),
-        "EP": held(e),
-        "STRIDED": strided,
-        "PER_HEAD": per_head,
-        "BOUNDED": bounded,
-        "PARTIAL": partial,
-        "BITS": bits,
-        "PADDING": padding,
-        "DROPOUT": dropout,
-        "POSITIONS": positions,
-        "SPLIT": split,
-        "PRECISION": precision,
-        "CONTAIN": contain,
-        "num_warps": tiles.warps,
-        "num_stages": tiles.stages,
-    } | OPTIONS
+    """Kept, for a call takes microseconds."""
+    named = {"BLOCK": block, "BM": tiles.m, "BN": tiles.n, "D": d, "E": e, "DP": held(d), "EP": held(e)}
+    named |= {"PADDING": padding, "DROPOUT": dropout, "num_warps": tiles.warps, "num_stages": tiles.stages}
+    return {**named, **told, "PRECISION": precision, **OPTIONS}
 
 
 def _precision(dtype: torch.dtype) -> str:

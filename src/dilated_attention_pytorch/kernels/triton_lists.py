@@ -102,13 +102,10 @@ def query_lists(selection: Selection, halves: int, by_row: bool) -> tuple[Tensor
     sinks, ragged = min(selection.sink_blocks, t), selection.n % selection.block_size > 0
     many = (local if selection.is_causal else 2 * local - 1) + sinks + listed
     rows, masked = heads * batch * t, ragged or selection.is_causal
-
-    def room(*shape: int) -> Tensor:
-        return torch.empty(shape, dtype=torch.int32, device=indices.device)
-
-    lists, table, work = room(rows * many * (1 + masked)), room(rows, 6), room(rows, 8)
-    items, held_items = room(rows * halves, 8), room(rows * halves, 4)
-    partial = room(rows * many * (masked and halves > 0), 4)
+    room = indices.new_empty
+    lists, table, work = room(rows * many * (1 + masked)), room((rows, 6)), room((rows, 8))
+    items, held_items = room((rows * halves, 8)), room((rows * halves, 4))
+    partial = room((rows * many * (masked and halves > 0), 4))
     launch(query_lists_kernel, (rows,),
         indices, lists, table, work, items, held_items, partial, batch, heads, t, listed, sinks, rows * many,
         P=held(many), SIZE=selection.block_size, LOCAL=local, CAUSAL=selection.is_causal, RAGGED=ragged,
@@ -229,11 +226,8 @@ def key_lists(selection: Selection, entries: int, halves: int) -> tuple[Tensor, 
     room_of_lists = -(-entries * (1 + masked) // 4) * 4
     empty = torch.zeros(room_of_lists + rows * words + 1, dtype=torch.int32, device=indices.device)
     lists, bits = empty[: entries * (1 + masked)], empty[room_of_lists:]
-
-    def room(*shape: int) -> Tensor:
-        return torch.empty(shape, dtype=torch.int32, device=indices.device)
-
-    table, total, partial = room(rows, 6), room(rows), room(entries * (masked and halves > 0), 4)
+    room = indices.new_empty
+    table, total, partial = room((rows, 6)), room(rows), room((entries * (masked and halves > 0), 4))
     if listed:
         launch(chosen_kernel, (words, batch * heads),
             indices, bits, bits, bits, bits, bits, bits, t, t, heads, batch, listed, 0, *indices.stride()[:2],
@@ -245,6 +239,35 @@ def key_lists(selection: Selection, entries: int, halves: int) -> tuple[Tensor, 
         HALVES=halves, num_warps=4, **OPTIONS,
     )  # fmt: skip
     return lists, table, total, partial
+
+
+@triton.jit(do_not_specialize=["tiles", "run"])
+def held_items_kernel(p_met, p_items, tiles, run, P: tl.constexpr, HALVES: tl.constexpr):
+    """Items of one key block of a key head, stored behind those of its run of rows that meet more."""
+    row = tl.program_id(0)
+    first = row // run * run
+    met = tl.load(p_met + row)
+    place = first
+    for begin in range(first, first + run, P):
+        o_row = begin + tl.arange(0, P)
+        b_met = tl.load(p_met + o_row, mask=o_row < first + run, other=-1)
+        place += tl.sum(((b_met > met) | ((b_met == met) & (o_row < row))).to(tl.int32), 0)
+    o_c = tl.arange(0, 4)
+    for half in tl.static_range(HALVES):
+        b_line = tl.where(o_c == 0, row // tiles, tl.where(o_c == 1, row % tiles * HALVES + half, met))
+        tl.store(p_items + (place * HALVES + half) * 4 + o_c, tl.where(o_c == 3, 0, b_line))
+
+
+def held_items(met: Tensor, tiles: int, halves: int, few: bool) -> Tensor:
+    """Items of dK and dV as `HeldWork` has them, the heaviest of a head first, where they are `few` of all.
+
+    A row looks at the others as often as its scorer did.
+    """
+    run = met.numel() if few else tiles
+    items = torch.empty((met.numel() * halves, 4), dtype=torch.int32, device=met.device)
+    sizes = {"P": min(held(run), 1024), "HALVES": halves, "num_warps": 4}
+    launch(held_items_kernel, (met.numel(),), met, items, tiles, run, **sizes, **OPTIONS)
+    return items
 
 
 @triton.jit(do_not_specialize=["words"])

@@ -13,8 +13,12 @@ from torch import Tensor
 
 from ..plan.selected import Selection
 from .quick_launch import launch
+from .selection import Factors
 from .triton_launch import LOG2E, OPTIONS, _precision, held
 from .triton_primitives import LN2, NO_KEY, load_rows
+
+TILE = 4096
+"""Numbers that a program holds at once."""
 
 
 @triton.jit(do_not_specialize=["n", "blocks", "rows", "queries", "total", "width"])
@@ -147,6 +151,104 @@ def lesson_kernel(
     tl.store(p_found + 3 * every + line, seen)
 
 
+@triton.jit(do_not_specialize=["rows", "chosen", "total", "blocks", "width"])
+def spread_kernel(
+    p_listed, p_every, p_lists, p_ids, p_scores, p_log, p_spread, p_sums, rows, chosen, total, blocks, width, heads,
+    coldest, T: tl.constexpr, K: tl.constexpr,
+):  # fmt: skip
+    """Gradients of one row's scores, before their temperature, by block; its parts in those of temperature and bias."""
+    row = tl.program_id(0)
+    stream = tl.program_id(1).to(tl.int64)
+    line = stream * rows + row
+    o_t = tl.arange(0, T)
+    b_real = o_t < blocks
+    b_grad = tl.zeros([T], tl.float32)
+    if row < chosen:
+        p_lists += (stream * total + tl.load(p_ids + row)) * width
+        p_listed += (stream * chosen + row) * width
+        for first in range(0, width, K):
+            o_k = first + tl.arange(0, K)
+            b_block = tl.load(p_lists + o_k, mask=o_k < width, other=blocks)
+            b_one = tl.load(p_listed + o_k, mask=o_k < width, other=0.0)
+            b_grad += tl.sum(tl.where(b_block[:, None] == o_t[None, :], b_one[:, None], 0.0), 0)
+    else:
+        b_grad = tl.load(p_every + (stream * (rows - chosen) + row - chosen) * blocks + o_t, mask=b_real, other=0.0)
+    free = tl.exp(tl.load(p_log + stream % heads).to(tl.float32))
+    inverse = 1.0 / tl.maximum(free, coldest)
+    # What is not listed has gathered in one column more.
+    b_grad = tl.where(b_real, b_grad, 0.0)
+    b_score = tl.load(p_scores + line * blocks + o_t, mask=b_real, other=0.0)
+    tl.store(p_sums + line, -tl.sum(b_grad * b_score, 0) * free * inverse)
+    b_grad *= inverse
+    tl.store(p_sums + tl.num_programs(1).to(tl.int64) * rows + line, tl.sum(b_grad, 0))
+    tl.store(p_spread + line * blocks + o_t, b_grad, mask=b_real)
+
+
+@triton.jit(do_not_specialize=["rows", "total", "blocks"])
+def match_bwd_kernel(
+    p_pairs, p_spread, p_ids, p_left_there, p_right_there, rows, total, blocks, root,
+    A: tl.constexpr, BT: tl.constexpr, U: tl.constexpr, LEFT: tl.constexpr, HOLES: tl.constexpr,
+):  # fmt: skip
+    """Matches of one row's A sub-blocks with the U of each of BT blocks: their gradients take their place.
+
+    A block's goes to the best of its matches, or to all that are equally good alike; where nothing is there, nowhere.
+    """
+    stream = tl.program_id(1).to(tl.int64)
+    line = stream * rows + tl.program_id(0)
+    o_t = tl.program_id(2) * BT + tl.arange(0, BT)
+    o_a = tl.arange(0, A)[:, None, None]
+    o_right = o_t[None, :, None] * U + tl.arange(0, U)[None, None, :]
+    b_grad = tl.load(p_spread + line * blocks + o_t, mask=o_t < blocks, other=0.0) * root
+    # Most rows list few blocks; of the others no match is read.
+    b_there = (b_grad != 0.0)[None, :, None]
+    if HOLES:
+        b_there = b_there & (tl.load(p_right_there + stream * blocks * U + o_right, mask=b_there, other=0) != 0)
+    if LEFT:
+        p_left_there += (stream * total + tl.load(p_ids + tl.program_id(0))) * A
+        b_there = b_there & (tl.load(p_left_there + o_a) != 0)
+    p_own = p_pairs + line * A * blocks * U + o_a * (blocks * U) + o_right
+    b_pair = tl.load(p_own, mask=b_there, other=NO_KEY)
+    # Where one is not a number, none is best.
+    b_best = tl.max(tl.max(tl.where(b_pair == b_pair, b_pair, float("inf")), 2), 0)
+    b_best = tl.where(b_best == NO_KEY, float("inf"), b_best)
+    b_tied = b_pair == b_best[None, :, None]
+    b_share = b_grad / tl.maximum(tl.sum(tl.sum(b_tied.to(tl.int32), 2), 0), 1)
+    tl.store(p_own, tl.where(b_tied, b_share[None, :, None], 0.0), mask=(o_t < blocks)[None, :, None])
+
+
+def spread_out(
+    grads: tuple[Tensor, ...], lists: Tensor, ids: Tensor, scores: Tensor, factors: Factors
+) -> tuple[Tensor, Tensor]:
+    """Gradients (b h, r, t) of scores (b, h, r, t) but for temperature, and of temperature and bias, (2, b h).
+
+    Given are those of scores over temperature of listed blocks (b, h, c, k), for the first c rows, and of all blocks
+    (b, h, r - c, t) for the others; the rows are `ids` of those of the lists int32 (b, h, all rows, k).
+    """
+    batch, heads, many, t = scores.shape
+    spread = torch.empty((batch * heads, many, t), dtype=torch.float32, device=scores.device)
+    sums = torch.empty((2, batch * heads, many), dtype=torch.float32, device=scores.device)
+    listed, every = (x.contiguous() for x in grads)
+    launch(spread_kernel, (many, batch * heads),
+        listed, every, lists.contiguous(), ids, scores, factors.log_temperature, spread, sums, many, listed.shape[2],
+        lists.shape[2], t, lists.shape[3], heads, float(factors.coldest),
+        T=held(t), K=min(held(lists.shape[3]), max(TILE // held(t), 1)), num_warps=4, **OPTIONS,
+    )  # fmt: skip
+    return spread, sums.sum(2)
+
+
+def match_gradient_(pairs: Tensor, spread: Tensor, ids: Tensor, factors: Factors) -> Tensor:
+    """What gradients (b h, r, t) of scores give the matches (b h, r a, t u) of sub-blocks, in their place."""
+    (streams, many, t), own_units, (units, rank) = spread.shape, factors.own.shape[3], factors.right.shape[3:]
+    blocks = min(max(TILE // (own_units * units), 1), held(t))
+    there = [ids if x is None else x.contiguous().view(torch.uint8) for x in (factors.left_there, factors.right_there)]
+    launch(match_bwd_kernel, (many, streams, -(-t // blocks)),
+        pairs, spread, ids, *there, many, factors.own.shape[2], t, rank**-0.5,
+        A=own_units, BT=blocks, U=units, LEFT=factors.left_there is not None, HOLES=factors.right_there is not None,
+        num_warps=min(max(own_units * units // 1024, 4), 16), **OPTIONS,
+    )  # fmt: skip
+    return pairs
+
+
 def taught(
     query: Tensor,
     key: Tensor,
@@ -191,7 +293,7 @@ def taught(
     launch(lesson_kernel, (many, batch * heads),
         logs, scores.contiguous(), lists, visible.view(torch.uint8), rows, lse, grad_output, padding, grad, found, n, t,
         many, -(-n // wide), width, heads, weight / (batch * heads * many), *grad_output.stride()[:3],
-        BM=min(wide, max(4096 // length, 1)), L=length, E=e, EP=held(e), SALIENCY=saliency,
+        BM=min(wide, max(TILE // length, 1)), L=length, E=e, EP=held(e), SALIENCY=saliency,
         num_warps=min(max(length // 1024, 4), 16), **told,
     )  # fmt: skip
     return grad, found.sum(1)

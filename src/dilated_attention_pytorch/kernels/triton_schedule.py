@@ -18,18 +18,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from ..plan.plan import (
-    FULL_BASE,
-    FULL_BEGIN,
-    FULL_END,
-    PARTIAL_BASE,
-    PARTIAL_BEGIN,
-    PARTIAL_END,
-    Axis,
-    Part,
-    Plan,
-    Walk,
-)
+from ..plan.plan import PARTIAL_BEGIN, PARTIAL_END, Axis, Part, Plan, Walk
 
 SHORTEST_PIECE = 16 * 128 * 128
 """Element pairs below which a piece of a row costs more to join than it saves."""
@@ -225,8 +214,9 @@ def split_rows(
     classes = len(rows) // tiles
     row = order[torch.argsort(order // tiles, stable=True)]
     table = rows[row].long()
-    full = table[:, FULL_END] - table[:, FULL_BEGIN]
-    total = full + table[:, PARTIAL_END] - table[:, PARTIAL_BEGIN]
+    full_begin, full_end, full_base, part_begin, part_end, part_base = table.unbind(1)
+    full = full_end - full_begin
+    total = full + part_end - part_begin
     pieces = torch.ones_like(total) if limit is None else (-(-total // limit)).clamp_min(1)
     pieces = torch.where(total > whole, pieces, 1)
 
@@ -241,15 +231,12 @@ def split_rows(
     class_first = split_before[torch.arange(classes, device=device) * tiles]
     first_slot = split_before - class_first[kind]
     slot = torch.where(pieces[at] > 1, first_slot[at] + piece, -1)
-    table = table[at]
     columns = [
         (row % tiles)[at],
-        table[:, FULL_BEGIN] + torch.minimum(begin, full[at]),
-        table[:, FULL_BEGIN] + torch.minimum(end, full[at]),
-        table[:, FULL_BASE],
-        table[:, PARTIAL_BEGIN] + (begin - full[at]).clamp_min(0),
-        table[:, PARTIAL_BEGIN] + (end - full[at]).clamp_min(0),
-        table[:, PARTIAL_BASE],
+        *(full_begin[at] + torch.minimum(edge, full[at]) for edge in (begin, end)),
+        full_base[at],
+        *(part_begin[at] + (edge - full[at]).clamp_min(0) for edge in (begin, end)),
+        part_base[at],
         slot,
     ]
     work, items = _by_class(torch.stack(columns, dim=1), kind[at], classes)

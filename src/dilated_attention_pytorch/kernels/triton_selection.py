@@ -246,15 +246,15 @@ def hidden_bwd_kernel(
 
 
 def hidden_gradient(held_still: Tensor, streamed: Tensor, grad: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients (b, h, i, m) of what is held in scores w . relu(held + streamed), and of w what each row gives.
+    """Gradients (b h, i, m) of what is held in scores w . relu(held + streamed), and of w what each row gives.
 
-    For held (b, h, i, m) and streamed (b, h, j, m), each without gaps, grad (b, h, i, j) and weight (h, m).
+    For held (b, h, i, m) and streamed (b, h, j, m), each without gaps, grad (b h, i, j) and weight (h, m).
     """
-    batch, heads, many, hidden = held_still.shape
-    found, by_row = torch.empty((2, batch, heads, many, hidden), dtype=torch.float32, device=grad.device).unbind()
-    launch(hidden_bwd_kernel, (many, batch * heads),
-        held_still, streamed, grad, weight, found, by_row, many, streamed.shape[2], heads, weight.stride(0),
-        *held_still.stride()[2:], *streamed.stride()[2:], *grad.stride()[2:],
+    many, hidden = held_still.shape[2:]
+    found, by_row = torch.empty((2, len(grad), many, hidden), dtype=torch.float32, device=grad.device).unbind()
+    launch(hidden_bwd_kernel, (many, len(grad)),
+        held_still, streamed, grad, weight, found, by_row, many, streamed.shape[2], len(weight), weight.stride(0),
+        *held_still.stride()[2:], *streamed.stride()[2:], *grad.stride()[1:],
         M=hidden, MP=held(hidden), BN=max(4096 // held(hidden), 1), num_warps=4, **OPTIONS,
     )  # fmt: skip
     return found, by_row

@@ -20,7 +20,7 @@ from .quick_launch import launch
 from .registry import AttentionCall, Forward, Gradients
 from .triton_backward import dkv_tile, dq_tile
 from .triton_forward import forward_tile
-from .triton_launch import LOG2E, OPTIONS, ROWS, Tiles, _dropout, _precision, config, delta_of, held
+from .triton_launch import LOG2E, OPTIONS, ROWS, _dropout, config, constants_of, delta_of, held
 from .triton_primitives import LN2, NO_KEY, averaged, dropout_rows, empty_softmax, load_rows, reference_of, store_rows
 
 __all__ = ["backward", "delta_of", "forward"]
@@ -252,7 +252,7 @@ def forward(call: AttentionCall, chosen: Chosen, near: Forward, heads: slice) ->
         query, key, value, part, part_lse, chosen.source, chosen.tile, *_read(call, chosen), magnitude * LOG2E,
         *_dropout(call), rows, chosen.tile.shape[1], *_sizes(call, heads), own // key.shape[1], *query.stride()[:3],
         *key.stride()[:3], *value.stride()[:3],
-        SIGN=sign, RAGGED=n % block > 0, **_constants(call, tiles),
+        SIGN=sign, RAGGED=n % block > 0, **constants_of(call, tiles),
     )  # fmt: skip
     output, lse = near.output[:, heads], near.lse[:, heads]
     launch(join_tokens_kernel, (-(-n // ROWS), own, batch),
@@ -285,7 +285,7 @@ def backward(
     launch(chosen_dq_bwd_kernel, (rows // tiles.dq.m, own),
         query, key, value, grad, lse, delta, part, chosen.source, chosen.tile, *_read(call, chosen), *scales, rows,
         chosen.tile.shape[1], *_sizes(call, heads), group, *strides,
-        RAGGED=n % block > 0, **_constants(call, tiles.dq),
+        RAGGED=n % block > 0, **constants_of(call, tiles.dq),
     )  # fmt: skip
     grad_query = near.query[:, heads]
     launch(add_tokens_kernel, (-(-n // ROWS), own, batch),
@@ -300,7 +300,7 @@ def backward(
     launch(chosen_dkv_bwd_kernel, (order.shape[1] * (block // tiles.dkv.n), key.shape[1]),
         query, key, value, grad, lse, delta, grad_key, grad_value, chosen.source, chosen.first, order,
         *_read(call, chosen), *scales, rows, *_sizes(call, heads), *strides, *grad_key.stride()[:3],
-        *grad_value.stride()[:3], GROUP=group, **_constants(call, tiles.dkv),
+        *grad_value.stride()[:3], GROUP=group, **constants_of(call, tiles.dkv),
     )  # fmt: skip
 
 
@@ -327,21 +327,3 @@ def _read(call: AttentionCall, chosen: Chosen) -> tuple[Tensor, Tensor, Tensor]:
 def _sizes(call: AttentionCall, heads: slice) -> tuple[int, ...]:
     batch, all_heads, n, _ = call.query.shape
     return n, -(-n // call.plan.block_size), batch, all_heads, heads.start
-
-
-def _constants(call: AttentionCall, tiles: Tiles) -> dict[str, int | bool | str]:
-    d, e = call.query.shape[3], call.value.shape[3]
-    return {
-        "BLOCK": call.plan.block_size,
-        "BM": tiles.m,
-        "BN": tiles.n,
-        "D": d,
-        "E": e,
-        "DP": held(d),
-        "EP": held(e),
-        "PADDING": call.key_padding_mask is not None,
-        "DROPOUT": call.dropout_p > 0,
-        "PRECISION": _precision(call.query.dtype),
-        "num_warps": tiles.warps,
-        "num_stages": tiles.stages,
-    } | OPTIONS

@@ -64,58 +64,58 @@ class RowScores(torch.autograd.Function):
         factors, _, _, chosen, dense, lists, block_size, per_token = ctx.told = given[-8:]
         ids, at = torch.cat([chosen, dense]), lists[:, :, chosen].long()
         scores = scoring(factors, block_size, per_token, is_causal=False)(ids)
-        ctx.save_for_backward(*given[-12:-8], scores, ids, at)
+        ctx.save_for_backward(*given[-12:-8], scores, ids)
         listed, every = scores.split([len(chosen), len(dense)], 2)
         return listed.gather(-1, at.clamp(max=scores.shape[3] - 1)), every.contiguous()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
+        from ..kernels.triton_mass import spread_out
         from ..kernels.triton_selection import hidden_gradient
 
-        mixture, _, _, _, scores, ids, at = ctx.saved_tensors
-        factors, seen, first, chosen, _, _, block_size, per_token = ctx.told
-        # What is not listed gathers in one column more.
-        spread = scores.new_zeros((*scores.shape[:3], scores.shape[3] + 1))
-        spread[:, :, : len(chosen)].scatter_(-1, at, grads[0])
-        spread[:, :, len(chosen) :, :-1] = grads[1]
-        spread = spread[..., :-1]
-        free = factors.log_temperature.to(scores.dtype).exp()
-        inverse = free.clamp(min=factors.coldest).reciprocal()
-        by_temperature = -(spread * scores).sum((0, 2, 3)) * free * inverse
-        spread = spread * inverse[:, None, None]
+        mixture, _, _, _, scores, ids = ctx.saved_tensors
+        factors, seen, first, _, _, lists, block_size, per_token = ctx.told
+        spread, sums = spread_out(grads, lists, ids, scores, factors)
+        by_temperature, by_bias = sums.unbind()
         own = ids // block_size if per_token else ids
         rows = factors.rows[:, :, own]
         by_row, by_last = hidden_gradient(rows, factors.columns, spread, factors.weight)
         by_block, _ = hidden_gradient(factors.columns, rows, spread.mT, factors.weight)
-        mixed = times(seen.summary, mixture.to(scores.dtype))
-        by_first = torch.cat([times(by_row.mT, seen.means[:, :, own]), times(by_block.mT, mixed)], -1)
-        by_mixed = times(by_block, first[..., mixed.shape[3] :])
-        found = [by_first, by_row.sum(2), by_last.sum(2)[:, :, None], spread.sum((2, 3))[..., None]]
-        found += [times(seen.summary.mT, by_mixed), *_match_gradients(factors, seen, ids, spread, per_token)]
-        for number, each in enumerate(found):
-            # Over samples, and over heads that share a parameter.
-            total = each[0] if each.shape[0] == 1 else each.sum(0)
-            found[number] = total if total.shape[0] == first.shape[0] else total.sum(0, keepdim=True)
+        means, summary = seen.means[:, :, own].flatten(0, 1), seen.summary.flatten(0, 1)
+        mixed = torch.bmm(summary, _for_all(mixture.to(scores.dtype), spread))
+        by_first = torch.cat([torch.bmm(by_row.mT, means), torch.bmm(by_block.mT, mixed)], -1)
+        by_mixed = torch.bmm(by_block, _for_all(first[..., mixed.shape[2] :], spread))
+        found = [by_first, by_row.sum(1), by_last.sum(1, keepdim=True), by_bias[:, None]]
+        found += [torch.bmm(summary.mT, by_mixed), *_match_gradients(factors, seen, ids, spread, per_token)]
+        found = [_of_each(by_stream, len(first)) for by_stream in found]
         layers = [one for total in found[:4] for one in total.unbind()]
-        return *layers, *found[4:], by_temperature, *(None,) * 8
+        return *layers, *found[4:], _of_each(by_temperature, scores.shape[1]), *(None,) * 8
+
+
+def _for_all(parameter: Tensor, streams: Tensor) -> Tensor:
+    """A parameter (h or 1, ...) for each of b h."""
+    alike = len(streams) // len(parameter)
+    return parameter if alike == 1 else parameter.repeat(alike, 1, 1)
+
+
+def _of_each(by_stream: Tensor, many: int) -> Tensor:
+    """What b h give, summed over samples, and over heads that share a parameter."""
+    return by_stream if len(by_stream) == many else by_stream.unflatten(0, (-1, many)).sum(0)
 
 
 def _match_gradients(
     factors: Factors, seen: Seen, ids: Tensor, spread: Tensor, per_token: bool
 ) -> tuple[Tensor, Tensor]:
-    """Gradients (b, h, d, p) of both projections of the match."""
-    mine = factors.own[:, :, ids].flatten(2, 3).to(spread.dtype)
+    """Gradients (b h, d, p) of both projections of the match."""
+    from ..kernels.triton_mass import match_gradient_
+
+    def by_stream(x: Tensor) -> Tensor:
+        return x.reshape(len(spread), -1, x.shape[-1])
+
+    mine = by_stream(factors.own[:, :, ids]).to(spread.dtype)
     mine = mine.nan_to_num(0.0, 0.0, 0.0) if per_token else mine
-    left, right = times(mine, factors.project.to(spread.dtype)), factors.right.flatten(2, 3)
-    pairs = times(left, right.mT).view(*spread.shape[:3], factors.own.shape[3], spread.shape[3], -1)
-    if factors.right_there is not None:
-        pairs = pairs.masked_fill(~factors.right_there[:, :, None, None], -torch.inf)
-    if factors.left_there is not None:
-        pairs = pairs.masked_fill(~factors.left_there[:, :, ids][..., None, None], -torch.inf)
-    # The best of them, or all that are equally good alike; where nothing is there, nothing is good.
-    best = pairs.amax((3, 5), keepdim=True)
-    ties = pairs == (best if factors.right_there is None else torch.where(best > -torch.inf, best, torch.nan))
-    share = (spread * right.shape[3] ** -0.5)[:, :, :, None, :, None] / ties.sum((3, 5), keepdim=True)
-    share = torch.where(ties, share, 0.0).view(*spread.shape[:2], left.shape[2], right.shape[2])
-    return times(mine.mT, times(share, right)), times(seen.units.flatten(2, 3).mT, times(share.mT, left))
+    right, units = by_stream(factors.right), by_stream(seen.units)
+    left = torch.bmm(mine, _for_all(factors.project.to(spread.dtype), spread))
+    share = match_gradient_(torch.bmm(left, right.mT), spread, ids, factors)
+    return torch.bmm(mine.mT, torch.bmm(share, right)), torch.bmm(units.mT, torch.bmm(share.mT, left))
