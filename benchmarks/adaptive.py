@@ -8,17 +8,12 @@ Tasks:
     lookup    the task of examples/adaptive_retrieval.py: 4 of 16 blocks are kept.
     coverage  blocks kept at a coverage of 0.9 on concentrated and on diffuse attention.
     crossover a forward pass with chosen blocks and with all, by length, for `AdaptiveConfig.dense_below`.
-    speed     against torch's dense attention. On a CPU a forward pass, in turns. On a GPU forward and backward with the
-              scorer learning, after a check in float64, beside cuDNN, flash, and with the same selection FlexAttention
-              and FlashAttention-4:
-
-    python benchmarks/adaptive.py --tasks speed --device cuda --out benchmarks/results/adaptive_h200.jsonl
+    speed     a forward pass against torch's dense attention, in turns. On a GPU: adaptive_gpu.py.
 """
 
 from __future__ import annotations
 
 import argparse
-import faulthandler
 import importlib.util
 import json
 import time
@@ -29,15 +24,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.attention import sdpa_kernel
 
-from dilated_attention_pytorch.kernels import flash4, flex
-from dilated_attention_pytorch.kernels.block_tables import Band, Lists, lists_of
 from dilated_attention_pytorch.nn import AdaptiveConfig, BlockSparseAdaptive, SparseAttention
 from dilated_attention_pytorch.ops.selected import selected_attention
 from dilated_attention_pytorch.ops.selection import Selection
 from dilated_attention_pytorch.tools.measure import clock, facts
-from dilated_attention_pytorch.tools.peers import NOT_INSTALLED, SDPA
 from dilated_attention_pytorch.tools.results import append
 
 BLOCKS, SIZE, WIDTH = 32, 32, 32
@@ -176,223 +167,21 @@ def speed(n: int, sparsity: float, is_causal: bool, repeats: int = 2) -> dict[st
     return {"n": n, "sparsity": sparsity, "causal": is_causal, **best}
 
 
-def crossover(lengths: Iterable[int], sparsity: float, is_causal: bool, device: str) -> Iterator[dict[str, Any]]:
-    """Seconds of a forward pass with chosen blocks and with all; on a CPU processor seconds, as in `speed`."""
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+def crossover(lengths: Iterable[int], sparsity: float, is_causal: bool) -> Iterator[dict[str, Any]]:
+    """Processor seconds, as in `speed`, of a forward pass with chosen blocks and with all."""
     for n in lengths:
-        x = torch.randn(3, 1, n, 8, 64, device=device, dtype=dtype).unbind()
+        x = torch.randn(3, 1, n, 8, 64).unbind()
         took = {}
         for name, least in (("chosen", None), ("dense", n + 1)):
             config = AdaptiveConfig(base_sparsity=sparsity, dense_below=least)
-            layer = BlockSparseAdaptive([n], [1], 8, 64, config).to(device).eval()
+            layer = BlockSparseAdaptive([n], [1], 8, 64, config).eval()
+            took[name] = float("inf")
             with torch.no_grad():
-                if device == "cuda":
-                    took[name] = timed(lambda layer=layer, x=x: layer(*x, is_causal), device)
-                    continue
-                took[name] = float("inf")
                 for _ in range(4):
                     busy = time.process_time()
                     layer(*x, is_causal)
                     took[name] = min(took[name], time.process_time() - busy)
         yield {"n": n, "sparsity": sparsity, "causal": is_causal, **took}
-
-
-LIMIT = 235
-"""Seconds after which a GPU run ends itself, whatever hangs."""
-LAST_START = 180
-"""Seconds after which it begins nothing more."""
-GPU_LENGTHS = (32768, 131072, 2**20, 16384, 8192, 4096)
-"""What must be fast first, then down to where dense attention wins."""
-FORWARD_ONLY = 2**19
-"""Tokens from which a pass is timed without its backward, at 99 % sparsity."""
-GATE = 2e-2
-"""Largest error of a checked row or column in bfloat16, over the norm of the exact one."""
-
-
-def gpu_lines(lengths: Iterable[int], sparsity: float, device: str = "cuda") -> Iterator[dict[str, Any]]:
-    """A line of results for each length, without and with a causal mask, until the time is up."""
-    begun = time.monotonic()
-    for n in lengths:
-        for is_causal in (False, True):
-            if is_causal and n >= FORWARD_ONLY:
-                continue
-            line: dict[str, Any] = {"n": n, "sparsity": 0.99 if n >= FORWARD_ONLY else sparsity, "causal": is_causal}
-            if time.monotonic() - begun > LAST_START:
-                yield line | {"skipped": f"began nothing after {LAST_START} s"}
-                continue
-            try:
-                yield line | measured(n, line["sparsity"], is_causal, device)
-            except torch.OutOfMemoryError as problem:
-                yield line | {"skipped": str(problem).split(".")[0]}
-            if device == "cuda":
-                torch.cuda.empty_cache()
-
-
-def measured(n: int, sparsity: float, is_causal: bool, device: str) -> dict[str, Any]:
-    """Seconds of every way to compute one layer's attention, and how ours compares; nothing where the check fails."""
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    torch.manual_seed(0)
-    layer = BlockSparseAdaptive([n], [1], 8, 64, AdaptiveConfig(base_sparsity=sparsity)).to(device)
-    x = [t.requires_grad_() for t in torch.randn(3, 1, n, 8, 64, device=device, dtype=dtype).unbind()]
-    q, k, v = (t.transpose(1, 2) for t in x)
-    with torch.no_grad():
-        selection = layer.eval()._choose(q, k, is_causal, None)[1]
-    errors = checked(q, k, v, selection)
-    line: dict[str, Any] = {"rows": "token" if selection.per_token else "block", "errors": errors}
-    line["density"] = float(selection.density())
-    if not max(errors.values()) <= GATE:
-        return line | {"skipped": "the check failed"}
-    grad, leaves = torch.randn_like(q), [*x, *layer.parameters()]
-    runs = {"learned": lambda: layer(*x, is_causal).transpose(1, 2)} | dense_runs(q, k, v, is_causal)
-    same, reasons = same_selection_runs(q, k, v, selection)
-    with torch.no_grad():
-        line["choosing_seconds"] = timed(lambda: layer._choose(q, k, is_causal, None), device)
-        ours = selected_attention(q, k, v, selection).output
-        for name, run in tuple(same.items()):
-            try:
-                errors[name] = float((run() - ours).double().norm() / ours.double().norm())
-            except Exception as problem:
-                reasons[name] = told(problem)
-            if not errors.get(name, 1.0) <= GATE:
-                reasons.setdefault(name, "gives something else")
-                del same[name]
-    for name, run in (runs | same).items():
-        try:
-            with torch.no_grad():
-                layer.eval()
-                line[f"{name}_seconds"] = timed(run, device)
-            layer.train()
-            if n < FORWARD_ONLY:
-                line[f"{name}_with_backward_seconds"] = timed(lambda run=run: step(run, leaves, grad), device)
-        except Exception as problem:
-            if name == "learned":
-                raise
-            reasons[name] = told(problem)
-    for kind in ("seconds", "with_backward_seconds"):
-        known = [line[f"{name}_{kind}"] for name in ("sdpa-cudnn", "sdpa-flash", "sdpa") if f"{name}_{kind}" in line]
-        if known and f"learned_{kind}" in line:
-            faster = min(known) / line[f"learned_{kind}"]
-            whole = kind.removesuffix("seconds")
-            line |= {f"{whole}speedup": faster, f"{whole}efficiency": faster * line["density"]}
-        if f"learned_{kind}" in line:
-            line[f"choosing_share_of_{kind}"] = line["choosing_seconds"] / line[f"learned_{kind}"]
-    return line | {"not_run": reasons}
-
-
-def told(problem: Exception) -> str:
-    """Why a peer did not run, in a line."""
-    return f"{type(problem).__name__}: {problem}".splitlines()[0][:200]
-
-
-def step(run: Callable[[], Tensor], leaves: Iterable[Tensor], grad: Tensor) -> None:
-    """A forward and backward pass; a scorer, where there is one, learns in it."""
-    for tensor in leaves:
-        tensor.grad = None
-    run().backward(grad)
-
-
-def dense_runs(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> dict[str, Callable[[], Tensor]]:
-    """Torch's dense attention by each of its fast backends."""
-    if not q.is_cuda:
-        return {"sdpa": lambda: F.scaled_dot_product_attention(q, k, v, is_causal=is_causal)}
-
-    def by(backend: Any) -> Callable[[], Tensor]:
-        def run() -> Tensor:
-            with sdpa_kernel(backend):
-                return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
-
-        return run
-
-    return {name: by(backend) for name, backend in SDPA.items()}
-
-
-def same_selection_runs(
-    q: Tensor, k: Tensor, v: Tensor, selection: Selection
-) -> tuple[dict[str, Callable[[], Tensor]], dict[str, str]]:
-    """Others on the blocks we chose, their lists made beforehand, and why one is missing."""
-    names = ("flex", "fa4")
-    if selection.per_token or not q.is_cuda or selection.n >= FORWARD_ONLY:
-        where = "tokens choose for themselves" if selection.per_token else "the CPU, or too long a mask"
-        return {}, dict.fromkeys(names, f"not for this line: {where}")
-    table = selection.allowed()[0]
-    own = torch.eye(selection.blocks, dtype=torch.bool, device=q.device) & selection.is_causal
-    mask = flex.mask_of(table & own, table & ~own, selection.block_size, selection.n, _past)
-    # Each shape is a kernel of its own; past this limit torch would run the whole score matrix eagerly.
-    torch._dynamo.config.recompile_limit = flex.SHAPES
-    # A backward that gives its buffers away could not be repeated.
-    torch._functorch.config.donated_buffer = False
-    runs: dict[str, Callable[[], Tensor]] = {"flex": lambda: flex.compiled()(q, k, v, block_mask=mask)}
-    if not flash4.installed():
-        return runs, {"fa4": NOT_INSTALLED}
-    from flash_attn.cute import flash_attn_func  # pyrefly: ignore[missing-import]
-
-    by_query, by_key = (
-        flash4.sparse_tensors(*(Lists(*(part[None] for part in lists_of(one))) for one in side))
-        for side in ((table & own, table & ~own), ((table & own).mT, (table & ~own).mT))
-    )
-    options = {"block_sparse_tensors": by_query, "block_sparse_tensors_bwd": by_key}
-    options |= flash4.band_rule(Band(-selection.n, 0 if selection.is_causal else selection.n), selection.n)
-    tokens_first = [t.transpose(1, 2) for t in (q, k, v)]
-
-    def run() -> Tensor:
-        found = flash_attn_func(*tokens_first, **options)
-        return (found[0] if isinstance(found, tuple) else found).transpose(1, 2)
-
-    return runs | {"fa4": run}, {}
-
-
-def _past(batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    return q >= k
-
-
-def timed(run: Callable[[], Any], device: str) -> float:
-    """Seconds of one call: the best of three streams, after one that compiles; of a long call, one more."""
-    clock(run, device)
-    first = clock(run, device)
-    calls = min(20, max(1, int(0.1 / first)))
-    return first if first > 0.5 else min(clock(run, device, calls) for _ in range(3))
-
-
-def checked(q: Tensor, k: Tensor, v: Tensor, selection: Selection, head: int = 3) -> dict[str, float]:
-    """Errors of some rows of output and dQ and some columns of dK and dV against float64, over their norms."""
-    grad = torch.randn_like(q)
-    output, lse = selected_attention(q, k, v, selection)
-    found = torch.autograd.grad(output, (q, k, v), grad)
-    n, size, scale = selection.n, selection.block_size, q.shape[-1] ** -0.5
-    # Not the first tokens: what sees one key has no dQ.
-    token = torch.linspace(n // 8, n - 1, 7, device=q.device).long()
-    queries, keys, values, outputs, grads, logs = (t[0, head].detach() for t in (q, k, v, output, grad, lse))
-    listed, shared = selection.indices[0, head], selection.shared()
-    worst = dict.fromkeys(("output", "query", "key", "value"), 0.0)
-
-    def note(name: str, got: Tensor, wanted: Tensor) -> None:
-        off = (got.double() - wanted).norm() / wanted.norm().clamp(min=1e-6)
-        worst[name] = max(worst[name], float(off))
-
-    for t in token.tolist():
-        own = t // size
-        row = listed[t if selection.per_token else own]
-        blocks = shared[own].clone()
-        blocks[row[row < selection.blocks].long()] = True
-        seen = blocks.repeat_interleave(size)[:n]
-        seen = seen & (torch.arange(n, device=q.device) <= t) if selection.is_causal else seen
-        some_keys, some_values = keys[seen].double(), values[seen].double()
-        weights = (scale * (some_keys @ queries[t].double())).softmax(0)
-        exact = weights @ some_values
-        note("output", outputs[t], exact)
-        slope = weights * (some_values @ grads[t].double() - exact @ grads[t].double())
-        note("query", found[0][0, head, t], scale * (slope @ some_keys))
-        # The other way round: who sees the key t, and with what weight.
-        met = shared[:, own] if not selection.per_token else shared[:, own].repeat_interleave(size)[:n]
-        met = met | (listed == own).any(-1)
-        met = met if selection.per_token else met.repeat_interleave(size)[:n]
-        met = met & (torch.arange(n, device=q.device) >= t) if selection.is_causal else met
-        some, some_grads = queries[met].double(), grads[met].double()
-        weights = (scale * (some @ keys[t].double()) - logs[met].double()).exp()
-        note("value", found[2][0, head, t], weights @ some_grads)
-        slope = weights * (some_grads @ values[t].double() - (some_grads * outputs[met].double()).sum(-1))
-        note("key", found[1][0, head, t], scale * (slope @ some))
-    return worst
 
 
 COLORS = ("#2a6fbb", "#c8452d", "#3a8f4d", "#8a5ab5", "#8c7a2b")
@@ -444,15 +233,14 @@ def main() -> None:
     parser.add_argument("--lookup-steps", type=int, default=300)
     parser.add_argument("--lengths", type=int, nargs="+", help="of the speed and crossover tasks")
     parser.add_argument("--sparsity", type=float, default=0.9)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of the speed and crossover tasks")
     parser.add_argument("--draw", type=Path, metavar="FOLDER", help="draw the curves of --out there, and run nothing")
     asked = parser.parse_args()
     if asked.draw is not None:
         draw(asked.out, asked.draw)
         return
 
-    def tell(device: str = "cpu", **found: Any) -> None:
-        line = found | facts(device)
+    def tell(**found: Any) -> None:
+        line = found | facts("cpu")
         print(json.dumps(line), flush=True)
         append(asked.out, line)
 
@@ -475,22 +263,16 @@ def main() -> None:
             tell(task="coverage", input=name, kept=kept[name], of=BLOCKS, captured=held[name])
     if "crossover" in asked.tasks:
         for is_causal in (False, True):
-            found = list(crossover(asked.lengths or CROSSOVER, asked.sparsity, is_causal, asked.device))
+            found = list(crossover(asked.lengths or CROSSOVER, asked.sparsity, is_causal))
             for line in found:
-                tell(asked.device, task="crossover", **line)
+                tell(task="crossover", **line)
             # From the end: a single lucky short run is no rule.
             slower = [line["n"] for line in found if line["chosen"] > line["dense"]]
             print(f"causal {is_causal}: dense_below should lie above {max(slower, default=0)}", flush=True)
     if "speed" in asked.tasks:
-        if asked.device == "cuda":
-            faulthandler.dump_traceback_later(LIMIT, exit=True)
-            for line in gpu_lines(asked.lengths or GPU_LENGTHS, asked.sparsity):
-                tell("cuda", task="speed", **line)
-            faulthandler.cancel_dump_traceback_later()
-        else:
-            for n in asked.lengths or [32768]:
-                for is_causal in (False, True):
-                    tell(task="speed", **speed(n, asked.sparsity, is_causal))
+        for n in asked.lengths or [32768]:
+            for is_causal in (False, True):
+                tell(task="speed", **speed(n, asked.sparsity, is_causal))
 
 
 if __name__ == "__main__":

@@ -169,3 +169,38 @@ def test_a_training_step_never_waits_for_the_device(is_causal, layer_and_input):
         finally:
             torch.cuda.set_sync_debug_mode("default")
     assert all(p.grad is not None and p.grad.isfinite().all() for p in layer.parameters())
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_a_training_step_replays_in_a_cuda_graph(is_causal, layer_and_input):
+    layer, x = layer_and_input(is_causal)
+    leaves = x, *layer.parameters()
+
+    def step():
+        for tensor in leaves:
+            tensor.grad = None
+        output = layer(*x.unbind(), is_causal)
+        output.backward(torch.ones_like(output))
+        return output
+
+    aside = torch.cuda.Stream()
+    aside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(aside):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(aside)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = step()
+    captured = output, *(tensor.grad for tensor in leaves)
+    found = []
+    # Other seeds, and so other choices, than while it was captured.
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        graph.replay()
+        found.append([tensor.detach().clone() for tensor in captured])
+        torch.manual_seed(seed)
+        wanted = step().detach(), *(tensor.grad for tensor in leaves)
+        for got, want in zip(found[-1], wanted, strict=True):
+            assert error(got, want) <= 1e-5
+    assert not torch.equal(found[0][0], found[1][0])

@@ -44,7 +44,21 @@ def assemble(compiled, folder):
     return subprocess.run(command, capture_output=True, text=True, check=True).stderr
 
 
+def told_too_early(listing):
+    """Signals by one thread with accesses to shared memory before them that nothing holds the other threads to."""
+    found, loose = [], False
+    for line in listing.splitlines():
+        if re.search(r"bar\.sync|bar\.warp\.sync|barrier\.sync", line):
+            loose = False
+        elif re.search(r"(ld|st)\.shared|(ld|st)matrix", line):
+            loose = True
+        elif "mbarrier.arrive" in line and loose:
+            found.append(line)
+    return found
+
+
 def assert_fits(compiled, folder, spilled):
+    assert not told_too_early(compiled.asm["ptx"])
     log = assemble(compiled, folder)
     # What is read back once a row costs nothing.
     assert int(re.search(r"(\d+) bytes spill loads", log).group(1)) <= spilled, log

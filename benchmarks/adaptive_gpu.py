@@ -1,0 +1,272 @@
+"""Learned attention on a GPU beside dense: forward and backward with the scorer learning, after a check in float64.
+
+    python benchmarks/adaptive_gpu.py --out benchmarks/results/adaptive_h200.jsonl
+
+A line of JSON a length, without and with a causal mask: seconds of choosing, of a forward pass and of a training step,
+choosing included; the same of torch's dense attention by cuDNN and flash, and with the same selection of FlexAttention
+and FlashAttention-4. Calls follow one another in a stream, as in training, and so the host may be what takes the time;
+`in_a_graph` are the same captured in a CUDA graph, which the host only starts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import json
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.attention import sdpa_kernel
+
+from dilated_attention_pytorch.kernels import flash4, flex
+from dilated_attention_pytorch.kernels.block_tables import Band, Lists, lists_of
+from dilated_attention_pytorch.nn import AdaptiveConfig, BlockSparseAdaptive
+from dilated_attention_pytorch.ops.selected import selected_attention
+from dilated_attention_pytorch.ops.selection import Selection
+from dilated_attention_pytorch.tools.measure import clock, facts
+from dilated_attention_pytorch.tools.peers import NOT_INSTALLED, SDPA
+from dilated_attention_pytorch.tools.results import append
+
+LIMIT = 235
+"""Seconds after which a GPU run ends itself, whatever hangs."""
+LAST_START = 180
+"""Seconds after which it begins nothing more."""
+LENGTHS = (32768, 131072, 2**20, 16384, 8192, 4096, 2048)
+"""What must be fast first, then down to where dense attention wins."""
+FORWARD_ONLY = 2**19
+"""Tokens from which a pass is timed without its backward, at 99 % sparsity."""
+GATE = 2e-2
+"""Largest error of a checked row or column in bfloat16, over the norm of the exact one."""
+
+
+def lines(lengths: Iterable[int], sparsity: float, device: str = "cuda") -> Iterator[dict[str, Any]]:
+    """A line of results for each length, without and with a causal mask, until the time is up."""
+    begun = time.monotonic()
+    for n in lengths:
+        for is_causal in (False, True):
+            if is_causal and n >= FORWARD_ONLY:
+                continue
+            line: dict[str, Any] = {"n": n, "sparsity": 0.99 if n >= FORWARD_ONLY else sparsity, "causal": is_causal}
+            if time.monotonic() - begun > LAST_START:
+                yield line | {"skipped": f"began nothing after {LAST_START} s"}
+                continue
+            try:
+                yield line | measured(n, line["sparsity"], is_causal, device)
+            except torch.OutOfMemoryError as problem:
+                yield line | {"skipped": str(problem).split(".")[0]}
+            if device == "cuda":
+                torch.cuda.empty_cache()
+
+
+def measured(n: int, sparsity: float, is_causal: bool, device: str) -> dict[str, Any]:
+    """Seconds of every way to compute one layer's attention, and how ours compares; nothing where the check fails."""
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    torch.manual_seed(0)
+    layer = BlockSparseAdaptive([n], [1], 8, 64, AdaptiveConfig(base_sparsity=sparsity)).to(device)
+    x = [t.requires_grad_() for t in torch.randn(3, 1, n, 8, 64, device=device, dtype=dtype).unbind()]
+    q, k, v = (t.transpose(1, 2) for t in x)
+    with torch.no_grad():
+        selection = layer.eval()._choose(q, k, is_causal, None)[1]
+    errors = checked(q, k, v, selection)
+    line: dict[str, Any] = {"rows": "token" if selection.per_token else "block", "errors": errors}
+    line["density"] = float(selection.density())
+    if not max(errors.values()) <= GATE:
+        return line | {"skipped": "the check failed"}
+    grad, leaves = torch.randn_like(q), [*x, *layer.parameters()]
+    runs = {"learned": lambda: layer(*x, is_causal).transpose(1, 2)} | dense_runs(q, k, v, is_causal)
+    same, reasons = same_selection_runs(q, k, v, selection)
+    choose = torch.no_grad()(lambda: layer._choose(q, k, is_causal, None))
+    line["choosing_seconds"] = timed(choose, device)
+    with torch.no_grad():
+        ours = selected_attention(q, k, v, selection).output
+        for name, run in tuple(same.items()):
+            try:
+                errors[name] = float((run() - ours).double().norm() / ours.double().norm())
+            except Exception as problem:
+                reasons[name] = told(problem)
+            if not errors.get(name, 1.0) <= GATE:
+                reasons.setdefault(name, "gives something else")
+                del same[name]
+    for name, run in (runs | same).items():
+        try:
+            with torch.no_grad():
+                layer.eval()
+                line[f"{name}_seconds"] = timed(run, device)
+            layer.train()
+            if n < FORWARD_ONLY:
+                line[f"{name}_with_backward_seconds"] = timed(lambda run=run: step(run, leaves, grad), device)
+        except Exception as problem:
+            if name == "learned":
+                raise
+            reasons[name] = told(problem)
+    for kind in ("seconds", "with_backward_seconds"):
+        known = [line[f"{name}_{kind}"] for name in ("sdpa-cudnn", "sdpa-flash", "sdpa") if f"{name}_{kind}" in line]
+        if known and f"learned_{kind}" in line:
+            faster = min(known) / line[f"learned_{kind}"]
+            whole = kind.removesuffix("seconds")
+            line |= {f"{whole}speedup": faster, f"{whole}efficiency": faster * line["density"]}
+        if f"learned_{kind}" in line:
+            line[f"choosing_share_of_{kind}"] = line["choosing_seconds"] / line[f"learned_{kind}"]
+    if device == "cuda" and n < FORWARD_ONLY:
+        graphs = {"choosing": choose} | {
+            f"{name}_with_backward": lambda name=name: step(runs[name], leaves, grad)
+            for name in ("learned", "sdpa-cudnn")
+        }
+        took = {f"{name}_seconds": timed(captured(run), device) for name, run in graphs.items()}
+        ours, dense = took["learned_with_backward_seconds"], took["sdpa-cudnn_with_backward_seconds"]
+        line["in_a_graph"] = took | {"speedup": dense / ours, "choosing_share": took["choosing_seconds"] / ours}
+    return line | {"not_run": reasons}
+
+
+def captured(run: Callable[[], Any]) -> Callable[[], None]:
+    """What replays a call, captured in a CUDA graph."""
+    aside = torch.cuda.Stream()
+    aside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(aside):
+        for _ in range(3):
+            run()
+    torch.cuda.current_stream().wait_stream(aside)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph.replay
+
+
+def told(problem: Exception) -> str:
+    """Why a peer did not run, in a line."""
+    return f"{type(problem).__name__}: {problem}".splitlines()[0][:200]
+
+
+def step(run: Callable[[], Tensor], leaves: Iterable[Tensor], grad: Tensor) -> None:
+    """A forward and backward pass; a scorer, where there is one, learns in it."""
+    for tensor in leaves:
+        tensor.grad = None
+    run().backward(grad)
+
+
+def dense_runs(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> dict[str, Callable[[], Tensor]]:
+    """Torch's dense attention by each of its fast backends."""
+    if not q.is_cuda:
+        return {"sdpa": lambda: F.scaled_dot_product_attention(q, k, v, is_causal=is_causal)}
+
+    def by(backend: Any) -> Callable[[], Tensor]:
+        def run() -> Tensor:
+            with sdpa_kernel(backend):
+                return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
+
+        return run
+
+    return {name: by(backend) for name, backend in SDPA.items()}
+
+
+def same_selection_runs(
+    q: Tensor, k: Tensor, v: Tensor, selection: Selection
+) -> tuple[dict[str, Callable[[], Tensor]], dict[str, str]]:
+    """Others on the blocks we chose, their lists made beforehand, and why one is missing."""
+    names = ("flex", "fa4")
+    if selection.per_token or not q.is_cuda or selection.n >= FORWARD_ONLY:
+        where = "tokens choose for themselves" if selection.per_token else "the CPU, or too long a mask"
+        return {}, dict.fromkeys(names, f"not for this line: {where}")
+    table = selection.allowed()[0]
+    own = torch.eye(selection.blocks, dtype=torch.bool, device=q.device) & selection.is_causal
+    mask = flex.mask_of(table & own, table & ~own, selection.block_size, selection.n, _past)
+    # Each shape is a kernel of its own; past this limit torch would run the whole score matrix eagerly.
+    torch._dynamo.config.recompile_limit = flex.SHAPES
+    # A backward that gives its buffers away could not be repeated.
+    torch._functorch.config.donated_buffer = False
+    runs: dict[str, Callable[[], Tensor]] = {"flex": lambda: flex.compiled()(q, k, v, block_mask=mask)}
+    if not flash4.installed():
+        return runs, {"fa4": NOT_INSTALLED}
+    from flash_attn.cute import flash_attn_func  # pyrefly: ignore[missing-import]
+
+    by_query, by_key = (
+        flash4.sparse_tensors(*(Lists(*(part[None] for part in lists_of(one))) for one in side))
+        for side in ((table & own, table & ~own), ((table & own).mT, (table & ~own).mT))
+    )
+    options = {"block_sparse_tensors": by_query, "block_sparse_tensors_bwd": by_key}
+    options |= flash4.band_rule(Band(-selection.n, 0 if selection.is_causal else selection.n), selection.n)
+    tokens_first = [t.transpose(1, 2) for t in (q, k, v)]
+
+    def run() -> Tensor:
+        found = flash_attn_func(*tokens_first, **options)
+        return (found[0] if isinstance(found, tuple) else found).transpose(1, 2)
+
+    return runs | {"fa4": run}, {}
+
+
+def _past(batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return q >= k
+
+
+def timed(run: Callable[[], Any], device: str) -> float:
+    """Seconds of one call: the best of three streams, after one that compiles; of a long call, one more."""
+    clock(run, device)
+    first = clock(run, device)
+    calls = min(20, max(1, int(0.1 / first)))
+    return first if first > 0.5 else min(clock(run, device, calls) for _ in range(3))
+
+
+def checked(q: Tensor, k: Tensor, v: Tensor, selection: Selection, head: int = 3) -> dict[str, float]:
+    """Errors of some rows of output and dQ and some columns of dK and dV against float64, over their norms."""
+    grad = torch.randn_like(q)
+    output, lse = selected_attention(q, k, v, selection)
+    found = torch.autograd.grad(output, (q, k, v), grad)
+    n, size, scale = selection.n, selection.block_size, q.shape[-1] ** -0.5
+    # Not the first tokens: what sees one key has no dQ.
+    token = torch.linspace(n // 8, n - 1, 7, device=q.device).long()
+    queries, keys, values, outputs, grads, logs = (t[0, head].detach() for t in (q, k, v, output, grad, lse))
+    listed, shared = selection.indices[0, head], selection.shared()
+    worst = dict.fromkeys(("output", "query", "key", "value"), 0.0)
+
+    def note(name: str, got: Tensor, wanted: Tensor) -> None:
+        off = (got.double() - wanted).norm() / wanted.norm().clamp(min=1e-6)
+        worst[name] = max(worst[name], float(off))
+
+    for t in token.tolist():
+        own = t // size
+        row = listed[t if selection.per_token else own]
+        blocks = shared[own].clone()
+        blocks[row[row < selection.blocks].long()] = True
+        seen = blocks.repeat_interleave(size)[:n]
+        seen = seen & (torch.arange(n, device=q.device) <= t) if selection.is_causal else seen
+        some_keys, some_values = keys[seen].double(), values[seen].double()
+        weights = (scale * (some_keys @ queries[t].double())).softmax(0)
+        exact = weights @ some_values
+        note("output", outputs[t], exact)
+        slope = weights * (some_values @ grads[t].double() - exact @ grads[t].double())
+        note("query", found[0][0, head, t], scale * (slope @ some_keys))
+        # The other way round: who sees the key t, and with what weight.
+        met = shared[:, own] if not selection.per_token else shared[:, own].repeat_interleave(size)[:n]
+        met = met | (listed == own).any(-1)
+        met = met if selection.per_token else met.repeat_interleave(size)[:n]
+        met = met & (torch.arange(n, device=q.device) >= t) if selection.is_causal else met
+        some, some_grads = queries[met].double(), grads[met].double()
+        weights = (scale * (some @ keys[t].double()) - logs[met].double()).exp()
+        note("value", found[2][0, head, t], weights @ some_grads)
+        slope = weights * (some_grads @ values[t].double() - (some_grads * outputs[met].double()).sum(-1))
+        note("key", found[1][0, head, t], scale * (slope @ some))
+    return worst
+
+
+def main() -> None:
+    """Measure, and append a line for each length."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("adaptive.jsonl"))
+    parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)
+    parser.add_argument("--sparsity", type=float, default=0.9)
+    asked = parser.parse_args()
+    faulthandler.dump_traceback_later(LIMIT, exit=True)
+    for found in lines(asked.lengths, asked.sparsity):
+        line = {"task": "speed"} | found | facts("cuda")
+        print(json.dumps(line), flush=True)
+        append(asked.out, line)
+    faulthandler.cancel_dump_traceback_later()
+
+
+if __name__ == "__main__":
+    main()
