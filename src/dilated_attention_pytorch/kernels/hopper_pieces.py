@@ -51,10 +51,8 @@ def post(slot, a, b, c, d, e, f):
     """Write up to eight integers into a mailbox, as the last of what one warp writes before it says so."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     at = gl.arange(0, 8, layout)
-    note = gl.where(
-        at == 0, a, gl.where(at == 1, b, gl.where(at == 2, c, gl.where(at == 3, d, gl.where(at == 4, e, f))))
-    )
-    slot.store(note)
+    late = gl.where(at == 3, d, gl.where(at == 4, e, f))
+    slot.store(gl.where(at == 0, a, gl.where(at == 1, b, gl.where(at == 2, c, late))))
     # One lane tells, by a barrier in shared memory, what all have written, and is held to its own writes alone.
     # Releases after 3.6 wait here by themselves.
     gl.inline_asm_elementwise("bar.warp.sync -1; mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
