@@ -25,12 +25,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import triton
 
 from dilated_attention_pytorch.kernels import registry
 from dilated_attention_pytorch.kernels.registry import AttentionCall, backend_named
 from dilated_attention_pytorch.patterns import parse
 from dilated_attention_pytorch.plan import make_plan
+from dilated_attention_pytorch.tools.measure import facts
 
 TOOLS = ("memcheck", "racecheck")
 
@@ -138,11 +138,7 @@ def sanitize(tool: str, backend: str, seconds: float) -> dict[str, Any]:
         "races_in_front_of_kernels": apart,
         "log": None if verdict == "clean" else log[-600:],
         "seconds": round(time.monotonic() - begun, 1),
-        "device": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "git": os.environ.get("GIT_SHA"),
-    }
+    } | facts("cuda")
 
 
 def main() -> int:
