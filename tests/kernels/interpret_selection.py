@@ -129,6 +129,7 @@ class Choice(NamedTuple):
     holes: bool = False
     keep: bool = False
     tied: bool = False
+    wild: bool = False  # Scores of very different size, and endless ones.
 
     def factors(self) -> Factors:
         t = -(-self.n // 16)
@@ -162,28 +163,32 @@ class Choice(NamedTuple):
         visible = torch.rand(self.batch, self.heads, t) > (0.2 if self.holes else -1.0)
         if self.holes:
             factors.columns[..., t // 2, :] = torch.nan
+        if self.wild:
+            factors.right.mul_(10 ** (12 * torch.rand(t, 1, 1) - 4))
+            factors.columns[..., 1, :] = torch.inf
+            assert len(factors.weight.sign().unique()) == 2
         scores = dense_scores(factors, torch.arange(factors.own.shape[2]) // (16 if self.per_token else 1))
-        options = {
-            "n": self.n,
-            "block_size": 16,
-            "is_causal": self.is_causal,
-            "per_token": self.per_token,
-            "local_blocks": self.local,
-            "sink_blocks": self.sink,
-            "seed": torch.tensor([2**40 + 12345]) if self.noise else None,
-        }
+        seed = torch.tensor([2**40 + 12345]) if self.noise else None
+        near = {"local_blocks": self.local, "sink_blocks": self.sink, "seed": seed}
+        options = {"n": self.n, "block_size": 16, "is_causal": self.is_causal, "per_token": self.per_token, **near}
         budget = Budget(self.kept, self.coverage, 2, self.most)
         wanted = select(lambda begin, end: scores[:, :, begin:end], 7, visible, budget, **options)
-        assert factors.why_not(budget.room(t)) is None
         with GpuRules():
             found = select(refuse, 0, visible, budget, **options, factors=factors)
         width = wanted.indices.shape[-1]
         assert wanted.counts.float().mean() > 0.3
-        return {
+        errors = {
             "counts": float((found.counts != wanted.counts).sum()),
             "blocks": float((found.indices[..., :width] != wanted.indices).sum()),
             "past the count": float((found.indices[..., width:] != t).sum()),
         }
+        if self.wild:
+            plain = triton_selection.scoring(factors._replace(right=factors.right[..., :0]), 1, False, False)
+            told = triton_selection.ByToken(0, plain(range(t)), triton_selection.split(factors.right))
+            made = triton_selection.scoring(factors, 16, True, False, told)(range(self.n))
+            sizes = scores.abs().amax(2, keepdim=True)
+            errors["scores"] = error(*(torch.where(scores.isfinite(), x / sizes, x) for x in (made, scores)))
+        return errors
 
 
 class Spread(NamedTuple):
@@ -357,15 +362,8 @@ class Step(NamedTuple):
         triton_selection.SCORE_BYTES = 2**29
         # Of tokens, gradients of listed blocks one at a time.
         triton_mass.TILE = 16 if self.is_causal else 4096
-        config = AdaptiveConfig(
-            0.5,
-            hidden_dim=4,
-            match_rank=4,
-            distill_rows=0.5,
-            share_across_heads=self.share,
-            score_unit=4,
-            temperature=0.7,
-        )
+        widths = {"hidden_dim": 4, "match_rank": 4, "score_unit": 4}
+        config = AdaptiveConfig(0.5, distill_rows=0.5, share_across_heads=self.share, temperature=0.7, **widths)
         torch.manual_seed(0)
         layer = BlockSparseAdaptive([self.n], [1], 2, 16, config, block_size=16, backend="triton")
         # Else every match of a row that has no second block is the same, and so is its gradient.
@@ -374,9 +372,8 @@ class Step(NamedTuple):
         padding = torch.arange(self.n) >= torch.tensor([self.n, self.n // 2])[: self.batch, None]
         told = {"key_padding_mask": padding if self.padded else None}
         if self.is_causal:
-            shared = selected._shared_plan(
-                self.n, 2, 16, config.local_blocks, config.sink_blocks, True, torch.device("cpu")
-            )
+            near = config.local_blocks, config.sink_blocks
+            shared = selected._shared_plan(self.n, 2, 16, *near, True, torch.device("cpu"))
             triton_schedule.schedule(shared, 2 // self.key_heads)
         learning, learned, alone = Launched(), Launched(), Launched()
         found = []
@@ -488,6 +485,8 @@ TRIALS = {
     "matches of blocks with holes, a block at a time": Matches(False, holes=True, tile=1),
     "matches of tokens with holes": Matches(True, holes=True),
     "choice among equals": Choice(False, tied=True, n=200, heads=2, kept=0.4),
+    "choice of causal tokens among equals": Choice(True, True, tied=True, n=200, heads=2, sink=0),
+    "choice of tokens by wild scores": Choice(True, True, n=170, heads=2, hidden=1, rank=20, sink=0, wild=True),
 }
 
 

@@ -6,7 +6,7 @@ from kernels.test_triton_compile import PLAIN, SHARED_MEMORY, compile_kernel, sp
 pytest.importorskip("triton")
 
 SIZES = {"BLOCK": 128, "D": 64, "E": 64, "DP": 64, "EP": 64, "GROUP": 1, "PARTIAL": True}
-NAMED = ("p_rows", "p_columns", "p_bias", "p_keep", "p_project", "p_right", "p_rest", "p_log")
+NAMED = ("p_rows", "p_columns", "p_bias", "p_keep", "p_project", "p_right", "p_rest", "p_scale", "p_log")
 FACTORS = dict.fromkeys(NAMED, "*fp32")
 PRESENT = dict.fromkeys(("p_left_there", "p_right_there", "p_visible"), "*u8")
 LISTS = dict.fromkeys(("p_indices", "p_counts"), "*i32")
@@ -29,7 +29,7 @@ def test_gathering_kernels_fit_a_multiprocessor(name, tmp_path, monkeypatch):
 
 
 SCORED = FACTORS | PRESENT | LISTS | BOUNDS | {"p_scores": "*fp32", "p_ids": "*i64"}
-RANKED = {"T": 256, "K": 32, "NOISE": True, "SIZE": 128, "TOKENS": True, "CAUSAL": True}
+RANKED = {"T": 256, "K": 32, "NOISE": True, "SIZE": 128, "CAUSAL": True}
 LEARNED = {"BLOCK": 128, "W": 128, "D": 64, "DP": 64, "E": 64, "EP": 64, "SALIENCY": True, "PADDING": False}
 MASSES = dict.fromkeys(("p_logs", "p_scores", "p_grad", "p_found", "p_held", "p_streamed", "p_out"), "*fp32")
 MASSES |= {"p_rows": "*i64", "p_blocks": "*i32", "p_visible": "*u8", "factor": "fp32"}
@@ -47,14 +47,17 @@ def test_scoring_fits_a_multiprocessor(per_token, some, tmp_path, monkeypatch):
     own_units = 1 if per_token else 8
     tiles = triton_launch.Tiles(triton_selection.MATCHED // own_units, selection.COLUMNS, 4, 1)
     if together := per_token and not some:
-        tiles = triton_launch.Tiles(triton_selection.MATCHED_TOGETHER, triton_selection.COLUMNS_TOGETHER, 8, 3)
+        tiles = triton_launch.Tiles(triton_selection.MATCHED_TOGETHER, triton_selection.UNITS_TOGETHER // 8, 8, 3)
     constants = {"BM": tiles.m, "BN": tiles.n, "M": 0 if together else 128, "RANK": 32, "RP": 32, "UQ": own_units}
     constants |= {"UK": 8, "D": 64, "SIZE": 128, "TOKENS": per_token, "IDS": some, "CAUSAL": per_token}
-    constants |= {"KEEP": False, "HOLES": False}
+    constants |= {"KEEP": False, "HOLES": False, "UG": 8 if together else 1}
     types = SCORED | {"p_own": "*bf16" if per_token else "*fp32"}
+    types |= dict.fromkeys(("p_right", "p_rest"), "*fp16") if together else {}
     compiled = compile_kernel(triton_selection.score_kernel, constants | {"PRECISION": "tf32x3"}, tiles, types=types)
     assert compiled.metadata.shared <= SHARED_MEMORY
     assert spilled(compiled, tmp_path) <= (0 if together else 512)
+    # Products of 128 sub-blocks, of whose results registers hold those of two programs.
+    assert not together or "wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16" in compiled.asm["ptx"]
     # The assembler takes a second for some 2500 instructions.
     assert sum(line.endswith(";") for line in compiled.asm["ptx"].splitlines()) <= 6_000
 
@@ -63,7 +66,7 @@ def test_scoring_fits_a_multiprocessor(per_token, some, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("module", "name", "warps", "constants", "types"),
     [
-        ("triton_selection", "rank_kernel", 1, RANKED | {"BM": 2, "COVERAGE": False}, SCORED),
+        ("triton_selection", "rank_kernel", 1, RANKED | {"BM": 4, "COVERAGE": False}, SCORED),
         ("triton_selection", "rank_kernel", 1, RANKED | {"BM": 2, "COVERAGE": True}, SCORED),
         ("triton_selection", "rank_kernel", 16, RANKED | {"BM": 1, "T": 8192, "COVERAGE": False}, SCORED),
         ("triton_selection", "hidden_bwd_kernel", 4, {"M": 128, "MP": 128, "BN": 32}, MASSES),

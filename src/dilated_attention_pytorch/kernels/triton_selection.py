@@ -1,17 +1,18 @@
 """Scores of blocks from factors, tile by tile, and the best of them for every row.
 
-A row is ranked without being sorted: scores count as integers of the same order, and the last place that is listed is
-found bit by bit, by counting how many lie no lower.
+A row is ranked without being sorted: the range of its scores is halved until as many lie above as are listed. Where
+that does not end, scores count as integers of the same order, and the last that is listed is found bit by bit.
 
 Names as in `triton_primitives`. A program takes BM rows: query blocks, or tokens (TOKENS). K and T are the powers of
 two that hold what a row may list and all blocks, BN the blocks of a step, M the hidden units, RANK the width of the
 match and RP the power of two that holds it, D the width of what it projects, UQ and UK the sub-blocks of a row and of a
-key block.
+key block, of which a product takes UG.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import isqrt
 from typing import NamedTuple
 
 import torch
@@ -26,25 +27,39 @@ from .triton_launch import OPTIONS, _precision, held
 from .triton_primitives import NO_KEY, dropout_rows, scramble
 
 STEP_D = tl.constexpr(32)
+HALVINGS = tl.constexpr(20)
+"""Of the range of a row's scores; most rows take ten."""
 MATCHED, MATCHES_A_WARP = 64, 1024
 """Sub-blocks of rows of a step, and matches that a warp takes: the more code, the longer the first call."""
-PARTED = 1024
-"""Numbers that a program splits."""
-RANKED = 512
-"""Scores that a warp ranks at once; they live in registers."""
-MATCHED_TOGETHER, COLUMNS_TOGETHER = 128, 32
-"""Tokens of a block and blocks of a step, where tokens follow one another: so few that registers hold two programs."""
-PROGRAMS = 1024
+RANKED = 1024
+"""Scores that a warp ranks at once, or with coverage half as many; they live in registers."""
+MATCHED_TOGETHER, UNITS_TOGETHER = 128, 128
+"""Tokens of a block and sub-blocks of a product, or of rank 64 half as many, where tokens follow one another: registers
+hold two programs."""
+PROGRAMS = 640
 """So many keep a large GPU busy, those that begin late and end soon among them."""
 SCORE_BYTES = 3 * 2**23
 """Scores held at a time: choosing for 32K tokens and 8 heads must take no more than 64 MB, its lists included."""
 
 
 @triton.jit
-def order_of(b_score):
-    """uint32 in the order of the scores, above 0; 0 and -0 are equal."""
-    b_bits = (b_score + 0.0).to(tl.uint32, bitcast=True)
-    return tl.where(b_bits >> 31 == 1, ~b_bits, b_bits | 0x80000000)
+def place_of(b_score):
+    """uint32 in the order of the scores, 0 for NO_KEY and what is not a number; none may be -0."""
+    b_bits = b_score.to(tl.int32, bitcast=True)
+    b_place = b_bits.to(tl.uint32, bitcast=True) ^ ((b_bits >> 31).to(tl.uint32, bitcast=True) | 0x80000000)
+    return tl.where(b_score > NO_KEY, b_place, 0)
+
+
+@triton.jit
+def logarithm(b_x):
+    """Of numbers above 2^-126, as exact as `tl.log` in half the time: no other numbers come."""
+    b_bits = b_x.to(tl.int32, bitcast=True)
+    b_power = (b_bits - 0x3F2AAAAB) & -0x800000
+    b_y = (b_bits - b_power).to(tl.float32, bitcast=True) - 1.0  # from -1/3 to 1/3
+    # A polynomial of least squares for what follows y - y^2 / 2.
+    b_sum = ((0.1381045 * b_y - 0.15056509) * b_y + 0.14044635) * b_y - 0.16483656
+    b_sum = ((b_sum * b_y + 0.20007749) * b_y - 0.25003773) * b_y + 0.3333327
+    return b_power.to(tl.float32) * 8.2629582e-8 + ((b_sum * b_y - 0.5) * (b_y * b_y) + b_y)
 
 
 @triton.jit
@@ -52,122 +67,104 @@ def gumbel(b_row, b_column):
     """`ops.selection.gumbel`, with `b_row` from `dropout_rows`, already broadcastable."""
     b_bits = scramble(b_row ^ (b_column.to(tl.uint32) * tl.full([], 0x9E3779B9, tl.uint32))) >> 9
     b_uniform = (b_bits.to(tl.float32) + 0.5) / 8388608.0
-    return -tl.log(-tl.log(b_uniform))
+    return -logarithm(-logarithm(b_uniform))
 
 
 @triton.jit
-def hidden_scores(
-    p_rows, p_columns, p_weight, p_keep, o_own, b_exist, o_column, b_there, blocks,
-    BM: tl.constexpr, BN: tl.constexpr, M: tl.constexpr, KEEP: tl.constexpr,
-):  # fmt: skip
-    """w . relu(row + column) of all pairs, [BM, BN]; factors lie unit by unit."""
-    b_sum = tl.zeros([BM, BN], tl.float32)
-    for m in tl.range(0, M, loop_unroll_factor=4):
-        b_row = tl.load(p_rows + m * blocks + o_own, mask=b_exist, other=0.0)
-        b_column = tl.load(p_columns + m * blocks + o_column, mask=b_there, other=0.0)
-        b_hidden = tl.maximum(b_row[:, None] + b_column[None, :], 0.0, propagate_nan=tl.PropagateNan.ALL)
-        if KEEP:
-            b_hidden *= tl.load(p_keep + m * blocks + o_own, mask=b_exist, other=0.0)[:, None]
-        b_sum += b_hidden * tl.load(p_weight + m)
-    return b_sum
+def scale_of(b_most):
+    """The power of two that brings numbers up to `b_most` below 2^15, and what undoes it."""
+    b_bits = tl.maximum(b_most.to(tl.uint32, bitcast=True) & 0x7F800000, 0x0D800000)
+    return (0x86000000 - b_bits).to(tl.float32, bitcast=True), (b_bits - 0x07000000).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def upper_part(b_x):
-    """What tf32 has of a number: the rest is a float32 of the same kind, but for what no product of both would show."""
-    return (b_x.to(tl.uint32, bitcast=True) & 0xFFFFE000).to(tl.float32, bitcast=True)
+def halves(b_x):
+    """Two of float16 that add up to numbers below 2^15, but for what float32 would not show beside the largest."""
+    b_first = b_x.to(tl.float16)
+    return b_first, (b_x - b_first.to(tl.float32)).to(tl.float16)
 
 
 @triton.jit
-def split_kernel(p_x, p_first, p_second, many, BM: tl.constexpr):
-    """Numbers as the sum of two that products of tf32 take whole."""
-    o_i = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
-    b_x = tl.load(p_x + o_i, mask=o_i < many, other=0.0)
-    b_first = upper_part(b_x)
-    tl.store(p_first + o_i, b_first, mask=o_i < many)
-    tl.store(p_second + o_i, b_x - b_first, mask=o_i < many)
+def split_kernel(p_x, p_first, p_second, p_scale, MANY: tl.constexpr, BM: tl.constexpr):
+    """The numbers of a block in halves, and what undoes their scale."""
+    block = tl.program_id(0).to(tl.int64)
+    o_i = tl.arange(0, BM)
+    b_x = tl.load(p_x + block * MANY + o_i, mask=o_i < MANY, other=0.0)
+    scale, undone = scale_of(tl.max(tl.abs(b_x), 0))
+    b_first, b_second = halves(b_x * scale)
+    tl.store(p_first + block * MANY + o_i, b_first, mask=o_i < MANY)
+    tl.store(p_second + block * MANY + o_i, b_second, mask=o_i < MANY)
+    tl.store(p_scale + block, undone)
+
+
+@triton.jit
+def larger(x, y):
+    """The larger one, or what is not a number."""
+    return tl.maximum(x, y, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def match_scores(
-    b_left, b_left_there, p_right, p_rest, p_right_there, o_column, b_there, o_r,
+    b_left, b_rest, b_left_there, p_right, p_rest, p_right_there, begun, blocks, o_r,
     BM: tl.constexpr, BN: tl.constexpr, RANK: tl.constexpr, RP: tl.constexpr, UQ: tl.constexpr, UK: tl.constexpr,
-    HOLES: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
+    UG: tl.constexpr, HOLES: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The best match of a sub-block of each row with one of each key block, [BM, BN], still without 1 / sqrt(rank).
 
-    With SPLIT the key's side is given as two parts that products of tf32 take whole, so that both go from memory into
-    products while others run.
+    A product takes UG sub-blocks of every key block. With SPLIT both sides are given in halves.
     """
-    ONCE: tl.constexpr = "ieee" if PRECISION == "ieee" else "tf32"
     b_best = tl.full([BM, BN], NO_KEY, tl.float32)
-    b_first = upper_part(b_left)
-    b_second = b_left - b_first
-    for unit in range(UK):
+    o_n = tl.arange(0, UG * BN)
+    b_there = begun + o_n % BN < blocks
+    for unit in range(0, UK, UG):
         # All blocks of a head: at most 2^14 of 2^7 units of rank 2^7.
-        o_unit = o_column * UK + unit
+        o_unit = (begun + o_n % BN) * UK + unit + o_n // BN
         b_mask = b_there[:, None]
         if RANK < RP:
             b_mask = b_mask & (o_r < RANK)[None, :]
         o_right = o_unit[:, None] * RANK + o_r[None, :]
-        b_right = tl.load(p_right + o_right, mask=b_mask, other=0.0)  # [BN, RP]
+        b_right = tl.load(p_right + o_right, mask=b_mask, other=0.0)  # [UG * BN, RP]
         if SPLIT:
-            b_rest = tl.load(p_rest + o_right, mask=b_mask, other=0.0)
-            b_pair = tl.dot(b_second, tl.trans(b_right), input_precision=ONCE)
-            b_pair = tl.dot(b_first, tl.trans(b_rest), b_pair, input_precision=ONCE)
-            b_pair = tl.dot(b_first, tl.trans(b_right), b_pair, input_precision=ONCE)
+            # Three products of halves are as exact as one in float32, and of twice the pace of tf32.
+            b_pair = tl.dot(b_rest, tl.trans(b_right))
+            b_pair = tl.dot(b_left, tl.trans(tl.load(p_rest + o_right, mask=b_mask, other=0.0)), b_pair)
+            b_pair = tl.dot(b_left, tl.trans(b_right), b_pair)
         else:
-            b_pair = tl.dot(b_left, tl.trans(b_right), input_precision=PRECISION)  # [BM * UQ, BN]
+            b_pair = tl.dot(b_left, tl.trans(b_right), input_precision=PRECISION)  # [BM * UQ, UG * BN]
         if HOLES:
             b_seen = tl.load(p_right_there + o_unit, mask=b_there, other=0) != 0
             b_pair = tl.where(b_left_there[:, None] & b_seen[None, :], b_pair, NO_KEY)
-        if UQ > 1:
-            b_pair = tl.max(tl.reshape(b_pair, [BM, UQ, BN]), 1)
-        b_best = tl.maximum(b_best, b_pair, propagate_nan=tl.PropagateNan.ALL)
+        b_best = larger(b_best, tl.reduce(tl.reshape(b_pair, [BM, UQ * UG, BN]), 1, larger))
     if HOLES:
         # Nothing there on either side: as the torch path has it.
         b_best = tl.where(b_best == NO_KEY, 0.0, b_best)
     return b_best
 
 
-@triton.jit
-def projected(p_own, p_project, o_own, b_real, o_r, s_own, D: tl.constexpr, RANK: tl.constexpr, RP: tl.constexpr,
-              PRECISION: tl.constexpr):  # fmt: skip
-    """The query's side of the match, [rows, RP], of rows whose numbers count as 0 where they are not finite."""
-    b_left = tl.zeros([o_own.shape[0], RP], tl.float32)
-    for first in range(0, D, STEP_D):
-        o_d = first + tl.arange(0, STEP_D)
-        b_mask = b_real[:, None] & (o_d < D)[None, :]
-        b_own = tl.load(p_own + o_own[:, None] * s_own + o_d[None, :], mask=b_mask, other=0.0).to(tl.float32)
-        b_own = tl.where(b_own - b_own == 0.0, b_own, 0.0)
-        b_mask = (o_d < D)[:, None] & (o_r < RANK)[None, :]
-        b_project = tl.load(p_project + o_d[:, None] * RANK + o_r[None, :], mask=b_mask, other=0.0)
-        b_left = tl.dot(b_own, b_project.to(tl.float32), b_left, input_precision=PRECISION)
-    return b_left
-
-
 @triton.jit(do_not_specialize=["begin", "rows", "total", "span", "first", "lines"])
 def score_kernel(
-    p_rows, p_columns, p_weight, p_bias, p_keep, p_own, p_project, p_left_there, p_right, p_rest, p_right_there, p_log,
-    p_ids, p_scores, begin, rows, total, blocks, heads, span, first, lines, coldest, root, so_b, so_h, so_n, s_weight,
-    s_bias, s_project,
+    p_rows, p_columns, p_weight, p_bias, p_keep, p_own, p_project, p_left_there, p_right, p_rest, p_scale,
+    p_right_there, p_log, p_ids, p_scores, begin, rows, width, total, blocks, heads, span, first, lines, coldest, root,
+    so_b, so_h, so_n, s_weight, s_bias, s_project,
     BM: tl.constexpr, BN: tl.constexpr, M: tl.constexpr, D: tl.constexpr, RANK: tl.constexpr, RP: tl.constexpr,
-    UQ: tl.constexpr, UK: tl.constexpr, SIZE: tl.constexpr, TOKENS: tl.constexpr, IDS: tl.constexpr,
+    UQ: tl.constexpr, UK: tl.constexpr, UG: tl.constexpr, SIZE: tl.constexpr, TOKENS: tl.constexpr, IDS: tl.constexpr,
     CAUSAL: tl.constexpr, KEEP: tl.constexpr, HOLES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Scores of BM rows, from `begin` on or with IDS any, with `span` blocks; with CAUSAL maybe not of later ones.
+    """Scores of BM rows, from `begin` on or with IDS any, with `span` of the first `width` blocks.
 
-    Tokens from `begin` on are of one block a program: `p_rows` has the scores of `lines` blocks, from `first` on,
-    without any match.
+    With CAUSAL maybe not of later ones. Tokens from `begin` on are of one block a program: `p_rows` has the scores of
+    `lines` blocks, from `first` on, without any match.
     """
     TOGETHER: tl.constexpr = TOKENS and not IDS
-    o_i = tl.program_id(0) * BM + tl.arange(0, BM)  # [BM]
+    # Those that see most begin first.
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    o_i = tile * BM + tl.arange(0, BM)  # [BM]
     stream = tl.program_id(2).to(tl.int64)
     head = stream % heads
     b_exist = o_i < rows
     o_row = tl.load(p_ids + o_i, mask=b_exist, other=0).to(tl.int32) if IDS else begin + o_i
     o_block = o_row // SIZE if TOKENS else o_row
-    own = (begin + tl.program_id(0) * BM) // SIZE
+    own = (begin + tile * BM) // SIZE
     if TOGETHER:
         p_rows += (stream * lines + own - first) * blocks
     elif M > 0:
@@ -177,15 +174,28 @@ def score_kernel(
         p_keep += stream * M * blocks
     o_r = tl.arange(0, RP)
     b_left = tl.zeros([BM * UQ, RP], tl.float32)
+    b_rest = b_left
+    b_undone = tl.full([BM], 1.0, tl.float32)
     b_left_there = tl.full([BM * UQ], 1, tl.int32) > 0
     if RANK > 0:
-        o_unit = tl.program_id(0) * (BM * UQ) + tl.arange(0, BM * UQ)
+        o_unit = tile * (BM * UQ) + tl.arange(0, BM * UQ)
         b_real = o_unit < rows * UQ
         o_left = tl.load(p_ids + o_unit // UQ, mask=b_real, other=0).to(tl.int32) if IDS else begin + o_unit // UQ
         o_left = o_left * UQ + o_unit % UQ
         p_own += (stream // heads) * so_b + head * so_h
         p_project += head * s_project
-        b_left = projected(p_own, p_project, o_left.to(tl.int64), b_real, o_r, so_n, D, RANK, RP, PRECISION)
+        # The query's side of the match; what is not finite counts as 0.
+        for begun in range(0, D, STEP_D):
+            o_d = begun + tl.arange(0, STEP_D)
+            p_tile = p_own + o_left.to(tl.int64)[:, None] * so_n + o_d[None, :]
+            b_own = tl.load(p_tile, mask=b_real[:, None] & (o_d < D)[None, :], other=0.0).to(tl.float32)
+            b_own = tl.where(b_own - b_own == 0.0, b_own, 0.0)
+            b_mask = (o_d < D)[:, None] & (o_r < RANK)[None, :]
+            b_project = tl.load(p_project + o_d[:, None] * RANK + o_r[None, :], mask=b_mask, other=0.0)
+            b_left = tl.dot(b_own, b_project.to(tl.float32), b_left, input_precision=PRECISION)
+        if TOGETHER:
+            b_scale, b_undone = scale_of(tl.max(tl.abs(b_left), 1))
+            b_left, b_rest = halves(b_left * b_scale[:, None])
         if HOLES and not TOKENS:
             b_left_there = tl.load(p_left_there + stream * total * UQ + o_left, mask=b_real, other=0) != 0
         p_right += stream * blocks * UK * RANK
@@ -193,8 +203,8 @@ def score_kernel(
         p_right_there += stream * blocks * UK
     bias = tl.load(p_bias + head * s_bias)
     inverse = 1.0 / tl.maximum(tl.exp(tl.load(p_log + head).to(tl.float32)), coldest)
-    p_scores += stream * rows * blocks
-    end = tl.minimum((tl.program_id(1) + 1) * span, blocks)
+    p_scores += stream * rows * width
+    end = tl.minimum((tl.program_id(1) + 1) * span, width)
     if CAUSAL:
         end = tl.minimum(end, own if TOGETHER else tl.max(o_block, 0))
     for begun in range(tl.program_id(1) * span, end, BN):
@@ -202,21 +212,27 @@ def score_kernel(
         b_there = o_column < blocks
         b_score = tl.zeros([BM, BN], tl.float32)
         if RANK > 0:
-            b_score = (inverse / root) * match_scores(
-                b_left, b_left_there, p_right, p_rest, p_right_there, o_column, b_there, o_r,
-                BM, BN, RANK, RP, UQ, UK, HOLES, TOGETHER, PRECISION,
+            b_score = (inverse / root) * b_undone[:, None] * match_scores(
+                b_left, b_rest, b_left_there, p_right, p_rest, p_right_there, begun, blocks, o_r,
+                BM, BN, RANK, RP, UQ, UK, UG, HOLES, TOGETHER, PRECISION,
             )  # fmt: skip
         if TOGETHER:
+            b_score *= tl.load(p_scale + stream * blocks + o_column, mask=b_there, other=0.0)[None, :]
             b_score += tl.load(p_rows + o_column, mask=b_there, other=0.0)[None, :]
         else:
-            b_score += bias * inverse
-            if M > 0:
-                b_score += inverse * hidden_scores(
-                    p_rows, p_columns, p_weight, p_keep, o_block, b_exist, o_column, b_there, blocks, BM, BN, M, KEEP
-                )
+            # w . relu(row + column), whose factors lie unit by unit.
+            b_sum = tl.zeros([BM, BN], tl.float32) + bias
+            for m in tl.range(0, M, loop_unroll_factor=4):
+                b_row = tl.load(p_rows + m * blocks + o_block, mask=b_exist, other=0.0)
+                b_column = tl.load(p_columns + m * blocks + o_column, mask=b_there, other=0.0)
+                b_hidden = larger(b_row[:, None] + b_column[None, :], 0.0)
+                if KEEP:
+                    b_hidden *= tl.load(p_keep + m * blocks + o_block, mask=b_exist, other=0.0)[:, None]
+                b_sum += b_hidden * tl.load(p_weight + m)
+            b_score += inverse * b_sum
         # Scores of a head are held to some bytes, or a few rows.
-        o_score = o_i[:, None] * blocks + o_column[None, :]
-        tl.store(p_scores + o_score, b_score, mask=b_exist[:, None] & b_there[None, :])
+        o_score = o_i[:, None] * width + o_column[None, :]
+        tl.store(p_scores + o_score, b_score, mask=b_exist[:, None] & (o_column < width)[None, :])
 
 
 @triton.jit(do_not_specialize=["many", "streamed"])
@@ -224,7 +240,7 @@ def hidden_bwd_kernel(
     p_held, p_streamed, p_grad, p_weight, p_out, p_sum, many, streamed, heads, s_weight, sh_n, sh_m, ss_n, ss_m, sg_n,
     sg_j, M: tl.constexpr, MP: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Of one row, or one block, the gradient of its part in `hidden_scores`; `p_sum` gets its part in that of w."""
+    """Of one row, or one block, the gradient of its part in `score_kernel`; `p_sum` gets its part in that of w."""
     i = tl.program_id(0)
     stream = tl.program_id(1).to(tl.int64)
     o_m = tl.arange(0, MP)
@@ -262,35 +278,35 @@ def hidden_gradient(held_still: Tensor, streamed: Tensor, grad: Tensor, weight: 
 
 @triton.jit(do_not_specialize=["begin", "rows", "total", "room", "local", "sink", "least", "most"])
 def rank_kernel(
-    p_scores, p_visible, p_seed, p_indices, p_counts, begin, rows, total, blocks, room, local, sink, least, most, kept,
-    coverage, BM: tl.constexpr, T: tl.constexpr, K: tl.constexpr, SIZE: tl.constexpr, TOKENS: tl.constexpr,
-    CAUSAL: tl.constexpr, NOISE: tl.constexpr, COVERAGE: tl.constexpr,
+    p_scores, p_visible, p_seed, p_indices, p_counts, begin, rows, width, total, blocks, room, local, sink, least, most,
+    kept, coverage, BM: tl.constexpr, T: tl.constexpr, K: tl.constexpr, SIZE: tl.constexpr, CAUSAL: tl.constexpr,
+    NOISE: tl.constexpr, COVERAGE: tl.constexpr,
 ):  # fmt: skip
-    """List the best `room` blocks, or fewer, of BM rows, ascending, `blocks` where there is none.
+    """List the best `room` blocks, or fewer, of BM rows of a block, ascending, `blocks` where there is none.
 
-    A row keeps a fraction `kept` of what it sees, or with COVERAGE as many as it takes for the predicted share to reach
-    `coverage`, within `least` and `most`: that many less those kept without being listed. A row's own block has the
-    logit 0 in that.
+    A row keeps a fraction `kept` of what it sees, all in the first `width` blocks, or with COVERAGE as many as it takes
+    for the predicted share to reach `coverage`, within `least` and `most`: that many less those kept without being
+    listed. A row's own block has the logit 0 in that. SIZE rows are of one block.
     """
-    o_i = tl.program_id(0) * BM + tl.arange(0, BM)  # [BM]
+    start = tl.program_id(0) * BM
+    o_i = start + tl.arange(0, BM)  # [BM]
     stream = tl.program_id(1).to(tl.int64)
     b_exist = o_i < rows
-    o_row = begin + o_i
-    o_own = o_row // SIZE if TOKENS else o_row
     o_j = tl.arange(0, T)[None, :]
-    b_away = o_own[:, None] - o_j
+    b_away = (begin + start) // SIZE - o_j
     b_visible = tl.load(p_visible + stream * blocks + o_j, mask=o_j < blocks, other=0) != 0
-    b_within = (b_away > 0 if CAUSAL else b_away != 0) & b_visible & b_exist[:, None]
+    b_seen = (b_away > 0 if CAUSAL else b_away != 0) & b_visible
     b_near = (tl.abs(b_away) < local) | (o_j < sink)
-    b_score = tl.load(p_scores + (stream * rows + o_i)[:, None] * blocks + o_j, mask=b_within, other=NO_KEY)
     # Blocks that a row sees, and those of them that need no listing, its own among both.
-    b_many = 1 + tl.sum(b_within.to(tl.int32), 1)
-    b_taken = 1 + tl.sum((b_within & b_near).to(tl.int32), 1)
-    # A score that is not a number says nothing for its block.
-    b_within = b_within & (b_score == b_score) & (b_score != NO_KEY)
+    b_many = 1 + tl.sum(b_seen.to(tl.int32), 1)
+    b_taken = 1 + tl.sum((b_seen & b_near).to(tl.int32), 1)
+    b_barred = tl.where(b_seen & (b_near == 0), 0.0, NO_KEY)
+    p_scores += (stream * rows + start) * width
+    o_score = tl.arange(0, BM)[:, None] * width + o_j
+    b_score = tl.load(p_scores + o_score, mask=b_exist[:, None] & (o_j < width), other=NO_KEY)
     b_share = b_score
     if COVERAGE:
-        b_share = tl.where(b_within, b_score, NO_KEY)
+        b_share = tl.where(b_seen & (b_score > NO_KEY), b_score, NO_KEY)
         b_top = tl.maximum(tl.max(b_share, 1), 0.0)
         b_share = tl.exp(b_share - b_top[:, None])
         b_own = tl.exp(-b_top)
@@ -298,10 +314,16 @@ def rank_kernel(
         b_held = (b_own + tl.sum(tl.where(b_near, b_share, 0.0), 1)) / b_total
         b_share = tl.where(b_near, 0.0, b_share / b_total[:, None])
     if NOISE:
-        b_score += gumbel(dropout_rows(p_seed, stream, o_row)[:, None], o_j)
-    b_place = tl.where(b_within & (b_near == 0), order_of(b_score), 0)
+        b_score += gumbel(dropout_rows(p_seed, stream, begin + o_i)[:, None], o_j)
+    b_low = tl.maximum(tl.min(b_score - b_barred, 1), -3.4028234e38)
+    # A score that is not a number says nothing for its block: it lies above none.
+    b_score += b_barred
+    # A number that the compiler does not know is added where it would gather bits to count them, which takes longer.
+    b_one = b_exist.to(tl.int32)[:, None]
+    b_open = tl.sum(tl.where(b_score > NO_KEY, b_one, 0), 1)
     if COVERAGE:
         # As many as lie above the largest place from which on the share is reached, and of equals the first.
+        b_place = place_of(b_score)
         b_limit = tl.zeros([BM], tl.uint32)
         for bit in range(32):
             b_trial = b_limit | (tl.full([], 1, tl.uint32) << (31 - bit))
@@ -321,66 +343,81 @@ def rank_kernel(
         b_wanted = tl.floor(b_part).to(tl.int32)
         b_rest = b_part - tl.floor(b_part)
         b_wanted += ((b_rest > 0.5) | ((b_rest == 0.5) & (b_wanted % 2 == 1))).to(tl.int32)
-    b_count = tl.minimum(tl.minimum(tl.maximum(b_wanted, least), most) - b_taken, room)
-    b_count = tl.minimum(b_count, tl.sum((b_place > 0).to(tl.int32), 1))
-    b_last = tl.zeros([BM], tl.uint32)
-    b_have = tl.zeros([BM], tl.int32)
-    bit = 31
+    b_count = tl.minimum(tl.minimum(tl.minimum(tl.maximum(b_wanted, least), most) - b_taken, room), b_open)
+    b_high = tl.max(b_score, 1)
+    b_have = b_open
+    left = HALVINGS
     more = 1
-    while (bit >= 0) & (more > 0):
-        b_trial = b_last | (tl.full([], 1, tl.uint32) << bit)
-        b_found = tl.sum((b_place >= b_trial[:, None]).to(tl.int32), 1)
-        b_have = tl.where(b_found >= b_count, b_found, b_have)
-        b_last = tl.where(b_found >= b_count, b_trial, b_last)
+    while (left > 0) & (more > 0):
+        b_trial = 0.5 * b_low + 0.5 * b_high
+        b_found = tl.sum(tl.where(b_score >= b_trial[:, None], b_one, 0), 1)
+        b_enough = b_found >= b_count
+        b_have = tl.where(b_enough, b_found, b_have)
+        b_low = tl.where(b_enough, b_trial, b_low)
+        b_high = tl.where(b_enough, b_high, b_trial)
         more = tl.max(((b_have != b_count) & (b_count > 0)).to(tl.int32), 0)
-        bit -= 1
-    b_above = (b_place > b_last[:, None]).to(tl.int32)
-    b_tied = (b_place == b_last[:, None]).to(tl.int32)
-    b_spare = b_count - tl.sum(b_above, 1)
-    b_listed = (b_above + tl.where(tl.cumsum(b_tied, 1) <= b_spare[:, None], b_tied, 0)) * (b_count > 0)[:, None]
-    p_line = p_indices + (stream * total + o_row)[:, None] * room
-    tl.store(p_line + tl.cumsum(b_listed, 1) - 1, o_j + 0 * b_listed, mask=b_listed > 0)
-    o_k = tl.arange(0, K)[None, :]
+        left -= 1
+    if more > 0:
+        # Equals, or scores of very different size: the last that is listed, bit by bit, and of equals the first.
+        b_order = place_of(b_score)
+        b_last = tl.zeros([BM], tl.uint32)
+        for bit in range(32):
+            b_next = b_last | (tl.full([], 1, tl.uint32) << (31 - bit))
+            b_last = tl.where(tl.sum((b_order >= b_next[:, None]).to(tl.int32), 1) >= b_count, b_next, b_last)
+        b_over = b_order > b_last[:, None]
+        b_same = (b_order == b_last[:, None]).to(tl.int32)
+        b_spare = b_count - tl.sum(b_over.to(tl.int32), 1)
+        b_first = tl.cumsum(b_same, 1) * b_same
+        b_score = tl.where(b_over | ((b_first > 0) & (b_first <= b_spare[:, None])), b_score, NO_KEY)
+        b_low = tl.min(tl.where(b_score > NO_KEY, b_score, -NO_KEY), 1)
+    b_listed = b_score >= tl.where(b_count > 0, b_low, float("nan"))[:, None]
     b_count = tl.maximum(b_count, 0)
+    o_line = tl.arange(0, BM)[:, None] * room
+    p_line = p_indices + (stream * total + begin + start) * room
+    o_place = o_line + tl.cumsum(b_listed.to(tl.int32), 1) - 1
+    tl.store(p_line + o_place.to(tl.int64), o_j + 0 * o_place, mask=b_listed)
+    o_k = tl.arange(0, K)[None, :]
     b_rest = b_exist[:, None] & (o_k >= b_count[:, None]) & (o_k < room)
-    tl.store(p_line + o_k, tl.full([BM, K], 0, tl.int32) + blocks, mask=b_rest)
-    tl.store(p_counts + stream * total + o_row, b_count, mask=b_exist)
+    tl.store(p_line + o_line + o_k, tl.full([BM, K], 0, tl.int32) + blocks, mask=b_rest)
+    tl.store(p_counts + stream * total + begin + o_i, b_count, mask=b_exist)
 
 
 class ByToken(NamedTuple):
-    """What scores of tokens that follow one another are made of, beside their own queries."""
+    """For tokens that follow one another: scores (b, h, blocks, t) of blocks from the first on, without any match."""
 
     first: int
-    """their first block"""
     table: Tensor
-    """(b, h, blocks, t): scores of their blocks without any match"""
-    right: Tensor
-    """(2, b, h, t, u, p): `Factors.right` in two parts, as `split_kernel` gives them"""
+    right: tuple[Tensor, Tensor, Tensor]
+    """`Factors.right` as `split` gives it"""
 
 
-def split(x: Tensor) -> Tensor:
-    """(2, ...): what adds up to numbers, in parts that products of tf32 take whole."""
-    x, parts = x.contiguous(), torch.empty((2, *x.shape), dtype=x.dtype, device=x.device)
-    launch(split_kernel, (-(-x.numel() // PARTED),), x, *parts, x.numel(), BM=PARTED, num_warps=4, **OPTIONS)
-    return parts
+def split(right: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Halves of (b, h, t, u, p), float16, and what undoes the scale of each block, (b, h, t)."""
+    right, many = right.contiguous(), right.shape[3] * right.shape[4]
+    first, second = torch.empty((2, *right.shape), dtype=torch.float16, device=right.device).unbind()
+    scale = torch.empty(right.shape[:3], dtype=torch.float32, device=right.device)
+    launch(split_kernel, (scale.numel(),), right, first, second, scale, MANY=many, BM=held(max(many, 1)), **OPTIONS)
+    return first, second, scale
 
 
 def scoring(
     factors: Factors, block_size: int, per_token: bool, is_causal: bool, together: ByToken | None = None
-) -> Callable[[range | Tensor], Tensor]:
-    """What gives scores over temperature of rows, int64 (r), with every block, (b, h, r, t).
+) -> Callable[..., Tensor]:
+    """What gives scores over temperature of rows, int64 (r), with every block or the first so many, (b, h, r, t).
 
     With `is_causal` those with a row's own and later blocks may be anything. Tokens of a range must come `together`.
     """
     batch, heads, total, own_units, d = factors.own.shape
     t, units, rank = factors.right.shape[2:]
-    at_once, columns = min(max(MATCHED // own_units, 1), block_size if per_token else MATCHED), COLUMNS
+    at_once, columns, grouped = min(max(MATCHED // own_units, 1), block_size if per_token else MATCHED), COLUMNS, 1
     warps = min(max(at_once * own_units * columns // MATCHES_A_WARP, 4), 16)
     if together is None:
         by_unit = [x.mT.contiguous() for x in (factors.rows, factors.columns, factors.keep) if x is not None]
-        right, lines = (factors.right.contiguous(),) * 2, (0, 0)
+        right, lines = (factors.right.contiguous(),) * 3, (0, 0)
     else:
-        at_once, columns = min(MATCHED_TOGETHER, block_size), COLUMNS_TOGETHER
+        together_units = min(UNITS_TOGETHER * 32 // held(max(rank, 1)), UNITS_TOGETHER)
+        at_once, grouped = min(MATCHED_TOGETHER, block_size), min(units & -units, together_units // 16)
+        columns = together_units // grouped
         warps = max(at_once // 16, 4)
         by_unit, right = [together.table] * 2, together.right
         lines = together.first, together.table.shape[2]
@@ -392,21 +429,21 @@ def scoring(
     shared = factors.weight.stride(0), factors.bias.stride(0), factors.project.stride(0)
     numbers = *lines, float(factors.coldest), max(rank, 1) ** 0.5, *own.stride()[:3], *shared
     constants = {"BM": at_once, "BN": columns, "M": 0 if together else factors.rows.shape[3], "D": d, "RANK": rank}
-    constants |= {"RP": held(max(rank, 1)), "UQ": own_units, "UK": units, "SIZE": block_size, "TOKENS": per_token}
-    constants |= {"CAUSAL": is_causal, "KEEP": not together and factors.keep is not None}
+    constants |= {"RP": held(max(rank, 1)), "UQ": own_units, "UK": units, "UG": grouped, "SIZE": block_size}
+    constants |= {"TOKENS": per_token, "CAUSAL": is_causal, "KEEP": not together and factors.keep is not None}
     constants |= {"HOLES": factors.right_there is not None, "PRECISION": _precision(torch.float32)}
     constants |= {"num_warps": warps, "num_stages": 3 if together else 1} | OPTIONS
 
-    def run(rows: range | Tensor) -> Tensor:
+    def run(rows: range | Tensor, width: int = t) -> Tensor:
         many = len(rows)
         ids, begin = (own, rows.start) if isinstance(rows, range) else (rows, 0)
         # Rows that are many fill the machine by themselves, and then project their queries but once.
         tiles = -(-many // at_once)
-        spans = -(-t // columns) if together is None else max(PROGRAMS // (tiles * batch * heads), 1)
-        span = -(-t // (spans * columns)) * columns
-        scores = torch.empty((batch, heads, many, t), dtype=torch.float32, device=own.device)
-        sizes = begin, many, total, t, heads, span
-        launch(score_kernel, (tiles, -(-t // span), batch * heads),
+        spans = -(-width // columns) if together is None else max(PROGRAMS // (tiles * batch * heads), 1)
+        span = -(-width // (spans * columns)) * columns
+        scores = torch.empty((batch, heads, many, width), dtype=torch.float32, device=own.device)
+        sizes = begin, many, width, total, t, heads, span
+        launch(score_kernel, (tiles, -(-width // span), batch * heads),
             *read, ids, scores, *sizes, *numbers, IDS=ids is not own, **constants,
         )  # fmt: skip
         return scores
@@ -415,17 +452,9 @@ def scoring(
 
 
 def listed_blocks(
-    factors: Factors,
-    visible: Tensor,
-    budget: Budget,
-    *,
-    block_size: int,
-    is_causal: bool,
-    per_token: bool,
-    local_blocks: int,
-    sink_blocks: int,
-    seed: Tensor | None,
-) -> tuple[Tensor, Tensor]:
+    factors: Factors, visible: Tensor, budget: Budget, *, block_size: int, is_causal: bool, per_token: bool,
+    local_blocks: int, sink_blocks: int, seed: Tensor | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The best blocks of every row, int32 (b, h, r, room), ascending and then t, and how many, int32 (b, h, r).
 
     `factors` are such as `Factors.why_not` accepts; the rest is what `ops.selection.select` is told.
@@ -435,27 +464,33 @@ def listed_blocks(
     room, coverage = budget.room(t), budget.coverage
     indices = torch.empty((batch, heads, total, room), dtype=torch.int32, device=visible.device)
     counts = torch.empty((batch, heads, total), dtype=torch.int32, device=visible.device)
-    wide = held(t)
-    at_once, warps = max(RANKED // wide, 1), max(wide // RANKED, 1)
-    chunk = max(SCORE_BYTES // (4 * batch * heads * t) // block_size, 1) * block_size
+    size = block_size if per_token else 1
+    held_scores = SCORE_BYTES // (4 * batch * heads)
     told = block_size, per_token, is_causal
     if per_token:
         parts = split(factors.right)
         blocks = scoring(factors._replace(right=factors.right[..., :0]), 1, False, is_causal)
     else:
         scored = scoring(factors, *told)
-    shown = visible.view(torch.uint8)
-    for begin in range(0, total, chunk):
-        rows = min(chunk, total - begin)
-        if per_token and begin % (chunk * block_size) == 0:
-            # Of as many blocks as there are tokens at a time, which takes the same memory.
-            some = range(begin // block_size, min(begin // block_size + chunk, t))
-            scored = scoring(factors, *told, ByToken(some.start, blocks(some), parts))
-        launch(rank_kernel, (-(-rows // at_once), batch * heads),
-            scored(range(begin, begin + rows)), shown, counts if seed is None else seed, indices, counts, begin, rows,
-            total, t, room, local_blocks, sink_blocks, budget.least, t if budget.most is None else budget.most,
-            budget.kept, 0.0 if coverage is None else coverage,
-            BM=at_once, T=wide, K=held(room), SIZE=block_size, TOKENS=per_token, CAUSAL=is_causal,
-            NOISE=seed is not None, COVERAGE=coverage is not None, num_warps=warps, **OPTIONS,
+    shown, first, made = visible.view(torch.uint8), 0, 0
+    while first < t:
+        if per_token and first == made:
+            # Of as many blocks as there are scores to hold at a time, which takes the same memory.
+            made = min(first + max(held_scores // t, 1), t)
+            scored = scoring(factors, *told, ByToken(first, blocks(range(first, made)), parts))
+        # Rows see no blocks but those before: the earlier, the more of them at a time. Scores are read four at a time.
+        fit = (isqrt(first**2 + 4 * held_scores // size) - first) // 2 if is_causal else held_scores // (size * t)
+        last = min(first + max(fit, 1), made if per_token else t)
+        width = min(-(-last // 16) * 16, t) if is_causal else t
+        begin, end = first * size, min(last * size, total)
+        wide = held(width)
+        at_once = min(max(RANKED // (wide if coverage is None else 2 * wide), 1), size)
+        launch(rank_kernel, (-(-(end - begin) // at_once), batch * heads),
+            scored(range(begin, end), width), shown, counts if seed is None else seed, indices, counts, begin,
+            end - begin, width, total, t, room, local_blocks, sink_blocks, budget.least,
+            t if budget.most is None else budget.most, budget.kept, 0.0 if coverage is None else coverage,
+            BM=at_once, T=wide, K=held(room), SIZE=size, CAUSAL=is_causal, NOISE=seed is not None,
+            COVERAGE=coverage is not None, num_warps=max(2 * wide // RANKED, 1), **OPTIONS,
         )  # fmt: skip
+        first = last
     return indices, counts
