@@ -115,6 +115,19 @@ def test_blocks_are_summed_up_as_on_the_cpu(extremes, unit, padded):
         assert error(got.cpu(), want) < 1e-5
 
 
+@pytest.mark.parametrize(("width", "share"), [(64, False), (80, True), (256, False)])
+def test_parts_of_scores_are_those_of_the_cpu(width, share):
+    torch.manual_seed(0)
+    config = AdaptiveConfig(0.8, hidden_dim=100, match_rank=24, share_across_heads=share)
+    layer = BlockSparseAdaptive([4096], [1], 4, width, config)
+    given = torch.randn(2, 4, 3000, width), torch.randn(2, 2, 3000, width)
+    with torch.no_grad():
+        wanted = layer.scorer.look(*given, 128, True, False, None).factors()
+        found = layer.cuda().scorer.look(*(x.cuda() for x in given), 128, True, False, None).factors()
+    for name in ("rows", "columns", "right"):
+        assert error(getattr(found, name).cpu(), getattr(wanted, name)) < 1e-5
+
+
 @pytest.fixture
 def layer_and_input():
     def make(is_causal, **config):

@@ -32,7 +32,7 @@ from dilated_attention_pytorch.kernels import (
     triton_summaries,
 )
 from dilated_attention_pytorch.kernels.dropout import kept
-from dilated_attention_pytorch.nn import AdaptiveConfig, BlockSparseAdaptive, adaptive, scorer, summaries
+from dilated_attention_pytorch.nn import AdaptiveConfig, BlockSparseAdaptive, adaptive, summaries
 from dilated_attention_pytorch.ops import scores, selected, selection, selection_mass
 from dilated_attention_pytorch.ops.selected import selected_attention
 from dilated_attention_pytorch.ops.selection import Budget, Factors, select
@@ -276,6 +276,29 @@ class Summaries(NamedTuple):
         return {name: error(a, b) for name, a, b in zip(found._fields, found, wanted, strict=True)}
 
 
+class Parts(NamedTuple):
+    """What scores are made of, from what blocks add up to."""
+
+    is_causal: bool
+    share: bool = False
+    key_heads: int = 2
+
+    def errors(self) -> dict[str, float]:
+        """Against plain torch; the numbers of blocks, units and channels fill no tile."""
+        torch.manual_seed(0)
+        config = AdaptiveConfig(0.5, hidden_dim=35, match_rank=5, score_unit=4, share_across_heads=self.share)
+        layer = BlockSparseAdaptive([600], [1], 2, 12, config, block_size=16)
+        for parameter in layer.parameters():
+            torch.nn.init.normal_(parameter)
+        query, key = torch.randn(2, 2, 600, 12), torch.randn(2, self.key_heads, 600, 12)
+        told = (query, key, 16, self.is_causal, False, None)
+        with torch.no_grad():
+            wanted = layer.scorer.look(*told).factors()
+            with GpuRules():
+                found = layer.scorer.look(*told).factors()
+        return {name: error(getattr(found, name), getattr(wanted, name)) for name in ("rows", "columns", "right")}
+
+
 class Lists(NamedTuple):
     """A drawn selection by query blocks as the GPU kernels read it."""
 
@@ -428,7 +451,7 @@ def dense_scores(factors: Factors, own: torch.Tensor) -> torch.Tensor:
     return scores / factors.log_temperature.exp().clamp(min=factors.coldest)[:, None, None]
 
 
-READERS = plans, scores, selected, selection, selection_mass, adaptive, scorer
+READERS = plans, scores, selected, selection, selection_mass, adaptive
 
 
 class GpuRules:
@@ -458,8 +481,8 @@ TRIALS = {
     "tokens of grouped heads, ragged, dropout": Attention(True, True, n=40, batch=2, key_heads=1, dropout_p=0.3),
     "tokens, padded samples, heads apart": Attention(True, False, n=40, batch=2, padded=True, apart=True),
     "tokens in half precision": Attention(True, True, n=40, dtype=torch.float16, most=1),
-    "a step, blocks": Step(False, 26, 48, 15),
-    "a step, tokens": Step(True, 36, 44, 25),
+    "a step, blocks": Step(False, 18, 47, 7),
+    "a step, tokens": Step(True, 28, 43, 17),
     "a step, ragged blocks, one scorer": Step(False, 99, 199, 99, n=56, key_heads=1, share=True, batch=2),
     "a step, padded tokens": Step(True, 99, 199, 99, n=56, batch=2, padded=True),
     "lists of whole blocks": Lists(512, 128, 1, False, 2),
@@ -479,6 +502,8 @@ TRIALS = {
     "summaries of whole blocks, two units at a time": Summaries(96, 4, tile=128),
     "summaries of ragged blocks, padded samples": Summaries(90, 8, padded=True),
     "means of the blocks before, in pieces": Summaries(90, 16, extremes=False, before=True, tile=64),
+    "parts of scores": Parts(False),
+    "parts of causal scores of grouped heads, one scorer": Parts(True, share=True, key_heads=1),
     "gradients by block": Spread(0.1),
     "gradients by block, too cold": Spread(1.5),
     "matches of blocks": Matches(False),

@@ -8,7 +8,7 @@ pytest.importorskip("triton")
 SIZES = {"BLOCK": 128, "D": 64, "E": 64, "DP": 64, "EP": 64, "GROUP": 1, "PARTIAL": True}
 NAMED = ("p_rows", "p_columns", "p_bias", "p_keep", "p_project", "p_right", "p_rest", "p_scale", "p_log")
 FACTORS = dict.fromkeys(NAMED, "*fp32")
-PRESENT = dict.fromkeys(("p_left_there", "p_right_there", "p_visible"), "*u8")
+PRESENT = dict.fromkeys(("p_left_there", "p_right_there", "p_visible"), "*i1")
 LISTS = dict.fromkeys(("p_indices", "p_counts"), "*i32")
 BOUNDS = dict.fromkeys(("kept", "coldest"), "fp32")
 
@@ -31,9 +31,12 @@ def test_gathering_kernels_fit_a_multiprocessor(name, tmp_path, monkeypatch):
 SCORED = FACTORS | PRESENT | LISTS | BOUNDS | {"p_scores": "*fp32", "p_ids": "*i64"}
 RANKED = {"T": 256, "K": 32, "NOISE": True, "SIZE": 128, "CAUSAL": True}
 LEARNED = {"BLOCK": 128, "W": 128, "D": 64, "DP": 64, "E": 64, "EP": 64, "SALIENCY": True, "PADDING": False}
+PROJECTED = {"BM": 32, "M": 128, "RANK": 32, "RP": 32, "PRECISION": "tf32x3"}
 MASSES = dict.fromkeys(("p_logs", "p_scores", "p_grad", "p_found", "p_held", "p_streamed", "p_out"), "*fp32")
-MASSES |= {"p_rows": "*i64", "p_blocks": "*i32", "p_visible": "*u8", "factor": "fp32"}
+MASSES |= {"p_rows": "*i64", "p_blocks": "*i32", "p_visible": "*i1", "factor": "fp32"}
 
+PARTS = dict.fromkeys(("p_means", "p_summary", "p_units", "p_first", "p_bias", "p_mixture", "p_match"), "*fp32")
+PARTS |= dict.fromkeys(("p_rows", "p_columns", "p_right"), "*fp32")
 SPREAD = SCORED | dict.fromkeys(("p_pairs", "p_spread", "p_listed", "p_every", "p_sums"), "*fp32")
 SPREAD |= {"p_lists": "*i32"}
 
@@ -69,6 +72,7 @@ def test_scoring_fits_a_multiprocessor(per_token, some, tmp_path, monkeypatch):
         ("triton_selection", "rank_kernel", 1, RANKED | {"BM": 4, "COVERAGE": False}, SCORED),
         ("triton_selection", "rank_kernel", 1, RANKED | {"BM": 2, "COVERAGE": True}, SCORED),
         ("triton_selection", "rank_kernel", 16, RANKED | {"BM": 1, "T": 8192, "COVERAGE": False}, SCORED),
+        ("triton_summaries", "factor_kernel", 4, PROJECTED | {"D": 64, "DP": 64}, PARTS),
         ("triton_selection", "hidden_bwd_kernel", 4, {"M": 128, "MP": 128, "BN": 32}, MASSES),
         ("triton_mass", "block_lse_kernel", 4, LEARNED | {"BM": 64, "BN": 64, "ALL": True, "CAUSAL": True}, MASSES),
         ("triton_mass", "lesson_kernel", 4, LEARNED | {"BM": 128, "L": 32, "ALL": False, "CAUSAL": False}, MASSES),
@@ -90,7 +94,8 @@ def test_ranking_and_learning_fit_into_registers(module, name, warps, constants,
     assert sum(line.endswith(";") for line in compiled.asm["ptx"].splitlines()) <= 10_000
 
 
-SUMMED = {"p_x": "*bf16", "p_summary": "*fp32", "p_units": "*fp32", "p_there": "*u8"}
+SUMMED = {"p_x": "*bf16", "p_summary": "*fp32", "p_units": "*fp32"}
+SUMMED |= dict.fromkeys(("p_padding", "p_there", "p_visible"), "*i1")
 QUERY_LISTS = dict.fromkeys(("p_indices", "p_items", "p_held", "p_partial"), "*i32")
 KEY_LISTS = dict.fromkeys(("p_bits", "p_next", "p_total", "p_partial"), "*i32")
 HELD_ITEMS = dict.fromkeys(("p_met", "p_items"), "*i32")

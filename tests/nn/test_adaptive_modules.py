@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import io
+
 import pytest
 import torch
 from oracle import error
@@ -111,3 +114,103 @@ def test_compiled_models_may_hold_it():
     with torch.no_grad():
         found = torch.compile(module, backend="eager")(x, is_causal=True)[0]
         assert error(found, module(x, is_causal=True)[0]) < 1e-6
+
+
+def together(layer):
+    """Whether the heads' parameters are read where they lie; what is read must be those parameters in any case."""
+    scorer = layer.scorer.importance
+    where = []
+    with torch.no_grad():
+        for (weights, biases), found in zip(scorer.leaves(), scorer.layers(torch.float32), strict=True):
+            for own, made in zip((weights, biases), found, strict=True):
+                assert torch.equal(made, torch.stack([x.float() for x in own]))
+                where.append(made.data_ptr() == own[0].data_ptr())
+    assert len(set(where)) == 1
+    return where[0]
+
+
+def adaptive(**options):
+    return BlockSparseAdaptive([256], [1], 4, 8, AdaptiveConfig(0.5, hidden_dim=16, **options), block_size=16)
+
+
+def test_parameters_of_all_heads_are_read_where_they_lie():
+    layer = adaptive()
+    kept = {name: value.clone() for name, value in layer.state_dict().items()}
+    assert together(layer)
+    assert together(copy.deepcopy(layer))
+    file = io.BytesIO()
+    torch.save(layer, file)
+    file.seek(0)
+    assert together(torch.load(file, weights_only=False))
+    parameters = list(layer.parameters())
+    assert together(layer.double().float())
+    assert all(one is other for one, other in zip(layer.parameters(), parameters, strict=True))
+    assert all(torch.equal(value, kept[name]) for name, value in layer.state_dict().items())
+    output = layer(*torch.randn(3, 1, 64, 4, 8).unbind())
+    output.sum().backward()
+    torch.optim.AdamW(layer.parameters()).step()
+    assert together(layer)
+    assert not torch.equal(layer.scorer.importance.scorers[3][0].weight, kept["scorer.importance.scorers.3.0.weight"])
+
+
+@pytest.mark.parametrize("share", [False, True])
+def test_parameters_that_lie_elsewhere_are_gathered(share):
+    layer = adaptive(share_across_heads=share)
+    state = {name: torch.randn_like(value) for name, value in layer.state_dict().items()}
+    layer.load_state_dict(state)
+    assert together(layer)
+    layer.load_state_dict(state, assign=True)
+    # One for all heads lies wherever it lies.
+    assert together(layer) == share
+    assert together(layer.to("cpu"))
+    for own in layer.scorer.importance.scorers:
+        # Square, so that its other memory order is a view in the same place.
+        own[0].weight.data = own[0].weight.data.T
+    with torch.no_grad():
+        found = layer.scorer.importance.layers(torch.float32)[0][0]
+    assert torch.equal(found, torch.stack([own[0].weight for own in layer.scorer.importance.scorers]))
+
+
+def test_memory_that_others_share_is_not_left():
+    layer = adaptive()
+    layer.load_state_dict({name: value.clone() for name, value in layer.state_dict().items()}, assign=True)
+    leaf = layer.scorer.importance.scorers[1][0].weight
+    flat = torch.zeros(2 * leaf.numel())
+    leaf.data = flat[: leaf.numel()].view_as(leaf)
+    layer.to("cpu")
+    flat += 1
+    assert bool((leaf == 1).all())
+    with torch.no_grad():
+        assert bool((layer.scorer.importance.layers(torch.float32)[0][0][1] == 1).all())
+    shared = adaptive().share_memory()
+    assert all(x.is_shared() for x in shared.float().parameters())
+    assert together(shared)
+
+
+def test_parameters_without_memory_or_with_gradients_are_gathered():
+    scorer = adaptive().scorer.importance
+    weight, bias = copy.deepcopy(scorer).to("meta").layers(torch.float32)[0]
+    assert (weight.shape, bias.shape) == ((4, 16, 16), (4, 16))
+    scorer.layers(torch.float32)[0][0][2].sum().backward()
+    grads = [own[0].weight.grad for own in scorer.scorers]
+    assert [float(grad.mean()) for grad in grads] == [0.0, 0.0, 1.0, 0.0]
+    x = torch.randn(2, 4, 5, 8)
+    given = {name: torch.stack([value, value + 1]) for name, value in scorer.state_dict().items()}
+    with torch.no_grad():
+        called = torch.func.vmap(lambda one: torch.func.functional_call(scorer, one, (x, x)))(given)
+        assert error(called[0], scorer(x, x)) < 1e-6
+        for parameter in scorer.parameters():
+            parameter += 1
+        assert error(called[1], scorer(x, x)) < 1e-6
+
+
+@pytest.mark.compile
+def test_what_is_exported_depends_on_every_parameter():
+    scorer = adaptive().scorer.importance
+    x = torch.randn(2, 4, 5, 8)
+    with torch.no_grad():
+        exported = torch.export.export(scorer, (x, x)).module()
+        for one, other in zip(exported.parameters(), scorer.parameters(), strict=True):
+            drawn = torch.randn_like(one)
+            one.data, other.data = drawn, drawn.clone()
+        assert error(exported(x, x), scorer(x, x)) < 1e-6

@@ -32,12 +32,17 @@ def _plain_places(kernel: Any) -> tuple[int, ...]:
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
     """`kernel[grid](*arguments, **options)`: a tensor first, every constant by name, and nothing else by name."""
-    passed = [one.data_ptr() if isinstance(one, Tensor) else one for one in arguments]
-    # Numbers that are not whole are the same to the compiler; whole ones may be 1, or multiples of 16.
-    told: list[object] = [
-        (one.dtype, place % 16) if isinstance(one, Tensor) else float if isinstance(one, float) else one
-        for one, place in zip(arguments, passed, strict=True)
-    ]
+    passed: list[Any] = []
+    told: list[object] = []
+    for one in arguments:
+        if isinstance(one, Tensor):
+            place = one.data_ptr()
+            passed.append(place)
+            told.append((one.dtype, place % 16))
+        else:
+            passed.append(one)
+            # Numbers that are not whole are the same to the compiler; whole ones may be 1, or multiples of 16.
+            told.append(float if isinstance(one, float) else one)
     for place in _plain_places(kernel):
         told[place] = told[place] if told[place] is float else arguments[place] >= 2**31
     index = arguments[0].device.index

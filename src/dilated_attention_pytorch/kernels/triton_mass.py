@@ -240,7 +240,7 @@ def match_gradient_(pairs: Tensor, spread: Tensor, ids: Tensor, factors: Factors
     """What gradients (b h, r, t) of scores give the matches (b h, r a, t u) of sub-blocks, in their place."""
     (streams, many, t), own_units, (units, rank) = spread.shape, factors.own.shape[3], factors.right.shape[3:]
     blocks = min(max(TILE // (own_units * units), 1), held(t))
-    there = [ids if x is None else x.contiguous().view(torch.uint8) for x in (factors.left_there, factors.right_there)]
+    there = [ids if x is None else x.contiguous() for x in (factors.left_there, factors.right_there)]
     launch(match_bwd_kernel, (many, streams, -(-t // blocks)),
         pairs, spread, ids, *there, many, factors.own.shape[2], t, rank**-0.5,
         A=own_units, BT=blocks, U=units, LEFT=factors.left_there is not None, HOLES=factors.right_there is not None,
@@ -279,7 +279,7 @@ def taught(
     groups, queries = (many, wide) if listed else (1, many * wide)
     most = 32 if query.dtype is torch.float32 else 64
     at_once, length = min(held(queries), most), held(width)
-    padding = rows if key_padding_mask is None else key_padding_mask.contiguous().view(torch.uint8)
+    padding = rows if key_padding_mask is None else key_padding_mask.contiguous()
     told = {"BLOCK": size, "W": wide, "ALL": not listed, "CAUSAL": selection.is_causal}
     told |= {"PADDING": key_padding_mask is not None} | OPTIONS
     launch(block_lse_kernel, (groups * -(-queries // at_once), width, batch * heads),
@@ -291,7 +291,7 @@ def taught(
     grad = torch.empty(scores.shape, dtype=torch.float32, device=query.device)
     found = torch.empty((4, batch * heads * many), dtype=torch.float32, device=query.device)
     launch(lesson_kernel, (many, batch * heads),
-        logs, scores.contiguous(), lists, visible.view(torch.uint8), rows, lse, grad_output, padding, grad, found, n, t,
+        logs, scores.contiguous(), lists, visible, rows, lse, grad_output, padding, grad, found, n, t,
         many, -(-n // wide), width, heads, weight / (batch * heads * many), *grad_output.stride()[:3],
         BM=min(wide, max(TILE // length, 1)), L=length, E=e, EP=held(e), SALIENCY=saliency,
         num_warps=min(max(length // 1024, 4), 16), **told,

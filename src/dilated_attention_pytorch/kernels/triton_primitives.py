@@ -15,6 +15,7 @@ import triton.language as tl
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 NO_KEY = tl.constexpr(float("-inf"))
+STEP_D = tl.constexpr(32)
 
 
 @triton.jit
@@ -272,3 +273,19 @@ def dropout_kept(b_row, b_key, threshold):
     """Whether each weight survives; `b_row` from `dropout_rows` and key tokens, already broadcastable."""
     b_word = scramble(b_row ^ (b_key.to(tl.uint32) * tl.full([], 0x9E3779B9, tl.uint32)))
     return b_word >= threshold.to(tl.uint32)
+
+
+@triton.jit
+def projected(p_own, p_project, o_own, b_real, o_r, s_own, D: tl.constexpr, RANK: tl.constexpr, RP: tl.constexpr,
+              PRECISION: tl.constexpr):  # fmt: skip
+    """Rows of width D times a matrix (D, RANK), [rows, RP]; of the rows, what is not finite counts as 0."""
+    b_left = tl.zeros([o_own.shape[0], RP], tl.float32)
+    for first in range(0, D, STEP_D):
+        o_d = first + tl.arange(0, STEP_D)
+        b_mask = b_real[:, None] & (o_d < D)[None, :]
+        b_own = tl.load(p_own + o_own[:, None] * s_own + o_d[None, :], mask=b_mask, other=0.0).to(tl.float32)
+        b_own = tl.where(b_own - b_own == 0.0, b_own, 0.0)
+        b_mask = (o_d < D)[:, None] & (o_r < RANK)[None, :]
+        b_project = tl.load(p_project + o_d[:, None] * RANK + o_r[None, :], mask=b_mask, other=0.0)
+        b_left = tl.dot(b_own, b_project.to(tl.float32), b_left, input_precision=PRECISION)
+    return b_left

@@ -24,9 +24,8 @@ from ..plan.selected import Budget
 from .quick_launch import launch
 from .selection import COLUMNS, Factors
 from .triton_launch import OPTIONS, _precision, held
-from .triton_primitives import NO_KEY, dropout_rows, scramble
+from .triton_primitives import NO_KEY, dropout_rows, projected, scramble
 
-STEP_D = tl.constexpr(32)
 HALVINGS = tl.constexpr(20)
 """Of the range of a row's scores; most rows take ten."""
 MATCHED, MATCHES_A_WARP = 64, 1024
@@ -184,15 +183,7 @@ def score_kernel(
         o_left = o_left * UQ + o_unit % UQ
         p_own += (stream // heads) * so_b + head * so_h
         p_project += head * s_project
-        # The query's side of the match; what is not finite counts as 0.
-        for begun in range(0, D, STEP_D):
-            o_d = begun + tl.arange(0, STEP_D)
-            p_tile = p_own + o_left.to(tl.int64)[:, None] * so_n + o_d[None, :]
-            b_own = tl.load(p_tile, mask=b_real[:, None] & (o_d < D)[None, :], other=0.0).to(tl.float32)
-            b_own = tl.where(b_own - b_own == 0.0, b_own, 0.0)
-            b_mask = (o_d < D)[:, None] & (o_r < RANK)[None, :]
-            b_project = tl.load(p_project + o_d[:, None] * RANK + o_r[None, :], mask=b_mask, other=0.0)
-            b_left = tl.dot(b_own, b_project.to(tl.float32), b_left, input_precision=PRECISION)
+        b_left = projected(p_own, p_project, o_left.to(tl.int64), b_real, o_r, so_n, D, RANK, RP, PRECISION)
         if TOGETHER:
             b_scale, b_undone = scale_of(tl.max(tl.abs(b_left), 1))
             b_left, b_rest = halves(b_left * b_scale[:, None])
@@ -237,10 +228,10 @@ def score_kernel(
 
 @triton.jit(do_not_specialize=["many", "streamed"])
 def hidden_bwd_kernel(
-    p_held, p_streamed, p_grad, p_weight, p_out, p_sum, many, streamed, heads, s_weight, sh_n, sh_m, ss_n, ss_m, sg_n,
+    p_held, p_streamed, p_grad, p_weight, p_out, many, streamed, heads, s_weight, sh_n, sh_m, ss_n, ss_m, sg_n,
     sg_j, M: tl.constexpr, MP: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Of one row, or one block, the gradient of its part in `score_kernel`; `p_sum` gets its part in that of w."""
+    """Of one row, or one block, the gradient of its part in `score_kernel`; behind them all, its part in that of w."""
     i = tl.program_id(0)
     stream = tl.program_id(1).to(tl.int64)
     o_m = tl.arange(0, MP)
@@ -257,23 +248,24 @@ def hidden_bwd_kernel(
         b_out += tl.sum(tl.where(b_hidden > 0.0, b_grad, 0.0), 0)
         b_sum += tl.sum(tl.maximum(b_hidden, 0.0) * b_grad, 0)
     o_line = (stream * many + i) * M + o_m
+    p_sum = p_out + tl.num_programs(1).to(tl.int64) * many * M
     tl.store(p_out + o_line, b_out * tl.load(p_weight + (stream % heads) * s_weight + o_m, mask=b_unit), mask=b_unit)
     tl.store(p_sum + o_line, b_sum, mask=b_unit)
 
 
-def hidden_gradient(held_still: Tensor, streamed: Tensor, grad: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients (b h, i, m) of what is held in scores w . relu(held + streamed), and of w what each row gives.
+def hidden_gradient(held_still: Tensor, streamed: Tensor, grad: Tensor, weight: Tensor) -> Tensor:
+    """Gradients (2, b h, i, m) of what is held in scores w . relu(held + streamed), and of w what each row gives.
 
     For held (b, h, i, m) and streamed (b, h, j, m), each without gaps, grad (b h, i, j) and weight (h, m).
     """
     many, hidden = held_still.shape[2:]
-    found, by_row = torch.empty((2, len(grad), many, hidden), dtype=torch.float32, device=grad.device).unbind()
+    found = torch.empty((2, len(grad), many, hidden), dtype=torch.float32, device=grad.device)
     launch(hidden_bwd_kernel, (many, len(grad)),
-        held_still, streamed, grad, weight, found, by_row, many, streamed.shape[2], len(weight), weight.stride(0),
+        held_still, streamed, grad, weight, found, many, streamed.shape[2], len(weight), weight.stride(0),
         *held_still.stride()[2:], *streamed.stride()[2:], *grad.stride()[1:],
         M=hidden, MP=held(hidden), BN=max(4096 // held(hidden), 1), num_warps=4, **OPTIONS,
     )  # fmt: skip
-    return found, by_row
+    return found
 
 
 @triton.jit(do_not_specialize=["begin", "rows", "total", "room", "local", "sink", "least", "most"])
@@ -423,7 +415,7 @@ def scoring(
         lines = together.first, together.table.shape[2]
     # Where one of these is not given, no program reads it.
     own = factors.own.flatten(2, 3)
-    there = [own if x is None else x.contiguous().view(torch.uint8) for x in (factors.left_there, factors.right_there)]
+    there = [own if x is None else x.contiguous() for x in (factors.left_there, factors.right_there)]
     read = by_unit[0], by_unit[1], factors.weight, factors.bias, by_unit[-1], own, factors.project, there[0], *right
     read += there[1], factors.log_temperature
     shared = factors.weight.stride(0), factors.bias.stride(0), factors.project.stride(0)
@@ -472,7 +464,7 @@ def listed_blocks(
         blocks = scoring(factors._replace(right=factors.right[..., :0]), 1, False, is_causal)
     else:
         scored = scoring(factors, *told)
-    shown, first, made = visible.view(torch.uint8), 0, 0
+    first = made = 0
     while first < t:
         if per_token and first == made:
             # Of as many blocks as there are scores to hold at a time, which takes the same memory.
@@ -486,7 +478,7 @@ def listed_blocks(
         wide = held(width)
         at_once = min(max(RANKED // (wide if coverage is None else 2 * wide), 1), size)
         launch(rank_kernel, (-(-(end - begin) // at_once), batch * heads),
-            scored(range(begin, end), width), shown, counts if seed is None else seed, indices, counts, begin,
+            scored(range(begin, end), width), visible, counts if seed is None else seed, indices, counts, begin,
             end - begin, width, total, t, room, local_blocks, sink_blocks, budget.least,
             t if budget.most is None else budget.most, budget.kept, 0.0 if coverage is None else coverage,
             BM=at_once, T=wide, K=held(room), SIZE=size, CAUSAL=is_causal, NOISE=seed is not None,

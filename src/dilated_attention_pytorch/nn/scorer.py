@@ -12,6 +12,7 @@ Shapes: b batch, h heads, g key heads, n tokens, t blocks, u sub-blocks of a blo
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import Any
@@ -21,9 +22,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..errors import must
-from ..ops.scores import RowScores, Seen, by_kernels, times
-from ..ops.selection import Factors
-from ..plan.selected import may_read
+from ..ops.scores import RowScores, Seen, by_kernels
+from ..ops.selection import Factors, factored
+from .alike import lay_together, parameter, stacked
 from .summaries import CHUNK, Blocks, Columns, Rows, blocks_of
 
 ALL_PAIRS = 2048
@@ -87,6 +88,16 @@ class ImportanceScorer(nn.Module):
             return nn.Sequential(*layers, nn.Linear(widths[-2], widths[-1], **made))
 
         self.scorers = nn.ModuleList(mlp() for _ in range(1 if share_across_heads else num_heads))
+        lay_together(self.leaves())
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ImportanceScorer:
+        super()._apply(fn, recurse)
+        lay_together(self.leaves())
+        return self
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        lay_together(self.leaves())
 
     def forward(self, q_summary: Tensor, k_summary: Tensor, head_idx: int | None = None) -> Tensor:
         """Scores of all pairs.
@@ -115,22 +126,23 @@ class ImportanceScorer(nn.Module):
     def layers(self, dtype: torch.dtype, heads: slice = slice(None)) -> list[Layer]:
         """Every linear layer of those heads, or of the one MLP for all."""
         alike = [[each[heads] if len(each) > 1 else each for each in layer] for layer in self.leaves()]
-        stack = torch.stack if len(alike[0][0]) > 1 else lambda only: only[0][None]
-        return [(stack(weights).to(dtype), stack(biases).to(dtype)) for weights, biases in alike]
+        return [(stacked(weights, dtype), stacked(biases, dtype)) for weights, biases in alike]
 
     def leaves(self) -> list[list[list[Tensor]]]:
         """Of every linear layer the weights of all heads, and their biases."""
-        every = [list(mlp)[::3] for mlp in self.scorers]  # pyrefly: ignore[bad-argument-type]
-        return [[[x.weight for x in same], [x.bias for x in same]] for same in zip(*every, strict=True)]
+        every = [[*mlp][::3] for mlp in self.scorers]  # pyrefly: ignore[not-iterable]
+        return [
+            [[parameter(x, name) for x in same] for name in ("weight", "bias")] for same in zip(*every, strict=True)
+        ]
 
     def query_part(self, queries: Tensor, layers: list[Layer]) -> Tensor:
         """The first layer's part of the queries, with its bias, (b, h, rows, hidden)."""
         weight, bias = layers[0]
-        return _applied(weight[..., : self.input_dim], queries, bias)
+        return queries @ weight[..., : self.input_dim].mT + bias[:, None]
 
     def key_part(self, keys: Tensor, layers: list[Layer]) -> Tensor:
         """The first layer's part of the keys, (b, h, t, hidden)."""
-        return _applied(layers[0][0][..., self.input_dim :], keys, None)
+        return keys @ layers[0][0][..., self.input_dim :].mT
 
     def join(self, rows: Tensor, columns: Tensor, keep: Tensor | None, layers: list[Layer]) -> Tensor:
         """Scores of broadcast pairs, without the last dimension; `keep` scales hidden units."""
@@ -143,21 +155,12 @@ class ImportanceScorer(nn.Module):
             hidden = flat.unflatten(2, hidden.shape[2:-1])
         return hidden.squeeze(-1)
 
-    def channels(self, batch: int, rows: int, like: Tensor) -> Tensor | None:
-        """Which hidden units each row keeps while training, scaled, (b, h, rows, hidden)."""
+    def channels(self, queries: Tensor) -> Tensor | None:
+        """Which hidden units each of (b, h, rows, d) keeps while training, scaled, (b, h, rows, hidden)."""
         if not self.training or not self.dropout:
             return None
-        ones = torch.ones(batch, self.num_heads, rows, self.hidden_dim, dtype=like.dtype, device=like.device)
+        ones = queries.new_ones(len(queries), self.num_heads, queries.shape[2], self.hidden_dim)
         return F.dropout(ones, self.dropout)
-
-
-def _applied(weight: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
-    """x (b, h, rows, before) through (h, after, before), (b, h, rows, after)."""
-    if may_read(x.device):
-        found = x @ weight.mT
-        return found if bias is None else found + bias[:, None]
-    # The kernel that ranks blocks reads unit by unit.
-    return times(weight, x.mT, None if bias is None else bias[..., None]).mT
 
 
 class BlockScorer(nn.Module):
@@ -172,15 +175,8 @@ class BlockScorer(nn.Module):
     def __init__(self, num_heads: int, head_dim: int, config: Any, **made: Any) -> None:
         super().__init__()
         self.config, self.num_heads = config, num_heads
-        self.importance = ImportanceScorer(
-            head_dim,
-            config.hidden_dim,
-            config.num_layers,
-            num_heads,
-            config.share_across_heads,
-            config.dropout,
-            **made,
-        )
+        sizes = head_dim, config.hidden_dim, config.num_layers, num_heads
+        self.importance = ImportanceScorer(*sizes, config.share_across_heads, config.dropout, **made)
         own = 1 if config.share_across_heads else num_heads
         self.summary = nn.Parameter(torch.empty(own, 3 * head_dim, head_dim, **made))
         self.match_query = nn.Parameter(torch.empty(own, head_dim, config.match_rank, **made))
@@ -236,9 +232,14 @@ class BlockScorer(nn.Module):
         # Where a lesson alone asks for gradients, and kernels compute them, there is no graph to be kept.
         with torch.set_grad_enabled(torch.is_grad_enabled() and not by_lesson):
             layers = self.importance.layers(dtype)
-            speaking, columns = self.speaking(rows, layers), self.columns(keys, layers)
+            made = factored(*seen, *layers[0], self.summary, self.match_key)
+            if made is None:
+                speaking, columns = self.speaking(rows, layers), self.columns(keys, layers)
+            else:
+                speaking = Rows(made[0], rows.units, rows.unit_there, self.importance.channels(rows.summary))
+                columns = Columns(made[1], made[2], keys.unit_there)
         scores = Scores(self, query, speaking, columns, layers, block_size, is_causal, per_token, whole)
-        scores.seen = seen if by_lesson else None
+        scores.seen, scores.visible = seen if by_lesson else None, keys.there
         return scores
 
     def _for_heads(self, blocks: Blocks) -> Blocks:
@@ -249,16 +250,15 @@ class BlockScorer(nn.Module):
     def columns(self, blocks: Blocks, layers: list[Layer]) -> Columns:
         """What scores need of key blocks (b, g, t, ...), for every query head."""
         blocks = self._for_heads(blocks)
-        mixed = times(blocks.summary, self.summary.to(blocks.summary.dtype))
-        matched = times(blocks.units.flatten(2, 3), self.match_key.to(mixed.dtype))
+        mixed = blocks.summary @ self.summary.to(blocks.summary.dtype)
+        matched = blocks.units.flatten(2, 3) @ self.match_key.to(mixed.dtype)
         matched = matched.unflatten(2, blocks.units.shape[2:4])
         return Columns(self.importance.key_part(mixed, layers), matched, blocks.unit_there)
 
     def speaking(self, blocks: Blocks, layers: list[Layer]) -> Rows:
         """What scores need of the query blocks that speak for rows."""
-        mean = blocks.summary
-        keep = self.importance.channels(len(mean), mean.shape[2], mean)
-        return Rows(self.importance.query_part(mean, layers), blocks.units, blocks.unit_there, keep)
+        keep = self.importance.channels(blocks.summary)
+        return Rows(self.importance.query_part(blocks.summary, layers), blocks.units, blocks.unit_there, keep)
 
 
 class Scores:

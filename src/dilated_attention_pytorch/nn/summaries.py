@@ -26,6 +26,8 @@ class Blocks(NamedTuple):
     """(b, h, t, u, d): means of sub-blocks"""
     unit_there: Tensor
     """bool (b, h, t, u): sub-blocks with something to see"""
+    there: Tensor
+    """bool (b, h, t): blocks with something to see"""
 
     def before(self) -> Blocks:
         """Of each block, the one before: its own mean would tell a block's first tokens of its last."""
@@ -113,6 +115,7 @@ class Sums(NamedTuple):
             torch.where(good, summary, 0.0),
             torch.where(good[..., None], units, 0.0),
             (good & (many[..., 0] > 0)).expand(*units.shape[:-1]),
+            good[..., 0],
         )
 
 

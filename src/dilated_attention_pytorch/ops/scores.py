@@ -35,19 +35,6 @@ def by_kernels(query: Tensor, rank: int, seen: Seen) -> bool:
     return able and 0 < rank <= WIDEST_MATCH and seen.means.shape[2] <= MOST_BLOCKS
 
 
-def times(left: Tensor, right: Tensor, plus: Tensor | None = None) -> Tensor:
-    """Products of (b, h, i, j) or (h, i, j) with (b, h, j, k) or (h, j, k), one operation where b is 1.
-
-    One of both has a b; h may be 1 for all heads. `plus` (h, i, 1) is added.
-    """
-    if any(x.dim() == 4 and x.shape[0] > 1 for x in (left, right)):
-        return left @ right if plus is None else left @ right + plus
-    one, other = (x[0] if x.dim() == 4 else x for x in (left, right))
-    heads = max(one.shape[0], other.shape[0])
-    one, other = (x if x.shape[0] == heads else x.expand(heads, -1, -1) for x in (one, other))
-    return (torch.bmm(one, other) if plus is None else torch.baddbmm(plus, one, other))[None]
-
-
 class RowScores(torch.autograd.Function):
     """Scores over temperature (b, h, r, k) of the blocks listed for some rows, and (b, h, r, t) of all for others.
 
@@ -62,7 +49,7 @@ class RowScores(torch.autograd.Function):
         from ..kernels.triton_selection import scoring
 
         factors, _, _, chosen, dense, lists, block_size, per_token = ctx.told = given[-8:]
-        ids, at = torch.cat([chosen, dense]), lists[:, :, chosen].long()
+        ids, at = torch.cat([chosen, dense]), lists.index_select(2, chosen).long()
         scores = scoring(factors, block_size, per_token, is_causal=False)(ids)
         ctx.save_for_backward(*given[-12:-8], scores, ids)
         listed, every = scores.split([len(chosen), len(dense)], 2)
@@ -79,14 +66,15 @@ class RowScores(torch.autograd.Function):
         spread, sums = spread_out(grads, lists, ids, scores, factors)
         by_temperature, by_bias = sums.unbind()
         own = ids // block_size if per_token else ids
-        rows = factors.rows[:, :, own]
-        by_row, by_last = hidden_gradient(rows, factors.columns, spread, factors.weight)
-        by_block, _ = hidden_gradient(factors.columns, rows, spread.mT, factors.weight)
-        means, summary = seen.means[:, :, own].flatten(0, 1), seen.summary.flatten(0, 1)
+        rows = factors.rows.index_select(2, own)
+        both = hidden_gradient(rows, factors.columns, spread, factors.weight)
+        by_row, (by_first_bias, by_last) = both[0], both.sum(2).unbind()
+        by_block = hidden_gradient(factors.columns, rows, spread.mT, factors.weight)[0]
+        means, summary = seen.means.index_select(2, own).flatten(0, 1), seen.summary.flatten(0, 1)
         mixed = torch.bmm(summary, _for_all(mixture.to(scores.dtype), spread))
         by_first = torch.cat([torch.bmm(by_row.mT, means), torch.bmm(by_block.mT, mixed)], -1)
         by_mixed = torch.bmm(by_block, _for_all(first[..., mixed.shape[2] :], spread))
-        found = [by_first, by_row.sum(1), by_last.sum(1, keepdim=True), by_bias[:, None]]
+        found = [by_first, by_first_bias, by_last[:, None], by_bias[:, None]]
         found += [torch.bmm(summary.mT, by_mixed), *_match_gradients(factors, seen, ids, spread, per_token)]
         found = [_of_each(by_stream, len(first)) for by_stream in found]
         layers = [one for total in found[:4] for one in total.unbind()]
@@ -113,7 +101,7 @@ def _match_gradients(
     def by_stream(x: Tensor) -> Tensor:
         return x.reshape(len(spread), -1, x.shape[-1])
 
-    mine = by_stream(factors.own[:, :, ids]).to(spread.dtype)
+    mine = by_stream(factors.own.index_select(2, ids)).to(spread.dtype)
     mine = mine.nan_to_num(0.0, 0.0, 0.0) if per_token else mine
     right, units = by_stream(factors.right), by_stream(seen.units)
     left = torch.bmm(mine, _for_all(factors.project.to(spread.dtype), spread))

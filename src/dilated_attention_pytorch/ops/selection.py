@@ -21,13 +21,25 @@ __all__ = ["Budget", "Factors", "Selection", "fresh_seed", "gumbel", "select", "
 
 def summaries(
     x: Tensor, size: int, unit: int, padding: Tensor | None, *, extremes: bool, before: bool
-) -> tuple[Tensor, Tensor, Tensor] | None:
+) -> tuple[Tensor, ...] | None:
     """What `triton_summaries.summarised` gives of blocks on a GPU; None where no kernel adds them up."""
     if may_read(x.device) or no_kernels(x.device) is not None or x.dtype not in triton_backend.DTYPES:
         return None
     from ..kernels.triton_summaries import summarised
 
     return summarised(x, size, unit, padding, extremes, before)
+
+
+def factored(
+    means: Tensor, summary: Tensor, units: Tensor, first: Tensor, bias: Tensor, mixture: Tensor, match: Tensor
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """What `triton_summaries.factored` gives on a GPU; None where no kernel computes it, or gradients are asked for."""
+    able = summary.dtype is torch.float32 and match.shape[2] > 0 and units.shape[4] <= triton_backend.WIDEST
+    if torch.is_grad_enabled() or not able or may_read(units.device) or no_kernels(units.device) is not None:
+        return None
+    from ..kernels.triton_summaries import factored
+
+    return factored(means, summary, units, first, bias, mixture, match)
 
 
 def select(
