@@ -184,6 +184,7 @@ def test_a_training_step_never_waits_for_the_device(is_causal, layer_and_input):
     assert all(p.grad is not None and p.grad.isfinite().all() for p in layer.parameters())
 
 
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_a_training_step_replays_in_a_cuda_graph(is_causal, layer_and_input):
     layer, x = layer_and_input(is_causal)

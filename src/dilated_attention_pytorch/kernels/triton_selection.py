@@ -30,12 +30,12 @@ HALVINGS = tl.constexpr(20)
 """Of the range of a row's scores; most rows take ten."""
 MATCHED, MATCHES_A_WARP = 64, 1024
 """Sub-blocks of rows of a step, and matches that a warp takes: the more code, the longer the first call."""
-RANKED = 1024
+RANKED = 512
 """Scores that a warp ranks at once, or with coverage half as many; they live in registers."""
 MATCHED_TOGETHER, UNITS_TOGETHER = 128, 128
 """Tokens of a block and sub-blocks of a product, or of rank 64 half as many, where tokens follow one another: registers
 hold two programs."""
-PROGRAMS = 640
+PROGRAMS = 384
 """So many keep a large GPU busy, those that begin late and end soon among them."""
 SCORE_BYTES = 3 * 2**23
 """Scores held at a time: choosing for 32K tokens and 8 heads must take no more than 64 MB, its lists included."""
