@@ -104,7 +104,8 @@ def places(log: str) -> tuple[list[str], int]:
         if where and all(in_front(file, int(line)) for _, file, line in where):
             apart += 1
         else:
-            found.append(", ".join(f"{kind} {file}:{line}" for kind, file, line in where) or report[:200])
+            named = dict.fromkeys(f"{kind} {file}:{line}" for kind, file, line in where)
+            found.append(", ".join(named) or report[:200])
     return found, apart
 
 
