@@ -218,3 +218,16 @@ def test_a_training_step_replays_in_a_cuda_graph(is_causal, layer_and_input):
         for got, want in zip(found[-1], wanted, strict=True):
             assert error(got, want) <= 1e-5
     assert not torch.equal(found[0][0], found[1][0])
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_choosing_takes_little_memory(is_causal):
+    layer = BlockSparseAdaptive([32768], [1], 8, 64, AdaptiveConfig(0.9)).cuda()
+    q, k = torch.randn(2, 1, 8, 32768, 64, device="cuda", dtype=torch.bfloat16).unbind()
+    for _ in range(2):
+        # Once, so that what is kept for all calls is there.
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        with torch.no_grad():
+            layer._choose(q, k, is_causal, None)
+    assert torch.cuda.max_memory_allocated() - before <= 64 * 2**20

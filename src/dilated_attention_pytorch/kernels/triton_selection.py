@@ -37,7 +37,7 @@ MATCHED_TOGETHER, UNITS_TOGETHER = 128, 128
 hold two programs."""
 PROGRAMS = 384
 """So many keep a large GPU busy, those that begin late and end soon among them."""
-SCORE_BYTES = 3 * 2**23
+SCORE_BYTES = 9 * 2**21
 """Scores held at a time: choosing for 32K tokens and 8 heads must take no more than 64 MB, its lists included."""
 
 
