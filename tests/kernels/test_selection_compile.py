@@ -69,8 +69,8 @@ def test_scoring_fits_a_multiprocessor(per_token, some, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("module", "name", "warps", "constants", "types"),
     [
-        ("triton_selection", "rank_kernel", 1, RANKED | {"BM": 4, "COVERAGE": False}, SCORED),
-        ("triton_selection", "rank_kernel", 1, RANKED | {"BM": 2, "COVERAGE": True}, SCORED),
+        ("triton_selection", "rank_kernel", 1, RANKED | {"BM": 2, "COVERAGE": False}, SCORED),
+        ("triton_selection", "rank_kernel", 1, RANKED | {"BM": 1, "COVERAGE": True}, SCORED),
         ("triton_selection", "rank_kernel", 16, RANKED | {"BM": 1, "T": 8192, "COVERAGE": False}, SCORED),
         ("triton_summaries", "factor_kernel", 4, PROJECTED | {"D": 64, "DP": 64}, PARTS),
         ("triton_selection", "hidden_bwd_kernel", 4, {"M": 128, "MP": 128, "BN": 32}, MASSES),
@@ -141,3 +141,9 @@ def test_what_surrounds_the_ranking_is_small(module, name, warps, constants, typ
     assert compiled.metadata.shared <= 16384
     assert spilled(compiled, tmp_path) == 0
     assert sum(line.endswith(";") for line in compiled.asm["ptx"].splitlines()) <= 3_000
+
+
+def test_the_longest_rows_are_ranked_by_no_more_warps_than_a_program_has():
+    from dilated_attention_pytorch.kernels import selection, triton_selection
+
+    assert selection.MOST_BLOCKS // triton_selection.RANKED <= 32

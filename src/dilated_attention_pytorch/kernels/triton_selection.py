@@ -482,7 +482,7 @@ def listed_blocks(
             end - begin, width, total, t, room, local_blocks, sink_blocks, budget.least,
             t if budget.most is None else budget.most, budget.kept, 0.0 if coverage is None else coverage,
             BM=at_once, T=wide, K=held(room), SIZE=size, CAUSAL=is_causal, NOISE=seed is not None,
-            COVERAGE=coverage is not None, num_warps=max(2 * wide // RANKED, 1), **OPTIONS,
+            COVERAGE=coverage is not None, num_warps=max(wide // RANKED, 1), **OPTIONS,
         )  # fmt: skip
         first = last
     return indices, counts
