@@ -85,3 +85,21 @@ def error(got: Tensor, wanted: Tensor) -> float:
         return float("inf")
     largest = wanted[wanted.isfinite()].abs().max().item() if wanted.isfinite().any() else 0.0
     return torch.where(same, 0.0, got - wanted).abs().max().item() / max(largest, 1.0) if got.numel() else 0.0
+
+
+def dense_scores(factors: Any, own: Tensor) -> Tensor:
+    """Scores of a learned choice by its `Factors`, (b, h, rows, t), for rows in those blocks."""
+    hidden = (factors.rows[:, :, own, None] + factors.columns[:, :, None]).relu()
+    hidden = hidden if factors.keep is None else hidden * factors.keep[:, :, own, None]
+    scores = (hidden * factors.weight[:, None, None]).sum(-1) + factors.bias[:, None, None]
+    rank = factors.right.shape[-1]
+    if rank:
+        left = torch.einsum("bhrad,hdp->bhrap", factors.own.nan_to_num(0.0, 0.0, 0.0), factors.project)
+        pairs = torch.einsum("bhrad,bhtud->bhratu", left, factors.right)
+        if factors.right_there is not None:
+            pairs = pairs.masked_fill(~factors.right_there[:, :, None, None], -torch.inf)
+        if factors.left_there is not None:
+            pairs = pairs.masked_fill(~factors.left_there[..., None, None], -torch.inf)
+        best = pairs.amax(-1).amax(3)
+        scores = scores + torch.where(best > -torch.inf, best, 0.0) / rank**0.5
+    return scores / factors.log_temperature.exp().clamp(min=factors.coldest)[:, None, None]

@@ -18,9 +18,9 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
 from conftest import ALLOCATORS, poisoned
-from kernels.no_waiting import Launched, NoWaiting
+from kernels.no_waiting import GpuRules, Launched
 from kernels.test_selection import drawn, inputs, seen_pairs
-from oracle import dense_attention, error
+from oracle import dense_attention, dense_scores, error
 
 from dilated_attention_pytorch.kernels import (
     hopper_work,
@@ -32,8 +32,8 @@ from dilated_attention_pytorch.kernels import (
     triton_summaries,
 )
 from dilated_attention_pytorch.kernels.dropout import kept
-from dilated_attention_pytorch.nn import AdaptiveConfig, BlockSparseAdaptive, adaptive, summaries
-from dilated_attention_pytorch.ops import scores, selected, selection, selection_mass
+from dilated_attention_pytorch.nn import AdaptiveConfig, BlockSparseAdaptive, summaries
+from dilated_attention_pytorch.ops import selected
 from dilated_attention_pytorch.ops.selected import selected_attention
 from dilated_attention_pytorch.ops.selection import Budget, Factors, select
 from dilated_attention_pytorch.ops.selection_mass import Lesson
@@ -431,43 +431,6 @@ class Step(NamedTuple):
 
 def refuse(begin: int, end: int) -> torch.Tensor:
     raise AssertionError(f"scores of rows {begin} to {end} were asked for")
-
-
-def dense_scores(factors: Factors, own: torch.Tensor) -> torch.Tensor:
-    """(b, h, rows, t), for rows in those blocks."""
-    hidden = (factors.rows[:, :, own, None] + factors.columns[:, :, None]).relu()
-    hidden = hidden if factors.keep is None else hidden * factors.keep[:, :, own, None]
-    scores = (hidden * factors.weight[:, None, None]).sum(-1) + factors.bias[:, None, None]
-    rank = factors.right.shape[-1]
-    if rank:
-        left = torch.einsum("bhrad,hdp->bhrap", factors.own.nan_to_num(0.0, 0.0, 0.0), factors.project)
-        pairs = torch.einsum("bhrad,bhtud->bhratu", left, factors.right)
-        if factors.right_there is not None:
-            pairs = pairs.masked_fill(~factors.right_there[:, :, None, None], -torch.inf)
-        if factors.left_there is not None:
-            pairs = pairs.masked_fill(~factors.left_there[..., None, None], -torch.inf)
-        best = pairs.amax(-1).amax(3)
-        scores = scores + torch.where(best > -torch.inf, best, 0.0) / rank**0.5
-    return scores / factors.log_temperature.exp().clamp(min=factors.coldest)[:, None, None]
-
-
-READERS = plans, scores, selected, selection, selection_mass, adaptive
-
-
-class GpuRules:
-    """Tensors count as a GPU's: nothing is read back."""
-
-    def __enter__(self) -> None:
-        self.kept = [(module, module.may_read) for module in READERS]
-        for module, _ in self.kept:
-            module.may_read = lambda device: False
-        self.mode = NoWaiting()
-        self.mode.__enter__()
-
-    def __exit__(self, *problem: object) -> None:
-        self.mode.__exit__(*problem)
-        for module, may_read in self.kept:
-            module.may_read = may_read
 
 
 TRIALS = {

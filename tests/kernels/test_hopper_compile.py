@@ -79,6 +79,12 @@ def needs_gluon():
         pytest.skip(reason)
 
 
+def test_a_signal_before_what_it_tells_of_is_found():
+    written, signal = "st.shared.b32 [%r1], %r2;", "@%p1 mbarrier.arrive.expect_tx.shared.b64 _, [%r3], 64;"
+    assert told_too_early(f"{written}\n{signal}") == [signal]
+    assert told_too_early(f"{written}\nbar.warp.sync -1;\n{signal}") == []
+
+
 # A strided part spills addresses once a row, and at width 128 what its loader remembers of an item.
 @pytest.mark.parametrize(
     ("d", "block", "dtype", "kind", "spilled"),
