@@ -76,13 +76,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("counters.jsonl"), help="JSONL file to append to")
     parser.add_argument("--seconds", type=float, default=120.0, help="limit of one case")
+    parser.add_argument("--cases", type=int, nargs="+", default=range(len(CASES)), help="which of the cases, from 0 on")
     parser.add_argument("--only", nargs=2, metavar=("PATTERN", "WIDTH"), help="run one case and count nothing")
     asked = parser.parse_args()
     if asked.only:
         compute(asked.only[0], int(asked.only[1]))
         return
     os.environ.setdefault("PYTHONUNBUFFERED", "1")
-    for pattern, d in CASES:
+    for pattern, d in (CASES[i] for i in asked.cases):
         for line in counted(pattern, d, asked.seconds):
             shown = {"pattern": pattern, "n": TOKENS, "heads": HEADS, "d": d} | line
             print(shown, flush=True)

@@ -47,7 +47,7 @@ MOST_LINES_A_FILE = 500
 MOST_LINES = {
     "patterns": 1_200,
     "plan": 2_600,
-    "kernels": 9_480,
+    "kernels": 9_800,
     "ops": 3_720,
     "distributed": 4_800,
     "nn": 4_600,
@@ -56,7 +56,7 @@ MOST_LINES = {
     "tools": 7_100,
 }
 """By room, so that one that grows is looked at; a new thing makes room for itself or argues for more here."""
-MOST_FILES = 165
+MOST_FILES = 166
 
 BANNED = ("v2", "new", "fixed", "improved", "optimized", "simple", "enhanced", "final", "true")
 

@@ -10,14 +10,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from dilated_attention_pytorch.kernels import hopper_backend, hopper_split
+from dilated_attention_pytorch.kernels import hopper_backend, hopper_split, hopper_work
 from dilated_attention_pytorch.kernels.hopper_split import lengths_of_pieces, split
 from dilated_attention_pytorch.kernels.hopper_work import HeldWork, Mould, steps_of
 from dilated_attention_pytorch.kernels.registry import AttentionCall
 from dilated_attention_pytorch.ops.workspace import Extent, workspace
 from dilated_attention_pytorch.patterns import parse
 from dilated_attention_pytorch.plan import make_plan
+from dilated_attention_pytorch.plan.plan import map_tensors
 
 TESTS = Path(__file__).resolve().parents[1]
 PIECES = {
@@ -178,3 +180,63 @@ def test_what_a_call_is_reckoned_to_take_covers_its_pieces(pattern, batch, monke
     rows = [0 if cut is None else math.prod(cut.room(batch, 1)) for cut in (by_query, by_key)]
     assert workspace(call, "hopper", "forward", whole) >= rows[0] * (2 * d + 4)
     assert workspace(call, "hopper", "backward", whole) >= 2 * d * (rows[0] + 2 * rows[1]) + 4 * batch * heads * n
+
+
+COPY = torch.ops.aten._to_copy.default
+HOST, AWAY = torch.device("cpu"), torch.device("ipu", 0)
+
+
+class Far(torch.Tensor):
+    """A tensor on a device that computes nothing: all that can be done with it is to copy it to the host."""
+
+    @staticmethod
+    def __new__(cls, near):
+        far = torch.Tensor._make_wrapper_subclass(cls, near.shape, dtype=near.dtype, device=AWAY)
+        far.near = near.contiguous()
+        return far
+
+    @classmethod
+    def __torch_dispatch__(cls, operation, types, args=(), kwargs=None):
+        if operation is not COPY or kwargs.get("device") != HOST:
+            raise RuntimeError(f"{operation} on the device")
+        return args[0].near.clone()
+
+
+class CopiesToFar(TorchDispatchMode):
+    """Lets tensors of the host be copied to that device."""
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if operation is COPY and kwargs.get("device") == AWAY:
+            return Far(args[0])
+        return operation(*args, **kwargs)
+
+
+def lists_of(plan, group):
+    """All lists that the kernels read, in parts of one step also those of long rows."""
+    steps = steps_of(plan)
+    for step in steps:
+        by_query, by_key, by_row = step.by_query, *(step.held(group, by_key=one) for one in (True, False))
+        yield from (*by_query[:-1], *by_key, *by_row)
+        if len(steps) == 1:
+            for work, size, keys in ((by_query, 1, False), (by_key, group, True), (by_row, 1, False)):
+                cut = split(step, work, 1, 40, size, by_key=keys)
+                assert cut is not None
+                lists = *cut.rest, *cut.pieces, cut.heavy, cut.owners
+                yield from (one for one in lists if isinstance(one, torch.Tensor))
+
+
+@pytest.mark.parametrize("pattern", ["dilated:128x1,256x2,640x5 & causal", "dilated:300x3,200x1", GLOBAL])
+def test_lists_of_a_small_plan_are_made_on_the_host_and_lie_with_it(pattern, monkeypatch):
+    monkeypatch.setattr(hopper_split, "SHORTEST_PIECE", 128**2)
+    monkeypatch.setattr(hopper_split, "ROWS_A_PIECE", 1)
+    plan = make_plan(parse(pattern), 2800, 4, block_size=128)
+    # Loading the code of an operation on a GPU takes longer than all of them on the host.
+    with CopiesToFar():
+        found = list(lists_of(map_tensors(plan, Far), 2))
+    assert all(isinstance(one, Far) for one in found)
+    for one, expected in zip(found, lists_of(plan, 2), strict=True):
+        assert torch.equal(one.near, expected)
+    monkeypatch.setattr(hopper_work, "HOST_NUMBERS", 0)
+    with pytest.raises(RuntimeError, match="on the device"), CopiesToFar():
+        list(lists_of(map_tensors(plan, Far), 2))

@@ -34,18 +34,19 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from .hopper_pieces import (
     ROWS,
     add_piece,
-    add_rows_out,
     barrier_pairs,
     base_2,
     claim_item,
-    copy_out,
     copy_rows_in,
     first_and_count,
+    here,
     let_next_start,
     next_item,
     place_of,
     post,
+    put_rows,
     read,
+    release,
     ring,
     wait_for_launch,
 )
@@ -90,6 +91,73 @@ def stream_tile(
 
 
 @gluon.jit
+def stream_head(
+    streamed_1, streamed_1_more, streamed_2, streamed_2_more, b_1, b_2, b_rows, b_tile, full, empty,
+    p_lse, p_delta, p_class, p_walk, p_whole, p_partial, p_tiles, heads, sum_tiles, blocks, n, rate, longer,
+    tile_count, batch, query_head, head, block, o_row, held_rows, held_offset,
+    BLOCK: gl.constexpr, STAGES: gl.constexpr, BY_KEY: gl.constexpr,
+):  # fmt: skip
+    """The tiles that meet an item in one query head; how many tiles there have been then.
+
+    A function, as what stands in loops within loops is read by the compiler twice for each of them.
+    """
+    STRIDED: gl.constexpr = len(streamed_1.block_shape) == 5
+    BM: gl.constexpr = streamed_1.block_shape[len(streamed_1.block_shape) - 2]
+    SUB: gl.constexpr = BLOCK // BM
+    if STRIDED:
+        kind = gl.load(p_class + query_head * 3)
+        offset = gl.load(p_class + query_head * 3 + 2)
+        if BY_KEY:
+            # Heads of a group may sample other keys than these.
+            kind = gl.where(gl.load(p_class + query_head * 3 + 1) == held_offset, kind, -1)
+    else:
+        kind = gl.load(p_class + query_head)
+    p_own = p_walk + (gl.maximum(kind, 0) * blocks + block) * 6
+    whole_begin = gl.load(p_own)
+    whole_steps = gl.where(kind >= 0, gl.load(p_own + 1) - whole_begin, 0) * SUB
+    whole_base = gl.load(p_own + 2)
+    partial_begin = gl.load(p_own + 3)
+    partial_steps = gl.where(kind >= 0, gl.load(p_own + 4) - partial_begin, 0) * SUB
+    partial_base = gl.load(p_own + 5)
+    own_row = batch * heads + query_head
+    o_rows = own_row.to(gl.int64) * n
+    first_place = own_row * sum_tiles
+    for step in range(whole_steps):
+        tile = whole_base + gl.load(p_whole + whole_begin + step // SUB)
+        place = tile * SUB + step % SUB
+        token = gl.load(p_tiles + 2 * tile) + offset + (step % SUB) * BM * rate if STRIDED else place * BM
+        stream_tile(
+            streamed_1, streamed_1_more, streamed_2, streamed_2_more, b_1, b_2, b_rows, b_tile,
+            full, empty, p_lse, p_delta, o_rows, token, BM, rate, longer,
+            tile_count, batch, head, first_place + place, -1, 0, 0, 0, STAGES, BY_KEY,
+        )  # fmt: skip
+        tile_count += 1
+    for step in range(partial_steps):
+        p_entry = p_partial + (partial_begin + step // SUB) * 4
+        o_col = (step % SUB) * BM
+        tile = partial_base + gl.load(p_entry)
+        place = tile * SUB + step % SUB
+        if STRIDED:
+            token, rows = first_and_count(p_tiles, tile, offset, rate)
+            token += o_col * rate
+            rows -= o_col
+        else:
+            token = place * BM
+            rows = n - token
+        mask = gl.load(p_entry + 1) * (BLOCK * BLOCK // 32) + o_row * (BLOCK // 32) + o_col // 32
+        low = gl.load(p_entry + 2) - o_row + o_col
+        high = gl.load(p_entry + 3) - o_row + o_col
+        last_key = (held_rows if BY_KEY else rows) - 1
+        stream_tile(
+            streamed_1, streamed_1_more, streamed_2, streamed_2_more, b_1, b_2, b_rows, b_tile,
+            full, empty, p_lse, p_delta, o_rows, token, rows, rate, longer,
+            tile_count, batch, head, first_place + place, mask, low, high, last_key, STAGES, BY_KEY,
+        )  # fmt: skip
+        tile_count += 1
+    return tile_count
+
+
+@gluon.jit
 def load_backward_tiles(
     held_1, held_1_more, held_2, held_2_more, streamed_1, streamed_1_more, streamed_2, streamed_2_more,
     b_held_1, b_held_2, b_1, b_2, b_rows, b_item, b_tile,
@@ -118,6 +186,7 @@ def load_backward_tiles(
         o_held = gl.load(p_item + 1)
         steps = gl.load(p_item + 2) * SUB
         stored = 0
+        held_offset = 0
         if STRIDED:
             held_rows = gl.load(p_item + 3)
             block = gl.load(p_item + 4)
@@ -150,56 +219,11 @@ def load_backward_tiles(
             else:
                 query_head = held_head
                 head = held_head // group
-            if STRIDED:
-                kind = gl.load(p_class + query_head * 3)
-                offset = gl.load(p_class + query_head * 3 + 2)
-                if BY_KEY:
-                    # Heads of a group may sample other keys than these.
-                    kind = gl.where(gl.load(p_class + query_head * 3 + 1) == held_offset, kind, -1)
-            else:
-                kind = gl.load(p_class + query_head)
-            p_own = p_walk + (gl.maximum(kind, 0) * blocks + block) * 6
-            whole_begin = gl.load(p_own)
-            whole_steps = gl.where(kind >= 0, gl.load(p_own + 1) - whole_begin, 0) * SUB
-            whole_base = gl.load(p_own + 2)
-            partial_begin = gl.load(p_own + 3)
-            partial_steps = gl.where(kind >= 0, gl.load(p_own + 4) - partial_begin, 0) * SUB
-            partial_base = gl.load(p_own + 5)
-            own_row = batch * heads + query_head
-            o_rows = own_row.to(gl.int64) * n
-            first_place = own_row * sum_tiles
-            for step in range(whole_steps):
-                tile = whole_base + gl.load(p_whole + whole_begin + step // SUB)
-                place = tile * SUB + step % SUB
-                token = gl.load(p_tiles + 2 * tile) + offset + (step % SUB) * BM * rate if STRIDED else place * BM
-                stream_tile(
-                    streamed_1, streamed_1_more, streamed_2, streamed_2_more, b_1, b_2, b_rows, b_tile,
-                    full, empty, p_lse, p_delta, o_rows, token, BM, rate, longer,
-                    tile_count, batch, head, first_place + place, -1, 0, 0, 0, STAGES, BY_KEY,
-                )  # fmt: skip
-                tile_count += 1
-            for step in range(partial_steps):
-                p_entry = p_partial + (partial_begin + step // SUB) * 4
-                o_col = (step % SUB) * BM
-                tile = partial_base + gl.load(p_entry)
-                place = tile * SUB + step % SUB
-                if STRIDED:
-                    token, rows = first_and_count(p_tiles, tile, offset, rate)
-                    token += o_col * rate
-                    rows -= o_col
-                else:
-                    token = place * BM
-                    rows = n - token
-                mask = gl.load(p_entry + 1) * (BLOCK * BLOCK // 32) + o_row * (BLOCK // 32) + o_col // 32
-                low = gl.load(p_entry + 2) - o_row + o_col
-                high = gl.load(p_entry + 3) - o_row + o_col
-                last_key = (held_rows if BY_KEY else rows) - 1
-                stream_tile(
-                    streamed_1, streamed_1_more, streamed_2, streamed_2_more, b_1, b_2, b_rows, b_tile,
-                    full, empty, p_lse, p_delta, o_rows, token, rows, rate, longer,
-                    tile_count, batch, head, first_place + place, mask, low, high, last_key, STAGES, BY_KEY,
-                )  # fmt: skip
-                tile_count += 1
+            tile_count = stream_head(
+                streamed_1, streamed_1_more, streamed_2, streamed_2_more, b_1, b_2, b_rows, b_tile, full, empty,
+                p_lse, p_delta, p_class, p_walk, p_whole, p_partial, p_tiles, heads, sum_tiles, blocks, n, rate, longer,
+                tile_count, batch, query_head, head, block, o_row, held_rows, held_offset, BLOCK, STAGES, BY_KEY,
+            )  # fmt: skip
         item_count += 1
         item = next_item(claim, p_next, item, items, True)
     # Launches end in order, also where this one wrote what the one before it does not.
@@ -208,30 +232,6 @@ def load_backward_tiles(
     mbarrier.wait(held_empty.index(slot), ((item_count // HELD_STAGES) & 1) ^ 1)
     post(b_item.index(slot), 0, 0, 0, -1, 0, 0)
     mbarrier.arrive(held_full.index(slot), count=1)
-
-
-@gluon.jit
-def put_rows(values, desc, more, batch, head, first, rows, rate, longer, buffer, C: gl.constexpr):
-    """Start storing the 64 rows [64, D] that warpgroup `C` owns of an item; those of a strided part are added."""
-    D: gl.constexpr = values.type.shape[1]
-    b_own = buffer.reshape([ROWS, D])
-    if len(desc.block_shape) == 5:
-        # Past the end of their segment lie rows that others add to.
-        row = C * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, values.type.layout))
-        b_own.store(gl.where(gl.expand_dims(row < rows, 1), values, 0.0).to(buffer.dtype))
-        fence_async_shared()
-        wait_for_launch()
-        add_rows_out(desc, more, batch, head, first + C * ROWS * rate, rate, longer, buffer)
-    else:
-        b_own.store(values.to(buffer.dtype))
-        fence_async_shared()
-        copy_out(desc, [batch, head, first + C * ROWS, 0], buffer)
-
-
-@gluon.jit
-def here(x):
-    """The same value, but made here: what follows from it would else be moved out of the loop, and spilled."""
-    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -305,10 +305,59 @@ def meet():
 
 
 @gluon.jit
-def release(empty, item):
-    """Hand the buffers of an item back to the loader once its gradients have left them."""
-    tma.store_wait(0)
-    mbarrier.arrive(empty.index((item + empty.shape[0]) % empty.shape[0]), count=1, pred=item >= 0)
+def gather_step(
+    C: gl.constexpr, dk_token, dv, place, tile_count, step, kv_slot, no_scores, no_piece,
+    b_q, b_do, b_k, b_v, b_ds, b_rows, b_tile, full, empty, p_sum, p_bits, scale_log2,
+    BLOCK: gl.constexpr, STAGES: gl.constexpr, DQ: gl.constexpr,
+):  # fmt: skip
+    """What one tile of queries adds to dK and dV of warpgroup `C`, and the piece of dQ of the tile before it."""
+    BM: gl.constexpr = b_q.shape[len(b_q.shape) - 2]
+    D: gl.constexpr = b_q.shape[len(b_q.shape) - 1]
+    dtype: gl.constexpr = b_q.dtype
+    operand: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=dv.type.layout, k_width=2)
+    queries: gl.constexpr = gl.SliceLayout(0, no_scores.type.layout)
+    slot = tile_count % STAGES
+    o_item = here(kv_slot * 2)
+    k = b_k.index(o_item + C).reshape([ROWS, D])
+    v = b_v.index(o_item + C).reshape([ROWS, D])
+    q = b_q.index(slot).reshape([BM, D])
+    do = b_do.index(slot).reshape([BM, D])
+    note = b_tile.index(slot)
+    mbarrier.wait(full.index(slot), (tile_count // STAGES) & 1)
+    scores_token = warpgroup_mma(k, q.permute((1, 0)), no_scores, use_acc=False, is_async=True)
+    dp_token = warpgroup_mma(v, do.permute((1, 0)), no_scores, use_acc=False, is_async=True)
+    # dK of the step before ran beside the start of this one; its queries are free only now.
+    scores, dk = warpgroup_mma_wait(1, deps=(scores_token, dk_token))
+    mbarrier.arrive(empty.index((tile_count + STAGES - 1) % STAGES), count=1, pred=step > 0)
+    lse = b_rows.index(slot).slice(0, BM).load(queries)
+    weights = gl.exp2(scores * scale_log2 - gl.expand_dims(lse, 0))
+    if read(note, TILE_MASK) >= 0:
+        weights = mask_weights(weights, note, p_bits, C, BLOCK, True)
+    dp = warpgroup_mma_wait(0, deps=(dp_token,))
+    delta = b_rows.index(slot).slice(BM, BM).load(queries)
+    ds = (weights * (dp - gl.expand_dims(delta, 0))).to(dtype)
+    # Without the sibling nobody still reads the step before: dK has, by the wait for it above.
+    parity = tile_count % 2 if DQ else 0
+    if DQ:
+        # The sibling has then written dS of the step before, and read that of two steps before.
+        take_over(C, 1 - parity, (step > 0).to(gl.int32))
+    b_ds.index(parity * 2 + C).store(ds)
+    fence_async_shared()
+    dv_token = warpgroup_mma(gl.convert_layout(weights.to(dtype), operand), do, dv, is_async=True)
+    if DQ:
+        # Of the step before; in the first step of what happens to be there, which is not added.
+        piece_token = piece_product(C, b_ds, b_k, o_item, 1 - parity, no_piece)
+    # From shared memory: from registers it would hold them while the next step's scores need room.
+    dk_token = warpgroup_mma(b_ds.index(parity * 2 + C), q, dk, is_async=True)
+    if DQ:
+        dv, piece = warpgroup_mma_wait(1, deps=(dv_token, piece_token))
+        hand_over(C, parity)
+        if step > 0:
+            add_piece(p_sum + (place.to(gl.int64) * 2 + C) * PIECE, piece)
+        place = read(note, TILE_SUM)
+    else:
+        dv = warpgroup_mma_wait(1, deps=(dv_token,))
+    return dk_token, dv, place, tile_count + 1
 
 
 @gluon.jit
@@ -321,7 +370,6 @@ def gather_keys(
     """Warpgroup `C`: dK and dV of its 64 keys of every item of this program."""
     BM: gl.constexpr = b_q.shape[len(b_q.shape) - 2]
     D: gl.constexpr = b_q.shape[len(b_q.shape) - 1]
-    dtype: gl.constexpr = b_q.dtype
     scores_layout: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM, 16]
     )
@@ -329,8 +377,6 @@ def gather_keys(
     piece_layout: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, ROWS, 16]
     )
-    operand: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=acc_layout, k_width=2)
-    queries: gl.constexpr = gl.SliceLayout(0, scores_layout)
     no_scores = gl.full([ROWS, BM], 0.0, gl.float32, scores_layout)
     no_piece = gl.full([ROWS, ROWS], 0.0, gl.float32, piece_layout)
 
@@ -349,48 +395,10 @@ def gather_keys(
         dv = gl.full([ROWS, D], 0.0, gl.float32, acc_layout)
         place = steps * 0
         for step in range(steps):
-            slot = tile_count % STAGES
-            o_item = here(kv_slot * 2)
-            k = b_k.index(o_item + C).reshape([ROWS, D])
-            v = b_v.index(o_item + C).reshape([ROWS, D])
-            q = b_q.index(slot).reshape([BM, D])
-            do = b_do.index(slot).reshape([BM, D])
-            note = b_tile.index(slot)
-            mbarrier.wait(full.index(slot), (tile_count // STAGES) & 1)
-            scores_token = warpgroup_mma(k, q.permute((1, 0)), no_scores, use_acc=False, is_async=True)
-            dp_token = warpgroup_mma(v, do.permute((1, 0)), no_scores, use_acc=False, is_async=True)
-            # dK of the step before ran beside the start of this one; its queries are free only now.
-            scores, dk = warpgroup_mma_wait(1, deps=(scores_token, dk_token))
-            mbarrier.arrive(empty.index((tile_count + STAGES - 1) % STAGES), count=1, pred=step > 0)
-            lse = b_rows.index(slot).slice(0, BM).load(queries)
-            weights = gl.exp2(scores * scale_log2 - gl.expand_dims(lse, 0))
-            if read(note, TILE_MASK) >= 0:
-                weights = mask_weights(weights, note, p_bits, C, BLOCK, True)
-            dp = warpgroup_mma_wait(0, deps=(dp_token,))
-            delta = b_rows.index(slot).slice(BM, BM).load(queries)
-            ds = (weights * (dp - gl.expand_dims(delta, 0))).to(dtype)
-            # Without the sibling nobody still reads the step before: dK has, by the wait for it above.
-            parity = tile_count % 2 if DQ else 0
-            if DQ:
-                # The sibling has then written dS of the step before, and read that of two steps before.
-                take_over(C, 1 - parity, (step > 0).to(gl.int32))
-            b_ds.index(parity * 2 + C).store(ds)
-            fence_async_shared()
-            dv_token = warpgroup_mma(gl.convert_layout(weights.to(dtype), operand), do, dv, is_async=True)
-            if DQ:
-                # Of the step before; in the first step of what happens to be there, which is not added.
-                piece_token = piece_product(C, b_ds, b_k, o_item, 1 - parity, no_piece)
-            # From shared memory: from registers it would hold them while the next step's scores need room.
-            dk_token = warpgroup_mma(b_ds.index(parity * 2 + C), q, dk, is_async=True)
-            if DQ:
-                dv, piece = warpgroup_mma_wait(1, deps=(dv_token, piece_token))
-                hand_over(C, parity)
-                if step > 0:
-                    add_piece(p_sum + (place.to(gl.int64) * 2 + C) * PIECE, piece)
-                place = read(note, TILE_SUM)
-            else:
-                dv = warpgroup_mma_wait(1, deps=(dv_token,))
-            tile_count += 1
+            dk_token, dv, place, tile_count = gather_step(
+                C, dk_token, dv, place, tile_count, step, kv_slot, no_scores, no_piece,
+                b_q, b_do, b_k, b_v, b_ds, b_rows, b_tile, full, empty, p_sum, p_bits, scale_log2, BLOCK, STAGES, DQ,
+            )  # fmt: skip
         dk = warpgroup_mma_wait(0, deps=(dk_token,))
         if DQ:
             parity = (tile_count + 1) % 2

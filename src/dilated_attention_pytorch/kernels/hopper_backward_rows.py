@@ -34,14 +34,46 @@ from .hopper_backward import (
     ITEM_STORED,
     ROWS,
     TILE_MASK,
-    here,
     load_backward_tiles,
     mask_weights,
-    put_rows,
-    release,
 )
 from .hopper_forward import HOLD
-from .hopper_pieces import barrier_pairs, base_2, read, ring, row_pointers, wait_for_launch
+from .hopper_pieces import barrier_pairs, base_2, here, put_rows, read, release, ring, row_pointers, wait_for_launch
+
+
+@gluon.jit
+def gather_row_step(
+    C: gl.constexpr, dq, ds, tile_count, step, q_slot, lse, delta, no_scores, b_q, b_do, b_k, b_v, b_tile, full, empty,
+    p_bits, scale_log2, BLOCK: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """dS of one tile of keys, and what that of the tile before it adds to dQ, for the rows of warpgroup `C`."""
+    BN: gl.constexpr = b_k.shape[len(b_k.shape) - 2]
+    D: gl.constexpr = b_k.shape[len(b_k.shape) - 1]
+    operand_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=dq.type.layout, k_width=2)
+    slot = tile_count % STAGES
+    # Before the first step there is no dS yet: its own keys are multiplied by zeros.
+    behind = (tile_count + STAGES - gl.where(step > 0, 1, 0)) % STAGES
+    o_item = here(q_slot * 2 + C)
+    q = b_q.index(o_item).reshape([ROWS, D])
+    do = b_do.index(o_item).reshape([ROWS, D])
+    k = b_k.index(slot).reshape([BN, D])
+    v = b_v.index(slot).reshape([BN, D])
+    note = b_tile.index(slot)
+    mbarrier.wait(full.index(slot), (tile_count // STAGES) & 1)
+    scores_token = warpgroup_mma(q, k.permute((1, 0)), no_scores, use_acc=False, is_async=True)
+    dp_token = warpgroup_mma(do, v.permute((1, 0)), no_scores, use_acc=False, is_async=True)
+    operand = gl.convert_layout(ds.to(b_k.dtype), operand_layout)
+    dq_token = warpgroup_mma(operand, b_k.index(behind).reshape([BN, D]), dq, is_async=True)
+    scores = warpgroup_mma_wait(2, deps=(scores_token,))
+    weights = gl.exp2(scores * scale_log2 - lse)
+    if read(note, TILE_MASK) >= 0:
+        weights = mask_weights(weights, note, p_bits, C, BLOCK, False)
+    dp = warpgroup_mma_wait(1, deps=(dp_token,))
+    ds = weights * (dp - delta)
+    gl.inline_asm_elementwise(HOLD, "=r,r", [tile_count], dtype=gl.int32, is_pure=False, pack=1)
+    dq = warpgroup_mma_wait(0, deps=(dq_token,))
+    mbarrier.arrive(empty.index(behind), count=1, pred=step > 0)
+    return dq, ds, tile_count + 1
 
 
 @gluon.jit
@@ -84,30 +116,10 @@ def gather_queries(
         dq = gl.full([ROWS, D], 0.0, gl.float32, acc_layout)
         ds = no_scores
         for step in range(steps):
-            slot = tile_count % STAGES
-            # Before the first step there is no dS yet: its own keys are multiplied by zeros.
-            behind = (tile_count + STAGES - gl.where(step > 0, 1, 0)) % STAGES
-            o_item = here(q_slot * 2 + C)
-            q = b_q.index(o_item).reshape([ROWS, D])
-            do = b_do.index(o_item).reshape([ROWS, D])
-            k = b_k.index(slot).reshape([BN, D])
-            v = b_v.index(slot).reshape([BN, D])
-            note = b_tile.index(slot)
-            mbarrier.wait(full.index(slot), (tile_count // STAGES) & 1)
-            scores_token = warpgroup_mma(q, k.permute((1, 0)), no_scores, use_acc=False, is_async=True)
-            dp_token = warpgroup_mma(do, v.permute((1, 0)), no_scores, use_acc=False, is_async=True)
-            operand = gl.convert_layout(ds.to(dtype), operand_layout)
-            dq_token = warpgroup_mma(operand, b_k.index(behind).reshape([BN, D]), dq, is_async=True)
-            scores = warpgroup_mma_wait(2, deps=(scores_token,))
-            weights = gl.exp2(scores * scale_log2 - lse)
-            if read(note, TILE_MASK) >= 0:
-                weights = mask_weights(weights, note, p_bits, C, BLOCK, False)
-            dp = warpgroup_mma_wait(1, deps=(dp_token,))
-            ds = weights * (dp - delta)
-            gl.inline_asm_elementwise(HOLD, "=r,r", [tile_count], dtype=gl.int32, is_pure=False, pack=1)
-            dq = warpgroup_mma_wait(0, deps=(dq_token,))
-            mbarrier.arrive(empty.index(behind), count=1, pred=step > 0)
-            tile_count += 1
+            dq, ds, tile_count = gather_row_step(
+                C, dq, ds, tile_count, step, q_slot, lse, delta, no_scores, b_q, b_do, b_k, b_v, b_tile, full, empty,
+                p_bits, scale_log2, BLOCK, STAGES,
+            )  # fmt: skip
         behind = (tile_count + STAGES - 1) % STAGES
         operand = gl.convert_layout(ds.to(dtype), operand_layout)
         dq_token = warpgroup_mma(operand, b_k.index(behind).reshape([BN, D]), dq, is_async=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 # Releases after 3.6 renamed the TMA copies.
 copy_in = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
@@ -67,6 +67,19 @@ def read(slot, which: gl.constexpr):
 
 
 @gluon.jit
+def here(x):
+    """The same value, but made here: what follows from it would else be moved out of the loop, and spilled."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def release(empty, item):
+    """Hand the buffers of an item back to the loader once its gradients have left them."""
+    tma.store_wait(0)
+    mbarrier.arrive(empty.index((item + empty.shape[0]) % empty.shape[0]), count=1, pred=item >= 0)
+
+
+@gluon.jit
 def place_of(desc, token, rate):
     """Residue and row of a token where a descriptor has five dimensions, else 0 and the token.
 
@@ -122,6 +135,24 @@ def add_rows_out(desc, more, batch, head, token, rate, longer, buffer):
         add_out(more, [batch, head, residue, row, 0], buffer)
     else:
         add_out(desc, [batch, head, residue - longer, row, 0], buffer)
+
+
+@gluon.jit
+def put_rows(values, desc, more, batch, head, first, rows, rate, longer, buffer, C: gl.constexpr):
+    """Start storing the 64 rows [64, D] that warpgroup `C` owns of an item; those of a strided part are added."""
+    D: gl.constexpr = values.type.shape[1]
+    b_own = buffer.reshape([ROWS, D])
+    if len(desc.block_shape) == 5:
+        # Past the end of their segment lie rows that others add to.
+        row = C * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, values.type.layout))
+        b_own.store(gl.where(gl.expand_dims(row < rows, 1), values, 0.0).to(buffer.dtype))
+        fence_async_shared()
+        wait_for_launch()
+        add_rows_out(desc, more, batch, head, first + C * ROWS * rate, rate, longer, buffer)
+    else:
+        b_own.store(values.to(buffer.dtype))
+        fence_async_shared()
+        copy_out(desc, [batch, head, first + C * ROWS, 0], buffer)
 
 
 @gluon.jit

@@ -85,9 +85,9 @@ def split(
     step: Step, work: Work, batch: int, programs: int, group: int = 1, *, by_key: bool = False
 ) -> Split[Work] | None:
     """The work of a part with its long rows cut, for so many samples and multiprocessors; None where no row is long."""
-    part, block = step.part, step.ground.block_size
     if step.strided or step.mould is not None:
         return None
+    part, block = step.near, step.ground.block_size
     walk, tiles = (part.by_key, part.keys.tiles) if by_key else (part.by_query, part.queries.tiles)
     members = part.head_class.long().view(-1, group)
     kinds = members[:, 0]
@@ -101,6 +101,7 @@ def split(
     found = lengths_of_pieces(lengths.cpu(), programs // halves, most, max(SHORTEST_PIECE // (block**2 * group), 1))
     if found is None:
         return None
+    device = work.items.device
     whole, limit = found
     table, places, heavy, heavy_rows, slots = split_rows(walk.rows, walk.order.long(), tiles, limit, whole)
     if slots * ROWS_A_PIECE > tiles:
@@ -125,25 +126,25 @@ def split(
     if isinstance(work, HeldWork):
         met = met * group
         columns = holder, tile, met, stored
-        pieces = work._replace(rows=by_slot[..., 1:].flatten(0, 1).int().contiguous())
+        pieces = work._replace(rows=by_slot[..., 1:].flatten(0, 1).int().contiguous().to(device))
     else:
         columns = holder, tile, begin, fully, base, part_begin, partly, part_base, stored
         pieces = work
     kept = (own[..., 0] >= 0) & (tile * ITEM_ROWS < step.ground.n)
     records = torch.stack(columns, dim=-1)[kept]
 
-    items = work.items.long()
+    items = work.items.to(kinds.device).long()
     items = items[~long[kinds[items[:, 0]] * tiles + items[:, 1] // halves]]
     weight = items[:, 2].clamp(min=1) if isinstance(work, HeldWork) else items[:, 3] + items[:, 6]
     zero = torch.zeros_like(kinds)
     owners = torch.stack((torch.arange(len(kinds), device=kinds.device), kinds, zero, zero), dim=1).int()
     return Split(
-        rest=work._replace(items=balanced(items, weight)),
-        pieces=pieces._replace(items=balanced(records, met[kept])),
+        rest=work._replace(items=balanced(items, weight).to(device)),
+        pieces=pieces._replace(items=balanced(records, met[kept]).to(device)),
         slots=slots,
-        heavy=heavy,
+        heavy=heavy.to(device),
         heavy_rows=heavy_rows,
-        owners=owners,
+        owners=owners.to(device),
         per_head=classes > 1,
         block=block,
     )

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..plan.plan import Axis, Part, Plan, Walk
+from ..plan.plan import Axis, Part, Piece, Plan, Walk, map_tensors, tensors_of
 
 ITEM_ROWS = 128
 """Rows of one work item: two warpgroups of 64."""
@@ -22,6 +22,9 @@ FEW_ITEMS = 2048
 """About as many items as begin to level out over the multiprocessors of a GPU in whatever order they start."""
 GROUP = 200
 """Half as many items again as run at a time on the GPUs these kernels are for."""
+HOST_NUMBERS = 2**18
+"""Numbers up to which lists are made on the host, in a few milliseconds each: a GPU has to load the code of every
+operation at its first use, which takes a second or more for all of them."""
 
 
 class QueryWork(NamedTuple):
@@ -68,6 +71,11 @@ class Strides(NamedTuple):
     """Residues that have one row more than the others; they are the first."""
 
 
+def brought_near(value: Piece, numbers: int) -> Piece:
+    """What lists of so many numbers are made from, on the host if they are few."""
+    return map_tensors(value, Tensor.cpu) if numbers <= HOST_NUMBERS else value
+
+
 class Ground:
     """What the parts of a plan have in common. Not the plan, which would then live as long as what is kept for it."""
 
@@ -79,9 +87,10 @@ class Ground:
     @cached_property
     def transposed_bits(self) -> Tensor:
         """`Masks.bits` with keys and queries exchanged; nothing to read when bands tell all."""
-        bits, band = self.masks.bits, self.masks.band
+        band = self.masks.band.cpu()
         if bool((band[:, 0] <= band[:, 1]).all()):
-            return bits
+            return self.masks.bits
+        bits = brought_near(self.masks.bits, 32 * self.masks.bits.numel())
         shifts = torch.arange(32, dtype=torch.int32, device=bits.device)
         turned = torch.empty_like(bits)
         chunk = 1024
@@ -90,11 +99,11 @@ class Ground:
             dense = ((some[..., None] >> shifts) & 1).flatten(2)[..., : self.block_size]
             words = dense.transpose(1, 2).unflatten(2, (-1, 32))
             turned[first : first + chunk] = (words << shifts).sum(-1, dtype=torch.int64).to(torch.int32)
-        return turned
+        return turned.to(self.masks.bits.device)
 
     def partial(self, walk: Walk) -> Tensor:
         """Entries met in part, int32 [P, 4]: tile, mask, first and last difference of its band."""
-        band = self.masks.band[walk.mask.long()]
+        band = self.masks.band.to(walk.mask.device)[walk.mask.long()]
         return torch.cat((torch.stack((walk.partial, walk.mask), dim=1), band), dim=1).int().contiguous()
 
 
@@ -118,11 +127,21 @@ class Step:
         self._held: dict[tuple[int, bool], HeldWork] = {}
 
     @cached_property
+    def near(self) -> Part:
+        """The part where its lists are made."""
+        axes = self.part.queries, self.part.keys
+        numbers = sum(one.numel() for one in tensors_of(self.part))
+        numbers += len(self.part.head_class) * max(axis.tiles for axis in axes)
+        return brought_near(self.part, numbers)
+
+    @cached_property
     def by_query(self) -> QueryWork:
         """The forward's work list."""
-        walk = self.part.by_query
-        items, covers = _query_items(self.ground, self.part, strided=self.strided)
-        return QueryWork(items, walk.full, self.ground.partial(walk), tile_table(self.part.keys), covers)
+        near, full = self.near, self.part.by_query.full
+        items, covers = _query_items(self.ground, near, strided=self.strided)
+        made = items, self.ground.partial(near.by_query), tile_table(near.keys)
+        items, partial, table = (one.to(full.device) for one in made)
+        return QueryWork(items, full, partial, table, covers)
 
     def held(self, group: int, *, by_key: bool) -> HeldWork:
         """The work list of dK and dV, or of dQ, for groups of that many query heads to a key head."""
@@ -132,22 +151,24 @@ class Step:
         return found
 
     def _held_work(self, group: int, by_key: bool) -> HeldWork:
-        part, ground = self.part, self.ground
+        part, near, ground = self.part, self.near, self.ground
         walk, held, streamed = (
-            (part.by_key, part.keys, part.queries) if by_key else (part.by_query, part.queries, part.keys)
+            (near.by_key, near.keys, near.queries) if by_key else (near.by_query, near.queries, near.keys)
         )
         partial = ground.partial(walk)
         if not by_key:
             # A band counts keys minus queries, and the kernel what is held minus what is streamed.
             band = partial[:, 2:]
             band.copy_(torch.where(band[:, :1] <= band[:, 1:], -band.flip(1), band))
-        classes = part.head_class.int()
+        classes = near.head_class.int()
         if self.strided:
             classes = torch.stack((classes, held.offset, streamed.offset), dim=1)
-        items = _held_items(ground, part, walk, held, group, strided=self.strided)
+        items = _held_items(ground, near, walk, held, group, strided=self.strided)
         bits = ground.transposed_bits if by_key else ground.masks.bits
-        table = tile_table(streamed)
-        return HeldWork(items, classes.contiguous(), walk.rows.contiguous(), walk.full, partial, table, bits)
+        made = items, classes.contiguous(), partial, tile_table(streamed)
+        items, classes, partial, table = (one.to(bits.device) for one in made)
+        own = part.by_key if by_key else part.by_query
+        return HeldWork(items, classes, own.rows.contiguous(), own.full, partial, table, bits)
 
 
 _regular: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -188,10 +209,11 @@ def _arranged(plan: Plan) -> tuple[Step, ...]:
 def is_regular(axis: Axis, block_size: int, n: int) -> bool:
     """Whether tile `t` is tokens `t * block_size` and on for every head, cut short only by the sequence's end."""
     if axis.start not in _regular:
-        start = torch.arange(axis.tiles, device=axis.start.device) * block_size
-        whole = axis.end >= (start + block_size).clamp(max=n)
-        unshifted = axis.rate == 1 and not bool(axis.offset.any())
-        _regular[axis.start] = unshifted and bool(((axis.start == start) & whole).all())
+        first, end, offset = (one.cpu() for one in (axis.start, axis.end, axis.offset))
+        start = torch.arange(axis.tiles) * block_size
+        whole = end >= (start + block_size).clamp(max=n)
+        unshifted = axis.rate == 1 and not bool(offset.any())
+        _regular[axis.start] = unshifted and bool(((first == start) & whole).all())
     return _regular[axis.start]
 
 
