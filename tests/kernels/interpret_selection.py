@@ -25,6 +25,7 @@ from oracle import dense_attention, dense_scores, error
 from dilated_attention_pytorch.kernels import (
     hopper_work,
     listed_schedule,
+    triton_choice,
     triton_lists,
     triton_mass,
     triton_schedule,
@@ -32,6 +33,7 @@ from dilated_attention_pytorch.kernels import (
     triton_summaries,
 )
 from dilated_attention_pytorch.kernels.dropout import kept
+from dilated_attention_pytorch.kernels.triton_choice import rank_kernel
 from dilated_attention_pytorch.nn import AdaptiveConfig, BlockSparseAdaptive, summaries
 from dilated_attention_pytorch.ops import selected
 from dilated_attention_pytorch.ops.selected import selected_attention
@@ -130,6 +132,8 @@ class Choice(NamedTuple):
     keep: bool = False
     tied: bool = False
     wild: bool = False  # Scores of very different size, and endless ones.
+    in_registers: bool = False
+    """tokens in one kernel, as blocks of 64 and more have them"""
 
     def factors(self) -> Factors:
         t = -(-self.n // 16)
@@ -157,7 +161,9 @@ class Choice(NamedTuple):
         """How many choices differ from those of the torch path, which asks for all scores."""
         torch.manual_seed(0)
         # Rows in runs.
-        triton_selection.SCORE_BYTES = 1500
+        triton_choice.SCORE_BYTES = 1500
+        if self.in_registers:
+            triton_choice.CHOSEN, triton_choice.rank_kernel = 16, None
         factors = self.factors()
         t = factors.right.shape[2]
         visible = torch.rand(self.batch, self.heads, t) > (0.2 if self.holes else -1.0)
@@ -175,6 +181,7 @@ class Choice(NamedTuple):
         wanted = select(lambda begin, end: scores[:, :, begin:end], 7, visible, budget, **options)
         with GpuRules():
             found = select(refuse, 0, visible, budget, **options, factors=factors)
+        triton_choice.CHOSEN, triton_choice.rank_kernel = 64, rank_kernel
         width = wanted.indices.shape[-1]
         assert wanted.counts.float().mean() > 0.3
         errors = {
@@ -382,7 +389,7 @@ class Step(NamedTuple):
 
     def errors(self) -> dict[str, float]:
         """Of gradients and statistics against plain torch, and launches beyond the bound; reading back would raise."""
-        triton_selection.SCORE_BYTES = 2**29
+        triton_choice.SCORE_BYTES = 2**29
         # Of tokens, gradients of listed blocks one at a time.
         triton_mass.TILE = 16 if self.is_causal else 4096
         widths = {"hidden_dim": 4, "match_rank": 4, "score_unit": 4}
@@ -475,6 +482,15 @@ TRIALS = {
     "choice among equals": Choice(False, tied=True, n=200, heads=2, kept=0.4),
     "choice of causal tokens among equals": Choice(True, True, tied=True, n=200, heads=2, sink=0),
     "choice of tokens by wild scores": Choice(True, True, n=170, heads=2, hidden=1, rank=20, sink=0, wild=True),
+    "choice in registers, noise": Choice(True, True, noise=True, n=70, sink=0, kept=0.9, in_registers=True),
+    "choice in registers, many causal tokens": Choice(True, True, n=560, sink=0, in_registers=True),
+    "choice in registers, holes, both ways": Choice(
+        True, holes=True, keep=True, heads=2, batch=2, n=100, noise=True, kept=0.9, sink=0, in_registers=True
+    ),
+    "choice in registers among equals": Choice(True, True, tied=True, n=200, heads=2, sink=0, in_registers=True),
+    "choice in registers by wild scores": Choice(
+        True, True, n=170, heads=2, hidden=1, rank=20, sink=0, wild=True, in_registers=True
+    ),
 }
 
 
@@ -482,6 +498,7 @@ if __name__ == "__main__":
     for owner, name in ALLOCATORS:
         setattr(owner, name, poisoned(getattr(owner, name)))
     triton_selection.COLUMNS = triton_selection.MATCHED = 16
-    triton_selection.RANKED = 128
+    triton_choice.RANKED = 128
+    triton_choice.NARROWEST = 32
     for trial in sys.argv[1:] or TRIALS:
         print(json.dumps({"trial": trial} | TRIALS[trial].errors()), flush=True)

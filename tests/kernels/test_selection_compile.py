@@ -66,12 +66,34 @@ def test_scoring_fits_a_multiprocessor(per_token, some, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("wide", "rank", "holes"), [(128, 32, False), (256, 32, True), (256, 64, False)])
+def test_choosing_in_registers_spills_nothing_and_leaves_room_for_a_second_program(
+    wide, rank, holes, tmp_path, monkeypatch
+):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    from dilated_attention_pytorch.kernels import triton_choice, triton_launch, triton_selection
+
+    grouped, columns = triton_selection.matched_together(8, rank)
+    constants = {"BM": triton_choice.CHOSEN, "BN": columns, "T": wide, "K": 32, "D": 64, "RANK": rank, "RP": rank}
+    constants |= {"UK": 8, "UG": grouped, "SIZE": 128, "CAUSAL": True, "NOISE": True, "HOLES": holes}
+    types = SCORED | {"p_table": "*fp32", "p_own": "*bf16", "p_right": "*fp16", "p_rest": "*fp16"}
+    tiles = triton_launch.Tiles(0, 0, 4, 3)
+    compiled = compile_kernel(triton_choice.choice_kernel, constants | {"PRECISION": "tf32x3"}, tiles, types=types)
+    assert compiled.metadata.shared <= SHARED_MEMORY // 2
+    assert spilled(compiled, tmp_path) == 0
+    # No layout but that of the products holds a number for every token and block.
+    moved = [line for line in compiled.asm["ttgir"].splitlines() if "ttg.convert_layout" in line]
+    assert not any(f"tensor<64x{wide}x" in line for line in moved)
+    assert sum(line.endswith(";") for line in compiled.asm["ptx"].splitlines()) <= 10_000
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("module", "name", "warps", "constants", "types"),
     [
-        ("triton_selection", "rank_kernel", 1, RANKED | {"BM": 2, "COVERAGE": False}, SCORED),
-        ("triton_selection", "rank_kernel", 1, RANKED | {"BM": 1, "COVERAGE": True}, SCORED),
-        ("triton_selection", "rank_kernel", 16, RANKED | {"BM": 1, "T": 8192, "COVERAGE": False}, SCORED),
+        ("triton_choice", "rank_kernel", 1, RANKED | {"BM": 2, "COVERAGE": False}, SCORED),
+        ("triton_choice", "rank_kernel", 1, RANKED | {"BM": 1, "COVERAGE": True}, SCORED),
+        ("triton_choice", "rank_kernel", 16, RANKED | {"BM": 1, "T": 8192, "COVERAGE": False}, SCORED),
         ("triton_summaries", "factor_kernel", 4, PROJECTED | {"D": 64, "DP": 64}, PARTS),
         ("triton_selection", "hidden_bwd_kernel", 4, {"M": 128, "MP": 128, "BN": 32}, MASSES),
         ("triton_mass", "block_lse_kernel", 4, LEARNED | {"BM": 64, "BN": 64, "ALL": True, "CAUSAL": True}, MASSES),
@@ -144,6 +166,6 @@ def test_what_surrounds_the_ranking_is_small(module, name, warps, constants, typ
 
 
 def test_the_longest_rows_are_ranked_by_no_more_warps_than_a_program_has():
-    from dilated_attention_pytorch.kernels import selection, triton_selection
+    from dilated_attention_pytorch.kernels import selection, triton_choice
 
-    assert selection.MOST_BLOCKS // triton_selection.RANKED <= 32
+    assert selection.MOST_BLOCKS // triton_choice.RANKED <= 32

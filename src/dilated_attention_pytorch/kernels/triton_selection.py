@@ -1,18 +1,13 @@
-"""Scores of blocks from factors, tile by tile, and the best of them for every row.
+"""Scores of blocks from factors, tile by tile.
 
-A row is ranked without being sorted: the range of its scores is halved until as many lie above as are listed. Where
-that does not end, scores count as integers of the same order, and the last that is listed is found bit by bit.
-
-Names as in `triton_primitives`. A program takes BM rows: query blocks, or tokens (TOKENS). K and T are the powers of
-two that hold what a row may list and all blocks, BN the blocks of a step, M the hidden units, RANK the width of the
-match and RP the power of two that holds it, D the width of what it projects, UQ and UK the sub-blocks of a row and of a
-key block, of which a product takes UG.
+Names as in `triton_primitives`. A program takes BM rows: query blocks, or tokens (TOKENS). BN are the blocks of a step,
+M the hidden units, RANK the width of the match and RP the power of two that holds it, D the width of what it projects,
+UQ and UK the sub-blocks of a row and of a key block, of which a product takes UG.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import isqrt
 from typing import NamedTuple
 
 import torch
@@ -20,53 +15,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..plan.selected import Budget
 from .quick_launch import launch
 from .selection import COLUMNS, Factors
 from .triton_launch import OPTIONS, _precision, held
-from .triton_primitives import NO_KEY, dropout_rows, projected, scramble
+from .triton_primitives import NO_KEY, projected
 
-HALVINGS = tl.constexpr(20)
-"""Of the range of a row's scores; most rows take ten."""
 MATCHED, MATCHES_A_WARP = 64, 1024
 """Sub-blocks of rows of a step, and matches that a warp takes: the more code, the longer the first call."""
-RANKED = 512
-"""Scores that a warp ranks at once, or with coverage half as many; they live in registers."""
 MATCHED_TOGETHER, UNITS_TOGETHER = 128, 128
 """Tokens of a block and sub-blocks of a product, or of rank 64 half as many, where tokens follow one another: registers
 hold two programs."""
 PROGRAMS = 384
 """So many keep a large GPU busy, those that begin late and end soon among them."""
-SCORE_BYTES = 9 * 2**21
-"""Scores held at a time: choosing for 32K tokens and 8 heads must take no more than 64 MB, its lists included."""
-
-
-@triton.jit
-def place_of(b_score):
-    """uint32 in the order of the scores, 0 for NO_KEY and what is not a number; none may be -0."""
-    b_bits = b_score.to(tl.int32, bitcast=True)
-    b_place = b_bits.to(tl.uint32, bitcast=True) ^ ((b_bits >> 31).to(tl.uint32, bitcast=True) | 0x80000000)
-    return tl.where(b_score > NO_KEY, b_place, 0)
-
-
-@triton.jit
-def logarithm(b_x):
-    """Of numbers above 2^-126, as exact as `tl.log` in half the time: no other numbers come."""
-    b_bits = b_x.to(tl.int32, bitcast=True)
-    b_power = (b_bits - 0x3F2AAAAB) & -0x800000
-    b_y = (b_bits - b_power).to(tl.float32, bitcast=True) - 1.0  # from -1/3 to 1/3
-    # A polynomial of least squares for what follows y - y^2 / 2.
-    b_sum = ((0.1381045 * b_y - 0.15056509) * b_y + 0.14044635) * b_y - 0.16483656
-    b_sum = ((b_sum * b_y + 0.20007749) * b_y - 0.25003773) * b_y + 0.3333327
-    return b_power.to(tl.float32) * 8.2629582e-8 + ((b_sum * b_y - 0.5) * (b_y * b_y) + b_y)
-
-
-@triton.jit
-def gumbel(b_row, b_column):
-    """`ops.selection.gumbel`, with `b_row` from `dropout_rows`, already broadcastable."""
-    b_bits = scramble(b_row ^ (b_column.to(tl.uint32) * tl.full([], 0x9E3779B9, tl.uint32))) >> 9
-    b_uniform = (b_bits.to(tl.float32) + 0.5) / 8388608.0
-    return -logarithm(-logarithm(b_uniform))
 
 
 @triton.jit
@@ -81,6 +41,14 @@ def halves(b_x):
     """Two of float16 that add up to numbers below 2^15, but for what float32 would not show beside the largest."""
     b_first = b_x.to(tl.float16)
     return b_first, (b_x - b_first.to(tl.float32)).to(tl.float16)
+
+
+@triton.jit
+def halved(b_x):
+    """Rows in halves, each row by a scale of its own, and what undoes that."""
+    b_scale, b_undone = scale_of(tl.max(tl.abs(b_x), 1))
+    b_first, b_second = halves(b_x * b_scale[:, None])
+    return b_first, b_second, b_undone
 
 
 @triton.jit
@@ -140,6 +108,13 @@ def match_scores(
     return b_best
 
 
+@triton.jit
+def with_blocks(b_match, p_scale, p_table, o_column, b_there):
+    """Scores of tokens of one block, from their matches with blocks in halves and a line of `ByToken.table`."""
+    b_match *= tl.load(p_scale + o_column, mask=b_there, other=0.0)[None, :]
+    return b_match + tl.load(p_table + o_column, mask=b_there, other=0.0)[None, :]
+
+
 @triton.jit(do_not_specialize=["begin", "rows", "total", "span", "first", "lines"])
 def score_kernel(
     p_rows, p_columns, p_weight, p_bias, p_keep, p_own, p_project, p_left_there, p_right, p_rest, p_scale,
@@ -185,8 +160,7 @@ def score_kernel(
         p_project += head * s_project
         b_left = projected(p_own, p_project, o_left.to(tl.int64), b_real, o_r, so_n, D, RANK, RP, PRECISION)
         if TOGETHER:
-            b_scale, b_undone = scale_of(tl.max(tl.abs(b_left), 1))
-            b_left, b_rest = halves(b_left * b_scale[:, None])
+            b_left, b_rest, b_undone = halved(b_left)
         if HOLES and not TOKENS:
             b_left_there = tl.load(p_left_there + stream * total * UQ + o_left, mask=b_real, other=0) != 0
         p_right += stream * blocks * UK * RANK
@@ -208,8 +182,7 @@ def score_kernel(
                 BM, BN, RANK, RP, UQ, UK, UG, HOLES, TOGETHER, PRECISION,
             )  # fmt: skip
         if TOGETHER:
-            b_score *= tl.load(p_scale + stream * blocks + o_column, mask=b_there, other=0.0)[None, :]
-            b_score += tl.load(p_rows + o_column, mask=b_there, other=0.0)[None, :]
+            b_score = with_blocks(b_score, p_scale + stream * blocks, p_rows, o_column, b_there)
         else:
             # w . relu(row + column), whose factors lie unit by unit.
             b_sum = tl.zeros([BM, BN], tl.float32) + bias
@@ -268,112 +241,6 @@ def hidden_gradient(held_still: Tensor, streamed: Tensor, grad: Tensor, weight: 
     return found
 
 
-@triton.jit(do_not_specialize=["begin", "rows", "total", "room", "local", "sink", "least", "most"])
-def rank_kernel(
-    p_scores, p_visible, p_seed, p_indices, p_counts, begin, rows, width, total, blocks, room, local, sink, least, most,
-    kept, coverage, BM: tl.constexpr, T: tl.constexpr, K: tl.constexpr, SIZE: tl.constexpr, CAUSAL: tl.constexpr,
-    NOISE: tl.constexpr, COVERAGE: tl.constexpr,
-):  # fmt: skip
-    """List the best `room` blocks, or fewer, of BM rows of a block, ascending, `blocks` where there is none.
-
-    A row keeps a fraction `kept` of what it sees, all in the first `width` blocks, or with COVERAGE as many as it takes
-    for the predicted share to reach `coverage`, within `least` and `most`: that many less those kept without being
-    listed. A row's own block has the logit 0 in that. SIZE rows are of one block.
-    """
-    start = tl.program_id(0) * BM
-    o_i = start + tl.arange(0, BM)  # [BM]
-    stream = tl.program_id(1).to(tl.int64)
-    b_exist = o_i < rows
-    o_j = tl.arange(0, T)[None, :]
-    b_away = (begin + start) // SIZE - o_j
-    b_visible = tl.load(p_visible + stream * blocks + o_j, mask=o_j < blocks, other=0) != 0
-    b_seen = (b_away > 0 if CAUSAL else b_away != 0) & b_visible
-    b_near = (tl.abs(b_away) < local) | (o_j < sink)
-    # Blocks that a row sees, and those of them that need no listing, its own among both.
-    b_many = 1 + tl.sum(b_seen.to(tl.int32), 1)
-    b_taken = 1 + tl.sum((b_seen & b_near).to(tl.int32), 1)
-    b_barred = tl.where(b_seen & (b_near == 0), 0.0, NO_KEY)
-    p_scores += (stream * rows + start) * width
-    o_score = tl.arange(0, BM)[:, None] * width + o_j
-    b_score = tl.load(p_scores + o_score, mask=b_exist[:, None] & (o_j < width), other=NO_KEY)
-    b_share = b_score
-    if COVERAGE:
-        b_share = tl.where(b_seen & (b_score > NO_KEY), b_score, NO_KEY)
-        b_top = tl.maximum(tl.max(b_share, 1), 0.0)
-        b_share = tl.exp(b_share - b_top[:, None])
-        b_own = tl.exp(-b_top)
-        b_total = b_own + tl.sum(b_share, 1)
-        b_held = (b_own + tl.sum(tl.where(b_near, b_share, 0.0), 1)) / b_total
-        b_share = tl.where(b_near, 0.0, b_share / b_total[:, None])
-    if NOISE:
-        b_score += gumbel(dropout_rows(p_seed, stream, begin + o_i)[:, None], o_j)
-    b_low = tl.maximum(tl.min(b_score - b_barred, 1), -3.4028234e38)
-    # A score that is not a number says nothing for its block: it lies above none.
-    b_score += b_barred
-    # A number that the compiler does not know is added where it would gather bits to count them, which takes longer.
-    b_one = b_exist.to(tl.int32)[:, None]
-    b_open = tl.sum(tl.where(b_score > NO_KEY, b_one, 0), 1)
-    if COVERAGE:
-        # As many as lie above the largest place from which on the share is reached, and of equals the first.
-        b_place = place_of(b_score)
-        b_limit = tl.zeros([BM], tl.uint32)
-        for bit in range(32):
-            b_trial = b_limit | (tl.full([], 1, tl.uint32) << (31 - bit))
-            b_sum = b_held + tl.sum(tl.where(b_place >= b_trial[:, None], b_share, 0.0), 1)
-            b_limit = tl.where(b_sum >= coverage, b_trial, b_limit)
-        b_above = b_place > b_limit[:, None]
-        b_tied = (b_place == b_limit[:, None]) & (b_place > 0)
-        b_sum = b_held + tl.sum(tl.where(b_above, b_share, 0.0), 1)
-        b_equal = tl.where(b_tied, b_share, 0.0)
-        b_short = b_tied & (b_sum[:, None] + tl.cumsum(b_equal, 1) - b_equal < coverage)
-        # Where nothing reaches it, one more than there are.
-        b_wanted = tl.sum((b_above | b_short).to(tl.int32), 1) + (b_limit == 0).to(tl.int32)
-        b_wanted = tl.where(b_held < coverage, b_wanted, 0) + b_taken
-    else:
-        # Half goes to the even number, as torch rounds.
-        b_part = kept * b_many.to(tl.float32)
-        b_wanted = tl.floor(b_part).to(tl.int32)
-        b_rest = b_part - tl.floor(b_part)
-        b_wanted += ((b_rest > 0.5) | ((b_rest == 0.5) & (b_wanted % 2 == 1))).to(tl.int32)
-    b_count = tl.minimum(tl.minimum(tl.minimum(tl.maximum(b_wanted, least), most) - b_taken, room), b_open)
-    b_high = tl.max(b_score, 1)
-    b_have = b_open
-    left = HALVINGS
-    more = 1
-    while (left > 0) & (more > 0):
-        b_trial = 0.5 * b_low + 0.5 * b_high
-        b_found = tl.sum(tl.where(b_score >= b_trial[:, None], b_one, 0), 1)
-        b_enough = b_found >= b_count
-        b_have = tl.where(b_enough, b_found, b_have)
-        b_low = tl.where(b_enough, b_trial, b_low)
-        b_high = tl.where(b_enough, b_high, b_trial)
-        more = tl.max(((b_have != b_count) & (b_count > 0)).to(tl.int32), 0)
-        left -= 1
-    if more > 0:
-        # Equals, or scores of very different size: the last that is listed, bit by bit, and of equals the first.
-        b_order = place_of(b_score)
-        b_last = tl.zeros([BM], tl.uint32)
-        for bit in range(32):
-            b_next = b_last | (tl.full([], 1, tl.uint32) << (31 - bit))
-            b_last = tl.where(tl.sum((b_order >= b_next[:, None]).to(tl.int32), 1) >= b_count, b_next, b_last)
-        b_over = b_order > b_last[:, None]
-        b_same = (b_order == b_last[:, None]).to(tl.int32)
-        b_spare = b_count - tl.sum(b_over.to(tl.int32), 1)
-        b_first = tl.cumsum(b_same, 1) * b_same
-        b_score = tl.where(b_over | ((b_first > 0) & (b_first <= b_spare[:, None])), b_score, NO_KEY)
-        b_low = tl.min(tl.where(b_score > NO_KEY, b_score, -NO_KEY), 1)
-    b_listed = b_score >= tl.where(b_count > 0, b_low, float("nan"))[:, None]
-    b_count = tl.maximum(b_count, 0)
-    o_line = tl.arange(0, BM)[:, None] * room
-    p_line = p_indices + (stream * total + begin + start) * room
-    o_place = o_line + tl.cumsum(b_listed.to(tl.int32), 1) - 1
-    tl.store(p_line + o_place.to(tl.int64), o_j + 0 * o_place, mask=b_listed)
-    o_k = tl.arange(0, K)[None, :]
-    b_rest = b_exist[:, None] & (o_k >= b_count[:, None]) & (o_k < room)
-    tl.store(p_line + o_line + o_k, tl.full([BM, K], 0, tl.int32) + blocks, mask=b_rest)
-    tl.store(p_counts + stream * total + begin + o_i, b_count, mask=b_exist)
-
-
 class ByToken(NamedTuple):
     """For tokens that follow one another: scores (b, h, blocks, t) of blocks from the first on, without any match."""
 
@@ -392,6 +259,13 @@ def split(right: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return first, second, scale
 
 
+def matched_together(units: int, rank: int) -> tuple[int, int]:
+    """How many sub-blocks of a key block a product of tokens takes, and of how many blocks."""
+    together = min(UNITS_TOGETHER * 32 // held(max(rank, 1)), UNITS_TOGETHER)
+    grouped = min(units & -units, together // 16)
+    return grouped, together // grouped
+
+
 def scoring(
     factors: Factors, block_size: int, per_token: bool, is_causal: bool, together: ByToken | None = None
 ) -> Callable[..., Tensor]:
@@ -407,9 +281,7 @@ def scoring(
         by_unit = [x.mT.contiguous() for x in (factors.rows, factors.columns, factors.keep) if x is not None]
         right, lines = (factors.right.contiguous(),) * 3, (0, 0)
     else:
-        together_units = min(UNITS_TOGETHER * 32 // held(max(rank, 1)), UNITS_TOGETHER)
-        at_once, grouped = min(MATCHED_TOGETHER, block_size), min(units & -units, together_units // 16)
-        columns = together_units // grouped
+        at_once, (grouped, columns) = min(MATCHED_TOGETHER, block_size), matched_together(units, rank)
         warps = max(at_once // 16, 4)
         by_unit, right = [together.table] * 2, together.right
         lines = together.first, together.table.shape[2]
@@ -441,48 +313,3 @@ def scoring(
         return scores
 
     return run
-
-
-def listed_blocks(
-    factors: Factors, visible: Tensor, budget: Budget, *, block_size: int, is_causal: bool, per_token: bool,
-    local_blocks: int, sink_blocks: int, seed: Tensor | None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The best blocks of every row, int32 (b, h, r, room), ascending and then t, and how many, int32 (b, h, r).
-
-    `factors` are such as `Factors.why_not` accepts; the rest is what `ops.selection.select` is told.
-    """
-    batch, heads, total = factors.own.shape[:3]
-    t = factors.right.shape[2]
-    room, coverage = budget.room(t), budget.coverage
-    indices = torch.empty((batch, heads, total, room), dtype=torch.int32, device=visible.device)
-    counts = torch.empty((batch, heads, total), dtype=torch.int32, device=visible.device)
-    size = block_size if per_token else 1
-    held_scores = SCORE_BYTES // (4 * batch * heads)
-    told = block_size, per_token, is_causal
-    if per_token:
-        parts = split(factors.right)
-        blocks = scoring(factors._replace(right=factors.right[..., :0]), 1, False, is_causal)
-    else:
-        scored = scoring(factors, *told)
-    first = made = 0
-    while first < t:
-        if per_token and first == made:
-            # Of as many blocks as there are scores to hold at a time, which takes the same memory.
-            made = min(first + max(held_scores // t, 1), t)
-            scored = scoring(factors, *told, ByToken(first, blocks(range(first, made)), parts))
-        # Rows see no blocks but those before: the earlier, the more of them at a time. Scores are read four at a time.
-        fit = (isqrt(first**2 + 4 * held_scores // size) - first) // 2 if is_causal else held_scores // (size * t)
-        last = min(first + max(fit, 1), made if per_token else t)
-        width = min(-(-last // 16) * 16, t) if is_causal else t
-        begin, end = first * size, min(last * size, total)
-        wide = held(width)
-        at_once = min(max(RANKED // (wide if coverage is None else 2 * wide), 1), size)
-        launch(rank_kernel, (-(-(end - begin) // at_once), batch * heads),
-            scored(range(begin, end), width), visible, counts if seed is None else seed, indices, counts, begin,
-            end - begin, width, total, t, room, local_blocks, sink_blocks, budget.least,
-            t if budget.most is None else budget.most, budget.kept, 0.0 if coverage is None else coverage,
-            BM=at_once, T=wide, K=held(room), SIZE=size, CAUSAL=is_causal, NOISE=seed is not None,
-            COVERAGE=coverage is not None, num_warps=max(wide // RANKED, 1), **OPTIONS,
-        )  # fmt: skip
-        first = last
-    return indices, counts

@@ -76,7 +76,7 @@ def select(
     near = {"local_blocks": local_blocks, "sink_blocks": sink_blocks}
     told = {"block_size": block_size, "is_causal": is_causal, "per_token": per_token, **near, "seed": seed}
     if factors is not None and not may_read(visible.device) and factors.why_not(budget.room(t)) is None:
-        from ..kernels.triton_selection import listed_blocks
+        from ..kernels.triton_choice import listed_blocks
 
         listed, many = listed_blocks(factors, visible, budget, **told)
     else:
