@@ -8,6 +8,10 @@ of JSON a pair.
 
 Warps of a Hopper kernel learn what they are for through a byte in shared memory, in code that triton's compiler puts in
 front of the kernel; racecheck does not follow the barriers it uses, and reports it. Such races are counted apart.
+
+What a Hopper kernel's loader hands over to the warps that compute is counted apart too, but only where racecheck, in
+the same run, reports every case of a control (handover.py) that hands numbers over in that way and comes out right.
+Such a report does not tell right from wrong: what is counted apart is not thereby free of races.
 """
 
 from __future__ import annotations
@@ -21,18 +25,27 @@ import shutil
 import subprocess
 import sys
 import time
+from collections import Counter
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from dilated_attention_pytorch.kernels import registry
+from dilated_attention_pytorch.kernels.hopper_backend import gluon_missing
 from dilated_attention_pytorch.kernels.registry import AttentionCall, backend_named
 from dilated_attention_pytorch.patterns import parse
 from dilated_attention_pytorch.plan import make_plan
 from dilated_attention_pytorch.tools.measure import facts
 
 TOOLS = ("memcheck", "racecheck")
+CONTROL, HANDOVERS = "control", ("plain", "bytes")
+"""The control as a backend, and its cases."""
+CLEAN, ERRORS = "clean", "errors"
+APART = "clean apart from what the tool reports of the control"
+REPORTED = "reported although right"
+KERNELS, HANDOVER = Path(registry.__file__).parent, Path(__file__).with_name("handover.py")
 
 
 class Case(NamedTuple):
@@ -82,64 +95,217 @@ def compute(backend: str, case: Case) -> None:
     torch.cuda.synchronize()
 
 
-def in_front(file: str, line: int) -> bool:
-    """Whether a line of a kernel is where the compiler tells warps what they are for: its head, or where they part."""
-    source = Path(registry.__file__).parent / file
-    if not source.exists():
+def control_missing() -> str | None:
+    """Why the control cannot run here, or None when it can."""
+    if not torch.cuda.is_available():
+        return "needs a GPU of compute capability 9.x, got none"
+    major, minor = torch.cuda.get_device_capability()
+    return gluon_missing() if major == 9 else f"needs a GPU of compute capability 9.x, got {major}.{minor}"
+
+
+def run(backend: str) -> None:
+    """Every problem of a backend once; of the control also whether it came out right, for whoever reads the log."""
+    if backend != CONTROL:
+        for case in CASES[backend]:
+            compute(backend, case)
+        return
+    reason = control_missing()
+    if reason is not None:
+        print(f"control did not run: {reason}")
+        return
+    from handover import is_right
+
+    for case in HANDOVERS:
+        print(f"control {case}: {'right' if is_right(case) else 'wrong'}", flush=True)
+
+
+class Access(NamedTuple):
+    """One side of a race that racecheck reports."""
+
+    kind: str
+    kernel: str
+    file: str
+    line: int
+
+
+Function = tuple[str, str]
+"""File and name."""
+
+
+@cache
+def source_of(file: str) -> ast.Module | None:
+    """Syntax of a file with kernels, by the name that a report gives."""
+    path = HANDOVER if file == HANDOVER.name else KERNELS / file
+    return ast.parse(path.read_text()) if path.exists() else None
+
+
+@cache
+def functions_of(file: str) -> dict[str, ast.FunctionDef]:
+    """Functions of a file by name."""
+    source = source_of(file)
+    return {one.name: one for one in ast.walk(source) if isinstance(one, ast.FunctionDef)} if source else {}
+
+
+def function_at(file: str, line: int) -> Function | None:
+    """The innermost function that holds a line."""
+    holding = [one for one in functions_of(file).values() if one.lineno <= line <= (one.end_lineno or 0)]
+    return (file, max(holding, key=lambda one: one.lineno).name) if holding else None
+
+
+@cache
+def named(file: str, name: str) -> Function | None:
+    """The function of a file with kernels that a name in a file means."""
+    if name in functions_of(file):
+        return file, name
+    for one in ast.walk(source_of(file) or ast.Module([], [])):
+        if isinstance(one, ast.ImportFrom):
+            origin = f"{(one.module or '').split('.')[-1]}.py"
+            for alias in one.names:
+                if (alias.asname or alias.name) == name and alias.name in functions_of(origin):
+                    return origin, alias.name
+    return None
+
+
+@cache
+def reached(function: Function) -> frozenset[Function]:
+    """A function and all that it calls, and they call."""
+    found, waiting = {function}, [function]
+    while waiting:
+        file, name = waiting.pop()
+        words = {one.id for one in ast.walk(functions_of(file)[name]) if isinstance(one, ast.Name)}
+        called = {named(file, word) for word in words} - found - {None}
+        found |= called
+        waiting += called
+    return frozenset(found)
+
+
+def parting(tree: ast.AST) -> list[ast.Call]:
+    """Where warps of a kernel part."""
+    calls = (one for one in ast.walk(tree) if isinstance(one, ast.Call))
+    return [one for one in calls if ast.unparse(one.func) == "gl.warp_specialize"]
+
+
+@cache
+def parts_of(kernel: str) -> tuple[Function, ...]:
+    """The functions that the warps of a kernel run, the loader last; none where its warps do not part."""
+    for path in (*sorted(KERNELS.glob("hopper_*.py")), HANDOVER):
+        own = functions_of(path.name).get(kernel)
+        for call in parting(own) if own else ():
+            return tuple(dict.fromkeys(named(path.name, ast.unparse(one.elts[0])) for one in call.args[0].elts))
+    return ()
+
+
+def part_of(access: Access) -> Function | None:
+    """The part of its kernel that alone can have made an access, or None where that is not sure."""
+    function = function_at(access.file, access.line)
+    parts = [part for part in parts_of(access.kernel) if function in reached(part)]
+    return parts[0] if len(parts) == 1 else None
+
+
+def in_front(access: Access) -> bool:
+    """Whether an access is where the compiler tells warps what they are for: a kernel's head, or where they part."""
+    heads = (one for one in functions_of(access.file).values() if one.decorator_list)
+    if any(one.decorator_list[0].lineno <= access.line < one.body[0].lineno for one in heads):
+        return True
+    source = source_of(access.file)
+    return source is not None and access.line in [one.lineno for one in parting(source)]
+
+
+def between_parts(one: Access, other: Access) -> bool:
+    """Whether one of two accesses writes and one reads, one in the loader and one in a part that computes."""
+    parts = part_of(one), part_of(other)
+    if one.kernel != other.kernel or one.kind == other.kind or None in parts:
         return False
-    for one in ast.walk(ast.parse(source.read_text())):
-        if isinstance(one, ast.FunctionDef) and one.decorator_list:
-            if one.decorator_list[0].lineno <= line < one.body[0].lineno:
-                return True
-        elif isinstance(one, ast.Call) and ast.unparse(one.func) == "gl.warp_specialize" and one.lineno == line:
-            return True
-    return False
+    loader = parts_of(one.kernel)[-1]
+    return (parts[0] == loader) != (parts[1] == loader)
 
 
-def places(log: str) -> tuple[list[str], int]:
-    """Accesses that racecheck names, without those in front of kernels, and how many pairs those are."""
-    found, apart = [], 0
-    for report in re.split(r"=+ (?:Error|Warning): Race reported between ", log)[1:]:
-        where = re.findall(r"(Read|Write) access at \S+ in (\S+):(\d+)", report)
-        if where and all(in_front(file, int(line)) for _, file, line in where):
-            apart += 1
+class Reports(NamedTuple):
+    """What racecheck reports, by where it lies."""
+
+    races: list[str]
+    between: list[tuple[str, str]]
+    """Kernel and accesses of each."""
+    in_front: int
+
+
+def read_reports(log: str) -> Reports:
+    """Reports of racecheck in a log; what is counted but not shown is a race."""
+    reports = Reports([], [], 0)
+    texts = re.split(r"=+ (?:Error|Warning): Race reported between ", log)[1:]
+    for text in texts:
+        where = [
+            Access(kind, kernel, file, int(line))
+            for kind, kernel, file, line in re.findall(r"(Read|Write) access at (\w+)\S* in (\S+):(\d+)", text)
+        ]
+        shown = ", ".join(dict.fromkeys(f"{one.kind} {one.file}:{one.line}" for one in where))
+        if where and all(map(in_front, where)):
+            reports = reports._replace(in_front=reports.in_front + 1)
+        elif len(where) > 1 and all(between_parts(where[0], other) for other in where[1:]):
+            reports.between.append((where[0].kernel, shown))
         else:
-            named = dict.fromkeys(f"{kind} {file}:{line}" for kind, file, line in where)
-            found.append(", ".join(named) or report[:200])
-    return found, apart
+            reports.races.append(shown or text[:200])
+    counted = re.findall(r"RACECHECK SUMMARY: .*\((\d+) errors?, (\d+) warnings?\)", log)
+    missing = sum(map(int, counted[-1])) - len(texts) if counted else 0
+    if missing > 0:
+        reports.races.append(f"{missing} reports that the log does not show")
+    return reports
 
 
-def sanitize(tool: str, backend: str, seconds: float) -> dict[str, Any]:
+def judged(backend: str, log: str, verdict: str, excused: bool) -> dict[str, Any]:
+    """Verdict and counts of a log of racecheck.
+
+    `excused`: the control of this run was reported although right, so that reports between parts are counted apart.
+    """
+    races, between, front = read_reports(log)
+    excused = excused or backend == CONTROL
+    if not excused:
+        races, between = races + [shown for _, shown in between], []
+    if verdict == ERRORS and not races and (between or front):
+        verdict = APART if between else CLEAN
+    line: dict[str, Any] = {"verdict": verdict, "races": races}
+    if backend == CONTROL:
+        by_kernel = Counter(kernel for kernel, _ in between)
+        right = {case: f"control {case}: right" in log for case in HANDOVERS}
+        reported = {case: by_kernel[f"handover_{case}_kernel"] for case in HANDOVERS}
+        line |= {"right": right, "reported": reported}
+        if verdict in (CLEAN, ERRORS, APART) and not all(right.values()):
+            line["verdict"] = "wrong result"
+        elif verdict == APART:
+            line["verdict"] = REPORTED if all(reported.values()) else "reported in part"
+    return line | {
+        "races_in_front_of_kernels": front,
+        "races_between_parts": len(between),
+        "places_between_parts": list(dict.fromkeys(shown for _, shown in between)),
+    }
+
+
+def sanitize(tool: str, backend: str, seconds: float, excused: bool) -> dict[str, Any]:
     """What a tool says of a backend."""
     found = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
     command = [found, "--tool", tool, "--error-exitcode", "9", sys.executable, __file__, "--only", backend]
     environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     begun = time.monotonic()
+    reason = control_missing() if backend == CONTROL else None
     try:
-        done = subprocess.run(
-            command, env=environment, capture_output=True, text=True, errors="replace", timeout=seconds, check=False
-        )
-        log, status = done.stdout + done.stderr, done.returncode
-        verdict = {0: "clean", 9: "errors"}.get(status, f"exit status {status}")
+        if reason is not None:
+            log, verdict = "", f"did not run: {reason}"
+        else:
+            done = subprocess.run(
+                command, env=environment, capture_output=True, text=True, errors="replace", timeout=seconds, check=False
+            )
+            log, status = done.stdout + done.stderr, done.returncode
+            verdict = {0: CLEAN, 9: ERRORS}.get(status, f"exit status {status}")
     except FileNotFoundError:
         log, verdict = "", "compute-sanitizer is not on this machine"
     except subprocess.TimeoutExpired:
         log, verdict = "", f"stopped after {seconds:.0f} s"
     summary = re.findall(r"(?:ERROR SUMMARY|RACECHECK SUMMARY): (.*)", log)
-    races, apart = places(log)
-    if tool == "racecheck" and verdict == "errors" and apart and not races:
-        verdict = "clean"
-    return {
-        "tool": tool,
-        "backend": backend,
-        "cases": [f"{case.pattern} n {case.n} d {case.d}" for case in CASES[backend]],
-        "verdict": verdict,
-        "summary": summary[-1] if summary else None,
-        "races": races,
-        "races_in_front_of_kernels": apart,
-        "log": None if verdict == "clean" else log[-600:],
-        "seconds": round(time.monotonic() - begun, 1),
-    } | facts("cuda")
+    cases = HANDOVERS if backend == CONTROL else [f"{case.pattern} n {case.n} d {case.d}" for case in CASES[backend]]
+    line = {"tool": tool, "backend": backend, "cases": list(cases), "summary": summary[-1] if summary else None}
+    line |= judged(backend, log, verdict, excused)
+    line["log"] = None if line["verdict"] == CLEAN else log[-600:]
+    return line | {"seconds": round(time.monotonic() - begun, 1)} | facts("cuda")
 
 
 def main() -> int:
@@ -148,20 +314,21 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="JSONL file to write")
     parser.add_argument("--seconds", type=float, default=120.0, help="limit of one tool on one backend")
     parser.add_argument("--tools", nargs="+", default=TOOLS, choices=TOOLS)
-    parser.add_argument("--only", choices=list(CASES), help="run the problems of one backend and nothing else")
+    parser.add_argument("--only", choices=[CONTROL, *CASES], help="run the problems of one backend and nothing else")
     options = parser.parse_args()
-    for backend in [options.only] if options.only else list(CASES):
-        for case in CASES[backend]:
-            compute(backend, case)
+    for backend in [options.only] if options.only else [CONTROL, *CASES]:
+        run(backend)
     if options.only:
         return 0
     clean = True
     if options.out:
         options.out.write_text("")
     for tool in options.tools:
-        for backend in CASES:
-            line = sanitize(tool, backend, options.seconds)
-            clean = clean and line["verdict"] == "clean"
+        excused = False
+        for backend in [CONTROL, *CASES] if tool == "racecheck" else CASES:
+            line = sanitize(tool, backend, options.seconds, excused)
+            excused = excused or line["verdict"] == REPORTED
+            clean = clean and line["verdict"] in (CLEAN, APART, REPORTED)
             print(f"{tool} {backend}: {line['verdict']} ({line['seconds']} s)", flush=True)
             if options.out:
                 with options.out.open("a") as file:
