@@ -5,11 +5,12 @@ import gc
 import re
 import subprocess
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from dilated_attention_pytorch.kernels import hopper_backend
+from dilated_attention_pytorch.kernels import hopper_backend, hopper_launch
 from dilated_attention_pytorch.kernels.hopper_launch import OPTIONS, boxes_of, tile_layout
 from dilated_attention_pytorch.kernels.hopper_work import GROUP, ITEM_ROWS, Strides, balanced, is_regular, steps_of
 from dilated_attention_pytorch.kernels.registry import AttentionCall
@@ -44,17 +45,51 @@ def assemble(compiled, folder):
     return subprocess.run(command, capture_output=True, text=True, check=True).stderr
 
 
+def ways(listing):
+    """Basic blocks of a kernel's listing, lines of each, and which may follow each."""
+    blocks, at, tables = [[]], {}, {}
+    body = listing[listing.index(".entry") :] if ".entry" in listing else listing
+    for name, places in re.findall(r"(\$L_brx_\d+): \.branchtargets(.*?);", body, re.DOTALL):
+        tables[name] = re.findall(r"\$L__BB\d+_\d+", places)
+    for line in map(str.strip, body.splitlines()):
+        if label := re.match(r"(\$L__BB\d+_\d+):", line):
+            at[label[1]] = len(blocks)
+            blocks.append([])
+            continue
+        blocks[-1].append(line)
+        if re.match(r"(@!?%p\d+\s+)?(bra|brx|ret)\b", line):
+            blocks.append([])
+    after = [{here + 1} if here + 1 < len(blocks) else set() for here in range(len(blocks))]
+    for here, lines in enumerate(blocks):
+        last = lines[-1] if lines else ""
+        if re.match(r"(bra|brx|ret)\b", last):
+            after[here] = set()
+        if jump := re.search(r"\bbra(?:\.uni)?\s+(\$L__BB\d+_\d+)", last):
+            after[here].add(at[jump[1]])
+        if jump := re.search(r"\bbrx\.idx.*?(\$L_brx_\d+)", last):
+            after[here] |= {at[name] for name in tables[jump[1]]}
+    return blocks, after
+
+
 def told_too_early(listing):
-    """Signals by one thread with accesses to shared memory before them that nothing holds the other threads to."""
-    found, loose = [], False
-    for line in listing.splitlines():
-        if re.search(r"bar\.sync|bar\.warp\.sync|barrier\.sync", line):
-            loose = False
-        elif re.search(r"(ld|st)\.shared|(ld|st)matrix", line):
-            loose = True
-        elif "mbarrier.arrive" in line and loose:
-            found.append(line)
-    return found
+    """Signals by one thread with accesses to shared memory before them, on any way, that nothing holds others to."""
+    blocks, after = ways(listing)
+    found, loose_at, waiting = {}, {0: False}, [0]
+    while waiting:
+        here = waiting.pop()
+        loose = loose_at[here]
+        for line in blocks[here]:
+            if re.search(r"bar\.sync|bar\.warp\.sync|barrier\.sync", line):
+                loose = False
+            elif re.search(r"(ld|st)\.shared|(ld|st)matrix", line):
+                loose = True
+            elif "mbarrier.arrive" in line and loose:
+                found[line] = None
+        for place in after[here]:
+            if place not in loose_at or loose > loose_at[place]:
+                loose_at[place] = loose
+                waiting.append(place)
+    return list(found)
 
 
 def assert_fits(compiled, folder, spilled):
@@ -83,6 +118,10 @@ def test_a_signal_before_what_it_tells_of_is_found():
     written, signal = "st.shared.b32 [%r1], %r2;", "@%p1 mbarrier.arrive.expect_tx.shared.b64 _, [%r3], 64;"
     assert told_too_early(f"{written}\n{signal}") == [signal]
     assert told_too_early(f"{written}\nbar.warp.sync -1;\n{signal}") == []
+    # In a loop what was accessed behind the signal is before the next one.
+    begin, end = "bra.uni $L__BB0_1;\n$L__BB0_1:", "@%p2 bra $L__BB0_1;\nret;"
+    assert told_too_early(f"{begin}\n{signal}\n{written}\n{end}") == [signal]
+    assert told_too_early(f"{begin}\nbar.warp.sync -1;\n{signal}\n{written}\n{end}") == []
 
 
 # A strided part spills addresses once a row, and at width 128 what its loader remembers of an item.
@@ -98,7 +137,7 @@ def test_a_signal_before_what_it_tells_of_is_found():
         (128, 128, torch.bfloat16, "strided unevenly", 320),
     ],
 )
-def test_forward_fits_a_multiprocessor(d, block, dtype, kind, spilled, tmp_path):
+def test_forward_fits_a_multiprocessor(d, block, dtype, kind, spilled, tmp_path, monkeypatch):
     from dilated_attention_pytorch.kernels.hopper_forward import attention_fwd_kernel
 
     strided = kind.startswith("strided")
@@ -120,7 +159,29 @@ def test_forward_fits_a_multiprocessor(d, block, dtype, kind, spilled, tmp_path)
         "SPLIT": kind == "split",
         "WORKER_REGISTERS": config.registers,
     }
-    assert_fits(compile_kernel(attention_fwd_kernel, types, constants), tmp_path, spilled)
+    compiled = compile_kernel(attention_fwd_kernel, types, constants)
+    assert_fits(compiled, tmp_path, spilled)
+    if hopper_launch.knows_triton():
+        assert_launcher_is_known_ahead(compiled, monkeypatch)
+
+
+def assert_launcher_is_known_ahead(compiled, monkeypatch):
+    """What is made beside the compiler is what triton then asks for."""
+    from triton.backends.nvidia import driver as nvidia
+    from triton.runtime import driver
+
+    asked = []
+
+    def note(src, **_):
+        asked.append(src)
+        return SimpleNamespace(launch=None)
+
+    monkeypatch.setattr(nvidia, "compile_module_from_src", note)
+    monkeypatch.setattr(nvidia, "library_dirs", list)
+    monkeypatch.setattr(driver, "_active", SimpleNamespace(launcher_cls=nvidia.CudaLauncher))
+    hopper_launch._make_launcher(compiled.src)
+    nvidia.CudaLauncher(compiled.src, compiled.metadata)
+    assert len(asked) == 2 and asked[0] == asked[1]
 
 
 def met_by_query(step, plan):

@@ -1,6 +1,7 @@
 """Launches that go past triton's argument inspection pass what its public way does, on the tensors of each call."""
 
 import threading
+import time
 from dataclasses import replace
 from weakref import WeakKeyDictionary, ref
 
@@ -379,13 +380,86 @@ def test_kernels_are_compiled_at_once_also_where_the_first_of_them_is_known(reco
         assert [launched for launched, _ in kernel.compiled_ahead] == [before] * count
 
 
-def test_one_kernel_is_compiled_where_it_is_launched(recorded):
+def test_one_kernel_too_is_compiled_beside_what_launches_it(recorded):
     from dilated_attention_pytorch.kernels import hopper_forward
 
     call = problem("window:100")
     hopper_backend.prepare(call).forward(call)
-    assert hopper_forward.attention_fwd_kernel.compiled_ahead == []
-    assert len(recorded[0]) == 1
+    kernel = hopper_forward.attention_fwd_kernel
+    assert len(kernel.compiled_ahead) == len(recorded[0]) == 1
+    assert kernel.made_ready == [(0, False)]
+
+
+def test_compilers_wait_for_what_the_first_call_began(recorded, monkeypatch):
+    from dilated_attention_pytorch.kernels import first_call, hopper_forward
+
+    kernel = hopper_forward.attention_fwd_kernel
+    known = []
+    monkeypatch.setattr(first_call, "finish", lambda: known.append(len(kernel.compiled_ahead)))
+    call = problem("dilated:128x1,300x4")
+    runner = hopper_backend.prepare(call)
+    for _ in range(2):
+        runner.forward(call)
+    assert known == [0]
+
+
+class Source:
+    """Stands for what triton compiles: a kernel of two descriptors that takes long to trace, which only one may be."""
+
+    traced = threading.Lock()
+
+    def __init__(self):
+        self.signature = {"q": "tensordesc<bf16[64,64]>", "p_x": "*fp32", "k": "tensordesc<bf16[64,64]>", "n": "i32"}
+        self.launcher = threading.Event()
+
+    def make_ir(self, number):
+        assert self.traced.acquire(blocking=False)
+        time.sleep(0.01)
+        self.traced.release()
+        return number
+
+    def compiled(self, number):
+        """A function as triton gives it to be run on a thread."""
+        src = self
+
+        def compile():
+            found = src.make_ir(number)
+            return found, src.launcher.wait(10)
+
+        return compile
+
+
+class Driver:
+    """Stands for triton's driver: a launcher is made of a source and what is known of its descriptors."""
+
+    made = ()
+
+    def launcher_cls(self, source, metadata):
+        self.made = *self.made, len(metadata.tensordesc_meta)
+        source.launcher.set()
+        if metadata.global_scratch_size is None:
+            raise RuntimeError("what fails here fails again where it is needed")
+
+
+def test_kernels_are_traced_in_turn_and_what_launches_them_is_made_meanwhile(recorded, monkeypatch):
+    from triton.runtime import driver
+
+    active = Driver()
+    monkeypatch.setattr(driver, "_active", active)
+    monkeypatch.setattr(hopper_launch, "knows_triton", lambda: True)
+    with hopper_launch._Compilers(4) as pool:
+        compiling = [pool.submit(Source().compiled(number)) for number in range(4)]
+    assert [one.result() for one in compiling] == [(number, True) for number in range(4)]
+    assert active.made == (2,) * 4
+
+
+def test_a_triton_whose_insides_are_not_known_compiles_as_it_does(recorded, monkeypatch):
+    monkeypatch.setattr(hopper_launch, "knows_triton", lambda: False)
+    source = Source()
+    source.launcher.set()
+    with hopper_launch._Compilers(1) as pool:
+        assert pool.submit(source.compiled(3)).result() == (3, True)
+    assert list(vars(source)) == ["signature", "launcher"]
 
 
 class Learned:

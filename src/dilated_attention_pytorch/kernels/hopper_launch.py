@@ -8,15 +8,18 @@ out the same ones, and triton's compiled entry is called with what it expects.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
+from threading import Lock
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from . import first_call
 from .hopper_work import Strides
 
 KEPT_ADDRESSES = 256
@@ -24,7 +27,7 @@ KEPT_ADDRESSES = 256
 KEPT_KERNELS = 1024
 """Compiled kernels kept, with the sizes a plain one was compiled for; triton itself forgets none."""
 MOST_COMPILERS = 8
-"""Kernels compiled at a time; what each does in Python keeps the others waiting."""
+"""Kernels compiled at a time."""
 
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
 """How every kernel is compiled; fused multiply-add is asked for by name, as its default differs between releases."""
@@ -135,11 +138,9 @@ class Entry:
 
         launcher = compiled.run
         wrapper = launcher.launch
-        self._launch, self._places = wrapper, []
-        if getattr(wrapper, "__closure__", None):
-            # Kernels that take descriptors are launched through a function that encodes them anew each time.
-            inner = dict(zip(wrapper.__code__.co_freevars, wrapper.__closure__, strict=True))
-            self._launch, self._places = inner["launcher"].cell_contents, inner["tensordesc_meta"].cell_contents
+        # Kernels that take descriptors are launched through a function that encodes them anew each time.
+        inner = _enclosed(wrapper)
+        self._launch, self._places = inner.get("launcher", wrapper), inner.get("tensordesc_meta", [])
         # No scratch memory, no record of the launch and no hooks.
         rest = None, None, compiled.packed_metadata, None, None, None
         alone = compiled.function, launcher.launch_cooperative_grid
@@ -278,23 +279,69 @@ class Launch:
         return *self._identity, *(addresses[slot] % 16 == 0 for slot in self._read)
 
 
+class _Compilers(ThreadPoolExecutor):
+    """Threads that kernels are compiled on.
+
+    Where triton's insides are known, kernels are traced one after another: that is done in Python, so together none
+    would be done before all of them are, and the first would be late for what is done outside of it. And a C compiler,
+    which takes half a second for what launches a kernel, runs beside rather than after.
+    """
+
+    def __init__(self, kernels: int) -> None:
+        # As many again wait for the other compiler, which is a process of its own.
+        super().__init__(2 * min(kernels, os.cpu_count() or 1, MOST_COMPILERS))
+        self._turn = Lock()
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        source = _enclosed(fn).get("src")
+        if source is None or not knows_triton():
+            return super().submit(fn, *args, **kwargs)
+        trace = source.make_ir
+
+        def trace_in_turn(*given: Any) -> Any:
+            with self._turn:
+                return trace(*given)
+
+        source.make_ir = trace_in_turn
+        compiling = super().submit(fn, *args, **kwargs)
+        super().submit(_make_launcher, source)
+        return compiling
+
+
+def _enclosed(function: Any) -> dict[str, Any]:
+    """What a function takes from those around it, by name."""
+    cells = getattr(function, "__closure__", None)
+    names = function.__code__.co_freevars if cells else ()
+    return {name: cell.cell_contents for name, cell in zip(names, cells or (), strict=True)}
+
+
+def _make_launcher(source: Any) -> None:
+    """Have triton make what launches a kernel, which it keeps by the types of arguments alone."""
+    from triton.runtime import driver
+
+    descriptors = sum(str(kind).startswith("tensordesc") for kind in source.signature.values())
+    scratch = (f"{kind}_scratch_{what}" for kind in ("global", "profile") for what in ("size", "align"))
+    unknown = dict.fromkeys((*scratch, "launch_cooperative_grid", "launch_pdl"))
+    driver.active.launcher_cls(source, SimpleNamespace(tensordesc_meta=[{}] * descriptors, **unknown))
+
+
 def compile_together(launches: Sequence[Launch], tensors: Tensors) -> None:
     """Compile on threads what is not compiled; most of the time of a compiler is spent outside of Python.
 
-    So is what triton has a C compiler do for each kernel, half a second, before it is first launched. A kernel that
-    does not compile says so when it is launched.
+    A kernel that does not compile says so when it is launched.
     """
     import triton
 
     addresses = tuple(tensor.data_ptr() for tensor in tensors)
     keyed = {launch.key(addresses): launch for launch in launches}
     lacking = [launch for key, launch in keyed.items() if key not in _compiled]
-    if len(lacking) < 2:
+    if not lacking:
         return
-    threads = min(len(lacking), os.cpu_count() or 1, MOST_COMPILERS)
-    with ThreadPoolExecutor(threads) as pool:
+    first_call.finish()
+    with _Compilers(len(lacking)) as pool:
         with triton.AsyncCompileMode(pool, ignore_errors=True):
-            compiling = [launch.compile(*tensors) for launch in lacking]
+            # Kernels of strided parts come last and take longest.
+            compiling = [launch.compile(*tensors) for launch in reversed(lacking)]
         for one in dict.fromkeys(compiling):
             pool.submit(_make_ready, one, tensors[0].device)
 
@@ -344,11 +391,16 @@ class Launches:
         return kept
 
 
-def entry_of(compiled: Any) -> Entry | None:
-    """The entry of a compiled kernel, or None when this triton is not one whose insides are known."""
+def knows_triton() -> bool:
+    """Whether this triton is one whose insides are known."""
     import triton
 
-    if not triton.__version__.startswith("3.6."):
+    return triton.__version__.startswith("3.6.")
+
+
+def entry_of(compiled: Any) -> Entry | None:
+    """The entry of a compiled kernel, or None when this triton is not one whose insides are known."""
+    if not knows_triton():
         return None
     launcher = compiled.run
     if launcher.global_scratch_size or launcher.profile_scratch_size:

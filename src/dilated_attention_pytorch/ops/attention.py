@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..errors import must, must_be
+from ..kernels import first_call
 from ..kernels.dropout import fresh_seed
 from ..kernels.registry import AttentionCall, Forward, Gradients, Runner, choose, empty_rows, prepared
 from ..patterns import Causal, Packed, Pattern, parse
@@ -408,6 +409,7 @@ def _backward(
 
 
 def _settle(query: Tensor, key: Tensor, value: Tensor, *settings: Any) -> _Settled:
+    first_call.begin(query, settings[7])
     # The dispatcher leaves out what has its default.
     call, backend = call_of(query, key, value, *settings[:8])
     name, runner = choose(call, backend)
