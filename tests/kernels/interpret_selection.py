@@ -190,9 +190,8 @@ class Choice(NamedTuple):
             "past the count": float((found.indices[..., width:] != t).sum()),
         }
         if self.wild:
-            plain = triton_selection.scoring(factors._replace(right=factors.right[..., :0]), 1, False, False)
-            told = triton_selection.ByToken(0, plain(range(t)), triton_selection.split(factors.right))
-            made = triton_selection.scoring(factors, 16, True, False, told)(range(self.n))
+            told = triton_selection.ByToken(0, triton_selection.hidden_scoring(factors, 1, False)(range(t)))
+            made = triton_selection.scoring(factors, 16, True, False)(range(self.n), t, told)
             sizes = scores.abs().amax(2, keepdim=True)
             errors["scores"] = error(*(torch.where(scores.isfinite(), x / sizes, x) for x in (made, scores)))
         return errors
@@ -451,7 +450,7 @@ TRIALS = {
     "tokens of grouped heads, ragged, dropout": Attention(True, True, n=40, batch=2, key_heads=1, dropout_p=0.3),
     "tokens, padded samples, heads apart": Attention(True, False, n=40, batch=2, padded=True, apart=True),
     "tokens in half precision": Attention(True, True, n=40, dtype=torch.float16, most=1),
-    "a step, blocks": Step(False, 18, 47, 7),
+    "a step, blocks": Step(False, 19, 47, 7),
     "a step, tokens": Step(True, 28, 43, 17),
     "a step, ragged blocks, one scorer": Step(False, 99, 199, 99, n=56, key_heads=1, share=True, batch=2),
     "a step, padded tokens": Step(True, 99, 199, 99, n=56, batch=2, padded=True),
@@ -497,8 +496,8 @@ TRIALS = {
 if __name__ == "__main__":
     for owner, name in ALLOCATORS:
         setattr(owner, name, poisoned(getattr(owner, name)))
-    triton_selection.COLUMNS = triton_selection.MATCHED = 16
+    triton_selection.SCORED = triton_selection.MATCHED = triton_selection.MATCHED_TOGETHER = 16
     triton_choice.RANKED = 128
-    triton_choice.NARROWEST = 32
+    triton_choice.NARROWEST = 64
     for trial in sys.argv[1:] or TRIALS:
         print(json.dumps({"trial": trial} | TRIALS[trial].errors()), flush=True)

@@ -5,8 +5,8 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from dilated_attention_pytorch.kernels import quick_launch
-from dilated_attention_pytorch.kernels.quick_launch import launch
+from dilated_attention_pytorch.kernels import first_call, quick_launch
+from dilated_attention_pytorch.kernels.quick_launch import Launch, Room, launch
 
 
 class Entry:
@@ -64,6 +64,14 @@ def test_a_launch_like_an_earlier_one_takes_the_quick_way(kernel):
     assert kernel.quick == [((4, 1, 1), 7, (y.data_ptr(), 5, 0.25, None), False)]
 
 
+def test_what_the_first_call_began_is_waited_for_where_a_kernel_may_be_compiled(kernel, monkeypatch):
+    known = []
+    monkeypatch.setattr(first_call, "finish", lambda: known.append(len(kernel.public)))
+    for _ in range(2):
+        launch(kernel, (1,), torch.zeros(64), 5, 0.5, SIZE=16)
+    assert known == [0]
+
+
 @pytest.mark.parametrize(
     "other",
     [
@@ -114,3 +122,44 @@ def test_only_so_many_are_kept(kernel, monkeypatch):
     for many in (1, 2, 3, 3):
         launch(kernel, (1,), torch.zeros(64), many, 0.5, SIZE=16)
     assert len(quick_launch._known) == 1 and len(kernel.public) == 3 and len(kernel.quick) == 1
+
+
+@pytest.fixture
+def prepared(kernel):
+    """A launch whose second argument changes, on the kernel that notes what it is given."""
+    kernel.params = [Parameter(False), Parameter(True), Parameter(False), Parameter(False)]
+    return Launch(kernel, torch.device("cpu"), 0.5, SIZE=16)
+
+
+def test_a_prepared_launch_takes_addresses_and_what_changes(kernel, prepared):
+    x, y = torch.zeros(64), torch.ones(64)
+    prepared((3, 1, 1), [x], 5)
+    assert kernel.public == [((3, 1, 1), (x, 5, 0.5), {"SIZE": 16})] and not kernel.quick
+    prepared((4, 1, 1), [y], 16)
+    assert len(kernel.public) == 1
+    assert kernel.quick == [((4, 1, 1), 7, (y.data_ptr(), 16, 0.5, None), False)]
+
+
+@pytest.mark.parametrize("other", [torch.zeros(64)[1:], torch.zeros(64, dtype=torch.float16)], ids=["place", "dtype"])
+def test_a_prepared_launch_tells_tensors_apart_that_a_kernel_is_compiled_for(kernel, prepared, other):
+    for x in (torch.zeros(64), other):
+        prepared((1, 1, 1), [x], 5)
+    assert len(kernel.public) == 2 and not kernel.quick
+
+
+def test_whoever_watches_prepared_launches_sees_them(kernel, prepared, monkeypatch):
+    x = torch.zeros(64)
+    prepared((1, 1, 1), [x], 5)
+    monkeypatch.setattr(Entry, "watched", True)
+    prepared((1, 1, 1), [x], 5)
+    assert len(kernel.public) == 2 and not kernel.quick
+
+
+def test_tensors_of_one_room_do_not_overlap():
+    room = Room(torch.float32, torch.device("cpu"), ((2, 3), None), ((2, 3), (16, 1)), ((5,), None))
+    made = room()
+    for value, x in enumerate(made):
+        x.fill_(value)
+    assert [x.shape for x in made] == [(2, 3), (2, 3), (5,)] and made[0].is_contiguous()
+    assert all(bool((x == value).all()) for value, x in enumerate(made))
+    assert all((x.data_ptr() - made[0].data_ptr()) % 16 == 0 for x in made)

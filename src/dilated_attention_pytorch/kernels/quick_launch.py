@@ -6,15 +6,20 @@ step has dozens of those. Here a launch is known by what Triton compiles a kerne
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .hopper_launch import Entry, entry_of
+from . import first_call
+from .hopper_launch import Entry, Grid, entry_of
 
 KEPT = 4096
-"""Launches that are known at a time."""
+"""Launches that are known at a time, and prepared ones of each kind."""
+ALIGNED = 128
+"""Elements, at multiples of which tensors in one piece of memory begin."""
 
 _known: dict[tuple[object, ...], tuple[Entry | None, tuple[None, ...]]] = {}
 _plain: dict[int, tuple[tuple[int, ...], Any]] = {}
@@ -48,7 +53,8 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) 
     index = arguments[0].device.index
     key = (id(kernel), index, *options, *options.values(), *told)
     entry, constants = _known.get(key, (None, ()))
-    if entry is None or entry.watched or torch.cuda.current_device() != index:
+    if entry is None or not _may_run(entry, index):
+        first_call.finish()
         compiled = kernel[grid](*arguments, **options)
         if compiled is not None and key not in _known:
             if len(_known) >= KEPT:
@@ -57,3 +63,64 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) 
             _known[key] = entry_of(compiled), (None,) * (len(kernel.arg_names) - len(arguments))
         return
     entry((*grid, 1, 1)[:3], entry.stream_of(index), (*passed, *constants), False)  # pyrefly: ignore[bad-argument-type]
+
+
+def _may_run(entry: Entry, index: int | None) -> bool:
+    """Whether an entry may be called for a device, or the public way must be taken."""
+    return not entry.watched and torch.cuda.current_device() == index
+
+
+class Launch:
+    """A kernel with everything but its tensors, which come first, and the numbers behind them that change.
+
+    Those it must not be compiled for, and they must be below 2^31. Made once for all tensors of some sizes, it looks at
+    nothing but where they lie and of what type they are, and keeps none of them.
+    """
+
+    __slots__ = ("_entries", "_index", "_kernel", "_numbers", "_options")
+
+    def __init__(self, kernel: Any, device: torch.device, *numbers: int | float, **options: Any) -> None:
+        self._kernel, self._index, self._numbers, self._options = kernel, device.index, numbers, options
+        self._entries: dict[tuple[object, ...], tuple[Entry | None, tuple[object, ...]]] = {}
+
+    def __call__(self, grid: Grid, tensors: Sequence[Tensor], *changing: int) -> None:
+        """Run it on the current stream."""
+        places = [x.data_ptr() for x in tensors]
+        key = *[x.dtype for x in tensors], *[place % 16 for place in places]
+        entry, rest = self._entries.get(key, (None, ()))
+        if entry is not None and _may_run(entry, self._index):
+            entry(grid, entry.stream_of(self._index), (*places, *changing, *rest), False)
+            return
+        first_call.finish()
+        arguments = *tensors, *changing, *self._numbers
+        compiled = self._kernel[grid](*arguments, **self._options)
+        if compiled is not None and key not in self._entries:
+            assert {*range(len(tensors), len(tensors) + len(changing))} <= {*_plain_places(self._kernel)}
+            # What is compiled in is not looked at, but has its place.
+            rest = *self._numbers, *(None,) * (len(self._kernel.arg_names) - len(arguments))
+            self._entries[key] = entry_of(compiled), rest
+
+
+class Room:
+    """Tensors of one type in one piece of memory: an allocation on a GPU takes longer than a view of one.
+
+    Each is told by its shape, and how far apart what it holds lies where that is not closely; all of it is written
+    within as many times its first stride as its first dimension is long.
+    """
+
+    __slots__ = ("_device", "_dtype", "_parts", "_total")
+
+    def __init__(
+        self, dtype: torch.dtype, device: torch.device, *parts: tuple[tuple[int, ...], tuple[int, ...] | None]
+    ) -> None:
+        self._dtype, self._device, self._total = dtype, device, 0
+        self._parts: list[tuple[tuple[int, ...], tuple[int, ...], int]] = []
+        for shape, apart in parts:
+            apart = apart or tuple(math.prod(shape[place + 1 :]) for place in range(len(shape)))
+            self._parts.append((shape, apart, self._total))
+            self._total += -(-shape[0] * apart[0] // ALIGNED) * ALIGNED
+
+    def __call__(self) -> list[Tensor]:
+        """The tensors, unwritten."""
+        whole = torch.empty(self._total, dtype=self._dtype, device=self._device)
+        return [whole.as_strided(*part) for part in self._parts]

@@ -10,10 +10,8 @@ from torch import Tensor
 
 from . import triton_backend
 
-COLUMNS = 64
-"""Blocks of a step."""
-MOST_MATCHES = 2**14
-"""Matches of sub-blocks of a step."""
+MOST_UNITS = 256
+"""Sub-blocks of a row."""
 WIDEST_MATCH = 128
 MOST_BLOCKS = 16384
 """Blocks up to which every pair is scored; beyond, a level of super-blocks costs less."""
@@ -59,6 +57,8 @@ class Factors(NamedTuple):
     """bool (b, h, r, a): sub-blocks with something to see, where rows are blocks; None where all have"""
     right_there: Tensor | None = None
     """bool (b, h, t, u)"""
+    halves: tuple[Tensor, Tensor, Tensor] | None = None
+    """What `triton_selection.split` gives of `right`, where it is known"""
 
     def why_not(self, room: int) -> str | None:
         """Why the kernel cannot rank by these factors, to list up to `room` blocks; None when it can."""
@@ -73,6 +73,6 @@ class Factors(NamedTuple):
             return f"scores every pair of up to {MOST_BLOCKS} blocks, got {rows.shape[2]}"
         if room < 1:
             return f"must list 1 block or more, got {room}"
-        if own_units * COLUMNS > MOST_MATCHES:
-            return f"cannot match {COLUMNS} blocks with rows of {own_units} sub-blocks at once"
+        if own_units > MOST_UNITS:
+            return f"needs rows of <= {MOST_UNITS} sub-blocks, got {own_units}"
         return None

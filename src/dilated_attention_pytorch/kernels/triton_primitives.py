@@ -235,12 +235,17 @@ def tokens_of(p_positions, b_row, b_exist, POSITIONS: tl.constexpr):
 
 
 @triton.jit
-def scramble(b_x):
-    """`dropout.mix` in uint32."""
-    b_x = b_x ^ (b_x >> 16)
+def scrambled(b_x):
+    """`scramble` but for its first and its last step."""
     b_x = b_x * tl.full([], 0x7FEB352D, tl.uint32)
     b_x = b_x ^ (b_x >> 15)
-    b_x = b_x * tl.full([], 0x846CA68B, tl.uint32)
+    return b_x * tl.full([], 0x846CA68B, tl.uint32)
+
+
+@triton.jit
+def scramble(b_x):
+    """`dropout.mix` in uint32."""
+    b_x = scrambled(b_x ^ (b_x >> 16))
     return b_x ^ (b_x >> 16)
 
 
@@ -277,15 +282,22 @@ def dropout_kept(b_row, b_key, threshold):
 
 @triton.jit
 def projected(p_own, p_project, o_own, b_real, o_r, s_own, D: tl.constexpr, RANK: tl.constexpr, RP: tl.constexpr,
-              PRECISION: tl.constexpr):  # fmt: skip
+              PRECISION: tl.constexpr, STEP: tl.constexpr = STEP_D):  # fmt: skip
     """Rows of width D times a matrix (D, RANK), [rows, RP]; of the rows, what is not finite counts as 0."""
     b_left = tl.zeros([o_own.shape[0], RP], tl.float32)
-    for first in range(0, D, STEP_D):
-        o_d = first + tl.arange(0, STEP_D)
+    for first in range(0, D, STEP):
+        o_d = first + tl.arange(0, STEP)
         b_mask = b_real[:, None] & (o_d < D)[None, :]
         b_own = tl.load(p_own + o_own[:, None] * s_own + o_d[None, :], mask=b_mask, other=0.0).to(tl.float32)
         b_own = tl.where(b_own - b_own == 0.0, b_own, 0.0)
         b_mask = (o_d < D)[:, None] & (o_r < RANK)[None, :]
-        b_project = tl.load(p_project + o_d[:, None] * RANK + o_r[None, :], mask=b_mask, other=0.0)
-        b_left = tl.dot(b_own, b_project.to(tl.float32), b_left, input_precision=PRECISION)
+        b_project = tl.load(p_project + o_d[:, None] * RANK + o_r[None, :], mask=b_mask, other=0.0).to(tl.float32)
+        if PRECISION == "tf32x3" and p_own.dtype.element_ty.primitive_bitwidth == 16:
+            # Rows of 16 bits are tf32 already: two products do, with the matrix as tf32 rounds it and with the rest.
+            b_whole = (b_project.to(tl.int32, bitcast=True) + 0x1000) & -0x2000
+            b_whole = b_whole.to(tl.float32, bitcast=True)
+            b_left = tl.dot(b_own, b_project - b_whole, b_left, input_precision="tf32")
+            b_left = tl.dot(b_own, b_whole, b_left, input_precision="tf32")
+        else:
+            b_left = tl.dot(b_own, b_project, b_left, input_precision=PRECISION)
     return b_left

@@ -8,6 +8,7 @@ UQ and UK the sub-blocks of a row and of a key block, of which a product takes U
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -15,17 +16,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .quick_launch import launch
-from .selection import COLUMNS, Factors
+from .quick_launch import KEPT, Launch, launch
+from .selection import Factors
 from .triton_launch import OPTIONS, _precision, held
 from .triton_primitives import NO_KEY, projected
 
-MATCHED, MATCHES_A_WARP = 64, 1024
-"""Sub-blocks of rows of a step, and matches that a warp takes: the more code, the longer the first call."""
-MATCHED_TOGETHER, UNITS_TOGETHER = 128, 128
-"""Tokens of a block and sub-blocks of a product, or of rank 64 half as many, where tokens follow one another: registers
-hold two programs."""
-PROGRAMS = 384
+SCORED = 64
+"""Rows and blocks of a program that matches nothing, or half as many of each where they are few."""
+HIDDEN = 4
+"""Hidden units of a step."""
+MATCHED, MATCHED_TOGETHER, UNITS_TOGETHER = 64, 128, 128
+"""Sub-blocks of rows, or tokens, and sub-blocks of blocks of a product, or of rank 64 half as many: registers hold two
+programs or more."""
+PROGRAMS = 512
 """So many keep a large GPU busy, those that begin late and end soon among them."""
 
 
@@ -44,9 +47,10 @@ def halves(b_x):
 
 
 @triton.jit
-def halved(b_x):
-    """Rows in halves, each row by a scale of its own, and what undoes that."""
-    b_scale, b_undone = scale_of(tl.max(tl.abs(b_x), 1))
+def halved(b_x, BM: tl.constexpr, UQ: tl.constexpr):
+    """The BM * UQ sub-blocks of rows in halves, each row by a scale of its own, and what undoes that, [BM]."""
+    b_scale, b_undone = scale_of(tl.max(tl.reshape(tl.max(tl.abs(b_x), 1), [BM, UQ]), 1))
+    b_scale = tl.reshape(tl.broadcast_to(b_scale[:, None], [BM, UQ]), [BM * UQ])
     b_first, b_second = halves(b_x * b_scale[:, None])
     return b_first, b_second, b_undone
 
@@ -74,12 +78,10 @@ def larger(x, y):
 def match_scores(
     b_left, b_rest, b_left_there, p_right, p_rest, p_right_there, begun, blocks, o_r,
     BM: tl.constexpr, BN: tl.constexpr, RANK: tl.constexpr, RP: tl.constexpr, UQ: tl.constexpr, UK: tl.constexpr,
-    UG: tl.constexpr, HOLES: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
+    UG: tl.constexpr, HOLES: tl.constexpr,
 ):  # fmt: skip
-    """The best match of a sub-block of each row with one of each key block, [BM, BN], still without 1 / sqrt(rank).
-
-    A product takes UG sub-blocks of every key block. With SPLIT both sides are given in halves.
-    """
+    """The best match of a sub-block of each row with one of each key block, [BM, BN], of both sides in halves, still
+    without 1 / sqrt(rank). A product takes UG sub-blocks of every key block."""
     b_best = tl.full([BM, BN], NO_KEY, tl.float32)
     o_n = tl.arange(0, UG * BN)
     b_there = begun + o_n % BN < blocks
@@ -91,13 +93,10 @@ def match_scores(
             b_mask = b_mask & (o_r < RANK)[None, :]
         o_right = o_unit[:, None] * RANK + o_r[None, :]
         b_right = tl.load(p_right + o_right, mask=b_mask, other=0.0)  # [UG * BN, RP]
-        if SPLIT:
-            # Three products of halves are as exact as one in float32, and of twice the pace of tf32.
-            b_pair = tl.dot(b_rest, tl.trans(b_right))
-            b_pair = tl.dot(b_left, tl.trans(tl.load(p_rest + o_right, mask=b_mask, other=0.0)), b_pair)
-            b_pair = tl.dot(b_left, tl.trans(b_right), b_pair)
-        else:
-            b_pair = tl.dot(b_left, tl.trans(b_right), input_precision=PRECISION)  # [BM * UQ, UG * BN]
+        # Three products of halves are as exact as one in float32, and of twice the pace of tf32: [BM * UQ, UG * BN].
+        b_pair = tl.dot(b_rest, tl.trans(b_right))
+        b_pair = tl.dot(b_left, tl.trans(tl.load(p_rest + o_right, mask=b_mask, other=0.0)), b_pair)
+        b_pair = tl.dot(b_left, tl.trans(b_right), b_pair)
         if HOLES:
             b_seen = tl.load(p_right_there + o_unit, mask=b_there, other=0) != 0
             b_pair = tl.where(b_left_there[:, None] & b_seen[None, :], b_pair, NO_KEY)
@@ -115,108 +114,138 @@ def with_blocks(b_match, p_scale, p_table, o_column, b_there):
     return b_match + tl.load(p_table + o_column, mask=b_there, other=0.0)[None, :]
 
 
-@triton.jit(do_not_specialize=["begin", "rows", "total", "span", "first", "lines"])
-def score_kernel(
-    p_rows, p_columns, p_weight, p_bias, p_keep, p_own, p_project, p_left_there, p_right, p_rest, p_scale,
-    p_right_there, p_log, p_ids, p_scores, begin, rows, width, total, blocks, heads, span, first, lines, coldest, root,
-    so_b, so_h, so_n, s_weight, s_bias, s_project,
-    BM: tl.constexpr, BN: tl.constexpr, M: tl.constexpr, D: tl.constexpr, RANK: tl.constexpr, RP: tl.constexpr,
-    UQ: tl.constexpr, UK: tl.constexpr, UG: tl.constexpr, SIZE: tl.constexpr, TOKENS: tl.constexpr, IDS: tl.constexpr,
-    CAUSAL: tl.constexpr, KEEP: tl.constexpr, HOLES: tl.constexpr, PRECISION: tl.constexpr,
+@triton.jit(do_not_specialize=["begin", "rows"])
+def hidden_kernel(
+    p_rows, p_columns, p_weight, p_bias, p_keep, p_log, p_ids, p_scores, begin, rows, width, heads, coldest, s_weight,
+    s_bias, BM: tl.constexpr, BN: tl.constexpr, M: tl.constexpr, UM: tl.constexpr, T: tl.constexpr, SIZE: tl.constexpr,
+    IDS: tl.constexpr, CAUSAL: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
-    """Scores of BM rows, from `begin` on or with IDS any, with `span` of the first `width` blocks.
+    """Scores without any match of BM rows, SIZE to a block, from `begin` on or with IDS any, with BN blocks.
 
-    With CAUSAL maybe not of later ones. Tokens from `begin` on are of one block a program: `p_rows` has the scores of
-    `lines` blocks, from `first` on, without any match.
+    With CAUSAL maybe not of later ones. UM hidden units are taken at once, and T is how far apart they lie. A tile is
+    [BN / 8, BM / 4, 4, 8]: a thread has several rows and several blocks, and what it loads serves each of them.
     """
-    TOGETHER: tl.constexpr = TOKENS and not IDS
+    stream = tl.program_id(2).to(tl.int64)
+    head = stream % heads
+    first_row, first_column = tl.program_id(0) * BM, tl.program_id(1) * BN
+    o_i = first_row + tl.arange(0, BM)
+    o_j = first_column + tl.arange(0, BN)
+    # Rows and blocks past the last are computed like it, and not stored: a mask would take a register each.
+    o_row = tl.minimum(o_i, rows - 1)
+    o_row = (tl.load(p_ids + o_row).to(tl.int32) if IDS else begin + o_row) // SIZE
+    p_each = p_rows + stream * M * T + o_row
+    o_row = tl.reshape(o_row, [1, BM // 4, 4, 1])
+    p_row = p_rows + stream * M * T + o_row
+    p_kept = p_keep + stream * M * T + o_row
+    p_column = p_columns + stream * M * T + tl.reshape(tl.minimum(o_j, width - 1), [BN // 8, 1, 1, 8])
+    p_weight += head * s_weight
+    b_sum = tl.zeros([BN // 8, BM // 4, 4, 8], tl.float32)
+    b_own = tl.zeros([BM], tl.float32) + tl.load(p_bias + head * s_bias)
+    # None where all of a tile comes later; rows that are not listed follow one another.
+    units = tl.where(first_column >= (begin + first_row + BM - 1) // SIZE, 0, M) if CAUSAL else M
+    # w . relu(row + column), whose factors lie unit by unit: relu(x + y) is max(-x, y) + x.
+    for first in range(0, units, UM):
+        for m in tl.static_range(UM):
+            weight = tl.load(p_weight + first + m)
+            b_row = tl.load(p_row + m * T)
+            b_most = larger(-b_row, tl.load(p_column + m * T))
+            if KEEP:
+                b_sum += (b_most + b_row) * (weight * tl.load(p_kept + m * T))
+            else:
+                b_sum += b_most * weight
+                b_own += tl.load(p_each + m * T) * weight
+        p_row += UM * T
+        p_kept += UM * T
+        p_column += UM * T
+        p_each += UM * T
+    b_score = b_sum + tl.reshape(b_own, [1, BM // 4, 4, 1])
+    b_score *= 1.0 / tl.maximum(tl.exp(tl.load(p_log + head).to(tl.float32)), coldest)
+    # Scores of a head are held to some bytes, or a few rows.
+    o_i = tl.reshape(o_i, [1, BM // 4, 4, 1])
+    o_j = tl.reshape(o_j, [BN // 8, 1, 1, 8])
+    tl.store(p_scores + stream * rows * width + o_i * width + o_j, b_score, mask=(o_i < rows) & (o_j < width))
+
+
+@triton.jit(do_not_specialize=["begin", "rows", "span", "first", "lines"])
+def match_kernel(
+    p_table, p_own, p_project, p_left_there, p_right, p_rest, p_scale, p_right_there, p_log, p_ids, p_scores,
+    begin, rows, span, first, lines, width, total, blocks, heads, coldest, root, so_b, so_h, so_n, s_project,
+    BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, RANK: tl.constexpr, RP: tl.constexpr, UQ: tl.constexpr,
+    UK: tl.constexpr, UG: tl.constexpr, SIZE: tl.constexpr, IDS: tl.constexpr, TOGETHER: tl.constexpr,
+    CAUSAL: tl.constexpr, HOLES: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Add to the scores of BM rows with `span` of the first `width` blocks what their sub-blocks match.
+
+    Rows as `hidden_kernel` has them. TOGETHER are those of one block a program, whose scores so far are a line of
+    `p_table`, which has `lines` of `blocks` each, from block `first` on.
+    """
     # Those that see most begin first.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     o_i = tile * BM + tl.arange(0, BM)  # [BM]
     stream = tl.program_id(2).to(tl.int64)
     head = stream % heads
     b_exist = o_i < rows
-    o_row = tl.load(p_ids + o_i, mask=b_exist, other=0).to(tl.int32) if IDS else begin + o_i
-    o_block = o_row // SIZE if TOKENS else o_row
     own = (begin + tile * BM) // SIZE
-    if TOGETHER:
-        p_rows += (stream * lines + own - first) * blocks
-    elif M > 0:
-        p_rows += stream * M * blocks
-        p_columns += stream * M * blocks
-        p_weight += head * s_weight
-        p_keep += stream * M * blocks
+    o_unit = tile * (BM * UQ) + tl.arange(0, BM * UQ)
+    b_real = o_unit < rows * UQ
+    o_left = tl.load(p_ids + o_unit // UQ, mask=b_real, other=0).to(tl.int32) if IDS else begin + o_unit // UQ
+    o_left = o_left * UQ + o_unit % UQ
     o_r = tl.arange(0, RP)
-    b_left = tl.zeros([BM * UQ, RP], tl.float32)
-    b_rest = b_left
-    b_undone = tl.full([BM], 1.0, tl.float32)
-    b_left_there = tl.full([BM * UQ], 1, tl.int32) > 0
-    if RANK > 0:
-        o_unit = tile * (BM * UQ) + tl.arange(0, BM * UQ)
-        b_real = o_unit < rows * UQ
-        o_left = tl.load(p_ids + o_unit // UQ, mask=b_real, other=0).to(tl.int32) if IDS else begin + o_unit // UQ
-        o_left = o_left * UQ + o_unit % UQ
-        p_own += (stream // heads) * so_b + head * so_h
-        p_project += head * s_project
-        b_left = projected(p_own, p_project, o_left.to(tl.int64), b_real, o_r, so_n, D, RANK, RP, PRECISION)
-        if TOGETHER:
-            b_left, b_rest, b_undone = halved(b_left)
-        if HOLES and not TOKENS:
-            b_left_there = tl.load(p_left_there + stream * total * UQ + o_left, mask=b_real, other=0) != 0
-        p_right += stream * blocks * UK * RANK
-        p_rest += stream * blocks * UK * RANK
-        p_right_there += stream * blocks * UK
-    bias = tl.load(p_bias + head * s_bias)
-    inverse = 1.0 / tl.maximum(tl.exp(tl.load(p_log + head).to(tl.float32)), coldest)
+    p_own += (stream // heads) * so_b + head * so_h
+    p_project += head * s_project
+    b_left = projected(p_own, p_project, o_left.to(tl.int64), b_real, o_r, so_n, D, RANK, RP, PRECISION)
+    b_left, b_rest, b_undone = halved(b_left, BM, UQ)
+    b_undone *= 1.0 / tl.maximum(tl.exp(tl.load(p_log + head).to(tl.float32)), coldest) / root
+    b_left_there = b_real
+    if HOLES and SIZE == 1:
+        b_left_there = tl.load(p_left_there + stream * total * UQ + o_left, mask=b_real, other=0) != 0
+    p_right += stream * blocks * UK * RANK
+    p_rest += stream * blocks * UK * RANK
+    p_right_there += stream * blocks * UK
+    p_scale += stream * blocks
     p_scores += stream * rows * width
+    p_table += (stream * lines + own - first) * blocks
     end = tl.minimum((tl.program_id(1) + 1) * span, width)
     if CAUSAL:
-        end = tl.minimum(end, own if TOGETHER else tl.max(o_block, 0))
+        end = tl.minimum(end, own if TOGETHER else begin + tile * BM + BM)
     for begun in range(tl.program_id(1) * span, end, BN):
         o_column = begun + tl.arange(0, BN)
-        b_there = o_column < blocks
-        b_score = tl.zeros([BM, BN], tl.float32)
-        if RANK > 0:
-            b_score = (inverse / root) * b_undone[:, None] * match_scores(
-                b_left, b_rest, b_left_there, p_right, p_rest, p_right_there, begun, blocks, o_r,
-                BM, BN, RANK, RP, UQ, UK, UG, HOLES, TOGETHER, PRECISION,
-            )  # fmt: skip
-        if TOGETHER:
-            b_score = with_blocks(b_score, p_scale + stream * blocks, p_rows, o_column, b_there)
-        else:
-            # w . relu(row + column), whose factors lie unit by unit.
-            b_sum = tl.zeros([BM, BN], tl.float32) + bias
-            for m in tl.range(0, M, loop_unroll_factor=4):
-                b_row = tl.load(p_rows + m * blocks + o_block, mask=b_exist, other=0.0)
-                b_column = tl.load(p_columns + m * blocks + o_column, mask=b_there, other=0.0)
-                b_hidden = larger(b_row[:, None] + b_column[None, :], 0.0)
-                if KEEP:
-                    b_hidden *= tl.load(p_keep + m * blocks + o_block, mask=b_exist, other=0.0)[:, None]
-                b_sum += b_hidden * tl.load(p_weight + m)
-            b_score += inverse * b_sum
+        b_there = o_column < width
         # Scores of a head are held to some bytes, or a few rows.
-        o_score = o_i[:, None] * width + o_column[None, :]
-        tl.store(p_scores + o_score, b_score, mask=b_exist[:, None] & (o_column < width)[None, :])
+        p_tile = p_scores + o_i[:, None] * width + o_column[None, :]
+        b_mask = b_exist[:, None] & b_there[None, :]
+        # Asked for before the products, which take as long as it does to come.
+        if TOGETHER:
+            b_score = tl.load(p_table + o_column, mask=b_there, other=0.0)[None, :]
+        else:
+            b_score = tl.load(p_tile, mask=b_mask, other=0.0)
+        b_scale = tl.load(p_scale + o_column, mask=b_there, other=0.0)[None, :]
+        b_match = match_scores(
+            b_left, b_rest, b_left_there, p_right, p_rest, p_right_there, begun, blocks, o_r,
+            BM, BN, RANK, RP, UQ, UK, UG, HOLES,
+        )  # fmt: skip
+        b_match = b_score + b_undone[:, None] * b_match * b_scale
+        tl.store(p_tile, b_match, mask=b_mask)
 
 
 @triton.jit(do_not_specialize=["many", "streamed"])
 def hidden_bwd_kernel(
-    p_held, p_streamed, p_grad, p_weight, p_out, many, streamed, heads, s_weight, sh_n, sh_m, ss_n, ss_m, sg_n,
-    sg_j, M: tl.constexpr, MP: tl.constexpr, BN: tl.constexpr,
+    p_held, p_streamed, p_grad, p_weight, p_out, many, streamed, heads, s_weight, sh_h, sh_n, sh_m, ss_h, ss_n, ss_m,
+    sg_n, sg_j, M: tl.constexpr, MP: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Of one row, or one block, the gradient of its part in `score_kernel`; behind them all, its part in that of w."""
     i = tl.program_id(0)
     stream = tl.program_id(1).to(tl.int64)
     o_m = tl.arange(0, MP)
     b_unit = o_m < M
-    b_held = tl.load(p_held + stream * many * M + i * sh_n + o_m * sh_m, mask=b_unit, other=0.0)
+    b_held = tl.load(p_held + stream * sh_h + i * sh_n + o_m * sh_m, mask=b_unit, other=0.0)
     b_out = tl.zeros([MP], tl.float32)
     b_sum = tl.zeros([MP], tl.float32)
     for first in range(0, streamed, BN):
         o_j = first + tl.arange(0, BN)
         b_real = o_j < streamed
         b_grad = tl.load(p_grad + stream * many * streamed + i * sg_n + o_j * sg_j, mask=b_real, other=0.0)[:, None]
-        p_tile = p_streamed + stream * streamed * M + o_j[:, None] * ss_n + o_m[None, :] * ss_m
+        p_tile = p_streamed + stream * ss_h + o_j[:, None] * ss_n + o_m[None, :] * ss_m
         b_hidden = b_held[None, :] + tl.load(p_tile, mask=b_real[:, None] & b_unit[None, :], other=0.0)
         b_out += tl.sum(tl.where(b_hidden > 0.0, b_grad, 0.0), 0)
         b_sum += tl.sum(tl.maximum(b_hidden, 0.0) * b_grad, 0)
@@ -229,16 +258,21 @@ def hidden_bwd_kernel(
 def hidden_gradient(held_still: Tensor, streamed: Tensor, grad: Tensor, weight: Tensor) -> Tensor:
     """Gradients (2, b h, i, m) of what is held in scores w . relu(held + streamed), and of w what each row gives.
 
-    For held (b, h, i, m) and streamed (b, h, j, m), each without gaps, grad (b h, i, j) and weight (h, m).
+    For held (b, h, i, m) and streamed (b, h, j, m), the samples of each as far apart as heads are, grad (b h, i, j) and
+    weight (h, m).
     """
     many, hidden = held_still.shape[2:]
     found = torch.empty((2, len(grad), many, hidden), dtype=torch.float32, device=grad.device)
     launch(hidden_bwd_kernel, (many, len(grad)),
         held_still, streamed, grad, weight, found, many, streamed.shape[2], len(weight), weight.stride(0),
-        *held_still.stride()[2:], *streamed.stride()[2:], *grad.stride()[1:],
+        *held_still.stride()[1:], *streamed.stride()[1:], *grad.stride()[1:],
         M=hidden, MP=held(hidden), BN=max(4096 // held(hidden), 1), num_warps=4, **OPTIONS,
     )  # fmt: skip
     return found
+
+
+Halves = tuple[Tensor, Tensor, Tensor]
+"""What `split` gives."""
 
 
 class ByToken(NamedTuple):
@@ -246,70 +280,122 @@ class ByToken(NamedTuple):
 
     first: int
     table: Tensor
-    right: tuple[Tensor, Tensor, Tensor]
-    """`Factors.right` as `split` gives it"""
 
 
-def split(right: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def split(right: Tensor) -> Halves:
     """Halves of (b, h, t, u, p), float16, and what undoes the scale of each block, (b, h, t)."""
     right, many = right.contiguous(), right.shape[3] * right.shape[4]
     first, second = torch.empty((2, *right.shape), dtype=torch.float16, device=right.device).unbind()
     scale = torch.empty(right.shape[:3], dtype=torch.float32, device=right.device)
-    launch(split_kernel, (scale.numel(),), right, first, second, scale, MANY=many, BM=held(max(many, 1)), **OPTIONS)
+    launch(split_kernel, (scale.numel(),), right, first, second, scale, MANY=many, BM=held(many), **OPTIONS)
     return first, second, scale
 
 
 def matched_together(units: int, rank: int) -> tuple[int, int]:
-    """How many sub-blocks of a key block a product of tokens takes, and of how many blocks."""
-    together = min(UNITS_TOGETHER * 32 // held(max(rank, 1)), UNITS_TOGETHER)
+    """How many sub-blocks of a key block a product takes, and of how many blocks."""
+    together = min(UNITS_TOGETHER * 32 // held(rank), UNITS_TOGETHER)
     grouped = min(units & -units, together // 16)
     return grouped, together // grouped
 
 
-def scoring(
-    factors: Factors, block_size: int, per_token: bool, is_causal: bool, together: ByToken | None = None
-) -> Callable[..., Tensor]:
-    """What gives scores over temperature of rows, int64 (r), with every block or the first so many, (b, h, r, t).
+def by_unit(x: Tensor) -> Tensor:
+    """(b, h, t, m) so that what belongs to one hidden unit lies together, a power of two from that of the next."""
+    heads, t, hidden = x.shape[1:]
+    apart = held(t)
+    if x.stride() == (heads * hidden * apart, hidden * apart, 1, apart):
+        return x
+    return torch.nn.functional.pad(x.mT, (0, apart - t)).contiguous()
 
-    With `is_causal` those with a row's own and later blocks may be anything. Tokens of a range must come `together`.
-    """
-    batch, heads, total, own_units, d = factors.own.shape
-    t, units, rank = factors.right.shape[2:]
-    at_once, columns, grouped = min(max(MATCHED // own_units, 1), block_size if per_token else MATCHED), COLUMNS, 1
-    warps = min(max(at_once * own_units * columns // MATCHES_A_WARP, 4), 16)
-    if together is None:
-        by_unit = [x.mT.contiguous() for x in (factors.rows, factors.columns, factors.keep) if x is not None]
-        right, lines = (factors.right.contiguous(),) * 3, (0, 0)
-    else:
-        at_once, (grouped, columns) = min(MATCHED_TOGETHER, block_size), matched_together(units, rank)
-        warps = max(at_once // 16, 4)
-        by_unit, right = [together.table] * 2, together.right
-        lines = together.first, together.table.shape[2]
-    # Where one of these is not given, no program reads it.
-    own = factors.own.flatten(2, 3)
-    there = [own if x is None else x.contiguous() for x in (factors.left_there, factors.right_there)]
-    read = by_unit[0], by_unit[1], factors.weight, factors.bias, by_unit[-1], own, factors.project, there[0], *right
-    read += there[1], factors.log_temperature
-    shared = factors.weight.stride(0), factors.bias.stride(0), factors.project.stride(0)
-    numbers = *lines, float(factors.coldest), max(rank, 1) ** 0.5, *own.stride()[:3], *shared
-    constants = {"BM": at_once, "BN": columns, "M": 0 if together else factors.rows.shape[3], "D": d, "RANK": rank}
-    constants |= {"RP": held(max(rank, 1)), "UQ": own_units, "UK": units, "UG": grouped, "SIZE": block_size}
-    constants |= {"TOKENS": per_token, "CAUSAL": is_causal, "KEEP": not together and factors.keep is not None}
-    constants |= {"HOLES": factors.right_there is not None, "PRECISION": _precision(torch.float32)}
-    constants |= {"num_warps": warps, "num_stages": 3 if together else 1} | OPTIONS
+
+@lru_cache(maxsize=KEPT)
+def _hidden_launch(
+    device: torch.device, t: int, hidden: int, size: int, is_causal: bool, keeps: bool, ids: bool, tile: int,
+    *numbers: int | float,
+) -> Launch:  # fmt: skip
+    constants = {"BM": tile, "BN": tile, "M": hidden, "UM": max(min(hidden & -hidden, HIDDEN), 1), "T": held(t)}
+    constants |= {"SIZE": size, "IDS": ids, "CAUSAL": is_causal, "KEEP": keeps, "num_warps": 4} | OPTIONS
+    return Launch(hidden_kernel, device, *numbers, **constants)
+
+
+def hidden_scoring(factors: Factors, size: int, is_causal: bool) -> Callable[..., Tensor]:
+    """`scoring` without any match, of rows that are `size` to a block."""
+    (batch, heads, t, hidden), device = factors.rows.shape, factors.rows.device
+    parts = [by_unit(x) for x in (factors.rows, factors.columns, factors.keep) if x is not None]
+    read = parts[0], parts[1], factors.weight, factors.bias, parts[-1], factors.log_temperature
+    numbers = heads, float(factors.coldest), factors.weight.stride(0), factors.bias.stride(0)
+    told = device, t, hidden, size, is_causal, factors.keep is not None
 
     def run(rows: range | Tensor, width: int = t) -> Tensor:
         many = len(rows)
+        ids, begin = (parts[0], rows.start) if isinstance(rows, range) else (rows, 0)
+        scores = torch.empty((batch, heads, many, width), dtype=torch.float32, device=device)
+        tile = SCORED if batch * heads * many * width > PROGRAMS * SCORED**2 else SCORED // 2
+        launch = _hidden_launch(*told, ids is rows, tile, width, *numbers)
+        launch((-(-many // tile), -(-width // tile), batch * heads), (*read, ids, scores), begin, many)
+        return scores
+
+    return run
+
+
+def own_rows(own: Tensor) -> tuple[Tensor, int, int, int]:
+    """`Factors.own` as kernels read it, and how far apart samples, heads and sub-blocks, or tokens, lie in it."""
+    *apart, a_row, a_unit, _ = own.stride()
+    units = own.shape[3]
+    if units > 1 and a_row != units * a_unit:
+        return own_rows(own.contiguous())
+    return own, *apart, a_unit if units > 1 else a_row
+
+
+@lru_cache(maxsize=KEPT)
+def _match_launch(
+    device: torch.device, at_once: int, grouped: int, columns: int, d: int, rank: int, own_units: int, units: int,
+    size: int, is_causal: bool, holes: bool, ids: bool, together: bool, *numbers: int | float,
+) -> Launch:  # fmt: skip
+    constants = {"BM": at_once, "BN": columns, "D": d, "RANK": rank, "RP": held(rank), "UQ": own_units, "UK": units}
+    constants |= {"UG": grouped, "SIZE": size, "CAUSAL": is_causal, "HOLES": holes, "IDS": ids, "TOGETHER": together}
+    constants |= {"PRECISION": _precision(torch.float32), "num_warps": max(at_once * own_units // 16, 4)}
+    return Launch(match_kernel, device, *numbers, **constants, num_stages=3, **OPTIONS)
+
+
+def scoring(factors: Factors, block_size: int, per_token: bool, is_causal: bool) -> Callable[..., Tensor]:
+    """What gives scores over temperature of rows, int64 (r), with every block or the first so many, (b, h, r, t).
+
+    With `is_causal` those with a row's own and later blocks may be anything. Tokens of a range must come with what they
+    have in common (`ByToken`).
+    """
+    size = block_size if per_token else 1
+    hidden = hidden_scoring(factors, size, is_causal)
+    batch, heads, total, own_units, d = factors.own.shape
+    t, units, rank = factors.right.shape[2:]
+    if not rank:
+        return hidden
+    at_once = min(MATCHED_TOGETHER, size) if per_token else max(MATCHED // own_units, 1)
+    grouped, columns = matched_together(units, rank)
+    own, *apart = own_rows(factors.own)
+    device = own.device
+    # Where one of these is not given, no program reads it.
+    left_there, right_there = (own if x is None else x.contiguous() for x in (factors.left_there, factors.right_there))
+    right = split(factors.right) if factors.halves is None else factors.halves
+    read = own, factors.project, left_there, *right, right_there, factors.log_temperature
+    numbers = total, t, heads, float(factors.coldest), rank**0.5, *apart, factors.project.stride(0)
+    told = device, at_once, grouped, columns, d, rank, own_units, units, size, is_causal, right_there is not own
+
+    def run(rows: range | Tensor, width: int = t, together: ByToken | None = None) -> Tensor:
+        many = len(rows)
         ids, begin = (own, rows.start) if isinstance(rows, range) else (rows, 0)
+        if together is None:
+            scores = hidden(rows, width)
+            first, table = 0, scores
+        else:
+            first, table = together
+            scores = torch.empty((batch, heads, many, width), dtype=torch.float32, device=device)
         # Rows that are many fill the machine by themselves, and then project their queries but once.
         tiles = -(-many // at_once)
-        spans = -(-width // columns) if together is None else max(PROGRAMS // (tiles * batch * heads), 1)
+        spans = max(PROGRAMS // (tiles * batch * heads), 1)
         span = -(-width // (spans * columns)) * columns
-        scores = torch.empty((batch, heads, many, width), dtype=torch.float32, device=own.device)
-        sizes = begin, many, width, total, t, heads, span
-        launch(score_kernel, (tiles, -(-width // span), batch * heads),
-            *read, ids, scores, *sizes, *numbers, IDS=ids is not own, **constants,
-        )  # fmt: skip
+        launch = _match_launch(*told, ids is rows, together is not None, width, *numbers)
+        grid = tiles, -(-width // span), batch * heads
+        launch(grid, (table, *read, ids, scores), begin, many, span, first, table.shape[2])
         return scores
 
     return run

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .quick_launch import launch
+from .hopper_launch import Grid
+from .quick_launch import KEPT, Launch, Room
 from .triton_launch import OPTIONS, _precision, held
 from .triton_primitives import projected
+from .triton_selection import Halves, halved
 
 TILE = 8192
 """Numbers that a program holds at once: enough on their way to keep memory busy."""
@@ -18,8 +22,8 @@ PROJECTED = 32
 
 
 @triton.jit
-def summary_kernel(
-    p_x, p_padding, p_summary, p_units, p_there, p_visible, n, blocks, heads, sx_b, sx_h, sx_n,
+def sum_block(
+    p_x, p_padding, p_summary, p_units, p_there, p_visible, block, stream, n, blocks, heads, sx_b, sx_h, sx_n,
     UNITS: tl.constexpr, UNIT: tl.constexpr, BU: tl.constexpr, STEP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     EXTREMES: tl.constexpr, BEFORE: tl.constexpr, PADDING: tl.constexpr,
 ):  # fmt: skip
@@ -28,8 +32,7 @@ def summary_kernel(
     STEP tokens of BU units are read at once. With BEFORE it stands in the place of the block after it, the last in that
     of the first.
     """
-    block = tl.program_id(0)
-    stream = tl.program_id(1).to(tl.int64)
+    stream = stream.to(tl.int64)
     sample = stream // heads
     p_x += sample * sx_b + (stream % heads) * sx_h
     place = stream * blocks + ((block + 1) % blocks if BEFORE else block)
@@ -79,14 +82,53 @@ def summary_kernel(
             tl.store(p_there + place * UNITS + unit, present < 0)
 
 
+@triton.jit
+def summary_kernel(
+    p_x, p_padding, p_summary, p_units, p_there, p_visible, n, blocks, heads, sx_b, sx_h, sx_n,
+    UNITS: tl.constexpr, UNIT: tl.constexpr, BU: tl.constexpr, STEP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    EXTREMES: tl.constexpr, BEFORE: tl.constexpr, PADDING: tl.constexpr,
+):  # fmt: skip
+    """`sum_block` of every block."""
+    sum_block(
+        p_x, p_padding, p_summary, p_units, p_there, p_visible, tl.program_id(0), tl.program_id(1), n, blocks, heads,
+        sx_b, sx_h, sx_n, UNITS, UNIT, BU, STEP, D, DP, EXTREMES, BEFORE, PADDING,
+    )  # fmt: skip
+
+
+@triton.jit
+def summaries_kernel(
+    p_query, p_means, p_own, p_own_there, p_own_visible, p_key, p_summary, p_units, p_there, p_visible, p_padding, n,
+    blocks, heads, key_heads, sq_b, sq_h, sq_n, sk_b, sk_h, sk_n, OWN_UNITS: tl.constexpr, OWN_UNIT: tl.constexpr,
+    OWN_BU: tl.constexpr, OWN_STEP: tl.constexpr, UNITS: tl.constexpr, UNIT: tl.constexpr, BU: tl.constexpr,
+    STEP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BEFORE: tl.constexpr, PADDING: tl.constexpr,
+):  # fmt: skip
+    """`sum_block` of every block of queries, without extremes, and with BEFORE of the one before, and of keys."""
+    block = tl.program_id(0)
+    stream = tl.program_id(1)
+    streams = tl.num_programs(1) // (heads + key_heads) * key_heads
+    if stream < streams:
+        sum_block(
+            p_key, p_padding, p_summary, p_units, p_there, p_visible, block, stream, n, blocks, key_heads,
+            sk_b, sk_h, sk_n, UNITS, UNIT, BU, STEP, D, DP, True, False, PADDING,
+        )  # fmt: skip
+    else:
+        sum_block(
+            p_query, p_padding, p_means, p_own, p_own_there, p_own_visible, block, stream - streams, n, blocks, heads,
+            sq_b, sq_h, sq_n, OWN_UNITS, OWN_UNIT, OWN_BU, OWN_STEP, D, DP, False, BEFORE, PADDING,
+        )  # fmt: skip
+
+
 @triton.jit(do_not_specialize=["blocks", "units"])
 def factor_kernel(
-    p_means, p_summary, p_units, p_first, p_bias, p_mixture, p_match, p_rows, p_columns, p_right, blocks, units, heads,
-    s_first, s_bias, s_mixture, s_match,
+    p_means, p_summary, p_units, p_first, p_bias, p_mixture, p_match, p_rows, p_columns, p_right, p_half, p_rest,
+    p_scale, blocks, units, heads, s_first, s_bias, s_mixture, s_match, apart,
     BM: tl.constexpr, M: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, RANK: tl.constexpr, RP: tl.constexpr,
-    PRECISION: tl.constexpr,
+    UNITS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Of BM query blocks the rows of `Factors`, of key blocks the columns, both unit by unit, of sub-blocks `right`."""
+    """Of BM query blocks the rows of `Factors`, of key blocks the columns, both unit by unit, of sub-blocks `right`.
+
+    A block has UNITS sub-blocks. Where BM hold whole blocks, `right` is also `split`.
+    """
     stream = tl.program_id(1).to(tl.int64)
     head = stream % heads
     tiles = tl.cdiv(blocks, BM)
@@ -114,55 +156,131 @@ def factor_kernel(
             b_out = tl.dot(b_x, b_weight, input_precision=PRECISION)
             if tile < tiles:
                 b_out += tl.load(p_bias + head * s_bias + o_m, mask=o_m < M, other=0.0).to(tl.float32)[None, :]
-            p_tile = p_out + (stream * M + o_m[None, :]) * blocks + o_i[:, None]
+            p_tile = p_out + (stream * M + o_m[None, :]) * apart + o_i[:, None]
             tl.store(p_tile, b_out, mask=b_exist[:, None] & (o_m < M)[None, :])
     else:
         o_i = (tile - 2 * tiles) * BM + tl.arange(0, BM)
         o_r = tl.arange(0, RP)
         p_units += stream * units * D
         b_right = projected(p_units, p_match + head * s_match, o_i, o_i < units, o_r, D, D, RANK, RP, PRECISION)
-        p_tile = p_right + (stream * units + o_i)[:, None] * RANK + o_r[None, :]
-        tl.store(p_tile, b_right, mask=(o_i < units)[:, None] & (o_r < RANK)[None, :])
+        o_right = (stream * units + o_i)[:, None] * RANK + o_r[None, :]
+        b_mask = (o_i < units)[:, None] & (o_r < RANK)[None, :]
+        tl.store(p_right + o_right, b_right, mask=b_mask)
+        if UNITS <= BM:
+            b_first, b_second, b_undone = halved(b_right, BM // UNITS, UNITS)
+            tl.store(p_half + o_right, b_first, mask=b_mask)
+            tl.store(p_rest + o_right, b_second, mask=b_mask)
+            o_block = (tile - 2 * tiles) * (BM // UNITS) + tl.arange(0, BM // UNITS)
+            tl.store(p_scale + stream * blocks + o_block, b_undone, mask=o_block < blocks)
+
+
+@lru_cache(maxsize=KEPT)
+def _factoring(
+    device: torch.device, batch: int, heads: int, t: int, many: int, d: int, hidden: int, rank: int, *steps: int
+) -> tuple[Launch, Grid, Room, Room]:
+    constants = {"BM": PROJECTED, "M": hidden, "D": d, "DP": held(d), "RANK": rank, "RP": held(rank), "UNITS": many}
+    constants |= {"PRECISION": _precision(torch.float32), "num_warps": 4, "num_stages": 1} | OPTIONS
+    tiles, apart = 2 * -(-t // PROJECTED) + -(-t * many // PROJECTED), held(t)
+    launch = Launch(factor_kernel, device, t, t * many, heads, *steps, apart, **constants)
+    side = (batch, heads, t, hidden), (heads * hidden * apart, hidden * apart, 1, apart)
+    right = (batch, heads, t, many, rank), None
+    whole = Room(torch.float32, device, side, side, right, ((batch, heads, t), None))
+    return launch, (tiles, batch * heads, 1), whole, Room(torch.float16, device, right, right)
 
 
 def factored(
     means: Tensor, summary: Tensor, units: Tensor, first: Tensor, bias: Tensor, mixture: Tensor, match: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`rows`, `columns` and `right` of `Factors`: of the means of query blocks (b, h, t, d), and of summaries and units
-    of key blocks, by parameters (h or 1, ...): first layer and its bias, mixture of summaries, match."""
-    (batch, heads, t, many, d), hidden, rank = units.shape, first.shape[1], match.shape[2]
-    made = {"dtype": torch.float32, "device": units.device}
-    rows, columns = torch.empty((2, batch, heads, hidden, t), **made).unbind()
-    right = torch.empty((batch, heads, t, many, rank), **made)
-    apart = [x.stride(0) if len(x) == heads else 0 for x in (first, bias, mixture, match)]
-    launch(factor_kernel, (2 * -(-t // PROJECTED) + -(-t * many // PROJECTED), batch * heads),
-        means, summary, units, first, bias, mixture, match, rows, columns, right, t, t * many, heads, *apart,
-        BM=PROJECTED, M=hidden, D=d, DP=held(d), RANK=rank, RP=held(rank), PRECISION=_precision(torch.float32),
-        num_warps=4, num_stages=1, **OPTIONS,
-    )  # fmt: skip
-    return rows.mT, columns.mT, right
+) -> tuple[Tensor, Tensor, Tensor, Halves | None]:
+    """`rows`, `columns`, `right` and maybe `halves` of `Factors`: of the means of query blocks (b, h, t, d), and of
+    summaries and units of key blocks, by parameters (h or 1, ...): first layer and its bias, mixture of summaries,
+    match. The first two lie as `triton_selection.by_unit` has them."""
+    (batch, heads, t, many, d), parameters = units.shape, (first, bias, mixture, match)
+    steps = [x.stride(0) if x.shape[0] == heads else 0 for x in parameters]
+    told = batch, heads, t, many, d, first.shape[1], match.shape[2]
+    launch, grid, whole, half = _factoring(units.device, *told, *steps)
+    rows, columns, right, scale = whole()
+    halves = (*half(), scale) if many <= PROJECTED else None
+    launch(grid, (means, summary, units, *parameters, rows, columns, right, *(halves or (right,) * 3)))
+    return rows, columns, right, halves
 
 
-def summarised(
-    x: Tensor, size: int, unit: int, padding: Tensor | None, extremes: bool, before: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+Summary = tuple[Tensor, Tensor, Tensor, Tensor]
+"""What `summarised` gives."""
+
+
+def _summary_shapes(
+    batch: int, heads: int, t: int, units: int, d: int, extremes: bool
+) -> tuple[tuple[tuple[int, ...], None], ...]:
+    """Shapes of the two in float32, and of the two that are true or not."""
+    lead = batch, heads, t
+    return ((*lead, 3 * d if extremes else d), None), ((*lead, units, d), None), ((*lead, units), None), (lead, None)
+
+
+def _steps(units: int, unit: int, d: int, tile: int) -> tuple[int, int, int, int]:
+    """How many units a block has, of how many tokens, and how many of each are read at once."""
+    tokens = max(tile // held(d), 1)
+    return units, unit, min(max(tokens // unit, 1), units), min(unit, tokens)
+
+
+@lru_cache(maxsize=KEPT)
+def _summing(
+    device: torch.device, shape: tuple[int, ...], apart: tuple[int, ...], units: int, unit: int, extremes: bool,
+    before: bool, padded: bool, tile: int,
+) -> tuple[Launch, Grid, Room, Room]:  # fmt: skip
+    batch, heads, n, d = shape
+    t = -(-n // (units * unit))
+    constants = dict(zip(("UNITS", "UNIT", "BU", "STEP"), _steps(units, unit, d, tile), strict=True))
+    constants |= {"D": d, "DP": held(d), "EXTREMES": extremes, "BEFORE": before, "PADDING": padded, "num_warps": 4}
+    shapes = _summary_shapes(batch, heads, t, units, d, extremes)
+    launch = Launch(summary_kernel, device, n, t, heads, *apart[:3], **constants, **OPTIONS)
+    return (
+        launch,
+        (t, batch * heads, 1),
+        Room(torch.float32, device, *shapes[:2]),
+        Room(torch.bool, device, *shapes[2:]),
+    )
+
+
+def summarised(x: Tensor, size: int, unit: int, padding: Tensor | None, extremes: bool, before: bool) -> Summary:
     """Of each block (b, h, t, ...) its mean, then with `extremes` maximum and minimum, the means of its units, which of
     those hold something, and whether any does; 0 and nothing for one that is not finite. With `before`, of the block
     before."""
-    batch, heads, n, d = x.shape
-    t, units = -(-n // size), size // unit
     x = x if x.stride(3) == 1 else x.contiguous()
-    made = {"dtype": torch.float32, "device": x.device}
-    summary = torch.empty((batch, heads, t, 3 * d if extremes else d), **made)
-    means = torch.empty((batch, heads, t, units, d), **made)
-    there = torch.empty((batch, heads, t, units), dtype=torch.bool, device=x.device)
-    visible = torch.empty((batch, heads, t), dtype=torch.bool, device=x.device)
-    present = there if padding is None else padding.contiguous()
-    tokens = max(TILE // held(d), 1)
-    launch(summary_kernel, (t, batch * heads),
-        x, present, summary, means, there, visible, n, t, heads, *x.stride()[:3],
-        UNITS=units, UNIT=unit, BU=min(max(tokens // unit, 1), units), STEP=min(unit, tokens), D=d, DP=held(d),
-        EXTREMES=extremes, BEFORE=before,
-        PADDING=padding is not None, num_warps=4, **OPTIONS,
-    )  # fmt: skip
+    told = size // unit, unit, extremes, before, padding is not None, TILE
+    launch, grid, numbers, flags = _summing(x.device, x.shape, x.stride(), *told)
+    (summary, means), (there, visible) = numbers(), flags()
+    launch(grid, (x, there if padding is None else padding.contiguous(), summary, means, there, visible))
     return summary, means, there, visible
+
+
+@lru_cache(maxsize=KEPT)
+def _summing_both(
+    device: torch.device, shape: tuple[int, ...], key_heads: int, apart: tuple[int, ...], key_apart: tuple[int, ...],
+    size: int, own_unit: int, unit: int, before: bool, padded: bool, tile: int,
+) -> tuple[Launch, Grid, Room, Room]:  # fmt: skip
+    batch, heads, n, d = shape
+    t, units, own_units = -(-n // size), size // unit, size // own_unit
+    named = "OWN_UNITS", "OWN_UNIT", "OWN_BU", "OWN_STEP", "UNITS", "UNIT", "BU", "STEP"
+    sides = *_steps(own_units, own_unit, d, tile), *_steps(units, unit, d, tile)
+    constants = dict(zip(named, sides, strict=True))
+    constants |= {"D": d, "DP": held(d), "BEFORE": before, "PADDING": padded, "num_warps": 4} | OPTIONS
+    numbers = n, t, heads, key_heads, *apart[:3], *key_apart[:3]
+    launch = Launch(summaries_kernel, device, *numbers, **constants)
+    own = _summary_shapes(batch, heads, t, own_units, d, False)
+    key = _summary_shapes(batch, key_heads, t, units, d, True)
+    rooms = Room(torch.float32, device, *own[:2], *key[:2]), Room(torch.bool, device, *own[2:], *key[2:])
+    return launch, (t, batch * (heads + key_heads), 1), *rooms
+
+
+def summarised_both(
+    query: Tensor, key: Tensor, size: int, own_unit: int, unit: int, padding: Tensor | None, before: bool
+) -> tuple[Summary, Summary]:
+    """`summarised` of queries, without extremes, and of keys, of one width, in one launch; `before` is of queries."""
+    query, key = (x if x.stride(3) == 1 else x.contiguous() for x in (query, key))
+    told = size, own_unit, unit, before, padding is not None, TILE
+    sides = query.shape, key.shape[1], query.stride(), key.stride()
+    launch, grid, numbers, flags = _summing_both(query.device, *sides, *told)
+    (means, own, summary, units), (own_there, own_visible, there, visible) = numbers(), flags()
+    rows, keys = (means, own, own_there, own_visible), (summary, units, there, visible)
+    launch(grid, (query, *rows, key, *keys, there if padding is None else padding.contiguous()))
+    return rows, keys

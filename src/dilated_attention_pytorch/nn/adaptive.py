@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..errors import must, must_be
 from ..ops.attention import attention
 from ..ops.selected import selected_attention, weighted_attention
-from ..ops.selection import Selection, fresh_seed, select, select_rows
+from ..ops.selection import Budget, Selection, fresh_seed, select, select_rows
 from ..ops.selection_mass import Lesson, Scene, captured, dense_mass
 from ..patterns import BlockDilated, Full
 from ..plan import Plan
@@ -253,11 +253,12 @@ class BlockSparseAdaptive(OverRanks, nn.Module):
 
     def _choose(self, q: Tensor, k: Tensor, is_causal: bool, padding: Tensor | None) -> tuple[Scores, Selection]:
         scores = self.scorer.look(q, k, self.block_size, is_causal, self.config.per_token(is_causal), padding)
-        with torch.no_grad():
+        budget = self.config.budget()
+        with torch.set_grad_enabled(False):
             selection = select(
-                *self._ranking(scores),
+                *self._ranking(scores, budget),
                 scores.visible,
-                self.config.budget(),
+                budget,
                 n=q.shape[2],
                 **self._told(scores, is_causal),
                 seed=fresh_seed(q.device) if self.training else None,
@@ -267,12 +268,12 @@ class BlockSparseAdaptive(OverRanks, nn.Module):
 
     def listed(self, scores: Scores, rows: Tensor, is_causal: bool, seed: Tensor | None = None) -> Tensor:
         """What `select_rows` lists for some rows of a sequence, by their scores."""
-        told = self._told(scores, is_causal)
-        return select_rows(*self._ranking(scores), rows, scores.visible, self.config.budget(), **told, seed=seed)[0]
+        told, budget = self._told(scores, is_causal), self.config.budget()
+        return select_rows(*self._ranking(scores, budget), rows, scores.visible, budget, **told, seed=seed)[0]
 
-    def _ranking(self, scores: Scores) -> tuple[Callable[[int, int], Tensor], int]:
+    def _ranking(self, scores: Scores, budget: Budget) -> tuple[Callable[[int, int], Tensor], int]:
         """What gives the scores of some rows, and how many rows at a time."""
-        kept = self.config.budget().room(scores.unit_there.shape[2]) + 1
+        kept = budget.room(scores.unit_there.shape[2]) + 1
         return lambda begin, end: scores.ranked(begin, end, kept), scores.chunk(kept)
 
     def _told(self, scores: Scores, is_causal: bool) -> dict[str, Any]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -34,17 +37,19 @@ def stacked(alike: list[Tensor], dtype: torch.dtype) -> Tensor:
     recorded = torch.is_grad_enabled() or torch.compiler.is_compiling() or torch.jit.is_tracing()
     if recorded or {*map(type, alike)} != {nn.Parameter}:
         return torch.stack(alike).to(dtype)
-    begin, *others = map(Tensor.data_ptr, alike)
-    step, memory = others[0] - begin, first.untyped_storage()
-    evenly = step > 0 and others == [*range(begin + step, begin + step * len(alike), step)]
-    within = others[-1] + first.nbytes <= memory.data_ptr() + memory.nbytes()
+    places = [*map(Tensor.data_ptr, alike)]
+    step, memory = places[1] - places[0], first.untyped_storage()
+    evenly = step > 0 and places == [*range(places[0], places[0] + step * len(alike), step)]
+    within = places[-1] + first.nbytes <= memory.data_ptr() + memory.nbytes()
     if not evenly or not within or not all(map(Tensor.is_contiguous, alike)):
         return torch.stack(alike).to(dtype)
     found = first.as_strided((len(alike), *first.shape), (step // first.element_size(), *first.stride()))
     return found if first.dtype is dtype else found.to(dtype)
 
 
-def parameter(layer: nn.Module, name: str) -> Tensor:
-    """A parameter, where it can be without a module's way of looking up names: there are dozens in every call."""
-    found = layer._parameters.get(name)
-    return getattr(layer, name) if found is None else found
+def parameters(layers: Sequence[nn.Module], name: str) -> list[Any]:
+    """That of each layer, where it can be without a module's way of looking up names: there are dozens in a call."""
+    try:
+        return [layer._parameters[name] for layer in layers]
+    except KeyError:
+        return [getattr(layer, name) for layer in layers]

@@ -24,8 +24,8 @@ from torch.nn import functional as F
 from ..errors import must
 from ..ops.scores import RowScores, Seen, by_kernels
 from ..ops.selection import Factors, factored
-from .alike import lay_together, parameter, stacked
-from .summaries import CHUNK, Blocks, Columns, Rows, blocks_of
+from .alike import lay_together, parameters, stacked
+from .summaries import CHUNK, Blocks, Columns, Rows, blocks_of_both
 
 ALL_PAIRS = 2048
 """Blocks up to which the MLP scores every pair; beyond, those that match best."""
@@ -35,7 +35,6 @@ SUPER = 16
 """Blocks of a super-block."""
 CANDIDATES = 4
 """Candidates for each block to be kept."""
-
 
 Layer = tuple[Tensor, Tensor]
 """A linear layer of every head: weight (h or 1, after, before), bias (h or 1, after)."""
@@ -130,10 +129,8 @@ class ImportanceScorer(nn.Module):
 
     def leaves(self) -> list[list[list[Tensor]]]:
         """Of every linear layer the weights of all heads, and their biases."""
-        every = [[*mlp][::3] for mlp in self.scorers]  # pyrefly: ignore[not-iterable]
-        return [
-            [[parameter(x, name) for x in same] for name in ("weight", "bias")] for same in zip(*every, strict=True)
-        ]
+        every = [[*mlp._modules.values()][::3] for mlp in self.scorers._modules.values()]
+        return [[parameters(same, name) for name in ("weight", "bias")] for same in zip(*every, strict=True)]
 
     def query_part(self, queries: Tensor, layers: list[Layer]) -> Tensor:
         """The first layer's part of the queries, with its bias, (b, h, rows, hidden)."""
@@ -221,12 +218,12 @@ class BlockScorer(nn.Module):
         """Summaries of (b, h, n, d) queries and (b, g, n, d) keys, ready to be scored."""
         config, dtype = self.config, torch.float64 if query.dtype == torch.float64 else torch.float32
         query, key, unit = query.detach(), key.detach(), config.score_unit
-        told = block_size, block_size if per_token else unit, padding, dtype
-        rows = blocks_of(query, *told, extremes=False, before=is_causal)
-        keys = self._for_heads(blocks_of(key, block_size, unit, padding, dtype))
+        told = block_size, block_size if per_token else unit, unit, padding, dtype
+        rows, keys = blocks_of_both(query, key, *told, before=is_causal)
         whole = padding is None and query.shape[2] % block_size == 0
         plain = config.num_layers == 2 and not (self.training and config.dropout)
         by_lesson = plain and config.hard_sparsity and config.score_gradient == "distill"
+        keys = self._for_heads(keys)
         seen = Seen(rows.summary, keys.summary, keys.units)
         by_lesson = by_lesson and by_kernels(query, config.match_rank, seen)
         # Where a lesson alone asks for gradients, and kernels compute them, there is no graph to be kept.
@@ -240,6 +237,7 @@ class BlockScorer(nn.Module):
                 columns = Columns(made[1], made[2], keys.unit_there)
         scores = Scores(self, query, speaking, columns, layers, block_size, is_causal, per_token, whole)
         scores.seen, scores.visible = seen if by_lesson else None, keys.there
+        scores.halves = None if made is None else made[3]
         return scores
 
     def _for_heads(self, blocks: Blocks) -> Blocks:
@@ -301,6 +299,7 @@ class Scores:
         self.ids, self.first = ids, first
         self.learns = torch.is_grad_enabled()
         self.seen: Seen | None = None
+        self.halves: tuple[Tensor, Tensor, Tensor] | None = None
 
     @cached_property
     def inverse(self) -> Tensor:
@@ -365,19 +364,18 @@ class Scores:
         scores = self._mlp(self.block_rows(rows), self._take(self.hidden, at)).add(best, alpha=self.root)
         return torch.full_like(match, -torch.inf).scatter_(-1, at, scores * self.inverse)
 
-    @torch.no_grad()
     def factors(self) -> Factors | None:
-        """What the scores of all rows are made of, to be ranked in one pass; None where that is not so few things."""
+        """What the scores of all rows are made of, for one pass without gradients; None where that is not so few."""
         if len(self.layers) != 2 or self.ids is not None:
             return None
         holes = (None, None) if self.whole else (None if self.per_token else self.units_there, self.unit_there)
-        own = self.query[:, :, :, None] if self.per_token else self.units
+        own = self.query.unsqueeze(3) if self.per_token else self.units
         heads, scorer = self.scorer.num_heads, self.scorer
-        weight, bias, project = *(x[:, 0] for x in self.layers[1]), scorer.match_query
+        weight, bias, project = *(x.select(1, 0) for x in self.layers[1]), scorer.match_query
         if len(project) < heads:
             weight, bias, project = (x.expand(heads, *x.shape[1:]) for x in (weight, bias, project))
-        cold = scorer.log_temperature, scorer.config.min_temperature
-        return Factors(self.rows, self.hidden, weight, bias, own, project, self.matched, *cold, self.keep, *holes)
+        made = self.rows, self.hidden, weight, bias, own, project, self.matched, scorer.log_temperature
+        return Factors(*made, scorer.config.min_temperature, self.keep, *holes, self.halves)
 
     def of_lesson(self, chosen: Tensor, dense: Tensor, listed: Tensor) -> tuple[Tensor, Tensor | None]:
         """Scores of the blocks listed for some rows, and of all blocks for others, if any, with gradients."""
@@ -387,7 +385,9 @@ class Scores:
         leaves = [leaf for layer in scorer.importance.leaves() for each in layer for leaf in each]
         leaves += [scorer.summary, scorer.match_query, scorer.match_key, scorer.log_temperature]
         asked = chosen, dense, listed, self.block_size, self.per_token
-        found = RowScores.apply(*leaves, self.factors(), self.seen, self.layers[0][0], *asked)
+        with torch.no_grad():
+            factors = self.factors()
+        found = RowScores.apply(*leaves, factors, self.seen, self.layers[0][0], *asked)
         return found[0], found[1] if len(dense) else None
 
     def of(self, rows: Tensor, blocks: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..ops.selection import summaries
+from ..ops.selection import both_summaries, summaries
 
 CHUNK = 2**24
 """Bytes held at a time while blocks are summed up or ranked."""
@@ -58,7 +58,6 @@ class Rows(NamedTuple):
     """(b, h, t, hidden): hidden units kept while training"""
 
 
-@torch.no_grad()
 def blocks_of(
     x: Tensor,
     size: int,
@@ -72,11 +71,32 @@ def blocks_of(
 
     With `before`, each is that of the block before; see `Blocks.before`.
     """
-    batch, heads, n, d = x.shape
     unit = min(unit, size)
     made = summaries(x, size, unit, padding, extremes=extremes, before=before)
     if made is not None:
         return Blocks(*made)
+    whole = _blocks_by_torch(x, size, unit, padding, dtype, extremes)
+    return whole.before() if before else whole
+
+
+def blocks_of_both(
+    query: Tensor, key: Tensor, size: int, own_unit: int, unit: int, padding: Tensor | None, dtype: torch.dtype, *,
+    before: bool,
+) -> tuple[Blocks, Blocks]:  # fmt: skip
+    """`blocks_of` queries by units of their own, without extremes, and of keys; `before` is of queries."""
+    units = min(own_unit, size), min(unit, size)
+    made = both_summaries(query, key, size, *units, padding, before=before)
+    if made is not None:
+        return Blocks(*made[0]), Blocks(*made[1])
+    rows = blocks_of(query, size, own_unit, padding, dtype, extremes=False, before=before)
+    return rows, blocks_of(key, size, unit, padding, dtype)
+
+
+@torch.no_grad()
+def _blocks_by_torch(
+    x: Tensor, size: int, unit: int, padding: Tensor | None, dtype: torch.dtype, extremes: bool
+) -> Blocks:
+    batch, heads, n, d = x.shape
     found = []
     step = max(1, CHUNK // (batch * heads * size * d * dtype.itemsize))
     for first in range(0, n, step * size):
@@ -89,8 +109,7 @@ def blocks_of(
             piece, there = F.pad(piece, (0, 0, 0, missing)), F.pad(there, (0, missing))
             there = there.unflatten(1, (-1, size // unit, unit))
         found.append(_summaries(piece.unflatten(2, (-1, size // unit, unit)), there, extremes))
-    whole = Blocks(*(torch.cat(parts, 2) for parts in zip(*found, strict=True)))
-    return whole.before() if before else whole
+    return Blocks(*(torch.cat(parts, 2) for parts in zip(*found, strict=True)))
 
 
 class Sums(NamedTuple):

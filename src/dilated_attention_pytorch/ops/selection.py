@@ -30,9 +30,21 @@ def summaries(
     return summarised(x, size, unit, padding, extremes, before)
 
 
+def both_summaries(
+    query: Tensor, key: Tensor, size: int, own_unit: int, unit: int, padding: Tensor | None, *, before: bool
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]] | None:
+    """What `triton_summaries.summarised_both` gives on a GPU; None where no kernel adds them up."""
+    able = query.dtype in triton_backend.DTYPES and key.dtype in triton_backend.DTYPES
+    if not able or query.shape[2:] != key.shape[2:] or may_read(query.device) or no_kernels(query.device) is not None:
+        return None
+    from ..kernels.triton_summaries import summarised_both
+
+    return summarised_both(query, key, size, own_unit, unit, padding, before)
+
+
 def factored(
     means: Tensor, summary: Tensor, units: Tensor, first: Tensor, bias: Tensor, mixture: Tensor, match: Tensor
-) -> tuple[Tensor, Tensor, Tensor] | None:
+) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor, Tensor] | None] | None:
     """What `triton_summaries.factored` gives on a GPU; None where no kernel computes it, or gradients are asked for."""
     able = summary.dtype is torch.float32 and match.shape[2] > 0 and units.shape[4] <= triton_backend.WIDEST
     if torch.is_grad_enabled() or not able or may_read(units.device) or no_kernels(units.device) is not None:
@@ -73,8 +85,14 @@ def select(
         factors: what the scores are made of: a GPU then ranks every pair in one pass, and `scores` is not asked.
     """
     t = visible.shape[-1]
-    near = {"local_blocks": local_blocks, "sink_blocks": sink_blocks}
-    told = {"block_size": block_size, "is_causal": is_causal, "per_token": per_token, **near, "seed": seed}
+    told = {
+        "block_size": block_size,
+        "is_causal": is_causal,
+        "per_token": per_token,
+        "local_blocks": local_blocks,
+        "sink_blocks": sink_blocks,
+        "seed": seed,
+    }
     if factors is not None and not may_read(visible.device) and factors.why_not(budget.room(t)) is None:
         from ..kernels.triton_choice import listed_blocks
 

@@ -1,0 +1,243 @@
+"""Ranking rows of scores in a kernel, and listing the best.
+
+A row is ranked without being sorted: by the mean of its scores and their spread a number is tried, then another by how
+many lie above, until those are as many as are listed. Where that does not end, scores count as integers of the same
+order, and the last that is listed is found bit by bit.
+
+Names as in `triton_selection`; K and T are the powers of two that hold what a row may list and all blocks. A row of a
+product's result lies in four lanes (PRODUCT), so that a count over it takes two exchanges; other rows lie in all.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+import triton
+import triton.language as tl
+
+from .triton_lists import ones_of
+from .triton_primitives import LN2, NO_KEY, scrambled
+
+NO_PTX = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1" or torch.version.hip is not None)
+"""Whether instructions cannot be given by name."""
+TRIALS, UNASKED = tl.constexpr(20), tl.constexpr(14)
+"""Of what as many lie above as are listed; most rows take four, and the slowest of 64 some eleven. Only when so many
+are left are those that share a program asked whether all are done."""
+AIM = tl.constexpr(0.6)
+"""Standard deviations that a trial is moved by where twice of what is to lie above does; at most it is twice that."""
+LISTED_TOGETHER = tl.constexpr(2)
+"""Bits of a word that are listed before the next question whether any is left."""
+STEEP, SMALLEST, LARGEST = tl.constexpr(2.0**90), tl.constexpr(2.0**-66), tl.constexpr(2.0**36)
+"""Trials lie between those sizes, so that a difference from one, times STEEP, is 0 or at least 1 in size."""
+
+
+@triton.jit
+def place_of(b_score):
+    """uint32 in the order of the scores, 0 for NO_KEY and what is not a number; none may be -0."""
+    b_bits = b_score.to(tl.int32, bitcast=True)
+    b_place = b_bits.to(tl.uint32, bitcast=True) ^ ((b_bits >> 31).to(tl.uint32, bitcast=True) | 0x80000000)
+    return tl.where(b_score > NO_KEY, b_place, 0)
+
+
+@triton.jit
+def score_at(b_place):
+    """The score that has that place."""
+    b_bits = b_place ^ tl.where(b_place >> 31 > 0, 0x80000000, 0xFFFFFFFF).to(tl.uint32)
+    return b_bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def quick_log2(b_x):
+    """To 2^-22, of numbers from 1/2 to 2, or to 2^-22 of it, of others above 2^-126: no other numbers come."""
+    if NO_PTX:
+        return tl.log2(b_x)
+    else:
+        return tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [b_x], tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def gumbel(b_row, b_column):
+    """`ops.selection.gumbel`, with `b_row` from `dropout_rows`, already broadcastable."""
+    # `scramble`, whose first step rows and columns take apart, and whose last is one with the bits of a number above 1.
+    b_column = b_column.to(tl.uint32) * tl.full([], 0x9E3779B9, tl.uint32)
+    b_bits = scrambled((b_row ^ (b_row >> 16)) ^ (b_column ^ (b_column >> 16)))
+    b_bits = ((b_bits >> 9) ^ (b_bits >> 25)) | 0x3F800000
+    b_uniform = b_bits.to(tl.float32, bitcast=True) - (1.0 - 2.0**-24)
+    # Near 1 what is left to 1 must keep its digits: a polynomial of least error.
+    b_rest = 1.0 - b_uniform
+    b_sum = ((0.45312441 * b_rest + 0.32895642) * b_rest + 0.48327418) * b_rest + 0.72128645
+    b_sum = (b_sum * b_rest + 1.4426953) * b_rest
+    b_sum = tl.where(b_rest > 0.2, -quick_log2(b_uniform), b_sum)  # -log2(uniform)
+    b_bits = b_sum.to(tl.uint32, bitcast=True)
+    b_power = ((b_bits >> 23) + 0x4B000000).to(tl.float32, bitcast=True) - (2.0**23 + 127.0)
+    b_sum = quick_log2(((b_bits & 0x7FFFFF) | 0x3F800000).to(tl.float32, bitcast=True))
+    return tl.fma(b_sum, -LN2, tl.fma(b_power, -LN2, 0.36651292))
+
+
+@triton.jit
+def sight(p_visible, own, blocks, local, sink, o_j, CAUSAL: tl.constexpr):
+    """Which blocks rows of the block `own` see besides it, and which are near, thus need no listing."""
+    b_away = own - o_j
+    b_visible = tl.load(p_visible + o_j, mask=o_j < blocks, other=0) != 0
+    b_seen = (b_away > 0 if CAUSAL else b_away != 0) & b_visible
+    return b_seen, (tl.abs(b_away) < local) | (o_j < sink)
+
+
+@triton.jit
+def share_of(b_many, kept):
+    """That fraction of so many; half goes to the even number, as torch rounds."""
+    b_part = kept * b_many.to(tl.float32)
+    b_wanted = tl.floor(b_part).to(tl.int32)
+    b_rest = b_part - tl.floor(b_part)
+    return b_wanted + ((b_rest > 0.5) | ((b_rest == 0.5) & (b_wanted % 2 == 1))).to(tl.int32)
+
+
+@triton.jit
+def later_word(word, many, other_word, other_many):
+    """The later word of two, and how many bits both have."""
+    return other_word, many + other_many
+
+
+@triton.jit
+def words_of(b_step, BM: tl.constexpr, T: tl.constexpr):
+    """Of a row of 1 and 0 the bits in words of 32, [BM, T / 32], and how many are set in the words before."""
+    # Each of four threads has 2 of 8, and its sums of 16 are exact in float32, beside what integers take.
+    b_step = tl.reshape(b_step, [BM, T // 32, 2, 2, 4, 2])
+    b_step = tl.sum(b_step * (1 + tl.arange(0, 2)).to(tl.float32), 5)
+    b_step = tl.sum(b_step * (1 + 255 * tl.arange(0, 2)).to(tl.float32)[:, None], 3)
+    b_half = b_step * (1 << 2 * tl.arange(0, 4)).to(tl.float32) + 8388608.0
+    b_half = b_half.to(tl.int32, bitcast=True) & 0xFFFF
+    b_words = tl.sum(tl.sum(b_half << (16 * tl.arange(0, 2))[None, None, :, None], 2), 2)
+    # The words go along, so that both lie where a running sum leaves them: in one thread each, not in four.
+    b_words, b_many = tl.associative_scan((b_words, ones_of(b_words)), 1, later_word)
+    return b_words, b_many - ones_of(b_words)
+
+
+@triton.jit
+def before(b_flag, BM: tl.constexpr, T: tl.constexpr, PRODUCT: tl.constexpr):
+    """How many are flagged before each of a row."""
+    if PRODUCT:
+        # A running sum would move all of them between threads; words are few.
+        b_words, b_prior = words_of(b_flag.to(tl.float32), BM, T)
+        b_within = ones_of(b_words[:, :, None] & ((1 << tl.arange(0, 32)[None, None, :]) - 1))
+        return tl.reshape(b_within + b_prior[:, :, None], [BM, T])
+    else:
+        return tl.cumsum(b_flag.to(tl.int32), 1) - b_flag.to(tl.int32)
+
+
+@triton.jit
+def ones_in(b_flag, b_one, PRODUCT: tl.constexpr):
+    """How many are flagged in each row; `b_one` is 1 in rows that exist."""
+    if PRODUCT:
+        # In float32, beside the comparisons: integers would take turns with them.
+        return tl.sum(b_flag.to(tl.float32), 1).to(tl.int32)
+    else:
+        # A number that the compiler does not know: it would gather bits to count them, which takes longer.
+        return tl.sum(tl.where(b_flag, b_one, 0), 1)
+
+
+@triton.jit
+def above(b_score, b_trial, PRODUCT: tl.constexpr):
+    """Which of each row lie above its trial, as 1 and 0 with PRODUCT; then trials are from SMALLEST to LARGEST."""
+    if PRODUCT:
+        # One instruction, beside what integers take: next to such a trial numbers are no less than 1 / STEEP apart.
+        return tl.minimum(tl.maximum(tl.fma(b_score, STEEP, (b_trial * -STEEP)[:, None]), 0.0), 1.0)
+    else:
+        return b_score > b_trial[:, None]
+
+
+@triton.jit
+def ones_above(b_score, b_trial, b_one, PRODUCT: tl.constexpr):
+    """How many of each row lie above its trial."""
+    b_above = above(b_score, b_trial, PRODUCT)
+    if PRODUCT:
+        # The bits of 1.0 are 127 << 23. Integers add up two of those at a time, and 127 * 383 is 1 modulo 512.
+        b_sum = tl.sum(b_above.to(tl.int32, bitcast=True), 1).to(tl.uint32, bitcast=True)
+        return (((b_sum >> 23) * 383) & 511).to(tl.int32)
+    else:
+        return ones_in(b_above, b_one, False)
+
+
+@triton.jit
+def best_of(
+    b_score, b_mean, b_square, b_open, b_count, b_one, BM: tl.constexpr, T: tl.constexpr, PRODUCT: tl.constexpr,
+):  # fmt: skip
+    """Which are the best `b_count` of each row's `b_open` scores, of equals the first.
+
+    Where the means of scores and of their squares are not right, that takes longer.
+    """
+    b_spread = tl.sqrt(tl.maximum(b_square - b_mean * b_mean, 0.0) + 1e-6 * b_mean * b_mean)
+    # Of T scores none lies further from the mean.
+    b_low = tl.maximum(b_mean - T**0.5 * b_spread, -LARGEST)
+    b_high = tl.minimum(b_mean + T**0.5 * b_spread, LARGEST)
+    b_have = b_open
+    # As many lie above, if the scores are spread as most are.
+    b_odds = (b_open - b_count).to(tl.float32) / tl.maximum(b_count, 1).to(tl.float32)
+    b_trial = tl.minimum(tl.maximum(b_mean + 0.38 * b_spread * quick_log2(b_odds), b_low), b_high)
+    b_most = 2.0 * AIM * b_spread
+    b_pace = AIM * b_spread / tl.maximum(b_count, 1).to(tl.float32)
+    left = TRIALS
+    more = 1
+    while (left > 0) & (more > 0):
+        b_trial = tl.where(tl.abs(b_trial) < SMALLEST, SMALLEST, b_trial)
+        b_found = ones_above(b_score, b_trial, b_one, PRODUCT)
+        b_enough = b_found >= b_count
+        b_have = tl.where(b_enough, b_found, b_have)
+        b_low = tl.where(b_enough, b_trial, b_low)
+        b_high = tl.where(b_enough, b_high, b_trial)
+        # By how many are wrong, and one further, so that both ends come near; or halfway between them.
+        b_off = (b_found - b_count + tl.where(b_enough, 1, -1)).to(tl.float32)
+        b_trial += tl.minimum(tl.maximum(b_off * b_pace, -b_most), b_most)
+        b_aimed = (b_trial > b_low) & (b_trial < b_high) & ((left % 2 == 0) | (left > TRIALS - 4))
+        b_trial = tl.where(b_aimed, b_trial, 0.5 * b_low + 0.5 * b_high)
+        if left <= (UNASKED if PRODUCT else TRIALS):
+            more = tl.max(((b_have != b_count) & (b_count > 0)).to(tl.int32), 0)
+        left -= 1
+    if more > 0:
+        # Equals, or scores of very different size: the last that is listed, bit by bit, and of equals the first.
+        b_place = tl.zeros([BM], tl.uint32)
+        for bit in range(32):
+            b_next = b_place | (tl.full([], 1, tl.uint32) << (31 - bit))
+            b_found = ones_in(b_score >= score_at(b_next)[:, None], b_one, PRODUCT)
+            b_place = tl.where(b_found >= b_count, b_next, b_place)
+        b_last = score_at(b_place)[:, None]
+        b_spare = b_count - ones_in(b_score > b_last, b_one, PRODUCT)
+        b_first = before(b_score == b_last, BM, T, PRODUCT) < b_spare[:, None]
+        b_score = tl.where((b_score > b_last) | ((b_score == b_last) & b_first), b_score, NO_KEY)
+        b_open = b_count
+    b_low = tl.where(b_open == b_count, NO_KEY, b_low)
+    return above(b_score, tl.where(b_count > 0, b_low, -NO_KEY), PRODUCT)
+
+
+@triton.jit
+def write_lists(
+    p_indices, p_counts, b_listed, b_count, b_exist, room, blocks, BM: tl.constexpr, T: tl.constexpr, K: tl.constexpr,
+    PRODUCT: tl.constexpr,
+):  # fmt: skip
+    """Of BM rows, the first of which `p_indices` and `p_counts` point to."""
+    o_i = tl.arange(0, BM)
+    o_line = o_i[:, None] * room
+    if PRODUCT:
+        # All lines without regard to what they list, for they follow one another; then the words, of which every one
+        # gives the first bit that is left at a time: few are listed.
+        o_k = tl.arange(0, BM * K)
+        b_rest = o_k < room * tl.sum(b_exist.to(tl.int32), 0)
+        tl.store(p_indices + o_k, tl.full([BM * K], 0, tl.int32) + blocks, mask=b_rest)
+        b_words, b_prior = words_of(b_listed, BM, T)
+        p_place = p_indices + o_line + b_prior
+        o_j = 32 * tl.arange(0, T // 32)[None, :]
+        tl.debug_barrier()
+        for _ in range(0, tl.max(tl.max(ones_of(b_words), 1), 0), LISTED_TOGETHER):
+            for bit in tl.static_range(LISTED_TOGETHER):
+                b_left = b_words & (b_words - 1)
+                tl.store(p_place + bit, o_j + ones_of((b_words ^ b_left) - 1), mask=b_words != 0)
+                b_words = b_left
+            p_place += LISTED_TOGETHER
+    else:
+        o_place = o_line + before(b_listed, BM, T, False)
+        tl.store(p_indices + o_place, tl.arange(0, T)[None, :] + 0 * o_place, mask=b_listed)
+        o_k = tl.arange(0, K)[None, :]
+        b_rest = b_exist[:, None] & (o_k >= b_count[:, None]) & (o_k < room)
+        tl.store(p_indices + o_line + o_k, tl.full([BM, K], 0, tl.int32) + blocks, mask=b_rest)
+    tl.store(p_counts + o_i, tl.maximum(b_count, 0), mask=b_exist)
