@@ -116,7 +116,7 @@ def choice_kernel(
     RANK: tl.constexpr, RP: tl.constexpr, UK: tl.constexpr, UG: tl.constexpr, SIZE: tl.constexpr, CAUSAL: tl.constexpr,
     NOISE: tl.constexpr, HOLES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """What `score_kernel` and `rank_kernel` give for tokens of the blocks from `begin` on, BM of one block.
+    """What `match_kernel` and `rank_kernel` give for tokens of the blocks from `begin` on, BM of one block.
 
     `p_table` has `lines` lines, from block `first` on. T holds the blocks that a token sees.
     """

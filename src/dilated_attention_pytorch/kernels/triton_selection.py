@@ -1,6 +1,6 @@
 """Scores of blocks from factors, tile by tile.
 
-Names as in `triton_primitives`. A program takes BM rows: query blocks, or tokens (TOKENS). BN are the blocks of a step,
+Names as in `triton_primitives`. A program takes BM rows: query blocks, or tokens, SIZE to a block. BN are the blocks of a step,
 M the hidden units, RANK the width of the match and RP the power of two that holds it, D the width of what it projects,
 UQ and UK the sub-blocks of a row and of a key block, of which a product takes UG.
 """
@@ -233,7 +233,7 @@ def hidden_bwd_kernel(
     p_held, p_streamed, p_grad, p_weight, p_out, many, streamed, heads, s_weight, sh_h, sh_n, sh_m, ss_h, ss_n, ss_m,
     sg_n, sg_j, M: tl.constexpr, MP: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Of one row, or one block, the gradient of its part in `score_kernel`; behind them all, its part in that of w."""
+    """Of one row, or one block, the gradient of its part in `hidden_kernel`; behind them all, its part in that of w."""
     i = tl.program_id(0)
     stream = tl.program_id(1).to(tl.int64)
     o_m = tl.arange(0, MP)
