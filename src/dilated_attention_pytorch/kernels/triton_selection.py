@@ -1,8 +1,8 @@
 """Scores of blocks from factors, tile by tile.
 
-Names as in `triton_primitives`. A program takes BM rows: query blocks, or tokens, SIZE to a block. BN are the blocks of a step,
-M the hidden units, RANK the width of the match and RP the power of two that holds it, D the width of what it projects,
-UQ and UK the sub-blocks of a row and of a key block, of which a product takes UG.
+Names as in `triton_primitives`. A program takes BM rows: query blocks, or tokens, SIZE to a block. BN are the blocks of
+a step, M the hidden units, RANK the width of the match and RP the power of two that holds it, D the width of what it
+projects, UQ and UK the sub-blocks of a row and of a key block, of which a product takes UG.
 """
 
 from __future__ import annotations
