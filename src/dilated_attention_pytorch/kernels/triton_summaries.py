@@ -166,7 +166,7 @@ def factor_kernel(
         o_right = (stream * units + o_i)[:, None] * RANK + o_r[None, :]
         b_mask = (o_i < units)[:, None] & (o_r < RANK)[None, :]
         tl.store(p_right + o_right, b_right, mask=b_mask)
-        if UNITS <= BM:
+        if BM % UNITS == 0:
             b_first, b_second, b_undone = halved(b_right, BM // UNITS, UNITS)
             tl.store(p_half + o_right, b_first, mask=b_mask)
             tl.store(p_rest + o_right, b_second, mask=b_mask)
@@ -199,7 +199,7 @@ def factored(
     told = batch, heads, t, many, d, first.shape[1], match.shape[2]
     launch, grid, whole, half = _factoring(units.device, *told, *steps)
     rows, columns, right, scale = whole()
-    halves = (*half(), scale) if many <= PROJECTED else None
+    halves = (*half(), scale) if PROJECTED % many == 0 else None
     launch(grid, (means, summary, units, *parameters, rows, columns, right, *(halves or (right,) * 3)))
     return rows, columns, right, halves
 
