@@ -18,7 +18,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
 from conftest import ALLOCATORS, poisoned
-from kernels.no_waiting import GpuRules, Launched
+from kernels.no_waiting import GpuRules, Launched, refuse
 from kernels.test_selection import drawn, inputs, seen_pairs
 from oracle import dense_attention, dense_scores, error
 
@@ -33,7 +33,6 @@ from dilated_attention_pytorch.kernels import (
     triton_summaries,
 )
 from dilated_attention_pytorch.kernels.dropout import kept
-from dilated_attention_pytorch.kernels.triton_choice import rank_kernel
 from dilated_attention_pytorch.nn import AdaptiveConfig, BlockSparseAdaptive, summaries
 from dilated_attention_pytorch.ops import selected
 from dilated_attention_pytorch.ops.selected import selected_attention
@@ -162,8 +161,9 @@ class Choice(NamedTuple):
         torch.manual_seed(0)
         # Rows in runs.
         triton_choice.SCORE_BYTES = 1500
+        ranks = triton_choice._rank_launch
         if self.in_registers:
-            triton_choice.CHOSEN, triton_choice.rank_kernel = 16, None
+            triton_choice.CHOSEN, triton_choice._rank_launch = 16, None
         factors = self.factors()
         t = factors.right.shape[2]
         visible = torch.rand(self.batch, self.heads, t) > (0.2 if self.holes else -1.0)
@@ -176,12 +176,12 @@ class Choice(NamedTuple):
         scores = dense_scores(factors, torch.arange(factors.own.shape[2]) // (16 if self.per_token else 1))
         seed = torch.tensor([2**40 + 12345]) if self.noise else None
         near = {"local_blocks": self.local, "sink_blocks": self.sink, "seed": seed}
-        options = {"n": self.n, "block_size": 16, "is_causal": self.is_causal, "per_token": self.per_token, **near}
+        options = near | {"n": self.n, "block_size": 16, "is_causal": self.is_causal, "per_token": self.per_token}
         budget = Budget(self.kept, self.coverage, 2, self.most)
         wanted = select(lambda begin, end: scores[:, :, begin:end], 7, visible, budget, **options)
         with GpuRules():
             found = select(refuse, 0, visible, budget, **options, factors=factors)
-        triton_choice.CHOSEN, triton_choice.rank_kernel = 64, rank_kernel
+        triton_choice.CHOSEN, triton_choice._rank_launch = 64, ranks
         width = wanted.indices.shape[-1]
         assert wanted.counts.float().mean() > 0.3
         errors = {
@@ -433,10 +433,6 @@ class Step(NamedTuple):
         sizes = {name: value.abs().max().clamp(min=1e-6) for name, value in found[1].items()}
         errors = {name: error(value / sizes[name], found[1][name] / sizes[name]) for name, value in found[0].items()}
         return errors | {name: float(max(0, value)) for name, value in counts.items()}
-
-
-def refuse(begin: int, end: int) -> torch.Tensor:
-    raise AssertionError(f"scores of rows {begin} to {end} were asked for")
 
 
 TRIALS = {

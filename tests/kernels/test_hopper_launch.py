@@ -1,7 +1,6 @@
 """Launches that go past triton's argument inspection pass what its public way does, on the tensors of each call."""
 
 import threading
-import time
 from dataclasses import replace
 from weakref import WeakKeyDictionary, ref
 
@@ -401,65 +400,6 @@ def test_compilers_wait_for_what_the_first_call_began(recorded, monkeypatch):
     for _ in range(2):
         runner.forward(call)
     assert known == [0]
-
-
-class Source:
-    """Stands for what triton compiles: a kernel of two descriptors that takes long to trace, which only one may be."""
-
-    traced = threading.Lock()
-
-    def __init__(self):
-        self.signature = {"q": "tensordesc<bf16[64,64]>", "p_x": "*fp32", "k": "tensordesc<bf16[64,64]>", "n": "i32"}
-        self.launcher = threading.Event()
-
-    def make_ir(self, number):
-        assert self.traced.acquire(blocking=False)
-        time.sleep(0.01)
-        self.traced.release()
-        return number
-
-    def compiled(self, number):
-        """A function as triton gives it to be run on a thread."""
-        src = self
-
-        def compile():
-            found = src.make_ir(number)
-            return found, src.launcher.wait(10)
-
-        return compile
-
-
-class Driver:
-    """Stands for triton's driver: a launcher is made of a source and what is known of its descriptors."""
-
-    made = ()
-
-    def launcher_cls(self, source, metadata):
-        self.made = *self.made, len(metadata.tensordesc_meta)
-        source.launcher.set()
-        if metadata.global_scratch_size is None:
-            raise RuntimeError("what fails here fails again where it is needed")
-
-
-def test_kernels_are_traced_in_turn_and_what_launches_them_is_made_meanwhile(recorded, monkeypatch):
-    from triton.runtime import driver
-
-    active = Driver()
-    monkeypatch.setattr(driver, "_active", active)
-    monkeypatch.setattr(hopper_launch, "knows_triton", lambda: True)
-    with hopper_launch._Compilers(4) as pool:
-        compiling = [pool.submit(Source().compiled(number)) for number in range(4)]
-    assert [one.result() for one in compiling] == [(number, True) for number in range(4)]
-    assert active.made == (2,) * 4
-
-
-def test_a_triton_whose_insides_are_not_known_compiles_as_it_does(recorded, monkeypatch):
-    monkeypatch.setattr(hopper_launch, "knows_triton", lambda: False)
-    source = Source()
-    source.launcher.set()
-    with hopper_launch._Compilers(1) as pool:
-        assert pool.submit(source.compiled(3)).result() == (3, True)
-    assert list(vars(source)) == ["signature", "launcher"]
 
 
 class Learned:

@@ -23,8 +23,8 @@ FEW_ITEMS = 2048
 GROUP = 200
 """Half as many items again as run at a time on the GPUs these kernels are for."""
 HOST_NUMBERS = 2**18
-"""Numbers up to which lists are made on the host, in a few milliseconds each: a GPU has to load the code of every
-operation at its first use, which takes a second or more for all of them."""
+"""Numbers up to which lists are made on the host, in milliseconds: a GPU has to load the code of every operation at its
+first use, which takes longer."""
 
 
 class QueryWork(NamedTuple):

@@ -27,7 +27,6 @@ from .triton_selection import (
     own_rows,
     scoring,
     split,
-    with_blocks,
 )
 
 RANKED, MOST_WARPS = 512, 8
@@ -159,7 +158,8 @@ def choice_kernel(
             BM, BN, RANK, RP, 1, UK, UG, HOLES,
         )  # fmt: skip
         b_there = o_column < end
-        b_tile = with_blocks(b_match, p_scale + stream * blocks, p_table, o_column, b_there)
+        b_tile = b_match * tl.load(p_scale + stream * blocks + o_column, mask=b_there, other=0.0)[None, :]
+        b_tile += tl.load(p_table + o_column, mask=b_there, other=0.0)[None, :]
         if NOISE:
             b_tile += gumbel(b_name, o_column[None, :]) * b_there.to(tl.float32)[None, :]
         b_four = tl.reshape(b_tile[:, None, :], [BM, 1, BN // 8, 4, 2])

@@ -22,8 +22,8 @@ from .triton_primitives import LN2, NO_KEY, scrambled
 NO_PTX = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1" or torch.version.hip is not None)
 """Whether instructions cannot be given by name."""
 TRIALS, UNASKED = tl.constexpr(20), tl.constexpr(14)
-"""Of what as many lie above as are listed; most rows take four, and the slowest of 64 some eleven. Only when so many
-are left are those that share a program asked whether all are done."""
+"""Of what as many lie above as are listed; most rows take few. Only when so many are left are those that share a
+program asked whether all are done."""
 AIM = tl.constexpr(0.6)
 """Standard deviations that a trial is moved by where twice of what is to lie above does; at most it is twice that."""
 LISTED_TOGETHER = tl.constexpr(2)

@@ -107,13 +107,6 @@ def match_scores(
     return b_best
 
 
-@triton.jit
-def with_blocks(b_match, p_scale, p_table, o_column, b_there):
-    """Scores of tokens of one block, from their matches with blocks in halves and a line of `ByToken.table`."""
-    b_match *= tl.load(p_scale + o_column, mask=b_there, other=0.0)[None, :]
-    return b_match + tl.load(p_table + o_column, mask=b_there, other=0.0)[None, :]
-
-
 @triton.jit(do_not_specialize=["begin", "rows"])
 def hidden_kernel(
     p_rows, p_columns, p_weight, p_bias, p_keep, p_log, p_ids, p_scores, begin, rows, width, heads, coldest, s_weight,
