@@ -127,21 +127,24 @@ def _steps(call: AttentionCall) -> Iterator[_Step]:
             if kind < 0:
                 continue
             own = slice(kind * part.queries.tiles, (kind + 1) * part.queries.tiles)
-            # Rows of similar length share a step, so that little of it is filler.
-            order = count[own].argsort(descending=True, stable=True)
-            lengths = count[own][order].tolist()
-            at = 0
-            while at < len(lengths) and lengths[at]:
-                width = min(lengths[at], tiles)
-                many = max(1, tiles // lengths[at])
-                rows = order[at : at + many]
-                for begin in range(0, lengths[at], width):
-                    slot = first[own][rows, None] + torch.arange(begin, min(begin + width, lengths[at]))
-                    listed = slot < (first + count)[own][rows, None]
-                    slot = slot.where(listed, 0)
-                    # Filler entries repeat some listed tile and are masked out whole.
-                    yield _gather(call, part, head, rows, tile[slot], mask[slot], listed)
-                at += many
+            # Rows of similar length share a step, so that little of it is filler. How much is up to a row's own length:
+            # the others', which what comes later may change, must not show in the last bit of its sums.
+            lengths = _rounded_up(count[own])
+            for length in lengths[lengths > 0].unique().tolist():
+                width = min(length, tiles)
+                for rows in (lengths == length).nonzero()[:, 0].split(max(1, tiles // length)):
+                    for begin in range(0, length, width):
+                        slot = first[own][rows, None] + torch.arange(begin, min(begin + width, length))
+                        listed = slot < (first + count)[own][rows, None]
+                        slot = slot.where(listed, 0)
+                        # Filler entries repeat some listed tile and are masked out whole.
+                        yield _gather(call, part, head, rows, tile[slot], mask[slot], listed)
+
+
+def _rounded_up(length: Tensor) -> Tensor:
+    """To one of four lengths between powers of two."""
+    step = 2 ** ((length - 1).clamp(min=1).log2().floor().long() - 2).clamp(min=0)
+    return (length + step - 1) // step * step
 
 
 def _gather(
