@@ -87,6 +87,12 @@ def error(got: Tensor, wanted: Tensor) -> float:
     return torch.where(same, 0.0, got - wanted).abs().max().item() / max(largest, 1.0) if got.numel() else 0.0
 
 
+def _as_float16_has_it(x: Tensor) -> Tensor:
+    """Rows, or blocks, of (b, h, r, u, p) with the digits of float16 beside the largest of each."""
+    size = 2.0 ** (x.abs().amax((3, 4), keepdim=True).log2().floor() - 14)
+    return (x / size).half().to(x.dtype) * size
+
+
 def dense_scores(factors: Any, own: Tensor) -> Tensor:
     """Scores of a learned choice by its `Factors`, (b, h, rows, t), for rows in those blocks."""
     hidden = (factors.rows[:, :, own, None] + factors.columns[:, :, None]).relu()
@@ -94,8 +100,10 @@ def dense_scores(factors: Any, own: Tensor) -> Tensor:
     scores = (hidden * factors.weight[:, None, None]).sum(-1) + factors.bias[:, None, None]
     rank = factors.right.shape[-1]
     if rank:
-        left = torch.einsum("bhrad,hdp->bhrap", factors.own.nan_to_num(0.0, 0.0, 0.0), factors.project)
-        pairs = torch.einsum("bhrad,bhtud->bhratu", left, factors.right)
+        own = factors.own.to(scores.dtype).nan_to_num(0.0, 0.0, 0.0)
+        left = torch.einsum("bhrad,hdp->bhrap", own, factors.project)
+        left, right = (_as_float16_has_it(x) if factors.rounds else x for x in (left, factors.right))
+        pairs = torch.einsum("bhrad,bhtud->bhratu", left, right)
         if factors.right_there is not None:
             pairs = pairs.masked_fill(~factors.right_there[:, :, None, None], -torch.inf)
         if factors.left_there is not None:

@@ -131,8 +131,8 @@ class Choice(NamedTuple):
     keep: bool = False
     tied: bool = False
     wild: bool = False  # Scores of very different size, and endless ones.
-    in_registers: bool = False
-    """tokens in one kernel, as blocks of 64 and more have them"""
+    in_registers: bool = False  # Tokens in one kernel, as blocks of 64 and more have them.
+    rounds: bool = False
 
     def factors(self) -> Factors:
         t = -(-self.n // 16)
@@ -154,6 +154,7 @@ class Choice(NamedTuple):
             torch.rand(*lead, t, m) if self.keep else None,
             None if right_there is None or self.per_token else torch.rand(*lead, rows, own_units) > 0.3,
             right_there,
+            rounds=self.rounds,
         )
 
     def errors(self) -> dict[str, float]:
@@ -457,13 +458,13 @@ TRIALS = {
     "many causal tokens turned round": Turned(500, 1, True, 8),
     "choice of blocks": Choice(False, batch=2, heads=2, n=100),
     "choice of causal tokens with noise": Choice(True, True, noise=True, n=70, sink=0, kept=0.9),
-    "choice of many causal tokens": Choice(True, True, n=560, units=2, sink=0),
+    "choice of many causal tokens, rounded": Choice(True, True, n=560, units=2, sink=0, rounds=True),
     "choice of blocks by coverage, noise, holes": Choice(
         False, True, n=120, coverage=0.7, noise=True, holes=True, keep=True, hidden=40, sink=0
     ),
     "choice of tokens by coverage, holes": Choice(True, coverage=0.8, holes=True, keep=True, most=3, local=2, sink=0),
     "choice without a match": Choice(False, rank=0, n=300),
-    "choice without hidden units": Choice(True, hidden=0, n=70, sink=0),
+    "choice of rounded blocks without hidden units": Choice(False, hidden=0, n=300, sink=0, rounds=True),
     "summaries of whole blocks, two units at a time": Summaries(96, 4, tile=128),
     "summaries of ragged blocks, padded samples": Summaries(90, 8, padded=True),
     "means of the blocks before, in pieces": Summaries(90, 16, extremes=False, before=True, tile=64),
@@ -477,7 +478,9 @@ TRIALS = {
     "choice among equals": Choice(False, tied=True, n=200, heads=2, kept=0.4),
     "choice of causal tokens among equals": Choice(True, True, tied=True, n=200, heads=2, sink=0),
     "choice of tokens by wild scores": Choice(True, True, n=170, heads=2, hidden=1, rank=20, sink=0, wild=True),
-    "choice in registers, noise": Choice(True, True, noise=True, n=70, sink=0, kept=0.9, in_registers=True),
+    "choice in registers, noise, rounded": Choice(
+        True, True, noise=True, n=70, kept=0.9, in_registers=True, rounds=True
+    ),
     "choice in registers, many causal tokens": Choice(True, True, n=560, sink=0, in_registers=True),
     "choice in registers, holes, both ways": Choice(
         True, holes=True, keep=True, heads=2, batch=2, n=100, noise=True, kept=0.9, sink=0, in_registers=True

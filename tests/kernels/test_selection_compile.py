@@ -43,8 +43,9 @@ SPREAD |= {"p_lists": "*i32"}
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("rounds", [True, False])
 @pytest.mark.parametrize(("per_token", "some"), [(True, False), (True, True), (False, False)])
-def test_matching_fits_a_multiprocessor_twice(per_token, some, tmp_path, monkeypatch):
+def test_matching_fits_a_multiprocessor_twice(per_token, some, rounds, tmp_path, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     from dilated_attention_pytorch.kernels import triton_launch, triton_selection
 
@@ -54,7 +55,7 @@ def test_matching_fits_a_multiprocessor_twice(per_token, some, tmp_path, monkeyp
     tiles = triton_launch.Tiles(rows // own_units, columns, rows // 16, 3)
     constants = {"BM": tiles.m, "BN": tiles.n, "RANK": 32, "RP": 32, "UQ": own_units, "UK": 8, "UG": grouped, "D": 64}
     constants |= {"SIZE": 128 if per_token else 1, "IDS": some, "CAUSAL": per_token, "HOLES": False}
-    constants |= {"TOGETHER": per_token and not some, "PRECISION": "tf32x3"}
+    constants |= {"TOGETHER": per_token and not some, "ROUNDS": rounds, "PRECISION": "tf32x3"}
     types = SCORED | {"p_own": "*bf16" if per_token else "*fp32", "p_table": "*fp32"}
     types |= dict.fromkeys(("p_right", "p_rest"), "*fp16")
     compiled = compile_kernel(triton_selection.match_kernel, constants, tiles, types=types)
@@ -67,16 +68,18 @@ def test_matching_fits_a_multiprocessor_twice(per_token, some, tmp_path, monkeyp
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("wide", "rank", "holes"), [(128, 32, False), (256, 32, True), (256, 64, False)])
+@pytest.mark.parametrize(
+    ("wide", "rank", "holes", "rounds"), [(128, 32, False, True), (256, 32, True, False), (256, 64, False, True)]
+)
 def test_choosing_in_registers_spills_nothing_and_leaves_room_for_a_second_program(
-    wide, rank, holes, tmp_path, monkeypatch
+    wide, rank, holes, rounds, tmp_path, monkeypatch
 ):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     from dilated_attention_pytorch.kernels import triton_choice, triton_launch, triton_selection
 
     grouped, columns = triton_selection.matched_together(8, rank)
     constants = {"BM": triton_choice.CHOSEN, "BN": columns, "T": wide, "K": 32, "D": 64, "RANK": rank, "RP": rank}
-    constants |= {"UK": 8, "UG": grouped, "SIZE": 128, "CAUSAL": True, "NOISE": True, "HOLES": holes}
+    constants |= {"UK": 8, "UG": grouped, "SIZE": 128, "CAUSAL": True, "NOISE": True, "HOLES": holes, "ROUNDS": rounds}
     types = SCORED | {"p_table": "*fp32", "p_own": "*bf16", "p_right": "*fp16", "p_rest": "*fp16"}
     tiles = triton_launch.Tiles(0, 0, 4, 3)
     compiled = compile_kernel(triton_choice.choice_kernel, constants | {"PRECISION": "tf32x3"}, tiles, types=types)

@@ -7,7 +7,7 @@ from dataclasses import fields
 
 import pytest
 import torch
-from oracle import error
+from oracle import dense_scores, error
 from torch.nn import functional as F
 
 from dilated_attention_pytorch.kernels import native
@@ -476,9 +476,22 @@ def test_copies_give_the_same_numbers():
     assert torch.equal(copy.deepcopy(module)(*x), module(*x))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@BOTH
+def test_matches_of_16_bits_are_ranked_with_the_digits_of_float16(is_causal, dtype):
+    module = layer().float()
+    q, k = (x.to(dtype).transpose(1, 2) for x in tensors()[:2])
+    with torch.no_grad():
+        scores = module.scorer.look(q, k, 16, is_causal, is_causal, None)
+    rows = torch.arange(scores.row_count)
+    wanted = dense_scores(scores.factors(), scores.block_rows(rows))
+    assert error(scores.ranked(0, len(rows), 1), wanted) < 1e-5
+    assert (error(scores.of_all(rows).detach(), wanted) < 1e-5) == (dtype is torch.float32)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @BOTH
-def test_half_precision_chooses_in_full(is_causal, dtype):
+def test_half_precision_learns(is_causal, dtype):
     module = layer().to(dtype)
     q, k, v = (x.to(dtype).requires_grad_() for x in tensors())
     output = module(q, k, v, is_causal)

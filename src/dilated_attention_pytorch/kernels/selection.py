@@ -26,6 +26,16 @@ def no_kernels(device: torch.device) -> str | None:
     return None
 
 
+def rounded(x: Tensor, dims: tuple[int, ...]) -> Tensor:
+    """To the digits of float16, which inputs of 16 bits have no more of, beside the largest number along `dims`.
+
+    A match is then one product of float16 instead of three.
+    """
+    most = x.abs().amax(dims, keepdim=True).clamp(2.0**-100, 2.0**127)
+    power = 15 - most.frexp().exponent
+    return x.ldexp(power).half().to(x.dtype).ldexp(-power)
+
+
 class Factors(NamedTuple):
     """Scores as what they are made of: w . relu(rows + columns) + bias, and the best match of sub-blocks.
 
@@ -59,6 +69,8 @@ class Factors(NamedTuple):
     """bool (b, h, t, u)"""
     halves: tuple[Tensor, Tensor, Tensor] | None = None
     """What `triton_selection.split` gives of `right`, where it is known"""
+    rounds: bool = False
+    """Whether both sides of the match are `rounded` before it"""
 
     def why_not(self, room: int) -> str | None:
         """Why the kernel cannot rank by these factors, to list up to `room` blocks; None when it can."""

@@ -32,8 +32,9 @@ from .triton_selection import (
 RANKED, MOST_WARPS = 512, 8
 """Scores that a warp ranks at once, or with coverage half as many, until a row has so many warps; they live in
 registers."""
-SCORE_BYTES = 9 * 2**21
-"""Scores held at a time: choosing for 32K tokens and 8 heads must take no more than 64 MB, its lists included."""
+SCORE_BYTES, OF_LISTS = 9 * 2**21, 4
+"""Scores held at a time: choosing for 32K tokens and 8 heads must take no more than 64 MB, its lists included. Where
+those are long, one in so many of their bytes: launches are then fewer, and their programs have more to do."""
 CHOSEN, CHOSEN_AMONG, NARROWEST = 64, 256, 128
 """Tokens of a program that keeps all their scores in registers, the most blocks that it ranks, of which two programs
 fit a multiprocessor, and the fewest for which it is compiled."""
@@ -113,7 +114,7 @@ def choice_kernel(
     first, begin, lines, total, blocks, heads, room, local, sink, least, most, kept, coldest, root, so_b, so_h, so_n,
     s_project, BM: tl.constexpr, BN: tl.constexpr, T: tl.constexpr, K: tl.constexpr, D: tl.constexpr,
     RANK: tl.constexpr, RP: tl.constexpr, UK: tl.constexpr, UG: tl.constexpr, SIZE: tl.constexpr, CAUSAL: tl.constexpr,
-    NOISE: tl.constexpr, HOLES: tl.constexpr, PRECISION: tl.constexpr,
+    NOISE: tl.constexpr, HOLES: tl.constexpr, ROUNDS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """What `match_kernel` and `rank_kernel` give for tokens of the blocks from `begin` on, BM of one block.
 
@@ -155,7 +156,7 @@ def choice_kernel(
         o_column = begun + tl.arange(0, BN)
         b_match = b_undone[:, None] * match_scores(
             b_left, b_rest, b_exist, p_right, p_rest, p_right_there + stream * blocks * UK, begun, blocks, o_r,
-            BM, BN, RANK, RP, 1, UK, UG, HOLES,
+            BM, BN, RANK, RP, 1, UK, UG, HOLES, ROUNDS,
         )  # fmt: skip
         b_there = o_column < end
         b_tile = b_match * tl.load(p_scale + stream * blocks + o_column, mask=b_there, other=0.0)[None, :]
@@ -201,11 +202,12 @@ def choice_kernel(
 @lru_cache(maxsize=KEPT)
 def _choice_launch(
     device: torch.device, wide: int, at_once: int, columns: int, grouped: int, d: int, rank: int, units: int,
-    block_size: int, is_causal: bool, noise: bool, holes: bool, room: int, numbers: tuple[int | float, ...],
+    block_size: int, is_causal: bool, noise: bool, holes: bool, rounds: bool, room: int,
+    numbers: tuple[int | float, ...],
 ) -> Launch:  # fmt: skip
     constants = {"BM": at_once, "BN": columns, "T": wide, "K": held(room), "D": d, "RANK": rank, "RP": held(rank)}
     constants |= {"UK": units, "UG": grouped, "SIZE": block_size, "CAUSAL": is_causal, "NOISE": noise, "HOLES": holes}
-    constants |= {"PRECISION": _precision(torch.float32), "num_warps": 4, "num_stages": 3} | OPTIONS
+    constants |= {"ROUNDS": rounds, "PRECISION": _precision(torch.float32), "num_warps": 4, "num_stages": 3} | OPTIONS
     return Launch(choice_kernel, device, *numbers, **constants)
 
 
@@ -223,7 +225,8 @@ def choose(
     read = together.table, own, factors.project, *right, visible if there is None else there.contiguous()
     read += factors.log_temperature, visible, counts if seed is None else seed, indices, counts
     numbers = total, t, heads, room, *bounds, float(factors.coldest), rank**0.5, *apart, factors.project.stride(0)
-    told = columns, grouped, d, rank, units, block_size, is_causal, seed is not None, there is not None, room, numbers
+    told = columns, grouped, d, rank, units, block_size, is_causal, seed is not None, there is not None
+    told += factors.rounds, room, numbers
     last, least = first + lines, NARROWEST
     while last > first:
         # Rows see no blocks but those before: the first half of them have half as many to rank.
@@ -259,7 +262,7 @@ def listed_blocks(
     indices = torch.empty((batch, heads, total, room), dtype=torch.int32, device=device)
     counts = torch.empty((batch, heads, total), dtype=torch.int32, device=device)
     size = block_size if per_token else 1
-    held_scores = SCORE_BYTES // ((4 if per_token else 2) * batch * heads)
+    held_scores = max(SCORE_BYTES, indices.nbytes // OF_LISTS) // ((4 if per_token else 2) * batch * heads)
     bounds = local_blocks, sink_blocks, budget.least, t if budget.most is None else budget.most, budget.kept
     in_registers = coverage is None and 0 < rank <= 64 and block_size >= CHOSEN and t <= CHOSEN_AMONG
     if rank and factors.halves is None:

@@ -78,10 +78,10 @@ def larger(x, y):
 def match_scores(
     b_left, b_rest, b_left_there, p_right, p_rest, p_right_there, begun, blocks, o_r,
     BM: tl.constexpr, BN: tl.constexpr, RANK: tl.constexpr, RP: tl.constexpr, UQ: tl.constexpr, UK: tl.constexpr,
-    UG: tl.constexpr, HOLES: tl.constexpr,
+    UG: tl.constexpr, HOLES: tl.constexpr, ROUNDS: tl.constexpr,
 ):  # fmt: skip
-    """The best match of a sub-block of each row with one of each key block, [BM, BN], of both sides in halves, still
-    without 1 / sqrt(rank). A product takes UG sub-blocks of every key block."""
+    """The best match of a sub-block of each row with one of each key block, [BM, BN], of both sides in halves, or with
+    ROUNDS of the first alone, still without 1 / sqrt(rank). A product takes UG sub-blocks of every key block."""
     b_best = tl.full([BM, BN], NO_KEY, tl.float32)
     o_n = tl.arange(0, UG * BN)
     b_there = begun + o_n % BN < blocks
@@ -93,10 +93,14 @@ def match_scores(
             b_mask = b_mask & (o_r < RANK)[None, :]
         o_right = o_unit[:, None] * RANK + o_r[None, :]
         b_right = tl.load(p_right + o_right, mask=b_mask, other=0.0)  # [UG * BN, RP]
-        # Three products of halves are as exact as one in float32, and of twice the pace of tf32: [BM * UQ, UG * BN].
-        b_pair = tl.dot(b_rest, tl.trans(b_right))
-        b_pair = tl.dot(b_left, tl.trans(tl.load(p_rest + o_right, mask=b_mask, other=0.0)), b_pair)
-        b_pair = tl.dot(b_left, tl.trans(b_right), b_pair)
+        # [BM * UQ, UG * BN]
+        if ROUNDS:
+            b_pair = tl.dot(b_left, tl.trans(b_right))
+        else:
+            # Three products of halves are as exact as one in float32, and of twice the pace of tf32.
+            b_pair = tl.dot(b_rest, tl.trans(b_right))
+            b_pair = tl.dot(b_left, tl.trans(tl.load(p_rest + o_right, mask=b_mask, other=0.0)), b_pair)
+            b_pair = tl.dot(b_left, tl.trans(b_right), b_pair)
         if HOLES:
             b_seen = tl.load(p_right_there + o_unit, mask=b_there, other=0) != 0
             b_pair = tl.where(b_left_there[:, None] & b_seen[None, :], b_pair, NO_KEY)
@@ -165,7 +169,7 @@ def match_kernel(
     begin, rows, span, first, lines, width, total, blocks, heads, coldest, root, so_b, so_h, so_n, s_project,
     BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, RANK: tl.constexpr, RP: tl.constexpr, UQ: tl.constexpr,
     UK: tl.constexpr, UG: tl.constexpr, SIZE: tl.constexpr, IDS: tl.constexpr, TOGETHER: tl.constexpr,
-    CAUSAL: tl.constexpr, HOLES: tl.constexpr, PRECISION: tl.constexpr,
+    CAUSAL: tl.constexpr, HOLES: tl.constexpr, ROUNDS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Add to the scores of BM rows with `span` of the first `width` blocks what their sub-blocks match.
 
@@ -198,10 +202,12 @@ def match_kernel(
     p_scale += stream * blocks
     p_scores += stream * rows * width
     p_table += (stream * lines + own - first) * blocks
-    end = tl.minimum((tl.program_id(1) + 1) * span, width)
+    # Spans are whole steps: without that known, scores would be stored one by one.
+    start = tl.multiple_of(tl.program_id(1) * span, BN)
+    end = tl.minimum(start + span, width)
     if CAUSAL:
         end = tl.minimum(end, own if TOGETHER else begin + tile * BM + BM)
-    for begun in range(tl.program_id(1) * span, end, BN):
+    for begun in range(start, end, BN):
         o_column = begun + tl.arange(0, BN)
         b_there = o_column < width
         # Scores of a head are held to some bytes, or a few rows.
@@ -215,7 +221,7 @@ def match_kernel(
         b_scale = tl.load(p_scale + o_column, mask=b_there, other=0.0)[None, :]
         b_match = match_scores(
             b_left, b_rest, b_left_there, p_right, p_rest, p_right_there, begun, blocks, o_r,
-            BM, BN, RANK, RP, UQ, UK, UG, HOLES,
+            BM, BN, RANK, RP, UQ, UK, UG, HOLES, ROUNDS,
         )  # fmt: skip
         b_match = b_score + b_undone[:, None] * b_match * b_scale
         tl.store(p_tile, b_match, mask=b_mask)
@@ -342,11 +348,12 @@ def own_rows(own: Tensor) -> tuple[Tensor, int, int, int]:
 @lru_cache(maxsize=KEPT)
 def _match_launch(
     device: torch.device, at_once: int, grouped: int, columns: int, d: int, rank: int, own_units: int, units: int,
-    size: int, is_causal: bool, holes: bool, ids: bool, together: bool, *numbers: int | float,
+    size: int, is_causal: bool, holes: bool, rounds: bool, ids: bool, together: bool, *numbers: int | float,
 ) -> Launch:  # fmt: skip
     constants = {"BM": at_once, "BN": columns, "D": d, "RANK": rank, "RP": held(rank), "UQ": own_units, "UK": units}
     constants |= {"UG": grouped, "SIZE": size, "CAUSAL": is_causal, "HOLES": holes, "IDS": ids, "TOGETHER": together}
-    constants |= {"PRECISION": _precision(torch.float32), "num_warps": max(at_once * own_units // 16, 4)}
+    constants |= {"ROUNDS": rounds, "PRECISION": _precision(torch.float32)}
+    constants |= {"num_warps": max(at_once * own_units // 16, 4)}
     return Launch(match_kernel, device, *numbers, **constants, num_stages=3, **OPTIONS)
 
 
@@ -372,6 +379,7 @@ def scoring(factors: Factors, block_size: int, per_token: bool, is_causal: bool)
     read = own, factors.project, left_there, *right, right_there, factors.log_temperature
     numbers = total, t, heads, float(factors.coldest), rank**0.5, *apart, factors.project.stride(0)
     told = device, at_once, grouped, columns, d, rank, own_units, units, size, is_causal, right_there is not own
+    told += (factors.rounds,)
 
     def run(rows: range | Tensor, width: int = t, together: ByToken | None = None) -> Tensor:
         many = len(rows)

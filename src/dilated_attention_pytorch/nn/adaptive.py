@@ -16,7 +16,7 @@ from ..errors import must, must_be
 from ..ops.attention import attention
 from ..ops.selected import selected_attention, weighted_attention
 from ..ops.selection import Budget, Selection, fresh_seed, select, select_rows
-from ..ops.selection_mass import Lesson, Scene, captured, dense_mass
+from ..ops.selection_mass import Lesson, Scene, captured, dense_mass, sampled
 from ..patterns import BlockDilated, Full
 from ..plan import Plan
 from ..plan.planner import BLOCK_SIZES
@@ -27,7 +27,7 @@ from .core import probability
 from .masks import ignored
 from .multihead import MultiheadSparseAttention
 from .ring import MultiheadOverRanks, OverRanks, Ranks
-from .scorer import BlockScorer, Scores, sampled
+from .scorer import BlockScorer, Scores
 
 if TYPE_CHECKING:
     import torch.distributed as dist

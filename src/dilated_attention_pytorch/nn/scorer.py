@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 from ..errors import must
 from ..ops.scores import RowScores, Seen, by_kernels
-from ..ops.selection import Factors, factored
+from ..ops.selection import Factors, factored, rounded
 from .alike import lay_together, parameters, stacked
 from .summaries import CHUNK, Blocks, Columns, Rows, blocks_of_both
 
@@ -297,6 +297,7 @@ class Scores:
         self.rank = self.matched.shape[-1]
         self.root = max(self.rank, 1) ** -0.5
         self.ids, self.first = ids, first
+        self.rounds = query.dtype.itemsize == 2
         self.learns = torch.is_grad_enabled()
         self.seen: Seen | None = None
         self.halves: tuple[Tensor, Tensor, Tensor] | None = None
@@ -307,6 +308,11 @@ class Scores:
         # Asked for first where ranks are made without gradients, and then where scores are to have them.
         with torch.set_grad_enabled(self.learns):
             return self.scorer.temperature.to(self.rows.dtype).reciprocal().view(-1, 1, 1)
+
+    @cached_property
+    def ranked_keys(self) -> Tensor:
+        """`matched`, as ranking takes it."""
+        return rounded(self.matched, (3, 4)) if self.rounds else self.matched
 
     @cached_property
     def visible(self) -> Tensor:
@@ -344,7 +350,8 @@ class Scores:
         wanted = min(t, max(CANDIDATES * kept, 1))
         if t > ALL_MATCHES and self.rank:
             return self._from_supers(rows, wanted)
-        match = self._match(rows, self.matched[:, :, None], self.unit_there[:, :, None]) if self.rank else None
+        keys = self.ranked_keys[:, :, None]
+        match = self._match(rows, keys, self.unit_there[:, :, None], self.rounds) if self.rank else None
         if t <= ALL_PAIRS or self.per_token or match is None:
             blocks = self.block_rows(rows)
             if self.per_token and self.ids is None:
@@ -375,7 +382,7 @@ class Scores:
         if len(project) < heads:
             weight, bias, project = (x.expand(heads, *x.shape[1:]) for x in (weight, bias, project))
         made = self.rows, self.hidden, weight, bias, own, project, self.matched, scorer.log_temperature
-        return Factors(*made, scorer.config.min_temperature, self.keep, *holes, self.halves)
+        return Factors(*made, scorer.config.min_temperature, self.keep, *holes, self.halves, self.rounds)
 
     def of_lesson(self, chosen: Tensor, dense: Tensor, listed: Tensor) -> tuple[Tensor, Tensor | None]:
         """Scores of the blocks listed for some rows, and of all blocks for others, if any, with gradients."""
@@ -427,11 +434,12 @@ class Scores:
         """Which sub-blocks of blocks (b, h, r, k) have something to see; None where all have."""
         return None if self.whole else self._take(self.unit_there, at)
 
-    def _match(self, rows: Tensor, matched: Tensor, there: Tensor | None) -> Tensor:
+    def _match(self, rows: Tensor, matched: Tensor, there: Tensor | None, rounds: bool = False) -> Tensor:
         """Best match of sub-blocks (b, h, r, k) still without 1 / sqrt(rank), with keys (b, h, r or 1, k, u, rank)."""
         speaking = None if self.per_token else self.block_rows(rows)
         speaking = speaking - self.first if speaking is not None and self.first else speaking
         mine = self._queries(self.query[:, :, rows, None] if speaking is None else self.units[:, :, speaking])
+        mine = rounded(mine, (3, 4)) if rounds else mine
         k, units = matched.shape[3:5]
         # One product for all rows where they share their keys.
         if matched.shape[2] == 1:
@@ -458,7 +466,7 @@ class Scores:
 
     def _take(self, x: Tensor, at: Tensor) -> Tensor:
         """x (b, h, t, ...) at blocks (b, h, r, k), (b, h, r, k, ...)."""
-        sample, head = (_multiples(many, 1, at.device) for many in at.shape[:2])
+        sample, head = (torch.arange(many, device=at.device) for many in at.shape[:2])
         return x[sample.view(-1, 1, 1, 1), head.view(-1, 1, 1), at]
 
     def _from_supers(self, rows: Tensor, wanted: int) -> Tensor:
@@ -475,26 +483,9 @@ class Scores:
         supers = torch.cat([supers, (own // SUPER).expand(*supers.shape[:3], 1)], -1)
         at = (supers[..., None] * SUPER + torch.arange(SUPER, device=supers.device)).flatten(3)
         outside, at = at >= (own if self.is_causal else t), at.clamp(max=t - 1)
-        fine = self._match(rows, self._take(self.matched, at), self._seen(at))
+        fine = self._match(rows, self._take(self.ranked_keys, at), self._seen(at), self.rounds)
         best, place = fine.masked_fill(outside, -torch.inf).topk(min(wanted, at.shape[-1]), -1)
         at = at.gather(-1, place)
         scores = self._mlp(self.block_rows(rows), self._take(self.hidden, at)).add(best, alpha=self.root)
         empty = torch.full((*at.shape[:3], t), -torch.inf, dtype=scores.dtype, device=scores.device)
         return empty.scatter_reduce_(-1, at, scores * self.inverse, "amax")
-
-
-@lru_cache(maxsize=64)
-def _multiples(many: int, step: int, device: torch.device) -> Tensor:
-    # Tensors of inference mode could not serve training later.
-    with torch.inference_mode(False):
-        return torch.arange(many, device=device) * step
-
-
-def sampled(total: int, many: int, start: Tensor) -> Tensor:
-    """Rows drawn without repetition, ascending, int64; all where there are no more. `start` is drawn from [0, total).
-
-    Evenly spaced, and each with the same probability: no permutation of a million rows for a dozen of them.
-    """
-    if many >= total:
-        return _multiples(total, 1, start.device)
-    return (_multiples(many, total, start.device) + start) // max(many, 1)

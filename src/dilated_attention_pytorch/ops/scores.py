@@ -50,7 +50,8 @@ class RowScores(torch.autograd.Function):
 
         factors, _, _, chosen, dense, lists, block_size, per_token = ctx.told = given[-8:]
         ids, at = torch.cat([chosen, dense]), lists.index_select(2, chosen).long()
-        scores = scoring(factors, block_size, per_token, is_causal=False)(ids)
+        # Lessons are on few rows, and what is learned from is not rounded.
+        scores = scoring(factors._replace(rounds=False), block_size, per_token, is_causal=False)(ids)
         ctx.save_for_backward(*given[-12:-8], scores, ids)
         listed, every = scores.split([len(chosen), len(dense)], 2)
         return listed.gather(-1, at.clamp(max=scores.shape[3] - 1)), every.contiguous()

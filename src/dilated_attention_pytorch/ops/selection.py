@@ -13,10 +13,10 @@ from torch import Tensor
 
 from ..kernels import triton_backend
 from ..kernels.dropout import GOLDEN, WORD, fresh_seed, mix
-from ..kernels.selection import Factors, no_kernels
+from ..kernels.selection import Factors, no_kernels, rounded
 from ..plan.selected import Budget, Selection, may_read, shared_blocks
 
-__all__ = ["Budget", "Factors", "Selection", "fresh_seed", "gumbel", "select", "select_rows", "summaries"]
+__all__ = ["Budget", "Factors", "Selection", "fresh_seed", "gumbel", "rounded", "select", "select_rows", "summaries"]
 
 
 def summaries(

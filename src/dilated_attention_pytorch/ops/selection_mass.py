@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -42,6 +43,23 @@ class Lesson:
     """Weigh each query by the norm of its output's gradient: what the task cares about counts."""
     found: dict[str, Tensor] = field(default_factory=dict)
     """After the backward pass: "loss", "coverage" and "entropy", scalars."""
+
+
+@lru_cache(maxsize=64)
+def _multiples(many: int, step: int, device: torch.device) -> Tensor:
+    # Tensors of inference mode could not serve training later.
+    with torch.inference_mode(False):
+        return torch.arange(many, device=device) * step
+
+
+def sampled(total: int, many: int, start: Tensor) -> Tensor:
+    """Rows drawn without repetition, ascending, int64; all where there are no more. `start` is drawn from [0, total).
+
+    Evenly spaced, and each with the same probability: no permutation of a million rows for a dozen of them.
+    """
+    if many >= total:
+        return _multiples(total, 1, start.device)
+    return (_multiples(many, total, start.device) + start) // max(many, 1)
 
 
 class Scene(NamedTuple):
