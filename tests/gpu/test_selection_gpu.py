@@ -104,14 +104,24 @@ def test_choices_turned_round_by_bits_are_those_turned_round_by_a_sort(batch, n)
 
 
 @pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize(("extremes", "unit"), [(True, 16), (False, 128)])
-def test_blocks_are_summed_up_as_on_the_cpu(extremes, unit, padded):
-    x = torch.randn(2, 1000, 3, 80).transpose(1, 2).bfloat16()
-    x[1, 2, 500] = torch.inf
+@pytest.mark.parametrize(
+    ("own_unit", "unit", "width", "dtype"),
+    [
+        (16, 16, 64, torch.bfloat16),
+        (128, 16, 80, torch.bfloat16),
+        (64, 1, 256, torch.float32),
+        (1, 128, 32, torch.float16),
+    ],
+)
+def test_blocks_are_summed_up_as_on_the_cpu(own_unit, unit, width, dtype, padded):
+    query, key = (torch.randn(2, 1000, heads, width).transpose(1, 2).to(dtype) for heads in (4, 2))
+    query[1, 2, 500] = key[0, 1, 999] = torch.inf
     padding = torch.arange(1000) >= torch.tensor([1000, 300])[:, None] if padded else None
-    told = (128, unit), (torch.float32, extremes, True)
-    found = blocks_of(x.cuda(), *told[0], None if padding is None else padding.cuda(), *told[1])
-    for got, want in zip(found, blocks_of(x, *told[0], padding, *told[1]), strict=True):
+    told = (128, own_unit, unit), torch.float32
+    wanted = blocks_of(query, key, *told[0], padding, told[1], before=True)
+    padding = None if padding is None else padding.cuda()
+    found = blocks_of(query.cuda(), key.cuda(), *told[0], padding, told[1], before=True)
+    for got, want in zip([*found[0], *found[1]], [*wanted[0], *wanted[1]], strict=True):
         assert error(got.cpu(), want) < 1e-5
 
 

@@ -261,26 +261,35 @@ class Summaries(NamedTuple):
     """What blocks of a sequence add up to."""
 
     n: int
+    own_unit: int
     unit: int
-    extremes: bool = True
     before: bool = False
     padded: bool = False
-    tile: int = 8192
+    width: int = 12
+    rows: int = 8
+    asked: int = 8
 
     def errors(self) -> dict[str, float]:
         """Against plain torch; the sixth block is not finite."""
         torch.manual_seed(0)
-        triton_summaries.TILE = self.tile
-        x = torch.randn(2, self.n, 2, 12).transpose(1, 2)
-        x[0, 1, 80] = torch.inf
-        x[1, 0, 81] = torch.nan
+        triton_summaries.ROWS, triton_summaries.ASKED = self.rows, self.asked
+        query, key = (torch.randn(2, self.n, heads, self.width).transpose(1, 2) for heads in (2, 1))
+        query[0, 1, 80] = key[0, 0, 82] = torch.inf
+        query[1, 0, 81] = key[1, 0, 83] = torch.nan
         padding = torch.arange(self.n) >= torch.tensor([self.n - 3, 20])[:, None] if self.padded else None
-        told = (x, 16, self.unit, padding, torch.float32, self.extremes, self.before)
-        wanted = summaries.blocks_of(*told)
+        if padding is not None:
+            # Whatever lies there.
+            query, key = (x.masked_fill(padding[:, None, :, None], torch.nan) for x in (query, key))
+        told = (query, key, 16, self.own_unit, self.unit, padding, torch.float32)
+        wanted = summaries.blocks_of(*told, before=self.before)
         with GpuRules():
-            found = summaries.blocks_of(*told)
-        assert not bool(wanted.unit_there.all())
-        return {name: error(a, b) for name, a, b in zip(found._fields, found, wanted, strict=True)}
+            found = summaries.blocks_of(*told, before=self.before)
+        errors = {}
+        for side, got, want in zip(("queries", "keys"), found, wanted, strict=True):
+            assert not bool(want.unit_there.all())
+            pairs = zip(got._fields, got, want, strict=True)
+            errors |= {f"{name} of {side}": error(a, b) for name, a, b in pairs}
+        return errors
 
 
 class Parts(NamedTuple):
@@ -465,9 +474,10 @@ TRIALS = {
     "choice of tokens by coverage, holes": Choice(True, coverage=0.8, holes=True, keep=True, most=3, local=2, sink=0),
     "choice without a match": Choice(False, rank=0, n=300),
     "choice of rounded blocks without hidden units": Choice(False, hidden=0, n=300, sink=0, rounds=True),
-    "summaries of whole blocks, two units at a time": Summaries(96, 4, tile=128),
-    "summaries of ragged blocks, padded samples": Summaries(90, 8, padded=True),
-    "means of the blocks before, in pieces": Summaries(90, 16, extremes=False, before=True, tile=64),
+    "summaries of whole blocks, two units at a time": Summaries(96, 8, 4, width=100, rows=2, asked=2),
+    "summaries of ragged blocks, padded samples": Summaries(90, 16, 8, padded=True),
+    "means of the blocks before, in pieces": Summaries(90, 16, 16, before=True, width=100, rows=2, asked=4),
+    "means of tokens of a ragged block": Summaries(90, 1, 2, before=True, width=16, rows=64, asked=1),
     "parts of scores": Parts(False),
     "parts of causal scores of grouped heads, one scorer": Parts(True, share=True, key_heads=1),
     "gradients by block": Spread(0.1),

@@ -58,6 +58,7 @@ SLOW = [
     "choice without a match",
     "choice of rounded blocks without hidden units",
     "summaries of whole blocks, two units at a time",
+    "means of tokens of a ragged block",
     "matches of tokens with holes",
     "parts of causal scores of grouped heads, one scorer",
     "lists of whole blocks",

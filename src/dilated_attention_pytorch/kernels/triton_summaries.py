@@ -15,8 +15,12 @@ from .triton_launch import OPTIONS, _precision, held
 from .triton_primitives import projected
 from .triton_selection import Halves, halved
 
-TILE = 8192
-"""Numbers that a program holds at once: enough on their way to keep memory busy."""
+ROWS = 8
+"""Tokens that a program of sums holds side by side: of as many units, where blocks have those."""
+ASKED = 8
+"""Tokens below each other that it asks for at once: enough on their way to keep memory busy."""
+LINE = 512
+"""Bytes that a warp reads with one instruction."""
 PROJECTED = 32
 """Blocks, or sub-blocks, that a program projects, and hidden units of a step."""
 
@@ -24,56 +28,79 @@ PROJECTED = 32
 @triton.jit
 def sum_block(
     p_x, p_padding, p_summary, p_units, p_there, p_visible, block, stream, n, blocks, heads, sx_b, sx_h, sx_n,
-    UNITS: tl.constexpr, UNIT: tl.constexpr, BU: tl.constexpr, STEP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    EXTREMES: tl.constexpr, BEFORE: tl.constexpr, PADDING: tl.constexpr,
+    UNITS: tl.constexpr, UNIT: tl.constexpr, BU: tl.constexpr, PARTS: tl.constexpr, RUN: tl.constexpr, D: tl.constexpr,
+    DP: tl.constexpr, EXTREMES: tl.constexpr, BEFORE: tl.constexpr, PADDING: tl.constexpr,
 ):  # fmt: skip
     """One block, of UNITS * UNIT tokens: its mean, with EXTREMES its maximum and minimum, and the means of its units.
 
-    STEP tokens of BU units are read at once. With BEFORE it stands in the place of the block after it, the last in that
-    of the first.
+    BU units are read at once, in PARTS each, of which every PARTS-th token is one. A thread adds up RUN tokens of one
+    part in its own registers; threads meet once a unit that has parts, and once a block. With BEFORE it stands in the
+    place of the block after it, the last in that of the first.
     """
-    stream = stream.to(tl.int64)
-    sample = stream // heads
-    p_x += sample * sx_b + (stream % heads) * sx_h
-    place = stream * blocks + ((block + 1) % blocks if BEFORE else block)
+    SIZE: tl.constexpr = UNITS * UNIT
+    sample = (stream // heads).to(tl.int64)
+    p_x += sample * sx_b + (stream % heads).to(tl.int64) * sx_h + block.to(tl.int64) * SIZE * sx_n
+    p_padding += sample * n + block * SIZE
+    place = stream.to(tl.int64) * blocks + ((block + 1) % blocks if BEFORE else block)
+    left = n - block * SIZE
+    whole = False if PADDING else left >= SIZE
     o_d = tl.arange(0, DP)
     b_wide = o_d < D
-    b_total = tl.zeros([DP], tl.float32)
-    b_high = tl.full([DP], float("-inf"), tl.float32)
-    b_low = tl.full([DP], float("inf"), tl.float32)
-    present = 0
+    o_part = tl.arange(0, BU * PARTS)
+    o_first = o_part // PARTS * UNIT + o_part % PARTS
+    b_total = tl.zeros([BU * PARTS, DP], tl.float32)
+    b_high = tl.full([BU * PARTS, DP], float("-inf"), tl.float32)
+    b_low = tl.full([BU * PARTS, DP], float("inf"), tl.float32)
+    present = 0 if PADDING else tl.minimum(left, SIZE)
     for unit in range(0, UNITS, BU):
+        b_sum = tl.zeros([BU * PARTS, DP], tl.float32)
+        for step in range(0, UNIT, RUN * PARTS):
+            o_step = o_first + (unit * UNIT + step)
+            # All are asked for before the branch, for the compiler moves none across it: inside it, a few would be on
+            # their way at once. Behind the end the last token is read again.
+            b_tiles = ()
+            for run in tl.static_range(RUN):
+                p_tile = p_x + (tl.minimum(o_step + run * PARTS, left - 1) * sx_n)[:, None] + o_d[None, :]
+                b_tiles += (tl.load(p_tile) if D == DP else tl.load(p_tile, mask=b_wide[None, :], other=0.0),)
+            if whole:
+                for run in tl.static_range(RUN):
+                    b_x = b_tiles[run].to(tl.float32)
+                    b_sum += b_x
+                    if EXTREMES:
+                        b_high = tl.maximum(b_high, b_x)
+                        b_low = tl.minimum(b_low, b_x)
+            else:
+                for run in tl.static_range(RUN):
+                    b_real = o_step + run * PARTS < left
+                    if PADDING:
+                        b_real = b_real & (tl.load(p_padding + o_step + run * PARTS, mask=b_real, other=1) == 0)
+                    b_x = b_tiles[run].to(tl.float32)
+                    b_sum += tl.where(b_real[:, None], b_x, 0.0)
+                    if EXTREMES:
+                        b_high = tl.maximum(b_high, tl.where(b_real[:, None], b_x, float("-inf")))
+                        b_low = tl.minimum(b_low, tl.where(b_real[:, None], b_x, float("inf")))
+        b_total += b_sum
+        if PARTS > 1:
+            b_sum = tl.sum(b_sum.reshape(BU, PARTS, DP), 1)
         o_u = unit + tl.arange(0, BU)
-        b_sum = tl.zeros([BU, DP], tl.float32)
-        b_many = tl.zeros([BU], tl.int32)
-        for step in range(0, UNIT, STEP):
-            o_n = (block * UNITS + o_u[:, None]) * UNIT + step + tl.arange(0, STEP)[None, :]
-            b_real = o_n < n
-            if PADDING:
-                b_real = b_real & (tl.load(p_padding + sample * n + o_n, mask=b_real, other=1) == 0)
-            b_here = b_real[:, :, None] & b_wide[None, None, :]
-            p_tile = p_x + o_n[:, :, None].to(tl.int64) * sx_n + o_d[None, None, :]
-            b_x = tl.load(p_tile, mask=b_here, other=0.0).to(tl.float32)
-            b_sum += tl.sum(b_x, 1)
-            b_many += tl.sum(b_real.to(tl.int32), 1)
-            if EXTREMES:
-                b_high = tl.maximum(b_high, tl.max(tl.max(tl.where(b_here, b_x, float("-inf")), 1), 0))
-                b_low = tl.minimum(b_low, tl.min(tl.min(tl.where(b_here, b_x, float("inf")), 1), 0))
-        o_unit = place * UNITS + o_u
-        b_mean = b_sum / tl.maximum(b_many, 1)[:, None]
-        tl.store(p_units + o_unit[:, None] * D + o_d[None, :], b_mean, mask=b_wide[None, :])
-        tl.store(p_there + o_unit, b_many > 0)
-        b_total += tl.sum(b_sum, 0)
-        present += tl.sum(b_many, 0)
-    b_mean = b_total / tl.maximum(present, 1)
+        if PADDING:
+            o_n = o_u[:, None] * UNIT + tl.arange(0, UNIT)[None, :]
+            b_many = tl.sum((tl.load(p_padding + o_n, mask=o_n < left, other=1) == 0).to(tl.int32), 1)
+            present += tl.sum(b_many, 0)
+        else:
+            b_many = tl.minimum(tl.maximum(left - o_u * UNIT, 0), UNIT)
+        b_mean = b_sum * (1.0 / tl.maximum(b_many, 1))[:, None]
+        tl.store(p_units + (place * UNITS + o_u)[:, None] * D + o_d[None, :], b_mean, mask=b_wide[None, :])
+        tl.store(p_there + place * UNITS + o_u, b_many > 0)
+    b_mean = tl.sum(b_total, 0) * (1.0 / tl.maximum(present, 1))
     # What is not finite spoils the sum, so that the mean tells of every token.
     good = (tl.sum((b_mean - b_mean != 0.0).to(tl.int32), 0) == 0) & (present > 0)
     tl.store(p_visible + place, good)
     WIDE: tl.constexpr = 3 * D if EXTREMES else D
     tl.store(p_summary + place * WIDE + o_d, tl.where(good, b_mean, 0.0), mask=b_wide)
     if EXTREMES:
-        tl.store(p_summary + place * WIDE + D + o_d, tl.where(good, b_high, 0.0), mask=b_wide)
-        tl.store(p_summary + place * WIDE + 2 * D + o_d, tl.where(good, b_low, 0.0), mask=b_wide)
+        tl.store(p_summary + place * WIDE + D + o_d, tl.where(good, tl.max(b_high, 0), 0.0), mask=b_wide)
+        tl.store(p_summary + place * WIDE + 2 * D + o_d, tl.where(good, tl.min(b_low, 0), 0.0), mask=b_wide)
     if good == 0:
         # Others of the program wrote there.
         tl.debug_barrier()
@@ -83,38 +110,30 @@ def sum_block(
 
 
 @triton.jit
-def summary_kernel(
-    p_x, p_padding, p_summary, p_units, p_there, p_visible, n, blocks, heads, sx_b, sx_h, sx_n,
-    UNITS: tl.constexpr, UNIT: tl.constexpr, BU: tl.constexpr, STEP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    EXTREMES: tl.constexpr, BEFORE: tl.constexpr, PADDING: tl.constexpr,
-):  # fmt: skip
-    """`sum_block` of every block."""
-    sum_block(
-        p_x, p_padding, p_summary, p_units, p_there, p_visible, tl.program_id(0), tl.program_id(1), n, blocks, heads,
-        sx_b, sx_h, sx_n, UNITS, UNIT, BU, STEP, D, DP, EXTREMES, BEFORE, PADDING,
-    )  # fmt: skip
-
-
-@triton.jit
 def summaries_kernel(
     p_query, p_means, p_own, p_own_there, p_own_visible, p_key, p_summary, p_units, p_there, p_visible, p_padding, n,
     blocks, heads, key_heads, sq_b, sq_h, sq_n, sk_b, sk_h, sk_n, OWN_UNITS: tl.constexpr, OWN_UNIT: tl.constexpr,
-    OWN_BU: tl.constexpr, OWN_STEP: tl.constexpr, UNITS: tl.constexpr, UNIT: tl.constexpr, BU: tl.constexpr,
-    STEP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BEFORE: tl.constexpr, PADDING: tl.constexpr,
+    OWN_BU: tl.constexpr, OWN_PARTS: tl.constexpr, OWN_RUN: tl.constexpr, UNITS: tl.constexpr, UNIT: tl.constexpr,
+    BU: tl.constexpr, PARTS: tl.constexpr, RUN: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BEFORE: tl.constexpr,
+    PADDING: tl.constexpr,
 ):  # fmt: skip
-    """`sum_block` of every block of queries, without extremes, and with BEFORE of the one before, and of keys."""
-    block = tl.program_id(0)
-    stream = tl.program_id(1)
-    streams = tl.num_programs(1) // (heads + key_heads) * key_heads
-    if stream < streams:
+    """`sum_block` of every block of queries, without extremes, and with BEFORE of the one before, and of keys.
+
+    The heads of one block follow each other: those of a token lie side by side in most tensors.
+    """
+    streams = tl.num_programs(0) // blocks
+    block = tl.program_id(0) // streams
+    stream = tl.program_id(0) % streams
+    key_streams = streams // (heads + key_heads) * key_heads
+    if stream < key_streams:
         sum_block(
             p_key, p_padding, p_summary, p_units, p_there, p_visible, block, stream, n, blocks, key_heads,
-            sk_b, sk_h, sk_n, UNITS, UNIT, BU, STEP, D, DP, True, False, PADDING,
+            sk_b, sk_h, sk_n, UNITS, UNIT, BU, PARTS, RUN, D, DP, True, False, PADDING,
         )  # fmt: skip
     else:
         sum_block(
-            p_query, p_padding, p_means, p_own, p_own_there, p_own_visible, block, stream - streams, n, blocks, heads,
-            sq_b, sq_h, sq_n, OWN_UNITS, OWN_UNIT, OWN_BU, OWN_STEP, D, DP, False, BEFORE, PADDING,
+            p_query, p_padding, p_means, p_own, p_own_there, p_own_visible, block, stream - key_streams, n, blocks,
+            heads, sq_b, sq_h, sq_n, OWN_UNITS, OWN_UNIT, OWN_BU, OWN_PARTS, OWN_RUN, D, DP, False, BEFORE, PADDING,
         )  # fmt: skip
 
 
@@ -205,10 +224,11 @@ def factored(
 
 
 Summary = tuple[Tensor, Tensor, Tensor, Tensor]
-"""What `summarised` gives."""
+"""Of each block (b, h, t, ...) its mean, for keys then maximum and minimum, the means of its units, which of those hold
+something, and whether any does; 0 and nothing for one that is not finite."""
 
 
-def _summary_shapes(
+def _shapes(
     batch: int, heads: int, t: int, units: int, d: int, extremes: bool
 ) -> tuple[tuple[tuple[int, ...], None], ...]:
     """Shapes of the two in float32, and of the two that are true or not."""
@@ -216,70 +236,43 @@ def _summary_shapes(
     return ((*lead, 3 * d if extremes else d), None), ((*lead, units, d), None), ((*lead, units), None), (lead, None)
 
 
-def _steps(units: int, unit: int, d: int, tile: int) -> tuple[int, int, int, int]:
-    """How many units a block has, of how many tokens, and how many of each are read at once."""
-    tokens = max(tile // held(d), 1)
-    return units, unit, min(max(tokens // unit, 1), units), min(unit, tokens)
+def _steps(units: int, unit: int, rows: int, asked: int) -> tuple[int, int, int, int, int]:
+    """How many units a block has, of how many tokens, how many are read at once, in what parts, and runs of those."""
+    together = min(rows, units)
+    parts = min(rows // together, unit)
+    return units, unit, together, parts, min(asked, unit // parts)
 
 
 @lru_cache(maxsize=KEPT)
 def _summing(
-    device: torch.device, shape: tuple[int, ...], apart: tuple[int, ...], units: int, unit: int, extremes: bool,
-    before: bool, padded: bool, tile: int,
-) -> tuple[Launch, Grid, Room, Room]:  # fmt: skip
-    batch, heads, n, d = shape
-    t = -(-n // (units * unit))
-    constants = dict(zip(("UNITS", "UNIT", "BU", "STEP"), _steps(units, unit, d, tile), strict=True))
-    constants |= {"D": d, "DP": held(d), "EXTREMES": extremes, "BEFORE": before, "PADDING": padded, "num_warps": 4}
-    shapes = _summary_shapes(batch, heads, t, units, d, extremes)
-    launch = Launch(summary_kernel, device, n, t, heads, *apart[:3], **constants, **OPTIONS)
-    return (
-        launch,
-        (t, batch * heads, 1),
-        Room(torch.float32, device, *shapes[:2]),
-        Room(torch.bool, device, *shapes[2:]),
-    )
-
-
-def summarised(x: Tensor, size: int, unit: int, padding: Tensor | None, extremes: bool, before: bool) -> Summary:
-    """Of each block (b, h, t, ...) its mean, then with `extremes` maximum and minimum, the means of its units, which of
-    those hold something, and whether any does; 0 and nothing for one that is not finite. With `before`, of the block
-    before."""
-    x = x if x.stride(3) == 1 else x.contiguous()
-    told = size // unit, unit, extremes, before, padding is not None, TILE
-    launch, grid, numbers, flags = _summing(x.device, x.shape, x.stride(), *told)
-    (summary, means), (there, visible) = numbers(), flags()
-    launch(grid, (x, there if padding is None else padding.contiguous(), summary, means, there, visible))
-    return summary, means, there, visible
-
-
-@lru_cache(maxsize=KEPT)
-def _summing_both(
     device: torch.device, shape: tuple[int, ...], key_heads: int, apart: tuple[int, ...], key_apart: tuple[int, ...],
-    size: int, own_unit: int, unit: int, before: bool, padded: bool, tile: int,
+    itemsize: int, size: int, own_unit: int, unit: int, before: bool, padded: bool, rows: int, asked: int,
 ) -> tuple[Launch, Grid, Room, Room]:  # fmt: skip
     batch, heads, n, d = shape
-    t, units, own_units = -(-n // size), size // unit, size // own_unit
-    named = "OWN_UNITS", "OWN_UNIT", "OWN_BU", "OWN_STEP", "UNITS", "UNIT", "BU", "STEP"
-    sides = *_steps(own_units, own_unit, d, tile), *_steps(units, unit, d, tile)
-    constants = dict(zip(named, sides, strict=True))
-    constants |= {"D": d, "DP": held(d), "BEFORE": before, "PADDING": padded, "num_warps": 4} | OPTIONS
+    t, units, own_units, row = -(-n // size), size // unit, size // own_unit, held(d) * itemsize
+    warps = min(max(rows * row // LINE, 1), 8)
+    told = max(warps * LINE // row, 1), asked
+    named = "OWN_UNITS", "OWN_UNIT", "OWN_BU", "OWN_PARTS", "OWN_RUN", "UNITS", "UNIT", "BU", "PARTS", "RUN"
+    constants = dict(zip(named, (*_steps(own_units, own_unit, *told), *_steps(units, unit, *told)), strict=True))
+    constants |= {"D": d, "DP": held(d), "BEFORE": before, "PADDING": padded, "num_warps": warps} | OPTIONS
     numbers = n, t, heads, key_heads, *apart[:3], *key_apart[:3]
     launch = Launch(summaries_kernel, device, *numbers, **constants)
-    own = _summary_shapes(batch, heads, t, own_units, d, False)
-    key = _summary_shapes(batch, key_heads, t, units, d, True)
+    own = _shapes(batch, heads, t, own_units, d, False)
+    key = _shapes(batch, key_heads, t, units, d, True)
     rooms = Room(torch.float32, device, *own[:2], *key[:2]), Room(torch.bool, device, *own[2:], *key[2:])
-    return launch, (t, batch * (heads + key_heads), 1), *rooms
+    return launch, (t * batch * (heads + key_heads), 1, 1), *rooms
 
 
-def summarised_both(
+def summarised(
     query: Tensor, key: Tensor, size: int, own_unit: int, unit: int, padding: Tensor | None, before: bool
 ) -> tuple[Summary, Summary]:
-    """`summarised` of queries, without extremes, and of keys, of one width, in one launch; `before` is of queries."""
-    query, key = (x if x.stride(3) == 1 else x.contiguous() for x in (query, key))
-    told = size, own_unit, unit, before, padding is not None, TILE
+    """What blocks of `size` queries and keys, of one shape but for their heads, add up to, by units of either; with
+    `before`, queries of the block before."""
+    # Where a token lies in its block is counted in 32 bits.
+    query, key = (x if x.stride(3) == 1 and x.stride(2) * size < 2**31 else x.contiguous() for x in (query, key))
+    told = query.itemsize, size, own_unit, unit, before, padding is not None, ROWS, ASKED
     sides = query.shape, key.shape[1], query.stride(), key.stride()
-    launch, grid, numbers, flags = _summing_both(query.device, *sides, *told)
+    launch, grid, numbers, flags = _summing(query.device, *sides, *told)
     (means, own, summary, units), (own_there, own_visible, there, visible) = numbers(), flags()
     rows, keys = (means, own, own_there, own_visible), (summary, units, there, visible)
     launch(grid, (query, *rows, key, *keys, there if padding is None else padding.contiguous()))

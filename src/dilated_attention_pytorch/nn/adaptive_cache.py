@@ -94,9 +94,9 @@ class AdaptiveCache(KVCache):
         dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
         with torch.autocast(query.device.type, enabled=False):
             layers = layer.scorer.importance.layers(dtype)
-            columns = layer.scorer.columns(blocks_of(key.detach(), size, config.score_unit, None, dtype), layers)
-            seen = blocks_of(query.detach(), size, size if per_token else config.score_unit, None, dtype, False)
-            rows = layer.scorer.speaking(seen, layers)
+            units = size if per_token else config.score_unit, config.score_unit
+            seen, keys = blocks_of(query.detach(), key.detach(), size, *units, None, dtype, before=False)
+            columns, rows = layer.scorer.columns(keys, layers), layer.scorer.speaking(seen, layers)
         for index, found in enumerate([*columns, *rows[:3]]):
             if index == len(self._features):
                 self._features.append(found.new_zeros(len(self.lengths), *found.shape[1:]))

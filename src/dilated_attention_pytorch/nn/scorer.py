@@ -25,7 +25,7 @@ from ..errors import must
 from ..ops.scores import RowScores, Seen, by_kernels
 from ..ops.selection import Factors, factored, rounded
 from .alike import lay_together, parameters, stacked
-from .summaries import CHUNK, Blocks, Columns, Rows, blocks_of_both
+from .summaries import CHUNK, Blocks, Columns, Rows, blocks_of
 
 ALL_PAIRS = 2048
 """Blocks up to which the MLP scores every pair; beyond, those that match best."""
@@ -219,7 +219,7 @@ class BlockScorer(nn.Module):
         config, dtype = self.config, torch.float64 if query.dtype == torch.float64 else torch.float32
         query, key, unit = query.detach(), key.detach(), config.score_unit
         told = block_size, block_size if per_token else unit, unit, padding, dtype
-        rows, keys = blocks_of_both(query, key, *told, before=is_causal)
+        rows, keys = blocks_of(query, key, *told, before=is_causal)
         whole = padding is None and query.shape[2] % block_size == 0
         plain = config.num_layers == 2 and not (self.training and config.dropout)
         by_lesson = plain and config.hard_sparsity and config.score_gradient == "distill"

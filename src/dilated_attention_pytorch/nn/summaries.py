@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..ops.selection import both_summaries, summaries
+from ..ops.selection import summaries
 
 CHUNK = 2**24
 """Bytes held at a time while blocks are summed up or ranked."""
@@ -59,37 +59,21 @@ class Rows(NamedTuple):
 
 
 def blocks_of(
-    x: Tensor,
-    size: int,
-    unit: int,
-    padding: Tensor | None,
-    dtype: torch.dtype,
-    extremes: bool = True,
-    before: bool = False,
-) -> Blocks:
-    """Summaries of (b, h, n, d) by blocks, of what is not padding; a block that is not finite counts as absent.
-
-    With `before`, each is that of the block before; see `Blocks.before`.
-    """
-    unit = min(unit, size)
-    made = summaries(x, size, unit, padding, extremes=extremes, before=before)
-    if made is not None:
-        return Blocks(*made)
-    whole = _blocks_by_torch(x, size, unit, padding, dtype, extremes)
-    return whole.before() if before else whole
-
-
-def blocks_of_both(
     query: Tensor, key: Tensor, size: int, own_unit: int, unit: int, padding: Tensor | None, dtype: torch.dtype, *,
     before: bool,
 ) -> tuple[Blocks, Blocks]:  # fmt: skip
-    """`blocks_of` queries by units of their own, without extremes, and of keys; `before` is of queries."""
-    units = min(own_unit, size), min(unit, size)
-    made = both_summaries(query, key, size, *units, padding, before=before)
+    """Summaries by blocks of queries (b, h, n, d), by units of their own, without extremes, and of keys (b, g, n, d).
+
+    What is padding does not count, and a block that is not finite counts as absent. With `before`, those of queries are
+    each of the block before; see `Blocks.before`.
+    """
+    own_unit, unit = min(own_unit, size), min(unit, size)
+    made = summaries(query, key, size, own_unit, unit, padding, before=before)
     if made is not None:
         return Blocks(*made[0]), Blocks(*made[1])
-    rows = blocks_of(query, size, own_unit, padding, dtype, extremes=False, before=before)
-    return rows, blocks_of(key, size, unit, padding, dtype)
+    rows = _blocks_by_torch(query, size, own_unit, padding, dtype, False)
+    keys = _blocks_by_torch(key, size, unit, padding, dtype, True)
+    return rows.before() if before else rows, keys
 
 
 @torch.no_grad()

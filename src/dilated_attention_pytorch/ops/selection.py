@@ -20,26 +20,15 @@ __all__ = ["Budget", "Factors", "Selection", "fresh_seed", "gumbel", "rounded", 
 
 
 def summaries(
-    x: Tensor, size: int, unit: int, padding: Tensor | None, *, extremes: bool, before: bool
-) -> tuple[Tensor, ...] | None:
-    """What `triton_summaries.summarised` gives of blocks on a GPU; None where no kernel adds them up."""
-    if may_read(x.device) or no_kernels(x.device) is not None or x.dtype not in triton_backend.DTYPES:
-        return None
-    from ..kernels.triton_summaries import summarised
-
-    return summarised(x, size, unit, padding, extremes, before)
-
-
-def both_summaries(
     query: Tensor, key: Tensor, size: int, own_unit: int, unit: int, padding: Tensor | None, *, before: bool
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]] | None:
-    """What `triton_summaries.summarised_both` gives on a GPU; None where no kernel adds them up."""
+    """What `triton_summaries.summarised` gives on a GPU; None where no kernel adds them up."""
     able = query.dtype in triton_backend.DTYPES and key.dtype in triton_backend.DTYPES
     if not able or query.shape[2:] != key.shape[2:] or may_read(query.device) or no_kernels(query.device) is not None:
         return None
-    from ..kernels.triton_summaries import summarised_both
+    from ..kernels.triton_summaries import summarised
 
-    return summarised_both(query, key, size, own_unit, unit, padding, before)
+    return summarised(query, key, size, own_unit, unit, padding, before)
 
 
 def factored(
