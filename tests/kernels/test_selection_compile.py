@@ -32,7 +32,7 @@ def test_gathering_kernels_fit_a_multiprocessor(name, tmp_path, monkeypatch):
 
 SCORED = FACTORS | PRESENT | LISTS | BOUNDS | {"p_scores": "*fp32", "p_ids": "*i64"}
 RANKED = {"T": 256, "K": 32, "NOISE": True, "SIZE": 128, "CAUSAL": True}
-HIDDEN = {"M": 128, "UM": 8, "T": 8192, "SIZE": 1, "IDS": False, "CAUSAL": True}
+HIDDEN = {"M": 128, "T": 8192, "SIZE": 1, "IDS": False, "EVEN": True, "CAUSAL": False, "KEEP": False}
 LEARNED = {"BLOCK": 128, "W": 128, "D": 64, "DP": 64, "E": 64, "EP": 64, "SALIENCY": True, "PADDING": False}
 PROJECTED = {"BM": 32, "M": 128, "RANK": 32, "RP": 32, "PRECISION": "tf32x3"}
 MASSES = dict.fromkeys(("p_logs", "p_scores", "p_grad", "p_found", "p_held", "p_streamed", "p_out"), "*fp32")
@@ -100,8 +100,6 @@ def test_choosing_in_registers_spills_nothing_and_leaves_room_for_a_second_progr
         ("triton_choice", "rank_kernel", 1, RANKED | {"BM": 2, "COVERAGE": False}, SCORED),
         ("triton_choice", "rank_kernel", 1, RANKED | {"BM": 1, "COVERAGE": True}, SCORED),
         ("triton_choice", "rank_kernel", 16, RANKED | {"BM": 1, "T": 8192, "COVERAGE": False}, SCORED),
-        ("triton_selection", "hidden_kernel", 4, HIDDEN | {"BM": 64, "BN": 64, "KEEP": False}, SCORED),
-        ("triton_selection", "hidden_kernel", 4, HIDDEN | {"BM": 32, "BN": 32, "KEEP": True}, SCORED),
         ("triton_summaries", "factor_kernel", 4, PROJECTED | {"D": 64, "DP": 64, "UNITS": 8}, PARTS),
         ("triton_selection", "hidden_bwd_kernel", 4, {"M": 128, "MP": 128, "BN": 32}, MASSES),
         ("triton_mass", "block_lse_kernel", 4, LEARNED | {"BM": 64, "BN": 64, "ALL": True, "CAUSAL": True}, MASSES),
@@ -122,6 +120,43 @@ def test_ranking_and_learning_fit_into_registers(module, name, warps, constants,
     assert compiled.metadata.shared <= 65536
     assert spilled(compiled, tmp_path) == 0
     assert sum(line.endswith(";") for line in compiled.asm["ptx"].splitlines()) <= 10_000
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("side", "constants"),
+    [
+        (128, {}),
+        (128, {"CAUSAL": True}),
+        (64, {"CAUSAL": True}),
+        (64, {"KEEP": True, "IDS": True, "EVEN": False}),
+        (64, {"KEEP": True, "SIZE": 128, "EVEN": False, "CAUSAL": True}),
+        (32, {}),
+        (32, {"KEEP": True, "SIZE": 128, "IDS": True, "EVEN": False}),
+    ],
+)
+def test_hidden_units_are_read_by_fours_and_nothing_but_registers_holds_them(side, constants, tmp_path, monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    from dilated_attention_pytorch.kernels import triton_launch, triton_selection
+
+    warps, units = triton_selection.HIDDEN[side]
+    assert side < 32 * warps
+    constants = HIDDEN | {"BM": side, "BN": side, "UM": units} | constants
+    tiles, registers = triton_launch.Tiles(side, side, warps, 3), triton_selection.HIDDEN_REGISTERS
+    kernel = triton_selection.hidden_kernel
+    compiled = compile_kernel(kernel, constants, tiles, types=SCORED, maxnreg=registers)
+    # 16 warps a multiprocessor.
+    assert compiled.metadata.shared <= SHARED_MEMORY * warps // 16
+    assert f".maxnreg {registers}" in compiled.asm["ptx"]
+    # Some assemblers leave a few addresses of the largest tiles there, which a step of a thousand instructions needs once.
+    assert spilled(compiled, tmp_path) <= (64 if side == 128 else 0)
+    lines = compiled.asm["ttgir"].splitlines()
+    (begun,) = (place for place, line in enumerate(lines) if "scf.for" in line)
+    (ended,) = (place for place, line in enumerate(lines) if "scf.yield" in line)
+    assert not any("ttg.convert_layout" in line or "ttg.local" in line for line in lines[begun:ended])
+    quads = compiled.asm["ptx"].count("ld.global.v4")
+    assert quads == units * (side // 32 + constants["EVEN"] * (1 + constants["KEEP"]))
+    assert sum(line.endswith(";") for line in compiled.asm["ptx"].splitlines()) <= 2_500
 
 
 QUERY_LISTS = dict.fromkeys(("p_indices", "p_items", "p_held", "p_partial"), "*i32")

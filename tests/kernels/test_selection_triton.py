@@ -65,15 +65,26 @@ SLOW = [
     "lists of large blocks of two samples",
     "many causal tokens turned round",
 ]
+HIDDEN = [
+    "32 by 32, ragged",
+    "32 by 32, of one tile",
+    "32 by 32, any rows",
+    "32 by 32, tokens, factors on units",
+    "64 by 64, causal",
+    "64 by 64, odd rows up to the last",
+    "64 by 64, any rows, factors on units",
+    "128 by 128",
+    "128 by 128, causal, up to the last",
+]
 TOLERANCE = {"blocks in half precision": 2e-3, "tokens in half precision": 2e-3}
 
 
-def errors_of(names):
+def errors_of(names, program="interpret_selection.py"):
     """Errors by trial, from one run of the interpreter."""
     paths = os.pathsep.join(map(str, (TESTS, TESTS.parent / "src")))
     environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
-    program = TESTS / "kernels" / "interpret_selection.py"
-    done = subprocess.run([sys.executable, program, *names], env=environment, capture_output=True, text=True)
+    path = TESTS / "kernels" / program
+    done = subprocess.run([sys.executable, path, *names], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-4000:]
     lines = [json.loads(line) for line in done.stdout.splitlines()]
     return {line.pop("trial"): line for line in lines}
@@ -87,6 +98,26 @@ def test_results_and_gradients_match_the_oracle_and_choices_the_torch_path(names
     for name, errors in found.items():
         for what, error in errors.items():
             assert error <= TOLERANCE.get(name, 2e-6), (name, what)
+
+
+@pytest.mark.xdist_group("triton interpreter")
+def test_hidden_units_score_in_tiles_of_every_size():
+    found = errors_of(HIDDEN, "interpret_hidden.py")
+    assert list(found) == HIDDEN
+    assert max(errors["scores"] for errors in found.values()) <= 5e-7
+
+
+def test_programs_are_as_large_as_leave_enough_of_them_and_little_over():
+    from dilated_attention_pytorch.kernels.triton_selection import _hidden_side as side
+
+    assert [side(128, 8, n, n, n) for n in (1024, 512, 256)] == [128, 64, 32]
+    assert side(128, 8, 128, 8192, 8192) == 128
+    assert side(64, 8, 128, 8192, 8192) == 64
+    # Causal, half of the large ones would have nothing to do.
+    assert side(128, 8, 1024, 1024, 512) == 64
+    assert side(128, 8, 64, 16384, 16384) == 64
+    assert side(128, 8, 1, 16384, 16384) == 32
+    assert side(128, 8, 30, 16384, 16384) == 32
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ def type_of(name, rows="*bf16"):
     return "*fp32" if name in FLOATS or name.startswith("p_piece") else "*u8" if name == "p_padding" else rows
 
 
-def compile_kernel(kernel, constants, tiles, rows="*bf16", types=None):
+def compile_kernel(kernel, constants, tiles, rows="*bf16", types=None, **more):
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
@@ -52,7 +52,7 @@ def compile_kernel(kernel, constants, tiles, rows="*bf16", types=None):
     ]
     attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in even if name not in NUMBERS}
     source = ASTSource(kernel, signature, {(names.index(n),): v for n, v in known.items()}, attributes)
-    options = {"num_warps": tiles.warps, "num_stages": tiles.stages} | triton_launch.OPTIONS
+    options = {"num_warps": tiles.warps, "num_stages": tiles.stages} | triton_launch.OPTIONS | more
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
 

@@ -22,9 +22,12 @@ from .triton_launch import OPTIONS, _precision, held
 from .triton_primitives import NO_KEY, projected
 
 SCORED = 64
-"""Rows and blocks of a program that matches nothing, or half as many of each where they are few."""
-HIDDEN = 4
-"""Hidden units of a step."""
+"""Rows of a run are multiples of so many, where they are more."""
+HIDDEN = {128: (8, 8), 64: (4, 4), 32: (2, 8)}
+"""By the rows, and blocks, of a program that matches nothing: its warps and the hidden units it takes at once. A thread
+has 4 rows and 16, 8 or 4 blocks."""
+HIDDEN_REGISTERS = 128
+"""Told, the assembler asks for the factors of several units at once, in place of one after the other with fewer."""
 MATCHED, MATCHED_TOGETHER, UNITS_TOGETHER = 64, 128, 128
 """Sub-blocks of rows, or tokens, and sub-blocks of blocks of a product, or of rank 64 half as many: registers hold two
 programs or more."""
@@ -111,32 +114,49 @@ def match_scores(
     return b_best
 
 
+@triton.jit
+def down(b_x, BM: tl.constexpr):
+    """Of rows, [BM], what a tile of `hidden_kernel` takes: four that follow one another in a thread."""
+    return tl.reshape(tl.permute(tl.reshape(b_x, [BM // 16, 4, 4]), (2, 0, 1)), [1, 1, 4, BM // 16, 4, 1])
+
+
+@triton.jit
+def across(b_x, BN: tl.constexpr):
+    """The same of blocks, [BN]."""
+    return tl.reshape(tl.permute(tl.reshape(b_x, [BN // 32, 8, 4]), (0, 2, 1)), [BN // 32, 4, 1, 1, 1, 8])
+
+
 @triton.jit(do_not_specialize=["begin", "rows"])
 def hidden_kernel(
     p_rows, p_columns, p_weight, p_bias, p_keep, p_log, p_ids, p_scores, begin, rows, width, heads, coldest, s_weight,
     s_bias, BM: tl.constexpr, BN: tl.constexpr, M: tl.constexpr, UM: tl.constexpr, T: tl.constexpr, SIZE: tl.constexpr,
-    IDS: tl.constexpr, CAUSAL: tl.constexpr, KEEP: tl.constexpr,
+    IDS: tl.constexpr, EVEN: tl.constexpr, CAUSAL: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
     """Scores without any match of BM rows, SIZE to a block, from `begin` on or with IDS any, with BN blocks.
 
     With CAUSAL maybe not of later ones. UM hidden units are taken at once, and T is how far apart they lie. A tile is
-    [BN / 8, BM / 4, 4, 8]: a thread has several rows and several blocks, and what it loads serves each of them.
+    [BN / 32, 4, 4, BM / 16, 4, 8], whose last two are the lanes of a warp: a thread has rows and blocks by fours, each
+    read at once, of rows only with EVEN, where `begin` is a multiple of four, and what it reads serves all it has. BM
+    and BN are below the number of threads, or the compiler would read each number once and pass it on in shared memory.
     """
     stream = tl.program_id(2).to(tl.int64)
     head = stream % heads
     first_row, first_column = tl.program_id(0) * BM, tl.program_id(1) * BN
     o_i = first_row + tl.arange(0, BM)
     o_j = first_column + tl.arange(0, BN)
-    # Rows and blocks past the last are computed like it, and not stored: a mask would take a register each.
-    o_row = tl.minimum(o_i, rows - 1)
-    o_row = (tl.load(p_ids + o_row).to(tl.int32) if IDS else begin + o_row) // SIZE
-    p_each = p_rows + stream * M * T + o_row
-    o_row = tl.reshape(o_row, [1, BM // 4, 4, 1])
+    # Rows and blocks past the last are computed like others, and not stored: a mask would take a register each. T is a
+    # power of two, and what lies within is there to be read.
+    o_row = tl.load(p_ids + tl.minimum(o_i, rows - 1)).to(tl.int32) if IDS else begin + o_i
+    o_row = o_row // SIZE % T
+    if EVEN:
+        o_row = tl.max_contiguous(tl.multiple_of(o_row, 4), 4)
     p_row = p_rows + stream * M * T + o_row
+    p_each = p_row
     p_kept = p_keep + stream * M * T + o_row
-    p_column = p_columns + stream * M * T + tl.reshape(tl.minimum(o_j, width - 1), [BN // 8, 1, 1, 8])
+    # What differs from thread to thread is small and known, so that one address serves all loads.
+    p_column = p_columns + (stream * M * T + first_column) + tl.arange(0, BN) % T
     p_weight += head * s_weight
-    b_sum = tl.zeros([BN // 8, BM // 4, 4, 8], tl.float32)
+    b_sum = tl.zeros([BN // 32, 4, 4, BM // 16, 4, 8], tl.float32)
     b_own = tl.zeros([BM], tl.float32) + tl.load(p_bias + head * s_bias)
     # None where all of a tile comes later; rows that are not listed follow one another.
     units = tl.where(first_column >= (begin + first_row + BM - 1) // SIZE, 0, M) if CAUSAL else M
@@ -144,22 +164,21 @@ def hidden_kernel(
     for first in range(0, units, UM):
         for m in tl.static_range(UM):
             weight = tl.load(p_weight + first + m)
-            b_row = tl.load(p_row + m * T)
-            b_most = larger(-b_row, tl.load(p_column + m * T))
+            b_row = down(tl.load(p_row + m * T), BM)
+            b_most = larger(-b_row, across(tl.load(p_column + m * T), BN))
             if KEEP:
-                b_sum += (b_most + b_row) * (weight * tl.load(p_kept + m * T))
+                b_sum += (b_most + b_row) * (weight * down(tl.load(p_kept + m * T), BM))
             else:
                 b_sum += b_most * weight
                 b_own += tl.load(p_each + m * T) * weight
         p_row += UM * T
+        p_each += UM * T
         p_kept += UM * T
         p_column += UM * T
-        p_each += UM * T
-    b_score = b_sum + tl.reshape(b_own, [1, BM // 4, 4, 1])
+    b_score = tl.reshape(tl.permute(b_sum, (3, 4, 2, 0, 5, 1)), [BM, BN]) + b_own[:, None]
     b_score *= 1.0 / tl.maximum(tl.exp(tl.load(p_log + head).to(tl.float32)), coldest)
     # Scores of a head are held to some bytes, or a few rows.
-    o_i = tl.reshape(o_i, [1, BM // 4, 4, 1])
-    o_j = tl.reshape(o_j, [BN // 8, 1, 1, 8])
+    o_i, o_j = o_i[:, None], o_j[None, :]
     tl.store(p_scores + stream * rows * width + o_i * width + o_j, b_score, mask=(o_i < rows) & (o_j < width))
 
 
@@ -307,13 +326,27 @@ def by_unit(x: Tensor) -> Tensor:
 
 
 @lru_cache(maxsize=KEPT)
+def _hidden_side(most: int, streams: int, rows: int, width: int, seen: int) -> int:
+    """Rows and blocks of a program: the most that leave programs enough, unless half as many fill tiles much better.
+
+    Of `width` blocks rows see about `seen`.
+    """
+    for side in (x for x in HIDDEN if 32 < x <= most):
+        filled, closer = (-(-rows // x) * -(-width // x) * x**2 for x in (side, side // 2))
+        if streams * -(-rows // side) * -(-seen // side) >= PROGRAMS and 8 * filled <= 9 * closer:
+            return side
+    return 32
+
+
+@lru_cache(maxsize=KEPT)
 def _hidden_launch(
-    device: torch.device, t: int, hidden: int, size: int, is_causal: bool, keeps: bool, ids: bool, tile: int,
-    *numbers: int | float,
+    device: torch.device, t: int, hidden: int, size: int, is_causal: bool, keeps: bool, ids: bool, even: bool,
+    side: int, *numbers: int | float,
 ) -> Launch:  # fmt: skip
-    constants = {"BM": tile, "BN": tile, "M": hidden, "UM": max(min(hidden & -hidden, HIDDEN), 1), "T": held(t)}
-    constants |= {"SIZE": size, "IDS": ids, "CAUSAL": is_causal, "KEEP": keeps, "num_warps": 4} | OPTIONS
-    return Launch(hidden_kernel, device, *numbers, **constants)
+    warps, units = HIDDEN[side]
+    constants = {"BM": side, "BN": side, "M": hidden, "UM": max(min(hidden & -hidden, units), 1), "T": held(t)}
+    constants |= {"SIZE": size, "IDS": ids, "EVEN": even, "CAUSAL": is_causal, "KEEP": keeps, "num_warps": warps}
+    return Launch(hidden_kernel, device, *numbers, **constants, maxnreg=HIDDEN_REGISTERS, **OPTIONS)
 
 
 def hidden_scoring(factors: Factors, size: int, is_causal: bool) -> Callable[..., Tensor]:
@@ -328,9 +361,12 @@ def hidden_scoring(factors: Factors, size: int, is_causal: bool) -> Callable[...
         many = len(rows)
         ids, begin = (parts[0], rows.start) if isinstance(rows, range) else (rows, 0)
         scores = torch.empty((batch, heads, many, width), dtype=torch.float32, device=device)
-        tile = SCORED if batch * heads * many * width > PROGRAMS * SCORED**2 else SCORED // 2
-        launch = _hidden_launch(*told, ids is rows, tile, width, *numbers)
-        launch((-(-many // tile), -(-width // tile), batch * heads), (*read, ids, scores), begin, many)
+        even = ids is not rows and size == 1 and begin % 4 == 0
+        # Causal rows are most often the last of as many blocks; the largest tiles have no registers for more addresses.
+        seen = width - many // (2 * size) if is_causal else width
+        side = _hidden_side(128 if even and factors.keep is None else 64, batch * heads, many, width, seen)
+        launch = _hidden_launch(*told, ids is rows, even, side, width, *numbers)
+        launch((-(-many // side), -(-width // side), batch * heads), (*read, ids, scores), begin, many)
         return scores
 
     return run
