@@ -20,10 +20,13 @@ from .quick_launch import launch
 from .registry import AttentionCall, Forward, Gradients
 from .triton_backward import dkv_tile, dq_tile
 from .triton_forward import forward_tile
-from .triton_launch import LOG2E, OPTIONS, ROWS, _dropout, config, constants_of, delta_of, held
+from .triton_launch import LOG2E, OPTIONS, _dropout, config, constants_of, delta_of, held
 from .triton_primitives import LN2, NO_KEY, averaged, dropout_rows, empty_softmax, load_rows, reference_of, store_rows
 
 __all__ = ["backward", "delta_of", "forward"]
+
+JOINED, ASKED = 32, 256
+"""Tokens of a program that joins what they found, and numbers of each that it asks for at once."""
 
 
 @triton.jit
@@ -80,10 +83,21 @@ def chosen_fwd_kernel(
     store_rows(p_part + o_row[:, None] * E + o_e[None, :], b_acc, o_q < n, o_e, E, EP)
 
 
+@triton.jit
+def slots_used(p_token, b_exist, rows, slots, BM: tl.constexpr):
+    """How many slots some of BM tokens has filled; those that are not come last."""
+    b_many = tl.zeros([BM], tl.int32)
+    for first in range(0, slots, 64):
+        o_s = first + tl.arange(0, 64)
+        b_mask = b_exist[:, None] & (o_s < slots)[None, :]
+        b_many += tl.sum((tl.load(p_token[:, None] + o_s[None, :], mask=b_mask, other=rows) < rows).to(tl.int32), 1)
+    return tl.max(b_many, 0)
+
+
 @triton.jit(do_not_specialize=["rows", "n"])
 def join_tokens_kernel(
     p_out, p_lse, p_part, p_part_lse, p_place, rows, n, slots, so_b, so_h, so_n, sl_b, sl_h, sl_n,
-    BM: tl.constexpr, E: tl.constexpr, EP: tl.constexpr,
+    BM: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
     """Join what BM tokens found in the blocks they chose to what all share."""
     o_q = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
@@ -97,17 +111,26 @@ def join_tokens_kernel(
     b_m = tl.load(p_slot, mask=b_exist, other=NO_KEY)
     b_l = tl.where(b_m == NO_KEY, 0.0, 1.0)
     b_acc = load_rows(p_line, b_m != NO_KEY, o_e, E, EP, True).to(tl.float32)
-    for slot in range(slots):
-        b_place = tl.load(p_place + o_token * slots + slot, mask=b_exist, other=rows)
-        o_row = head * rows + b_place
-        b_lse = tl.load(p_part_lse + o_row, mask=b_place < rows, other=NO_KEY)
-        b_part = load_rows(p_part + o_row[:, None] * E + o_e[None, :], b_lse != NO_KEY, o_e, E, EP, True)
-        b_top = tl.maximum(b_m, b_lse)
+    p_token = p_place + o_token * slots
+    for first in range(0, slots_used(p_token, b_exist, rows, slots, BM), TOGETHER):
+        # All are asked for before the first is needed: they lie anywhere.
+        b_lses = ()
+        b_parts = ()
+        b_top = b_m
+        for slot in tl.static_range(TOGETHER):
+            b_place = tl.load(p_token + first + slot, mask=b_exist & (0 * o_q + first + slot < slots), other=rows)
+            o_row = head * rows + b_place
+            b_lses += (tl.load(p_part_lse + o_row, mask=b_place < rows, other=NO_KEY),)
+            b_parts += (load_rows(p_part + o_row[:, None] * E + o_e[None, :], b_place < rows, o_e, E, EP, True),)
+            b_top = tl.maximum(b_top, b_lses[slot])
         b_ref = tl.where(b_top == NO_KEY, 0.0, b_top)
         b_old = tl.exp(b_m - b_ref)
-        b_gain = tl.exp(b_lse - b_ref)
-        b_acc = b_acc * b_old[:, None] + b_part.to(tl.float32) * b_gain[:, None]
-        b_l = b_l * b_old + b_gain
+        b_acc *= b_old[:, None]
+        b_l *= b_old
+        for slot in tl.static_range(TOGETHER):
+            b_gain = tl.exp(b_lses[slot] - b_ref)
+            b_acc += b_parts[slot].to(tl.float32) * b_gain[:, None]
+            b_l += b_gain
         b_m = b_top
     b_acc = averaged(b_acc, b_l)
     tl.store(p_slot, b_m + tl.log(b_l), mask=b_exist)
@@ -159,8 +182,9 @@ def chosen_dq_bwd_kernel(
 
 @triton.jit(do_not_specialize=["rows", "n"])
 def add_tokens_kernel(
-    p_dq, p_part, p_place, rows, n, slots, sx_b, sx_h, sx_n, BM: tl.constexpr, D: tl.constexpr, DP: tl.constexpr
-):
+    p_dq, p_part, p_place, rows, n, slots, sx_b, sx_h, sx_n, BM: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    TOGETHER: tl.constexpr,
+):  # fmt: skip
     """Add what BM tokens get from the blocks they chose, in the order of their lists."""
     o_q = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
     o_d = tl.arange(0, DP)
@@ -170,10 +194,15 @@ def add_tokens_kernel(
     o_token = head * (n * tl.num_programs(2)) + sample * n + o_q
     p_line = p_dq + sample * sx_b + head * sx_h + o_q[:, None] * sx_n + o_d[None, :]
     b_sum = load_rows(p_line, b_exist, o_d, D, DP, True).to(tl.float32)
-    for slot in range(slots):
-        b_place = tl.load(p_place + o_token * slots + slot, mask=b_exist, other=rows)
-        p_rows = p_part + (head * rows + b_place)[:, None] * D + o_d[None, :]
-        b_sum += load_rows(p_rows, b_place < rows, o_d, D, DP, True).to(tl.float32)
+    p_token = p_place + o_token * slots
+    for first in range(0, slots_used(p_token, b_exist, rows, slots, BM), TOGETHER):
+        b_parts = ()
+        for slot in tl.static_range(TOGETHER):
+            b_place = tl.load(p_token + first + slot, mask=b_exist & (0 * o_q + first + slot < slots), other=rows)
+            p_rows = p_part + (head * rows + b_place)[:, None] * D + o_d[None, :]
+            b_parts += (load_rows(p_rows, b_place < rows, o_d, D, DP, True),)
+        for slot in tl.static_range(TOGETHER):
+            b_sum += b_parts[slot].to(tl.float32)
     store_rows(p_line, b_sum, b_exist, o_d, D, DP)
 
 
@@ -255,9 +284,9 @@ def forward(call: AttentionCall, chosen: Chosen, near: Forward, heads: slice) ->
         SIGN=sign, RAGGED=n % block > 0, **constants_of(call, tiles),
     )  # fmt: skip
     output, lse = near.output[:, heads], near.lse[:, heads]
-    launch(join_tokens_kernel, (-(-n // ROWS), own, batch),
+    launch(join_tokens_kernel, (-(-n // JOINED), own, batch),
         output, lse, part, part_lse, chosen.place, rows, n, chosen.place.shape[2], *output.stride()[:3], *lse.stride(),
-        BM=ROWS, E=e, EP=held(e), **OPTIONS,
+        BM=JOINED, E=e, EP=held(e), TOGETHER=_together(e), **OPTIONS,
     )  # fmt: skip
 
 
@@ -288,9 +317,9 @@ def backward(
         RAGGED=n % block > 0, **constants_of(call, tiles.dq),
     )  # fmt: skip
     grad_query = near.query[:, heads]
-    launch(add_tokens_kernel, (-(-n // ROWS), own, batch),
+    launch(add_tokens_kernel, (-(-n // JOINED), own, batch),
         grad_query, part, chosen.place, rows, n, chosen.place.shape[2], *grad_query.stride()[:3],
-        BM=ROWS, D=d, DP=held(d), **OPTIONS,
+        BM=JOINED, D=d, DP=held(d), TOGETHER=_together(d), **OPTIONS,
     )  # fmt: skip
     # Blocks that many chose start first.
     many = chosen.first.diff(dim=1).unflatten(0, (-1, group)).sum(1)
@@ -302,6 +331,11 @@ def backward(
         *_read(call, chosen), *scales, rows, *_sizes(call, heads), *strides, *grad_key.stride()[:3],
         *grad_value.stride()[:3], GROUP=group, **constants_of(call, tiles.dkv),
     )  # fmt: skip
+
+
+def _together(width: int) -> int:
+    """How many choices of a token are asked for at once."""
+    return max(ASKED // held(width), 1)
 
 
 def _key_heads(call: AttentionCall, heads: slice) -> slice:
