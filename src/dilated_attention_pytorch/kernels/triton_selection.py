@@ -23,9 +23,10 @@ from .triton_primitives import NO_KEY, projected
 
 SCORED = 64
 """Rows of a run are multiples of so many, where they are more."""
-HIDDEN = {128: (8, 8), 64: (4, 4), 32: (2, 8)}
-"""By the rows, and blocks, of a program that matches nothing: its warps and the hidden units it takes at once. A thread
-has 4 rows and 16, 8 or 4 blocks."""
+HIDDEN = {128: (8, 8, 3), 64: (4, 4, 1), 32: (2, 8, 1)}
+"""By the rows, and blocks, of a program that matches nothing: its warps, the hidden units it takes at once, and how many
+such steps are on their way, through shared memory where they are more than one. A thread has 4 rows and 16, 8 or 4
+blocks."""
 HIDDEN_REGISTERS = 128
 """Told, the assembler asks for the factors of several units at once, in place of one after the other with fewer."""
 MATCHED, MATCHED_TOGETHER, UNITS_TOGETHER = 64, 128, 128
@@ -130,7 +131,7 @@ def across(b_x, BN: tl.constexpr):
 def hidden_kernel(
     p_rows, p_columns, p_weight, p_bias, p_keep, p_log, p_ids, p_scores, begin, rows, width, heads, coldest, s_weight,
     s_bias, BM: tl.constexpr, BN: tl.constexpr, M: tl.constexpr, UM: tl.constexpr, T: tl.constexpr, SIZE: tl.constexpr,
-    IDS: tl.constexpr, EVEN: tl.constexpr, CAUSAL: tl.constexpr, KEEP: tl.constexpr,
+    STAGES: tl.constexpr, IDS: tl.constexpr, EVEN: tl.constexpr, CAUSAL: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
     """Scores without any match of BM rows, SIZE to a block, from `begin` on or with IDS any, with BN blocks.
 
@@ -161,7 +162,7 @@ def hidden_kernel(
     # None where all of a tile comes later; rows that are not listed follow one another.
     units = tl.where(first_column >= (begin + first_row + BM - 1) // SIZE, 0, M) if CAUSAL else M
     # w . relu(row + column), whose factors lie unit by unit: relu(x + y) is max(-x, y) + x.
-    for first in range(0, units, UM):
+    for first in tl.range(0, units, UM, num_stages=STAGES):
         for m in tl.static_range(UM):
             weight = tl.load(p_weight + first + m)
             b_row = down(tl.load(p_row + m * T), BM)
@@ -343,9 +344,10 @@ def _hidden_launch(
     device: torch.device, t: int, hidden: int, size: int, is_causal: bool, keeps: bool, ids: bool, even: bool,
     side: int, *numbers: int | float,
 ) -> Launch:  # fmt: skip
-    warps, units = HIDDEN[side]
+    warps, units, stages = HIDDEN[side]
     constants = {"BM": side, "BN": side, "M": hidden, "UM": max(min(hidden & -hidden, units), 1), "T": held(t)}
-    constants |= {"SIZE": size, "IDS": ids, "EVEN": even, "CAUSAL": is_causal, "KEEP": keeps, "num_warps": warps}
+    constants |= {"STAGES": stages, "SIZE": size, "IDS": ids, "EVEN": even, "CAUSAL": is_causal, "KEEP": keeps}
+    constants |= {"num_warps": warps}
     return Launch(hidden_kernel, device, *numbers, **constants, maxnreg=HIDDEN_REGISTERS, **OPTIONS)
 
 
