@@ -31,7 +31,9 @@ def test_gathering_kernels_fit_a_multiprocessor(name, tmp_path, monkeypatch):
 
 
 SCORED = FACTORS | PRESENT | LISTS | BOUNDS | {"p_scores": "*fp32", "p_ids": "*i64"}
-RANKED = {"T": 256, "K": 32, "NOISE": True, "SIZE": 128, "CAUSAL": True}
+RANKED = {"T": 256, "V": 4, "K": 32, "NOISE": True, "SIZE": 128, "CAUSAL": True, "width": 256, "blocks": 256}
+LONG = {"T": 8192, "BM": 1, "K": 128, "SIZE": 1, "CAUSAL": False, "COVERAGE": False}
+RAGGED = {"W": 128, "V": 1, "NOISE": False, "width": 7813, "blocks": 7813}
 HIDDEN = {"M": 128, "T": 8192, "SIZE": 1, "IDS": False, "EVEN": True, "CAUSAL": False, "KEEP": False}
 LEARNED = {"BLOCK": 128, "W": 128, "D": 64, "DP": 64, "E": 64, "EP": 64, "SALIENCY": True, "PADDING": False}
 PROJECTED = {"BM": 32, "M": 128, "RANK": 32, "RP": 32, "PRECISION": "tf32x3"}
@@ -94,12 +96,28 @@ def test_choosing_in_registers_spills_nothing_and_leaves_room_for_a_second_progr
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("wide", "rows", "lanes"), [(128, 16, 2), (512, 4, 8), (1024, 2, 16)])
+def test_a_warp_ranks_several_rows_and_each_lies_in_few_of_its_lanes(wide, rows, lanes, monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    from dilated_attention_pytorch.kernels import triton_choice, triton_launch
+
+    constants = RANKED | {"T": wide, "BM": rows, "W": 4 * lanes, "COVERAGE": False, "width": wide, "blocks": wide}
+    compiled = compile_kernel(triton_choice.rank_kernel, constants, triton_launch.Tiles(0, 0, 1, 1), types=SCORED)
+    told = compiled.asm["ttgir"]
+    assert f"sizePerThread = [1, 1, 4], threadsPerWarp = [{rows}, 1, {lanes}]" in told
+    # No other layout holds a score for every row and block.
+    moved = [line for line in told.splitlines() if "ttg.convert_layout" in line]
+    assert not any(f"tensor<{rows}x{wide}xf32" in line for line in moved)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("module", "name", "warps", "constants", "types"),
     [
-        ("triton_choice", "rank_kernel", 1, RANKED | {"BM": 2, "COVERAGE": False}, SCORED),
-        ("triton_choice", "rank_kernel", 1, RANKED | {"BM": 1, "COVERAGE": True}, SCORED),
-        ("triton_choice", "rank_kernel", 16, RANKED | {"BM": 1, "T": 8192, "COVERAGE": False}, SCORED),
+        ("triton_choice", "rank_kernel", 1, RANKED | {"BM": 8, "W": 16, "COVERAGE": False}, SCORED),
+        ("triton_choice", "rank_kernel", 1, RANKED | {"BM": 4, "W": 32, "COVERAGE": True}, SCORED),
+        ("triton_choice", "rank_kernel", 4, RANKED | LONG | {"W": 512, "width": 8192, "blocks": 8192}, SCORED),
+        ("triton_choice", "rank_kernel", 4, RANKED | LONG | RAGGED, SCORED),
         ("triton_summaries", "factor_kernel", 4, PROJECTED | {"D": 64, "DP": 64, "UNITS": 8}, PARTS),
         ("triton_selection", "hidden_bwd_kernel", 4, {"M": 128, "MP": 128, "BN": 32}, MASSES),
         ("triton_mass", "block_lse_kernel", 4, LEARNED | {"BM": 64, "BN": 64, "ALL": True, "CAUSAL": True}, MASSES),

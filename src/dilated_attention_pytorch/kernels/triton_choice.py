@@ -14,8 +14,9 @@ from ..plan.selected import Budget
 from .quick_launch import KEPT, Launch
 from .selection import Factors
 from .triton_launch import OPTIONS, _precision, held
+from .triton_lists import ones_of
 from .triton_primitives import NO_KEY, dropout_rows, projected
-from .triton_ranking import best_of, gumbel, ones_in, place_of, share_of, sight, write_lists
+from .triton_ranking import best_of, counted, flags, gumbel, place_of, share_of, sight, sight_words, write_lists
 from .triton_selection import (
     SCORED,
     ByToken,
@@ -29,7 +30,7 @@ from .triton_selection import (
     split,
 )
 
-RANKED, MOST_WARPS = 512, 8
+RANKED, MOST_WARPS = 2048, 8
 """Scores that a warp ranks at once, or with coverage half as many, until a row has so many warps; they live in
 registers."""
 SCORE_BYTES, OF_LISTS = 9 * 2**21, 4
@@ -43,8 +44,8 @@ fit a multiprocessor, and the fewest for which it is compiled."""
 @triton.jit(do_not_specialize=["begin", "rows", "total", "room", "local", "sink", "least", "most"])
 def rank_kernel(
     p_scores, p_visible, p_seed, p_indices, p_counts, begin, rows, width, total, blocks, room, local, sink, least, most,
-    kept, coverage, BM: tl.constexpr, T: tl.constexpr, K: tl.constexpr, SIZE: tl.constexpr, CAUSAL: tl.constexpr,
-    NOISE: tl.constexpr, COVERAGE: tl.constexpr,
+    kept, coverage, BM: tl.constexpr, T: tl.constexpr, W: tl.constexpr, V: tl.constexpr, K: tl.constexpr,
+    SIZE: tl.constexpr, CAUSAL: tl.constexpr, NOISE: tl.constexpr, COVERAGE: tl.constexpr,
 ):  # fmt: skip
     """List the best `room` blocks, or fewer, of BM rows of a block, ascending, `blocks` where there is none.
 
@@ -56,54 +57,64 @@ def rank_kernel(
     o_i = start + tl.arange(0, BM)  # [BM]
     stream = tl.program_id(1).to(tl.int64)
     b_exist = o_i < rows
-    o_j = tl.arange(0, T)[None, :]
-    b_seen, b_near = sight(p_visible + stream * blocks, (begin + start) // SIZE, blocks, local, sink, o_j, CAUSAL)
+    # A tile of [BM, T / W, W] has a row in W / V threads. Rows past the last are ranked like it, and not listed.
+    o_line = tl.minimum(o_i, rows - 1)[:, None, None] * width
+    o_tile = W * tl.arange(0, T // W)[None, :, None] + tl.arange(0, W)[None, None, :]
+    # Told to follow one another too, though fewer than blocks, rows share a warp whichever way a compiler goes.
+    o_score = tl.max_contiguous(o_line + o_tile, [2, 1, W])
+    # Nothing is seen past the width, so that what stands there does not matter.
+    b_score = tl.load(p_scores + stream * rows * width + o_score, mask=o_tile < width)
+    b_score = tl.reshape(b_score, [BM, T])
+    own = (begin + start) // SIZE
+    b_seen, b_near = sight_words(p_visible + stream * blocks, own, blocks, local, sink, T, CAUSAL)
     # Blocks that a row sees, and those of them that need no listing, its own among both.
-    b_many = 1 + tl.sum(b_seen.to(tl.int32), 1)
-    b_taken = 1 + tl.sum((b_seen & b_near).to(tl.int32), 1)
-    p_scores += (stream * rows + start) * width
-    o_score = tl.arange(0, BM)[:, None] * width + o_j
-    b_score = tl.load(p_scores + o_score, mask=b_exist[:, None] & (o_j < width), other=NO_KEY)
+    seen = 1 + tl.sum(ones_of(b_seen), 0)
+    taken = 1 + tl.sum(ones_of(b_seen & b_near), 0)
     b_share = b_score
     if COVERAGE:
-        b_share = tl.where(b_seen & (b_score > NO_KEY), b_score, NO_KEY)
+        b_share = tl.where(flags(b_seen, T) & (b_score > NO_KEY), b_score, NO_KEY)
         b_top = tl.maximum(tl.max(b_share, 1), 0.0)
         b_share = tl.exp(b_share - b_top[:, None])
         b_own = tl.exp(-b_top)
         b_total = b_own + tl.sum(b_share, 1)
-        b_held = (b_own + tl.sum(tl.where(b_near, b_share, 0.0), 1)) / b_total
-        b_share = tl.where(b_near, 0.0, b_share / b_total[:, None])
+        b_held = (b_own + tl.sum(tl.where(flags(b_near, T), b_share, 0.0), 1)) / b_total
+        b_share = tl.where(flags(b_near, T), 0.0, b_share / b_total[:, None])
     if NOISE:
-        b_score += gumbel(dropout_rows(p_seed, stream, begin + o_i)[:, None], o_j)
+        b_score += gumbel(dropout_rows(p_seed, stream, begin + o_i)[:, None], tl.arange(0, T)[None, :])
     # A score that is not a number says nothing for its block: it lies above none.
-    b_score += tl.where(b_seen & (b_near == 0), 0.0, NO_KEY)
-    b_one = b_exist.to(tl.int32)[:, None]
-    b_open = ones_in(b_score > NO_KEY, b_one, False)
+    b_listable = flags(b_seen & ~b_near, T)
+    b_score = tl.where(b_listable, b_score, NO_KEY)
+    b_finite = tl.where(b_listable, b_score, 0.0)
+    b_open = tl.zeros([BM], tl.int32) + (seen - taken)
+    b_sum = tl.sum(b_finite, 1)
+    b_squares = tl.sum(b_finite * b_finite, 1)
+    if tl.max((b_sum - b_sum != 0.0).to(tl.int32), 0) > 0:
+        b_open = counted((b_score > NO_KEY).to(tl.float32), BM, T, W, V)
+        b_finite = tl.where(tl.abs(b_score) < float("inf"), b_score, 0.0)
+        b_sum = tl.sum(b_finite, 1)
+        b_squares = tl.sum(b_finite * b_finite, 1)
     if COVERAGE:
         # As many as lie above the largest place from which on the share is reached, and of equals the first.
         b_place = place_of(b_score)
         b_limit = tl.zeros([BM], tl.uint32)
         for bit in range(32):
             b_trial = b_limit | (tl.full([], 1, tl.uint32) << (31 - bit))
-            b_sum = b_held + tl.sum(tl.where(b_place >= b_trial[:, None], b_share, 0.0), 1)
-            b_limit = tl.where(b_sum >= coverage, b_trial, b_limit)
+            b_reached = b_held + tl.sum(tl.where(b_place >= b_trial[:, None], b_share, 0.0), 1)
+            b_limit = tl.where(b_reached >= coverage, b_trial, b_limit)
         b_above = b_place > b_limit[:, None]
         b_tied = (b_place == b_limit[:, None]) & (b_place > 0)
-        b_sum = b_held + tl.sum(tl.where(b_above, b_share, 0.0), 1)
+        b_reached = b_held + tl.sum(tl.where(b_above, b_share, 0.0), 1)
         b_equal = tl.where(b_tied, b_share, 0.0)
-        b_short = b_tied & (b_sum[:, None] + tl.cumsum(b_equal, 1) - b_equal < coverage)
+        b_short = b_tied & (b_reached[:, None] + tl.cumsum(b_equal, 1) - b_equal < coverage)
         # Where nothing reaches it, one more than there are.
-        b_wanted = tl.sum((b_above | b_short).to(tl.int32), 1) + (b_limit == 0).to(tl.int32)
-        b_wanted = tl.where(b_held < coverage, b_wanted, 0) + b_taken
+        b_wanted = counted((b_above | b_short).to(tl.float32), BM, T, W, V) + (b_limit == 0).to(tl.int32)
+        b_wanted = tl.where(b_held < coverage, b_wanted, 0) + taken
     else:
-        b_wanted = share_of(b_many, kept)
-    b_wanted = tl.minimum(tl.maximum(b_wanted, least), most) - b_taken
-    b_count = tl.minimum(tl.minimum(b_wanted, room), b_open)
-    b_finite = tl.where(b_score > NO_KEY, b_score, 0.0)
-    b_many = tl.maximum(b_open, 1).to(tl.float32)
-    b_mean = tl.sum(b_finite, 1) / b_many
-    b_square = tl.sum(b_finite * b_finite, 1) / b_many
-    b_listed = best_of(b_score, b_mean, b_square, b_open, b_count, b_one, BM, T, False)
+        b_wanted = share_of(seen, kept)
+    b_wanted = tl.minimum(tl.maximum(b_wanted, least), most) - taken
+    b_count = tl.minimum(tl.where(b_exist, tl.minimum(b_wanted, room), 0), b_open)
+    b_each = 1.0 / tl.maximum(b_open, 1).to(tl.float32)
+    b_listed = best_of(b_score, b_sum * b_each, b_squares * b_each, b_open, b_count, BM, T, W, V, False)
     line = stream * total + begin + start
     write_lists(p_indices + line * room, p_counts + line, b_listed, b_count, b_exist, room, blocks, BM, T, K, False)
 
@@ -186,15 +197,14 @@ def choice_kernel(
     both = tl.sum(tl.where(b_seen, tl.where(b_near, 65537, 1), 0), 0)
     seen = 1 + both % 65536
     taken = 1 + both // 65536
-    b_one = b_exist.to(tl.int32)[:, None]
     wanted = tl.minimum(tl.maximum(share_of(seen, kept), least), most) - taken
     b_mean = tl.gather(tl.sum(tl.sum(b_sum, 2), 1), tl.arange(0, BM), 0) / end.to(tl.float32)
     b_square = tl.gather(tl.sum(tl.sum(b_squares, 2), 1), tl.arange(0, BM), 0) / end.to(tl.float32)
     b_open = tl.zeros([BM], tl.int32) + (seen - taken)
     if tl.max((b_mean - b_mean != 0.0).to(tl.int32), 0) > 0:
-        b_open = ones_in(b_score > NO_KEY, b_one, True)
+        b_open = counted((b_score > NO_KEY).to(tl.float32), BM, T, T, 1)
     b_count = tl.minimum(tl.where(b_exist, tl.minimum(wanted, room), 0), b_open)
-    b_listed = best_of(b_score, b_mean, b_square, b_open, b_count, b_one, BM, T, True)
+    b_listed = best_of(b_score, b_mean, b_square, b_open, b_count, BM, T, T, 1, True)
     line = stream * total + begin * SIZE + tile * BM
     write_lists(p_indices + line * room, p_counts + line, b_listed, b_count, b_exist, room, blocks, BM, T, K, True)
 
@@ -243,8 +253,11 @@ def _rank_launch(
     device: torch.device, at_once: int, wide: int, size: int, is_causal: bool, noise: bool, covers: bool, room: int,
     *numbers: int | float,
 ) -> Launch:  # fmt: skip
-    constants = {"BM": at_once, "T": wide, "K": held(room), "SIZE": size, "CAUSAL": is_causal, "NOISE": noise}
-    constants |= {"COVERAGE": covers, "num_warps": min(max(wide // RANKED, 1), MOST_WARPS)} | OPTIONS
+    warps = min(max(wide // (RANKED // 2 if covers else RANKED), 1), MOST_WARPS)
+    # Only of rows that all begin at a multiple of 16 bytes a thread reads four scores at a time.
+    side = 4 if numbers[0] % 16 == 0 else 1
+    constants = {"BM": at_once, "T": wide, "W": min(32 * warps * side // at_once, wide), "V": side, "K": held(room)}
+    constants |= {"SIZE": size, "CAUSAL": is_causal, "NOISE": noise, "COVERAGE": covers, "num_warps": warps} | OPTIONS
     return Launch(rank_kernel, device, *numbers, **constants)
 
 
@@ -290,8 +303,8 @@ def listed_blocks(
         last = min(first + fit, made if together else t)
         width = min(-(-last // 16) * 16, t) if is_causal else t
         begin, end = first * size, min(last * size, total)
-        wide = held(width)
-        at_once = min(max(RANKED // (wide if coverage is None else 2 * wide), 1), size)
+        wide = max(held(width), 32)
+        at_once = min(max(RANKED // (wide if coverage is None else 2 * wide), 1), 16, size)
         scores = scored(range(begin, end), width, *together)
         told = device, at_once, wide, size, is_causal, seed is not None, coverage is not None, room
         launch = _rank_launch(*told, width, total, t, room, *bounds, 0.0 if coverage is None else coverage)

@@ -4,8 +4,9 @@ A row is ranked without being sorted: by the mean of its scores and their spread
 many lie above, until those are as many as are listed. Where that does not end, scores count as integers of the same
 order, and the last that is listed is found bit by bit.
 
-Names as in `triton_selection`; K and T are the powers of two that hold what a row may list and all blocks. A row of a
-product's result lies in four lanes (PRODUCT), so that a count over it takes two exchanges; other rows lie in all.
+Names as in `triton_selection`; K and T are the powers of two that hold what a row may list and all blocks. A row lies
+in few lanes, so that a count over it takes few exchanges and what follows from it serves several rows: that of a
+product's result in four, of which each has 2 of 8 (PRODUCT), and one that is loaded in W / V, of which each has V of W.
 """
 
 from __future__ import annotations
@@ -22,10 +23,11 @@ from .triton_primitives import LN2, NO_KEY, scrambled
 NO_PTX = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1" or torch.version.hip is not None)
 """Whether instructions cannot be given by name."""
 TRIALS, UNASKED = tl.constexpr(20), tl.constexpr(14)
-"""Of what as many lie above as are listed; most rows take few. Only when so many are left are those that share a
-program asked whether all are done."""
-AIM = tl.constexpr(0.6)
-"""Standard deviations that a trial is moved by where twice of what is to lie above does; at most it is twice that."""
+"""Of what as many lie above as are listed; most rows take few. Only when so many are left are those of a product, of
+which many share a program, asked whether all are done."""
+FURTHEST, FASTER, HALVED = tl.constexpr(1.2), tl.constexpr(1.5), tl.constexpr(7)
+"""Standard deviations that a trial is moved by at most, by how much more the next until counts are known on both sides
+of what is listed, and trials after which every other is halfway between those."""
 LISTED_TOGETHER = tl.constexpr(2)
 """Bits of a word that are listed before the next question whether any is left."""
 STEEP, SMALLEST, LARGEST = tl.constexpr(2.0**90), tl.constexpr(2.0**-66), tl.constexpr(2.0**36)
@@ -85,6 +87,41 @@ def sight(p_visible, own, blocks, local, sink, o_j, CAUSAL: tl.constexpr):
 
 
 @triton.jit
+def below(column, o_word):
+    """Of words of 32 blocks, the first of which are told, the bits of those before a block."""
+    b_many = tl.minimum(tl.maximum(column - o_word, 0), 32)
+    return tl.where(b_many == 32, -1, (1 << (b_many & 31)) - 1)
+
+
+@triton.jit
+def only(b_one, b_other):
+    """Of a running sum over one there is no second."""
+    return b_other
+
+
+@triton.jit
+def sight_words(p_visible, own, blocks, local, sink, T: tl.constexpr, CAUSAL: tl.constexpr):
+    """As `sight`, of all T blocks, as bits in words of 32, [T / 32]."""
+    o_j = tl.arange(0, T)
+    # As numbers, which are 0 and 1: as flags they would be compared, and then be made numbers.
+    p_visible = p_visible.to(tl.pointer_type(tl.int8), bitcast=True)
+    b_visible = tl.load(p_visible + o_j, mask=o_j < blocks, other=0).to(tl.int32)
+    b_seen = tl.sum(tl.reshape(b_visible, [T // 32, 32]) << tl.arange(0, 32)[None, :], 1)
+    # A running sum, were it of one, has a layout of its own: words are made once, and not by every thread for itself.
+    b_seen = tl.reshape(tl.associative_scan(tl.reshape(b_seen, [T // 32, 1]), 1, only), [T // 32])
+    o_word = 32 * tl.arange(0, T // 32)
+    b_before = below(own, o_word)
+    b_seen &= b_before if CAUSAL else b_before | ~below(own + 1, o_word)
+    return b_seen, (below(own + local, o_word) & ~below(own - local + 1, o_word)) | below(sink, o_word)
+
+
+@triton.jit
+def flags(b_words, T: tl.constexpr):
+    """Which bits of the words are set, [1, T]."""
+    return tl.reshape(b_words[None, :, None] & (1 << tl.arange(0, 32))[None, None, :], [1, T]) != 0
+
+
+@triton.jit
 def share_of(b_many, kept):
     """That fraction of so many; half goes to the even number, as torch rounds."""
     b_part = kept * b_many.to(tl.float32)
@@ -100,70 +137,50 @@ def later_word(word, many, other_word, other_many):
 
 
 @triton.jit
-def words_of(b_step, BM: tl.constexpr, T: tl.constexpr):
+def words_of(b_step, BM: tl.constexpr, T: tl.constexpr, PRODUCT: tl.constexpr):
     """Of a row of 1 and 0 the bits in words of 32, [BM, T / 32], and how many are set in the words before."""
-    # Each of four threads has 2 of 8, and its sums of 16 are exact in float32, beside what integers take.
-    b_step = tl.reshape(b_step, [BM, T // 32, 2, 2, 4, 2])
+    # Of 16 each thread has 4, whose sums are exact in float32, beside what integers take.
+    if PRODUCT:
+        b_step = tl.permute(tl.reshape(b_step, [BM, T // 32, 2, 2, 4, 2]), [0, 1, 2, 4, 3, 5])
+    else:
+        b_step = tl.reshape(b_step, [BM, T // 32, 2, 4, 2, 2])
     b_step = tl.sum(b_step * (1 + tl.arange(0, 2)).to(tl.float32), 5)
-    b_step = tl.sum(b_step * (1 + 255 * tl.arange(0, 2)).to(tl.float32)[:, None], 3)
-    b_half = b_step * (1 << 2 * tl.arange(0, 4)).to(tl.float32) + 8388608.0
-    b_half = b_half.to(tl.int32, bitcast=True) & 0xFFFF
-    b_words = tl.sum(tl.sum(b_half << (16 * tl.arange(0, 2))[None, None, :, None], 2), 2)
-    # The words go along, so that both lie where a running sum leaves them: in one thread each, not in four.
+    b_step = tl.sum(b_step * (1 + (255 if PRODUCT else 3) * tl.arange(0, 2)).to(tl.float32), 4)
+    b_half = b_step * (1 << (2 if PRODUCT else 4) * tl.arange(0, 4)).to(tl.float32) + 8388608.0
+    b_half = (b_half.to(tl.int32, bitcast=True) & 0xFFFF) << (16 * tl.arange(0, 2))[None, None, :, None]
+    b_words = tl.sum(tl.reshape(b_half, [BM, T // 32, 8]), 2)
+    # The words go along, so that both lie where a running sum leaves them: in one thread each, not in several.
     b_words, b_many = tl.associative_scan((b_words, ones_of(b_words)), 1, later_word)
     return b_words, b_many - ones_of(b_words)
 
 
 @triton.jit
-def before(b_flag, BM: tl.constexpr, T: tl.constexpr, PRODUCT: tl.constexpr):
-    """How many are flagged before each of a row."""
-    if PRODUCT:
-        # A running sum would move all of them between threads; words are few.
-        b_words, b_prior = words_of(b_flag.to(tl.float32), BM, T)
-        b_within = ones_of(b_words[:, :, None] & ((1 << tl.arange(0, 32)[None, None, :]) - 1))
-        return tl.reshape(b_within + b_prior[:, :, None], [BM, T])
-    else:
-        return tl.cumsum(b_flag.to(tl.int32), 1) - b_flag.to(tl.int32)
-
-
-@triton.jit
-def ones_in(b_flag, b_one, PRODUCT: tl.constexpr):
-    """How many are flagged in each row; `b_one` is 1 in rows that exist."""
-    if PRODUCT:
-        # In float32, beside the comparisons: integers would take turns with them.
-        return tl.sum(b_flag.to(tl.float32), 1).to(tl.int32)
-    else:
-        # A number that the compiler does not know: it would gather bits to count them, which takes longer.
-        return tl.sum(tl.where(b_flag, b_one, 0), 1)
-
-
-@triton.jit
-def above(b_score, b_trial, PRODUCT: tl.constexpr):
-    """Which of each row lie above its trial, as 1 and 0 with PRODUCT; then trials are from SMALLEST to LARGEST."""
-    if PRODUCT:
-        # One instruction, beside what integers take: next to such a trial numbers are no less than 1 / STEEP apart.
-        return tl.minimum(tl.maximum(tl.fma(b_score, STEEP, (b_trial * -STEEP)[:, None]), 0.0), 1.0)
-    else:
-        return b_score > b_trial[:, None]
-
-
-@triton.jit
-def ones_above(b_score, b_trial, b_one, PRODUCT: tl.constexpr):
-    """How many of each row lie above its trial."""
-    b_above = above(b_score, b_trial, PRODUCT)
-    if PRODUCT:
-        # The bits of 1.0 are 127 << 23. Integers add up two of those at a time, and 127 * 383 is 1 modulo 512.
-        b_sum = tl.sum(b_above.to(tl.int32, bitcast=True), 1).to(tl.uint32, bitcast=True)
+def counted(b_step, BM: tl.constexpr, T: tl.constexpr, W: tl.constexpr, V: tl.constexpr):
+    """How many of each row are 1.0; the others are 0.0."""
+    # The bits of 1.0 are 127 << 23. Integers add up two of those at a time, and 127 * 383 is 1 modulo 512.
+    b_sum = b_step.to(tl.int32, bitcast=True)
+    if T < 512:
+        b_sum = tl.sum(b_sum, 1).to(tl.uint32, bitcast=True)
         return (((b_sum >> 23) * 383) & 511).to(tl.int32)
     else:
-        return ones_in(b_above, b_one, False)
+        # First those of a thread.
+        b_sum = tl.sum(tl.sum(tl.reshape(b_sum, [BM, T // W, W // V, V]), 3), 1).to(tl.uint32, bitcast=True)
+        return tl.sum((((b_sum >> 23) * 383) & 511).to(tl.int32), 1)
+
+
+@triton.jit
+def above(b_score, b_trial):
+    """Which of each row lie above its trial, as 1 and 0; trials are from SMALLEST to LARGEST in size, or endless."""
+    # One instruction, beside what integers take: next to such a trial numbers are no less than 1 / STEEP apart.
+    return tl.minimum(tl.maximum(tl.fma(b_score, STEEP, (b_trial * -STEEP)[:, None]), 0.0), 1.0)
 
 
 @triton.jit
 def best_of(
-    b_score, b_mean, b_square, b_open, b_count, b_one, BM: tl.constexpr, T: tl.constexpr, PRODUCT: tl.constexpr,
+    b_score, b_mean, b_square, b_open, b_count, BM: tl.constexpr, T: tl.constexpr, W: tl.constexpr,
+    V: tl.constexpr, PRODUCT: tl.constexpr,
 ):  # fmt: skip
-    """Which are the best `b_count` of each row's `b_open` scores, of equals the first.
+    """Which are the best `b_count` of each row's `b_open` scores, of equals the first, as 1 and 0.
 
     Where the means of scores and of their squares are not right, that takes longer.
     """
@@ -171,43 +188,64 @@ def best_of(
     # Of T scores none lies further from the mean.
     b_low = tl.maximum(b_mean - T**0.5 * b_spread, -LARGEST)
     b_high = tl.minimum(b_mean + T**0.5 * b_spread, LARGEST)
-    b_have = b_open
-    # As many lie above, if the scores are spread as most are.
-    b_odds = (b_open - b_count).to(tl.float32) / tl.maximum(b_count, 1).to(tl.float32)
-    b_trial = tl.minimum(tl.maximum(b_mean + 0.38 * b_spread * quick_log2(b_odds), b_low), b_high)
-    b_most = 2.0 * AIM * b_spread
-    b_pace = AIM * b_spread / tl.maximum(b_count, 1).to(tl.float32)
+    # As many lie above, and so far apart, if the scores are spread as most are.
+    b_many = tl.maximum(b_count, 1).to(tl.float32)
+    b_rest = tl.maximum(b_open - b_count, 1).to(tl.float32)
+    b_odds = quick_log2(b_rest / b_many)
+    b_trial = b_mean + b_spread * b_odds * (0.44 - 0.013 * tl.abs(b_odds))
+    b_trial = tl.minimum(tl.maximum(b_trial, b_low), b_high)
+    b_pace = b_spread * (1.0 / b_many + 1.0 / b_rest) / (1.5 + 0.18 * tl.abs(b_odds))
+    b_most = FURTHEST * b_spread
+    # By how many and a half there are too many above the lower end, or too few above the higher; 0 is not known yet.
+    b_over = tl.where((b_open == b_count) | (b_count <= 0), 0.5, 0.0)
+    b_under = tl.zeros_like(b_over)
     left = TRIALS
     more = 1
     while (left > 0) & (more > 0):
         b_trial = tl.where(tl.abs(b_trial) < SMALLEST, SMALLEST, b_trial)
-        b_found = ones_above(b_score, b_trial, b_one, PRODUCT)
-        b_enough = b_found >= b_count
-        b_have = tl.where(b_enough, b_found, b_have)
+        b_off = (counted(above(b_score, b_trial), BM, T, W, V) - b_count).to(tl.float32) + 0.5
+        b_enough = b_off > 0.0
+        b_over = tl.where(b_enough & (b_count > 0), b_off, b_over)
+        b_under = tl.where(b_enough, b_under, 1.0 - b_off)
         b_low = tl.where(b_enough, b_trial, b_low)
         b_high = tl.where(b_enough, b_high, b_trial)
-        # By how many are wrong, and one further, so that both ends come near; or halfway between them.
-        b_off = (b_found - b_count + tl.where(b_enough, 1, -1)).to(tl.float32)
+        # By how many are wrong; as soon as some are known to lie above both ends, by how many lie between them. The
+        # half more is the middle of where none lies.
+        b_off = tl.where(b_enough, b_off, b_off - 1.0)
         b_trial += tl.minimum(tl.maximum(b_off * b_pace, -b_most), b_most)
-        b_aimed = (b_trial > b_low) & (b_trial < b_high) & ((left % 2 == 0) | (left > TRIALS - 4))
-        b_trial = tl.where(b_aimed, b_trial, 0.5 * b_low + 0.5 * b_high)
-        if left <= (UNASKED if PRODUCT else TRIALS):
-            more = tl.max(((b_have != b_count) & (b_count > 0)).to(tl.int32), 0)
+        b_apart = (tl.minimum(b_over, b_under) > 0.0) & (b_under < b_many)
+        b_aimed = (b_trial > b_low) & (b_trial < b_high) & (b_apart == 0)
+        b_even = b_apart & ((left > TRIALS - HALVED) | (left % 2 == 0))
+        b_part = tl.where(b_even, b_over / (b_over + b_under), 0.5)
+        b_trial = tl.where(b_aimed, b_trial, b_low + b_part * (b_high - b_low))
+        b_pace *= FASTER
+        if left <= (UNASKED if PRODUCT else TRIALS - 1):
+            more = tl.max((b_over != 0.5).to(tl.int32), 0)
         left -= 1
     if more > 0:
         # Equals, or scores of very different size: the last that is listed, bit by bit, and of equals the first.
         b_place = tl.zeros([BM], tl.uint32)
         for bit in range(32):
             b_next = b_place | (tl.full([], 1, tl.uint32) << (31 - bit))
-            b_found = ones_in(b_score >= score_at(b_next)[:, None], b_one, PRODUCT)
+            b_found = counted((b_score >= score_at(b_next)[:, None]).to(tl.float32), BM, T, W, V)
             b_place = tl.where(b_found >= b_count, b_next, b_place)
+        # Where none is listed, that is the last place, above which there is nothing, and not a number.
         b_last = score_at(b_place)[:, None]
-        b_spare = b_count - ones_in(b_score > b_last, b_one, PRODUCT)
-        b_first = before(b_score == b_last, BM, T, PRODUCT) < b_spare[:, None]
-        b_score = tl.where((b_score > b_last) | ((b_score == b_last) & b_first), b_score, NO_KEY)
-        b_open = b_count
-    b_low = tl.where(b_open == b_count, NO_KEY, b_low)
-    return above(b_score, tl.where(b_count > 0, b_low, -NO_KEY), PRODUCT)
+        # Then of those above it all, and of equals those before the last block before which there are no more.
+        b_turn = tl.where(b_score == b_last, -tl.arange(0, T).to(tl.float32)[None, :], -4.0 * T)
+        b_turn = tl.where(b_score > b_last, 1.0, b_turn)
+        b_end = tl.full([BM], 0.5, tl.float32)
+        # Not known to the compiler, which would write all steps out.
+        step = T * more
+        while step > 0:
+            b_next = b_end - step.to(tl.float32)
+            b_end = tl.where(counted(above(b_turn, b_next), BM, T, W, V) <= b_count, b_next, b_end)
+            step //= 2
+        b_listed = above(b_turn, b_end)
+    else:
+        b_low = tl.where(b_open == b_count, NO_KEY, b_low)
+        b_listed = above(b_score, tl.where(b_count > 0, b_low, -NO_KEY))
+    return b_listed
 
 
 @triton.jit
@@ -217,27 +255,19 @@ def write_lists(
 ):  # fmt: skip
     """Of BM rows, the first of which `p_indices` and `p_counts` point to."""
     o_i = tl.arange(0, BM)
-    o_line = o_i[:, None] * room
-    if PRODUCT:
-        # All lines without regard to what they list, for they follow one another; then the words, of which every one
-        # gives the first bit that is left at a time: few are listed.
-        o_k = tl.arange(0, BM * K)
-        b_rest = o_k < room * tl.sum(b_exist.to(tl.int32), 0)
-        tl.store(p_indices + o_k, tl.full([BM * K], 0, tl.int32) + blocks, mask=b_rest)
-        b_words, b_prior = words_of(b_listed, BM, T)
-        p_place = p_indices + o_line + b_prior
-        o_j = 32 * tl.arange(0, T // 32)[None, :]
-        tl.debug_barrier()
-        for _ in range(0, tl.max(tl.max(ones_of(b_words), 1), 0), LISTED_TOGETHER):
-            for bit in tl.static_range(LISTED_TOGETHER):
-                b_left = b_words & (b_words - 1)
-                tl.store(p_place + bit, o_j + ones_of((b_words ^ b_left) - 1), mask=b_words != 0)
-                b_words = b_left
-            p_place += LISTED_TOGETHER
-    else:
-        o_place = o_line + before(b_listed, BM, T, False)
-        tl.store(p_indices + o_place, tl.arange(0, T)[None, :] + 0 * o_place, mask=b_listed)
-        o_k = tl.arange(0, K)[None, :]
-        b_rest = b_exist[:, None] & (o_k >= b_count[:, None]) & (o_k < room)
-        tl.store(p_indices + o_line + o_k, tl.full([BM, K], 0, tl.int32) + blocks, mask=b_rest)
+    # All lines without regard to what they list, for they follow one another; then the words, of which every one gives
+    # the first bit that is left at a time: few are listed.
+    o_k = tl.arange(0, BM * K)
+    b_rest = o_k < room * tl.sum(b_exist.to(tl.int32), 0)
+    tl.store(p_indices + o_k, tl.full([BM * K], 0, tl.int32) + blocks, mask=b_rest)
+    b_words, b_prior = words_of(b_listed, BM, T, PRODUCT)
+    p_place = p_indices + o_i[:, None] * room + b_prior
+    o_j = 32 * tl.arange(0, T // 32)[None, :]
+    tl.debug_barrier()
+    for _ in range(0, tl.max(tl.max(ones_of(b_words), 1), 0), LISTED_TOGETHER):
+        for bit in tl.static_range(LISTED_TOGETHER):
+            b_left = b_words & (b_words - 1)
+            tl.store(p_place + bit, o_j + ones_of((b_words ^ b_left) - 1), mask=b_words != 0)
+            b_words = b_left
+        p_place += LISTED_TOGETHER
     tl.store(p_counts + o_i, tl.maximum(b_count, 0), mask=b_exist)
