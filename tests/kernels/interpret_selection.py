@@ -30,10 +30,9 @@ from dilated_attention_pytorch.kernels import (
     triton_mass,
     triton_schedule,
     triton_selection,
-    triton_summaries,
 )
 from dilated_attention_pytorch.kernels.dropout import kept
-from dilated_attention_pytorch.nn import AdaptiveConfig, BlockSparseAdaptive, summaries
+from dilated_attention_pytorch.nn import AdaptiveConfig, BlockSparseAdaptive
 from dilated_attention_pytorch.ops import selected
 from dilated_attention_pytorch.ops.selected import selected_attention
 from dilated_attention_pytorch.ops.selection import Budget, Factors, select
@@ -257,64 +256,6 @@ class Matches(NamedTuple):
         return {"matches": error(found.view_as(wanted), wanted.nan_to_num())}
 
 
-class Summaries(NamedTuple):
-    """What blocks of a sequence add up to."""
-
-    n: int
-    own_unit: int
-    unit: int
-    before: bool = False
-    padded: bool = False
-    width: int = 12
-    rows: int = 8
-    asked: int = 8
-
-    def errors(self) -> dict[str, float]:
-        """Against plain torch; the sixth block is not finite."""
-        torch.manual_seed(0)
-        triton_summaries.ROWS, triton_summaries.ASKED = self.rows, self.asked
-        query, key = (torch.randn(2, self.n, heads, self.width).transpose(1, 2) for heads in (2, 1))
-        query[0, 1, 80] = key[0, 0, 82] = torch.inf
-        query[1, 0, 81] = key[1, 0, 83] = torch.nan
-        padding = torch.arange(self.n) >= torch.tensor([self.n - 3, 20])[:, None] if self.padded else None
-        if padding is not None:
-            # Whatever lies there.
-            query, key = (x.masked_fill(padding[:, None, :, None], torch.nan) for x in (query, key))
-        told = (query, key, 16, self.own_unit, self.unit, padding, torch.float32)
-        wanted = summaries.blocks_of(*told, before=self.before)
-        with GpuRules():
-            found = summaries.blocks_of(*told, before=self.before)
-        errors = {}
-        for side, got, want in zip(("queries", "keys"), found, wanted, strict=True):
-            assert not bool(want.unit_there.all())
-            pairs = zip(got._fields, got, want, strict=True)
-            errors |= {f"{name} of {side}": error(a, b) for name, a, b in pairs}
-        return errors
-
-
-class Parts(NamedTuple):
-    """What scores are made of, from what blocks add up to."""
-
-    is_causal: bool
-    share: bool = False
-    key_heads: int = 2
-
-    def errors(self) -> dict[str, float]:
-        """Against plain torch; the numbers of blocks, units and channels fill no tile."""
-        torch.manual_seed(0)
-        config = AdaptiveConfig(0.5, hidden_dim=35, match_rank=5, score_unit=4, share_across_heads=self.share)
-        layer = BlockSparseAdaptive([600], [1], 2, 12, config, block_size=16)
-        for parameter in layer.parameters():
-            torch.nn.init.normal_(parameter)
-        query, key = torch.randn(2, 2, 600, 12), torch.randn(2, self.key_heads, 600, 12)
-        told = (query, key, 16, self.is_causal, False, None)
-        with torch.no_grad():
-            wanted = layer.scorer.look(*told).factors()
-            with GpuRules():
-                found = layer.scorer.look(*told).factors()
-        return {name: error(getattr(found, name), getattr(wanted, name)) for name in ("rows", "columns", "right")}
-
-
 class Lists(NamedTuple):
     """A drawn selection by query blocks as the GPU kernels read it."""
 
@@ -474,12 +415,6 @@ TRIALS = {
     "choice of tokens by coverage, holes": Choice(True, coverage=0.8, holes=True, keep=True, most=3, local=2, sink=0),
     "choice without a match": Choice(False, rank=0, n=300),
     "choice of rounded blocks without hidden units": Choice(False, hidden=0, n=300, sink=0, rounds=True),
-    "summaries of whole blocks, two units at a time": Summaries(96, 8, 4, width=100, rows=2, asked=2),
-    "summaries of ragged blocks, padded samples": Summaries(90, 16, 8, padded=True),
-    "means of the blocks before, in pieces": Summaries(90, 16, 16, before=True, width=100, rows=2, asked=4),
-    "means of tokens of a ragged block": Summaries(90, 1, 2, before=True, width=16, rows=64, asked=1),
-    "parts of scores": Parts(False),
-    "parts of causal scores of grouped heads, one scorer": Parts(True, share=True, key_heads=1),
     "gradients by block": Spread(0.1),
     "gradients by block, too cold": Spread(1.5),
     "matches of blocks": Matches(False),

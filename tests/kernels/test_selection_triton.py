@@ -24,11 +24,8 @@ QUICK = [
     "choice among equals",
     "choice of tokens by wild scores",
     "choice in registers, noise, rounded",
-    "summaries of ragged blocks, padded samples",
-    "means of the blocks before, in pieces",
     "lists of ragged blocks, causal",
     "tokens turned round",
-    "parts of scores",
     "gradients by block",
     "gradients by block, too cold",
     "matches of blocks",
@@ -57,15 +54,18 @@ SLOW = [
     "choice in registers by wild scores",
     "choice without a match",
     "choice of rounded blocks without hidden units",
-    "summaries of whole blocks, two units at a time",
-    "means of tokens of a ragged block",
     "matches of tokens with holes",
-    "parts of causal scores of grouped heads, one scorer",
     "lists of whole blocks",
     "lists of large blocks of two samples",
     "many causal tokens turned round",
 ]
-HIDDEN = [
+SCORES = [
+    "summaries of whole blocks, two units at a time",
+    "summaries of ragged blocks, padded samples",
+    "means of the blocks before, in pieces",
+    "means of tokens of a ragged block",
+    "parts of scores",
+    "parts of causal scores of grouped heads, one scorer",
     "32 by 32, ragged",
     "32 by 32, of one tile",
     "32 by 32, any rows",
@@ -79,7 +79,7 @@ HIDDEN = [
 TOLERANCE = {"blocks in half precision": 2e-3, "tokens in half precision": 2e-3}
 
 
-def errors_of(names, program="interpret_selection.py"):
+def errors_of(program, names):
     """Errors by trial, from one run of the interpreter."""
     paths = os.pathsep.join(map(str, (TESTS, TESTS.parent / "src")))
     environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
@@ -91,20 +91,21 @@ def errors_of(names, program="interpret_selection.py"):
 
 
 @pytest.mark.xdist_group("triton interpreter")
-@pytest.mark.parametrize("names", [QUICK, pytest.param(SLOW, marks=pytest.mark.slow)], ids=["quick", "all others"])
-def test_results_and_gradients_match_the_oracle_and_choices_the_torch_path(names):
-    found = errors_of(names)
+@pytest.mark.parametrize(
+    ("program", "names"),
+    [
+        ("interpret_selection.py", QUICK),
+        pytest.param("interpret_selection.py", SLOW, marks=pytest.mark.slow),
+        ("interpret_scores.py", SCORES),
+    ],
+    ids=["quick", "all others", "scores"],
+)
+def test_results_and_gradients_match_the_oracle_and_choices_the_torch_path(program, names):
+    found = errors_of(program, names)
     assert list(found) == names
     for name, errors in found.items():
         for what, error in errors.items():
             assert error <= TOLERANCE.get(name, 2e-6), (name, what)
-
-
-@pytest.mark.xdist_group("triton interpreter")
-def test_hidden_units_score_in_tiles_of_every_size():
-    found = errors_of(HIDDEN, "interpret_hidden.py")
-    assert list(found) == HIDDEN
-    assert max(errors["scores"] for errors in found.values()) <= 5e-7
 
 
 def test_programs_are_as_large_as_leave_enough_of_them_and_little_over():

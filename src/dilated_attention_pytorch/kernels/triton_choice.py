@@ -30,9 +30,9 @@ from .triton_selection import (
     split,
 )
 
-RANKED, MOST_WARPS = 2048, 8
-"""Scores that a warp ranks at once, or with coverage half as many, until a row has so many warps; they live in
-registers."""
+RANKED, MOST_RANKED, MOST_WARPS = 1024, 2048, 8
+"""Scores of several rows that a warp ranks at once, the most of one row, or with coverage half as many, and the most
+warps of a row; scores live in registers, and noise needs some besides."""
 SCORE_BYTES, OF_LISTS = 9 * 2**21, 4
 """Scores held at a time: choosing for 32K tokens and 8 heads must take no more than 64 MB, its lists included. Where
 those are long, one in so many of their bytes: launches are then fewer, and their programs have more to do."""
@@ -253,7 +253,7 @@ def _rank_launch(
     device: torch.device, at_once: int, wide: int, size: int, is_causal: bool, noise: bool, covers: bool, room: int,
     *numbers: int | float,
 ) -> Launch:  # fmt: skip
-    warps = min(max(wide // (RANKED // 2 if covers else RANKED), 1), MOST_WARPS)
+    warps = min(max(wide // (MOST_RANKED // 2 if covers else MOST_RANKED), 1), MOST_WARPS)
     # Only of rows that all begin at a multiple of 16 bytes a thread reads four scores at a time.
     side = 4 if numbers[0] % 16 == 0 else 1
     constants = {"BM": at_once, "T": wide, "W": min(32 * warps * side // at_once, wide), "V": side, "K": held(room)}

@@ -1,0 +1,158 @@
+"""Run the kernels that score blocks in Triton's interpreter, and print what they are off by: what blocks add up to, the
+factors made of that, and `hidden_kernel` in tiles of every size.
+
+A program of its own, as `interpret_selection` is.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import NamedTuple
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+import torch
+from conftest import ALLOCATORS, poisoned
+from kernels.no_waiting import GpuRules
+from oracle import dense_scores, error
+
+from dilated_attention_pytorch.kernels import triton_selection, triton_summaries
+from dilated_attention_pytorch.nn import AdaptiveConfig, BlockSparseAdaptive, summaries
+from dilated_attention_pytorch.ops.selection import Factors
+
+
+class Summaries(NamedTuple):
+    """What blocks of a sequence add up to."""
+
+    n: int
+    own_unit: int
+    unit: int
+    before: bool = False
+    padded: bool = False
+    width: int = 12
+    rows: int = 8
+    asked: int = 8
+
+    def errors(self) -> dict[str, float]:
+        """Against plain torch; the sixth block is not finite."""
+        torch.manual_seed(0)
+        triton_summaries.ROWS, triton_summaries.ASKED = self.rows, self.asked
+        query, key = (torch.randn(2, self.n, heads, self.width).transpose(1, 2) for heads in (2, 1))
+        query[0, 1, 80] = key[0, 0, 82] = torch.inf
+        query[1, 0, 81] = key[1, 0, 83] = torch.nan
+        padding = torch.arange(self.n) >= torch.tensor([self.n - 3, 20])[:, None] if self.padded else None
+        if padding is not None:
+            # Whatever lies there.
+            query, key = (x.masked_fill(padding[:, None, :, None], torch.nan) for x in (query, key))
+        told = (query, key, 16, self.own_unit, self.unit, padding, torch.float32)
+        wanted = summaries.blocks_of(*told, before=self.before)
+        with GpuRules():
+            found = summaries.blocks_of(*told, before=self.before)
+        errors = {}
+        for side, got, want in zip(("queries", "keys"), found, wanted, strict=True):
+            assert not bool(want.unit_there.all())
+            pairs = zip(got._fields, got, want, strict=True)
+            errors |= {f"{name} of {side}": error(a, b) for name, a, b in pairs}
+        return errors
+
+
+class Parts(NamedTuple):
+    """What scores are made of, from what blocks add up to."""
+
+    is_causal: bool
+    share: bool = False
+    key_heads: int = 2
+
+    def errors(self) -> dict[str, float]:
+        """Against plain torch; the numbers of blocks, units and channels fill no tile."""
+        torch.manual_seed(0)
+        config = AdaptiveConfig(0.5, hidden_dim=35, match_rank=5, score_unit=4, share_across_heads=self.share)
+        layer = BlockSparseAdaptive([600], [1], 2, 12, config, block_size=16)
+        for parameter in layer.parameters():
+            torch.nn.init.normal_(parameter)
+        query, key = torch.randn(2, 2, 600, 12), torch.randn(2, self.key_heads, 600, 12)
+        told = (query, key, 16, self.is_causal, False, None)
+        with torch.no_grad():
+            wanted = layer.scorer.look(*told).factors()
+            with GpuRules():
+                found = layer.scorer.look(*told).factors()
+        return {name: error(getattr(found, name), getattr(wanted, name)) for name in ("rows", "columns", "right")}
+
+
+class Hidden(NamedTuple):
+    """Scores of some rows with the first blocks, by drawn factors without any match."""
+
+    side: int
+    t: int
+    begin: int
+    many: int
+    width: int
+    hidden: int = 8
+    size: int = 1
+    is_causal: bool = False
+    keep: bool = False
+    listed: bool = False
+    together: bool = False
+    """factors unit by unit, as `factor_kernel` leaves them, with nothing known behind the last block"""
+
+    def errors(self) -> dict[str, float]:
+        """Against plain torch in float64; one column is not a number, one row and one column are endless."""
+        torch.manual_seed(0)
+        lead, t, m = (2, 2), self.t, self.hidden
+        rows, columns, keep = (torch.randn(*lead, t, m) for _ in range(3))
+        columns[0, 0, 3], columns[1, 0, 5], columns[0, 1, 2], rows[1, 1, -1] = (
+            torch.nan,
+            torch.inf,
+            -torch.inf,
+            torch.inf,
+        )
+        none = torch.zeros(*lead, t, 1, 0)
+        factors = Factors(
+            *(rows, columns, torch.randn(2, m), torch.randn(2), none, torch.zeros(2, 0, 0), none),
+            *(torch.tensor([-0.5, 0.3]), 0.9, keep if self.keep else None),
+        )
+        drawn = torch.randint(t * self.size, (self.many,))
+        ids = drawn if self.listed else torch.arange(self.begin, self.begin + self.many)
+        blocks = ids // self.size
+        wanted = dense_scores(factors._replace(rows=rows.double(), columns=columns.double()), blocks)[..., : self.width]
+        if self.together:
+            apart = triton_selection.held(t)
+            for x in (rows, columns):
+                room = torch.full((*lead, m, apart), torch.nan)
+                room[..., :t] = x.mT
+                x.set_(room[..., :t].mT)
+        triton_selection._hidden_side = lambda *_: self.side
+        with GpuRules():
+            run = triton_selection.hidden_scoring(factors, self.size, self.is_causal)
+            found = run(drawn if self.listed else range(self.begin, self.begin + self.many), self.width)
+        # Of a row's own block and later ones nothing is asked.
+        asked = torch.arange(self.width) < blocks[:, None] if self.is_causal else torch.tensor(True)
+        return {"scores": error(*(torch.where(asked, x, 0.0) for x in (found, wanted)))}
+
+
+TRIALS = {
+    "summaries of whole blocks, two units at a time": Summaries(96, 8, 4, width=100, rows=2, asked=2),
+    "summaries of ragged blocks, padded samples": Summaries(90, 16, 8, padded=True),
+    "means of the blocks before, in pieces": Summaries(90, 16, 16, before=True, width=100, rows=2, asked=4),
+    "means of tokens of a ragged block": Summaries(90, 1, 2, before=True, width=16, rows=64, asked=1),
+    "parts of scores": Parts(False),
+    "parts of causal scores of grouped heads, one scorer": Parts(True, share=True, key_heads=1),
+    "32 by 32, ragged": Hidden(32, 70, 8, 50, 66),
+    "32 by 32, of one tile": Hidden(32, 9, 3, 5, 9, hidden=5),
+    "32 by 32, any rows": Hidden(32, 70, 0, 40, 70, listed=True, together=True),
+    "32 by 32, tokens, factors on units": Hidden(32, 40, 33, 70, 40, size=4, is_causal=True, keep=True),
+    "64 by 64, causal": Hidden(64, 150, 64, 80, 144, hidden=4, is_causal=True, together=True),
+    "64 by 64, odd rows up to the last": Hidden(64, 128, 61, 67, 128, hidden=6, together=True),
+    "64 by 64, any rows, factors on units": Hidden(64, 100, 0, 70, 100, keep=True, listed=True),
+    "128 by 128": Hidden(128, 200, 4, 180, 200, hidden=16, together=True),
+    "128 by 128, causal, up to the last": Hidden(128, 256, 132, 124, 256, is_causal=True, together=True),
+}
+
+
+if __name__ == "__main__":
+    for owner, name in ALLOCATORS:
+        setattr(owner, name, poisoned(getattr(owner, name)))
+    for trial in sys.argv[1:] or TRIALS:
+        print(json.dumps({"trial": trial} | TRIALS[trial].errors()), flush=True)
