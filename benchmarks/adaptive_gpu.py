@@ -5,7 +5,8 @@
 A line of JSON a length, without and with a causal mask: seconds of choosing, of a forward pass and of a training step,
 choosing included; the same of torch's dense attention by cuDNN and flash, and with the same selection of FlexAttention
 and FlashAttention-4. Calls follow one another in a stream, as in training, and so the host may be what takes the time;
-`in_a_graph` are the same captured in a CUDA graph, which the host only starts.
+`in_a_graph` are the same captured in a CUDA graph, which the host only starts. Of lengths at which dense attention may
+win, `dense_below` is a forward pass of a layer told so.
 """
 
 from __future__ import annotations
@@ -41,6 +42,8 @@ LENGTHS = (32768, 131072, 2**20, 16384, 8192, 4096, 2048)
 """What must be fast first, then down to where dense attention wins."""
 FORWARD_ONLY = 2**19
 """Tokens from which dense attention is timed without its backward, at 99 % sparsity."""
+SHORT = 2**15
+"""Tokens below which a layer is also told to attend to everything."""
 GATE = 2e-2
 """Largest error of a checked row or column in bfloat16, over the norm of the exact one."""
 
@@ -106,19 +109,32 @@ def measured(n: int, sparsity: float, is_causal: bool, device: str) -> dict[str,
                 raise
             reasons[name] = told(problem)
     for kind in ("seconds", "with_backward_seconds"):
-        known = [line[f"{name}_{kind}"] for name in ("sdpa-cudnn", "sdpa-flash", "sdpa") if f"{name}_{kind}" in line]
-        if known and f"learned_{kind}" in line:
-            faster = min(known) / line[f"learned_{kind}"]
+        dense = best_dense(line, kind)
+        if dense is not None and f"learned_{kind}" in line:
+            faster = dense / line[f"learned_{kind}"]
             whole = kind.removesuffix("seconds")
             line |= {f"{whole}speedup": faster, f"{whole}efficiency": faster * line["density"]}
         if f"learned_{kind}" in line:
             line[f"choosing_share_of_{kind}"] = line["choosing_seconds"] / line[f"learned_{kind}"]
+    if n < SHORT:
+        config = AdaptiveConfig(base_sparsity=sparsity, dense_below=n + 1)
+        whole = BlockSparseAdaptive([n], [1], 8, 64, config).to(device).eval()
+        with torch.no_grad():
+            line["dense_below_seconds"] = timed(lambda: whole(*x, is_causal), device)
+        dense = best_dense(line, "seconds")
+        line["dense_below_speedup"] = None if dense is None else dense / line["dense_below_seconds"]
     if device == "cuda" and n < FORWARD_ONLY:
         try:
             line["in_a_graph"] = in_a_graph(layer, x, is_causal)
         except Exception as problem:
             reasons["in_a_graph"] = told(problem)
     return line | {"not_run": reasons}
+
+
+def best_dense(line: dict[str, Any], kind: str) -> float | None:
+    """What the fastest of torch's dense attention took."""
+    names = (f"{name}_{kind}" for name in ("sdpa-cudnn", "sdpa-flash", "sdpa"))
+    return min((line[name] for name in names if name in line), default=None)
 
 
 def in_a_graph(layer: BlockSparseAdaptive, x: list[Tensor], is_causal: bool) -> dict[str, float]:
