@@ -498,3 +498,4 @@ def test_half_precision_learns(is_causal, dtype):
     assert output.dtype == dtype
     output.sum().backward()
     assert all(x.grad.isfinite().all() and x.grad.dtype == dtype for x in (q, k, v, *module.parameters()))
+    assert layer(match_rank=0).to(dtype)(q, k, v, is_causal).isfinite().all()

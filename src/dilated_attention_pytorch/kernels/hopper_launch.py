@@ -36,6 +36,9 @@ Grid = tuple[int, int, int]
 Tensors = tuple[Tensor, ...]
 
 _HERE = nullcontext()
+_turn = Lock()
+"""Held while the launches of a call follow one another. Those that overlap share counters with nobody but the launch in
+front; were another thread's call on the same stream to come between, they would share them with that one's."""
 _counters: dict[tuple[int, int], Tensor] = {}
 _compiled: dict[tuple[object, ...], tuple[Any, Entry | None]] = {}
 
@@ -373,8 +376,9 @@ class Launches:
                 launch.publicly(*tensors)
             return
         stream = kept[0][1].stream_of(self._index)
-        for grid, entry, arguments, overlaps in kept:
-            entry(grid, stream, arguments, overlaps)
+        with _turn:
+            for grid, entry, arguments, overlaps in kept:
+                entry(grid, stream, arguments, overlaps)
 
     def _settle(self, addresses: tuple[int, ...]) -> list[tuple[Grid, Entry, tuple[object, ...], bool]]:
         settled = [launch.settle(addresses) for launch in self._launches]

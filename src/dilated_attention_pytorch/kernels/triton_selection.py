@@ -24,8 +24,8 @@ from .triton_primitives import NO_KEY, projected
 SCORED = 64
 """Rows of a run are multiples of so many, where they are more."""
 HIDDEN = {128: (8, 8, 3), 64: (4, 4, 1), 32: (2, 16, 1)}
-"""By the rows, and blocks, of a program that matches nothing: its warps, the hidden units it takes at once, and how many
-such steps are on their way, through shared memory where they are more than one. A thread has 4 rows and 16, 8 or 4
+"""By the rows, and blocks, of a program that matches nothing: its warps, the hidden units it takes at once, and how
+many such steps are on their way, through shared memory where they are more than one. A thread has 4 rows and 16, 8 or 4
 blocks."""
 HIDDEN_REGISTERS = 128
 """Told, the assembler asks for the factors of several units at once, in place of one after the other with fewer."""

@@ -93,8 +93,9 @@ def sum_block(
         tl.store(p_units + (place * UNITS + o_u)[:, None] * D + o_d[None, :], b_mean, mask=b_wide[None, :])
         tl.store(p_there + place * UNITS + o_u, b_many > 0)
     b_mean = tl.sum(b_total, 0) * (1.0 / tl.maximum(present, 1))
-    # What is not finite spoils the sum, so that the mean tells of every token.
-    good = (tl.sum((b_mean - b_mean != 0.0).to(tl.int32), 0) == 0) & (present > 0)
+    # What is not finite spoils the sum, so that the mean tells of every token. The mean less itself need not be 0: the
+    # compiler would subtract from the product before it was rounded.
+    good = (tl.min((tl.abs(b_mean) < float("inf")).to(tl.int32), 0) > 0) & (present > 0)
     tl.store(p_visible + place, good)
     WIDE: tl.constexpr = 3 * D if EXTREMES else D
     tl.store(p_summary + place * WIDE + o_d, tl.where(good, b_mean, 0.0), mask=b_wide)

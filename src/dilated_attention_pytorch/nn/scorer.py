@@ -350,8 +350,9 @@ class Scores:
         wanted = min(t, max(CANDIDATES * kept, 1))
         if t > ALL_MATCHES and self.rank:
             return self._from_supers(rows, wanted)
-        keys = self.ranked_keys[:, :, None]
-        match = self._match(rows, keys, self.unit_there[:, :, None], self.rounds) if self.rank else None
+        match = None
+        if self.rank:
+            match = self._match(rows, self.ranked_keys[:, :, None], self.unit_there[:, :, None], self.rounds)
         if t <= ALL_PAIRS or self.per_token or match is None:
             blocks = self.block_rows(rows)
             if self.per_token and self.ids is None:
