@@ -10,6 +10,8 @@ import torch
 from conftest import poisoned
 from kernels.test_selection import drawn
 
+from dilated_attention_pytorch.distributed import SequenceLayout
+from dilated_attention_pytorch.distributed.restrict import restrict
 from dilated_attention_pytorch.kernels import hopper_backend, hopper_gradients, hopper_launch, hopper_split
 from dilated_attention_pytorch.kernels.hopper_work import steps_of
 from dilated_attention_pytorch.kernels.listed_schedule import Listed
@@ -168,6 +170,20 @@ def test_later_backward_launches_pass_what_the_first_did(pattern, parts, fused, 
         launch(*tensors)
     assert len(public) == 1 + 2 * parts
     assert direct == public
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_gradients_of_rows_that_no_part_writes_first_begin_at_zero(fused, recorded):
+    plan = make_plan(parse("dilated:256x1,1024x4 & causal"), 1024, 4, block_size=128)
+    # Of a rank: the rows of each part follow one another, and those of the first are not all.
+    plan = restrict(plan, SequenceLayout.contiguous(1024, 4), 1, 2).plan
+    query = torch.zeros(1, 4, plan.n, 64, dtype=torch.bfloat16)
+    key, lse = torch.zeros(1, 2, plan.n, 64, dtype=torch.bfloat16), torch.zeros(1, 4, plan.n)
+    call = AttentionCall(query, key, key, plan, 0.125)
+    tensors = query, key, key, query, query, lse, lse
+    launch = hopper_gradients.BackwardLaunch(call, tensors, False, hopper_gradients.BACKWARD_CONFIGS[64], fused)
+    # No kernel runs here, and memory comes filled with what is not a number.
+    assert all(bool((gradient == 0).all()) for gradient in launch(*tensors))
 
 
 def test_launches_that_overlap_count_apart(recorded, monkeypatch):

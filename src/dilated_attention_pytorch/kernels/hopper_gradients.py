@@ -135,7 +135,7 @@ class BackwardLaunch:
         rows = config.streamed_tile
         device = query.device
         steps = steps_of(plan)
-        self.writes_all = bool(steps) and not steps[0].strided
+        self.writes_all = bool(steps) and steps[0].writes_all
         # Whole blocks of the plan, so that a list may name the part of its last block that lies past the end.
         tiles = -(-n // plan.block_size) * (plan.block_size // rows)
         made = [empty_rows(t, t.shape[-1]) for t in tensors[:3]]

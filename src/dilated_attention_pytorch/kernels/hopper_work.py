@@ -126,6 +126,15 @@ class Step:
         """What a kernel is compiled for: whether strided, and whether queries and keys have residues of two lengths."""
         self._held: dict[tuple[int, bool], HeldWork] = {}
 
+    @property
+    def writes_all(self) -> bool:
+        """Whether its tiles are all that the sequence has, so that it writes gradients of every row.
+
+        What a rank computes has rows of other parts alone behind those of this one.
+        """
+        reach = min(self.part.queries.tiles, self.part.keys.tiles) * self.ground.block_size
+        return not self.strided and reach >= self.ground.n
+
     @cached_property
     def near(self) -> Part:
         """The part where its lists are made."""
