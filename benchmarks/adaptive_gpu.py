@@ -84,8 +84,6 @@ def measured(n: int, sparsity: float, is_causal: bool, device: str) -> dict[str,
     grad, leaves = torch.randn_like(q), [*x, *layer.parameters()]
     runs = {"learned": lambda: layer(*x, is_causal).transpose(1, 2)} | dense_runs(q, k, v, is_causal)
     same, reasons = same_selection_runs(q, k, v, selection)
-    choose = torch.no_grad()(lambda: layer._choose(q, k, is_causal, None))
-    line["choosing_seconds"] = timed(choose, device)
     with torch.no_grad():
         ours = selected_attention(q, k, v, selection).output
         for name, run in tuple(same.items()):
@@ -108,6 +106,8 @@ def measured(n: int, sparsity: float, is_causal: bool, device: str) -> dict[str,
             if name == "learned":
                 raise
             reasons[name] = told(problem)
+    with torch.no_grad():
+        line["choosing_seconds"] = timed(lambda: layer.eval()._choose(q, k, is_causal, None), device)
     for kind in ("seconds", "with_backward_seconds"):
         dense = best_dense(line, kind)
         if dense is not None and f"learned_{kind}" in line:
@@ -244,11 +244,13 @@ def _past(batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
 
 
 def timed(run: Callable[[], Any], device: str) -> float:
-    """Seconds of one call: the best of three streams, after one that compiles; of a long call, one more."""
+    """Seconds of one call: the best of some streams, after one that compiles; of a long call, one more."""
     clock(run, device)
     first = clock(run, device)
     calls = min(20, max(1, int(0.1 / first)))
-    return first if first > 0.5 else min(clock(run, device, calls) for _ in range(3))
+    # What the host takes differs most.
+    streams = 8 if first < 0.01 else 3
+    return first if first > 0.5 else min(clock(run, device, calls) for _ in range(streams))
 
 
 def checked(q: Tensor, k: Tensor, v: Tensor, selection: Selection, head: int = 3) -> dict[str, float]:
