@@ -106,8 +106,9 @@ def measured(n: int, sparsity: float, is_causal: bool, device: str) -> dict[str,
             if name == "learned":
                 raise
             reasons[name] = told(problem)
+    layer.eval()
     with torch.no_grad():
-        line["choosing_seconds"] = timed(lambda: layer.eval()._choose(q, k, is_causal, None), device)
+        line["choosing_seconds"] = timed(lambda: layer._choose(q, k, is_causal, None), device)
     for kind in ("seconds", "with_backward_seconds"):
         dense = best_dense(line, kind)
         if dense is not None and f"learned_{kind}" in line:
