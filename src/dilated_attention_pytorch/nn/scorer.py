@@ -264,7 +264,7 @@ class Scores:
 
     Args:
         scorer: who scores.
-        query: (b, h, r, d): the rows' own queries, where tokens choose; otherwise only its device matters.
+        query: (b, h, r, d): the rows' own queries, where tokens choose; otherwise only its device and dtype matter.
         rows: the blocks that speak for the rows.
         columns: all key blocks.
         layers: of the MLP, in the dtype of the scores.
