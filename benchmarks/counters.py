@@ -36,6 +36,7 @@ class Case(NamedTuple):
 
 
 LEARNED = "learned:"
+"""How a case begins in which a scorer chooses; nothing but the choice is computed."""
 CASES = [
     # One part that lies in place, and one that is strided.
     Case("dilated:2048x1", 128),
@@ -51,7 +52,9 @@ CASES = [
     Case(f"{LEARNED}0.9 & causal", 64, 2**17),
 ]
 KERNELS = "attention_|hidden_kernel|match_kernel|rank_kernel|choice_kernel|summaries_kernel"
+"""Names of those that are counted."""
 MOST_LAUNCHES = 24
+"""Of a case; a choice has some hundred, which are much alike."""
 METRICS = {
     "Duration": "duration_us",
     "SM Frequency": "ghz",

@@ -440,7 +440,7 @@ TRIALS = {
 if __name__ == "__main__":
     for owner, name in ALLOCATORS:
         setattr(owner, name, poisoned(getattr(owner, name)))
-    triton_selection.SCORED = triton_selection.MATCHED = triton_selection.MATCHED_TOGETHER = 16
+    triton_choice.SCORED = triton_selection.MATCHED = triton_selection.MATCHED_TOGETHER = 16
     triton_choice.RANKED = 128
     triton_choice.NARROWEST = 64
     for trial in sys.argv[1:] or TRIALS:

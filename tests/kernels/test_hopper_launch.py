@@ -1,7 +1,6 @@
 """Launches that go past triton's argument inspection pass what its public way does, on the tensors of each call."""
 
 import threading
-import time
 from dataclasses import replace
 from weakref import WeakKeyDictionary, ref
 
@@ -496,40 +495,3 @@ def test_launches_keep_no_list_of_a_learned_plan_alive(recorded):
     assert len(lists) == 11
     del learned
     assert [one() for one in lists + plans] == [None] * len(lists + plans)
-
-
-def test_launches_of_a_call_follow_one_another_whatever_other_threads_do():
-    begun = []
-
-    class Slow:
-        """Stands for an entry during whose launch others may run."""
-
-        watched = False
-
-        def stream_of(self, device):
-            return 0
-
-        def __call__(self, grid, stream, arguments, overlaps):
-            begun.append(arguments)
-            time.sleep(1e-3)
-
-    class Settled:
-        grid, overlaps = (1, 1, 1), True
-
-        def settle(self, addresses):
-            return Slow(), addresses
-
-    def call():
-        launches = hopper_launch.Launches(torch.device("cpu"), [Settled(), Settled(), Settled()])
-        tensor = torch.empty(1)
-        for _ in range(5):
-            launches(tensor)
-
-    threads = [threading.Thread(target=call) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    calls = [begun[place : place + 3] for place in range(0, len(begun), 3)]
-    assert len(calls) == 15
-    assert all(len({*one}) == 1 for one in calls)

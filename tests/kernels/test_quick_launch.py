@@ -1,11 +1,13 @@
 """Launches that go straight to a compiled kernel's entry: each must be one that the kernel was compiled for."""
 
+import threading
+import time
 from typing import NamedTuple
 
 import pytest
 import torch
 
-from dilated_attention_pytorch.kernels import first_call, quick_launch
+from dilated_attention_pytorch.kernels import first_call, hopper_launch, quick_launch
 from dilated_attention_pytorch.kernels.quick_launch import Launch, Room, launch
 
 
@@ -163,3 +165,35 @@ def test_tensors_of_one_room_do_not_overlap():
     assert [x.shape for x in made] == [(2, 3), (2, 3), (5,)] and made[0].is_contiguous()
     assert all(bool((x == value).all()) for value, x in enumerate(made))
     assert all((x.data_ptr() - made[0].data_ptr()) % 16 == 0 for x in made)
+
+
+def test_launches_of_a_call_follow_one_another_whatever_other_threads_do():
+    calls = []
+
+    class Slow(Entry):
+        """Others may run during its launch."""
+
+        def __call__(self, *given):
+            super().__call__(*given)
+            time.sleep(1e-3)
+
+    class Settled:
+        grid, overlaps = (1, 1, 1), True
+
+        def settle(self, addresses):
+            return Slow(calls), addresses
+
+    def run():
+        launches = hopper_launch.Launches(torch.device("cpu"), [Settled()] * 3)
+        tensor = torch.empty(1)
+        for _ in range(5):
+            launches(tensor)
+
+    threads = [threading.Thread(target=run) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    addresses = [arguments for _, _, arguments, _ in calls]
+    assert len(addresses) == 45
+    assert all(len({*addresses[place : place + 3]}) == 1 for place in range(0, 45, 3))

@@ -483,8 +483,7 @@ def test_matches_of_16_bits_are_ranked_with_the_digits_of_float16(is_causal, dty
     q, k = (x.to(dtype).transpose(1, 2) for x in tensors()[:2])
     with torch.no_grad():
         scores = module.scorer.look(q, k, 16, is_causal, is_causal, None)
-    rows = torch.arange(scores.row_count)
-    wanted = dense_scores(scores.factors(), scores.block_rows(rows))
+    wanted = dense_scores(scores.factors(), scores.block_rows(rows := torch.arange(scores.row_count)))
     assert error(scores.ranked(0, len(rows), 1), wanted) < 1e-5
     assert (error(scores.of_all(rows).detach(), wanted) < 1e-5) == (dtype is torch.float32)
 

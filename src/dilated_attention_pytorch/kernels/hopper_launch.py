@@ -37,8 +37,8 @@ Tensors = tuple[Tensor, ...]
 
 _HERE = nullcontext()
 _turn = Lock()
-"""Held while the launches of a call follow one another. Those that overlap share counters with nobody but the launch in
-front; were another thread's call on the same stream to come between, they would share them with that one's."""
+"""Held while the launches of a call follow one another. They may overlap, for they count apart; a call of another
+thread on the same stream counts in the same places, and must not come between."""
 _counters: dict[tuple[int, int], Tensor] = {}
 _compiled: dict[tuple[object, ...], tuple[Any, Entry | None]] = {}
 

@@ -18,7 +18,6 @@ from .triton_lists import ones_of
 from .triton_primitives import NO_KEY, dropout_rows, projected
 from .triton_ranking import best_of, counted, flags, gumbel, place_of, share_of, sight, sight_words, write_lists
 from .triton_selection import (
-    SCORED,
     ByToken,
     Halves,
     halved,
@@ -33,6 +32,8 @@ from .triton_selection import (
 RANKED, MOST_RANKED, MOST_WARPS = 1024, 2048, 8
 """Scores of several rows that a warp ranks at once, the most of one row, or with coverage half as many, and the most
 warps of a row; scores live in registers, and noise needs some besides."""
+SCORED = 64
+"""Rows of a run of blocks are multiples of so many, where they are more, so that few tiles of theirs are cut short."""
 SCORE_BYTES, OF_LISTS = 9 * 2**21, 4
 """Scores held at a time: choosing for 32K tokens and 8 heads must take no more than 64 MB, its lists included. Where
 those are long, one in so many of their bytes: launches are then fewer, and their programs have more to do."""

@@ -21,8 +21,6 @@ from .selection import Factors
 from .triton_launch import OPTIONS, _precision, held
 from .triton_primitives import NO_KEY, projected
 
-SCORED = 64
-"""Rows of a run are multiples of so many, where they are more."""
 HIDDEN = {128: (8, 8, 3), 64: (4, 4, 1), 32: (2, 16, 1)}
 """By the rows, and blocks, of a program that matches nothing: its warps, the hidden units it takes at once, and how
 many such steps are on their way, through shared memory where they are more than one. A thread has 4 rows and 16, 8 or 4
