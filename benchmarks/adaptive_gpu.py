@@ -5,8 +5,9 @@
 A line of JSON a length, without and with a causal mask: seconds of choosing, of a forward pass and of a training step,
 choosing included; the same of torch's dense attention by cuDNN and flash, and with the same selection of FlexAttention
 and FlashAttention-4. Calls follow one another in a stream, as in training, and so the host may be what takes the time;
-`in_a_graph` are the same captured in a CUDA graph, which the host only starts. Of lengths at which dense attention may
-win, `dense_below` is a forward pass of a layer told so.
+`in_a_graph` are the same captured in a CUDA graph, which the host only starts. What is divided by one another is timed
+by turns. Of lengths at which dense attention may win, `dense_below` is a forward pass of a layer told so, beside what
+torch's attention chooses for the same tensors.
 """
 
 from __future__ import annotations
@@ -71,18 +72,28 @@ def measured(n: int, sparsity: float, is_causal: bool, device: str) -> dict[str,
     """Seconds of every way to compute one layer's attention, and how ours compares; nothing where the check fails."""
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     torch.manual_seed(0)
-    layer = BlockSparseAdaptive([n], [1], 8, 64, AdaptiveConfig(base_sparsity=sparsity)).to(device)
+    layer = BlockSparseAdaptive([n], [1], 8, 64, AdaptiveConfig(base_sparsity=sparsity)).to(device).eval()
+    learner = copy.deepcopy(layer).train()
     x = [t.requires_grad_() for t in torch.randn(3, 1, n, 8, 64, device=device, dtype=dtype).unbind()]
     q, k, v = (t.transpose(1, 2) for t in x)
     with torch.no_grad():
-        selection = layer.eval()._choose(q, k, is_causal, None)[1]
+        selection = layer._choose(q, k, is_causal, None)[1]
     errors = checked(q, k, v, selection)
     line: dict[str, Any] = {"rows": "token" if selection.per_token else "block", "errors": errors}
     line["density"] = float(selection.density())
     if not max(errors.values()) <= GATE:
         return line | {"skipped": "the check failed"}
-    grad, leaves = torch.randn_like(q), [*x, *layer.parameters()]
-    runs = {"learned": lambda: layer(*x, is_causal).transpose(1, 2)} | dense_runs(q, k, v, is_causal)
+    grad, leaves = torch.randn_like(x[0]), [*x, *learner.parameters()]
+    with torch.no_grad():
+        line["learned_seconds"] = timed(lambda: layer(*x, is_causal), device)
+    line["choosing_seconds"], line["learned_with_backward_seconds"] = by_turns(
+        [
+            torch.no_grad()(lambda: layer._choose(q, k, is_causal, None)),
+            lambda: step(lambda: learner(*x, is_causal), leaves, grad),
+        ],
+        device,
+    )
+    runs = dense_runs(q, k, v, is_causal)
     same, reasons = same_selection_runs(q, k, v, selection)
     with torch.no_grad():
         ours = selected_attention(q, k, v, selection).output
@@ -94,42 +105,50 @@ def measured(n: int, sparsity: float, is_causal: bool, device: str) -> dict[str,
             if not errors.get(name, 1.0) <= GATE:
                 reasons.setdefault(name, "gives something else")
                 del same[name]
+    grad = grad.transpose(1, 2)
     for name, run in (runs | same).items():
         try:
             with torch.no_grad():
-                layer.eval()
                 line[f"{name}_seconds"] = timed(run, device)
-            layer.train()
-            if n < FORWARD_ONLY or name == "learned":
-                line[f"{name}_with_backward_seconds"] = timed(lambda run=run: step(run, leaves, grad), device)
+            if n < FORWARD_ONLY:
+                line[f"{name}_with_backward_seconds"] = timed(lambda run=run: step(run, x, grad), device)
         except Exception as problem:
-            if name == "learned":
-                raise
             reasons[name] = told(problem)
-    layer.eval()
-    with torch.no_grad():
-        line["choosing_seconds"] = timed(lambda: layer._choose(q, k, is_causal, None), device)
     for kind in ("seconds", "with_backward_seconds"):
         dense = best_dense(line, kind)
-        if dense is not None and f"learned_{kind}" in line:
+        if dense is not None:
             faster = dense / line[f"learned_{kind}"]
             whole = kind.removesuffix("seconds")
             line |= {f"{whole}speedup": faster, f"{whole}efficiency": faster * line["density"]}
-        if f"learned_{kind}" in line:
-            line[f"choosing_share_of_{kind}"] = line["choosing_seconds"] / line[f"learned_{kind}"]
+        line[f"choosing_share_of_{kind}"] = line["choosing_seconds"] / line[f"learned_{kind}"]
     if n < SHORT:
-        config = AdaptiveConfig(base_sparsity=sparsity, dense_below=n + 1)
-        whole = BlockSparseAdaptive([n], [1], 8, 64, config).to(device).eval()
-        with torch.no_grad():
-            line["dense_below_seconds"] = timed(lambda: whole(*x, is_causal), device)
-        dense = best_dense(line, "seconds")
-        line["dense_below_speedup"] = None if dense is None else dense / line["dense_below_seconds"]
+        line |= told_to_be_dense(x, is_causal, sparsity, device)
     if device == "cuda" and n < FORWARD_ONLY:
         try:
-            line["in_a_graph"] = in_a_graph(layer, x, is_causal)
+            line["in_a_graph"] = in_a_graph(learner, x, is_causal)
         except Exception as problem:
             reasons["in_a_graph"] = told(problem)
     return line | {"not_run": reasons}
+
+
+@torch.no_grad()
+def told_to_be_dense(x: list[Tensor], is_causal: bool, sparsity: float, device: str) -> dict[str, float]:
+    """Seconds of a layer told to attend to everything, and how torch's attention compares, also in CUDA graphs."""
+    n = x[0].shape[1]
+    layer = BlockSparseAdaptive([n], [1], 8, 64, AdaptiveConfig(base_sparsity=sparsity, dense_below=n + 1))
+    layer = layer.to(device).eval()
+
+    def torch_own() -> Tensor:
+        found = F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in x), is_causal=is_causal)
+        return found.transpose(1, 2)
+
+    runs = [lambda: layer(*x, is_causal), torch_own]
+    ours, others = by_turns(runs, device)
+    found = {"dense_below_seconds": ours, "dense_below_torch_seconds": others, "dense_below_speedup": others / ours}
+    if device == "cuda":
+        ours, others = by_turns([captured(run) for run in runs], device)
+        found["dense_below_speedup_in_a_graph"] = others / ours
+    return found
 
 
 def best_dense(line: dict[str, Any], kind: str) -> float | None:
@@ -138,27 +157,28 @@ def best_dense(line: dict[str, Any], kind: str) -> float | None:
     return min((line[name] for name in names if name in line), default=None)
 
 
-def in_a_graph(layer: BlockSparseAdaptive, x: list[Tensor], is_causal: bool) -> dict[str, float]:
+def in_a_graph(learner: BlockSparseAdaptive, x: list[Tensor], is_causal: bool) -> dict[str, float]:
     """Seconds of choosing and of training steps captured in CUDA graphs, and how they compare.
 
     With leaves of their own: autograd keeps to the stream on which a leaf was first used.
     """
-    layer, x = copy.deepcopy(layer), [t.detach().clone().requires_grad_() for t in x]
-    leaves, grad = [*x, *layer.parameters()], torch.randn_like(x[0])
+    learner, x = copy.deepcopy(learner), [t.detach().clone().requires_grad_() for t in x]
+    leaves, grad = [*x, *learner.parameters()], torch.randn_like(x[0])
+    chooser = copy.deepcopy(learner).eval()
 
     @torch.no_grad()
     def choose() -> None:
-        layer.eval()._choose(x[0].transpose(1, 2), x[1].transpose(1, 2), is_causal, None)
+        chooser._choose(x[0].transpose(1, 2), x[1].transpose(1, 2), is_causal, None)
 
     def learned() -> None:
-        torch.autograd.grad(layer.train()(*x, is_causal), leaves, grad, allow_unused=True)
+        torch.autograd.grad(learner(*x, is_causal), leaves, grad, allow_unused=True)
 
     def dense() -> None:
         with sdpa_kernel(SDPA["sdpa-cudnn"]):
             output = F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in x), is_causal=is_causal)
         torch.autograd.grad(output.transpose(1, 2), x, grad)
 
-    took = [timed(captured(run), "cuda") for run in (choose, learned, dense)]
+    took = by_turns([captured(run) for run in (choose, learned, dense)], "cuda")
     names = "choosing_seconds", "learned_with_backward_seconds", "sdpa-cudnn_with_backward_seconds"
     found = dict(zip(names, took, strict=True))
     return found | {"speedup": took[2] / took[1], "choosing_share": took[0] / took[1]}
@@ -246,12 +266,22 @@ def _past(batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
 
 def timed(run: Callable[[], Any], device: str) -> float:
     """Seconds of one call: the best of some streams, after one that compiles; of a long call, one more."""
-    clock(run, device)
-    first = clock(run, device)
-    calls = min(20, max(1, int(0.1 / first)))
+    return by_turns([run], device)[0]
+
+
+def by_turns(runs: list[Callable[[], Any]], device: str) -> list[float]:
+    """`timed` of each, their streams in turns: what the host takes differs from one moment to the next."""
+    for run in runs:
+        clock(run, device)
+    took = [clock(run, device) for run in runs]
+    calls = [min(20, max(1, int(0.1 / first))) for first in took]
     # What the host takes differs most.
-    streams = 8 if first < 0.01 else 3
-    return first if first > 0.5 else min(clock(run, device, calls) for _ in range(streams))
+    for _ in range(8 if min(took) < 0.01 else 3):
+        took = [
+            best if best > 0.5 else min(best, clock(run, device, many))
+            for best, run, many in zip(took, runs, calls, strict=True)
+        ]
+    return took
 
 
 def checked(q: Tensor, k: Tensor, v: Tensor, selection: Selection, head: int = 3) -> dict[str, float]:

@@ -231,6 +231,23 @@ def test_a_training_step_replays_in_a_cuda_graph(is_causal, layer_and_input):
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
+def test_short_sequences_are_attended_to_whole_and_exactly(is_causal):
+    layer = BlockSparseAdaptive([2048], [1], 4, 64, AdaptiveConfig(dense_below=2048), softmax_scale=0.3).cuda().eval()
+    x = [t.requires_grad_() for t in torch.randn(3, 2, 1000, 4, 64, device="cuda", dtype=torch.bfloat16).unbind()]
+    exact, torchs = (
+        scaled_dot_product_attention(*(t.transpose(1, 2) for t in given), is_causal=is_causal, scale=0.3)
+        for given in ([t.detach().double() for t in x], [t.detach() for t in x])
+    )
+    bound = 2 * error(torchs, exact)
+    with torch.no_grad():
+        assert error(layer(*x, is_causal).transpose(1, 2), exact) <= bound
+    runs = [layer(*x, is_causal) for _ in range(2)]
+    assert error(runs[0].detach().transpose(1, 2), exact) <= bound
+    grads = [torch.autograd.grad(run.square().sum(), x) for run in runs]
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
 def test_choosing_takes_little_memory(is_causal):
     layer = BlockSparseAdaptive([32768], [1], 8, 64, AdaptiveConfig(0.9)).cuda()
     q, k = torch.randn(2, 1, 8, 32768, 64, device="cuda", dtype=torch.bfloat16).unbind()

@@ -17,6 +17,7 @@ from dilated_attention_pytorch.nn import (
     create_block_sparse_attention,
     get_block_sparse_preset,
 )
+from dilated_attention_pytorch.nn import adaptive as adaptive_module
 
 
 def multihead(**options):
@@ -104,6 +105,16 @@ def test_autocast_chooses_as_without():
     core = module.core
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert core(*torch.randn(3, 1, 100, 4, 8)).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_what_torch_is_quicker_at_comes_out_the_same(is_causal, monkeypatch):
+    layer = BlockSparseAdaptive([256], [1], 2, 16, AdaptiveConfig(dense_below=101), softmax_scale=0.7).double().eval()
+    x = torch.randn(3, 1, 100, 2, 16, dtype=torch.float64).unbind()
+    wanted = layer(*x, is_causal)
+    monkeypatch.setattr(adaptive_module, "_for_torch", lambda *_: True)
+    monkeypatch.setattr(adaptive_module, "attention", None)
+    assert error(layer(*x, is_causal), wanted) < 1e-12
 
 
 @pytest.mark.compile

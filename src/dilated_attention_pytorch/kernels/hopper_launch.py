@@ -125,7 +125,7 @@ def item_counters(device: torch.device, count: int) -> Tensor:
         return torch.zeros(count, dtype=torch.int32, device=device)
     key = device.index, torch._C._cuda_getCurrentRawStream(device.index)
     counters = _counters.get(key)
-    if counters is None or len(counters) < count:
+    if counters is None or counters.numel() < count:
         counters = _counters[key] = torch.zeros(count, dtype=torch.int32, device=device)
     return counters
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from ..errors import must, must_be
 from ..ops.attention import attention
@@ -41,6 +42,12 @@ MOST_ROWS = {"block": 64, "token": 1024}
 """Rows of all samples whose listed blocks are compared in one step."""
 PROBES = 64
 """Tokens on which the captured share of attention is measured when a pattern is asked for."""
+TORCH_OWN = 4096
+"""Tokens up to which torch's dense attention takes no longer on a GPU than ours, and its call less of the host."""
+
+_HERE = nullcontext()
+_EVERYTHING = torch.ones(())
+"""The density of a call that keeps all. On the host: nothing is launched for what is only told when asked."""
 
 
 class LearnedPattern(NamedTuple):
@@ -171,12 +178,11 @@ class BlockSparseAdaptive(OverRanks, nn.Module):
         Returns:
             (B, N, H, E).
         """
-        with nullcontext() if self.ranks.alone else self.ranks.call():
+        with _HERE if self.ranks.alone else self.ranks.call():
             self._check(query, key, value, return_pattern)
-            q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+            q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
             if not return_pattern and (self.config.keeps_all or self._is_short(q.shape[2])):
-                # On the host: nothing is launched for what is only told when asked.
-                self.remember(torch.ones(()), None)
+                self.remember(_EVERYTHING, None)
                 return self._dense(q, k, v, is_causal, key_padding_mask).transpose(1, 2)
             if not self.ranks.alone:
                 from .adaptive_ranks import attend_over_ranks
@@ -203,12 +209,16 @@ class BlockSparseAdaptive(OverRanks, nn.Module):
 
     def _dense(self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, padding: Tensor | None) -> Tensor:
         """Keeping everything is attention without a choice."""
+        dropout_p = self.attention_dropout if self.training else 0.0
+        plain = self.ranks.alone and self.backend == "auto" and padding is None and not dropout_p
+        if plain and _for_torch(q, k, v):
+            return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, scale=self.softmax_scale)
         told: dict[str, Any] = {
             "is_causal": is_causal,
             "scale": self.softmax_scale,
             "enable_gqa": True,
             "key_padding_mask": padding,
-            "dropout_p": self.attention_dropout if self.training else 0.0,
+            "dropout_p": dropout_p,
             "backend": self.backend,
         }
         if self.ranks.alone:
@@ -306,8 +316,9 @@ class BlockSparseAdaptive(OverRanks, nn.Module):
 
     def remember(self, kept: Selection | Tensor, lesson: Lesson | None) -> None:
         """Keep what `statistics` tells: what was kept, or its density."""
-        self._kept = kept.without_lists() if isinstance(kept, Selection) else kept
-        self._lesson = lesson
+        # A module looks at each of its kinds of attributes before it sets one, which takes as long as a short call.
+        found = kept.without_lists() if isinstance(kept, Selection) else kept
+        self.__dict__.update(_kept=found, _lesson=lesson)
 
     def _weighted(
         self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, selection: Selection, padding: Tensor | None
@@ -363,6 +374,12 @@ class BlockSparseAdaptive(OverRanks, nn.Module):
     def extra_repr(self) -> str:
         kept = f"coverage {self.config.adaptive_ratio}" if self.config.adaptive_ratio else f"{self.config.kept:g} kept"
         return f"{self.num_heads} heads of {self.head_dim}, blocks of {self.block_size}, {kept}"
+
+
+def _for_torch(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether a dense call is one that torch's attention is quicker at; its gradients need not come out the same."""
+    short = q.is_cuda and q.dtype.itemsize == 2 and q.shape[2] <= TORCH_OWN and not torch.is_grad_enabled()
+    return short and q.shape == k.shape == v.shape and q.dtype is k.dtype is v.dtype
 
 
 def _lesson_scores(scores: Scores, listed: Tensor, lesson: Lesson) -> tuple[Tensor, Tensor | None]:

@@ -7,7 +7,7 @@ import math
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -88,9 +88,9 @@ def attention(
     torch.Size([1, 8, 1000, 64])
     """
     masks = key_padding_mask, cu_seqlens
-    return _attend(
-        query, key, value, pattern, is_causal, scale, enable_gqa, *masks, dropout_p, backend, memory_budget
-    ).output
+    return _attend(query, key, value, pattern, is_causal, scale, enable_gqa, *masks, dropout_p, backend, memory_budget)[
+        0
+    ]
 
 
 def attention_with_lse(
@@ -110,7 +110,8 @@ def attention_with_lse(
 ) -> AttentionOutput:
     """`attention`, and the natural logarithm of each row's softmax denominator, (B, H, N); both are differentiable."""
     masks = key_padding_mask, cu_seqlens
-    return _attend(query, key, value, pattern, is_causal, scale, enable_gqa, *masks, dropout_p, backend, memory_budget)
+    found = _attend(query, key, value, pattern, is_causal, scale, enable_gqa, *masks, dropout_p, backend, memory_budget)
+    return AttentionOutput(*found)
 
 
 def _attend(
@@ -126,7 +127,7 @@ def _attend(
     dropout_p: float,
     backend: str,
     memory_budget: int | float | None,
-) -> AttentionOutput:
+) -> tuple[Tensor, Tensor]:
     asked = None
     if key_padding_mask is None and cu_seqlens is None and not dropout_p and memory_budget is None:
         asked = _asked(query, key, value, pattern, is_causal, scale, enable_gqa, backend)
@@ -165,17 +166,17 @@ def _attend(
     )
     if _is_observed(query, key, value):
         run = _Attention.apply if _needs_graph(query, key, value) else torch.ops.dilated_attention.forward
-        return AttentionOutput(*run(query, key, value, *settings))
+        return run(query, key, value, *settings)
     settled = _settle(query, key, value, *settings)
     if asked is not None:
         settled = _remember(asked, settled, query, key, value)
     return _run(settled, query, key, value)
 
 
-def _run(settled: _Settled, query: Tensor, key: Tensor, value: Tensor) -> AttentionOutput:
+def _run(settled: _Settled, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     if _needs_graph(query, key, value):
-        return AttentionOutput(*_EagerAttention.apply(query, key, value, settled))
-    return AttentionOutput(*settled.forward(settled.call(query, key, value)))
+        return _EagerAttention.apply(query, key, value, settled)
+    return settled.forward(settled.call(query, key, value))
 
 
 class _Settled(NamedTuple):
@@ -212,7 +213,8 @@ class _Known(NamedTuple):
     settings: tuple[Any, ...]
     plan_key: PlanKey
     name: str
-    runners: WeakKeyDictionary[Plan, Runner]
+    plan: ref[Plan]
+    runner: Runner
 
 
 MOST_KNOWN = 1024
@@ -223,10 +225,8 @@ def _asked(
     query: Tensor, key: Tensor, value: Tensor, pattern: Pattern | str, *settings: object
 ) -> tuple[object, ...] | None:
     """Everything but values that a plain eager call depends on; None where more than that must be looked at."""
-    if (
-        _is_observed(query, key, value)
-        or not isinstance(pattern, _PATTERNS)
-        or not _PLAIN.issuperset(map(type, settings))
+    if _is_observed(query, key, value) or not (
+        isinstance(pattern, _PATTERNS) and _PLAIN.issuperset(map(type, settings))
     ):
         return None
     device = query.device
@@ -244,9 +244,9 @@ def _recall(asked: tuple[object, ...]) -> _Settled | None:
     if known is None:
         return None
     plan = plan_cache.find(known.plan_key)
-    if plan is None or (runner := known.runners.get(plan)) is None:
+    if plan is None or known.plan() is not plan:
         return None
-    return _Settled(known.settings, plan, known.plan_key.pattern, known.name, runner)
+    return _Settled(known.settings, plan, known.plan_key.pattern, known.name, known.runner)
 
 
 def _remember(asked: tuple[object, ...], settled: _Settled, query: Tensor, key: Tensor, value: Tensor) -> _Settled:
@@ -259,9 +259,9 @@ def _remember(asked: tuple[object, ...], settled: _Settled, query: Tensor, key: 
         _known.clear()
     plan = settled.plan
     plan_key = PlanKey(settled.pattern, plan.n, plan.heads, plan.block_size, query.device)
-    known = _Known(settled.settings, plan_key, settled.name, WeakKeyDictionary())
-    known.runners[plan] = runner
-    _known[asked] = known
+    # What was prepared for a plan goes with it.
+    kept = ref(plan, lambda _, known=_known: known.pop(asked, None))
+    _known[asked] = _Known(settled.settings, plan_key, settled.name, kept, runner)
     return settled._replace(runner=runner)
 
 
@@ -276,11 +276,11 @@ def _described(pattern: Pattern) -> str:
     return pattern.describe()
 
 
-def _needs_graph(*tensors: Tensor) -> bool:
+def _needs_graph(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Whether autograd or a function transform must see the call; otherwise its bookkeeping is time for nothing."""
     if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
         return True
-    return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+    return torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
 
 
 def _is_observed(*tensors: Tensor) -> bool:
