@@ -56,7 +56,7 @@ MOST_LINES = {
     "tools": 7_100,
 }
 """By room, so that one that grows is looked at; a new thing makes room for itself or argues for more here."""
-MOST_FILES = 168
+MOST_FILES = 169
 
 BANNED = ("v2", "new", "fixed", "improved", "optimized", "simple", "enhanced", "final", "true")
 

@@ -61,7 +61,7 @@ def _start(work: Callable[[torch.device], object], device: torch.device) -> None
 
 def _hash_compiler(device: torch.device) -> None:
     """Read and hash what triton consists of, which it keeps."""
-    from .hopper_launch import knows_triton
+    from .triton_entry import knows_triton
 
     if knows_triton():
         from triton.runtime.cache import triton_key
@@ -73,7 +73,7 @@ def _make_driver(device: torch.device) -> None:
     """Have a C compiler make triton's driver, and the assembler tell its version."""
     from triton.runtime import driver
 
-    from .hopper_launch import knows_triton
+    from .triton_entry import knows_triton
 
     if driver.active is not None and knows_triton():
         from triton.backends.nvidia.compiler import get_ptxas_version

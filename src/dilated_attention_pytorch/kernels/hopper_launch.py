@@ -21,6 +21,7 @@ from torch import Tensor
 
 from . import first_call
 from .hopper_work import Strides
+from .triton_entry import Box, Entry, Grid, enclosed, entry_of, knows_triton
 
 KEPT_ADDRESSES = 256
 """Argument lists kept for one launch."""
@@ -32,7 +33,6 @@ MOST_COMPILERS = 8
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
 """How every kernel is compiled; fused multiply-add is asked for by name, as its default differs between releases."""
 
-Grid = tuple[int, int, int]
 Tensors = tuple[Tensor, ...]
 
 _HERE = nullcontext()
@@ -48,15 +48,6 @@ def tma_strides(tensor: Tensor) -> tuple[int, ...]:
     # A dimension of size one is never stepped over, but its stride must still be a legal one.
     d = tensor.shape[-1]
     return (*(stride if size > 1 else d for size, stride in zip(tensor.shape[:-1], tensor.stride(), strict=False)), 1)
-
-
-class Box(NamedTuple):
-    """Memory of a (B, H, N, D) tensor as a TMA descriptor sees it."""
-
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    begin: int = 0
-    """Bytes from the tensor's beginning to the box's."""
 
 
 def boxes_of(tensor: Tensor, axis: Strides | None) -> tuple[Box, Box | None]:
@@ -128,51 +119,6 @@ def item_counters(device: torch.device, count: int) -> Tensor:
     if counters is None or counters.numel() < count:
         counters = _counters[key] = torch.zeros(count, dtype=torch.int32, device=device)
     return counters
-
-
-class Entry:
-    """The compiled entry of one kernel, for the releases of triton whose insides are known."""
-
-    __slots__ = ("_before", "_describe", "_hooks", "_launch", "_places", "_runtime", "stream_of")
-
-    def __init__(self, compiled: Any) -> None:
-        from triton import knobs
-        from triton.runtime import driver
-
-        launcher = compiled.run
-        wrapper = launcher.launch
-        # Kernels that take descriptors are launched through a function that encodes them anew each time.
-        inner = _enclosed(wrapper)
-        self._launch, self._places = inner.get("launcher", wrapper), inner.get("tensordesc_meta", [])
-        # No scratch memory, no record of the launch and no hooks.
-        rest = None, None, compiled.packed_metadata, None, None, None
-        alone = compiled.function, launcher.launch_cooperative_grid
-        self._before = [(*alone, overlaps, *rest) for overlaps in (False, True)]
-        self._runtime = knobs.runtime
-        self._hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
-        self._describe = driver.active.utils.fill_tma_descriptor
-        self.stream_of = driver.active.get_current_stream
-
-    @property
-    def watched(self) -> bool:
-        """Whether somebody asked to be told of launches; then the public way must be taken."""
-        enter, leave = self._hooks
-        runtime = self._runtime
-        replaced = runtime.launch_enter_hook is not enter or runtime.launch_exit_hook is not leave
-        return replaced or bool(enter.calls or leave.calls)
-
-    def described(self, place: int, address: int, box: Box) -> tuple[object, ...]:
-        """Descriptor number `place` for a tensor at that address, seen as that box: encoded, then sizes and strides."""
-        meta = self._places[place]
-        # The element types of the host and of the device are numbered differently.
-        number = {8: 10, 9: 8, 10: 9}.get(meta["elem_type"], meta["elem_type"])
-        encoded = self._describe(
-            address + box.begin, meta["swizzle"], meta["elem_size"], number, meta["block_size"], *box[:2], 0
-        )
-        return encoded, *box.shape, *box.strides
-
-    def __call__(self, grid: Grid, stream: int, arguments: tuple[object, ...], overlaps: bool) -> None:
-        self._launch(*grid, stream, *self._before[overlaps], *arguments)
 
 
 class Moved(NamedTuple):
@@ -296,7 +242,7 @@ class _Compilers(ThreadPoolExecutor):
         self._turn = Lock()
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        source = _enclosed(fn).get("src")
+        source = enclosed(fn).get("src")
         if source is None or not knows_triton():
             return super().submit(fn, *args, **kwargs)
         trace = source.make_ir
@@ -309,13 +255,6 @@ class _Compilers(ThreadPoolExecutor):
         compiling = super().submit(fn, *args, **kwargs)
         super().submit(_make_launcher, source)
         return compiling
-
-
-def _enclosed(function: Any) -> dict[str, Any]:
-    """What a function takes from those around it, by name."""
-    cells = getattr(function, "__closure__", None)
-    names = function.__code__.co_freevars if cells else ()
-    return {name: cell.cell_contents for name, cell in zip(names, cells or (), strict=True)}
 
 
 def _make_launcher(source: Any) -> None:
@@ -393,20 +332,3 @@ class Launches:
         ]
         self._kept[addresses] = kept
         return kept
-
-
-def knows_triton() -> bool:
-    """Whether this triton is one whose insides are known."""
-    import triton
-
-    return triton.__version__.startswith("3.6.")
-
-
-def entry_of(compiled: Any) -> Entry | None:
-    """The entry of a compiled kernel, or None when this triton is not one whose insides are known."""
-    if not knows_triton():
-        return None
-    launcher = compiled.run
-    if launcher.global_scratch_size or launcher.profile_scratch_size:
-        return None
-    return Entry(compiled)

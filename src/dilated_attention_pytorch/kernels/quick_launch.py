@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from . import first_call
-from .hopper_launch import Entry, Grid, entry_of
+from .triton_entry import Entry, Grid, entry_of
 
 KEPT = 4096
 """Launches that are known at a time, and prepared ones of each kind."""
