@@ -47,16 +47,16 @@ MOST_LINES_A_FILE = 500
 MOST_LINES = {
     "patterns": 1_200,
     "plan": 2_600,
-    "kernels": 10_480,
+    "kernels": 10_500,
     "ops": 3_760,
     "distributed": 4_800,
-    "nn": 4_640,
+    "nn": 4_660,
     "models": 2_000,
     "integrations": 300,
     "tools": 7_100,
 }
 """By room, so that one that grows is looked at; a new thing makes room for itself or argues for more here."""
-MOST_FILES = 169
+MOST_FILES = 170
 
 BANNED = ("v2", "new", "fixed", "improved", "optimized", "simple", "enhanced", "final", "true")
 

@@ -1,6 +1,7 @@
 """What people build: modules over the one operation."""
 
-from .adaptive import AdaptiveConfig, BlockSparseAdaptive, LearnedPattern, MultiheadBlockSparseAdaptive
+from .adaptive import AdaptiveConfig, BlockSparseAdaptive, LearnedPattern
+from .adaptive_multihead import MultiheadBlockSparseAdaptive
 from .block_sparse import BlockSparseHierarchical, BlockSparseRingDilatedAttention, BlockSparseTorchSparse
 from .cache import KVCache
 from .config import HierarchicalConfig, SparsePatternConfig

@@ -11,7 +11,8 @@ from torch import nn
 
 from ..errors import must
 from ..patterns import Full
-from .adaptive import AdaptiveConfig, BlockSparseAdaptive, MultiheadBlockSparseAdaptive
+from .adaptive import AdaptiveConfig, BlockSparseAdaptive
+from .adaptive_multihead import MultiheadBlockSparseAdaptive
 from .block_sparse import BlockSparseHierarchical, BlockSparseRingDilatedAttention
 from .config import HierarchicalConfig, SparsePatternConfig
 from .core import SparseAttention
