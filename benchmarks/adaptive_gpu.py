@@ -2,12 +2,12 @@
 
     python benchmarks/adaptive_gpu.py --out benchmarks/results/adaptive_h200.jsonl
 
-A line of JSON a length, without and with a causal mask: seconds of choosing, of a forward pass and of a training step,
-choosing included; the same of torch's dense attention by cuDNN and flash, and with the same selection of FlexAttention
-and FlashAttention-4. Calls follow one another in a stream, as in training, and so the host may be what takes the time;
-`in_a_graph` are the same captured in a CUDA graph, which the host only starts. What is divided by one another is timed
-by turns. Of lengths at which dense attention may win, `dense_below` is a forward pass of a layer told so, beside what
-torch's attention chooses for the same tensors.
+A line of JSON a length, without a causal mask and with one, under which tokens choose, or blocks where `rows` says so:
+seconds of choosing, of a forward pass and of a training step, choosing included; the same of torch's dense attention by
+cuDNN and flash, and with the same selection of FlexAttention and FlashAttention-4. Calls follow one another in a
+stream, as in training, and so the host may be what takes the time; `in_a_graph` are the same captured in a CUDA graph,
+which the host only starts. What is divided by one another is timed by turns. Of lengths at which dense attention may
+win, `dense_below` is a forward pass of a layer told so, beside what torch's attention chooses for the same tensors.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import faulthandler
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -53,34 +54,35 @@ def lines(lengths: Iterable[int], sparsity: float, device: str = "cuda") -> Iter
     """A line of results for each length, without and with a causal mask, until the time is up."""
     begun = time.monotonic()
     for n in lengths:
-        for is_causal in (False, True):
-            if is_causal and n >= FORWARD_ONLY:
+        for is_causal, granularity in ((False, "block"), (True, "token"), (True, "block")):
+            if is_causal and (n >= FORWARD_ONLY or (granularity == "block" and n < SHORT)):
                 continue
             line: dict[str, Any] = {"n": n, "sparsity": 0.99 if n >= FORWARD_ONLY else sparsity, "causal": is_causal}
+            line["rows"] = granularity
             if time.monotonic() - begun > LAST_START:
                 yield line | {"skipped": f"began nothing after {LAST_START} s"}
                 continue
             try:
-                yield line | measured(n, line["sparsity"], is_causal, device)
+                config = AdaptiveConfig(base_sparsity=line["sparsity"], granularity=granularity)
+                yield line | measured(n, config, is_causal, device)
             except torch.OutOfMemoryError as problem:
                 yield line | {"skipped": str(problem).split(".")[0]}
             if device == "cuda":
                 torch.cuda.empty_cache()
 
 
-def measured(n: int, sparsity: float, is_causal: bool, device: str) -> dict[str, Any]:
+def measured(n: int, config: AdaptiveConfig, is_causal: bool, device: str) -> dict[str, Any]:
     """Seconds of every way to compute one layer's attention, and how ours compares; nothing where the check fails."""
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     torch.manual_seed(0)
-    layer = BlockSparseAdaptive([n], [1], 8, 64, AdaptiveConfig(base_sparsity=sparsity)).to(device).eval()
+    layer = BlockSparseAdaptive([n], [1], 8, 64, config).to(device).eval()
     learner = copy.deepcopy(layer).train()
     x = [t.requires_grad_() for t in torch.randn(3, 1, n, 8, 64, device=device, dtype=dtype).unbind()]
     q, k, v = (t.transpose(1, 2) for t in x)
     with torch.no_grad():
         selection = layer._choose(q, k, is_causal, None)[1]
     errors = checked(q, k, v, selection)
-    line: dict[str, Any] = {"rows": "token" if selection.per_token else "block", "errors": errors}
-    line["density"] = float(selection.density())
+    line: dict[str, Any] = {"errors": errors, "density": float(selection.density())}
     if not max(errors.values()) <= GATE:
         return line | {"skipped": "the check failed"}
     grad, leaves = torch.randn_like(x[0]), [*x, *learner.parameters()]
@@ -122,7 +124,7 @@ def measured(n: int, sparsity: float, is_causal: bool, device: str) -> dict[str,
             line |= {f"{whole}speedup": faster, f"{whole}efficiency": faster * line["density"]}
         line[f"choosing_share_of_{kind}"] = line["choosing_seconds"] / line[f"learned_{kind}"]
     if n < SHORT:
-        line |= told_to_be_dense(x, is_causal, sparsity, device)
+        line |= told_to_be_dense(x, replace(config, dense_below=n + 1), is_causal, device)
     if device == "cuda" and n < FORWARD_ONLY:
         try:
             line["in_a_graph"] = in_a_graph(learner, x, is_causal)
@@ -132,11 +134,9 @@ def measured(n: int, sparsity: float, is_causal: bool, device: str) -> dict[str,
 
 
 @torch.no_grad()
-def told_to_be_dense(x: list[Tensor], is_causal: bool, sparsity: float, device: str) -> dict[str, float]:
+def told_to_be_dense(x: list[Tensor], config: AdaptiveConfig, is_causal: bool, device: str) -> dict[str, float]:
     """Seconds of a layer told to attend to everything, and how torch's attention compares, also in CUDA graphs."""
-    n = x[0].shape[1]
-    layer = BlockSparseAdaptive([n], [1], 8, 64, AdaptiveConfig(base_sparsity=sparsity, dense_below=n + 1))
-    layer = layer.to(device).eval()
+    layer = BlockSparseAdaptive([x[0].shape[1]], [1], 8, 64, config).to(device).eval()
 
     def torch_own() -> Tensor:
         found = F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in x), is_causal=is_causal)
