@@ -94,13 +94,13 @@ def test_lists_laid_out_by_kernels_are_those_laid_out_in_torch(size, batch, n, i
         )
 
 
-@pytest.mark.parametrize(("batch", "n"), [(1, 3000), (2, 333)])
-def test_choices_turned_round_by_bits_are_those_turned_round_by_a_sort(batch, n):
-    from dilated_attention_pytorch.kernels import triton_lists
+@pytest.mark.parametrize(("batch", "n", "group"), [(1, 3000, 1), (2, 333, 2), (1, 20_000, 4)])
+def test_choices_turned_round_by_bits_are_those_turned_round_by_a_sort(batch, n, group):
+    from dilated_attention_pytorch.kernels import triton_turned
 
-    chosen = on_gpu(drawn(batch, 3, n, 64, is_causal=True, per_token=True, most=7))
-    for got, want in zip(triton_lists.chosen_tokens(chosen), chosen_tokens(chosen), strict=True):
-        assert torch.equal(got, want)
+    chosen = on_gpu(drawn(batch, 4, n, 64, is_causal=True, per_token=True, most=7))
+    for got, want in zip(triton_turned.chosen_tokens(chosen, group), chosen_tokens(chosen, group), strict=True):
+        assert torch.equal(got.long(), want)
 
 
 @pytest.mark.parametrize("padded", [False, True])

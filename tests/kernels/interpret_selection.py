@@ -26,10 +26,10 @@ from dilated_attention_pytorch.kernels import (
     hopper_work,
     listed_schedule,
     triton_choice,
-    triton_lists,
     triton_mass,
     triton_schedule,
     triton_selection,
+    triton_turned,
 )
 from dilated_attention_pytorch.kernels.dropout import kept
 from dilated_attention_pytorch.nn import AdaptiveConfig, BlockSparseAdaptive
@@ -313,13 +313,14 @@ class Turned(NamedTuple):
     batch: int = 1
     is_causal: bool = False
     most: int = 3
+    group: int = 1
 
     def errors(self) -> dict[str, float]:
         """How much differs from what sorting gives."""
         torch.manual_seed(0)
         chosen = drawn(self.batch, 2, self.n, 16, is_causal=self.is_causal, per_token=True, most=self.most)
         with GpuRules():
-            found, wanted = triton_lists.chosen_tokens(chosen), plans.chosen_tokens(chosen)
+            found, wanted = (of.chosen_tokens(chosen, self.group) for of in (triton_turned, plans))
         return {name: float((a != b).sum()) for name, a, b in zip(found._fields, found, wanted, strict=True)}
 
 
@@ -405,7 +406,7 @@ TRIALS = {
     "lists of ragged blocks, causal": Lists(500, 128, 1, True, local=2),
     "lists of large blocks of two samples": Lists(768, 256, 2, True, few=False),
     "tokens turned round": Turned(70, 2),
-    "many causal tokens turned round": Turned(500, 1, True, 8),
+    "many causal tokens turned round": Turned(500, 1, True, 8, 2),
     "choice of blocks": Choice(False, batch=2, heads=2, n=100),
     "choice of causal tokens with noise": Choice(True, True, noise=True, n=70, sink=0, kept=0.9),
     "choice of many causal tokens, rounded": Choice(True, True, n=560, units=2, sink=0, rounds=True),

@@ -11,7 +11,13 @@ from kernels.test_selection import drawn
 
 from dilated_attention_pytorch.distributed import SequenceLayout
 from dilated_attention_pytorch.distributed.restrict import restrict
-from dilated_attention_pytorch.kernels import hopper_backend, hopper_gradients, hopper_launch, hopper_split
+from dilated_attention_pytorch.kernels import (
+    hopper_backend,
+    hopper_gradients,
+    hopper_launch,
+    hopper_split,
+    quick_launch,
+)
 from dilated_attention_pytorch.kernels.hopper_work import steps_of
 from dilated_attention_pytorch.kernels.listed_schedule import Listed
 from dilated_attention_pytorch.kernels.registry import AttentionCall
@@ -81,7 +87,6 @@ def recorded(monkeypatch):
         hopper_prepare,
         triton_backward,
         triton_forward,
-        triton_lists,
     )
 
     public, direct = [], []
@@ -104,7 +109,7 @@ def recorded(monkeypatch):
     for module in (hopper_backend, hopper_gradients):
         monkeypatch.setattr(module, "processors", lambda _: 132)
     # Nobody reads the lists of learned plans, so that they need not be written.
-    monkeypatch.setattr(triton_lists, "launch", lambda *arguments, **options: None)
+    monkeypatch.setattr(quick_launch.Launch, "__call__", lambda *arguments: None)
     monkeypatch.setattr(hopper_backend, "why_not", lambda call: None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)

@@ -24,7 +24,8 @@ def test_gathering_kernels_fit_a_multiprocessor(name, tmp_path, monkeypatch):
     kinds = {"chosen_fwd_kernel": "forward", "chosen_dq_bwd_kernel": "dq", "chosen_dkv_bwd_kernel": "dkv"}
     tiles = getattr(triton_launch.HALF[64], kinds[name])
     constants = PLAIN | SIZES | {"RAGGED": False, "BM": tiles.m, "BN": tiles.n}
-    compiled = compile_kernel(getattr(triton_tokens, name), constants, tiles)
+    types = dict.fromkeys(("p_source", "p_tile", "p_first", "p_order"), "*i32")
+    compiled = compile_kernel(getattr(triton_tokens, name), constants, tiles, types=types)
     assert compiled.metadata.shared <= SHARED_MEMORY
     assert "mma" in compiled.asm["ptx"]
     assert spilled(compiled, tmp_path) <= 256
@@ -183,34 +184,35 @@ def test_hidden_units_are_read_by_fours_and_stay_in_registers_where_tiles_are_sm
     assert quads == units * (side // 32 + constants["EVEN"] * (1 + constants["KEEP"]))
 
 
-QUERY_LISTS = dict.fromkeys(("p_indices", "p_items", "p_held", "p_partial"), "*i32")
-KEY_LISTS = dict.fromkeys(("p_bits", "p_next", "p_total", "p_partial"), "*i32")
-HELD_ITEMS = dict.fromkeys(("p_met", "p_items"), "*i32")
-CHOICES = dict.fromkeys(("p_indices", "p_bits", "p_before"), "*i32") | {"p_tiles": "*i64"}
+IN_ROOM = dict.fromkeys(("p_indices", "p_room", "p_query_lists"), "*i32")
 SIZED = {"SIZE": 128, "P": 32}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("module", "name", "warps", "constants", "types"),
+    ("name", "warps", "constants"),
     [
-        ("triton_lists", "query_lists_kernel", 1, SIZED | {"CAUSAL": False, "RAGGED": False, "HALVES": 1}, QUERY_LISTS),
-        ("triton_lists", "query_lists_kernel", 4, {"SIZE": 256, "P": 2048, "CAUSAL": True, "HALVES": 2}, QUERY_LISTS),
-        ("triton_lists", "key_lists_kernel", 4, {"SIZE": 128, "P": 1024, "CAUSAL": True, "HALVES": 1}, KEY_LISTS),
-        ("triton_lists", "held_items_kernel", 4, {"P": 1024, "HALVES": 2}, HELD_ITEMS),
-        ("triton_lists", "chosen_kernel", 4, SIZED | {"PLACE": False}, CHOICES),
-        ("triton_lists", "chosen_kernel", 4, SIZED | {"PLACE": True}, CHOICES),
-        ("triton_lists", "runs_kernel", 4, {"SIZE": 128, "P": 1024}, CHOICES),
+        ("query_lists_kernel", 1, SIZED | {"CAUSAL": False, "RAGGED": False, "HALVES": 1}),
+        ("query_lists_kernel", 4, {"SIZE": 256, "P": 2048, "CAUSAL": True, "HALVES": 2}),
+        ("key_lists_kernel", 4, {"SIZE": 128, "P": 1024, "CAUSAL": True, "HALVES": 1}),
+        ("held_items_kernel", 4, {"P": 1024, "HALVES": 2}),
+        ("mark_kernel", 4, {"P": 32, "FILL": -1}),
+        ("runs_kernel", 4, {"SIZE": 128, "P": 1024}),
+        ("place_kernel", 4, SIZED | {"T": 1024}),
     ],
 )
-def test_what_surrounds_the_ranking_is_small(module, name, warps, constants, types, tmp_path, monkeypatch):
+def test_what_surrounds_the_ranking_is_small(name, warps, constants, tmp_path, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    from importlib import import_module
+    from dilated_attention_pytorch.kernels import triton_launch, triton_lists, triton_turned
 
-    kernel = getattr(import_module(f"dilated_attention_pytorch.kernels.{module}"), name)
-    rest = {"LOCAL": 2, "BY_ROW": True, "RAGGED": True}
-    tiles = import_module("dilated_attention_pytorch.kernels.triton_launch").Tiles(0, 0, warps, 1)
-    compiled = compile_kernel(kernel, rest | constants, tiles, types=types)
+    rest = {"LOCAL": 2, "BY_ROW": True, "RAGGED": True, "GROUP": 2}
+    tiles = triton_launch.Tiles(0, 0, warps, 1)
+    compiled = compile_kernel(
+        getattr(triton_turned if name in ("runs_kernel", "place_kernel") else triton_lists, name),
+        rest | constants,
+        tiles,
+        types=IN_ROOM,
+    )
     assert compiled.metadata.shared <= 16384
     assert spilled(compiled, tmp_path) == 0
     assert sum(line.endswith(";") for line in compiled.asm["ptx"].splitlines()) <= 3_000

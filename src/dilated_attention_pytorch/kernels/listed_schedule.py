@@ -6,9 +6,8 @@ plan lives for one call: its tables have the sizes that shapes allow, and what i
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import cached_property, lru_cache
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,56 +15,63 @@ from torch import Tensor
 from ..plan.plan import Axis, Plan, Walk
 from ..plan.selected import Selection, plan_of
 from . import hopper_work, triton_backend, triton_schedule
-from .hopper_work import FEW_ITEMS, ITEM_ROWS, Ground, HeldWork, Mould, QueryWork, Step
+from .hopper_work import FEW_ITEMS, ITEM_ROWS, Ground, HeldWork, Mould, QueryWork, Step, Strides
+from .quick_launch import KEPT
 from .registry import AttentionCall, Backend, choose
 from .triton_schedule import PartSchedule, Schedule, Side, share_of
+
+if TYPE_CHECKING:
+    from .triton_lists import ListedBlocks, Tables
 
 
 class Items(NamedTuple):
     """What the Hopper kernels read beside a plan's walks. Not the plan, which would then live as long as this."""
 
+    lists: ListedBlocks
     by_query: Tensor
-    held: Tensor
-    partial: Tensor
+    """Memory of all that `ListedBlocks.queries` gives"""
+    many: int
+    """Items of the output, and of dQ"""
+    by_key: Tensor | None = None
+    """Likewise `ListedBlocks.keys`"""
+
+
+class Frame(NamedTuple):
+    """What selections of one size have in common."""
+
+    lists: ListedBlocks
+    ragged: bool
+    strided: bool
     halves: int
-    few: bool
-    key_total: Tensor | None = None
-    key_partial: Tensor | None = None
+    items: int
 
 
 class Listed:
     """A selection by query blocks as the GPU kernels read it: samples laid one after another, every head for itself."""
 
     def __init__(self, selection: Selection) -> None:
-        from .triton_lists import query_lists
-
-        batch, heads, t, _ = selection.indices.shape
-        size = selection.block_size
+        indices = selection.indices
+        near = selection.local_blocks, selection.sink_blocks, selection.is_causal
+        told = indices.device, indices.shape, selection.n, selection.block_size, *near
+        self.lists, self.ragged, self.strided, self.halves, items = _frame(*told, FEW_ITEMS)
         self.selection = selection
-        self.ragged = selection.n % size > 0
-        self.strided = self.ragged and batch > 1
-        # The Hopper kernels would have to be told which items exist.
-        plain = not self.strided and (size == ITEM_ROWS or not self.ragged)
-        self.halves = size // ITEM_ROWS if plain else 0
-        few = heads * batch * t * self.halves <= FEW_ITEMS
-        lists, rows, self.work, items, held, partial = query_lists(selection, self.halves, few)
-        self.items = Items(items, held, partial, self.halves, few)
-        masked = self.ragged or selection.is_causal
-        self.lists, self.entries = lists, len(lists) // (1 + masked)
-        walk = _walk(lists, rows, self.entries, _row_order(batch, heads, t, selection.is_causal, lists.device))
-        self.plan = plan_of(selection, walk, _no_walk(lists.device), self.entries)
+        order = _row_order(*indices.shape[:3], selection.is_causal, indices.device)
+        self.items = Items(self.lists, self.lists.queries(indices), items)
+        walk = self._walk(self.items.by_query, self.lists.by_query, order)
+        self.plan = plan_of(selection, walk, _no_walk(indices.device), self.lists.entries)
         """For the forward pass: its walk by key is empty."""
+
+    def _walk(self, room: Tensor, tables: Tables, order: Tensor) -> Walk:
+        return self.lists.walk(room, tables, order, _no_walk(order.device).mask)
 
     @cached_property
     def whole_plan(self) -> Plan:
         """The same with its walk by key, for gradients."""
-        from .triton_lists import key_lists
-
-        entries = self.entries
-        self.key_lists, rows, total, partial = key_lists(self.selection, entries, self.halves)
-        self.items = self.items._replace(key_total=total, key_partial=partial)
-        by_key = _walk(self.key_lists, rows, entries, self.plan.parts[0].by_query.order)
-        return replace(self.plan, parts=(replace(self.plan.parts[0], by_key=by_key),))
+        by_query = self.plan.parts[0].by_query
+        by_key = self.lists.keys(self.selection.indices, self.items.by_query)
+        self.items = self.items._replace(by_key=by_key)
+        walk = self._walk(by_key, self.lists.by_key, by_query.order)
+        return plan_of(self.selection, by_query, walk, self.lists.entries)
 
     def choose(self, call: AttentionCall, backend: str) -> tuple[str, Backend]:
         """`choose` for a call of one of its plans, which is then ready for what was chosen."""
@@ -83,26 +89,30 @@ class Listed:
     def _schedule(self, plan: Plan, group: int) -> Schedule:
         """What the Triton kernels read of one of its plans."""
         (part,) = plan.parts
-        heads, key_owners, axis = _frame(part.queries, plan.heads, group)
+        heads, key_owners, axis = _owners(part.queries, plan.heads, group)
+        tables, entries = self.lists, self.lists.entries
+        work = tables.by_query.table(self.items.by_query, "work")
         by_query = by_key = Side(
-            work=self.work,
+            work=work,
             items=part.queries.tiles,
             owners=heads,
-            heavy=self.work[:0, :4],
+            heavy=work[:0, :4],
             heavy_rows=0,
             slots=0,
             # Both kinds of a listed walk lie in one memory, so the lists need be there but once.
-            lists=self.lists,
-            mask_shift=self.entries,
+            lists=tables.by_query.table(self.items.by_query, "lists"),
+            mask_shift=entries,
             partial=len(part.by_query.mask) > 0,
             mixed=False,
             covers=True,
         )
         if len(part.by_key.rows):
             limit = None if group > 1 else share_of(plan, len(part.by_key.full))
-            assert self.items.key_total is not None
-            order = self.items.key_total.view(plan.heads, -1).argsort(dim=1, descending=True)
-            by_key = _key_side(plan, part.by_key, order, self.key_lists, key_owners, limit)
+            room = self.items.by_key
+            assert room is not None
+            order = tables.by_key.table(room, "total").view(plan.heads, -1).argsort(dim=1, descending=True)
+            lists = tables.by_key.table(room, "lists")
+            by_key = _key_side(plan, part.by_key, order, lists, key_owners, limit)
         whole = PartSchedule(
             by_query=by_query,
             by_key=by_key,
@@ -121,13 +131,22 @@ class Listed:
         return Schedule((whole,), (whole,) if len(part.by_key.rows) else (), plan.masks.band, bits=False)
 
 
-def _walk(lists: Tensor, rows: Tensor, entries: int, order: Tensor) -> Walk:
-    """Lists and then masks as a walk: both kinds lie in one memory, as two tensors."""
-    if len(lists) == entries:
-        nothing = _no_walk(lists.device).mask
-        return Walk(rows, lists, nothing, nothing, order)
-    full = lists[:entries]
-    return Walk(rows, full, full.view_as(full), lists[entries:], order)
+@lru_cache(maxsize=KEPT)
+def _frame(
+    device: torch.device, shape: tuple[int, ...], n: int, size: int, local: int, sinks: int, is_causal: bool,
+    few_items: int,
+) -> Frame:  # fmt: skip
+    from .triton_lists import ListedBlocks
+
+    batch, heads, t, _ = shape
+    ragged = n % size > 0
+    strided = ragged and batch > 1
+    # The Hopper kernels would have to be told which items exist.
+    plain = not strided and (size == ITEM_ROWS or not ragged)
+    halves = size // ITEM_ROWS if plain else 0
+    items = heads * batch * t * halves
+    lists = ListedBlocks(device, shape, size, local, sinks, is_causal, ragged, halves, items <= few_items)
+    return Frame(lists, ragged, strided, halves, items)
 
 
 @lru_cache(maxsize=64)
@@ -137,7 +156,7 @@ def _no_walk(device: torch.device) -> Walk:
 
 
 @lru_cache(maxsize=64)
-def _frame(axis: Axis, heads: int, group: int) -> tuple[Tensor, Tensor, Tensor]:
+def _owners(axis: Axis, heads: int, group: int) -> tuple[Tensor, Tensor, Tensor]:
     """What follows from shapes: owners of queries and of keys, and the axis of both."""
     head = torch.arange(heads, dtype=torch.int32, device=axis.start.device)
     nothing = torch.zeros_like(head)
@@ -237,31 +256,33 @@ def _cut(table: Tensor, tile: Tensor, limit: int, more: int) -> tuple[Tensor, Te
 class ListedStep(Step):
     """The part of such a plan as the Hopper kernels run it; every row meets its own tile, so every item has work."""
 
+    # A step is made for every call, and these are the same of all.
+    strided = False
+    queries = keys = Strides(1, 0)
+    shape = False, False, False
+
     def __init__(self, plan: Plan, items: Items) -> None:
         self.items = items
-        self.mould = _mould(plan.n, plan.heads, plan.block_size, len(items.by_query))
-        super().__init__(Ground(plan), plan.parts[0], strided=False)
+        self.mould = _mould(plan.n, plan.heads, plan.block_size, items.many)
+        self.ground, self.part = Ground(plan), plan.parts[0]
+        self._held = {}
 
     @cached_property
     def by_query(self) -> QueryWork:  # pyrefly: ignore[bad-override]
         """The forward's work list."""
-        items, part = self.items, self.part
-        return QueryWork(items.by_query, part.by_query.full, items.partial, _tile_table(part.keys), covers=True)
+        lists, room, *_ = self.items
+        items, partial = (lists.by_query.table(room, name) for name in ("items", "partial"))
+        return QueryWork(items, self.part.by_query.full, partial, _tile_table(self.part.keys), covers=True)
 
     def _held_work(self, group: int, by_key: bool) -> HeldWork:
-        part, (_, held, partial, halves, few, total, key_partial) = self.part, self.items
+        part, (lists, room, _, key_room) = self.part, self.items
+        assert key_room is not None
         # Both masks are bands, so nobody reads the bits.
         classes, bits = part.head_class, self.ground.masks.bits
-        if not by_key:
+        if by_key:
+            walk, items, partial = part.by_key, lists.held_items(key_room, group), "partial"
+        else:
             # A band counts keys minus queries, and the kernel what is held minus what is streamed.
-            partial = torch.cat([partial[:, :2], -partial[:, 2:].flip(1)], 1) if len(partial) else partial
-            walk = part.by_query
-            return HeldWork(held, classes, walk.rows, walk.full, partial, _tile_table(part.keys), bits)
-        from .triton_lists import held_items
-
-        assert total is not None
-        assert key_partial is not None
-        walk, tiles = part.by_key, part.keys.tiles
-        met = total if group == 1 else total.view(-1, group, tiles).sum(1, dtype=torch.int32)
-        items = held_items(met, tiles, halves, few)
-        return HeldWork(items, classes, walk.rows, walk.full, key_partial, _tile_table(part.queries), bits)
+            walk, items, partial = part.by_query, lists.by_query.table(room, "held"), "turned"
+        entries = lists.by_key.table(key_room, partial)
+        return HeldWork(items, classes, walk.rows, walk.full, entries, _tile_table(part.keys), bits)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .dropout import threshold
-from .quick_launch import launch
+from .quick_launch import KEPT, Launch, launch
 from .registry import AttentionCall, Forward, Gradients, empty_rows
 from .triton_backward import (
     attention_dkv_bwd_kernel,
@@ -141,11 +141,16 @@ def delta_of(output: Tensor, lse: Tensor, grad_output: Tensor, grad_lse: Tensor 
     batch, heads, n, e = output.shape
     delta = torch.empty((batch, heads, n), dtype=torch.float32, device=output.device)
     slope = lse if grad_lse is None else grad_lse
-    launch(delta_bwd_kernel, (-(-n // ROWS), heads, batch),
-        output, grad_output, lse, slope, delta, n, *output.stride()[:3], *grad_output.stride()[:3], *slope.stride(),
-        BM=ROWS, E=e, EP=held(e), LSE_GRAD=grad_lse is not None, **OPTIONS,
-    )  # fmt: skip
+    numbers = n, *output.stride()[:3], *grad_output.stride()[:3], *slope.stride()
+    run = _delta_launch(output.device, e, grad_lse is not None, *numbers)
+    run((-(-n // ROWS), heads, batch), (output, grad_output, lse, slope, delta))
     return delta
+
+
+@lru_cache(maxsize=KEPT)
+def _delta_launch(device: torch.device, e: int, slopes: bool, *numbers: int) -> Launch:
+    constants = {"BM": ROWS, "E": e, "EP": held(e), "LSE_GRAD": slopes}
+    return Launch(delta_bwd_kernel, device, *numbers, **constants, **OPTIONS)
 
 
 def _query_gradient(

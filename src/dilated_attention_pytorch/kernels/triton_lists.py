@@ -5,29 +5,63 @@ Names as in `triton_primitives`; P is the power of two that holds a list.
 
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..plan.selected import Chosen, Selection
-from .quick_launch import launch
+from ..plan.plan import Walk
+from .quick_launch import ALIGNED, Launch
+from .triton_entry import Grid
 from .triton_launch import OPTIONS, held
 
 
+class Tables:
+    """Tables of 32-bit numbers in one piece of memory; only those that somebody asks for are made tensors."""
+
+    __slots__ = ("_device", "_nothing", "_parts", "_total")
+
+    def __init__(self, device: torch.device, **shapes: tuple[int, ...]) -> None:
+        self._parts: dict[str, tuple[tuple[int, ...], tuple[int, ...], int]] = {}
+        self._device, self._total = device, 0
+        empty = {name: shape for name, shape in shapes.items() if not math.prod(shape)}
+        self._nothing = {name: torch.empty(shape, dtype=torch.int32, device=device) for name, shape in empty.items()}
+        for name, shape in shapes.items():
+            apart = tuple(math.prod(shape[place + 1 :]) for place in range(len(shape)))
+            self._parts[name] = shape, apart, self._total
+            self._total += -(-math.prod(shape) // ALIGNED) * ALIGNED
+
+    def made(self) -> Tensor:
+        """All of it, unwritten."""
+        return torch.empty(self._total, dtype=torch.int32, device=self._device)
+
+    def begin(self, *names: str) -> tuple[int, ...]:
+        """Where tables begin."""
+        return tuple(self._parts[name][2] for name in names)
+
+    def table(self, room: Tensor, name: str) -> Tensor:
+        nothing = self._nothing.get(name)
+        return room.as_strided(*self._parts[name]) if nothing is None else nothing
+
+
 @triton.jit
-def store_partial(p_partial, o_entry, b_tile, b_mask, b_here, SIZE: tl.constexpr, P: tl.constexpr):
-    """Entries as `hopper_work.Ground.partial` has them: tile, mask, first and last difference of its band."""
+def store_partial(p_partial, o_entry, b_tile, b_mask, b_here, SIZE: tl.constexpr, TURNED: tl.constexpr):
+    """Entries as `hopper_work.Ground.partial` has them: tile, mask, first and last difference of its band.
+
+    Differences are keys minus queries, or where TURNED queries minus keys.
+    """
     p_line = p_partial + o_entry.to(tl.int64) * 4
     tl.store(p_line, b_tile, mask=b_here)
     tl.store(p_line + 1, b_mask, mask=b_here)
-    tl.store(p_line + 2, tl.full([P], 1 - SIZE, tl.int32), mask=b_here)
-    tl.store(p_line + 3, tl.where(b_mask > 0, 0, SIZE - 1), mask=b_here)
+    tl.store(p_line + 2, tl.where((b_mask > 0) & TURNED, 0, 1 - SIZE), mask=b_here)
+    tl.store(p_line + 3, tl.where((b_mask > 0) & (not TURNED), 0, SIZE - 1), mask=b_here)
 
 
 @triton.jit(do_not_specialize=["batch", "heads", "blocks", "listed", "sinks", "entries"])
 def query_lists_kernel(
-    p_indices, p_lists, p_rows, p_work, p_items, p_held, p_partial, batch, heads, blocks, listed, sinks,
+    p_indices, p_room, o_lists, o_rows, o_work, o_items, o_held, o_partial, batch, heads, blocks, listed, sinks,
     entries, P: tl.constexpr, SIZE: tl.constexpr, LOCAL: tl.constexpr, CAUSAL: tl.constexpr, RAGGED: tl.constexpr,
     HALVES: tl.constexpr, BY_ROW: tl.constexpr,
 ):  # fmt: skip
@@ -68,50 +102,28 @@ def query_lists_kernel(
     begin = row * many
     o_entry = begin + b_at
     b_tile = sample * blocks + tl.minimum(tl.maximum(b_block, 0), blocks - 1)
+    p_lists = p_room + o_lists
     tl.store(p_lists + o_entry, b_tile, mask=o_k < many)
     if RAGGED or CAUSAL:
         b_mask = tl.maximum(b_mask, 0)
         tl.store(p_lists + entries + o_entry, b_mask, mask=o_k < many)
         if HALVES > 0:
-            store_partial(p_partial, o_entry, b_tile, b_mask, o_k < many, SIZE, P)
+            store_partial(p_room + o_partial, o_entry, b_tile, b_mask, o_k < many, SIZE, False)
     # Under a causal mask the last rows meet most.
     place = (blocks - 1 - own) * batch + sample if CAUSAL else tile
     o_c = tl.arange(0, 8)
     middle = begin + whole
     b_line = tl.where(o_c == 0, tile, tl.where(o_c == 1, begin, tl.where(o_c == 5, middle + part, middle)))
     b_line = tl.where((o_c == 3) | (o_c == 6), 0, tl.where(o_c == 7, -1, b_line))
-    tl.store(p_work + (head * tiles + place) * 8 + o_c, b_line)
-    tl.store(p_rows + row * 6 + o_c - 1, b_line, mask=(o_c > 0) & (o_c < 7))
+    tl.store(p_room + o_work + (head * tiles + place) * 8 + o_c, b_line)
+    tl.store(p_room + o_rows + row * 6 + o_c - 1, b_line, mask=(o_c > 0) & (o_c < 7))
     for half in tl.static_range(HALVES):
         item = (place * heads + head if BY_ROW else head * tiles + place) * HALVES + half
         b_line = tl.where(o_c == 0, head, tl.where(o_c == 1, tile * HALVES + half, tl.where(o_c == 2, begin, whole)))
         b_line = tl.where(o_c == 5, middle, tl.where(o_c == 6, part, b_line))
-        tl.store(p_items + item * 8 + o_c, tl.where((o_c == 4) | (o_c == 7), 0, b_line))
+        tl.store(p_room + o_items + item * 8 + o_c, tl.where((o_c == 4) | (o_c == 7), 0, b_line))
         b_line = tl.where(o_c < 2, b_line, tl.where(o_c == 2, whole + part, 0))
-        tl.store(p_held + item * 4 + o_c, b_line, mask=o_c < 4)
-
-
-def query_lists(selection: Selection, halves: int, by_row: bool) -> tuple[Tensor, ...]:
-    """Lists and then masks of a selection by query blocks, rows as `Walk` has them, work as `Side` has it, Hopper's
-    items of the output and of dQ, and partial entries. All int32.
-
-    `halves` is the number of items of 128 rows in a block, 0 for none; `by_row` as in the kernel.
-    """
-    indices, local = selection.indices.contiguous(), selection.local_blocks
-    batch, heads, t, listed = indices.shape
-    sinks, ragged = min(selection.sink_blocks, t), selection.n % selection.block_size > 0
-    many = (local if selection.is_causal else 2 * local - 1) + sinks + listed
-    rows, masked = heads * batch * t, ragged or selection.is_causal
-    room = indices.new_empty
-    lists, table, work = room(rows * many * (1 + masked)), room((rows, 6)), room((rows, 8))
-    items, held_items = room((rows * halves, 8)), room((rows * halves, 4))
-    partial = room((rows * many * (masked and halves > 0), 4))
-    launch(query_lists_kernel, (rows,),
-        indices, lists, table, work, items, held_items, partial, batch, heads, t, listed, sinks, rows * many,
-        P=held(many), SIZE=selection.block_size, LOCAL=local, CAUSAL=selection.is_causal, RAGGED=ragged,
-        HALVES=halves, BY_ROW=by_row, num_warps=4 if many > 256 else 1, **OPTIONS,
-    )  # fmt: skip
-    return lists, table, work, items, held_items, partial
+        tl.store(p_room + o_held + item * 4 + o_c, b_line, mask=o_c < 4)
 
 
 @triton.jit
@@ -124,41 +136,45 @@ def ones_of(b_word):
     return ((b_word * 0x01010101) >> 24).to(tl.int32)
 
 
-@triton.jit(do_not_specialize=["n", "blocks", "heads", "samples", "listed", "rows"])
-def chosen_kernel(
-    p_indices, p_bits, p_before, p_first, p_source, p_place, p_tile, n, blocks, heads, samples, listed, rows,
-    s_sample, s_head, SIZE: tl.constexpr, P: tl.constexpr, PLACE: tl.constexpr,
-):  # fmt: skip
-    """For 32 tokens: set the bit of each in the words of the tiles it chose, or with PLACE say where each choice lies.
+@triton.jit
+def fill(p_table, many, value):
+    """Fill a table of so many numbers, all programs of a launch together."""
+    program = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
+    for first in range(program * 512, many, tl.num_programs(0) * tl.num_programs(1) * 512):
+        o = first + tl.arange(0, 512)
+        tl.store(p_table + o, o * 0 + value, mask=o < many)
 
-    A choice lies as far into its tile's run as there are tokens before it that chose the same.
+
+@triton.jit(do_not_specialize=["n", "blocks", "heads", "samples", "listed", "filled", "tiles", "counters"])
+def mark_kernel(
+    p_indices, p_room, o_bits, o_filled, o_tile, o_counters, n, blocks, heads, samples, listed, filled, tiles, counters,
+    s_sample, s_head, FILL: tl.constexpr, P: tl.constexpr,
+):  # fmt: skip
+    """For 32 tokens: set the bit of each in the words of the tiles it chose, and clear the others.
+
+    Launches that come next find a table full of FILL, one full of a tile that there is not, and counters at 0.
     """
     word = tl.program_id(0)
     head = tl.program_id(1).to(tl.int64) % heads
     sample = tl.program_id(1).to(tl.int64) // heads
     key_tiles = samples * blocks
+    fill(p_room + o_filled, filled, FILL)
+    fill(p_room + o_tile, tiles, key_tiles)
+    fill(p_room + o_counters, counters, 0)
+    # No other program has bits in these words.
+    p_bits = p_room + o_bits + (head * key_tiles + sample * blocks) * tl.num_programs(0) + word
+    for first in range(0, blocks, 128):
+        o_b = first + tl.arange(0, 128)
+        tl.store(p_bits + o_b.to(tl.int64) * tl.num_programs(0), o_b * 0, mask=o_b < blocks)
+    tl.debug_barrier()
     o_i = tl.arange(0, 32)[:, None]
     o_token = word * 32 + o_i
     p_own = p_indices + sample * s_sample + head * s_head + o_token.to(tl.int64) * listed
     for slot in range(0, listed, P):
         o_k = slot + tl.arange(0, P)[None, :]
-        b_real = (o_token < n) & (o_k < listed)
-        b_block = tl.load(p_own + o_k, mask=b_real, other=blocks)
-        b_some = b_block < blocks
-        b_tile = sample * blocks + b_block
-        o_word = (head * key_tiles + b_tile) * tl.num_programs(0) + word
-        if PLACE:
-            b_bits = tl.load(p_bits + o_word, mask=b_some, other=0)
-            b_within = tl.load(p_before + o_word, mask=b_some, other=0) + ones_of(b_bits & ((1 << o_i) - 1))
-            b_first = tl.load(p_first + head * (key_tiles + 1) + b_tile, mask=b_some, other=0)
-            b_place = b_first * SIZE + b_within
-            o_entry = ((head * samples + sample) * n + o_token) * listed + o_k
-            tl.store(p_place + o_entry, tl.where(b_some, b_place, rows), mask=b_real)
-            tl.store(p_source + head * rows + b_place, sample * n + o_token + o_k * 0, mask=b_some)
-            p_met = p_tile + head * (rows // SIZE) + b_first + b_within // SIZE
-            tl.store(p_met, b_tile, mask=b_some & (b_within % SIZE == 0))
-        else:
-            tl.atomic_or(p_bits + o_word, (1 << o_i) + o_k * 0, mask=b_some)
+        b_block = tl.load(p_own + o_k, mask=(o_token < n) & (o_k < listed), other=blocks)
+        o_word = b_block.to(tl.int64) * tl.num_programs(0)
+        tl.atomic_or(p_bits + o_word, (1 << o_i) + o_k * 0, mask=b_block < blocks)
 
 
 @triton.jit
@@ -169,16 +185,19 @@ def seen_by(p_bits, row, own, o_q, blocks, sinks, words, LOCAL: tl.constexpr, CA
     return b_seen & (o_q < blocks) & (o_q >= (own if CAUSAL else 0))
 
 
-@triton.jit(do_not_specialize=["batch", "blocks", "sinks", "words", "entries"])
+@triton.jit(do_not_specialize=["batch", "blocks", "sinks", "words", "entries", "many"])
 def key_lists_kernel(
-    p_bits, p_next, p_lists, p_rows, p_total, p_partial, batch, blocks, sinks, words, entries,
-    P: tl.constexpr, SIZE: tl.constexpr, LOCAL: tl.constexpr, CAUSAL: tl.constexpr, RAGGED: tl.constexpr,
-    HALVES: tl.constexpr,
+    p_room, p_query_lists, o_bits, o_counters, o_lists, o_rows, o_total, o_partial, o_turned, batch, blocks, sinks,
+    words, entries, many, P: tl.constexpr, SIZE: tl.constexpr, LOCAL: tl.constexpr, CAUSAL: tl.constexpr,
+    RAGGED: tl.constexpr, HALVES: tl.constexpr,
 ):  # fmt: skip
     """The query blocks that see one key block, ascending: those met whole, then those met in part.
 
-    Lists lie in the order in which programs ask for room, which nothing depends on.
+    Lists lie in the order in which programs ask for room, which nothing depends on. With HALVES a query block's `many`
+    entries are stored once more, turned, for dQ on Hopper.
     """
+    p_bits = p_room + o_bits
+    p_lists = p_room + o_lists
     row = tl.program_id(0)
     tile = row % (batch * blocks)
     own = tile % blocks
@@ -190,7 +209,7 @@ def key_lists_kernel(
         b_cut = (o_q == (blocks - 1 if RAGGED else blocks)) | (o_q == (own if CAUSAL else blocks))
         whole += tl.sum((b_seen & (b_cut == 0)).to(tl.int32), 0)
         part += tl.sum((b_seen & b_cut).to(tl.int32), 0)
-    begin = tl.atomic_add(p_next, whole + part)
+    begin = tl.atomic_add(p_room + o_counters, whole + part)
     met = begin
     cut = begin + whole
     for first in range(0, blocks, P):
@@ -206,109 +225,138 @@ def key_lists_kernel(
             b_mask = (o_q == (own if CAUSAL else blocks)).to(tl.int32)
             tl.store(p_lists + entries + o_entry, b_mask, mask=b_seen)
             if HALVES > 0:
-                store_partial(p_partial, o_entry, b_tile, b_mask, b_seen, SIZE, P)
+                store_partial(p_room + o_partial, o_entry, b_tile, b_mask, b_seen, SIZE, False)
         met += tl.sum(b_whole, 0)
         cut += tl.sum(b_part, 0)
     o_c = tl.arange(0, 8)
     b_line = tl.where(o_c == 0, begin, tl.where(o_c == 4, begin + whole + part, begin + whole))
-    tl.store(p_rows + row * 6 + o_c, tl.where((o_c == 2) | (o_c == 5), 0, b_line), mask=o_c < 6)
-    tl.store(p_total + row, whole + part)
+    tl.store(p_room + o_rows + row * 6 + o_c, tl.where((o_c == 2) | (o_c == 5), 0, b_line), mask=o_c < 6)
+    tl.store(p_room + o_total + row, whole + part)
+    if (RAGGED or CAUSAL) and HALVES > 0:
+        for first in range(0, many, P):
+            o_k = first + tl.arange(0, P)
+            o_entry = row * many + o_k
+            b_tile = tl.load(p_query_lists + o_entry, mask=o_k < many, other=0)
+            b_mask = tl.load(p_query_lists + entries + o_entry, mask=o_k < many, other=0)
+            store_partial(p_room + o_turned, o_entry, b_tile, b_mask, o_k < many, SIZE, True)
 
 
-def key_lists(selection: Selection, entries: int, halves: int) -> tuple[Tensor, ...]:
-    """Of each key block the query blocks that see it: lists and then masks, rows, their lengths, partial entries."""
-    indices, t = selection.indices.contiguous(), selection.blocks
-    batch, heads, _, listed = indices.shape
-    rows, words = heads * batch * t, -(-t // 32)
-    ragged, causal = selection.n % selection.block_size > 0, selection.is_causal
-    masked = ragged or causal
-    # Of the lists too, what is not used is looked at with the rest; both begin where rows of 16 bytes do.
-    room_of_lists = -(-entries * (1 + masked) // 4) * 4
-    empty = torch.zeros(room_of_lists + rows * words + 1, dtype=torch.int32, device=indices.device)
-    lists, bits = empty[: entries * (1 + masked)], empty[room_of_lists:]
-    room = indices.new_empty
-    table, total, partial = room((rows, 6)), room(rows), room((entries * (masked and halves > 0), 4))
-    if listed:
-        launch(chosen_kernel, (words, batch * heads),
-            indices, bits, bits, bits, bits, bits, bits, t, t, heads, batch, listed, 0, *indices.stride()[:2],
-            SIZE=selection.block_size, P=min(held(listed), 64), PLACE=False, num_warps=4, **OPTIONS,
-        )  # fmt: skip
-    launch(key_lists_kernel, (rows,),
-        bits, bits[-1:], lists, table, total, partial, batch, t, min(selection.sink_blocks, t), words, entries,
-        P=min(held(t), 1024), SIZE=selection.block_size, LOCAL=selection.local_blocks, CAUSAL=causal, RAGGED=ragged,
-        HALVES=halves, num_warps=4, **OPTIONS,
-    )  # fmt: skip
-    return lists, table, total, partial
+@triton.jit
+def met_by(p_total, o_row, b_here, tiles, GROUP: tl.constexpr):
+    """How many meet rows of key heads, over the query heads that read them."""
+    o_first = (o_row // tiles * GROUP) * tiles + o_row % tiles
+    b_met = tl.load(p_total + o_first, mask=b_here, other=0)
+    for member in tl.static_range(1, GROUP):
+        b_met += tl.load(p_total + o_first + member * tiles, mask=b_here, other=0)
+    return b_met
 
 
 @triton.jit(do_not_specialize=["tiles", "run"])
-def held_items_kernel(p_met, p_items, tiles, run, P: tl.constexpr, HALVES: tl.constexpr):
+def held_items_kernel(p_room, o_total, o_items, tiles, run, P: tl.constexpr, HALVES: tl.constexpr, GROUP: tl.constexpr):
     """Items of one key block of a key head, stored behind those of its run of rows that meet more."""
     row = tl.program_id(0)
     first = row // run * run
-    met = tl.load(p_met + row)
+    p_total = p_room + o_total
+    met = met_by(p_total, row, row >= 0, tiles, GROUP)
     place = first
     for begin in range(first, first + run, P):
         o_row = begin + tl.arange(0, P)
-        b_met = tl.load(p_met + o_row, mask=o_row < first + run, other=-1)
+        b_here = o_row < first + run
+        b_met = tl.where(b_here, met_by(p_total, o_row, b_here, tiles, GROUP), -1)
         place += tl.sum(((b_met > met) | ((b_met == met) & (o_row < row))).to(tl.int32), 0)
     o_c = tl.arange(0, 4)
     for half in tl.static_range(HALVES):
         b_line = tl.where(o_c == 0, row // tiles, tl.where(o_c == 1, row % tiles * HALVES + half, met))
-        tl.store(p_items + (place * HALVES + half) * 4 + o_c, tl.where(o_c == 3, 0, b_line))
+        tl.store(p_room + o_items + (place * HALVES + half) * 4 + o_c, tl.where(o_c == 3, 0, b_line))
 
 
-def held_items(met: Tensor, tiles: int, halves: int, few: bool) -> Tensor:
-    """Items of dK and dV as `HeldWork` has them, the heaviest of a head first, where they are `few` of all.
+class ListedBlocks:
+    """What lays out selections of some sizes by query blocks, in two pieces of memory: one for each direction.
 
-    A row looks at the others as often as its scorer did.
+    A block has `halves` items of 128 rows, or 0 where Hopper cannot run it. With `few` the same row of all heads starts
+    together, and of dK and dV the heaviest of all heads; otherwise one head after another.
     """
-    run = met.numel() if few else tiles
-    items = torch.empty((met.numel() * halves, 4), dtype=torch.int32, device=met.device)
-    sizes = {"P": min(held(run), 1024), "HALVES": halves, "num_warps": 4}
-    launch(held_items_kernel, (met.numel(),), met, items, tiles, run, **sizes, **OPTIONS)
-    return items
 
-
-@triton.jit(do_not_specialize=["words"])
-def runs_kernel(p_bits, p_before, p_tiles, words, SIZE: tl.constexpr, P: tl.constexpr):
-    """Of one key tile: tokens that chose it before each word, and the tiles of SIZE they fill, counted from 1 on."""
-    row = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
-    total = 0
-    for first in range(0, words, P):
-        o_w = first + tl.arange(0, P)
-        b_many = ones_of(tl.load(p_bits + row * words + o_w, mask=o_w < words, other=0))
-        tl.store(p_before + row * words + o_w, total + tl.cumsum(b_many, 0) - b_many, mask=o_w < words)
-        total += tl.sum(b_many, 0)
-    p_own = p_tiles + row + tl.program_id(1)
-    tl.store(p_own + 1, ((total + SIZE - 1) // SIZE).to(tl.int64))
-    tl.store(p_own, (total * 0).to(tl.int64), mask=tl.program_id(0) == 0)
-
-
-def chosen_tokens(selection: Selection) -> Chosen:
-    """`plan.selected.chosen_tokens`, in a bit a token and key tile instead of a sort."""
-    indices, size, t = selection.indices, selection.block_size, selection.blocks
-    batch, heads, n, listed = indices.shape
-    # Some heads of all are read where they lie.
-    indices = indices if indices.stride()[2:] == (listed, 1) else indices.contiguous()
-    key_tiles, words, each = batch * t, -(-n // 32), batch * n * listed
-    query_tiles = max(each // size + min(key_tiles, each), 1)
-    rows = query_tiles * size
-    made = {"dtype": torch.int64, "device": indices.device}
-    bits = torch.zeros((heads, key_tiles, words), dtype=torch.int32, device=indices.device)
-    before, first = torch.empty_like(bits), torch.empty((heads, key_tiles + 1), **made)
-    source = torch.full((heads, rows), -1, **made)
-    tile = torch.full((heads, query_tiles), key_tiles, **made)
-    place = torch.empty((heads, batch * n, listed), **made)
-
-    def each_choice(place_them: bool) -> None:
-        launch(chosen_kernel, (words, batch * heads),
-            indices, bits, before, first, source, place, tile, n, t, heads, batch, listed, rows, *indices.stride()[:2],
-            SIZE=size, P=min(held(listed), 64), PLACE=place_them, num_warps=4, **OPTIONS,
+    def __init__(
+        self, device: torch.device, shape: tuple[int, ...], size: int, local: int, sinks: int, causal: bool,
+        ragged: bool, halves: int, few: bool,
+    ) -> None:  # fmt: skip
+        batch, heads, t, listed = shape
+        sinks, self.masked, words = min(sinks, t), ragged or causal, -(-t // 32)
+        many = (local if causal else 2 * local - 1) + sinks + listed
+        self._device, self._halves, self._few = device, halves, few
+        self._rows, self._tiles = heads * batch * t, batch * t
+        self.entries = entries = self._rows * many
+        in_lists, partial = entries * (1 + self.masked), entries * (self.masked and halves > 0)
+        items = self._rows * halves
+        lists: dict[str, tuple[int, ...]] = {"lists": (in_lists,), "rows": (self._rows, 6), "partial": (partial, 4)}
+        self.by_query = Tables(device, **lists, work=(self._rows, 8), items=(items, 8), held=(items, 4))
+        rest = {"bits": (self._rows * words,), "counters": (1,), "total": (self._rows,), "turned": (partial, 4)}
+        self.by_key = Tables(device, **lists, **rest, items=(items, 4))
+        told = {"SIZE": size, "LOCAL": local, "CAUSAL": causal, "RAGGED": ragged, "HALVES": halves}
+        begins = self.by_query.begin("lists", "rows", "work", "items", "held", "partial")
+        self._to_queries = Launch(
+            query_lists_kernel, device, *begins, batch, heads, t, listed, sinks, entries,
+            P=held(many), **told, BY_ROW=few, num_warps=4 if many > 256 else 1, **OPTIONS,
         )  # fmt: skip
+        # What is not used of the lists is looked at with the rest.
+        begins = self.by_key.begin("bits", "lists", "lists", "counters")
+        self._mark = Launch(
+            mark_kernel, device, *begins, t, t, heads, batch, listed, in_lists, 0, 1, heads * t * listed, t * listed,
+            FILL=0, P=min(held(listed), 64), num_warps=4, **OPTIONS,
+        )  # fmt: skip
+        self._marks = words, batch * heads, 1
+        begins = self.by_key.begin("bits", "counters", "lists", "rows", "total", "partial", "turned")
+        self._to_keys = Launch(
+            key_lists_kernel, device, *begins, batch, t, sinks, words, entries, many,
+            P=min(held(t), 1024), **told, num_warps=4, **OPTIONS,
+        )  # fmt: skip
+        self._to_items: dict[int, tuple[Launch, Grid, tuple[tuple[int, int], tuple[int, int], int]]] = {}
 
-    each_choice(False)
-    launch(runs_kernel, (key_tiles, heads), bits, before, first, words, SIZE=size, P=min(held(words), 1024), **OPTIONS)
-    first.cumsum_(1)
-    each_choice(True)
-    return Chosen(source, place, tile, first)
+    def queries(self, indices: Tensor) -> Tensor:
+        """`by_query` of indices.
+
+        Lists and then masks, rows as `Walk` has them, partial entries, work as `Side` has it, and Hopper's items of the
+        output and of dQ.
+        """
+        room = self.by_query.made()
+        self._to_queries((self._rows, 1, 1), (indices.contiguous(), room))
+        return room
+
+    def keys(self, indices: Tensor, by_query: Tensor) -> Tensor:
+        """`by_key` of indices, of which `queries` gave `by_query`.
+
+        Of each key block the query blocks that see it: lists and then masks, rows, partial entries, and how many there
+        are; and the partial entries of dQ, turned.
+        """
+        room = self.by_key.made()
+        self._mark(self._marks, (indices.contiguous(), room))
+        self._to_keys((self._rows, 1, 1), (room, by_query))
+        return room
+
+    def held_items(self, by_key: Tensor, group: int) -> Tensor:
+        """Items of dK and dV as `HeldWork` has them, the heaviest of a head first, or of all where they are `few`.
+
+        A row looks at the others as often as its scorer did.
+        """
+        known = self._to_items.get(group)
+        if known is None:
+            rows = self._rows // group
+            run = rows if self._few else self._tiles
+            numbers = *self.by_key.begin("total", "items"), self._tiles, run
+            sizes = {"P": min(held(run), 1024), "HALVES": self._halves, "GROUP": group, "num_warps": 4}
+            view = (rows * self._halves, 4), (4, 1), numbers[1]
+            launch = Launch(held_items_kernel, self._device, *numbers, **sizes, **OPTIONS)
+            known = self._to_items[group] = launch, (rows, 1, 1), view
+        launch, grid, view = known
+        launch(grid, (by_key,))
+        return by_key.as_strided(*view)
+
+    def walk(self, room: Tensor, tables: Tables, order: Tensor, nothing: Tensor) -> Walk:
+        """Lists and then masks as a walk: both kinds lie in one memory, as two tensors."""
+        (begin,), entries, rows = tables.begin("lists"), self.entries, tables.table(room, "rows")
+        full = room.as_strided((entries,), (1,), begin)
+        if not self.masked:
+            return Walk(rows, full, nothing, nothing, order)
+        mask = room.as_strided((entries,), (1,), begin + entries)
+        return Walk(rows, full, room.as_strided((entries,), (1,), begin), mask, order)

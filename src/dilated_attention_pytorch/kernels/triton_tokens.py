@@ -10,15 +10,19 @@ Names as in `triton_primitives`; `p_source`, `p_place`, `p_tile` and `p_first` a
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ..plan.selected import Chosen
-from .quick_launch import launch
+from .quick_launch import KEPT, Launch
 from .registry import AttentionCall, Forward, Gradients
 from .triton_backward import dkv_tile, dq_tile
+from .triton_entry import Grid
 from .triton_forward import forward_tile
 from .triton_launch import LOG2E, OPTIONS, _dropout, config, constants_of, delta_of, held
 from .triton_primitives import LN2, NO_KEY, averaged, dropout_rows, empty_softmax, load_rows, reference_of, store_rows
@@ -34,9 +38,9 @@ def gathered_rows(p_source, p_tile, rows, tiles, n, blocks, BLOCK: tl.constexpr,
     """Of a program's BM gathered rows: places, tokens in their sample, n for filler; and the sample and its block."""
     SUB_M: tl.constexpr = BLOCK // BM
     head = tl.program_id(1).to(tl.int64)
-    tile = tl.load(p_tile + head * tiles + tl.program_id(0) // SUB_M)
+    tile = tl.load(p_tile + head * tiles + tl.program_id(0) // SUB_M).to(tl.int64)
     o_row = head * rows + tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
-    b_source = tl.load(p_source + o_row)
+    b_source = tl.load(p_source + o_row).to(tl.int64)
     sample = tile // blocks
     return o_row, tl.where(b_source < 0, n, b_source - sample * n), sample, tile - sample * blocks
 
@@ -118,7 +122,8 @@ def join_tokens_kernel(
         b_parts = ()
         b_top = b_m
         for slot in tl.static_range(TOGETHER):
-            b_place = tl.load(p_token + first + slot, mask=b_exist & (0 * o_q + first + slot < slots), other=rows)
+            b_here = b_exist & (0 * o_q + first + slot < slots)
+            b_place = tl.load(p_token + first + slot, mask=b_here, other=rows).to(tl.int64)
             o_row = head * rows + b_place
             b_lses += (tl.load(p_part_lse + o_row, mask=b_place < rows, other=NO_KEY),)
             b_parts += (load_rows(p_part + o_row[:, None] * E + o_e[None, :], b_place < rows, o_e, E, EP, True),)
@@ -198,7 +203,8 @@ def add_tokens_kernel(
     for first in range(0, slots_used(p_token, b_exist, rows, slots, BM), TOGETHER):
         b_parts = ()
         for slot in tl.static_range(TOGETHER):
-            b_place = tl.load(p_token + first + slot, mask=b_exist & (0 * o_q + first + slot < slots), other=rows)
+            b_here = b_exist & (0 * o_q + first + slot < slots)
+            b_place = tl.load(p_token + first + slot, mask=b_here, other=rows).to(tl.int64)
             p_rows = p_part + (head * rows + b_place)[:, None] * D + o_d[None, :]
             b_parts += (load_rows(p_rows, b_place < rows, o_d, D, DP, True),)
         for slot in tl.static_range(TOGETHER):
@@ -219,7 +225,7 @@ def chosen_dkv_bwd_kernel(
     SUB_N: tl.constexpr = BLOCK // BN
     key_tiles = samples * blocks
     key_head = tl.program_id(1).to(tl.int64)
-    tile = tl.load(p_order + key_head * key_tiles + tl.program_id(0) // SUB_N)
+    tile = tl.load(p_order + key_head * key_tiles + tl.program_id(0) // SUB_N).to(tl.int64)
     sample = tile // blocks
     o_j = (tl.program_id(0) % SUB_N) * BN + tl.arange(0, BN)
     o_key = (tile - sample * blocks) * BLOCK + o_j
@@ -240,7 +246,7 @@ def chosen_dkv_bwd_kernel(
         p_q_head = p_q + sample * sq_b + head * sq_h + o_d[None, :]
         p_do_head = p_do + sample * sg_b + head * sg_h + o_e[None, :]
         for j in range(tl.load(p_run) * SUB_M, tl.load(p_run + 1) * SUB_M):
-            b_source = tl.load(p_source + head * rows + j * BM + o_m)
+            b_source = tl.load(p_source + head * rows + j * BM + o_m).to(tl.int64)
             o_q = tl.where(b_source < 0, n, b_source - sample * n)
             b_dk, b_dv = dkv_tile(
                 b_dk, b_dv, b_k, b_v, p_q_head + o_q[:, None] * sq_n, p_do_head + o_q[:, None] * sg_n,
@@ -260,6 +266,55 @@ def chosen_dkv_bwd_kernel(
     store_rows(p_dv_tile, b_dv + load_rows(p_dv_tile, b_exist, o_e, E, EP, True), b_exist, o_e, E, EP)
 
 
+class Prepared(NamedTuple):
+    """The launches of one pass with their grids, for calls and choices of one layout."""
+
+    launches: tuple[tuple[Launch, Grid], ...]
+    part: tuple[int, ...]
+    """Shape of what gathered queries get."""
+
+
+_known: dict[tuple[object, ...], Prepared] = {}
+
+
+def _prepared(
+    make: Callable[..., Prepared], call: AttentionCall, chosen: Chosen, heads: slice, *tensors: Tensor
+) -> Prepared:
+    """What `make` makes of a call, of those choices and of tensors beside it, kept by all that it may look at."""
+    query, value = call.query, call.value
+    told = query.get_device(), query.dtype, call.plan.block_size, call.scale, call.dropout_p
+    padded = call.key_padding_mask is not None
+    shapes = query.shape, call.key.shape[1], value.shape[3], chosen.source.shape, chosen.place.shape[2], heads.start
+    strides = query.stride(), call.key.stride(), value.stride(), *[x.stride() for x in tensors]
+    layout = make, *told, padded, *shapes, *strides
+    found = _known.get(layout)
+    if found is None:
+        if len(_known) >= KEPT:
+            _known.clear()
+        found = _known[layout] = make(call, chosen, heads, *tensors)
+    return found
+
+
+def _forward_launches(call: AttentionCall, chosen: Chosen, heads: slice, output: Tensor, lse: Tensor) -> Prepared:
+    query, key, value = _of_heads(call, heads)
+    batch, own, n, d = query.shape
+    e, rows, block = value.shape[3], chosen.source.shape[1], call.plan.block_size
+    tiles = config(d, e, query.dtype, query.device, block).forward
+    sign = (call.scale > 0) - (call.scale < 0)
+    magnitude = abs(call.scale) or 1.0
+    attend = Launch(
+        chosen_fwd_kernel, query.device, magnitude * LOG2E, *_dropout(call), rows, chosen.tile.shape[1],
+        *_sizes(call, heads), own // key.shape[1], *query.stride()[:3], *key.stride()[:3], *value.stride()[:3],
+        SIGN=sign, RAGGED=n % block > 0, **constants_of(call, tiles),
+    )  # fmt: skip
+    join = Launch(
+        join_tokens_kernel, query.device, rows, n, chosen.place.shape[2], *output.stride()[:3], *lse.stride(),
+        BM=JOINED, E=e, EP=held(e), TOGETHER=_together(e), **OPTIONS,
+    )  # fmt: skip
+    grids = (rows // tiles.m, own, 1), (-(-n // JOINED), own, batch)
+    return Prepared(((attend, grids[0]), (join, grids[1])), (own, rows, e))
+
+
 def forward(call: AttentionCall, chosen: Chosen, near: Forward, heads: slice) -> None:
     """Join the choices of some query heads to what all rows share, in place.
 
@@ -270,24 +325,41 @@ def forward(call: AttentionCall, chosen: Chosen, near: Forward, heads: slice) ->
         heads: which query heads, all of a key head's or none.
     """
     query, key, value = _of_heads(call, heads)
+    output, lse = _some(near.output, heads), _some(near.lse, heads)
+    ((attend, attend_grid), (join, join_grid)), shape = _prepared(_forward_launches, call, chosen, heads, output, lse)
+    part = torch.empty(shape, dtype=query.dtype, device=query.device)
+    part_lse = torch.empty(shape[:2], dtype=torch.float32, device=query.device)
+    read = query, key, value, part, part_lse, chosen.source, chosen.tile, *_read(call, chosen)
+    attend(attend_grid, read)
+    join(join_grid, (output, lse, part, part_lse, chosen.place))
+
+
+def _backward_launches(
+    call: AttentionCall, chosen: Chosen, heads: slice, grad: Tensor, grad_query: Tensor, grad_key: Tensor,
+    grad_value: Tensor,
+) -> Prepared:  # fmt: skip
+    query, key, value = _of_heads(call, heads)
     batch, own, n, d = query.shape
-    e, rows, block = value.shape[3], chosen.source.shape[1], call.plan.block_size
-    tiles = config(d, e, query.dtype, query.device, block).forward
-    part = torch.empty((own, rows, e), dtype=query.dtype, device=query.device)
-    part_lse = torch.empty((own, rows), dtype=torch.float32, device=query.device)
-    sign = (call.scale > 0) - (call.scale < 0)
-    magnitude = abs(call.scale) or 1.0
-    launch(chosen_fwd_kernel, (rows // tiles.m, own),
-        query, key, value, part, part_lse, chosen.source, chosen.tile, *_read(call, chosen), magnitude * LOG2E,
-        *_dropout(call), rows, chosen.tile.shape[1], *_sizes(call, heads), own // key.shape[1], *query.stride()[:3],
-        *key.stride()[:3], *value.stride()[:3],
-        SIGN=sign, RAGGED=n % block > 0, **constants_of(call, tiles),
+    e, rows, block, device = value.shape[3], chosen.source.shape[1], call.plan.block_size, query.device
+    group = own // key.shape[1]
+    tiles = config(d, e, query.dtype, device, block)
+    scales = call.scale, call.scale * LOG2E, *_dropout(call)
+    strides = *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *grad.stride()[:3]
+    by_query = Launch(
+        chosen_dq_bwd_kernel, device, *scales, rows, chosen.tile.shape[1], *_sizes(call, heads), group, *strides,
+        RAGGED=n % block > 0, **constants_of(call, tiles.dq),
     )  # fmt: skip
-    output, lse = near.output[:, heads], near.lse[:, heads]
-    launch(join_tokens_kernel, (-(-n // JOINED), own, batch),
-        output, lse, part, part_lse, chosen.place, rows, n, chosen.place.shape[2], *output.stride()[:3], *lse.stride(),
-        BM=JOINED, E=e, EP=held(e), TOGETHER=_together(e), **OPTIONS,
+    add = Launch(
+        add_tokens_kernel, device, rows, n, chosen.place.shape[2], *grad_query.stride()[:3],
+        BM=JOINED, D=d, DP=held(d), TOGETHER=_together(d), **OPTIONS,
     )  # fmt: skip
+    by_key = Launch(
+        chosen_dkv_bwd_kernel, device, *scales, rows, *_sizes(call, heads), *strides, *grad_key.stride()[:3],
+        *grad_value.stride()[:3], GROUP=group, **constants_of(call, tiles.dkv),
+    )  # fmt: skip
+    queries, tokens = (rows // tiles.dq.m, own, 1), (-(-n // JOINED), own, batch)
+    keys = chosen.order.shape[1] * (block // tiles.dkv.n), key.shape[1], 1
+    return Prepared(((by_query, queries), (add, tokens), (by_key, keys)), (own, rows, d))
 
 
 def backward(
@@ -303,34 +375,17 @@ def backward(
         grad_output: (b, h, n, e).
     """
     query, key, value = _of_heads(call, heads)
-    batch, own, n, d = query.shape
-    e, rows, block = value.shape[3], chosen.source.shape[1], call.plan.block_size
-    group = own // key.shape[1]
-    tiles = config(d, e, query.dtype, query.device, block)
-    grad = grad_output[:, heads]
-    scales = call.scale, call.scale * LOG2E, *_dropout(call)
-    strides = *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *grad.stride()[:3]
-    part = torch.empty((own, rows, d), dtype=query.dtype, device=query.device)
-    launch(chosen_dq_bwd_kernel, (rows // tiles.dq.m, own),
-        query, key, value, grad, lse, delta, part, chosen.source, chosen.tile, *_read(call, chosen), *scales, rows,
-        chosen.tile.shape[1], *_sizes(call, heads), group, *strides,
-        RAGGED=n % block > 0, **constants_of(call, tiles.dq),
-    )  # fmt: skip
-    grad_query = near.query[:, heads]
-    launch(add_tokens_kernel, (-(-n // JOINED), own, batch),
-        grad_query, part, chosen.place, rows, n, chosen.place.shape[2], *grad_query.stride()[:3],
-        BM=JOINED, D=d, DP=held(d), TOGETHER=_together(d), **OPTIONS,
-    )  # fmt: skip
-    # Blocks that many chose start first.
-    many = chosen.first.diff(dim=1).unflatten(0, (-1, group)).sum(1)
-    order = many.argsort(dim=1, descending=True, stable=True)
     key_heads = _key_heads(call, heads)
-    grad_key, grad_value = near.key[:, key_heads], near.value[:, key_heads]
-    launch(chosen_dkv_bwd_kernel, (order.shape[1] * (block // tiles.dkv.n), key.shape[1]),
-        query, key, value, grad, lse, delta, grad_key, grad_value, chosen.source, chosen.first, order,
-        *_read(call, chosen), *scales, rows, *_sizes(call, heads), *strides, *grad_key.stride()[:3],
-        *grad_value.stride()[:3], GROUP=group, **constants_of(call, tiles.dkv),
-    )  # fmt: skip
+    grad, grad_query = _some(grad_output, heads), _some(near.query, heads)
+    grad_key, grad_value = _some(near.key, key_heads), _some(near.value, key_heads)
+    changed = grad, grad_query, grad_key, grad_value
+    launches, shape = _prepared(_backward_launches, call, chosen, heads, *changed)
+    (by_query, queries), (add, tokens), (by_key, keys) = launches
+    part = torch.empty(shape, dtype=query.dtype, device=query.device)
+    given, read = (query, key, value, grad, lse, delta), _read(call, chosen)
+    by_query(queries, (*given, part, chosen.source, chosen.tile, *read))
+    add(tokens, (grad_query, part, chosen.place))
+    by_key(keys, (*given, grad_key, grad_value, chosen.source, chosen.first, chosen.order, *read))
 
 
 def _together(width: int) -> int:
@@ -343,9 +398,14 @@ def _key_heads(call: AttentionCall, heads: slice) -> slice:
     return slice(heads.start // group, heads.stop // group)
 
 
+def _some(x: Tensor, heads: slice) -> Tensor:
+    """Those heads of (b, h, ...); most often they are all."""
+    return x if heads.stop - heads.start == x.shape[1] else x[:, heads]
+
+
 def _of_heads(call: AttentionCall, heads: slice) -> tuple[Tensor, Tensor, Tensor]:
     key_heads = _key_heads(call, heads)
-    return call.query[:, heads], call.key[:, key_heads], call.value[:, key_heads]
+    return _some(call.query, heads), _some(call.key, key_heads), _some(call.value, key_heads)
 
 
 def _read(call: AttentionCall, chosen: Chosen) -> tuple[Tensor, Tensor, Tensor]:

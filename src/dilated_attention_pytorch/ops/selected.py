@@ -39,8 +39,9 @@ from .selection_mass import Lesson, Scene, learn
 
 GATHERED, GPU_ROOM = 512 * 2**20, 4
 """Bytes of gathered queries and outputs held at a time, unless one key head needs more; on a GPU times as many."""
-MOST_BITS = 2**31
-"""Tokens times key blocks, over heads, up to which a bit for each tells who chose what; beyond, choices are sorted."""
+MOST_BITS = 2**31 - 1
+"""Tokens times key blocks, over heads, up to which a bit for each tells who chose what, and 32 bits count the choices;
+beyond, they are sorted."""
 LONGEST_STUDY = 8192
 
 
@@ -98,7 +99,8 @@ def _check_selection(query: Tensor, selection: Selection) -> None:
         )
 
 
-@dataclass(frozen=True, slots=True)
+# Never changed, but not frozen: every call makes one.
+@dataclass(slots=True)
 class _Work:
     """What a call is told beside its tensors."""
 
@@ -286,13 +288,19 @@ def _joins_in_place(work: _Work, call: AttentionCall) -> bool:
 
 def _join_chosen(work: _Work, call: AttentionCall, near: Forward) -> list[tuple[slice, Chosen]]:
     """The choices by heads, joined to what all rows share in place."""
-    from ..kernels import triton_lists, triton_tokens
+    from ..kernels import triton_tokens, triton_turned
 
-    found = []
+    found, selection = [], work.selection
+    indices = selection.indices
+    batch, all_heads, n, listed = indices.shape
+    group = all_heads // call.key.shape[1]
+    # Every run of a key block's queries may leave a part of a tile empty.
+    bits = batch * (max(selection.blocks, listed + 1) * n + selection.block_size)
     for heads, _ in _head_runs(work, call.query, call.key, call.value):
-        own = replace(work.selection, indices=work.selection.indices[:, heads])
-        bits = own.indices.shape[1] * len(call.query) * own.blocks * own.n
-        chosen = triton_lists.chosen_tokens(own) if bits <= MOST_BITS else chosen_tokens(own)
+        many = heads.stop - heads.start
+        own = selection if many == all_heads else replace(selection, indices=indices[:, heads])
+        turn = triton_turned.chosen_tokens if many * bits <= MOST_BITS else chosen_tokens
+        chosen = turn(own, group)
         triton_tokens.forward(call, chosen, near, heads)
         found.append((heads, chosen))
     return found

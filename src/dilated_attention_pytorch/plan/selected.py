@@ -159,17 +159,19 @@ def _token_axis(batch: int, n: int, heads: int, block_size: int, device: torch.d
 
 
 @lru_cache(maxsize=64)
-def _classes(heads: int, device: torch.device) -> Tensor:
-    return torch.arange(heads, dtype=torch.int32, device=device)
+def _ground(batch: int, n: int, heads: int, block_size: int, device: torch.device) -> tuple[Axis, Tensor, Masks]:
+    """What plans of some sizes have in common: axis, head classes and masks."""
+    classes = torch.arange(heads, dtype=torch.int32, device=device)
+    return _token_axis(batch, n, heads, block_size, device), classes, _masks(block_size, device)
 
 
 def plan_of(selection: Selection, by_query: Walk, by_key: Walk, blocks: int) -> Plan:
     """The plan of those walks."""
     batch, heads = selection.indices.shape[:2]
-    device, n, size = selection.indices.device, selection.n, selection.block_size
-    axis = _token_axis(batch, n, heads, size, device)
-    part = Part(axis, axis, _classes(heads, device), by_query, by_key)
-    return Plan("learned", batch * n, heads, size, (part,), _masks(size, device), blocks)
+    n, size = selection.n, selection.block_size
+    axis, classes, masks = _ground(batch, n, heads, size, selection.indices.device)
+    part = Part(axis, axis, classes, by_query, by_key)
+    return Plan("learned", batch * n, heads, size, (part,), masks, blocks)
 
 
 def block_plan(selection: Selection) -> Plan:
@@ -217,24 +219,27 @@ def _walk(row: Tensor, tile: Tensor, mask: Tensor | None, listed: Tensor, rows: 
 class Chosen(NamedTuple):
     """Queries laid out by the block they chose, in tiles of the block size that meet one key tile each.
 
-    Key tiles count over samples, as tokens do: t blocks, or n tokens, of one sample after another.
+    Key tiles count over samples, as tokens do: t blocks, or n tokens, of one sample after another. All int64, or all
+    int32.
     """
 
     source: Tensor
-    """int64 (h, rows): the token that each row is a copy of; -1 where it is filler"""
+    """(h, rows): the token that each row is a copy of; -1 where it is filler"""
     place: Tensor
-    """int64 (h, b * n, k): the row of each listed choice; `rows` where nothing is listed"""
+    """(h, b * n, k): the row of each listed choice; `rows` where nothing is listed"""
     tile: Tensor
-    """int64 (h, rows / B): the key tile that each tile of queries meets; b * t where it holds nothing but filler"""
+    """(h, rows / B): the key tile that each tile of queries meets; b * t where it holds nothing but filler"""
     first: Tensor
-    """int64 (h, b * t + 1): the first tile of queries of each key tile, and where the last one ends"""
+    """(h, b * t + 1): the first tile of queries of each key tile, and where the last one ends"""
+    order: Tensor
+    """(g, b * t): key tiles of each key head in starting order, those with most tiles of queries first"""
 
 
-def chosen_tokens(selection: Selection, least: int = 0) -> Chosen:
+def chosen_tokens(selection: Selection, group: int = 1, least: int = 0) -> Chosen:
     """The choices of a selection by tokens, turned round: for a key tile the queries that chose it.
 
-    Tokens that choose differently share no tiles, so the union of a query tile's choices would save nothing. There are
-    `least` rows or more.
+    Tokens that choose differently share no tiles, so the union of a query tile's choices would save nothing. Key heads
+    are each read by `group` query heads. There are `least` rows or more.
     """
     batch, heads, n, k = selection.indices.shape
     device, size, t = selection.indices.device, selection.block_size, selection.blocks
@@ -244,8 +249,8 @@ def chosen_tokens(selection: Selection, least: int = 0) -> Chosen:
     tile = torch.where(chosen < t, chosen + first_tile, key_tiles).reshape(heads, -1)
     # A sort takes as many passes as its keys have bytes.
     narrow = tile.short() if key_tiles < 2**15 else tile.int()
-    order = narrow.sort(dim=1, stable=True).indices
-    ordered = tile.gather(1, order)
+    by_tile = narrow.sort(dim=1, stable=True).indices
+    ordered = tile.gather(1, by_tile)
     edges = torch.arange(key_tiles + 1, device=device).expand(heads, -1).contiguous()
     begin = torch.searchsorted(ordered, edges)
     tiles_of = -(-begin.diff(dim=1) // size)
@@ -257,14 +262,15 @@ def chosen_tokens(selection: Selection, least: int = 0) -> Chosen:
     # A choice lies as far into its tile's run as it comes after the first that chose the same tile.
     within = torch.arange(tile.shape[1], device=device) - begin.gather(1, ordered)
     spot = torch.where(ordered < key_tiles, first.gather(1, ordered) * size + within, rows)
-    place = torch.empty_like(spot).scatter_(1, order, spot)
+    place = torch.empty_like(spot).scatter_(1, by_tile, spot)
     # One place past the last row of the last head takes what is not listed.
     source = torch.full((heads * rows + 1,), -1, dtype=torch.int64, device=device)
     run = torch.arange(heads, device=device)[:, None] * rows
-    source.scatter_(0, torch.where(spot < rows, spot + run, heads * rows).flatten(), (order // k).flatten())
+    source.scatter_(0, torch.where(spot < rows, spot + run, heads * rows).flatten(), (by_tile // k).flatten())
     streamed = torch.arange(query_tiles, device=device).expand(heads, -1).contiguous()
     met = torch.searchsorted(first[:, 1:].contiguous(), streamed, right=True)
-    return Chosen(source[:-1].view(heads, rows), place.view(heads, batch * n, k), met, first)
+    order = tiles_of.unflatten(0, (-1, group)).sum(1).argsort(dim=1, descending=True, stable=True)
+    return Chosen(source[:-1].view(heads, rows), place.view(heads, batch * n, k), met, first, order)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -285,7 +291,7 @@ def token_plan(selection: Selection, least: int = 0) -> Gathered:
     """
     batch, heads, n, _ = selection.indices.shape
     device, size, t = selection.indices.device, selection.block_size, selection.blocks
-    source, place, met, first = chosen_tokens(selection, least)
+    source, place, met, first, _ = chosen_tokens(selection, least=least)
     rows, key_tiles = source.shape[1], batch * t
     used = (met < key_tiles).long()
     part_met = used * ((met % t == t - 1) & (n % size > 0))
