@@ -27,6 +27,7 @@ from dilated_attention_pytorch.kernels import (
     listed_schedule,
     triton_choice,
     triton_mass,
+    triton_row_scores,
     triton_schedule,
     triton_selection,
     triton_turned,
@@ -80,7 +81,7 @@ class Attention(NamedTuple):
             leaves = [x.detach().to(dtype).requires_grad_() for x in given]
             rows = torch.arange(chosen.indices.shape[2])
             visible = torch.ones(self.batch, 2, chosen.blocks, dtype=torch.bool)
-            lesson = Lesson(rows, rows[::2], visible, 1.0, saliency=True)
+            lesson = Lesson(torch.cat([rows, rows[::2]]), len(rows), visible, 1.0, saliency=True)
             taught = [
                 torch.zeros(shape, dtype=dtype, requires_grad=True)
                 for shape in (chosen.indices.shape, (self.batch, 2, len(rows[::2]), chosen.blocks))
@@ -197,63 +198,77 @@ class Choice(NamedTuple):
         return errors
 
 
-class Spread(NamedTuple):
-    """What gradients of listed scores, and of all, give scores before their temperature."""
-
-    coldest: float
-
-    def errors(self) -> dict[str, float]:
-        """Against torch's own gradients; the lists, in two pieces, have blocks past the last."""
-        torch.manual_seed(0)
-        triton_mass.TILE = 64
-        factors = Choice(False, n=100, batch=2, heads=2).factors()._replace(coldest=self.coldest)
-        lists = torch.rand(2, 2, 7, 8).argsort(-1)[..., :5].int()
-        ids, grads = torch.tensor([0, 3, 5, 1, 6]), (torch.randn(2, 2, 3, 5), torch.randn(2, 2, 2, 7))
-        raw = torch.randn(2, 2, 5, 7, requires_grad=True)
-        log = factors.log_temperature.clone().requires_grad_()
-        free = log.exp()
-        scores = raw / (free + (free.clamp(min=self.coldest) - free).detach())[:, None, None]
-        padded = torch.nn.functional.pad(scores, (0, 1))
-        out = padded[:, :, :3].gather(-1, lists[:, :, ids[:3]].long()), scores[:, :, 3:]
-        wanted, by_log = torch.autograd.grad(out, (raw, log), grads)
-        with GpuRules():
-            found, sums = triton_mass.spread_out(grads, lists, ids, scores.detach(), factors)
-        by_log = error(sums[0].view(2, 2).sum(0), by_log)
-        by_bias = error(sums[1].view(2, 2), wanted.sum((2, 3)))
-        return {"scores": error(found.view_as(wanted), wanted), "temperature": by_log, "bias": by_bias}
-
-
-class Matches(NamedTuple):
-    """What gradients of scores give the matches of sub-blocks."""
+class Learned(NamedTuple):
+    """What gradients of the scores of some rows give parameters."""
 
     per_token: bool
+    coldest: float = 0.1
     holes: bool = False
+    tied: bool = False
+    share: bool = False
     tile: int = 4096
 
     def errors(self) -> dict[str, float]:
-        """Against torch's own gradient of a maximum, which shares alike too; of the matches there are but three."""
+        """Against torch's own gradients; that of a maximum is shared alike among equals, of which whole numbers have
+        many. A query that is not finite counts as 0, and most rows list few blocks."""
         torch.manual_seed(0)
-        triton_mass.TILE = self.tile
-        choice = Choice(self.per_token, n=100, batch=2, heads=2, units=8, holes=self.holes)
-        factors, ids = choice.factors(), torch.tensor([0, 3, 5])
-        pairs = torch.randint(3, (2, 2, len(ids), factors.own.shape[3], 7, 8)).float()
-        spread = torch.randn(2, 2, len(ids), 7) * (torch.rand(7) > 0.3)
-        pairs[1, 1, 2, 0, 3, 1] = torch.nan
-        leaf = pairs.clone().requires_grad_()
-        there = leaf
+        triton_row_scores.TILE = self.tile
+        batch, heads, t, units, d, hidden, rank = 2, 2, 7, 8, 5, 6, 3
+        alike = 1 if self.share else heads
+        draw = (lambda *size: torch.randint(-1, 2, size).float()) if self.tied else torch.randn
+        own_units, total, size = (1, 100, 16) if self.per_token else (4, t, 1)
+        means, summary, keys = draw(batch, heads, t, d), draw(batch, heads, t, 3 * d), draw(batch, heads, t, units, d)
+        own = draw(batch, heads, total, own_units, d)
+        shapes = (alike, hidden, 2 * d), (alike, hidden), (alike, hidden), (alike,), (alike, 3 * d, d)
+        shapes += (alike, d, rank), (alike, d, rank), (heads,)
+        leaves = [draw(*shape).requires_grad_() for shape in shapes]
+        first, first_bias, last, bias, mixture, project, match, log = leaves
+        there = None, None
         if self.holes:
-            factors.right_there[:, 0, 2] = False
-            there = there.masked_fill(~factors.right_there[:, :, None, None], -torch.inf)
-            if not self.per_token:
-                there = there.masked_fill(~factors.left_there[:, :, ids][..., None, None], -torch.inf)
-        best = there.amax((3, 5))
-        (wanted,) = torch.autograd.grad(torch.where(best > -torch.inf, best, 0.0), leaf, spread * 3**-0.5)
-        with GpuRules():
-            flat = pairs.view(4, -1, 7 * 8)
-            found = triton_mass.match_gradient_(flat, spread.view(4, -1, 7), ids, factors)
-        assert found.data_ptr() == pairs.data_ptr()
-        # Where a match is not a number, none is best.
-        return {"matches": error(found.view_as(wanted), wanted.nan_to_num())}
+            there = torch.rand(batch, heads, total, own_units) > 0.3, torch.rand(batch, heads, t, units) > 0.3
+            there = (None if self.per_token else there[0]), there[1]
+            there[1][:, 0, 2] = False
+        if self.per_token:
+            own[0, 1, 33, 0, 2] = torch.inf
+        factors = Factors(
+            means @ first[..., :d].mT + first_bias[:, None],
+            summary @ mixture @ first[..., d:].mT,
+            last.expand(heads, hidden),
+            bias.expand(heads),
+            own,
+            project.expand(heads, d, rank),
+            (keys.flatten(2, 3) @ match).unflatten(2, (t, units)),
+            log,
+            self.coldest,
+            None,
+            *there,
+        )
+        ids = torch.tensor([0, 33, 47, 98, 98]) if self.per_token else torch.tensor([0, 3, 5, 1, 6])
+        without = factors._replace(right=factors.right[..., :0], log_temperature=torch.zeros(heads), coldest=1.0)
+        scores = dense_scores(without, ids // size)
+        left = torch.einsum("bhrad,hdp->bhrap", own[:, :, ids].nan_to_num(0.0, 0.0, 0.0), factors.project)
+        pairs = torch.einsum("bhrap,bhtup->bhratu", left, factors.right)
+        if there[1] is not None:
+            pairs = pairs.masked_fill(~there[1][:, :, None, None], -torch.inf)
+        if there[0] is not None:
+            pairs = pairs.masked_fill(~there[0][:, :, ids][..., None, None], -torch.inf)
+        best = pairs.amax((3, 5))
+        scores = scores + torch.where(best > -torch.inf, best, 0.0) / rank**0.5
+        # The gradient passes by the temperature that is not held above the coldest.
+        free = log.exp()
+        scores = scores / (free + (free.clamp(min=self.coldest) - free).detach())[:, None, None]
+        grad = torch.randn(scores.shape) * (torch.rand(scores.shape) > 0.3)
+        wanted = torch.autograd.grad(scores, leaves, grad)
+        made = Factors(*(x.detach() if isinstance(x, torch.Tensor) else x for x in factors))
+        with GpuRules(), torch.no_grad():
+            found = triton_row_scores.parameter_gradients(
+                grad, scores.detach(), ids, made, (means, summary, keys), first, mixture, size
+            )
+            found[2] = found[2][:, 0]
+            found[3] = found[3][:, 0]
+        names = "first", "first bias", "last", "bias", "mixture", "project", "match", "temperature"
+        sizes = [x.abs().max().clamp(min=1.0) for x in wanted]
+        return {name: error(a / s, b / s) for name, a, b, s in zip(names, found, wanted, sizes, strict=True)}
 
 
 class Lists(NamedTuple):
@@ -341,8 +356,8 @@ class Step(NamedTuple):
     def errors(self) -> dict[str, float]:
         """Of gradients and statistics against plain torch, and launches beyond the bound; reading back would raise."""
         triton_choice.SCORE_BYTES = 2**29
-        # Of tokens, gradients of listed blocks one at a time.
-        triton_mass.TILE = 16 if self.is_causal else 4096
+        # Of tokens, few at a time.
+        triton_mass.TILE = triton_row_scores.TILE = 16 if self.is_causal else 4096
         widths = {"hidden_dim": 4, "match_rank": 4, "score_unit": 4}
         config = AdaptiveConfig(0.5, distill_rows=0.5, share_across_heads=self.share, temperature=0.7, **widths)
         torch.manual_seed(0)
@@ -370,7 +385,7 @@ class Step(NamedTuple):
                     output.backward(torch.ones_like(output))
             grads = {name: parameter.grad for name, parameter in layer.named_parameters()}
             grads |= dict(zip("qkv", (t.grad for t in x), strict=True))
-            found.append(grads | layer._lesson.found)
+            found.append(grads | layer._lesson.results())
         layer.backend = "triton"
         with GpuRules():
             with learning:
@@ -398,8 +413,8 @@ TRIALS = {
     "tokens of grouped heads, ragged, dropout": Attention(True, True, n=40, batch=2, key_heads=1, dropout_p=0.3),
     "tokens, padded samples, heads apart": Attention(True, False, n=40, batch=2, padded=True, apart=True),
     "tokens in half precision": Attention(True, True, n=40, dtype=torch.float16, most=1),
-    "a step, blocks": Step(False, 19, 47, 7),
-    "a step, tokens": Step(True, 28, 43, 17),
+    "a step, blocks": Step(False, 13, 23, 7),
+    "a step, tokens": Step(True, 21, 17, 15),
     "a step, ragged blocks, one scorer": Step(False, 99, 199, 99, n=56, key_heads=1, share=True, batch=2),
     "a step, padded tokens": Step(True, 99, 199, 99, n=56, batch=2, padded=True),
     "lists of whole blocks": Lists(512, 128, 1, False, 2),
@@ -416,11 +431,11 @@ TRIALS = {
     "choice of tokens by coverage, holes": Choice(True, coverage=0.8, holes=True, keep=True, most=3, local=2, sink=0),
     "choice without a match": Choice(False, rank=0, n=300),
     "choice of rounded blocks without hidden units": Choice(False, hidden=0, n=300, sink=0, rounds=True),
-    "gradients by block": Spread(0.1),
-    "gradients by block, too cold": Spread(1.5),
-    "matches of blocks": Matches(False),
-    "matches of blocks with holes, a block at a time": Matches(False, holes=True, tile=1),
-    "matches of tokens with holes": Matches(True, holes=True),
+    "parameters by blocks": Learned(False),
+    "parameters by tokens, too cold, one scorer": Learned(True, 1.5, share=True),
+    "parameters by blocks with holes, few at a time": Learned(False, holes=True, tile=1),
+    "parameters by blocks among equals": Learned(False, tied=True),
+    "parameters by tokens among equals, holes": Learned(True, tied=True, holes=True),
     "choice among equals": Choice(False, tied=True, n=200, heads=2, kept=0.4),
     "choice of causal tokens among equals": Choice(True, True, tied=True, n=200, heads=2, sink=0),
     "choice of tokens by wild scores": Choice(True, True, n=170, heads=2, hidden=1, rank=20, sink=0, wild=True),

@@ -38,13 +38,16 @@ RAGGED = {"W": 128, "V": 1, "NOISE": False, "width": 7813, "blocks": 7813}
 HIDDEN = {"M": 128, "T": 8192, "SIZE": 1, "IDS": False, "EVEN": True, "CAUSAL": False, "KEEP": False}
 LEARNED = {"BLOCK": 128, "W": 128, "D": 64, "DP": 64, "E": 64, "EP": 64, "SALIENCY": True, "PADDING": False}
 PROJECTED = {"BM": 32, "M": 128, "RANK": 32, "RP": 32, "PRECISION": "tf32x3"}
-MASSES = dict.fromkeys(("p_logs", "p_scores", "p_grad", "p_found", "p_held", "p_streamed", "p_out"), "*fp32")
-MASSES |= {"p_rows": "*i64", "p_blocks": "*i32", "p_visible": "*i1", "factor": "fp32"}
+TAUGHT = {"BM": 128, "L": 32, "BMA": 16, "LA": 256}
+MASSES = dict.fromkeys(("p_logs", "p_scores", "p_all_scores", "p_grad", "p_all_grad", "p_found"), "*fp32")
+MASSES |= {"p_rows": "*i64", "p_blocks": "*i32", "p_visible": "*i1", "factor": "fp32", "all_factor": "fp32"}
 
 PARTS = dict.fromkeys(("p_means", "p_summary", "p_units", "p_first", "p_bias", "p_mixture", "p_match"), "*fp32")
 PARTS |= dict.fromkeys(("p_rows", "p_columns", "p_right", "p_scale"), "*fp32") | {"p_half": "*fp16", "p_rest": "*fp16"}
-SPREAD = SCORED | dict.fromkeys(("p_pairs", "p_spread", "p_listed", "p_every", "p_sums"), "*fp32")
-SPREAD |= {"p_lists": "*i32"}
+ROWS = {"A": 8, "U": 8, "M": 128, "D": 64, "RANK": 32, "RP": 32, "PRECISION": "tf32x3"}
+SIDES = {"MP": 128, "BN": 32, "BR": 2, "BT": 2, "ROWS": 16, "BLOCKS": 16}
+SUMS = {"BM": 32, "BN": 64, "BK": 64}
+PARAMETERS = SCORED | PARTS | dict.fromkeys(("p_factors", "p_own", "p_room", "p_grad", "p_out", "p_weight"), "*fp32")
 
 
 @pytest.mark.slow
@@ -120,12 +123,14 @@ def test_a_warp_ranks_several_rows_and_each_lies_in_few_of_its_lanes(wide, rows,
         ("triton_choice", "rank_kernel", 4, RANKED | LONG | {"W": 512, "width": 8192, "blocks": 8192}, SCORED),
         ("triton_choice", "rank_kernel", 4, RANKED | LONG | RAGGED, SCORED),
         ("triton_summaries", "factor_kernel", 4, PROJECTED | {"D": 64, "DP": 64, "UNITS": 8}, PARTS),
-        ("triton_selection", "hidden_bwd_kernel", 4, {"M": 128, "MP": 128, "BN": 32}, MASSES),
-        ("triton_mass", "block_lse_kernel", 4, LEARNED | {"BM": 64, "BN": 64, "ALL": True, "CAUSAL": True}, MASSES),
-        ("triton_mass", "lesson_kernel", 4, LEARNED | {"BM": 128, "L": 32, "ALL": False, "CAUSAL": False}, MASSES),
-        ("triton_mass", "lesson_kernel", 4, LEARNED | {"BM": 16, "L": 256, "ALL": True, "CAUSAL": True}, MASSES),
-        ("triton_mass", "spread_kernel", 4, {"T": 1024, "K": 4}, SPREAD),
-        ("triton_mass", "match_bwd_kernel", 4, {"A": 8, "BT": 64, "U": 8, "LEFT": True, "HOLES": True}, SPREAD),
+        ("triton_mass", "block_lse_kernel", 4, LEARNED | {"BM": 64, "BMA": 64, "BN": 64, "CAUSAL": True}, MASSES),
+        ("triton_mass", "lesson_kernel", 4, LEARNED | TAUGHT | {"T": 256, "CAUSAL": False}, MASSES),
+        ("triton_mass", "lesson_kernel", 4, LEARNED | TAUGHT | {"T": 0, "CAUSAL": True}, MASSES),
+        ("triton_row_scores", "own_kernel", 4, ROWS | {"BM": 32, "BH": 64, "SIZE": 1}, PARAMETERS),
+        ("triton_row_scores", "sides_bwd_kernel", 4, ROWS | SIDES | {"LEFT": False, "HOLES": False}, PARAMETERS),
+        ("triton_row_scores", "sides_bwd_kernel", 4, ROWS | SIDES | {"LEFT": True, "HOLES": True}, PARAMETERS),
+        ("triton_row_scores", "sums_kernel", 4, ROWS | SUMS | {"BR": 32, "SIZE": 1}, PARAMETERS),
+        ("triton_row_scores", "mixture_kernel", 4, ROWS | SUMS, PARAMETERS),
     ],
 )
 def test_ranking_and_learning_fit_into_registers(module, name, warps, constants, types, tmp_path, monkeypatch):

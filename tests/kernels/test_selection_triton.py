@@ -26,10 +26,10 @@ QUICK = [
     "choice in registers, noise, rounded",
     "lists of ragged blocks, causal",
     "tokens turned round",
-    "gradients by block",
-    "gradients by block, too cold",
-    "matches of blocks",
-    "matches of blocks with holes, a block at a time",
+    "parameters by blocks",
+    "parameters by tokens, too cold, one scorer",
+    "parameters by blocks with holes, few at a time",
+    "parameters by blocks among equals",
     "a step, blocks",
 ]
 SLOW = [
@@ -54,7 +54,7 @@ SLOW = [
     "choice in registers by wild scores",
     "choice without a match",
     "choice of rounded blocks without hidden units",
-    "matches of tokens with holes",
+    "parameters by tokens among equals, holes",
     "lists of whole blocks",
     "lists of large blocks of two samples",
     "many causal tokens turned round",

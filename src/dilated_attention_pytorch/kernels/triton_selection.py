@@ -245,49 +245,6 @@ def match_kernel(
         tl.store(p_tile, b_match, mask=b_mask)
 
 
-@triton.jit(do_not_specialize=["many", "streamed"])
-def hidden_bwd_kernel(
-    p_held, p_streamed, p_grad, p_weight, p_out, many, streamed, heads, s_weight, sh_h, sh_n, sh_m, ss_h, ss_n, ss_m,
-    sg_n, sg_j, M: tl.constexpr, MP: tl.constexpr, BN: tl.constexpr,
-):  # fmt: skip
-    """Of one row, or one block, the gradient of its part in `hidden_kernel`; behind them all, its part in that of w."""
-    i = tl.program_id(0)
-    stream = tl.program_id(1).to(tl.int64)
-    o_m = tl.arange(0, MP)
-    b_unit = o_m < M
-    b_held = tl.load(p_held + stream * sh_h + i * sh_n + o_m * sh_m, mask=b_unit, other=0.0)
-    b_out = tl.zeros([MP], tl.float32)
-    b_sum = tl.zeros([MP], tl.float32)
-    for first in range(0, streamed, BN):
-        o_j = first + tl.arange(0, BN)
-        b_real = o_j < streamed
-        b_grad = tl.load(p_grad + stream * many * streamed + i * sg_n + o_j * sg_j, mask=b_real, other=0.0)[:, None]
-        p_tile = p_streamed + stream * ss_h + o_j[:, None] * ss_n + o_m[None, :] * ss_m
-        b_hidden = b_held[None, :] + tl.load(p_tile, mask=b_real[:, None] & b_unit[None, :], other=0.0)
-        b_out += tl.sum(tl.where(b_hidden > 0.0, b_grad, 0.0), 0)
-        b_sum += tl.sum(tl.maximum(b_hidden, 0.0) * b_grad, 0)
-    o_line = (stream * many + i) * M + o_m
-    p_sum = p_out + tl.num_programs(1).to(tl.int64) * many * M
-    tl.store(p_out + o_line, b_out * tl.load(p_weight + (stream % heads) * s_weight + o_m, mask=b_unit), mask=b_unit)
-    tl.store(p_sum + o_line, b_sum, mask=b_unit)
-
-
-def hidden_gradient(held_still: Tensor, streamed: Tensor, grad: Tensor, weight: Tensor) -> Tensor:
-    """Gradients (2, b h, i, m) of what is held in scores w . relu(held + streamed), and of w what each row gives.
-
-    For held (b, h, i, m) and streamed (b, h, j, m), the samples of each as far apart as heads are, grad (b h, i, j) and
-    weight (h, m).
-    """
-    many, hidden = held_still.shape[2:]
-    found = torch.empty((2, len(grad), many, hidden), dtype=torch.float32, device=grad.device)
-    launch(hidden_bwd_kernel, (many, len(grad)),
-        held_still, streamed, grad, weight, found, many, streamed.shape[2], len(weight), weight.stride(0),
-        *held_still.stride()[1:], *streamed.stride()[1:], *grad.stride()[1:],
-        M=hidden, MP=held(hidden), BN=max(4096 // held(hidden), 1), num_warps=4, **OPTIONS,
-    )  # fmt: skip
-    return found
-
-
 Halves = tuple[Tensor, Tensor, Tensor]
 """What `split` gives."""
 

@@ -306,10 +306,10 @@ class BlockSparseAdaptive(OverRanks, nn.Module):
         a_listed, a_pair = (8 * batch * heads * (config.hidden_dim + units * each) for each in (config.match_rank, 1))
         most = MOST_ROWS["token" if scores.per_token else "block"] // batch
         start = torch.randint(rows, (1,), device=device)
-        chosen = sampled(rows, max(1, min(most, LESSON_BYTES // (a_listed * max(slots, 1)))), start)
-        asked = math.ceil(config.distill_rows * rows)
-        dense = sampled(rows, min(asked, max(1, LESSON_BYTES // (a_pair * t))), start)
-        return Lesson(chosen, dense, scores.visible, config.distill_weight, config.saliency_weighted)
+        chosen = min(rows, max(1, min(most, LESSON_BYTES // (a_listed * max(slots, 1)))))
+        dense = min(math.ceil(config.distill_rows * rows), max(1, LESSON_BYTES // (a_pair * t)))
+        drawn = sampled(rows, chosen, start, dense)
+        return Lesson(drawn, chosen, scores.visible, config.distill_weight, config.saliency_weighted)
 
     def remember(self, kept: Selection | Tensor, lesson: Lesson | None) -> None:
         """Keep what `statistics` tells: what was kept, or its density."""
@@ -345,14 +345,14 @@ class BlockSparseAdaptive(OverRanks, nn.Module):
 
     def auxiliary_loss(self) -> Tensor:
         """The scorer's loss in the last backward pass, a scalar without gradient, for logging; NaN before one."""
-        found = None if self._lesson is None else self._lesson.found.get("loss")
+        found = None if self._lesson is None else self._lesson.results().get("loss")
         return torch.tensor(float("nan")) if found is None else found
 
     def statistics(self) -> dict[str, float]:
         """What the last call kept, for logging: density, and after a backward pass coverage, entropy and loss."""
         kept = self._kept.density() if isinstance(self._kept, Selection) else self._kept
         stats = {} if kept is None else {"density": float(kept)}
-        found = {} if self._lesson is None else self._lesson.found
+        found = {} if self._lesson is None else self._lesson.results()
         return stats | {name: float(value) for name, value in found.items()}
 
     def plan(self, n: int, num_heads: int | None = None, is_causal: bool = False) -> Plan:
@@ -380,6 +380,6 @@ def _for_torch(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 
 def _lesson_scores(scores: Scores, listed: Tensor, lesson: Lesson) -> tuple[Tensor, Tensor | None]:
-    """Scores of the blocks listed for a lesson's chosen rows, and of all blocks for its dense rows, if any."""
+    """`Scores.of_lesson` in full precision, whatever attention runs in."""
     with torch.autocast(listed.device.type, enabled=False):
-        return scores.of_lesson(lesson.chosen_rows, lesson.dense_rows, listed)
+        return scores.of_lesson(lesson, listed)

@@ -24,6 +24,7 @@ from torch.nn import functional as F
 from ..errors import must
 from ..ops.scores import RowScores, Seen, by_kernels
 from ..ops.selection import Factors, factored, rounded
+from ..ops.selection_mass import Lesson
 from .alike import lay_together, parameters, stacked
 from .summaries import CHUNK, Blocks, Columns, Rows, blocks_of
 
@@ -385,18 +386,19 @@ class Scores:
         made = self.rows, self.hidden, weight, bias, own, project, self.matched, scorer.log_temperature
         return Factors(*made, scorer.config.min_temperature, self.keep, *holes, self.halves, self.rounds)
 
-    def of_lesson(self, chosen: Tensor, dense: Tensor, listed: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Scores of the blocks listed for some rows, and of all blocks for others, if any, with gradients."""
+    def of_lesson(self, lesson: Lesson, listed: Tensor) -> tuple[Tensor, Tensor | None]:
+        """What `selected_attention` asks of a lesson, with gradients: scores of the blocks listed for its chosen rows,
+        and of all blocks for its dense rows, if any; or of all blocks for both, as the lesson then says."""
         if self.seen is None:
+            chosen, dense = lesson.chosen_rows, lesson.dense_rows
             return self.of(chosen, listed[:, :, chosen]), self.of_all(dense) if len(dense) else None
-        scorer = self.scorer
+        scorer, lesson.together = self.scorer, True
         leaves = [leaf for layer in scorer.importance.leaves() for each in layer for leaf in each]
         leaves += [scorer.summary, scorer.match_query, scorer.match_key, scorer.log_temperature]
-        asked = chosen, dense, listed, self.block_size, self.per_token
         with torch.no_grad():
             factors = self.factors()
-        found = RowScores.apply(*leaves, factors, self.seen, self.layers[0][0], *asked)
-        return found[0], found[1] if len(dense) else None
+        asked = factors, self.seen, self.layers[0][0], lesson.rows, self.block_size, self.per_token
+        return RowScores.apply(*leaves, *asked), None
 
     def of(self, rows: Tensor, blocks: Tensor) -> Tensor:
         """Scores over temperature of chosen pairs (b, h, r, k), with gradients; blocks past the last score anything."""

@@ -32,34 +32,60 @@ MOST_BLOCKS = 2**16 - 1
 class Lesson:
     """Which rows teach the scorer in one step, and what was found."""
 
-    chosen_rows: Tensor
-    """int64 (r): rows whose listed blocks are compared with one another"""
-    dense_rows: Tensor
-    """int64 (r): rows for which every visible block is computed"""
+    rows: Tensor
+    """int64 (r): those whose listed blocks are compared with one another, then those of which every visible block is"""
+    chosen: int
+    """How many are the first"""
     visible: Tensor
     """bool (b, h, t)"""
     weight: float
     saliency: bool
     """Weigh each query by the norm of its output's gradient: what the task cares about counts."""
+    together: bool = False
+    """Whether the scores given are of all blocks for all rows, (b, h, r, t), in the place of those of listed blocks"""
     found: dict[str, Tensor] = field(default_factory=dict)
-    """After the backward pass: "loss", "coverage" and "entropy", scalars."""
+    """After the backward pass, unless `by_row` has it: what `results` tells"""
+    by_row: Tensor | None = None
+    """float32 (4, b h, r): what kernels tell of each row"""
+
+    @property
+    def chosen_rows(self) -> Tensor:
+        """Rows whose listed blocks are compared with one another."""
+        return self.rows[: self.chosen]
+
+    @property
+    def dense_rows(self) -> Tensor:
+        """Rows for which every visible block is computed."""
+        return self.rows[self.chosen :]
+
+    def results(self) -> dict[str, Tensor]:
+        """After the backward pass: "loss", and where there are dense rows "coverage" and "entropy", scalars."""
+        if self.by_row is None:
+            return self.found
+        # Summed up where somebody asks: a step of training need not.
+        loss, entropy, kept, queries = self.by_row.flatten(1).sum(1).unbind()
+        dense = (len(self.rows) - self.chosen) * self.by_row.shape[1]
+        told = {"entropy": entropy / dense, "coverage": kept / queries.clamp(min=1)} if dense else {}
+        return told | {"loss": loss}
 
 
 @lru_cache(maxsize=64)
-def _multiples(many: int, step: int, device: torch.device) -> Tensor:
+def _spacing(total: int, many: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Multiples of `total`, from 0 on, as many as each says, and of each what they are divided by."""
     # Tensors of inference mode could not serve training later.
     with torch.inference_mode(False):
-        return torch.arange(many, device=device) * step
+        multiples = torch.cat([torch.arange(one, device=device) * total for one in many])
+        return multiples, torch.cat([torch.full((one,), one, device=device) for one in many])
 
 
-def sampled(total: int, many: int, start: Tensor) -> Tensor:
+def sampled(total: int, many: int, start: Tensor, others: int = 0) -> Tensor:
     """Rows drawn without repetition, ascending, int64; all where there are no more. `start` is drawn from [0, total).
 
-    Evenly spaced, and each with the same probability: no permutation of a million rows for a dozen of them.
+    Evenly spaced, and each with the same probability: no permutation of a million rows for a dozen of them. Behind them
+    come `others`, drawn alike.
     """
-    if many >= total:
-        return _multiples(total, 1, start.device)
-    return (_multiples(many, total, start.device) + start) // max(many, 1)
+    multiples, parts = _spacing(total, (min(many, total), min(others, total)), start.device)
+    return (multiples + start).floor_divide_(parts)
 
 
 class Scene(NamedTuple):
@@ -99,26 +125,21 @@ def learn(
 
     The loss is the mean over rows, samples and heads of each of both, times the lesson's weight, summed.
     """
-    losses, grads = [], []
     if _by_kernel(scene):
+        if chosen_scores is None and dense_scores is None:
+            return None, None
         from ..kernels.triton_mass import taught
 
+        chosen = 0 if chosen_scores is None else lesson.chosen
+        rows = lesson.rows if chosen else lesson.dense_rows
+        rows = rows if lesson.together or dense_scores is not None else lesson.chosen_rows
+        given = rows, chosen, chosen_scores, dense_scores, lesson.together
         told = scene.scale, scene.key_padding_mask, lesson.weight, lesson.saliency
         seen = lesson.visible, lse.contiguous(), grad_output
-        both = (lesson.chosen_rows, True, chosen_scores), (lesson.dense_rows, False, dense_scores)
-        for rows, listed, scores in both:
-            if scores is None:
-                grads.append(None)
-                continue
-            grad, found = taught(scene.query, scene.key, scene.selection, rows, listed, scores, *seen, *told)
-            grads.append(grad)
-            loss, entropy, kept, queries = found.unbind()
-            losses.append(loss)
-            if not listed:
-                lesson.found |= {"entropy": entropy, "coverage": kept / queries.clamp(min=1)}
-        if losses:
-            lesson.found["loss"] = sum(losses[1:], losses[0])
-        return grads[0], grads[1]
+        found = taught(scene.query, scene.key, scene.selection, *given, *seen, *told)
+        lesson.by_row = found[2]
+        return found[:2]
+    losses, grads = [], []
     weights = query_weights(lesson, lse, grad_output, scene.key_padding_mask)
     if chosen_scores is None:
         grads.append(None)
