@@ -132,8 +132,8 @@ def test_parts_of_scores_are_those_of_the_cpu(width, share):
     layer = BlockSparseAdaptive([4096], [1], 4, width, config)
     given = torch.randn(2, 4, 3000, width), torch.randn(2, 2, 3000, width)
     with torch.no_grad():
-        wanted = layer.scorer.look(*given, 128, True, False, None).factors()
-        found = layer.cuda().scorer.look(*(x.cuda() for x in given), 128, True, False, None).factors()
+        wanted = layer.scorer.look(*given, 128, True, False, None).factors
+        found = layer.cuda().scorer.look(*(x.cuda() for x in given), 128, True, False, None).factors
     for name in ("rows", "columns", "right"):
         assert error(getattr(found, name).cpu(), getattr(wanted, name)) < 1e-5
 

@@ -75,9 +75,9 @@ class Parts(NamedTuple):
         query, key = torch.randn(2, 2, 600, 12), torch.randn(2, self.key_heads, 600, 12)
         told = (query, key, 16, self.is_causal, False, None)
         with torch.no_grad():
-            wanted = layer.scorer.look(*told).factors()
+            wanted = layer.scorer.look(*told).factors
             with GpuRules():
-                found = layer.scorer.look(*told).factors()
+                found = layer.scorer.look(*told).factors
         return {name: error(getattr(found, name), getattr(wanted, name)) for name in ("rows", "columns", "right")}
 
 

@@ -126,7 +126,7 @@ def test_factors_make_up_the_scores(granularity, is_causal, padded):
     q, k, _ = (x.transpose(1, 2) for x in tensors(n=n))
     padding = torch.arange(n) >= torch.tensor([n, 50])[:, None] if padded else None
     scores = module.scorer.look(q, k, 16, is_causal, per_token, padding)
-    made = scores.factors()
+    made = scores.factors
     own = torch.arange(scores.row_count) // (16 if per_token else 1)
     hidden = (made.rows[:, :, own, None] + made.columns[:, :, None]).relu() * made.keep[:, :, own, None]
     left = torch.einsum("bhrad,hdp->bhrap", made.own, made.project)
@@ -141,7 +141,7 @@ def test_factors_make_up_the_scores(granularity, is_causal, padded):
     found = (found + torch.where(best > -torch.inf, best, 0.0)) / temperature
     wanted = scores.ranked(0, scores.row_count, 3)
     assert error(found, wanted) < 1e-12
-    assert layer(num_layers=3).scorer.look(q, k, 16, is_causal, per_token, None).factors() is None
+    assert layer(num_layers=3).scorer.look(q, k, 16, is_causal, per_token, None).factors is None
 
 
 def test_what_inference_made_first_serves_training():
@@ -483,7 +483,7 @@ def test_matches_of_16_bits_are_ranked_with_the_digits_of_float16(is_causal, dty
     q, k = (x.to(dtype).transpose(1, 2) for x in tensors()[:2])
     with torch.no_grad():
         scores = module.scorer.look(q, k, 16, is_causal, is_causal, None)
-    wanted = dense_scores(scores.factors(), scores.block_rows(rows := torch.arange(scores.row_count)))
+    wanted = dense_scores(scores.factors, scores.block_rows(rows := torch.arange(scores.row_count)))
     assert error(scores.ranked(0, len(rows), 1), wanted) < 1e-5
     assert (error(scores.of_all(rows).detach(), wanted) < 1e-5) == (dtype is torch.float32)
 

@@ -132,10 +132,10 @@ def together(layer):
     scorer = layer.scorer.importance
     where = []
     with torch.no_grad():
-        for (weights, biases), found in zip(scorer.leaves(), scorer.layers(torch.float32), strict=True):
-            for own, made in zip((weights, biases), found, strict=True):
-                assert torch.equal(made, torch.stack([x.float() for x in own]))
-                where.append(made.data_ptr() == own[0].data_ptr())
+        found = [part for layer in scorer.layers(torch.float32) for part in layer]
+        for own, made in zip(scorer.leaves(), found, strict=True):
+            assert torch.equal(made, torch.stack([x.float() for x in own]))
+            where.append(made.data_ptr() == own[0].data_ptr())
     assert len(set(where)) == 1
     return where[0]
 
@@ -180,6 +180,15 @@ def test_parameters_that_lie_elsewhere_are_gathered(share):
     with torch.no_grad():
         found = layer.scorer.importance.layers(torch.float32)[0][0]
     assert torch.equal(found, torch.stack([own[0].weight for own in layer.scorer.importance.scorers]))
+
+
+def test_parameters_that_become_shorter_in_place_are_seen():
+    layer = adaptive()
+    assert together(layer)
+    for own in layer.scorer.importance.scorers:
+        own[0].weight.data = own[0].weight.data[:8]
+    with torch.no_grad():
+        assert layer.scorer.importance.layers(torch.float32)[0][0].shape[1] == 8
 
 
 def test_memory_that_others_share_is_not_left():

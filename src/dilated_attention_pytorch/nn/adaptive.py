@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -226,8 +226,7 @@ class BlockSparseAdaptive(OverRanks, nn.Module):
         self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, return_pattern: bool, key_padding_mask: Tensor | None
     ) -> Tensor | tuple[Tensor, LearnedPattern]:
         """Attend where the whole sequence is in one place."""
-        # Choices are made in full precision, whatever attention runs in.
-        with torch.autocast(q.device.type, enabled=False):
+        with _in_full(q.device):
             scores, selection = self._choose(q, k, is_causal, key_padding_mask)
             lesson = self.sample(scores, selection.indices.shape[-1], scores.row_count) if self.teaches() else None
         self.remember(selection, lesson)
@@ -269,7 +268,7 @@ class BlockSparseAdaptive(OverRanks, nn.Module):
                 n=q.shape[2],
                 **self._told(scores, is_causal),
                 seed=fresh_seed(q.device) if self.training else None,
-                factors=None if may_read(q.device) else scores.factors(),
+                factors=None if may_read(q.device) else scores.factors,
             )
         return scores, selection
 
@@ -380,6 +379,10 @@ def _for_torch(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 
 def _lesson_scores(scores: Scores, listed: Tensor, lesson: Lesson) -> tuple[Tensor, Tensor | None]:
-    """`Scores.of_lesson` in full precision, whatever attention runs in."""
-    with torch.autocast(listed.device.type, enabled=False):
+    with _in_full(listed.device):
         return scores.of_lesson(lesson, listed)
+
+
+def _in_full(device: torch.device) -> AbstractContextManager[object]:
+    """Choices are made in full precision, whatever attention runs in."""
+    return torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else _HERE

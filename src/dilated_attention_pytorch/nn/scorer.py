@@ -125,13 +125,15 @@ class ImportanceScorer(nn.Module):
 
     def layers(self, dtype: torch.dtype, heads: slice = slice(None)) -> list[Layer]:
         """Every linear layer of those heads, or of the one MLP for all."""
-        alike = [[each[heads] if len(each) > 1 else each for each in layer] for layer in self.leaves()]
-        return [(stacked(weights, dtype), stacked(biases, dtype)) for weights, biases in alike]
+        found = stacked(self, self.leaves(), dtype)
+        if heads != slice(None):
+            found = [each[heads] if len(each) > 1 else each for each in found]
+        return [*zip(found[::2], found[1::2], strict=True)]
 
-    def leaves(self) -> list[list[list[Tensor]]]:
-        """Of every linear layer the weights of all heads, and their biases."""
+    def leaves(self) -> list[list[Tensor]]:
+        """Of one linear layer after the other the weights of all heads, and then their biases."""
         every = [[*mlp._modules.values()][::3] for mlp in self.scorers._modules.values()]
-        return [[parameters(same, name) for name in ("weight", "bias")] for same in zip(*every, strict=True)]
+        return [parameters(same, name) for same in zip(*every, strict=True) for name in ("weight", "bias")]
 
     def query_part(self, queries: Tensor, layers: list[Layer]) -> Tensor:
         """The first layer's part of the queries, with its bias, (b, h, rows, hidden)."""
@@ -373,6 +375,8 @@ class Scores:
         scores = self._mlp(self.block_rows(rows), self._take(self.hidden, at)).add(best, alpha=self.root)
         return torch.full_like(match, -torch.inf).scatter_(-1, at, scores * self.inverse)
 
+    @cached_property
+    @torch.no_grad()
     def factors(self) -> Factors | None:
         """What the scores of all rows are made of, for one pass without gradients; None where that is not so few."""
         if len(self.layers) != 2 or self.ids is not None:
@@ -393,11 +397,9 @@ class Scores:
             chosen, dense = lesson.chosen_rows, lesson.dense_rows
             return self.of(chosen, listed[:, :, chosen]), self.of_all(dense) if len(dense) else None
         scorer, lesson.together = self.scorer, True
-        leaves = [leaf for layer in scorer.importance.leaves() for each in layer for leaf in each]
+        leaves = [leaf for alike in scorer.importance.leaves() for leaf in alike]
         leaves += [scorer.summary, scorer.match_query, scorer.match_key, scorer.log_temperature]
-        with torch.no_grad():
-            factors = self.factors()
-        asked = factors, self.seen, self.layers[0][0], lesson.rows, self.block_size, self.per_token
+        asked = self.factors, self.seen, self.layers[0][0], lesson.rows, self.block_size, self.per_token
         return RowScores.apply(*leaves, *asked), None
 
     def of(self, rows: Tensor, blocks: Tensor) -> Tensor:
