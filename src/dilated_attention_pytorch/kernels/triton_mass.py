@@ -247,7 +247,7 @@ def _launches(
         lesson_kernel, device, n, t, chosen, slots, total, at_all, heads, *factors, *grad_apart[:3],
         BM=min(wide, max(tile // length, 1)), L=length, BMA=min(wide, max(tile // all_length, 1)), LA=all_length,
         T=held(t) if together else 0, E=e, EP=held(e), SALIENCY=saliency,
-        num_warps=min(max((all_length if dense else length) // 1024, 4), 16), **said,
+        num_warps=min(max((all_length if dense else length) // 1024, 8), 16), **said,
     )  # fmt: skip
     shapes = ((batch, heads, rows, t),) if together else ((batch, heads, chosen, slots), (batch, heads, dense, t))
     grid = programs + -(-dense * wide // many) * t, streams, 1
