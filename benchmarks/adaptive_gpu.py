@@ -88,13 +88,18 @@ def measured(n: int, config: AdaptiveConfig, is_causal: bool, device: str) -> di
     grad, leaves = torch.randn_like(x[0]), [*x, *learner.parameters()]
     with torch.no_grad():
         line["learned_seconds"] = timed(lambda: layer(*x, is_causal), device)
-    line["choosing_seconds"], line["learned_with_backward_seconds"] = by_turns(
-        [
-            torch.no_grad()(lambda: layer._choose(q, k, is_causal, None)),
-            lambda: step(lambda: learner(*x, is_causal), leaves, grad),
-        ],
-        device,
-    )
+    chosen, given = learner._choose(q, k, is_causal, None), copy.copy(learner)
+    given._choose = lambda *_: chosen
+    steps = [
+        torch.no_grad()(lambda: layer._choose(q, k, is_causal, None)),
+        lambda: step(lambda: learner(*x, is_causal), leaves, grad),
+        lambda: step(lambda: given(*x, is_causal), leaves, grad),
+    ]
+    # What choosing takes in a step is told by one that is given its choices; a graph of the scores would serve once.
+    took = by_turns(steps if chosen[0].seen is not None else steps[:2], device)
+    line["choosing_seconds"], line["learned_with_backward_seconds"] = took[:2]
+    if len(took) > 2:
+        line["choosing_share_of_step"] = 1 - took[2] / took[1]
     runs = dense_runs(q, k, v, is_causal)
     same, reasons = same_selection_runs(q, k, v, selection)
     with torch.no_grad():

@@ -179,9 +179,9 @@ class Choice(NamedTuple):
         near = {"local_blocks": self.local, "sink_blocks": self.sink, "seed": seed}
         options = near | {"n": self.n, "block_size": 16, "is_causal": self.is_causal, "per_token": self.per_token}
         budget = Budget(self.kept, self.coverage, 2, self.most)
-        wanted = select(lambda begin, end: scores[:, :, begin:end], 7, visible, budget, **options)
+        wanted = select(lambda begin, end: scores[:, :, begin:end], lambda: 7, visible, budget, **options)
         with GpuRules():
-            found = select(refuse, 0, visible, budget, **options, factors=factors)
+            found = select(refuse, refuse, visible, budget, **options, factors=factors)
         triton_choice.CHOSEN, triton_choice._rank_launch = 64, ranks
         width = wanted.indices.shape[-1]
         assert wanted.counts.float().mean() > 0.3

@@ -28,7 +28,7 @@ def test_of_equal_blocks_the_first_are_kept(readable, monkeypatch):
     scores = torch.randint(3, (2, 3, 40, 40)).float()
     found = select(
         lambda begin, end: scores[:, :, begin:end],
-        7,
+        lambda: 7,
         torch.ones(2, 3, 40, dtype=torch.bool),
         Budget(0.3, None, 2, None),
         n=640,

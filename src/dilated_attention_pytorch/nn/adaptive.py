@@ -277,10 +277,10 @@ class BlockSparseAdaptive(OverRanks, nn.Module):
         told, budget = self._told(scores, is_causal), self.config.budget()
         return select_rows(*self._ranking(scores, budget), rows, scores.visible, budget, **told, seed=seed)[0]
 
-    def _ranking(self, scores: Scores, budget: Budget) -> tuple[Callable[[int, int], Tensor], int]:
-        """What gives the scores of some rows, and how many rows at a time."""
+    def _ranking(self, scores: Scores, budget: Budget) -> tuple[Callable[[int, int], Tensor], Callable[[], int]]:
+        """What gives the scores of some rows, and what tells how many rows at a time."""
         kept = budget.room(scores.unit_there.shape[2]) + 1
-        return lambda begin, end: scores.ranked(begin, end, kept), scores.chunk(kept)
+        return lambda begin, end: scores.ranked(begin, end, kept), lambda: scores.chunk(kept)
 
     def _told(self, scores: Scores, is_causal: bool) -> dict[str, Any]:
         config = self.config

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal, get_args
 
 from ..errors import must
@@ -100,7 +101,7 @@ class AdaptiveConfig:
 
     def budget(self) -> Budget:
         """How many blocks a row keeps."""
-        return Budget(self.kept, self.adaptive_ratio, self.k_min, self.k_max)
+        return _budget(self.kept, self.adaptive_ratio, self.k_min, self.k_max)
 
     def per_token(self, is_causal: bool) -> bool:
         """Whether tokens choose for themselves."""
@@ -118,3 +119,7 @@ class AdaptiveConfig:
             f"  keeps  : {least} to {most} of the {blocks:,} blocks of {block_size} keys{share}; always {forced}",
             *([f"  dense  : below {self.dense_below:,} tokens in eval mode"] if self.dense_below else []),
         ]
+
+
+# Every call asks for it.
+_budget = lru_cache(maxsize=64)(Budget)

@@ -45,7 +45,7 @@ def factored(
 
 def select(
     scores: Callable[[int, int], Tensor],
-    chunk: int,
+    chunk: Callable[[], int],
     visible: Tensor,
     budget: Budget,
     *,
@@ -62,7 +62,7 @@ def select(
 
     Args:
         scores: gives float (b, h, rows, t) for the rows from one to before another, already divided by temperature.
-        chunk: rows to ask for at a time.
+        chunk: tells how many rows to ask for at a time.
         visible: bool (b, h, t), False for blocks that hold nothing to see.
         budget: how many to keep.
         n: tokens of a sample.
@@ -94,7 +94,7 @@ def select(
 
 def select_rows(
     scores: Callable[[int, int], Tensor],
-    chunk: int,
+    chunk: Callable[[], int],
     rows: Tensor,
     visible: Tensor,
     budget: Budget,
@@ -110,7 +110,7 @@ def select_rows(
 
     Args:
         scores: as for `select`, of rows counted among those here.
-        chunk: rows to ask for at a time.
+        chunk: see `select`.
         rows: int64 (r): which rows of the sequence they are.
         visible: see `select`, as everything else.
     """
@@ -120,7 +120,7 @@ def select_rows(
     width = 0 if grows else budget.room(t)
     indices = torch.full((*visible.shape[:2], len(rows), width), t, dtype=torch.int32, device=visible.device)
     counts = torch.zeros(indices.shape[:3], dtype=torch.int32, device=visible.device)
-    for begin, end in spans(len(rows), chunk):
+    for begin, end in spans(len(rows), chunk()):
         row = rows[begin:end]
         own = row // block_size if per_token else row
         shared = shared_blocks(own, t, local_blocks, sink_blocks, is_causal)
