@@ -11,15 +11,10 @@ from kernels.test_selection import drawn
 
 from dilated_attention_pytorch.distributed import SequenceLayout
 from dilated_attention_pytorch.distributed.restrict import restrict
-from dilated_attention_pytorch.kernels import (
-    hopper_backend,
-    hopper_gradients,
-    hopper_launch,
-    hopper_split,
-    quick_launch,
-)
+from dilated_attention_pytorch.kernels import hopper_backend, hopper_gradients, hopper_launch, hopper_split
 from dilated_attention_pytorch.kernels.hopper_work import steps_of
 from dilated_attention_pytorch.kernels.listed_schedule import Listed
+from dilated_attention_pytorch.kernels.quick_launch import Launch
 from dilated_attention_pytorch.kernels.registry import AttentionCall
 from dilated_attention_pytorch.patterns import parse
 from dilated_attention_pytorch.plan import make_plan
@@ -109,7 +104,7 @@ def recorded(monkeypatch):
     for module in (hopper_backend, hopper_gradients):
         monkeypatch.setattr(module, "processors", lambda _: 132)
     # Nobody reads the lists of learned plans, so that they need not be written.
-    monkeypatch.setattr(quick_launch.Launch, "__call__", lambda *arguments: None)
+    monkeypatch.setattr(Launch, "__call__", lambda *arguments: None)
     monkeypatch.setattr(hopper_backend, "why_not", lambda call: None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)

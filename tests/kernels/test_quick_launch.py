@@ -158,13 +158,25 @@ def test_whoever_watches_prepared_launches_sees_them(kernel, prepared, monkeypat
 
 
 def test_tensors_of_one_room_do_not_overlap():
-    room = Room(torch.float32, torch.device("cpu"), ((2, 3), None), ((2, 3), (16, 1)), ((5,), None))
+    shapes = {"close": (2, 3), "wide": (2, 3), "none": (0, 4), "line": (5,)}
+    room = Room(torch.float32, torch.device("cpu"), shapes, {"wide": (16, 1)})
     made = room()
     for value, x in enumerate(made):
         x.fill_(value)
-    assert [x.shape for x in made] == [(2, 3), (2, 3), (5,)] and made[0].is_contiguous()
+    assert [x.shape for x in made] == [*shapes.values()] and made[0].is_contiguous()
     assert all(bool((x == value).all()) for value, x in enumerate(made))
-    assert all((x.data_ptr() - made[0].data_ptr()) % 16 == 0 for x in made)
+    assert all((x.data_ptr() - made[0].data_ptr()) % 16 == 0 for x in made if len(x))
+
+
+def test_tensors_of_a_room_lie_where_a_kernel_is_told():
+    room = Room(torch.int32, torch.device("cpu"), {"first": (2, 3), "none": (0, 4), "last": (5,)})
+    memory = room.made()
+    first, last = room.begin("first", "last")
+    memory[first : first + 6], memory[last : last + 5] = torch.arange(6), 7
+    assert room.tensor(memory, "first").tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert room.tensor(memory, "last").tolist() == [7] * 5
+    assert room.tensor(memory, "none").shape == (0, 4)
+    assert len(memory) == room.total
 
 
 def test_launches_of_a_call_follow_one_another_whatever_other_threads_do():

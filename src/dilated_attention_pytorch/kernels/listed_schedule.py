@@ -15,13 +15,13 @@ from torch import Tensor
 from ..plan.plan import Axis, Plan, Walk
 from ..plan.selected import Selection, plan_of
 from . import hopper_work, triton_backend, triton_schedule
-from .hopper_work import FEW_ITEMS, ITEM_ROWS, Ground, HeldWork, Mould, QueryWork, Step, Strides
-from .quick_launch import KEPT
+from .hopper_work import FEW_ITEMS, ITEM_ROWS, Ground, HeldWork, Mould, QueryWork, Step
+from .quick_launch import KEPT, Room
 from .registry import AttentionCall, Backend, choose
 from .triton_schedule import PartSchedule, Schedule, Side, share_of
 
 if TYPE_CHECKING:
-    from .triton_lists import ListedBlocks, Tables
+    from .triton_lists import ListedBlocks
 
 
 class Items(NamedTuple):
@@ -61,8 +61,8 @@ class Listed:
         self.plan = plan_of(selection, walk, _no_walk(indices.device), self.lists.entries)
         """For the forward pass: its walk by key is empty."""
 
-    def _walk(self, room: Tensor, tables: Tables, order: Tensor) -> Walk:
-        return self.lists.walk(room, tables, order, _no_walk(order.device).mask)
+    def _walk(self, memory: Tensor, room: Room, order: Tensor) -> Walk:
+        return self.lists.walk(memory, room, order, _no_walk(order.device).mask)
 
     @cached_property
     def whole_plan(self) -> Plan:
@@ -91,7 +91,7 @@ class Listed:
         (part,) = plan.parts
         heads, key_owners, axis = _owners(part.queries, plan.heads, group)
         tables, entries = self.lists, self.lists.entries
-        work = tables.by_query.table(self.items.by_query, "work")
+        work = tables.by_query.tensor(self.items.by_query, "work")
         by_query = by_key = Side(
             work=work,
             items=part.queries.tiles,
@@ -100,7 +100,7 @@ class Listed:
             heavy_rows=0,
             slots=0,
             # Both kinds of a listed walk lie in one memory, so the lists need be there but once.
-            lists=tables.by_query.table(self.items.by_query, "lists"),
+            lists=tables.by_query.tensor(self.items.by_query, "lists"),
             mask_shift=entries,
             partial=len(part.by_query.mask) > 0,
             mixed=False,
@@ -108,10 +108,10 @@ class Listed:
         )
         if len(part.by_key.rows):
             limit = None if group > 1 else share_of(plan, len(part.by_key.full))
-            room = self.items.by_key
-            assert room is not None
-            order = tables.by_key.table(room, "total").view(plan.heads, -1).argsort(dim=1, descending=True)
-            lists = tables.by_key.table(room, "lists")
+            memory = self.items.by_key
+            assert memory is not None
+            order = tables.by_key.tensor(memory, "total").view(plan.heads, -1).argsort(dim=1, descending=True)
+            lists = tables.by_key.tensor(memory, "lists")
             by_key = _key_side(plan, part.by_key, order, lists, key_owners, limit)
         whole = PartSchedule(
             by_query=by_query,
@@ -256,33 +256,27 @@ def _cut(table: Tensor, tile: Tensor, limit: int, more: int) -> tuple[Tensor, Te
 class ListedStep(Step):
     """The part of such a plan as the Hopper kernels run it; every row meets its own tile, so every item has work."""
 
-    # A step is made for every call, and these are the same of all.
-    strided = False
-    queries = keys = Strides(1, 0)
-    shape = False, False, False
-
     def __init__(self, plan: Plan, items: Items) -> None:
         self.items = items
         self.mould = _mould(plan.n, plan.heads, plan.block_size, items.many)
-        self.ground, self.part = Ground(plan), plan.parts[0]
-        self._held = {}
+        super().__init__(Ground(plan), plan.parts[0], strided=False)
 
     @cached_property
     def by_query(self) -> QueryWork:  # pyrefly: ignore[bad-override]
         """The forward's work list."""
-        lists, room, *_ = self.items
-        items, partial = (lists.by_query.table(room, name) for name in ("items", "partial"))
+        lists, memory, *_ = self.items
+        items, partial = (lists.by_query.tensor(memory, name) for name in ("items", "partial"))
         return QueryWork(items, self.part.by_query.full, partial, _tile_table(self.part.keys), covers=True)
 
     def _held_work(self, group: int, by_key: bool) -> HeldWork:
-        part, (lists, room, _, key_room) = self.part, self.items
-        assert key_room is not None
+        part, (lists, memory, _, key_memory) = self.part, self.items
+        assert key_memory is not None
         # Both masks are bands, so nobody reads the bits.
         classes, bits = part.head_class, self.ground.masks.bits
         if by_key:
-            walk, items, partial = part.by_key, lists.held_items(key_room, group), "partial"
+            walk, items, partial = part.by_key, lists.held_items(key_memory, group), "partial"
         else:
             # A band counts keys minus queries, and the kernel what is held minus what is streamed.
-            walk, items, partial = part.by_query, lists.by_query.table(room, "held"), "turned"
-        entries = lists.by_key.table(key_room, partial)
+            walk, items, partial = part.by_query, lists.by_query.tensor(memory, "held"), "turned"
+        entries = lists.by_key.tensor(key_memory, partial)
         return HeldWork(items, classes, walk.rows, walk.full, entries, _tile_table(part.keys), bits)

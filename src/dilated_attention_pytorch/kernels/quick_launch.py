@@ -101,26 +101,47 @@ class Launch:
             self._entries[key] = entry_of(compiled), rest
 
 
-class Room:
-    """Tensors of one type in one piece of memory: an allocation on a GPU takes longer than a view of one.
+Shape = tuple[int, ...]
 
-    Each is told by its shape, and how far apart what it holds lies where that is not closely; all of it is written
-    within as many times its first stride as its first dimension is long.
+
+class Room:
+    """Tensors of one type in one piece of memory: on a GPU an allocation takes longer than a view, and that than none.
+
+    Each has a name and a shape, and where it does not lie closely how far apart what it holds lies; all of it is within
+    as many times its first stride as its first dimension is long.
     """
 
-    __slots__ = ("_device", "_dtype", "_parts", "_total")
+    __slots__ = ("_device", "_dtype", "_nothing", "_parts", "total")
 
     def __init__(
-        self, dtype: torch.dtype, device: torch.device, *parts: tuple[tuple[int, ...], tuple[int, ...] | None]
+        self, dtype: torch.dtype, device: torch.device, shapes: dict[str, Shape], apart: dict[str, Shape] | None = None
     ) -> None:
-        self._dtype, self._device, self._total = dtype, device, 0
-        self._parts: list[tuple[tuple[int, ...], tuple[int, ...], int]] = []
-        for shape, apart in parts:
-            apart = apart or tuple(math.prod(shape[place + 1 :]) for place in range(len(shape)))
-            self._parts.append((shape, apart, self._total))
-            self._total += -(-shape[0] * apart[0] // ALIGNED) * ALIGNED
+        self._dtype, self._device = dtype, device
+        self.total = 0
+        """Numbers that it holds."""
+        self._parts: dict[str, tuple[Shape, Shape, int]] = {}
+        for name, shape in shapes.items():
+            closely = tuple(math.prod(shape[place + 1 :]) for place in range(len(shape)))
+            own = closely if apart is None else apart.get(name, closely)
+            self._parts[name] = shape, own, self.total
+            self.total += -(-shape[0] * own[0] // ALIGNED) * ALIGNED
+        empty = {name: shape for name, shape in shapes.items() if not math.prod(shape)}
+        self._nothing = {name: torch.empty(shape, dtype=dtype, device=device) for name, shape in empty.items()}
+
+    def begin(self, *names: str) -> tuple[int, ...]:
+        """Where tensors begin, for kernels that are told the memory alone."""
+        return tuple(self._parts[name][2] for name in names)
+
+    def made(self) -> Tensor:
+        """The memory, unwritten."""
+        return torch.empty(self.total, dtype=self._dtype, device=self._device)
+
+    def tensor(self, memory: Tensor, name: str) -> Tensor:
+        """One of the tensors in such memory."""
+        nothing = self._nothing.get(name)
+        return memory.as_strided(*self._parts[name]) if nothing is None else nothing
 
     def __call__(self) -> list[Tensor]:
-        """The tensors, unwritten."""
-        whole = torch.empty(self._total, dtype=self._dtype, device=self._device)
-        return [whole.as_strided(*part) for part in self._parts]
+        """All tensors, unwritten."""
+        memory = self.made()
+        return [memory.as_strided(*part) for part in self._parts.values()]

@@ -5,45 +5,15 @@ Names as in `triton_primitives`; P is the power of two that holds a list.
 
 from __future__ import annotations
 
-import math
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ..plan.plan import Walk
-from .quick_launch import ALIGNED, Launch
+from .quick_launch import Launch, Room, Shape
 from .triton_entry import Grid
 from .triton_launch import OPTIONS, held
-
-
-class Tables:
-    """Tables of 32-bit numbers in one piece of memory; only those that somebody asks for are made tensors."""
-
-    __slots__ = ("_device", "_nothing", "_parts", "_total")
-
-    def __init__(self, device: torch.device, **shapes: tuple[int, ...]) -> None:
-        self._parts: dict[str, tuple[tuple[int, ...], tuple[int, ...], int]] = {}
-        self._device, self._total = device, 0
-        empty = {name: shape for name, shape in shapes.items() if not math.prod(shape)}
-        self._nothing = {name: torch.empty(shape, dtype=torch.int32, device=device) for name, shape in empty.items()}
-        for name, shape in shapes.items():
-            apart = tuple(math.prod(shape[place + 1 :]) for place in range(len(shape)))
-            self._parts[name] = shape, apart, self._total
-            self._total += -(-math.prod(shape) // ALIGNED) * ALIGNED
-
-    def made(self) -> Tensor:
-        """All of it, unwritten."""
-        return torch.empty(self._total, dtype=torch.int32, device=self._device)
-
-    def begin(self, *names: str) -> tuple[int, ...]:
-        """Where tables begin."""
-        return tuple(self._parts[name][2] for name in names)
-
-    def table(self, room: Tensor, name: str) -> Tensor:
-        nothing = self._nothing.get(name)
-        return room.as_strided(*self._parts[name]) if nothing is None else nothing
 
 
 @triton.jit
@@ -289,10 +259,12 @@ class ListedBlocks:
         self.entries = entries = self._rows * many
         in_lists, partial = entries * (1 + self.masked), entries * (self.masked and halves > 0)
         items = self._rows * halves
-        lists: dict[str, tuple[int, ...]] = {"lists": (in_lists,), "rows": (self._rows, 6), "partial": (partial, 4)}
-        self.by_query = Tables(device, **lists, work=(self._rows, 8), items=(items, 8), held=(items, 4))
-        rest = {"bits": (self._rows * words,), "counters": (1,), "total": (self._rows,), "turned": (partial, 4)}
-        self.by_key = Tables(device, **lists, **rest, items=(items, 4))
+        lists: dict[str, Shape] = {"lists": (in_lists,), "rows": (self._rows, 6), "partial": (partial, 4)}
+        work: dict[str, Shape] = {"work": (self._rows, 8), "items": (items, 8), "held": (items, 4)}
+        self.by_query = Room(torch.int32, device, lists | work)
+        rest: dict[str, Shape] = {"bits": (self._rows * words,), "counters": (1,), "total": (self._rows,)}
+        rest |= {"turned": (partial, 4), "items": (items, 4)}
+        self.by_key = Room(torch.int32, device, lists | rest)
         told = {"SIZE": size, "LOCAL": local, "CAUSAL": causal, "RAGGED": ragged, "HALVES": halves}
         begins = self.by_query.begin("lists", "rows", "work", "items", "held", "partial")
         self._to_queries = Launch(
@@ -319,9 +291,9 @@ class ListedBlocks:
         Lists and then masks, rows as `Walk` has them, partial entries, work as `Side` has it, and Hopper's items of the
         output and of dQ.
         """
-        room = self.by_query.made()
-        self._to_queries((self._rows, 1, 1), (indices.contiguous(), room))
-        return room
+        memory = self.by_query.made()
+        self._to_queries((self._rows, 1, 1), (indices.contiguous(), memory))
+        return memory
 
     def keys(self, indices: Tensor, by_query: Tensor) -> Tensor:
         """`by_key` of indices, of which `queries` gave `by_query`.
@@ -329,10 +301,10 @@ class ListedBlocks:
         Of each key block the query blocks that see it: lists and then masks, rows, partial entries, and how many there
         are; and the partial entries of dQ, turned.
         """
-        room = self.by_key.made()
-        self._mark(self._marks, (indices.contiguous(), room))
-        self._to_keys((self._rows, 1, 1), (room, by_query))
-        return room
+        memory = self.by_key.made()
+        self._mark(self._marks, (indices.contiguous(), memory))
+        self._to_keys((self._rows, 1, 1), (memory, by_query))
+        return memory
 
     def held_items(self, by_key: Tensor, group: int) -> Tensor:
         """Items of dK and dV as `HeldWork` has them, the heaviest of a head first, or of all where they are `few`.
@@ -352,11 +324,11 @@ class ListedBlocks:
         launch(grid, (by_key,))
         return by_key.as_strided(*view)
 
-    def walk(self, room: Tensor, tables: Tables, order: Tensor, nothing: Tensor) -> Walk:
+    def walk(self, memory: Tensor, room: Room, order: Tensor, nothing: Tensor) -> Walk:
         """Lists and then masks as a walk: both kinds lie in one memory, as two tensors."""
-        (begin,), entries, rows = tables.begin("lists"), self.entries, tables.table(room, "rows")
-        full = room.as_strided((entries,), (1,), begin)
+        (begin,), entries, rows = room.begin("lists"), self.entries, room.tensor(memory, "rows")
+        full = memory.as_strided((entries,), (1,), begin)
         if not self.masked:
             return Walk(rows, full, nothing, nothing, order)
-        mask = room.as_strided((entries,), (1,), begin + entries)
-        return Walk(rows, full, room.as_strided((entries,), (1,), begin), mask, order)
+        mask = memory.as_strided((entries,), (1,), begin + entries)
+        return Walk(rows, full, memory.as_strided((entries,), (1,), begin), mask, order)

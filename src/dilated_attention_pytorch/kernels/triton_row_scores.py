@@ -8,7 +8,6 @@ sides of the same sums, and a launch has programs of both.
 from __future__ import annotations
 
 from functools import lru_cache
-from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -16,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .quick_launch import KEPT, Launch
+from .quick_launch import KEPT, Launch, Room, Shape
 from .selection import Factors
 from .triton_entry import Grid
 from .triton_launch import OPTIONS, _precision, held
@@ -31,8 +30,6 @@ HELD, STREAMED = 16, 128
 """Sub-blocks of a program of matches, and those of the other side that it meets at once."""
 SUMMED, STEP = (32, 64), 64
 """Rows and columns of a program of `sums_kernel`, and what it adds up at once."""
-ALIGNED = 32
-"""Numbers, at multiples of which those of one kind begin in a piece of memory."""
 
 
 @triton.jit
@@ -278,7 +275,7 @@ def sums_kernel(
 ):  # fmt: skip
     """Gradients of parameters, of which `alike` heads have their own, in `p_out`, `total` of them for a sample.
 
-    Of the first layer's part of the keys, and of the mixture of summaries, only what both follow from: see `Sums`.
+    Of the first layer's part of the keys, and of the mixture, only what both follow from: by_block^T summary.
     """
     stream = tl.program_id(1).to(tl.int64)
     p_own += (stream // heads) * so_b + (stream % heads) * so_h
@@ -361,42 +358,16 @@ def mixture_kernel(
         )  # fmt: skip
 
 
-class Sums(NamedTuple):
-    """Where gradients of parameters (h or 1, ...) lie in one piece of memory.
-
-    Of the first layers (.., m, 2 d), by_block^T summary (.., m, 3 d), from which follow their part of the keys and the
-    mixture; of queries' and keys' projections of the match (.., d, p), first biases and second layers (.., m); of
-    temperatures and second biases, one behind the other; of the mixture (.., 3 d, d).
-    """
-
-    first: int
-    joint: int
-    project: int
-    match: int
-    bias: int
-    last: int
-    two: int
-    mixture: int
-    total: int
-
-
-def _places(*sizes: int) -> list[int]:
-    """Where each of some begins in one piece of memory, and how large that is."""
-    return [0, *accumulate(-(-size // ALIGNED) * ALIGNED for size in sizes)]
-
-
 class _Launches(NamedTuple):
     own: Launch
     sides: Launch
     sums: Launch
     mixture: Launch
     grids: tuple[Grid, ...]
-    room: int
-    """Numbers that are held on the way"""
-    total: int
-    """Numbers that are found, of each sample"""
-    views: tuple[tuple[tuple[int, ...], tuple[int, ...], int], ...]
-    """Of these the gradients of parameters, as `parameter_gradients` tells them"""
+    held: Room
+    """What lies between the launches"""
+    found: Room
+    """What is found, of each sample"""
 
 
 @lru_cache(maxsize=KEPT)
@@ -406,11 +377,18 @@ def _launches(
     s_weight: int, s_project: int, s_first: int, s_mixture: int, apart: tuple[int, ...], rows_apart: tuple[int, ...],
     columns_apart: tuple[int, ...],
 ) -> _Launches:  # fmt: skip
-    sizes = 2 * d * hidden, 3 * d * hidden, d * rank, d * rank, hidden, hidden, 2, 3 * d * d
-    streams, wide, to = batch * heads, held(rank), Sums(*_places(*(alike * size for size in sizes)))
-    a_row, a_left = streams * rows * hidden, streams * rows * own_units * rank
-    a_block, a_right = streams * t * hidden, streams * t * units * rank
-    _, at_left, *at, room = _places(a_row, a_left, a_row, a_row, a_block, 2 * streams * rows, a_left, a_right)
+    streams, wide = batch * heads, held(rank)
+    a_row, a_left, a_block = (streams * rows * hidden,), (streams * rows * own_units * rank,), (streams * t * hidden,)
+    shapes: dict[str, Shape] = {"rows": a_row, "left": a_left, "by_row": a_row, "by_weight": a_row, "by_block": a_block}
+    shapes |= {"sums": (2 * streams * rows,), "by_left": a_left, "by_right": (streams * t * units * rank,)}
+    between = Room(torch.float32, device, shapes)
+    (at_left,), at = between.begin("left"), between.begin(*tuple(shapes)[2:])
+    # Of the first layers; by_block^T summary, from which follow their part of the keys and the mixture; of both
+    # projections of the match, first biases, second layers; of temperatures and then second biases; of the mixture.
+    shapes = {"first": (alike, hidden, 2 * d), "joint": (alike, hidden, 3 * d), "project": (alike, d, rank)}
+    shapes |= {"match": (alike, d, rank), "bias": (alike, hidden), "last": (alike, 1, hidden), "two": (2, alike)}
+    found = Room(torch.float32, device, shapes | {"mixture": (alike, 3 * d, d)})
+    to = found.begin("joint", "project", "match", "bias", "last", "two")
     precise = {"PRECISION": _precision(torch.float32)} | OPTIONS
     shape = {"A": own_units, "M": hidden, "RANK": rank}
     own = Launch(
@@ -429,12 +407,11 @@ def _launches(
     tiles = {"BM": SUMMED[0], "BN": min(SUMMED[1], held(d)), "BK": STEP, "num_warps": 4, "num_stages": 2}
     narrow = min(SUMMED[1], wide)
     sums = Launch(
-        sums_kernel, device, rows, t, heads, alike, to.total, *at, *to[1:-2], *apart, U=units, D=d, BR=narrow,
+        sums_kernel, device, rows, t, heads, alike, found.total, *at, *to, *apart, U=units, D=d, BR=narrow,
         SIZE=size, **tiles, **shape, **precise,
     )  # fmt: skip
-    mixture = Launch(
-        mixture_kernel, device, to.joint, to.mixture, s_first, s_mixture, M=hidden, D=d, **tiles, **precise
-    )
+    steps = *found.begin("joint", "mixture"), s_first, s_mixture
+    mixture = Launch(mixture_kernel, device, *steps, M=hidden, D=d, **tiles, **precise)
     tall, broad, across = -(-hidden // SUMMED[0]), -(-3 * d // SUMMED[0]), -(-d // tiles["BN"])
     added = 2 * -(-d // SUMMED[0]) * -(-rank // narrow) + tall * (-(-3 * d // tiles["BN"]) + across + 1)
     grids = (
@@ -443,17 +420,7 @@ def _launches(
         (added, streams, 1),
         ((tall + broad) * across, alike, 1),
     )
-    views = (
-        ((alike, hidden, 2 * d), (2 * d * hidden, 2 * d, 1), to.first),
-        ((alike, hidden), (hidden, 1), to.bias),
-        ((alike, 1, hidden), (hidden, hidden, 1), to.last),
-        ((alike, 1), (1, 1), to.two + alike),
-        ((alike, 3 * d, d), (3 * d * d, d, 1), to.mixture),
-        ((alike, d, rank), (d * rank, rank, 1), to.project),
-        ((alike, d, rank), (d * rank, rank, 1), to.match),
-        ((batch, heads), (to.total, 1) if alike == heads else (heads * to.total, to.total), to.two),
-    )
-    return _Launches(own, sides, sums, mixture, grids, room, to.total, views)
+    return _Launches(own, sides, sums, mixture, grids, between, found)
 
 
 def parameter_gradients(
@@ -478,20 +445,23 @@ def parameter_gradients(
         factors.project.stride(0), first.stride(0), mixture.stride(0), tuple(apart), rows.stride()[1:],
         columns.stride()[1:],
     )  # fmt: skip
-    room = torch.empty(made.room, dtype=torch.float32, device=device)
-    # Gradients outlive the rest.
-    found = torch.empty((batch * heads // alike, made.total), dtype=torch.float32, device=device)
+    memory = made.held.made()
+    # Gradients outlive the rest. Heads may share a scorer, but each has its temperature.
+    each = torch.empty((batch * heads // alike, made.found.total), dtype=torch.float32, device=device)
     # Where one of these is not given, no program reads it.
     there = [ids if x is None else x.contiguous() for x in (left_there, right_there)]
     grad, log, (means, summary, units) = grad.contiguous(), factors.log_temperature, (x.contiguous() for x in seen)
     by_own, by_sides, by_sums, by_mixture = made.grids
-    made.own(by_own, (rows, own, factors.project, ids, room))
-    made.sides(by_sides, (room, columns, right, grad, scores, ids, *there, factors.weight, log))
-    made.sums(by_sums, (own, units, means, summary, room, ids, found))
-    total = found if len(found) == 1 else found.sum(0)
+    made.own(by_own, (rows, own, factors.project, ids, memory))
+    made.sides(by_sides, (memory, columns, right, grad, scores, ids, *there, factors.weight, log))
+    made.sums(by_sums, (own, units, means, summary, memory, ids, each))
+    total = each[0] if len(each) == 1 else each.sum(0)
     made.mixture(by_mixture, (first, mixture, total))
-    # Heads may share a scorer, but each has its temperature.
-    *views, by_log = made.views
-    by_temperature = found.as_strided(*by_log)
+    names = "first", "bias", "last", "mixture", "project", "match"
+    *layers, by_mixed, by_project, by_match = (made.found.tensor(total, name) for name in names)
+    (two,) = made.found.begin("two")
+    apart = (made.found.total, 1) if alike == heads else (heads * made.found.total, made.found.total)
+    by_temperature = each.as_strided((batch, heads), apart, two)
     by_temperature = by_temperature[0] if batch == 1 else by_temperature.sum(0)
-    return [*(total.as_strided(*view) for view in views), by_temperature]
+    by_second = total.as_strided((alike, 1), (1, 1), two + alike)
+    return [*layers, by_second, by_mixed, by_project, by_match, by_temperature]

@@ -202,10 +202,12 @@ def _factoring(
     constants |= {"PRECISION": _precision(torch.float32), "num_warps": 4, "num_stages": 1} | OPTIONS
     tiles, apart = 2 * -(-t // PROJECTED) + -(-t * many // PROJECTED), held(t)
     launch = Launch(factor_kernel, device, t, t * many, heads, *steps, apart, **constants)
-    side = (batch, heads, t, hidden), (heads * hidden * apart, hidden * apart, 1, apart)
-    right = (batch, heads, t, many, rank), None
-    whole = Room(torch.float32, device, side, side, right, ((batch, heads, t), None))
-    return launch, (tiles, batch * heads, 1), whole, Room(torch.float16, device, right, right)
+    right, side = (batch, heads, t, many, rank), (batch, heads, t, hidden)
+    by_unit = heads * hidden * apart, hidden * apart, 1, apart
+    shapes = {"rows": side, "columns": side, "right": right, "scale": (batch, heads, t)}
+    whole = Room(torch.float32, device, shapes, {"rows": by_unit, "columns": by_unit})
+    halves = Room(torch.float16, device, {"half": right, "rest": right})
+    return launch, (tiles, batch * heads, 1), whole, halves
 
 
 def factored(
@@ -229,14 +231,6 @@ Summary = tuple[Tensor, Tensor, Tensor, Tensor]
 something, and whether any does; 0 and nothing for one that is not finite."""
 
 
-def _shapes(
-    batch: int, heads: int, t: int, units: int, d: int, extremes: bool
-) -> tuple[tuple[tuple[int, ...], None], ...]:
-    """Shapes of the two in float32, and of the two that are true or not."""
-    lead = batch, heads, t
-    return ((*lead, 3 * d if extremes else d), None), ((*lead, units, d), None), ((*lead, units), None), (lead, None)
-
-
 def _steps(units: int, unit: int, rows: int, asked: int) -> tuple[int, int, int, int, int]:
     """How many units a block has, of how many tokens, how many are read at once, in what parts, and runs of those."""
     together = min(rows, units)
@@ -256,11 +250,13 @@ def _summing(
     named = "OWN_UNITS", "OWN_UNIT", "OWN_BU", "OWN_PARTS", "OWN_RUN", "UNITS", "UNIT", "BU", "PARTS", "RUN"
     constants = dict(zip(named, (*_steps(own_units, own_unit, *told), *_steps(units, unit, *told)), strict=True))
     constants |= {"D": d, "DP": held(d), "BEFORE": before, "PADDING": padded, "num_warps": warps} | OPTIONS
-    numbers = n, t, heads, key_heads, *apart[:3], *key_apart[:3]
-    launch = Launch(summaries_kernel, device, *numbers, **constants)
-    own = _shapes(batch, heads, t, own_units, d, False)
-    key = _shapes(batch, key_heads, t, units, d, True)
-    rooms = Room(torch.float32, device, *own[:2], *key[:2]), Room(torch.bool, device, *own[2:], *key[2:])
+    sizes = n, t, heads, key_heads, *apart[:3], *key_apart[:3]
+    launch = Launch(summaries_kernel, device, *sizes, **constants)
+    lead, key_lead = (batch, heads, t), (batch, key_heads, t)
+    numbers = {"means": (*lead, d), "own": (*lead, own_units, d)}
+    numbers |= {"summary": (*key_lead, 3 * d), "units": (*key_lead, units, d)}
+    flags = {"own_there": (*lead, own_units), "own_visible": lead, "there": (*key_lead, units), "visible": key_lead}
+    rooms = Room(torch.float32, device, numbers), Room(torch.bool, device, flags)
     return launch, (t * batch * (heads + key_heads), 1, 1), *rooms
 
 

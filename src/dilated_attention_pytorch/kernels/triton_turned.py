@@ -13,9 +13,9 @@ import triton.language as tl
 from torch import Tensor
 
 from ..plan.selected import Chosen, Selection
-from .quick_launch import KEPT, Launch
+from .quick_launch import KEPT, Launch, Room
 from .triton_launch import OPTIONS, held
-from .triton_lists import Tables, mark_kernel, ones_of
+from .triton_lists import mark_kernel, ones_of
 
 
 @triton.jit(do_not_specialize=["words"])
@@ -117,12 +117,11 @@ class TurnedTokens:
         key_tiles, words, each = batch * t, -(-n // 32), batch * n * listed
         query_tiles = max(each // size + min(key_tiles, each), 1)
         rows = query_tiles * size
-        self._tables = Tables(
-            device, source=(heads, rows), place=(heads, batch * n, listed), tile=(heads, query_tiles),
-            first=(heads, key_tiles + 1), order=(heads // group, key_tiles), bits=(heads, key_tiles, words),
-            before=(heads, key_tiles, words), counters=(heads,),
-        )  # fmt: skip
-        begin, sizes = self._tables.begin, (n, t, heads, batch, listed)
+        shapes = {"source": (heads, rows), "place": (heads, batch * n, listed), "tile": (heads, query_tiles)}
+        shapes |= {"first": (heads, key_tiles + 1), "order": (heads // group, key_tiles), "counters": (heads,)}
+        shapes |= dict.fromkeys(("bits", "before"), (heads, key_tiles, words))
+        self._room = Room(torch.int32, device, shapes)
+        begin, sizes = self._room.begin, (n, t, heads, batch, listed)
         once = {"P": min(held(listed), 64), "num_warps": 4} | OPTIONS
         self._mark = Launch(
             mark_kernel, device, *begin("bits", "source", "tile", "counters"), *sizes, heads * rows,
@@ -139,11 +138,11 @@ class TurnedTokens:
         self._choices, self._runs = (words, batch * heads, 1), (key_tiles, heads, 1)
 
     def __call__(self, indices: Tensor) -> Chosen:
-        room = self._tables.made()
-        self._mark(self._choices, (indices, room))
-        self._count(self._runs, (room,))
-        self._place(self._choices, (indices, room))
-        return Chosen(*[self._tables.table(room, name) for name in Chosen._fields])
+        memory = self._room.made()
+        self._mark(self._choices, (indices, memory))
+        self._count(self._runs, (memory,))
+        self._place(self._choices, (indices, memory))
+        return Chosen(*[self._room.tensor(memory, name) for name in Chosen._fields])
 
 
 _turned_tokens = lru_cache(maxsize=KEPT)(TurnedTokens)
