@@ -7,7 +7,8 @@ seconds of choosing, of a forward pass and of a training step, choosing included
 cuDNN and flash, and with the same selection of FlexAttention and FlashAttention-4. Calls follow one another in a
 stream, as in training, and so the host may be what takes the time; `in_a_graph` are the same captured in a CUDA graph,
 which the host only starts. What is divided by one another is timed by turns. Of lengths at which dense attention may
-win, `dense_below` is a forward pass of a layer told so, beside what torch's attention chooses for the same tensors.
+win, `dense_below` is a forward pass of a layer told so, beside what torch's attention chooses for the same tensors:
+its function called by itself, and in a module, which is what a model would have in the layer's place.
 """
 
 from __future__ import annotations
@@ -138,20 +139,33 @@ def measured(n: int, config: AdaptiveConfig, is_causal: bool, device: str) -> di
     return line | {"not_run": reasons}
 
 
+class TorchOwn(torch.nn.Module):
+    """Torch's attention as a module over (B, N, H, D)."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> Tensor:
+        q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal).transpose(1, 2)
+
+
 @torch.no_grad()
 def told_to_be_dense(x: list[Tensor], config: AdaptiveConfig, is_causal: bool, device: str) -> dict[str, float]:
-    """Seconds of a layer told to attend to everything, and how torch's attention compares, also in CUDA graphs."""
+    """Seconds of a layer told to attend to everything, and how torch's attention compares, also in CUDA graphs.
+
+    Torch's is called by itself, and as a module: the host's time for a call of any module is in that, as in ours.
+    """
     layer = BlockSparseAdaptive([x[0].shape[1]], [1], 8, 64, config).to(device).eval()
 
     def torch_own() -> Tensor:
         found = F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in x), is_causal=is_causal)
         return found.transpose(1, 2)
 
-    runs = [lambda: layer(*x, is_causal), torch_own]
-    ours, others = by_turns(runs, device)
+    module = TorchOwn().eval()
+    runs = [lambda: layer(*x, is_causal), torch_own, lambda: module(*x, is_causal)]
+    ours, others, modules = by_turns(runs, device)
     found = {"dense_below_seconds": ours, "dense_below_torch_seconds": others, "dense_below_speedup": others / ours}
+    found |= {"dense_below_module_seconds": modules, "dense_below_module_speedup": modules / ours}
     if device == "cuda":
-        ours, others = by_turns([captured(run) for run in runs], device)
+        ours, others = by_turns([captured(run) for run in runs[:2]], device)
         found["dense_below_speedup_in_a_graph"] = others / ours
     return found
 

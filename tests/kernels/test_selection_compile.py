@@ -3,11 +3,10 @@
 import re
 
 import pytest
-from kernels.test_triton_compile import PLAIN, SHARED_MEMORY, compile_kernel, spilled
+from kernels.test_triton_compile import PLAIN, SHARED_MEMORY, SMALL_SHARED_MEMORY, compile_kernel, spilled
 
 pytest.importorskip("triton")
 
-SIZES = {"BLOCK": 128, "D": 64, "E": 64, "DP": 64, "EP": 64, "GROUP": 1, "PARTIAL": True}
 NAMED = ("p_rows", "p_columns", "p_bias", "p_keep", "p_project", "p_right", "p_rest", "p_scale", "p_log")
 FACTORS = dict.fromkeys(NAMED, "*fp32")
 PRESENT = dict.fromkeys(("p_left_there", "p_right_there", "p_visible"), "*i1")
@@ -16,19 +15,36 @@ BOUNDS = dict.fromkeys(("kept", "coldest"), "fp32")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["chosen_fwd_kernel", "chosen_dq_bwd_kernel", "chosen_dkv_bwd_kernel"])
-def test_gathering_kernels_fit_a_multiprocessor(name, tmp_path, monkeypatch):
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    from dilated_attention_pytorch.kernels import triton_launch, triton_tokens
+@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize(("name", "which"), [("chosen_fwd_kernel", 0), ("chosen_bwd_kernel", 1)])
+def test_gathering_kernels_fit_a_multiprocessor_twice(name, which, d, tmp_path, monkeypatch):
+    from dilated_attention_pytorch.kernels import triton_tokens
 
-    kinds = {"chosen_fwd_kernel": "forward", "chosen_dq_bwd_kernel": "dq", "chosen_dkv_bwd_kernel": "dkv"}
-    tiles = getattr(triton_launch.HALF[64], kinds[name])
-    constants = PLAIN | SIZES | {"RAGGED": False, "BM": tiles.m, "BN": tiles.n}
-    types = dict.fromkeys(("p_source", "p_tile", "p_first", "p_order"), "*i32")
-    compiled = compile_kernel(getattr(triton_tokens, name), constants, tiles, types=types)
-    assert compiled.metadata.shared <= SHARED_MEMORY
+    compiled = compile_gathering(name, triton_tokens.WHOLE[d][which], d, monkeypatch)
+    assert compiled.metadata.shared <= SHARED_MEMORY // (1 if (name, d) == ("chosen_bwd_kernel", 128) else 2)
+    assert "wgmma" in compiled.asm["ptx"]
+    assert spilled(compiled, tmp_path) <= 128
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("d", [64, 256])
+@pytest.mark.parametrize(("name", "kind"), [("chosen_fwd_kernel", "forward"), ("chosen_bwd_kernel", "dkv")])
+def test_gathering_kernels_in_single_precision_fit_a_small_gpu(name, kind, d, monkeypatch):
+    from dilated_attention_pytorch.kernels import triton_launch
+
+    tiles = getattr(triton_launch.SINGLE[d], kind)
+    compiled = compile_gathering(name, tiles, d, monkeypatch, "*fp32")
+    assert compiled.metadata.shared <= SMALL_SHARED_MEMORY
     assert "mma" in compiled.asm["ptx"]
-    assert spilled(compiled, tmp_path) <= 256
+
+
+def compile_gathering(name, tiles, d, monkeypatch, rows="*bf16"):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    from dilated_attention_pytorch.kernels import triton_tokens
+
+    sizes = {"BLOCK": 128, "D": d, "E": d, "DP": d, "EP": d, "BM": tiles.m, "BN": tiles.n, "GROUP": 1, "RUN": 16}
+    types = dict.fromkeys(("p_source", "p_tile", "p_first", "p_order"), "*i32")
+    return compile_kernel(getattr(triton_tokens, name), PLAIN | sizes | {"RAGGED": False}, tiles, rows, types)
 
 
 SCORED = FACTORS | PRESENT | LISTS | BOUNDS | {"p_scores": "*fp32", "p_ids": "*i64"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -107,14 +108,131 @@ def test_autocast_chooses_as_without():
         assert core(*torch.randn(3, 1, 100, 4, 8)).dtype == torch.bfloat16
 
 
+class SaidToBeOnGpu(torch.Tensor):
+    """A tensor that is taken for one on a GPU, and computed with where it is."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+    is_cuda = True
+
+
+def on_gpu(*shapes, dtype=torch.bfloat16):
+    return [torch.randn(shape, dtype=dtype).as_subclass(SaidToBeOnGpu) for shape in shapes]
+
+
+def told_dense(**options):
+    return BlockSparseAdaptive([256], [1], 2, 16, AdaptiveConfig(dense_below=101), **options).eval()
+
+
+class Torchs(Exception):
+    """Raised in place of torch's attention."""
+
+
+def is_torchs(layer, *x, **options):
+    """Whether a call is answered by torch's attention, which the tests let raise `Torchs`."""
+    try:
+        layer(*x, **options)
+    except Torchs:
+        return True
+    return False
+
+
+@pytest.fixture
+def torch_raises(monkeypatch):
+    def attend(*_, **__):
+        raise Torchs
+
+    monkeypatch.setattr(adaptive_module.F, "scaled_dot_product_attention", attend)
+
+
 @pytest.mark.parametrize("is_causal", [False, True])
+@torch.no_grad()
 def test_what_torch_is_quicker_at_comes_out_the_same(is_causal, monkeypatch):
-    layer = BlockSparseAdaptive([256], [1], 2, 16, AdaptiveConfig(dense_below=101), softmax_scale=0.7).double().eval()
-    x = torch.randn(3, 1, 100, 2, 16, dtype=torch.float64).unbind()
-    wanted = layer(*x, is_causal)
-    monkeypatch.setattr(adaptive_module, "_for_torch", lambda *_: True)
+    layer = told_dense(softmax_scale=0.7)
+    x = on_gpu(*[(1, 100, 2, 16)] * 3)
+    wanted = layer(*(t.as_subclass(torch.Tensor).double() for t in x), is_causal)
     monkeypatch.setattr(adaptive_module, "attention", None)
-    assert error(layer(*x, is_causal), wanted) < 1e-12
+    layer.remember(torch.zeros(()), None)
+    assert error(layer(*x, is_causal), wanted) < 1e-2
+    assert layer.statistics() == {"density": 1.0}
+    assert copy.deepcopy(layer).statistics() == {"density": 1.0}
+
+
+@torch.no_grad()
+def test_torch_is_asked_for_no_more_than_it_gives(torch_raises):
+    layer, shape = told_dense(), (1, 100, 2, 16)
+    x = on_gpu(shape, shape, shape)
+    assert is_torchs(layer, *x)
+    assert is_torchs(layer, *x, is_causal=True)
+    assert not is_torchs(layer, *x, return_pattern=True)
+    assert not is_torchs(layer, *x, key_padding_mask=torch.zeros(1, 100, dtype=torch.bool))
+    assert not is_torchs(layer, *on_gpu(shape, shape, shape, dtype=torch.float32))
+    assert not is_torchs(layer, *on_gpu(*[(1, 101, 2, 16)] * 3))
+    assert not is_torchs(layer, *on_gpu(shape, *[(1, 100, 1, 16)] * 2))
+    with torch.enable_grad():
+        assert not is_torchs(layer, *x)
+    # What cannot be meant is refused in our words.
+    for wrong, words in (((1, 100, 3, 16), "2 heads of 16"), ((100, 2, 16), "batch, n, heads, width")):
+        with pytest.raises(ValueError, match=words):
+            layer(*on_gpu(wrong, wrong, wrong))
+    with pytest.raises((TypeError, ValueError), match="dtype"):
+        layer(*x[:2], *on_gpu(shape, dtype=torch.float16))
+
+
+@torch.no_grad()
+def test_settings_that_change_later_decide_who_attends(torch_raises):
+    layer, x = told_dense(attention_dropout=0.1), on_gpu(*[(1, 100, 2, 16)] * 3)
+    assert is_torchs(layer, *x)
+    assert not is_torchs(layer.train(), *x)
+    layer.attention_dropout = 0.0
+    assert is_torchs(layer, *x)
+    layer.backend = "cpu"
+    assert not is_torchs(layer, *x)
+    layer.backend = "auto"
+    for changed, torchs in (
+        ({"dense_below": 100}, False),
+        ({"dense_below": None, "base_sparsity": 0.0}, True),
+        ({"dense_below": 5000, "score_gradient": "straight_through"}, False),
+        ({"dense_below": 5000}, True),
+    ):
+        layer.config = AdaptiveConfig(**changed)
+        assert is_torchs(layer, *x) == torchs
+    layer.config = AdaptiveConfig(dense_below=5000, score_gradient="straight_through")
+    assert is_torchs(layer.eval(), *x)
+    limit = adaptive_module.TORCH_OWN
+    assert is_torchs(layer, *on_gpu(*[(1, limit, 2, 16)] * 3))
+    layer._otherwise = lambda *_: None
+    layer.ranks, alone = SimpleNamespace(alone=False), layer.ranks
+    assert not is_torchs(layer, *x)
+    layer.ranks = alone
+    assert is_torchs(layer, *x)
+    assert not is_torchs(layer, *on_gpu(*[(1, limit + 1, 2, 16)] * 3))
+
+
+@pytest.mark.compile
+@torch.no_grad()
+def test_a_compiler_leaves_the_layer_as_it_is():
+    layer, x = told_dense(), torch.randn(3, 1, 120, 2, 16).unbind()
+    graphs = []
+
+    def kept(graph, _):
+        graphs.append([node.target for node in graph.graph.nodes if node.op.startswith("call")])
+        return graph.forward
+
+    for n in (100, 120):
+        some = [t[:, :n] for t in x]
+        assert torch.equal(torch.compile(layer, backend=kept)(*some, True), layer(*some, True))
+        around = torch.compile(lambda *x: layer(*(2 * t for t in x), True) + 1, backend=kept)
+        assert torch.equal(around(*some), layer(*(2 * t for t in some), True) + 1)
+    # What stands before it, and after it.
+    assert {len(graph) for graph in graphs} == {1, 3}
+
+
+@pytest.mark.compile
+@torch.no_grad()
+def test_what_is_torchs_is_so_under_a_compiler(torch_raises):
+    compiled = torch.compile(told_dense(), backend="eager")
+    assert is_torchs(compiled, *on_gpu(*[(1, 100, 2, 16)] * 3))
+    assert not is_torchs(compiled, *on_gpu(*[(1, 101, 2, 16)] * 3))
 
 
 @pytest.mark.compile

@@ -190,6 +190,42 @@ def attention_dq_bwd_kernel(
 
 
 @triton.jit
+def dkv_step(
+    b_dk, b_dv, b_k, b_v, b_q, b_do, b_lse, b_delta, elements, b_row, b_key, scale, threshold, inverse_keep,
+    BLOCK: tl.constexpr, MASKED: tl.constexpr, HOLES: tl.constexpr, BITS: tl.constexpr, DROPOUT: tl.constexpr,
+    PRECISION: tl.constexpr, CONTAINED: tl.constexpr,
+):  # fmt: skip
+    """Add what BM queries give to the gradients of BN keys and values; and the scores' gradient, [BN, BM].
+
+    Both the key gradient and that of the scores are still without the scale. `b_lse` from `reference_of`; `elements` as
+    in the forward.
+    """
+    b_s = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION)  # [BN, BM]
+    b_dp = tl.dot(b_v, tl.trans(b_do), input_precision=PRECISION)  # [BN, BM]
+    b_p = tl.math.exp2(b_s * scale - b_lse[None, :])
+    if MASKED or HOLES:
+        b_ok = visible(*elements, BLOCK, MASKED, HOLES, BITS, CONTAINED)
+        b_p = tl.where(b_ok, b_p, 0.0)
+    if DROPOUT:
+        b_kept = dropout_kept(b_row[None, :], b_key[:, None], threshold)
+        b_weight = tl.where(b_kept, b_p * inverse_keep, 0.0)
+        b_dp = tl.where(b_kept, b_dp * inverse_keep, 0.0)
+    else:
+        b_weight = b_p
+    b_ds = b_p * (b_dp - b_delta[None, :])
+    if MASKED or HOLES:
+        # A weight of 0 does not stop a NaN of the row's delta.
+        b_ds = tl.where(b_ok, b_ds, 0.0)
+    if CONTAINED:
+        b_dv, b_do = contained(b_dv, b_do, b_ok, PRECISION)
+        b_dk, b_q = contained(b_dk, b_q, b_ok, PRECISION)
+    b_dv = tl.dot(b_weight.to(b_do.dtype), b_do, b_dv, input_precision=PRECISION)
+    b_ds = b_ds.to(b_q.dtype)
+    b_dk = tl.dot(b_ds, b_q, b_dk, input_precision=PRECISION)
+    return b_dk, b_dv, b_ds
+
+
+@triton.jit
 def dkv_tile(
     b_dk, b_dv, b_k, b_v, p_q, p_do, p_lse, p_delta, p_masks, p_seed, p_positions, b_key, row,
     mask, whole, scale, threshold, inverse_keep, o_i, o_j, q_first, room, o_step, o_d, o_e,
@@ -197,7 +233,7 @@ def dkv_tile(
     BOUNDED: tl.constexpr, BITS: tl.constexpr, DROPOUT: tl.constexpr, POSITIONS: tl.constexpr,
     PRECISION: tl.constexpr, CONTAINED: tl.constexpr,
 ):  # fmt: skip
-    """Add what BM queries give to the gradients of BN keys and values; the key gradient still without the scale."""
+    """The gradients of `dkv_step`, of BM queries where they lie."""
     HOLES: tl.constexpr = MASKED and BOUNDED
     b_seen = o_step < room  # [BM]
     if HOLES:
@@ -209,30 +245,14 @@ def dkv_tile(
     b_lse = reference_of(b_lse)
     b_q = load_rows(p_q, b_seen, o_d, D, DP, HOLES)  # [BM, DP]
     b_do = load_rows(p_do, b_seen, o_e, E, EP, HOLES)  # [BM, EP]
-    b_s = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION)  # [BN, BM]
-    b_dp = tl.dot(b_v, tl.trans(b_do), input_precision=PRECISION)  # [BN, BM]
-    b_p = tl.math.exp2(b_s * scale - b_lse[None, :])
-    if MASKED:
-        b_ok = visible(
-            p_masks, mask, whole, b_seen[None, :], o_i[None, :], o_j[:, None], BLOCK, True, HOLES, BITS, CONTAINED
-        )
-        b_p = tl.where(b_ok, b_p, 0.0)
+    elements = p_masks, mask, whole, b_seen[None, :], o_i[None, :], o_j[:, None]
+    b_row = q_first + o_step
     if DROPOUT:
-        b_row = dropout_rows(p_seed, row, tokens_of(p_positions, q_first + o_step, b_seen, POSITIONS))
-        b_kept = dropout_kept(b_row[None, :], b_key[:, None], threshold)
-        b_weight = tl.where(b_kept, b_p * inverse_keep, 0.0)
-        b_dp = tl.where(b_kept, b_dp * inverse_keep, 0.0)
-    else:
-        b_weight = b_p
-    b_ds = b_p * (b_dp - b_delta[None, :])
-    if MASKED:
-        # A weight of 0 does not stop a NaN of the row's delta.
-        b_ds = tl.where(b_ok, b_ds, 0.0)
-    if CONTAINED:
-        b_dv, b_do = contained(b_dv, b_do, b_ok, PRECISION)
-        b_dk, b_q = contained(b_dk, b_q, b_ok, PRECISION)
-    b_dv = tl.dot(b_weight.to(b_do.dtype), b_do, b_dv, input_precision=PRECISION)
-    b_dk = tl.dot(b_ds.to(b_q.dtype), b_q, b_dk, input_precision=PRECISION)
+        b_row = dropout_rows(p_seed, row, tokens_of(p_positions, b_row, b_seen, POSITIONS))
+    b_dk, b_dv, _ = dkv_step(
+        b_dk, b_dv, b_k, b_v, b_q, b_do, b_lse, b_delta, elements, b_row, b_key, scale, threshold, inverse_keep,
+        BLOCK, MASKED, HOLES, BITS, DROPOUT, PRECISION, CONTAINED,
+    )  # fmt: skip
     return b_dk, b_dv
 
 

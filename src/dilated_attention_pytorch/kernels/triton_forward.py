@@ -35,6 +35,44 @@ from .triton_primitives import (
 
 
 @triton.jit
+def softmax_step(
+    b_acc, b_l, b_m, b_q, b_k, b_v, elements, b_row, b_key, scale, threshold, inverse_keep,
+    BLOCK: tl.constexpr, FIRST: tl.constexpr, MASKED: tl.constexpr, HOLES: tl.constexpr, BITS: tl.constexpr,
+    DROPOUT: tl.constexpr, PRECISION: tl.constexpr, CONTAINED: tl.constexpr,
+):  # fmt: skip
+    """Take BN keys into the running softmax (b_m, b_l, b_acc) of BM rows, which is empty where they are the FIRST.
+
+    b_m and `scale` are in log2 units; `elements` are what `visible` wants to know of them. CONTAINED keeps values that
+    are not finite from rows that may not see them.
+    """
+    b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)  # [BM, BN]
+    if MASKED or HOLES:
+        b_ok = visible(*elements, BLOCK, MASKED, HOLES, BITS, CONTAINED)
+        b_s = tl.where(b_ok, b_s, NO_KEY)
+    # The scale is positive, so it commutes with the maximum and joins the subtraction below in one multiply-add.
+    b_top = tl.max(b_s, 1) * scale
+    if not FIRST:
+        b_top = tl.maximum(b_m, b_top)
+    b_ref = b_top
+    if MASKED or HOLES:
+        # exp2(-inf - -inf) is nan: a row that met no key yet takes 0 as its reference and all its weights come out 0.
+        b_ref = tl.where(b_top == NO_KEY, 0.0, b_top)
+    b_p = tl.math.exp2(b_s * scale - b_ref[:, None])
+    if FIRST:
+        b_l = tl.sum(b_p, 1)
+    else:
+        b_shrink = tl.math.exp2(b_m - b_ref)
+        b_l = b_l * b_shrink + tl.sum(b_p, 1)
+        b_acc = b_acc * b_shrink[:, None]
+    if DROPOUT:
+        b_p = tl.where(dropout_kept(b_row[:, None], b_key[None, :], threshold), b_p * inverse_keep, 0.0)
+    if CONTAINED:
+        b_acc, b_v = contained(b_acc, b_v, b_ok, PRECISION)
+    b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc, input_precision=PRECISION)
+    return b_acc, b_l, b_top
+
+
+@triton.jit
 def forward_tile(
     b_acc, b_l, b_m, b_q, p_k, p_v, p_masks, p_padding, p_key_positions, b_row, mask, whole, scale, threshold,
     inverse_keep, o_i, o_j, k_first, room, o_step, o_d, o_e,
@@ -42,40 +80,21 @@ def forward_tile(
     BOUNDED: tl.constexpr, BITS: tl.constexpr, PADDING: tl.constexpr, DROPOUT: tl.constexpr, POSITIONS: tl.constexpr,
     PRECISION: tl.constexpr, CONTAINED: tl.constexpr,
 ):  # fmt: skip
-    """Take BN keys into the running softmax (b_m, b_l, b_acc) of BM rows; b_m and `scale` are in log2 units.
-
-    CONTAINED keeps values that are not finite from rows that may not see them; `whole` then says that all may.
-    """
+    """`softmax_step` of BN keys where they lie; with CONTAINED, `whole` says that all rows may see them."""
     b_seen = o_step < room  # [BN]
     b_k = load_rows(p_k, b_seen, o_d, D, DP, MASKED and BOUNDED)  # [BN, DP]
     if PADDING:
         b_seen = b_seen & (tl.load(p_padding + k_first + o_step, mask=b_seen, other=1) == 0)
     # A key that takes no part may hold inf or nan, and 0 * nan would reach the output.
     b_v = load_rows(p_v, b_seen, o_e, E, EP, (MASKED and BOUNDED) or PADDING)  # [BN, EP]
-    b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)  # [BM, BN]
-    if MASKED or PADDING:
-        b_ok = visible(
-            p_masks, mask, whole, b_seen[None, :], o_i[:, None], o_j[None, :],
-            BLOCK, MASKED, BOUNDED or PADDING, BITS, CONTAINED,
-        )  # fmt: skip
-        b_s = tl.where(b_ok, b_s, NO_KEY)
-    # The scale is positive, so it commutes with the maximum and joins the subtraction below in one multiply-add.
-    b_top = tl.maximum(b_m, tl.max(b_s, 1) * scale)
-    b_ref = b_top
-    if MASKED or PADDING:
-        # exp2(-inf - -inf) is nan: a row that met no key yet takes 0 as its reference and all its weights come out 0.
-        b_ref = tl.where(b_top == NO_KEY, 0.0, b_top)
-    b_p = tl.math.exp2(b_s * scale - b_ref[:, None])
-    b_shrink = tl.math.exp2(b_m - b_ref)
-    b_l = b_l * b_shrink + tl.sum(b_p, 1)
-    b_acc = b_acc * b_shrink[:, None]
+    elements = p_masks, mask, whole, b_seen[None, :], o_i[:, None], o_j[None, :]
+    b_key = k_first + o_step
     if DROPOUT:
-        b_key = tokens_of(p_key_positions, k_first + o_step, b_seen, POSITIONS)
-        b_p = tl.where(dropout_kept(b_row[:, None], b_key[None, :], threshold), b_p * inverse_keep, 0.0)
-    if CONTAINED:
-        b_acc, b_v = contained(b_acc, b_v, b_ok, PRECISION)
-    b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc, input_precision=PRECISION)
-    return b_acc, b_l, b_top
+        b_key = tokens_of(p_key_positions, b_key, b_seen, POSITIONS)
+    return softmax_step(
+        b_acc, b_l, b_m, b_q, b_k, b_v, elements, b_row, b_key, scale, threshold, inverse_keep,
+        BLOCK, False, MASKED, (MASKED and BOUNDED) or PADDING, BITS, DROPOUT, PRECISION, CONTAINED,
+    )  # fmt: skip
 
 
 @triton.jit

@@ -297,15 +297,19 @@ def held(width: int) -> int:
     return max(16, 1 << (width - 1).bit_length())
 
 
+def shares_much(device: torch.device) -> bool:
+    """Whether a program may use as much shared memory as those of data-centre GPUs."""
+    if device.type != "cuda":
+        return True
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin >= LARGE_SHARED
+
+
 def config(d: int, e: int, dtype: torch.dtype, device: torch.device, block: int) -> Config:
     """Tiles for a head width, chosen from the tables above."""
     known = (max(d, e), dtype, device, block)
     found = _chosen.get(known)
     if found is None:
-        shared = LARGE_SHARED
-        if device.type == "cuda":
-            shared = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
-        table = SINGLE if dtype is torch.float32 else HALF if shared >= LARGE_SHARED else HALF_SMALL_SHARED
+        table = SINGLE if dtype is torch.float32 else HALF if shares_much(device) else HALF_SMALL_SHARED
         width = next(width for width in table if width >= max(d, e))
         found = _chosen[known] = Config(*(tiles.within(block) for tiles in table[width]))
     return found

@@ -2,7 +2,8 @@
 
 What all rows share has been computed, and what is found here joins it in place. Forward: every tile of gathered queries
 meets one key block and leaves a softmax of its own; a second kernel joins the softmaxes of each token in the order of
-its list. Backward: dK and dV by key block, over its tiles of queries; dQ by tiles of queries, then added up by token.
+its list. Backward: dK and dV by key block, over its tiles of queries, which leave what they get; a second kernel adds
+that up by token.
 Nothing is copied to gather it and no atomics are used, so gradients have the same bits every time.
 
 Names as in `triton_primitives`; `p_source`, `p_place`, `p_tile` and `p_first` are `plan.selected.Chosen`.
@@ -21,70 +22,112 @@ from torch import Tensor
 from ..plan.selected import Chosen
 from .quick_launch import KEPT, Launch
 from .registry import AttentionCall, Forward, Gradients
-from .triton_backward import dkv_tile, dq_tile
+from .triton_backward import dkv_step
 from .triton_entry import Grid
-from .triton_forward import forward_tile
-from .triton_launch import LOG2E, OPTIONS, _dropout, config, constants_of, delta_of, held
+from .triton_forward import softmax_step
+from .triton_launch import LOG2E, OPTIONS, Tiles, _dropout, config, constants_of, delta_of, held, shares_much
 from .triton_primitives import LN2, NO_KEY, averaged, dropout_rows, empty_softmax, load_rows, reference_of, store_rows
 
 __all__ = ["backward", "delta_of", "forward"]
 
 JOINED, ASKED = 32, 256
 """Tokens of a program that joins what they found, and numbers of each that it asks for at once."""
+RUN = 16
+"""Tiles of gathered queries that a program of the forward takes."""
+WHOLE = {64: (Tiles(64, 128, 4, 5), Tiles(32, 128, 4, 3)), 128: (Tiles(64, 128, 4, 3), Tiles(64, 128, 8, 2))}
+"""Tiles of both passes by width, which hold a whole block of 128 keys, in half precision where much is shared."""
 
 
 @triton.jit
-def gathered_rows(p_source, p_tile, rows, tiles, n, blocks, BLOCK: tl.constexpr, BM: tl.constexpr):
-    """Of a program's BM gathered rows: places, tokens in their sample, n for filler; and the sample and its block."""
-    SUB_M: tl.constexpr = BLOCK // BM
-    head = tl.program_id(1).to(tl.int64)
-    tile = tl.load(p_tile + head * tiles + tl.program_id(0) // SUB_M).to(tl.int64)
-    o_row = head * rows + tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
-    b_source = tl.load(p_source + o_row).to(tl.int64)
-    sample = tile // blocks
-    return o_row, tl.where(b_source < 0, n, b_source - sample * n), sample, tile - sample * blocks
+def gathered(p_source, sample, n):
+    """Tokens that gathered rows stand for, counted in their sample, int64; and whether they are more than filler."""
+    b_source = tl.load(p_source).to(tl.int64)
+    return b_source - sample * n, b_source >= 0
+
+
+@triton.jit
+def shown_keys(p_padding, sample, n, o_key, PADDING: tl.constexpr):
+    """Whether keys take part."""
+    b_shown = o_key < n
+    if PADDING:
+        b_shown = tl.load(p_padding + sample * n + o_key, mask=b_shown, other=1) == 0
+    return b_shown
+
+
+@triton.jit
+def seen_alike(b_shown):
+    """What `visible` wants to know where all rows see the same keys."""
+    return b_shown, 0, False, b_shown, 0, 0
 
 
 @triton.jit(do_not_specialize=["rows", "tiles", "threshold", "first_head"])
 def chosen_fwd_kernel(
-    p_q, p_k, p_v, p_part, p_part_lse, p_source, p_tile, p_masks, p_padding, p_seed, scale, inverse_keep, threshold,
-    rows, tiles, n, blocks, samples, heads, first_head, group, sq_b, sq_h, sq_n, sk_b, sk_h, sk_n, sv_b, sv_h, sv_n,
+    p_q, p_k, p_v, p_part, p_part_lse, p_source, p_tile, p_first, p_padding, p_seed, scale, inverse_keep, threshold,
+    rows, tiles, n, blocks, samples, heads, first_head, group, sq_b, sq_h, sq_n, sk_b, sk_h, sk_n, sv_b,
+    sv_h, sv_n,
     BLOCK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, E: tl.constexpr, DP: tl.constexpr,
-    EP: tl.constexpr, SIGN: tl.constexpr, RAGGED: tl.constexpr, PADDING: tl.constexpr, DROPOUT: tl.constexpr,
-    PRECISION: tl.constexpr,
+    EP: tl.constexpr, RUN: tl.constexpr, SIGN: tl.constexpr, RAGGED: tl.constexpr, PADDING: tl.constexpr,
+    DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Output and LSE of BM gathered queries on the one block they chose; SIGN as in the forward over plans."""
-    SUB_N: tl.constexpr = BLOCK // BN
-    o_row, o_q, sample, block = gathered_rows(p_source, p_tile, rows, tiles, n, blocks, BLOCK, BM)
-    if sample >= samples:
-        return
+    """Output and LSE of the gathered queries of RUN tiles on the one block that each tile chose.
+
+    Tiles that chose the same follow one another: the block is read once for them, where a program can hold it whole.
+    SIGN as in the forward over plans.
+    """
+    SUB_M: tl.constexpr = BLOCK // BM
+    HOLES: tl.constexpr = RAGGED or PADDING
     head = tl.program_id(1).to(tl.int64)
+    key_tiles = samples * blocks
+    o_m = tl.arange(0, BM)
+    o_n = tl.arange(0, BN)
     o_d = tl.arange(0, DP)
     o_e = tl.arange(0, EP)
-    o_n = tl.arange(0, BN)
-    b_q = load_rows(p_q + sample * sq_b + head * sq_h + o_q[:, None] * sq_n + o_d[None, :], o_q < n, o_d, D, DP, True)
-    if SIGN != 1:
-        b_q = (b_q * SIGN).to(b_q.dtype)
-    p_k += sample * sk_b + (head // group) * sk_h
-    p_v += sample * sv_b + (head // group) * sv_h
-    if PADDING:
-        p_padding += sample * n
-    b_row = o_q
-    if DROPOUT:
-        b_row = dropout_rows(p_seed, sample * heads + first_head + head, o_q)
-    b_m, b_l, b_acc = empty_softmax(BM, EP)
-    for j in range(SUB_N):
-        k_first = block * BLOCK + j * BN
-        p_k_tile = p_k + (k_first + o_n)[:, None] * sk_n + o_d[None, :]
-        p_v_tile = p_v + (k_first + o_n)[:, None] * sv_n + o_e[None, :]
-        b_acc, b_l, b_m = forward_tile(
-            b_acc, b_l, b_m, b_q, p_k_tile, p_v_tile, p_masks, p_padding, p_seed, b_row, block * 0, False, scale,
-            threshold, inverse_keep, tl.arange(0, BM), o_n, k_first, n - k_first, o_n, o_d, o_e, BLOCK, D, E, DP, EP,
-            RAGGED, RAGGED, False, PADDING, DROPOUT, False, PRECISION, False,
-        )  # fmt: skip
-    b_acc = averaged(b_acc, b_l)
-    tl.store(p_part_lse + o_row, (b_m + tl.math.log2(b_l)) * LN2)
-    store_rows(p_part + o_row[:, None] * E + o_e[None, :], b_acc, o_q < n, o_e, E, EP)
+    p_tile += head * tiles
+    p_first += head * (key_tiles + 1)
+    p_source += head * rows
+    at = (tl.program_id(0) * RUN).to(p_first.dtype.element_ty)
+    end = tl.minimum(at + RUN, tiles)
+    tile = tl.load(p_tile + at).to(tl.int64)
+    while tile < key_tiles:
+        stop = tl.minimum(tl.load(p_first + tile + 1), end)
+        sample = tile // blocks
+        o_key = (tile - sample * blocks) * BLOCK + o_n
+        p_k_tile = p_k + sample * sk_b + (head // group) * sk_h + o_key[:, None] * sk_n + o_d[None, :]
+        p_v_tile = p_v + sample * sv_b + (head // group) * sv_h + o_key[:, None] * sv_n + o_e[None, :]
+        if BN == BLOCK:
+            b_shown = shown_keys(p_padding, sample, n, o_key, PADDING)
+            b_k = load_rows(p_k_tile, b_shown, o_d, D, DP, HOLES)
+            b_v = load_rows(p_v_tile, b_shown, o_e, E, EP, HOLES)
+        for j in range(at * SUB_M, stop * SUB_M):
+            o_q, b_exist = gathered(p_source + j * BM + o_m, sample, n)
+            p_q_tile = p_q + sample * sq_b + head * sq_h + o_q[:, None] * sq_n + o_d[None, :]
+            b_q = load_rows(p_q_tile, b_exist, o_d, D, DP, True)
+            if SIGN != 1:
+                b_q = (b_q * SIGN).to(b_q.dtype)
+            b_row = o_q
+            if DROPOUT:
+                b_row = dropout_rows(p_seed, sample * heads + first_head + head, o_q)
+            b_m, b_l, b_acc = empty_softmax(BM, EP)
+            if BN == BLOCK:
+                b_acc, b_l, b_m = softmax_step(
+                    b_acc, b_l, b_m, b_q, b_k, b_v, seen_alike(b_shown[None, :]), b_row, o_key, scale, threshold,
+                    inverse_keep, BLOCK, True, False, HOLES, False, DROPOUT, PRECISION, False,
+                )  # fmt: skip
+            else:
+                for part in range(BLOCK // BN):
+                    o_part = o_key + part * BN
+                    b_seen = shown_keys(p_padding, sample, n, o_part, PADDING)
+                    b_k_part = load_rows(p_k_tile + part * BN * sk_n, b_seen, o_d, D, DP, HOLES)
+                    b_v_part = load_rows(p_v_tile + part * BN * sv_n, b_seen, o_e, E, EP, HOLES)
+                    b_acc, b_l, b_m = softmax_step(
+                        b_acc, b_l, b_m, b_q, b_k_part, b_v_part, seen_alike(b_seen[None, :]), b_row, o_part, scale,
+                        threshold, inverse_keep, BLOCK, False, False, HOLES, False, DROPOUT, PRECISION, False,
+                    )  # fmt: skip
+            o_row = head * rows + j * BM + o_m
+            tl.store(p_part_lse + o_row, (b_m + tl.math.log2(b_l)) * LN2)
+            store_rows(p_part + o_row[:, None] * E + o_e[None, :], averaged(b_acc, b_l), b_exist, o_e, E, EP)
+        at = stop
+        tile = tl.load(p_tile + at, mask=at < end, other=key_tiles).to(tl.int64)
 
 
 @triton.jit
@@ -142,49 +185,6 @@ def join_tokens_kernel(
     store_rows(p_line, b_acc, b_exist, o_e, E, EP)
 
 
-@triton.jit(do_not_specialize=["rows", "tiles", "threshold", "first_head"])
-def chosen_dq_bwd_kernel(
-    p_q, p_k, p_v, p_do, p_lse, p_delta, p_part, p_source, p_tile, p_masks, p_padding, p_seed, scale, scale_log2,
-    inverse_keep, threshold, rows, tiles, n, blocks, samples, heads, first_head, group, sq_b, sq_h, sq_n, sk_b, sk_h,
-    sk_n, sv_b, sv_h, sv_n, sg_b, sg_h, sg_n,
-    BLOCK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, E: tl.constexpr, DP: tl.constexpr,
-    EP: tl.constexpr, RAGGED: tl.constexpr, PADDING: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """What BM gathered queries get from the one block they chose."""
-    SUB_N: tl.constexpr = BLOCK // BN
-    o_row, o_q, sample, block = gathered_rows(p_source, p_tile, rows, tiles, n, blocks, BLOCK, BM)
-    if sample >= samples:
-        return
-    head = tl.program_id(1).to(tl.int64)
-    b_exist = o_q < n
-    o_d = tl.arange(0, DP)
-    o_e = tl.arange(0, EP)
-    o_n = tl.arange(0, BN)
-    b_q = load_rows(p_q + sample * sq_b + head * sq_h + o_q[:, None] * sq_n + o_d[None, :], b_exist, o_d, D, DP, True)
-    b_do = load_rows(p_do + sample * sg_b + head * sg_h + o_q[:, None] * sg_n + o_e[None, :], b_exist, o_e, E, EP, True)
-    stream = sample * heads + first_head + head
-    b_lse = reference_of(tl.load(p_lse + stream * n + o_q, mask=b_exist, other=NO_KEY))
-    b_delta = tl.load(p_delta + stream * n + o_q, mask=b_exist, other=0.0)
-    p_k += sample * sk_b + (head // group) * sk_h
-    p_v += sample * sv_b + (head // group) * sv_h
-    if PADDING:
-        p_padding += sample * n
-    b_row = o_q
-    if DROPOUT:
-        b_row = dropout_rows(p_seed, stream, o_q)
-    b_dq = tl.zeros([BM, DP], tl.float32)
-    for j in range(SUB_N):
-        k_first = block * BLOCK + j * BN
-        p_k_tile = p_k + (k_first + o_n)[:, None] * sk_n + o_d[None, :]
-        p_v_tile = p_v + (k_first + o_n)[:, None] * sv_n + o_e[None, :]
-        b_dq = dq_tile(
-            b_dq, b_q, b_do, b_lse, b_delta, p_k_tile, p_v_tile, p_masks, p_padding, p_seed, b_row, block * 0, False,
-            scale_log2, threshold, inverse_keep, tl.arange(0, BM), o_n, k_first, n - k_first, o_n, o_d, o_e,
-            BLOCK, D, E, DP, EP, RAGGED, RAGGED, False, PADDING, DROPOUT, False, PRECISION, False,
-        )  # fmt: skip
-    store_rows(p_part + o_row[:, None] * D + o_d[None, :], b_dq * scale, b_exist, o_d, D, DP)
-
-
 @triton.jit(do_not_specialize=["rows", "n"])
 def add_tokens_kernel(
     p_dq, p_part, p_place, rows, n, slots, sx_b, sx_h, sx_n, BM: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
@@ -212,58 +212,74 @@ def add_tokens_kernel(
     store_rows(p_line, b_sum, b_exist, o_d, D, DP)
 
 
-@triton.jit(do_not_specialize=["rows", "tiles", "threshold", "first_head"])
-def chosen_dkv_bwd_kernel(
-    p_q, p_k, p_v, p_do, p_lse, p_delta, p_dk, p_dv, p_source, p_first, p_order, p_masks, p_padding, p_seed, scale,
+@triton.jit(do_not_specialize=["rows", "threshold", "first_head"])
+def chosen_bwd_kernel(
+    p_q, p_k, p_v, p_do, p_lse, p_delta, p_part, p_dk, p_dv, p_source, p_first, p_order, p_padding, p_seed, scale,
     scale_log2, inverse_keep, threshold, rows, n, blocks, samples, heads, first_head, sq_b, sq_h, sq_n, sk_b, sk_h,
     sk_n, sv_b, sv_h, sv_n, sg_b, sg_h, sg_n, sx_b, sx_h, sx_n, sy_b, sy_h, sy_n,
     BLOCK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, E: tl.constexpr, DP: tl.constexpr,
-    EP: tl.constexpr, GROUP: tl.constexpr, PADDING: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+    EP: tl.constexpr, GROUP: tl.constexpr, RAGGED: tl.constexpr, PADDING: tl.constexpr, DROPOUT: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Add to dK and dV of BN keys what the queries that chose their block give, over the query heads that read them."""
+    """Add to dK and dV of a key block what the queries that chose it give, and leave what each of those gets from it.
+
+    Over the query heads that read the keys. A gathered row meets one block, so what it gets needs no other program.
+    BN keys are held at a time; the rows go past once for each such part of the block.
+    """
     SUB_M: tl.constexpr = BLOCK // BM
-    SUB_N: tl.constexpr = BLOCK // BN
+    HOLES: tl.constexpr = RAGGED or PADDING
     key_tiles = samples * blocks
     key_head = tl.program_id(1).to(tl.int64)
-    tile = tl.load(p_order + key_head * key_tiles + tl.program_id(0) // SUB_N).to(tl.int64)
+    tile = tl.load(p_order + key_head * key_tiles + tl.program_id(0)).to(tl.int64)
     sample = tile // blocks
-    o_j = (tl.program_id(0) % SUB_N) * BN + tl.arange(0, BN)
-    o_key = (tile - sample * blocks) * BLOCK + o_j
-    b_exist = o_key < n
     o_m = tl.arange(0, BM)
     o_d = tl.arange(0, DP)
     o_e = tl.arange(0, EP)
-    p_k_tile = p_k + sample * sk_b + key_head * sk_h + o_key[:, None] * sk_n + o_d[None, :]
-    p_v_tile = p_v + sample * sv_b + key_head * sv_h + o_key[:, None] * sv_n + o_e[None, :]
-    b_k = load_rows(p_k_tile, b_exist, o_d, D, DP, True)
-    b_v = load_rows(p_v_tile, b_exist, o_e, E, EP, True)
-    b_dk = tl.zeros([BN, DP], tl.float32)
-    b_dv = tl.zeros([BN, EP], tl.float32)
-    for member in range(GROUP):
-        head = key_head * GROUP + member
-        p_run = p_first + head * (key_tiles + 1) + tile
-        stream = sample * heads + first_head + head
-        p_q_head = p_q + sample * sq_b + head * sq_h + o_d[None, :]
-        p_do_head = p_do + sample * sg_b + head * sg_h + o_e[None, :]
-        for j in range(tl.load(p_run) * SUB_M, tl.load(p_run + 1) * SUB_M):
-            b_source = tl.load(p_source + head * rows + j * BM + o_m).to(tl.int64)
-            o_q = tl.where(b_source < 0, n, b_source - sample * n)
-            b_dk, b_dv = dkv_tile(
-                b_dk, b_dv, b_k, b_v, p_q_head + o_q[:, None] * sq_n, p_do_head + o_q[:, None] * sg_n,
-                p_lse + stream * n, p_delta + stream * n, p_masks, p_seed, p_seed, o_key, stream, tile * 0, False,
-                scale_log2, threshold, inverse_keep, o_m, o_j, 0, n, o_q, o_d, o_e, BLOCK, D, E, DP, EP, True, True,
-                False, DROPOUT, False, PRECISION, False,
-            )  # fmt: skip
-    b_dk *= scale
-    b_shown = b_exist
-    if PADDING:
-        b_shown = tl.load(p_padding + sample * n + o_key, mask=b_exist, other=1) == 0
-        b_dk = tl.where(b_shown[:, None], b_dk, 0.0)
-        b_dv = tl.where(b_shown[:, None], b_dv, 0.0)
-    p_dk_tile = p_dk + sample * sx_b + key_head * sx_h + o_key[:, None] * sx_n + o_d[None, :]
-    p_dv_tile = p_dv + sample * sy_b + key_head * sy_h + o_key[:, None] * sy_n + o_e[None, :]
-    store_rows(p_dk_tile, b_dk + load_rows(p_dk_tile, b_exist, o_d, D, DP, True), b_exist, o_d, D, DP)
-    store_rows(p_dv_tile, b_dv + load_rows(p_dv_tile, b_exist, o_e, E, EP, True), b_exist, o_e, E, EP)
+    for part in range(BLOCK // BN):
+        o_key = (tile - sample * blocks) * BLOCK + part * BN + tl.arange(0, BN)
+        b_shown = shown_keys(p_padding, sample, n, o_key, PADDING)
+        p_k_tile = p_k + sample * sk_b + key_head * sk_h + o_key[:, None] * sk_n + o_d[None, :]
+        p_v_tile = p_v + sample * sv_b + key_head * sv_h + o_key[:, None] * sv_n + o_e[None, :]
+        b_k = load_rows(p_k_tile, b_shown, o_d, D, DP, HOLES)
+        b_v = load_rows(p_v_tile, b_shown, o_e, E, EP, HOLES)
+        b_dk = tl.zeros([BN, DP], tl.float32)
+        b_dv = tl.zeros([BN, EP], tl.float32)
+        for member in range(GROUP):
+            head = key_head * GROUP + member
+            p_run = p_first + head * (key_tiles + 1) + tile
+            stream = sample * heads + first_head + head
+            p_q_head = p_q + sample * sq_b + head * sq_h + o_d[None, :]
+            p_do_head = p_do + sample * sg_b + head * sg_h + o_e[None, :]
+            for j in range(tl.load(p_run) * SUB_M, tl.load(p_run + 1) * SUB_M):
+                o_row = head * rows + j * BM + o_m
+                o_q, b_exist = gathered(p_source + o_row, sample, n)
+                b_lse = reference_of(tl.load(p_lse + stream * n + o_q, mask=b_exist, other=NO_KEY))
+                b_delta = tl.load(p_delta + stream * n + o_q, mask=b_exist, other=0.0)
+                b_q = load_rows(p_q_head + o_q[:, None] * sq_n, b_exist, o_d, D, DP, True)
+                b_do = load_rows(p_do_head + o_q[:, None] * sg_n, b_exist, o_e, E, EP, True)
+                b_row = o_q
+                if DROPOUT:
+                    b_row = dropout_rows(p_seed, stream, o_q)
+                b_dk, b_dv, b_ds = dkv_step(
+                    b_dk, b_dv, b_k, b_v, b_q, b_do, b_lse, b_delta, seen_alike(b_shown[:, None]), b_row, o_key,
+                    scale_log2, threshold, inverse_keep, BLOCK, False, HOLES, False, DROPOUT, PRECISION, False,
+                )  # fmt: skip
+                b_by_width = tl.trans(b_k)
+                if BN < BLOCK:
+                    # Read again where it is tight: a third layout of wide keys would not fit beside the others.
+                    b_by_width = tl.trans(load_rows(p_k_tile, b_shown, o_d, D, DP, HOLES))
+                b_dq = tl.trans(tl.dot(b_by_width, b_ds, input_precision=PRECISION) * scale)
+                p_got = p_part + o_row[:, None] * D + o_d[None, :]
+                if BN < BLOCK:
+                    b_dq += load_rows(p_got, b_exist & (part + o_m * 0 > 0), o_d, D, DP, True)
+                store_rows(p_got, b_dq, b_exist, o_d, D, DP)
+        p_dk_tile = p_dk + sample * sx_b + key_head * sx_h + o_key[:, None] * sx_n + o_d[None, :]
+        p_dv_tile = p_dv + sample * sy_b + key_head * sy_h + o_key[:, None] * sy_n + o_e[None, :]
+        store_rows(p_dk_tile, b_dk * scale + load_rows(p_dk_tile, b_shown, o_d, D, DP, True), b_shown, o_d, D, DP)
+        store_rows(p_dv_tile, b_dv + load_rows(p_dv_tile, b_shown, o_e, E, EP, True), b_shown, o_e, E, EP)
+        if BN < BLOCK:
+            # What other threads wrote is read in the next part.
+            tl.debug_barrier()
 
 
 class Prepared(NamedTuple):
@@ -297,21 +313,21 @@ def _prepared(
 
 def _forward_launches(call: AttentionCall, chosen: Chosen, heads: slice, output: Tensor, lse: Tensor) -> Prepared:
     query, key, value = _of_heads(call, heads)
-    batch, own, n, d = query.shape
+    batch, own, n, _ = query.shape
     e, rows, block = value.shape[3], chosen.source.shape[1], call.plan.block_size
-    tiles = config(d, e, query.dtype, query.device, block).forward
+    tiles, _ = _tiles(call)
     sign = (call.scale > 0) - (call.scale < 0)
     magnitude = abs(call.scale) or 1.0
     attend = Launch(
         chosen_fwd_kernel, query.device, magnitude * LOG2E, *_dropout(call), rows, chosen.tile.shape[1],
         *_sizes(call, heads), own // key.shape[1], *query.stride()[:3], *key.stride()[:3], *value.stride()[:3],
-        SIGN=sign, RAGGED=n % block > 0, **constants_of(call, tiles),
+        RUN=RUN, SIGN=sign, RAGGED=n % block > 0, **constants_of(call, tiles),
     )  # fmt: skip
     join = Launch(
         join_tokens_kernel, query.device, rows, n, chosen.place.shape[2], *output.stride()[:3], *lse.stride(),
         BM=JOINED, E=e, EP=held(e), TOGETHER=_together(e), **OPTIONS,
     )  # fmt: skip
-    grids = (rows // tiles.m, own, 1), (-(-n // JOINED), own, batch)
+    grids = (-(-chosen.tile.shape[1] // RUN), own, 1), (-(-n // JOINED), own, batch)
     return Prepared(((attend, grids[0]), (join, grids[1])), (own, rows, e))
 
 
@@ -329,8 +345,8 @@ def forward(call: AttentionCall, chosen: Chosen, near: Forward, heads: slice) ->
     ((attend, attend_grid), (join, join_grid)), shape = _prepared(_forward_launches, call, chosen, heads, output, lse)
     part = torch.empty(shape, dtype=query.dtype, device=query.device)
     part_lse = torch.empty(shape[:2], dtype=torch.float32, device=query.device)
-    read = query, key, value, part, part_lse, chosen.source, chosen.tile, *_read(call, chosen)
-    attend(attend_grid, read)
+    read = chosen.source, chosen.tile, chosen.first, *_read(call, chosen)
+    attend(attend_grid, (query, key, value, part, part_lse, *read))
     join(join_grid, (output, lse, part, part_lse, chosen.place))
 
 
@@ -340,26 +356,20 @@ def _backward_launches(
 ) -> Prepared:  # fmt: skip
     query, key, value = _of_heads(call, heads)
     batch, own, n, d = query.shape
-    e, rows, block, device = value.shape[3], chosen.source.shape[1], call.plan.block_size, query.device
+    rows, block, device = chosen.source.shape[1], call.plan.block_size, query.device
     group = own // key.shape[1]
-    tiles = config(d, e, query.dtype, device, block)
-    scales = call.scale, call.scale * LOG2E, *_dropout(call)
-    strides = *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *grad.stride()[:3]
-    by_query = Launch(
-        chosen_dq_bwd_kernel, device, *scales, rows, chosen.tile.shape[1], *_sizes(call, heads), group, *strides,
-        RAGGED=n % block > 0, **constants_of(call, tiles.dq),
+    _, tiles = _tiles(call)
+    by_key = Launch(
+        chosen_bwd_kernel, device, call.scale, call.scale * LOG2E, *_dropout(call), rows, *_sizes(call, heads),
+        *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *grad.stride()[:3], *grad_key.stride()[:3],
+        *grad_value.stride()[:3], GROUP=group, RAGGED=n % block > 0, **constants_of(call, tiles),
     )  # fmt: skip
     add = Launch(
         add_tokens_kernel, device, rows, n, chosen.place.shape[2], *grad_query.stride()[:3],
         BM=JOINED, D=d, DP=held(d), TOGETHER=_together(d), **OPTIONS,
     )  # fmt: skip
-    by_key = Launch(
-        chosen_dkv_bwd_kernel, device, *scales, rows, *_sizes(call, heads), *strides, *grad_key.stride()[:3],
-        *grad_value.stride()[:3], GROUP=group, **constants_of(call, tiles.dkv),
-    )  # fmt: skip
-    queries, tokens = (rows // tiles.dq.m, own, 1), (-(-n // JOINED), own, batch)
-    keys = chosen.order.shape[1] * (block // tiles.dkv.n), key.shape[1], 1
-    return Prepared(((by_query, queries), (add, tokens), (by_key, keys)), (own, rows, d))
+    keys, tokens = (chosen.order.shape[1], key.shape[1], 1), (-(-n // JOINED), own, batch)
+    return Prepared(((by_key, keys), (add, tokens)), (own, rows, d))
 
 
 def backward(
@@ -380,12 +390,21 @@ def backward(
     grad_key, grad_value = _some(near.key, key_heads), _some(near.value, key_heads)
     changed = grad, grad_query, grad_key, grad_value
     launches, shape = _prepared(_backward_launches, call, chosen, heads, *changed)
-    (by_query, queries), (add, tokens), (by_key, keys) = launches
+    (by_key, keys), (add, tokens) = launches
     part = torch.empty(shape, dtype=query.dtype, device=query.device)
-    given, read = (query, key, value, grad, lse, delta), _read(call, chosen)
-    by_query(queries, (*given, part, chosen.source, chosen.tile, *read))
+    changed, read = (part, grad_key, grad_value), (chosen.source, chosen.first, chosen.order, *_read(call, chosen))
+    by_key(keys, (query, key, value, grad, lse, delta, *changed, *read))
     add(tokens, (grad_query, part, chosen.place))
-    by_key(keys, (*given, grad_key, grad_value, chosen.source, chosen.first, chosen.order, *read))
+
+
+def _tiles(call: AttentionCall) -> tuple[Tiles, Tiles]:
+    """Tiles of the forward and of the backward."""
+    query, block = call.query, call.plan.block_size
+    d, e = query.shape[3], call.value.shape[3]
+    usual = config(d, e, query.dtype, query.device, block)
+    able = query.dtype.itemsize == 2 and shares_much(query.device)
+    forward, backward = WHOLE.get(held(max(d, e, 64)) if able else 0, (usual.forward, usual.dkv))
+    return forward.within(block), backward.within(block)
 
 
 def _together(width: int) -> int:
@@ -408,11 +427,10 @@ def _of_heads(call: AttentionCall, heads: slice) -> tuple[Tensor, Tensor, Tensor
     return _some(call.query, heads), _some(call.key, key_heads), _some(call.value, key_heads)
 
 
-def _read(call: AttentionCall, chosen: Chosen) -> tuple[Tensor, Tensor, Tensor]:
-    """Masks, padding and seed; what a call does not have is never read."""
+def _read(call: AttentionCall, chosen: Chosen) -> tuple[Tensor, Tensor]:
+    """Padding and seed; what a call does not have is never read."""
     padding = call.key_padding_mask
     return (
-        call.plan.masks.band,
         chosen.source if padding is None else padding.contiguous().view(torch.uint8),
         chosen.source if call.seed is None else call.seed,
     )

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -151,7 +151,21 @@ class BlockSparseAdaptive(OverRanks, nn.Module):
         self._kept: Selection | Tensor | None = None
         self._lesson: Lesson | None = None
 
-    @torch.compiler.disable
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        # Any setting may be given another value later, and what was decided by the one before is decided again.
+        self.__dict__.pop("_torch_below", None)
+
+    @cached_property
+    def _torch_below(self) -> int:
+        """Tokens below which torch may attend, by the settings alone; 0: it never does."""
+        drops = self.training and self.attention_dropout
+        if drops or self.backend != "auto" or not self.ranks.alone:
+            return 0
+        if self.config.keeps_all:
+            return TORCH_OWN + 1
+        return 0 if self.studies() else min(self.config.dense_below or 0, TORCH_OWN + 1)
+
     def forward(
         self,
         query: Tensor,
@@ -175,17 +189,47 @@ class BlockSparseAdaptive(OverRanks, nn.Module):
         Returns:
             (B, N, H, E).
         """
+        if torch.compiler.is_dynamo_compiling():
+            return self._untraced(query, key, value, is_causal, return_pattern, key_padding_mask=key_padding_mask)
+        # What torch is quicker at takes the GPU so short a time that every question of the host counts: these stand for
+        # all that other calls are asked. With gradients it is not torch's: they need not come out the same twice.
+        if (
+            query.is_cuda
+            and not (return_pattern or torch.is_grad_enabled())
+            and key_padding_mask is None
+            and (dtype := query.dtype) is key.dtype is value.dtype
+            and dtype.itemsize == 2
+            and (shape := query.shape) == key.shape == value.shape
+            and len(shape) == 4
+            and shape[2] == self.num_heads
+            and shape[3] == self.head_dim
+            and shape[1] < self._torch_below
+        ):
+            if self._kept is not _EVERYTHING:
+                self.remember(_EVERYTHING, None)
+            q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+            output = F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, scale=self.softmax_scale)
+            return output.transpose(1, 2)
+        return self._otherwise(query, key, value, is_causal, return_pattern, key_padding_mask)
+
+    # Where a compiler is sent, which so leaves all of it as it is. Around `forward`, every call would take the longer.
+    _untraced = torch.compiler.disable(forward)
+
+    def _otherwise(
+        self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool, return_pattern: bool, padding: Tensor | None
+    ) -> Tensor | tuple[Tensor, LearnedPattern]:
+        """A call that is not torch's."""
         with _HERE if self.ranks.alone else self.ranks.call():
             self._check(query, key, value, return_pattern)
             q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
             if not return_pattern and (self.config.keeps_all or self._is_short(q.shape[2])):
                 self.remember(_EVERYTHING, None)
-                return self._dense(q, k, v, is_causal, key_padding_mask).transpose(1, 2)
+                return self._dense(q, k, v, is_causal, padding).transpose(1, 2)
             if not self.ranks.alone:
                 from .adaptive_ranks import attend_over_ranks
 
-                return attend_over_ranks(self, q, k, v, is_causal, key_padding_mask).transpose(1, 2)
-            return self._here(q, k, v, is_causal, return_pattern, key_padding_mask)
+                return attend_over_ranks(self, q, k, v, is_causal, padding).transpose(1, 2)
+            return self._here(q, k, v, is_causal, return_pattern, padding)
 
     def _check(self, query: Tensor, key: Tensor, value: Tensor, return_pattern: bool) -> None:
         for name, tensor in (("query", query), ("key", key), ("value", value)):
@@ -206,16 +250,12 @@ class BlockSparseAdaptive(OverRanks, nn.Module):
 
     def _dense(self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, padding: Tensor | None) -> Tensor:
         """Keeping everything is attention without a choice."""
-        dropout_p = self.attention_dropout if self.training else 0.0
-        plain = self.ranks.alone and self.backend == "auto" and padding is None and not dropout_p
-        if plain and _for_torch(q, k, v):
-            return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, scale=self.softmax_scale)
         told: dict[str, Any] = {
             "is_causal": is_causal,
             "scale": self.softmax_scale,
             "enable_gqa": True,
             "key_padding_mask": padding,
-            "dropout_p": dropout_p,
+            "dropout_p": self.attention_dropout if self.training else 0.0,
             "backend": self.backend,
         }
         if self.ranks.alone:
@@ -370,12 +410,6 @@ class BlockSparseAdaptive(OverRanks, nn.Module):
     def extra_repr(self) -> str:
         kept = f"coverage {self.config.adaptive_ratio}" if self.config.adaptive_ratio else f"{self.config.kept:g} kept"
         return f"{self.num_heads} heads of {self.head_dim}, blocks of {self.block_size}, {kept}"
-
-
-def _for_torch(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether a dense call is one that torch's attention is quicker at; its gradients need not come out the same."""
-    short = q.is_cuda and q.dtype.itemsize == 2 and q.shape[2] <= TORCH_OWN and not torch.is_grad_enabled()
-    return short and q.shape == k.shape == v.shape and q.dtype is k.dtype is v.dtype
 
 
 def _lesson_scores(scores: Scores, listed: Tensor, lesson: Lesson) -> tuple[Tensor, Tensor | None]:
