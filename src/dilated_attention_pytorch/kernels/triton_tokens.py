@@ -30,11 +30,11 @@ from .triton_primitives import LN2, NO_KEY, averaged, dropout_rows, empty_softma
 
 __all__ = ["backward", "delta_of", "forward"]
 
-JOINED, ASKED = 32, 256
+JOINED, ASKED = 16, 512
 """Tokens of a program that joins what they found, and numbers of each that it asks for at once."""
 RUN = 16
 """Tiles of gathered queries that a program of the forward takes."""
-WHOLE = {64: (Tiles(64, 128, 4, 5), Tiles(32, 128, 4, 3)), 128: (Tiles(64, 128, 4, 3), Tiles(64, 128, 8, 2))}
+WHOLE = {64: (Tiles(64, 128, 4, 5), Tiles(32, 128, 4, 3)), 128: (Tiles(64, 128, 4, 3), Tiles(64, 128, 8, 3))}
 """Tiles of both passes by width, which hold a whole block of 128 keys, in half precision where much is shared."""
 
 
