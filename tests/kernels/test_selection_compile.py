@@ -217,9 +217,11 @@ SIZED = {"SIZE": 128, "P": 32}
         ("query_lists_kernel", 4, {"SIZE": 256, "P": 2048, "CAUSAL": True, "HALVES": 2}),
         ("key_lists_kernel", 4, {"SIZE": 128, "P": 1024, "CAUSAL": True, "HALVES": 1}),
         ("held_items_kernel", 4, {"P": 1024, "HALVES": 2}),
-        ("mark_kernel", 4, {"P": 32, "FILL": -1}),
-        ("runs_kernel", 4, {"SIZE": 128, "P": 1024}),
-        ("place_kernel", 4, SIZED | {"T": 1024}),
+        ("mark_kernel", 4, {"P": 32}),
+        ("mark_tokens_kernel", 8, {"P": 64, "T": 1024, "WORDS": 4}),
+        ("runs_kernel", 4, {"SIZE": 128, "P": 1024, "BS": 512, "BT": 8}),
+        ("place_kernel", 8, {"SIZE": 128, "P": 32, "T": 256, "R": 256, "WORDS": 4}),
+        ("place_kernel", 8, {"SIZE": 128, "P": 64, "T": 1024, "R": 1024, "WORDS": 4}),
     ],
 )
 def test_what_surrounds_the_ranking_is_small(name, warps, constants, tmp_path, monkeypatch):
@@ -228,12 +230,8 @@ def test_what_surrounds_the_ranking_is_small(name, warps, constants, tmp_path, m
 
     rest = {"LOCAL": 2, "BY_ROW": True, "RAGGED": True, "GROUP": 2}
     tiles = triton_launch.Tiles(0, 0, warps, 1)
-    compiled = compile_kernel(
-        getattr(triton_turned if name in ("runs_kernel", "place_kernel") else triton_lists, name),
-        rest | constants,
-        tiles,
-        types=IN_ROOM,
-    )
+    kernel = getattr(triton_lists, name, None) or getattr(triton_turned, name)
+    compiled = compile_kernel(kernel, rest | constants, tiles, types=IN_ROOM)
     assert compiled.metadata.shared <= 16384
     assert spilled(compiled, tmp_path) == 0
     assert sum(line.endswith(";") for line in compiled.asm["ptx"].splitlines()) <= 3_000

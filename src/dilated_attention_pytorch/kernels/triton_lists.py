@@ -115,22 +115,21 @@ def fill(p_table, many, value):
         tl.store(p_table + o, o * 0 + value, mask=o < many)
 
 
-@triton.jit(do_not_specialize=["n", "blocks", "heads", "samples", "listed", "filled", "tiles", "counters"])
+@triton.jit(do_not_specialize=["n", "blocks", "heads", "samples", "listed", "filled"])
 def mark_kernel(
-    p_indices, p_room, o_bits, o_filled, o_tile, o_counters, n, blocks, heads, samples, listed, filled, tiles, counters,
-    s_sample, s_head, FILL: tl.constexpr, P: tl.constexpr,
+    p_indices, p_room, o_bits, o_filled, o_counter, n, blocks, heads, samples, listed, filled, s_sample, s_head,
+    P: tl.constexpr,
 ):  # fmt: skip
-    """For 32 tokens: set the bit of each in the words of the tiles it chose, and clear the others.
+    """For 32 query blocks: set the bit of each in the words of the tiles it chose, and clear the others.
 
-    Launches that come next find a table full of FILL, one full of a tile that there is not, and counters at 0.
+    Launches that come next find a table full of 0, and a counter at 0.
     """
     word = tl.program_id(0)
     head = tl.program_id(1).to(tl.int64) % heads
     sample = tl.program_id(1).to(tl.int64) // heads
     key_tiles = samples * blocks
-    fill(p_room + o_filled, filled, FILL)
-    fill(p_room + o_tile, tiles, key_tiles)
-    fill(p_room + o_counters, counters, 0)
+    fill(p_room + o_filled, filled, 0)
+    fill(p_room + o_counter, 1, 0)
     # No other program has bits in these words.
     p_bits = p_room + o_bits + (head * key_tiles + sample * blocks) * tl.num_programs(0) + word
     for first in range(0, blocks, 128):
@@ -144,7 +143,8 @@ def mark_kernel(
         o_k = slot + tl.arange(0, P)[None, :]
         b_block = tl.load(p_own + o_k, mask=(o_token < n) & (o_k < listed), other=blocks)
         o_word = b_block.to(tl.int64) * tl.num_programs(0)
-        tl.atomic_or(p_bits + o_word, (1 << o_i) + o_k * 0, mask=b_block < blocks)
+        # Nothing is read before the next launch: an order among them would be paid for with each.
+        tl.atomic_or(p_bits + o_word, (1 << o_i) + o_k * 0, mask=b_block < blocks, sem="relaxed")
 
 
 @triton.jit
@@ -272,10 +272,10 @@ class ListedBlocks:
             P=held(many), **told, BY_ROW=few, num_warps=4 if many > 256 else 1, **OPTIONS,
         )  # fmt: skip
         # What is not used of the lists is looked at with the rest.
-        begins = self.by_key.begin("bits", "lists", "lists", "counters")
+        begins = self.by_key.begin("bits", "lists", "counters")
         self._mark = Launch(
-            mark_kernel, device, *begins, t, t, heads, batch, listed, in_lists, 0, 1, heads * t * listed, t * listed,
-            FILL=0, P=min(held(listed), 64), num_warps=4, **OPTIONS,
+            mark_kernel, device, *begins, t, t, heads, batch, listed, in_lists, heads * t * listed, t * listed,
+            P=min(held(listed), 64), num_warps=4, **OPTIONS,
         )  # fmt: skip
         self._marks = words, batch * heads, 1
         begins = self.by_key.begin("bits", "counters", "lists", "rows", "total", "partial", "turned")

@@ -34,15 +34,20 @@ JOINED, ASKED = 16, 512
 """Tokens of a program that joins what they found, and numbers of each that it asks for at once."""
 RUN = 16
 """Tiles of gathered queries that a program of the forward takes."""
-WHOLE = {64: (Tiles(64, 128, 4, 5), Tiles(32, 128, 4, 3)), 128: (Tiles(64, 128, 4, 3), Tiles(64, 128, 8, 3))}
+WHOLE = {64: (Tiles(64, 128, 4, 2), Tiles(32, 128, 4, 2)), 128: (Tiles(64, 128, 4, 2), Tiles(64, 128, 8, 2))}
 """Tiles of both passes by width, which hold a whole block of 128 keys, in half precision where much is shared."""
 
 
 @triton.jit
-def gathered(p_source, sample, n):
+def sources(p_source, first, end, o_m):
+    """What gathered rows from `first` on stand for; filler from `end` on."""
+    return tl.load(p_source + first + o_m, mask=first + o_m < end, other=-1)
+
+
+@triton.jit
+def gathered(b_source, sample, n):
     """Tokens that gathered rows stand for, counted in their sample, int64; and whether they are more than filler."""
-    b_source = tl.load(p_source).to(tl.int64)
-    return b_source - sample * n, b_source >= 0
+    return b_source.to(tl.int64) - sample * n, b_source >= 0
 
 
 @triton.jit
@@ -98,8 +103,11 @@ def chosen_fwd_kernel(
             b_shown = shown_keys(p_padding, sample, n, o_key, PADDING)
             b_k = load_rows(p_k_tile, b_shown, o_d, D, DP, HOLES)
             b_v = load_rows(p_v_tile, b_shown, o_e, E, EP, HOLES)
+        b_next = sources(p_source, at * BLOCK, stop * BLOCK, o_m)
         for j in range(at * SUB_M, stop * SUB_M):
-            o_q, b_exist = gathered(p_source + j * BM + o_m, sample, n)
+            o_q, b_exist = gathered(b_next, sample, n)
+            # A step ahead, so that the rows themselves can be asked for ahead of their step.
+            b_next = sources(p_source, (j + 1) * BM, stop * BLOCK, o_m)
             p_q_tile = p_q + sample * sq_b + head * sq_h + o_q[:, None] * sq_n + o_d[None, :]
             b_q = load_rows(p_q_tile, b_exist, o_d, D, DP, True)
             if SIGN != 1:
@@ -250,9 +258,14 @@ def chosen_bwd_kernel(
             stream = sample * heads + first_head + head
             p_q_head = p_q + sample * sq_b + head * sq_h + o_d[None, :]
             p_do_head = p_do + sample * sg_b + head * sg_h + o_e[None, :]
-            for j in range(tl.load(p_run) * SUB_M, tl.load(p_run + 1) * SUB_M):
+            first = tl.load(p_run) * SUB_M
+            stop = tl.load(p_run + 1) * SUB_M
+            p_source_head = p_source + head * rows
+            b_next = sources(p_source_head, first * BM, stop * BM, o_m)
+            for j in range(first, stop):
                 o_row = head * rows + j * BM + o_m
-                o_q, b_exist = gathered(p_source + o_row, sample, n)
+                o_q, b_exist = gathered(b_next, sample, n)
+                b_next = sources(p_source_head, (j + 1) * BM, stop * BM, o_m)
                 b_lse = reference_of(tl.load(p_lse + stream * n + o_q, mask=b_exist, other=NO_KEY))
                 b_delta = tl.load(p_delta + stream * n + o_q, mask=b_exist, other=0.0)
                 b_q = load_rows(p_q_head + o_q[:, None] * sq_n, b_exist, o_d, D, DP, True)

@@ -15,32 +15,95 @@ from torch import Tensor
 from ..plan.selected import Chosen, Selection
 from .quick_launch import KEPT, Launch, Room
 from .triton_launch import OPTIONS, held
-from .triton_lists import mark_kernel, ones_of
+from .triton_lists import ones_of
+
+WORDS = 4
+"""Words of 32 tokens that a program turns round: what it counts is written once for all of them."""
+TOGETHER = 64
+"""Choices of each of 32 tokens that are asked for at once."""
+WINDOW = 1024
+"""Blocks whose places a program holds at once."""
+COLUMNS = 8
+"""Key tiles of a program that counts: the numbers of as many are moved together."""
 
 
-@triton.jit(do_not_specialize=["words"])
-def runs_kernel(p_room, o_bits, o_before, o_first, o_counters, words, SIZE: tl.constexpr, P: tl.constexpr):
-    """Of one key tile: tokens that chose it before each word, and where the tiles of SIZE begin that they fill.
+@triton.jit(do_not_specialize=["n", "blocks", "heads", "samples", "listed"])
+def mark_tokens_kernel(
+    p_indices, p_room, o_bits, o_before, o_counters, n, blocks, heads, samples, listed, wide, s_sample, s_head,
+    WORDS: tl.constexpr, P: tl.constexpr, T: tl.constexpr,
+):  # fmt: skip
+    """For a share of 32 * WORDS tokens: a bit of each in the words of the blocks it chose, and how many chose each.
+
+    The launch that comes next finds counters at 0.
+    """
+    share = tl.program_id(0)
+    head = tl.program_id(1).to(tl.int64) % heads
+    sample = tl.program_id(1).to(tl.int64) // heads
+    if (share == 0) & (sample == 0):
+        tl.store(p_room + o_counters + head, 0)
+    # No other program has bits in these words, which lie closely.
+    line = (head * samples + sample) * tl.num_programs(0) + share
+    p_bits = p_room + o_bits + line * WORDS * wide
+    for first in range(0, WORDS * wide, T):
+        o_t = first + tl.arange(0, T)
+        tl.store(p_bits + o_t, o_t * 0, mask=o_t < WORDS * wide)
+    tl.debug_barrier()
+    # In one dimension: threads stay with their choices whatever is read or written.
+    o_i = tl.arange(0, 32 * P) // P
+    o_k = tl.arange(0, 32 * P) % P
+    for word in range(WORDS):
+        begin = share * (WORDS * 32) + word * 32
+        p_own = p_indices + sample * s_sample + head * s_head + begin.to(tl.int64) * listed
+        slot = 0
+        # Slots that are not filled come last.
+        while slot < listed:
+            b_real = (begin + o_i < n) & (slot + o_k < listed)
+            b_block = tl.load(p_own + (o_i * listed + slot + o_k), mask=b_real, other=blocks)
+            # Nothing is read until all have done it: an order among them would be paid for with each.
+            tl.atomic_or(p_bits + (word * wide + b_block), 1 << o_i, mask=b_block < blocks, sem="relaxed")
+            slot = tl.where(tl.max((b_block < blocks).to(tl.int32), 0) > 0, slot + P, listed)
+    tl.debug_barrier()
+    for first in range(0, wide, T):
+        o_t = first + tl.arange(0, T)
+        b_many = o_t * 0
+        for kept in tl.static_range(WORDS):
+            # The bits were set behind the back of what this multiprocessor remembers.
+            b_many += ones_of(tl.load(p_bits + kept * wide + o_t, mask=o_t < wide, other=0, volatile=True))
+        tl.store(p_room + o_before + line * wide + o_t, b_many, mask=o_t < wide)
+
+
+@triton.jit(do_not_specialize=["shares", "blocks"])
+def runs_kernel(
+    p_room, o_before, o_first, o_total, o_counters, shares, blocks, wide, SIZE: tl.constexpr, BS: tl.constexpr,
+    BT: tl.constexpr, P: tl.constexpr,
+):  # fmt: skip
+    """Of BT key tiles: tokens that chose each before each share, and where the tiles of SIZE begin that they fill.
 
     That is known once all tiles of a head are counted: the last program to end says it of all.
     """
     head = tl.program_id(1).to(tl.int64)
-    row = head * tl.num_programs(0) + tl.program_id(0)
-    total = 0
-    for first in range(0, words, P):
-        o_w = first + tl.arange(0, P)
-        b_many = ones_of(tl.load(p_room + o_bits + row * words + o_w, mask=o_w < words, other=0))
-        b_before = total + tl.cumsum(b_many, 0) - b_many
-        tl.store(p_room + o_before + row * words + o_w, b_before, mask=o_w < words)
-        total += tl.sum(b_many, 0)
-    p_first = p_room + o_first + head * (tl.num_programs(0) + 1)
-    tl.store(p_first + 1 + tl.program_id(0), (total + SIZE - 1) // SIZE)
+    columns = wide // BT
+    sample = tl.program_id(0) // columns
+    samples = tl.num_programs(0) // columns
+    key_tiles = samples * blocks
+    o_b = tl.program_id(0) % columns * BT + tl.arange(0, BT)
+    p_before = p_room + o_before + (head * samples + sample) * shares * wide + o_b[None, :]
+    b_total = tl.zeros([BT], tl.int32)
+    for first in range(0, shares, BS):
+        o_s = first + tl.arange(0, BS)[:, None]
+        b_many = tl.load(p_before + o_s * wide, mask=o_s < shares, other=0)
+        tl.store(p_before + o_s * wide, b_total[None, :] + tl.cumsum(b_many, 0) - b_many, mask=o_s < shares)
+        b_total += tl.sum(b_many, 0)
+    p_first = p_room + o_first + head * (key_tiles + 1)
+    o_tile = sample * blocks + o_b
+    tl.store(p_room + o_total + head * key_tiles + o_tile, b_total, mask=o_b < blocks)
+    tl.store(p_first + 1 + o_tile, (b_total + SIZE - 1) // SIZE, mask=o_b < blocks)
     tl.debug_barrier()
     if tl.atomic_add(p_room + o_counters + head, 1) == tl.num_programs(0) - 1:
         end = 0
-        for first in range(0, tl.num_programs(0), P):
+        for first in range(0, key_tiles, P):
             o_t = first + tl.arange(0, P)
-            b_here = o_t < tl.num_programs(0)
+            b_here = o_t < key_tiles
             # Others wrote them: not what this multiprocessor may remember.
             b_tiles = tl.load(p_first + 1 + o_t, mask=b_here, other=0, volatile=True)
             tl.store(p_first + 1 + o_t, end + tl.cumsum(b_tiles, 0), mask=b_here)
@@ -50,51 +113,77 @@ def runs_kernel(p_room, o_bits, o_before, o_first, o_counters, words, SIZE: tl.c
 
 @triton.jit(do_not_specialize=["n", "blocks", "heads", "samples", "listed", "rows"])
 def place_kernel(
-    p_indices, p_room, o_bits, o_before, o_first, o_source, o_place, o_tile, o_order, n, blocks, heads, samples, listed,
-    rows, s_sample, s_head, SIZE: tl.constexpr, P: tl.constexpr, T: tl.constexpr, GROUP: tl.constexpr,
+    p_indices, p_room, o_bits, o_before, o_first, o_total, o_source, o_place, o_tile, o_order, n, blocks, heads,
+    samples, listed, wide, rows, s_sample, s_head, WORDS: tl.constexpr, P: tl.constexpr, T: tl.constexpr,
+    SIZE: tl.constexpr, R: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """For 32 tokens: where each choice lies. And for a share of the key tiles: which start first.
+    """For a share of the tokens: where each choice lies. And for a share of the key tiles: which start first.
 
     A choice lies as far into its tile's run as there are tokens before it that chose the same.
     """
-    word = tl.program_id(0)
-    words = tl.num_programs(0)
+    share = tl.program_id(0)
     head = tl.program_id(1).to(tl.int64) % heads
     sample = tl.program_id(1).to(tl.int64) // heads
     key_tiles = samples * blocks
     p_first = p_room + o_first + head * (key_tiles + 1)
-    o_i = tl.arange(0, 32)[:, None]
-    o_token = word * 32 + o_i
-    p_own = p_indices + sample * s_sample + head * s_head + o_token.to(tl.int64) * listed
-    for slot in range(0, listed, P):
-        o_k = slot + tl.arange(0, P)[None, :]
-        b_real = (o_token < n) & (o_k < listed)
-        b_block = tl.load(p_own + o_k, mask=b_real, other=blocks)
-        b_some = b_block < blocks
-        b_tile = sample * blocks + b_block
-        o_word = (head * key_tiles + b_tile) * words + word
-        b_bits = tl.load(p_room + o_bits + o_word, mask=b_some, other=0)
-        b_within = tl.load(p_room + o_before + o_word, mask=b_some, other=0) + ones_of(b_bits & ((1 << o_i) - 1))
-        b_first = tl.load(p_first + b_tile, mask=b_some, other=0)
-        b_place = b_first * SIZE + b_within
-        o_entry = ((head * samples + sample) * n + o_token) * listed + o_k
-        tl.store(p_room + o_place + o_entry, tl.where(b_some, b_place, rows), mask=b_real)
-        p_source = p_room + o_source + head * rows
-        tl.store(p_source + b_place, (sample * n + o_token + o_k * 0).to(tl.int32), mask=b_some)
-        p_met = p_room + o_tile + head * (rows // SIZE) + b_first + b_within // SIZE
-        tl.store(p_met, b_tile.to(tl.int32), mask=b_some & (b_within % SIZE == 0))
-    if head % GROUP == 0:
-        p_order = p_room + o_order + head // GROUP * key_tiles
-        for block in range(word, blocks, words):
-            tile = sample.to(tl.int32) * blocks + block
+    p_source = p_room + o_source + head * rows
+    line = (head * samples + sample) * tl.num_programs(0) + share
+    o_r = tl.arange(0, SIZE)
+    p_tile = p_room + o_tile + head * (rows // SIZE)
+    for block in range(share, blocks, tl.num_programs(0)):
+        tile = sample.to(tl.int32) * blocks + block
+        begin = tl.load(p_first + tile)
+        end = tl.load(p_first + tile + 1)
+        for first in range(begin, end, SIZE):
+            tl.store(p_tile + first + o_r, o_r * 0 + tile, mask=first + o_r < end)
+        # Rows behind the last choice of a key tile, up to a whole tile.
+        o_rest = begin * SIZE + tl.load(p_room + o_total + head * key_tiles + tile) + o_r
+        tl.store(p_source + o_rest, o_r * 0 - 1, mask=o_rest < end * SIZE)
+        if head % GROUP == 0:
             chosen = tiles_filled(p_first, tile, tile >= 0, key_tiles, GROUP)
             place = 0
-            for first in range(0, key_tiles, T):
-                o_t = first + tl.arange(0, T)
+            for first in range(0, key_tiles, R):
+                o_t = first + tl.arange(0, R)
                 b_here = o_t < key_tiles
                 b_chosen = tl.where(b_here, tiles_filled(p_first, o_t, b_here, key_tiles, GROUP), -1)
                 place += tl.sum(((b_chosen > chosen) | ((b_chosen == chosen) & (o_t < tile))).to(tl.int32), 0)
-            tl.store(p_order + place, tile)
+            tl.store(p_room + o_order + head // GROUP * key_tiles + place, tile)
+    # Tiles that are left over.
+    program = sample.to(tl.int32) * tl.num_programs(0) + share
+    for first in range(
+        tl.load(p_first + key_tiles) + program * SIZE, rows // SIZE, samples * tl.num_programs(0) * SIZE
+    ):
+        tl.store(p_tile + first + o_r, o_r * 0 + key_tiles, mask=first + o_r < rows // SIZE)
+    # In one dimension: threads stay with their choices whatever is read or written.
+    o_i = tl.arange(0, 32 * P) // P
+    o_k = tl.arange(0, 32 * P) % P
+    for window in range(0, blocks, T):
+        o_t = window + tl.arange(0, T)
+        b_before = tl.load(p_room + o_before + line * wide + o_t, mask=o_t < wide, other=0)
+        b_next = tl.load(p_first + sample * blocks + o_t, mask=o_t < blocks, other=0) * SIZE + b_before
+        # What every round could compute anew takes the registers of a second program if it is kept.
+        for word in tl.range(WORDS, disable_licm=True):
+            b_bits = tl.load(p_room + o_bits + (line * WORDS + word) * wide + o_t, mask=o_t < wide, other=0)
+            begin = share * (WORDS * 32) + word * 32
+            p_own = p_indices + sample * s_sample + head * s_head + begin.to(tl.int64) * listed
+            p_place = p_room + o_place + ((head * samples + sample) * n + begin) * listed
+            used = listed
+            o_own = o_i * listed + o_k
+            for slot in tl.range(0, listed, P, disable_licm=True):
+                b_real = (begin + o_i < n) & (slot + o_k < listed)
+                b_block = tl.load(p_own + o_own, mask=b_real & (slot + o_k < used), other=blocks)
+                # Slots that are not filled come last.
+                used *= tl.max((b_block < blocks).to(tl.int32), 0)
+                b_here = (b_block >= window) & (b_block < window + T) & (b_block < blocks)
+                b_place = b_block * 0 + rows
+                if used > 0:
+                    b_at = tl.where(b_here, b_block - window, 0)
+                    b_within = ones_of(tl.gather(b_bits, b_at, 0) & ((1 << o_i) - 1))
+                    b_place = tl.where(b_here, tl.gather(b_next, b_at, 0) + b_within, rows)
+                    tl.store(p_source + b_place, sample.to(tl.int32) * n + begin + o_i, mask=b_here)
+                tl.store(p_place + o_own, b_place, mask=b_real & (b_here | (b_block >= blocks)))
+                o_own += P
+            b_next += ones_of(b_bits)
 
 
 @triton.jit
@@ -114,28 +203,33 @@ class TurnedTokens:
         self, device: torch.device, shape: tuple[int, ...], apart: tuple[int, ...], size: int, t: int, group: int
     ) -> None:
         batch, heads, n, listed = shape
-        key_tiles, words, each = batch * t, -(-n // 32), batch * n * listed
+        key_tiles, shares, each = batch * t, -(-n // (32 * WORDS)), batch * n * listed
+        # What the compiler may know of it lets threads read and write four numbers at once.
+        wide = -(-t // 16) * 16
         query_tiles = max(each // size + min(key_tiles, each), 1)
         rows = query_tiles * size
         shapes = {"source": (heads, rows), "place": (heads, batch * n, listed), "tile": (heads, query_tiles)}
         shapes |= {"first": (heads, key_tiles + 1), "order": (heads // group, key_tiles), "counters": (heads,)}
-        shapes |= dict.fromkeys(("bits", "before"), (heads, key_tiles, words))
-        self._room = Room(torch.int32, device, shapes)
-        begin, sizes = self._room.begin, (n, t, heads, batch, listed)
-        once = {"P": min(held(listed), 64), "num_warps": 4} | OPTIONS
+        shapes |= {"total": (heads, key_tiles), "before": (heads, batch, shares, wide)}
+        self._room = Room(torch.int32, device, shapes | {"bits": (heads, batch, shares, WORDS, wide)})
+        begin, sizes = self._room.begin, (n, t, heads, batch, listed, wide)
+        together, window = min(held(listed), TOGETHER), min(held(t), WINDOW)
+        # Tables as long as what is asked for at once are laid out over the threads alike, and moved between them.
+        window *= 1 + (window == 32 * together)
+        once = {"WORDS": WORDS, "P": together, "T": window, "num_warps": 8} | OPTIONS
         self._mark = Launch(
-            mark_kernel, device, *begin("bits", "source", "tile", "counters"), *sizes, heads * rows,
-            heads * query_tiles, heads, *apart, FILL=-1, **once,
+            mark_tokens_kernel, device, *begin("bits", "before", "counters"), *sizes, *apart, **once,
         )  # fmt: skip
         self._count = Launch(
-            runs_kernel, device, *begin("bits", "before", "first", "counters"), words,
-            SIZE=size, P=min(held(words), 1024), **OPTIONS,
+            runs_kernel, device, *begin("before", "first", "total", "counters"), shares, t, wide,
+            SIZE=size, BS=min(held(shares), 512), BT=COLUMNS, P=min(held(key_tiles), 1024), num_warps=4, **OPTIONS,
         )  # fmt: skip
+        begins = begin("bits", "before", "first", "total", "source", "place", "tile", "order")
         self._place = Launch(
-            place_kernel, device, *begin("bits", "before", "first", "source", "place", "tile", "order"), *sizes, rows,
-            *apart, SIZE=size, T=min(held(key_tiles), 1024), GROUP=group, **once,
+            place_kernel, device, *begins, *sizes, rows, *apart,
+            SIZE=size, R=min(held(key_tiles), 1024), GROUP=group, **once,
         )  # fmt: skip
-        self._choices, self._runs = (words, batch * heads, 1), (key_tiles, heads, 1)
+        self._choices, self._runs = (shares, batch * heads, 1), (batch * (wide // COLUMNS), heads, 1)
 
     def __call__(self, indices: Tensor) -> Chosen:
         memory = self._room.made()

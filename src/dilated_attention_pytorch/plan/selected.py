@@ -224,7 +224,7 @@ class Chosen(NamedTuple):
     """
 
     source: Tensor
-    """(h, rows): the token that each row is a copy of; -1 where it is filler"""
+    """(h, rows): the token that each row is a copy of; -1 where it is filler, or anything in tiles of nothing else"""
     place: Tensor
     """(h, b * n, k): the row of each listed choice; `rows` where nothing is listed"""
     tile: Tensor
