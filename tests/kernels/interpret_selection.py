@@ -431,6 +431,9 @@ TRIALS = {
     "tokens with long lists turned round in windows": Turned(333, 2, True, 70, window=16),
     "choice of blocks": Choice(False, batch=2, heads=2, n=100),
     "choice of causal tokens with noise": Choice(True, True, noise=True, n=70, sink=0, kept=0.9),
+    "choice of tokens, noise, holes, both ways": Choice(
+        True, holes=True, keep=True, heads=2, batch=2, n=100, noise=True, kept=0.9, local=2
+    ),
     "choice of many causal tokens, rounded": Choice(True, True, n=560, units=2, sink=0, rounds=True),
     "choice of blocks by coverage, noise, holes": Choice(
         False, True, n=120, coverage=0.7, noise=True, holes=True, keep=True, hidden=40, sink=0

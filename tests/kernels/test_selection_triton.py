@@ -23,6 +23,7 @@ QUICK = [
     "choice of blocks by coverage, noise, holes",
     "choice among equals",
     "choice of tokens by wild scores",
+    "choice of tokens, noise, holes, both ways",
     "choice in registers, noise, rounded",
     "lists of ragged blocks, causal",
     "tokens turned round",

@@ -16,10 +16,22 @@ from .selection import Factors
 from .triton_launch import OPTIONS, _precision, held
 from .triton_lists import ones_of
 from .triton_primitives import NO_KEY, dropout_rows, projected
-from .triton_ranking import best_of, counted, flags, gumbel, place_of, share_of, sight, sight_words, write_lists
+from .triton_ranking import (
+    best_of,
+    counted,
+    flags,
+    gumbel,
+    place_of,
+    quick_inverse,
+    share_of,
+    sight,
+    sight_words,
+    write_lists,
+)
 from .triton_selection import (
     ByToken,
     Halves,
+    ToList,
     halved,
     hidden_scoring,
     match_scores,
@@ -34,7 +46,7 @@ RANKED, MOST_RANKED, MOST_WARPS = 1024, 2048, 8
 warps of a row; scores live in registers, and noise needs some besides."""
 SCORED = 64
 """Rows of a run of blocks are multiples of so many, where they are more, so that few tiles of theirs are cut short."""
-SCORE_BYTES, OF_LISTS = 9 * 2**21, 4
+SCORE_BYTES, OF_LISTS = 9 * 2**21, 2
 """Scores held at a time: choosing for 32K tokens and 8 heads must take no more than 64 MB, its lists included. Where
 those are long, one in so many of their bytes: launches are then fewer, and their programs have more to do."""
 CHOSEN, CHOSEN_AMONG, NARROWEST = 64, 256, 128
@@ -46,13 +58,14 @@ fit a multiprocessor, and the fewest for which it is compiled."""
 def rank_kernel(
     p_scores, p_visible, p_seed, p_indices, p_counts, begin, rows, width, total, blocks, room, local, sink, least, most,
     kept, coverage, BM: tl.constexpr, T: tl.constexpr, W: tl.constexpr, V: tl.constexpr, K: tl.constexpr,
-    SIZE: tl.constexpr, CAUSAL: tl.constexpr, NOISE: tl.constexpr, COVERAGE: tl.constexpr,
+    SIZE: tl.constexpr, CAUSAL: tl.constexpr, READY: tl.constexpr, NOISE: tl.constexpr, COVERAGE: tl.constexpr,
 ):  # fmt: skip
     """List the best `room` blocks, or fewer, of BM rows of a block, ascending, `blocks` where there is none.
 
     A row keeps a fraction `kept` of what it sees, all in the first `width` blocks, or with COVERAGE as many as it takes
     for the predicted share to reach `coverage`, within `least` and `most`: that many less those kept without being
-    listed. A row's own block has the logit 0 in that. SIZE rows are of one block.
+    listed. A row's own block has the logit 0 in that. SIZE rows are of one block. READY are scores and counts
+    that `match_kernel` gives with LISTS: nothing is left to do but to rank.
     """
     start = tl.program_id(0) * BM
     o_i = start + tl.arange(0, BM)  # [BM]
@@ -63,60 +76,72 @@ def rank_kernel(
     o_tile = W * tl.arange(0, T // W)[None, :, None] + tl.arange(0, W)[None, None, :]
     # Told to follow one another too, though fewer than blocks, rows share a warp whichever way a compiler goes.
     o_score = tl.max_contiguous(o_line + o_tile, [2, 1, W])
-    # Nothing is seen past the width, so that what stands there does not matter.
-    b_score = tl.load(p_scores + stream * rows * width + o_score, mask=o_tile < width)
-    b_score = tl.reshape(b_score, [BM, T])
     own = (begin + start) // SIZE
-    b_seen, b_near = sight_words(p_visible + stream * blocks, own, blocks, local, sink, T, CAUSAL)
-    # Blocks that a row sees, and those of them that need no listing, its own among both.
-    seen = 1 + tl.sum(ones_of(b_seen), 0)
-    taken = 1 + tl.sum(ones_of(b_seen & b_near), 0)
-    b_share = b_score
-    if COVERAGE:
-        b_share = tl.where(flags(b_seen, T) & (b_score > NO_KEY), b_score, NO_KEY)
-        b_top = tl.maximum(tl.max(b_share, 1), 0.0)
-        b_share = tl.exp(b_share - b_top[:, None])
-        b_own = tl.exp(-b_top)
-        b_total = b_own + tl.sum(b_share, 1)
-        b_held = (b_own + tl.sum(tl.where(flags(b_near, T), b_share, 0.0), 1)) / b_total
-        b_share = tl.where(flags(b_near, T), 0.0, b_share / b_total[:, None])
-    if NOISE:
-        b_score += gumbel(dropout_rows(p_seed, stream, begin + o_i)[:, None], tl.arange(0, T)[None, :])
-    # A score that is not a number says nothing for its block: it lies above none.
-    b_listable = flags(b_seen & ~b_near, T)
-    b_score = tl.where(b_listable, b_score, NO_KEY)
-    b_finite = tl.where(b_listable, b_score, 0.0)
-    b_open = tl.zeros([BM], tl.int32) + (seen - taken)
-    b_sum = tl.sum(b_finite, 1)
-    b_squares = tl.sum(b_finite * b_finite, 1)
-    if tl.max((b_sum - b_sum != 0.0).to(tl.int32), 0) > 0:
+    line = stream * total + begin + start
+    p_scores += stream * rows * width
+    if READY:
+        # What comes later was never made, but for the rest of 16, the fewest that are made at once.
+        end = (own + 15) // 16 * 16 if CAUSAL else width
+        b_score = tl.load(p_scores + o_score, mask=(o_tile < end) & (o_tile < width), other=NO_KEY)
+        b_score = tl.reshape(b_score, [BM, T])
         b_open = counted((b_score > NO_KEY).to(tl.float32), BM, T, W, V)
         b_finite = tl.where(tl.abs(b_score) < float("inf"), b_score, 0.0)
         b_sum = tl.sum(b_finite, 1)
         b_squares = tl.sum(b_finite * b_finite, 1)
-    if COVERAGE:
-        # As many as lie above the largest place from which on the share is reached, and of equals the first.
-        b_place = place_of(b_score)
-        b_limit = tl.zeros([BM], tl.uint32)
-        for bit in range(32):
-            b_trial = b_limit | (tl.full([], 1, tl.uint32) << (31 - bit))
-            b_reached = b_held + tl.sum(tl.where(b_place >= b_trial[:, None], b_share, 0.0), 1)
-            b_limit = tl.where(b_reached >= coverage, b_trial, b_limit)
-        b_above = b_place > b_limit[:, None]
-        b_tied = (b_place == b_limit[:, None]) & (b_place > 0)
-        b_reached = b_held + tl.sum(tl.where(b_above, b_share, 0.0), 1)
-        b_equal = tl.where(b_tied, b_share, 0.0)
-        b_short = b_tied & (b_reached[:, None] + tl.cumsum(b_equal, 1) - b_equal < coverage)
-        # Where nothing reaches it, one more than there are.
-        b_wanted = counted((b_above | b_short).to(tl.float32), BM, T, W, V) + (b_limit == 0).to(tl.int32)
-        b_wanted = tl.where(b_held < coverage, b_wanted, 0) + taken
+        b_count = tl.minimum(tl.load(p_counts + line + tl.arange(0, BM), mask=b_exist, other=0), b_open)
     else:
-        b_wanted = share_of(seen, kept)
-    b_wanted = tl.minimum(tl.maximum(b_wanted, least), most) - taken
-    b_count = tl.minimum(tl.where(b_exist, tl.minimum(b_wanted, room), 0), b_open)
-    b_each = 1.0 / tl.maximum(b_open, 1).to(tl.float32)
+        # Nothing is seen past the width, so that what stands there does not matter.
+        b_score = tl.load(p_scores + o_score, mask=o_tile < width)
+        b_score = tl.reshape(b_score, [BM, T])
+        b_seen, b_near = sight_words(p_visible + stream * blocks, own, blocks, local, sink, T, CAUSAL)
+        # Blocks that a row sees, and those of them that need no listing, its own among both.
+        seen = 1 + tl.sum(ones_of(b_seen), 0)
+        taken = 1 + tl.sum(ones_of(b_seen & b_near), 0)
+        b_share = b_score
+        if COVERAGE:
+            b_share = tl.where(flags(b_seen, T) & (b_score > NO_KEY), b_score, NO_KEY)
+            b_top = tl.maximum(tl.max(b_share, 1), 0.0)
+            b_share = tl.exp(b_share - b_top[:, None])
+            b_own = tl.exp(-b_top)
+            b_total = b_own + tl.sum(b_share, 1)
+            b_held = (b_own + tl.sum(tl.where(flags(b_near, T), b_share, 0.0), 1)) / b_total
+            b_share = tl.where(flags(b_near, T), 0.0, b_share / b_total[:, None])
+        if NOISE:
+            b_score += gumbel(dropout_rows(p_seed, stream, begin + o_i)[:, None], tl.arange(0, T)[None, :])
+        # A score that is not a number says nothing for its block: it lies above none.
+        b_listable = flags(b_seen & ~b_near, T)
+        b_score = tl.where(b_listable, b_score, NO_KEY)
+        b_finite = tl.where(b_listable, b_score, 0.0)
+        b_open = tl.zeros([BM], tl.int32) + (seen - taken)
+        b_sum = tl.sum(b_finite, 1)
+        b_squares = tl.sum(b_finite * b_finite, 1)
+        if tl.max((b_sum - b_sum != 0.0).to(tl.int32), 0) > 0:
+            b_open = counted((b_score > NO_KEY).to(tl.float32), BM, T, W, V)
+            b_finite = tl.where(tl.abs(b_score) < float("inf"), b_score, 0.0)
+            b_sum = tl.sum(b_finite, 1)
+            b_squares = tl.sum(b_finite * b_finite, 1)
+        if COVERAGE:
+            # As many as lie above the largest place from which on the share is reached, and of equals the first.
+            b_place = place_of(b_score)
+            b_limit = tl.zeros([BM], tl.uint32)
+            for bit in range(32):
+                b_trial = b_limit | (tl.full([], 1, tl.uint32) << (31 - bit))
+                b_reached = b_held + tl.sum(tl.where(b_place >= b_trial[:, None], b_share, 0.0), 1)
+                b_limit = tl.where(b_reached >= coverage, b_trial, b_limit)
+            b_above = b_place > b_limit[:, None]
+            b_tied = (b_place == b_limit[:, None]) & (b_place > 0)
+            b_reached = b_held + tl.sum(tl.where(b_above, b_share, 0.0), 1)
+            b_equal = tl.where(b_tied, b_share, 0.0)
+            b_short = b_tied & (b_reached[:, None] + tl.cumsum(b_equal, 1) - b_equal < coverage)
+            # Where nothing reaches it, one more than there are.
+            b_wanted = counted((b_above | b_short).to(tl.float32), BM, T, W, V) + (b_limit == 0).to(tl.int32)
+            b_wanted = tl.where(b_held < coverage, b_wanted, 0) + taken
+        else:
+            b_wanted = share_of(seen, kept)
+        b_wanted = tl.minimum(tl.maximum(b_wanted, least), most) - taken
+        b_count = tl.minimum(tl.where(b_exist, tl.minimum(b_wanted, room), 0), b_open)
+    b_each = quick_inverse(tl.maximum(b_open, 1).to(tl.float32))
     b_listed = best_of(b_score, b_sum * b_each, b_squares * b_each, b_open, b_count, BM, T, W, V, False)
-    line = stream * total + begin + start
     write_lists(p_indices + line * room, p_counts + line, b_listed, b_count, b_exist, room, blocks, BM, T, K, False)
 
 
@@ -251,14 +276,15 @@ def choose(
 
 @lru_cache(maxsize=KEPT)
 def _rank_launch(
-    device: torch.device, at_once: int, wide: int, size: int, is_causal: bool, noise: bool, covers: bool, room: int,
-    *numbers: int | float,
+    device: torch.device, at_once: int, wide: int, size: int, is_causal: bool, ready: bool, noise: bool, covers: bool,
+    room: int, *numbers: int | float,
 ) -> Launch:  # fmt: skip
     warps = min(max(wide // (MOST_RANKED // 2 if covers else MOST_RANKED), 1), MOST_WARPS)
     # Only of rows that all begin at a multiple of 16 bytes a thread reads four scores at a time.
     side = 4 if numbers[0] % 16 == 0 else 1
     constants = {"BM": at_once, "T": wide, "W": min(32 * warps * side // at_once, wide), "V": side, "K": held(room)}
-    constants |= {"SIZE": size, "CAUSAL": is_causal, "NOISE": noise, "COVERAGE": covers, "num_warps": warps} | OPTIONS
+    constants |= {"SIZE": size, "CAUSAL": is_causal, "READY": ready, "NOISE": noise, "COVERAGE": covers}
+    constants |= {"num_warps": warps} | OPTIONS
     return Launch(rank_kernel, device, *numbers, **constants)
 
 
@@ -282,17 +308,22 @@ def listed_blocks(
     if rank and factors.halves is None:
         factors = factors._replace(halves=split(factors.right))
     right = factors.halves
+    # Of tokens what is ranked is made with the matches; what covers a share must know scores without noise, and what
+    # ranks in registers scores of all.
+    ready = per_token and rank > 0 and coverage is None and not in_registers
+    to_list = ToList(visible, seed, counts, (room, *bounds)) if ready else None
     # Tokens of a block have all but their matches in common.
-    shared = hidden_scoring(factors, 1, is_causal) if per_token and rank else None
+    shared = hidden_scoring(factors, 1, is_causal, to_list) if per_token and rank else None
     scored = None if shared is not None and in_registers else scoring(factors, block_size, per_token, is_causal)
     read = visible, counts if seed is None else seed, indices, counts
+    noise = seed is not None and not ready
     first = made = 0
     together: tuple[ByToken, ...] = ()
     while first < t:
         if shared is not None and right is not None and first == made:
             # Of as many blocks as there are scores to hold at a time, which takes the same memory.
             made = min(first + max(held_scores // t, 1), t)
-            together = (ByToken(first, shared(range(first, made))),)
+            together = (ByToken(first, shared(range(first, made)), to_list),)
         if scored is None and right is not None:
             choose(factors, together[0], right, visible, seed, indices, counts, bounds, block_size, is_causal)
             first = made
@@ -307,7 +338,7 @@ def listed_blocks(
         wide = max(held(width), 32)
         at_once = min(max(RANKED // (wide if coverage is None else 2 * wide), 1), 16, size)
         scores = scored(range(begin, end), width, *together)
-        told = device, at_once, wide, size, is_causal, seed is not None, coverage is not None, room
+        told = device, at_once, wide, size, is_causal, ready, noise, coverage is not None, room
         launch = _rank_launch(*told, width, total, t, room, *bounds, 0.0 if coverage is None else coverage)
         launch((-(-(end - begin) // at_once), batch * heads, 1), (scores, *read), begin, end - begin)
         first = last

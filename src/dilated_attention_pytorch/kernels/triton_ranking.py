@@ -59,6 +59,15 @@ def quick_log2(b_x):
 
 
 @triton.jit
+def quick_inverse(b_x):
+    """1 / x, nearly, of numbers of usual size: for what is tried, not for what is told."""
+    if NO_PTX:
+        return 1.0 / b_x
+    else:
+        return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [b_x], tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
 def gumbel(b_row, b_column):
     """`ops.selection.gumbel`, with `b_row` from `dropout_rows`, already broadcastable."""
     # `scramble`, whose first step rows and columns take apart, and whose last is one with the bits of a number above 1.
@@ -131,6 +140,24 @@ def share_of(b_many, kept):
 
 
 @triton.jit
+def may_list(
+    p_visible, own, blocks, local, sink, room, least, most, kept, MANY: tl.constexpr, CAUSAL: tl.constexpr
+):  # fmt: skip
+    """How many blocks rows of the block `own` may list: a fraction `kept` of what they see, within bounds.
+
+    Visible are read MANY at a time.
+    """
+    b_both = tl.zeros([MANY], tl.int32)
+    for begun in range(0, own if CAUSAL else blocks, MANY):
+        b_seen, b_near = sight(p_visible, own, blocks, local, sink, begun + tl.arange(0, MANY), CAUSAL)
+        b_both += tl.where(b_seen, tl.where(b_near, 65537, 1), 0)
+    # Blocks that a row sees, and those of them that need no listing, its own among both.
+    both = tl.sum(b_both, 0)
+    taken = 1 + both // 65536
+    return tl.minimum(tl.minimum(tl.maximum(share_of(1 + both % 65536, kept), least), most) - taken, room)
+
+
+@triton.jit
 def later_word(word, many, other_word, other_many):
     """The later word of two, and how many bits both have."""
     return other_word, many + other_many
@@ -191,10 +218,10 @@ def best_of(
     # As many lie above, and so far apart, if the scores are spread as most are.
     b_many = tl.maximum(b_count, 1).to(tl.float32)
     b_rest = tl.maximum(b_open - b_count, 1).to(tl.float32)
-    b_odds = quick_log2(b_rest / b_many)
+    b_odds = quick_log2(b_rest) - quick_log2(b_many)
     b_trial = b_mean + b_spread * b_odds * (0.44 - 0.013 * tl.abs(b_odds))
     b_trial = tl.minimum(tl.maximum(b_trial, b_low), b_high)
-    b_pace = b_spread * (1.0 / b_many + 1.0 / b_rest) / (1.5 + 0.18 * tl.abs(b_odds))
+    b_pace = b_spread * (b_many + b_rest) * quick_inverse(b_many * b_rest * (1.5 + 0.18 * tl.abs(b_odds)))
     b_most = FURTHEST * b_spread
     # By how many and a half there are too many above the lower end, or too few above the higher; 0 is not known yet.
     b_over = tl.where((b_open == b_count) | (b_count <= 0), 0.5, 0.0)
@@ -216,7 +243,7 @@ def best_of(
         b_apart = (tl.minimum(b_over, b_under) > 0.0) & (b_under < b_many)
         b_aimed = (b_trial > b_low) & (b_trial < b_high) & (b_apart == 0)
         b_even = b_apart & ((left > TRIALS - HALVED) | (left % 2 == 0))
-        b_part = tl.where(b_even, b_over / (b_over + b_under), 0.5)
+        b_part = tl.where(b_even, b_over * quick_inverse(b_over + b_under), 0.5)
         b_trial = tl.where(b_aimed, b_trial, b_low + b_part * (b_high - b_low))
         b_pace *= FASTER
         if left <= (UNASKED if PRODUCT else TRIALS - 1):

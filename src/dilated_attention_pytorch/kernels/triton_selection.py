@@ -19,7 +19,8 @@ from torch import Tensor
 from .quick_launch import KEPT, Launch, launch
 from .selection import Factors
 from .triton_launch import OPTIONS, _precision, held
-from .triton_primitives import NO_KEY, projected
+from .triton_primitives import NO_KEY, dropout_rows, projected
+from .triton_ranking import gumbel, may_list, sight
 
 HIDDEN = {128: (8, 8, 3), 64: (4, 4, 1), 32: (2, 16, 1)}
 """By the rows, and blocks, of a program that matches nothing: its warps, the hidden units it takes at once, and how
@@ -32,6 +33,8 @@ MATCHED, MATCHED_TOGETHER, UNITS_TOGETHER = 64, 128, 128
 programs or more."""
 PROGRAMS = 512
 """So many keep a large GPU busy, those that begin late and end soon among them."""
+UNBOUND = 0, 0, 0, 0, 0, 0.0
+"""`ToList.bounds` where nothing is listed."""
 
 
 @triton.jit
@@ -125,11 +128,12 @@ def across(b_x, BN: tl.constexpr):
     return tl.reshape(tl.permute(tl.reshape(b_x, [BN // 32, 8, 4]), (0, 2, 1)), [BN // 32, 4, 1, 1, 1, 8])
 
 
-@triton.jit(do_not_specialize=["begin", "rows"])
+@triton.jit(do_not_specialize=["begin", "rows", "local", "sink"])
 def hidden_kernel(
-    p_rows, p_columns, p_weight, p_bias, p_keep, p_log, p_ids, p_scores, begin, rows, width, heads, coldest, s_weight,
-    s_bias, BM: tl.constexpr, BN: tl.constexpr, M: tl.constexpr, UM: tl.constexpr, T: tl.constexpr, SIZE: tl.constexpr,
-    STAGES: tl.constexpr, IDS: tl.constexpr, EVEN: tl.constexpr, CAUSAL: tl.constexpr, KEEP: tl.constexpr,
+    p_rows, p_columns, p_weight, p_bias, p_keep, p_log, p_ids, p_scores, p_visible, begin, rows, width, heads, coldest,
+    s_weight, s_bias, local, sink, BM: tl.constexpr, BN: tl.constexpr, M: tl.constexpr, UM: tl.constexpr,
+    T: tl.constexpr, SIZE: tl.constexpr, STAGES: tl.constexpr, IDS: tl.constexpr, EVEN: tl.constexpr,
+    CAUSAL: tl.constexpr, KEEP: tl.constexpr, LISTS: tl.constexpr,
 ):  # fmt: skip
     """Scores without any match of BM rows, SIZE to a block, from `begin` on or with IDS any, with BN blocks.
 
@@ -137,6 +141,8 @@ def hidden_kernel(
     [BN / 32, 4, 4, BM / 16, 4, 8], whose last two are the lanes of a warp: a thread has rows and blocks by fours, each
     read at once, of rows only with EVEN, where `begin` is a multiple of four, and what it reads serves all it has. BM
     and BN are below the number of threads, or the compiler would read each number once and pass it on in shared memory.
+    With LISTS rows are all blocks, and have NO_KEY with what they do not see or need not list: tokens of a block, who
+    share these scores, need not ask again.
     """
     stream = tl.program_id(2).to(tl.int64)
     head = stream % heads
@@ -178,21 +184,29 @@ def hidden_kernel(
     b_score *= 1.0 / tl.maximum(tl.exp(tl.load(p_log + head).to(tl.float32)), coldest)
     # Scores of a head are held to some bytes, or a few rows.
     o_i, o_j = o_i[:, None], o_j[None, :]
+    if LISTS:
+        b_seen, b_near = sight(p_visible + stream * width, begin + o_i, width, local, sink, o_j, CAUSAL)
+        b_score = tl.where(b_seen & (b_near == 0), b_score, NO_KEY)
     tl.store(p_scores + stream * rows * width + o_i * width + o_j, b_score, mask=(o_i < rows) & (o_j < width))
 
 
-@triton.jit(do_not_specialize=["begin", "rows", "span", "first", "lines"])
+@triton.jit(
+    do_not_specialize=["begin", "rows", "span", "first", "lines", "total", "room", "local", "sink", "least", "most"]
+)
 def match_kernel(
-    p_table, p_own, p_project, p_left_there, p_right, p_rest, p_scale, p_right_there, p_log, p_ids, p_scores,
-    begin, rows, span, first, lines, width, total, blocks, heads, coldest, root, so_b, so_h, so_n, s_project,
-    BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, RANK: tl.constexpr, RP: tl.constexpr, UQ: tl.constexpr,
-    UK: tl.constexpr, UG: tl.constexpr, SIZE: tl.constexpr, IDS: tl.constexpr, TOGETHER: tl.constexpr,
-    CAUSAL: tl.constexpr, HOLES: tl.constexpr, ROUNDS: tl.constexpr, PRECISION: tl.constexpr,
+    p_table, p_own, p_project, p_left_there, p_right, p_rest, p_scale, p_right_there, p_log, p_ids, p_scores, p_visible,
+    p_seed, p_counts, begin, rows, span, first, lines, width, total, blocks, heads, coldest, root, so_b, so_h, so_n,
+    s_project, room, local, sink, least, most, kept, BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr,
+    RANK: tl.constexpr, RP: tl.constexpr, UQ: tl.constexpr, UK: tl.constexpr, UG: tl.constexpr, SIZE: tl.constexpr,
+    IDS: tl.constexpr, TOGETHER: tl.constexpr, LISTS: tl.constexpr, NOISE: tl.constexpr, CAUSAL: tl.constexpr,
+    HOLES: tl.constexpr, ROUNDS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Add to the scores of BM rows with `span` of the first `width` blocks what their sub-blocks match.
 
     Rows as `hidden_kernel` has them. TOGETHER are those of one block a program, whose scores so far are a line of
-    `p_table`, which has `lines` of `blocks` each, from block `first` on.
+    `p_table`, which has `lines` of `blocks` each, from block `first` on. With LISTS, of such a line, they come ready to
+    be ranked: noise is in them, which costs less here, where nothing is made for what comes later, and `p_counts` has
+    how many a row may list.
     """
     # Those that see most begin first.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -220,6 +234,14 @@ def match_kernel(
     p_scale += stream * blocks
     p_scores += stream * rows * width
     p_table += (stream * lines + own - first) * blocks
+    b_name = begin + o_i
+    if LISTS:
+        p_visible += stream * blocks
+        if tl.program_id(1) == 0:
+            many = may_list(p_visible, own, blocks, local, sink, room, least, most, kept, 1024, CAUSAL)
+            tl.store(p_counts + stream * total + begin + o_i, tl.zeros([BM], tl.int32) + many, mask=b_exist)
+        if NOISE:
+            b_name = dropout_rows(p_seed, stream, b_name)
     # Spans are whole steps: without that known, scores would be stored one by one.
     start = tl.multiple_of(tl.program_id(1) * span, BN)
     end = tl.minimum(start + span, width)
@@ -242,6 +264,8 @@ def match_kernel(
             BM, BN, RANK, RP, UQ, UK, UG, HOLES, ROUNDS,
         )  # fmt: skip
         b_match = b_score + b_undone[:, None] * b_match * b_scale
+        if NOISE:
+            b_match += gumbel(b_name[:, None], o_column[None, :])
         tl.store(p_tile, b_match, mask=b_mask)
 
 
@@ -249,11 +273,27 @@ Halves = tuple[Tensor, Tensor, Tensor]
 """What `split` gives."""
 
 
+class ToList(NamedTuple):
+    """For scores that come ready to be ranked, as `match_kernel` has them."""
+
+    visible: Tensor
+    """bool (b, h, t)"""
+    seed: Tensor | None
+    """of the noise, where there is some"""
+    counts: Tensor
+    """int32 (b, h, r): where to say how many a row may list"""
+    bounds: tuple[int | float, ...]
+    """the most that a row may list, blocks that need no listing (local, sink), the fewest and the most, and the part of
+    what it sees"""
+
+
 class ByToken(NamedTuple):
     """For tokens that follow one another: scores (b, h, blocks, t) of blocks from the first on, without any match."""
 
     first: int
     table: Tensor
+    to_list: ToList | None = None
+    """where those came ready to be ranked"""
 
 
 def split(right: Tensor) -> Halves:
@@ -296,23 +336,30 @@ def _hidden_side(most: int, streams: int, rows: int, width: int, seen: int) -> i
 
 @lru_cache(maxsize=KEPT)
 def _hidden_launch(
-    device: torch.device, t: int, hidden: int, size: int, is_causal: bool, keeps: bool, ids: bool, even: bool,
-    side: int, *numbers: int | float,
+    device: torch.device, t: int, hidden: int, size: int, is_causal: bool, keeps: bool, lists: bool, ids: bool,
+    even: bool, side: int, *numbers: int | float,
 ) -> Launch:  # fmt: skip
     warps, units, stages = HIDDEN[side]
     constants = {"BM": side, "BN": side, "M": hidden, "UM": max(min(hidden & -hidden, units), 1), "T": held(t)}
     constants |= {"STAGES": stages, "SIZE": size, "IDS": ids, "EVEN": even, "CAUSAL": is_causal, "KEEP": keeps}
-    constants |= {"num_warps": warps}
+    constants |= {"LISTS": lists, "num_warps": warps}
     return Launch(hidden_kernel, device, *numbers, **constants, maxnreg=HIDDEN_REGISTERS, **OPTIONS)
 
 
-def hidden_scoring(factors: Factors, size: int, is_causal: bool) -> Callable[..., Tensor]:
-    """`scoring` without any match, of rows that are `size` to a block."""
+def hidden_scoring(
+    factors: Factors, size: int, is_causal: bool, to_list: ToList | None = None
+) -> Callable[..., Tensor]:
+    """`scoring` without any match, of rows that are `size` to a block.
+
+    With `to_list`, for rows that are all blocks of a range: NO_KEY with what is not listed.
+    """
     (batch, heads, t, hidden), device = factors.rows.shape, factors.rows.device
     parts = [by_unit(x) for x in (factors.rows, factors.columns, factors.keep) if x is not None]
     read = parts[0], parts[1], factors.weight, factors.bias, parts[-1], factors.log_temperature
     numbers = heads, float(factors.coldest), factors.weight.stride(0), factors.bias.stride(0)
-    told = device, t, hidden, size, is_causal, factors.keep is not None
+    numbers += (0, 0) if to_list is None else to_list.bounds[1:3]
+    visible = parts[0] if to_list is None else to_list.visible
+    told = device, t, hidden, size, is_causal, factors.keep is not None, to_list is not None
 
     def run(rows: range | Tensor, width: int = t) -> Tensor:
         many = len(rows)
@@ -323,7 +370,7 @@ def hidden_scoring(factors: Factors, size: int, is_causal: bool) -> Callable[...
         seen = width - many // (2 * size) if is_causal else width
         side = _hidden_side(128 if even and factors.keep is None else 64, batch * heads, many, width, seen)
         launch = _hidden_launch(*told, ids is rows, even, side, width, *numbers)
-        launch((-(-many // side), -(-width // side), batch * heads), (*read, ids, scores), begin, many)
+        launch((-(-many // side), -(-width // side), batch * heads), (*read, ids, scores, visible), begin, many)
         return scores
 
     return run
@@ -341,11 +388,12 @@ def own_rows(own: Tensor) -> tuple[Tensor, int, int, int]:
 @lru_cache(maxsize=KEPT)
 def _match_launch(
     device: torch.device, at_once: int, grouped: int, columns: int, d: int, rank: int, own_units: int, units: int,
-    size: int, is_causal: bool, holes: bool, rounds: bool, ids: bool, together: bool, *numbers: int | float,
+    size: int, is_causal: bool, holes: bool, rounds: bool, ids: bool, together: bool, lists: bool, noise: bool,
+    *numbers: int | float,
 ) -> Launch:  # fmt: skip
     constants = {"BM": at_once, "BN": columns, "D": d, "RANK": rank, "RP": held(rank), "UQ": own_units, "UK": units}
     constants |= {"UG": grouped, "SIZE": size, "CAUSAL": is_causal, "HOLES": holes, "IDS": ids, "TOGETHER": together}
-    constants |= {"ROUNDS": rounds, "PRECISION": _precision(torch.float32)}
+    constants |= {"LISTS": lists, "NOISE": noise, "ROUNDS": rounds, "PRECISION": _precision(torch.float32)}
     constants |= {"num_warps": max(at_once * own_units // 16, 4)}
     return Launch(match_kernel, device, *numbers, **constants, num_stages=3, **OPTIONS)
 
@@ -354,7 +402,7 @@ def scoring(factors: Factors, block_size: int, per_token: bool, is_causal: bool)
     """What gives scores over temperature of rows, int64 (r), with every block or the first so many, (b, h, r, t).
 
     With `is_causal` those with a row's own and later blocks may be anything. Tokens of a range must come with what they
-    have in common (`ByToken`).
+    have in common (`ByToken`), and are ready to be ranked where that is (`ToList`).
     """
     size = block_size if per_token else 1
     hidden = hidden_scoring(factors, size, is_causal)
@@ -379,17 +427,22 @@ def scoring(factors: Factors, block_size: int, per_token: bool, is_causal: bool)
         ids, begin = (own, rows.start) if isinstance(rows, range) else (rows, 0)
         if together is None:
             scores = hidden(rows, width)
-            first, table = 0, scores
+            first, table, to_list = 0, scores, None
         else:
-            first, table = together
+            first, table, to_list = together
             scores = torch.empty((batch, heads, many, width), dtype=torch.float32, device=device)
         # Rows that are many fill the machine by themselves, and then project their queries but once.
         tiles = -(-many // at_once)
         spans = max(PROGRAMS // (tiles * batch * heads), 1)
         span = -(-width // (spans * columns)) * columns
-        launch = _match_launch(*told, ids is rows, together is not None, width, *numbers)
+        noise = to_list is not None and to_list.seed is not None
+        bounds = UNBOUND if to_list is None else to_list.bounds
+        kind = ids is rows, together is not None, to_list is not None, noise
+        launch = _match_launch(*told, *kind, width, *numbers, *bounds)
         grid = tiles, -(-width // span), batch * heads
-        launch(grid, (table, *read, ids, scores), begin, many, span, first, table.shape[2])
+        visible, seed, counts = (own, None, own) if to_list is None else to_list[:3]
+        also = ids, scores, visible, own if seed is None else seed, counts
+        launch(grid, (table, *read, *also), begin, many, span, first, table.shape[2])
         return scores
 
     return run
