@@ -16,7 +16,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(
         not torch.cuda.is_available()
-        or hopper_backend._device_problem(torch.device("cuda", torch.cuda.current_device())) is not None,
+        or hopper_backend.device_problem(torch.device("cuda", torch.cuda.current_device())) is not None,
         reason="needs a Hopper GPU and the Gluon language",
     ),
 ]

@@ -19,6 +19,7 @@ from dilated_attention_pytorch.plan.selected import Selection, block_plan, chose
 pytestmark = pytest.mark.gpu
 
 SIZES = [(128, 64, 1, 1024), (128, 128, 1, 1000), (64, 64, 2, 700), (128, 64, 2, 512), (32, 80, 1, 500)]
+SIZES += [(128, 128, 2, 768)]
 """Block size, head width, batch, tokens."""
 
 

@@ -23,10 +23,12 @@ from dilated_attention_pytorch.kernels import (
     hopper_backend,
     hopper_backward,
     hopper_backward_rows,
+    hopper_chosen,
     hopper_forward,
     hopper_gradients,
     hopper_launch,
     hopper_split,
+    hopper_tokens,
 )
 from dilated_attention_pytorch.kernels.registry import AttentionCall
 from dilated_attention_pytorch.ops import selected
@@ -172,6 +174,34 @@ def query_gradient(a):
         put(a.dq_desc, batch, head, stored, dq)
 
 
+def chosen_gradients(a):
+    """dK and dV are added, and what gathered rows get is stored with its columns in the order of the registers."""
+    assert [stride * 8 for stride in (a.sq_b, a.sq_h, a.sq_n)] == list(a.p_q.stride()[:3])
+    assert [stride * 8 for stride in (a.sg_b, a.sg_h, a.sg_n)] == list(a.p_do.stride()[:3])
+    assert a.p_source.shape[1] == a.rows
+    for key_head, order in enumerate(a.p_order.tolist()):
+        assert sorted(order) == [*range(a.key_tiles)]
+        for tile in order:
+            sample, first = tile // a.blocks, tile % a.blocks * a.BLOCK
+            key, value = (tile_of(t, sample, key_head, first, a.BLOCK) for t in (a.k_desc, a.v_desc))
+            dk, dv = torch.zeros_like(key), torch.zeros_like(value)
+            for head in range(key_head * a.group, (key_head + 1) * a.group):
+                begin, end = (a.p_first[head, tile : tile + 2] * a.BLOCK).tolist()
+                source = a.p_source[head, begin:end].long()
+                some = begin + (source >= 0).nonzero()[:, 0]
+                token = a.p_source[head, some].long() - sample * a.n
+                query, grad = (t[sample, head, token].double() for t in (a.p_q, a.p_do))
+                lse, delta = (t[sample, a.first_head + head, token].double() for t in (a.p_lse, a.p_delta))
+                weights = (key @ query.T * a.scale_log2 - lse / math.log(2)).exp2()
+                ds = weights * (value @ grad.T - delta)
+                dk += ds @ query * a.scale
+                dv += weights @ grad
+                got = (ds.T @ key).unflatten(1, (-1, 8, 4, 2)).transpose(2, 3).flatten(1)
+                a.p_part[head, some] = got.to(a.p_part.dtype)
+            for total, more in ((a.dk_desc, dk), (a.dv_desc, dv)):
+                put(total, sample, key_head, first, more + tile_of(total, sample, key_head, first, a.BLOCK))
+
+
 def run(trial, dtype):
     query, key, value, grad_output, grad_lse = trial.inputs(dtype)
     grad_lse = grad_lse.float()
@@ -188,13 +218,13 @@ def run(trial, dtype):
     return {name: error(got, want) for name, got, want in named} | {"pieces": pieces}
 
 
-def run_learned(seed, n, batch):
+def run_learned(seed, n, batch, per_token=False):
     """Attention over a drawn selection, as a GPU runs it; all of one shape have one launch."""
-    chosen = drawn(batch, 2, n, 128, is_causal=seed % 2 > 0, per_token=False, most=2, local=1, seed=seed)
+    chosen = drawn(batch, 2, n, 128, is_causal=seed % 2 > 0, per_token=per_token, most=2, local=1, seed=seed)
     given = [x.float().requires_grad_() for x in inputs(chosen, 1, 64, 64)]
     slopes = torch.randn(batch, 2, n, 64), torch.randn(batch, 2, n)
     exact = [x.detach().double().requires_grad_() for x in given]
-    found = selected.selected_attention(*given, chosen, backend="hopper")
+    found = selected.selected_attention(*given, chosen, backend="auto" if per_token else "hopper")
     wanted = dense_attention(*exact, seen_pairs(chosen).double())
     grads = (torch.autograd.grad(one, leaves, slopes) for one, leaves in ((found, given), (wanted, exact)))
     found, wanted = ([*one, *more] for one, more in zip((found, wanted), grads, strict=True))
@@ -207,6 +237,7 @@ def replace_what_needs_a_gpu():
     hopper_forward.attention_fwd_kernel = Kernel(hopper_forward.attention_fwd_kernel, forward)
     hopper_backward.attention_dkv_bwd_kernel = Kernel(hopper_backward.attention_dkv_bwd_kernel, key_gradients)
     hopper_backward_rows.attention_dq_bwd_kernel = Kernel(hopper_backward_rows.attention_dq_bwd_kernel, query_gradient)
+    hopper_tokens.chosen_bwd_kernel = Kernel(hopper_tokens.chosen_bwd_kernel, chosen_gradients)
     hopper_launch.describe = lambda tensor, rows, axis=None: (tensor, None)
     hopper_launch.entry_of = lambda compiled: None
     hopper_launch.compile_together = lambda launches, tensors: None
@@ -220,6 +251,7 @@ def replace_what_needs_a_gpu():
     hopper_split.ROWS_A_PIECE = 1
     selected.may_read = lambda device: False
     selected.no_kernels = hopper_backend.why_not = lambda about: None
+    hopper_chosen.why_not = lambda *about: None
 
 
 if __name__ == "__main__":
@@ -232,5 +264,10 @@ if __name__ == "__main__":
             flush=True,
         )
     hopper_backend._launches.clear()
-    for name, *shape in (("learned", 0, 256, 2), ("learned, causal", 1, 256, 2), ("learned, ragged", 2, 300, 1)):
+    for name, *shape in (
+        ("learned", 0, 256, 2),
+        ("learned, causal", 1, 256, 2),
+        ("learned, ragged", 2, 300, 1),
+        ("learned by tokens", 3, 384, 2, True),
+    ):
         print(json.dumps({"trial": name} | run_learned(*shape)), flush=True)

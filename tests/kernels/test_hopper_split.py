@@ -53,7 +53,10 @@ def found():
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("hopper interpreter")
-@pytest.mark.parametrize(("name", "launches"), [("learned", 1), ("learned, causal", 1), ("learned, ragged", 2)])
+@pytest.mark.parametrize(
+    ("name", "launches"),
+    [("learned", 1), ("learned, causal", 1), ("learned, ragged", 2), ("learned by tokens", 2)],
+)
 def test_learned_plans_of_one_shape_share_a_launch_and_match_the_oracle(found, name, launches):
     errors = dict(found[name])
     assert errors.pop("launches") == launches

@@ -42,7 +42,7 @@ def compile_gathering(name, tiles, d, monkeypatch, rows="*bf16"):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     from dilated_attention_pytorch.kernels import triton_tokens
 
-    sizes = {"BLOCK": 128, "D": d, "E": d, "DP": d, "EP": d, "BM": tiles.m, "BN": tiles.n, "GROUP": 1, "RUN": 16}
+    sizes = {"BLOCK": 128, "D": d, "E": d, "DP": d, "EP": d, "BM": tiles.m, "BN": tiles.n, "GROUP": 1}
     types = dict.fromkeys(("p_source", "p_tile", "p_first", "p_order"), "*i32")
     return compile_kernel(getattr(triton_tokens, name), PLAIN | sizes | {"RAGGED": False}, tiles, rows, types)
 

@@ -80,7 +80,10 @@ def processors(device: torch.device) -> int:
 
 
 @lru_cache(maxsize=64)
-def _device_problem(device: torch.device) -> str | None:
+def device_problem(device: torch.device) -> str | None:
+    """Why the kernels cannot run on a device, or None when they can."""
+    if device.type != "cuda":
+        return f"needs a CUDA tensor, got {device}"
     major, minor = torch.cuda.get_device_capability(device)
     if major != 9:
         return f"needs a GPU of compute capability 9.x, got {major}.{minor}"
@@ -132,10 +135,7 @@ def _lasting_problem(call: AttentionCall) -> str | None:
     if call.key.shape[2] != call.query.shape[2]:
         # Queries gathered by the block they chose: their plan lists keys of another axis, which may not be read here.
         return f"needs as many keys as queries, got {call.key.shape[2]} and {call.query.shape[2]}"
-    device = call.query.device
-    if device.type != "cuda":
-        return f"needs a CUDA tensor, got {device}"
-    problem = _device_problem(device)
+    problem = device_problem(call.query.device)
     if problem is not None:
         return problem
     if call.query.dtype not in (torch.bfloat16, torch.float16):

@@ -33,13 +33,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from .hopper_pieces import (
     ROWS,
-    add_piece,
     barrier_pairs,
     base_2,
     claim_item,
     copy_rows_in,
     first_and_count,
     here,
+    leave_piece,
     let_next_start,
     next_item,
     place_of,
@@ -51,7 +51,6 @@ from .hopper_pieces import (
     wait_for_launch,
 )
 
-PIECE = gl.constexpr(64 * 64)
 MEETING = gl.constexpr(8)
 EXCHANGE = gl.constexpr(9)
 """Hardware barriers of the two warpgroups, of the second kind four; the compiler uses the first few."""
@@ -353,7 +352,7 @@ def gather_step(
         dv, piece = warpgroup_mma_wait(1, deps=(dv_token, piece_token))
         hand_over(C, parity)
         if step > 0:
-            add_piece(p_sum + (place.to(gl.int64) * 2 + C) * PIECE, piece)
+            leave_piece(p_sum, place, piece, C, D)
         place = read(note, TILE_SUM)
     else:
         dv = warpgroup_mma_wait(1, deps=(dv_token,))
@@ -406,7 +405,7 @@ def gather_keys(
             piece_token = piece_product(C, b_ds, b_k, here(kv_slot * 2), parity, no_piece)
             piece = warpgroup_mma_wait(0, deps=(piece_token,))
             if steps > 0:
-                add_piece(p_sum + (place.to(gl.int64) * 2 + C) * PIECE, piece)
+                leave_piece(p_sum, place, piece, C, D)
         mbarrier.arrive(empty.index((tile_count + STAGES - 1) % STAGES), count=1, pred=steps > 0)
 
         batch = read(item, ITEM_BATCH)

@@ -13,6 +13,8 @@ copy_out = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_sh
 
 ROWS = gl.constexpr(64)
 """Rows a warpgroup owns."""
+PIECE = gl.constexpr(64 * 64)
+"""Numbers in what a warpgroup gives of dQ at once."""
 
 if hasattr(tma, "async_atomic_add"):
     add_out = tma.async_atomic_add
@@ -204,6 +206,32 @@ def add_piece(p_piece, piece):
     o_thread = gl.expand_dims(gl.expand_dims(gl.arange(0, 128, gl.SliceLayout(0, gl.SliceLayout(2, layout))), 0), 2)
     o_float = gl.expand_dims(gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, layout))), 0), 1)
     gl.atomic_add(p_piece + (o_run * 512 + o_thread * 4 + o_float), runs, sem="relaxed")
+
+
+@gluon.jit
+def leave_piece(p_sum, place, piece, C: gl.constexpr, D: gl.constexpr):
+    """Add a piece of dQ to the float32 sum; or, where that has other numbers, store it as rows of its own.
+
+    Of those a thread stores its 16 columns side by side: (8j + 2t + i) lies at (16t + 2j + i).
+    """
+    if p_sum.dtype.element_ty == gl.float32:
+        add_piece(p_sum + (place.to(gl.int64) * 2 + C) * PIECE, piece)
+    else:
+        # The same numbers in the same threads, but one row after the other.
+        layout: gl.constexpr = gl.DistributedLinearLayout(
+            reg_bases=[[0, 1], [0, 2], [0, 4], [0, 8], [8, 0]],
+            lane_bases=[[0, 16], [0, 32], [1, 0], [2, 0], [4, 0]],
+            warp_bases=[[16, 0], [32, 0]],
+            block_bases=[],
+            shape=[64, 64],
+        )
+        turned = piece.to(p_sum.dtype.element_ty).reshape([ROWS, 8, 4, 2]).permute((0, 2, 1, 3)).reshape([ROWS, 64])
+        turned = gl.convert_layout(turned, layout, assert_trivial=False)
+        row = gl.expand_dims(gl.arange(0, ROWS, gl.SliceLayout(1, layout)), 1)
+        col = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(0, layout)), 0)
+        # Half of the tile's rows, or of their columns.
+        o_piece = (place.to(gl.int64) * 2 + C) * PIECE if D == 64 else place.to(gl.int64) * (2 * PIECE) + C * 64
+        gl.store(p_sum + o_piece + (row * D + col), turned)
 
 
 @gluon.jit

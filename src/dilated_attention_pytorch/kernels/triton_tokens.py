@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..plan.selected import Chosen
+from . import hopper_chosen
 from .quick_launch import KEPT, Launch
 from .registry import AttentionCall, Forward, Gradients
 from .triton_backward import dkv_step
@@ -32,8 +33,8 @@ __all__ = ["backward", "delta_of", "forward"]
 
 JOINED, ASKED = 16, 512
 """Tokens of a program that joins what they found, and numbers of each that it asks for at once."""
-RUN = 16
-"""Tiles of gathered queries that a program of the forward takes."""
+RUN, ENOUGH = 16, 2048
+"""Tiles of gathered queries that a program of the forward takes, where that leaves so many programs."""
 WHOLE = {64: (Tiles(64, 128, 4, 2), Tiles(32, 128, 4, 2)), 128: (Tiles(64, 128, 4, 2), Tiles(64, 128, 8, 2))}
 """Tiles of both passes by width, which hold a whole block of 128 keys, in half precision where much is shared."""
 
@@ -65,16 +66,16 @@ def seen_alike(b_shown):
     return b_shown, 0, False, b_shown, 0, 0
 
 
-@triton.jit(do_not_specialize=["rows", "tiles", "threshold", "first_head"])
+@triton.jit(do_not_specialize=["rows", "tiles", "run", "threshold", "first_head"])
 def chosen_fwd_kernel(
     p_q, p_k, p_v, p_part, p_part_lse, p_source, p_tile, p_first, p_padding, p_seed, scale, inverse_keep, threshold,
-    rows, tiles, n, blocks, samples, heads, first_head, group, sq_b, sq_h, sq_n, sk_b, sk_h, sk_n, sv_b,
+    rows, tiles, run, n, blocks, samples, heads, first_head, group, sq_b, sq_h, sq_n, sk_b, sk_h, sk_n, sv_b,
     sv_h, sv_n,
     BLOCK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, E: tl.constexpr, DP: tl.constexpr,
-    EP: tl.constexpr, RUN: tl.constexpr, SIGN: tl.constexpr, RAGGED: tl.constexpr, PADDING: tl.constexpr,
+    EP: tl.constexpr, SIGN: tl.constexpr, RAGGED: tl.constexpr, PADDING: tl.constexpr,
     DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Output and LSE of the gathered queries of RUN tiles on the one block that each tile chose.
+    """Output and LSE of the gathered queries of `run` tiles on the one block that each tile chose.
 
     Tiles that chose the same follow one another: the block is read once for them, where a program can hold it whole.
     SIGN as in the forward over plans.
@@ -90,8 +91,8 @@ def chosen_fwd_kernel(
     p_tile += head * tiles
     p_first += head * (key_tiles + 1)
     p_source += head * rows
-    at = (tl.program_id(0) * RUN).to(p_first.dtype.element_ty)
-    end = tl.minimum(at + RUN, tiles)
+    at = (tl.program_id(0) * run).to(p_first.dtype.element_ty)
+    end = tl.minimum(at + run, tiles)
     tile = tl.load(p_tile + at).to(tl.int64)
     while tile < key_tiles:
         stop = tl.minimum(tl.load(p_first + tile + 1), end)
@@ -195,18 +196,23 @@ def join_tokens_kernel(
 
 @triton.jit(do_not_specialize=["rows", "n"])
 def add_tokens_kernel(
-    p_dq, p_part, p_place, rows, n, slots, sx_b, sx_h, sx_n, BM: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    TOGETHER: tl.constexpr,
+    p_dq, p_part, p_place, scale, rows, n, slots, sx_b, sx_h, sx_n, BM: tl.constexpr, D: tl.constexpr,
+    DP: tl.constexpr, TURNED: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
-    """Add what BM tokens get from the blocks they chose, in the order of their lists."""
+    """Add what BM tokens get from the blocks they chose, in the order of their lists.
+
+    TURNED are the columns as `hopper_backward.leave_piece` stores them.
+    """
     o_q = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
     o_d = tl.arange(0, DP)
     head = tl.program_id(1).to(tl.int64)
     sample = tl.program_id(2).to(tl.int64)
     b_exist = o_q < n
     o_token = head * (n * tl.num_programs(2)) + sample * n + o_q
-    p_line = p_dq + sample * sx_b + head * sx_h + o_q[:, None] * sx_n + o_d[None, :]
-    b_sum = load_rows(p_line, b_exist, o_d, D, DP, True).to(tl.float32)
+    o_column = o_d // 64 * 64 + (o_d % 16 // 2) * 8 + (o_d % 64 // 16) * 2 + o_d % 2 if TURNED else o_d
+    p_line = p_dq + sample * sx_b + head * sx_h + o_q[:, None] * sx_n + o_column[None, :]
+    b_near = load_rows(p_line, b_exist, o_d, D, DP, True)
+    b_sum = tl.zeros([BM, DP], tl.float32)
     p_token = p_place + o_token * slots
     for first in range(0, slots_used(p_token, b_exist, rows, slots, BM), TOGETHER):
         b_parts = ()
@@ -217,7 +223,7 @@ def add_tokens_kernel(
             b_parts += (load_rows(p_rows, b_place < rows, o_d, D, DP, True),)
         for slot in tl.static_range(TOGETHER):
             b_sum += b_parts[slot].to(tl.float32)
-    store_rows(p_line, b_sum, b_exist, o_d, D, DP)
+    store_rows(p_line, b_near + b_sum * scale, b_exist, o_d, D, DP)
 
 
 @triton.jit(do_not_specialize=["rows", "threshold", "first_head"])
@@ -281,7 +287,7 @@ def chosen_bwd_kernel(
                 if BN < BLOCK:
                     # Read again where it is tight: a third layout of wide keys would not fit beside the others.
                     b_by_width = tl.trans(load_rows(p_k_tile, b_shown, o_d, D, DP, HOLES))
-                b_dq = tl.trans(tl.dot(b_by_width, b_ds, input_precision=PRECISION) * scale)
+                b_dq = tl.trans(tl.dot(b_by_width, b_ds, input_precision=PRECISION))
                 p_got = p_part + o_row[:, None] * D + o_d[None, :]
                 if BN < BLOCK:
                     b_dq += load_rows(p_got, b_exist & (part + o_m * 0 > 0), o_d, D, DP, True)
@@ -315,7 +321,9 @@ def _prepared(
     padded = call.key_padding_mask is not None
     shapes = query.shape, call.key.shape[1], value.shape[3], chosen.source.shape, chosen.place.shape[2], heads.start
     strides = query.stride(), call.key.stride(), value.stride(), *[x.stride() for x in tensors]
-    layout = make, *told, padded, *shapes, *strides
+    # TMA and copies of 16 bytes begin at their multiples.
+    begins = query.data_ptr() | call.key.data_ptr() | value.data_ptr() | tensors[0].data_ptr()
+    layout = make, *told, padded, begins % 16, *shapes, *strides
     found = _known.get(layout)
     if found is None:
         if len(_known) >= KEPT:
@@ -329,18 +337,20 @@ def _forward_launches(call: AttentionCall, chosen: Chosen, heads: slice, output:
     batch, own, n, _ = query.shape
     e, rows, block = value.shape[3], chosen.source.shape[1], call.plan.block_size
     tiles, _ = _tiles(call)
+    many = chosen.tile.shape[1]
+    run = min(max(many * own // ENOUGH, 1), RUN)
     sign = (call.scale > 0) - (call.scale < 0)
     magnitude = abs(call.scale) or 1.0
     attend = Launch(
-        chosen_fwd_kernel, query.device, magnitude * LOG2E, *_dropout(call), rows, chosen.tile.shape[1],
+        chosen_fwd_kernel, query.device, magnitude * LOG2E, *_dropout(call), rows, many, run,
         *_sizes(call, heads), own // key.shape[1], *query.stride()[:3], *key.stride()[:3], *value.stride()[:3],
-        RUN=RUN, SIGN=sign, RAGGED=n % block > 0, **constants_of(call, tiles),
+        SIGN=sign, RAGGED=n % block > 0, **constants_of(call, tiles),
     )  # fmt: skip
     join = Launch(
         join_tokens_kernel, query.device, rows, n, chosen.place.shape[2], *output.stride()[:3], *lse.stride(),
         BM=JOINED, E=e, EP=held(e), TOGETHER=_together(e), **OPTIONS,
     )  # fmt: skip
-    grids = (-(-chosen.tile.shape[1] // RUN), own, 1), (-(-n // JOINED), own, batch)
+    grids = (-(-many // run), own, 1), (-(-n // JOINED), own, batch)
     return Prepared(((attend, grids[0]), (join, grids[1])), (own, rows, e))
 
 
@@ -370,16 +380,24 @@ def _backward_launches(
     query, key, value = _of_heads(call, heads)
     batch, own, n, d = query.shape
     rows, block, device = chosen.source.shape[1], call.plan.block_size, query.device
-    group = own // key.shape[1]
-    _, tiles = _tiles(call)
-    by_key = Launch(
-        chosen_bwd_kernel, device, call.scale, call.scale * LOG2E, *_dropout(call), rows, *_sizes(call, heads),
-        *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *grad.stride()[:3], *grad_key.stride()[:3],
-        *grad_value.stride()[:3], GROUP=group, RAGGED=n % block > 0, **constants_of(call, tiles),
-    )  # fmt: skip
+    on_hopper = hopper_chosen.why_not(call, chosen, query, key, value, grad, grad_key, grad_value) is None
+    if on_hopper:
+        part = torch.empty(0, dtype=query.dtype, device=device)
+        # Of LSE and delta only the types matter.
+        numbers = torch.empty(0, device=device)
+        tables = chosen.source, chosen.first, chosen.order
+        like = query, key, value, grad, numbers, numbers, part, grad_key, grad_value, *tables
+        by_key = hopper_chosen.ChosenBackward(call, chosen, heads.start, like)
+    else:
+        _, tiles = _tiles(call)
+        by_key = Launch(
+            chosen_bwd_kernel, device, call.scale, call.scale * LOG2E, *_dropout(call), rows, *_sizes(call, heads),
+            *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *grad.stride()[:3], *grad_key.stride()[:3],
+            *grad_value.stride()[:3], GROUP=own // key.shape[1], RAGGED=n % block > 0, **constants_of(call, tiles),
+        )  # fmt: skip
     add = Launch(
-        add_tokens_kernel, device, rows, n, chosen.place.shape[2], *grad_query.stride()[:3],
-        BM=JOINED, D=d, DP=held(d), TOGETHER=_together(d), **OPTIONS,
+        add_tokens_kernel, device, call.scale, rows, n, chosen.place.shape[2], *grad_query.stride()[:3],
+        BM=JOINED, D=d, DP=held(d), TURNED=on_hopper, TOGETHER=_together(d), **OPTIONS,
     )  # fmt: skip
     keys, tokens = (chosen.order.shape[1], key.shape[1], 1), (-(-n // JOINED), own, batch)
     return Prepared(((by_key, keys), (add, tokens)), (own, rows, d))
