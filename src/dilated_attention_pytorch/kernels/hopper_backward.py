@@ -39,6 +39,7 @@ from .hopper_pieces import (
     copy_rows_in,
     first_and_count,
     here,
+    joined_rows,
     leave_piece,
     let_next_start,
     next_item,
@@ -363,10 +364,10 @@ def gather_step(
 def gather_keys(
     C: gl.constexpr, dk_desc, dk_more, dv_desc, dv_more,
     b_q, b_do, b_k, b_v, b_ds, b_rows, b_item, b_tile, full, empty, kv_full, kv_empty,
-    p_sum, p_bits, k_rate, k_longer, scale, scale_log2,
+    p_dk, p_dv, p_sum, p_bits, k_rate, k_longer, scale, scale_log2,
     BLOCK: gl.constexpr, STAGES: gl.constexpr, KV_STAGES: gl.constexpr, DQ: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
-    """Warpgroup `C`: dK and dV of its 64 keys of every item of this program."""
+    """Warpgroup `C`: dK and dV of its 64 keys of every item of this program, joined to those at `p_dk` and `p_dv`."""
     BM: gl.constexpr = b_q.shape[len(b_q.shape) - 2]
     D: gl.constexpr = b_q.shape[len(b_q.shape) - 1]
     scores_layout: gl.constexpr = gl.NVMMADistributedLayout(
@@ -414,10 +415,15 @@ def gather_keys(
         rows = read(item, ITEM_ROWS)
         b_dv = b_v.index(kv_slot * 2 + C)
         b_dk = b_k.index(kv_slot * 2 + C)
+        if p_dv is not None:
+            dv = joined_rows(dv, p_dv, dv_desc, batch, head, o_key, rows, b_dv, C)
         put_rows(dv, dv_desc, dv_more, batch, head, o_key, rows, k_rate, k_longer, b_dv, C)
         # The sibling multiplies by these rows of K too; they are free to hold dK once it is done.
         meet()
-        put_rows(dk * scale, dk_desc, dk_more, batch, head, o_key, rows, k_rate, k_longer, b_dk, C)
+        dk *= scale
+        if p_dk is not None:
+            dk = joined_rows(dk, p_dk, dk_desc, batch, head, o_key, rows, b_dk, C)
+        put_rows(dk, dk_desc, dk_more, batch, head, o_key, rows, k_rate, k_longer, b_dk, C)
         if KV_STAGES == 1:
             release(kv_empty, item_count)
         item_count += 1
@@ -463,12 +469,12 @@ def attention_dkv_bwd_kernel(
             (gather_keys, (
                 0, dk_desc, dk_more, dv_desc, dv_more,
                 b_q, b_do, b_k, b_v, b_ds, b_rows, b_item, b_tile, full, empty, kv_full, kv_empty,
-                p_sum, p_bits, k_rate, k_longer, scale, scale_log2, BLOCK, STAGES, KV_STAGES, DQ, SPLIT,
+                None, None, p_sum, p_bits, k_rate, k_longer, scale, scale_log2, BLOCK, STAGES, KV_STAGES, DQ, SPLIT,
             )),
             (gather_keys, (
                 1, dk_desc, dk_more, dv_desc, dv_more,
                 b_q, b_do, b_k, b_v, b_ds, b_rows, b_item, b_tile, full, empty, kv_full, kv_empty,
-                p_sum, p_bits, k_rate, k_longer, scale, scale_log2, BLOCK, STAGES, KV_STAGES, DQ, SPLIT,
+                None, None, p_sum, p_bits, k_rate, k_longer, scale, scale_log2, BLOCK, STAGES, KV_STAGES, DQ, SPLIT,
             )),
             (load_backward_tiles, (
                 k_desc, k_more, v_desc, v_more, q_desc, q_more, do_desc, do_more,

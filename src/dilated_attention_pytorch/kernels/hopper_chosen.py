@@ -11,7 +11,6 @@ from torch import Tensor
 from ..plan.selected import Chosen
 from . import hopper_backend
 from .hopper_launch import OPTIONS, Launch, Launches, Moved, Place, Tensors, on_device
-from .hopper_work import Strides
 from .registry import AttentionCall
 from .triton_entry import Grid
 
@@ -33,8 +32,6 @@ class Config(NamedTuple):
 
 
 CONFIGS = {64: Config(128), 128: Config(64)}
-NEXT_TO_EACH_OTHER = Strides(1, 0)
-"""Rows of keys, described as those of a strided part are: so they are added to what is there."""
 
 
 def why_not(call: AttentionCall, chosen: Chosen, *moved: Tensor) -> str | None:
@@ -77,8 +74,9 @@ class ChosenBackward:
         batch, heads, n, d = query.shape
         config, blocks = CONFIGS[d], n // BLOCK
         group = heads // tensors[KEY].shape[1]
-        moved = (Moved(slot, 64, NEXT_TO_EACH_OTHER) for slot in (KEY, VALUE, GRAD_KEY, GRAD_VALUE))
-        places = (Place(slot) for slot in (QUERY, GRAD, LSE, DELTA, PART, SOURCE, FIRST, ORDER))
+        moved = (Moved(slot, 64) for slot in (KEY, VALUE, GRAD_KEY, GRAD_VALUE))
+        read = GRAD_KEY, GRAD_VALUE, QUERY, GRAD, LSE, DELTA, PART, SOURCE, FIRST, ORDER
+        places = (Place(slot) for slot in read)
         sizes = chosen.source.shape[1], n, blocks, batch * blocks, call.query.shape[1], first_head, group
         strides = (stride // 8 for one in (query, grad) for stride in one.stride()[:3])
         scales = call.scale, call.scale * hopper_backend.LOG2_E

@@ -178,6 +178,17 @@ def row_pointers(p_rows, first, rate, rows, stride, C: gl.constexpr, D: gl.const
 
 
 @gluon.jit
+def joined_rows(values, p_rows, desc, batch, head, first, rows, buffer, C: gl.constexpr):
+    """The 64 rows [64, D] of warpgroup `C` with what lies there added, by way of the buffer that they leave through."""
+    D: gl.constexpr = values.type.shape[1]
+    b_own = buffer.reshape([ROWS, D])
+    p_head = p_rows + (batch * (desc.strides[0] // 8) + head * (desc.strides[1] // 8)) * 8
+    p_own, exist = row_pointers(p_head, first, 1, rows, desc.strides[2] // 8, C, D)
+    b_own.store(gl.load(p_own, mask=exist, other=0.0))
+    return values + b_own.load(values.type.layout).to(gl.float32)
+
+
+@gluon.jit
 def base_2(lse):
     """LSE of rows as the weights `exp2(scores - LSE)` need it: +inf of a row without a key, so that they come out 0."""
     return gl.where(lse == -float("inf"), float("inf"), lse * 1.4426950408889634)

@@ -2,7 +2,7 @@
 
 A work item is a key block of one key head, with the tiles of queries that chose it. TMA gathers nothing on these GPUs:
 a warpgroup copies the rows one by one, while the other two multiply. A gathered row meets no other block, so what it
-gets is stored, not added up; dK and dV are added to what the other rows gave.
+gets is stored, not added up; dK and dV are joined to what the other rows gave.
 
 Names: `p_` pointer, `b_` buffer in shared memory, `o_` offset.
 """
@@ -127,13 +127,13 @@ def gather_tiles(
     do_not_specialize_on_alignment=["p_lse", "p_delta", "p_source", "p_first", "p_order"],
 )  # fmt: skip
 def chosen_bwd_kernel(
-    k_desc, k_more, v_desc, v_more, dk_desc, dk_more, dv_desc, dv_more, p_q, p_do, p_lse, p_delta, p_part, p_source,
-    p_first, p_order, rows, n, blocks, key_tiles, heads, first_head, group, sq_b, sq_h, sq_n, sg_b, sg_h, sg_n,
-    scale, scale_log2, BLOCK: gl.constexpr, BM: gl.constexpr, STAGES: gl.constexpr, WORKER_REGISTERS: gl.constexpr,
-    LOADER_REGISTERS: gl.constexpr,
+    k_desc, k_more, v_desc, v_more, dk_desc, dk_more, dv_desc, dv_more, p_dk, p_dv, p_q, p_do, p_lse, p_delta, p_part,
+    p_source, p_first, p_order, rows, n, blocks, key_tiles, heads, first_head, group, sq_b, sq_h, sq_n, sg_b, sg_h,
+    sg_n, scale, scale_log2, BLOCK: gl.constexpr, BM: gl.constexpr, STAGES: gl.constexpr,
+    WORKER_REGISTERS: gl.constexpr, LOADER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Add dK and dV of a key block to what is there, and leave what each query that chose it gets, not yet scaled."""
-    D: gl.constexpr = k_desc.block_shape[4]
+    """Join dK and dV of a key block to what is there, and leave what each query that chose it gets, not yet scaled."""
+    D: gl.constexpr = k_desc.block_shape[3]
     dtype: gl.constexpr = k_desc.dtype
     note: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     gathered: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BM, D], dtype)
@@ -153,12 +153,12 @@ def chosen_bwd_kernel(
             (gather_keys, (
                 0, dk_desc, dk_more, dv_desc, dv_more,
                 b_q, b_do, b_k, b_v, b_ds, b_rows, b_item, b_tile, full, empty, kv_full, kv_empty,
-                p_part, p_source, 1, 0, scale, scale_log2, BLOCK, STAGES, 1, True, False,
+                p_dk, p_dv, p_part, p_source, 1, 0, scale, scale_log2, BLOCK, STAGES, 1, True, False,
             )),
             (gather_keys, (
                 1, dk_desc, dk_more, dv_desc, dv_more,
                 b_q, b_do, b_k, b_v, b_ds, b_rows, b_item, b_tile, full, empty, kv_full, kv_empty,
-                p_part, p_source, 1, 0, scale, scale_log2, BLOCK, STAGES, 1, True, False,
+                p_dk, p_dv, p_part, p_source, 1, 0, scale, scale_log2, BLOCK, STAGES, 1, True, False,
             )),
             (gather_tiles, (
                 k_desc, v_desc, b_k, b_v, b_q, b_do, b_rows, b_item, b_tile, full, empty, kv_full, kv_empty,

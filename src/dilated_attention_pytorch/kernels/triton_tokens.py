@@ -201,7 +201,7 @@ def add_tokens_kernel(
 ):  # fmt: skip
     """Add what BM tokens get from the blocks they chose, in the order of their lists.
 
-    TURNED are the columns as `hopper_backward.leave_piece` stores them.
+    TURNED are the columns as `hopper_pieces.leave_piece` stores them.
     """
     o_q = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
     o_d = tl.arange(0, DP)
@@ -209,8 +209,7 @@ def add_tokens_kernel(
     sample = tl.program_id(2).to(tl.int64)
     b_exist = o_q < n
     o_token = head * (n * tl.num_programs(2)) + sample * n + o_q
-    o_column = o_d // 64 * 64 + (o_d % 16 // 2) * 8 + (o_d % 64 // 16) * 2 + o_d % 2 if TURNED else o_d
-    p_line = p_dq + sample * sx_b + head * sx_h + o_q[:, None] * sx_n + o_column[None, :]
+    p_line = p_dq + sample * sx_b + head * sx_h + o_q[:, None] * sx_n + o_d[None, :]
     b_near = load_rows(p_line, b_exist, o_d, D, DP, True)
     b_sum = tl.zeros([BM, DP], tl.float32)
     p_token = p_place + o_token * slots
@@ -223,6 +222,8 @@ def add_tokens_kernel(
             b_parts += (load_rows(p_rows, b_place < rows, o_d, D, DP, True),)
         for slot in tl.static_range(TOGETHER):
             b_sum += b_parts[slot].to(tl.float32)
+    if TURNED:
+        b_sum = tl.reshape(tl.permute(tl.reshape(b_sum, [BM, DP // 64, 4, 8, 2]), (0, 1, 3, 2, 4)), [BM, DP])
     store_rows(p_line, b_near + b_sum * scale, b_exist, o_d, D, DP)
 
 
