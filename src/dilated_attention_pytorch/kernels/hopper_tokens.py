@@ -86,8 +86,8 @@ def gather_tiles(
     for member in range(group):
         head = key_head * group + member
         p_run = p_runs + member * (key_tiles + 1)
-        p_queries = p_q + (sample * sq_b + head * sq_h).to(gl.int64) * 8
-        p_grads = p_do + (sample * sg_b + head * sg_h).to(gl.int64) * 8
+        p_queries = p_q + (sample.to(gl.int64) * sq_b + head * sq_h) * 8
+        p_grads = p_do + (sample.to(gl.int64) * sg_b + head * sg_h) * 8
         o_stream = (sample * heads + first_head + head).to(gl.int64) * n
         p_sources = p_source + head.to(gl.int64) * rows
         first_place = head * (rows // BM)
