@@ -420,7 +420,7 @@ TRIALS = {
     "tokens, tiles smaller than a block": Attention(True, True, n=150, size=64, key_heads=1, padded=True, batch=2),
     "tokens in half precision": Attention(True, True, n=40, dtype=torch.float16, most=1),
     "a step, blocks": Step(False, 13, 22, 7),
-    "a step, tokens": Step(True, 17, 14, 11),
+    "a step, tokens": Step(True, 17, 13, 11),
     "a step, ragged blocks, one scorer": Step(False, 99, 199, 99, n=56, key_heads=1, share=True, batch=2),
     "a step, padded tokens": Step(True, 99, 199, 99, n=56, batch=2, padded=True),
     "lists of whole blocks": Lists(512, 128, 1, False, 2),
