@@ -434,6 +434,10 @@ TRIALS = {
     "choice of tokens, noise, holes, both ways": Choice(
         True, holes=True, keep=True, heads=2, batch=2, n=100, noise=True, kept=0.9, local=2
     ),
+    "choice of all by causal tokens, eight units, holes": Choice(
+        True, True, n=150, units=8, holes=True, kept=1.0, sink=0
+    ),
+    "choice of tokens by many units, holes": Choice(True, n=100, units=32, holes=True, kept=0.8, sink=0),
     "choice of many causal tokens, rounded": Choice(True, True, n=560, units=2, sink=0, rounds=True),
     "choice of blocks by coverage, noise, holes": Choice(
         False, True, n=120, coverage=0.7, noise=True, holes=True, keep=True, hidden=40, sink=0

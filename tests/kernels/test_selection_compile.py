@@ -72,25 +72,31 @@ PARAMETERS = SCORED | PARTS | dict.fromkeys(("p_factors", "p_own", "p_room", "p_
 @pytest.mark.slow
 @pytest.mark.parametrize("rounds", [True, False])
 @pytest.mark.parametrize(("per_token", "some"), [(True, False), (True, True), (False, False)])
-def test_matching_fits_a_multiprocessor_twice(per_token, some, rounds, tmp_path, monkeypatch):
+def test_matching_fits_a_multiprocessor_twice_and_that_of_tokens_thrice(per_token, some, rounds, tmp_path, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     from dilated_attention_pytorch.kernels import triton_launch, triton_selection
 
     own_units = 1 if per_token else 8
-    grouped, columns = triton_selection.matched_together(8, 32)
+    of_tokens = triton_selection.TOKEN_UNITS, triton_selection.TOKEN_BLOCKS
+    grouped, columns = triton_selection.matched_together(8, 32, *(of_tokens if per_token else ()))
     rows = triton_selection.MATCHED_TOGETHER if per_token else triton_selection.MATCHED
     tiles = triton_launch.Tiles(rows // own_units, columns, rows // 16, 3)
     constants = {"BM": tiles.m, "BN": tiles.n, "RANK": 32, "RP": 32, "UQ": own_units, "UK": 8, "UG": grouped, "D": 64}
     constants |= {"SIZE": 128 if per_token else 1, "IDS": some, "CAUSAL": per_token, "HOLES": False}
-    constants |= {"ROUNDS": rounds, "PRECISION": "tf32x3"}
+    constants |= {"ROUNDS": rounds, "PRECISION": "tf32x3", "STAGES": triton_selection.STAGES}
     constants |= dict.fromkeys(("TOGETHER", "LISTS", "NOISE"), per_token and not some)
     types = SCORED | {"p_own": "*bf16" if per_token else "*fp32", "p_table": "*fp32"}
     types |= dict.fromkeys(("p_right", "p_rest"), "*fp16")
     compiled = compile_kernel(triton_selection.match_kernel, constants, tiles, types=types)
-    assert compiled.metadata.shared <= SHARED_MEMORY // 2
+    assert compiled.metadata.shared <= SHARED_MEMORY // (3 if per_token else 2)
     assert spilled(compiled, tmp_path) == 0
-    # Products of 128 sub-blocks, of whose results registers hold those of two programs.
-    assert "wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16" in compiled.asm["ptx"]
+    # Products of 128 sub-blocks, of whose results registers hold those of two programs, or of half as many.
+    wide = 64 if per_token else 128
+    assert f"wgmma.mma_async.sync.aligned.m64n{wide}k16.f32.f16.f16" in compiled.asm["ptx"]
+    # All products of a step are written out, and what lies beside them is asked for ahead of it too.
+    loops = re.findall(r"^( *)%\S+ = scf\.for(.*?)^\1\}", compiled.asm["ttgir"], re.MULTILINE | re.DOTALL)
+    copies = loops[-1][1].count("ttg.async_copy_global_to_local")
+    assert copies == (128 // wide) * (1 if rounds else 2) + 2
     # The assembler takes a second for some 2500 instructions.
     assert sum(line.endswith(";") for line in compiled.asm["ptx"].splitlines()) <= 6_000
 
@@ -141,9 +147,10 @@ def test_what_only_ranks_leaves_room_for_many_warps(wide, rows, lanes, tmp_path,
     from dilated_attention_pytorch.kernels import triton_choice, triton_launch
 
     constants = RANKED | READY | {"T": wide, "BM": rows, "W": 4 * lanes, "width": wide}
-    # The registers of 25 warps a multiprocessor, whichever assembler it is; some take 64, as the most programs there have.
+    # The registers of 28 warps a multiprocessor, or of the most programs that it has.
+    registers = triton_choice.READY_REGISTERS[int(rows > 1)]
     compiled = compile_kernel(
-        triton_choice.rank_kernel, constants, triton_launch.Tiles(0, 0, 1, 1), types=SCORED, maxnreg=80
+        triton_choice.rank_kernel, constants, triton_launch.Tiles(0, 0, 1, 1), types=SCORED, maxnreg=registers
     )
     assert spilled(compiled, tmp_path) == 0
     # Scores that follow one another are read four at a time, as far as there are any.

@@ -47,6 +47,8 @@ SLOW = [
     "choice of blocks",
     "choice of causal tokens with noise",
     "choice of many causal tokens, rounded",
+    "choice of all by causal tokens, eight units, holes",
+    "choice of tokens by many units, holes",
     "choice of causal tokens among equals",
     "choice of tokens by coverage, holes",
     "choice in registers, many causal tokens",

@@ -44,6 +44,9 @@ from .triton_selection import (
 RANKED, MOST_RANKED, MOST_WARPS = 1024, 2048, 8
 """Scores of several rows that a warp ranks at once, the most of one row, or with coverage half as many, and the most
 warps of a row; scores live in registers, and noise needs some besides."""
+READY_REGISTERS = 64, 72, 128
+"""Of a thread that only ranks: of one row up to 32 scores, as many of several rows, or more. Told, the assembler keeps
+to what leaves room for many warps, and spills nothing."""
 SCORED = 64
 """Rows of a run of blocks are multiples of so many, where they are more, so that few tiles of theirs are cut short."""
 SCORE_BYTES, OF_LISTS = 9 * 2**21, 2
@@ -73,25 +76,28 @@ def rank_kernel(
     b_exist = o_i < rows
     # A tile of [BM, T / W, W] has a row in W / V threads. Rows past the last are ranked like it, and not listed.
     o_line = tl.minimum(o_i, rows - 1)[:, None, None] * width
-    o_tile = W * tl.arange(0, T // W)[None, :, None] + tl.arange(0, W)[None, None, :]
-    # Told to follow one another too, though fewer than blocks, rows share a warp whichever way a compiler goes.
-    o_score = tl.max_contiguous(o_line + o_tile, [2, 1, W])
+    o_first, o_lane = W * tl.arange(0, T // W)[None, :, None], tl.arange(0, W)[None, None, :]
+    o_tile = o_first + o_lane
     own = (begin + start) // SIZE
     line = stream * total + begin + start
-    p_scores += stream * rows * width
+    # In this order one address serves all loads of a thread. Told to follow one another too, though fewer than blocks,
+    # rows share a warp whichever way a compiler goes.
+    p_scores = tl.max_contiguous(p_scores + stream * rows * width + o_line + o_lane + o_first, [2, 1, W])
     if READY:
         # What comes later was never made, but for the rest of 16, the fewest that are made at once.
-        end = (own + 15) // 16 * 16 if CAUSAL else width
-        b_score = tl.load(p_scores + o_score, mask=(o_tile < end) & (o_tile < width), other=NO_KEY)
-        b_score = tl.reshape(b_score, [BM, T])
-        b_open = counted((b_score > NO_KEY).to(tl.float32), BM, T, W, V)
+        end = tl.minimum((own + 15) // 16 * 16, width) if CAUSAL else width
+        b_both = tl.load(p_counts + line + tl.arange(0, BM), mask=b_exist, other=0)
+        b_score = tl.reshape(tl.load(p_scores, mask=o_tile < end, other=NO_KEY), [BM, T])
+        b_open = b_both >> 16
+        b_count = b_both & 0xFFFF
+        # Half of the scores that a thread has say as well what to try first. What is left out is -0, which nobody adds.
+        b_asked = (tl.arange(0, T) % V < max(V // 2, 1))[None, :]
         b_finite = tl.where(tl.abs(b_score) < float("inf"), b_score, 0.0)
-        b_sum = tl.sum(b_finite, 1)
-        b_squares = tl.sum(b_finite * b_finite, 1)
-        b_count = tl.minimum(tl.load(p_counts + line + tl.arange(0, BM), mask=b_exist, other=0), b_open)
+        b_sum = tl.sum(tl.where(b_asked, b_finite, -0.0), 1) * min(V, 2)
+        b_squares = tl.sum(tl.where(b_asked, b_finite * b_finite, -0.0), 1) * min(V, 2)
     else:
         # Nothing is seen past the width, so that what stands there does not matter.
-        b_score = tl.load(p_scores + o_score, mask=o_tile < width)
+        b_score = tl.load(p_scores, mask=o_tile < width)
         b_score = tl.reshape(b_score, [BM, T])
         b_seen, b_near = sight_words(p_visible + stream * blocks, own, blocks, local, sink, T, CAUSAL)
         # Blocks that a row sees, and those of them that need no listing, its own among both.
@@ -141,7 +147,12 @@ def rank_kernel(
         b_wanted = tl.minimum(tl.maximum(b_wanted, least), most) - taken
         b_count = tl.minimum(tl.where(b_exist, tl.minimum(b_wanted, room), 0), b_open)
     b_each = quick_inverse(tl.maximum(b_open, 1).to(tl.float32))
-    b_listed = best_of(b_score, b_sum * b_each, b_squares * b_each, b_open, b_count, BM, T, W, V, False)
+    b_listed, b_count = best_of(b_score, b_sum * b_each, b_squares * b_each, b_open, b_count, BM, T, W, V, False)
+    if READY:
+        # Among those told to be there may be some that are not numbers.
+        listed_all = tl.max((b_count == b_open).to(tl.int32), 0)
+        if listed_all > 0:
+            b_count = counted(b_listed, BM, T, W, V)
     write_lists(p_indices + line * room, p_counts + line, b_listed, b_count, b_exist, room, blocks, BM, T, K, False)
 
 
@@ -230,7 +241,7 @@ def choice_kernel(
     if tl.max((b_mean - b_mean != 0.0).to(tl.int32), 0) > 0:
         b_open = counted((b_score > NO_KEY).to(tl.float32), BM, T, T, 1)
     b_count = tl.minimum(tl.where(b_exist, tl.minimum(wanted, room), 0), b_open)
-    b_listed = best_of(b_score, b_mean, b_square, b_open, b_count, BM, T, T, 1, True)
+    b_listed, b_count = best_of(b_score, b_mean, b_square, b_open, b_count, BM, T, T, 1, True)
     line = stream * total + begin * SIZE + tile * BM
     write_lists(p_indices + line * room, p_counts + line, b_listed, b_count, b_exist, room, blocks, BM, T, K, True)
 
@@ -285,6 +296,8 @@ def _rank_launch(
     constants = {"BM": at_once, "T": wide, "W": min(32 * warps * side // at_once, wide), "V": side, "K": held(room)}
     constants |= {"SIZE": size, "CAUSAL": is_causal, "READY": ready, "NOISE": noise, "COVERAGE": covers}
     constants |= {"num_warps": warps} | OPTIONS
+    if ready:
+        constants["maxnreg"] = READY_REGISTERS[2 if at_once * wide > 1024 * warps else int(at_once > 1)]
     return Launch(rank_kernel, device, *numbers, **constants)
 
 

@@ -145,7 +145,7 @@ def may_list(
 ):  # fmt: skip
     """How many blocks rows of the block `own` may list: a fraction `kept` of what they see, within bounds.
 
-    Visible are read MANY at a time.
+    And, times 2^16, among how many. Visible are read MANY at a time.
     """
     b_both = tl.zeros([MANY], tl.int32)
     for begun in range(0, own if CAUSAL else blocks, MANY):
@@ -153,8 +153,10 @@ def may_list(
         b_both += tl.where(b_seen, tl.where(b_near, 65537, 1), 0)
     # Blocks that a row sees, and those of them that need no listing, its own among both.
     both = tl.sum(b_both, 0)
+    seen = 1 + both % 65536
     taken = 1 + both // 65536
-    return tl.minimum(tl.minimum(tl.maximum(share_of(1 + both % 65536, kept), least), most) - taken, room)
+    wanted = tl.minimum(tl.minimum(tl.maximum(share_of(seen, kept), least), most) - taken, room)
+    return tl.maximum(tl.minimum(wanted, seen - taken), 0) + 65536 * (seen - taken)
 
 
 @triton.jit
@@ -207,9 +209,10 @@ def best_of(
     b_score, b_mean, b_square, b_open, b_count, BM: tl.constexpr, T: tl.constexpr, W: tl.constexpr,
     V: tl.constexpr, PRODUCT: tl.constexpr,
 ):  # fmt: skip
-    """Which are the best `b_count` of each row's `b_open` scores, of equals the first, as 1 and 0.
+    """Which are the best `b_count` of each row's `b_open` scores, of equals the first, as 1 and 0, and how many.
 
-    Where the means of scores and of their squares are not right, that takes longer.
+    Where the means of scores and of their squares are not right, that takes longer, and also where scores are fewer
+    than told: then all are listed, but where as many were to be, their number is not asked for.
     """
     b_spread = tl.sqrt(tl.maximum(b_square - b_mean * b_mean, 0.0) + 1e-6 * b_mean * b_mean)
     # Of T scores none lies further from the mean.
@@ -251,6 +254,7 @@ def best_of(
         left -= 1
     if more > 0:
         # Equals, or scores of very different size: the last that is listed, bit by bit, and of equals the first.
+        b_count = tl.minimum(b_count, counted((b_score > NO_KEY).to(tl.float32), BM, T, W, V))
         b_place = tl.zeros([BM], tl.uint32)
         for bit in range(32):
             b_next = b_place | (tl.full([], 1, tl.uint32) << (31 - bit))
@@ -272,7 +276,7 @@ def best_of(
     else:
         b_low = tl.where(b_open == b_count, NO_KEY, b_low)
         b_listed = above(b_score, tl.where(b_count > 0, b_low, -NO_KEY))
-    return b_listed
+    return b_listed, b_count
 
 
 @triton.jit

@@ -28,11 +28,21 @@ many such steps are on their way, through shared memory where they are more than
 blocks."""
 HIDDEN_REGISTERS = 128
 """Told, the assembler asks for the factors of several units at once, in place of one after the other with fewer."""
-MATCHED, MATCHED_TOGETHER, UNITS_TOGETHER = 64, 128, 128
-"""Sub-blocks of rows, or tokens, and sub-blocks of blocks of a product, or of rank 64 half as many: registers hold two
-programs or more."""
-PROGRAMS = 512
-"""So many keep a large GPU busy, those that begin late and end soon among them."""
+MATCHED, UNITS_TOGETHER = 64, 128
+"""Sub-blocks of rows and sub-blocks of blocks of a product, or of rank 64 half as many: registers hold two programs or
+more."""
+MATCHED_TOGETHER, TOKEN_UNITS, TOKEN_BLOCKS = 64, 64, 16
+"""The same of tokens, whose steps have several products where blocks have more sub-blocks: registers hold five
+programs, of which one counts on while others wait for one another, for products, or for memory. And the blocks of a
+step."""
+UNROLLED = tl.constexpr(8192)
+"""Numbers of the right side that a step may take for its products to be written out, and thus asked for steps ahead:
+three of those steps have 48 KiB of shared memory."""
+PROGRAMS, TOKEN_PROGRAMS = 512, 2048
+"""So many keep a large GPU busy, those that begin late and end soon among them. Of tokens, where a launch has more than
+fit at once: so many that the last of them leave little of it idle."""
+STAGES = 3
+"""Steps of matching on their way."""
 UNBOUND = 0, 0, 0, 0, 0, 0.0
 """`ToList.bounds` where nothing is listed."""
 
@@ -80,6 +90,36 @@ def larger(x, y):
 
 
 @triton.jit
+def matched_units(
+    b_left, b_rest, b_left_there, p_right, p_rest, p_right_there, begun, unit, blocks, o_r,
+    BM: tl.constexpr, BN: tl.constexpr, RANK: tl.constexpr, RP: tl.constexpr, UQ: tl.constexpr, UK: tl.constexpr,
+    UG: tl.constexpr, HOLES: tl.constexpr, ROUNDS: tl.constexpr,
+):  # fmt: skip
+    """`match_scores` with UG sub-blocks of every key block, from `unit` on, or NO_KEY."""
+    o_n = tl.arange(0, UG * BN)
+    b_there = begun + o_n % BN < blocks
+    # All blocks of a head: at most 2^14 of 2^7 units of rank 2^7.
+    o_unit = (begun + o_n % BN) * UK + unit + o_n // BN
+    b_mask = b_there[:, None]
+    if RANK < RP:
+        b_mask = b_mask & (o_r < RANK)[None, :]
+    o_right = o_unit[:, None] * RANK + o_r[None, :]
+    b_right = tl.load(p_right + o_right, mask=b_mask, other=0.0)  # [UG * BN, RP]
+    # [BM * UQ, UG * BN]
+    if ROUNDS:
+        b_pair = tl.dot(b_left, tl.trans(b_right))
+    else:
+        # Three products of halves are as exact as one in float32, and of twice the pace of tf32.
+        b_pair = tl.dot(b_rest, tl.trans(b_right))
+        b_pair = tl.dot(b_left, tl.trans(tl.load(p_rest + o_right, mask=b_mask, other=0.0)), b_pair)
+        b_pair = tl.dot(b_left, tl.trans(b_right), b_pair)
+    if HOLES:
+        b_seen = tl.load(p_right_there + o_unit, mask=b_there, other=0) != 0
+        b_pair = tl.where(b_left_there[:, None] & b_seen[None, :], b_pair, NO_KEY)
+    return tl.reduce(tl.reshape(b_pair, [BM, UQ * UG, BN]), 1, larger)
+
+
+@triton.jit
 def match_scores(
     b_left, b_rest, b_left_there, p_right, p_rest, p_right_there, begun, blocks, o_r,
     BM: tl.constexpr, BN: tl.constexpr, RANK: tl.constexpr, RP: tl.constexpr, UQ: tl.constexpr, UK: tl.constexpr,
@@ -88,28 +128,14 @@ def match_scores(
     """The best match of a sub-block of each row with one of each key block, [BM, BN], of both sides in halves, or with
     ROUNDS of the first alone, still without 1 / sqrt(rank). A product takes UG sub-blocks of every key block."""
     b_best = tl.full([BM, BN], NO_KEY, tl.float32)
-    o_n = tl.arange(0, UG * BN)
-    b_there = begun + o_n % BN < blocks
-    for unit in range(0, UK, UG):
-        # All blocks of a head: at most 2^14 of 2^7 units of rank 2^7.
-        o_unit = (begun + o_n % BN) * UK + unit + o_n // BN
-        b_mask = b_there[:, None]
-        if RANK < RP:
-            b_mask = b_mask & (o_r < RANK)[None, :]
-        o_right = o_unit[:, None] * RANK + o_r[None, :]
-        b_right = tl.load(p_right + o_right, mask=b_mask, other=0.0)  # [UG * BN, RP]
-        # [BM * UQ, UG * BN]
-        if ROUNDS:
-            b_pair = tl.dot(b_left, tl.trans(b_right))
-        else:
-            # Three products of halves are as exact as one in float32, and of twice the pace of tf32.
-            b_pair = tl.dot(b_rest, tl.trans(b_right))
-            b_pair = tl.dot(b_left, tl.trans(tl.load(p_rest + o_right, mask=b_mask, other=0.0)), b_pair)
-            b_pair = tl.dot(b_left, tl.trans(b_right), b_pair)
-        if HOLES:
-            b_seen = tl.load(p_right_there + o_unit, mask=b_there, other=0) != 0
-            b_pair = tl.where(b_left_there[:, None] & b_seen[None, :], b_pair, NO_KEY)
-        b_best = larger(b_best, tl.reduce(tl.reshape(b_pair, [BM, UQ * UG, BN]), 1, larger))
+    # A loop within the caller's would keep the compiler from asking for what later steps of that need.
+    AT_ONCE: tl.constexpr = UK if UK * BN * RP * (1 if ROUNDS else 2) <= UNROLLED else UG
+    for unit in range(0, UK, AT_ONCE):
+        for more in tl.static_range(0, AT_ONCE, UG):
+            b_best = larger(b_best, matched_units(
+                b_left, b_rest, b_left_there, p_right, p_rest, p_right_there, begun, unit + more, blocks, o_r,
+                BM, BN, RANK, RP, UQ, UK, UG, HOLES, ROUNDS,
+            ))  # fmt: skip
     if HOLES:
         # Nothing there on either side: as the torch path has it.
         b_best = tl.where(b_best == NO_KEY, 0.0, b_best)
@@ -199,7 +225,7 @@ def match_kernel(
     s_project, room, local, sink, least, most, kept, BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr,
     RANK: tl.constexpr, RP: tl.constexpr, UQ: tl.constexpr, UK: tl.constexpr, UG: tl.constexpr, SIZE: tl.constexpr,
     IDS: tl.constexpr, TOGETHER: tl.constexpr, LISTS: tl.constexpr, NOISE: tl.constexpr, CAUSAL: tl.constexpr,
-    HOLES: tl.constexpr, ROUNDS: tl.constexpr, PRECISION: tl.constexpr,
+    HOLES: tl.constexpr, ROUNDS: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Add to the scores of BM rows with `span` of the first `width` blocks what their sub-blocks match.
 
@@ -247,13 +273,13 @@ def match_kernel(
     end = tl.minimum(start + span, width)
     if CAUSAL:
         end = tl.minimum(end, own if TOGETHER else begin + tile * BM + BM)
-    for begun in range(start, end, BN):
+    # Told the stages, the compiler asks steps ahead for what lies beside the products too, which comes from far away.
+    for begun in tl.range(start, end, BN, num_stages=STAGES):
         o_column = begun + tl.arange(0, BN)
         b_there = o_column < width
         # Scores of a head are held to some bytes, or a few rows.
         p_tile = p_scores + o_i[:, None] * width + o_column[None, :]
         b_mask = b_exist[:, None] & b_there[None, :]
-        # Asked for before the products, which take as long as it does to come.
         if TOGETHER:
             b_score = tl.load(p_table + o_column, mask=b_there, other=0.0)[None, :]
         else:
@@ -305,10 +331,10 @@ def split(right: Tensor) -> Halves:
     return first, second, scale
 
 
-def matched_together(units: int, rank: int) -> tuple[int, int]:
-    """How many sub-blocks of a key block a product takes, and of how many blocks."""
-    together = min(UNITS_TOGETHER * 32 // held(rank), UNITS_TOGETHER)
-    grouped = min(units & -units, together // 16)
+def matched_together(units: int, rank: int, most: int = 0, fewest: int = 16) -> tuple[int, int]:
+    """How many sub-blocks of a key block a product of at most so many takes, and of how many blocks, or more."""
+    together = min(UNITS_TOGETHER * 32 // held(rank), most or UNITS_TOGETHER)
+    grouped = min(units & -units, together // fewest)
     return grouped, together // grouped
 
 
@@ -394,8 +420,8 @@ def _match_launch(
     constants = {"BM": at_once, "BN": columns, "D": d, "RANK": rank, "RP": held(rank), "UQ": own_units, "UK": units}
     constants |= {"UG": grouped, "SIZE": size, "CAUSAL": is_causal, "HOLES": holes, "IDS": ids, "TOGETHER": together}
     constants |= {"LISTS": lists, "NOISE": noise, "ROUNDS": rounds, "PRECISION": _precision(torch.float32)}
-    constants |= {"num_warps": max(at_once * own_units // 16, 4)}
-    return Launch(match_kernel, device, *numbers, **constants, num_stages=3, **OPTIONS)
+    constants |= {"num_warps": max(at_once * own_units // 16, 4), "STAGES": STAGES, "num_stages": STAGES}
+    return Launch(match_kernel, device, *numbers, **constants, **OPTIONS)
 
 
 def scoring(factors: Factors, block_size: int, per_token: bool, is_causal: bool) -> Callable[..., Tensor]:
@@ -411,7 +437,7 @@ def scoring(factors: Factors, block_size: int, per_token: bool, is_causal: bool)
     if not rank:
         return hidden
     at_once = min(MATCHED_TOGETHER, size) if per_token else max(MATCHED // own_units, 1)
-    grouped, columns = matched_together(units, rank)
+    grouped, columns = matched_together(units, rank, *((TOKEN_UNITS, TOKEN_BLOCKS) if per_token else ()))
     own, *apart = own_rows(factors.own)
     device = own.device
     # Where one of these is not given, no program reads it.
@@ -433,7 +459,7 @@ def scoring(factors: Factors, block_size: int, per_token: bool, is_causal: bool)
             scores = torch.empty((batch, heads, many, width), dtype=torch.float32, device=device)
         # Rows that are many fill the machine by themselves, and then project their queries but once.
         tiles = -(-many // at_once)
-        spans = max(PROGRAMS // (tiles * batch * heads), 1)
+        spans = max((PROGRAMS if together is None else TOKEN_PROGRAMS) // (tiles * batch * heads), 1)
         span = -(-width // (spans * columns)) * columns
         noise = to_list is not None and to_list.seed is not None
         bounds = UNBOUND if to_list is None else to_list.bounds
