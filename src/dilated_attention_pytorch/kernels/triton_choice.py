@@ -55,6 +55,8 @@ those are long, one in so many of their bytes: launches are then fewer, and thei
 CHOSEN, CHOSEN_AMONG, NARROWEST = 64, 256, 128
 """Tokens of a program that keeps all their scores in registers, the most blocks that it ranks, of which two programs
 fit a multiprocessor, and the fewest for which it is compiled."""
+NARROW_REGISTERS = 168
+"""Of a program that ranks fewer: with so many, a few less than it would take, three fit a multiprocessor."""
 
 
 @triton.jit(do_not_specialize=["begin", "rows", "total", "room", "local", "sink", "least", "most"])
@@ -156,6 +158,33 @@ def rank_kernel(
     write_lists(p_indices + line * room, p_counts + line, b_listed, b_count, b_exist, room, blocks, BM, T, K, False)
 
 
+@triton.jit
+def put(b_tile, begun, b_first, b_second, b_third, b_fourth, WIDE: tl.constexpr):
+    """Four parts of WIDE columns, [BM, WIDE / BN, BN], one of which has the tile as its columns from `begun` on."""
+    BN: tl.constexpr = b_tile.shape[1]
+    b_here = tl.arange(0, WIDE // BN)[None, :, None] == begun // BN % (WIDE // BN)
+    b_tile = b_tile[:, None, :]
+    if begun < 2 * WIDE:
+        if begun < WIDE:
+            b_first = tl.where(b_here, b_tile, b_first)
+        else:
+            b_second = tl.where(b_here, b_tile, b_second)
+    else:
+        if begun < 3 * WIDE:
+            b_third = tl.where(b_here, b_tile, b_third)
+        else:
+            b_fourth = tl.where(b_here, b_tile, b_fourth)
+    return b_first, b_second, b_third, b_fourth
+
+
+@triton.jit
+def together_of(b_first, b_second, b_third, b_fourth):
+    """Four parts of [BM, steps, BN], one after the other, [BM, 4 * steps * BN]."""
+    SHAPE: tl.constexpr = b_first.shape
+    b_all = tl.permute(tl.join(tl.join(b_first, b_third), tl.join(b_second, b_fourth)), [0, 3, 4, 1, 2])
+    return tl.reshape(b_all, [SHAPE[0], 4 * SHAPE[1] * SHAPE[2]])
+
+
 @triton.jit(do_not_specialize=["first", "begin", "lines", "total", "room", "local", "sink", "least", "most"])
 def choice_kernel(
     p_table, p_own, p_project, p_right, p_rest, p_scale, p_right_there, p_log, p_visible, p_seed, p_indices, p_counts,
@@ -166,7 +195,8 @@ def choice_kernel(
 ):  # fmt: skip
     """What `match_kernel` and `rank_kernel` give for tokens of the blocks from `begin` on, BM of one block.
 
-    `p_table` has `lines` lines, from block `first` on. T holds the blocks that a token sees.
+    `p_table` has `lines` lines, from block `first` on, NO_KEY where nothing is listed. T holds the blocks that a token
+    sees.
     """
     # Those that see most begin first.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -181,6 +211,19 @@ def choice_kernel(
     p_rest += stream * blocks * UK * RANK
     # A loop that surely runs needs no registers set for when it does not.
     end = tl.maximum(own if CAUSAL else blocks, 1)
+    # Blocks that a token sees, those of them that need no listing, its own among both, and those with a score. Asked
+    # before all else, which brings the line near: a step finds its part there.
+    b_seen, b_near = sight(p_visible, own, blocks, local, sink, tl.arange(0, T), CAUSAL)
+    b_whole = tl.load(p_table + tl.arange(0, T), mask=tl.arange(0, T) < blocks, other=NO_KEY)
+    # In one sum, each in ten bits of its own.
+    b_known = tl.where(b_seen, tl.where(b_near, 1025, 1), 0) + tl.where(b_whole > NO_KEY, 1048576, 0)
+    known = tl.sum(b_known, 0)
+    seen = 1 + known % 1024
+    taken = 1 + known // 1024 % 1024
+    scored = known // 1048576
+    wanted = tl.minimum(tl.maximum(share_of(seen, kept), least), most) - taken
+    temperature = tl.maximum(tl.exp(tl.load(p_log + head).to(tl.float32)), coldest)
+    b_name = dropout_rows(p_seed, stream, o_row)[:, None] if NOISE else o_row[:, None]
     o_r = tl.arange(0, RP)
     p_own += (stream // heads) * so_b + head * so_h
     b_left = projected(
@@ -188,57 +231,45 @@ def choice_kernel(
         64 if D > 32 else 32,
     )  # fmt: skip
     b_left, b_rest, b_undone = halved(b_left, BM, 1)
-    b_undone *= 1.0 / tl.maximum(tl.exp(tl.load(p_log + head).to(tl.float32)), coldest) / root
-    b_name = dropout_rows(p_seed, stream, o_row)[:, None] if NOISE else o_row[:, None]
-    # In quarters, and only one is written at a time: its place is not known before.
-    STEPS: tl.constexpr = T // BN // 4
-    o_step = tl.arange(0, STEPS)[None, :, None]
-    b_first = tl.full([BM, STEPS, BN], NO_KEY, tl.float32)
-    b_second = b_first
-    b_third = b_first
-    b_fourth = b_first
+    b_undone *= 1.0 / temperature / root
+    # In eighths, and only one is written at a time: its place is not known before.
+    EIGHTH: tl.constexpr = T // 8
+    b_1 = tl.full([BM, EIGHTH // BN, BN], NO_KEY, tl.float32)
+    b_2, b_3, b_4, b_5, b_6, b_7, b_8 = b_1, b_1, b_1, b_1, b_1, b_1, b_1
     # Four sums a row, one in each of its threads.
     b_sum = tl.zeros([BM, 1, 4], tl.float32)
     b_squares = b_sum
     for begun in range(0, end, BN):
         o_column = begun + tl.arange(0, BN)
+        # Asked for before the products, which take as long as it does to come.
+        b_line = tl.load(p_table + o_column, mask=o_column < blocks, other=NO_KEY)
+        b_scale = tl.load(p_scale + stream * blocks + o_column, mask=o_column < blocks, other=0.0)
         b_match = b_undone[:, None] * match_scores(
             b_left, b_rest, b_exist, p_right, p_rest, p_right_there + stream * blocks * UK, begun, blocks, o_r,
             BM, BN, RANK, RP, 1, UK, UG, HOLES, ROUNDS,
         )  # fmt: skip
-        b_there = o_column < end
-        b_tile = b_match * tl.load(p_scale + stream * blocks + o_column, mask=b_there, other=0.0)[None, :]
-        b_tile += tl.load(p_table + o_column, mask=b_there, other=0.0)[None, :]
+        # What is not listed counts as 0 in the sums.
+        b_listable = b_line != NO_KEY
+        b_weight = b_listable.to(tl.float32)
+        b_tile = b_match * (b_scale * b_weight)[None, :] + tl.where(b_listable, b_line, 0.0)[None, :]
         if NOISE:
-            b_tile += gumbel(b_name, o_column[None, :]) * b_there.to(tl.float32)[None, :]
+            b_tile += gumbel(b_name, o_column[None, :]) * b_weight[None, :]
         b_four = tl.reshape(b_tile[:, None, :], [BM, 1, BN // 8, 4, 2])
         b_sum += tl.sum(tl.sum(b_four, 4), 2)
         b_squares += tl.sum(tl.sum(b_four * b_four, 4), 2)
         # A score that is not a number says nothing for its block: it lies above none.
-        b_seen, b_near = sight(p_visible, own, blocks, local, sink, o_column, CAUSAL)
-        b_tile += tl.where(b_seen & (b_near == 0), 0.0, NO_KEY)[None, :]
-        b_here = o_step == begun // BN % STEPS
+        b_tile += tl.where(b_listable, 0.0, NO_KEY)[None, :]
         if begun < T // 2:
-            if begun < T // 4:
-                b_first = tl.where(b_here, b_tile[:, None, :], b_first)
-            else:
-                b_second = tl.where(b_here, b_tile[:, None, :], b_second)
+            b_1, b_2, b_3, b_4 = put(b_tile, begun, b_1, b_2, b_3, b_4, EIGHTH)
         else:
-            if begun < 3 * T // 4:
-                b_third = tl.where(b_here, b_tile[:, None, :], b_third)
-            else:
-                b_fourth = tl.where(b_here, b_tile[:, None, :], b_fourth)
-    b_score = tl.join(tl.join(b_first, b_third), tl.join(b_second, b_fourth))
-    b_score = tl.reshape(tl.permute(b_score, [0, 3, 4, 1, 2]), [BM, T])
-    b_seen, b_near = sight(p_visible, own, blocks, local, sink, tl.arange(0, T), CAUSAL)
-    both = tl.sum(tl.where(b_seen, tl.where(b_near, 65537, 1), 0), 0)
-    seen = 1 + both % 65536
-    taken = 1 + both // 65536
-    wanted = tl.minimum(tl.maximum(share_of(seen, kept), least), most) - taken
-    b_mean = tl.gather(tl.sum(tl.sum(b_sum, 2), 1), tl.arange(0, BM), 0) / end.to(tl.float32)
-    b_square = tl.gather(tl.sum(tl.sum(b_squares, 2), 1), tl.arange(0, BM), 0) / end.to(tl.float32)
+            b_5, b_6, b_7, b_8 = put(b_tile, begun - T // 2, b_5, b_6, b_7, b_8, EIGHTH)
+    b_score = tl.join(together_of(b_1, b_2, b_3, b_4), together_of(b_5, b_6, b_7, b_8))
+    b_score = tl.reshape(tl.permute(b_score, [0, 2, 1]), [BM, T])
+    each = quick_inverse(tl.maximum(seen - taken, 1).to(tl.float32))
+    b_mean = tl.gather(tl.sum(tl.sum(b_sum, 2), 1), tl.arange(0, BM), 0) * each
+    b_square = tl.gather(tl.sum(tl.sum(b_squares, 2), 1), tl.arange(0, BM), 0) * each
     b_open = tl.zeros([BM], tl.int32) + (seen - taken)
-    if tl.max((b_mean - b_mean != 0.0).to(tl.int32), 0) > 0:
+    if (scored < seen - taken) | (tl.max((b_mean - b_mean != 0.0).to(tl.int32), 0) > 0):
         b_open = counted((b_score > NO_KEY).to(tl.float32), BM, T, T, 1)
     b_count = tl.minimum(tl.where(b_exist, tl.minimum(wanted, room), 0), b_open)
     b_listed, b_count = best_of(b_score, b_mean, b_square, b_open, b_count, BM, T, T, 1, True)
@@ -255,6 +286,7 @@ def _choice_launch(
     constants = {"BM": at_once, "BN": columns, "T": wide, "K": held(room), "D": d, "RANK": rank, "RP": held(rank)}
     constants |= {"UK": units, "UG": grouped, "SIZE": block_size, "CAUSAL": is_causal, "NOISE": noise, "HOLES": holes}
     constants |= {"ROUNDS": rounds, "PRECISION": _precision(torch.float32), "num_warps": 4, "num_stages": 3} | OPTIONS
+    constants |= {"maxnreg": NARROW_REGISTERS} if wide < CHOSEN_AMONG else {}
     return Launch(choice_kernel, device, *numbers, **constants)
 
 
@@ -267,7 +299,7 @@ def choose(
     t, units, rank = factors.right.shape[2:]
     (own, *apart), there = own_rows(factors.own), factors.right_there
     grouped, columns = matched_together(units, rank)
-    columns = min(columns, NARROWEST // 4)
+    columns = min(columns, NARROWEST // 8)
     first, lines, room = together.first, together.table.shape[2], indices.shape[3]
     read = together.table, own, factors.project, *right, visible if there is None else there.contiguous()
     read += factors.log_temperature, visible, counts if seed is None else seed, indices, counts
@@ -321,9 +353,8 @@ def listed_blocks(
     if rank and factors.halves is None:
         factors = factors._replace(halves=split(factors.right))
     right = factors.halves
-    # Of tokens what is ranked is made with the matches; what covers a share must know scores without noise, and what
-    # ranks in registers scores of all.
-    ready = per_token and rank > 0 and coverage is None and not in_registers
+    # Of tokens what is ranked is made with the matches; what covers a share must know scores of all, without noise.
+    ready = per_token and rank > 0 and coverage is None
     to_list = ToList(visible, seed, counts, (room, *bounds)) if ready else None
     # Tokens of a block have all but their matches in common.
     shared = hidden_scoring(factors, 1, is_causal, to_list) if per_token and rank else None

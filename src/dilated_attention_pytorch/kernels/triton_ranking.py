@@ -22,9 +22,10 @@ from .triton_primitives import LN2, NO_KEY, scrambled
 
 NO_PTX = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1" or torch.version.hip is not None)
 """Whether instructions cannot be given by name."""
-TRIALS, UNASKED = tl.constexpr(20), tl.constexpr(14)
+TRIALS, UNASKED = tl.constexpr(20), tl.constexpr(15)
 """Of what as many lie above as are listed; most rows take few. Only when so many are left are those of a product, of
-which many share a program, asked whether all are done."""
+which many share a program, asked whether all are done, and just before, and then every other time, a trial of theirs
+is next to a score."""
 FURTHEST, FASTER, HALVED = tl.constexpr(1.2), tl.constexpr(1.5), tl.constexpr(7)
 """Standard deviations that a trial is moved by at most, by how much more the next until counts are known on both sides
 of what is listed, and trials after which every other is halfway between those."""
@@ -81,8 +82,10 @@ def gumbel(b_row, b_column):
     b_sum = (b_sum * b_rest + 1.4426953) * b_rest
     b_sum = tl.where(b_rest > 0.2, -quick_log2(b_uniform), b_sum)  # -log2(uniform)
     b_bits = b_sum.to(tl.uint32, bitcast=True)
-    b_power = ((b_bits >> 23) + 0x4B000000).to(tl.float32, bitcast=True) - (2.0**23 + 127.0)
-    b_sum = quick_log2(((b_bits & 0x7FFFFF) | 0x3F800000).to(tl.float32, bitcast=True))
+    # Its power of two, as the last bits of a number near 1.5 * 2^23; without those of it what is left lies from 1 to 2.
+    b_power = (b_bits >> 23) + (0x4B400000 - 127)
+    b_sum = quick_log2((b_bits - (b_power << 23)).to(tl.float32, bitcast=True))
+    b_power = b_power.to(tl.float32, bitcast=True) - 1.5 * 2.0**23
     return tl.fma(b_sum, -LN2, tl.fma(b_power, -LN2, 0.36651292))
 
 
@@ -205,6 +208,17 @@ def above(b_score, b_trial):
 
 
 @triton.jit
+def past_next(b_score, b_low, b_high, b_up):
+    """Just past the score that is next above the lower end, or where not `b_up` next below the higher."""
+    # As bits without a sign, negative differences are larger than any other, and what is not a number than the rest.
+    b_sign = tl.where(b_up, 1.0, -1.0)
+    b_from = tl.where(b_up, b_low, b_high)
+    b_away = tl.fma(b_score, b_sign[:, None], (-b_sign * b_from)[:, None]).to(tl.uint32, bitcast=True)
+    b_least = tl.min(b_away, 1).to(tl.float32, bitcast=True)
+    return b_from + b_sign * (b_least + 2.0**-18 * b_least)
+
+
+@triton.jit
 def best_of(
     b_score, b_mean, b_square, b_open, b_count, BM: tl.constexpr, T: tl.constexpr, W: tl.constexpr,
     V: tl.constexpr, PRODUCT: tl.constexpr,
@@ -249,12 +263,21 @@ def best_of(
         b_part = tl.where(b_even, b_over * quick_inverse(b_over + b_under), 0.5)
         b_trial = tl.where(b_aimed, b_trial, b_low + b_part * (b_high - b_low))
         b_pace *= FASTER
+        if PRODUCT:
+            # Of so many rows some have two scores close together, which trials are long in telling apart. Most have one
+            # too many above the lower end by now, or one too few above the higher: then the next score settles it.
+            b_both = tl.minimum(b_over, b_under) > 0.0
+            if (left <= UNASKED + 1) & (left % 2 == 0):
+                b_next = past_next(b_score, b_low, b_high, b_over <= b_under)
+                b_trial = tl.where(b_both & (b_next > b_low) & (b_next < b_high), b_next, b_trial)
         if left <= (UNASKED if PRODUCT else TRIALS - 1):
             more = tl.max((b_over != 0.5).to(tl.int32), 0)
         left -= 1
     if more > 0:
         # Equals, or scores of very different size: the last that is listed, bit by bit, and of equals the first.
-        b_count = tl.minimum(b_count, counted((b_score > NO_KEY).to(tl.float32), BM, T, W, V))
+        if not PRODUCT:
+            # Those of a product are as many as told, and compilers would compare them all before they are needed.
+            b_count = tl.minimum(b_count, counted((b_score > NO_KEY).to(tl.float32), BM, T, W, V))
         b_place = tl.zeros([BM], tl.uint32)
         for bit in range(32):
             b_next = b_place | (tl.full([], 1, tl.uint32) << (31 - bit))
