@@ -200,7 +200,7 @@ def test_settings_that_change_later_decide_who_attends(torch_raises):
     assert is_torchs(layer.eval(), *x)
     limit = adaptive_module.TORCH_OWN
     assert is_torchs(layer, *on_gpu(*[(1, limit, 2, 16)] * 3))
-    layer._otherwise = lambda *_: None
+    layer._otherwise = lambda query, *_: query
     layer.ranks, alone = SimpleNamespace(alone=False), layer.ranks
     assert not is_torchs(layer, *x)
     layer.ranks = alone

@@ -29,6 +29,7 @@ class Config(NamedTuple):
     registers: int = 232
     """Registers a thread of a multiplying warpgroup gets."""
     loader_registers: int = 40
+    """And of the gathering one; with fewer it spills the places of its rows."""
 
 
 CONFIGS = {64: Config(128), 128: Config(64)}

@@ -3,8 +3,7 @@
 What all rows share has been computed, and what is found here joins it in place. Forward: every tile of gathered queries
 meets one key block and leaves a softmax of its own; a second kernel joins the softmaxes of each token in the order of
 its list. Backward: dK and dV by key block, over its tiles of queries, which leave what they get; a second kernel adds
-that up by token.
-Nothing is copied to gather it and no atomics are used, so gradients have the same bits every time.
+that up by token. Nothing is copied to gather it and no atomics are used, so gradients have the same bits every time.
 
 Names as in `triton_primitives`; `p_source`, `p_place`, `p_tile` and `p_first` are `plan.selected.Chosen`.
 """
@@ -69,11 +68,11 @@ def seen_alike(b_shown):
 @triton.jit(do_not_specialize=["rows", "tiles", "run", "threshold", "first_head"])
 def chosen_fwd_kernel(
     p_q, p_k, p_v, p_part, p_part_lse, p_source, p_tile, p_first, p_padding, p_seed, scale, inverse_keep, threshold,
-    rows, tiles, run, n, blocks, samples, heads, first_head, group, sq_b, sq_h, sq_n, sk_b, sk_h, sk_n, sv_b,
-    sv_h, sv_n,
+    rows, tiles, run, n, blocks, samples, heads, first_head, group, sq_b, sq_h, sq_n, sk_b, sk_h, sk_n, sv_b, sv_h,
+    sv_n,
     BLOCK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, E: tl.constexpr, DP: tl.constexpr,
-    EP: tl.constexpr, SIGN: tl.constexpr, RAGGED: tl.constexpr, PADDING: tl.constexpr,
-    DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+    EP: tl.constexpr, SIGN: tl.constexpr, RAGGED: tl.constexpr, PADDING: tl.constexpr, DROPOUT: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Output and LSE of the gathered queries of `run` tiles on the one block that each tile chose.
 
@@ -305,7 +304,7 @@ def chosen_bwd_kernel(
 class Prepared(NamedTuple):
     """The launches of one pass with their grids, for calls and choices of one layout."""
 
-    launches: tuple[tuple[Launch, Grid], ...]
+    launches: tuple[tuple[Launch | hopper_chosen.ChosenBackward, Grid], ...]
     part: tuple[int, ...]
     """Shape of what gathered queries get."""
 
@@ -343,8 +342,8 @@ def _forward_launches(call: AttentionCall, chosen: Chosen, heads: slice, output:
     sign = (call.scale > 0) - (call.scale < 0)
     magnitude = abs(call.scale) or 1.0
     attend = Launch(
-        chosen_fwd_kernel, query.device, magnitude * LOG2E, *_dropout(call), rows, many, run,
-        *_sizes(call, heads), own // key.shape[1], *query.stride()[:3], *key.stride()[:3], *value.stride()[:3],
+        chosen_fwd_kernel, query.device, magnitude * LOG2E, *_dropout(call), rows, many, run, *_sizes(call, heads),
+        own // key.shape[1], *query.stride()[:3], *key.stride()[:3], *value.stride()[:3],
         SIGN=sign, RAGGED=n % block > 0, **constants_of(call, tiles),
     )  # fmt: skip
     join = Launch(
