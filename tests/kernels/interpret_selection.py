@@ -30,6 +30,7 @@ from dilated_attention_pytorch.kernels import (
     triton_row_scores,
     triton_schedule,
     triton_selection,
+    triton_tokens,
     triton_turned,
 )
 from dilated_attention_pytorch.kernels.dropout import kept
@@ -55,7 +56,7 @@ class Attention(NamedTuple):
     dropout_p: float = 0.0
     dtype: torch.dtype = torch.float32
     apart: bool = False
-    """a key head at a time, and long rows in pieces"""
+    """a key head at a time, long rows in pieces, and tiles of gathered queries one by one"""
 
     def errors(self) -> dict[str, float]:
         """Of output, LSE and gradients, and of the scores' gradients of a lesson on all rows."""
@@ -63,6 +64,7 @@ class Attention(NamedTuple):
         selected.GATHERED = 1 if self.apart else 2**29
         triton_schedule.SHORTEST_PIECE = 1 if self.apart else 2**18
         triton_schedule.PROGRAMS_PER_PROCESSOR = 12 if self.apart else 4
+        triton_tokens.ENOUGH = 2048 if self.apart else 1
         shape = {"batch": self.batch, "heads": 2, "n": self.n, "size": self.size, "most": self.most, "local": 1}
         chosen = drawn(**shape, is_causal=self.is_causal, per_token=self.per_token)
         given = [x.to(self.dtype) for x in inputs(chosen, self.key_heads, 16, 12)]
@@ -417,7 +419,7 @@ TRIALS = {
     "tokens": Attention(True, True),
     "tokens of grouped heads, ragged, dropout": Attention(True, True, n=40, batch=2, key_heads=1, dropout_p=0.3),
     "tokens, padded samples, heads apart": Attention(True, False, n=40, batch=2, padded=True, apart=True),
-    "tokens, tiles smaller than a block": Attention(True, True, n=150, size=64, key_heads=1, padded=True, batch=2),
+    "tokens, tiles smaller than a block": Attention(True, True, n=192, size=64, key_heads=1, padded=True, batch=2),
     "tokens in half precision": Attention(True, True, n=40, dtype=torch.float16, most=1),
     "a step, blocks": Step(False, 13, 22, 7),
     "a step, tokens": Step(True, 17, 13, 11),
