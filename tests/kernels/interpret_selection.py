@@ -419,7 +419,7 @@ TRIALS = {
     "tokens": Attention(True, True),
     "tokens of grouped heads, ragged, dropout": Attention(True, True, n=40, batch=2, key_heads=1, dropout_p=0.3),
     "tokens, padded samples, heads apart": Attention(True, False, n=40, batch=2, padded=True, apart=True),
-    "tokens, tiles smaller than a block": Attention(True, True, n=192, size=64, key_heads=1, padded=True, batch=2),
+    "tokens, tiles smaller than a block": Attention(True, True, n=256, size=64, key_heads=1, padded=True, batch=2),
     "tokens in half precision": Attention(True, True, n=40, dtype=torch.float16, most=1),
     "a step, blocks": Step(False, 13, 22, 7),
     "a step, tokens": Step(True, 17, 13, 11),

@@ -20,6 +20,7 @@ QUICK = [
     "blocks, causal, ragged, padded samples",
     "blocks, long columns in pieces",
     "tokens of grouped heads, ragged, dropout",
+    "tokens, tiles smaller than a block",
     "choice of blocks by coverage, noise, holes",
     "choice among equals",
     "choice of tokens by wild scores",
