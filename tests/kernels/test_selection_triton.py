@@ -62,6 +62,7 @@ SLOW = [
     "lists of whole blocks",
     "lists of large blocks of two samples",
     "many causal tokens turned round",
+    "tokens with long lists turned round in windows",
 ]
 SCORES = [
     "summaries of whole blocks, two units at a time",
