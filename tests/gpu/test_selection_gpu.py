@@ -18,8 +18,14 @@ from dilated_attention_pytorch.plan.selected import Selection, block_plan, chose
 
 pytestmark = pytest.mark.gpu
 
-SIZES = [(128, 64, 1, 1024), (128, 128, 1, 1000), (64, 64, 2, 700), (128, 64, 2, 512), (32, 80, 1, 500)]
-SIZES += [(128, 128, 2, 768)]
+SIZES = [
+    (128, 64, 1, 1024),
+    (128, 128, 1, 1000),
+    (64, 64, 2, 700),
+    (128, 64, 2, 512),
+    (32, 80, 1, 500),
+    (128, 128, 2, 768),
+]
 """Block size, head width, batch, tokens."""
 
 
@@ -51,9 +57,9 @@ def test_output_and_gradients_are_no_worse_than_twice_torch(
     other = scaled_dot_product_attention(*torchs, attn_mask=seen, enable_gqa=True)
     others = (other, *torch.autograd.grad(other, torchs, grad))
     assert error(lse.detach(), wanted_lse.detach()) < 1e-3
-    # What a token gets from each block is rounded before it is added up: where tokens choose, a rounding more.
-    times = 3 if per_token and dtype is torch.bfloat16 else 2
-    for got, want, peer in zip(found, wanted, others, strict=True):
+    # What a token gets from each block, output and dQ, is rounded before it is added up: where tokens choose, once more.
+    once_more = per_token and dtype is torch.bfloat16
+    for times, got, want, peer in zip((2 + once_more, 2 + once_more, 2, 2), found, wanted, others, strict=True):
         assert error(got.detach(), want.detach()) <= max(times * error(peer.detach(), want.detach()), 1e-5)
 
 

@@ -237,7 +237,7 @@ def leave_piece(p_sum, place, piece, C: gl.constexpr, D: gl.constexpr):
             shape=[64, 64],
         )
         turned = piece.to(p_sum.dtype.element_ty).reshape([ROWS, 8, 4, 2]).permute((0, 2, 1, 3)).reshape([ROWS, 64])
-        turned = gl.convert_layout(turned, layout, assert_trivial=False)
+        turned = gl.convert_layout(turned, layout)
         row = gl.expand_dims(gl.arange(0, ROWS, gl.SliceLayout(1, layout)), 1)
         col = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(0, layout)), 0)
         # Half of the tile's rows, or of their columns.

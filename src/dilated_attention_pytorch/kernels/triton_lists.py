@@ -115,11 +115,10 @@ def fill(p_table, many, value):
         tl.store(p_table + o, o * 0 + value, mask=o < many)
 
 
-@triton.jit(do_not_specialize=["n", "blocks", "heads", "samples", "listed", "filled"])
+@triton.jit(do_not_specialize=["blocks", "heads", "samples", "listed", "filled"])
 def mark_kernel(
-    p_indices, p_room, o_bits, o_filled, o_counter, n, blocks, heads, samples, listed, filled, s_sample, s_head,
-    P: tl.constexpr,
-):  # fmt: skip
+    p_indices, p_room, o_bits, o_filled, o_counter, blocks, heads, samples, listed, filled, P: tl.constexpr
+):
     """For 32 query blocks: set the bit of each in the words of the tiles it chose, and clear the others.
 
     Launches that come next find a table full of 0, and a counter at 0.
@@ -137,11 +136,11 @@ def mark_kernel(
         tl.store(p_bits + o_b.to(tl.int64) * tl.num_programs(0), o_b * 0, mask=o_b < blocks)
     tl.debug_barrier()
     o_i = tl.arange(0, 32)[:, None]
-    o_token = word * 32 + o_i
-    p_own = p_indices + sample * s_sample + head * s_head + o_token.to(tl.int64) * listed
+    o_q = word * 32 + o_i
+    p_own = p_indices + (tl.program_id(1).to(tl.int64) * blocks + o_q) * listed
     for slot in range(0, listed, P):
         o_k = slot + tl.arange(0, P)[None, :]
-        b_block = tl.load(p_own + o_k, mask=(o_token < n) & (o_k < listed), other=blocks)
+        b_block = tl.load(p_own + o_k, mask=(o_q < blocks) & (o_k < listed), other=blocks)
         o_word = b_block.to(tl.int64) * tl.num_programs(0)
         # Nothing is read before the next launch: an order among them would be paid for with each.
         tl.atomic_or(p_bits + o_word, (1 << o_i) + o_k * 0, mask=b_block < blocks, sem="relaxed")
@@ -274,7 +273,7 @@ class ListedBlocks:
         # What is not used of the lists is looked at with the rest.
         begins = self.by_key.begin("bits", "lists", "counters")
         self._mark = Launch(
-            mark_kernel, device, *begins, t, t, heads, batch, listed, in_lists, heads * t * listed, t * listed,
+            mark_kernel, device, *begins, t, heads, batch, listed, in_lists,
             P=min(held(listed), 64), num_warps=4, **OPTIONS,
         )  # fmt: skip
         self._marks = words, batch * heads, 1
