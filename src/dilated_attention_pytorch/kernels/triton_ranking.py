@@ -1,8 +1,8 @@
 """Ranking rows of scores in a kernel, and listing the best.
 
 A row is ranked without being sorted: by the mean of its scores and their spread a number is tried, then another by how
-many lie above, until those are as many as are listed. Where that does not end, scores count as integers of the same
-order, and the last that is listed is found bit by bit.
+many lie above, until those are nearly as many as are listed; the few that are wrong are passed one by one. Where that
+does not end, scores count as integers of the same order, and the last that is listed is found bit by bit.
 
 Names as in `triton_selection`; K and T are the powers of two that hold what a row may list and all blocks. A row lies
 in few lanes, so that a count over it takes few exchanges and what follows from it serves several rows: that of a
@@ -22,13 +22,12 @@ from .triton_primitives import LN2, NO_KEY, scrambled
 
 NO_PTX = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1" or torch.version.hip is not None)
 """Whether instructions cannot be given by name."""
-TRIALS, UNASKED = tl.constexpr(20), tl.constexpr(15)
-"""Of what as many lie above as are listed; most rows take few. Only when so many are left are those of a product, of
-which many share a program, asked whether all are done, and just before, and then every other time, a trial of theirs
-is next to a score."""
-FURTHEST, FASTER, HALVED = tl.constexpr(1.2), tl.constexpr(1.5), tl.constexpr(7)
-"""Standard deviations that a trial is moved by at most, by how much more the next until counts are known on both sides
-of what is listed, and trials after which every other is halfway between those."""
+TRIALS, AIMED, UNASKED = tl.constexpr(20), tl.constexpr(4), tl.constexpr(3)
+"""Of what as many lie above as are listed. The first are moved by how many are wrong, later ones lie between those that
+counts are known of; only after so many are rows of a product, of which many share a program, asked whether all are
+near."""
+NEAR = tl.constexpr(3)
+"""Scores too many or too few that are passed one by one."""
 LISTED_TOGETHER = tl.constexpr(2)
 """Bits of a word that are listed before the next question whether any is left."""
 STEEP, SMALLEST, LARGEST = tl.constexpr(2.0**90), tl.constexpr(2.0**-66), tl.constexpr(2.0**36)
@@ -69,24 +68,22 @@ def quick_inverse(b_x):
 
 
 @triton.jit
-def gumbel(b_row, b_column):
-    """`ops.selection.gumbel`, with `b_row` from `dropout_rows`, already broadcastable."""
+def noisy(b_score, b_row, b_column, b_weight):
+    """Scores and so many times `ops.selection.gumbel`, less a number that all have in common.
+
+    With `b_row` from `dropout_rows`; all already broadcastable.
+    """
     # `scramble`, whose first step rows and columns take apart, and whose last is one with the bits of a number above 1.
     b_column = b_column.to(tl.uint32) * tl.full([], 0x9E3779B9, tl.uint32)
     b_bits = scrambled((b_row ^ (b_row >> 16)) ^ (b_column ^ (b_column >> 16)))
     b_bits = ((b_bits >> 9) ^ (b_bits >> 25)) | 0x3F800000
     b_uniform = b_bits.to(tl.float32, bitcast=True) - (1.0 - 2.0**-24)
-    # Near 1 what is left to 1 must keep its digits: a polynomial of least error.
+    # -log2(uniform). Near 1 what is left to 1 must keep its digits: a polynomial of least error, which further away is
+    # too small. The logarithm is what may be off less too small by that, and thus never the larger where it is worse.
     b_rest = 1.0 - b_uniform
-    b_sum = ((0.45312441 * b_rest + 0.32895642) * b_rest + 0.48327418) * b_rest + 0.72128645
-    b_sum = (b_sum * b_rest + 1.4426953) * b_rest
-    b_sum = tl.where(b_rest > 0.2, -quick_log2(b_uniform), b_sum)  # -log2(uniform)
-    b_bits = b_sum.to(tl.uint32, bitcast=True)
-    # Its power of two, as the last bits of a number near 1.5 * 2^23; without those of it what is left lies from 1 to 2.
-    b_power = (b_bits >> 23) + (0x4B400000 - 127)
-    b_sum = quick_log2((b_bits - (b_power << 23)).to(tl.float32, bitcast=True))
-    b_power = b_power.to(tl.float32, bitcast=True) - 1.5 * 2.0**23
-    return tl.fma(b_sum, -LN2, tl.fma(b_power, -LN2, 0.36651292))
+    b_near = (((0.44884193 * b_rest + 0.47335818) * b_rest + 0.7215485) * b_rest + 1.4426942) * b_rest
+    b_sum = tl.maximum(b_near, -(2.0**-22) - quick_log2(b_uniform))
+    return tl.fma(quick_log2(b_sum), b_weight * -LN2, b_score)
 
 
 @triton.jit
@@ -208,14 +205,18 @@ def above(b_score, b_trial):
 
 
 @triton.jit
-def past_next(b_score, b_low, b_high, b_up):
-    """Just past the score that is next above the lower end, or where not `b_up` next below the higher."""
+def past_next(b_score, b_from, b_sign):
+    """Just past the next score above, or where the sign is negative below."""
     # As bits without a sign, negative differences are larger than any other, and what is not a number than the rest.
-    b_sign = tl.where(b_up, 1.0, -1.0)
-    b_from = tl.where(b_up, b_low, b_high)
     b_away = tl.fma(b_score, b_sign[:, None], (-b_sign * b_from)[:, None]).to(tl.uint32, bitcast=True)
     b_least = tl.min(b_away, 1).to(tl.float32, bitcast=True)
-    return b_from + b_sign * (b_least + 2.0**-18 * b_least)
+    return b_from + b_sign * (b_least + 2.0**-22 * (b_least + tl.abs(b_from)))
+
+
+@triton.jit
+def tried(b_trial):
+    """What may be asked for with `above`: no number too near to 0."""
+    return tl.where(tl.abs(b_trial) < SMALLEST, SMALLEST, b_trial)
 
 
 @triton.jit
@@ -232,47 +233,47 @@ def best_of(
     # Of T scores none lies further from the mean.
     b_low = tl.maximum(b_mean - T**0.5 * b_spread, -LARGEST)
     b_high = tl.minimum(b_mean + T**0.5 * b_spread, LARGEST)
+    # Scores too many above the lower end, and too few above the higher.
+    b_over = tl.maximum(b_open - b_count, 0).to(tl.float32)
+    b_under = tl.maximum(b_count, 0).to(tl.float32)
     # As many lie above, and so far apart, if the scores are spread as most are.
-    b_many = tl.maximum(b_count, 1).to(tl.float32)
-    b_rest = tl.maximum(b_open - b_count, 1).to(tl.float32)
+    b_many = tl.maximum(b_under, 1.0)
+    b_rest = tl.maximum(b_over, 1.0)
     b_odds = quick_log2(b_rest) - quick_log2(b_many)
     b_trial = b_mean + b_spread * b_odds * (0.44 - 0.013 * tl.abs(b_odds))
     b_trial = tl.minimum(tl.maximum(b_trial, b_low), b_high)
     b_pace = b_spread * (b_many + b_rest) * quick_inverse(b_many * b_rest * (1.5 + 0.18 * tl.abs(b_odds)))
-    b_most = FURTHEST * b_spread
-    # By how many and a half there are too many above the lower end, or too few above the higher; 0 is not known yet.
-    b_over = tl.where((b_open == b_count) | (b_count <= 0), 0.5, 0.0)
-    b_under = tl.zeros_like(b_over)
     left = TRIALS
-    more = 1
-    while (left > 0) & (more > 0):
-        b_trial = tl.where(tl.abs(b_trial) < SMALLEST, SMALLEST, b_trial)
-        b_off = (counted(above(b_score, b_trial), BM, T, W, V) - b_count).to(tl.float32) + 0.5
-        b_enough = b_off > 0.0
-        b_over = tl.where(b_enough & (b_count > 0), b_off, b_over)
-        b_under = tl.where(b_enough, b_under, 1.0 - b_off)
+    far = NEAR + 1.0
+    while (left > 0) & (far > NEAR):
+        b_trial = tried(b_trial)
+        b_off = (counted(above(b_score, b_trial), BM, T, W, V) - b_count).to(tl.float32)
+        b_enough = b_off >= 0.0
+        b_over = tl.where(b_enough, b_off, b_over)
+        b_under = tl.where(b_enough, b_under, -b_off)
         b_low = tl.where(b_enough, b_trial, b_low)
         b_high = tl.where(b_enough, b_high, b_trial)
-        # By how many are wrong; as soon as some are known to lie above both ends, by how many lie between them. The
-        # half more is the middle of where none lies.
-        b_off = tl.where(b_enough, b_off, b_off - 1.0)
-        b_trial += tl.minimum(tl.maximum(b_off * b_pace, -b_most), b_most)
-        b_apart = (tl.minimum(b_over, b_under) > 0.0) & (b_under < b_many)
-        b_aimed = (b_trial > b_low) & (b_trial < b_high) & (b_apart == 0)
-        b_even = b_apart & ((left > TRIALS - HALVED) | (left % 2 == 0))
-        b_part = tl.where(b_even, b_over * quick_inverse(b_over + b_under), 0.5)
-        b_trial = tl.where(b_aimed, b_trial, b_low + b_part * (b_high - b_low))
-        b_pace *= FASTER
-        if PRODUCT:
-            # Of so many rows some have two scores close together, which trials are long in telling apart. Most have one
-            # too many above the lower end by now, or one too few above the higher: then the next score settles it.
-            b_both = tl.minimum(b_over, b_under) > 0.0
-            if (left <= UNASKED + 1) & (left % 2 == 0):
-                b_next = past_next(b_score, b_low, b_high, b_over <= b_under)
-                b_trial = tl.where(b_both & (b_next > b_low) & (b_next < b_high), b_next, b_trial)
-        if left <= (UNASKED if PRODUCT else TRIALS - 1):
-            more = tl.max((b_over != 0.5).to(tl.int32), 0)
+        if left > TRIALS - AIMED:
+            b_trial += b_off * b_pace
+            b_trial = tl.where((b_trial > b_low) & (b_trial < b_high), b_trial, 0.5 * (b_low + b_high))
+        else:
+            # By turns in the middle, and where it would be if what lies between were spread evenly.
+            b_part = (b_over + 0.5) * quick_inverse(b_over + b_under + 1.0)
+            b_trial = b_low + tl.where(left % 2 == 0, b_part, 0.5) * (b_high - b_low)
+        if left <= TRIALS - (UNASKED - 1 if PRODUCT else 0):
+            far = tl.max(tl.minimum(b_over, b_under), 0)
         left -= 1
+    more = (far > NEAR).to(tl.int32)
+    if (far > 0.0) & (far <= NEAR):
+        b_wrong = tl.minimum(b_over, b_under)
+        b_sign = tl.where(b_over <= b_under, 1.0, -1.0)
+        b_end = tl.where(b_over <= b_under, b_low, b_high)
+        for passed in range(far.to(tl.int32)):
+            b_end = tl.where(b_wrong > passed, past_next(b_score, b_end, b_sign), b_end)
+        b_low = tl.where(b_wrong > 0.0, tried(b_end), b_low)
+        # Of equals one is not passed without the other.
+        b_off = counted(above(b_score, b_low), BM, T, W, V) != b_count
+        more = tl.max((b_off & (b_wrong > 0.0)).to(tl.int32), 0)
     if more > 0:
         # Equals, or scores of very different size: the last that is listed, bit by bit, and of equals the first.
         if not PRODUCT:

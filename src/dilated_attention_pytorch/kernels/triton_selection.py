@@ -20,7 +20,7 @@ from .quick_launch import KEPT, Launch, launch
 from .selection import Factors
 from .triton_launch import OPTIONS, _precision, held
 from .triton_primitives import NO_KEY, dropout_rows, projected
-from .triton_ranking import gumbel, may_list, sight
+from .triton_ranking import may_list, noisy, sight
 
 HIDDEN = {128: (8, 8, 3), 64: (4, 4, 1), 32: (2, 16, 1)}
 """By the rows, and blocks, of a program that matches nothing: its warps, the hidden units it takes at once, and how
@@ -291,7 +291,7 @@ def match_kernel(
         )  # fmt: skip
         b_match = b_score + b_undone[:, None] * b_match * b_scale
         if NOISE:
-            b_match += gumbel(b_name[:, None], o_column[None, :])
+            b_match = noisy(b_match, b_name[:, None], o_column[None, :], 1.0)
         tl.store(p_tile, b_match, mask=b_mask)
 
 
