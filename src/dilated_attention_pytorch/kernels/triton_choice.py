@@ -271,7 +271,8 @@ def choice_kernel(
     b_mean = tl.gather(tl.sum(tl.sum(b_sum, 2), 1), tl.arange(0, BM), 0) * each
     b_square = tl.gather(tl.sum(tl.sum(b_squares, 2), 1), tl.arange(0, BM), 0) * each
     b_open = tl.zeros([BM], tl.int32) + (seen - taken)
-    if (scored < seen - taken) | (tl.max((b_mean - b_mean != 0.0).to(tl.int32), 0) > 0):
+    # The mean less itself need not be 0: the compiler would subtract from the product before it was rounded.
+    if (scored < seen - taken) | (tl.min((tl.abs(b_mean) < float("inf")).to(tl.int32), 0) == 0):
         b_open = counted((b_score > NO_KEY).to(tl.float32), BM, T, T, 1)
     b_count = tl.minimum(tl.where(b_exist, tl.minimum(wanted, room), 0), b_open)
     b_listed, b_count = best_of(b_score, b_mean, b_square, b_open, b_count, BM, T, T, 1, True)

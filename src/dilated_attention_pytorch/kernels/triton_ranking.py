@@ -296,11 +296,11 @@ def best_of(
             b_next = b_end - step.to(tl.float32)
             b_end = tl.where(counted(above(b_turn, b_next), BM, T, W, V) <= b_count, b_next, b_end)
             step //= 2
-        b_listed = above(b_turn, b_end)
+        b_score, b_low = b_turn, b_end
     else:
         b_low = tl.where(b_open == b_count, NO_KEY, b_low)
-        b_listed = above(b_score, tl.where(b_count > 0, b_low, -NO_KEY))
-    return b_listed, b_count
+        b_low = tl.where(b_count > 0, b_low, -NO_KEY)
+    return above(b_score, b_low), b_count
 
 
 @triton.jit

@@ -199,7 +199,7 @@ def _factoring(
     device: torch.device, batch: int, heads: int, t: int, many: int, d: int, hidden: int, rank: int, *steps: int
 ) -> tuple[Launch, Grid, Room, Room]:
     constants = {"BM": PROJECTED, "M": hidden, "D": d, "DP": held(d), "RANK": rank, "RP": held(rank), "UNITS": many}
-    constants |= {"PRECISION": _precision(torch.float32), "num_warps": 4, "num_stages": 1} | OPTIONS
+    constants |= {"PRECISION": _precision(torch.float32), "num_warps": 2, "num_stages": 3} | OPTIONS
     tiles, apart = 2 * -(-t // PROJECTED) + -(-t * many // PROJECTED), held(t)
     launch = Launch(factor_kernel, device, t, t * many, heads, *steps, apart, **constants)
     right, side = (batch, heads, t, many, rank), (batch, heads, t, hidden)
