@@ -18,6 +18,7 @@ from .triton_lists import ones_of
 from .triton_primitives import NO_KEY, dropout_rows, projected
 from .triton_ranking import (
     best_of,
+    clear_lists,
     counted,
     flags,
     noisy,
@@ -157,7 +158,8 @@ def rank_kernel(
         listed_all = tl.max((b_count == b_open).to(tl.int32), 0)
         if listed_all > 0:
             b_count = counted(b_listed, BM, T, W, V)
-    write_lists(p_indices + line * room, p_counts + line, b_listed, b_count, b_exist, room, blocks, BM, T, K, False)
+    clear_lists(p_indices + line * room, b_exist, room, blocks, BM, K)
+    write_lists(p_indices + line * room, p_counts + line, b_listed, b_count, b_exist, room, BM, T, False)
 
 
 @triton.jit
@@ -224,6 +226,14 @@ def choice_kernel(
     taken = 1 + known // 1024 % 1024
     scored = known // 1048576
     wanted = tl.minimum(tl.maximum(share_of(seen, kept), least), most) - taken
+    line = stream * total + begin * SIZE + tile * BM
+    p_indices += line * room
+    p_counts += line
+    clear_lists(p_indices, b_exist, room, blocks, BM, K)
+    if wanted <= 0:
+        # Those that see few keep all that need no listing, and no more.
+        tl.store(p_counts + tl.arange(0, BM), tl.zeros([BM], tl.int32), mask=b_exist)
+        return
     temperature = tl.maximum(tl.exp(tl.load(p_log + head).to(tl.float32)), coldest)
     b_name = dropout_rows(p_seed, stream, o_row)[:, None] if NOISE else o_row[:, None]
     o_r = tl.arange(0, RP)
@@ -276,8 +286,7 @@ def choice_kernel(
         b_open = counted((b_score > NO_KEY).to(tl.float32), BM, T, T, 1)
     b_count = tl.minimum(tl.where(b_exist, tl.minimum(wanted, room), 0), b_open)
     b_listed, b_count = best_of(b_score, b_mean, b_square, b_open, b_count, BM, T, T, 1, True)
-    line = stream * total + begin * SIZE + tile * BM
-    write_lists(p_indices + line * room, p_counts + line, b_listed, b_count, b_exist, room, blocks, BM, T, K, True)
+    write_lists(p_indices, p_counts, b_listed, b_count, b_exist, room, BM, T, True)
 
 
 @lru_cache(maxsize=KEPT)

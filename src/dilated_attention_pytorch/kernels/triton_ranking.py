@@ -304,20 +304,24 @@ def best_of(
 
 
 @triton.jit
-def write_lists(
-    p_indices, p_counts, b_listed, b_count, b_exist, room, blocks, BM: tl.constexpr, T: tl.constexpr, K: tl.constexpr,
-    PRODUCT: tl.constexpr,
-):  # fmt: skip
-    """Of BM rows, the first of which `p_indices` and `p_counts` point to."""
-    o_i = tl.arange(0, BM)
-    # All lines without regard to what they list, for they follow one another; then the words, of which every one gives
-    # the first bit that is left at a time: few are listed.
+def clear_lists(p_indices, b_exist, room, blocks, BM: tl.constexpr, K: tl.constexpr):
+    """Lists of BM rows, the first of which is pointed to, without anything in them; these lines follow one another."""
     o_k = tl.arange(0, BM * K)
     b_rest = o_k < room * tl.sum(b_exist.to(tl.int32), 0)
     tl.store(p_indices + o_k, tl.full([BM * K], 0, tl.int32) + blocks, mask=b_rest)
+
+
+@triton.jit
+def write_lists(
+    p_indices, p_counts, b_listed, b_count, b_exist, room, BM: tl.constexpr, T: tl.constexpr, PRODUCT: tl.constexpr
+):  # fmt: skip
+    """Of BM rows, the first of which `p_indices` and `p_counts` point to, what lists that are cleared begin with."""
+    o_i = tl.arange(0, BM)
+    # Every word gives the first bit that is left at a time: few are listed.
     b_words, b_prior = words_of(b_listed, BM, T, PRODUCT)
     p_place = p_indices + o_i[:, None] * room + b_prior
     o_j = 32 * tl.arange(0, T // 32)[None, :]
+    # Others cleared them.
     tl.debug_barrier()
     for _ in range(0, tl.max(tl.max(ones_of(b_words), 1), 0), LISTED_TOGETHER):
         for bit in tl.static_range(LISTED_TOGETHER):
