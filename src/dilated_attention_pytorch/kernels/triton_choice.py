@@ -195,7 +195,7 @@ def choice_kernel(
     first, begin, lines, total, blocks, heads, room, local, sink, least, most, kept, coldest, root, so_b, so_h, so_n,
     s_project, BM: tl.constexpr, BN: tl.constexpr, T: tl.constexpr, K: tl.constexpr, D: tl.constexpr,
     RANK: tl.constexpr, RP: tl.constexpr, UK: tl.constexpr, UG: tl.constexpr, SIZE: tl.constexpr, CAUSAL: tl.constexpr,
-    NOISE: tl.constexpr, HOLES: tl.constexpr, ROUNDS: tl.constexpr, PRECISION: tl.constexpr,
+    NOISE: tl.constexpr, HOLES: tl.constexpr, ROUNDS: tl.constexpr, FEW: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """What `match_kernel` and `rank_kernel` give for tokens of the blocks from `begin` on, BM of one block.
 
@@ -229,9 +229,9 @@ def choice_kernel(
     line = stream * total + begin * SIZE + tile * BM
     p_indices += line * room
     p_counts += line
-    clear_lists(p_indices, b_exist, room, blocks, BM, K)
-    if wanted <= 0:
-        # Those that see few keep all that need no listing, and no more.
+    if FEW and wanted <= 0:
+        # Those that see few blocks keep what needs no listing, and no more.
+        clear_lists(p_indices, b_exist, room, blocks, BM, K)
         tl.store(p_counts + tl.arange(0, BM), tl.zeros([BM], tl.int32), mask=b_exist)
         return
     temperature = tl.maximum(tl.exp(tl.load(p_log + head).to(tl.float32)), coldest)
@@ -286,6 +286,7 @@ def choice_kernel(
         b_open = counted((b_score > NO_KEY).to(tl.float32), BM, T, T, 1)
     b_count = tl.minimum(tl.where(b_exist, tl.minimum(wanted, room), 0), b_open)
     b_listed, b_count = best_of(b_score, b_mean, b_square, b_open, b_count, BM, T, T, 1, True)
+    clear_lists(p_indices, b_exist, room, blocks, BM, K)
     write_lists(p_indices, p_counts, b_listed, b_count, b_exist, room, BM, T, True)
 
 
@@ -297,7 +298,8 @@ def _choice_launch(
 ) -> Launch:  # fmt: skip
     constants = {"BM": at_once, "BN": columns, "T": wide, "K": held(room), "D": d, "RANK": rank, "RP": held(rank)}
     constants |= {"UK": units, "UG": grouped, "SIZE": block_size, "CAUSAL": is_causal, "NOISE": noise, "HOLES": holes}
-    constants |= {"ROUNDS": rounds, "PRECISION": _precision(torch.float32), "num_warps": 4, "num_stages": 3} | OPTIONS
+    constants |= {"ROUNDS": rounds, "FEW": wide == NARROWEST, "PRECISION": _precision(torch.float32)}
+    constants |= {"num_warps": 4, "num_stages": 3} | OPTIONS
     constants |= {"maxnreg": NARROW_REGISTERS} if wide < CHOSEN_AMONG else {}
     return Launch(choice_kernel, device, *numbers, **constants)
 

@@ -319,7 +319,8 @@ def write_lists(
     o_i = tl.arange(0, BM)
     # Every word gives the first bit that is left at a time: few are listed.
     b_words, b_prior = words_of(b_listed, BM, T, PRODUCT)
-    p_place = p_indices + o_i[:, None] * room + b_prior
+    # Told to follow one another, words of a row share a warp, whose stores then fall on few rows.
+    p_place = tl.max_contiguous(p_indices + o_i[:, None] * room + b_prior, [1, 2])
     o_j = 32 * tl.arange(0, T // 32)[None, :]
     # Others cleared them.
     tl.debug_barrier()
