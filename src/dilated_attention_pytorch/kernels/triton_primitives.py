@@ -291,7 +291,7 @@ def projected(p_own, p_project, o_own, b_real, o_r, s_own, D: tl.constexpr, RANK
         b_project = tl.load(p_project + o_d[:, None] * RANK + o_r[None, :], mask=b_mask, other=0.0).to(tl.float32)
         b_mask = b_real[:, None] & (o_d < D)[None, :]
         b_own = tl.load(p_own + o_own[:, None] * s_own + o_d[None, :], mask=b_mask, other=0.0).to(tl.float32)
-        b_own = tl.where(b_own - b_own == 0.0, b_own, 0.0)
+        b_own = tl.where(tl.abs(b_own) < float("inf"), b_own, 0.0)
         if PRECISION == "tf32x3" and p_own.dtype.element_ty.primitive_bitwidth == 16:
             # Rows of 16 bits are tf32 already: two products do, with the matrix as tf32 rounds it and with the rest.
             b_whole = (b_project.to(tl.int32, bitcast=True) + 0x1000) & -0x2000

@@ -50,12 +50,17 @@ def score_at(b_place):
 
 
 @triton.jit
-def quick_log2(b_x):
-    """To 2^-22, of numbers from 1/2 to 2, or to 2^-22 of it, of others above 2^-126: no other numbers come."""
+def quick_log2(b_x, MINUS: tl.constexpr = False):
+    """To 2^-22, of numbers from 1/2 to 2, or to 2^-22 of it, of others above 2^-126: no other numbers come.
+
+    With MINUS the other sign, which would take an instruction if it were not given by name.
+    """
     if NO_PTX:
-        return tl.log2(b_x)
+        return tl.log2(b_x) * (-1.0 if MINUS else 1.0)
     else:
-        return tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [b_x], tl.float32, is_pure=True, pack=1)
+        NAMED: tl.constexpr = "neg.f32 $0, $0;" if MINUS else ""
+        asm: tl.constexpr = "lg2.approx.ftz.f32 $0, $1;" + NAMED
+        return tl.inline_asm_elementwise(asm, "=f,f", [b_x], tl.float32, is_pure=True, pack=1)
 
 
 @triton.jit
@@ -78,11 +83,8 @@ def noisy(b_score, b_row, b_column, b_weight):
     b_bits = scrambled((b_row ^ (b_row >> 16)) ^ (b_column ^ (b_column >> 16)))
     b_bits = ((b_bits >> 9) ^ (b_bits >> 25)) | 0x3F800000
     b_uniform = b_bits.to(tl.float32, bitcast=True) - (1.0 - 2.0**-24)
-    # -log2(uniform). Near 1 what is left to 1 must keep its digits: a polynomial of least error, which further away is
-    # too small. The logarithm is what may be off less too small by that, and thus never the larger where it is worse.
-    b_rest = 1.0 - b_uniform
-    b_near = (((0.44884193 * b_rest + 0.47335818) * b_rest + 0.7215485) * b_rest + 1.4426942) * b_rest
-    b_sum = tl.maximum(b_near, -(2.0**-22) - quick_log2(b_uniform))
+    # -log2(uniform), to 2^-22: of that a large noise is told to fewer digits, and nothing is as close to 0 as that.
+    b_sum = tl.maximum(quick_log2(b_uniform, True), 2.0**-24)
     return tl.fma(quick_log2(b_sum), b_weight * -LN2, b_score)
 
 
