@@ -9,8 +9,8 @@ pytest.importorskip("triton")
 
 NAMED = ("p_rows", "p_columns", "p_bias", "p_keep", "p_project", "p_right", "p_rest", "p_scale", "p_log")
 FACTORS = dict.fromkeys(NAMED, "*fp32")
-PRESENT = dict.fromkeys(("p_left_there", "p_right_there", "p_visible"), "*i1")
-LISTS = dict.fromkeys(("p_indices", "p_counts"), "*i32")
+PRESENT = dict.fromkeys(("p_left_there", "p_right_there", "p_visible", "p_sight"), "*i1")
+LISTS = dict.fromkeys(("p_indices", "p_counts", "p_may"), "*i32")
 BOUNDS = dict.fromkeys(("kept", "coldest"), "fp32")
 
 
@@ -48,6 +48,7 @@ def compile_gathering(name, tiles, d, monkeypatch, rows="*bf16"):
 
 
 SCORED = FACTORS | PRESENT | LISTS | BOUNDS | {"p_scores": "*fp32", "p_ids": "*i64"}
+RANKABLE = SCORED | {"p_sight": "*i32"}
 RANKED = {"T": 256, "V": 4, "K": 32, "READY": False, "NOISE": True, "SIZE": 128, "CAUSAL": True}
 RANKED |= {"width": 256, "blocks": 256}
 LONG = {"T": 8192, "BM": 1, "K": 128, "SIZE": 1, "CAUSAL": False, "COVERAGE": False}
@@ -84,7 +85,7 @@ def test_matching_fits_a_multiprocessor_twice_and_that_of_tokens_thrice(per_toke
     constants = {"BM": tiles.m, "BN": tiles.n, "RANK": 32, "RP": 32, "UQ": own_units, "UK": 8, "UG": grouped, "D": 64}
     constants |= {"SIZE": 128 if per_token else 1, "IDS": some, "CAUSAL": per_token, "HOLES": False}
     constants |= {"ROUNDS": rounds, "PRECISION": "tf32x3", "STAGES": triton_selection.STAGES}
-    constants |= dict.fromkeys(("TOGETHER", "LISTS", "NOISE"), per_token and not some)
+    constants |= dict.fromkeys(("TOGETHER", "NOISE"), per_token and not some)
     types = SCORED | {"p_own": "*bf16" if per_token else "*fp32", "p_table": "*fp32"}
     types |= dict.fromkeys(("p_right", "p_rest"), "*fp16")
     compiled = compile_kernel(triton_selection.match_kernel, constants, tiles, types=types)
@@ -114,6 +115,7 @@ def test_choosing_in_registers_spills_little_and_leaves_room_for_a_second_progra
     grouped, columns = triton_selection.matched_together(8, rank)
     constants = {"BM": triton_choice.CHOSEN, "BN": columns, "T": wide, "K": 32, "D": 64, "RANK": rank, "RP": rank}
     constants |= {"UK": 8, "UG": grouped, "SIZE": 128, "CAUSAL": True, "NOISE": True, "HOLES": holes, "ROUNDS": rounds}
+    constants |= {"FEW": wide == triton_choice.NARROWEST}
     types = SCORED | {"p_table": "*fp32", "p_own": "*bf16", "p_right": "*fp16", "p_rest": "*fp16"}
     tiles, narrow = triton_launch.Tiles(0, 0, 4, 3), wide < triton_choice.CHOSEN_AMONG
     compiled = compile_kernel(
@@ -126,6 +128,10 @@ def test_choosing_in_registers_spills_little_and_leaves_room_for_a_second_progra
     # No layout but that of the products holds a number for every token and block.
     moved = [line for line in compiled.asm["ttgir"].splitlines() if "ttg.convert_layout" in line]
     assert not any(f"tensor<64x{wide}x" in line for line in moved)
+    # Words of a row are in neighbouring lanes, so that what a warp stores of them falls on few rows.
+    (layout,) = set(re.findall(rf"tt\.store .*tensor<64x{wide // 32}x!tt\.ptr<i32>, (#\w+)>", compiled.asm["ttgir"]))
+    threads = f"threadsPerWarp = [{1024 // wide}, {wide // 32}]"
+    assert re.search(rf"^{layout} = .*{re.escape(threads)}", compiled.asm["ttgir"], re.MULTILINE)
     assert sum(line.endswith(";") for line in compiled.asm["ptx"].splitlines()) <= 10_000
 
 
@@ -154,7 +160,7 @@ def test_what_only_ranks_leaves_room_for_many_warps(wide, rows, lanes, tmp_path,
     # The registers of 28 warps a multiprocessor, or of the most programs that it has.
     registers = triton_choice.READY_REGISTERS[int(rows > 1)]
     compiled = compile_kernel(
-        triton_choice.rank_kernel, constants, triton_launch.Tiles(0, 0, 1, 1), types=SCORED, maxnreg=registers
+        triton_choice.rank_kernel, constants, triton_launch.Tiles(0, 0, 1, 1), types=RANKABLE, maxnreg=registers
     )
     assert spilled(compiled, tmp_path) == 0
     # Scores that follow one another are read four at a time, as far as there are any.
@@ -167,10 +173,10 @@ def test_what_only_ranks_leaves_room_for_many_warps(wide, rows, lanes, tmp_path,
     [
         ("triton_choice", "rank_kernel", 1, RANKED | {"BM": 8, "W": 16, "COVERAGE": False}, SCORED),
         ("triton_choice", "rank_kernel", 1, RANKED | {"BM": 4, "W": 32, "COVERAGE": True}, SCORED),
-        ("triton_choice", "rank_kernel", 1, RANKED | READY | {"BM": 1, "W": 128}, SCORED),
+        ("triton_choice", "rank_kernel", 1, RANKED | READY | {"BM": 1, "W": 128}, RANKABLE),
         ("triton_choice", "rank_kernel", 4, RANKED | LONG | {"W": 512, "width": 8192, "blocks": 8192}, SCORED),
         ("triton_choice", "rank_kernel", 4, RANKED | LONG | RAGGED, SCORED),
-        ("triton_summaries", "factor_kernel", 4, PROJECTED | {"D": 64, "DP": 64, "UNITS": 8}, PARTS),
+        ("triton_summaries", "factor_kernel", 2, PROJECTED | {"D": 64, "DP": 64, "UNITS": 8}, PARTS),
         ("triton_mass", "block_lse_kernel", 4, LEARNED | {"BM": 64, "BMA": 64, "BN": 64, "CAUSAL": True}, MASSES),
         ("triton_mass", "lesson_kernel", 8, LEARNED | TAUGHT | {"T": 256, "CAUSAL": False}, MASSES),
         ("triton_mass", "lesson_kernel", 8, LEARNED | TAUGHT | {"T": 0, "CAUSAL": True}, MASSES),
@@ -227,14 +233,15 @@ def test_hidden_units_are_read_by_fours_and_stay_in_registers_where_tiles_are_sm
     assert f".maxnreg {registers}" in compiled.asm["ptx"]
     # Some assemblers leave a few addresses of the largest tiles there, which a step of a thousand instructions needs once.
     assert spilled(compiled, tmp_path) <= (80 if side == 128 else 0)
-    assert sum(line.endswith(";") for line in compiled.asm["ptx"].splitlines()) <= 4_000
+    assert sum(line.endswith(";") for line in compiled.asm["ptx"].splitlines()) <= 4_500
     if stages > 1:
         # Factors of later steps are on their way to shared memory.
         assert "cp.async.wait_group" in compiled.asm["ptx"]
         return
     lines = compiled.asm["ttgir"].splitlines()
-    (begun,) = (place for place, line in enumerate(lines) if "scf.for" in line)
-    (ended,) = (place for place, line in enumerate(lines) if "scf.yield" in line)
+    # The first loop is over units; with LISTS another asks what rows see.
+    begun = next(place for place, line in enumerate(lines) if "scf.for" in line)
+    ended = next(place for place, line in enumerate(lines) if "scf.yield" in line)
     assert not any("ttg.convert_layout" in line or "ttg.local" in line for line in lines[begun:ended])
     quads = compiled.asm["ptx"].count("ld.global.v4")
     assert quads == units * (side // 32 + constants["EVEN"] * (1 + constants["KEEP"]))

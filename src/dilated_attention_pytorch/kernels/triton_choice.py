@@ -25,7 +25,6 @@ from .triton_ranking import (
     place_of,
     quick_inverse,
     share_of,
-    sight,
     sight_words,
     write_lists,
 )
@@ -62,7 +61,7 @@ NARROW_REGISTERS = 168
 
 @triton.jit(do_not_specialize=["begin", "rows", "total", "room", "local", "sink", "least", "most"])
 def rank_kernel(
-    p_scores, p_visible, p_seed, p_indices, p_counts, begin, rows, width, total, blocks, room, local, sink, least, most,
+    p_scores, p_sight, p_seed, p_indices, p_counts, begin, rows, width, total, blocks, room, local, sink, least, most,
     kept, coverage, BM: tl.constexpr, T: tl.constexpr, W: tl.constexpr, V: tl.constexpr, K: tl.constexpr,
     SIZE: tl.constexpr, CAUSAL: tl.constexpr, READY: tl.constexpr, NOISE: tl.constexpr, COVERAGE: tl.constexpr,
 ):  # fmt: skip
@@ -70,8 +69,8 @@ def rank_kernel(
 
     A row keeps a fraction `kept` of what it sees, all in the first `width` blocks, or with COVERAGE as many as it takes
     for the predicted share to reach `coverage`, within `least` and `most`: that many less those kept without being
-    listed. A row's own block has the logit 0 in that. SIZE rows are of one block. READY are scores and counts
-    that `match_kernel` gives with LISTS: nothing is left to do but to rank.
+    listed. A row's own block has the logit 0 in that. SIZE rows are of one block. `p_sight` tells which blocks are
+    visible, or of scores that are READY, without what is not listed and with noise, what `may_list` gives.
     """
     start = tl.program_id(0) * BM
     o_i = start + tl.arange(0, BM)  # [BM]
@@ -89,10 +88,10 @@ def rank_kernel(
     if READY:
         # What comes later was never made, but for the rest of 16, the fewest that are made at once.
         end = tl.minimum((own + 15) // 16 * 16, width) if CAUSAL else width
-        b_both = tl.load(p_counts + line + tl.arange(0, BM), mask=b_exist, other=0)
+        may = tl.load(p_sight + stream * blocks + own)
         b_score = tl.reshape(tl.load(p_scores, mask=o_tile < end, other=NO_KEY), [BM, T])
-        b_open = b_both >> 16
-        b_count = b_both & 0xFFFF
+        b_open = tl.zeros([BM], tl.int32) + (may >> 16)
+        b_count = tl.where(b_exist, may & 0xFFFF, 0)
         # One in four, where a thread reads as many at a time, say nearly as well as all what to try first. What is left
         # out is -0, which nobody adds.
         b_asked = (tl.arange(0, T) % V == 0)[None, :]
@@ -103,7 +102,7 @@ def rank_kernel(
         # Nothing is seen past the width, so that what stands there does not matter.
         b_score = tl.load(p_scores, mask=o_tile < width)
         b_score = tl.reshape(b_score, [BM, T])
-        b_seen, b_near = sight_words(p_visible + stream * blocks, own, blocks, local, sink, T, CAUSAL)
+        b_seen, b_near = sight_words(p_sight + stream * blocks, own, blocks, local, sink, T, CAUSAL)
         # Blocks that a row sees, and those of them that need no listing, its own among both.
         seen = 1 + tl.sum(ones_of(b_seen), 0)
         taken = 1 + tl.sum(ones_of(b_seen & b_near), 0)
@@ -152,7 +151,8 @@ def rank_kernel(
         b_wanted = tl.minimum(tl.maximum(b_wanted, least), most) - taken
         b_count = tl.minimum(tl.where(b_exist, tl.minimum(b_wanted, room), 0), b_open)
     b_each = quick_inverse(tl.maximum(b_open, 1).to(tl.float32))
-    b_listed, b_count = best_of(b_score, b_sum * b_each, b_squares * b_each, b_open, b_count, BM, T, W, V, False)
+    b_mean, b_square = b_sum * b_each, b_squares * b_each
+    b_listed, b_count = best_of(b_score, b_mean, b_square, b_open, b_count, BM, T, W, V, False, READY)
     if READY:
         # Among those told to be there may be some that are not numbers.
         listed_all = tl.max((b_count == b_open).to(tl.int32), 0)
@@ -189,18 +189,18 @@ def together_of(b_first, b_second, b_third, b_fourth):
     return tl.reshape(b_all, [SHAPE[0], 4 * SHAPE[1] * SHAPE[2]])
 
 
-@triton.jit(do_not_specialize=["first", "begin", "lines", "total", "room", "local", "sink", "least", "most"])
+@triton.jit(do_not_specialize=["first", "begin", "lines", "total", "room"])
 def choice_kernel(
-    p_table, p_own, p_project, p_right, p_rest, p_scale, p_right_there, p_log, p_visible, p_seed, p_indices, p_counts,
-    first, begin, lines, total, blocks, heads, room, local, sink, least, most, kept, coldest, root, so_b, so_h, so_n,
-    s_project, BM: tl.constexpr, BN: tl.constexpr, T: tl.constexpr, K: tl.constexpr, D: tl.constexpr,
-    RANK: tl.constexpr, RP: tl.constexpr, UK: tl.constexpr, UG: tl.constexpr, SIZE: tl.constexpr, CAUSAL: tl.constexpr,
-    NOISE: tl.constexpr, HOLES: tl.constexpr, ROUNDS: tl.constexpr, FEW: tl.constexpr, PRECISION: tl.constexpr,
+    p_table, p_own, p_project, p_right, p_rest, p_scale, p_right_there, p_log, p_may, p_seed, p_indices, p_counts,
+    first, begin, lines, total, blocks, heads, room, coldest, root, so_b, so_h, so_n, s_project, BM: tl.constexpr,
+    BN: tl.constexpr, T: tl.constexpr, K: tl.constexpr, D: tl.constexpr, RANK: tl.constexpr, RP: tl.constexpr,
+    UK: tl.constexpr, UG: tl.constexpr, SIZE: tl.constexpr, CAUSAL: tl.constexpr, NOISE: tl.constexpr,
+    HOLES: tl.constexpr, ROUNDS: tl.constexpr, FEW: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """What `match_kernel` and `rank_kernel` give for tokens of the blocks from `begin` on, BM of one block.
 
     `p_table` has `lines` lines, from block `first` on, NO_KEY where nothing is listed. T holds the blocks that a token
-    sees.
+    sees. With FEW, programs whose tokens list nothing end at once.
     """
     # Those that see most begin first.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -210,26 +210,15 @@ def choice_kernel(
     o_row = begin * SIZE + tile * BM + tl.arange(0, BM)
     b_exist = o_row < total
     p_table += (stream * lines + own - first) * blocks
-    p_visible += stream * blocks
     p_right += stream * blocks * UK * RANK
     p_rest += stream * blocks * UK * RANK
     # A loop that surely runs needs no registers set for when it does not.
     end = tl.maximum(own if CAUSAL else blocks, 1)
-    # Blocks that a token sees, those of them that need no listing, its own among both, and those with a score. Asked
-    # before all else, which brings the line near: a step finds its part there.
-    b_seen, b_near = sight(p_visible, own, blocks, local, sink, tl.arange(0, T), CAUSAL)
-    b_whole = tl.load(p_table + tl.arange(0, T), mask=tl.arange(0, T) < blocks, other=NO_KEY)
-    # In one sum, each in ten bits of its own.
-    b_known = tl.where(b_seen, tl.where(b_near, 1025, 1), 0) + tl.where(b_whole > NO_KEY, 1048576, 0)
-    known = tl.sum(b_known, 0)
-    seen = 1 + known % 1024
-    taken = 1 + known // 1024 % 1024
-    scored = known // 1048576
-    wanted = tl.minimum(tl.maximum(share_of(seen, kept), least), most) - taken
+    may = tl.load(p_may + stream * blocks + own)
     line = stream * total + begin * SIZE + tile * BM
     p_indices += line * room
     p_counts += line
-    if FEW and wanted <= 0:
+    if FEW and (may & 0xFFFF) == 0:
         # Those that see few blocks keep what needs no listing, and no more.
         clear_lists(p_indices, b_exist, room, blocks, BM, K)
         tl.store(p_counts + tl.arange(0, BM), tl.zeros([BM], tl.int32), mask=b_exist)
@@ -277,15 +266,15 @@ def choice_kernel(
             b_5, b_6, b_7, b_8 = put(b_tile, begun - T // 2, b_5, b_6, b_7, b_8, EIGHTH)
     b_score = tl.join(together_of(b_1, b_2, b_3, b_4), together_of(b_5, b_6, b_7, b_8))
     b_score = tl.reshape(tl.permute(b_score, [0, 2, 1]), [BM, T])
-    each = quick_inverse(tl.maximum(seen - taken, 1).to(tl.float32))
+    each = quick_inverse(tl.maximum(may >> 16, 1).to(tl.float32))
     b_mean = tl.gather(tl.sum(tl.sum(b_sum, 2), 1), tl.arange(0, BM), 0) * each
     b_square = tl.gather(tl.sum(tl.sum(b_squares, 2), 1), tl.arange(0, BM), 0) * each
-    b_open = tl.zeros([BM], tl.int32) + (seen - taken)
+    b_open = tl.zeros([BM], tl.int32) + (may >> 16)
     # The mean less itself need not be 0: the compiler would subtract from the product before it was rounded.
-    if (scored < seen - taken) | (tl.min((tl.abs(b_mean) < float("inf")).to(tl.int32), 0) == 0):
+    if tl.min((tl.abs(b_mean) < float("inf")).to(tl.int32), 0) == 0:
         b_open = counted((b_score > NO_KEY).to(tl.float32), BM, T, T, 1)
-    b_count = tl.minimum(tl.where(b_exist, tl.minimum(wanted, room), 0), b_open)
-    b_listed, b_count = best_of(b_score, b_mean, b_square, b_open, b_count, BM, T, T, 1, True)
+    b_count = tl.minimum(tl.where(b_exist, may & 0xFFFF, 0), b_open)
+    b_listed, b_count = best_of(b_score, b_mean, b_square, b_open, b_count, BM, T, T, 1, True, True)
     clear_lists(p_indices, b_exist, room, blocks, BM, K)
     write_lists(p_indices, p_counts, b_listed, b_count, b_exist, room, BM, T, True)
 
@@ -305,8 +294,8 @@ def _choice_launch(
 
 
 def choose(
-    factors: Factors, together: ByToken, right: Halves, visible: Tensor, seed: Tensor | None, indices: Tensor,
-    counts: Tensor, bounds: tuple[int | float, ...], block_size: int, is_causal: bool,
+    factors: Factors, together: ByToken, right: Halves, may: Tensor, indices: Tensor, counts: Tensor, block_size: int,
+    is_causal: bool,
 ) -> None:  # fmt: skip
     """List for the tokens of the blocks that are scored `together`, whose scores never lie in memory."""
     batch, heads, total, _, d = factors.own.shape
@@ -315,10 +304,10 @@ def choose(
     grouped, columns = matched_together(units, rank)
     columns = min(columns, NARROWEST // 8)
     first, lines, room = together.first, together.table.shape[2], indices.shape[3]
-    read = together.table, own, factors.project, *right, visible if there is None else there.contiguous()
-    read += factors.log_temperature, visible, counts if seed is None else seed, indices, counts
-    numbers = total, t, heads, room, *bounds, float(factors.coldest), rank**0.5, *apart, factors.project.stride(0)
-    told = columns, grouped, d, rank, units, block_size, is_causal, seed is not None, there is not None
+    read = together.table, own, factors.project, *right, may if there is None else there.contiguous()
+    read += factors.log_temperature, may, may if together.seed is None else together.seed, indices, counts
+    numbers = total, t, heads, room, float(factors.coldest), rank**0.5, *apart, factors.project.stride(0)
+    told = columns, grouped, d, rank, units, block_size, is_causal, together.seed is not None, there is not None
     told += factors.rounds, room, numbers
     last, least = first + lines, NARROWEST
     while last > first:
@@ -369,11 +358,12 @@ def listed_blocks(
     right = factors.halves
     # Of tokens what is ranked is made with the matches; what covers a share must know scores of all, without noise.
     ready = per_token and rank > 0 and coverage is None
-    to_list = ToList(visible, seed, counts, (room, *bounds)) if ready else None
+    may = torch.empty(visible.shape, dtype=torch.int32, device=device) if ready else visible
+    to_list = ToList(visible, may, (room, *bounds)) if ready else None
     # Tokens of a block have all but their matches in common.
     shared = hidden_scoring(factors, 1, is_causal, to_list) if per_token and rank else None
     scored = None if shared is not None and in_registers else scoring(factors, block_size, per_token, is_causal)
-    read = visible, counts if seed is None else seed, indices, counts
+    read = may, counts if seed is None else seed, indices, counts
     noise = seed is not None and not ready
     first = made = 0
     together: tuple[ByToken, ...] = ()
@@ -381,9 +371,9 @@ def listed_blocks(
         if shared is not None and right is not None and first == made:
             # Of as many blocks as there are scores to hold at a time, which takes the same memory.
             made = min(first + max(held_scores // t, 1), t)
-            together = (ByToken(first, shared(range(first, made)), to_list),)
+            together = (ByToken(first, shared(range(first, made)), seed if ready else None),)
         if scored is None and right is not None:
-            choose(factors, together[0], right, visible, seed, indices, counts, bounds, block_size, is_causal)
+            choose(factors, together[0], right, may, indices, counts, block_size, is_causal)
             first = made
             continue
         # Rows see no blocks but those before: the earlier, the more of them at a time. Scores are read four at a time,

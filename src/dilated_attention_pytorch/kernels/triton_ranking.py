@@ -143,22 +143,24 @@ def share_of(b_many, kept):
 
 @triton.jit
 def may_list(
-    p_visible, own, blocks, local, sink, room, least, most, kept, MANY: tl.constexpr, CAUSAL: tl.constexpr
+    p_visible, o_own, blocks, local, sink, room, least, most, kept, MANY: tl.constexpr, CAUSAL: tl.constexpr
 ):  # fmt: skip
-    """How many blocks rows of the block `own` may list: a fraction `kept` of what they see, within bounds.
+    """How many blocks rows of each own block may list: a fraction `kept` of what they see, within bounds.
 
     And, times 2^16, among how many. Visible are read MANY at a time.
     """
-    b_both = tl.zeros([MANY], tl.int32)
-    for begun in range(0, own if CAUSAL else blocks, MANY):
-        b_seen, b_near = sight(p_visible, own, blocks, local, sink, begun + tl.arange(0, MANY), CAUSAL)
+    b_both = tl.zeros([o_own.shape[0], MANY], tl.int32)
+    for begun in range(0, blocks, MANY):
+        o_j = begun + tl.arange(0, MANY)[None, :]
+        b_seen, b_near = sight(p_visible, o_own[:, None], blocks, local, sink, o_j, CAUSAL)
         b_both += tl.where(b_seen, tl.where(b_near, 65537, 1), 0)
     # Blocks that a row sees, and those of them that need no listing, its own among both.
-    both = tl.sum(b_both, 0)
-    seen = 1 + both % 65536
-    taken = 1 + both // 65536
-    wanted = tl.minimum(tl.minimum(tl.maximum(share_of(seen, kept), least), most) - taken, room)
-    return tl.maximum(tl.minimum(wanted, seen - taken), 0) + 65536 * (seen - taken)
+    b_both = tl.sum(b_both, 1)
+    b_seen = 1 + b_both % 65536
+    b_taken = 1 + b_both // 65536
+    b_open = b_seen - b_taken
+    b_wanted = tl.minimum(tl.minimum(tl.maximum(share_of(b_seen, kept), least), most) - b_taken, room)
+    return tl.maximum(tl.minimum(b_wanted, b_open), 0) + 65536 * b_open
 
 
 @triton.jit
@@ -224,12 +226,13 @@ def tried(b_trial):
 @triton.jit
 def best_of(
     b_score, b_mean, b_square, b_open, b_count, BM: tl.constexpr, T: tl.constexpr, W: tl.constexpr,
-    V: tl.constexpr, PRODUCT: tl.constexpr,
+    V: tl.constexpr, PRODUCT: tl.constexpr, AS_ONE: tl.constexpr,
 ):  # fmt: skip
     """Which are the best `b_count` of each row's `b_open` scores, of equals the first, as 1 and 0, and how many.
 
     Where the means of scores and of their squares are not right, that takes longer, and also where scores are fewer
-    than told: then all are listed, but where as many were to be, their number is not asked for.
+    than told: then all are listed, but where as many were to be, their number is not asked for. AS_ONE, however they
+    were found, they are told by the same instructions, which is less where scores lie as what follows needs them.
     """
     b_spread = tl.sqrt(tl.maximum(b_square - b_mean * b_mean, 0.0) + 1e-6 * b_mean * b_mean)
     # Of T scores none lies further from the mean.
@@ -298,11 +301,18 @@ def best_of(
             b_next = b_end - step.to(tl.float32)
             b_end = tl.where(counted(above(b_turn, b_next), BM, T, W, V) <= b_count, b_next, b_end)
             step //= 2
-        b_score, b_low = b_turn, b_end
+        if AS_ONE:
+            b_score, b_low = b_turn, b_end
+        else:
+            b_listed = above(b_turn, b_end)
     else:
         b_low = tl.where(b_open == b_count, NO_KEY, b_low)
         b_low = tl.where(b_count > 0, b_low, -NO_KEY)
-    return above(b_score, b_low), b_count
+        if not AS_ONE:
+            b_listed = above(b_score, b_low)
+    if AS_ONE:
+        b_listed = above(b_score, b_low)
+    return b_listed, b_count
 
 
 @triton.jit

@@ -45,6 +45,8 @@ STAGES = 3
 """Steps of matching on their way."""
 UNBOUND = 0, 0, 0, 0, 0, 0.0
 """`ToList.bounds` where nothing is listed."""
+SIGHTED = tl.constexpr(32)
+"""Blocks at a time of which rows are asked whether they see them."""
 
 
 @triton.jit
@@ -154,12 +156,12 @@ def across(b_x, BN: tl.constexpr):
     return tl.reshape(tl.permute(tl.reshape(b_x, [BN // 32, 8, 4]), (0, 2, 1)), [BN // 32, 4, 1, 1, 1, 8])
 
 
-@triton.jit(do_not_specialize=["begin", "rows", "local", "sink"])
+@triton.jit(do_not_specialize=["begin", "rows", "room", "local", "sink", "least", "most"])
 def hidden_kernel(
-    p_rows, p_columns, p_weight, p_bias, p_keep, p_log, p_ids, p_scores, p_visible, begin, rows, width, heads, coldest,
-    s_weight, s_bias, local, sink, BM: tl.constexpr, BN: tl.constexpr, M: tl.constexpr, UM: tl.constexpr,
-    T: tl.constexpr, SIZE: tl.constexpr, STAGES: tl.constexpr, IDS: tl.constexpr, EVEN: tl.constexpr,
-    CAUSAL: tl.constexpr, KEEP: tl.constexpr, LISTS: tl.constexpr,
+    p_rows, p_columns, p_weight, p_bias, p_keep, p_log, p_ids, p_scores, p_visible, p_may, begin, rows, width, heads,
+    coldest, s_weight, s_bias, room, local, sink, least, most, kept, BM: tl.constexpr, BN: tl.constexpr,
+    M: tl.constexpr, UM: tl.constexpr, T: tl.constexpr, SIZE: tl.constexpr, STAGES: tl.constexpr, IDS: tl.constexpr,
+    EVEN: tl.constexpr, CAUSAL: tl.constexpr, KEEP: tl.constexpr, LISTS: tl.constexpr,
 ):  # fmt: skip
     """Scores without any match of BM rows, SIZE to a block, from `begin` on or with IDS any, with BN blocks.
 
@@ -168,7 +170,7 @@ def hidden_kernel(
     read at once, of rows only with EVEN, where `begin` is a multiple of four, and what it reads serves all it has. BM
     and BN are below the number of threads, or the compiler would read each number once and pass it on in shared memory.
     With LISTS rows are all blocks, and have NO_KEY with what they do not see or need not list: tokens of a block, who
-    share these scores, need not ask again.
+    share these scores, need not ask again. How many those may list is left where `p_may` points to.
     """
     stream = tl.program_id(2).to(tl.int64)
     head = stream % heads
@@ -211,28 +213,33 @@ def hidden_kernel(
     # Scores of a head are held to some bytes, or a few rows.
     o_i, o_j = o_i[:, None], o_j[None, :]
     if LISTS:
-        b_seen, b_near = sight(p_visible + stream * width, begin + o_i, width, local, sink, o_j, CAUSAL)
+        p_visible += stream * width
+        b_seen, b_near = sight(p_visible, begin + o_i, width, local, sink, o_j, CAUSAL)
+        # The least number counts as none, and must not be taken for what is not listed.
+        b_score = tl.where(b_score == NO_KEY, float("nan"), b_score)
         b_score = tl.where(b_seen & (b_near == 0), b_score, NO_KEY)
     tl.store(p_scores + stream * rows * width + o_i * width + o_j, b_score, mask=(o_i < rows) & (o_j < width))
+    # Those with the last blocks have least to do.
+    if LISTS and tl.program_id(1) == tl.num_programs(1) - 1:
+        o_own = first_row + tl.arange(0, BM)
+        b_may = may_list(p_visible, begin + o_own, width, local, sink, room, least, most, kept, SIGHTED, CAUSAL)
+        tl.store(p_may + stream * width + begin + o_own, b_may, mask=o_own < rows)
 
 
-@triton.jit(
-    do_not_specialize=["begin", "rows", "span", "first", "lines", "total", "room", "local", "sink", "least", "most"]
-)
+@triton.jit(do_not_specialize=["begin", "rows", "span", "first", "lines", "total"])
 def match_kernel(
-    p_table, p_own, p_project, p_left_there, p_right, p_rest, p_scale, p_right_there, p_log, p_ids, p_scores, p_visible,
-    p_seed, p_counts, begin, rows, span, first, lines, width, total, blocks, heads, coldest, root, so_b, so_h, so_n,
-    s_project, room, local, sink, least, most, kept, BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr,
-    RANK: tl.constexpr, RP: tl.constexpr, UQ: tl.constexpr, UK: tl.constexpr, UG: tl.constexpr, SIZE: tl.constexpr,
-    IDS: tl.constexpr, TOGETHER: tl.constexpr, LISTS: tl.constexpr, NOISE: tl.constexpr, CAUSAL: tl.constexpr,
-    HOLES: tl.constexpr, ROUNDS: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    p_table, p_own, p_project, p_left_there, p_right, p_rest, p_scale, p_right_there, p_log, p_ids, p_scores, p_seed,
+    begin, rows, span, first, lines, width, total, blocks, heads, coldest, root, so_b, so_h, so_n, s_project,
+    BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, RANK: tl.constexpr, RP: tl.constexpr, UQ: tl.constexpr,
+    UK: tl.constexpr, UG: tl.constexpr, SIZE: tl.constexpr, IDS: tl.constexpr, TOGETHER: tl.constexpr,
+    NOISE: tl.constexpr, CAUSAL: tl.constexpr, HOLES: tl.constexpr, ROUNDS: tl.constexpr, STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Add to the scores of BM rows with `span` of the first `width` blocks what their sub-blocks match.
 
     Rows as `hidden_kernel` has them. TOGETHER are those of one block a program, whose scores so far are a line of
-    `p_table`, which has `lines` of `blocks` each, from block `first` on. With LISTS, of such a line, they come ready to
-    be ranked: noise is in them, which costs less here, where nothing is made for what comes later, and `p_counts` has
-    how many a row may list.
+    `p_table`, which has `lines` of `blocks` each, from block `first` on. NOISE is in those: it costs less here than
+    where they are ranked, as nothing is made for what comes later.
     """
     # Those that see most begin first.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -261,13 +268,8 @@ def match_kernel(
     p_scores += stream * rows * width
     p_table += (stream * lines + own - first) * blocks
     b_name = begin + o_i
-    if LISTS:
-        p_visible += stream * blocks
-        if tl.program_id(1) == 0:
-            many = may_list(p_visible, own, blocks, local, sink, room, least, most, kept, 1024, CAUSAL)
-            tl.store(p_counts + stream * total + begin + o_i, tl.zeros([BM], tl.int32) + many, mask=b_exist)
-        if NOISE:
-            b_name = dropout_rows(p_seed, stream, b_name)
+    if NOISE:
+        b_name = dropout_rows(p_seed, stream, b_name)
     # Spans are whole steps: without that known, scores would be stored one by one.
     start = tl.multiple_of(tl.program_id(1) * span, BN)
     end = tl.minimum(start + span, width)
@@ -300,14 +302,12 @@ Halves = tuple[Tensor, Tensor, Tensor]
 
 
 class ToList(NamedTuple):
-    """For scores that come ready to be ranked, as `match_kernel` has them."""
+    """For scores that leave out what is not listed, as `hidden_kernel` has them."""
 
     visible: Tensor
     """bool (b, h, t)"""
-    seed: Tensor | None
-    """of the noise, where there is some"""
-    counts: Tensor
-    """int32 (b, h, r): where to say how many a row may list"""
+    may: Tensor
+    """int32 (b, h, t): where to say how many blocks rows of a block may list, and among how many (`may_list`)"""
     bounds: tuple[int | float, ...]
     """the most that a row may list, blocks that need no listing (local, sink), the fewest and the most, and the part of
     what it sees"""
@@ -318,8 +318,8 @@ class ByToken(NamedTuple):
 
     first: int
     table: Tensor
-    to_list: ToList | None = None
-    """where those came ready to be ranked"""
+    seed: Tensor | None = None
+    """of the noise, where there is some"""
 
 
 def split(right: Tensor) -> Halves:
@@ -383,8 +383,8 @@ def hidden_scoring(
     parts = [by_unit(x) for x in (factors.rows, factors.columns, factors.keep) if x is not None]
     read = parts[0], parts[1], factors.weight, factors.bias, parts[-1], factors.log_temperature
     numbers = heads, float(factors.coldest), factors.weight.stride(0), factors.bias.stride(0)
-    numbers += (0, 0) if to_list is None else to_list.bounds[1:3]
-    visible = parts[0] if to_list is None else to_list.visible
+    numbers += UNBOUND if to_list is None else to_list.bounds
+    listing = (parts[0], parts[0]) if to_list is None else to_list[:2]
     told = device, t, hidden, size, is_causal, factors.keep is not None, to_list is not None
 
     def run(rows: range | Tensor, width: int = t) -> Tensor:
@@ -396,7 +396,7 @@ def hidden_scoring(
         seen = width - many // (2 * size) if is_causal else width
         side = _hidden_side(128 if even and factors.keep is None else 64, batch * heads, many, width, seen)
         launch = _hidden_launch(*told, ids is rows, even, side, width, *numbers)
-        launch((-(-many // side), -(-width // side), batch * heads), (*read, ids, scores, visible), begin, many)
+        launch((-(-many // side), -(-width // side), batch * heads), (*read, ids, scores, *listing), begin, many)
         return scores
 
     return run
@@ -414,12 +414,12 @@ def own_rows(own: Tensor) -> tuple[Tensor, int, int, int]:
 @lru_cache(maxsize=KEPT)
 def _match_launch(
     device: torch.device, at_once: int, grouped: int, columns: int, d: int, rank: int, own_units: int, units: int,
-    size: int, is_causal: bool, holes: bool, rounds: bool, ids: bool, together: bool, lists: bool, noise: bool,
+    size: int, is_causal: bool, holes: bool, rounds: bool, ids: bool, together: bool, noise: bool,
     *numbers: int | float,
 ) -> Launch:  # fmt: skip
     constants = {"BM": at_once, "BN": columns, "D": d, "RANK": rank, "RP": held(rank), "UQ": own_units, "UK": units}
     constants |= {"UG": grouped, "SIZE": size, "CAUSAL": is_causal, "HOLES": holes, "IDS": ids, "TOGETHER": together}
-    constants |= {"LISTS": lists, "NOISE": noise, "ROUNDS": rounds, "PRECISION": _precision(torch.float32)}
+    constants |= {"NOISE": noise, "ROUNDS": rounds, "PRECISION": _precision(torch.float32)}
     constants |= {"num_warps": max(at_once * own_units // 16, 4), "STAGES": STAGES, "num_stages": STAGES}
     return Launch(match_kernel, device, *numbers, **constants, **OPTIONS)
 
@@ -428,7 +428,7 @@ def scoring(factors: Factors, block_size: int, per_token: bool, is_causal: bool)
     """What gives scores over temperature of rows, int64 (r), with every block or the first so many, (b, h, r, t).
 
     With `is_causal` those with a row's own and later blocks may be anything. Tokens of a range must come with what they
-    have in common (`ByToken`), and are ready to be ranked where that is (`ToList`).
+    have in common (`ByToken`), and are ready to be ranked where that leaves out what is not listed (`ToList`).
     """
     size = block_size if per_token else 1
     hidden = hidden_scoring(factors, size, is_causal)
@@ -453,21 +453,17 @@ def scoring(factors: Factors, block_size: int, per_token: bool, is_causal: bool)
         ids, begin = (own, rows.start) if isinstance(rows, range) else (rows, 0)
         if together is None:
             scores = hidden(rows, width)
-            first, table, to_list = 0, scores, None
+            first, table, seed = 0, scores, None
         else:
-            first, table, to_list = together
+            first, table, seed = together
             scores = torch.empty((batch, heads, many, width), dtype=torch.float32, device=device)
         # Rows that are many fill the machine by themselves, and then project their queries but once.
         tiles = -(-many // at_once)
         spans = max((PROGRAMS if together is None else TOKEN_PROGRAMS) // (tiles * batch * heads), 1)
         span = -(-width // (spans * columns)) * columns
-        noise = to_list is not None and to_list.seed is not None
-        bounds = UNBOUND if to_list is None else to_list.bounds
-        kind = ids is rows, together is not None, to_list is not None, noise
-        launch = _match_launch(*told, *kind, width, *numbers, *bounds)
+        launch = _match_launch(*told, ids is rows, together is not None, seed is not None, width, *numbers)
         grid = tiles, -(-width // span), batch * heads
-        visible, seed, counts = (own, None, own) if to_list is None else to_list[:3]
-        also = ids, scores, visible, own if seed is None else seed, counts
+        also = ids, scores, own if seed is None else seed
         launch(grid, (table, *read, *also), begin, many, span, first, table.shape[2])
         return scores
 
