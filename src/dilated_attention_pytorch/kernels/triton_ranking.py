@@ -143,16 +143,16 @@ def share_of(b_many, kept):
 
 @triton.jit
 def may_list(
-    p_visible, o_own, blocks, local, sink, room, least, most, kept, MANY: tl.constexpr, CAUSAL: tl.constexpr
+    p_visible, o_own, end, local, sink, room, least, most, kept, MANY: tl.constexpr, CAUSAL: tl.constexpr
 ):  # fmt: skip
     """How many blocks rows of each own block may list: a fraction `kept` of what they see, within bounds.
 
-    And, times 2^16, among how many. Visible are read MANY at a time.
+    And, times 2^16, among how many. They see none from `end` on; the others are asked MANY at a time.
     """
     b_both = tl.zeros([o_own.shape[0], MANY], tl.int32)
-    for begun in range(0, blocks, MANY):
+    for begun in range(0, end, MANY):
         o_j = begun + tl.arange(0, MANY)[None, :]
-        b_seen, b_near = sight(p_visible, o_own[:, None], blocks, local, sink, o_j, CAUSAL)
+        b_seen, b_near = sight(p_visible, o_own[:, None], end, local, sink, o_j, CAUSAL)
         b_both += tl.where(b_seen, tl.where(b_near, 65537, 1), 0)
     # Blocks that a row sees, and those of them that need no listing, its own among both.
     b_both = tl.sum(b_both, 1)

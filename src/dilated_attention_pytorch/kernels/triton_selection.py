@@ -45,7 +45,7 @@ STAGES = 3
 """Steps of matching on their way."""
 UNBOUND = 0, 0, 0, 0, 0, 0.0
 """`ToList.bounds` where nothing is listed."""
-SIGHTED = tl.constexpr(32)
+SIGHTED = tl.constexpr(64)
 """Blocks at a time of which rows are asked whether they see them."""
 
 
@@ -222,7 +222,8 @@ def hidden_kernel(
     # Those with the last blocks have least to do.
     if LISTS and tl.program_id(1) == tl.num_programs(1) - 1:
         o_own = first_row + tl.arange(0, BM)
-        b_may = may_list(p_visible, begin + o_own, width, local, sink, room, least, most, kept, SIGHTED, CAUSAL)
+        end = tl.minimum(begin + first_row + BM, width) if CAUSAL else width
+        b_may = may_list(p_visible, begin + o_own, end, local, sink, room, least, most, kept, SIGHTED, CAUSAL)
         tl.store(p_may + stream * width + begin + o_own, b_may, mask=o_own < rows)
 
 
