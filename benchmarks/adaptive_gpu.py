@@ -177,13 +177,13 @@ def best_dense(line: dict[str, Any], kind: str) -> float | None:
 
 
 def in_a_graph(learner: BlockSparseAdaptive, x: list[Tensor], is_causal: bool) -> dict[str, float]:
-    """Seconds of choosing and of training steps captured in CUDA graphs, and how they compare.
+    """Seconds of choosing, with noise, and of training steps captured in CUDA graphs, and how they compare.
 
     With leaves of their own: autograd keeps to the stream on which a leaf was first used.
     """
     learner, x = copy.deepcopy(learner), [t.detach().clone().requires_grad_() for t in x]
     leaves, grad = [*x, *learner.parameters()], torch.randn_like(x[0])
-    chooser = copy.deepcopy(learner).eval()
+    chooser = copy.deepcopy(learner)
 
     @torch.no_grad()
     def choose() -> None:
