@@ -219,10 +219,10 @@ def hidden_kernel(
         b_score = tl.where(b_score == NO_KEY, float("nan"), b_score)
         b_score = tl.where(b_seen & (b_near == 0), b_score, NO_KEY)
     tl.store(p_scores + stream * rows * width + o_i * width + o_j, b_score, mask=(o_i < rows) & (o_j < width))
-    # Those with the last blocks have least to do.
-    if LISTS and tl.program_id(1) == tl.num_programs(1) - 1:
-        o_own = first_row + tl.arange(0, BM)
-        end = tl.minimum(begin + first_row + BM, width) if CAUSAL else width
+    # Causal rows of the first tile have nothing to do with later blocks: each such program asks for a tile of rows.
+    if LISTS and tl.program_id(0) == 0:
+        o_own = first_column + tl.arange(0, BM)
+        end = tl.minimum(begin + first_column + BM, width) if CAUSAL else width
         b_may = may_list(p_visible, begin + o_own, end, local, sink, room, least, most, kept, SIGHTED, CAUSAL)
         tl.store(p_may + stream * width + begin + o_own, b_may, mask=o_own < rows)
 
