@@ -20,6 +20,7 @@ import json
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -177,16 +178,16 @@ def best_dense(line: dict[str, Any], kind: str) -> float | None:
 
 
 def in_a_graph(learner: BlockSparseAdaptive, x: list[Tensor], is_causal: bool) -> dict[str, float]:
-    """Seconds of choosing, with noise, and of training steps captured in CUDA graphs, and how they compare.
+    """Seconds of training steps and of choosing, with noise and without, in CUDA graphs, and how they compare.
 
     With leaves of their own: autograd keeps to the stream on which a leaf was first used.
     """
     learner, x = copy.deepcopy(learner), [t.detach().clone().requires_grad_() for t in x]
     leaves, grad = [*x, *learner.parameters()], torch.randn_like(x[0])
-    chooser = copy.deepcopy(learner)
+    choosers = copy.deepcopy(learner), copy.deepcopy(learner).eval()
 
     @torch.no_grad()
-    def choose() -> None:
+    def choose(chooser: BlockSparseAdaptive) -> None:
         chooser._choose(x[0].transpose(1, 2), x[1].transpose(1, 2), is_causal, None)
 
     def learned() -> None:
@@ -197,10 +198,11 @@ def in_a_graph(learner: BlockSparseAdaptive, x: list[Tensor], is_causal: bool) -
             output = F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in x), is_causal=is_causal)
         torch.autograd.grad(output.transpose(1, 2), x, grad)
 
-    took = by_turns([captured(run) for run in (choose, learned, dense)], "cuda")
-    names = "choosing_seconds", "learned_with_backward_seconds", "sdpa-cudnn_with_backward_seconds"
-    found = dict(zip(names, took, strict=True))
-    return found | {"speedup": took[2] / took[1], "choosing_share": took[0] / took[1]}
+    runs = learned, dense, *(partial(choose, chooser) for chooser in choosers)
+    took = by_turns([captured(run) for run in runs], "cuda")
+    names = "learned_with_backward_seconds", "sdpa-cudnn_with_backward_seconds", "choosing_seconds"
+    found = dict(zip((*names, "choosing_without_noise_seconds"), took, strict=True))
+    return found | {"speedup": took[1] / took[0], "choosing_share": took[2] / took[0]}
 
 
 def captured(run: Callable[[], Any]) -> Callable[[], None]:

@@ -50,8 +50,9 @@ CASES = [
     Case("random:0.01;block=128", 64, 2**14),
     Case(f"{LEARNED}0.99", 64, 2**20),
     Case(f"{LEARNED}0.9 & causal", 64, 2**17),
+    Case(f"{LEARNED}0.9 & causal", 64, 2**15),
 ]
-KERNELS = "attention_|hidden_kernel|match_kernel|rank_kernel|choice_kernel|summaries_kernel"
+KERNELS = "attention_|hidden_kernel|match_kernel|rank_kernel|choice_kernel|summaries_kernel|factor_kernel"
 """Names of those that are counted."""
 MOST_LAUNCHES = 24
 """Of a case; a choice has some hundred, which are much alike."""
