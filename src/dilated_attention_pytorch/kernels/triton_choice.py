@@ -47,6 +47,8 @@ warps of a row; scores live in registers, and noise needs some besides."""
 READY_REGISTERS = 64, 72, 128
 """Of a thread that only ranks: of one row up to 32 scores, as many of several rows, or more. Told, the assembler keeps
 to what leaves room for many warps, and spills nothing."""
+FEWEST_ASKED = tl.constexpr(256)
+"""Blocks up to which all scores of a row are asked for their mean."""
 SCORED = 64
 """Rows of a run of blocks are multiples of so many, where they are more, so that few tiles of theirs are cut short."""
 SCORE_BYTES, OF_LISTS = 9 * 2**21, 2
@@ -92,12 +94,13 @@ def rank_kernel(
         b_score = tl.reshape(tl.load(p_scores, mask=o_tile < end, other=NO_KEY), [BM, T])
         b_open = tl.zeros([BM], tl.int32) + (may >> 16)
         b_count = tl.where(b_exist, may & 0xFFFF, 0)
-        # One in four, where a thread reads as many at a time, say nearly as well as all what to try first. What is left
-        # out is -0, which nobody adds.
-        b_asked = (tl.arange(0, T) % V == 0)[None, :]
+        # Of many, one in four, where a thread reads so many at a time, say nearly as well what to try first. What
+        # is left out is -0, which nobody adds.
+        EACH: tl.constexpr = V if T > FEWEST_ASKED else 1
+        b_asked = (tl.arange(0, T) % EACH == 0)[None, :]
         b_finite = tl.where(tl.abs(b_score) < float("inf"), b_score, 0.0)
-        b_sum = tl.sum(tl.where(b_asked, b_finite, -0.0), 1) * V
-        b_squares = tl.sum(tl.where(b_asked, b_finite * b_finite, -0.0), 1) * V
+        b_sum = tl.sum(tl.where(b_asked, b_finite, -0.0), 1) * EACH
+        b_squares = tl.sum(tl.where(b_asked, b_finite * b_finite, -0.0), 1) * EACH
     else:
         # Nothing is seen past the width, so that what stands there does not matter.
         b_score = tl.load(p_scores, mask=o_tile < width)

@@ -58,9 +58,8 @@ def quick_log2(b_x, MINUS: tl.constexpr = False):
     if NO_PTX:
         return tl.log2(b_x) * (-1.0 if MINUS else 1.0)
     else:
-        NAMED: tl.constexpr = "neg.f32 $0, $0;" if MINUS else ""
-        asm: tl.constexpr = "lg2.approx.ftz.f32 $0, $1;" + NAMED
-        return tl.inline_asm_elementwise(asm, "=f,f", [b_x], tl.float32, is_pure=True, pack=1)
+        ASM: tl.constexpr = "lg2.approx.ftz.f32 $0, $1;" + (" neg.f32 $0, $0;" if MINUS else "")
+        return tl.inline_asm_elementwise(ASM, "=f,f", [b_x], tl.float32, is_pure=True, pack=1)
 
 
 @triton.jit
@@ -83,7 +82,8 @@ def noisy(b_score, b_row, b_column, b_weight):
     b_bits = scrambled((b_row ^ (b_row >> 16)) ^ (b_column ^ (b_column >> 16)))
     b_bits = ((b_bits >> 9) ^ (b_bits >> 25)) | 0x3F800000
     b_uniform = b_bits.to(tl.float32, bitcast=True) - (1.0 - 2.0**-24)
-    # -log2(uniform), to 2^-22: of that a large noise is told to fewer digits, and nothing is as close to 0 as that.
+    # -log2(uniform), off by 2^-22 at most, and never 0. The smallest, thus the largest noise, have fewer digits for
+    # that; such blocks rank first in any case.
     b_sum = tl.maximum(quick_log2(b_uniform, True), 2.0**-24)
     return tl.fma(quick_log2(b_sum), b_weight * -LN2, b_score)
 
