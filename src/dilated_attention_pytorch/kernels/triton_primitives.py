@@ -287,6 +287,7 @@ def projected(p_own, p_project, o_own, b_real, o_r, s_own, D: tl.constexpr, RANK
     b_left = tl.zeros([o_own.shape[0], RP], tl.float32)
     for first in range(0, D, STEP):
         o_d = first + tl.arange(0, STEP)
+        # Asked for first, or it would be only when the rows, which come from further away, are there.
         b_mask = (o_d < D)[:, None] & (o_r < RANK)[None, :]
         b_project = tl.load(p_project + o_d[:, None] * RANK + o_r[None, :], mask=b_mask, other=0.0).to(tl.float32)
         b_mask = b_real[:, None] & (o_d < D)[None, :]

@@ -22,7 +22,8 @@ ASKED = 8
 LINE = 512
 """Bytes that a warp reads with one instruction."""
 PROJECTED = 32
-"""Blocks, or sub-blocks, that a program projects, and hidden units of a step."""
+"""Blocks, or sub-blocks, that a program projects, and hidden units of a step. It is one small product after another, so
+that few warps, which ask for the next steps' factors early, end sooner than many."""
 
 
 @triton.jit
