@@ -77,10 +77,11 @@ class Launch:
     nothing but where they lie and of what type they are, and keeps none of them.
     """
 
-    __slots__ = ("_entries", "_index", "_kernel", "_numbers", "_options")
+    __slots__ = ("_entries", "_index", "_kernel", "_numbers", "_options", "_overlaps")
 
     def __init__(self, kernel: Any, device: torch.device, *numbers: int | float, **options: Any) -> None:
         self._kernel, self._index, self._numbers, self._options = kernel, device.index, numbers, options
+        self._overlaps = bool(options.get("launch_pdl"))
         self._entries: dict[tuple[object, ...], tuple[Entry | None, tuple[object, ...]]] = {}
 
     def __call__(self, grid: Grid, tensors: Sequence[Tensor], *changing: int) -> None:
@@ -89,7 +90,7 @@ class Launch:
         key = *[x.dtype for x in tensors], *[place % 16 for place in places]
         entry, rest = self._entries.get(key, (None, ()))
         if entry is not None and _may_run(entry, self._index):
-            entry(grid, entry.stream_of(self._index), (*places, *changing, *rest), False)
+            entry(grid, entry.stream_of(self._index), (*places, *changing, *rest), self._overlaps)
             return
         first_call.finish()
         arguments = *tensors, *changing, *self._numbers

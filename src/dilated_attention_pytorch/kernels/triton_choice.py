@@ -13,7 +13,7 @@ from torch import Tensor
 from ..plan.selected import Budget
 from .quick_launch import KEPT, Launch
 from .selection import Factors
-from .triton_launch import OPTIONS, _precision, held
+from .triton_launch import OPTIONS, _precision, held, launches_overlap
 from .triton_lists import ones_of
 from .triton_primitives import NO_KEY, dropout_rows, projected
 from .triton_ranking import (
@@ -198,16 +198,23 @@ def choice_kernel(
     first, begin, lines, total, blocks, heads, room, coldest, root, so_b, so_h, so_n, s_project, BM: tl.constexpr,
     BN: tl.constexpr, T: tl.constexpr, K: tl.constexpr, D: tl.constexpr, RANK: tl.constexpr, RP: tl.constexpr,
     UK: tl.constexpr, UG: tl.constexpr, SIZE: tl.constexpr, CAUSAL: tl.constexpr, NOISE: tl.constexpr,
-    HOLES: tl.constexpr, ROUNDS: tl.constexpr, FEW: tl.constexpr, PRECISION: tl.constexpr,
+    HOLES: tl.constexpr, ROUNDS: tl.constexpr, FEW: tl.constexpr, NEXT: tl.constexpr, AFTER: tl.constexpr,
+    WHOLE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """What `match_kernel` and `rank_kernel` give for tokens of the blocks from `begin` on, BM of one block.
 
     `p_table` has `lines` lines, from block `first` on, NO_KEY where nothing is listed. T holds the blocks that a token
-    sees. With FEW, programs whose tokens list nothing end at once.
+    sees. With FEW, programs whose tokens list nothing end at once. With NEXT, programs of the next launch, which is
+    AFTER this one, start as soon as the last of this one have started: it needs nothing of this one.
     """
-    # Those that see most begin first.
-    tile = tl.num_programs(0) - 1 - tl.program_id(0)
-    stream = tl.program_id(1).to(tl.int64)
+    if NEXT:
+        tl.extra.cuda.gdc_launch_dependents()
+    # Those that see most begin first, of all heads.
+    tile = tl.num_programs(1) - 1 - tl.program_id(1)
+    stream = tl.program_id(0).to(tl.int64)
+    if AFTER and tile == 0 and stream == 0:
+        # What follows waits for this launch, and must wait for the one before.
+        tl.extra.cuda.gdc_wait()
     head = stream % heads
     own = begin + tile * BM // SIZE
     o_row = begin * SIZE + tile * BM + tl.arange(0, BM)
@@ -246,11 +253,12 @@ def choice_kernel(
     for begun in range(0, end, BN):
         o_column = begun + tl.arange(0, BN)
         # Asked for before the products, which take as long as it does to come.
-        b_line = tl.load(p_table + o_column, mask=o_column < blocks, other=NO_KEY)
-        b_scale = tl.load(p_scale + stream * blocks + o_column, mask=o_column < blocks, other=0.0)
+        b_there = (o_column < blocks) | WHOLE
+        b_line = tl.load(p_table + o_column, mask=b_there, other=NO_KEY)
+        b_scale = tl.load(p_scale + stream * blocks + o_column, mask=b_there, other=0.0)
         b_match = b_undone[:, None] * match_scores(
             b_left, b_rest, b_exist, p_right, p_rest, p_right_there + stream * blocks * UK, begun, blocks, o_r,
-            BM, BN, RANK, RP, 1, UK, UG, HOLES, ROUNDS,
+            BM, BN, RANK, RP, 1, UK, UG, HOLES, ROUNDS, WHOLE,
         )  # fmt: skip
         # What is not listed counts as 0 in the sums.
         b_listable = b_line != NO_KEY
@@ -286,13 +294,17 @@ def choice_kernel(
 def _choice_launch(
     device: torch.device, wide: int, at_once: int, columns: int, grouped: int, d: int, rank: int, units: int,
     block_size: int, is_causal: bool, noise: bool, holes: bool, rounds: bool, room: int,
-    numbers: tuple[int | float, ...],
+    numbers: tuple[int | float, ...], goes_on: bool, after: bool,
 ) -> Launch:  # fmt: skip
     constants = {"BM": at_once, "BN": columns, "T": wide, "K": held(room), "D": d, "RANK": rank, "RP": held(rank)}
     constants |= {"UK": units, "UG": grouped, "SIZE": block_size, "CAUSAL": is_causal, "NOISE": noise, "HOLES": holes}
-    constants |= {"ROUNDS": rounds, "FEW": wide == NARROWEST, "PRECISION": _precision(torch.float32)}
+    constants |= {"ROUNDS": rounds, "FEW": wide == NARROWEST, "WHOLE": numbers[1] % columns == 0}
+    constants["PRECISION"] = _precision(torch.float32)
     constants |= {"num_warps": 4, "num_stages": 3} | OPTIONS
     constants |= {"maxnreg": NARROW_REGISTERS} if wide < CHOSEN_AMONG else {}
+    overlaps = launches_overlap(device)
+    constants |= {"NEXT": goes_on and overlaps, "AFTER": after and overlaps}
+    constants |= {"launch_pdl": True} if after and overlaps else {}
     return Launch(choice_kernel, device, *numbers, **constants)
 
 
@@ -318,8 +330,8 @@ def choose(
         wide = max(held(last - 1 if is_causal else t), least)
         begin = max(wide // 2 + 1, first) if is_causal and wide > least else first
         tiles = -(-(min(last * block_size, total) - begin * block_size) // CHOSEN)
-        launch = _choice_launch(own.device, wide, CHOSEN, *told)
-        launch((tiles, batch * heads, 1), read, first, begin, lines)
+        launch = _choice_launch(own.device, wide, CHOSEN, *told, begin > first, last < first + lines)
+        launch((batch * heads, tiles, 1), read, first, begin, lines)
         last = begin
 
 

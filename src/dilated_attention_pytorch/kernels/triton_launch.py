@@ -297,6 +297,12 @@ def held(width: int) -> int:
     return max(16, 1 << (width - 1).bit_length())
 
 
+def launches_overlap(device: torch.device) -> bool:
+    """Whether a launch may start as the programs of the one before end."""
+    known = device.type == "cuda" and torch.version.hip is None
+    return known and torch.cuda.get_device_capability(device)[0] >= 9
+
+
 def shares_much(device: torch.device) -> bool:
     """Whether a program may use as much shared memory as those of data-centre GPUs."""
     if device.type != "cuda":

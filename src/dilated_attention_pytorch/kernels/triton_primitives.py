@@ -9,6 +9,9 @@ is not finite. D and E are the widths of keys and of values, DP and EP the power
 
 from __future__ import annotations
 
+import os
+
+import torch
 import triton
 import triton.language as tl
 
@@ -16,6 +19,8 @@ LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 NO_KEY = tl.constexpr(float("-inf"))
 STEP_D = tl.constexpr(32)
+NO_PTX = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1" or torch.version.hip is not None)
+"""Whether instructions cannot be given by name."""
 
 
 @triton.jit
@@ -281,6 +286,32 @@ def dropout_kept(b_row, b_key, threshold):
 
 
 @triton.jit
+def finite(b_x):
+    """Numbers, and 0 in place of what is none or has no end."""
+    if NO_PTX or b_x.dtype != tl.bfloat16:
+        return tl.where(tl.abs(b_x.to(tl.float32)) < float("inf"), b_x, 0.0)
+    else:
+        # Two at a time: exponents of ones alone, one more, reach the first bit, which then is all bits of a mask.
+        ASM: tl.constexpr = """{
+            .reg .b32 m;
+            and.b32 m, $1, 0x7F807F80;
+            add.u32 m, m, 0x00800080;
+            prmt.b32 m, m, 0, 0xBB99;
+            not.b32 m, m;
+            and.b32 $0, $1, m;
+        }"""
+        return tl.inline_asm_elementwise(ASM, "=r,r", [b_x], tl.bfloat16, is_pure=True, pack=2)
+
+
+@triton.jit
+def leading(b_x):
+    """The first 8 bits of float32 as bfloat16, and what is left."""
+    b_bits = b_x.to(tl.int32, bitcast=True)
+    b_first = (b_bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    return b_first, b_x - (b_bits & -0x10000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def projected(p_own, p_project, o_own, b_real, o_r, s_own, D: tl.constexpr, RANK: tl.constexpr, RP: tl.constexpr,
               PRECISION: tl.constexpr, STEP: tl.constexpr = STEP_D):  # fmt: skip
     """Rows of width D times a matrix (D, RANK), [rows, RP]; of the rows, what is not finite counts as 0."""
@@ -291,14 +322,14 @@ def projected(p_own, p_project, o_own, b_real, o_r, s_own, D: tl.constexpr, RANK
         b_mask = (o_d < D)[:, None] & (o_r < RANK)[None, :]
         b_project = tl.load(p_project + o_d[:, None] * RANK + o_r[None, :], mask=b_mask, other=0.0).to(tl.float32)
         b_mask = b_real[:, None] & (o_d < D)[None, :]
-        b_own = tl.load(p_own + o_own[:, None] * s_own + o_d[None, :], mask=b_mask, other=0.0).to(tl.float32)
-        b_own = tl.where(tl.abs(b_own) < float("inf"), b_own, 0.0)
-        if PRECISION == "tf32x3" and p_own.dtype.element_ty.primitive_bitwidth == 16:
-            # Rows of 16 bits are tf32 already: two products do, with the matrix as tf32 rounds it and with the rest.
-            b_whole = (b_project.to(tl.int32, bitcast=True) + 0x1000) & -0x2000
-            b_whole = b_whole.to(tl.float32, bitcast=True)
-            b_left = tl.dot(b_own, b_project - b_whole, b_left, input_precision="tf32")
-            b_left = tl.dot(b_own, b_whole, b_left, input_precision="tf32")
+        b_own = finite(tl.load(p_own + o_own[:, None] * s_own + o_d[None, :], mask=b_mask, other=0.0))
+        if p_own.dtype.element_ty == tl.bfloat16:
+            # Three such numbers add up to one of float32, and their products with the rows are exact.
+            b_first, b_project = leading(b_project)
+            b_second, b_project = leading(b_project)
+            b_left = tl.dot(b_own, b_project.to(tl.bfloat16), b_left)
+            b_left = tl.dot(b_own, b_second, b_left)
+            b_left = tl.dot(b_own, b_first, b_left)
         else:
-            b_left = tl.dot(b_own, b_project, b_left, input_precision=PRECISION)
+            b_left = tl.dot(b_own.to(tl.float32), b_project, b_left, input_precision=PRECISION)
     return b_left

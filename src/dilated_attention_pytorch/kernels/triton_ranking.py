@@ -11,17 +11,12 @@ product's result in four, of which each has 2 of 8 (PRODUCT), and one that is lo
 
 from __future__ import annotations
 
-import os
-
-import torch
 import triton
 import triton.language as tl
 
 from .triton_lists import ones_of
-from .triton_primitives import LN2, NO_KEY, scrambled
+from .triton_primitives import LN2, NO_KEY, NO_PTX, scrambled
 
-NO_PTX = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1" or torch.version.hip is not None)
-"""Whether instructions cannot be given by name."""
 TRIALS, AIMED, UNASKED = tl.constexpr(20), tl.constexpr(4), tl.constexpr(3)
 """Of what as many lie above as are listed. The first are moved by how many are wrong, later ones lie between those that
 counts are known of; only after so many are rows of a product, of which many share a program, asked whether all are
@@ -50,16 +45,12 @@ def score_at(b_place):
 
 
 @triton.jit
-def quick_log2(b_x, MINUS: tl.constexpr = False):
-    """To 2^-22, of numbers from 1/2 to 2, or to 2^-22 of it, of others above 2^-126: no other numbers come.
-
-    With MINUS the other sign, which would take an instruction if it were not given by name.
-    """
+def quick_log2(b_x):
+    """To 2^-22, of numbers from 1/2 to 2, or to 2^-22 of it, of others above 2^-126: no other numbers come."""
     if NO_PTX:
-        return tl.log2(b_x) * (-1.0 if MINUS else 1.0)
+        return tl.log2(b_x)
     else:
-        ASM: tl.constexpr = "lg2.approx.ftz.f32 $0, $1;" + (" neg.f32 $0, $0;" if MINUS else "")
-        return tl.inline_asm_elementwise(ASM, "=f,f", [b_x], tl.float32, is_pure=True, pack=1)
+        return tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [b_x], tl.float32, is_pure=True, pack=1)
 
 
 @triton.jit
@@ -82,9 +73,9 @@ def noisy(b_score, b_row, b_column, b_weight):
     b_bits = scrambled((b_row ^ (b_row >> 16)) ^ (b_column ^ (b_column >> 16)))
     b_bits = ((b_bits >> 9) ^ (b_bits >> 25)) | 0x3F800000
     b_uniform = b_bits.to(tl.float32, bitcast=True) - (1.0 - 2.0**-24)
-    # -log2(uniform), off by 2^-22 at most, and never 0. The smallest, thus the largest noise, have fewer digits for
+    # -log2(uniform), off by 2^-21 at most, and never 0. The smallest, thus the largest noise, have fewer digits for
     # that; such blocks rank first in any case.
-    b_sum = tl.maximum(quick_log2(b_uniform, True), 2.0**-24)
+    b_sum = 2.0**-22 - quick_log2(b_uniform)
     return tl.fma(quick_log2(b_sum), b_weight * -LN2, b_score)
 
 

@@ -95,11 +95,11 @@ def larger(x, y):
 def matched_units(
     b_left, b_rest, b_left_there, p_right, p_rest, p_right_there, begun, unit, blocks, o_r,
     BM: tl.constexpr, BN: tl.constexpr, RANK: tl.constexpr, RP: tl.constexpr, UQ: tl.constexpr, UK: tl.constexpr,
-    UG: tl.constexpr, HOLES: tl.constexpr, ROUNDS: tl.constexpr,
+    UG: tl.constexpr, HOLES: tl.constexpr, ROUNDS: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """`match_scores` with UG sub-blocks of every key block, from `unit` on, or NO_KEY."""
     o_n = tl.arange(0, UG * BN)
-    b_there = begun + o_n % BN < blocks
+    b_there = (begun + o_n % BN < blocks) | WHOLE
     # All blocks of a head: at most 2^14 of 2^7 units of rank 2^7.
     o_unit = (begun + o_n % BN) * UK + unit + o_n // BN
     b_mask = b_there[:, None]
@@ -125,10 +125,11 @@ def matched_units(
 def match_scores(
     b_left, b_rest, b_left_there, p_right, p_rest, p_right_there, begun, blocks, o_r,
     BM: tl.constexpr, BN: tl.constexpr, RANK: tl.constexpr, RP: tl.constexpr, UQ: tl.constexpr, UK: tl.constexpr,
-    UG: tl.constexpr, HOLES: tl.constexpr, ROUNDS: tl.constexpr,
+    UG: tl.constexpr, HOLES: tl.constexpr, ROUNDS: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """The best match of a sub-block of each row with one of each key block, [BM, BN], of both sides in halves, or with
-    ROUNDS of the first alone, still without 1 / sqrt(rank). A product takes UG sub-blocks of every key block."""
+    ROUNDS of the first alone, still without 1 / sqrt(rank). A product takes UG sub-blocks of every key block. WHOLE
+    are steps of which all blocks are there, without a question."""
     b_best = tl.full([BM, BN], NO_KEY, tl.float32)
     # A loop within the caller's would keep the compiler from asking for what later steps of that need.
     AT_ONCE: tl.constexpr = UK if UK * BN * RP * (1 if ROUNDS else 2) <= UNROLLED else UG
@@ -136,7 +137,7 @@ def match_scores(
         for more in tl.static_range(0, AT_ONCE, UG):
             b_best = larger(b_best, matched_units(
                 b_left, b_rest, b_left_there, p_right, p_rest, p_right_there, begun, unit + more, blocks, o_r,
-                BM, BN, RANK, RP, UQ, UK, UG, HOLES, ROUNDS,
+                BM, BN, RANK, RP, UQ, UK, UG, HOLES, ROUNDS, WHOLE,
             ))  # fmt: skip
     if HOLES:
         # Nothing there on either side: as the torch path has it.
@@ -219,10 +220,14 @@ def hidden_kernel(
         b_score = tl.where(b_score == NO_KEY, float("nan"), b_score)
         b_score = tl.where(b_seen & (b_near == 0), b_score, NO_KEY)
     tl.store(p_scores + stream * rows * width + o_i * width + o_j, b_score, mask=(o_i < rows) & (o_j < width))
-    # Causal rows of the first tile have nothing to do with later blocks: each such program asks for a tile of rows.
-    if LISTS and tl.program_id(0) == 0:
-        o_own = first_column + tl.arange(0, BM)
-        end = tl.minimum(begin + first_column + BM, width) if CAUSAL else width
+    # Causal rows of the first tile have nothing to do with later blocks: each such program asks for a tile of rows, and
+    # for those of the one that has, the last of the next tile's.
+    spare = (tl.program_id(0) == 1) & (tl.program_id(1) == tl.num_programs(1) - 1)
+    asks = (tl.program_id(0) == 0) & ((first_column > 0) | (tl.num_programs(0) == 1))
+    if LISTS and (asks | spare):
+        first_asked = tl.where(spare, 0, first_column)
+        o_own = first_asked + tl.arange(0, BM)
+        end = tl.minimum(begin + first_asked + BM, width) if CAUSAL else width
         b_may = may_list(p_visible, begin + o_own, end, local, sink, room, least, most, kept, SIGHTED, CAUSAL)
         tl.store(p_may + stream * width + begin + o_own, b_may, mask=o_own < rows)
 
@@ -233,8 +238,8 @@ def match_kernel(
     begin, rows, span, first, lines, width, total, blocks, heads, coldest, root, so_b, so_h, so_n, s_project,
     BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, RANK: tl.constexpr, RP: tl.constexpr, UQ: tl.constexpr,
     UK: tl.constexpr, UG: tl.constexpr, SIZE: tl.constexpr, IDS: tl.constexpr, TOGETHER: tl.constexpr,
-    NOISE: tl.constexpr, CAUSAL: tl.constexpr, HOLES: tl.constexpr, ROUNDS: tl.constexpr, STAGES: tl.constexpr,
-    PRECISION: tl.constexpr,
+    NOISE: tl.constexpr, CAUSAL: tl.constexpr, HOLES: tl.constexpr, ROUNDS: tl.constexpr, WHOLE: tl.constexpr,
+    STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Add to the scores of BM rows with `span` of the first `width` blocks what their sub-blocks match.
 
@@ -279,7 +284,7 @@ def match_kernel(
     # Told the stages, the compiler asks steps ahead for what lies beside the products too, which comes from far away.
     for begun in tl.range(start, end, BN, num_stages=STAGES):
         o_column = begun + tl.arange(0, BN)
-        b_there = o_column < width
+        b_there = (o_column < width) | WHOLE
         # Scores of a head are held to some bytes, or a few rows.
         p_tile = p_scores + o_i[:, None] * width + o_column[None, :]
         b_mask = b_exist[:, None] & b_there[None, :]
@@ -290,7 +295,7 @@ def match_kernel(
         b_scale = tl.load(p_scale + o_column, mask=b_there, other=0.0)[None, :]
         b_match = match_scores(
             b_left, b_rest, b_left_there, p_right, p_rest, p_right_there, begun, blocks, o_r,
-            BM, BN, RANK, RP, UQ, UK, UG, HOLES, ROUNDS,
+            BM, BN, RANK, RP, UQ, UK, UG, HOLES, ROUNDS, WHOLE,
         )  # fmt: skip
         b_match = b_score + b_undone[:, None] * b_match * b_scale
         if NOISE:
@@ -422,6 +427,7 @@ def _match_launch(
     constants |= {"UG": grouped, "SIZE": size, "CAUSAL": is_causal, "HOLES": holes, "IDS": ids, "TOGETHER": together}
     constants |= {"NOISE": noise, "ROUNDS": rounds, "PRECISION": _precision(torch.float32)}
     constants |= {"num_warps": max(at_once * own_units // 16, 4), "STAGES": STAGES, "num_stages": STAGES}
+    constants["WHOLE"] = numbers[0] % columns == numbers[2] % columns == 0
     return Launch(match_kernel, device, *numbers, **constants, **OPTIONS)
 
 

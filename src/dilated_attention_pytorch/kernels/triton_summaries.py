@@ -15,7 +15,7 @@ from .triton_launch import OPTIONS, _precision, held
 from .triton_primitives import projected
 from .triton_selection import Halves, halved
 
-ROWS = 8
+ROWS = 4
 """Tokens that a program of sums holds side by side: of as many units, where blocks have those."""
 ASKED = 8
 """Tokens below each other that it asks for at once: enough on their way to keep memory busy."""
