@@ -155,7 +155,7 @@ class Choice(NamedTuple):
             draw(*lead, t, m) * (not self.tied),
             2 * draw(self.heads, m),
             draw(self.heads),
-            draw(*lead, rows, own_units, 5),
+            draw(*lead, rows, own_units, 5).to(torch.bfloat16 if self.rounds or self.wild else torch.float32),
             draw(self.heads, 5, d),
             draw(*lead, t, self.units, d),
             torch.rand(self.heads) - 0.5,
@@ -184,7 +184,7 @@ class Choice(NamedTuple):
             factors.columns[..., t // 2, :] = torch.nan
         if self.wild:
             factors.right.mul_(10 ** (12 * torch.rand(t, 1, 1) - 4))
-            factors.columns[..., 1, :] = torch.inf
+            factors.columns[..., 1:3, :] = torch.inf
             assert len(factors.weight.sign().unique()) == 2
         scores = dense_scores(factors, torch.arange(factors.own.shape[2]) // (16 if self.per_token else 1))
         seed = torch.tensor([2**40 + 12345]) if self.noise else None
@@ -465,6 +465,9 @@ TRIALS = {
     "choice among equals": Choice(False, tied=True, n=200, heads=2, kept=0.4),
     "choice of causal tokens among equals": Choice(True, True, tied=True, n=200, heads=2, sink=0),
     "choice of tokens by wild scores": Choice(True, True, n=170, heads=2, hidden=1, rank=20, sink=0, wild=True),
+    "choice of most tokens by wild scores": Choice(
+        True, True, n=170, heads=2, hidden=1, rank=20, sink=0, kept=0.9, wild=True
+    ),
     "choice in registers, noise, rounded": Choice(
         True, True, noise=True, n=70, kept=0.9, in_registers=True, rounds=True
     ),
@@ -475,6 +478,9 @@ TRIALS = {
     "choice in registers among equals": Choice(True, True, tied=True, n=200, heads=2, sink=0, in_registers=True),
     "choice in registers by wild scores": Choice(
         True, True, n=170, heads=2, hidden=1, rank=20, sink=0, kept=1.0, wild=True, in_registers=True
+    ),
+    "choice in registers of most by wild scores": Choice(
+        True, True, n=170, heads=2, hidden=1, rank=20, sink=0, kept=0.9, wild=True, in_registers=True
     ),
 }
 

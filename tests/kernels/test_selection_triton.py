@@ -56,6 +56,8 @@ SLOW = [
     "choice in registers, holes, both ways",
     "choice in registers among equals",
     "choice in registers by wild scores",
+    "choice in registers of most by wild scores",
+    "choice of most tokens by wild scores",
     "choice without a match",
     "choice of rounded blocks without hidden units",
     "parameters by tokens among equals, holes",

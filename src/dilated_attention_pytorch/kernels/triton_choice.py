@@ -281,11 +281,11 @@ def choice_kernel(
     b_mean = tl.gather(tl.sum(tl.sum(b_sum, 2), 1), tl.arange(0, BM), 0) * each
     b_square = tl.gather(tl.sum(tl.sum(b_squares, 2), 1), tl.arange(0, BM), 0) * each
     b_open = tl.zeros([BM], tl.int32) + (may >> 16)
-    # The mean less itself need not be 0: the compiler would subtract from the product before it was rounded.
-    if tl.min((tl.abs(b_mean) < float("inf")).to(tl.int32), 0) == 0:
-        b_open = counted((b_score > NO_KEY).to(tl.float32), BM, T, T, 1)
-    b_count = tl.minimum(tl.where(b_exist, may & 0xFFFF, 0), b_open)
+    b_count = tl.where(b_exist, may & 0xFFFF, 0)
     b_listed, b_count = best_of(b_score, b_mean, b_square, b_open, b_count, BM, T, T, 1, True, True)
+    if (may & 0xFFFF) == (may >> 16):
+        # Among those told to be there may be some that are not numbers.
+        b_count = counted(b_listed, BM, T, T, 1)
     clear_lists(p_indices, b_exist, room, blocks, BM, K)
     write_lists(p_indices, p_counts, b_listed, b_count, b_exist, room, BM, T, True)
 

@@ -312,6 +312,15 @@ def leading(b_x):
 
 
 @triton.jit
+def product(b_left, b_right, b_sum):
+    """The product of two of bfloat16, and a sum; the interpreter knows none but of other types."""
+    if NO_PTX:
+        return tl.dot(b_left.to(tl.float32), b_right.to(tl.float32), b_sum, input_precision="ieee")
+    else:
+        return tl.dot(b_left, b_right, b_sum)
+
+
+@triton.jit
 def projected(p_own, p_project, o_own, b_real, o_r, s_own, D: tl.constexpr, RANK: tl.constexpr, RP: tl.constexpr,
               PRECISION: tl.constexpr, STEP: tl.constexpr = STEP_D):  # fmt: skip
     """Rows of width D times a matrix (D, RANK), [rows, RP]; of the rows, what is not finite counts as 0."""
@@ -327,9 +336,9 @@ def projected(p_own, p_project, o_own, b_real, o_r, s_own, D: tl.constexpr, RANK
             # Three such numbers add up to one of float32, and their products with the rows are exact.
             b_first, b_project = leading(b_project)
             b_second, b_project = leading(b_project)
-            b_left = tl.dot(b_own, b_project.to(tl.bfloat16), b_left)
-            b_left = tl.dot(b_own, b_second, b_left)
-            b_left = tl.dot(b_own, b_first, b_left)
+            b_left = product(b_own, b_project.to(tl.bfloat16), b_left)
+            b_left = product(b_own, b_second, b_left)
+            b_left = product(b_own, b_first, b_left)
         else:
             b_left = tl.dot(b_own.to(tl.float32), b_project, b_left, input_precision=PRECISION)
     return b_left

@@ -272,9 +272,7 @@ def best_of(
         more = tl.max((b_off & (b_wrong > 0.0)).to(tl.int32), 0)
     if more > 0:
         # Equals, or scores of very different size: the last that is listed, bit by bit, and of equals the first.
-        if not PRODUCT:
-            # Those of a product are as many as told, and compilers would compare them all before they are needed.
-            b_count = tl.minimum(b_count, counted((b_score > NO_KEY).to(tl.float32), BM, T, W, V))
+        b_count = tl.minimum(b_count, counted((b_score > NO_KEY).to(tl.float32), BM, T, W, V))
         b_place = tl.zeros([BM], tl.uint32)
         for bit in range(32):
             b_next = b_place | (tl.full([], 1, tl.uint32) << (31 - bit))
