@@ -155,14 +155,9 @@ def rank_kernel(
         b_count = tl.minimum(tl.where(b_exist, tl.minimum(b_wanted, room), 0), b_open)
     b_each = quick_inverse(tl.maximum(b_open, 1).to(tl.float32))
     b_mean, b_square = b_sum * b_each, b_squares * b_each
-    b_listed, b_count = best_of(b_score, b_mean, b_square, b_open, b_count, BM, T, W, V, False, READY)
-    if READY:
-        # Among those told to be there may be some that are not numbers.
-        listed_all = tl.max((b_count == b_open).to(tl.int32), 0)
-        if listed_all > 0:
-            b_count = counted(b_listed, BM, T, W, V)
+    b_listed = best_of(b_score, b_mean, b_square, b_open, b_count, BM, T, W, V, False, READY)
     clear_lists(p_indices + line * room, b_exist, room, blocks, BM, K)
-    write_lists(p_indices + line * room, p_counts + line, b_listed, b_count, b_exist, room, BM, T, False)
+    write_lists(p_indices + line * room, p_counts + line, b_listed, b_exist, room, BM, T, False)
 
 
 @triton.jit
@@ -282,12 +277,9 @@ def choice_kernel(
     b_square = tl.gather(tl.sum(tl.sum(b_squares, 2), 1), tl.arange(0, BM), 0) * each
     b_open = tl.zeros([BM], tl.int32) + (may >> 16)
     b_count = tl.where(b_exist, may & 0xFFFF, 0)
-    b_listed, b_count = best_of(b_score, b_mean, b_square, b_open, b_count, BM, T, T, 1, True, True)
-    if (may & 0xFFFF) == (may >> 16):
-        # Among those told to be there may be some that are not numbers.
-        b_count = counted(b_listed, BM, T, T, 1)
+    b_listed = best_of(b_score, b_mean, b_square, b_open, b_count, BM, T, T, 1, True, True)
     clear_lists(p_indices, b_exist, room, blocks, BM, K)
-    write_lists(p_indices, p_counts, b_listed, b_count, b_exist, room, BM, T, True)
+    write_lists(p_indices, p_counts, b_listed, b_exist, room, BM, T, True)
 
 
 @lru_cache(maxsize=KEPT)

@@ -219,11 +219,11 @@ def best_of(
     b_score, b_mean, b_square, b_open, b_count, BM: tl.constexpr, T: tl.constexpr, W: tl.constexpr,
     V: tl.constexpr, PRODUCT: tl.constexpr, AS_ONE: tl.constexpr,
 ):  # fmt: skip
-    """Which are the best `b_count` of each row's `b_open` scores, of equals the first, as 1 and 0, and how many.
+    """Which are the best `b_count` of each row's `b_open` scores, or all where those are fewer, as 1 and 0.
 
-    Where the means of scores and of their squares are not right, that takes longer, and also where scores are fewer
-    than told: then all are listed, but where as many were to be, their number is not asked for. AS_ONE, however they
-    were found, they are told by the same instructions, which is less where scores lie as what follows needs them.
+    Of equals the first. Where the means of scores and of their squares are not right, that takes longer, and also where
+    scores are fewer than told. AS_ONE, however they were found, they are told by the same instructions, which is less
+    where scores lie as what follows needs them.
     """
     b_spread = tl.sqrt(tl.maximum(b_square - b_mean * b_mean, 0.0) + 1e-6 * b_mean * b_mean)
     # Of T scores none lies further from the mean.
@@ -301,7 +301,7 @@ def best_of(
             b_listed = above(b_score, b_low)
     if AS_ONE:
         b_listed = above(b_score, b_low)
-    return b_listed, b_count
+    return b_listed
 
 
 @triton.jit
@@ -314,12 +314,13 @@ def clear_lists(p_indices, b_exist, room, blocks, BM: tl.constexpr, K: tl.conste
 
 @triton.jit
 def write_lists(
-    p_indices, p_counts, b_listed, b_count, b_exist, room, BM: tl.constexpr, T: tl.constexpr, PRODUCT: tl.constexpr
+    p_indices, p_counts, b_listed, b_exist, room, BM: tl.constexpr, T: tl.constexpr, PRODUCT: tl.constexpr
 ):  # fmt: skip
     """Of BM rows, the first of which `p_indices` and `p_counts` point to, what lists that are cleared begin with."""
     o_i = tl.arange(0, BM)
     # Every word gives the first bit that is left at a time: few are listed.
     b_words, b_prior = words_of(b_listed, BM, T, PRODUCT)
+    tl.store(p_counts + o_i, tl.sum(ones_of(b_words), 1), mask=b_exist)
     # Told to follow one another, words of a row share a warp, whose stores then fall on few rows.
     p_place = tl.max_contiguous(p_indices + o_i[:, None] * room + b_prior, [1, 2])
     o_j = 32 * tl.arange(0, T // 32)[None, :]
@@ -331,4 +332,3 @@ def write_lists(
             tl.store(p_place + bit, o_j + ones_of((b_words ^ b_left) - 1), mask=b_words != 0)
             b_words = b_left
         p_place += LISTED_TOGETHER
-    tl.store(p_counts + o_i, tl.maximum(b_count, 0), mask=b_exist)
