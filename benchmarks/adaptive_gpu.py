@@ -44,6 +44,8 @@ LAST_START = 180
 """Seconds after which it begins nothing more."""
 LENGTHS = (32768, 131072, 2**20, 16384, 8192, 4096, 2048)
 """What must be fast first, then down to where dense attention wins."""
+ROWS = "block", "token"
+"""Who may choose."""
 FORWARD_ONLY = 2**19
 """Tokens from which dense attention is timed without its backward, at 99 % sparsity."""
 SHORT = 2**15
@@ -52,12 +54,16 @@ GATE = 2e-2
 """Largest error of a checked row or column in bfloat16, over the norm of the exact one."""
 
 
-def lines(lengths: Iterable[int], sparsity: float, device: str = "cuda") -> Iterator[dict[str, Any]]:
+def lines(
+    lengths: Iterable[int], sparsity: float, device: str = "cuda", rows: Iterable[str] = ROWS
+) -> Iterator[dict[str, Any]]:
     """A line of results for each length, without and with a causal mask, until the time is up."""
     begun = time.monotonic()
     for n in lengths:
         for is_causal, granularity in ((False, "block"), (True, "token"), (True, "block")):
             if is_causal and (n >= FORWARD_ONLY or (granularity == "block" and n < SHORT)):
+                continue
+            if granularity not in rows:
                 continue
             line: dict[str, Any] = {"n": n, "sparsity": 0.99 if n >= FORWARD_ONLY else sparsity, "causal": is_causal}
             line["rows"] = granularity
@@ -353,9 +359,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("adaptive.jsonl"))
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)
     parser.add_argument("--sparsity", type=float, default=0.9)
+    parser.add_argument("--rows", choices=ROWS, nargs="+", default=ROWS, help="who chooses; both unless told")
     asked = parser.parse_args()
     faulthandler.dump_traceback_later(LIMIT, exit=True)
-    for found in lines(asked.lengths, asked.sparsity):
+    for found in lines(asked.lengths, asked.sparsity, rows=asked.rows):
         line = {"task": "speed"} | found | facts("cuda")
         print(json.dumps(line), flush=True)
         append(asked.out, line)

@@ -120,7 +120,7 @@ def rank_kernel(
             b_share = tl.where(flags(b_near, T), 0.0, b_share / b_total[:, None])
         if NOISE:
             b_name = dropout_rows(p_seed, stream, begin + o_i)
-            b_score = noisy(b_score, b_name[:, None], tl.arange(0, T)[None, :], 1.0)
+            b_score = noisy(b_score, b_name[:, None], tl.arange(0, T)[None, :])
         # A score that is not a number says nothing for its block: it lies above none.
         b_listable = flags(b_seen & ~b_near, T)
         b_score = tl.where(b_listable, b_score, NO_KEY)
@@ -207,7 +207,7 @@ def choice_kernel(
     # Those that see most begin first, of all heads.
     tile = tl.num_programs(1) - 1 - tl.program_id(1)
     stream = tl.program_id(0).to(tl.int64)
-    if AFTER and tile == 0 and stream == 0:
+    if AFTER and (tile == 0) & (stream == 0):
         # What follows waits for this launch, and must wait for the one before.
         tl.extra.cuda.gdc_wait()
     head = stream % heads
@@ -255,17 +255,15 @@ def choice_kernel(
             b_left, b_rest, b_exist, p_right, p_rest, p_right_there + stream * blocks * UK, begun, blocks, o_r,
             BM, BN, RANK, RP, 1, UK, UG, HOLES, ROUNDS, WHOLE,
         )  # fmt: skip
-        # What is not listed counts as 0 in the sums.
-        b_listable = b_line != NO_KEY
-        b_weight = b_listable.to(tl.float32)
-        b_tile = b_match * (b_scale * b_weight)[None, :] + tl.where(b_listable, b_line, 0.0)[None, :]
+        # A score that is not a number says nothing for its block: it lies above none.
+        b_tile = b_match * b_scale[None, :] + b_line[None, :]
         if NOISE:
-            b_tile = noisy(b_tile, b_name, o_column[None, :], b_weight[None, :])
-        b_four = tl.reshape(b_tile[:, None, :], [BM, 1, BN // 8, 4, 2])
+            b_tile = noisy(b_tile, b_name, o_column[None, :])
+        # What is not listed counts as 0 in the sums.
+        b_four = tl.where((b_line != NO_KEY)[None, :], b_tile, 0.0)
+        b_four = tl.reshape(b_four[:, None, :], [BM, 1, BN // 8, 4, 2])
         b_sum += tl.sum(tl.sum(b_four, 4), 2)
         b_squares += tl.sum(tl.sum(b_four * b_four, 4), 2)
-        # A score that is not a number says nothing for its block: it lies above none.
-        b_tile += tl.where(b_listable, 0.0, NO_KEY)[None, :]
         if begun < T // 2:
             b_1, b_2, b_3, b_4 = put(b_tile, begun, b_1, b_2, b_3, b_4, EIGHTH)
         else:

@@ -63,20 +63,30 @@ def quick_inverse(b_x):
 
 
 @triton.jit
-def noisy(b_score, b_row, b_column, b_weight):
-    """Scores and so many times `ops.selection.gumbel`, less a number that all have in common.
+def from_one(b_bits):
+    """The number from 1 to 2 whose digits are the first 23 bits."""
+    if NO_PTX:
+        return ((b_bits >> 9) | 0x3F800000).to(tl.float32, bitcast=True)
+    else:
+        # One instruction, where shifting and then setting bits would be two.
+        ASM: tl.constexpr = "shf.r.wrap.b32 $0, $1, 127, 9;"
+        return tl.inline_asm_elementwise(ASM, "=f,r", [b_bits], tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def noisy(b_score, b_row, b_column):
+    """Scores and `ops.selection.gumbel`, less a number that all have in common.
 
     With `b_row` from `dropout_rows`; all already broadcastable.
     """
-    # `scramble`, whose first step rows and columns take apart, and whose last is one with the bits of a number above 1.
+    # Rows and columns take the first step of `scramble` apart.
     b_column = b_column.to(tl.uint32) * tl.full([], 0x9E3779B9, tl.uint32)
     b_bits = scrambled((b_row ^ (b_row >> 16)) ^ (b_column ^ (b_column >> 16)))
-    b_bits = ((b_bits >> 9) ^ (b_bits >> 25)) | 0x3F800000
-    b_uniform = b_bits.to(tl.float32, bitcast=True) - (1.0 - 2.0**-24)
+    b_uniform = from_one(b_bits) - (1.0 - 2.0**-24)
     # -log2(uniform), off by 2^-21 at most, and never 0. The smallest, thus the largest noise, have fewer digits for
     # that; such blocks rank first in any case.
     b_sum = 2.0**-22 - quick_log2(b_uniform)
-    return tl.fma(quick_log2(b_sum), b_weight * -LN2, b_score)
+    return tl.fma(quick_log2(b_sum), -LN2, b_score)
 
 
 @triton.jit

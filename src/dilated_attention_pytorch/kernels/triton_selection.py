@@ -299,7 +299,7 @@ def match_kernel(
         )  # fmt: skip
         b_match = b_score + b_undone[:, None] * b_match * b_scale
         if NOISE:
-            b_match = noisy(b_match, b_name[:, None], o_column[None, :], 1.0)
+            b_match = noisy(b_match, b_name[:, None], o_column[None, :])
         tl.store(p_tile, b_match, mask=b_mask)
 
 

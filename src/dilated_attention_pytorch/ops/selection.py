@@ -213,6 +213,8 @@ def gumbel(seed: Tensor, row: Tensor, column: Tensor, like: Tensor) -> Tensor:
     low, high = seed & WORD, (seed >> 32) & WORD
     stream = torch.arange(batch * heads, device=like.device).view(batch, heads, 1, 1)
     word = mix(mix((mix(low ^ mix((high + stream) & WORD)) + row[:, None]) & WORD) ^ ((column * GOLDEN) & WORD))
+    # Without the last step of `mix`, which changes no more than the last of the bits that are taken.
+    word = word ^ (word >> 16)
     # 23 bits and a half: never 0 or 1, and exact in float32.
     uniform = ((word >> 9).to(like.dtype) + 0.5) / 2**23
     return -(-uniform.log()).log()
