@@ -185,6 +185,8 @@ class Choice(NamedTuple):
         if self.wild:
             factors.right.mul_(10 ** (12 * torch.rand(t, 1, 1) - 4))
             factors.columns[..., 1:3, :] = torch.inf
+            # Of queries, what is not finite counts as 0.
+            factors.own[:, :, 99:102, :, 0] = torch.tensor([torch.inf, -torch.inf, torch.nan])[:, None]
             assert len(factors.weight.sign().unique()) == 2
         scores = dense_scores(factors, torch.arange(factors.own.shape[2]) // (16 if self.per_token else 1))
         seed = torch.tensor([2**40 + 12345]) if self.noise else None
