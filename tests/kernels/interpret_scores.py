@@ -1,5 +1,5 @@
 """Run the kernels that score blocks in Triton's interpreter, and print what they are off by: what blocks add up to, the
-factors made of that, and `hidden_kernel` in tiles of every size.
+factors made of that, `hidden_kernel` in tiles of every size, and noise.
 
 A program of its own, as `interpret_selection` is.
 """
@@ -14,13 +14,17 @@ from typing import NamedTuple
 os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
+import triton
+import triton.language as tl
 from conftest import ALLOCATORS, poisoned
 from kernels.no_waiting import GpuRules
 from oracle import dense_scores, error
 
 from dilated_attention_pytorch.kernels import triton_selection, triton_summaries
+from dilated_attention_pytorch.kernels.triton_primitives import dropout_rows
+from dilated_attention_pytorch.kernels.triton_ranking import noisy
 from dilated_attention_pytorch.nn import AdaptiveConfig, BlockSparseAdaptive, summaries
-from dilated_attention_pytorch.ops.selection import Factors
+from dilated_attention_pytorch.ops.selection import Factors, gumbel
 
 
 class Summaries(NamedTuple):
@@ -132,7 +136,29 @@ class Hidden(NamedTuple):
         return {"scores": error(*(torch.where(asked, x, 0.0) for x in (found, wanted)))}
 
 
+@triton.jit
+def noise_kernel(p_seed, p_noise, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    stream, o_i, o_j = tl.program_id(0), tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    b_noise = tl.zeros([ROWS, COLUMNS], tl.float32)
+    b_noise = noisy(b_noise, dropout_rows(p_seed, stream, o_i)[:, None], o_j[None, :])
+    tl.store(p_noise + (stream * ROWS + o_i[:, None]) * COLUMNS + o_j[None, :], b_noise)
+
+
+class Noise(NamedTuple):
+    """What is added to scores while training, of all bits."""
+
+    seed: int
+
+    def errors(self) -> dict[str, float]:
+        """Of the uniform numbers that it is made of, against torch."""
+        seed, found = torch.tensor([self.seed]), torch.empty(2, 2, 64, 128)
+        noise_kernel[(4,)](seed, found, ROWS=64, COLUMNS=128)
+        wanted = gumbel(seed, torch.arange(64), torch.arange(128), found)
+        return {"uniform": error((-found).exp().neg().exp2(), (-wanted).exp().neg().exp())}
+
+
 TRIALS = {
+    "noise": Noise(2**40 + 12345),
     "summaries of whole blocks, two units at a time": Summaries(96, 8, 4, width=100, rows=2, asked=2),
     "summaries of ragged blocks, padded samples": Summaries(90, 16, 8, padded=True),
     "means of the blocks before, in pieces": Summaries(90, 16, 16, before=True, width=100, rows=2, asked=4),

@@ -67,6 +67,7 @@ SLOW = [
     "tokens with long lists turned round in windows",
 ]
 SCORES = [
+    "noise",
     "summaries of whole blocks, two units at a time",
     "summaries of ragged blocks, padded samples",
     "means of the blocks before, in pieces",

@@ -74,7 +74,8 @@ class Launch:
     """A kernel with everything but its tensors, which come first, and the numbers behind them that change.
 
     Those it must not be compiled for, and they must be below 2^31. Made once for all tensors of some sizes, it looks at
-    nothing but where they lie and of what type they are, and keeps none of them.
+    nothing but where they lie and of what type they are, and keeps none of them. One with `launch_pdl` may start before
+    the launch in front of it has ended.
     """
 
     __slots__ = ("_entries", "_index", "_kernel", "_numbers", "_options", "_overlaps")

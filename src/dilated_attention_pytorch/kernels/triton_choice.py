@@ -286,9 +286,10 @@ def _choice_launch(
     block_size: int, is_causal: bool, noise: bool, holes: bool, rounds: bool, room: int,
     numbers: tuple[int | float, ...], goes_on: bool, after: bool,
 ) -> Launch:  # fmt: skip
+    _, t, *_ = numbers
     constants = {"BM": at_once, "BN": columns, "T": wide, "K": held(room), "D": d, "RANK": rank, "RP": held(rank)}
     constants |= {"UK": units, "UG": grouped, "SIZE": block_size, "CAUSAL": is_causal, "NOISE": noise, "HOLES": holes}
-    constants |= {"ROUNDS": rounds, "FEW": wide == NARROWEST, "WHOLE": numbers[1] % columns == 0}
+    constants |= {"ROUNDS": rounds, "FEW": wide == NARROWEST, "WHOLE": t % columns == 0}
     constants["PRECISION"] = _precision(torch.float32)
     constants |= {"num_warps": 4, "num_stages": 3} | OPTIONS
     constants |= {"maxnreg": NARROW_REGISTERS} if wide < CHOSEN_AMONG else {}

@@ -427,7 +427,8 @@ def _match_launch(
     constants |= {"UG": grouped, "SIZE": size, "CAUSAL": is_causal, "HOLES": holes, "IDS": ids, "TOGETHER": together}
     constants |= {"NOISE": noise, "ROUNDS": rounds, "PRECISION": _precision(torch.float32)}
     constants |= {"num_warps": max(at_once * own_units // 16, 4), "STAGES": STAGES, "num_stages": STAGES}
-    constants["WHOLE"] = numbers[0] % columns == numbers[2] % columns == 0
+    width, _, t, *_ = numbers
+    constants["WHOLE"] = width % columns == t % columns == 0
     return Launch(match_kernel, device, *numbers, **constants, **OPTIONS)
 
 
