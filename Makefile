@@ -9,9 +9,11 @@ PACKAGE := dilated_attention_pytorch
 PIP_ARGS ?=
 WORKERS ?= auto
 PYTEST_ARGS ?=
+# Tests that share one run of a kernel interpreter go to one worker.
+SPREAD = -n $(WORKERS) --maxprocesses 8 --dist loadgroup
 # Where annotated shapes are checked while the tests run. Patterns and plans take what users write and check it themselves;
 # a Triton kernel wrapped by the checker would lose its globals.
-CHECKED := $(PACKAGE).ops,$(PACKAGE).nn,$(PACKAGE).kernels.reference,$(PACKAGE).kernels.cpu
+CHECKED := $(PACKAGE).ops,$(PACKAGE).nn,$(PACKAGE).kernels.reference,$(PACKAGE).kernels.cpu.tiles,$(PACKAGE).selection.attention,$(PACKAGE).selection.rank,$(PACKAGE).selection.distill,$(PACKAGE).selection.row_scores
 # A user's own PYTHONPATH could shadow the library under test.
 unexport PYTHONPATH
 
@@ -20,14 +22,17 @@ timed = @printf '== %s\n' '$(1)'; begun=$$(date +%s); { $(2); }; status=$$?; \
 	word=done; [ $$status -eq 0 ] || word=FAILED; \
 	printf '== %s: %s in %s s\n' '$(1)' $$word $$(($$(date +%s) - begun)); exit $$status
 
-.PHONY: help setup demo test lint bench docs clean
+.PHONY: help setup demo test lint bench docs sizes release-check clean
 
 help:
 	@printf '%s\n' 'make setup   create .venv, install, build the C++ kernel' \
 	 'make demo    a tour in under five minutes; writes demo/report.html and demo/pattern.html' \
 	 'make test    every test' 'make lint    ruff and pyrefly' \
 	 'make bench   measure this machine into benchmarks/results/cpu.jsonl' \
-	 'make docs    check the documents, run their code blocks, build the site into build/site' 'make clean   remove what the other targets made, except .venv'
+	 'make docs    check the documents, run their code blocks, build the site into build/site' \
+	 'make sizes   lower the sizes and counts in tests/sizes.json to the present ones' \
+	 'make release-check   what continuous integration checks, and a random half of the planted bugs' \
+	 'make clean   remove what the other targets made, except .venv'
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(call timed,installing into $(VENV) (a few minutes the first time),\
@@ -36,9 +41,9 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	@touch $@
 
 # A machine without a compiler is a machine with the pure torch path: the reason is printed and the set-up goes on.
-$(VENV)/native: $(VENV)/installed $(wildcard $(SRC)/kernels/native*)
+$(VENV)/native: $(VENV)/installed $(wildcard $(SRC)/kernels/cpu/native*)
 	$(call timed,building the C++ kernel,\
-	  $(BIN)/python -m $(PACKAGE).kernels.native || echo 'The C++ kernel was not built (reason above); the pure torch path runs instead.')
+	  $(BIN)/python -m $(PACKAGE).kernels.cpu.native || echo 'The C++ kernel was not built (reason above); the pure torch path runs instead.')
 	@touch $@
 
 setup: $(VENV)/native
@@ -48,12 +53,12 @@ demo: $(VENV)/native
 	$(call timed,running the demo,$(BIN)/python -m $(PACKAGE).tools.demo --out demo/report.html)
 
 # Runtime shape checkers break torch.compile(fullgraph=True), so tests that compile run apart, first:
-# the last lines are then the summary of the long run.
+# the last lines are then the summary of the long run. Only files that hold such tests are collected.
 test: $(VENV)/native
 	@printf '== compile tests, shape checks off\n'
-	@JAXTYPING_DISABLE=1 $(BIN)/python -m pytest -q -n $(WORKERS) --maxprocesses 8 -m compile $(PYTEST_ARGS) || [ $$? -eq 5 ]
+	@JAXTYPING_DISABLE=1 $(BIN)/python -m pytest -q $(SPREAD) -m compile $(PYTEST_ARGS) $$(grep -rl mark.compile tests) || [ $$? -eq 5 ]
 	@printf '== all other tests, shape checks on\n'
-	@$(BIN)/python -m pytest -q -n $(WORKERS) --maxprocesses 8 --jaxtyping-packages=$(CHECKED),beartype.beartype \
+	@$(BIN)/python -m pytest -q $(SPREAD) --jaxtyping-packages=$(CHECKED),beartype.beartype \
 	  -m 'not compile' $(PYTEST_ARGS)
 
 lint: $(VENV)/installed
@@ -68,6 +73,13 @@ bench: $(VENV)/native
 docs: $(VENV)/native
 	$(call timed,building the site into build/site,$(BIN)/python docs/build_site.py)
 	$(call timed,checking links and code blocks of the documents,$(BIN)/python -m pytest -q tests/test_docs.py)
+
+sizes: $(VENV)/installed
+	@$(BIN)/python benchmarks/sizes.py
+
+release-check: $(VENV)/native
+	.ci/run
+	$(call timed,planting a random half of the known bugs,$(BIN)/python benchmarks/mutants.py --half)
 
 clean:
 	$(call timed,removing caches and demo output,\

@@ -1,7 +1,6 @@
 """Train on sequences spread over processes, and show that one process comes to the same numbers.
 
-torchrun --nproc-per-node 4 examples/context_parallel.py     # NCCL where there are GPUs, gloo elsewhere
-python examples/context_parallel.py --ranks 4                # starts torchrun itself
+python examples/context_parallel.py --ranks 4     # starts torchrun; NCCL where there are GPUs, gloo elsewhere
 """
 
 import argparse
@@ -20,13 +19,12 @@ WORDS, WIDTH, LADDER = 64, 64, ([32, 128, 512], [1, 4, 16])
 
 
 class Model(nn.Module):
-    def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
+    def __init__(self, **ranks: object) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.words = nn.Embedding(WORDS, WIDTH)
-        self.attention = dap.RingMultiheadDilatedAttention(WIDTH, 4, *LADDER, position="rotary", process_group=group)
+        self.attention = dap.RingMultiheadDilatedAttention(WIDTH, 4, *LADDER, position="rotary", **ranks)
         self.head = nn.Linear(WIDTH, WORDS)
-        self.to(device, torch.float64)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.words(tokens)
@@ -60,12 +58,14 @@ def main() -> None:
         raise SystemExit(subprocess.run([*launch, *sys.argv], check=False).returncode)
     torch.set_num_threads(1)
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # NCCL binds every rank to its current GPU
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     rank, layout = dist.get_rank(), spread.SequenceLayout.contiguous(told.tokens, dist.get_world_size())
-    model = Model(dist.group.WORLD, device)
+    model = Model(process_group=dist.group.WORLD).to(device, torch.float64)
     losses = train(model, layout, rank, told.steps, device)
     if rank == 0:
-        alone = Model(None, device)
+        alone = Model(ring_size=1).to(device, torch.float64)
         wanted = train(alone, spread.SequenceLayout.contiguous(told.tokens, 1), 0, told.steps, device)
         apart = max((a - b).abs().max().item() for a, b in zip(model.parameters(), alone.parameters(), strict=True))
         worst = max(abs(a - b) for a, b in zip(losses, wanted, strict=True))

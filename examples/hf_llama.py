@@ -1,6 +1,6 @@
 """Generate with a Hugging Face Llama (small, random) whose attention is dilated.
 
-pip install "dilated-attention-pytorch[hf]"
+pip install ".[hf]", in a clone
 python examples/hf_llama.py
 """
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,12 +13,15 @@ from strategies import BLOCKS, LAYOUTS, LEAVES, Draw, Seeded, draw_problem, laid
 from torch import Tensor
 
 from dilated_attention_pytorch import BackendUnsupported, attention_with_lse, make_plan, parse
+from dilated_attention_pytorch.kernels.call import AttentionCall
 from dilated_attention_pytorch.kernels.dropout import fresh_seed, kept
-from dilated_attention_pytorch.kernels.registry import AttentionCall, choose
-from dilated_attention_pytorch.ops.attention import call_of
-from dilated_attention_pytorch.ops.budget import memory
+from dilated_attention_pytorch.kernels.registry import choose
+from dilated_attention_pytorch.ops.attention import CallSettings, call_of
+from dilated_attention_pytorch.ops.memory_budget import memory
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+SHARED = ("", "one tensor", "value is key", "packed", "one token apart")
+"""Ways in which query, key and value share one storage."""
 TIGHT = "tight"
 """A memory budget: the least that both passes can do with."""
 
@@ -37,6 +41,10 @@ class Call:
     seed: int
     layouts: tuple[str, ...] = LAYOUTS[:1] * 4
     """of query, key, value and the output's gradient"""
+    shared: str = ""
+    """how query, key and value share one storage, see `SHARED`; its layout is that of the query"""
+    default_device: str | None = None
+    """context of `torch.device` in which the call and its backward run"""
     padded: bool = False
     scale: float | None = None
     dropout_p: float = 0.0
@@ -55,7 +63,9 @@ class Call:
         shapes = [(self.batch, heads, self.n, width) for heads, width in sizes]
         rows = [torch.randn(shape, generator=generator, dtype=torch.float64).to(self.dtype) for shape in shapes]
         *leaves, grad = (laid_out(x.to(device), how) for x, how in zip(rows, self.layouts, strict=True))
-        leaves = [x.detach().requires_grad_() for x in leaves]
+        leaves = [x.detach().requires_grad_() for x in self.in_one_storage(leaves, generator)]
+        # Expanded views and shared storage hold other numbers than were drawn.
+        rows = [x.detach().cpu().clone(memory_format=torch.contiguous_format) for x in (*leaves, grad)]
         padding = torch.rand(self.batch, self.n, generator=generator) < 0.3 if self.padded else None
         grad_lse = torch.randn(shapes[0][:3], generator=generator, dtype=torch.float64) if self.lse_grad else None
         scale = self.d**-0.5 if self.scale is None else self.scale
@@ -63,20 +73,32 @@ class Call:
         torch.manual_seed(self.seed)
         seed = fresh_seed(torch.device(device)) if self.dropout_p else None
         plain = [x.detach() if x.stride(-1) == 1 else x.detach().contiguous() for x in leaves]
-        same, _ = call_of(*plain, mask, None, seed, self.pattern, False, scale, self.dropout_p, backend)
-        torch.manual_seed(self.seed)
-        output, lse = attention_with_lse(
-            *leaves,
-            self.pattern,
-            scale=self.scale,
-            enable_gqa=True,
-            key_padding_mask=mask,
-            dropout_p=self.dropout_p,
-            backend=backend,
-            memory_budget=least_budget(same, backend) if self.memory_budget == TIGHT else self.memory_budget,
+        same = call_of(
+            *plain,
+            CallSettings(
+                key_padding_mask=mask,
+                seed=seed,
+                pattern=self.pattern,
+                scale=scale,
+                dropout_p=self.dropout_p,
+                backend=backend,
+            ),
         )
-        found, slopes = ((output,), (grad,)) if grad_lse is None else ((output, lse), (grad, grad_lse.to(lse)))
-        gradients = torch.autograd.grad(found, leaves, slopes)
+        torch.manual_seed(self.seed)
+        budget = least_budget(same, backend) if self.memory_budget == TIGHT else self.memory_budget
+        with nullcontext() if self.default_device is None else torch.device(self.default_device):
+            output, lse = attention_with_lse(
+                *leaves,
+                self.pattern,
+                scale=self.scale,
+                enable_gqa=True,
+                key_padding_mask=mask,
+                dropout_p=self.dropout_p,
+                backend=backend,
+                memory_budget=budget,
+            )
+            found, slopes = ((output,), (grad,)) if grad_lse is None else ((output, lse), (grad, grad_lse.to(lse)))
+            gradients = torch.autograd.grad(found, leaves, slopes)
         for got, like in zip((output, *gradients), (leaves[0], *leaves), strict=True):
             assert got.dtype == like.dtype
         keep = None
@@ -93,6 +115,32 @@ class Call:
             name: share(got, want, bound)
             for name, got, want, bound in zip(Answer._fields, (output, lse, *gradients), wanted, bounds, strict=True)
         }
+
+    def in_one_storage(self, three: list[Tensor], generator: torch.Generator) -> list[Tensor]:
+        """Query, key and value, or views of one storage with their shapes."""
+        query, width = three[0], max(self.d, self.e)
+        if not self.shared:
+            return three
+
+        def storage(heads: int, n: int) -> Tensor:
+            drawn = torch.randn(self.batch, heads, n, width, generator=generator, dtype=torch.float64)
+            return laid_out(drawn.to(query), self.layouts[0])
+
+        h, g, n, d, e = self.heads, self.key_heads, self.n, self.d, self.e
+        match self.shared:
+            case "one tensor":
+                whole = storage(h, n)
+                return [whole[..., :d], whole[:, :g, :, :d], whole[:, :g, :, :e]]
+            case "value is key":
+                whole = storage(g, n)
+                return [query, whole[..., :d], whole[..., :e]]
+            case "packed":
+                whole = storage(h + 2 * g, n)
+                return [whole[:, :h, :, :d], whole[:, h : h + g, :, :d], whole[:, h + g :, :, :e]]
+            case "one token apart":
+                whole = storage(h, n + 2)
+                return [whole[:, :, 2:, :d], whole[:, :g, 1:-1, :d], whole[:, :g, :-2, :e]]
+        raise ValueError(f"expected shared to be one of {SHARED}, got {self.shared!r}")
 
 
 def least_budget(call: AttentionCall, backend: str) -> int:
@@ -125,6 +173,8 @@ class Menu:
     dropout: Sequence[float] = (0.0, 0.0, 0.4)
     budgets: Sequence[int | str | None] = (None, None, 2**30, TIGHT)
     lse_grad: Sequence[bool] = (False, True)
+    shared: Sequence[str] = ("",)
+    default_devices: Sequence[str | None] = (None,)
 
 
 def draw_call(draw: Draw, menu: Menu) -> Call:
@@ -156,6 +206,8 @@ def draw_call(draw: Draw, menu: Menu) -> Call:
         dropout_p=draw.choice(menu.dropout),
         memory_budget=draw.choice(menu.budgets),
         lse_grad=draw.choice(menu.lse_grad),
+        shared=draw.choice(menu.shared),
+        default_device=draw.choice(menu.default_devices),
     )
 
 

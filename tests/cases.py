@@ -79,6 +79,8 @@ PROBLEMS = [
     Problem(name="random-per-head-causal", text="random:0.5;block=16;seed=3;per_head=1 & causal", n=120),
     Problem(name="hierarchical", text="hierarchical:2x1,4x2,0x4;block=16", n=160),
     Problem(name="block-dilated", text="block_dilated:64x1,128x2;sparsity_ratio=0.3;block=16", n=192),
+    Problem(name="grid-image", text="grid:9x11;window=3x5;prefix=1", n=100),
+    Problem(name="grid-video", text="grid:4x5x6;window=2x3x3;dilation=1x1x2;causal=1x0x0", n=120),
     Problem(name="one-pattern-a-head", text="heads{window:4 / causal}", n=72),
     Problem(name="gqa", text="window:9 & causal", n=61, heads=6, key_heads=2),
     Problem(name="wide-value", text="causal", n=45, d=8, e=24),

@@ -1,4 +1,4 @@
-"""What every test stands on: poisoned memory, fixed seeds, one thread a worker, reproducible hypothesis examples."""
+"""Set-up of every test: poisoned memory, fixed seeds, one thread a worker, reproducible examples, scaled limits."""
 
 from __future__ import annotations
 
@@ -8,8 +8,12 @@ import sys
 import zlib
 from collections.abc import Callable, Iterator
 
+# Threads that wait in a loop take the time of the other workers. OpenMP reads this when torch loads it.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 import pytest
 import torch
+from limits import scaled
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
@@ -38,6 +42,10 @@ ALLOCATORS = (
     (torch.Tensor, "new_empty"),
     (torch.Tensor, "new_empty_strided"),
 )
+
+# torch lists the functions that follow a default device once, and must find the real allocators then.
+with torch.device("cpu"):
+    torch.empty(0)
 
 
 def poisoned(allocate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -82,6 +90,16 @@ def shape_checks_off_where_untyped(request: pytest.FixtureRequest) -> Iterator[N
     config.update("jaxtyping_disable", True)
     yield
     config.update("jaxtyping_disable", before)
+
+
+@pytest.hookimpl(hookwrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Scale the time limit of a test to the machine, unless the command line gives one."""
+    if item.config.pluginmanager.has_plugin("timeout") and item.config.getoption("timeout") is None:
+        marker = item.get_closest_marker("timeout")
+        seconds = marker.args[0] if marker is not None else float(item.config.getini("timeout") or 0)
+        item.add_marker(pytest.mark.timeout(scaled(seconds)), append=False)
+    yield
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from limits import scaled
 
 # Children of this server find torch imported, so a rank starts in milliseconds.
 SERVER = multiprocessing.get_context("forkserver")
@@ -28,7 +29,7 @@ def run_ranks(
     world: int,
     *arguments: Any,
     seconds: float = 60.0,
-    timeout: float = 30.0,
+    timeout: float | None = None,
     until_one_fails: bool = False,
 ) -> dict[int, Any]:
     """What `check(rank, world, *arguments)` returns on each rank, or the text of what it raised.
@@ -37,12 +38,13 @@ def run_ranks(
         check: a function of a test module.
         world: how many processes.
         arguments: what else it is given.
-        seconds: after which a rank that still runs is killed and the test fails.
-        timeout: after which a collective gives up.
+        seconds: after which a rank that still runs is killed and the test fails, on two quiet cores.
+        timeout: after which a collective gives up; 30 seconds on two quiet cores where None.
         until_one_fails: do not wait for the others once a rank has raised.
 
     A rank that ended without an answer (it was told to die) is left out.
     """
+    seconds, timeout = scaled(seconds), scaled(30.0) if timeout is None else timeout
     meeting = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     members, pipes = [], {}
     for rank in range(world):

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import torch
 
 from dilated_attention_pytorch.patterns import (
+    BlockColumns,
     BlockDilated,
     BlockLists,
     Causal,
@@ -18,6 +19,7 @@ from dilated_attention_pytorch.patterns import (
     Documents,
     Full,
     Global,
+    Grid,
     Hierarchical,
     Packed,
     Pattern,
@@ -32,8 +34,21 @@ if TYPE_CHECKING:
     from hypothesis import strategies as st
 
 BLOCKS = (3, 8, 16, 32)
-LAYOUTS = ("heads first", "tokens first", "rows apart", "width outside", "off the grid")
+EXPANDED = ("one sample", "one head", "one token")
+"""Layouts that repeat one slice along a dimension, with stride 0."""
+LAYOUTS = ("heads first", "tokens first", "rows apart", "width outside", *EXPANDED, "off the grid")
 """Of rows in memory, see `laid_out`."""
+VIEWS = (
+    *LAYOUTS,
+    "inside a larger tensor",
+    "every second sample",
+    "every second head",
+    "every second token",
+    "every second number",
+    "one head, tokens first",
+    "one number",
+)
+"""`LAYOUTS`, and views of other storage: sliced with offsets and steps, or expanded, which repeats rows."""
 
 T = TypeVar("T")
 Problem = tuple[Pattern, int, int]
@@ -119,6 +134,20 @@ def draw_block_lists(draw: Draw, n: int, heads: int, block: int) -> BlockLists:
     return BlockLists.of(each, block)
 
 
+def draw_grid(draw: Draw, n: int) -> Grid:
+    """One to three axes, with tokens before the grid where the length asks for them."""
+    prefix = draw.choice([0, 0, min(draw.integer(1, 20), n - 1)])
+    rest, shape = n - prefix, []
+    for _ in range(draw.integer(0, 2)):
+        size = draw.choice([d for d in range(1, rest + 1) if rest % d == 0][:8])
+        shape.append(size)
+        rest //= size
+    shape.append(rest)
+    dilation = tuple(min(draw.integer(1, 3), size) for size in shape)
+    window = tuple(draw.integer(1, size // rate) for size, rate in zip(shape, dilation, strict=True))
+    return Grid(tuple(shape), window, dilation, tuple(draw.choice([False, True]) for _ in shape), prefix)
+
+
 LEAVES: dict[str, Callable[[Draw, int, int, int], Pattern]] = {
     "full": lambda draw, n, heads, block: Full(),
     "causal": lambda draw, n, heads, block: Causal(),
@@ -137,7 +166,9 @@ LEAVES: dict[str, Callable[[Draw, int, int, int], Pattern]] = {
     "block dilated": lambda draw, n, heads, block: BlockDilated(
         *draw_branches(draw, n, 4), draw.number(0.01, 1.0) if draw.choice([False, True]) else None, block=block
     ),
+    "block columns": lambda draw, n, heads, block: BlockColumns(draw.integer(1, -(-n // block)), block=block),
     "block lists": lambda draw, n, heads, block: draw_block_lists(draw, n, heads, block),
+    "grid": lambda draw, n, heads, block: draw_grid(draw, n),
 }
 """Every kind of pattern but combinations of others: from a draw, a length, a number of heads and a block."""
 
@@ -177,7 +208,12 @@ def draw_problem(
     times = draw.integer(1, 3)
     kind = draw.choice(["causal", "dilated", "window"])
     inside = SlidingWindow(draw.integer(0, 20)) if kind == "window" else LEAVES[kind](draw, document, own_heads, 8)
-    return Packed(inside, (document,) * times), document * times, own_heads
+    packed, n = Packed(inside, (document,) * times), document * times
+    way = draw.choice(["alone", "alone", "and", "or"])
+    if way == "alone":
+        return packed, n, own_heads
+    other = draw_pattern(draw, n, own_heads, **of_pattern | {"leaves": 1})
+    return (packed & other if way == "and" else other | packed), n, own_heads
 
 
 dilated = partial(strategy, draw_dilated)
@@ -186,8 +222,32 @@ problems = partial(strategy, draw_problem)
 
 
 def laid_out(rows: torch.Tensor, layout: str) -> torch.Tensor:
-    """The same numbers in other memory."""
+    """The same numbers in other memory, but for views that repeat the first sample, head, token or number."""
+    batch, heads, n, width = rows.shape
+
+    def around(*shape: int) -> torch.Tensor:
+        return rows.new_full(shape, float("nan"))
+
     match layout:
+        case "inside a larger tensor":
+            whole = around(batch + 2, heads + 1, n + 3, width + 5)
+            whole[1:-1, 1:, 2:-1, 3:-2] = rows
+            return whole[1:-1, 1:, 2:-1, 3:-2]
+        case "every second sample" | "every second head" | "every second token" | "every second number":
+            dim = ("sample", "head", "token", "number").index(layout.removeprefix("every second "))
+            return torch.stack([rows, torch.full_like(rows, float("nan"))], dim + 1).flatten(dim, dim + 1)[
+                tuple(slice(None, None, 2 if at == dim else 1) for at in range(4))
+            ]
+        case "one sample":
+            return rows[:1].expand_as(rows)
+        case "one head":
+            return rows[:, :1].expand_as(rows)
+        case "one head, tokens first":
+            return rows[:, 0].repeat_interleave(2, 1)[:, ::2, None].expand(batch, n, heads, width).transpose(1, 2)
+        case "one token":
+            return rows[:, :, :1].expand_as(rows)
+        case "one number":
+            return rows[:1, :1, :1, :1].expand_as(rows)
         case "tokens first":
             return rows.transpose(1, 2).contiguous().transpose(1, 2)
         case "rows apart":

@@ -45,6 +45,14 @@ def test_code_blocks_run(path: Path, capsys: pytest.CaptureFixture[str]):
     capsys.readouterr()
 
 
+def test_nothing_installs_a_package_of_another_project():
+    """A package index holds another project's `dilated-attention-pytorch`; this one is `dap-attention`."""
+    assert 'name = "dap-attention"' in (ROOT / "pyproject.toml").read_text()
+    sources = [*(ROOT / "src").rglob("*.py"), *(ROOT / "examples").rglob("*.py"), ROOT / "Makefile", *DOCUMENTS]
+    wrong = re.compile(r"install[^\n]{0,40}['\"\s]dilated-attention-pytorch(?!` from a package index)")
+    assert [relative(path) for path in sources if wrong.search(path.read_text())] == []
+
+
 @pytest.fixture(scope="module")
 def site() -> ModuleType:
     spec = importlib.util.spec_from_file_location("build_site", ROOT / "docs" / "build_site.py")
@@ -66,17 +74,37 @@ def test_the_backends_table_names_every_backend(site: ModuleType):
 
 
 def test_the_reference_has_a_section_for_every_public_name(site: ModuleType):
-    written = site.reference()
-    assert set(re.findall(r"^### (\w+)$", written, re.MULTILINE)) == set(dilated_attention_pytorch.__all__)
-    assert "is_causal: bool = False" in written and "```text\n>>> " in written
+    written = "\n".join(site.reference().values())
+    assert set(re.findall(r"^## (\w+)$", written, re.MULTILINE)) == set(dilated_attention_pytorch.__all__)
+    assert "\n    is_causal: bool = False,\n" in written and "```text\n>>> " in written
+    signatures = re.findall(r"```python\n(.*?)```", written, re.DOTALL)
+    assert max(len(code) for code in signatures if code.count("\n") == 1) <= 120, "one argument a line"
+
+
+def test_the_gallery_draws_every_pattern_in_it(site: ModuleType):
+    drawn = site.gallery()
+    assert drawn.count("<svg") == len(site.GALLERY)
+    for name in (
+        "causal",
+        "window",
+        "global",
+        "dilated",
+        "strided",
+        "random",
+        "hierarchical",
+        "grid",
+        "documents",
+        "heads",
+    ):
+        assert re.search(rf"^`.*\b{name}\b", drawn, re.MULTILINE), name
 
 
 def test_the_site_builds_without_a_warning(site: ModuleType, tmp_path: Path):
     pytest.importorskip("zensical")
     assert site.build(tmp_path) == 0
-    assert "Who sees whom" in (tmp_path / "site" / "play.html").read_text()
+    assert "Attention patterns" in (tmp_path / "site" / "play.html").read_text()
     assert 'href="play.html"' in (tmp_path / "site" / "patterns.html").read_text()
-    for name in ("index", "start", "api", "backends", "design"):
+    for name in ("index", "start", "api", "api-nn", "gallery", "tutorial-genome", "backends", "design"):
         page = (tmp_path / "site" / f"{name}.html").read_text()
         assert len(page) > 5000 and "<!-- reference" not in page and "fonts.googleapis" not in page
 

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-KERNELS = ROOT / "src" / "dilated_attention_pytorch" / "kernels"
 
 
 def loaded(name):
@@ -27,8 +26,7 @@ sanitize = loaded("sanitize")
 
 def access(kind, kernel, file, text, nth=0):
     """A line of a report for an access where a text stands in a source."""
-    folder = ROOT / "benchmarks" if file == "handover.py" else KERNELS
-    lines = [i for i, line in enumerate((folder / file).read_text().splitlines(), 1) if text in line]
+    lines = [i for i, line in enumerate(sanitize.SOURCES[file].read_text().splitlines(), 1) if text in line]
     return f"{kind} access at {kernel}+0x{nth:x}0 in {file}:{lines[nth]}"
 
 
@@ -46,17 +44,17 @@ def log_of(*reports, errors=None):
 
 
 DKV, DQ = "attention_dkv_bwd_kernel", "attention_dq_bwd_kernel"
-LSE_WRITTEN = access("Write", DKV, "hopper_backward.py", "store(base_2(lse))")
-LSE_READ = access("Read", DKV, "hopper_backward.py", "lse = b_rows.index(slot)")
-DS_WRITTEN = access("Write", DKV, "hopper_backward.py", "b_ds.index(parity * 2 + C).store(ds)")
-NOTE_WRITTEN = access("Write", DKV, "hopper_pieces.py", "slot.store(gl.where(at == 0")
-NOTE_READ = access("Read", DKV, "hopper_pieces.py", "slot.load(layout)")
-HEAD_READ = access("Read", DKV, "hopper_backward.py", "def attention_dkv_bwd_kernel(")
-PARTING_WRITTEN = access("Write", DKV, "hopper_backward.py", "gl.warp_specialize(")
+LSE_WRITTEN = access("Write", DKV, "dkv_kernel.py", "store(base_2(lse))")
+LSE_READ = access("Read", DKV, "dkv_kernel.py", "lse = b_rows.index(slot)")
+DS_WRITTEN = access("Write", DKV, "dkv_kernel.py", "b_ds.index(parity * 2 + C).store(ds)")
+NOTE_WRITTEN = access("Write", DKV, "primitives.py", "slot.store(gl.where(at == 0")
+NOTE_READ = access("Read", DKV, "primitives.py", "slot.load(layout)")
+HEAD_READ = access("Read", DKV, "dkv_kernel.py", "def attention_dkv_bwd_kernel(")
+PARTING_WRITTEN = access("Write", DKV, "dkv_kernel.py", "gl.warp_specialize(")
 # Called by the loader and by what computes.
-SHARED_WRITTEN = access("Write", DQ, "hopper_pieces.py", "row = token // rate")
-LOADER_READ = access("Read", DQ, "hopper_backward.py", "post(b_item.index(slot), held_head")
-ROWS_READ = access("Read", DQ, "hopper_backward_rows.py", "mbarrier.wait(full.index(slot)")
+SHARED_WRITTEN = access("Write", DQ, "primitives.py", "row = token // rate")
+LOADER_READ = access("Read", DQ, "dkv_kernel.py", "post(b_item.index(slot), held_head")
+ROWS_READ = access("Read", DQ, "dq_kernel.py", "mbarrier.wait(full.index(slot)")
 
 
 def handed_over(case):
@@ -173,14 +171,14 @@ def test_the_control_says_why_it_does_not_run(monkeypatch, capsys):
 def test_the_control_tells_nothing_too_early():
     from kernels.test_hopper_compile import compile_kernel, told_too_early
 
-    from dilated_attention_pytorch.kernels.hopper_backend import gluon_missing
+    from dilated_attention_pytorch.kernels.hopper.backend import gluon_missing
 
     reason = gluon_missing()
     if reason is not None:
         pytest.skip(reason)
     import torch
 
-    from dilated_attention_pytorch.kernels.hopper_launch import tile_layout
+    from dilated_attention_pytorch.kernels.launch.gluon_launcher import tile_layout
 
     handover = loaded("handover")
     side = handover.SIDE

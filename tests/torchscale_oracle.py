@@ -24,13 +24,16 @@ def norm(state: State, name: str, x: Tensor, eps: float = 1e-5) -> Tensor:
 
 
 def branch(q: Tensor, k: Tensor, v: Tensor, segment: int, rate: int, causal: bool) -> tuple[Tensor, Tensor]:
-    """One branch of one sample, (n, heads, d): outputs, and log-denominators that are -inf where not sampled."""
+    """One branch of one sample, (n, heads, d): outputs, and log-denominators that are -inf where not sampled.
+
+    Filled segments are laid one after another and cut to n rows: the fill is never taken out.
+    """
     n, heads, d = q.shape
     segment = min(segment, n)
     group = -(-heads // rate)
     output, lse = torch.zeros_like(q), torch.full((n, heads), -math.inf, dtype=q.dtype)
-    for start in range(0, n, segment):
-        width = -(-segment // rate) * rate
+    width = -(-segment // rate) * rate
+    for number, start in enumerate(range(0, n, segment)):
         filled = []
         for x in (q, k, v):
             piece = x[start : start + segment]
@@ -43,9 +46,9 @@ def branch(q: Tensor, k: Tensor, v: Tensor, segment: int, rate: int, causal: boo
                 scores = scores.masked_fill(torch.ones_like(scores).triu(1).bool(), -math.inf)
             found, total = scores.softmax(-1) @ vs, scores.logsumexp(-1)
             for index, row in enumerate(rows):
-                if row < segment and start + row < n:
-                    output = output.index_put((torch.tensor(start + row), torch.tensor(head)), found[index])
-                    lse = lse.index_put((torch.tensor(start + row), torch.tensor(head)), total[index])
+                if (place := number * width + row) < n:
+                    output = output.index_put((torch.tensor(place), torch.tensor(head)), found[index])
+                    lse = lse.index_put((torch.tensor(place), torch.tensor(head)), total[index])
     return output, lse
 
 

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
+from limits import scaled
 from torch.testing._internal.distributed import multi_threaded_pg
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -16,7 +17,11 @@ from dilated_attention_pytorch.distributed import virtual_attention
 
 
 def run_threads(check: Callable[[int, int], None], world: int, seconds: float = 120) -> None:
-    """Run `check(rank, world)` on a thread each, with real collectives between them; every rank must come to its end."""
+    """Run `check(rank, world)` on a thread each, with real collectives between them; every rank must come to its end.
+
+    `seconds` is a limit for two quiet cores.
+    """
+    seconds = scaled(seconds)
     store, failures = dist.HashStore(), {}
     everyone = threading.Barrier(world)
 

@@ -9,93 +9,95 @@ from __future__ import annotations
 
 from importlib import import_module
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from .compat import ImprovedDilatedAttention, ImprovedMultiheadDilatedAttention
-    from .distributed import (
-        DistributedSparseConfig,
-        SequenceLayout,
-        context_parallel_attention,
-        context_parallel_attention_with_lse,
-        context_parallel_loss,
-        shard_sequence,
-        unshard_sequence,
-    )
-    from .errors import BackendUnsupported
-    from .kernels.registry import reproducible_gradients
-    from .models import (
-        DilatedTransformerDecoderLayer,
-        DilatedTransformerEncoderLayer,
-        LongNet,
-        LongNetConfig,
-        LongNetLM,
-        SlideConfig,
-        SlideEncoder,
-    )
-    from .nn import (
-        AdaptiveConfig,
-        Alibi,
-        BlockSparseAdaptive,
-        BlockSparseHierarchical,
-        BlockSparseRingDilatedAttention,
-        BlockSparseRingDistributedDilatedAttention,
-        BlockSparseRingMultiheadDilatedAttention,
-        BlockSparseTorchSparse,
-        DilatedAttention,
-        HierarchicalConfig,
-        ImportanceScorer,
-        KVCache,
-        MultiheadBlockSparseAdaptive,
-        MultiheadDilatedAttention,
-        MultiheadSparseAttention,
-        Position,
-        Replacement,
-        RingDilatedAttention,
-        RingMultiheadDilatedAttention,
-        Rotary,
-        SparseAttention,
-        SparsePatternConfig,
-        Xpos,
-        create_adaptive_block_sparse,
-        create_block_sparse_attention,
-        create_dilated_attention,
-        create_multihead_block_sparse,
-        create_multihead_dilated_attention,
-        get_block_sparse_preset,
-        replace_attention,
-    )
-    from .nn.streamed import StreamedLayer
-    from .ops import AttentionOutput, attention, attention_rows, attention_with_lse, merge, plan_cache
-    from .ops.decode import attention_step
-    from .ops.explain import explain
-    from .ops.streamed import streamed_attention
-    from .patterns import (
-        BlockDilated,
-        BlockLists,
-        Causal,
-        Dilated,
-        Documents,
-        Full,
-        Global,
-        Hierarchical,
-        Packed,
-        Pattern,
-        PerHead,
-        Random,
-        SlidingWindow,
-        Strided,
-        parse,
-    )
-    from .plan import Plan, PlanCache, make_plan
 
 __version__ = "0.1.0"
 
-# Importing torch takes seconds, and `dap --help` needs none of it: a name is looked up in these when it is asked for.
-_HOMES = (
-    *("errors", "patterns", "plan", "ops.explain", "ops.decode", "ops.streamed", "ops", "kernels.registry"),
-    *("nn", "nn.streamed", "compat", "distributed", "models"),
-)
+_MODULES = {
+    "BackendUnsupported": "errors",
+    "BlockColumns": "patterns",
+    "BlockDilated": "patterns",
+    "BlockLists": "patterns",
+    "Causal": "patterns",
+    "Dilated": "patterns",
+    "Documents": "patterns",
+    "Full": "patterns",
+    "Global": "patterns",
+    "Grid": "patterns",
+    "Hierarchical": "patterns",
+    "Packed": "patterns",
+    "Pattern": "patterns",
+    "PerHead": "patterns",
+    "Random": "patterns",
+    "SlidingWindow": "patterns",
+    "Strided": "patterns",
+    "parse": "patterns",
+    "register_pattern": "patterns",
+    "Plan": "plan",
+    "PlanCache": "plan",
+    "make_plan": "plan",
+    "reproducible_gradients": "kernels.call",
+    "AttentionOutput": "ops",
+    "attention": "ops",
+    "attention_rows": "ops",
+    "attention_with_lse": "ops",
+    "merge": "ops",
+    "plan_cache": "ops",
+    "attention_step": "ops.decode",
+    "explain": "ops.explain",
+    "streamed_attention": "ops.streaming.stream",
+    "AdaptiveConfig": "nn",
+    "Alibi": "nn",
+    "BlockSparseAdaptive": "nn",
+    "BlockSparseHierarchical": "nn",
+    "BlockSparseRingDilatedAttention": "nn",
+    "BlockSparseRingDistributedDilatedAttention": "nn",
+    "BlockSparseRingMultiheadDilatedAttention": "nn",
+    "BlockSparseTorchSparse": "nn",
+    "DilatedAttention": "nn",
+    "HierarchicalConfig": "nn",
+    "ImportanceScorer": "nn",
+    "KVCache": "nn",
+    "MultiheadBlockSparseAdaptive": "nn",
+    "MultiheadDilatedAttention": "nn",
+    "MultiheadSparseAttention": "nn",
+    "Position": "nn",
+    "Replacement": "integrations.replace",
+    "RingDilatedAttention": "nn",
+    "RingMultiheadDilatedAttention": "nn",
+    "Rotary": "nn",
+    "SparseAttention": "nn",
+    "SparsePatternConfig": "nn",
+    "Xpos": "nn",
+    "create_adaptive_block_sparse": "nn",
+    "create_block_sparse_attention": "nn",
+    "create_dilated_attention": "nn",
+    "create_multihead_block_sparse": "nn",
+    "create_multihead_dilated_attention": "nn",
+    "get_block_sparse_preset": "nn",
+    "replace_attention": "integrations.replace",
+    "StreamedLayer": "nn.streamed",
+    "DistributedSparseConfig": "distributed",
+    "SequenceLayout": "distributed",
+    "context_parallel_attention": "distributed",
+    "context_parallel_attention_with_lse": "distributed",
+    "context_parallel_loss": "distributed",
+    "shard_sequence": "distributed",
+    "unshard_sequence": "distributed",
+    "DilatedTransformerDecoderLayer": "models",
+    "DilatedTransformerEncoderLayer": "models",
+    "LongNet": "models",
+    "LongNetConfig": "models",
+    "LongNetLM": "models",
+    "SlideConfig": "models",
+    "SlideEncoder": "models",
+    "ImprovedDilatedAttention": "compat",
+    "ImprovedMultiheadDilatedAttention": "compat",
+}
+"""Public name -> module that has it. `__init__.pyi` holds the same names for type checkers.
+
+A module is imported when one of its names is first used: `dap --help` needs no torch, which takes seconds to import."""
+
+__all__ = sorted([*_MODULES, "backends"])
 
 
 def backends() -> tuple[str, ...]:
@@ -106,99 +108,15 @@ def backends() -> tuple[str, ...]:
 
 
 def __getattr__(name: str) -> object:
+    if name in _MODULES:
+        globals()[name] = value = getattr(import_module(f".{_MODULES[name]}", __name__), name)
+        return value
     if name.startswith("_"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if name not in __all__:
-        is_room = find_spec(f"{__name__}.{name}") is not None
-        return import_module(f".{name}", __name__) if is_room else import_module(".compat", __name__).older_name(name)
-    for home in _HOMES:
-        found = getattr(import_module(f".{home}", __name__), name, None)
-        if found is not None:
-            globals()[name] = found
-            return found
-    raise AttributeError(f"module {__name__!r} lists {name!r} and has no home for it")
+    if find_spec(f"{__name__}.{name}") is not None:
+        return import_module(f".{name}", __name__)
+    return import_module(".compat", __name__).older_name(name)
 
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
-
-
-__all__ = [
-    "AdaptiveConfig",
-    "Alibi",
-    "AttentionOutput",
-    "BackendUnsupported",
-    "BlockDilated",
-    "BlockLists",
-    "BlockSparseAdaptive",
-    "BlockSparseHierarchical",
-    "BlockSparseRingDilatedAttention",
-    "BlockSparseRingDistributedDilatedAttention",
-    "BlockSparseRingMultiheadDilatedAttention",
-    "BlockSparseTorchSparse",
-    "Causal",
-    "Dilated",
-    "DilatedAttention",
-    "DilatedTransformerDecoderLayer",
-    "DilatedTransformerEncoderLayer",
-    "DistributedSparseConfig",
-    "Documents",
-    "Full",
-    "Global",
-    "Hierarchical",
-    "HierarchicalConfig",
-    "ImportanceScorer",
-    "ImprovedDilatedAttention",
-    "ImprovedMultiheadDilatedAttention",
-    "KVCache",
-    "LongNet",
-    "LongNetConfig",
-    "LongNetLM",
-    "MultiheadBlockSparseAdaptive",
-    "MultiheadDilatedAttention",
-    "MultiheadSparseAttention",
-    "Packed",
-    "Pattern",
-    "PerHead",
-    "Plan",
-    "PlanCache",
-    "Position",
-    "Random",
-    "Replacement",
-    "RingDilatedAttention",
-    "RingMultiheadDilatedAttention",
-    "Rotary",
-    "SequenceLayout",
-    "SlideConfig",
-    "SlideEncoder",
-    "SlidingWindow",
-    "SparseAttention",
-    "SparsePatternConfig",
-    "StreamedLayer",
-    "Strided",
-    "Xpos",
-    "attention",
-    "attention_rows",
-    "attention_step",
-    "attention_with_lse",
-    "backends",
-    "context_parallel_attention",
-    "context_parallel_attention_with_lse",
-    "context_parallel_loss",
-    "create_adaptive_block_sparse",
-    "create_block_sparse_attention",
-    "create_dilated_attention",
-    "create_multihead_block_sparse",
-    "create_multihead_dilated_attention",
-    "explain",
-    "get_block_sparse_preset",
-    "make_plan",
-    "merge",
-    "parse",
-    "plan_cache",
-    "replace_attention",
-    "reproducible_gradients",
-    "shard_sequence",
-    "streamed_attention",
-    "unshard_sequence",
-]

@@ -10,14 +10,14 @@ from processes import all_pass
 from worlds import run_threads
 
 from dilated_attention_pytorch.distributed import SequenceLayout, shard_sequence
-from dilated_attention_pytorch.distributed.selected import Choice, excerpt
+from dilated_attention_pytorch.distributed.learned import Choice, select_blocks
 from dilated_attention_pytorch.nn import (
     AdaptiveConfig,
     BlockSparseAdaptive,
     MultiheadBlockSparseAdaptive,
     set_process_group,
 )
-from dilated_attention_pytorch.nn import scorer as scorer_module
+from dilated_attention_pytorch.selection import scores as scores_module
 
 N, HEADS, KEY_HEADS, WIDTH = 150, 4, 2, 8
 LAYOUTS = {
@@ -100,8 +100,8 @@ def test_ranks_on_threads_give_the_rows_of_one_device(world, granularity, is_cau
 
 @pytest.mark.parametrize("limit", ["ALL_PAIRS", "ALL_MATCHES"])
 def test_candidates_are_those_of_one_device(monkeypatch, limit):
-    monkeypatch.setattr(scorer_module, limit, 4)
-    monkeypatch.setattr(scorer_module, "SUPER", 2)
+    monkeypatch.setattr(scores_module, limit, 4)
+    monkeypatch.setattr(scores_module, "SUPER", 2)
     make = core(granularity="block", base_sparsity=0.8, local_blocks=1)
     state = weights(make)
 
@@ -124,7 +124,7 @@ def test_a_rank_asks_for_what_its_rows_see_and_no_more():
         rows = torch.unique(positions // 16)
         indices = chosen[:, :, rows]
         choice = Choice(layout, rank, dist.group.WORLD, rows, indices, 16, False, False, 1, 1)
-        part = excerpt(choice, choice.seen(), KEY_HEADS)
+        part = select_blocks(choice, choice.seen(), KEY_HEADS)
         wanted = set()
         for head in range(HEADS):
             for at, row in enumerate(rows.tolist()):
@@ -195,3 +195,38 @@ def refusals(rank: int, world: int) -> None:
 
 def test_what_ranks_cannot_do_is_refused_by_all():
     all_pass(refusals, 2)
+
+
+def sharded(rank: int, world: int) -> None:
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    alone, over = (BlockSparseAdaptive([256], [1], HEADS, WIDTH, config(), block_size=16) for _ in range(2))
+    over.load_state_dict(alone.state_dict())
+    x = torch.randn(3, 1, N, HEADS, WIDTH).unbind()
+    for module in (alone, fully_shard(over)):
+        optimizer = torch.optim.AdamW(module.parameters(), 1e-2)
+        for step in range(3):
+            torch.manual_seed(step)
+            optimizer.zero_grad()
+            module(*x, True).square().sum().backward()
+            optimizer.step()
+    whole, wanted = StateDictOptions(full_state_dict=True), alone.state_dict()
+    found = get_model_state_dict(over, options=whole)
+    assert list(found) == list(wanted)
+    assert max(error(found[name], value) for name, value in wanted.items()) < 1e-6
+    over.load_state_dict(over.state_dict())
+    set_model_state_dict(over, {name: value * 2 for name, value in wanted.items()}, options=whole)
+    found = get_model_state_dict(over, options=whole)
+    assert all(torch.equal(found[name], value * 2) for name, value in wanted.items())
+    # One rank alone has the values; the loader fills the dictionary it is given.
+    sent = {name: value * 3 for name, value in wanted.items()} if rank == 0 else {}
+    broadcast = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(over, sent, options=broadcast)
+    found = get_model_state_dict(over, options=whole)
+    assert all(torch.equal(found[name], value * 3) for name, value in wanted.items())
+
+
+def test_fully_sharded_layers_train_and_keep_their_names():
+    all_pass(sharded, 2)

@@ -57,7 +57,7 @@ def modules_over_ranks(rank: int, world: int) -> None:
     over = dap.RingDilatedAttention(*ladder, ring_size=world, layout="zigzag")
     same_rows(over, dap.DilatedAttention(*ladder), core, zigzag, rank, is_causal=True)
     over = dap.BlockSparseRingDilatedAttention([64], [1], process_group=group, **sparse)
-    same_rows(over, dap.BlockSparseRingDilatedAttention([64], [1], **sparse), core, UNEVEN, rank)
+    same_rows(over, dap.BlockSparseRingDilatedAttention([64], [1], ring_size=1, **sparse), core, UNEVEN, rank)
 
     options = {"attention_dropout": 0.3}
     over = dap.RingDilatedAttention(*ladder, process_group=group, transfer={"overlap": "local"}, **options)
@@ -74,7 +74,7 @@ def modules_over_ranks(rank: int, world: int) -> None:
         module.zero_grad()
     same_rows(over, alone, (1, N, 32), UNEVEN, rank, is_causal=True, cu_seqlens=bounds)
     over = dap.BlockSparseRingMultiheadDilatedAttention(32, 4, [64], [1], process_group=group, **sparse, **heads)
-    alone = dap.BlockSparseRingMultiheadDilatedAttention(32, 4, [64], [1], **sparse, **heads)
+    alone = dap.BlockSparseRingMultiheadDilatedAttention(32, 4, [64], [1], ring_size=1, **sparse, **heads)
     same_rows(over, alone, (2, N, 32), UNEVEN, rank)
     assert "spread over 4 ranks" in over.explain(N)
 
@@ -103,7 +103,8 @@ def the_axis_of_a_mesh(rank: int, alone, sparse, heads) -> None:
 
 def density_by_distance(rank: int, world: int) -> None:
     config = DistributedSparseConfig(block_size=16, node_size=2, inter_node_sparsity=0.15, global_sparsity=0.3)
-    over = BlockSparseRingDistributedDilatedAttention(32, 4, [64], [1], config, dtype=torch.float64)
+    options = {"process_group": dist.group.WORLD, "dtype": torch.float64}
+    over = BlockSparseRingDistributedDilatedAttention(32, 4, [64], [1], config, **options)
     assert over.ranks.world == world
     for layout in (SequenceLayout.contiguous(N, world), UNEVEN):
         pattern = NodeBounded((64,), (1,), 0.4, 0.3, 0.15, world=4, ranks_per_node=2, block=16, lengths=layout.lengths)
@@ -166,7 +167,14 @@ def test_one_rank_or_one_node_leaves_the_outer_levels_out():
     base = NodeBounded((64,), (1,), 0.4, 0.3, 0.2, block=16)
     assert str(base.resolve(256, 1)) == "block_dilated:64x1;sparsity_ratio=0.4;block=16;length=256"
     one_node = NodeBounded((64,), (1,), 0.4, 0.3, 0.2, block=16, world=4, ranks_per_node=4).resolve(256, 1)
-    assert str(one_node).count("blocks:") == 1
+    assert str(one_node).count("block_columns:") == 1
+
+
+def test_far_blocks_are_not_written_out_for_every_row():
+    """The text that the ranks compare in every call is short, at 16M tokens on 64 ranks too."""
+    pattern = DistributedSparseConfig(node_size=8).pattern([2048], [1], 64).resolve(2**24, 2)
+    assert len(pattern.describe()) < 1000
+    assert dap.parse(pattern.describe()) == pattern
 
 
 @pytest.mark.parametrize(

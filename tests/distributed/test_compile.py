@@ -8,8 +8,8 @@ from oracle import error
 from processes import all_pass
 
 from dilated_attention_pytorch.distributed import SequenceLayout, context_parallel_attention, shard_sequence
-from dilated_attention_pytorch.distributed.comm import agree, exchange, request_for
-from dilated_attention_pytorch.distributed.share import rank_plan
+from dilated_attention_pytorch.distributed.exchange import exchange, plan_exchange, request_for
+from dilated_attention_pytorch.distributed.schedule import rank_plan
 from dilated_attention_pytorch.distributed.transport import GroupTransport
 from dilated_attention_pytorch.patterns import parse
 
@@ -38,7 +38,7 @@ def one_graph(rank: int, world: int) -> None:
 def operators_pass_opcheck(rank: int, world: int) -> None:
     layout = SequenceLayout.contiguous(40, world)
     request = request_for(rank_plan(parse("window:5"), layout, rank, 2, 2).far_codes, layout, rank, 2)
-    (plan,) = agree([request], layout, 2, GroupTransport(None, rank, world))
+    (plan,) = plan_exchange([request], layout, 2, GroupTransport(None, rank))
     rows = torch.randn(plan.local_rows, 3, dtype=torch.float64, requires_grad=True)
     counts = list(plan.send_counts), list(plan.request.counts)
     name = torch.distributed.group.WORLD.group_name
@@ -66,5 +66,6 @@ def test_two_processes_compile_it_as_one_graph():
     all_pass(both, 2, seconds=180)
 
 
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch, about its own tracing
 def test_one_rank_compiles_it_as_one_graph():
     one_graph(0, 1)

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import dilated_attention_pytorch as dap
 from dilated_attention_pytorch.distributed import SequenceLayout, shard_sequence
-from dilated_attention_pytorch.distributed.compress import GradientBuckets
+from dilated_attention_pytorch.distributed.gradient_compression import GradientBuckets
 from dilated_attention_pytorch.distributed.loss import IGNORED, context_parallel_loss, next_token_labels
 from dilated_attention_pytorch.models import LongNetLM, SlideEncoder
 from dilated_attention_pytorch.nn import set_process_group
@@ -50,6 +50,7 @@ def labels_of(tokens: torch.Tensor) -> torch.Tensor:
 
 def in_one_process() -> tuple[list[float], list[torch.Tensor]]:
     model, losses = Model(), []
+    set_process_group(model, None)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     for step in range(STEPS):
         tokens = tokens_of(step)

@@ -7,6 +7,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from limits import scaled
 from oracle import answer, error
 from worlds import fake_world, run_threads
 
@@ -19,9 +20,16 @@ from dilated_attention_pytorch.distributed import (
     virtual_attention,
 )
 from dilated_attention_pytorch.distributed.butterfly import butterfly, why_no_butterfly
-from dilated_attention_pytorch.distributed.comm import ExchangePlan, agree, exchange, request_for
-from dilated_attention_pytorch.distributed.moving import Rows, fetch, give_back
-from dilated_attention_pytorch.distributed.share import rank_plan
+from dilated_attention_pytorch.distributed.exchange import (
+    ExchangePlan,
+    RowSource,
+    exchange,
+    fetch,
+    plan_exchange,
+    request_for,
+    return_gradients,
+)
+from dilated_attention_pytorch.distributed.schedule import rank_plan
 from dilated_attention_pytorch.distributed.transport import VirtualTransport
 
 
@@ -87,7 +95,7 @@ def test_a_world_of_262144_exchanges_what_the_formula_says():
 def planned(pattern, layout, heads, key_heads=None):
     key_heads = key_heads or heads
     requests = [dilated_request(pattern, layout, rank, heads, key_heads) for rank in range(layout.world)]
-    plans = agree(requests, layout, key_heads, VirtualTransport(layout.world))
+    plans = plan_exchange(requests, layout, key_heads, VirtualTransport(layout.world))
     return [
         ExchangePlan(
             plan.rank, layout, key_heads, plan.request, plan.send, plan.send_counts, butterfly(pattern, plan, heads)
@@ -113,19 +121,23 @@ def test_a_butterfly_brings_the_rows_asked_for_in_few_messages(n, world, heads, 
         (torch.arange(key_heads)[:, None] * n + layout.positions(rank))[None, ..., None].double()
         for rank in range(world)
     ]
-    received = fetch([Rows(x) for x in codes], plans, transport).wait()
+    received = fetch([RowSource(x) for x in codes], plans, transport).wait()
     for rows, plan in zip(received, plans, strict=True):
         assert rows[:, 0].long().equal(plan.request.codes)
         told = plan.report(1)
         assert (
-            told.rows_received == len(plan.request.codes) == sum(len(r) for s in plan.steps for r in s.receive.values())
+            told.rows_received
+            == len(plan.request.codes)
+            == sum(len(r) for s in plan.rounds for r in s.receive.values())
         )
         most = 0
         while factor**most < world:
             most += 1
         assert told.messages <= (factor - 1) * most
     # The adjoint gives every row back to its holder: as many units as ranks that asked for it.
-    home = give_back([torch.ones(len(rows), 1, dtype=torch.float64) for rows in received], plans, transport).wait()
+    home = return_gradients(
+        [torch.ones(len(rows), 1, dtype=torch.float64) for rows in received], plans, transport
+    ).wait()
     asked = torch.bincount(torch.cat([plan.request.codes for plan in plans]), minlength=key_heads * n)
     for rank, (rows, plan) in enumerate(zip(home, plans, strict=True)):
         assert rows[:, 0].long().equal(asked[codes[rank].flatten().long()])
@@ -168,7 +180,7 @@ def test_one_rank_of_a_billion_tokens_is_planned_from_its_own_tiles():
     assert request.codes.equal(dilated_request(pattern, layout, 500, 8).codes)
     assert len(request.codes) == 8 * 1024 * 10
     assert len(request.codes) * 2 * 128 * 2 <= 42e6
-    assert seconds < 20, "generous, for a busy machine: it takes about a second"
+    assert seconds < scaled(10), "it takes about a second on a quiet core"
 
 
 def test_receive_memory_is_flat_in_the_length():
@@ -179,6 +191,6 @@ def test_receive_memory_is_flat_in_the_length():
     for world in (16, 64, 256, 1024):
         layout = SequenceLayout.contiguous(own * world, world)
         most.append(max(len(dilated_request(pattern, layout, rank, 8).codes) for rank in (1, world // 2, world - 2)))
-        buffers.append(rank_plan(pattern, layout, world // 2, 8, 8).key_codes(layout, world // 2).numel())
+        buffers.append(rank_plan(pattern, layout, world // 2, 8, 8).key_rows.numel())
     assert len(set(most)) == 1 and most[0] > 0
     assert len(set(buffers)) == 1 and buffers[0] > most[0]

@@ -10,9 +10,8 @@ from oracle import multiplicities
 from strategies import dilated, problems
 
 from dilated_attention_pytorch.distributed import SequenceLayout, dilated_request, traffic
-from dilated_attention_pytorch.distributed.comm import agree, request_for
-from dilated_attention_pytorch.distributed.moving import Rows, fetch
-from dilated_attention_pytorch.distributed.share import rank_plan
+from dilated_attention_pytorch.distributed.exchange import RowSource, fetch, plan_exchange, request_for
+from dilated_attention_pytorch.distributed.schedule import rank_plan
 from dilated_attention_pytorch.distributed.transport import VirtualTransport
 from dilated_attention_pytorch.patterns import Causal, Dilated, parse
 
@@ -28,7 +27,7 @@ def planned(pattern, layout, heads, key_heads):
     whole = pattern.resolve(layout.n, heads)
     plans = [rank_plan(whole, layout, rank, heads, key_heads) for rank in range(layout.world)]
     requests = [request_for(plan.far_codes, layout, rank, key_heads) for rank, plan in enumerate(plans)]
-    return plans, agree(requests, layout, key_heads, VirtualTransport(layout.world))
+    return plans, plan_exchange(requests, layout, key_heads, VirtualTransport(layout.world))
 
 
 @given(problems(longest=80), st.integers(1, 5), st.sampled_from(["contiguous", "zigzag", "owners"]), st.booleans())
@@ -48,8 +47,9 @@ def test_what_is_fetched_is_what_is_seen(problem, world, kind, grouped):
     plans, exchanges = planned(pattern, layout, heads, key_heads)
     for rank, (plan, exchange) in enumerate(zip(plans, exchanges, strict=True)):
         wanted = needed_rows(pattern, layout, rank, heads, key_heads)
-        codes = plan.key_codes(layout, rank)
-        assert torch.unique(codes[codes >= 0]).equal(wanted)
+        tokens = plan.key_tokens(layout.positions(rank), n)
+        codes = torch.arange(key_heads)[:, None] * n + tokens
+        assert torch.unique(codes[tokens >= 0]).equal(wanted)
         remote = wanted[layout.locate(wanted % n)[0] != rank]
         assert exchange.request.codes.sort().values.equal(remote)
         assert exchange.report(1).rows_received == len(remote) == sum(exchange.request.counts)
@@ -123,7 +123,7 @@ def test_virtual_exchange_brings_the_rows_asked_for():
     codes = [
         torch.stack([head * 90 + layout.positions(rank) for head in range(2)])[None, ..., None] for rank in range(3)
     ]
-    received = fetch([Rows(c) for c in codes], exchanges, VirtualTransport(3)).wait()
+    received = fetch([RowSource(c) for c in codes], exchanges, VirtualTransport(3)).wait()
     for rows, exchange in zip(received, exchanges, strict=True):
         assert rows[:, 0].equal(exchange.request.codes)
 

@@ -16,8 +16,8 @@ from dilated_attention_pytorch.distributed import (
     context_parallel_attention_with_lse,
     shard_sequence,
 )
-from dilated_attention_pytorch.distributed.comm import agree, exchange, exchange_transposed, request_for
-from dilated_attention_pytorch.distributed.share import rank_plan
+from dilated_attention_pytorch.distributed.exchange import exchange, exchange_transposed, plan_exchange, request_for
+from dilated_attention_pytorch.distributed.schedule import rank_plan
 from dilated_attention_pytorch.distributed.simulate import traffic
 from dilated_attention_pytorch.distributed.transport import GroupTransport, VirtualTransport
 
@@ -81,8 +81,8 @@ def exchange_and_its_derivatives(rank: int, world: int) -> None:
     layout = SequenceLayout.contiguous(50, world)
     pattern = BY_NAME["global-window"].pattern
     requests = [request_for(rank_plan(pattern, layout, r, 2, 2).far_codes, layout, r, 2) for r in range(world)]
-    plans = agree(requests, layout, 2, VirtualTransport(world))
-    (mine,) = agree([requests[rank]], layout, 2, GroupTransport(None, rank, world))
+    plans = plan_exchange(requests, layout, 2, VirtualTransport(world))
+    (mine,) = plan_exchange([requests[rank]], layout, 2, GroupTransport(None, rank))
     assert mine.fingerprint == plans[rank].fingerprint
     generator = torch.Generator().manual_seed(0)
     shards = [torch.randn(p.local_rows, 3, generator=generator, dtype=torch.float64).requires_grad_() for p in plans]

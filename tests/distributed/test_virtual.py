@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 from cases import BY_NAME, PROBLEMS
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -11,12 +12,13 @@ from oracle import answer, error, multiplicities
 from strategies import problems
 from worlds import on_virtual_ranks as run
 
-from dilated_attention_pytorch import Packed, attention, parse
+from dilated_attention_pytorch import Packed, attention, attention_with_lse, parse
 from dilated_attention_pytorch.distributed import SequenceLayout, context_parallel_attention, virtual_attention
-from dilated_attention_pytorch.distributed.ring import Call
-from dilated_attention_pytorch.distributed.share import shares_of
+from dilated_attention_pytorch.distributed import attention as module
+from dilated_attention_pytorch.distributed.attention import Call
+from dilated_attention_pytorch.distributed.schedule import make_schedules
 from dilated_attention_pytorch.distributed.transport import VirtualTransport
-from dilated_attention_pytorch.kernels.native import library_path
+from dilated_attention_pytorch.kernels.cpu.native import library_path
 from dilated_attention_pytorch.plan.plan import tensors_of
 
 
@@ -76,11 +78,12 @@ def test_any_pattern_on_any_owner_map(problem, world, seed):
     ("backend", "dtype"), [("native", torch.float64), ("native", torch.float32), ("cpu", torch.float32)]
 )
 @pytest.mark.parametrize("name", ["dilated-ladder-causal", "dilated-odd-rates", "global-window", "random", "padded"])
-def test_the_forward_result_has_the_same_bits_for_every_world_size(name, backend, dtype):
+def test_output_has_the_same_bits_for_several_ranks(name, backend, dtype):
     if backend == "native" and not library_path().exists():
         pytest.skip("C++ kernel not built")
     problem = BY_NAME[name]
-    found = [run(problem, layout, backend, dtype)[:2] for layout in layouts_of(problem.n).values()]
+    several = [layout for layout in layouts_of(problem.n).values() if layout.world > 1]
+    found = [run(problem, layout, backend, dtype)[:2] for layout in several]
     for output, lse in found[1:]:
         assert output.equal(found[0][0])
         assert lse.equal(found[0][1])
@@ -125,10 +128,45 @@ def test_the_error_of_half_precision_gradients_does_not_grow_with_the_world():
     assert errors[32] <= errors[2] + 2**-9
 
 
-def test_one_rank_needs_no_process_group():
-    query, key, value = torch.randn(3, 1, 2, 70, 8, dtype=torch.float64).unbind()
-    found = context_parallel_attention(query, key, value, "window:9", SequenceLayout.contiguous(70, 1), is_causal=True)
-    assert error(found, attention(query, key, value, "window:9", is_causal=True)) <= 1e-12
+@pytest.mark.parametrize("options", [{"is_causal": True}, {"dropout_p": 0.3}, {"overlap": "local", "exchange": "ring"}])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_rank_returns_the_bits_of_attention(options, dtype):
+    leaves = [torch.randn(1, 2, 70, 8, dtype=dtype, requires_grad=True) for _ in range(3)]
+    single = {name: value for name, value in options.items() if name not in ("overlap", "exchange")}
+    results = []
+    for call, settings_ in (
+        (lambda *x, **y: context_parallel_attention(*x, SequenceLayout.contiguous(70, 1), **y), options),
+        (attention, single),
+    ):
+        torch.manual_seed(3)
+        output = call(*leaves, "dilated:16x1,64x4", **settings_)
+        results.append((output, *torch.autograd.grad(output.float().square().sum(), leaves)))
+    for got, want in zip(*results, strict=True):
+        assert got.equal(want)
+
+
+def test_one_rank_runs_the_single_device_operation_once(monkeypatch, tmp_path):
+    """Nothing is planned, agreed or copied for one rank, with a process group of one member or without."""
+    calls = []
+
+    def counted(*args, **kwargs):
+        calls.append(args)
+        return attention_with_lse(*args, **kwargs)
+
+    def refused(*args, **kwargs):
+        raise AssertionError("a single rank took the path of several")
+
+    monkeypatch.setattr(module, "attention_with_lse", counted)
+    monkeypatch.setattr(module, "_executor", refused)
+    tensors = torch.randn(3, 1, 2, 70, 8).unbind()
+    layout = SequenceLayout.contiguous(70, 1)
+    context_parallel_attention(*tensors, "window:9", layout)
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    try:
+        context_parallel_attention(*tensors, "window:9", layout, dist.group.WORLD)
+    finally:
+        dist.destroy_process_group()
+    assert [all(a is b for a, b in zip(args, tensors, strict=False)) for args in calls] == [True, True]
 
 
 def test_several_ranks_without_a_process_group_say_so():
@@ -158,14 +196,14 @@ def test_wrong_input_says_what_must_hold(change, kind, says):
         context_parallel_attention(**call)
 
 
-def test_a_share_moves_to_another_device_with_all_its_kernels_read():
+def test_schedule_moves_with_all_tensors_that_kernels_read():
     problem = BY_NAME["global-window"].__class__(name="sees all", text="window:3 | global:2;queries=1", n=96)
     layout = SequenceLayout.contiguous(problem.n, 2)
-    asked = Call(problem.pattern, layout, overlap="local").problem(*problem.inputs()[:3])
-    for share in shares_of(asked, layout, VirtualTransport(2)):
-        moved = share.to(torch.device("meta"))
+    spec = Call(problem.pattern, layout, overlap="local").spec(*problem.inputs()[:3])
+    for schedule in make_schedules(spec, layout, VirtualTransport(2)):
+        moved = schedule.to(torch.device("meta"))
         assert moved.visit is not None
         read = [moved.tokens, moved.visit.place, *tensors_of(moved.visit.work)]
         for stage in moved.stages:
-            read += [stage.which, *tensors_of(stage.work)]
+            read += [stage.source, *tensors_of(stage.work)]
         assert {x.device.type for x in read} == {"meta"}

@@ -18,10 +18,10 @@ from dilated_attention_pytorch.distributed import (
     traffic,
     virtual_attention,
 )
-from dilated_attention_pytorch.distributed.ring import Call
-from dilated_attention_pytorch.distributed.share import shares_of
+from dilated_attention_pytorch.distributed.attention import Call
+from dilated_attention_pytorch.distributed.schedule import make_schedules
 from dilated_attention_pytorch.distributed.transport import VirtualTransport, check_group
-from dilated_attention_pytorch.kernels.native import library_path
+from dilated_attention_pytorch.kernels.cpu.native import library_path
 
 LADDER = Problem(name="even ladder", text="dilated:16x1,32x2,64x4,128x8", n=128, heads=8, key_heads=4)
 SEES_ALL = Problem(name="sees all", text="window:3 | global:5;queries=1", n=90, heads=4, key_heads=2)
@@ -78,7 +78,7 @@ def test_ranks_without_tokens_take_part(way):
 )
 def test_tiles_inside_a_shard_are_computed_where_they_lie(text, layout):
     problem = Problem(name="long", text=text, n=700, heads=3, key_heads=3, d=8, e=8)
-    assert sum(share.stages[0].work.plan.blocks for share in shares(text, layout, heads=3, overlap="local")) > 0
+    assert sum(share.stages[0].work.blocks for share in shares(text, layout, heads=3, overlap="local")) > 0
     for got, want in zip(run(problem, layout, overlap="local"), wanted(problem), strict=True):
         assert error(got, want) <= 1e-12
 
@@ -144,7 +144,7 @@ def test_rows_that_are_not_needed_may_be_anything(way):
 
 def shares(text, layout, heads=4, **options):
     inputs = [torch.zeros(1, heads, layout.n, 16)] * 3
-    return shares_of(Call(parse(text), layout, **options).problem(*inputs), layout, VirtualTransport(layout.world))
+    return make_schedules(Call(parse(text), layout, **options).spec(*inputs), layout, VirtualTransport(layout.world))
 
 
 def asked(share):
@@ -189,7 +189,7 @@ def test_the_choice_is_by_predicted_time_and_says_so():
     assert window.exchange == "direct" and "not butterfly: the pattern is not a plain dilated one" in window.why
     dense = shares("full", layout, overlap="local", machine=Machine(bandwidth=1e3, flops=5.6e4, latency=0.0))[0]
     assert dense.exchange == "ring"
-    assert shares("full", layout, overlap="local", exchange="direct")[0].why == "asked for"
+    assert shares("full", layout, overlap="local", exchange="direct")[0].why == "requested"
 
 
 def test_reports_count_what_the_steps_move():

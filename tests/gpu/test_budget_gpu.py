@@ -10,10 +10,10 @@ import torch
 from oracle import error
 
 import dilated_attention_pytorch as dap
-from dilated_attention_pytorch.kernels import triton_backend
 from dilated_attention_pytorch.kernels.registry import choose
-from dilated_attention_pytorch.ops import budget
-from dilated_attention_pytorch.ops.attention import call_of
+from dilated_attention_pytorch.kernels.triton import backend as triton_backend
+from dilated_attention_pytorch.ops import memory_budget
+from dilated_attention_pytorch.ops.attention import CallSettings, call_of
 
 pytestmark = pytest.mark.gpu
 
@@ -27,7 +27,7 @@ def as_before():
     yield
     if torch.cuda.is_available():
         torch.cuda.set_per_process_memory_fraction(1.0)
-    budget.forget()
+    memory_budget.forget()
 
 
 def inputs(n, heads, key_heads, dtype):
@@ -40,9 +40,9 @@ def inputs(n, heads, key_heads, dtype):
 
 def reckoned(tensors, pattern, backend):
     """Bytes by size of chunk, forward and backward."""
-    call, _ = call_of(*tensors, None, None, None, pattern, False, 0.125, 0.0, backend)
+    call = call_of(*tensors, CallSettings(pattern=pattern, scale=0.125, backend=backend))
     name, _ = choose(call, backend)
-    return [budget.memory(call, name, direction).sizes for direction in budget.WORDS]
+    return [memory_budget.memory(call, name, direction).sizes for direction in memory_budget.WORDS]
 
 
 def both_ways(tensors, pattern, grad_output, **options):

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 from worlds import run_threads
 
 from dilated_attention_pytorch import attention_with_lse
 from dilated_attention_pytorch.distributed import (
     SequenceLayout,
+    context_parallel_attention,
     context_parallel_attention_with_lse,
     shard_sequence,
     virtual_attention,
 )
+from dilated_attention_pytorch.distributed.transport import wire_device
 
 pytestmark = pytest.mark.gpu
 WORLD, N = 8, 4096
@@ -61,3 +64,14 @@ def test_virtual_ranks_on_cuda_with_dropout_and_padding(options):
     layout = SequenceLayout.contiguous(700, 3)
     found = virtual_attention(query, key, value, "dilated:128x1,512x4", layout, **same, **options).output
     assert (found - wanted).abs().max().item() <= 1e-4
+
+
+def test_one_rank_on_nccl_is_the_single_device_call():
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        layout, x = SequenceLayout.contiguous(512, 1), torch.randn(1, 2, 512, 64, device="cuda")
+        assert wire_device(dist.group.WORLD) == x.device
+        output = context_parallel_attention(x, x, x, "window:50", layout, dist.group.WORLD)
+        assert output.equal(attention_with_lse(x, x, x, "window:50").output)
+    finally:
+        dist.destroy_process_group()

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 import dilated_attention_pytorch as dap
-from dilated_attention_pytorch.nn import tuning
-from dilated_attention_pytorch.tools.forecast import DTYPES, forecast
-from dilated_attention_pytorch.tools.measure import PeakMemory, clock
+from dilated_attention_pytorch.nn import calibration as tuning
+from dilated_attention_pytorch.tools.bench.measure import PeakMemory, clock
+from dilated_attention_pytorch.tools.console import DTYPES
+from dilated_attention_pytorch.tools.plan import forecast
 
 pytestmark = pytest.mark.gpu
 
@@ -38,7 +39,7 @@ def test_the_forecast_of_peak_memory_is_within_a_tenth(
     if backend != "auto":
         attention = dap.attention
         monkeypatch.setattr(dap, "attention", lambda *given, **options: attention(*given, **options, backend=backend))
-        monkeypatch.setattr("dilated_attention_pytorch.tools.forecast.backend_for", lambda *_: backend)
+        monkeypatch.setattr("dilated_attention_pytorch.tools.plan.backend_for", lambda *_: backend)
     told = forecast(text, n, heads, key_heads, 64, kind, 1, 1, "cuda", 2**40)["peak_bytes"]
     for training, wanted in ((False, told["forward"]), (True, told["training"])):
         dap.plan_cache.clear()

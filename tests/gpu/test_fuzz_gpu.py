@@ -11,10 +11,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from calls import Menu, failures
-from strategies import LAYOUTS
+from calls import SHARED, Menu, failures
+from strategies import VIEWS
 
-from dilated_attention_pytorch.kernels.registry import AttentionCall, explain, reproducible_gradients
+from dilated_attention_pytorch.kernels.call import AttentionCall, reproducible_gradients
+from dilated_attention_pytorch.kernels.registry import explain
 from dilated_attention_pytorch.patterns import Causal
 from dilated_attention_pytorch.plan import make_plan
 
@@ -31,11 +32,10 @@ ANYTHING = Menu(
     d=(19, 32, 64, 96, 128, 256),
     e=(24, 32, 64, 128),
     # Backends that copy nothing refuse rows off the grid, so those are rare. A block of 24 is no tile: it makes bits.
-    layouts=LAYOUTS[:-1] * 3 + LAYOUTS[-1:],
+    layouts=("heads first", "tokens first", "rows apart", "width outside") * 3 + ("off the grid",),
     blocks=(16, 24, 64, 128),
 )
 PLAIN = replace(ANYTHING, padded=(False,), dropout=(0.0,), scales=(None, 0.05, 1.5), blocks=(24, 128))
-SEGMENTS = replace(PLAIN, kinds=("causal", "dilated", "dilated", "documents", "full"), leaves=2)
 LISTS = replace(PLAIN, kinds=("causal", "window", "random", "block lists", "hierarchical"), leaves=2, blocks=(128,))
 
 
@@ -63,13 +63,12 @@ MENUS = {
     "auto": [ANYTHING, alike(PLAIN, 64, 64, torch.bfloat16, 2), alike(PLAIN, 128, 128, torch.float16, 2)],
     "hopper": wide(PLAIN),
     "flash4": wide(LISTS),
-    "cudnn": wide(SEGMENTS),
 }
 LOTS = [
     # Tracing and poisoned memory do not go together. Every call of these compiles for half a minute: begun first.
     *(pytest.param("flex", lot, marks=[pytest.mark.compile, THEIRS]) for lot in range(5)),
     *(pytest.param("flash4", lot, marks=THEIRS) for lot in range(8)),
-    *((backend, lot) for backend in ("triton", "auto", "hopper", "cudnn") for lot in range(8)),
+    *((backend, lot) for backend in ("triton", "auto", "hopper") for lot in range(8)),
 ]
 
 
@@ -98,5 +97,18 @@ def test_what_a_backend_takes_is_what_the_oracle_gives(backend, lot, request):
     count = -(-EXAMPLES // (40 if backend == "flex" else 16 if backend == "auto" else 8))
     menus = MENUS[backend]
     ran, failed = failures(backend, menus[lot % len(menus)], count, f"{SEED} {backend} {lot}", "cuda")
+    assert not failed, "\n".join(failed)
+    assert ran == count
+
+
+@pytest.mark.parametrize("lot", range(4))
+@pytest.mark.parametrize("backend", ["auto", "triton"])
+def test_any_layout_matches_oracle(backend, lot):
+    reason = why_not(backend)
+    if reason is not None:
+        pytest.skip(f"{backend} {reason}")
+    menu = replace(MENUS[backend][lot % len(MENUS[backend])], layouts=VIEWS, shared=SHARED)
+    count = -(-EXAMPLES // 8)
+    ran, failed = failures(backend, menu, count, f"{SEED} layouts {backend} {lot}", "cuda")
     assert not failed, "\n".join(failed)
     assert ran == count

@@ -8,8 +8,10 @@ from cases import PROBLEMS, Problem
 from oracle import answer, error
 from torch.nn.functional import scaled_dot_product_attention
 
-from dilated_attention_pytorch.kernels import hopper_backend, hopper_gradients, hopper_split
-from dilated_attention_pytorch.kernels.registry import AttentionCall, reproducible_gradients
+from dilated_attention_pytorch.kernels.call import AttentionCall, reproducible_gradients
+from dilated_attention_pytorch.kernels.hopper import backend as hopper_backend
+from dilated_attention_pytorch.kernels.hopper import backward as hopper_gradients
+from dilated_attention_pytorch.kernels.hopper import split_rows as hopper_split
 from dilated_attention_pytorch.plan import make_plan
 
 pytestmark = [

@@ -5,8 +5,9 @@ import torch
 from cases import Problem
 from oracle import answer, error
 
-from dilated_attention_pytorch.kernels import flash4, flex
-from dilated_attention_pytorch.kernels.registry import AttentionCall, explain
+from dilated_attention_pytorch.kernels.call import AttentionCall
+from dilated_attention_pytorch.kernels.external import flash4, flex
+from dilated_attention_pytorch.kernels.registry import explain
 from dilated_attention_pytorch.plan import make_plan
 
 # What other projects, and torch while it compiles, warn of is theirs to mend.

@@ -9,12 +9,12 @@ from oracle import dense_attention, error
 from torch.nn.functional import scaled_dot_product_attention
 
 from dilated_attention_pytorch.kernels.dropout import kept
-from dilated_attention_pytorch.kernels.listed_schedule import Listed
-from dilated_attention_pytorch.nn import AdaptiveConfig, BlockSparseAdaptive, scorer
-from dilated_attention_pytorch.nn.summaries import blocks_of
-from dilated_attention_pytorch.ops import selection as choosing
-from dilated_attention_pytorch.ops.selected import selected_attention
-from dilated_attention_pytorch.plan.selected import Selection, block_plan, chosen_tokens
+from dilated_attention_pytorch.nn import AdaptiveConfig, BlockSparseAdaptive
+from dilated_attention_pytorch.selection import backend
+from dilated_attention_pytorch.selection.attention import selected_attention
+from dilated_attention_pytorch.selection.kernels.lowering import Listed
+from dilated_attention_pytorch.selection.plan import block_plan, invert_selection
+from dilated_attention_pytorch.selection.types import Selection
 
 pytestmark = pytest.mark.gpu
 
@@ -107,11 +107,11 @@ def test_lists_laid_out_by_kernels_are_those_laid_out_in_torch(size, batch, n, i
     ("batch", "n", "group", "window"), [(1, 3000, 1, 1024), (2, 333, 2, 1024), (1, 20_000, 4, 1024), (2, 2000, 1, 16)]
 )
 def test_choices_turned_round_by_bits_are_those_turned_round_by_a_sort(batch, n, group, window, monkeypatch):
-    from dilated_attention_pytorch.kernels import triton_turned
+    from dilated_attention_pytorch.selection.kernels import gather_index
 
-    monkeypatch.setattr(triton_turned, "WINDOW", window)
+    monkeypatch.setattr(gather_index, "WINDOW", window)
     chosen = on_gpu(drawn(batch, 4, n, 64, is_causal=True, per_token=True, most=7))
-    found, wanted = (turn(chosen, group) for turn in (triton_turned.chosen_tokens, chosen_tokens))
+    found, wanted = (gather_index.invert_selection(chosen, group), invert_selection(chosen, group, 0, False))
     # Nobody reads where the rows of tiles that hold nothing but filler come from.
     nowhere = (wanted.tile == batch * chosen.blocks).repeat_interleave(chosen.block_size, 1)
     found = found._replace(source=found.source.masked_fill(nowhere, -1))
@@ -133,10 +133,10 @@ def test_blocks_are_summed_up_as_on_the_cpu(own_unit, unit, width, dtype, padded
     query, key = (torch.randn(2, 1000, heads, width).transpose(1, 2).to(dtype) for heads in (4, 2))
     query[1, 2, 500] = key[0, 1, 999] = torch.inf
     padding = torch.arange(1000) >= torch.tensor([1000, 300])[:, None] if padded else None
-    told = (128, own_unit, unit), torch.float32
-    wanted = blocks_of(query, key, *told[0], padding, told[1], before=True)
+    sizes = 128, own_unit, unit
+    wanted = backend.Torch.summarise(query, key, *sizes, padding, True)
     padding = None if padding is None else padding.cuda()
-    found = blocks_of(query.cuda(), key.cuda(), *told[0], padding, told[1], before=True)
+    found = backend.Triton.summarise(query.cuda(), key.cuda(), *sizes, padding, True)
     for got, want in zip([*found[0], *found[1]], [*wanted[0], *wanted[1]], strict=True):
         assert error(got.cpu(), want) < 1e-5
 
@@ -144,14 +144,20 @@ def test_blocks_are_summed_up_as_on_the_cpu(own_unit, unit, width, dtype, padded
 @pytest.mark.parametrize(("width", "share"), [(64, False), (80, True), (256, False)])
 def test_parts_of_scores_are_those_of_the_cpu(width, share):
     torch.manual_seed(0)
-    config = AdaptiveConfig(0.8, hidden_dim=100, match_rank=24, share_across_heads=share)
+    config = AdaptiveConfig(0.8, hidden_dim=100, match_rank=24, share_across_heads=share, granularity="block")
     layer = BlockSparseAdaptive([4096], [1], 4, width, config)
     given = torch.randn(2, 4, 3000, width), torch.randn(2, 2, 3000, width)
     with torch.no_grad():
-        wanted = layer.scorer.look(*given, 128, True, False, None).factors
-        found = layer.cuda().scorer.look(*(x.cuda() for x in given), 128, True, False, None).factors
+        wanted = layer.score_blocks(*given, True).factors
+        found = layer.cuda().score_blocks(*(x.cuda() for x in given), True).factors
     for name in ("rows", "columns", "right"):
         assert error(getattr(found, name).cpu(), getattr(wanted, name)) < 1e-5
+
+
+def without_kernels(monkeypatch, refused):
+    """Run one step in torch."""
+    why_not = backend.why_not
+    monkeypatch.setattr(backend, "why_not", lambda step, work: "refused" if step == refused else why_not(step, work))
 
 
 @pytest.fixture
@@ -172,10 +178,10 @@ def test_the_kernel_keeps_what_the_torch_path_keeps(is_causal, config, layer_and
     found = []
     for by_kernel in (True, False):
         if not by_kernel:
-            monkeypatch.setattr(choosing.Factors, "why_not", lambda factors, room: "asked not to")
+            without_kernels(monkeypatch, "rank")
         torch.manual_seed(1)
         with torch.no_grad():
-            found.append(layer.train()._choose(q, k, is_causal, None)[1])
+            found.append(backend.select(layer.train().score_blocks(q, k, is_causal), q.shape[2], explore=True))
     one, other = (x.allowed() for x in found)
     # Scores that differ by rounding alone may change places.
     assert float((one != other).sum()) <= 1e-3 * float(other.sum())
@@ -187,7 +193,7 @@ def test_the_scorer_learns_the_same_by_kernels_and_by_a_graph(is_causal, layer_a
     found = []
     for by_kernels in (True, False):
         if not by_kernels:
-            monkeypatch.setattr(scorer, "by_kernels", lambda *asked: False)
+            without_kernels(monkeypatch, "score_rows")
         layer.zero_grad()
         torch.manual_seed(1)
         layer(*x.unbind(), is_causal).backward(torch.ones_like(x[0]))
@@ -272,5 +278,5 @@ def test_choosing_takes_little_memory(is_causal):
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         with torch.no_grad():
-            layer._choose(q, k, is_causal, None)
+            backend.select(layer.score_blocks(q, k, is_causal), q.shape[2])
     assert torch.cuda.max_memory_allocated() - before <= 64 * 2**20

@@ -9,9 +9,9 @@ import torch
 from cases import Problem
 from oracle import answer, error
 
-from dilated_attention_pytorch.ops.sinks import TensorSink
-from dilated_attention_pytorch.ops.sources import TensorSource, open_tensor
-from dilated_attention_pytorch.ops.streamed import streamed_attention, streamed_gradients
+from dilated_attention_pytorch.ops.streaming.sinks import TensorSink
+from dilated_attention_pytorch.ops.streaming.sources import TensorSource, open_tensor
+from dilated_attention_pytorch.ops.streaming.stream import streamed_attention, streamed_gradients
 
 pytestmark = pytest.mark.gpu
 

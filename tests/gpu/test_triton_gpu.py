@@ -8,9 +8,10 @@ from cases import PROBLEMS, Problem
 from oracle import answer, error
 from torch.nn.functional import scaled_dot_product_attention
 
-from dilated_attention_pytorch.kernels import cpu, triton_backend
+from dilated_attention_pytorch.kernels.call import AttentionCall
+from dilated_attention_pytorch.kernels.cpu import tiles as cpu
 from dilated_attention_pytorch.kernels.dropout import kept
-from dilated_attention_pytorch.kernels.registry import AttentionCall
+from dilated_attention_pytorch.kernels.triton import backend as triton_backend
 from dilated_attention_pytorch.patterns import parse
 from dilated_attention_pytorch.plan import make_plan
 

@@ -8,10 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from limits import scaled
 
 ROOT = Path(__file__).parents[2]
-EXTRAS = ("beartype", "hypothesis", "matplotlib", "rich", "safetensors", "transformers", "typer")
-TOOLS = ("bench", "billion", "demo", "extreme", "quality")
+EXTRAS = ("beartype", "hypothesis", "matplotlib", "safetensors", "transformers")
+TOOLS = ("bench.runner", "billion", "demo", "bench.extreme", "quality.runner")
 BENCHMARKS = ("adaptive", "check_dilated", "check_hopper", "check_hopper_backward", "gpu_tests", "models", "modules")
 BARE = f"import sys; sys.modules.update(dict.fromkeys({EXTRAS}))"
 IMPORT = """
@@ -22,12 +23,11 @@ for name in sys.argv[1:]:
     run_path(name) if name.endswith(".py") else import_module(name)
 """
 PRINT = """
-from dilated_attention_pytorch.tools.screen import Screen
+from dilated_attention_pytorch.tools.console import print_pairs, print_table, print_title
 
-screen = Screen()
-screen.title("Facts")
-screen.table(("name", "bytes"), [("one", "7"), ("another", "12,345")], right=(1,))
-screen.pairs([("a", "b")])
+print_title("Facts")
+print_table(("name", "bytes"), [("one", "7"), ("another", "12,345")], right=(1,))
+print_pairs([("a", "b")])
 """
 
 
@@ -36,7 +36,9 @@ def bare(code: str, *arguments: str) -> str:
     folders = (str(ROOT / name) for name in ("src", "tests", "benchmarks"))
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(folders)}
     command = [sys.executable, "-c", BARE + code, *arguments]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=scaled(120), check=False
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout
 

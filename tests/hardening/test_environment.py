@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from limits import scaled
 
 from dilated_attention_pytorch.tools.doctor import surroundings
 
@@ -16,7 +17,7 @@ SOURCE = Path(__file__).resolve().parents[2] / "src"
 ATTEND = """
 import torch
 from dilated_attention_pytorch import attention
-from dilated_attention_pytorch.nn.tuning import cost_model
+from dilated_attention_pytorch.nn.calibration import cost_model
 query, key, value = torch.randn(3, 1, 2, 300, 16, requires_grad=True).unbind()
 output = attention(query, key, value, "dilated:64x1,256x4 & causal")
 output.sum().backward()
@@ -71,7 +72,7 @@ def run(program: str, changes: dict[str, str | None], folder: Path, seconds: flo
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=seconds,
+        timeout=scaled(seconds),
         check=False,
     )
     assert done.returncode == 0, f"{done.stdout}{done.stderr[-3000:]}"
@@ -158,7 +159,7 @@ def test_doctor_says_why_a_cuda_build_finds_no_gpu(monkeypatch, raised, explaine
 
 
 BUILD = """
-from dilated_attention_pytorch.kernels import native
+from dilated_attention_pytorch.kernels.cpu import native
 print(native.build())
 """
 

@@ -14,16 +14,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from dilated_attention_pytorch import PlanCache, attention, parse
-from dilated_attention_pytorch.kernels import native
+from dilated_attention_pytorch import attention
+from dilated_attention_pytorch.atomic_write import write_whole
+from dilated_attention_pytorch.kernels.cpu import native
 from dilated_attention_pytorch.models import read_state
 from dilated_attention_pytorch.models.checkpoints import read_with_facts, write_state
-from dilated_attention_pytorch.nn import tuning
+from dilated_attention_pytorch.nn import calibration as tuning
 from dilated_attention_pytorch.ops.explain import explain
-from dilated_attention_pytorch.ops.sinks import FileSink
-from dilated_attention_pytorch.ops.sources import npy_header, open_tensor
-from dilated_attention_pytorch.ops.streamed import streamed_attention
-from dilated_attention_pytorch.tools import bench, report
+from dilated_attention_pytorch.ops.streaming.sinks import FileSink
+from dilated_attention_pytorch.ops.streaming.sources import npy_header, open_tensor
+from dilated_attention_pytorch.ops.streaming.stream import streamed_attention
+from dilated_attention_pytorch.tools.bench import runner as bench
+from dilated_attention_pytorch.tools.bench.results import read_lines
 
 DEEP = "[" * 200_000
 
@@ -129,25 +131,6 @@ def test_no_damage_to_a_mapped_file_escapes(tmp_path_factory, data):
 
 @settings(max_examples=60)
 @given(data=st.data())
-def test_no_damage_to_a_plan_file_escapes(tmp_path_factory, data):
-    path = tmp_path_factory.mktemp("plans") / "plans.bin"
-    cache = PlanCache()
-    cache.get(parse("window:5 & causal"), 40, 2, 16)
-    cache.save(path)
-    whole = path.read_bytes()
-    body = damaged(data, whole)
-    path.write_bytes(body)
-    other = PlanCache()
-    if body == whole:
-        assert other.load(path) == 1
-        return
-    with pytest.raises(ValueError, match=r"a plan file must be one that PlanCache.save wrote"):
-        other.load(path)
-    assert other.info().plans == 0
-
-
-@settings(max_examples=60)
-@given(data=st.data())
 def test_no_damage_to_a_checkpoint_escapes(tmp_path_factory, data):
     """It is refused, or holds tensors whose numbers alone were changed."""
     path = tmp_path_factory.mktemp("states") / data.draw(st.sampled_from(["state.safetensors", "state.pt"]))
@@ -182,7 +165,7 @@ ANYTHING = st.recursive(
 def test_no_file_of_results_escapes(tmp_path_factory, lines, tail):
     path = tmp_path_factory.mktemp("results") / "lines.jsonl"
     path.write_bytes("\n".join([*lines, '{"case": "window"}', ""]).encode() + tail)
-    found = report.read_lines([path], lambda _: None)
+    found = read_lines([path], lambda _: None)
     assert {"case": "window"} in found
     assert all(isinstance(line, dict) for line in found)
 
@@ -320,5 +303,18 @@ def test_deeply_nested_results_are_skipped(tmp_path):
     file = tmp_path / "deep.jsonl"
     file.write_text("[" * 200_000 + "\n" + '{"case": "window"}\n{"case": "cut')
     told: list[str] = []
-    assert report.read_lines([file], told.append) == bench.known_lines(file) == [{"case": "window"}]
+    assert read_lines([file], told.append) == bench.known_lines(file) == [{"case": "window"}]
     assert [line.split(":")[1] for line in told] == ["1", "3"]
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o077, 0o000])
+def test_writing_a_file_leaves_the_umask_alone(monkeypatch, tmp_path, mask):
+    before = os.umask(mask)
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "umask", lambda mask: pytest.fail("the umask belongs to the whole process"))
+            write_whole(tmp_path / "file", lambda temporary: Path(temporary).write_text("text"))
+    finally:
+        os.umask(before)
+    assert (tmp_path / "file").stat().st_mode & 0o777 == 0o666 & ~mask
+    assert list(tmp_path.iterdir()) == [tmp_path / "file"]

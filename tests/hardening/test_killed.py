@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from limits import scaled
 
 SOURCE = Path(__file__).resolve().parents[2] / "src"
 KILLED = """
@@ -15,18 +16,19 @@ import json, os, random, signal, sys, tempfile, time
 from pathlib import Path
 import torch
 import dilated_attention_pytorch
-from dilated_attention_pytorch import PlanCache, parse
 from dilated_attention_pytorch.models import read_state
 from dilated_attention_pytorch.models.checkpoints import write_state
-from dilated_attention_pytorch.nn import tuning
-from dilated_attention_pytorch.ops.sinks import FileSink
-from dilated_attention_pytorch.ops.streamed import streamed_attention
-from dilated_attention_pytorch.tools import page, results
+from dilated_attention_pytorch.nn import calibration
+from dilated_attention_pytorch.ops.streaming.sinks import FileSink
+from dilated_attention_pytorch.ops.streaming.stream import streamed_attention
+from dilated_attention_pytorch.tools import html_page as page
+from dilated_attention_pytorch.tools.bench import results
 
 torch.set_num_threads(1)
 LIBRARY = Path(dilated_attention_pytorch.__file__).parent
-WRITING = ("files", "plan/cache", "nn/tuning", "models/checkpoints", "tools/page", "tools/results", "ops/sinks")
+WRITING = ("atomic_write", "nn/calibration", "models/checkpoints", "tools/html_page", "tools/bench/results", "ops/streaming/sinks")
 WRITING = {str(LIBRARY / f"{name}.py") for name in WRITING}
+assert all(map(os.path.exists, WRITING))
 folder = Path(tempfile.mkdtemp())
 os.environ["XDG_CACHE_HOME"] = str(folder / "cache")
 generator = torch.Generator().manual_seed(0)
@@ -34,15 +36,7 @@ source = {which: [torch.randn(1, 1, 48, 4, generator=generator) for _ in range(3
 rows = {which: torch.empty(1, 1, 48, 4) for which in source}
 for which, tensors in source.items():
     streamed_attention(tensors, "window:4", rows[which], chunk=16)
-costs = {"old": {"a machine": tuning.UNMEASURED}, "new": {f"machine {i}": tuning.UNMEASURED for i in range(9)}}
-plans = {"old": ["window:3"], "new": ["window:4", "window:5"]}
-
-
-def save_plans(path, which):
-    cache = PlanCache()
-    for text in plans[which]:
-        cache.get(parse(text), 60, 1, 16)
-    cache.save(path)
+costs = {"old": {"a machine": calibration.UNMEASURED}, "new": {f"machine {i}": calibration.UNMEASURED for i in range(9)}}
 
 
 def state(path):
@@ -78,10 +72,9 @@ def appended(path):
 
 known = {}
 WRITERS = {
-    "plans": (save_plans, lambda path: {1: "old", 2: "new"}[PlanCache().load(path)], "plans.bin"),
     "costs": (
-        lambda path, which: tuning._write(costs[which]),
-        lambda path: {1: "old", 9: "new"}[len(tuning.stored_models())],
+        lambda path, which: calibration._write(costs[which]),
+        lambda path: {1: "old", 9: "new"}[len(calibration.stored_models())],
         "costs",
     ),
     "safetensors": (
@@ -176,7 +169,12 @@ def test_a_writer_killed_at_any_moment_leaves_a_whole_file():
     program = KILLED.replace("MOMENTS", os.environ.get("DAP_KILLS", "15")).replace("ROUNDS", "2")
     environment = os.environ | {"PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1", "DAP_CALIBRATE": "0"}
     done = subprocess.run(
-        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=240, check=False
+        [sys.executable, "-c", program],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=scaled(240),
+        check=False,
     )
     assert done.returncode == 0, f"{done.stdout}{done.stderr[-3000:]}"
     assert done.stdout.endswith("all whole\n")

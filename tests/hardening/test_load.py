@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from limits import scaled
 from oracle import error
 
 from dilated_attention_pytorch import PlanCache, attention, parse
-from dilated_attention_pytorch.kernels import native
+from dilated_attention_pytorch.kernels.cpu import native
 from dilated_attention_pytorch.ops import plan_cache
 
 SOURCE = Path(__file__).resolve().parents[2] / "src"
@@ -34,7 +35,7 @@ def started(program: str, **environment: str) -> subprocess.Popen[str]:
 def finished(*children: subprocess.Popen[str], seconds: float = 120) -> list[str]:
     """What they wrote, once all have ended well."""
     try:
-        told = [child.communicate(timeout=seconds) for child in children]
+        told = [child.communicate(timeout=scaled(seconds)) for child in children]
     finally:
         for child in children:
             child.kill()
@@ -148,7 +149,7 @@ def test_a_child_of_fork_computes_the_same(backend):
 BUILD = """
 import torch
 from dilated_attention_pytorch import attention
-from dilated_attention_pytorch.kernels import native
+from dilated_attention_pytorch.kernels.cpu import native
 assert native.build() == 0
 query = torch.randn(1, 1, 50, 8)
 assert attention(query, query, query, "causal", backend="native").isfinite().all()
@@ -165,24 +166,6 @@ def test_four_processes_build_into_one_cache(tmp_path):
     cache = tmp_path / "cache"
     finished(*(started(BUILD, CXX=str(compiler), XDG_CACHE_HOME=str(cache)) for _ in range(4)))
     assert [path.name for path in (cache / "dilated_attention_pytorch").iterdir()] == [native.library_path().name]
-
-
-SHARE = """
-import sys
-from dilated_attention_pytorch import PlanCache, parse
-cache = PlanCache()
-for window in range(5):
-    cache.get(parse(f"window:{window}"), 500, 2, 16)
-for _ in range(20):
-    cache.save(PATH)
-    assert PlanCache().load(PATH) == 5
-"""
-
-
-def test_four_processes_write_and_read_one_file_of_plans(tmp_path):
-    program = SHARE.replace("PATH", repr(str(tmp_path / "plans")))
-    finished(*(started(program) for _ in range(4)))
-    assert [path.name for path in tmp_path.iterdir()] == ["plans"]
 
 
 @pytest.mark.compile

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
-from pathlib import Path
 
 import torch
 from hypothesis import settings
@@ -14,7 +12,7 @@ from oracle import answer, error
 from strategies import LAYOUTS, laid_out, problems
 
 from dilated_attention_pytorch import attention_with_lse, make_plan, parse
-from dilated_attention_pytorch.kernels.native import library_path
+from dilated_attention_pytorch.kernels.cpu.native import library_path
 from dilated_attention_pytorch.nn import KVCache, SparseAttention
 from dilated_attention_pytorch.ops import plan_cache
 
@@ -77,7 +75,7 @@ class Calls(RuleBasedStateMachine):
         padding = torch.rand(1, n, generator=generator) < 0.3 if seed % 3 == 0 else None
         asked = {"enable_gqa": True, "key_padding_mask": padding, "backend": backend, "memory_budget": budget}
         output, lse = attention_with_lse(*leaves, pattern, **asked)
-        wanted = answer(*rows[:3], pattern, grad_output=rows[3], key_padding_mask=padding)
+        wanted = answer(*leaves, pattern, grad_output=rows[3], key_padding_mask=padding)
         assert error(output, wanted.output) <= ROUNDING[dtype]
         assert error(lse, wanted.lse) <= min(ROUNDING[dtype], 1e-5)
         self.waiting.append((output, leaves, rows[3], wanted, ROUNDING[dtype]))
@@ -109,22 +107,11 @@ class Calls(RuleBasedStateMachine):
         """Room for no plan, for few, for all."""
         plan_cache.limit = limit
 
-    @rule()
-    def keep_plans(self) -> None:
-        """Plans go to a file and come from it."""
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder, "plans.bin")
-            plan_cache.save(path)
-            before = plan_cache.info()
-            plan_cache.clear()
-            plan_cache.limit = max(plan_cache.limit, before.nbytes)
-            assert plan_cache.load(path) == before.plans
-
     @invariant()
     def plans_are_counted(self) -> None:
         """What the cache says it holds is what it holds."""
         info = plan_cache.info()
-        assert info.nbytes == sum(plan.nbytes for plan in plan_cache._plans.values())
+        assert info.nbytes == sum(key.nbytes + plan.nbytes for key, plan in plan_cache._plans.items())
 
 
 DECODED = (

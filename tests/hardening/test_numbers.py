@@ -10,7 +10,7 @@ from cases import BY_NAME, Problem
 from oracle import answer, error
 
 from dilated_attention_pytorch import attention_rows, attention_with_lse, merge
-from dilated_attention_pytorch.kernels.native import library_path
+from dilated_attention_pytorch.kernels.cpu.native import library_path
 from dilated_attention_pytorch.nn import KVCache
 from dilated_attention_pytorch.ops.decode import attention_step
 from dilated_attention_pytorch.patterns import parse

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from oracle import answer, error, multiplicities
 
 from dilated_attention_pytorch import attention_with_lse
-from dilated_attention_pytorch.kernels.native import library_path
+from dilated_attention_pytorch.kernels.cpu.native import library_path
 from dilated_attention_pytorch.patterns import Causal, Packed, parse
 from dilated_attention_pytorch.plan import PlanCache, make_plan
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import processes
 import pytest
 import torch
+from limits import scaled, slowdown
 
 from dilated_attention_pytorch.distributed import (
     RankFault,
@@ -30,7 +31,8 @@ spec.loader.exec_module(soak)
 
 
 @pytest.mark.timeout(200)
-def test_exchanges_with_faults_among_them_come_out_right():
+def test_exchanges_with_faults_among_them_come_out_right(monkeypatch):
+    monkeypatch.setattr(soak, "PATIENCE", scaled(soak.PATIENCE))
     lines = soak.soak(20, 5)
     assert "\n".join(str(line) for line in lines if not line["right"]) == ""
     assert len(lines) == 20
@@ -61,7 +63,7 @@ def test_a_mismatch_is_noticed(monkeypatch):
     assert not soak.verdict([line])["right"]
 
 
-def left_after_a_death(rank: int, world: int) -> tuple[int, ...]:
+def left_after_a_death(rank: int, world: int, slower: float) -> tuple[int, ...]:
     """Rank 2 dies between forward and backward; the others regroup where they handle the error, as one would."""
     shard = torch.randn(1, 1, 8, 4, requires_grad=True)
     layout = SequenceLayout.contiguous(8 * world, world)
@@ -72,14 +74,17 @@ def left_after_a_death(rank: int, world: int) -> tuple[int, ...]:
                 os._exit(1)
             output.sum().backward()
     except RankFault:
-        return regroup(processes.store, 1, rank, world, settle=4.0, timeout=timedelta(seconds=20)).members
+        return regroup(
+            processes.store, 1, rank, world, settle=4 * slower, timeout=timedelta(seconds=20 * slower)
+        ).members
     return ()
 
 
 @pytest.mark.timeout(120)
 def test_no_rank_that_lives_is_left_behind():
     """Those that do not border on the lost rank hear of it from the others, long before their own timeout."""
-    answers = processes.run_ranks(left_after_a_death, 5, timeout=40.0)
+    slower = slowdown()
+    answers = processes.run_ranks(left_after_a_death, 5, slower, timeout=40 * slower)
     assert answers == dict.fromkeys((0, 1, 3, 4), (0, 1, 3, 4))
 
 

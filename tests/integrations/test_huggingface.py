@@ -148,7 +148,7 @@ def test_what_cannot_be_honoured_raises(llama):
         attend(module, q, q, q, None, output_attentions=True)
     with pytest.raises(TypeError, match="as a pattern"):
         attend(module, q, q, q, torch.zeros(1, 1, 5, 5))
-    with pytest.raises(ValueError, match="Cross-attention"):
+    with pytest.raises(ValueError, match="query and key must have one length"):
         attend(module, q, k, k, None, is_causal=False)
     with pytest.raises(ValueError, match="dropout"):
         attend(module, q, k, k, None, dropout=0.1)
@@ -165,6 +165,98 @@ def test_a_sliding_window_model_is_refused():
     )
     with pytest.raises(ValueError, match="sliding"):
         transformers.MistralForCausalLM(config)(tokens())
+
+
+LENGTHS = (30, 45, 15)
+
+
+def packed(ids):
+    """FlashAttention's arguments for documents of `LENGTHS`, as DataCollatorWithFlattening makes them."""
+    bounds = torch.tensor([0, *LENGTHS]).cumsum(0).int()
+    longest = {"max_length_q": max(LENGTHS), "max_length_k": max(LENGTHS)}
+    starts = torch.cat([torch.arange(n) for n in LENGTHS])[None]
+    return {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, **longest}, {"position_ids": starts}
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("how", ["bounds", "positions", "both"])
+def test_packed_documents_match_single_ones(llama, name, how):
+    llama.set_attn_implementation(name)
+    ids = tokens(sum(LENGTHS), 1)
+    bounds, positions = packed(ids)
+    given = {"bounds": bounds, "positions": positions, "both": {**bounds, **positions}}[how]
+    with torch.no_grad():
+        together = llama(ids, use_cache=False, **given).logits
+        alone = [llama(one).logits for one in ids.split(LENGTHS, 1)]
+    # Rotary positions are float32 in transformers, and differ where they do not start anew.
+    assert error(together, torch.cat(alone, 1)) < 1e-6
+
+
+def test_packed_documents_match_single_ones_in_an_encoder(bert):
+    bert.set_attn_implementation("dilated")
+    ids = tokens(sum(LENGTHS), 1)
+    bounds, positions = packed(ids)
+    with torch.no_grad():
+        together = bert(ids, **bounds, **positions)[0]
+        alone = [bert(one)[0] for one in ids.split(LENGTHS, 1)]
+    assert error(together, torch.cat(alone, 1)) < 1e-10
+
+
+def test_incomplete_packing_raises(llama):
+    attend = huggingface.attention_function(huggingface.parse("window:3"))
+    q, module = torch.randn(1, 2, 6, 8), torch.nn.Module()
+    bounds = torch.tensor([0, 2, 6])
+    for name in huggingface.PACKING:
+        with pytest.raises(ValueError, match=f"{name} must come with cu_seq_lens_q"):
+            attend(module, q, q, q, None, **{name: bounds})
+    with pytest.raises(ValueError, match="cu_seq_lens_k must give the documents of cu_seq_lens_q"):
+        attend(module, q, q, q, None, cu_seq_lens_q=bounds, cu_seq_lens_k=torch.tensor([0, 3, 6]))
+    with pytest.raises(ValueError, match="packed sequences"):
+        attend(module, q[:, :, 5:], q, q, None, cu_seq_lens_q=bounds)
+    llama.set_attn_implementation("window")
+    with pytest.raises(ValueError, match="packed sequences must have batch size 1"):
+        llama(tokens(6), position_ids=torch.tensor([[0, 1, 0, 1, 2, 3]]), use_cache=False)
+
+
+@pytest.mark.parametrize("encoded", [40, 25])
+def test_cross_attention_stays_full(encoded):
+    config = transformers.BartConfig(
+        vocab_size=50, d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=4,
+        decoder_attention_heads=4, encoder_ffn_dim=32, decoder_ffn_dim=32, max_position_embeddings=64,
+        pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=1, attn_implementation="sdpa",
+    )  # fmt: skip
+    model = transformers.BartModel(config).double().eval()
+    ids, source = tokens(40), torch.randn(2, encoded, 32, dtype=torch.float64)
+    real = torch.ones(2, encoded, dtype=torch.long)
+    real[1, 20:] = 0
+    cross = model.decoder.layers[0].encoder_attn
+    assert huggingface._is_cross_attention(cross, False, True)
+    assert not huggingface._is_cross_attention(model.encoder.layers[0].self_attn, False, True)
+    seen = {}
+
+    def keep(module, inputs, output):
+        seen[model.config._attn_implementation] = output[0]
+
+    # Self-attention follows the pattern; without it, both calls have the same queries.
+    model.decoder.layers[0].self_attn.forward = lambda hidden_states, **_: (hidden_states, None)
+    cross.register_forward_hook(keep)
+    for name in ("sdpa", "window"):
+        model.set_attn_implementation(name)
+        with torch.no_grad():
+            model(decoder_input_ids=ids, encoder_outputs=(source,), attention_mask=real)
+    assert error(seen["window"], seen["sdpa"]) < 1e-10
+
+
+def test_attention_to_an_unknown_sequence_raises():
+    class Either(torch.nn.Module):
+        def forward(self, hidden_states, key_value_states=None): ...
+
+    attend = huggingface.attention_function(huggingface.parse("window:3"))
+    q, k = torch.randn(1, 2, 5, 8), torch.randn(1, 2, 9, 8)
+    with pytest.raises(ValueError, match="told apart"):
+        attend(Either(), q, q, q, None, is_causal=False)
+    wanted = torch.nn.functional.scaled_dot_product_attention(q, k, k)
+    assert error(attend(Either(), q, k, k, None, is_causal=False)[0].transpose(1, 2), wanted) < 1e-5
 
 
 def test_the_default_names():

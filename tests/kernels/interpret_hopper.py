@@ -15,24 +15,24 @@ os.environ["TRITON_INTERPRET"] = "1"
 import torch
 from cases import Problem
 from conftest import ALLOCATORS, poisoned
+from kernels.interpreter import skip_repeated_work
 from kernels.test_selection import drawn, inputs, seen_pairs
 from oracle import answer, dense_attention, error
 from torch.nn.functional import pad
 
-from dilated_attention_pytorch.kernels import (
-    hopper_backend,
-    hopper_backward,
-    hopper_backward_rows,
-    hopper_chosen,
-    hopper_forward,
-    hopper_gradients,
-    hopper_launch,
-    hopper_split,
-    hopper_tokens,
-)
-from dilated_attention_pytorch.kernels.registry import AttentionCall
-from dilated_attention_pytorch.ops import selected
+from dilated_attention_pytorch.kernels.call import AttentionCall
+from dilated_attention_pytorch.kernels.hopper import backend as hopper_backend
+from dilated_attention_pytorch.kernels.hopper import backward as hopper_gradients
+from dilated_attention_pytorch.kernels.hopper import dkv_kernel as hopper_backward
+from dilated_attention_pytorch.kernels.hopper import dq_kernel as hopper_backward_rows
+from dilated_attention_pytorch.kernels.hopper import forward_kernel as hopper_forward
+from dilated_attention_pytorch.kernels.hopper import split_rows as hopper_split
+from dilated_attention_pytorch.kernels.launch import gluon_launcher as hopper_launch
 from dilated_attention_pytorch.plan import make_plan
+from dilated_attention_pytorch.selection import attention as selected
+from dilated_attention_pytorch.selection import backend as selection_backend
+from dilated_attention_pytorch.selection.kernels import hopper_gathered
+from dilated_attention_pytorch.selection.kernels import hopper_gathered_kernel as hopper_tokens
 
 ROWS = 128
 PROGRAMS = 20
@@ -229,8 +229,21 @@ def run_learned(seed, n, batch, per_token=False):
     grads = (torch.autograd.grad(one, leaves, slopes) for one, leaves in ((found, given), (wanted, exact)))
     found, wanted = ([*one, *more] for one, more in zip((found, wanted), grads, strict=True))
     names = "output", "lse", "query", "key", "value"
-    launches = sum(map(len, hopper_backend._launches.values()))
+    launches = BUILT["forward"]
     return {name: error(a, b) for name, a, b in zip(names, found, wanted, strict=True)} | {"launches": launches}
+
+
+BUILT = {"forward": 0}
+
+
+def count_launches():
+    build = hopper_backend.ForwardLaunch.__init__
+
+    def counted(*arguments):
+        BUILT["forward"] += 1
+        build(*arguments)
+
+    hopper_backend.ForwardLaunch.__init__ = counted
 
 
 def replace_what_needs_a_gpu():
@@ -249,12 +262,13 @@ def replace_what_needs_a_gpu():
     torch.cuda.current_device = lambda: None
     hopper_split.SHORTEST_PIECE = ROWS**2
     hopper_split.ROWS_A_PIECE = 1
-    selected.may_read = lambda device: False
-    selected.no_kernels = hopper_backend.why_not = lambda about: None
-    hopper_chosen.why_not = lambda *about: None
+    selection_backend.allows_host_sync = lambda device: False
+    hopper_backend.why_not = lambda call: None
+    hopper_gathered.why_not = lambda *about: None
 
 
 if __name__ == "__main__":
+    skip_repeated_work()
     replace_what_needs_a_gpu()
     for owner, name in ALLOCATORS:
         setattr(owner, name, poisoned(getattr(owner, name)))
@@ -263,7 +277,7 @@ if __name__ == "__main__":
             json.dumps({"trial": name} | run(trial, torch.float16 if name == "half precision" else torch.float32)),
             flush=True,
         )
-    hopper_backend._launches.clear()
+    count_launches()
     for name, *shape in (
         ("learned", 0, 256, 2),
         ("learned, causal", 1, 256, 2),

@@ -17,14 +17,18 @@ import torch
 import triton
 import triton.language as tl
 from conftest import ALLOCATORS, poisoned
+from kernels.interpreter import skip_repeated_work
 from kernels.no_waiting import GpuRules
 from oracle import dense_scores, error
 
-from dilated_attention_pytorch.kernels import triton_selection, triton_summaries
-from dilated_attention_pytorch.kernels.triton_primitives import dropout_rows
-from dilated_attention_pytorch.kernels.triton_ranking import noisy
-from dilated_attention_pytorch.nn import AdaptiveConfig, BlockSparseAdaptive, summaries
-from dilated_attention_pytorch.ops.selection import Factors, gumbel
+from dilated_attention_pytorch.kernels.triton.primitives import dropout_rows
+from dilated_attention_pytorch.nn import AdaptiveConfig, BlockSparseAdaptive
+from dilated_attention_pytorch.selection import backend
+from dilated_attention_pytorch.selection.kernels import block_scores as triton_selection
+from dilated_attention_pytorch.selection.kernels import summaries as triton_summaries
+from dilated_attention_pytorch.selection.kernels.topk_kernels import noisy
+from dilated_attention_pytorch.selection.rank import gumbel
+from dilated_attention_pytorch.selection.types import Factors
 
 
 class Summaries(NamedTuple):
@@ -50,10 +54,10 @@ class Summaries(NamedTuple):
         if padding is not None:
             # Whatever lies there.
             query, key = (x.masked_fill(padding[:, None, :, None], torch.nan) for x in (query, key))
-        told = (query, key, 16, self.own_unit, self.unit, padding, torch.float32)
-        wanted = summaries.blocks_of(*told, before=self.before)
+        given = query, key, 16, self.own_unit, self.unit, padding, self.before
+        wanted = backend.Torch.summarise(*given)
         with GpuRules():
-            found = summaries.blocks_of(*told, before=self.before)
+            found = backend.Triton.summarise(*given)
         errors = {}
         for side, got, want in zip(("queries", "keys"), found, wanted, strict=True):
             assert not bool(want.unit_there.all())
@@ -72,16 +76,16 @@ class Parts(NamedTuple):
     def errors(self) -> dict[str, float]:
         """Against plain torch; the numbers of blocks, units and channels fill no tile."""
         torch.manual_seed(0)
-        config = AdaptiveConfig(0.5, hidden_dim=35, match_rank=5, score_unit=4, share_across_heads=self.share)
+        widths = {"hidden_dim": 35, "match_rank": 5, "score_unit": 4}
+        config = AdaptiveConfig(0.5, share_across_heads=self.share, granularity="block", **widths)
         layer = BlockSparseAdaptive([600], [1], 2, 12, config, block_size=16)
         for parameter in layer.parameters():
             torch.nn.init.normal_(parameter)
         query, key = torch.randn(2, 2, 600, 12), torch.randn(2, self.key_heads, 600, 12)
-        told = (query, key, 16, self.is_causal, False, None)
         with torch.no_grad():
-            wanted = layer.scorer.look(*told).factors
+            wanted = layer.score_blocks(query, key, self.is_causal).factors
             with GpuRules():
-                found = layer.scorer.look(*told).factors
+                found = layer.score_blocks(query, key, self.is_causal).factors
         return {name: error(getattr(found, name), getattr(wanted, name)) for name in ("rows", "columns", "right")}
 
 
@@ -178,6 +182,7 @@ TRIALS = {
 
 
 if __name__ == "__main__":
+    skip_repeated_work()
     for owner, name in ALLOCATORS:
         setattr(owner, name, poisoned(getattr(owner, name)))
     for trial in sys.argv[1:] or TRIALS:

@@ -18,29 +18,28 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
 from conftest import ALLOCATORS, poisoned
-from kernels.no_waiting import GpuRules, Launched, refuse
-from kernels.test_selection import drawn, inputs, seen_pairs
+from kernels.interpreter import skip_repeated_work
+from kernels.no_waiting import GpuRules, Launched
+from kernels.test_selection import GivenScores, drawn, inputs, seen_pairs
 from oracle import dense_attention, dense_scores, error
 
-from dilated_attention_pytorch.kernels import (
-    hopper_work,
-    listed_schedule,
-    triton_choice,
-    triton_mass,
-    triton_ranking,
-    triton_row_scores,
-    triton_schedule,
-    triton_selection,
-    triton_tokens,
-    triton_turned,
-)
 from dilated_attention_pytorch.kernels.dropout import kept
+from dilated_attention_pytorch.kernels.hopper import lowering as hopper_lowering
+from dilated_attention_pytorch.kernels.triton import lowering as triton_lowering
 from dilated_attention_pytorch.nn import AdaptiveConfig, BlockSparseAdaptive
-from dilated_attention_pytorch.ops import selected
-from dilated_attention_pytorch.ops.selected import selected_attention
-from dilated_attention_pytorch.ops.selection import Budget, Factors, select
-from dilated_attention_pytorch.ops.selection_mass import Lesson
-from dilated_attention_pytorch.plan import selected as plans
+from dilated_attention_pytorch.selection import attend, rank
+from dilated_attention_pytorch.selection import plan as plans
+from dilated_attention_pytorch.selection.attention import selected_attention
+from dilated_attention_pytorch.selection.backend import Triton
+from dilated_attention_pytorch.selection.kernels import block_mass as triton_mass
+from dilated_attention_pytorch.selection.kernels import block_scores as triton_selection
+from dilated_attention_pytorch.selection.kernels import choose_blocks as triton_choice
+from dilated_attention_pytorch.selection.kernels import gather_index, gathered_attention
+from dilated_attention_pytorch.selection.kernels import lowering as listed_schedule
+from dilated_attention_pytorch.selection.kernels import score_gradients as triton_row_scores
+from dilated_attention_pytorch.selection.kernels import topk_kernels as triton_ranking
+from dilated_attention_pytorch.selection.rank import Budget
+from dilated_attention_pytorch.selection.types import DistillBatch, Factors, SelectionSettings
 
 
 class Attention(NamedTuple):
@@ -62,10 +61,10 @@ class Attention(NamedTuple):
     def errors(self) -> dict[str, float]:
         """Of output, LSE and gradients, and of the scores' gradients of a lesson on all rows."""
         torch.manual_seed(0)
-        selected.GATHERED = 1 if self.apart else 2**29
-        triton_schedule.SHORTEST_PIECE = 1 if self.apart else 2**18
-        triton_schedule.PROGRAMS_PER_PROCESSOR = 12 if self.apart else 4
-        triton_tokens.ENOUGH = 2048 if self.apart else 1
+        attend.GATHERED = 1 if self.apart else 2**29
+        triton_lowering.SHORTEST_PIECE = 1 if self.apart else 2**18
+        triton_lowering.PROGRAMS_PER_PROCESSOR = 12 if self.apart else 4
+        gathered_attention.ENOUGH = 2048 if self.apart else 1
         shape = {"batch": self.batch, "heads": 2, "n": self.n, "size": self.size, "most": self.most, "local": 1}
         chosen = drawn(**shape, is_causal=self.is_causal, per_token=self.per_token)
         given = [x.to(self.dtype) for x in inputs(chosen, self.key_heads, 16, 12)]
@@ -77,19 +76,19 @@ class Attention(NamedTuple):
         seed = torch.randint(2**62, (1,))
         if self.per_token:
             # What all rows share is planned and scheduled once for its shape, as any pattern is.
-            shared = selected._shared_plan(self.n, 2, self.size, 1, 1, self.is_causal, torch.device("cpu"))
-            triton_schedule.schedule(shared, 2 // self.key_heads)
+            shared = attend.shared_plan(self.n, 2, self.size, 1, 1, self.is_causal, torch.device("cpu"))
+            triton_lowering.schedule(shared, 2 // self.key_heads)
         found = []
         for dtype, backend in ((self.dtype, "triton"), (torch.float64, "cpu")):
             leaves = [x.detach().to(dtype).requires_grad_() for x in given]
             rows = torch.arange(chosen.indices.shape[2])
             visible = torch.ones(self.batch, 2, chosen.blocks, dtype=torch.bool)
-            lesson = Lesson(torch.cat([rows, rows[::2]]), len(rows), visible, 1.0, saliency=True)
+            batch = DistillBatch(torch.cat([rows, rows[::2]]), len(rows), visible, 1.0, saliency=True)
             taught = [
                 torch.zeros(shape, dtype=dtype, requires_grad=True)
                 for shape in (chosen.indices.shape, (self.batch, 2, len(rows[::2]), chosen.blocks))
             ]
-            options |= {"lesson": lesson, "scores": lambda taught=taught: tuple(taught)}
+            options |= {"distill_batch": batch, "scores": tuple(taught)}
             options |= {"dropout_p": self.dropout_p, "backend": backend}
             torch.manual_seed(1)
             with GpuRules() if backend == "triton" else torch.enable_grad():
@@ -190,19 +189,19 @@ class Choice(NamedTuple):
             assert len(factors.weight.sign().unique()) == 2
         scores = dense_scores(factors, torch.arange(factors.own.shape[2]) // (16 if self.per_token else 1))
         seed = torch.tensor([2**40 + 12345]) if self.noise else None
-        near = {"local_blocks": self.local, "sink_blocks": self.sink, "seed": seed}
-        options = near | {"n": self.n, "block_size": 16, "is_causal": self.is_causal, "per_token": self.per_token}
         budget = Budget(self.kept, self.coverage, 2, self.most)
-        wanted = select(lambda begin, end: scores[:, :, begin:end], lambda: 7, visible, budget, **options)
+        settings = SelectionSettings(budget, 16, 16, self.is_causal, self.per_token, 16, self.local, self.sink)
+        given = GivenScores(scores, settings, visible, factors)
+        wanted, wanted_counts = rank.rank(given, torch.arange(scores.shape[2]), seed, host_sync=True)
         with GpuRules():
-            found = select(refuse, refuse, visible, budget, **options, factors=factors)
+            indices, counts = Triton.rank(given, seed)
         triton_choice.CHOSEN, triton_choice._rank_launch, triton_ranking.score_at = 64, ranks, score_at
-        width = wanted.indices.shape[-1]
-        assert wanted.counts.float().mean() > 0.3
+        width = wanted.shape[-1]
+        assert wanted_counts.float().mean() > 0.3
         errors = {
-            "counts": float((found.counts != wanted.counts).sum()),
-            "blocks": float((found.indices[..., :width] != wanted.indices).sum()),
-            "past the count": float((found.indices[..., width:] != t).sum()),
+            "counts": float((counts != wanted_counts).sum()),
+            "blocks": float((indices[..., :width] != wanted).sum()),
+            "past the count": float((indices[..., width:] != t).sum()),
         }
         if self.wild:
             told = triton_selection.ByToken(0, triton_selection.hidden_scoring(factors, 1, False)(range(t)))
@@ -221,6 +220,8 @@ class Learned(NamedTuple):
     tied: bool = False
     share: bool = False
     tile: int = 4096
+    chunk: int = 0
+    """Sub-blocks multiplied at once, where the best match of a row with a block is found first"""
 
     def errors(self) -> dict[str, float]:
         """Against torch's own gradients; that of a maximum is shared alike among equals, of which whole numbers have
@@ -274,12 +275,17 @@ class Learned(NamedTuple):
         grad = torch.randn(scores.shape) * (torch.rand(scores.shape) > 0.3)
         wanted = torch.autograd.grad(scores, leaves, grad)
         made = Factors(*(x.detach() if isinstance(x, torch.Tensor) else x for x in factors))
+        whole = triton_row_scores.LARGEST_TILE, triton_row_scores.CHUNK
+        triton_row_scores._launches.cache_clear()
+        if self.chunk:
+            triton_row_scores.LARGEST_TILE, triton_row_scores.CHUNK = 0, self.chunk
         with GpuRules(), torch.no_grad():
             found = triton_row_scores.parameter_gradients(
                 grad, scores.detach(), ids, made, (means, summary, keys), first, mixture, size
             )
             found[2] = found[2][:, 0]
             found[3] = found[3][:, 0]
+        triton_row_scores.LARGEST_TILE, triton_row_scores.CHUNK = whole
         names = "first", "first bias", "last", "bias", "mixture", "project", "match", "temperature"
         sizes = [x.abs().max().clamp(min=1.0) for x in wanted]
         return {name: error(a / s, b / s) for name, a, b, s in zip(names, found, wanted, sizes, strict=True)}
@@ -299,15 +305,19 @@ class Lists(NamedTuple):
     def errors(self) -> dict[str, float]:
         """Pairs that differ from the plan made in torch, and work lists that differ from those made by looking."""
         torch.manual_seed(0)
-        listed_schedule.FEW_ITEMS = hopper_work.FEW_ITEMS if self.few else 0
+        listed_schedule.FEW_ITEMS = hopper_lowering.FEW_ITEMS if self.few else 0
         chosen = drawn(
             self.batch, 2, self.n, self.size, is_causal=self.is_causal, per_token=False, most=2, local=self.local
         )
         with GpuRules():
             listed = listed_schedule.Listed(chosen)
             plan = listed.whole_plan
-            (made,) = hopper_work.keep_steps(plan, (listed_schedule.ListedStep(plan, listed.items),))
-            works = [made.by_query, made.held(self.group, by_key=True), made.held(self.group, by_key=False)]
+            (made,) = hopper_lowering.attach_parts(plan, (listed_schedule.ListedPart(plan, listed.items),))
+            works = [
+                made.by_query,
+                made.backward_items(self.group, by_key=True),
+                made.backward_items(self.group, by_key=False),
+            ]
         wanted = plans.block_plan(chosen)
         runs = works[1].items.view(1 if self.few else 2 // self.group, -1, 4)
         assert len({*runs[..., 2].flatten().tolist()}) > 1
@@ -317,8 +327,12 @@ class Lists(NamedTuple):
             "pairs": float((plan.to_dense() != wanted.to_dense()).sum()),
             "rows of the forward": float((listed.plan.parts[0].by_query.rows != made.part.by_query.rows).sum()),
         }
-        looked = hopper_work.Step(hopper_work.Ground(plan), made.part, strided=False)
-        looks = [looked.by_query, looked.held(self.group, by_key=True), looked.held(self.group, by_key=False)]
+        looked = hopper_lowering.LoweredPart(plan, made.part, strided=False)
+        looks = [
+            looked.by_query,
+            looked.backward_items(self.group, by_key=True),
+            looked.backward_items(self.group, by_key=False),
+        ]
         for number, (got, want) in enumerate(zip(works, looks, strict=True)):
             for name in got._fields:
                 one, other = getattr(got, name), getattr(want, name)
@@ -347,11 +361,14 @@ class Turned(NamedTuple):
 
     def errors(self) -> dict[str, float]:
         """How much differs from what sorting gives."""
-        triton_turned.WINDOW, triton_turned.TOGETHER = self.window, min(self.window, 64)
+        gather_index.WINDOW, gather_index.TOGETHER = self.window, min(self.window, 64)
         torch.manual_seed(0)
         chosen = drawn(self.batch, 2, self.n, 16, is_causal=self.is_causal, per_token=True, most=self.most)
         with GpuRules():
-            found, wanted = (of.chosen_tokens(chosen, self.group) for of in (triton_turned, plans))
+            found, wanted = (
+                gather_index.invert_selection(chosen, self.group),
+                plans.invert_selection(chosen, self.group, 0, False),
+            )
         # Nobody reads where the rows of tiles that hold nothing but filler come from.
         nowhere = (wanted.tile == self.batch * chosen.blocks).repeat_interleave(chosen.block_size, 1)
         found, wanted = (one._replace(source=one.source.masked_fill(nowhere, -1)) for one in (found, wanted))
@@ -388,8 +405,8 @@ class Step(NamedTuple):
         told = {"key_padding_mask": padding if self.padded else None}
         if self.is_causal:
             near = config.local_blocks, config.sink_blocks
-            shared = selected._shared_plan(self.n, 2, 16, *near, True, torch.device("cpu"))
-            triton_schedule.schedule(shared, 2 // self.key_heads)
+            shared = attend.shared_plan(self.n, 2, 16, *near, True, torch.device("cpu"))
+            triton_lowering.schedule(shared, 2 // self.key_heads)
         learning, learned, alone = Launched(), Launched(), Launched()
         found = []
         for backend, rules in (("triton", GpuRules()), ("cpu", nullcontext())):
@@ -404,7 +421,7 @@ class Step(NamedTuple):
                     output.backward(torch.ones_like(output))
             grads = {name: parameter.grad for name, parameter in layer.named_parameters()}
             grads |= dict(zip("qkv", (t.grad for t in x), strict=True))
-            found.append(grads | layer._lesson.results())
+            found.append(grads | layer._batch.results())
         layer.backend = "triton"
         with GpuRules():
             with learning:
@@ -421,6 +438,47 @@ class Step(NamedTuple):
         return errors | {name: float(max(0, value)) for name, value in counts.items()}
 
 
+class OptimizerSteps(NamedTuple):
+    """Three optimizer steps of a whole layer."""
+
+    is_causal: bool
+    optimizer: str
+    n: int = 48
+    options: dict[str, bool] = {}  # noqa: RUF012
+
+    def errors(self) -> dict[str, float]:
+        """Of parameters after three steps against plain torch, and parameters that did not change."""
+        triton_choice.SCORE_BYTES = 2**29
+        triton_mass.TILE = triton_row_scores.TILE = 16 if self.is_causal else 4096
+        widths = {"hidden_dim": 4, "match_rank": 4, "score_unit": 4}
+        config = AdaptiveConfig(0.5, distill_rows=0.5, **widths)
+        torch.manual_seed(0)
+        layer = BlockSparseAdaptive([self.n], [1], 2, 16, config, block_size=16, backend="triton")
+        torch.nn.init.normal_(layer.scorer.match_key)
+        before = {name: value.clone() for name, value in layer.state_dict().items()}
+        x = torch.randn(3, 1, self.n, 2, 16).unbind()
+        if self.is_causal:
+            shared = attend.shared_plan(self.n, 2, 16, 2, 1, True, torch.device("cpu"))
+            triton_lowering.schedule(shared, 1)
+        found = []
+        for backend, rules in (("triton", GpuRules), ("cpu", nullcontext)):
+            layer.backend = backend
+            layer.load_state_dict(before)
+            # Large enough a floor that rounding of small gradients does not decide where a step goes.
+            floor = {} if self.optimizer == "SGD" else {"eps": 1e-2}
+            optimizer = getattr(torch.optim, self.optimizer)(layer.parameters(), 1e-2, **floor, **self.options)
+            for step in range(3):
+                torch.manual_seed(step)
+                optimizer.zero_grad()
+                with rules():
+                    output = layer(*x, self.is_causal)
+                    output.backward(torch.ones_like(output))
+                optimizer.step()
+            found.append({name: value.clone() for name, value in layer.state_dict().items()})
+        same = sum(torch.equal(value, before[name]) for name, value in found[0].items())
+        return {name: error(value, found[1][name]) for name, value in found[0].items()} | {"unchanged": float(same)}
+
+
 TRIALS = {
     "blocks": Attention(False),
     "blocks, causal, ragged, padded samples": Attention(False, True, n=40, batch=2, padded=True),
@@ -431,12 +489,14 @@ TRIALS = {
     "tokens": Attention(True, True),
     "tokens of grouped heads, ragged, dropout": Attention(True, True, n=40, batch=2, key_heads=1, dropout_p=0.3),
     "tokens, padded samples, heads apart": Attention(True, False, n=40, batch=2, padded=True, apart=True),
-    "tokens, tiles smaller than a block": Attention(True, True, n=256, size=64, key_heads=1, padded=True, batch=2),
+    "tokens, tiles smaller than a block": Attention(True, True, n=136, size=64, key_heads=1, padded=True, batch=2),
     "tokens in half precision": Attention(True, True, n=40, dtype=torch.float16, most=1),
     "a step, blocks": Step(False, 13, 22, 7),
     "a step, tokens": Step(True, 17, 13, 11),
     "a step, ragged blocks, one scorer": Step(False, 99, 199, 99, n=56, key_heads=1, share=True, batch=2),
-    "a step, padded tokens": Step(True, 99, 199, 99, n=56, batch=2, padded=True),
+    "a step, padded tokens": Step(True, 99, 199, 99, n=40, batch=2, padded=True),
+    "three steps of Adam, blocks": OptimizerSteps(False, "Adam"),
+    "three steps of SGD, tokens": OptimizerSteps(True, "SGD", options={"foreach": True}),
     "lists of whole blocks": Lists(512, 128, 1, False, 2),
     "lists of ragged blocks, causal": Lists(500, 128, 1, True, local=2),
     "lists of large blocks of two samples": Lists(768, 256, 2, True, few=False),
@@ -464,8 +524,11 @@ TRIALS = {
     "parameters by blocks with holes, few at a time": Learned(False, holes=True, tile=1),
     "parameters by blocks among equals": Learned(False, tied=True),
     "parameters by tokens among equals, holes": Learned(True, tied=True, holes=True),
+    "parameters by blocks in chunks, holes": Learned(False, holes=True, chunk=2),
+    "parameters by tokens in chunks among equals": Learned(True, tied=True, chunk=4),
+    "parameters by blocks in chunks among equals, holes": Learned(False, tied=True, holes=True, chunk=4),
     "choice among equals": Choice(False, tied=True, n=200, heads=2, kept=0.4),
-    "choice of causal tokens among equals": Choice(True, True, tied=True, n=200, heads=2, sink=0),
+    "choice of causal tokens among equals": Choice(True, True, tied=True, n=130, heads=2, sink=0),
     "choice of tokens by wild scores": Choice(True, True, n=170, heads=2, hidden=1, rank=20, sink=0, wild=True),
     "choice of most tokens by wild scores": Choice(
         True, True, n=170, heads=2, hidden=1, rank=20, sink=0, kept=0.9, wild=True
@@ -488,6 +551,7 @@ TRIALS = {
 
 
 if __name__ == "__main__":
+    skip_repeated_work()
     for owner, name in ALLOCATORS:
         setattr(owner, name, poisoned(getattr(owner, name)))
     triton_choice.SCORED = triton_selection.MATCHED = triton_selection.MATCHED_TOGETHER = 16

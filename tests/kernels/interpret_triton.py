@@ -15,12 +15,15 @@ os.environ["TRITON_INTERPRET"] = "1"
 import torch
 from cases import BY_NAME, Problem
 from conftest import ALLOCATORS, poisoned
+from kernels.interpreter import skip_repeated_work
 from oracle import Answer, answer, error
 
-from dilated_attention_pytorch.kernels import cpu, triton_backend, triton_schedule
+from dilated_attention_pytorch.kernels.call import AttentionCall
+from dilated_attention_pytorch.kernels.cpu import tiles as cpu
 from dilated_attention_pytorch.kernels.dropout import kept
-from dilated_attention_pytorch.kernels.registry import AttentionCall
-from dilated_attention_pytorch.plan import make_plan
+from dilated_attention_pytorch.kernels.triton import backend as triton_backend
+from dilated_attention_pytorch.kernels.triton import lowering as triton_lowering
+from dilated_attention_pytorch.plan import Plan, make_plan
 
 
 class Trial(NamedTuple):
@@ -74,7 +77,9 @@ TRIALS = {
     "bad query": Trial("gqa", block_size=32, bad=("query", 33)),
     "bad gradient": Trial("dilated-block-offset", block_size=32, bad=("grad_output", 33)),
     "bad padded key": Trial("padded", bad=("key", 40)),
-    "split rows of a dilated ladder": Trial("dilated-odd-rates", block_size=32, short_pieces=True),
+    "split rows of a dilated ladder": Trial(
+        Problem(name="", text="dilated:32x1,64x2,128x4", n=120), block_size=16, short_pieces=True
+    ),
     "whole tiles in pieces, dilated": Trial(
         Problem(name="", text="dilated:256x2", n=256, heads=1, key_heads=1), block_size=128
     ),
@@ -84,8 +89,8 @@ TRIALS = {
 
 def errors(trial: Trial) -> dict[str, float]:
     problem = trial.problem if isinstance(trial.problem, Problem) else BY_NAME[trial.problem]
-    triton_schedule.SHORTEST_PIECE = 1 if trial.short_pieces else 16 * 128 * 128
-    triton_schedule.PROGRAMS_PER_PROCESSOR = 1000 if trial.short_pieces else 4
+    triton_lowering.SHORTEST_PIECE = 1 if trial.short_pieces else 16 * 128 * 128
+    triton_lowering.PROGRAMS_PER_PROCESSOR = 1000 if trial.short_pieces else 4
     drawn = problem.inputs(trial.dtype)
     *rows, grad_lse = (apart(x) for x in drawn) if trial.tokens_first else drawn
     query, key, value, grad_output = rows
@@ -95,6 +100,8 @@ def errors(trial: Trial) -> dict[str, float]:
         spoilt = dict(query=query, key=key, value=value, grad_output=grad_output)[name]
         spoilt[:, :, token, : spoilt.shape[3] // 2] = float("nan")
     plan = make_plan(problem.pattern, problem.n, problem.heads, trial.block_size or problem.block_size)
+    if trial.short_pieces:
+        check_pieces(plan, problem.heads // problem.key_heads)
     seed = torch.tensor([2**40 + 12345]) if trial.dropout_p else None
     padding = problem.key_padding_mask()
     scale = problem.d**-0.5 if trial.scale is None else trial.scale
@@ -131,6 +138,13 @@ def errors(trial: Trial) -> dict[str, float]:
     return {name: error(got, want) for name, got, want in named}
 
 
+def check_pieces(plan: Plan, group: int) -> None:
+    """Rows are split in both directions, in the part that starts the softmax or sum and in those that continue it."""
+    tables = triton_lowering.schedule(plan, group)
+    slots = [part.by_query.slots for part in tables.by_query], [part.by_key.slots for part in tables.by_key]
+    assert all(any(side) and all(side[1:]) for side in slots), slots
+
+
 def apart(rows: torch.Tensor) -> torch.Tensor:
     if rows.dim() != 4:
         return rows
@@ -149,6 +163,7 @@ def far_apart(rows: torch.Tensor) -> torch.Tensor:
 
 
 if __name__ == "__main__":
+    skip_repeated_work()
     for owner, name in ALLOCATORS:
         setattr(owner, name, poisoned(getattr(owner, name)))
     for name in sys.argv[1:] or TRIALS:

@@ -7,9 +7,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from dilated_attention_pytorch.nn import adaptive
-from dilated_attention_pytorch.ops import scores, selected, selection, selection_mass
-from dilated_attention_pytorch.plan import selected as plans
+from dilated_attention_pytorch.selection import backend
 
 READS = {
     "_local_scalar_dense",
@@ -72,26 +70,15 @@ class Launched(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-READERS = plans, scores, selected, selection, selection_mass, adaptive
-"""Who asks whether a device may be read."""
-
-
 class GpuRules:
     """Tensors count as a GPU's: nothing is read back."""
 
     def __enter__(self) -> None:
-        self.kept = [(module, module.may_read) for module in READERS]
-        for module, _ in self.kept:
-            module.may_read = lambda device: False
+        self.allows_host_sync = backend.allows_host_sync
+        backend.allows_host_sync = lambda device: False
         self.mode = NoWaiting()
         self.mode.__enter__()
 
     def __exit__(self, *problem: object) -> None:
         self.mode.__exit__(*problem)
-        for module, may_read in self.kept:
-            module.may_read = may_read
-
-
-def refuse(begin: int, end: int) -> torch.Tensor:
-    """Stands for scores by rows, which kernels must not ask for."""
-    raise AssertionError(f"scores of rows {begin} to {end} were asked for")
+        backend.allows_host_sync = self.allows_host_sync

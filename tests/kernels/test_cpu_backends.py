@@ -10,10 +10,11 @@ from cases import BY_NAME, Problem
 from oracle import answer, error, multiplicities
 
 from dilated_attention_pytorch import make_plan
-from dilated_attention_pytorch.kernels import cpu
+from dilated_attention_pytorch.kernels.call import AttentionCall
+from dilated_attention_pytorch.kernels.cpu import tiles as cpu
+from dilated_attention_pytorch.kernels.cpu.native import library_path
 from dilated_attention_pytorch.kernels.dropout import kept
-from dilated_attention_pytorch.kernels.native import library_path
-from dilated_attention_pytorch.kernels.registry import AttentionCall, backend_named
+from dilated_attention_pytorch.kernels.registry import backend_named
 
 BACKENDS = [
     "reference",

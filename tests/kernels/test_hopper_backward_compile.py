@@ -8,9 +8,10 @@ import pytest
 import torch
 from kernels.test_hopper_compile import told_too_early
 
-from dilated_attention_pytorch.kernels import hopper_backend, hopper_gradients
-from dilated_attention_pytorch.kernels.hopper_launch import OPTIONS, tile_layout
-from dilated_attention_pytorch.kernels.hopper_work import ITEM_ROWS, steps_of
+from dilated_attention_pytorch.kernels.hopper import backend as hopper_backend
+from dilated_attention_pytorch.kernels.hopper import backward as hopper_gradients
+from dilated_attention_pytorch.kernels.hopper.lowering import ITEM_ROWS, lower
+from dilated_attention_pytorch.kernels.launch.gluon_launcher import OPTIONS, tile_layout
 from dilated_attention_pytorch.patterns import parse
 from dilated_attention_pytorch.plan import make_plan
 
@@ -93,7 +94,7 @@ def assert_fits(compiled, log, spilled):
     ],
 )
 def test_key_gradients_fit_a_multiprocessor(d, block, dtype, fused, kind, spilled, tmp_path):
-    from dilated_attention_pytorch.kernels.hopper_backward import attention_dkv_bwd_kernel
+    from dilated_attention_pytorch.kernels.hopper.dkv_kernel import attention_dkv_bwd_kernel
 
     rank = 5 if kind == "strided" else 4
     config = hopper_gradients.BACKWARD_CONFIGS[d]
@@ -125,7 +126,7 @@ def test_key_gradients_fit_a_multiprocessor(d, block, dtype, fused, kind, spille
     ],
 )
 def test_query_gradient_fits_a_multiprocessor(d, kind, spilled, tmp_path):
-    from dilated_attention_pytorch.kernels.hopper_backward_rows import attention_dq_bwd_kernel
+    from dilated_attention_pytorch.kernels.hopper.dq_kernel import attention_dq_bwd_kernel
 
     config = hopper_gradients.BACKWARD_CONFIGS[d]
     rank = 5 if "strided" in kind else 4
@@ -151,14 +152,14 @@ def test_query_gradient_fits_a_multiprocessor(d, kind, spilled, tmp_path):
 
 @pytest.mark.parametrize(("d", "spilled"), [(64, 320), (128, 224)])
 def test_gradients_of_gathered_queries_fit_a_multiprocessor(d, spilled, tmp_path):
-    from dilated_attention_pytorch.kernels import hopper_chosen
-    from dilated_attention_pytorch.kernels.hopper_tokens import chosen_bwd_kernel
+    from dilated_attention_pytorch.selection.kernels import hopper_gathered
+    from dilated_attention_pytorch.selection.kernels.hopper_gathered_kernel import chosen_bwd_kernel
 
-    config = hopper_chosen.CONFIGS[d]
+    config = hopper_gathered.CONFIGS[d]
     names = [name for name in chosen_bwd_kernel.arg_names if name.endswith("_desc")]
     descriptors = dict.fromkeys(names, descriptor(64, d, torch.bfloat16, 4))
     constants = dict(zip(("BM", "STAGES", "WORKER_REGISTERS", "LOADER_REGISTERS"), config, strict=True))
-    constants |= {"BLOCK": hopper_chosen.BLOCK, **without(chosen_bwd_kernel, "plain")}
+    constants |= {"BLOCK": hopper_gathered.BLOCK, **without(chosen_bwd_kernel, "plain")}
     compiled, log = assemble(chosen_bwd_kernel, descriptors, constants, tmp_path)
     assert_fits(compiled, log, spilled)
     # Rows are read 16 bytes at a time and written as many.
@@ -170,7 +171,7 @@ def test_gradients_of_gathered_queries_fit_a_multiprocessor(d, spilled, tmp_path
 def meetings(step, plan, group, *, by_key):
     """Multiplicity of every pair of a part, written out from the records the kernels read."""
     block, n = plan.block_size, plan.n
-    work = step.held(group, by_key=by_key)
+    work = step.backward_items(group, by_key=by_key)
     held, streamed = (step.keys, step.queries) if by_key else (step.queries, step.keys)
     dense = torch.zeros(plan.heads, n, n, dtype=torch.int32)
     shifts = torch.arange(32, dtype=torch.int32)
@@ -226,10 +227,10 @@ def meetings(step, plan, group, *, by_key):
 )
 def test_work_records_are_the_plan(pattern, block, by_key, group):
     plan = make_plan(parse(pattern), 640, 4, block_size=block)
-    steps = steps_of(plan)
+    steps = lower(plan)
     assert torch.equal(sum(meetings(step, plan, group, by_key=by_key) for step in steps), plan.to_dense())
     for step in steps:
-        items = step.held(group, by_key=by_key).items.tolist()
+        items = step.backward_items(group, by_key=by_key).items.tolist()
         rows = {(head, place) for head, place, *_ in items}
         assert len(rows) == len(items)
         # Of a plain part every row is written, also those without a pair.

@@ -1,19 +1,18 @@
 """The Hopper kernels compile for sm_90a without a GPU: within the registers and shared memory of a multiprocessor, and
 without spilling. What the host prepares for them is checked against the plan."""
 
-import gc
 import re
 import subprocess
-import weakref
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from dilated_attention_pytorch.kernels import hopper_backend, hopper_launch
-from dilated_attention_pytorch.kernels.hopper_launch import OPTIONS, boxes_of, tile_layout
-from dilated_attention_pytorch.kernels.hopper_work import GROUP, ITEM_ROWS, Strides, balanced, is_regular, steps_of
-from dilated_attention_pytorch.kernels.registry import AttentionCall
+from dilated_attention_pytorch.kernels.call import AttentionCall
+from dilated_attention_pytorch.kernels.hopper import backend as hopper_backend
+from dilated_attention_pytorch.kernels.hopper.lowering import GROUP, ITEM_ROWS, Strides, balanced, is_regular, lower
+from dilated_attention_pytorch.kernels.launch import gluon_launcher as hopper_launch
+from dilated_attention_pytorch.kernels.launch.gluon_launcher import OPTIONS, boxes_of, tile_layout
 from dilated_attention_pytorch.patterns import parse
 from dilated_attention_pytorch.plan import Axis, make_plan
 
@@ -138,7 +137,7 @@ def test_a_signal_before_what_it_tells_of_is_found():
     ],
 )
 def test_forward_fits_a_multiprocessor(d, block, dtype, kind, spilled, tmp_path, monkeypatch):
-    from dilated_attention_pytorch.kernels.hopper_forward import attention_fwd_kernel
+    from dilated_attention_pytorch.kernels.hopper.forward_kernel import attention_fwd_kernel
 
     strided = kind.startswith("strided")
     config = (hopper_backend.STRIDED_CONFIGS if strided else hopper_backend.FORWARD_CONFIGS)[d]
@@ -161,7 +160,7 @@ def test_forward_fits_a_multiprocessor(d, block, dtype, kind, spilled, tmp_path,
     }
     compiled = compile_kernel(attention_fwd_kernel, types, constants)
     assert_fits(compiled, tmp_path, spilled)
-    if hopper_launch.knows_triton():
+    if hopper_launch.compiles_launchers():
         assert_launcher_is_known_ahead(compiled, monkeypatch)
 
 
@@ -227,7 +226,7 @@ PATTERNS = [
 @pytest.mark.parametrize(("pattern", "block"), [(p, 128) for p in PATTERNS] + [(p, 256) for p in PATTERNS[:5]])
 def test_work_records_are_the_plan(pattern, block):
     plan = make_plan(parse(pattern), 640, 3, block_size=block)
-    steps = steps_of(plan)
+    steps = lower(plan)
     assert torch.equal(sum(met_by_query(step, plan) for step in steps), plan.to_dense())
     assert not any(not step.strided for step in steps[1:])
     for step in steps:
@@ -237,17 +236,8 @@ def test_work_records_are_the_plan(pattern, block):
 
 
 def test_a_part_that_writes_every_row_runs_first():
-    steps = steps_of(make_plan(parse("dilated:512x4,256x2,128x1"), 1024, 4))
+    steps = lower(make_plan(parse("dilated:512x4,256x2,128x1"), 1024, 4))
     assert [(step.strided, step.queries.rate) for step in steps] == [(False, 1), (True, 4), (True, 2)]
-
-
-def test_what_is_kept_for_a_plan_does_not_keep_the_plan():
-    plan = make_plan(parse("dilated:128x1,256x2"), 512, 2)
-    assert steps_of(plan)
-    alive = weakref.ref(plan)
-    del plan
-    gc.collect()
-    assert alive() is None
 
 
 @pytest.mark.parametrize(("n", "rate"), [(640, 5), (641, 5), (999, 12), (7, 12)])

@@ -2,7 +2,7 @@
 
 import threading
 from dataclasses import replace
-from weakref import WeakKeyDictionary, ref
+from weakref import ref
 
 import pytest
 import torch
@@ -10,14 +10,18 @@ from conftest import poisoned
 from kernels.test_selection import drawn
 
 from dilated_attention_pytorch.distributed import SequenceLayout
-from dilated_attention_pytorch.distributed.restrict import restrict
-from dilated_attention_pytorch.kernels import hopper_backend, hopper_gradients, hopper_launch, hopper_split
-from dilated_attention_pytorch.kernels.hopper_work import steps_of
-from dilated_attention_pytorch.kernels.listed_schedule import Listed
-from dilated_attention_pytorch.kernels.quick_launch import Launch
-from dilated_attention_pytorch.kernels.registry import AttentionCall
+from dilated_attention_pytorch.kernels.call import AttentionCall
+from dilated_attention_pytorch.kernels.hopper import backend as hopper_backend
+from dilated_attention_pytorch.kernels.hopper import backward as hopper_gradients
+from dilated_attention_pytorch.kernels.hopper import split_rows as hopper_split
+from dilated_attention_pytorch.kernels.hopper.lowering import launch_cache, lower
+from dilated_attention_pytorch.kernels.launch import gluon_launcher as hopper_launch
+from dilated_attention_pytorch.kernels.launch.launcher import Launch
 from dilated_attention_pytorch.patterns import parse
 from dilated_attention_pytorch.plan import make_plan
+from dilated_attention_pytorch.plan.buffers import Pairs, buffer_plan
+from dilated_attention_pytorch.selection.kernels import lowering as learned_lowering
+from dilated_attention_pytorch.selection.kernels.lowering import Listed
 
 
 class Entry:
@@ -75,14 +79,12 @@ def recorded(monkeypatch):
     reason = hopper_backend.gluon_missing()
     if reason is not None:
         pytest.skip(reason)
-    from dilated_attention_pytorch.kernels import (
-        hopper_backward,
-        hopper_backward_rows,
-        hopper_forward,
-        hopper_prepare,
-        triton_backward,
-        triton_forward,
-    )
+    from dilated_attention_pytorch.kernels.hopper import dkv_kernel as hopper_backward
+    from dilated_attention_pytorch.kernels.hopper import dq_kernel as hopper_backward_rows
+    from dilated_attention_pytorch.kernels.hopper import forward_kernel as hopper_forward
+    from dilated_attention_pytorch.kernels.hopper import pre_post_kernels as hopper_prepare
+    from dilated_attention_pytorch.kernels.triton import backward_kernels as triton_backward
+    from dilated_attention_pytorch.kernels.triton import forward_kernels as triton_forward
 
     public, direct = [], []
     kernels = (
@@ -98,8 +100,7 @@ def recorded(monkeypatch):
         monkeypatch.setattr(module, name, Kernel(name, public))
     monkeypatch.setattr(hopper_launch, "_compiled", {})
     monkeypatch.setattr(hopper_launch, "_counters", {})
-    for module, name in ((hopper_backend, "_launches"), (hopper_gradients, "_prepared")):
-        monkeypatch.setattr(module, name, WeakKeyDictionary())
+    learned_lowering._launch_cache.cache_clear()
     monkeypatch.setattr(hopper_launch, "entry_of", lambda compiled: Entry(compiled.name, direct))
     for module in (hopper_backend, hopper_gradients):
         monkeypatch.setattr(module, "processors", lambda _: 132)
@@ -175,7 +176,7 @@ def test_later_backward_launches_pass_what_the_first_did(pattern, parts, fused, 
 def test_gradients_of_rows_that_no_part_writes_first_begin_at_zero(fused, recorded):
     plan = make_plan(parse("dilated:256x1,1024x4 & causal"), 1024, 4, block_size=128)
     # Of a rank: the rows of each part follow one another, and those of the first are not all.
-    plan = restrict(plan, SequenceLayout.contiguous(1024, 4), 1, 2).plan
+    plan = buffer_plan(plan, 2, Pairs(SequenceLayout.contiguous(1024, 4).token_runs(1))).plan
     query = torch.zeros(1, 4, plan.n, 64, dtype=torch.bfloat16)
     key, lse = torch.zeros(1, 2, plan.n, 64, dtype=torch.bfloat16), torch.zeros(1, 4, plan.n)
     call = AttentionCall(query, key, key, plan, 0.125)
@@ -341,6 +342,73 @@ def test_a_prepared_backward_launches_what_the_backend_does(fused, recorded, mon
     assert direct[:half] == direct[half:] and half == 5
 
 
+def boxes(launches, tensor):
+    """Shape and strides of every TMA descriptor of a tensor in some launches."""
+    found = []
+    for _, _, *arguments in launches:
+        for place, one in enumerate(arguments[:-2]):
+            if one == tensor.data_ptr() and isinstance(arguments[place + 1], tuple):
+                found.append(arguments[place + 1 : place + 3])
+    return found
+
+
+def laid_anew(call):
+    """The call with tensors as `save_on_cpu` returns them: contiguous; and keys with heads inside tokens."""
+    query, value = (x.clone(memory_format=torch.contiguous_format) for x in (call.query, call.value))
+    key = call.key.transpose(1, 2).contiguous().transpose(1, 2)
+    return replace(call, query=query, key=key, value=value)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("pattern", ["window:100", "dilated:128x1,300x4"])
+def test_backward_follows_the_strides_of_saved_tensors(pattern, fused, recorded, monkeypatch):
+    public, direct = recorded
+    monkeypatch.setattr(hopper_backend, "reproducible_gradients", lambda: not fused)
+    call = problem(pattern)
+    other = laid_anew(call)
+    assert call.query.stride() != other.query.stride() and call.key.stride() != other.key.stride()
+    runner = hopper_backend.prepare(call)
+    output, lse = torch.zeros_like(call.query), torch.zeros(2, 4, 300)
+    for one in (call, other, call, other):
+        public.clear()
+        direct.clear()
+        for _ in range(2):
+            runner.backward(one, output, lse, output, None)
+        for tensor in (one.query, one.key, one.value):
+            known = {(tuple(shape), tuple(strides)) for shape, strides in boxes([*public, *direct], tensor)}
+            wanted = {
+                (tuple(box.shape), tuple(box.strides))
+                for step in lower(one.plan)
+                for axis in [step.queries if tensor is one.query else step.keys]
+                for box in hopper_launch.boxes_of(tensor, axis if step.strided else None)
+                if box is not None and box.begin == 0
+            }
+            assert known == wanted
+
+
+def test_saved_tensors_that_tma_cannot_read_are_copied(recorded):
+    public, direct = recorded
+    call = problem("window:100")
+    runner = hopper_backend.prepare(call)
+    output, lse = torch.zeros_like(call.query), torch.zeros(2, 4, 300)
+    runner.backward(call, output, lse, output, None)
+
+    def off_the_grid(x):
+        return torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape)
+
+    def rows_apart(x):
+        return torch.cat([x, x[..., :1]], -1)[..., : x.shape[-1]]
+
+    for lay in (off_the_grid, rows_apart, lambda x: x.mT.contiguous().mT):
+        for name in ("query", "key", "value"):
+            other = replace(call, **{name: lay(getattr(call, name))})
+            public.clear()
+            direct.clear()
+            runner.backward(other, output, lse, output, None)
+            launched = [argument for launch in (*public, *direct) for argument in launch]
+            assert launched and getattr(other, name).data_ptr() not in launched
+
+
 def test_a_gradient_that_begins_where_tma_cannot_is_copied(recorded):
     public, _ = recorded
     call = problem("window:100")
@@ -356,7 +424,10 @@ def test_a_gradient_that_begins_where_tma_cannot_is_copied(recorded):
 
 @pytest.mark.parametrize("fused", [True, False])
 def test_what_is_to_be_compiled_is_compiled_at_once_before_the_first_launch(fused, recorded, monkeypatch):
-    from dilated_attention_pytorch.kernels import hopper_backward, hopper_backward_rows, hopper_forward, hopper_prepare
+    from dilated_attention_pytorch.kernels.hopper import dkv_kernel as hopper_backward
+    from dilated_attention_pytorch.kernels.hopper import dq_kernel as hopper_backward_rows
+    from dilated_attention_pytorch.kernels.hopper import forward_kernel as hopper_forward
+    from dilated_attention_pytorch.kernels.hopper import pre_post_kernels as hopper_prepare
 
     call = problem("dilated:128x1,300x4,100x1,300x7")
     runner = hopper_backend.prepare(call)
@@ -380,7 +451,8 @@ def test_what_is_to_be_compiled_is_compiled_at_once_before_the_first_launch(fuse
 
 
 def test_kernels_are_compiled_at_once_also_where_the_first_of_them_is_known(recorded, monkeypatch):
-    from dilated_attention_pytorch.kernels import hopper_backward, hopper_prepare
+    from dilated_attention_pytorch.kernels.hopper import dkv_kernel as hopper_backward
+    from dilated_attention_pytorch.kernels.hopper import pre_post_kernels as hopper_prepare
 
     call = problem("dilated:128x1,300x4,100x1,300x7")
     runner = hopper_backend.prepare(call)
@@ -396,7 +468,7 @@ def test_kernels_are_compiled_at_once_also_where_the_first_of_them_is_known(reco
 
 
 def test_one_kernel_too_is_compiled_beside_what_launches_it(recorded):
-    from dilated_attention_pytorch.kernels import hopper_forward
+    from dilated_attention_pytorch.kernels.hopper import forward_kernel as hopper_forward
 
     call = problem("window:100")
     hopper_backend.prepare(call).forward(call)
@@ -406,11 +478,12 @@ def test_one_kernel_too_is_compiled_beside_what_launches_it(recorded):
 
 
 def test_compilers_wait_for_what_the_first_call_began(recorded, monkeypatch):
-    from dilated_attention_pytorch.kernels import first_call, hopper_forward
+    from dilated_attention_pytorch.kernels.hopper import forward_kernel as hopper_forward
+    from dilated_attention_pytorch.kernels.launch import warmup
 
     kernel = hopper_forward.attention_fwd_kernel
     known = []
-    monkeypatch.setattr(first_call, "finish", lambda: known.append(len(kernel.compiled_ahead)))
+    monkeypatch.setattr(warmup, "finish", lambda: known.append(len(kernel.compiled_ahead)))
     call = problem("dilated:128x1,300x4")
     runner = hopper_backend.prepare(call)
     for _ in range(2):
@@ -436,7 +509,7 @@ class Learned:
 
     def lists(self, fused):
         """What its kernels read."""
-        return *steps_of(self.forward.plan)[0].by_query[:-1], *hopper_gradients.lists_of(self.backward, fused)
+        return *lower(self.forward.plan)[0].by_query[:-1], *hopper_gradients.lists_of(self.backward, fused)
 
 
 def addresses(tensors):
@@ -462,7 +535,9 @@ def test_learned_plans_of_one_shape_share_launches_and_no_list(fused, recorded, 
     assert own <= passed
     assert len(other - own) == (7 if fused else 10)
     assert not (other - own) & passed
-    assert [len(known) for known in (hopper_backend._launches, hopper_gradients._prepared)] == [1, 1]
+    cache = launch_cache(first.forward.plan)
+    assert cache is launch_cache(second.backward.plan)
+    assert sorted(key[0] for key in cache) == ["hopper backward", "hopper forward"]
 
 
 @pytest.mark.parametrize("other", [{"n": 500}, {"size": 256}, {"group": 1}])

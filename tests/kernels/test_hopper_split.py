@@ -12,11 +12,12 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dilated_attention_pytorch.kernels import hopper_backend, hopper_split, hopper_work
-from dilated_attention_pytorch.kernels.hopper_split import lengths_of_pieces, split
-from dilated_attention_pytorch.kernels.hopper_work import HeldWork, Mould, steps_of
-from dilated_attention_pytorch.kernels.registry import AttentionCall
-from dilated_attention_pytorch.ops.workspace import Extent, workspace
+from dilated_attention_pytorch.kernels.call import AttentionCall, Extent
+from dilated_attention_pytorch.kernels.hopper import backend as hopper_backend
+from dilated_attention_pytorch.kernels.hopper import lowering as hopper_lowering
+from dilated_attention_pytorch.kernels.hopper import split_rows as hopper_split
+from dilated_attention_pytorch.kernels.hopper.lowering import BackwardItems, lower
+from dilated_attention_pytorch.kernels.hopper.split_rows import lengths_of_pieces, split
 from dilated_attention_pytorch.patterns import parse
 from dilated_attention_pytorch.plan import make_plan
 from dilated_attention_pytorch.plan.plan import map_tensors
@@ -78,7 +79,7 @@ def entries(work, kinds, group, *, pieces=False):
     met = Counter()
     for record in work.items.tolist():
         holder, tile = record[:2]
-        if isinstance(work, HeldWork):
+        if isinstance(work, BackwardItems):
             rows = work.rows.view(max(kinds) + 1, -1, 6)
             row = rows[kinds[holder], record[3] if pieces else tile].tolist()
             assert group * (row[1] - row[0] + row[4] - row[3]) == record[2]
@@ -111,8 +112,8 @@ def test_every_entry_is_met_once_by_whole_rows_and_pieces(pattern, direction, mo
     n, heads, programs = 2800, 4, 40
     by_key = direction == "dkv"
     group = 2 if by_key and pattern != UNLIKE else 1
-    (step,) = steps_of(make_plan(parse(pattern), n, heads, block_size=128))
-    work = step.by_query if direction == "forward" else step.held(group, by_key=by_key)
+    (step,) = lower(make_plan(parse(pattern), n, heads, block_size=128))
+    work = step.by_query if direction == "forward" else step.backward_items(group, by_key=by_key)
     cut = split(step, work, 1, programs, group, by_key=by_key)
     assert cut is not None
     kinds = step.part.head_class[::group].tolist()
@@ -154,14 +155,14 @@ def test_rows_are_cut_where_that_ends_sooner(lengths, expected):
 
 @pytest.mark.parametrize(("n", "heads", "batch"), [(16384, 1, 1), (16384, 2, 3), (65536, 1, 1)])
 def test_pieces_take_an_eighth_of_what_they_are_joined_to_at_most(n, heads, batch):
-    (step,) = steps_of(make_plan(parse("global:500;queries=1 | window:60"), n, heads, block_size=128))
+    (step,) = lower(make_plan(parse("global:500;queries=1 | window:60"), n, heads, block_size=128))
     cut = split(step, step.by_query, batch, 132)
     assert cut is not None and cut.slots * cut.block <= n / 8
 
 
 def test_rows_of_a_plan_for_one_call_are_not_looked_at(monkeypatch):
-    (step,) = steps_of(make_plan(parse("global:128;queries=1 | window:60"), 1400, 4, block_size=128))
-    monkeypatch.setattr(step, "mould", Mould())
+    (step,) = lower(make_plan(parse("global:128;queries=1 | window:60"), 1400, 4, block_size=128))
+    monkeypatch.setattr(step, "launches", {})
     monkeypatch.setattr(hopper_split, "lengths_of_pieces", pytest.fail)
     assert split(step, step.by_query, 1, 24) is None
 
@@ -177,12 +178,12 @@ def test_what_a_call_is_reckoned_to_take_covers_its_pieces(pattern, batch, monke
     query, key = (torch.empty(batch, count, n, d, dtype=torch.bfloat16) for count in (heads, key_heads))
     call = AttentionCall(query, key, key, plan, 0.125)
     whole = Extent(batch * heads * n, batch * key_heads * n, batch, heads)
-    (step,) = steps_of(plan)
+    (step,) = lower(plan)
     by_query = split(step, step.by_query, batch, 132)
-    by_key = split(step, step.held(2, by_key=True), batch, 132, 2, by_key=True)
+    by_key = split(step, step.backward_items(2, by_key=True), batch, 132, 2, by_key=True)
     rows = [0 if cut is None else math.prod(cut.room(batch, 1)) for cut in (by_query, by_key)]
-    assert workspace(call, "hopper", "forward", whole) >= rows[0] * (2 * d + 4)
-    assert workspace(call, "hopper", "backward", whole) >= 2 * d * (rows[0] + 2 * rows[1]) + 4 * batch * heads * n
+    assert hopper_backend.workspace(call, "forward", whole) >= rows[0] * (2 * d + 4)
+    assert hopper_backend.workspace(call, "backward", whole) >= 2 * d * (rows[0] + 2 * rows[1]) + 4 * batch * heads * n
 
 
 COPY = torch.ops.aten._to_copy.default
@@ -217,9 +218,9 @@ class CopiesToFar(TorchDispatchMode):
 
 def lists_of(plan, group):
     """All lists that the kernels read, in parts of one step also those of long rows."""
-    steps = steps_of(plan)
+    steps = lower(plan)
     for step in steps:
-        by_query, by_key, by_row = step.by_query, *(step.held(group, by_key=one) for one in (True, False))
+        by_query, by_key, by_row = step.by_query, *(step.backward_items(group, by_key=one) for one in (True, False))
         yield from (*by_query[:-1], *by_key, *by_row)
         if len(steps) == 1:
             for work, size, keys in ((by_query, 1, False), (by_key, group, True), (by_row, 1, False)):
@@ -240,6 +241,6 @@ def test_lists_of_a_small_plan_are_made_on_the_host_and_lie_with_it(pattern, mon
     assert all(isinstance(one, Far) for one in found)
     for one, expected in zip(found, lists_of(plan, 2), strict=True):
         assert torch.equal(one.near, expected)
-    monkeypatch.setattr(hopper_work, "HOST_NUMBERS", 0)
+    monkeypatch.setattr(hopper_lowering, "HOST_NUMBERS", 0)
     with pytest.raises(RuntimeError, match="on the device"), CopiesToFar():
         list(lists_of(map_tensors(plan, Far), 2))

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+from calls import Menu, draw_call
 from cases import BY_NAME, Problem
-from oracle import error
+from hypothesis import given, settings
+from oracle import answer, error
+from strategies import EXPANDED, laid_out, strategy
 
-from dilated_attention_pytorch import make_plan
-from dilated_attention_pytorch.kernels import native, reference
-from dilated_attention_pytorch.kernels.registry import AttentionCall
+from dilated_attention_pytorch import attention, attention_with_lse, make_plan, parse
+from dilated_attention_pytorch.kernels import reference
+from dilated_attention_pytorch.kernels.call import AttentionCall
+from dilated_attention_pytorch.kernels.cpu import native
+from dilated_attention_pytorch.ops.attention import CallSettings, call_of
+from dilated_attention_pytorch.ops.memory_budget import memory
 
 built = pytest.mark.skipif(not native.library_path().exists(), reason="C++ kernel not built")
 PROBLEM = Problem(
@@ -84,13 +95,90 @@ def test_single_precision_stays_within_two_millionths_of_float64(n):
         assert error(got, want) <= 2e-6
 
 
+@built
+@pytest.mark.parametrize("text", ["full", "dilated:16x1,64x2", "window:9 & causal"])
+@pytest.mark.parametrize("shared", EXPANDED)
+def test_keys_or_values_that_share_memory_match_oracle(text, shared):
+    shape = 2, 4, 70, 8
+    for shared_keys, shared_values in ((True, False), (False, True), (True, True)):
+        query, key, value, grad = (laid_out(torch.randn(shape, dtype=torch.float64), "tokens first") for _ in range(4))
+        key = laid_out(key, shared) if shared_keys else key
+        value = laid_out(value, shared) if shared_values else value
+        leaves = [x.detach().requires_grad_() for x in (query, key, value)]
+        output, lse = attention_with_lse(*leaves, text, backend="native")
+        found = output, lse, *torch.autograd.grad(output, leaves, grad)
+        for got, want in zip(found, answer(*leaves, parse(text), grad_output=grad), strict=True):
+            assert error(got, want) <= 1e-12
+
+
+@built
+def test_one_shared_key_gives_every_head_its_own_value():
+    query, key = torch.randn(2, 2, 1, 3), torch.randn(2, 1, 1, 3).expand(2, 2, 1, 3)
+    value = torch.randn(2, 1, 2, 3).transpose(1, 2)
+    assert attention(query, key, value, "full", backend="native").equal(value)
+
+
+@built
+@settings(max_examples=int(os.environ.get("DAP_FUZZ_EXAMPLES", "60")))
+@given(call=strategy(draw_call, Menu(longest=150, edges=(127, 128, 129))))
+def test_any_memory_layout_matches_oracle(call):
+    assert max(call.shares("native").values()) <= 1, call.told("native")
+
+
+@built
+@pytest.mark.parametrize(
+    "text",
+    [
+        "hierarchical:0x1;block=32 | dilated:100x2",
+        "block_dilated:397x1;block=32 | dilated:77x8",
+        "blocks:0 1 2,0 1 2,0 1 2;block=128 | dilated:100x2",
+    ],
+)
+def test_rows_of_a_covered_branch_stay_inside_their_buffers(text):
+    """A sanitized build sees any access outside; see `.ci/sanitize`."""
+    query, key, value = torch.randn(3, 1, 1, 257, 8).unbind()
+    call = call_of(query, key, value, CallSettings(pattern=text, scale=8**-0.5, backend="native"))
+    wanted = answer(query, key, value, parse(text)).output
+    # From the smallest chunks of rows up to all rows at once.
+    for budget in memory(call, "native", "forward").sizes.values():
+        output = attention(query, key, value, text, backend="native", memory_budget=max(budget, 4096))
+        assert error(output, wanted) <= 2e-6
+
+
+@built
+def test_tiles_at_one_address_with_other_rates_are_copied_apart():
+    query, key, value = torch.randn(3, 1, 1, 1024, 16, dtype=torch.float64).unbind()
+    text = "dilated:256x2,512x4"
+    assert (
+        error(attention(query, key, value, text, backend="native"), answer(query, key, value, parse(text)).output)
+        <= 1e-12
+    )
+
+
+@built
+@pytest.mark.parametrize("size", [1e2, 1e4, 1e6, 1e18])
+@pytest.mark.parametrize("text", ["full", "causal", "dilated:32x1,64x2;overlap=union"])
+def test_value_gradients_are_exact_at_large_logits(text, size):
+    """Scores of a row lie far apart, so that one key has all the weight."""
+    n = 64
+    query, key = 1 + torch.rand(1, 1, n, 1), torch.randperm(n).view(1, 1, n, 1) + 0.3 * torch.rand(1, 1, n, 1)
+    value, grad = torch.randn(2, 1, 1, n, 8).unbind()
+    value.requires_grad_()
+    output = attention(query, key, value, text, scale=size, backend="native")
+    (found,) = torch.autograd.grad(output, value, grad)
+    wanted = answer(query, key, value, parse(text), scale=size, grad_output=grad)
+    assert error(output, wanted.output) <= 1e-6
+    assert error(found, wanted.value_grad) <= 1e-6
+
+
 def test_a_missing_library_says_how_to_build_it(monkeypatch, tmp_path):
     monkeypatch.setattr(native, "library_path", lambda: tmp_path / "none.so")
     problem = BY_NAME["causal"]
     inputs = problem.inputs()
     call = AttentionCall(*inputs[:3], make_plan(problem.pattern, problem.n, problem.heads), 1.0)
-    reason = "not built; run `python -m dilated_attention_pytorch.kernels.native` (needs g++)"
-    assert native.why_not(call) == reason
+    reason = native.why_not(call)
+    assert reason is not None and reason.startswith("not built; the first call builds it where it can")
+    assert "run `python -m dilated_attention_pytorch.kernels.cpu.native` (needs g++)" in reason
 
 
 def test_a_broken_library_says_so(monkeypatch, tmp_path):
@@ -104,6 +192,103 @@ def test_a_broken_library_says_so(monkeypatch, tmp_path):
     reason = native.why_not(call)
     assert reason is not None
     assert reason.startswith("cannot be loaded (")
+
+
+def reason_against(library, monkeypatch):
+    monkeypatch.setattr(native, "library_path", lambda: library)
+    monkeypatch.setattr(native, "_library", native._library.__wrapped__)
+    problem = BY_NAME["causal"]
+    inputs = problem.inputs()
+    return native.why_not(AttentionCall(*inputs[:3], make_plan(problem.pattern, problem.n, problem.heads), 1.0))
+
+
+@pytest.fixture
+def library(tmp_path):
+    """A copy of the built library in a folder of its own."""
+    folder = tmp_path / "cache"
+    folder.mkdir(mode=0o700)
+    copy = folder / "native.so"
+    shutil.copy(native.library_path(), copy)
+    copy.chmod(0o600)
+    return copy
+
+
+@built
+@pytest.mark.parametrize("change", ["none", "file mode", "folder mode", "open folder above", "symlink"])
+def test_a_library_that_others_could_write_is_refused(library, monkeypatch, change):
+    match change:
+        case "file mode":
+            library.chmod(0o620)
+        case "folder mode":
+            library.parent.chmod(0o777)
+        case "open folder above":
+            library.parent.parent.chmod(0o777)
+        case "symlink":
+            library.rename(library.with_name("elsewhere.so"))
+            library.symlink_to(library.with_name("elsewhere.so"))
+    reason = reason_against(library, monkeypatch)
+    if change == "none":
+        assert reason is None
+    else:
+        assert reason is not None
+        assert reason.startswith("cannot be loaded (expected ")
+
+
+@built
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
+@pytest.mark.parametrize("taken", ["file", "folder"])
+def test_a_library_of_another_user_is_refused(library, monkeypatch, taken):
+    os.chown(library if taken == "file" else library.parent, 65534, 65534)
+    reason = reason_against(library, monkeypatch)
+    assert reason is not None
+    assert "to belong to user 0, got user 65534" in reason
+
+
+@built
+def test_a_build_is_private_whatever_the_umask(monkeypatch, tmp_path):
+    compiler = tmp_path / "compiler"
+    copy = f'while [ "$1" != -o ]; do shift; done; exec cp {native.library_path()} "$2"'
+    compiler.write_text(f"#!/bin/sh\n{copy}\n")
+    compiler.chmod(0o755)
+    target = tmp_path / "above" / "cache" / "native.so"
+    monkeypatch.setattr(native, "library_path", lambda: target)
+    monkeypatch.setenv("CXX", str(compiler))
+    before = os.umask(0)
+    try:
+        assert native.build() == 0
+        target.chmod(0o666)
+        target.parent.chmod(0o777)
+        # Others could have written this one: it is built again, in a folder that is closed to them.
+        assert native.build() == 0
+    finally:
+        os.umask(before)
+    assert [place.stat().st_mode & 0o777 for place in (target, target.parent, target.parent.parent)] == [
+        0o600,
+        0o700,
+        0o700,
+    ]
+
+
+@pytest.mark.parametrize("named", ["", "relative", "./cache"])
+def test_a_relative_cache_folder_is_ignored(monkeypatch, named):
+    monkeypatch.setenv("XDG_CACHE_HOME", named)
+    monkeypatch.setenv("HOME", "/home/someone")
+    assert native.library_path.__wrapped__().parent == Path("/home/someone/.cache/dilated_attention_pytorch")
+
+
+@pytest.mark.parametrize("change", ["processor", "torch", "machine", "flags"])
+def test_the_name_of_the_library_follows_what_it_was_built_for(monkeypatch, change):
+    before = native.library_path.__wrapped__().name
+    match change:
+        case "processor":
+            monkeypatch.setattr(native, "_processor", lambda: "flags : one that nobody has")
+        case "torch":
+            monkeypatch.setattr(torch, "__version__", "0.1")
+        case "machine":
+            monkeypatch.setattr(native.platform, "machine", lambda: "pdp11")
+        case "flags":
+            monkeypatch.setenv("DAP_NATIVE_FLAGS", "-DNDEBUG")
+    assert native.library_path.__wrapped__().name != before
 
 
 def test_building_without_a_compiler_names_what_is_missing(monkeypatch, tmp_path, capsys):
@@ -132,3 +317,73 @@ def test_building_again_does_nothing(capsys):
     assert native.build() == 0
     assert "already built" in capsys.readouterr().out
     assert native.library_path().stat().st_mtime_ns == before
+
+
+FIRST_CALLS = """
+import torch, dilated_attention_pytorch as dap
+q, k, v = torch.randn(3, 1, 2, 64, 8).unbind()
+for _ in range(2):
+    dap.attention(q, k, v, "causal")
+print(dap.explain(q, k, v, "causal").backend)
+"""
+
+
+@pytest.fixture
+def first_calls(tmp_path):
+    """Run two calls in a process that has no built library, with a compiler that copies the library of this one."""
+    compiler = tmp_path / "compiler"
+    compiler.write_text(
+        f'#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done; exec cp {native.library_path()} "$2"\n', encoding="utf-8"
+    )
+    compiler.chmod(0o755)
+
+    def run(**environment: str) -> tuple[str, list[str]]:
+        inherited = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
+        settings = {"XDG_CACHE_HOME": str(tmp_path / "cache"), "CXX": str(compiler)} | environment
+        done = subprocess.run(
+            [sys.executable, "-W", "error", "-c", FIRST_CALLS],
+            env=inherited | settings,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        return done.stdout.strip(), done.stderr.splitlines()
+
+    return run
+
+
+@built
+def test_the_first_call_builds_and_says_so_in_one_line(first_calls, tmp_path):
+    backend, lines = first_calls()
+    assert backend == "native" and len(lines) == 1
+    assert lines[0].startswith(f"building the C++ kernel for this processor with {tmp_path / 'compiler'}, once;")
+    assert first_calls() == ("native", [])
+
+
+@built
+@pytest.mark.parametrize("environment", [{"DAP_NATIVE_BUILD": "0"}, {"PYTEST_CURRENT_TEST": "test_x (call)"}])
+def test_nothing_is_built_where_building_is_off(first_calls, tmp_path, environment):
+    assert first_calls(**environment) == ("cpu", [])
+    assert not (tmp_path / "cache").exists()
+
+
+@built
+def test_the_slow_path_names_what_is_missing_once(first_calls, tmp_path):
+    backend, lines = first_calls(CXX="no-such-compiler")
+    assert backend == "cpu" and len(lines) == 1
+    assert lines[0].startswith("attention on the CPU runs on torch operations, several times slower")
+    assert "install g++ or name one in CXX" in lines[0]
+    (tmp_path / "file").touch()
+    backend, lines = first_calls(XDG_CACHE_HOME=str(tmp_path / "file"))
+    assert backend == "cpu" and len(lines) == 1 and "no place for it" in lines[0]
+    backend, lines = first_calls(CXX="false", XDG_CACHE_HOME=str(tmp_path / "other"))
+    assert backend == "cpu" and "native kernel: " in lines[1]
+
+
+def test_calls_on_other_devices_build_nothing(monkeypatch):
+    monkeypatch.setattr(native, "_offered", False)
+    monkeypatch.setattr(native, "_offer_build", lambda: pytest.fail("built"))
+    problem = BY_NAME["causal"]
+    tensors = (x.to("meta") for x in problem.inputs()[:3])
+    call = AttentionCall(*tensors, make_plan(problem.pattern, problem.n, problem.heads), 1.0)
+    assert not native.prepare_first_use(call)

@@ -11,9 +11,9 @@ from oracle import answer, error
 from strategies import laid_out
 
 from dilated_attention_pytorch import reproducible_gradients
-from dilated_attention_pytorch.kernels import flash4, flex
-from dilated_attention_pytorch.kernels.block_tables import Band, lists_of_pairs, tables_of, why_not_blocks
-from dilated_attention_pytorch.kernels.registry import AttentionCall
+from dilated_attention_pytorch.kernels.call import AttentionCall
+from dilated_attention_pytorch.kernels.external import flash4, flex
+from dilated_attention_pytorch.kernels.external.block_lists import Band, lists_of_pairs, tables_of, why_not_blocks
 from dilated_attention_pytorch.plan import make_plan
 
 ONE_PART = [

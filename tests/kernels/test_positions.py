@@ -7,9 +7,10 @@ import torch
 from oracle import error
 
 from dilated_attention_pytorch import Full, make_plan
+from dilated_attention_pytorch.kernels.call import AttentionCall
+from dilated_attention_pytorch.kernels.cpu.native import library_path
 from dilated_attention_pytorch.kernels.dropout import kept, shifted
-from dilated_attention_pytorch.kernels.native import library_path
-from dilated_attention_pytorch.kernels.registry import AttentionCall, backend_named
+from dilated_attention_pytorch.kernels.registry import backend_named
 
 N, HEADS = 75, 4
 

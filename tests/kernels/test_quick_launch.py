@@ -7,8 +7,10 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from dilated_attention_pytorch.kernels import first_call, hopper_launch, quick_launch
-from dilated_attention_pytorch.kernels.quick_launch import Launch, Room, launch
+from dilated_attention_pytorch.kernels.launch import gluon_launcher as hopper_launch
+from dilated_attention_pytorch.kernels.launch import launcher as quick_launch
+from dilated_attention_pytorch.kernels.launch import warmup
+from dilated_attention_pytorch.kernels.launch.launcher import Launch, Room, launch
 
 
 class Entry:
@@ -68,7 +70,7 @@ def test_a_launch_like_an_earlier_one_takes_the_quick_way(kernel):
 
 def test_what_the_first_call_began_is_waited_for_where_a_kernel_may_be_compiled(kernel, monkeypatch):
     known = []
-    monkeypatch.setattr(first_call, "finish", lambda: known.append(len(kernel.public)))
+    monkeypatch.setattr(warmup, "finish", lambda: known.append(len(kernel.public)))
     for _ in range(2):
         launch(kernel, (1,), torch.zeros(64), 5, 0.5, SIZE=16)
     assert known == [0]

@@ -10,7 +10,8 @@ import torch
 
 from dilated_attention_pytorch import BackendUnsupported
 from dilated_attention_pytorch.kernels import registry
-from dilated_attention_pytorch.kernels.registry import MODULES, AttentionCall, choose, explain, preference
+from dilated_attention_pytorch.kernels.call import AttentionCall
+from dilated_attention_pytorch.kernels.registry import MODULES, choose, explain, preference
 from dilated_attention_pytorch.ops.explain import explain as explain_arguments
 from dilated_attention_pytorch.patterns import parse
 from dilated_attention_pytorch.plan import make_plan

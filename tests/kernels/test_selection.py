@@ -6,11 +6,14 @@ import pytest
 import torch
 from oracle import dense_attention, error
 
-from dilated_attention_pytorch.kernels import hopper_backend, native
-from dilated_attention_pytorch.kernels.registry import AttentionCall
-from dilated_attention_pytorch.ops import selected
-from dilated_attention_pytorch.ops.selected import selected_attention, weighted_attention
-from dilated_attention_pytorch.plan.selected import Selection, block_plan, shared_blocks, token_plan
+from dilated_attention_pytorch.kernels.call import AttentionCall
+from dilated_attention_pytorch.kernels.cpu import native
+from dilated_attention_pytorch.kernels.hopper import backend as hopper_backend
+from dilated_attention_pytorch.selection import attend as attend_module
+from dilated_attention_pytorch.selection.attention import selected_attention, weighted_attention
+from dilated_attention_pytorch.selection.plan import block_plan, token_plan
+from dilated_attention_pytorch.selection.scores import BlockScores
+from dilated_attention_pytorch.selection.types import Selection, shared_blocks
 
 
 def drawn(batch=2, heads=4, n=150, size=16, *, is_causal, per_token, local=2, sink=1, most=5, seed=0):
@@ -28,6 +31,20 @@ def drawn(batch=2, heads=4, n=150, size=16, *, is_causal, per_token, local=2, si
     )
     indices = indices.masked_fill(~listed, t).sort(-1).values.int()
     return Selection(indices, listed.sum(-1).int(), n, size, is_causal, per_token, local, sink)
+
+
+class GivenScores(BlockScores):
+    """Scores (b, h, rows, t) that are given, in chunks of 7 rows."""
+
+    def __init__(self, scores, settings, visible=None, factors=None):
+        self.scores, self.settings, self.factors = scores, settings, factors
+        self.visible = torch.ones(*scores.shape[:2], scores.shape[3], dtype=torch.bool) if visible is None else visible
+
+    def chunk(self, kept):
+        return 7
+
+    def ranked(self, begin, end, kept):
+        return self.scores[:, :, begin:end]
 
 
 def seen_pairs(selection):
@@ -134,7 +151,7 @@ def test_hopper_refuses_queries_gathered_by_their_choice():
 @BOTH
 @ROWS
 def test_heads_in_pieces_and_dropped_weights_have_exact_gradients(per_token, is_causal, monkeypatch):
-    monkeypatch.setattr(selected, "GATHERED", 1)
+    monkeypatch.setattr(attend_module, "GATHERED", 1)
     selection = drawn(batch=2, heads=2, n=20, is_causal=is_causal, per_token=per_token, local=1, most=1)
     tensors = [x.requires_grad_() for x in inputs(selection, 1, 4, 3)]
 

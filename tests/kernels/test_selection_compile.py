@@ -18,9 +18,9 @@ BOUNDS = dict.fromkeys(("kept", "coldest"), "fp32")
 @pytest.mark.parametrize("d", [64, 128])
 @pytest.mark.parametrize(("name", "which"), [("chosen_fwd_kernel", 0), ("chosen_bwd_kernel", 1)])
 def test_gathering_kernels_fit_a_multiprocessor_twice(name, which, d, tmp_path, monkeypatch):
-    from dilated_attention_pytorch.kernels import triton_tokens
+    from dilated_attention_pytorch.selection.kernels import gathered_attention
 
-    compiled = compile_gathering(name, triton_tokens.WHOLE[d][which], d, monkeypatch)
+    compiled = compile_gathering(name, gathered_attention.WHOLE[d][which], d, monkeypatch)
     assert compiled.metadata.shared <= SHARED_MEMORY // (1 if (name, d) == ("chosen_bwd_kernel", 128) else 2)
     assert "wgmma" in compiled.asm["ptx"]
     assert spilled(compiled, tmp_path) <= 128
@@ -30,9 +30,9 @@ def test_gathering_kernels_fit_a_multiprocessor_twice(name, which, d, tmp_path, 
 @pytest.mark.parametrize("d", [64, 256])
 @pytest.mark.parametrize(("name", "kind"), [("chosen_fwd_kernel", "forward"), ("chosen_bwd_kernel", "dkv")])
 def test_gathering_kernels_in_single_precision_fit_a_small_gpu(name, kind, d, monkeypatch):
-    from dilated_attention_pytorch.kernels import triton_launch
+    from dilated_attention_pytorch.kernels.triton import launches
 
-    tiles = getattr(triton_launch.SINGLE[d], kind)
+    tiles = getattr(launches.SINGLE[d], kind)
     compiled = compile_gathering(name, tiles, d, monkeypatch, "*fp32")
     assert compiled.metadata.shared <= SMALL_SHARED_MEMORY
     assert "mma" in compiled.asm["ptx"]
@@ -40,11 +40,11 @@ def test_gathering_kernels_in_single_precision_fit_a_small_gpu(name, kind, d, mo
 
 def compile_gathering(name, tiles, d, monkeypatch, rows="*bf16"):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    from dilated_attention_pytorch.kernels import triton_tokens
+    from dilated_attention_pytorch.selection.kernels import gathered_attention
 
     sizes = {"BLOCK": 128, "D": d, "E": d, "DP": d, "EP": d, "BM": tiles.m, "BN": tiles.n, "GROUP": 1}
     types = dict.fromkeys(("p_source", "p_tile", "p_first", "p_order"), "*i32")
-    return compile_kernel(getattr(triton_tokens, name), PLAIN | sizes | {"RAGGED": False}, tiles, rows, types)
+    return compile_kernel(getattr(gathered_attention, name), PLAIN | sizes | {"RAGGED": False}, tiles, rows, types)
 
 
 SCORED = FACTORS | PRESENT | LISTS | BOUNDS | {"p_scores": "*fp32", "p_ids": "*i64"}
@@ -65,7 +65,7 @@ MASSES |= {"p_rows": "*i64", "p_blocks": "*i32", "p_visible": "*i1", "factor": "
 PARTS = dict.fromkeys(("p_means", "p_summary", "p_units", "p_first", "p_bias", "p_mixture", "p_match"), "*fp32")
 PARTS |= dict.fromkeys(("p_rows", "p_columns", "p_right", "p_scale"), "*fp32") | {"p_half": "*fp16", "p_rest": "*fp16"}
 ROWS = {"A": 8, "U": 8, "M": 128, "D": 64, "RANK": 32, "RP": 32, "PRECISION": "tf32x3"}
-SIDES = {"MP": 128, "BN": 32, "BR": 2, "BT": 2, "ROWS": 16, "BLOCKS": 16}
+SIDES = {"MP": 128, "BN": 32, "HELD_LEFT": 16, "HELD_RIGHT": 16, "MET_LEFT": 128, "MET_RIGHT": 128, "KNOWN": False}
 SUMS = {"BM": 32, "BN": 64, "BK": 64}
 PARAMETERS = SCORED | PARTS | dict.fromkeys(("p_factors", "p_own", "p_room", "p_grad", "p_out", "p_weight"), "*fp32")
 
@@ -75,13 +75,14 @@ PARAMETERS = SCORED | PARTS | dict.fromkeys(("p_factors", "p_own", "p_room", "p_
 @pytest.mark.parametrize(("per_token", "some"), [(True, False), (True, True), (False, False)])
 def test_matching_fits_a_multiprocessor_twice_and_that_of_tokens_thrice(per_token, some, rounds, tmp_path, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    from dilated_attention_pytorch.kernels import triton_launch, triton_selection
+    from dilated_attention_pytorch.kernels.triton import launches
+    from dilated_attention_pytorch.selection.kernels import block_scores as triton_selection
 
     own_units = 1 if per_token else 8
     of_tokens = triton_selection.TOKEN_UNITS, triton_selection.TOKEN_BLOCKS
     grouped, columns = triton_selection.matched_together(8, 32, *(of_tokens if per_token else ()))
     rows = triton_selection.MATCHED_TOGETHER if per_token else triton_selection.MATCHED
-    tiles = triton_launch.Tiles(rows // own_units, columns, rows // 16, 3)
+    tiles = launches.Tiles(rows // own_units, columns, rows // 16, 3)
     constants = {"BM": tiles.m, "BN": tiles.n, "RANK": 32, "RP": 32, "UQ": own_units, "UK": 8, "UG": grouped, "D": 64}
     constants |= {"SIZE": 128 if per_token else 1, "IDS": some, "CAUSAL": per_token, "HOLES": False}
     constants |= {"ROUNDS": rounds, "WHOLE": True, "PRECISION": "tf32x3", "STAGES": triton_selection.STAGES}
@@ -110,7 +111,9 @@ def test_choosing_in_registers_spills_little_and_leaves_room_for_a_second_progra
     wide, rank, holes, rounds, tmp_path, monkeypatch
 ):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    from dilated_attention_pytorch.kernels import triton_choice, triton_launch, triton_selection
+    from dilated_attention_pytorch.kernels.triton import launches
+    from dilated_attention_pytorch.selection.kernels import block_scores as triton_selection
+    from dilated_attention_pytorch.selection.kernels import choose_blocks as triton_choice
 
     grouped, columns = triton_selection.matched_together(8, rank)
     narrow = wide < triton_choice.CHOSEN_AMONG
@@ -118,7 +121,7 @@ def test_choosing_in_registers_spills_little_and_leaves_room_for_a_second_progra
     constants |= {"UK": 8, "UG": grouped, "SIZE": 128, "CAUSAL": True, "NOISE": True, "HOLES": holes, "ROUNDS": rounds}
     constants |= {"WHOLE": not holes, "FEW": narrow, "NEXT": not narrow, "AFTER": narrow}
     types = SCORED | {"p_table": "*fp32", "p_own": "*bf16", "p_right": "*fp16", "p_rest": "*fp16"}
-    tiles = triton_launch.Tiles(0, 0, 4, 3)
+    tiles = launches.Tiles(0, 0, 4, 3)
     compiled = compile_kernel(
         triton_choice.choice_kernel, constants | {"PRECISION": "tf32x3"}, tiles, types=types,
         maxnreg=triton_choice.NARROW_REGISTERS if narrow else None,
@@ -143,10 +146,11 @@ def test_choosing_in_registers_spills_little_and_leaves_room_for_a_second_progra
 @pytest.mark.parametrize(("wide", "rows", "lanes"), [(128, 8, 4), (512, 2, 16), (512, 4, 8)])
 def test_a_warp_ranks_several_rows_and_each_lies_in_few_of_its_lanes(wide, rows, lanes, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    from dilated_attention_pytorch.kernels import triton_choice, triton_launch
+    from dilated_attention_pytorch.kernels.triton import launches
+    from dilated_attention_pytorch.selection.kernels import choose_blocks as triton_choice
 
     constants = RANKED | {"T": wide, "BM": rows, "W": 4 * lanes, "COVERAGE": False, "width": wide, "blocks": wide}
-    compiled = compile_kernel(triton_choice.rank_kernel, constants, triton_launch.Tiles(0, 0, 1, 1), types=SCORED)
+    compiled = compile_kernel(triton_choice.rank_kernel, constants, launches.Tiles(0, 0, 1, 1), types=SCORED)
     told = compiled.asm["ttgir"]
     assert f"sizePerThread = [1, 1, 4], threadsPerWarp = [{rows}, 1, {lanes}]" in told
     # No other layout holds a score for every row and block.
@@ -158,13 +162,14 @@ def test_a_warp_ranks_several_rows_and_each_lies_in_few_of_its_lanes(wide, rows,
 @pytest.mark.parametrize(("wide", "rows", "lanes"), [(512, 2, 16), (1024, 1, 32)])
 def test_what_only_ranks_leaves_room_for_many_warps(wide, rows, lanes, tmp_path, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    from dilated_attention_pytorch.kernels import triton_choice, triton_launch
+    from dilated_attention_pytorch.kernels.triton import launches
+    from dilated_attention_pytorch.selection.kernels import choose_blocks as triton_choice
 
     constants = RANKED | READY | {"T": wide, "BM": rows, "W": 4 * lanes, "width": wide}
     # The registers of 28 warps a multiprocessor, or of the most programs that it has.
     registers = triton_choice.READY_REGISTERS[int(rows > 1)]
     compiled = compile_kernel(
-        triton_choice.rank_kernel, constants, triton_launch.Tiles(0, 0, 1, 1), types=RANKABLE, maxnreg=registers
+        triton_choice.rank_kernel, constants, launches.Tiles(0, 0, 1, 1), types=RANKABLE, maxnreg=registers
     )
     assert spilled(compiled, tmp_path) == 0
     # Scores that follow one another are read four at a time, as far as there are any.
@@ -175,29 +180,29 @@ def test_what_only_ranks_leaves_room_for_many_warps(wide, rows, lanes, tmp_path,
 @pytest.mark.parametrize(
     ("module", "name", "warps", "constants", "types"),
     [
-        ("triton_choice", "rank_kernel", 1, RANKED | {"BM": 8, "W": 16, "COVERAGE": False}, SCORED),
-        ("triton_choice", "rank_kernel", 1, RANKED | {"BM": 4, "W": 32, "COVERAGE": True}, SCORED),
-        ("triton_choice", "rank_kernel", 1, RANKED | READY | {"BM": 1, "W": 128}, RANKABLE),
-        ("triton_choice", "rank_kernel", 4, RANKED | LONG | {"W": 512, "width": 8192, "blocks": 8192}, SCORED),
-        ("triton_choice", "rank_kernel", 4, RANKED | LONG | RAGGED, SCORED),
-        ("triton_summaries", "factor_kernel", 2, PROJECTED | {"D": 64, "DP": 64, "UNITS": 8}, PARTS),
-        ("triton_mass", "block_lse_kernel", 4, LEARNED | {"BM": 64, "BMA": 64, "BN": 64, "CAUSAL": True}, MASSES),
-        ("triton_mass", "lesson_kernel", 8, LEARNED | TAUGHT | {"T": 256, "CAUSAL": False}, MASSES),
-        ("triton_mass", "lesson_kernel", 8, LEARNED | TAUGHT | {"T": 0, "CAUSAL": True}, MASSES),
-        ("triton_row_scores", "own_kernel", 4, ROWS | {"BM": 32, "BH": 64, "SIZE": 1}, PARAMETERS),
-        ("triton_row_scores", "sides_bwd_kernel", 4, ROWS | SIDES | {"LEFT": False, "HOLES": False}, PARAMETERS),
-        ("triton_row_scores", "sides_bwd_kernel", 4, ROWS | SIDES | {"LEFT": True, "HOLES": True}, PARAMETERS),
-        ("triton_row_scores", "sums_kernel", 4, ROWS | SUMS | {"BR": 32, "SIZE": 1}, PARAMETERS),
-        ("triton_row_scores", "mixture_kernel", 4, ROWS | SUMS, PARAMETERS),
+        ("choose_blocks", "rank_kernel", 1, RANKED | {"BM": 8, "W": 16, "COVERAGE": False}, SCORED),
+        ("choose_blocks", "rank_kernel", 1, RANKED | {"BM": 4, "W": 32, "COVERAGE": True}, SCORED),
+        ("choose_blocks", "rank_kernel", 1, RANKED | READY | {"BM": 1, "W": 128}, RANKABLE),
+        ("choose_blocks", "rank_kernel", 4, RANKED | LONG | {"W": 512, "width": 8192, "blocks": 8192}, SCORED),
+        ("choose_blocks", "rank_kernel", 4, RANKED | LONG | RAGGED, SCORED),
+        ("summaries", "factor_kernel", 2, PROJECTED | {"D": 64, "DP": 64, "UNITS": 8}, PARTS),
+        ("block_mass", "block_lse_kernel", 4, LEARNED | {"BM": 64, "BMA": 64, "BN": 64, "CAUSAL": True}, MASSES),
+        ("block_mass", "lesson_kernel", 8, LEARNED | TAUGHT | {"T": 256, "CAUSAL": False}, MASSES),
+        ("block_mass", "lesson_kernel", 8, LEARNED | TAUGHT | {"T": 0, "CAUSAL": True}, MASSES),
+        ("score_gradients", "own_kernel", 4, ROWS | {"BM": 32, "BH": 64, "SIZE": 1}, PARAMETERS),
+        ("score_gradients", "sides_bwd_kernel", 4, ROWS | SIDES | {"LEFT": False, "HOLES": False}, PARAMETERS),
+        ("score_gradients", "sides_bwd_kernel", 4, ROWS | SIDES | {"LEFT": True, "HOLES": True}, PARAMETERS),
+        ("score_gradients", "sums_kernel", 4, ROWS | SUMS | {"BR": 32, "SIZE": 1}, PARAMETERS),
+        ("score_gradients", "mixture_kernel", 4, ROWS | SUMS, PARAMETERS),
     ],
 )
 def test_ranking_and_learning_fit_into_registers(module, name, warps, constants, types, tmp_path, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     from importlib import import_module
 
-    kernel = getattr(import_module(f"dilated_attention_pytorch.kernels.{module}"), name)
+    kernel = getattr(import_module(f"dilated_attention_pytorch.selection.kernels.{module}"), name)
     stages = 3 if name == "factor_kernel" else 1
-    tiles = import_module("dilated_attention_pytorch.kernels.triton_launch").Tiles(0, 0, warps, stages)
+    tiles = import_module("dilated_attention_pytorch.kernels.triton.launches").Tiles(0, 0, warps, stages)
     lists = {"p_lists": "*i32"} if name == "lesson_kernel" else {}
     compiled = compile_kernel(kernel, constants, tiles, types=types | lists)
     assert compiled.metadata.shared <= 65536
@@ -225,12 +230,13 @@ def test_hidden_units_are_read_by_fours_and_stay_in_registers_where_tiles_are_sm
     side, constants, tmp_path, monkeypatch
 ):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    from dilated_attention_pytorch.kernels import triton_launch, triton_selection
+    from dilated_attention_pytorch.kernels.triton import launches
+    from dilated_attention_pytorch.selection.kernels import block_scores as triton_selection
 
     warps, units, stages = triton_selection.HIDDEN[side]
     assert side < 32 * warps
     constants = HIDDEN | {"BM": side, "BN": side, "UM": units, "STAGES": stages} | constants
-    tiles, registers = triton_launch.Tiles(side, side, warps, 3), triton_selection.HIDDEN_REGISTERS
+    tiles, registers = launches.Tiles(side, side, warps, 3), triton_selection.HIDDEN_REGISTERS
     kernel = triton_selection.hidden_kernel
     compiled = compile_kernel(kernel, constants, tiles, types=SCORED, maxnreg=registers)
     # 16 warps a multiprocessor.
@@ -273,11 +279,13 @@ SIZED = {"SIZE": 128, "P": 32}
 )
 def test_what_surrounds_the_ranking_is_small(name, warps, constants, tmp_path, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    from dilated_attention_pytorch.kernels import triton_launch, triton_lists, triton_turned
+    from dilated_attention_pytorch.kernels.triton import launches
+    from dilated_attention_pytorch.selection.kernels import block_lists_kernels as triton_lists
+    from dilated_attention_pytorch.selection.kernels import gather_index
 
     rest = {"LOCAL": 2, "BY_ROW": True, "RAGGED": True, "GROUP": 2}
-    tiles = triton_launch.Tiles(0, 0, warps, 1)
-    kernel = getattr(triton_lists, name, None) or getattr(triton_turned, name)
+    tiles = launches.Tiles(0, 0, warps, 1)
+    kernel = getattr(triton_lists, name, None) or getattr(gather_index, name)
     compiled = compile_kernel(kernel, rest | constants, tiles, types=IN_ROOM)
     assert compiled.metadata.shared <= 16384
     assert spilled(compiled, tmp_path) == 0
@@ -296,7 +304,8 @@ def test_sums_stay_in_registers_and_ask_for_whole_lines_at_once(own_unit, width,
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     import torch
 
-    from dilated_attention_pytorch.kernels import triton_launch, triton_summaries
+    from dilated_attention_pytorch.kernels.triton import launches
+    from dilated_attention_pytorch.selection.kernels import summaries as triton_summaries
 
     made = {}
     monkeypatch.setattr(
@@ -305,7 +314,7 @@ def test_sums_stay_in_registers_and_ask_for_whole_lines_at_once(own_unit, width,
     shape, apart = (1, 8, 4096, width), (4096 * 8 * width, width, 8 * width, 1)
     told = 128, own_unit, 16, True, padding, triton_summaries.ROWS, triton_summaries.ASKED
     triton_summaries._summing.__wrapped__(torch.device("cpu"), shape, 8, apart, apart, 2, *told)
-    tiles = triton_launch.Tiles(0, 0, made["num_warps"], 3)
+    tiles = launches.Tiles(0, 0, made["num_warps"], 3)
     compiled = compile_kernel(triton_summaries.summaries_kernel, made, tiles, types=SUMMED)
     assert compiled.metadata.shared <= 16384
     assert spilled(compiled, tmp_path) == 0
@@ -323,6 +332,47 @@ def test_sums_stay_in_registers_and_ask_for_whole_lines_at_once(own_unit, width,
 
 
 def test_the_longest_rows_are_ranked_by_no_more_warps_than_a_program_has():
-    from dilated_attention_pytorch.kernels import selection, triton_choice
+    from dilated_attention_pytorch.selection import backend
+    from dilated_attention_pytorch.selection.kernels import choose_blocks as triton_choice
 
-    assert selection.MOST_BLOCKS // triton_choice.MOST_RANKED <= 32
+    assert backend.MOST_RANKED // triton_choice.MOST_RANKED <= 32
+
+
+SIZES = (16, 32, 64, 128, 256)
+GRID = [(size, 2**power) for size in SIZES for power in range(size.bit_length())]
+LARGE_UNITS = [(32, 1), (128, 2), (256, 1)]
+
+
+def launches(monkeypatch, size, unit, **config):
+    """Each launch of training steps by blocks and by tokens once."""
+    from kernels.recorded import training_step
+
+    return {one for causal in (False, True) for one in training_step(monkeypatch, size, unit, causal, **config)}
+
+
+def compile_launches(found, names=None):
+    for one in found:
+        if names is None or one.name in names:
+            assert one.compiled().metadata.shared <= SHARED_MEMORY, one
+
+
+@pytest.mark.parametrize(("size", "unit"), LARGE_UNITS)
+def test_score_gradients_compile_for_many_units(size, unit, monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    found = launches(monkeypatch, size, unit)
+    assert any(one.name == "best_kernel" for one in found) == (size // unit > 128)
+    compile_launches(found, ("best_kernel", "sides_bwd_kernel"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("size", "unit"), GRID)
+def test_every_score_unit_and_block_size_compiles(size, unit, monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    compile_launches(launches(monkeypatch, size, unit))
+
+
+@pytest.mark.slow
+def test_widest_matches_of_many_units_compile(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    names = "best_kernel", "match_kernel", "own_kernel", "sides_bwd_kernel"
+    compile_launches(launches(monkeypatch, 256, 1, match_rank=128), names)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,56 +17,72 @@ pytest.importorskip("triton")
 from kernels.no_waiting import NoWaiting
 
 TESTS = Path(__file__).resolve().parents[1]
-QUICK = [
-    "blocks, causal, ragged, padded samples",
-    "blocks, long columns in pieces",
-    "tokens of grouped heads, ragged, dropout",
-    "tokens, tiles smaller than a block",
-    "choice of blocks by coverage, noise, holes",
-    "choice among equals",
-    "choice of tokens by wild scores",
-    "choice of tokens, noise, holes, both ways",
-    "choice in registers, noise, rounded",
-    "lists of ragged blocks, causal",
-    "tokens turned round",
-    "parameters by blocks",
-    "parameters by tokens, too cold, one scorer",
-    "parameters by blocks with holes, few at a time",
-    "parameters by blocks among equals",
-    "a step, blocks",
-]
-SLOW = [
-    "blocks",
-    "blocks of grouped heads, ragged",
-    "tiles smaller than a block",
-    "blocks in half precision",
-    "tokens",
-    "tokens, padded samples, heads apart",
-    "tokens in half precision",
-    "a step, tokens",
-    "a step, ragged blocks, one scorer",
-    "a step, padded tokens",
-    "choice of blocks",
-    "choice of causal tokens with noise",
-    "choice of many causal tokens, rounded",
-    "choice of all by causal tokens, eight units, holes",
-    "choice of tokens by many units, holes",
-    "choice of causal tokens among equals",
-    "choice of tokens by coverage, holes",
-    "choice in registers, many causal tokens",
-    "choice in registers, holes, both ways",
-    "choice in registers among equals",
-    "choice in registers by wild scores",
-    "choice in registers of most by wild scores",
-    "choice of most tokens by wild scores",
-    "choice without a match",
-    "choice of rounded blocks without hidden units",
-    "parameters by tokens among equals, holes",
-    "lists of whole blocks",
-    "lists of large blocks of two samples",
-    "many causal tokens turned round",
-    "tokens with long lists turned round in windows",
-]
+GROUPS = {
+    "attention by blocks": [
+        "blocks",
+        "blocks, causal, ragged, padded samples",
+        "blocks of grouped heads, ragged",
+        "blocks, long columns in pieces",
+        "blocks in half precision",
+        "tiles smaller than a block",
+        "lists of whole blocks",
+        "lists of ragged blocks, causal",
+        "lists of large blocks of two samples",
+        "parameters by blocks",
+        "parameters by blocks with holes, few at a time",
+        "parameters by blocks among equals",
+        "parameters by blocks in chunks, holes",
+        "parameters by blocks in chunks among equals, holes",
+        "parameters by tokens in chunks among equals",
+        "parameters by tokens, too cold, one scorer",
+        "parameters by tokens among equals, holes",
+        "a step, blocks",
+    ],
+    "attention by tokens": [
+        "tokens",
+        "tokens of grouped heads, ragged, dropout",
+        "tokens, padded samples, heads apart",
+        "tokens, tiles smaller than a block",
+        "tokens in half precision",
+        "tokens turned round",
+        "many causal tokens turned round",
+        "tokens with long lists turned round in windows",
+    ],
+    "training steps": [
+        "a step, tokens",
+        "a step, ragged blocks, one scorer",
+        "a step, padded tokens",
+    ],
+    "optimizer steps": [
+        "three steps of Adam, blocks",
+        "three steps of SGD, tokens",
+    ],
+    "choice": [
+        "choice of blocks",
+        "choice of blocks by coverage, noise, holes",
+        "choice without a match",
+        "choice of rounded blocks without hidden units",
+        "choice of causal tokens with noise",
+        "choice of tokens, noise, holes, both ways",
+        "choice of all by causal tokens, eight units, holes",
+        "choice of tokens by many units, holes",
+        "choice of many causal tokens, rounded",
+        "choice of tokens by coverage, holes",
+    ],
+    "choice among equals and wild scores": [
+        "choice among equals",
+        "choice of causal tokens among equals",
+        "choice of tokens by wild scores",
+        "choice of most tokens by wild scores",
+        "choice in registers, noise, rounded",
+        "choice in registers, many causal tokens",
+        "choice in registers, holes, both ways",
+        "choice in registers among equals",
+        "choice in registers by wild scores",
+        "choice in registers of most by wild scores",
+    ],
+}
+"""Trials by the test that runs them: one interpreter process each, of at most half a minute on a quiet core."""
 SCORES = [
     "noise",
     "summaries of whole blocks, two units at a time",
@@ -85,6 +102,7 @@ SCORES = [
     "128 by 128, causal, up to the last",
 ]
 TOLERANCE = {"blocks in half precision": 2e-3, "tokens in half precision": 2e-3}
+TOLERANCE |= {"three steps of Adam, blocks": 1e-5, "three steps of SGD, tokens": 1e-5}
 
 
 def errors_of(program, names):
@@ -98,26 +116,27 @@ def errors_of(program, names):
     return {line.pop("trial"): line for line in lines}
 
 
-@pytest.mark.xdist_group("triton interpreter")
-@pytest.mark.parametrize(
-    ("program", "names"),
-    [
-        ("interpret_selection.py", QUICK),
-        pytest.param("interpret_selection.py", SLOW, marks=pytest.mark.slow),
-        ("interpret_scores.py", SCORES),
-    ],
-    ids=["quick", "all others", "scores"],
-)
-def test_results_and_gradients_match_the_oracle_and_choices_the_torch_path(program, names):
-    found = errors_of(program, names)
-    assert list(found) == names
-    for name, errors in found.items():
+@pytest.mark.slow
+@pytest.mark.parametrize("group", [*GROUPS, "scores"])
+def test_selection_kernels_match_oracle_and_torch(group):
+    program = "interpret_scores.py" if group == "scores" else "interpret_selection.py"
+    names = SCORES if group == "scores" else GROUPS[group]
+    results = errors_of(program, names)
+    assert list(results) == names
+    for name, errors in results.items():
         for what, error in errors.items():
             assert error <= TOLERANCE.get(name, 2e-6), (name, what)
 
 
+def test_every_selection_trial_is_in_one_group():
+    trials = re.findall(
+        r'^    "(.+?)": \w+\(', (TESTS / "kernels" / "interpret_selection.py").read_text(), re.MULTILINE
+    )
+    assert sorted(trials) == sorted(name for names in GROUPS.values() for name in names)
+
+
 def test_programs_are_as_large_as_leave_enough_of_them_and_little_over():
-    from dilated_attention_pytorch.kernels.triton_selection import _hidden_side as side
+    from dilated_attention_pytorch.selection.kernels.block_scores import _hidden_side as side
 
     assert [side(128, 8, n, n, n) for n in (1024, 512, 256)] == [128, 64, 32]
     assert side(128, 8, 128, 8192, 8192) == 128

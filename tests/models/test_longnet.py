@@ -19,7 +19,7 @@ from dilated_attention_pytorch.models import (
     LongNetLM,
     longnet,
 )
-from dilated_attention_pytorch.tools.measure import PeakMemory
+from dilated_attention_pytorch.tools.bench.measure import PeakMemory
 
 SMALL = {
     "num_tokens": 40,

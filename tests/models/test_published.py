@@ -7,6 +7,7 @@ import torch
 import torchscale_oracle as torchscale
 from oracle import error
 
+from dilated_attention_pytorch import MultiheadDilatedAttention
 from dilated_attention_pytorch.models import (
     DilatedTransformerEncoderLayer,
     LongNetConfig,
@@ -17,7 +18,7 @@ from dilated_attention_pytorch.models import (
     load_slide_encoder,
     load_torchscale,
 )
-from dilated_attention_pytorch.models.published import published_attention
+from dilated_attention_pytorch.models.torchscale import published_attention, real_lengths
 from dilated_attention_pytorch.patterns import Dilated
 
 LADDER = [8, 20, 64], [1, 2, 4]
@@ -41,6 +42,76 @@ def test_attention_and_its_gradient_are_torchscales(n: int, heads: int, causal: 
     assert error(got, wanted) < 1e-12
     for grad, wanted_grad in zip(torch.autograd.grad(got, (query, key, value), seed), wanted_grads, strict=True):
         assert error(grad, wanted_grad) < 1e-11
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("n", "heads"), [(21, 4), (50, 6), (67, 5), (9, 3)])
+def test_shifted_segments_are_torchscales(n: int, heads: int, causal: bool):
+    """Rates that do not divide their segments: torchscale places later segments too late."""
+    ladder = [7, 10, 22], [2, 3, 4]
+    query, key, value = heads_of(n, heads)
+    seed = torch.randn(n, heads, 8, dtype=torch.float64)
+    wanted = torchscale.attention(query, key, value, *ladder, causal)
+    wanted_grads = torch.autograd.grad(wanted, (query, key, value), seed)
+    turned = [x.transpose(0, 1)[None] for x in (query, key, value)]
+    given = {"zero_padding": True, "detach_mixing": True, "is_causal": causal, "cu_seqlens": None}
+    pattern = Dilated(*ladder, "block")
+    got = published_attention(*turned, pattern, shifted_segments=True, key_padding_mask=None, **given)[0].transpose(
+        0, 1
+    )
+    assert error(got, wanted) < 1e-12
+    for grad, wanted_grad in zip(torch.autograd.grad(got, (query, key, value), seed), wanted_grads, strict=True):
+        assert error(grad, wanted_grad) < 1e-11
+    straight = published_attention(*turned, pattern, key_padding_mask=None, **given)[0].transpose(0, 1)
+    assert error(straight, wanted) > 1e-2, "without the flag every output stands at its own token"
+    # A shorter sample beside it is computed as if it were alone.
+    short = n - 2
+    mask = torch.arange(n)[None] >= short
+    beside = published_attention(*turned, pattern, shifted_segments=True, key_padding_mask=mask, **given)
+    alone = torchscale.attention(query[:short], key[:short], value[:short], *ladder, causal)
+    assert error(beside[0].transpose(0, 1)[:short], alone) < 1e-12
+
+
+def test_shifted_segments_without_detached_mixing_have_gradients():
+    pattern = Dilated((7, 10), (4, 4), "block")
+    given = {"zero_padding": True, "detach_mixing": False, "shifted_segments": True, "is_causal": False}
+    inputs = [torch.randn(1, 2, 25, 4, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    assert torch.autograd.gradcheck(
+        lambda *x: published_attention(*x, pattern, key_padding_mask=None, cu_seqlens=None, **given), inputs
+    )
+
+
+def test_slides_past_a_ragged_segment_follow_the_published_encoder():
+    """What 185,363 tokens at rate 8 are to the published encoder, 10 at rate 4 are here."""
+    state = torchscale.slide_state(32, 48, layers=2, tile_width=12)
+    ladder = {"segment_lengths": (8, 10, 64), "dilation_rates": (1, 4, 4)}
+    settings = {"nhead": 8, **ladder, "grid": 10, "global_pool": True, "dtype": torch.float64}
+    tiles, coords = slide_of(47, 12, 10)
+    wanted = torchscale.slide(state, tiles, coords, 8, *map(list, ladder.values()), grid=10, pool=True)
+    straight, shifted = (load_slide_encoder(state, shifted_segments=flag, **settings) for flag in (False, True))
+    with torch.no_grad():
+        assert error(shifted(tiles[None], coords[None])[0], wanted) < 1e-11
+        assert error(straight(tiles[None], coords[None])[0], wanted) > 1e-4
+        few = tiles[None, :9], coords[None, :9]
+        assert torch.equal(shifted(*few), straight(*few)), "one segment is never shifted"
+
+
+def test_a_bare_module_loads_torchscales_names_and_rotation():
+    """XPOS turns neighbours there and halves here; its buffer follows from the width."""
+    state = torchscale.drawn(torchscale.layer_shapes(32, 48, "", 8))
+    state = {n.removeprefix("self_attn."): t for n, t in state.items() if n.startswith("self_attn.")}
+    module = MultiheadDilatedAttention(32, 4, *LADDER, offset="block", position="xpos", dtype=torch.float64)
+    load_checkpoint(module, state, "torchscale")
+    x = torch.randn(45, 32, dtype=torch.float64)
+    q, k, v = (torchscale.linear(state, f"{n}_proj", x).unflatten(-1, (4, -1)) for n in "qkv")
+    q, k = torchscale.xpos(q, 512, False), torchscale.xpos(k, 512, True)
+    mixed = torchscale.attention(q, k, v, *LADDER, True).flatten(1)
+    wanted = torchscale.linear(state, "out_proj", torchscale.norm(state, "inner_attn_ln", mixed))
+    with torch.no_grad():
+        assert error(module(x[None], x[None], x[None], is_causal=True)[0][0], wanted) < 1e-11
+    back = export_state(module, "torchscale")
+    assert set(back) == set(state)
+    assert all(torch.allclose(back[name].double(), state[name], rtol=1e-6, atol=0) for name in back)
 
 
 def test_the_flags_change_what_they_say():
@@ -227,3 +298,11 @@ def test_extra_entries_are_listed_and_can_be_left_out():
         load_slide_encoder(state, **settings)
     model = load_slide_encoder(state, ignore=["^mask_token$"], **settings)
     load_checkpoint(model, {**state, "pos_embed": torch.zeros(1, 4, 32)}, "torchscale", ignore=["mask_token"])
+
+
+@pytest.mark.compile
+def test_padding_before_tokens_is_refused_when_compiled():
+    call = torch.compile(lambda mask: real_lengths(mask, 2, 8, mask.device) * 1, fullgraph=True, backend="aot_eager")
+    assert call(torch.arange(8) >= torch.tensor([[8], [5]])).tolist() == [8, 5]
+    with pytest.raises(ValueError, match="key_padding_mask must hide the end of each sample"):
+        call(torch.arange(8) < torch.tensor([[0], [3]]))

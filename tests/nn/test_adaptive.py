@@ -10,14 +10,14 @@ import torch
 from oracle import dense_scores, error
 from torch.nn import functional as F
 
-from dilated_attention_pytorch.kernels import native
+from dilated_attention_pytorch.kernels.cpu import native
 from dilated_attention_pytorch.nn import (
     AdaptiveConfig,
     BlockSparseAdaptive,
     ImportanceScorer,
 )
-from dilated_attention_pytorch.nn import scorer as scorer_module
-from dilated_attention_pytorch.ops.selection import gumbel
+from dilated_attention_pytorch.selection import scores as scores_module
+from dilated_attention_pytorch.selection.rank import gumbel
 
 BOTH = pytest.mark.parametrize("is_causal", [False, True])
 ROWS = pytest.mark.parametrize("granularity", ["block", "token"])
@@ -71,7 +71,7 @@ def test_config_fields_and_defaults():
 @pytest.mark.parametrize(("shared", "own"), [(False, 4), (True, 1)])
 def test_parameters_are_the_known_ones(shared, own):
     module = BlockSparseAdaptive([4096], [1], 4, 16, AdaptiveConfig(share_across_heads=shared))
-    shapes = {name: tuple(x.shape) for name, x in module.named_parameters()}
+    shapes = {name: tuple(x.shape) for name, x in module.state_dict().items()}
     for head in range(own):
         at = f"scorer.importance.scorers.{head}"
         assert shapes[f"{at}.0.weight"] == (128, 32)
@@ -80,6 +80,7 @@ def test_parameters_are_the_known_ones(shared, own):
         assert shapes[f"{at}.3.bias"] == (1,)
     assert shapes["scorer.log_temperature"] == (4,)
     assert len(shapes) == 4 * own + 4
+    assert len(list(module.parameters())) == 8
     clone = BlockSparseAdaptive([4096], [1], 4, 16, AdaptiveConfig(share_across_heads=shared))
     clone.load_state_dict(module.state_dict())
     x = torch.randn(3, 1, 600, 4, 16).unbind()
@@ -106,7 +107,7 @@ def test_chosen_scores_are_those_ranked(granularity, is_causal):
     """One formula, evaluated in chunks without gradients and at chosen pairs with them."""
     module = layer(granularity=granularity, score_unit=4, temperature=0.7)
     q, k, _ = (x.transpose(1, 2) for x in tensors(n=100))
-    scores = module.scorer.look(q, k, 16, is_causal, granularity == "token", None)
+    scores = module.score_blocks(q, k, is_causal)
     rows = torch.arange(scores.row_count)
     ranked = scores.ranked(0, len(rows), 3)
     assert error(scores.of_all(rows), ranked) < 1e-12
@@ -125,7 +126,7 @@ def test_factors_make_up_the_scores(granularity, is_causal, padded):
     n, per_token = 96, granularity == "token"
     q, k, _ = (x.transpose(1, 2) for x in tensors(n=n))
     padding = torch.arange(n) >= torch.tensor([n, 50])[:, None] if padded else None
-    scores = module.scorer.look(q, k, 16, is_causal, per_token, padding)
+    scores = module.score_blocks(q, k, is_causal, padding)
     made = scores.factors
     own = torch.arange(scores.row_count) // (16 if per_token else 1)
     hidden = (made.rows[:, :, own, None] + made.columns[:, :, None]).relu() * made.keep[:, :, own, None]
@@ -141,7 +142,7 @@ def test_factors_make_up_the_scores(granularity, is_causal, padded):
     found = (found + torch.where(best > -torch.inf, best, 0.0)) / temperature
     wanted = scores.ranked(0, scores.row_count, 3)
     assert error(found, wanted) < 1e-12
-    assert layer(num_layers=3).scorer.look(q, k, 16, is_causal, per_token, None).factors is None
+    assert layer(num_layers=3).score_blocks(q, k, is_causal).factors is None
 
 
 def test_what_inference_made_first_serves_training():
@@ -157,7 +158,7 @@ def test_candidates_and_super_blocks_keep_the_best_matches(monkeypatch):
     q, k, v = tensors(batch=1, n=1600)
     wanted = module.eval()(q, k, v, False, True)[1].selection.allowed()
     for name in ("ALL_PAIRS", "ALL_MATCHES"):
-        monkeypatch.setattr(scorer_module, name, 16)
+        monkeypatch.setattr(scores_module, name, 16)
         found = module(q, k, v, False, True)[1].selection.allowed()
         # At first the MLP adds little to the match, so that candidates by match hold nearly all of the best.
         assert (found & wanted).sum() >= (0.9 if name == "ALL_PAIRS" else 0.4) * wanted.sum()
@@ -204,7 +205,7 @@ def test_coverage_is_reached_by_the_fewest_blocks(granularity, is_causal):
     module = layer(granularity=granularity, adaptive_ratio=0.7, k_min=1, score_unit=4).eval()
     q, k, v = tensors(batch=1, n=160)
     _, pattern = module(4 * q, k, v, is_causal, True)
-    scores = module.scorer.look(4 * q.transpose(1, 2), k.transpose(1, 2), 16, is_causal, granularity == "token", None)
+    scores = module.score_blocks(4 * q.transpose(1, 2), k.transpose(1, 2), is_causal)
     own = pattern.selection.row_blocks()[:, None]
     column = torch.arange(10)
     logits = scores.of_all(torch.arange(scores.row_count)).masked_fill(column == own, 0.0)
@@ -270,8 +271,8 @@ def test_nothing_after_a_token_changes_its_output(granularity, more, mode, backe
 @pytest.mark.parametrize("limit", ["ALL_PAIRS", "ALL_MATCHES"])
 @ROWS
 def test_nothing_later_crowds_out_a_candidate(granularity, limit, monkeypatch):
-    monkeypatch.setattr(scorer_module, limit, 4)
-    monkeypatch.setattr(scorer_module, "SUPER", 2)
+    monkeypatch.setattr(scores_module, limit, 4)
+    monkeypatch.setattr(scores_module, "SUPER", 2)
     module = layer(granularity=granularity, base_sparsity=0.9, score_unit=4).eval()
     q, k, v = tensors(n=400)
     before, pattern = module(q, k, v, True, True)
@@ -482,7 +483,7 @@ def test_matches_of_16_bits_are_ranked_with_the_digits_of_float16(is_causal, dty
     module = layer().float()
     q, k = (x.to(dtype).transpose(1, 2) for x in tensors()[:2])
     with torch.no_grad():
-        scores = module.scorer.look(q, k, 16, is_causal, is_causal, None)
+        scores = module.score_blocks(q, k, is_causal)
     wanted = dense_scores(scores.factors, scores.block_rows(rows := torch.arange(scores.row_count)))
     assert error(scores.ranked(0, len(rows), 1), wanted) < 1e-5
     assert (error(scores.of_all(rows).detach(), wanted) < 1e-5) == (dtype is torch.float32)

@@ -7,8 +7,8 @@ import torch
 from oracle import error
 
 from dilated_attention_pytorch.nn import AdaptiveConfig, KVCache, MultiheadBlockSparseAdaptive
-from dilated_attention_pytorch.nn import adaptive_cache as cache_module
-from dilated_attention_pytorch.nn import scorer as scorer_module
+from dilated_attention_pytorch.nn.adaptive import decoding as cache_module
+from dilated_attention_pytorch.selection import scores as scores_module
 
 N = 100
 
@@ -103,8 +103,8 @@ def test_many_blocks_and_little_memory_change_nothing(monkeypatch):
     plain = layer(x, is_causal=True)[0]
     monkeypatch.setattr(cache_module, "GATHERED", 1)
     assert error(decode(layer, x, 10, (60,))[0], plain) < 1e-12
-    monkeypatch.setattr(scorer_module, "ALL_MATCHES", 4)
-    monkeypatch.setattr(scorer_module, "SUPER", 2)
+    monkeypatch.setattr(scores_module, "ALL_MATCHES", 4)
+    monkeypatch.setattr(scores_module, "SUPER", 2)
     found = decode(layer, x, 80)[0]
     for t in (80, 95, 99):
         assert error(found[:, t], layer(x[:, : t + 1], is_causal=True)[0][:, t]) < 1e-12

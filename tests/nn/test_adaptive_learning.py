@@ -11,8 +11,9 @@ from oracle import error
 from torch.nn import functional as F
 
 from dilated_attention_pytorch.nn import AdaptiveConfig, BlockSparseAdaptive, SparseAttention
-from dilated_attention_pytorch.ops.selected import selected_attention
-from dilated_attention_pytorch.ops.selection_mass import Lesson
+from dilated_attention_pytorch.selection.attention import selected_attention
+from dilated_attention_pytorch.selection.backend import select
+from dilated_attention_pytorch.selection.types import DistillBatch
 
 BOTH = pytest.mark.parametrize("is_causal", [False, True])
 ROWS = pytest.mark.parametrize("granularity", ["block", "token"])
@@ -54,7 +55,7 @@ def test_no_gradient_when_none_is_wanted():
 
 
 def test_the_scorer_does_not_bend_what_it_looks_at():
-    """Queries, keys and values get the gradient of attention alone, whatever the weight of the lesson."""
+    """Queries, keys and values get the gradient of attention alone, whatever the weight of distillation."""
     grads = []
     for weight in (0.0, 100.0):
         config = AdaptiveConfig(base_sparsity=0.6, distill_weight=weight)
@@ -77,13 +78,14 @@ def test_the_gradient_in_the_backward_pass_is_that_of_the_written_loss(granulari
     q = torch.randn(2, 4, n, 8, dtype=torch.float64)
     k, v = torch.randn(2, 2, 2, n, 8, dtype=torch.float64).unbind()
     padding = torch.arange(n) >= torch.tensor([n, 50])[:, None] if padded else None
-    scores, selection = module._choose(q, k, is_causal, padding)
+    scores = module.score_blocks(q, k, is_causal, padding)
+    selection = select(scores, n)
     rows = torch.arange(scores.row_count)
-    lesson = Lesson(torch.cat([rows[1::2], rows[::3]]), len(rows[1::2]), scores.visible, 0.7, saliency)
+    batch = DistillBatch(torch.cat([rows[1::2], rows[::3]]), len(rows[1::2]), scores.visible, 0.7, saliency)
     chosen = torch.randn(
-        2, 4, len(lesson.chosen_rows), selection.indices.shape[-1], dtype=torch.float64, requires_grad=True
+        2, 4, len(batch.chosen_rows), selection.indices.shape[-1], dtype=torch.float64, requires_grad=True
     )
-    dense = torch.randn(2, 4, len(lesson.dense_rows), t, dtype=torch.float64, requires_grad=True)
+    dense = torch.randn(2, 4, len(batch.dense_rows), t, dtype=torch.float64, requires_grad=True)
     q.requires_grad_()
     output = selected_attention(
         q,
@@ -91,8 +93,8 @@ def test_the_gradient_in_the_backward_pass_is_that_of_the_written_loss(granulari
         v,
         selection,
         key_padding_mask=padding,
-        lesson=lesson,
-        scores=lambda: (chosen, dense),
+        distill_batch=batch,
+        scores=(chosen, dense),
         backend="cpu",
     ).output
     grad_output = torch.randn_like(output)
@@ -120,8 +122,8 @@ def test_the_gradient_in_the_backward_pass_is_that_of_the_written_loss(granulari
     others = others & scores.visible[:, :, None]
     loss = 0.0
     for rows, found, blocks, valid, seen in (
-        (lesson.chosen_rows, chosen, selection.indices[:, :, lesson.chosen_rows].long(), None, visible & allowed),
-        (lesson.dense_rows, dense, None, others[:, :, lesson.dense_rows], visible),
+        (batch.chosen_rows, chosen, selection.indices[:, :, batch.chosen_rows].long(), None, visible & allowed),
+        (batch.dense_rows, dense, None, others[:, :, batch.dense_rows], visible),
     ):
         of_rows = mass(seen)[:, :, rows]
         if blocks is not None:
@@ -136,7 +138,7 @@ def test_the_gradient_in_the_backward_pass_is_that_of_the_written_loss(granulari
         z = torch.cat([found.masked_fill(~valid, -torch.inf), torch.zeros_like(mine)], -1).log_softmax(-1)
         terms = torch.where(target > 0, target * (target.clamp(min=1e-300).log() - z), 0.0)
         loss = loss + 0.7 * terms.sum(-1).mean()
-    assert float(lesson.results()["loss"]) == pytest.approx(loss.item(), rel=1e-9)
+    assert float(batch.results()["loss"]) == pytest.approx(loss.item(), rel=1e-9)
     for mine, wanted in zip(got, torch.autograd.grad(loss, (chosen, dense)), strict=True):
         assert error(mine, wanted) < 1e-10
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import copy
 import io
+import pickle
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -14,11 +17,17 @@ from dilated_attention_pytorch.nn import (
     AdaptiveConfig,
     BlockSparseAdaptive,
     MultiheadBlockSparseAdaptive,
+    SparsePatternConfig,
     create_adaptive_block_sparse,
     create_block_sparse_attention,
     get_block_sparse_preset,
 )
-from dilated_attention_pytorch.nn import adaptive as adaptive_module
+from dilated_attention_pytorch.nn.adaptive import module as adaptive_module
+from dilated_attention_pytorch.selection.scores import cast_layers
+
+
+def adaptive_of(**options):
+    return BlockSparseAdaptive([256], [1], 4, 8, **options)
 
 
 def multihead(**options):
@@ -55,10 +64,29 @@ def test_factories_and_the_preset():
     assert create_block_sparse_attention(adaptive_config=AdaptiveConfig(k_min=3), num_heads=4).config.k_min == 3
 
 
+def test_a_pattern_config_gives_the_block_size():
+    pattern, learned = SparsePatternConfig(block_size=16, sparsity_ratio=0.25), AdaptiveConfig(0.5)
+    both = {"sparse_config": pattern, "adaptive_config": learned}
+    made = [
+        BlockSparseAdaptive([256], [1], 4, 8, **both),
+        MultiheadBlockSparseAdaptive(32, 4, [256], [1], **both).core,
+        create_block_sparse_attention("adaptive", num_heads=4, **both),
+        create_block_sparse_attention("adaptive", embed_dim=32, num_heads=4, **both).core,
+    ]
+    assert [(one.block_size, one.config) for one in made] == [(16, learned)] * 4
+    alone = BlockSparseAdaptive([256], [1], 4, 8, sparse_config=pattern, block_size=16)
+    assert (alone.block_size, alone.config) == (16, AdaptiveConfig(0.75))
+    assert BlockSparseAdaptive([256], [1], 4, 8, sparse_config=learned).config is learned
+
+
 @pytest.mark.untyped
 @pytest.mark.parametrize(
     ("make", "kind", "words"),
     [
+        (lambda: adaptive_of(sparse_config=SparsePatternConfig(block_size=16), block_size=32), ValueError, "sparse_config, 16"),
+        (lambda: adaptive_of(sparse_config=AdaptiveConfig(), adaptive_config=AdaptiveConfig()), ValueError, "given once"),
+        (lambda: adaptive_of(sparse_config="random:0.1"), TypeError, "a SparsePatternConfig"),
+        (lambda: adaptive_of(adaptive_config=SparsePatternConfig()), TypeError, "an AdaptiveConfig"),
         (lambda: create_adaptive_block_sparse(warmth=1), TypeError, "warmth"),
         (lambda: create_adaptive_block_sparse(k_min=1, adaptive_config=AdaptiveConfig()), ValueError, "k_min"),
         (lambda: create_block_sparse_attention("adaptive", sparsity_ratio=0.1, adaptive_config=AdaptiveConfig()), ValueError, "both"),
@@ -151,7 +179,7 @@ def test_what_torch_is_quicker_at_comes_out_the_same(is_causal, monkeypatch):
     x = on_gpu(*[(1, 100, 2, 16)] * 3)
     wanted = layer(*(t.as_subclass(torch.Tensor).double() for t in x), is_causal)
     monkeypatch.setattr(adaptive_module, "attention", None)
-    layer.remember(torch.zeros(()), None)
+    layer.store_statistics(torch.zeros(()), None)
     assert error(layer(*x, is_causal), wanted) < 1e-2
     assert layer.statistics() == {"density": 1.0}
     assert copy.deepcopy(layer).statistics() == {"density": 1.0}
@@ -200,7 +228,7 @@ def test_settings_that_change_later_decide_who_attends(torch_raises):
     assert is_torchs(layer.eval(), *x)
     limit = adaptive_module.TORCH_OWN
     assert is_torchs(layer, *on_gpu(*[(1, limit, 2, 16)] * 3))
-    layer._otherwise = lambda query, *_: query
+    layer._forward = lambda query, *_: query
     layer.ranks, alone = SimpleNamespace(alone=False), layer.ranks
     assert not is_torchs(layer, *x)
     layer.ranks = alone
@@ -245,95 +273,100 @@ def test_compiled_models_may_hold_it():
         assert error(found, module(x, is_causal=True)[0]) < 1e-6
 
 
-def together(layer):
-    """Whether the heads' parameters are read where they lie; what is read must be those parameters in any case."""
-    scorer = layer.scorer.importance
-    where = []
-    with torch.no_grad():
-        found = [part for layer in scorer.layers(torch.float32) for part in layer]
-        for own, made in zip(scorer.leaves(), found, strict=True):
-            assert torch.equal(made, torch.stack([x.float() for x in own]))
-            where.append(made.data_ptr() == own[0].data_ptr())
-    assert len(set(where)) == 1
-    return where[0]
-
-
 def adaptive(**options):
     return BlockSparseAdaptive([256], [1], 4, 8, AdaptiveConfig(0.5, hidden_dim=16, **options), block_size=16)
 
 
-def test_parameters_of_all_heads_are_read_where_they_lie():
-    layer = adaptive()
-    kept = {name: value.clone() for name, value in layer.state_dict().items()}
-    assert together(layer)
-    assert together(copy.deepcopy(layer))
-    file = io.BytesIO()
-    torch.save(layer, file)
-    file.seek(0)
-    assert together(torch.load(file, weights_only=False))
-    parameters = list(layer.parameters())
-    assert together(layer.double().float())
-    assert all(one is other for one, other in zip(layer.parameters(), parameters, strict=True))
-    assert all(torch.equal(value, kept[name]) for name, value in layer.state_dict().items())
-    output = layer(*torch.randn(3, 1, 64, 4, 8).unbind())
-    output.sum().backward()
-    torch.optim.AdamW(layer.parameters()).step()
-    assert together(layer)
-    assert not torch.equal(layer.scorer.importance.scorers[3][0].weight, kept["scorer.importance.scorers.3.0.weight"])
+def known(scorer, state, prefix=""):
+    """Asserts that a state dict holds the layers of every head under their known names."""
+    at = "0.weight", "0.bias", "3.weight", "3.bias"
+    names = [f"{prefix}scorers.{head}.{one}" for head in range(len(scorer.weight_0)) for one in at]
+    assert [name for name in state if name.startswith(f"{prefix}scorers")] == names
+    for index, stack in enumerate(scorer.stacks()):
+        for head, value in enumerate(stack):
+            assert torch.equal(state[names[4 * head + index]], value)
 
 
 @pytest.mark.parametrize("share", [False, True])
-def test_parameters_that_lie_elsewhere_are_gathered(share):
+def test_state_dict_keeps_the_names_of_every_head(share):
     layer = adaptive(share_across_heads=share)
-    state = {name: torch.randn_like(value) for name, value in layer.state_dict().items()}
-    layer.load_state_dict(state)
-    assert together(layer)
-    layer.load_state_dict(state, assign=True)
-    # One for all heads lies wherever it lies.
-    assert together(layer) == share
-    assert together(layer.to("cpu"))
-    for own in layer.scorer.importance.scorers:
-        # Square, so that its other memory order is a view in the same place.
-        own[0].weight.data = own[0].weight.data.T
-    with torch.no_grad():
-        found = layer.scorer.importance.layers(torch.float32)[0][0]
-    assert torch.equal(found, torch.stack([own[0].weight for own in layer.scorer.importance.scorers]))
+    scorer = layer.scorer.importance
+    known(scorer, layer.state_dict(), "scorer.importance.")
+    known(scorer, scorer.state_dict(keep_vars=True))
+    assert not any(value.requires_grad for value in scorer.state_dict().values())
+    assert {name for name, _ in scorer.named_parameters()} == {"weight_0", "bias_0", "weight_1", "bias_1"}
+    drawn = {name: torch.randn_like(value) for name, value in layer.state_dict().items()}
+    for assign in (False, True):
+        clone = adaptive(share_across_heads=share)
+        parameters = list(clone.parameters())
+        assert str(clone.load_state_dict(drawn, assign=assign)) == "<All keys matched successfully>"
+        assert all(torch.equal(value, drawn[name]) for name, value in clone.state_dict().items())
+        kept = all(one is other for one, other in zip(clone.parameters(), parameters, strict=True))
+        assert kept != assign
+        assert all(type(x) is torch.nn.Parameter and x.requires_grad for x in clone.parameters())
+    meta = adaptive(share_across_heads=share).to("meta")
+    meta.load_state_dict(drawn, assign=True)
+    assert all(torch.equal(value, drawn[name]) for name, value in meta.state_dict().items())
+    half = adaptive(share_across_heads=share)
+    half.load_state_dict({name: value.half() for name, value in drawn.items()}, assign=True)
+    assert {x.dtype for x in half.parameters()} == {torch.float16}
 
 
-def test_parameters_that_become_shorter_in_place_are_seen():
-    layer = adaptive()
-    assert together(layer)
-    for own in layer.scorer.importance.scorers:
-        own[0].weight.data = own[0].weight.data[:8]
-    with torch.no_grad():
-        assert layer.scorer.importance.layers(torch.float32)[0][0].shape[1] == 8
-
-
-def test_memory_that_others_share_is_not_left():
-    layer = adaptive()
-    layer.load_state_dict({name: value.clone() for name, value in layer.state_dict().items()}, assign=True)
-    leaf = layer.scorer.importance.scorers[1][0].weight
-    flat = torch.zeros(2 * leaf.numel())
-    leaf.data = flat[: leaf.numel()].view_as(leaf)
-    layer.to("cpu")
-    flat += 1
-    assert bool((leaf == 1).all())
-    with torch.no_grad():
-        assert bool((layer.scorer.importance.layers(torch.float32)[0][0][1] == 1).all())
-    shared = adaptive().share_memory()
-    assert all(x.is_shared() for x in shared.float().parameters())
-    assert together(shared)
-
-
-def test_parameters_without_memory_or_with_gradients_are_gathered():
+def test_state_dicts_that_do_not_fit_are_refused():
     scorer = adaptive().scorer.importance
-    weight, bias = copy.deepcopy(scorer).to("meta").layers(torch.float32)[0]
-    assert (weight.shape, bias.shape) == ((4, 16, 16), (4, 16))
-    scorer.layers(torch.float32)[0][0][2].sum().backward()
-    grads = [own[0].weight.grad for own in scorer.scorers]
-    assert [float(grad.mean()) for grad in grads] == [0.0, 0.0, 1.0, 0.0]
+    given = scorer.state_dict()
+    before = {name: value.clone() for name, value in given.items()}
+    changed = {name: value + 1 for name, value in given.items() if name != "scorers.2.0.weight"}
+    result = scorer.load_state_dict(changed | {"scorers.4.0.weight": torch.ones(1)}, strict=False)
+    assert result.missing_keys == ["scorers.2.0.weight"]
+    assert result.unexpected_keys == ["scorers.4.0.weight"]
+    # One head alone cannot be replaced, so that the others of its kind stay.
+    assert torch.equal(scorer.state_dict()["scorers.1.0.weight"], before["scorers.1.0.weight"])
+    assert torch.equal(scorer.state_dict()["scorers.1.0.bias"], before["scorers.1.0.bias"] + 1)
+    with pytest.raises(RuntimeError, match=r'Missing key\(s\) in state_dict: "scorers.2.0.weight"'):
+        scorer.load_state_dict(changed)
+    with pytest.raises(RuntimeError, match=r"size mismatch for scorers.0.3.weight"):
+        scorer.load_state_dict(before | {"scorers.1.3.weight": torch.ones(1, 15)})
+    with pytest.raises(RuntimeError, match=r'Unexpected key\(s\) in state_dict: "scorers.4.0.weight"'):
+        scorer.load_state_dict(before | {"scorers.4.0.weight": torch.ones(1)})
+
+
+def test_parameters_of_all_heads_stay_stacked():
+    layer = adaptive()
+    kept = {name: value.clone() for name, value in layer.state_dict().items()}
+    file = io.BytesIO()
+    torch.save(layer, file)
+    file.seek(0)
+    for one in (copy.deepcopy(layer), torch.load(file, weights_only=False), pickle.loads(pickle.dumps(layer))):
+        assert all(torch.equal(value, kept[name]) for name, value in one.state_dict().items())
+        assert len(list(one.parameters())) == 8
+    parameters = list(layer.parameters())
+    layer.double().float()
+    assert all(one is other for one, other in zip(layer.parameters(), parameters, strict=True))
+    with torch.no_grad():
+        found = [x for each in cast_layers(layer.scorer.importance.stacks(), torch.float32) for x in each]
+    # Read in place: no copy is gathered.
+    assert all(one is other for one, other in zip(found, layer.scorer.importance.stacks(), strict=True))
+    assert {x.dtype for x in layer.half().parameters()} == {torch.float16}
+    shared = adaptive().share_memory()
+    assert all(x.is_shared() for x in shared.parameters())
+
+
+def test_layers_of_one_head_are_views_with_gradients():
+    scorer = adaptive().scorer.importance
+    scorer.scorers[2][0].weight.sum().backward()
+    assert [float(grad.mean()) for grad in scorer.weight_0.grad] == [0.0, 0.0, 1.0, 0.0]
+    with torch.no_grad():
+        scorer.scorers[1][3].bias.fill_(5.0)
+    assert scorer.bias_1[1].item() == 5.0
+    assert isinstance(scorer.scorers[0][2], torch.nn.Dropout)
+    assert not scorer.eval().scorers[0].training
+
+
+def test_scorers_of_several_models_run_in_one_vmap():
+    scorer = adaptive().scorer.importance
     x = torch.randn(2, 4, 5, 8)
-    given = {name: torch.stack([value, value + 1]) for name, value in scorer.state_dict().items()}
+    given = {name: torch.stack([value, value + 1]) for name, value in scorer.named_parameters()}
     with torch.no_grad():
         called = torch.func.vmap(lambda one: torch.func.functional_call(scorer, one, (x, x)))(given)
         assert error(called[0], scorer(x, x)) < 1e-6
@@ -352,3 +385,31 @@ def test_what_is_exported_depends_on_every_parameter():
             drawn = torch.randn_like(one)
             one.data, other.data = drawn, drawn.clone()
         assert error(exported(x, x), scorer(x, x)) < 1e-6
+
+
+def files_called(call):
+    """Source files of the package in the order in which a call enters their functions, without repetitions."""
+    root, files = str(Path(adaptive_module.__file__).parents[2]), []
+
+    def note(frame, event, _):
+        name = frame.f_code.co_filename
+        if event == "call" and name.startswith(root) and files[-1:] != [name]:
+            files.append(name)
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        call()
+    finally:
+        sys.setprofile(before)
+    return files
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_forward_changes_source_file_at_most_40_times(is_causal, training):
+    layer = BlockSparseAdaptive([256], [1], 2, 16, block_size=16).train(training)
+    x = torch.randn(3, 1, 256, 2, 16).unbind()
+    layer(*x, is_causal)
+    files = files_called(lambda: layer(*x, is_causal))
+    assert 10 < len(files) - 1 <= 40, files

@@ -19,6 +19,7 @@ from dilated_attention_pytorch.nn import (
     BlockSparseTorchSparse,
     DilatedAttention,
     HierarchicalConfig,
+    MultiheadSparseAttention,
     RingDilatedAttention,
     SparseAttention,
     SparsePatternConfig,
@@ -282,3 +283,55 @@ def test_the_reason_against_torch_sparse_is_measured():
         BlockSparseTorchSparse([16], [1])
     assert "8192 tokens" in str(told.value) and "8192 tokens" in measured["case"]
     assert measured["times_as_long"] == pytest.approx(11, rel=0.3)
+
+
+@pytest.mark.parametrize("pattern_type", ["local_window", "dilated_sparse", "global_local", "strided", "hierarchical"])
+@pytest.mark.parametrize(("ratio", "tokens"), [(0.1, 64), (0.25, 100), (0.25, 300)])
+def test_sparsity_ratio_counts_global_tokens(pattern_type, ratio, tokens):
+    config = SparsePatternConfig(pattern_type, ratio, block_size=32, global_tokens=tokens)
+    pattern = config.pattern([2048], [1])
+    assert dap.parse(str(pattern)) == pattern
+    assert dap.make_plan(pattern, 8192, 1).density == pytest.approx(ratio, rel=0.05)
+
+
+def test_a_row_keeps_its_own_block_beside_global_tokens():
+    pattern = SparsePatternConfig("global_local", 0.1, block_size=16, global_tokens=64).pattern()
+    query, key, value = torch.randn(3, 1, 2, 160, 8, dtype=torch.float64)
+    assert error(dap.attention(query, key, value, pattern), answer(query, key, value, pattern).output) < 1e-12
+    resolved = pattern.resolve(160, 2)
+    assert all(resolved.allows(i, i) and not resolved.allows(i, 159) for i in range(64, 144))
+
+
+MISMATCHED = {
+    "value length": ((1, 3, 4, 8), (1, 2000, 4, 8), "value must have the key's length 3, got 2000"),
+    "batch": ((2, 3, 4, 8), (2, 3, 4, 8), "key must have the query's batch size 1, got 2"),
+    "value batch": ((1, 3, 4, 8), (2, 3, 4, 8), "value must have the query's batch size 1, got 2"),
+    "key heads": ((1, 3, 3, 8), (1, 3, 3, 8), "query heads must be a multiple of key heads"),
+    "value heads": ((1, 3, 4, 8), (1, 3, 1, 8), "value must have the key's 4 heads, got 1"),
+    "key width": ((1, 3, 4, 9), (1, 3, 4, 9), "key must have the query's width 8, got 9"),
+}
+
+
+@pytest.mark.parametrize("name", MISMATCHED)
+@pytest.mark.parametrize("pattern", ["full", "window:8"])
+def test_mismatched_cross_attention_raises(name, pattern):
+    key, value, message = MISMATCHED[name]
+    with pytest.raises(ValueError, match=message):
+        SparseAttention(pattern)(torch.randn(1, 64, 4, 8), torch.randn(key), torch.randn(value))
+
+
+@pytest.mark.parametrize("pattern", ["full", "window:8"])
+def test_mismatched_multihead_cross_attention_raises(pattern):
+    module = MultiheadSparseAttention(32, 4, pattern)
+    with pytest.raises(ValueError, match="value must have the key's length 3, got 2000"):
+        module(torch.randn(1, 64, 32), torch.randn(1, 3, 32), torch.randn(1, 2000, 32))
+    with pytest.raises(ValueError, match="key must have the query's batch size 1, got 2"):
+        module(torch.randn(1, 64, 32), torch.randn(2, 3, 32))
+
+
+def test_full_cross_attention_of_mixed_dtypes_raises():
+    with pytest.raises(TypeError, match=r"key must have the query's dtype torch\.float32"):
+        SparseAttention("full")(torch.randn(1, 64, 4, 8), *torch.randn(2, 1, 3, 4, 8).double())
+    with torch.autocast("cpu", torch.bfloat16):
+        found = SparseAttention("full")(torch.randn(1, 64, 4, 8), *torch.randn(2, 1, 3, 4, 8).bfloat16())
+    assert found.dtype == torch.bfloat16

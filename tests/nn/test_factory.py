@@ -12,8 +12,9 @@ from torch import nn
 
 import dilated_attention_pytorch as dap
 from dilated_attention_pytorch import compat
-from dilated_attention_pytorch.nn import factory, tuning
-from dilated_attention_pytorch.nn.tuning import CostModel, cost_model
+from dilated_attention_pytorch.nn import calibration as tuning
+from dilated_attention_pytorch.nn import factory
+from dilated_attention_pytorch.nn.calibration import CostModel, cost_model
 
 
 @pytest.fixture(autouse=True)
@@ -167,6 +168,26 @@ def test_costs_are_measured_once_and_read_back(monkeypatch, tmp_path):
     assert list(path.parent.iterdir()) == [path]
 
 
+def test_costs_of_another_torch_release_are_not_used(monkeypatch):
+    measured = []
+    monkeypatch.setenv("DAP_CALIBRATE", "1")
+    monkeypatch.setattr(tuning, "measure", lambda device: measured.append(torch.__version__) or COSTS)
+    cost_model()
+    monkeypatch.setattr(torch, "__version__", "2.99.0")
+    assert tuning.known_model() is None
+    cost_model()
+    assert len(measured) == 2 and len(tuning.stored_models()) == 2
+
+
+def test_measuring_leaves_the_global_generator_alone(monkeypatch):
+    monkeypatch.setenv("DAP_CALIBRATE", "1")
+    monkeypatch.setattr(tuning, "_best", lambda call, device: call() is None or 1.0)
+    before = torch.get_rng_state()
+    module = dap.create_dilated_attention("auto", [16], [1], length=64)
+    assert "measured on this machine" in module.reason
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_measuring_can_be_switched_off_and_survives_a_read_only_home(monkeypatch, tmp_path):
     assert not cost_model().measured and not tuning.cache_path().exists()
     (tmp_path / "dilated_attention_pytorch").write_text("a file where the folder should be")
@@ -229,6 +250,44 @@ def test_what_cannot_be_replaced_stays_and_says_why():
     assert shared["a"][1] is shared["b"] and shared["b"].position is not None
     with pytest.raises(ValueError, match="from_torch"):
         dap.replace_attention(nn.MultiheadAttention(8, 2), "full")
+
+
+class Doubled(nn.MultiheadAttention):
+    """A subclass that computes something else."""
+
+    def forward(self, *args, **options):
+        output, weights = super().forward(*args, **options)
+        return 2 * output, weights
+
+
+class Named(nn.MultiheadAttention):
+    """A subclass that computes the same."""
+
+
+def test_subclasses_with_their_own_forward_are_left():
+    patched = nn.MultiheadAttention(8, 2)
+    patched.forward = lambda *args, **options: (args[0], None)
+    model = nn.ModuleDict({"doubled": Doubled(8, 2), "named": Named(8, 2), "patched": patched})
+    x = torch.randn(3, 1, 8)
+    before = model["doubled"](x, x, x)[0]
+    report = {entry.name: entry for entry in dap.replace_attention(model, "full")}
+    assert {name: entry.replaced for name, entry in report.items()} == {
+        "doubled": False,
+        "named": True,
+        "patched": False,
+    }
+    assert report["doubled"].why == "Doubled has a forward of its own"
+    assert torch.equal(model["doubled"](x, x, x)[0], before)
+    with pytest.raises(ValueError, match="Doubled has a forward of its own"):
+        dap.MultiheadSparseAttention.from_torch(model["doubled"], "full")
+
+
+def test_replaced_attention_stays_frozen():
+    model = model_with_attention().requires_grad_(False)
+    model.encoder.layers[0].self_attn.in_proj_weight.requires_grad_(True)
+    dap.replace_attention(model, "window:3")
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert trained == {f"encoder.layers.0.self_attn.{n}_proj.weight" for n in "qkv"}
 
 
 @pytest.mark.parametrize(("pattern", "options"), [("windo:3", {}), ("window:3", {"position": "rotary"})])

@@ -14,10 +14,11 @@ from oracle import answer, error
 from torch.profiler import ProfilerActivity, profile
 
 import dilated_attention_pytorch as dap
-from dilated_attention_pytorch.kernels.registry import AttentionCall, backend_named
+from dilated_attention_pytorch.kernels.call import AttentionCall
+from dilated_attention_pytorch.kernels.registry import backend_named
 from dilated_attention_pytorch.nn import DilatedAttention, MultiheadDilatedAttention, SparseAttention
-from dilated_attention_pytorch.ops import budget
-from dilated_attention_pytorch.ops.attention import call_of
+from dilated_attention_pytorch.ops import memory_budget
+from dilated_attention_pytorch.ops.attention import CallSettings, call_of
 from dilated_attention_pytorch.plan import make_plan
 
 PATTERNS = ("dilated:64x1,256x4", "window:40 & causal", "heads{window:30 / causal / dilated:64x2 / global:9}")
@@ -29,7 +30,7 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-    budget.forget()
+    memory_budget.forget()
 
 
 def inputs(dtype=torch.float32, key_heads=4, n=300, batch=2, d=16):
@@ -40,8 +41,8 @@ def inputs(dtype=torch.float32, key_heads=4, n=300, batch=2, d=16):
 
 
 def need(tensors, pattern, backend, direction):
-    call, _ = call_of(*tensors, None, None, None, pattern, False, 0.25, 0.0, backend)
-    return budget.memory(call, backend, direction).sizes
+    call = call_of(*tensors, CallSettings(pattern=pattern, scale=0.25, backend=backend))
+    return memory_budget.memory(call, backend, direction).sizes
 
 
 def problem_call(problem, dtype=torch.float64, **changes):
@@ -54,12 +55,12 @@ def problem_call(problem, dtype=torch.float64, **changes):
 
 
 def in_chunks(monkeypatch, size):
-    monkeypatch.setattr(budget, "memory", lambda call, name, direction: budget.Memory({size: 0}))
+    monkeypatch.setattr(memory_budget, "memory", lambda call, name, direction: memory_budget.Memory({size: 0}))
 
 
 def both_ways(call, backend, grad_output, grad_lse):
-    found = budget.forward(call, backend, backend_named(backend), 2**30)
-    return *found, *budget.backward(call, backend, backend_named(backend), 2**30, *found, grad_output, grad_lse)
+    found = memory_budget.forward(call, backend, backend_named(backend), 2**30)
+    return *found, *memory_budget.backward(call, backend, backend_named(backend), 2**30, *found, grad_output, grad_lse)
 
 
 def everything(tensors, pattern, grad_output, memory_budget, **options):
@@ -104,7 +105,7 @@ def test_rows_at_a_time_give_what_all_give(problem, backend, monkeypatch):
     if backend not in available(backend):
         pytest.skip("the native kernel is not built")
     call, *grads = problem_call(problem)
-    least = min(budget.memory(call, backend, "forward").sizes)
+    least = min(memory_budget.memory(call, backend, "forward").sizes)
     in_chunks(monkeypatch, least)
     found = both_ways(call, backend, *grads)
     padding = {"key_padding_mask": call.key_padding_mask, "scale": call.scale}
@@ -118,6 +119,18 @@ def test_rows_at_a_time_give_what_all_give(problem, backend, monkeypatch):
     wanted = both_ways(dropping, backend, *grads)
     assert all(map(torch.equal, found[:2], wanted))
     assert max(error(a, b) for a, b in zip(found, wanted, strict=True)) < 1e-13
+
+
+@pytest.mark.parametrize("backend", ["cpu", "native", "triton"])
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_dropout_counts_its_tokens_whichever_call_comes_first(backend, direction):
+    dropped = {"dropout_p": 0.3, "seed": torch.tensor([7])}
+    for first, second in (({}, dropped), (dropped, {})):
+        call, *_ = problem_call(BY_NAME["window"], torch.float32)
+        sizes = [memory_budget.memory(replace(call, **more), backend, direction).sizes for more in (first, second)]
+        plain, dropping = sizes if first == {} else sizes[::-1]
+        rows = min(plain)
+        assert rows < call.plan.n and dropping[rows] - plain[rows] >= 48 * call.plan.n
 
 
 def test_half_precision_sums_rows_in_float32(monkeypatch):
@@ -134,7 +147,7 @@ def test_half_precision_sums_rows_in_float32(monkeypatch):
 
 def available(backend):
     q, k, v = inputs()
-    call, _ = call_of(q, k, v, None, None, None, "causal", False, 1.0, 0.0, backend)
+    call = call_of(q, k, v, CallSettings(pattern="causal", scale=1.0, backend=backend))
     return [backend] if backend_named(backend).why_not(call) is None else []
 
 
@@ -193,24 +206,24 @@ class Idle:
     ("dtype", "pieces"), [(torch.float32, False), (torch.bfloat16, True)], ids=["whole rows", "rows in pieces"]
 )
 def test_what_triton_allocates_stays_under_the_reckoning(dtype, pieces, monkeypatch):
-    launch = pytest.importorskip("dilated_attention_pytorch.kernels.triton_launch")
-    schedule = import_module("dilated_attention_pytorch.kernels.triton_schedule")
+    launch = pytest.importorskip("dilated_attention_pytorch.kernels.triton.launches")
+    schedule = import_module("dilated_attention_pytorch.kernels.triton.lowering")
     for name in vars(launch).copy():
         if name.endswith("_kernel"):
             monkeypatch.setattr(launch, name, Idle())
     if pieces:
         monkeypatch.setattr(schedule, "SHORTEST_PIECE", 512)
         monkeypatch.setattr(schedule, "PROGRAMS_PER_PROCESSOR", 16)
-    reckoned = budget.memory
+    reckoned = memory_budget.memory
     for name in ("dilated-odd-rates", "gqa", "hierarchical"):
         call, *grads = problem_call(BY_NAME[name], dtype)
         for size in reckoned(call, "triton", "backward").sizes:
             in_chunks(monkeypatch, size)
             backend = backend_named("triton")
-            found = budget.forward(call, "triton", backend, 2**30)
+            found = memory_budget.forward(call, "triton", backend, 2**30)
             ways = {
-                "forward": partial(budget.forward, call, "triton", backend, 2**30),
-                "backward": partial(budget.backward, call, "triton", backend, 2**30, *found, *grads),
+                "forward": partial(memory_budget.forward, call, "triton", backend, 2**30),
+                "backward": partial(memory_budget.backward, call, "triton", backend, 2**30, *found, *grads),
             }
             for direction, way in ways.items():
                 # Plans and what is derived from them are kept, and are no part of it.
@@ -230,20 +243,22 @@ def test_a_budget_too_small_says_how_much_is_enough():
 
 def test_a_fraction_is_of_the_free_memory(monkeypatch):
     asked = []
-    monkeypatch.setattr(budget, "free_bytes", lambda device: asked.append(device) or 4 * 10**9)
+    monkeypatch.setattr(memory_budget, "free_bytes", lambda device: asked.append(device) or 4 * 10**9)
     q, k, v = (torch.randn(1, 40, 2, 8) for _ in range(3))
     SparseAttention("causal", memory_budget=0.5)(q, k, v)
     assert asked == [torch.device("cpu")]
-    monkeypatch.setattr(budget, "free_bytes", lambda device: 10)
+    monkeypatch.setattr(memory_budget, "free_bytes", lambda device: 10)
     with pytest.raises(ValueError, match="got 5"):
         SparseAttention("causal", memory_budget=0.5)(q, k, v)
 
 
 def test_free_memory_is_told(monkeypatch):
-    free, total = budget.memory_of(torch.device("cpu"))
+    free, total = memory_budget.memory_of(torch.device("cpu"))
     assert 2**20 < free <= total
-    monkeypatch.setattr(budget, "_limits", lambda: iter([(10**6, 10**5)]))
-    assert budget.memory_of(torch.device("cpu")) == (9 * 10**5, 10**6), "a container's limit, not the machine's memory"
+    monkeypatch.setattr(memory_budget, "_limits", lambda: iter([(10**6, 10**5)]))
+    assert memory_budget.memory_of(torch.device("cpu")) == (9 * 10**5, 10**6), (
+        "a container's limit, not the machine's memory"
+    )
 
 
 def test_one_head_too_much_is_cut_by_rows():
@@ -352,8 +367,8 @@ def test_a_prompt_stays_within_the_budget_too(monkeypatch):
     module = MultiheadDilatedAttention(32, 4, [16, 64], [1, 4]).eval()
     x = torch.randn(1, 90, 32)
     asked = []
-    real = budget.forward
-    monkeypatch.setattr(budget, "forward", lambda *given: asked.append(given[-1]) or real(*given))
+    real = memory_budget.forward
+    monkeypatch.setattr(memory_budget, "forward", lambda *given: asked.append(given[-1]) or real(*given))
     with torch.no_grad():
         wanted = module(x, is_causal=True)[0]
         module.memory_budget = 2**30

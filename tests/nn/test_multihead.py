@@ -360,8 +360,24 @@ def test_padding_of_another_length_than_the_keys_is_refused(pattern):
 
 @pytest.mark.parametrize("options", [{"add_bias_kv": True}, {"add_zero_attn": True}])
 def test_from_torch_refuses_what_it_cannot_be(options):
-    with pytest.raises(ValueError, match="without add_bias_kv"):
+    with pytest.raises(ValueError, match="add_bias_kv"):
         MultiheadSparseAttention.from_torch(nn.MultiheadAttention(8, 2, **options), "full")
+
+
+@pytest.mark.parametrize("widths", [{}, {"kdim": 6, "vdim": 4}])
+def test_from_torch_keeps_frozen_parameters_frozen(widths):
+    mha = nn.MultiheadAttention(8, 2, **widths)
+    frozen = ["in_proj_weight", "out_proj.bias"] if not widths else ["k_proj_weight", "in_proj_bias"]
+    for name in frozen:
+        mha.get_parameter(name).requires_grad_(False)
+    with torch.no_grad():
+        module = MultiheadSparseAttention.from_torch(mha, "full", layer_norm=True)
+    still = {name for name, parameter in module.named_parameters() if not parameter.requires_grad}
+    projections = {f"{n}_proj" for n in "qkv"}
+    if widths:
+        assert still == {"k_proj.weight", *(f"{name}.bias" for name in projections)}
+    else:
+        assert still == {"out_proj.bias", *(f"{name}.weight" for name in projections)}
 
 
 def test_the_names_of_the_state(make):
@@ -488,3 +504,75 @@ def test_explain_says_where_segments_play_no_part():
     window = BlockSparseRingMultiheadDilatedAttention(32, 4, sparse_config=SparsePatternConfig(), **options)
     assert "a local_window pattern has no segments" in window.explain(4096)
     assert "no segments" not in BlockSparseRingMultiheadDilatedAttention(32, 4, **options).explain(4096)
+
+
+def shards(module, count):
+    """The module of each rank of a Colwise / Rowwise tensor-parallel plan; their outputs add up to the whole."""
+    ranks = []
+    for rank in range(count):
+        shard = copy.deepcopy(module)
+        for name in ("q_proj", "k_proj", "v_proj"):
+            whole = module.get_submodule(name)
+            part = nn.Linear(whole.in_features, whole.out_features // count, dtype=whole.weight.dtype)
+            part.weight.data, part.bias.data = (p.chunk(count)[rank].clone() for p in (whole.weight, whole.bias))
+            setattr(shard, name, part)
+        shard.out_proj.weight.data = module.out_proj.weight.chunk(count, 1)[rank].clone()
+        if rank:
+            shard.out_proj.bias.data.zero_()
+        ranks.append(shard)
+    return ranks
+
+
+@pytest.mark.parametrize(
+    ("pattern", "options"),
+    [
+        ("dilated:16x1,64x4", {}),
+        ("dilated:16x1,64x2 & window:20", {"num_kv_heads": 4, "position": "rotary"}),
+        ("block_dilated:32x1;block=8", {"num_kv_heads": 2}),
+        ("random:0.5;block=8", {}),
+    ],
+)
+def test_tensor_parallel_shards_add_up(pattern, options):
+    module = MultiheadSparseAttention(64, 8, pattern, dtype=torch.float64, **options)
+    x = torch.randn(2, 64, 64, dtype=torch.float64)
+    found = sum(shard(x, is_causal=True)[0] for shard in shards(module, 2))
+    assert error(found, module(x, is_causal=True)[0].detach()) < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("heads", "pattern", "options"),
+    [
+        (4, "dilated:16x1,64x4", {}),
+        (8, "dilated:16x1,64x2;offset=block", {}),
+        (8, "dilated:16x1,64x2;heads=split", {}),
+        (8, "random:0.5;block=8;per_head=1", {}),
+        (2, "heads{window:3 / window:5}", {}),
+        (8, "window:9", {"position": "alibi"}),
+    ],
+)
+def test_shards_of_differing_heads_are_refused(heads, pattern, options):
+    module = shards(MultiheadSparseAttention(64, heads, pattern, **options), 2)[1]
+    with pytest.raises(ValueError, match=rf"(?s)num_heads={heads} .* got {heads // 2} local heads.*context parallel"):
+        module(torch.randn(1, 64, 64), is_causal=True)
+
+
+def test_shards_that_split_heads_or_norms_are_refused():
+    x = torch.randn(1, 16, 64)
+    with pytest.raises(ValueError, match="layer_norm=False"):
+        shards(MultiheadSparseAttention(64, 8, "window:9", layer_norm=True), 2)[0](x)
+    with pytest.raises(ValueError, match="q_proj must give whole heads of 16, got 8"):
+        shards(MultiheadSparseAttention(64, 4, "window:9"), 8)[0](x)
+    module = MultiheadSparseAttention(64, 8, "window:9", num_kv_heads=2)
+    uneven = shards(module, 2)[0]
+    uneven.k_proj, uneven.v_proj = module.k_proj, module.v_proj
+    with pytest.raises(ValueError, match="must divide num_heads and num_kv_heads, 8 and 2, alike"):
+        uneven(x)
+
+
+@pytest.mark.compile
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_tensor_parallel_shards_compile_whole():
+    shard = shards(MultiheadSparseAttention(64, 8, "dilated:16x1,64x4", dtype=torch.float64), 2)[1]
+    x = torch.randn(1, 64, 64, dtype=torch.float64)
+    compiled = torch.compile(shard, fullgraph=True, backend="aot_eager")
+    assert error(compiled(x)[0], shard(x)[0].detach()) < 1e-12

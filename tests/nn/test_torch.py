@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
+import sys
 import warnings
 
 import pytest
@@ -20,6 +22,7 @@ from dilated_attention_pytorch.nn import (
     MultiheadDilatedAttention,
     MultiheadSparseAttention,
 )
+from dilated_attention_pytorch.nn.positional import Xpos
 
 CORES = {
     "dilated": lambda: DilatedAttention([16, 64], [1, 4]),
@@ -72,6 +75,108 @@ def test_multihead_modules_compile_whole(name, padding, quiet_compiler):
     assert error(found, wanted.detach()) < 1e-12
     found.sum().backward()
     assert all(p.grad.isfinite().all() for p in module.parameters())
+
+
+def bad_values():
+    """Calls that a check of values refuses: name -> (module, keywords, part of the message)."""
+    torch.manual_seed(0)
+    finite = torch.zeros(1, 40).index_fill(1, torch.arange(30, 40), -1e9)
+    lowest = finite.masked_fill(finite < 0, torch.finfo(torch.float32).min)
+    mask = torch.ones(40, 40, dtype=torch.bool).triu(1)
+    mask[30, 3] = True
+    window = MultiheadSparseAttention(32, 4, "window:9")
+    return {
+        "padding -1e9": (window, {"key_padding_mask": finite}, "0 and -inf"),
+        "padding finfo.min": (window, {"key_padding_mask": lowest}, "0 and -inf"),
+        "mask beside is_causal": (window, {"attn_mask": mask, "is_causal": True}, "must be the causal mask"),
+        "xpos out of range": (
+            MultiheadSparseAttention(32, 4, "window:9", position=Xpos(scale_base=0.1)),
+            {"is_causal": True},
+            "XPOS must stay within",
+        ),
+    }
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize(
+    ("backend", "training"), [(None, False), ("aot_eager", False), ("aot_eager", True), ("inductor", True)]
+)
+@pytest.mark.parametrize("name", bad_values())
+def test_checks_of_values_survive_the_compiler(name, backend, training, quiet_compiler):
+    module, options, message = bad_values()[name]
+    call = module if backend is None else torch.compile(module, fullgraph=True, backend=backend)
+    with torch.set_grad_enabled(training), pytest.raises(ValueError, match=message):
+        call(torch.randn(1, 40, 32), **options)
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_checked_calls_match_eager_when_compiled(backend, quiet_compiler):
+    module = MultiheadSparseAttention(32, 4, "window:9", position="xpos").double()
+    compiled = torch.compile(module, fullgraph=True, backend=backend)
+    padding = torch.zeros(2, 40).index_fill(1, torch.arange(30, 40), -torch.inf)
+    causal = torch.full((40, 40), -torch.inf).triu(1)
+    x = torch.randn(2, 40, 32, dtype=torch.float64)
+    found, wanted = (
+        call(x, key_padding_mask=padding, attn_mask=causal, is_causal=True)[0] for call in (compiled, module)
+    )
+    assert error(found, wanted.detach()) < 1e-12
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_float_padding_replays_in_a_cuda_graph():
+    module = MultiheadSparseAttention(64, 4, "window:64", device="cuda", dtype=torch.bfloat16).eval()
+    x = torch.randn(2, 512, 64, device="cuda", dtype=torch.bfloat16)
+    padding = torch.zeros(2, 512, device="cuda")
+    padding[1, 300:] = -torch.inf
+    with torch.no_grad():
+        wanted = module(x, key_padding_mask=padding)[0]
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found = module(x, key_padding_mask=padding)[0]
+        graph.replay()
+    assert torch.equal(found, wanted)
+
+
+BAD_PADDING_ON_A_GPU = """
+import torch
+from dilated_attention_pytorch.nn import MultiheadSparseAttention
+module = MultiheadSparseAttention(64, 4, "window:64", device="cuda", dtype=torch.bfloat16).eval()
+x = torch.randn(2, 512, 64, device="cuda", dtype=torch.bfloat16)
+padding = torch.zeros(2, 512, device="cuda")
+with torch.no_grad():
+    module(x, key_padding_mask=padding)
+    if {captured}:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            module(x, key_padding_mask=padding)
+        call = graph.replay
+    else:
+        compiled = torch.compile(module, fullgraph=True, mode="{mode}")
+        call = lambda: compiled(x, key_padding_mask=padding)
+    for _ in range(3):
+        call()
+    torch.cuda.synchronize()
+    print("before", flush=True)
+    padding[0, 7] = -1e9
+    call()
+    torch.cuda.synchronize()
+print("after", flush=True)
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize(
+    ("captured", "mode"), [(True, ""), (False, "default"), (False, "reduce-overhead")], ids=["graph", "", "trees"]
+)
+def test_bad_padding_stops_a_gpu_without_a_host_sync(captured, mode):
+    # A device assertion ends the CUDA context, so it has a process of its own.
+    script = BAD_PADDING_ON_A_GPU.format(captured=captured, mode=mode)
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
+    assert ended.stdout.split() == ["before"], ended.stderr
+    assert "device-side assert" in ended.stderr
 
 
 @pytest.mark.compile

@@ -29,12 +29,12 @@ def tensors(**changes):
             "key must have as many heads as query, got 4 query heads and 2 key heads",
         ),
         (
-            {"query": (1, 4, 0, 8), "key": (1, 4, 0, 8), "value": (1, 4, 0, 8)},
-            "batch, heads, n and widths must be at least 1, got query (1, 4, 0, 8), value (1, 4, 0, 8)",
+            {"query": (1, 0, 10, 8), "key": (1, 0, 10, 8), "value": (1, 0, 10, 8)},
+            "heads and widths must be at least 1, got query (1, 0, 10, 8), value (1, 0, 10, 8)",
         ),
         (
-            {"query": (0, 4, 10, 8), "key": (0, 4, 10, 8), "value": (0, 4, 10, 8)},
-            "batch, heads, n and widths must be at least 1, got query (0, 4, 10, 8), value (0, 4, 10, 8)",
+            {"value": (1, 4, 10, 0)},
+            "heads and widths must be at least 1, got query (1, 4, 10, 8), value (1, 4, 10, 0)",
         ),
     ],
 )

@@ -9,7 +9,7 @@ from oracle import answer, error
 import dilated_attention_pytorch as dap
 from dilated_attention_pytorch import parse
 from dilated_attention_pytorch.nn import KVCache, MultiheadDilatedAttention, MultiheadSparseAttention
-from dilated_attention_pytorch.ops.decode import attention_step, needed, seen_keys
+from dilated_attention_pytorch.ops.decode import attention_step, live_keys, seen_keys
 
 N = 100
 PATTERNS = [
@@ -86,7 +86,7 @@ def test_no_later_row_sees_what_may_be_dropped(text):
     place = torch.arange(N)
     seen = torch.stack([torch.as_tensor(counts.multiplicity(place[:, None], place, h)) for h in range(4)]).sum(0) > 0
     for t in range(N):
-        kept = needed(pattern, length_of(text), t, 4)
+        kept = live_keys(pattern, length_of(text), t, 4)
         held = (place < kept.sinks) | (place >= kept.begin)
         assert not (seen[t:] & ~held).any(), t
 
@@ -178,7 +178,9 @@ def step(**changed):
         (lambda: attention_step(*(torch.randn(1, 2, 4, 8) for _ in range(3)), "causal", -1), ">= 0"),
         (lambda: attention_step(torch.randn(1, 4, 1, 8), *torch.randn(2, 1, 2, 4, 8), "causal", 3), "enable_gqa"),
         (lambda: step(query=ROWS[0, 0]), "query must have shape"),
-        (lambda: step(query=ROWS[:, :, :0]), "at least 1"),
+        (lambda: step(key=ROWS.double(), value=ROWS.double()), "key must have the query's dtype"),
+        (lambda: step(value=ROWS.bfloat16()), "value must have the query's dtype"),
+        (lambda: step(query=ROWS.double()[:, :, :1]), "the query's dtype torch.float64"),
         (lambda: step(value=ROWS[:, :, :3]), "the key's length 4"),
         (lambda: step(pattern=3), "a Pattern or text, got int"),
         (lambda: step(scale=float("nan")), "finite"),
@@ -246,3 +248,21 @@ def test_a_cache_is_for_causal_self_attention(options, message):
         module(torch.randn(1, 4, 8), cache=module.cache(), **options)
     with pytest.raises(ValueError, match="made for window:3"):
         module(torch.randn(1, 4, 8), cache=KVCache("window:4"), is_causal=True)
+
+
+@pytest.mark.parametrize("rows", [1, 63, 64, 70])
+def test_a_cache_of_another_dtype_is_refused_at_any_length(rows):
+    query, cache = torch.randn(1, 2, rows, 8), torch.randn(1, 2, 80, 8, dtype=torch.bfloat16)
+    with pytest.raises(TypeError, match=r"key must have the query's dtype torch\.float32, got torch\.bfloat16"):
+        attention_step(query, cache, cache, "window:9", 0)
+
+
+@pytest.mark.parametrize("rows", [1, 64])
+def test_autocast_makes_cache_and_query_one_dtype(rows):
+    query, cache = torch.randn(1, 2, rows, 8), torch.randn(1, 2, 80, 8).bfloat16()
+    with torch.autocast("cpu", torch.bfloat16):
+        found = attention_step(query, cache, cache, "window:9", 0)
+        with pytest.raises(TypeError, match="the query's dtype"):
+            attention_step(query, cache.double(), cache.double(), "window:9", 0)
+    wanted = attention_step(query, cache.float(), cache.float(), "window:9", 0)
+    torch.testing.assert_close(found.float(), wanted, atol=2e-2, rtol=0)

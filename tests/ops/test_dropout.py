@@ -7,9 +7,9 @@ import torch
 from oracle import dense_attention, error, multiplicities
 
 from dilated_attention_pytorch import attention, parse
-from dilated_attention_pytorch.kernels import cpu
+from dilated_attention_pytorch.kernels.cpu import tiles as cpu
+from dilated_attention_pytorch.kernels.cpu.native import library_path
 from dilated_attention_pytorch.kernels.dropout import kept
-from dilated_attention_pytorch.kernels.native import library_path
 
 BACKENDS = [
     "reference",

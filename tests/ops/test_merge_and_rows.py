@@ -91,3 +91,21 @@ def test_no_rows_are_none_and_wrong_patterns_are_named():
 def test_a_row_that_sees_nothing_has_no_weights():
     q = torch.randn(1, 1, 16, 4)
     assert (attention_rows(q, q, "dilated:8x4", [1, 2]) == 0).all()
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize("at", [0, -1])
+def test_merge_keeps_an_lse_that_is_not_finite(bad, parts, at):
+    outputs = [torch.randn(1, 1, 4, 2, requires_grad=True) for _ in range(parts)]
+    lses = [torch.randn(1, 1, 4) for _ in range(parts)]
+    lses[at][0, 0, 1] = bad
+    for lse in lses:
+        lse[0, 0, 3] = -torch.inf
+    output, lse = merge(outputs, [x.requires_grad_() for x in lses])
+    wanted = torch.stack(lses).detach().logsumexp(0)
+    torch.testing.assert_close(lse.detach(), wanted, equal_nan=True)
+    assert (output[0, 0, 3] == 0).all()
+    assert output[0, 0, 1].isnan().all() and output[0, 0, [0, 2]].isfinite().all()
+    grads = torch.autograd.grad(output[0, 0, [0, 2]].sum() + lse[0, 0, [0, 2]].sum(), [*outputs, *lses])
+    assert all(grad[0, 0, [0, 2, 3]].isfinite().all() for grad in grads)

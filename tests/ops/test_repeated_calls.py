@@ -10,7 +10,7 @@ from cases import PROBLEMS
 from oracle import answer, error
 
 from dilated_attention_pytorch import attention, attention_with_lse
-from dilated_attention_pytorch.kernels import cpu
+from dilated_attention_pytorch.kernels.cpu import tiles as cpu
 from dilated_attention_pytorch.ops import plan_cache
 
 MODULE = sys.modules["dilated_attention_pytorch.ops.attention"]
@@ -42,7 +42,9 @@ def prepared(monkeypatch):
         return made[-1]
 
     monkeypatch.setattr(MODULE, "prepared", prepare)
-    monkeypatch.setattr(MODULE, "_known", {})
+    monkeypatch.setattr(MODULE, "can_prepare", lambda name: True)
+    monkeypatch.setattr(MODULE, "_cached", {})
+    monkeypatch.setattr(MODULE, "_prepared_devices", set())
     return made
 
 
@@ -80,13 +82,28 @@ def test_gradients_are_computed_by_it_too(prepared):
     assert all(torch.equal(one, two) for one, two in zip(*grads, strict=True))
 
 
+def tokens_first(x):
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def off_the_grid(x):
+    return torch.cat([x.new_zeros(1), x.flatten()])[1:].view_as(x)
+
+
 CHANGES = {
     "length": lambda q, k, v: (inputs(71), {}),
     "dtype": lambda q, k, v: (inputs(dtype=torch.float32), {}),
     "strides": lambda q, k, v: ([x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)], {}),
     "scale": lambda q, k, v: ([q, k, v], {"scale": 0.5}),
     "causal": lambda q, k, v: ([q, k, v], {"is_causal": True}),
-    "alignment": lambda q, k, v: ([torch.randn(q.numel() + 1).double()[1:].view_as(q), k, v], {}),
+    **{
+        f"{name} {what}": lambda *three, place=place, lay=lay: (
+            [lay(x) if at == place else x for at, x in enumerate(three)],
+            {},
+        )
+        for place, name in enumerate(("query", "key", "value"))
+        for what, lay in (("strides", tokens_first), ("alignment", off_the_grid))
+    },
 }
 
 
@@ -97,6 +114,25 @@ def test_any_other_call_is_prepared_anew(prepared, change):
     others, settings = CHANGES[change](*tensors)
     attention(*others, PATTERN, backend="cpu", **settings)
     assert [runner.forwards for runner in prepared] == [1, 1]
+
+
+@pytest.mark.parametrize("name", ["query", "key", "value"])
+@pytest.mark.parametrize("change", [torch.Tensor.float, lambda x: x.to("meta")], ids=["dtype", "device"])
+def test_one_tensor_of_another_kind_is_refused_after_a_right_call(prepared, change, name):
+    tensors = dict(zip(("query", "key", "value"), inputs(), strict=True))
+    attention(**tensors, pattern=PATTERN, backend="cpu")
+    with pytest.raises((TypeError, ValueError), match=r"must have the query's dtype|must be on the query's device"):
+        attention(**tensors | {name: change(tensors[name])}, pattern=PATTERN, backend="cpu")
+    assert [runner.forwards for runner in prepared] == [1]
+
+
+def test_grouped_heads_are_refused_after_a_call_that_enabled_them(prepared):
+    query, key, value = inputs()
+    for _ in range(2):
+        attention(query, key[:, :1], value[:, :1], PATTERN, enable_gqa=True, backend="cpu")
+    with pytest.raises(ValueError, match="key must have as many heads as query"):
+        attention(query, key[:, :1], value[:, :1], PATTERN, backend="cpu")
+    assert [runner.forwards for runner in prepared] == [2]
 
 
 @pytest.mark.parametrize(
@@ -147,10 +183,18 @@ def test_calls_are_counted_by_the_plan_cache(prepared):
 
 
 def test_so_many_calls_are_remembered_and_no_more(prepared, monkeypatch):
-    monkeypatch.setattr(MODULE, "MOST_KNOWN", 3)
+    monkeypatch.setattr(MODULE, "MOST_CACHED", 3)
     for n in range(20, 30):
         attention(*inputs(n), PATTERN, backend="cpu")
-    assert len(MODULE._known) <= 3
+    assert len(MODULE._cached) <= 3
+
+
+def test_calls_on_the_cpu_build_no_cache_key(monkeypatch):
+    monkeypatch.setattr(MODULE, "_prepared_devices", set())
+    monkeypatch.setattr(MODULE, "_cache_key", pytest.fail)
+    for _ in range(2):
+        attention(*inputs(), PATTERN)
+    assert not MODULE._prepared_devices
 
 
 def test_a_gradient_after_a_mask_was_changed_is_refused():

@@ -6,15 +6,15 @@ import itertools
 
 import pytest
 import torch
-from kernels.test_selection import drawn, inputs, seen_pairs
+from kernels.test_selection import GivenScores, drawn, inputs, seen_pairs
 from oracle import dense_attention, error
 
+from dilated_attention_pytorch.kernels.cpu.native import library_path
 from dilated_attention_pytorch.kernels.dropout import kept
-from dilated_attention_pytorch.kernels.native import library_path
-from dilated_attention_pytorch.ops import selected, selection
-from dilated_attention_pytorch.ops.selected import selected_attention
-from dilated_attention_pytorch.ops.selection import Budget, select
-from dilated_attention_pytorch.plan.selected import shared_blocks
+from dilated_attention_pytorch.selection import attend, rank
+from dilated_attention_pytorch.selection.attention import selected_attention
+from dilated_attention_pytorch.selection.rank import Budget
+from dilated_attention_pytorch.selection.types import SelectionSettings, shared_blocks
 
 BACKENDS = [
     "cpu",
@@ -22,25 +22,14 @@ BACKENDS = [
 ]
 
 
-@pytest.mark.parametrize("readable", [True, False])
-def test_of_equal_blocks_the_first_are_kept(readable, monkeypatch):
-    monkeypatch.setattr(selection, "may_read", lambda device: readable)
+@pytest.mark.parametrize("host_sync", [True, False])
+def test_of_equal_blocks_the_first_are_kept(host_sync):
     scores = torch.randint(3, (2, 3, 40, 40)).float()
-    found = select(
-        lambda begin, end: scores[:, :, begin:end],
-        lambda: 7,
-        torch.ones(2, 3, 40, dtype=torch.bool),
-        Budget(0.3, None, 2, None),
-        n=640,
-        block_size=16,
-        is_causal=False,
-        per_token=False,
-        local_blocks=1,
-        sink_blocks=0,
-    )
+    settings = SelectionSettings(Budget(0.3, None, 2, None), 16, 16, False, False, 16, 1, 0)
+    found, _ = rank.rank(GivenScores(scores, settings), torch.arange(40), None, host_sync)
     own = torch.eye(40, dtype=torch.bool)
     order = scores.masked_fill(own, -1.0).sort(dim=-1, descending=True, stable=True).indices
-    assert torch.equal(found.indices, order[..., :11].sort(-1).values.int())
+    assert torch.equal(found, order[..., :11].sort(-1).values.int())
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -51,7 +40,7 @@ def test_blocks_kept_and_seen_are_counted_without_an_array_of_pairs(t, is_causal
         own = column = torch.arange(t)
         shared = shared_blocks(own, t, local, sink, is_causal)
         others = column < own[:, None] if is_causal else column != own[:, None]
-        taken, seen = selection.counted_blocks(visible, local, sink, is_causal)
+        taken, seen = rank.counted_blocks(visible, local, sink, is_causal)
         assert torch.equal(taken, (shared & others & visible[:, :, None]).sum(-1) + 1)
         reach = column <= own[:, None] if is_causal else torch.ones(t, t, dtype=torch.bool)
         assert torch.equal(seen, ((reach & visible[:, :, None]) | (column == own[:, None])).sum(-1))
@@ -60,7 +49,7 @@ def test_blocks_kept_and_seen_are_counted_without_an_array_of_pairs(t, is_causal
 @pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_where_tokens_choose_dropout_goes_by_tokens_of_their_sample_and_head(backend, apart, monkeypatch):
-    monkeypatch.setattr(selected, "GATHERED", 1 if apart else 2**29)
+    monkeypatch.setattr(attend, "GATHERED", 1 if apart else 2**29)
     chosen = drawn(batch=2, heads=4, n=70, is_causal=True, per_token=True, most=2)
     dtype = torch.float64 if backend == "cpu" else torch.float32
     tensors = [x.to(dtype).requires_grad_() for x in inputs(chosen, 2)]

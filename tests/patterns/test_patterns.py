@@ -50,6 +50,13 @@ def test_text_and_value_say_the_same(problem):
     assert repr(pattern) == pattern.describe()
 
 
+@pytest.mark.parametrize(
+    "text", ["block_dilated:64x1;sparsity_ratio=0.25;reserved=2;block=16", "block_columns:4;block=16;length=256"]
+)
+def test_every_option_that_is_written_is_read(text):
+    assert parse(text).describe() == text
+
+
 @given(problems(longest=30), st.data())
 def test_one_pair_and_a_grid_get_the_same_answer(problem, data):
     pattern, n, heads = problem
@@ -169,7 +176,10 @@ def test_random_lists_depend_on_the_seed_alone():
             "block lists must have the same number of rows in every head, at least one, got none",
         ),
         (lambda: Causal() & 3, "a pattern combines with a Pattern, got 3"),
-        (lambda: parse("windw:3"), "pattern text must have a pattern name here, got 'windw:3'"),
+        (
+            lambda: parse("windw:3"),
+            "pattern text must have a pattern name, not 'windw'; did you mean 'window', got 'windw:3'",
+        ),
         (lambda: parse("causal &"), "pattern text must have a pattern name here, got 'causal &'"),
         (lambda: parse("(causal"), "pattern text must have ')' here, got '(causal'"),
         (lambda: parse("causal causal"), "pattern text must have a pattern name here, got 'causal causal'"),
@@ -177,10 +187,38 @@ def test_random_lists_depend_on_the_seed_alone():
             lambda: parse("dilated:2048"),
             "pattern text must have arguments like 'dilated:2048x1,8192x4;offset=block' here, got 'dilated:2048'",
         ),
+        (lambda: parse("window:2;size=3"), "window must have no options but after, got 'size=3'"),
+        (lambda: parse("full;size=3"), "full must have no options, got 'size=3'"),
+        (lambda: parse("strided:4;block"), "strided must have block=value at most once, got 'block'"),
         (
-            lambda: parse("window:2;size=3"),
-            "pattern text must have arguments like 'window:512 or window:512,0' here, got 'window:2;size=3'",
+            lambda: parse("strided:4;block=2;block=3"),
+            "strided must have block=value at most once, got 'block=2;block=3'",
         ),
+        (
+            lambda: parse("random:0.5;per_head=maybe"),
+            "per_head of random must be one of 1, true, yes, 0, false, no, got 'maybe'",
+        ),
+        (lambda: parse("random:0.5;seed=1.5"), "seed of random must be an integer, got '1.5'"),
+        (
+            lambda: parse("block_dilated:8x1;sparsity_ratio=few"),
+            "sparsity_ratio of block_dilated must be a number, got 'few'",
+        ),
+        (lambda: parse("blocks:0,0,0,0;heads=3"), "rows of blocks must be a multiple of heads=3, got 4 rows"),
+        (lambda: parse("blocks:0;heads=0"), "heads of blocks must be >= 1, got 0"),
+        (lambda: parse("blocks:0;heads=-1"), "heads of blocks must be >= 1, got -1"),
+        (lambda: parse("blocks:@0123"), "block lists must be written out, got the digest @0123"),
+        (
+            lambda: parse("packed{causal / documents:4;foo=1}"),
+            "packed must have no options but num_heads, got 'foo=1'",
+        ),
+        (lambda: parse("packed{causal / documents:4;num_heads=0}"), "num_heads must be >= 1, got 0"),
+        (
+            lambda: parse("dilated:8x1x2"),
+            "pattern text must have arguments like 'dilated:2048x1,8192x4;offset=block' here, got 'dilated:8x1x2'",
+        ),
+        (lambda: Global(4, queries="no"), "queries must be True or False, got 'no'"),
+        (lambda: Random(0.5, per_head="false"), "per_head must be True or False, got 'false'"),
+        (lambda: Packed("causal", (4,)), "packed documents must have a Pattern, got 'causal'"),
     ],
 )
 def test_bad_parameters_say_what_must_hold(make, first_line):
@@ -201,6 +239,7 @@ def test_bad_parameters_say_what_must_hold(make, first_line):
             'heads="split" must have a head for each of 2 branches, got 1 heads',
         ),
         (Documents((3, 4)), 8, 1, "document lengths must add up to the sequence length 8, got 7"),
+        (Packed(Causal(), (3, 4), num_heads=2), 7, 3, "a pattern for 2 heads must meet 2 heads, got 3"),
         (Packed(Causal(), (3, 4)), 8, 1, "packed lengths must add up to the sequence length 8, got 7"),
         (BlockLists.of([[0], [1]], 4), 9, 1, "block lists of 2 rows of 4 tokens must meet 2 blocks, got 9 tokens"),
         (Random(0.5, block=4, length=8), 9, 1, "a pattern for 8 tokens must meet 8 tokens, got 9"),
@@ -219,9 +258,14 @@ def test_every_pattern_draws_itself():
         assert "#" in (kind.__doc__ or ""), f"{kind.__name__} has no picture in its docstring"
 
 
-def test_long_block_lists_are_named_by_digest():
+def test_long_block_lists_are_described_by_digest():
     rows = [[j for j in range(200) if (i * j) % 3 == 0] for i in range(200)]
     lists = BlockLists.of(rows, 16)
-    assert lists.describe().startswith("blocks:@") and parse(lists.describe()) == lists
-    with pytest.raises(ValueError, match="described in this process"):
-        parse("blocks:@0123")
+    assert lists.describe().startswith("blocks:@")
+    assert lists.describe() == BlockLists.of(rows, 16).describe() != BlockLists.of(rows[::-1], 16).describe()
+
+
+@pytest.mark.parametrize(("word", "switch"), {"1": True, "yes": True, "True": True, "0": False, "no": False}.items())
+def test_switches_in_text_mean_what_they_say(word, switch):
+    assert parse(f"global:4;queries={word}") == Global(4, queries=switch)
+    assert parse(f"random:0.5;per_head={word}") == Random(0.5, per_head=switch)

@@ -97,6 +97,18 @@ def test_density_counts_kept_blocks(density):
     assert plan.blocks == 2 * 200 * round(200 * density)
 
 
+@pytest.mark.parametrize("n", [1, 127, 128, 200, 300])
+def test_full_attention_has_density_one_at_any_length(n):
+    assert make_plan(Full(), n, 3).density == 1.0
+
+
+@pytest.mark.parametrize("tokens", [1, 127, 128, 129, 255, 257])
+@pytest.mark.parametrize("queries", [False, True])
+def test_sinks_may_end_anywhere_in_a_tile(tokens, queries):
+    pattern = Global(tokens, queries=queries)
+    assert torch.equal(make_plan(pattern, 400, 1, 128).to_dense().double(), multiplicities(pattern, 400, 1))
+
+
 def test_a_dilated_branch_costs_what_it_samples():
     dense, dilated = (make_plan(Dilated((4096,), (rate,)), 65536, 8) for rate in (1, 4))
     assert dense.blocks == 16 * dilated.blocks
@@ -127,6 +139,7 @@ def test_a_pattern_may_be_given_as_its_text():
     [
         ({"n": 0}, "n must be >= 1, got 0"),
         ({"heads": 0}, "heads must be >= 1, got 0"),
+        ({"heads": 10**9}, "heads must be <= 65536, got 1000000000"),
         ({"block_size": 48}, "block_size must be a power of two, one of (16, 32, 64, 128, 256), got 48"),
         ({"block_size": 8}, "block_size must be a power of two, one of (16, 32, 64, 128, 256), got 8"),
     ],
@@ -135,6 +148,23 @@ def test_bad_requests_say_what_must_hold(keywords, first_line):
     with pytest.raises(ValueError) as caught:
         make_plan(Causal(), **{"n": 64, "heads": 2, **keywords})
     assert str(caught.value).splitlines()[0] == first_line
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "dilated:" + ",".join(["4x1"] * 3000),
+        "dilated:" + ",".join(f"{64 + i}x{1 + i % 5}" for i in range(3000)) + ";overlap=union",
+        " & ".join(["dilated:64x1,128x2,256x4"] * 18),
+        "packed{" + " & ".join(["dilated:64x1,128x2,256x4"] * 18) + " / documents:2000,2096} & global:9",
+    ],
+    ids=["branches", "union", "ladders", "packed ladders"],
+)
+def test_patterns_of_too_many_terms_are_refused_at_once(text):
+    begun = time.process_time()
+    with pytest.raises(ValueError, match="a pattern must split into at most 512 terms and conditions, got more, for"):
+        make_plan(text, 4096, 8)
+    assert time.process_time() - begun < 4.0
 
 
 def test_to_dense_refuses_what_would_not_fit():

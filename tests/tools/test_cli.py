@@ -13,17 +13,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("typer")
-
 import torch
 
 from dilated_attention_pytorch import parse
-from dilated_attention_pytorch.kernels import native
-from dilated_attention_pytorch.nn import tuning
-from dilated_attention_pytorch.tools import bench, cli, forecast, memory
-from dilated_attention_pytorch.tools.measure import PeakMemory
-from dilated_attention_pytorch.tools.screen import tokens
+from dilated_attention_pytorch.kernels.cpu import native
+from dilated_attention_pytorch.nn import calibration as tuning
+from dilated_attention_pytorch.tools import cli
+from dilated_attention_pytorch.tools import peak_memory as memory
+from dilated_attention_pytorch.tools import plan as forecast
+from dilated_attention_pytorch.tools.bench import runner as bench
+from dilated_attention_pytorch.tools.bench.measure import PeakMemory
+from dilated_attention_pytorch.tools.console import tokens
 
 MODULE = [sys.executable, "-m", "dilated_attention_pytorch"]
 SCRIPT = Path(sys.executable).with_name("dap")
@@ -88,16 +88,9 @@ def test_help_is_quick(dap):
 def test_version_and_unknown_commands(dap):
     entry = [str(SCRIPT)] if SCRIPT.exists() else MODULE
     assert re.fullmatch(r"\d+\.\d+\.\d+\n", dap("--version", entry=entry).stdout)
-    wrong = dap("nonsense")
-    assert wrong.returncode == 2 and "nonsense" in wrong.stderr
-
-
-def test_a_machine_without_typer_is_told_what_to_install(dap):
-    code = "import sys; sys.modules['typer'] = None; from dilated_attention_pytorch.tools.cli import main; main(['doctor'])"
-    result = dap(entry=[sys.executable, "-c", code])
-    assert result.returncode == 1 and result.stderr.strip() == cli.CLI_MISSING
-    bare = "import sys; sys.modules['typer'] = sys.modules['rich'] = None; import dilated_attention_pytorch.tools.gpu"
-    assert dap(entry=[sys.executable, "-c", bare]).returncode == 0, "the benchmark runs where nothing can be installed"
+    for word, hint in (("nonsense", "doctor, plan"), ("plann", "Did you mean 'plan'?")):
+        wrong = dap(word)
+        assert wrong.returncode == 2 and word in wrong.stderr and hint in wrong.stderr
 
 
 def test_a_pipe_gets_no_colours(dap):
@@ -208,6 +201,16 @@ def test_a_plan_that_does_not_fit_exits_with_1_and_says_what_to_do(here):
         ("bench", "--suite", "quick", "--out", "pyproject.toml/x.jsonl"),
         ("report", "none.jsonl"),
         ("show", "-p", "causal", "-o", "pyproject.toml/x.html"),
+        ("show", "causal", "-o", "no/such/folder/x.svg"),
+        ("report", "pyproject.toml", "-o", "no/such/folder"),
+        ("bench", "-o", "no/such/folder/x.jsonl"),
+        ("train", "-o", "no/such/folder"),
+        ("plan", "window:64"),
+        ("plan", "window:64", "-n", "4K", "--heads", "1e9"),
+        ("plan", "window:64", "-n", "4KB"),
+        ("plan", "window:64", "-n", "64B"),
+        ("plan", "full", "-n", "4M"),
+        ("plan", "dilated:" + ",".join(f"{16 + i}x1" for i in range(3000)), "-n", "4K"),
         ("show", "-p", "causal", "-o", "pyproject.toml/x.PNG"),
     ],
 )
@@ -232,10 +235,10 @@ def test_figures_that_cannot_be_kept_are_not_passed_over(here, tmp_path, monkeyp
     ],
 )
 def test_what_ends_a_command_from_outside_is_no_traceback(here, monkeypatch, error, status, words):
-    def interrupted(wanted):
+    def interrupted(name):
         raise error
 
-    monkeypatch.setattr(cli, "build", interrupted)
+    monkeypatch.setattr(cli, "load", interrupted)
     found, _, stderr = here("doctor")
     assert found == status and words in stderr and "Traceback" not in stderr
 
@@ -252,24 +255,48 @@ def test_tune_measures_shows_and_clears(here, tmp_path):
 
 @pytest.mark.parametrize("kind", ["txt", "svg", "png", "html"])
 def test_show_writes_every_kind(here, tmp_path, kind):
-    out = tmp_path / f"deep/map.{kind}"
+    out = tmp_path / f"map.{kind}"
     assert here("show", "-p", "window:64 | global:8", "-n", "256", "-o", str(out))[0] == 0
     assert out.stat().st_size > 500
 
 
 @pytest.mark.parametrize(
-    ("text", "count"), [("4096", 4096), ("64K", 65536), ("1.5k", 1536), ("1M", 2**20), ("1_000", 1000)]
+    ("text", "count"),
+    [("4096", 4096), ("64K", 65536), ("4Ki", 4096), ("1.5k", 1536), ("1M", 2**20), ("1_000", 1000), ("1e3", 1000)],
 )
 def test_tokens_are_read_with_units(text: str, count: int):
     assert tokens(text) == count
 
 
-def test_every_command_offered_builds():
-    from typer.main import get_command
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [(word, "whole number") for word in ("inf", "nan", "1MK", "1KK", "4KB", "1.5", "0", "-1", "1e-3", "1e9999", "K")]
+    + [("1e400", "at most 281,474,976,710,656"), ("300000000B", "at most")],
+)
+def test_lengths_that_are_none_are_refused(here, text: str, reason: str):
+    with pytest.raises(ValueError, match=reason):
+        tokens(text)
+    status, _, stderr = here("plan", "-p", "window:64", "-n", text)
+    assert status == 2 and "Traceback" not in stderr and reason in stderr
 
-    for name in cli.offered():
-        command = get_command(cli.build(name)).commands[name]
-        assert command.callback is not None
+
+@pytest.mark.parametrize("flag", ["-h", "--help"])
+def test_every_command_has_help(here, flag: str):
+    for name in cli.COMMANDS:
+        status, stdout, _ = here(name, flag)
+        assert status == 0 and stdout.startswith(f"usage: dap {name}") and "--json" in stdout, name
+
+
+def test_patterns_are_accepted_anywhere(here):
+    words = ("-n", "64", "--heads", "1", "--device", "cpu", "--memory", "1", "--json")
+    given = [("window:8", *words), (*words, "window:8"), (*words, "-p", "window:8")]
+    assert len({here("plan", *line)[1] for line in given}) == 1
+
+
+@pytest.mark.parametrize("name", ["bf16", "bfloat16"])
+def test_dtypes_have_two_names(here, name: str):
+    told = json.loads(here("plan", "window:8", "-n", "64", "--dtype", name, "--device", "cpu", "--json")[1])
+    assert told["shape"]["dtype"] == "bfloat16"
 
 
 def test_json_of_show_is_the_map(here):
@@ -284,14 +311,15 @@ def test_json_of_show_is_the_map(here):
 MEASURED = """
 import json, sys, torch
 import dilated_attention_pytorch as dap
-from dilated_attention_pytorch.tools.forecast import DTYPES, forecast
-from dilated_attention_pytorch.tools.measure import PeakMemory
+from dilated_attention_pytorch.tools.console import dtype_name
+from dilated_attention_pytorch.tools.plan import forecast
+from dilated_attention_pytorch.tools.bench.measure import PeakMemory
 def call(n, heads, key_heads, dtype, text, grad):
     q, k, v = (torch.randn(1, h, n, 64, dtype=dtype).requires_grad_(grad) for h in (heads, key_heads, key_heads))
     out = dap.attention(q, k, v, text, enable_gqa=True)
     return torch.autograd.grad(out, (q, k, v), torch.randn_like(out)) if grad else out
 for text, n, heads, key_heads, kind in json.loads(sys.argv[1]):
-    dtype, found = getattr(torch, DTYPES[kind]), []
+    dtype, found = getattr(torch, dtype_name(kind)), []
     for grad in (False, True):
         call(256, heads, key_heads, dtype, text, grad)
         dap.plan_cache.clear()

@@ -13,9 +13,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dilated_attention_pytorch import make_plan, parse
-from dilated_attention_pytorch.kernels import triton_launch
-from dilated_attention_pytorch.kernels.registry import AttentionCall
-from dilated_attention_pytorch.tools.memory import Shape, is_joined, peaks
+from dilated_attention_pytorch.kernels.call import AttentionCall
+from dilated_attention_pytorch.kernels.triton import launches
+from dilated_attention_pytorch.tools.peak_memory import Shape, is_joined, peaks
 
 
 class Live(TorchDispatchMode):
@@ -58,18 +58,18 @@ class Idle:
 def test_the_forecast_counts_what_the_launches_allocate(
     text: str, dtype: torch.dtype, key_heads: int, monkeypatch: pytest.MonkeyPatch
 ):
-    for name in vars(triton_launch):
+    for name in vars(launches):
         if name.endswith("_kernel"):
-            monkeypatch.setattr(triton_launch, name, Idle())
+            monkeypatch.setattr(launches, name, Idle())
     n, heads, d = 4096, 4, 64
     plan = make_plan(parse(text), n, heads)
     shape = Shape(n=n, heads=heads, key_heads=key_heads, d=d, dtype=dtype, backend="triton", joined=is_joined(plan))
     with Live() as live:
         query, key, value = (torch.empty(1, count, n, d, dtype=dtype) for count in (heads, key_heads, key_heads))
         call = AttentionCall(query, key, value, plan, d**-0.5)
-        output, lse = triton_launch.forward(call)
+        output, lse = launches.forward(call)
         forward = live.peak
         live.peak = live.now
-        gradients = triton_launch.backward(call, output, lse, torch.empty_like(output), None)
+        gradients = launches.backward(call, output, lse, torch.empty_like(output), None)
     assert gradients.query.shape == query.shape
     assert (forward, live.peak) == pytest.approx(peaks(shape, 0), rel=0.02)

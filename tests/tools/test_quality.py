@@ -18,8 +18,10 @@ from torch import nn
 
 from dilated_attention_pytorch import parse
 from dilated_attention_pytorch.nn import SparseAttention
-from dilated_attention_pytorch.tools import editions, quality
+from dilated_attention_pytorch.tools.quality import editions
+from dilated_attention_pytorch.tools.quality import runner as quality
 
+RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 LETTERS = "abcdefghijklmnoprstuw"
 
 
@@ -340,3 +342,27 @@ def test_a_suite_without_its_device_is_told(tmp_path: Path, monkeypatch: pytest.
 
 def read(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "quality.jsonl").read_text().splitlines()]
+
+
+def test_density_of_adaptive_attention_is_counted():
+    """A budget of half the blocks is three quarters of what causal attention computes at eight blocks or fewer."""
+    found = quality.speedup(quality.SUITES["rehearsal"], "adaptive", 128, 16)
+    blocks, kept = 128 // quality.block_at(128), 4
+    assert found["density"] == pytest.approx(sum(min(kept, i + 1) for i in range(blocks)) / (blocks * (blocks + 1) / 2))
+    assert found["density"] > 0.7
+
+
+def test_published_rows_hold_counted_densities():
+    """The page of the documentation is written from the results, whose budgets are counted."""
+    logs = [RESULTS / f"quality_{where}.jsonl" for where in ("h200", "cpu")]
+    lines = [line for log in logs for line in quality._read(log)]
+    page = quality.report(lines, ", ".join(log.name for log in logs))
+    assert page == (RESULTS.parents[1] / "docs" / "quality.md").read_text()
+    for line in lines:
+        if line["task"] == "speed" and line["pattern"] == "adaptive":
+            suite = quality.SUITES[line["suite"]]
+            blocks = line["speed_n"] // quality.block_at(line["speed_n"])
+            kept = round(suite.keep * blocks)
+            assert line["density"] == pytest.approx(
+                sum(min(kept, i + 1) for i in range(blocks)) * 2 / blocks / (blocks + 1)
+            )

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import pytest
+from docs_pages import docs_headlines, docs_page
 
-from dilated_attention_pytorch.tools import page, report
-from dilated_attention_pytorch.tools.headlines import HEADLINES, NOT_MEASURED
-from dilated_attention_pytorch.tools.suite_tables import _record, drawn_names
+from dilated_attention_pytorch.tools import html_page as page
+from dilated_attention_pytorch.tools import report
+from dilated_attention_pytorch.tools.bench.suite_tables import _record, drawn_names
 
 FACTS = {
     "device": "a <fast> CPU",
@@ -99,54 +101,57 @@ def test_the_same_lines_give_the_same_bytes_in_any_order(lines, tmp_path):
     ("measured", "by"),
     [
         (
-            "3,000,000 tokens (dilated) within 8 GiB, limited by memory, a <fast> CPU",
+            "3,000,000 tokens (dilated) within 8 GiB, limited by memory, a &lt;fast> CPU",
             "dap bench --suite extreme --memory 8",
         ),
         (
-            "32.0 MiB for 16K tokens (dilated 2048x1,4096x2,8192x4, float32), so 2.0 GiB for a million, a <fast> CPU",
+            "32.0 MiB for 16K tokens (dilated 2048x1,4096x2,8192x4, float32), so 2.0 GiB for a million, a &lt;fast> CPU",
             "dap bench --suite dilation",
         ),
-        ("1.25x at 4K tokens, a <fast> CPU", "dap bench --suite variants"),
+        ("1.25x at 4K tokens, a &lt;fast> CPU", "dap bench --suite variants"),
         # (8192 / 10 + 8192 / 5) / (8192 / 50 + 8192 / 30)
-        ("5.6x (2.0% of the blocks kept), a <fast> CPU", "dap bench --suite long"),
-        ("1.1x (geometric mean of 2 cases at 4K, 8K), a <fast> CPU", "dap bench --suite long"),
+        ("5.6x (2.0% of the blocks kept), a &lt;fast> CPU", "dap bench --suite long"),
+        ("1.1x (geometric mean of 2 cases at 4K, 8K), a &lt;fast> CPU", "dap bench --suite long"),
         (
             "100.0% of 6 calls after the first call of each case, 97.0% of 100 calls with the first calls counted, "
-            "a <fast> CPU",
+            "a &lt;fast> CPU",
             "dap bench --suite long",
         ),
-        ("dilated: 3.00x the time for 2.50x the work, a <fast> CPU", "dap bench --suite dilation"),
-        ("1.50x at 4K tokens, a <fast> CPU", "dap bench --suite variants"),
+        ("dilated: 3.00x the time for 2.50x the work, a &lt;fast> CPU", "dap bench --suite dilation"),
+        ("1.50x at 4K tokens, a &lt;fast> CPU", "dap bench --suite variants"),
         (
             "6.0x on 2 ranks, 12.0x on 4 ranks, 16K tokens a rank, 2 cores, gloo over loopback",
             "python benchmarks/context_parallel.py",
         ),
         (
-            "1,073,741,824 tokens in 60.0 s (17.9 million a second), 1,024 rows checked, a <fast> CPU",
+            "1,073,741,824 tokens in 60.0 s (17.9 million a second), 1,024 rows checked, a &lt;fast> CPU",
             "dap billion --tokens 1073741824",
         ),
     ],
 )
 def test_headlines_stand_beside_what_was_measured_and_how(lines, measured: str, by: str):
-    page = report.benchmark_page(lines)
+    page = docs_page.page(lines)
     assert f"| {measured} | `{by}` |" in page
-    assert NOT_MEASURED not in page
+    assert docs_headlines.NOT_MEASURED not in page
 
 
 def test_what_the_data_lack_is_said_to_be_not_measured(lines):
-    page = report.benchmark_page([x for x in lines if x.get("suite") == "dilation"])
-    assert page.count(f"| {NOT_MEASURED} |  |") == len(HEADLINES) - 2
+    page = docs_page.page([x for x in lines if x.get("suite") == "dilation"])
+    assert page.count(f"| {docs_headlines.NOT_MEASURED} |  |") == len(docs_headlines.HEADLINES) - 2
 
 
 def test_dense_time_counts_for_as_many_heads(lines):
-    page = report.benchmark_page(lines)
+    page = docs_page.page(lines)
     assert "| dense, torch | 410 | 819 |" in page
     assert "| dense, torch | 4096 | 4096 |" in page, "and its memory, 2048 bytes a token for half of the heads"
 
 
 def test_a_report_names_the_files_it_is_made_from(lines, tmp_path):
     assert b"from `lines.jsonl`" in written(tmp_path / "a", lines)["report.md"]
-    assert "benchmarks/results" not in written(tmp_path / "b", lines)["report.md"].decode()
+    few = [x for x in lines if x.get("suite") in ("long", "dilation")]
+    page = written(tmp_path / "b", few)["report.md"].decode()
+    assert "benchmarks/results" not in page and docs_headlines.NOT_MEASURED not in page
+    assert "Measured by `dap bench --suite dilation`, `dap bench --suite long`." in " ".join(page.split())
 
 
 def test_a_chart_shows_dense_lines_and_a_case_beside_its_peers():
@@ -176,8 +181,15 @@ def test_a_chart_shows_dense_lines_and_a_case_beside_its_peers():
 
 
 def test_tables_of_every_suite_are_there(lines):
-    page = report.benchmark_page(lines)
-    for title in ("By length: a <fast> CPU", "Density: ", "Dilation", "Every class", "Ranks", "The longest sequence"):
+    page = docs_page.page(lines)
+    for title in (
+        "By length: a &lt;fast> CPU",
+        "Density: ",
+        "Dilation",
+        "Every class",
+        "Ranks",
+        "The longest sequence",
+    ):
         assert title in page, title
     assert "ladder \\| on 2 ranks" in page
     assert "| 30 | 2048 | 3.00x | 2.50x | 1.20 |" in page
@@ -260,3 +272,32 @@ def test_a_missing_file_is_said_to_be_missing(tmp_path, capsys):
     with pytest.raises(SystemExit) as left:
         report.main([str(tmp_path / "none.jsonl")])
     assert left.value.code == 2 and "must be files that exist" in capsys.readouterr().err
+
+
+def test_unknown_subjects_are_listed_by_their_name(lines: list[dict], tmp_path: Path):
+    """A line of another program, or of a later version, is a row and no KeyError."""
+    shape = {"kind": "dense", "subject": "sage", "asked_density": None, "causal": False, "tflops": 1.0, "skipped": None}
+    foreign = [line("gpu", "dense", 4096, way, 2.0, **shape, gate=0.1) for way in ("forward", "backward")]
+    foreign += [line("gpu", "random-10%", 4096, "forward", 1.0, **{**shape, "kind": "random"}, gate=0.1)]
+    file = tmp_path / "gpu.jsonl"
+    file.write_text("".join(json.dumps(each) + "\n" for each in [*lines, *foreign]))
+    assert docs_page.main([str(file), "--out", str(tmp_path / "page.md")]) == 0
+    assert "| sage | dense | 4K |" in (tmp_path / "page.md").read_text()
+
+
+def test_markdown_shows_hostile_names_as_text():
+    hostile = "<img src=x onerror=alert(1)> | [click](javascript:alert(1)) ![x](http://y/z.png) \\| `a\n\n# b"
+    text = page.as_markdown("t", [page.Heading(hostile), hostile, page.Table(("case",), [[hostile]])])
+    bare = re.sub(r"`[^`]+`", "", text)
+    assert "<img" not in bare and not re.search(r"(?<!\\)\[", bare) and "\n# b" not in text and "\n\\# b" in text
+    row = text.splitlines()[-1]
+    assert len(re.findall(r"(?<!\\)\|", row)) == 2, "a name with a bar is one cell"
+    assert (
+        page.as_markdown("t", ["`code`, **bold**, [a page](other.html)"])
+        == "# t\n\n`code`, **bold**, [a page](other.html)\n"
+    )
+
+
+def test_preformatted_text_cannot_end_its_block():
+    text = page.as_markdown("t", [page.Preformatted("```\n# not a heading\n```")])
+    assert text == "# t\n\n````\n```\n# not a heading\n```\n````\n"

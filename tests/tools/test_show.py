@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -14,11 +15,14 @@ from collections.abc import Iterator
 from io import FileIO
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import pytest
 import torch
 
 from dilated_attention_pytorch import parse
+from dilated_attention_pytorch.tools.html_page import Chart, Heading, Table, log_chart
+from dilated_attention_pytorch.tools.html_page import as_html as report_page
 from dilated_attention_pytorch.tools.show import as_html, as_png, as_svg, as_text, draw_map
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
@@ -108,7 +112,9 @@ class Browser:
         for fd in (theirs_in, theirs_out):
             os.close(fd)
         self.reader, self.writer = FileIO(ours_in, "r"), FileIO(ours_out, "w")
-        self.rest, self.count, self.session = b"", 0, None
+        self.rest, self.count = b"", 0
+        self.target: str | None = None
+        self.session: str | None = None
         self.events: list[dict[str, Any]] = []
 
     def send(self, method: str, **params: Any) -> dict[str, Any]:
@@ -130,12 +136,17 @@ class Browser:
             self.events.append(answer)
 
     def open(self, path: Path) -> None:
-        target = self.send("Target.createTarget", url="about:blank")["targetId"]
+        """Opens a page in a tab of its own and closes the tab before it."""
+        before, self.session = self.target, None
+        self.events.clear()
+        self.target = target = self.send("Target.createTarget", url="about:blank")["targetId"]
+        if before:
+            self.send("Target.closeTarget", targetId=before)
         self.session = self.send("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Network"):
             self.send(f"{domain}.enable")
         self.send("Page.navigate", url=path.as_uri())
-        while self.run("document.readyState") != "complete":
+        while self.run("location.protocol + document.readyState") != "file:complete":
             time.sleep(0.02)
 
     def run(self, code: str) -> Any:
@@ -150,9 +161,9 @@ class Browser:
         for kind in ("mousePressed", "mouseReleased"):
             self.send("Input.dispatchMouseEvent", type=kind, x=box[0], y=box[1], button="left", clickCount=1)
 
-    def picture(self, index: int = 0) -> str:
-        """The pixels of a map, so that two can be told apart."""
-        return self.run(f"document.querySelectorAll('canvas')[{index}].toDataURL()")
+    def picture(self, selector: str = ".map") -> str:
+        """The pixels of a canvas, for comparison."""
+        return self.run(f"document.querySelector('{selector}').toDataURL()")
 
     def close(self) -> None:
         self.process.terminate()
@@ -162,18 +173,23 @@ class Browser:
 
 
 @pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
     if CHROMIUM is None:
         pytest.skip("Chromium is not installed (Debian: apt-get install chromium)")
-    folder = tmp_path_factory.mktemp("page")
-    started = Browser(folder / "profile")
-    page = folder / "page.html"
-    page.write_text(as_html(["dilated:16x1,64x4 & causal", "window:8 | global:4"], 256, 4, 0))
+    started = Browser(tmp_path_factory.mktemp("browser") / "profile")
     try:
-        started.open(page)
         yield started
     finally:
         started.close()
+
+
+@pytest.fixture
+def browser(chromium: Browser, tmp_path: Path) -> Browser:
+    """The page as it first opens: no test sees what another one clicked, in whatever order and process they run."""
+    page = tmp_path / "page.html"
+    page.write_text(as_html(["dilated:16x1,64x4 & causal", "window:8 | global:4"], 256, 4, 0))
+    chromium.open(page)
+    return chromium
 
 
 @pytest.mark.parametrize("text", DRAWN)
@@ -193,7 +209,7 @@ def test_the_page_draws_and_asks_nobody(browser: Browser):
     # The same page without its maps compresses to fewer bytes: the maps are not blank.
     assert len(shot("visible")) > len(shot("hidden")) + 500
     shot("visible")
-    assert browser.picture(0) != browser.picture(1)
+    assert browser.picture() != browser.picture("section:nth-child(2) .map")
     asked = [e["params"]["request"]["url"] for e in browser.events if e["method"] == "Network.requestWillBeSent"]
     assert asked and all(url.startswith(("file:", "data:")) for url in asked)
     assert not [e for e in browser.events if e["method"] in ("Runtime.exceptionThrown", "Log.entryAdded")]
@@ -219,8 +235,10 @@ def test_sliders_and_families_change_the_drawing(browser: Browser):
     assert browser.run(written) == "dilated:8x1,64x8 & causal", "the box was ticked by the text the page began with"
     browser.click("[name=causal]")
     assert browser.picture() != before and browser.run(written) == "dilated:8x1,64x8"
-    told = "[...document.querySelectorAll('section')[1].querySelectorAll('[name]')].map(s => s.disabled ? 0 : s.value)"
-    assert browser.run(told) == ["3", 0, 0, 0, "on"], "of a window, segment and causal have a say"
+    shown = (
+        "[...document.querySelectorAll('section')[1].querySelectorAll('label:not([hidden])')].map(l => l.textContent)"
+    )
+    assert browser.run(shown) == ["reach8", "causal"], "the sliders have the names of a window's arguments"
     browser.run(
         "(s => { s.value = 5; s.dispatchEvent(new Event('input')); })(document.querySelectorAll('[name=segment]')[1])"
     )
@@ -236,13 +254,128 @@ def test_a_row_lights_its_keys_and_the_wheel_zooms(browser: Browser):
     x, y, size = browser.run("(r => [r.x, r.y, r.width])(document.querySelector('canvas').getBoundingClientRect())")
     before = browser.picture()
     browser.send("Input.dispatchMouseEvent", type="mouseMoved", x=x + size / 2, y=y + size / 2)
-    assert browser.run("document.querySelector('.keys').textContent") == "query 256 sees 7 keys: 253-259"
+    assert browser.run("document.querySelector('.keys').textContent") == "query 128 sees 7 keys: 125-131"
     assert browser.picture() != before
     browser.send("Input.dispatchMouseEvent", type="mouseWheel", x=x + size / 2, y=y + size / 2, deltaX=0, deltaY=-100)
     browser.run("new Promise(done => setTimeout(done, 60))")
-    assert browser.run("state.view.span") < 512
+    assert browser.run("state.view.span") < 256
     browser.click("#reset")
-    assert browser.run("state.view.span") == 512
+    assert browser.run("state.view.span") == 256
+
+
+def test_axes_minimap_and_detail_follow_the_view(browser: Browser):
+    ticks = "[...document.querySelectorAll('.across')[0].querySelectorAll('span')].map(t => t.textContent)"
+    assert browser.run(ticks) == ["0", "64", "128", "192", "256"]
+    minimap, detail = browser.picture(".minimap"), browser.picture(".detail")
+    browser.run("zoom(1, 1, 64); new Promise(done => setTimeout(done, 60))")
+    assert browser.run(ticks) == ["192", "208", "224", "240", "256"]
+    assert browser.picture(".minimap") != minimap
+    browser.click(".minimap")
+    browser.run("new Promise(done => setTimeout(done, 60))")
+    assert browser.run("state.view") == {"q": 96, "k": 96, "span": 64}
+    x, y, size = browser.run("(r => [r.x, r.y, r.width])(document.querySelector('.map').getBoundingClientRect())")
+    browser.send("Input.dispatchMouseEvent", type="mouseMoved", x=x + size / 4, y=y + size / 2)
+    assert browser.run("document.querySelector('.where').textContent") == "32 tokens from query 112, key 96"
+    assert browser.picture(".detail") != detail
+
+
+def test_dilation_is_visible_when_the_page_opens(chromium: Browser, tmp_path: Path):
+    page = tmp_path / "page.html"
+    page.write_text(as_html(["dilated:2048x1,8192x4"], 65536, 4, 0))
+    chromium.open(page)
+    single = (
+        "(c => [...c.getContext('2d').getImageData(0, 0, 32, 32).data].filter((v, i) => i % 4 == 3 && v > 0).length)"
+    )
+    allowed = chromium.run(f"{single}(document.querySelector('.detail'))")
+    assert 0 < allowed < 32 * 32
+
+
+def test_a_pattern_is_copied_as_text_and_as_code(browser: Browser):
+    browser.run("window.copied = []; document.execCommand = () => copied.push(document.activeElement.value)")
+    browser.run("Object.defineProperty(navigator, 'clipboard', {value: undefined})")
+    for what in ("text", "python"):
+        browser.click(f"[data-copy={what}]")
+    text, code = browser.run("copied")
+    assert text == "dilated:16x1,64x4 & causal"
+    names: dict[str, Any] = dict(zip(("query", "key", "value"), torch.randn(3, 1, 4, 64, 8), strict=True))
+    exec(code, names)
+    assert names["pattern"] == parse(text) and names["output"].shape == (1, 4, 64, 8)
+
+
+def test_a_link_opens_what_the_page_showed(browser: Browser, tmp_path: Path):
+    typed = "document.querySelector('input[type=text]')"
+    browser.run(f"(i => {{ i.value = 'window:9'; i.dispatchEvent(new Event('input')); }})({typed})")
+    browser.run("zoom(0.5, 0.5, 32); new Promise(done => setTimeout(done, 60))")
+    view, link = browser.run("state.view"), browser.run("location.href")
+    browser.run(f"{typed}.value = ''")
+    browser.send("Page.navigate", url="about:blank")
+    browser.send("Page.navigate", url=link)
+    while browser.run("location.protocol + document.readyState") != "file:complete":
+        time.sleep(0.02)
+    assert browser.run("state.view") == view and browser.run(f"{typed}.value") == "window:9"
+    browser.send("Page.navigate", url="about:blank")
+    browser.send("Page.navigate", url=link.split("#")[0] + "#%7B%22n%22%3A-1%7D")
+    while browser.run("location.protocol + document.readyState") != "file:complete":
+        time.sleep(0.02)
+    assert browser.run(f"{typed}.value") == "dilated:16x1,64x4 & causal", "a damaged link is ignored"
+
+
+def test_maps_are_saved_as_png_and_svg(browser: Browser):
+    browser.run(
+        "window.saved = []; HTMLAnchorElement.prototype.click = function () { saved.push([this.download, this.href]); }"
+    )
+    for kind in ("png", "svg"):
+        browser.click(f"[data-save={kind}]")
+    (png_name, png), (svg_name, svg) = browser.run("saved")
+    assert (png_name, svg_name) == ("pattern-1.png", "pattern-1.svg")
+    assert b64decode(png.split(",")[1]).startswith(b"\x89PNG")
+    root = ElementTree.fromstring(unquote(svg.split(",", 1)[1]))
+    space = "{http://www.w3.org/2000/svg}"
+    assert root.find(f"{space}title").text == "dilated:16x1,64x4 & causal"
+    allowed = sum(int(rect.get("width")) for rect in root.findall(f"{space}g/{space}rect"))
+    token = torch.arange(256)
+    wanted = parse("dilated:16x1,64x4 & causal").resolve(256, 4).multiplicity(token[:, None], token[None, :], 0)
+    assert allowed == int((wanted > 0).sum())
+
+
+def test_a_phone_fits_the_page_and_takes_taps_and_pinches(browser: Browser):
+    browser.send("Emulation.setDeviceMetricsOverride", width=400, height=860, deviceScaleFactor=1, mobile=True)
+    browser.send("Emulation.setTouchEmulationEnabled", enabled=True)
+    assert browser.run("document.documentElement.scrollWidth") <= 400
+    place = "(r => [r.x, r.y, r.width])(document.querySelector('.map').getBoundingClientRect())"
+    x, y, size = browser.run(place)
+
+    def touch(kind: str, *fractions: float) -> None:
+        points = [{"x": x + f * size, "y": y + f * size, "id": i} for i, f in enumerate(fractions)]
+        browser.send("Input.dispatchTouchEvent", type=kind, touchPoints=points)
+
+    touch("touchStart", 0.5)
+    touch("touchEnd")
+    assert browser.run("document.querySelector('.keys').textContent").startswith("query 128 sees")
+    touch("touchStart", 0.4, 0.6)
+    touch("touchMove", 0.2, 0.8)
+    touch("touchEnd")
+    browser.run("new Promise(done => setTimeout(done, 60))")
+    assert browser.run("state.view.span") < 256
+    browser.send("Emulation.setTouchEmulationEnabled", enabled=False)
+    browser.send("Emulation.clearDeviceMetricsOverride")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_report_is_readable_on_a_phone(chromium: Browser, tmp_path: Path, scheme: str):
+    page = tmp_path / "report.html"
+    chart = Chart("times", "seconds by tokens", log_chart({"dense": [(1.0, 1.0), (8.0, 64.0)]}, "tokens", "seconds"))
+    page.write_text(report_page("Report", [Heading("Times"), chart, Table(["pattern"], [["window:4 " * 30]], 1)]))
+    chromium.open(page)
+    chromium.send("Emulation.setDeviceMetricsOverride", width=400, height=860, deviceScaleFactor=1, mobile=True)
+    chromium.send("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+    assert chromium.run("document.documentElement.scrollWidth") <= 400
+    assert chromium.run("document.querySelector('svg text').getBoundingClientRect().height") >= 9
+    back, ink = chromium.run("(s => [s.backgroundColor, s.color])(getComputedStyle(document.body))")
+    bright = [sum(map(int, re.findall(r"\d+", colour)[:3])) for colour in (back, ink)]
+    assert abs(bright[0] - bright[1]) > 400 and (bright[0] > bright[1]) == (scheme == "light")
+    chromium.send("Emulation.setEmulatedMedia", features=[])
+    chromium.send("Emulation.clearDeviceMetricsOverride")
 
 
 def test_the_theme_changes_and_a_wrong_text_is_explained(browser: Browser):

@@ -10,9 +10,6 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("typer")
-
 import torch
 from torch import nn
 
@@ -112,11 +109,19 @@ def test_blocks_are_joined_where_cells_are_few(saved: Path, here):
     assert "synthetic normal queries and keys" in fine["title"]
 
 
+def test_embeddings_without_a_name_are_found(saved: Path, here):
+    """The model of docs/adaptive.md: an embedding and adaptive layers in a Sequential."""
+    layers = (MultiheadBlockSparseAdaptive(32, 4, [256], [1], adaptive_config=CONFIG, block_size=16) for _ in range(2))
+    save_adaptive(nn.Sequential(nn.Embedding(256, 32), *layers), saved / "plain.pt", is_causal=True)
+    status, stdout, stderr = here("--learned", f"{saved}/plain.pt", "--input", f"{saved}/notes.txt", "--head", "2")
+    assert status == 0 and "bytes of notes.txt through 0.weight" in stdout, stderr
+
+
 @pytest.mark.parametrize("kind", ["txt", "svg", "png", "html"])
 def test_every_kind_is_written(saved: Path, here, kind: str):
     if kind == "png":
         pytest.importorskip("matplotlib")
-    out = saved / f"deep/map.{kind}"
+    out = saved / f"map.{kind}"
     words = ("--learned", f"{saved}/model.pt", "--layer", "1", "--input", f"{saved}/heads.pt", "--beside", "causal")
     assert here(*words, "-o", str(out))[0] == 0
     assert out.stat().st_size > 500
@@ -157,10 +162,10 @@ def test_a_layer_is_built_as_it_was(saved: Path):
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        ([], "either --pattern or --learned must be given, got neither"),
+        ([], "either a pattern or --learned must be given, got neither"),
         (["-p", "causal", "--learned", "core.pt"], "got both"),
         (["-p", "causal", "--layer", "1"], "--layer must come with --learned"),
-        (["--learned", "core.pt", "--heads", "2"], "--heads must come with --pattern"),
+        (["--learned", "core.pt", "--heads", "2"], "--heads must come with a pattern"),
         (["--learned", "nowhere.pt"], "must be a file"),
         (["--learned", "notes.txt"], "whole torch file"),
         (["--learned", "code.pt"], "tensors alone"),
@@ -170,7 +175,7 @@ def test_a_layer_is_built_as_it_was(saved: Path):
         (["--learned", "bare.pt", "--settings", "[]"], "JSON object"),
         (["--learned", "bare.pt", "--settings", '{"warmth": 1}'], "warmth"),
         (["--learned", "bare.pt", "--settings", '{"k_min": 3}'], "no block_size"),
-        (["--learned", "bare.pt", "--settings", '{"block_size": 16, "hidden_dim": 8}'], "of another shape"),
+        (["--learned", "bare.pt", "--settings", '{"block_size": 16, "hidden_dim": 8}'], "must be those of its tensors"),
         (["--learned", "core.pt", "--settings", '{"block_size": 16}'], "told once"),
         (["--learned", "model.pt", "--layer", "2"], "layer must be one of 0 (first), 1 (second)"),
         (["--learned", "model.pt", "--head", "4"], "head must lie in 0 .. 3"),
@@ -186,3 +191,15 @@ def test_wrong_use_is_explained(saved: Path, here, monkeypatch: pytest.MonkeyPat
     monkeypatch.chdir(saved)
     status, _, stderr = here(*words)
     assert status == 2 and told in stderr and "Traceback" not in stderr
+
+
+@pytest.mark.parametrize("setting", [{"hidden_dim": 2**40}, {"num_layers": 10**9}, {"match_rank": 2**40}])
+def test_sizes_that_settings_only_claim_are_not_built(tmp_path: Path, setting: dict[str, int]):
+    """A file of kilobytes whose settings ask for terabytes is refused by its shapes."""
+    core = BlockSparseAdaptive([64], [1], 2, 8, block_size=16)
+    save_adaptive(core, tmp_path / "core.pt", is_causal=True)
+    held = torch.load(tmp_path / "core.pt", weights_only=True)
+    held["adaptive"][""] |= setting
+    torch.save(held, tmp_path / "core.pt")
+    with pytest.raises(ValueError, match="must be those of its tensors"):
+        load_adaptive(tmp_path / "core.pt")

@@ -13,14 +13,18 @@ from typing import Any
 import pytest
 import torch
 from cases import BY_NAME
+from docs_pages import docs_page
+from limits import scaled
 from oracle import answer
 
-from dilated_attention_pytorch import nn, parse
-from dilated_attention_pytorch.tools import bench, extreme, page, report, trials
-from dilated_attention_pytorch.tools.gate import TOLERANCE, Computed, largest_error, sample
-from dilated_attention_pytorch.tools.measure import PeakMemory
-from dilated_attention_pytorch.tools.page import readable_bytes
-from dilated_attention_pytorch.tools.suites import ABOUT, CLASSES, MODELS, ON_THIS_MACHINE, suite
+from dilated_attention_pytorch import attention_with_lse, nn, parse
+from dilated_attention_pytorch.tools import html_page as page
+from dilated_attention_pytorch.tools.bench import extreme, trials
+from dilated_attention_pytorch.tools.bench import runner as bench
+from dilated_attention_pytorch.tools.bench.cases import ABOUT, CLASSES, MODELS, ON_THIS_MACHINE, suite
+from dilated_attention_pytorch.tools.bench.gate import Computed, error_ratio, sample
+from dilated_attention_pytorch.tools.bench.measure import PeakMemory
+from dilated_attention_pytorch.tools.html_page import readable_bytes
 
 GATED = ("causal", "dilated-ladder-causal", "dilated-empty-rows", "random", "gqa", "wide-value")
 
@@ -35,8 +39,8 @@ def exact(name: str) -> Computed:
 @pytest.mark.parametrize("name", GATED)
 def test_the_gate_accepts_the_oracle(name: str):
     problem, computed = BY_NAME[name], exact(name)
-    error = largest_error(computed, problem.pattern, torch.arange(problem.n), list(range(problem.heads)))
-    assert error <= TOLERANCE[torch.float64]
+    error = error_ratio(computed, problem.pattern, torch.arange(problem.n), list(range(problem.heads)))
+    assert error <= 1
 
 
 @pytest.mark.parametrize("name", GATED)
@@ -47,8 +51,8 @@ def test_the_gate_sees_one_wrong_number(name: str, what: str, wrong: float):
     damaged = getattr(computed, what).clone()
     damaged[0, -1, computed.lse[0, -1].isfinite().nonzero()[-1]] += wrong
     computed = computed._replace(**{what: damaged})
-    error = largest_error(computed, problem.pattern, torch.arange(problem.n), list(range(problem.heads)))
-    assert error > 1e-5
+    error = error_ratio(computed, problem.pattern, torch.arange(problem.n), list(range(problem.heads)))
+    assert error > 1
 
 
 @pytest.mark.parametrize("wrong", [0.0, float("nan"), float("inf")])
@@ -56,7 +60,59 @@ def test_the_gate_sees_a_row_without_keys_that_claims_some(wrong: float):
     problem, computed = BY_NAME["dilated-empty-rows"], exact("dilated-empty-rows")
     lse = computed.lse.clone()
     lse[0, 0, lse[0, 0].isinf().nonzero()[0]] = wrong
-    assert largest_error(computed._replace(lse=lse), problem.pattern, torch.arange(problem.n), [0]) == float("inf")
+    assert error_ratio(computed._replace(lse=lse), problem.pattern, torch.arange(problem.n), [0]) == float("inf")
+
+
+def fused(inputs: list[torch.Tensor], kept: torch.Tensor, parts: int = 1) -> Computed:
+    """Attention and gradients as a fused GPU kernel rounds them.
+
+    Weights and the gradients of scores are rounded to the dtype of the inputs before each product, and so is the output
+    of every part of the keys. `kept` marks the pairs that are computed.
+    """
+    dtype, (query, key, value, grad) = inputs[0].dtype, (x.float() for x in inputs)
+    scale = query.shape[-1] ** -0.5
+    scores = (query @ key.mT * scale).masked_fill(~kept, -torch.inf)
+    lse = scores.logsumexp(-1)
+    top = scores.amax(-1, keepdim=True)
+    output, total = torch.zeros_like(query), torch.zeros_like(top)
+    for keys in torch.arange(key.shape[2]).chunk(parts):
+        weights = (scores[..., keys] - top).exp()
+        carried = output * total + weights.to(dtype).float() @ value[:, :, keys]
+        total = total + weights.sum(-1, keepdim=True)
+        output = (carried / total).to(dtype).float()
+    weights = (scores - lse[..., None]).exp()
+    delta = (grad * output).sum(-1, keepdim=True)
+    inner = (weights * (grad @ value.mT - delta)).to(dtype).float()
+    results = output, inner @ key * scale, inner.mT @ query * scale, weights.to(dtype).float().mT @ grad
+    output, *grads = (x.to(dtype) for x in results)
+    return Computed(*inputs[:3], output, lse, inputs[3], *grads)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("parts", [1, 6])
+def test_gate_passes_fused_rounding_and_fails_skipped_tiles(dtype: torch.dtype, parts: int):
+    n, tiles = 2048, 128
+    inputs = list(torch.randn(4, 1, 1, n, 64, dtype=torch.float32).to(dtype).unbind())
+    right = fused(inputs, torch.ones(n, n, dtype=torch.bool), parts)
+    rows, full = sample(n, 64), parse("full")
+    assert error_ratio(right, full, rows, [0]) < 0.5, "no headroom is left for a GPU"
+    skipped = torch.rand(tiles, tiles) < 0.01
+    kept = ~skipped.repeat_interleave(n // tiles, 0).repeat_interleave(n // tiles, 1)
+    wrong = fused(inputs, kept, parts)
+    # Peers are checked with the library's LSE, so each result has to show the fault by itself.
+    for name in ("output", "lse", "grad_query", "grad_key", "grad_value"):
+        assert error_ratio(right._replace(**{name: getattr(wrong, name)}), full, rows, [0]) > 2, name
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("pattern", ["full & causal", "dilated:256x1,512x2,1024x4", "random:0.2;block=64"])
+def test_gate_passes_the_library_in_every_dtype(dtype: torch.dtype, pattern: str):
+    query, key, value = (torch.randn(1, heads, 1024, 32).to(dtype).requires_grad_() for heads in (2, 1, 1))
+    output, lse = attention_with_lse(query, key, value, pattern, enable_gqa=True)
+    grad = torch.randn_like(output)
+    grads = torch.autograd.grad(output, (query, key, value), grad)
+    computed = Computed(*(x.detach() for x in (query, key, value, output, lse, grad)), *grads)
+    assert error_ratio(computed, parse(pattern), sample(1024, 32), [0, 1]) < 0.5
 
 
 def test_samples_hold_both_ends_and_no_position_twice():
@@ -77,7 +133,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> bench.Group:
 
 
 def test_results_are_one_line_a_subject_and_direction(small: bench.Group, tmp_path, capsys):
-    out = tmp_path / "results" / "small.jsonl"
+    out = tmp_path / "small.jsonl"
     assert bench.main(["--out", str(out)]) == 0
     *lines, plans = [json.loads(line) for line in out.read_text().splitlines()]
     assert plans["case"] == "plan cache" and plans["hits"] > plans["misses"] == 2
@@ -96,13 +152,28 @@ def test_results_are_one_line_a_subject_and_direction(small: bench.Group, tmp_pa
 
 
 def test_a_wrong_result_is_reported_and_not_timed(small: bench.Group, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(bench, "largest_error", lambda *_: 1.0)
+    monkeypatch.setattr(bench, "error_ratio", lambda *_: 1.5)
     out = tmp_path / "small.jsonl"
     assert bench.main(["--out", str(out)]) == 1
     ours = [x for x in map(json.loads, out.read_text().splitlines()) if x["case"] not in ("dense", "plan cache")]
     assert len(ours) == 4
     assert all(line["p50_ms"] is None and not line["gate_passed"] for line in ours)
     assert "not timed" in capsys.readouterr().out
+
+
+def test_ratio_is_our_rate_over_the_dense_rate_of_the_same_round():
+    """Above 1 where this library is faster, by the flops each really computes."""
+
+    def subject(flops: float, *seconds: float) -> bench.Subject:
+        times = {"forward": list(seconds), "backward": [2 * each for each in seconds]}
+        known: dict[str, Any] = {"case": "", "backend": "", "pattern": "", "density": 1.0, "run": {}, "peak": {}}
+        return bench.Subject(flops=flops, first_call_s=0.0, seconds=times, **known)
+
+    dense, tenth = subject(100.0, 1.0, 4.0, 2.0), subject(10.0, 0.05, 0.2, 0.1)
+    assert bench.ratio(tenth, dense, "forward") == pytest.approx(2.0)
+    assert bench.ratio(tenth, dense, "backward") == pytest.approx(2.0)
+    assert bench.ratio(tenth, dense, "both") == pytest.approx(2.0)
+    assert bench.ratio(dense, tenth, "forward") == pytest.approx(0.5)
 
 
 def test_an_interruption_keeps_what_was_measured(small: bench.Group, tmp_path, monkeypatch):
@@ -123,7 +194,7 @@ import signal, sys
 # Whatever is started by a shell in the background ignores it, children too.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 from dataclasses import replace
-from dilated_attention_pytorch.tools import bench
+from dilated_attention_pytorch.tools.bench import runner as bench
 case = bench.Case(name="window", pattern="window:64")
 group = bench.Group(n=256, d=16, heads=1, key_heads=1, cases=(case,), peer_heads=1, rounds=(1, 1))
 bench.suite = lambda name, device: [
@@ -154,7 +225,7 @@ def test_control_c_keeps_what_is_done(tmp_path):
                 break
         running.send_signal(signal.SIGINT)
         told = running.stderr.read()
-        assert running.wait(timeout=60) == 130 and "--resume" in told and "Traceback" not in told
+        assert running.wait(timeout=scaled(60)) == 130 and "--resume" in told and "Traceback" not in told
     kept = bench.known_lines(out)
     assert [line["n"] for line in kept] == [256] * 4 + [512] * 4
     assert all(line["rounds"] == kept[-1]["rounds"] >= 2 for line in kept[4:]), "whole rounds, and enough of them"
@@ -206,7 +277,7 @@ def test_dense_attention_that_takes_too_long_is_left_out_and_told(small: bench.G
     assert all("a head would take about 0 s, more than 0 s" in line["skipped"] for line in dense)
     assert "left out: forward and backward of a head" in capsys.readouterr().out
     longer = [{**line, "n": 2 * line["n"]} for line in bench.known_lines(out) if line["case"] == "window"]
-    page = report.benchmark_page([*bench.known_lines(out), *longer])
+    page = docs_page.page([*bench.known_lines(out), *longer])
     assert "Dense attention was not timed at 512: forward and backward of a head would take about 0 s" in page
     monkeypatch.undo()
     monkeypatch.setattr(
@@ -215,7 +286,7 @@ def test_dense_attention_that_takes_too_long_is_left_out_and_told(small: bench.G
     assert bench.main(["--out", str(out), "--resume"]) == 0
     lines = bench.known_lines(out)
     assert [line["p50_ms"] is None for line in lines if line["case"] == "dense"] == [True, True, False, False]
-    assert "was not timed" not in report.benchmark_page([*lines, *longer])
+    assert "was not timed" not in docs_page.page([*lines, *longer])
 
 
 @pytest.mark.parametrize("words", [["--suite", "standart"], ["--suite", "x"]])
@@ -229,9 +300,9 @@ def test_a_suite_that_there_is_not_is_answered_with_those_there_are(words: list[
 
 def test_nothing_is_measured_for_a_file_that_cannot_be_written(tmp_path, monkeypatch):
     monkeypatch.setattr(bench, "run", lambda *_, **__: pytest.fail("measured"))
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match=r"must be one that can be written, got .*file/none.jsonl"):
-        bench.main(["--out", str(tmp_path / "file" / "none.jsonl")])
+    (tmp_path / "folder.jsonl").mkdir()
+    with pytest.raises(ValueError, match=r"must be one that can be written, got .*folder.jsonl"):
+        bench.main(["--out", str(tmp_path / "folder.jsonl")])
     kept = tmp_path / "kept.jsonl"
     kept.write_text("{}\n")
     with pytest.raises(ValueError, match="backend must be one of"):
@@ -277,10 +348,10 @@ def test_every_class_passes_its_gate_and_a_wrong_one_does_not(name: str, monkeyp
     monkeypatch.setattr(trials, "MODEL_LAYERS", 2)
     module = trials.build(name, 512, 4, 16, "cpu")
     given = trials.arguments(module, tuple(torch.randn(1, 4, 512, 16) for _ in range(3)))
-    assert trials.module_error(module, given) < TOLERANCE[torch.float32] and module.training
+    assert trials.module_error(module, given) <= 1.0 and module.training
     call = trials.call
     monkeypatch.setattr(trials, "call", lambda m, x: call(m, x) + (1e-3 if m is module else 0.0))
-    assert trials.module_error(module, given) > TOLERANCE[torch.float32]
+    assert trials.module_error(module, given) > 1.0
 
 
 @pytest.mark.parametrize("name", ["BlockSparseAdaptive", "MultiheadBlockSparseAdaptive"])
@@ -294,7 +365,7 @@ def test_the_gate_of_a_learned_class_holds_its_choice(name: str, monkeypatch: py
         return replace(seen[-1], indices=seen[-1].indices.flip(2))
 
     monkeypatch.setattr(trials, "chosen_blocks", other_blocks)
-    assert trials.module_error(module, given) > TOLERANCE[torch.float32]
+    assert trials.module_error(module, given) > 1.0
     assert seen[0].counts.any(), "rows choose"
     assert trials.learned_core(module).config == nn.AdaptiveConfig()
 
@@ -303,11 +374,11 @@ def test_what_a_model_loses_to_its_dtype_does_not_count(monkeypatch: pytest.Monk
     monkeypatch.setattr(trials, "MODEL_LAYERS", 2)
     module = trials.build("LongNetLM", 256, 2, 16, "cpu").bfloat16()
     given = trials.arguments(module, tuple(torch.randn(1, 2, 256, 16) for _ in range(3)))
-    assert trials.module_error(module, given) < TOLERANCE[torch.bfloat16]
+    assert trials.module_error(module, given) <= 1.0
     call = trials.call
     # The reference is on another backend; what is wrong there alone must not excuse anything.
     monkeypatch.setattr(trials, "call", lambda m, x: call(m, x) * (1.5 if m is module else 1.0))
-    assert trials.module_error(module, given) > TOLERANCE[torch.bfloat16]
+    assert trials.module_error(module, given) > 1.0
 
 
 def test_classes_and_ranks_are_measured(tmp_path, monkeypatch):
@@ -367,8 +438,8 @@ def test_the_keys_of_an_extreme_subject_are_those_it_attends_to(name: str):
     subject = extreme.subjects()[name]
     query, key, value = torch.randn(3, 1, extreme.HEADS, 1280, extreme.WIDTH).unbind()
     output = subject.forward(query, key, value)
-    assert extreme.rows_error(subject, output, query, key, value) < TOLERANCE[torch.float32]
-    assert extreme.rows_error(subject, output + 1e-3, query, key, value) > TOLERANCE[torch.float32]
+    assert extreme.rows_error(subject, output, query, key, value) <= 1.0
+    assert extreme.rows_error(subject, output + 1e-3, query, key, value) > 1.0
 
 
 def test_peak_memory_counts_what_was_allocated():

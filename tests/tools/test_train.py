@@ -13,9 +13,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from limits import scaled
 
 from dilated_attention_pytorch.models import LongNetConfig, LongNetLM, config
-from dilated_attention_pytorch.tools import train
+from dilated_attention_pytorch.tools import generate, train
 
 SMALL = {
     "d_model": 32,
@@ -140,7 +141,6 @@ def test_a_crash_after_a_checkpoint_loses_only_what_came_after(monkeypatch: pyte
     ("options", "message"),
     [
         (["--resume"], "resume must find a checkpoint"),
-        (["--context", "5000"], "data must be at least 100040 bytes"),
         (["--data", "nowhere"], "data must be a file"),
         (["--dtype", "int8"], "dtype must be one of auto, float32, bfloat16"),
         (["--parallel", "pipeline"], "parallel must be one of data, context"),
@@ -163,7 +163,7 @@ def test_dense_attention_knows_no_ranks(monkeypatch: pytest.MonkeyPatch):
     """Each rank would attend to its own part of the sequence and say nothing."""
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match="dense must come with --parallel data"):
-        train.Run(train.Settings(data="text", context=64, dense=True, parallel="context"))
+        train.Run(train.TrainSettings(data="text", context=64, dense=True, parallel="context"))
 
 
 def test_a_resumed_run_keeps_its_settings():
@@ -174,6 +174,41 @@ def test_a_resumed_run_keeps_its_settings():
         file.write(b"more")
     with pytest.raises(ValueError, match="resume must have the data of the run"):
         run("--resume")
+
+
+def test_a_finished_run_is_extended():
+    assert run() == 0
+    assert run("--resume", "--steps", "9") == 0
+    assert [line["step"] for line in log()] == list(range(1, 10))
+    with pytest.raises(ValueError, match="steps must be at least the 9 that are done, got 4"):
+        run("--resume", "--steps", "4")
+
+
+def test_small_files_wrap_around(capsys: pytest.CaptureFixture[str]):
+    Path("few").write_bytes(bytes(range(100)))
+    assert run("--data", "few", "--context", "64", "--steps", "2") == 0
+    assert "sequences wrap around" in capsys.readouterr().out
+    corpus = train.Corpus(Path("few"), 200, 0)
+    window, held = corpus.window(3), corpus.held_out(0)
+    assert len(window) == len(held) == 201
+    assert torch.equal(window[:106], window[95:]) and set(window.tolist()) == set(range(95))
+    assert set(held.tolist()) == set(range(95, 100))
+    Path("less").write_bytes(bytes(10))
+    with pytest.raises(ValueError, match="data must be at least 64 bytes, got 10"):
+        run("--data", "less")
+
+
+def test_a_trained_model_continues_a_text(capsys: pytest.CaptureFixture[str]):
+    assert run("--context", "1K", "--steps", "2") == 0
+    capsys.readouterr()
+    given = ["run", "--prompt", "12 squared", "-n", "20", "--device", "cpu", "--json"]
+    told = []
+    for words in (given, given, [*given, "--seed", "1"]):
+        assert generate.main(words) == 0
+        told.append(json.loads(capsys.readouterr().out))
+    assert told[0] == told[1] != told[2] and told[0]["prompt"] == "12 squared"
+    with pytest.raises(ValueError, match="a checkpoint must be a file or a folder"):
+        generate.main(["nowhere"])
 
 
 def test_accumulation_is_a_larger_batch():
@@ -194,7 +229,7 @@ def test_windows_are_a_function_of_seed_and_number():
 
 
 def test_the_learning_rate_rises_and_falls():
-    settings = train.Settings(steps=100, warmup=10, lr=1.0)
+    settings = train.TrainSettings(steps=100, warmup=10, lr=1.0)
     rates = [train.learning_rate(settings, step) for step in range(101)]
     assert rates[0] == pytest.approx(0.1) and max(rates) == rates[9] == 1.0
     assert rates[10:] == sorted(rates[10:], reverse=True) and rates[-1] == pytest.approx(0.1)
@@ -233,7 +268,20 @@ def test_two_ranks_train_as_one(parallel: str, tmp_path: Path):
         )
         for rank in range(2)
     ]
-    assert [rank.wait(timeout=200) for rank in ranks] == [0, 0]
+    assert [rank.wait(timeout=scaled(200)) for rank in ranks] == [0, 0]
     assert losses("two") == pytest.approx(losses("one"), rel=1e-4)
     assert log("two")[-1]["bits_per_byte"] == pytest.approx(log("one")[-1]["bits_per_byte"], rel=1e-4)
     assert math.isfinite(log("two")[-1]["grad_norm"])
+
+
+def test_a_second_run_into_one_folder_is_refused(monkeypatch: pytest.MonkeyPatch):
+    assert run() == 0
+    before = {path.name: path.read_bytes() for path in Path("run").iterdir()}
+    with pytest.raises(ValueError, match=r"out must be a folder without a run(.|\n)*--resume(.|\n)*another --out"):
+        run("--seed", "7")
+    assert {path.name: path.read_bytes() for path in Path("run").iterdir()} == before
+    Path("run", train.SAVED).unlink()
+    with pytest.raises(ValueError, match=r"the log of 6 steps(.|\n)*no checkpoint for --resume"):
+        run()
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert run() == 0, "a job that failed before its first checkpoint starts anew"

@@ -1,12 +1,14 @@
 """Attention over a sequence that is spread over ranks."""
 
-from .choose import Machine
-from .comm import ExchangePlan, Traffic
-from .compress import BlockTopK, GradientBuckets, PowerSGD, TopK, compress_fsdp, ddp_hook
+from .attention import context_parallel_attention, context_parallel_attention_with_lse
 from .config import DistributedSparseConfig, NodeBounded
-from .layouts import LayoutChoice, choose_layout
+from .cost_model import Machine
+from .exchange import ExchangePlan, Traffic
+from .gradient_compression import BlockTopK, GradientBuckets, PowerSGD, TopK, compress_fsdp, ddp_hook
+from .layout import SequenceLayout, shard_sequence, unshard_sequence
+from .layout_choice import LayoutChoice, choose_layout
 from .loss import context_parallel_loss, next_token_labels
-from .memory import least_free, on_pressure, relieve
+from .receive_buffers import on_pressure, relieve
 from .recovery import (
     LeftBehind,
     RankFault,
@@ -19,9 +21,8 @@ from .recovery import (
     regroup,
     vote,
 )
-from .ring import context_parallel_attention, context_parallel_attention_with_lse
-from .shard import SequenceLayout, shard_sequence, unshard_sequence
 from .simulate import Forecast, dilated_request, explain_exchange, forecast_rank, traffic, virtual_attention
+from .transport import least_free
 
 __all__ = [
     "BlockTopK",

@@ -1,8 +1,8 @@
-"""The thinning butterfly: a dilated ladder's rows in a few messages a rank, none of them twice.
+"""The thinning butterfly: rows of a dilated ladder in a few messages a rank, each row once.
 
-Before a level a rank holds, for each head, the samples of its segment one level down. It swaps those that the level
-still samples with the ranks at the same place in the sibling segments, and then holds the samples of the level's own
-segment. With segments and rates that grow by a factor a, that is (a - 1) log_a P messages instead of up to P - 1.
+Before a level a rank holds, for each head, the samples of its segment one level down. It swaps the samples that the
+level keeps with the ranks at the same place in the sibling segments, and then holds the samples of its segment at the
+level. With segments and rates that grow by a factor a, that is (a - 1) log_a P messages instead of up to P - 1.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from ..patterns import Dilated, Pattern
-from .comm import ExchangePlan, Step
-from .shard import SequenceLayout
+from .exchange import ButterflyRound, ExchangePlan
+from .layout import SequenceLayout
 
 
 def why_no_butterfly(pattern: Pattern, layout: SequenceLayout) -> str | None:
-    """What keeps a resolved pattern from it on a layout, or None when nothing does."""
+    """Reason why a resolved pattern has no butterfly on a layout, or None."""
     if not isinstance(pattern, Dilated):
         return "the pattern is not a plain dilated one"
     if pattern.heads == "split" or (pattern.offset == "block" and max(pattern.dilation_rates) > 1):
@@ -54,12 +54,12 @@ def messages(pattern: Pattern, layout: SequenceLayout) -> int:
     return sum(wide // narrow - 1 for narrow, wide in pairwise(extents))
 
 
-def butterfly(pattern: Pattern, plan: ExchangePlan, heads: int) -> tuple[Step, ...]:
-    """The rounds that bring what the plan asks for; `why_no_butterfly` must be None."""
+def butterfly(pattern: Pattern, plan: ExchangePlan, heads: int) -> tuple[ButterflyRound, ...]:
+    """Rounds that bring the requested rows of a plan; `why_no_butterfly` must be None."""
     assert isinstance(pattern, Dilated)
     layout, rank = plan.layout, plan.rank
     own = layout.n // layout.world
-    steps, extent = [], own
+    rounds, extent = [], own
     for segment, rate in _levels(pattern, layout):
         residues = _residues(plan, heads, rate, own)
         first = rank * own // segment * segment
@@ -71,20 +71,24 @@ def butterfly(pattern: Pattern, plan: ExchangePlan, heads: int) -> tuple[Step, .
                 mine = _codes(rank * own - within, extent, rate, residues, layout.n)
                 theirs = _codes(start, extent, rate, residues, layout.n)
                 send[peer], receive[peer] = plan.place(mine), plan.received(theirs)
-        steps.append(Step(send, receive))
+        rounds.append(ButterflyRound(send, receive))
         extent = segment
-    none = torch.empty(0, dtype=torch.int64)
-    brought = torch.cat([none, *(rows for step in steps for rows in step.receive.values())])
-    assert brought.sort().values.equal(torch.arange(len(plan.request.codes))), "a butterfly must bring what is asked"
-    return tuple(steps)
+    none = torch.empty(0, dtype=torch.int64, device="cpu")
+    brought = torch.cat([none, *(rows for one in rounds for rows in one.receive.values())])
+    assert brought.sort().values.equal(torch.arange(len(plan.request.codes), device="cpu")), (
+        "a butterfly must bring the requested rows"
+    )
+    return tuple(rounds)
 
 
 def _residues(plan: ExchangePlan, heads: int, rate: int, own: int) -> list[tuple[int, int]]:
-    """Key heads and the residues that query heads with a sample in this shard take of them, each once."""
+    """Key heads with each residue that a query head with a sample in this shard takes of them."""
     shared = heads // plan.key_heads
     begin = plan.rank * own
     return sorted({(head // shared, head % rate) for head in range(heads) if (head % rate - begin) % rate < own})
 
 
 def _codes(start: int, extent: int, rate: int, residues: list[tuple[int, int]], n: int) -> Tensor:
-    return torch.cat([group * n + torch.arange(start + residue, start + extent, rate) for group, residue in residues])
+    return torch.cat(
+        [group * n + torch.arange(start + residue, start + extent, rate, device="cpu") for group, residue in residues]
+    )

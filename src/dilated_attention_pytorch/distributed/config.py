@@ -1,4 +1,4 @@
-"""What a distributed module is told: densities by distance, gradients, memory, recovery."""
+"""Configuration of distributed modules: densities by distance, gradients, memory, recovery."""
 
 from __future__ import annotations
 
@@ -13,23 +13,21 @@ import torch.distributed as dist
 from torch import nn
 
 from ..errors import must
-from ..patterns import BlockDilated, BlockLists, Documents, Pattern
-from ..patterns.pattern import integer, integers
-from .compress import BlockTopK, Compression, GradientBuckets, TopK
-from .shard import SequenceLayout
+from ..patterns import BlockColumns, BlockDilated, Documents, Pattern
+from ..patterns.base import integer, integers
+from .gradient_compression import BlockTopK, Compression, GradientBuckets, TopK
+from .layout import SequenceLayout
 
 PatternType = Literal["hierarchical", "node_local", "dilated_sparse"]
 CompressionType = Literal["block_topk", "topk"]
 
 LOCAL, GLOBAL, INTER_NODE = 0.4, 0.1, 0.05
-"""Densities of the levels where none is given."""
-MOST_LISTED = 1 << 27
-"""Entries of block lists that are written out."""
+"""Default densities of the levels."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class NodeBounded(Pattern):
-    """Dense near, sparse far, by where tokens live: on this rank, on this node, on another node.
+    """Density by the place of the keys: on the query's rank, on its node, on another node.
 
     | keys | kept |
     |---|---|
@@ -38,7 +36,7 @@ class NodeBounded(Pattern):
     | of other nodes | every 1 / `far`-th block, the same ones for every query |
 
     Because all queries share their far blocks, a rank fetches at most `far` of the sequence from other nodes, whatever
-    the number of its queries. Everything is one softmax. `resolve` writes the pattern out in terms of others.
+    the number of its queries. One softmax runs over all levels. `resolve` expresses the pattern by other patterns.
     """
 
     segment_lengths: tuple[int, ...]
@@ -47,7 +45,7 @@ class NodeBounded(Pattern):
     node: float = GLOBAL
     far: float = INTER_NODE
     world: int = field(default=1, kw_only=True)
-    """Ranks; they hold equal shares of the sequence unless `lengths` says otherwise."""
+    """Ranks, with equal shards unless `lengths` is given."""
     ranks_per_node: int = field(default=1, kw_only=True)
     block: int = field(default=128, kw_only=True)
     lengths: tuple[int, ...] | None = field(default=None, kw_only=True)
@@ -68,7 +66,7 @@ class NodeBounded(Pattern):
         return _written(self, n).resolve(n, heads)
 
     def written(self, n: int) -> Pattern:
-        """The levels at a length, in terms of other patterns."""
+        """The pattern at a length, expressed by other patterns."""
         lengths = self.lengths or SequenceLayout.contiguous(n, self.world).lengths
         if sum(lengths) != n:
             raise must(f"lengths of the ranks must add up to the sequence length {n}", sum(lengths))
@@ -84,15 +82,8 @@ class NodeBounded(Pattern):
 
     def _columns(self, n: int, density: float) -> Pattern | None:
         """Evenly spread key blocks that every query sees, `density` of all blocks, rounded down."""
-        blocks = -(-n // self.block)
-        count = int(density * blocks)
-        if not count:
-            return None
-        if blocks * count > MOST_LISTED:
-            what = f"blocks x far blocks must be at most {MOST_LISTED}"
-            raise must(what, f"{blocks} x {count}", "Use a larger block_size or a smaller density.")
-        columns = [(2 * i + 1) * blocks // (2 * count) for i in range(count)]
-        return BlockLists.from_csr(range(0, blocks * count + 1, count), columns * blocks, blocks, block=self.block)
+        count = int(density * -(-n // self.block))
+        return BlockColumns(count, block=self.block) if count else None
 
     def allows(self, q: Any, k: Any, head: Any = 0) -> Any:
         raise must("this pattern must know the length", "none", "Call pattern.resolve(n, heads) first.")
@@ -117,7 +108,7 @@ def _shares(lengths: Sequence[int]) -> Pattern:
 
 @dataclass(frozen=True, slots=True)
 class DistributedSparseConfig:
-    """What `BlockSparseRingDistributedDilatedAttention` keeps and how it trains. Densities are fractions kept.
+    """Configuration of `BlockSparseRingDistributedDilatedAttention`. Densities are fractions of blocks kept.
 
     >>> DistributedSparseConfig(inter_node_sparsity=0.01).pattern([2048], [1], world=16)
     node_bounded:2048x1;local=0.4;node=0.1;far=0.01;world=16;ranks_per_node=16;block=128
@@ -136,17 +127,16 @@ class DistributedSparseConfig:
     inter_node_sparsity: float | None = None
     """Fraction kept of the blocks on other nodes, and so a bound on what is fetched from there; 0.05 by default."""
     node_size: int | None = None
-    """Ranks on a node; what torchrun started there if not given, or all ranks."""
+    """Ranks on a node; by default the number that torchrun started there, or all ranks."""
     gradient_compression_ratio: float | None = None
     """Fraction of the gradients that `gradient_buckets` sends; all of them if None."""
     gradient_compression: CompressionType = "block_topk"
     gradient_bucket_size_mb: float = 25.0
     gradient_bucket_count: int = 32
     enable_memory_optimization: bool = True
-    """Compare the free memory of all ranks before an exchange and split it where one has too little."""
+    """Compare the free memory of all ranks before an exchange, and split it if a rank has too little."""
     enable_error_recovery: bool = True
-    """Turn faults into errors with a type on every rank, and compute again in smaller parts where one ran out of
-    memory."""
+    """Raise typed errors for faults on every rank, and compute again in smaller parts if memory ran out on one."""
 
     def __post_init__(self) -> None:
         for name, known in (("pattern_type", PatternType), ("gradient_compression", CompressionType)):
@@ -169,7 +159,7 @@ class DistributedSparseConfig:
             raise must("node_size must come with a pattern_type that has nodes", self.pattern_type)
         if self.gradient_compression != "block_topk" and self.gradient_compression_ratio is None:
             raise must("gradient_compression must come with gradient_compression_ratio", "none")
-        # Checked where they are told, not when the first gradients come.
+        # Checked here, not at the first gradients.
         self.compression()
         GradientBuckets([nn.Parameter()], size_mb=self.gradient_bucket_size_mb, count=self.gradient_bucket_count)
         integer("block_size", self.block_size, 1)
@@ -207,7 +197,7 @@ class DistributedSparseConfig:
         )
 
     def compression(self, group: dist.ProcessGroup | None = None) -> Compression | None:
-        """How gradients are compressed, for `ddp.register_comm_hook(config.compression(), ddp_hook)` and the like."""
+        """Compression of gradients as configured, for `compress_fsdp` and the like; None if there is none."""
         if self.gradient_compression_ratio is None:
             return None
         kind = BlockTopK if self.gradient_compression == "block_topk" else TopK
@@ -216,7 +206,11 @@ class DistributedSparseConfig:
     def gradient_buckets(
         self, parameters: Iterable[nn.Parameter], group: dist.ProcessGroup | None = None
     ) -> GradientBuckets:
-        """Averages gradients over the group as these settings say; call its `synchronize` after `backward`."""
+        """Buckets that average gradients over the group as configured.
+
+        Call `synchronize` after `backward`, or `ddp.register_comm_hook(config.gradient_buckets(ddp.parameters()),
+        ddp_hook)` under DDP.
+        """
         return GradientBuckets(
             parameters,
             self.compression(group),
@@ -227,7 +221,7 @@ class DistributedSparseConfig:
 
 
 def _on_a_node(members: Sequence[int]) -> int:
-    """How many of these ranks, in this order, share a node."""
+    """Number of these ranks, in this order, on one node."""
     started = int(os.environ.get("LOCAL_WORLD_SIZE", max(members) + 1))
     runs = [len(list(run)) for _, run in groupby(rank // started for rank in members)]
     if any(run != runs[0] for run in runs[:-1]) or runs[-1] > runs[0]:

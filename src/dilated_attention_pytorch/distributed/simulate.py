@@ -1,4 +1,4 @@
-"""All ranks in one process, one after another: for tests, and to see what a layout costs before there is a cluster."""
+"""Virtual ranks: all ranks in one process, for tests and to see the cost of a layout without a cluster."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from ..kernels.dropout import fresh_seed
 from ..ops import AttentionOutput
 from ..patterns import And, Causal, Dilated, Pattern
 from ..plan import own_block, plan_rows
-from .choose import Exchange, Machine, Overlap
-from .comm import Request, Traffic, agree, request_for
-from .engine import ContextParallel, Job
-from .local import Settings
-from .ring import Call
-from .shard import SequenceLayout, shard_sequence, unshard_sequence
-from .share import Problem, Share, rank_plan, shares_of
+from .attention import Call
+from .cost_model import Exchange, Machine, Overlap
+from .exchange import Request, Traffic, plan_exchange, request_for
+from .executor import ContextParallel, Executor
+from .layout import SequenceLayout, shard_sequence, unshard_sequence
+from .local_attention import CallSettings
+from .schedule import RankSchedule, ScheduleSpec, make_schedules, rank_plan
 from .transport import VirtualTransport
 
 
@@ -41,31 +41,33 @@ def virtual_attention(
     machine: Machine | None = None,
     backend: str = "auto",
 ) -> AttentionOutput:
-    """`context_parallel_attention_with_lse` on every rank of a layout, given and giving the whole sequence.
+    """`context_parallel_attention_with_lse` on every rank of a layout, from and to the whole sequence.
 
-    Each rank computes from its own shard and the rows its exchange plan brings, and from nothing else.
+    Each virtual rank computes from its own shard and the rows of its exchange plan only.
     """
     call = Call(
         pattern, layout, is_causal, scale, enable_gqa, cu_seqlens, dropout_p, overlap, exchange, receive_budget, machine
     )
+    if layout.world == 1 or not layout.n:
+        return call.on_one_device(query, key, value, key_padding_mask, backend)
     ranks = range(layout.world)
     parts = [[shard_sequence(x, layout, rank) for rank in ranks] for x in (query, key, value)]
     padding = [None if key_padding_mask is None else shard_sequence(key_padding_mask, layout, r, 1) for r in ranks]
     for rank, *tensors, mask in zip(ranks, *parts, padding, strict=True):
         call.check_shard(rank, tuple(tensors), mask)  # pyrefly: ignore[bad-argument-type]
     seed = fresh_seed(query.device) if dropout_p else None
-    settings = Settings(call.scale_for(query.shape[3]), backend, dropout_p, seed)
+    settings = CallSettings(call.scale_for(query.shape[3]), backend, dropout_p, seed)
     transport = VirtualTransport(layout.world)
-    shares = [share.to(query.device) for share in _shares(call.problem(query, key, value), layout)]
-    job = Job(transport, shares, settings, padding, keep=True)
-    found = ContextParallel.apply(job, *parts[0], *parts[1], *parts[2])
-    outputs, lses = found[: layout.world], found[layout.world :]
+    schedules = [schedule.to(query.device) for schedule in _schedules(call.spec(query, key, value), layout)]
+    executor = Executor(transport, schedules, settings, padding, reuse=True)
+    results = ContextParallel.apply(executor, *parts[0], *parts[1], *parts[2])
+    outputs, lses = results[: layout.world], results[layout.world :]
     return AttentionOutput(unshard_sequence(outputs, layout), unshard_sequence(lses, layout))
 
 
 @lru_cache(maxsize=8)
-def _shares(problem: Problem, layout: SequenceLayout) -> list[Share]:
-    return shares_of(problem, layout, VirtualTransport(layout.world))
+def _schedules(spec: ScheduleSpec, layout: SequenceLayout) -> list[RankSchedule]:
+    return make_schedules(spec, layout, VirtualTransport(layout.world))
 
 
 def traffic(
@@ -78,7 +80,7 @@ def traffic(
     is_causal: bool = False,
     ranks_per_node: int = 1,
 ) -> list[Traffic]:
-    """What every rank sends and receives in one forward pass; `row_bytes` are those of a row of K and of V together.
+    """Traffic of every rank in one forward pass; `row_bytes` are the bytes of a row of K and its row of V.
 
     >>> from dilated_attention_pytorch.distributed import SequenceLayout, traffic
     >>> moved = traffic("window:64 & causal", SequenceLayout.contiguous(4096, 4), heads=2, row_bytes=512)
@@ -91,7 +93,7 @@ def traffic(
     requests = [request_for(work.far_codes, layout, rank, key_heads) for rank, work in enumerate(works)]
     return [
         plan.report(row_bytes, ranks_per_node)
-        for plan in agree(requests, layout, key_heads, VirtualTransport(layout.world))
+        for plan in plan_exchange(requests, layout, key_heads, VirtualTransport(layout.world))
     ]
 
 
@@ -111,11 +113,11 @@ def explain_exchange(
     machine: Machine | None = None,
     ranks_per_node: int = 1,
 ) -> str:
-    """How rows would travel, why so, and what every rank receives; all ranks are planned here.
+    """Description of the exchange of a call, the reason for it, and the traffic of every rank.
 
     >>> from dilated_attention_pytorch.distributed import SequenceLayout, explain_exchange
     >>> print(explain_exchange("window:64", SequenceLayout.contiguous(4096, 2), heads=2, exchange="direct"))
-    direct: asked for
+    direct: requested
     rank 0: receives 0.0328 MB in 1 messages from 1 ranks (0.0328 MB between nodes), sends 0.0328 MB; a ring or an \
 all-gather receives 1.05 MB
     rank 1: receives 0.0328 MB in 1 messages from 1 ranks (0.0328 MB between nodes), sends 0.0328 MB; a ring or an \
@@ -124,25 +126,29 @@ all-gather receives 1.05 MB
     call = Call(
         pattern, layout, is_causal, overlap=overlap, exchange=exchange, receive_budget=receive_budget, machine=machine
     )
-    query, key = (torch.empty(batch, many, 0, head_dim, dtype=dtype) for many in (heads, key_heads or heads))
-    problem = call.problem(query, key, key)
-    shares = _shares(problem, layout)
-    lines = [f"{shares[0].exchange}: {shares[0].why}"]
-    for share in shares:
-        plans = [stage.exchange for stage in share.stages if stage.exchange is not None]
+    query, key = (
+        torch.empty(batch, many, 0, head_dim, dtype=dtype, device="cpu") for many in (heads, key_heads or heads)
+    )
+    spec = call.spec(query, key, key)
+    if layout.world == 1:
+        return "none: one rank holds all rows"
+    schedules = _schedules(spec, layout)
+    lines = [f"{schedules[0].exchange}: {schedules[0].why}"]
+    for schedule in schedules:
+        plans = [stage.exchange for stage in schedule.stages if stage.exchange is not None]
         for index, plan in enumerate(plans):
-            where = f"rank {share.rank}" + (f", stage {index}" if len(plans) > 1 else "")
-            lines.append(f"{where}: {plan.report(problem.row_bytes, ranks_per_node)}")
+            where = f"rank {schedule.rank}" + (f", stage {index}" if len(plans) > 1 else "")
+            lines.append(f"{where}: {plan.report(spec.row_bytes, ranks_per_node)}")
     return "\n".join(lines)
 
 
 class Forecast(NamedTuple):
-    """What one rank would exchange and compute in a forward pass."""
+    """Predicted exchange and work of one rank in a forward pass."""
 
     rank: int
     tokens: int
     rows: int
-    """Rows of K and V it fetches."""
+    """Rows of K and V that it fetches."""
     peers: int
     flops: int
     """On the tiles of its queries, for one batch entry and head width 1."""
@@ -151,7 +157,7 @@ class Forecast(NamedTuple):
 def forecast_rank(
     pattern: Pattern, layout: SequenceLayout, rank: int, heads: int, key_heads: int | None = None
 ) -> Forecast:
-    """What one rank of any number would do under a resolved pattern, in time of its own tiles."""
+    """Forecast for one rank under a resolved pattern, in time of its own tiles."""
     key_heads = key_heads or heads
     dilated, is_causal = _dilated(pattern)
     size = own_block(pattern)
@@ -168,7 +174,7 @@ def forecast_rank(
 
 
 def _dilated_tiles(pattern: Dilated, n: int, begin: int, end: int, heads: int, size: int, is_causal: bool) -> int:
-    """Tile pairs of the queries begin .. end - 1: each tile meets those of its segment, up to itself when causal."""
+    """Tile pairs of the queries begin .. end - 1: a tile meets the tiles of its segment, up to itself when causal."""
     total = 0
     for index, (segment, rate) in enumerate(pattern.branches):
         length, span = min(segment, n), rate * size
@@ -180,11 +186,11 @@ def _dilated_tiles(pattern: Dilated, n: int, begin: int, end: int, heads: int, s
             return own * (low + high + 2) // 2 if is_causal else own * tiles
 
         first, last = begin // length * length, (end - 1) // length * length
-        found = pairs(first) + (pairs(last) if last > first else 0)
+        met = pairs(first) + (pairs(last) if last > first else 0)
         if last - first > length:
-            # Segments in between lie inside the run, so each counts as the next one does.
-            found += (last - first - length) // length * pairs(first + length)
-        total += found * sum(bool(pattern.takes_part(index, head)) for head in range(heads))
+            # Segments in between lie inside the run, and have equal counts.
+            met += (last - first - length) // length * pairs(first + length)
+        total += met * sum(bool(pattern.takes_part(index, head)) for head in range(heads))
     return total
 
 
@@ -207,7 +213,7 @@ def dilated_request(
     *,
     is_causal: bool = False,
 ) -> Request:
-    """What one rank asks for under a dilated pattern, in closed form: time and memory are those of these rows.
+    """Request of one rank under a dilated pattern, in closed form: time and memory follow the requested rows.
 
     One rank of 1024 that share a billion tokens, with 8 key heads:
 
@@ -218,27 +224,27 @@ def dilated_request(
     81920
     """
     key_heads = key_heads or heads
-    known = pattern.resolve(layout.n, heads)
-    assert isinstance(known, Dilated)
-    found = []
+    resolved = pattern.resolve(layout.n, heads)
+    assert isinstance(resolved, Dilated)
+    rows = []
     for head in range(heads):
         first_code = head // (heads // key_heads) * layout.n
-        for index, (segment, rate) in enumerate(known.branches):
-            if known.takes_part(index, head):
-                residue = known.sampled_residue(index, head)
+        for index, (segment, rate) in enumerate(resolved.branches):
+            if resolved.takes_part(index, head):
+                residue = resolved.sampled_residue(index, head)
                 for run in layout.runs(rank):
                     # A segment between the first and the last that a run meets lies inside the run.
                     for which in {run[0] // segment, (run[1] - 1) // segment}:
                         first, end = which * segment + residue, min((which + 1) * segment, layout.n)
-                        found += [first_code + x for x in _outside(run, first, end, rate, is_causal)]
-    codes = torch.cat(found) if found else torch.arange(0)
+                        rows += [first_code + x for x in _outside(run, first, end, rate, is_causal)]
+    codes = torch.cat(rows) if rows else torch.arange(0, device="cpu")
     return request_for(codes, layout, rank, key_heads)
 
 
 def _outside(run: tuple[int, int], first: int, end: int, rate: int, is_causal: bool) -> list[Tensor]:
-    """The samples first, first + rate, ... below `end` outside a run that its own samples see."""
+    """Samples first, first + rate, ... below `end` outside a run that the samples inside it see."""
     begin, stop = (max(first, first - (first - bound) // rate * rate) for bound in run)
     if begin >= min(stop, end):
         return []
-    before = torch.arange(first, begin, rate)
-    return [before] if is_causal else [before, torch.arange(min(stop, end), end, rate)]
+    before = torch.arange(first, begin, rate, device="cpu")
+    return [before] if is_causal else [before, torch.arange(min(stop, end), end, rate, device="cpu")]

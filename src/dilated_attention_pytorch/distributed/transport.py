@@ -1,11 +1,13 @@
-"""How rows travel: between the processes of a group, or between ranks that live in one process.
+"""Transports: rows between the processes of a group, or between virtual ranks of one process.
 
-Both kinds take and give one item for each rank of this process: a group has one, virtual ranks are all here.
+Both kinds take and return one item for each rank of this process: a group has one of them, a virtual world all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
@@ -13,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import must
-from .memory import receive_buffer
+from .receive_buffers import free_on, receive_buffer
 
 Item = TypeVar("Item")
 Messages = dict[int, Tensor]
@@ -21,50 +23,57 @@ Messages = dict[int, Tensor]
 
 
 class Pending(Generic[Item]):
-    """Something on its way."""
+    """Result of an exchange in flight."""
 
     def __init__(self, arrive: Callable[[], Item]) -> None:
         self._arrive = arrive
 
     def wait(self) -> Item:
-        """Block until it is here."""
+        """Block until the exchange is complete."""
         return self._arrive()
 
 
 class Transport(Protocol):
-    """What the exchange asks for."""
+    """Collective operations of an exchange."""
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Ranks that live in this process."""
+        """Ranks of this process."""
         ...
 
     @property
     def wire(self) -> torch.device:
-        """Where integers must lie to be carried."""
+        """Device of integers that can be sent."""
         ...
 
     def all_to_all(
         self, sent: list[Tensor], send_counts: list[tuple[int, ...]], receive_counts: list[tuple[int, ...]]
     ) -> Pending[list[Tensor]]:
-        """Rows ordered by receiver, and how many are whose; gives rows ordered by sender. Collective."""
+        """Send rows ordered by receiver, with their counts; returns rows ordered by sender. Collective."""
         ...
 
     def highest(self, numbers: list[Tensor]) -> Tensor:
-        """Elementwise, the highest number any rank has. Collective."""
+        """Elementwise maximum over the ranks. Collective."""
         ...
 
     def swap(self, outgoing: list[Messages], sources: list[dict[int, int]]) -> Pending[list[Messages]]:
-        """Messages to some ranks, and how many rows come from which; every message has the width of those sent."""
+        """Send messages to some ranks; `sources` has the rows that arrive, by rank. All messages have one width."""
+        ...
+
+    def check(self, failure: Exception | None) -> None:
+        """Raise on every rank if one failed, see `check_everywhere`. Collective."""
+        ...
+
+    def check_completion(self, failure: Exception | None) -> None:
+        """Raise on every rank if one failed during a call, as far as the transport can without a device sync."""
         ...
 
 
 class GroupTransport:
     """Rows between the members of a process group."""
 
-    def __init__(self, group: dist.ProcessGroup | None, rank: int, world: int) -> None:
-        self.group, self.ranks, self.world = group, (rank,), world
-        self.wire = torch.device("cpu") if world == 1 else wire_device(group)
+    def __init__(self, group: dist.ProcessGroup | None, rank: int) -> None:
+        self.group, self.ranks, self.wire = group, (rank,), wire_device(group)
 
     def all_to_all(
         self, sent: list[Tensor], send_counts: list[tuple[int, ...]], receive_counts: list[tuple[int, ...]]
@@ -72,8 +81,6 @@ class GroupTransport:
         """See `Transport`."""
         (rows,), (out,), (into,) = sent, send_counts, receive_counts
         received = receive_buffer(rows, sum(into))
-        if self.world == 1:
-            return Pending(lambda: [received.copy_(rows)])
         rows = rows.contiguous()
         work = dist.all_to_all_single(received, rows, list(into), list(out), group=self.group, async_op=True)
         travelling = [] if work is None else [(work, rows)]
@@ -109,19 +116,29 @@ class GroupTransport:
     def highest(self, numbers: list[Tensor]) -> Tensor:
         """See `Transport`."""
         most = numbers[0].to(self.wire)
-        if self.world > 1:
-            dist.all_reduce(most, dist.ReduceOp.MAX, group=self.group)
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=self.group)
         return most.cpu()
+
+    def check(self, failure: Exception | None) -> None:
+        """See `Transport`."""
+        check_everywhere(failure, self.group)
+
+    def check_completion(self, failure: Exception | None) -> None:
+        """See `Transport`. On NCCL a check would wait for the GPU in every call, so only this rank raises."""
+        if self.wire.type == "cpu":
+            check_everywhere(failure, self.group)
+        elif failure is not None:
+            raise failure
 
     def _global(self, rank: int) -> int:
         return rank if self.group is None else dist.get_global_rank(self.group, rank)
 
 
 def _finish(travelling: list[tuple[dist.Work, Any]]) -> None:
-    """Wait for what is under way, each with what must live until it has left.
+    """Wait for operations, each given with the tensors that must live until it is complete.
 
-    Both are let go whatever happens: an error keeps the functions it passed through, and what those hold would keep a
-    broken group's connections open.
+    The references are dropped in any case: the frames of an error would hold them, and with them the connections of a
+    broken group.
     """
     try:
         for work, _ in travelling:
@@ -154,11 +171,113 @@ class VirtualTransport:
         """See `Transport`."""
         return torch.stack(numbers).amax(0)
 
+    def check(self, failure: Exception | None) -> None:
+        """See `Transport`."""
+        if failure is not None:
+            raise failure
+
+    check_completion = check
+
+
+@contextmanager
+def together(transport: Transport) -> Iterator[None]:
+    """Run local work between two collectives; an exception on one rank is raised on all at its end. Collective."""
+    failure = None
+    try:
+        yield
+    except Exception as error:
+        failure = error
+    transport.check(failure)
+
+
+class LocalWork:
+    """Local work of one call with several collectives.
+
+    After an exception the rank computes nothing more and takes part in the remaining collectives with zeros, so that
+    no other rank waits for it.
+    """
+
+    def __init__(self) -> None:
+        self.failure: Exception | None = None
+
+    def run(self, work: Callable[[], Item], otherwise: Callable[[], Item]) -> Item:
+        """The result of `work`, or of `otherwise` from the first exception on."""
+        if self.failure is None:
+            try:
+                return work()
+            except Exception as error:
+                self.failure = error
+        return otherwise()
+
+
+@contextmanager
+def completed_together(transport: Transport) -> Iterator[LocalWork]:
+    """A call with several collectives: an exception in the local work of one rank is raised on all at its end."""
+    local = LocalWork()
+    try:
+        yield local
+    except Exception as fault:
+        # A broken link must not hide this rank's own error.
+        if local.failure is not None:
+            raise local.failure from fault
+        raise
+    transport.check_completion(local.failure)
+
+
+MEMORY = re.compile(r"out of memory|can't allocate memory|not enough memory", re.IGNORECASE)
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether an error reports that memory ran out on this rank."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and MEMORY.search(str(error)) is not None
+
+
+def check_everywhere(failure: Exception | None, group: dist.ProcessGroup | None) -> None:
+    """Raise on every rank of a group if one of them failed. Collective.
+
+    A failed rank raises its own error. The others raise a ValueError that quotes it, or a MemoryError where memory ran
+    out and nothing else failed: `attempt` then runs the step again on all ranks.
+    """
+    kind = 0 if failure is None else 1 if out_of_memory(failure) else 2
+    worst = torch.tensor([kind], dtype=torch.int32, device=wire_device(group))
+    dist.all_reduce(worst, dist.ReduceOp.MAX, group=group)
+    if not int(worst):
+        return
+    texts: list[str | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(texts, None if failure is None else error_text(failure), group=group)
+    lines = "\n".join(f"  rank {rank}: {text}" for rank, text in enumerate(texts) if text is not None)
+    if int(worst) == 1:
+        raise failure or MemoryError(f"memory ran out on another rank:\n{lines}")
+    raise on_every_rank(failure or must("expected every rank to succeed", f"errors:\n{lines}"), group)
+
+
+def on_every_rank(error: Exception, group: dist.ProcessGroup | None) -> Exception:
+    """Mark an error that every rank of a group raises, so that no vote about it is needed."""
+    error._raised_by = group_name(group)  # pyrefly: ignore[missing-attribute]
+    return error
+
+
+def is_on_every_rank(error: BaseException, group: dist.ProcessGroup | None) -> bool:
+    """Whether `on_every_rank` marked the error for this group."""
+    return getattr(error, "_raised_by", None) == group_name(group)
+
+
+def group_name(group: dist.ProcessGroup | None) -> str:
+    """Name of a group, or of the default one."""
+    members = dist.group.WORLD if group is None else group
+    assert members is not None
+    return members.group_name
+
+
+def error_text(error: BaseException) -> str:
+    """Type and message of an exception."""
+    return f"{type(error).__name__}: {error}"
+
 
 def rank_in(group: dist.ProcessGroup | None, world: int) -> int:
-    """This process's place in the group; 0 where a layout of one rank comes without a group."""
-    if group is None and world == 1:
-        return 0
+    """Rank of this process in the group that a layout of `world` ranks needs."""
     if not dist.is_available() or not dist.is_initialized():
         raise must(
             f"a layout of {world} ranks must meet a process group of {world} members",
@@ -183,8 +302,25 @@ def check_group(group: dist.ProcessGroup | None, world: int, device: torch.devic
             carriers,
             'Start it with init_process_group("nccl"), or "cpu:gloo,cuda:nccl" for both.',
         )
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
+        # NCCL binds a rank to one GPU, and integers are carried on the current one.
+        current = torch.cuda.current_device()
+        advice = 'Call torch.cuda.set_device(int(os.environ["LOCAL_RANK"])) before init_process_group.'
+        raise must(f"expected tensors on the current device cuda:{current}", device, advice)
 
 
 def wire_device(group: dist.ProcessGroup | None) -> torch.device:
-    """Where the group's backend wants the integers it carries."""
-    return torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
+    """Device of the integers that the group's backend carries: with NCCL, the current GPU of this process."""
+    if dist.get_backend(group) == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def least_free(device: torch.device, group: dist.ProcessGroup | None = None) -> int | None:
+    """Least free bytes of a device over the ranks, None if unknown on some rank. Collective.
+
+    `receive_budget=int(FRACTION * least)` makes an exchange fit everywhere.
+    """
+    least = torch.tensor([free_on(device)], device=wire_device(group))
+    dist.all_reduce(least, dist.ReduceOp.MIN, group=group)
+    return int(least) if int(least) >= 0 else None

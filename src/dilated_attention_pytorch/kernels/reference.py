@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from . import dropout
-from .containment import contained_matmul
-from .registry import AttentionCall, Forward, Gradients, empty_rows, zero_gradients
+from .call import AttentionCall, Extent, Forward, Gradients, empty_rows, wide_copies, zero_gradients
+from .cpu.nan_safe import contained_matmul
 
 LONGEST = 8192
 ROWS = 1024
@@ -58,6 +58,12 @@ def why_not(call: AttentionCall) -> str | None:
     if call.pattern is None:
         return "needs the pattern, got a plan alone"
     return None
+
+
+def workspace(call: AttentionCall, direction: str, extent: Extent) -> int:
+    """Upper bound of the bytes besides results; see `registry.Backend`."""
+    n, wide = call.plan.n, call.compute_dtype.itemsize
+    return wide_copies(call, direction, extent) + 8 * wide * extent.samples * min(n, ROWS) * n
 
 
 def forward(call: AttentionCall) -> Forward:

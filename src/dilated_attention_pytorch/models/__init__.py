@@ -1,6 +1,6 @@
 """Models: LongNet and its language models, an encoder for pathology slides, and the checkpoints of both."""
 
-from .adaptive import AdaptiveLayer, load_adaptive, save_adaptive
+from .adaptive_checkpoints import AdaptiveLayer, load_adaptive, save_adaptive
 from .checkpoints import (
     export_state,
     from_transformer_encoder,

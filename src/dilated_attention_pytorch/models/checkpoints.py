@@ -9,18 +9,19 @@ from __future__ import annotations
 import json
 import os
 import re
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
+from ..atomic_write import write_whole
 from ..errors import must, must_be
-from ..files import write_whole
-from ..nn import Rotary, Xpos
+from ..nn import MultiheadSparseAttention, Rotary, Xpos
 from .config import LongNetConfig
-from .layers import LayerAttention
+from .layers import DilatedTransformerDecoderLayer
 from .longnet import LongNet, LongNetLM
 from .slide import SlideConfig, SlideEncoder
 
@@ -79,7 +80,17 @@ def read_with_facts(path: str | os.PathLike[str], *names: str) -> tuple[State, d
         raise must("a checkpoint must be a whole torch file of tensors alone", f"{place.name}: {_first_line(error)}",
                    "Files that need code to be read are not opened. Save a state dict.") from error  # fmt: skip
     facts = {name: found[name] for name in names if isinstance(found, Mapping) and name in found}
-    return state_in(found), facts
+    state = state_in(found)
+    check_stored(state)
+    return state, facts
+
+
+def check_stored(state: State) -> None:
+    """Refuse tensors that claim more elements than their memory holds, as an expanded one does."""
+    views = [name for name, t in state.items() if t.numel() * t.element_size() > t.untyped_storage().nbytes()]
+    if views:
+        shown = ", ".join(f"{name} {tuple(state[name].shape)}" for name in views[:8])
+        raise must("tensors of a checkpoint must be stored whole", f"expanded ones: {shown}", "Clone them.")
 
 
 def state_in(found: Any) -> State:
@@ -165,10 +176,10 @@ def load_checkpoint(model: nn.Module, source: Source, names: Names = "own", *, i
     Args:
         model: a model of this library.
         source: a path, or tensors by name.
-        names: whose names they have: "own", "torchscale" (its LongNet, and the slide encoder built on it), "torch"
-            (nn.TransformerEncoder), or "original" (the modules this library's names come from). The original's LongNet
-            had no residual connections, and its encoder no last norm, which is set to pass through: its weights load,
-            its numbers are not reproduced.
+        names: whose names they have: "own", "torchscale" (its DilatedAttention, its LongNet, and the slide encoder
+            built on it), "torch" (nn.TransformerEncoder), or "original" (the modules that this library's names come
+            from, in both of their lines). An original LongNet computed another attention: its weights load, with a
+            warning where norms differ, and its numbers are not reproduced.
         ignore: regular expressions of entries to leave out.
     """
     given = read_state(source) if isinstance(source, str | os.PathLike) else state_in(source)
@@ -197,11 +208,11 @@ def export_state(model: nn.Module, names: Names = "own") -> State:
             raise must("torchscale's output projection must have no bias", "out.bias", "Set it to 0, or bias=False.")
         if _shares_with_encoder(model):
             state[_SOURCE] = state[_their_name(model, "token_embedding.weight", names)].clone()
-        for own, module in model.named_modules():
-            if own.endswith(".self_attn") and isinstance(getattr(module, "position", None), Xpos):
-                width = cast(LayerAttention, module).head_dim
-                scale = (torch.arange(0, width, 2) + 0.4 * width) / (1.4 * width)
-                state[_their_name(model, f"{own}.xpos.scale", names)] = scale
+    for own, module in model.named_modules() if names == "torchscale" else ():
+        if isinstance(module, MultiheadSparseAttention) and isinstance(module.position, Xpos):
+            width = module.head_dim
+            scale = (torch.arange(0, width, 2, device="cpu") + 0.4 * width) / (1.4 * width)
+            state[_their_name(model, f"{own}.xpos.scale".removeprefix("."), names)] = scale
     return _together(state) if names == "torch" else state
 
 
@@ -237,12 +248,35 @@ def _completed(model: nn.Module, given: State, theirs: dict[str, str], names: Na
                 raise must("a model with one embedding must be given equal ones", "two", "Set num_source_tokens.")
             given = {name: tensor for name, tensor in given.items() if name != _SOURCE}
         if names == "torchscale" and "out.bias" in theirs:
-            given = {theirs["out.bias"]: torch.zeros(model.config.num_tokens), **given}
-    if names == "original":
-        ends = [name for name in theirs.values() if re.fullmatch(r"(long_net\.)?encoder\.norm\.(weight|bias)", name)]
-        whole = dict(model.named_parameters())
-        given = {**{name: torch.full_like(whole[name], float(name.endswith("weight"))) for name in ends}, **given}
-    return given
+            given = {theirs["out.bias"]: torch.zeros(model.config.num_tokens, device="cpu"), **given}
+    return _with_norms(model, given, theirs) if names == "original" else given
+
+
+def _with_norms(model: nn.Module, given: State, theirs: dict[str, str]) -> State:
+    """An original state dict with the norms of this library.
+
+    - The first line of the original has `norm` after attention, as here. The second has `q_ln` and `k_ln` on queries
+      and keys, and applies `q_ln` after attention once more: `q_ln` is loaded as `norm`, and `k_ln` is left out.
+    - Self-attention of a decoder has no norm in either line, except in the first releases; here it has one.
+    - `LongNet` has no norm after its stacks, and `LongNetLM` has one after its decoder alone.
+
+    Norms that the original does not have are 1 (weight) and 0 (bias).
+    """
+    keys = [name for name in given if re.search(r"(^|\.)k_ln\.(weight|bias)$", name)]
+    given = {name: tensor for name, tensor in given.items() if name not in keys}
+    given = {re.sub(r"(^|\.)q_ln\.(?=weight$|bias$)", r"\1norm.", name): tensor for name, tensor in given.items()}
+    layer = "" if isinstance(model, DilatedTransformerDecoderLayer) else r"decoder\.layers\.\d+\."
+    lacking = re.compile(rf"(long_net\.)?((en|de)coder\.norm|{layer}self_attn\.norm)\.(weight|bias)")
+    new = {name: own for own, name in theirs.items() if lacking.fullmatch(name) and name not in given}
+    if keys or new:
+        warnings.warn(
+            f"An original LongNet is not reproduced: {len(keys)} entries of norms of keys are left out, and {len(new)} "
+            "entries of norms that it does not have are 1 (weight) and 0 (bias).",
+            stacklevel=4,
+        )
+    wanted = model.state_dict()
+    made = {name: torch.full_like(wanted[own], float(name.endswith("weight"))) for name, own in new.items()}
+    return {**made, **given}
 
 
 def _shares_with_encoder(model: LongNetLM) -> bool:
@@ -285,9 +319,12 @@ def _their_name(model: nn.Module, own: str, names: Names) -> str:
     if names == "torch":
         return own.removeprefix("encoder.")
     if names == "original":
+        # A language model had one norm, after its decoder.
         return re.sub(r"^long_net\.decoder\.norm\.", "norm.", own)
     if ".multihead_attn.norm." in own:
         raise must("torchscale's cross-attention must have no LayerNorm inside", own, "Set memory_norm=False.")
+    if isinstance(model, MultiheadSparseAttention):
+        return re.sub(r"^norm\.", "inner_attn_ln.", own)
     table: dict[str, str] = dict(_TORCHSCALE_LAYER)
     if isinstance(model, SlideEncoder):
         ends = {r"^tile_projection\.": "patch_embed.proj.", r"^class_token$": "cls_token"}
@@ -314,15 +351,19 @@ def _their_name(model: nn.Module, own: str, names: Names) -> str:
 
 def _turned(model: nn.Module, own: str, tensor: Tensor, out: bool) -> Tensor:
     """Query and key projections for rotary positions: torchscale turns neighbours, we turn the halves of a head."""
-    match = re.fullmatch(r"(.*self_attn)\.[qk]_proj\.(?:weight|bias)", own)
+    match = re.fullmatch(r"(?:(.*)\.)?[qk]_proj\.(?:weight|bias)", own)
     if match is None:
         return tensor
-    attention: Any = model.get_submodule(match[1])
-    if not isinstance(attention.position, Rotary):
+    attention: Any = model.get_submodule(match[1] or "")
+    if not isinstance(getattr(attention, "position", None), Rotary):
         return tensor
     heads = tensor.unflatten(0, (-1, attention.head_dim))
     shape = (2, attention.head_dim // 2) if out else (attention.head_dim // 2, 2)
     return heads.unflatten(1, shape).transpose(1, 2).flatten(1, 2).flatten(0, 1)
+
+
+PUBLISHED_SLIDE_ENCODER = 768, 12
+"""Width and layers of the slide encoder whose 16 heads are the default of `SlideConfig`."""
 
 
 def load_slide_encoder(
@@ -341,7 +382,9 @@ def load_slide_encoder(
         exact: attend without torchscale's zero padding, which the weights were trained with: cleaner, not the same.
         ignore: see `load_checkpoint`.
         device: where it runs, as `dtype` in what.
-        settings: fields of `SlideConfig` that sizes do not tell, such as `global_pool`, `slide_size` and `nhead`.
+        settings: fields of `SlideConfig` that do not follow from sizes, such as `global_pool` and `slide_size`.
+            Weights do not hold the number of heads: `nhead` must be given unless they have the 12 layers of width 768
+            of the published encoder, which has 16 heads.
     """
     state = read_state(source) if isinstance(source, str | os.PathLike) else state_in(source)
     sizes = _sizes(state, "encoder.", ("patch_embed.proj.weight",))
@@ -353,7 +396,15 @@ def load_slide_encoder(
         "zero_padding": not exact,
         "detach_mixing": not exact,
     }
-    model = SlideEncoder(SlideConfig(**{**known, **settings}), device=device, dtype=dtype)
+    if "nhead" not in settings and (known["d_model"], known["num_layers"]) != PUBLISHED_SLIDE_ENCODER:
+        raise must(
+            "nhead must be given: weights do not hold the number of heads",
+            f"{known['num_layers']} layers of width {known['d_model']}, which are not the published ones",
+            "load_slide_encoder(source, nhead=...).",
+        )
+    config = SlideConfig(**{**known, **settings})
+    _check_size(config.num_parameters, state)
+    model = SlideEncoder(config, device=device, dtype=dtype)
     load_checkpoint(model, state, "torchscale", ignore=ignore)
     return model.eval()
 
@@ -406,7 +457,10 @@ def load_torchscale(
         known["num_source_tokens"] = None if torch.equal(read, embedding) else len(read)
         known["num_encoder_layers"] = _sizes(state, "encoder.", ())["layers"]
         known |= {"memory_norm": False, "zero_padding": True}
-    model = LongNetLM(LongNetConfig(**{**known, **settings}), device=device, dtype=dtype)
+    config = LongNetConfig(**{**known, **settings})
+    # torchscale's output projection has no bias, which is set to 0 here.
+    _check_size(config.num_parameters - config.num_tokens, state)
+    model = LongNetLM(config, device=device, dtype=dtype)
     load_checkpoint(model, state, "torchscale", ignore=ignore)
     return model.eval()
 
@@ -455,12 +509,25 @@ def from_transformer_encoder(encoder: nn.TransformerEncoder, **settings: Any) ->
 
 
 def _sizes(state: State, prefix: str, also: Sequence[str]) -> dict[str, Any]:
-    """What shapes tell of a torchscale stack."""
+    """Sizes of a torchscale stack, from the shapes of its tensors.
+
+    Nothing is built for what a file only claims: every tensor is stored whole, and every layer is there.
+    """
+    check_stored(state)
     known = (f"{prefix}layers.0.ffn.fc1.weight", *also)
     missing = [name for name in known if name not in state or state[name].dim() != 2]
     if missing:
         raise must("a torchscale checkpoint must have its names", f"none called {', '.join(missing)}")
     wide, width = state[known[0]].shape
     numbers = {int(m[1]) for name in state if (m := re.match(rf"{re.escape(prefix)}layers\.(\d+)\.", name))}
+    if max(numbers) + 1 != len(numbers):
+        raise must(f"layers must be numbered from {prefix}layers.0 on", f"{len(numbers)} up to {max(numbers)}")
     shapes = {name: tuple(state[name].shape) for name in also}
     return {"d_model": width, "dim_feedforward": wide, "layers": max(numbers) + 1, **shapes}
+
+
+def _check_size(parameters: int, state: State) -> None:
+    """Refuse to build a model of more parameters than a checkpoint holds."""
+    held = sum(tensor.numel() for tensor in state.values())
+    if parameters > held:
+        raise must(f"a checkpoint for {parameters:,} parameters must hold as many", f"{held:,}", "See its shapes.")

@@ -62,6 +62,8 @@ class LongNetConfig:
     """Keep only the input of each layer for the backward pass, and compute the layer again there."""
     zero_padding: bool = False
     """torchscale's padding: zero keys fill up ragged segments of an encoder and take part in the softmax."""
+    shifted_segments: bool = False
+    """torchscale's placement: where a rate does not divide its segment, outputs of later segments stand too late."""
     detach_mixing: bool = False
     """torchscale's gradient: none through the weights that mix the branches."""
 

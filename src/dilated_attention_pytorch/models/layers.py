@@ -12,10 +12,10 @@ from torch.nn import functional as F
 
 from ..errors import must
 from ..nn import KVCache, MultiheadSparseAttention, Position
-from ..nn.ring import MultiheadOverRanks, OverRanks, Ranks
+from ..nn.context_parallel import MultiheadOverRanks, OverRanks, Ranks
 from ..patterns import Dilated, Full, Pattern, parse
 from .config import ACTIVATIONS
-from .published import check_published, published_attention
+from .torchscale import check_published, published_attention
 
 Activation = Callable[[Tensor], Tensor]
 
@@ -36,23 +36,38 @@ class LayerAttention(MultiheadOverRanks, MultiheadSparseAttention):
 
     Args:
         args: those of `MultiheadSparseAttention`, as `options`.
-        zero_padding: torchscale's padding, see `published`; likewise `detach_mixing` torchscale's gradient.
+        zero_padding: torchscale's padding, see `published`; likewise `shifted_segments` for torchscale's placement of
+            outputs and `detach_mixing` for torchscale's gradient.
     """
 
-    def __init__(self, *args: Any, zero_padding: bool = False, detach_mixing: bool = False, **options: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        zero_padding: bool = False,
+        shifted_segments: bool = False,
+        detach_mixing: bool = False,
+        **options: Any,
+    ) -> None:
         super().__init__(*args, **options)
-        self.ranks = Ranks()
-        self.zero_padding, self.detach_mixing = zero_padding, detach_mixing
-        if zero_padding or detach_mixing:
+        # Alone until `set_process_group`: a model of plain layers is trained by data parallelism too.
+        self.ranks = Ranks(ring_size=1)
+        self.zero_padding, self.shifted_segments, self.detach_mixing = zero_padding, shifted_segments, detach_mixing
+        if self.is_published:
             check_published(self.pattern)
 
+    @property
+    def is_published(self) -> bool:
+        """Whether attention differs from the pattern's own as torchscale's does."""
+        return self.zero_padding or self.shifted_segments or self.detach_mixing
+
     def _operation(self, n: int, keys: int) -> Callable[..., Tensor]:
-        if not self.zero_padding and not self.detach_mixing:
+        if not self.is_published:
             return super()._operation(n, keys)
-        self._check_whole("zero_padding or detach_mixing")
+        self._check_whole("zero_padding, shifted_segments or detach_mixing")
         if n != keys:
-            raise must("zero_padding and detach_mixing must come with self-attention", f"{n} queries and {keys} keys")
-        return partial(published_attention, zero_padding=self.zero_padding, detach_mixing=self.detach_mixing)
+            raise must("torchscale's attention must be self-attention", f"{n} queries and {keys} keys")
+        names = ("zero_padding", "shifted_segments", "detach_mixing")
+        return partial(published_attention, **{name: getattr(self, name) for name in names})
 
 
 def world_of(model: nn.Module) -> int:
@@ -81,7 +96,7 @@ class DilatedTransformerLayer(nn.Module):
         position: "rotary", "xpos", "alibi", a `Position`, or None.
         attention_dropout: probability of dropping a weight; `dropout` by default.
         offset: which residue a head samples, see `Dilated`.
-        zero_padding: torchscale's padding, see `published`; likewise `detach_mixing`.
+        zero_padding: torchscale's padding, see `published`; likewise `shifted_segments` and `detach_mixing`.
         backend: see `attention`, as `memory_budget`.
         device: where the parameters are made.
         dtype: what they are made of.
@@ -111,6 +126,7 @@ class DilatedTransformerLayer(nn.Module):
         attention_dropout: float | None = None,
         offset: str = "mod",
         zero_padding: bool = False,
+        shifted_segments: bool = False,
         detach_mixing: bool = False,
         backend: str = "auto",
         memory_budget: int | float | None = None,
@@ -141,7 +157,11 @@ class DilatedTransformerLayer(nn.Module):
             **place,
         }
         pattern = pattern_of(segment_lengths, dilation_rates, offset)
-        flags = {"zero_padding": zero_padding, "detach_mixing": detach_mixing}
+        flags = {
+            "zero_padding": zero_padding,
+            "shifted_segments": shifted_segments,
+            "detach_mixing": detach_mixing,
+        }
         self.self_attn = LayerAttention(pattern=pattern, position=position, **flags, **self._heads)
         for block in range(1, self.norms + 1):
             self.add_module(f"norm{block}", nn.LayerNorm(d_model, layer_norm_eps, bias=bias, **place))

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from ..errors import must, must_be
 from ..nn import KVCache
+from ..ops.derivatives import once_differentiable
 from .config import LongNetConfig
 from .layers import DilatedTransformerDecoderLayer, DilatedTransformerEncoderLayer, world_of
 
@@ -68,6 +68,7 @@ class Stack(nn.Module):
                 position=config.position,
                 attention_dropout=config.attention_dropout,
                 zero_padding=config.zero_padding and of == "encoder",
+                shifted_segments=config.shifted_segments,
                 detach_mixing=config.detach_mixing,
                 device=device,
                 dtype=dtype,
@@ -369,7 +370,7 @@ class _ChunkedLoss(torch.autograd.Function):
         return losses
 
     @staticmethod
-    @once_differentiable
+    @once_differentiable("LongNetLM.loss")
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
         hidden, weight, bias, targets = ctx.saved_tensors
         work = grads[0].dtype

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ..errors import must
 from ..ops import attention, attention_rows
+from ..ops.checks import require
 from .config import LongNetConfig
 from .layers import DilatedTransformerEncoderLayer, world_of
 from .longnet import Stack
@@ -52,6 +53,8 @@ class SlideConfig:
     dropout: float = 0.0
     zero_padding: bool = False
     """torchscale's padding, with which published weights were trained; see `published`."""
+    shifted_segments: bool = False
+    """torchscale's placement of outputs on slides of more than 185,363 tiles; see `published`."""
     detach_mixing: bool = False
     """torchscale's gradient, likewise."""
     gradient_checkpointing: bool = False
@@ -88,6 +91,7 @@ class SlideConfig:
             dropout=self.dropout,
             position=None,
             zero_padding=self.zero_padding,
+            shifted_segments=self.shifted_segments,
             detach_mixing=self.detach_mixing,
             gradient_checkpointing=self.gradient_checkpointing,
         )
@@ -99,16 +103,20 @@ class SlideConfig:
         unembedding = 2 * (tiles + 1) * layers.num_tokens * self.d_model
         return layers.flops(tiles + 1) - unembedding + 2 * tiles * self.tile_width * self.d_model
 
+    @property
+    def num_parameters(self) -> int:
+        """Parameters of the encoder."""
+        layers = self.longnet()
+        return layers.num_parameters - layers.num_tokens * self.d_model + (self.tile_width + 4) * self.d_model
+
     def memory(self, tiles: int, itemsize: int = 4) -> int:
         """Most bytes that a forward pass without gradients holds, the weights and a slide's tiles among them.
 
         That is inside a feed-forward block: the stack's input, the layer's, the block's and its normalised copy, and
         two rows of the block's width. Attention holds less.
         """
-        layers = self.longnet()
-        weights = layers.num_parameters - layers.num_tokens * self.d_model + (self.tile_width + 4) * self.d_model
-        token = 4 * self.d_model + 2 * layers.dim_feedforward
-        return itemsize * (weights + tiles * self.tile_width + (tiles + 1) * token) + 16 * tiles
+        token = 4 * self.d_model + 2 * self.longnet().dim_feedforward
+        return itemsize * (self.num_parameters + tiles * self.tile_width + (tiles + 1) * token) + 16 * tiles
 
 
 def axis_positions(grid: int, width: int, device: torch.device | None = None) -> Tensor:
@@ -284,16 +292,18 @@ class SlideEncoder(nn.Module):
             raise must(f"coords must have shape {(*tiles.shape[:2], 2)}", tuple(coords.shape))
         if mask is not None and (mask.dtype != torch.bool or mask.shape != tiles.shape[:2]):
             raise must(f"key_padding_mask must be bool {tuple(tiles.shape[:2])}", f"{mask.dtype} {tuple(mask.shape)}")
-        if not torch.compiler.is_compiling() and not tiles.is_meta:
-            if (world := world_of(self.encoder)) > 1:
-                raise must("a slide must be whole, for its class token is one", f"{world} ranks", "Spread the slides.")
-            # Looked at where it matters alone: on a GPU it is waited for.
-            if self.config.global_pool and (not tiles.shape[1] or (mask is not None and bool(mask.all(1).any()))):
-                raise must("every slide must have a tile, for tiles are pooled", "one without", "Leave it out.")
+        if not torch.compiler.is_compiling() and not tiles.is_meta and (world := world_of(self.encoder)) > 1:
+            raise must("a slide must be whole, for its class token is one", f"{world} ranks", "Spread the slides.")
+        if self.config.global_pool and not tiles.is_meta:
+            what, do = "every slide must have a tile with global_pool=True", "Remove slides without tiles."
+            if not tiles.shape[1]:
+                raise must(what, "slides without tiles", do)
+            if mask is not None:
+                tiles = require(tiles, ~mask.all(1).any(), what, lambda: "a slide whose tiles are all padding", do)
         cells = torch.floor(coords.double() / self.config.tile_size)
         if mask is not None:
             cells = cells.masked_fill(mask[..., None], 0.0)
-        self._check_cells(cells)
+        cells = self._within_grid(cells)
         x = self.tile_projection(tiles)
         table = axis_positions(self.config.grid, self.config.d_model // 2, x.device).to(x.dtype)
         # The first half of a position tells the second coordinate, the other half the first.
@@ -304,22 +314,24 @@ class SlideEncoder(nn.Module):
         # The class token stands at no cell: its position is zero.
         return self.dropout(torch.cat([self.class_token.to(x.dtype).expand(len(x), -1, -1), x], 1)), mask
 
-    def _check_cells(self, cells: Tensor) -> None:
-        if torch.compiler.is_compiling() or cells.is_meta or not cells.numel():
-            return
+    def _within_grid(self, cells: Tensor) -> Tensor:
+        if cells.is_meta or not cells.numel():
+            return cells
         low, high = cells.amin((0, 1)), cells.amax((0, 1))
-        if not bool((low >= 0).all() & (high < self.config.grid).all()):
-            raise must(
-                f"coords must lie in 0 .. {self.config.grid * self.config.tile_size - 1} pixels",
-                f"cells {low.tolist()} .. {high.tolist()} of {self.config.tile_size} pixels",
-                "Give pixels at full resolution, counted from the slide's corner.",
-            )
-        if 2 * float((high - low + 1).prod()) < cells.shape[1]:
+        cells = require(
+            cells,
+            (low >= 0).all() & (high < self.config.grid).all(),
+            f"coords must lie in 0 .. {self.config.grid * self.config.tile_size - 1} pixels",
+            lambda: f"cells {low.tolist()} .. {high.tolist()} of {self.config.tile_size} pixels",
+            "Give pixels at full resolution, counted from the slide's corner.",
+        )
+        if not torch.compiler.is_compiling() and 2 * float((high - low + 1).prod()) < cells.shape[1]:
             warnings.warn(
                 f"{cells.shape[1]} tiles lie within {int((high - low + 1).prod())} cells of the grid: coords must be "
                 f"pixels at full resolution, {self.config.tile_size} to a tile, not normalised ones",
                 stacklevel=4,
             )
+        return cells
 
     def _pooled(self, x: Tensor, mask: Tensor | None) -> Tensor:
         if not self.config.global_pool:

@@ -1,13 +1,13 @@
 """What people build: modules over the one operation."""
 
-from .adaptive import AdaptiveConfig, BlockSparseAdaptive, LearnedPattern
-from .adaptive_multihead import MultiheadBlockSparseAdaptive
+from .adaptive.module import AdaptiveConfig, BlockSparseAdaptive, LearnedPattern
+from .adaptive.multihead import MultiheadBlockSparseAdaptive
+from .adaptive.scorer import ImportanceScorer
+from .attention import SparseAttention
 from .block_sparse import BlockSparseHierarchical, BlockSparseRingDilatedAttention, BlockSparseTorchSparse
-from .cache import KVCache
-from .config import HierarchicalConfig, SparsePatternConfig
-from .core import SparseAttention
+from .block_sparse_config import HierarchicalConfig, SparsePatternConfig
+from .context_parallel import Ranks, RingDilatedAttention, set_process_group
 from .dilated import DilatedAttention
-from .distributed import BlockSparseRingDistributedDilatedAttention
 from .factory import (
     create_adaptive_block_sparse,
     create_block_sparse_attention,
@@ -16,16 +16,15 @@ from .factory import (
     create_multihead_dilated_attention,
     get_block_sparse_preset,
 )
+from .kv_cache import KVCache
 from .multihead import (
     BlockSparseRingMultiheadDilatedAttention,
     MultiheadDilatedAttention,
     MultiheadSparseAttention,
     RingMultiheadDilatedAttention,
 )
-from .position import Alibi, Position, Rotary, Xpos
-from .replace import Replacement, replace_attention
-from .ring import Ranks, RingDilatedAttention, set_process_group
-from .scorer import ImportanceScorer
+from .node_bounded import BlockSparseRingDistributedDilatedAttention
+from .positional import Alibi, Position, Rotary, Xpos
 
 __all__ = [
     "AdaptiveConfig",
@@ -46,7 +45,6 @@ __all__ = [
     "MultiheadSparseAttention",
     "Position",
     "Ranks",
-    "Replacement",
     "RingDilatedAttention",
     "RingMultiheadDilatedAttention",
     "Rotary",
@@ -59,6 +57,5 @@ __all__ = [
     "create_multihead_block_sparse",
     "create_multihead_dilated_attention",
     "get_block_sparse_preset",
-    "replace_attention",
     "set_process_group",
 ]

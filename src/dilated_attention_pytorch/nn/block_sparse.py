@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 from ..errors import must, must_be
 from ..ops import plan_cache
 from ..patterns import BlockDilated, Hierarchical, Pattern
-from ..patterns.pattern import integer
+from ..patterns.base import integer
 from ..plan import Plan
-from .config import HierarchicalConfig, SparsePatternConfig
-from .core import SparseAttention
-from .ring import OverRanks, Ranks
+from .attention import SparseAttention
+from .block_sparse_config import HierarchicalConfig, SparsePatternConfig
+from .context_parallel import OverRanks, Ranks
 
 if TYPE_CHECKING:
     import torch.distributed as dist

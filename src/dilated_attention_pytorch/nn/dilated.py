@@ -7,7 +7,7 @@ from typing import Any
 
 from ..errors import must
 from ..patterns import Dilated
-from .core import SparseAttention
+from .attention import SparseAttention
 
 
 class DilatedAttention(SparseAttention):

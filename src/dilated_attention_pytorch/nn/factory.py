@@ -11,21 +11,21 @@ from torch import nn
 
 from ..errors import must
 from ..patterns import Full
-from .adaptive import AdaptiveConfig, BlockSparseAdaptive
-from .adaptive_multihead import MultiheadBlockSparseAdaptive
+from .adaptive.module import AdaptiveConfig, BlockSparseAdaptive
+from .adaptive.multihead import MultiheadBlockSparseAdaptive
+from .attention import SparseAttention
 from .block_sparse import BlockSparseHierarchical, BlockSparseRingDilatedAttention
-from .config import HierarchicalConfig, SparsePatternConfig
-from .core import SparseAttention
+from .block_sparse_config import HierarchicalConfig, SparsePatternConfig
+from .calibration import cost_model
+from .context_parallel import RingDilatedAttention
 from .dilated import DilatedAttention
-from .distributed import BlockSparseRingDistributedDilatedAttention
 from .multihead import (
     BlockSparseRingMultiheadDilatedAttention,
     MultiheadDilatedAttention,
     MultiheadSparseAttention,
     RingMultiheadDilatedAttention,
 )
-from .ring import RingDilatedAttention
-from .tuning import cost_model
+from .node_bounded import BlockSparseRingDistributedDilatedAttention
 
 if TYPE_CHECKING:
     from ..distributed.config import DistributedSparseConfig
@@ -141,19 +141,17 @@ def _adaptive(
     num_heads: int | None,
     options: dict[str, Any],
 ) -> nn.Module:
-    if kept["sparse_config"] is not None:
-        raise must("a learned selection must be given by adaptive_config", "a sparse_config")
-    if kept["sparsity_ratio"] is not None:
+    ratio = kept.pop("sparsity_ratio")
+    if ratio is not None:
         if config is not None:
             raise must("adaptive_config must come without sparsity_ratio", "both", "It has base_sparsity.")
-        config = AdaptiveConfig(base_sparsity=1.0 - kept["sparsity_ratio"])
-    size = {} if kept["block_size"] is None else {"block_size": kept["block_size"]}
+        config = AdaptiveConfig(base_sparsity=1.0 - ratio)
     if embed_dim is not None:
         heads = _told(num_heads, NUM_HEADS)
         return MultiheadBlockSparseAdaptive(
-            embed_dim, heads, segments, rates, adaptive_config=config, **size, **options
+            embed_dim, heads, segments, rates, adaptive_config=config, **kept, **options
         )
-    return BlockSparseAdaptive(segments, rates, _told(num_heads, 8), adaptive_config=config, **size, **options)
+    return BlockSparseAdaptive(segments, rates, _told(num_heads, 8), adaptive_config=config, **kept, **options)
 
 
 def create_adaptive_block_sparse(base_sparsity: float = 0.9, **options: Any) -> nn.Module:

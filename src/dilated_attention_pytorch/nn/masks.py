@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..errors import must, must_be
+from ..ops.checks import require
 from ..patterns import BlockLists, Causal, Full, Pattern
 
 LONGEST_DENSE_MASK = 4096
@@ -22,16 +23,28 @@ def ignored(what: str, mask: Tensor) -> Tensor:
         return mask
     if not mask.is_floating_point():
         raise must_be(f"{what} must be bool (True = ignore) or float (0 or -inf)", mask.dtype)
-    known = (mask == 0) | (mask == -torch.inf)
-    if torch.compiler.is_compiling():
-        torch._assert_async(known.all())
-    elif not known.all():
-        raise must(
-            f"a float {what} must hold 0 and -inf alone",
-            "other values",
-            'Scores take no added bias; for a bias by distance use position="alibi".',
-        )
-    return mask == -torch.inf
+    hidden = mask == -torch.inf
+    return require(
+        hidden,
+        (hidden | (mask == 0)).all(),
+        f"a float {what} must hold 0 and -inf alone",
+        lambda: "other values",
+        'Scores take no added bias; for a bias by distance use position="alibi".',
+    )
+
+
+def check_causal(tensor: Tensor, attn_mask: Tensor, batch: int, heads: int, n: int) -> Tensor:
+    """`tensor`, once `attn_mask` is known to be the causal mask; values stay on their device."""
+    _check_shape(attn_mask, batch, heads, n)
+    mask = ignored("attn_mask", attn_mask)
+    causal = torch.ones(n, n, dtype=torch.bool, device=mask.device).triu(1)
+    return require(
+        tensor,
+        (mask == causal).all(),
+        "attn_mask given with is_causal=True must be the causal mask",
+        lambda: "another",
+        "Leave is_causal out.",
+    )
 
 
 def mask_pattern(attn_mask: Tensor, batch: int, heads: int, n: int) -> Pattern:
@@ -42,8 +55,7 @@ def mask_pattern(attn_mask: Tensor, batch: int, heads: int, n: int) -> Pattern:
             n,
             'Say it as a pattern, for example SparseAttention("window:512 & causal"), or pass is_causal=True.',
         )
-    if attn_mask.shape not in ((n, n), (batch * heads, n, n)):
-        raise must(f"attn_mask must have shape {(n, n)} or {(batch * heads, n, n)}", tuple(attn_mask.shape))
+    _check_shape(attn_mask, batch, heads, n)
     mask = ignored("attn_mask", attn_mask)
     if mask.dim() == 3:
         each = mask.unflatten(0, (batch, heads))
@@ -59,6 +71,11 @@ def mask_pattern(attn_mask: Tensor, batch: int, heads: int, n: int) -> Pattern:
     if mask.dim() == 2 and torch.equal(mask, torch.ones_like(mask).triu(1)):
         return Causal()
     lists = (~mask).view(-1, n).cpu()
-    pointers = torch.cat([torch.zeros(1, dtype=torch.int64), lists.sum(1).cumsum(0)])
+    pointers = torch.cat([torch.zeros(1, dtype=torch.int64, device="cpu"), lists.sum(1).cumsum(0)])
     columns = lists.nonzero()[:, 1]
     return BlockLists.from_csr(pointers.tolist(), columns.tolist(), n, len(lists) // n, block=1)
+
+
+def _check_shape(attn_mask: Tensor, batch: int, heads: int, n: int) -> None:
+    if attn_mask.shape not in ((n, n), (batch * heads, n, n)):
+        raise must(f"attn_mask must have shape {(n, n)} or {(batch * heads, n, n)}", tuple(attn_mask.shape))

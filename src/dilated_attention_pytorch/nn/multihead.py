@@ -10,16 +10,17 @@ from torch import Tensor
 
 from ..errors import must
 from ..ops import attention_rows
-from ..ops.budget import check_budget
+from ..ops.memory_budget import check_budget
 from ..patterns import Causal, Dilated, Full, Pattern, as_pattern
+from ..plan.closed_forms import closed_form
+from .attention import Planned, probability
 from .block_sparse import block_pattern, segments_unused
-from .cache import KVCache
-from .config import SparsePatternConfig
-from .core import Planned, probability
-from .masks import ignored, mask_pattern
-from .position import Position, position_of
+from .block_sparse_config import SparsePatternConfig
+from .context_parallel import MultiheadOverRanks, Ranks
+from .kv_cache import KVCache, check_cache_type
+from .masks import check_causal, ignored, mask_pattern
+from .positional import Position, position_of
 from .projections import Projections
-from .ring import MultiheadOverRanks, Ranks
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -35,6 +36,19 @@ def _each_once(change: Callable[[Tensor], Tensor], query: Tensor, key: Tensor, v
     changed = change(query)
     changed_key = changed if key is query else change(key)
     return changed, changed_key, changed_key if value is key else change(value)
+
+
+def _shards_alike(pattern: Pattern, n: int, heads: int, local: int) -> bool:
+    """Whether head h of every shard of `local` heads follows the pattern as head h of the first does."""
+    try:
+        whole = pattern.resolve(n, heads)
+        if pattern.resolve(n, local) != whole:
+            return False
+    except ValueError:
+        # A pattern made for a number of heads refuses another.
+        return False
+    form = closed_form(whole)
+    return all(form.head_key(head) == form.head_key(head % local) for head in range(heads))
 
 
 class MultiheadSparseAttention(Projections, Planned):
@@ -131,6 +145,7 @@ class MultiheadSparseAttention(Projections, Planned):
         """
         key = query if key is None else key
         value = key if value is None else value
+        check_cache_type(cache)
         self._check_call(need_weights, attn_mask, cache)
         unbatched, batched = query.dim() == 2, self.batch_first or query.dim() == 2
         if unbatched:
@@ -149,7 +164,7 @@ class MultiheadSparseAttention(Projections, Planned):
             q, k = self.position.apply(q, k, self._positions(q, cu_seqlens, cache), self.head_dim**-0.5)
         if key_padding_mask is not None:
             key_padding_mask = ignored("key_padding_mask", key_padding_mask)
-        pattern, is_causal = self._masked(attn_mask, is_causal, q.shape[0], q.shape[2])
+        q, pattern, is_causal = self._masked(q, attn_mask, is_causal)
         weights = None
         if need_weights:
             weights = self._weights(q, k, pattern, is_causal, key_padding_mask, cu_seqlens, cache)
@@ -181,6 +196,18 @@ class MultiheadSparseAttention(Projections, Planned):
     def _check_call(self, need_weights: bool, attn_mask: Tensor | None, cache: KVCache | None) -> None:
         """Refuse what a kind of module cannot do."""
 
+    def _check_shard(self, heads: int, kv_heads: int, n: int) -> None:
+        super()._check_shard(heads, kv_heads, n)
+        position = self.position is not None and self.position.by_head
+        if not position and _shards_alike(self.pattern, n, self.num_heads, heads):
+            return
+        raise must(
+            f"every shard of num_heads={self.num_heads} must be computed like the first",
+            f"{heads} local heads with {type(self.position).__name__ if position else self.pattern}",
+            "In a tensor-parallel plan, take local heads that are a multiple of every dilation rate, or a pattern and "
+            "positions that are the same for all heads; or spread the sequence instead (context parallel).",
+        )
+
     def _positions(self, query: Tensor, cu_seqlens: Tensor | None, cache: KVCache | None) -> Tensor:
         positions = self._tokens(query.shape[2], query.device)[None]
         if cache is not None:
@@ -202,18 +229,17 @@ class MultiheadSparseAttention(Projections, Planned):
             name = type(self.position).__name__
             raise must(f"{name} must come with is_causal=True", "is_causal=False", "Use rotary positions otherwise.")
 
-    def _masked(self, attn_mask: Tensor | None, is_causal: bool, batch: int, n: int) -> tuple[Pattern, bool]:
-        """This module's pattern under a mask."""
+    def _masked(self, query: Tensor, attn_mask: Tensor | None, is_causal: bool) -> tuple[Tensor, Pattern, bool]:
+        """The (B, H, N, D) query, this module's pattern under a mask, and whether it is causal besides."""
         if attn_mask is None:
-            return self.pattern, is_causal
-        if is_causal and torch.compiler.is_compiling():
-            return self.pattern, True
-        told = mask_pattern(attn_mask, batch, self.num_heads, n)
-        if is_causal and told != Causal():
-            raise must("attn_mask given with is_causal=True must be the causal mask", "another", "Leave is_causal out.")
-        if told == Causal():
-            return self.pattern, True
-        return self.pattern if told == Full() else self.pattern & told, is_causal
+            return query, self.pattern, is_causal
+        batch, heads, n, _ = query.shape
+        if is_causal:
+            return check_causal(query, attn_mask, batch, heads, n), self.pattern, True
+        mask = mask_pattern(attn_mask, batch, heads, n)
+        if mask == Causal():
+            return query, self.pattern, True
+        return query, self.pattern if mask == Full() else self.pattern & mask, False
 
     def _weights(
         self,

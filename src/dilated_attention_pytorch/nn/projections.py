@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -11,6 +12,14 @@ from torch.nn import functional as F
 from ..errors import must, must_be
 
 Own = TypeVar("Own", bound="Projections")
+
+
+OWN_NAMES: dict[str, tuple[str, ...]] = {
+    "in_proj_weight": ("q_proj.weight", "k_proj.weight", "v_proj.weight"),
+    "in_proj_bias": ("q_proj.bias", "k_proj.bias", "v_proj.bias"),
+    **{f"{n}_proj_weight": (f"{n}_proj.weight",) for n in "qkv"},
+}
+"""Parameters of `torch.nn.MultiheadAttention` -> those of `Projections` that share them."""
 
 
 class _NoTensor:
@@ -89,8 +98,27 @@ class Projections(nn.Module):
             found = joined.split([projection.out_features for projection in three], -1)
         else:
             found = [projection(tensor) for projection, tensor in zip(three, (query, key, value), strict=True)]
+        for projection, tensor in zip(("q_proj", "k_proj", "v_proj"), found, strict=True):
+            if tensor.shape[-1] % self.head_dim:
+                advice = "A tensor-parallel plan must divide num_heads and num_kv_heads evenly."
+                raise must(f"{projection} must give whole heads of {self.head_dim}", tensor.shape[-1], advice)
         q, k, v = (tensor.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for tensor in found)
+        if q.shape[1] != self.num_heads or k.shape[1] != self.num_kv_heads:
+            self._check_shard(q.shape[1], k.shape[1], q.shape[2])
         return q, k, v
+
+    def _check_shard(self, heads: int, kv_heads: int, n: int) -> None:
+        """Refuse local heads of a tensor-parallel plan that the whole module would compute differently."""
+        shard = f"{heads} query heads and {kv_heads} key heads"
+        whole = f"{self.num_heads} and {self.num_kv_heads}"
+        if self.num_heads % heads or heads * self.num_kv_heads != kv_heads * self.num_heads:
+            raise must(f"a tensor-parallel plan must divide num_heads and num_kv_heads, {whole}, alike", shard)
+        if self.norm is not None:
+            raise must(
+                f"sub-LayerNorm must normalise all num_heads={self.num_heads} heads at once",
+                f"{heads} local heads",
+                "Build the module with layer_norm=False, or leave its attention out of the tensor-parallel plan.",
+            )
 
     def finish(self, found: Tensor) -> Tensor:
         """What attention found, (B, H, N, D), normalised where asked for and projected to (B, N, E)."""
@@ -99,7 +127,9 @@ class Projections(nn.Module):
 
     @classmethod
     def from_torch(cls: type[Own], mha: nn.MultiheadAttention, *pattern: Any, **options: Any) -> Own:
-        """A module with the weights of a `torch.nn.MultiheadAttention`; `pattern` is what `cls` takes after the heads.
+        """Module with the weights of a `torch.nn.MultiheadAttention`; frozen parameters stay frozen.
+
+        `pattern` holds the arguments that `cls` takes after the heads.
 
         >>> from dilated_attention_pytorch import MultiheadDilatedAttention
         >>> mha = nn.MultiheadAttention(64, 4, batch_first=True)
@@ -108,8 +138,8 @@ class Projections(nn.Module):
         """
         if not isinstance(mha, nn.MultiheadAttention):
             raise must_be("from_torch must be given a torch.nn.MultiheadAttention", type(mha).__name__)
-        if has_keys_of_its_own(mha):
-            raise must("from_torch must be given a module without add_bias_kv and add_zero_attn", "one with them")
+        if (reason := why_not_replaced(mha)) is not None:
+            raise must("from_torch must be given a plain torch.nn.MultiheadAttention", reason)
         taken: dict[str, Any] = {
             "dropout": mha.dropout,
             "bias": mha.out_proj.bias is not None,
@@ -123,6 +153,9 @@ class Projections(nn.Module):
         own = cls(mha.embed_dim, mha.num_heads, *pattern, **{**taken, **options})
         # Only a LayerNorm that was asked for here has nothing to load.
         own.load_state_dict({**own.state_dict(), **_renamed(mha.state_dict(), "")})
+        for name, parameter in mha.named_parameters():
+            for own_name in OWN_NAMES.get(name, (name,)):
+                own.get_parameter(own_name).requires_grad_(parameter.requires_grad)
         return own.train(mha.training)
 
     def torch_state_dict(self) -> dict[str, Tensor]:
@@ -149,10 +182,25 @@ class Projections(nn.Module):
         state_dict.update(state)
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load a state dict of this module or of `torch.nn.MultiheadAttention`, which has no LayerNorm."""
+        of_torch = not state_dict.keys().isdisjoint(OWN_NAMES)
+        if strict and of_torch and self.norm is not None and "norm.weight" not in state_dict:
+            name = type(self).__name__
+            raise RuntimeError(
+                f"{name} has a LayerNorm before its output projection, which nn.MultiheadAttention has not; build "
+                f"{name}(..., layer_norm=False), or use {name}.from_torch"
+            )
+        return super().load_state_dict(state_dict, strict, assign)
 
-def has_keys_of_its_own(mha: nn.MultiheadAttention) -> bool:
-    """Whether it adds keys that no token gave, which no pattern speaks of."""
-    return mha.bias_k is not None or mha.add_zero_attn
+
+def why_not_replaced(mha: nn.MultiheadAttention) -> str | None:
+    """Reason why a pattern cannot take the place of a module; None if it can."""
+    if mha.bias_k is not None or mha.add_zero_attn:
+        return "no pattern covers the keys of add_bias_kv and add_zero_attn"
+    if "forward" in vars(mha) or type(mha).forward is not nn.MultiheadAttention.forward:
+        return f"{type(mha).__name__} has a forward of its own"
+    return None
 
 
 def _plain(projection: nn.Module) -> bool:
@@ -169,12 +217,9 @@ def _plain(projection: nn.Module) -> bool:
 
 def _renamed(state: dict[str, Any], prefix: str) -> dict[str, Any]:
     """nn.MultiheadAttention's names for the projections turned into ours; every other entry as it is."""
-    names: dict[str, tuple[str, ...]] = {f"{n}_proj_weight": (f"{n}_proj.weight",) for n in "qkv"}
-    names["in_proj_weight"] = tuple(f"{n}_proj.weight" for n in "qkv")
-    names["in_proj_bias"] = tuple(f"{n}_proj.bias" for n in "qkv")
     renamed = {}
     for name, tensor in state.items():
-        own = names.get(name.removeprefix(prefix)) if name.startswith(prefix) else None
+        own = OWN_NAMES.get(name.removeprefix(prefix)) if name.startswith(prefix) else None
         if own is None:
             renamed[name] = tensor
         else:

@@ -9,14 +9,14 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from ..errors import must, must_be
-from ..ops.sinks import Sink, StreamShape, as_sink
-from ..ops.sources import Three, own_heads
-from ..ops.streamed import Streamed, streamed_attention, streamed_gradients
+from ..ops.derivatives import once_differentiable
+from ..ops.streaming.sinks import Sink, StreamShape, as_sink
+from ..ops.streaming.sources import Three, own_heads
+from ..ops.streaming.stream import Streamed, streamed_attention, streamed_gradients
 from ..patterns import Pattern, as_pattern
-from ..patterns.pattern import integer
+from ..patterns.base import integer
 
 DIGIT = 1024
 """Positions are written with digits of this base."""
@@ -283,7 +283,7 @@ class _Pooled(torch.autograd.Function):
         return total / len(ids)
 
     @staticmethod
-    @once_differentiable
+    @once_differentiable("StreamedLayer")
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
         layer: StreamedLayer = ctx.layer
         source = TokenSource(layer, ctx.ids)

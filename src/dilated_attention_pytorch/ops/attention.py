@@ -1,9 +1,9 @@
-"""The one operation, as torch sees it: two registered operators, one autograd function, one validated entrance."""
+"""The attention operation: two registered operators, an autograd function, and the validated entry."""
 
 from __future__ import annotations
 
 import inspect
-import math
+from collections.abc import Callable
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -11,22 +11,25 @@ from weakref import ref
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+from torch.autograd import forward_ad
 
-from ..errors import must, must_be
-from ..kernels import first_call
+from ..errors import must
+from ..kernels.call import AttentionCall, Forward, Gradients, Runner, empty_rows
 from ..kernels.dropout import fresh_seed
-from ..kernels.registry import AttentionCall, Forward, Gradients, Runner, choose, empty_rows, prepared
-from ..patterns import Causal, Packed, Pattern, parse
+from ..kernels.launch import warmup
+from ..kernels.registry import can_prepare, choose, prepared
+from ..patterns import Causal, Packed, Pattern, as_pattern, parse
+from ..patterns.parse import from_operand, is_library_text, not_a_pattern, registrations, to_operand
 from ..plan import Plan, PlanCache, PlanKey, own_block
 from ..shapes import CuSeqlens, Key, KeyPadding, Output, Query, Value
-from . import budget
-from .budget import check_budget
-from .checks import check_masks, check_tensors
+from . import memory_budget
+from .checks import cast_dtype, check_layout, check_masks, check_tensors, unexpected
+from .derivatives import ONCE, check_reverse_mode, scale_of
+from .memory_budget import check_budget
 from .merge import AttentionOutput
 
 plan_cache = PlanCache()
-"""Plans of every call in this process; `plan_cache.info()` tells hits, misses, evictions and bytes."""
+"""Plans of every call in this process; `plan_cache.info()` counts hits, misses, evictions and bytes."""
 
 _SETTINGS = (
     "Tensor? key_padding_mask, Tensor? cu_seqlens, Tensor? seed, "
@@ -35,13 +38,27 @@ _SETTINGS = (
 _PATTERNS = (str, Pattern)
 _TENSORS = frozenset((Tensor, torch.nn.Parameter))
 _PLAIN = frozenset((bool, float, int, str, type(None)))
-"""Kinds of settings that do not change once they are given."""
+"""Immutable types of settings."""
 _library = torch.library.Library("dilated_attention", "DEF")
 _library.define(f"forward(Tensor query, Tensor key, Tensor value, {_SETTINGS}) -> (Tensor, Tensor)")
 _library.define(
     "backward(Tensor query, Tensor key, Tensor value, Tensor output, Tensor lse, Tensor grad_output, Tensor? grad_lse, "
     f"{_SETTINGS}) -> (Tensor, Tensor, Tensor)"
 )
+
+
+class CallSettings(NamedTuple):
+    """Arguments of the operators besides query, key and value, in the order of their schema."""
+
+    key_padding_mask: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+    seed: Tensor | None = None
+    pattern: str = "full"
+    is_causal: bool = False
+    scale: float = 1.0
+    dropout_p: float = 0.0
+    backend: str = "auto"
+    memory_budget: float | None = None
 
 
 def attention(
@@ -58,6 +75,7 @@ def attention(
     dropout_p: float = 0.0,
     backend: str = "auto",
     memory_budget: int | float | None = None,
+    **unknown: object,
 ) -> Output:
     """Exact attention over the pairs a pattern allows.
 
@@ -76,7 +94,7 @@ def attention(
         backend: "auto", or a name from `dilated_attention_pytorch.backends()`, which then never falls back.
         memory_budget: the most memory that either pass may take, its results included: bytes, or as a float a fraction
             of what is free. The queries of some samples and heads, or some rows of one head, are then computed at a
-            time; outputs stay the same, and gradients within rounding.
+            time. Results stay within rounding; on the backend `native` outputs keep their bits.
 
     Returns:
         (B, H, N, E). A row that may see no key is 0.
@@ -87,6 +105,8 @@ def attention(
     >>> attention(q, k, v, Dilated((256, 1024), (1, 4)), is_causal=True).shape
     torch.Size([1, 8, 1000, 64])
     """
+    if unknown:
+        raise unexpected("attention", unknown)
     masks = key_padding_mask, cu_seqlens
     return _attend(query, key, value, pattern, is_causal, scale, enable_gqa, *masks, dropout_p, backend, memory_budget)[
         0
@@ -107,11 +127,15 @@ def attention_with_lse(
     dropout_p: float = 0.0,
     backend: str = "auto",
     memory_budget: int | float | None = None,
+    **unknown: object,
 ) -> AttentionOutput:
     """`attention`, and the natural logarithm of each row's softmax denominator, (B, H, N); both are differentiable."""
+    if unknown:
+        raise unexpected("attention_with_lse", unknown)
     masks = key_padding_mask, cu_seqlens
-    found = _attend(query, key, value, pattern, is_causal, scale, enable_gqa, *masks, dropout_p, backend, memory_budget)
-    return AttentionOutput(*found)
+    return AttentionOutput(
+        *_attend(query, key, value, pattern, is_causal, scale, enable_gqa, *masks, dropout_p, backend, memory_budget)
+    )
 
 
 def _attend(
@@ -128,24 +152,28 @@ def _attend(
     backend: str,
     memory_budget: int | float | None,
 ) -> tuple[Tensor, Tensor]:
-    asked = None
-    if key_padding_mask is None and cu_seqlens is None and not dropout_p and memory_budget is None:
-        asked = _asked(query, key, value, pattern, is_causal, scale, enable_gqa, backend)
-        settled = None if asked is None else _recall(asked)
-        if settled is not None:
-            return _run(settled, query, key, value)
+    given, options = (query, key, value), (is_causal, scale, enable_gqa, backend)
+    is_plain = key_padding_mask is None and cu_seqlens is None and not dropout_p and memory_budget is None
+    # A lookup can hit only where some backend prepared a call; CPU backends prepare none.
+    is_eager = not torch.compiler.is_compiling() and isinstance(query, Tensor)
+    if is_plain and is_eager and query.device.type in _prepared_devices:
+        resolved = _lookup(_cache_key(*given, pattern, *options))
+        if resolved is not None:
+            return _run(resolved, query, key, value)
     query, key, value = autocasted(query, key, value)
     check_tensors(query, key, value, enable_gqa)
+    check_layout(query)
     check_masks(query, key_padding_mask, cu_seqlens)
     if not isinstance(pattern, Pattern | str):
-        raise must_be("pattern must be a Pattern or text", type(pattern).__name__, 'For example "window:512 & causal".')
+        raise not_a_pattern(pattern)
     if not 0.0 <= dropout_p < 1.0:
         raise must("dropout_p must lie in [0, 1)", dropout_p)
     check_budget(memory_budget)
-    if scale is None:
-        scale = query.shape[-1] ** -0.5
-    elif not -math.inf < scale < math.inf:
-        raise must("scale must be finite", scale)
+    scale = scale_of(scale, query.shape[-1])
+    if not query.shape[0] or not query.shape[2]:
+        as_pattern(pattern)
+        return empty_attention(query, key, value)
+    check_reverse_mode(query, key, value)
     seed = fresh_seed(query.device) if dropout_p > 0 else None
     query, key, value = (t if t.stride(-1) == 1 else t.contiguous() for t in (query, key, value))
     if torch.compiler.is_compiling() and (value is key or value is query):
@@ -153,7 +181,7 @@ def _attend(
         value = value.view_as(value)
     if torch.compiler.is_compiling() and key is query:
         key = key.view_as(key)
-    settings = (
+    settings = CallSettings(
         key_padding_mask,
         cu_seqlens,
         seed,
@@ -167,66 +195,80 @@ def _attend(
     if _is_observed(query, key, value):
         run = _Attention.apply if _needs_graph(query, key, value) else torch.ops.dilated_attention.forward
         return run(query, key, value, *settings)
-    settled = _settle(query, key, value, *settings)
-    if asked is not None:
-        settled = _remember(asked, settled, query, key, value)
-    return _run(settled, query, key, value)
+    resolved = resolve_call(query, key, value, settings)
+    # A prepared call runs on tensors with the strides that it was given.
+    if is_plain and all(x.stride() == y.stride() for x, y in zip(given, (query, key, value), strict=True)):
+        resolved = _store(resolved, *given, pattern, *options)
+    return _run(resolved, query, key, value)
 
 
-def _run(settled: _Settled, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+def empty_attention(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Output and LSE of a call without samples or without queries, made of torch's own operators."""
+    group = query.shape[1] // key.shape[1]
+    key, value = (x.repeat_interleave(group, 1) for x in (key, value))
+    scores = query @ key.mT
+    lse_dtype = torch.promote_types(query.dtype, torch.float32)
+    return scores @ value, scores.to(lse_dtype).logsumexp(-1)
+
+
+def _run(resolved: ResolvedCall, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     if _needs_graph(query, key, value):
-        return _EagerAttention.apply(query, key, value, settled)
-    return settled.forward(settled.call(query, key, value))
+        return _EagerAttention.apply(query, key, value, resolved)
+    return resolved.forward(resolved.call(query, key, value))
 
 
-class _Settled(NamedTuple):
-    """A call but for query, key and value: its plan, and who runs it."""
+class ResolvedCall(NamedTuple):
+    """Settings of a call with its plan, resolved pattern and backend; query, key and value are left out."""
 
-    settings: tuple[Any, ...]
-    """As the operators take them."""
+    settings: CallSettings
     plan: Plan
     pattern: Any
     name: str
     runner: Runner
 
     def call(self, query: Tensor, key: Tensor, value: Tensor) -> AttentionCall:
-        mask, _, seed, _, _, scale, dropout_p, *_ = self.settings
-        return AttentionCall(query, key, value, self.plan, scale, mask, dropout_p, seed, self.pattern)
+        own = self.settings
+        return AttentionCall(
+            query, key, value, self.plan, own.scale, own.key_padding_mask, own.dropout_p, own.seed, self.pattern
+        )
 
     def forward(self, call: AttentionCall) -> Forward:
-        limit = self.settings[8]
-        return self.runner.forward(call) if limit is None else budget.forward(call, self.name, self.runner, limit)
+        limit = self.settings.memory_budget
+        if limit is None:
+            return self.runner.forward(call)
+        return memory_budget.forward(call, self.name, self.runner, limit)
 
     def backward(
         self, call: AttentionCall, output: Tensor, lse: Tensor, grad_output: Tensor, grad_lse: Tensor | None
     ) -> Gradients:
-        found = output, lse, grad_output, grad_lse
-        limit = self.settings[8]
+        limit = self.settings.memory_budget
         if limit is None:
-            return self.runner.backward(call, *found)
-        return budget.backward(call, self.name, self.runner, limit, *found)
+            return self.runner.backward(call, output, lse, grad_output, grad_lse)
+        return memory_budget.backward(call, self.name, self.runner, limit, output, lse, grad_output, grad_lse)
 
 
-class _Known(NamedTuple):
-    """What a call seen before needs no second look at; its plan is the cache's to keep or to drop."""
+class _CachedCall(NamedTuple):
+    """A prepared call. `plan_cache` owns its plan; the entry is removed with the plan."""
 
-    settings: tuple[Any, ...]
+    settings: CallSettings
     plan_key: PlanKey
     name: str
     plan: ref[Plan]
     runner: Runner
 
 
-MOST_KNOWN = 1024
-_known: dict[tuple[object, ...], _Known] = {}
+MOST_CACHED = 1024
+_cached: dict[tuple[object, ...], _CachedCall] = {}
+_prepared_devices: set[str] = set()
+"""Types of devices on which some call was prepared."""
 
 
-def _asked(
+def _cache_key(
     query: Tensor, key: Tensor, value: Tensor, pattern: Pattern | str, *settings: object
 ) -> tuple[object, ...] | None:
-    """Everything but values that a plain eager call depends on; None where more than that must be looked at."""
+    """Everything but values that a plain eager call depends on; None if the call is not plain or not eager."""
     if _is_observed(query, key, value) or not (
-        isinstance(pattern, _PATTERNS) and _PLAIN.issuperset(map(type, settings))
+        isinstance(pattern, _PATTERNS) and pattern.__hash__ is not None and _PLAIN.issuperset(map(type, settings))
     ):
         return None
     device = query.device
@@ -239,41 +281,62 @@ def _asked(
     )
 
 
-def _recall(asked: tuple[object, ...]) -> _Settled | None:
-    known = _known.get(asked)
-    if known is None:
+def _lookup(cache_key: tuple[object, ...] | None) -> ResolvedCall | None:
+    cached = _cached.get(cache_key) if cache_key is not None else None
+    if cached is None:
         return None
-    plan = plan_cache.find(known.plan_key)
-    if plan is None or known.plan() is not plan:
+    plan = plan_cache.find(cached.plan_key)
+    if plan is None or cached.plan() is not plan:
         return None
-    return _Settled(known.settings, plan, known.plan_key.pattern, known.name, known.runner)
+    return ResolvedCall(cached.settings, plan, cached.plan_key.pattern, cached.name, cached.runner)
 
 
-def _remember(asked: tuple[object, ...], settled: _Settled, query: Tensor, key: Tensor, value: Tensor) -> _Settled:
-    """Have the backend prepare for calls like this one, where it can and would be asked with these very strides."""
-    call = settled.call(query, key, value)
-    runner = prepared(settled.name, call) if asked[5:8] == (query.stride(), key.stride(), value.stride()) else None
-    if runner is None:
-        return settled
-    if len(_known) >= MOST_KNOWN:
-        _known.clear()
-    plan = settled.plan
-    plan_key = PlanKey(settled.pattern, plan.n, plan.heads, plan.block_size, query.device)
-    # What was prepared for a plan goes with it.
-    kept = ref(plan, lambda _, known=_known: known.pop(asked, None))
-    _known[asked] = _Known(settled.settings, plan_key, settled.name, kept, runner)
-    return settled._replace(runner=runner)
+def _store(resolved: ResolvedCall, query: Tensor, key: Tensor, value: Tensor, *about: Any) -> ResolvedCall:
+    """Prepare and cache a call if its backend can; `about` are the pattern and further arguments of `_cache_key`."""
+    cache_key = _cache_key(query, key, value, *about) if can_prepare(resolved.name) else None
+    if cache_key is None:
+        return resolved
+    runner = prepared(resolved.name, resolved.call(query, key, value))
+    if len(_cached) >= MOST_CACHED:
+        _cached.clear()
+    plan, device = resolved.plan, query.device
+    plan_key = PlanKey(resolved.pattern, plan.n, plan.heads, plan.block_size, device)
+    owned = ref(plan, lambda _, cached=_cached: cached.pop(cache_key, None))
+    _cached[cache_key] = _CachedCall(resolved.settings, plan_key, resolved.name, owned, runner)
+    _prepared_devices.add(device.type)
+    return resolved._replace(runner=runner)
 
 
 def _text(pattern: Pattern | str) -> str:
     if isinstance(pattern, str):
         return pattern
-    return pattern.describe() if torch.compiler.is_compiling() else _described(pattern)
+    if not torch.compiler.is_compiling():
+        return to_operand(pattern)
+    if is_library_text(pattern):
+        return pattern.describe()
+    # `id` makes the compiler guard on the very object.
+    return _traced_operand(pattern, id(pattern)) or to_operand(pattern)
 
 
-@lru_cache(maxsize=1024)
-def _described(pattern: Pattern) -> str:
-    return pattern.describe()
+_traced: dict[str, Pattern] = {}
+"""Patterns without text in compiled graphs, which hold their handles only."""
+
+
+def _traced_operand(pattern: Pattern, address: int) -> str:
+    """Operand of a pattern as a constant of a compiled graph; empty for a pattern that the traced code constructs.
+
+    The compiler passes such a pattern without its fields; `to_operand` breaks the graph then.
+    """
+    if id(pattern) != address:
+        return ""
+    operand = to_operand(pattern)
+    if operand.startswith("@"):
+        _traced[str(operand)] = from_operand(operand)
+    return str(operand)
+
+
+# As `torch.compiler.assume_constant_result` does, which imports the compiler.
+_traced_operand._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _needs_graph(query: Tensor, key: Tensor, value: Tensor) -> bool:
@@ -293,8 +356,10 @@ def _is_observed(*tensors: Tensor) -> bool:
         or torch._C._are_functorch_transforms_active()
         or torch._C._len_torch_dispatch_stack() > 0
         or torch.autograd._profiler_enabled()
+        or forward_ad._current_level >= 0
         or not _TENSORS.issuperset(map(type, tensors))
         or tensors[0].is_meta
+        or tensors[0].is_nested
     )
 
 
@@ -312,19 +377,21 @@ class _Attention(torch.autograd.Function):
         ctx.save_for_backward(*tensors, *output)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
         grad_output, grad_lse = grad_outputs
+        check_reverse_mode(grad_output, grad_lse)
         query, key, value, key_padding_mask, cu_seqlens, seed, output, lse = ctx.saved_tensors
         if grad_output is None and grad_lse is None:
             return (None,) * 12
+        query, key, value, output, lse = readable(query, key, value, output, lse)
         grad_output = torch.zeros_like(output) if grad_output is None else grad_output
         if grad_output.stride(-1) != 1:
             grad_output = grad_output.contiguous()
         masks = key_padding_mask, cu_seqlens, seed
-        run = torch.ops.dilated_attention.backward if _is_observed(query, grad_output) else _backward
-        found = run(query, key, value, output, lse, grad_output, grad_lse, *masks, *ctx.settings)
-        return *found, *(None,) * 9
+        grads = _backward_for(query, grad_output)(
+            query, key, value, output, lse, grad_output, grad_lse, *masks, *ctx.settings
+        )
+        return *grads, *(None,) * 9
 
     @staticmethod
     def vmap(
@@ -347,40 +414,68 @@ class _Attention(torch.autograd.Function):
         return tuple(t.unflatten(0, (info.batch_size, -1)) for t in (output, lse)), (0, 0)  # pyrefly: ignore[bad-return]
 
 
+class _Gradients(torch.autograd.Function):
+    """The backward operator as a function whose own derivative raises: `create_graph=True` and nested transforms."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+        return torch.ops.dilated_attention.backward(*arguments)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
+        raise NotImplementedError(ONCE.format("attention"))
+
+
+def readable(*saved: Tensor) -> tuple[Tensor, ...]:
+    """Saved query, key, value, output and LSE in layouts that kernels read.
+
+    A saved-tensor hook keeps shapes and values, not strides: rows must be contiguous again, and the whole LSE.
+    """
+    *rows, lse = saved
+    return *(x if x.stride(-1) == 1 else x.contiguous() for x in rows), lse.contiguous()
+
+
+def _backward_for(query: Tensor, grad_output: Tensor) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
+    """The backward as autograd must see it: with a derivative that raises, as an operator, or as a plain function."""
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        return _Gradients.apply
+    return torch.ops.dilated_attention.backward if _is_observed(query, grad_output) else _backward
+
+
 class _EagerAttention(torch.autograd.Function):
     """`_Attention` where nothing but autograd looks on: binding its arguments to a signature takes time, too."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, settled: _Settled) -> tuple[Tensor, Tensor]:  # pyrefly: ignore[bad-override]
-        output, lse = settled.forward(settled.call(query, key, value))
-        ctx.settled = settled
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, resolved: ResolvedCall) -> tuple[Tensor, Tensor]:  # pyrefly: ignore[bad-override]
+        output, lse = resolved.forward(resolved.call(query, key, value))
+        ctx.resolved = resolved
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(query, key, value, *settled.settings[:3], output, lse)
+        ctx.save_for_backward(query, key, value, *resolved.settings[:3], output, lse)
         return output, lse
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
-        # Where no graph of the gradients is asked for, forbidding one takes time for nothing.
-        run = _eager_gradients_once if torch.is_grad_enabled() else _eager_gradients
-        return run(ctx, *grad_outputs)
+        grad_output, grad_lse = grad_outputs
+        check_reverse_mode(grad_output, grad_lse)
+        query, key, value, *_, output, lse = ctx.saved_tensors
+        if grad_output is None and grad_lse is None:
+            return None, None, None, None
+        query, key, value, output, lse = readable(query, key, value, output, lse)
+        grad_output = torch.zeros_like(output) if grad_output is None else grad_output
+        if grad_output.stride(-1) != 1:
+            grad_output = grad_output.contiguous()
+        resolved = ctx.resolved
+        run = _backward_for(query, grad_output)
+        if run is not _backward:
+            return *run(query, key, value, output, lse, grad_output, grad_lse, *resolved.settings), None
+        return *resolved.backward(resolved.call(query, key, value), output, lse, grad_output, grad_lse), None
 
-
-def _eager_gradients(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
-    grad_output, grad_lse = grad_outputs
-    query, key, value, *_, output, lse = ctx.saved_tensors
-    if grad_output is None and grad_lse is None:
-        return None, None, None, None
-    grad_output = torch.zeros_like(output) if grad_output is None else grad_output
-    if grad_output.stride(-1) != 1:
-        grad_output = grad_output.contiguous()
-    settled = ctx.settled
-    if _is_observed(query, grad_output):
-        found = query, key, value, output, lse, grad_output, grad_lse
-        return *torch.ops.dilated_attention.backward(*found, *settled.settings), None
-    return *settled.backward(settled.call(query, key, value), output, lse, grad_output, grad_lse), None
-
-
-_eager_gradients_once = once_differentiable(_eager_gradients)
 
 # Autograd binds the arguments to this signature in every call; finding it anew would take longer than all the rest.
 _Attention.forward.__signature__ = inspect.signature(_Attention.forward)  # pyrefly: ignore[missing-attribute]
@@ -388,8 +483,8 @@ _Attention.forward.__signature__ = inspect.signature(_Attention.forward)  # pyre
 
 @torch.library.impl(_library, "forward", "CompositeExplicitAutograd")
 def _forward(query: Tensor, key: Tensor, value: Tensor, *settings: Any) -> tuple[Tensor, Tensor]:
-    settled = _settle(query, key, value, *settings)
-    return tuple(settled.forward(settled.call(query, key, value)))  # pyrefly: ignore[bad-return]
+    resolved = resolve_call(query, key, value, CallSettings(*settings))
+    return tuple(resolved.forward(resolved.call(query, key, value)))  # pyrefly: ignore[bad-return]
 
 
 @torch.library.impl(_library, "backward", "CompositeExplicitAutograd")
@@ -403,18 +498,17 @@ def _backward(
     grad_lse: Tensor | None,
     *settings: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    settled = _settle(query, key, value, *settings)
-    found = output, lse, grad_output, grad_lse
-    return tuple(settled.backward(settled.call(query, key, value), *found))  # pyrefly: ignore[bad-return]
+    resolved = resolve_call(query, key, value, CallSettings(*settings))
+    grads = resolved.backward(resolved.call(query, key, value), output, lse, grad_output, grad_lse)
+    return tuple(grads)  # pyrefly: ignore[bad-return]
 
 
-def _settle(query: Tensor, key: Tensor, value: Tensor, *settings: Any) -> _Settled:
-    first_call.begin(query, settings[7])
-    # The dispatcher leaves out what has its default.
-    call, backend = call_of(query, key, value, *settings[:8])
-    name, runner = choose(call, backend)
-    settings = settings if len(settings) > 8 else (*settings, None)
-    return _Settled(settings, call.plan, call.pattern, name, runner)
+def resolve_call(query: Tensor, key: Tensor, value: Tensor, settings: CallSettings) -> ResolvedCall:
+    """Plan a call and choose its backend."""
+    warmup.begin(query, settings.backend)
+    call = call_of(query, key, value, settings)
+    name, runner = choose(call, settings.backend)
+    return ResolvedCall(settings, call.plan, call.pattern, name, runner)
 
 
 @torch.library.register_fake("dilated_attention::forward", lib=_library)
@@ -428,29 +522,30 @@ def _backward_fake(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tup
     return tuple(empty_rows(t, t.shape[-1]) for t in (query, key, value))  # pyrefly: ignore[bad-return]
 
 
-def call_of(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    key_padding_mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-    seed: Tensor | None,
-    pattern: str,
-    is_causal: bool,
-    scale: float,
-    dropout_p: float,
-    backend: str,
-) -> tuple[AttentionCall, str]:
-    """The call a backend sees, with its plan from the cache."""
+def call_of(query: Tensor, key: Tensor, value: Tensor, settings: CallSettings) -> AttentionCall:
+    """Call as a backend sees it, with its plan from the cache."""
+    mask, cu_seqlens, seed, pattern, is_causal, scale, dropout_p, *_ = settings
     lengths = None if cu_seqlens is None else lengths_of(cu_seqlens, query.shape[2])
-    resolved, block_size = _resolved(pattern, is_causal, lengths, query.shape[2], query.shape[1])
+    shape = query.shape[2], query.shape[1]
+    # A cache entry would keep a pattern without text alive, which may hold megabytes.
+    if pattern.startswith("@"):
+        resolved, block_size = _resolve(from_operand(pattern), is_causal, lengths, *shape)
+    else:
+        resolved, block_size = _resolved(pattern, is_causal, lengths, *shape, registrations())
     plan = plan_cache.get(resolved, query.shape[2], query.shape[1], block_size, query.device)
-    return AttentionCall(query, key, value, plan, scale, key_padding_mask, dropout_p, seed, resolved), backend
+    return AttentionCall(query, key, value, plan, scale, mask, dropout_p, seed, resolved)
 
 
 @lru_cache(maxsize=1024)
-def _resolved(text: str, is_causal: bool, lengths: tuple[int, ...] | None, n: int, heads: int) -> tuple[Pattern, int]:
-    pattern = parse(text)
+def _resolved(
+    text: str, is_causal: bool, lengths: tuple[int, ...] | None, n: int, heads: int, registered: int
+) -> tuple[Pattern, int]:
+    return _resolve(parse(text), is_causal, lengths, n, heads)
+
+
+def _resolve(
+    pattern: Pattern, is_causal: bool, lengths: tuple[int, ...] | None, n: int, heads: int
+) -> tuple[Pattern, int]:
     pattern = pattern & Causal() if is_causal else pattern
     pattern = (pattern if lengths is None else Packed(pattern, lengths)).resolve(n, heads)
     return pattern, own_block(pattern)
@@ -465,9 +560,5 @@ def lengths_of(cu_seqlens: Tensor, n: int) -> tuple[int, ...]:
 
 
 def autocasted(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Under autocast, 32-bit inputs take its dtype; accumulation stays in float32 inside the kernels."""
-    kind = tensors[0].device.type if isinstance(tensors[0], Tensor) else "cpu"
-    if kind == "meta" or not torch.is_autocast_enabled(kind):
-        return tensors
-    dtype = torch.get_autocast_dtype(kind)
-    return tuple(t.to(dtype) if t.dtype in (torch.float32, torch.float16, torch.bfloat16) else t for t in tensors)
+    """Under autocast, inputs of at most 32 bits take its dtype; kernels still accumulate in float32."""
+    return tuple([t.to(cast_dtype(t)) if isinstance(t, Tensor) else t for t in tensors])

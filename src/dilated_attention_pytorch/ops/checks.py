@@ -1,21 +1,38 @@
-"""What must hold of the tensors of a call, before anything is computed."""
+"""Checks of the arguments of a call, before anything is computed."""
 
 from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from ..errors import must, must_be
 
+MOST_USUAL_HEADS = 128
+_library = torch.library.Library("dilated_attention", "FRAGMENT")
+_library.define("require(Tensor holds, str message) -> Tensor")
 
-def check_tensors(
-    query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool, *, one_length: bool = True, one_dtype: bool = True
-) -> None:
-    """What must hold of query, key and value; a cache may be longer than what follows on it, and of another dtype."""
+
+def cast_dtype(tensor: Tensor) -> torch.dtype:
+    """Dtype of a tensor once autocast has been applied to it."""
+    kind = tensor.device.type
+    if kind == "meta" or not torch.is_autocast_enabled(kind):
+        return tensor.dtype
+    narrow = (torch.float32, torch.float16, torch.bfloat16)
+    return torch.get_autocast_dtype(kind) if tensor.dtype in narrow else tensor.dtype
+
+
+def check_tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool, *, one_length: bool = True) -> None:
+    """Check shapes, dtypes and devices of query, key and value; without `one_length` keys may outnumber queries."""
     named = (("query", query), ("key", key), ("value", value))
     for name, tensor in named:
         if not isinstance(tensor, Tensor):
             raise must_be(f"{name} must be a Tensor", type(tensor).__name__)
+        if tensor.is_nested:
+            advice = "Lay the sequences one after another along n in a batch of one, and pass cu_seqlens."
+            raise must_be(f"{name} must be a dense tensor", "a nested one", advice)
         if tensor.dim() != 4:
             raise must(
                 f"{name} must have shape (batch, heads, n, width)", f"{tensor.dim()} dimensions {tuple(tensor.shape)}"
@@ -23,7 +40,7 @@ def check_tensors(
         if tensor.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
             raise must_be(f"{name} must be float16, bfloat16, float32 or float64", tensor.dtype)
     for name, tensor in named[1:]:
-        if one_dtype and tensor.dtype != query.dtype:
+        if cast_dtype(tensor) != cast_dtype(query):
             raise must_be(f"{name} must have the query's dtype {query.dtype}", tensor.dtype)
         if tensor.device != query.device:
             raise must(f"{name} must be on the query's device {query.device}", tensor.device)
@@ -37,19 +54,54 @@ def check_tensors(
         raise must(f"key must have the query's width {query.shape[3]}", key.shape[3])
     if value.shape[1] != key.shape[1]:
         raise must(f"value must have the key's {key.shape[1]} heads", value.shape[1])
-    if min(*query.shape, value.shape[3], key.shape[1]) < 1:
-        raise must(
-            "batch, heads, n and widths must be at least 1", f"query {tuple(query.shape)}, value {tuple(value.shape)}"
-        )
+    if min(query.shape[1], query.shape[3], value.shape[3], key.shape[1]) < 1:
+        raise must("heads and widths must be at least 1", f"query {tuple(query.shape)}, value {tuple(value.shape)}")
     if key.shape[1] != query.shape[1] and (not enable_gqa or query.shape[1] % key.shape[1]):
         advice = "Pass enable_gqa=True." if query.shape[1] % key.shape[1] == 0 else None
         what = "query heads must be a multiple of key heads" if enable_gqa else "key must have as many heads as query"
         raise must(what, f"{query.shape[1]} query heads and {key.shape[1]} key heads", advice)
 
 
+def check_layout(query: Tensor) -> None:
+    """Warn where the axes of heads and tokens look swapped: more heads than any model has, and fewer tokens."""
+    heads, n = query.shape[1:3]
+    if not torch.compiler.is_compiling() and heads > MOST_USUAL_HEADS and heads > n:
+        warnings.warn(
+            f"query has {heads} heads of {n} tokens: are the axes swapped? attention takes (batch, heads, tokens, "
+            "width), as scaled_dot_product_attention does; modules such as SparseAttention take (batch, tokens, heads, "
+            "width)",
+            stacklevel=4,
+        )
+
+
+WRONG_NAMES = {
+    "attn_mask": "pass Pattern.from_mask(mask) as the pattern, or intersect it with yours by &",
+    "mask": "pass Pattern.from_mask(mask) as the pattern, or intersect it with yours by &",
+    "block_mask": "pass Pattern.from_mask_mod(mask_mod) as the pattern",
+    "mask_mod": "pass Pattern.from_mask_mod(mask_mod) as the pattern",
+    "attention_mask": "padding goes into key_padding_mask, True where a key takes no part",
+    "causal": "the argument is is_causal",
+    "softmax_scale": "the argument is scale",
+    "dropout": "the argument is dropout_p",
+    "window_size": 'pass the pattern "window:512"',
+    "score_mod": "scores cannot be changed; the documents on extending have biases by distance",
+}
+"""Arguments of other libraries -> the way to say them here."""
+
+
+def unexpected(function: str, given: dict[str, object]) -> TypeError:
+    """Error for unknown keyword arguments, with the argument meant where the name is that of another library."""
+    name = next(iter(given))
+    advice = f"; {WRONG_NAMES[name]}" if name in WRONG_NAMES else ""
+    return TypeError(f"{function}() got an unexpected keyword argument {name!r}{advice}")
+
+
 def check_masks(query: Tensor, key_padding_mask: Tensor | None, cu_seqlens: Tensor | None) -> None:
-    """What must hold of the masks."""
+    """Check types, shapes and devices of the masks."""
     batch, _, n, _ = query.shape
+    for name, mask in (("key_padding_mask", key_padding_mask), ("cu_seqlens", cu_seqlens)):
+        if mask is not None and not isinstance(mask, Tensor):
+            raise must_be(f"{name} must be a Tensor", type(mask).__name__, f"{name}=torch.tensor(...).")
     if key_padding_mask is not None:
         if key_padding_mask.dtype != torch.bool:
             raise must_be("key_padding_mask must be bool, True where a key takes no part", key_padding_mask.dtype)
@@ -64,3 +116,41 @@ def check_masks(query: Tensor, key_padding_mask: Tensor | None, cu_seqlens: Tens
             )
         if batch != 1:
             raise must("packed sequences must have batch size 1", batch, "Lay the sequences one after another along n.")
+
+
+def require(tensor: Tensor, holds: Tensor, what: str, got: Callable[[], object], do: str | None = None) -> Tensor:
+    """`tensor`, once the values of a call are known to satisfy a condition.
+
+    Raises in eager mode. Under `torch.compile` the check is an operator whose result flows into `tensor`, so that no
+    compiler pass can remove it. On a GPU a compiled or captured check is a device assertion, without a host sync.
+
+    Args:
+        tensor: the result must be used in its place.
+        holds: bool scalar.
+        what: the condition in words, as for `must`.
+        got: describes the values that were received; eager mode only.
+        do: advice, as for `must`.
+    """
+    if torch.compiler.is_compiling():
+        return tensor + torch.ops.dilated_attention.require(holds, str(must(what, "other values", do)))
+    if holds.is_meta:
+        return tensor
+    if holds.is_cuda and torch.cuda.is_current_stream_capturing():
+        torch._assert_async(holds, str(must(what, "other values", do)))
+    elif not holds:
+        raise must(what, got(), do)
+    return tensor
+
+
+@torch.library.impl(_library, "require", "CompositeExplicitAutograd")
+def _require(holds: Tensor, message: str) -> Tensor:
+    if holds.is_cuda:
+        torch._assert_async(holds, message)
+    elif not holds:
+        raise ValueError(message)
+    return torch.zeros_like(holds)
+
+
+@torch.library.register_fake("dilated_attention::require", lib=_library)
+def _require_fake(holds: Tensor, message: str) -> Tensor:
+    return torch.empty_like(holds)

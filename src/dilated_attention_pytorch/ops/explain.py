@@ -8,7 +8,8 @@ from torch import Tensor
 from ..kernels import registry
 from ..kernels.registry import Explanation
 from ..patterns import Pattern, as_pattern
-from .attention import call_of
+from ..patterns.parse import to_operand
+from .attention import CallSettings, call_of
 from .checks import check_masks, check_tensors
 
 
@@ -38,8 +39,9 @@ def explain(
     """
     check_tensors(query, key, value, enable_gqa)
     check_masks(query, key_padding_mask, cu_seqlens)
-    text = as_pattern(pattern).describe()
+    text = to_operand(as_pattern(pattern))
     seed = torch.zeros(1, dtype=torch.int64, device=query.device) if dropout_p else None
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    call, _ = call_of(query, key, value, key_padding_mask, cu_seqlens, seed, text, is_causal, scale, dropout_p, "auto")
+    settings = CallSettings(key_padding_mask, cu_seqlens, seed, text, is_causal, scale, dropout_p)
+    call = call_of(query, key, value, settings)
     return registry.explain(call)

@@ -44,9 +44,11 @@ def merge(outputs: Sequence[Tensor], lses: Sequence[Tensor]) -> AttentionOutput:
     top = torch.where(top == -torch.inf, 0.0, top)
     weights = (logs - top).exp()
     total = weights.sum(0)
-    seen = total > 0
+    # NaN is kept: only a row without a key has a total of 0.
+    seen = total != 0
     safe = torch.where(seen, total, 1.0)
     stacked = torch.stack([output.to(logs.dtype) for output in outputs])
     output = (weights[..., None] * stacked).sum(0) / safe[..., None]
     lse = torch.where(seen, safe.log() + top, -torch.inf)
+    lse = torch.where(top == torch.inf, top, lse)
     return AttentionOutput(output.to(outputs[0].dtype), lse)

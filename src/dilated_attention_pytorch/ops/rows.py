@@ -7,9 +7,10 @@ from torch import Tensor
 
 from ..errors import must, must_be
 from ..patterns import Causal, Pattern, as_pattern
-from ..plan.cover import Grid, count
+from ..plan.closed_forms import Grid, closed_form
 from ..shapes import Key, KeyPadding, Query
 from .checks import check_masks, check_tensors
+from .derivatives import scale_of
 
 
 def attention_rows(
@@ -47,16 +48,18 @@ def attention_rows(
     if index.numel() and not 0 <= int(index.min()) <= int(index.max()) < n:
         raise must(f"rows must lie in 0 .. {n - 1}", f"{int(index.min())} .. {int(index.max())}")
     whole = as_pattern(pattern)
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    scale = scale_of(scale, width)
+    if not n:
+        return query[:, :, index].to(dtype) @ key.repeat_interleave(heads // key.shape[1], 1).mT.to(dtype)
     whole = (whole & Causal() if is_causal else whole).resolve(n, heads)
     grid = Grid(n, query.device)
-    dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
-    scale = width**-0.5 if scale is None else scale
     weights = torch.empty(batch, heads, len(index), n, dtype=dtype, device=query.device)
     positions = torch.arange(n, device=query.device)
     for head in range(heads):
         keys = key[:, head // (heads // key.shape[1])].to(dtype)
         scores = scale * (query[:, head, index].to(dtype) @ keys.mT)
-        times = count(whole, index[:, None], positions, head, grid)
+        times = closed_form(whole).count(index[:, None], positions, head, grid)
         scores = torch.where(times > 0, scores + times.to(dtype).log(), -torch.inf)
         if key_padding_mask is not None:
             scores = scores.masked_fill(key_padding_mask[:, None], -torch.inf)

@@ -1,14 +1,17 @@
-"""Who may see whom."""
+"""Patterns: which keys a query attends to."""
 
-from .blocks import BlockDilated, BlockLists, BlockPattern, Hierarchical, Random
+from .base import And, Or, Pattern, PerHead
+from .blocks import BlockColumns, BlockDilated, BlockLists, BlockPattern, Hierarchical, Random
 from .dilated import Branch, Dilated, Strided
-from .local import Causal, Documents, Full, Global, SlidingWindow
+from .functions import MaskMod as MaskMod
+from .grid import Grid
 from .packed import Packed
-from .pattern import And, Or, Pattern, PerHead
-from .text import as_pattern, parse
+from .parse import as_pattern, parse, register_pattern
+from .positions import Causal, Documents, Full, Global, SlidingWindow
 
 __all__ = [
     "And",
+    "BlockColumns",
     "BlockDilated",
     "BlockLists",
     "BlockPattern",
@@ -18,6 +21,7 @@ __all__ = [
     "Documents",
     "Full",
     "Global",
+    "Grid",
     "Hierarchical",
     "Or",
     "Packed",
@@ -28,4 +32,5 @@ __all__ = [
     "Strided",
     "as_pattern",
     "parse",
+    "register_pattern",
 ]

@@ -5,17 +5,22 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Iterable, Sequence
+from ctypes import string_at
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import lru_cache
 from hashlib import sha256
-from typing import Any, ClassVar
+from typing import Any
 
-from ..errors import must
+from ..errors import must, must_be
+from .base import CONSTRUCTORS, Pattern, flag, integer, integers, options
 from .dilated import Branch
-from .pattern import Pattern, integer, integers, options
 
 WORD = 0xFFFFFFFF
+LEAST_BLOCK = 16
+"""Smallest block of a mask that is listed by blocks; masks of smaller blocks are listed by pairs."""
+MOST_WRITTEN = 4096
+"""Entries of block lists that are written out as text."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -44,8 +49,8 @@ class BlockPattern(Pattern):
 
     @property
     def by_head(self) -> bool:
-        """Whether heads have lists of their own."""
-        return False
+        """Whether `row` depends on the head."""
+        return True
 
     def row(self, block: int, head: int = 0) -> tuple[int, ...]:
         """Key blocks that query block `block` sees, ascending."""
@@ -112,7 +117,7 @@ class Random(BlockPattern):
         BlockPattern.__post_init__(self)
         object.__setattr__(self, "density", _ratio("density", self.density))
         object.__setattr__(self, "seed", integer("seed", self.seed, 0, 2**63 - 1))
-        object.__setattr__(self, "per_head", bool(self.per_head))
+        object.__setattr__(self, "per_head", flag("per_head", self.per_head))
 
     @property
     def by_head(self) -> bool:
@@ -164,6 +169,10 @@ class Hierarchical(BlockPattern):
             raise must("reaches must grow from level to level", reaches, "Only the last may be 0, for no bound.")
         object.__setattr__(self, "levels", levels)
 
+    @property
+    def by_head(self) -> bool:
+        return False
+
     def distances(self) -> tuple[int, ...]:
         """Distances in blocks that are kept, ascending, the query block's own 0 first."""
         kept, begin = [], 0
@@ -195,12 +204,14 @@ class BlockDilated(BlockPattern):
 
     With `sparsity_ratio` each row keeps that fraction of all blocks. When the branches offer more, the nearest are
     kept; when they offer less, the ladder goes on (segment x 2, rate x 2), and what even a ladder over the whole
-    sequence leaves open is filled with the nearest blocks.
+    sequence leaves open is filled with the nearest blocks. `reserved` blocks of that fraction are left to other
+    patterns of a union, such as global tokens; one block is always kept.
     """
 
     segment_lengths: tuple[int, ...]
     dilation_rates: tuple[int, ...]
     sparsity_ratio: float | None = None
+    reserved: int = 0
 
     def __post_init__(self) -> None:
         BlockPattern.__post_init__(self)
@@ -214,11 +225,20 @@ class BlockDilated(BlockPattern):
             )
         if self.sparsity_ratio is not None:
             object.__setattr__(self, "sparsity_ratio", _ratio("sparsity_ratio", self.sparsity_ratio))
+        object.__setattr__(self, "reserved", integer("reserved", self.reserved, 0))
+        if self.reserved and self.sparsity_ratio is None:
+            raise must("reserved must come with sparsity_ratio", self.reserved)
+
+    @property
+    def by_head(self) -> bool:
+        return False
 
     @property
     def budget(self) -> int | None:
         """Key blocks a row keeps, or None when the branches alone decide."""
-        return None if self.sparsity_ratio is None else _budget(self.sparsity_ratio, self.blocks)
+        if self.sparsity_ratio is None:
+            return None
+        return max(1, _budget(self.sparsity_ratio, self.blocks) - self.reserved)
 
     def ladder(self) -> tuple[Branch, ...]:
         """The given branches, then the steps a budget may go on to."""
@@ -247,7 +267,38 @@ class BlockDilated(BlockPattern):
 
     def describe(self) -> str:
         body = ",".join(f"{w}x{r}" for w, r in zip(self.segment_lengths, self.dilation_rates, strict=True))
-        return f"block_dilated:{body}{options(self, 'sparsity_ratio', 'block', 'length')}"
+        return f"block_dilated:{body}{options(self, 'sparsity_ratio', 'reserved', 'block', 'length')}"
+
+    __repr__ = Pattern.__str__
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class BlockColumns(BlockPattern):
+    """Evenly spread key blocks that every query block sees, `count` of them.
+
+    count 2, block 1:   0 1 2 3
+                      0 . # . #
+                      1 . # . #
+                      2 . # . #
+    """
+
+    count: int
+
+    def __post_init__(self) -> None:
+        BlockPattern.__post_init__(self)
+        object.__setattr__(self, "count", integer("count", self.count, 1))
+        if self.length is not None and self.count > self.blocks:
+            raise must(f"count must be at most the number of blocks, {self.blocks}", self.count)
+
+    def columns(self) -> tuple[int, ...]:
+        """The key blocks, ascending."""
+        return tuple((2 * i + 1) * self.blocks // (2 * self.count) for i in range(self.count))
+
+    def row(self, block: int, head: int = 0) -> tuple[int, ...]:
+        return self.columns()
+
+    def describe(self) -> str:
+        return f"block_columns:{self.count}{options(self, 'block', 'length')}"
 
     __repr__ = Pattern.__str__
 
@@ -270,8 +321,6 @@ class BlockLists(BlockPattern):
     """Query blocks a head."""
     heads: int = 1
     """1 when the lists are shared by all heads."""
-
-    _known: ClassVar[dict[str, BlockLists]] = {}
 
     @classmethod
     def of(cls, lists: Sequence[Sequence[int]] | Sequence[Sequence[Sequence[int]]], block: int = 128) -> BlockLists:
@@ -299,6 +348,33 @@ class BlockLists(BlockPattern):
             raise must(f"key blocks must lie in 0 .. {rows - 1}", f"{min(packed[1])} .. {max(packed[1])}")
         return cls(packed[0].tobytes(), packed[1].tobytes(), rows, heads, block=block)
 
+    @classmethod
+    def from_mask(cls, mask: Any) -> BlockLists:
+        """Lists of a bool mask (n, n), (heads, n, n) or (1, heads, n, n), in the largest blocks that are uniform."""
+        if not hasattr(mask, "new_zeros"):
+            raise must_be("mask must be a bool Tensor", type(mask).__name__)
+        mask = mask.detach().cpu()
+        if str(mask.dtype) != "torch.bool":
+            raise must_be(
+                "mask must be bool, True where a query attends", mask.dtype, "Of an additive mask: mask == 0."
+            )
+        if mask.dim() == 4 and mask.shape[0] == 1:
+            mask = mask[0]
+        mask = mask[None] if mask.dim() == 2 else mask
+        if mask.dim() != 3 or mask.shape[1] != mask.shape[2] or not mask.numel():
+            advice = "A plan holds for every sample: give padding as key_padding_mask." if mask.dim() == 4 else None
+            raise must("mask must have shape (n, n), (heads, n, n) or (1, heads, n, n)", tuple(mask.shape), advice)
+        mask = mask[:1] if bool((mask == mask[:1]).all()) else mask
+        block, kept, coarse = 1, mask, _coarser(mask)
+        for size in (2, 4, 8, 16, 32, 64, 128):
+            if coarse is None:
+                break
+            block, kept = (size, coarse) if size >= LEAST_BLOCK else (block, kept)
+            coarse = _coarser(coarse)
+        ends = kept.sum(-1).flatten().cumsum(0)
+        pointers, columns = bytes(8) + _bytes(ends), _bytes(kept.nonzero()[:, 2].int())
+        return cls(pointers, columns, kept.shape[1], mask.shape[0], block=block)
+
     def resolve(self, n: int, heads: int) -> Pattern:
         if self.heads not in (1, heads):
             raise must(f"a pattern for {self.heads} heads must meet {self.heads} heads", heads)
@@ -317,23 +393,42 @@ class BlockLists(BlockPattern):
 
     def describe(self) -> str:
         tail = options(self, "heads", "block", "length")
-        if len(self.columns) <= 4 * 4096:
+        if self.is_writable:
             lists = (self.row(i, h) for h in range(self.heads) for i in range(self.rows))
             return "blocks:" + ",".join(" ".join(map(str, row)) or "-" for row in lists) + tail
-        shape = repr((self.rows, self.heads, self.block)).encode()
-        digest = sha256(shape + self.pointers + self.columns).hexdigest()[:32]
-        BlockLists._known[digest] = replace(self, length=None)
-        return f"blocks:@{digest}" + options(self, "length")
+        digest = sha256(self.pointers + self.columns).hexdigest()[:32]
+        return f"blocks:@{digest}{tail}"
 
-    @classmethod
-    def known(cls, digest: str) -> BlockLists:
-        """Lists too long to write out, by the digest `describe` gave in this process."""
-        if digest not in cls._known:
-            raise must("the digest must name block lists described in this process", digest)
-        return cls._known[digest]
+    @property
+    def is_writable(self) -> bool:
+        """Whether the lists are short enough for text that `parse` reads back; others are described by a digest."""
+        return len(self.columns) <= 4 * MOST_WRITTEN
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.pointers) + len(self.columns)
 
     __repr__ = Pattern.__str__
 
 
 def _shape(nested: Any) -> str:
     return " + ".join(str(len(rows)) for rows in nested) or "none"
+
+
+def _coarser(cells: Any) -> Any:
+    """Cells twice as wide, of a bool (heads, rows, rows); None where the cells of some wider one differ."""
+    wide = cells[:, ::2, ::2]
+    for part in (cells[:, ::2, 1::2], cells[:, 1::2, ::2], cells[:, 1::2, 1::2]):
+        # A ragged end has no second row or column.
+        if not bool((wide[:, : part.shape[1], : part.shape[2]] == part).all()):
+            return None
+    return wide
+
+
+def _bytes(tensor: Any) -> bytes:
+    """Contents of a CPU tensor; numpy, which torch needs for the same, may be missing."""
+    tensor = tensor.contiguous()
+    return string_at(tensor.data_ptr(), tensor.numel() * tensor.element_size()) if tensor.numel() else b""
+
+
+CONSTRUCTORS["mask"] = BlockLists.from_mask

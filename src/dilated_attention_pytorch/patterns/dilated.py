@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, get_args
 
 from ..errors import must
-from .pattern import Pattern, integer, integers, options
+from .base import Pattern, integer, integers, options
 
 Offset = Literal["mod", "block"]
 Overlap = Literal["count", "union"]
@@ -105,6 +105,10 @@ class Dilated(Pattern):
 
     def allows(self, q: Any, k: Any, head: Any = 0) -> Any:
         return self.multiplicity(q, k, head) > 0
+
+    @property
+    def max_multiplicity(self) -> int:
+        return len(self.segment_lengths) if self.overlap == "count" and self.heads == "all" else 1
 
     def _branch_allows(self, index: int, q: Any, k: Any, head: Any) -> Any:
         segment, rate = self.branches[index]

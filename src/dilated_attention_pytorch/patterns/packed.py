@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
-from ..errors import must
-from .pattern import Pattern, integers
+from ..errors import must, must_be
+from .base import Pattern, integer, integers
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -28,12 +28,25 @@ class Packed(Pattern):
     num_heads: int | None = None
 
     def __post_init__(self) -> None:
+        if not isinstance(self.pattern, Pattern):
+            raise must_be("packed documents must have a Pattern", repr(self.pattern))
         object.__setattr__(self, "lengths", integers("document length", self.lengths, 1))
+        if self.num_heads is not None:
+            object.__setattr__(self, "num_heads", integer("num_heads", self.num_heads, 1))
+
+    @property
+    def children(self) -> tuple[Pattern, ...]:
+        return (self.pattern,)
 
     def resolve(self, n: int, heads: int) -> Pattern:
         if sum(self.lengths) != n:
             raise must(f"packed lengths must add up to the sequence length {n}", sum(self.lengths))
-        return replace(self, num_heads=heads)
+        if self.num_heads not in (None, heads):
+            raise must(f"a pattern for {self.num_heads} heads must meet {self.num_heads} heads", heads)
+        known = replace(self, num_heads=heads)
+        for length in set(self.lengths):
+            known.document(length)
+        return known
 
     def document(self, length: int) -> Pattern:
         """What holds inside a document of this length."""
@@ -54,6 +67,10 @@ class Packed(Pattern):
 
     def allows(self, q: Any, k: Any, head: Any = 0) -> Any:
         return self.multiplicity(q, k, head) > 0
+
+    @property
+    def max_multiplicity(self) -> int:
+        return max(self.document(length).max_multiplicity for length in set(self.lengths))
 
     def describe(self) -> str:
         tail = "" if self.num_heads is None else f";num_heads={self.num_heads}"

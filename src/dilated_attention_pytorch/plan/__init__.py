@@ -1,10 +1,10 @@
 """Which tiles follow from a pattern."""
 
+from .builder import make_plan, own_block
 from .cache import CacheInfo, PlanCache, PlanKey
 from .cost import Cost
 from .plan import Axis, Masks, Part, Plan, Walk
-from .planner import make_plan, own_block
-from .restricted import plan_rows
+from .row_plan import plan_rows
 
 __all__ = [
     "Axis",

@@ -1,17 +1,18 @@
-"""What a kernel walks: strided axes cut into tiles, and for each tile the tiles it meets.
+"""Tiles of a pattern as kernels read them: strided axes cut into tiles, and lists of tile pairs.
 
 A `Plan` is a tuple of `Part`s; one softmax runs over the keys of all parts together. A part lives on
-one strided axis, so that a dilated branch costs what its samples cost and nothing for what it skips.
+one strided axis, so the cost of a dilated branch follows its samples, not the tokens between them.
 
-Legend for the shapes in this file: H heads, T tiles of an axis, C head classes, B block size,
+Shapes in this file: H heads, T tiles of an axis, C head classes, B block size,
 F and P stored full and partial entries, M element masks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import TypeVar
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from functools import cached_property
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +22,8 @@ from .cost import Cost, cost_of
 
 FULL_BEGIN, FULL_END, FULL_BASE, PARTIAL_BEGIN, PARTIAL_END, PARTIAL_BASE = range(6)
 """Columns of `Walk.rows`."""
+HOST_NUMBERS = 2**18
+"""Size of a table, in numbers, up to which it is built on the host: that takes milliseconds."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -107,7 +110,12 @@ class Walk:
         return row[order], tile[order], mask[order]
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+def _rebuild(value: Any) -> tuple[Any, ...]:
+    """`__reduce__` of a dataclass from its fields alone, without values derived from them."""
+    return type(value), tuple(getattr(value, f.name) for f in fields(value) if f.init)
+
+
+@dataclass(frozen=True, eq=False)
 class Masks:
     """Element masks of partial tiles, each stored once however many tiles use it."""
 
@@ -121,6 +129,25 @@ class Masks:
         shifts = torch.arange(32, dtype=torch.int32, device=self.bits.device)
         flat = ((self.bits[..., None] >> shifts) & 1).bool().flatten(2)
         return flat[..., :block_size]
+
+    @cached_property
+    def transposed(self) -> Tensor:
+        """`bits` with keys and queries exchanged; `bits` itself if every mask is a band, which kernels read instead."""
+        band = self.band.cpu()
+        if bool((band[:, 0] <= band[:, 1]).all()):
+            return self.bits
+        # The first use of each GPU operation loads its code, which takes longer than a small table on the host.
+        bits = self.bits.cpu() if 32 * self.bits.numel() <= HOST_NUMBERS else self.bits
+        shifts = torch.arange(32, dtype=torch.int32, device=bits.device)
+        transposed = torch.empty_like(bits)
+        chunk = 1024
+        for first in range(0, len(bits), chunk):
+            dense = ((bits[first : first + chunk, ..., None] >> shifts) & 1).flatten(2)[..., : bits.shape[1]]
+            words = dense.transpose(1, 2).unflatten(2, (-1, 32))
+            transposed[first : first + chunk] = (words << shifts).sum(-1, dtype=torch.int64).to(torch.int32)
+        return transposed.to(self.bits.device)
+
+    __reduce__ = _rebuild
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -139,10 +166,15 @@ class Part:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Plan:
-    """Which tiles attention over `n` tokens computes. Build one with `make_plan`."""
+    """Tiles that attention over `n` tokens computes. Build one with `make_plan`.
+
+    `memo` is a dictionary of values derived from the plan (work lists, launches, plans of some rows). It is not part of
+    equality, hash, repr, copies or pickles, nor counted in `nbytes`. A value must not refer to the plan, so that the
+    plan is freed with its last user and not by the garbage collector.
+    """
 
     name: str
-    """The pattern, as `parse` reads it."""
+    """The pattern, in the syntax of `parse`."""
     n: int
     heads: int
     block_size: int
@@ -150,6 +182,10 @@ class Plan:
     masks: Masks
     blocks: int
     """Tile pairs computed, over all heads."""
+
+    memo: dict[Any, Any] = field(init=False, default_factory=dict)
+
+    __reduce__ = _rebuild
 
     @property
     def device(self) -> torch.device:
@@ -229,7 +265,7 @@ class Plan:
         """The map in at most `width` squared cells: tokens along a cell, and the computed share of each, float64."""
         cell = max(1, -(-self.n // width))
         side = -(-self.n // cell)
-        area = torch.zeros(side, side, dtype=torch.float64)
+        area = torch.zeros(side, side, dtype=torch.float64, device="cpu")
         for part in self.parts:
             own = int(part.head_class[head])
             if own < 0:
@@ -245,7 +281,7 @@ class Plan:
 
     def _spread(self, axis: Axis, tile: Tensor, head: int, cell: int, side: int) -> Tensor:
         token, exists = axis.tokens(self.block_size, head)
-        cells = torch.zeros(axis.tiles, side, dtype=torch.float64)
+        cells = torch.zeros(axis.tiles, side, dtype=torch.float64, device="cpu")
         cells.scatter_add_(1, (token // cell).clamp(max=side - 1).cpu(), exists.double().cpu())
         return cells[tile.cpu()]
 
@@ -284,5 +320,5 @@ def map_tensors(value: Piece, change: Callable[[Tensor], Tensor]) -> Piece:
     if isinstance(value, tuple):
         return tuple(map_tensors(item, change) for item in value)  # pyrefly: ignore[bad-return]
     if is_dataclass(value) and not isinstance(value, type):
-        return replace(value, **{f.name: map_tensors(getattr(value, f.name), change) for f in fields(value)})
+        return replace(value, **{f.name: map_tensors(getattr(value, f.name), change) for f in fields(value) if f.init})
     return value

@@ -6,14 +6,21 @@ which each leaves out what the ones before it cover.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import reduce
+from itertools import product
 from math import ceil
 
 import torch
 from torch import Tensor
 
-from ..patterns import And, Dilated, Documents, Full, Or, Pattern, PerHead, Strided
+from ..errors import must
+from ..patterns import And, Dilated, Documents, Full, Or, Packed, Pattern, PerHead, Strided
+from .closed_forms import AtLeast, closed_form
+
+MOST_TERMS = 512
+"""Terms of a pattern and conditions on them, all together; planning takes time for each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +72,25 @@ class Term:
 
 def terms_of(pattern: Pattern, heads: int) -> list[Term]:
     """Split a resolved pattern into terms whose multiplicities add up to its own."""
+    terms, weight = [], 0
+    for term in _terms(pattern, heads):
+        weight += 1 + len(term.conditions)
+        if weight > MOST_TERMS:
+            raise must(
+                f"a pattern must split into at most {MOST_TERMS} terms and conditions",
+                f"more, for {_shortened(pattern.describe())}",
+                "Each branch of a dilated pattern is a term; `&` multiplies the terms of its sides, and a union of "
+                "dilated branches leaves out each earlier branch.",
+            )
+        terms.append(term)
+    return terms
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= 120 else f"{text[:80]} ... {text[-30:]}"
+
+
+def _terms(pattern: Pattern, heads: int) -> Iterable[Term]:
     match pattern:
         case Dilated():
             # Split heads run one branch each, so nothing can be counted twice.
@@ -73,18 +99,18 @@ def terms_of(pattern: Pattern, heads: int) -> list[Term]:
                     replace(pattern, segment_lengths=(w,), dilation_rates=(r,)) for w, r in pattern.branches
                 ]
                 return _union(branches, heads)
-            return [_branch_term(pattern, index, heads) for index in range(len(pattern.segment_lengths))]
+            return (_branch_term(pattern, index, heads) for index in range(len(pattern.segment_lengths)))
         case Documents():
             return [Term(Segments(documents=pattern.lengths))]
         case Strided(block=1) if pattern.stride > 1:
             return [Term(Segments(rate=pattern.stride, residues=True))]
         case And():
-            return [
+            sides = terms_of(pattern.left, heads), terms_of(pattern.right, heads)
+            return (
                 _both(left, right, heads)
-                for left in terms_of(pattern.left, heads)
-                for right in terms_of(pattern.right, heads)
+                for left, right in product(*sides)
                 if left.heads is None or right.heads is None or left.heads & right.heads
-            ]
+            )
         case Or():
             return _union(_members(pattern), heads)
         case PerHead():
@@ -92,11 +118,37 @@ def terms_of(pattern: Pattern, heads: int) -> list[Term]:
         case Full():
             return [Term()]
         case _:
-            return [Term(where=(pattern,))]
+            # The number of levels that a pair reaches is its multiplicity.
+            if pattern.max_multiplicity == 1:
+                return [Term(where=(pattern,))]
+            return (Term(where=(AtLeast(pattern, level),)) for level in range(1, pattern.max_multiplicity + 1))
+
+
+def packed_form(pattern: Pattern) -> Pattern:
+    """An equal pattern with `Packed` outermost, where there is one: documents are then planned apart.
+
+    A condition on the difference of positions holds inside a document as it does in the whole sequence.
+    """
+    match pattern:
+        case Packed():
+            inner = packed_form(pattern.pattern)
+            if isinstance(inner, Packed) and set(pattern.lengths) == {sum(inner.lengths)}:
+                return replace(inner, lengths=inner.lengths * len(pattern.lengths), num_heads=pattern.num_heads)
+            return replace(pattern, pattern=inner)
+        case And() | Or():
+            left, right = packed_form(pattern.left), packed_form(pattern.right)
+            match left, right:
+                case Packed(), Packed() if left.lengths == right.lengths:
+                    return replace(left, pattern=type(pattern)(left.pattern, right.pattern))
+                case Packed(), _ if isinstance(pattern, And) and closed_form(right).is_shift_invariant:
+                    return replace(left, pattern=And(left.pattern, right))
+                case _, Packed() if isinstance(pattern, And) and closed_form(left).is_shift_invariant:
+                    return replace(right, pattern=And(left, right.pattern))
+    return pattern
 
 
 def _branch_term(pattern: Dilated, index: int, heads: int) -> Term:
-    segment, rate = pattern.branches[index]
+    segment, rate = pattern.segment_lengths[index], pattern.dilation_rates[index]
     offsets = tuple(int(pattern.sampled_residue(index, h)) for h in range(heads))
     taking_part = frozenset(h for h in range(heads) if pattern.takes_part(index, h))
     return Term(
@@ -144,21 +196,19 @@ def _members(pattern: Pattern) -> list[Pattern]:
     return _members(pattern.left) + _members(pattern.right) if isinstance(pattern, Or) else [pattern]
 
 
-def _union(members: list[Pattern], heads: int) -> list[Term]:
+def _union(members: list[Pattern], heads: int) -> Iterator[Term]:
     """Terms that count every pair once. Members on the undilated axis go first, together: they cost one term."""
     alternatives = [terms_of(_counted_once(member), heads) for member in members]
     plain = [m for m, terms in zip(members, alternatives, strict=True) if _is_plain(terms)]
-    terms: list[Term] = []
     earlier: tuple[Pattern, ...] = ()
     if plain:
         everyone = reduce(Or, plain)
-        terms.append(Term(where=(everyone,)))
+        yield Term(where=(everyone,))
         earlier = (everyone,)
     for member, own in zip(members, alternatives, strict=True):
         if not _is_plain(own):
-            terms += [replace(term, exclude=term.exclude + earlier) for term in own]
+            yield from (replace(term, exclude=term.exclude + earlier) for term in own)
             earlier += (member,)
-    return terms
 
 
 def _is_plain(terms: list[Term]) -> bool:
@@ -174,15 +224,13 @@ def _counted_once(pattern: Pattern) -> Pattern:
         case PerHead():
             return PerHead(tuple(_counted_once(p) for p in pattern.patterns))
         case _:
-            return pattern
+            return pattern if pattern.max_multiplicity == 1 else AtLeast(pattern, 1)
 
 
-def _per_head(pattern: PerHead, heads: int) -> list[Term]:
-    terms = []
+def _per_head(pattern: PerHead, heads: int) -> Iterator[Term]:
     for one in dict.fromkeys(pattern.patterns):
         own = frozenset(h for h, p in enumerate(pattern.patterns) if p == one)
         for term in terms_of(one, heads):
             taking_part = own if term.heads is None else own & term.heads
             if taking_part:
-                terms.append(replace(term, heads=None if len(taking_part) == heads else taking_part))
-    return terms
+                yield replace(term, heads=None if len(taking_part) == heads else taking_part)

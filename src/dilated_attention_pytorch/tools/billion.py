@@ -10,11 +10,14 @@ the run it stands beside.
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import time
 from bisect import bisect_left
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from .bench.results import append
+from .console import Parser, device_of, leave, positive, tokens, usual_dtype, whole
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,7 +28,7 @@ if TYPE_CHECKING:
 SEGMENT, GROWTH = 2048, 4
 """The first segment, and the factor from branch to branch, of segments and rates alike."""
 BUDGET = {"cuda": 16 * 2**30, "cpu": 2**28}
-"""Bytes of a chunk's rows when nothing is said."""
+"""Bytes of a chunk's rows by default."""
 LARGEST_ERROR = {"float64": 1e-10, "float32": 1e-5, "bfloat16": 1e-2, "float16": 2e-3}
 """Of a checked row, relative to its norm."""
 
@@ -173,14 +176,10 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     import torch
 
     from ..nn.streamed import StreamedLayer
-    from ..patterns.pattern import integer
-    from .measure import PeakMemory, facts, synchronize
-    from .screen import device_of
+    from .bench.measure import PeakMemory, facts, synchronize
 
-    for name in ("heads", "head_dim", "rows"):
-        integer(name, getattr(options, name), 1)
     device = device_of(options.device)
-    dtype = options.dtype or ("bfloat16" if device == "cuda" else "float32")
+    dtype = options.dtype or usual_dtype(device)
     pattern = ladder(options.tokens)
     torch.manual_seed(options.seed)
     layer = StreamedLayer(
@@ -196,8 +195,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     layer.requires_grad_(False)
     for linear in (layer.projection, layer.output):
         linear.requires_grad_(options.backward)
-    how = {"memory_budget": options.memory_budget or BUDGET[device]} if options.chunk is None else {}
-    how = how or {"chunk": options.chunk}
+    budget = int((options.memory or 0) * 2**30) or BUDGET[device]
+    how = {"memory_budget": budget} if options.chunk is None else {"chunk": options.chunk}
     watch = Watch(chosen_rows(pattern, options.tokens, options.heads, options.rows), device)
     found: dict[str, Any] = {}
     with PeakMemory(device) as peak:
@@ -250,7 +249,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 def describe(line: dict[str, Any]) -> str:
     """A result for a person."""
-    from .page import readable_bytes
+    from .html_page import readable_bytes
 
     most = line["error_allowed"]
     words = [
@@ -269,42 +268,28 @@ def describe(line: dict[str, Any]) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run as a program; the exit status is 1 when a check failed."""
-    from .screen import tokens
-
-    parser = argparse.ArgumentParser(prog="dap billion", description=__doc__, formatter_class=_Plain)
-    parser.add_argument("--tokens", "-n", type=tokens, default=2**30, help="length of the sequence: 4096, 64K, 1M")
-    parser.add_argument("--heads", type=int, default=8)
-    parser.add_argument("--head-dim", type=int, default=64)
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument("--dtype", choices=tuple(LARGEST_ERROR), help="bfloat16 on a GPU, float32 elsewhere")
-    parser.add_argument("--backend", default="auto", help="as for attention")
-    parser.add_argument("--causal", action="store_true")
-    parser.add_argument("--backward", action="store_true", help="stream a second time for the projections' gradients")
-    parser.add_argument("--rows", type=int, default=1024, help="rows to check, of every head")
-    parser.add_argument("--chunk", type=int, help="rows computed at a time")
-    parser.add_argument("--memory-budget", type=int, help="bytes of a chunk's rows, when --chunk is not given")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, help="a JSONL file to add the result to")
-    parser.add_argument("--json", action="store_true", help="print the result as JSON")
-    options = parser.parse_args(arguments)
+    parser = Parser("dap billion", __doc__ or "")
+    parser.tokens(default=2**30)
+    parser.heads()
+    parser.option("--head-dim", read=whole(1), default=64, help="width of a head")
+    parser.device()
+    parser.dtype()
+    parser.option("--backend", default="auto", metavar="NAME", help="as for attention")
+    parser.option("--causal", action="store_true", help="also require the key not to come after the query")
+    parser.option("--backward", action="store_true", help="stream a second time for the projections' gradients")
+    parser.option("--rows", read=tokens, default=1024, help="rows to check, of every head")
+    parser.option("--chunk", read=tokens, help="rows computed at a time")
+    parser.option("--memory", read=positive, metavar="GIB", help="memory of a chunk's rows, when --chunk is not given")
+    parser.option("--seed", type=int, default=0, metavar="N", help="seed of the weights")
+    parser.out("JSONL file to add the result to")
+    parser.json("print the result as JSON")
+    options = parser.read(arguments)
     line = run(options)
     if options.out is not None:
-        from .bench import append
-
-        options.out.parent.mkdir(parents=True, exist_ok=True)
         append(options.out, line)
-    if options.json:
-        import json
-
-        print(json.dumps(line))
-    else:
-        print(describe(line))
+    print(json.dumps(line) if options.json else describe(line))
     return 0 if line["passed"] else 1
 
 
-class _Plain(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
-    pass
-
-
 if __name__ == "__main__":
-    raise SystemExit(main())
+    leave(main)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from .screen import AsJson, Device, Screen, device_of, print_json
+from .console import Parser, device_of, leave, print_json, print_pairs, print_table, print_title, usual_dtype
 
 if TYPE_CHECKING:
-    from ..kernels.registry import AttentionCall
+    from ..kernels.call import AttentionCall
 
 TYPICAL: dict[str, dict[str, Any]] = {
     "LongNet layer, causal": {"pattern": "dilated:1024x1,4096x4 & causal"},
@@ -23,18 +23,25 @@ def typical_call(
     """A call a backend can be asked about."""
     import torch
 
-    from ..ops.attention import call_of
+    from ..ops.attention import CallSettings, call_of
 
-    kind = getattr(torch, dtype or ("bfloat16" if device == "cuda" else "float32"))
+    kind = getattr(torch, dtype or usual_dtype(device))
     query = torch.zeros(1, 8, 4096, 64, device=device, dtype=kind)
     key = query[:, :key_heads]
     seed = torch.zeros(1, dtype=torch.int64, device=device) if dropout_p else None
-    return call_of(query, key, key, None, None, seed, pattern, False, 0.125, dropout_p, "auto")[0]
+    return call_of(query, key, key, CallSettings(seed=seed, pattern=pattern, scale=0.125, dropout_p=dropout_p))
 
 
 def surroundings() -> dict[str, str]:
     """What this process was given to work with, in words; what is missing, what that costs and what would help."""
-    return {"GPU": _gpu(), "triton": _triton(), "compiler": _compiler(), "cache": _cache(), "cores": _cores()}
+    return {
+        "GPU": _gpu(),
+        "triton": _triton(),
+        "compiler": _compiler(),
+        "C++ kernel": _native(),
+        "cache": _cache(),
+        "cores": _cores(),
+    }
 
 
 def _gpu() -> str:
@@ -62,7 +69,7 @@ def _gpu() -> str:
 def _triton() -> str:
     from importlib.util import find_spec
 
-    from .measure import installed
+    from .bench.measure import installed
 
     if find_spec("triton") is None:
         return "none: the GPU kernels `triton` and `hopper` cannot run; CUDA builds of torch bring it"
@@ -78,10 +85,21 @@ def _compiler() -> str:
     return shutil.which(wanted) or f"none: there is no {wanted}, so {without}"
 
 
+def _native() -> str:
+    """State of the C++ kernel on the CPU; built here where it is missing and can be built."""
+    from ..kernels.cpu import native
+
+    native.prepare_first_use()
+    reason = native.why_not(typical_call("cpu", "window:256"))
+    if reason is None:
+        return f"runs attention on the CPU: {native.library_path()}"
+    return f"none: {reason}; the slower backend `cpu` runs"
+
+
 def _cache() -> str:
     import tempfile
 
-    from ..nn.tuning import cache_path
+    from ..nn.calibration import cache_path
 
     lost = "the C++ kernel and measured costs cannot be kept; name a place in XDG_CACHE_HOME"
     try:
@@ -111,12 +129,12 @@ def _cores() -> str:
 def examine(device: str) -> dict[str, Any]:
     """All that is told, as plain data."""
     from ..kernels.registry import explain
-    from .measure import facts, installed, memory_of
+    from .bench.measure import facts, installed, memory_of
 
     free, total = memory_of(device)
     calls = {what: typical_call(device, **wanted) for what, wanted in TYPICAL.items()}
     explained = {what: explain(call) for what, call in calls.items()}
-    packages = ("flash-attn-4", "numpy", "typer", "rich", "matplotlib", "transformers", "safetensors")
+    packages = ("flash-attn-4", "numpy", "matplotlib", "transformers", "safetensors")
     return {
         "machine": {"kind": device, **facts(device)},
         "memory": {"free": free, "total": total},
@@ -142,17 +160,17 @@ def examine(device: str) -> dict[str, Any]:
 
 def show(found: dict[str, Any]) -> None:
     """Print what was found."""
-    from .page import readable_bytes
+    from .html_page import readable_bytes
 
-    screen, machine, memory = Screen(), found["machine"], found["memory"]
-    screen.title("Machine")
+    machine, memory = found["machine"], found["memory"]
+    print_title("Machine")
     where = (
         machine["device"]
         if machine["threads"] is None
         else f"{machine['device']}, {machine['threads']} thread{'s' * (machine['threads'] > 1)}"
     )
     versions = {name: machine[name] for name in ("python", "torch", "triton")} | found["packages"]
-    screen.pairs(
+    print_pairs(
         [
             (machine["kind"], where),
             ("memory", f"{readable_bytes(memory['free'])} free of {readable_bytes(memory['total'])}"),
@@ -160,12 +178,12 @@ def show(found: dict[str, Any]) -> None:
             ("not installed", ", ".join(name for name, number in versions.items() if not number) or "nothing"),
         ]
     )
-    screen.title("Surroundings")
-    screen.pairs(found["surroundings"].items())
-    screen.title("Backends, asked about the first of the calls below")
-    screen.pairs((backend["name"], backend["why_not"] or "ready") for backend in found["backends"])
-    screen.title('What backend="auto" takes')
-    screen.table(
+    print_title("Surroundings")
+    print_pairs(found["surroundings"].items())
+    print_title("Backends, asked about the first of the calls below")
+    print_pairs((backend["name"], backend["why_not"] or "ready") for backend in found["backends"])
+    print_title('What backend="auto" takes')
+    print_table(
         ("call", "pattern", "shape", "density", "backend"),
         [
             (call["what"], call["pattern"], call["call"], f"{call['density']:.2%}", call["backend"] or "none")
@@ -173,10 +191,19 @@ def show(found: dict[str, Any]) -> None:
         ],
         right=(3,),
     )
-    screen.text(f"The order follows measurements where there are any: {found['typical_calls'][0]['because']}.")
+    print(f"\nThe order follows measurements where there are any: {found['typical_calls'][0]['because']}.")
 
 
-def command(device: Device = "auto", as_json: AsJson = False) -> None:
-    """What this machine can run, why not the rest, and what would be chosen for three typical calls."""
-    found = examine(device_of(device))
-    print_json(found) if as_json else show(found)
+def main(arguments: list[str] | None = None) -> int:
+    """Command line."""
+    parser = Parser("dap doctor", "Machine, every backend with its reason, and the backend of three typical calls.")
+    parser.device()
+    parser.json()
+    options = parser.read(arguments)
+    found = examine(device_of(options.device))
+    print_json(found) if options.json else show(found)
+    return 0
+
+
+if __name__ == "__main__":
+    leave(main)

@@ -1,11 +1,7 @@
-"""Pages of what was measured: `dap report benchmarks/results/*.jsonl -o report`, or two files side by side.
-
-python -m dilated_attention_pytorch.tools.report benchmarks/results/*.jsonl --docs docs/benchmarks.md
-"""
+"""`dap report`: tables and plots of benchmark results, or two results side by side."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import sys
@@ -13,45 +9,29 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from .gpu_tables import Line, Results, gpu_parts, judge, machine, shape_cells, times_text
-from .headlines import headline_parts
-from .page import Chart as Chart
-from .page import Heading, Part, Table, as_html, as_markdown, figure_text, standalone, tokens_text, write
-from .results import read_lines
-from .suite_tables import Record, records, suite_parts
-
-__all__ = ["Line", "Results", "benchmark_page", "judge", "main", "read_lines"]
+from .bench.results import Line, read_lines
+from .bench.suite_tables import Record, machine, records, shape_cells, suite_parts, times_text
+from .console import Parser, leave
+from .html_page import Chart as Chart
+from .html_page import Heading, Part, Table, as_html, as_markdown, figure_text, standalone, tokens_text, write
 
 TITLE = "Benchmarks"
-DOCUMENTED = (
-    "This page is written by `dap report benchmarks/results/*.jsonl --docs docs/benchmarks.md`; the figures are those "
-    "of the files in `benchmarks/results`."
-)
 
 
-def benchmark_parts(lines: Sequence[Line], source: str = DOCUMENTED) -> Iterator[Part]:
-    """All that the lines tell, after a word on where they come from."""
+def benchmark_parts(lines: Sequence[Line], source: str) -> Iterator[Part]:
+    """Tables and plots of the lines, after a sentence on their source."""
     yield source
-    yield from headline_parts(lines)
-    results = Results(lines)
-    if results.all:
-        yield Heading("One GPU")
-        yield from gpu_parts(results)
-    yield from _rate_parts([line for line in lines if line.get("relative_rate")])
+    yield from rate_parts([line for line in lines if line.get("relative_rate")])
     yield from suite_parts(lines)
 
 
-def benchmark_page(lines: Sequence[Line]) -> str:
-    """The whole document in Markdown, the same for the same lines."""
-    return as_markdown(TITLE, benchmark_parts(lines), "pictures/benchmarks-")
-
-
-def _rate_parts(lines: Sequence[Line]) -> Iterator[Part]:
+def rate_parts(lines: Sequence[Line]) -> Iterator[Part]:
+    """Rate and speed-up of every case that ran beside dense attention on a CPU."""
     lines = [line for line in lines if line.get("suite", "cpu") in ("cpu", "million", "quick")]
     if not lines:
         return
     yield Heading("One CPU")
-    yield machine(lines, "dap bench --suite cpu --out benchmarks/results/cpu.jsonl")
+    yield machine(lines)
     yield (
         "Rate on the flops of the kept blocks relative to the rate of torch's dense attention, measured turn about in "
         "the same process: 1 means that a tenth of the blocks takes a tenth of the time."
@@ -120,13 +100,12 @@ def save(parts: Sequence[Part], title: str, markdown: Path, html: Path | None, b
 
 def main(arguments: list[str] | None = None) -> int:
     """Command line; the exit status is 1 when no line could be read."""
-    parser = argparse.ArgumentParser(prog="dap report", description="Tables and plots of what was measured.")
-    parser.add_argument("results", nargs="+", type=Path, help="files the benchmark wrote")
-    parser.add_argument("-o", "--out", type=Path, help="folder for report.md, report.html and the plots")
-    parser.add_argument("--docs", type=Path, help="page of the documentation, docs/benchmarks.md where no -o is given")
-    parser.add_argument("--compare", action="store_true", help="set two files side by side")
-    parser.add_argument("--json", action="store_true", help="print what was read and written as JSON")
-    options = parser.parse_args(arguments)
+    parser = Parser("dap report", "Tables and plots of benchmark results.", "RESULTS...")
+    parser.option("results", nargs="+", type=Path, metavar="RESULTS", help="files written by `dap bench`")
+    parser.out("folder for report.md, report.html and the plots", Path("report"))
+    parser.option("--compare", action="store_true", help="set two files side by side")
+    parser.json("print what was read and written as JSON")
+    options = parser.read(arguments)
     if options.compare and len(options.results) != 2:
         parser.error(f"--compare must have two files, got {len(options.results)}")
     missing = [str(path) for path in options.results if not path.is_file()]
@@ -142,14 +121,8 @@ def main(arguments: list[str] | None = None) -> int:
         parts = list(comparison_parts(first, second, names))
     else:
         named = ", ".join(f"`{name}`" for name in sorted({path.name for path in options.results}))
-        source = f"Written by `dap report` from {named}." if options.docs is None and options.out else DOCUMENTED
-        title, parts = TITLE, list(benchmark_parts(lines, source))
-    written = []
-    if options.out is not None:
-        written += save(parts, title, options.out / "report.md", options.out / "report.html", "")
-    if options.docs is not None or options.out is None:
-        docs = options.docs or Path("docs/benchmarks.md")
-        written += save(parts, title, docs, None, f"pictures/{docs.stem}-")
+        title, parts = TITLE, list(benchmark_parts(lines, f"Written by `dap report` from {named}."))
+    written = save(parts, title, options.out / "report.md", options.out / "report.html", "")
     if options.json:
         print(json.dumps({"lines": len(lines), "skipped": complaints, "written": [str(path) for path in written]}))
     else:
@@ -159,4 +132,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from html import escape
 from io import BytesIO
 from itertools import groupby
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from ..errors import must
-from .screen import AsJson, _tokens_option, print_json, typer
+from .console import MOST_HEADS, Parser, leave, print_json, whole
 
 EXACT_TOKENS = 4096
 """Up to this length a cell counts the allowed pairs; beyond it, the pairs of the tiles that are computed."""
@@ -65,7 +66,10 @@ def as_text(drawn: Map, few: float = 0.0) -> str:
     rows = [
         "".join("#" if x > 0.99 else "." if x <= 0 else "-" if x < few else "+" for x in row) for row in drawn.share
     ]
-    return "\n".join([f"{drawn.title}: head {drawn.head}, a cell is {drawn.cell} x {drawn.cell} tokens", *rows])
+    legend = "# all, + some, " + ("- few, " if few else "") + ". none of the pairs"
+    return "\n".join(
+        [f"{drawn.title}: head {drawn.head}, a cell is {drawn.cell} x {drawn.cell} tokens ({legend})", *rows]
+    )
 
 
 def as_svg(maps: list[Map]) -> str:
@@ -103,7 +107,7 @@ def as_png(maps: list[Map]) -> bytes:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ModuleNotFoundError:
-        advice = "Install it: pip install 'dilated-attention-pytorch[plot]', or write .svg."
+        advice = "Install it with pip install matplotlib, or write .svg."
         raise must("a .png must have matplotlib", "none", advice) from None
     figure = Figure(figsize=(6.4 * len(maps), 6.8), layout="constrained")
     FigureCanvasAgg(figure)
@@ -127,10 +131,10 @@ def as_html(texts: list[str], n: int, heads: int, head: int) -> str:
 
 def learned_page(maps: list[Map]) -> str:
     """One self-contained page with the maps of what was learned, which no page can compute."""
-    from .page import Chart, as_html
+    from .html_page import Chart, as_html
 
     title = maps[0].title
-    return as_html("Who sees whom", [title, Chart("map", f"head {maps[0].head}", as_svg(maps))])
+    return as_html("Attention patterns", [title, Chart("map", f"head {maps[0].head}", as_svg(maps))])
 
 
 def read_settings(text: str | None) -> dict[str, Any] | None:
@@ -146,71 +150,73 @@ def read_settings(text: str | None) -> dict[str, Any] | None:
     return found
 
 
-def command(
-    pattern: Annotated[
-        str | None,
-        typer.Option("--pattern", "-p", help='Who may see whom, like "dilated:2048x1,8192x4 & causal".'),
-    ] = None,
-    tokens: Annotated[
-        int | None,
-        typer.Option("--tokens", "-n", parser=_tokens_option, metavar="COUNT", help="Length: 4096, 64K, 1M."),
-    ] = None,
-    heads: Annotated[int | None, typer.Option("--heads", min=1, help="Query heads of a pattern; 4 by default.")] = None,
-    head: Annotated[int, typer.Option(min=0, help="Which head to draw.")] = 0,
-    beside: Annotated[str | None, typer.Option(help="A second pattern, drawn beside the first.")] = None,
-    learned: Annotated[
-        Path | None, typer.Option(help="Instead of a pattern: a checkpoint with adaptive layers, see save_adaptive.")
-    ] = None,
-    layer: Annotated[
-        int | None, typer.Option(min=0, help="Which of its adaptive layers; the first by default.")
-    ] = None,
-    shown: Annotated[
-        Path | None,
-        typer.Option("--input", help="What the layer reads: hidden, or query and key, in a tensor file; or any bytes."),
-    ] = None,
-    settings: Annotated[
-        str | None, typer.Option(help='Where the checkpoint tells none: JSON like {"block_size": 64, "k_min": 4}.')
-    ] = None,
-    out: Annotated[
-        Path | None, typer.Option("--out", "-o", help=f"A file that ends in .{', .'.join(KINDS)}; without, print.")
-    ] = None,
-    width: Annotated[int | None, typer.Option(min=2, max=512, help="Most cells along a side.")] = None,
-    as_json: AsJson = False,
-) -> None:
-    """Draw who sees whom. The HTML page of patterns zooms, lights the keys of a row, and has sliders for two."""
-    from .page import write
+def main(arguments: list[str] | None = None) -> int:
+    """Command line."""
+    parser = Parser(
+        "dap show", "Draw which keys each query attends to, by a pattern or by a trained layer.", "[PATTERN]"
+    )
+    parser.pattern()
+    parser.tokens(help="length: 1024 by default; of a checkpoint's input, all of it")
+    parser.heads(None, "query heads of a pattern; 4 by default")
+    parser.option("--head", read=whole(0, MOST_HEADS), default=0, help="head to draw")
+    parser.option("--beside", metavar="PATTERN", help="a second pattern, drawn beside the first")
+    parser.option(
+        "--learned", type=Path, metavar="FILE", help="instead of a pattern: a checkpoint with adaptive layers"
+    )
+    parser.option("--layer", read=whole(0), help="adaptive layer of the checkpoint; the first by default")
+    text = "input of the layer: hidden, or query and key, in a tensor file; or bytes"
+    parser.option("--input", type=Path, metavar="FILE", help=text)
+    text = 'settings of a checkpoint that holds none: JSON like {"block_size": 64, "k_min": 4}'
+    parser.option("--settings", metavar="JSON", help=text)
+    parser.out(f"file that ends in .{', .'.join(KINDS)}; printed as text by default")
+    parser.option("--width", read=whole(2, 512), help="most cells along a side")
+    parser.json()
+    options = parser.read(arguments)
+    draw(options)
+    return 0
 
+
+def draw(options: argparse.Namespace) -> None:
+    """Draw the maps, and write or print them."""
+    from .html_page import write
+
+    pattern, learned, out, n = options.pattern, options.learned, options.out, options.tokens
     kind = "txt" if out is None else out.suffix.removeprefix(".").lower()
     if kind not in KINDS:
         raise must(f"out must end in one of {', '.join(KINDS)}", str(out))
     if (pattern is None) == (learned is None):
-        raise must("either --pattern or --learned must be given", "neither" if pattern is None else "both")
+        raise must("either a pattern or --learned must be given", "neither" if pattern is None else "both")
     if learned is None:
-        for name, given in (("--layer", layer), ("--input", shown), ("--settings", settings)):
-            if given is not None:
-                raise must(f"{name} must come with --learned", "--pattern")
-    elif heads is not None:
-        raise must("--heads must come with --pattern: a checkpoint tells its own", heads)
+        for name in ("layer", "input", "settings"):
+            if getattr(options, name) is not None:
+                raise must(f"--{name} must come with --learned", "a pattern")
+    elif options.heads is not None:
+        raise must("--heads must come with a pattern: a checkpoint has its own", options.heads)
     # The page of a pattern draws its own maps.
-    cells = width or (32 if kind == "txt" or (kind == "html" and learned is None) else 128)
+    cells = options.width or (32 if kind == "txt" or (kind == "html" and learned is None) else 128)
     maps: list[Map] = []
     if learned is not None:
-        from .learned import draw_learned
+        from .learned_map import draw_learned
 
-        drawn = draw_learned(learned, layer or 0, head, shown, tokens, cells, read_settings(settings))
-        maps, tokens = [Map(drawn.title, drawn.n, head, drawn.cell, drawn.share)], drawn.n
-    texts = [text for text in (pattern, beside) if text is not None]
-    length, many = tokens or 1024, heads or (4 if learned is None else max(4, head + 1))
-    maps += [draw_map(text, length, many, head, cells) for text in texts]
-    # Tokens of a block that chose for themselves share little: a cell tells whether most of them agree.
+        settings = read_settings(options.settings)
+        drawn = draw_learned(learned, options.layer or 0, options.head, options.input, n, cells, settings)
+        maps, n = [Map(drawn.title, drawn.n, options.head, drawn.cell, drawn.share)], drawn.n
+    texts = [text for text in (pattern, options.beside) if text is not None]
+    length, many = n or 1024, options.heads or (4 if learned is None else max(4, options.head + 1))
+    maps += [draw_map(text, length, many, options.head, cells) for text in texts]
+    # Tokens of a block that choose for themselves agree on few keys: a cell shows whether most of them do.
     drawn_text = "\n\n".join(as_text(drawn, 0.0 if learned is None else 0.5) for drawn in maps)
     if out is not None:
         made: Any = {"txt": lambda: drawn_text + "\n", "svg": lambda: as_svg(maps), "png": lambda: as_png(maps)}
-        made["html"] = lambda: as_html(texts, length, many, head) if learned is None else learned_page(maps)
+        made["html"] = lambda: as_html(texts, length, many, options.head) if learned is None else learned_page(maps)
         write(out, made[kind]())
-    if as_json:
+    if options.json:
         print_json({"out": None if out is None else str(out), "maps": [drawn._asdict() for drawn in maps]})
     elif out is None:
         print(drawn_text)
     else:
         print(f"Wrote {out}.")
+
+
+if __name__ == "__main__":
+    leave(main)

@@ -7,14 +7,26 @@ bandwidth, messages times a latency, operations over a speed, each an option.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from ..errors import must
-from .screen import AsJson, Heads, Screen, Tokens, print_json, tokens
+from .console import (
+    MOST_HEADS,
+    Parser,
+    dtype_name,
+    leave,
+    new_path,
+    positive,
+    print_json,
+    print_table,
+    print_title,
+    tokens,
+    whole,
+)
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from ..distributed import Machine
     from ..patterns import Pattern
 
@@ -84,6 +96,7 @@ def simulate(
     from ..distributed import Machine
     from ..patterns import Causal
 
+    dtype = dtype_name(dtype)
     if dtype not in DTYPES:
         raise must(f"dtype must be one of {', '.join(DTYPES)}", repr(dtype))
     whole = pattern_of(pattern, n, first)
@@ -160,6 +173,8 @@ def execute(
 ) -> dict[str, Any]:
     """Run every rank in this process, one after another, and check rows against float64: `rows`, `error`, `seconds`.
 
+    `error` is the largest error over its rounding bound; at most 1 is right.
+
     Tensors are float32 on the CPU. Un-needed rows cannot help: a rank sees its shard and what its exchange brings.
     """
     import time
@@ -167,8 +182,8 @@ def execute(
     import torch
 
     from ..distributed import SequenceLayout, virtual_attention
-    from .gate import Computed, largest_error
-    from .gate import sample as sampled
+    from .bench.gate import Computed, error_ratio
+    from .bench.gate import sample as sampled
 
     if world > 256 or n > 2**22:
         raise must("execution must have at most 256 ranks and 4M tokens", f"{world} ranks and {n} tokens")
@@ -179,61 +194,73 @@ def execute(
         output, lse = virtual_attention(query, key, value, pattern, SequenceLayout.contiguous(n, world))
     seconds = time.perf_counter() - began
     checked = sampled(n, rows, seed)
-    error = largest_error(Computed(query, key, value, output, lse), pattern, checked, [0, heads - 1])
+    error = error_ratio(Computed(query, key, value, output, lse), pattern, checked, [0, heads - 1])
     return {"ranks": world, "tokens": n, "rows": len(checked), "error": error, "seconds": seconds}
 
 
-def command(
-    tokens_: Tokens = 2**30,
-    pattern: Annotated[str, typer.Option("--pattern", "-p", help=f'As `parse` reads it, or "{LADDER}".')] = LADDER,
-    ranks: Annotated[str, typer.Option(help="Numbers of ranks, like 8,64,1024.")] = "64,1024,16384,262144",
-    heads: Heads = 8,
-    key_heads: Annotated[int, typer.Option(min=0, help="Key heads; 0 for as many as query heads.")] = 0,
-    head_dim: Annotated[int, typer.Option(min=1, help="Width of a head.")] = 128,
-    dtype: Annotated[str, typer.Option(help=f"One of {', '.join(DTYPES)}.")] = "bfloat16",
-    batch: Annotated[int, typer.Option(min=1)] = 1,
-    causal: Annotated[bool, typer.Option("--causal", help="Also require the key not to come after the query.")] = False,
-    first: Annotated[int, typer.Option(min=16, help=f"Shortest segment of {LADDER}.")] = 2048,
-    sample: Annotated[int, typer.Option(min=0, help="Ranks to plan in each world; 0 for all.")] = 8,
-    bandwidth: Annotated[float, typer.Option(help="Assumed: GB a second into a rank.")] = 25.0,
-    latency: Annotated[float, typer.Option(help="Assumed: microseconds a message.")] = 20.0,
-    tflops: Annotated[float, typer.Option(help="Assumed: TFLOP/s of a rank in attention.")] = 200.0,
-    run: Annotated[int, typer.Option(min=0, help="Really compute so many tokens on the CPU, rows checked.")] = 0,
-    plot: Annotated[str, typer.Option(help="Also draw bytes over ranks into this file (needs matplotlib).")] = "",
-    as_json: AsJson = False,
-) -> None:
-    """What a sequence spread over many ranks would exchange: bytes, messages, memory, balance; times are a model."""
+def main(arguments: list[str] | None = None) -> int:
+    """Command line; the exit status is 1 when a computed row is wrong."""
     from ..distributed import Machine
 
+    about = "Bytes, messages, memory and balance of a sequence spread over ranks; times are a model."
+    parser = Parser("dap simulate", about, "[PATTERN]")
+    parser.pattern(LADDER, f', or "{LADDER}"')
+    parser.tokens(default=2**30)
+    parser.option("--ranks", default="64,1024,16384,262144", help="numbers of ranks")
+    parser.heads()
+    parser.option("--key-heads", read=whole(0, MOST_HEADS), default=0, help="key heads; 0 for as many as query heads")
+    parser.option("--head-dim", read=whole(1), default=128, help="width of a head")
+    parser.dtype(*DTYPES, default="bfloat16")
+    parser.option("--batch", read=whole(1), default=1, help="sequences")
+    parser.option("--causal", action="store_true", help="also require the key not to come after the query")
+    parser.option("--first", read=tokens, default=2048, metavar="COUNT", help=f"shortest segment of {LADDER}")
+    parser.option("--sample", read=whole(0), default=8, help="ranks to plan for each number; 0 for all")
+    parser.option("--bandwidth", read=positive, default=25.0, help="assumed GB a second into a rank")
+    parser.option("--latency", read=positive, default=20.0, help="assumed microseconds a message")
+    parser.option("--tflops", read=positive, default=200.0, help="assumed TFLOP/s of a rank in attention")
+    parser.option("--run", read=tokens, metavar="COUNT", help="also compute so many tokens on the CPU, rows checked")
+    parser.option("--plot", read=new_path, metavar="PATH", help="draw bytes over ranks into this file (matplotlib)")
+    parser.json()
+    options = parser.read(arguments)
     try:
-        worlds = [tokens(word) for word in ranks.split(",")]
+        worlds = [tokens(word) for word in options.ranks.split(",")]
     except ValueError:
-        raise must("ranks must be whole numbers like 8,64,1024", repr(ranks)) from None
-    machine = Machine(latency * 1e-6, bandwidth * 1e9, tflops * 1e12)
-    options: dict[str, Any] = {"heads": heads, "key_heads": key_heads or None, "head_dim": head_dim, "dtype": dtype}
-    options |= {"batch": batch, "is_causal": causal, "first": first, "sample": sample, "machine": machine}
-    found = simulate(pattern, tokens_, worlds, **options)
+        raise must("ranks must be whole numbers like 8,64,1024", repr(options.ranks)) from None
+    machine = Machine(options.latency * 1e-6, options.bandwidth * 1e9, options.tflops * 1e12)
+    found = simulate(
+        options.pattern,
+        options.tokens,
+        worlds,
+        heads=options.heads,
+        key_heads=options.key_heads or None,
+        head_dim=options.head_dim,
+        dtype=options.dtype,
+        batch=options.batch,
+        is_causal=options.causal,
+        first=options.first,
+        sample=options.sample,
+        machine=machine,
+    )
     executed = None
-    if run:
+    if options.run:
         from ..patterns import Causal
 
-        whole = pattern_of(pattern, run, min(first, max(16, run // 8)))
-        whole = whole & Causal() if causal else whole
-        executed = execute(whole, run, min(256, max(worlds), run), heads, min(head_dim, 64))
-    if plot:
-        _plot(found, plot)
-    if as_json:
-        told = {"tokens": tokens_, "pattern": pattern, "worlds": [asdict(w) for w in found], "executed": executed}
-        print_json({**told, "seconds_are_a_model": str(machine)})
+        run = options.run
+        pattern = pattern_of(options.pattern, run, min(options.first, max(16, run // 8)))
+        pattern = pattern & Causal() if options.causal else pattern
+        executed = execute(pattern, run, min(256, max(worlds), run), options.heads, min(options.head_dim, 64))
+    if options.plot:
+        _plot(found, options.plot)
+    if options.json:
+        told = {"tokens": options.tokens, "pattern": options.pattern, "worlds": [asdict(w) for w in found]}
+        print_json({**told, "executed": executed, "seconds_are_a_model": str(machine)})
     else:
-        _show(found, tokens_, pattern, machine, executed)
-    if executed is not None and executed["error"] > 2e-5:
-        raise typer.Exit(1)
+        _show(found, options.tokens, options.pattern, machine, executed)
+    return int(executed is not None and executed["error"] > 1.0)
 
 
 def _show(found: list[World], n: int, pattern: str, machine: Machine, executed: dict[str, Any] | None) -> None:
-    screen = Screen()
-    screen.title(f"{n:,} tokens, {pattern}: one layer, forward, the rank with most")
+    print_title(f"{n:,} tokens, {pattern}: one layer, forward, the rank with most")
     header = (
         "ranks",
         "tokens a rank",
@@ -244,7 +271,7 @@ def _show(found: list[World], n: int, pattern: str, machine: Machine, executed: 
         "ring receives",
         "all-gather holds",
     )
-    screen.table(
+    print_table(
         header,
         [
             (
@@ -261,25 +288,26 @@ def _show(found: list[World], n: int, pattern: str, machine: Machine, executed: 
         ],
         right=range(8),
     )
-    screen.title(f"A model, not a measurement: {machine}")
-    screen.table(
+    print_title(f"A model, not a measurement: {machine}")
+    print_table(
         ("ranks", "compute", "exchange", "ring exchange"),
         [(f"{w.ranks:,}", *map(_time, (w.compute_seconds, w.exchange_seconds, w.ring_seconds))) for w in found],
         right=range(4),
     )
     for w in found:
         if w.looked_at < w.ranks:
-            screen.text(f"{w.ranks:,} ranks: a sample of {w.looked_at} was planned.")
+            print(f"{w.ranks:,} ranks: a sample of {w.looked_at} was planned.")
         if w.note:
-            screen.text(f"{w.ranks:,} ranks: {w.note}.")
+            print(f"{w.ranks:,} ranks: {w.note}.")
     if executed is not None:
-        screen.text(
+        print(
             f"Computed on this CPU: {executed['tokens']:,} tokens on {executed['ranks']} ranks in "
-            f"{executed['seconds']:.1f} s; {executed['rows']} rows checked, largest error {executed['error']:.1e}."
+            f"{executed['seconds']:.1f} s; {executed['rows']} rows checked, "
+            f"largest error {executed['error']:.2f} of its rounding bound."
         )
 
 
-def _plot(found: list[World], path: str) -> None:
+def _plot(found: list[World], path: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -310,3 +338,7 @@ def _size(count: float) -> str:
 
 def _time(seconds: float) -> str:
     return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
+
+
+if __name__ == "__main__":
+    leave(main)

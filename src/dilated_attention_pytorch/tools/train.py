@@ -8,7 +8,6 @@ not been.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import os
@@ -16,7 +15,7 @@ import signal
 import sys
 import sysconfig
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -27,23 +26,24 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
+from ..atomic_write import write_whole
 from ..errors import must
-from ..files import write_whole
 from ..models import LongNetConfig, LongNetLM
 from ..models.checkpoints import write_torch
 from ..nn import MultiheadSparseAttention, set_process_group
-from .page import readable_bytes
-from .results import append, read_lines
-from .screen import device_of
+from .bench.results import append, read_lines
+from .console import Parser, device_of, dtype_name, leave
+from .html_page import readable_bytes
 
 HELD_OUT = 0.05
 """Share of the file, at its end, that is never trained on."""
+LEAST_BYTES = 64
 DEMO_BYTES = 16 << 20
 SAVED = "checkpoint.pt"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
+class TrainSettings:
     """What a run is; a field is an option of the command, its metadata the help."""
 
     data: str | None = None
@@ -99,12 +99,11 @@ HELP = {
     "data": "file of text or bytes; without one, the sources of this Python's standard library are used",
     "out": "folder of the run",
     "size": "tiny, small, base, large or 1b",
-    "pattern": "who sees whom in every layer, instead of the size's own dilated pattern",
     "dense": "dense attention by torch's scaled_dot_product_attention, to compare with",
     "context": "bytes of a sequence",
     "batch": "sequences at a time, on all ranks together with --parallel data",
     "accumulate": "such batches a step",
-    "steps": "steps in all",
+    "steps": "steps in all; with --resume, more of them extend a run",
     "lr": "highest learning rate; it rises for --warmup steps and falls along a cosine to a tenth",
     "warmup": "steps of rising",
     "weight_decay": "AdamW's, of matrices",
@@ -112,7 +111,6 @@ HELP = {
     "clip": "largest norm of a gradient",
     "seed": "of weights and of the order of the data",
     "dtype": "float32, bfloat16 (products only; weights stay float32), or auto: bfloat16 on GPUs",
-    "device": "cpu, cuda or auto",
     "parallel": "under torchrun: data (ranks take samples) or context (ranks take parts of each sequence)",
     "checkpointing": "keep the input of each layer only, and compute layers again in the backward pass",
     "save_every": "steps between checkpoints",
@@ -153,27 +151,38 @@ class Corpus:
         if not path.is_file():
             raise must("data must be a file", path)
         size = path.stat().st_size
-        if size * HELD_OUT < context + 2:
-            least = math.ceil((context + 2) / HELD_OUT)
-            raise must(f"data must be at least {least} bytes for a context of {context}", size, "Lower --context.")
+        if size < LEAST_BYTES:
+            raise must(f"data must be at least {LEAST_BYTES} bytes", size)
         self.bytes = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
         self.trained = size - int(size * HELD_OUT)
         self.context, self.seed = context, seed
 
+    @property
+    def wraps(self) -> bool:
+        """Whether a sequence is longer than the part of the file that it is read from."""
+        return len(self.bytes) - self.trained < self.context + 2
+
     def window(self, index: int) -> Tensor:
         """Training sequence number `index`: int64 (context + 1), from a place drawn for it alone."""
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + index)
-        start = int(torch.randint(self.trained - self.context, (1,), generator=generator))
-        return self.bytes[start : start + self.context + 1].long()
+        places = self.trained - self.context
+        start = int(torch.randint(places if places > 0 else self.trained, (1,), generator=generator))
+        return self._read(self.bytes[: self.trained], start)
 
     def held_out(self, index: int) -> Tensor:
         """Held-out sequence number `index`: one after another, and from the beginning again."""
-        room = len(self.bytes) - self.trained - self.context
-        start = self.trained + index * (self.context + 1) % room
-        return self.bytes[start : start + self.context + 1].long()
+        part = self.bytes[self.trained :]
+        places = len(part) - self.context
+        return self._read(part, index * (self.context + 1) % (places if places > 0 else len(part)))
+
+    def _read(self, part: Tensor, start: int) -> Tensor:
+        """`context + 1` bytes of one part; a part that is too short is read from its beginning again."""
+        if start + self.context < len(part):
+            return part[start : start + self.context + 1].long()
+        return part[(start + torch.arange(self.context + 1)) % len(part)].long()
 
 
-def learning_rate(settings: Settings, step: int) -> float:
+def learning_rate(settings: TrainSettings, step: int) -> float:
     """Up for `warmup` steps, then along a cosine to a tenth."""
     if step < settings.warmup:
         return settings.lr * (step + 1) / settings.warmup
@@ -202,7 +211,7 @@ def use_dense(model: torch.nn.Module) -> None:
 class Run:
     """A training run on this rank."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: TrainSettings) -> None:
         self.settings = settings
         self.world, self.rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
         self.device = torch.device(device_of(settings.device))
@@ -271,8 +280,8 @@ class Run:
         if not self.checkpoint.is_file():
             raise must("resume must find a checkpoint", f"none at {self.checkpoint}")
         held = torch.load(self.checkpoint, map_location=self.device, weights_only=True)
-        free = ("out", "resume", "sample", "log_every", "save_every", "json")
-        fixed = [f.name for f in fields(Settings) if f.name not in free]
+        free = ("out", "resume", "sample", "log_every", "save_every", "json", "steps")
+        fixed = [f.name for f in fields(TrainSettings) if f.name not in free]
         before = held["settings"]
         other = [
             f"{n} {before[n]!r} (now {getattr(self.settings, n)!r})"
@@ -281,6 +290,8 @@ class Run:
         ]
         if other:
             raise must("resume must have the settings of the run", ", ".join(other))
+        if self.settings.steps < held["step"]:
+            raise must(f"steps must be at least the {held['step']} that are done", self.settings.steps)
         if held.get("bytes", len(self.corpus.bytes)) != len(self.corpus.bytes):
             raise must(f"resume must have the data of the run, {held['bytes']} bytes", len(self.corpus.bytes))
         self.model.load_state_dict(held["model"])
@@ -360,9 +371,11 @@ class Run:
         """Train until the last step or an interrupt; 0 when all steps are done, 130 when not."""
         s, say = self.settings, self.rank == 0
         self.folder.mkdir(parents=True, exist_ok=True)
+        log = self.folder / "log.jsonl"
         if s.resume:
             self.load()
-        log = self.folder / "log.jsonl"
+        elif not is_restarted():
+            refuse_run(self.checkpoint, log)
         if say:
             kept = [line for line in _lines(log) if s.resume and line["step"] <= self.step]
             text = "".join(json.dumps(line) + "\n" for line in kept)
@@ -371,6 +384,8 @@ class Run:
             self._say(
                 f"{self.model.num_parameters:,} parameters, {name}, {s.context:,} bytes of context, {self.device}"
             )
+            if self.corpus.wraps:
+                self._say(f"{len(self.corpus.bytes):,} bytes are few for this context: sequences wrap around")
         self.model.train()
         with interrupts() as stopped:
             while self.step < s.steps and not self._agreed(bool(stopped)):
@@ -448,6 +463,22 @@ def interrupts() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
+def is_restarted() -> bool:
+    """Whether torchrun started this process anew after a failure; such a job resumes, and overwrites its own log."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
+
+
+def refuse_run(checkpoint: Path, log: Path) -> None:
+    """Raise where a folder holds a run, finished or not, which a new run would overwrite."""
+    if checkpoint.exists():
+        held = f"a run in {checkpoint.parent}"
+        raise must("out must be a folder without a run", held, "Go on with --resume, or start anew in another --out.")
+    if steps := _lines(log):
+        held = f"the log of {len(steps)} steps in {log}"
+        advice = "It has no checkpoint for --resume; start anew in another --out, or remove the log."
+        raise must("out must be a folder without a run", held, advice)
+
+
 def _lines(log: Path) -> list[dict[str, Any]]:
     """Steps that a log tells of; a line cut short by a crash is left out, its step is done again."""
     known = read_lines([log]) if log.is_file() else []
@@ -472,19 +503,29 @@ def _plot(log: Path, place: Path) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     """Read options, train. Exit status: 0 done, 130 interrupted and saved."""
-    parser = argparse.ArgumentParser(prog="dap train", description="Train a byte-level LongNet on a file.")
-    for field in fields(Settings):
-        option, told = f"--{field.name.replace('_', '-')}", f"{HELP[field.name]} ({field.default})"
-        if isinstance(field.default, bool):
-            parser.add_argument(option, action="store_true", help=HELP[field.name])
+    parser = Parser("dap train", "Train a byte-level LongNet on a file.", "[PATTERN]")
+    usual: dict[str, Any] = {field.name: field.default for field in fields(TrainSettings)}
+    shared: dict[str, Callable[[], None]] = {
+        "pattern": lambda: parser.pattern(more="; the size's own dilated pattern by default"),
+        "context": lambda: parser.tokens("--context", dest="context", default=usual["context"], help=HELP["context"]),
+        "device": parser.device,
+        "out": lambda: parser.out(HELP["out"], Path(usual["out"])),
+        "json": lambda: parser.json(HELP["json"]),
+        "dtype": lambda: parser.option("--dtype", read=dtype_name, default="auto", metavar="DTYPE", help=HELP["dtype"]),
+    }
+    for field in fields(TrainSettings):
+        option, text = f"--{field.name.replace('_', '-')}", HELP.get(field.name, "")
+        if field.name in shared:
+            shared[field.name]()
+        elif isinstance(field.default, bool):
+            parser.option(option, action="store_true", help=text)
         else:
-            parser.add_argument(
-                option, type=str if field.default is None else type(field.default), default=field.default, help=told
-            )
-    settings = Settings(**vars(parser.parse_args(arguments)))
-    # torchrun starts all ranks anew when one failed; what was saved before must not be lost to that.
-    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
-    settings = replace(settings, resume=settings.resume or (restarted and Path(settings.out, SAVED).is_file()))
+            kind = str if field.default is None else type(field.default)
+            parser.option(option, type=kind, default=field.default, metavar=kind.__name__.upper(), help=text)
+    given: dict[str, Any] = vars(parser.read(arguments))
+    given["out"] = str(given["out"])
+    settings = TrainSettings(**given)
+    settings = replace(settings, resume=settings.resume or (is_restarted() and Path(settings.out, SAVED).is_file()))
     parallel = int(os.environ.get("WORLD_SIZE", 1)) > 1
     if parallel:
         dist.init_process_group("nccl" if settings.device != "cpu" and torch.cuda.is_available() else "gloo")
@@ -496,4 +537,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main)

@@ -1,60 +1,89 @@
-"""`dap tune`: what dense and sparse attention cost here, measured and kept for the factory and for forecasts."""
+"""`dap tune`: cost of dense and sparse attention on this machine, stored for the factory and for forecasts."""
 
 from __future__ import annotations
 
-from enum import StrEnum
-from typing import Annotated, Any
-
-import typer
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
 
 from ..errors import must
-from .screen import AsJson, Device, Screen, device_of, print_json
+from .console import Parser, device_of, leave, one_of, print_json, print_table
 
+if TYPE_CHECKING:
+    from ..nn.calibration import CostModel
 
-class Action(StrEnum):
-    """What to do with the stored figures."""
-
-    calibrate = "calibrate"
-    show = "show"
-    clear = "clear"
+HEADS = 8
+SHARES = (0.5, 0.25, 0.1)
+"""Densities of the conclusion."""
+LENGTHS = [2**power for power in range(8, 21)]
 
 
 def stored() -> dict[str, Any]:
-    """The file and the figures in it, as plain data."""
-    from dataclasses import asdict
-
-    from ..nn.tuning import cache_path, stored_models
+    """The file of costs and its contents, as plain data."""
+    from ..nn.calibration import cache_path, stored_models
 
     return {"file": str(cache_path()), "models": {key: asdict(model) for key, model in stored_models().items()}}
 
 
-def command(
-    action: Annotated[Action, typer.Argument(help="calibrate measures again, show reads, clear forgets.")] = (
-        Action.calibrate
-    ),
-    device: Device = "auto",
-    as_json: AsJson = False,
-) -> None:
-    """Measure what dense and sparse attention cost here (seconds), show what is stored, or clear it."""
-    from ..nn.tuning import cache_path, calibrate, known_model
+def conclusion(model: CostModel) -> list[str]:
+    """Lengths from which sparse attention is faster than dense, by the stored costs."""
+    from ..nn.calibration import TILE
+    from .html_page import tokens_text
 
-    if action == Action.calibrate:
-        where = device_of(device)
+    def speedup(n: int, share: float) -> float:
+        tiles = HEADS * (n / TILE) ** 2
+        dense = model.dense_call + model.dense_tile * tiles
+        return dense / (model.sparse_call + model.sparse_tile * share * tiles)
+
+    lines = []
+    for share in SHARES:
+        faster = next((n for n in LENGTHS if speedup(n, share) > 1), None)
+        far = f"{speedup(2**16, share):.1f}x as fast at 64K"
+        when = f"from {tokens_text(faster)} tokens, {far}" if faster else f"at no length up to 1M tokens ({far})"
+        lines.append(f"{share:.0%} of the tiles: faster than dense {when}")
+    return lines
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Command line."""
+    from ..nn.calibration import cache_path, calibrate, known_model, stored_models
+
+    parser = Parser(
+        "dap tune",
+        "Measure what dense and sparse attention cost here (seconds), show it, or clear it.",
+        "[calibrate|show|clear]",
+    )
+    actions = ("calibrate", "show", "clear")
+    text = "calibrate measures again, show prints the stored costs, clear removes them"
+    parser.option("action", read=one_of(actions), nargs="?", default="calibrate", metavar="ACTION", help=text)
+    parser.device()
+    parser.json()
+    options = parser.read(arguments)
+    if options.action == "calibrate":
+        where = device_of(options.device)
         if calibrate(where) != known_model(where):
             what, advice = "figures must go to a file that can be written", "Name another folder in XDG_CACHE_HOME."
             raise must(what, cache_path(), advice)
-    elif action == Action.clear:
+    elif options.action == "clear":
         cache_path().unlink(missing_ok=True)
     found = stored()
-    if as_json:
+    if options.json:
         print_json(found)
-        return
-    screen = Screen()
-    screen.text(f"{found['file']}{'' if found['models'] else ' holds no figures'}")
-    if found["models"]:
-        names = ("dense_call", "dense_tile", "sparse_call", "sparse_tile")
-        screen.table(
-            ("machine", *(name.replace("_", " ") + ", us" for name in names)),
-            [(key, *(f"{1e6 * model[name]:.1f}" for name in names)) for key, model in found["models"].items()],
-            right=(1, 2, 3, 4),
-        )
+        return 0
+    print(f"{found['file']}{'' if found['models'] else ' holds no figures'}")
+    for key, model in stored_models().items():
+        print(f"\n{key}, forward, {HEADS} heads of 64")
+        rows = [
+            (name, f"{1e6 * call:.1f}", f"{1e6 * tile:.1f}")
+            for name, call, tile in (
+                ("dense", model.dense_call, model.dense_tile),
+                ("sparse", model.sparse_call, model.sparse_tile),
+            )
+        ]
+        print_table(("", "us a call", "us a tile of 128 x 128"), rows, right=(1, 2))
+        for line in conclusion(model):
+            print(f"> {line}")
+    return 0
+
+
+if __name__ == "__main__":
+    leave(main)

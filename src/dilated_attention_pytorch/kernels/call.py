@@ -1,0 +1,153 @@
+"""Attention calls as backends see them, their results, and helpers that backends share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from ..plan.plan import Plan
+
+
+# Not frozen, although never modified: one is built in every call, and freezing quadruples the time of that.
+@dataclass(eq=False, slots=True)
+class AttentionCall:
+    """One validated call. Kernels compute `softmax(scale * q k^T + log m) v` over the plan's tiles.
+
+    query (B, H, N, D) · key (B, G, N, D) · value (B, G, N, E), with H a multiple of G, any strides except that
+    the last dimension is contiguous; one floating dtype and device. Query head `h` reads key head `h // (H // G)`.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    plan: Plan
+    scale: float
+    key_padding_mask: Tensor | None = None
+    """bool (B, N): True where the key is ignored"""
+    dropout_p: float = 0.0
+    seed: Tensor | None = None
+    """int64 [1] on the query's device, given when dropout_p > 0; see kernels/dropout.py"""
+    pattern: object | None = None
+    """Pattern of the plan; the reference backend reads its `multiplicity`."""
+    positions: Tensor | None = None
+    """int64 (2, H, N): token of each query row, and of each key row by query head, for dropout.
+
+    Row numbers by default; the rows of a rank's buffer hold other tokens, which differ by head."""
+
+    @property
+    def device(self) -> torch.device:
+        return self.query.device
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """Dtype of the softmax, of sums and of the LSE."""
+        return torch.float64 if self.query.dtype == torch.float64 else torch.float32
+
+    def describe(self) -> str:
+        batch, heads, n, d = self.query.shape
+        words = [str(self.query.dtype).removeprefix("torch."), self.device.type, f"batch {batch}", f"heads {heads}"]
+        if self.key.shape[1] != heads:
+            words.append(f"key heads {self.key.shape[1]}")
+        words += [f"n {n}", f"d {d}"]
+        if self.dropout_p:
+            words.append(f"dropout {self.dropout_p}")
+        return ", ".join(words)
+
+
+class Forward(NamedTuple):
+    """Results of a forward pass."""
+
+    output: Tensor
+    """(B, H, N, E), the query's dtype; rows without a key are 0"""
+    lse: Tensor
+    """(B, H, N), natural log, float32 (float64 for float64 input); rows without a key are -inf"""
+
+
+class Gradients(NamedTuple):
+    """Results of a backward pass, each in the dtype and shape of its input."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+
+
+@runtime_checkable
+class Runner(Protocol):
+    """Forward and backward of calls."""
+
+    def forward(self, call: AttentionCall) -> Forward: ...
+
+    def backward(
+        self, call: AttentionCall, output: Tensor, lse: Tensor, grad_output: Tensor, grad_lse: Tensor | None
+    ) -> Gradients: ...
+
+
+class Extent(NamedTuple):
+    """Portion of a call that is computed at a time; see `Backend.workspace`."""
+
+    queries: int
+    """Query rows over all samples and heads."""
+    keys: int
+    samples: int
+    heads: int
+    """Query heads of a sample."""
+    pairs: int | None = None
+    """Upper bound of tile pairs, given if the portion is a run of rows of one head."""
+
+
+_reproducible = True
+
+
+def reproducible_gradients(enabled: bool | None = None) -> bool:
+    """Whether gradients must have the same bits in every run; pass a value to change the setting.
+
+    The default is True. `reproducible_gradients(False)` allows sums in any order where that is faster: on Hopper GPUs
+    dQ is then summed beside dK and dV in a float32 copy. `torch.use_deterministic_algorithms(True)` takes precedence.
+    """
+    global _reproducible
+    if enabled is not None:
+        _reproducible = bool(enabled)
+    return _reproducible or torch.are_deterministic_algorithms_enabled()
+
+
+def zero_gradients(call: AttentionCall) -> Gradients:
+    """Zero accumulators of the gradients in the compute dtype, each in the memory order of its input."""
+    return Gradients(
+        *(empty_rows(t, t.shape[-1], call.compute_dtype).zero_() for t in (call.query, call.key, call.value))
+    )
+
+
+def empty_rows(like: Tensor, width: int, dtype: torch.dtype | None = None) -> Tensor:
+    """Uninitialised (B, H, N, width) in the memory order of `like`: (B, H, N) or (B, N, H)."""
+    batch, heads, n, _ = like.shape
+    if heads > 1 and like.stride(1) < like.stride(2):
+        return like.new_empty((batch, n, heads, width), dtype=dtype or like.dtype).transpose(1, 2)
+    return like.new_empty((batch, heads, n, width), dtype=dtype or like.dtype)
+
+
+def laid_like(rows: Tensor, like: Tensor) -> Tensor:
+    """Rows in the memory order of `like`, copied if theirs differs."""
+    wanted = empty_rows(like, rows.shape[-1])
+    return rows if rows.stride() == wanted.stride() else wanted.copy_(rows)
+
+
+def wide_copies(call: AttentionCall, direction: str, extent: Extent) -> int:
+    """Upper bound of the bytes of inputs, results and sums in the compute dtype, as the CPU backends hold them."""
+    d, e, wide = call.query.shape[3], call.value.shape[3], call.compute_dtype.itemsize
+    if direction == "forward":
+        return wide * ((d + e + 1) * extent.queries + (d + e) * extent.keys)
+    return wide * (3 * d + 2 * e + 3) * extent.queries + (1 + key_copies(call)) * key_sums(call) * extent.keys
+
+
+def key_copies(call: AttentionCall) -> int:
+    """Upper bound of the copies of dK and dV that threads sum separately."""
+    return max(2, torch.get_num_threads()) if call.device.type == "cpu" else 2
+
+
+def key_sums(call: AttentionCall) -> int:
+    """Bytes of a row of dK and dV in the compute dtype, each padded to 16 elements."""
+    d, e = call.query.shape[3], call.value.shape[3]
+    return call.compute_dtype.itemsize * (-(-d // 16) * 16 + -(-e // 16) * 16)

@@ -1,0 +1,1 @@
+"""Backends for CPU tensors: torch tiles and a C++ library."""

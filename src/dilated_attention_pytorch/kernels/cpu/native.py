@@ -1,0 +1,484 @@
+"""The fast CPU backend: a C++ kernel, built at first use or by `python -m` with the name of this module.
+
+The kernel is one shared library with a plain C interface, loaded by ctypes (which releases the GIL). It includes no
+header of torch, so it builds in seconds and does not depend on torch's ABI. It runs on the OpenMP threads torch
+already has: a second thread pool would fight with the first for the cores.
+
+Environment variables: `CXX` names the compiler, `XDG_CACHE_HOME` the folder above the library's own,
+`DAP_NATIVE_BUILD=0` turns the build at first use off, and `DAP_NATIVE_FLAGS` holds further compiler flags, such as
+`-fsanitize=address,undefined`. Flags are part of the library's name, so that a library built with them is loaded only
+where they are set.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import platform
+import re
+import shlex
+import shutil
+import stat
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...atomic_write import cache_folder, make_private
+from ...plan.plan import Axis, Part
+from .. import dropout
+from ..call import (
+    AttentionCall,
+    Extent,
+    Forward,
+    Gradients,
+    empty_rows,
+    key_copies,
+    key_sums,
+    laid_like,
+    wide_copies,
+)
+
+RUNS_OF_ROWS = True
+SOURCES = ("native.cpp", "native_tiles.h", "native_lanes.h")
+FLAGS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-Wall", "-Wextra")
+BUILD = "python -m dilated_attention_pytorch.kernels.cpu.native"
+AUTOMATIC = "DAP_NATIVE_BUILD"
+SLOWER = "attention on the CPU runs on torch operations, several times slower than the C++ kernel"
+log = logging.getLogger("dilated_attention_pytorch")
+WIDE_BUDGET = 256 * 2**20
+"""Bytes of float32 copies that a call in half precision holds at a time, unless one key head needs more."""
+SPLIT_BUDGET = 2 * 2**30
+"""Bytes of extra dK and dV that a backward may hold to keep every thread busy."""
+
+_int, _pointer, _real = ctypes.c_int64, ctypes.c_void_p, ctypes.c_double
+
+
+def _fields(kind: type, names: str) -> list[tuple[str, type]]:
+    return [(name, kind) for name in names.split()]
+
+
+class _Axis(ctypes.Structure):
+    _fields_ = _fields(_int, "rate tiles") + _fields(_pointer, "offset start end")
+
+
+class _Part(ctypes.Structure):
+    _fields_ = [
+        ("queries", _Axis),
+        ("keys", _Axis),
+        *_fields(_pointer, "head_class rows full partial mask order"),
+        ("row_count", _int),
+    ]
+
+
+class _Array(ctypes.Structure):
+    _fields_ = [("data", _pointer), *_fields(_int, "batch head token")]
+
+
+class _Call(ctypes.Structure):
+    """The kernel's view of a call; the order of the fields is that of `Call` in native.cpp."""
+
+    _fields_ = [
+        *_fields(_int, "batch heads key_heads n d e block threads splits part_count mask_words"),
+        *_fields(_real, "scale keep_scale"),
+        *_fields(_int, "seed first_stream drop_below"),
+        *_fields(_pointer, "parts mask_bits mask_band padding query_positions key_positions"),
+        *_fields(_Array, "query key value output lse grad_output grad_lse grad_query"),
+        *_fields(_pointer, "grad_key grad_value"),
+    ]
+
+
+class _Piece(NamedTuple):
+    """What one run of the kernel computes: some batch entries, some key heads, and the query heads that read them."""
+
+    batch: slice
+    heads: slice
+    key_heads: slice
+
+    def of_queries(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        return _adjacent(x[self.batch, self.heads].to(dtype))
+
+    def of_keys(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        return _adjacent(x[self.batch, self.key_heads].to(dtype))
+
+
+def why_not(call: AttentionCall) -> str | None:
+    """Why the C++ kernel cannot run the call; it covers every plan, width and floating dtype once it is built."""
+    if call.query.device.type != "cpu":
+        return f"needs a CPU tensor, got {call.query.device}"
+    if not sys.platform.startswith("linux"):
+        return f"builds on Linux, got {sys.platform}"
+    try:
+        if not os.path.lexists(library_path()):
+            return f"not built; the first call builds it where it can, or run `{BUILD}` (needs g++)"
+        _library()
+    except (OSError, RuntimeError, AttributeError) as error:
+        # No home, one that may not be read, a file of another user, or a file that is no library of this kernel.
+        return f"cannot be loaded ({error}); delete it and run `{BUILD}`, or name another place in XDG_CACHE_HOME"
+    return None
+
+
+_first_use = threading.Lock()
+_offered = False
+
+
+def prepare_first_use(call: AttentionCall | None = None) -> bool:
+    """Build a missing library, once a process, and log the build or the reason against it; True where it was built.
+
+    Nothing is built while a test of pytest runs, which the environment variable PYTEST_CURRENT_TEST shows.
+    """
+    global _offered
+    if _offered or (call is not None and call.device.type != "cpu"):
+        return False
+    with _first_use:
+        # Another thread may have built while this one waited.
+        if _offered:
+            return True
+        try:
+            return _offer_build()
+        finally:
+            _offered = True
+
+
+def _offer_build() -> bool:
+    if os.environ.get(AUTOMATIC) == "0" or "PYTEST_CURRENT_TEST" in os.environ:
+        log.info("%s: building at first use is off", SLOWER)
+        return False
+    if not sys.platform.startswith("linux"):
+        log.info("%s: it builds on Linux, got %s", SLOWER, sys.platform)
+        return False
+    compiler, reports = _compiler(), []
+    try:
+        target = library_path()
+        if os.path.lexists(target):
+            return False
+        make_private(target.parent)
+        if not os.access(target.parent, os.W_OK):
+            raise OSError(f"{target.parent} cannot be written")
+    except (OSError, RuntimeError) as error:
+        log.warning("%s: no place for it (%s); name one in XDG_CACHE_HOME", SLOWER, error)
+        return False
+    if compiler is None:
+        log.warning("%s: no C++ compiler; install g++ or name one in CXX, or set %s=0", SLOWER, AUTOMATIC)
+        return False
+    log.warning("building the C++ kernel for this processor with %s, once; %s=0 turns this off", compiler, AUTOMATIC)
+    if build(reports.append):
+        log.warning("%s: %s", SLOWER, reports[-1])
+        return False
+    return True
+
+
+def workspace(call: AttentionCall, direction: str, extent: Extent) -> int:
+    """Upper bound of the bytes besides results; see `registry.Backend`."""
+    wide = call.compute_dtype.itemsize
+    if call.query.dtype.itemsize < wide:
+        return wide_copies(call, direction, extent)
+    if direction == "forward":
+        return 4 * wide * extent.queries
+    return wide * (call.query.shape[3] + 2) * extent.queries + key_copies(call) * key_sums(call) * extent.keys
+
+
+def forward(call: AttentionCall) -> Forward:
+    """Output and LSE; half precision is computed in float32."""
+    dtype = call.compute_dtype
+    output = empty_rows(call.query, call.value.shape[-1])
+    lse = call.query.new_full(call.query.shape[:3], -torch.inf, dtype=dtype)
+    for piece in _pieces(call, dtype):
+        rows, row_lse = output[piece.batch, piece.heads], lse[piece.batch, piece.heads]
+        found = rows if rows.dtype == dtype else rows.new_empty(rows.shape, dtype=dtype)
+        if len(call.plan.parts) != 1:
+            # A part resumes whole tiles of rows, also those that no earlier part wrote.
+            found.zero_()
+        kernel = _Kernel(call, piece, dtype)
+        kernel.give(output=found, lse=row_lse)
+        kernel.run("forward")
+        unseen = row_lse == -torch.inf
+        if bool(unseen.any()):
+            found[unseen] = 0
+        if found is not rows:
+            rows.copy_(found)
+    return Forward(output, lse)
+
+
+def backward(
+    call: AttentionCall, output: Tensor, lse: Tensor, grad_output: Tensor, grad_lse: Tensor | None
+) -> Gradients:
+    """Gradients in one pass over the rows; the same numbers in every run with the same number of threads."""
+    pieces = _pieces(call, call.compute_dtype)
+    if len(pieces) == 1:
+        return _backward_piece(call, pieces[0], output, lse, grad_output, grad_lse)
+    whole = Gradients(*(empty_rows(x, x.shape[-1]) for x in (call.query, call.key, call.value)))
+    for piece in pieces:
+        found = _backward_piece(call, piece, output, lse, grad_output, grad_lse)
+        whole.query[piece.batch, piece.heads] = found.query
+        whole.key[piece.batch, piece.key_heads] = found.key
+        whole.value[piece.batch, piece.key_heads] = found.value
+    return whole
+
+
+def _backward_piece(
+    call: AttentionCall, piece: _Piece, output: Tensor, lse: Tensor, grad_output: Tensor, grad_lse: Tensor | None
+) -> Gradients:
+    kernel = _Kernel(call, piece, call.compute_dtype)
+    query, key, value = kernel.query, kernel.key, kernel.value
+    grad_query = empty_rows(query, query.shape[-1]).zero_()
+    splits = range(_splits(kernel))
+    # The kernel adds whole registers to the rows of dK and dV, so these are whole registers long.
+    grad_key, grad_value = ([empty_rows(x, -(-x.shape[3] // 16) * 16).zero_() for _ in splits] for x in (key, value))
+    kernel.give(
+        output=piece.of_queries(output, query.dtype),
+        lse=piece.of_queries(lse, query.dtype),
+        grad_output=piece.of_queries(grad_output, query.dtype),
+        grad_query=grad_query,
+    )
+    if grad_lse is not None:
+        kernel.give(grad_lse=piece.of_queries(grad_lse, query.dtype))
+    kernel.give_copies(grad_key=grad_key, grad_value=grad_value)
+    kernel.run("backward")
+    for copies in (grad_key, grad_value):
+        for copy in copies[1:]:
+            copies[0] += copy
+    found = ((grad_query, query), (grad_key[0], key), (grad_value[0], value))
+    return Gradients(*(laid_like(x[..., : like.shape[3]], like).to(call.query.dtype) for x, like in found))
+
+
+def _adjacent(x: Tensor) -> Tensor:
+    return x if x.ndim < 4 or x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def _pieces(call: AttentionCall, dtype: torch.dtype) -> list[_Piece]:
+    """Everything at once; in half precision one key head at a time where float32 copies of everything are too much."""
+    batch, heads, _, _ = call.query.shape
+    key_heads = call.key.shape[1]
+    wide = 8 * (call.query.numel() + call.key.numel() + call.value.numel())
+    if call.query.dtype == dtype or wide <= WIDE_BUDGET:
+        return [_Piece(slice(batch), slice(heads), slice(key_heads))]
+    shared = heads // key_heads
+    return [
+        _Piece(slice(entry, entry + 1), slice(group * shared, (group + 1) * shared), slice(group, group + 1))
+        for entry in range(batch)
+        for group in range(key_heads)
+    ]
+
+
+def _splits(kernel: _Kernel) -> int:
+    """Copies of dK and dV: the fewest that leave no thread idle for more than a tenth of the time."""
+    tasks, threads = kernel.key.shape[0] * kernel.key.shape[1], kernel.call.threads
+    bytes_a_copy = (kernel.key.numel() + kernel.value.numel()) * kernel.key.itemsize
+    busy = {copies: tasks * copies / (-(-tasks * copies // threads) * threads) for copies in range(1, threads + 1)}
+    enough = next(copies for copies, share in busy.items() if share >= 0.9)
+    return min(enough, 1 + SPLIT_BUDGET // max(bytes_a_copy, 1))
+
+
+class _Kernel:
+    """One run of the library. It holds every tensor whose address the library is given."""
+
+    def __init__(self, call: AttentionCall, piece: _Piece, dtype: torch.dtype) -> None:
+        self.query = piece.of_queries(call.query, dtype)
+        self.key, self.value = piece.of_keys(call.key, dtype), piece.of_keys(call.value, dtype)
+        self.double = dtype == torch.float64
+        self.kept: list[object] = [self.query, self.key, self.value]
+        plan, masks = call.plan, call.plan.masks
+        batch, heads, n, d = self.query.shape
+        first = piece.heads.start or 0
+        parts = (_Part * len(plan.parts))(*(self._part(part, first) for part in plan.parts))
+        self.kept.append(parts)
+        self.call = _Call(
+            batch=batch,
+            heads=heads,
+            key_heads=self.key.shape[1],
+            n=n,
+            d=d,
+            e=self.value.shape[3],
+            block=plan.block_size,
+            threads=torch.get_num_threads(),
+            splits=1,
+            part_count=len(plan.parts),
+            parts=ctypes.addressof(parts),
+            mask_words=masks.bits.shape[2],
+            mask_bits=self._address(masks.bits),
+            mask_band=self._address(masks.band),
+            scale=call.scale,
+        )
+        self.give(query=self.query, key=self.key, value=self.value)
+        if call.key_padding_mask is not None:
+            self.call.padding = self._address(call.key_padding_mask[piece.batch])
+        if call.dropout_p:
+            assert call.seed is not None
+            self.call.seed = int(call.seed)
+            self.call.first_stream = (piece.batch.start or 0) * call.query.shape[1] + first
+            self.call.drop_below = dropout.threshold(call.dropout_p)
+            self.call.keep_scale = 1 / (1 - call.dropout_p)
+            if call.positions is not None:
+                queries, keys = call.positions[:, piece.heads]
+                self.call.query_positions, self.call.key_positions = self._address(queries), self._address(keys)
+
+    def give(self, **arrays: Tensor) -> None:
+        """Give the library (batch, head, token, feature) or (batch, head, token) tensors."""
+        for name, x in arrays.items():
+            self.kept.append(x)
+            setattr(self.call, name, _array(x))
+
+    def give_copies(self, **copies: list[Tensor]) -> None:
+        """Give the library several tensors of one meaning, one for each split."""
+        for name, tensors in copies.items():
+            table = (_Array * len(tensors))(*(_array(x) for x in tensors))
+            self.kept += [tensors, table]
+            setattr(self.call, name, ctypes.addressof(table))
+            self.call.splits = len(tensors)
+
+    def run(self, direction: str) -> None:
+        getattr(_library(), f"{direction}_{'double' if self.double else 'float'}")(ctypes.byref(self.call))
+
+    def _part(self, part: Part, first_head: int) -> _Part:
+        walk = part.by_query
+        return _Part(
+            queries=self._axis(part.queries, first_head),
+            keys=self._axis(part.keys, first_head),
+            head_class=self._address(part.head_class[first_head:]),
+            rows=self._address(walk.rows),
+            full=self._address(walk.full),
+            partial=self._address(walk.partial),
+            mask=self._address(walk.mask),
+            order=self._address(walk.order),
+            row_count=len(walk.order),
+        )
+
+    def _axis(self, axis: Axis, first_head: int) -> _Axis:
+        return _Axis(
+            rate=axis.rate,
+            tiles=len(axis.start),
+            offset=self._address(axis.offset[first_head:]),
+            start=self._address(axis.start),
+            end=self._address(axis.end),
+        )
+
+    def _address(self, x: Tensor) -> int:
+        x = x.contiguous()
+        self.kept.append(x)
+        return x.data_ptr()
+
+
+def _array(x: Tensor) -> _Array:
+    return _Array(x.data_ptr(), *x.stride()[:3])
+
+
+@functools.cache
+def _library() -> ctypes.CDLL:
+    # A library runs code as it is loaded, so it is checked before.
+    if (reason := _untrusted(library_path())) is not None:
+        raise OSError(reason)
+    library = ctypes.CDLL(str(library_path()))
+    if library.call_bytes() != ctypes.sizeof(_Call):
+        raise OSError(f"{library_path().name} was built from another source")
+    return library
+
+
+def _untrusted(path: Path) -> str | None:
+    """Why users other than this one and root could have put a file there, or None where they could not."""
+    own = {path, path.parent, path.resolve().parent}
+    for place in dict.fromkeys((path, *path.parents, *path.resolve().parents)):
+        facts = place.lstat() if place == path else place.stat()
+        mode = stat.S_IMODE(facts.st_mode)
+        if place == path and not stat.S_ISREG(facts.st_mode):
+            return f"expected {place} to be a regular file"
+        if place in own and facts.st_uid not in (0, os.geteuid()):
+            return f"expected {place} to belong to user {os.geteuid()}, got user {facts.st_uid}"
+        # In a sticky folder such as /tmp, only the owner of an entry can replace it.
+        writable = mode & 0o022 if place in own else mode & 0o002 and not mode & stat.S_ISVTX
+        if writable:
+            return f"expected {place} to be writable by its owner alone, got mode {mode:o}"
+    return None
+
+
+def _flags() -> tuple[str, ...]:
+    return (*FLAGS, *shlex.split(os.environ.get("DAP_NATIVE_FLAGS", "")))
+
+
+@functools.cache
+def library_path() -> Path:
+    """Path of the built library; its name is a digest of the sources, flags, torch release and processor."""
+    digest = hashlib.sha256()
+    for source in SOURCES:
+        digest.update(Path(__file__).with_name(source).read_bytes())
+    digest.update(repr((_flags(), torch.__version__, platform.machine(), _processor())).encode())
+    return cache_folder() / f"native-{digest.hexdigest()[:16]}.so"
+
+
+def _processor() -> str:
+    """The instruction sets of this processor: a library built for another one might not run here."""
+    try:
+        found = re.search(r"^(?:flags|Features)\s*:.*$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    except OSError:
+        found = None
+    return found.group() if found else platform.processor()
+
+
+def _openmp_runtime() -> Path | None:
+    """The OpenMP library torch has loaded, whatever its name (libgomp with a hash in it, libiomp5)."""
+    loaded = {line.split(maxsplit=5)[-1].strip() for line in Path("/proc/self/maps").read_text().splitlines()}
+    found = sorted(path for path in loaded if re.search(r"/lib(gomp|iomp5|omp)[-.\w]*\.so", path))
+    return Path(found[0]) if found else None
+
+
+def _compiler() -> str | None:
+    return shutil.which(os.environ.get("CXX", "g++"))
+
+
+def build(report: Callable[[str], object] = print) -> int:
+    """Compile the library unless it is there, report every step in words, and return an exit status."""
+    try:
+        target = library_path()
+        make_private(target.parent)
+        if os.path.lexists(target) and _untrusted(target) is None:
+            report(f"native kernel: already built, {target}")
+            return 0
+    except (OSError, RuntimeError) as error:
+        report(f"native kernel: needs a place to write to ({error}); name one in XDG_CACHE_HOME")
+        return 1
+    compiler = _compiler()
+    if compiler is None:
+        report("native kernel: needs g++ (or name a compiler in CXX); the slower backend `cpu` works without it")
+        return 1
+    runtime = _openmp_runtime()
+    report(
+        f"native kernel: compiling with {compiler}, threads of {runtime.name if runtime else 'none (single-threaded)'}"
+    )
+    began = time.perf_counter()
+    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+        built = Path(folder) / "native.o"
+        openmp = ["-fopenmp"] if runtime else ["-Wno-unknown-pragmas"]
+        source = Path(__file__).with_name(SOURCES[0])
+        linked = Path(folder) / target.name
+        # Linking apart from compiling keeps the compiler's own OpenMP library out: torch's is the one to share.
+        flags = _flags()
+        steps = [[compiler, *flags, *openmp, "-c", str(source), "-o", str(built)]]
+        steps.append([compiler, *flags[len(FLAGS) :], "-shared", str(built), "-o", str(linked)])
+        if runtime:
+            steps[1] += [str(runtime), f"-Wl,-rpath,{runtime.parent}"]
+        for step in steps:
+            done = subprocess.run(step, capture_output=True, text=True, check=False)
+            if done.returncode:
+                report(f"native kernel: {' '.join(step)}\n{done.stderr}")
+                return 1
+        linked.chmod(0o600)
+        os.replace(linked, target)
+    if (reason := _untrusted(target)) is not None:
+        report(f"native kernel: built, and not to be trusted there: {reason}; name another place in XDG_CACHE_HOME")
+        return 1
+    report(f"native kernel: built in {time.perf_counter() - began:.1f} s, {target}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(build())

@@ -1,0 +1,1 @@
+"""Other libraries' kernels as backends."""

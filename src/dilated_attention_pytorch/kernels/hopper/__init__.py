@@ -1,0 +1,1 @@
+"""The Gluon backend for GPUs of compute capability 9."""

@@ -1,0 +1,299 @@
+"""Attention on Hopper GPUs through the Gluon kernels: what they can run, and how they are launched."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ...plan.plan import Part
+from ...plan.subset import head_entries, longest_row
+from ..call import AttentionCall, Extent, Forward, Gradients, reproducible_gradients
+from ..launch.gluon_launcher import (
+    OPTIONS,
+    Launch,
+    Launches,
+    Moved,
+    Place,
+    Tensors,
+    item_counters,
+    on_device,
+    tma_strides,
+)
+from .layouts import LOG2_E, layout_of, processors, stride_problem
+from .lowering import ForwardItems, LoweredPart, launch_cache, lower
+from .split_rows import ROWS_A_PIECE, split
+
+if TYPE_CHECKING:
+    from .backward import PreparedBackward
+
+MOST_TOKENS = 2**30
+"""Longest sequence: a tile of a strided axis may reach past its end, and the kernels count tokens in 32 bits."""
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardConfig:
+    """How the forward kernel is built for one head width."""
+
+    key_tile: int = 128
+    k_stages: int = 2
+    v_stages: int = 2
+    """Not above `k_stages`: the loader tells by one barrier a key slot that a value slot is free."""
+    ping_pong: bool = True
+    """Whether the two warpgroups take turns at the tensor cores."""
+    registers: int = 240
+    """Registers a thread of a multiplying warpgroup gets."""
+    persistent: bool = True
+    """Whether a program takes items as long as there are any, or one."""
+
+
+FORWARD_CONFIGS = {
+    64: ForwardConfig(k_stages=4, v_stages=4),
+    128: ForwardConfig(k_stages=3, v_stages=2),
+}
+STRIDED_CONFIGS = {64: FORWARD_CONFIGS[64], 128: ForwardConfig(k_stages=2, v_stages=2)}
+"""Of strided parts, which also hold 128 rows of the output so far."""
+
+
+def gluon_missing() -> str | None:
+    """Why the Gluon kernels cannot be imported here, or None when they can."""
+    try:
+        import triton
+    except ImportError:
+        return "needs triton, which is not installed"
+    version = tuple(int(word) for word in triton.__version__.split(".")[:2])
+    if version < (3, 6):
+        return f"needs triton >= 3.6 for its Gluon language, got {triton.__version__}"
+    try:
+        from . import forward_kernel as hopper_forward  # noqa: F401
+    except (ImportError, AttributeError) as problem:
+        return f"triton {triton.__version__} lacks part of the Gluon language: {problem}"
+    return None
+
+
+@lru_cache(maxsize=64)
+def device_problem(device: torch.device) -> str | None:
+    """Why the kernels cannot run on a device, or None when they can."""
+    if device.type != "cuda":
+        return f"needs a CUDA tensor, got {device}"
+    major, minor = torch.cuda.get_device_capability(device)
+    if major != 9:
+        return f"needs a GPU of compute capability 9.x, got {major}.{minor}"
+    return gluon_missing()
+
+
+def why_not(call: AttentionCall) -> str | None:
+    """Why these kernels cannot run the call, or None when they can."""
+    cache = launch_cache(call.plan)
+    key = "hopper why_not", *layout_of(call.query, call.key, call.value)
+    if key not in cache:
+        cache[key] = _lasting_problem(call)
+    problem = cache[key]
+    if problem is not None:
+        return problem
+    if call.key_padding_mask is not None:
+        return "has no key padding mask"
+    if call.dropout_p:
+        return "has no dropout; pass dropout_p=0.0"
+    if call.scale <= 0:
+        return f"needs a positive scale, got {call.scale}"
+    if (call.query.data_ptr() | call.key.data_ptr() | call.value.data_ptr()) % 16:
+        return "needs tensors that start at multiples of 16 bytes"
+    return None
+
+
+def _lasting_problem(call: AttentionCall) -> str | None:
+    """Why no call of this plan and layout can run, or None."""
+    if call.key.shape[2] != call.query.shape[2]:
+        # Queries gathered by the block they chose: their plan lists keys of another axis, which may not be read here.
+        return f"needs as many keys as queries, got {call.key.shape[2]} and {call.query.shape[2]}"
+    problem = device_problem(call.query.device)
+    if problem is not None:
+        return problem
+    if call.query.dtype not in (torch.bfloat16, torch.float16):
+        return f"needs bfloat16 or float16, got {call.query.dtype}"
+    d, e = call.query.shape[-1], call.value.shape[-1]
+    if d not in FORWARD_CONFIGS or d != e:
+        return f"needs query and value width 64 or 128, the same for both, got {d} and {e}"
+    plan = call.plan
+    strided = any(lowered.strided for lowered in lower(plan))
+    if plan.block_size not in ((128,) if strided else (128, 256)):
+        return f"needs block size 128, or 256 where tiles lie at its multiples, got {plan.block_size}"
+    if plan.n > MOST_TOKENS:
+        return f"needs n <= {MOST_TOKENS}, got {plan.n}"
+    for name, tensor in (("query", call.query), ("key", call.key), ("value", call.value)):
+        problem = stride_problem(name, tensor)
+        if problem is not None:
+            return problem
+    return None
+
+
+def workspace(call: AttentionCall, direction: str, extent: Extent) -> int:
+    """Upper bound of the bytes besides results; see `registry.Backend`."""
+    d, e, block, parts = call.query.shape[3], call.value.shape[3], call.plan.block_size, call.plan.parts
+    item, wide = call.query.dtype.itemsize, call.compute_dtype.itemsize
+    pieces = 0
+    if len(parts) == 1:
+        width = wide + item * (e if direction == "forward" else 2 * d + e)
+        pieces = _most_pieces(call, parts[0], extent) * block * width
+    if direction == "forward":
+        return pieces
+    # A number per row of whole blocks, and for sums in any order dQ in float32, once per part.
+    sums = 0 if reproducible_gradients() else d
+    tiles = [part.queries.tiles for part in parts]
+    blocks = max(-(-call.plan.n // block), sum(tiles) if sums else max(tiles, default=0))
+    padded = -(-blocks * block * 4 // call.plan.n)
+    return (padded * (sums + 1) + item * e + 4) * extent.queries + pieces
+
+
+def _most_pieces(call: AttentionCall, part: Part, extent: Extent) -> int:
+    """Upper bound of the blocks that pieces of long rows take."""
+    programs = processors(call.device)
+    if longest_row(part) <= extent.samples * extent.heads * min(head_entries(part)) // programs:
+        return 0
+    return extent.samples * extent.heads * min(programs, max(part.queries.tiles, part.keys.tiles) // ROWS_A_PIECE)
+
+
+def forward(call: AttentionCall) -> Forward:
+    """Output and LSE of a call that `why_not` lets pass."""
+    return run_forward(call, FORWARD_CONFIGS[call.query.shape[-1]])
+
+
+def run_forward(call: AttentionCall, config: ForwardConfig) -> Forward:
+    """`forward` with a configuration of one's own for plain parts, for measuring."""
+    return _launch_of(call, config)(call)
+
+
+def _launch_of(call: AttentionCall, config: ForwardConfig) -> ForwardLaunch:
+    key = "hopper forward", *layout_of(call.query, call.key, call.value), call.scale, id(config)
+    cache = launch_cache(call.plan)
+    return cache.get(key) or cache.setdefault(key, ForwardLaunch(call, config))
+
+
+class ForwardLaunch:
+    """Launches of the forward for one layout, scale and config of a plan, or of learned plans of one shape."""
+
+    def __init__(self, call: AttentionCall, config: ForwardConfig) -> None:
+        query = call.query
+        parts = lower(call.plan)
+        self.device = query.device
+        # One number seen as a whole tensor: `empty_like` of it is cheaper than `empty` with its arguments.
+        self.lse_like = torch.zeros(1, dtype=torch.float32, device=query.device).expand(query.shape[:3])
+        self.covers = bool(parts) and not parts[0].strided and parts[0].by_query.covers
+        self.learned = bool(parts) and parts[0].launches is not None
+        self.counters = max(len(parts), 1)
+        self.pieces: tuple[tuple[tuple[int, ...], torch.dtype], ...] = ()
+        cut = split(parts[0], parts[0].by_query, len(query), processors(query.device)) if len(parts) == 1 else None
+        if cut is not None:
+            room = cut.room(len(query), query.shape[-1])
+            self.pieces = (room, query.dtype), (room[:3], torch.float32)
+        # The output is laid out as the query, densely; of LSE and counters only the sizes of elements matter.
+        made = torch.empty_like(query, device="meta"), *(torch.empty(0, device="meta") for _ in range(2))
+        pieces = (torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in self.pieces)
+        like = query, call.key, call.value, *made, *pieces, *self._lists(call)
+        if cut is None:
+            strided = STRIDED_CONFIGS[query.shape[-1]]
+            launches = [
+                _part_launch(call, strided if lowered.strided else config, lowered, lowered.by_query, like, number)
+                for number, lowered in enumerate(parts)
+            ]
+        else:
+            from ..triton.forward_kernels import merge_pieces_kernel
+
+            places = Place(OUTPUT), Place(LSE), Place(LSE), Place(PIECES), Place(PIECE_LSE)
+            launches = [_part_launch(call, config, parts[0], work, like) for work in (cut.rest, cut.pieces)]
+            launches.append(cut.join(merge_pieces_kernel, places, len(query), query.shape[2], like, like[OUTPUT]))
+        self.launches = Launches(query.device, launches)
+
+    def _lists(self, call: AttentionCall) -> tuple[Tensor, ...]:
+        """What a learned plan has the kernel read."""
+        return (*lower(call.plan)[0].by_query[:-1], call.plan.masks.bits) if self.learned else ()
+
+    def __call__(self, call: AttentionCall) -> Forward:
+        if self.covers:
+            output = torch.empty_like(call.query)
+            lse = torch.empty_like(self.lse_like, memory_format=torch.contiguous_format)
+        else:
+            output = torch.zeros_like(call.query)
+            lse = torch.full_like(self.lse_like, -math.inf, memory_format=torch.contiguous_format)
+        with on_device(self.device):
+            counters = item_counters(self.device, self.counters)
+            pieces = [torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in self.pieces]
+            self.launches(call.query, call.key, call.value, output, lse, counters, *pieces, *self._lists(call))
+        return Forward(output, lse)
+
+
+QUERY, KEY, VALUE, OUTPUT, LSE, COUNTERS, PIECES, PIECE_LSE = range(8)
+"""Slots of the tensors that a forward launch is given, then pieces of cut rows, or the lists of a learned plan."""
+
+
+def _part_launch(
+    call: AttentionCall,
+    config: ForwardConfig,
+    lowered: LoweredPart,
+    work: ForwardItems,
+    like: Tensors,
+    number: int | None = None,
+) -> Launch:
+    """The launch of one part of a plan, the `number`-th of several, or of the pieces of its long rows."""
+    from .forward_kernel import WORK_WIDTH, attention_fwd_kernel
+
+    query, key, plan = call.query, call.key, call.plan
+    batch, heads, n, d = query.shape
+    items_a_batch = work.items.shape[0]
+    items = batch * items_a_batch
+    # A record of a piece tells where it is stored, too.
+    pieces = not lowered.strided and work.items.shape[1] > WORK_WIDTH.value
+    queries, keys = (lowered.queries, lowered.keys) if lowered.strided else (None, None)
+    arguments = (
+        Moved(QUERY, 64, queries),
+        Moved(KEY, config.key_tile, keys),
+        Moved(VALUE, config.key_tile, keys),
+        Moved(PIECES if pieces else OUTPUT, 64, queries),
+        Place(OUTPUT) if lowered.strided else None,
+        Place(PIECE_LSE if pieces else LSE),
+        *(*work[:-1], plan.masks.bits, Place(COUNTERS, number or 0, torch.int32)),
+        *(items, items_a_batch, heads, heads // key.shape[1], n),
+        *(stride // 8 for stride in tma_strides(like[OUTPUT])[:3]),
+        *(*lowered.queries, *lowered.keys, call.scale * LOG2_E),
+        *(plan.block_size, config.k_stages, config.v_stages, config.ping_pong, config.persistent),
+        *(pieces, config.registers),
+    )
+    grid = min(items, processors(query.device)) if config.persistent else items
+    identity = "forward", query.device.index, query.dtype, d, plan.block_size, config, lowered.shape, pieces
+    return Launch(attention_fwd_kernel, identity, grid, arguments, like, overlaps=number is not None, **OPTIONS)
+
+
+class PreparedAttention:
+    """What runs calls of one plan, layout and scale; see `registry.Backend`."""
+
+    def __init__(self, forward: ForwardLaunch, backward: PreparedBackward) -> None:
+        self.forward = forward
+        self._backward = backward
+
+    def backward(
+        self, call: AttentionCall, output: Tensor, lse: Tensor, grad_output: Tensor, grad_lse: Tensor | None
+    ) -> Gradients:
+        return self._backward(call, output, lse, grad_output, grad_lse, not reproducible_gradients())
+
+
+def prepare(call: AttentionCall) -> PreparedAttention:
+    """A runner for calls like this one, which `why_not` lets pass."""
+    from .backward import BACKWARD_CONFIGS, prepared
+
+    d = call.query.shape[-1]
+    return PreparedAttention(_launch_of(call, FORWARD_CONFIGS[d]), prepared(call, BACKWARD_CONFIGS[d]))
+
+
+def backward(
+    call: AttentionCall, output: Tensor, lse: Tensor, grad_output: Tensor, grad_lse: Tensor | None
+) -> Gradients:
+    """Gradients of a call that `why_not` lets pass; see `backward` for what they need."""
+    from .backward import BACKWARD_CONFIGS, run_backward
+
+    config = BACKWARD_CONFIGS[call.query.shape[-1]]
+    return run_backward(call, output, lse, grad_output, grad_lse, config, not reproducible_gradients())

@@ -1,0 +1,330 @@
+"""Gradients on Hopper GPUs through the Gluon kernels: the lists they read, the memory they need, and their launches.
+
+Two ways lead to dQ. The fused one computes it beside dK and dV, five products a tile pair, and adds it up in float32,
+4 bytes an element of the rows of each part (of a plain one twice the size of dQ), in an order that is not fixed. The
+other computes it again by rows, seven products a tile pair, needs no copy, and gives the same bits every time; it is
+taken unless `reproducible_gradients(False)` was said.
+
+Parts of a plan run one after another, each with the LSE and delta of the whole rows, which makes its share exact alone.
+dK and dV of a plain part come first and write every row, and the other parts add to them; without one they begin as
+zeros. dQ by rows takes the parts from the last to the first, and that one joins what the others added to zeros, so that
+the sum is rounded once at its full size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..call import AttentionCall, Gradients, empty_rows
+from ..launch.gluon_launcher import OPTIONS, Launch, Launches, Moved, Place, Tensors, on_device
+from .layouts import LOG2_E, layout_of, layout_problem, processors
+from .lowering import BackwardItems, LoweredPart, Strides, launch_cache, lower
+from .split_rows import Split, split
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardConfig:
+    """How the kernels are built for one head width."""
+
+    streamed_tile: int
+    """Rows of a step; with the head width they must make 64 x 128, one 64 x 64 piece of dQ a warpgroup."""
+    stages: int = 2
+    stages_by_rows: int = 2
+    """Tiles in the ring of dK and dV where dQ is computed by rows, which leaves room for more."""
+    held_stages: int = 2
+    row_stages: int = 3
+    """Tiles in the ring of the kernel that sums dQ by rows, which keeps each a step longer than its first use."""
+    registers: int = 240
+    """Registers a thread of a multiplying warpgroup gets."""
+
+
+BACKWARD_CONFIGS = {64: BackwardConfig(128, stages_by_rows=3, row_stages=4), 128: BackwardConfig(64)}
+
+
+def run_backward(
+    call: AttentionCall,
+    output: Tensor,
+    lse: Tensor,
+    grad_output: Tensor,
+    grad_lse: Tensor | None,
+    config: BackwardConfig,
+    fused: bool,
+) -> Gradients:
+    """Gradients of a call that `backend.why_not` lets pass, with dQ summed beside dK and dV where `fused`."""
+    return prepared(call, config)(call, output, lse, grad_output, grad_lse, fused)
+
+
+def prepared(call: AttentionCall, config: BackwardConfig) -> PreparedBackward:
+    """Runner of the backward for calls with the plan, layout, scale and configuration of this call."""
+    key = "hopper backward", *layout_of(call.query, call.key, call.value), call.scale, config
+    cache = launch_cache(call.plan)
+    learned = cache is not call.plan.memo
+    return cache.get(key) or cache.setdefault(key, PreparedBackward(config, learned))
+
+
+def lists_of(call: AttentionCall, fused: bool) -> Tensors:
+    """What a learned plan has the kernels read, which is given with each call."""
+    (lowered,) = lower(call.plan)
+    group = call.query.shape[1] // call.key.shape[1]
+    return *lowered.backward_items(group, by_key=True), *(() if fused else lowered.backward_items(group, by_key=False))
+
+
+def _movable(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy where TMA cannot read it: also of a contiguous one that starts off the 16-byte grid."""
+    if tensor.stride(-1) == 1 and layout_problem("", tensor) is None:
+        return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
+class PreparedBackward:
+    """Runner of the backward for one layout, scale and config of a plan, or of learned plans of one shape.
+
+    Launches are cached by the strides of every tensor: a saved-tensor hook such as `save_on_cpu` returns query, key
+    and value with other strides than the forward had, and TMA boxes follow from strides.
+    """
+
+    def __init__(self, config: BackwardConfig, learned: bool) -> None:
+        self._config, self._learned = config, learned
+        self._known: dict[tuple[object, ...], BackwardLaunch] = {}
+
+    def __call__(
+        self,
+        call: AttentionCall,
+        output: Tensor,
+        lse: Tensor,
+        grad_output: Tensor,
+        grad_lse: Tensor | None,
+        fused: bool,
+    ) -> Gradients:
+        slope = lse if grad_lse is None else grad_lse
+        query, key, value = call.query, call.key, call.value
+        strides = query.stride(), key.stride(), value.stride(), output.stride(), grad_output.stride(), slope.stride()
+        layout = *strides, grad_lse is None, fused
+        launch = self._known.get(layout)
+        tensors = query, key, value, output, grad_output, lse, slope
+        if self._learned:
+            tensors += lists_of(call, fused)
+        addresses = query.data_ptr() | key.data_ptr() | value.data_ptr() | grad_output.data_ptr()
+        if launch is None or addresses % 16:
+            given = query, key, value, grad_output
+            movable = [_movable(x) for x in given]
+            if any(x is not y for x, y in zip(given, movable, strict=True)):
+                *three, grad_output = movable
+                call = replace(call, query=three[0], key=three[1], value=three[2])
+                return self(call, output, lse, grad_output, grad_lse, fused)
+            launch = self._known[layout] = BackwardLaunch(call, tensors, grad_lse is not None, self._config, fused)
+        with on_device(call.device):
+            return launch(*tensors)
+
+
+QUERY, KEY, VALUE, OUTPUT, GRAD_OUTPUT, LSE, SLOPE, SPACE, GRAD_QUERY, GRAD_KEY, GRAD_VALUE = range(11)
+"""Slots of the tensors that the launches are given; then pieces of the three gradients, or lists of a learned plan."""
+TO_PIECES = 3
+"""From the slot of a gradient to that of its pieces."""
+
+
+class BackwardLaunch:
+    """Launches of the backward for calls of one plan, or of learned plans of one shape, of one layout and config.
+
+    The lists of a learned plan follow the tensors of a call.
+    """
+
+    def __init__(
+        self, call: AttentionCall, tensors: Tensors, lse_grad: bool, config: BackwardConfig, fused: bool
+    ) -> None:
+        query, plan = call.query, call.plan
+        batch, heads, n, d = query.shape
+        rows = config.streamed_tile
+        device = query.device
+        all_lowered = lower(plan)
+        self.writes_all = bool(all_lowered) and all_lowered[0].writes_all
+        # Whole blocks of the plan, so that a list may name the part of its last block that lies past the end.
+        tiles = -(-n // plan.block_size) * (plan.block_size // rows)
+        made = [empty_rows(t, t.shape[-1]) for t in tensors[:3]]
+        self.made = [(t.shape, t.stride()) for t in made]
+        group = heads // call.key.shape[1]
+        self.joins = not fused and any(
+            len(lowered.backward_items(group, by_key=False).items) for lowered in all_lowered[1:]
+        )
+        last = all_lowered[0] if self.joins else None
+        parts = [
+            PartBackward(call, config, lowered, tiles, fused, lowered is last, len(all_lowered) == 1)
+            for lowered in all_lowered
+        ]
+        self.pieces = parts[0].pieces if len(parts) == 1 else []
+        self.row_tiles = batch * heads * tiles
+        # Sums begin at multiples of 16 bytes.
+        o_sum = -(-batch * heads * n // 4) * 4
+        sums = list(accumulate((part.sum_floats if fused else 0 for part in parts), initial=o_sum))
+        o_claimed = sums[-1]
+        self.cleared = sums[1 if self.writes_all else 0], o_claimed
+        """Where the sums lie that are cleared before the launches; that of a plain part is by the first of them."""
+        # Two counters a part, as its kernels may run beside each other; as many as a power of two.
+        counters = 1 << (2 * len(parts)).bit_length()
+        self.floats = o_claimed + counters
+        places = Place(SPACE), Place(SPACE, o_sum, torch.float32), Place(SPACE, o_claimed, torch.int32)
+        like = *tensors[:SPACE], torch.empty(1, device=device), *made
+        like += tuple(torch.empty(shape or (0,), dtype=query.dtype, device="meta") for shape in self.pieces)
+        like += tensors[SPACE:]
+        prepare = self._prepare(like, places, (rows, d, lse_grad, fused and self.writes_all, counters))
+        delta, _, claimed = places
+        launches, later = [prepare], []
+        for number, (part, begin) in enumerate(zip(parts, sums, strict=False)):
+            total = Place(SPACE, begin, torch.float32)
+            claims = [claimed._replace(begin=claimed.begin + 2 * number + place) for place in range(2)]
+            launches += part.launches(part.by_key, like, (Place(LSE), delta, total, claims[0]))
+            if part.by_query is None:
+                later.append(part.finish(like, total))
+            else:
+                # From the last part to the first, which joins what they added.
+                later[:0] = part.launches(part.by_query, like, (Place(LSE), delta, claims[1]))
+        self.launches = Launches(device, launches + later)
+
+    def _prepare(self, like: Tensors, places: tuple[Place, ...], constants: tuple[object, ...]) -> Launch:
+        from .pre_post_kernels import prepare_bwd_kernel
+
+        query, output, grad_output, slope = (like[slot] for slot in (QUERY, OUTPUT, GRAD_OUTPUT, SLOPE))
+        heads, n = query.shape[1:3]
+        tiles = self.row_tiles // (query.shape[0] * heads)
+        sizes = heads, tiles, n, *output.stride()[:3], *grad_output.stride()[:3], *slope.stride()
+        arguments = Place(OUTPUT), Place(GRAD_OUTPUT), Place(LSE), Place(SLOPE), *places, *sizes, *constants
+        identity = "prepare", query.device.index, output.dtype, slope.dtype, sizes, constants
+        return Launch(prepare_bwd_kernel, identity, self.row_tiles, arguments, like, plain=True)
+
+    def __call__(self, *tensors: Tensor) -> Gradients:
+        dtype, device = tensors[QUERY].dtype, tensors[QUERY].device
+        space = torch.empty(self.floats, dtype=torch.float32, device=device)
+        gradients = Gradients(*(torch.empty_strided(*one, dtype=dtype, device=device) for one in self.made))
+        pieces = [torch.empty(shape, dtype=dtype, device=device) if shape else space for shape in self.pieces]
+        if not self.writes_all:
+            torch._foreach_zero_(gradients)
+        elif self.joins:
+            gradients[0].zero_()
+        begin, end = self.cleared
+        if begin < end:
+            space[begin:end].zero_()
+        self.launches(*tensors[:SPACE], space, *gradients, *pieces, *tensors[SPACE:])
+        return gradients
+
+
+class Side(NamedTuple):
+    """dK and dV of a part, or its dQ: a kernel with all that it is given, but for places."""
+
+    kernel: Any
+    moved: tuple[Moved, ...]
+    """What it reads by TMA."""
+    written: tuple[Moved, ...]
+    """Gradients."""
+    joined: tuple[Place | None, ...]
+    """Where the gradient lies that it joins, asked of the kernel of dQ."""
+    work: BackwardItems
+    cut: Split[BackwardItems] | None
+    blocks: int
+    """Rows of a class in `work.rows`."""
+    sizes: tuple[int, ...]
+    """Numbers before them, but for those of items."""
+    settings: tuple[Any, ...]
+    """And after."""
+
+
+def _moved(slots: tuple[int, ...], rows: int, axis: Strides | None) -> tuple[Moved, ...]:
+    return tuple(Moved(slot, rows, axis) for slot in slots)
+
+
+class PartBackward:
+    """One part of a `BackwardLaunch`; it `joins` dQ of the others or adds to it, and `alone` its long rows are cut."""
+
+    def __init__(
+        self,
+        call: AttentionCall,
+        config: BackwardConfig,
+        lowered: LoweredPart,
+        tiles: int,
+        fused: bool,
+        joins: bool,
+        alone: bool,
+    ) -> None:
+        from .dkv_kernel import attention_dkv_bwd_kernel
+        from .dq_kernel import attention_dq_bwd_kernel
+
+        query, plan = call.query, call.plan
+        batch, heads, n, d = query.shape
+        group = heads // call.key.shape[1]
+        self.batch, self.n = batch, n
+        rows = config.streamed_tile
+        queries, keys = (lowered.queries, lowered.keys) if lowered.strided else (None, None)
+        self.identity = query.device.index, query.dtype, d, plan.block_size, config, fused, lowered.shape
+        own_tiles = lowered.part.queries.tiles * (plan.block_size // rows) if lowered.strided else tiles
+        self.sum_tiles = batch * heads * own_tiles
+        self.sum_floats = self.sum_tiles * rows * d
+        axes = *lowered.queries, *lowered.keys
+        scales = call.scale, call.scale * LOG2_E
+        self.registers = config.registers
+        programs = processors(query.device)
+        sizes = heads, group
+        stages = config.stages if fused else config.stages_by_rows
+        settings = *scales, plan.block_size, stages, config.held_stages, fused
+        work = lowered.backward_items(group, by_key=True)
+        cut = split(lowered, work, batch, programs, group, by_key=True) if alone else None
+        moved = *_moved((QUERY, GRAD_OUTPUT), rows, queries), *_moved((KEY, VALUE), 64, keys)
+        written = _moved((GRAD_KEY, GRAD_VALUE), 64, keys)
+        lists = work, cut, lowered.part.keys.tiles, (*sizes, own_tiles), (n, *axes, *settings)
+        self.by_key = Side(attention_dkv_bwd_kernel, moved, written, (), *lists)
+        self.by_query: Side | None = None
+        if not fused:
+            work = lowered.backward_items(group, by_key=False)
+            cut = split(lowered, work, batch, programs) if alone else None
+            stages = config.row_stages, config.held_stages
+            settings = n, *axes, *scales, plan.block_size, *stages
+            moved = *_moved((QUERY, GRAD_OUTPUT), 64, queries), *_moved((KEY, VALUE), rows, keys)
+            written = _moved((GRAD_QUERY,), 64, queries)
+            joined = (Place(GRAD_QUERY) if joins else None,)
+            lists = work, cut, lowered.part.queries.tiles, sizes, settings
+            self.by_query = Side(attention_dq_bwd_kernel, moved, written, joined, *lists)
+        cuts = self.by_query and self.by_query.cut, self.by_key.cut, self.by_key.cut
+        rooms = [cut.room(batch, d) if cut else () for cut in cuts]
+        self.pieces = rooms if any(rooms) else []
+        """Shapes of the pieces of dQ, dK and dV; a gradient whose rows stay whole has none."""
+        self.finish_strides = empty_rows(query, d).stride()[:3]
+        self.finish_numbers = heads, own_tiles, n, *self.finish_strides, lowered.queries.rate, call.scale
+        self.finish_constants = rows, d, plan.block_size, lowered.strided
+
+    def launches(self, side: Side, like: Tensors, places: tuple[Place, ...]) -> list[Launch]:
+        """A kernel on all rows; where some are cut, on the others, then on their pieces, which are joined."""
+        cut = side.cut
+        if cut is None:
+            return [self._launch(side, like, places)]
+        from ..triton.backward_kernels import sum_pieces_bwd_kernel
+
+        apart = tuple(one._replace(slot=one.slot + TO_PIECES) for one in side.written)
+        pieces = side._replace(written=apart, work=cut.pieces, blocks=cut.slots)
+        launches = [self._launch(one, like, places) for one in (side._replace(work=cut.rest), pieces)]
+        for slot, *_ in side.written:
+            joined = Place(slot), Place(slot), Place(slot + TO_PIECES)
+            launches.append(cut.join(sum_pieces_bwd_kernel, joined, self.batch, self.n, like, like[slot]))
+        return launches
+
+    def _launch(self, side: Side, like: Tensors, places: tuple[Place, ...]) -> Launch:
+        """A Gluon kernel; `places` are those of LSE, of delta, for dK and dV of the sum of dQ, and of its claims."""
+        work, items = side.work, len(side.work.items)
+        pieces = side.cut is not None and work is side.cut.pieces
+        numbers = self.batch * items, items, *side.sizes, side.blocks, *side.settings, pieces, self.registers
+        arguments = *side.moved, *side.written, *side.joined, *places[:-1], *work, places[-1], *numbers
+        grid = min(numbers[0], processors(like[QUERY].device))
+        identity = side.kernel, *side.joined, *self.identity, pieces
+        return Launch(side.kernel, identity, grid, arguments, like, overlaps=side.cut is None, **OPTIONS)
+
+    def finish(self, like: Tensors, total: Place) -> Launch:
+        """The kernel that makes dQ of its sum."""
+        from .pre_post_kernels import finish_dq_kernel
+
+        lists = self.by_key.work.tiles, self.by_key.work.classes
+        arguments = total, Place(GRAD_QUERY), *lists, *self.finish_numbers, *self.finish_constants
+        query = like[QUERY]
+        identity = "finish", query.device.index, query.dtype, self.finish_strides, self.finish_constants
+        return Launch(finish_dq_kernel, identity, self.sum_tiles, arguments, like, plain=True)

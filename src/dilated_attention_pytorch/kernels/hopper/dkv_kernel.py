@@ -1,0 +1,489 @@
+"""Backward attention for Hopper in Gluon: dK and dV stay in registers while queries stream past, dQ adds up in memory.
+
+A work item is 128 keys of one key head; each of two warpgroups owns 64 of them. A step is one tile of query rows:
+
+    S^T = K Q^T      dP^T = V dO^T      dV += P^T dO      dQ += dS K      dK += dS^T Q
+
+Both score products come out transposed, so that P^T is already in the registers that dV multiplies from. dQ needs dS of
+all 128 keys: the warpgroups exchange it through shared memory; each multiplies a 64 x 64 piece of dQ and adds it to a
+float32 sum in global memory. It does so a step later, so that neither waits for the other. The order of those additions
+is not fixed, so dQ of two runs may differ in its last bits; without DQ the kernel leaves dQ to `dq_kernel`.
+
+The sum lies in the order of the registers that add to it (`PIECE` floats a piece), so that every addition is 16 bytes
+a thread and a warp touches one run of memory. `pre_post_kernels.finish_dq_kernel` puts it in order.
+
+Through descriptors of five dimensions (`primitives.copy_rows_in`) the tiles are those of a strided part, and the
+gradients are added to what parts before it left.
+
+Names: `p_` pointer, `b_` buffer in shared memory, `o_` offset; shape comments are [rows, columns].
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_init,
+    warpgroup_mma_wait,
+)
+
+from .primitives import (
+    ROWS,
+    barrier_pairs,
+    base_2,
+    claim_item,
+    copy_rows_in,
+    first_and_count,
+    here,
+    joined_rows,
+    leave_piece,
+    let_next_start,
+    next_item,
+    place_of,
+    post,
+    put_rows,
+    read,
+    release,
+    ring,
+    wait_for_launch,
+)
+
+MEETING = gl.constexpr(8)
+EXCHANGE = gl.constexpr(9)
+"""Hardware barriers of the two warpgroups, of the second kind four; the compiler uses the first few."""
+
+ITEM_HEAD, ITEM_ROW, ITEM_STEPS, ITEM_BATCH, ITEM_ROWS, ITEM_STORED = (gl.constexpr(i) for i in range(6))
+"""What the loader tells about an item; ITEM_BATCH is -1 after the last. ITEM_STORED is where a piece of a row goes."""
+TILE_SUM, TILE_MASK, TILE_LOW, TILE_HIGH, TILE_LAST = (gl.constexpr(i) for i in range(5))
+"""What the loader tells about a streamed tile: its place in the sum of dQ; then the mask, -1 for a tile met whole, the
+band of differences held minus streamed, and the last key, all counted from the first rows of the item and the tile."""
+
+
+@gluon.jit
+def stream_tile(
+    first_desc, first_more, second_desc, second_more, b_first, b_second, b_rows, b_tile, full, empty,
+    p_lse, p_delta, o_rows, token, rows, rate, longer,
+    count, batch, head, place, mask, low, high, last_key, STAGES: gl.constexpr, BY_KEY: gl.constexpr,
+):  # fmt: skip
+    """Start copying one streamed tile, with its note, and LSE and delta of its queries, into its slot of the ring."""
+    BM: gl.constexpr = first_desc.block_shape[len(first_desc.block_shape) - 2]
+    if BY_KEY:
+        # Read before the wait for a free slot, which hides the latency.
+        row = gl.arange(0, BM, gl.BlockedLayout([BM // 32], [32], [1], [0]))
+        o_row = o_rows + (token + row * (rate if len(first_desc.block_shape) == 5 else 1))
+        lse = gl.load(p_lse + o_row, mask=row < rows, other=float("inf"))
+        delta = gl.load(p_delta + o_row, mask=row < rows, other=0.0)
+    residue, place_row = place_of(first_desc, token, rate)
+    slot = count % STAGES
+    mbarrier.wait(empty.index(slot), ((count // STAGES) & 1) ^ 1)
+    if BY_KEY:
+        b_rows.index(slot).slice(0, BM).store(base_2(lse))
+        b_rows.index(slot).slice(BM, BM).store(delta)
+    post(b_tile.index(slot), place, mask, low, high, last_key, 0)
+    mbarrier.expect(full.index(slot), 2 * first_desc.block_type.nbytes)
+    here_full = full.index(slot)
+    copy_rows_in(first_desc, first_more, batch, head, residue, place_row, longer, here_full, b_first.index(slot))
+    copy_rows_in(second_desc, second_more, batch, head, residue, place_row, longer, here_full, b_second.index(slot))
+
+
+@gluon.jit
+def stream_head(
+    streamed_1, streamed_1_more, streamed_2, streamed_2_more, b_1, b_2, b_rows, b_tile, full, empty,
+    p_lse, p_delta, p_class, p_walk, p_whole, p_partial, p_tiles, heads, sum_tiles, blocks, n, rate, longer,
+    tile_count, batch, query_head, head, block, o_row, held_rows, held_offset,
+    BLOCK: gl.constexpr, STAGES: gl.constexpr, BY_KEY: gl.constexpr,
+):  # fmt: skip
+    """The tiles that meet an item in one query head; how many tiles there have been then.
+
+    A function, as what stands in loops within loops is read by the compiler twice for each of them.
+    """
+    STRIDED: gl.constexpr = len(streamed_1.block_shape) == 5
+    BM: gl.constexpr = streamed_1.block_shape[len(streamed_1.block_shape) - 2]
+    SUB: gl.constexpr = BLOCK // BM
+    if STRIDED:
+        kind = gl.load(p_class + query_head * 3)
+        offset = gl.load(p_class + query_head * 3 + 2)
+        if BY_KEY:
+            # Heads of a group may sample other keys than these.
+            kind = gl.where(gl.load(p_class + query_head * 3 + 1) == held_offset, kind, -1)
+    else:
+        kind = gl.load(p_class + query_head)
+    p_own = p_walk + (gl.maximum(kind, 0) * blocks + block) * 6
+    whole_begin = gl.load(p_own)
+    whole_steps = gl.where(kind >= 0, gl.load(p_own + 1) - whole_begin, 0) * SUB
+    whole_base = gl.load(p_own + 2)
+    partial_begin = gl.load(p_own + 3)
+    partial_steps = gl.where(kind >= 0, gl.load(p_own + 4) - partial_begin, 0) * SUB
+    partial_base = gl.load(p_own + 5)
+    own_row = batch * heads + query_head
+    o_rows = own_row.to(gl.int64) * n
+    first_place = own_row * sum_tiles
+    for step in range(whole_steps):
+        tile = whole_base + gl.load(p_whole + whole_begin + step // SUB)
+        place = tile * SUB + step % SUB
+        token = gl.load(p_tiles + 2 * tile) + offset + (step % SUB) * BM * rate if STRIDED else place * BM
+        stream_tile(
+            streamed_1, streamed_1_more, streamed_2, streamed_2_more, b_1, b_2, b_rows, b_tile,
+            full, empty, p_lse, p_delta, o_rows, token, BM, rate, longer,
+            tile_count, batch, head, first_place + place, -1, 0, 0, 0, STAGES, BY_KEY,
+        )  # fmt: skip
+        tile_count += 1
+    for step in range(partial_steps):
+        p_entry = p_partial + (partial_begin + step // SUB) * 4
+        o_col = (step % SUB) * BM
+        tile = partial_base + gl.load(p_entry)
+        place = tile * SUB + step % SUB
+        if STRIDED:
+            token, rows = first_and_count(p_tiles, tile, offset, rate)
+            token += o_col * rate
+            rows -= o_col
+        else:
+            token = place * BM
+            rows = n - token
+        mask = gl.load(p_entry + 1) * (BLOCK * BLOCK // 32) + o_row * (BLOCK // 32) + o_col // 32
+        low = gl.load(p_entry + 2) - o_row + o_col
+        high = gl.load(p_entry + 3) - o_row + o_col
+        last_key = (held_rows if BY_KEY else rows) - 1
+        stream_tile(
+            streamed_1, streamed_1_more, streamed_2, streamed_2_more, b_1, b_2, b_rows, b_tile,
+            full, empty, p_lse, p_delta, o_rows, token, rows, rate, longer,
+            tile_count, batch, head, first_place + place, mask, low, high, last_key, STAGES, BY_KEY,
+        )  # fmt: skip
+        tile_count += 1
+    return tile_count
+
+
+@gluon.jit
+def load_backward_tiles(
+    held_1, held_1_more, held_2, held_2_more, streamed_1, streamed_1_more, streamed_2, streamed_2_more,
+    b_held_1, b_held_2, b_1, b_2, b_rows, b_item, b_tile,
+    full, empty, held_full, held_empty,
+    p_lse, p_delta, p_work, p_class, p_walk, p_whole, p_partial, p_tiles, p_next, items, items_a_batch, heads, group,
+    sum_tiles, blocks, n, held_rate, held_longer, rate, longer,
+    BLOCK: gl.constexpr, STAGES: gl.constexpr, HELD_STAGES: gl.constexpr, BY_KEY: gl.constexpr, SPLIT: gl.constexpr,
+):  # fmt: skip
+    """The loader warp: the two tiles an item holds, then two of each that meets it.
+
+    BY_KEY it holds K and V while Q and dO pass, of every head of the group; else it holds Q and dO while K and V pass.
+    With SPLIT an item is a piece of a row, and the walk has a row for each block of pieces.
+    """
+    STRIDED: gl.constexpr = len(streamed_1.block_shape) == 5
+    BM: gl.constexpr = streamed_1.block_shape[len(streamed_1.block_shape) - 2]
+    SUB: gl.constexpr = BLOCK // BM
+    let_next_start()
+    tile_count = 0
+    item_count = 0
+    item = gl.program_id(0)
+    while item < items:
+        claim = claim_item(p_next, True)
+        batch = item // items_a_batch
+        p_item = p_work + (item % items_a_batch) * (6 if STRIDED else 4)
+        held_head = gl.load(p_item)
+        o_held = gl.load(p_item + 1)
+        steps = gl.load(p_item + 2) * SUB
+        stored = 0
+        held_offset = 0
+        if STRIDED:
+            held_rows = gl.load(p_item + 3)
+            block = gl.load(p_item + 4)
+            held_offset = gl.load(p_item + 5)
+            o_row = 0
+        else:
+            o_held *= 2 * ROWS
+            held_rows = n - o_held
+            o_row = o_held % BLOCK
+            block = o_held // BLOCK
+            if SPLIT:
+                stored = gl.load(p_item + 3) * (2 * ROWS)
+                block = stored // BLOCK
+        residue, first_row = place_of(held_1, o_held, held_rate)
+        slot = item_count % HELD_STAGES
+        mbarrier.wait(held_empty.index(slot), ((item_count // HELD_STAGES) & 1) ^ 1)
+        post(b_item.index(slot), held_head, o_held, steps, batch, held_rows, stored)
+        mbarrier.expect(held_full.index(slot), 4 * held_1.block_type.nbytes)
+        for half in gl.static_range(2):
+            row = first_row + half * ROWS
+            b_1_half, b_2_half = b_held_1.index(slot * 2 + half), b_held_2.index(slot * 2 + half)
+            here_full = held_full.index(slot)
+            copy_rows_in(held_1, held_1_more, batch, held_head, residue, row, held_longer, here_full, b_1_half)
+            copy_rows_in(held_2, held_2_more, batch, held_head, residue, row, held_longer, here_full, b_2_half)
+        members = group if BY_KEY else 1
+        for member in range(members):
+            if BY_KEY:
+                query_head = held_head * group + member
+                head = query_head
+            else:
+                query_head = held_head
+                head = held_head // group
+            tile_count = stream_head(
+                streamed_1, streamed_1_more, streamed_2, streamed_2_more, b_1, b_2, b_rows, b_tile, full, empty,
+                p_lse, p_delta, p_class, p_walk, p_whole, p_partial, p_tiles, heads, sum_tiles, blocks, n, rate, longer,
+                tile_count, batch, query_head, head, block, o_row, held_rows, held_offset, BLOCK, STAGES, BY_KEY,
+            )  # fmt: skip
+        item_count += 1
+        item = next_item(claim, p_next, item, items, True)
+    # Launches end in order, also where this one wrote what the one before it does not.
+    wait_for_launch()
+    slot = item_count % HELD_STAGES
+    mbarrier.wait(held_empty.index(slot), ((item_count // HELD_STAGES) & 1) ^ 1)
+    post(b_item.index(slot), 0, 0, 0, -1, 0, 0)
+    mbarrier.arrive(held_full.index(slot), count=1)
+
+
+@gluon.jit
+def mask_weights(weights, note, p_bits, C: gl.constexpr, BLOCK: gl.constexpr, BY_KEY: gl.constexpr):
+    """Weights [64 held, BM streamed] with 0 where the element mask, or the end of the sequence, forbids the pair."""
+    layout: gl.constexpr = weights.type.layout
+    BM: gl.constexpr = weights.type.shape[1]
+    low = read(note, TILE_LOW)
+    high = read(note, TILE_HIGH)
+    last_key = read(note, TILE_LAST)
+    row = here(C * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, layout)))
+    col = here(gl.arange(0, BM, gl.SliceLayout(0, layout)))
+    if low <= high:
+        first = gl.expand_dims(row - high, 1)
+        last = gl.expand_dims(row - low, 1)
+        column = gl.expand_dims(col, 0)
+        weights = gl.where((column >= first) & (column <= last), weights, 0.0)
+    else:
+        p_word = p_bits + read(note, TILE_MASK) + row * (BLOCK // 32)
+        word = gl.full([ROWS, BM], 0, gl.int32, layout)
+        for w in gl.static_range(BM // 32):
+            word = gl.where(gl.expand_dims((col // 32) == w, 0), gl.expand_dims(gl.load(p_word + w), 1), word)
+        weights = gl.where(((word >> gl.expand_dims(col & 31, 0)) & 1) != 0, weights, 0.0)
+    if BY_KEY:
+        weights = gl.where(gl.expand_dims(row <= last_key, 1), weights, 0.0)
+    else:
+        weights = gl.where(gl.expand_dims(col <= last_key, 0), weights, 0.0)
+    return weights
+
+
+@gluon.jit
+def piece_product(C: gl.constexpr, b_ds, b_k, o_item, parity, no_piece):
+    """Issue the product of dS of all keys with them that makes the piece of dQ of warpgroup `C`."""
+    D: gl.constexpr = b_k.shape[len(b_k.shape) - 1]
+    token = no_piece
+    for half in gl.static_range(2):
+        if D == 128:
+            left = b_ds.index(parity * 2 + half).permute((1, 0))
+            right = b_k.index(o_item + half).reshape([ROWS, D]).slice(C * ROWS, ROWS, dim=1)
+        else:
+            left = b_ds.index(parity * 2 + half).slice(C * ROWS, ROWS, dim=1).permute((1, 0))
+            right = b_k.index(o_item + half).reshape([ROWS, D])
+        token = warpgroup_mma(left, right, token, use_acc=half == 1, is_async=True)
+    return token
+
+
+@gluon.jit
+def hand_over(C: gl.constexpr, parity):
+    """Tell the sibling that dS of this parity is written, and that of the other parity read."""
+    gl.inline_asm_elementwise(
+        "bar.arrive $1, 256; mov.b32 $0, 0;", "=r,r", [EXCHANGE + C * 2 + parity], dtype=gl.int32, is_pure=False,
+        pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def take_over(C: gl.constexpr, parity, needed):
+    """Where it is `needed`, wait until the sibling hands dS of this parity over."""
+    gl.inline_asm_elementwise(
+        "{ .reg .pred yes; setp.ne.s32 yes, $2, 0; @yes bar.sync $1, 256; mov.b32 $0, 0; }", "=r,r,r",
+        [EXCHANGE + (1 - C) * 2 + parity, needed], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def meet():
+    """Wait until both warpgroups are here; what they wrote to shared memory before is then seen by both."""
+    gl.inline_asm_elementwise(
+        "bar.sync $1, 256; mov.b32 $0, 0;", "=r,n", [MEETING], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def gather_step(
+    C: gl.constexpr, dk_token, dv, place, tile_count, step, kv_slot, no_scores, no_piece,
+    b_q, b_do, b_k, b_v, b_ds, b_rows, b_tile, full, empty, p_sum, p_bits, scale_log2,
+    BLOCK: gl.constexpr, STAGES: gl.constexpr, DQ: gl.constexpr,
+):  # fmt: skip
+    """What one tile of queries adds to dK and dV of warpgroup `C`, and the piece of dQ of the tile before it."""
+    BM: gl.constexpr = b_q.shape[len(b_q.shape) - 2]
+    D: gl.constexpr = b_q.shape[len(b_q.shape) - 1]
+    dtype: gl.constexpr = b_q.dtype
+    operand: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=dv.type.layout, k_width=2)
+    queries: gl.constexpr = gl.SliceLayout(0, no_scores.type.layout)
+    slot = tile_count % STAGES
+    o_item = here(kv_slot * 2)
+    k = b_k.index(o_item + C).reshape([ROWS, D])
+    v = b_v.index(o_item + C).reshape([ROWS, D])
+    q = b_q.index(slot).reshape([BM, D])
+    do = b_do.index(slot).reshape([BM, D])
+    note = b_tile.index(slot)
+    mbarrier.wait(full.index(slot), (tile_count // STAGES) & 1)
+    scores_token = warpgroup_mma(k, q.permute((1, 0)), no_scores, use_acc=False, is_async=True)
+    dp_token = warpgroup_mma(v, do.permute((1, 0)), no_scores, use_acc=False, is_async=True)
+    # dK of the step before ran beside the start of this one; its queries are free only now.
+    scores, dk = warpgroup_mma_wait(1, deps=(scores_token, dk_token))
+    mbarrier.arrive(empty.index((tile_count + STAGES - 1) % STAGES), count=1, pred=step > 0)
+    lse = b_rows.index(slot).slice(0, BM).load(queries)
+    weights = gl.exp2(scores * scale_log2 - gl.expand_dims(lse, 0))
+    if read(note, TILE_MASK) >= 0:
+        weights = mask_weights(weights, note, p_bits, C, BLOCK, True)
+    dp = warpgroup_mma_wait(0, deps=(dp_token,))
+    delta = b_rows.index(slot).slice(BM, BM).load(queries)
+    ds = (weights * (dp - gl.expand_dims(delta, 0))).to(dtype)
+    # Without the sibling nobody still reads the step before: dK has, by the wait for it above.
+    parity = tile_count % 2 if DQ else 0
+    if DQ:
+        # The sibling has then written dS of the step before, and read that of two steps before.
+        take_over(C, 1 - parity, (step > 0).to(gl.int32))
+    b_ds.index(parity * 2 + C).store(ds)
+    fence_async_shared()
+    dv_token = warpgroup_mma(gl.convert_layout(weights.to(dtype), operand), do, dv, is_async=True)
+    if DQ:
+        # Of the step before; in the first step of what happens to be there, which is not added.
+        piece_token = piece_product(C, b_ds, b_k, o_item, 1 - parity, no_piece)
+    # From shared memory: from registers it would hold them while the next step's scores need room.
+    dk_token = warpgroup_mma(b_ds.index(parity * 2 + C), q, dk, is_async=True)
+    if DQ:
+        dv, piece = warpgroup_mma_wait(1, deps=(dv_token, piece_token))
+        hand_over(C, parity)
+        if step > 0:
+            leave_piece(p_sum, place, piece, C, D)
+        place = read(note, TILE_SUM)
+    else:
+        dv = warpgroup_mma_wait(1, deps=(dv_token,))
+    return dk_token, dv, place, tile_count + 1
+
+
+@gluon.jit
+def gather_keys(
+    C: gl.constexpr, dk_desc, dk_more, dv_desc, dv_more,
+    b_q, b_do, b_k, b_v, b_ds, b_rows, b_item, b_tile, full, empty, kv_full, kv_empty,
+    p_dk, p_dv, p_sum, p_bits, k_rate, k_longer, scale, scale_log2,
+    BLOCK: gl.constexpr, STAGES: gl.constexpr, KV_STAGES: gl.constexpr, DQ: gl.constexpr, SPLIT: gl.constexpr,
+):  # fmt: skip
+    """Warpgroup `C`: dK and dV of its 64 keys of every item of this program, joined to those at `p_dk` and `p_dv`."""
+    BM: gl.constexpr = b_q.shape[len(b_q.shape) - 2]
+    D: gl.constexpr = b_q.shape[len(b_q.shape) - 1]
+    scores_layout: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM, 16]
+    )
+    acc_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
+    piece_layout: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, ROWS, 16]
+    )
+    no_scores = gl.full([ROWS, BM], 0.0, gl.float32, scores_layout)
+    no_piece = gl.full([ROWS, ROWS], 0.0, gl.float32, piece_layout)
+
+    tile_count = 0
+    item_count = 0
+    mbarrier.wait(kv_full.index(0), 0)
+    more = read(b_item.index(0), ITEM_BATCH) >= 0
+    while more:
+        kv_slot = item_count % KV_STAGES
+        if KV_STAGES > 1:
+            # The gradients of the item before left through its K and V, which go back to the loader only now.
+            release(kv_empty, item_count - 1)
+        item = b_item.index(kv_slot)
+        steps = read(item, ITEM_STEPS)
+        dk_token = warpgroup_mma_init(gl.full([ROWS, D], 0.0, gl.float32, acc_layout))
+        dv = gl.full([ROWS, D], 0.0, gl.float32, acc_layout)
+        place = steps * 0
+        for step in range(steps):
+            dk_token, dv, place, tile_count = gather_step(
+                C, dk_token, dv, place, tile_count, step, kv_slot, no_scores, no_piece,
+                b_q, b_do, b_k, b_v, b_ds, b_rows, b_tile, full, empty, p_sum, p_bits, scale_log2, BLOCK, STAGES, DQ,
+            )  # fmt: skip
+        dk = warpgroup_mma_wait(0, deps=(dk_token,))
+        if DQ:
+            parity = (tile_count + 1) % 2
+            take_over(C, parity, (steps > 0).to(gl.int32))
+            piece_token = piece_product(C, b_ds, b_k, here(kv_slot * 2), parity, no_piece)
+            piece = warpgroup_mma_wait(0, deps=(piece_token,))
+            if steps > 0:
+                leave_piece(p_sum, place, piece, C, D)
+        mbarrier.arrive(empty.index((tile_count + STAGES - 1) % STAGES), count=1, pred=steps > 0)
+
+        batch = read(item, ITEM_BATCH)
+        head = read(item, ITEM_HEAD)
+        o_key = read(item, ITEM_STORED if SPLIT else ITEM_ROW)
+        rows = read(item, ITEM_ROWS)
+        b_dv = b_v.index(kv_slot * 2 + C)
+        b_dk = b_k.index(kv_slot * 2 + C)
+        if p_dv is not None:
+            dv = joined_rows(dv, p_dv, dv_desc, batch, head, o_key, rows, b_dv, C)
+        put_rows(dv, dv_desc, dv_more, batch, head, o_key, rows, k_rate, k_longer, b_dv, C)
+        # The sibling multiplies by these rows of K too; they are free to hold dK once it is done.
+        meet()
+        dk *= scale
+        if p_dk is not None:
+            dk = joined_rows(dk, p_dk, dk_desc, batch, head, o_key, rows, b_dk, C)
+        put_rows(dk, dk_desc, dk_more, batch, head, o_key, rows, k_rate, k_longer, b_dk, C)
+        if KV_STAGES == 1:
+            release(kv_empty, item_count)
+        item_count += 1
+        next_slot = item_count % KV_STAGES
+        mbarrier.wait(kv_full.index(next_slot), (item_count // KV_STAGES) & 1)
+        more = read(b_item.index(next_slot), ITEM_BATCH) >= 0
+    tma.store_wait(0)
+
+
+@gluon.jit(
+    do_not_specialize=[
+        "items", "items_a_batch", "heads", "group", "sum_tiles", "key_blocks", "n", "q_rate", "q_longer",
+        "k_rate", "k_longer", "scale", "scale_log2",
+    ],
+    do_not_specialize_on_alignment=[
+        "p_lse", "p_work", "p_class", "p_walk", "p_whole", "p_partial", "p_tiles", "p_bits", "p_next"
+    ],
+)  # fmt: skip
+def attention_dkv_bwd_kernel(
+    q_desc, q_more, do_desc, do_more, k_desc, k_more, v_desc, v_more, dk_desc, dk_more, dv_desc, dv_more,
+    p_lse, p_delta, p_sum, p_work, p_class, p_walk, p_whole, p_partial, p_tiles, p_bits, p_next, items, items_a_batch,
+    heads, group, sum_tiles, key_blocks, n, q_rate, q_longer, k_rate, k_longer, scale, scale_log2,
+    BLOCK: gl.constexpr, STAGES: gl.constexpr, KV_STAGES: gl.constexpr, DQ: gl.constexpr, SPLIT: gl.constexpr,
+    WORKER_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """dK and dV of every item, taken by the programs as they come free; with DQ also the sum of dQ, not yet scaled."""
+    BM: gl.constexpr = q_desc.block_shape[len(q_desc.block_shape) - 2]
+    dtype: gl.constexpr = q_desc.dtype
+    note: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    exchange: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BM], dtype)
+    b_q = gl.allocate_shared_memory(dtype, ring(STAGES, q_desc), q_desc.layout)
+    b_do = gl.allocate_shared_memory(dtype, ring(STAGES, do_desc), do_desc.layout)
+    b_k = gl.allocate_shared_memory(dtype, ring(2 * KV_STAGES, k_desc), k_desc.layout)
+    b_v = gl.allocate_shared_memory(dtype, ring(2 * KV_STAGES, v_desc), v_desc.layout)
+    b_ds = gl.allocate_shared_memory(dtype, [4 if DQ else 2, ROWS, BM], exchange)
+    b_rows = gl.allocate_shared_memory(gl.float32, [STAGES, 2 * BM], note)
+    b_item = gl.allocate_shared_memory(gl.int32, [KV_STAGES, 8], note)
+    b_tile = gl.allocate_shared_memory(gl.int32, [STAGES, 8], note)
+    full, empty = barrier_pairs(STAGES)
+    kv_full, kv_empty = barrier_pairs(KV_STAGES)
+    gl.warp_specialize(
+        [
+            (gather_keys, (
+                0, dk_desc, dk_more, dv_desc, dv_more,
+                b_q, b_do, b_k, b_v, b_ds, b_rows, b_item, b_tile, full, empty, kv_full, kv_empty,
+                None, None, p_sum, p_bits, k_rate, k_longer, scale, scale_log2, BLOCK, STAGES, KV_STAGES, DQ, SPLIT,
+            )),
+            (gather_keys, (
+                1, dk_desc, dk_more, dv_desc, dv_more,
+                b_q, b_do, b_k, b_v, b_ds, b_rows, b_item, b_tile, full, empty, kv_full, kv_empty,
+                None, None, p_sum, p_bits, k_rate, k_longer, scale, scale_log2, BLOCK, STAGES, KV_STAGES, DQ, SPLIT,
+            )),
+            (load_backward_tiles, (
+                k_desc, k_more, v_desc, v_more, q_desc, q_more, do_desc, do_more,
+                b_k, b_v, b_q, b_do, b_rows, b_item, b_tile, full, empty, kv_full, kv_empty,
+                p_lse, p_delta, p_work, p_class, p_walk, p_whole, p_partial, p_tiles, p_next, items, items_a_batch,
+                heads, group, sum_tiles, key_blocks, n, k_rate, k_longer, q_rate, q_longer,
+                BLOCK, STAGES, KV_STAGES, True, SPLIT,
+            )),
+        ],
+        [4, 1],
+        [WORKER_REGISTERS, 32],
+    )  # fmt: skip

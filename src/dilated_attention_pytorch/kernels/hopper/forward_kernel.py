@@ -1,0 +1,490 @@
+"""Forward attention for Hopper in Gluon: one warp loads tiles by TMA, two warpgroups multiply them by wgmma.
+
+A work item is 128 query rows of one head; each warpgroup owns 64 of them. The loader runs ahead through the key
+tiles of the item and into the next item, so the ring of buffers never drains at a row's end. Each turn a warpgroup
+issues `Q K^T` of the next tile and `P V` of the current one, then works on the softmax while its
+sibling has the tensor cores; at a row's end the next tile is the first of the next item.
+
+What the loader reads from the plan travels to the warpgroups through shared memory beside the tile it describes, so
+they wait for no load of their own but the words of an element mask.
+
+The assembler decides much here. It serializes the products when one of them is in flight across the end of a loop, and
+triton 3.6's made two loops over tiles of one row share a register that only the first of them set: there is one loop.
+
+A part of a plan whose tiles are not `tile * BLOCK` and on is read through descriptors of five dimensions, see
+`primitives.copy_rows_in`, and joins what parts before it left of its rows: output and LSE in memory.
+
+Names: `p_` pointer, `b_` buffer in shared memory, `o_` offset; shape comments are [rows, columns].
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from .primitives import (
+    ROWS,
+    barrier_pairs,
+    claim_item,
+    copy_out,
+    copy_rows_in,
+    first_and_count,
+    joined,
+    let_next_start,
+    next_item,
+    place_of,
+    post,
+    read,
+    ring,
+    row_pointers,
+    wait_for_launch,
+)
+
+WORK_WIDTH = gl.constexpr(8)
+"""int32 a work item: head, 128-row query tile, full begin, count, base, partial begin, count, base."""
+PIECE_WORK_WIDTH = gl.constexpr(9)
+"""The same of a piece of a long row, then the 128-row tile of the pieces that it is stored to."""
+STRIDED_WORK_WIDTH = gl.constexpr(10)
+"""As of a whole row with its first token in place of the tile, then how many rows exist, and the offset of keys."""
+LN2 = gl.constexpr(0.6931471805599453)
+LOG2_E = gl.constexpr(1.4426950408889634)
+
+ITEM_HEAD, ITEM_ROW, ITEM_FULL, ITEM_PARTIAL, ITEM_BATCH, ITEM_ROWS = (gl.constexpr(i) for i in range(6))
+"""What the loader tells about an item; ITEM_BATCH is -1 after the last. ITEM_ROWS is how many rows of a strided item
+exist, and of a piece of a long row where it is stored."""
+TILE_MASK, TILE_LAST = (gl.constexpr(i) for i in range(2))
+"""What the loader tells about a partial tile: where its mask begins, and the last key counted from its first column."""
+TURN = gl.constexpr(8)
+"""First of the two hardware barriers of the turns; the compiler uses the low ones itself."""
+
+
+@gluon.jit
+def load_tile(desc, more, batch, head, residue, row, longer, count, full, buffer, STAGES: gl.constexpr):
+    """Start copying one tile into its slot of the ring, which must be free."""
+    slot = count % STAGES
+    mbarrier.expect(full.index(slot), desc.block_type.nbytes)
+    copy_rows_in(desc, more, batch, head, residue, row, longer, full.index(slot), buffer.index(slot))
+
+
+@gluon.jit
+def wait_until_used(used, tile):
+    """Wait until the scores of a tile, and the values of the one before it, are computed."""
+    STAGES: gl.constexpr = used.shape[0]
+    mbarrier.wait(used.index(tile % STAGES), (tile // STAGES) & 1, pred=tile >= 0)
+
+
+@gluon.jit
+def load_tiles(
+    q_desc, q_more, k_desc, k_more, v_desc, v_more, o_desc, o_more, b_q, b_k, b_v, b_old, b_item, b_tile,
+    q_full, q_empty, k_full, v_full, old_full, old_empty, used, p_work, p_full, p_partial, p_tiles, p_next, items,
+    items_a_batch, group, n, q_rate, q_longer, k_rate, k_longer, BLOCK: gl.constexpr, K_STAGES: gl.constexpr,
+    V_STAGES: gl.constexpr, Q_STAGES: gl.constexpr, DYNAMIC: gl.constexpr, SPLIT: gl.constexpr,
+):  # fmt: skip
+    """The loader warp: Q of an item, then K and V of each of its tiles, as buffers come free."""
+    STRIDED: gl.constexpr = len(q_desc.block_shape) == 5
+    BN: gl.constexpr = k_desc.block_shape[len(k_desc.block_shape) - 2]
+    SUB: gl.constexpr = BLOCK // BN
+    WIDTH: gl.constexpr = STRIDED_WORK_WIDTH if STRIDED else PIECE_WORK_WIDTH if SPLIT else WORK_WIDTH
+    let_next_start()
+    tile_count = 0
+    item_count = 0
+    item = gl.program_id(0)
+    while item < items:
+        claim = claim_item(p_next, DYNAMIC)
+        batch = item // items_a_batch
+        p_item = p_work + (item % items_a_batch) * WIDTH
+        head = gl.load(p_item)
+        o_query = gl.load(p_item + 1)
+        full_begin = gl.load(p_item + 2)
+        full_steps = gl.load(p_item + 3) * SUB
+        full_base = gl.load(p_item + 4)
+        partial_begin = gl.load(p_item + 5)
+        partial_steps = gl.load(p_item + 6) * SUB
+        partial_base = gl.load(p_item + 7)
+        rows = 2 * ROWS
+        if STRIDED:
+            rows = gl.load(p_item + 8)
+            k_offset = gl.load(p_item + 9)
+        else:
+            o_query *= 2 * ROWS
+            if SPLIT:
+                rows = gl.load(p_item + 8) * (2 * ROWS)
+        key_head = head // group
+        # Rows of an item lie one behind the other in what a descriptor sees.
+        q_residue, q_row = place_of(q_desc, o_query, q_rate)
+        slot = item_count % Q_STAGES
+        mbarrier.wait(q_empty.index(slot), ((item_count // Q_STAGES) & 1) ^ 1)
+        post(b_item.index(slot), head, o_query, full_steps, partial_steps, batch, rows)
+        mbarrier.expect(q_full.index(slot), 2 * q_desc.block_type.nbytes)
+        for half in gl.static_range(2):
+            row, b_half = q_row + half * ROWS, b_q.index(slot * 2 + half)
+            copy_rows_in(q_desc, q_more, batch, head, q_residue, row, q_longer, q_full.index(slot), b_half)
+        for step in range(full_steps):
+            tile = full_base + gl.load(p_full + full_begin + step // SUB)
+            o_key = gl.load(p_tiles + 2 * tile) + k_offset if STRIDED else tile * BLOCK + (step % SUB) * BN
+            residue, row = place_of(k_desc, o_key, k_rate)
+            wait_until_used(used, tile_count - K_STAGES)
+            load_tile(k_desc, k_more, batch, key_head, residue, row, k_longer, tile_count, k_full, b_k, K_STAGES)
+            wait_until_used(used, tile_count - V_STAGES + 1)
+            load_tile(v_desc, v_more, batch, key_head, residue, row, k_longer, tile_count, v_full, b_v, V_STAGES)
+            tile_count += 1
+        for step in range(partial_steps):
+            p_entry = p_partial + (partial_begin + step // SUB) * 4
+            o_col = (step % SUB) * BN
+            tile = partial_base + gl.load(p_entry)
+            if STRIDED:
+                o_key, keys = first_and_count(p_tiles, tile, k_offset, k_rate)
+            else:
+                o_key = tile * BLOCK + o_col
+                keys = n - o_key
+            mask = gl.load(p_entry + 1)
+            residue, row = place_of(k_desc, o_key, k_rate)
+            k_slot = tile_count % K_STAGES
+            wait_until_used(used, tile_count - K_STAGES)
+            post(b_tile.index(k_slot), mask * BLOCK * (BLOCK // 32) + o_col // 32, keys - 1, 0, 0, 0, 0)
+            load_tile(k_desc, k_more, batch, key_head, residue, row, k_longer, tile_count, k_full, b_k, K_STAGES)
+            wait_until_used(used, tile_count - V_STAGES + 1)
+            load_tile(v_desc, v_more, batch, key_head, residue, row, k_longer, tile_count, v_full, b_v, V_STAGES)
+            tile_count += 1
+        if STRIDED:
+            # What parts before this one left of the rows. Asked for last, so that no tile waits until the rows of the
+            # item before have been read; it is still there some tiles before it is needed.
+            wait_for_launch()
+            mbarrier.wait(old_empty.index(0), (item_count & 1) ^ 1)
+            mbarrier.expect(old_full.index(0), 2 * q_desc.block_type.nbytes)
+            for half in gl.static_range(2):
+                row = q_row + half * ROWS
+                copy_rows_in(
+                    o_desc, o_more, batch, head, q_residue, row, q_longer, old_full.index(0), b_old.index(half)
+                )
+        item_count += 1
+        item = next_item(claim, p_next, item, items, DYNAMIC)
+    slot = item_count % Q_STAGES
+    mbarrier.wait(q_empty.index(slot), ((item_count // Q_STAGES) & 1) ^ 1)
+    post(b_item.index(slot), 0, 0, 0, 0, -1, 0)
+    mbarrier.arrive(q_full.index(slot), count=1)
+
+
+# A score, or -inf where its bit is missing. Written out, as the compiler gathers such comparisons into words of bits.
+MASK_ONE = gl.constexpr("""{
+    .reg .pred allowed;
+    .reg .b32 bit;
+    and.b32 bit, $2, $3;
+    setp.ne.b32 allowed, bit, 0;
+    selp.f32 $0, $1, 0fFF800000, allowed;
+}""")
+
+
+@gluon.jit
+def mask_scores(scores, note, p_bits, o_row, BLOCK: gl.constexpr):
+    """Scores [64, BN] with -inf where the tile's element mask, or the end of the sequence, forbids the pair."""
+    layout: gl.constexpr = scores.type.layout
+    BN: gl.constexpr = scores.type.shape[1]
+    row = o_row + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+    col = gl.expand_dims(gl.arange(0, BN, gl.SliceLayout(0, layout)), 0)
+    p_row = p_bits + read(note, TILE_MASK) + row * (BLOCK // 32)
+    last_key = read(note, TILE_LAST)
+    word = gl.full([ROWS, BN], 0, gl.int32, layout)
+    for w in gl.static_range(BN // 32):
+        kept = gl.minimum(gl.maximum(last_key + 1 - 32 * w, 0), 32)
+        here = gl.load(p_row + w) & ((1 << kept.to(gl.int64)) - 1).to(gl.int32)
+        word = gl.where((col >> 5) == w, gl.expand_dims(here, 1), word)
+    # Within a word, a thread's columns differ in bits 0, 3 and 4: one shift for all, then a test of a constant bit.
+    word = word >> (col & 6)
+    bit = gl.full([ROWS, BN], 1, gl.int32, layout) << (col & 25)
+    return gl.inline_asm_elementwise(MASK_ONE, "=f,f,r,r", [scores, word, bit], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def sum_in_thread(weights):
+    """Sums [64, 4] of a [64, BN] tile over the columns of one thread; adding up the four is left to the row's end."""
+    BN: gl.constexpr = weights.type.shape[1]
+    return gl.sum(gl.sum(weights.reshape([ROWS, BN // 8, 4, 2]), 3), 1)
+
+
+@gluon.jit
+def softmax_step(scores, row_max, row_sum, scale):
+    """Weights [64, BN], factor for what was summed before [64], new maximum [64] (log2 units) and sums [64, 4]."""
+    new_max = gl.maximum(row_max, gl.max(scores, 1) * scale)
+    # A row that has met no key yet keeps -inf; its exponents must be -inf, not NaN.
+    shift = gl.where(new_max == -float("inf"), 0.0, new_max)
+    weights = gl.exp2(scores * scale - gl.expand_dims(shift, 1))
+    factor = gl.exp2(row_max - shift)
+    spread = gl.expand_dims(gl.convert_layout(factor, gl.SliceLayout(1, row_sum.type.layout)), 1)
+    return weights, factor, new_max, row_sum * spread + sum_in_thread(weights)
+
+
+@gluon.jit
+def take_turn(C: gl.constexpr, PING_PONG: gl.constexpr):
+    """Wait until the sibling has issued its products."""
+    if PING_PONG:
+        gl.inline_asm_elementwise(
+            "bar.sync $1, 256; mov.b32 $0, 0;", "=r,n", [TURN + C], dtype=gl.int32, is_pure=False, pack=1
+        )
+
+
+@gluon.jit
+def pass_turn(C: gl.constexpr, PING_PONG: gl.constexpr):
+    """Let the sibling issue its products."""
+    if PING_PONG:
+        gl.inline_asm_elementwise(
+            "bar.arrive $1, 256; mov.b32 $0, 0;", "=r,n", [TURN + 1 - C], dtype=gl.int32, is_pure=False, pack=1
+        )
+
+
+@gluon.jit
+def as_operand(weights, acc, b_v):
+    """Weights [64, BN] as the left side of the product with a tile of `b_v` into `acc`.
+
+    Not made at the end of the turn before: 16-bit values cross a loop's end one by one and would be paired anew.
+    """
+    layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=acc.type.layout, k_width=2)
+    return gl.convert_layout(weights.to(b_v.dtype), layout)
+
+
+@gluon.jit
+def rescale(acc, factor):
+    """Rows of `acc` times their factors."""
+    return acc * gl.expand_dims(gl.convert_layout(factor, gl.SliceLayout(1, acc.type.layout)), 1)
+
+
+# A loop never entered, which the assembler cannot know: it moves neither the softmax down over it nor a wait up.
+HOLD = gl.constexpr("""{
+    .reg .pred never;
+again:
+    setp.lt.s32 never, $1, 0;
+    @!never bra done;
+    nanosleep.u32 1;
+    bra again;
+done:
+    mov.b32 $0, 0;
+}""")
+
+
+@gluon.jit
+def attend_tile(
+    acc, weights, factor, row_max, row_sum, tile_count, partial, q, b_k, b_v, b_tile, k_full, v_full, used,
+    p_bits, o_row, scale, scores_layout: gl.constexpr, C: gl.constexpr, BLOCK: gl.constexpr,
+    K_STAGES: gl.constexpr, V_STAGES: gl.constexpr, PING_PONG: gl.constexpr,
+):  # fmt: skip
+    """One turn inside a row: scores of tile `tile_count + 1`, weighted values of tile `tile_count`."""
+    BN: gl.constexpr = b_k.shape[len(b_k.shape) - 2]
+    D: gl.constexpr = b_k.shape[len(b_k.shape) - 1]
+    # Whether `acc` arrives without `factor`, which then costs no time beside the scores but holds registers longer.
+    LATE: gl.constexpr = D == 64
+    zero = gl.full([ROWS, BN], 0.0, gl.float32, scores_layout)
+    ahead = tile_count + 1
+    k_slot = ahead % K_STAGES
+    v_slot = tile_count % V_STAGES
+    mbarrier.wait(k_full.index(k_slot), (ahead // K_STAGES) & 1)
+    take_turn(C, PING_PONG)
+    k = b_k.index(k_slot).reshape([BN, D]).permute((1, 0))
+    scores_token = warpgroup_mma(q, k, zero, use_acc=False, is_async=True)
+    operand = as_operand(weights, acc, b_v)
+    if LATE:
+        acc = rescale(acc, factor)
+    mbarrier.wait(v_full.index(v_slot), (tile_count // V_STAGES) & 1)
+    acc_token = warpgroup_mma(operand, b_v.index(v_slot).reshape([BN, D]), acc, is_async=True)
+    pass_turn(C, PING_PONG)
+    scores = warpgroup_mma_wait(1, deps=(scores_token,))
+    if partial:
+        scores = mask_scores(scores, b_tile.index(k_slot), p_bits, o_row, BLOCK)
+    weights, factor, row_max, row_sum = softmax_step(scores, row_max, row_sum, scale)
+    gl.inline_asm_elementwise(HOLD, "=r,r", [tile_count], dtype=gl.int32, is_pure=False, pack=1)
+    acc = warpgroup_mma_wait(0, deps=(acc_token,))
+    mbarrier.arrive(used.index(ahead % K_STAGES), count=1)
+    if not LATE:
+        acc = rescale(acc, factor)
+    return acc, weights, factor, row_max, row_sum, ahead
+
+
+@gluon.jit
+def attend_rows(
+    C: gl.constexpr, o_desc, p_out, p_lse, b_q, b_k, b_v, b_old, b_item, b_tile,
+    q_full, q_empty, k_full, v_full, old_full, old_empty, used, p_bits,
+    heads, n, o_batch, o_head, o_row_stride, q_rate, scale, BLOCK: gl.constexpr, K_STAGES: gl.constexpr,
+    V_STAGES: gl.constexpr, Q_STAGES: gl.constexpr, PING_PONG: gl.constexpr, SPLIT: gl.constexpr,
+):  # fmt: skip
+    """Warpgroup `C`: its 64 rows of every item of this program."""
+    STRIDED: gl.constexpr = len(b_k.shape) == 6
+    BN: gl.constexpr = b_k.shape[len(b_k.shape) - 2]
+    D: gl.constexpr = b_k.shape[len(b_k.shape) - 1]
+    scores_layout: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16]
+    )
+    acc_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
+    score_rows: gl.constexpr = gl.SliceLayout(1, scores_layout)
+    zero = gl.full([ROWS, BN], 0.0, gl.float32, scores_layout)
+
+    tile_count = 0
+    item_count = 0
+    if C == 1:
+        pass_turn(C, PING_PONG)
+    mbarrier.wait(q_full.index(0), 0)
+    mbarrier.wait(k_full.index(0), 0)
+    q = b_q.index(C).reshape([ROWS, D])
+    scores_token = warpgroup_mma(q, b_k.index(0).reshape([BN, D]).permute((1, 0)), zero, use_acc=False, is_async=True)
+    more = True
+    while more:
+        q_slot = item_count % Q_STAGES
+        item = b_item.index(q_slot)
+        q = b_q.index(q_slot * 2 + C).reshape([ROWS, D])
+        o_row = C * ROWS if STRIDED else (read(item, ITEM_ROW) + C * ROWS) % BLOCK
+        full_steps = read(item, ITEM_FULL)
+
+        scores = warpgroup_mma_wait(0, deps=(scores_token,))
+        if full_steps == 0:
+            scores = mask_scores(scores, b_tile.index(tile_count % K_STAGES), p_bits, o_row, BLOCK)
+        mbarrier.arrive(used.index(tile_count % K_STAGES), count=1)
+        row_max = gl.full([ROWS], -float("inf"), gl.float32, score_rows)
+        row_sum = sum_in_thread(zero)
+        weights, factor, row_max, row_sum = softmax_step(scores, row_max, row_sum, scale)
+        acc = gl.full([ROWS, D], 0.0, gl.float32, acc_layout)
+        # The previous item's output leaves through its Q buffer, which goes back to the loader only now.
+        tma.store_wait(0)
+        mbarrier.arrive(q_empty.index((item_count + Q_STAGES - 1) % Q_STAGES), count=1, pred=item_count > 0)
+
+        for step in range(1, full_steps + read(item, ITEM_PARTIAL)):
+            acc, weights, factor, row_max, row_sum, tile_count = attend_tile(
+                acc, weights, factor, row_max, row_sum, tile_count, step >= full_steps, q,
+                b_k, b_v, b_tile, k_full, v_full, used, p_bits, o_row, scale,
+                scores_layout, C, BLOCK, K_STAGES, V_STAGES, PING_PONG,
+            )  # fmt: skip
+
+        batch = read(item, ITEM_BATCH)
+        head = read(item, ITEM_HEAD)
+        stored_rows = o_desc.shape[2] if SPLIT else n
+        p_head = p_lse + (batch * heads + head).to(gl.int64) * stored_rows
+        if STRIDED:
+            # Asked for before the last products, which hide how long it takes.
+            wait_for_launch()
+            row = C * ROWS + gl.arange(0, ROWS, score_rows)
+            p_row = p_head + read(item, ITEM_ROW) + row * q_rate
+            old = gl.load(p_row, mask=row < read(item, ITEM_ROWS), other=-float("inf"))
+        # Last values of this row and first scores of the next item share a turn. After the last item the scores
+        # are computed from stale buffers and never read.
+        operand = as_operand(weights, acc, b_v)
+        if D == 64:
+            acc = rescale(acc, factor)
+        v_slot = tile_count % V_STAGES
+        mbarrier.wait(v_full.index(v_slot), (tile_count // V_STAGES) & 1)
+        take_turn(C, PING_PONG)
+        acc_token = warpgroup_mma(operand, b_v.index(v_slot).reshape([BN, D]), acc, is_async=True)
+        tile_count += 1
+        item_count += 1
+        next_slot = item_count % Q_STAGES
+        k_slot = tile_count % K_STAGES
+        mbarrier.wait(q_full.index(next_slot), (item_count // Q_STAGES) & 1)
+        more = read(b_item.index(next_slot), ITEM_BATCH) >= 0
+        mbarrier.wait(k_full.index(k_slot), (tile_count // K_STAGES) & 1, pred=more)
+        k = b_k.index(k_slot).reshape([BN, D]).permute((1, 0))
+        scores_token = warpgroup_mma(
+            b_q.index(next_slot * 2 + C).reshape([ROWS, D]), k, zero, use_acc=False, is_async=True
+        )
+        pass_turn(C, PING_PONG)
+        b_o = b_q.index(q_slot * 2 + C)
+        if STRIDED:
+            first = read(item, ITEM_ROW)
+            rows = read(item, ITEM_ROWS)
+            acc = warpgroup_mma_wait(1, deps=(acc_token,))
+            total = gl.convert_layout(gl.sum(row_sum, 1), score_rows)
+            mbarrier.wait(old_full.index(0), (item_count - 1) & 1)
+            new_factor, old_factor, both = joined(row_max, total, old * LOG2_E)
+            b_before = b_old.index(C).reshape([ROWS, D])
+            out = rescale(acc, new_factor) + rescale(b_before.load(acc_layout).to(gl.float32), old_factor)
+            b_rows = b_o.reshape([ROWS, D])
+            b_rows.store(out.to(b_q.dtype))
+            p_rows = p_out + (batch.to(gl.int64) * o_batch + head.to(gl.int64) * o_head) * 8
+            p_own, exist = row_pointers(p_rows, first, q_rate, rows, o_row_stride, C, D)
+            gl.store(p_own, b_rows.load(p_own.type.layout), mask=exist)
+            mbarrier.arrive(old_empty.index(0), count=1)
+            gl.store(p_row, both * LN2, mask=row < rows)
+            # The loader's copies into this buffer come after what was written to it here.
+            fence_async_shared()
+        else:
+            acc = warpgroup_mma_wait(1, deps=(acc_token,))
+            total = gl.convert_layout(gl.sum(row_sum, 1), score_rows)
+            inverse = gl.where(total == 0.0, 0.0, 1.0 / total)
+            out = rescale(acc, inverse)
+            o_stored = read(item, ITEM_ROWS if SPLIT else ITEM_ROW) + C * ROWS
+            b_o.reshape([ROWS, D]).store(out.to(b_q.dtype))
+            fence_async_shared()
+            copy_out(o_desc, [batch, head, o_stored, 0], b_o)
+            o_token = o_stored + gl.arange(0, ROWS, score_rows)
+            gl.store(p_head + o_token, (row_max + gl.log2(total)) * LN2, mask=o_token < stored_rows)
+    warpgroup_mma_wait(0, deps=(scores_token,))
+    tma.store_wait(0)
+
+
+@gluon.jit(
+    do_not_specialize=[
+        "items", "items_a_batch", "heads", "group", "n", "o_batch", "o_head", "o_row", "q_rate", "q_longer", "k_rate",
+        "k_longer", "scale",
+    ],
+    do_not_specialize_on_alignment=["p_lse", "p_work", "p_full", "p_partial", "p_tiles", "p_bits", "p_next"],
+)  # fmt: skip
+def attention_fwd_kernel(
+    q_desc, q_more, k_desc, k_more, v_desc, v_more, o_desc, o_more, p_out, p_lse, p_work, p_full, p_partial, p_tiles,
+    p_bits, p_next, items, items_a_batch, heads, group, n, o_batch, o_head, o_row, q_rate, q_longer, k_rate, k_longer,
+    scale, BLOCK: gl.constexpr,
+    K_STAGES: gl.constexpr, V_STAGES: gl.constexpr, PING_PONG: gl.constexpr, DYNAMIC: gl.constexpr,
+    SPLIT: gl.constexpr, WORKER_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """Every item, in order, as programs come free; `scale` is in log2 units; every item has a tile.
+
+    `p_next` points to a zero, and to a zero again at the end; when DYNAMIC is off, program `p` takes items
+    `p, p + programs, ...` instead. Descriptors of five dimensions make the part a strided one: it joins the output at
+    `p_out` (strides `o_batch`, `o_head`, `o_row`, in 16 bytes) and the LSE; `p_tiles` has start and end of key tiles.
+    With SPLIT items are pieces of rows, and `o_desc` and `p_lse` are where the softmax of each piece is kept.
+    """
+    # Two, because the next item's first scores are computed before this item's output has left its Q buffer.
+    Q_STAGES: gl.constexpr = 2
+    # At width 128 the warpgroups need all they can get, and the loader of a strided part spills a little once an item.
+    STRIDED: gl.constexpr = len(q_desc.block_shape) == 5
+    LOADER_REGISTERS: gl.constexpr = 32 if STRIDED and q_desc.block_type.numel == 64 * 64 else 24
+    dtype: gl.constexpr = q_desc.dtype
+    note: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    b_q = gl.allocate_shared_memory(dtype, ring(2 * Q_STAGES, q_desc), q_desc.layout)
+    b_k = gl.allocate_shared_memory(dtype, ring(K_STAGES, k_desc), k_desc.layout)
+    b_v = gl.allocate_shared_memory(dtype, ring(V_STAGES, v_desc), v_desc.layout)
+    b_old = gl.allocate_shared_memory(dtype, ring(2, o_desc) if STRIDED else [1], q_desc.layout if STRIDED else note)
+    old_full, old_empty = barrier_pairs(1)
+    b_item = gl.allocate_shared_memory(gl.int32, [Q_STAGES, 8], note)
+    b_tile = gl.allocate_shared_memory(gl.int32, [K_STAGES, 8], note)
+    q_full, q_empty = barrier_pairs(Q_STAGES)
+    k_full, used = barrier_pairs(K_STAGES)
+    v_full = gl.allocate_shared_memory(gl.int64, [V_STAGES, 1], mbarrier.MBarrierLayout())
+    for s in gl.static_range(V_STAGES):
+        mbarrier.init(v_full.index(s), count=1)
+    gl.warp_specialize(
+        [
+            (attend_rows, (
+                0, o_desc, p_out, p_lse, b_q, b_k, b_v, b_old, b_item, b_tile,
+                q_full, q_empty, k_full, v_full, old_full, old_empty, used,
+                p_bits, heads, n, o_batch, o_head, o_row, q_rate, scale,
+                BLOCK, K_STAGES, V_STAGES, Q_STAGES, PING_PONG, SPLIT,
+            )),
+            (attend_rows, (
+                1, o_desc, p_out, p_lse, b_q, b_k, b_v, b_old, b_item, b_tile,
+                q_full, q_empty, k_full, v_full, old_full, old_empty, used,
+                p_bits, heads, n, o_batch, o_head, o_row, q_rate, scale,
+                BLOCK, K_STAGES, V_STAGES, Q_STAGES, PING_PONG, SPLIT,
+            )),
+            (load_tiles, (
+                q_desc, q_more, k_desc, k_more, v_desc, v_more, o_desc, o_more,
+                b_q, b_k, b_v, b_old, b_item, b_tile,
+                q_full, q_empty, k_full, v_full, old_full, old_empty, used,
+                p_work, p_full, p_partial, p_tiles, p_next, items, items_a_batch, group, n,
+                q_rate, q_longer, k_rate, k_longer, BLOCK, K_STAGES, V_STAGES, Q_STAGES, DYNAMIC, SPLIT,
+            )),
+        ],
+        [4, 1],
+        [WORKER_REGISTERS, LOADER_REGISTERS],
+    )  # fmt: skip

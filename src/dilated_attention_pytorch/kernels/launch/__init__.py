@@ -1,0 +1,1 @@
+"""Launching Triton and Gluon kernels with little host time."""

@@ -1,0 +1,99 @@
+"""The portable Triton backend: every plan, in float16, bfloat16 or float32, on any GPU Triton compiles for."""
+
+from __future__ import annotations
+
+import os
+from functools import lru_cache
+from importlib.util import find_spec
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from ..call import AttentionCall, Extent, Forward, Gradients, Runner
+
+RUNS_OF_ROWS = True
+WIDEST = 256
+FASTEST = 2**22
+"""Largest dilation rate: a tile of 256 elements must span less than 2**30 tokens."""
+BLOCKS = (16, 32, 64, 128, 256)
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def why_not(call: AttentionCall) -> str | None:
+    """Why these kernels cannot run the call, or None when they can."""
+    query, width = call.query, max(call.query.shape[3], call.value.shape[3])
+    interpreting = os.environ.get("TRITON_INTERPRET") == "1"
+    if not query.is_cuda and not interpreting:
+        return f"needs a CUDA tensor, got {query.device.type}"
+    if not installed():
+        return "needs triton, which is not installed; CUDA builds of torch bring it"
+    if query.dtype not in DTYPES:
+        return f"dtype must be float16, bfloat16 or float32, got {str(query.dtype).removeprefix('torch.')}"
+    if interpreting and query.dtype is torch.bfloat16:
+        return "bfloat16 products are wrong in Triton's interpreter; use float16 or float32"
+    if width > WIDEST:
+        return f"head width must be <= {WIDEST}, got {width}"
+    if call.plan.block_size not in BLOCKS:
+        return f"block_size must be one of {BLOCKS}, got {call.plan.block_size}"
+    rate = max((part.keys.rate for part in call.plan.parts), default=1)
+    if rate > FASTEST:
+        return f"rate must be <= {FASTEST}, got {rate}"
+    if call.plan.device != query.device:
+        return f"the plan must be on {query.device}, got {call.plan.device}"
+    return None
+
+
+def workspace(call: AttentionCall, direction: str, extent: Extent) -> int:
+    """Upper bound of the bytes besides results; see `registry.Backend`."""
+    from .lowering import most_pieces
+
+    d, e, parts = call.query.shape[3], call.value.shape[3], call.plan.parts
+    # Several parts, or one that leaves rows out, carry their sums in float32; delta is one number per row.
+    sums = 0 if _writes_all(call, extent) else 4
+    width, rows = e + 1, sums * e * extent.queries
+    if direction == "backward":
+        width, rows = d + e, (4 + sums * d) * extent.queries + sums * (d + e) * extent.keys
+    if not parts:
+        return rows
+    # The pieces of a part live until those of the next part exist.
+    pieces = min(len(parts), 2) * max(most_pieces(call.plan, part, extent.heads, extent.pairs) for part in parts)
+    return rows + extent.samples * pieces * call.plan.block_size * width * 4
+
+
+def _writes_all(call: AttentionCall, extent: Extent) -> bool:
+    """Whether one part of the plan writes every row."""
+    parts = call.plan.parts
+    if extent.pairs is not None or len(parts) != 1 or bool((parts[0].head_class < 0).any()):
+        return False
+    axes, block = (parts[0].queries, parts[0].keys), call.plan.block_size
+    return all(a.rate == 1 and int((a.end - a.start).clamp(max=block).sum()) == call.plan.n for a in axes)
+
+
+def forward(call: AttentionCall) -> Forward:
+    """Output and LSE of a call that `why_not` accepts."""
+    from . import launches
+
+    return launches.forward(call)
+
+
+def backward(
+    call: AttentionCall, output: Tensor, lse: Tensor, grad_output: Tensor, grad_lse: Tensor | None
+) -> Gradients:
+    """Gradients of query, key and value, from those of the output and, where given, of the LSE."""
+    from . import launches
+
+    return launches.backward(call, output, lse, grad_output, grad_lse)
+
+
+def prepare(call: AttentionCall) -> Runner:
+    """A runner for calls like this one: the launches themselves, which keep what they need by plan."""
+    from . import launches
+
+    return cast(Runner, launches)
+
+
+@lru_cache(maxsize=1)
+def installed() -> bool:
+    """Whether triton can be found."""
+    return find_spec("triton") is not None

@@ -1,0 +1,332 @@
+"""Launches of the Triton kernels: which tiles they use, what each part of a plan reads and writes.
+
+A plan of one part is one launch that writes the output itself. Several parts are launched one after another and carry
+their common softmax in float32; the last to run covers every row where one does, and writes the output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..call import AttentionCall, Forward, Gradients, empty_rows
+from ..dropout import threshold
+from ..launch.launcher import KEPT, Launch, launch
+from .backward_kernels import attention_dkv_bwd_kernel, attention_dq_bwd_kernel, delta_bwd_kernel, sum_pieces_bwd_kernel
+from .forward_kernels import attention_fwd_kernel, carry_to_output_kernel, merge_pieces_kernel
+from .lowering import PartSchedule, Schedule, Side, schedule
+
+LOG2E = 1.4426950408889634
+OPTIONS = {"enable_fp_fusion": True}
+"""Said to the compiler with every launch, for its default differs between releases of Triton."""
+ROWS = 64
+"""Rows a program of the row-wise kernels takes."""
+CAREFUL = 16
+"""Rows streamed at once where something is not finite: the fewest a product takes, for the smallest code."""
+
+
+class Tiles(NamedTuple):
+    """How a kernel cuts its work: query rows, key rows, warps, pipeline stages."""
+
+    m: int
+    n: int
+    warps: int
+    stages: int
+
+    def within(self, block: int) -> Tiles:
+        """The same, for plan tiles smaller than the preferred ones."""
+        m, n = min(self.m, block), min(self.n, block)
+        if (m, n) == (self.m, self.n):
+            return self
+        warps = self.warps if max(m, n) >= 64 else 2 if min(m, n) >= 32 else 1
+        return Tiles(m, n, warps, self.stages)
+
+
+class Config(NamedTuple):
+    """One choice of tiles for each kernel."""
+
+    forward: Tiles
+    dq: Tiles
+    dkv: Tiles
+
+
+LARGE_SHARED = 200 * 1024
+"""Bytes of shared memory a program may use on the data-centre GPUs the first table was measured on."""
+
+HALF = {
+    64: Config(Tiles(128, 64, 4, 2), Tiles(128, 64, 4, 2), Tiles(32, 128, 4, 3)),
+    128: Config(Tiles(128, 128, 8, 3), Tiles(64, 64, 4, 2), Tiles(64, 128, 8, 2)),
+    256: Config(Tiles(128, 64, 8, 2), Tiles(64, 64, 8, 1), Tiles(64, 64, 8, 1)),
+}
+HALF_SMALL_SHARED = {
+    64: Config(Tiles(128, 64, 4, 2), Tiles(64, 64, 4, 2), Tiles(64, 64, 4, 2)),
+    128: Config(Tiles(64, 64, 4, 2), Tiles(64, 32, 4, 2), Tiles(32, 64, 4, 2)),
+    256: Config(Tiles(64, 32, 4, 1), Tiles(32, 32, 4, 1), Tiles(32, 32, 4, 1)),
+}
+SINGLE = {
+    64: Config(Tiles(64, 32, 8, 2), Tiles(32, 32, 8, 2), Tiles(32, 32, 8, 2)),
+    128: Config(Tiles(32, 32, 8, 2), Tiles(32, 32, 8, 1), Tiles(32, 32, 8, 1)),
+    256: Config(Tiles(16, 16, 8, 1), Tiles(16, 16, 8, 1), Tiles(16, 16, 8, 1)),
+}
+"""Small tiles of many warps: the code a thread runs, and with it the first call, grows with the elements it holds."""
+
+_chosen: dict[tuple[int, torch.dtype, torch.device, int], Config] = {}
+
+
+def forward(call: AttentionCall) -> Forward:
+    """Output and LSE of a call that `why_not` accepts."""
+    query, key, value = call.query, call.key, call.value
+    batch, heads, n, d = query.shape
+    e = value.shape[3]
+    block = call.plan.block_size
+    tables = schedule(call.plan, heads // key.shape[1])
+    tiles = config(d, e, query.dtype, query.device, block).forward
+    # A scale of 0 multiplies the queries by 0 and the scores by 1, which masks them by -inf as any other does.
+    sign = (call.scale > 0) - (call.scale < 0)
+    magnitude = abs(call.scale) or 1.0
+    parts = tables.by_query
+    finishes = bool(parts) and parts[-1].by_query.covers
+    output = empty_rows(query, e)
+    lse = torch.empty((batch, heads, n), dtype=torch.float32, device=query.device)
+    if not parts or not parts[0].by_query.covers:
+        lse.fill_(float("-inf"))
+    alone = finishes and len(parts) == 1
+    carry = lse if alone else torch.empty((batch, heads, n, e), dtype=torch.float32, device=query.device)
+    for part, side, owners, ends in _with_work(parts, "by_query", "CARRY"):
+        piece_out, piece_lse = _pieces(side, batch, block, e), _pieces(side, batch, block, 1)
+        launch(attention_fwd_kernel, (side.items * (block // tiles.m), owners, batch),
+            query, key, value, output, lse, carry, piece_out, piece_lse,
+            *_tables(call, tables, part, side), magnitude * LOG2E, *dropout_args(call), *_sizes(call, part, side),
+            *query.stride()[:3], *key.stride()[:2], *value.stride()[:2], *output.stride()[:3],
+            SK_N=key.stride(2), SV_N=value.stride(2), SIGN=sign, **_constants(call, tables, part, side, tiles), **ends,
+        )  # fmt: skip
+        if side.slots:
+            rows = min(ROWS, block)
+            launch(merge_pieces_kernel, (side.heavy_rows * (block // rows), owners, batch),
+                output, lse, carry, piece_out, piece_lse, side.heavy, side.owners, part.query_axis,
+                side.heavy_rows, side.slots, heads, part.query_tiles, n, part.query_rate, *output.stride()[:3],
+                BLOCK=block, BM=rows, E=e, EP=held(e), STRIDED=part.strided, PER_HEAD=part.per_head, **ends, **OPTIONS,
+            )  # fmt: skip
+    if not finishes:
+        launch(carry_to_output_kernel, (-(-n // ROWS), heads, batch),
+            output, lse, carry, n, *output.stride()[:3], BM=ROWS, E=e, EP=held(e), **OPTIONS,
+        )  # fmt: skip
+    return Forward(output, lse)
+
+
+def backward(
+    call: AttentionCall, output: Tensor, lse: Tensor, grad_output: Tensor, grad_lse: Tensor | None
+) -> Gradients:
+    """Gradients of query, key and value, from those of the output and, where given, of the LSE."""
+    query = call.query
+    delta = delta_of(output, lse, grad_output, grad_lse)
+    tables = schedule(call.plan, query.shape[1] // call.key.shape[1])
+    tiles = config(query.shape[3], call.value.shape[3], query.dtype, query.device, call.plan.block_size)
+    grad_key, grad_value = _key_gradients(call, tables, tiles.dkv, lse, delta, grad_output)
+    grad_query = _query_gradient(call, tables, tiles.dq, lse, delta, grad_output)
+    return Gradients(grad_query, grad_key, grad_value)
+
+
+def delta_of(output: Tensor, lse: Tensor, grad_output: Tensor, grad_lse: Tensor | None) -> Tensor:
+    """What every weight's gradient of a row is measured against, float32 (b, h, n)."""
+    batch, heads, n, e = output.shape
+    delta = torch.empty((batch, heads, n), dtype=torch.float32, device=output.device)
+    slope = lse if grad_lse is None else grad_lse
+    numbers = n, *output.stride()[:3], *grad_output.stride()[:3], *slope.stride()
+    run = _delta_launch(output.device, e, grad_lse is not None, *numbers)
+    run((-(-n // ROWS), heads, batch), (output, grad_output, lse, slope, delta))
+    return delta
+
+
+@lru_cache(maxsize=KEPT)
+def _delta_launch(device: torch.device, e: int, slopes: bool, *numbers: int) -> Launch:
+    constants = {"BM": ROWS, "E": e, "EP": held(e), "LSE_GRAD": slopes}
+    return Launch(delta_bwd_kernel, device, *numbers, **constants, **OPTIONS)
+
+
+def _query_gradient(
+    call: AttentionCall, tables: Schedule, tiles: Tiles, lse: Tensor, delta: Tensor, grad_output: Tensor
+) -> Tensor:
+    query, key, value = call.query, call.key, call.value
+    batch, _, _, d = query.shape
+    block, parts = call.plan.block_size, tables.by_query
+    finishes = bool(parts) and parts[-1].by_query.covers
+    grad = empty_rows(query, d)
+    partial_sum = grad if finishes and len(parts) == 1 else _float_sum(query, bool(parts) and parts[0].by_query.covers)
+    for part, side, owners, ends in _with_work(parts, "by_query", "SUM"):
+        piece = _pieces(side, batch, block, d)
+        launch(attention_dq_bwd_kernel, (side.items * (block // tiles.m), owners, batch),
+            query, key, value, grad_output, lse, delta, grad, partial_sum, piece,
+            *_tables(call, tables, part, side), call.scale, call.scale * LOG2E, *dropout_args(call),
+            *_sizes(call, part, side), *query.stride()[:3], *key.stride()[:2], *value.stride()[:2],
+            *grad_output.stride()[:3], *grad.stride()[:3], SK_N=key.stride(2), SV_N=value.stride(2),
+            **_constants(call, tables, part, side, tiles), **ends,
+        )  # fmt: skip
+        if side.slots:
+            _sum_pieces(block, part, side, grad, partial_sum, piece, ends)
+    if not finishes:
+        grad.copy_(partial_sum)
+    return grad
+
+
+def _key_gradients(
+    call: AttentionCall, tables: Schedule, tiles: Tiles, lse: Tensor, delta: Tensor, grad_output: Tensor
+) -> tuple[Tensor, Tensor]:
+    query, key, value = call.query, call.key, call.value
+    batch, heads, _, d = query.shape
+    e, block, parts = value.shape[3], call.plan.block_size, tables.by_key
+    finishes = bool(parts) and parts[-1].by_key.covers
+    grad_key, grad_value = empty_rows(key, d), empty_rows(value, e)
+    sum_key, sum_value = grad_key, grad_value
+    if not (finishes and len(parts) == 1):
+        fresh = bool(parts) and parts[0].by_key.covers
+        sum_key, sum_value = _float_sum(key, fresh), _float_sum(value, fresh)
+    for part, side, owners, ends in _with_work(parts, "by_key", "SUM"):
+        piece_key, piece_value = _pieces(side, batch, block, d), _pieces(side, batch, block, e)
+        work, owner_table, *rest = _tables(call, tables, part, side)
+        launch(attention_dkv_bwd_kernel, (side.items * (block // tiles.n), owners, batch),
+            query, key, value, grad_output, lse, delta, grad_key, grad_value, sum_key, sum_value, piece_key,
+            piece_value, work, owner_table, part.heads, part.key_rows, *rest, call.scale, call.scale * LOG2E,
+            *dropout_args(call), *_sizes(call, part, side), *query.stride()[:2], *key.stride()[:3], *value.stride()[:3],
+            *grad_output.stride()[:2], *grad_key.stride()[:3], *grad_value.stride()[:3],
+            SQ_N=query.stride(2), SG_N=grad_output.stride(2), GROUP=heads // key.shape[1], MIXED=side.mixed,
+            **_constants(call, tables, part, side, tiles), **ends,
+        )  # fmt: skip
+        if side.slots:
+            for grad, total, piece in ((grad_key, sum_key, piece_key), (grad_value, sum_value, piece_value)):
+                _sum_pieces(block, part, side, grad, total, piece, ends)
+    if not finishes:
+        grad_key.copy_(sum_key)
+        grad_value.copy_(sum_value)
+    return grad_key, grad_value
+
+
+def _with_work(
+    parts: Sequence[PartSchedule], direction: str, carried: str
+) -> Iterator[tuple[PartSchedule, Side, int, dict[str, bool]]]:
+    """Parts with work: one direction, its owners, whether it goes on from others, and whether others end it."""
+    for index, part in enumerate(parts):
+        side: Side = getattr(part, direction)
+        if side.items and len(side.owners):
+            more = index < len(parts) - 1 or not side.covers
+            yield part, side, len(side.owners), {f"{carried}_IN": index > 0, f"{carried}_OUT": more}
+
+
+def _sum_pieces(
+    block: int, part: PartSchedule, side: Side, grad: Tensor, total: Tensor, piece: Tensor, ends: dict[str, bool]
+) -> None:
+    axis, rate = (part.query_axis, part.query_rate) if side is part.by_query else (part.key_axis, part.key_rate)
+    rows, width = min(ROWS, block), grad.shape[3]
+    launch(sum_pieces_bwd_kernel, (side.heavy_rows * (block // rows), len(side.owners), grad.shape[0]),
+        grad, total, piece, side.heavy, side.owners, axis, side.heavy_rows, side.slots, grad.shape[1],
+        len(axis) // 2, grad.shape[2], rate, *grad.stride()[:3],
+        BLOCK=block, ROWS=rows, D=width, DP=held(width),
+        STRIDED=part.strided, PER_HEAD=part.per_head, **ends, **OPTIONS,
+    )  # fmt: skip
+
+
+def _tables(call: AttentionCall, tables: Schedule, part: PartSchedule, side: Side) -> tuple[Tensor, ...]:
+    """What the kernels read besides the sequences; pointers that a call does not use repeat the lists."""
+    padding = call.key_padding_mask
+    return (
+        side.work, side.owners, side.lists, tables.masks, part.query_axis, part.key_axis,
+        side.lists if padding is None else padding.contiguous().view(torch.uint8),
+        side.lists if call.seed is None else call.seed,
+        side.lists if call.positions is None else call.positions.contiguous(),
+    )  # fmt: skip
+
+
+def dropout_args(call: AttentionCall) -> tuple[float, int]:
+    """Scale of kept weights, and the threshold below which a random word drops one."""
+    return 1.0 / (1.0 - call.dropout_p), threshold(call.dropout_p)
+
+
+def _sizes(call: AttentionCall, part: PartSchedule, side: Side) -> tuple[int, ...]:
+    heads = call.query.shape[1]
+    return (
+        side.items, side.mask_shift, side.slots, heads, heads // call.key.shape[1], part.query_tiles, part.key_tiles,
+        call.query.shape[2], call.key.shape[2], part.query_rate, part.key_rate,
+    )  # fmt: skip
+
+
+def _constants(
+    call: AttentionCall, tables: Schedule, part: PartSchedule, side: Side, tiles: Tiles
+) -> dict[str, int | bool | str]:
+    return constants_of(call, tiles,
+        STRIDED=part.strided, PER_HEAD=part.per_head, BOUNDED=part.bounded, PARTIAL=side.partial, BITS=tables.bits,
+        POSITIONS=call.dropout_p > 0 and call.positions is not None, SPLIT=side.slots > 0, CAREFUL=CAREFUL,
+        # Where nobody looks for a NaN, keeping it apart would cost a tenth of the time of short rows.
+        CONTAIN=side.partial and torch.is_anomaly_enabled(),
+    )  # fmt: skip
+
+
+def constants_of(call: AttentionCall, tiles: Tiles, **told: int | bool) -> dict[str, int | bool | str]:
+    """What attention kernels are compiled for, besides their own ends."""
+    sizes, padding = (call.plan.block_size, call.query.shape[3], call.value.shape[3]), call.key_padding_mask is not None
+    return _named_constants(*sizes, padding, call.dropout_p > 0, dot_precision(call.query.dtype), tiles, **told)
+
+
+@lru_cache(maxsize=1024)
+def _named_constants(
+    block: int, d: int, e: int, padding: bool, dropout: bool, precision: str, tiles: Tiles, **told: int | bool
+) -> dict[str, int | bool | str]:
+    """Kept, for a call takes microseconds."""
+    named = {"BLOCK": block, "BM": tiles.m, "BN": tiles.n, "D": d, "E": e, "DP": held(d), "EP": held(e)}
+    named |= {"PADDING": padding, "DROPOUT": dropout, "num_warps": tiles.warps, "num_stages": tiles.stages}
+    return {**named, **told, "PRECISION": precision, **OPTIONS}
+
+
+def dot_precision(dtype: torch.dtype) -> str:
+    """How products are computed; in half precision there is but one way.
+
+    Three products of tf32 on the tensor cores are as exact as one in float32, and compile in half the time.
+    """
+    return "tf32x3" if dtype is torch.float32 and torch.version.hip is None else "ieee"
+
+
+def held(width: int) -> int:
+    """The power of two that holds a width; at least 16, the shortest side of a product."""
+    return max(16, 1 << (width - 1).bit_length())
+
+
+def launches_overlap(device: torch.device) -> bool:
+    """Whether a launch may start as the programs of the one before end."""
+    known = device.type == "cuda" and torch.version.hip is None
+    return known and torch.cuda.get_device_capability(device)[0] >= 9
+
+
+def shares_much(device: torch.device) -> bool:
+    """Whether a program may use as much shared memory as those of data-centre GPUs."""
+    if device.type != "cuda":
+        return True
+    properties: Any = torch.cuda.get_device_properties(device)
+    return properties.shared_memory_per_block_optin >= LARGE_SHARED
+
+
+def config(d: int, e: int, dtype: torch.dtype, device: torch.device, block: int) -> Config:
+    """Tiles for a head width, chosen from the tables above."""
+    known = (max(d, e), dtype, device, block)
+    found = _chosen.get(known)
+    if found is None:
+        table = SINGLE if dtype is torch.float32 else HALF if shares_much(device) else HALF_SMALL_SHARED
+        width = next(width for width in table if width >= max(d, e))
+        found = _chosen[known] = Config(*(tiles.within(block) for tiles in table[width]))
+    return found
+
+
+def _float_sum(rows: Tensor, fresh: bool) -> Tensor:
+    """A float32 sum for rows; parts that come later add to every row, so what the first leaves out must be 0."""
+    make = torch.empty if fresh else torch.zeros
+    return make(rows.shape, dtype=torch.float32, device=rows.device)
+
+
+def _pieces(side: Side, batch: int, block: int, width: int) -> Tensor:
+    """Room for the pieces of split rows."""
+    if not side.slots:
+        return side.work
+    shape = (batch, len(side.owners), side.slots, block, width)
+    return torch.empty(shape, dtype=torch.float32, device=side.work.device)

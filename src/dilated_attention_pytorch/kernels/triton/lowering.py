@@ -1,0 +1,280 @@
+"""A plan laid out for the Triton kernels, once per plan: what each program does, in the order it should start.
+
+Tables, all int32 unless said otherwise, with A owners (heads that take part), C head classes, I items a class:
+
+    work    [C * I, 8]  stationary tile, begin and end and base of its whole tiles, the same of its partial ones, slot
+    owners  [A, 4]      head, class, residue on the stationary axis, residue on the streamed axis
+    lists   [L]         the walk's whole tiles, then its partial ones, then the masks of those
+    heavy   [C * R, 4]  tile, first slot, pieces, 0: a row long enough to be shared by several programs
+    masks   [M, 2 or more]  band, and where some mask is not a band the words of every mask
+    axes    int64 [2T]  start of every tile, then the end of its segment
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ...plan.plan import PARTIAL_BEGIN, PARTIAL_END, Axis, Part, Plan, Walk
+from ...plan.subset import head_entries, longest_row
+
+SHORTEST_PIECE = 16 * 128 * 128
+"""Element pairs below which a piece of a row costs more to join than it saves."""
+PROGRAMS_PER_PROCESSOR = 4
+"""Pieces aim at this many programs per multiprocessor, so that one long row does not outlast all others."""
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One direction of one part: rows of stationary tiles and what each of them streams."""
+
+    work: Tensor
+    items: int
+    owners: Tensor
+    heavy: Tensor
+    heavy_rows: int
+    slots: int
+    """Pieces of an owner's long rows; 0 when no row is split."""
+    lists: Tensor
+    mask_shift: int
+    """From a partial entry in `lists` to its mask."""
+    partial: bool
+    mixed: bool
+    """The query heads of a key head differ in class or residue, so each must look up its own row."""
+    covers: bool
+    """Every row of every head is written by this part."""
+
+
+@dataclass(frozen=True, slots=True)
+class PartSchedule:
+    """One part of a plan, for both directions."""
+
+    by_query: Side
+    by_key: Side
+    heads: Tensor
+    """int32 [H, 4], as `owners` but for every head, class -1 where it takes no part."""
+    key_rows: Tensor
+    """int32 [C * T, 6]: `Walk.rows` by key, with its entries counted in `lists`."""
+    query_axis: Tensor
+    key_axis: Tensor
+    query_tiles: int
+    key_tiles: int
+    query_rate: int
+    key_rate: int
+    strided: bool
+    per_head: bool
+    bounded: bool
+    """Some tile reaches past the end of its segment."""
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """A plan for one number of query heads per key head. Parts that write every row come last."""
+
+    by_query: tuple[PartSchedule, ...]
+    by_key: tuple[PartSchedule, ...]
+    masks: Tensor
+    bits: bool
+    """Some mask is not a band, so that `masks` holds the words of each behind its band."""
+
+
+def schedule(plan: Plan, group: int) -> Schedule:
+    """The schedule of a plan whose key heads are each read by `group` query heads; built on the first call."""
+    cached = plan.memo.get(("triton schedule", group))
+    return attach_schedule(plan, group, _build(plan, group)) if cached is None else cached
+
+
+def attach_schedule(plan: Plan, group: int, ready: Schedule) -> Schedule:
+    """Attach a precomputed schedule to a plan and return the one in effect."""
+    return plan.memo.setdefault(("triton schedule", group), ready)
+
+
+def _build(plan: Plan, group: int) -> Schedule:
+    parts = [_part(plan, part, group) for part in plan.parts]
+    used = torch.cat([part.by_query.mask for part in plan.parts]) if parts else plan.masks.band.new_zeros(0)
+    band = plan.masks.band[used]
+    bits = bool((band[:, 0] > band[:, 1]).any())
+    return Schedule(
+        by_query=tuple(sorted(parts, key=lambda part: part.by_query.covers)),
+        by_key=tuple(sorted(parts, key=lambda part: part.by_key.covers)),
+        masks=torch.cat([plan.masks.band, plan.masks.bits.flatten(1)], dim=1) if bits else plan.masks.band.contiguous(),
+        bits=bits,
+    )
+
+
+def _part(plan: Plan, part: Part, group: int) -> PartSchedule:
+    block = plan.block_size
+    classes = part.head_class.long()
+    active = classes >= 0
+    heads = torch.stack(
+        [torch.arange(plan.heads, device=classes.device), classes, part.queries.offset.long(), part.keys.offset.long()],
+        dim=1,
+    )
+    strided = not (_contiguous(part.queries, plan.n, block) and _contiguous(part.keys, plan.n, block))
+    key_owners, mixed = _key_owners(heads, group)
+    key_side, key_rows = _side(plan, part.by_key, part.keys, key_owners, plan.heads // group, mixed)
+    query_side, _ = _side(plan, part.by_query, part.queries, heads[active], plan.heads, mixed=False)
+    return PartSchedule(
+        by_query=query_side,
+        by_key=key_side,
+        heads=heads.int(),
+        key_rows=key_rows,
+        query_axis=torch.cat([part.queries.start, part.queries.end]),
+        key_axis=torch.cat([part.keys.start, part.keys.end]),
+        query_tiles=part.queries.tiles,
+        key_tiles=part.keys.tiles,
+        query_rate=part.queries.rate,
+        key_rate=part.keys.rate,
+        strided=strided,
+        per_head=strided or bool((classes != 0).any()),
+        bounded=_ragged(part.queries, active, block) or _ragged(part.keys, active, block),
+    )
+
+
+def _contiguous(axis: Axis, n: int, block: int) -> bool:
+    tiles = torch.arange(axis.tiles, device=axis.start.device)
+    plain = (axis.start == tiles * block).all() & (axis.end == n).all() & (axis.offset == 0).all()
+    return axis.rate == 1 and bool(plain)
+
+
+def _ragged(axis: Axis, active: Tensor, block: int) -> bool:
+    if not bool(active.any()):
+        return False
+    last = axis.start + axis.offset[active].max() + axis.rate * (block - 1)
+    return bool((last >= axis.end).any())
+
+
+def _key_owners(heads: Tensor, group: int) -> tuple[Tensor, bool]:
+    """Pairs of key head and residue that some query head reads, [A, 4], and whether groups are mixed."""
+    grouped = heads.view(-1, group, 4)
+    mixed = bool((grouped[:, :, 1:] != grouped[:, :1, 1:]).any())
+    active = heads[heads[:, 1] >= 0]
+    owners = torch.stack([active[:, 0] // group, active[:, 1], active[:, 3], active[:, 2]], dim=1)
+    pair = owners[:, 0] * (int(owners[:, 2].max()) + 1 if len(owners) else 1) + owners[:, 2]
+    # Heads come in order, so the first of each pair is the first of its run once sorted.
+    pair, at = pair.sort(stable=True)
+    first = torch.ones_like(pair, dtype=torch.bool)
+    first[1:] = pair[1:] != pair[:-1]
+    return owners[at[first]], mixed
+
+
+def _side(plan: Plan, walk: Walk, axis: Axis, owners: Tensor, heads: int, mixed: bool) -> tuple[Side, Tensor]:
+    full = len(walk.full)
+    rows = walk.rows.clone()
+    rows[:, [PARTIAL_BEGIN, PARTIAL_END]] += full
+    # A mixed key head joins rows of several classes, so none of them is the length of its work.
+    limit = None if mixed else _piece_length(plan, walk, axis.tiles, owners)
+    work, items, heavy, heavy_rows, slots = split_rows(rows, walk.order.long(), axis.tiles, limit)
+    side = Side(
+        work=work,
+        items=items,
+        owners=owners.int(),
+        heavy=heavy,
+        heavy_rows=heavy_rows,
+        slots=slots,
+        lists=torch.cat([walk.full, walk.partial, walk.mask]),
+        mask_shift=len(walk.partial),
+        partial=len(walk.partial) > 0,
+        mixed=mixed,
+        covers=_covers(plan, axis, owners, heads),
+    )
+    return side, rows
+
+
+def _piece_length(plan: Plan, walk: Walk, tiles: int, owners: Tensor) -> int:
+    """Entries above which a row is split, so that no row takes longer than its share of the whole."""
+    full, partial = walk.counts()
+    by_class = (full + partial).view(-1, max(tiles, 1)).sum(1)
+    total = int(by_class[owners[:, 1]].sum())
+    return share_of(plan, total)
+
+
+def share_of(plan: Plan, entries: int) -> int:
+    """Entries of a program's equal share, at least those of the shortest piece."""
+    return max(entries // _programs(plan.device), SHORTEST_PIECE // plan.block_size**2, 1)
+
+
+def _programs(device: torch.device) -> int:
+    processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+    return processors * PROGRAMS_PER_PROCESSOR
+
+
+def most_pieces(plan: Plan, part: Part, heads: int, pairs: int | None) -> int:
+    """Upper bound of the pieces of long rows per sample, for some heads or, given `pairs`, for a run of rows."""
+    programs = _programs(plan.device)
+    shortest = max(1, SHORTEST_PIECE // plan.block_size**2)
+    entries = [own for own in head_entries(part) if own] or [1]
+    longest = longest_row(part)
+    if pairs is not None:
+        entries, longest = [max(pairs, 1)], min(longest, pairs)
+    share = 0 if pairs is not None else heads * min(entries) // programs
+    if longest <= max(shortest, share):
+        return 0
+    # A row has fewer than two pieces per program's share, or per shortest piece.
+    uneven = min(heads, -(-max(entries) // min(entries)))
+    return min(2 * (programs + -(-programs // shortest)) * uneven, 2 * heads * -(-max(entries) // shortest))
+
+
+def split_rows(
+    rows: Tensor, order: Tensor, tiles: int, limit: int | None, whole: int = 0
+) -> tuple[Tensor, int, Tensor, int, int]:
+    """The work table and its items a class, the heavy table and its rows a class, and slots an owner.
+
+    Pieces have up to `limit` entries; rows of up to `whole` are not cut.
+    """
+    if not len(rows):
+        return rows.new_zeros(0, 8), 0, rows.new_zeros(0, 4), 0, 0
+    device = rows.device
+    classes = len(rows) // tiles
+    row = order[torch.argsort(order // tiles, stable=True)]
+    table = rows[row].long()
+    full_begin, full_end, full_base, part_begin, part_end, part_base = table.unbind(1)
+    full = full_end - full_begin
+    total = full + part_end - part_begin
+    pieces = torch.ones_like(total) if limit is None else (-(-total // limit)).clamp_min(1)
+    pieces = torch.where(total > whole, pieces, 1)
+
+    at = torch.arange(len(row), device=device).repeat_interleave(pieces)
+    item = torch.arange(len(at), device=device)
+    piece = item - (pieces.cumsum(0) - pieces)[at]
+    begin = piece * total[at] // pieces[at]
+    end = (piece + 1) * total[at] // pieces[at]
+    kind = row // tiles
+    split = torch.where(pieces > 1, pieces, 0)
+    split_before = split.cumsum(0) - split
+    class_first = split_before[torch.arange(classes, device=device) * tiles]
+    first_slot = split_before - class_first[kind]
+    slot = torch.where(pieces[at] > 1, first_slot[at] + piece, -1)
+    columns = [
+        (row % tiles)[at],
+        *(full_begin[at] + torch.minimum(edge, full[at]) for edge in (begin, end)),
+        full_base[at],
+        *(part_begin[at] + (edge - full[at]).clamp_min(0) for edge in (begin, end)),
+        part_base[at],
+        slot,
+    ]
+    work, items = _by_class(torch.stack(columns, dim=1), kind[at], classes)
+    long_rows = pieces > 1
+    entries = torch.stack([row % tiles, first_slot, pieces, torch.zeros_like(row)], dim=1)[long_rows]
+    heavy, heavy_rows = _by_class(entries, kind[long_rows], classes)
+    return work, items, heavy, heavy_rows, int(split.view(classes, tiles).sum(1).max())
+
+
+def _by_class(entries: Tensor, kind: Tensor, classes: int) -> tuple[Tensor, int]:
+    """Entries sorted by class, written as equally long runs; what is missing has tile -1."""
+    counts = torch.bincount(kind, minlength=classes)
+    longest = int(counts.max())
+    table = entries.new_full((classes * longest, entries.shape[1]), -1)
+    within = torch.arange(len(entries), device=entries.device) - (counts.cumsum(0) - counts)[kind]
+    table[kind * longest + within] = entries
+    return table.int(), longest
+
+
+def _covers(plan: Plan, axis: Axis, owners: Tensor, heads: int) -> bool:
+    """Whether the owners' rows, which are disjoint, add up to every token of every head."""
+    room = axis.end[None, :] - axis.start[None, :] - owners[:, 2, None]
+    rows = (-(-room // axis.rate)).clamp(0, plan.block_size).sum(1)
+    by_head = rows.new_zeros(heads).index_add_(0, owners[:, 0], rows)
+    return bool((by_head == plan.n).all())

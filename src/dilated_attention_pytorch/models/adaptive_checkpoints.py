@@ -1,0 +1,133 @@
+"""Checkpoints of models with learned attention: weights, and what their adaptive layers must be told to be built again.
+
+A state dict knows the sizes of a scorer and not how many blocks it keeps. A file written here has both, by layer.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, fields
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from ..errors import must, must_be
+from ..nn import AdaptiveConfig, BlockSparseAdaptive, MultiheadBlockSparseAdaptive
+from .checkpoints import State, load_checkpoint, read_with_facts, write_state
+from .config import position_facts, position_told
+
+FACTS = "adaptive"
+"""Under which name a file keeps the settings."""
+SCORER = "scorer.log_temperature"
+"""The entry by which an adaptive layer is known among others."""
+SETTINGS = ("block_size", "is_causal", "position", *(field.name for field in fields(AdaptiveConfig)))
+ADVICE = "Write it with save_adaptive, or say the settings that its layers were trained with."
+
+
+class AdaptiveLayer(NamedTuple):
+    """A layer of a checkpoint, ready to be asked what it looks at."""
+
+    name: str
+    """Where it stands in the model; empty where it is the model."""
+    module: BlockSparseAdaptive | MultiheadBlockSparseAdaptive
+    is_causal: bool
+
+
+def save_adaptive(model: nn.Module, path: str | os.PathLike[str], *, is_causal: bool) -> None:
+    """Write a model's weights and the settings of its adaptive layers, to a `.safetensors` or a torch file.
+
+    Args:
+        model: any module that holds a `BlockSparseAdaptive`, alone or in its multihead form.
+        path: the file; it is there whole or not at all.
+        is_causal: how the layers are called.
+    """
+    told: dict[str, dict[str, Any]] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, BlockSparseAdaptive):
+            told[name] = {"block_size": module.block_size, "is_causal": is_causal, **asdict(module.config)}
+    for name, module in model.named_modules():
+        if isinstance(module, MultiheadBlockSparseAdaptive):
+            told[_inside(name, "core")]["position"] = position_facts(module.position)
+    if not told:
+        raise must("a model must hold an adaptive layer", type(model).__name__)
+    write_state(model.state_dict(), path, {FACTS: told})
+
+
+def load_adaptive(
+    path: str | os.PathLike[str], settings: Mapping[str, Any] | None = None
+) -> tuple[list[AdaptiveLayer], State]:
+    """The adaptive layers of a checkpoint in the order of the file, in evaluation mode, and all its tensors.
+
+    Args:
+        path: a file that `save_adaptive` wrote, or any state dict with adaptive layers in it.
+        settings: what a file without settings does not tell, the same for all layers: fields of `AdaptiveConfig`,
+            `block_size`, `is_causal` and `position`.
+    """
+    state, facts = read_with_facts(path, FACTS)
+    names = [entry.removesuffix(SCORER).removesuffix(".") for entry in state if _is_scorer(entry)]
+    if not names:
+        raise must("a checkpoint must hold an adaptive layer", f"none among {len(state)} tensors of {os.fspath(path)}")
+    told = facts.get(FACTS)
+    if told is not None and settings is not None:
+        raise must("settings must be told once", f"the file has those of {', '.join(map(repr, told))}")
+    if told is None:
+        if settings is None:
+            raise must("a checkpoint must tell the settings of its adaptive layers", os.fspath(path), ADVICE)
+        told = dict.fromkeys(names, settings)
+    if not isinstance(told, Mapping) or set(told) != set(names):
+        raise must(f"a checkpoint must tell settings for its adaptive layers {names}", told, ADVICE)
+    return [_layer(name, told[name], state) for name in names], state
+
+
+def _is_scorer(entry: str) -> bool:
+    return entry == SCORER or entry.endswith(f".{SCORER}")
+
+
+def _inside(name: str, part: str) -> str:
+    return f"{name}.{part}" if name else part
+
+
+def _layer(name: str, told: Any, state: State) -> AdaptiveLayer:
+    if not isinstance(told, Mapping):
+        raise must_be("settings of an adaptive layer must be values by name", type(told).__name__)
+    unknown = sorted(set(told) - set(SETTINGS))
+    if unknown or "block_size" not in told:
+        came = ", ".join(unknown) if unknown else "no block_size"
+        raise must(f"settings of an adaptive layer must be among {', '.join(SETTINGS)}", came)
+    rest = dict(told)
+    size, is_causal = rest.pop("block_size"), bool(rest.pop("is_causal", False))
+    position = position_told(rest.pop("position", None))
+    config = AdaptiveConfig(**rest)
+    heads = len(state[_inside(name, SCORER)])
+    own = _inside(name, "")
+    width = state[f"{own}scorer.match_query"].shape[1]
+    around = own.removesuffix("core.")
+    _check_sizes(config, state, own)
+    module: BlockSparseAdaptive | MultiheadBlockSparseAdaptive
+    if around != own and f"{around}q_proj.weight" in state:
+        keys, values = (state[f"{around}{which}_proj.weight"] for which in "kv")
+        options: dict[str, Any] = {"kdim": keys.shape[1], "vdim": values.shape[1], "num_kv_heads": len(keys) // width}
+        options |= {"block_size": size, "layer_norm": f"{around}norm.weight" in state, "position": position}
+        bias = f"{around}q_proj.bias" in state
+        module = MultiheadBlockSparseAdaptive(heads * width, heads, [size], [1], 0.0, bias, config, **options)
+        own = around
+    else:
+        module = BlockSparseAdaptive([size], [1], heads, width, config, block_size=size)
+    roots = {entry.partition(".")[0] for entry in module.state_dict()}
+    given = {entry.removeprefix(own): x for entry, x in state.items() if entry.startswith(own)}
+    load_checkpoint(module, {entry: x for entry, x in given.items() if entry.partition(".")[0] in roots})
+    return AdaptiveLayer(own.removesuffix("."), module.eval(), is_causal)
+
+
+def _check_sizes(config: AdaptiveConfig, state: State, own: str) -> None:
+    """Refuse settings of other sizes than those of the stored tensors, before anything is built from them."""
+    scorer = re.compile(rf"{re.escape(own)}scorer\.importance\.scorers\.0\.\d+\.weight")
+    layers = [name for name in state if scorer.fullmatch(name)]
+    stored = {"num_layers": len(layers), "match_rank": state[f"{own}scorer.match_query"].shape[2]}
+    if config.num_layers > 1 and layers:
+        stored["hidden_dim"] = len(state[layers[0]])
+    wrong = [f"{name} {getattr(config, name)} for {n}" for name, n in stored.items() if getattr(config, name) != n]
+    if wrong:
+        raise must("settings of an adaptive layer must be those of its tensors", ", ".join(wrong))

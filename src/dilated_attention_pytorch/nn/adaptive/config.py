@@ -1,0 +1,125 @@
+"""Settings of learned attention."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from ...errors import must
+from ...selection.rank import Budget
+from ...selection.types import SelectionSettings
+from ..attention import probability
+
+Granularity = Literal["auto", "block", "token"]
+ScoreGradient = Literal["distill", "prior", "straight_through", "none"]
+
+
+@dataclass(frozen=True, slots=True)
+class AdaptiveConfig:
+    """Settings of scoring, selection and distillation.
+
+    >>> AdaptiveConfig(base_sparsity=0.95).kept
+    0.05
+    """
+
+    base_sparsity: float = 0.9
+    """Fraction of a row's visible blocks that is dropped."""
+    temperature: float = 1.0
+    """Initial divisor of scores."""
+    learnable_temperature: bool = True
+    min_temperature: float = 0.1
+    hidden_dim: int = 128
+    num_layers: int = 2
+    dropout: float = 0.0
+    """Probability of dropping a hidden unit of the scorer for a whole row while training."""
+    share_across_heads: bool = False
+    """One scorer for all heads; heads still select separately, by their own queries."""
+    hard_sparsity: bool = True
+    """Kept blocks are not weighted; otherwise each is weighted by its predicted share (n <= 8192)."""
+    granularity: Granularity = "auto"
+    """Rows that select: "block" of queries, "token", or "auto": tokens if causal, otherwise blocks."""
+    adaptive_ratio: float | None = None
+    """Keep blocks until they reach this predicted share of the attention, instead of a fixed number."""
+    k_min: int = 2
+    """Smallest number of blocks a row keeps, including its own, where it sees that many."""
+    k_max: int | None = None
+    """Largest number of blocks a row keeps, besides forced ones."""
+    sink_blocks: int = 1
+    """First blocks that every row keeps."""
+    local_blocks: int = 2
+    """Every row keeps blocks nearer than this; 1 is its own block alone."""
+    match_rank: int = 32
+    """Width of the match between sub-blocks, 0 for none."""
+    score_unit: int = 16
+    """Tokens of a sub-block."""
+    score_gradient: ScoreGradient = "distill"
+    """Training signal of the scorer. Only "distill" is measured to work; the others need n <= 8192."""
+    distill_rows: float = 0.02
+    """Fraction of rows that get dense statistics in every step."""
+    distill_weight: float = 1.0
+    saliency_weighted: bool = True
+    """Weight queries by the norm of their output's gradient."""
+    dense_below: int | None = None
+    """Dense attention in shorter sequences, except while distilling; None: never."""
+
+    def __post_init__(self) -> None:
+        advice = "It is the fraction of blocks dropped; sparsity_ratio elsewhere is the fraction kept."
+        if not 0.0 <= self.base_sparsity < 1.0:
+            raise must("base_sparsity must lie in [0, 1)", self.base_sparsity, advice)
+        if not self.min_temperature > 0:
+            raise must("min_temperature must be > 0", self.min_temperature)
+        if not self.temperature >= self.min_temperature:
+            raise must(f"temperature must be >= min_temperature {self.min_temperature}", self.temperature)
+        positive = ("hidden_dim", "num_layers", "k_min", "local_blocks", "score_unit")
+        for name, least in (dict.fromkeys(positive, 1) | {"sink_blocks": 0, "match_rank": 0}).items():
+            if getattr(self, name) < least:
+                raise must(f"{name} must be >= {least}", getattr(self, name))
+        if self.k_max is not None and self.k_max < self.k_min:
+            raise must(f"k_max must be >= k_min {self.k_min}", self.k_max)
+        if self.dense_below is not None and self.dense_below < 1:
+            raise must("dense_below must be >= 1, or None", self.dense_below)
+        probability("dropout", self.dropout)
+        if self.adaptive_ratio is not None and not 0.0 < self.adaptive_ratio < 1.0:
+            raise must("adaptive_ratio must lie in (0, 1)", self.adaptive_ratio, "It is a share of attention.")
+        if not 0.0 <= self.distill_rows <= 1.0:
+            raise must("distill_rows must lie in [0, 1]", self.distill_rows)
+        if not self.distill_weight >= 0.0:
+            raise must("distill_weight must be >= 0", self.distill_weight)
+        for name, kind in (("granularity", Granularity), ("score_gradient", ScoreGradient)):
+            if getattr(self, name) not in get_args(kind):
+                raise must(f"{name} must be one of {', '.join(get_args(kind))}", repr(getattr(self, name)))
+
+    @property
+    def kept(self) -> float:
+        """Fraction of a row's visible blocks that is kept."""
+        return round(1.0 - self.base_sparsity, 12)
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether every block is kept."""
+        return not self.base_sparsity and self.adaptive_ratio is None and self.k_max is None
+
+    def per_token(self, is_causal: bool) -> bool:
+        """Whether rows are tokens."""
+        return is_causal if self.granularity == "auto" else self.granularity == "token"
+
+    def settings(self, block_size: int, is_causal: bool) -> SelectionSettings:
+        """Settings of scoring and ranking for a call."""
+        budget = Budget(self.kept, self.adaptive_ratio, self.k_min, self.k_max)
+        per_token = self.per_token(is_causal)
+        row_unit = block_size if per_token else self.score_unit
+        near = self.local_blocks, self.sink_blocks
+        return SelectionSettings(budget, block_size, self.score_unit, is_causal, per_token, row_unit, *near)
+
+    def explain(self, n: int, block_size: int, is_causal: bool) -> list[str]:
+        """Lines that describe the blocks kept of `n` tokens."""
+        blocks = -(-n // block_size)
+        chooser = "each token" if self.per_token(is_causal) else f"each block of {block_size} queries"
+        least, most = min(self.k_min, blocks), self.settings(block_size, is_causal).budget.room(blocks) + 1
+        share = f", as many as hold {self.adaptive_ratio:g} of its attention" if self.adaptive_ratio else ""
+        forced = f"those less than {self.local_blocks} away and the first {self.sink_blocks}"
+        return [
+            f"  chooses: {chooser}, for itself, by what it asks and what the blocks hold",
+            f"  keeps  : {least} to {most} of the {blocks:,} blocks of {block_size} keys{share}; always {forced}",
+            *([f"  dense  : below {self.dense_below:,} tokens in eval mode"] if self.dense_below else []),
+        ]

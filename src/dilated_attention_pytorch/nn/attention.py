@@ -1,0 +1,177 @@
+"""Attention as a module: a pattern, a scale, a dropout rate, and no parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import must
+from ..ops import attention, plan_cache
+from ..ops.memory_budget import check_budget
+from ..patterns import Causal, Pattern, as_pattern
+from ..plan import Plan
+from .cross_attention import attention_across
+
+
+def probability(what: str, value: float) -> float:
+    """`value` if it is a dropout rate."""
+    if not 0.0 <= value < 1.0:
+        raise must(f"{what} must lie in [0, 1)", value)
+    return float(value)
+
+
+class Planned:
+    """What every attention module can say about itself."""
+
+    pattern: Pattern
+    num_heads: int | None = None
+    """Heads of a module that knows them."""
+    reason: str | None = None
+    """Why a factory chose it."""
+
+    def place(self) -> torch.device:
+        """Where plans are built."""
+        return torch.device("cpu")
+
+    def plan(self, n: int, num_heads: int | None = None, is_causal: bool = False) -> Plan:
+        """The plan this module follows at a length."""
+        heads = self.num_heads if num_heads is None else num_heads
+        if heads is None:
+            raise must("plan must know the number of heads", "none", "Call plan(n, num_heads).")
+        pattern = self.pattern & Causal() if is_causal else self.pattern
+        place = self.place()
+        # A module built on the meta device still has a plan to show.
+        device = torch.device("cpu") if place.type == "meta" else place
+        return plan_cache.get(pattern.resolve(n, heads), n, heads, device=device)
+
+    def explain(
+        self, n: int, num_heads: int | None = None, is_causal: bool = False, head_dim: int | None = None
+    ) -> str:
+        """Description of the computation at a length: pattern, share of the dense work, cost.
+
+        `head_dim` is the module's own where it has one, else 64.
+        """
+        head_dim = getattr(self, "head_dim", 64) if head_dim is None else head_dim
+        heads = (self.num_heads or 8) if num_heads is None else num_heads
+        plan = self.plan(n, heads, is_causal)
+        return "\n".join(
+            [
+                f"{type(self).__name__} at {n:,} tokens, {plan.heads} heads of {head_dim}",
+                f"  pattern: {plan.name}",
+                f"  keeps  : {plan.blocks:,} tiles of {plan.block_size} x {plan.block_size}, "
+                f"{100 * plan.density:.3g} % of dense attention's",
+                f"  costs  : {plan.cost(head_dim)}",
+                *(f"  note   : {note}" for note in self.notes()),
+                *([f"  because: {self.reason}"] if self.reason else []),
+            ]
+        )
+
+    def notes(self) -> list[str]:
+        """What else a user of this module should know."""
+        return []
+
+    def _operation(self, n: int, keys: int) -> Callable[..., Tensor]:
+        """What computes attention of `n` queries and `keys` keys."""
+        return attention if n == keys else attention_across
+
+
+class SparseAttention(nn.Module, Planned):
+    """Attention over (B, N, H, D) by any pattern.
+
+    Args:
+        pattern: who may see whom, as a value or as text.
+        softmax_scale: factor on the scores; 1 / sqrt(D) by default.
+        attention_dropout: probability of dropping a weight while training.
+        backend: "auto" or a name from `backends()`.
+        memory_budget: the most memory that attention may take, see `attention`.
+        device: where tensors must be and where `plan` builds; anywhere when not given.
+        dtype: what tensors must be, outside autocast; anything when not given.
+
+    >>> SparseAttention("window:64 & causal")(*torch.randn(3, 2, 100, 4, 16).unbind()).shape
+    torch.Size([2, 100, 4, 16])
+    """
+
+    def __init__(
+        self,
+        pattern: Pattern | str,
+        softmax_scale: float | None = None,
+        attention_dropout: float = 0.0,
+        *,
+        backend: str = "auto",
+        memory_budget: int | float | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.pattern = as_pattern(pattern)
+        self.softmax_scale = softmax_scale
+        self.attention_dropout = probability("attention_dropout", attention_dropout)
+        self.backend = backend
+        check_budget(memory_budget)
+        self.memory_budget = memory_budget
+        # Carries the place a user named through .to(), so that the check in forward stays true.
+        self.register_buffer("_place", torch.zeros(0, device=device, dtype=dtype), persistent=False)
+        self._fixed = (device is not None, dtype is not None)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        is_causal: bool = False,
+        *,
+        key_padding_mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+    ) -> Tensor:
+        """Attend.
+
+        Args:
+            query: (B, N, H, D).
+            key: (B, N, G, D), G = H or a divisor of it; of another length where the pattern asks for positions alone.
+            value: (B, N, G, E).
+            is_causal: also require the key not to come after the query.
+            key_padding_mask: bool (B, N), True where a key takes no part.
+            cu_seqlens: bounds of sequences packed one after another, see `attention`.
+
+        Returns:
+            (B, N, H, E).
+        """
+        self._check_place(query)
+        for name, tensor in (("query", query), ("key", key), ("value", value)):
+            if tensor.dim() != 4:
+                raise must(f"{name} must have shape (batch, n, heads, width)", tuple(tensor.shape))
+        output = self._operation(query.shape[1], key.shape[1])(
+            query.transpose(1, 2),
+            key.transpose(1, 2),
+            value.transpose(1, 2),
+            self.pattern,
+            is_causal=is_causal,
+            scale=self.softmax_scale,
+            enable_gqa=True,
+            key_padding_mask=key_padding_mask,
+            cu_seqlens=cu_seqlens,
+            dropout_p=self.attention_dropout if self.training else 0.0,
+            backend=self.backend,
+            memory_budget=self.memory_budget,
+        )
+        return output.transpose(1, 2)
+
+    def place(self) -> torch.device:
+        place = self._buffers["_place"]
+        assert place is not None
+        return place.device if self._fixed[0] else torch.device("cpu")
+
+    def _check_place(self, query: Tensor) -> None:
+        place = self._buffers["_place"]
+        assert place is not None
+        if self._fixed[0] and query.device != place.device:
+            raise must(f"query must be on this module's device {place.device}", query.device)
+        if self._fixed[1] and query.dtype != place.dtype and not torch.is_autocast_enabled(query.device.type):
+            raise must(f"query must have this module's dtype {place.dtype}", query.dtype)
+
+    def extra_repr(self) -> str:
+        scale = "" if self.softmax_scale is None else f", softmax_scale={self.softmax_scale}"
+        dropout = f", attention_dropout={self.attention_dropout}" if self.attention_dropout else ""
+        return f'"{self.pattern}"{scale}{dropout}'

@@ -1,0 +1,66 @@
+"""Attention between sequences of two lengths, where a pattern says what that means."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..errors import must
+from ..ops import attention
+from ..ops.attention import autocasted
+from ..ops.checks import check_masks, check_tensors
+from ..patterns import Full, Pattern
+from ..plan.closed_forms import closed_form
+
+
+def attention_across(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    pattern: Pattern,
+    *,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+    key_padding_mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    dropout_p: float,
+    **options: Any,
+) -> Tensor:
+    """`attention` of (B, H, N, D) queries and (B, G, M, D) keys, the positions of both counted from the same start."""
+    lengths = query.shape[2], key.shape[2]
+    if cu_seqlens is not None or not closed_form(pattern).is_positional:
+        came = "cu_seqlens" if cu_seqlens is not None else pattern
+        raise must(
+            "query and key must have one length unless positions alone decide what is seen",
+            f"{lengths[0]} and {lengths[1]} with {came}",
+            "Windows, causal, global, strided, dilated, hierarchical patterns and full have two lengths; "
+            "a share of all blocks, block lists, random blocks and packed sequences have one.",
+        )
+    query, key, value = autocasted(query, key, value)
+    check_tensors(query, key, value, enable_gqa, one_length=False)
+    check_masks(key, key_padding_mask, None)
+    asked = options.get("backend", "auto") != "auto" or options.get("memory_budget") is not None
+    if pattern == Full() and not is_causal and not asked:
+        seen = None if key_padding_mask is None else ~key_padding_mask[:, None, None, :]
+        return F.scaled_dot_product_attention(query, key, value, seen, dropout_p, scale=scale, enable_gqa=enable_gqa)
+    if key_padding_mask is None:
+        key_padding_mask = torch.zeros(key.shape[0], lengths[1], dtype=torch.bool, device=key.device)
+    longest = max(lengths)
+    more = longest - lengths[1]
+    found = attention(
+        F.pad(query, (0, 0, 0, longest - lengths[0])),
+        F.pad(key, (0, 0, 0, more)),
+        F.pad(value, (0, 0, 0, more)),
+        pattern,
+        is_causal=is_causal,
+        scale=scale,
+        enable_gqa=enable_gqa,
+        key_padding_mask=F.pad(key_padding_mask, (0, more), value=True),
+        dropout_p=dropout_p,
+        **options,
+    )
+    return found[:, :, : lengths[0]]

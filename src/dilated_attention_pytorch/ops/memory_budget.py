@@ -1,0 +1,397 @@
+"""Attention within a memory budget: some samples and heads at a time, and where one head is too much, some of its rows.
+
+A chunk is a run of samples, or of one sample's key heads, with all the queries that read them: a *unit* is one key head
+of one sample. No sum runs across such chunks in either direction; on the backends `cpu` and `reference`, whose products
+are torch's, the size of a chunk may still show in the last bit. Smaller than a unit is a run of rows of one query head;
+the gradients of its keys are then summed over the runs.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import replace
+from itertools import groupby
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from ..errors import must, must_be
+from ..kernels.call import AttentionCall, Extent, Forward, Gradients, Runner, empty_rows, reproducible_gradients
+from ..kernels.registry import backend_named
+from ..patterns import Pattern
+from ..plan.subset import Span, of_heads, of_rows, spans, widest_tile
+
+MOST_REMEMBERED = 256
+WORDS = {"forward": "output", "backward": "gradients"}
+UNSPLIT = 2**20
+"""Bytes by which torch's CUDA allocator may exceed what a large tensor asks for."""
+
+Found = TypeVar("Found", Forward, Gradients)
+
+
+class Memory(NamedTuple):
+    """What one direction of a call takes on a backend, from above."""
+
+    sizes: dict[int, int]
+    """Sizes that a chunk may have, in query rows, each about half the one before, and the bytes that all takes then."""
+
+    def fitting(self, budget: int) -> int | None:
+        """The largest chunk that fits."""
+        return next((size for size, most in self.sizes.items() if most <= budget), None)
+
+
+def check_budget(memory_budget: int | float | None) -> None:
+    """What must hold of a budget."""
+    if memory_budget is None:
+        return
+    advice = "Give bytes as an int, or a fraction of the free memory as a float."
+    if isinstance(memory_budget, bool) or not isinstance(memory_budget, int | float):
+        raise must_be("memory_budget must be a number", type(memory_budget).__name__, advice)
+    fraction = isinstance(memory_budget, float) and memory_budget <= 1
+    if not (0 if fraction else 4095) < memory_budget < float("inf"):
+        raise must("memory_budget must be bytes, or a fraction in (0, 1]", memory_budget, advice)
+
+
+def forward(call: AttentionCall, name: str, runner: Runner, memory_budget: int | float) -> Forward:
+    """`runner.forward` in as many chunks as the budget needs."""
+
+    def run(size: int) -> Forward:
+        if size == _rows(call):
+            return runner.forward(call)
+        output = empty_rows(call.query, call.value.shape[-1])
+        lse = call.query.new_empty(call.query.shape[:3], dtype=call.compute_dtype)
+        for chunk in _chunks(call, size):
+            found = runner.forward(chunk.call)
+            output[chunk.own], lse[chunk.own] = (t[:, :, chunk.inside] for t in found)
+            # Without a name, the results of one chunk are gone before the next is computed.
+            del found
+        return Forward(output, lse)
+
+    return _within("forward", call, name, memory_budget, run)
+
+
+def backward(
+    call: AttentionCall,
+    name: str,
+    runner: Runner,
+    memory_budget: int | float,
+    output: Tensor,
+    lse: Tensor,
+    grad_output: Tensor,
+    grad_lse: Tensor | None,
+) -> Gradients:
+    """`runner.backward` in as many chunks as the budget needs."""
+
+    def of(chunk: _Chunk) -> Gradients:
+        at = chunk.queries
+        slope = None if grad_lse is None else chunk.alone(grad_lse[at])
+        # Kernels read the LSE of their rows one after another.
+        return runner.backward(chunk.call, output[at], lse[at].contiguous(), chunk.alone(grad_output[at]), slope)
+
+    def by_rows(whole: Gradients, unit: tuple[slice, ...], chunks: Iterator[_Chunk]) -> None:
+        sums = [_zeros(grad[unit], call.compute_dtype) for grad in whole[1:]]
+        for chunk in chunks:
+            found = of(chunk)
+            whole.query[chunk.own] = found.query[:, :, chunk.inside]
+            for index, total in enumerate(sums, 1):
+                total[:, :, chunk.keys[2]] += found[index]
+            del found
+        for grad, total in zip(whole[1:], sums, strict=True):
+            grad[unit] = total
+
+    def run(size: int) -> Gradients:
+        if size == _rows(call):
+            return runner.backward(call, output, lse, grad_output, grad_lse)
+        whole = Gradients(*(empty_rows(t, t.shape[-1]) for t in (call.query, call.key, call.value)))
+        if size >= _unit_rows(call):
+            for chunk in _chunks(call, size):
+                whole.query[chunk.own], whole.key[chunk.keys], whole.value[chunk.keys] = of(chunk)
+            return whole
+        for unit, chunks in groupby(_chunks(call, size), lambda chunk: chunk.keys[:2]):
+            by_rows(whole, unit, chunks)
+        return whole
+
+    return _within("backward", call, name, memory_budget, run)
+
+
+def _zeros(rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """Where shares of these rows are added up: in the rows themselves where they have the dtype of sums."""
+    return rows.zero_() if rows.dtype == dtype else torch.zeros_like(rows, dtype=dtype)
+
+
+Place = tuple[slice, slice, slice]
+"""Samples, heads, rows."""
+
+
+class _Chunk(NamedTuple):
+    """What is computed at a time."""
+
+    call: AttentionCall
+    queries: Place
+    """What it reads of the queries ..."""
+    keys: Place
+    """... and of the keys."""
+    own: Place
+    """The queries it is there for; others come with the tiles that hold them."""
+
+    @property
+    def inside(self) -> slice:
+        """Its own rows among those it reads."""
+        begin = self.queries[2].start
+        return slice(self.own[2].start - begin, self.own[2].stop - begin)
+
+    def alone(self, grads: Tensor) -> Tensor:
+        """Gradients of the rows it reads, with nothing flowing back through those that are not its own."""
+        if self.own == self.queries:
+            return grads
+        own = torch.zeros_like(grads, memory_format=torch.contiguous_format)
+        own[:, :, self.inside] = grads[:, :, self.inside]
+        return own
+
+
+def _rows(call: AttentionCall) -> int:
+    return call.query.shape[:3].numel()
+
+
+def _unit_rows(call: AttentionCall) -> int:
+    return _rows(call) // call.key.shape[:2].numel()
+
+
+def _chunks(call: AttentionCall, size: int) -> Iterator[_Chunk]:
+    """Chunks of at most `size` query rows, those of one key head one after another."""
+    batch, heads, n, _ = call.query.shape
+    key_heads = call.key.shape[1]
+    shared, units = heads // key_heads, size // _unit_rows(call)
+    samples, group = max(1, units // key_heads), min(max(1, units), key_heads)
+    every = slice(0, n)
+    for sample in range(0, batch, samples):
+        some = slice(sample, min(sample + samples, batch))
+        for first in range(0, key_heads, group):
+            keys = some, slice(first, min(first + group, key_heads)), every
+            own = slice(first * shared, keys[1].stop * shared)
+            if units:
+                place = some, own, every
+                yield _Chunk(_cut(call, place, keys), place, keys, place)
+                continue
+            for head in range(own.start, own.stop):
+                one = slice(head, head + 1)
+                alone = _cut(call, (some, one, every), keys)
+                for span in spans(call.plan, size):
+                    yield _Chunk(
+                        _of_span(call, alone, span, head),
+                        (some, one, slice(span.first, span.last)),
+                        (*keys[:2], slice(span.key_first, span.key_last)),
+                        (some, one, slice(span.begin, span.end)),
+                    )
+
+
+def _cut(call: AttentionCall, place: Place, key_place: Place) -> AttentionCall:
+    begin, end = place[1].start, place[1].stop
+    mask, seed, pattern = call.key_padding_mask, call.seed, call.pattern
+    stream = place[0].start * call.plan.heads + begin
+    return replace(
+        call,
+        query=call.query[place],
+        key=call.key[key_place],
+        value=call.value[key_place],
+        plan=of_heads(call.plan, begin, end),
+        key_padding_mask=None if mask is None else mask[place[0]],
+        # Dropout adds the number of the sample and head to the seed's upper half, which thus may start anywhere.
+        seed=None if seed is None else seed + (stream << 32),
+        positions=None if call.positions is None else call.positions[:, begin:end],
+        pattern=pattern if pattern is None or end - begin == call.plan.heads else _OfHeads(pattern, begin),
+    )
+
+
+def _of_span(call: AttentionCall, alone: AttentionCall, span: Span, head: int) -> AttentionCall:
+    """A run of rows of one head's call."""
+    if span.end - span.begin == call.plan.n:
+        return alone
+    assert isinstance(call.pattern, Pattern)
+    queries, keys = slice(span.first, span.last), slice(span.key_first, span.key_last)
+    positions = None
+    if call.dropout_p:
+        token = torch.arange(call.plan.n, device=call.device)
+        at, key_at = (token, token) if alone.positions is None else alone.positions[:, 0]
+        positions = torch.stack([torch.zeros_like(key_at[keys]), key_at[keys]])[:, None]
+        positions[0, 0, : span.last - span.first] = at[queries]
+    return replace(
+        alone,
+        query=alone.query[:, :, queries],
+        key=alone.key[:, :, keys],
+        value=alone.value[:, :, keys],
+        plan=of_heads(of_rows(call.plan, call.pattern, span), head, head + 1),
+        key_padding_mask=None if alone.key_padding_mask is None else alone.key_padding_mask[:, keys],
+        positions=positions,
+        pattern=None,
+    )
+
+
+class _OfHeads(NamedTuple):
+    """A resolved pattern whose heads are counted from one of the whole pattern's."""
+
+    pattern: Any
+    first: int
+
+    def resolve(self, n: int, heads: int) -> _OfHeads:
+        return self
+
+    def multiplicity(self, q: Tensor, k: Tensor, head: int) -> Tensor:
+        return self.pattern.multiplicity(q, k, self.first + head)
+
+
+def memory(call: AttentionCall, name: str, direction: str) -> Memory:
+    """What a direction of a call takes on a backend, from above."""
+    shapes = call.query.shape, call.value.shape, call.query.dtype, call.dropout_p > 0, call.pattern is None
+    key = "memory", direction, name, *shapes, torch.get_num_threads(), reproducible_gradients()
+    if key not in call.plan.memo:
+        call.plan.memo[key] = Memory(_sizes(call, name, direction))
+    return call.plan.memo[key]
+
+
+def _sizes(call: AttentionCall, name: str, direction: str) -> dict[int, int]:
+    backend = backend_named(name)
+    batch, heads, n, d = call.query.shape
+    key_heads, e = call.value.shape[1], call.value.shape[3]
+    item, wide = call.query.dtype.itemsize, call.compute_dtype.itemsize
+    units, unit, shared = batch * key_heads, _unit_rows(call), heads // key_heads
+    a_row, a_key = (item * e + wide, 0) if direction == "forward" else (item * d, item * (d + e))
+    results = units * (unit * a_row + n * a_key)
+
+    def in_chunks(chunk: Extent, *more: int) -> int:
+        # Results of a chunk lie apart until they are copied to the others; a seed and the like take next to nothing.
+        apart = chunk.queries * a_row + chunk.keys * a_key if chunk.queries < units * unit else 0
+        total = results + apart + backend.workspace(call, direction, chunk) + sum(more) + 1024
+        return total + min(total, 10 * UNSPLIT) if call.device.type == "cuda" else total
+
+    sizes = {}
+    some = units
+    while some:
+        extent = Extent(some * unit, some * n, -(-some // key_heads), min(some, key_heads) * shared)
+        sizes[some * unit] = in_chunks(extent)
+        some //= 2
+    by_rows = getattr(backend, "RUNS_OF_ROWS", False) and isinstance(call.pattern, Pattern)
+    least = widest_tile(call.plan) if by_rows else n
+    rows = n if shared > 1 else _halved(n, least)
+    while rows:
+        runs = spans(call.plan, rows)
+        queries, keys = max(s.last - s.first for s in runs), max(s.key_last - s.key_first for s in runs)
+        pairs = max(s.pairs for s in runs) if rows < n else None
+        # Tokens for dropout; sums of dK and dV of a key head, to which a CPU adds a share in another dtype by way of a
+        # copy; gradients and LSE of the rows without their neighbours'.
+        tokens = 48 * n if call.dropout_p else 0
+        sums = wide * (n * (d + e) + keys * max(d, e)) if direction == "backward" and item != wide else 0
+        edges = queries * (item * e + 2 * wide) if direction == "backward" else 0
+        sizes[rows] = in_chunks(Extent(queries, keys, 1, 1, pairs), tokens, sums, edges)
+        rows = _halved(rows, least)
+    return sizes
+
+
+def _halved(rows: int, least: int) -> int:
+    """Half of some rows in multiples of the least, 0 where they are the least."""
+    return -(-rows // (2 * least)) * least if rows > least else 0
+
+
+def memory_of(device: torch.device) -> tuple[int, int]:
+    """Bytes that can still be taken, and bytes in all; on a CPU within the limits of the container and of `ulimit`."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device), total
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        known = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines}
+        free, total = known["MemAvailable"], known["MemTotal"]
+    except (OSError, KeyError, IndexError, ValueError):
+        raise must("memory_budget must be in bytes where free memory is unknown", f"a fraction on {device}") from None
+    for limit, used in _limits():
+        free, total = min(free, max(limit - used, 0)), min(total, limit)
+    return free, total
+
+
+def _limits() -> Iterator[tuple[int, int]]:
+    """Limits on this process's memory, each with what counts against it."""
+    group = Path("/sys/fs/cgroup")
+    with suppress(OSError, ValueError):
+        yield int((group / "memory.max").read_text()), int((group / "memory.current").read_text())
+    with suppress(ImportError, OSError):
+        import resource
+
+        limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+        if limit != resource.RLIM_INFINITY:
+            yield limit, status_bytes("VmSize")
+
+
+def status_bytes(name: str) -> int:
+    """What the system tells of this process's memory: VmRSS, VmHWM, VmSize."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(name):
+            return int(line.split()[1]) * 1024
+    raise OSError(f"the system does not report {name}")
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that could be had on a device now."""
+    return memory_of(device)[0]
+
+
+_remembered: OrderedDict[tuple[object, ...], int] = OrderedDict()
+"""Chunk sizes of calls that once ran out of memory, by direction, device and shape."""
+_lock = threading.Lock()
+
+
+def forget() -> None:
+    """Forget which calls ran out of memory."""
+    with _lock:
+        _remembered.clear()
+
+
+def _within(
+    direction: str, call: AttentionCall, name: str, memory_budget: int | float, run: Callable[[int], Found]
+) -> Found:
+    """Run with the largest chunks that fit; out of memory all the same, with half as much until it goes."""
+    kind = direction, name, call.device, call.query.dtype, call.query.shape, call.value.shape, call.plan.name
+    budget = int(memory_budget) if memory_budget > 1 else int(memory_budget * free_bytes(call.device))
+    need = memory(call, name, direction)
+    size = need.fitting(budget)
+    if size is None:
+        raise must(
+            f"memory_budget must be at least {min(need.sizes.values()):,} bytes for the "
+            f"{WORDS[direction]} of this call ({call.describe()})",
+            f"{budget:,}",
+            "Give more, or call with fewer samples, heads or tokens.",
+        )
+    with _lock:
+        size = min(size, _remembered.get(kind, size))
+    while True:
+        try:
+            return run(size)
+        except torch.OutOfMemoryError:
+            smaller = max((other for other in need.sizes if other < size), default=None)
+            if smaller is None:
+                raise
+        # Outside the handler, whose traceback would keep the tensors of the attempt.
+        size = smaller
+        _remember(kind, size, call)
+
+
+def _remember(kind: tuple[object, ...], size: int, call: AttentionCall) -> None:
+    if call.device.type == "cuda":
+        torch.cuda.empty_cache()
+    with _lock:
+        first = kind[1:] not in {known[1:] for known in _remembered}
+        _remembered[kind] = size
+        _remembered.move_to_end(kind)
+        while len(_remembered) > MOST_REMEMBERED:
+            _remembered.popitem(last=False)
+    if first:
+        warnings.warn(
+            f"out of memory in attention ({call.describe()}): going on with smaller chunks, and remembering them",
+            RuntimeWarning,
+            stacklevel=2,
+        )

@@ -1,0 +1,1 @@
+"""Attention over sequences that do not fit in memory."""

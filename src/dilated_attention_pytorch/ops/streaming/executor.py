@@ -1,0 +1,468 @@
+"""One pattern over one source, chunk after chunk of query rows, with the keys they see and no others.
+
+Branches of a dilated pattern whose segments lie inside a chunk are one call on the chunk itself. What reaches further
+is computed on buffers that hold the chunk's sampled queries and their segment's sampled keys (see plan/buffers.py), and
+merges by LSE.
+
+Legend: B batch, H query heads, G key heads, m rows of a chunk, n rows of a buffer, R queries of an excerpt.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...errors import must
+from ...kernels.call import AttentionCall, Forward, Gradients, empty_rows
+from ...kernels.registry import choose
+from ...patterns import And, Causal, Dilated, Pattern, as_pattern
+from ...patterns.base import integer
+from ...plan import own_block
+from ...plan.buffers import Excerpt, excerpts
+from ...plan.closed_forms import Grid, closed_form
+from ..attention import CallSettings, call_of, empty_attention
+from ..checks import check_tensors
+from ..derivatives import check_reverse_mode, scale_of
+from ..memory_budget import free_bytes
+from ..merge import AttentionOutput
+from .sinks import StreamShape
+from .sources import DifferentiableSource, Source
+
+FEW_KEYS = 4096
+"""Keys a head that a branch may always hold at a time, however short a chunk is."""
+DEFAULT_BUDGET = 2**30
+"""Bytes a stream on the CPU may take when nothing is said."""
+
+
+class _Run(NamedTuple):
+    """A chunk's rows under a pattern that reaches beyond them, in coordinates that chunks alike share."""
+
+    pattern: Pattern
+    n: int
+    begin: int
+    end: int
+    origin: int
+    """Token that position 0 stands for."""
+    recurs: bool
+    """Whether another chunk may ask for the same, but for its origin; its keys are few enough to keep."""
+    keys: tuple[int, int] | None = None
+    """The stretch of keys that is computed at a time, where all of them would be too many."""
+
+
+@dataclass(eq=False, slots=True)
+class _Held:
+    """Keys of one excerpt on the device, kept while chunks ask for the same."""
+
+    excerpt: Excerpt
+    origin: int
+    key: Tensor
+    value: Tensor
+    grads: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def tokens(self) -> Tensor:
+        """int64 [G, n] on the CPU, -1 for filler"""
+        return torch.where(self.excerpt.key_tokens < 0, -1, self.excerpt.key_tokens + self.origin)
+
+
+@dataclass(eq=False, slots=True)
+class Chunk:
+    """Some rows of the stream, and what has been found of them."""
+
+    begin: int
+    end: int
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    ready: torch.Event | None = None
+    """When a copy to the device has come to its end."""
+    inner: AttentionCall | None = None
+    runs: list[_Run] = field(default_factory=list)
+    """What reaches beyond the chunk."""
+
+
+class Streamer:
+    """One pattern over one source: chunks forward and backward, and the keys that outlast a chunk."""
+
+    def __init__(
+        self,
+        source: Source,
+        pattern: Pattern | str,
+        is_causal: bool,
+        scale: float | None,
+        enable_gqa: bool,
+        device: torch.device | str | None,
+        backend: str,
+    ) -> None:
+        self.source, self.backend = source, backend
+        self.n = integer("n of the source", source.n, 0)
+        query, key, value = source.rows(0, min(self.n, 1))
+        check_tensors(query, key, value, enable_gqa)
+        self.device = query.device if device is None else torch.device(device)
+        self.dtype, self.origin = query.dtype, query.device
+        self.batch, self.heads, _, self.width = query.shape
+        self.key_heads, self.value_width = key.shape[1], value.shape[3]
+        self.scale = scale_of(scale, self.width)
+        whole = as_pattern(pattern)
+        whole = whole & Causal() if is_causal else whole
+        self.pattern = whole.resolve(self.n, self.heads) if self.n else whole
+        self.block = own_block(self.pattern)
+        self.ladder, self.causal = _ladder(self.pattern)
+        self.grid = Grid(self.n, torch.device("cpu"))
+        self.held: dict[int | None, _Held] = {}
+        self._copies: torch.cuda.Stream | None = None
+        shape = (self.batch, self.heads, self.n, self.value_width)
+        self.about = StreamShape(shape, self.dtype, f"{self.pattern.describe()} at scale {self.scale!r}")
+
+    @property
+    def uploads(self) -> bool:
+        """Whether rows must be copied to the device."""
+        return self.origin.type != self.device.type
+
+    def copies(self) -> torch.cuda.Stream:
+        """The stream of copies between host and device."""
+        if self._copies is None:
+            self._copies = torch.cuda.Stream(self.device)
+        return self._copies
+
+    def chunk_rows(self, chunk: int | None, memory_budget: int | None, backward: bool = False) -> int:
+        """Rows of a chunk: as asked, or as many as fit, cut so that segments lie inside."""
+        if chunk is not None:
+            if memory_budget is not None:
+                raise must("chunk and memory_budget must not both be given", f"{chunk} and {memory_budget}")
+            return min(integer("chunk", chunk, 1), self.n)
+        if memory_budget is None:
+            memory_budget = free_bytes(self.device) // 4 if self.device.type == "cuda" else DEFAULT_BUDGET
+        fitting = integer("memory_budget", memory_budget, 1) // self.bytes_a_row(backward)
+        if fitting < 1:
+            raise must(f"memory_budget must hold a row, {self.bytes_a_row(backward):,} bytes", f"{memory_budget:,}")
+        if fitting >= self.n:
+            return self.n
+        step = self.block if fitting >= self.block else 1
+        for segment in sorted(self.ladder.segment_lengths) if self.ladder is not None else ():
+            if (wider := math.lcm(step, segment)) <= fitting:
+                step = wider
+        return fitting // step * step
+
+    def bytes_a_row(self, backward: bool = False) -> int:
+        """Device memory of one row: what comes in, what goes out, and what kernels carry between parts."""
+        given = self.heads * self.width + self.key_heads * (self.width + self.value_width)
+        found = self.heads * self.value_width
+        wide = 8 if self.dtype == torch.float64 else 4
+        once = self.dtype.itemsize * ((2 if self.uploads else 1) * given + 2 * found) + wide * (found + self.heads)
+        if self.ladder is None:
+            # Queries and keys are laid out anew, up to twice as many keys as the chunk has rows.
+            keys = self.key_heads * (self.width + self.value_width)
+            once += self.dtype.itemsize * (self.heads * self.width + 2 * keys + found) + 2 * wide * found
+        more = self.dtype.itemsize * (given + found) + wide * given if backward else 0
+        return max(1, self.batch) * (once + more)
+
+    def chunks(self, begin: int, end: int, rows: int) -> Iterator[Chunk]:
+        """The rows in order. One chunk is on its way to the device while the one before is computed."""
+        bounds = []
+        while begin < end:
+            # Chunks end at multiples of their length, wherever the stream begins, so that segments lie inside.
+            stop = min(begin // rows * rows + rows, end)
+            bounds.append((begin, stop))
+            begin = stop
+        if not self.uploads:
+            yield from (self._chunk(*one) for one in bounds)
+            return
+        ahead = self._chunk(*bounds[0]) if bounds else None
+        for index in range(len(bounds)):
+            own = ahead
+            assert own is not None
+            if own.ready is not None:
+                torch.cuda.current_stream(self.device).wait_event(own.ready)
+            yield own
+            ahead = self._chunk(*bounds[index + 1]) if index + 1 < len(bounds) else None
+
+    def _chunk(self, begin: int, end: int) -> Chunk:
+        given = self.source.rows(begin, end)
+        shapes = (
+            (self.batch, self.heads, end - begin, self.width),
+            (self.batch, self.key_heads, end - begin, self.width),
+            (self.batch, self.key_heads, end - begin, self.value_width),
+        )
+        for name, tensor, shape in zip(("query", "key", "value"), given, shapes, strict=True):
+            self._check(f"{name} of rows {begin} to {end - 1}", tensor, shape)
+        ready = None
+        if self.uploads and self.device.type == "cuda":
+            with torch.cuda.stream(self.copies()):
+                given = tuple(t.pin_memory().to(self.device, non_blocking=True) for t in given)
+                ready = self.copies().record_event()
+            for tensor in given:
+                tensor.record_stream(torch.cuda.current_stream(self.device))
+        else:
+            given = tuple(t.to(self.device) for t in given)
+        query, key, value = (t if t.stride(-1) == 1 else t.contiguous() for t in given)
+        return Chunk(begin, end, query, key, value, ready)
+
+    def _check(self, what: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
+        if tuple(tensor.shape) != shape or tensor.dtype != self.dtype:
+            got = f"{tuple(tensor.shape)} {tensor.dtype}"
+            raise must(f"{what} must have shape {shape} and dtype {self.dtype}", got, "The source is short or wrong.")
+        check_reverse_mode(tensor)
+
+    def forward(self, chunk: Chunk) -> AttentionOutput:
+        """Final rows of a chunk."""
+        if not self.batch:
+            return AttentionOutput(*empty_attention(chunk.query, chunk.key, chunk.value))
+        inside, chunk.runs = self._split(chunk.begin, chunk.end)
+        found = None
+        if inside is not None:
+            settings = CallSettings(pattern=inside.describe(), scale=self.scale, backend=self.backend)
+            chunk.inner = call_of(chunk.query, chunk.key, chunk.value, settings)
+            found = choose(chunk.inner, self.backend)[1].forward(chunk.inner)
+            if not chunk.runs:
+                return AttentionOutput(*found)
+        return self._merged(chunk, found)
+
+    def _split(self, begin: int, end: int) -> tuple[Pattern | None, list[_Run]]:
+        """What the chunk's own keys settle, and what reaches beyond them."""
+        if self.ladder is None:
+            run = _Run(self.pattern, self.n, begin, end, 0, False)
+            return None, [run._replace(keys=keys) for keys in self._stretches(begin, end)]
+        closed = [i for i, w in enumerate(self.ladder.segment_lengths) if self._closed(w, begin, end)]
+        inner = self._branches(closed) if closed else None
+        open_ = [i for i in range(len(self.ladder.segment_lengths)) if i not in closed]
+        return inner, [run for i in open_ for run in self._branch_runs(i, begin, end)]
+
+    def _stretches(self, begin: int, end: int) -> list[tuple[int, int] | None]:
+        """Stretches of keys, each small enough beside a chunk, that hold every key its rows can reach."""
+        first, last = (torch.tensor([token], device="cpu") for token in (begin, end - 1))
+        form = closed_form(self.pattern)
+        kinds = {form.head_key(head): head for head in range(self.heads)}
+        spans = [form.reach(first, last, head, self.grid) for head in kinds.values()]
+        low, order = torch.cat([span.first for span in spans]).sort()
+        high = torch.cat([span.last for span in spans])[order]
+        top = high.cummax(0).values
+        if not len(low):
+            return []
+        # What lies between two stretches that do not touch is not reached.
+        gap = (low[1:] - top[:-1] - 1).clamp(min=0)
+        most = max(2 * (end - begin), FEW_KEYS)
+        if int(top[-1] - low[0] + 1 - gap.sum()) <= most:
+            return [None]
+        cuts = range(int(low[0]) // most * most, int(top[-1]) + 1, most)
+        met = torch.zeros(len(cuts) + 1, dtype=torch.int64, device="cpu")
+        met.index_add_(0, low // most - cuts[0] // most, torch.ones_like(low))
+        met.index_add_(0, high // most - cuts[0] // most + 1, -torch.ones_like(low))
+        return [(at, at + most) for at, some in zip(cuts, met.cumsum(0).tolist(), strict=False) if some > 0]
+
+    def _closed(self, segment: int, begin: int, end: int) -> bool:
+        return begin % segment == 0 and (end % segment == 0 or end == self.n)
+
+    def _branches(self, indices: list[int], length: int | None = None) -> Pattern:
+        assert self.ladder is not None
+        lengths = tuple(length or self.ladder.segment_lengths[i] for i in indices)
+        rates = tuple(self.ladder.dilation_rates[i] for i in indices)
+        some = replace(self.ladder, segment_lengths=lengths, dilation_rates=rates)
+        return some & Causal() if self.causal else some
+
+    def _branch_runs(self, index: int, begin: int, end: int) -> list[_Run]:
+        assert self.ladder is not None
+        segment, rate = self.ladder.branches[index]
+        origin, rows = begin // segment * segment, end - begin
+        few, most = max(rows // 4, FEW_KEYS), max(2 * rows, FEW_KEYS) * rate
+        if end > origin + segment:
+            # Segments that the chunk's edges cut: those at the edges reach beyond it.
+            whole = _Run(self._branches([index]), self.n, begin, end, 0, False)
+            stop = min(-(-end // segment) * segment, self.n)
+            return [whole._replace(keys=(at, min(at + most, stop))) for at in range(origin, stop, most)]
+        # A segment is planned as a sequence of its own, and so once for all segments.
+        length, place = min(segment, self.n - origin), begin - origin
+        if not self.causal and place % rate + rows <= length:
+            # All keys are seen from anywhere: only which rows are sampled matters.
+            place %= rate
+        run = _Run(self._branches([index], length), length, place, place + rows, origin, length <= few * rate)
+        if run.recurs:
+            return [run]
+        return [run._replace(keys=(at, min(at + most, length))) for at in range(0, length, most)]
+
+    def _parts(self, chunk: Chunk) -> Iterator[tuple[int, AttentionCall, _Held]]:
+        """Calls for keys beyond the chunk, numbered by part. Keys that recur stay in memory after their call."""
+        recurring, parts = -1, ((run, excerpt) for run in chunk.runs for excerpt in self._excerpts(run))
+        for index, (run, excerpt) in enumerate(parts):
+            recurring += run.recurs
+            if excerpt.plan.parts:
+                held = self._hold(chunk, recurring if run.recurs else None, excerpt, run.origin)
+                query = self._gathered(chunk.query, excerpt)
+                yield index, AttentionCall(query, held.key, held.value, excerpt.plan, self.scale), held
+
+    def _excerpts(self, run: _Run) -> tuple[Excerpt, ...]:
+        make = _recurring if run.recurs else excerpts
+        shape = run.pattern, run.n, self.heads, self.key_heads, run.begin, run.end
+        return make(*shape, self.block, self.device, run.keys)
+
+    def _gathered(self, rows: Tensor, excerpt: Excerpt) -> Tensor:
+        """Rows of the chunk (B, H, m, ...) in the order of an excerpt's buffer, (B, H, n, ...); filler rows are 0.
+
+        A filler row may see keys that no row of the chunk sees. With zeros for its query, output, LSE and gradient
+        its weights are finite and it adds 0 to their gradients.
+        """
+        head = torch.arange(self.heads, device=self.device)[:, None]
+        filler = excerpt.query_rows < 0
+        gathered = rows[:, head, excerpt.query_rows.clamp(min=0)]
+        return gathered.masked_fill_(filler if rows.dim() == 3 else filler[..., None], 0)
+
+    def _hold(self, chunk: Chunk, index: int | None, excerpt: Excerpt, origin: int) -> _Held:
+        """The keys of an excerpt: those held already, those of the chunk, and the rest from the source."""
+        before = self.held.get(index)
+        if before is not None and before.excerpt.key_tokens is excerpt.key_tokens and before.origin == origin:
+            return before
+        shape = self.batch, self.key_heads, excerpt.plan.n
+        now = _Held(
+            excerpt,
+            origin,
+            torch.zeros(*shape, self.width, dtype=self.dtype, device=self.device),
+            torch.zeros(*shape, self.value_width, dtype=self.dtype, device=self.device),
+        )
+        tokens = now.tokens
+        missing = tokens >= 0
+        own = (tokens >= chunk.begin) & (tokens < chunk.end)
+        self._take(now, own, tokens - chunk.begin, chunk.key, chunk.value)
+        missing &= ~own
+        if before is not None:
+            at, known = _found_in(before.tokens, tokens)
+            self._take(now, known & missing, at, before.key, before.value)
+            missing &= ~known
+        if missing.any():
+            # Heads miss different numbers of tokens; short rows repeat one of their own, or token 0.
+            width = int(missing.sum(1).max())
+            order = torch.argsort((~missing).to(torch.uint8), dim=1, stable=True)[:, :width]
+            wanted = tokens.gather(1, order).clamp(min=0)
+            real = missing.gather(1, order)
+            key, value = self.source.keys(wanted)
+            for name, tensor, last in (("key", key, self.width), ("value", value, self.value_width)):
+                self._check(f"{name} of {width} scattered tokens", tensor, (*shape[:2], width, last))
+            back = torch.zeros_like(tokens).scatter_(1, order, torch.arange(width, device="cpu").expand_as(order))
+            chosen = torch.zeros_like(missing).scatter_(1, order, real)
+            self._take(now, chosen, back, key.to(self.device), value.to(self.device))
+        if index is not None:
+            self._flush(before)
+            self.held[index] = now
+        return now
+
+    def _take(self, held: _Held, where: Tensor, row: Tensor, key: Tensor, value: Tensor) -> None:
+        """Copy rows of key and value to the places of a buffer that `where` (G, n) marks."""
+        head, place = where.nonzero(as_tuple=True)
+        if len(head):
+            head, place, row = self._moved(head, place, row[where])
+            held.key[:, head, place] = key[:, head, row]
+            held.value[:, head, place] = value[:, head, row]
+
+    def _moved(self, *indices: Tensor) -> tuple[Tensor, ...]:
+        """Indices on the device, without waiting for what it is doing."""
+        if self.device.type != "cuda":
+            return tuple(index.to(self.device) for index in indices)
+        return tuple(index.pin_memory().to(self.device, non_blocking=True) for index in indices)
+
+    def _rows(self, chunk: Chunk) -> tuple[tuple[Tensor, Tensor], Callable[[int, Excerpt], tuple[Tensor, Tensor]]]:
+        """Head and row of queries that reach beyond the chunk, and where those of a part lie in its buffer and here."""
+        m = chunk.end - chunk.begin
+        if chunk.runs and all(run.recurs for run in chunk.runs):
+            parts = tuple(excerpt for run in chunk.runs for excerpt in self._excerpts(run))
+            touched, places = _recurring_places(parts, m, self.device)
+            return touched, lambda index, _: places[index]
+        every = torch.arange(self.heads * m, device=self.device)
+        return (every // m, every % m), lambda _, part: (part.places.to(self.device), part.queries.to(self.device))
+
+    def _merged(self, chunk: Chunk, found: Forward | None) -> AttentionOutput:
+        """Fold what the excerpts find into the rows they touch, in the compute dtype, and round once."""
+        wide = torch.float64 if self.dtype == torch.float64 else torch.float32
+        if found is None:
+            output = empty_rows(chunk.query, self.value_width).zero_()
+            lse = torch.full(chunk.query.shape[:3], -torch.inf, dtype=wide, device=self.device)
+        else:
+            output, lse = found
+        (head, row), lies = self._rows(chunk)
+        total, logs = output[:, head, row].to(wide), lse[:, head, row]
+        for index, call, held in self._parts(chunk):
+            place, at = lies(index, held.excerpt)
+            part, part_lse = (t.flatten(1, 2)[:, place] for t in choose(call, self.backend)[1].forward(call))
+            before = logs[:, at]
+            after = torch.logaddexp(before, part_lse)
+            seen = after != -torch.inf
+            old, share = (torch.where(seen, (one - after).exp(), 0.0)[..., None] for one in (before, part_lse))
+            total[:, at] = total[:, at] * old + part * share
+            logs[:, at] = after
+        output[:, head, row] = total.to(output.dtype)
+        lse[:, head, row] = logs
+        return AttentionOutput(output, lse)
+
+    def backward(self, chunk: Chunk, found: AttentionOutput, grad_output: Tensor) -> Gradients:
+        """Gradients of a chunk's rows by its own queries; those of keys elsewhere are kept until their last chunk."""
+        if chunk.inner is not None:
+            grads = choose(chunk.inner, self.backend)[1].backward(chunk.inner, *found, grad_output, None)
+        else:
+            grads = Gradients(*(torch.zeros_like(t) for t in (chunk.query, chunk.key, chunk.value)))
+        if not chunk.runs:
+            return grads
+        wide = torch.float64 if self.dtype == torch.float64 else torch.float32
+        (head, row), lies = self._rows(chunk)
+        total = grads.query[:, head, row].to(wide)
+        for index, call, held in self._parts(chunk):
+            place, at = lies(index, held.excerpt)
+            output, lse, grad = (self._gathered(t, held.excerpt) for t in (*found, grad_output))
+            part = choose(call, self.backend)[1].backward(call, output, lse, grad, None)
+            total[:, at] += part.query.flatten(1, 2)[:, place].to(wide)
+            if held.grads is None:
+                held.grads = torch.zeros_like(held.key, dtype=wide), torch.zeros_like(held.value, dtype=wide)
+            for sum_, one in zip(held.grads, part[1:], strict=True):
+                sum_ += one
+            if held not in self.held.values():
+                self._flush(held)
+        grads.query[:, head, row] = total.to(grads.query.dtype)
+        return grads
+
+    def _flush(self, held: _Held | None) -> None:
+        """Give the source the gradients of keys that are about to be dropped."""
+        if held is not None and held.grads is not None:
+            assert isinstance(self.source, DifferentiableSource)
+            self.source.add_key_gradients(held.tokens.clamp(min=0), *held.grads)
+            held.grads = None
+
+    def flush(self) -> None:
+        """Give the source all gradients that are still kept."""
+        for held in self.held.values():
+            self._flush(held)
+
+
+def _ladder(pattern: Pattern) -> tuple[Dilated | None, bool]:
+    """The pattern as dilated branches that can be computed apart, and whether it is causal; None for any other."""
+    match pattern:
+        case Dilated(heads="all", overlap="count"):
+            return pattern, False
+        case And(Dilated(heads="all", overlap="count") as dilated, Causal()):
+            return dilated, True
+        case And(Causal(), Dilated(heads="all", overlap="count") as dilated):
+            return dilated, True
+        case _:
+            return None, False
+
+
+_recurring = lru_cache(maxsize=128)(excerpts)
+"""Excerpts of segments, planned once however many segments are alike."""
+
+
+@lru_cache(maxsize=16)
+def _recurring_places(
+    parts: tuple[Excerpt, ...], m: int, device: torch.device
+) -> tuple[tuple[Tensor, Tensor], list[tuple[Tensor, Tensor]]]:
+    queries = torch.unique(torch.cat([part.queries for part in parts]))
+    places = [(part.places.to(device), torch.searchsorted(queries, part.queries).to(device)) for part in parts]
+    return ((queries // m).to(device), (queries % m).to(device)), places
+
+
+def _found_in(held: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
+    """Where tokens (G, n) lie in the buffer rows of others (G, k), and which do; the last of equal tokens."""
+    ordered, at = held.sort(dim=1)
+    slot = torch.searchsorted(ordered, wanted).clamp(max=held.shape[1] - 1)
+    return at.gather(1, slot), (ordered.gather(1, slot) == wanted) & (wanted >= 0)

@@ -1,0 +1,217 @@
+"""Attention over sequences that do not fit: final rows reach a sink once and in order, chunk after chunk."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...errors import must, must_be
+from ...patterns import Pattern
+from ...patterns.base import integer
+from ..merge import AttentionOutput
+from .executor import Streamer
+from .sinks import Sink, as_sink
+from .sources import DifferentiableSource, Source, Three, as_source
+
+SECONDS_QUIET = 2.0
+
+
+class Streamed(NamedTuple):
+    """What a stream did."""
+
+    begin: int
+    end: int
+    """Rows `begin` to `end - 1` reached the sink."""
+    chunk: int
+    seconds: float
+
+
+def streamed_attention(
+    source: Source | Three,
+    pattern: Pattern | str,
+    sink: object,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    chunk: int | None = None,
+    memory_budget: int | None = None,
+    begin: int | None = None,
+    end: int | None = None,
+    device: torch.device | str | None = None,
+    backend: str = "auto",
+    progress: bool = False,
+) -> Streamed:
+    """`attention` over a sequence that need not fit, chunk after chunk.
+
+    Args:
+        source: (query, key, value) as tensors anywhere, or what has `n`, `rows(begin, end)` and `keys(tokens)`.
+        pattern: who may see whom, as a value or as text for `parse`.
+        sink: a tensor (B, H, N, E), a path of a .npy file, a function `take(begin, output, lse)`, or a `Sink`.
+        is_causal: also require the key not to come after the query.
+        scale: factor on the scores; 1 / sqrt(D) by default.
+        enable_gqa: let query head h read key head h // (H / G).
+        chunk: query rows computed at a time; best a multiple of a dilated pattern's segments.
+        memory_budget: bytes that chunks may take on the device, when `chunk` is not given; a quarter of what is free on
+            a GPU, 1 GiB elsewhere. Memory of the source and the sink comes on top.
+        begin: first row to compute; by default where an earlier stream to the same file ended, else 0.
+        end: row to stop before; by default the end of the sequence.
+        device: where to compute; by default where the source's rows are. Copies to a GPU overlap with computing.
+        backend: as for `attention`.
+        progress: say on stderr how far the stream is and how long it will take, when it takes over two seconds.
+
+    Returns:
+        Which rows reached the sink. An error or Ctrl-C passes through with a note that says the same, and what was
+        written stays valid.
+
+    >>> import torch
+    >>> from dilated_attention_pytorch import attention
+    >>> from dilated_attention_pytorch.ops.streaming.stream import streamed_attention
+    >>> q, k, v = torch.randn(3, 1, 4, 1000, 16).unbind()
+    >>> output = torch.empty(1, 4, 1000, 16)
+    >>> streamed_attention((q, k, v), "dilated:64x1,256x4,1024x16", output, chunk=256).end
+    1000
+    >>> torch.allclose(output, attention(q, k, v, "dilated:64x1,256x4,1024x16"), atol=1e-6)
+    True
+    """
+    streamer = Streamer(as_source(source), pattern, is_causal, scale, enable_gqa, device, backend)
+    whole = as_sink(sink)
+    end = streamer.n if end is None else integer("end", end, 0)
+    if end > streamer.n:
+        raise must(f"end must be at most the {streamer.n} tokens of the source", end)
+    rows = streamer.chunk_rows(chunk, memory_budget)
+    done = started = 0
+    began = time.monotonic()
+    try:
+        first = whole.open(streamer.about)
+        done = started = first if begin is None else integer("begin", begin, 0)
+        if started > end:
+            raise must(f"begin must be at most end, {end}", started)
+        report = _Progress(started, end) if progress else None
+        waiting = None
+        with torch.no_grad():
+            for piece in streamer.chunks(started, end, rows):
+                leaving = _Leaving(piece.begin, streamer.forward(piece), streamer, whole)
+                # Rows of the next chunk need the memory of these.
+                del piece
+                if leaving.event is None:
+                    done = leaving.finish()
+                    leaving = None
+                elif waiting is not None:
+                    # The device has its next work before the host waits for the last.
+                    done = waiting.finish()
+                waiting = leaving
+                if report is not None:
+                    report(done)
+            if waiting is not None:
+                done = waiting.finish()
+        if report is not None:
+            report.close(done)
+    except BaseException as error:
+        error.add_note(
+            f"rows {started} to {done - 1} of {streamer.n} are complete; go on with begin={done}"
+            if done > started
+            else f"no row was completed; go on with begin={started}"
+        )
+        raise
+    finally:
+        whole.close()
+    return Streamed(started, done, rows, time.monotonic() - began)
+
+
+def streamed_gradients(
+    source: DifferentiableSource,
+    pattern: Pattern | str,
+    grad_of: Callable[[int, Tensor, Tensor], Tensor],
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    chunk: int | None = None,
+    memory_budget: int | None = None,
+    device: torch.device | str | None = None,
+    backend: str = "auto",
+    progress: bool = False,
+) -> Streamed:
+    """The backward of `streamed_attention`, by a second stream that computes each chunk anew.
+
+    Args:
+        source: takes the gradients of the rows it gave. Keys that many chunks see get their sum once.
+        pattern: as for the forward, like all that follows.
+        grad_of: `grad_of(begin, output, lse)` gives the gradient of these rows of the output, (B, H, m, E).
+        is_causal, scale, enable_gqa, chunk, memory_budget, device, backend, progress: see `streamed_attention`.
+    """
+    if not isinstance(source, DifferentiableSource):
+        raise must_be("source must have add_gradients and add_key_gradients", type(source).__name__)
+    streamer = Streamer(source, pattern, is_causal, scale, enable_gqa, device, backend)
+    rows = streamer.chunk_rows(chunk, memory_budget, backward=True)
+    report = _Progress(0, streamer.n) if progress else None
+    began = time.monotonic()
+    with torch.no_grad():
+        for piece in streamer.chunks(0, streamer.n, rows):
+            found = streamer.forward(piece)
+            grad_output = grad_of(piece.begin, found.output, found.lse)
+            grads = streamer.backward(piece, found, grad_output.to(found.output.dtype))
+            source.add_gradients(piece.begin, piece.end, *grads)
+            if report is not None:
+                report(piece.end)
+        streamer.flush()
+    if report is not None:
+        report.close(streamer.n)
+    return Streamed(0, streamer.n, rows, time.monotonic() - began)
+
+
+class _Leaving:
+    """A chunk's result on its way to the sink."""
+
+    def __init__(self, begin: int, found: AttentionOutput, streamer: Streamer, sink: Sink) -> None:
+        self.begin, self.sink, self.event = begin, sink, None
+        self.found = found
+        if streamer.device.type == "cuda" and not sink.on_device:
+            copies = streamer.copies()
+            copies.wait_stream(torch.cuda.current_stream(streamer.device))
+            with torch.cuda.stream(copies):
+                kept = [
+                    torch.empty(t.shape, dtype=t.dtype, pin_memory=True, device="cpu").copy_(t, non_blocking=True)
+                    for t in found
+                ]
+                for tensor in found:
+                    tensor.record_stream(copies)
+                self.event = copies.record_event()
+            self.found = AttentionOutput(*kept)
+
+    def finish(self) -> int:
+        """Hand it over, and say which row comes next."""
+        if self.event is not None:
+            self.event.synchronize()
+        self.sink.write(self.begin, *self.found)
+        return self.begin + self.found.lse.shape[2]
+
+
+class _Progress:
+    """Says on stderr how far a stream is, not before two seconds and not more often."""
+
+    def __init__(self, begin: int, end: int) -> None:
+        self.begin, self.end = begin, end
+        self.began = self.said = time.monotonic()
+
+    def __call__(self, done: int) -> None:
+        now = time.monotonic()
+        if now - self.said < SECONDS_QUIET or done == self.begin:
+            return
+        self.said = now
+        rate = (done - self.begin) / (now - self.began)
+        left = (self.end - done) / rate
+        share = (done - self.begin) / (self.end - self.begin)
+        text = f"{share:6.1%} of {self.end - self.begin:,} rows, {rate:,.0f} a second, about {left:,.0f} s left"
+        print(f"\r{text}   ", end="", file=sys.stderr, flush=True)
+
+    def close(self, done: int) -> None:
+        """End the line, where one was begun."""
+        if self.said > self.began:
+            print(f"\r{'100.0%' if done == self.end else 'stopped'} of {self.end - self.begin:,} rows", file=sys.stderr)

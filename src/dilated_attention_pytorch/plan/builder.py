@@ -1,0 +1,340 @@
+"""From a pattern to its plan, in time and memory of the blocks it keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ..errors import must
+from ..patterns import BlockPattern, Packed, Pattern, as_pattern
+from ..patterns.base import integer
+from .closed_forms import ALL, NONE, Grid, Tiles, block_pairs, closed_form, ranges
+from .packed import lay_out
+from .plan import Axis, Masks, Part, Plan
+from .terms import Segments, Term, packed_form, terms_of
+from .tile_lists import build_walk, join_walks
+
+BLOCK_SIZES = (16, 32, 64, 128, 256)
+MOST_TILES = 2**26
+"""Tiles of a sequence in one plan: half a gigabyte for each integer that a tile has."""
+MOST_HEADS = 2**16
+"""Planning looks at every head."""
+Meetings = tuple[Tensor, Tensor, Tensor]
+"""Pairs of tiles that meet, ordered, each int64: query tile, key tile, mask (-1 where whole)."""
+MEETINGS_ON_CPU, MEETINGS_ON_GPU = 2**19, 2**24
+"""Pairs of tiles listed in one go: what a CPU's cache likes, and what keeps a GPU busy."""
+
+
+def make_plan(
+    pattern: Pattern | str,
+    n: int,
+    heads: int,
+    block_size: int | None = None,
+    device: torch.device | str = "cpu",
+) -> Plan:
+    """Plan attention over `n` tokens and `heads` heads.
+
+    Args:
+        pattern: who may see whom, or its text.
+        n: tokens in the sequence.
+        heads: query heads.
+        block_size: edge of a tile, a power of two from 16 to 256. By default the pattern's own block, else 128.
+        device: where the plan's integers live.
+
+    >>> from dilated_attention_pytorch import SlidingWindow, make_plan
+    >>> make_plan(SlidingWindow(256), n=4096, heads=8).density
+    0.150390625
+    """
+    pattern, n, heads = as_pattern(pattern), integer("n", n, 1), integer("heads", heads, 1, MOST_HEADS)
+    block_size = own_block(pattern) if block_size is None else block_size
+    if block_size not in BLOCK_SIZES:
+        raise must(f"block_size must be a power of two, one of {BLOCK_SIZES}", block_size)
+    if n > MOST_TILES * block_size:
+        raise must(
+            f"a plan must have at most {MOST_TILES:,} tiles a side",
+            f"{n:,} tokens, {-(-n // block_size):,} tiles of {block_size}",
+            "plan_rows plans some of the rows.",
+        )
+    resolved = pattern.resolve(n, heads)
+    laid, plan = packed_form(resolved), None
+    if isinstance(laid, Packed):
+        plan = _plan_packed(laid, heads, block_size, torch.device(device))
+    if plan is None:
+        plan = _plan(laid, n, heads, block_size, torch.device(device))
+    parts = tuple(part for part in plan.parts if len(part.by_query.full) + len(part.by_query.partial))
+    return replace(plan, name=resolved.describe(), parts=parts)
+
+
+def _plan(resolved: Pattern, n: int, heads: int, block_size: int, device: torch.device) -> Plan:
+    grid = Grid(n, device)
+    masks = MaskTable(block_size, device)
+    built = [_part(term, heads, block_size, grid, masks) for term in terms_of(resolved, heads)]
+    parts, blocks = zip(*built, strict=True)
+    return Plan(resolved.describe(), n, heads, block_size, parts, masks.finish(), sum(blocks))
+
+
+def _plan_packed(pattern: Packed, heads: int, block_size: int, device: torch.device) -> Plan | None:
+    """Plan documents of one length once and lay them one after another; None where documents differ in their parts."""
+    plans = {
+        length: _plan(pattern.document(length), length, heads, block_size, device) for length in set(pattern.lengths)
+    }
+    outlines = {
+        tuple((part.queries.rate, *part.queries.offset.tolist(), *part.head_class.tolist()) for part in plan.parts)
+        for plan in plans.values()
+    }
+    return lay_out([plans[length] for length in pattern.lengths]) if len(outlines) == 1 else None
+
+
+def own_block(pattern: Pattern) -> int:
+    """Default tile size of a pattern: the smallest of its block sizes, at most 128."""
+    sizes = [size for size in closed_form(pattern).block_sizes if size in BLOCK_SIZES]
+    return min([128, *sizes])
+
+
+def _part(term: Term, heads: int, block_size: int, grid: Grid, masks: MaskTable) -> tuple[Part, int]:
+    layout = Layout(term.axis, heads, block_size, grid)
+    groups = head_classes(term, heads, layout)
+    head_class = [-1] * heads
+    for index, group in enumerate(groups):
+        for head in group:
+            head_class[head] = index
+    by_query, by_key, blocks = [], [], 0
+    for several, (query, key, mask) in _meetings_of_classes(term, groups, layout, grid, masks):
+        # A row of a later class in the same list stands behind all tiles of those before it.
+        owner = query // layout.tiles * layout.tiles
+        transposed = torch.argsort(owner + key, stable=True)
+        bases = tuple(base.repeat(len(several)) for base in layout.bases)
+        by_query.append(build_walk(query, key, mask, bases))
+        by_key.append(
+            build_walk((owner + key)[transposed], (query - owner)[transposed], mask[transposed], bases),
+        )
+        members = torch.tensor([len(group) for group in several], device=grid.device)
+        blocks += int(members[query // layout.tiles].sum())
+    classes = torch.tensor(head_class, dtype=torch.int32, device=grid.device)
+    return Part(layout.axis, layout.axis, classes, join_walks(by_query), join_walks(by_key)), blocks
+
+
+class Layout:
+    """An axis cut into tiles, with what the planner needs beyond what a kernel does."""
+
+    def __init__(self, segments: Segments, heads: int, block_size: int, grid: Grid) -> None:
+        begin, end = segments.bounds(grid.n, grid.device)
+        self.span = segments.rate * block_size
+        self.rate = segments.rate
+        offsets = torch.tensor(segments.offsets or (0,) * heads, dtype=torch.int32, device=grid.device)
+        self.offsets = offsets.tolist()
+        counts = -(-(end - begin) // self.span)
+        self.segment, local = ranges(torch.zeros_like(counts), counts)
+        self.first_tile = (counts.cumsum(0) - counts)[self.segment]
+        self.tile_count = counts[self.segment]
+        self.segment_start = begin[self.segment]
+        self.axis = Axis(segments.rate, offsets, self.segment_start + local * self.span, end[self.segment])
+        self.tiles = self.axis.tiles
+        self.block_size = block_size
+        own = torch.arange(self.tiles, device=grid.device)
+        self.bases = (own,) if len(begin) == 1 else (self.first_tile, own)
+        """Tiles a row's list may be counted from, most promising first."""
+
+    def edges(self, offset: int) -> tuple[Tensor, Tensor]:
+        """Tokens of each tile's first and last element; the last that exists, where the tile is ragged."""
+        first = self.axis.start + offset
+        last = first + self.rate * (self.block_size - 1)
+        existing = first + (self.axis.end - 1 - first).clamp(min=0) // self.rate * self.rate
+        return first, torch.minimum(last, existing)
+
+    def ragged(self, offset: int) -> Tensor:
+        """Tiles whose last elements do not all exist for a head that samples this residue."""
+        return self.axis.start + offset + self.rate * (self.block_size - 1) >= self.axis.end
+
+
+def head_classes(term: Term, heads: int, layout: Layout) -> list[list[int]]:
+    """Heads that share their lists. Offsets matter only to conditions that know absolute positions."""
+    shifts_matter = not all(closed_form(p).is_shift_invariant for p in term.conditions)
+    classes: dict[object, list[int]] = {}
+    for head in sorted(term.heads) if term.heads is not None else range(heads):
+        own = tuple(closed_form(p).head_key(head) for p in term.conditions)
+        classes.setdefault((own, layout.offsets[head] if shifts_matter else None), []).append(head)
+    return list(classes.values())
+
+
+def _meetings_of_classes(
+    term: Term, groups: list[list[int]], layout: Layout, grid: Grid, masks: MaskTable
+) -> Iterator[tuple[list[list[int]], Meetings]]:
+    """The meetings of every head class, several at once where the pattern lists them itself."""
+    match term:
+        case Term(axis, (BlockPattern() as pattern,), ()) if axis.whole and pattern.block == layout.block_size:
+            # Tiles are the pattern's own blocks, so its lists are the answer.
+            ragged = layout.ragged(0)
+            most = MEETINGS_ON_CPU if grid.device.type == "cpu" else MEETINGS_ON_GPU
+            at_once = 1 if len(groups) == 1 else max(1, most // max(1, len(block_pairs(pattern, groups[0][:1], grid))))
+            for first in range(0, len(groups), at_once):
+                several = groups[first : first + at_once]
+                pairs = block_pairs(pattern, [group[0] for group in several], grid)
+                query, key = pairs // layout.tiles, pairs % layout.tiles
+                cut = ragged[key] | ragged[query % layout.tiles]
+                yield several, (query, key, torch.where(cut, masks.everything, -1))
+        case _:
+            for group in groups:
+                yield [group], _meetings(term, group, layout, grid, masks)
+
+
+def _meetings(term: Term, group: list[int], layout: Layout, grid: Grid, masks: MaskTable) -> Meetings:
+    """Pairs of tiles that meet for one head class."""
+    # Heads of a class may sample different residues; the one that starts first has the longest tiles.
+    head = min(group, key=lambda member: layout.offsets[member])
+    offset = layout.offsets[head]
+    first, last = layout.edges(offset)
+    query, key = _candidates(term, first, last, head, offset, layout, grid)
+    return settled(term, group, query, key, layout, grid, masks)
+
+
+def settled(
+    term: Term, group: list[int], query: Tensor, key: Tensor, layout: Layout, grid: Grid, masks: MaskTable
+) -> Meetings:
+    """Candidate pairs with at least one allowed pair of existing elements, for one head class."""
+    head = min(group, key=lambda member: layout.offsets[member])
+    first, last = layout.edges(layout.offsets[head])
+    # A short segment may end before the residue that the class samples.
+    exists = first < layout.axis.end
+    if not bool(exists.all()):
+        both = exists[query] & exists[key]
+        query, key = query[both], key[both]
+    verdict = _verdicts(term, (first[query], last[query], first[key], last[key]), head, grid)
+    ragged = torch.stack([layout.ragged(offset) for offset in {layout.offsets[h] for h in group}]).any(0)
+    certain = verdict == ALL
+    mask = torch.where(certain & ~(ragged[key] | ragged[query]), -1, masks.everything).long()
+    open_ = (verdict != ALL) & (verdict != NONE)
+    kept = certain
+    if open_.any():
+        slots = open_.nonzero()[:, 0]
+        pairs = first[query[slots]], last[query[slots]], first[key[slots]], last[key[slots]]
+        own, some, whole = _element_masks(term, pairs, head, layout, grid, masks)
+        exact = whole & ~(ragged[key[slots]] | ragged[query[slots]])
+        mask[slots] = torch.where(exact, -1, own)
+        kept = certain.clone()
+        kept[slots] = some
+    return query[kept], key[kept], mask[kept]
+
+
+def _verdicts(term: Term, tiles: Tiles, head: int, grid: Grid) -> Tensor:
+    """Verdict on pairs of tiles under all conditions of a term."""
+    verdict = torch.full_like(tiles[0], ALL, dtype=torch.int8)
+    for pattern in term.where:
+        verdict = torch.minimum(verdict, closed_form(pattern).classify(tiles, head, grid))
+    for pattern in term.exclude:
+        verdict = torch.minimum(verdict, ALL - closed_form(pattern).classify(tiles, head, grid))
+    return verdict
+
+
+def _candidates(
+    term: Term, first: Tensor, last: Tensor, head: int, offset: int, layout: Layout, grid: Grid
+) -> tuple[Tensor, Tensor]:
+    """Pairs of tiles of one segment that may meet, ordered, each once."""
+    every = torch.arange(layout.tiles, device=grid.device)
+    best = every, torch.zeros_like(every), layout.tile_count
+    for pattern in term.where:
+        spans = closed_form(pattern).reach(first, last, head, grid)
+        origin = layout.segment_start[spans.row] + offset
+        low = ((spans.first - origin) // layout.span).clamp(min=0)
+        high = torch.minimum((spans.last - origin) // layout.span, layout.tile_count[spans.row] - 1)
+        spans = _joined(spans.row, low, (high - low + 1).clamp(min=0), layout.tiles)
+        best = min(best, spans, key=lambda option: int(option[2].sum()))
+    owner, local = ranges(*best[1:])
+    row = best[0][owner]
+    return sorted_once(row, layout.first_tile[row] + local, layout.tiles)
+
+
+def _joined(row: Tensor, low: Tensor, count: Tensor, columns: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Stretches of tiles with the longest of every row and first tile; a row may reach one tile by many keys."""
+    if len(row) <= columns:
+        return row, low, count
+    start, stretch = torch.unique(row * columns + low.clamp(max=columns - 1), return_inverse=True)
+    longest = torch.zeros_like(start).scatter_reduce_(0, stretch, count, "amax")
+    return start // columns, start % columns, longest
+
+
+def sorted_once(row: Tensor, column: Tensor, columns: int) -> tuple[Tensor, Tensor]:
+    """Pairs in order, each once."""
+    key = row * columns + column
+    if not bool((key.diff() > 0).all()):
+        key = torch.unique(key)
+    return key // columns, key % columns
+
+
+def _element_masks(
+    term: Term, tiles: Tiles, head: int, layout: Layout, grid: Grid, masks: MaskTable
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Mask index of each pair of tiles, and whether it allows some existing elements and all elements.
+
+    A pattern is undefined past the end of a segment: mask bits there are arbitrary, and kernels ignore them.
+    """
+    q0, q1, k0, k1 = tiles
+    # Tiles that are cut short share masks only with tiles that have as many elements.
+    columns = [q1 - q0, k1 - k0]
+    for pattern in term.conditions:
+        columns += closed_form(pattern).mask_keys(tiles, layout.span, head, grid)
+    label = torch.zeros_like(q0)
+    for column in columns:
+        values, inverse = torch.unique(column, return_inverse=True)
+        label = torch.unique(label * len(values) + inverse, return_inverse=True)[1]
+    count = int(label.max()) + 1
+    example = torch.empty(count, dtype=torch.int64, device=label.device)
+    example[label] = torch.arange(len(label), device=label.device)
+    step = layout.rate * torch.arange(layout.block_size, device=label.device)
+    indices, some, whole = [], [], []
+    for slots in example.split(512):
+        q = q0[slots][:, None, None] + step[:, None]
+        k = k0[slots][:, None, None] + step
+        allowed = torch.ones(len(slots), layout.block_size, layout.block_size, dtype=torch.bool, device=label.device)
+        for pattern in term.where:
+            allowed &= closed_form(pattern).count(q, k, head, grid) > 0
+        for pattern in term.exclude:
+            allowed &= closed_form(pattern).count(q, k, head, grid) == 0
+        exists = (q <= q1[slots][:, None, None]) & (k <= k1[slots][:, None, None])
+        indices.append(masks.add(allowed))
+        some.append((allowed & exists).flatten(1).any(1))
+        whole.append(allowed.flatten(1).all(1))
+    return tuple(torch.cat(column)[label] for column in (indices, some, whole))  # pyrefly: ignore[bad-return]
+
+
+class MaskTable:
+    """Collects element masks, each kept once."""
+
+    everything = 0
+    """Index of the mask that allows all; for tiles whose ragged end alone is checked."""
+
+    def __init__(self, block_size: int, device: torch.device) -> None:
+        self.block_size = block_size
+        whole = torch.ones(1, block_size, block_size, dtype=torch.bool, device=device)
+        self.bits = [self._pack(whole)]
+        self.bands = [self._bands(whole)]
+
+    def add(self, allowed: Tensor) -> Tensor:
+        """Indices of the masks, int64 [U], for bool [U, B, B]."""
+        base = sum(map(len, self.bits))
+        self.bits.append(self._pack(allowed))
+        self.bands.append(self._bands(allowed))
+        return base + torch.arange(len(allowed), device=allowed.device)
+
+    def finish(self) -> Masks:
+        return Masks(torch.cat(self.bits), torch.cat(self.bands))
+
+    def _pack(self, allowed: Tensor) -> Tensor:
+        words = allowed.unflatten(2, (-1, min(32, self.block_size))).long()
+        shifts = torch.arange(words.shape[-1], device=allowed.device)
+        packed = (words << shifts).sum(-1)
+        # The top bit of an unsigned word is the sign of an int32.
+        return torch.where(packed >= 2**31, packed - 2**32, packed).to(torch.int32)
+
+    def _bands(self, allowed: Tensor) -> Tensor:
+        edge = torch.arange(self.block_size, device=allowed.device)
+        difference = edge - edge[:, None]
+        low = torch.where(allowed, difference, self.block_size).flatten(1).amin(1)
+        high = torch.where(allowed, difference, -self.block_size).flatten(1).amax(1)
+        band = (difference >= low[:, None, None]) & (difference <= high[:, None, None])
+        exact = (band == allowed).flatten(1).all(1)
+        empty = torch.tensor([1, 0], device=allowed.device)
+        return torch.where(exact[:, None], torch.stack([low, high], 1), empty).to(torch.int32)

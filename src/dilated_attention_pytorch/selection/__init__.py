@@ -1,0 +1,1 @@
+"""Attention on chosen blocks: rank, attend, distill."""

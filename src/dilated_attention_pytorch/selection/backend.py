@@ -1,0 +1,380 @@
+"""Steps of learned attention, in torch and in Triton, and the choice between them.
+
+A call summarises blocks, factors their scores, ranks blocks, attends, and in training scores the rows of a distillation
+batch and computes their gradients. `why_not` decides about every step; a step runs in torch where Triton cannot run it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..kernels.dropout import fresh_seed
+from ..kernels.triton import backend as triton_backend
+from . import rank as ranking
+from . import scores as scoring
+from . import summaries
+from .attend import BlockAttend, TokenAttend
+from .distill import DistillInputs, distill_gradients
+from .rank import Budget
+from .row_scores import RowScores
+from .scores import BlockScores, KeyFeatures, Layer, ScorerParameters
+from .summaries import BlockSummaries
+from .types import DistillBatch, ScoreInputs, Selection, SelectionSettings
+
+STEP, GPU_STEP = 2**22, 2**26
+"""Scores, and elements of gathered keys, that distillation in torch holds at a time."""
+WIDEST_MATCH = 128
+MOST_UNITS = 256
+"""Sub-blocks of a row."""
+MOST_RANKED = 16384
+"""Blocks up to which kernels score every pair; beyond, a level of super-blocks costs less."""
+MOST_SCORED = 1024
+"""Blocks up to which the matches of a batch's rows with every block are held at once."""
+MOST_DISTILLED = 2**16 - 1
+"""Blocks that the grid of a launch can count."""
+
+_nothing = nullcontext()
+
+
+def allows_host_sync(device: torch.device) -> bool:
+    """Whether the host may read values of a device: a GPU would stall the host."""
+    return device.type != "cuda"
+
+
+def default_generator(device: torch.device) -> torch.Generator:
+    """Torch's default generator of a device."""
+    if device.type != "cuda":
+        return torch.default_generator
+    return torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
+
+
+def full_precision(device: torch.device) -> AbstractContextManager[object]:
+    """Context without autocast: blocks are scored in full precision."""
+    return torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else _nothing
+
+
+def prefers_sdpa(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether torch's dense attention is faster on short inputs: on a GPU, in 16 bits, of one shape."""
+    return (
+        query.is_cuda
+        and (dtype := query.dtype) is key.dtype is value.dtype
+        and dtype.itemsize == 2
+        and query.shape == key.shape == value.shape
+    )
+
+
+class Workload(NamedTuple):
+    """Properties of a call that decide which implementation runs a step."""
+
+    device: torch.device
+    dtype: torch.dtype
+    """Of queries"""
+    width: int
+    """Of queries and keys"""
+    blocks: int
+    match_rank: int = 0
+    layers: int = 2
+    row_units: int = 1
+    """Sub-blocks of a row"""
+    budget: Budget | None = None
+    uniform: bool = True
+    """Whether queries and keys have one length, width and dtype"""
+    records_graph: bool = False
+    """Whether scores need a graph, because gradients other than those of distillation reach them"""
+
+
+def why_not(step: str, work: Workload) -> str | None:
+    """Reason why Triton cannot run a step of a call, None if it can.
+
+    Steps are "summarise", "factor", "rank", "score_rows", "attend" (the lists of a selection by blocks) and "distill".
+    """
+    if allows_host_sync(work.device):
+        return f"needs a CUDA tensor, got {work.device.type}"
+    if not triton_backend.installed():
+        return "needs triton, which is not installed; CUDA builds of torch bring it"
+    if step == "attend":
+        return None
+    if work.dtype not in triton_backend.DTYPES:
+        return f"dtype must be float16, bfloat16 or float32, got {str(work.dtype).removeprefix('torch.')}"
+    if step == "summarise":
+        return None if work.uniform else "needs queries and keys of one length, width and dtype"
+    if step != "rank" and work.width > triton_backend.WIDEST:
+        return f"head width must be <= {triton_backend.WIDEST}, got {work.width}"
+    if step == "factor":
+        if work.records_graph:
+            return "records no graph"
+        return None if work.match_rank else "needs a match of rank >= 1, got 0"
+    most = {"rank": MOST_RANKED, "score_rows": MOST_SCORED, "distill": MOST_DISTILLED}[step]
+    if work.blocks > most:
+        return f"needs at most {most} blocks, got {work.blocks}"
+    if step == "distill":
+        return None
+    if work.layers != 2:
+        return f"needs a scorer of 2 layers, got {work.layers}"
+    if work.match_rank > WIDEST_MATCH:
+        return f"needs a match of rank <= {WIDEST_MATCH}, got {work.match_rank}"
+    if step == "score_rows":
+        return None if work.match_rank else "needs a match of rank >= 1, got 0"
+    if work.budget is not None and work.budget.room(work.blocks) < 1:
+        return "must list 1 block or more, got 0"
+    return None if work.row_units <= MOST_UNITS else f"needs rows of <= {MOST_UNITS} sub-blocks, got {work.row_units}"
+
+
+class Torch:
+    """Steps in torch: any device, dtype and size."""
+
+    summarise = staticmethod(summaries.summarise)
+    factor = staticmethod(scoring.factor)
+
+    @staticmethod
+    def rank(scores: BlockScores, seed: Tensor | None) -> tuple[Tensor, Tensor]:
+        """`Selection.indices` and `counts` of all rows."""
+        device = scores.visible.device
+        return ranking.rank(scores, torch.arange(scores.row_count, device=device), seed, allows_host_sync(device))
+
+    @staticmethod
+    def score_rows(scores: BlockScores, batch: DistillBatch, listed: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Scores of listed blocks for the batch's chosen rows, and of all blocks for its dense rows, if any."""
+        chosen, dense = batch.rows[: batch.chosen], batch.rows[batch.chosen :]
+        return scores.of(chosen, listed[:, :, chosen]), scores.of_all(dense) if len(dense) else None
+
+    distill = staticmethod(distill_gradients)
+
+
+class Triton:
+    """Steps in Triton: what `why_not` accepts."""
+
+    @staticmethod
+    def summarise(
+        query: Tensor, key: Tensor, size: int, row_unit: int, unit: int, padding: Tensor | None, before: bool
+    ) -> tuple[BlockSummaries, BlockSummaries]:
+        """See `summaries.summarise`."""
+        from .kernels.summaries import summarise
+
+        rows, keys = summarise(query, key, size, min(row_unit, size), min(unit, size), padding, before)
+        return BlockSummaries(*rows), BlockSummaries(*keys)
+
+    @staticmethod
+    def factor(
+        rows: BlockSummaries, keys: BlockSummaries, parameters: ScorerParameters, layers: list[Layer]
+    ) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor, Tensor] | None]:
+        """See `scores.factor`; also `halves` of `Factors`."""
+        from .kernels.summaries import factor
+
+        inputs = rows.summary, keys.summary, keys.units
+        return factor(*inputs, *layers[0], parameters.summary, parameters.match_key)
+
+    @staticmethod
+    def rank(scores: BlockScores, seed: Tensor | None) -> tuple[Tensor, Tensor]:
+        """`Selection.indices` and `counts` of all rows."""
+        from .kernels.choose_blocks import listed_blocks
+
+        assert scores.factors is not None
+        return listed_blocks(scores.factors, scores.visible, scores.settings, seed)
+
+    @staticmethod
+    def score_rows(scores: BlockScores, batch: DistillBatch, listed: Tensor) -> tuple[Tensor, None]:
+        """Scores of all blocks for all rows of the batch."""
+        parameters, batch.together = scores.parameters, True
+        leaves = *parameters.stacks, parameters.summary, parameters.match_query, parameters.match_key
+        rest = scores.factors, scores.inputs, batch.rows, scores.block_size, scores.per_token
+        return RowScores.apply(*leaves, parameters.log_temperature, *rest), None
+
+    @staticmethod
+    def distill(
+        inputs: DistillInputs,
+        batch: DistillBatch,
+        lse: Tensor,
+        grad_output: Tensor,
+        chosen_scores: Tensor | None,
+        dense_scores: Tensor | None,
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """See `distill.distill_gradients`."""
+        if chosen_scores is None and dense_scores is None:
+            return None, None
+        from .kernels.block_mass import distill_gradients
+
+        chosen = 0 if chosen_scores is None else batch.chosen
+        rows = batch.rows if chosen else batch.dense_rows
+        rows = rows if batch.together or dense_scores is not None else batch.chosen_rows
+        given = rows, chosen, chosen_scores, dense_scores, batch.together
+        settings = inputs.scale, inputs.key_padding_mask, batch.weight, batch.saliency
+        seen = batch.visible, lse.contiguous(), grad_output
+        *grads, batch.by_row = distill_gradients(inputs.query, inputs.key, inputs.selection, *given, *seen, *settings)
+        return grads[0], grads[1]
+
+
+def implementation(step: str, work: Workload) -> Callable[..., Any]:
+    """Implementation of a step for a call."""
+    return getattr(Torch if why_not(step, work) else Triton, step)
+
+
+class ScoringSteps(NamedTuple):
+    """Implementations of the steps that score blocks, chosen for one call."""
+
+    summarise: Callable[..., Any]
+    factor: Callable[..., Any]
+    rank: Callable[..., Any]
+    score_rows: Callable[..., Any]
+    records_graph: bool
+
+
+def choose_steps(work: Workload, distills: bool) -> ScoringSteps:
+    """Implementations for a call whose scorer learns by distillation alone, or otherwise needs a graph."""
+    score_rows = implementation("score_rows", work) if distills else Torch.score_rows
+    graph = work.records_graph and score_rows is Torch.score_rows
+    work = work._replace(records_graph=graph)
+    summarise, factor, rank = (implementation(step, work) for step in ("summarise", "factor", "rank"))
+    return ScoringSteps(summarise, factor, rank, score_rows, graph)
+
+
+def summarise(
+    query: Tensor, key: Tensor, settings: SelectionSettings, padding: Tensor | None, *, before: bool
+) -> tuple[BlockSummaries, BlockSummaries]:
+    """Summaries of blocks of queries (b, h, n, d) and keys (b, g, n, d); see `summaries.summarise`."""
+    run = implementation("summarise", _workload(query, key, settings))
+    return run(query, key, settings.block_size, settings.row_unit, settings.score_unit, padding, before)
+
+
+def _workload(query: Tensor, key: Tensor, settings: SelectionSettings, **more: Any) -> Workload:
+    uniform = query.shape[2:] == key.shape[2:] and key.dtype in triton_backend.DTYPES
+    blocks = -(-query.shape[2] // settings.block_size)
+    return Workload(query.device, query.dtype, query.shape[-1], blocks, uniform=uniform, **more)
+
+
+def score_blocks(
+    query: Tensor,
+    key: Tensor,
+    parameters: ScorerParameters,
+    settings: SelectionSettings,
+    padding: Tensor | None,
+    *,
+    distills: bool,
+) -> BlockScores:
+    """Scores of the blocks of (b, h, n, d) queries and (b, g, n, d) keys, computed on request.
+
+    Args:
+        query: also supplies the rows where rows are tokens.
+        key: as long as the query.
+        parameters: of the scorer.
+        settings: of scoring and ranking.
+        padding: bool (b, n), True where a key takes no part.
+        distills: gradients reach the scores by distillation alone.
+    """
+    query, key, size = query.detach(), key.detach(), settings.block_size
+    layers, rank = len(parameters.stacks) // 2, parameters.match_key.shape[2]
+    units = 1 if settings.per_token else size // min(settings.score_unit, size)
+    graph = torch.is_grad_enabled()
+    given = {"match_rank": rank, "layers": layers, "row_units": units, "records_graph": graph}
+    work = _workload(query, key, settings, budget=settings.budget, **given)
+    steps = choose_steps(work, distills and layers == 2 and not parameters.dropout)
+    with full_precision(query.device):
+        unit = settings.score_unit
+        rows, keys = steps.summarise(query, key, size, settings.row_unit, unit, padding, settings.is_causal)
+        keys = scoring.for_heads(keys, len(parameters.log_temperature))
+        with torch.set_grad_enabled(steps.records_graph):
+            cast = scoring.cast_layers(parameters.stacks, rows.summary.dtype)
+            hidden, columns, matched, halves = steps.factor(rows, keys, parameters, cast)
+            features = scoring.query_features(rows, hidden, parameters), KeyFeatures(columns, matched, keys.unit_there)
+    whole = padding is None and query.shape[2] % size == 0
+    scores = BlockScores(parameters, query, *features, cast, settings, whole)
+    scores.steps, scores.visible, scores.halves = steps, keys.there, halves
+    scores.inputs = ScoreInputs(rows.summary, keys.summary, keys.units)
+    return scores
+
+
+@torch.no_grad()
+def select(scores: BlockScores, n: int, explore: bool = False) -> Selection:
+    """Best blocks of every row of a sequence of n tokens; the first of equals.
+
+    With `explore`, Gumbel noise is added, as if blocks were drawn in proportion to their weight.
+    """
+    assert scores.steps is not None
+    settings, device = scores.settings, scores.visible.device
+    with full_precision(device):
+        indices, counts = scores.steps.rank(scores, fresh_seed(device) if explore else None)
+    sizes = n, settings.block_size, settings.is_causal, settings.per_token
+    return Selection(indices, counts, *sizes, settings.local_blocks, settings.sink_blocks)
+
+
+@torch.no_grad()
+def select_rows(scores: BlockScores, rows: Tensor, explore: bool = False) -> Tensor:
+    """`Selection.indices` of some rows of a sequence."""
+    device = scores.visible.device
+    with full_precision(device):
+        seed = fresh_seed(device) if explore else None
+        return ranking.rank(scores, rows, seed, allows_host_sync(device))[0]
+
+
+def score_rows(scores: BlockScores, batch: DistillBatch, listed: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Scores of a batch's rows, with gradients."""
+    assert scores.steps is not None
+    with full_precision(listed.device):
+        return scores.steps.score_rows(scores, batch, listed)
+
+
+def choose_attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    selection: Selection,
+    scale: float,
+    key_padding_mask: Tensor | None,
+    dropout_p: float,
+    seed: Tensor | None,
+    backend: str,
+    distilled_rows: Tensor | None,
+) -> BlockAttend | TokenAttend:
+    """Implementation of attention over a selection for one call."""
+    problem = why_not("attend", Workload(query.device, query.dtype, query.shape[-1], 0))
+    options = (
+        selection,
+        scale,
+        key_padding_mask,
+        dropout_p,
+        seed,
+        backend,
+        allows_host_sync(query.device),
+        distilled_rows,
+    )
+    if not selection.per_token:
+        if problem is not None:
+            return BlockAttend(*options)
+        from .kernels.lowering import ListedAttend
+
+        return ListedAttend(*options)
+    attend = TokenAttend(*options)
+    if problem is not None or backend not in ("auto", "triton"):
+        return attend
+    if triton_backend.why_not(attend.shared_call(query, key, value)) is not None:
+        return attend
+    from .kernels.gathered_attention import GatheredAttend
+
+    return GatheredAttend(*options)
+
+
+def distill_inputs(
+    query: Tensor,
+    key: Tensor,
+    selection: Selection,
+    scale: float,
+    key_padding_mask: Tensor | None,
+    listed_lse: Tensor | None = None,
+) -> DistillInputs:
+    """Attention whose block mass is measured, with the step size of its device."""
+    step = STEP if allows_host_sync(query.device) else GPU_STEP
+    return DistillInputs(query, key, selection, scale, key_padding_mask, step, listed_lse)
+
+
+def distill(
+    inputs: DistillInputs, batch: DistillBatch, lse: Tensor, grad_output: Tensor, *scores: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients of the scores of a batch's rows; see `distill.distill_gradients`."""
+    query = inputs.query
+    run = implementation("distill", Workload(query.device, query.dtype, query.shape[-1], inputs.selection.blocks))
+    return run(inputs, batch, lse, grad_output, *scores)

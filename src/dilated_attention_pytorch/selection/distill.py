@@ -1,0 +1,247 @@
+"""Attention mass of blocks and its distillation into a scorer, in torch.
+
+A scorer's distribution over a row's blocks is pulled towards the blocks' shares of attention: the gradient of the loss
+KL(p || softmax(z)) of a row is softmax(z) - p, which needs no graph. A row's own block is always kept; it takes part
+with the logit 0, so scores are relative to the attention of the own block.
+
+Shapes: b batch, h heads, r sampled rows (query blocks of q = B tokens, or tokens, q = 1), l blocks, n tokens, t blocks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .scores import BlockScores
+from .types import DistillBatch, Selection
+
+BATCH_BYTES = 128 * 2**20
+"""Memory for the scores of a batch's rows, for each of its two parts."""
+MOST_ROWS = {"block": 64, "token": 1024}
+"""Rows of all samples that are compared on their listed blocks in one step."""
+
+
+@lru_cache(maxsize=64)
+def _spacing(total: int, many: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Multiples of `total` for each count in `many`, and the count that divides each."""
+    # Cached tensors created in inference mode could not be used in training.
+    with torch.inference_mode(False):
+        multiples = torch.cat([torch.arange(one, device=device) * total for one in many])
+        return multiples, torch.cat([torch.full((one,), one, device=device) for one in many])
+
+
+def sampled(total: int, many: int, start: Tensor, others: int = 0) -> Tensor:
+    """`many` rows, then `others` rows, each drawn without repetition, ascending, int64.
+
+    Rows are evenly spaced from `start`, itself drawn from [0, total), so each has the same probability.
+    """
+    multiples, parts = _spacing(total, (min(many, total), min(others, total)), start.device)
+    return (multiples + start).floor_divide_(parts)
+
+
+def draw_batch(
+    scores: BlockScores, total: int, slots: int, dense_fraction: float, weight: float, saliency: bool
+) -> DistillBatch:
+    """Draw the rows on which the scorer is distilled in one step.
+
+    Args:
+        scores: of the rows.
+        total: rows of the sequence.
+        slots: blocks a row lists at most.
+        dense_fraction: fraction of rows compared on every block.
+        weight: of the loss.
+        saliency: see `DistillBatch`.
+    """
+    batch, heads, t, units = scores.unit_there.shape
+    hidden = scores.rows.shape[-1]
+    # Hidden units and sub-blocks of a pair, and their gradients; each listed block has its own copy of the keys.
+    a_listed, a_pair = (8 * batch * heads * (hidden + units * each) for each in (scores.rank, 1))
+    most = MOST_ROWS["token" if scores.per_token else "block"] // batch
+    start = torch.randint(total, (1,), device=scores.unit_there.device)
+    chosen = min(total, max(1, min(most, BATCH_BYTES // (a_listed * max(slots, 1)))))
+    dense = min(math.ceil(dense_fraction * total), max(1, BATCH_BYTES // (a_pair * t)))
+    return DistillBatch(sampled(total, chosen, start, dense), chosen, scores.visible, weight, saliency)
+
+
+class DistillInputs(NamedTuple):
+    """Attention whose block mass is measured."""
+
+    query: Tensor
+    key: Tensor
+    selection: Selection
+    scale: float
+    key_padding_mask: Tensor | None
+    step: int
+    """Scores, and elements of gathered keys, held at a time"""
+    listed_lse: Tensor | None = None
+    """(b, h, r, k): LSE of each listed block of the batch's chosen rows, if already computed"""
+
+    def tokens(self, rows: Tensor) -> Tensor:
+        """Query tokens of rows, int64 (r, q); past the end in a ragged block."""
+        if self.selection.per_token:
+            return rows[:, None]
+        size = self.selection.block_size
+        return rows[:, None] * size + torch.arange(size, device=rows.device)
+
+
+def query_weights(batch: DistillBatch, lse: Tensor, grad_output: Tensor, key_padding_mask: Tensor | None) -> Tensor:
+    """Weight of each query, (b, h, n) in the dtype of the LSE; 0 for padding."""
+    weights = grad_output.to(lse.dtype).norm(dim=-1) if batch.saliency else torch.ones_like(lse)
+    return weights if key_padding_mask is None else weights.masked_fill(key_padding_mask[:, None], 0.0)
+
+
+def distill_gradients(
+    inputs: DistillInputs,
+    batch: DistillBatch,
+    lse: Tensor,
+    grad_output: Tensor,
+    chosen_scores: Tensor | None,
+    dense_scores: Tensor | None,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients of the scores (b, h, r, k) of listed blocks and (b, h, r, t) of all blocks of the dense rows.
+
+    The loss is the mean over rows, samples and heads of each of the two, times the batch's weight, summed.
+    """
+    losses, grads = [], []
+    weights = query_weights(batch, lse, grad_output, inputs.key_padding_mask)
+    if chosen_scores is None:
+        grads.append(None)
+    else:
+        rows = batch.chosen_rows
+        blocks = inputs.selection.indices[:, :, rows].long()
+        own = inputs.selection.row_blocks()[rows].expand(blocks.shape[:3])
+        if inputs.listed_lse is None:
+            both = listed_mass(inputs, rows, torch.cat([own[..., None], blocks], -1), lse, weights)
+            own_mass, mass = both.split([1, blocks.shape[-1]], -1)
+        else:
+            own_mass = listed_mass(inputs, rows, own[..., None], lse, weights)
+            share = (inputs.listed_lse - lse[:, :, rows, None]).exp()
+            mass = share * weights[:, :, rows, None]
+        listed = blocks < inputs.selection.blocks
+        losses.append(compare_scores(chosen_scores, mass, own_mass, listed, batch.weight, grads))
+    if dense_scores is None:
+        grads.append(None)
+    else:
+        rows = batch.dense_rows
+        mass, whole = dense_mass(inputs, rows, weights)
+        own = inputs.selection.row_blocks()[rows]
+        column = torch.arange(mass.shape[-1], device=mass.device)
+        others = column < own[:, None] if inputs.selection.is_causal else column != own[:, None]
+        others = others & batch.visible[:, :, None]
+        own_mass = mass.gather(-1, own.expand(mass.shape[:3])[..., None])
+        losses.append(compare_scores(dense_scores, mass, own_mass, others, batch.weight, grads, batch.stats))
+        batch.stats["coverage"] = captured(lse, whole, inputs.tokens(rows))
+    if losses:
+        batch.stats["loss"] = torch.stack(losses).sum()
+    return grads[0], grads[1]
+
+
+def compare_scores(
+    scores: Tensor,
+    mass: Tensor,
+    own_mass: Tensor,
+    compared: Tensor,
+    weight: float,
+    grads: list[Tensor | None],
+    stats: dict[str, Tensor] | None = None,
+) -> Tensor:
+    """Loss of rows (b, h, r, l); appends its gradient with respect to the scores to `grads`, the entropy to `stats`."""
+    logits = torch.cat([torch.where(compared, scores.to(mass.dtype), -torch.inf), torch.zeros_like(own_mass)], -1)
+    predicted = logits.log_softmax(-1)
+    target = torch.cat([torch.where(compared, mass, 0.0), own_mass], -1)
+    total = target.sum(-1, keepdim=True)
+    # A row without weight, or with a weight that is not finite, has no gradient.
+    valid = (total > 0) & (total < torch.inf)
+    target = torch.where(valid, target / total, 0.0)
+    share = predicted.exp()
+    # Blocks that are not compared have probability 0 in both distributions.
+    log = predicted.clamp(min=-1e30)
+    terms = torch.xlogy(target, target) - target * log
+    rows = math.prod(scores.shape[:-1])
+    grad = torch.where(valid, share - target, 0.0)[..., :-1]
+    grads.append((grad * (weight / rows)).to(scores.dtype))
+    if stats is not None:
+        stats["entropy"] = -(share * log).sum(-1).mean()
+    return weight * terms.sum() / rows
+
+
+def spans(total: int, chunk: int) -> Iterator[tuple[int, int]]:
+    """[0, total) in runs of at most `chunk`, and at least 1."""
+    for begin in range(0, total, max(chunk, 1)):
+        yield begin, min(begin + max(chunk, 1), total)
+
+
+def listed_mass(inputs: DistillInputs, rows: Tensor, blocks: Tensor, lse: Tensor, weights: Tensor) -> Tensor:
+    """Weighted attention of each row on its blocks (b, h, r, l), the first being its own; entries t are unused."""
+    selection, key = inputs.selection, inputs.key
+    batch, heads, r, l = blocks.shape
+    size, n = selection.block_size, selection.n
+    reach = torch.arange(size, device=key.device)
+    sample = torch.arange(batch, device=key.device).view(-1, 1, 1, 1)
+    group = (torch.arange(heads, device=key.device) // (heads // key.shape[1])).view(-1, 1, 1)
+    found = []
+    width = 1 if selection.per_token else size
+    for begin, end in spans(r, inputs.step // (batch * heads * l * size * (width + key.shape[-1]))):
+        token = inputs.tokens(rows[begin:end])
+        real, token = token < n, token.clamp(max=n - 1)
+        column = (blocks[:, :, begin:end, :, None] * size + reach).flatten(3)
+        seen, column = column < n, column.clamp(max=n - 1)
+        if inputs.key_padding_mask is not None:
+            seen = seen & ~inputs.key_padding_mask[sample, column]
+        seen = seen[..., None, :]
+        if selection.is_causal:
+            seen = seen & (column[..., None, :] <= token[..., None])
+        keys = key[sample, group, column].to(lse.dtype)
+        scores = inputs.scale * (inputs.query[:, :, token].to(lse.dtype) @ keys.mT)
+        share = torch.where(seen, (scores - lse[:, :, token][..., None]).exp(), 0.0).unflatten(-1, (l, size)).sum(-1)
+        weight = (weights[:, :, token] * real)[..., None]
+        found.append(torch.where(weight > 0, share * weight, 0.0).sum(-2))
+    return torch.cat(found, 2)
+
+
+def dense_mass(inputs: DistillInputs, rows: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Weighted dense attention of rows on every block (b, h, r, t), and its LSE (b, h, r, q)."""
+    selection, dtype = inputs.selection, weights.dtype
+    batch, heads = inputs.query.shape[:2]
+    n, size, t = selection.n, selection.block_size, selection.blocks
+    width = 1 if selection.per_token else size
+    found, logs = [], []
+    for begin, end in spans(len(rows), inputs.step // (batch * heads * width * n)):
+        token = inputs.tokens(rows[begin:end])
+        real, token = token < n, token.clamp(max=n - 1)
+        scores = dense_scores(inputs, token, dtype)
+        log = scores.logsumexp(-1)
+        share = torch.where(scores > -torch.inf, (scores - log[..., None]).exp(), 0.0)
+        share = torch.nn.functional.pad(share, (0, t * size - n)).unflatten(-1, (t, size)).sum(-1)
+        weight = (weights[:, :, token] * real)[..., None]
+        found.append(torch.where(weight > 0, share * weight, 0.0).sum(-2))
+        logs.append(log)
+    return torch.cat(found, 2), torch.cat(logs, 2)
+
+
+def dense_scores(inputs: DistillInputs, token: Tensor, dtype: torch.dtype) -> Tensor:
+    """Scores of query tokens (r, q) with every key, (b, h, r, q, n), -inf where the key is masked."""
+    key = inputs.key
+    query = inputs.query[:, :, token].to(dtype)
+    batch, heads = query.shape[:2]
+    grouped = query.reshape(batch, key.shape[1], -1, query.shape[-1])
+    scores = (inputs.scale * (grouped @ key.to(dtype).mT)).view(batch, heads, *token.shape, -1)
+    if inputs.selection.is_causal:
+        later = torch.arange(key.shape[2], device=key.device) > token[..., None]
+        scores = scores.masked_fill_(later, -torch.inf)
+    if inputs.key_padding_mask is not None:
+        scores = scores.masked_fill_(inputs.key_padding_mask[:, None, None, None], -torch.inf)
+    return scores
+
+
+def captured(lse: Tensor, whole: Tensor, token: Tensor) -> Tensor:
+    """Mean share of a token's dense attention that its kept blocks hold, from both LSEs; `lse` is (b, h, n)."""
+    kept = lse[:, :, token.clamp(max=lse.shape[-1] - 1)]
+    seen = (whole > -torch.inf) & (token < lse.shape[-1])
+    share = torch.where(seen, (kept - whole).exp(), 0.0)
+    return share.sum() / seen.sum().clamp(min=1)

@@ -1,0 +1,1 @@
+"""Triton and Gluon kernels of attention on chosen blocks."""

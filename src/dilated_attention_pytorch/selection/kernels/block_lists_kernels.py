@@ -1,0 +1,232 @@
+"""Block lists of a selection laid out for the attention kernels: shapes alone place every row.
+
+Names as in `primitives`; P is the power of two that holds a list.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def store_partial(p_partial, o_entry, b_tile, b_mask, b_here, SIZE: tl.constexpr, TURNED: tl.constexpr):
+    """Entries as `lowering.partial_entries` has them: tile, mask, first and last difference of its band.
+
+    Differences are keys minus queries, or where TURNED queries minus keys.
+    """
+    p_line = p_partial + o_entry.to(tl.int64) * 4
+    tl.store(p_line, b_tile, mask=b_here)
+    tl.store(p_line + 1, b_mask, mask=b_here)
+    tl.store(p_line + 2, tl.where((b_mask > 0) & TURNED, 0, 1 - SIZE), mask=b_here)
+    tl.store(p_line + 3, tl.where((b_mask > 0) & (not TURNED), 0, SIZE - 1), mask=b_here)
+
+
+@triton.jit(do_not_specialize=["batch", "heads", "blocks", "listed", "sinks", "entries"])
+def query_lists_kernel(
+    p_indices, p_room, o_lists, o_rows, o_work, o_items, o_held, o_partial, batch, heads, blocks, listed, sinks,
+    entries, P: tl.constexpr, SIZE: tl.constexpr, LOCAL: tl.constexpr, CAUSAL: tl.constexpr, RAGGED: tl.constexpr,
+    HALVES: tl.constexpr, BY_ROW: tl.constexpr,
+):  # fmt: skip
+    """What one query block meets: tiles met whole, then those met in part, then room that is not used.
+
+    Blocks that every row sees come first among the meetings, its own after LOCAL - 1 others, then those listed for it.
+    With HALVES also items of 128 rows for Hopper; BY_ROW starts the same row of all heads together.
+    """
+    NEAR: tl.constexpr = LOCAL if CAUSAL else 2 * LOCAL - 1
+    tiles = batch * blocks
+    row = tl.program_id(0)
+    head = row // tiles
+    tile = row % tiles
+    sample = tile // blocks
+    own = tile % blocks
+    shared = NEAR + sinks
+    many = shared + listed
+    o_k = tl.arange(0, P)
+    b_block = own + o_k - (LOCAL - 1)
+    b_first = tl.where(tl.abs(own - (o_k - NEAR)) < LOCAL, -1, o_k - NEAR)
+    b_block = tl.where(o_k < NEAR, b_block, b_first)
+    p_own = p_indices + ((sample * heads + head).to(tl.int64) * blocks + own) * listed + o_k - shared
+    b_block = tl.where(o_k < shared, b_block, tl.load(p_own, mask=(o_k >= shared) & (o_k < many), other=-1))
+    b_some = (b_block >= 0) & (b_block < blocks)
+    b_mask = tl.full([P], -1, tl.int32)
+    if RAGGED:
+        b_mask = tl.where(b_block == blocks - 1, 0, b_mask)
+    if CAUSAL:
+        b_some = b_some & (b_block <= own)
+        b_mask = tl.where(b_block == own, 1, b_mask)
+    b_whole = (b_some & (b_mask < 0)).to(tl.int32)
+    b_part = (b_some & (b_mask >= 0)).to(tl.int32)
+    whole = tl.sum(b_whole, 0)
+    part = tl.sum(b_part, 0)
+    b_rest = 1 - b_whole - b_part
+    b_at = tl.where(b_whole > 0, tl.cumsum(b_whole, 0), whole + tl.cumsum(b_part, 0))
+    b_at = tl.where(b_rest > 0, whole + part + tl.cumsum(b_rest, 0), b_at) - 1
+    begin = row * many
+    o_entry = begin + b_at
+    b_tile = sample * blocks + tl.minimum(tl.maximum(b_block, 0), blocks - 1)
+    p_lists = p_room + o_lists
+    tl.store(p_lists + o_entry, b_tile, mask=o_k < many)
+    if RAGGED or CAUSAL:
+        b_mask = tl.maximum(b_mask, 0)
+        tl.store(p_lists + entries + o_entry, b_mask, mask=o_k < many)
+        if HALVES > 0:
+            store_partial(p_room + o_partial, o_entry, b_tile, b_mask, o_k < many, SIZE, False)
+    # Under a causal mask the last rows meet most.
+    place = (blocks - 1 - own) * batch + sample if CAUSAL else tile
+    o_c = tl.arange(0, 8)
+    middle = begin + whole
+    b_line = tl.where(o_c == 0, tile, tl.where(o_c == 1, begin, tl.where(o_c == 5, middle + part, middle)))
+    b_line = tl.where((o_c == 3) | (o_c == 6), 0, tl.where(o_c == 7, -1, b_line))
+    tl.store(p_room + o_work + (head * tiles + place) * 8 + o_c, b_line)
+    tl.store(p_room + o_rows + row * 6 + o_c - 1, b_line, mask=(o_c > 0) & (o_c < 7))
+    for half in tl.static_range(HALVES):
+        item = (place * heads + head if BY_ROW else head * tiles + place) * HALVES + half
+        b_line = tl.where(o_c == 0, head, tl.where(o_c == 1, tile * HALVES + half, tl.where(o_c == 2, begin, whole)))
+        b_line = tl.where(o_c == 5, middle, tl.where(o_c == 6, part, b_line))
+        tl.store(p_room + o_items + item * 8 + o_c, tl.where((o_c == 4) | (o_c == 7), 0, b_line))
+        b_line = tl.where(o_c < 2, b_line, tl.where(o_c == 2, whole + part, 0))
+        tl.store(p_room + o_held + item * 4 + o_c, b_line, mask=o_c < 4)
+
+
+@triton.jit
+def ones_of(b_word):
+    """How many bits are set."""
+    b_word = b_word.to(tl.uint32)
+    b_word = b_word - ((b_word >> 1) & 0x55555555)
+    b_word = (b_word & 0x33333333) + ((b_word >> 2) & 0x33333333)
+    b_word = (b_word + (b_word >> 4)) & 0x0F0F0F0F
+    return ((b_word * 0x01010101) >> 24).to(tl.int32)
+
+
+@triton.jit
+def fill(p_table, many, value):
+    """Fill a table of so many numbers, all programs of a launch together."""
+    program = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
+    for first in range(program * 512, many, tl.num_programs(0) * tl.num_programs(1) * 512):
+        o = first + tl.arange(0, 512)
+        tl.store(p_table + o, o * 0 + value, mask=o < many)
+
+
+@triton.jit(do_not_specialize=["blocks", "heads", "samples", "listed", "filled"])
+def mark_kernel(
+    p_indices, p_room, o_bits, o_filled, o_counter, blocks, heads, samples, listed, filled, P: tl.constexpr
+):
+    """For 32 query blocks: set the bit of each in the words of the tiles it chose, and clear the others.
+
+    Launches that come next find a table full of 0, and a counter at 0.
+    """
+    word = tl.program_id(0)
+    head = tl.program_id(1).to(tl.int64) % heads
+    sample = tl.program_id(1).to(tl.int64) // heads
+    key_tiles = samples * blocks
+    fill(p_room + o_filled, filled, 0)
+    fill(p_room + o_counter, 1, 0)
+    # No other program has bits in these words.
+    p_bits = p_room + o_bits + (head * key_tiles + sample * blocks) * tl.num_programs(0) + word
+    for first in range(0, blocks, 128):
+        o_b = first + tl.arange(0, 128)
+        tl.store(p_bits + o_b.to(tl.int64) * tl.num_programs(0), o_b * 0, mask=o_b < blocks)
+    tl.debug_barrier()
+    o_i = tl.arange(0, 32)[:, None]
+    o_q = word * 32 + o_i
+    p_own = p_indices + (tl.program_id(1).to(tl.int64) * blocks + o_q) * listed
+    for slot in range(0, listed, P):
+        o_k = slot + tl.arange(0, P)[None, :]
+        b_block = tl.load(p_own + o_k, mask=(o_q < blocks) & (o_k < listed), other=blocks)
+        o_word = b_block.to(tl.int64) * tl.num_programs(0)
+        # Nothing is read before the next launch: an order among them would be paid for with each.
+        tl.atomic_or(p_bits + o_word, (1 << o_i) + o_k * 0, mask=b_block < blocks, sem="relaxed")
+
+
+@triton.jit
+def seen_by(p_bits, row, own, o_q, blocks, sinks, words, LOCAL: tl.constexpr, CAUSAL: tl.constexpr):
+    """Which query blocks see the key block `own`: those that listed it, near ones, and all if it is among the first."""
+    b_bits = tl.load(p_bits + row.to(tl.int64) * words + o_q // 32, mask=o_q < blocks, other=0)
+    b_seen = (((b_bits >> (o_q % 32)) & 1) > 0) | (own + o_q * 0 < sinks) | (tl.abs(o_q - own) < LOCAL)
+    return b_seen & (o_q < blocks) & (o_q >= (own if CAUSAL else 0))
+
+
+@triton.jit(do_not_specialize=["batch", "blocks", "sinks", "words", "entries", "many"])
+def key_lists_kernel(
+    p_room, p_query_lists, o_bits, o_counters, o_lists, o_rows, o_total, o_partial, o_turned, batch, blocks, sinks,
+    words, entries, many, P: tl.constexpr, SIZE: tl.constexpr, LOCAL: tl.constexpr, CAUSAL: tl.constexpr,
+    RAGGED: tl.constexpr, HALVES: tl.constexpr,
+):  # fmt: skip
+    """The query blocks that see one key block, ascending: those met whole, then those met in part.
+
+    Lists lie in the order in which programs ask for room, which nothing depends on. With HALVES a query block's `many`
+    entries are stored once more, turned, for dQ on Hopper.
+    """
+    p_bits = p_room + o_bits
+    p_lists = p_room + o_lists
+    row = tl.program_id(0)
+    tile = row % (batch * blocks)
+    own = tile % blocks
+    whole = 0
+    part = 0
+    for first in range(0, blocks, P):
+        o_q = first + tl.arange(0, P)
+        b_seen = seen_by(p_bits, row, own, o_q, blocks, sinks, words, LOCAL, CAUSAL)
+        b_cut = (o_q == (blocks - 1 if RAGGED else blocks)) | (o_q == (own if CAUSAL else blocks))
+        whole += tl.sum((b_seen & (b_cut == 0)).to(tl.int32), 0)
+        part += tl.sum((b_seen & b_cut).to(tl.int32), 0)
+    begin = tl.atomic_add(p_room + o_counters, whole + part)
+    met = begin
+    cut = begin + whole
+    for first in range(0, blocks, P):
+        o_q = first + tl.arange(0, P)
+        b_seen = seen_by(p_bits, row, own, o_q, blocks, sinks, words, LOCAL, CAUSAL)
+        b_cut = (o_q == (blocks - 1 if RAGGED else blocks)) | (o_q == (own if CAUSAL else blocks))
+        b_whole = (b_seen & (b_cut == 0)).to(tl.int32)
+        b_part = (b_seen & b_cut).to(tl.int32)
+        o_entry = tl.where(b_cut, cut + tl.cumsum(b_part, 0), met + tl.cumsum(b_whole, 0)) - 1
+        b_tile = tile - own + o_q
+        tl.store(p_lists + o_entry, b_tile, mask=b_seen)
+        if RAGGED or CAUSAL:
+            b_mask = (o_q == (own if CAUSAL else blocks)).to(tl.int32)
+            tl.store(p_lists + entries + o_entry, b_mask, mask=b_seen)
+            if HALVES > 0:
+                store_partial(p_room + o_partial, o_entry, b_tile, b_mask, b_seen, SIZE, False)
+        met += tl.sum(b_whole, 0)
+        cut += tl.sum(b_part, 0)
+    o_c = tl.arange(0, 8)
+    b_line = tl.where(o_c == 0, begin, tl.where(o_c == 4, begin + whole + part, begin + whole))
+    tl.store(p_room + o_rows + row * 6 + o_c, tl.where((o_c == 2) | (o_c == 5), 0, b_line), mask=o_c < 6)
+    tl.store(p_room + o_total + row, whole + part)
+    if (RAGGED or CAUSAL) and HALVES > 0:
+        for first in range(0, many, P):
+            o_k = first + tl.arange(0, P)
+            o_entry = row * many + o_k
+            b_tile = tl.load(p_query_lists + o_entry, mask=o_k < many, other=0)
+            b_mask = tl.load(p_query_lists + entries + o_entry, mask=o_k < many, other=0)
+            store_partial(p_room + o_turned, o_entry, b_tile, b_mask, o_k < many, SIZE, True)
+
+
+@triton.jit
+def met_by(p_total, o_row, b_here, tiles, GROUP: tl.constexpr):
+    """How many meet rows of key heads, over the query heads that read them."""
+    o_first = (o_row // tiles * GROUP) * tiles + o_row % tiles
+    b_met = tl.load(p_total + o_first, mask=b_here, other=0)
+    for member in tl.static_range(1, GROUP):
+        b_met += tl.load(p_total + o_first + member * tiles, mask=b_here, other=0)
+    return b_met
+
+
+@triton.jit(do_not_specialize=["tiles", "run"])
+def held_items_kernel(p_room, o_total, o_items, tiles, run, P: tl.constexpr, HALVES: tl.constexpr, GROUP: tl.constexpr):
+    """Items of one key block of a key head, stored behind those of its run of rows that meet more."""
+    row = tl.program_id(0)
+    first = row // run * run
+    p_total = p_room + o_total
+    met = met_by(p_total, row, row >= 0, tiles, GROUP)
+    place = first
+    for begin in range(first, first + run, P):
+        o_row = begin + tl.arange(0, P)
+        b_here = o_row < first + run
+        b_met = tl.where(b_here, met_by(p_total, o_row, b_here, tiles, GROUP), -1)
+        place += tl.sum(((b_met > met) | ((b_met == met) & (o_row < row))).to(tl.int32), 0)
+    o_c = tl.arange(0, 4)
+    for half in tl.static_range(HALVES):
+        b_line = tl.where(o_c == 0, row // tiles, tl.where(o_c == 1, row % tiles * HALVES + half, met))
+        tl.store(p_room + o_items + (place * HALVES + half) * 4 + o_c, tl.where(o_c == 3, 0, b_line))

@@ -1,0 +1,82 @@
+"""Launches that measure attention on blocks and compute the gradients of a scorer's scores from it."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from ...kernels.launch.launcher import ALIGNED, KEPT, Launch
+from ...kernels.launch.triton_abi import Grid
+from ...kernels.triton.launches import LOG2E, OPTIONS, dot_precision, held
+from ..types import Selection
+from .block_mass_kernels import block_lse_kernel, lesson_kernel
+
+TILE = 4096
+"""Numbers that a program holds at once."""
+
+
+@lru_cache(maxsize=KEPT)
+def _launches(
+    device: torch.device, shape: tuple[int, ...], key_heads: int, dtype: torch.dtype, e: int, size: int, t: int,
+    slots: int, chosen: int, dense: int, per_token: bool, is_causal: bool, together: bool, padded: bool, saliency: bool,
+    scale: float, weight: float, tile: int, *apart: tuple[int, ...],
+) -> tuple[Launch, Grid, Launch, Grid, int, tuple[tuple[int, ...], ...]]:  # fmt: skip
+    batch, heads, n, d = shape
+    streams, wide, rows = batch * heads, 1 if per_token else size, chosen + dense
+    total, most = -(-n // wide), 32 if dtype is torch.float32 else 64
+    few, many = min(held(wide), most), min(held(max(dense * wide, 1)), most)
+    programs = chosen * -(-wide // few) * (slots + 1)
+    at_all = -(-streams * chosen * wide * (slots + 1) // ALIGNED) * ALIGNED
+    constants = {"BLOCK": size, "W": wide, "CAUSAL": is_causal, "PADDING": padded} | OPTIONS
+    query_apart, key_apart, grad_apart = apart
+    logs = Launch(
+        block_lse_kernel, device, scale * LOG2E, n, t, chosen, dense, slots, total, programs, at_all, heads,
+        heads // key_heads, *query_apart[:3], *key_apart[:3], BM=few, BMA=many, BN=min(most, size), D=d, DP=held(d),
+        PRECISION=dot_precision(dtype), num_warps=4, num_stages=1, **constants,
+    )  # fmt: skip
+    factors = (weight / max(streams * count, 1) for count in (chosen, dense))
+    length, all_length = held(slots + 1), held(t)
+    by_row = Launch(
+        lesson_kernel, device, n, t, chosen, slots, total, at_all, heads, *factors, *grad_apart[:3],
+        BM=min(wide, max(tile // length, 1)), L=length, BMA=min(wide, max(tile // all_length, 1)), LA=all_length,
+        T=held(t) if together else 0, E=e, EP=held(e), SALIENCY=saliency,
+        num_warps=min(max((all_length if dense else length) // 1024, 8), 16), **constants,
+    )  # fmt: skip
+    shapes = ((batch, heads, rows, t),) if together else ((batch, heads, chosen, slots), (batch, heads, dense, t))
+    grid = programs + -(-dense * wide // many) * t, streams, 1
+    return logs, grid, by_row, (rows, streams, 1), at_all + streams * dense * wide * t, shapes
+
+
+def distill_gradients(
+    query: Tensor, key: Tensor, selection: Selection, rows: Tensor, chosen: int, scores: Tensor | None,
+    all_scores: Tensor | None, together: bool, visible: Tensor, lse: Tensor, grad_output: Tensor, scale: float,
+    key_padding_mask: Tensor | None, weight: float, saliency: bool,
+) -> tuple[Tensor | None, Tensor | None, Tensor]:  # fmt: skip
+    """Gradients of both scores, and float32 (4, b h, r): loss, entropy, kept attention and its queries of each row.
+
+    `rows` int64 (r) are the rows: `scores` (b, h, c, k) of listed blocks for the first c = `chosen`,
+    `all_scores` (b, h, r - c, t) of all blocks for the rest, or `together` (b, h, r, t) of all blocks
+    for every row. `lse` (b, h, n), contiguous, and `grad_output` (b, h, n, e) belong to the attention
+    over the selection. See `types.DistillBatch` for the rest. Losses and entropies of rows are to be
+    summed.
+    """
+    lists, padding = selection.indices.contiguous(), key_padding_mask
+    shape, dense, slots = query.shape, len(rows) - chosen, lists.shape[3]
+    read, log_grid, by_row, grid, room, shapes = _launches(
+        query.device, shape, key.shape[1], query.dtype, grad_output.shape[3], selection.block_size, selection.blocks,
+        slots, chosen, dense, selection.per_token, selection.is_causal, together, padding is not None, saliency,
+        float(scale), float(weight), TILE, query.stride(), key.stride(), grad_output.stride(),
+    )  # fmt: skip
+    logs = torch.empty(room, dtype=torch.float32, device=query.device)
+    grads = [torch.empty(shape, dtype=torch.float32, device=query.device) for shape in shapes]
+    # Told of when somebody asks, long after the gradients are gone.
+    found = torch.empty((4, *grid[1::-1]), dtype=torch.float32, device=query.device)
+    padding = rows if padding is None else padding.contiguous()
+    read(log_grid, (query, key, rows, lists, padding, logs))
+    # Where one of both is not given, no program reads it.
+    given = [x.contiguous() for x in (scores, all_scores) if x is not None]
+    tensors = logs, given[0], given[-1], lists, visible, rows, lse, grad_output, padding
+    by_row(grid, (*tensors, grads[0], grads[-1], found))
+    return grads[0] if scores is not None else None, grads[-1] if all_scores is not None else None, found

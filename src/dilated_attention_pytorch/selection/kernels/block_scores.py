@@ -1,0 +1,209 @@
+"""Launches that score blocks from factors, tile by tile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...kernels.launch.launcher import KEPT, Launch, launch
+from ...kernels.triton.launches import OPTIONS, dot_precision, held
+from ..types import Factors
+from .block_scores_kernels import hidden_kernel, match_kernel, split_kernel
+
+HIDDEN = {128: (8, 8, 3), 64: (4, 4, 1), 32: (2, 16, 1)}
+"""By the rows, and blocks, of a program that matches nothing: its warps, the hidden units it takes at once, and how
+many such steps are on their way, through shared memory where they are more than one. A thread has 4 rows and 16, 8 or 4
+blocks."""
+HIDDEN_REGISTERS = 128
+"""Told, the assembler asks for the factors of several units at once, in place of one after the other with fewer."""
+MATCHED, UNITS_TOGETHER = 64, 128
+"""Sub-blocks of rows and sub-blocks of blocks of a product, or of rank 64 half as many: registers hold two programs or
+more."""
+MATCHED_TOGETHER, TOKEN_UNITS, TOKEN_BLOCKS = 64, 64, 16
+"""The same of tokens, whose steps have several products where blocks have more sub-blocks: registers hold five
+programs, of which one counts on while others wait for one another, for products, or for memory. And the blocks of a
+step."""
+PROGRAMS, TOKEN_PROGRAMS = 512, 2048
+"""So many keep a large GPU busy, those that begin late and end soon among them. Of tokens, where a launch has more than
+fit at once: so many that the last of them leave little of it idle."""
+STAGES = 3
+"""Steps of matching on their way."""
+UNBOUND = 0, 0, 0, 0, 0, 0.0
+"""`ToList.bounds` where nothing is listed."""
+Halves = tuple[Tensor, Tensor, Tensor]
+"""What `split` gives."""
+
+
+class ToList(NamedTuple):
+    """For scores that leave out what is not listed, as `hidden_kernel` has them."""
+
+    visible: Tensor
+    """bool (b, h, t)"""
+    may: Tensor
+    """int32 (b, h, t): where to say how many blocks rows of a block may list, and among how many (`may_list`)"""
+    bounds: tuple[int | float, ...]
+    """the most that a row may list, blocks that need no listing (local, sink), the fewest and the most, and the part of
+    what it sees"""
+
+
+class ByToken(NamedTuple):
+    """For tokens that follow one another: scores (b, h, blocks, t) of blocks from the first on, without any match."""
+
+    first: int
+    table: Tensor
+    seed: Tensor | None = None
+    """of the noise, where there is some"""
+
+
+def split(right: Tensor) -> Halves:
+    """Halves of (b, h, t, u, p), float16, and what undoes the scale of each block, (b, h, t)."""
+    right, many = right.contiguous(), right.shape[3] * right.shape[4]
+    first, second = torch.empty((2, *right.shape), dtype=torch.float16, device=right.device).unbind()
+    scale = torch.empty(right.shape[:3], dtype=torch.float32, device=right.device)
+    launch(split_kernel, (scale.numel(),), right, first, second, scale, MANY=many, BM=held(many), **OPTIONS)
+    return first, second, scale
+
+
+def matched_together(units: int, rank: int, most: int = 0, fewest: int = 16) -> tuple[int, int]:
+    """How many sub-blocks of a key block a product of at most so many takes, and of how many blocks, or more."""
+    together = min(UNITS_TOGETHER * 32 // held(rank), most or UNITS_TOGETHER)
+    grouped = min(units & -units, together // fewest)
+    return grouped, together // grouped
+
+
+def by_unit(x: Tensor) -> Tensor:
+    """(b, h, t, m) so that what belongs to one hidden unit lies together, a power of two from that of the next."""
+    heads, t, hidden = x.shape[1:]
+    apart = held(t)
+    if x.stride() == (heads * hidden * apart, hidden * apart, 1, apart):
+        return x
+    return torch.nn.functional.pad(x.mT, (0, apart - t)).contiguous()
+
+
+@lru_cache(maxsize=KEPT)
+def _hidden_side(most: int, streams: int, rows: int, width: int, seen: int) -> int:
+    """Rows and blocks of a program: the most that leave programs enough, unless half as many fill tiles much better.
+
+    Of `width` blocks rows see about `seen`.
+    """
+    for side in (x for x in HIDDEN if 32 < x <= most):
+        filled, closer = (-(-rows // x) * -(-width // x) * x**2 for x in (side, side // 2))
+        if streams * -(-rows // side) * -(-seen // side) >= PROGRAMS and 8 * filled <= 9 * closer:
+            return side
+    return 32
+
+
+@lru_cache(maxsize=KEPT)
+def _hidden_launch(
+    device: torch.device, t: int, hidden: int, size: int, is_causal: bool, keeps: bool, lists: bool, ids: bool,
+    even: bool, side: int, *numbers: int | float,
+) -> Launch:  # fmt: skip
+    warps, units, stages = HIDDEN[side]
+    constants = {"BM": side, "BN": side, "M": hidden, "UM": max(min(hidden & -hidden, units), 1), "T": held(t)}
+    constants |= {"STAGES": stages, "SIZE": size, "IDS": ids, "EVEN": even, "CAUSAL": is_causal, "KEEP": keeps}
+    constants |= {"LISTS": lists, "num_warps": warps}
+    return Launch(hidden_kernel, device, *numbers, **constants, maxnreg=HIDDEN_REGISTERS, **OPTIONS)
+
+
+def hidden_scoring(
+    factors: Factors, size: int, is_causal: bool, to_list: ToList | None = None
+) -> Callable[..., Tensor]:
+    """`scoring` without any match, of rows that are `size` to a block.
+
+    With `to_list`, for rows that are all blocks of a range: NO_KEY with what is not listed.
+    """
+    (batch, heads, t, hidden), device = factors.rows.shape, factors.rows.device
+    parts = [by_unit(x) for x in (factors.rows, factors.columns, factors.keep) if x is not None]
+    read = parts[0], parts[1], factors.weight, factors.bias, parts[-1], factors.log_temperature
+    numbers = heads, float(factors.coldest), factors.weight.stride(0), factors.bias.stride(0)
+    numbers += UNBOUND if to_list is None else to_list.bounds
+    listing = (parts[0], parts[0]) if to_list is None else to_list[:2]
+    options = device, t, hidden, size, is_causal, factors.keep is not None, to_list is not None
+
+    def run(rows: range | Tensor, width: int = t) -> Tensor:
+        many = len(rows)
+        ids, begin = (parts[0], rows.start) if isinstance(rows, range) else (rows, 0)
+        scores = torch.empty((batch, heads, many, width), dtype=torch.float32, device=device)
+        even = ids is not rows and size == 1 and begin % 4 == 0
+        # Causal rows are most often the last of as many blocks; the largest tiles have no registers for more addresses.
+        seen = width - many // (2 * size) if is_causal else width
+        side = _hidden_side(128 if even and factors.keep is None else 64, batch * heads, many, width, seen)
+        launch = _hidden_launch(*options, ids is rows, even, side, width, *numbers)
+        launch((-(-many // side), -(-width // side), batch * heads), (*read, ids, scores, *listing), begin, many)
+        return scores
+
+    return run
+
+
+def own_rows(own: Tensor) -> tuple[Tensor, int, int, int]:
+    """`Factors.own` as kernels read it, and how far apart samples, heads and sub-blocks, or tokens, lie in it."""
+    a_sample, a_head, a_row, a_unit, _ = own.stride()
+    units = own.shape[3]
+    if units > 1 and a_row != units * a_unit:
+        return own_rows(own.contiguous())
+    return own, a_sample, a_head, a_unit if units > 1 else a_row
+
+
+@lru_cache(maxsize=KEPT)
+def _match_launch(
+    device: torch.device, at_once: int, grouped: int, columns: int, d: int, rank: int, own_units: int, units: int,
+    size: int, is_causal: bool, holes: bool, rounds: bool, ids: bool, together: bool, noise: bool,
+    *numbers: int | float,
+) -> Launch:  # fmt: skip
+    constants = {"BM": at_once, "BN": columns, "D": d, "RANK": rank, "RP": held(rank), "UQ": own_units, "UK": units}
+    constants |= {"UG": grouped, "SIZE": size, "CAUSAL": is_causal, "HOLES": holes, "IDS": ids, "TOGETHER": together}
+    constants |= {"NOISE": noise, "ROUNDS": rounds, "PRECISION": dot_precision(torch.float32)}
+    constants |= {"num_warps": max(at_once * own_units // 16, 4), "STAGES": STAGES, "num_stages": STAGES}
+    width, _, t, *_ = numbers
+    constants["WHOLE"] = width % columns == t % columns == 0
+    return Launch(match_kernel, device, *numbers, **constants, **OPTIONS)
+
+
+def scoring(factors: Factors, block_size: int, per_token: bool, is_causal: bool) -> Callable[..., Tensor]:
+    """What gives scores over temperature of rows, int64 (r), with every block or the first so many, (b, h, r, t).
+
+    With `is_causal` those with a row's own and later blocks may be anything. Tokens of a range must come with what they
+    have in common (`ByToken`), and are ready to be ranked where that leaves out what is not listed (`ToList`).
+    """
+    size = block_size if per_token else 1
+    hidden = hidden_scoring(factors, size, is_causal)
+    batch, heads, total, own_units, d = factors.own.shape
+    t, units, rank = factors.right.shape[2:]
+    if not rank:
+        return hidden
+    at_once = min(MATCHED_TOGETHER, size) if per_token else max(MATCHED // own_units, 1)
+    grouped, columns = matched_together(units, rank, *((TOKEN_UNITS, TOKEN_BLOCKS) if per_token else ()))
+    own, *apart = own_rows(factors.own)
+    device = own.device
+    # Where one of these is not given, no program reads it.
+    left_there, right_there = (own if x is None else x.contiguous() for x in (factors.left_there, factors.right_there))
+    right = split(factors.right) if factors.halves is None else factors.halves
+    read = own, factors.project, left_there, *right, right_there, factors.log_temperature
+    numbers = total, t, heads, float(factors.coldest), rank**0.5, *apart, factors.project.stride(0)
+    options = device, at_once, grouped, columns, d, rank, own_units, units, size, is_causal, right_there is not own
+    options += (factors.rounds,)
+
+    def run(rows: range | Tensor, width: int = t, together: ByToken | None = None) -> Tensor:
+        many = len(rows)
+        ids, begin = (own, rows.start) if isinstance(rows, range) else (rows, 0)
+        if together is None:
+            scores = hidden(rows, width)
+            first, table, seed = 0, scores, None
+        else:
+            first, table, seed = together
+            scores = torch.empty((batch, heads, many, width), dtype=torch.float32, device=device)
+        # Rows that are many fill the machine by themselves, and then project their queries but once.
+        tiles = -(-many // at_once)
+        spans = max((PROGRAMS if together is None else TOKEN_PROGRAMS) // (tiles * batch * heads), 1)
+        span = -(-width // (spans * columns)) * columns
+        launch = _match_launch(*options, ids is rows, together is not None, seed is not None, width, *numbers)
+        grid = tiles, -(-width // span), batch * heads
+        also = ids, scores, own if seed is None else seed
+        launch(grid, (table, *read, *also), begin, many, span, first, table.shape[2])
+        return scores
+
+    return run

@@ -1,0 +1,159 @@
+"""Launches that list the best blocks of every row, by scores computed as they are needed."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from math import isqrt
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...kernels.launch.launcher import KEPT, Launch
+from ...kernels.triton.launches import OPTIONS, dot_precision, held, launches_overlap
+from ..types import Factors, SelectionSettings
+from .block_scores import ByToken, Halves, ToList, hidden_scoring, matched_together, own_rows, scoring, split
+from .choose_blocks_kernels import choice_kernel, rank_kernel
+
+RANKED, MOST_RANKED, MOST_WARPS = 1024, 2048, 8
+"""Scores of several rows that a warp ranks at once, the most of one row, or with coverage half as many, and the most
+warps of a row; scores live in registers, and noise needs some besides."""
+READY_REGISTERS = 64, 72, 128
+"""Of a thread that only ranks: of one row up to 32 scores, as many of several rows, or more. Told, the assembler keeps
+to what leaves room for many warps, and spills nothing."""
+SCORED = 64
+"""Rows of a run of blocks are multiples of so many, where they are more, so that few tiles of theirs are cut short."""
+SCORE_BYTES, OF_LISTS = 9 * 2**21, 2
+"""Scores held at a time: choosing for 32K tokens and 8 heads must take no more than 64 MB, its lists included. Where
+those are long, one in so many of their bytes: launches are then fewer, and their programs have more to do."""
+CHOSEN, CHOSEN_AMONG, NARROWEST = 64, 256, 128
+"""Tokens of a program that keeps all their scores in registers, the most blocks that it ranks, of which two programs
+fit a multiprocessor, and the fewest for which it is compiled."""
+NARROW_REGISTERS = 168
+"""Of a program that ranks fewer: with so many, a few less than it would take, three fit a multiprocessor."""
+
+
+@lru_cache(maxsize=KEPT)
+def _choice_launch(
+    device: torch.device, wide: int, at_once: int, columns: int, grouped: int, d: int, rank: int, units: int,
+    block_size: int, is_causal: bool, noise: bool, holes: bool, rounds: bool, room: int,
+    numbers: tuple[int | float, ...], goes_on: bool, after: bool,
+) -> Launch:  # fmt: skip
+    _, t, *_ = numbers
+    constants: dict[str, Any] = {"BM": at_once, "BN": columns, "T": wide, "K": held(room), "D": d}
+    constants |= {
+        "RANK": rank,
+        "RP": held(rank),
+        "UK": units,
+        "UG": grouped,
+        "SIZE": block_size,
+        "CAUSAL": is_causal,
+        "NOISE": noise,
+        "HOLES": holes,
+    }
+    constants |= {"ROUNDS": rounds, "FEW": wide == NARROWEST, "WHOLE": t % columns == 0}
+    constants["PRECISION"] = dot_precision(torch.float32)
+    constants |= {"num_warps": 4, "num_stages": 3} | OPTIONS
+    constants |= {"maxnreg": NARROW_REGISTERS} if wide < CHOSEN_AMONG else {}
+    overlaps = launches_overlap(device)
+    constants |= {"NEXT": goes_on and overlaps, "AFTER": after and overlaps}
+    constants |= {"launch_pdl": True} if after and overlaps else {}
+    return Launch(choice_kernel, device, *numbers, **constants)
+
+
+def choose(
+    factors: Factors, together: ByToken, right: Halves, may: Tensor, indices: Tensor, counts: Tensor, block_size: int,
+    is_causal: bool,
+) -> None:  # fmt: skip
+    """List for the tokens of the blocks that are scored `together`, whose scores never lie in memory."""
+    batch, heads, total, _, d = factors.own.shape
+    t, units, rank = factors.right.shape[2:]
+    (own, *apart), there = own_rows(factors.own), factors.right_there
+    grouped, columns = matched_together(units, rank)
+    columns = min(columns, NARROWEST // 8)
+    first, lines, room = together.first, together.table.shape[2], indices.shape[3]
+    read = together.table, own, factors.project, *right, may if there is None else there.contiguous()
+    read += factors.log_temperature, may, may if together.seed is None else together.seed, indices, counts
+    numbers = total, t, heads, room, float(factors.coldest), rank**0.5, *apart, factors.project.stride(0)
+    options = columns, grouped, d, rank, units, block_size, is_causal, together.seed is not None, there is not None
+    options += factors.rounds, room, numbers
+    last, least = first + lines, NARROWEST
+    while last > first:
+        # Rows see no blocks but those before: the first half of them have half as many to rank.
+        wide = max(held(last - 1 if is_causal else t), least)
+        begin = max(wide // 2 + 1, first) if is_causal and wide > least else first
+        tiles = -(-(min(last * block_size, total) - begin * block_size) // CHOSEN)
+        launch = _choice_launch(own.device, wide, CHOSEN, *options, begin > first, last < first + lines)
+        launch((batch * heads, tiles, 1), read, first, begin, lines)
+        last = begin
+
+
+@lru_cache(maxsize=KEPT)
+def _rank_launch(
+    device: torch.device, at_once: int, wide: int, size: int, is_causal: bool, ready: bool, noise: bool, covers: bool,
+    room: int, *numbers: int | float,
+) -> Launch:  # fmt: skip
+    warps = min(max(wide // (MOST_RANKED // 2 if covers else MOST_RANKED), 1), MOST_WARPS)
+    # Only of rows that all begin at a multiple of 16 bytes a thread reads four scores at a time.
+    side = 4 if numbers[0] % 16 == 0 else 1
+    constants = {"BM": at_once, "T": wide, "W": min(32 * warps * side // at_once, wide), "V": side, "K": held(room)}
+    constants |= {"SIZE": size, "CAUSAL": is_causal, "READY": ready, "NOISE": noise, "COVERAGE": covers}
+    constants |= {"num_warps": warps} | OPTIONS
+    if ready:
+        constants["maxnreg"] = READY_REGISTERS[2 if at_once * wide > 1024 * warps else int(at_once > 1)]
+    return Launch(rank_kernel, device, *numbers, **constants)
+
+
+def listed_blocks(
+    factors: Factors, visible: Tensor, settings: SelectionSettings, seed: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Best blocks of every row, int32 (b, h, r, room), ascending and then t, and their counts, int32 (b, h, r)."""
+    budget, block_size, _, is_causal, per_token, _, local_blocks, sink_blocks = settings
+    (batch, heads, total), device = factors.own.shape[:3], visible.device
+    t, _, rank = factors.right.shape[2:]
+    room, coverage = budget.room(t), budget.coverage
+    indices = torch.empty((batch, heads, total, room), dtype=torch.int32, device=device)
+    counts = torch.empty((batch, heads, total), dtype=torch.int32, device=device)
+    size = block_size if per_token else 1
+    held_scores = max(SCORE_BYTES, indices.nbytes // OF_LISTS) // ((4 if per_token else 2) * batch * heads)
+    bounds = local_blocks, sink_blocks, budget.least, t if budget.most is None else budget.most, budget.kept
+    in_registers = coverage is None and 0 < rank <= 64 and block_size >= CHOSEN and t <= CHOSEN_AMONG
+    if rank and factors.halves is None:
+        factors = factors._replace(halves=split(factors.right))
+    right = factors.halves
+    # Of tokens what is ranked is made with the matches; what covers a share must know scores of all, without noise.
+    ready = per_token and rank > 0 and coverage is None
+    may = torch.empty(visible.shape, dtype=torch.int32, device=device) if ready else visible
+    to_list = ToList(visible, may, (room, *bounds)) if ready else None
+    # Tokens of a block have all but their matches in common.
+    shared = hidden_scoring(factors, 1, is_causal, to_list) if per_token and rank else None
+    scored = None if shared is not None and in_registers else scoring(factors, block_size, per_token, is_causal)
+    read = may, counts if seed is None else seed, indices, counts
+    noise = seed is not None and not ready
+    first = made = 0
+    together: tuple[ByToken, ...] = ()
+    while first < t:
+        if shared is not None and right is not None and first == made:
+            # Of as many blocks as there are scores to hold at a time, which takes the same memory.
+            made = min(first + max(held_scores // t, 1), t)
+            together = (ByToken(first, shared(range(first, made)), seed if ready else None),)
+        if scored is None and right is not None:
+            choose(factors, together[0], right, may, indices, counts, block_size, is_causal)
+            first = made
+            continue
+        # Rows see no blocks but those before: the earlier, the more of them at a time. Scores are read four at a time,
+        # and made for rows of blocks in tiles.
+        fit = (isqrt(first**2 + 4 * held_scores // size) - first) // 2 if is_causal else held_scores // (size * t)
+        fit = fit // SCORED * SCORED if fit > SCORED and not per_token else max(fit, 1)
+        last = min(first + fit, made if together else t)
+        width = min(-(-last // 16) * 16, t) if is_causal else t
+        begin, end = first * size, min(last * size, total)
+        wide = max(held(width), 32)
+        at_once = min(max(RANKED // (wide if coverage is None else 2 * wide), 1), 16, size)
+        assert scored is not None
+        scores = scored(range(begin, end), width, *together)
+        options = device, at_once, wide, size, is_causal, ready, noise, coverage is not None, room
+        launch = _rank_launch(*options, width, total, t, room, *bounds, 0.0 if coverage is None else coverage)
+        launch((-(-(end - begin) // at_once), batch * heads, 1), (scores, *read), begin, end - begin)
+        first = last
+    return indices, counts

@@ -1,0 +1,84 @@
+"""Launches that invert a selection by tokens: for each key block the queries that chose it."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from ...kernels.launch.launcher import KEPT, Launch, Room, Shape
+from ...kernels.triton.launches import OPTIONS, held
+from ..types import GatherIndex, Selection
+from .gather_index_kernels import mark_tokens_kernel, place_kernel, runs_kernel
+
+WORDS = 4
+"""Words of 32 tokens that a program turns round: what it counts is written once for all of them."""
+TOGETHER = 64
+"""Choices of each of 32 tokens that are loaded at once."""
+WINDOW = 1024
+"""Blocks whose places a program holds at once."""
+COLUMNS = 8
+"""Key tiles of a program that counts: the numbers of as many are moved together."""
+
+
+class SelectionInverter:
+    """Launches that invert selections by tokens of one shape; `group` query heads read a key head."""
+
+    def __init__(
+        self, device: torch.device, shape: tuple[int, ...], apart: tuple[int, ...], size: int, t: int, group: int
+    ) -> None:
+        batch, heads, n, listed = shape
+        key_tiles, shares, each = batch * t, -(-n // (32 * WORDS)), batch * n * listed
+        # What the compiler may know of it lets threads read and write four numbers at once.
+        wide = -(-t // 16) * 16
+        query_tiles = max(each // size + min(key_tiles, each), 1)
+        rows = query_tiles * size
+        shapes: dict[str, Shape] = {
+            "source": (heads, rows),
+            "place": (heads, batch * n, listed),
+            "tile": (heads, query_tiles),
+        }
+        shapes |= {"first": (heads, key_tiles + 1), "order": (heads // group, key_tiles), "counters": (heads,)}
+        shapes |= {"total": (heads, key_tiles), "before": (heads, batch, shares, wide)}
+        self._room = Room(torch.int32, device, shapes | {"bits": (heads, batch, shares, WORDS, wide)})
+        begin, sizes = self._room.begin, (n, t, heads, batch, listed, wide)
+        together, window = min(held(listed), TOGETHER), min(held(t), WINDOW)
+        # Tables as long as what is asked for at once are laid out over the threads alike, and moved between them.
+        window *= 1 + (window == 32 * together)
+        once = {"WORDS": WORDS, "P": together, "T": window, "num_warps": 8} | OPTIONS
+        self._mark = Launch(
+            mark_tokens_kernel, device, *begin("bits", "before", "counters"), *sizes, *apart, **once,
+        )  # fmt: skip
+        self._count = Launch(
+            runs_kernel, device, *begin("before", "first", "total", "counters"), shares, t, wide,
+            SIZE=size, BS=min(held(shares), 512), BT=COLUMNS, P=min(held(key_tiles), 1024), num_warps=4, **OPTIONS,
+        )  # fmt: skip
+        begins = begin("bits", "before", "first", "total", "source", "place", "tile", "order")
+        self._place = Launch(
+            place_kernel, device, *begins, *sizes, rows, *apart,
+            SIZE=size, R=min(held(key_tiles), 1024), GROUP=group, **once,
+        )  # fmt: skip
+        self._choices, self._runs = (shares, batch * heads, 1), (batch * (wide // COLUMNS), heads, 1)
+
+    def __call__(self, indices: Tensor) -> GatherIndex:
+        memory = self._room.made()
+        self._mark(self._choices, (indices, memory))
+        self._count(self._runs, (memory,))
+        self._place(self._choices, (indices, memory))
+        return GatherIndex(*[self._room.tensor(memory, name) for name in GatherIndex._fields])
+
+
+_inverter = lru_cache(maxsize=KEPT)(SelectionInverter)
+
+
+def invert_selection(selection: Selection, group: int = 1) -> GatherIndex:
+    """`plan.invert_selection` with one bit for each token and key tile instead of a sort, in 32-bit integers."""
+    indices = selection.indices
+    apart = indices.stride()
+    # Some heads of all are read where they lie.
+    if apart[2:] != (indices.shape[3], 1):
+        indices = indices.contiguous()
+        apart = indices.stride()
+    options = selection.block_size, selection.blocks, group
+    return _inverter(indices.device, indices.shape, apart[:2], *options)(indices)

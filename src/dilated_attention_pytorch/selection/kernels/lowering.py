@@ -1,0 +1,395 @@
+"""Work items of selections by query blocks for the GPU kernels, laid out without reading a value back.
+
+A plan of positions is lowered once and used for long, so lowering may read values back. A learned plan lives for one
+call: its tables have the sizes that shapes allow, and unused entries are marked.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...kernels.call import AttentionCall
+from ...kernels.hopper import lowering as hopper_lowering
+from ...kernels.hopper.lowering import FEW_ITEMS, ITEM_ROWS, BackwardItems, ForwardItems, LoweredPart
+from ...kernels.launch.launcher import KEPT, Launch, Room, Shape
+from ...kernels.launch.triton_abi import Grid
+from ...kernels.registry import Backend, choose
+from ...kernels.triton import backend as triton_backend
+from ...kernels.triton import lowering as triton_lowering
+from ...kernels.triton.launches import OPTIONS, held
+from ...kernels.triton.lowering import PartSchedule, Schedule, Side, share_of
+from ...plan.plan import Axis, Plan, Walk
+from ..attend import BlockAttend
+from ..plan import plan_of
+from ..types import Selection
+from .block_lists_kernels import held_items_kernel, key_lists_kernel, mark_kernel, query_lists_kernel
+
+
+class ListedBlocks:
+    """What lays out selections of some sizes by query blocks, in two pieces of memory: one for each direction.
+
+    A block has `halves` items of 128 rows, or 0 where Hopper cannot run it. With `few` the same row of all heads starts
+    together, and of dK and dV the heaviest of all heads; otherwise one head after another.
+    """
+
+    def __init__(
+        self, device: torch.device, shape: tuple[int, ...], size: int, local: int, sinks: int, causal: bool,
+        ragged: bool, halves: int, few: bool,
+    ) -> None:  # fmt: skip
+        batch, heads, t, listed = shape
+        sinks, self.masked, words = min(sinks, t), ragged or causal, -(-t // 32)
+        many = (local if causal else 2 * local - 1) + sinks + listed
+        self._device, self._halves, self._few = device, halves, few
+        self._rows, self._tiles = heads * batch * t, batch * t
+        self.entries = entries = self._rows * many
+        in_lists, partial = entries * (1 + self.masked), entries * (self.masked and halves > 0)
+        items = self._rows * halves
+        lists: dict[str, Shape] = {"lists": (in_lists,), "rows": (self._rows, 6), "partial": (partial, 4)}
+        work: dict[str, Shape] = {"work": (self._rows, 8), "items": (items, 8), "held": (items, 4)}
+        self.by_query = Room(torch.int32, device, lists | work)
+        rest: dict[str, Shape] = {"bits": (self._rows * words,), "counters": (1,), "total": (self._rows,)}
+        rest |= {"turned": (partial, 4), "items": (items, 4)}
+        self.by_key = Room(torch.int32, device, lists | rest)
+        options = {"SIZE": size, "LOCAL": local, "CAUSAL": causal, "RAGGED": ragged, "HALVES": halves}
+        begins = self.by_query.begin("lists", "rows", "work", "items", "held", "partial")
+        self._to_queries = Launch(
+            query_lists_kernel, device, *begins, batch, heads, t, listed, sinks, entries,
+            P=held(many), **options, BY_ROW=few, num_warps=4 if many > 256 else 1, **OPTIONS,
+        )  # fmt: skip
+        # What is not used of the lists is looked at with the rest.
+        begins = self.by_key.begin("bits", "lists", "counters")
+        self._mark = Launch(
+            mark_kernel, device, *begins, t, heads, batch, listed, in_lists,
+            P=min(held(listed), 64), num_warps=4, **OPTIONS,
+        )  # fmt: skip
+        self._marks = words, batch * heads, 1
+        begins = self.by_key.begin("bits", "counters", "lists", "rows", "total", "partial", "turned")
+        self._to_keys = Launch(
+            key_lists_kernel, device, *begins, batch, t, sinks, words, entries, many,
+            P=min(held(t), 1024), **options, num_warps=4, **OPTIONS,
+        )  # fmt: skip
+        self._to_items: dict[int, tuple[Launch, Grid, tuple[tuple[int, int], tuple[int, int], int]]] = {}
+
+    def queries(self, indices: Tensor) -> Tensor:
+        """`by_query` of indices.
+
+        Lists and then masks, rows as `Walk` has them, partial entries, work as `Side` has it, and Hopper's items of the
+        output and of dQ.
+        """
+        memory = self.by_query.made()
+        self._to_queries((self._rows, 1, 1), (indices.contiguous(), memory))
+        return memory
+
+    def keys(self, indices: Tensor, by_query: Tensor) -> Tensor:
+        """`by_key` of indices, of which `queries` gave `by_query`.
+
+        Of each key block the query blocks that see it: lists and then masks, rows, partial entries, and how many there
+        are; and the partial entries of dQ, turned.
+        """
+        memory = self.by_key.made()
+        self._mark(self._marks, (indices.contiguous(), memory))
+        self._to_keys((self._rows, 1, 1), (memory, by_query))
+        return memory
+
+    def held_items(self, by_key: Tensor, group: int) -> Tensor:
+        """Items of dK and dV as `BackwardItems` has them, the heaviest of a head first, or of all where they are `few`.
+
+        A row looks at the others as often as its scorer did.
+        """
+        cached = self._to_items.get(group)
+        if cached is None:
+            rows = self._rows // group
+            run = rows if self._few else self._tiles
+            numbers = *self.by_key.begin("total", "items"), self._tiles, run
+            sizes = {"P": min(held(run), 1024), "HALVES": self._halves, "GROUP": group, "num_warps": 4}
+            view = (rows * self._halves, 4), (4, 1), numbers[1]
+            launch = Launch(held_items_kernel, self._device, *numbers, **sizes, **OPTIONS)
+            cached = self._to_items[group] = launch, (rows, 1, 1), view
+        launch, grid, view = cached
+        launch(grid, (by_key,))
+        return by_key.as_strided(*view)
+
+    def walk(self, memory: Tensor, room: Room, order: Tensor, nothing: Tensor) -> Walk:
+        """Lists and then masks as a walk: both kinds lie in one memory, as two tensors."""
+        (begin,), entries, rows = room.begin("lists"), self.entries, room.tensor(memory, "rows")
+        full = memory.as_strided((entries,), (1,), begin)
+        if not self.masked:
+            return Walk(rows, full, nothing, nothing, order)
+        mask = memory.as_strided((entries,), (1,), begin + entries)
+        return Walk(rows, full, memory.as_strided((entries,), (1,), begin), mask, order)
+
+
+class Items(NamedTuple):
+    """What the Hopper kernels read beside a plan's walks. Not the plan, which would then live as long as this."""
+
+    lists: ListedBlocks
+    by_query: Tensor
+    """Memory of all that `ListedBlocks.queries` gives"""
+    many: int
+    """Items of the output, and of dQ"""
+    by_key: Tensor | None = None
+    """Likewise `ListedBlocks.keys`"""
+
+
+class Frame(NamedTuple):
+    """What selections of one size have in common."""
+
+    lists: ListedBlocks
+    ragged: bool
+    strided: bool
+    halves: int
+    items: int
+
+
+class Listed:
+    """A selection by query blocks as the GPU kernels read it: samples laid one after another, every head for itself."""
+
+    def __init__(self, selection: Selection) -> None:
+        indices = selection.indices
+        near = selection.local_blocks, selection.sink_blocks, selection.is_causal
+        options = indices.device, indices.shape, selection.n, selection.block_size, *near
+        self.lists, self.ragged, self.strided, self.halves, items = _frame(*options, FEW_ITEMS)
+        self.selection = selection
+        order = _row_order(*indices.shape[:3], selection.is_causal, indices.device)
+        self.items = Items(self.lists, self.lists.queries(indices), items)
+        walk = self._walk(self.items.by_query, self.lists.by_query, order)
+        self.plan = plan_of(selection, walk, _no_walk(indices.device), self.lists.entries)
+        """For the forward pass: its walk by key is empty."""
+
+    def _walk(self, memory: Tensor, room: Room, order: Tensor) -> Walk:
+        return self.lists.walk(memory, room, order, _no_walk(order.device).mask)
+
+    @cached_property
+    def whole_plan(self) -> Plan:
+        """The same with its walk by key, for gradients."""
+        by_query = self.plan.parts[0].by_query
+        by_key = self.lists.keys(self.selection.indices, self.items.by_query)
+        self.items = self.items._replace(by_key=by_key)
+        walk = self._walk(by_key, self.lists.by_key, by_query.order)
+        return plan_of(self.selection, by_query, walk, self.lists.entries)
+
+    def choose(self, call: AttentionCall, backend: str) -> tuple[str, Backend]:
+        """`choose` for a call of one of its plans, which is then ready for what was chosen."""
+        if self.halves:
+            hopper_lowering.attach_parts(call.plan, (ListedPart(call.plan, self.items),))
+        elif backend == "auto" and triton_backend.why_not(call) is None:
+            # Whether Hopper could run it would have to be looked up.
+            backend = "triton"
+        name, chosen = choose(call, backend)
+        if name == "triton":
+            group = call.query.shape[1] // call.key.shape[1]
+            triton_lowering.attach_schedule(call.plan, group, self._schedule(call.plan, group))
+        return name, chosen
+
+    def _schedule(self, plan: Plan, group: int) -> Schedule:
+        """What the Triton kernels read of one of its plans."""
+        (part,) = plan.parts
+        heads, key_owners, axis = _owners(part.queries, plan.heads, group)
+        tables, entries = self.lists, self.lists.entries
+        work = tables.by_query.tensor(self.items.by_query, "work")
+        by_query = by_key = Side(
+            work=work,
+            items=part.queries.tiles,
+            owners=heads,
+            heavy=work[:0, :4],
+            heavy_rows=0,
+            slots=0,
+            # Both kinds of a listed walk lie in one memory, so the lists need be there but once.
+            lists=tables.by_query.tensor(self.items.by_query, "lists"),
+            mask_shift=entries,
+            partial=len(part.by_query.mask) > 0,
+            mixed=False,
+            covers=True,
+        )
+        if len(part.by_key.rows):
+            limit = None if group > 1 else share_of(plan, len(part.by_key.full))
+            memory = self.items.by_key
+            assert memory is not None
+            order = tables.by_key.tensor(memory, "total").view(plan.heads, -1).argsort(dim=1, descending=True)
+            lists = tables.by_key.tensor(memory, "lists")
+            by_key = _key_side(plan, part.by_key, order, lists, key_owners, limit)
+        whole = PartSchedule(
+            by_query=by_query,
+            by_key=by_key,
+            heads=heads,
+            key_rows=part.by_key.rows,
+            query_axis=axis,
+            key_axis=axis,
+            query_tiles=part.queries.tiles,
+            key_tiles=part.keys.tiles,
+            query_rate=1,
+            key_rate=1,
+            strided=self.strided,
+            per_head=True,
+            bounded=self.ragged,
+        )
+        return Schedule((whole,), (whole,) if len(part.by_key.rows) else (), plan.masks.band, bits=False)
+
+
+@dataclass(slots=True)
+class ListedAttend(BlockAttend):
+    """Attention over a selection by query blocks whose lists kernels lay out."""
+
+    listed: Listed | None = field(default=None, init=False)
+
+    def lowered(
+        self, query: Tensor, key: Tensor, value: Tensor, *, backward: bool = False
+    ) -> tuple[AttentionCall, Backend]:
+        """Call of folded tensors, and its backend."""
+        self.listed = self.listed or Listed(self.selection)
+        call = self.call(query, key, value, self.listed.whole_plan if backward else self.listed.plan)
+        return call, self.listed.choose(call, self.backend)[1]
+
+
+@lru_cache(maxsize=KEPT)
+def _frame(
+    device: torch.device, shape: tuple[int, ...], n: int, size: int, local: int, sinks: int, is_causal: bool,
+    few_items: int,
+) -> Frame:  # fmt: skip
+    batch, heads, t, _ = shape
+    ragged = n % size > 0
+    strided = ragged and batch > 1
+    # The Hopper kernels do not check which items exist.
+    plain = not strided and (size == ITEM_ROWS or not ragged)
+    halves = size // ITEM_ROWS if plain else 0
+    items = heads * batch * t * halves
+    lists = ListedBlocks(device, shape, size, local, sinks, is_causal, ragged, halves, items <= few_items)
+    return Frame(lists, ragged, strided, halves, items)
+
+
+@lru_cache(maxsize=64)
+def _no_walk(device: torch.device) -> Walk:
+    nothing = torch.empty(0, dtype=torch.int32, device=device)
+    return Walk(nothing.view(0, 6), nothing, nothing, nothing, nothing)
+
+
+@lru_cache(maxsize=64)
+def _owners(axis: Axis, heads: int, group: int) -> tuple[Tensor, Tensor, Tensor]:
+    """What follows from shapes: owners of queries and of keys, and the axis of both."""
+    head = torch.arange(heads, dtype=torch.int32, device=axis.start.device)
+    nothing = torch.zeros_like(head)
+    owners = torch.stack([head, head, nothing, nothing], 1)
+    key_owners = torch.stack([head // group, head, nothing, nothing], 1)[::group].contiguous()
+    return owners, key_owners, torch.cat([axis.start, axis.end])
+
+
+@lru_cache(maxsize=64)
+def _class_begins(heads: int, tiles: int, device: torch.device) -> Tensor:
+    return torch.arange(heads, device=device)[:, None] * tiles
+
+
+@lru_cache(maxsize=64)
+def _launch_cache(n: int, heads: int, block_size: int, items: int) -> dict[Any, Any]:
+    """Cache of launches for plans of one shape."""
+    return {}
+
+
+_tile_table = lru_cache(maxsize=64)(hopper_lowering.tile_table)
+
+
+@lru_cache(maxsize=64)
+def _row_order(batch: int, heads: int, blocks: int, is_causal: bool, device: torch.device) -> Tensor:
+    """Query rows in starting order, int32: under a causal mask the last meet most."""
+    row = torch.arange(heads * batch * blocks, dtype=torch.int32, device=device).view(heads, batch, blocks)
+    return (row.flip(2).transpose(1, 2) if is_causal else row).flatten()
+
+
+def _key_side(plan: Plan, walk: Walk, tile: Tensor, lists: Tensor, owners: Tensor, limit: int | None) -> Side:
+    """The direction of dK and dV, tiles (h, t) in starting order.
+
+    Rows of more than `limit` entries are shared by several programs.
+    """
+    entries = len(walk.full) // plan.heads
+    table = walk.rows[tile + _class_begins(*tile.shape, tile.device)].long()
+    more = 0 if limit is None else entries // limit
+    if more and limit is not None:
+        work, heavy = _cut(table, tile, limit, more)
+    else:
+        work = torch.cat([tile[..., None], table, torch.full_like(tile, -1)[..., None]], -1)
+        heavy = tile[..., :0, None].expand(-1, -1, 4)
+    return Side(
+        work=work.flatten(0, 1).int(),
+        items=work.shape[1],
+        owners=owners,
+        heavy=heavy.flatten(0, 1).int(),
+        heavy_rows=heavy.shape[1],
+        slots=2 * more,
+        lists=lists,
+        mask_shift=len(walk.full),
+        partial=len(walk.mask) > 0,
+        mixed=len(owners) < plan.heads,
+        covers=True,
+    )
+
+
+def _cut(table: Tensor, tile: Tensor, limit: int, more: int) -> tuple[Tensor, Tensor]:
+    """Work (C, T + more, 8) of rows (C, T, 6) in pieces of at most `limit` entries, and the long rows (C, more, 4).
+
+    Entries beyond whole multiples of the limit are fewer than `more` pieces, and a long row has two pieces or more.
+    """
+    classes, tiles = tile.shape
+    full_begin, full_end, _, part_begin, part_end, _ = table.unbind(-1)
+    full = full_end - full_begin
+    total = full + part_end - part_begin
+    pieces = (-(-total // limit)).clamp(min=1)
+    last = pieces.cumsum(1)
+    split = torch.where(pieces > 1, pieces, 0)
+    first_slot = split.cumsum(1) - split
+
+    item = torch.arange(tiles + more, device=tile.device).expand(classes, -1).contiguous()
+    at = torch.searchsorted(last, item, right=True)
+    used, at = at < tiles, at.clamp(max=tiles - 1)
+    of = {name: x.gather(1, at) for name, x in (("full", full), ("total", total), ("pieces", pieces))}
+    piece = item - (last - pieces).gather(1, at)
+    begin, end = ((piece + side) * of["total"] // of["pieces"] for side in (0, 1))
+    full_begin, _, full_base, part_begin, _, part_base = table.gather(1, at[..., None].expand(-1, -1, 6)).unbind(-1)
+    columns = [
+        torch.where(used, tile.gather(1, at), -1),
+        full_begin + torch.minimum(begin, of["full"]),
+        full_begin + torch.minimum(end, of["full"]),
+        full_base,
+        part_begin + (begin - of["full"]).clamp(min=0),
+        part_begin + (end - of["full"]).clamp(min=0),
+        part_base,
+        torch.where(of["pieces"] > 1, first_slot.gather(1, at) + piece, -1),
+    ]
+    long = pieces > 1
+    place = torch.where(long, long.cumsum(1) - 1, more)
+    heavy = torch.full((classes, more + 1, 4), -1, dtype=torch.int64, device=tile.device)
+    entry = torch.stack([tile, first_slot, pieces, torch.zeros_like(tile)], -1)
+    heavy.scatter_(1, place[..., None].expand(-1, -1, 4), entry)
+    return torch.stack(columns, -1), heavy[:, :-1]
+
+
+class ListedPart(LoweredPart):
+    """The part of such a plan as the Hopper kernels run it; every row meets its own tile, so every item has work."""
+
+    def __init__(self, plan: Plan, items: Items) -> None:
+        self.items = items
+        self.launches = _launch_cache(plan.n, plan.heads, plan.block_size, items.many)
+        super().__init__(plan, plan.parts[0], strided=False)
+
+    @cached_property
+    def by_query(self) -> ForwardItems:  # pyrefly: ignore[bad-override]
+        """The forward's work list."""
+        lists, memory, *_ = self.items
+        items, partial = (lists.by_query.tensor(memory, name) for name in ("items", "partial"))
+        return ForwardItems(items, self.part.by_query.full, partial, _tile_table(self.part.keys), covers=True)
+
+    def _backward_items(self, group: int, by_key: bool) -> BackwardItems:
+        part, (lists, memory, _, key_memory) = self.part, self.items
+        assert key_memory is not None
+        # Both masks are bands, so nobody reads the bits.
+        classes, bits = part.head_class, self.masks.bits
+        if by_key:
+            walk, items, partial = part.by_key, lists.held_items(key_memory, group), "partial"
+        else:
+            # A band counts keys minus queries, and the kernel what is held minus what is streamed.
+            walk, items, partial = part.by_query, lists.by_query.tensor(memory, "held"), "turned"
+        entries = lists.by_key.tensor(key_memory, partial)
+        return BackwardItems(items, classes, walk.rows, walk.full, entries, _tile_table(part.keys), bits)

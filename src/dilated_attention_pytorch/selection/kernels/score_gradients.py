@@ -1,0 +1,167 @@
+"""Launches that compute gradients of a scorer's parameters from those of scores of a batch's rows."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...kernels.launch.launcher import KEPT, Launch, Room, Shape
+from ...kernels.launch.triton_abi import Grid
+from ...kernels.triton.launches import OPTIONS, dot_precision, held
+from ..types import Factors
+from .block_scores import own_rows
+from .score_gradients_kernels import best_kernel, mixture_kernel, own_kernel, sides_bwd_kernel, sums_kernel
+
+PROJECTED = 32
+"""Sub-blocks, or rows, that a program of `own_kernel` takes."""
+TILE = 4096
+"""Pairs of a row, or a block, with hidden units that a program holds at once."""
+HELD, STREAMED = 16, 128
+"""Sub-blocks of a program of matches, and those of the other side that it meets at once."""
+LARGEST_TILE = 128 * 128
+"""Pairs of sub-blocks that a program of matches of width 32 has registers and shared memory for; of wider ones fewer.
+Where all pairs of a row and a block are more, `best_kernel` finds the best of them first."""
+CHUNK = 64
+"""Sub-blocks of either side that are multiplied at once beyond that."""
+SUMMED, STEP = (32, 64), 64
+"""Rows and columns of a program of `sums_kernel`, and what it adds up at once."""
+
+
+class _Launches(NamedTuple):
+    own: Launch
+    best: Launch | None
+    """Where a program cannot hold all matches of a row with a block"""
+    sides: Launch
+    sums: Launch
+    mixture: Launch
+    grids: tuple[Grid, ...]
+    held: Room
+    """What lies between the launches"""
+    found: Room
+    """What is found, of each sample"""
+
+
+@lru_cache(maxsize=KEPT)
+def _launches(
+    device: torch.device, batch: int, heads: int, scorers: int, rows: int, t: int, hidden: int, total: int,
+    own_units: int, d: int, units: int, rank: int, size: int, left: bool, holes: bool, coldest: float, tile: int,
+    s_weight: int, s_project: int, s_first: int, s_mixture: int, apart: tuple[int, ...], rows_apart: tuple[int, ...],
+    columns_apart: tuple[int, ...],
+) -> _Launches:  # fmt: skip
+    streams, wide = batch * heads, held(rank)
+    a_row, a_left, a_block = (streams * rows * hidden,), (streams * rows * own_units * rank,), (streams * t * hidden,)
+    shapes: dict[str, Shape] = {"rows": a_row, "left": a_left, "by_row": a_row, "by_weight": a_row, "by_block": a_block}
+    shapes |= {"sums": (2 * streams * rows,), "by_left": a_left, "by_right": (streams * t * units * rank,)}
+    # A product takes 16 of either side and more.
+    met = max(min(tile // HELD, STREAMED), HELD)
+    held_left, held_right, met_left, met_right = (
+        max(many // each, 1) * each for many in (HELD, met) for each in (own_units, units)
+    )
+    pairs = max(held_left * met_right, held_right * met_left)
+    stores_best = pairs * max(wide, 32) > 32 * LARGEST_TILE
+    if stores_best:
+        held_left = held_right = met_left = met_right = CHUNK
+        pairs = CHUNK * CHUNK
+    shapes |= {"best": (streams * rows * t * 2,)} if stores_best else {}
+    between = Room(torch.float32, device, shapes)
+    (at_left,), at = between.begin("left"), between.begin(*tuple(shapes)[2:8])
+    (at_best,) = between.begin("best") if stores_best else (0,)
+    # Of the first layers; by_block^T summary, from which follow their part of the keys and the mixture; of both
+    # projections of the match, first biases, second layers; of temperatures and then second biases; of the mixture.
+    shapes = {"first": (scorers, hidden, 2 * d), "joint": (scorers, hidden, 3 * d), "project": (scorers, d, rank)}
+    shapes |= {
+        "match": (scorers, d, rank),
+        "bias": (scorers, hidden),
+        "last": (scorers, 1, hidden),
+        "two": (2, scorers),
+    }
+    found = Room(torch.float32, device, shapes | {"mixture": (scorers, 3 * d, d)})
+    to = found.begin("joint", "project", "match", "bias", "last", "two")
+    precise = {"PRECISION": dot_precision(torch.float32)} | OPTIONS
+    shape = {"A": own_units, "M": hidden, "RANK": rank}
+    own = Launch(
+        own_kernel, device, rows, heads, at_left, *rows_apart, *apart, s_project, BM=PROJECTED,
+        BH=min(held(hidden), 64), D=d, RP=wide, SIZE=size, num_warps=4, **shape, **precise,
+    )  # fmt: skip
+    holey = {"LEFT": left, "HOLES": holes}
+    best, by_best = None, (0, 0, 0)
+    if stores_best:
+        some = {"BR": max(HELD // own_units, 1), "BA": min(own_units, CHUNK), "BU": min(units, CHUNK)}
+        best = Launch(
+            best_kernel, device, rows, t, total, at_left, at_best, U=units, RP=wide, num_warps=4, num_stages=2,
+            A=own_units, RANK=rank, **some, **holey, **precise,
+        )  # fmt: skip
+        by_best = (-(-rows // some["BR"]), t, streams)
+    sides = Launch(
+        sides_bwd_kernel, device, rows, t, total, heads, coldest, rank**-0.5, at_left, *at, at_best, s_weight,
+        *columns_apart, MP=held(hidden), BN=max(tile // held(hidden), 1), HELD_LEFT=held_left, HELD_RIGHT=held_right,
+        MET_LEFT=met_left, MET_RIGHT=met_right, U=units, RP=wide, KNOWN=stores_best, num_stages=2,
+        num_warps=min(max(pairs // 2048, 4), 16), **holey, **shape, **precise,
+    )  # fmt: skip
+    tiles = {"BM": SUMMED[0], "BN": min(SUMMED[1], held(d)), "BK": STEP, "num_warps": 4, "num_stages": 2}
+    narrow = min(SUMMED[1], wide)
+    sums = Launch(
+        sums_kernel, device, rows, t, heads, scorers, found.total, *at, *to, *apart, U=units, D=d, BR=narrow,
+        SIZE=size, **tiles, **shape, **precise,
+    )  # fmt: skip
+    steps = *found.begin("joint", "mixture"), s_first, s_mixture
+    mixture = Launch(mixture_kernel, device, *steps, M=hidden, D=d, **tiles, **precise)
+    tall, broad, across = -(-hidden // SUMMED[0]), -(-3 * d // SUMMED[0]), -(-d // tiles["BN"])
+    added = 2 * -(-d // SUMMED[0]) * -(-rank // narrow) + tall * (-(-3 * d // tiles["BN"]) + across + 1)
+    grids = (
+        (-(-rows * own_units // PROJECTED), streams, 1),
+        by_best,
+        (-(-rows * own_units // held_left) + -(-t * units // held_right) + rows + t, streams, 1),
+        (added, streams, 1),
+        ((tall + broad) * across, scorers, 1),
+    )
+    return _Launches(own, best, sides, sums, mixture, grids, between, found)
+
+
+def parameter_gradients(
+    grad: Tensor, scores: Tensor, ids: Tensor, factors: Factors, seen: tuple[Tensor, Tensor, Tensor], first: Tensor,
+    mixture: Tensor, size: int,
+) -> list[Tensor]:  # fmt: skip
+    """What gradients (b, h, r, t) of scores over temperature give parameters (h or 1, ...): first layers (.., m, 2 d),
+    their biases (.., m), second layers (.., 1, m), their biases (.., 1), the mixture (.., 3 d, d), projections of
+    queries and keys (.., d, p), and the logarithms of temperatures (h).
+
+    The rows are `ids`, `size` to a block. The factors have no factors on hidden units, and were made of what is `seen`,
+    means (b, h, t, d) of query blocks, summaries (b, h, t, 3 d) and units (b, h, t, u, d) of key blocks, by first
+    layers `first` (h or 1, m, 2 d) and the `mixture` of summaries.
+    """
+    (batch, heads, many, t), device, scorers = scores.shape, scores.device, len(first)
+    own, *apart = own_rows(factors.own)
+    right, rows, columns = factors.right.contiguous(), factors.rows, factors.columns
+    left_there, right_there = factors.left_there, factors.right_there
+    made = _launches(
+        device, batch, heads, scorers, many, t, rows.shape[3], *own.shape[2:], *right.shape[3:], size,
+        left_there is not None, right_there is not None, float(factors.coldest), TILE, factors.weight.stride(0),
+        factors.project.stride(0), first.stride(0), mixture.stride(0), tuple(apart), rows.stride()[1:],
+        columns.stride()[1:],
+    )  # fmt: skip
+    memory = made.held.made()
+    # Gradients outlive the rest. Heads may share a scorer, but each has its temperature.
+    each = torch.empty((batch * heads // scorers, made.found.total), dtype=torch.float32, device=device)
+    # Where one of these is not given, no program reads it.
+    there = [ids if x is None else x.contiguous() for x in (left_there, right_there)]
+    grad, log, (means, summary, units) = grad.contiguous(), factors.log_temperature, (x.contiguous() for x in seen)
+    by_own, by_best, by_sides, by_sums, by_mixture = made.grids
+    made.own(by_own, (rows, own, factors.project, ids, memory))
+    if made.best is not None:
+        made.best(by_best, (memory, right, grad, ids, *there))
+    made.sides(by_sides, (memory, columns, right, grad, scores, ids, *there, factors.weight, log))
+    made.sums(by_sums, (own, units, means, summary, memory, ids, each))
+    total = each[0] if len(each) == 1 else each.sum(0)
+    made.mixture(by_mixture, (first, mixture, total))
+    names = "first", "bias", "last", "mixture", "project", "match"
+    *layers, by_mixed, by_project, by_match = (made.found.tensor(total, name) for name in names)
+    (two,) = made.found.begin("two")
+    apart = (made.found.total, 1) if scorers == heads else (heads * made.found.total, made.found.total)
+    by_temperature = each.as_strided((batch, heads), apart, two)
+    by_temperature = by_temperature[0] if batch == 1 else by_temperature.sum(0)
+    by_second = total.as_strided((scorers, 1), (1, 1), two + scorers)
+    return [*layers, by_second, by_mixed, by_project, by_match, by_temperature]

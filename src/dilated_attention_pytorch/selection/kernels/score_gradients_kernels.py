@@ -1,0 +1,432 @@
+"""Gradients of what scores of some rows are made of, without an array of hidden units or of matches.
+
+Names as in `primitives`. R rows were scored with T blocks each; A are the sub-blocks of a row, U those of a
+block, M the hidden units, RANK the width of the match and RP the power of two that holds it. Rows and blocks are two
+sides of the same sums, and a launch has programs of both.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ...kernels.triton.primitives import NO_KEY, projected
+
+
+@triton.jit
+def inverse_of(p_log, head, coldest):
+    """What scores are multiplied by."""
+    return 1.0 / tl.maximum(tl.exp(tl.load(p_log + head).to(tl.float32)), coldest)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def own_kernel(
+    p_factors, p_own, p_project, p_ids, p_room, rows, heads, at_left, sf_h, sf_n, sf_m, so_b, so_h, so_n, s_project,
+    BM: tl.constexpr, A: tl.constexpr, M: tl.constexpr, BH: tl.constexpr, D: tl.constexpr, RANK: tl.constexpr,
+    RP: tl.constexpr, SIZE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Of BM sub-blocks of rows the query's side of the match; of as many rows what hidden units have of them.
+
+    Rows lie first in what all kernels here write to, and the rest where they are told.
+    """
+    stream = tl.program_id(1).to(tl.int64)
+    head = stream % heads
+    o_i = tl.program_id(0) * BM + tl.arange(0, BM)
+    b_real = o_i < rows * A
+    o_own = tl.load(p_ids + o_i // A, mask=b_real, other=0) * A + o_i % A
+    o_r = tl.arange(0, RP)
+    p_own += (stream // heads) * so_b + head * so_h
+    b_left = projected(p_own, p_project + head * s_project, o_own, b_real, o_r, so_n, D, RANK, RP, PRECISION)
+    p_tile = p_room + at_left + (stream * rows * A + o_i)[:, None] * RANK + o_r[None, :]
+    tl.store(p_tile, b_left, mask=b_real[:, None] & (o_r < RANK)[None, :])
+    b_real = o_i < rows
+    o_row = tl.load(p_ids + o_i, mask=b_real, other=0) // SIZE
+    for first in range(0, M, BH):
+        o_m = first + tl.arange(0, BH)
+        b_mask = b_real[:, None] & (o_m < M)[None, :]
+        b_row = tl.load(p_factors + stream * sf_h + o_row[:, None] * sf_n + o_m[None, :] * sf_m, mask=b_mask, other=0.0)
+        tl.store(p_room + (stream * rows + o_i)[:, None] * M + o_m[None, :], b_row, mask=b_mask)
+
+
+@triton.jit
+def hidden_part(
+    p_held, p_streamed, p_grad, p_scores, many, sh_m, ss_n, ss_m, sg_j,
+    M: tl.constexpr, MP: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """Of one row, or one block, the gradients by hidden unit but for its weight, and of the weight; sums for a row."""
+    o_m = tl.arange(0, MP)
+    b_unit = o_m < M
+    b_held = tl.load(p_held + o_m * sh_m, mask=b_unit, other=0.0)
+    b_out = tl.zeros([MP], tl.float32)
+    b_sum = tl.zeros([MP], tl.float32)
+    b_all = tl.zeros([BN], tl.float32)
+    b_by_score = tl.zeros([BN], tl.float32)
+    for first in range(0, many, BN):
+        o_j = first + tl.arange(0, BN)
+        b_real = o_j < many
+        b_one = tl.load(p_grad + o_j * sg_j, mask=b_real, other=0.0)
+        b_all += b_one
+        b_by_score += b_one * tl.load(p_scores + o_j * sg_j, mask=b_real, other=0.0)
+        b_grad = b_one[:, None]
+        p_tile = p_streamed + o_j[:, None] * ss_n + o_m[None, :] * ss_m
+        b_hidden = b_held[None, :] + tl.load(p_tile, mask=b_real[:, None] & b_unit[None, :], other=0.0)
+        b_out += tl.sum(tl.where(b_hidden > 0.0, b_grad, 0.0), 0)
+        b_sum += tl.sum(tl.maximum(b_hidden, 0.0) * b_grad, 0)
+    return b_out, b_sum, tl.sum(b_all, 0), tl.sum(b_by_score, 0)
+
+
+@triton.jit
+def hidden_bwd(
+    p_rows, p_columns, p_grad, p_scores, p_weight, p_log, p_by_row, p_by_weight, p_by_block, p_sums, i, stream, rows,
+    blocks, heads, coldest, s_weight, sc_h, sc_n, sc_m, M: tl.constexpr, MP: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """Of one row, or one block, the gradient of its part in hidden units; a row's of w, temperature and bias too."""
+    head = stream % heads
+    o_m = tl.arange(0, MP)
+    b_unit = o_m < M
+    b_weight = tl.load(p_weight + head * s_weight + o_m, mask=b_unit, other=0.0).to(tl.float32)
+    inverse = inverse_of(p_log, head, coldest)
+    p_columns += stream * sc_h
+    p_grad += stream * rows * blocks
+    p_scores += stream * rows * blocks
+    p_rows += stream * rows * M
+    if i < rows:
+        b_out, b_sum, whole, by_score = hidden_part(
+            p_rows + i * M, p_columns, p_grad + i * blocks, p_scores + i * blocks, blocks, 1, sc_n, sc_m, 1, M, MP, BN
+        )
+        line = stream * rows + i
+        tl.store(p_by_row + line * M + o_m, b_out * (b_weight * inverse), mask=b_unit)
+        tl.store(p_by_weight + line * M + o_m, b_sum * inverse, mask=b_unit)
+        # Below the coldest the gradient still passes, by the temperature that is not held there.
+        tl.store(p_sums + 2 * line, -by_score * tl.exp(tl.load(p_log + head).to(tl.float32)) * inverse)
+        tl.store(p_sums + 2 * line + 1, whole * inverse)
+    else:
+        j = i - rows
+        b_out, b_sum, whole, by_score = hidden_part(
+            p_columns + j * sc_n, p_rows, p_grad + j, p_scores + j, rows, sc_m, M, 1, blocks, M, MP, BN
+        )
+        tl.store(p_by_block + (stream * blocks + j) * M + o_m, b_out * (b_weight * inverse), mask=b_unit)
+
+
+@triton.jit
+def match_pairs(
+    p_left, p_right, p_ids, p_left_there, p_right_there, o_i, o_j, rows, blocks, o_r, A: tl.constexpr, U: tl.constexpr,
+    RANK: tl.constexpr, LEFT: tl.constexpr, HOLES: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Both sides of the matches of sub-blocks `o_i` of rows with `o_j` of blocks, and the matches; NO_KEY for holes."""
+    b_left_real = o_i < rows * A
+    b_right_real = o_j < blocks * U
+    b_wide = (o_r < RANK)[None, :]
+    b_left = tl.load(p_left + o_i[:, None] * RANK + o_r[None, :], mask=b_left_real[:, None] & b_wide, other=0.0)
+    b_right = tl.load(p_right + o_j[:, None] * RANK + o_r[None, :], mask=b_right_real[:, None] & b_wide, other=0.0)
+    b_pair = tl.dot(b_left, tl.trans(b_right), input_precision=PRECISION)
+    if HOLES:
+        b_there = tl.load(p_right_there + o_j, mask=b_right_real, other=0) != 0
+        b_pair = tl.where(b_there[None, :], b_pair, NO_KEY)
+    if LEFT:
+        o_own = tl.load(p_ids + o_i // A, mask=b_left_real, other=0) * A + o_i % A
+        b_there = tl.load(p_left_there + o_own, mask=b_left_real, other=0) != 0
+        b_pair = tl.where(b_there[:, None], b_pair, NO_KEY)
+    return b_left, b_right, b_pair
+
+
+@triton.jit
+def match_tile(
+    p_left, p_right, p_grad, p_best, p_ids, p_left_there, p_right_there, first_row, first_block, rows, blocks, factor,
+    o_r, M: tl.constexpr, N: tl.constexpr, A: tl.constexpr, U: tl.constexpr, RANK: tl.constexpr, LEFT: tl.constexpr,
+    HOLES: tl.constexpr, KNOWN: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Both sides of the matches of M sub-blocks of rows with N of blocks, and the gradients of those, [M, N].
+
+    A pair's gradient goes to the best of its matches, or in equal shares to all that are best; where nothing is there,
+    nowhere. M and N are whole rows and blocks, unless the best matches are KNOWN.
+    """
+    o_i = first_row + tl.arange(0, M)
+    o_j = first_block + tl.arange(0, N)
+    b_left, b_right, b_pair = match_pairs(
+        p_left, p_right, p_ids, p_left_there, p_right_there, o_i, o_j, rows, blocks, o_r,
+        A, U, RANK, LEFT, HOLES, PRECISION,
+    )  # fmt: skip
+    if KNOWN:
+        b_mask = (o_i < rows * A)[:, None] & (o_j < blocks * U)[None, :]
+        p_pair = p_best + 2 * ((o_i // A)[:, None] * blocks + (o_j // U)[None, :])
+        b_best = tl.load(p_pair, mask=b_mask, other=float("inf"))
+        b_share = tl.load(p_pair + 1, mask=b_mask, other=0.0) * factor
+        b_share = tl.where(b_pair == b_best, b_share, 0.0)
+    else:
+        BR: tl.constexpr = M // A
+        BT: tl.constexpr = N // U
+        o_row = first_row // A + tl.arange(0, BR)
+        o_block = first_block // U + tl.arange(0, BT)
+        b_mask = (o_row < rows)[:, None] & (o_block < blocks)[None, :]
+        b_grad = tl.load(p_grad + o_row[:, None] * blocks + o_block[None, :], mask=b_mask, other=0.0) * factor
+        b_pair = tl.reshape(b_pair, [BR, A, BT, U])
+        # Where one is not a number, none is best.
+        b_best = tl.max(tl.max(tl.where(b_pair == b_pair, b_pair, float("inf")), 3), 1)
+        b_best = tl.where(b_best == NO_KEY, float("inf"), b_best)
+        b_tied = b_pair == b_best[:, None, :, None]
+        b_share = b_grad / tl.maximum(tl.sum(tl.sum(b_tied.to(tl.int32), 3), 1), 1)
+        b_share = tl.reshape(tl.where(b_tied, b_share[:, None, :, None], 0.0), [M, N])
+    return b_left, b_right, b_share
+
+
+@triton.jit(do_not_specialize=["rows", "blocks", "total"])
+def best_kernel(
+    p_room, p_right, p_grad, p_ids, p_left_there, p_right_there, rows, blocks, total, at_left, at_best,
+    BR: tl.constexpr, BA: tl.constexpr, BU: tl.constexpr, A: tl.constexpr, U: tl.constexpr, RANK: tl.constexpr,
+    RP: tl.constexpr, LEFT: tl.constexpr, HOLES: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The best match of BR rows with one block, and the gradient of their score over the number of matches that are
+    equally good; BA sub-blocks of each row and BU of the block are multiplied at once."""
+    stream = tl.program_id(2).to(tl.int64)
+    first_row = tl.program_id(0) * BR
+    block = tl.program_id(1)
+    o_r = tl.arange(0, RP)
+    p_left = p_room + at_left + stream * rows * A * RANK
+    p_right += stream * blocks * U * RANK
+    p_left_there += stream * total * A
+    p_right_there += stream * blocks * U
+    b_best = tl.full([BR], NO_KEY, tl.float32)
+    b_many = tl.zeros([BR], tl.float32)
+    for first in range(0, A, BA):
+        o_i = tl.arange(0, BR * BA)
+        o_i = (first_row + o_i // BA) * A + first + o_i % BA
+        for unit in range(0, U, BU):
+            _, _, b_pair = match_pairs(
+                p_left, p_right, p_ids, p_left_there, p_right_there, o_i, block * U + unit + tl.arange(0, BU), rows,
+                blocks, o_r, A, U, RANK, LEFT, HOLES, PRECISION,
+            )  # fmt: skip
+            b_pair = tl.reshape(b_pair, [BR, BA * BU])
+            # Where one is not a number, none is best.
+            b_here = tl.max(tl.where(b_pair == b_pair, b_pair, float("inf")), 1)
+            b_tied = tl.sum((b_pair == b_here[:, None]).to(tl.float32), 1)
+            b_next = tl.maximum(b_best, b_here)
+            b_many = tl.where(b_best == b_next, b_many, 0.0) + tl.where(b_here == b_next, b_tied, 0.0)
+            b_best = b_next
+    b_best = tl.where(b_best == NO_KEY, float("inf"), b_best)
+    o_row = first_row + tl.arange(0, BR)
+    o_pair = (stream * rows + o_row) * blocks + block
+    b_grad = tl.load(p_grad + o_pair, mask=o_row < rows, other=0.0)
+    tl.store(p_room + at_best + 2 * o_pair, b_best, mask=o_row < rows)
+    tl.store(p_room + at_best + 2 * o_pair + 1, b_grad / tl.maximum(b_many, 1.0), mask=o_row < rows)
+
+
+@triton.jit
+def left_bwd(
+    p_left, p_right, p_grad, p_best, p_ids, p_left_there, p_right_there, p_by_left, tile, rows, blocks, factor,
+    M: tl.constexpr, N: tl.constexpr, A: tl.constexpr, U: tl.constexpr, RANK: tl.constexpr, RP: tl.constexpr,
+    LEFT: tl.constexpr, HOLES: tl.constexpr, KNOWN: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Gradients of the query's side of the match of M sub-blocks of rows, N sub-blocks of blocks at a time."""
+    o_r = tl.arange(0, RP)
+    b_out = tl.zeros([M, RP], tl.float32)
+    for first in range(0, blocks * U, N):
+        _, b_right, b_share = match_tile(
+            p_left, p_right, p_grad, p_best, p_ids, p_left_there, p_right_there, tile * M, first, rows, blocks, factor,
+            o_r, M, N, A, U, RANK, LEFT, HOLES, KNOWN, PRECISION,
+        )  # fmt: skip
+        b_out = tl.dot(b_share, b_right, b_out, input_precision=PRECISION)
+    o_i = tile * M + tl.arange(0, M)
+    b_mask = (o_i < rows * A)[:, None] & (o_r < RANK)[None, :]
+    tl.store(p_by_left + o_i[:, None] * RANK + o_r[None, :], b_out, mask=b_mask)
+
+
+@triton.jit
+def right_bwd(
+    p_left, p_right, p_grad, p_best, p_ids, p_left_there, p_right_there, p_by_right, tile, rows, blocks, factor,
+    M: tl.constexpr, N: tl.constexpr, A: tl.constexpr, U: tl.constexpr, RANK: tl.constexpr, RP: tl.constexpr,
+    LEFT: tl.constexpr, HOLES: tl.constexpr, KNOWN: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Gradients of the key's side of the match of N sub-blocks of blocks, M sub-blocks of rows at a time."""
+    o_r = tl.arange(0, RP)
+    b_out = tl.zeros([N, RP], tl.float32)
+    for first in range(0, rows * A, M):
+        b_left, _, b_share = match_tile(
+            p_left, p_right, p_grad, p_best, p_ids, p_left_there, p_right_there, first, tile * N, rows, blocks, factor,
+            o_r, M, N, A, U, RANK, LEFT, HOLES, KNOWN, PRECISION,
+        )  # fmt: skip
+        b_out = tl.dot(tl.trans(b_share), b_left, b_out, input_precision=PRECISION)
+    o_j = tile * N + tl.arange(0, N)
+    b_mask = (o_j < blocks * U)[:, None] & (o_r < RANK)[None, :]
+    tl.store(p_by_right + o_j[:, None] * RANK + o_r[None, :], b_out, mask=b_mask)
+
+
+@triton.jit
+def match_bwd(
+    p_left, p_right, p_grad, p_best, p_ids, p_left_there, p_right_there, p_log, p_by_left, p_by_right, tile, stream,
+    rows, blocks, total, heads, coldest, root, HELD_LEFT: tl.constexpr, HELD_RIGHT: tl.constexpr,
+    MET_LEFT: tl.constexpr, MET_RIGHT: tl.constexpr, A: tl.constexpr, U: tl.constexpr, RANK: tl.constexpr,
+    RP: tl.constexpr, LEFT: tl.constexpr, HOLES: tl.constexpr, KNOWN: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Gradients of one side of the match: HELD_LEFT sub-blocks of rows with MET_RIGHT of blocks at a time, or
+    HELD_RIGHT of blocks with MET_LEFT of rows."""
+    factor = inverse_of(p_log, stream % heads, coldest) * root
+    p_left += stream * rows * A * RANK
+    p_right += stream * blocks * U * RANK
+    p_grad += stream * rows * blocks
+    p_best += 2 * stream * rows * blocks
+    p_left_there += stream * total * A
+    p_right_there += stream * blocks * U
+    tiles = tl.cdiv(rows * A, HELD_LEFT)
+    if tile < tiles:
+        left_bwd(
+            p_left, p_right, p_grad, p_best, p_ids, p_left_there, p_right_there, p_by_left + stream * rows * A * RANK,
+            tile, rows, blocks, factor, HELD_LEFT, MET_RIGHT, A, U, RANK, RP, LEFT, HOLES, KNOWN, PRECISION,
+        )  # fmt: skip
+    else:
+        right_bwd(
+            p_left, p_right, p_grad, p_best, p_ids, p_left_there, p_right_there,
+            p_by_right + stream * blocks * U * RANK, tile - tiles, rows, blocks, factor,
+            MET_LEFT, HELD_RIGHT, A, U, RANK, RP, LEFT, HOLES, KNOWN, PRECISION,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["rows", "blocks", "total"])
+def sides_bwd_kernel(
+    p_room, p_columns, p_right, p_grad, p_scores, p_ids, p_left_there, p_right_there, p_weight, p_log, rows, blocks,
+    total, heads, coldest, root, at_left, at_row, at_weight, at_block, at_sums, at_by_left, at_right, at_best, s_weight,
+    sc_h, sc_n, sc_m, M: tl.constexpr, MP: tl.constexpr, BN: tl.constexpr, HELD_LEFT: tl.constexpr,
+    HELD_RIGHT: tl.constexpr, MET_LEFT: tl.constexpr, MET_RIGHT: tl.constexpr, A: tl.constexpr, U: tl.constexpr,
+    RANK: tl.constexpr, RP: tl.constexpr, LEFT: tl.constexpr, HOLES: tl.constexpr, KNOWN: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """`match_bwd` of rows, then of blocks, and `hidden_bwd` of both."""
+    program = tl.program_id(0)
+    stream = tl.program_id(1).to(tl.int64)
+    matched = tl.cdiv(rows * A, HELD_LEFT) + tl.cdiv(blocks * U, HELD_RIGHT)
+    if program < matched:
+        match_bwd(
+            p_room + at_left, p_right, p_grad, p_room + at_best, p_ids, p_left_there, p_right_there, p_log,
+            p_room + at_by_left, p_room + at_right, program, stream, rows, blocks, total, heads, coldest, root,
+            HELD_LEFT, HELD_RIGHT, MET_LEFT, MET_RIGHT, A, U, RANK, RP, LEFT, HOLES, KNOWN, PRECISION,
+        )  # fmt: skip
+    else:
+        hidden_bwd(
+            p_room, p_columns, p_grad, p_scores, p_weight, p_log, p_room + at_row, p_room + at_weight,
+            p_room + at_block, p_room + at_sums, program - matched, stream, rows, blocks, heads, coldest, s_weight,
+            sc_h, sc_n, sc_m, M, MP, BN,
+        )  # fmt: skip
+
+
+@triton.jit
+def summed(
+    p_x, p_y, p_ids, p_out, tile, many, sx_n, sx_m, sy_n, s_out,
+    M: tl.constexpr, N: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, X_ROWS: tl.constexpr,
+    Y_ROWS: tl.constexpr, A: tl.constexpr, SIZE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """A tile of x^T y, (M, N), of `many` lines; of those of X_ROWS or Y_ROWS, A to a row and SIZE rows to a line."""
+    columns = tl.cdiv(N, BN)
+    o_m = (tile // columns) * BM + tl.arange(0, BM)
+    o_c = (tile % columns) * BN + tl.arange(0, BN)
+    b_out = tl.zeros([BM, BN], tl.float32)
+    for first in range(0, many, BK):
+        o_k = (first + tl.arange(0, BK)).to(tl.int64)
+        b_real = o_k < many
+        o_x = o_k
+        o_y = o_k
+        if X_ROWS or Y_ROWS:
+            o_at = tl.load(p_ids + o_k // A, mask=b_real, other=0) // SIZE * A + o_k % A
+            o_x = o_at if X_ROWS else o_k
+            o_y = o_at if Y_ROWS else o_k
+        b_mask = (o_m < M)[:, None] & b_real[None, :]
+        b_x = tl.load(p_x + o_x[None, :] * sx_n + o_m[:, None] * sx_m, mask=b_mask, other=0.0).to(tl.float32)
+        if X_ROWS:
+            # As `projected` has them.
+            b_x = tl.where(b_x - b_x == 0.0, b_x, 0.0)
+        b_mask = b_real[:, None] & (o_c < N)[None, :]
+        b_y = tl.load(p_y + o_y[:, None] * sy_n + o_c[None, :], mask=b_mask, other=0.0).to(tl.float32)
+        b_out = tl.dot(b_x, b_y, b_out, input_precision=PRECISION)
+    b_mask = (o_m < M)[:, None] & (o_c < N)[None, :]
+    tl.store(p_out + o_m[:, None] * s_out + o_c[None, :], b_out, mask=b_mask)
+
+
+@triton.jit(do_not_specialize=["rows", "blocks", "heads", "alike", "total"])
+def sums_kernel(
+    p_own, p_units, p_means, p_summary, p_room, p_ids, p_out, rows, blocks, heads, alike, total, at_row, at_weight,
+    at_block, at_sums, at_by_left, at_right, to_joint, to_project, to_match, to_bias, to_last, to_two, so_b, so_h, so_n,
+    A: tl.constexpr, U: tl.constexpr, M: tl.constexpr, D: tl.constexpr, RANK: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, SIZE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Gradients of parameters, of which `stacked` heads have their own, in `p_out`, `total` of them for a sample.
+
+    Of the first layer's part of the keys, and of the mixture, only what both follow from: by_block^T summary.
+    """
+    stream = tl.program_id(1).to(tl.int64)
+    p_own += (stream // heads) * so_b + (stream % heads) * so_h
+    p_out += (stream // alike) * total
+    head = stream % alike
+    tile = tl.program_id(0)
+    WIDE: tl.constexpr = 3 * D
+    # The longest sums begin first.
+    MATCHED: tl.constexpr = ((D + BM - 1) // BM) * ((RANK + BR - 1) // BR)
+    JOINT: tl.constexpr = ((M + BM - 1) // BM) * ((WIDE + BN - 1) // BN)
+    FIRST: tl.constexpr = ((M + BM - 1) // BM) * ((D + BN - 1) // BN)
+    p_by_row = p_room + at_row + stream * rows * M
+    if tile < MATCHED:
+        summed(
+            p_units + stream * blocks * U * D, p_room + at_right + stream * blocks * U * RANK, p_ids,
+            p_out + to_match + head * D * RANK, tile, blocks * U, D, 1, RANK, RANK,
+            D, RANK, BM, BR, BK, False, False, 1, 1, PRECISION,
+        )  # fmt: skip
+    elif tile < 2 * MATCHED:
+        summed(
+            p_own, p_room + at_by_left + stream * rows * A * RANK, p_ids,
+            p_out + to_project + head * D * RANK, tile - MATCHED, rows * A, so_n, 1, RANK, RANK,
+            D, RANK, BM, BR, BK, True, False, A, 1, PRECISION,
+        )  # fmt: skip
+    elif tile < 2 * MATCHED + JOINT:
+        summed(
+            p_room + at_block + stream * blocks * M, p_summary + stream * blocks * WIDE, p_ids,
+            p_out + to_joint + head * M * WIDE, tile - 2 * MATCHED, blocks, M, 1, WIDE, WIDE,
+            M, WIDE, BM, BN, BK, False, False, 1, 1, PRECISION,
+        )  # fmt: skip
+    elif tile < 2 * MATCHED + JOINT + FIRST:
+        summed(
+            p_by_row, p_means + stream * blocks * D, p_ids,
+            p_out + head * M * 2 * D, tile - 2 * MATCHED - JOINT, rows, M, 1, D, 2 * D,
+            M, D, BM, BN, BK, False, True, 1, SIZE, PRECISION,
+        )  # fmt: skip
+    else:
+        tile -= 2 * MATCHED + JOINT + FIRST
+        o_m = tile * BM + tl.arange(0, BM)
+        o_two = tl.arange(0, 2)
+        p_by_weight = p_room + at_weight + stream * rows * M
+        b_bias = tl.zeros([BM], tl.float32)
+        b_last = tl.zeros([BM], tl.float32)
+        b_two = tl.zeros([2], tl.float32)
+        for first in range(0, rows, BK):
+            o_k = first + tl.arange(0, BK)
+            b_real = (o_k < rows)[:, None]
+            b_mask = b_real & (o_m < M)[None, :]
+            o_tile = o_k[:, None] * M + o_m[None, :]
+            b_bias += tl.sum(tl.load(p_by_row + o_tile, mask=b_mask, other=0.0), 0)
+            b_last += tl.sum(tl.load(p_by_weight + o_tile, mask=b_mask, other=0.0), 0)
+            o_tile = (stream * rows + o_k)[:, None] * 2 + o_two[None, :]
+            b_two += tl.sum(tl.load(p_room + at_sums + o_tile, mask=b_real, other=0.0), 0)
+        tl.store(p_out + to_bias + head * M + o_m, b_bias, mask=o_m < M)
+        tl.store(p_out + to_last + head * M + o_m, b_last, mask=o_m < M)
+        # Of temperatures, then of biases.
+        tl.store(p_out + to_two + o_two * alike + head, b_two, mask=o_two < tl.where(tile == 0, 2, 0))
+
+
+@triton.jit
+def mixture_kernel(
+    p_first, p_mixture, p_out, to_joint, to_mixture, s_first, s_mixture, M: tl.constexpr, D: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Gradients of the first layer's part of the keys, and of the mixture of summaries that it meets."""
+    head = tl.program_id(1).to(tl.int64)
+    tile = tl.program_id(0)
+    WIDE: tl.constexpr = 3 * D
+    FIRST: tl.constexpr = ((M + BM - 1) // BM) * ((D + BN - 1) // BN)
+    p_joint = p_out + to_joint + head * M * WIDE
+    if tile < FIRST:
+        summed(
+            p_joint, p_mixture + head * s_mixture, p_out, p_out + head * M * 2 * D + D, tile, WIDE, 1, WIDE, D, 2 * D,
+            M, D, BM, BN, BK, False, False, 1, 1, PRECISION,
+        )  # fmt: skip
+    else:
+        summed(
+            p_joint, p_first + head * s_first + D, p_out, p_out + to_mixture + head * WIDE * D, tile - FIRST, M, WIDE,
+            1, 2 * D, D, WIDE, D, BM, BN, BK, False, False, 1, 1, PRECISION,
+        )  # fmt: skip

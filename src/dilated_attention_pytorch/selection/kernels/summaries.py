@@ -1,0 +1,114 @@
+"""Launches that summarise blocks of a sequence and factor their scores."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from ...kernels.launch.gluon_launcher import Grid
+from ...kernels.launch.launcher import KEPT, Launch, Room, Shape
+from ...kernels.triton.launches import OPTIONS, dot_precision, held
+from .block_scores import Halves
+from .summaries_kernels import factor_kernel, summaries_kernel
+
+ROWS = 4
+"""Tokens that a program of sums holds side by side: of as many units, where blocks have those."""
+ASKED = 8
+"""Tokens below each other that it asks for at once: enough on their way to keep memory busy."""
+LINE = 512
+"""Bytes that a warp reads with one instruction."""
+PROJECTED = 32
+"""Blocks, or sub-blocks, that a program projects, and hidden units of a step. It is one small product after another, so
+that few warps, which ask for the next steps' factors early, end sooner than many."""
+
+
+@lru_cache(maxsize=KEPT)
+def _factoring(
+    device: torch.device, batch: int, heads: int, t: int, many: int, d: int, hidden: int, rank: int, *steps: int
+) -> tuple[Launch, Grid, Room, Room]:
+    constants = {"BM": PROJECTED, "M": hidden, "D": d, "DP": held(d), "RANK": rank, "RP": held(rank), "UNITS": many}
+    constants |= {"PRECISION": dot_precision(torch.float32), "num_warps": 2, "num_stages": 3} | OPTIONS
+    tiles, apart = 2 * -(-t // PROJECTED) + -(-t * many // PROJECTED), held(t)
+    launch = Launch(factor_kernel, device, t, t * many, heads, *steps, apart, **constants)
+    right, side = (batch, heads, t, many, rank), (batch, heads, t, hidden)
+    by_unit = heads * hidden * apart, hidden * apart, 1, apart
+    shapes: dict[str, Shape] = {"rows": side, "columns": side, "right": right, "scale": (batch, heads, t)}
+    whole = Room(torch.float32, device, shapes, {"rows": by_unit, "columns": by_unit})
+    halves = Room(torch.float16, device, {"half": right, "rest": right})
+    return launch, (tiles, batch * heads, 1), whole, halves
+
+
+def factor(
+    means: Tensor, summary: Tensor, units: Tensor, first: Tensor, bias: Tensor, mixture: Tensor, match: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Halves | None]:
+    """`rows`, `columns`, `right` and maybe `halves` of `Factors`: of the means of query blocks (b, h, t, d), and of
+    summaries and units of key blocks, by parameters (h or 1, ...): first layer and its bias, mixture of summaries,
+    match. The first two lie as `block_scores.by_unit` has them."""
+    (batch, heads, t, many, d), parameters = units.shape, (first, bias, mixture, match)
+    steps = [x.stride(0) if x.shape[0] == heads else 0 for x in parameters]
+    options = batch, heads, t, many, d, first.shape[1], match.shape[2]
+    launch, grid, whole, half = _factoring(units.device, *options, *steps)
+    rows, columns, right, scale = whole()
+    halves = None
+    if PROJECTED % many == 0:
+        leading, rest = half()
+        halves = leading, rest, scale
+    launch(grid, (means, summary, units, *parameters, rows, columns, right, *(halves or (right,) * 3)))
+    return rows, columns, right, halves
+
+
+Summary = tuple[Tensor, Tensor, Tensor, Tensor]
+"""Of each block (b, h, t, ...) its mean, for keys then maximum and minimum, the means of its units, which of those hold
+something, and whether any does; 0 and nothing for one that is not finite."""
+
+
+def _steps(units: int, unit: int, rows: int, in_flight: int) -> tuple[int, int, int, int, int]:
+    """How many units a block has, of how many tokens, how many are read at once, in what parts, and runs of those."""
+    together = min(rows, units)
+    parts = min(rows // together, unit)
+    return units, unit, together, parts, min(in_flight, unit // parts)
+
+
+@lru_cache(maxsize=KEPT)
+def _summing(
+    device: torch.device, shape: tuple[int, ...], key_heads: int, apart: tuple[int, ...], key_apart: tuple[int, ...],
+    itemsize: int, size: int, own_unit: int, unit: int, before: bool, padded: bool, rows: int, in_flight: int,
+) -> tuple[Launch, Grid, Room, Room]:  # fmt: skip
+    batch, heads, n, d = shape
+    t, units, own_units, row = -(-n // size), size // unit, size // own_unit, held(d) * itemsize
+    warps = min(max(rows * row // LINE, 1), 8)
+    options = max(warps * LINE // row, 1), in_flight
+    named = "OWN_UNITS", "OWN_UNIT", "OWN_BU", "OWN_PARTS", "OWN_RUN", "UNITS", "UNIT", "BU", "PARTS", "RUN"
+    constants = dict(zip(named, (*_steps(own_units, own_unit, *options), *_steps(units, unit, *options)), strict=True))
+    constants |= {"D": d, "DP": held(d), "BEFORE": before, "PADDING": padded, "num_warps": warps} | OPTIONS
+    sizes = n, t, heads, key_heads, *apart[:3], *key_apart[:3]
+    launch = Launch(summaries_kernel, device, *sizes, **constants)
+    lead, key_lead = (batch, heads, t), (batch, key_heads, t)
+    numbers: dict[str, Shape] = {"means": (*lead, d), "own": (*lead, own_units, d)}
+    numbers |= {"summary": (*key_lead, 3 * d), "units": (*key_lead, units, d)}
+    flags: dict[str, Shape] = {
+        "own_there": (*lead, own_units),
+        "own_visible": lead,
+        "there": (*key_lead, units),
+        "visible": key_lead,
+    }
+    rooms = Room(torch.float32, device, numbers), Room(torch.bool, device, flags)
+    return launch, (t * batch * (heads + key_heads), 1, 1), *rooms
+
+
+def summarise(
+    query: Tensor, key: Tensor, size: int, own_unit: int, unit: int, padding: Tensor | None, before: bool
+) -> tuple[Summary, Summary]:
+    """What blocks of `size` queries and keys, of one shape but for their heads, add up to, by units of either; with
+    `before`, queries of the block before."""
+    # Where a token lies in its block is counted in 32 bits.
+    query, key = (x if x.stride(3) == 1 and x.stride(2) * size < 2**31 else x.contiguous() for x in (query, key))
+    options = query.itemsize, size, own_unit, unit, before, padding is not None, ROWS, ASKED
+    sides = query.shape, key.shape[1], query.stride(), key.stride()
+    launch, grid, numbers, flags = _summing(query.device, *sides, *options)
+    (means, own, summary, units), (own_there, own_visible, there, visible) = numbers(), flags()
+    rows, keys = (means, own, own_there, own_visible), (summary, units, there, visible)
+    launch(grid, (query, *rows, key, *keys, there if padding is None else padding.contiguous()))
+    return rows, keys

@@ -1,0 +1,178 @@
+"""Summaries of blocks of a sequence, one program for each, and factors of scores. Names as in `primitives`."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ...kernels.triton.primitives import projected
+from .block_scores_kernels import halved
+
+
+@triton.jit
+def sum_block(
+    p_x, p_padding, p_summary, p_units, p_there, p_visible, block, stream, n, blocks, heads, sx_b, sx_h, sx_n,
+    UNITS: tl.constexpr, UNIT: tl.constexpr, BU: tl.constexpr, PARTS: tl.constexpr, RUN: tl.constexpr, D: tl.constexpr,
+    DP: tl.constexpr, EXTREMES: tl.constexpr, BEFORE: tl.constexpr, PADDING: tl.constexpr,
+):  # fmt: skip
+    """One block, of UNITS * UNIT tokens: its mean, with EXTREMES its maximum and minimum, and the means of its units.
+
+    BU units are read at once, in PARTS each, of which every PARTS-th token is one. A thread adds up RUN tokens of one
+    part in its own registers; threads meet once a unit that has parts, and once a block. With BEFORE it stands in the
+    place of the block after it, the last in that of the first.
+    """
+    SIZE: tl.constexpr = UNITS * UNIT
+    sample = (stream // heads).to(tl.int64)
+    p_x += sample * sx_b + (stream % heads).to(tl.int64) * sx_h + block.to(tl.int64) * SIZE * sx_n
+    p_padding += sample * n + block * SIZE
+    place = stream.to(tl.int64) * blocks + ((block + 1) % blocks if BEFORE else block)
+    left = n - block * SIZE
+    whole = False if PADDING else left >= SIZE
+    o_d = tl.arange(0, DP)
+    b_wide = o_d < D
+    o_part = tl.arange(0, BU * PARTS)
+    o_first = o_part // PARTS * UNIT + o_part % PARTS
+    b_total = tl.zeros([BU * PARTS, DP], tl.float32)
+    b_high = tl.full([BU * PARTS, DP], float("-inf"), tl.float32)
+    b_low = tl.full([BU * PARTS, DP], float("inf"), tl.float32)
+    present = 0 if PADDING else tl.minimum(left, SIZE)
+    for unit in range(0, UNITS, BU):
+        b_sum = tl.zeros([BU * PARTS, DP], tl.float32)
+        for step in range(0, UNIT, RUN * PARTS):
+            o_step = o_first + (unit * UNIT + step)
+            # All are asked for before the branch, for the compiler moves none across it: inside it, a few would be on
+            # their way at once. Behind the end the last token is read again.
+            b_tiles = ()
+            for run in tl.static_range(RUN):
+                p_tile = p_x + (tl.minimum(o_step + run * PARTS, left - 1) * sx_n)[:, None] + o_d[None, :]
+                b_tiles += (tl.load(p_tile) if D == DP else tl.load(p_tile, mask=b_wide[None, :], other=0.0),)
+            if whole:
+                for run in tl.static_range(RUN):
+                    b_x = b_tiles[run].to(tl.float32)
+                    b_sum += b_x
+                    if EXTREMES:
+                        b_high = tl.maximum(b_high, b_x)
+                        b_low = tl.minimum(b_low, b_x)
+            else:
+                for run in tl.static_range(RUN):
+                    b_real = o_step + run * PARTS < left
+                    if PADDING:
+                        b_real = b_real & (tl.load(p_padding + o_step + run * PARTS, mask=b_real, other=1) == 0)
+                    b_x = b_tiles[run].to(tl.float32)
+                    b_sum += tl.where(b_real[:, None], b_x, 0.0)
+                    if EXTREMES:
+                        b_high = tl.maximum(b_high, tl.where(b_real[:, None], b_x, float("-inf")))
+                        b_low = tl.minimum(b_low, tl.where(b_real[:, None], b_x, float("inf")))
+        b_total += b_sum
+        if PARTS > 1:
+            b_sum = tl.sum(b_sum.reshape(BU, PARTS, DP), 1)
+        o_u = unit + tl.arange(0, BU)
+        if PADDING:
+            o_n = o_u[:, None] * UNIT + tl.arange(0, UNIT)[None, :]
+            b_many = tl.sum((tl.load(p_padding + o_n, mask=o_n < left, other=1) == 0).to(tl.int32), 1)
+            present += tl.sum(b_many, 0)
+        else:
+            b_many = tl.minimum(tl.maximum(left - o_u * UNIT, 0), UNIT)
+        b_mean = b_sum * (1.0 / tl.maximum(b_many, 1))[:, None]
+        tl.store(p_units + (place * UNITS + o_u)[:, None] * D + o_d[None, :], b_mean, mask=b_wide[None, :])
+        tl.store(p_there + place * UNITS + o_u, b_many > 0)
+    b_mean = tl.sum(b_total, 0) * (1.0 / tl.maximum(present, 1))
+    # What is not finite spoils the sum, so that the mean tells of every token. The mean less itself need not be 0: the
+    # compiler would subtract from the product before it was rounded.
+    good = (tl.min((tl.abs(b_mean) < float("inf")).to(tl.int32), 0) > 0) & (present > 0)
+    tl.store(p_visible + place, good)
+    WIDE: tl.constexpr = 3 * D if EXTREMES else D
+    tl.store(p_summary + place * WIDE + o_d, tl.where(good, b_mean, 0.0), mask=b_wide)
+    if EXTREMES:
+        tl.store(p_summary + place * WIDE + D + o_d, tl.where(good, tl.max(b_high, 0), 0.0), mask=b_wide)
+        tl.store(p_summary + place * WIDE + 2 * D + o_d, tl.where(good, tl.min(b_low, 0), 0.0), mask=b_wide)
+    if good == 0:
+        # Others of the program wrote there.
+        tl.debug_barrier()
+        for unit in range(UNITS):
+            tl.store(p_units + (place * UNITS + unit) * D + o_d, tl.zeros([DP], tl.float32), mask=b_wide)
+            tl.store(p_there + place * UNITS + unit, present < 0)
+
+
+@triton.jit
+def summaries_kernel(
+    p_query, p_means, p_own, p_own_there, p_own_visible, p_key, p_summary, p_units, p_there, p_visible, p_padding, n,
+    blocks, heads, key_heads, sq_b, sq_h, sq_n, sk_b, sk_h, sk_n, OWN_UNITS: tl.constexpr, OWN_UNIT: tl.constexpr,
+    OWN_BU: tl.constexpr, OWN_PARTS: tl.constexpr, OWN_RUN: tl.constexpr, UNITS: tl.constexpr, UNIT: tl.constexpr,
+    BU: tl.constexpr, PARTS: tl.constexpr, RUN: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BEFORE: tl.constexpr,
+    PADDING: tl.constexpr,
+):  # fmt: skip
+    """`sum_block` of every block of queries, without extremes, and with BEFORE of the one before, and of keys.
+
+    The heads of one block follow each other: those of a token lie side by side in most tensors.
+    """
+    streams = tl.num_programs(0) // blocks
+    block = tl.program_id(0) // streams
+    stream = tl.program_id(0) % streams
+    key_streams = streams // (heads + key_heads) * key_heads
+    if stream < key_streams:
+        sum_block(
+            p_key, p_padding, p_summary, p_units, p_there, p_visible, block, stream, n, blocks, key_heads,
+            sk_b, sk_h, sk_n, UNITS, UNIT, BU, PARTS, RUN, D, DP, True, False, PADDING,
+        )  # fmt: skip
+    else:
+        sum_block(
+            p_query, p_padding, p_means, p_own, p_own_there, p_own_visible, block, stream - key_streams, n, blocks,
+            heads, sq_b, sq_h, sq_n, OWN_UNITS, OWN_UNIT, OWN_BU, OWN_PARTS, OWN_RUN, D, DP, False, BEFORE, PADDING,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["blocks", "units"])
+def factor_kernel(
+    p_means, p_summary, p_units, p_first, p_bias, p_mixture, p_match, p_rows, p_columns, p_right, p_half, p_rest,
+    p_scale, blocks, units, heads, s_first, s_bias, s_mixture, s_match, apart,
+    BM: tl.constexpr, M: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, RANK: tl.constexpr, RP: tl.constexpr,
+    UNITS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Of BM query blocks the rows of `Factors`, of key blocks the columns, both unit by unit, of sub-blocks `right`.
+
+    A block has UNITS sub-blocks. Where BM hold whole blocks, `right` is also `split`.
+    """
+    stream = tl.program_id(1).to(tl.int64)
+    head = stream % heads
+    tiles = tl.cdiv(blocks, BM)
+    tile = tl.program_id(0)
+    if tile < 2 * tiles:
+        o_i = (tile % tiles) * BM + tl.arange(0, BM)
+        b_exist = o_i < blocks
+        o_d = tl.arange(0, DP)
+        b_wide = o_d < D
+        p_first += head * s_first
+        p_out = p_rows
+        if tile < tiles:
+            p_tile = p_means + (stream * blocks + o_i)[:, None] * D + o_d[None, :]
+            b_x = tl.load(p_tile, mask=b_exist[:, None] & b_wide[None, :], other=0.0)
+        else:
+            p_first += D
+            p_out = p_columns
+            p_summary += stream * blocks * (3 * D)
+            p_mixture += head * s_mixture
+            b_x = projected(p_summary, p_mixture, o_i, b_exist, o_d, 3 * D, 3 * D, D, DP, PRECISION)
+        for first in range(0, M, BM):
+            o_m = first + tl.arange(0, BM)
+            b_mask = b_wide[:, None] & (o_m < M)[None, :]
+            b_weight = tl.load(p_first + o_m[None, :] * (2 * D) + o_d[:, None], mask=b_mask, other=0.0).to(tl.float32)
+            b_out = tl.dot(b_x, b_weight, input_precision=PRECISION)
+            if tile < tiles:
+                b_out += tl.load(p_bias + head * s_bias + o_m, mask=o_m < M, other=0.0).to(tl.float32)[None, :]
+            p_tile = p_out + (stream * M + o_m[None, :]) * apart + o_i[:, None]
+            tl.store(p_tile, b_out, mask=b_exist[:, None] & (o_m < M)[None, :])
+    else:
+        o_i = (tile - 2 * tiles) * BM + tl.arange(0, BM)
+        o_r = tl.arange(0, RP)
+        p_units += stream * units * D
+        b_right = projected(p_units, p_match + head * s_match, o_i, o_i < units, o_r, D, D, RANK, RP, PRECISION)
+        o_right = (stream * units + o_i)[:, None] * RANK + o_r[None, :]
+        b_mask = (o_i < units)[:, None] & (o_r < RANK)[None, :]
+        tl.store(p_right + o_right, b_right, mask=b_mask)
+        if BM % UNITS == 0:
+            b_first, b_second, b_undone = halved(b_right, BM // UNITS, UNITS)
+            tl.store(p_half + o_right, b_first, mask=b_mask)
+            tl.store(p_rest + o_right, b_second, mask=b_mask)
+            o_block = (tile - 2 * tiles) * (BM // UNITS) + tl.arange(0, BM // UNITS)
+            tl.store(p_scale + stream * blocks + o_block, b_undone, mask=o_block < blocks)

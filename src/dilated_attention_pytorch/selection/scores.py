@@ -1,0 +1,377 @@
+"""Scores of pairs of blocks from their content, in torch.
+
+    s(I, J) = w2 . relu(Wq q_I + Wk k_J + b1) + b2  +  max (U q_a) . (V k_b) / sqrt(rank) over sub-blocks a of I, b of J
+
+q_I is the mean of a block's queries, k_J a learned mixture of the mean, maximum and minimum of a
+block's keys. The first layer of the MLP on [q_I ; k_J] splits into a part of I and a part of J, so
+pairs of inputs are never formed. Inputs are detached: training the scorer does not change queries
+and keys.
+
+Shapes: b batch, h heads, g key heads, n tokens, t blocks, u sub-blocks of a block, r rows, k chosen blocks, d width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from .summaries import CHUNK, BlockSummaries
+from .types import Factors, ScoreInputs, SelectionSettings
+
+if TYPE_CHECKING:
+    from .backend import ScoringSteps
+
+ALL_PAIRS = 2048
+"""Number of blocks up to which the MLP scores every pair; beyond, only the pairs that match best."""
+ALL_MATCHES = 16384
+"""Number of blocks up to which every pair is matched; beyond, only pairs in the super-blocks that match best."""
+SUPER = 16
+"""Blocks of a super-block."""
+CANDIDATES = 4
+"""Candidates for each kept block."""
+
+Layer = tuple[Tensor, Tensor]
+"""A linear layer of every head: weight (h or 1, after, before), bias (h or 1, after)."""
+
+
+class ScorerParameters(NamedTuple):
+    """Parameters of a scorer, stacked over heads; h is 1 where heads share them."""
+
+    stacks: Sequence[Tensor]
+    """Weights (h, after, before) and biases (h, after) of one linear layer of the MLP after another"""
+    summary: Tensor
+    """(h, 3 d, d): mixture of key summaries"""
+    match_query: Tensor
+    """(h, d, p)"""
+    match_key: Tensor
+    """(h, d, p)"""
+    log_temperature: Tensor
+    """(h), never shared"""
+    min_temperature: float
+    dropout: float
+    """Probability of dropping a hidden unit for a whole row of pairs; 0 in evaluation"""
+
+
+class QueryFeatures(NamedTuple):
+    """Query blocks as scores use them."""
+
+    hidden: Tensor
+    """(b, h, t, hidden): the first layer's part"""
+    units: Tensor
+    """(b, h, t, u, d)"""
+    unit_there: Tensor
+    """bool (b, h, t, u)"""
+    keep: Tensor | None
+    """(b, h, t, hidden): scaled dropout mask of hidden units"""
+
+
+class KeyFeatures(NamedTuple):
+    """Key blocks as scores use them."""
+
+    hidden: Tensor
+    """(b, h, t, hidden): the first layer's part"""
+    matched: Tensor
+    """(b, h, t, u, rank)"""
+    unit_there: Tensor
+    """bool (b, h, t, u)"""
+
+
+def cast_layers(stacks: Sequence[Tensor], dtype: torch.dtype) -> list[Layer]:
+    """Linear layers of the MLP in the dtype of the scores."""
+    cast = [x.to(dtype) for x in stacks]
+    return [*zip(cast[::2], cast[1::2], strict=True)]
+
+
+def floored_temperature(log_temperature: Tensor, floor: float) -> Tensor:
+    """Temperature of each head, at least `floor`; the gradient passes at the floor, so that it can rise again."""
+    free = log_temperature.exp()
+    return free + (free.clamp(min=floor) - free).detach()
+
+
+def hidden_parts(query: Tensor, key: Tensor, layer: Layer) -> tuple[Tensor, Tensor]:
+    """Parts of the first layer of query summaries, with its bias, and of key summaries, (b, h, t, hidden)."""
+    weight, bias = layer
+    width = query.shape[-1]
+    return query @ weight[..., :width].mT + bias[:, None], key @ weight[..., width:].mT
+
+
+def pair_scores(rows: Tensor, columns: Tensor, keep: Tensor | None, layers: list[Layer]) -> Tensor:
+    """MLP output of broadcast pairs, without the last dimension; `keep` scales hidden units."""
+    hidden = rows + columns
+    for weight, bias in layers[1:]:
+        hidden = hidden.relu() if hidden.requires_grad else hidden.relu_()
+        if keep is not None:
+            hidden = hidden * keep
+        flat = hidden.flatten(2, -2) @ weight.mT + bias[:, None]
+        hidden = flat.unflatten(2, hidden.shape[2:-1])
+    return hidden.squeeze(-1)
+
+
+def hidden_mask(hidden: Tensor, parameters: ScorerParameters) -> Tensor | None:
+    """Scaled dropout mask (b, h, t, hidden) of the hidden units of query blocks; None without dropout."""
+    if not parameters.dropout:
+        return None
+    heads = len(parameters.log_temperature)
+    return F.dropout(hidden.new_ones(len(hidden), heads, *hidden.shape[2:]), parameters.dropout)
+
+
+def for_heads(keys: BlockSummaries, heads: int) -> BlockSummaries:
+    """Summaries of key blocks (b, g, t, ...) repeated for every query head."""
+    group = heads // keys.summary.shape[1]
+    return keys if group == 1 else BlockSummaries(*(x.repeat_interleave(group, 1) for x in keys))
+
+
+def factor(
+    rows: BlockSummaries, keys: BlockSummaries, parameters: ScorerParameters, layers: list[Layer]
+) -> tuple[Tensor, Tensor, Tensor, None]:
+    """`rows`, `columns` and `right` of `Factors`, with gradients, from summaries of all heads."""
+    mixed = keys.summary @ parameters.summary.to(keys.summary.dtype)
+    hidden, columns = hidden_parts(rows.summary, mixed, layers[0])
+    matched = keys.units.flatten(2, 3) @ parameters.match_key.to(mixed.dtype)
+    return hidden, columns, matched.unflatten(2, keys.units.shape[2:4]), None
+
+
+def query_features(rows: BlockSummaries, hidden: Tensor, parameters: ScorerParameters) -> QueryFeatures:
+    """Features of query blocks whose part of the first layer is `hidden`."""
+    return QueryFeatures(hidden, rows.units, rows.unit_there, hidden_mask(hidden, parameters))
+
+
+def features(
+    rows: BlockSummaries, keys: BlockSummaries, parameters: ScorerParameters, layers: list[Layer]
+) -> tuple[QueryFeatures, KeyFeatures]:
+    """Features of query and key blocks (b, h, t, ...) and (b, g, t, ...), for every query head."""
+    keys = for_heads(keys, len(parameters.log_temperature))
+    hidden, columns, matched, _ = factor(rows, keys, parameters, layers)
+    return query_features(rows, hidden, parameters), KeyFeatures(columns, matched, keys.unit_there)
+
+
+def rounded(x: Tensor, dims: tuple[int, ...]) -> Tensor:
+    """Values rounded to the digits of float16 relative to the largest along `dims`.
+
+    16-bit inputs have no more digits, and a match of rounded sides is one float16 product instead of three.
+    """
+    most = x.abs().amax(dims, keepdim=True).clamp(2.0**-100, 2.0**127)
+    power = 15 - most.frexp().exponent
+    return x.ldexp(power).half().to(x.dtype).ldexp(-power)
+
+
+class BlockScores:
+    """Scores of the rows of one sequence, or of some of its rows, computed on request.
+
+    Args:
+        parameters: of the scorer.
+        query: (b, h, r, d): queries of the rows, where rows are tokens; otherwise only device and dtype matter.
+        rows: features of query blocks.
+        columns: features of all key blocks.
+        layers: of the MLP, in the dtype of the scores.
+        settings: of scoring and ranking.
+        whole: no sub-block is empty; a sub-block that is not finite belongs to a block that is not visible.
+        ids: int64 (r): rows of the sequence, ascending; all rows if None.
+        first: block of the first of `rows`.
+    """
+
+    def __init__(
+        self,
+        parameters: ScorerParameters,
+        query: Tensor,
+        rows: QueryFeatures,
+        columns: KeyFeatures,
+        layers: list[Layer],
+        settings: SelectionSettings,
+        whole: bool,
+        ids: Tensor | None = None,
+        first: int = 0,
+    ) -> None:
+        self.parameters, self.query, self.layers, self.whole = parameters, query, layers, whole
+        self.settings, self.per_token, self.is_causal = settings, settings.per_token, settings.is_causal
+        self.block_size = settings.block_size
+        self.rows, self.units, self.units_there, self.keep = rows
+        self.hidden, self.matched, self.unit_there = columns
+        self.rank = self.matched.shape[-1]
+        self.root = max(self.rank, 1) ** -0.5
+        self.ids, self.first = ids, first
+        self.row_count = query.shape[2] if settings.per_token else self.matched.shape[2]
+        if ids is not None:
+            self.row_count = len(ids)
+        self.rounds = query.dtype.itemsize == 2
+        self.records_graph = torch.is_grad_enabled()
+        self.steps: ScoringSteps | None = None
+        self.inputs: ScoreInputs | None = None
+        self.halves: tuple[Tensor, Tensor, Tensor] | None = None
+
+    @cached_property
+    def inverse(self) -> Tensor:
+        """Reciprocal of the temperature, (h, 1, 1)."""
+        # First used by ranking, without gradients, and later by scores that need them.
+        with torch.set_grad_enabled(self.records_graph):
+            temperature = floored_temperature(self.parameters.log_temperature, self.parameters.min_temperature)
+            return temperature.to(self.rows.dtype).reciprocal().view(-1, 1, 1)
+
+    @cached_property
+    def ranked_keys(self) -> Tensor:
+        """`matched` in the precision of ranking."""
+        return rounded(self.matched, (3, 4)) if self.rounds else self.matched
+
+    @cached_property
+    def visible(self) -> Tensor:
+        """Blocks with a visible token, bool (b, h, t)."""
+        return self.unit_there.any(-1)
+
+    def block_rows(self, rows: Tensor) -> Tensor:
+        """Blocks of the sequence that contain the given rows."""
+        rows = rows if self.ids is None else self.ids[rows]
+        return rows // self.block_size if self.per_token else rows
+
+    def chunk(self, kept: int) -> int:
+        """Number of rows whose ranking fits `CHUNK`."""
+        batch, heads, t, units = self.unit_there.shape
+        hidden = self.rows.shape[-1]
+        within = min(t, CANDIDATES * kept) if t > ALL_PAIRS else t
+        own_units = 1 if self.per_token else self.units.shape[3]
+        # For each pair: matches of sub-blocks, hidden units, a few words of noise and order.
+        matched = min(t, CANDIDATES * kept * SUPER) if t > ALL_MATCHES else t
+        each = matched * own_units * units + (within * hidden // self.block_size if self.per_token else within * hidden)
+        return max(1, CHUNK // (batch * heads * (each + 8 * t) * self.rows.dtype.itemsize))
+
+    @torch.no_grad()
+    def ranked(self, begin: int, end: int, kept: int) -> Tensor:
+        """Scores over temperature (b, h, rows, t) of a range of rows; -inf for pairs ruled out beforehand."""
+        rows = torch.arange(begin, end, device=self.query.device)
+        t = self.visible.shape[2]
+        wanted = min(t, max(CANDIDATES * kept, 1))
+        if t > ALL_MATCHES and self.rank:
+            return self._from_supers(rows, wanted)
+        match = None
+        if self.rank:
+            match = self._match(rows, self.ranked_keys[:, :, None], self.unit_there[:, :, None], self.rounds)
+        if t <= ALL_PAIRS or self.per_token or match is None:
+            blocks = self.block_rows(rows)
+            if self.per_token and self.ids is None:
+                # Tokens of a block share its query features.
+                every = torch.arange(begin // self.block_size, (end - 1) // self.block_size + 1, device=rows.device)
+                scores = self._mlp(every, self.hidden[:, :, None])[:, :, blocks - begin // self.block_size]
+            elif self.per_token:
+                every, which = torch.unique(blocks, return_inverse=True)
+                scores = self._mlp(every, self.hidden[:, :, None])[:, :, which]
+            else:
+                scores = self._mlp(blocks, self.hidden[:, :, None])
+            return (scores if match is None else scores.add(match, alpha=self.root)) * self.inverse
+        if self.is_causal:
+            # Later blocks must not crowd earlier ones out of the candidates.
+            match = match.masked_fill(torch.arange(t, device=rows.device) >= self.block_rows(rows)[:, None], -torch.inf)
+        best, at = match.topk(wanted, -1)
+        scores = self._mlp(self.block_rows(rows), self._take(self.hidden, at)).add(best, alpha=self.root)
+        return torch.full_like(match, -torch.inf).scatter_(-1, at, scores * self.inverse)
+
+    @cached_property
+    @torch.no_grad()
+    def factors(self) -> Factors | None:
+        """Factored form of the scores of all rows; None if there is none, or only some rows are here."""
+        if len(self.layers) != 2 or self.ids is not None:
+            return None
+        holes = (None, None) if self.whole else (None if self.per_token else self.units_there, self.unit_there)
+        own = self.query.unsqueeze(3) if self.per_token else self.units
+        parameters, heads = self.parameters, len(self.parameters.log_temperature)
+        weight, bias, project = *(x.select(1, 0) for x in self.layers[1]), parameters.match_query
+        if len(project) < heads:
+            weight, bias, project = (x.expand(heads, *x.shape[1:]) for x in (weight, bias, project))
+        made = self.rows, self.hidden, weight, bias, own, project, self.matched, parameters.log_temperature
+        return Factors(*made, parameters.min_temperature, self.keep, *holes, self.halves, self.rounds)
+
+    def of(self, rows: Tensor, blocks: Tensor) -> Tensor:
+        """Scores over temperature of pairs (b, h, r, k), with gradients; undefined for blocks >= t."""
+        own, at = self.block_rows(rows), blocks.long()
+        # Gradients of one block are summed serially, so padding entries must not all name the same block.
+        at = torch.where(at < self.visible.shape[2], at, own[:, None])
+        scores = self._mlp(own, self._take(self.hidden, at))
+        if self.rank:
+            match = self._match(rows, self._take(self.matched, at), self._seen(at))
+            scores = scores.add(match, alpha=self.root)
+        return scores * self.inverse
+
+    @torch.no_grad()
+    def of_each(self, blocks: Tensor) -> Tensor:
+        """`of` for every row, without gradients, in chunks."""
+        batch, heads, rows, k = blocks.shape
+        each = batch * heads * max(k, 1) * (self.rows.shape[-1] + self.unit_there.shape[3] * (self.rank + 1))
+        step = max(1, CHUNK // (each * self.rows.dtype.itemsize))
+        every = torch.arange(rows, device=blocks.device)
+        return torch.cat([self.of(every[i : i + step], blocks[:, :, i : i + step]) for i in range(0, rows, step)], 2)
+
+    def of_all(self, rows: Tensor) -> Tensor:
+        """Scores over temperature of rows with every block (b, h, r, t), with gradients."""
+        scores = self._mlp(self.block_rows(rows), self.hidden[:, :, None])
+        if self.rank:
+            match = self._match(rows, self.matched[:, :, None], self.unit_there[:, :, None])
+            scores = scores.add(match, alpha=self.root)
+        return scores * self.inverse
+
+    def _mlp(self, blocks: Tensor, hidden: Tensor) -> Tensor:
+        at = blocks - self.first if self.first else blocks
+        keep = None if self.keep is None else self.keep[:, :, at, None]
+        return pair_scores(self.rows[:, :, at, None], hidden, keep, self.layers)
+
+    def _seen(self, at: Tensor) -> Tensor | None:
+        """Sub-blocks of blocks (b, h, r, k) with a visible token; None if all have one."""
+        return None if self.whole else self._take(self.unit_there, at)
+
+    def _match(self, rows: Tensor, matched: Tensor, there: Tensor | None, rounds: bool = False) -> Tensor:
+        """Best match of sub-blocks (b, h, r, k) before 1 / sqrt(rank), with keys (b, h, r or 1, k, u, rank)."""
+        blocks = None if self.per_token else self.block_rows(rows)
+        blocks = blocks - self.first if blocks is not None and self.first else blocks
+        mine = self._queries(self.query[:, :, rows, None] if blocks is None else self.units[:, :, blocks])
+        mine = rounded(mine, (3, 4)) if rounds else mine
+        k, units = matched.shape[3:5]
+        # One product for all rows where they share their keys.
+        if matched.shape[2] == 1:
+            pairs = (mine.flatten(2, 3) @ matched.flatten(2, 4).mT).unflatten(2, mine.shape[2:4])
+        else:
+            pairs = mine @ matched.flatten(3, 4).mT
+        pairs = pairs.unflatten(-1, (k, units))
+        if self.whole or there is None:
+            return pairs.amax(-1).amax(3)
+        pairs = pairs.masked_fill(~there[:, :, :, None], -torch.inf)
+        if blocks is not None:
+            pairs = pairs.masked_fill(~self.units_there[:, :, blocks, :, None, None], -torch.inf)
+        best = pairs.amax(-1).amax(3)
+        # Pairs without a visible sub-block are ruled out elsewhere; a finite value keeps gradients finite.
+        return torch.where(best > -torch.inf, best, 0.0)
+
+    def _queries(self, mine: Tensor) -> Tensor:
+        """Query side of the match (b, h, r, a, rank), of (b, h, r, a, d)."""
+        mine = mine.to(self.rows.dtype)
+        # Means of blocks are finite already.
+        mine = mine.nan_to_num(0.0, 0.0, 0.0) if self.per_token else mine
+        projected = mine.flatten(2, 3) @ self.parameters.match_query.to(mine.dtype)
+        return projected.unflatten(2, mine.shape[2:4])
+
+    def _take(self, x: Tensor, at: Tensor) -> Tensor:
+        """x (b, h, t, ...) at blocks (b, h, r, k), (b, h, r, k, ...)."""
+        sample, head = (torch.arange(many, device=at.device) for many in at.shape[:2])
+        return x[sample.view(-1, 1, 1, 1), head.view(-1, 1, 1), at]
+
+    def _from_supers(self, rows: Tensor, wanted: int) -> Tensor:
+        """Scores in the form of `ranked`, of the blocks in the super-blocks that match best."""
+        t = self.visible.shape[2]
+        coarse = F.pad(self.matched.mean(3), (0, 0, 0, -t % SUPER)).unflatten(2, (-1, SUPER)).mean(3)
+        there = F.pad(self.visible, (0, -t % SUPER)).unflatten(2, (-1, SUPER)).any(3)
+        match = self._match(rows, coarse[:, :, None, :, None], there[:, :, None, :, None])
+        own = self.block_rows(rows)[:, None]
+        if self.is_causal:
+            # A super-block with later blocks averages over them; the row's own is examined block by block.
+            match = match.masked_fill(torch.arange(coarse.shape[2], device=own.device) >= own // SUPER, -torch.inf)
+        _, supers = match.topk(min(-(-wanted // SUPER) * 2, coarse.shape[2]), -1)
+        supers = torch.cat([supers, (own // SUPER).expand(*supers.shape[:3], 1)], -1)
+        at = (supers[..., None] * SUPER + torch.arange(SUPER, device=supers.device)).flatten(3)
+        outside, at = at >= (own if self.is_causal else t), at.clamp(max=t - 1)
+        fine = self._match(rows, self._take(self.ranked_keys, at), self._seen(at), self.rounds)
+        best, place = fine.masked_fill(outside, -torch.inf).topk(min(wanted, at.shape[-1]), -1)
+        at = at.gather(-1, place)
+        scores = self._mlp(self.block_rows(rows), self._take(self.hidden, at)).add(best, alpha=self.root)
+        empty = torch.full((*at.shape[:3], t), -torch.inf, dtype=scores.dtype, device=scores.device)
+        return empty.scatter_reduce_(-1, at, scores * self.inverse, "amax")

@@ -1,0 +1,224 @@
+"""Values that the steps of learned attention exchange.
+
+Shapes: b batch, h heads, n tokens, t blocks of a sample, r rows (t query blocks or n tokens), k listed blocks, u
+sub-blocks of a block, d width, m hidden units, p rank of the match, B block size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..plan.plan import Plan
+
+if TYPE_CHECKING:
+    from .rank import Budget
+
+
+class SelectionSettings(NamedTuple):
+    """Settings of scoring and ranking."""
+
+    budget: Budget
+    block_size: int
+    score_unit: int
+    """Tokens of a sub-block."""
+    is_causal: bool
+    per_token: bool
+    """Rows are tokens; otherwise blocks of queries."""
+    row_unit: int
+    """Tokens of a query sub-block: a whole block where rows are tokens."""
+    local_blocks: int
+    sink_blocks: int
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Selection:
+    """Key blocks of each row: the row's own, near and first blocks, and the blocks listed for it."""
+
+    indices: Tensor
+    """int32 (b, h, r, k): block numbers, ascending; entries past the row's count are t"""
+    counts: Tensor
+    """int32 (b, h, r)"""
+    n: int
+    block_size: int
+    is_causal: bool
+    per_token: bool
+    """Rows are tokens; otherwise blocks of queries."""
+    local_blocks: int
+    """Every row sees blocks nearer than this; 1 is the row's own block."""
+    sink_blocks: int
+    """Number of first blocks that every row sees."""
+
+    @property
+    def blocks(self) -> int:
+        return -(-self.n // self.block_size)
+
+    def row_blocks(self) -> Tensor:
+        """Block of each row, int64 (r)."""
+        rows = torch.arange(self.indices.shape[2], device=self.indices.device)
+        return rows // self.block_size if self.per_token else rows
+
+    def shared(self) -> Tensor:
+        """Blocks that a query block sees without listing them, bool (t, t)."""
+        own = torch.arange(self.blocks, device=self.indices.device)
+        return shared_blocks(own, self.blocks, self.local_blocks, self.sink_blocks, self.is_causal)
+
+    def allowed(self) -> Tensor:
+        """Blocks that each row sees, bool (b, h, r, t)."""
+        listed = torch.zeros(*self.indices.shape[:3], self.blocks + 1, dtype=torch.bool, device=self.indices.device)
+        listed.scatter_(-1, self.indices.long(), True)
+        return listed[..., :-1] | self.shared()[self.row_blocks()]
+
+    def without_lists(self) -> Selection:
+        """The selection without its lists: enough for `density`, in far less memory."""
+        return replace(self, indices=self.counts[..., None][..., :0])
+
+    def density(self) -> Tensor:
+        """Blocks seen over blocks that dense attention sees, a scalar tensor."""
+        batch, heads, rows, _ = self.indices.shape
+        by_row = self.block_size if self.per_token else 1
+        shared, dense = _count_shared(rows, by_row, self.blocks, self.local_blocks, self.sink_blocks, self.is_causal)
+        return (self.counts.sum(dtype=torch.float64) / (batch * heads) + shared) / dense
+
+
+@lru_cache(maxsize=256)
+def _count_shared(rows: int, by_row: int, blocks: int, local: int, sink: int, is_causal: bool) -> tuple[int, int]:
+    """Blocks that all rows see without listing them, and that dense attention sees; `by_row` rows share a block."""
+    shared = dense = 0
+    for own in range(blocks):
+        many = min(by_row, rows - own * by_row)
+        seen = min(own, local - 1) + 1 + min(max(own - local + 1, 0), sink)
+        if not is_causal:
+            seen += min(blocks - 1 - own, local - 1) + max(min(sink, blocks) - own - local, 0)
+        shared += many * seen
+        dense += many * (own + 1 if is_causal else blocks)
+    return shared, dense
+
+
+def shared_blocks(own: Tensor, blocks: int, local: int, sink: int, is_causal: bool) -> Tensor:
+    """Blocks that rows in the blocks `own` see without listing them, bool (r, t)."""
+    column = torch.arange(blocks, device=own.device)
+    seen = ((own[:, None] - column).abs() < local) | (column < sink)
+    return seen & (column <= own[:, None]) if is_causal else seen
+
+
+class GatherIndex(NamedTuple):
+    """Inverted selection: queries grouped by the key block they chose, in tiles of B rows.
+
+    A tile of queries reads one key tile. Key tiles and tokens are numbered over all samples. All tensors are int64, or
+    all int32.
+    """
+
+    source: Tensor
+    """(h, rows): token copied to each row; -1 for filler, undefined in tiles of filler alone"""
+    place: Tensor
+    """(h, b * n, k): row of each listed choice; `rows` past the count"""
+    tile: Tensor
+    """(h, rows / B): key tile of each query tile; b * t for tiles of filler alone"""
+    first: Tensor
+    """(h, b * t + 1): first query tile of each key tile, and the end of the last one"""
+    order: Tensor
+    """(g, b * t): key tiles of each key head in starting order, most query tiles first"""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Gathered:
+    """Gathered queries as a plan."""
+
+    plan: Plan
+    """For (1, h, rows, d) gathered queries on (1, h, b * n, d) keys"""
+    source: Tensor
+    """See `GatherIndex`, also for `place`."""
+    place: Tensor
+
+
+class Factors(NamedTuple):
+    """Scores in factored form: w . relu(rows + columns) + bias, plus the best match of sub-blocks.
+
+    a are sub-blocks of a row, u of a key block; m or p may be 0. Tensors are float32, except queries, parameters and
+    masks.
+    """
+
+    rows: Tensor
+    """(b, h, t, m): by query block, also where rows are tokens"""
+    columns: Tensor
+    """(b, h, t, m)"""
+    weight: Tensor
+    """(h, m)"""
+    bias: Tensor
+    """(h)"""
+    own: Tensor
+    """(b, h, r, a, d): queries or their means, rows contiguous"""
+    project: Tensor
+    """(h, d, p): projection of `own` to the query side of the match"""
+    right: Tensor
+    """(b, h, t, u, p): key side of the match"""
+    log_temperature: Tensor
+    """(h): scores are divided by its exponential, at least `coldest`"""
+    coldest: float
+    keep: Tensor | None = None
+    """(b, h, t, m): dropout factor of each hidden unit of a row"""
+    left_there: Tensor | None = None
+    """bool (b, h, r, a): query sub-blocks that are not empty, where rows are blocks; None if none is empty"""
+    right_there: Tensor | None = None
+    """bool (b, h, t, u)"""
+    halves: tuple[Tensor, Tensor, Tensor] | None = None
+    """`block_scores.split(right)`, if already computed"""
+    rounds: bool = False
+    """Whether both sides of the match are `rounded` first"""
+
+
+class ScoreInputs(NamedTuple):
+    """Block summaries from which factors were computed."""
+
+    means: Tensor
+    """(b, h, t, d): of query blocks"""
+    summary: Tensor
+    """(b, h, t, 3 d): of key blocks"""
+    units: Tensor
+    """(b, h, t, u, d): of key blocks"""
+
+
+@dataclass(slots=True)
+class DistillBatch:
+    """Rows on which the scorer is distilled in one step, and the statistics of the step."""
+
+    rows: Tensor
+    """int64 (r): rows compared on their listed blocks, then rows compared on every visible block"""
+    chosen: int
+    """Number of the former"""
+    visible: Tensor
+    """bool (b, h, t)"""
+    weight: float
+    saliency: bool
+    """Weight queries by the norm of their output's gradient."""
+    together: bool = False
+    """Whether one tensor (b, h, r, t) holds the scores of all rows with all blocks"""
+    stats: dict[str, Tensor] = field(default_factory=dict)
+    """Entries of `results` after a backward pass by torch operations"""
+    by_row: Tensor | None = None
+    """float32 (4, b h, r): statistics of each row after a backward pass by kernels"""
+
+    @property
+    def chosen_rows(self) -> Tensor:
+        """Rows compared on their listed blocks."""
+        return self.rows[: self.chosen]
+
+    @property
+    def dense_rows(self) -> Tensor:
+        """Rows compared on every visible block."""
+        return self.rows[self.chosen :]
+
+    def results(self) -> dict[str, Tensor]:
+        """After the backward pass: "loss", and if there are dense rows "coverage" and "entropy", scalars."""
+        if self.by_row is None:
+            return self.stats
+        # Reduced on request: a training step does not need the sums.
+        loss, entropy, kept, queries = self.by_row.flatten(1).sum(1).unbind()
+        dense = (len(self.rows) - self.chosen) * self.by_row.shape[1]
+        stats = {"entropy": entropy / dense, "coverage": kept / queries.clamp(min=1)} if dense else {}
+        return stats | {"loss": loss}

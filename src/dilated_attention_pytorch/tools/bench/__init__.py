@@ -1,0 +1,1 @@
+"""`dap bench`: cases, gates, timing and tables."""

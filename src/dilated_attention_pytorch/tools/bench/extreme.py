@@ -1,0 +1,289 @@
+"""The longest sequences whose query, key and value fit: forward, and forward with backward, found by bisection.
+
+    python -m dilated_attention_pytorch.tools.bench.extreme --out FILE [--cap GIB] [--most-seconds S]
+
+Every length is tried, never computed from memory sizes: a length counts when the call came back and chosen rows agree
+with float64. Where a call would take longer than a bound, the longest that was measured is given, limited by time.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterator
+from functools import cache, partial
+from itertools import product
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from ...kernels.external.block_lists import Lists, lists_of_pairs
+from ...ops.attention import attention
+from ...ops.streaming.sinks import TensorSink
+from ...ops.streaming.sources import TensorSource
+from ...ops.streaming.stream import streamed_attention
+from ...patterns import BlockPattern, Random, SlidingWindow
+from ..billion import keys_of, ladder
+from ..console import Parser, device_of, leave, one_of, positive, tokens
+from .gate import bound_output, largest_ratio, sample, units
+from .measure import PeakMemory, clock, facts
+from .results import DIRECTIONS, append, progress
+
+HEADS, WIDTH, BLOCK = 8, 64, 128
+UNIT = 2**16
+"""Lengths are multiples of this."""
+DENSITY = 0.01
+WINDOW = SlidingWindow(128)
+CHUNK_BYTES = 2**30
+"""What chunks of a stream over resident tensors may take beside them."""
+CHECKED_ROWS = 8
+
+
+class Attempt(NamedTuple):
+    """A call that came back."""
+
+    n: int
+    seconds: float
+    peak_bytes: int | None
+    error: float
+
+
+class Longest(NamedTuple):
+    """The longest call that came back, and what stopped the next."""
+
+    attempt: Attempt | None
+    limited_by: str
+    tried: int
+
+
+class ExtremeSubject(NamedTuple):
+    """Something that computes attention over resident tensors."""
+
+    name: str
+    power: int
+    """How its time grows with the length."""
+    forward: Callable[[Tensor, Tensor, Tensor], Tensor]
+    backward: Callable[[Tensor, Tensor, Tensor], Tensor]
+    """The same, when a backward follows."""
+    keys: Callable[[int, int, int], Tensor]
+    """The keys of a row: row, head, n."""
+
+
+def longest(
+    attempt: Callable[[int], Attempt], first: int, unit: int, power: int, most_seconds: float, most: int = 2**40
+) -> Longest:
+    """Double from `first` until memory or time ends, then halve the gap between what fits and what does not."""
+    best, limit, tried, length = None, most, 0, first
+    while True:
+        if best is not None and best.seconds * (length / best.n) ** power > most_seconds:
+            return Longest(best, "time", tried)
+        tried += 1
+        progress(f"{length:,} tokens")
+        try:
+            best = attempt(length)
+        except torch.OutOfMemoryError:
+            limit = length
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        low = 0 if best is None else best.n
+        if limit - low <= max(unit, low // 64):
+            return Longest(best, "memory" if limit < most else "nothing", tried)
+        length = 2 * length if limit == most else (low + limit) // 2 // unit * unit
+        if length in (low, limit):
+            return Longest(best, "memory", tried)
+
+
+def subjects() -> dict[str, ExtremeSubject]:
+    """What is compared, on one set of tensors."""
+
+    def streamed(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        output = torch.empty_like(query)
+        source = TensorSource(query, key, value)
+        streamed_attention(source, ladder(query.shape[2]), TensorSink(output), memory_budget=CHUNK_BYTES)
+        return output
+
+    def dense(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            return scaled_dot_product_attention(query, key, value)
+
+    def ladder_keys(row: int, head: int, n: int) -> Tensor:
+        return torch.cat([torch.arange(s.start, s.stop, s.step) for s in keys_of(ladder(n), row, head, n, False)])
+
+    def window_keys(row: int, head: int, n: int) -> Tensor:
+        return torch.arange(max(0, row - WINDOW.before), min(n, row + WINDOW.after + 1))
+
+    def block_keys(row: int, head: int, n: int) -> Tensor:
+        pattern = Random(DENSITY).resolve(n, HEADS)
+        assert isinstance(pattern, BlockPattern)
+        blocks = torch.tensor(pattern.row(row // BLOCK, head))
+        return (blocks[:, None] * BLOCK + torch.arange(BLOCK)).flatten()
+
+    window, sparse = (partial(attention, pattern=pattern) for pattern in (WINDOW, Random(DENSITY)))
+    listed = (
+        ExtremeSubject("dilated", 1, streamed, lambda q, k, v: attention(q, k, v, ladder(q.shape[2])), ladder_keys),
+        ExtremeSubject("window", 1, window, window, window_keys),
+        ExtremeSubject("block-sparse 1 %", 2, sparse, sparse, block_keys),
+        ExtremeSubject("dense flash", 2, dense, dense, lambda row, head, n: torch.arange(n)),
+        ExtremeSubject("flex 1 %", 2, _flex, _flex, block_keys),
+    )
+    return {subject.name: subject for subject in listed}
+
+
+def _flex(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    from torch.nn.attention.flex_attention import BlockMask
+
+    n = query.shape[2]
+    pattern = Random(DENSITY).resolve(n, HEADS)
+    assert isinstance(pattern, Random)
+    row = torch.arange(pattern.blocks, device=query.device)[:, None]
+    met = pattern.drawn(row, torch.arange(pattern.kept, device=query.device)).int()
+    by_query = Lists(torch.full_like(row[:, 0], pattern.kept).int(), met)
+    mask = BlockMask.from_kv_blocks(*_sides(by_query), BLOCK_SIZE=BLOCK, seq_lengths=(n, n), compute_q_blocks=False)
+    if query.requires_grad:
+        # Torch would go through a table of all blocks, and takes the width of the lists for the number of its columns.
+        by_key = lists_of_pairs(met.flatten().long(), row.expand_as(met).flatten(), pattern.blocks)
+        mask.q_num_blocks, mask.q_indices, mask.full_q_num_blocks, mask.full_q_indices = _sides(by_key)
+    return _compiled_flex()(query, key, value, block_mask=mask)
+
+
+def _sides(whole: Lists) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Counts and indices of partial blocks, here none, and of whole ones; a kernel may read both by one stride."""
+    counts, indices = whole.counts[None, None], whole.indices[None, None]
+    return torch.zeros_like(counts), torch.zeros_like(indices), counts, indices
+
+
+@cache
+def _compiled_flex() -> Callable[..., Tensor]:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    # One kernel for all lengths: the bisection would otherwise spend its time compiling.
+    return torch.compile(flex_attention, dynamic=True, fullgraph=True)
+
+
+def attempt_of(subject: ExtremeSubject, direction: str, device: str, heads: int = HEADS) -> Callable[[int], Attempt]:
+    """How to try one length: fresh tensors, one call that is timed, chosen rows checked."""
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    backward = direction == "backward"
+    warm: set[str] = set()
+
+    def attempt(n: int) -> Attempt:
+        generator = torch.Generator(device).manual_seed(0)
+        with PeakMemory(device) as peak:
+            made = (torch.randn(1, heads, n, WIDTH, generator=generator, dtype=dtype, device=device) for _ in range(3))
+            query, key, value = (tensor.requires_grad_(backward) for tensor in made)
+            found: list[Tensor] = []
+
+            def call() -> None:
+                output = (subject.backward if backward else subject.forward)(query, key, value)
+                found.append(output.detach())
+                if backward:
+                    # A gradient of the output's size, as a loss would give; its values do not change what is needed.
+                    output.backward(torch.ones_like(output))
+
+            if not warm:
+                # The first call compiles.
+                call()
+                found.clear()
+                warm.add(direction)
+            seconds = clock(call, device)
+        error = rows_error(subject, found[0], query.detach(), key.detach(), value.detach())
+        if not error <= 1.0:
+            raise AssertionError(f"{subject.name} at {n} tokens is off by {error:.2g} times the rounding bound")
+        return Attempt(n, seconds, peak.total, error)
+
+    return attempt
+
+
+def rows_error(subject: ExtremeSubject, output: Tensor, query: Tensor, key: Tensor, value: Tensor) -> float:
+    """Largest error of chosen rows of the first and the last head over its rounding bound; at most 1 passes."""
+    heads, n = query.shape[1:3]
+    unit, fine, least = units(query.dtype)
+    ratios = []
+    for row in sample(n, CHECKED_ROWS).tolist():
+        for head in {0, heads - 1}:
+            # A few keys at a time: the oracle must fit beside the tensors that filled the memory.
+            parts = [keys.to(query.device) for keys in subject.keys(row, head, n).split(2**18)]
+            mine = query[0, head, row].double() * WIDTH**-0.5
+            scores = [key[0, head, at].double() @ mine for at in parts]
+            lse = torch.stack([part.logsumexp(0) for part in scores]).logsumexp(0)
+            wanted, errors, terms = torch.zeros(3, 1, WIDTH, dtype=torch.float64, device=query.device).unbind()
+            for at, part in zip(parts, scores, strict=True):
+                weights, values = (part - lse).exp(), value[0, head, at].double()
+                sizes = key[0, head, at].double().abs() @ mine.abs()
+                wanted += weights @ values
+                errors += (weights * (unit + 4 * fine * (1 + sizes)) + least).square() @ values.square()
+                terms += weights.square() @ values.square()
+            count = torch.tensor([float(sum(map(len, parts)))], dtype=torch.float64, device=query.device)
+            bound = bound_output(query.dtype, wanted, errors, terms, count)
+            ratios.append(largest_ratio(output[0, head, row][None], wanted, bound))
+    return max(ratios)
+
+
+def measure(
+    device: str, names: list[str], directions: list[str], cap: float | None, first: int, most_seconds: float
+) -> Iterator[dict[str, Any]]:
+    """A line for each subject and direction, up to the first that breaks the device."""
+    if cap is not None and device == "cuda":
+        torch.cuda.set_per_process_memory_fraction(cap * 2**30 / torch.cuda.get_device_properties(0).total_memory)
+    known = facts(device)
+    for name, direction in product(names, directions):
+        subject, broken = subjects()[name], False
+        line: dict[str, Any] = {"case": "extreme", "subject": name, "direction": direction, "cap_gib": cap}
+        try:
+            found = longest(attempt_of(subject, direction, device), first, UNIT, subject.power, most_seconds)
+            line |= {"limited_by": found.limited_by, "tried": found.tried}
+            line |= {} if found.attempt is None else found.attempt._asdict()
+        except (RuntimeError, AssertionError, TypeError) as error:
+            # Whatever this process asked of the device from here on would fail with the same error.
+            broken = isinstance(error, torch.AcceleratorError)
+            told = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+            line["skipped"] = told + "; nothing after it was tried" * broken
+        yield line | {"heads": HEADS, "head_dim": WIDTH, **known}
+        if broken:
+            return
+
+
+def describe(line: dict[str, Any]) -> str:
+    """A result for a person."""
+    what = f"{line['subject']:<18} {line['direction']:<9}"
+    if "n" not in line:
+        return f"{what} {line.get('skipped', 'does not fit')}"
+    return f"{what} {line['n']:>12,} tokens in {line['seconds']:.2f} s, limited by {line['limited_by']}"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run as a program; the exit status is 1 when a subject was wrong or failed."""
+    parser = Parser("python -m dilated_attention_pytorch.tools.bench.extreme", __doc__ or "")
+    parser.out("JSONL file to add results to")
+    parser.device()
+    for name, known in (("subjects", list(subjects())), ("directions", list(DIRECTIONS))):
+        text = f"{name} to try"
+        parser.option(f"--{name}", read=one_of(known), nargs="+", default=known, metavar="NAME", help=text)
+    parser.option("--cap", read=positive, metavar="GIB", help="GPU memory of this process")
+    parser.option("--first", read=tokens, default=2**18, help="first length")
+    parser.option("--most-seconds", read=positive, default=4.0, help="longest call")
+    options = parser.read(arguments)
+    if options.out is None:
+        parser.error("-o must be given: a JSONL file to add results to")
+    began, failed = time.monotonic(), False
+    chosen = (
+        device_of(options.device),
+        options.subjects,
+        options.directions,
+        options.cap,
+        options.first,
+        options.most_seconds,
+    )
+    for line in measure(*chosen):
+        append(options.out, line)
+        print(f"{describe(line)}  [{time.monotonic() - began:.0f} s]", flush=True)
+        failed |= "skipped" in line
+    return int(failed)
+
+
+if __name__ == "__main__":
+    leave(main)

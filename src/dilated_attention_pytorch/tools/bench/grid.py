@@ -1,0 +1,187 @@
+"""The problems of the GPU suite, in the order of what they decide.
+
+Windows and segments are made of whole blocks, so that every peer computes exactly the pairs the library computes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ... import Dilated, Random
+from .cases import LADDER
+from .peers import BLOCK, BlockTable
+from .results import FLEX, OURS_ANY_ORDER
+
+LADDERS = {"longnet-ladder": LADDER, "longnet-ratio-4": "dilated:2048x1,8192x4,32768x16"}
+BLOCK_KINDS = ("random", "local", "global_local", "dilated")
+PLAN = "plan-64-blocks-a-row"
+OURS = "ours"
+K = 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class GpuCase:
+    """One problem, batch 1."""
+
+    kind: str
+    n: int
+    d: int
+    density: float | None = None
+    causal: bool = False
+    heads: int = 8
+    key_heads: int = 8
+    dtype: str = "bfloat16"
+
+    @property
+    def name(self) -> str:
+        share = "" if self.density is None else f"-{self.density:.0%}"
+        return f"{self.kind}{'-causal' if self.causal else ''}{share}"
+
+    @property
+    def is_blocks(self) -> bool:
+        return self.kind in BLOCK_KINDS
+
+    @property
+    def subjects(self) -> tuple[str, ...]:
+        """Who runs it: the library, and the peers that can compute the same pairs."""
+        if self.kind == "dense":
+            return ("sdpa-cudnn", "sdpa-flash", "fa4")
+        if not self.is_blocks:
+            return (OURS, OURS_ANY_ORDER)
+        # FlexAttention compiles ten seconds for each shape: other head counts are compared at one length.
+        both = (OURS, OURS_ANY_ORDER, "fa4")
+        return (*both, FLEX) if self.heads <= 8 or (self.key_heads, self.n) == (4, 64 * K) else both
+
+    @property
+    def has_whole_call(self) -> bool:
+        """Whether the host may take longer than the GPU, so that whole calls are timed too."""
+        return self.is_blocks and self.n <= 16 * K and not self.causal and self.kept < 4
+
+    @property
+    def kept(self) -> float:
+        """Blocks a row should keep."""
+        assert self.density is not None
+        return self.density * self.n / BLOCK
+
+    @property
+    def reach(self) -> int:
+        """Blocks from a row's own to the end of its window, its own included."""
+        spare = self.kept - 2 * self.globals if self.kind == "global_local" else self.kept
+        return max(1, round((spare + 1) / 2))
+
+    @property
+    def globals(self) -> int:
+        """Leading blocks that see all and are seen by all."""
+        return max(1, round(self.kept / 4))
+
+    @property
+    def pattern(self) -> str:
+        """Who may see whom, as text."""
+        match self.kind:
+            case "dense":
+                text = "full"
+            case "random":
+                text = f"random:{self.density};block={BLOCK}"
+                # The past of an early block may hold none of its random blocks; its own is then all it sees.
+                text = f"({text} | hierarchical:1x1;block={BLOCK})" if self.causal else text
+            case "local":
+                text = f"hierarchical:{self.reach}x1;block={BLOCK}"
+            case "global_local":
+                text = f"(global:{self.globals * BLOCK};queries=1 | hierarchical:{self.reach}x1;block={BLOCK})"
+            case "dilated":
+                text = f"block_dilated:{self.near * BLOCK}x1,{self.n}x{self.rate};block={BLOCK}"
+            case _:
+                text = LADDERS[self.kind]
+        return f"{text} & causal" if self.causal else text
+
+    @property
+    def near(self) -> int:
+        """Blocks of a dense segment of the dilated block pattern: half of what is kept."""
+        return max(1, round(self.kept / 2))
+
+    @property
+    def rate(self) -> int:
+        """Distance of the blocks that make up the other half."""
+        assert self.density is not None
+        return round(2 / self.density)
+
+    def blocks(self, device: str) -> BlockTable:
+        """The pattern as a table of blocks, written from its definition and not from the library's plan."""
+        side = self.n // BLOCK
+        row = torch.arange(side, device=device)[:, None]
+        column = row.T
+        match self.kind:
+            case "random":
+                assert self.density is not None
+                random = Random(self.density, block=BLOCK, length=self.n)
+                strata = torch.arange(random.kept, device=device)[None, :]
+                table = torch.zeros(side, side, dtype=torch.bool, device=device)
+                table.scatter_(1, random.drawn(row, strata), True)
+                table |= (row == column) & self.causal
+            case "local":
+                table = (row - column).abs() < self.reach
+            case "global_local":
+                table = ((row - column).abs() < self.reach) | (row < self.globals) | (column < self.globals)
+            case _:
+                table = (row // self.near == column // self.near) | ((row - column) % self.rate == 0)
+        return BlockTable(table.tril() if self.causal else table, self.causal)
+
+    def key(self, subject: str, direction: str) -> tuple[Any, ...]:
+        """What tells one line of the results from another."""
+        return self.name, self.n, self.d, self.heads, self.key_heads, subject, direction
+
+
+def cases() -> list[GpuCase]:
+    """The grid, most telling first, each case once."""
+    shapes = [(n, d) for n in (16 * K, 64 * K) for d in (128, 64)]
+    listed = []
+
+    def grid(kinds: tuple[str, ...], densities: tuple[float, ...], where: list[tuple[int, int]], **rest: Any) -> None:
+        for n, d in where:
+            listed.extend(GpuCase(kind=kind, n=n, d=d, density=p, **rest) for p in densities for kind in kinds)
+
+    for n, d in shapes:
+        listed.append(GpuCase(kind="dense", n=n, d=d))
+        grid(("random", "local"), (0.1, 0.01), [(n, d)])
+    listed.append(GpuCase(kind=PLAN, n=2**20, d=64, heads=16, key_heads=16))
+    listed += [GpuCase(kind=kind, n=n, d=d) for n in (64 * K, 256 * K) for kind in LADDERS for d in (128, 64)]
+    for n, d in shapes:
+        listed.append(GpuCase(kind="dense", n=n, d=d, causal=True))
+        grid(("random", "local"), (0.1, 0.01), [(n, d)], causal=True)
+    listed += [GpuCase(kind=kind, n=64 * K, d=d, causal=True) for kind in LADDERS for d in (128, 64)]
+    grid(("global_local", "dilated"), (0.1, 0.01), shapes)
+    grid(("random", "local"), (0.05,), shapes)
+    grid(("random", "local"), (0.1, 0.01), shapes, heads=16, key_heads=4)
+    far = [(256 * K, 128), (256 * K, 64)]
+    grid(("random", "local"), (0.1, 0.01), far)
+    grid(("random", "local"), (0.1, 0.01), [(4 * K, 128), (4 * K, 64)])
+    grid(("random", "local"), (0.1, 0.01), shapes, heads=16, key_heads=16)
+    grid(("global_local", "dilated"), (0.1, 0.01), shapes, causal=True)
+    grid(("global_local", "dilated"), (0.05,), shapes)
+    grid(("random", "local"), (0.05,), [*shapes, *far], causal=True)
+    # Each takes as long as ten of the others.
+    grid(("random", "local"), (0.01, 0.05), [(1024 * K, 64), (1024 * K, 128)])
+    return list(dict.fromkeys(listed))
+
+
+def tiny_cases() -> list[GpuCase]:
+    """One small case of each kind, to see on any machine that the suite works."""
+    small: dict[str, Any] = {"n": 1024, "d": 32, "heads": 2, "key_heads": 2, "dtype": "float32"}
+    listed = [GpuCase(kind=kind, causal=causal, **small) for kind in ("dense", *LADDERS) for causal in (False, True)]
+    listed += [GpuCase(kind=kind, density=0.4, causal=c, **small) for kind in BLOCK_KINDS for c in (False, True)]
+    return [*listed, GpuCase(kind=PLAN, **small | {"n": 16 * K})]
+
+
+def ladder_pairs(pattern: Dilated, n: int, heads: int, causal: bool) -> int:
+    """Pairs a ladder counts over all heads: in each segment, the samples of a head meet each other."""
+    total = 0
+    for index, (segment, rate) in enumerate(pattern.branches):
+        for head in range(heads):
+            residue = pattern.sampled_residue(index, head)
+            for length, times in ((min(segment, n), n // segment or 1), (n % segment if n > segment else 0, 1)):
+                samples = max(0, -(-(length - residue) // rate))
+                total += times * (samples * (samples + 1) // 2 if causal else samples**2)
+    return total

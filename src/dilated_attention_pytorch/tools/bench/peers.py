@@ -1,0 +1,172 @@
+"""What a user would pick instead, on the same tensors and the same blocks: SDPA, FlexAttention, FlashAttention-4.
+
+Every peer is timed through autograd, as the library is. Optional packages are imported when a peer is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch._dynamo
+import torch._functorch.config
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from ...kernels.external import flash4, flex
+from ...kernels.external.block_lists import Band, Lists, lists_of
+from .results import FLEX
+
+BLOCK = 128
+NOT_INSTALLED = "not installed"
+SDPA = {"sdpa-cudnn": SDPBackend.CUDNN_ATTENTION, "sdpa-flash": SDPBackend.FLASH_ATTENTION}
+Three = tuple[Tensor, Tensor, Tensor]
+"""query, key, value"""
+
+
+@dataclass(frozen=True, eq=False)
+class BlockTable:
+    """Which key blocks each query block sees, the same for every head."""
+
+    table: Tensor
+    """bool [query blocks, key blocks]; when causal, nothing above the diagonal"""
+    causal: bool
+
+    @property
+    def whole(self) -> Tensor:
+        """The blocks of which every pair is allowed."""
+        return self.table.tril(-1) if self.causal else self.table
+
+    @property
+    def partial(self) -> Tensor:
+        """The blocks cut by the diagonal."""
+        return self.table & ~self.whole
+
+    @property
+    def pairs(self) -> int:
+        """Allowed pairs of one query and one key, for one head."""
+        triangle = BLOCK * (BLOCK + 1) // 2
+        return int(self.whole.sum()) * BLOCK**2 + int(self.partial.sum()) * triangle
+
+    @property
+    def density(self) -> float:
+        """Computed blocks over all blocks."""
+        return float(self.table.float().mean())
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class PeerProblem:
+    """One call: tensors of shape (1, heads, n, d), and who sees whom."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    grad_output: Tensor
+    blocks: BlockTable | None
+    """None for dense attention"""
+    causal: bool
+
+    @property
+    def device(self) -> str:
+        return self.query.device.type
+
+    @property
+    def grouped(self) -> bool:
+        """Whether several query heads share one key head."""
+        return self.query.shape[1] != self.key.shape[1]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class PeerRunner:
+    """A forward call ready to be timed, with what its backward needs."""
+
+    forward: Callable[[], Tensor]
+    inputs: Three
+    grad_output: Tensor
+    heads_first: bool = True
+    """(1, heads, n, d); otherwise (1, n, heads, d)"""
+
+    def standard(self, tensor: Tensor) -> Tensor:
+        """A result of this runner in the shape (1, heads, n, d)."""
+        return tensor if self.heads_first else tensor.transpose(1, 2)
+
+
+def why_not(name: str, problem: PeerProblem) -> str | None:
+    """Why a peer cannot run a problem, or None when it can (as the library itself always can try)."""
+    if name in ("sdpa-cudnn", FLEX, "fa4") and problem.device != "cuda":
+        return f"needs a CUDA device, got {problem.device}"
+    if name == "fa4" and not flash4.installed():
+        return NOT_INSTALLED
+    return None
+
+
+def build(name: str, problem: PeerProblem) -> PeerRunner:
+    """A peer on a problem. Its kernels are compiled by the first call, not here."""
+    if name in SDPA:
+        return _sdpa(name, problem)
+    return {FLEX: _flex, "fa4": _flash_attention_4}[name](problem)
+
+
+def _leaves(problem: PeerProblem, heads_first: bool = True) -> Three:
+    """Copies of query, key and value in the peer's own memory order, which gradients end at."""
+    given = (problem.query, problem.key, problem.value)
+    own = (t.detach() if heads_first else t.detach().transpose(1, 2) for t in given)
+    query, key, value = (t.contiguous().clone().requires_grad_() for t in own)
+    return query, key, value
+
+
+def _sdpa(name: str, problem: PeerProblem) -> PeerRunner:
+    query, key, value = _leaves(problem)
+
+    def forward() -> Tensor:
+        with sdpa_kernel(SDPA[name]):
+            return scaled_dot_product_attention(query, key, value, is_causal=problem.causal, enable_gqa=problem.grouped)
+
+    return PeerRunner(forward=forward, inputs=(query, key, value), grad_output=problem.grad_output)
+
+
+def _past(batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return q >= k
+
+
+def _flex(problem: PeerProblem) -> PeerRunner:
+    assert problem.blocks is not None
+    query, key, value = _leaves(problem)
+    # Each shape is a kernel of its own; past this limit torch would run the whole score matrix eagerly.
+    torch._dynamo.config.recompile_limit = flex.SHAPES
+    # A backward that gives its buffers away could not be repeated on one graph, which is how all are timed.
+    torch._functorch.config.donated_buffer = False
+    attend = flex.compiled()
+    # One rule for all: the compiled kernel then serves every pattern of a shape.
+    blocks = problem.blocks
+    mask = flex.mask_of(blocks.partial[None], blocks.whole[None], BLOCK, query.shape[2], _past)
+
+    def forward() -> Tensor:
+        return attend(query, key, value, block_mask=mask, enable_gqa=problem.grouped)
+
+    return PeerRunner(forward=forward, inputs=(query, key, value), grad_output=problem.grad_output)
+
+
+def _flash_attention_4(problem: PeerProblem) -> PeerRunner:
+    from flash_attn.cute import flash_attn_func  # pyrefly: ignore[missing-import]
+
+    query, key, value = _leaves(problem, heads_first=False)
+    options: dict[str, Any] = {"causal": problem.causal}
+    if problem.blocks is not None:
+        n, tables = query.shape[1], (problem.blocks.partial, problem.blocks.whole)
+        by_query, by_key = (
+            flash4.sparse_tensors(*(Lists(*(part[None, None] for part in lists_of(table))) for table in side))
+            for side in (tables, tuple(table.T for table in tables))
+        )
+        options = {"block_sparse_tensors": by_query, "block_sparse_tensors_bwd": by_key}
+        options |= flash4.band_rule(Band(-n, 0 if problem.causal else n), n)
+
+    def forward() -> Tensor:
+        found = flash_attn_func(query, key, value, **options)
+        return found[0] if isinstance(found, tuple) else found
+
+    grad_output = problem.grad_output.transpose(1, 2).contiguous()
+    return PeerRunner(forward=forward, inputs=(query, key, value), grad_output=grad_output, heads_first=False)

@@ -1,0 +1,157 @@
+"""Ranks the benchmark runs: one after another in this process, or as processes of this machine over gloo."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as multiprocessing
+from torch import Tensor
+
+from ... import parse
+from ...distributed import (
+    SequenceLayout,
+    context_parallel_attention_with_lse,
+    shard_sequence,
+    traffic,
+    unshard_sequence,
+    virtual_attention,
+)
+from ...ops import AttentionOutput
+from .cases import Case, Group
+from .gate import Computed
+from .measure import PeakMemory, clock
+from .results import DIRECTIONS
+
+PATIENCE = timedelta(seconds=300)
+"""A rank that is waited for longer has failed."""
+Three = tuple[Tensor, Tensor, Tensor]
+"""query, key, value"""
+
+
+def in_turn(case: Case, group: Group, inputs: Three, backend: str) -> Callable[[], AttentionOutput]:
+    """All ranks one after another; the time is what one device takes for the work of all."""
+    layout = SequenceLayout.contiguous(group.n, case.ranks)
+    return lambda: virtual_attention(*inputs, parse(case.pattern), layout, backend=backend)
+
+
+def exchanged(case: Case, group: Group) -> dict[str, Any]:
+    """What the ranks exchange in a forward, beside what a ring would move."""
+    layout = SequenceLayout.contiguous(group.n, case.ranks)
+    row_bytes = 2 * group.d * getattr(torch, group.dtype).itemsize
+    moved = traffic(case.pattern, layout, group.heads, group.key_heads, row_bytes=row_bytes)
+    most = max(moved, key=lambda rank: rank.bytes_received)
+    told = {"ranks": case.ranks, "received_bytes": most.bytes_received, "ring_bytes": most.ring_bytes}
+    return {**told, "processes": True} if case.processes else told
+
+
+class Processes:
+    """Processes of this machine, each with its shard of the sequence, that compute when they are asked to.
+
+    A call returns when the slowest has answered. What crosses between them goes over gloo on the loopback interface.
+    """
+
+    def __init__(self, case: Case, group: Group, inputs: Three, grad_output: Tensor, backend: str) -> None:
+        self.layout = SequenceLayout.contiguous(group.n, case.ranks)
+        self.inputs, self.grad_output = tuple(x.detach() for x in inputs), grad_output
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        context = multiprocessing.get_context("spawn")
+        self.ends: list[Connection] = []
+        self.members = []
+        for rank in range(case.ranks):
+            mine, theirs = context.Pipe()
+            shards = [shard_sequence(x.detach(), self.layout, rank) for x in (*inputs, grad_output)]
+            # Arrays travel by value: shared memory of tensors would need a file descriptor each.
+            arrays = [x.contiguous().numpy() for x in shards]
+            member = context.Process(
+                target=_serve,
+                args=(theirs, rank, case.ranks, port, case.pattern, group.n, backend, arrays),
+                daemon=True,
+            )
+            member.start()
+            # The end that was handed over: once the process is gone, reading ours tells so instead of waiting.
+            theirs.close()
+            self.ends.append(mine)
+            self.members.append(member)
+        self._ask("ready")
+
+    def forward(self) -> None:
+        """Every rank computes its rows."""
+        self._ask("forward")
+
+    def backward(self) -> None:
+        """Every rank computes its gradients."""
+        self._ask("backward")
+
+    def prepare(self) -> tuple[dict[str, Any], Computed]:
+        """First calls of both directions: what is timed, and what the gate looks at."""
+        found = {
+            "run": {"forward": self.forward, "backward": self.backward},
+            "first_call_s": clock(self.forward),
+            # What other processes hold is not seen from here.
+            "peak": {name: PeakMemory("cpu") for name in DIRECTIONS},
+        }
+        self.backward()
+        output, lse, *gradients = (
+            unshard_sequence(parts, self.layout) for what in ("output", "gradients") for parts in self._results(what)
+        )
+        return found, Computed(*(*self.inputs, output, lse, self.grad_output, *gradients))
+
+    def close(self) -> None:
+        """End the processes."""
+        for end in self.ends:
+            end.close()
+        for member in self.members:
+            member.join(timeout=10)
+            if member.is_alive():
+                member.kill()
+
+    def _results(self, what: str) -> list[tuple[Tensor, ...]]:
+        return list(zip(*([torch.from_numpy(x) for x in answer] for answer in self._ask(what)), strict=True))
+
+    def _ask(self, what: str) -> list[Any]:
+        try:
+            for end in self.ends:
+                end.send(what)
+            answers = [end.recv() for end in self.ends]
+        except (EOFError, OSError) as error:
+            raise RuntimeError(f"a rank ended in {what!r}; what it printed says why") from error
+        return answers
+
+
+def _serve(
+    asked: Connection, rank: int, world: int, port: int, pattern: str, n: int, backend: str, arrays: Sequence[Any]
+) -> None:
+    """One rank, until the other end of its pipe is closed."""
+    import signal
+
+    # An interruption is the parent's to handle: it closes the pipe.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // world))
+    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=world, timeout=PATIENCE)
+    layout = SequenceLayout.contiguous(n, world)
+    query, key, value, grad_output = (torch.from_numpy(x) for x in arrays)
+    inputs = (query.requires_grad_(), key.requires_grad_(), value.requires_grad_())
+    found: dict[str, tuple[Tensor, ...]] = {}
+    while True:
+        try:
+            what = asked.recv()
+        except (EOFError, OSError):
+            break
+        match what:
+            case "forward":
+                found["output"] = context_parallel_attention_with_lse(*inputs, pattern, layout, backend=backend)
+            case "backward":
+                output = found["output"][0]
+                found["gradients"] = torch.autograd.grad(output, inputs, grad_output, retain_graph=True)
+        asked.send([x.detach().numpy() for x in found[what]] if what in found else None)
+    dist.destroy_process_group()

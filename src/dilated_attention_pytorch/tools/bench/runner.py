@@ -1,0 +1,503 @@
+"""Measures attention on this machine: `dap bench`, or `python -m dilated_attention_pytorch.tools.bench`.
+
+Every case passes a correctness gate before it is timed. Ours and torch's dense attention run in the same process, turn
+about, and what is compared is the rate on the flops each really computes. One line of JSON a case and direction goes to
+the file as soon as it is known, so that an interrupted run keeps what it has and `--resume` measures the rest.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from ... import attention_with_lse, parse, plan_cache
+from ...kernels.registry import backend_named, choose
+from ...ops.attention import CallSettings, call_of
+from ..console import Parser, one_of, positive
+from . import ranks as ranked
+from . import trials
+from .cases import ABOUT, ON_THIS_MACHINE, Case, Group, suite
+from .gate import Computed, error_ratio, sample
+from .measure import PeakMemory, clock, facts, synchronize
+from .results import (
+    DIRECTIONS,
+    KEY,
+    WORK,
+    Bar,
+    append,
+    begin,
+    complaints_about,
+    is_left_out,
+    key_of,
+    known_lines,
+    progress,
+)
+
+BARS = {"forward": 0.8, "backward": 0.7, "both": 0.8}
+"""Least accepted rate relative to torch's dense attention; `both` is for the LongNet ladder."""
+MEMORY_BAR_GIB = 16.0
+PEER_PATIENCE_S = 60.0
+"""Dense attention that would take longer, forward and backward, is not run."""
+PROBE_TOKENS = {"cpu": 4096, "cuda": 16384}
+"""Length at which that is found out."""
+Three = tuple[Tensor, Tensor, Tensor]
+"""query, key, value"""
+
+
+@dataclass(kw_only=True)
+class Subject:
+    """Something timed: the library on one case, or a dense peer."""
+
+    case: str
+    backend: str
+    pattern: str
+    flops: float
+    """of the forward"""
+    density: float
+    run: dict[str, Callable[[], Any]]
+    first_call_s: float
+    peak: dict[str, PeakMemory]
+    gate: float | None = None
+    """Largest error over the error that is accepted; at most 1 passes."""
+    more: dict[str, Any] = field(default_factory=dict)
+    """What else its lines tell."""
+    seconds: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in DIRECTIONS})
+
+    def rates(self, direction: str) -> list[float]:
+        """Flop/s of each round."""
+        if direction == "both":
+            times = [sum(pair) for pair in zip(*self.seconds.values(), strict=True)]
+        else:
+            times = self.seconds[direction]
+        return [self.flops * WORK[direction] / seconds for seconds in times]
+
+
+def prepare(
+    group: Group,
+    forward: Callable[[], tuple[Tensor, Tensor | None]],
+    inputs: tuple[Tensor, ...],
+    grad_output: Tensor | None,
+) -> tuple[dict[str, Any], Computed | None]:
+    """First calls of both directions: what a `Subject` needs from them, and what the gate looks at.
+
+    Without a gradient of the output, a random one is drawn.
+    """
+    begun = time.perf_counter()
+    with PeakMemory(group.device) as forward_peak:
+        output, lse = forward()
+        synchronize(group.device)
+    first = time.perf_counter() - begun
+    grad = torch.randn_like(output) if grad_output is None else grad_output
+
+    def backward() -> tuple[Tensor, ...]:
+        return torch.autograd.grad(output, inputs, grad, retain_graph=True)
+
+    with PeakMemory(group.device) as backward_peak:
+        gradients = backward()
+    found = {
+        "run": {"forward": forward, "backward": backward},
+        "first_call_s": first,
+        "peak": {"forward": forward_peak, "backward": backward_peak},
+    }
+    if lse is None:
+        return found, None
+    return found, Computed(*(x.detach() for x in (*inputs, output, lse, grad)), *gradients)
+
+
+def peer(name: str, group: Group, inputs: Three, grad_output: Tensor) -> Subject:
+    """Torch's dense attention as a yardstick."""
+    group_heads = slice(0, group.peer_heads)
+    query, key, value = (x[:, group_heads].detach().clone().requires_grad_() for x in inputs)
+
+    def forward() -> tuple[Tensor, None]:
+        return scaled_dot_product_attention(query, key, value), None
+
+    found, _ = prepare(group, forward, (query, key, value), grad_output[:, group_heads].clone())
+    flops = 4.0 * group.n**2 * group.d * group.peer_heads
+    return Subject(case="dense", backend=name, pattern="full", flops=flops, density=1.0, **found)
+
+
+def why_too_slow(group: Group) -> str | None:
+    """Why the dense peers are left out: how long a forward and backward would take, from a short one."""
+    n = min(group.n, PROBE_TOKENS[group.device])
+    query = torch.randn(1, 1, n, group.d, dtype=getattr(torch, group.dtype), device=group.device)
+    seconds = min(clock(lambda: scaled_dot_product_attention(query, query, query), group.device) for _ in range(3))
+    seconds *= WORK["both"] * group.peer_heads * (group.n / n) ** 2
+    if seconds <= PEER_PATIENCE_S:
+        return None
+    heads = "a head" if group.peer_heads == 1 else f"{group.peer_heads} heads"
+    return f"forward and backward of {heads} would take about {seconds:.0f} s, more than {PEER_PATIENCE_S:.0f} s"
+
+
+def absent(group: Group, name: str, reason: str) -> Iterator[tuple[dict[str, Any], list[Bar]]]:
+    """The lines of a dense peer that is left out."""
+    for direction in DIRECTIONS:
+        key = dict(zip(KEY, _key(group, "dense", direction), strict=True))
+        shape = {"heads": group.peer_heads, "backend": name, "p50_ms": None, "skipped": reason}
+        yield {**key, **shape, **facts(group.device)}, []
+
+
+def of_class(case: Case, backend: str, group: Group, inputs: Three) -> Subject:
+    """A class of the library, checked at a short length against its twin in float64."""
+    assert case.module is not None
+    module = trials.build(case.module, group.n, group.heads, group.d, backend)
+    module = module.to(group.device, getattr(torch, group.dtype))
+    given = trials.arguments(module, inputs)
+    error = trials.module_error(module, given)
+    found, _ = prepare(group, lambda: (trials.call(module, given), None), trials.leaves(module, given), None)
+    work = trials.work_of(module, group, backend, inputs)
+    return Subject(case=case.name, gate=error, **work._asdict(), **found)
+
+
+def ours(case: Case, backend: str, group: Group, inputs: Three, grad_output: Tensor, closing: ExitStack) -> Subject:
+    """The library on one case, with the error its gate found."""
+    if case.module is not None:
+        return of_class(case, backend, group, inputs)
+    pattern = parse(case.pattern)
+    gqa = group.key_heads != group.heads
+
+    def forward() -> tuple[Tensor, Tensor]:
+        return attention_with_lse(*inputs, pattern, enable_gqa=gqa, backend=backend)
+
+    if case.processes:
+        ranks = ranked.Processes(case, group, inputs, grad_output, backend)
+        closing.callback(ranks.close)
+        found, computed = ranks.prepare()
+    else:
+        call_ranks = ranked.in_turn(case, group, inputs, backend)
+        found, computed = prepare(group, call_ranks if case.ranks > 1 else forward, inputs, grad_output)
+    assert computed is not None
+    rows = sample(group.n, 64 if group.n <= 2**18 else 8)
+    error = error_ratio(computed, pattern, rows, sorted({0, group.heads - 1}))
+    call = call_of(*inputs, CallSettings(pattern=case.pattern, scale=group.d**-0.5, backend=backend))
+    return Subject(
+        case=case.name,
+        backend=choose(call, backend)[0],
+        pattern=case.pattern,
+        flops=float(call.plan.flops(group.d)),
+        density=call.plan.density,
+        gate=error,
+        more=ranked.exchanged(case, group) if case.ranks > 1 else {},
+        **found,
+    )
+
+
+def draw(group: Group) -> tuple[Three, Tensor]:
+    """Fresh random inputs that require gradients, and the gradient of the output."""
+    generator = torch.Generator(group.device).manual_seed(0)
+    options: dict[str, Any] = {"generator": generator, "dtype": getattr(torch, group.dtype), "device": group.device}
+    shapes = [(1, heads, group.n, group.d) for heads in (group.heads, group.key_heads, group.key_heads, group.heads)]
+    query, key, value, grad_output = (torch.randn(shape, **options) for shape in shapes)
+    return (query.requires_grad_(), key.requires_grad_(), value.requires_grad_()), grad_output
+
+
+def take_turns(group: Group, subjects: list[Subject], say: Callable[[str], None]) -> None:
+    """Time every subject once a round, so that a slow minute of the machine hurts all alike."""
+    calls = {}
+    for subject in subjects:
+        for direction in DIRECTIONS:
+            # A GPU call shorter than the clock's jitter is timed as a stream of at least 20 ms.
+            once = clock(subject.run[direction], group.device) if group.device == "cuda" else 1.0
+            calls[subject.case, subject.backend, direction] = max(1, min(200, round(0.02 / once)))
+    least, most = group.rounds
+    begun = time.perf_counter()
+    for number in range(most):
+        spent = time.perf_counter() - begun
+        if number >= least and spent * (number + 1) / number > group.budget_s:
+            break
+        say(f"{group.label}: round {number + 1}, {spent:.0f} s")
+        for direction in DIRECTIONS:
+            for subject in subjects:
+                count = calls[subject.case, subject.backend, direction]
+                subject.seconds[direction].append(clock(subject.run[direction], group.device, count))
+
+
+def ratio(subject: Subject, dense: Subject, direction: str) -> float:
+    """Median over the rounds of our rate against the dense rate of the same round."""
+    pairs = zip(subject.rates(direction), dense.rates(direction), strict=True)
+    return statistics.median(ours / theirs for ours, theirs in pairs)
+
+
+def row(group: Group, subject: Subject, direction: str, peers: list[Subject]) -> dict[str, Any]:
+    """One line of the results."""
+    times = sorted(1e3 * seconds for seconds in subject.seconds[direction])
+    p20, p50, p80 = (times[round(share * (len(times) - 1))] if times else None for share in (0.2, 0.5, 0.8))
+    rivals = peers if times and subject not in peers else []
+    shape = {"n": group.n, "d": group.d, "heads": group.heads, "key_heads": group.key_heads, "dtype": group.dtype}
+    return {
+        "suite": group.suite,
+        "case": subject.case,
+        "backend": subject.backend,
+        "direction": direction,
+        "pattern": subject.pattern,
+        **shape,
+        "heads": group.peer_heads if subject in peers else group.heads,
+        "p20_ms": p20,
+        "p50_ms": p50,
+        "p80_ms": p80,
+        "rounds": len(times),
+        "flops": subject.flops * WORK[direction],
+        "gflop_s": statistics.median(subject.rates(direction)) / 1e9 if times else None,
+        "density": subject.density,
+        "relative_rate": {p.backend: ratio(subject, p, direction) for p in rivals},
+        "peak_bytes": subject.peak[direction].extra,
+        "peak_total_bytes": subject.peak[direction].total,
+        "first_call_s": subject.first_call_s if direction == "forward" else None,
+        "gate": subject.gate,
+        "gate_passed": passed_gate(subject),
+        **subject.more,
+        **facts(group.device),
+    }
+
+
+def passed_gate(subject: Subject) -> bool:
+    """Whether the result may be timed at all."""
+    return subject.gate is None or subject.gate <= 1.0
+
+
+def measure_group(
+    group: Group,
+    backend: str,
+    say: Callable[[str], None],
+    done: Collection[tuple[Any, ...]] = (),
+    plans: Counter[str] | None = None,
+) -> Iterator[tuple[dict[str, Any], list[Bar]]]:
+    """Rows of a group that are not done, each with the bars it decides.
+
+    `plans` counts the calls of the timed rounds that found their plan, and those that did not.
+    """
+    lacking = [case for case in group.cases if any(_key(group, case.name, way) not in done for way in DIRECTIONS)]
+    if not lacking:
+        return
+    inputs, grad_output = draw(group)
+    peers, subjects = [], []
+    with ExitStack() as closing:
+        for name in group.peers:
+            say(f"{group.label}: dense {name}")
+            reason = why_too_slow(group)
+            if reason is None:
+                peers.append(peer(name, group, inputs, grad_output))
+            else:
+                yield from (pair for pair in absent(group, name, reason) if key_of(pair[0]) not in done)
+        for case in lacking:
+            say(f"{group.label}: gate of {case.name}")
+            subjects.append(ours(case, backend, group, inputs, grad_output, closing))
+        before, stopped = plan_cache.info(), None
+        right = peers + [s for s in subjects if passed_gate(s)]
+        try:
+            take_turns(group, right, say)
+        except KeyboardInterrupt as interruption:
+            stopped = interruption
+            if not cut_to_whole_rounds(group, right):
+                raise
+        if plans is not None:
+            after = plan_cache.info()
+            plans.update(warm_hits=after[0] - before[0], warm_misses=after[1] - before[1])
+    for subject in peers + subjects:
+        for direction in DIRECTIONS:
+            line = row(group, subject, direction, peers)
+            if key_of(line) not in done:
+                yield line, list(bars(group, subject, direction, peers))
+    if stopped is not None:
+        raise stopped
+
+
+def cut_to_whole_rounds(group: Group, subjects: list[Subject]) -> bool:
+    """Drop the times of a round that was interrupted; whether as many rounds are left as it takes to tell a time."""
+    whole = min((len(times) for subject in subjects for times in subject.seconds.values()), default=0)
+    for subject in subjects:
+        subject.seconds = {name: times[:whole] for name, times in subject.seconds.items()}
+    return whole >= group.rounds[0]
+
+
+def _key(group: Group, case: str, direction: str) -> tuple[Any, ...]:
+    shape = {name: getattr(group, name) for name in ("suite", "n", "d", "heads", "key_heads", "dtype")}
+    return key_of({"case": case, "direction": direction, **shape})
+
+
+def bars(group: Group, subject: Subject, direction: str, peers: list[Subject]) -> Iterator[Bar]:
+    """What one subject and direction has to show for the promises made for the CPU."""
+    if not group.judged or subject in peers or not subject.seconds[direction]:
+        return
+    what = f"{subject.case} n={group.n} d={group.d}"
+    for dense in peers:
+        if subject.case != "longnet-ladder":
+            yield Bar(f"{what} {direction}", ratio(subject, dense, direction), BARS[direction])
+        elif direction == "backward":
+            yield Bar(f"{what} forward + backward", ratio(subject, dense, "both"), BARS["both"])
+    total = subject.peak[direction].total
+    if not peers and total is not None:
+        yield Bar(f"{what} {direction}, memory of the process", total / 2**30, MEMORY_BAR_GIB, " GiB")
+
+
+def describe(line: dict[str, Any]) -> str:
+    """One result for a person."""
+    if line["case"] == "plan cache":
+        return (
+            f"plans: {line['hits']} calls found theirs, {line['misses']} had to make it, "
+            f"{line['warm_misses']} of them after the first call"
+        )
+    if line["case"] == "extreme":
+        from .extreme import describe as of_extreme
+
+        return of_extreme(line)
+    where = f"{line['case']:<30} {line['backend']:<9} {line['direction']:<8} {line['n']:>8} {line['d']:>4}"
+    if "skipped" in line:
+        return f"{where}  left out: {line['skipped']}"
+    if not line["gate_passed"]:
+        return f"{where}  WRONG, {line['gate']:.2g} times the accepted error: not timed"
+    rate = max(line["relative_rate"].values(), default=None)
+    # The rate counts the operations of the kept pairs; the speed-up is the time of dense attention on all pairs.
+    dense = 4.0 * line["n"] ** 2 * line["d"] * line["heads"] * WORK[line["direction"]]
+    beside = "" if rate is None else f" {rate * dense / line['flops']:>8.2f}x {rate:>7.2f}x"
+    return f"{where} {line['p50_ms']:>10.2f}{beside}"
+
+
+HEADER = f"{'case':<30} {'kernel':<9} {'pass':<8} {'tokens':>8} {'d':>4} {'ms':>10} {'speed-up':>9} {'rate':>8}"
+"""Speed-up over dense attention in time, and rate on the kept operations relative to dense attention's rate."""
+
+
+class Eta:
+    """How far a run is, in words before each message."""
+
+    def __init__(self, groups: list[Group], ahead: int = 0) -> None:
+        self.work = [group.budget_s + 5.0 for group in groups] + [60.0] * ahead
+        self.done, self.begun = 0, time.monotonic()
+
+    def say(self, text: str) -> None:
+        share = sum(self.work[: self.done]) / sum(self.work)
+        left = ""
+        if share > 0:
+            left = f", about {(time.monotonic() - self.begun) * (1 - share) / share / 60:.0f} min left"
+        progress(f"[{self.done + 1}/{len(self.work)}{left}] {text}" if text else "")
+
+
+def run(
+    name: str,
+    out: Path,
+    backend: str,
+    device: str = "cpu",
+    *,
+    resume: bool = False,
+    memory_gib: float | None = None,
+    deadline: float = float("inf"),
+    as_json: bool = False,
+) -> int:
+    """Measure a suite into `out`; the exit status is 1 when a gate was red.
+
+    Nothing is begun after the deadline, a time of `time.monotonic`.
+    """
+    # Dense attention that was left out, perhaps because the machine was busy, may be measured yet.
+    done = {key_of(line) for line in known_lines(out) if not is_left_out(line)} if resume else set()
+    limit = trials.memory_limit(device, memory_gib)
+    before = plan_cache.info()
+    plans: Counter[str] = Counter(warm_hits=0, warm_misses=0)
+    groups = suite(name, device)
+    eta = Eta(groups, ahead=name == "extreme")
+    shown: list[Bar] = []
+    red = 0
+
+    if not as_json:
+        print(f"{HEADER}\nspeed-up: time of dense attention over ours; rate: per kept operation, dense = 1")
+
+    def keep(line: dict[str, Any]) -> None:
+        append(out, line)
+        progress("")
+        print(json.dumps(line) if as_json else describe(line), flush=True)
+
+    for group in groups:
+        reason = trials.why_too_large(group, limit)
+        if time.monotonic() > deadline:
+            reason = f"{group.label}, as the time is over; --resume goes on from there"
+        if reason is not None:
+            progress("")
+            print(f"Not begun: {reason}.", file=sys.stderr)
+        for line, decided in measure_group(group, backend, eta.say, done, plans) if reason is None else ():
+            keep(line)
+            shown += decided
+            red += line.get("gate_passed") is False
+        eta.done += 1
+    if name == "extreme" and time.monotonic() < deadline:
+        eta.say("the longest length")
+        for line in trials.longest_lengths(device, limit, {key[2] for key in done if key[:2] == (name, "extreme")}):
+            keep({"suite": name, **line})
+            red += "skipped" in line
+    if len(done) < len({key_of(line) for line in known_lines(out) if not is_left_out(line)}):
+        hits, misses = (now - then for now, then in zip(plan_cache.info()[:2], before[:2], strict=True))
+        keep({"suite": name, "case": "plan cache", "hits": hits, "misses": misses, **plans, **facts(device)})
+    if shown and not as_json:
+        print(f"\nBars, {sum(bar.passed for bar in shown)} of {len(shown)} pass (rate on the kept flops / dense rate):")
+        for bar in shown:
+            print(f"  {bar}")
+    if red:
+        print(f"\n{red} results were wrong and not timed.", file=sys.stderr)
+    return 1 if red else 0
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Command line."""
+    width = max(map(len, ABOUT))
+    about = "Measure attention on this machine; every result is checked against float64 before it is timed."
+    suites = "suites:\n" + "\n".join(f"  {name:<{width}}  {text}" for name, text in ABOUT.items())
+    parser = Parser("dap bench", about, epilog=suites)
+    parser.option("--suite", read=one_of(ABOUT), default="quick", metavar="NAME", help="what to measure, see below")
+    parser.out("JSONL file of the results; SUITE.jsonl by default")
+    parser.option("--backend", default="auto", metavar="NAME", help="auto, or the name of a backend")
+    parser.device()
+    parser.option("--memory", read=positive, metavar="GIB", help="most memory; four fifths of what is free by default")
+    text = "begin no measurement after so many seconds"
+    parser.option("--budget", type=float, default=float("inf"), metavar="SECONDS", help=text)
+    parser.option("--append", action="store_true", help="keep the lines that are in the file")
+    parser.option("--resume", action="store_true", help="keep the lines in the file and measure what it lacks")
+    parser.json("print the lines as they are written to the file")
+    parser.option("--tiny", action="store_true", help="of the gpu suite, small cases that run on any machine")
+    options = parser.read(arguments)
+    out = options.out or Path(f"{options.suite}.jsonl")
+    for name in () if options.backend == "auto" else (options.backend,):
+        backend_named(name)
+    begin(out, keep=options.append or options.resume)
+    for complaint in complaints_about(out):
+        print(complaint, file=sys.stderr)
+    deadline = time.monotonic() + options.budget
+    there = "cuda" if torch.cuda.is_available() else "cpu"
+    wanted = [options.suite]
+    if options.suite == "all":
+        wanted = [*ON_THIS_MACHINE, *(["gpu"] if there == "cuda" else [])]
+    status = 0
+    try:
+        for name in wanted:
+            if name == "gpu":
+                from . import gpu
+
+                # Its lines have names of their own, so they never share a file with those of other suites.
+                own = out if len(wanted) == 1 else out.with_name(f"{out.stem}-gpu{out.suffix}")
+                device = "cuda" if options.device == "auto" else options.device
+                left = deadline - time.monotonic()
+                status |= gpu.run(own, options.backend, device, left, options.resume, options.tiny)
+                continue
+            device = "cpu" if name in ("cpu", "million") else there if options.device == "auto" else options.device
+            limits: dict[str, Any] = {"memory_gib": options.memory, "deadline": deadline}
+            status |= run(name, out, options.backend, device, resume=options.resume, as_json=options.json, **limits)
+        if options.suite == "cpu":
+            # In a process of its own, so that the memory it reports is its own.
+            child = [sys.executable, "-m", str(__package__), "--suite", "million", "--append"]
+            child += ["--out", str(out), "--backend", options.backend, *(["--resume"] if options.resume else [])]
+            status |= subprocess.run(child, check=False).returncode
+    except KeyboardInterrupt:
+        print(f"\nStopped; what was measured is in {out}. --resume goes on from there.", file=sys.stderr)
+        return 130
+    print(f"Results are in {out}.", file=sys.stderr if options.json else sys.stdout)
+    return status

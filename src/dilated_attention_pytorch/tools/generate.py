@@ -1,0 +1,62 @@
+"""`dap generate`: continue a text with a model that `dap train` wrote."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+
+from ..errors import must
+from ..models import LongNetLM
+from .console import Parser, device_of, leave, positive, print_json, tokens
+from .train import SAVED, TrainSettings
+
+
+def load_model(path: Path, device: str = "cpu") -> LongNetLM:
+    """The model of a run, from its folder or its checkpoint."""
+    path = path / SAVED if path.is_dir() else path
+    if not path.is_file():
+        raise must("a checkpoint must be a file or a folder of `dap train`", str(path))
+    held = torch.load(path, map_location=device, weights_only=True)
+    if not isinstance(held, dict) or not {"model", "settings"} <= held.keys():
+        raise must("a checkpoint must hold a model and its settings, as `dap train` writes them", str(path))
+    model = LongNetLM(TrainSettings(**held["settings"]).model(), device=torch.device(device))
+    model.load_state_dict(held["model"])
+    return model.eval()
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Command line."""
+    parser = Parser("dap generate", "Continue a text with a model of `dap train`.", "CHECKPOINT")
+    parser.option("checkpoint", type=Path, metavar="CHECKPOINT", help="checkpoint.pt, or the folder that holds it")
+    parser.option("--prompt", metavar="TEXT", help="beginning of the text; a line break by default, - for stdin")
+    parser.tokens(default=256, help="bytes to write")
+    parser.option("--temperature", type=float, default=0.8, metavar="X", help="0 always takes the likeliest byte")
+    parser.option("--top-p", read=positive, default=0.95, metavar="X", help="probability of the bytes drawn among")
+    parser.option("--top-k", read=tokens, help="number of the bytes drawn among")
+    parser.option("--seed", type=int, default=0, metavar="N", help="seed of the draws")
+    parser.device()
+    parser.json("print prompt and text as one JSON object")
+    options = parser.read(arguments)
+    device = device_of(options.device)
+    model = load_model(options.checkpoint, device)
+    prompt = sys.stdin.buffer.read() if options.prompt == "-" else (options.prompt or "\n").encode()
+    if not prompt:
+        raise must("the prompt must hold a byte", "none")
+    ids = torch.tensor([list(prompt)], device=device)
+    found = model.generate(
+        ids,
+        options.tokens,
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        generator=torch.Generator(device).manual_seed(options.seed),
+    )
+    text, shown = bytes(found[0].tolist()).decode("utf-8", "replace"), prompt.decode("utf-8", "replace")
+    print_json({"prompt": shown, "text": text}) if options.json else print(shown + text)
+    return 0
+
+
+if __name__ == "__main__":
+    leave(main)

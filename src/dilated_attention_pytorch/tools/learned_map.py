@@ -1,0 +1,162 @@
+"""What a head of a trained layer looks at, as a map: `dap show --learned CHECKPOINT`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..errors import must
+from ..models.adaptive_checkpoints import AdaptiveLayer, load_adaptive
+from ..models.checkpoints import read_state
+from ..nn import LearnedPattern, MultiheadBlockSparseAdaptive
+
+TENSOR_FILES = (".safetensors", ".pt", ".pth")
+MOST_BYTES = 4096
+"""Of a file that is read as text, unless more tokens are asked for."""
+SYNTHETIC = 1024
+BYTES = 256
+
+
+class Drawing(NamedTuple):
+    """Which pairs of blocks a head meets."""
+
+    title: str
+    n: int
+    cell: int
+    """Tokens along a cell, a multiple of the block size."""
+    share: list[list[float]]
+    """Of the pairs of each cell, those that are kept."""
+
+
+def draw_learned(
+    checkpoint: Path,
+    layer: int,
+    head: int,
+    source: Path | None,
+    n: int | None,
+    width: int,
+    settings: Mapping[str, Any] | None,
+) -> Drawing:
+    """What one head of one layer keeps of an input, in at most `width` squared cells."""
+    layers, state = load_adaptive(checkpoint, settings)
+    if not 0 <= layer < len(layers):
+        named = ", ".join(f"{index} ({one.name or 'the model itself'})" for index, one in enumerate(layers))
+        raise must(f"layer must be one of {named}", layer)
+    chosen = layers[layer]
+    heads = chosen.module.num_heads
+    if not 0 <= head < heads:
+        raise must(f"head must lie in 0 .. {heads - 1}", head)
+    tensors, about = _input(chosen, layer, state, source, n)
+    with torch.no_grad():
+        _, pattern = chosen.module(*tensors, is_causal=chosen.is_causal, return_pattern=True)
+    kept = f"{float(pattern.density):.0%} of blocks hold {float(pattern.captured):.0%} of attention"
+    place = f"{checkpoint.name} layer {layer}" + (f" ({chosen.name})" if chosen.name else "")
+    cell, share = _cells(pattern, head, width)
+    return Drawing(f"{place} on {about}, {kept}", pattern.selection.n, cell, share)
+
+
+def _cells(pattern: LearnedPattern, head: int, width: int) -> tuple[int, list[list[float]]]:
+    whole = pattern.selection
+    mine = replace(whole, indices=whole.indices[:1, head : head + 1], counts=whole.counts[:1, head : head + 1])
+    n, size, t = mine.n, mine.block_size, mine.blocks
+    lengths = torch.full((t,), float(size), dtype=torch.float64)
+    lengths[-1] = n - (t - 1) * size
+    seen = mine.allowed()[0, 0].double()
+    if mine.per_token:
+        rows = torch.zeros(t, t, dtype=torch.float64).index_add_(0, mine.row_blocks(), seen)
+    else:
+        rows = seen * lengths[:, None]
+    pairs = rows * lengths
+    if mine.is_causal:
+        pairs.diagonal().copy_(lengths * (lengths + 1) / 2)
+    joined = -(-t // width)
+    side = -(-t // joined)
+
+    def sums(x: Tensor) -> Tensor:
+        padded = torch.nn.functional.pad(x, (0, side * joined - t, 0, side * joined - t))
+        return padded.view(side, joined, side, joined).sum((1, 3))
+
+    return joined * size, (sums(pairs) / sums(lengths[:, None] * lengths)).tolist()
+
+
+def _input(
+    layer: AdaptiveLayer, index: int, state: Mapping[str, Tensor], source: Path | None, n: int | None
+) -> tuple[tuple[Tensor, ...], str]:
+    """What the module is called with, one sample, and what it is in words."""
+    module = layer.module
+    if source is None:
+        generator = torch.Generator().manual_seed(0)
+        count = n or SYNTHETIC
+        if isinstance(module, MultiheadBlockSparseAdaptive):
+            return (torch.randn(1, count, module.embed_dim, generator=generator),), "synthetic normal hidden states"
+        shape = (3, 1, count, module.num_heads, module.head_dim)
+        return tuple(torch.randn(shape, generator=generator)), "synthetic normal queries and keys"
+    if not source.is_file():
+        raise must("input must be a file", source)
+    if source.suffix in TENSOR_FILES:
+        tensors, what = _tensors(layer, read_state(source), source.name)
+    else:
+        tensors, what = _text(layer, index, state, source, n)
+    count = tensors[0].shape[1]
+    if n is not None and n > count:
+        raise must(f"tokens must be <= the {count} of {source.name}", n)
+    tensors = tuple(x[:, :n] for x in tensors)
+    return tensors, f"the first {n} tokens of {what}" if n is not None and n < count else what
+
+
+def _tensors(layer: AdaptiveLayer, given: Mapping[str, Tensor], name: str) -> tuple[tuple[Tensor, ...], str]:
+    module = layer.module
+    if isinstance(module, MultiheadBlockSparseAdaptive):
+        wanted = {"hidden": (module.embed_dim,)}
+    else:
+        wanted = dict.fromkeys(("query", "key"), (module.num_heads, module.head_dim))
+    if not set(wanted) <= set(given):
+        raise must(f"an input for this layer must hold {' and '.join(wanted)}", f"{', '.join(given)} in {name}")
+    found = []
+    for part, shape in wanted.items():
+        tensor = given[part].float()
+        # A sample's dimension may be there or not; the first sample is drawn.
+        tensor = tensor if tensor.dim() == len(shape) + 2 else tensor[None]
+        fits = tensor.dim() == len(shape) + 2 and tensor.numel() > 0 and tensor.shape[-1] == shape[-1]
+        # Key heads may be shared by several query heads.
+        if not fits or (tensor.shape[2] != shape[0] if part != "key" else shape[0] % tensor.shape[2]):
+            raise must(f"{part} must have shape (tokens, {', '.join(map(str, shape))})", tuple(given[part].shape))
+        found.append(tensor[:1])
+    if len(found) == 2:
+        if found[0].shape[1] != found[1].shape[1]:
+            raise must("query and key must hold the same tokens", [x.shape[1] for x in found])
+        found.append(found[1])
+    return tuple(found), f"{' and '.join(wanted)} of {name}"
+
+
+def _text(
+    layer: AdaptiveLayer, index: int, state: Mapping[str, Tensor], source: Path, n: int | None
+) -> tuple[tuple[Tensor, ...], str]:
+    module, kinds = layer.module, ", ".join(TENSOR_FILES)
+    if not isinstance(module, MultiheadBlockSparseAdaptive):
+        raise must("bytes must be shown to a layer with projections", "one without", f"Give query and key in {kinds}.")
+    advice = f"Give hidden states in {kinds}."
+    if index:
+        raise must("bytes must be shown to the first layer: what others see, layers before it make", index, advice)
+    tables = _embeddings(state, layer.name, module.embed_dim)
+    if len(tables) != 1:
+        came = ", ".join(tables) or "none"
+        raise must(f"a checkpoint must hold one embedding of bytes, {module.embed_dim} wide", came, advice)
+    text = source.read_bytes()[: n or MOST_BYTES]
+    if not text:
+        raise must("input must hold a byte", "an empty file")
+    token = torch.tensor(list(text))
+    return (state[tables[0]][token].float()[None],), f"bytes of {source.name} through {tables[0]}"
+
+
+def _embeddings(state: Mapping[str, Tensor], layer: str, width: int) -> list[str]:
+    """Tensors that may embed bytes: those with `embed` in their name, otherwise those stored before the layer."""
+    fits = [name for name, x in state.items() if x.dim() == 2 and len(x) >= BYTES and x.shape[1] == width]
+    named = [name for name in fits if "embed" in name]
+    first = next((index for index, name in enumerate(state) if name.startswith(f"{layer}.")), len(state))
+    return named or [name for name in fits if name in list(state)[:first]]

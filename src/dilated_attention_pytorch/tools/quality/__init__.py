@@ -1,0 +1,1 @@
+"""`dap quality`: what a pattern costs in quality."""

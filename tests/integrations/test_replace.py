@@ -1,0 +1,160 @@
+"""`replace_attention` in models of timm's structure and of Hugging Face, and its report."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import dilated_attention_pytorch as dap
+from dilated_attention_pytorch.integrations.replace import FusedProjectionAttention
+
+
+class Attention(nn.Module):
+    """timm's `Attention` (timm.layers.attention), with the same submodules and forward."""
+
+    def __init__(
+        self, dim: int, num_heads: int, qkv_bias: bool = True, qk_norm: bool = False, scale_norm: bool = False
+    ):
+        super().__init__()
+        self.num_heads, self.head_dim = num_heads, dim // num_heads
+        self.scale, self.fused_attn = self.head_dim**-0.5, True
+        self.qkv = nn.Linear(dim, 3 * dim, bias=qkv_bias)
+        self.q_norm = nn.LayerNorm(self.head_dim) if qk_norm else nn.Identity()
+        self.k_norm = nn.LayerNorm(self.head_dim) if qk_norm else nn.Identity()
+        self.attn_drop = nn.Dropout(0.1)
+        self.norm = nn.LayerNorm(dim) if scale_norm else nn.Identity()
+        self.proj = nn.Linear(dim, dim)
+        self.proj_drop = nn.Dropout(0.1)
+
+    def forward(self, x: torch.Tensor, attn_mask: torch.Tensor | None = None) -> torch.Tensor:
+        batch, n, width = x.shape
+        qkv = self.qkv(x).reshape(batch, n, 3, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4)
+        q, k, v = qkv.unbind(0)
+        q, k = self.q_norm(q), self.k_norm(k)
+        dropout = self.attn_drop.p if self.training else 0.0
+        x = F.scaled_dot_product_attention(q, k, v, attn_mask=attn_mask, dropout_p=dropout)
+        return self.proj_drop(self.proj(self.norm(x.transpose(1, 2).reshape(batch, n, width))))
+
+
+class AttentionRope(Attention):
+    """Attention with another argument, which is left."""
+
+    def forward(self, x, rope=None, attn_mask=None):
+        return super().forward(x)
+
+
+class Block(nn.Module):
+    def __init__(self, attn: nn.Module):
+        super().__init__()
+        self.norm1, self.attn = nn.LayerNorm(48), attn
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.attn(self.norm1(x))
+
+
+@pytest.mark.parametrize("options", [{}, {"qkv_bias": False}, {"qk_norm": True}, {"scale_norm": True}])
+def test_vision_transformers_keep_weights_and_results(options):
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Block(Attention(48, 4, **options)) for _ in range(2))).double().eval()
+    x = torch.randn(2, 1 + 6 * 6, 48, dtype=torch.float64)
+    before, names = model(x), model.state_dict().keys()
+    report = dap.replace_attention(model, "full")
+    assert [(entry.name, entry.replaced) for entry in report] == [("0.attn", True), ("1.attn", True)]
+    assert torch.allclose(model(x), before, atol=1e-12) and model.state_dict().keys() == names
+
+    pattern = dap.Grid((6, 6), 3, prefix=1)
+    assert all(entry.replaced for entry in dap.replace_attention(model, pattern))
+    token = torch.arange(37)
+    dense = copy.deepcopy(model)
+    for block in dense:
+        attention = Attention(48, 4, **options).double().eval()
+        attention.load_state_dict(block.attn.state_dict())
+        mask = pattern.allows(token[:, None], token)
+        block.attn = type("Masked", (nn.Module,), {"forward": lambda self, x, a=attention, m=mask: a(x, attn_mask=m)})()
+    assert torch.allclose(model(x), dense(x), atol=1e-12)
+
+
+def test_replaced_vision_transformers_train_and_explain():
+    model = Block(Attention(48, 4)).train()
+    dap.replace_attention(model, "window:5")
+    model(torch.randn(2, 20, 48)).sum().backward()
+    assert model.attn.qkv.weight.grad is not None and isinstance(model.attn, FusedProjectionAttention)
+    assert "4 heads of 12" in model.attn.explain(100)
+    with pytest.raises(ValueError, match=r"attn_mask must be None[^$]*Pattern.from_mask"):
+        model.attn(torch.randn(1, 20, 48), attn_mask=torch.ones(20, 20, dtype=torch.bool))
+
+
+class Unknown(nn.Module):
+    pass
+
+
+class LinearAttention(nn.Module):
+    """Attention by its name, of no known structure."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (nn.Linear(4, 4), "none of the 1 modules of Linear is attention by its class or name"),
+        (nn.ModuleDict({"a": LinearAttention()}), "a: LinearAttention is not known here; torch.nn.MultiheadAttention"),
+        (Block(AttentionRope(48, 4)), "attn: AttentionRope also computes with rope"),
+        (
+            nn.ModuleDict({"a": dap.DilatedAttention([4], [1])}),
+            "a: DilatedAttention is sparse attention of this library",
+        ),
+    ],
+)
+def test_nothing_replaced_is_a_warning_with_reasons(model, message):
+    with pytest.warns(UserWarning, match=message):
+        report = dap.replace_attention(model, "full")
+    assert not any(entry.replaced for entry in report)
+
+
+def test_modules_replaced_before_take_the_new_pattern():
+    model = nn.TransformerEncoderLayer(32, 4, batch_first=True)
+    dap.replace_attention(model, "window:3")
+    first = model.self_attn
+    assert dap.replace_attention(model, "window:5")[0].replaced
+    assert model.self_attn is first and first.pattern == dap.SlidingWindow(5)
+
+
+def test_attention_inside_a_module_named_attention_is_found():
+    class MyAttention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.mha = nn.MultiheadAttention(8, 2)
+
+    assert [entry.name for entry in dap.replace_attention(MyAttention(), "full")] == ["mha"]
+
+
+def test_options_are_for_torch_attention_alone():
+    model = nn.ModuleDict({"a": Attention(48, 4), "b": nn.MultiheadAttention(48, 4)})
+    report = {entry.name: entry for entry in dap.replace_attention(model, "full", position="rotary")}
+    assert report["b"].replaced and report["a"].why == "Attention takes no options, got position"
+
+
+def test_an_attention_module_itself_is_refused():
+    with pytest.raises(ValueError, match="model must contain attention"):
+        dap.replace_attention(Attention(48, 4), "full")
+
+
+def test_hugging_face_models_take_the_pattern():
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+    model = transformers.BertModel(transformers.BertConfig(vocab_size=50, **sizes)).eval()
+    tokens = torch.arange(40)[None]
+    with torch.no_grad():
+        before = model(tokens).last_hidden_state
+        (entry,) = dap.replace_attention(model, "full")
+        assert entry.replaced and torch.allclose(model(tokens).last_hidden_state, before, atol=1e-5)
+        holder = nn.ModuleDict({"encoder": model})
+        (entry,) = dap.replace_attention(holder, "window:3")
+        assert entry.name == "encoder" and not torch.allclose(model(tokens).last_hidden_state, before, atol=1e-3)
