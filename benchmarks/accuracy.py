@@ -24,9 +24,9 @@ sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests")]
 from oracle import answer, error  # noqa: E402
 
 from dilated_attention_pytorch import attention_with_lse, parse  # noqa: E402
-from dilated_attention_pytorch.kernels.native import library_path  # noqa: E402
-from dilated_attention_pytorch.tools.measure import facts  # noqa: E402
-from dilated_attention_pytorch.tools.page import write  # noqa: E402
+from dilated_attention_pytorch.kernels.cpu.native import library_path  # noqa: E402
+from dilated_attention_pytorch.tools.bench.measure import facts  # noqa: E402
+from dilated_attention_pytorch.tools.html_page import write  # noqa: E402
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 N, HEADS, WIDTH = 512, 2, 64

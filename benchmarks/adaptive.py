@@ -26,10 +26,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dilated_attention_pytorch.nn import AdaptiveConfig, BlockSparseAdaptive, SparseAttention
-from dilated_attention_pytorch.ops.selected import selected_attention
-from dilated_attention_pytorch.ops.selection import Selection
-from dilated_attention_pytorch.tools.measure import clock, facts
-from dilated_attention_pytorch.tools.results import append
+from dilated_attention_pytorch.selection.attention import selected_attention
+from dilated_attention_pytorch.selection.types import Selection
+from dilated_attention_pytorch.tools.bench.measure import clock, facts
+from dilated_attention_pytorch.tools.bench.results import append
 
 BLOCKS, SIZE, WIDTH = 32, 32, 32
 CODES = F.normalize(torch.randn(BLOCKS, WIDTH, generator=torch.Generator().manual_seed(0)), dim=1)

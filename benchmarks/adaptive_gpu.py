@@ -29,14 +29,14 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import sdpa_kernel
 
-from dilated_attention_pytorch.kernels import flash4, flex
-from dilated_attention_pytorch.kernels.block_tables import Band, Lists, lists_of
+from dilated_attention_pytorch.kernels.external import flash4, flex
+from dilated_attention_pytorch.kernels.external.block_lists import Band, Lists, lists_of
 from dilated_attention_pytorch.nn import AdaptiveConfig, BlockSparseAdaptive
-from dilated_attention_pytorch.ops.selected import selected_attention
-from dilated_attention_pytorch.ops.selection import Selection
-from dilated_attention_pytorch.tools.measure import clock, facts
-from dilated_attention_pytorch.tools.peers import NOT_INSTALLED, SDPA
-from dilated_attention_pytorch.tools.results import append
+from dilated_attention_pytorch.selection.attention import selected_attention
+from dilated_attention_pytorch.selection.types import Selection
+from dilated_attention_pytorch.tools.bench.measure import clock, facts
+from dilated_attention_pytorch.tools.bench.peers import NOT_INSTALLED, SDPA
+from dilated_attention_pytorch.tools.bench.results import append
 
 LIMIT = 235
 """Seconds after which a GPU run ends itself, whatever hangs."""

@@ -3,7 +3,7 @@
 Rates are floating-point operations of the plan's tiles over time. Each case is set against cuDNN's dense attention of
 as many heads, that wide, in the same process. `hopper-any-order` is `hopper` with `reproducible_gradients(False)`.
 
-    PYTHONPATH=src python3 benchmarks/check_dilated.py --out dilated.jsonl --backends hopper,cudnn
+    PYTHONPATH=src python3 benchmarks/check_dilated.py --out dilated.jsonl --backends hopper,triton
 """
 
 from __future__ import annotations
@@ -22,17 +22,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
 
-from dilated_attention_pytorch.kernels import cudnn, hopper_backend, triton_backend
-from dilated_attention_pytorch.kernels.registry import AttentionCall, Backend, reproducible_gradients
+from dilated_attention_pytorch.kernels.call import AttentionCall, reproducible_gradients
+from dilated_attention_pytorch.kernels.hopper import backend as hopper_backend
+from dilated_attention_pytorch.kernels.registry import Backend
+from dilated_attention_pytorch.kernels.triton import backend as triton_backend
 from dilated_attention_pytorch.patterns import parse
 from dilated_attention_pytorch.plan import make_plan
-from dilated_attention_pytorch.tools.measure import facts
+from dilated_attention_pytorch.tools.bench.measure import facts
 
 BACKENDS: dict[str, Backend] = {
     "hopper": hopper_backend,
     "hopper-any-order": hopper_backend,
-    "cudnn": cudnn,
     "triton": triton_backend,
 }
 LADDERS = {
@@ -59,7 +62,6 @@ class Case:
     d: int = 64
     dtype: str = "bfloat16"
     layout: str = "bhnd"
-    engine: str = ""
     backend: str = ""
     """Which to check; when timing, all asked for are."""
     task: str = "check"
@@ -89,10 +91,7 @@ def checks() -> list[Case]:
     ]
     cases = [replace(case, d=d) for case in kinds for d in (64, 128)]
     cases += [replace(kinds[3], dtype="float16"), replace(kinds[3], dtype="float16", d=128)]
-    cases = [replace(case, backend=name) for name in BACKENDS for case in cases]
-    cases.append(replace(kinds[6], d=40, backend="cudnn"))
-    flash = [replace(kinds[i], d=d, engine="flash", backend="cudnn") for i in (3, 6, 7, 14) for d in (64, 128)]
-    return cases + flash
+    return [replace(case, backend=name) for name in BACKENDS for case in cases]
 
 
 def timings() -> list[Case]:
@@ -170,14 +169,6 @@ def poisoned() -> Iterator[None]:
             setattr(torch, name, before[name])
 
 
-def plain_attention_on_the_same_views(call: AttentionCall) -> None:
-    """What a program beside us may do: torch keeps compiled graphs, and ours must fit whichever was kept first."""
-    for piece in cudnn.layout_of(call).pieces:
-        views = piece.view(call.query), piece.view(call.key, keys=True), piece.view(call.value, keys=True)
-        output, lse = cudnn.attend(*views, piece.causal, call.scale)
-        cudnn.attend_backward(*views, output, torch.empty_like(output).copy_(output), lse, piece.causal, call.scale)
-
-
 def check(case: Case) -> dict[str, Any]:
     """Norm of each error over the norm of what was wanted."""
     call = build(case)
@@ -186,13 +177,8 @@ def check(case: Case) -> dict[str, Any]:
     if reason is not None:
         return {"ok": False, "why_not": reason}
     grad = torch.randn_like(call.query)
-    engine = cudnn.engine
-    if case.engine:
-        cudnn.engine = lambda device: case.engine
     reproducible_gradients("any-order" not in case.backend)
     try:
-        if case.backend == "cudnn" and case.layout == "bnhd":
-            plain_attention_on_the_same_views(call)
         began = time.perf_counter()
         with poisoned():
             output, lse = backend.forward(call)
@@ -201,7 +187,6 @@ def check(case: Case) -> dict[str, Any]:
             seconds = time.perf_counter() - began
             again = backend.forward(call)
     finally:
-        cudnn.engine = engine
         reproducible_gradients(True)
     result: dict[str, Any] = {"ok": bool(torch.equal(output, again.output) and torch.equal(lse, again.lse))}
     result |= {"parts": len(call.plan.parts), "first_s": seconds}
@@ -238,13 +223,17 @@ def dense_rates(case: Case, known: dict[tuple[object, ...], tuple[float, float]]
     key = (case.heads, case.d, causal)
     if key not in known:
         call = build(replace(case, pattern="causal" if causal else "full", n=DENSE_TOKENS))
-        piece = cudnn.layout_of(call).pieces[0]
-        views = piece.view(call.query), piece.view(call.key), piece.view(call.value)
-        output, lse = cudnn.attend(*views, causal, call.scale)
+        inputs = tuple(t.detach().requires_grad_() for t in (call.query, call.key, call.value))
+
+        def attend() -> Tensor:
+            with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+                return scaled_dot_product_attention(*inputs, is_causal=causal, scale=call.scale)
+
+        output = attend()
         work = 4 * case.heads * DENSE_TOKENS**2 * case.d / (2 if causal else 1) / 1e9
         grad = torch.randn_like(output)
-        forward = milliseconds(lambda: cudnn.attend(*views, causal, call.scale))
-        backward = milliseconds(lambda: cudnn.attend_backward(*views, output, grad, lse, causal, call.scale))
+        forward = milliseconds(attend)
+        backward = milliseconds(lambda: torch.autograd.grad(output, inputs, grad, retain_graph=True))
         known[key] = work / forward, BACKWARD * work / backward
     return known[key]
 
@@ -307,8 +296,7 @@ def main() -> int:
     failures, rows = 0, []
     known: dict[tuple[object, ...], tuple[float, float]] = {}
     for case in [*checks(), *timings()]:
-        how = case.engine or case.backend
-        label = f"{case.task:5} d{case.d} {case.dtype} n {case.n} heads {case.heads} {case.name} {how}"
+        label = f"{case.task:5} d{case.d} {case.dtype} n {case.n} heads {case.heads} {case.name} {case.backend}"
         if arguments.match not in label or arguments.only not in (None, case.task):
             continue
         if case.backend not in ("", *backends):

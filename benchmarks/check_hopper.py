@@ -25,11 +25,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dilated_attention_pytorch.kernels import hopper_backend
-from dilated_attention_pytorch.kernels.registry import AttentionCall
+from dilated_attention_pytorch.kernels.call import AttentionCall
+from dilated_attention_pytorch.kernels.hopper import backend as hopper_backend
 from dilated_attention_pytorch.patterns import parse
 from dilated_attention_pytorch.plan import make_plan
-from dilated_attention_pytorch.tools.measure import facts
+from dilated_attention_pytorch.tools.bench.measure import facts
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,11 @@ import torch
 from check_hopper import Case, build, host_microseconds, milliseconds, options, poisoned, run_cases
 from torch import Tensor
 
-from dilated_attention_pytorch.kernels import hopper_backend, hopper_gradients, triton_backend
-from dilated_attention_pytorch.kernels.hopper_gradients import BACKWARD_CONFIGS, BackwardConfig
-from dilated_attention_pytorch.kernels.registry import AttentionCall, Gradients
+from dilated_attention_pytorch.kernels.call import AttentionCall, Gradients
+from dilated_attention_pytorch.kernels.hopper import backend as hopper_backend
+from dilated_attention_pytorch.kernels.hopper import backward as hopper_gradients
+from dilated_attention_pytorch.kernels.hopper.backward import BACKWARD_CONFIGS, BackwardConfig
+from dilated_attention_pytorch.kernels.triton import backend as triton_backend
 
 
 def variants(d: int) -> dict[str, tuple[BackwardConfig, bool]]:

@@ -27,12 +27,10 @@ import torch.multiprocessing as multiprocessing
 
 from dilated_attention_pytorch import Dilated
 from dilated_attention_pytorch.distributed import SequenceLayout, dilated_request
-from dilated_attention_pytorch.distributed.comm import agree
-from dilated_attention_pytorch.distributed.local import Shard
-from dilated_attention_pytorch.distributed.moving import PairRows, fetch
+from dilated_attention_pytorch.distributed.exchange import RowSource, fetch, plan_exchange
 from dilated_attention_pytorch.distributed.transport import GroupTransport
-from dilated_attention_pytorch.tools.measure import facts
-from dilated_attention_pytorch.tools.results import append
+from dilated_attention_pytorch.tools.bench.measure import facts
+from dilated_attention_pytorch.tools.bench.results import append
 
 HEADS, WIDTH, OWN = 8, 64, 16_384
 BARS = {2: 5.0, 4: 8.0, 8: 10.0}
@@ -58,19 +56,18 @@ def member(rank: int, world: int, port: int, repeats: int, results: multiprocess
         "gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=world, timeout=timedelta(seconds=120)
     )
     layout = SequenceLayout.contiguous(OWN * world, world)
-    transport = GroupTransport(None, rank, world)
+    transport = GroupTransport(None, rank)
     pattern = ladder(layout.n)
-    (plan,) = agree([dilated_request(pattern, layout, rank, HEADS)], layout, HEADS, transport)
+    (plan,) = plan_exchange([dilated_request(pattern, layout, rank, HEADS)], layout, HEADS, transport)
     tokens = layout.positions(rank)
     key, value = (numbers(tokens, shift).contiguous() for shift in (0, 1))
-    shard = Shard(key, key, value, None)
-    rows = fetch([PairRows(shard)], [plan], transport).wait()[0]
+    rows = fetch([RowSource(key, value)], [plan], transport).wait()[0]
     token, head = plan.request.codes % layout.n, plan.request.codes // layout.n
     wanted = torch.cat([numbers(token, shift)[0, head, torch.arange(len(token))] for shift in (0, 1)], 1)
     assert rows.equal(wanted), "the exchange must bring the rows asked for"
 
     def sparse() -> None:
-        fetch([PairRows(shard)], [plan], transport).wait()
+        fetch([RowSource(key, value)], [plan], transport).wait()
 
     whole = torch.cat([key, value], -1).flatten(0, 2)
     following, before = (rank + 1) % world, (rank - 1) % world

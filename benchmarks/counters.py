@@ -21,8 +21,8 @@ import torch
 
 from dilated_attention_pytorch import attention, reproducible_gradients
 from dilated_attention_pytorch.nn import AdaptiveConfig, BlockSparseAdaptive
-from dilated_attention_pytorch.tools.measure import facts
-from dilated_attention_pytorch.tools.results import append
+from dilated_attention_pytorch.tools.bench.measure import facts
+from dilated_attention_pytorch.tools.bench.results import append
 
 HEADS = 8
 

@@ -61,8 +61,8 @@ def main() -> None:
     if asked.only:
         print(json.dumps(measure(asked.only, asked.any_order)))
         return
-    from dilated_attention_pytorch.tools.measure import facts
-    from dilated_attention_pytorch.tools.results import append
+    from dilated_attention_pytorch.tools.bench.measure import facts
+    from dilated_attention_pytorch.tools.bench.results import append
 
     order = ["--any-order"] if asked.any_order else []
     for width in WIDTHS:

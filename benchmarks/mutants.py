@@ -1,17 +1,20 @@
-"""Plant known bugs one at a time in a scratch copy of this repository and see which test catches each.
+"""Plant known bugs one at a time in a scratch copy of this repository and record which test catches each.
 
     python benchmarks/mutants.py                     every mutant, into benchmarks/results/mutants.jsonl
-    python benchmarks/mutants.py --only causal-edge  some of them; the others' lines stay
-    python benchmarks/mutants.py --check             only that every mutant still fits the code
+    python benchmarks/mutants.py --only causal-edge  the named mutants; lines of the others are kept
+    python benchmarks/mutants.py --half              a random half, seeded by the commit; the seed is printed
+    python benchmarks/mutants.py --half SEED         the half of a given seed, to repeat a run
+    python benchmarks/mutants.py --check             only check that every mutant still fits the code
 
-A mutant is a replacement whose old text must stand exactly once in its file: when the code moves on, the script says so
-and the list is brought into step. A mutant that no test catches is a test that is missing. The tests chosen for a
-mutant must pass without it, which is checked first.
+A mutant is a textual replacement whose old text must occur exactly once in its file; `--check` and
+tests/hardening/test_mutants.py report the ones that no longer do. A mutant that no test catches is a missing test. The
+tests chosen for a mutant must pass without it, which is checked first. Append new mutants at the end of `MUTANTS`.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import re
@@ -31,8 +34,8 @@ if __name__ == "__main__":
     # The commit that is told must be that of the tree that is copied.
     sys.path.insert(0, str(ROOT / "src"))
 
-from dilated_attention_pytorch.tools.measure import facts  # noqa: E402
-from dilated_attention_pytorch.tools.page import write  # noqa: E402
+from dilated_attention_pytorch.tools.bench.measure import facts, git_sha  # noqa: E402
+from dilated_attention_pytorch.tools.html_page import write  # noqa: E402
 
 PACKAGE = "src/dilated_attention_pytorch"
 COPIED = ("src", "tests", "benchmarks", "pyproject.toml")
@@ -53,7 +56,7 @@ class Mutant(NamedTuple):
     new: str
     what: str
     tests: tuple[str, ...]
-    """what pytest is given below tests/; a name of a trial for a Triton kernel"""
+    """test ids below tests/; for a Triton kernel, names of trials in tests/kernels/interpret_triton.py"""
 
     @property
     def path(self) -> str:
@@ -61,7 +64,12 @@ class Mutant(NamedTuple):
 
     @property
     def interpreted(self) -> bool:
-        return "/triton_" in self.file
+        return ".py" not in self.tests[0]
+
+    @property
+    def native(self) -> bool:
+        """Whether the C++ library must be built again."""
+        return Path(self.file).name.startswith("native")
 
 
 class Verdict(NamedTuple):
@@ -73,123 +81,221 @@ class Verdict(NamedTuple):
 
 
 PROBLEMS = "ops/test_attention.py::test_every_problem_matches_the_oracle"
+REPEATED = "ops/test_repeated_calls.py"
 VIRTUAL = "distributed/test_virtual.py::test_every_problem_matches_the_oracle_on_every_layout"
 PLANS = "hardening/test_patterns.py"
+USERS = "plan/test_user_patterns.py"
 MUTANTS = (
-    Mutant("causal-edge", "patterns/local.py", "return k <= q", "return k < q", "a token does not see itself",
+    Mutant("compiled-check", "ops/checks.py", "raise ValueError(message)", "pass",
+           "a compiled module skips checks of values",
+           ("nn/test_torch.py::test_checks_of_values_survive_the_compiler",)),
+    Mutant("tuning-key", "nn/calibration.py", 'return f"{name}, torch {torch.__version__}"', "return name",
+           "costs that another torch release had are taken",
+           ("nn/test_factory.py::test_costs_of_another_torch_release_are_not_used",)),
+    Mutant("causal-edge", "patterns/positions.py", "return k <= q", "return k < q", "a token does not see itself",
            (PLANS,)),
-    Mutant("window-edge", "patterns/local.py", "(k <= q + self.after)", "(k < q + self.after)",
+    Mutant("window-edge", "patterns/positions.py", "(k <= q + self.after)", "(k < q + self.after)",
            "the last key of a window is lost", (PLANS,)),
     Mutant("head-residue", "patterns/dilated.py", "return head % rate", "return (head + 1) % rate",
            "every head samples its neighbour's residue", (PLANS,)),
-    Mutant("global-edge", "plan/cover.py", "seen, unseen = k1 < pattern.tokens, k0 >= pattern.tokens",
-           "seen, unseen = k0 < pattern.tokens, k0 >= pattern.tokens", "a tile that holds the last sink is met whole",
+    Mutant("global-edge", "plan/closed_forms.py", "seen, unseen = k1 < tokens, k0 >= tokens",
+           "seen, unseen = k0 < tokens, k0 >= tokens", "a tile that holds the last sink is met whole",
            (PLANS,)),
-    Mutant("causal-tile", "plan/cover.py", "return _verdict(k1 <= q0, k0 > q1)", "return _verdict(k0 <= q0, k0 > q1)",
+    Mutant("causal-tile", "plan/closed_forms.py", "return _verdict(k1 <= q0, k0 > q1)", "return _verdict(k0 <= q0, k0 > q1)",
            "tiles on the diagonal are met whole: the causal edge is missing", (PLANS,)),
-    Mutant("last-block", "plan/planner.py", "(high - low + 1).clamp(min=0)), key", "(high - low).clamp(min=0)), key",
+    Mutant("last-block", "plan/builder.py", "(high - low + 1).clamp(min=0), layout", "(high - low).clamp(min=0), layout",
            "off by one: the last block of every stretch is dropped", (PLANS,)),
-    Mutant("ragged-end", "plan/planner.py", "+ self.rate * (self.block_size - 1) >= self.axis.end",
+    Mutant("ragged-end", "plan/builder.py", "+ self.rate * (self.block_size - 1) >= self.axis.end",
            "+ self.rate * (self.block_size - 1) > self.axis.end", "a tile one element short counts as whole",
            (PLANS,)),
-    Mutant("partial-shift", "plan/walks.py", "[stored, stored, 0, stored_partial, stored_partial, 0]",
+    Mutant("partial-shift", "plan/tile_lists.py", "[stored, stored, 0, stored_partial, stored_partial, 0]",
            "[stored, stored, 0, stored, stored, 0]", "partial lists of a second head class are looked for elsewhere",
            (PLANS,)),
-    Mutant("head-class", "plan/cover.py", "return head if pattern.by_head else None", "return None",
+    Mutant("head-class", "plan/closed_forms.py", "return head if self.pattern.by_head else None", "return None",
            "heads with lists of their own share the first one's", (PLANS,)),
-    Mutant("packed-base", "plan/packing.py", "table[..., [FULL_BASE, PARTIAL_BASE]] += first_tile",
+    Mutant("packed-base", "plan/packed.py", "table[..., [FULL_BASE, PARTIAL_BASE]] += first_tile",
            "table[..., [FULL_BASE]] += first_tile", "partial tiles of a packed document lie in the first one",
            (PLANS,)),
     Mutant("counted-twice", "plan/terms.py", "exclude=term.exclude + earlier)", "exclude=term.exclude)",
            "a union counts a key once for each member that has it", (PLANS,)),
-    Mutant("int32-pairs", "plan/planner.py", "    key = row * columns + column\n",
+    Mutant("int32-pairs", "plan/builder.py", "    key = row * columns + column\n",
            "    key = (row * columns + column).int().long()\n",
            "int32 overflow: tile pairs of long sequences wrap around", (PLANS,)),
     Mutant("stale-plan", "plan/cache.py", "key = PlanKey(pattern, n, heads, block_size,",
            "key = PlanKey(pattern, n, 0, block_size,", "a cached plan is used for another number of heads",
            (PLANS,)),
-    Mutant("cpu-group", "kernels/cpu.py", "group = head // (heads // call.key.shape[1])",
+    Mutant("global-maskkey", "plan/closed_forms.py", "columns = [tiles[2].clamp(max=self.pattern.tokens)]",
+           "columns = [tiles[2].clamp(max=self.pattern.tokens - 1)]", "tiles behind the sinks share the mask of the last sink's",
+           ("plan/test_plan.py::test_sinks_may_end_anywhere_in_a_tile",)),
+    Mutant("density-floor", "plan/plan.py", "grid = -(-self.n // self.block_size)",
+           "grid = max(1, self.n // self.block_size)", "a ragged last tile is not among those of dense attention",
+           ("plan/test_plan.py::test_full_attention_has_density_one_at_any_length",)),
+    Mutant("user-heads", "plan/closed_forms.py", "        return head\n", "        return None\n", "every head of a user's pattern has the pairs of head 0",
+           (USERS,)),
+    Mutant("packed-heads", "plan/closed_forms.py",
+           "closed_form(self.pattern.document(length)).head_key(head) for", "None for", "every head of a packed pattern inside another has the pairs of head 0", (USERS,)),
+    Mutant("lost-level", "plan/terms.py", "for level in range(1, pattern.max_multiplicity + 1))",
+           "for level in range(1, pattern.max_multiplicity))", "the highest multiplicity counts once too few",
+           (USERS,)),
+    Mutant("packed-moves", "plan/terms.py", "case Packed(), _ if isinstance(pattern, And) and closed_form(right).is_shift_invariant:",
+           "case Packed(), _ if isinstance(pattern, And):",
+           "a condition on absolute positions starts again in each document", (USERS,)),
+    Mutant("text-switch", "patterns/parse.py", "return switches[text.lower()]", "return True",
+           "an option that is switched off in text is on",
+           ("patterns/test_patterns.py::test_switches_in_text_mean_what_they_say",)),
+    Mutant("cpu-group", "kernels/cpu/tiles.py", "group = head // (heads // call.key.shape[1])",
            "group = head % call.key.shape[1]", "query heads read the wrong key head", (PROBLEMS,)),
-    Mutant("cpu-base", "kernels/cpu.py", "(found_lse - after).exp())", "(found_lse - after).exp2())",
+    Mutant("cpu-base", "kernels/cpu/tiles.py", "(found_lse - after).exp())", "(found_lse - after).exp2())",
            "steps merge in base 2 where the LSE is natural", (PROBLEMS,)),
-    Mutant("cpu-scale", "kernels/cpu.py", ", 0.0) * call.scale\n", ", 0.0)\n",
+    Mutant("cpu-scale", "kernels/cpu/tiles.py", ", 0.0) * call.scale\n", ", 0.0)\n",
            "the gradient of the scores lacks the scale", (PROBLEMS,)),
-    Mutant("cpu-filler", "kernels/cpu.py", " & listed[..., None]", "", "tiles that fill a short list up are counted",
+    Mutant("cpu-filler", "kernels/cpu/tiles.py", " & listed[..., None]", "", "tiles that fill a short list up are counted",
            (PROBLEMS,)),
-    Mutant("cpu-streams", "kernels/cpu.py", "[:, None, None, None] * heads + head", "[:, None, None, None] + head",
+    Mutant("cpu-streams", "kernels/cpu/tiles.py", "[:, None, None, None] * heads + head", "[:, None, None, None] + head",
            "dropout of sample 1, head 0 is that of sample 0, head 1",
            ("kernels/test_cpu_backends.py::test_dropout_drops_what_the_definition_says",)),
     Mutant("reference-group", "kernels/reference.py", "group = head // (heads // call.key.shape[1])",
            "group = head % call.key.shape[1]", "query heads read the wrong key head", (PROBLEMS,)),
-    Mutant("native-lse", "kernels/native.cpp", "(w.top[i] + std::log2(total)) * T(kLn2)",
-           "(w.top[i] + std::log2(total))", "the LSE comes in base 2", (PROBLEMS,)),
-    Mutant("native-carry", "kernels/native.cpp", "w.top[i] = lse * T(kLog2E);\n    w.total",
-           "w.top[i] = lse;\n    w.total", "a part resumes a natural LSE as one in base 2", (PROBLEMS,)),
-    Mutant("native-split", "kernels/native.cpp", "item = s.first[head] + split;", "item = s.first[head];",
+    Mutant("native-lse", "kernels/cpu/native.cpp", "w.top[i] + std::log(total)", "w.top[i] + std::log2(total)",
+           "the LSE adds a sum in base 2", (PROBLEMS,)),
+    Mutant("native-carry", "kernels/cpu/native.cpp", "w.total[i] = lse == -kInfinity<T> ? 0 : 1;",
+           "w.total[i] = lse == -kInfinity<T> ? 0 : 2;", "a part resumes a row with twice its weight", (PROBLEMS,)),
+    Mutant("native-split", "kernels/cpu/native.cpp", "item = s.first[head] + split;", "item = s.first[head];",
            "threads that share a key head add its gradient twice",
            ("kernels/test_native.py::test_any_number_of_threads_gives_the_same_result_twice",)),
-    Mutant("native-stale", "kernels/native_tiles.h", "const bool there = slot.key == tile.key &&",
-           "const bool there = slot.key != nullptr &&", "a copy of another tile's keys is used again", (PROBLEMS,)),
-    Mutant("native-count", "kernels/native_tiles.h", " && slot.count >= tile.count;", ";",
+    Mutant("native-stale", "kernels/cpu/native_tiles.h", "const bool same = slot.key == tile.key &&",
+           "const bool same = slot.key != nullptr &&", "a copy of another tile's keys is used again",
+           ("kernels/test_native.py::test_keys_or_values_that_share_memory_match_oracle",)),
+    Mutant("native-value", "kernels/cpu/native_tiles.h", " && slot.value == tile.value", "",
+           "a copy of another head's values is used where keys share memory",
+           ("kernels/test_native.py::test_keys_or_values_that_share_memory_match_oracle",)),
+    Mutant("native-rate", "kernels/cpu/native_tiles.h", " && slot.rate == rate;", ";",
+           "a copy made with another pitch is used again",
+           ("kernels/test_native.py::test_tiles_at_one_address_with_other_rates_are_copied_apart",)),
+    Mutant("native-digest", "kernels/cpu/native.py", "platform.machine(), _processor()))", "platform.machine()))",
+           "a library for another processor is loaded",
+           ("kernels/test_native.py::test_the_name_of_the_library_follows_what_it_was_built_for",)),
+    Mutant("missing-elements", "plan/builder.py", "(allowed & exists).flatten(1).any(1)", "allowed.flatten(1).any(1)",
+           "tile pairs are kept whose allowed elements do not exist", ("plan/test_cut.py",)),
+    Mutant("native-count", "kernels/cpu/native_tiles.h", " && slot.count >= tile.count;", ";",
            "a copy of fewer keys is used where more are met", (PLANS,)),
-    Mutant("native-group", "kernels/native_tiles.h", "head / (call.heads / call.key_heads), row",
+    Mutant("native-group", "kernels/cpu/native_tiles.h", "head / (call.heads / call.key_heads), row",
            "head % call.key_heads, row", "query heads read the wrong key head", (PROBLEMS,)),
-    Mutant("native-band", "kernels/native_tiles.h", "std::clamp<Index>(j - band[0] + 1, from, q.lanes)",
+    Mutant("native-band", "kernels/cpu/native_tiles.h", "std::clamp<Index>(j - band[0] + 1, from, q.lanes)",
            "std::clamp<Index>(j - band[0], from, q.lanes)", "the last query of a band loses its key", (PROBLEMS,)),
-    Mutant("triton-step", "kernels/triton_primitives.py", "first += o_sub * axis[3]", "first += o_sub",
+    Mutant("triton-step", "kernels/triton/primitives.py", "first += o_sub * axis[3]", "first += o_sub",
            "the second half of a dilated tile starts too early", ("whole tiles in pieces, dilated",)),
-    Mutant("triton-carry", "kernels/triton_forward.py", "b_m = b_past * LOG2E", "b_m = b_past",
+    Mutant("triton-carry", "kernels/triton/forward_kernels.py", "b_m = b_past * LOG2E", "b_m = b_past",
            "a part resumes a natural LSE as one in base 2", ("dilated ladder",)),
-    Mutant("triton-pieces", "kernels/triton_forward.py", "tl.math.exp2((b_lse - b_ref) * LOG2E)",
+    Mutant("triton-pieces", "kernels/triton/forward_kernels.py", "tl.math.exp2((b_lse - b_ref) * LOG2E)",
            "tl.math.exp2(b_lse - b_ref)", "pieces of a row merge in base 2 where the LSE is natural", ("split rows",)),
-    Mutant("triton-group", "kernels/triton_forward.py", "p_v += batch * sv_b + (head // group) * sv_h",
+    Mutant("triton-group", "kernels/triton/forward_kernels.py", "p_v += batch * sv_b + (head // group) * sv_h",
            "p_v += batch * sv_b + (head % group) * sv_h", "query heads read the values of the wrong key head",
            ("grouped key heads",)),
-    Mutant("triton-int32", "kernels/triton_primitives.py", "return tile.to(tl.int64) * BLOCK, length",
+    Mutant("triton-int32", "kernels/triton/primitives.py", "return tile.to(tl.int64) * BLOCK, length",
            "return tile * BLOCK, length", "int32 overflow: rows beyond 2^31 elements are read elsewhere",
            ("rows far apart",)),
-    Mutant("triton-delta", "kernels/triton_backward.py", "b_delta -= tl.load(p_dlse", "b_delta += tl.load(p_dlse",
+    Mutant("triton-delta", "kernels/triton/backward_kernels.py", "b_delta -= tl.load(p_dlse", "b_delta += tl.load(p_dlse",
            "the gradient through the LSE has the wrong sign", ("causal window",)),
     Mutant("merge-top", "ops/merge.py", "safe.log() + top", "safe.log()", "a merged LSE lacks the maximum taken out",
            ("ops/test_merge_and_rows.py",)),
-    Mutant("decode-edge", "ops/decode.py", "return [past[max(0, t - pattern.before) :]]",
-           "return [past[max(0, t - pattern.before + 1) :]]", "a decoded row loses the oldest key of its window",
+    Mutant("decode-edge", "plan/closed_forms.py", "return [range(max(0, t - self.pattern.before), t + 1)]",
+           "return [range(max(0, t - self.pattern.before + 1), t + 1)]", "a decoded row loses the oldest key of its window",
            ("ops/test_decode.py",)),
-    Mutant("decode-sinks", "ops/decode.py", "positions - self.begin + self.sinks)", "positions - self.begin)",
+    Mutant("decode-sinks", "plan/closed_forms.py", "positions - self.begin + self.sinks)", "positions - self.begin)",
            "a shortened cache is read where the sinks lie", ("ops/test_decode.py",)),
     Mutant("dropout-seed", "kernels/dropout.py", "(seed >> 32) & WORD\n    stream", "0 * seed\n    stream",
            "half of the seed does nothing", ("ops/test_dropout.py", "kernels/test_positions.py")),
-    Mutant("exchange-swapped", "distributed/moving.py", "for x in (self.shard.key, self.shard.value)]",
-           "for x in (self.shard.value, self.shard.key)]", "K and V change places on their way", (VIRTUAL,)),
-    Mutant("exchange-head", "distributed/comm.py", "send = codes // layout.n * layout.lengths[rank] + place",
+    Mutant("exchange-swapped", "distributed/executor.py", "RowSource(shard.key, shard.value)",
+           "RowSource(shard.value, shard.key)", "K and V change places on their way", (VIRTUAL,)),
+    Mutant("exchange-head", "distributed/exchange.py", "send = codes // layout.n * layout.lengths[rank] + place",
            "send = place", "rows of the first key head are sent for every head", (VIRTUAL,)),
-    Mutant("exchange-home", "distributed/engine.py", "total.key.add_(both[0])", "total.key.copy_(both[0])",
+    Mutant("exchange-home", "distributed/executor.py", "total.key.add_(key)", "total.key.copy_(key)",
            "gradients that come home replace those found there", (VIRTUAL,)),
-    Mutant("exchange-fold", "distributed/local.py", "(before - top).exp(), (found_lse - top).exp()",
-           "(before - top).exp2(), (found_lse - top).exp2()", "stages fold in base 2 where the LSE is natural",
+    Mutant("exchange-fold", "distributed/local_attention.py", "(before - top).exp(), (lse - top).exp()",
+           "(before - top).exp2(), (lse - top).exp2()", "stages fold in base 2 where the LSE is natural",
            ("distributed/test_ways.py::test_every_way_matches_the_oracle",)),
-    Mutant("stale-arena", "distributed/memory.py", "torch._C._storage_Use_Count(storage._cdata) == 2",
+    Mutant("stale-arena", "distributed/receive_buffers.py", "torch._C._storage_Use_Count(storage._cdata) == 2",
            "torch._C._storage_Use_Count(storage._cdata) >= 2", "a buffer still in use is given out again",
            ("distributed/test_recovery.py::test_arenas_are_used_again_when_nothing_lies_in_them",)),
-    Mutant("rotary-sign", "nn/position.py", "first * cos - second * sin", "first * cos + second * sin",
+    Mutant("rotary-sign", "nn/positional.py", "first * cos - second * sin", "first * cos + second * sin",
            "positions turn halves apart", ("nn/test_multihead.py",)),
-    Mutant("eval-dropout", "nn/core.py", "self.attention_dropout if self.training else 0.0", "self.attention_dropout",
+    Mutant("eval-dropout", "nn/attention.py", "self.attention_dropout if self.training else 0.0", "self.attention_dropout",
            "weights are dropped outside training", ("nn/test_core.py",)),
-    Mutant("module-scale", "nn/core.py", "scale=self.softmax_scale,", "scale=None,", "a module ignores its scale",
+    Mutant("module-scale", "nn/attention.py", "scale=self.softmax_scale,", "scale=None,", "a module ignores its scale",
            ("nn/test_core.py",)),
     Mutant("held-group", "distributed/recovery.py", "        _forget_frames(sys.exception())\n", "",
            "an error that is being handled keeps the connections of a broken group open",
            ("hardening/test_soak.py::test_no_rank_that_lives_is_left_behind",)),
-    Mutant("unknown-backend", "distributed/ring.py", "            backend_named(backend)\n", "            pass\n",
+    Mutant("unknown-backend", "distributed/attention.py", "            backend_named(backend)\n", "            pass\n",
            "a rank without tokens names a backend that does not exist",
            ("hardening/test_soak.py::test_a_backend_that_one_rank_alone_names_is_refused_by_all",)),
-    Mutant("old-marker", "ops/sinks.py", "            self.marker.unlink(missing_ok=True)\n", "            pass\n",
+    Mutant("old-marker", "ops/streaming/sinks.py", "            self.marker.unlink(missing_ok=True)\n", "            pass\n",
            "a stream that was killed as it began leaves the marker of the one before", ("hardening/test_killed.py",)),
-    Mutant("mask-meaning", "nn/masks.py", "return mask == -torch.inf", "return mask == 0",
+    Mutant("bench-ratio", "tools/bench/runner.py", "ours / theirs for ours, theirs in pairs",
+           "theirs / ours for ours, theirs in pairs", "every ratio of the benchmark is inverted",
+           ("tools/test_tools.py::test_ratio_is_our_rate_over_the_dense_rate_of_the_same_round",)),
+    Mutant("simulate-memory", "tools/simulate.py", "memory_bytes=local + max(received)", "memory_bytes=local",
+           "rows that a rank receives take no memory", ("tools/test_simulate.py::test_a_billion_tokens",)),
+    Mutant("gate-loose", "tools/bench/gate.py", "SPREAD = 16.0", "SPREAD = 400.0",
+           "a kernel that skips 1 % of its tiles passes the gate",
+           ("tools/test_tools.py::test_gate_passes_fused_rounding_and_fails_skipped_tiles",)),
+    Mutant("original-keys", "models/checkpoints.py", '{re.sub(r"(^|\\.)q_ln\\.', '{re.sub(r"(^|\\.)x_ln\\.',
+           "norms of the original's second line are not known",
+           ("models/test_checkpoints.py::test_original_state_dicts_load",)),
+    Mutant("shifted-fill", "models/torchscale.py", "pitch = -(-width // rate) * rate", "pitch = width",
+           "torchscale's fill between segments is forgotten",
+           ("models/test_published.py::test_shifted_segments_are_torchscales",)),
+    Mutant("prepared-strides", "ops/attention.py", "value.shape, query.stride(), key.stride(), value.stride())",
+           "value.shape, query.stride(), key.stride(), key.stride())",
+           "a launch prepared for other strides of the values is taken", (REPEATED,)),
+    Mutant("prepared-place", "ops/attention.py", "(query.data_ptr() | key.data_ptr() | value.data_ptr()) % 16",
+           "(query.data_ptr() | key.data_ptr()) % 16", "a launch prepared for aligned values reads others",
+           (REPEATED,)),
+    Mutant("prepared-dtype", "ops/attention.py", "*(query.dtype, key.dtype, value.dtype, device,",
+           "*(query.dtype, key.dtype, device,", "values are read as another dtype", (REPEATED,)),
+    Mutant("prepared-gqa", "ops/attention.py", "given, options = (query, key, value), (is_causal, scale, enable_gqa, backend)",
+           "given, options = (query, key, value), (is_causal, scale, backend)",
+           "grouped heads without enable_gqa are taken after a call with it", (REPEATED,)),
+    Mutant("budget-dropout", "ops/memory_budget.py", "call.query.dtype, call.dropout_p > 0, call.pattern",
+           "call.query.dtype, call.pattern", "memory is estimated without the tokens of dropout",
+           ("nn/test_memory_budget.py::test_dropout_counts_its_tokens_whichever_call_comes_first",)),
+    Mutant("stream-filler", "ops/streaming/executor.py", "return gathered.masked_fill_(filler if rows.dim()",
+           "return gathered if True else gathered.masked_fill_(filler if rows.dim()",
+           "filler rows of a chunk weigh keys that it does not see",
+           ("ops/test_streamed.py::test_short_chunks_have_the_gradients_of_the_whole",)),
+    Mutant("hopper-strides", "kernels/hopper/backward.py",
+           "strides = query.stride(), key.stride(), value.stride(), output.stride()", "strides = output.stride()",
+           "a backward launch reads saved tensors with the strides of the forward",
+           ("kernels/test_hopper_launch.py::test_backward_follows_the_strides_of_saved_tensors",)),
+    Mutant("second-derivative", "ops/attention.py", "if torch.is_grad_enabled() and not torch.compiler.is_compiling():",
+           "if False:", "a gradient penalty is lost", ("ops/test_derivatives.py::test_gradient_penalty_raises",)),
+    Mutant("merge-nan", "ops/merge.py", "seen = total != 0", "seen = total > 0", "a merged LSE of NaN becomes -inf",
+           ("ops/test_merge_and_rows.py",)),
+    Mutant("mask-meaning", "nn/masks.py", "hidden = mask == -torch.inf", "hidden = mask == 0",
            "a float mask hides what it should show", ("nn/test_multihead.py",)),
+    Mutant("triton-split-carry", "kernels/triton/forward_kernels.py", "b_past = tl.where(slot < 0, b_past, NO_KEY)",
+           "b_past = b_past", "every piece of a split row adds the softmax of earlier parts",
+           ("split rows of a dilated ladder",)),
+    Mutant("triton-split-merge", "kernels/triton/forward_kernels.py", "b_l = tl.where(b_m != NO_KEY, 1.0, 0.0)",
+           "b_l = tl.where(b_m != NO_KEY, 0.0, 0.0)", "merged pieces drop the softmax of earlier parts",
+           ("split rows of a dilated ladder",)),
+    Mutant("triton-split-sum", "kernels/triton/backward_kernels.py",
+           "b_grad = load_rows(p_sum_tile, b_exist, o_d, D, DP, True)", "b_grad = b_grad",
+           "summed pieces drop the gradient of earlier parts", ("split rows of a dilated ladder",)),
 )  # fmt: skip
 QUICK = ("merge-top", "module-scale", "last-block")
-"""A few that continuous integration plants."""
+"""Mutants planted by the test suite."""
+
+
+def half(seed: str) -> tuple[Mutant, ...]:
+    """Pseudo-random half of the mutants, rounded up, in list order.
+
+    Mutants are ranked by a hash of the seed and their name, so that a mutant added later displaces at most one other.
+    """
+    ranked = sorted(MUTANTS, key=lambda mutant: hashlib.sha256(f"{seed}/{mutant.name}".encode()).digest())
+    chosen = set(ranked[: -(-len(MUTANTS) // 2)])
+    return tuple(mutant for mutant in MUTANTS if mutant in chosen)
 
 
 def misfit(mutant: Mutant, root: Path = ROOT) -> str | None:
@@ -219,10 +325,10 @@ def run(mutant: Mutant, copy: Path) -> Verdict:
     environment = os.environ | {"PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
     environment["HYPOTHESIS_PROFILE"] = "planted"
     environment.pop("PYTEST_ADDOPTS", None)
-    if mutant.file.startswith("kernels/native"):
-        # A library with a bug in it must not be found by anybody else.
+    if mutant.native:
+        # A library with a bug must not enter the cache that other processes use.
         environment["XDG_CACHE_HOME"] = str(copy / "cache")
-        build = [sys.executable, "-m", "dilated_attention_pytorch.kernels.native"]
+        build = [sys.executable, "-m", "dilated_attention_pytorch.kernels.cpu.native"]
         subprocess.run(build, cwd=copy, env=environment, check=True, capture_output=True)
     judge = _interpreted if mutant.interpreted else _tested
     failed = f"none ended within {TIMEOUT} s, twice"
@@ -266,6 +372,9 @@ def _tested(mutant: Mutant, copy: Path, environment: dict[str, str]) -> str | No
     done = _ended([*command, *chosen], copy, environment)
     if done.returncode == 0:
         return None
+    if done.returncode < 0:
+        # A bug that writes out of bounds may end the process before any test fails.
+        return f"{chosen[0]}: ended by signal {-done.returncode}"
     found = re.search(r"^FAILED (\S+?\.py::.*?)(?: - |$)", done.stdout, re.MULTILINE)
     if done.returncode != 1 or found is None:
         raise RuntimeError(
@@ -311,11 +420,17 @@ def _keep(lines: list[dict[str, Any]], out: Path) -> None:
 def main() -> int:
     """Plant the mutants asked for; 0 when every one was caught."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=[m.name for m in MUTANTS], metavar="NAME", help="names of mutants")
-    parser.add_argument("--check", action="store_true", help="only see whether every mutant fits the code")
+    some = parser.add_mutually_exclusive_group()
+    some.add_argument("--only", nargs="+", choices=[m.name for m in MUTANTS], metavar="NAME", help="names of mutants")
+    some.add_argument("--half", nargs="?", const="", metavar="SEED", help="a random half; default seed: the commit")
+    parser.add_argument("--check", action="store_true", help="only check that every mutant fits the code")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "mutants.jsonl")
     options = parser.parse_args()
     chosen = [m for m in MUTANTS if options.only is None or m.name in options.only]
+    if options.half is not None:
+        seed = options.half or git_sha() or time.strftime("%Y-%m-%d", time.gmtime())
+        chosen = list(half(seed))
+        print(f"{len(chosen)} of {len(MUTANTS)} mutants, seed {seed}", flush=True)
     reasons = [reason for m in chosen if (reason := misfit(m)) is not None]
     if reasons or options.check:
         print("\n".join(reasons) or f"all {len(chosen)} mutants fit the code")

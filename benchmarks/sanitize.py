@@ -33,11 +33,12 @@ from typing import Any, NamedTuple
 import torch
 
 from dilated_attention_pytorch.kernels import registry
-from dilated_attention_pytorch.kernels.hopper_backend import gluon_missing
-from dilated_attention_pytorch.kernels.registry import AttentionCall, backend_named
+from dilated_attention_pytorch.kernels.call import AttentionCall
+from dilated_attention_pytorch.kernels.hopper.backend import gluon_missing
+from dilated_attention_pytorch.kernels.registry import backend_named
 from dilated_attention_pytorch.patterns import parse
 from dilated_attention_pytorch.plan import make_plan
-from dilated_attention_pytorch.tools.measure import facts
+from dilated_attention_pytorch.tools.bench.measure import facts
 
 TOOLS = ("memcheck", "racecheck")
 CONTROL, HANDOVERS = "control", ("plain", "bytes")
@@ -45,7 +46,9 @@ CONTROL, HANDOVERS = "control", ("plain", "bytes")
 CLEAN, ERRORS = "clean", "errors"
 APART = "clean apart from what the tool reports of the control"
 REPORTED = "reported although right"
-KERNELS, HANDOVER = Path(registry.__file__).parent, Path(__file__).with_name("handover.py")
+HANDOVER = Path(__file__).with_name("handover.py")
+SOURCES = {path.name: path for path in (*sorted((Path(registry.__file__).parent / "hopper").glob("*.py")), HANDOVER)}
+"""Files with kernels, by the name that a report gives."""
 
 
 class Case(NamedTuple):
@@ -135,8 +138,8 @@ Function = tuple[str, str]
 @cache
 def source_of(file: str) -> ast.Module | None:
     """Syntax of a file with kernels, by the name that a report gives."""
-    path = HANDOVER if file == HANDOVER.name else KERNELS / file
-    return ast.parse(path.read_text()) if path.exists() else None
+    path = SOURCES.get(file)
+    return None if path is None else ast.parse(path.read_text())
 
 
 @cache
@@ -188,7 +191,7 @@ def parting(tree: ast.AST) -> list[ast.Call]:
 @cache
 def parts_of(kernel: str) -> tuple[Function, ...]:
     """The functions that the warps of a kernel run, the loader last; none where its warps do not part."""
-    for path in (*sorted(KERNELS.glob("hopper_*.py")), HANDOVER):
+    for path in SOURCES.values():
         own = functions_of(path.name).get(kernel)
         for call in parting(own) if own else ():
             return tuple(dict.fromkeys(named(path.name, ast.unparse(one.elts[0])) for one in call.args[0].elts))

@@ -53,8 +53,8 @@ from dilated_attention_pytorch.distributed import (  # noqa: E402
 )
 from dilated_attention_pytorch.distributed.butterfly import why_no_butterfly  # noqa: E402
 from dilated_attention_pytorch.kernels.dropout import fresh_seed, kept  # noqa: E402
-from dilated_attention_pytorch.tools.measure import facts  # noqa: E402
-from dilated_attention_pytorch.tools.page import write  # noqa: E402
+from dilated_attention_pytorch.tools.bench.measure import facts  # noqa: E402
+from dilated_attention_pytorch.tools.html_page import write  # noqa: E402
 
 ROUNDING = {"float64": 1e-11, "float32": 1e-5, "bfloat16": 6e-2}
 """Largest error of a result; a gradient that is a sum over all ranks may be off by eight times that."""
@@ -250,11 +250,13 @@ def _told(exchange: Exchange, rank: int, fault: str) -> tuple[str, float]:
     return "again" if fault == "memory" and len(runs) == 2 else "UNTOLD", found
 
 
-def live(rank: int, world: int, drawn: list[tuple[Any, ...]], folder: str) -> None:
+def live(rank: int, world: int, drawn: list[tuple[Any, ...]], folder: str, patience: float) -> None:
     """A rank of a world of processes: exchange after exchange, with whoever is left.
 
     What came of each is written before the next begins: a rank that dies has told what it found until then.
     """
+    global PATIENCE
+    PATIENCE = patience
     generation, notes = 0, Path(folder, f"{rank}.jsonl")
     for each in drawn:
         exchange, began = Exchange(Drawn(*each), world), time.perf_counter()
@@ -338,7 +340,7 @@ def on_processes(drawn: list[Drawn], world: int) -> Iterator[dict[str, Any]]:
     limit = 60 + 4 * PATIENCE * len(drawn)
     with tempfile.TemporaryDirectory() as folder:
         plain = [tuple(each) for each in drawn]
-        answers = processes.run_ranks(live, world, plain, folder, seconds=limit, timeout=PATIENCE)
+        answers = processes.run_ranks(live, world, plain, folder, PATIENCE, seconds=limit, timeout=PATIENCE)
         failed = [f"rank {rank}: {told}" for rank, told in sorted(answers.items()) if told is not None]
         assert not failed, "\n".join(failed)
         for notes in sorted(Path(folder).iterdir()):

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from dilated_attention_pytorch import BlockSparseRingDilatedAttention, Plan
-from dilated_attention_pytorch.tools.measure import clock, facts
+from dilated_attention_pytorch.tools.bench.measure import clock, facts
 
 
 def csr(plan: Plan) -> Tensor:

@@ -1,4 +1,4 @@
-"""Time tile choices of the Triton kernels on this GPU, to fill in the tables in `kernels/triton_launch.py`.
+"""Time tile choices of the Triton kernels on this GPU, to fill in the tables in `kernels/triton/launches.py`.
 
     PYTHONPATH=src python benchmarks/tune_triton.py --out tune.jsonl
 
@@ -19,13 +19,13 @@ from typing import Any
 
 import torch
 
-from dilated_attention_pytorch.kernels import triton_launch
-from dilated_attention_pytorch.kernels.registry import AttentionCall
-from dilated_attention_pytorch.kernels.triton_launch import Config, Tiles
-from dilated_attention_pytorch.kernels.triton_schedule import schedule
+from dilated_attention_pytorch.kernels.call import AttentionCall
+from dilated_attention_pytorch.kernels.triton import launches
+from dilated_attention_pytorch.kernels.triton.launches import Config, Tiles
+from dilated_attention_pytorch.kernels.triton.lowering import schedule
 from dilated_attention_pytorch.patterns import parse
 from dilated_attention_pytorch.plan import make_plan
-from dilated_attention_pytorch.tools.measure import facts
+from dilated_attention_pytorch.tools.bench.measure import facts
 
 PATTERNS = {
     "local 10 %": {16384: "window:768", 65536: "window:3200"},
@@ -102,23 +102,23 @@ def runner(kind: str, tiles: Tiles, call: AttentionCall, grad: torch.Tensor) -> 
     """One kernel on one problem, with the results it should be judged by."""
     d, block = call.query.shape[3], call.plan.block_size
     known = (d, call.query.dtype, call.query.device, block)
-    default = triton_launch.config(d, d, *known[1:3], block)
+    default = launches.config(d, d, *known[1:3], block)
     if kind == "forward":
 
         def forward() -> tuple[torch.Tensor, ...]:
-            triton_launch._chosen[known] = Config(tiles, default.dq, default.dkv)
+            launches._chosen[known] = Config(tiles, default.dq, default.dkv)
             try:
-                return tuple(triton_launch.forward(call))
+                return tuple(launches.forward(call))
             finally:
-                triton_launch._chosen[known] = default
+                launches._chosen[known] = default
 
         return forward
-    output, lse = triton_launch.forward(call)
+    output, lse = launches.forward(call)
     delta = (output.float() * grad.float()).sum(-1)
     tables = schedule(call.plan, 1)
     if kind == "dq":
-        return lambda: (triton_launch._query_gradient(call, tables, tiles, lse, delta, grad),)
-    return lambda: triton_launch._key_gradients(call, tables, tiles, lse, delta, grad)
+        return lambda: (launches._query_gradient(call, tables, tiles, lse, delta, grad),)
+    return lambda: launches._key_gradients(call, tables, tiles, lse, delta, grad)
 
 
 def gate(kind: str, tiles: Tiles, pattern: str, d: int) -> float:
