@@ -145,7 +145,7 @@ MUTANTS = (
            ("patterns/test_patterns.py::test_switches_in_text_mean_what_they_say",)),
     Mutant("cpu-group", "kernels/cpu/tiles.py", "group = head // (heads // call.key.shape[1])",
            "group = head % call.key.shape[1]", "query heads read the wrong key head", (PROBLEMS,)),
-    Mutant("cpu-base", "kernels/cpu/tiles.py", "(found_lse - after).exp())", "(found_lse - after).exp2())",
+    Mutant("cpu-base", "kernels/cpu/tiles.py", "(part_lse - after).exp())", "(part_lse - after).exp2())",
            "steps merge in base 2 where the LSE is natural", (PROBLEMS,)),
     Mutant("cpu-scale", "kernels/cpu/tiles.py", ", 0.0) * call.scale\n", ", 0.0)\n",
            "the gradient of the scores lacks the scale", (PROBLEMS,)),

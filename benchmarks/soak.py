@@ -52,7 +52,7 @@ from dilated_attention_pytorch.distributed import (  # noqa: E402
     virtual_attention,
 )
 from dilated_attention_pytorch.distributed.butterfly import why_no_butterfly  # noqa: E402
-from dilated_attention_pytorch.kernels.dropout import fresh_seed, kept  # noqa: E402
+from dilated_attention_pytorch.kernels.dropout import fresh_seed, keep_mask  # noqa: E402
 from dilated_attention_pytorch.tools.bench.measure import facts  # noqa: E402
 from dilated_attention_pytorch.tools.html_page import write  # noqa: E402
 
@@ -140,7 +140,7 @@ class Exchange:
             torch.manual_seed(self.drawn.seed)
             batch, heads, n = query.shape[:3]
             stream, token = torch.arange(batch * heads).view(batch, heads, 1, 1), torch.arange(n)
-            kept_weights = kept(fresh_seed(query.device), stream, token[:, None], token, dropped)
+            kept_weights = keep_mask(fresh_seed(query.device), stream, token[:, None], token, dropped)
             known |= {"kept": kept_weights, "dropout_p": dropped}
         return answer(query, key, value, self.pattern, grad_output=grad, **known)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dilated_attention_pytorch import BackendUnsupported, attention_with_lse, make_plan, parse
 from dilated_attention_pytorch.kernels.call import AttentionCall
-from dilated_attention_pytorch.kernels.dropout import fresh_seed, kept
+from dilated_attention_pytorch.kernels.dropout import fresh_seed, keep_mask
 from dilated_attention_pytorch.kernels.registry import choose
 from dilated_attention_pytorch.ops.attention import CallSettings, call_of
 from dilated_attention_pytorch.ops.memory_budget import memory
@@ -105,7 +105,7 @@ class Call:
         if seed is not None:
             stream = torch.arange(self.batch * self.heads).view(self.batch, self.heads, 1, 1)
             position = torch.arange(self.n)
-            keep = kept(seed.cpu(), stream, position[:, None], position, self.dropout_p)
+            keep = keep_mask(seed.cpu(), stream, position[:, None], position, self.dropout_p)
         grad_lse = None if grad_lse is None else slopes[1].cpu()
         options = {"scale": scale, "key_padding_mask": padding, "kept": keep, "dropout_p": self.dropout_p}
         pattern = parse(self.pattern)

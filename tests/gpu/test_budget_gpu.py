@@ -27,7 +27,7 @@ def as_before():
     yield
     if torch.cuda.is_available():
         torch.cuda.set_per_process_memory_fraction(1.0)
-    memory_budget.forget()
+    memory_budget.clear_chunk_sizes()
 
 
 def inputs(n, heads, key_heads, dtype):

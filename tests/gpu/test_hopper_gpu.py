@@ -154,7 +154,7 @@ def pieces_of(call):
     """Shapes of the pieces of the output, and of dQ, dK and dV, of the calls made so far."""
     d = call.query.shape[-1]
     forward = hopper_backend._launch_of(call, hopper_backend.FORWARD_CONFIGS[d])
-    known = hopper_gradients.prepared(call, hopper_gradients.BACKWARD_CONFIGS[d])._known
+    known = hopper_gradients.prepared(call, hopper_gradients.BACKWARD_CONFIGS[d])._launches
     return [*forward.pieces[:1], *(room for launch in known.values() for room in launch.pieces if room)]
 
 

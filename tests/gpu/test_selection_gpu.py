@@ -8,7 +8,7 @@ from kernels.test_selection import drawn, inputs, seen_pairs
 from oracle import dense_attention, error
 from torch.nn.functional import scaled_dot_product_attention
 
-from dilated_attention_pytorch.kernels.dropout import kept
+from dilated_attention_pytorch.kernels.dropout import keep_mask
 from dilated_attention_pytorch.nn import AdaptiveConfig, BlockSparseAdaptive
 from dilated_attention_pytorch.selection import backend
 from dilated_attention_pytorch.selection.attention import selected_attention
@@ -81,7 +81,7 @@ def test_where_tokens_choose_dropout_goes_by_coordinates(padded):
     torch.manual_seed(3)
     output, _ = selected_attention(*x, on_gpu(chosen), dropout_p=0.3, key_padding_mask=padding)
     stream, token = torch.arange(8).view(2, 4, 1, 1).cuda(), torch.arange(300).cuda()
-    dropped = {"kept": kept(seed, stream, token[:, None], token, 0.3), "dropout_p": 0.3}
+    dropped = {"kept": keep_mask(seed, stream, token[:, None], token, 0.3), "dropout_p": 0.3}
     exact = [t.detach().double().requires_grad_() for t in x]
     wanted, _ = dense_attention(*exact, seen_pairs(chosen).cuda().double(), key_padding_mask=padding, **dropped)
     grads = torch.autograd.grad(output.square().sum(), x), torch.autograd.grad(wanted.square().sum(), exact)

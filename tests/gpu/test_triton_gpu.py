@@ -10,7 +10,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from dilated_attention_pytorch.kernels.call import AttentionCall
 from dilated_attention_pytorch.kernels.cpu import tiles as cpu
-from dilated_attention_pytorch.kernels.dropout import kept
+from dilated_attention_pytorch.kernels.dropout import keep_mask
 from dilated_attention_pytorch.kernels.triton import backend as triton_backend
 from dilated_attention_pytorch.patterns import parse
 from dilated_attention_pytorch.plan import make_plan
@@ -111,7 +111,7 @@ def test_dropout_drops_the_weights_its_definition_names(problem, elsewhere):
     positions = rows.cuda() if elsewhere else None
     call, grad_output, grad_lse = call_of(problem, torch.float32, dropout_p=0.2, seed=seed, positions=positions)
     batch_head = torch.arange(problem.batch * problem.heads).view(problem.batch, -1, 1, 1)
-    mask = kept(seed.cpu(), batch_head, rows[0, :, :, None], rows[1, :, None, :], 0.2)
+    mask = keep_mask(seed.cpu(), batch_head, rows[0, :, :, None], rows[1, :, None, :], 0.2)
     wanted = answer(
         call.query, call.key, call.value, problem.pattern, grad_output=grad_output, grad_lse=grad_lse,
         kept=mask, dropout_p=0.2,

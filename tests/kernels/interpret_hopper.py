@@ -212,7 +212,7 @@ def run(trial, dtype):
     gradients = runner.backward(call, output, lse, grad_output, grad_lse)
     wanted = answer(query, key, value, trial.pattern, grad_output=grad_output, grad_lse=grad_lse)
     named = zip(wanted._fields, (output, lse, *gradients), wanted, strict=True)
-    (backward,) = runner._backward._known.values()
+    (backward,) = runner._backward._launches.values()
     rooms = [room for room, _ in runner.forward.pieces[:1]] or [()], backward.pieces or [()] * 3
     pieces = [room[2] // trial.block_size if room else 0 for side in rooms for room in side]
     return {name: error(got, want) for name, got, want in named} | {"pieces": pieces}
@@ -254,7 +254,7 @@ def replace_what_needs_a_gpu():
     hopper_launch.describe = lambda tensor, rows, axis=None: (tensor, None)
     hopper_launch.entry_of = lambda compiled: None
     hopper_launch.compile_together = lambda launches, tensors: None
-    hopper_launch.Launch.publicly = lambda self, *tensors: self._kernel[self.grid](
+    hopper_launch.GluonLaunch.launch_public = lambda self, *tensors: self._kernel[self.grid](
         *self._public_arguments(tensors), **({} if isinstance(self._kernel, Kernel) else self._options)
     )
     hopper_backend.processors = hopper_gradients.processors = lambda device: PROGRAMS

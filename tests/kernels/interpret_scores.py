@@ -126,7 +126,7 @@ class Hidden(NamedTuple):
         blocks = ids // self.size
         wanted = dense_scores(factors._replace(rows=rows.double(), columns=columns.double()), blocks)[..., : self.width]
         if self.together:
-            apart = triton_selection.held(t)
+            apart = triton_selection.padded_width(t)
             for x in (rows, columns):
                 room = torch.full((*lead, m, apart), torch.nan)
                 room[..., :t] = x.mT

@@ -23,7 +23,7 @@ from kernels.no_waiting import GpuRules, Launched
 from kernels.test_selection import GivenScores, drawn, inputs, seen_pairs
 from oracle import dense_attention, dense_scores, error
 
-from dilated_attention_pytorch.kernels.dropout import kept
+from dilated_attention_pytorch.kernels.dropout import keep_mask
 from dilated_attention_pytorch.kernels.hopper import lowering as hopper_lowering
 from dilated_attention_pytorch.kernels.triton import lowering as triton_lowering
 from dilated_attention_pytorch.nn import AdaptiveConfig, BlockSparseAdaptive
@@ -102,7 +102,7 @@ class Attention(NamedTuple):
             if self.dropout_p:
                 stream = torch.arange(2 * self.batch).view(-1, 2, 1, 1)
                 token = torch.arange(self.n)
-                dense["kept"] = kept(seed, stream, token[:, None], token, self.dropout_p)
+                dense["kept"] = keep_mask(seed, stream, token[:, None], token, self.dropout_p)
                 dense["dropout_p"] = self.dropout_p
             output, lse = dense_attention(*leaves, seen_pairs(chosen).double(), **dense)
             finite = torch.where(lse > -torch.inf, lse, 0.0)

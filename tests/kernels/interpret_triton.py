@@ -20,7 +20,7 @@ from oracle import Answer, answer, error
 
 from dilated_attention_pytorch.kernels.call import AttentionCall
 from dilated_attention_pytorch.kernels.cpu import tiles as cpu
-from dilated_attention_pytorch.kernels.dropout import kept
+from dilated_attention_pytorch.kernels.dropout import keep_mask
 from dilated_attention_pytorch.kernels.triton import backend as triton_backend
 from dilated_attention_pytorch.kernels.triton import lowering as triton_lowering
 from dilated_attention_pytorch.plan import Plan, make_plan
@@ -122,7 +122,7 @@ def errors(trial: Trial) -> dict[str, float]:
         row = torch.arange(problem.n).expand(2, problem.heads, -1) if positions is None else positions
         batch_head = torch.arange(problem.batch * problem.heads).view(problem.batch, -1, 1, 1)
         options |= {
-            "kept": kept(seed, batch_head, row[0, :, :, None], row[1, :, None, :], trial.dropout_p),
+            "kept": keep_mask(seed, batch_head, row[0, :, :, None], row[1, :, None, :], trial.dropout_p),
             "dropout_p": trial.dropout_p,
         }
     if trial.bad is None:

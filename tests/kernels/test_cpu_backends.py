@@ -13,7 +13,7 @@ from dilated_attention_pytorch import make_plan
 from dilated_attention_pytorch.kernels.call import AttentionCall
 from dilated_attention_pytorch.kernels.cpu import tiles as cpu
 from dilated_attention_pytorch.kernels.cpu.native import library_path
-from dilated_attention_pytorch.kernels.dropout import kept
+from dilated_attention_pytorch.kernels.dropout import keep_mask
 from dilated_attention_pytorch.kernels.registry import backend_named
 
 BACKENDS = [
@@ -130,7 +130,7 @@ def test_dropout_drops_what_the_definition_says(name):
     inputs, p, seed = problem.inputs(), 0.4, torch.tensor([2**61 + 12345])
     position = torch.arange(problem.n)
     stream = torch.arange(problem.batch * problem.heads).view(problem.batch, problem.heads, 1, 1)
-    keep = kept(seed, stream, position[:, None], position, p)
+    keep = keep_mask(seed, stream, position[:, None], position, p)
     wanted = answer(
         *inputs[:3],
         problem.pattern,

@@ -27,7 +27,7 @@ from dilated_attention_pytorch.selection.kernels.lowering import Listed
 class Entry:
     """Stands for a compiled entry: remembers what it is launched with."""
 
-    watched = False
+    has_hooks = False
 
     def __init__(self, name, launches):
         self.name, self.launches = name, launches
@@ -200,7 +200,7 @@ def test_launches_that_overlap_count_apart(recorded, monkeypatch):
         for _ in range(2):
             run(*given)
         launches = run.launches._launches
-        places = [[one for one in launch._arguments if isinstance(one, hopper_launch.Place)] for launch in launches]
+        places = [[one for one in launch._arguments if isinstance(one, hopper_launch.PtrArg)] for launch in launches]
         return overlapped, [next(one.begin for one in reversed(each) if one.slot == slot) for each in places]
 
     overlap, counted = told(hopper_backend.prepare(call).forward, hopper_backend.COUNTERS, call)
@@ -220,7 +220,7 @@ def test_a_launch_overlaps_none_that_does_not_wait(recorded, monkeypatch):
     kernel = Kernel("", [])
 
     def launch(name, grid, overlaps):
-        return hopper_launch.Launch(kernel, (name,), grid, (), (), overlaps=overlaps)
+        return hopper_launch.GluonLaunch(kernel, (name,), grid, (), (), overlaps=overlaps)
 
     # One without items is not launched; what comes after it has another before it.
     each = (0, True), (1, False), (0, True), (1, True), (0, False), (1, True), (1, False), (1, True)
@@ -310,17 +310,17 @@ def test_a_watched_launch_takes_the_public_way(recorded, monkeypatch):
     call = problem("window:100")
     runner = hopper_backend.prepare(call)
     runner.forward(call)
-    monkeypatch.setattr(Entry, "watched", True)
+    monkeypatch.setattr(Entry, "has_hooks", True)
     runner.forward(call)
     assert (len(public), len(direct)) == (2, 0)
 
 
 def test_argument_lists_are_kept_for_so_many_addresses_only(recorded, monkeypatch):
-    monkeypatch.setattr(hopper_launch, "KEPT_ADDRESSES", 4)
+    monkeypatch.setattr(hopper_launch, "CACHED_ADDRESSES", 4)
     call = problem("window:100")
     launch = hopper_backend.ForwardLaunch(call, hopper_backend.FORWARD_CONFIGS[64])
     kept = [launch(call) for _ in range(12)]
-    assert len(launch.launches._kept) <= 4
+    assert len(launch.launches._cache) <= 4
     assert len(kept) == len(recorded[0]) + len(recorded[1])
 
 
@@ -526,7 +526,7 @@ def test_learned_plans_of_one_shape_share_launches_and_no_list(fused, recorded, 
     own, other = (addresses(one.lists(fused)) for one in (second, first))
     arena = Arena(monkeypatch)
     for watched in (False, True):
-        monkeypatch.setattr(Entry, "watched", watched)
+        monkeypatch.setattr(Entry, "has_hooks", watched)
         arena.count = 0
         second.run()
     assert (len(public), len(direct)) == (2 * kernels, kernels)

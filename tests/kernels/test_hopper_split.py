@@ -181,7 +181,7 @@ def test_what_a_call_is_reckoned_to_take_covers_its_pieces(pattern, batch, monke
     (step,) = lower(plan)
     by_query = split(step, step.by_query, batch, 132)
     by_key = split(step, step.backward_items(2, by_key=True), batch, 132, 2, by_key=True)
-    rows = [0 if cut is None else math.prod(cut.room(batch, 1)) for cut in (by_query, by_key)]
+    rows = [0 if cut is None else math.prod(cut.piece_shape(batch, 1)) for cut in (by_query, by_key)]
     assert hopper_backend.workspace(call, "forward", whole) >= rows[0] * (2 * d + 4)
     assert hopper_backend.workspace(call, "backward", whole) >= 2 * d * (rows[0] + 2 * rows[1]) + 4 * batch * heads * n
 

@@ -9,7 +9,7 @@ from oracle import error
 from dilated_attention_pytorch import Full, make_plan
 from dilated_attention_pytorch.kernels.call import AttentionCall
 from dilated_attention_pytorch.kernels.cpu.native import library_path
-from dilated_attention_pytorch.kernels.dropout import kept, shifted
+from dilated_attention_pytorch.kernels.dropout import keep_mask, shifted
 from dilated_attention_pytorch.kernels.registry import backend_named
 
 N, HEADS = 75, 4
@@ -42,6 +42,6 @@ def test_rows_in_another_order_drop_the_same_weights(backend):
 def test_a_shifted_seed_skips_streams():
     seed, place = torch.tensor([-(2**40) + 12345]), torch.arange(30)
     stream = torch.arange(5)[:, None, None]
-    wanted = kept(seed, stream + 7, place[:, None], place, 0.5)
-    assert kept(shifted(seed, 7), stream, place[:, None], place, 0.5).equal(wanted)
-    assert not kept(seed, stream, place[:, None], place, 0.5).equal(wanted)
+    wanted = keep_mask(seed, stream + 7, place[:, None], place, 0.5)
+    assert keep_mask(shifted(seed, 7), stream, place[:, None], place, 0.5).equal(wanted)
+    assert not keep_mask(seed, stream, place[:, None], place, 0.5).equal(wanted)

@@ -10,13 +10,13 @@ import torch
 from dilated_attention_pytorch.kernels.launch import gluon_launcher as hopper_launch
 from dilated_attention_pytorch.kernels.launch import launcher as quick_launch
 from dilated_attention_pytorch.kernels.launch import warmup
-from dilated_attention_pytorch.kernels.launch.launcher import Launch, Room, launch
+from dilated_attention_pytorch.kernels.launch.launcher import Arena, Launch, launch
 
 
 class Entry:
     """Stands for the compiled entry of a kernel."""
 
-    watched = False
+    has_hooks = False
 
     def __init__(self, calls):
         self.calls = calls
@@ -55,7 +55,7 @@ def kernel(monkeypatch):
     kernel = Kernel()
     monkeypatch.setattr(quick_launch, "entry_of", lambda compiled: Entry(compiled.quick))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
-    monkeypatch.setattr(quick_launch, "_known", {})
+    monkeypatch.setattr(quick_launch, "_cache", {})
     return kernel
 
 
@@ -108,7 +108,7 @@ def test_a_number_that_a_kernel_is_not_compiled_for_changes_nothing_but_by_its_t
 def test_whoever_watches_launches_sees_them(kernel, monkeypatch):
     x = torch.zeros(64)
     launch(kernel, (1,), x, 5, 0.5, SIZE=16)
-    monkeypatch.setattr(Entry, "watched", True)
+    monkeypatch.setattr(Entry, "has_hooks", True)
     launch(kernel, (1,), x, 5, 0.5, SIZE=16)
     assert len(kernel.public) == 2 and not kernel.quick
 
@@ -122,10 +122,10 @@ def test_another_device_than_the_current_takes_the_public_way(kernel, monkeypatc
 
 
 def test_only_so_many_are_kept(kernel, monkeypatch):
-    monkeypatch.setattr(quick_launch, "KEPT", 2)
+    monkeypatch.setattr(quick_launch, "CACHE_SIZE", 2)
     for many in (1, 2, 3, 3):
         launch(kernel, (1,), torch.zeros(64), many, 0.5, SIZE=16)
-    assert len(quick_launch._known) == 1 and len(kernel.public) == 3 and len(kernel.quick) == 1
+    assert len(quick_launch._cache) == 1 and len(kernel.public) == 3 and len(kernel.quick) == 1
 
 
 @pytest.fixture
@@ -154,14 +154,14 @@ def test_a_prepared_launch_tells_tensors_apart_that_a_kernel_is_compiled_for(ker
 def test_whoever_watches_prepared_launches_sees_them(kernel, prepared, monkeypatch):
     x = torch.zeros(64)
     prepared((1, 1, 1), [x], 5)
-    monkeypatch.setattr(Entry, "watched", True)
+    monkeypatch.setattr(Entry, "has_hooks", True)
     prepared((1, 1, 1), [x], 5)
     assert len(kernel.public) == 2 and not kernel.quick
 
 
 def test_tensors_of_one_room_do_not_overlap():
     shapes = {"close": (2, 3), "wide": (2, 3), "none": (0, 4), "line": (5,)}
-    room = Room(torch.float32, torch.device("cpu"), shapes, {"wide": (16, 1)})
+    room = Arena(torch.float32, torch.device("cpu"), shapes, {"wide": (16, 1)})
     made = room()
     for value, x in enumerate(made):
         x.fill_(value)
@@ -171,7 +171,7 @@ def test_tensors_of_one_room_do_not_overlap():
 
 
 def test_tensors_of_a_room_lie_where_a_kernel_is_told():
-    room = Room(torch.int32, torch.device("cpu"), {"first": (2, 3), "none": (0, 4), "last": (5,)})
+    room = Arena(torch.int32, torch.device("cpu"), {"first": (2, 3), "none": (0, 4), "last": (5,)})
     memory = room.made()
     first, last = room.begin("first", "last")
     memory[first : first + 6], memory[last : last + 5] = torch.arange(6), 7
@@ -191,14 +191,14 @@ def test_launches_of_a_call_follow_one_another_whatever_other_threads_do():
             super().__call__(*given)
             time.sleep(1e-3)
 
-    class Settled:
+    class Bound:
         grid, overlaps = (1, 1, 1), True
 
-        def settle(self, addresses):
+        def bind(self, addresses):
             return Slow(calls), addresses
 
     def run():
-        launches = hopper_launch.Launches(torch.device("cpu"), [Settled()] * 3)
+        launches = hopper_launch.Launches(torch.device("cpu"), [Bound()] * 3)
         tensor = torch.empty(1)
         for _ in range(5):
             launches(tensor)

@@ -174,7 +174,7 @@ def test_costs_of_another_torch_release_are_not_used(monkeypatch):
     monkeypatch.setattr(tuning, "measure", lambda device: measured.append(torch.__version__) or COSTS)
     cost_model()
     monkeypatch.setattr(torch, "__version__", "2.99.0")
-    assert tuning.known_model() is None
+    assert tuning.stored_model() is None
     cost_model()
     assert len(measured) == 2 and len(tuning.stored_models()) == 2
 

@@ -30,7 +30,7 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-    memory_budget.forget()
+    memory_budget.clear_chunk_sizes()
 
 
 def inputs(dtype=torch.float32, key_heads=4, n=300, batch=2, d=16):

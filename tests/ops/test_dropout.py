@@ -9,7 +9,7 @@ from oracle import dense_attention, error, multiplicities
 from dilated_attention_pytorch import attention, parse
 from dilated_attention_pytorch.kernels.cpu import tiles as cpu
 from dilated_attention_pytorch.kernels.cpu.native import library_path
-from dilated_attention_pytorch.kernels.dropout import kept
+from dilated_attention_pytorch.kernels.dropout import keep_mask
 
 BACKENDS = [
     "reference",
@@ -21,7 +21,7 @@ PATTERN = parse("dilated:32x1,64x2 & causal")
 
 def mask(seed, batch, heads, n, p):
     index = torch.arange(batch * heads).view(batch, heads, 1, 1)
-    return kept(seed, index, torch.arange(n)[:, None], torch.arange(n)[None], p)
+    return keep_mask(seed, index, torch.arange(n)[:, None], torch.arange(n)[None], p)
 
 
 def drawn_seed():

@@ -73,7 +73,7 @@ def test_a_wrong_row_fails_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_checked_rows_meet_the_edges_of_every_branch_and_all_residues():
     pattern = billion.ladder(2**22)
-    rows = billion.chosen_rows(pattern, 2**22, 8, 1000)
+    rows = billion.sample_rows(pattern, 2**22, 8, 1000)
     assert len(rows) >= 1000 and rows[0] == 0 and rows[-1] == 2**22 - 1
     for index, (segment, rate) in enumerate(pattern.branches):
         assert {0, segment - 1} <= set(rows) or segment > 2**22

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..patterns import Pattern
 from ..plan import Plan, plan_rows
-from ..plan.buffers import Pairs, RankPlan, TokenRuns, buffer_plan, in_place_plan, split_keys
+from ..plan.buffers import Pairs, RankPlan, TokenRuns, buffer_plan, local_plan, split_keys
 from ..plan.closed_forms import closed_form
 from .butterfly import butterfly, why_no_butterfly
 from .cost_model import Exchange, Machine, Overlap, RankFlops, choose_exchange, predict
@@ -143,7 +143,7 @@ def make_schedules(spec: ScheduleSpec, layout: SequenceLayout, transport: Transp
         if local:
             plans = [_own_plan(spec.pattern, layout, rank, spec.heads) for rank in ranks]
             inside = [
-                in_place_plan(plan, own, layout.lengths[rank], shipped)
+                local_plan(plan, own, layout.lengths[rank], shipped)
                 for plan, own, rank in zip(plans, shards, ranks, strict=True)
             ]
             edge = _rank_plans(spec, layout, ranks, [Pairs(own, shipped, keys=own, edges=True) for own in shards])

@@ -130,8 +130,8 @@ def empty_rows(like: Tensor, width: int, dtype: torch.dtype | None = None) -> Te
 
 def laid_like(rows: Tensor, like: Tensor) -> Tensor:
     """Rows in the memory order of `like`, copied if theirs differs."""
-    wanted = empty_rows(like, rows.shape[-1])
-    return rows if rows.stride() == wanted.stride() else wanted.copy_(rows)
+    target = empty_rows(like, rows.shape[-1])
+    return rows if rows.stride() == target.stride() else target.copy_(rows)
 
 
 def wide_copies(call: AttentionCall, direction: str, extent: Extent) -> int:

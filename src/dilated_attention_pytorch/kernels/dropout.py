@@ -27,7 +27,7 @@ def threshold(dropout_p: float) -> int:
     return min(int(dropout_p * 2**32), WORD)
 
 
-def kept(seed: Tensor, batch_head: Tensor, query: Tensor, key: Tensor, dropout_p: float) -> Tensor:
+def keep_mask(seed: Tensor, batch_head: Tensor, query: Tensor, key: Tensor, dropout_p: float) -> Tensor:
     """Which weights survive, bool, by broadcasting the arguments (all int64).
 
     `batch_head` is `batch * heads + head` with the query's head; `query` and `key` are row numbers in the sequence.

@@ -46,7 +46,7 @@ class _Band(NamedTuple):
     """bool (b, r, n)"""
     scores: Tensor
     """(b, r, n), -inf where not seen"""
-    kept: Tensor | None
+    keep_scale: Tensor | None
     """(b, r, n): 1 / (1 - p) where dropout keeps the weight, else 0"""
 
 
@@ -74,8 +74,8 @@ def forward(call: AttentionCall) -> Forward:
     for band in _bands(call):
         row_lse = band.scores.logsumexp(-1)
         weights = _weights(band, row_lse)
-        if band.kept is not None:
-            weights = weights * band.kept
+        if band.keep_scale is not None:
+            weights = weights * band.keep_scale
         output[:, band.head, band.rows] = contained_matmul(weights, band.value, band.seen).to(output.dtype)
         lse[:, band.head, band.rows] = row_lse
     return Forward(output, lse)
@@ -88,19 +88,19 @@ def backward(
     dtype = call.compute_dtype
     grads = grad_query, grad_key, grad_value = zero_gradients(call)
     for band in _bands(call):
-        place = (slice(None), band.head, band.rows)
-        row_grad = grad_output[place].to(dtype)
-        delta = (row_grad * output[place].to(dtype)).sum(-1)
+        index = (slice(None), band.head, band.rows)
+        row_grad = grad_output[index].to(dtype)
+        delta = (row_grad * output[index].to(dtype)).sum(-1)
         if grad_lse is not None:
-            delta = delta - grad_lse[place].to(dtype)
-        weights = _weights(band, lse[place])
+            delta = delta - grad_lse[index].to(dtype)
+        weights = _weights(band, lse[index])
         grad_weights = row_grad @ band.value.mT
         dropped = weights
-        if band.kept is not None:
-            dropped = weights * band.kept
-            grad_weights = grad_weights * band.kept
+        if band.keep_scale is not None:
+            dropped = weights * band.keep_scale
+            grad_weights = grad_weights * band.keep_scale
         grad_scores = torch.where(band.seen, weights * (grad_weights - delta[..., None]), 0.0) * call.scale
-        grad_query[place] = contained_matmul(grad_scores, band.key, band.seen)
+        grad_query[index] = contained_matmul(grad_scores, band.key, band.seen)
         grad_key[:, band.group] += contained_matmul(grad_scores.mT, band.query, band.seen.mT)
         grad_value[:, band.group] += contained_matmul(dropped.mT, row_grad, band.seen.mT)
     return Gradients(*(grad.to(call.query.dtype) for grad in grads))
@@ -131,10 +131,10 @@ def _bands(call: AttentionCall) -> Iterator[_Band]:
             query = call.query[:, head, rows].to(dtype)
             scores = call.scale * (query @ key.mT) + count.to(dtype).log()
             scores = scores.masked_fill(~seen, -torch.inf)
-            kept = None
+            keep_scale = None
             if call.dropout_p:
                 assert call.seed is not None
                 at, key_at = (q, k) if call.positions is None else (call.positions[0, head, q], call.positions[1, head])
-                keep = dropout.kept(call.seed, sample * heads + head, at[:, None], key_at[None, :], call.dropout_p)
-                kept = keep.to(dtype) / (1 - call.dropout_p)
-            yield _Band(head, group, rows, query, key, value, seen, scores, kept)
+                keep = dropout.keep_mask(call.seed, sample * heads + head, at[:, None], key_at[None, :], call.dropout_p)
+                keep_scale = keep.to(dtype) / (1 - call.dropout_p)
+            yield _Band(head, group, rows, query, key, value, seen, scores, keep_scale)

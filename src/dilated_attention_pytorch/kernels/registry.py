@@ -65,10 +65,10 @@ class Explanation(dict[str, str | None]):
     def __str__(self) -> str:
         width = max(map(len, self))
         taken = "no backend can run this call" if self.backend is None else f"auto takes {self.backend}"
-        asked = "can run it" if self.backend is None else "can run it, and comes later in the order"
+        able = "can run it" if self.backend is None else "can run it, and comes later in the order"
         lines = [f"{taken}: the order is {', '.join(self.order)} ({self.because})"]
         for name, reason in self.items():
-            state = "takes it" if name == self.backend else asked if name in self.order else "can run it when named"
+            state = "takes it" if name == self.backend else able if name in self.order else "can run it when named"
             lines.append(f"  {name:<{width}}: {state if reason is None else reason}")
         return "\n".join(lines)
 

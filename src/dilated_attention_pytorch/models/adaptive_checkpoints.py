@@ -16,7 +16,7 @@ from torch import nn
 from ..errors import must, must_be
 from ..nn import AdaptiveConfig, BlockSparseAdaptive, MultiheadBlockSparseAdaptive
 from .checkpoints import State, load_checkpoint, read_with_facts, write_state
-from .config import position_facts, position_told
+from .config import position_facts, position_from
 
 FACTS = "adaptive"
 """Under which name a file keeps the settings."""
@@ -43,16 +43,16 @@ def save_adaptive(model: nn.Module, path: str | os.PathLike[str], *, is_causal: 
         path: the file; it is there whole or not at all.
         is_causal: how the layers are called.
     """
-    told: dict[str, dict[str, Any]] = {}
+    stored: dict[str, dict[str, Any]] = {}
     for name, module in model.named_modules():
         if isinstance(module, BlockSparseAdaptive):
-            told[name] = {"block_size": module.block_size, "is_causal": is_causal, **asdict(module.config)}
+            stored[name] = {"block_size": module.block_size, "is_causal": is_causal, **asdict(module.config)}
     for name, module in model.named_modules():
         if isinstance(module, MultiheadBlockSparseAdaptive):
-            told[_inside(name, "core")]["position"] = position_facts(module.position)
-    if not told:
+            stored[_inside(name, "core")]["position"] = position_facts(module.position)
+    if not stored:
         raise must("a model must hold an adaptive layer", type(model).__name__)
-    write_state(model.state_dict(), path, {FACTS: told})
+    write_state(model.state_dict(), path, {FACTS: stored})
 
 
 def load_adaptive(
@@ -69,16 +69,16 @@ def load_adaptive(
     names = [entry.removesuffix(SCORER).removesuffix(".") for entry in state if _is_scorer(entry)]
     if not names:
         raise must("a checkpoint must hold an adaptive layer", f"none among {len(state)} tensors of {os.fspath(path)}")
-    told = facts.get(FACTS)
-    if told is not None and settings is not None:
-        raise must("settings must be told once", f"the file has those of {', '.join(map(repr, told))}")
-    if told is None:
+    stored = facts.get(FACTS)
+    if stored is not None and settings is not None:
+        raise must("settings must be told once", f"the file has those of {', '.join(map(repr, stored))}")
+    if stored is None:
         if settings is None:
             raise must("a checkpoint must tell the settings of its adaptive layers", os.fspath(path), ADVICE)
-        told = dict.fromkeys(names, settings)
-    if not isinstance(told, Mapping) or set(told) != set(names):
-        raise must(f"a checkpoint must tell settings for its adaptive layers {names}", told, ADVICE)
-    return [_layer(name, told[name], state) for name in names], state
+        stored = dict.fromkeys(names, settings)
+    if not isinstance(stored, Mapping) or set(stored) != set(names):
+        raise must(f"a checkpoint must tell settings for its adaptive layers {names}", stored, ADVICE)
+    return [_layer(name, stored[name], state) for name in names], state
 
 
 def _is_scorer(entry: str) -> bool:
@@ -89,16 +89,16 @@ def _inside(name: str, part: str) -> str:
     return f"{name}.{part}" if name else part
 
 
-def _layer(name: str, told: Any, state: State) -> AdaptiveLayer:
-    if not isinstance(told, Mapping):
-        raise must_be("settings of an adaptive layer must be values by name", type(told).__name__)
-    unknown = sorted(set(told) - set(SETTINGS))
-    if unknown or "block_size" not in told:
+def _layer(name: str, stored: Any, state: State) -> AdaptiveLayer:
+    if not isinstance(stored, Mapping):
+        raise must_be("settings of an adaptive layer must be values by name", type(stored).__name__)
+    unknown = sorted(set(stored) - set(SETTINGS))
+    if unknown or "block_size" not in stored:
         came = ", ".join(unknown) if unknown else "no block_size"
         raise must(f"settings of an adaptive layer must be among {', '.join(SETTINGS)}", came)
-    rest = dict(told)
+    rest = dict(stored)
     size, is_causal = rest.pop("block_size"), bool(rest.pop("is_causal", False))
-    position = position_told(rest.pop("position", None))
+    position = position_from(rest.pop("position", None))
     config = AdaptiveConfig(**rest)
     heads = len(state[_inside(name, SCORER)])
     own = _inside(name, "")

@@ -68,16 +68,16 @@ def read_state(path: str | os.PathLike[str]) -> State:
 
 def read_with_facts(path: str | os.PathLike[str], *names: str) -> tuple[State, dict[str, Any]]:
     """Tensors by name, and of what `write_state` was told besides, the facts with these names that are there."""
-    place = Path(path)
-    if not place.is_file():
-        raise must("a checkpoint must be a file", place)
-    if place.suffix == ".safetensors":
-        return _read_safetensors(place, names)
+    source = Path(path)
+    if not source.is_file():
+        raise must("a checkpoint must be a file", source)
+    if source.suffix == ".safetensors":
+        return _read_safetensors(source, names)
     try:
-        found = torch.load(place, map_location="cpu", weights_only=True)
+        found = torch.load(source, map_location="cpu", weights_only=True)
     except Exception as error:
         # Damaged archives and forbidden pickles fail in many ways, none of which may leave half a checkpoint.
-        raise must("a checkpoint must be a whole torch file of tensors alone", f"{place.name}: {_first_line(error)}",
+        raise must("a checkpoint must be a whole torch file of tensors alone", f"{source.name}: {_first_line(error)}",
                    "Files that need code to be read are not opened. Save a state dict.") from error  # fmt: skip
     facts = {name: found[name] for name in names if isinstance(found, Mapping) and name in found}
     state = state_in(found)
@@ -111,18 +111,18 @@ def state_in(found: Any) -> State:
     return dict(found)
 
 
-def _read_safetensors(place: Path, names: Sequence[str]) -> tuple[State, dict[str, Any]]:
+def _read_safetensors(source: Path, names: Sequence[str]) -> tuple[State, dict[str, Any]]:
     try:
         from safetensors import SafetensorError, safe_open
         from safetensors.torch import load_file
     except ModuleNotFoundError as error:
         raise must(SAFETENSORS_MISSING, "none installed", "pip install safetensors") from error
     try:
-        with safe_open(place, "pt") as opened:
-            told = opened.metadata() or {}
-        return load_file(place), {name: json.loads(told[name]) for name in names if name in told}
+        with safe_open(source, "pt") as opened:
+            metadata = opened.metadata() or {}
+        return load_file(source), {name: json.loads(metadata[name]) for name in names if name in metadata}
     except (SafetensorError, OSError, ValueError, RecursionError) as error:
-        raise must("a checkpoint must be a whole safetensors file", f"{place.name}: {_first_line(error)}") from error
+        raise must("a checkpoint must be a whole safetensors file", f"{source.name}: {_first_line(error)}") from error
 
 
 def _first_line(error: Exception) -> str:
@@ -139,35 +139,35 @@ def write_state(
         path: the file.
         facts: plain values, as JSON has them, to be kept besides.
     """
-    place = Path(path)
+    source = Path(path)
     # Tied tensors share memory, which safetensors will not write; and a view would drag its whole base along.
     own = {name: tensor.detach().clone(memory_format=torch.contiguous_format) for name, tensor in state.items()}
-    if place.suffix == ".safetensors":
+    if source.suffix == ".safetensors":
         try:
             from safetensors.torch import save_file
         except ModuleNotFoundError as error:
             raise must(SAFETENSORS_MISSING, "none installed", "pip install safetensors, or write a .pt file") from error
-        told = {name: json.dumps(fact) for name, fact in facts.items()} if facts else None
-        write_whole(place, lambda temporary: save_file({n: t.cpu() for n, t in own.items()}, temporary, told))
+        metadata = {name: json.dumps(fact) for name, fact in facts.items()} if facts else None
+        write_whole(source, lambda temporary: save_file({n: t.cpu() for n, t in own.items()}, temporary, metadata))
     else:
-        write_torch({WRAPPERS[0]: own, **facts} if facts else own, place)
+        write_torch({WRAPPERS[0]: own, **facts} if facts else own, source)
 
 
-def write_torch(held: object, place: Path) -> None:
+def write_torch(state: object, path: Path) -> None:
     """Write what `torch.load(..., weights_only=True)` reads back, whole or not at all; a full disk is an `OSError`."""
 
     def write(temporary: str) -> None:
         try:
             with open(temporary, "wb") as file:
-                torch.save(held, file)
+                torch.save(state, file)
         except (OSError, RuntimeError) as error:
             # torch closes its archive, finds it short, and raises that instead.
             fault = error if isinstance(error, OSError) else error.__context__
             if isinstance(fault, OSError):
-                raise OSError(*fault.args[:2], str(place)) from None
+                raise OSError(*fault.args[:2], str(path)) from None
             raise
 
-    write_whole(place, write)
+    write_whole(path, write)
 
 
 def load_checkpoint(model: nn.Module, source: Source, names: Names = "own", *, ignore: Sequence[str] = ()) -> None:
@@ -186,21 +186,21 @@ def load_checkpoint(model: nn.Module, source: Source, names: Names = "own", *, i
     given = {name: tensor for name, tensor in given.items() if not any(re.search(out, name) for out in ignore)}
     if names != "own":
         given = {name: tensor for name, tensor in given.items() if not _CONSTANTS.search(name)}
-    wanted = model.state_dict()
-    theirs = {own: _their_name(model, own, names) for own in wanted}
-    loaded = _checked(wanted, theirs, _completed(model, _apart(given), theirs, names))
+    expected = model.state_dict()
+    theirs = {own: _their_name(model, own, names) for own in expected}
+    loaded = _checked(expected, theirs, _completed(model, _apart(given), theirs, names))
     if names == "torchscale":
-        loaded = {own: _turned(model, own, tensor, False) for own, tensor in loaded.items()}
+        loaded = {own: _transposed(model, own, tensor, False) for own, tensor in loaded.items()}
     with torch.no_grad():
         for own, tensor in loaded.items():
-            wanted[own].copy_(tensor)
+            expected[own].copy_(tensor)
 
 
 def export_state(model: nn.Module, names: Names = "own") -> State:
     """A model's weights under the names of others; `load_checkpoint` takes them back."""
     state = {own: tensor.detach().clone() for own, tensor in model.state_dict().items()}
     if names == "torchscale":
-        state = {own: _turned(model, own, tensor, True) for own, tensor in state.items()}
+        state = {own: _transposed(model, own, tensor, True) for own, tensor in state.items()}
     state = {_their_name(model, own, names): tensor for own, tensor in state.items()}
     if names == "torchscale" and isinstance(model, LongNetLM):
         bias = state.pop(_their_name(model, "out.bias", names), None)
@@ -216,14 +216,14 @@ def export_state(model: nn.Module, names: Names = "own") -> State:
     return _together(state) if names == "torch" else state
 
 
-def _checked(wanted: State, theirs: dict[str, str], given: State) -> State:
+def _checked(expected: State, theirs: dict[str, str], given: State) -> State:
     """Tensors by our names, if they are all there, none too many, each of its shape."""
     missing = [name for own, name in theirs.items() if name not in given]
     unexpected = sorted(set(given) - set(theirs.values()))
     shapes = [
-        f"{name} {tuple(given[name].shape)} for {tuple(wanted[own].shape)}"
+        f"{name} {tuple(given[name].shape)} for {tuple(expected[own].shape)}"
         for own, name in theirs.items()
-        if name in given and given[name].shape != wanted[own].shape
+        if name in given and given[name].shape != expected[own].shape
     ]
     kinds = [name for name in theirs.values() if name in given and not given[name].is_floating_point()]
     wrong = {"missing": missing, "unexpected": unexpected, "of another shape": shapes, "not floating": kinds}
@@ -274,8 +274,8 @@ def _with_norms(model: nn.Module, given: State, theirs: dict[str, str]) -> State
             "entries of norms that it does not have are 1 (weight) and 0 (bias).",
             stacklevel=4,
         )
-    wanted = model.state_dict()
-    made = {name: torch.full_like(wanted[own], float(name.endswith("weight"))) for name, own in new.items()}
+    expected = model.state_dict()
+    made = {name: torch.full_like(expected[own], float(name.endswith("weight"))) for name, own in new.items()}
     return {**made, **given}
 
 
@@ -349,7 +349,7 @@ def _their_name(model: nn.Module, own: str, names: Names) -> str:
     return own
 
 
-def _turned(model: nn.Module, own: str, tensor: Tensor, out: bool) -> Tensor:
+def _transposed(model: nn.Module, own: str, tensor: Tensor, out: bool) -> Tensor:
     """Query and key projections for rotary positions: torchscale turns neighbours, we turn the halves of a head."""
     match = re.fullmatch(r"(?:(.*)\.)?[qk]_proj\.(?:weight|bias)", own)
     if match is None:
@@ -388,7 +388,7 @@ def load_slide_encoder(
     """
     state = read_state(source) if isinstance(source, str | os.PathLike) else state_in(source)
     sizes = _sizes(state, "encoder.", ("patch_embed.proj.weight",))
-    known: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "tile_width": sizes["patch_embed.proj.weight"][1],
         "d_model": sizes["d_model"],
         "num_layers": sizes["layers"],
@@ -396,13 +396,13 @@ def load_slide_encoder(
         "zero_padding": not exact,
         "detach_mixing": not exact,
     }
-    if "nhead" not in settings and (known["d_model"], known["num_layers"]) != PUBLISHED_SLIDE_ENCODER:
+    if "nhead" not in settings and (fields["d_model"], fields["num_layers"]) != PUBLISHED_SLIDE_ENCODER:
         raise must(
             "nhead must be given: weights do not hold the number of heads",
-            f"{known['num_layers']} layers of width {known['d_model']}, which are not the published ones",
+            f"{fields['num_layers']} layers of width {fields['d_model']}, which are not the published ones",
             "load_slide_encoder(source, nhead=...).",
         )
-    config = SlideConfig(**{**known, **settings})
+    config = SlideConfig(**{**fields, **settings})
     _check_size(config.num_parameters, state)
     model = SlideEncoder(config, device=device, dtype=dtype)
     load_checkpoint(model, state, "torchscale", ignore=ignore)
@@ -436,7 +436,7 @@ def load_torchscale(
     at = "decoder." if both else ""
     sizes = _sizes(state, at, (f"{at}embed_tokens.weight",))
     embedding, out = state[f"{at}embed_tokens.weight"], state.get(f"{at}output_projection.weight")
-    known: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "num_tokens": len(embedding),
         "d_model": sizes["d_model"],
         "num_decoder_layers": sizes["layers"],
@@ -454,10 +454,10 @@ def load_torchscale(
         if "encoder.layers.0.self_attn.xpos.scale" in state:
             raise must("torchscale's XPOS must stand in causal layers", "an encoder with it", "It is not run here.")
         read = state.get(_SOURCE, embedding)
-        known["num_source_tokens"] = None if torch.equal(read, embedding) else len(read)
-        known["num_encoder_layers"] = _sizes(state, "encoder.", ())["layers"]
-        known |= {"memory_norm": False, "zero_padding": True}
-    config = LongNetConfig(**{**known, **settings})
+        fields["num_source_tokens"] = None if torch.equal(read, embedding) else len(read)
+        fields["num_encoder_layers"] = _sizes(state, "encoder.", ())["layers"]
+        fields |= {"memory_norm": False, "zero_padding": True}
+    config = LongNetConfig(**{**fields, **settings})
     # torchscale's output projection has no bias, which is set to 0 here.
     _check_size(config.num_parameters - config.num_tokens, state)
     model = LongNetLM(config, device=device, dtype=dtype)
@@ -485,7 +485,7 @@ def from_transformer_encoder(encoder: nn.TransformerEncoder, **settings: Any) ->
         activation = type(layer.activation).__name__.lower()
     else:
         activation = getattr(layer.activation, "__name__", "unknown")
-    known: dict[str, Any] = {
+    sizes: dict[str, Any] = {
         "num_tokens": 1,
         "d_model": layer.linear1.in_features,
         "nhead": layer.self_attn.num_heads,
@@ -503,7 +503,7 @@ def from_transformer_encoder(encoder: nn.TransformerEncoder, **settings: Any) ->
         "position": None,
     }
     weight = layer.linear1.weight
-    model = LongNet(LongNetConfig(**{**known, **settings}), device=weight.device, dtype=weight.dtype)
+    model = LongNet(LongNetConfig(**{**sizes, **settings}), device=weight.device, dtype=weight.dtype)
     load_checkpoint(model, encoder.state_dict(), "torch")
     return model.train(encoder.training)
 
@@ -514,11 +514,11 @@ def _sizes(state: State, prefix: str, also: Sequence[str]) -> dict[str, Any]:
     Nothing is built for what a file only claims: every tensor is stored whole, and every layer is there.
     """
     check_stored(state)
-    known = (f"{prefix}layers.0.ffn.fc1.weight", *also)
-    missing = [name for name in known if name not in state or state[name].dim() != 2]
+    sizes = (f"{prefix}layers.0.ffn.fc1.weight", *also)
+    missing = [name for name in sizes if name not in state or state[name].dim() != 2]
     if missing:
         raise must("a torchscale checkpoint must have its names", f"none called {', '.join(missing)}")
-    wide, width = state[known[0]].shape
+    wide, width = state[sizes[0]].shape
     numbers = {int(m[1]) for name in state if (m := re.match(rf"{re.escape(prefix)}layers\.(\d+)\.", name))}
     if max(numbers) + 1 != len(numbers):
         raise must(f"layers must be numbered from {prefix}layers.0 on", f"{len(numbers)} up to {max(numbers)}")
@@ -528,6 +528,6 @@ def _sizes(state: State, prefix: str, also: Sequence[str]) -> dict[str, Any]:
 
 def _check_size(parameters: int, state: State) -> None:
     """Refuse to build a model of more parameters than a checkpoint holds."""
-    held = sum(tensor.numel() for tensor in state.values())
-    if parameters > held:
-        raise must(f"a checkpoint for {parameters:,} parameters must hold as many", f"{held:,}", "See its shapes.")
+    stored = sum(tensor.numel() for tensor in state.values())
+    if parameters > stored:
+        raise must(f"a checkpoint for {parameters:,} parameters must hold as many", f"{stored:,}", "See its shapes.")

@@ -186,7 +186,7 @@ class LongNetConfig:
         if unknown:
             raise must("a model's configuration must hold known settings", ", ".join(unknown))
         if "position" in values:
-            values = {**values, "position": position_told(values["position"])}
+            values = {**values, "position": position_from(values["position"])}
         return cls(**values)
 
 
@@ -198,7 +198,7 @@ def position_facts(position: Position | str | None) -> Any:
     return {"kind": kind, **asdict(position)}
 
 
-def position_told(facts: Any) -> Position | str | None:
+def position_from(facts: Any) -> Position | str | None:
     """The value that `position_facts` told."""
     if not isinstance(facts, Mapping):
         return facts

@@ -141,7 +141,7 @@ class DilatedTransformerLayer(nn.Module):
         self.activation: Activation = getattr(F, activation) if isinstance(activation, str) else activation
         self.norm_first, self.sub_norm, self.gamma_init = norm_first, sub_norm, gamma_init
         self.dropout = nn.Dropout(dropout)
-        place: dict[str, Any] = {"device": device, "dtype": dtype}
+        factory_options: dict[str, Any] = {"device": device, "dtype": dtype}
         self._heads: dict[str, Any] = {
             "embed_dim": d_model,
             "num_heads": nhead,
@@ -154,7 +154,7 @@ class DilatedTransformerLayer(nn.Module):
             "batch_first": batch_first,
             "backend": backend,
             "memory_budget": memory_budget,
-            **place,
+            **factory_options,
         }
         pattern = pattern_of(segment_lengths, dilation_rates, offset)
         flags = {
@@ -164,11 +164,11 @@ class DilatedTransformerLayer(nn.Module):
         }
         self.self_attn = LayerAttention(pattern=pattern, position=position, **flags, **self._heads)
         for block in range(1, self.norms + 1):
-            self.add_module(f"norm{block}", nn.LayerNorm(d_model, layer_norm_eps, bias=bias, **place))
-        self.linear1 = nn.Linear(d_model, dim_feedforward, bias, **place)
-        inner = nn.LayerNorm(dim_feedforward, layer_norm_eps, bias=bias, **place) if sub_norm else None
+            self.add_module(f"norm{block}", nn.LayerNorm(d_model, layer_norm_eps, bias=bias, **factory_options))
+        self.linear1 = nn.Linear(d_model, dim_feedforward, bias, **factory_options)
+        inner = nn.LayerNorm(dim_feedforward, layer_norm_eps, bias=bias, **factory_options) if sub_norm else None
         self.register_module(f"norm{self.norms + 1}", inner)
-        self.linear2 = nn.Linear(dim_feedforward, d_model, bias, **place)
+        self.linear2 = nn.Linear(dim_feedforward, d_model, bias, **factory_options)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -264,7 +264,7 @@ class DilatedTransformerDecoderLayer(DilatedTransformerLayer):
         def look(x: Tensor) -> Tensor:
             masks = {"attn_mask": memory_mask, "key_padding_mask": memory_key_padding_mask}
             here = F.pad(x, (0, 0, first, 0) if along else (0, 0, 0, 0, first, 0)) if first else x
-            found, _ = self.multihead_attn(here, memory, memory, is_causal=memory_is_causal, **masks)
-            return found.narrow(along, first, x.shape[along])
+            attended, _ = self.multihead_attn(here, memory, memory, is_causal=memory_is_causal, **masks)
+            return attended.narrow(along, first, x.shape[along])
 
         return self._block(self._block(self._block(tgt, 1, attend), 2, look), 3, self._feed_forward)

@@ -76,8 +76,8 @@ class Stack(nn.Module):
             )
             for layer in range(count)
         )
-        place: dict[str, Any] = {"device": device, "dtype": dtype}
-        final = partial(nn.LayerNorm, config.d_model, config.layer_norm_eps, bias=config.bias, **place)
+        factory_options: dict[str, Any] = {"device": device, "dtype": dtype}
+        final = partial(nn.LayerNorm, config.d_model, config.layer_norm_eps, bias=config.bias, **factory_options)
         self.norm = final() if config.has_final_norm else None
 
     def forward(self, x: Tensor, *given: Any, caches: Sequence[KVCache] | None = None, **settings: Any) -> Tensor:
@@ -146,12 +146,12 @@ class LongNet(nn.Module):
         stack = self.encoder or self.decoder
         assert stack is not None
         causal = self.encoder is None if is_causal is None else is_causal
-        found = stack(x, src_key_padding_mask=key_padding_mask, is_causal=causal, cu_seqlens=cu_seqlens)
+        hidden = stack(x, src_key_padding_mask=key_padding_mask, is_causal=causal, cu_seqlens=cu_seqlens)
         if tgt is None:
-            return found
+            return hidden
         if cu_seqlens is not None:
             raise must("cu_seqlens must come with one stack", "an encoder-decoder", "Use key_padding_mask.")
-        return self.decode(tgt, found, key_padding_mask=tgt_key_padding_mask, memory_key_padding_mask=key_padding_mask)
+        return self.decode(tgt, hidden, key_padding_mask=tgt_key_padding_mask, memory_key_padding_mask=key_padding_mask)
 
     def check_pair(self, name: str, given: Tensor | None) -> None:
         """Refuse a second sequence where there is one stack, and one alone where there are two."""
@@ -334,7 +334,7 @@ class LongNetLM(nn.Module):
             read = None if src is None else self._embed(src, self.source_embedding)
             memory = None if read is None else self.long_net.encoder(read)  # pyrefly: ignore
             caches = self.long_net.caches(prompt.shape[1] + max_new_tokens)
-            ids, found = prompt, []
+            ids, generated = prompt, []
             done = torch.zeros(len(prompt), dtype=torch.bool, device=prompt.device)
             for _ in range(max_new_tokens):
                 hidden = self.long_net.decode(self._embed(ids), memory, caches=caches)
@@ -342,10 +342,10 @@ class LongNetLM(nn.Module):
                 if stop is not None:
                     ids = ids.masked_fill(done[:, None], stop)
                     done |= ids[:, 0] == stop
-                found.append(ids)
+                generated.append(ids)
                 if stop is not None and bool(done.all()):
                     break
-            return torch.cat(found, 1) if found else prompt[:, :0]
+            return torch.cat(generated, 1) if generated else prompt[:, :0]
         finally:
             self.train(was_training)
 
@@ -364,9 +364,9 @@ class _ChunkedLoss(torch.autograd.Function):
         ctx.ignore_index, ctx.rows = ignore_index, rows
         work = torch.promote_types(hidden.dtype, torch.float32)
         losses = torch.empty(len(hidden), dtype=work, device=hidden.device)
-        for own, chunk, wanted in zip(losses.split(rows), hidden.split(rows), targets.split(rows), strict=True):
+        for own, chunk, target in zip(losses.split(rows), hidden.split(rows), targets.split(rows), strict=True):
             logits = F.linear(chunk, weight, bias).to(work)
-            own.copy_(F.cross_entropy(logits, wanted, ignore_index=ignore_index, reduction="none"))
+            own.copy_(F.cross_entropy(logits, target, ignore_index=ignore_index, reduction="none"))
         return losses
 
     @staticmethod
@@ -378,18 +378,18 @@ class _ChunkedLoss(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight, dtype=work)
         grad_bias = None if bias is None else torch.zeros_like(bias, dtype=work)
         chunks = (tensor.split(ctx.rows) for tensor in (grad_hidden, hidden, targets, grads[0]))
-        for own, chunk, wanted, grad in zip(*chunks, strict=True):
-            counts = wanted != ctx.ignore_index
+        for own, chunk, target, grad in zip(*chunks, strict=True):
+            counts = target != ctx.ignore_index
             errors = F.linear(chunk, weight, bias).to(work).softmax(-1)
-            errors.scatter_add_(1, wanted.clamp(min=0)[:, None], -torch.ones_like(grad)[:, None])
+            errors.scatter_add_(1, target.clamp(min=0)[:, None], -torch.ones_like(grad)[:, None])
             errors *= (grad * counts)[:, None]
             narrow = errors.to(chunk.dtype)
             torch.mm(narrow, weight, out=own)
             grad_weight += narrow.T @ chunk
             if grad_bias is not None:
                 grad_bias += errors.sum(0)
-        found = grad_bias if bias is None or grad_bias is None else grad_bias.to(bias.dtype)
-        return grad_hidden, grad_weight.to(weight.dtype), found, None, None, None
+        bias_grad = grad_bias if bias is None or grad_bias is None else grad_bias.to(bias.dtype)
+        return grad_hidden, grad_weight.to(weight.dtype), bias_grad, None, None, None
 
 
 class Sampler:

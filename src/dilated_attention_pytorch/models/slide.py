@@ -151,15 +151,15 @@ class SlideEncoder(nn.Module):
     ) -> None:
         super().__init__()
         self.config = config = SlideConfig(**settings) if config is None else replace(config, **settings)
-        place: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.tile_projection = nn.Linear(config.tile_width, config.d_model, **place)
+        factory_options: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.tile_projection = nn.Linear(config.tile_width, config.d_model, **factory_options)
         nn.init.xavier_uniform_(self.tile_projection.weight)
         nn.init.zeros_(self.tile_projection.bias)
-        self.class_token = nn.Parameter(torch.zeros(1, 1, config.d_model, **place))
+        self.class_token = nn.Parameter(torch.zeros(1, 1, config.d_model, **factory_options))
         nn.init.normal_(self.class_token, std=0.02)
         self.encoder = Stack(config.longnet(), "encoder", device, dtype)
         self.dropout = nn.Dropout(config.dropout)
-        self.norm = nn.LayerNorm(config.d_model, 1e-6, **place)
+        self.norm = nn.LayerNorm(config.d_model, 1e-6, **factory_options)
 
     def forward(
         self,
@@ -184,11 +184,11 @@ class SlideEncoder(nn.Module):
         x, mask = self._tokens(tiles, coords, key_padding_mask)
         if not all_layers:
             return self._pooled(self.encoder(x, src_key_padding_mask=mask), mask)
-        found = [self._pooled(x, mask)]
+        pooled = [self._pooled(x, mask)]
         for layer in self.encoder.layers:
             x = layer(x, src_key_padding_mask=mask)
-            found.append(self._pooled(x, mask))
-        return torch.stack(found, 1)
+            pooled.append(self._pooled(x, mask))
+        return torch.stack(pooled, 1)
 
     def tokens(self, tiles: Tensor, coords: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
         """What the stack makes of the class token and of every tile, (B, 1 + N, d_model)."""
@@ -231,12 +231,12 @@ class SlideEncoder(nn.Module):
             x, mask = self._tokens(tiles, coords, key_padding_mask)
             for before in layers[: layer % len(layers)]:
                 x = before(x, src_key_padding_mask=mask)
-            chosen: Any = layers[layer]
-            query, key = self._query_and_key(chosen, x)
+            selected: Any = layers[layer]
+            query, key = self._query_and_key(selected, x)
         finally:
             self.train(training)
         index = torch.tensor([row + 1 for row in rows], dtype=torch.int64, device=x.device)
-        weights = attention_rows(query, key, chosen.self_attn.pattern, index, key_padding_mask=mask)
+        weights = attention_rows(query, key, selected.self_attn.pattern, index, key_padding_mask=mask)
         return weights.mean(1) if average_heads else weights
 
     def rollout(self, tiles: Tensor, coords: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
@@ -275,8 +275,8 @@ class SlideEncoder(nn.Module):
         seed[..., 0] = share[:, None]
         with torch.enable_grad():
             output = attention(query, key, value, layer.self_attn.pattern, key_padding_mask=mask)  # pyrefly: ignore
-            (found,) = torch.autograd.grad(output, value, seed)
-        return found[..., 0].mean(1)
+            (grad,) = torch.autograd.grad(output, value, seed)
+        return grad[..., 0].mean(1)
 
     def _query_and_key(self, layer: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
         assert isinstance(layer, DilatedTransformerEncoderLayer)

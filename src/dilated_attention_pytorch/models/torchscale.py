@@ -88,9 +88,9 @@ def shift_segments(
     token, device = torch.arange(n, device=output.device), output.device
     width = lengths[:, None].clamp(max=segment)
     pitch = -(-width // rate) * rate
-    number, place = token // pitch, token % pitch
-    is_fill = (place >= width)[:, None]
-    source = (number * width + place).clamp(max=n - 1)[:, None].expand(-1, heads, -1)
+    number, offset = token // pitch, token % pitch
+    is_fill = (offset >= width)[:, None]
+    source = (number * width + offset).clamp(max=n - 1)[:, None].expand(-1, heads, -1)
     residue = torch.tensor([int(whole.sampled_residue(0, head)) for head in range(heads)], device=device)[:, None]
     sampled = (token % width % rate)[:, None] == residue
     sampled = sampled & (token < lengths[:, None])[:, None]
@@ -98,9 +98,9 @@ def shift_segments(
     sums = torch.zeros_like(value).scatter_add(2, (token // width)[:, None, :, None].expand_as(value), value)
     count = (pitch // rate)[:, None]
     fill = sums.gather(2, number[:, None, :, None].expand_as(value)) / count[..., None].to(value.dtype)
-    is_row = is_fill & ((place % rate)[:, None] == residue)
-    moved = output.gather(2, source[..., None].expand_as(output))
-    output = torch.where(is_fill[..., None], fill * is_row[..., None], moved)
+    is_row = is_fill & ((offset % rate)[:, None] == residue)
+    shifted = output.gather(2, source[..., None].expand_as(output))
+    output = torch.where(is_fill[..., None], fill * is_row[..., None], shifted)
     fill_lse = torch.where(is_row, count.to(lse.dtype).log(), -torch.inf)
     return output, torch.where(is_fill, fill_lse, lse.gather(2, source))
 

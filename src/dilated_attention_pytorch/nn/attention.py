@@ -31,7 +31,7 @@ class Planned:
     reason: str | None = None
     """Why a factory chose it."""
 
-    def place(self) -> torch.device:
+    def default_device(self) -> torch.device:
         """Where plans are built."""
         return torch.device("cpu")
 
@@ -41,9 +41,9 @@ class Planned:
         if heads is None:
             raise must("plan must know the number of heads", "none", "Call plan(n, num_heads).")
         pattern = self.pattern & Causal() if is_causal else self.pattern
-        place = self.place()
+        own_device = self.default_device()
         # A module built on the meta device still has a plan to show.
-        device = torch.device("cpu") if place.type == "meta" else place
+        device = torch.device("cpu") if own_device.type == "meta" else own_device
         return plan_cache.get(pattern.resolve(n, heads), n, heads, device=device)
 
     def explain(
@@ -112,7 +112,7 @@ class SparseAttention(nn.Module, Planned):
         check_budget(memory_budget)
         self.memory_budget = memory_budget
         # Carries the place a user named through .to(), so that the check in forward stays true.
-        self.register_buffer("_place", torch.zeros(0, device=device, dtype=dtype), persistent=False)
+        self.register_buffer("_marker", torch.zeros(0, device=device, dtype=dtype), persistent=False)
         self._fixed = (device is not None, dtype is not None)
 
     def forward(
@@ -138,7 +138,7 @@ class SparseAttention(nn.Module, Planned):
         Returns:
             (B, N, H, E).
         """
-        self._check_place(query)
+        self._check_device(query)
         for name, tensor in (("query", query), ("key", key), ("value", value)):
             if tensor.dim() != 4:
                 raise must(f"{name} must have shape (batch, n, heads, width)", tuple(tensor.shape))
@@ -158,18 +158,18 @@ class SparseAttention(nn.Module, Planned):
         )
         return output.transpose(1, 2)
 
-    def place(self) -> torch.device:
-        place = self._buffers["_place"]
-        assert place is not None
-        return place.device if self._fixed[0] else torch.device("cpu")
+    def default_device(self) -> torch.device:
+        marker = self._buffers["_marker"]
+        assert marker is not None
+        return marker.device if self._fixed[0] else torch.device("cpu")
 
-    def _check_place(self, query: Tensor) -> None:
-        place = self._buffers["_place"]
-        assert place is not None
-        if self._fixed[0] and query.device != place.device:
-            raise must(f"query must be on this module's device {place.device}", query.device)
-        if self._fixed[1] and query.dtype != place.dtype and not torch.is_autocast_enabled(query.device.type):
-            raise must(f"query must have this module's dtype {place.dtype}", query.dtype)
+    def _check_device(self, query: Tensor) -> None:
+        marker = self._buffers["_marker"]
+        assert marker is not None
+        if self._fixed[0] and query.device != marker.device:
+            raise must(f"query must be on this module's device {marker.device}", query.device)
+        if self._fixed[1] and query.dtype != marker.dtype and not torch.is_autocast_enabled(query.device.type):
+            raise must(f"query must have this module's dtype {marker.dtype}", query.dtype)
 
     def extra_repr(self) -> str:
         scale = "" if self.softmax_scale is None else f", softmax_scale={self.softmax_scale}"

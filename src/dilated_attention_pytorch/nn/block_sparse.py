@@ -52,7 +52,7 @@ def segments_unused(sparse_config: SparsePatternConfig | None) -> list[str]:
     return [f"a {sparse_config.pattern_type} pattern has no segments: they and the rates play no part"]
 
 
-def _kept(plan: Plan) -> dict[str, Any]:
+def _density_stats(plan: Plan) -> dict[str, Any]:
     return {"block_size": plan.block_size, "blocks": plan.blocks, "density": plan.density}
 
 
@@ -110,7 +110,7 @@ class BlockSparseRingDilatedAttention(OverRanks, SparseAttention):
         """The pattern, the plans held here and in the whole process; at a length `n` also what is kept there."""
         stats: dict[str, Any] = {"pattern": str(self.pattern)}
         if n is not None:
-            stats |= _kept(self.plan(n, num_heads, is_causal))
+            stats |= _density_stats(self.plan(n, num_heads, is_causal))
         return stats | {"plans_held": len(self._plans), "plan_cache": plan_cache.info()._asdict()}
 
     def notes(self) -> list[str]:
@@ -153,7 +153,7 @@ class BlockSparseHierarchical(SparseAttention):
 
     def get_pattern_stats(self, n: int, num_heads: int = 8, is_causal: bool = False) -> dict[str, Any]:
         """What is kept at a length."""
-        return {"pattern": str(self.pattern), **_kept(self.plan(n, num_heads, is_causal))}
+        return {"pattern": str(self.pattern), **_density_stats(self.plan(n, num_heads, is_causal))}
 
     def visualize_pattern(self, n: int = 1024) -> str:
         """Who meets whom, drawn."""

@@ -67,10 +67,10 @@ class SparsePatternConfig:
 
     def pattern(self, segment_lengths: Sequence[int] = (WHOLE,), dilation_rates: Sequence[int] = (1,)) -> Pattern:
         """The pattern; segments and rates take part in `dilated_sparse` alone, the others have no segments."""
-        kept = self._kept(tuple(segment_lengths), tuple(dilation_rates))
-        return kept | Global(self.global_tokens, queries=True) if self.global_tokens else kept
+        pattern = self._base_pattern(tuple(segment_lengths), tuple(dilation_rates))
+        return pattern | Global(self.global_tokens, queries=True) if self.global_tokens else pattern
 
-    def _kept(self, segments: tuple[int, ...], rates: tuple[int, ...]) -> Pattern:
+    def _base_pattern(self, segments: tuple[int, ...], rates: tuple[int, ...]) -> Pattern:
         ratio, block = self.sparsity_ratio, self.block_size
         # Every row sees the global blocks, and as many rows again are whole.
         reserved = 0 if ratio is None else 2 * -(-self.global_tokens // block)

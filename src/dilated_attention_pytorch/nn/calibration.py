@@ -53,9 +53,9 @@ def cost_model(device: torch.device | str = "cpu") -> CostModel:
     `DAP_CALIBRATE=0` switches measuring off; `XDG_CACHE_HOME` moves the cache.
     """
     device = torch.device(device)
-    known = stored_models()
-    if _key(device) in known:
-        return known[_key(device)]
+    stored = stored_models()
+    if _key(device) in stored:
+        return stored[_key(device)]
     if os.environ.get("DAP_CALIBRATE", "1") == "0" or device.type == "meta":
         return UNMEASURED
     return calibrate(device)
@@ -69,7 +69,7 @@ def calibrate(device: torch.device | str = "cpu") -> CostModel:
     return model
 
 
-def known_model(device: torch.device | str = "cpu") -> CostModel | None:
+def stored_model(device: torch.device | str = "cpu") -> CostModel | None:
     """The figures of this machine if they are in the cache; nothing is measured."""
     return stored_models().get(_key(torch.device(device)))
 
@@ -131,8 +131,8 @@ def _best(call: Callable[[], object], device: torch.device) -> float:
 def stored_models() -> dict[str, CostModel]:
     """What the cache holds, by machine and torch release."""
     try:
-        told = json.loads(cache_path().read_text(encoding="utf-8"))
-        models = {key: CostModel(**figures) for key, figures in told.items()}
+        entries = json.loads(cache_path().read_text(encoding="utf-8"))
+        models = {key: CostModel(**figures) for key, figures in entries.items()}
     except (OSError, ValueError, TypeError, AttributeError, RecursionError, RuntimeError):
         # Missing, damaged, or no home to look in: measured anew, and written over.
         return {}

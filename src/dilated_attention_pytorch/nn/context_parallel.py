@@ -64,7 +64,7 @@ class Ranks:
         self.layout, self.transfer = layout, dict(transfer or {})
         self.meter: Callable[[], int] | None = None
         """Returns the free memory of this rank; None if `least_room` is not needed."""
-        self.least_room: int | None = None
+        self.least_free: int | None = None
         """Least free bytes over the ranks in this call."""
         self._inside = False
         self._current: SequenceLayout | None = None
@@ -120,15 +120,15 @@ class Ranks:
     def layout_of(self, n: int) -> SequenceLayout:
         """The layout of the sequence in this call, of which this rank holds `n` tokens. Collective, once a call."""
         if self._current is None:
-            room = -1 if self.meter is None else self.meter()
+            free = -1 if self.meter is None else self.meter()
             self._announce = None
-            lengths, rooms = self._gathered(n, room)
+            lengths, free_by_rank = self._gathered(n, free)
             failed = [rank for rank, length in enumerate(lengths) if length < 0]
             if failed:
                 raise must("expected a valid call on every rank", f"an error on ranks {failed}")
             self._announce = self._announce_call
             self._current = self._cut(lengths)
-            self.least_room = min(rooms) if min(rooms) >= 0 else None
+            self.least_free = min(free_by_rank) if min(free_by_rank) >= 0 else None
         return self._current
 
     def hand_over(self) -> None:
@@ -145,15 +145,15 @@ class Ranks:
             raise must(f"shards must hold {list(layout.lengths)} tokens", list(lengths), "Use shard_sequence.")
         return layout
 
-    def _gathered(self, n: int, room: int) -> tuple[list[int], list[int]]:
+    def _gathered(self, n: int, free: int) -> tuple[list[int], list[int]]:
         """Tokens and free bytes of every rank."""
         from ..distributed.transport import wire_device
 
-        own = torch.tensor([n, room], device=wire_device(self.group))
+        own = torch.tensor([n, free], device=wire_device(self.group))
         every = [torch.empty_like(own) for _ in range(self.world)]
         dist.all_gather(every, own, group=self.group)
-        lengths, rooms = torch.stack(every).T.tolist()
-        return lengths, rooms
+        lengths, free_by_rank = torch.stack(every).T.tolist()
+        return lengths, free_by_rank
 
     def _announce_length(self, error: Exception) -> None:
         """Take part in `layout_of` with an error."""

@@ -43,15 +43,15 @@ def attention_across(
     query, key, value = autocasted(query, key, value)
     check_tensors(query, key, value, enable_gqa, one_length=False)
     check_masks(key, key_padding_mask, None)
-    asked = options.get("backend", "auto") != "auto" or options.get("memory_budget") is not None
-    if pattern == Full() and not is_causal and not asked:
+    explicit = options.get("backend", "auto") != "auto" or options.get("memory_budget") is not None
+    if pattern == Full() and not is_causal and not explicit:
         seen = None if key_padding_mask is None else ~key_padding_mask[:, None, None, :]
         return F.scaled_dot_product_attention(query, key, value, seen, dropout_p, scale=scale, enable_gqa=enable_gqa)
     if key_padding_mask is None:
         key_padding_mask = torch.zeros(key.shape[0], lengths[1], dtype=torch.bool, device=key.device)
     longest = max(lengths)
     more = longest - lengths[1]
-    found = attention(
+    output = attention(
         F.pad(query, (0, 0, 0, longest - lengths[0])),
         F.pad(key, (0, 0, 0, more)),
         F.pad(value, (0, 0, 0, more)),
@@ -63,4 +63,4 @@ def attention_across(
         dropout_p=dropout_p,
         **options,
     )
-    return found[:, :, : lengths[0]]
+    return output[:, :, : lengths[0]]

@@ -35,10 +35,10 @@ class DilatedAttention(SparseAttention):
         offset: str = "mod",
         heads: str = "all",
         overlap: str = "count",
-        **place: Any,
+        **factory_options: Any,
     ) -> None:
         if dropout is not None and attention_dropout:
             raise must("dropout must be given once", f"attention_dropout={attention_dropout}, dropout={dropout}")
         pattern = Dilated(segment_lengths, dilation_rates, offset, overlap, heads)  # pyrefly: ignore[bad-argument-type]
-        super().__init__(pattern, softmax_scale, attention_dropout if dropout is None else dropout, **place)
+        super().__init__(pattern, softmax_scale, attention_dropout if dropout is None else dropout, **factory_options)
         self.segment_lengths, self.dilation_rates = pattern.segment_lengths, pattern.dilation_rates

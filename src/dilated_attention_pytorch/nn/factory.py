@@ -76,48 +76,52 @@ def create_block_sparse_attention(
         "adaptive": adaptive_config,
         "distributed": distributed_config,
         "hierarchical": hierarchical_config,
-        "multihead": _told(embed_dim, num_heads),
+        "multihead": _default(embed_dim, num_heads),
     }
     called_for = next((name for name, given in owners.items() if given is not None), "base")
-    chosen = called_for if variant == "auto" else variant
+    kind = called_for if variant == "auto" else variant
     for name, given in owners.items():
-        own_heads = chosen == "distributed" or (chosen == "adaptive" and (variant == chosen or embed_dim is None))
-        if given is not None and name != chosen and not (name == "multihead" and own_heads):
+        own_heads = kind == "distributed" or (kind == "adaptive" and (variant == kind or embed_dim is None))
+        if given is not None and name != kind and not (name == "multihead" and own_heads):
             what = {"multihead": "embed_dim and num_heads"}.get(name, f"{name}_config")
-            raise must(f'{what} must come with variant="{name}"', f'variant="{chosen}"')
+            raise must(f'{what} must come with variant="{name}"', f'variant="{kind}"')
     if length is not None and variant != "auto":
         raise must('length must come with variant="auto"', f'variant="{variant}"')
-    kept: dict[str, Any] = {"sparse_config": sparse_config, "sparsity_ratio": sparsity_ratio, "block_size": block_size}
-    if chosen == "adaptive":
+    sparse: dict[str, Any] = {
+        "sparse_config": sparse_config,
+        "sparsity_ratio": sparsity_ratio,
+        "block_size": block_size,
+    }
+    if kind == "adaptive":
         if length is not None:
             raise must("length must come with a pattern of positions", "a learned one")
-        return _adaptive(segments, rates, adaptive_config, kept, embed_dim, num_heads, options)
-    if chosen == "hierarchical":
+        return _adaptive(segments, rates, adaptive_config, sparse, embed_dim, num_heads, options)
+    if kind == "hierarchical":
         if sparse_config is not None or sparsity_ratio is not None:
             raise must("a hierarchy must be given by its levels", "a sparsity ratio", "Use hierarchical_config.")
         made: Any = BlockSparseHierarchical(segments, rates, hierarchical_config, block_size=block_size, **options)
-    elif chosen == "distributed":
+    elif kind == "distributed":
         if sparse_config is not None:
             raise must("a distributed module must be given its densities", "a sparse_config", "Use distributed_config.")
         made = BlockSparseRingDistributedDilatedAttention(
-            _told(embed_dim, EMBED_DIM),
-            _told(num_heads, NUM_HEADS),
+            _default(embed_dim, EMBED_DIM),
+            _default(num_heads, NUM_HEADS),
             segments,
             rates,
             _with_densities(distributed_config, sparsity_ratio, block_size),
             **options,
         )
-    elif chosen == "multihead":
-        width, heads = _told(embed_dim, EMBED_DIM), _told(num_heads, NUM_HEADS)
-        made = BlockSparseRingMultiheadDilatedAttention(width, heads, segments, rates, **kept, **options)
+    elif kind == "multihead":
+        width, heads = _default(embed_dim, EMBED_DIM), _default(num_heads, NUM_HEADS)
+        made = BlockSparseRingMultiheadDilatedAttention(width, heads, segments, rates, **sparse, **options)
     else:
-        made = BlockSparseRingDilatedAttention(segments, rates, **kept, **options)
+        made = BlockSparseRingDilatedAttention(segments, rates, **sparse, **options)
     if variant != "auto":
         return made
-    return _where_it_pays(made, length, f"auto took variant {chosen}")
+    return _where_it_pays(made, length, f"auto took variant {kind}")
 
 
-def _told(value: int | None, otherwise: int | None) -> Any:
+def _default(value: int | None, otherwise: int | None) -> Any:
     return otherwise if value is None else value
 
 
@@ -136,22 +140,22 @@ def _adaptive(
     segments: tuple[int, ...],
     rates: tuple[int, ...],
     config: AdaptiveConfig | None,
-    kept: dict[str, Any],
+    sparse: dict[str, Any],
     embed_dim: int | None,
     num_heads: int | None,
     options: dict[str, Any],
 ) -> nn.Module:
-    ratio = kept.pop("sparsity_ratio")
+    ratio = sparse.pop("sparsity_ratio")
     if ratio is not None:
         if config is not None:
             raise must("adaptive_config must come without sparsity_ratio", "both", "It has base_sparsity.")
         config = AdaptiveConfig(base_sparsity=1.0 - ratio)
     if embed_dim is not None:
-        heads = _told(num_heads, NUM_HEADS)
+        heads = _default(num_heads, NUM_HEADS)
         return MultiheadBlockSparseAdaptive(
-            embed_dim, heads, segments, rates, adaptive_config=config, **kept, **options
+            embed_dim, heads, segments, rates, adaptive_config=config, **sparse, **options
         )
-    return BlockSparseAdaptive(segments, rates, _told(num_heads, 8), adaptive_config=config, **kept, **options)
+    return BlockSparseAdaptive(segments, rates, _default(num_heads, 8), adaptive_config=config, **sparse, **options)
 
 
 def create_adaptive_block_sparse(base_sparsity: float = 0.9, **options: Any) -> nn.Module:
@@ -161,10 +165,10 @@ def create_adaptive_block_sparse(base_sparsity: float = 0.9, **options: Any) -> 
     0.5
     """
     names = {field.name for field in fields(AdaptiveConfig)}
-    told = {name: options.pop(name) for name in list(options) if name in names}
-    if told and options.get("adaptive_config") is not None:
-        raise must("adaptive_config must come without its fields", ", ".join(told))
-    options.setdefault("adaptive_config", AdaptiveConfig(base_sparsity=base_sparsity, **told))
+    given = {name: options.pop(name) for name in list(options) if name in names}
+    if given and options.get("adaptive_config") is not None:
+        raise must("adaptive_config must come without its fields", ", ".join(given))
+    options.setdefault("adaptive_config", AdaptiveConfig(base_sparsity=base_sparsity, **given))
     return create_block_sparse_attention("adaptive", **options)
 
 
@@ -277,20 +281,20 @@ def _branches(
     return segments, rates
 
 
-def _where_it_pays(made: Any, length: int | None, chosen: str) -> nn.Module:
+def _where_it_pays(made: Any, length: int | None, kind: str) -> nn.Module:
     """`made`, with dense attention where the cost model finds that faster at this length."""
     if length is None:
-        made.reason = f"{chosen}; no length was given, so dense attention was not weighed against it"
+        made.reason = f"{kind}; no length was given, so dense attention was not weighed against it"
         return made
     plan = made.plan(length, made.num_heads or 8)
-    costs = cost_model(made.place())
+    costs = cost_model(made.default_device())
     sparse, dense = costs.sparse(plan), costs.dense(plan)
     source = "measured on this machine" if costs.measured else "assumed, for measuring is switched off"
-    told = f"at {length:,} tokens sparse takes about {sparse:.2g} s and dense {dense:.2g} s ({source})"
+    summary = f"at {length:,} tokens sparse takes about {sparse:.2g} s and dense {dense:.2g} s ({source})"
     if sparse <= dense:
-        made.reason = f"{chosen}; {told}"
+        made.reason = f"{kind}; {summary}"
         return made
-    made.pattern, made.reason = Full(), f"auto took dense attention; {told}"
+    made.pattern, made.reason = Full(), f"auto took dense attention; {summary}"
     if isinstance(made, BlockSparseRingDilatedAttention):
         made.clear_pattern_cache()
     return made

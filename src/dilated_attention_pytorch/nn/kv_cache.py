@@ -42,7 +42,7 @@ class KVCache:
         self.prompt_lengths = None if prompt_lengths is None else list(prompt_lengths)
         self.lengths: list[int] = []
         """Tokens read so far, of each sample."""
-        self.kept = LiveKeys()
+        self.live = LiveKeys()
         """Positions held."""
         self._key: Tensor | None = None
         self._value: Tensor | None = None
@@ -89,7 +89,7 @@ class KVCache:
             raise must(f"tokens must come for the cache's {len(self.lengths)} samples", batch)
         if self.lengths and torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value)):
             raise must("decoding must run without gradients", "tensors that need one", "Use torch.no_grad().")
-        self._check_held(key, value)
+        self._check_stored(key, value)
         first = not self.lengths
         before = self.lengths or [0] * batch
         added = self._added(batch, rows) if first else [rows] * batch
@@ -107,14 +107,14 @@ class KVCache:
             self._key, self._value = (None, None) if first else (self._key, self._value)
             raise
 
-    def _check_held(self, key: Tensor, value: Tensor) -> None:
+    def _check_stored(self, key: Tensor, value: Tensor) -> None:
         """New tokens must be like those that are held."""
-        for name, held, given in (("key", self._key, key), ("value", self._value, value)):
-            if held is not None and held.shape[1::2] != given.shape[1::2]:
-                heads, width = held.shape[1::2]
+        for name, stored, given in (("key", self._key, key), ("value", self._value, value)):
+            if stored is not None and stored.shape[1::2] != given.shape[1::2]:
+                heads, width = stored.shape[1::2]
                 raise must(f"{name} must have the cache's {heads} heads of width {width}", tuple(given.shape))
-            if held is not None and held.dtype != given.dtype:
-                raise must_be(f"{name} must have the cache's dtype {held.dtype}", given.dtype)
+            if stored is not None and stored.dtype != given.dtype:
+                raise must_be(f"{name} must have the cache's dtype {stored.dtype}", given.dtype)
 
     def reorder(self, samples: Tensor) -> None:
         """Let sample i go on from what sample `samples[i]` has read, as a beam search does."""
@@ -137,51 +137,51 @@ class KVCache:
     def _follow(self, query: Tensor, before: list[int], settings: dict[str, Any]) -> Tensor:
         """Rows of tokens that were written after `before` others."""
         assert self._key is not None and self._value is not None
-        where = {"length": self.length, "enable_gqa": True, "kept": self.kept}
+        where = {"length": self.length, "enable_gqa": True, "live": self.live}
         return attention_step(query, self._key, self._value, self.pattern, before, **where, **settings)
 
     def _end(self, lengths: Sequence[int] | None = None) -> int:
         """Slots in use when the longest sample has read this much."""
         last = max(lengths or self.lengths) - 1
-        return int(self.kept.slots(torch.tensor(last, device="cpu"))) + 1
+        return int(self.live.slots(torch.tensor(last, device="cpu"))) + 1
 
     def _write(self, key: Tensor, value: Tensor, before: list[int], heads: int) -> None:
         rows = key.shape[2]
         if self.lengths:
             self._drop(min(before), heads)
-        room = self._end([max(before) + rows])
-        self._key, self._value = self._grown(self._key, key, room), self._grown(self._value, value, room)
+        capacity = self._end([max(before) + rows])
+        self._key, self._value = self._grown(self._key, key, capacity), self._grown(self._value, value, capacity)
         at = torch.tensor(before, device="cpu")[:, None] + torch.arange(rows, device="cpu")
-        slots = self.kept.slots(at).to(key.device)
+        slots = self.live.slots(at).to(key.device)
         sample = torch.arange(len(before), device=key.device)[:, None]
-        for held, given in ((self._key, key), (self._value, value)):
-            held[sample, :, slots] = given.transpose(1, 2)
+        for stored, given in ((self._key, key), (self._value, value)):
+            stored[sample, :, slots] = given.transpose(1, 2)
 
-    def _grown(self, held: Tensor | None, given: Tensor, room: int) -> Tensor:
-        if held is not None and held.shape[2] >= room:
-            return held
+    def _grown(self, stored: Tensor | None, given: Tensor, capacity: int) -> Tensor:
+        if stored is not None and stored.shape[2] >= capacity:
+            return stored
         larger = given.new_empty(
-            *given.shape[:2], room if held is None else max(room, 2 * held.shape[2]), given.shape[3]
+            *given.shape[:2], capacity if stored is None else max(capacity, 2 * stored.shape[2]), given.shape[3]
         )
-        if held is not None:
-            larger[:, :, : held.shape[2]] = held
+        if stored is not None:
+            larger[:, :, : stored.shape[2]] = stored
         return larger
 
     def _drop(self, position: int, heads: int) -> None:
         """Let go of what no row from `position` on sees, once that is half of what is held."""
         assert self._key is not None and self._value is not None
-        wanted = live_keys(self.pattern, self.length, position, heads)
+        needed = live_keys(self.pattern, self.length, position, heads)
         end = max(self.lengths)
-        held = end - self.kept.begin + self.kept.sinks
-        left = end - wanted.begin + wanted.sinks
-        if wanted.begin <= max(self.kept.begin, wanted.sinks) or 2 * left > held:
+        stored_rows = end - self.live.begin + self.live.sinks
+        left = end - needed.begin + needed.sinks
+        if needed.begin <= max(self.live.begin, needed.sinks) or 2 * left > stored_rows:
             return
-        slots = self.kept.slots(
-            torch.cat([torch.arange(wanted.sinks, device="cpu"), torch.arange(wanted.begin, end, device="cpu")])
+        slots = self.live.slots(
+            torch.cat([torch.arange(needed.sinks, device="cpu"), torch.arange(needed.begin, end, device="cpu")])
         )
         slots = slots.to(self._key.device)
         self._key, self._value = self._key[:, :, slots], self._value[:, :, slots]
-        self.kept = wanted
+        self.live = needed
 
 
 def check_cache_type(cache: object) -> None:

@@ -38,7 +38,7 @@ def _each_once(change: Callable[[Tensor], Tensor], query: Tensor, key: Tensor, v
     return changed, changed_key, changed_key if value is key else change(value)
 
 
-def _shards_alike(pattern: Pattern, n: int, heads: int, local: int) -> bool:
+def _shards_equal(pattern: Pattern, n: int, heads: int, local: int) -> bool:
     """Whether head h of every shard of `local` heads follows the pattern as head h of the first does."""
     try:
         whole = pattern.resolve(n, heads)
@@ -172,9 +172,9 @@ class MultiheadSparseAttention(Projections, Planned):
         if cache is not None:
             self._check_cache(cache, itself, is_causal, key_padding_mask, attn_mask, cu_seqlens)
             where = {"backend": self.backend, "memory_budget": self.memory_budget}
-            found = cache.attend(q, k, v, scale=self.head_dim**-0.5, **where)
+            attended = cache.attend(q, k, v, scale=self.head_dim**-0.5, **where)
         else:
-            found = self._operation(q.shape[2], k.shape[2])(
+            attended = self._operation(q.shape[2], k.shape[2])(
                 q,
                 k,
                 v,
@@ -188,7 +188,7 @@ class MultiheadSparseAttention(Projections, Planned):
                 backend=self.backend,
                 memory_budget=self.memory_budget,
             )
-        output = self.finish(found)
+        output = self.finish(attended)
         if unbatched:
             return output[0], None if weights is None else weights[0]
         return output if batched else output.transpose(0, 1), weights
@@ -199,7 +199,7 @@ class MultiheadSparseAttention(Projections, Planned):
     def _check_shard(self, heads: int, kv_heads: int, n: int) -> None:
         super()._check_shard(heads, kv_heads, n)
         position = self.position is not None and self.position.by_head
-        if not position and _shards_alike(self.pattern, n, self.num_heads, heads):
+        if not position and _shards_equal(self.pattern, n, self.num_heads, heads):
             return
         raise must(
             f"every shard of num_heads={self.num_heads} must be computed like the first",
@@ -293,7 +293,7 @@ class MultiheadSparseAttention(Projections, Planned):
         """An empty cache for decoding with this module; see `KVCache` for `length`."""
         return KVCache(self.pattern, length)
 
-    def place(self) -> torch.device:
+    def default_device(self) -> torch.device:
         return self.out_proj.weight.device
 
     def extra_repr(self) -> str:

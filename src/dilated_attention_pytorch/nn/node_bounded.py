@@ -84,7 +84,7 @@ class BlockSparseRingDistributedDilatedAttention(MultiheadOverRanks, MultiheadSp
         if config.enable_error_recovery:
             # Created before a rank can fail: creation is collective.
             voters_of(self.ranks.group)
-        self.ranks.meter = partial(free_on, self.place()) if config.enable_memory_optimization else None
+        self.ranks.meter = partial(free_on, self.default_device()) if config.enable_memory_optimization else None
         with (
             faults() if config.enable_error_recovery else nullcontext(),
             shared_arenas.lent() if config.enable_memory_optimization else nullcontext(),
@@ -110,13 +110,13 @@ class BlockSparseRingDistributedDilatedAttention(MultiheadOverRanks, MultiheadSp
         from ..distributed.recovery import attempt
 
         layout = self.ranks.layout_of(query.shape[2])
-        known = with_lengths(pattern, layout).resolve(layout.n, self.num_heads)
+        resolved = with_lengths(pattern, layout).resolve(layout.n, self.num_heads)
         batch, key_heads, _, width = key.shape
         row = batch * key_heads * (width + value.shape[3]) * key.element_size()
         remote = (layout.n - min(layout.lengths)) * row
 
         def step() -> Tensor:
-            return attend(query, key, value, known, receive_budget=self._receive_budget(remote), **settings)
+            return attend(query, key, value, resolved, receive_budget=self._receive_budget(remote), **settings)
 
         if not self.distributed_config.enable_error_recovery:
             return step()
@@ -126,8 +126,8 @@ class BlockSparseRingDistributedDilatedAttention(MultiheadOverRanks, MultiheadSp
         """Bytes to fetch at a time, the same on every rank; None for all that is needed of the `remote` ones."""
         from ..distributed.receive_buffers import FRACTION
 
-        budget, room = self.ranks.transfer.get("receive_budget"), self.ranks.least_room
-        most = budget if budget is not None else remote if room is None else min(remote, int(FRACTION * room))
+        budget, free = self.ranks.transfer.get("receive_budget"), self.ranks.least_free
+        most = budget if budget is not None else remote if free is None else min(remote, int(FRACTION * free))
         if not self._halvings and most in (budget, remote):
             return budget
         # A power of two, so that plans stay the same while free memory varies.

@@ -80,11 +80,11 @@ class Xpos(Rotary):
 
     def _in_range(self, power: Tensor, dtype: torch.dtype) -> Tensor:
         # Half of the exponent's range is left to the query and key themselves.
-        room = math.log(torch.finfo(dtype).max) / 2
+        limit = math.log(torch.finfo(dtype).max) / 2
         return require(
             power,
-            (power.abs() <= room).all(),
-            f"XPOS must stay within exp(+-{room:.0f}) in {dtype}",
+            (power.abs() <= limit).all(),
+            f"XPOS must stay within exp(+-{limit:.0f}) in {dtype}",
             lambda: f"exp(+-{float(power.abs().max()):.0f})",
             "Set center to half of the longest length, or raise scale_base.",
         )
@@ -141,11 +141,11 @@ def _exact_parts(x: Tensor, dtype: torch.dtype, parts: int | None = None) -> tup
     In half precision a slope is one part, rounded; in float32 and float64 it is two, of 12 and 26 bits.
     """
     if dtype.itemsize == 2:
-        found = []
+        terms = []
         for _ in range(parts or 1):
-            found.append(x.to(dtype).double())
-            x = x - found[-1]
-        return tuple(found)
+            terms.append(x.to(dtype).double())
+            x = x - terms[-1]
+        return tuple(terms)
     lost = 29 if dtype == torch.float64 else 41
     first = (x.view(torch.int64) >> lost << lost).view(torch.float64)
     return first, x - first

@@ -63,13 +63,13 @@ class Projections(nn.Module):
         self.head_dim = embed_dim // num_heads
         self.kdim, self.vdim = (embed_dim if width is None else width for width in (kdim, vdim))
         self.gamma_init = gamma_init
-        kept: dict[str, Any] = {"device": device, "dtype": dtype}
+        factory_options: dict[str, Any] = {"device": device, "dtype": dtype}
         kv_width = kv_heads * self.head_dim
-        self.q_proj = nn.Linear(embed_dim, embed_dim, bias, **kept)
-        self.k_proj = nn.Linear(self.kdim, kv_width, bias, **kept)
-        self.v_proj = nn.Linear(self.vdim, kv_width, bias, **kept)
-        self.norm = None if norm_eps is None else nn.LayerNorm(embed_dim, norm_eps, bias=bias, **kept)
-        self.out_proj = nn.Linear(embed_dim, embed_dim, bias, **kept)
+        self.q_proj = nn.Linear(embed_dim, embed_dim, bias, **factory_options)
+        self.k_proj = nn.Linear(self.kdim, kv_width, bias, **factory_options)
+        self.v_proj = nn.Linear(self.vdim, kv_width, bias, **factory_options)
+        self.norm = None if norm_eps is None else nn.LayerNorm(embed_dim, norm_eps, bias=bias, **factory_options)
+        self.out_proj = nn.Linear(embed_dim, embed_dim, bias, **factory_options)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -95,14 +95,14 @@ class Projections(nn.Module):
         if many and query is key is value and all(_plain(projection) for projection in three):
             bias = None if self.q_proj.bias is None else torch.cat([projection.bias for projection in three])
             joined = F.linear(query, torch.cat([projection.weight for projection in three]), bias)
-            found = joined.split([projection.out_features for projection in three], -1)
+            projected = joined.split([projection.out_features for projection in three], -1)
         else:
-            found = [projection(tensor) for projection, tensor in zip(three, (query, key, value), strict=True)]
-        for projection, tensor in zip(("q_proj", "k_proj", "v_proj"), found, strict=True):
+            projected = [projection(tensor) for projection, tensor in zip(three, (query, key, value), strict=True)]
+        for projection, tensor in zip(("q_proj", "k_proj", "v_proj"), projected, strict=True):
             if tensor.shape[-1] % self.head_dim:
                 advice = "A tensor-parallel plan must divide num_heads and num_kv_heads evenly."
                 raise must(f"{projection} must give whole heads of {self.head_dim}", tensor.shape[-1], advice)
-        q, k, v = (tensor.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for tensor in found)
+        q, k, v = (tensor.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for tensor in projected)
         if q.shape[1] != self.num_heads or k.shape[1] != self.num_kv_heads:
             self._check_shard(q.shape[1], k.shape[1], q.shape[2])
         return q, k, v
@@ -120,9 +120,9 @@ class Projections(nn.Module):
                 "Build the module with layer_norm=False, or leave its attention out of the tensor-parallel plan.",
             )
 
-    def finish(self, found: Tensor) -> Tensor:
+    def finish(self, projected: Tensor) -> Tensor:
         """What attention found, (B, H, N, D), normalised where asked for and projected to (B, N, E)."""
-        output = found.transpose(1, 2).flatten(2)
+        output = projected.transpose(1, 2).flatten(2)
         return self.out_proj(output if self.norm is None else self.norm(output))
 
     @classmethod

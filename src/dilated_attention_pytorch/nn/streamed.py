@@ -172,7 +172,7 @@ class StreamedLayer(nn.Module):
         return rows + self._higher(higher, positions) if higher else rows
 
     def _higher(self, tables: list[Tensor], positions: Tensor) -> Tensor:
-        digits = (F.embedding(positions // DIGIT**place % DIGIT, table) for place, table in enumerate(tables, 1))
+        digits = (F.embedding(positions // DIGIT**digit % DIGIT, table) for digit, table in enumerate(tables, 1))
         return reduce(torch.add, digits)
 
     def heads(self, rows: Tensor) -> Three:
@@ -228,12 +228,12 @@ class TokenSource:
         if not with_graph:
             return []
         outputs, seeds = zip(*with_graph, strict=True)
-        found = torch.autograd.grad(outputs, [*also, *parameters], seeds, allow_unused=True)
-        for parameter, grad in zip(parameters, found[len(also) :], strict=True):
+        every = torch.autograd.grad(outputs, [*also, *parameters], seeds, allow_unused=True)
+        for parameter, grad in zip(parameters, every[len(also) :], strict=True):
             if grad is not None:
                 wide = grad.to(torch.promote_types(grad.dtype, torch.float32))
                 self.grads[parameter] = wide + self.grads[parameter] if parameter in self.grads else wide
-        return list(found[: len(also)])
+        return list(every[: len(also)])
 
 
 class _Projected:
@@ -306,7 +306,7 @@ class _Pooled(torch.autograd.Function):
             backend=layer.backend,
             progress=ctx.settings.progress,
         )
-        known = (source.grads.get(parameter) for parameter in layer.parameters())
-        shares = (None if grad is None else grad / len(ctx.ids) for grad in known)
+        sums = (source.grads.get(parameter) for parameter in layer.parameters())
+        shares = (None if grad is None else grad / len(ctx.ids) for grad in sums)
         grads = (g if g is None else g.to(p.dtype) for g, p in zip(shares, layer.parameters(), strict=True))
         return None, None, None, *grads

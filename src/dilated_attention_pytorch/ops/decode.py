@@ -41,7 +41,7 @@ def attention_step(
     scale: float | None = None,
     enable_gqa: bool = False,
     key_padding_mask: Tensor | None = None,
-    kept: LiveKeys | None = None,
+    live: LiveKeys | None = None,
     backend: str = "auto",
     memory_budget: int | float | None = None,
 ) -> Tensor:
@@ -79,19 +79,19 @@ def attention_step(
     scale = scale_of(scale, width)
     if not batch or not rows:
         return empty_attention(query, key, value)[0]
-    kept = kept or LiveKeys()
-    held = kept.slots(torch.tensor([max(first) + rows - 1], device="cpu"))
-    if int(held) >= key.shape[2]:
+    live = live or LiveKeys()
+    last_slot = live.slots(torch.tensor([max(first) + rows - 1], device="cpu"))
+    if int(last_slot) >= key.shape[2]:
         raise must(
             "the cache must hold the keys of the new tokens too", f"{key.shape[2]} keys for position {max(first)}"
         )
-    if rows < MOST_ROWS or kept != LiveKeys() or len(set(first)) > 1:
-        where = length, scale, key_padding_mask, kept
+    if rows < MOST_ROWS or live != LiveKeys() or len(set(first)) > 1:
+        where = length, scale, key_padding_mask, live
         return torch.stack(
             [_row(query[:, :, m], key, value, whole, [t + m for t in first], *where) for m in range(rows)], 2
         )
     before, end = first[0], first[0] + rows
-    found = attention(
+    output = attention(
         torch.nn.functional.pad(query, (0, 0, before, 0)),
         key[:, :, :end],
         value[:, :, :end],
@@ -103,7 +103,7 @@ def attention_step(
         backend=backend,
         memory_budget=memory_budget,
     )
-    return found[:, :, before:]
+    return output[:, :, before:]
 
 
 def _row(
@@ -115,7 +115,7 @@ def _row(
     length: int | None,
     scale: float,
     key_padding_mask: Tensor | None,
-    kept: LiveKeys,
+    live: LiveKeys,
 ) -> Tensor:
     batch, heads, _ = query.shape
     dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
@@ -123,10 +123,10 @@ def _row(
     longest = max(row.positions.shape[1] for row in seen.values())
     if longest == 0:
         return query.new_zeros(batch, heads, value.shape[-1])
-    alike = len(seen) == 1
-    rows = [_padded(*seen[t], longest) for t in (positions[:1] if alike else positions)]
+    uniform = len(seen) == 1
+    rows = [_padded(*seen[t], longest) for t in (positions[:1] if uniform else positions)]
     index, bias = (torch.stack(column).to(query.device) for column in zip(*rows, strict=True))
-    slots = kept.slots(index).clamp(min=0).expand(batch, heads, longest)
+    slots = live.slots(index).clamp(min=0).expand(batch, heads, longest)
     sample = torch.arange(batch, device=query.device)[:, None, None]
     group = torch.arange(heads, device=query.device)[None, :, None] // (heads // key.shape[1])
     keys, values = key[sample, group, slots].to(dtype), value[sample, group, slots].to(dtype)

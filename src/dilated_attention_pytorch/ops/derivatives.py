@@ -32,11 +32,11 @@ def once_differentiable(name: str) -> Callable[[Backward], Backward]:
         def run(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
             check_reverse_mode(*grads)
             with torch.no_grad():
-                found = backward(ctx, *grads)
+                grads_in = backward(ctx, *grads)
             if not torch.is_grad_enabled():
-                return found
-            error = torch._C._functions.DelayedError(ONCE.format(name).encode(), len(found))
-            leaves = (None if grad is None else grad.detach().requires_grad_() for grad in found)
+                return grads_in
+            error = torch._C._functions.DelayedError(ONCE.format(name).encode(), len(grads_in))
+            leaves = (None if grad is None else grad.detach().requires_grad_() for grad in grads_in)
             return error(*leaves)  # pyrefly: ignore[no-matching-overload]
 
         return run

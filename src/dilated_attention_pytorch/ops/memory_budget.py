@@ -27,12 +27,12 @@ from ..kernels.registry import backend_named
 from ..patterns import Pattern
 from ..plan.subset import Span, of_heads, of_rows, spans, widest_tile
 
-MOST_REMEMBERED = 256
+CACHE_SIZE = 256
 WORDS = {"forward": "output", "backward": "gradients"}
 UNSPLIT = 2**20
 """Bytes by which torch's CUDA allocator may exceed what a large tensor asks for."""
 
-Found = TypeVar("Found", Forward, Gradients)
+Result = TypeVar("Result", Forward, Gradients)
 
 
 class Memory(NamedTuple):
@@ -67,10 +67,10 @@ def forward(call: AttentionCall, name: str, runner: Runner, memory_budget: int |
         output = empty_rows(call.query, call.value.shape[-1])
         lse = call.query.new_empty(call.query.shape[:3], dtype=call.compute_dtype)
         for chunk in _chunks(call, size):
-            found = runner.forward(chunk.call)
-            output[chunk.own], lse[chunk.own] = (t[:, :, chunk.inside] for t in found)
+            result = runner.forward(chunk.call)
+            output[chunk.own], lse[chunk.own] = (t[:, :, chunk.inside] for t in result)
             # Without a name, the results of one chunk are gone before the next is computed.
-            del found
+            del result
         return Forward(output, lse)
 
     return _within("forward", call, name, memory_budget, run)
@@ -97,11 +97,11 @@ def backward(
     def by_rows(whole: Gradients, unit: tuple[slice, ...], chunks: Iterator[_Chunk]) -> None:
         sums = [_zeros(grad[unit], call.compute_dtype) for grad in whole[1:]]
         for chunk in chunks:
-            found = of(chunk)
-            whole.query[chunk.own] = found.query[:, :, chunk.inside]
+            result = of(chunk)
+            whole.query[chunk.own] = result.query[:, :, chunk.inside]
             for index, total in enumerate(sums, 1):
-                total[:, :, chunk.keys[2]] += found[index]
-            del found
+                total[:, :, chunk.keys[2]] += result[index]
+            del result
         for grad, total in zip(whole[1:], sums, strict=True):
             grad[unit] = total
 
@@ -125,7 +125,7 @@ def _zeros(rows: Tensor, dtype: torch.dtype) -> Tensor:
     return rows.zero_() if rows.dtype == dtype else torch.zeros_like(rows, dtype=dtype)
 
 
-Place = tuple[slice, slice, slice]
+Slices = tuple[slice, slice, slice]
 """Samples, heads, rows."""
 
 
@@ -133,11 +133,11 @@ class _Chunk(NamedTuple):
     """What is computed at a time."""
 
     call: AttentionCall
-    queries: Place
+    queries: Slices
     """What it reads of the queries ..."""
-    keys: Place
+    keys: Slices
     """... and of the keys."""
-    own: Place
+    own: Slices
     """The queries it is there for; others come with the tiles that hold them."""
 
     @property
@@ -176,8 +176,8 @@ def _chunks(call: AttentionCall, size: int) -> Iterator[_Chunk]:
             keys = some, slice(first, min(first + group, key_heads)), every
             own = slice(first * shared, keys[1].stop * shared)
             if units:
-                place = some, own, every
-                yield _Chunk(_cut(call, place, keys), place, keys, place)
+                queries = some, own, every
+                yield _Chunk(_cut(call, queries, keys), queries, keys, queries)
                 continue
             for head in range(own.start, own.stop):
                 one = slice(head, head + 1)
@@ -191,17 +191,17 @@ def _chunks(call: AttentionCall, size: int) -> Iterator[_Chunk]:
                     )
 
 
-def _cut(call: AttentionCall, place: Place, key_place: Place) -> AttentionCall:
-    begin, end = place[1].start, place[1].stop
+def _cut(call: AttentionCall, queries: Slices, keys: Slices) -> AttentionCall:
+    begin, end = queries[1].start, queries[1].stop
     mask, seed, pattern = call.key_padding_mask, call.seed, call.pattern
-    stream = place[0].start * call.plan.heads + begin
+    stream = queries[0].start * call.plan.heads + begin
     return replace(
         call,
-        query=call.query[place],
-        key=call.key[key_place],
-        value=call.value[key_place],
+        query=call.query[queries],
+        key=call.key[keys],
+        value=call.value[keys],
         plan=of_heads(call.plan, begin, end),
-        key_padding_mask=None if mask is None else mask[place[0]],
+        key_padding_mask=None if mask is None else mask[queries[0]],
         # Dropout adds the number of the sample and head to the seed's upper half, which thus may start anywhere.
         seed=None if seed is None else seed + (stream << 32),
         positions=None if call.positions is None else call.positions[:, begin:end],
@@ -305,8 +305,8 @@ def memory_of(device: torch.device) -> tuple[int, int]:
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device), total
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
-        known = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines}
-        free, total = known["MemAvailable"], known["MemTotal"]
+        fields = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines}
+        free, total = fields["MemAvailable"], fields["MemTotal"]
     except (OSError, KeyError, IndexError, ValueError):
         raise must("memory_budget must be in bytes where free memory is unknown", f"a fraction on {device}") from None
     for limit, used in _limits():
@@ -340,20 +340,20 @@ def free_bytes(device: torch.device) -> int:
     return memory_of(device)[0]
 
 
-_remembered: OrderedDict[tuple[object, ...], int] = OrderedDict()
+_chunk_sizes: OrderedDict[tuple[object, ...], int] = OrderedDict()
 """Chunk sizes of calls that once ran out of memory, by direction, device and shape."""
 _lock = threading.Lock()
 
 
-def forget() -> None:
+def clear_chunk_sizes() -> None:
     """Forget which calls ran out of memory."""
     with _lock:
-        _remembered.clear()
+        _chunk_sizes.clear()
 
 
 def _within(
-    direction: str, call: AttentionCall, name: str, memory_budget: int | float, run: Callable[[int], Found]
-) -> Found:
+    direction: str, call: AttentionCall, name: str, memory_budget: int | float, run: Callable[[int], Result]
+) -> Result:
     """Run with the largest chunks that fit; out of memory all the same, with half as much until it goes."""
     kind = direction, name, call.device, call.query.dtype, call.query.shape, call.value.shape, call.plan.name
     budget = int(memory_budget) if memory_budget > 1 else int(memory_budget * free_bytes(call.device))
@@ -367,7 +367,7 @@ def _within(
             "Give more, or call with fewer samples, heads or tokens.",
         )
     with _lock:
-        size = min(size, _remembered.get(kind, size))
+        size = min(size, _chunk_sizes.get(kind, size))
     while True:
         try:
             return run(size)
@@ -377,18 +377,18 @@ def _within(
                 raise
         # Outside the handler, whose traceback would keep the tensors of the attempt.
         size = smaller
-        _remember(kind, size, call)
+        _store_chunk_size(kind, size, call)
 
 
-def _remember(kind: tuple[object, ...], size: int, call: AttentionCall) -> None:
+def _store_chunk_size(kind: tuple[object, ...], size: int, call: AttentionCall) -> None:
     if call.device.type == "cuda":
         torch.cuda.empty_cache()
     with _lock:
-        first = kind[1:] not in {known[1:] for known in _remembered}
-        _remembered[kind] = size
-        _remembered.move_to_end(kind)
-        while len(_remembered) > MOST_REMEMBERED:
-            _remembered.popitem(last=False)
+        first = kind[1:] not in {other[1:] for other in _chunk_sizes}
+        _chunk_sizes[kind] = size
+        _chunk_sizes.move_to_end(kind)
+        while len(_chunk_sizes) > CACHE_SIZE:
+            _chunk_sizes.popitem(last=False)
     if first:
         warnings.warn(
             f"out of memory in attention ({call.describe()}): going on with smaller chunks, and remembering them",

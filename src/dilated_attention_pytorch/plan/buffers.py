@@ -155,7 +155,7 @@ class Excerpt:
     """Over buffer rows; without parts where no row of the run takes part."""
     queries: Tensor
     """int64 [R]: `head * rows of the run + row` of every query the part computes, each once"""
-    places: Tensor
+    slots: Tensor
     """int64 [R]: `head * n + buffer row` of each"""
     query_rows: Tensor
     """int64 [H, n]: row of the run in each buffer row, -1 for filler"""
@@ -186,14 +186,14 @@ def excerpts(
     """
     plan = plan_rows(pattern, n, heads, [(begin, end)], keys, block_size)
     pairs = Pairs(TokenRuns([(begin, end)]), key_range=keys)
-    found = []
+    excerpts = []
     for part in plan.parts:
         buffers = buffer_plan(replace(plan, parts=(part,)), key_heads, pairs)
         rows = buffers.query_rows.long()
-        places = (rows.flatten() >= 0).nonzero()[:, 0]
-        queries = places // max(buffers.plan.n, 1) * (end - begin) + rows.flatten()[places]
-        found.append(Excerpt(buffers.plan.to(device), queries, places, rows.to(device), buffers.key_tokens))
-    return tuple(found)
+        slots = (rows.flatten() >= 0).nonzero()[:, 0]
+        queries = slots // max(buffers.plan.n, 1) * (end - begin) + rows.flatten()[slots]
+        excerpts.append(Excerpt(buffers.plan.to(device), queries, slots, rows.to(device), buffers.key_tokens))
+    return tuple(excerpts)
 
 
 def buffer_plan(plan: Plan, key_heads: int, pairs: Pairs) -> BufferPlan:
@@ -315,11 +315,11 @@ class _Cut:
         row, tile, mask = row[alive], tile[alive], mask[alive]
         tiles, which = torch.unique(tile, return_inverse=True)
         selected = self._keys_selected(tiles, kind.key_offset)
-        kept = selected.any(1)[which]
+        keep = selected.any(1)[which]
         whole = torch.zeros(len(tiles), dtype=torch.bool, device="cpu")
         whole[which[mask < 0]] = True
         needed = selected & whole[:, None]
-        partial = ((mask >= 0) & kept).nonzero()[:, 0]
+        partial = ((mask >= 0) & keep).nonzero()[:, 0]
         if len(partial):
             shapes, shape = _distinct(own)
             code, case = torch.unique(mask[partial] * len(shapes) + shape[row[partial]], return_inverse=True)
@@ -330,9 +330,9 @@ class _Cut:
                 ]
             )[case]
             seen &= selected[which[partial]]
-            kept[partial] = seen.any(1)
+            keep[partial] = seen.any(1)
             needed |= torch.zeros_like(needed, dtype=torch.int32).index_add_(0, which[partial], seen.int()).bool()
-        row, tile, mask, which = row[kept], tile[kept], mask[kept], which[kept]
+        row, tile, mask, which = row[keep], tile[keep], mask[keep], which[keep]
         met = needed.any(1)
         return _Meetings(row, tile, self.masks.cut(mask, selected, which), tiles[met], needed[met])
 
@@ -447,7 +447,7 @@ class _CutMasks:
         return result
 
 
-def in_place_plan(plan: Plan, shard: TokenRuns, rows: int, first_query: int = 0) -> Plan:
+def local_plan(plan: Plan, shard: TokenRuns, rows: int, first_query: int = 0) -> Plan:
     """The pairs of a plan whose tiles both lie in a run of a shard, on the shard itself: nothing is copied.
 
     Args:
@@ -460,14 +460,14 @@ def in_place_plan(plan: Plan, shard: TokenRuns, rows: int, first_query: int = 0)
     for part in plan.parts:
         sides = []
         for axis, least in ((part.queries, first_query), (part.keys, 0)):
-            held, shift = shard.holds(axis, plan.block_size)
-            held &= axis.start >= least
-            start, end = (axis.start - shift)[held], (axis.end - shift)[held].clamp(max=rows)
-            sides.append((held, held.long().cumsum(0) - 1, replace(axis, start=start, end=end)))
-        (query_held, query_index, queries), (key_held, key_index, keys) = sides
+            local, shift = shard.holds(axis, plan.block_size)
+            local &= axis.start >= least
+            start, end = (axis.start - shift)[local], (axis.end - shift)[local].clamp(max=rows)
+            sides.append((local, local.long().cumsum(0) - 1, replace(axis, start=start, end=end)))
+        (query_local, query_index, queries), (key_local, key_index, keys) = sides
         row, tile, mask = part.by_query.entries()
-        kept = query_held[row % part.queries.tiles] & key_held[tile]
-        row, tile, mask = row[kept], tile[kept], mask[kept]
+        keep = query_local[row % part.queries.tiles] & key_local[tile]
+        row, tile, mask = row[keep], tile[keep], mask[keep]
         if not len(row):
             continue
         kind, query, key = row // part.queries.tiles, query_index[row % part.queries.tiles], key_index[tile]

@@ -188,10 +188,10 @@ def _meetings(term: Term, group: list[int], layout: Layout, grid: Grid, masks: M
     offset = layout.offsets[head]
     first, last = layout.edges(offset)
     query, key = _candidates(term, first, last, head, offset, layout, grid)
-    return settled(term, group, query, key, layout, grid, masks)
+    return decide_tiles(term, group, query, key, layout, grid, masks)
 
 
-def settled(
+def decide_tiles(
     term: Term, group: list[int], query: Tensor, key: Tensor, layout: Layout, grid: Grid, masks: MaskTable
 ) -> Meetings:
     """Candidate pairs with at least one allowed pair of existing elements, for one head class."""
@@ -207,16 +207,16 @@ def settled(
     certain = verdict == ALL
     mask = torch.where(certain & ~(ragged[key] | ragged[query]), -1, masks.everything).long()
     open_ = (verdict != ALL) & (verdict != NONE)
-    kept = certain
+    keep = certain
     if open_.any():
         slots = open_.nonzero()[:, 0]
         pairs = first[query[slots]], last[query[slots]], first[key[slots]], last[key[slots]]
         own, some, whole = _element_masks(term, pairs, head, layout, grid, masks)
         exact = whole & ~(ragged[key[slots]] | ragged[query[slots]])
         mask[slots] = torch.where(exact, -1, own)
-        kept = certain.clone()
-        kept[slots] = some
-    return query[kept], key[kept], mask[kept]
+        keep = certain.clone()
+        keep[slots] = some
+    return query[keep], key[keep], mask[keep]
 
 
 def _verdicts(term: Term, tiles: Tiles, head: int, grid: Grid) -> Tensor:

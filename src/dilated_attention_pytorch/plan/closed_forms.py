@@ -39,7 +39,7 @@ from ..patterns import (
     Strided,
 )
 from ..patterns.grid import Grid as TokenGrid
-from .grid_forms import classify_grid, grid_places, grid_reach
+from .grid_forms import classify_grid, grid_columns, grid_reach
 
 NONE, SOME, ALL = 0, 1, 2
 Tiles = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -206,10 +206,10 @@ class ClosedForm(Generic[P]):
         Columns of `place_keys` matter for partial tiles alone.
         """
         verdict = self.classify(tiles, head, grid)
-        columns = self.place_keys(tiles, extent, head, grid)
+        columns = self.key_columns(tiles, extent, head, grid)
         return [verdict.long(), *(torch.where(verdict == SOME, column, 0) for column in columns)]
 
-    def place_keys(self, tiles: Tiles, extent: int, head: int, grid: Grid) -> list[Tensor]:
+    def key_columns(self, tiles: Tiles, extent: int, head: int, grid: Grid) -> list[Tensor]:
         """Columns that determine the element mask of partial tiles."""
         return [tiles[0], tiles[2]]
 
@@ -264,7 +264,7 @@ class _Pair(_Combined[P]):
     def head_key(self, head: int) -> object:
         return tuple(form.head_key(head) for form in self.forms)
 
-    def place_keys(self, tiles: Tiles, extent: int, head: int, grid: Grid) -> list[Tensor]:
+    def key_columns(self, tiles: Tiles, extent: int, head: int, grid: Grid) -> list[Tensor]:
         return [column for form in self.forms for column in form.mask_keys(tiles, extent, head, grid)]
 
 
@@ -351,8 +351,8 @@ class PerHeadForm(_Combined[PerHead]):
     def head_key(self, head: int) -> object:
         return self.pattern.patterns[head], self.of_head(head).head_key(head)
 
-    def place_keys(self, tiles: Tiles, extent: int, head: int, grid: Grid) -> list[Tensor]:
-        return self.of_head(head).place_keys(tiles, extent, head, grid)
+    def key_columns(self, tiles: Tiles, extent: int, head: int, grid: Grid) -> list[Tensor]:
+        return self.of_head(head).key_columns(tiles, extent, head, grid)
 
     def row_keys(self, t: int, head: int, grid: Grid) -> list[range]:
         return self.of_head(head).row_keys(t, head, grid)
@@ -385,8 +385,8 @@ class AtLeastForm(ClosedForm[AtLeast]):
     def head_key(self, head: int) -> object:
         return self.inner.head_key(head)
 
-    def place_keys(self, tiles: Tiles, extent: int, head: int, grid: Grid) -> list[Tensor]:
-        return self.inner.place_keys(tiles, extent, head, grid)
+    def key_columns(self, tiles: Tiles, extent: int, head: int, grid: Grid) -> list[Tensor]:
+        return self.inner.key_columns(tiles, extent, head, grid)
 
 
 @closed_form.register(Packed)
@@ -454,7 +454,7 @@ class FullForm(_PositionForm[Full]):
     def classify(self, tiles: Tiles, head: int, grid: Grid) -> Tensor:
         return torch.full_like(tiles[0], ALL, dtype=torch.int8)
 
-    def place_keys(self, tiles: Tiles, extent: int, head: int, grid: Grid) -> list[Tensor]:
+    def key_columns(self, tiles: Tiles, extent: int, head: int, grid: Grid) -> list[Tensor]:
         return []
 
 
@@ -471,7 +471,7 @@ class CausalForm(_PositionForm[Causal]):
         q0, q1, k0, k1 = tiles
         return _verdict(k1 <= q0, k0 > q1)
 
-    def place_keys(self, tiles: Tiles, extent: int, head: int, grid: Grid) -> list[Tensor]:
+    def key_columns(self, tiles: Tiles, extent: int, head: int, grid: Grid) -> list[Tensor]:
         return [(tiles[2] - tiles[0]).clamp(-extent, extent)]
 
 
@@ -492,7 +492,7 @@ class WindowForm(_PositionForm[SlidingWindow]):
         inside = (nearest >= -before) & (farthest <= after)
         return _verdict(inside, (farthest < -before) | (nearest > after))
 
-    def place_keys(self, tiles: Tiles, extent: int, head: int, grid: Grid) -> list[Tensor]:
+    def key_columns(self, tiles: Tiles, extent: int, head: int, grid: Grid) -> list[Tensor]:
         return [(tiles[2] - tiles[0]).clamp(-self.pattern.before - extent, self.pattern.after + extent)]
 
     def row_keys(self, t: int, head: int, grid: Grid) -> list[range]:
@@ -524,7 +524,7 @@ class GlobalForm(_PositionForm[Global]):
             seen, unseen = seen | (q1 < tokens), unseen & (q0 >= tokens)
         return _verdict(seen, unseen)
 
-    def place_keys(self, tiles: Tiles, extent: int, head: int, grid: Grid) -> list[Tensor]:
+    def key_columns(self, tiles: Tiles, extent: int, head: int, grid: Grid) -> list[Tensor]:
         columns = [tiles[2].clamp(max=self.pattern.tokens)]
         return [*columns, tiles[0].clamp(max=self.pattern.tokens)] if self.pattern.queries else columns
 
@@ -573,9 +573,9 @@ class StridedForm(_PositionForm[Strided]):
         one_block = _in_one_block(tiles, self.pattern.block)
         return _verdict(one_block & kept, one_block & ~kept)
 
-    def place_keys(self, tiles: Tiles, extent: int, head: int, grid: Grid) -> list[Tensor]:
+    def key_columns(self, tiles: Tiles, extent: int, head: int, grid: Grid) -> list[Tensor]:
         if self.pattern.block > 1:
-            return super().place_keys(tiles, extent, head, grid)
+            return super().key_columns(tiles, extent, head, grid)
         return [(tiles[2] - tiles[0]) % self.pattern.stride]
 
     def row_keys(self, t: int, head: int, grid: Grid) -> list[range]:
@@ -598,8 +598,8 @@ class GridForm(_PositionForm[TokenGrid]):
     def classify(self, tiles: Tiles, head: int, grid: Grid) -> Tensor:
         return _verdict(*classify_grid(self.pattern, *tiles))
 
-    def place_keys(self, tiles: Tiles, extent: int, head: int, grid: Grid) -> list[Tensor]:
-        return grid_places(self.pattern, tiles[0], tiles[2], extent)
+    def key_columns(self, tiles: Tiles, extent: int, head: int, grid: Grid) -> list[Tensor]:
+        return grid_columns(self.pattern, tiles[0], tiles[2], extent)
 
 
 @closed_form.register(Dilated)
@@ -630,7 +630,7 @@ class DilatedForm(_PositionForm[Dilated]):
         pattern, indices = self.pattern, range(len(self.pattern.segment_lengths))
         return tuple((pattern.sampled_residue(i, head), bool(pattern.takes_part(i, head))) for i in indices)
 
-    def place_keys(self, tiles: Tiles, extent: int, head: int, grid: Grid) -> list[Tensor]:
+    def key_columns(self, tiles: Tiles, extent: int, head: int, grid: Grid) -> list[Tensor]:
         return [tiles[2] - tiles[0], *(tiles[0] % w for w in self.pattern.segment_lengths)]
 
     def row_keys(self, t: int, head: int, grid: Grid) -> list[range]:
@@ -677,9 +677,9 @@ class BlockForm(ClosedForm[B]):
     def keeps(self, q: Tensor, k: Tensor, head: int, grid: Grid) -> Tensor:
         """Whether the blocks of pairs of tokens are kept."""
         keys = grid.block_keys(self.pattern, head)
-        wanted = q // self.pattern.block * self.pattern.blocks + k // self.pattern.block
-        at = torch.searchsorted(keys, wanted).clamp(max=max(len(keys) - 1, 0))
-        return keys[at] == wanted if len(keys) else torch.zeros_like(wanted, dtype=torch.bool)
+        pair = q // self.pattern.block * self.pattern.blocks + k // self.pattern.block
+        at = torch.searchsorted(keys, pair).clamp(max=max(len(keys) - 1, 0))
+        return keys[at] == pair if len(keys) else torch.zeros_like(pair, dtype=torch.bool)
 
     def reach(self, q0: Tensor, q1: Tensor, head: int, grid: Grid) -> Reach:
         keys, block, blocks = grid.block_keys(self.pattern, head), self.pattern.block, self.pattern.blocks
@@ -738,8 +738,8 @@ class RandomForm(BlockForm[Random]):
         pattern, head = self.pattern, torch.tensor(heads, device=grid.device)[:, None, None]
         row = grid.rows_of(pattern)[:, None]
         drawn = pattern.drawn(row, grid.arange(pattern.kept), head)
-        place = grid.arange(len(heads))[:, None, None] * pattern.blocks + row
-        return (place * pattern.blocks + drawn).flatten()
+        row_index = grid.arange(len(heads))[:, None, None] * pattern.blocks + row
+        return (row_index * pattern.blocks + drawn).flatten()
 
 
 @closed_form.register(Hierarchical)

@@ -19,8 +19,8 @@ class Cost:
     """The above with the gradients of all four and the row sums of the softmax's backward."""
 
     def __str__(self) -> str:
-        def side(flops: int, moved: int, peak: int) -> str:
-            return f"{flops:.3g} flops, {moved:.3g} bytes moved, {peak:.3g} bytes at peak"
+        def side(flops: int, traffic: int, peak: int) -> str:
+            return f"{flops:.3g} flops, {traffic:.3g} bytes moved, {peak:.3g} bytes at peak"
 
         forward = side(self.flops_forward, self.bytes_forward, self.peak_forward)
         backward = side(self.flops_backward, self.bytes_backward, self.peak_backward)

@@ -40,12 +40,12 @@ def _boxes(pattern: Grid, rows: Tensor, low: Tensor, high: Tensor, axis: int) ->
     one, top = first == last, torch.full_like(low, stride - 1)
     parts = []
     # Head and tail rows may be cut; the rows between are whole.
-    for chosen, at, begin, end in (
+    for selected, at, begin, end in (
         (one, first, low % stride, high % stride),
         (~one, first, low % stride, top),
         (~one, last, torch.zeros_like(low), high % stride),
     ):
-        index = chosen.nonzero()[:, 0]
+        index = selected.nonzero()[:, 0]
         for slots, box in _boxes(pattern, index, begin[index], end[index], axis + 1):
             parts.append((rows[slots], [(at[slots], at[slots]), *box]))
     between = (last > first + 1).nonzero()[:, 0]
@@ -120,7 +120,7 @@ def _span(pattern: Grid, low: Tensor, high: Tensor) -> list[Interval]:
     return spans
 
 
-def grid_places(pattern: Grid, q0: Tensor, k0: Tensor, extent: int) -> list[Tensor]:
+def grid_columns(pattern: Grid, q0: Tensor, k0: Tensor, extent: int) -> list[Tensor]:
     """Columns that promise equal masks when equal.
 
     Away from the borders of an axis, a mask depends on the difference of coordinates alone, provided neither tile

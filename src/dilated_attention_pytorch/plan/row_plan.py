@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..patterns import BlockPattern, Packed, Pattern
-from .builder import Layout, MaskTable, Meetings, head_classes, own_block, settled, sorted_once
+from .builder import Layout, MaskTable, Meetings, decide_tiles, head_classes, own_block, sorted_once
 from .closed_forms import Grid, closed_form, ranges
 from .plan import Axis, Part, Plan
 from .terms import Segments, Term, packed_form, terms_of
@@ -83,7 +83,7 @@ def _packed(
     None where documents differ in their terms.
     """
     whole: dict[int, list[_Piece]] = {}
-    found: list[tuple[int, list[_Piece]]] = []
+    documents: list[tuple[int, list[_Piece]]] = []
     for length, end in zip(pattern.lengths, accumulate(pattern.lengths), strict=True):
         start = end - length
         own = [(max(a - start, 0), min(b - start, length)) for a, b in runs if a < end and b > start]
@@ -93,15 +93,15 @@ def _packed(
         if own == [(0, length)] and seen in (None, (0, length)):
             if length not in whole:
                 whole[length] = _pieces(pattern.document(length), length, heads, size, own, None, masks)
-            found.append((start, whole[length]))
+            documents.append((start, whole[length]))
         else:
-            found.append((start, _pieces(pattern.document(length), length, heads, size, own, seen, masks)))
-    if not found:
+            documents.append((start, _pieces(pattern.document(length), length, heads, size, own, seen, masks)))
+    if not documents:
         return []
-    outlines = {tuple(_outline(piece) for piece in pieces) for _, pieces in found}
+    outlines = {tuple(_outline(piece) for piece in pieces) for _, pieces in documents}
     if len(outlines) > 1:
         return None
-    return [_joined([(start, pieces[index]) for start, pieces in found]) for index in range(len(found[0][1]))]
+    return [_joined([(start, pieces[index]) for start, pieces in documents]) for index in range(len(documents[0][1]))]
 
 
 def _outline(piece: _Piece) -> tuple[object, ...]:
@@ -144,7 +144,7 @@ def _piece(
     both = tiles.layout(torch.cat([tiles.own, streamed]))
     met = []
     for group, (grid, row, key) in zip(groups, candidates, strict=True):
-        query, column, mask = settled(
+        query, column, mask = decide_tiles(
             term, group, row, len(tiles.own) + torch.searchsorted(streamed, key), both, grid, masks
         )
         met.append((query, column - len(tiles.own), mask))

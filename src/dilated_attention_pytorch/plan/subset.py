@@ -60,7 +60,7 @@ def of_rows(plan: Plan, pattern: Pattern, span: Span) -> Plan:
     if subset is None:
         rows = plan_rows(pattern, plan.n, plan.heads, [(span.begin, span.end)], block_size=plan.block_size)
         parts = tuple(
-            replace(part, queries=_moved(part.queries, span.first), keys=_moved(part.keys, span.key_first))
+            replace(part, queries=_shifted(part.queries, span.first), keys=_shifted(part.keys, span.key_first))
             for part in rows.parts
         )
         subset = replace(rows, n=span.key_last - span.key_first, parts=parts).to(plan.device)
@@ -145,7 +145,7 @@ def _axis(axis: Axis, begin: int, end: int) -> Axis:
     return replace(axis, offset=axis.offset[begin:end].clone())
 
 
-def _moved(axis: Axis, first: int) -> Axis:
+def _shifted(axis: Axis, first: int) -> Axis:
     return replace(axis, start=axis.start - first, end=axis.end - first)
 
 

@@ -61,8 +61,8 @@ def _store(row: Tensor, tile: Tensor, mask: Tensor | None, bases: tuple[Tensor, 
     leader, base = min(sharing, key=lambda option: int(_leads(option[0]).sum()))
     leads = _leads(leader)
     stored = leads[row]
-    kept = count * leads
-    begin = (kept.cumsum(0) - kept)[leader]
+    lengths = count * leads
+    begin = (lengths.cumsum(0) - lengths)[leader]
     masks = tile[:0] if mask is None else mask[stored]
     return _int32((tile - base[row])[stored]), _int32(masks), torch.stack([begin, begin + count, base], 1)
 
@@ -97,7 +97,7 @@ def _leaders(
     leader = torch.full_like(values, len(count)).scatter_reduce_(0, group, own, "amin")[group]
     # A digest may lie; the lists themselves decide.
     twin = (begin[leader[row]] + within).clamp(max=last_slot)
-    alike = (count[leader] == count).all() & (relative[twin] == relative).all()
+    equal = (count[leader] == count).all() & (relative[twin] == relative).all()
     if mask is not None:
-        alike &= (mask[twin] == mask).all()
-    return leader if bool(alike) else None
+        equal &= (mask[twin] == mask).all()
+    return leader if bool(equal) else None

@@ -55,7 +55,7 @@ def token_ids(n: int, device: str) -> Tensor:
     return ids
 
 
-def chosen_rows(pattern: Dilated, n: int, heads: int, count: int) -> list[int]:
+def sample_rows(pattern: Dilated, n: int, heads: int, count: int) -> list[int]:
     """Tokens to check: the edges of first, middle and last segments of every branch, then others evenly spread."""
     from ..patterns.blocks import scramble
 
@@ -77,13 +77,13 @@ def chosen_rows(pattern: Dilated, n: int, heads: int, count: int) -> list[int]:
 
 def keys_of(pattern: Dilated, row: int, head: int, n: int, causal: bool) -> list[range]:
     """The keys of one row by the definition: branch by branch, so that a key of several branches counts as often."""
-    found = []
+    keys = []
     for index, (segment, rate) in enumerate(pattern.branches):
         residue = int(pattern.sampled_residue(index, head))
         begin = row // segment * segment
         if (row - begin) % rate == residue:
-            found.append(range(begin + residue, min(begin + segment, row + 1 if causal else n), rate))
-    return found
+            keys.append(range(begin + residue, min(begin + segment, row + 1 if causal else n), rate))
+    return keys
 
 
 class Watch:
@@ -121,7 +121,7 @@ def check(layer: StreamedLayer, ids: Tensor, pattern: Dilated, watch: Watch) -> 
         return layer.heads(layer.embed(ids[tokens.to(ids.device)].to(device), tokens))
 
     errors: dict[str, list[Tensor]] = {name: [] for name in worst}
-    for place, row in enumerate(watch.rows):
+    for index, row in enumerate(watch.rows):
         query = made(torch.tensor([row], device=device))[0][0]
         lists = [keys_of(pattern, row, head, n, layer.is_causal) for head in range(layer.num_heads)]
         # Heads share many of their keys, so those of a branch are made once.
@@ -135,16 +135,16 @@ def check(layer: StreamedLayer, ids: Tensor, pattern: Dilated, watch: Watch) -> 
             own = [slice(first[span], first[span] + len(span)) for span in spans_of_head]
             k, v = (torch.cat([t[0, head, part] for part in own]) for t in (key, value))
             scores = (query[head].double() @ k.double().T) * k.shape[1] ** -0.5
-            wanted = (scores.softmax(-1) @ v.double())[0]
-            norm = wanted.norm()
+            expected = (scores.softmax(-1) @ v.double())[0]
+            norm = expected.norm()
             # Another choice would compile a kernel for every number of keys.
             with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):
                 dense = scaled_dot_product_attention(query[None, head, None], k[None, None], v[None, None])[0, 0, 0]
-            errors["largest_error"].append((output[head, place] - wanted).norm() / norm)
-            errors["sdpa_error"].append((dense - wanted).norm() / norm)
-            errors["lse_error"].append((lse[head, place] - scores.logsumexp(-1)[0]).abs())
-    for name, found in errors.items():
-        all_of_it = torch.stack(found)
+            errors["largest_error"].append((output[head, index] - expected).norm() / norm)
+            errors["sdpa_error"].append((dense - expected).norm() / norm)
+            errors["lse_error"].append((lse[head, index] - scores.logsumexp(-1)[0]).abs())
+    for name, values in errors.items():
+        all_of_it = torch.stack(values)
         worst[name] = float(all_of_it.max()) if bool(all_of_it.isfinite().all()) else math.inf
     return worst
 
@@ -197,41 +197,41 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         linear.requires_grad_(options.backward)
     budget = int((options.memory or 0) * 2**30) or BUDGET[device]
     how = {"memory_budget": budget} if options.chunk is None else {"chunk": options.chunk}
-    watch = Watch(chosen_rows(pattern, options.tokens, options.heads, options.rows), device)
-    found: dict[str, Any] = {}
+    watch = Watch(sample_rows(pattern, options.tokens, options.heads, options.rows), device)
+    result: dict[str, Any] = {}
     with PeakMemory(device) as peak:
         ids = token_ids(options.tokens, device)
         synchronize(device)
         began = time.perf_counter()
         pooled = layer(ids, progress=True, observe=watch, **how)
         synchronize(device)
-        found["seconds"] = time.perf_counter() - began
+        result["seconds"] = time.perf_counter() - began
         if options.backward:
             grad = pooled.detach() / pooled.detach().norm()
             began = time.perf_counter()
             pooled.backward(grad)
             synchronize(device)
-            found["backward_seconds"] = time.perf_counter() - began
-            found |= identity_gaps(layer, grad, pooled.detach())
-    found["peak_bytes"] = peak.total
-    found["finite"] = bool(pooled.isfinite().all())
+            result["backward_seconds"] = time.perf_counter() - began
+            result |= identity_gaps(layer, grad, pooled.detach())
+    result["peak_bytes"] = peak.total
+    result["finite"] = bool(pooled.isfinite().all())
     began = time.perf_counter()
     with torch.no_grad():
-        found |= check(layer, ids, pattern, watch)
-    found["check_seconds"] = time.perf_counter() - began
-    found["rows_computed"], found["rows_checked"] = watch.seen, len(watch.rows)
-    found["tokens_per_second"] = options.tokens / found["seconds"]
-    found["error_allowed"] = LARGEST_ERROR[dtype]
+        result |= check(layer, ids, pattern, watch)
+    result["check_seconds"] = time.perf_counter() - began
+    result["rows_computed"], result["rows_checked"] = watch.seen, len(watch.rows)
+    result["tokens_per_second"] = options.tokens / result["seconds"]
+    result["error_allowed"] = LARGEST_ERROR[dtype]
     if dtype in ("bfloat16", "float16"):
         # The inputs' rounding decides there, and dense attention has it too.
-        found["error_allowed"] = min(LARGEST_ERROR[dtype], 2 * found["sdpa_error"])
-    found["passed"] = (
-        found["finite"]
+        result["error_allowed"] = min(LARGEST_ERROR[dtype], 2 * result["sdpa_error"])
+    result["passed"] = (
+        result["finite"]
         and watch.seen == options.tokens
-        and found["largest_error"] <= found["error_allowed"]
-        and all(found[name] <= LARGEST_ERROR[dtype] for name in found if name.endswith("_gap"))
+        and result["largest_error"] <= result["error_allowed"]
+        and all(result[name] <= LARGEST_ERROR[dtype] for name in result if name.endswith("_gap"))
     )
-    known = facts(device)
+    machine = facts(device)
     return {
         "case": "billion",
         "tokens": options.tokens,
@@ -242,8 +242,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         "backend": options.backend,
         "pattern": str(pattern),
         **how,
-        **found,
-        **known,
+        **result,
+        **machine,
     }
 
 

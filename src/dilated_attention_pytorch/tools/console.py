@@ -44,17 +44,17 @@ def dtype_name(text: str) -> str:
     return DTYPES.get(text, text)
 
 
-def device_of(wanted: str) -> str:
+def device_of(device: str) -> str:
     """The device a command runs on: cpu or cuda."""
     import torch
 
-    if wanted == "auto":
+    if device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
-    if wanted not in ("cpu", "cuda"):
-        raise must("device must be auto, cpu or cuda", repr(wanted))
-    if wanted == "cuda" and not torch.cuda.is_available():
+    if device not in ("cpu", "cuda"):
+        raise must("device must be auto, cpu or cuda", repr(device))
+    if device == "cuda" and not torch.cuda.is_available():
         raise must("device cuda must be there", "a machine or a torch build without it", "Use --device cpu.")
-    return wanted
+    return device
 
 
 def usual_dtype(device: str) -> str:
@@ -85,11 +85,11 @@ def positive(text: str) -> float:
     return number
 
 
-def one_of(known: Iterable[str], read: Callable[[str], str] = str) -> Callable[[str], str]:
+def one_of(allowed: Iterable[str], read: Callable[[str], str] = str) -> Callable[[str], str]:
     """Reader of one of several words."""
     from difflib import get_close_matches
 
-    words = tuple(known)
+    words = tuple(allowed)
 
     def choose(text: str) -> str:
         word = read(text)
@@ -166,13 +166,13 @@ class Parser(argparse.ArgumentParser):
         """Add `--heads`."""
         self.option("--heads", read=whole(1, MOST_HEADS), default=default, metavar="COUNT", help=text)
 
-    def dtype(self, *known: str, default: str | None = None, text: str = "") -> None:
+    def dtype(self, *allowed: str, default: str | None = None, text: str = "") -> None:
         """Add `--dtype` with short and long names."""
-        names = ", ".join(known or DTYPES.values())
+        names = ", ".join(allowed or DTYPES.values())
         text = text or f"{names}; bf16 and the like are accepted" + (
             "" if default else "; bfloat16 on GPUs and float32 elsewhere by default"
         )
-        read = one_of(known or DTYPES.values(), dtype_name)
+        read = one_of(allowed or DTYPES.values(), dtype_name)
         self.option("--dtype", read=read, default=default, metavar="DTYPE", help=text)
 
     def device(self) -> None:

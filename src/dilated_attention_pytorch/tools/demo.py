@@ -80,13 +80,13 @@ def draw(device: str, dtype: torch.dtype, n: int, heads: int, d: int) -> list[Te
 def plan_a_million(device: str) -> list[list[str]]:
     """Time and bytes of plans that a table of all block pairs could not hold."""
     million = 2**20
-    wanted = {
+    panels = {
         "64 random blocks a row, 16 heads": (f"random:{64 * 128 / million};block=128", 16),
         "LongNet ladder, 16 heads": (MILLION, 16),
         "sliding window, 16 heads": ("window:4096 & causal", 16),
     }
     rows = []
-    for name, (text, heads) in wanted.items():
+    for name, (text, heads) in panels.items():
         begun = time.perf_counter()
         plan = make_plan(parse(text), million, heads, device=device)
         seconds = time.perf_counter() - begun
@@ -223,9 +223,9 @@ def main(arguments: list[str] | None = None) -> int:
         return status
 
     lines = {name: [(float(n), seconds) for n, seconds in by_n.items()] for name, by_n in laps.items()}
-    known = machine["machine"]
+    facts = machine["machine"]
     parts = [
-        f"{known['device']}; torch {known['torch']}, Python {known['python']}, {heads} heads of {d}.",
+        f"{facts['device']}; torch {facts['torch']}, Python {facts['python']}, {heads} heads of {d}.",
         Heading("Time of a forward and backward pass"),
         "Dense is torch's own attention. Both sparse patterns do work in proportion to the tokens.",
         Chart("time", "Time of a forward and backward pass", log_chart(lines, "tokens", "time")),

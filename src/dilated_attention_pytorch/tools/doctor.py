@@ -80,9 +80,9 @@ def _compiler() -> str:
     import os
     import shutil
 
-    wanted = os.environ.get("CXX", "g++")
+    compiler = os.environ.get("CXX", "g++")
     without = "the C++ kernel cannot be built, and the slower backend `cpu` runs; install g++ or name one in CXX"
-    return shutil.which(wanted) or f"none: there is no {wanted}, so {without}"
+    return shutil.which(compiler) or f"none: there is no {compiler}, so {without}"
 
 
 def _native() -> str:
@@ -104,7 +104,7 @@ def _cache() -> str:
     lost = "the C++ kernel and measured costs cannot be kept; name a place in XDG_CACHE_HOME"
     try:
         folder = cache_path().parent
-        nearest = next(place for place in (folder, *folder.parents) if place.exists())
+        nearest = next(parent for parent in (folder, *folder.parents) if parent.exists())
         with tempfile.TemporaryFile(dir=nearest):
             return f"{folder}, can be written"
     except (OSError, RuntimeError) as error:
@@ -118,12 +118,12 @@ def _cores() -> str:
 
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     threads, cores = torch.get_num_threads(), os.cpu_count() or usable
-    told = f"{usable} of {cores} for this process, {threads} thread{'s' * (threads != 1)} of torch"
+    cores_text = f"{usable} of {cores} for this process, {threads} thread{'s' * (threads != 1)} of torch"
     if usable == 1:
-        return f"{told}: everything runs on one core"
+        return f"{cores_text}: everything runs on one core"
     if threads < usable:
-        return f"{told}: see OMP_NUM_THREADS and torch.set_num_threads to use more"
-    return told
+        return f"{cores_text}: see OMP_NUM_THREADS and torch.set_num_threads to use more"
+    return cores_text
 
 
 def examine(device: str) -> dict[str, Any]:
@@ -132,7 +132,7 @@ def examine(device: str) -> dict[str, Any]:
     from .bench.measure import facts, installed, memory_of
 
     free, total = memory_of(device)
-    calls = {what: typical_call(device, **wanted) for what, wanted in TYPICAL.items()}
+    calls = {what: typical_call(device, **settings) for what, settings in TYPICAL.items()}
     explained = {what: explain(call) for what, call in calls.items()}
     packages = ("flash-attn-4", "numpy", "matplotlib", "transformers", "safetensors")
     return {
@@ -158,18 +158,18 @@ def examine(device: str) -> dict[str, Any]:
     }
 
 
-def show(found: dict[str, Any]) -> None:
+def show(report: dict[str, Any]) -> None:
     """Print what was found."""
     from .html_page import readable_bytes
 
-    machine, memory = found["machine"], found["memory"]
+    machine, memory = report["machine"], report["memory"]
     print_title("Machine")
     where = (
         machine["device"]
         if machine["threads"] is None
         else f"{machine['device']}, {machine['threads']} thread{'s' * (machine['threads'] > 1)}"
     )
-    versions = {name: machine[name] for name in ("python", "torch", "triton")} | found["packages"]
+    versions = {name: machine[name] for name in ("python", "torch", "triton")} | report["packages"]
     print_pairs(
         [
             (machine["kind"], where),
@@ -179,19 +179,19 @@ def show(found: dict[str, Any]) -> None:
         ]
     )
     print_title("Surroundings")
-    print_pairs(found["surroundings"].items())
+    print_pairs(report["surroundings"].items())
     print_title("Backends, asked about the first of the calls below")
-    print_pairs((backend["name"], backend["why_not"] or "ready") for backend in found["backends"])
+    print_pairs((backend["name"], backend["why_not"] or "ready") for backend in report["backends"])
     print_title('What backend="auto" takes')
     print_table(
         ("call", "pattern", "shape", "density", "backend"),
         [
             (call["what"], call["pattern"], call["call"], f"{call['density']:.2%}", call["backend"] or "none")
-            for call in found["typical_calls"]
+            for call in report["typical_calls"]
         ],
         right=(3,),
     )
-    print(f"\nThe order follows measurements where there are any: {found['typical_calls'][0]['because']}.")
+    print(f"\nThe order follows measurements where there are any: {report['typical_calls'][0]['because']}.")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -200,8 +200,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.device()
     parser.json()
     options = parser.read(arguments)
-    found = examine(device_of(options.device))
-    print_json(found) if options.json else show(found)
+    report = examine(device_of(options.device))
+    print_json(report) if options.json else show(report)
     return 0
 
 

@@ -18,11 +18,11 @@ def load_model(path: Path, device: str = "cpu") -> LongNetLM:
     path = path / SAVED if path.is_dir() else path
     if not path.is_file():
         raise must("a checkpoint must be a file or a folder of `dap train`", str(path))
-    held = torch.load(path, map_location=device, weights_only=True)
-    if not isinstance(held, dict) or not {"model", "settings"} <= held.keys():
+    checkpoint = torch.load(path, map_location=device, weights_only=True)
+    if not isinstance(checkpoint, dict) or not {"model", "settings"} <= checkpoint.keys():
         raise must("a checkpoint must hold a model and its settings, as `dap train` writes them", str(path))
-    model = LongNetLM(TrainSettings(**held["settings"]).model(), device=torch.device(device))
-    model.load_state_dict(held["model"])
+    model = LongNetLM(TrainSettings(**checkpoint["settings"]).model(), device=torch.device(device))
+    model.load_state_dict(checkpoint["model"])
     return model.eval()
 
 
@@ -45,7 +45,7 @@ def main(arguments: list[str] | None = None) -> int:
     if not prompt:
         raise must("the prompt must hold a byte", "none")
     ids = torch.tensor([list(prompt)], device=device)
-    found = model.generate(
+    generated = model.generate(
         ids,
         options.tokens,
         temperature=options.temperature,
@@ -53,7 +53,7 @@ def main(arguments: list[str] | None = None) -> int:
         top_p=options.top_p,
         generator=torch.Generator(device).manual_seed(options.seed),
     )
-    text, shown = bytes(found[0].tolist()).decode("utf-8", "replace"), prompt.decode("utf-8", "replace")
+    text, shown = bytes(generated[0].tolist()).decode("utf-8", "replace"), prompt.decode("utf-8", "replace")
     print_json({"prompt": shown, "text": text}) if options.json else print(shown + text)
     return 0
 

@@ -115,8 +115,8 @@ def as_html(title: str, parts: Iterable[Part]) -> str:
     for part in parts:
         match part:
             case Heading():
-                place = f' id="section{sections.index(part)}"' if part in sections else ""
-                written.append(f"<h{part.level}{place}>{_marked(part.text)}</h{part.level}>")
+                anchor = f' id="section{sections.index(part)}"' if part in sections else ""
+                written.append(f"<h{part.level}{anchor}>{_marked(part.text)}</h{part.level}>")
             case Table():
                 written.append(table(part.header, part.rows, part.words))
             case Chart():
@@ -276,11 +276,11 @@ def _line(name: str, points: list[Point], color: str, label_y: float, is_ideal: 
     ]
 
 
-def _spread_labels(wanted: dict[str, float], apart: float = 16.0) -> dict[str, float]:
+def _spread_labels(positions: dict[str, float], apart: float = 16.0) -> dict[str, float]:
     """Heights of the labels beside the chart, moved apart where two would overlap and kept above its lower edge."""
     placed: dict[str, float] = {}
     lowest = -math.inf
-    for name, y in sorted(wanted.items(), key=lambda item: item[1]):
+    for name, y in sorted(positions.items(), key=lambda item: item[1]):
         lowest = max(y, lowest + apart)
         placed[name] = lowest
     highest = float(HEIGHT - BOTTOM) + apart

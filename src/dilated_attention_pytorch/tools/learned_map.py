@@ -47,17 +47,17 @@ def draw_learned(
     if not 0 <= layer < len(layers):
         named = ", ".join(f"{index} ({one.name or 'the model itself'})" for index, one in enumerate(layers))
         raise must(f"layer must be one of {named}", layer)
-    chosen = layers[layer]
-    heads = chosen.module.num_heads
+    selected = layers[layer]
+    heads = selected.module.num_heads
     if not 0 <= head < heads:
         raise must(f"head must lie in 0 .. {heads - 1}", head)
-    tensors, about = _input(chosen, layer, state, source, n)
+    tensors, about = _input(selected, layer, state, source, n)
     with torch.no_grad():
-        _, pattern = chosen.module(*tensors, is_causal=chosen.is_causal, return_pattern=True)
-    kept = f"{float(pattern.density):.0%} of blocks hold {float(pattern.captured):.0%} of attention"
-    place = f"{checkpoint.name} layer {layer}" + (f" ({chosen.name})" if chosen.name else "")
+        _, pattern = selected.module(*tensors, is_causal=selected.is_causal, return_pattern=True)
+    coverage = f"{float(pattern.density):.0%} of blocks hold {float(pattern.captured):.0%} of attention"
+    title = f"{checkpoint.name} layer {layer}" + (f" ({selected.name})" if selected.name else "")
     cell, share = _cells(pattern, head, width)
-    return Drawing(f"{place} on {about}, {kept}", pattern.selection.n, cell, share)
+    return Drawing(f"{title} on {about}, {coverage}", pattern.selection.n, cell, share)
 
 
 def _cells(pattern: LearnedPattern, head: int, width: int) -> tuple[int, list[list[float]]]:
@@ -112,13 +112,13 @@ def _input(
 def _tensors(layer: AdaptiveLayer, given: Mapping[str, Tensor], name: str) -> tuple[tuple[Tensor, ...], str]:
     module = layer.module
     if isinstance(module, MultiheadBlockSparseAdaptive):
-        wanted = {"hidden": (module.embed_dim,)}
+        shapes = {"hidden": (module.embed_dim,)}
     else:
-        wanted = dict.fromkeys(("query", "key"), (module.num_heads, module.head_dim))
-    if not set(wanted) <= set(given):
-        raise must(f"an input for this layer must hold {' and '.join(wanted)}", f"{', '.join(given)} in {name}")
-    found = []
-    for part, shape in wanted.items():
+        shapes = dict.fromkeys(("query", "key"), (module.num_heads, module.head_dim))
+    if not set(shapes) <= set(given):
+        raise must(f"an input for this layer must hold {' and '.join(shapes)}", f"{', '.join(given)} in {name}")
+    tensors_in = []
+    for part, shape in shapes.items():
         tensor = given[part].float()
         # A sample's dimension may be there or not; the first sample is drawn.
         tensor = tensor if tensor.dim() == len(shape) + 2 else tensor[None]
@@ -126,12 +126,12 @@ def _tensors(layer: AdaptiveLayer, given: Mapping[str, Tensor], name: str) -> tu
         # Key heads may be shared by several query heads.
         if not fits or (tensor.shape[2] != shape[0] if part != "key" else shape[0] % tensor.shape[2]):
             raise must(f"{part} must have shape (tokens, {', '.join(map(str, shape))})", tuple(given[part].shape))
-        found.append(tensor[:1])
-    if len(found) == 2:
-        if found[0].shape[1] != found[1].shape[1]:
-            raise must("query and key must hold the same tokens", [x.shape[1] for x in found])
-        found.append(found[1])
-    return tuple(found), f"{' and '.join(wanted)} of {name}"
+        tensors_in.append(tensor[:1])
+    if len(tensors_in) == 2:
+        if tensors_in[0].shape[1] != tensors_in[1].shape[1]:
+            raise must("query and key must hold the same tokens", [x.shape[1] for x in tensors_in])
+        tensors_in.append(tensors_in[1])
+    return tuple(tensors_in), f"{' and '.join(shapes)} of {name}"
 
 
 def _text(

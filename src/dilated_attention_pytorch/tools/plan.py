@@ -32,7 +32,7 @@ COUNTED_TOKENS = 2**18
 """Up to this length the rows that every rank receives are counted."""
 SAMPLED_TILES = 2**20
 """Up to so many tiles a rank, those of three ranks are; beyond, they are bounded."""
-ASKED_ELEMENTS, ASKED_TOKENS = 2**27, 2**14
+PROBE_ELEMENTS, PROBE_TOKENS = 2**27, 2**14
 """Elements and tokens of the call at which a backend is chosen; more tokens than the reference backend runs."""
 MOST_WIDTH = 65_536
 FIRST_PROBE, PROBE_STEP = 4096, 8
@@ -50,7 +50,7 @@ def forecast(
     import torch
 
     from .. import make_plan, parse
-    from ..nn.calibration import known_model
+    from ..nn.calibration import stored_model
     from .peak_memory import Shape, is_joined, longest_that_fits, peaks, plan_growth
 
     dtype = dtype_name(dtype)
@@ -72,11 +72,11 @@ def forecast(
     )
     forward, training = peaks(shape, plan.nbytes)
     rank = None if ranks == 1 else rank_share(text, shape, ranks, plan.nbytes, plan.blocks)
-    held = {"forward": forward, "training": training} if rank is None else rank["peak_bytes"]
+    needed = {"forward": forward, "training": training} if rank is None else rank["peak_bytes"]
     growth = plan_growth(pattern, plan)
     most = (None, None) if growth is None else longest_that_fits(shape, growth, free)
     cost = plan.cost(d, key_heads=key_heads, dtype=kind, batch=batch)
-    model = known_model(device)
+    model = stored_model(device)
     width = batch * d / 64
     return {
         "pattern": pattern.describe(),
@@ -88,7 +88,7 @@ def forecast(
         "plan_bytes": plan.nbytes,
         "peak_bytes": {"forward": forward, "training": training},
         "free_bytes": free,
-        "fits": {way: peak <= free for way, peak in held.items()},
+        "fits": {way: peak <= free for way, peak in needed.items()},
         "longest": {"forward": most[0], "training": most[1]},
         "seconds": None
         if model is None
@@ -123,8 +123,8 @@ def check_size(pattern: Pattern, n: int, heads: int) -> None:
             return
         if before is not None and following > PROBE_BYTES:
             what = f"a plan must take at most {readable_bytes(limit)}"
-            found = f"about {readable_bytes(expected)} for {n:,} tokens (by the growth up to {length:,})"
-            raise must(what, found, "Plan a shorter sequence, or `dap simulate` one that is spread over ranks.")
+            estimate = f"about {readable_bytes(expected)} for {n:,} tokens (by the growth up to {length:,})"
+            raise must(what, estimate, "Plan a shorter sequence, or `dap simulate` one that is spread over ranks.")
         length, before = PROBE_STEP * length, size
 
 
@@ -135,16 +135,16 @@ def backend_for(text: str, n: int, heads: int, key_heads: int, d: int, kind: tor
     from ..kernels.registry import choose
     from ..ops.attention import CallSettings, call_of
 
-    def asked(length: int) -> str:
+    def probe(length: int) -> str:
         query = torch.empty(1, heads, length, d, device=device, dtype=kind)
         key = query[:, :key_heads]
         return choose(call_of(query, key, key, CallSettings(pattern=text, scale=1.0)))[0]
 
     try:
-        return asked(min(n, ASKED_TOKENS, max(1, ASKED_ELEMENTS // (heads * d))))
+        return probe(min(n, PROBE_TOKENS, max(1, PROBE_ELEMENTS // (heads * d))))
     except ValueError:
         # A pattern that exists at one length only, like a list of documents.
-        return asked(n)
+        return probe(n)
 
 
 def rank_share(text: str, shape: Shape, ranks: int, plan_bytes: int, tiles: int) -> dict[str, Any]:
@@ -157,14 +157,14 @@ def rank_share(text: str, shape: Shape, ranks: int, plan_bytes: int, tiles: int)
     row_bytes = 2 * shape.d * shape.dtype.itemsize
     layout = SequenceLayout.contiguous(shape.n, ranks)
     if shape.n <= COUNTED_TOKENS:
-        moved = traffic(text, layout, shape.heads, shape.key_heads, row_bytes=row_bytes)
-        most, how = max(rank.bytes_received for rank in moved), "counted"
+        traffic_by_rank = traffic(text, layout, shape.heads, shape.key_heads, row_bytes=row_bytes)
+        most, how = max(rank.bytes_received for rank in traffic_by_rank), "counted"
     elif tiles <= ranks * SAMPLED_TILES:
         pattern = parse(text).resolve(shape.n, shape.heads)
-        asked = (
+        sampled = (
             forecast_rank(pattern, layout, rank, shape.heads, shape.key_heads) for rank in {0, ranks // 2, ranks - 1}
         )
-        most, how = max(rank.rows for rank in asked) * row_bytes, "the most of three ranks"
+        most, how = max(rank.rows for rank in sampled) * row_bytes, "the most of three ranks"
     else:
         most, how = shape.key_heads * (shape.n - own) * row_bytes, "at most"
     received = shape.batch * most
@@ -177,67 +177,67 @@ def rank_share(text: str, shape: Shape, ranks: int, plan_bytes: int, tiles: int)
     }
 
 
-def suggestions(found: dict[str, Any]) -> list[str]:
+def suggestions(report: dict[str, Any]) -> list[str]:
     """What to do about a forecast that does not fit."""
     said = []
-    free, shape = found["free_bytes"], found["shape"]
-    if not found["fits"]["training"]:
-        if found["fits"]["forward"]:
+    free, shape = report["free_bytes"], report["shape"]
+    if not report["fits"]["training"]:
+        if report["fits"]["forward"]:
             said.append("A forward under torch.no_grad() fits; training does not.")
-        most = found["longest"]["training"]
+        most = report["longest"]["training"]
         if most:
             said.append(f"Training fits up to about {most:,} tokens{' on one device' * (shape['ranks'] > 1)}.")
         if shape["dtype"] in ("float32", "float64") and shape["device"] == "cuda":
             said.append("--dtype bf16 halves q, k, v, the output and their gradients.")
         if shape["key_heads"] == shape["heads"] > 1:
             said.append("Fewer key heads (--key-heads) shrink k, v and their gradients.")
-        ranks = max(-(-found["peak_bytes"]["training"] // max(free, 1)), shape["ranks"] + 1)
+        ranks = max(-(-report["peak_bytes"]["training"] // max(free, 1)), shape["ranks"] + 1)
         said.append(f"From {ranks} devices like this one on, each rank's own share fits (--ranks {ranks}).")
-    if found["density"] > 0.5:
-        said.append(f"Density {found['density']:.0%}: dense attention costs about the same; see `dap tune`.")
-    if found["seconds"] is None:
+    if report["density"] > 0.5:
+        said.append(f"Density {report['density']:.0%}: dense attention costs about the same; see `dap tune`.")
+    if report["seconds"] is None:
         said.append("No time is predicted before `dap tune` has measured this machine.")
     return said
 
 
-def show(found: dict[str, Any]) -> None:
+def show(report: dict[str, Any]) -> None:
     """Print a forecast."""
     from .html_page import readable_bytes, seconds_text, tokens_text
 
-    shape, dense = found["shape"], found["dense"]
+    shape, dense = report["shape"], report["dense"]
     heads = shape["heads"] if shape["heads"] == shape["key_heads"] else f"{shape['heads']}:{shape['key_heads']}"
-    print_title(found["pattern"])
+    print_title(report["pattern"])
     print(
         f"{shape['n']:,} tokens, {heads} heads of {shape['d']}, {shape['dtype']}, batch {shape['batch']}, "
         f"{shape['device']} ({shape['backend']})"
     )
-    peak, seconds = found["peak_bytes"], found["seconds"]
+    peak, seconds = report["peak_bytes"], report["seconds"]
     measured = usual_dtype(shape["device"])
     predicted = "predicted time" if shape["dtype"] == measured else f"predicted time, as if {measured}"
-    whose = "" if found["rank"] is None else "each rank "
+    whose = "" if report["rank"] is None else "each rank "
     rows = [
-        ("floating-point operations", *(f"{found['flops'][way]:.3g}" for way in ("forward", "training"))),
+        ("floating-point operations", *(f"{report['flops'][way]:.3g}" for way in ("forward", "training"))),
         ("peak memory", *(readable_bytes(peak[way]) for way in ("forward", "training"))),
-        (f"{whose}fits into {readable_bytes(found['free_bytes'])}", *(_yes(fits) for fits in found["fits"].values())),
+        (f"{whose}fits into {readable_bytes(report['free_bytes'])}", *(_yes(fits) for fits in report["fits"].values())),
         (
             f"longest sequence that fits{' one device' * bool(whose)}",
-            *("-" if most is None else f"{most:,}" for most in found["longest"].values()),
+            *("-" if most is None else f"{most:,}" for most in report["longest"].values()),
         ),
         (predicted, *("-" if seconds is None else seconds_text(seconds[w]) for w in ("forward", "training"))),
     ]
     print_table(("", "forward", "forward + backward"), rows, right=(1, 2))
     took = "" if dense["seconds_forward"] is None else f", {seconds_text(dense['seconds_forward'])}"
     facts = [
-        ("density", f"{found['density']:.4%} of the tiles: {found['tiles']:,} of {found['block_size']} squared"),
-        ("plan", readable_bytes(found["plan_bytes"])),
+        ("density", f"{report['density']:.4%} of the tiles: {report['tiles']:,} of {report['block_size']} squared"),
+        ("plan", readable_bytes(report["plan_bytes"])),
         (
             "dense would need",
             f"{dense['flops_forward']:.3g} operations forward{took}; its scores written out take "
             f"{readable_bytes(dense['scores_bytes'])}",
         ),
     ]
-    if found["rank"] is not None:
-        rank = found["rank"]
+    if report["rank"] is not None:
+        rank = report["rank"]
         facts.append(
             (
                 f"each of {shape['ranks']} ranks",
@@ -247,7 +247,7 @@ def show(found: dict[str, Any]) -> None:
             )
         )
     print_pairs(facts)
-    for line in suggestions(found):
+    for line in suggestions(report):
         print(f"> {line}")
 
 
@@ -281,7 +281,7 @@ def main(arguments: list[str] | None = None) -> int:
             parser.error(f'{name} must be given, as in: dap plan "window:256 & causal" -n 64K')
     where = device_of(options.device)
     free = int((options.memory or 0) * 2**30) or memory_of(where)[0]
-    found = forecast(
+    report = forecast(
         options.pattern,
         options.tokens,
         options.heads,
@@ -293,8 +293,8 @@ def main(arguments: list[str] | None = None) -> int:
         where,
         free,
     )
-    print_json({**found, "suggestions": suggestions(found)}) if options.json else show(found)
-    return 0 if found["fits"]["forward"] else 1
+    print_json({**report, "suggestions": suggestions(report)}) if options.json else show(report)
+    return 0 if report["fits"]["forward"] else 1
 
 
 if __name__ == "__main__":

@@ -142,12 +142,12 @@ def read_settings(text: str | None) -> dict[str, Any] | None:
     if text is None:
         return None
     try:
-        found = json.loads(text)
+        settings = json.loads(text)
     except ValueError as error:
         raise must("settings must be JSON", f"{text!r} ({error})") from None
-    if not isinstance(found, dict):
+    if not isinstance(settings, dict):
         raise must("settings must be a JSON object", text)
-    return found
+    return settings
 
 
 def main(arguments: list[str] | None = None) -> int:

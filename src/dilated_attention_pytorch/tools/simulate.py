@@ -136,15 +136,15 @@ def _world(
     layout = SequenceLayout.contiguous(n, world)
     step = max(1, (world - 1) // max(sample - 1, 1)) if sample else 1
     looked_at = range(0, world, step)[: sample or world]
-    found = [forecast_rank(pattern, layout, rank, heads, key_heads) for rank in looked_at]
-    received = [one.rows * row_bytes for one in found]
+    forecasts = [forecast_rank(pattern, layout, rank, heads, key_heads) for rank in looked_at]
+    received = [one.rows * row_bytes for one in forecasts]
     own = max(layout.lengths)
     local = own * key_heads * row_bytes
     ring = (n - min(layout.lengths)) * key_heads * row_bytes
-    work = [one.flops for one in found]
+    work = [one.flops for one in forecasts]
     compute = batch * max(work) * head_dim / machine.flops
     rounds = messages(pattern, layout) if why_no_butterfly(pattern, layout) is None else None
-    peers = max(one.peers for one in found)
+    peers = max(one.peers for one in forecasts)
     exchange = machine.transfer(max(received), peers if rounds is None else min(peers, rounds))
     note = None
     if max(received) > local:
@@ -152,7 +152,7 @@ def _world(
     return World(
         ranks=world,
         tokens_a_rank=own,
-        looked_at=len(found),
+        looked_at=len(forecasts),
         bytes_received=max(received),
         bytes_received_mean=sum(received) / len(received),
         messages=peers,
@@ -227,7 +227,7 @@ def main(arguments: list[str] | None = None) -> int:
     except ValueError:
         raise must("ranks must be whole numbers like 8,64,1024", repr(options.ranks)) from None
     machine = Machine(options.latency * 1e-6, options.bandwidth * 1e9, options.tflops * 1e12)
-    found = simulate(
+    results = simulate(
         options.pattern,
         options.tokens,
         worlds,
@@ -250,16 +250,16 @@ def main(arguments: list[str] | None = None) -> int:
         pattern = pattern & Causal() if options.causal else pattern
         executed = execute(pattern, run, min(256, max(worlds), run), options.heads, min(options.head_dim, 64))
     if options.plot:
-        _plot(found, options.plot)
+        _plot(results, options.plot)
     if options.json:
-        told = {"tokens": options.tokens, "pattern": options.pattern, "worlds": [asdict(w) for w in found]}
-        print_json({**told, "executed": executed, "seconds_are_a_model": str(machine)})
+        report = {"tokens": options.tokens, "pattern": options.pattern, "worlds": [asdict(w) for w in results]}
+        print_json({**report, "executed": executed, "seconds_are_a_model": str(machine)})
     else:
-        _show(found, options.tokens, options.pattern, machine, executed)
+        _show(results, options.tokens, options.pattern, machine, executed)
     return int(executed is not None and executed["error"] > 1.0)
 
 
-def _show(found: list[World], n: int, pattern: str, machine: Machine, executed: dict[str, Any] | None) -> None:
+def _show(worlds: list[World], n: int, pattern: str, machine: Machine, executed: dict[str, Any] | None) -> None:
     print_title(f"{n:,} tokens, {pattern}: one layer, forward, the rank with most")
     header = (
         "ranks",
@@ -284,17 +284,17 @@ def _show(found: list[World], n: int, pattern: str, machine: Machine, executed: 
                 _size(w.ring_bytes),
                 _size(w.all_gather_memory_bytes),
             )
-            for w in found
+            for w in worlds
         ],
         right=range(8),
     )
     print_title(f"A model, not a measurement: {machine}")
     print_table(
         ("ranks", "compute", "exchange", "ring exchange"),
-        [(f"{w.ranks:,}", *map(_time, (w.compute_seconds, w.exchange_seconds, w.ring_seconds))) for w in found],
+        [(f"{w.ranks:,}", *map(_time, (w.compute_seconds, w.exchange_seconds, w.ring_seconds))) for w in worlds],
         right=range(4),
     )
-    for w in found:
+    for w in worlds:
         if w.looked_at < w.ranks:
             print(f"{w.ranks:,} ranks: a sample of {w.looked_at} was planned.")
         if w.note:
@@ -307,18 +307,18 @@ def _show(found: list[World], n: int, pattern: str, machine: Machine, executed: 
         )
 
 
-def _plot(found: list[World], path: Path) -> None:
+def _plot(worlds: list[World], path: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4))
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    ranks = [w.ranks for w in found]
+    ranks = [w.ranks for w in worlds]
     for label, values in (
-        ("this library", [w.bytes_received for w in found]),
-        ("ring or all-gather", [w.ring_bytes for w in found]),
-        ("held already", [w.memory_bytes - w.bytes_received for w in found]),
+        ("this library", [w.bytes_received for w in worlds]),
+        ("ring or all-gather", [w.ring_bytes for w in worlds]),
+        ("held already", [w.memory_bytes - w.bytes_received for w in worlds]),
     ):
         axes.loglog(ranks, [max(value, 1) for value in values], marker="o", label=label)
     axes.set_xlabel("ranks")

@@ -78,9 +78,9 @@ class TrainSettings:
         for name in ("batch", "accumulate", "steps", "save_every", "log_every", "eval_windows", *least):
             if getattr(self, name) < least.get(name, 1):
                 raise must(f"{name} must be >= {least.get(name, 1)}", getattr(self, name))
-        for name, known in {"dtype": ("auto", "float32", "bfloat16"), "parallel": ("data", "context")}.items():
-            if getattr(self, name) not in known:
-                raise must(f"{name} must be one of {', '.join(known)}", repr(getattr(self, name)))
+        for name, allowed in {"dtype": ("auto", "float32", "bfloat16"), "parallel": ("data", "context")}.items():
+            if getattr(self, name) not in allowed:
+                raise must(f"{name} must be one of {', '.join(allowed)}", repr(getattr(self, name)))
         for name in ("lr", "clip"):
             if not 0.0 < getattr(self, name) < math.inf:
                 raise must(f"{name} must be positive and finite", getattr(self, name))
@@ -123,7 +123,7 @@ HELP = {
 }
 
 
-def demo_corpus(place: Path, most: int = DEMO_BYTES) -> Path:
+def demo_corpus(target: Path, most: int = DEMO_BYTES) -> Path:
     """A text that every Python installation has: the sources of its standard library, in the order of their names."""
     root = Path(sysconfig.get_paths()["stdlib"])
     left_out = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
@@ -140,8 +140,8 @@ def demo_corpus(place: Path, most: int = DEMO_BYTES) -> Path:
                 if left <= 0:
                     return
 
-    write_whole(place, write)
-    return place
+    write_whole(target, write)
+    return target
 
 
 class Corpus:
@@ -165,15 +165,15 @@ class Corpus:
     def window(self, index: int) -> Tensor:
         """Training sequence number `index`: int64 (context + 1), from a place drawn for it alone."""
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + index)
-        places = self.trained - self.context
-        start = int(torch.randint(places if places > 0 else self.trained, (1,), generator=generator))
+        starts = self.trained - self.context
+        start = int(torch.randint(starts if starts > 0 else self.trained, (1,), generator=generator))
         return self._read(self.bytes[: self.trained], start)
 
     def held_out(self, index: int) -> Tensor:
         """Held-out sequence number `index`: one after another, and from the beginning again."""
         part = self.bytes[self.trained :]
-        places = len(part) - self.context
-        return self._read(part, index * (self.context + 1) % (places if places > 0 else len(part)))
+        starts = len(part) - self.context
+        return self._read(part, index * (self.context + 1) % (starts if starts > 0 else len(part)))
 
     def _read(self, part: Tensor, start: int) -> Tensor:
         """`context + 1` bytes of one part; a part that is too short is read from its beginning again."""
@@ -243,12 +243,12 @@ class Run:
         self.corpus = Corpus(data, settings.context, settings.seed)
 
     def _demo(self) -> Path:
-        place = self.folder / "corpus.bin"
-        if self.rank == 0 and not place.is_file():
-            demo_corpus(place)
+        path = self.folder / "corpus.bin"
+        if self.rank == 0 and not path.is_file():
+            demo_corpus(path)
         if self.world > 1:
             dist.barrier()
-        return place
+        return path
 
     @property
     def checkpoint(self) -> Path:
@@ -265,7 +265,7 @@ class Run:
         else:
             every = [states]
         if self.rank == 0:
-            held = {
+            state = {
                 "model": self.model.state_dict(),
                 "optimizer": self.optimizer.state_dict(),
                 "step": self.step,
@@ -273,16 +273,16 @@ class Run:
                 "bytes": len(self.corpus.bytes),
                 "random": every,
             }
-            write_torch(held, self.checkpoint)
+            write_torch(state, self.checkpoint)
 
     def load(self) -> None:
         """Go on where the checkpoint was written."""
         if not self.checkpoint.is_file():
             raise must("resume must find a checkpoint", f"none at {self.checkpoint}")
-        held = torch.load(self.checkpoint, map_location=self.device, weights_only=True)
+        state = torch.load(self.checkpoint, map_location=self.device, weights_only=True)
         free = ("out", "resume", "sample", "log_every", "save_every", "json", "steps")
         fixed = [f.name for f in fields(TrainSettings) if f.name not in free]
-        before = held["settings"]
+        before = state["settings"]
         other = [
             f"{n} {before[n]!r} (now {getattr(self.settings, n)!r})"
             for n in fixed
@@ -290,14 +290,14 @@ class Run:
         ]
         if other:
             raise must("resume must have the settings of the run", ", ".join(other))
-        if self.settings.steps < held["step"]:
-            raise must(f"steps must be at least the {held['step']} that are done", self.settings.steps)
-        if held.get("bytes", len(self.corpus.bytes)) != len(self.corpus.bytes):
-            raise must(f"resume must have the data of the run, {held['bytes']} bytes", len(self.corpus.bytes))
-        self.model.load_state_dict(held["model"])
-        self.optimizer.load_state_dict(held["optimizer"])
-        self.step = held["step"]
-        states = held["random"][self.rank % len(held["random"])]
+        if self.settings.steps < state["step"]:
+            raise must(f"steps must be at least the {state['step']} that are done", self.settings.steps)
+        if state.get("bytes", len(self.corpus.bytes)) != len(self.corpus.bytes):
+            raise must(f"resume must have the data of the run, {state['bytes']} bytes", len(self.corpus.bytes))
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.step = state["step"]
+        states = state["random"][self.rank % len(state["random"])]
         torch.set_rng_state(states[0].cpu())
         if len(states) > 1:
             torch.cuda.set_rng_state(states[1].cpu(), self.device)
@@ -364,28 +364,28 @@ class Run:
         set_process_group(self.model, None)
         prompt = self.corpus.held_out(0)[None, : min(256, self.settings.context)].to(self.device)
         generator = torch.Generator(self.device).manual_seed(self.settings.seed)
-        found = self.model.generate(prompt, self.settings.sample, temperature=0.8, top_p=0.95, generator=generator)
-        return bytes(found[0].tolist())
+        generated = self.model.generate(prompt, self.settings.sample, temperature=0.8, top_p=0.95, generator=generator)
+        return bytes(generated[0].tolist())
 
     def train(self) -> int:
         """Train until the last step or an interrupt; 0 when all steps are done, 130 when not."""
-        s, say = self.settings, self.rank == 0
+        s, is_first = self.settings, self.rank == 0
         self.folder.mkdir(parents=True, exist_ok=True)
         log = self.folder / "log.jsonl"
         if s.resume:
             self.load()
         elif not is_restarted():
             refuse_run(self.checkpoint, log)
-        if say:
-            kept = [line for line in _lines(log) if s.resume and line["step"] <= self.step]
-            text = "".join(json.dumps(line) + "\n" for line in kept)
+        if is_first:
+            lines = [line for line in _lines(log) if s.resume and line["step"] <= self.step]
+            text = "".join(json.dumps(line) + "\n" for line in lines)
             write_whole(log, lambda temporary: Path(temporary).write_text(text))
             name = "dense" if s.dense else s.model().pattern(0)
-            self._say(
+            self._print(
                 f"{self.model.num_parameters:,} parameters, {name}, {s.context:,} bytes of context, {self.device}"
             )
             if self.corpus.wraps:
-                self._say(f"{len(self.corpus.bytes):,} bytes are few for this context: sequences wrap around")
+                self._print(f"{len(self.corpus.bytes):,} bytes are few for this context: sequences wrap around")
         self.model.train()
         with interrupts() as stopped:
             while self.step < s.steps and not self._agreed(bool(stopped)):
@@ -405,14 +405,14 @@ class Run:
                     line["bits_per_byte"] = self.evaluate()
                 if last or self.step % s.save_every == 0:
                     self.save()
-                if say:
-                    self._tell(log, line, last)
+                if is_first:
+                    self._log_step(log, line, last)
         done = self.step >= s.steps
         if not done:
             self.save()
-            if say:
-                self._say(f"stopped after step {self.step}; go on with --resume")
-        if say:
+            if is_first:
+                self._print(f"stopped after step {self.step}; go on with --resume")
+        if is_first:
             _plot(log, self.folder / "loss.png")
             if done and s.sample:
                 text = self.sample().decode("utf-8", "replace")
@@ -423,10 +423,10 @@ class Run:
         """Whether some rank was told to stop."""
         return self._total(torch.tensor(float(stop), device=self.device)) > 0
 
-    def _say(self, text: str) -> None:
+    def _print(self, text: str) -> None:
         print(text, file=sys.stderr if self.settings.json else sys.stdout, flush=True)
 
-    def _tell(self, log: Path, line: dict[str, Any], last: bool) -> None:
+    def _log_step(self, log: Path, line: dict[str, Any], last: bool) -> None:
         append(log, line)
         if self.settings.json:
             print(json.dumps(line), flush=True)
@@ -471,21 +471,23 @@ def is_restarted() -> bool:
 def refuse_run(checkpoint: Path, log: Path) -> None:
     """Raise where a folder holds a run, finished or not, which a new run would overwrite."""
     if checkpoint.exists():
-        held = f"a run in {checkpoint.parent}"
-        raise must("out must be a folder without a run", held, "Go on with --resume, or start anew in another --out.")
+        present = f"a run in {checkpoint.parent}"
+        raise must(
+            "out must be a folder without a run", present, "Go on with --resume, or start anew in another --out."
+        )
     if steps := _lines(log):
-        held = f"the log of {len(steps)} steps in {log}"
+        present = f"the log of {len(steps)} steps in {log}"
         advice = "It has no checkpoint for --resume; start anew in another --out, or remove the log."
-        raise must("out must be a folder without a run", held, advice)
+        raise must("out must be a folder without a run", present, advice)
 
 
 def _lines(log: Path) -> list[dict[str, Any]]:
     """Steps that a log tells of; a line cut short by a crash is left out, its step is done again."""
-    known = read_lines([log]) if log.is_file() else []
-    return [line for line in known if all(isinstance(line.get(name), int | float) for name in ("step", "loss"))]
+    lines = read_lines([log]) if log.is_file() else []
+    return [line for line in lines if all(isinstance(line.get(name), int | float) for name in ("step", "loss"))]
 
 
-def _plot(log: Path, place: Path) -> None:
+def _plot(log: Path, path: Path) -> None:
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError:
@@ -498,7 +500,7 @@ def _plot(log: Path, place: Path) -> None:
     axes.plot([line["step"] for line in held_out], [line["bits_per_byte"] for line in held_out], "o", label="held out")
     axes.set(xlabel="step", ylabel="bits per byte")
     axes.legend()
-    figure.savefig(place)
+    figure.savefig(path)
 
 
 def main(arguments: list[str] | None = None) -> int:

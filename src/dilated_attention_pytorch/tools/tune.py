@@ -45,7 +45,7 @@ def conclusion(model: CostModel) -> list[str]:
 
 def main(arguments: list[str] | None = None) -> int:
     """Command line."""
-    from ..nn.calibration import cache_path, calibrate, known_model, stored_models
+    from ..nn.calibration import cache_path, calibrate, stored_model, stored_models
 
     parser = Parser(
         "dap tune",
@@ -60,16 +60,16 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.read(arguments)
     if options.action == "calibrate":
         where = device_of(options.device)
-        if calibrate(where) != known_model(where):
+        if calibrate(where) != stored_model(where):
             what, advice = "figures must go to a file that can be written", "Name another folder in XDG_CACHE_HOME."
             raise must(what, cache_path(), advice)
     elif options.action == "clear":
         cache_path().unlink(missing_ok=True)
-    found = stored()
+    models = stored()
     if options.json:
-        print_json(found)
+        print_json(models)
         return 0
-    print(f"{found['file']}{'' if found['models'] else ' holds no figures'}")
+    print(f"{models['file']}{'' if models['models'] else ' holds no figures'}")
     for key, model in stored_models().items():
         print(f"\n{key}, forward, {HEADS} heads of 64")
         rows = [

@@ -98,7 +98,7 @@ class _Call(ctypes.Structure):
     ]
 
 
-class _Piece(NamedTuple):
+class _Portion(NamedTuple):
     """What one run of the kernel computes: some batch entries, some key heads, and the query heads that read them."""
 
     batch: slice
@@ -193,20 +193,20 @@ def forward(call: AttentionCall) -> Forward:
     dtype = call.compute_dtype
     output = empty_rows(call.query, call.value.shape[-1])
     lse = call.query.new_full(call.query.shape[:3], -torch.inf, dtype=dtype)
-    for piece in _pieces(call, dtype):
-        rows, row_lse = output[piece.batch, piece.heads], lse[piece.batch, piece.heads]
-        found = rows if rows.dtype == dtype else rows.new_empty(rows.shape, dtype=dtype)
+    for portion in _portions(call, dtype):
+        rows, row_lse = output[portion.batch, portion.heads], lse[portion.batch, portion.heads]
+        wide = rows if rows.dtype == dtype else rows.new_empty(rows.shape, dtype=dtype)
         if len(call.plan.parts) != 1:
             # A part resumes whole tiles of rows, also those that no earlier part wrote.
-            found.zero_()
-        kernel = _Kernel(call, piece, dtype)
-        kernel.give(output=found, lse=row_lse)
+            wide.zero_()
+        kernel = _Kernel(call, portion, dtype)
+        kernel.give(output=wide, lse=row_lse)
         kernel.run("forward")
         unseen = row_lse == -torch.inf
         if bool(unseen.any()):
-            found[unseen] = 0
-        if found is not rows:
-            rows.copy_(found)
+            wide[unseen] = 0
+        if wide is not rows:
+            rows.copy_(wide)
     return Forward(output, lse)
 
 
@@ -214,58 +214,58 @@ def backward(
     call: AttentionCall, output: Tensor, lse: Tensor, grad_output: Tensor, grad_lse: Tensor | None
 ) -> Gradients:
     """Gradients in one pass over the rows; the same numbers in every run with the same number of threads."""
-    pieces = _pieces(call, call.compute_dtype)
-    if len(pieces) == 1:
-        return _backward_piece(call, pieces[0], output, lse, grad_output, grad_lse)
+    portions = _portions(call, call.compute_dtype)
+    if len(portions) == 1:
+        return _backward_portion(call, portions[0], output, lse, grad_output, grad_lse)
     whole = Gradients(*(empty_rows(x, x.shape[-1]) for x in (call.query, call.key, call.value)))
-    for piece in pieces:
-        found = _backward_piece(call, piece, output, lse, grad_output, grad_lse)
-        whole.query[piece.batch, piece.heads] = found.query
-        whole.key[piece.batch, piece.key_heads] = found.key
-        whole.value[piece.batch, piece.key_heads] = found.value
+    for portion in portions:
+        grads = _backward_portion(call, portion, output, lse, grad_output, grad_lse)
+        whole.query[portion.batch, portion.heads] = grads.query
+        whole.key[portion.batch, portion.key_heads] = grads.key
+        whole.value[portion.batch, portion.key_heads] = grads.value
     return whole
 
 
-def _backward_piece(
-    call: AttentionCall, piece: _Piece, output: Tensor, lse: Tensor, grad_output: Tensor, grad_lse: Tensor | None
+def _backward_portion(
+    call: AttentionCall, portion: _Portion, output: Tensor, lse: Tensor, grad_output: Tensor, grad_lse: Tensor | None
 ) -> Gradients:
-    kernel = _Kernel(call, piece, call.compute_dtype)
+    kernel = _Kernel(call, portion, call.compute_dtype)
     query, key, value = kernel.query, kernel.key, kernel.value
     grad_query = empty_rows(query, query.shape[-1]).zero_()
     splits = range(_splits(kernel))
     # The kernel adds whole registers to the rows of dK and dV, so these are whole registers long.
     grad_key, grad_value = ([empty_rows(x, -(-x.shape[3] // 16) * 16).zero_() for _ in splits] for x in (key, value))
     kernel.give(
-        output=piece.of_queries(output, query.dtype),
-        lse=piece.of_queries(lse, query.dtype),
-        grad_output=piece.of_queries(grad_output, query.dtype),
+        output=portion.of_queries(output, query.dtype),
+        lse=portion.of_queries(lse, query.dtype),
+        grad_output=portion.of_queries(grad_output, query.dtype),
         grad_query=grad_query,
     )
     if grad_lse is not None:
-        kernel.give(grad_lse=piece.of_queries(grad_lse, query.dtype))
+        kernel.give(grad_lse=portion.of_queries(grad_lse, query.dtype))
     kernel.give_copies(grad_key=grad_key, grad_value=grad_value)
     kernel.run("backward")
     for copies in (grad_key, grad_value):
         for copy in copies[1:]:
             copies[0] += copy
-    found = ((grad_query, query), (grad_key[0], key), (grad_value[0], value))
-    return Gradients(*(laid_like(x[..., : like.shape[3]], like).to(call.query.dtype) for x, like in found))
+    grads = ((grad_query, query), (grad_key[0], key), (grad_value[0], value))
+    return Gradients(*(laid_like(x[..., : like.shape[3]], like).to(call.query.dtype) for x, like in grads))
 
 
 def _adjacent(x: Tensor) -> Tensor:
     return x if x.ndim < 4 or x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
-def _pieces(call: AttentionCall, dtype: torch.dtype) -> list[_Piece]:
+def _portions(call: AttentionCall, dtype: torch.dtype) -> list[_Portion]:
     """Everything at once; in half precision one key head at a time where float32 copies of everything are too much."""
     batch, heads, _, _ = call.query.shape
     key_heads = call.key.shape[1]
     wide = 8 * (call.query.numel() + call.key.numel() + call.value.numel())
     if call.query.dtype == dtype or wide <= WIDE_BUDGET:
-        return [_Piece(slice(batch), slice(heads), slice(key_heads))]
+        return [_Portion(slice(batch), slice(heads), slice(key_heads))]
     shared = heads // key_heads
     return [
-        _Piece(slice(entry, entry + 1), slice(group * shared, (group + 1) * shared), slice(group, group + 1))
+        _Portion(slice(entry, entry + 1), slice(group * shared, (group + 1) * shared), slice(group, group + 1))
         for entry in range(batch)
         for group in range(key_heads)
     ]
@@ -283,16 +283,16 @@ def _splits(kernel: _Kernel) -> int:
 class _Kernel:
     """One run of the library. It holds every tensor whose address the library is given."""
 
-    def __init__(self, call: AttentionCall, piece: _Piece, dtype: torch.dtype) -> None:
-        self.query = piece.of_queries(call.query, dtype)
-        self.key, self.value = piece.of_keys(call.key, dtype), piece.of_keys(call.value, dtype)
+    def __init__(self, call: AttentionCall, portion: _Portion, dtype: torch.dtype) -> None:
+        self.query = portion.of_queries(call.query, dtype)
+        self.key, self.value = portion.of_keys(call.key, dtype), portion.of_keys(call.value, dtype)
         self.double = dtype == torch.float64
-        self.kept: list[object] = [self.query, self.key, self.value]
+        self.owned: list[object] = [self.query, self.key, self.value]
         plan, masks = call.plan, call.plan.masks
         batch, heads, n, d = self.query.shape
-        first = piece.heads.start or 0
+        first = portion.heads.start or 0
         parts = (_Part * len(plan.parts))(*(self._part(part, first) for part in plan.parts))
-        self.kept.append(parts)
+        self.owned.append(parts)
         self.call = _Call(
             batch=batch,
             heads=heads,
@@ -312,28 +312,28 @@ class _Kernel:
         )
         self.give(query=self.query, key=self.key, value=self.value)
         if call.key_padding_mask is not None:
-            self.call.padding = self._address(call.key_padding_mask[piece.batch])
+            self.call.padding = self._address(call.key_padding_mask[portion.batch])
         if call.dropout_p:
             assert call.seed is not None
             self.call.seed = int(call.seed)
-            self.call.first_stream = (piece.batch.start or 0) * call.query.shape[1] + first
+            self.call.first_stream = (portion.batch.start or 0) * call.query.shape[1] + first
             self.call.drop_below = dropout.threshold(call.dropout_p)
             self.call.keep_scale = 1 / (1 - call.dropout_p)
             if call.positions is not None:
-                queries, keys = call.positions[:, piece.heads]
+                queries, keys = call.positions[:, portion.heads]
                 self.call.query_positions, self.call.key_positions = self._address(queries), self._address(keys)
 
     def give(self, **arrays: Tensor) -> None:
         """Give the library (batch, head, token, feature) or (batch, head, token) tensors."""
         for name, x in arrays.items():
-            self.kept.append(x)
+            self.owned.append(x)
             setattr(self.call, name, _array(x))
 
     def give_copies(self, **copies: list[Tensor]) -> None:
         """Give the library several tensors of one meaning, one for each split."""
         for name, tensors in copies.items():
             table = (_Array * len(tensors))(*(_array(x) for x in tensors))
-            self.kept += [tensors, table]
+            self.owned += [tensors, table]
             setattr(self.call, name, ctypes.addressof(table))
             self.call.splits = len(tensors)
 
@@ -365,7 +365,7 @@ class _Kernel:
 
     def _address(self, x: Tensor) -> int:
         x = x.contiguous()
-        self.kept.append(x)
+        self.owned.append(x)
         return x.data_ptr()
 
 
@@ -387,17 +387,17 @@ def _library() -> ctypes.CDLL:
 def _untrusted(path: Path) -> str | None:
     """Why users other than this one and root could have put a file there, or None where they could not."""
     own = {path, path.parent, path.resolve().parent}
-    for place in dict.fromkeys((path, *path.parents, *path.resolve().parents)):
-        facts = place.lstat() if place == path else place.stat()
+    for entry in dict.fromkeys((path, *path.parents, *path.resolve().parents)):
+        facts = entry.lstat() if entry == path else entry.stat()
         mode = stat.S_IMODE(facts.st_mode)
-        if place == path and not stat.S_ISREG(facts.st_mode):
-            return f"expected {place} to be a regular file"
-        if place in own and facts.st_uid not in (0, os.geteuid()):
-            return f"expected {place} to belong to user {os.geteuid()}, got user {facts.st_uid}"
+        if entry == path and not stat.S_ISREG(facts.st_mode):
+            return f"expected {entry} to be a regular file"
+        if entry in own and facts.st_uid not in (0, os.geteuid()):
+            return f"expected {entry} to belong to user {os.geteuid()}, got user {facts.st_uid}"
         # In a sticky folder such as /tmp, only the owner of an entry can replace it.
-        writable = mode & 0o022 if place in own else mode & 0o002 and not mode & stat.S_ISVTX
+        writable = mode & 0o022 if entry in own else mode & 0o002 and not mode & stat.S_ISVTX
         if writable:
-            return f"expected {place} to be writable by its owner alone, got mode {mode:o}"
+            return f"expected {entry} to be writable by its owner alone, got mode {mode:o}"
     return None
 
 
@@ -418,17 +418,17 @@ def library_path() -> Path:
 def _processor() -> str:
     """The instruction sets of this processor: a library built for another one might not run here."""
     try:
-        found = re.search(r"^(?:flags|Features)\s*:.*$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+        flags = re.search(r"^(?:flags|Features)\s*:.*$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     except OSError:
-        found = None
-    return found.group() if found else platform.processor()
+        flags = None
+    return flags.group() if flags else platform.processor()
 
 
 def _openmp_runtime() -> Path | None:
     """The OpenMP library torch has loaded, whatever its name (libgomp with a hash in it, libiomp5)."""
     loaded = {line.split(maxsplit=5)[-1].strip() for line in Path("/proc/self/maps").read_text().splitlines()}
-    found = sorted(path for path in loaded if re.search(r"/lib(gomp|iomp5|omp)[-.\w]*\.so", path))
-    return Path(found[0]) if found else None
+    runtimes = sorted(path for path in loaded if re.search(r"/lib(gomp|iomp5|omp)[-.\w]*\.so", path))
+    return Path(runtimes[0]) if runtimes else None
 
 
 def _compiler() -> str | None:

@@ -26,7 +26,7 @@ BUDGET = 64 * 2**20
 """Bytes one step may take."""
 
 
-class _Step(NamedTuple):
+class _TilePairs(NamedTuple):
     """Some query tiles of one head and some of the key tiles each of them meets."""
 
     head: int
@@ -42,7 +42,7 @@ class _Step(NamedTuple):
     query: Tensor
     key: Tensor
     value: Tensor
-    kept: Tensor | None
+    keep_scale: Tensor | None
     """(b, r, B, l * B): 1 / (1 - p) where dropout keeps the weight, else 0"""
 
     def scores(self, scale: float) -> Tensor:
@@ -77,15 +77,15 @@ def forward(call: AttentionCall) -> Forward:
     batch, heads, n, _ = call.query.shape
     output = empty_rows(call.query, call.value.shape[-1], call.compute_dtype).zero_()
     lse = torch.full((batch, heads, n), -torch.inf, dtype=call.compute_dtype, device="cpu")
-    for step in _steps(call):
-        scores = step.scores(call.scale)
-        found_lse = scores.logsumexp(-1)
-        weights = torch.where(step.seen, (scores - found_lse[..., None]).exp_(), 0.0)
-        if step.kept is not None:
-            weights *= step.kept
-        found = contained_matmul(weights, step.value, step.seen)
-        place = (slice(None), step.head, step.rows[step.real])
-        _merge(output, lse, place, found[:, step.real], found_lse[:, step.real])
+    for pairs in _tile_pairs(call):
+        scores = pairs.scores(call.scale)
+        part_lse = scores.logsumexp(-1)
+        weights = torch.where(pairs.seen, (scores - part_lse[..., None]).exp_(), 0.0)
+        if pairs.keep_scale is not None:
+            weights *= pairs.keep_scale
+        part = contained_matmul(weights, pairs.value, pairs.seen)
+        index = (slice(None), pairs.head, pairs.rows[pairs.real])
+        _merge(output, lse, index, part[:, pairs.real], part_lse[:, pairs.real])
     return Forward(output.to(call.query.dtype), lse)
 
 
@@ -95,45 +95,45 @@ def backward(
     """Gradients from the joint LSE, step by step."""
     dtype = call.compute_dtype
     grads = grad_query, grad_key, grad_value = zero_gradients(call)
-    for step in _steps(call):
-        place = (slice(None), step.head, step.rows)
-        row_grad = torch.where(step.real[..., None], grad_output[place].to(dtype), 0.0)
-        delta = (row_grad * output[place].to(dtype)).sum(-1)
+    for pairs in _tile_pairs(call):
+        index = (slice(None), pairs.head, pairs.rows)
+        row_grad = torch.where(pairs.real[..., None], grad_output[index].to(dtype), 0.0)
+        delta = (row_grad * output[index].to(dtype)).sum(-1)
         if grad_lse is not None:
-            delta -= grad_lse[place].to(dtype)
-        row_lse = lse[place]
+            delta -= grad_lse[index].to(dtype)
+        row_lse = lse[index]
         # Query elements past the end stand in for token 0, and an LSE of -inf marks a row without a key, as in the
         # other kernels: the weights of both are 0 and must not reach any key.
-        seen = step.seen & (step.real & (row_lse != -torch.inf))[..., None]
-        weights = torch.where(seen, (step.scores(call.scale) - row_lse[..., None]).exp_(), 0.0)
-        grad_weights = row_grad @ step.value.mT
+        seen = pairs.seen & (pairs.real & (row_lse != -torch.inf))[..., None]
+        weights = torch.where(seen, (pairs.scores(call.scale) - row_lse[..., None]).exp_(), 0.0)
+        grad_weights = row_grad @ pairs.value.mT
         dropped = weights
-        if step.kept is not None:
-            dropped = weights * step.kept
-            grad_weights *= step.kept
+        if pairs.keep_scale is not None:
+            dropped = weights * pairs.keep_scale
+            grad_weights *= pairs.keep_scale
         grad_scores = torch.where(seen, weights * grad_weights.sub_(delta[..., None]), 0.0) * call.scale
-        found = contained_matmul(grad_scores, step.key, seen)[:, step.real]
-        grad_query[:, step.head].index_add_(1, step.rows[step.real], found)
-        columns = step.columns.flatten()
-        found = contained_matmul(grad_scores.mT, step.query, seen.mT)
-        grad_key[:, step.group].index_add_(1, columns, found.flatten(1, 2))
-        found = contained_matmul(dropped.mT, row_grad, seen.mT)
-        grad_value[:, step.group].index_add_(1, columns, found.flatten(1, 2))
+        grad = contained_matmul(grad_scores, pairs.key, seen)[:, pairs.real]
+        grad_query[:, pairs.head].index_add_(1, pairs.rows[pairs.real], grad)
+        columns = pairs.columns.flatten()
+        grad = contained_matmul(grad_scores.mT, pairs.query, seen.mT)
+        grad_key[:, pairs.group].index_add_(1, columns, grad.flatten(1, 2))
+        grad = contained_matmul(dropped.mT, row_grad, seen.mT)
+        grad_value[:, pairs.group].index_add_(1, columns, grad.flatten(1, 2))
     return Gradients(*(grad.to(call.query.dtype) for grad in grads))
 
 
-def _merge(output: Tensor, lse: Tensor, place: tuple[slice, int, Tensor], found: Tensor, found_lse: Tensor) -> None:
+def _merge(output: Tensor, lse: Tensor, index: tuple[slice, int, Tensor], part: Tensor, part_lse: Tensor) -> None:
     """Fold one more group of keys, (b, x, e) and (b, x), into the running softmax of the rows at `place`."""
-    before = lse[place]
-    after = torch.logaddexp(before, found_lse)
+    before = lse[index]
+    after = torch.logaddexp(before, part_lse)
     empty = after == -torch.inf
     old_share = torch.where(empty, 0.0, (before - after).exp())
-    share = torch.where(empty, 0.0, (found_lse - after).exp())
-    output[place] = output[place] * old_share[..., None] + found * share[..., None]
-    lse[place] = after
+    share = torch.where(empty, 0.0, (part_lse - after).exp())
+    output[index] = output[index] * old_share[..., None] + part * share[..., None]
+    lse[index] = after
 
 
-def _steps(call: AttentionCall) -> Iterator[_Step]:
+def _tile_pairs(call: AttentionCall) -> Iterator[_TilePairs]:
     tiles = max(1, BUDGET // _tile_bytes(call, len(call.query)))
     for part in call.plan.parts:
         _, tile, mask = part.by_query.entries()
@@ -159,13 +159,13 @@ def _steps(call: AttentionCall) -> Iterator[_Step]:
 
 def _rounded_up(length: Tensor) -> Tensor:
     """To one of four lengths between powers of two."""
-    step = 2 ** ((length - 1).clamp(min=1).log2().floor().long() - 2).clamp(min=0)
-    return (length + step - 1) // step * step
+    unit = 2 ** ((length - 1).clamp(min=1).log2().floor().long() - 2).clamp(min=0)
+    return (length + unit - 1) // unit * unit
 
 
 def _gather(
     call: AttentionCall, part: Part, head: int, rows: Tensor, tile: Tensor, mask: Tensor, listed: Tensor
-) -> _Step:
+) -> _TilePairs:
     heads, size = call.query.shape[1], call.plan.block_size
     group = head // (heads // call.key.shape[1])
     dtype = call.compute_dtype
@@ -180,18 +180,18 @@ def _gather(
     seen = allowed.transpose(1, 2).flatten(2)[None]
     if call.key_padding_mask is not None:
         seen = seen & ~call.key_padding_mask[:, k_token][:, :, None, :]
-    kept = None
+    keep_scale = None
     if call.dropout_p:
         assert call.seed is not None
         stream = torch.arange(call.query.shape[0], device="cpu")[:, None, None, None] * heads + head
         at, key_at = q_token, k_token
         if call.positions is not None:
             at, key_at = call.positions[0, head, q_token], call.positions[1, head, k_token]
-        keep = dropout.kept(call.seed, stream, at[..., None], key_at[:, None, :], call.dropout_p)
-        kept = keep.to(dtype) / (1 - call.dropout_p)
+        keep = dropout.keep_mask(call.seed, stream, at[..., None], key_at[:, None, :], call.dropout_p)
+        keep_scale = keep.to(dtype) / (1 - call.dropout_p)
     query = call.query[:, head, q_token].to(dtype)
     key, value = (x[:, group, k_token].to(dtype) for x in (call.key, call.value))
-    return _Step(head, group, q_token, real, k_token, seen, query, key, value, kept)
+    return _TilePairs(head, group, q_token, real, k_token, seen, query, key, value, keep_scale)
 
 
 def _expand(masks: Masks, mask: Tensor, size: int) -> Tensor:

@@ -98,13 +98,13 @@ def backward(
     """Gradients of query, key and value, from those of the output and, where given, of the LSE."""
     from flash_attn.cute.interface import _flash_attn_bwd  # pyrefly: ignore[missing-import]
 
-    found = Gradients(*(empty_rows(t, t.shape[3]) for t in (call.query, call.key, call.value)))
+    grads = Gradients(*(empty_rows(t, t.shape[3]) for t in (call.query, call.key, call.value)))
     slope = None if grad_lse is None else torch.where(lse > float("-inf"), grad_lse, 0.0)
     _, options = _options_of(call.plan)
     rows = (t.detach().transpose(1, 2) for t in (call.query, call.key, call.value, output, grad_output))
-    dq, dk, dv = (t.transpose(1, 2) for t in found)
+    dq, dk, dv = (t.transpose(1, 2) for t in grads)
     _flash_attn_bwd(*rows, lse, softmax_scale=call.scale, dlse=slope, dq=dq, dk=dk, dv=dv, **options)
-    return found
+    return grads
 
 
 def _options_of(plan: Plan) -> tuple[dict[str, Any], dict[str, Any]]:

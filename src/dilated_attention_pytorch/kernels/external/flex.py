@@ -84,8 +84,8 @@ def backward(
     with torch.enable_grad():
         results = _attend(call, *inputs)
     slope = torch.zeros_like(lse) if grad_lse is None else torch.where(lse > float("-inf"), grad_lse, 0.0)
-    found = torch.autograd.grad(results, inputs, (grad_output, slope.to(lse.dtype)))
-    return Gradients(*(laid_like(grad, t) for grad, t in zip(found, inputs, strict=True)))
+    grads = torch.autograd.grad(results, inputs, (grad_output, slope.to(lse.dtype)))
+    return Gradients(*(laid_like(grad, t) for grad, t in zip(grads, inputs, strict=True)))
 
 
 def _attend(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:

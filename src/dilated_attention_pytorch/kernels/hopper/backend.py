@@ -15,11 +15,11 @@ from ...plan.subset import head_entries, longest_row
 from ..call import AttentionCall, Extent, Forward, Gradients, reproducible_gradients
 from ..launch.gluon_launcher import (
     OPTIONS,
-    Launch,
+    GluonLaunch,
     Launches,
-    Moved,
-    Place,
+    PtrArg,
     Tensors,
+    TmaArg,
     item_counters,
     on_device,
     tma_strides,
@@ -189,8 +189,8 @@ class ForwardLaunch:
         self.pieces: tuple[tuple[tuple[int, ...], torch.dtype], ...] = ()
         cut = split(parts[0], parts[0].by_query, len(query), processors(query.device)) if len(parts) == 1 else None
         if cut is not None:
-            room = cut.room(len(query), query.shape[-1])
-            self.pieces = (room, query.dtype), (room[:3], torch.float32)
+            shape = cut.piece_shape(len(query), query.shape[-1])
+            self.pieces = (shape, query.dtype), (shape[:3], torch.float32)
         # The output is laid out as the query, densely; of LSE and counters only the sizes of elements matter.
         made = torch.empty_like(query, device="meta"), *(torch.empty(0, device="meta") for _ in range(2))
         pieces = (torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in self.pieces)
@@ -204,7 +204,7 @@ class ForwardLaunch:
         else:
             from ..triton.forward_kernels import merge_pieces_kernel
 
-            places = Place(OUTPUT), Place(LSE), Place(LSE), Place(PIECES), Place(PIECE_LSE)
+            places = PtrArg(OUTPUT), PtrArg(LSE), PtrArg(LSE), PtrArg(PIECES), PtrArg(PIECE_LSE)
             launches = [_part_launch(call, config, parts[0], work, like) for work in (cut.rest, cut.pieces)]
             launches.append(cut.join(merge_pieces_kernel, places, len(query), query.shape[2], like, like[OUTPUT]))
         self.launches = Launches(query.device, launches)
@@ -238,7 +238,7 @@ def _part_launch(
     work: ForwardItems,
     like: Tensors,
     number: int | None = None,
-) -> Launch:
+) -> GluonLaunch:
     """The launch of one part of a plan, the `number`-th of several, or of the pieces of its long rows."""
     from .forward_kernel import WORK_WIDTH, attention_fwd_kernel
 
@@ -250,13 +250,13 @@ def _part_launch(
     pieces = not lowered.strided and work.items.shape[1] > WORK_WIDTH.value
     queries, keys = (lowered.queries, lowered.keys) if lowered.strided else (None, None)
     arguments = (
-        Moved(QUERY, 64, queries),
-        Moved(KEY, config.key_tile, keys),
-        Moved(VALUE, config.key_tile, keys),
-        Moved(PIECES if pieces else OUTPUT, 64, queries),
-        Place(OUTPUT) if lowered.strided else None,
-        Place(PIECE_LSE if pieces else LSE),
-        *(*work[:-1], plan.masks.bits, Place(COUNTERS, number or 0, torch.int32)),
+        TmaArg(QUERY, 64, queries),
+        TmaArg(KEY, config.key_tile, keys),
+        TmaArg(VALUE, config.key_tile, keys),
+        TmaArg(PIECES if pieces else OUTPUT, 64, queries),
+        PtrArg(OUTPUT) if lowered.strided else None,
+        PtrArg(PIECE_LSE if pieces else LSE),
+        *(*work[:-1], plan.masks.bits, PtrArg(COUNTERS, number or 0, torch.int32)),
         *(items, items_a_batch, heads, heads // key.shape[1], n),
         *(stride // 8 for stride in tma_strides(like[OUTPUT])[:3]),
         *(*lowered.queries, *lowered.keys, call.scale * LOG2_E),
@@ -265,7 +265,7 @@ def _part_launch(
     )
     grid = min(items, processors(query.device)) if config.persistent else items
     identity = "forward", query.device.index, query.dtype, d, plan.block_size, config, lowered.shape, pieces
-    return Launch(attention_fwd_kernel, identity, grid, arguments, like, overlaps=number is not None, **OPTIONS)
+    return GluonLaunch(attention_fwd_kernel, identity, grid, arguments, like, overlaps=number is not None, **OPTIONS)
 
 
 class PreparedAttention:
@@ -289,10 +289,17 @@ def prepare(call: AttentionCall) -> PreparedAttention:
     return PreparedAttention(_launch_of(call, FORWARD_CONFIGS[d]), prepared(call, BACKWARD_CONFIGS[d]))
 
 
+def import_kernels() -> None:
+    """Import the kernels and hash the one that every first call compiles; see `launch.warmup`."""
+    from .forward_kernel import attention_fwd_kernel
+
+    _ = attention_fwd_kernel.cache_key
+
+
 def backward(
     call: AttentionCall, output: Tensor, lse: Tensor, grad_output: Tensor, grad_lse: Tensor | None
 ) -> Gradients:
-    """Gradients of a call that `why_not` lets pass; see `backward` for what they need."""
+    """Gradients of a call that `why_not` accepts; see the module `backward`."""
     from .backward import BACKWARD_CONFIGS, run_backward
 
     config = BACKWARD_CONFIGS[call.query.shape[-1]]

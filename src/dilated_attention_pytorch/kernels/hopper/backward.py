@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ..call import AttentionCall, Gradients, empty_rows
-from ..launch.gluon_launcher import OPTIONS, Launch, Launches, Moved, Place, Tensors, on_device
+from ..launch.gluon_launcher import OPTIONS, GluonLaunch, Launches, PtrArg, Tensors, TmaArg, on_device
 from .layouts import LOG2_E, layout_of, layout_problem, processors
 from .lowering import BackwardItems, LoweredPart, Strides, launch_cache, lower
 from .split_rows import Split, split
@@ -90,7 +90,7 @@ class PreparedBackward:
 
     def __init__(self, config: BackwardConfig, learned: bool) -> None:
         self._config, self._learned = config, learned
-        self._known: dict[tuple[object, ...], BackwardLaunch] = {}
+        self._launches: dict[tuple[object, ...], BackwardLaunch] = {}
 
     def __call__(
         self,
@@ -105,7 +105,7 @@ class PreparedBackward:
         query, key, value = call.query, call.key, call.value
         strides = query.stride(), key.stride(), value.stride(), output.stride(), grad_output.stride(), slope.stride()
         layout = *strides, grad_lse is None, fused
-        launch = self._known.get(layout)
+        launch = self._launches.get(layout)
         tensors = query, key, value, output, grad_output, lse, slope
         if self._learned:
             tensors += lists_of(call, fused)
@@ -117,7 +117,7 @@ class PreparedBackward:
                 *three, grad_output = movable
                 call = replace(call, query=three[0], key=three[1], value=three[2])
                 return self(call, output, lse, grad_output, grad_lse, fused)
-            launch = self._known[layout] = BackwardLaunch(call, tensors, grad_lse is not None, self._config, fused)
+            launch = self._launches[layout] = BackwardLaunch(call, tensors, grad_lse is not None, self._config, fused)
         with on_device(call.device):
             return launch(*tensors)
 
@@ -167,34 +167,34 @@ class BackwardLaunch:
         # Two counters a part, as its kernels may run beside each other; as many as a power of two.
         counters = 1 << (2 * len(parts)).bit_length()
         self.floats = o_claimed + counters
-        places = Place(SPACE), Place(SPACE, o_sum, torch.float32), Place(SPACE, o_claimed, torch.int32)
+        pointers = PtrArg(SPACE), PtrArg(SPACE, o_sum, torch.float32), PtrArg(SPACE, o_claimed, torch.int32)
         like = *tensors[:SPACE], torch.empty(1, device=device), *made
         like += tuple(torch.empty(shape or (0,), dtype=query.dtype, device="meta") for shape in self.pieces)
         like += tensors[SPACE:]
-        prepare = self._prepare(like, places, (rows, d, lse_grad, fused and self.writes_all, counters))
-        delta, _, claimed = places
+        prepare = self._prepare(like, pointers, (rows, d, lse_grad, fused and self.writes_all, counters))
+        delta, _, claimed = pointers
         launches, later = [prepare], []
         for number, (part, begin) in enumerate(zip(parts, sums, strict=False)):
-            total = Place(SPACE, begin, torch.float32)
+            total = PtrArg(SPACE, begin, torch.float32)
             claims = [claimed._replace(begin=claimed.begin + 2 * number + place) for place in range(2)]
-            launches += part.launches(part.by_key, like, (Place(LSE), delta, total, claims[0]))
+            launches += part.launches(part.by_key, like, (PtrArg(LSE), delta, total, claims[0]))
             if part.by_query is None:
                 later.append(part.finish(like, total))
             else:
                 # From the last part to the first, which joins what they added.
-                later[:0] = part.launches(part.by_query, like, (Place(LSE), delta, claims[1]))
+                later[:0] = part.launches(part.by_query, like, (PtrArg(LSE), delta, claims[1]))
         self.launches = Launches(device, launches + later)
 
-    def _prepare(self, like: Tensors, places: tuple[Place, ...], constants: tuple[object, ...]) -> Launch:
+    def _prepare(self, like: Tensors, pointers: tuple[PtrArg, ...], constants: tuple[object, ...]) -> GluonLaunch:
         from .pre_post_kernels import prepare_bwd_kernel
 
         query, output, grad_output, slope = (like[slot] for slot in (QUERY, OUTPUT, GRAD_OUTPUT, SLOPE))
         heads, n = query.shape[1:3]
         tiles = self.row_tiles // (query.shape[0] * heads)
         sizes = heads, tiles, n, *output.stride()[:3], *grad_output.stride()[:3], *slope.stride()
-        arguments = Place(OUTPUT), Place(GRAD_OUTPUT), Place(LSE), Place(SLOPE), *places, *sizes, *constants
+        arguments = PtrArg(OUTPUT), PtrArg(GRAD_OUTPUT), PtrArg(LSE), PtrArg(SLOPE), *pointers, *sizes, *constants
         identity = "prepare", query.device.index, output.dtype, slope.dtype, sizes, constants
-        return Launch(prepare_bwd_kernel, identity, self.row_tiles, arguments, like, plain=True)
+        return GluonLaunch(prepare_bwd_kernel, identity, self.row_tiles, arguments, like, plain=True)
 
     def __call__(self, *tensors: Tensor) -> Gradients:
         dtype, device = tensors[QUERY].dtype, tensors[QUERY].device
@@ -212,15 +212,15 @@ class BackwardLaunch:
         return gradients
 
 
-class Side(NamedTuple):
+class KernelArgs(NamedTuple):
     """dK and dV of a part, or its dQ: a kernel with all that it is given, but for places."""
 
     kernel: Any
-    moved: tuple[Moved, ...]
+    tma_args: tuple[TmaArg, ...]
     """What it reads by TMA."""
-    written: tuple[Moved, ...]
+    written: tuple[TmaArg, ...]
     """Gradients."""
-    joined: tuple[Place | None, ...]
+    joined: tuple[PtrArg | None, ...]
     """Where the gradient lies that it joins, asked of the kernel of dQ."""
     work: BackwardItems
     cut: Split[BackwardItems] | None
@@ -232,8 +232,8 @@ class Side(NamedTuple):
     """And after."""
 
 
-def _moved(slots: tuple[int, ...], rows: int, axis: Strides | None) -> tuple[Moved, ...]:
-    return tuple(Moved(slot, rows, axis) for slot in slots)
+def _tma_args(slots: tuple[int, ...], rows: int, axis: Strides | None) -> tuple[TmaArg, ...]:
+    return tuple(TmaArg(slot, rows, axis) for slot in slots)
 
 
 class PartBackward:
@@ -271,60 +271,60 @@ class PartBackward:
         settings = *scales, plan.block_size, stages, config.held_stages, fused
         work = lowered.backward_items(group, by_key=True)
         cut = split(lowered, work, batch, programs, group, by_key=True) if alone else None
-        moved = *_moved((QUERY, GRAD_OUTPUT), rows, queries), *_moved((KEY, VALUE), 64, keys)
-        written = _moved((GRAD_KEY, GRAD_VALUE), 64, keys)
+        tma_args = *_tma_args((QUERY, GRAD_OUTPUT), rows, queries), *_tma_args((KEY, VALUE), 64, keys)
+        written = _tma_args((GRAD_KEY, GRAD_VALUE), 64, keys)
         lists = work, cut, lowered.part.keys.tiles, (*sizes, own_tiles), (n, *axes, *settings)
-        self.by_key = Side(attention_dkv_bwd_kernel, moved, written, (), *lists)
-        self.by_query: Side | None = None
+        self.by_key = KernelArgs(attention_dkv_bwd_kernel, tma_args, written, (), *lists)
+        self.by_query: KernelArgs | None = None
         if not fused:
             work = lowered.backward_items(group, by_key=False)
             cut = split(lowered, work, batch, programs) if alone else None
             stages = config.row_stages, config.held_stages
             settings = n, *axes, *scales, plan.block_size, *stages
-            moved = *_moved((QUERY, GRAD_OUTPUT), 64, queries), *_moved((KEY, VALUE), rows, keys)
-            written = _moved((GRAD_QUERY,), 64, queries)
-            joined = (Place(GRAD_QUERY) if joins else None,)
+            tma_args = *_tma_args((QUERY, GRAD_OUTPUT), 64, queries), *_tma_args((KEY, VALUE), rows, keys)
+            written = _tma_args((GRAD_QUERY,), 64, queries)
+            joined = (PtrArg(GRAD_QUERY) if joins else None,)
             lists = work, cut, lowered.part.queries.tiles, sizes, settings
-            self.by_query = Side(attention_dq_bwd_kernel, moved, written, joined, *lists)
+            self.by_query = KernelArgs(attention_dq_bwd_kernel, tma_args, written, joined, *lists)
         cuts = self.by_query and self.by_query.cut, self.by_key.cut, self.by_key.cut
-        rooms = [cut.room(batch, d) if cut else () for cut in cuts]
-        self.pieces = rooms if any(rooms) else []
+        shapes = [cut.piece_shape(batch, d) if cut else () for cut in cuts]
+        self.pieces = shapes if any(shapes) else []
         """Shapes of the pieces of dQ, dK and dV; a gradient whose rows stay whole has none."""
         self.finish_strides = empty_rows(query, d).stride()[:3]
         self.finish_numbers = heads, own_tiles, n, *self.finish_strides, lowered.queries.rate, call.scale
         self.finish_constants = rows, d, plan.block_size, lowered.strided
 
-    def launches(self, side: Side, like: Tensors, places: tuple[Place, ...]) -> list[Launch]:
+    def launches(self, args: KernelArgs, like: Tensors, pointers: tuple[PtrArg, ...]) -> list[GluonLaunch]:
         """A kernel on all rows; where some are cut, on the others, then on their pieces, which are joined."""
-        cut = side.cut
+        cut = args.cut
         if cut is None:
-            return [self._launch(side, like, places)]
+            return [self._launch(args, like, pointers)]
         from ..triton.backward_kernels import sum_pieces_bwd_kernel
 
-        apart = tuple(one._replace(slot=one.slot + TO_PIECES) for one in side.written)
-        pieces = side._replace(written=apart, work=cut.pieces, blocks=cut.slots)
-        launches = [self._launch(one, like, places) for one in (side._replace(work=cut.rest), pieces)]
-        for slot, *_ in side.written:
-            joined = Place(slot), Place(slot), Place(slot + TO_PIECES)
+        apart = tuple(one._replace(slot=one.slot + TO_PIECES) for one in args.written)
+        pieces = args._replace(written=apart, work=cut.pieces, blocks=cut.slots)
+        launches = [self._launch(one, like, pointers) for one in (args._replace(work=cut.rest), pieces)]
+        for slot, *_ in args.written:
+            joined = PtrArg(slot), PtrArg(slot), PtrArg(slot + TO_PIECES)
             launches.append(cut.join(sum_pieces_bwd_kernel, joined, self.batch, self.n, like, like[slot]))
         return launches
 
-    def _launch(self, side: Side, like: Tensors, places: tuple[Place, ...]) -> Launch:
+    def _launch(self, args: KernelArgs, like: Tensors, pointers: tuple[PtrArg, ...]) -> GluonLaunch:
         """A Gluon kernel; `places` are those of LSE, of delta, for dK and dV of the sum of dQ, and of its claims."""
-        work, items = side.work, len(side.work.items)
-        pieces = side.cut is not None and work is side.cut.pieces
-        numbers = self.batch * items, items, *side.sizes, side.blocks, *side.settings, pieces, self.registers
-        arguments = *side.moved, *side.written, *side.joined, *places[:-1], *work, places[-1], *numbers
+        work, items = args.work, len(args.work.items)
+        pieces = args.cut is not None and work is args.cut.pieces
+        numbers = self.batch * items, items, *args.sizes, args.blocks, *args.settings, pieces, self.registers
+        arguments = *args.tma_args, *args.written, *args.joined, *pointers[:-1], *work, pointers[-1], *numbers
         grid = min(numbers[0], processors(like[QUERY].device))
-        identity = side.kernel, *side.joined, *self.identity, pieces
-        return Launch(side.kernel, identity, grid, arguments, like, overlaps=side.cut is None, **OPTIONS)
+        identity = args.kernel, *args.joined, *self.identity, pieces
+        return GluonLaunch(args.kernel, identity, grid, arguments, like, overlaps=args.cut is None, **OPTIONS)
 
-    def finish(self, like: Tensors, total: Place) -> Launch:
+    def finish(self, like: Tensors, total: PtrArg) -> GluonLaunch:
         """The kernel that makes dQ of its sum."""
         from .pre_post_kernels import finish_dq_kernel
 
         lists = self.by_key.work.tiles, self.by_key.work.classes
-        arguments = total, Place(GRAD_QUERY), *lists, *self.finish_numbers, *self.finish_constants
+        arguments = total, PtrArg(GRAD_QUERY), *lists, *self.finish_numbers, *self.finish_constants
         query = like[QUERY]
         identity = "finish", query.device.index, query.dtype, self.finish_strides, self.finish_constants
-        return Launch(finish_dq_kernel, identity, self.sum_tiles, arguments, like, plain=True)
+        return GluonLaunch(finish_dq_kernel, identity, self.sum_tiles, arguments, like, plain=True)

@@ -35,6 +35,7 @@ from .primitives import (
     ROWS,
     barrier_pairs,
     base_2,
+    box_coordinates,
     claim_item,
     copy_rows_in,
     first_and_count,
@@ -43,7 +44,6 @@ from .primitives import (
     leave_piece,
     let_next_start,
     next_item,
-    place_of,
     post,
     put_rows,
     read,
@@ -67,7 +67,7 @@ band of differences held minus streamed, and the last key, all counted from the 
 def stream_tile(
     first_desc, first_more, second_desc, second_more, b_first, b_second, b_rows, b_tile, full, empty,
     p_lse, p_delta, o_rows, token, rows, rate, longer,
-    count, batch, head, place, mask, low, high, last_key, STAGES: gl.constexpr, BY_KEY: gl.constexpr,
+    count, batch, head, sum_tile, mask, low, high, last_key, STAGES: gl.constexpr, BY_KEY: gl.constexpr,
 ):  # fmt: skip
     """Start copying one streamed tile, with its note, and LSE and delta of its queries, into its slot of the ring."""
     BM: gl.constexpr = first_desc.block_shape[len(first_desc.block_shape) - 2]
@@ -77,17 +77,17 @@ def stream_tile(
         o_row = o_rows + (token + row * (rate if len(first_desc.block_shape) == 5 else 1))
         lse = gl.load(p_lse + o_row, mask=row < rows, other=float("inf"))
         delta = gl.load(p_delta + o_row, mask=row < rows, other=0.0)
-    residue, place_row = place_of(first_desc, token, rate)
+    residue, box_row = box_coordinates(first_desc, token, rate)
     slot = count % STAGES
     mbarrier.wait(empty.index(slot), ((count // STAGES) & 1) ^ 1)
     if BY_KEY:
         b_rows.index(slot).slice(0, BM).store(base_2(lse))
         b_rows.index(slot).slice(BM, BM).store(delta)
-    post(b_tile.index(slot), place, mask, low, high, last_key, 0)
+    post(b_tile.index(slot), sum_tile, mask, low, high, last_key, 0)
     mbarrier.expect(full.index(slot), 2 * first_desc.block_type.nbytes)
     here_full = full.index(slot)
-    copy_rows_in(first_desc, first_more, batch, head, residue, place_row, longer, here_full, b_first.index(slot))
-    copy_rows_in(second_desc, second_more, batch, head, residue, place_row, longer, here_full, b_second.index(slot))
+    copy_rows_in(first_desc, first_more, batch, head, residue, box_row, longer, here_full, b_first.index(slot))
+    copy_rows_in(second_desc, second_more, batch, head, residue, box_row, longer, here_full, b_second.index(slot))
 
 
 @gluon.jit
@@ -121,28 +121,28 @@ def stream_head(
     partial_base = gl.load(p_own + 5)
     own_row = batch * heads + query_head
     o_rows = own_row.to(gl.int64) * n
-    first_place = own_row * sum_tiles
+    first_tile = own_row * sum_tiles
     for step in range(whole_steps):
         tile = whole_base + gl.load(p_whole + whole_begin + step // SUB)
-        place = tile * SUB + step % SUB
-        token = gl.load(p_tiles + 2 * tile) + offset + (step % SUB) * BM * rate if STRIDED else place * BM
+        sub_tile = tile * SUB + step % SUB
+        token = gl.load(p_tiles + 2 * tile) + offset + (step % SUB) * BM * rate if STRIDED else sub_tile * BM
         stream_tile(
             streamed_1, streamed_1_more, streamed_2, streamed_2_more, b_1, b_2, b_rows, b_tile,
             full, empty, p_lse, p_delta, o_rows, token, BM, rate, longer,
-            tile_count, batch, head, first_place + place, -1, 0, 0, 0, STAGES, BY_KEY,
+            tile_count, batch, head, first_tile + sub_tile, -1, 0, 0, 0, STAGES, BY_KEY,
         )  # fmt: skip
         tile_count += 1
     for step in range(partial_steps):
         p_entry = p_partial + (partial_begin + step // SUB) * 4
         o_col = (step % SUB) * BM
         tile = partial_base + gl.load(p_entry)
-        place = tile * SUB + step % SUB
+        sub_tile = tile * SUB + step % SUB
         if STRIDED:
             token, rows = first_and_count(p_tiles, tile, offset, rate)
             token += o_col * rate
             rows -= o_col
         else:
-            token = place * BM
+            token = sub_tile * BM
             rows = n - token
         mask = gl.load(p_entry + 1) * (BLOCK * BLOCK // 32) + o_row * (BLOCK // 32) + o_col // 32
         low = gl.load(p_entry + 2) - o_row + o_col
@@ -151,7 +151,7 @@ def stream_head(
         stream_tile(
             streamed_1, streamed_1_more, streamed_2, streamed_2_more, b_1, b_2, b_rows, b_tile,
             full, empty, p_lse, p_delta, o_rows, token, rows, rate, longer,
-            tile_count, batch, head, first_place + place, mask, low, high, last_key, STAGES, BY_KEY,
+            tile_count, batch, head, first_tile + sub_tile, mask, low, high, last_key, STAGES, BY_KEY,
         )  # fmt: skip
         tile_count += 1
     return tile_count
@@ -200,7 +200,7 @@ def load_backward_tiles(
             if SPLIT:
                 stored = gl.load(p_item + 3) * (2 * ROWS)
                 block = stored // BLOCK
-        residue, first_row = place_of(held_1, o_held, held_rate)
+        residue, first_row = box_coordinates(held_1, o_held, held_rate)
         slot = item_count % HELD_STAGES
         mbarrier.wait(held_empty.index(slot), ((item_count // HELD_STAGES) & 1) ^ 1)
         post(b_item.index(slot), held_head, o_held, steps, batch, held_rows, stored)
@@ -306,7 +306,7 @@ def meet():
 
 @gluon.jit
 def gather_step(
-    C: gl.constexpr, dk_token, dv, place, tile_count, step, kv_slot, no_scores, no_piece,
+    C: gl.constexpr, dk_token, dv, sum_tile, tile_count, step, kv_slot, no_scores, no_piece,
     b_q, b_do, b_k, b_v, b_ds, b_rows, b_tile, full, empty, p_sum, p_bits, scale_log2,
     BLOCK: gl.constexpr, STAGES: gl.constexpr, DQ: gl.constexpr,
 ):  # fmt: skip
@@ -353,11 +353,11 @@ def gather_step(
         dv, piece = warpgroup_mma_wait(1, deps=(dv_token, piece_token))
         hand_over(C, parity)
         if step > 0:
-            leave_piece(p_sum, place, piece, C, D)
-        place = read(note, TILE_SUM)
+            leave_piece(p_sum, sum_tile, piece, C, D)
+        sum_tile = read(note, TILE_SUM)
     else:
         dv = warpgroup_mma_wait(1, deps=(dv_token,))
-    return dk_token, dv, place, tile_count + 1
+    return dk_token, dv, sum_tile, tile_count + 1
 
 
 @gluon.jit
@@ -393,10 +393,10 @@ def gather_keys(
         steps = read(item, ITEM_STEPS)
         dk_token = warpgroup_mma_init(gl.full([ROWS, D], 0.0, gl.float32, acc_layout))
         dv = gl.full([ROWS, D], 0.0, gl.float32, acc_layout)
-        place = steps * 0
+        sum_tile = steps * 0
         for step in range(steps):
-            dk_token, dv, place, tile_count = gather_step(
-                C, dk_token, dv, place, tile_count, step, kv_slot, no_scores, no_piece,
+            dk_token, dv, sum_tile, tile_count = gather_step(
+                C, dk_token, dv, sum_tile, tile_count, step, kv_slot, no_scores, no_piece,
                 b_q, b_do, b_k, b_v, b_ds, b_rows, b_tile, full, empty, p_sum, p_bits, scale_log2, BLOCK, STAGES, DQ,
             )  # fmt: skip
         dk = warpgroup_mma_wait(0, deps=(dk_token,))
@@ -406,7 +406,7 @@ def gather_keys(
             piece_token = piece_product(C, b_ds, b_k, here(kv_slot * 2), parity, no_piece)
             piece = warpgroup_mma_wait(0, deps=(piece_token,))
             if steps > 0:
-                leave_piece(p_sum, place, piece, C, D)
+                leave_piece(p_sum, sum_tile, piece, C, D)
         mbarrier.arrive(empty.index((tile_count + STAGES - 1) % STAGES), count=1, pred=steps > 0)
 
         batch = read(item, ITEM_BATCH)

@@ -32,6 +32,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from .primitives import (
     ROWS,
     barrier_pairs,
+    box_coordinates,
     claim_item,
     copy_out,
     copy_rows_in,
@@ -39,7 +40,6 @@ from .primitives import (
     joined,
     let_next_start,
     next_item,
-    place_of,
     post,
     read,
     ring,
@@ -118,7 +118,7 @@ def load_tiles(
                 rows = gl.load(p_item + 8) * (2 * ROWS)
         key_head = head // group
         # Rows of an item lie one behind the other in what a descriptor sees.
-        q_residue, q_row = place_of(q_desc, o_query, q_rate)
+        q_residue, q_row = box_coordinates(q_desc, o_query, q_rate)
         slot = item_count % Q_STAGES
         mbarrier.wait(q_empty.index(slot), ((item_count // Q_STAGES) & 1) ^ 1)
         post(b_item.index(slot), head, o_query, full_steps, partial_steps, batch, rows)
@@ -129,7 +129,7 @@ def load_tiles(
         for step in range(full_steps):
             tile = full_base + gl.load(p_full + full_begin + step // SUB)
             o_key = gl.load(p_tiles + 2 * tile) + k_offset if STRIDED else tile * BLOCK + (step % SUB) * BN
-            residue, row = place_of(k_desc, o_key, k_rate)
+            residue, row = box_coordinates(k_desc, o_key, k_rate)
             wait_until_used(used, tile_count - K_STAGES)
             load_tile(k_desc, k_more, batch, key_head, residue, row, k_longer, tile_count, k_full, b_k, K_STAGES)
             wait_until_used(used, tile_count - V_STAGES + 1)
@@ -145,7 +145,7 @@ def load_tiles(
                 o_key = tile * BLOCK + o_col
                 keys = n - o_key
             mask = gl.load(p_entry + 1)
-            residue, row = place_of(k_desc, o_key, k_rate)
+            residue, row = box_coordinates(k_desc, o_key, k_rate)
             k_slot = tile_count % K_STAGES
             wait_until_used(used, tile_count - K_STAGES)
             post(b_tile.index(k_slot), mask * BLOCK * (BLOCK // 32) + o_col // 32, keys - 1, 0, 0, 0, 0)
@@ -193,8 +193,8 @@ def mask_scores(scores, note, p_bits, o_row, BLOCK: gl.constexpr):
     last_key = read(note, TILE_LAST)
     word = gl.full([ROWS, BN], 0, gl.int32, layout)
     for w in gl.static_range(BN // 32):
-        kept = gl.minimum(gl.maximum(last_key + 1 - 32 * w, 0), 32)
-        here = gl.load(p_row + w) & ((1 << kept.to(gl.int64)) - 1).to(gl.int32)
+        valid_bits = gl.minimum(gl.maximum(last_key + 1 - 32 * w, 0), 32)
+        here = gl.load(p_row + w) & ((1 << valid_bits.to(gl.int64)) - 1).to(gl.int32)
         word = gl.where((col >> 5) == w, gl.expand_dims(here, 1), word)
     # Within a word, a thread's columns differ in bits 0, 3 and 4: one shift for all, then a test of a constant bit.
     word = word >> (col & 6)

@@ -121,7 +121,7 @@ class LoweredPart:
 
     def _backward_items(self, group: int, by_key: bool) -> BackwardItems:
         part, near, masks = self.part, self.near, self.masks
-        walk, held, streamed = (
+        walk, stationary, streamed = (
             (near.by_key, near.keys, near.queries) if by_key else (near.by_query, near.queries, near.keys)
         )
         partial = partial_entries(masks, walk)
@@ -131,8 +131,8 @@ class LoweredPart:
             band.copy_(torch.where(band[:, :1] <= band[:, 1:], -band.flip(1), band))
         classes = near.head_class.int()
         if self.strided:
-            classes = torch.stack((classes, held.offset, streamed.offset), dim=1)
-        items = _backward_records(self, near, walk, held, group)
+            classes = torch.stack((classes, stationary.offset, streamed.offset), dim=1)
+        items = _backward_records(self, near, walk, stationary, group)
         bits = masks.transposed if by_key else masks.bits
         made = items, classes.contiguous(), partial, tile_table(streamed)
         items, classes, partial, table = (one.to(bits.device) for one in made)
@@ -213,8 +213,8 @@ def balanced(items: Tensor, work: Tensor) -> Tensor:
     if len(items):
         most, levels = work.max(), 16
         group = (work.sum() - work.cumsum(0)) // (GROUP * most)
-        place = group * (levels + 1) + work * levels // most
-        items = items[torch.argsort(place, descending=True, stable=True)]
+        index = group * (levels + 1) + work * levels // most
+        items = items[torch.argsort(index, descending=True, stable=True)]
     return items.int().contiguous()
 
 
@@ -222,9 +222,9 @@ def _neighbours(walk: Walk, tiles: int) -> Tensor:
     """Tiles of each class, int64 [C, T]: ascending, or descending where weights grow, so that light tiles come last."""
     whole, partly = walk.counts()
     weight = (whole + partly).view(-1, tiles).double()
-    place = torch.arange(tiles, device=weight.device)
-    grows = (weight * (2 * place - (tiles - 1))).sum(1, keepdim=True) > 0
-    return torch.where(grows, tiles - 1 - place, place)
+    index = torch.arange(tiles, device=weight.device)
+    grows = (weight * (2 * index - (tiles - 1))).sum(1, keepdim=True) > 0
+    return torch.where(grows, tiles - 1 - index, index)
 
 
 def _forward_records(lowered: LoweredPart, part: Part) -> tuple[Tensor, bool]:
@@ -244,13 +244,13 @@ def _forward_records(lowered: LoweredPart, part: Part) -> tuple[Tensor, bool]:
     if lowered.strided:
         first = axis.start[tile] + axis.offset[head]
         rows = _existing_rows(axis, first, tile)
-        kept = rows > 0
+        exists = rows > 0
         columns = head, first, *lists, rows, part.keys.offset[head]
     else:
-        kept = tile * ITEM_ROWS < lowered.n
+        exists = tile * ITEM_ROWS < lowered.n
         columns = head, tile, *lists
-    kept &= full + partial > 0
-    items = torch.stack([column.long() for column in columns], dim=-1)[kept]
+    exists &= full + partial > 0
+    items = torch.stack([column.long() for column in columns], dim=-1)[exists]
     items = balanced(items, items[:, 3] + items[:, 6])
     return items, len(items) == len(head_class) * -(-lowered.n // ITEM_ROWS)
 
@@ -277,13 +277,13 @@ def _backward_records(lowered: LoweredPart, part: Part, walk: Walk, axis: Axis, 
     if lowered.strided:
         first = axis.start[block] + offset[:, None]
         rows = _existing_rows(axis, first, block)
-        kept = (rows > 0) & (steps > 0)
+        exists = (rows > 0) & (steps > 0)
         columns = holder[:, None].expand_as(block), first, steps, rows, block, offset[:, None].expand_as(block)
     else:
         sub_tiles = lowered.block_size // ITEM_ROWS
         tile = block[:, :, None] * sub_tiles + torch.arange(sub_tiles, device=device)
-        kept = tile * ITEM_ROWS < lowered.n
-        held = holder[:, None, None].expand_as(tile)
-        columns = held, tile, steps[:, :, None].expand_as(tile), torch.zeros_like(tile)
-    items = torch.stack(columns, dim=-1)[kept]
+        exists = tile * ITEM_ROWS < lowered.n
+        stationary = holder[:, None, None].expand_as(tile)
+        columns = stationary, tile, steps[:, :, None].expand_as(tile), torch.zeros_like(tile)
+    items = torch.stack(columns, dim=-1)[exists]
     return balanced(items, items[:, 2].clamp(min=1))

@@ -18,9 +18,9 @@ def prepare_bwd_kernel(
     sl_n, BM: tl.constexpr, D: tl.constexpr, LSE_GRAD: tl.constexpr, ZERO: tl.constexpr, COUNTERS: tl.constexpr,
 ):  # fmt: skip
     """For a tile of query rows: delta = rowsum(dO * O) - dLSE, and zeros in its sum of dQ."""
-    place = tl.program_id(0).to(tl.int64)
-    tile = place % tiles
-    row = place // tiles
+    index = tl.program_id(0).to(tl.int64)
+    tile = index % tiles
+    row = index // tiles
     head = row % heads
     batch = row // heads
     o_q = tile * BM + tl.arange(0, BM)
@@ -34,12 +34,12 @@ def prepare_bwd_kernel(
         # A row without a key has LSE -inf whatever the inputs: nothing flows back through it.
         b_met = tl.load(p_lse + row * n + o_q, mask=b_exist, other=float("-inf")) != float("-inf")
         b_delta -= tl.load(p_dlse + batch * sl_b + head * sl_h + o_q * sl_n, mask=b_met, other=0.0)
-    if place == 0:
+    if index == 0:
         tl.store(p_next + tl.arange(0, COUNTERS), tl.zeros([COUNTERS], tl.int32))
     tl.store(p_delta + row * n + o_q, b_delta, mask=b_exist)
     if ZERO:
         o_sum = tl.arange(0, BM * D)
-        tl.store(p_sum + place * BM * D + o_sum, tl.zeros([BM * D], tl.float32))
+        tl.store(p_sum + index * BM * D + o_sum, tl.zeros([BM * D], tl.float32))
 
 
 @triton.jit(do_not_specialize=["heads", "tiles", "n", "rate", "scale"])
@@ -48,10 +48,10 @@ def finish_dq_kernel(
     BM: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, STRIDED: tl.constexpr,
 ):  # fmt: skip
     """dQ from the sums of its pieces: scaled, in the order of rows, those of a strided part added to what is there."""
-    place = tl.program_id(0).to(tl.int64)
-    tile = place % tiles
-    head = place // tiles % heads
-    batch = place // tiles // heads
+    index = tl.program_id(0).to(tl.int64)
+    tile = index % tiles
+    head = index // tiles % heads
+    batch = index // tiles // heads
     o_row = tl.arange(0, BM)[:, None]
     o_col = tl.arange(0, D)[None, :]
     piece = o_row // 64 + o_col // 64
@@ -59,7 +59,7 @@ def finish_dq_kernel(
     col = o_col % 64
     lane = (row // 16) * 32 + (row % 8) * 4 + (col // 2) % 4
     o_sum = piece * PIECE_FLOATS + (col // 8) * 512 + lane * 4 + (row // 8) % 2 * 2 + col % 2
-    b_dq = tl.load(p_sum + place * BM * D + o_sum) * scale
+    b_dq = tl.load(p_sum + index * BM * D + o_sum) * scale
     o_q = tile * BM + o_row
     end = n
     if STRIDED:

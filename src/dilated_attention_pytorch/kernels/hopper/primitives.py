@@ -82,7 +82,7 @@ def release(empty, item):
 
 
 @gluon.jit
-def place_of(desc, token, rate):
+def box_coordinates(desc, token, rate):
     """Residue and row of a token where a descriptor has five dimensions, else 0 and the token.
 
     Asked for before a wait: the division takes long, and who waits for the tile waits for it too.
@@ -111,7 +111,7 @@ def wait_for_launch():
 
 @gluon.jit
 def copy_rows_in(desc, more, batch, head, residue, row, longer, full, buffer):
-    """Start copying the rows from that one of `place_of` on, `rate` tokens apart.
+    """Start copying the rows from the coordinates of `box_coordinates` on, `rate` tokens apart.
 
     A descriptor (batch, head, token, column) has adjacent rows. Of five dimensions, (batch, head, residue, row,
     column), there are two: the first `longer` residues have a row more than the others and are described by `more`,
@@ -130,7 +130,7 @@ def copy_rows_in(desc, more, batch, head, residue, row, longer, full, buffer):
 @gluon.jit
 def add_rows_out(desc, more, batch, head, token, rate, longer, buffer):
     """Start adding rows in shared memory to those from a token on, `rate` tokens apart; descriptors as above."""
-    residue, row = place_of(desc, token, rate)
+    residue, row = box_coordinates(desc, token, rate)
     if more is None:
         add_out(desc, [batch, head, residue, row, 0], buffer)
     elif residue < longer:
@@ -220,13 +220,13 @@ def add_piece(p_piece, piece):
 
 
 @gluon.jit
-def leave_piece(p_sum, place, piece, C: gl.constexpr, D: gl.constexpr):
+def leave_piece(p_sum, tile, piece, C: gl.constexpr, D: gl.constexpr):
     """Add a piece of dQ to the float32 sum; or, where that has other numbers, store it as rows of its own.
 
     Of those a thread stores its 16 columns side by side: (8j + 2t + i) lies at (16t + 2j + i).
     """
     if p_sum.dtype.element_ty == gl.float32:
-        add_piece(p_sum + (place.to(gl.int64) * 2 + C) * PIECE, piece)
+        add_piece(p_sum + (tile.to(gl.int64) * 2 + C) * PIECE, piece)
     else:
         # The same numbers in the same threads, but one row after the other.
         layout: gl.constexpr = gl.DistributedLinearLayout(
@@ -236,13 +236,13 @@ def leave_piece(p_sum, place, piece, C: gl.constexpr, D: gl.constexpr):
             block_bases=[],
             shape=[64, 64],
         )
-        turned = piece.to(p_sum.dtype.element_ty).reshape([ROWS, 8, 4, 2]).permute((0, 2, 1, 3)).reshape([ROWS, 64])
-        turned = gl.convert_layout(turned, layout)
+        permuted = piece.to(p_sum.dtype.element_ty).reshape([ROWS, 8, 4, 2]).permute((0, 2, 1, 3)).reshape([ROWS, 64])
+        permuted = gl.convert_layout(permuted, layout)
         row = gl.expand_dims(gl.arange(0, ROWS, gl.SliceLayout(1, layout)), 1)
         col = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(0, layout)), 0)
         # Half of the tile's rows, or of their columns.
-        o_piece = (place.to(gl.int64) * 2 + C) * PIECE if D == 64 else place.to(gl.int64) * (2 * PIECE) + C * 64
-        gl.store(p_sum + o_piece + (row * D + col), turned)
+        o_piece = (tile.to(gl.int64) * 2 + C) * PIECE if D == 64 else tile.to(gl.int64) * (2 * PIECE) + C * 64
+        gl.store(p_sum + o_piece + (row * D + col), permuted)
 
 
 @gluon.jit

@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from ..launch.gluon_launcher import Launch, Tensors
+from ..launch.gluon_launcher import GluonLaunch, Tensors
 from ..triton.lowering import SHORTEST_PIECE, split_rows
 from .lowering import ITEM_ROWS, BackwardItems, ForwardItems, LoweredPart, balanced
 
@@ -42,22 +42,24 @@ class Split(Generic[Work]):
     per_head: bool
     block: int
 
-    def room(self, batch: int, width: int) -> tuple[int, int, int, int]:
+    def piece_shape(self, batch: int, width: int) -> tuple[int, int, int, int]:
         """Shape of the pieces."""
         return batch, len(self.owners), self.slots * self.block, width
 
-    def join(self, kernel: Any, places: Sequence[Any], batch: int, n: int, like: Tensors, joined: Tensor) -> Launch:
+    def join(
+        self, kernel: Any, pointers: Sequence[Any], batch: int, n: int, like: Tensors, joined: Tensor
+    ) -> GluonLaunch:
         """The launch that joins them to `joined`; `places` are what the kernel reads and writes before its tables."""
-        from ..triton.launches import OPTIONS, ROWS, held
+        from ..triton.launches import OPTIONS, ROWS, padded_width
 
         width = joined.shape[-1]
         tables = self.heavy, self.owners, self.heavy
         numbers = self.heavy_rows, self.slots, len(self.owners), 0, n, 1, *joined.stride()[:3]
-        constants = self.block, ROWS, width, held(width), False, self.per_head, False, False
+        constants = self.block, ROWS, width, padded_width(width), False, self.per_head, False, False
         grid = self.heavy_rows * (self.block // ROWS), len(self.owners), batch
         identity = "join", kernel, like[0].device.index, joined.dtype, numbers, constants
-        arguments = *places, *tables, *numbers, *constants
-        return Launch(kernel, identity, grid, arguments, like, plain=True, **OPTIONS)
+        arguments = *pointers, *tables, *numbers, *constants
+        return GluonLaunch(kernel, identity, grid, arguments, like, plain=True, **OPTIONS)
 
 
 def lengths_of_pieces(lengths: Tensor, programs: int, most: int, shortest: int) -> tuple[int, int] | None:
@@ -98,17 +100,17 @@ def split(
     lengths = (full + partial).view(-1, tiles)[kinds].flatten().repeat(batch)
     halves = block // ITEM_ROWS
     most = len(lengths) // ROWS_A_PIECE
-    found = lengths_of_pieces(lengths.cpu(), programs // halves, most, max(SHORTEST_PIECE // (block**2 * group), 1))
-    if found is None:
+    limits = lengths_of_pieces(lengths.cpu(), programs // halves, most, max(SHORTEST_PIECE // (block**2 * group), 1))
+    if limits is None:
         return None
     device = work.items.device
-    whole, limit = found
-    table, places, heavy, heavy_rows, slots = split_rows(walk.rows, walk.order.long(), tiles, limit, whole)
+    whole, limit = limits
+    table, items_a_class, heavy, heavy_rows, slots = split_rows(walk.rows, walk.order.long(), tiles, limit, whole)
     if slots * ROWS_A_PIECE > tiles:
         # All heads have as much room as the one with most pieces.
         return None
     classes = len(walk.rows) // tiles
-    kind = torch.arange(classes, device=table.device).repeat_interleave(places)
+    kind = torch.arange(classes, device=table.device).repeat_interleave(items_a_class)
     cut = table[:, 7] >= 0
     kind, table = kind[cut], table[cut].long()
     long = torch.zeros(len(walk.rows), dtype=torch.bool, device=table.device)
@@ -130,8 +132,8 @@ def split(
     else:
         columns = holder, tile, begin, fully, base, part_begin, partly, part_base, stored
         pieces = work
-    kept = (own[..., 0] >= 0) & (tile * ITEM_ROWS < lowered.n)
-    records = torch.stack(columns, dim=-1)[kept]
+    exists = (own[..., 0] >= 0) & (tile * ITEM_ROWS < lowered.n)
+    records = torch.stack(columns, dim=-1)[exists]
 
     items = work.items.to(kinds.device).long()
     items = items[~long[kinds[items[:, 0]] * tiles + items[:, 1] // halves]]
@@ -140,7 +142,7 @@ def split(
     owners = torch.stack((torch.arange(len(kinds), device=kinds.device), kinds, zero, zero), dim=1).int()
     return Split(
         rest=work._replace(items=balanced(items, weight).to(device)),
-        pieces=pieces._replace(items=balanced(records, met[kept]).to(device)),
+        pieces=pieces._replace(items=balanced(records, met[exists]).to(device)),
         slots=slots,
         heavy=heavy.to(device),
         heavy_rows=heavy_rows,

@@ -1,8 +1,8 @@
-"""Launching a compiled Gluon kernel for the price of the driver's own launch.
+"""Launches of sequences of Gluon kernels at the cost of the driver's own launch.
 
-The public way prepares every argument anew in Python: 60 microseconds for a kernel with four TMA descriptors, more than
-a short kernel runs. Here whole argument lists are kept by the addresses in them, which repeat, as the allocator hands
-out the same ones, and triton's compiled entry is called with what it expects.
+Triton's public launch prepares every argument in Python in every call: 60 microseconds for a kernel with four TMA
+descriptors, more than a short kernel runs. Here whole argument lists are cached by the addresses in them, which repeat
+because the allocator reuses memory, and Triton's compiled entry is called directly.
 """
 
 from __future__ import annotations
@@ -23,38 +23,38 @@ from ..hopper.lowering import Strides
 from . import warmup
 from .triton_abi import Box, Entry, Grid, compiles_launchers, enclosed, entry_of, knows_triton
 
-KEPT_ADDRESSES = 256
-"""Argument lists kept for one launch."""
-KEPT_KERNELS = 1024
-"""Compiled kernels kept, with the sizes a plain one was compiled for; triton itself forgets none."""
+CACHED_ADDRESSES = 256
+"""Most cached argument lists of a sequence of launches."""
+CACHED_KERNELS = 1024
+"""Most cached kernels, with the sizes that a plain Triton kernel is specialized on; Triton itself evicts none."""
 MOST_COMPILERS = 8
-"""Kernels compiled at a time."""
+"""Most kernels compiled at a time."""
 
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
-"""How every kernel is compiled; fused multiply-add is asked for by name, as its default differs between releases."""
+"""Compiler options of every kernel. Fused multiply-add is explicit, as its default differs between releases."""
 
 Tensors = tuple[Tensor, ...]
 
-_HERE = nullcontext()
-_turn = Lock()
-"""Held while the launches of a call follow one another. They may overlap, for they count apart; a call of another
-thread on the same stream counts in the same places, and must not come between."""
+_NO_SWITCH = nullcontext()
+_sequence = Lock()
+"""Lock of a sequence of launches. Launches of one call have separate counters and may overlap; a call of another thread
+on the same stream uses the same counters and must not come between."""
 _counters: dict[tuple[int, int], Tensor] = {}
 _compiled: dict[tuple[object, ...], tuple[Any, Entry | None]] = {}
 
 
 def tma_strides(tensor: Tensor) -> tuple[int, ...]:
     """Strides of a (B, H, N, D) tensor that TMA accepts."""
-    # A dimension of size one is never stepped over, but its stride must still be a legal one.
+    # The stride of a dimension of size one is never used, but must be valid.
     d = tensor.shape[-1]
     return (*(stride if size > 1 else d for size, stride in zip(tensor.shape[:-1], tensor.stride(), strict=False)), 1)
 
 
 def boxes_of(tensor: Tensor, axis: Strides | None) -> tuple[Box, Box | None]:
-    """A tensor as its own box; on a strided axis as two (B, H, residues, rows of each, D).
+    """Box of a tensor; on a strided axis two boxes (B, H, residues, rows per residue, D).
 
-    The first has the residues with fewer rows, the second those with one more, where there are any; neither reaches out
-    of the tensor.
+    The first box has the residues with fewer rows; the second, if any, the residues with one row more. Neither exceeds
+    the tensor.
     """
     strides = tma_strides(tensor)
     if axis is None:
@@ -65,12 +65,12 @@ def boxes_of(tensor: Tensor, axis: Strides | None) -> tuple[Box, Box | None]:
     fewer, rows = axis.rate - axis.longer, n // axis.rate
     short = Box((batch, heads, fewer, rows, d), strides, axis.longer * step * tensor.element_size())
     long = Box((batch, heads, axis.longer, rows + 1, d), strides)
-    # A descriptor must not be empty; one that would be is never used.
+    # A descriptor must not be empty; an empty box is never read.
     return (short if rows else long), (long if axis.longer else None)
 
 
-class _Place(NamedTuple):
-    """Memory from an address on, as a descriptor asks for it."""
+class _Address(NamedTuple):
+    """Base address and dtype, as a `TensorDescriptor` reads them from a tensor."""
 
     address: int
     dtype: torch.dtype
@@ -80,7 +80,7 @@ class _Place(NamedTuple):
 
 
 def describe(tensor: Tensor, rows: int, axis: Strides | None = None) -> tuple[Any, Any]:
-    """TMA descriptors of a (B, H, N, D) tensor that move `rows` rows of one head, for the two of `boxes_of`."""
+    """TMA descriptors of the boxes of a (B, H, N, D) tensor, for tiles of `rows` rows of one head; see `boxes_of`."""
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     d = tensor.shape[-1]
@@ -88,7 +88,7 @@ def describe(tensor: Tensor, rows: int, axis: Strides | None = None) -> tuple[An
     def described(box: Box) -> Any:
         layout = tile_layout(rows, d, tensor.dtype, len(box.shape))
         block = [*(1,) * (len(box.shape) - 2), rows, d]
-        base = _Place(tensor.data_ptr() + box.begin, tensor.dtype)
+        base = _Address(tensor.data_ptr() + box.begin, tensor.dtype)
         return TensorDescriptor(base, list(box.shape), list(box.strides), block, layout)
 
     short, long = boxes_of(tensor, axis)
@@ -97,7 +97,7 @@ def describe(tensor: Tensor, rows: int, axis: Strides | None = None) -> tuple[An
 
 @lru_cache(maxsize=64)
 def tile_layout(rows: int, d: int, dtype: torch.dtype, rank: int = 4) -> Any:
-    """How a tile moved by a descriptor of that rank lies in shared memory."""
+    """Shared-memory layout of a tile of a descriptor of the given rank."""
     from triton.experimental.gluon import language as gl
 
     element = gl.bfloat16 if dtype == torch.bfloat16 else gl.float16
@@ -105,14 +105,14 @@ def tile_layout(rows: int, d: int, dtype: torch.dtype, rank: int = 4) -> Any:
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:
-    """Makes a device the current one, where it is not."""
-    return _HERE if torch.cuda.current_device() == device.index else torch.cuda.device(device)
+    """Context in which a device is the current one."""
+    return _NO_SWITCH if torch.cuda.current_device() == device.index else torch.cuda.device(device)
 
 
 def item_counters(device: torch.device, count: int) -> Tensor:
-    """That many int32 zeros for kernels to count with, if each leaves a zero again; calls on one stream take turns."""
+    """`count` int32 counters, zero between launches: every kernel resets its own. Calls on one stream share them."""
     if torch.cuda.is_current_stream_capturing():
-        # A captured call may be replayed beside any other, so it brings counters of its own.
+        # A captured call may be replayed beside any other, so it has its own counters.
         return torch.zeros(count, dtype=torch.int32, device=device)
     key = device.index, torch._C._cuda_getCurrentRawStream(device.index)
     counters = _counters.get(key)
@@ -121,20 +121,20 @@ def item_counters(device: torch.device, count: int) -> Tensor:
     return counters
 
 
-class Moved(NamedTuple):
-    """An argument: a tensor of the call that TMA moves so many rows at a time, as the two boxes of `boxes_of`."""
+class TmaArg(NamedTuple):
+    """Argument: TMA descriptors of a tensor of the call, for tiles of `rows` rows; see `boxes_of`."""
 
     slot: int
     rows: int
     axis: Strides | None = None
 
 
-class Place(NamedTuple):
-    """An argument: where a tensor of the call lies, or memory inside it, seen as another type."""
+class PtrArg(NamedTuple):
+    """Argument: pointer to a tensor of the call, or to memory inside it viewed as another dtype."""
 
     slot: int
     begin: int = 0
-    """In elements."""
+    """Offset in elements."""
     dtype: torch.dtype | None = None
 
     def of(self, tensors: Tensors) -> Tensor:
@@ -142,15 +142,16 @@ class Place(NamedTuple):
         return tensor if self.dtype is None else tensor[self.begin :].view(self.dtype)
 
 
-class Launch:
-    """One kernel with all its arguments, but for where the tensors of a call lie.
+class GluonLaunch:
+    """One kernel with all of its arguments except the addresses of the tensors of a call.
 
-    `arguments` are `Moved`, `Place`, tensors and numbers; slots count the tensors given with each call, whose layout is
-    always that of `like`. A tensor that is one of `like` stands for its place, and any other stays where it is.
+    `arguments` are `TmaArg`, `PtrArg`, tensors and numbers. Slots index the tensors of a call, whose layouts are those
+    of `like`. A tensor of `like` among the arguments becomes the `PtrArg` of its slot; any other tensor is constant.
+    `plain` kernels are Triton kernels, which are specialized on the alignment of pointers.
 
-    One that `overlaps` may start before another such launch in front of it has ended: a program of these kernels has a
-    whole multiprocessor, and so none stands idle while the last items of that one run. Until
-    `primitives.wait_for_launch` it must not touch what those before it write. The public way knows nothing of it.
+    A launch that `overlaps` may start before the overlapping launch in front of it has ended: a program of these
+    kernels occupies a multiprocessor, so none is idle while the last items of the earlier launch run. Before
+    `primitives.wait_for_launch` it must not touch memory that earlier launches write. The public launch never overlaps.
     """
 
     def __init__(
@@ -165,81 +166,81 @@ class Launch:
         **options: object,
     ) -> None:
         slots = {id(tensor): slot for slot, tensor in enumerate(like)}
-        arguments = tuple(Place(slots[id(one)]) if id(one) in slots else one for one in arguments)
+        arguments = tuple(PtrArg(slots[id(one)]) if id(one) in slots else one for one in arguments)
         self.overlaps = overlaps
         self._kernel, self._identity, self._arguments, self._options = kernel, identity, arguments, options
         self.grid = (grid, 1, 1) if isinstance(grid, int) else grid
         self._sizes = [tensor.element_size() for tensor in like]
-        self._boxes = [boxes_of(like[one.slot], one.axis) for one in arguments if isinstance(one, Moved)]
+        self._boxes = [boxes_of(like[one.slot], one.axis) for one in arguments if isinstance(one, TmaArg)]
         if plain:
-            # A plain triton kernel, compiled apart for the alignment of what it is given.
+            # A plain Triton kernel is specialized on the alignment of its pointers.
             staying = (one.data_ptr() % 16 == 0 for one in arguments if isinstance(one, Tensor))
             self._identity = *identity, *staying
-        self._read = [one.slot for one in arguments if isinstance(one, Place)] if plain else []
+        self._read = [one.slot for one in arguments if isinstance(one, PtrArg)] if plain else []
 
-    def publicly(self, *tensors: Tensor) -> None:
-        """Run it as triton means it, compiled first where it has to be."""
+    def launch_public(self, *tensors: Tensor) -> None:
+        """Run the kernel through Triton's public launch, which compiles it if needed."""
         key = self.key(tuple(tensor.data_ptr() for tensor in tensors))
-        known = _compiled.get(key)
-        if known is not None:
-            known[0][self.grid](*self._public_arguments(tensors))
+        cached = _compiled.get(key)
+        if cached is not None:
+            cached[0][self.grid](*self._public_arguments(tensors))
             return
-        if len(_compiled) >= KEPT_KERNELS:
+        if len(_compiled) >= CACHED_KERNELS:
             _compiled.clear()
         compiled = self._kernel[self.grid](*self._public_arguments(tensors), **self._options)
         _compiled[key] = compiled, entry_of(compiled)
 
     def compile(self, *tensors: Tensor) -> Any:
-        """Have triton compile it without running it: what it gives, or will."""
+        """Compile the kernel without running it; return the compiled kernel or its future."""
         return self._kernel.warmup(*self._public_arguments(tensors), grid=self.grid, **self._options)
 
     def _public_arguments(self, tensors: Tensors) -> list[Any]:
         arguments: list[Any] = []
         for one in self._arguments:
-            if isinstance(one, Moved):
+            if isinstance(one, TmaArg):
                 arguments += describe(tensors[one.slot], one.rows, one.axis)
             else:
-                arguments.append(one.of(tensors) if isinstance(one, Place) else one)
+                arguments.append(one.of(tensors) if isinstance(one, PtrArg) else one)
         return arguments
 
-    def settle(self, addresses: tuple[int, ...]) -> tuple[Entry, tuple[object, ...]] | None:
-        """The entry and its arguments for tensors at those addresses, None where the public way must be taken."""
+    def bind(self, addresses: tuple[int, ...]) -> tuple[Entry, tuple[object, ...]] | None:
+        """Entry and arguments for tensors at the given addresses, or None if the public launch is required."""
         entry = _compiled.get(self.key(addresses), (None, None))[1]
         if entry is None:
             return None
         arguments: list[object] = []
-        boxes, place = iter(self._boxes), 0
+        boxes, index = iter(self._boxes), 0
         for one in self._arguments:
-            if isinstance(one, Moved):
+            if isinstance(one, TmaArg):
                 for box in next(boxes):
                     if box is None:
                         arguments.append(None)
                     else:
-                        arguments += entry.described(place, addresses[one.slot], box)
-                        place += 1
-            elif isinstance(one, Place):
+                        arguments += entry.described(index, addresses[one.slot], box)
+                        index += 1
+            elif isinstance(one, PtrArg):
                 arguments.append(addresses[one.slot] + one.begin * self._sizes[one.slot])
             else:
                 arguments.append(one.data_ptr() if isinstance(one, Tensor) else one)
         return entry, tuple(arguments)
 
     def key(self, addresses: tuple[int, ...]) -> tuple[object, ...]:
-        """What a compiled kernel is known by; the Gluon kernels specialize on nothing but types and constants."""
+        """Cache key of the compiled kernel. Gluon kernels are specialized on types and constants alone."""
         return *self._identity, *(addresses[slot] % 16 == 0 for slot in self._read)
 
 
 class _Compilers(ThreadPoolExecutor):
-    """Threads that kernels are compiled on.
+    """Thread pool for compiling kernels.
 
-    Where triton's insides are known, kernels are traced one after another: that is done in Python, so together none
-    would be done before all of them are, and the first would be late for what is done outside of it. And a C compiler,
-    which takes half a second for what launches a kernel, runs beside rather than after.
+    On supported releases of Triton, kernels are traced one at a time: tracing runs in Python, so concurrent traces
+    would all end late and delay the work outside of Python. The C compiler, which takes half a second for the launcher
+    of a kernel, runs beside the trace.
     """
 
     def __init__(self, kernels: int) -> None:
-        # As many again wait for the other compiler, which is a process of its own.
+        # Twice the number of kernels, as half of the threads wait for the C compiler.
         super().__init__(2 * min(kernels, os.cpu_count() or 1, MOST_COMPILERS))
-        self._turn = Lock()
+        self._trace_lock = Lock()
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         source = enclosed(fn).get("src")
@@ -248,7 +249,7 @@ class _Compilers(ThreadPoolExecutor):
         trace = source.make_ir
 
         def trace_in_turn(*given: Any) -> Any:
-            with self._turn:
+            with self._trace_lock:
                 return trace(*given)
 
         source.make_ir = trace_in_turn
@@ -259,7 +260,7 @@ class _Compilers(ThreadPoolExecutor):
 
 
 def _make_launcher(source: Any) -> None:
-    """Have triton make what launches a kernel, which it keeps by the types of arguments alone."""
+    """Compile Triton's launcher of a kernel, which Triton caches by the types of the arguments."""
     from triton.runtime import driver
 
     descriptors = sum(str(kind).startswith("tensordesc") for kind in source.signature.values())
@@ -269,10 +270,10 @@ def _make_launcher(source: Any) -> None:
     active.launcher_cls(source, SimpleNamespace(tensordesc_meta=[{}] * descriptors, **unknown))
 
 
-def compile_together(launches: Sequence[Launch], tensors: Tensors) -> None:
-    """Compile on threads what is not compiled; most of the time of a compiler is spent outside of Python.
+def compile_together(launches: Sequence[GluonLaunch], tensors: Tensors) -> None:
+    """Compile missing kernels on threads; most of the time of the compiler is spent outside of Python.
 
-    A kernel that does not compile says so when it is launched.
+    A compilation error is raised when the kernel is launched.
     """
     import triton
 
@@ -291,46 +292,46 @@ def compile_together(launches: Sequence[Launch], tensors: Tensors) -> None:
 
 
 def _make_ready(compiled: Any, device: torch.device) -> None:
-    """Have triton load a kernel, or one compiled on a thread, with what launches it."""
+    """Load a compiled kernel, or the kernel of a future, together with its launcher."""
     with on_device(device):
         _ = (compiled.result() if hasattr(compiled, "result") else compiled).run
 
 
 class Launches:
-    """Several kernels, one after another, on the tensors of a call; all are compiled before the first of them runs."""
+    """Sequence of kernels on the tensors of a call; all are compiled before the first of them runs."""
 
-    def __init__(self, device: torch.device, launches: list[Launch]) -> None:
+    def __init__(self, device: torch.device, launches: list[GluonLaunch]) -> None:
         self._index = device.index
         self._launches = [launch for launch in launches if launch.grid[0]]
-        self._kept: dict[tuple[int, ...], list[tuple[Grid, Entry, tuple[object, ...], bool]]] = {}
+        self._cache: dict[tuple[int, ...], list[tuple[Grid, Entry, tuple[object, ...], bool]]] = {}
 
     def __call__(self, *tensors: Tensor) -> None:
-        """Run them; every call gives tensors of the same layouts in the same order."""
+        """Run the kernels; every call passes tensors of the same layouts in the same order."""
         addresses = tuple([tensor.data_ptr() for tensor in tensors])
-        kept = self._kept.get(addresses)
-        if kept is None:
-            kept = self._settle(addresses)
-        if not kept:
+        bound_launches = self._cache.get(addresses)
+        if bound_launches is None:
+            bound_launches = self._bind(addresses)
+        if not bound_launches:
             compile_together(self._launches, tensors)
-        if not kept or kept[0][1].watched:
+        if not bound_launches or bound_launches[0][1].has_hooks:
             for launch in self._launches:
-                launch.publicly(*tensors)
+                launch.launch_public(*tensors)
             return
-        stream = kept[0][1].stream_of(self._index)
-        with _turn:
-            for grid, entry, arguments, overlaps in kept:
+        stream = bound_launches[0][1].stream_of(self._index)
+        with _sequence:
+            for grid, entry, arguments, overlaps in bound_launches:
                 entry(grid, stream, arguments, overlaps)
 
-    def _settle(self, addresses: tuple[int, ...]) -> list[tuple[Grid, Entry, tuple[object, ...], bool]]:
-        settled = [launch.settle(addresses) for launch in self._launches]
-        if None in settled:
+    def _bind(self, addresses: tuple[int, ...]) -> list[tuple[Grid, Entry, tuple[object, ...], bool]]:
+        bound = [launch.bind(addresses) for launch in self._launches]
+        if None in bound:
             return []
-        if len(self._kept) >= KEPT_ADDRESSES:
-            self._kept.clear()
-        kept = [
+        if len(self._cache) >= CACHED_ADDRESSES:
+            self._cache.clear()
+        bound_launches = [
             (launch.grid, *one, launch.overlaps and before is not None and before.overlaps)
-            for before, launch, one in zip((None, *self._launches), self._launches, settled, strict=False)
+            for before, launch, one in zip((None, *self._launches), self._launches, bound, strict=False)
             if one is not None
         ]
-        self._kept[addresses] = kept
-        return kept
+        self._cache[addresses] = bound_launches
+        return bound_launches

@@ -19,11 +19,11 @@ class Box(NamedTuple):
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     begin: int = 0
-    """Bytes from the tensor's beginning to the box's."""
+    """Offset of the box in the tensor, in bytes."""
 
 
 class Entry:
-    """The compiled entry of one kernel."""
+    """Compiled entry of one kernel."""
 
     __slots__ = ("_annotations", "_before", "_describe", "_descriptors", "_hooks", "_launch", "_runtime", "stream_of")
 
@@ -54,17 +54,17 @@ class Entry:
         self.stream_of = active.get_current_stream
 
     @property
-    def watched(self) -> bool:
-        """Whether somebody asked to be told of launches; then the public way must be taken."""
+    def has_hooks(self) -> bool:
+        """Whether launch hooks are installed; then the public launch is required."""
         enter, leave = self._hooks
         runtime = self._runtime
         replaced = runtime.launch_enter_hook is not enter or runtime.launch_exit_hook is not leave
         return replaced or bool(enter.calls or leave.calls)
 
-    def described(self, place: int, address: int, box: Box) -> tuple[object, ...]:
-        """Descriptor number `place` for a tensor at that address, seen as that box: encoded, then sizes and strides."""
-        meta = self._descriptors[place]
-        # The element types of the host and of the device are numbered differently.
+    def described(self, index: int, address: int, box: Box) -> tuple[object, ...]:
+        """Descriptor `index` of a box of the tensor at `address`: the encoded descriptor, then sizes and strides."""
+        meta = self._descriptors[index]
+        # Host and device number the element types differently.
         number = {8: 10, 9: 8, 10: 9}.get(meta["elem_type"], meta["elem_type"])
         encoded = self._describe(
             address + box.begin, meta["swizzle"], meta["elem_size"], number, meta["block_size"], *box[:2], 0
@@ -97,7 +97,7 @@ def knows_triton() -> bool:
 
 
 def entry_of(compiled: Any) -> Entry | None:
-    """The entry of a compiled kernel, or None where it must be launched through Triton's public interface."""
+    """Entry of a compiled kernel, or None if it must be launched through Triton's public interface."""
     if not knows_triton():
         return None
     launcher = compiled.run
@@ -107,7 +107,7 @@ def entry_of(compiled: Any) -> Entry | None:
 
 
 def enclosed(function: Any) -> dict[str, Any]:
-    """What a function takes from those around it, by name."""
+    """Closure variables of a function, by name."""
     cells = getattr(function, "__closure__", None)
     names = function.__code__.co_freevars if cells else ()
     return {name: cell.cell_contents for name, cell in zip(names, cells or (), strict=True)}

@@ -1,9 +1,9 @@
-"""What the first call on a GPU needs of triton, whatever it computes, made ready while its plan is made.
+"""Preparation of Triton for the first GPU call of a process, beside the construction of its plan.
 
-Hashing triton's files, having a C compiler make its driver and importing kernels take more than a second one after
-another, most of it outside of Python. They are begun on threads as soon as a call is met that will need them, once a
-process; whoever compiles a kernel waits for them, so that nothing is done twice. What fails here fails again, and is
-told, where it is needed.
+Hashing Triton's files, compiling its driver and importing kernels take more than a second one after another, most of
+it outside of Python. They run on threads that start with the first call that needs them, once a process. Code that
+compiles a kernel waits for these threads, so that no work is done twice. An error on a thread is dropped: the same
+error is raised where the result is needed.
 """
 
 from __future__ import annotations
@@ -16,13 +16,15 @@ from threading import Lock, Thread
 import torch
 from torch import Tensor
 
+from ..registry import backend_named
+
 _unbegun = Lock()
-"""Taken once, by whoever begins, and never given back."""
+"""Acquired by the first call that begins, and never released."""
 _threads: list[Thread] = []
 
 
 def begin(query: Tensor, backend: str) -> None:
-    """Begin, where the first kernel of this process may be compiled for a call with such queries."""
+    """Start the preparation if a call with this query may compile the first kernel of the process."""
     if not query.is_cuda or _unbegun.locked():
         return
     if backend not in ("auto", "hopper", "triton") or query.dtype == torch.float64:
@@ -30,10 +32,10 @@ def begin(query: Tensor, backend: str) -> None:
     if os.environ.get("TRITON_INTERPRET") == "1" or not _unbegun.acquire(blocking=False):
         return
     if hasattr(os, "register_at_fork"):
-        # A child would find locks of modules taken by threads that it does not have.
+        # A forked child would inherit import locks held by threads that it does not have.
         os.register_at_fork(before=finish)
     with suppress(Exception):
-        # On this thread: one that imports a part of it while another imports the whole does not wait for the whole.
+        # On this thread: a thread that imports a submodule does not wait for another that imports the package.
         import triton  # noqa: F401
 
         for work in (_hash_compiler, _make_driver, _import_kernels):
@@ -41,7 +43,7 @@ def begin(query: Tensor, backend: str) -> None:
 
 
 def finish() -> None:
-    """Wait until what was begun is done."""
+    """Wait for the threads of the preparation."""
     for thread in _threads:
         thread.join()
 
@@ -51,16 +53,16 @@ def _start(work: Callable[[torch.device], object], device: torch.device) -> None
         with suppress(Exception):
             work(device)
 
-    # No daemon: one that is stopped at the interpreter's exit would leave a compiler running, and its files behind.
+    # Not a daemon thread: killed at interpreter exit, it would leave a compiler process and its files behind.
     thread = Thread(target=run, name=f"dilated-attention-{work.__name__.strip('_')}")
-    # An interpreter that ends starts no threads.
+    # A finalizing interpreter starts no threads.
     with suppress(RuntimeError):
         thread.start()
         _threads.append(thread)
 
 
 def _hash_compiler(device: torch.device) -> None:
-    """Read and hash what triton consists of, which it keeps."""
+    """Hash Triton's files; Triton caches the result."""
     from .triton_abi import knows_triton
 
     if knows_triton():
@@ -70,7 +72,7 @@ def _hash_compiler(device: torch.device) -> None:
 
 
 def _make_driver(device: torch.device) -> None:
-    """Have a C compiler make triton's driver, and the assembler tell its version."""
+    """Compile Triton's driver, and query the version of the assembler."""
     from triton.runtime import driver
 
     from .triton_abi import knows_triton
@@ -83,13 +85,9 @@ def _make_driver(device: torch.device) -> None:
 
 
 def _import_kernels(device: torch.device) -> None:
-    """Import the kernels for a device, and hash the one that every first call on a Hopper GPU compiles."""
+    """Import the kernels of the backend that a first call on the device compiles."""
     # Before Gluon, which imports it too: so does a thread that compiles a kernel of its own meanwhile.
     import triton.compiler.code_generator  # noqa: F401
 
-    if torch.cuda.get_device_capability(device)[0] == 9:
-        from ..hopper.forward_kernel import attention_fwd_kernel
-
-        _ = attention_fwd_kernel.cache_key
-    else:
-        from ..triton import launches  # noqa: F401
+    name = "hopper" if torch.cuda.get_device_capability(device)[0] == 9 else "triton"
+    backend_named(name).import_kernels()  # pyrefly: ignore[missing-attribute]

@@ -1,4 +1,4 @@
-"""The portable Triton backend: every plan, in float16, bfloat16 or float32, on any GPU Triton compiles for."""
+"""Portable Triton backend: every plan, in float16, bfloat16 or float32, on any GPU that Triton supports."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def why_not(call: AttentionCall) -> str | None:
-    """Why these kernels cannot run the call, or None when they can."""
+    """Reason why the Triton kernels cannot run the call, or None."""
     query, width = call.query, max(call.query.shape[3], call.value.shape[3])
     interpreting = os.environ.get("TRITON_INTERPRET") == "1"
     if not query.is_cuda and not interpreting:
         return f"needs a CUDA tensor, got {query.device.type}"
     if not installed():
-        return "needs triton, which is not installed; CUDA builds of torch bring it"
+        return "needs triton, which is not installed; CUDA builds of torch include it"
     if query.dtype not in DTYPES:
         return f"dtype must be float16, bfloat16 or float32, got {str(query.dtype).removeprefix('torch.')}"
     if interpreting and query.dtype is torch.bfloat16:
@@ -80,20 +80,25 @@ def forward(call: AttentionCall) -> Forward:
 def backward(
     call: AttentionCall, output: Tensor, lse: Tensor, grad_output: Tensor, grad_lse: Tensor | None
 ) -> Gradients:
-    """Gradients of query, key and value, from those of the output and, where given, of the LSE."""
+    """Gradients of query, key and value, given the gradients of the output and, optionally, of the LSE."""
     from . import launches
 
     return launches.backward(call, output, lse, grad_output, grad_lse)
 
 
 def prepare(call: AttentionCall) -> Runner:
-    """A runner for calls like this one: the launches themselves, which keep what they need by plan."""
+    """Runner for calls like this one: the module `launches`, which caches its tables in the plan."""
     from . import launches
 
     return cast(Runner, launches)
 
 
+def import_kernels() -> None:
+    """Import the kernels ahead of the first call; see `launch.warmup`."""
+    from . import launches  # noqa: F401
+
+
 @lru_cache(maxsize=1)
 def installed() -> bool:
-    """Whether triton can be found."""
+    """Whether Triton is installed."""
     return find_spec("triton") is not None

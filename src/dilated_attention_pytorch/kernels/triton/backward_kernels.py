@@ -12,7 +12,7 @@ from .primitives import (
     NO_KEY,
     careful_entry,
     contained,
-    dropout_kept,
+    dropout_keep,
     dropout_rows,
     entry_at,
     load_rows,
@@ -20,8 +20,8 @@ from .primitives import (
     owner_of_program,
     piece_rows,
     reference_of,
-    room_left,
     row_of_member,
+    rows_left,
     rows_of_program,
     spoilt,
     store_rows,
@@ -69,13 +69,13 @@ def store_gradient(p_rows, p_sum, b_grad, b_exist, o_d, D: tl.constexpr, DP: tl.
 @triton.jit
 def dq_tile(
     b_dq, b_q, b_do, b_lse, b_delta, p_k, p_v, p_masks, p_padding, p_key_positions, b_row, mask, whole, scale,
-    threshold, inverse_keep, o_i, o_j, k_first, room, o_step, o_d, o_e,
+    threshold, inverse_keep, o_i, o_j, k_first, left, o_step, o_d, o_e,
     BLOCK: tl.constexpr, D: tl.constexpr, E: tl.constexpr, DP: tl.constexpr, EP: tl.constexpr, MASKED: tl.constexpr,
     BOUNDED: tl.constexpr, BITS: tl.constexpr, PADDING: tl.constexpr, DROPOUT: tl.constexpr, POSITIONS: tl.constexpr,
     PRECISION: tl.constexpr, CONTAINED: tl.constexpr,
 ):  # fmt: skip
     """Add what BN keys give to the query gradient of BM rows, still without the scale; CONTAINED as in the forward."""
-    b_seen = o_step < room  # [BN]
+    b_seen = o_step < left  # [BN]
     if PADDING:
         b_seen = b_seen & (tl.load(p_padding + k_first + o_step, mask=b_seen, other=1) == 0)
     HOLES: tl.constexpr = (MASKED and BOUNDED) or PADDING
@@ -86,7 +86,7 @@ def dq_tile(
     b_p = tl.math.exp2(b_s * scale - b_lse[:, None])
     if DROPOUT:
         b_key = tokens_of(p_key_positions, k_first + o_step, b_seen, POSITIONS)
-        b_dp = tl.where(dropout_kept(b_row[:, None], b_key[None, :], threshold), b_dp * inverse_keep, 0.0)
+        b_dp = tl.where(dropout_keep(b_row[:, None], b_key[None, :], threshold), b_dp * inverse_keep, 0.0)
     b_ds = b_p * (b_dp - b_delta[:, None])
     # Masked here and not in the weights: a weight of 0 does not stop a NaN of the values.
     if MASKED or PADDING:
@@ -153,7 +153,7 @@ def attention_dq_bwd_kernel(
             p_v_tile = p_v + k_first * SV_N + o_v_tile
             b_dq = dq_tile(
                 b_dq, b_q, b_do, b_lse, b_delta, p_k_tile, p_v_tile, p_masks, p_padding, p_key_positions, b_row,
-                mask, False, scale_log2, threshold, inverse_keep, o_i, o_sub + o_n, k_first, room_left(k_first, k_end),
+                mask, False, scale_log2, threshold, inverse_keep, o_i, o_sub + o_n, k_first, rows_left(k_first, k_end),
                 o_step, o_d, o_e,
                 BLOCK, D, E, DP, EP, MASKED, BOUNDED, BITS, PADDING, DROPOUT, POSITIONS, PRECISION, False,
             )  # fmt: skip
@@ -172,7 +172,7 @@ def attention_dq_bwd_kernel(
                 b_redo = dq_tile(
                     b_redo, b_q, b_do, b_lse, b_delta, p_k_part, p_v_part, p_masks, p_padding,
                     p_key_positions, b_row, c_mask, whole, scale_log2, threshold, inverse_keep, o_i, o_part + o_c,
-                    c_first, room_left(c_first, c_end), o_hop, o_d, o_e,
+                    c_first, rows_left(c_first, c_end), o_hop, o_d, o_e,
                     BLOCK, D, E, DP, EP, True, BOUNDED, BITS, PADDING, DROPOUT, POSITIONS, PRECISION, True,
                 )  # fmt: skip
             b_dq = b_redo
@@ -207,9 +207,9 @@ def dkv_step(
         b_ok = visible(*elements, BLOCK, MASKED, HOLES, BITS, CONTAINED)
         b_p = tl.where(b_ok, b_p, 0.0)
     if DROPOUT:
-        b_kept = dropout_kept(b_row[None, :], b_key[:, None], threshold)
-        b_weight = tl.where(b_kept, b_p * inverse_keep, 0.0)
-        b_dp = tl.where(b_kept, b_dp * inverse_keep, 0.0)
+        b_keep = dropout_keep(b_row[None, :], b_key[:, None], threshold)
+        b_weight = tl.where(b_keep, b_p * inverse_keep, 0.0)
+        b_dp = tl.where(b_keep, b_dp * inverse_keep, 0.0)
     else:
         b_weight = b_p
     b_ds = b_p * (b_dp - b_delta[None, :])
@@ -228,14 +228,14 @@ def dkv_step(
 @triton.jit
 def dkv_tile(
     b_dk, b_dv, b_k, b_v, p_q, p_do, p_lse, p_delta, p_masks, p_seed, p_positions, b_key, row,
-    mask, whole, scale, threshold, inverse_keep, o_i, o_j, q_first, room, o_step, o_d, o_e,
+    mask, whole, scale, threshold, inverse_keep, o_i, o_j, q_first, left, o_step, o_d, o_e,
     BLOCK: tl.constexpr, D: tl.constexpr, E: tl.constexpr, DP: tl.constexpr, EP: tl.constexpr, MASKED: tl.constexpr,
     BOUNDED: tl.constexpr, BITS: tl.constexpr, DROPOUT: tl.constexpr, POSITIONS: tl.constexpr,
     PRECISION: tl.constexpr, CONTAINED: tl.constexpr,
 ):  # fmt: skip
     """The gradients of `dkv_step`, of BM queries where they lie."""
     HOLES: tl.constexpr = MASKED and BOUNDED
-    b_seen = o_step < room  # [BM]
+    b_seen = o_step < left  # [BM]
     if HOLES:
         b_lse = tl.load(p_lse + q_first + o_step, mask=b_seen, other=NO_KEY)
         b_delta = tl.load(p_delta + q_first + o_step, mask=b_seen, other=0.0)
@@ -317,7 +317,7 @@ def attention_dkv_bwd_kernel(
                 b_dk, b_dv = dkv_tile(
                     b_dk, b_dv, b_k, b_v, p_q_tile, p_do_tile, p_row_lse, p_row_delta, p_masks, p_seed, p_tokens,
                     b_key, stream, mask, False, scale_log2, threshold, inverse_keep, o_sub + o_m, o_j, q_first,
-                    room_left(q_first, q_end), o_step, o_d, o_e,
+                    rows_left(q_first, q_end), o_step, o_d, o_e,
                     BLOCK, D, E, DP, EP, MASKED, BOUNDED, BITS, DROPOUT, POSITIONS, PRECISION, False,
                 )  # fmt: skip
 
@@ -349,7 +349,7 @@ def attention_dkv_bwd_kernel(
                         b_redo_k, b_redo_v, b_k, b_v, p_q_part, p_do_part,
                         p_lse + c_stream * q_length, p_delta + c_stream * q_length, p_masks, p_seed,
                         p_positions + c_head * q_length, c_key, c_stream, c_mask, whole, scale_log2, threshold,
-                        inverse_keep, o_part + o_c, o_j, c_first, room_left(c_first, c_end), o_hop, o_d, o_e,
+                        inverse_keep, o_part + o_c, o_j, c_first, rows_left(c_first, c_end), o_hop, o_d, o_e,
                         BLOCK, D, E, DP, EP, True, BOUNDED, BITS, DROPOUT, POSITIONS, PRECISION, True,
                     )  # fmt: skip
             b_dk = tl.where(b_shown[:, None], b_redo_k, 0.0)

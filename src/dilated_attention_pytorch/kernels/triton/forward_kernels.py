@@ -15,14 +15,14 @@ from .primitives import (
     averaged,
     careful_entry,
     contained,
-    dropout_kept,
+    dropout_keep,
     empty_softmax,
     entry_at,
     load_rows,
     names_in_dropout,
     owner_of_program,
     piece_rows,
-    room_left,
+    rows_left,
     rows_of_program,
     spoilt,
     store_rows,
@@ -65,7 +65,7 @@ def softmax_step(
         b_l = b_l * b_shrink + tl.sum(b_p, 1)
         b_acc = b_acc * b_shrink[:, None]
     if DROPOUT:
-        b_p = tl.where(dropout_kept(b_row[:, None], b_key[None, :], threshold), b_p * inverse_keep, 0.0)
+        b_p = tl.where(dropout_keep(b_row[:, None], b_key[None, :], threshold), b_p * inverse_keep, 0.0)
     if CONTAINED:
         b_acc, b_v = contained(b_acc, b_v, b_ok, PRECISION)
     b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc, input_precision=PRECISION)
@@ -75,13 +75,13 @@ def softmax_step(
 @triton.jit
 def forward_tile(
     b_acc, b_l, b_m, b_q, p_k, p_v, p_masks, p_padding, p_key_positions, b_row, mask, whole, scale, threshold,
-    inverse_keep, o_i, o_j, k_first, room, o_step, o_d, o_e,
+    inverse_keep, o_i, o_j, k_first, left, o_step, o_d, o_e,
     BLOCK: tl.constexpr, D: tl.constexpr, E: tl.constexpr, DP: tl.constexpr, EP: tl.constexpr, MASKED: tl.constexpr,
     BOUNDED: tl.constexpr, BITS: tl.constexpr, PADDING: tl.constexpr, DROPOUT: tl.constexpr, POSITIONS: tl.constexpr,
     PRECISION: tl.constexpr, CONTAINED: tl.constexpr,
 ):  # fmt: skip
     """`softmax_step` of BN keys where they lie; with CONTAINED, `whole` says that all rows may see them."""
-    b_seen = o_step < room  # [BN]
+    b_seen = o_step < left  # [BN]
     b_k = load_rows(p_k, b_seen, o_d, D, DP, MASKED and BOUNDED)  # [BN, DP]
     if PADDING:
         b_seen = b_seen & (tl.load(p_padding + k_first + o_step, mask=b_seen, other=1) == 0)
@@ -196,7 +196,7 @@ def attention_fwd_kernel(
             p_v_tile = p_v + k_first * SV_N + o_v_tile
             b_acc, b_l, b_m = forward_tile(
                 b_acc, b_l, b_m, b_q, p_k_tile, p_v_tile, p_masks, p_padding, p_key_positions, b_row, mask, False,
-                scale, threshold, inverse_keep, o_i, o_sub + o_n, k_first, room_left(k_first, k_end), o_step, o_d, o_e,
+                scale, threshold, inverse_keep, o_i, o_sub + o_n, k_first, rows_left(k_first, k_end), o_step, o_d, o_e,
                 BLOCK, D, E, DP, EP, MASKED, BOUNDED, BITS, PADDING, DROPOUT, POSITIONS, PRECISION, False,
             )  # fmt: skip
 
@@ -221,7 +221,7 @@ def attention_fwd_kernel(
                 b_redo, b_sum, b_top = forward_tile(
                     b_redo, b_sum, b_top, b_q, p_k_part, p_v_part, p_masks, p_padding, p_key_positions, b_row,
                     c_mask, whole, scale, threshold, inverse_keep, o_i, o_part + o_c, c_first,
-                    room_left(c_first, c_end), o_hop, o_d, o_e,
+                    rows_left(c_first, c_end), o_hop, o_d, o_e,
                     BLOCK, D, E, DP, EP, True, BOUNDED, BITS, PADDING, DROPOUT, POSITIONS, PRECISION, True,
                 )  # fmt: skip
             b_acc = averaged(b_redo, b_sum)

@@ -1,7 +1,7 @@
-"""Launches of the Triton kernels: which tiles they use, what each part of a plan reads and writes.
+"""Launches of the Triton kernels: tile sizes, and the arguments of each part of a plan.
 
-A plan of one part is one launch that writes the output itself. Several parts are launched one after another and carry
-their common softmax in float32; the last to run covers every row where one does, and writes the output.
+A plan of one part is one launch, which writes the output. Several parts are launched one after another and carry their
+joint softmax in float32; a part that covers every row runs last and writes the output.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from torch import Tensor
 
 from ..call import AttentionCall, Forward, Gradients, empty_rows
 from ..dropout import threshold
-from ..launch.launcher import KEPT, Launch, launch
+from ..launch.launcher import CACHE_SIZE, Launch, launch
 from .backward_kernels import attention_dkv_bwd_kernel, attention_dq_bwd_kernel, delta_bwd_kernel, sum_pieces_bwd_kernel
 from .forward_kernels import attention_fwd_kernel, carry_to_output_kernel, merge_pieces_kernel
-from .lowering import PartSchedule, Schedule, Side, schedule
+from .lowering import PartSchedule, Schedule, WalkTables, schedule
 
 LOG2E = 1.4426950408889634
 OPTIONS = {"enable_fp_fusion": True}
-"""Said to the compiler with every launch, for its default differs between releases of Triton."""
+"""Compiler options of every launch; the default differs between releases of Triton."""
 ROWS = 64
-"""Rows a program of the row-wise kernels takes."""
+"""Rows of a program of the row-wise kernels."""
 CAREFUL = 16
-"""Rows streamed at once where something is not finite: the fewest a product takes, for the smallest code."""
+"""Rows streamed at a time if an input is not finite: the fewest of a product, for the smallest code."""
 
 
 class Tiles(NamedTuple):
-    """How a kernel cuts its work: query rows, key rows, warps, pipeline stages."""
+    """Tile sizes of a kernel: query rows, key rows, warps, pipeline stages."""
 
     m: int
     n: int
@@ -38,7 +38,7 @@ class Tiles(NamedTuple):
     stages: int
 
     def within(self, block: int) -> Tiles:
-        """The same, for plan tiles smaller than the preferred ones."""
+        """Tile sizes limited to the block size of a plan."""
         m, n = min(self.m, block), min(self.n, block)
         if (m, n) == (self.m, self.n):
             return self
@@ -47,7 +47,7 @@ class Tiles(NamedTuple):
 
 
 class Config(NamedTuple):
-    """One choice of tiles for each kernel."""
+    """Tile sizes of each kernel."""
 
     forward: Tiles
     dq: Tiles
@@ -55,7 +55,7 @@ class Config(NamedTuple):
 
 
 LARGE_SHARED = 200 * 1024
-"""Bytes of shared memory a program may use on the data-centre GPUs the first table was measured on."""
+"""Bytes of shared memory per program on data-centre GPUs, which `HALF` was measured on."""
 
 HALF = {
     64: Config(Tiles(128, 64, 4, 2), Tiles(128, 64, 4, 2), Tiles(32, 128, 4, 3)),
@@ -72,9 +72,9 @@ SINGLE = {
     128: Config(Tiles(32, 32, 8, 2), Tiles(32, 32, 8, 1), Tiles(32, 32, 8, 1)),
     256: Config(Tiles(16, 16, 8, 1), Tiles(16, 16, 8, 1), Tiles(16, 16, 8, 1)),
 }
-"""Small tiles of many warps: the code a thread runs, and with it the first call, grows with the elements it holds."""
+"""Small tiles of many warps: code size, and with it the time of the first call, grows with the elements per thread."""
 
-_chosen: dict[tuple[int, torch.dtype, torch.device, int], Config] = {}
+_configs: dict[tuple[int, torch.dtype, torch.device, int], Config] = {}
 
 
 def forward(call: AttentionCall) -> Forward:
@@ -85,7 +85,7 @@ def forward(call: AttentionCall) -> Forward:
     block = call.plan.block_size
     tables = schedule(call.plan, heads // key.shape[1])
     tiles = config(d, e, query.dtype, query.device, block).forward
-    # A scale of 0 multiplies the queries by 0 and the scores by 1, which masks them by -inf as any other does.
+    # For a scale of 0 the queries are multiplied by 0 and the scores by 1, so that masking by -inf still works.
     sign = (call.scale > 0) - (call.scale < 0)
     magnitude = abs(call.scale) or 1.0
     parts = tables.by_query
@@ -109,11 +109,12 @@ def forward(call: AttentionCall) -> Forward:
             launch(merge_pieces_kernel, (side.heavy_rows * (block // rows), owners, batch),
                 output, lse, carry, piece_out, piece_lse, side.heavy, side.owners, part.query_axis,
                 side.heavy_rows, side.slots, heads, part.query_tiles, n, part.query_rate, *output.stride()[:3],
-                BLOCK=block, BM=rows, E=e, EP=held(e), STRIDED=part.strided, PER_HEAD=part.per_head, **ends, **OPTIONS,
+                BLOCK=block, BM=rows, E=e, EP=padded_width(e), STRIDED=part.strided, PER_HEAD=part.per_head,
+                **ends, **OPTIONS,
             )  # fmt: skip
     if not finishes:
         launch(carry_to_output_kernel, (-(-n // ROWS), heads, batch),
-            output, lse, carry, n, *output.stride()[:3], BM=ROWS, E=e, EP=held(e), **OPTIONS,
+            output, lse, carry, n, *output.stride()[:3], BM=ROWS, E=e, EP=padded_width(e), **OPTIONS,
         )  # fmt: skip
     return Forward(output, lse)
 
@@ -132,7 +133,7 @@ def backward(
 
 
 def delta_of(output: Tensor, lse: Tensor, grad_output: Tensor, grad_lse: Tensor | None) -> Tensor:
-    """What every weight's gradient of a row is measured against, float32 (b, h, n)."""
+    """delta = rowsum(dO * O) - dLSE, float32 (b, h, n)."""
     batch, heads, n, e = output.shape
     delta = torch.empty((batch, heads, n), dtype=torch.float32, device=output.device)
     slope = lse if grad_lse is None else grad_lse
@@ -142,9 +143,9 @@ def delta_of(output: Tensor, lse: Tensor, grad_output: Tensor, grad_lse: Tensor 
     return delta
 
 
-@lru_cache(maxsize=KEPT)
+@lru_cache(maxsize=CACHE_SIZE)
 def _delta_launch(device: torch.device, e: int, slopes: bool, *numbers: int) -> Launch:
-    constants = {"BM": ROWS, "E": e, "EP": held(e), "LSE_GRAD": slopes}
+    constants = {"BM": ROWS, "E": e, "EP": padded_width(e), "LSE_GRAD": slopes}
     return Launch(delta_bwd_kernel, device, *numbers, **constants, **OPTIONS)
 
 
@@ -207,30 +208,30 @@ def _key_gradients(
 
 def _with_work(
     parts: Sequence[PartSchedule], direction: str, carried: str
-) -> Iterator[tuple[PartSchedule, Side, int, dict[str, bool]]]:
-    """Parts with work: one direction, its owners, whether it goes on from others, and whether others end it."""
+) -> Iterator[tuple[PartSchedule, WalkTables, int, dict[str, bool]]]:
+    """Parts with work items: part, tables of one direction, number of owners, carry-in and carry-out flags."""
     for index, part in enumerate(parts):
-        side: Side = getattr(part, direction)
+        side: WalkTables = getattr(part, direction)
         if side.items and len(side.owners):
             more = index < len(parts) - 1 or not side.covers
             yield part, side, len(side.owners), {f"{carried}_IN": index > 0, f"{carried}_OUT": more}
 
 
 def _sum_pieces(
-    block: int, part: PartSchedule, side: Side, grad: Tensor, total: Tensor, piece: Tensor, ends: dict[str, bool]
+    block: int, part: PartSchedule, side: WalkTables, grad: Tensor, total: Tensor, piece: Tensor, ends: dict[str, bool]
 ) -> None:
     axis, rate = (part.query_axis, part.query_rate) if side is part.by_query else (part.key_axis, part.key_rate)
     rows, width = min(ROWS, block), grad.shape[3]
     launch(sum_pieces_bwd_kernel, (side.heavy_rows * (block // rows), len(side.owners), grad.shape[0]),
         grad, total, piece, side.heavy, side.owners, axis, side.heavy_rows, side.slots, grad.shape[1],
         len(axis) // 2, grad.shape[2], rate, *grad.stride()[:3],
-        BLOCK=block, ROWS=rows, D=width, DP=held(width),
+        BLOCK=block, ROWS=rows, D=width, DP=padded_width(width),
         STRIDED=part.strided, PER_HEAD=part.per_head, **ends, **OPTIONS,
     )  # fmt: skip
 
 
-def _tables(call: AttentionCall, tables: Schedule, part: PartSchedule, side: Side) -> tuple[Tensor, ...]:
-    """What the kernels read besides the sequences; pointers that a call does not use repeat the lists."""
+def _tables(call: AttentionCall, tables: Schedule, part: PartSchedule, side: WalkTables) -> tuple[Tensor, ...]:
+    """Tables and masks that the kernels read; unused pointers repeat the lists."""
     padding = call.key_padding_mask
     return (
         side.work, side.owners, side.lists, tables.masks, part.query_axis, part.key_axis,
@@ -245,7 +246,7 @@ def dropout_args(call: AttentionCall) -> tuple[float, int]:
     return 1.0 / (1.0 - call.dropout_p), threshold(call.dropout_p)
 
 
-def _sizes(call: AttentionCall, part: PartSchedule, side: Side) -> tuple[int, ...]:
+def _sizes(call: AttentionCall, part: PartSchedule, side: WalkTables) -> tuple[int, ...]:
     heads = call.query.shape[1]
     return (
         side.items, side.mask_shift, side.slots, heads, heads // call.key.shape[1], part.query_tiles, part.key_tiles,
@@ -254,53 +255,53 @@ def _sizes(call: AttentionCall, part: PartSchedule, side: Side) -> tuple[int, ..
 
 
 def _constants(
-    call: AttentionCall, tables: Schedule, part: PartSchedule, side: Side, tiles: Tiles
+    call: AttentionCall, tables: Schedule, part: PartSchedule, side: WalkTables, tiles: Tiles
 ) -> dict[str, int | bool | str]:
     return constants_of(call, tiles,
         STRIDED=part.strided, PER_HEAD=part.per_head, BOUNDED=part.bounded, PARTIAL=side.partial, BITS=tables.bits,
         POSITIONS=call.dropout_p > 0 and call.positions is not None, SPLIT=side.slots > 0, CAREFUL=CAREFUL,
-        # Where nobody looks for a NaN, keeping it apart would cost a tenth of the time of short rows.
+        # Containing NaNs costs a tenth of the time of short rows, so it is limited to anomaly detection.
         CONTAIN=side.partial and torch.is_anomaly_enabled(),
     )  # fmt: skip
 
 
-def constants_of(call: AttentionCall, tiles: Tiles, **told: int | bool) -> dict[str, int | bool | str]:
-    """What attention kernels are compiled for, besides their own ends."""
+def constants_of(call: AttentionCall, tiles: Tiles, **options: int | bool) -> dict[str, int | bool | str]:
+    """Compile-time constants of the attention kernels, except for carry and sum flags."""
     sizes, padding = (call.plan.block_size, call.query.shape[3], call.value.shape[3]), call.key_padding_mask is not None
-    return _named_constants(*sizes, padding, call.dropout_p > 0, dot_precision(call.query.dtype), tiles, **told)
+    return _named_constants(*sizes, padding, call.dropout_p > 0, dot_precision(call.query.dtype), tiles, **options)
 
 
 @lru_cache(maxsize=1024)
 def _named_constants(
-    block: int, d: int, e: int, padding: bool, dropout: bool, precision: str, tiles: Tiles, **told: int | bool
+    block: int, d: int, e: int, padding: bool, dropout: bool, precision: str, tiles: Tiles, **options: int | bool
 ) -> dict[str, int | bool | str]:
-    """Kept, for a call takes microseconds."""
-    named = {"BLOCK": block, "BM": tiles.m, "BN": tiles.n, "D": d, "E": e, "DP": held(d), "EP": held(e)}
+    """Cached: building the dictionary takes microseconds."""
+    named = {"BLOCK": block, "BM": tiles.m, "BN": tiles.n, "D": d, "E": e, "DP": padded_width(d), "EP": padded_width(e)}
     named |= {"PADDING": padding, "DROPOUT": dropout, "num_warps": tiles.warps, "num_stages": tiles.stages}
-    return {**named, **told, "PRECISION": precision, **OPTIONS}
+    return {**named, **options, "PRECISION": precision, **OPTIONS}
 
 
 def dot_precision(dtype: torch.dtype) -> str:
-    """How products are computed; in half precision there is but one way.
+    """Input precision of products; it has no effect in half precision.
 
-    Three products of tf32 on the tensor cores are as exact as one in float32, and compile in half the time.
+    Three tf32 products on the tensor cores are as exact as one float32 product, and compile in half the time.
     """
     return "tf32x3" if dtype is torch.float32 and torch.version.hip is None else "ieee"
 
 
-def held(width: int) -> int:
-    """The power of two that holds a width; at least 16, the shortest side of a product."""
+def padded_width(width: int) -> int:
+    """Width padded to a power of two, at least 16, the smallest dimension of a product."""
     return max(16, 1 << (width - 1).bit_length())
 
 
 def launches_overlap(device: torch.device) -> bool:
-    """Whether a launch may start as the programs of the one before end."""
-    known = device.type == "cuda" and torch.version.hip is None
-    return known and torch.cuda.get_device_capability(device)[0] >= 9
+    """Whether a launch may start while the programs of the launch before it end."""
+    is_nvidia = device.type == "cuda" and torch.version.hip is None
+    return is_nvidia and torch.cuda.get_device_capability(device)[0] >= 9
 
 
 def shares_much(device: torch.device) -> bool:
-    """Whether a program may use as much shared memory as those of data-centre GPUs."""
+    """Whether a program may use as much shared memory as on data-centre GPUs."""
     if device.type != "cuda":
         return True
     properties: Any = torch.cuda.get_device_properties(device)
@@ -308,24 +309,24 @@ def shares_much(device: torch.device) -> bool:
 
 
 def config(d: int, e: int, dtype: torch.dtype, device: torch.device, block: int) -> Config:
-    """Tiles for a head width, chosen from the tables above."""
-    known = (max(d, e), dtype, device, block)
-    found = _chosen.get(known)
-    if found is None:
+    """Tile sizes for a head width, dtype, device and block size."""
+    key = (max(d, e), dtype, device, block)
+    cached = _configs.get(key)
+    if cached is None:
         table = SINGLE if dtype is torch.float32 else HALF if shares_much(device) else HALF_SMALL_SHARED
         width = next(width for width in table if width >= max(d, e))
-        found = _chosen[known] = Config(*(tiles.within(block) for tiles in table[width]))
-    return found
+        cached = _configs[key] = Config(*(tiles.within(block) for tiles in table[width]))
+    return cached
 
 
 def _float_sum(rows: Tensor, fresh: bool) -> Tensor:
-    """A float32 sum for rows; parts that come later add to every row, so what the first leaves out must be 0."""
+    """Float32 accumulator of rows, zeroed unless the first part writes every row (`fresh`)."""
     make = torch.empty if fresh else torch.zeros
     return make(rows.shape, dtype=torch.float32, device=rows.device)
 
 
-def _pieces(side: Side, batch: int, block: int, width: int) -> Tensor:
-    """Room for the pieces of split rows."""
+def _pieces(side: WalkTables, batch: int, block: int, width: int) -> Tensor:
+    """Buffer for the pieces of split rows, or a placeholder if no row is split."""
     if not side.slots:
         return side.work
     shape = (batch, len(side.owners), side.slots, block, width)

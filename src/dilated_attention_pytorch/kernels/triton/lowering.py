@@ -27,7 +27,7 @@ PROGRAMS_PER_PROCESSOR = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Side:
+class WalkTables:
     """One direction of one part: rows of stationary tiles and what each of them streams."""
 
     work: Tensor
@@ -51,8 +51,8 @@ class Side:
 class PartSchedule:
     """One part of a plan, for both directions."""
 
-    by_query: Side
-    by_key: Side
+    by_query: WalkTables
+    by_key: WalkTables
     heads: Tensor
     """int32 [H, 4], as `owners` but for every head, class -1 where it takes no part."""
     key_rows: Tensor
@@ -160,14 +160,14 @@ def _key_owners(heads: Tensor, group: int) -> tuple[Tensor, bool]:
     return owners[at[first]], mixed
 
 
-def _side(plan: Plan, walk: Walk, axis: Axis, owners: Tensor, heads: int, mixed: bool) -> tuple[Side, Tensor]:
+def _side(plan: Plan, walk: Walk, axis: Axis, owners: Tensor, heads: int, mixed: bool) -> tuple[WalkTables, Tensor]:
     full = len(walk.full)
     rows = walk.rows.clone()
     rows[:, [PARTIAL_BEGIN, PARTIAL_END]] += full
     # A mixed key head joins rows of several classes, so none of them is the length of its work.
     limit = None if mixed else _piece_length(plan, walk, axis.tiles, owners)
     work, items, heavy, heavy_rows, slots = split_rows(rows, walk.order.long(), axis.tiles, limit)
-    side = Side(
+    side = WalkTables(
         work=work,
         items=items,
         owners=owners.int(),
@@ -274,7 +274,7 @@ def _by_class(entries: Tensor, kind: Tensor, classes: int) -> tuple[Tensor, int]
 
 def _covers(plan: Plan, axis: Axis, owners: Tensor, heads: int) -> bool:
     """Whether the owners' rows, which are disjoint, add up to every token of every head."""
-    room = axis.end[None, :] - axis.start[None, :] - owners[:, 2, None]
-    rows = (-(-room // axis.rate)).clamp(0, plan.block_size).sum(1)
+    span = axis.end[None, :] - axis.start[None, :] - owners[:, 2, None]
+    rows = (-(-span // axis.rate)).clamp(0, plan.block_size).sum(1)
     by_head = rows.new_zeros(heads).index_add_(0, owners[:, 0], rows)
     return bool((by_head == plan.n).all())

@@ -99,7 +99,7 @@ def streamed(axis, tile, offset, index, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 
 
 @triton.jit
-def room_left(first, end):
+def rows_left(first, end):
     """Tokens from `first` to the end of the segment, int32; more than any tile spans where there is more."""
     return tl.minimum(end - first, 1 << 30).to(tl.int32)
 
@@ -257,7 +257,7 @@ def scramble(b_x):
 
 @triton.jit
 def dropout_rows(p_seed, batch_head, b_query):
-    """The part of `dropout.kept` that depends on the row alone, uint32 like `b_query`."""
+    """The part of `dropout.keep_mask` that depends on the row alone, uint32 like `b_query`."""
     seed = tl.load(p_seed)
     low = seed.to(tl.uint32)
     high = (seed >> 32).to(tl.uint32)
@@ -280,7 +280,7 @@ def names_in_dropout(
 
 
 @triton.jit
-def dropout_kept(b_row, b_key, threshold):
+def dropout_keep(b_row, b_key, threshold):
     """Whether each weight survives; `b_row` from `dropout_rows` and key tokens, already broadcastable."""
     b_word = scramble(b_row ^ (b_key.to(tl.uint32) * tl.full([], 0x9E3779B9, tl.uint32)))
     return b_word >= threshold.to(tl.uint32)

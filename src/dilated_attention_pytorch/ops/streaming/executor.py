@@ -56,7 +56,7 @@ class _Run(NamedTuple):
 
 
 @dataclass(eq=False, slots=True)
-class _Held:
+class _KeyBuffer:
     """Keys of one excerpt on the device, kept while chunks ask for the same."""
 
     excerpt: Excerpt
@@ -115,7 +115,7 @@ class Streamer:
         self.block = own_block(self.pattern)
         self.ladder, self.causal = _ladder(self.pattern)
         self.grid = Grid(self.n, torch.device("cpu"))
-        self.held: dict[int | None, _Held] = {}
+        self.buffer: dict[int | None, _KeyBuffer] = {}
         self._copies: torch.cuda.Stream | None = None
         shape = (self.batch, self.heads, self.n, self.value_width)
         self.about = StreamShape(shape, self.dtype, f"{self.pattern.describe()} at scale {self.scale!r}")
@@ -277,24 +277,24 @@ class Streamer:
             stop = min(-(-end // segment) * segment, self.n)
             return [whole._replace(keys=(at, min(at + most, stop))) for at in range(origin, stop, most)]
         # A segment is planned as a sequence of its own, and so once for all segments.
-        length, place = min(segment, self.n - origin), begin - origin
-        if not self.causal and place % rate + rows <= length:
+        length, offset = min(segment, self.n - origin), begin - origin
+        if not self.causal and offset % rate + rows <= length:
             # All keys are seen from anywhere: only which rows are sampled matters.
-            place %= rate
-        run = _Run(self._branches([index], length), length, place, place + rows, origin, length <= few * rate)
+            offset %= rate
+        run = _Run(self._branches([index], length), length, offset, offset + rows, origin, length <= few * rate)
         if run.recurs:
             return [run]
         return [run._replace(keys=(at, min(at + most, length))) for at in range(0, length, most)]
 
-    def _parts(self, chunk: Chunk) -> Iterator[tuple[int, AttentionCall, _Held]]:
+    def _parts(self, chunk: Chunk) -> Iterator[tuple[int, AttentionCall, _KeyBuffer]]:
         """Calls for keys beyond the chunk, numbered by part. Keys that recur stay in memory after their call."""
         recurring, parts = -1, ((run, excerpt) for run in chunk.runs for excerpt in self._excerpts(run))
         for index, (run, excerpt) in enumerate(parts):
             recurring += run.recurs
             if excerpt.plan.parts:
-                held = self._hold(chunk, recurring if run.recurs else None, excerpt, run.origin)
+                buffer = self._hold(chunk, recurring if run.recurs else None, excerpt, run.origin)
                 query = self._gathered(chunk.query, excerpt)
-                yield index, AttentionCall(query, held.key, held.value, excerpt.plan, self.scale), held
+                yield index, AttentionCall(query, buffer.key, buffer.value, excerpt.plan, self.scale), buffer
 
     def _excerpts(self, run: _Run) -> tuple[Excerpt, ...]:
         make = _recurring if run.recurs else excerpts
@@ -312,13 +312,13 @@ class Streamer:
         gathered = rows[:, head, excerpt.query_rows.clamp(min=0)]
         return gathered.masked_fill_(filler if rows.dim() == 3 else filler[..., None], 0)
 
-    def _hold(self, chunk: Chunk, index: int | None, excerpt: Excerpt, origin: int) -> _Held:
+    def _hold(self, chunk: Chunk, index: int | None, excerpt: Excerpt, origin: int) -> _KeyBuffer:
         """The keys of an excerpt: those held already, those of the chunk, and the rest from the source."""
-        before = self.held.get(index)
+        before = self.buffer.get(index)
         if before is not None and before.excerpt.key_tokens is excerpt.key_tokens and before.origin == origin:
             return before
         shape = self.batch, self.key_heads, excerpt.plan.n
-        now = _Held(
+        now = _KeyBuffer(
             excerpt,
             origin,
             torch.zeros(*shape, self.width, dtype=self.dtype, device=self.device),
@@ -330,35 +330,35 @@ class Streamer:
         self._take(now, own, tokens - chunk.begin, chunk.key, chunk.value)
         missing &= ~own
         if before is not None:
-            at, known = _found_in(before.tokens, tokens)
-            self._take(now, known & missing, at, before.key, before.value)
-            missing &= ~known
+            at, present = _lookup_tokens(before.tokens, tokens)
+            self._take(now, present & missing, at, before.key, before.value)
+            missing &= ~present
         if missing.any():
             # Heads miss different numbers of tokens; short rows repeat one of their own, or token 0.
             width = int(missing.sum(1).max())
             order = torch.argsort((~missing).to(torch.uint8), dim=1, stable=True)[:, :width]
-            wanted = tokens.gather(1, order).clamp(min=0)
+            tokens_in = tokens.gather(1, order).clamp(min=0)
             real = missing.gather(1, order)
-            key, value = self.source.keys(wanted)
+            key, value = self.source.keys(tokens_in)
             for name, tensor, last in (("key", key, self.width), ("value", value, self.value_width)):
                 self._check(f"{name} of {width} scattered tokens", tensor, (*shape[:2], width, last))
             back = torch.zeros_like(tokens).scatter_(1, order, torch.arange(width, device="cpu").expand_as(order))
-            chosen = torch.zeros_like(missing).scatter_(1, order, real)
-            self._take(now, chosen, back, key.to(self.device), value.to(self.device))
+            filled = torch.zeros_like(missing).scatter_(1, order, real)
+            self._take(now, filled, back, key.to(self.device), value.to(self.device))
         if index is not None:
             self._flush(before)
-            self.held[index] = now
+            self.buffer[index] = now
         return now
 
-    def _take(self, held: _Held, where: Tensor, row: Tensor, key: Tensor, value: Tensor) -> None:
+    def _take(self, buffer: _KeyBuffer, where: Tensor, row: Tensor, key: Tensor, value: Tensor) -> None:
         """Copy rows of key and value to the places of a buffer that `where` (G, n) marks."""
-        head, place = where.nonzero(as_tuple=True)
+        head, slot = where.nonzero(as_tuple=True)
         if len(head):
-            head, place, row = self._moved(head, place, row[where])
-            held.key[:, head, place] = key[:, head, row]
-            held.value[:, head, place] = value[:, head, row]
+            head, slot, row = self._to_device(head, slot, row[where])
+            buffer.key[:, head, slot] = key[:, head, row]
+            buffer.value[:, head, slot] = value[:, head, row]
 
-    def _moved(self, *indices: Tensor) -> tuple[Tensor, ...]:
+    def _to_device(self, *indices: Tensor) -> tuple[Tensor, ...]:
         """Indices on the device, without waiting for what it is doing."""
         if self.device.type != "cuda":
             return tuple(index.to(self.device) for index in indices)
@@ -369,10 +369,10 @@ class Streamer:
         m = chunk.end - chunk.begin
         if chunk.runs and all(run.recurs for run in chunk.runs):
             parts = tuple(excerpt for run in chunk.runs for excerpt in self._excerpts(run))
-            touched, places = _recurring_places(parts, m, self.device)
-            return touched, lambda index, _: places[index]
+            touched, slots = _recurring_slots(parts, m, self.device)
+            return touched, lambda index, _: slots[index]
         every = torch.arange(self.heads * m, device=self.device)
-        return (every // m, every % m), lambda _, part: (part.places.to(self.device), part.queries.to(self.device))
+        return (every // m, every % m), lambda _, part: (part.slots.to(self.device), part.queries.to(self.device))
 
     def _merged(self, chunk: Chunk, found: Forward | None) -> AttentionOutput:
         """Fold what the excerpts find into the rows they touch, in the compute dtype, and round once."""
@@ -384,9 +384,9 @@ class Streamer:
             output, lse = found
         (head, row), lies = self._rows(chunk)
         total, logs = output[:, head, row].to(wide), lse[:, head, row]
-        for index, call, held in self._parts(chunk):
-            place, at = lies(index, held.excerpt)
-            part, part_lse = (t.flatten(1, 2)[:, place] for t in choose(call, self.backend)[1].forward(call))
+        for index, call, buffer in self._parts(chunk):
+            slot, at = lies(index, buffer.excerpt)
+            part, part_lse = (t.flatten(1, 2)[:, slot] for t in choose(call, self.backend)[1].forward(call))
             before = logs[:, at]
             after = torch.logaddexp(before, part_lse)
             seen = after != -torch.inf
@@ -408,31 +408,31 @@ class Streamer:
         wide = torch.float64 if self.dtype == torch.float64 else torch.float32
         (head, row), lies = self._rows(chunk)
         total = grads.query[:, head, row].to(wide)
-        for index, call, held in self._parts(chunk):
-            place, at = lies(index, held.excerpt)
-            output, lse, grad = (self._gathered(t, held.excerpt) for t in (*found, grad_output))
+        for index, call, buffer in self._parts(chunk):
+            slot, at = lies(index, buffer.excerpt)
+            output, lse, grad = (self._gathered(t, buffer.excerpt) for t in (*found, grad_output))
             part = choose(call, self.backend)[1].backward(call, output, lse, grad, None)
-            total[:, at] += part.query.flatten(1, 2)[:, place].to(wide)
-            if held.grads is None:
-                held.grads = torch.zeros_like(held.key, dtype=wide), torch.zeros_like(held.value, dtype=wide)
-            for sum_, one in zip(held.grads, part[1:], strict=True):
+            total[:, at] += part.query.flatten(1, 2)[:, slot].to(wide)
+            if buffer.grads is None:
+                buffer.grads = torch.zeros_like(buffer.key, dtype=wide), torch.zeros_like(buffer.value, dtype=wide)
+            for sum_, one in zip(buffer.grads, part[1:], strict=True):
                 sum_ += one
-            if held not in self.held.values():
-                self._flush(held)
+            if buffer not in self.buffer.values():
+                self._flush(buffer)
         grads.query[:, head, row] = total.to(grads.query.dtype)
         return grads
 
-    def _flush(self, held: _Held | None) -> None:
+    def _flush(self, buffer: _KeyBuffer | None) -> None:
         """Give the source the gradients of keys that are about to be dropped."""
-        if held is not None and held.grads is not None:
+        if buffer is not None and buffer.grads is not None:
             assert isinstance(self.source, DifferentiableSource)
-            self.source.add_key_gradients(held.tokens.clamp(min=0), *held.grads)
-            held.grads = None
+            self.source.add_key_gradients(buffer.tokens.clamp(min=0), *buffer.grads)
+            buffer.grads = None
 
     def flush(self) -> None:
         """Give the source all gradients that are still kept."""
-        for held in self.held.values():
-            self._flush(held)
+        for buffer in self.buffer.values():
+            self._flush(buffer)
 
 
 def _ladder(pattern: Pattern) -> tuple[Dilated | None, bool]:
@@ -453,16 +453,16 @@ _recurring = lru_cache(maxsize=128)(excerpts)
 
 
 @lru_cache(maxsize=16)
-def _recurring_places(
+def _recurring_slots(
     parts: tuple[Excerpt, ...], m: int, device: torch.device
 ) -> tuple[tuple[Tensor, Tensor], list[tuple[Tensor, Tensor]]]:
     queries = torch.unique(torch.cat([part.queries for part in parts]))
-    places = [(part.places.to(device), torch.searchsorted(queries, part.queries).to(device)) for part in parts]
-    return ((queries // m).to(device), (queries % m).to(device)), places
+    slots = [(part.slots.to(device), torch.searchsorted(queries, part.queries).to(device)) for part in parts]
+    return ((queries // m).to(device), (queries % m).to(device)), slots
 
 
-def _found_in(held: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
+def _lookup_tokens(buffer: Tensor, tokens_in: Tensor) -> tuple[Tensor, Tensor]:
     """Where tokens (G, n) lie in the buffer rows of others (G, k), and which do; the last of equal tokens."""
-    ordered, at = held.sort(dim=1)
-    slot = torch.searchsorted(ordered, wanted).clamp(max=held.shape[1] - 1)
-    return at.gather(1, slot), (ordered.gather(1, slot) == wanted) & (wanted >= 0)
+    ordered, at = buffer.sort(dim=1)
+    slot = torch.searchsorted(ordered, tokens_in).clamp(max=buffer.shape[1] - 1)
+    return at.gather(1, slot), (ordered.gather(1, slot) == tokens_in) & (tokens_in >= 0)

@@ -114,9 +114,9 @@ class FileSink:
         header = npy_header(self.dtype, about.shape)
         self.header, self.about = len(header), [*about.shape, str(about.dtype), about.what]
         self.nbytes = self.header + math.prod(about.shape) * self.dtype.itemsize
-        known = self._known() if self.resume else None
-        self.begin, self.end = (0, 0) if known is None else known
-        exists = known is not None
+        stored = self._stored_range() if self.resume else None
+        self.begin, self.end = (0, 0) if stored is None else stored
+        exists = stored is not None
         if not exists:
             # What it says of an older file must be gone before that file is.
             self.marker.unlink(missing_ok=True)
@@ -127,13 +127,13 @@ class FileSink:
             self._mark()
         return self.end
 
-    def _known(self) -> tuple[int, int] | None:
+    def _stored_range(self) -> tuple[int, int] | None:
         if not self.marker.exists() or not self.path.exists():
             return None
         advice = "Delete it, or make the sink with resume=False."
         try:
-            known = json.loads(self.marker.read_text(encoding="utf-8"))
-            about, begin, end = known["about"], known["begin"], known["end"]
+            stored = json.loads(self.marker.read_text(encoding="utf-8"))
+            about, begin, end = stored["about"], stored["begin"], stored["end"]
             if not (type(begin) is type(end) is int and 0 <= begin <= end <= self.shape[2]):
                 raise ValueError(f"rows {begin} to {end}")
         except (ValueError, KeyError, TypeError, RecursionError) as error:

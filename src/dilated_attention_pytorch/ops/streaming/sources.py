@@ -197,7 +197,7 @@ def _header(stream: BinaryIO, length: int, longest: int) -> bytes:
 
 def npy_header(dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
     """The first bytes of a .npy file."""
-    descr = next(text for text, known in NPY_DTYPES.items() if known == dtype)
+    descr = next(text for text, own in NPY_DTYPES.items() if own == dtype)
     text = f"{{'descr': {descr!r}, 'fortran_order': False, 'shape': {shape!r}, }}"
     # The array starts at a multiple of 64 bytes.
     text += " " * (-(len(NPY) + 4 + len(text) + 1) % 64) + "\n"

@@ -154,9 +154,9 @@ def streamed_gradients(
     began = time.monotonic()
     with torch.no_grad():
         for piece in streamer.chunks(0, streamer.n, rows):
-            found = streamer.forward(piece)
-            grad_output = grad_of(piece.begin, found.output, found.lse)
-            grads = streamer.backward(piece, found, grad_output.to(found.output.dtype))
+            result = streamer.forward(piece)
+            grad_output = grad_of(piece.begin, result.output, result.lse)
+            grads = streamer.backward(piece, result, grad_output.to(result.output.dtype))
             source.add_gradients(piece.begin, piece.end, *grads)
             if report is not None:
                 report(piece.end)
@@ -169,28 +169,28 @@ def streamed_gradients(
 class _Leaving:
     """A chunk's result on its way to the sink."""
 
-    def __init__(self, begin: int, found: AttentionOutput, streamer: Streamer, sink: Sink) -> None:
+    def __init__(self, begin: int, result: AttentionOutput, streamer: Streamer, sink: Sink) -> None:
         self.begin, self.sink, self.event = begin, sink, None
-        self.found = found
+        self.result = result
         if streamer.device.type == "cuda" and not sink.on_device:
             copies = streamer.copies()
             copies.wait_stream(torch.cuda.current_stream(streamer.device))
             with torch.cuda.stream(copies):
-                kept = [
+                host = [
                     torch.empty(t.shape, dtype=t.dtype, pin_memory=True, device="cpu").copy_(t, non_blocking=True)
-                    for t in found
+                    for t in result
                 ]
-                for tensor in found:
+                for tensor in result:
                     tensor.record_stream(copies)
                 self.event = copies.record_event()
-            self.found = AttentionOutput(*kept)
+            self.result = AttentionOutput(*host)
 
     def finish(self) -> int:
         """Hand it over, and say which row comes next."""
         if self.event is not None:
             self.event.synchronize()
-        self.sink.write(self.begin, *self.found)
-        return self.begin + self.found.lse.shape[2]
+        self.sink.write(self.begin, *self.result)
+        return self.begin + self.result.lse.shape[2]
 
 
 class _Progress:

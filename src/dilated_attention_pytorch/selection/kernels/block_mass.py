@@ -7,9 +7,9 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from ...kernels.launch.launcher import ALIGNED, KEPT, Launch
+from ...kernels.launch.launcher import ALIGNED, CACHE_SIZE, Launch
 from ...kernels.launch.triton_abi import Grid
-from ...kernels.triton.launches import LOG2E, OPTIONS, dot_precision, held
+from ...kernels.triton.launches import LOG2E, OPTIONS, dot_precision, padded_width
 from ..types import Selection
 from .block_mass_kernels import block_lse_kernel, lesson_kernel
 
@@ -17,7 +17,7 @@ TILE = 4096
 """Numbers that a program holds at once."""
 
 
-@lru_cache(maxsize=KEPT)
+@lru_cache(maxsize=CACHE_SIZE)
 def _launches(
     device: torch.device, shape: tuple[int, ...], key_heads: int, dtype: torch.dtype, e: int, size: int, t: int,
     slots: int, chosen: int, dense: int, per_token: bool, is_causal: bool, together: bool, padded: bool, saliency: bool,
@@ -26,22 +26,22 @@ def _launches(
     batch, heads, n, d = shape
     streams, wide, rows = batch * heads, 1 if per_token else size, chosen + dense
     total, most = -(-n // wide), 32 if dtype is torch.float32 else 64
-    few, many = min(held(wide), most), min(held(max(dense * wide, 1)), most)
+    few, many = min(padded_width(wide), most), min(padded_width(max(dense * wide, 1)), most)
     programs = chosen * -(-wide // few) * (slots + 1)
     at_all = -(-streams * chosen * wide * (slots + 1) // ALIGNED) * ALIGNED
     constants = {"BLOCK": size, "W": wide, "CAUSAL": is_causal, "PADDING": padded} | OPTIONS
     query_apart, key_apart, grad_apart = apart
     logs = Launch(
         block_lse_kernel, device, scale * LOG2E, n, t, chosen, dense, slots, total, programs, at_all, heads,
-        heads // key_heads, *query_apart[:3], *key_apart[:3], BM=few, BMA=many, BN=min(most, size), D=d, DP=held(d),
-        PRECISION=dot_precision(dtype), num_warps=4, num_stages=1, **constants,
+        heads // key_heads, *query_apart[:3], *key_apart[:3], BM=few, BMA=many, BN=min(most, size), D=d,
+        DP=padded_width(d), PRECISION=dot_precision(dtype), num_warps=4, num_stages=1, **constants,
     )  # fmt: skip
     factors = (weight / max(streams * count, 1) for count in (chosen, dense))
-    length, all_length = held(slots + 1), held(t)
+    length, all_length = padded_width(slots + 1), padded_width(t)
     by_row = Launch(
         lesson_kernel, device, n, t, chosen, slots, total, at_all, heads, *factors, *grad_apart[:3],
         BM=min(wide, max(tile // length, 1)), L=length, BMA=min(wide, max(tile // all_length, 1)), LA=all_length,
-        T=held(t) if together else 0, E=e, EP=held(e), SALIENCY=saliency,
+        T=padded_width(t) if together else 0, E=e, EP=padded_width(e), SALIENCY=saliency,
         num_warps=min(max((all_length if dense else length) // 1024, 8), 16), **constants,
     )  # fmt: skip
     shapes = ((batch, heads, rows, t),) if together else ((batch, heads, chosen, slots), (batch, heads, dense, t))

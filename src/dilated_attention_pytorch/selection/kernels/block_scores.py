@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...kernels.launch.launcher import KEPT, Launch, launch
-from ...kernels.triton.launches import OPTIONS, dot_precision, held
+from ...kernels.launch.launcher import CACHE_SIZE, Launch, launch
+from ...kernels.triton.launches import OPTIONS, dot_precision, padded_width
 from ..types import Factors
 from .block_scores_kernels import hidden_kernel, match_kernel, split_kernel
 
@@ -64,13 +64,13 @@ def split(right: Tensor) -> Halves:
     right, many = right.contiguous(), right.shape[3] * right.shape[4]
     first, second = torch.empty((2, *right.shape), dtype=torch.float16, device=right.device).unbind()
     scale = torch.empty(right.shape[:3], dtype=torch.float32, device=right.device)
-    launch(split_kernel, (scale.numel(),), right, first, second, scale, MANY=many, BM=held(many), **OPTIONS)
+    launch(split_kernel, (scale.numel(),), right, first, second, scale, MANY=many, BM=padded_width(many), **OPTIONS)
     return first, second, scale
 
 
 def matched_together(units: int, rank: int, most: int = 0, fewest: int = 16) -> tuple[int, int]:
     """How many sub-blocks of a key block a product of at most so many takes, and of how many blocks, or more."""
-    together = min(UNITS_TOGETHER * 32 // held(rank), most or UNITS_TOGETHER)
+    together = min(UNITS_TOGETHER * 32 // padded_width(rank), most or UNITS_TOGETHER)
     grouped = min(units & -units, together // fewest)
     return grouped, together // grouped
 
@@ -78,13 +78,13 @@ def matched_together(units: int, rank: int, most: int = 0, fewest: int = 16) -> 
 def by_unit(x: Tensor) -> Tensor:
     """(b, h, t, m) so that what belongs to one hidden unit lies together, a power of two from that of the next."""
     heads, t, hidden = x.shape[1:]
-    apart = held(t)
+    apart = padded_width(t)
     if x.stride() == (heads * hidden * apart, hidden * apart, 1, apart):
         return x
     return torch.nn.functional.pad(x.mT, (0, apart - t)).contiguous()
 
 
-@lru_cache(maxsize=KEPT)
+@lru_cache(maxsize=CACHE_SIZE)
 def _hidden_side(most: int, streams: int, rows: int, width: int, seen: int) -> int:
     """Rows and blocks of a program: the most that leave programs enough, unless half as many fill tiles much better.
 
@@ -97,13 +97,13 @@ def _hidden_side(most: int, streams: int, rows: int, width: int, seen: int) -> i
     return 32
 
 
-@lru_cache(maxsize=KEPT)
+@lru_cache(maxsize=CACHE_SIZE)
 def _hidden_launch(
     device: torch.device, t: int, hidden: int, size: int, is_causal: bool, keeps: bool, lists: bool, ids: bool,
     even: bool, side: int, *numbers: int | float,
 ) -> Launch:  # fmt: skip
     warps, units, stages = HIDDEN[side]
-    constants = {"BM": side, "BN": side, "M": hidden, "UM": max(min(hidden & -hidden, units), 1), "T": held(t)}
+    constants = {"BM": side, "BN": side, "M": hidden, "UM": max(min(hidden & -hidden, units), 1), "T": padded_width(t)}
     constants |= {"STAGES": stages, "SIZE": size, "IDS": ids, "EVEN": even, "CAUSAL": is_causal, "KEEP": keeps}
     constants |= {"LISTS": lists, "num_warps": warps}
     return Launch(hidden_kernel, device, *numbers, **constants, maxnreg=HIDDEN_REGISTERS, **OPTIONS)
@@ -148,13 +148,14 @@ def own_rows(own: Tensor) -> tuple[Tensor, int, int, int]:
     return own, a_sample, a_head, a_unit if units > 1 else a_row
 
 
-@lru_cache(maxsize=KEPT)
+@lru_cache(maxsize=CACHE_SIZE)
 def _match_launch(
     device: torch.device, at_once: int, grouped: int, columns: int, d: int, rank: int, own_units: int, units: int,
     size: int, is_causal: bool, holes: bool, rounds: bool, ids: bool, together: bool, noise: bool,
     *numbers: int | float,
 ) -> Launch:  # fmt: skip
-    constants = {"BM": at_once, "BN": columns, "D": d, "RANK": rank, "RP": held(rank), "UQ": own_units, "UK": units}
+    constants = {"BM": at_once, "BN": columns, "D": d, "RANK": rank, "RP": padded_width(rank)}
+    constants |= {"UQ": own_units, "UK": units}
     constants |= {"UG": grouped, "SIZE": size, "CAUSAL": is_causal, "HOLES": holes, "IDS": ids, "TOGETHER": together}
     constants |= {"NOISE": noise, "ROUNDS": rounds, "PRECISION": dot_precision(torch.float32)}
     constants |= {"num_warps": max(at_once * own_units // 16, 4), "STAGES": STAGES, "num_stages": STAGES}

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...kernels.launch.launcher import KEPT, Launch
-from ...kernels.triton.launches import OPTIONS, dot_precision, held, launches_overlap
+from ...kernels.launch.launcher import CACHE_SIZE, Launch
+from ...kernels.triton.launches import OPTIONS, dot_precision, launches_overlap, padded_width
 from ..types import Factors, SelectionSettings
 from .block_scores import ByToken, Halves, ToList, hidden_scoring, matched_together, own_rows, scoring, split
 from .choose_blocks_kernels import choice_kernel, rank_kernel
@@ -33,17 +33,17 @@ NARROW_REGISTERS = 168
 """Of a program that ranks fewer: with so many, a few less than it would take, three fit a multiprocessor."""
 
 
-@lru_cache(maxsize=KEPT)
+@lru_cache(maxsize=CACHE_SIZE)
 def _choice_launch(
     device: torch.device, wide: int, at_once: int, columns: int, grouped: int, d: int, rank: int, units: int,
     block_size: int, is_causal: bool, noise: bool, holes: bool, rounds: bool, room: int,
     numbers: tuple[int | float, ...], goes_on: bool, after: bool,
 ) -> Launch:  # fmt: skip
     _, t, *_ = numbers
-    constants: dict[str, Any] = {"BM": at_once, "BN": columns, "T": wide, "K": held(room), "D": d}
+    constants: dict[str, Any] = {"BM": at_once, "BN": columns, "T": wide, "K": padded_width(room), "D": d}
     constants |= {
         "RANK": rank,
-        "RP": held(rank),
+        "RP": padded_width(rank),
         "UK": units,
         "UG": grouped,
         "SIZE": block_size,
@@ -80,7 +80,7 @@ def choose(
     last, least = first + lines, NARROWEST
     while last > first:
         # Rows see no blocks but those before: the first half of them have half as many to rank.
-        wide = max(held(last - 1 if is_causal else t), least)
+        wide = max(padded_width(last - 1 if is_causal else t), least)
         begin = max(wide // 2 + 1, first) if is_causal and wide > least else first
         tiles = -(-(min(last * block_size, total) - begin * block_size) // CHOSEN)
         launch = _choice_launch(own.device, wide, CHOSEN, *options, begin > first, last < first + lines)
@@ -88,7 +88,7 @@ def choose(
         last = begin
 
 
-@lru_cache(maxsize=KEPT)
+@lru_cache(maxsize=CACHE_SIZE)
 def _rank_launch(
     device: torch.device, at_once: int, wide: int, size: int, is_causal: bool, ready: bool, noise: bool, covers: bool,
     room: int, *numbers: int | float,
@@ -96,7 +96,8 @@ def _rank_launch(
     warps = min(max(wide // (MOST_RANKED // 2 if covers else MOST_RANKED), 1), MOST_WARPS)
     # Only of rows that all begin at a multiple of 16 bytes a thread reads four scores at a time.
     side = 4 if numbers[0] % 16 == 0 else 1
-    constants = {"BM": at_once, "T": wide, "W": min(32 * warps * side // at_once, wide), "V": side, "K": held(room)}
+    constants = {"BM": at_once, "T": wide, "W": min(32 * warps * side // at_once, wide), "V": side}
+    constants |= {"K": padded_width(room)}
     constants |= {"SIZE": size, "CAUSAL": is_causal, "READY": ready, "NOISE": noise, "COVERAGE": covers}
     constants |= {"num_warps": warps} | OPTIONS
     if ready:
@@ -148,7 +149,7 @@ def listed_blocks(
         last = min(first + fit, made if together else t)
         width = min(-(-last // 16) * 16, t) if is_causal else t
         begin, end = first * size, min(last * size, total)
-        wide = max(held(width), 32)
+        wide = max(padded_width(width), 32)
         at_once = min(max(RANKED // (wide if coverage is None else 2 * wide), 1), 16, size)
         assert scored is not None
         scores = scored(range(begin, end), width, *together)

@@ -7,8 +7,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from ...kernels.launch.launcher import KEPT, Launch, Room, Shape
-from ...kernels.triton.launches import OPTIONS, held
+from ...kernels.launch.launcher import CACHE_SIZE, Arena, Launch, Shape
+from ...kernels.triton.launches import OPTIONS, padded_width
 from ..types import GatherIndex, Selection
 from .gather_index_kernels import mark_tokens_kernel, place_kernel, runs_kernel
 
@@ -41,9 +41,9 @@ class SelectionInverter:
         }
         shapes |= {"first": (heads, key_tiles + 1), "order": (heads // group, key_tiles), "counters": (heads,)}
         shapes |= {"total": (heads, key_tiles), "before": (heads, batch, shares, wide)}
-        self._room = Room(torch.int32, device, shapes | {"bits": (heads, batch, shares, WORDS, wide)})
+        self._room = Arena(torch.int32, device, shapes | {"bits": (heads, batch, shares, WORDS, wide)})
         begin, sizes = self._room.begin, (n, t, heads, batch, listed, wide)
-        together, window = min(held(listed), TOGETHER), min(held(t), WINDOW)
+        together, window = min(padded_width(listed), TOGETHER), min(padded_width(t), WINDOW)
         # Tables as long as what is asked for at once are laid out over the threads alike, and moved between them.
         window *= 1 + (window == 32 * together)
         once = {"WORDS": WORDS, "P": together, "T": window, "num_warps": 8} | OPTIONS
@@ -52,12 +52,13 @@ class SelectionInverter:
         )  # fmt: skip
         self._count = Launch(
             runs_kernel, device, *begin("before", "first", "total", "counters"), shares, t, wide,
-            SIZE=size, BS=min(held(shares), 512), BT=COLUMNS, P=min(held(key_tiles), 1024), num_warps=4, **OPTIONS,
+            SIZE=size, BS=min(padded_width(shares), 512), BT=COLUMNS, P=min(padded_width(key_tiles), 1024),
+            num_warps=4, **OPTIONS,
         )  # fmt: skip
         begins = begin("bits", "before", "first", "total", "source", "place", "tile", "order")
         self._place = Launch(
             place_kernel, device, *begins, *sizes, rows, *apart,
-            SIZE=size, R=min(held(key_tiles), 1024), GROUP=group, **once,
+            SIZE=size, R=min(padded_width(key_tiles), 1024), GROUP=group, **once,
         )  # fmt: skip
         self._choices, self._runs = (shares, batch * heads, 1), (batch * (wide // COLUMNS), heads, 1)
 
@@ -69,7 +70,7 @@ class SelectionInverter:
         return GatherIndex(*[self._room.tensor(memory, name) for name in GatherIndex._fields])
 
 
-_inverter = lru_cache(maxsize=KEPT)(SelectionInverter)
+_inverter = lru_cache(maxsize=CACHE_SIZE)(SelectionInverter)
 
 
 def invert_selection(selection: Selection, group: int = 1) -> GatherIndex:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.call import AttentionCall, Forward, Gradients
-from ...kernels.launch.launcher import KEPT, Launch
+from ...kernels.launch.launcher import CACHE_SIZE, Launch
 from ...kernels.launch.triton_abi import Grid
 from ...kernels.triton.launches import (
     LOG2E,
@@ -20,7 +20,7 @@ from ...kernels.triton.launches import (
     constants_of,
     delta_of,
     dropout_args,
-    held,
+    padded_width,
     shares_much,
 )
 from ..attend import TokenAttend
@@ -63,7 +63,7 @@ def _prepared(
     layout = make, *options, padded, begins % 16, *shapes, *strides
     cached = _cache.get(layout)
     if cached is None:
-        if len(_cache) >= KEPT:
+        if len(_cache) >= CACHE_SIZE:
             _cache.clear()
         cached = _cache[layout] = make(call, chosen, heads, *tensors)
     return cached
@@ -85,7 +85,7 @@ def _forward_launches(call: AttentionCall, chosen: GatherIndex, heads: slice, ou
     )  # fmt: skip
     join = Launch(
         join_tokens_kernel, query.device, rows, n, chosen.place.shape[2], *output.stride()[:3], *lse.stride(),
-        BM=JOINED, E=e, EP=held(e), TOGETHER=_together(e), **OPTIONS,
+        BM=JOINED, E=e, EP=padded_width(e), TOGETHER=_together(e), **OPTIONS,
     )  # fmt: skip
     grids = (-(-many // run), own, 1), (-(-n // JOINED), own, batch)
     return Prepared(((attend, grids[0]), (join, grids[1])), (own, rows, e))
@@ -134,7 +134,7 @@ def _backward_launches(
         )  # fmt: skip
     add = Launch(
         add_tokens_kernel, device, call.scale, rows, n, chosen.place.shape[2], *grad_query.stride()[:3],
-        BM=JOINED, D=d, DP=held(d), TURNED=on_hopper, TOGETHER=_together(d), **OPTIONS,
+        BM=JOINED, D=d, DP=padded_width(d), TURNED=on_hopper, TOGETHER=_together(d), **OPTIONS,
     )  # fmt: skip
     keys, tokens = (chosen.order.shape[1], key.shape[1], 1), (-(-n // JOINED), own, batch)
     return Prepared(((by_key, keys), (add, tokens)), (own, rows, d))
@@ -177,13 +177,13 @@ def _tiles(call: AttentionCall) -> tuple[Tiles, Tiles]:
     d, e = query.shape[3], call.value.shape[3]
     usual = config(d, e, query.dtype, query.device, block)
     able = query.dtype.itemsize == 2 and shares_much(query.device)
-    forward, backward = WHOLE.get(held(max(d, e, 64)) if able else 0, (usual.forward, usual.dkv))
+    forward, backward = WHOLE.get(padded_width(max(d, e, 64)) if able else 0, (usual.forward, usual.dkv))
     return forward.within(block), backward.within(block)
 
 
 def _together(width: int) -> int:
     """Choices of a token that are loaded at once."""
-    return max(ASKED // held(width), 1)
+    return max(ASKED // padded_width(width), 1)
 
 
 def _key_heads(call: AttentionCall, heads: slice) -> slice:

@@ -11,7 +11,7 @@ from torch import Tensor
 from ...kernels.call import AttentionCall
 from ...kernels.hopper import backend as hopper_backend
 from ...kernels.hopper.layouts import LOG2_E, layout_problem
-from ...kernels.launch.gluon_launcher import OPTIONS, Launch, Launches, Moved, Place, Tensors, on_device
+from ...kernels.launch.gluon_launcher import OPTIONS, GluonLaunch, Launches, PtrArg, Tensors, TmaArg, on_device
 from ...kernels.launch.triton_abi import Grid
 from ..types import GatherIndex
 
@@ -67,7 +67,7 @@ QUERY, KEY, VALUE, GRAD, LSE, DELTA, PART, GRAD_KEY, GRAD_VALUE, SOURCE, FIRST, 
 
 
 class ChosenBackward:
-    """Launch of `gathered_attention.chosen_bwd_kernel` for calls and choices of one layout."""
+    """GluonLaunch of `gathered_attention.chosen_bwd_kernel` for calls and choices of one layout."""
 
     def __init__(self, call: AttentionCall, chosen: GatherIndex, first_head: int, tensors: Tensors) -> None:
         from .hopper_gathered_kernel import chosen_bwd_kernel
@@ -76,16 +76,16 @@ class ChosenBackward:
         batch, heads, n, d = query.shape
         config, blocks = CONFIGS[d], n // BLOCK
         group = heads // tensors[KEY].shape[1]
-        moved = (Moved(slot, 64) for slot in (KEY, VALUE, GRAD_KEY, GRAD_VALUE))
+        moved = (TmaArg(slot, 64) for slot in (KEY, VALUE, GRAD_KEY, GRAD_VALUE))
         read = GRAD_KEY, GRAD_VALUE, QUERY, GRAD, LSE, DELTA, PART, SOURCE, FIRST, ORDER
-        places = (Place(slot) for slot in read)
+        places = (PtrArg(slot) for slot in read)
         sizes = chosen.source.shape[1], n, blocks, batch * blocks, call.query.shape[1], first_head, group
         strides = (stride // 8 for one in (query, grad) for stride in one.stride()[:3])
         scales = call.scale, call.scale * LOG2_E
         arguments = *moved, *places, *sizes, *strides, *scales, BLOCK, *config
         identity = "chosen", query.device.index, query.dtype, d, config
         grid = batch * blocks, tensors[KEY].shape[1], 1
-        launch = Launch(chosen_bwd_kernel, identity, grid, arguments, tensors[:AFTER], **OPTIONS)
+        launch = GluonLaunch(chosen_bwd_kernel, identity, grid, arguments, tensors[:AFTER], **OPTIONS)
         self._launches, self._device = Launches(query.device, [launch]), query.device
 
     def __call__(self, grid: Grid, tensors: Sequence[Tensor]) -> None:

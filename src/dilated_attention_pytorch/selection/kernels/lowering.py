@@ -16,13 +16,13 @@ from torch import Tensor
 from ...kernels.call import AttentionCall
 from ...kernels.hopper import lowering as hopper_lowering
 from ...kernels.hopper.lowering import FEW_ITEMS, ITEM_ROWS, BackwardItems, ForwardItems, LoweredPart
-from ...kernels.launch.launcher import KEPT, Launch, Room, Shape
+from ...kernels.launch.launcher import CACHE_SIZE, Arena, Launch, Shape
 from ...kernels.launch.triton_abi import Grid
 from ...kernels.registry import Backend, choose
 from ...kernels.triton import backend as triton_backend
 from ...kernels.triton import lowering as triton_lowering
-from ...kernels.triton.launches import OPTIONS, held
-from ...kernels.triton.lowering import PartSchedule, Schedule, Side, share_of
+from ...kernels.triton.launches import OPTIONS, padded_width
+from ...kernels.triton.lowering import PartSchedule, Schedule, WalkTables, share_of
 from ...plan.plan import Axis, Plan, Walk
 from ..attend import BlockAttend
 from ..plan import plan_of
@@ -51,35 +51,35 @@ class ListedBlocks:
         items = self._rows * halves
         lists: dict[str, Shape] = {"lists": (in_lists,), "rows": (self._rows, 6), "partial": (partial, 4)}
         work: dict[str, Shape] = {"work": (self._rows, 8), "items": (items, 8), "held": (items, 4)}
-        self.by_query = Room(torch.int32, device, lists | work)
+        self.by_query = Arena(torch.int32, device, lists | work)
         rest: dict[str, Shape] = {"bits": (self._rows * words,), "counters": (1,), "total": (self._rows,)}
         rest |= {"turned": (partial, 4), "items": (items, 4)}
-        self.by_key = Room(torch.int32, device, lists | rest)
+        self.by_key = Arena(torch.int32, device, lists | rest)
         options = {"SIZE": size, "LOCAL": local, "CAUSAL": causal, "RAGGED": ragged, "HALVES": halves}
         begins = self.by_query.begin("lists", "rows", "work", "items", "held", "partial")
         self._to_queries = Launch(
             query_lists_kernel, device, *begins, batch, heads, t, listed, sinks, entries,
-            P=held(many), **options, BY_ROW=few, num_warps=4 if many > 256 else 1, **OPTIONS,
+            P=padded_width(many), **options, BY_ROW=few, num_warps=4 if many > 256 else 1, **OPTIONS,
         )  # fmt: skip
         # What is not used of the lists is looked at with the rest.
         begins = self.by_key.begin("bits", "lists", "counters")
         self._mark = Launch(
             mark_kernel, device, *begins, t, heads, batch, listed, in_lists,
-            P=min(held(listed), 64), num_warps=4, **OPTIONS,
+            P=min(padded_width(listed), 64), num_warps=4, **OPTIONS,
         )  # fmt: skip
         self._marks = words, batch * heads, 1
         begins = self.by_key.begin("bits", "counters", "lists", "rows", "total", "partial", "turned")
         self._to_keys = Launch(
             key_lists_kernel, device, *begins, batch, t, sinks, words, entries, many,
-            P=min(held(t), 1024), **options, num_warps=4, **OPTIONS,
+            P=min(padded_width(t), 1024), **options, num_warps=4, **OPTIONS,
         )  # fmt: skip
         self._to_items: dict[int, tuple[Launch, Grid, tuple[tuple[int, int], tuple[int, int], int]]] = {}
 
     def queries(self, indices: Tensor) -> Tensor:
         """`by_query` of indices.
 
-        Lists and then masks, rows as `Walk` has them, partial entries, work as `Side` has it, and Hopper's items of the
-        output and of dQ.
+        Lists and then masks, rows as `Walk` has them, partial entries, work as `WalkTables` has it, and Hopper's items
+        of the output and of dQ.
         """
         memory = self.by_query.made()
         self._to_queries((self._rows, 1, 1), (indices.contiguous(), memory))
@@ -106,7 +106,7 @@ class ListedBlocks:
             rows = self._rows // group
             run = rows if self._few else self._tiles
             numbers = *self.by_key.begin("total", "items"), self._tiles, run
-            sizes = {"P": min(held(run), 1024), "HALVES": self._halves, "GROUP": group, "num_warps": 4}
+            sizes = {"P": min(padded_width(run), 1024), "HALVES": self._halves, "GROUP": group, "num_warps": 4}
             view = (rows * self._halves, 4), (4, 1), numbers[1]
             launch = Launch(held_items_kernel, self._device, *numbers, **sizes, **OPTIONS)
             cached = self._to_items[group] = launch, (rows, 1, 1), view
@@ -114,7 +114,7 @@ class ListedBlocks:
         launch(grid, (by_key,))
         return by_key.as_strided(*view)
 
-    def walk(self, memory: Tensor, room: Room, order: Tensor, nothing: Tensor) -> Walk:
+    def walk(self, memory: Tensor, room: Arena, order: Tensor, nothing: Tensor) -> Walk:
         """Lists and then masks as a walk: both kinds lie in one memory, as two tensors."""
         (begin,), entries, rows = room.begin("lists"), self.entries, room.tensor(memory, "rows")
         full = memory.as_strided((entries,), (1,), begin)
@@ -161,7 +161,7 @@ class Listed:
         self.plan = plan_of(selection, walk, _no_walk(indices.device), self.lists.entries)
         """For the forward pass: its walk by key is empty."""
 
-    def _walk(self, memory: Tensor, room: Room, order: Tensor) -> Walk:
+    def _walk(self, memory: Tensor, room: Arena, order: Tensor) -> Walk:
         return self.lists.walk(memory, room, order, _no_walk(order.device).mask)
 
     @cached_property
@@ -192,7 +192,7 @@ class Listed:
         heads, key_owners, axis = _owners(part.queries, plan.heads, group)
         tables, entries = self.lists, self.lists.entries
         work = tables.by_query.tensor(self.items.by_query, "work")
-        by_query = by_key = Side(
+        by_query = by_key = WalkTables(
             work=work,
             items=part.queries.tiles,
             owners=heads,
@@ -246,7 +246,7 @@ class ListedAttend(BlockAttend):
         return call, self.listed.choose(call, self.backend)[1]
 
 
-@lru_cache(maxsize=KEPT)
+@lru_cache(maxsize=CACHE_SIZE)
 def _frame(
     device: torch.device, shape: tuple[int, ...], n: int, size: int, local: int, sinks: int, is_causal: bool,
     few_items: int,
@@ -299,7 +299,7 @@ def _row_order(batch: int, heads: int, blocks: int, is_causal: bool, device: tor
     return (row.flip(2).transpose(1, 2) if is_causal else row).flatten()
 
 
-def _key_side(plan: Plan, walk: Walk, tile: Tensor, lists: Tensor, owners: Tensor, limit: int | None) -> Side:
+def _key_side(plan: Plan, walk: Walk, tile: Tensor, lists: Tensor, owners: Tensor, limit: int | None) -> WalkTables:
     """The direction of dK and dV, tiles (h, t) in starting order.
 
     Rows of more than `limit` entries are shared by several programs.
@@ -312,7 +312,7 @@ def _key_side(plan: Plan, walk: Walk, tile: Tensor, lists: Tensor, owners: Tenso
     else:
         work = torch.cat([tile[..., None], table, torch.full_like(tile, -1)[..., None]], -1)
         heavy = tile[..., :0, None].expand(-1, -1, 4)
-    return Side(
+    return WalkTables(
         work=work.flatten(0, 1).int(),
         items=work.shape[1],
         owners=owners,

@@ -8,9 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...kernels.launch.launcher import KEPT, Launch, Room, Shape
+from ...kernels.launch.launcher import CACHE_SIZE, Arena, Launch, Shape
 from ...kernels.launch.triton_abi import Grid
-from ...kernels.triton.launches import OPTIONS, dot_precision, held
+from ...kernels.triton.launches import OPTIONS, dot_precision, padded_width
 from ..types import Factors
 from .block_scores import own_rows
 from .score_gradients_kernels import best_kernel, mixture_kernel, own_kernel, sides_bwd_kernel, sums_kernel
@@ -38,20 +38,20 @@ class _Launches(NamedTuple):
     sums: Launch
     mixture: Launch
     grids: tuple[Grid, ...]
-    held: Room
+    held: Arena
     """What lies between the launches"""
-    found: Room
+    found: Arena
     """What is found, of each sample"""
 
 
-@lru_cache(maxsize=KEPT)
+@lru_cache(maxsize=CACHE_SIZE)
 def _launches(
     device: torch.device, batch: int, heads: int, scorers: int, rows: int, t: int, hidden: int, total: int,
     own_units: int, d: int, units: int, rank: int, size: int, left: bool, holes: bool, coldest: float, tile: int,
     s_weight: int, s_project: int, s_first: int, s_mixture: int, apart: tuple[int, ...], rows_apart: tuple[int, ...],
     columns_apart: tuple[int, ...],
 ) -> _Launches:  # fmt: skip
-    streams, wide = batch * heads, held(rank)
+    streams, wide = batch * heads, padded_width(rank)
     a_row, a_left, a_block = (streams * rows * hidden,), (streams * rows * own_units * rank,), (streams * t * hidden,)
     shapes: dict[str, Shape] = {"rows": a_row, "left": a_left, "by_row": a_row, "by_weight": a_row, "by_block": a_block}
     shapes |= {"sums": (2 * streams * rows,), "by_left": a_left, "by_right": (streams * t * units * rank,)}
@@ -66,7 +66,7 @@ def _launches(
         held_left = held_right = met_left = met_right = CHUNK
         pairs = CHUNK * CHUNK
     shapes |= {"best": (streams * rows * t * 2,)} if stores_best else {}
-    between = Room(torch.float32, device, shapes)
+    between = Arena(torch.float32, device, shapes)
     (at_left,), at = between.begin("left"), between.begin(*tuple(shapes)[2:8])
     (at_best,) = between.begin("best") if stores_best else (0,)
     # Of the first layers; by_block^T summary, from which follow their part of the keys and the mixture; of both
@@ -78,13 +78,13 @@ def _launches(
         "last": (scorers, 1, hidden),
         "two": (2, scorers),
     }
-    found = Room(torch.float32, device, shapes | {"mixture": (scorers, 3 * d, d)})
+    found = Arena(torch.float32, device, shapes | {"mixture": (scorers, 3 * d, d)})
     to = found.begin("joint", "project", "match", "bias", "last", "two")
     precise = {"PRECISION": dot_precision(torch.float32)} | OPTIONS
     shape = {"A": own_units, "M": hidden, "RANK": rank}
     own = Launch(
         own_kernel, device, rows, heads, at_left, *rows_apart, *apart, s_project, BM=PROJECTED,
-        BH=min(held(hidden), 64), D=d, RP=wide, SIZE=size, num_warps=4, **shape, **precise,
+        BH=min(padded_width(hidden), 64), D=d, RP=wide, SIZE=size, num_warps=4, **shape, **precise,
     )  # fmt: skip
     holey = {"LEFT": left, "HOLES": holes}
     best, by_best = None, (0, 0, 0)
@@ -97,11 +97,11 @@ def _launches(
         by_best = (-(-rows // some["BR"]), t, streams)
     sides = Launch(
         sides_bwd_kernel, device, rows, t, total, heads, coldest, rank**-0.5, at_left, *at, at_best, s_weight,
-        *columns_apart, MP=held(hidden), BN=max(tile // held(hidden), 1), HELD_LEFT=held_left, HELD_RIGHT=held_right,
-        MET_LEFT=met_left, MET_RIGHT=met_right, U=units, RP=wide, KNOWN=stores_best, num_stages=2,
-        num_warps=min(max(pairs // 2048, 4), 16), **holey, **shape, **precise,
+        *columns_apart, MP=padded_width(hidden), BN=max(tile // padded_width(hidden), 1), HELD_LEFT=held_left,
+        HELD_RIGHT=held_right, MET_LEFT=met_left, MET_RIGHT=met_right, U=units, RP=wide, KNOWN=stores_best,
+        num_stages=2, num_warps=min(max(pairs // 2048, 4), 16), **holey, **shape, **precise,
     )  # fmt: skip
-    tiles = {"BM": SUMMED[0], "BN": min(SUMMED[1], held(d)), "BK": STEP, "num_warps": 4, "num_stages": 2}
+    tiles = {"BM": SUMMED[0], "BN": min(SUMMED[1], padded_width(d)), "BK": STEP, "num_warps": 4, "num_stages": 2}
     narrow = min(SUMMED[1], wide)
     sums = Launch(
         sums_kernel, device, rows, t, heads, scorers, found.total, *at, *to, *apart, U=units, D=d, BR=narrow,

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from ...kernels.launch.gluon_launcher import Grid
-from ...kernels.launch.launcher import KEPT, Launch, Room, Shape
-from ...kernels.triton.launches import OPTIONS, dot_precision, held
+from ...kernels.launch.launcher import CACHE_SIZE, Arena, Launch, Shape
+from ...kernels.triton.launches import OPTIONS, dot_precision, padded_width
 from .block_scores import Halves
 from .summaries_kernels import factor_kernel, summaries_kernel
 
@@ -24,19 +24,20 @@ PROJECTED = 32
 that few warps, which ask for the next steps' factors early, end sooner than many."""
 
 
-@lru_cache(maxsize=KEPT)
+@lru_cache(maxsize=CACHE_SIZE)
 def _factoring(
     device: torch.device, batch: int, heads: int, t: int, many: int, d: int, hidden: int, rank: int, *steps: int
-) -> tuple[Launch, Grid, Room, Room]:
-    constants = {"BM": PROJECTED, "M": hidden, "D": d, "DP": held(d), "RANK": rank, "RP": held(rank), "UNITS": many}
+) -> tuple[Launch, Grid, Arena, Arena]:
+    constants = {"BM": PROJECTED, "M": hidden, "D": d, "DP": padded_width(d)}
+    constants |= {"RANK": rank, "RP": padded_width(rank), "UNITS": many}
     constants |= {"PRECISION": dot_precision(torch.float32), "num_warps": 2, "num_stages": 3} | OPTIONS
-    tiles, apart = 2 * -(-t // PROJECTED) + -(-t * many // PROJECTED), held(t)
+    tiles, apart = 2 * -(-t // PROJECTED) + -(-t * many // PROJECTED), padded_width(t)
     launch = Launch(factor_kernel, device, t, t * many, heads, *steps, apart, **constants)
     right, side = (batch, heads, t, many, rank), (batch, heads, t, hidden)
     by_unit = heads * hidden * apart, hidden * apart, 1, apart
     shapes: dict[str, Shape] = {"rows": side, "columns": side, "right": right, "scale": (batch, heads, t)}
-    whole = Room(torch.float32, device, shapes, {"rows": by_unit, "columns": by_unit})
-    halves = Room(torch.float16, device, {"half": right, "rest": right})
+    whole = Arena(torch.float32, device, shapes, {"rows": by_unit, "columns": by_unit})
+    halves = Arena(torch.float16, device, {"half": right, "rest": right})
     return launch, (tiles, batch * heads, 1), whole, halves
 
 
@@ -71,18 +72,18 @@ def _steps(units: int, unit: int, rows: int, in_flight: int) -> tuple[int, int, 
     return units, unit, together, parts, min(in_flight, unit // parts)
 
 
-@lru_cache(maxsize=KEPT)
+@lru_cache(maxsize=CACHE_SIZE)
 def _summing(
     device: torch.device, shape: tuple[int, ...], key_heads: int, apart: tuple[int, ...], key_apart: tuple[int, ...],
     itemsize: int, size: int, own_unit: int, unit: int, before: bool, padded: bool, rows: int, in_flight: int,
-) -> tuple[Launch, Grid, Room, Room]:  # fmt: skip
+) -> tuple[Launch, Grid, Arena, Arena]:  # fmt: skip
     batch, heads, n, d = shape
-    t, units, own_units, row = -(-n // size), size // unit, size // own_unit, held(d) * itemsize
+    t, units, own_units, row = -(-n // size), size // unit, size // own_unit, padded_width(d) * itemsize
     warps = min(max(rows * row // LINE, 1), 8)
     options = max(warps * LINE // row, 1), in_flight
     named = "OWN_UNITS", "OWN_UNIT", "OWN_BU", "OWN_PARTS", "OWN_RUN", "UNITS", "UNIT", "BU", "PARTS", "RUN"
     constants = dict(zip(named, (*_steps(own_units, own_unit, *options), *_steps(units, unit, *options)), strict=True))
-    constants |= {"D": d, "DP": held(d), "BEFORE": before, "PADDING": padded, "num_warps": warps} | OPTIONS
+    constants |= {"D": d, "DP": padded_width(d), "BEFORE": before, "PADDING": padded, "num_warps": warps} | OPTIONS
     sizes = n, t, heads, key_heads, *apart[:3], *key_apart[:3]
     launch = Launch(summaries_kernel, device, *sizes, **constants)
     lead, key_lead = (batch, heads, t), (batch, key_heads, t)
@@ -94,7 +95,7 @@ def _summing(
         "there": (*key_lead, units),
         "visible": key_lead,
     }
-    rooms = Room(torch.float32, device, numbers), Room(torch.bool, device, flags)
+    rooms = Arena(torch.float32, device, numbers), Arena(torch.bool, device, flags)
     return launch, (t * batch * (heads + key_heads), 1, 1), *rooms
 
 
