@@ -21,12 +21,13 @@ from ..kernels.registry import can_prepare, choose, prepared
 from ..patterns import Causal, Packed, Pattern, as_pattern, parse
 from ..patterns.parse import from_operand, is_library_text, not_a_pattern, registrations, to_operand
 from ..plan import Plan, PlanCache, PlanKey, own_block
-from ..shapes import CuSeqlens, Key, KeyPadding, Output, Query, Value
+from ..shapes import CuSeqlens, Key, KeyPadding, Output, Query, Sink, Value
 from . import memory_budget
-from .checks import cast_dtype, check_layout, check_masks, check_tensors, unexpected
+from .checks import cast_dtype, check_layout, check_masks, check_sink, check_tensors, unexpected
 from .derivatives import ONCE, check_reverse_mode, scale_of
 from .memory_budget import check_budget
 from .merge import AttentionOutput
+from .sink import apply_sink
 
 plan_cache = PlanCache()
 """Plans of every call in this process; `plan_cache.info()` counts hits, misses, evictions and bytes."""
@@ -73,6 +74,7 @@ def attention(
     key_padding_mask: KeyPadding | None = None,
     cu_seqlens: CuSeqlens | None = None,
     dropout_p: float = 0.0,
+    sink: Sink | None = None,
     backend: str = "auto",
     memory_budget: int | float | None = None,
     **unknown: object,
@@ -91,6 +93,8 @@ def attention(
         cu_seqlens: int (documents + 1): bounds of sequences packed one after another (B must be 1); the pattern
             holds in each as if it were alone. Keep it on the CPU: its values shape the plan.
         dropout_p: probability of dropping a weight.
+        sink: (H,), one more logit in the softmax of every row of a head, without a value: rows are scaled by
+            `sigmoid(lse - sink)`. Differentiable. The LSE excludes it, and `memory_budget` its float32 product.
         backend: "auto", or a name from `dilated_attention_pytorch.backends()`, which then never falls back.
         memory_budget: the most memory that either pass may take, its results included: bytes, or as a float a fraction
             of what is free. The queries of some samples and heads, or some rows of one head, are then computed at a
@@ -107,10 +111,10 @@ def attention(
     """
     if unknown:
         raise unexpected("attention", unknown)
-    masks = key_padding_mask, cu_seqlens
-    return _attend(query, key, value, pattern, is_causal, scale, enable_gqa, *masks, dropout_p, backend, memory_budget)[
-        0
-    ]
+    settings = is_causal, scale, enable_gqa, key_padding_mask, cu_seqlens, dropout_p, backend, memory_budget
+    if sink is None:
+        return _attend(query, key, value, pattern, *settings)[0]
+    return _attend_with_sink(query, key, value, pattern, sink, *settings).output
 
 
 def attention_with_lse(
@@ -125,6 +129,7 @@ def attention_with_lse(
     key_padding_mask: KeyPadding | None = None,
     cu_seqlens: CuSeqlens | None = None,
     dropout_p: float = 0.0,
+    sink: Sink | None = None,
     backend: str = "auto",
     memory_budget: int | float | None = None,
     **unknown: object,
@@ -132,10 +137,18 @@ def attention_with_lse(
     """`attention`, and the natural logarithm of each row's softmax denominator, (B, H, N); both are differentiable."""
     if unknown:
         raise unexpected("attention_with_lse", unknown)
-    masks = key_padding_mask, cu_seqlens
-    return AttentionOutput(
-        *_attend(query, key, value, pattern, is_causal, scale, enable_gqa, *masks, dropout_p, backend, memory_budget)
-    )
+    settings = is_causal, scale, enable_gqa, key_padding_mask, cu_seqlens, dropout_p, backend, memory_budget
+    if sink is None:
+        return AttentionOutput(*_attend(query, key, value, pattern, *settings))
+    return _attend_with_sink(query, key, value, pattern, sink, *settings)
+
+
+def _attend_with_sink(
+    query: Tensor, key: Tensor, value: Tensor, pattern: Pattern | str, sink: Tensor, *settings: Any
+) -> AttentionOutput:
+    check_sink(query, sink)
+    output, lse = _attend(query, key, value, pattern, *settings)
+    return AttentionOutput(apply_sink(output, lse, sink), lse)
 
 
 def _attend(
