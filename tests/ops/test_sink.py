@@ -133,6 +133,7 @@ def test_what_is_not_finite_stays_in_its_row():
     found = apply_sink(output, lse, torch.zeros(2, dtype=torch.float64))
     assert torch.equal(found[:, :, 1], output[:, :, 1]) and found[:, :, 2].isnan().all()
     assert error(found[:, :, 0], output[:, :, 0] * torch.tensor(0.5).double().sigmoid()) < 1e-12
+    assert (apply_sink(output, torch.full_like(lse, -torch.inf), torch.zeros(2)) == 0).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
@@ -143,6 +144,11 @@ def test_low_precision_computes_the_sink_in_float32(dtype):
     wanted = with_column(*tensors, multiplicities(parse("window:7"), 50, HEADS))[0]
     assert found.dtype == dtype
     assert error(found, wanted) < 8 * torch.finfo(dtype).eps
+    # Near 100, bfloat16 has steps of 0.5.
+    output, lse = torch.randn(1, HEADS, 5, 8, dtype=dtype), 100 + torch.randn(1, HEADS, 5)
+    shift = torch.sigmoid(lse.double() - 100)[..., None]
+    near = apply_sink(output, lse, torch.full((HEADS,), 100.0, dtype=dtype))
+    assert error(near, output.double() * shift) < 4 * torch.finfo(dtype).eps + 1e-5
     huge = torch.full((HEADS,), 60_000.0, dtype=dtype)
     assert (attention(*inputs, "window:7", enable_gqa=True, sink=huge) == 0).all()
 
