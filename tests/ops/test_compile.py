@@ -76,11 +76,12 @@ def test_fullgraph_forward_and_backward_at_several_lengths_from_one_graph():
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
-def test_fullgraph_with_a_sink_matches_eager():
+@pytest.mark.parametrize("softcap", [None, 1.5])
+def test_fullgraph_with_a_sink_matches_eager(softcap):
     sink = torch.randn(4, dtype=torch.float64, requires_grad=True)
 
     def call(q, k, v):
-        return attention_with_lse(q, k, v, PATTERN, is_causal=True, sink=sink)
+        return attention_with_lse(q, k, v, PATTERN, is_causal=True, sink=sink, softcap=softcap)
 
     compiled = torch.compile(call, fullgraph=True, backend="aot_eager", dynamic=True)
     for n in (40, 72):

@@ -41,7 +41,7 @@ PATTERNS: dict[str, Layers] = {
     "block_sparse": BlockDilated((2048, 4096, 8192), (1, 2, 4)),
 }
 
-UNSUPPORTED = ("softcap", "position_bias", "head_mask", "cache")
+UNSUPPORTED = ("position_bias", "head_mask", "cache")
 """Arguments of some models that change the result; each must be absent or None."""
 
 PACKING = ("cu_seq_lens", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
@@ -145,25 +145,33 @@ def attention_function(layers: Pattern | Mapping[int, Pattern]) -> Callable[...,
         is_causal: bool | None = None,
         sliding_window: int | None = None,
         s_aux: Tensor | None = None,
+        softcap: float | None = None,
         **others: Any,
     ) -> tuple[Tensor, Tensor | None]:
         _check_others(others)
-        pattern = layers.get(_layer_of(module), Full()) if isinstance(layers, Mapping) else layers  # pyrefly: ignore[bad-argument-type]
+        pattern = layers
+        if isinstance(layers, Mapping):
+            layer = _layer_of(module)
+            pattern = Full() if layer is None else layers.get(layer, Full())
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         lengths = query.shape[2], key.shape[2]
         mask = _with_bounds(given_mask(attention_mask, causal, sliding_window, *lengths), others)
         settings = {"scale": scaling, "enable_gqa": True, "dropout_p": dropout}
         wants_weights = _wants_weights(module, others)
         if _is_cross_attention(module, mask.is_causal, lengths[0] == lengths[1]):
-            if s_aux is not None or wants_weights:
-                raise must("cross-attention must come without s_aux and output_attentions", type(module).__name__)
+            if s_aux is not None or softcap is not None or wants_weights:
+                raise must(
+                    "cross-attention must come without s_aux, softcap and output_attentions", type(module).__name__
+                )
             if mask.documents is not None:
                 raise must("packed documents must come with self-attention", type(module).__name__)
             ignored = None if mask.real is None else ~mask.real.to(key.device)
             whole = {"is_causal": False, "cu_seqlens": None, "key_padding_mask": ignored}
             return attention_across(query, key, value, Full(), **whole, **settings).transpose(1, 2), None
+        if wants_weights and softcap is not None:
+            raise must("output_attentions must come without softcap", softcap, 'Use attn_implementation="eager".')
         weights = _weights(query, key, pattern, mask, scaling, s_aux) if wants_weights else None
-        output = self_attention(query, key, value, pattern, mask, sink=s_aux, **settings)
+        output = self_attention(query, key, value, pattern, mask, sink=s_aux, softcap=softcap, **settings)
         return output.transpose(1, 2), weights
 
     return attend
@@ -180,7 +188,7 @@ def self_attention(
         value: (B, G, keys, E).
         pattern: of this layer.
         mask: of the model.
-        settings: `scale`, `enable_gqa`, `dropout_p` and `sink`.
+        settings: `scale`, `enable_gqa`, `dropout_p`, `sink` and `softcap`.
     """
     key, value = _in_use(query, key, mask), _in_use(query, value, mask)
     parts, order = [], []
@@ -189,9 +197,11 @@ def self_attention(
         if rows >= query.shape[2]:
             own = query.new_zeros(len(query[samples.index]), *query.shape[1:3], value.shape[3])
         else:
-            tensors = query[samples.index, :, rows:], *(x[samples.index, :, keys:] for x in (key, value))
+            own_query = query[samples.index, :, rows:]
+            own_key, own_value = key[samples.index, :, keys:], value[samples.index, :, keys:]
             padding = None if mask.real is None else ~mask.real[samples.index, keys : key.shape[2]].to(key.device)
-            own = _attend(*tensors, pattern, mask, samples, position, first_key, padding, **settings)
+            place = mask, samples, position, first_key, padding
+            own = _attend(own_query, own_key, own_value, pattern, *place, **settings)
             own = F.pad(own, (0, 0, rows, 0)) if rows else own
         if isinstance(samples.index, slice) and samples.index == slice(None):
             return own

@@ -49,20 +49,14 @@ class ModelMask(NamedTuple):
 
     def samples(self, batch: int, shifts: bool) -> list[Samples]:
         """Samples to compute at a time; with `shifts`, positions count from the first real token of a sample."""
-        starts = self.starts if shifts else None
-        rows = [
-            Samples([b], *(None if column is None else column[b] for column in (starts, self.documents, self.blocks)))
-            for b in range(batch)
-        ]
         groups: dict[tuple[Any, ...], list[int]] = {}
-        for b, row in enumerate(rows):
-            groups.setdefault(row[1:], []).append(b)
-        if len(groups) == 1:
-            return [Samples(slice(None), next(iter(groups))[0] or 0, *next(iter(groups))[1:])]
-        return [
-            Samples(slice(own[0], own[0] + 1) if len(own) == 1 else own, shared[0] or 0, *shared[1:])
-            for shared, own in groups.items()
-        ]
+        for b in range(batch):
+            start = self.starts[b] if shifts and self.starts is not None else 0
+            shared = (column and column[b] for column in (self.documents, self.blocks))
+            groups.setdefault((start, *shared), []).append(b)
+        if len(groups) <= 1:
+            return [Samples(slice(None), *shared) for shared in groups]
+        return [Samples(slice(own[0], own[0] + 1) if len(own) == 1 else own, *shared) for shared, own in groups.items()]
 
 
 def is_relative(pattern: Pattern) -> bool:

@@ -84,6 +84,7 @@ WRONG_NAMES = {
     "softmax_scale": "the argument is scale",
     "dropout": "the argument is dropout_p",
     "window_size": 'pass the pattern "window:512"',
+    "logits_soft_cap": "the argument is softcap",
     "s_aux": "the argument is sink",
     "learnable_sink": "the argument is sink",
     "sinks": "the argument is sink",
@@ -133,6 +134,12 @@ def check_sink(query: Tensor, sink: Tensor) -> None:
         raise must_be("sink must be floating-point", sink.dtype)
     if sink.device != query.device:
         raise must(f"sink must be on the query's device {query.device}", sink.device)
+
+
+def check_softcap(softcap: float | None) -> None:
+    """Check that a bound of the scores is a positive number."""
+    if softcap is not None and not (isinstance(softcap, int | float) and 0 < softcap < float("inf")):
+        raise must("softcap must be a positive number, or None", softcap)
 
 
 def require(tensor: Tensor, holds: Tensor, what: str, got: Callable[[], object], do: str | None = None) -> Tensor:

@@ -13,7 +13,7 @@ from ..errors import must, must_be
 from ..patterns import Pattern, as_pattern
 from ..plan.closed_forms import ClosedForm, Grid, LiveKeys, closed_form
 from .attention import attention, empty_attention
-from .checks import check_masks, check_sink, check_tensors
+from .checks import check_masks, check_sink, check_softcap, check_tensors
 from .derivatives import scale_of
 from .sink import apply_sink
 
@@ -43,6 +43,7 @@ def attention_step(
     enable_gqa: bool = False,
     key_padding_mask: Tensor | None = None,
     sink: Tensor | None = None,
+    softcap: float | None = None,
     kept: LiveKeys | None = None,
     backend: str = "auto",
     memory_budget: int | float | None = None,
@@ -60,6 +61,7 @@ def attention_step(
         enable_gqa: let query head h read key head h // (H / G).
         key_padding_mask: bool (B, L), True where a key takes no part.
         sink: (H,), one more logit in the softmax of every row of a head, see `attention`.
+        softcap: bound of the scores, see `attention`.
         kept: which positions the cache holds, when not all.
         backend: for many tokens at once, see `attention`, as `memory_budget`.
 
@@ -75,6 +77,7 @@ def attention_step(
     whole = as_pattern(pattern)
     check_tensors(query, key, value, enable_gqa, one_length=False)
     check_masks(key, key_padding_mask, None)
+    check_softcap(softcap)
     if sink is not None:
         check_sink(query, sink)
     batch, heads, rows, width = query.shape
@@ -91,7 +94,7 @@ def attention_step(
             "the cache must hold the keys of the new tokens too", f"{key.shape[2]} keys for position {max(first)}"
         )
     if rows < MOST_ROWS or kept != LiveKeys() or len(set(first)) > 1:
-        where = length, scale, key_padding_mask, sink, kept
+        where = length, scale, key_padding_mask, sink, softcap, kept
         return torch.stack(
             [_row(query[:, :, m], key, value, whole, [t + m for t in first], *where) for m in range(rows)], 2
         )
@@ -106,6 +109,7 @@ def attention_step(
         enable_gqa=True,
         key_padding_mask=None if key_padding_mask is None else key_padding_mask[:, :end],
         sink=sink,
+        softcap=softcap,
         backend=backend,
         memory_budget=memory_budget,
     )
@@ -122,6 +126,7 @@ def _row(
     scale: float,
     key_padding_mask: Tensor | None,
     sink: Tensor | None,
+    softcap: float | None,
     kept: LiveKeys,
 ) -> Tensor:
     batch, heads, _ = query.shape
@@ -137,7 +142,9 @@ def _row(
     sample = torch.arange(batch, device=query.device)[:, None, None]
     group = torch.arange(heads, device=query.device)[None, :, None] // (heads // key.shape[1])
     keys, values = key[sample, group, slots].to(dtype), value[sample, group, slots].to(dtype)
-    scores = scale * torch.einsum("bhd,bhkd->bhk", query.to(dtype), keys) + bias.to(dtype)
+    scores = scale * torch.einsum("bhd,bhkd->bhk", query.to(dtype), keys)
+    scores = scores if softcap is None else softcap * (scores / softcap).tanh()
+    scores = scores + bias.to(dtype)
     absent = bias == -torch.inf
     if key_padding_mask is not None:
         absent = absent | key_padding_mask[sample, slots]
