@@ -131,6 +131,13 @@ def _layer_of(module: nn.Module) -> int | None:
     return getattr(module, LAYER, None) if layer is None else layer
 
 
+def _pattern_of(module: nn.Module, layers: Pattern | Mapping[int, Pattern]) -> Pattern:
+    if isinstance(layers, Pattern):
+        return layers
+    layer = _layer_of(module)
+    return Full() if layer is None else layers.get(layer, Full())
+
+
 def attention_function(layers: Pattern | Mapping[int, Pattern]) -> Callable[..., tuple[Tensor, Tensor | None]]:
     """Attention of a pattern, or of a pattern for each layer, with the signature of transformers' interface."""
 
@@ -149,10 +156,7 @@ def attention_function(layers: Pattern | Mapping[int, Pattern]) -> Callable[...,
         **others: Any,
     ) -> tuple[Tensor, Tensor | None]:
         _check_others(others)
-        pattern = layers
-        if isinstance(layers, Mapping):
-            layer = _layer_of(module)
-            pattern = Full() if layer is None else layers.get(layer, Full())
+        pattern = _pattern_of(module, layers)
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         lengths = query.shape[2], key.shape[2]
         mask = _with_bounds(given_mask(attention_mask, causal, sliding_window, *lengths), others)

@@ -115,8 +115,9 @@ def model_mask(
             lengths = tuple(_block_lengths(row[start:]) for row, start in zip(ids, starts or [0] * batch, strict=True))
         elif any(value >= 0 for row in ids for value in row[first_query:]):
             raise must("tokens after a cached prefix must be causal", "bidirectional blocks among them", REFUSED)
-    mask = torch.ones((), dtype=torch.bool, device=device).expand(batch, kv_length) if real is None else real
-    mask = mask[:, None, None]
+    mask = torch.ones(batch, kv_length, dtype=torch.bool, device=device) if real is None else real
+    # `generate` calls `contiguous()`, whose result for a contiguous tensor is the object itself.
+    mask = mask[:, None, None].contiguous()
     setattr(mask, ATTRIBUTE, ModelMask(pattern, is_causal, first_query, first_key, real, starts, spans, lengths))
     return mask
 
