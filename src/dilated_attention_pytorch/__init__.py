@@ -74,6 +74,7 @@ _MODULES = {
     "create_multihead_block_sparse": "nn",
     "create_multihead_dilated_attention": "nn",
     "get_block_sparse_preset": "nn",
+    "integrate": "integrations.huggingface",
     "replace_attention": "integrations.replace",
     "StreamedLayer": "nn.streamed",
     "DistributedSparseConfig": "distributed",

@@ -8,6 +8,7 @@ from .distributed import context_parallel_loss as context_parallel_loss
 from .distributed import shard_sequence as shard_sequence
 from .distributed import unshard_sequence as unshard_sequence
 from .errors import BackendUnsupported as BackendUnsupported
+from .integrations.huggingface import integrate as integrate
 from .integrations.replace import Replacement as Replacement
 from .integrations.replace import replace_attention as replace_attention
 from .kernels.call import reproducible_gradients as reproducible_gradients

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 if TYPE_CHECKING or "jaxtyping" not in sys.modules:
-    Query = Key = Value = Output = Lse = KeyPadding = CuSeqlens = Tensor
+    Query = Key = Value = Output = Lse = KeyPadding = CuSeqlens = Sink = Tensor
 else:
     from jaxtyping import Bool, Float, Int
 
@@ -25,5 +25,6 @@ else:
     Lse = Float[Tensor, "b h n"]
     KeyPadding = Bool[Tensor, "b n"]
     CuSeqlens = Int[Tensor, " documents_and_one"]
+    Sink = Float[Tensor, " h"]
 
-__all__ = ["CuSeqlens", "Key", "KeyPadding", "Lse", "Output", "Query", "Value"]
+__all__ = ["CuSeqlens", "Key", "KeyPadding", "Lse", "Output", "Query", "Sink", "Value"]

@@ -1,4 +1,4 @@
-"""Hugging Face models built from small configurations: padding, grouped heads, generation, switching live."""
+"""Hugging Face models built from small configurations: patterns, padding, packing, generation, refusals."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pytest
 import torch
 from oracle import error
 
+from dilated_attention_pytorch import parse
 from dilated_attention_pytorch.integrations import huggingface
 
 with warnings.catch_warnings():
@@ -139,13 +140,16 @@ def test_training(llama, name):
 
 
 def test_what_cannot_be_honoured_raises(llama):
-    attend = huggingface.attention_function(huggingface.parse("window:3"))
+    attend = huggingface.attention_function(parse("window:3"))
     q, k = torch.randn(1, 2, 5, 8), torch.randn(1, 2, 9, 8)
     module = torch.nn.Module()
-    with pytest.raises(ValueError, match="softcap"):
-        attend(module, q, q, q, None, softcap=3.0)
-    with pytest.raises(ValueError, match="output_attentions"):
-        attend(module, q, q, q, None, output_attentions=True)
+    for name in huggingface.UNSUPPORTED:
+        with pytest.raises(ValueError, match=f"{name} must be absent"):
+            attend(module, q, q, q, None, **{name: torch.zeros(1)})
+    with pytest.raises(ValueError, match="output_attentions must come with"):
+        attend(module, q, k, k, None, output_attentions=True)
+    with pytest.raises(ValueError, match="output_attentions must come without softcap"):
+        attend(module, q, q, q, None, output_attentions=True, softcap=3.0)
     with pytest.raises(TypeError, match="as a pattern"):
         attend(module, q, q, q, torch.zeros(1, 1, 5, 5))
     with pytest.raises(ValueError, match="query and key must have one length"):
@@ -153,18 +157,7 @@ def test_what_cannot_be_honoured_raises(llama):
     with pytest.raises(ValueError, match="dropout"):
         attend(module, q, k, k, None, dropout=0.1)
     with pytest.raises(ValueError, match="length must be given"):
-        huggingface.attention_function(huggingface.parse("random:0.5"))(module, q, k, k, None)
-    llama.set_attn_implementation("dilated")
-    with pytest.raises(ValueError, match="dynamic"):
-        llama.generate(tokens(20), max_new_tokens=3, cache_implementation="static", pad_token_id=0)
-
-
-def test_a_sliding_window_model_is_refused():
-    config = transformers.MistralConfig(
-        **SIZES, num_hidden_layers=1, num_key_value_heads=2, sliding_window=8, attn_implementation="dilated"
-    )
-    with pytest.raises(ValueError, match="sliding"):
-        transformers.MistralForCausalLM(config)(tokens())
+        huggingface.attention_function(parse("random:0.5"))(module, q, k, k, None)
 
 
 LENGTHS = (30, 45, 15)
@@ -203,7 +196,7 @@ def test_packed_documents_match_single_ones_in_an_encoder(bert):
 
 
 def test_incomplete_packing_raises(llama):
-    attend = huggingface.attention_function(huggingface.parse("window:3"))
+    attend = huggingface.attention_function(parse("window:3"))
     q, module = torch.randn(1, 2, 6, 8), torch.nn.Module()
     bounds = torch.tensor([0, 2, 6])
     for name in huggingface.PACKING:
@@ -213,9 +206,6 @@ def test_incomplete_packing_raises(llama):
         attend(module, q, q, q, None, cu_seq_lens_q=bounds, cu_seq_lens_k=torch.tensor([0, 3, 6]))
     with pytest.raises(ValueError, match="packed sequences"):
         attend(module, q[:, :, 5:], q, q, None, cu_seq_lens_q=bounds)
-    llama.set_attn_implementation("window")
-    with pytest.raises(ValueError, match="packed sequences must have batch size 1"):
-        llama(tokens(6), position_ids=torch.tensor([[0, 1, 0, 1, 2, 3]]), use_cache=False)
 
 
 @pytest.mark.parametrize("encoded", [40, 25])
@@ -251,7 +241,7 @@ def test_attention_to_an_unknown_sequence_raises():
     class Either(torch.nn.Module):
         def forward(self, hidden_states, key_value_states=None): ...
 
-    attend = huggingface.attention_function(huggingface.parse("window:3"))
+    attend = huggingface.attention_function(parse("window:3"))
     q, k = torch.randn(1, 2, 5, 8), torch.randn(1, 2, 9, 8)
     with pytest.raises(ValueError, match="told apart"):
         attend(Either(), q, q, q, None, is_causal=False)
@@ -260,5 +250,5 @@ def test_attention_to_an_unknown_sequence_raises():
 
 
 def test_the_default_names():
-    assert huggingface.register() == ("dilated", "block_sparse")
+    assert huggingface.register() == ("dap", "dilated", "block_sparse")
     huggingface.register({"dilated": "dilated:16x1,64x4", "block_sparse": "block_dilated:32x1,64x2;block=16"})

@@ -76,6 +76,25 @@ def test_fullgraph_forward_and_backward_at_several_lengths_from_one_graph():
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
+@pytest.mark.parametrize("softcap", [None, 1.5])
+def test_fullgraph_with_a_sink_matches_eager(softcap):
+    sink = torch.randn(4, dtype=torch.float64, requires_grad=True)
+
+    def call(q, k, v):
+        return attention_with_lse(q, k, v, PATTERN, is_causal=True, sink=sink, softcap=softcap)
+
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager", dynamic=True)
+    for n in (40, 72):
+        tensors = [*leaves(n), sink]
+        found, wanted = compiled(*tensors[:3]), call(*tensors[:3])
+        for got, expected in zip(found, wanted, strict=True):
+            assert error(got, expected.detach()) < 1e-12
+        grads = [torch.autograd.grad(output.cos().sum() + lse.sum(), tensors) for output, lse in (found, wanted)]
+        for got, expected in zip(*grads, strict=True):
+            assert error(got, expected) < 1e-12
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
 def test_lengths_that_vary_by_themselves_compile_twice_at_most():
     def eager(q, k, v):
         return attention(q, k, v, PATTERN & Causal(), enable_gqa=True)

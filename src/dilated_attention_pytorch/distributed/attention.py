@@ -17,8 +17,9 @@ from ..kernels.dropout import fresh_seed
 from ..kernels.registry import backend_named
 from ..ops import AttentionOutput, attention_with_lse
 from ..ops.attention import empty_attention, lengths_of
-from ..ops.checks import check_masks, check_tensors
+from ..ops.checks import check_masks, check_sink, check_tensors
 from ..ops.derivatives import check_reverse_mode, scale_of
+from ..ops.sink import apply_sink
 from ..patterns import Causal, Packed, Pattern, as_pattern
 from .cost_model import Exchange, Machine, Overlap
 from .exchange import compare_calls
@@ -47,6 +48,7 @@ def context_parallel_attention(
     key_padding_mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     dropout_p: float = 0.0,
+    sink: Tensor | None = None,
     overlap: Overlap = "none",
     exchange: Exchange = "auto",
     receive_budget: int | None = None,
@@ -73,6 +75,8 @@ def context_parallel_attention(
         cu_seqlens: int (documents + 1): bounds of sequences packed one after another in the whole sequence (B must be
             1); the same on every rank.
         dropout_p: probability of dropping a weight. All ranks use the first rank's seed.
+        sink: (H,), see `attention`; the same on every rank. Its gradient is that of this rank's rows: sum it over the
+            ranks, as for every replicated parameter.
         overlap: "none" computes after all rows have arrived, in the order of one device: on backends whose tiles do not
             depend on the cut ("cpu"; not "native" in float32) the output has the same bits for every number of ranks
             from two on. Gradients of keys and values are sums over ranks and differ in the last bits. "local" computes
@@ -102,6 +106,7 @@ def context_parallel_attention(
         key_padding_mask=key_padding_mask,
         cu_seqlens=cu_seqlens,
         dropout_p=dropout_p,
+        sink=sink,
         overlap=overlap,
         exchange=exchange,
         receive_budget=receive_budget,
@@ -124,6 +129,7 @@ def context_parallel_attention_with_lse(
     key_padding_mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     dropout_p: float = 0.0,
+    sink: Tensor | None = None,
     overlap: Overlap = "none",
     exchange: Exchange = "auto",
     receive_budget: int | None = None,
@@ -134,9 +140,26 @@ def context_parallel_attention_with_lse(
     call = Call(
         pattern, layout, is_causal, scale, enable_gqa, cu_seqlens, dropout_p, overlap, exchange, receive_budget, machine
     )
+    result = _attend(call, group, (query, key, value), key_padding_mask, sink, backend)
+    return result if sink is None else AttentionOutput(apply_sink(result.output, result.lse, sink), result.lse)
+
+
+def _attend(
+    call: Call,
+    group: dist.ProcessGroup | None,
+    tensors: tuple[Tensor, Tensor, Tensor],
+    key_padding_mask: Tensor | None,
+    sink: Tensor | None,
+    backend: str,
+) -> AttentionOutput:
+    """Output and LSE before the sink, which is checked here with the other tensors."""
+    query, key, value = tensors
+    if sink is not None and (call.is_alone(group) or torch.compiler.is_compiling()):
+        check_sink(query, sink)
     if call.is_alone(group):
         return call.on_one_device(query, key, value, key_padding_mask, backend)
-    seed = fresh_seed(query.device) if dropout_p and isinstance(query, Tensor) else None
+    pattern, layout, machine, cu_seqlens = call.pattern, call.layout, call.machine, call.cu_seqlens
+    seed = fresh_seed(query.device) if call.dropout_p and isinstance(query, Tensor) else None
     # A rank that wants gradients would wait in its backward pass for one that does not.
     needs_grad = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in (query, key, value))
     if torch.compiler.is_compiling():
@@ -148,9 +171,9 @@ def context_parallel_attention_with_lse(
             "cu_seqlens": None,
         }
         text = _to_text(tuple((call._asdict() | plain).items()), group, needs_grad, backend)
-        tensors = query, key, value, key_padding_mask, cu_seqlens, seed
-        return AttentionOutput(*torch.ops.dilated_attention.context_parallel(*tensors, text))
-    executor = _executor(call, group, (query, key, value), key_padding_mask, seed, needs_grad, backend)
+        masks = key_padding_mask, cu_seqlens, seed
+        return AttentionOutput(*torch.ops.dilated_attention.context_parallel(*tensors, *masks, text))
+    executor = _executor(call, group, tensors, key_padding_mask, seed, needs_grad, backend, sink)
     if executor is None:
         return AttentionOutput(*empty_attention(query, key, value))
     if needs_grad:
@@ -268,6 +291,7 @@ def _executor(
     seed: Tensor | None,
     needs_grad: bool,
     backend: str,
+    sink: Tensor | None = None,
 ) -> Executor | None:
     """Check the call, compare it with the other ranks, and look up or make this rank's schedule. Collective.
 
@@ -285,6 +309,8 @@ def _executor(
             raise wrong
         check_group(group, layout.world, device)
         call.check_shard(rank, tensors, padding)
+        if sink is not None:
+            check_sink(tensors[0], sink)
         scale = call.scale_for(tensors[0].shape[3])
         if backend != "auto":
             # A rank without tokens computes nothing; an unknown name must be an error on all ranks.

@@ -1,36 +1,48 @@
 """Attention implementations for Hugging Face models.
 
-    >>> from dilated_attention_pytorch.integrations import huggingface          # doctest: +SKIP
-    >>> huggingface.register()                                                  # doctest: +SKIP
-    >>> model.set_attn_implementation("dilated")                                # doctest: +SKIP
+    >>> import dilated_attention_pytorch as dap                                 # doctest: +SKIP
+    >>> dap.integrate(model)                                                    # doctest: +SKIP
+    >>> dap.integrate(model, "dilated:2048x1,8192x4")                           # doctest: +SKIP
+    >>> dap.integrate(model, {0: "window:512", 1: "dilated:2048x1,8192x4"})     # doctest: +SKIP
 
-Positions are those of the padded batch: a sample padded on the left meets the pattern from where its padding begins.
-Documents packed into one row (`position_ids` that start anew, or `cu_seq_lens_q`) do not see each other. The pattern
-restricts self-attention; cross-attention stays full.
+The mask that a model builds becomes a pattern, which the pattern of a layer restricts further. Positions count from the
+first real token of a sample. Documents packed into one row do not see each other. Cross-attention stays full.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from hashlib import sha256
+from itertools import accumulate
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from ..errors import must, must_be
 from ..nn.cross_attention import attention_across
-from ..ops import attention
+from ..ops import attention, attention_rows, attention_with_lse
 from ..ops.decode import attention_step, check_decodable
-from ..patterns import BlockDilated, Dilated, Full, Pattern, parse
+from ..patterns import BlockDilated, Causal, Dilated, Documents, Full, Packed, Pattern, as_pattern
+from ..plan.closed_forms import LiveKeys
+from .huggingface_masks import ModelMask, Samples, both, given_mask, is_relative, model_mask
 
-PATTERNS: dict[str, Pattern | str] = {
+OWN = "model's own"
+"""Pattern that leaves the masks of a model as they are."""
+
+Layers = Pattern | str | Mapping[int, Pattern | str]
+"""Pattern of every layer, or of some layers by index; the others keep their own mask."""
+
+PATTERNS: dict[str, Layers] = {
+    "dap": OWN,
     "dilated": Dilated((2048, 4096, 8192), (1, 2, 4)),
     "block_sparse": BlockDilated((2048, 4096, 8192), (1, 2, 4)),
 }
 
-UNSUPPORTED = ("softcap", "position_bias", "s_aux", "head_mask", "sliding_window", "cache")
-"""Arguments some models pass that change the result; each must be absent or None."""
+UNSUPPORTED = ("position_bias", "head_mask", "cache")
+"""Arguments of some models that change the result; each must be absent or None."""
 
 PACKING = ("cu_seq_lens", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 PACKING += ("cu_seqlens", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen", "max_seqlen_q", "max_seqlen_k")
@@ -39,31 +51,98 @@ PACKING += ("cu_seqlens", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen", "max_seq
 OTHER_SEQUENCE = frozenset({"key_value_states", "encoder_hidden_states", "cross_attention_states", "context", "key"})
 """Parameters of a `forward` that can attend to another sequence."""
 
+LONGEST_WEIGHTS = 8192
+"""Tokens up to which `output_attentions` returns weights, which are N x N."""
 
-def register(patterns: dict[str, Pattern | str] | None = None) -> tuple[str, ...]:
+LAYER = "dap_layer"
+"""Attribute with the layer index of attention modules without `layer_idx`."""
+
+
+def register(patterns: Mapping[str, Layers] | None = None) -> tuple[str, ...]:
     """Add implementations to transformers' attention and mask interfaces, and return their names.
 
     Args:
-        patterns: name -> pattern; "dilated" and "block_sparse" by default. Registering a name again replaces it.
+        patterns: name -> pattern, {layer index: pattern} or "model's own"; "dap" (the model's own masks), "dilated" and
+            "block_sparse" by default. Registering a name again replaces it.
     """
     from transformers import AttentionInterface, AttentionMaskInterface  # pyrefly: ignore[missing-import]
 
-    given = {
-        name: parse(one) if isinstance(one, str) else one
-        for name, one in (PATTERNS if patterns is None else patterns).items()
-    }
-    for name, pattern in given.items():
-        AttentionInterface.register(name, attention_function(pattern))
-        # A name that only the attention interface knows is given no mask at all, and padding would be seen.
-        AttentionMaskInterface.register(name, padding_mask)
+    given = {name: _resolved(layers) for name, layers in (PATTERNS if patterns is None else patterns).items()}
+    for name, layers in given.items():
+        AttentionInterface.register(name, attention_function(layers))
+        # A name without a mask function receives no mask at all, and padding would be seen.
+        AttentionMaskInterface.register(name, model_mask)
     return tuple(given)
 
 
-def attention_function(pattern: Pattern) -> Callable[..., tuple[Tensor, None]]:
-    """The pattern as transformers calls it."""
+def integrate(model: nn.Module, pattern: Layers = OWN) -> str:
+    """Give a Hugging Face model this library's attention, and return the name of its implementation.
+
+    The masks of the model (causal, bidirectional, windows, chunks, packed documents, padding), its sinks and its caches
+    are kept. A pattern restricts attention further: queries see the keys that the pattern and the mask both allow.
+
+    Args:
+        model: a `transformers.PreTrainedModel`, changed in place by `set_attn_implementation`.
+        pattern: of every layer; {layer index: pattern} for some layers, the others with their own mask; or "model's
+            own", the default.
+    """
+    if not hasattr(model, "set_attn_implementation") or not hasattr(model, "config"):
+        raise must_be("model must be a transformers.PreTrainedModel", type(model).__name__, "See replace_attention.")
+    layers = _resolved(pattern)
+    if isinstance(layers, Mapping):
+        _number_layers(model, layers)
+        text = "; ".join(f"{layer}: {one}" for layer, one in sorted(layers.items()))
+    else:
+        text = str(layers)
+    (name,) = register({f"dap_{sha256(text.encode()).hexdigest()[:12]}": layers})
+    model.set_attn_implementation(name)  # pyrefly: ignore[not-callable]
+    if getattr(model.config, "_attn_implementation", None) != name:
+        raise must(
+            "the model must compute attention by transformers' AttentionInterface",
+            f"{type(model).__name__}, which does not",
+            "replace_attention takes modules of torch and timm.",
+        )
+    return name
+
+
+def _resolved(layers: Layers) -> Pattern | Mapping[int, Pattern]:
+    if isinstance(layers, Mapping):
+        return {layer: _resolved(one) for layer, one in layers.items()}  # pyrefly: ignore[bad-return]
+    return Full() if isinstance(layers, str) and layers == OWN else as_pattern(layers)
+
+
+def _number_layers(model: nn.Module, layers: Mapping[int, Pattern]) -> None:
+    """Set the layer index of attention modules without one, from their place in the model."""
+    found = set()
+    for name, module in model.named_modules():
+        if "attention" not in type(module).__name__.lower():
+            continue
+        if getattr(module, "layer_idx", None) is None:
+            places = [int(part) for part in name.split(".") if part.isdecimal()]
+            setattr(module, LAYER, places[0] if places else None)
+        found.add(_layer_of(module))
+    unknown = set(layers) - found
+    if unknown:
+        raise must(f"layer indices must be among {sorted(x for x in found if x is not None)}", sorted(unknown, key=str))
+
+
+def _layer_of(module: nn.Module) -> int | None:
+    layer = getattr(module, "layer_idx", None)
+    return getattr(module, LAYER, None) if layer is None else layer
+
+
+def _pattern_of(module: nn.Module, layers: Pattern | Mapping[int, Pattern]) -> Pattern:
+    if isinstance(layers, Pattern):
+        return layers
+    layer = _layer_of(module)
+    return Full() if layer is None else layers.get(layer, Full())
+
+
+def attention_function(layers: Pattern | Mapping[int, Pattern]) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    """Attention of a pattern, or of a pattern for each layer, with the signature of transformers' interface."""
 
     def attend(
-        module: torch.nn.Module,
+        module: nn.Module,
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -71,125 +150,188 @@ def attention_function(pattern: Pattern) -> Callable[..., tuple[Tensor, None]]:
         dropout: float = 0.0,
         scaling: float | None = None,
         is_causal: bool | None = None,
+        sliding_window: int | None = None,
+        s_aux: Tensor | None = None,
+        softcap: float | None = None,
         **others: Any,
-    ) -> tuple[Tensor, None]:
+    ) -> tuple[Tensor, Tensor | None]:
         _check_others(others)
+        pattern = _pattern_of(module, layers)
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        ignored, cu_seqlens = (None, None) if attention_mask is None else _masks(attention_mask, key)
-        cu_seqlens = _bounds(others, cu_seqlens)
-        before = key.shape[2] - query.shape[2]
-        cross = _is_cross_attention(module, causal, before == 0)
-        settings = {"scale": scaling, "enable_gqa": True, "key_padding_mask": ignored, "dropout_p": dropout}
-        if before and (cu_seqlens is not None or not cross):
-            output = _follow_on(query, key, value, pattern, causal, before, cu_seqlens, **settings)
-        elif before:
-            output = attention_across(query, key, value, Full(), is_causal=False, cu_seqlens=None, **settings)
-        else:
-            seen, causal = (Full(), False) if cross else (pattern, causal)
-            output = attention(query, key, value, seen, is_causal=causal, cu_seqlens=cu_seqlens, **settings)
-        return output.transpose(1, 2), None
+        lengths = query.shape[2], key.shape[2]
+        mask = _with_bounds(given_mask(attention_mask, causal, sliding_window, *lengths), others)
+        settings = {"scale": scaling, "enable_gqa": True, "dropout_p": dropout}
+        wants_weights = _wants_weights(module, others)
+        if _is_cross_attention(module, mask.is_causal, lengths[0] == lengths[1]):
+            if s_aux is not None or softcap is not None or wants_weights:
+                raise must(
+                    "cross-attention must come without s_aux, softcap and output_attentions", type(module).__name__
+                )
+            if mask.documents is not None:
+                raise must("packed documents must come with self-attention", type(module).__name__)
+            ignored = None if mask.real is None else ~mask.real.to(key.device)
+            whole = {"is_causal": False, "cu_seqlens": None, "key_padding_mask": ignored}
+            return attention_across(query, key, value, Full(), **whole, **settings).transpose(1, 2), None
+        if wants_weights and softcap is not None:
+            raise must("output_attentions must come without softcap", softcap, 'Use attn_implementation="eager".')
+        weights = _weights(query, key, pattern, mask, scaling, s_aux) if wants_weights else None
+        output = self_attention(query, key, value, pattern, mask, sink=s_aux, softcap=softcap, **settings)
+        return output.transpose(1, 2), weights
 
     return attend
 
 
-def padding_mask(
-    *,
-    q_length: int,
-    kv_length: int,
-    q_offset: int = 0,
-    kv_offset: int = 0,
-    mask_function: Callable[..., Any] | None = None,
-    attention_mask: Tensor | None = None,
-    **others: Any,
-) -> Tensor | None:
-    """Mask of a whole batch in one row per sample, (B, kv_length): True for real tokens, or the number of a document.
+def self_attention(
+    query: Tensor, key: Tensor, value: Tensor, pattern: Pattern, mask: ModelMask, **settings: Any
+) -> Tensor:
+    """Attention of a pattern within the mask of a model, (B, H, queries, E); rows of padding before a sample are 0.
 
-    Causality is left to `attention_function`.
+    Args:
+        query: (B, H, queries, D), at the positions from `mask.first_query` on.
+        key: (B, G, keys, D), at the positions from `mask.first_key` on; static caches have more than are in use.
+        value: (B, G, keys, E).
+        pattern: of this layer.
+        mask: of the model.
+        settings: `scale`, `enable_gqa`, `dropout_p`, `sink` and `softcap`.
     """
-    from transformers.masking_utils import (  # pyrefly: ignore[missing-import]
-        bidirectional_mask_function,
-        causal_mask_function,
-    )
+    key, value = _in_use(query, key, mask), _in_use(query, value, mask)
+    parts, order = [], []
+    for samples in _samples(query, pattern, mask):
+        rows, keys, position, first_key = _excerpt(samples, query, mask, is_relative(both(pattern, mask.pattern)))
+        if rows >= query.shape[2]:
+            own = query.new_zeros(len(query[samples.index]), *query.shape[1:3], value.shape[3])
+        else:
+            own_query = query[samples.index, :, rows:]
+            own_key, own_value = key[samples.index, :, keys:], value[samples.index, :, keys:]
+            padding = None if mask.real is None else ~mask.real[samples.index, keys : key.shape[2]].to(key.device)
+            place = mask, samples, position, first_key, padding
+            own = _attend(own_query, own_key, own_value, pattern, *place, **settings)
+            own = F.pad(own, (0, 0, rows, 0)) if rows else own
+        if isinstance(samples.index, slice) and samples.index == slice(None):
+            return own
+        parts.append(own)
+        order += range(len(query))[samples.index] if isinstance(samples.index, slice) else samples.index
+    back = torch.tensor(order, device="cpu").argsort().to(query.device)
+    return torch.cat(parts)[back]
 
-    documents = _packed_documents(mask_function)
-    if documents is not None:
-        return documents + 1
-    if mask_function not in (None, causal_mask_function, bidirectional_mask_function):
+
+def _samples(query: Tensor, pattern: Pattern, mask: ModelMask) -> list[Samples]:
+    shifts = not is_relative(both(pattern, mask.pattern)) or mask.blocks is not None
+    return mask.samples(len(query), shifts)
+
+
+def _in_use(query: Tensor, x: Tensor, mask: ModelMask) -> Tensor:
+    """Keys or values up to the last query; those behind it are free slots of a static cache."""
+    if not mask.is_causal:
+        return x
+    end = mask.first_query - mask.first_key + query.shape[2]
+    if not query.shape[2] <= end <= x.shape[2]:
         raise must(
-            "the model must ask for a plain causal or bidirectional mask",
-            "another (a sliding window, or a mask of its own)",
-            'Use attn_implementation="sdpa" for it, or say the window as a pattern.',
+            "query and key must have one length, or the query must follow on a causal cache",
+            f"{query.shape[2]} queries from {mask.first_query} on and {x.shape[2]} keys from {mask.first_key} on",
         )
-    cached = mask_function is causal_mask_function and int(q_offset) + q_length != kv_length
-    if kv_offset or cached:
+    return x[:, :, :end]
+
+
+def _excerpt(samples: Samples, query: Tensor, mask: ModelMask, relative: bool) -> tuple[int, int, int, int]:
+    """Rows and keys of padding to skip, position of the first query that stays, position of the first key."""
+    if relative and mask.blocks is None:
+        return 0, 0, mask.first_query - mask.first_key, 0
+    rows, keys = (max(samples.start - first, 0) for first in (mask.first_query, mask.first_key))
+    return rows, keys, mask.first_query + rows - samples.start, mask.first_key + keys - samples.start
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    pattern: Pattern,
+    mask: ModelMask,
+    samples: Samples,
+    position: int,
+    first_key: int,
+    padding: Tensor | None,
+    dropout_p: float,
+    **settings: Any,
+) -> Tensor:
+    """Attention of samples that share everything besides padding."""
+    settings = {**settings, "key_padding_mask": padding}
+    if position == 0 and query.shape[2] == key.shape[2]:
+        seen, is_causal, bounds = _seen(pattern, mask, samples)
+        return attention(
+            query, key, value, seen, is_causal=is_causal, cu_seqlens=bounds, dropout_p=dropout_p, **settings
+        )
+    if not mask.is_causal or samples.documents is not None:
         raise must(
-            "the cache must grow with the tokens and drop none",
-            f"{kv_length} keys from {kv_offset} on for {q_length} queries from {q_offset} on",
-            'Use the dynamic cache: generate(cache_implementation="dynamic").',
+            "query and key must have one length, or the query must follow on a causal cache",
+            f"{query.shape[2]} queries and {key.shape[2]} keys{' of packed sequences' if samples.documents else ''}",
         )
-    if attention_mask is None or attention_mask.shape[-1] == kv_length:
-        return attention_mask
-    raise must(f"attention_mask must cover the {kv_length} keys", tuple(attention_mask.shape))
+    if dropout_p:
+        raise must("decoding must come with dropout off", dropout_p, "Call model.eval() first.")
+    seen = both(pattern, mask.pattern)
+    check_decodable(seen, None)
+    return attention_step(query, key, value, seen, position, live=LiveKeys(0, first_key), **settings)
 
 
-def _packed_documents(mask_function: Callable[..., Any] | None) -> Tensor | None:
-    """Document numbers (B, N) of transformers' causal mask of packed sequences; None for every other mask function."""
-    from transformers.masking_utils import (  # pyrefly: ignore[missing-import]
-        and_masks,
-        causal_mask_function,
-        packed_sequence_mask_function,
-    )
-
-    both = _captured(mask_function, and_masks(), "mask_functions")
-    if both is None or len(both) != 2 or both[0] is not causal_mask_function:
-        return None
-    return _captured(both[1], packed_sequence_mask_function(torch.empty(0, device="cpu")), "packed_sequence_mask")
+def _seen(pattern: Pattern, mask: ModelMask, samples: Samples) -> tuple[Pattern, bool, Tensor | None]:
+    """Pattern, causality and document bounds of samples without a cache."""
+    bounds = None
+    if samples.documents is not None:
+        bounds = torch.tensor([0, *accumulate(samples.documents)], device="cpu")
+    if samples.blocks is None:
+        return both(pattern, mask.pattern), mask.is_causal, bounds
+    own = both(mask.pattern, Causal()) | Documents(samples.blocks)
+    return both(pattern, own), False, bounds
 
 
-def _captured(function: Any, like: Any, name: str) -> Any:
-    """The variable that a closure captured, if it runs the code of `like`."""
-    if getattr(function, "__code__", None) is not like.__code__:
-        return None
-    return inspect.getclosurevars(function).nonlocals[name]
+def _wants_weights(module: nn.Module, others: dict[str, Any]) -> bool:
+    given = others.get("output_attentions")
+    return bool(getattr(getattr(module, "config", None), "output_attentions", False) if given is None else given)
 
 
-def _masks(attention_mask: Tensor, key: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """The key padding mask, or the bounds of documents, from one row per sample."""
-    if attention_mask.dim() != 2 or attention_mask.is_floating_point():
-        raise must_be(
-            "attention_mask must be (batch, tokens), 1 for real tokens",
-            f"{attention_mask.dtype} {tuple(attention_mask.shape)}",
-            "Dense masks cannot be honoured here; say them as a pattern.",
-        )
-    if attention_mask.dtype == torch.bool or int(attention_mask.max()) <= 1:
-        return ~attention_mask.bool().to(key.device), None
-    if len(attention_mask) != 1:
+def _weights(
+    query: Tensor, key: Tensor, pattern: Pattern, mask: ModelMask, scale: float | None, sink: Tensor | None
+) -> Tensor:
+    """Softmax weights (B, H, N, N) before dropout, without the column of a sink."""
+    n = query.shape[2]
+    samples = _samples(query, pattern, mask)
+    if n > LONGEST_WEIGHTS or n != key.shape[2] or mask.first_query or len(samples) > 1 or samples[0].start:
         raise must(
-            "packed sequences must have batch size 1",
-            len(attention_mask),
-            "Lay the sequences one after another: DataCollatorWithFlattening does.",
+            f"output_attentions must come with at most {LONGEST_WEIGHTS} tokens, without a cache, left padding of an "
+            "absolute pattern or different documents by sample",
+            f"{n} queries and {key.shape[2]} keys",
+            "attention_rows gives the weights of chosen rows.",
         )
-    starts = attention_mask[0].diff().nonzero()[:, 0] + 1
-    return None, torch.nn.functional.pad(torch.nn.functional.pad(starts, (1, 0)), (0, 1), value=key.shape[2]).cpu()
+    seen, is_causal, bounds = _seen(pattern, mask, samples[0])
+    if bounds is not None:
+        seen, is_causal = Packed(seen & Causal() if is_causal else seen, tuple(bounds.diff().tolist())), False
+    padding = None if mask.real is None else ~mask.real.to(key.device)
+    settings = {"is_causal": is_causal, "scale": scale, "enable_gqa": True, "key_padding_mask": padding}
+    weights = attention_rows(query, key, seen, range(n), **settings).to(query.dtype)
+    if sink is None:
+        return weights
+    lse = attention_with_lse(query, key, key, seen, **settings).lse
+    return weights * torch.sigmoid(lse - sink.to(lse.dtype)[:, None])[..., None].to(weights.dtype)
 
 
-def _bounds(others: dict[str, Any], documents: Tensor | None) -> Tensor | None:
-    """Bounds of packed documents on the CPU, from FlashAttention's arguments or from the mask."""
+def _with_bounds(mask: ModelMask, others: dict[str, Any]) -> ModelMask:
+    """The mask with the packed documents of FlashAttention's arguments, which are read by the host."""
     bounds = others.get("cu_seq_lens_q")
     if bounds is None:
         for name in PACKING:
             if others.get(name) is not None:
                 raise must(f"{name} must come with cu_seq_lens_q", "none", "Pass cu_seq_lens_q and cu_seq_lens_k.")
-        return documents
-    bounds = bounds.cpu()
+        return mask
+    documents = tuple(bounds.diff().tolist())
     keys = others.get("cu_seq_lens_k")
-    for name, other in (("cu_seq_lens_k", keys), ("position_ids", documents)):
-        if other is not None and bounds.tolist() != other.tolist():
-            raise must(f"{name} must give the documents of cu_seq_lens_q", other.tolist())
-    return bounds
+    if keys is not None and bounds.tolist() != keys.tolist():
+        raise must("cu_seq_lens_k must give the documents of cu_seq_lens_q", keys.tolist())
+    if mask.documents is not None and mask.documents != (documents,):
+        raise must("position_ids must give the documents of cu_seq_lens_q", mask.documents)
+    return mask._replace(documents=(documents,))
 
 
-def _is_cross_attention(module: torch.nn.Module, causal: bool, same_length: bool) -> bool:
+def _is_cross_attention(module: nn.Module, causal: bool, same_length: bool) -> bool:
     """Whether the keys of a module come from another sequence, by the marks that transformers' modules carry."""
     named = "Cross" in type(module).__name__
     if named or getattr(module, "is_cross_attention", False) or getattr(module, "is_cross", False):
@@ -209,33 +351,7 @@ def _is_cross_attention(module: torch.nn.Module, causal: bool, same_length: bool
     return True
 
 
-def _follow_on(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    pattern: Pattern,
-    causal: bool,
-    before: int,
-    cu_seqlens: Tensor | None,
-    dropout_p: float,
-    **settings: Any,
-) -> Tensor:
-    """Attention of new tokens to cached ones."""
-    if not causal or before < 0 or cu_seqlens is not None:
-        raise must(
-            "query and key must have one length, or the query must follow on a causal cache",
-            f"{query.shape[2]} queries and {key.shape[2]} keys{'' if cu_seqlens is None else ' of packed sequences'}",
-        )
-    if dropout_p:
-        raise must("decoding must come with dropout off", dropout_p, "Call model.eval() first.")
-    check_decodable(pattern, None)
-    return attention_step(query, key, value, pattern, before, **settings)
-
-
 def _check_others(others: dict[str, Any]) -> None:
     for name in UNSUPPORTED:
         if others.get(name) is not None:
             raise must(f"{name} must be absent: this implementation has none", name, 'Use attn_implementation="eager".')
-    if others.get("output_attentions"):
-        advice = "attention_rows gives the weights of chosen rows."
-        raise must("output_attentions must be off: weights are never all in memory", True, advice)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from hashlib import sha256
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -15,6 +14,7 @@ from ..nn.multihead import MultiheadSparseAttention
 from ..nn.projections import why_not_replaced
 from ..ops import attention
 from ..patterns import Pattern, as_pattern
+from .huggingface import integrate
 
 TIMM_ARGUMENTS = {"x", "attn_mask", "is_causal"}
 """Arguments of `forward` in timm's `Attention`; classes with more (rotary tables, shared positions) differ."""
@@ -83,7 +83,7 @@ def replace_attention(model: nn.Module, pattern: Pattern | str, **options: Any) 
     |---|---|
     | `torch.nn.MultiheadAttention` | `MultiheadSparseAttention` of the same weights |
     | timm's `Attention` (one `qkv` projection) | the same submodules around this library's attention |
-    | a Hugging Face model | the same model with an attention implementation registered for the pattern |
+    | a Hugging Face model | the same model by `integrate`, the pattern within its own masks |
     | modules replaced before | the same modules with this pattern |
 
     Frozen parameters stay frozen. Subclasses with a `forward` of their own are left in place. A `UserWarning` lists
@@ -189,15 +189,13 @@ def _made(module: Any, pattern: Pattern, options: dict[str, Any]) -> Any:
     if isinstance(module, nn.MultiheadAttention):
         return MultiheadSparseAttention.from_torch(module, pattern, **options)
     if _is_hugging_face(module):
-        from .huggingface import register
-
-        return register({f"dap_{sha256(str(pattern).encode()).hexdigest()[:12]}": pattern})[0]
+        return module
     return module if isinstance(module, Planned) else FusedProjectionAttention(module, pattern)
 
 
 def _put(model: nn.Module, name: str, module: Any, made: Any, pattern: Pattern) -> None:
     if _is_hugging_face(module):
-        module.set_attn_implementation(made)
+        integrate(module, pattern)
     elif made is module:
         module.pattern = pattern
     else:

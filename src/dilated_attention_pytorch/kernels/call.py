@@ -14,7 +14,9 @@ from ..plan.plan import Plan
 # Not frozen, although never modified: one is built in every call, and freezing quadruples the time of that.
 @dataclass(eq=False, slots=True)
 class AttentionCall:
-    """One validated call. Kernels compute `softmax(scale * q k^T + log m) v` over the plan's tiles.
+    """One validated call. Kernels compute `softmax(cap(scale * q k^T) + log m) v` over the plan's tiles.
+
+    `cap` is the identity, or `softcap * tanh(x / softcap)` on backends with `SOFTCAP = True`.
 
     query (B, H, N, D) · key (B, G, N, D) · value (B, G, N, E), with H a multiple of G, any strides except that
     the last dimension is contiguous; one floating dtype and device. Query head `h` reads key head `h // (H // G)`.
@@ -36,6 +38,8 @@ class AttentionCall:
     """int64 (2, H, N): token of each query row, and of each key row by query head, for dropout.
 
     Row numbers by default; the rows of a rank's buffer hold other tokens, which differ by head."""
+    softcap: float = 0.0
+    """Bound of the scores; 0 for none"""
 
     @property
     def device(self) -> torch.device:
@@ -54,6 +58,8 @@ class AttentionCall:
         words += [f"n {n}", f"d {d}"]
         if self.dropout_p:
             words.append(f"dropout {self.dropout_p}")
+        if self.softcap:
+            words.append(f"softcap {self.softcap}")
         return ", ".join(words)
 
 
@@ -111,6 +117,16 @@ def reproducible_gradients(enabled: bool | None = None) -> bool:
     if enabled is not None:
         _reproducible = bool(enabled)
     return _reproducible or torch.are_deterministic_algorithms_enabled()
+
+
+def capped(scores: Tensor, softcap: float) -> Tensor:
+    """`softcap * tanh(scores / softcap)` in the memory of the scores; the scores themselves for a softcap of 0."""
+    return scores.div_(softcap).tanh_().mul_(softcap) if softcap else scores
+
+
+def cap_slope(scores: Tensor, seen: Tensor, softcap: float) -> Tensor:
+    """Derivative of `capped` from its result; 0 where a pair is not seen."""
+    return torch.where(seen, 1 - (scores / softcap).square(), 0.0)
 
 
 def zero_gradients(call: AttentionCall) -> Gradients:

@@ -2,7 +2,7 @@
 
 Nothing here knows about tiles. The multiplicity m(q, k, head) comes from the pattern itself, and
 
-    output = softmax(scale * q k^T + log m) v
+    output = softmax(cap(scale * q k^T) + log m) v
 
 is computed a band of query rows at a time, so that memory stays linear in n.
 """
@@ -16,9 +16,20 @@ import torch
 from torch import Tensor
 
 from . import dropout
-from .call import AttentionCall, Extent, Forward, Gradients, empty_rows, wide_copies, zero_gradients
+from .call import (
+    AttentionCall,
+    Extent,
+    Forward,
+    Gradients,
+    cap_slope,
+    capped,
+    empty_rows,
+    wide_copies,
+    zero_gradients,
+)
 from .cpu.nan_safe import contained_matmul
 
+SOFTCAP = True
 LONGEST = 8192
 ROWS = 1024
 """Query rows computed together."""
@@ -48,6 +59,8 @@ class _Band(NamedTuple):
     """(b, r, n), -inf where not seen"""
     keep_scale: Tensor | None
     """(b, r, n): 1 / (1 - p) where dropout keeps the weight, else 0"""
+    slope: Tensor | None
+    """(b, r, n): derivative of the softcap; None without one"""
 
 
 def why_not(call: AttentionCall) -> str | None:
@@ -63,7 +76,9 @@ def why_not(call: AttentionCall) -> str | None:
 def workspace(call: AttentionCall, direction: str, extent: Extent) -> int:
     """Upper bound of the bytes besides results; see `registry.Backend`."""
     n, wide = call.plan.n, call.compute_dtype.itemsize
-    return wide_copies(call, direction, extent) + 8 * wide * extent.samples * min(n, ROWS) * n
+    return (
+        wide_copies(call, direction, extent) + (8 + 2 * bool(call.softcap)) * wide * extent.samples * min(n, ROWS) * n
+    )
 
 
 def forward(call: AttentionCall) -> Forward:
@@ -100,6 +115,8 @@ def backward(
             dropped = weights * band.keep_scale
             grad_weights = grad_weights * band.keep_scale
         grad_scores = torch.where(band.seen, weights * (grad_weights - delta[..., None]), 0.0) * call.scale
+        if band.slope is not None:
+            grad_scores *= band.slope
         grad_query[index] = contained_matmul(grad_scores, band.key, band.seen)
         grad_key[:, band.group] += contained_matmul(grad_scores.mT, band.query, band.seen.mT)
         grad_value[:, band.group] += contained_matmul(dropped.mT, row_grad, band.seen.mT)
@@ -129,12 +146,13 @@ def _bands(call: AttentionCall) -> Iterator[_Band]:
             if call.key_padding_mask is not None:
                 seen = seen & ~call.key_padding_mask[:, None, :]
             query = call.query[:, head, rows].to(dtype)
-            scores = call.scale * (query @ key.mT) + count.to(dtype).log()
-            scores = scores.masked_fill(~seen, -torch.inf)
+            scores = capped(call.scale * (query @ key.mT), call.softcap)
+            slope = cap_slope(scores, seen, call.softcap) if call.softcap else None
+            scores = (scores + count.to(dtype).log()).masked_fill(~seen, -torch.inf)
             keep_scale = None
             if call.dropout_p:
                 assert call.seed is not None
                 at, key_at = (q, k) if call.positions is None else (call.positions[0, head, q], call.positions[1, head])
                 keep = dropout.keep_mask(call.seed, sample * heads + head, at[:, None], key_at[None, :], call.dropout_p)
                 keep_scale = keep.to(dtype) / (1 - call.dropout_p)
-            yield _Band(head, group, rows, query, key, value, seen, scores, keep_scale)
+            yield _Band(head, group, rows, query, key, value, seen, scores, keep_scale, slope)

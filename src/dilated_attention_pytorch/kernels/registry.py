@@ -18,10 +18,11 @@ from .call import AttentionCall, Extent, Runner
 class Backend(Runner, Protocol):
     """Interface of a backend module.
 
-    Three members are optional. `prepare(call)` returns a `Runner` for calls that differ from this one in the values and
+    Four members are optional. `prepare(call)` returns a `Runner` for calls that differ from this one in the values and
     addresses of their tensors alone; it is cached with the plan and must not refer to it. `RUNS_OF_ROWS = True` states
-    that a call may have fewer queries than keys, so that a memory budget may split the rows of a head.
-    `prepare_first_use(call)` builds a backend that needs it and returns True if `why_not` may have changed.
+    that a call may have fewer queries than keys, so that a memory budget may split the rows of a head. `SOFTCAP = True`
+    states that scores can be bounded; calls with a softcap skip all other backends. `prepare_first_use(call)` builds a
+    backend that needs it and returns True if `why_not` may have changed.
     """
 
     def why_not(self, call: AttentionCall) -> str | None:
@@ -115,14 +116,20 @@ def choose(call: AttentionCall, backend: str = "auto") -> tuple[str, Backend]:
     reasons = {}
     for name in names:
         candidate = backend_named(name)
-        reason = candidate.why_not(call)
+        reason = _why_not(candidate, call)
         prepare_first_use = None if reason is None else getattr(candidate, "prepare_first_use", None)
         if prepare_first_use is not None and prepare_first_use(call):
-            reason = candidate.why_not(call)
+            reason = _why_not(candidate, call)
         if reason is None:
             return name, candidate
         reasons[name] = reason
     raise BackendUnsupported(call.describe(), reasons, backend)
+
+
+def _why_not(backend: Backend, call: AttentionCall) -> str | None:
+    if call.softcap and not getattr(backend, "SOFTCAP", False):
+        return "has no softcap"
+    return backend.why_not(call)
 
 
 def can_prepare(name: str) -> bool:
@@ -137,4 +144,4 @@ def prepared(name: str, call: AttentionCall) -> Runner:
 
 def explain(call: AttentionCall) -> Explanation:
     """Which backend runs the call and why, and what speaks against each of the others."""
-    return Explanation({name: backend_named(name).why_not(call) for name in MODULES}, preference(call))
+    return Explanation({name: _why_not(backend_named(name), call) for name in MODULES}, preference(call))

@@ -21,19 +21,21 @@ from ..kernels.registry import can_prepare, choose, prepared
 from ..patterns import Causal, Packed, Pattern, as_pattern, parse
 from ..patterns.parse import from_operand, is_library_text, not_a_pattern, registrations, to_operand
 from ..plan import Plan, PlanCache, PlanKey, own_block
-from ..shapes import CuSeqlens, Key, KeyPadding, Output, Query, Value
+from ..shapes import CuSeqlens, Key, KeyPadding, Output, Query, Sink, Value
 from . import memory_budget
-from .checks import cast_dtype, check_layout, check_masks, check_tensors, unexpected
+from .checks import cast_dtype, check_layout, check_masks, check_sink, check_softcap, check_tensors, unexpected
 from .derivatives import ONCE, check_reverse_mode, scale_of
 from .memory_budget import check_budget
 from .merge import AttentionOutput
+from .sink import apply_sink
 
 plan_cache = PlanCache()
 """Plans of every call in this process; `plan_cache.info()` counts hits, misses, evictions and bytes."""
 
 _SETTINGS = (
     "Tensor? key_padding_mask, Tensor? cu_seqlens, Tensor? seed, "
-    "str pattern, bool is_causal, float scale, float dropout_p, str backend, float? memory_budget=None"
+    "str pattern, bool is_causal, float scale, float dropout_p, str backend, float? memory_budget=None, "
+    "float softcap=0.0"
 )
 _PATTERNS = (str, Pattern)
 _TENSORS = frozenset((Tensor, torch.nn.Parameter))
@@ -59,6 +61,7 @@ class CallSettings(NamedTuple):
     dropout_p: float = 0.0
     backend: str = "auto"
     memory_budget: float | None = None
+    softcap: float = 0.0
 
 
 def attention(
@@ -73,6 +76,8 @@ def attention(
     key_padding_mask: KeyPadding | None = None,
     cu_seqlens: CuSeqlens | None = None,
     dropout_p: float = 0.0,
+    sink: Sink | None = None,
+    softcap: float | None = None,
     backend: str = "auto",
     memory_budget: int | float | None = None,
     **unknown: object,
@@ -91,6 +96,10 @@ def attention(
         cu_seqlens: int (documents + 1): bounds of sequences packed one after another (B must be 1); the pattern
             holds in each as if it were alone. Keep it on the CPU: its values shape the plan.
         dropout_p: probability of dropping a weight.
+        sink: (H,), one more logit in the softmax of every row of a head, without a value: rows are scaled by
+            `sigmoid(lse - sink)`. Differentiable. The LSE excludes it, and `memory_budget` its float32 product.
+        softcap: bound of the scores: `softcap * tanh(score / softcap)` before the softmax. The backends `reference` and
+            `cpu` have it.
         backend: "auto", or a name from `dilated_attention_pytorch.backends()`, which then never falls back.
         memory_budget: the most memory that either pass may take, its results included: bytes, or as a float a fraction
             of what is free. The queries of some samples and heads, or some rows of one head, are then computed at a
@@ -107,10 +116,10 @@ def attention(
     """
     if unknown:
         raise unexpected("attention", unknown)
-    masks = key_padding_mask, cu_seqlens
-    return _attend(query, key, value, pattern, is_causal, scale, enable_gqa, *masks, dropout_p, backend, memory_budget)[
-        0
-    ]
+    settings = is_causal, scale, enable_gqa, key_padding_mask, cu_seqlens, dropout_p, softcap, backend, memory_budget
+    if sink is None:
+        return _attend(query, key, value, pattern, *settings)[0]
+    return _attend_with_sink(query, key, value, pattern, sink, *settings).output
 
 
 def attention_with_lse(
@@ -125,6 +134,8 @@ def attention_with_lse(
     key_padding_mask: KeyPadding | None = None,
     cu_seqlens: CuSeqlens | None = None,
     dropout_p: float = 0.0,
+    sink: Sink | None = None,
+    softcap: float | None = None,
     backend: str = "auto",
     memory_budget: int | float | None = None,
     **unknown: object,
@@ -132,10 +143,18 @@ def attention_with_lse(
     """`attention`, and the natural logarithm of each row's softmax denominator, (B, H, N); both are differentiable."""
     if unknown:
         raise unexpected("attention_with_lse", unknown)
-    masks = key_padding_mask, cu_seqlens
-    return AttentionOutput(
-        *_attend(query, key, value, pattern, is_causal, scale, enable_gqa, *masks, dropout_p, backend, memory_budget)
-    )
+    settings = is_causal, scale, enable_gqa, key_padding_mask, cu_seqlens, dropout_p, softcap, backend, memory_budget
+    if sink is None:
+        return AttentionOutput(*_attend(query, key, value, pattern, *settings))
+    return _attend_with_sink(query, key, value, pattern, sink, *settings)
+
+
+def _attend_with_sink(
+    query: Tensor, key: Tensor, value: Tensor, pattern: Pattern | str, sink: Tensor, *settings: Any
+) -> AttentionOutput:
+    check_sink(query, sink)
+    output, lse = _attend(query, key, value, pattern, *settings)
+    return AttentionOutput(apply_sink(output, lse, sink), lse)
 
 
 def _attend(
@@ -149,11 +168,12 @@ def _attend(
     key_padding_mask: Tensor | None,
     cu_seqlens: Tensor | None,
     dropout_p: float,
+    softcap: float | None,
     backend: str,
     memory_budget: int | float | None,
 ) -> tuple[Tensor, Tensor]:
     given, options = (query, key, value), (is_causal, scale, enable_gqa, backend)
-    is_plain = key_padding_mask is None and cu_seqlens is None and not dropout_p and memory_budget is None
+    is_plain = key_padding_mask is cu_seqlens is softcap is memory_budget is None and not dropout_p
     # A lookup can hit only where some backend prepared a call; CPU backends prepare none.
     is_eager = not torch.compiler.is_compiling() and isinstance(query, Tensor)
     if is_plain and is_eager and query.device.type in _prepared_devices:
@@ -169,6 +189,7 @@ def _attend(
     if not 0.0 <= dropout_p < 1.0:
         raise must("dropout_p must lie in [0, 1)", dropout_p)
     check_budget(memory_budget)
+    check_softcap(softcap)
     scale = scale_of(scale, query.shape[-1])
     if not query.shape[0] or not query.shape[2]:
         as_pattern(pattern)
@@ -191,6 +212,7 @@ def _attend(
         dropout_p,
         backend,
         memory_budget,
+        softcap or 0.0,
     )
     if _is_observed(query, key, value):
         run = _Attention.apply if _needs_graph(query, key, value) else torch.ops.dilated_attention.forward
@@ -229,7 +251,16 @@ class ResolvedCall(NamedTuple):
     def call(self, query: Tensor, key: Tensor, value: Tensor) -> AttentionCall:
         own = self.settings
         return AttentionCall(
-            query, key, value, self.plan, own.scale, own.key_padding_mask, own.dropout_p, own.seed, self.pattern
+            query,
+            key,
+            value,
+            self.plan,
+            own.scale,
+            own.key_padding_mask,
+            own.dropout_p,
+            own.seed,
+            self.pattern,
+            softcap=own.softcap,
         )
 
     def forward(self, call: AttentionCall) -> Forward:
@@ -382,7 +413,7 @@ class _Attention(torch.autograd.Function):
         check_reverse_mode(grad_output, grad_lse)
         query, key, value, key_padding_mask, cu_seqlens, seed, output, lse = ctx.saved_tensors
         if grad_output is None and grad_lse is None:
-            return (None,) * 12
+            return (None,) * 13
         query, key, value, output, lse = readable(query, key, value, output, lse)
         grad_output = torch.zeros_like(output) if grad_output is None else grad_output
         if grad_output.stride(-1) != 1:
@@ -391,7 +422,7 @@ class _Attention(torch.autograd.Function):
         grads = _backward_for(query, grad_output)(
             query, key, value, output, lse, grad_output, grad_lse, *masks, *ctx.settings
         )
-        return *grads, *(None,) * 9
+        return *grads, *(None,) * 10
 
     @staticmethod
     def vmap(
@@ -533,7 +564,7 @@ def call_of(query: Tensor, key: Tensor, value: Tensor, settings: CallSettings) -
     else:
         resolved, block_size = _resolved(pattern, is_causal, lengths, *shape, registrations())
     plan = plan_cache.get(resolved, query.shape[2], query.shape[1], block_size, query.device)
-    return AttentionCall(query, key, value, plan, scale, mask, dropout_p, seed, resolved)
+    return AttentionCall(query, key, value, plan, scale, mask, dropout_p, seed, resolved, softcap=settings.softcap)
 
 
 @lru_cache(maxsize=1024)

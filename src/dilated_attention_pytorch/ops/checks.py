@@ -84,6 +84,10 @@ WRONG_NAMES = {
     "softmax_scale": "the argument is scale",
     "dropout": "the argument is dropout_p",
     "window_size": 'pass the pattern "window:512"',
+    "logits_soft_cap": "the argument is softcap",
+    "s_aux": "the argument is sink",
+    "learnable_sink": "the argument is sink",
+    "sinks": "the argument is sink",
     "score_mod": "scores cannot be changed; the documents on extending have biases by distance",
 }
 """Arguments of other libraries -> the way to say them here."""
@@ -116,6 +120,26 @@ def check_masks(query: Tensor, key_padding_mask: Tensor | None, cu_seqlens: Tens
             )
         if batch != 1:
             raise must("packed sequences must have batch size 1", batch, "Lay the sequences one after another along n.")
+
+
+def check_sink(query: Tensor, sink: Tensor) -> None:
+    """Check type, shape, dtype and device of a learned sink."""
+    if not isinstance(sink, Tensor):
+        raise must_be("sink must be a Tensor", type(sink).__name__, "sink=torch.tensor([...]), one logit per head.")
+    if not isinstance(query, Tensor) or query.dim() != 4:
+        return
+    if tuple(sink.shape) != (query.shape[1],):
+        raise must(f"sink must have shape ({query.shape[1]},), one logit per query head", tuple(sink.shape))
+    if not sink.is_floating_point():
+        raise must_be("sink must be floating-point", sink.dtype)
+    if sink.device != query.device:
+        raise must(f"sink must be on the query's device {query.device}", sink.device)
+
+
+def check_softcap(softcap: float | None) -> None:
+    """Check that a bound of the scores is a positive number."""
+    if softcap is not None and not (isinstance(softcap, int | float) and 0 < softcap < float("inf")):
+        raise must("softcap must be a positive number, or None", softcap)
 
 
 def require(tensor: Tensor, holds: Tensor, what: str, got: Callable[[], object], do: str | None = None) -> Tensor:

@@ -13,8 +13,9 @@ from ..errors import must, must_be
 from ..patterns import Pattern, as_pattern
 from ..plan.closed_forms import ClosedForm, Grid, LiveKeys, closed_form
 from .attention import attention, empty_attention
-from .checks import check_masks, check_tensors
+from .checks import check_masks, check_sink, check_softcap, check_tensors
 from .derivatives import scale_of
+from .sink import apply_sink
 
 CPU = torch.device("cpu")
 MOST_ROWS = 64
@@ -41,6 +42,8 @@ def attention_step(
     scale: float | None = None,
     enable_gqa: bool = False,
     key_padding_mask: Tensor | None = None,
+    sink: Tensor | None = None,
+    softcap: float | None = None,
     live: LiveKeys | None = None,
     backend: str = "auto",
     memory_budget: int | float | None = None,
@@ -57,7 +60,9 @@ def attention_step(
         scale: factor on the scores; 1 / sqrt(D) by default.
         enable_gqa: let query head h read key head h // (H / G).
         key_padding_mask: bool (B, L), True where a key takes no part.
-        kept: which positions the cache holds, when not all.
+        sink: (H,), one more logit in the softmax of every row of a head, see `attention`.
+        softcap: bound of the scores, see `attention`.
+        live: positions that the cache holds, where it does not hold all.
         backend: for many tokens at once, see `attention`, as `memory_budget`.
 
     Returns:
@@ -72,6 +77,9 @@ def attention_step(
     whole = as_pattern(pattern)
     check_tensors(query, key, value, enable_gqa, one_length=False)
     check_masks(key, key_padding_mask, None)
+    check_softcap(softcap)
+    if sink is not None:
+        check_sink(query, sink)
     batch, heads, rows, width = query.shape
     first = [positions] * batch if isinstance(positions, int) else list(positions)
     if len(first) != batch or min(first, default=0) < 0:
@@ -86,7 +94,7 @@ def attention_step(
             "the cache must hold the keys of the new tokens too", f"{key.shape[2]} keys for position {max(first)}"
         )
     if rows < MOST_ROWS or live != LiveKeys() or len(set(first)) > 1:
-        where = length, scale, key_padding_mask, live
+        where = length, scale, key_padding_mask, sink, softcap, live
         return torch.stack(
             [_row(query[:, :, m], key, value, whole, [t + m for t in first], *where) for m in range(rows)], 2
         )
@@ -100,6 +108,8 @@ def attention_step(
         scale=scale,
         enable_gqa=True,
         key_padding_mask=None if key_padding_mask is None else key_padding_mask[:, :end],
+        sink=sink,
+        softcap=softcap,
         backend=backend,
         memory_budget=memory_budget,
     )
@@ -115,6 +125,8 @@ def _row(
     length: int | None,
     scale: float,
     key_padding_mask: Tensor | None,
+    sink: Tensor | None,
+    softcap: float | None,
     live: LiveKeys,
 ) -> Tensor:
     batch, heads, _ = query.shape
@@ -130,15 +142,21 @@ def _row(
     sample = torch.arange(batch, device=query.device)[:, None, None]
     group = torch.arange(heads, device=query.device)[None, :, None] // (heads // key.shape[1])
     keys, values = key[sample, group, slots].to(dtype), value[sample, group, slots].to(dtype)
-    scores = scale * torch.einsum("bhd,bhkd->bhk", query.to(dtype), keys) + bias.to(dtype)
+    scores = scale * torch.einsum("bhd,bhkd->bhk", query.to(dtype), keys)
+    scores = scores if softcap is None else softcap * (scores / softcap).tanh()
+    scores = scores + bias.to(dtype)
     absent = bias == -torch.inf
     if key_padding_mask is not None:
         absent = absent | key_padding_mask[sample, slots]
     # What takes no part may hold anything, and 0 times NaN is NaN.
     scores, values = scores.masked_fill(absent, -torch.inf), values.masked_fill(absent[..., None], 0.0)
     any_key = (scores != -torch.inf).any(-1, keepdim=True)
-    weights = torch.where(any_key, torch.where(any_key, scores, 0.0).softmax(-1), 0.0)
-    return torch.einsum("bhk,bhke->bhe", weights, values).to(query.dtype)
+    scores = torch.where(any_key, scores, 0.0)
+    output = torch.einsum("bhk,bhke->bhe", torch.where(any_key, scores.softmax(-1), 0.0), values)
+    if sink is not None:
+        lse = torch.where(any_key[..., 0], scores.logsumexp(-1), -torch.inf)
+        output = apply_sink(output[:, :, None], lse[:, :, None], sink)[:, :, 0]
+    return output.to(query.dtype)
 
 
 def _padded(positions: Tensor, bias: Tensor, longest: int) -> tuple[Tensor, Tensor]:

@@ -18,10 +18,21 @@ from torch import Tensor
 from ...plan.plan import Masks, Part
 from ...plan.subset import head_entries
 from .. import dropout
-from ..call import AttentionCall, Extent, Forward, Gradients, empty_rows, wide_copies, zero_gradients
+from ..call import (
+    AttentionCall,
+    Extent,
+    Forward,
+    Gradients,
+    cap_slope,
+    capped,
+    empty_rows,
+    wide_copies,
+    zero_gradients,
+)
 from .nan_safe import contained_matmul
 
 RUNS_OF_ROWS = True
+SOFTCAP = True
 BUDGET = 64 * 2**20
 """Bytes one step may take."""
 
@@ -45,8 +56,8 @@ class _TilePairs(NamedTuple):
     keep_scale: Tensor | None
     """(b, r, B, l * B): 1 / (1 - p) where dropout keeps the weight, else 0"""
 
-    def scores(self, scale: float) -> Tensor:
-        return (scale * (self.query @ self.key.mT)).masked_fill_(~self.seen, -torch.inf)
+    def scores(self, call: AttentionCall) -> Tensor:
+        return capped(call.scale * (self.query @ self.key.mT), call.softcap).masked_fill_(~self.seen, -torch.inf)
 
 
 def why_not(call: AttentionCall) -> str | None:
@@ -69,7 +80,8 @@ def workspace(call: AttentionCall, direction: str, extent: Extent) -> int:
 def _tile_bytes(call: AttentionCall, batch: int) -> int:
     """Bytes of a tile pair: scores, weights and their gradients, and the gathered rows of K, V and their gradients."""
     size, width = call.plan.block_size, call.query.shape[3] + call.value.shape[3]
-    return batch * size * (4 * size + 2 * width) * call.compute_dtype.itemsize
+    squares = 6 if call.softcap else 4
+    return batch * size * (squares * size + 2 * width) * call.compute_dtype.itemsize
 
 
 def forward(call: AttentionCall) -> Forward:
@@ -78,7 +90,7 @@ def forward(call: AttentionCall) -> Forward:
     output = empty_rows(call.query, call.value.shape[-1], call.compute_dtype).zero_()
     lse = torch.full((batch, heads, n), -torch.inf, dtype=call.compute_dtype, device="cpu")
     for pairs in _tile_pairs(call):
-        scores = pairs.scores(call.scale)
+        scores = pairs.scores(call)
         part_lse = scores.logsumexp(-1)
         weights = torch.where(pairs.seen, (scores - part_lse[..., None]).exp_(), 0.0)
         if pairs.keep_scale is not None:
@@ -105,13 +117,16 @@ def backward(
         # Query elements past the end stand in for token 0, and an LSE of -inf marks a row without a key, as in the
         # other kernels: the weights of both are 0 and must not reach any key.
         seen = pairs.seen & (pairs.real & (row_lse != -torch.inf))[..., None]
-        weights = torch.where(seen, (pairs.scores(call.scale) - row_lse[..., None]).exp_(), 0.0)
+        scores = pairs.scores(call)
+        weights = torch.where(seen, (scores - row_lse[..., None]).exp_(), 0.0)
         grad_weights = row_grad @ pairs.value.mT
         dropped = weights
         if pairs.keep_scale is not None:
             dropped = weights * pairs.keep_scale
             grad_weights *= pairs.keep_scale
         grad_scores = torch.where(seen, weights * grad_weights.sub_(delta[..., None]), 0.0) * call.scale
+        if call.softcap:
+            grad_scores *= cap_slope(scores, seen, call.softcap)
         grad = contained_matmul(grad_scores, pairs.key, seen)[:, pairs.real]
         grad_query[:, pairs.head].index_add_(1, pairs.rows[pairs.real], grad)
         columns = pairs.columns.flatten()

@@ -1,0 +1,232 @@
+"""Masks of Hugging Face models as patterns: windows, chunks, packed documents, bidirectional blocks, padding."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..errors import must, must_be
+from ..patterns import And, Causal, Dilated, Full, Or, Pattern, SlidingWindow
+
+ATTRIBUTE = "dap_mask"
+"""Attribute of the tensors that `model_mask` returns; transformers passes the tensors on as they are."""
+
+REFUSED = 'Use attn_implementation="sdpa" or "eager" for this model.'
+
+
+class Samples(NamedTuple):
+    """Samples of a batch that share their padding, documents and blocks."""
+
+    index: slice | list[int]
+    start: int
+    """Padding tokens before the first real one."""
+    documents: tuple[int, ...] | None
+    blocks: tuple[int, ...] | None
+
+
+class ModelMask(NamedTuple):
+    """Mask that a model builds, as a pattern."""
+
+    pattern: Pattern
+    is_causal: bool
+    first_query: int = 0
+    """Position of the first query; 0 without a cache."""
+    first_key: int = 0
+    """Position of the first cached key; 0 unless the cache drops keys."""
+    real: Tensor | None = None
+    """bool (B, keys), False for padding; None without padding."""
+    starts: tuple[int, ...] | None = None
+    """Padding tokens before the first real one, by sample; None where no sample has any."""
+    documents: tuple[tuple[int, ...], ...] | None = None
+    """Lengths of packed documents, by sample."""
+    blocks: tuple[tuple[int, ...], ...] | None = None
+    """Lengths of blocks whose tokens see each other, besides the pattern, by sample; counted from `starts`."""
+
+    def samples(self, batch: int, shifts: bool) -> list[Samples]:
+        """Samples to compute at a time; with `shifts`, positions count from the first real token of a sample."""
+        groups: dict[tuple[Any, ...], list[int]] = {}
+        for b in range(batch):
+            start = self.starts[b] if shifts and self.starts is not None else 0
+            shared = (column and column[b] for column in (self.documents, self.blocks))
+            groups.setdefault((start, *shared), []).append(b)
+        if len(groups) <= 1:
+            return [Samples(slice(None), *shared) for shared in groups]
+        return [Samples(slice(own[0], own[0] + 1) if len(own) == 1 else own, *shared) for shared, own in groups.items()]
+
+
+def is_relative(pattern: Pattern) -> bool:
+    """Whether the pattern depends on the distance of query and key alone."""
+    if isinstance(pattern, And | Or):
+        return all(is_relative(side) for side in pattern.children)
+    return isinstance(pattern, Full | Causal | SlidingWindow)
+
+
+def both(one: Pattern, other: Pattern) -> Pattern:
+    """Intersection, without a side that restricts nothing."""
+    if isinstance(one, Full):
+        return other
+    return one if isinstance(other, Full) else one & other
+
+
+def model_mask(
+    *,
+    q_length: int,
+    kv_length: int,
+    batch_size: int | None = None,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] | None = None,
+    attention_mask: Tensor | None = None,
+    device: torch.device | str | None = None,
+    **others: Any,
+) -> Tensor:
+    """Mask of a whole batch for `transformers.AttentionMaskInterface`: (B, 1, 1, keys), with its `ModelMask`.
+
+    Padding, packed documents and the position in a static cache are read by the host, once for each mask of a forward
+    pass.
+    """
+    first_query, first_key = int(q_offset), int(kv_offset)
+    pattern, is_causal, documents, blocks = _decoded(mask_function)
+    if attention_mask is not None and attention_mask.dim() != 2:
+        raise must("attention_mask must have shape (batch, tokens)", tuple(attention_mask.shape), REFUSED)
+    if documents is not None and (first_query or kv_length != q_length):
+        raise must("packed documents must come without a cache", f"{q_length} queries of {kv_length} keys")
+    if first_key and isinstance(pattern, Full):
+        raise must("a cache that drops keys must come with a window", f"keys from {first_key} on and no window")
+    batch = _batch(batch_size, attention_mask, documents)
+    real = starts = None
+    if attention_mask is not None and not bool(attention_mask.all()):
+        known = attention_mask.bool()
+        missing = first_key + kv_length - known.shape[1]
+        known = torch.nn.functional.pad(known, (0, max(missing, 0)))
+        starts = tuple((known.cumsum(-1) == 0).sum(-1).tolist())
+        starts = starts if any(starts) else None
+        real = known[:, first_key : first_key + kv_length]
+    spans = None if documents is None else tuple(_runs(row) for row in documents.tolist())
+    lengths = None
+    if blocks is not None:
+        ids = blocks[:, : first_query + q_length].tolist()
+        if not first_query:
+            lengths = tuple(_block_lengths(row[start:]) for row, start in zip(ids, starts or [0] * batch, strict=True))
+        elif any(value >= 0 for row in ids for value in row[first_query:]):
+            raise must("tokens after a cached prefix must be causal", "bidirectional blocks among them", REFUSED)
+    mask = torch.ones(batch, kv_length, dtype=torch.bool, device=device) if real is None else real
+    # `generate` calls `contiguous()`, whose result for a contiguous tensor is the object itself.
+    mask = mask[:, None, None].contiguous()
+    setattr(mask, ATTRIBUTE, ModelMask(pattern, is_causal, first_query, first_key, real, starts, spans, lengths))
+    return mask
+
+
+def _batch(batch_size: int | None, *given: Tensor | None) -> int:
+    return next((len(tensor) for tensor in given if tensor is not None), 1) if batch_size is None else batch_size
+
+
+def _runs(numbers: Iterable[int]) -> tuple[int, ...]:
+    """Lengths of runs of equal numbers."""
+    return tuple(len(list(run)) for _, run in groupby(numbers))
+
+
+def _block_lengths(ids: list[int]) -> tuple[int, ...]:
+    """Lengths of blocks from the number of each token's block; a token of block -1 is alone."""
+    runs = [(number, len(list(run))) for number, run in groupby(ids)]
+    numbered = [number for number, _ in runs if number >= 0]
+    if len(set(numbered)) != len(numbered):
+        raise must("tokens of one bidirectional block must be contiguous", "a block in several places", REFUSED)
+    return tuple(length for number, run in runs for length in ([run] if number >= 0 else [1] * run))
+
+
+def _decoded(mask_function: Callable[..., Any] | None) -> tuple[Pattern, bool, Tensor | None, Tensor | None]:
+    """Pattern, causality, document numbers (B, N) and block numbers (B, N) of transformers' mask functions."""
+    from transformers import masking_utils as known  # pyrefly: ignore[missing-import]
+
+    blocks = None
+    either = _captured(mask_function, known.or_masks(), "mask_functions")
+    if either is not None:
+        overlay = getattr(known, "blockwise_overlay", None)
+        blocks = None if overlay is None else _captured(either[-1], overlay(_NONE), "block_sequence_ids")
+        if len(either) != 2 or blocks is None:
+            raise _unknown(mask_function)
+        mask_function = either[0]
+    pattern, documents = Full(), None
+    is_causal, is_open = mask_function is None, False
+    for term in _terms(mask_function, known):
+        if term is known.causal_mask_function:
+            is_causal = True
+        elif term is not known.bidirectional_mask_function:
+            window = _captured(term, known.sliding_window_overlay(1), "sliding_window")
+            around = _captured(term, known.sliding_window_bidirectional_overlay(1), "sliding_window")
+            chunk = _captured(term, known.chunked_overlay(1, _NONE), "chunk_size")
+            numbers = _captured(term, known.packed_sequence_mask_function(_NONE), "packed_sequence_mask")
+            if window is not None:
+                # The overlay leaves the future open; transformers adds the causal mask.
+                pattern, is_open = both(pattern, SlidingWindow(window - 1)), True
+            elif around is not None:
+                pattern = both(pattern, SlidingWindow(around))
+            elif chunk is not None:
+                pattern = both(pattern, Dilated((chunk,), (1,)))
+            elif numbers is not None:
+                documents = numbers
+            else:
+                raise _unknown(term)
+    if not is_causal and (is_open or blocks is not None):
+        raise _unknown(mask_function)
+    if documents is not None and (blocks is not None or not is_relative(pattern)):
+        raise must("packed documents must come with a causal mask or a window", "chunks or blocks", REFUSED)
+    return pattern, is_causal, documents, blocks
+
+
+_NONE = torch.empty(0, device="cpu")
+
+
+def _terms(mask_function: Callable[..., Any] | None, known: Any) -> list[Callable[..., Any]]:
+    """Mask functions whose intersection a mask function is."""
+    if mask_function is None:
+        return []
+    inner = _captured(mask_function, known.and_masks(), "mask_functions")
+    return [mask_function] if inner is None else [term for one in inner for term in _terms(one, known)]
+
+
+def _captured(function: Any, like: Any, name: str) -> Any:
+    """The variable that a closure captured, if it runs the code of `like`."""
+    if getattr(function, "__code__", None) is not like.__code__:
+        return None
+    return inspect.getclosurevars(function).nonlocals[name]
+
+
+def _unknown(function: Any) -> ValueError:
+    return must(
+        "the model's mask must be causal, bidirectional, a window, chunks, packed documents or bidirectional blocks",
+        f"a mask function of its own, {getattr(function, '__qualname__', function)}",
+        REFUSED,
+    )
+
+
+def given_mask(
+    attention_mask: Tensor | None, is_causal: bool, sliding_window: int | None, queries: int, keys: int
+) -> ModelMask:
+    """Mask that a module received: that of `model_mask`, one row per sample, or none."""
+    if attention_mask is not None:
+        mask = getattr(attention_mask, ATTRIBUTE, None)
+        if mask is not None:
+            if attention_mask.shape[-1] != keys:
+                raise must(f"the mask must cover the {keys} keys", attention_mask.shape[-1], REFUSED)
+            return mask
+        if attention_mask.dim() != 2 or attention_mask.is_floating_point():
+            raise must_be(
+                "attention_mask must be (batch, tokens), 1 for real tokens",
+                f"{attention_mask.dtype} {tuple(attention_mask.shape)}",
+                "Dense masks cannot be honoured here; write them as a pattern.",
+            )
+    pattern: Pattern = Full()
+    if sliding_window is not None:
+        pattern = SlidingWindow(sliding_window - 1)
+    first = keys - queries if is_causal else 0
+    if attention_mask is None:
+        return ModelMask(pattern, is_causal, first)
+    mask = model_mask(q_length=queries, kv_length=keys, q_offset=max(first, 0), attention_mask=attention_mask)
+    return getattr(mask, ATTRIBUTE)._replace(pattern=pattern, is_causal=is_causal)

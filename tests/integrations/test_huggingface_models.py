@@ -1,0 +1,310 @@
+"""Hugging Face architectures with random weights: the masks of each model as patterns, against its eager attention."""
+
+from __future__ import annotations
+
+import warnings
+from functools import cache
+
+import pytest
+import torch
+from oracle import error
+
+from dilated_attention_pytorch import integrate
+from dilated_attention_pytorch.integrations import huggingface
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    transformers = pytest.importorskip("transformers", reason="needs the extra `hf`")
+    from transformers import masking_utils
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+huggingface.register()
+
+WINDOW = 8
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+}
+TEXT = {**SIZES, "vocab_size": 50, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+GROUPED = {**TEXT, "num_key_value_heads": 2}
+LOCAL = {**GROUPED, "head_dim": 8, "sliding_window": WINDOW}
+MIXED = {"layer_types": ["sliding_attention", "full_attention"]}
+EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 1}
+
+DECODERS = {
+    "llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**GROUPED)),
+    "mistral": lambda: transformers.MistralForCausalLM(
+        transformers.MistralConfig(**GROUPED, sliding_window=WINDOW)
+    ),
+    "qwen3": lambda: transformers.Qwen3ForCausalLM(
+        transformers.Qwen3Config(**LOCAL, use_sliding_window=True, max_window_layers=1)
+    ),
+    "phi3": lambda: transformers.Phi3ForCausalLM(transformers.Phi3Config(**GROUPED, sliding_window=WINDOW)),
+    "gemma2": lambda: transformers.Gemma2ForCausalLM(
+        transformers.Gemma2Config(**LOCAL, **MIXED, attn_logit_softcapping=0.5)
+    ),
+    "gemma3": lambda: transformers.Gemma3ForCausalLM(transformers.Gemma3TextConfig(**LOCAL, **MIXED)),
+    "gpt_oss": lambda: transformers.GptOssForCausalLM(transformers.GptOssConfig(**LOCAL, **MIXED, **EXPERTS)),
+    "llama4": lambda: transformers.Llama4ForCausalLM(
+        transformers.Llama4TextConfig(
+            **GROUPED, head_dim=8, attention_chunk_size=WINDOW, intermediate_size_mlp=32, moe_layers=[],
+            layer_types=["chunked_attention", "full_attention"], no_rope_layers=[1, 0],
+        )
+    ),
+}  # fmt: skip
+ENCODERS = {
+    "bert": lambda: transformers.BertModel(transformers.BertConfig(**TEXT), add_pooling_layer=False),
+    "modernbert": lambda: transformers.ModernBertModel(
+        transformers.ModernBertConfig(
+            **TEXT, local_attention=WINDOW, cls_token_id=1, sep_token_id=2,
+            layer_types=["full_attention", "sliding_attention"],
+        )
+    ),
+}  # fmt: skip
+
+
+@cache
+def model_of(name):
+    """A model whose attention weights differ: usual initial values make attention nearly uniform."""
+    torch.manual_seed(len(name))
+    model = {**DECODERS, **ENCODERS}[name]().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(std=0.4)
+            elif parameter.numel() == 4:
+                parameter.normal_(std=2.0)
+    return model
+
+
+def tokens(n=40, batch=2):
+    return torch.randint(3, 50, (batch, n))
+
+
+def padded(ids, side):
+    real = torch.ones_like(ids)
+    if side == "left":
+        real[1, :13] = 0
+    elif side == "right":
+        real[1, 27:] = 0
+    return real
+
+
+def outputs_and_gradients(model, name, real, *arguments, **options):
+    model.set_attn_implementation(name)
+    model.zero_grad()
+    found = model(*arguments, **options)[0]
+    found = found if real is None else found[real.bool()]
+    torch.manual_seed(3)
+    (found * torch.randn_like(found)).sum().backward()
+    return [found, *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+
+def compare(model, real, *arguments, **options):
+    both = [outputs_and_gradients(model, name, real, *arguments, **options) for name in ("eager", "dap")]
+    for wanted, got in zip(*both, strict=True):
+        assert error(got, wanted) < 5e-5
+
+
+@pytest.mark.parametrize("side", ["none", "left", "right"])
+@pytest.mark.parametrize("name", [*DECODERS, *ENCODERS])
+def test_own_masks_match_eager(name, side):
+    ids = tokens()
+    real = padded(ids, side)
+    compare(model_of(name), real, ids, attention_mask=real)
+
+
+@pytest.mark.parametrize("name", [*DECODERS])
+def test_packed_documents_match_eager(name):
+    lengths = (15, 3, 22)
+    positions = torch.cat([torch.arange(n) for n in lengths])[None]
+    if name == "llama4":
+        model_of(name).set_attn_implementation("dap")
+        with pytest.raises(ValueError, match="packed documents must come with a causal mask or a window"):
+            model_of(name)(tokens(40, 1), position_ids=positions, use_cache=False)
+        return
+    compare(model_of(name), None, tokens(40, 1), position_ids=positions, use_cache=False)
+
+
+def test_rows_may_pack_different_documents():
+    positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in ((15, 25), (10, 10, 20))])
+    compare(model_of("mistral"), None, tokens(), position_ids=positions, use_cache=False)
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("name", DECODERS)
+def test_generation_matches_eager(name, cache):
+    model, ids = model_of(name), tokens(20)
+    real = torch.ones_like(ids)
+    real[1, :5] = 0
+    logits = {}
+    for implementation in ("eager", "dap"):
+        model.set_attn_implementation(implementation)
+        found = model.generate(
+            ids, attention_mask=real, max_new_tokens=12, do_sample=False, output_logits=True, eos_token_id=None,
+            return_dict_in_generate=True, cache_implementation=cache, disable_compile=True,
+        )  # fmt: skip
+        logits[implementation] = torch.stack(found.logits)
+    assert error(logits["dap"], logits["eager"]) < 5e-5
+
+
+@pytest.mark.parametrize("name", ["mistral", "gpt_oss", "llama4"])
+def test_a_second_prompt_matches_eager(name):
+    model, ids = model_of(name), tokens(60)
+    logits = {}
+    for implementation in ("eager", "dap"):
+        model.set_attn_implementation(implementation)
+        with torch.no_grad():
+            first = model(ids[:, :30], use_cache=True)
+            logits[implementation] = model(ids[:, 30:], past_key_values=first.past_key_values).logits
+    assert error(logits["dap"], logits["eager"]) < 5e-5
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "mistral", "bert"])
+def test_attention_weights_match_eager(name):
+    model, ids = model_of(name), tokens()
+    real = padded(ids, "right")
+    found = {}
+    for implementation in ("eager", "dap"):
+        model.set_attn_implementation(implementation)
+        with torch.no_grad():
+            found[implementation] = model(ids, attention_mask=real, output_attentions=True).attentions
+    for got, wanted in zip(found["dap"], found["eager"], strict=True):
+        assert error(got * real[:, None, :, None], wanted * real[:, None, :, None]) < 1e-5
+
+
+def test_vit_matches_eager():
+    config = transformers.ViTConfig(**{**SIZES, "image_size": 16, "patch_size": 4})
+    model = transformers.ViTModel(config, add_pooling_layer=False).eval()
+    compare(model, None, torch.randn(2, 3, 16, 16))
+
+
+def whisper():
+    config = transformers.WhisperConfig(
+        vocab_size=50, d_model=32, encoder_layers=2, decoder_layers=1, encoder_attention_heads=4,
+        decoder_attention_heads=4, encoder_ffn_dim=32, decoder_ffn_dim=32, num_mel_bins=8, max_source_positions=20,
+        max_target_positions=32, pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=1,
+    )  # fmt: skip
+    return transformers.WhisperModel(config).eval()
+
+
+def test_whisper_matches_eager():
+    model = whisper()
+    compare(model.encoder, None, torch.randn(2, 8, 40))
+    compare(model, None, torch.randn(2, 8, 40), decoder_input_ids=tokens(20))
+
+
+def test_t5_is_refused_for_its_position_bias():
+    config = transformers.T5Config(vocab_size=50, d_model=32, d_kv=8, d_ff=32, num_layers=2, num_heads=4)
+    model = transformers.T5EncoderModel(config).eval()
+    integrate(model)
+    with pytest.raises(ValueError, match=r'position_bias must be absent[^"]*"eager"'):
+        model(tokens())
+
+
+def test_masks_of_the_model_code_are_refused():
+    config = transformers.LlamaConfig(**GROUPED, attn_implementation="dap")
+    embeds = torch.zeros(2, 40, 32)
+    masks = (
+        {"or_mask_function": lambda b, h, q, k: q == k},
+        {"and_mask_function": lambda b, h, q, k: q == k},
+    )
+    for mask in masks:
+        with pytest.raises(ValueError, match="a mask function of its own"):
+            masking_utils.create_causal_mask(config, embeds, attention_mask=None, past_key_values=None, **mask)
+    model = model_of("llama")
+    model.set_attn_implementation("dap")
+    with pytest.raises(TypeError, match="write them as a pattern"):
+        model(tokens(), attention_mask=torch.zeros(2, 1, 40, 40))
+
+
+@pytest.mark.skipif(not hasattr(masking_utils, "blockwise_overlay"), reason="this transformers has no block ids")
+@pytest.mark.parametrize("make", ["create_causal_mask", "create_sliding_window_causal_mask"])
+def test_bidirectional_prefixes_match_eager(make):
+    """As models of images and text mask them: blocks of an image see each other, text is causal."""
+    blocks = torch.full((2, 40), -1)
+    blocks[0, :12], blocks[1, 3:9], blocks[1, 20:30] = 0, 0, 1
+    query, key, value = torch.randn(3, 2, 4, 40, 8).unbind()
+    real = padded(blocks, "right")
+    module, found = torch.nn.Module(), {}
+    module.num_key_value_groups, module.training = 1, False
+    for name in ("sdpa", "dap"):
+        config = transformers.MistralConfig(**GROUPED, sliding_window=WINDOW, attn_implementation=name)
+        mask = getattr(masking_utils, make)(
+            config, torch.zeros(2, 40, 32), attention_mask=real, past_key_values=None, block_sequence_ids=blocks
+        )
+        found[name] = transformers.AttentionInterface()[name](module, query, key, value, mask)[0]
+    assert error(found["dap"][real.bool()], found["sdpa"][real.bool()]) < 1e-5
+
+
+PATTERNS = ["dilated:4x1,16x4", "window:5 | global:2", "dilated:4x1,16x4 & window:9"]
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("name", ["llama", "mistral", "bert"])
+def test_left_padding_does_not_shift_patterns(name, pattern):
+    model, ids = model_of(name), tokens()
+    integrate(model, pattern)
+    real = padded(ids, "left")
+    with torch.no_grad():
+        batch = model(ids, attention_mask=real, position_ids=(real.cumsum(1) - 1).clamp(min=0))[0]
+        alone = model(ids[1:, 13:])[0]
+    assert error(batch[1:, 13:], alone) < 1e-5
+    assert error(batch[:1], model(ids[:1])[0].detach()) < 1e-5
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_patterns_generate_what_the_forward_gives(name, cache):
+    model, ids = model_of(name), tokens(20)
+    integrate(model, "dilated:4x1,16x4")
+    real = torch.ones_like(ids)
+    real[1, :5] = 0
+    found = model.generate(
+        ids, attention_mask=real, max_new_tokens=12, do_sample=False, output_logits=True, eos_token_id=None,
+        return_dict_in_generate=True, cache_implementation=cache, disable_compile=True,
+    )  # fmt: skip
+    with torch.no_grad():
+        whole = [model(found.sequences[:1])[0], model(found.sequences[1:, 5:])[0]]
+    wanted = torch.cat([logits[:, -13:-1] for logits in whole])
+    assert error(torch.stack(found.logits, 1), wanted) < 1e-5
+
+
+def reach(model, ids, layer):
+    """Tokens that change with token 20, after the layers up to one."""
+    other = ids.clone()
+    other[:, 20] = ids[:, 20] % 40 + 3
+    with torch.no_grad():
+        states = [model(x, output_hidden_states=True).hidden_states[layer + 1] for x in (ids, other)]
+    return (states[0] - states[1]).abs().amax(-1)[0].nonzero()[:, 0].tolist()
+
+
+@pytest.mark.parametrize("name", ["llama", "bert"])
+def test_layers_take_patterns_of_their_own(name):
+    model, ids = model_of(name), tokens()
+    integrate(model, {0: "window:2"})
+    around = range(20, 23) if name == "llama" else range(18, 23)
+    assert reach(model, ids, 0) == list(around)
+    assert len(reach(model, ids, 1)) == (20 if name == "llama" else 40)
+    integrate(model, {1: "window:2"})
+    assert len(reach(model, ids, 0)) == (20 if name == "llama" else 40)
+    with pytest.raises(ValueError, match=r"layer indices must be among \[0, 1\], got \[2\]"):
+        integrate(model, {2: "window:2"})
+
+
+def test_a_pattern_stays_within_the_window_of_a_model():
+    model, ids = model_of("mistral"), tokens()
+    integrate(model, "window:20")
+    assert reach(model, ids, 0) == list(range(20, 20 + WINDOW))
+    integrate(model, "window:3")
+    assert reach(model, ids, 0) == list(range(20, 24))
+
+
+def test_only_hugging_face_models_are_integrated():
+    with pytest.raises(TypeError, match=r"must be a transformers\.PreTrainedModel, got Linear"):
+        integrate(torch.nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="pattern"):
+        integrate(model_of("llama"), "no such pattern")
