@@ -185,7 +185,7 @@ def _attend(
         key_padding_mask,
         cu_seqlens,
         seed,
-        _text(pattern),
+        operand_of(pattern),
         is_causal,
         scale,
         dropout_p,
@@ -307,7 +307,8 @@ def _store(resolved: ResolvedCall, query: Tensor, key: Tensor, value: Tensor, *a
     return resolved._replace(runner=runner)
 
 
-def _text(pattern: Pattern | str) -> str:
+def operand_of(pattern: Pattern | str) -> str:
+    """The pattern as an argument of the operators, also while `torch.compile` traces."""
     if isinstance(pattern, str):
         return pattern
     if not torch.compiler.is_compiling():
