@@ -246,8 +246,15 @@ class LongNetLM(nn.Module):
         read = self._embed(tokens, self.source_embedding)
         return self.long_net(read, None if tgt is None else self._embed(tgt), **settings)
 
-    def forward(self, tokens: Tensor, tgt: Tensor | None = None, **settings: Any) -> Tensor:
-        """Logits of every token; settings are those of `LongNet.forward`."""
+    def forward(
+        self, tokens: Tensor, tgt: Tensor | None = None, *, targets: Tensor | None = None, **settings: Any
+    ) -> Tensor:
+        """Logits of every token, or with `targets` the loss; settings are those of `LongNet.forward` or of `loss`.
+
+        DDP and FSDP2 act around `forward` alone, so that a wrapped model is trained by `model(tokens, targets=...)`.
+        """
+        if targets is not None:
+            return self.loss(tokens, targets, tgt, **settings)
         return self.out(self.hidden(tokens, tgt, **settings))
 
     def loss(
