@@ -22,8 +22,7 @@ from dilated_attention_pytorch import nn
 
 
 def build(mesh: dist.DeviceMesh, device: torch.device) -> tuple[dap.LongNetLM, torch.optim.Optimizer]:
-    sizes = {"num_decoder_layers": 2, "segment_lengths": [64, 256], "dilation_rates": [1, 4]}
-    model = dap.LongNetLM("tiny", **sizes, device=device)
+    model = dap.LongNetLM("tiny", num_decoder_layers=2, device=device)
     nn.set_process_group(model, mesh)
     for module in (*model.long_net.decoder.layers, model):
         fully_shard(module, mesh=mesh)
