@@ -39,6 +39,7 @@ SECTIONS = {
         "grids.md": "Grids: images, video, slides",
         "ecosystem.md": "Modules and Hugging Face",
         "models.md": "Models and training",
+        "trainers.md": "Trainers",
         "adaptive.md": "Learned patterns",
         "distributed.md": "Several ranks",
         "billion.md": "A billion tokens",

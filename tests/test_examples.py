@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -21,6 +22,10 @@ SMALL = {
     "decode.py": ["--prompt", "50", "--steps", "120"],
     "hf_llama.py": ["--prompt", "40", "--steps", "5"],
     "replace_mha.py": ["--tokens", "512"],
+    "torchtitan_attention.py": ["--tokens", "512", "--steps", "3"],
+    "fsdp_context_parallel.py": ["--tokens", "300", "--steps", "3"],
+    "lightning_longnet.py": ["--tokens", "256", "--steps", "3"],
+    "accelerate_longnet.py": ["--tokens", "256", "--steps", "3"],
 }
 
 
@@ -30,8 +35,10 @@ def test_no_example_is_lost():
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
 def test_the_example_runs(path):
-    if "transformers" in path.read_text() and importlib.util.find_spec("transformers") is None:
-        pytest.skip("needs the extra `hf`")
+    imported = set(re.findall(r"^(?:import|from) (\w+)", path.read_text(), re.MULTILINE))
+    for package in imported & {"transformers", "lightning", "accelerate"}:
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"needs {package}, which is not installed")
     assert len(path.read_text().splitlines()) < 80
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
     result = subprocess.run(

@@ -217,8 +217,25 @@ def test_both_sequences_have_as_many_samples():
     model, two = model_of(**FORMS["encoder-decoder"]), torch.zeros(2, 3, dtype=torch.int64)
     with pytest.raises(ValueError, match="both sequences must be of as many samples, got 2 to read and 1"):
         model(two, two[:1])
-    with pytest.raises(ValueError, match="got none and form 'encoder-decoder'"):
-        model(two)
+    with pytest.raises(ValueError, match="got one and form 'decoder'"):
+        model_of()(two, two)
+
+
+def test_both_stacks_read_one_sequence_causally():
+    model = model_of(**FORMS["encoder-decoder"])
+    tokens = torch.randint(40, (2, 30))
+    changed = tokens.clone()
+    changed[:, 20:] = (changed[:, 20:] + 1) % 40
+    found, other = model(tokens), model(changed)
+    assert error(found[:, :20], other[:, :20].detach()) < 1e-12 and error(found[:, 20:], other[:, 20:].detach()) > 1e-3
+    assert error(model.long_net(model.hidden(tokens)), model.long_net(model.hidden(tokens), is_causal=False)) > 1e-3
+    padding = torch.arange(30) >= torch.tensor([[30], [17]])
+    assert error(model(tokens, key_padding_mask=padding)[1, :17], model(tokens[1:, :17])[0].detach()) < 1e-10
+    model.loss(tokens).backward()
+    with pytest.raises(ValueError, match="tgt_key_padding_mask must come with tgt"):
+        model(tokens, tgt_key_padding_mask=padding)
+    with pytest.raises(ValueError, match="tgt must be given to a model with num_source_tokens"):
+        model_of(**FORMS["encoder-decoder"], num_source_tokens=30)(tokens)
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -60,6 +60,12 @@ class LayerAttention(MultiheadOverRanks, MultiheadSparseAttention):
         """Whether attention differs from the pattern's own as torchscale's does."""
         return self.zero_padding or self.shifted_segments or self.detach_mixing
 
+    def _check_dense(self, *call: Any) -> None:  # pyrefly: ignore[bad-override]
+        super()._check_dense(*call)
+        if self.is_published and call[-1] is not None:
+            advice = "Pass a bool mask alike in all samples, or key_padding_mask."
+            raise must("torchscale's attention must come without a bias on the scores", "attn_mask", advice)
+
     def _operation(self, n: int, keys: int) -> Callable[..., Tensor]:
         if not self.is_published:
             return super()._operation(n, keys)

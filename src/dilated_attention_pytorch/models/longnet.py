@@ -133,24 +133,33 @@ class LongNet(nn.Module):
 
         Args:
             x: (B, N, E), what the encoder reads, or the decoder where there is no encoder.
-            tgt: (B, M, E), what the decoder of an encoder-decoder reads.
-            is_causal: whether no token sees a later one in the stack that reads `x`; as a decoder does and an encoder
-                does not, by default. The decoder of an encoder-decoder is always causal.
+            tgt: (B, M, E), input of the decoder of an encoder-decoder. Without it both stacks read `x`.
+            is_causal: whether no token sees a later one in the stack that reads `x`. By default a decoder is causal and
+                an encoder is not. The decoder of an encoder-decoder is causal where it reads `tgt`. Where both
+                stacks read `x`, self-attention and cross-attention of both are causal by default.
             key_padding_mask: bool (B, N), True where a token of `x` takes no part; `tgt_key_padding_mask` of `tgt`.
             cu_seqlens: bounds of packed sequences, with one stack alone.
 
         Returns:
             As `tgt` where there are both stacks, else as `x`.
         """
-        self.check_pair("tgt", tgt)
+        alone = tgt is None and self.config.form == "encoder-decoder"
+        if not alone:
+            self.check_pair("tgt", tgt)
         stack = self.encoder or self.decoder
         assert stack is not None
-        causal = self.encoder is None if is_causal is None else is_causal
+        causal = (self.encoder is None or alone) if is_causal is None else is_causal
         hidden = stack(x, src_key_padding_mask=key_padding_mask, is_causal=causal, cu_seqlens=cu_seqlens)
-        if tgt is None:
+        if tgt is None and not alone:
             return hidden
         if cu_seqlens is not None:
             raise must("cu_seqlens must come with one stack", "an encoder-decoder", "Use key_padding_mask.")
+        if tgt is None:
+            if tgt_key_padding_mask is not None:
+                raise must("tgt_key_padding_mask must come with tgt", "none", "key_padding_mask holds for both stacks.")
+            masks = {"tgt_key_padding_mask": key_padding_mask, "memory_key_padding_mask": key_padding_mask}
+            assert self.decoder is not None
+            return self.decoder(x, hidden, tgt_is_causal=causal, memory_is_causal=causal, **masks)
         return self.decode(tgt, hidden, key_padding_mask=tgt_key_padding_mask, memory_key_padding_mask=key_padding_mask)
 
     def check_pair(self, name: str, given: Tensor | None) -> None:
@@ -195,7 +204,7 @@ class LongNetLM(nn.Module):
     """A language model on `LongNet`: token ids (B, N) in, logits (B, N, num_tokens) out.
 
     Arguments are those of `LongNet`. A decoder predicts the next token, an encoder the token itself (for masked
-    training), an encoder-decoder the next token of `tgt`.
+    training), an encoder-decoder the next token of `tgt`, or of the one sequence that both stacks read.
 
     >>> model = LongNetLM("tiny", num_decoder_layers=1, segment_lengths=[64, 256], dilation_rates=[1, 2])
     >>> tokens = torch.randint(256, (1, 300))
@@ -232,11 +241,20 @@ class LongNetLM(nn.Module):
 
     def hidden(self, tokens: Tensor, tgt: Tensor | None = None, **settings: Any) -> Tensor:
         """What `LongNet` makes of token ids, (B, N, E); settings are those of its `forward`."""
+        if tgt is None and self.source_embedding is not None:
+            raise must("tgt must be given to a model with num_source_tokens", "none")
         read = self._embed(tokens, self.source_embedding)
         return self.long_net(read, None if tgt is None else self._embed(tgt), **settings)
 
-    def forward(self, tokens: Tensor, tgt: Tensor | None = None, **settings: Any) -> Tensor:
-        """Logits of every token; settings are those of `LongNet.forward`."""
+    def forward(
+        self, tokens: Tensor, tgt: Tensor | None = None, *, targets: Tensor | None = None, **settings: Any
+    ) -> Tensor:
+        """Logits of every token, or with `targets` the loss; settings are those of `LongNet.forward` or of `loss`.
+
+        DDP and FSDP2 act around `forward` alone, so that a wrapped model is trained by `model(tokens, targets=...)`.
+        """
+        if targets is not None:
+            return self.loss(tokens, targets, tgt, **settings)
         return self.out(self.hidden(tokens, tgt, **settings))
 
     def loss(

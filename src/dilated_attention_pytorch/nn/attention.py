@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from ..errors import must
 from ..ops import attention, plan_cache
 from ..ops.memory_budget import check_budget
+from ..ops.weights import attention_weights, check_two_lengths
 from ..patterns import Causal, Pattern, as_pattern
 from ..plan import Plan
 from .cross_attention import attention_across
@@ -20,6 +22,20 @@ def probability(what: str, value: float) -> float:
     if not 0.0 <= value < 1.0:
         raise must(f"{what} must lie in [0, 1)", value)
     return float(value)
+
+
+LONGEST_WEIGHTS = 8192
+
+
+def check_weights(what: str, pattern: Pattern, queries: int, keys: int, cu_seqlens: Tensor | None) -> None:
+    """Refuse dense weights of a call that is too long, or packed."""
+    if max(queries, keys) > LONGEST_WEIGHTS:
+        advice = "attention_rows gives the weights of chosen rows at any length."
+        raise must(f"{what} must have n <= {LONGEST_WEIGHTS}", max(queries, keys), advice)
+    if cu_seqlens is not None:
+        raise must(f"{what} must come with whole sequences", "cu_seqlens")
+    if queries != keys:
+        check_two_lengths(pattern, queries, keys)
 
 
 class Planned:
@@ -71,6 +87,9 @@ class Planned:
     def notes(self) -> list[str]:
         """What else a user of this module should know."""
         return []
+
+    def _check_whole(self, what: str) -> None:
+        """Refuse an argument that needs the whole sequence; modules over several ranks do."""
 
     def _operation(self, n: int, keys: int) -> Callable[..., Tensor]:
         """What computes attention of `n` queries and `keys` keys."""
@@ -124,7 +143,8 @@ class SparseAttention(nn.Module, Planned):
         *,
         key_padding_mask: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
-    ) -> Tensor:
+        return_attention_weights: bool = False,
+    ) -> Any:
         """Attend.
 
         Args:
@@ -134,18 +154,20 @@ class SparseAttention(nn.Module, Planned):
             is_causal: also require the key not to come after the query.
             key_padding_mask: bool (B, N), True where a key takes no part.
             cu_seqlens: bounds of sequences packed one after another, see `attention`.
+            return_attention_weights: also return the weights (B, H, N, M), without dropout, up to 8192 tokens.
 
         Returns:
-            (B, N, H, E).
+            (B, N, H, E), or a pair of it and the weights.
         """
         self._check_device(query)
         for name, tensor in (("query", query), ("key", key), ("value", value)):
             if tensor.dim() != 4:
                 raise must(f"{name} must have shape (batch, n, heads, width)", tuple(tensor.shape))
-        output = self._operation(query.shape[1], key.shape[1])(
-            query.transpose(1, 2),
-            key.transpose(1, 2),
-            value.transpose(1, 2),
+        q, k, v = (tensor.transpose(1, 2) for tensor in (query, key, value))
+        output = self._operation(q.shape[2], k.shape[2])(
+            q,
+            k,
+            v,
             self.pattern,
             is_causal=is_causal,
             scale=self.softmax_scale,
@@ -156,7 +178,13 @@ class SparseAttention(nn.Module, Planned):
             backend=self.backend,
             memory_budget=self.memory_budget,
         )
-        return output.transpose(1, 2)
+        if not return_attention_weights:
+            return output.transpose(1, 2)
+        self._check_whole("return_attention_weights")
+        check_weights("return_attention_weights", self.pattern, q.shape[2], k.shape[2], cu_seqlens)
+        scale = q.shape[-1] ** -0.5 if self.softmax_scale is None else self.softmax_scale
+        options = {"is_causal": is_causal, "scale": scale, "key_padding_mask": key_padding_mask}
+        return output.transpose(1, 2), attention_weights(q, k, self.pattern, **options)
 
     def default_device(self) -> torch.device:
         marker = self._buffers["_marker"]

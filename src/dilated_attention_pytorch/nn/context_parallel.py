@@ -240,6 +240,12 @@ class OverRanks:
             query, key, value, pattern, layout, self.ranks.group, **{**self.ranks.transfer, **given}
         )
 
+    def _check_whole(self, what: str) -> None:
+        """Raise for an argument that needs the whole sequence."""
+        if not self.ranks.alone:
+            advice = "Express it by the module's pattern, or use one device."
+            raise must(f"{what} must come with one device", f"{self.ranks.world} ranks", advice)
+
     def notes(self) -> list[str]:
         notes = super().notes()  # pyrefly: ignore[missing-attribute]
         return notes if self.ranks.alone else [*notes, f"spread over {self.ranks.world} ranks, {self.ranks.layout}"]
@@ -257,12 +263,6 @@ class MultiheadOverRanks(OverRanks):
         for what, given in (("need_weights", need_weights), ("attn_mask", attn_mask), ("a cache", cache)):
             if given is not None and given is not False:
                 self._check_whole(what)
-
-    def _check_whole(self, what: str) -> None:
-        """Raise for an argument that needs the whole sequence."""
-        if not self.ranks.alone:
-            advice = "Express it by the module's pattern, or use one device."
-            raise must(f"{what} must come with one device", f"{self.ranks.world} ranks", advice)
 
 
 def set_process_group(model: nn.Module, process_group: dist.ProcessGroup | DeviceMesh | None) -> int:

@@ -8,12 +8,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..errors import must
 from ..ops import attention
 from ..ops.attention import autocasted
 from ..ops.checks import check_masks, check_tensors
+from ..ops.weights import check_two_lengths
 from ..patterns import Full, Pattern
-from ..plan.closed_forms import closed_form
 
 
 def attention_across(
@@ -32,14 +31,7 @@ def attention_across(
 ) -> Tensor:
     """`attention` of (B, H, N, D) queries and (B, G, M, D) keys, the positions of both counted from the same start."""
     lengths = query.shape[2], key.shape[2]
-    if cu_seqlens is not None or not closed_form(pattern).is_positional:
-        came = "cu_seqlens" if cu_seqlens is not None else pattern
-        raise must(
-            "query and key must have one length unless positions alone decide what is seen",
-            f"{lengths[0]} and {lengths[1]} with {came}",
-            "Windows, causal, global, strided, dilated, hierarchical patterns and full have two lengths; "
-            "a share of all blocks, block lists, random blocks and packed sequences have one.",
-        )
+    check_two_lengths(pattern, *lengths, cu_seqlens)
     query, key, value = autocasted(query, key, value)
     check_tensors(query, key, value, enable_gqa, one_length=False)
     check_masks(key, key_padding_mask, None)

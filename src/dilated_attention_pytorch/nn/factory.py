@@ -34,6 +34,8 @@ SEGMENTS, RATES = (2048, 4096, 8192), (1, 2, 4)
 EMBED_DIM, NUM_HEADS = 768, 12
 VARIANTS = ("auto", "base", "multihead", "adaptive", "distributed", "hierarchical")
 KINDS = ("auto", "dilated", "ring", "block_sparse", "dense")
+OLDER_KINDS = {"standard": "dilated", "improved": "dilated", "block_sparse_ring": "block_sparse"}
+"""Kinds of the original library -> present kinds."""
 
 
 def create_block_sparse_attention(
@@ -220,7 +222,8 @@ def create_dilated_attention(
         segment_lengths: (2048, 4096, 8192) by default.
         dilation_rates: 1, 2, 4, ... by default.
         length: tokens to expect, for "auto".
-        options: whatever else the module takes; a keyword it does not know raises.
+        options: further arguments of the module; an unknown keyword raises. `attention_type` is the original library's
+            name of `kind`, and its kinds "standard" and "improved" are "dilated".
     """
     makers: dict[str, Callable[..., nn.Module]] = {
         "dilated": DilatedAttention,
@@ -260,6 +263,11 @@ def _of_kind(
     length: int | None,
     options: dict[str, Any],
 ) -> nn.Module:
+    if "attention_type" in options:
+        if kind != "auto":
+            raise must("kind must come without attention_type, its older name", "both")
+        kind = options.pop("attention_type")
+    kind = OLDER_KINDS.get(kind, kind)
     if kind not in KINDS:
         raise must(f"kind must be one of {', '.join(KINDS)}", repr(kind))
     if length is not None and kind != "auto":

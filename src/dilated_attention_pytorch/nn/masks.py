@@ -1,8 +1,8 @@
-"""torch.nn's masks, made into what the operation takes.
+"""Masks of torch.nn as arguments of the operation.
 
 In `torch.nn.MultiheadAttention` a bool mask is True where a key is ignored, in `scaled_dot_product_attention` True
-where it takes part, and a float mask is added to the scores. Here all become a key padding mask (True = ignore) or a
-pattern; what can become neither raises.
+where it takes part, and a float mask is added to the scores. A key padding mask becomes bool (True = ignore). An
+attention mask becomes a pattern where it is one, otherwise a bias for dense attention.
 """
 
 from __future__ import annotations
@@ -15,29 +15,35 @@ from ..ops.checks import require
 from ..patterns import BlockLists, Causal, Full, Pattern
 
 LONGEST_DENSE_MASK = 4096
+AS_GOOD_AS_INF = -1e4
+"""Values of a float padding mask from here down ignore a key: exp(-1e4) is 0 in every dtype."""
 
 
 def ignored(what: str, mask: Tensor) -> Tensor:
-    """A bool mask, True where a key is ignored, from bool or from the floats 0 and -inf."""
+    """A bool mask, True where a key is ignored, from bool or from floats that are 0 or at most -1e4."""
+    check_dtype(what, mask)
     if mask.dtype == torch.bool:
         return mask
-    if not mask.is_floating_point():
-        raise must_be(f"{what} must be bool (True = ignore) or float (0 or -inf)", mask.dtype)
-    hidden = mask == -torch.inf
+    hidden = mask <= AS_GOOD_AS_INF
     return require(
         hidden,
         (hidden | (mask == 0)).all(),
-        f"a float {what} must hold 0 and -inf alone",
+        f"a float {what} must hold 0, and -inf or at most {AS_GOOD_AS_INF:g} where a key is ignored",
         lambda: "other values",
-        'Scores take no added bias; for a bias by distance use position="alibi".',
+        'Pass a bias as attn_mask; for a bias by distance use position="alibi".',
     )
 
 
-def check_causal(tensor: Tensor, attn_mask: Tensor, batch: int, heads: int, n: int) -> Tensor:
-    """`tensor`, once `attn_mask` is known to be the causal mask; values stay on their device."""
-    _check_shape(attn_mask, batch, heads, n)
+def check_dtype(what: str, mask: Tensor) -> None:
+    """Refuse a mask that is neither bool nor float."""
+    if mask.dtype != torch.bool and not mask.is_floating_point():
+        raise must_be(f"{what} must be bool (True = ignore) or float (added to the scores)", mask.dtype)
+
+
+def check_causal(tensor: Tensor, attn_mask: Tensor) -> Tensor:
+    """`tensor`, once an (N, M) or (B * H, N, M) mask is known to be the causal one; values stay on their device."""
     mask = ignored("attn_mask", attn_mask)
-    causal = torch.ones(n, n, dtype=torch.bool, device=mask.device).triu(1)
+    causal = torch.ones(mask.shape[-2:], dtype=torch.bool, device=mask.device).triu(1)
     return require(
         tensor,
         (mask == causal).all(),
@@ -47,24 +53,35 @@ def check_causal(tensor: Tensor, attn_mask: Tensor, batch: int, heads: int, n: i
     )
 
 
-def mask_pattern(attn_mask: Tensor, batch: int, heads: int, n: int) -> Pattern:
-    """nn.MultiheadAttention's mask as a pattern: (n, n), or (batch * heads, n, n) alike in every sample."""
-    if n > LONGEST_DENSE_MASK:
+def check_mask(attn_mask: Tensor, batch: int, heads: int, queries: int, keys: int) -> None:
+    """Check length, dtype and shape of an attention mask."""
+    if max(queries, keys) > LONGEST_DENSE_MASK:
         raise must(
             f"a dense attn_mask must have n <= {LONGEST_DENSE_MASK}",
-            n,
+            max(queries, keys),
             'Say it as a pattern, for example SparseAttention("window:512 & causal"), or pass is_causal=True.',
         )
-    _check_shape(attn_mask, batch, heads, n)
-    mask = ignored("attn_mask", attn_mask)
+    check_dtype("attn_mask", attn_mask)
+    wanted = (queries, keys), (batch * heads, queries, keys)
+    if tuple(attn_mask.shape) not in wanted:
+        raise must(f"attn_mask must have shape {wanted[0]} or {wanted[1]}", tuple(attn_mask.shape))
+
+
+def mask_pattern(attn_mask: Tensor, batch: int, heads: int) -> Pattern | None:
+    """An attention mask as a pattern; None if it adds finite values, differs by sample or joins two lengths.
+
+    While `torch.compile` traces, values are unknown and every mask is None.
+    """
+    n = attn_mask.shape[-1]
+    if torch.compiler.is_compiling() or attn_mask.requires_grad or attn_mask.shape[-2] != n or not attn_mask.numel():
+        return None
+    mask = attn_mask if attn_mask.dtype == torch.bool else attn_mask == -torch.inf
+    if mask is not attn_mask and not (mask | (attn_mask == 0)).all():
+        return None
     if mask.dim() == 3:
         each = mask.unflatten(0, (batch, heads))
         if not (each == each[:1]).all():
-            raise must(
-                "attn_mask must be the same for every sample of a batch",
-                "different masks",
-                "Use key_padding_mask for padding and cu_seqlens for packed sequences.",
-            )
+            return None
         mask = each[0, 0] if (each == each[:, :1]).all() else each[0]
     if not mask.any():
         return Full()
@@ -76,6 +93,8 @@ def mask_pattern(attn_mask: Tensor, batch: int, heads: int, n: int) -> Pattern:
     return BlockLists.from_csr(pointers.tolist(), columns.tolist(), n, len(lists) // n, block=1)
 
 
-def _check_shape(attn_mask: Tensor, batch: int, heads: int, n: int) -> None:
-    if attn_mask.shape not in ((n, n), (batch * heads, n, n)):
-        raise must(f"attn_mask must have shape {(n, n)} or {(batch * heads, n, n)}", tuple(attn_mask.shape))
+def mask_bias(attn_mask: Tensor, batch: int, heads: int) -> Tensor:
+    """An attention mask as a bias that broadcasts to (B, H, N, M)."""
+    if attn_mask.dtype == torch.bool:
+        attn_mask = torch.zeros_like(attn_mask, dtype=torch.float32).masked_fill(attn_mask, -torch.inf)
+    return attn_mask.unflatten(0, (batch, heads)) if attn_mask.dim() == 3 else attn_mask

@@ -7,18 +7,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from ..errors import must
-from ..ops import attention_rows
 from ..ops.memory_budget import check_budget
+from ..ops.weights import attention_weights
 from ..patterns import Causal, Dilated, Full, Pattern, as_pattern
 from ..plan.closed_forms import closed_form
-from .attention import Planned, probability
+from .attention import Planned, check_weights, probability
 from .block_sparse import block_pattern, segments_unused
 from .block_sparse_config import SparsePatternConfig
 from .context_parallel import MultiheadOverRanks, Ranks
 from .kv_cache import KVCache, check_cache_type
-from .masks import check_causal, ignored, mask_pattern
+from .masks import check_causal, check_mask, ignored, mask_bias, mask_pattern
 from .positional import Position, position_of
 from .projections import Projections
 
@@ -27,8 +28,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from ..distributed import SequenceLayout
-
-LONGEST_WEIGHTS = 8192
 
 
 def _each_once(change: Callable[[Tensor], Tensor], query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
@@ -132,16 +131,19 @@ class MultiheadSparseAttention(Projections, Planned):
         Args:
             query: (B, N, E), (N, B, E) when not `batch_first`, or (N, E).
             key: the query when not given; likewise `value` the key.
-            key_padding_mask: (B, N): bool, True where a key is ignored, or float, -inf there and else 0.
-            need_weights: also return the weights, up to 8192 tokens; off by default, for they are N x N.
-            attn_mask: (N, N) or (B * H, N, N), bool or float as above, the same in every sample, up to 4096 tokens.
+            key_padding_mask: (B, M): bool, True where a key is ignored, or float: -inf or at most -1e4 there, else 0.
+            need_weights: also return the weights, without dropout, up to 8192 tokens; off by default, since they are
+                N x M.
+            attn_mask: (N, M) or (B * H, N, M), up to 4096 tokens: bool, True where a pair is ignored, or float, added
+                to the scores. A bool mask of one length, alike in all samples, restricts the pattern; any other mask
+                makes attention dense.
             average_attn_weights: average the weights over heads.
             is_causal: also require the key not to come after the query. A mask given with it must be the causal one.
             cu_seqlens: bounds of sequences packed one after another (B = 1), see `attention`.
             cache: what earlier calls left; these tokens follow on it. Causal self-attention only.
 
         Returns:
-            The output, shaped as the query, and the weights (B, N, N) or (B, H, N, N), or None.
+            The output, shaped as the query, and the weights (B, N, M) or (B, H, N, M), or None.
         """
         key = query if key is None else key
         value = key if value is None else value
@@ -164,15 +166,20 @@ class MultiheadSparseAttention(Projections, Planned):
             q, k = self.position.apply(q, k, self._positions(q, cu_seqlens, cache), self.head_dim**-0.5)
         if key_padding_mask is not None:
             key_padding_mask = ignored("key_padding_mask", key_padding_mask)
-        q, pattern, is_causal = self._masked(q, attn_mask, is_causal)
+        q, pattern, is_causal, bias = self._masked(q, k, attn_mask, is_causal)
         weights = None
-        if need_weights:
-            weights = self._weights(q, k, pattern, is_causal, key_padding_mask, cu_seqlens, cache)
-            weights = weights.mean(1) if average_attn_weights else weights
+        if need_weights or bias is not None:
+            masks = {"key_padding_mask": key_padding_mask, "bias": bias}
+            self._check_dense(q, k, pattern, cu_seqlens, cache, bias)
+            weights = attention_weights(q, k, pattern, is_causal=is_causal, scale=self.head_dim**-0.5, **masks)
         if cache is not None:
             self._check_cache(cache, itself, is_causal, key_padding_mask, attn_mask, cu_seqlens)
             where = {"backend": self.backend, "memory_budget": self.memory_budget}
             attended = cache.attend(q, k, v, scale=self.head_dim**-0.5, **where)
+        elif bias is not None:
+            assert weights is not None
+            dropped = F.dropout(weights, self.dropout, self.training).to(v.dtype)
+            attended = dropped @ v.repeat_interleave(q.shape[1] // v.shape[1], 1)
         else:
             attended = self._operation(q.shape[2], k.shape[2])(
                 q,
@@ -188,6 +195,8 @@ class MultiheadSparseAttention(Projections, Planned):
                 backend=self.backend,
                 memory_budget=self.memory_budget,
             )
+        if weights is not None:
+            weights = None if not need_weights else weights.mean(1) if average_attn_weights else weights
         output = self.finish(attended)
         if unbatched:
             return output[0], None if weights is None else weights[0]
@@ -229,45 +238,37 @@ class MultiheadSparseAttention(Projections, Planned):
             name = type(self.position).__name__
             raise must(f"{name} must come with is_causal=True", "is_causal=False", "Use rotary positions otherwise.")
 
-    def _masked(self, query: Tensor, attn_mask: Tensor | None, is_causal: bool) -> tuple[Tensor, Pattern, bool]:
-        """The (B, H, N, D) query, this module's pattern under a mask, and whether it is causal besides."""
+    def _masked(
+        self, query: Tensor, key: Tensor, attn_mask: Tensor | None, is_causal: bool
+    ) -> tuple[Tensor, Pattern, bool, Tensor | None]:
+        """The (B, H, N, D) query, the pattern under a mask, whether it is causal besides, and a bias for the scores."""
         if attn_mask is None:
-            return query, self.pattern, is_causal
+            return query, self.pattern, is_causal, None
         batch, heads, n, _ = query.shape
+        check_mask(attn_mask, batch, heads, n, key.shape[2])
         if is_causal:
-            return check_causal(query, attn_mask, batch, heads, n), self.pattern, True
-        mask = mask_pattern(attn_mask, batch, heads, n)
+            return check_causal(query, attn_mask), self.pattern, True, None
+        mask = mask_pattern(attn_mask, batch, heads)
+        if mask is None:
+            return query, self.pattern, False, mask_bias(attn_mask, batch, heads)
         if mask == Causal():
-            return query, self.pattern, True
-        return query, self.pattern if mask == Full() else self.pattern & mask, False
+            return query, self.pattern, True, None
+        return query, self.pattern if mask == Full() else self.pattern & mask, False, None
 
-    def _weights(
+    def _check_dense(
         self,
         query: Tensor,
         key: Tensor,
         pattern: Pattern,
-        is_causal: bool,
-        key_padding_mask: Tensor | None,
         cu_seqlens: Tensor | None,
         cache: KVCache | None,
-    ) -> Tensor:
-        n = query.shape[2]
-        if n > LONGEST_WEIGHTS:
-            advice = "attention_rows gives the weights of chosen rows at any length."
-            raise must(f"need_weights=True must have n <= {LONGEST_WEIGHTS}", n, advice)
-        if cu_seqlens is not None or cache is not None or n != key.shape[2]:
-            came = "cu_seqlens" if cu_seqlens is not None else "a cache" if cache is not None else "two lengths"
-            raise must("need_weights=True must come with one whole sequence", came)
-        return attention_rows(
-            query,
-            key,
-            pattern,
-            range(n),
-            is_causal=is_causal,
-            scale=self.head_dim**-0.5,
-            enable_gqa=True,
-            key_padding_mask=key_padding_mask,
-        )
+        bias: Tensor | None,
+    ) -> None:
+        """Refuse weights, or a mask that needs them, where they cannot be formed."""
+        what = "need_weights=True" if bias is None else "attn_mask"
+        if cache is not None:
+            raise must(f"{what} must come with whole sequences", "a cache")
+        check_weights(what, pattern, query.shape[2], key.shape[2], cu_seqlens)
 
     def _check_cache(
         self,

@@ -25,6 +25,7 @@ from ..shapes import CuSeqlens, Key, KeyPadding, Output, Query, Sink, Value
 from . import memory_budget
 from .checks import cast_dtype, check_layout, check_masks, check_sink, check_softcap, check_tensors, unexpected
 from .derivatives import ONCE, check_reverse_mode, scale_of
+from .flops import FlopFormulas
 from .memory_budget import check_budget
 from .merge import AttentionOutput
 from .sink import apply_sink
@@ -206,7 +207,7 @@ def _attend(
         key_padding_mask,
         cu_seqlens,
         seed,
-        _text(pattern),
+        operand_of(pattern),
         is_causal,
         scale,
         dropout_p,
@@ -338,7 +339,8 @@ def _store(resolved: ResolvedCall, query: Tensor, key: Tensor, value: Tensor, *a
     return resolved._replace(runner=runner)
 
 
-def _text(pattern: Pattern | str) -> str:
+def operand_of(pattern: Pattern | str) -> str:
+    """The pattern as an argument of the operators, also while `torch.compile` traces."""
     if isinstance(pattern, str):
         return pattern
     if not torch.compiler.is_compiling():
@@ -385,7 +387,7 @@ def _is_observed(*tensors: Tensor) -> bool:
     return (
         torch.compiler.is_compiling()
         or torch._C._are_functorch_transforms_active()
-        or torch._C._len_torch_dispatch_stack() > 0
+        or (torch._C._len_torch_dispatch_stack() > 0 and _flops.register())
         or torch.autograd._profiler_enabled()
         or forward_ad._current_level >= 0
         or not _TENSORS.issuperset(map(type, tensors))
@@ -553,8 +555,10 @@ def _backward_fake(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tup
     return tuple(empty_rows(t, t.shape[-1]) for t in (query, key, value))  # pyrefly: ignore[bad-return]
 
 
-def call_of(query: Tensor, key: Tensor, value: Tensor, settings: CallSettings) -> AttentionCall:
-    """Call as a backend sees it, with its plan from the cache."""
+def call_of(
+    query: Tensor, key: Tensor, value: Tensor, settings: CallSettings, device: torch.device | None = None
+) -> AttentionCall:
+    """Call as a backend sees it, with its plan from the cache, on the query's device or another."""
     mask, cu_seqlens, seed, pattern, is_causal, scale, dropout_p, *_ = settings
     lengths = None if cu_seqlens is None else lengths_of(cu_seqlens, query.shape[2])
     shape = query.shape[2], query.shape[1]
@@ -563,8 +567,15 @@ def call_of(query: Tensor, key: Tensor, value: Tensor, settings: CallSettings) -
         resolved, block_size = _resolve(from_operand(pattern), is_causal, lengths, *shape)
     else:
         resolved, block_size = _resolved(pattern, is_causal, lengths, *shape, registrations())
-    plan = plan_cache.get(resolved, query.shape[2], query.shape[1], block_size, query.device)
+    plan = plan_cache.get(resolved, query.shape[2], query.shape[1], block_size, device or query.device)
     return AttentionCall(query, key, value, plan, scale, mask, dropout_p, seed, resolved, softcap=settings.softcap)
+
+
+def _plan_of(query: Tensor, key: Tensor, value: Tensor, *settings: Any) -> Plan:
+    return call_of(query, key, value, CallSettings(*settings), torch.device("cpu")).plan
+
+
+_flops = FlopFormulas(_plan_of)
 
 
 @lru_cache(maxsize=1024)

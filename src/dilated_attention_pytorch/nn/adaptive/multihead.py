@@ -121,8 +121,8 @@ class MultiheadBlockSparseAdaptive(MultiheadOverRanks, MultiheadSparseAttention)
                 raise must("query and key must have one shape (batch, n, width)", came)
             tensors = (query, key, value) if self.batch_first else (x.transpose(0, 1) for x in (query, key, value))
             q, k, v = self.project(*tensors)
-            q, pattern, is_causal = self._masked(q, attn_mask, is_causal)
-            if pattern != Full():
+            q, pattern, is_causal, bias = self._masked(q, k, attn_mask, is_causal)
+            if pattern != Full() or bias is not None:
                 raise must(
                     "attn_mask must be the causal mask or none", "another", "Use key_padding_mask, or is_causal."
                 )

@@ -1,0 +1,160 @@
+"""Masks, weights and empty inputs against `torch.nn.MultiheadAttention` in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracle import dense_attention, error, multiplicities
+from torch import nn
+
+import dilated_attention_pytorch as dap
+from dilated_attention_pytorch import MultiheadSparseAttention, SparseAttention
+
+DOUBLE = {"dtype": torch.float64}
+KINDS = ("bool", "-inf", "-1e9", "finite", "learned")
+
+
+def mask_of(kind: str, shape: tuple[int, ...]) -> torch.Tensor:
+    """A mask of a kind; every query sees its first key."""
+    hidden = torch.rand(shape) < 0.4
+    hidden[..., 0] = False
+    if kind == "bool":
+        return hidden
+    if kind in ("finite", "learned"):
+        return torch.randn(shape, **DOUBLE).masked_fill_(hidden, -torch.inf).requires_grad_(kind == "learned")
+    return torch.zeros(shape, **DOUBLE).masked_fill_(hidden, float(kind))
+
+
+@st.composite
+def calls(draw: st.DrawFn) -> dict[str, object]:
+    return {
+        "lengths": draw(st.sampled_from([(20, 20), (1, 1), (7, 20), (20, 7)])),
+        "kind": draw(st.sampled_from([None, *KINDS])),
+        "by_sample": draw(st.booleans()),
+        "padding": draw(st.sampled_from([None, "bool", "-inf", "-1e9"])),
+        "average": draw(st.booleans()),
+        "batch_first": draw(st.booleans()),
+        "batched": draw(st.booleans()),
+        "seed": draw(st.integers(0, 1000)),
+    }
+
+
+@given(calls())
+@settings(max_examples=60, deadline=None)
+def test_outputs_weights_and_gradients_match_torch(call: dict):
+    torch.manual_seed(call["seed"])
+    (n, keys), batch, heads = call["lengths"], 2 if call["batched"] else 1, 2
+    mha = nn.MultiheadAttention(8, heads, batch_first=call["batch_first"], **DOUBLE)
+    nn.init.normal_(mha.in_proj_bias)
+    module = MultiheadSparseAttention.from_torch(mha, "full")
+    q, k = (torch.randn(batch, size, 8, **DOUBLE, requires_grad=True) for size in (n, keys))
+    if not call["batched"]:
+        given = q[0], k[0], k[0]
+    else:
+        given = (q, k, k) if call["batch_first"] else tuple(x.transpose(0, 1) for x in (q, k, k))
+    options = {"need_weights": True, "average_attn_weights": call["average"]}
+    leaves = [q, k]
+    if call["kind"] is not None:
+        shape = (batch * heads, n, keys) if call["by_sample"] else (n, keys)
+        options["attn_mask"] = mask_of(call["kind"], shape)
+        leaves += [options["attn_mask"]] * (call["kind"] == "learned")
+    if call["padding"] is not None:
+        hidden = torch.arange(keys) >= torch.tensor([keys, max(1, keys // 2)])[:batch, None]
+        if call["padding"] != "bool":
+            hidden = torch.zeros(batch, keys, **DOUBLE).masked_fill_(hidden, float(call["padding"]))
+        elif call["kind"] not in (None, "bool"):
+            # torch warns about masks of two dtypes.
+            hidden = torch.zeros(batch, keys, **DOUBLE).masked_fill_(hidden, -torch.inf)
+        if hidden.dtype != torch.bool and call["kind"] == "bool":
+            options["attn_mask"] = torch.zeros(shape, **DOUBLE).masked_fill_(options["attn_mask"], -torch.inf)
+        options["key_padding_mask"] = hidden if call["batched"] else hidden[0]
+    found, wanted = module(*given, **options), mha(*given, **options)
+    assert found[0].shape == wanted[0].shape and found[1].shape == wanted[1].shape
+    assert error(found[0], wanted[0].detach()) < 1e-10
+    assert error(found[1], wanted[1].detach()) < 1e-10
+    losses = [(out * out).sum() + (weights * weights).sum() for out, weights in (found, wanted)]
+    grads = [torch.autograd.grad(loss, leaves) for loss in losses]
+    assert max(error(a, b) for a, b in zip(*grads, strict=True)) < 1e-9
+
+
+@pytest.mark.parametrize("pattern", ["window:5", "dilated:8x1,32x4", "heads{window:3 / full}"])
+@pytest.mark.parametrize("lengths", [(30, 30), (12, 30)])
+def test_bias_is_added_inside_the_pattern(pattern, lengths):
+    module = MultiheadSparseAttention(16, 2, pattern, **DOUBLE, num_kv_heads=1)
+    q, k = (torch.randn(2, n, 16, **DOUBLE, requires_grad=True) for n in lengths)
+    bias = torch.randn(4, *lengths, **DOUBLE)
+    heads = [p(x).unflatten(-1, (-1, 8)).transpose(1, 2) for p, x in zip((module.q_proj, module.k_proj, module.v_proj), (q, k, k), strict=True)]  # fmt: skip
+    counts = multiplicities(dap.parse(pattern), max(lengths), 2)[:, : lengths[0], : lengths[1]]
+    wanted = dense_attention(*heads, counts * bias.unflatten(0, (2, 2)).exp())[0]
+    wanted = module.out_proj(wanted.transpose(1, 2).flatten(2))
+    found = module(q, k, attn_mask=bias)[0]
+    assert error(found, wanted.detach()) < 1e-10
+    grads = [torch.autograd.grad(out.square().sum(), (q, k)) for out in (found, wanted)]
+    assert max(error(a, b) for a, b in zip(*grads, strict=True)) < 1e-9
+
+
+@pytest.mark.parametrize("shape", [(0, 5, 5), (2, 0, 0), (2, 0, 5), (0, 0, 0), (2, 3, 0)])
+@pytest.mark.parametrize(
+    "options", [{}, {"need_weights": True}, {"masked": True}, {"masked": True, "need_weights": True}]
+)
+def test_empty_inputs_keep_shapes_and_graph(shape, options):
+    batch, n, keys = shape
+    module = MultiheadSparseAttention(8, 2, "window:3")
+    q, k = torch.randn(batch, n, 8, requires_grad=True), torch.randn(batch, keys, 8, requires_grad=True)
+    mask = torch.zeros(n, keys) if options.get("masked") else None
+    output, weights = module(q, k, k, attn_mask=mask, need_weights=options.get("need_weights", False))
+    assert output.shape == (batch, n, 8)
+    assert weights is None or weights.shape == (batch, n, keys)
+    output.sum().backward()
+    assert q.grad.shape == q.shape and k.grad.shape == k.shape
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"attn_mask": torch.zeros(20, 19)}, "must have shape"),
+        ({"attn_mask": torch.zeros(20, 20, dtype=torch.int64)}, "bool"),
+        ({"attn_mask": torch.randn(20, 20), "is_causal": True}, "0, and -inf or at most -10000"),
+        ({"key_padding_mask": torch.full((2, 20), -50.0)}, "0, and -inf or at most -10000"),
+        ({"attn_mask": torch.randn(20, 20), "cu_seqlens": torch.tensor([0, 20])}, "whole sequences, got cu_seqlens"),
+    ],
+)
+@pytest.mark.untyped
+def test_masks_without_a_meaning_are_refused(options, message):
+    x = torch.randn(1 if "cu_seqlens" in options else 2, 20, 32)
+    with pytest.raises((ValueError, TypeError), match=message):
+        MultiheadSparseAttention(32, 4, "window:3")(x, x, x, **options)
+
+
+@pytest.mark.parametrize("make", [dict(add_bias_kv=True), dict(add_zero_attn=True)])
+def test_keys_beside_the_sequence_are_refused(make):
+    with pytest.raises(ValueError, match="add_bias_kv and add_zero_attn"):
+        MultiheadSparseAttention.from_torch(nn.MultiheadAttention(8, 2, batch_first=True, **make), "full")
+
+
+def test_core_modules_return_their_weights():
+    attention = SparseAttention("dilated:8x1,32x4").double()
+    q, k, v = torch.randn(3, 2, 30, 4, 8, **DOUBLE).unbind()
+    output, weights = attention(q, k, v, is_causal=True, return_attention_weights=True)
+    assert weights.shape == (2, 4, 30, 30)
+    assert error((weights @ v.transpose(1, 2)).transpose(1, 2), output) < 1e-10
+    with pytest.raises(ValueError, match="attention_rows"):
+        attention(*torch.zeros(3, 1, 8193, 1, 2, **DOUBLE).unbind(), return_attention_weights=True)
+
+
+@pytest.mark.compile
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize("kind", ["bool", "-1e9", "finite", None])
+@pytest.mark.parametrize("lengths", [(24, 24), (9, 24)])
+def test_masks_and_weights_compile_whole(kind, lengths):
+    torch._dynamo.reset()
+    module = MultiheadSparseAttention(16, 2, "dilated:8x1,32x4", **DOUBLE)
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    q, k = (torch.randn(2, n, 16, **DOUBLE, requires_grad=True) for n in lengths)
+    mask = None if kind is None else mask_of(kind, (4, *lengths))
+    (found, weights), (wanted, own) = (f(q, k, k, attn_mask=mask, need_weights=True) for f in (compiled, module))
+    assert error(found, wanted.detach()) < 1e-10 and error(weights, own.detach()) < 1e-10
+    grads = [torch.autograd.grad(out.square().sum(), (q, k)) for out in (found, wanted)]
+    assert max(error(a, b) for a, b in zip(*grads, strict=True)) < 1e-9

@@ -1,0 +1,96 @@
+"""Every public name and documented call of the original library: it works, or an error names the replacement."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import dilated_attention_pytorch as dap
+from dilated_attention_pytorch import compat
+
+
+def names(text: str) -> list[str]:
+    return text.split()
+
+
+EXPORTED = names("""
+BlockSparseRingDilatedAttention BlockSparseRingDistributedDilatedAttention BlockSparseRingMultiheadDilatedAttention
+BlockSparseAdaptive AdaptiveConfig ImportanceScorer AdaptiveSparsityTrainer create_block_sparse_attention
+get_block_sparse_preset create_adaptive_block_sparse create_multihead_block_sparse RingDilatedAttention
+RingAttentionConfig create_production_ring_attention DilatedAttention MultiheadDilatedAttention ImprovedDilatedAttention
+ImprovedMultiheadDilatedAttention DilatedTransformerEncoderLayer DilatedTransformerDecoderLayer LongNet LongNetLM
+DistributedSparseConfig DistributedSparsePattern PatternConfig PatternOptimizer PatternQualityAnalyzer PatternType
+SparsePatternConfig SparsePatternGenerator create_dilated_attention create_multihead_dilated_attention
+create_adaptive_sparse_attention BlockSparseHierarchical
+""")
+"""`__all__` of both lines of the original library."""
+DOCUMENTED = names("""
+RingDilatedAttentionProduction PersistentPatternCache register_attention register_multihead_attention
+DilatedAttentionConfig MultiheadConfig SparseAttentionConfig UnifiedMemoryPool SimplifiedMemoryPool EnhancedMemoryPool
+BucketedMemoryPool FragmentAwareMemoryPool NUMAAwareMemoryPool AdaptiveMemoryPool MemoryPool MemoryPoolConfig
+MemoryProfiler MemoryVisualizer get_global_memory_pool RingDilatedAttentionV2 RingDilatedAttentionV2Collective
+RingMultiheadDilatedAttention BlockSparseOptimized BlockSparseTorchSparse HierarchicalConfig
+create_hierarchical_attention get_hierarchical_presets DistributedImprovedDilatedAttention
+DistributedMultiheadDilatedAttention RingDistributedDilatedAttention BlockSparseAttention BlockSparseMultiheadAttention
+BlockSparseDilatedAttention StandardRingAttention DistributedRingAttention HilbertRingAttention RingBlockSparseAttention
+RingDilatedAttentionCorrect RingDilatedAttentionSDPA create_ring_attention DynamicDilatedAttention
+""")
+MIGRATION = (Path(__file__).parents[1] / "docs" / "migration.md").read_text()
+
+
+@pytest.mark.filterwarnings("ignore:.* is now called:DeprecationWarning")
+@pytest.mark.parametrize("name", [*EXPORTED, *DOCUMENTED])
+def test_original_names_work_or_name_a_replacement(name):
+    assert re.search(rf"^\|[^|]*`{name}[`(]", MIGRATION, re.MULTILINE), "no row in docs/migration.md"
+    if name not in compat.REPLACED:
+        assert callable(getattr(dap, name))
+        return
+    with pytest.raises(ImportError, match=rf"^{name} of the original library .*; use .* \(docs/migration.md\)$"):
+        exec(f"from dilated_attention_pytorch import {name}", {})
+    with pytest.raises(ImportError, match=name):
+        getattr(dap, name)
+
+
+def test_replaced_names_are_those_of_the_original():
+    assert compat.REPLACED.keys() | compat.OLDER_NAMES.keys() <= {*EXPORTED, *DOCUMENTED}
+    assert not {*compat.REPLACED, *compat.OLDER_NAMES} & {*dap.__all__}
+
+
+def test_replacements_exist():
+    words = set(
+        re.findall(r"(?<![.\w])(?:[A-Z]\w+[a-z]\w*|[a-z]+(?:_[a-z]+)+)(?=\()", " ".join(compat.REPLACED.values()))
+    )
+    assert words and not [word for word in words if not hasattr(dap, word)]
+
+
+@pytest.mark.parametrize("kind", ["auto", "standard", "improved", "ring", "block_sparse", "block_sparse_ring"])
+def test_factories_take_attention_type_and_its_kinds(kind):
+    branches = {"segment_lengths": [64, 128], "dilation_rates": [1, 2]}
+    core = dap.create_dilated_attention(attention_type=kind, **branches)
+    assert core(*torch.randn(3, 1, 100, 4, 8).unbind()).shape == (1, 100, 4, 8)
+    x = torch.randn(1, 100, 32)
+    layer = dap.create_multihead_dilated_attention(attention_type=kind, embed_dim=32, num_heads=4, **branches)
+    assert layer(x, x, x)[0].shape == x.shape
+    assert type(dap.create_dilated_attention(kind, **branches)) is type(core)
+    with pytest.raises(ValueError, match="without attention_type"):
+        dap.create_dilated_attention("ring", attention_type=kind, **branches)
+
+
+def test_block_sparse_modules_return_attention_weights():
+    attention = dap.BlockSparseRingDilatedAttention([64], [1], sparsity_ratio=0.5, block_size=16)
+    q, k, v = torch.randn(3, 1, 100, 4, 8).unbind()
+    output, weights = attention(q, k, v, is_causal=True, return_attention_weights=True)
+    assert torch.allclose((weights @ v.transpose(1, 2)).transpose(1, 2), output, atol=1e-5)
+    assert torch.equal(output, attention(q, k, v, is_causal=True, return_attention_weights=False))
+
+
+def test_longnet_of_two_stacks_takes_one_input():
+    sizes = {"d_model": 32, "nhead": 4, "num_encoder_layers": 1, "num_decoder_layers": 1, "dim_feedforward": 64}
+    ladder = {"segment_lengths": [16, 32], "dilation_rates": [1, 2]}
+    x = torch.randn(2, 50, 32)
+    assert dap.LongNet(**sizes, **ladder)(x).shape == x.shape
+    assert dap.LongNet(**sizes, **ladder)(x, is_causal=False).shape == x.shape
+    assert dap.LongNetLM(num_tokens=40, **sizes, **ladder)(torch.randint(40, (2, 50))).shape == (2, 50, 40)
