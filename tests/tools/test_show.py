@@ -35,6 +35,10 @@ DRAWN = [
     "block_dilated:32x2;block=4",
     "block_dilated:16x2;sparsity_ratio=0.5;block=4",
     "blocks:0,0 1,-,1 3;block=16",
+    "block_columns:3;block=4",
+    "grid:8x8;window=3x5",
+    "grid:4x4x4;window=3x2x2;causal=1x0x0",
+    "grid:7x9;window=3;dilation=2x3;prefix=1 & causal",
     "(window:3 | strided:8) & causal",
     "heads{window:2 / causal / full / strided:5}",
     "packed{global:3 | dilated:16x2 / documents:40,24}",
@@ -140,6 +144,17 @@ def test_sliders_and_families_change_the_drawing(browser: Browser):
     assert browser.run(written.replace("querySelector", "querySelectorAll").replace(").", ")[1].")) == (
         "window:32 | global:8"
     )
+
+
+def test_a_pattern_without_sliders_keeps_its_text(browser: Browser):
+    typed = "document.querySelector('input[type=text]')"
+    browser.run(f"(i => {{ i.value = 'grid:16x16;window=5'; i.dispatchEvent(new Event('input')); }})({typed})")
+    shown = "[...document.querySelector('section').querySelectorAll('label:not([hidden])')].map(l => l.textContent)"
+    assert browser.run(shown) == ["causal"]
+    for text in ("grid:16x16;window=5 & causal", "grid:16x16;window=5"):
+        browser.click("[name=causal]")
+        assert browser.run(f"{typed}.value") == text
+    assert browser.run("document.querySelectorAll('.wrong').length") == 0
 
 
 def test_a_row_lights_its_keys_and_the_wheel_zooms(browser: Browser):
