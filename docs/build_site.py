@@ -1,7 +1,7 @@
-"""Builds the site of the documents into build/site: `make docs`, or `python docs/build_site.py`.
+"""Build the site of the documents into build/site: `make docs`, or `python docs/build_site.py`.
 
-What is generated (pictures, the backends table, the reference) is written beside copies of the documents into
-build/docs, so that the builder sees plain Markdown and any other that reads mkdocs.yml would do.
+Generated parts (pictures, the gallery, the backends table, the reference) are written beside copies of the documents
+into build/docs. The builder reads plain Markdown and an mkdocs.yml.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SECTIONS = {
     },
     "How-to": {
         "grids.md": "Grids: images, video, slides",
-        "ecosystem.md": "Modules and Hugging Face",
+        "ecosystem.md": "Modules",
         "models.md": "Models and training",
         "trainers.md": "Trainers",
         "adaptive.md": "Learned patterns",
@@ -47,7 +47,7 @@ SECTIONS = {
         "extending.md": "Patterns and backends of your own",
         "migration.md": "Coming from elsewhere",
     },
-    "Reference": {"patterns.md": "Patterns", "backends.md": "Backends", "api.md": "Public names"},
+    "Reference": {"patterns.md": "Pattern texts", "backends.md": "Backends", "api.md": "Public names"},
     "Explanation": {
         "benchmarks.md": "Benchmarks",
         "quality.md": "Quality",
@@ -57,26 +57,25 @@ SECTIONS = {
         "changelog.md": "Changes",
     },
 }
-"""Section -> page -> title. Pages of the reference follow `api.md`; other pages come last in "How-to", by name."""
-TITLES = {"nn": "Modules", "ops": "Operations", "kernels": "Backends", "plan": "Plans", "distributed": "Ranks"}
-"""Sections of the reference that are not called as their folder is."""
+"""Section -> page -> title. The reference by room follows `api.md`; other pages come last in "How-to", by name."""
+TITLES = {"nn": "Modules", "ops": "Operations", "kernels": "Registry", "plan": "Plans", "distributed": "Ranks"}
+"""Titles of the rooms in the reference; other rooms have the name of their folder."""
 FROM_THE_ROOT = {"design.md": "DESIGN.md", "changelog.md": "CHANGELOG.md"}
 PICTURES = {
-    "longnet.svg": ("dilated:64x1,256x4 & causal", "dilated:64x1,256x4;offset=block"),
-    "window.svg": ("window:64 & causal", "window:64 | global:16;queries=1"),
-    "blocks.svg": ("random:0.2;block=32", "hierarchical:2x1,0x4;block=32"),
-    "strided.svg": ("strided:8;block=16", "block_dilated:256x2;sparsity_ratio=0.15;block=16"),
+    "longnet.svg": (64, (("dilated:8x1,32x4 & causal", 0), ("dilated:8x1,32x4", 1))),
+    "window.svg": (512, (("window:64 & causal", 0), ("window:64 | global:16;queries=1", 0))),
+    "blocks.svg": (512, (("random:0.2;block=32", 0), ("hierarchical:2x1,0x4;block=32", 0))),
+    "strided.svg": (512, (("strided:8;block=16", 0), ("block_dilated:256x2;sparsity_ratio=0.15;block=16", 0))),
 }
-"""File in docs/pictures -> the two patterns it shows, 512 tokens, head 0 of 4; what `dap show` draws."""
-
+"""File in docs/pictures -> tokens, and two patterns with the head that is drawn, of 4; the drawings of `dap show`."""
 
 GALLERY = {
     "Causal": "causal",
     "Sliding window": "window:64",
     "Sliding window, causal": "window:64 & causal",
     "Window and global tokens": "window:48 | global:16;queries=1",
-    "LongNet": "dilated:64x1,256x4",
-    "LongNet, causal": "dilated:64x1,256x4 & causal",
+    "LongNet": "dilated:8x1,32x4",
+    "LongNet, causal": "dilated:8x1,32x4 & causal",
     "Strided": "strided:8;block=16",
     "Random blocks": "random:0.2;block=32",
     "Random blocks and a window": "random:0.1;block=32 | window:32",
@@ -87,13 +86,16 @@ GALLERY = {
     "A pattern for each head": "heads{window:32 / strided:4;block=32 / causal / full}",
 }
 """Title -> pattern text."""
+FEW_TOKENS = 64
+"""Length at which the gallery draws dilated patterns, so that single tokens are visible; others have 512 tokens."""
 
 
-def picture(texts: tuple[str, ...]) -> str:
-    """Two patterns beside each other, as SVG."""
+def picture(name: str) -> str:
+    """A file of `PICTURES`: two patterns beside each other, as SVG."""
     from dilated_attention_pytorch.tools.show import as_svg, draw_map
 
-    return as_svg([draw_map(text, 512, 4, 0, 64) for text in texts])
+    n, drawn = PICTURES[name]
+    return as_svg([draw_map(text, n, 4, head, 64) for text, head in drawn])
 
 
 def interactive() -> str:
@@ -104,15 +106,15 @@ def interactive() -> str:
 
 
 def backends_table() -> str:
-    """Every backend of the registry with what its module says of itself, and the orders in which `auto` asks."""
+    """Tables of every backend with the first line of its docstring, and of the orders in which `auto` tries them."""
     from dilated_attention_pytorch.kernels.registry import MODULES
 
-    rows = ["| backend | module | what it is |", "|---|---|---|"]
+    rows = ["| backend | module | description |", "|---|---|---|"]
     for name, module in MODULES.items():
-        # Read and not imported: some need a package that is not everywhere.
-        says = ast.get_docstring(ast.parse((KERNELS / f"{module.replace('.', '/')}.py").read_text())) or ""
-        rows.append(f"| `{name}` | `kernels/{module.replace('.', '/')}.py` | {says.splitlines()[0]} |")
-    rows += ["", "| device | plans | `auto` asks in this order | because |", "|---|---|---|---|"]
+        # Parsed and not imported: some modules need an optional package.
+        described = ast.get_docstring(ast.parse((KERNELS / f"{module.replace('.', '/')}.py").read_text())) or ""
+        rows.append(f"| `{name}` | `kernels/{module.replace('.', '/')}.py` | {described.splitlines()[0]} |")
+    rows += ["", "| device | plans | order of `auto` | reason |", "|---|---|---|---|"]
     for device, lines in json.loads((KERNELS / "preference.json").read_text()).items():
         rows += [f"| {device} | {x['when']} | {', '.join(x['order'])} | {x['because']} |" for x in lines]
     return "\n".join(rows)
@@ -158,16 +160,15 @@ def reference_index() -> str:
 
 
 def gallery() -> str:
-    """Every kind of pattern with its picture, text and share of dense attention."""
-    from dilated_attention_pytorch import make_plan, parse
+    """Every kind of pattern with its picture, text and share of allowed pairs."""
     from dilated_attention_pytorch.tools.show import as_svg, draw_map
 
-    written = ["# Pattern gallery", "512 tokens, head 0 of 4. [An interactive page](play.html) draws any of them."]
+    written = ["# Pattern gallery", "Head 0 of 4. Rows are queries, columns are keys. " + invitation()]
     for title, text in GALLERY.items():
-        dense = make_plan(parse(text), n=512, heads=4, block_size=16).density
-        drawn = re.sub(r"<title>.*?</title>", "", as_svg([draw_map(text, 512, 4, 0, 64)]))
-        written.append(f"## {title}\n\n`{text}`: {100 * dense:.1f} % of the tiles")
-        written.append(f'<div style="max-width: 24rem">{drawn}</div>')
+        drawn = draw_map(text, FEW_TOKENS if text.startswith("dilated") else 512, 4, 0, 64)
+        share = sum(map(sum, drawn.share)) / len(drawn.share) ** 2
+        written.append(f"## {title}\n\n`{text}`: {100 * share:.1f} % of the pairs of {drawn.n} tokens")
+        written.append(f'<div style="max-width: 22rem">{re.sub(r"<title>.*?</title>", "", as_svg([drawn]))}</div>')
     return "\n\n".join(written)
 
 
@@ -188,11 +189,14 @@ def _signature(name: str, value: Any) -> str:
     if not callable(value):
         return ""
     try:
-        shown = str(inspect.signature(value))
+        signature = inspect.signature(value)
+        # Arguments that are accepted only to name the right one in an error.
+        known = [p for p in signature.parameters.values() if p.name != "unknown"]
+        shown = str(signature.replace(parameters=known))
     except ValueError:
         return ""
     # Postponed annotations print as quoted text.
-    shown = ANNOTATION.sub(r"\1\2", shown)
+    shown = re.sub(r"ForwardRef\('([^']*)'\)", r"\1", ANNOTATION.sub(r"\1\2", shown))
     if len(name + shown) > 90:
         arguments, _, returned = shown[1:].rpartition(")")
         shown = "(\n" + "".join(f"    {argument},\n" for argument in _split(arguments)) + f"){returned}"
@@ -228,8 +232,8 @@ def _readable(text: str) -> str:
 
 
 def invitation() -> str:
-    """Where the site has the interactive page."""
-    return "[An interactive page](play.html) draws any two of them side by side."
+    """Link to the interactive page of the site."""
+    return "[An interactive page](play.html) draws any two patterns side by side."
 
 
 FILLED = {"<!-- backends -->": backends_table, "<!-- reference -->": reference_index, "<!-- play -->": invitation}
@@ -244,20 +248,27 @@ def page(markdown: str) -> str:
         markdown = re.sub(rf"\]\((?:\.\./)?{re.escape(source)}", f"]({name}", markdown)
     markdown = re.sub(r"\]\(docs/", "](", markdown)
     markdown = re.sub(r"\]\(tutorials/(\w+)\.ipynb\)", r"](tutorial-\1.md)", markdown)
-    # What is neither a page nor a picture is a file of the repository: its name stands, without a link.
+    # A link that shows the name of a file shows the title of its page instead.
+    titles = {name: title for pages in SECTIONS.values() for name, title in pages.items()}
+    markdown = re.sub(
+        r"\[[\w./-]+\.md\]\(([\w-]+\.md)(#[\w-]+)?\)",
+        lambda link: f"[{titles.get(link[1], link[1])}]({link[1]}{link[2] or ''})",
+        markdown,
+    )
+    # Neither a page nor a picture but a file of the repository: its name without a link.
     return re.sub(r"(?<!!)\[([^\]]+)\]\((?!https?:|#)(?![\w-]+\.md|play\.html)[^)]*\)", r"\1", markdown)
 
 
-def write_sources(folder: Path) -> list[dict[str, list[dict[str, str]]]]:
+def write_sources(folder: Path) -> list[dict[str, list[Any]]]:
     """Write pages and pictures as the builder reads them; return the navigation."""
     shutil.rmtree(folder, ignore_errors=True)
     (folder / "pictures").mkdir(parents=True)
-    for name, texts in PICTURES.items():
-        path, wanted = DOCS / "pictures" / name, picture(texts)
+    for name in PICTURES:
+        path, wanted = DOCS / "pictures" / name, picture(name)
         if not path.exists() or path.read_text() != wanted:
             path.write_text(wanted)
     (folder / "play.html").write_text(interactive())
-    for path in DOCS.rglob("*.svg"):
+    for path in (*DOCS.rglob("*.svg"), *DOCS.rglob("*.png")):
         shutil.copy(path, folder / path.relative_to(DOCS))
     pages = {path.name: path.read_text() for path in DOCS.glob("*.md")}
     pages |= {name: (ROOT / source).read_text() for name, source in FROM_THE_ROOT.items()}
@@ -267,13 +278,16 @@ def write_sources(folder: Path) -> list[dict[str, list[dict[str, str]]]]:
     for name, text in pages.items():
         (folder / name).write_text(page(text))
     sections = {section: dict(titles) for section, titles in SECTIONS.items()}
-    sections["Reference"] |= {name: room_title(name[4:-3]) for name in by_room}
     listed = {name for titles in sections.values() for name in titles}
-    sections["How-to"] |= {name: name.removesuffix(".md").capitalize() for name in sorted(pages.keys() - listed)}
-    return [
+    others = sorted(pages.keys() - by_room.keys() - listed)
+    sections["How-to"] |= {name: name.removesuffix(".md").capitalize() for name in others}
+    navigation: list[dict[str, list[Any]]] = [
         {section: [{title: name} for name, title in titles.items() if name in pages]}
         for section, titles in sections.items()
     ]
+    reference_section = next(entry["Reference"] for entry in navigation if "Reference" in entry)
+    reference_section.append({"Python API": [{room_title(name[4:-3]): name} for name in by_room]})
+    return navigation
 
 
 def build(folder: Path) -> int:

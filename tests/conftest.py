@@ -13,6 +13,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import pytest
 import torch
+from browser import CHROMIUM, Browser
 from limits import scaled
 
 if "PYTEST_XDIST_WORKER" in os.environ:
@@ -68,6 +69,18 @@ def poison_unwritten_memory(request: pytest.FixtureRequest, monkeypatch: pytest.
     if request.node.get_closest_marker("compile") is None:
         for owner, name in ALLOCATORS:
             monkeypatch.setattr(owner, name, poisoned(getattr(owner, name)))
+
+
+@pytest.fixture(scope="session")
+def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    """A browser for the tests of pages; every test opens its page in a new tab."""
+    if CHROMIUM is None:
+        pytest.skip("Chromium is not installed (Debian: apt-get install chromium)")
+    started = Browser(tmp_path_factory.mktemp("browser") / "profile")
+    try:
+        yield started
+    finally:
+        started.close()
 
 
 @pytest.fixture(autouse=True)

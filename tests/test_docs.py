@@ -45,6 +45,44 @@ def test_code_blocks_run(path: Path, capsys: pytest.CaptureFixture[str]):
     capsys.readouterr()
 
 
+def broken_markup(text: str) -> list[str]:
+    """Lines of tables and code fences that no longer parse as such, for example after a paragraph was re-wrapped."""
+    pieces = re.split(r"^ *```.*$", text, flags=re.MULTILINE)
+    broken = [] if len(pieces) % 2 else ["a code fence without an end"]
+    for block in re.split(r"\n\s*\n", "\n\n".join(pieces[::2])):
+        lines = block.splitlines()
+        rows = [line.strip() for line in lines if line.lstrip().startswith("|")]
+        cells = [len(re.findall(r"(?<!\\)\|", row)) for row in rows]
+        divided = len(rows) > 1 and re.fullmatch(r"\|(\s*:?-+:?\s*\|)+", rows[1])
+        if rows and not divided:
+            broken.append(rows[0])
+        broken += [row for row, count in zip(rows, cells, strict=True) if count != cells[0] or not row.endswith("|")]
+        # A code span may continue on the next line.
+        prose = "\n".join(line for line in lines if not line.lstrip().startswith("|"))
+        without_code = re.sub(r"`[^`]*`|\|\|", "", prose).splitlines()
+        broken += [line for line in without_code if line.count("|") > 1 or "```" in line]
+    return broken
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=relative)
+def test_tables_and_code_fences_are_whole(path: Path):
+    assert broken_markup(path.read_text()) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "  | | 32K | 128K | |---|---|---| | blocks | 4x\n  | 6x | | tokens | 2x | 3x |",
+        "| a | b |\n|---|---|\n| 1 | 2\n| 3 |",
+        "Speeds: | a | b |",
+        "Run ```\nmake test\n```",
+        "```\nmake test",
+    ],
+)
+def test_markup_broken_by_wrapping_is_noticed(text: str):
+    assert broken_markup(text) != []
+
+
 def test_nothing_installs_a_package_of_another_project():
     """A package index holds another project's `dilated-attention-pytorch`; this one is `dap-attention`."""
     assert 'name = "dap-attention"' in (ROOT / "pyproject.toml").read_text()
@@ -62,8 +100,18 @@ def site() -> ModuleType:
 
 
 def test_pictures_are_what_the_library_draws(site: ModuleType):
-    for name, texts in site.PICTURES.items():
-        assert (ROOT / "docs" / "pictures" / name).read_text() == site.picture(texts), f"make docs draws {name} anew"
+    for name in site.PICTURES:
+        assert (ROOT / "docs" / "pictures" / name).read_text() == site.picture(name), f"make docs draws {name} anew"
+
+
+def test_screenshots_are_small_and_shown():
+    shots = sorted((ROOT / "docs" / "pictures").glob("screen-*.png"))
+    expected = [f"screen-{page}-{width}-{scheme}.png" for page in ("pattern", "report", "site")
+                for width in (1280, 400) for scheme in ("dark", "light")]  # fmt: skip
+    assert [path.name for path in shots] == sorted(expected), "python docs/screenshots.py takes them"
+    assert all(path.stat().st_size < 200_000 for path in shots)
+    pages = "".join(path.read_text() for path in DOCUMENTS)
+    assert [path.name for path in shots if path.name not in pages] == []
 
 
 def test_the_backends_table_names_every_backend(site: ModuleType):
@@ -104,6 +152,10 @@ def test_the_site_builds_without_a_warning(site: ModuleType, tmp_path: Path):
     assert site.build(tmp_path) == 0
     assert "Attention patterns" in (tmp_path / "site" / "play.html").read_text()
     assert 'href="play.html"' in (tmp_path / "site" / "patterns.html").read_text()
+    for path in (tmp_path / "site").glob("*.html"):
+        shown = re.findall(r'<img[^>]* src="?([^">\s]+)', path.read_text())
+        missing = [name for name in shown if "://" not in name and not (path.parent / name).exists()]
+        assert missing == [], path.name
     for name in ("index", "start", "api", "api-nn", "gallery", "tutorial-genome", "backends", "design"):
         page = (tmp_path / "site" / f"{name}.html").read_text()
         assert len(page) > 5000 and "<!-- reference" not in page and "fonts.googleapis" not in page

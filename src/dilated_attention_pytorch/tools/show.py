@@ -1,4 +1,4 @@
-"""`dap show`: who sees whom, by a pattern or a trained layer, as text, SVG, PNG or one HTML page without a network."""
+"""`dap show`: a pattern or the selection of a trained layer, as text, SVG, PNG or one self-contained HTML page."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from .console import MOST_HEADS, Parser, leave, print_json, whole
 EXACT_TOKENS = 4096
 """Up to this length a cell counts the allowed pairs; beyond it, the pairs of the tiles that are computed."""
 PIXELS = 640
-MOST_LETTERS = 90
-"""Of a title that has room above a map as it is; longer ones are drawn closer."""
+MOST_LETTERS = 56
+"""Longest title drawn at its natural width above a map; longer titles are condensed."""
 KINDS = ("txt", "svg", "png", "html")
 STYLE = (
-    ".map .page{fill:#fff}.map .cell{fill:#0b62b4}.map text{font:13px system-ui,sans-serif;fill:#1c2430}"
+    ".map .page{fill:#fff}.map .cell{fill:#0b62b4}.map text{font:20px system-ui,sans-serif;fill:#1c2430}"
     "@media(prefers-color-scheme:dark){.map .page{fill:#14181e}.map .cell{fill:#6cb2f5}.map text{fill:#e6eaf0}}"
 )
 
@@ -86,29 +86,32 @@ def as_svg(maps: list[Map]) -> str:
         parts.append(f'<g transform="translate({20 + index * (PIXELS + 40)},40)"><title>{escape(about)}</title>')
         fitted = f' textLength="{PIXELS}" lengthAdjust="spacingAndGlyphs"' if len(about) > MOST_LETTERS else ""
         parts.append(f'<text y="-14"{fitted}>{escape(about)}</text>')
+        # One path for each shade, with a rectangle for each run of equal cells.
+        shades: dict[float, list[str]] = {}
         for i, row in enumerate(drawn.share):
             at = 0
             for share, run in groupby(round(x, 2) for x in row):
                 length = len(list(run))
                 if share > 0:
-                    parts.append(
-                        f'<rect class="cell" x="{at * scale:.2f}" y="{i * scale:.2f}" width="{length * scale:.2f}" '
-                        f'height="{scale:.2f}" fill-opacity="{max(share, 0.08):.2f}"/>'
-                    )
+                    corner, across_run = f"M{at * scale:g} {i * scale:g}", f"{length * scale:g}"
+                    shades.setdefault(max(share, 0.08), []).append(f"{corner}h{across_run}v{scale:g}h-{across_run}z")
                 at += length
+        for share, runs in sorted(shades.items()):
+            parts.append(f'<path class="cell" fill-opacity="{share:g}" d="{"".join(runs)}"/>')
         frame = f'<rect width="{PIXELS}" height="{PIXELS}" fill="none" stroke="currentColor" opacity="0.3"/>'
         parts.append(f"{frame}</g>")
     return "\n".join([*parts, "</svg>\n"])
 
 
 def as_png(maps: list[Map]) -> bytes:
-    """The same as pixels; needs matplotlib."""
+    """PNG of the same maps; needs matplotlib."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ModuleNotFoundError:
-        advice = "Install it with pip install matplotlib, or write .svg."
-        raise must("a .png must have matplotlib", "none", advice) from None
+        raise must(
+            "matplotlib must be installed to write a .png", "no such package", "pip install matplotlib, or write .svg."
+        ) from None
     figure = Figure(figsize=(6.4 * len(maps), 6.8), layout="constrained")
     FigureCanvasAgg(figure)
     for axes, drawn in zip(figure.subplots(1, len(maps), squeeze=False)[0], maps, strict=True):
@@ -130,7 +133,7 @@ def as_html(texts: list[str], n: int, heads: int, head: int) -> str:
 
 
 def learned_page(maps: list[Map]) -> str:
-    """One self-contained page with the maps of what was learned, which no page can compute."""
+    """One self-contained page with the maps of a trained layer."""
     from .html_page import Chart, as_html
 
     title = maps[0].title
@@ -204,7 +207,7 @@ def draw(options: argparse.Namespace) -> None:
     texts = [text for text in (pattern, options.beside) if text is not None]
     length, many = n or 1024, options.heads or (4 if learned is None else max(4, options.head + 1))
     maps += [draw_map(text, length, many, options.head, cells) for text in texts]
-    # Tokens of a block that choose for themselves agree on few keys: a cell shows whether most of them do.
+    # Tokens that select keys separately agree on few of them: a cell shows whether most tokens of a block do.
     drawn_text = "\n\n".join(as_text(drawn, 0.0 if learned is None else 0.5) for drawn in maps)
     if out is not None:
         made: Any = {"txt": lambda: drawn_text + "\n", "svg": lambda: as_svg(maps), "png": lambda: as_png(maps)}

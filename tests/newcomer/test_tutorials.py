@@ -1,16 +1,13 @@
-"""Every tutorial is a whole notebook, stands on the site, and runs from its first cell to its last."""
+"""Every tutorial is a complete notebook, appears on the site, and runs from its first cell to its last."""
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from installed import ROOT, python
 
-ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOKS = sorted((ROOT / "docs" / "tutorials").glob("*.ipynb"))
 
 
@@ -28,7 +25,6 @@ def test_a_tutorial_runs_from_start_to_end(path: Path, tmp_path: Path):
     code = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
     program = tmp_path / f"{path.stem}.py"
     program.write_text("\n".join(code))
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-    done = subprocess.run([sys.executable, program], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    done = python(program, tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout
