@@ -125,6 +125,8 @@ PUBLIC_NAMES = [
     "replace_attention",
     "reproducible_gradients",
     "shard_sequence",
+    "selected_attention",
+    "validate_indices",
     "streamed_attention",
     "unshard_sequence",
 ]

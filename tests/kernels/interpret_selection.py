@@ -29,7 +29,7 @@ from dilated_attention_pytorch.kernels.triton import lowering as triton_lowering
 from dilated_attention_pytorch.nn import AdaptiveConfig, BlockSparseAdaptive
 from dilated_attention_pytorch.selection import attend, rank
 from dilated_attention_pytorch.selection import plan as plans
-from dilated_attention_pytorch.selection.attention import selected_attention
+from dilated_attention_pytorch.selection.attention import attend_selection
 from dilated_attention_pytorch.selection.backend import Triton
 from dilated_attention_pytorch.selection.kernels import block_mass as triton_mass
 from dilated_attention_pytorch.selection.kernels import block_scores as triton_selection
@@ -92,7 +92,7 @@ class Attention(NamedTuple):
             options |= {"dropout_p": self.dropout_p, "backend": backend}
             torch.manual_seed(1)
             with GpuRules() if backend == "triton" else torch.enable_grad():
-                output, lse = selected_attention(*leaves, chosen, **options)
+                output, lse = attend_selection(*leaves, chosen, **options)
                 slope = torch.where(lse > -torch.inf, slopes[1].to(lse.dtype), 0.0)
                 pairs = (output * slopes[0].to(dtype)).sum() + (lse.clamp(min=-1e30) * slope).sum()
                 found.append([output, lse, *torch.autograd.grad(pairs, [*leaves, *taught])])

@@ -24,9 +24,9 @@ WHOLE, TRIANGLE = 0, 1
 
 @lru_cache(maxsize=64)
 def _shared_lists(blocks: int, local: int, sink: int, is_causal: bool, device: torch.device) -> Tensor:
-    """Shared blocks as lists, int64 (t, s), padded with -1; column `local - 1` is the row's own block."""
+    """Shared blocks as lists, int64 (t, s), padded with -1; column `local - 1` is the row's own block, if any is."""
     own = torch.arange(blocks, device=device)[:, None]
-    near = own + torch.arange(1 - local, 1 if is_causal else local, device=device)
+    near = own + torch.arange(1 - local, max(1 if is_causal else local, 1 - local), device=device)
     first = torch.arange(min(sink, blocks), device=device).expand(blocks, -1)
     first = torch.where((own - first).abs() < local, -1, first)
     lists = torch.cat([near, first], 1)
@@ -73,6 +73,13 @@ def plan_of(selection: Selection, by_query: Walk, by_key: Walk, blocks: int) -> 
     axis, classes, masks = _ground(batch, n, heads, size, selection.indices.device)
     part = Part(axis, axis, classes, by_query, by_key)
     return Plan("learned", batch * n, heads, size, (part,), masks, blocks)
+
+
+def dense_plan(selection: Selection) -> Plan:
+    """Plan without parts, with the sizes of a selection: the dense formula reads pairs instead of tiles."""
+    batch, heads = selection.indices.shape[:2]
+    masks = _masks(selection.block_size, selection.indices.device)
+    return Plan("selected", batch * selection.n, heads, selection.block_size, (), masks, 0)
 
 
 def block_plan(selection: Selection, host_sync: bool = True) -> Plan:
