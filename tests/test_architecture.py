@@ -124,11 +124,11 @@ PUBLIC_NAMES = [
     "register_pattern",
     "replace_attention",
     "reproducible_gradients",
-    "shard_sequence",
     "selected_attention",
-    "validate_indices",
+    "shard_sequence",
     "streamed_attention",
     "unshard_sequence",
+    "validate_indices",
 ]
 
 

@@ -18,8 +18,8 @@ from ..plan.plan import Axis, Masks, Part, Plan, Walk
 from ..plan.tile_lists import start_order
 from .types import Gathered, GatherIndex, Selection
 
-WHOLE, TRIANGLE = 0, 1
-"""Element masks: all pairs, and pairs whose key does not follow the query."""
+WHOLE, TRIANGLE, NOTHING = 0, 1, 2
+"""Element masks: all pairs, pairs whose key does not follow the query, and no pair."""
 
 
 @lru_cache(maxsize=64)
@@ -38,14 +38,15 @@ def _shared_lists(blocks: int, local: int, sink: int, is_causal: bool, device: t
 def _masks(block_size: int, device: torch.device) -> Masks:
     element = torch.arange(block_size, device=device)
     below = element <= element[:, None]
-    dense = torch.stack([torch.ones_like(below), below])
+    dense = torch.stack([torch.ones_like(below), below, torch.zeros_like(below)])
     words = -(-block_size // 32)
     bits = torch.nn.functional.pad(dense, (0, 32 * words - block_size)).unflatten(-1, (words, 32)).long()
     packed = (bits << torch.arange(32, device=device)).sum(-1)
     packed = torch.where(packed >= 1 << 31, packed - (1 << 32), packed).int()
-    band = torch.full((2, 2), 1 - block_size, dtype=torch.int32, device=device)
+    band = torch.full((3, 2), 1 - block_size, dtype=torch.int32, device=device)
     band[WHOLE, 1].fill_(block_size - 1)
     band[TRIANGLE, 1].zero_()
+    band[NOTHING].fill_(block_size)
     return Masks(packed, band)
 
 
