@@ -124,9 +124,11 @@ PUBLIC_NAMES = [
     "register_pattern",
     "replace_attention",
     "reproducible_gradients",
+    "selected_attention",
     "shard_sequence",
     "streamed_attention",
     "unshard_sequence",
+    "validate_indices",
 ]
 
 

@@ -45,6 +45,8 @@ _MODULES = {
     "attention_step": "ops.decode",
     "explain": "ops.explain",
     "streamed_attention": "ops.streaming.stream",
+    "selected_attention": "selection.attention",
+    "validate_indices": "selection.indices",
     "AdaptiveConfig": "nn",
     "Alibi": "nn",
     "BlockSparseAdaptive": "nn",

@@ -78,6 +78,8 @@ from .patterns import register_pattern as register_pattern
 from .plan import Plan as Plan
 from .plan import PlanCache as PlanCache
 from .plan import make_plan as make_plan
+from .selection.attention import selected_attention as selected_attention
+from .selection.indices import validate_indices as validate_indices
 
 __version__: str
 

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import pytest
 import torch
+from index_calls import IndexCall, drawn_call
 from kernels.test_selection import drawn, inputs, seen_pairs
 from oracle import dense_attention, error
+from strategies import Seeded
 from torch.nn.functional import scaled_dot_product_attention
 
+from dilated_attention_pytorch import selected_attention, validate_indices
 from dilated_attention_pytorch.kernels.dropout import keep_mask
 from dilated_attention_pytorch.nn import AdaptiveConfig, BlockSparseAdaptive
 from dilated_attention_pytorch.selection import backend
-from dilated_attention_pytorch.selection.attention import selected_attention
+from dilated_attention_pytorch.selection.attention import attend_selection
+from dilated_attention_pytorch.selection.indices import GRANULARITIES
 from dilated_attention_pytorch.selection.kernels.lowering import Listed
 from dilated_attention_pytorch.selection.plan import block_plan, invert_selection
 from dilated_attention_pytorch.selection.types import Selection
@@ -48,7 +52,7 @@ def test_output_and_gradients_are_no_worse_than_twice_torch(
     grad = torch.randn(batch, 4, n, width).to(dtype).cuda()
     seen = seen_pairs(chosen).cuda()
     single = [x.detach().requires_grad_() for x in given]
-    output, lse = selected_attention(*single, on_gpu(chosen))
+    output, lse = attend_selection(*single, on_gpu(chosen))
     found = (output, *torch.autograd.grad(output, single, grad))
     exact = [x.detach().double().requires_grad_() for x in given]
     wanted, wanted_lse = dense_attention(*exact, seen.double())
@@ -67,7 +71,7 @@ def test_output_and_gradients_are_no_worse_than_twice_torch(
 def test_gradients_have_the_same_bits_every_time(per_token):
     chosen = on_gpu(drawn(1, 4, 2048, 128, is_causal=per_token, per_token=per_token, most=4))
     x = [t.bfloat16().cuda().requires_grad_() for t in inputs(chosen, 2, 64, 64)]
-    runs = [torch.autograd.grad(selected_attention(*x, chosen).output.square().sum(), x) for _ in range(3)]
+    runs = [torch.autograd.grad(attend_selection(*x, chosen).output.square().sum(), x) for _ in range(3)]
     assert all(torch.equal(a, b) for run in runs[1:] for a, b in zip(run, runs[0], strict=True))
 
 
@@ -79,7 +83,7 @@ def test_where_tokens_choose_dropout_goes_by_coordinates(padded):
     torch.manual_seed(3)
     seed = torch.randint(2**62, (1,), dtype=torch.int64, device="cuda")
     torch.manual_seed(3)
-    output, _ = selected_attention(*x, on_gpu(chosen), dropout_p=0.3, key_padding_mask=padding)
+    output, _ = attend_selection(*x, on_gpu(chosen), dropout_p=0.3, key_padding_mask=padding)
     stream, token = torch.arange(8).view(2, 4, 1, 1).cuda(), torch.arange(300).cuda()
     dropped = {"kept": keep_mask(seed, stream, token[:, None], token, 0.3), "dropout_p": 0.3}
     exact = [t.detach().double().requires_grad_() for t in x]
@@ -280,3 +284,77 @@ def test_choosing_takes_little_memory(is_causal):
         with torch.no_grad():
             backend.select(layer.score_blocks(q, k, is_causal), q.shape[2])
     assert torch.cuda.max_memory_allocated() - before <= 64 * 2**20
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
+@pytest.mark.parametrize("size", GRANULARITIES)
+@pytest.mark.parametrize("seed", range(6))
+def test_drawn_indices_match_oracle_on_a_gpu(seed, size, dtype):
+    call = drawn_call(Seeded(f"{seed} {size}"), (size,))
+    call = call._replace(n=3 * size + call.n, wild=True, entries=call.entries + 1)
+    for width in (64, 128, 80):
+        for name in ("auto", "triton"):
+            for what, wrong in call.errors(name, dtype, "cuda", widths=(width, width)).items():
+                assert wrong <= (3e-2 if dtype is torch.bfloat16 else 2e-5), (width, name, what)
+
+
+@pytest.mark.parametrize("key_heads", [2, 1])
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("per_token", [False, True])
+def test_whole_blocks_of_indices_match_oracle_on_a_gpu(per_token, is_causal, key_heads):
+    call = IndexCall(per_token, is_causal, 1024, 128, 2, 4, key_heads, 1, 4, wild=True)
+    for what, wrong in call.errors("auto", torch.bfloat16, "cuda", widths=(64, 64)).items():
+        assert wrong <= 3e-2, what
+
+
+def indexed_step(leaves, indices, is_causal):
+    output, lse = selected_attention(*leaves[:3], indices, is_causal=is_causal, sink=leaves[3], return_lse=True)
+    finite = torch.where(lse > -torch.inf, lse, 0.0)
+    return output, lse, *torch.autograd.grad(output.float().square().sum() + finite.sum(), leaves)
+
+
+def indexed_inputs(per_token):
+    leaves = [torch.randn(1, 4, 1024, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
+    leaves = [x.requires_grad_() for x in (*leaves, torch.zeros(4, device="cuda"))]
+    shape = 1, 4, 1024 if per_token else 8, 3
+    return leaves, [torch.randint(-1, 8, shape, device="cuda", dtype=torch.int32) for _ in range(3)]
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("per_token", [False, True])
+def test_indices_are_never_read_back(per_token, is_causal):
+    leaves, (first, second, _) = indexed_inputs(per_token)
+    indexed_step(leaves, first, is_causal)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        indexed_step(leaves, second, is_causal)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("per_token", [False, True])
+def test_a_cuda_graph_replays_on_other_indices(per_token, is_causal):
+    leaves, (first, *others) = indexed_inputs(per_token)
+    indices = first.clone()
+    aside = torch.cuda.Stream()
+    aside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(aside):
+        for _ in range(3):
+            indexed_step(leaves, indices, is_causal)
+    torch.cuda.current_stream().wait_stream(aside)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = indexed_step(leaves, indices, is_causal)
+    for other in others:
+        indices.copy_(other)
+        graph.replay()
+        for got, want in zip(captured, indexed_step(leaves, other, is_causal), strict=True):
+            assert error(got.detach(), want.detach()) <= 1e-5
+
+
+def test_validation_reads_indices_on_a_gpu():
+    indices = torch.tensor([[0, 9]], device="cuda", dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"got 9 at \[0, 1\]"):
+        validate_indices(indices, 9)

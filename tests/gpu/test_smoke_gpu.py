@@ -16,7 +16,7 @@ import torch
 from oracle import answer, error
 from torch import nn
 
-from dilated_attention_pytorch import attention_with_lse, parse
+from dilated_attention_pytorch import attention_with_lse, parse, selected_attention
 from dilated_attention_pytorch.kernels.registry import MODULES, backend_named
 from dilated_attention_pytorch.models import LongNetConfig, LongNetLM, SlideEncoder
 from dilated_attention_pytorch.nn import (
@@ -93,6 +93,25 @@ def block_sparse(kind: str, **more: int) -> Around:
     return Around(BlockSparseRingDilatedAttention(*BRANCHES, config))
 
 
+class Indexed(nn.Module):
+    """Attention of (B, N, H, D) on blocks by their mean keys, listed for tokens or for blocks of queries."""
+
+    def __init__(self, per_token: bool) -> None:
+        super().__init__()
+        self.per_token, self.sink = per_token, nn.Parameter(torch.zeros(HEADS))
+
+    def forward(self, *heads: torch.Tensor, is_causal: bool) -> torch.Tensor:
+        query, key, value = (x.transpose(1, 2) for x in heads)
+        means = key.detach().unflatten(2, (-1, 64)).mean(3)
+        rows = query.detach().unflatten(1, (KEY_HEADS, -1)).mean(2)
+        rows = rows if self.per_token else rows.unflatten(2, (-1, 64)).mean(3)
+        own = torch.arange(rows.shape[2], device=query.device) // (64 if self.per_token else 1)
+        near = own[:, None].expand(*rows.shape[:3], 1)
+        indices = torch.cat([near, (rows @ means.mT).topk(3).indices], -1)
+        options = {"granularity": 64, "enable_gqa": True, "sink": self.sink}
+        return selected_attention(query, key, value, indices, is_causal=is_causal, **options).transpose(1, 2)
+
+
 def adaptive(size: int = 64, unit: int = 16, is_causal: bool = False) -> Around:
     config = AdaptiveConfig(0.5, score_unit=unit)
     return Around(BlockSparseAdaptive([N], [1], HEADS, WIDTH, config, block_size=size), is_causal=is_causal)
@@ -123,6 +142,8 @@ KINDS = {
     "learned, tokens": lambda: adaptive(is_causal=True),
     "learned, multihead by blocks": lambda: adaptive_multihead(False),
     "learned, multihead by tokens, grouped heads": lambda: adaptive_multihead(True, num_kv_heads=2),
+    "indices by blocks, grouped heads": lambda: Around(Indexed(False), KEY_HEADS),
+    "indices by tokens, grouped heads": lambda: Around(Indexed(True), KEY_HEADS, is_causal=True),
     "language model": lm,
     "slide encoder": Slides,
 }

@@ -15,6 +15,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 import torch
 from cases import Problem
 from conftest import ALLOCATORS, poisoned
+from index_calls import IndexCall
 from kernels.interpreter import skip_repeated_work
 from kernels.test_selection import drawn, inputs, seen_pairs
 from oracle import answer, dense_attention, error
@@ -202,6 +203,16 @@ def chosen_gradients(a):
                 put(total, sample, key_head, first, more + tile_of(total, sample, key_head, first, a.BLOCK))
 
 
+INDICES = {
+    "indices, rows without blocks": IndexCall(False, False, 512, 128, 2, 2, 1, 2, 2, wild=True),
+    "indices, causal, rows without blocks": IndexCall(False, True, 512, 128, 2, 2, 1, 1, 2, wild=True),
+    "indices, ragged, rows without blocks": IndexCall(False, False, 300, 128, 1, 2, 2, 2, 1, wild=True),
+    "indices by tokens": IndexCall(True, False, 256, 128, 1, 2, 1, 1, 2, wild=True),
+    "indices by causal tokens": IndexCall(True, True, 256, 128, 1, 2, 1, 1, 2, wild=True),
+}
+"""Calls on indices; of each by blocks, some rows list none."""
+
+
 def run(trial, dtype):
     query, key, value, grad_output, grad_lse = trial.inputs(dtype)
     grad_lse = grad_lse.float()
@@ -224,7 +235,7 @@ def run_learned(seed, n, batch, per_token=False):
     given = [x.float().requires_grad_() for x in inputs(chosen, 1, 64, 64)]
     slopes = torch.randn(batch, 2, n, 64), torch.randn(batch, 2, n)
     exact = [x.detach().double().requires_grad_() for x in given]
-    found = selected.selected_attention(*given, chosen, backend="auto" if per_token else "hopper")
+    found = selected.attend_selection(*given, chosen, backend="auto" if per_token else "hopper")
     wanted = dense_attention(*exact, seen_pairs(chosen).double())
     grads = (torch.autograd.grad(one, leaves, slopes) for one, leaves in ((found, given), (wanted, exact)))
     found, wanted = ([*one, *more] for one, more in zip((found, wanted), grads, strict=True))
@@ -285,3 +296,7 @@ if __name__ == "__main__":
         ("learned by tokens", 3, 384, 2, True),
     ):
         print(json.dumps({"trial": name} | run_learned(*shape)), flush=True)
+    for name, call in INDICES.items():
+        backend = "auto" if call.per_token else "hopper"
+        errors = call.errors(backend, torch.float32, widths=(64, 64))
+        print(json.dumps({"trial": name} | errors), flush=True)

@@ -18,6 +18,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
 from conftest import ALLOCATORS, poisoned
+from index_calls import IndexCall
 from kernels.interpreter import skip_repeated_work
 from kernels.no_waiting import GpuRules, Launched
 from kernels.test_selection import GivenScores, drawn, inputs, seen_pairs
@@ -27,9 +28,9 @@ from dilated_attention_pytorch.kernels.dropout import keep_mask
 from dilated_attention_pytorch.kernels.hopper import lowering as hopper_lowering
 from dilated_attention_pytorch.kernels.triton import lowering as triton_lowering
 from dilated_attention_pytorch.nn import AdaptiveConfig, BlockSparseAdaptive
-from dilated_attention_pytorch.selection import attend, rank
+from dilated_attention_pytorch.selection import attend, attention, rank
 from dilated_attention_pytorch.selection import plan as plans
-from dilated_attention_pytorch.selection.attention import selected_attention
+from dilated_attention_pytorch.selection.attention import attend_selection
 from dilated_attention_pytorch.selection.backend import Triton
 from dilated_attention_pytorch.selection.kernels import block_mass as triton_mass
 from dilated_attention_pytorch.selection.kernels import block_scores as triton_selection
@@ -92,7 +93,7 @@ class Attention(NamedTuple):
             options |= {"dropout_p": self.dropout_p, "backend": backend}
             torch.manual_seed(1)
             with GpuRules() if backend == "triton" else torch.enable_grad():
-                output, lse = selected_attention(*leaves, chosen, **options)
+                output, lse = attend_selection(*leaves, chosen, **options)
                 slope = torch.where(lse > -torch.inf, slopes[1].to(lse.dtype), 0.0)
                 pairs = (output * slopes[0].to(dtype)).sum() + (lse.clamp(min=-1e30) * slope).sum()
                 found.append([output, lse, *torch.autograd.grad(pairs, [*leaves, *taught])])
@@ -110,6 +111,28 @@ class Attention(NamedTuple):
             found[1][:5] = [output, lse, *torch.autograd.grad(pairs, leaves)]
         names = ("output", "lse", "query", "key", "value", "scores", "dense scores")
         return {name: error(a.detach(), b.detach()) for name, a, b in zip(names, *found, strict=True)}
+
+
+class Indexed(NamedTuple):
+    """Attention on drawn indices, some of them no block, as a GPU runs it."""
+
+    call: IndexCall
+    traced: bool = False
+    """By the registered operators, whose backward pass has the indices alone"""
+
+    def errors(self) -> dict[str, float]:
+        """Of output, LSE and every gradient."""
+        attend.GATHERED, triton_lowering.SHORTEST_PIECE, triton_lowering.PROGRAMS_PER_PROCESSOR = 2**29, 2**18, 4
+        call = self.call._replace(wild=True)
+        if call.per_token:
+            near = int(call.is_causal), 0, call.is_causal, torch.device("cpu")
+            shared = attend.shared_plan(call.n, call.heads, call.size, *near)
+            triton_lowering.schedule(shared, call.heads // call.key_heads)
+        # A dispatch mode would otherwise see the operators, and not what runs inside.
+        observed, attention.is_observed = attention.is_observed, lambda *tensors: self.traced
+        errors = call.errors("triton", torch.float32, rules=GpuRules(), widths=(16, 12))
+        attention.is_observed = observed
+        return errors
 
 
 def refuse_bits(place: torch.Tensor) -> torch.Tensor:
@@ -491,6 +514,12 @@ TRIALS = {
     "tokens, padded samples, heads apart": Attention(True, False, n=40, batch=2, padded=True, apart=True),
     "tokens, tiles smaller than a block": Attention(True, True, n=136, size=64, key_heads=1, padded=True, batch=2),
     "tokens in half precision": Attention(True, True, n=40, dtype=torch.float16, most=1),
+    "indices by blocks, causal": Indexed(IndexCall(False, True, 40, scope=2, counted=True)),
+    "indices by blocks of two samples, padded": Indexed(IndexCall(False, False, 32, scope=4, padded=True)),
+    "indices by tokens, causal, padded": Indexed(IndexCall(True, True, 40, scope=2, padded=True)),
+    "indices by tokens": Indexed(IndexCall(True, False, 32, batch=1, scope=1, counted=True)),
+    "indices by blocks, traced": Indexed(IndexCall(False, False, 40, heads=2, scope=1), traced=True),
+    "indices by tokens, causal, traced": Indexed(IndexCall(True, True, 40, batch=1, heads=2), traced=True),
     "a step, blocks": Step(False, 13, 22, 7),
     "a step, tokens": Step(True, 17, 13, 11),
     "a step, ragged blocks, one scorer": Step(False, 99, 199, 99, n=56, key_heads=1, share=True, batch=2),

@@ -66,6 +66,15 @@ def test_learned_plans_of_one_shape_share_a_launch_and_match_the_oracle(found, n
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("hopper interpreter")
+def test_attention_on_indices_matches_oracle(found):
+    calls = {name: errors for name, errors in found.items() if name.startswith("indices")}
+    assert len(calls) == 5
+    for name, errors in calls.items():
+        assert max(errors.values()) <= 2e-6, (name, errors)
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("hopper interpreter")
 @pytest.mark.parametrize("name", PIECES)
 def test_joined_pieces_match_the_oracle(found, name):
     errors = dict(found[name])

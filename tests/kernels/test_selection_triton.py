@@ -48,6 +48,14 @@ GROUPS = {
         "many causal tokens turned round",
         "tokens with long lists turned round in windows",
     ],
+    "attention on indices": [
+        "indices by blocks, causal",
+        "indices by blocks of two samples, padded",
+        "indices by tokens, causal, padded",
+        "indices by tokens",
+        "indices by blocks, traced",
+        "indices by tokens, causal, traced",
+    ],
     "training steps": [
         "a step, tokens",
         "a step, ragged blocks, one scorer",

@@ -11,7 +11,7 @@ from oracle import error
 from torch.nn import functional as F
 
 from dilated_attention_pytorch.nn import AdaptiveConfig, BlockSparseAdaptive, SparseAttention
-from dilated_attention_pytorch.selection.attention import selected_attention
+from dilated_attention_pytorch.selection.attention import attend_selection
 from dilated_attention_pytorch.selection.backend import select
 from dilated_attention_pytorch.selection.types import DistillBatch
 
@@ -87,7 +87,7 @@ def test_the_gradient_in_the_backward_pass_is_that_of_the_written_loss(granulari
     )
     dense = torch.randn(2, 4, len(batch.dense_rows), t, dtype=torch.float64, requires_grad=True)
     q.requires_grad_()
-    output = selected_attention(
+    output = attend_selection(
         q,
         k,
         v,

@@ -17,14 +17,13 @@ from dilated_attention_pytorch import (
     attention_with_lse,
     merge,
     parse,
+    selected_attention,
 )
 from dilated_attention_pytorch.distributed import SequenceLayout, context_parallel_attention
 from dilated_attention_pytorch.kernels.cpu.native import library_path
 from dilated_attention_pytorch.models import LongNetLM
 from dilated_attention_pytorch.ops.streaming.sources import TensorSource
 from dilated_attention_pytorch.ops.streaming.stream import streamed_attention, streamed_gradients
-from dilated_attention_pytorch.selection.attention import selected_attention
-from dilated_attention_pytorch.selection.types import Selection
 
 N = 70
 BACKENDS = ["reference", "cpu", *(["native"] if library_path().exists() else [])]
@@ -40,10 +39,8 @@ pytestmark = [
 
 
 def selected(query: Tensor, key: Tensor, value: Tensor, per_token: bool = False, **options: object) -> Tensor:
-    rows = N if per_token else -(-N // 16)
-    indices = torch.zeros(1, 2, rows, 1, dtype=torch.int32)
-    selection = Selection(indices, torch.ones(1, 2, rows, dtype=torch.int32), N, 16, False, per_token, 1, 0)
-    return selected_attention(query, key, value, selection, **options).output
+    indices = torch.tensor([[0, 1]], dtype=torch.int32).expand(1, 1, N if per_token else -(-N // 16), 2)
+    return selected_attention(query, key, value, indices, granularity=16, **options)
 
 
 ENTRIES: dict[str, Entry] = {

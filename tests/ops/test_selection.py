@@ -12,7 +12,7 @@ from oracle import dense_attention, error
 from dilated_attention_pytorch.kernels.cpu.native import library_path
 from dilated_attention_pytorch.kernels.dropout import keep_mask
 from dilated_attention_pytorch.selection import attend, rank
-from dilated_attention_pytorch.selection.attention import selected_attention
+from dilated_attention_pytorch.selection.attention import attend_selection
 from dilated_attention_pytorch.selection.rank import Budget
 from dilated_attention_pytorch.selection.types import SelectionSettings, shared_blocks
 
@@ -58,7 +58,7 @@ def test_where_tokens_choose_dropout_goes_by_tokens_of_their_sample_and_head(bac
     torch.manual_seed(3)
     seed = torch.randint(2**62, (1,))
     torch.manual_seed(3)
-    output, lse = selected_attention(*tensors, chosen, dropout_p=0.4, backend=backend)
+    output, lse = attend_selection(*tensors, chosen, dropout_p=0.4, backend=backend)
     stream, token = torch.arange(8).view(2, 4, 1, 1), torch.arange(70)
     dropped = {"kept": keep_mask(seed, stream, token[:, None], token, 0.4), "dropout_p": 0.4}
     wanted, wanted_lse = dense_attention(*double, seen_pairs(chosen).double(), **dropped)

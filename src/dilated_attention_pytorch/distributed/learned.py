@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..ops.derivatives import once_differentiable
-from ..selection.attention import selected_attention
+from ..selection.attention import attend_selection
 from ..selection.backend import distill_inputs
 from ..selection.distill import DistillInputs, captured, compare_scores, listed_mass, query_weights
 from ..selection.types import DistillBatch, Selection, shared_blocks
@@ -193,7 +193,7 @@ def _attend(
     selection = Selection(listed[..., : int(counts.max()) if counts.numel() else 0], counts, *shape, 1, 0)
     masked = None if padding is None else padding[:, part.tokens.to(device)]
     if len(part.tokens):
-        output, lse = selected_attention(
+        output, lse = attend_selection(
             queries, keys, values, selection, scale=scale, key_padding_mask=masked, backend=backend
         )
     else:

@@ -215,8 +215,8 @@ def _attend(
         memory_budget,
         softcap or 0.0,
     )
-    if _is_observed(query, key, value):
-        run = _Attention.apply if _needs_graph(query, key, value) else torch.ops.dilated_attention.forward
+    if is_observed(query, key, value):
+        run = _Attention.apply if needs_graph(query, key, value) else torch.ops.dilated_attention.forward
         return run(query, key, value, *settings)
     resolved = resolve_call(query, key, value, settings)
     # A prepared call runs on tensors with the strides that it was given.
@@ -235,7 +235,7 @@ def empty_attention(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, 
 
 
 def _run(resolved: ResolvedCall, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    if _needs_graph(query, key, value):
+    if needs_graph(query, key, value):
         return _EagerAttention.apply(query, key, value, resolved)
     return resolved.forward(resolved.call(query, key, value))
 
@@ -299,7 +299,7 @@ def _cache_key(
     query: Tensor, key: Tensor, value: Tensor, pattern: Pattern | str, *settings: object
 ) -> tuple[object, ...] | None:
     """Everything but values that a plain eager call depends on; None if the call is not plain or not eager."""
-    if _is_observed(query, key, value) or not (
+    if is_observed(query, key, value) or not (
         isinstance(pattern, _PATTERNS) and pattern.__hash__ is not None and _PLAIN.issuperset(map(type, settings))
     ):
         return None
@@ -372,14 +372,14 @@ def _traced_operand(pattern: Pattern, address: int) -> str:
 _traced_operand._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def _needs_graph(query: Tensor, key: Tensor, value: Tensor) -> bool:
+def needs_graph(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Whether autograd or a function transform must see the call; otherwise its bookkeeping is time for nothing."""
     if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
         return True
     return torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
 
 
-def _is_observed(*tensors: Tensor) -> bool:
+def is_observed(*tensors: Tensor) -> bool:
     """Whether a compiler, a transform, a dispatch mode, a profiler or a kind of tensor must see the operators.
 
     Where none does, the way through torch's dispatcher is host time for nothing.
@@ -478,7 +478,7 @@ def _backward_for(query: Tensor, grad_output: Tensor) -> Callable[..., tuple[Ten
     """The backward as autograd must see it: with a derivative that raises, as an operator, or as a plain function."""
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         return _Gradients.apply
-    return torch.ops.dilated_attention.backward if _is_observed(query, grad_output) else _backward
+    return torch.ops.dilated_attention.backward if is_observed(query, grad_output) else _backward
 
 
 class _EagerAttention(torch.autograd.Function):

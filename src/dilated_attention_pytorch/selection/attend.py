@@ -2,6 +2,7 @@
 
 A selection by query blocks is one plan. In a selection by tokens, the blocks that all rows share are one plan and the
 listed blocks another, on copies of the queries grouped by key block; both are parts of one softmax and merge by LSE.
+The backend `reference` evaluates the dense formula instead, on the pairs of the selection.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from ..kernels.call import AttentionCall, Forward, Gradients, empty_rows
 from ..kernels.dropout import shifted
 from ..kernels.registry import Backend, choose
 from ..plan.plan import Plan
-from .plan import block_plan, token_plan
+from .plan import block_plan, dense_plan, token_plan
 from .types import Gathered, Selection
 
 GATHERED, GPU_ROOM = 512 * 2**20, 4
@@ -75,6 +76,25 @@ class Attend:
         return AttentionCall(query, key, value, plan, self.scale, padding, self.dropout_p, self.seed)
 
 
+class SelectedPairs:
+    """Pairs of a selection with samples concatenated, in the form in which the dense formula reads a pattern."""
+
+    def __init__(self, selection: Selection) -> None:
+        self.selection, self.allowed = selection, selection.allowed()
+
+    def resolve(self, n: int, heads: int) -> SelectedPairs:
+        """The pairs themselves: a selection is made for one length."""
+        return self
+
+    def multiplicity(self, q: Tensor, k: Tensor, head: int) -> Tensor:
+        """1 for each pair of the selection, otherwise 0."""
+        s = self.selection
+        token, block = q % s.n, k % s.n // s.block_size
+        row = token if s.per_token else token // s.block_size
+        seen = self.allowed[q // s.n, head, row, block] & (q // s.n == k // s.n)
+        return (seen & (k <= q) if s.is_causal else seen).long()
+
+
 @dataclass(slots=True)
 class BlockAttend(Attend):
     """Attention over a selection by query blocks, as one plan."""
@@ -112,6 +132,19 @@ class BlockAttend(Attend):
         return tuple(unfold(x, query) for x in grads)
 
 
+@dataclass(slots=True)
+class DenseAttend(BlockAttend):
+    """Attention over a selection by the dense formula: the specification."""
+
+    def lowered(
+        self, query: Tensor, key: Tensor, value: Tensor, *, backward: bool = False
+    ) -> tuple[AttentionCall, Backend]:
+        """Call of folded tensors, and its backend."""
+        call = self.call(query, key, value, dense_plan(self.selection))
+        call = replace(call, pattern=SelectedPairs(self.selection))
+        return call, choose(call, self.backend)[1]
+
+
 class GatheredHeads(NamedTuple):
     """Gathered queries of some heads in some samples, as a plan."""
 
@@ -140,7 +173,7 @@ class GatheredHeads(NamedTuple):
 class TokenAttend(Attend):
     """Attention over a selection by tokens: one plan of the shared blocks, and plans of gathered queries."""
 
-    pieces: list[GatheredHeads] = field(default_factory=list, init=False)
+    pieces: list[GatheredHeads] | None = field(default=None, init=False)
 
     def shared_call(self, query: Tensor, key: Tensor, value: Tensor) -> AttentionCall:
         """Call of the blocks that all rows share."""
@@ -152,7 +185,18 @@ class TokenAttend(Attend):
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Forward:
         """Output and LSE."""
         call = self.shared_call(query, key, value)
-        return self._join(call, choose(call, self.backend)[1].forward(call))
+        if not self._shares():
+            output = empty_rows(query, value.shape[-1]).zero_()
+            lse = query.new_full(query.shape[:3], -torch.inf, dtype=call.compute_dtype)
+            return self._join(call, Forward(output, lse))
+        shared, rows = choose(call, self.backend)[1].forward(call), self.selection.sharing_rows
+        if rows is not None:
+            shared.output.masked_fill_(~rows[..., None], 0.0)
+            shared.lse.masked_fill_(~rows, -torch.inf)
+        return self._join(call, shared)
+
+    def _shares(self) -> bool:
+        return self.selection.local_blocks + self.selection.sink_blocks > 0
 
     def backward(
         self,
@@ -166,7 +210,13 @@ class TokenAttend(Attend):
     ) -> tuple[Tensor, ...]:
         """Gradients of query, key and value."""
         call = self.shared_call(query, key, value)
-        shared = choose(call, self.backend)[1].backward(call, output, lse, grad_output, grad_lse)
+        if not self._shares():
+            shared = Gradients(*(empty_rows(x, x.shape[-1]).zero_() for x in (query, key, value)))
+            return self._add(call, shared, output, lse, grad_output, grad_lse)
+        rows = self.selection.sharing_rows
+        # An LSE of infinity makes every weight of a row 0.
+        shared_lse = lse if rows is None else torch.where(rows, lse, torch.inf)
+        shared = choose(call, self.backend)[1].backward(call, output, shared_lse, grad_output, grad_lse)
         return self._add(call, shared, output, lse, grad_output, grad_lse)
 
     def head_runs(self, query: Tensor, key: Tensor, value: Tensor) -> Iterator[tuple[slice, slice]]:
@@ -194,6 +244,11 @@ class TokenAttend(Attend):
                 tokens = slice(first * n, samples.stop * n)
                 yield GatheredHeads(heads, key_heads, tokens, first * all_heads + heads.start, gathered)
 
+    def _all_pieces(self, call: AttentionCall) -> list[GatheredHeads]:
+        """All choices, gathered once: a backward pass alone gathers them, too."""
+        self.pieces = list(self._gather(call.query, call.key, call.value)) if self.pieces is None else self.pieces
+        return self.pieces
+
     def _gathered_call(self, piece: GatheredHeads, folded: tuple[Tensor, ...]) -> AttentionCall:
         query, key, value = folded
         keys, values = (x[:, piece.key_heads, piece.tokens] for x in (key, value))
@@ -213,11 +268,11 @@ class TokenAttend(Attend):
         lse = fold(shared.lse)[0].clone()
         if total.data_ptr() == shared.output.data_ptr():
             total = total.clone()
-        self.pieces = list(self._gather(query, key, value))
+        pieces = self._all_pieces(call)
         batch, heads, n, _ = query.shape
         distilled = torch.arange(0, device="cpu") if self.distilled_rows is None else self.distilled_rows
         listed_lse = lse.new_empty((batch, heads, len(distilled), self.selection.indices.shape[-1]))
-        for piece in self.pieces:
+        for piece in pieces:
             own = self._gathered_call(piece, folded)
             part = choose(own, self.backend)[1].forward(own)
             rows, place = piece.gathered.plan.n, piece.gathered.place
@@ -238,7 +293,7 @@ class TokenAttend(Attend):
             samples = slice(piece.tokens.start // n, piece.tokens.stop // n)
             listed_lse[samples, piece.heads] = logs.unflatten(1, (-1, n))[:, :, distilled].transpose(0, 1)
         output = empty_rows(query, value.shape[-1]).copy_(unfold(total[None], query))
-        self.listed_lse = listed_lse if self.pieces and len(distilled) else None
+        self.listed_lse = listed_lse if pieces and len(distilled) else None
         return Forward(output, unfold(lse[None], query).contiguous())
 
     def _add(
@@ -251,14 +306,15 @@ class TokenAttend(Attend):
         grad_lse: Tensor | None,
     ) -> tuple[Tensor, ...]:
         """Gradients of shared and listed blocks together; each part's are exact given output and LSE of whole rows."""
-        if not self.pieces:
+        pieces = self._all_pieces(call)
+        if not pieces:
             return tuple(shared)
         inputs = call.query, call.key, call.value
         sums = [fold(grad)[0].to(lse.dtype, copy=True) for grad in shared]
         folded = tuple(fold(x) for x in inputs)
         rows_of = [fold(x) for x in (output, lse, grad_output)]
         slope = None if grad_lse is None else fold(grad_lse)
-        for piece in self.pieces:
+        for piece in pieces:
             own = self._gathered_call(piece, folded)
             own_output, own_lse, own_grad = (piece.rows(x) for x in rows_of)
             own_slope = None if slope is None else piece.rows(slope)

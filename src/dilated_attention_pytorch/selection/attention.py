@@ -1,30 +1,308 @@
-"""Attention over a selection: exact attention on blocks that a tensor lists."""
+"""Attention over blocks that a tensor lists: the public operation on indices, and attention over a selection.
+
+`selected_attention` brings indices into the normal form of a `Selection`; learned layers make theirs themselves. Both
+run the same implementations. Two torch operators make the public operation traceable.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import inspect
+from typing import Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
 
-from ..errors import must
-from ..kernels.call import Forward
+from ..errors import must, must_be
+from ..kernels.call import Forward, empty_rows, laid_like
 from ..kernels.dropout import fresh_seed
-from ..ops.attention import autocasted, empty_attention, readable
-from ..ops.checks import check_masks, check_tensors
-from ..ops.derivatives import check_reverse_mode, once_differentiable, scale_of
+from ..ops.attention import autocasted, empty_attention, is_observed, needs_graph, readable
+from ..ops.checks import check_layout, check_masks, check_tensors, unexpected
+from ..ops.derivatives import ONCE, check_reverse_mode, once_differentiable, scale_of
 from ..ops.merge import AttentionOutput
+from ..ops.sink import apply_sink
 from ..shapes import Key, KeyPadding, Query, Value
+from . import backend as implementations
 from .attend import BlockAttend, TokenAttend, fold, unfold
 from .backend import choose_attend, distill, distill_inputs, score_rows
+from .indices import check_indices, selection_of, validate_indices
 from .scores import BlockScores
 from .types import DistillBatch, Selection
+
+_SETTINGS = (
+    "Tensor indices, Tensor? counts, Tensor? key_padding_mask, "
+    "int granularity, bool is_causal, float scale, str backend"
+)
+_library = torch.library.Library("dilated_attention", "FRAGMENT")
+_library.define(f"selected_forward(Tensor query, Tensor key, Tensor value, {_SETTINGS}) -> (Tensor, Tensor)")
+_library.define(
+    "selected_backward(Tensor query, Tensor key, Tensor value, Tensor output, Tensor lse, Tensor grad_output, "
+    f"Tensor? grad_lse, {_SETTINGS}) -> (Tensor, Tensor, Tensor)"
+)
 
 LONGEST_WEIGHTED = 8192
 
 
-@torch.compiler.disable
+class SelectedSettings(NamedTuple):
+    """Arguments of the operators besides query, key and value, in the order of their schema."""
+
+    indices: Tensor
+    counts: Tensor | None
+    key_padding_mask: Tensor | None
+    granularity: int
+    is_causal: bool
+    scale: float
+    backend: str
+
+
+@overload
 def selected_attention(
+    query: Query,
+    key: Key,
+    value: Value,
+    indices: Tensor,
+    counts: Tensor | None = None,
+    *,
+    granularity: int = 128,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    sink: Tensor | None = None,
+    key_padding_mask: KeyPadding | None = None,
+    return_lse: Literal[False] = False,
+    backend: str = "auto",
+) -> Tensor: ...
+@overload
+def selected_attention(
+    query: Query,
+    key: Key,
+    value: Value,
+    indices: Tensor,
+    counts: Tensor | None = None,
+    *,
+    granularity: int = 128,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    sink: Tensor | None = None,
+    key_padding_mask: KeyPadding | None = None,
+    return_lse: Literal[True],
+    backend: str = "auto",
+) -> AttentionOutput: ...
+def selected_attention(
+    query: Query,
+    key: Key,
+    value: Value,
+    indices: Tensor,
+    counts: Tensor | None = None,
+    *,
+    granularity: int = 128,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    sink: Tensor | None = None,
+    key_padding_mask: KeyPadding | None = None,
+    return_lse: bool = False,
+    backend: str = "auto",
+    **unknown: object,
+) -> Tensor | AttentionOutput:
+    """Exact attention over the key blocks that an index tensor lists for each row.
+
+    Differentiable in query, key, value and sink. Queries and keys have one length. Nothing is read back from a GPU:
+    indices may change from call to call, under `torch.compile` and in a CUDA graph.
+
+    Args:
+        query: (B, H, N, D).
+        key: (B, G, N, D) with G = H, or a divisor of H when `enable_gqa`.
+        value: (B, G, N, E).
+        indices: int32 or int64 (B, S, rows, K): numbers of key blocks, padded with -1. S is 1, G or H: lists for all
+            query heads, for the query heads of each key head, or for each query head. `rows` is N, a list for each
+            token, or ceil(N / granularity), a list for each block of queries. Order and duplicates do not matter.
+            Other values raise on the CPU and are ignored on a GPU; see `validate_indices`.
+        counts: int (B, S, rows): valid entries of each row, the first ones; entries after them are ignored.
+        granularity: tokens of a block: 16, 32, 64, 128 or 256.
+        is_causal: drop keys after the query: blocks after the row's own, and the upper triangle of its own block.
+        scale: factor on the scores; 1 / sqrt(D) by default.
+        enable_gqa: let query head h read key head h // (H / G).
+        sink: (H,), a logit of each head in the softmax denominator, without a value; not part of the LSE.
+        key_padding_mask: bool (B, N), True where a key takes no part.
+        return_lse: also return the natural logarithm of each row's softmax denominator.
+        backend: "auto", or a name from `dilated_attention_pytorch.backends()`, which then never falls back.
+
+    Returns:
+        (B, H, N, E), or with `return_lse` an `AttentionOutput` with the LSE (B, H, N). A row without keys has output 0
+        and LSE -inf.
+
+    >>> import torch
+    >>> from dilated_attention_pytorch import selected_attention
+    >>> q, k, v = torch.randn(3, 1, 8, 512, 64).unbind()
+    >>> indices = torch.randint(-1, 8, (1, 8, 8, 3), dtype=torch.int32)
+    >>> selected_attention(q, k, v, indices, granularity=64, is_causal=True).shape
+    torch.Size([1, 8, 512, 64])
+    """
+    if unknown:
+        raise unexpected("selected_attention", unknown)
+    query, key, value = autocasted(query, key, value)
+    check_tensors(query, key, value, enable_gqa)
+    check_layout(query)
+    check_masks(query, key_padding_mask, None)
+    check_indices(query, key, indices, counts, granularity)
+    _check_sink(query, sink)
+    scale = scale_of(scale, query.shape[-1])
+    if not query.shape[0] or not query.shape[2]:
+        output, lse = empty_attention(query, key, value)
+    else:
+        check_reverse_mode(query, key, value)
+        settings = SelectedSettings(indices, counts, key_padding_mask, granularity, is_causal, scale, backend)
+        output, lse = _selected(query, key, value, settings)
+    if sink is not None:
+        output = apply_sink(output, lse, sink)
+    return AttentionOutput(output, lse) if return_lse else output
+
+
+def _check_sink(query: Tensor, sink: Tensor | None) -> None:
+    if sink is None:
+        return
+    if not isinstance(sink, Tensor):
+        raise must_be("sink must be a Tensor", type(sink).__name__)
+    if not sink.is_floating_point():
+        raise must_be("sink must have a floating dtype", sink.dtype)
+    if tuple(sink.shape) != (query.shape[1],):
+        raise must(f"sink must have shape ({query.shape[1]},), one logit for each query head", tuple(sink.shape))
+    if sink.device != query.device:
+        raise must(f"sink must be on the query's device {query.device}", sink.device)
+
+
+def _selected(query: Tensor, key: Tensor, value: Tensor, settings: SelectedSettings) -> tuple[Tensor, Tensor]:
+    query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
+    if torch.compiler.is_compiling() and (value is key or value is query):
+        # A traced autograd function takes each of its tensors once.
+        value = value.view_as(value)
+    if torch.compiler.is_compiling() and key is query:
+        key = key.view_as(key)
+    graph = needs_graph(query, key, value)
+    if is_observed(query, key, value):
+        run = _ObservedSelected.apply if graph else torch.ops.dilated_attention.selected_forward
+        return run(query, key, value, *settings)
+    with torch.no_grad():
+        attend = _attend_of(query, key, value, settings)
+        result = attend.forward(query, key, value)
+    return _Selected.apply(query, key, value, None, None, result, attend, None) if graph else result
+
+
+def _attend_of(query: Tensor, key: Tensor, value: Tensor, settings: SelectedSettings) -> BlockAttend | TokenAttend:
+    """Implementation for a call, with its indices checked where the host may read them."""
+    indices, counts, padding, size, is_causal, scale, backend = settings
+    (_, heads, n, _), groups = query.shape, key.shape[1]
+    if implementations.allows_host_sync(query.device):
+        validate_indices(indices, -(-n // size), counts)
+    selection = selection_of(indices, counts, n, heads, groups, size, is_causal)
+    return choose_attend(query, key, value, selection, scale, padding, 0.0, None, backend, None)
+
+
+@torch.library.impl(_library, "selected_forward", "CompositeExplicitAutograd")
+def _forward(query: Tensor, key: Tensor, value: Tensor, *settings: Any) -> tuple[Tensor, Tensor]:
+    attend = _attend_of(query, key, value, SelectedSettings(*settings))
+    output, lse = attend.forward(query, key, value)
+    return laid_like(output, query), lse.contiguous()
+
+
+@torch.library.impl(_library, "selected_backward", "CompositeExplicitAutograd")
+def _backward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    lse: Tensor,
+    grad_output: Tensor,
+    grad_lse: Tensor | None,
+    *settings: Any,
+) -> tuple[Tensor, ...]:
+    attend = _attend_of(query, key, value, SelectedSettings(*settings))
+    query, key, value, output, lse = _readable_rows(attend.selection, query, key, value, output, lse)
+    grads = attend.backward(query, key, value, output, lse, grad_output, grad_lse)
+    return tuple(laid_like(grad, like) for grad, like in zip(grads, (query, key, value), strict=True))
+
+
+@torch.library.register_fake("dilated_attention::selected_forward", lib=_library)
+def _forward_fake(query: Tensor, key: Tensor, value: Tensor, *settings: Any) -> tuple[Tensor, Tensor]:
+    lse_dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
+    return empty_rows(query, value.shape[-1]), query.new_empty(query.shape[:-1], dtype=lse_dtype)
+
+
+@torch.library.register_fake("dilated_attention::selected_backward", lib=_library)
+def _backward_fake(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    return tuple(empty_rows(x, x.shape[-1]) for x in (query, key, value))
+
+
+class _ObservedSelected(torch.autograd.Function):
+    """The operators as one differentiable function, for compilers, transforms, dispatch modes and profilers."""
+
+    @staticmethod
+    def forward(*arguments: Any) -> tuple[Tensor, Tensor]:
+        return torch.ops.dilated_attention.selected_forward(*arguments)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        tensors, ctx.settings = inputs[:6], inputs[6:]
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*tensors, *output)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
+        grad_output, grad_lse = grad_outputs
+        check_reverse_mode(grad_output, grad_lse)
+        query, key, value, *lists, output, lse = ctx.saved_tensors
+        if grad_output is None and grad_lse is None:
+            return (None,) * 10
+        query, key, value, output, lse = readable(query, key, value, output, lse)
+        grad_output = torch.zeros_like(output) if grad_output is None else grad_output
+        grad_output = grad_output if grad_output.stride(-1) == 1 else grad_output.contiguous()
+        nested = torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        run = _SelectedGradients.apply if nested else torch.ops.dilated_attention.selected_backward
+        grads = run(query, key, value, output, lse, grad_output, grad_lse, *lists, *ctx.settings)
+        return *grads, *(None,) * 7
+
+    @staticmethod
+    def vmap(
+        info: Any, in_dims: tuple[int | None, ...], *arguments: Any
+    ) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
+        """A mapped dimension joins the batch."""
+
+        def joined(tensor: Tensor | None, dim: int | None) -> Tensor | None:
+            if tensor is None:
+                return None
+            mapped = tensor.expand(info.batch_size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
+            return mapped.flatten(0, 1)
+
+        tensors = [joined(arguments[i], in_dims[i]) for i in range(6)]
+        results = _ObservedSelected.apply(*tensors, *arguments[6:])
+        return tuple(x.unflatten(0, (info.batch_size, -1)) for x in results), (0, 0)  # pyrefly: ignore[bad-return]
+
+
+# Autograd binds the arguments to this signature in every call.
+_ObservedSelected.forward.__signature__ = inspect.signature(_ObservedSelected.forward)  # pyrefly: ignore[missing-attribute]
+
+
+class _SelectedGradients(torch.autograd.Function):
+    """The backward operator as a function whose own derivative raises."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+        return torch.ops.dilated_attention.selected_backward(*arguments)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
+        raise NotImplementedError(ONCE.format("selected_attention"))
+
+
+@torch.compiler.disable
+def attend_selection(
     query: Query,
     key: Key,
     value: Value,
@@ -114,10 +392,7 @@ class _Selected(torch.autograd.Function):
         query, key, value, chosen_scores, dense_scores, output, lse, listed_lse = ctx.saved_tensors
         attend: BlockAttend | TokenAttend = ctx.attend
         selection = attend.selection
-        # Kernels read a contiguous LSE: of concatenated samples where rows are blocks.
-        rows_lse = lse if selection.per_token else fold(lse)
-        query, key, value, output, rows_lse = readable(query, key, value, output, rows_lse)
-        lse = rows_lse if selection.per_token else unfold(rows_lse, query)
+        query, key, value, output, lse = _readable_rows(selection, query, key, value, output, lse)
         if grad_output is None and grad_lse is None:
             return (None,) * 8
         grad_output = torch.zeros_like(output) if grad_output is None else grad_output
@@ -130,6 +405,15 @@ class _Selected(torch.autograd.Function):
             inputs = distill_inputs(query, key, selection, attend.scale, attend.key_padding_mask, listed_lse)
             learned = distill(inputs, ctx.batch, lse, grad_output, chosen_scores, dense_scores)
         return *result, *learned, *(None,) * 3
+
+
+def _readable_rows(selection: Selection, *saved: Tensor) -> tuple[Tensor, ...]:
+    """`readable` query, key, value, output and LSE; kernels for query blocks read the LSE of concatenated samples."""
+    *rows, lse = saved
+    if selection.per_token:
+        return readable(*rows, lse)
+    *rows, folded = readable(*rows, fold(lse))
+    return *rows, unfold(folded, rows[0])
 
 
 def weighted_attention(

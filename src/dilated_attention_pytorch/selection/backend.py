@@ -18,7 +18,7 @@ from ..kernels.triton import backend as triton_backend
 from . import rank as ranking
 from . import scores as scoring
 from . import summaries
-from .attend import BlockAttend, TokenAttend
+from .attend import BlockAttend, DenseAttend, TokenAttend
 from .distill import DistillInputs, distill_gradients
 from .rank import Budget
 from .row_scores import RowScores
@@ -342,6 +342,8 @@ def choose_attend(
         allows_host_sync(query.device),
         distilled_rows,
     )
+    if backend == "reference":
+        return DenseAttend(*options)
     if not selection.per_token:
         if problem is not None:
             return BlockAttend(*options)

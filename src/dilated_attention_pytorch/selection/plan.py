@@ -18,15 +18,15 @@ from ..plan.plan import Axis, Masks, Part, Plan, Walk
 from ..plan.tile_lists import start_order
 from .types import Gathered, GatherIndex, Selection
 
-WHOLE, TRIANGLE = 0, 1
-"""Element masks: all pairs, and pairs whose key does not follow the query."""
+WHOLE, TRIANGLE, NOTHING = 0, 1, 2
+"""Element masks: all pairs, pairs whose key does not follow the query, and no pair."""
 
 
 @lru_cache(maxsize=64)
 def _shared_lists(blocks: int, local: int, sink: int, is_causal: bool, device: torch.device) -> Tensor:
-    """Shared blocks as lists, int64 (t, s), padded with -1; column `local - 1` is the row's own block."""
+    """Shared blocks as lists, int64 (t, s), padded with -1; column `local - 1` is the row's own block, if any is."""
     own = torch.arange(blocks, device=device)[:, None]
-    near = own + torch.arange(1 - local, 1 if is_causal else local, device=device)
+    near = own + torch.arange(1 - local, max(1 if is_causal else local, 1 - local), device=device)
     first = torch.arange(min(sink, blocks), device=device).expand(blocks, -1)
     first = torch.where((own - first).abs() < local, -1, first)
     lists = torch.cat([near, first], 1)
@@ -38,14 +38,15 @@ def _shared_lists(blocks: int, local: int, sink: int, is_causal: bool, device: t
 def _masks(block_size: int, device: torch.device) -> Masks:
     element = torch.arange(block_size, device=device)
     below = element <= element[:, None]
-    dense = torch.stack([torch.ones_like(below), below])
+    dense = torch.stack([torch.ones_like(below), below, torch.zeros_like(below)])
     words = -(-block_size // 32)
     bits = torch.nn.functional.pad(dense, (0, 32 * words - block_size)).unflatten(-1, (words, 32)).long()
     packed = (bits << torch.arange(32, device=device)).sum(-1)
     packed = torch.where(packed >= 1 << 31, packed - (1 << 32), packed).int()
-    band = torch.full((2, 2), 1 - block_size, dtype=torch.int32, device=device)
+    band = torch.full((3, 2), 1 - block_size, dtype=torch.int32, device=device)
     band[WHOLE, 1].fill_(block_size - 1)
     band[TRIANGLE, 1].zero_()
+    band[NOTHING].fill_(block_size)
     return Masks(packed, band)
 
 
@@ -73,6 +74,13 @@ def plan_of(selection: Selection, by_query: Walk, by_key: Walk, blocks: int) -> 
     axis, classes, masks = _ground(batch, n, heads, size, selection.indices.device)
     part = Part(axis, axis, classes, by_query, by_key)
     return Plan("learned", batch * n, heads, size, (part,), masks, blocks)
+
+
+def dense_plan(selection: Selection) -> Plan:
+    """Plan without parts, with the sizes of a selection: the dense formula reads pairs instead of tiles."""
+    batch, heads = selection.indices.shape[:2]
+    masks = _masks(selection.block_size, selection.indices.device)
+    return Plan("selected", batch * selection.n, heads, selection.block_size, (), masks, 0)
 
 
 def block_plan(selection: Selection, host_sync: bool = True) -> Plan:

@@ -49,9 +49,11 @@ class Selection:
     per_token: bool
     """Rows are tokens; otherwise blocks of queries."""
     local_blocks: int
-    """Every row sees blocks nearer than this; 1 is the row's own block."""
+    """Every row sees blocks nearer than this; 1 is the row's own block, 0 no block."""
     sink_blocks: int
     """Number of first blocks that every row sees."""
+    sharing_rows: Tensor | None = None
+    """bool (b, h, r): rows that see their own block, if `local_blocks` is 1, `sink_blocks` is 0 and not all rows do"""
 
     @property
     def blocks(self) -> int:
@@ -71,7 +73,8 @@ class Selection:
         """Blocks that each row sees, bool (b, h, r, t)."""
         listed = torch.zeros(*self.indices.shape[:3], self.blocks + 1, dtype=torch.bool, device=self.indices.device)
         listed.scatter_(-1, self.indices.long(), True)
-        return listed[..., :-1] | self.shared()[self.row_blocks()]
+        shared = self.shared()[self.row_blocks()]
+        return listed[..., :-1] | (shared if self.sharing_rows is None else shared & self.sharing_rows[..., None])
 
     def without_lists(self) -> Selection:
         """The selection without its lists: enough for `density`, in far less memory."""
@@ -81,7 +84,10 @@ class Selection:
         """Blocks seen over blocks that dense attention sees, a scalar tensor."""
         batch, heads, rows, _ = self.indices.shape
         by_row = self.block_size if self.per_token else 1
-        shared, dense = _count_shared(rows, by_row, self.blocks, self.local_blocks, self.sink_blocks, self.is_causal)
+        near = self.local_blocks, self.sink_blocks
+        shared, dense = _count_shared(rows, by_row, self.blocks, *near, self.is_causal)
+        if self.sharing_rows is not None:
+            shared = self.sharing_rows.sum(dtype=torch.float64) / (batch * heads)
         return (self.counts.sum(dtype=torch.float64) / (batch * heads) + shared) / dense
 
 
@@ -93,7 +99,7 @@ def _count_shared(rows: int, by_row: int, blocks: int, local: int, sink: int, is
         many = min(by_row, rows - own * by_row)
         seen = min(own, local - 1) + 1 + min(max(own - local + 1, 0), sink)
         if not is_causal:
-            seen += min(blocks - 1 - own, local - 1) + max(min(sink, blocks) - own - local, 0)
+            seen += max(min(blocks - 1 - own, local - 1), 0) + max(min(sink, blocks) - own - max(local, 1), 0)
         shared += many * seen
         dense += many * (own + 1 if is_causal else blocks)
     return shared, dense

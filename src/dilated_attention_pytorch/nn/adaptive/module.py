@@ -17,7 +17,7 @@ from ...ops.attention import attention
 from ...patterns import BlockDilated, Full
 from ...plan import Plan
 from ...plan.builder import BLOCK_SIZES
-from ...selection.attention import selected_attention, weighted_attention
+from ...selection.attention import attend_selection, weighted_attention
 from ...selection.backend import distill_inputs, prefers_sdpa, score_blocks, select
 from ...selection.distill import DistillInputs, captured, dense_mass, draw_batch
 from ...selection.scores import BlockScores
@@ -273,7 +273,7 @@ class BlockSparseAdaptive(OverRanks, nn.Module):
         if weighted:
             output = self._weighted(q, k, v, scores, selection, key_padding_mask)
         else:
-            output, lse = selected_attention(
+            output, lse = attend_selection(
                 q,
                 k,
                 v,
@@ -291,7 +291,7 @@ class BlockSparseAdaptive(OverRanks, nn.Module):
         scale = self.head_dim**-0.5 if self.softmax_scale is None else self.softmax_scale
         with torch.no_grad():
             if lse is None:
-                lse = selected_attention(q, k, v, selection, scale=scale, key_padding_mask=key_padding_mask).lse
+                lse = attend_selection(q, k, v, selection, scale=scale, key_padding_mask=key_padding_mask).lse
             share = self._captured(distill_inputs(q, k, selection, scale, key_padding_mask), lse)
             return output, LearnedPattern(selection, scores.of_each(selection.indices), share, selection.density())
 

@@ -13,13 +13,16 @@ import triton.language as tl
 def store_partial(p_partial, o_entry, b_tile, b_mask, b_here, SIZE: tl.constexpr, TURNED: tl.constexpr):
     """Entries as `lowering.partial_entries` has them: tile, mask, first and last difference of its band.
 
-    Differences are keys minus queries, or where TURNED queries minus keys.
+    Differences are keys minus queries, or where TURNED queries minus keys. The band of mask 2 lies outside.
     """
     p_line = p_partial + o_entry.to(tl.int64) * 4
     tl.store(p_line, b_tile, mask=b_here)
     tl.store(p_line + 1, b_mask, mask=b_here)
-    tl.store(p_line + 2, tl.where((b_mask > 0) & TURNED, 0, 1 - SIZE), mask=b_here)
-    tl.store(p_line + 3, tl.where((b_mask > 0) & (not TURNED), 0, SIZE - 1), mask=b_here)
+    b_first = tl.where((b_mask == 1) & TURNED, 0, 1 - SIZE)
+    b_last = tl.where((b_mask == 1) & (not TURNED), 0, SIZE - 1)
+    OUTSIDE: tl.constexpr = -SIZE if TURNED else SIZE
+    tl.store(p_line + 2, tl.where(b_mask == 2, OUTSIDE, b_first), mask=b_here)
+    tl.store(p_line + 3, tl.where(b_mask == 2, OUTSIDE, b_last), mask=b_here)
 
 
 @triton.jit(do_not_specialize=["batch", "heads", "blocks", "listed", "sinks", "entries"])
@@ -31,9 +34,11 @@ def query_lists_kernel(
     """What one query block meets: tiles met whole, then those met in part, then room that is not used.
 
     Blocks that every row sees come first among the meetings, its own after LOCAL - 1 others, then those listed for it.
-    With HALVES also items of 128 rows for Hopper; BY_ROW starts the same row of all heads together.
+    With HALVES also items of 128 rows for Hopper; BY_ROW starts the same row of all heads together. An item needs a
+    tile: a row without blocks, possible where LOCAL is 0, has its own tile with mask 2, which has no pair.
     """
-    NEAR: tl.constexpr = LOCAL if CAUSAL else 2 * LOCAL - 1
+    NEAR: tl.constexpr = LOCAL if CAUSAL or LOCAL == 0 else 2 * LOCAL - 1
+    HOLES: tl.constexpr = LOCAL == 0 and HALVES > 0
     tiles = batch * blocks
     row = tl.program_id(0)
     head = row // tiles
@@ -64,11 +69,11 @@ def query_lists_kernel(
     b_at = tl.where(b_rest > 0, whole + part + tl.cumsum(b_rest, 0), b_at) - 1
     begin = row * many
     o_entry = begin + b_at
-    b_tile = sample * blocks + tl.minimum(tl.maximum(b_block, 0), blocks - 1)
+    b_tile = sample * blocks + tl.where(b_some, b_block, own)
     p_lists = p_room + o_lists
     tl.store(p_lists + o_entry, b_tile, mask=o_k < many)
-    if RAGGED or CAUSAL:
-        b_mask = tl.maximum(b_mask, 0)
+    if RAGGED or CAUSAL or HOLES:
+        b_mask = tl.where(HOLES & (b_rest > 0), 2, tl.maximum(b_mask, 0))
         tl.store(p_lists + entries + o_entry, b_mask, mask=o_k < many)
         if HALVES > 0:
             store_partial(p_room + o_partial, o_entry, b_tile, b_mask, o_k < many, SIZE, False)
@@ -83,7 +88,8 @@ def query_lists_kernel(
     for half in tl.static_range(HALVES):
         item = (place * heads + head if BY_ROW else head * tiles + place) * HALVES + half
         b_line = tl.where(o_c == 0, head, tl.where(o_c == 1, tile * HALVES + half, tl.where(o_c == 2, begin, whole)))
-        b_line = tl.where(o_c == 5, middle, tl.where(o_c == 6, part, b_line))
+        cut = tl.maximum(part, (whole == 0).to(tl.int32)) if HOLES else part
+        b_line = tl.where(o_c == 5, middle, tl.where(o_c == 6, cut, b_line))
         tl.store(p_room + o_items + item * 8 + o_c, tl.where((o_c == 4) | (o_c == 7), 0, b_line))
         b_line = tl.where(o_c < 2, b_line, tl.where(o_c == 2, whole + part, 0))
         tl.store(p_room + o_held + item * 4 + o_c, b_line, mask=o_c < 4)
@@ -158,6 +164,7 @@ def key_lists_kernel(
     Lists lie in the order in which programs ask for room, which nothing depends on. With HALVES a query block's `many`
     entries are stored once more, turned, for dQ on Hopper.
     """
+    HOLES: tl.constexpr = LOCAL == 0 and HALVES > 0
     p_bits = p_room + o_bits
     p_lists = p_room + o_lists
     row = tl.program_id(0)
@@ -183,7 +190,7 @@ def key_lists_kernel(
         o_entry = tl.where(b_cut, cut + tl.cumsum(b_part, 0), met + tl.cumsum(b_whole, 0)) - 1
         b_tile = tile - own + o_q
         tl.store(p_lists + o_entry, b_tile, mask=b_seen)
-        if RAGGED or CAUSAL:
+        if RAGGED or CAUSAL or HOLES:
             b_mask = (o_q == (own if CAUSAL else blocks)).to(tl.int32)
             tl.store(p_lists + entries + o_entry, b_mask, mask=b_seen)
             if HALVES > 0:
@@ -194,7 +201,7 @@ def key_lists_kernel(
     b_line = tl.where(o_c == 0, begin, tl.where(o_c == 4, begin + whole + part, begin + whole))
     tl.store(p_room + o_rows + row * 6 + o_c, tl.where((o_c == 2) | (o_c == 5), 0, b_line), mask=o_c < 6)
     tl.store(p_room + o_total + row, whole + part)
-    if (RAGGED or CAUSAL) and HALVES > 0:
+    if (RAGGED or CAUSAL or HOLES) and HALVES > 0:
         for first in range(0, many, P):
             o_k = first + tl.arange(0, P)
             o_entry = row * many + o_k

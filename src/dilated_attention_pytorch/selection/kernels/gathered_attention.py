@@ -223,11 +223,14 @@ MOST_BITS = 2**31 - 1
 class GatheredAttend(TokenAttend):
     """Attention over a selection by tokens whose listed blocks are added to the shared ones in place."""
 
-    indices: list[tuple[slice, GatherIndex]] = field(default_factory=list, init=False)
+    indices: list[tuple[slice, GatherIndex]] | None = field(default=None, init=False)
     """Inverted selection of each run of heads"""
 
-    def _join(self, call: AttentionCall, shared: Forward) -> Forward:
-        selection = self.selection
+    def _inverted(self, call: AttentionCall) -> list[tuple[slice, GatherIndex]]:
+        """Inverted selection, computed once: a backward pass alone computes it, too."""
+        if self.indices is not None:
+            return self.indices
+        selection, self.indices = self.selection, []
         batch, all_heads, n, listed = selection.indices.shape
         group = all_heads // call.key.shape[1]
         # The run of each key block may leave part of a tile empty.
@@ -237,8 +240,12 @@ class GatheredAttend(TokenAttend):
             own = selection if many == all_heads else replace(selection, indices=selection.indices[:, heads])
             by_bits = many * bits <= MOST_BITS
             index = gather_index.invert_selection(own, group) if by_bits else invert_selection(own, group, 0, False)
-            forward(call, index, shared, heads)
             self.indices.append((heads, index))
+        return self.indices
+
+    def _join(self, call: AttentionCall, shared: Forward) -> Forward:
+        for heads, index in self._inverted(call):
+            forward(call, index, shared, heads)
         return shared
 
     def _add(
@@ -250,8 +257,9 @@ class GatheredAttend(TokenAttend):
         grad_output: Tensor,
         grad_lse: Tensor | None,
     ) -> tuple[Tensor, ...]:
-        if self.indices:
+        indices = self._inverted(call)
+        if indices:
             delta = delta_of(output, lse, grad_output, grad_lse)
-            for heads, index in self.indices:
+            for heads, index in indices:
                 backward(call, index, shared, heads, lse, delta, grad_output)
         return tuple(shared)

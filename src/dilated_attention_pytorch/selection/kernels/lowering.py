@@ -42,8 +42,9 @@ class ListedBlocks:
         ragged: bool, halves: int, few: bool,
     ) -> None:  # fmt: skip
         batch, heads, t, listed = shape
-        sinks, self.masked, words = min(sinks, t), ragged or causal, -(-t // 32)
-        many = (local if causal else 2 * local - 1) + sinks + listed
+        # Without a block that every row sees, Hopper's items of rows without blocks need a masked tile.
+        sinks, self.masked, words = min(sinks, t), ragged or causal or (not local and halves > 0), -(-t // 32)
+        many = (local if causal or not local else 2 * local - 1) + sinks + listed
         self._device, self._halves, self._few = device, halves, few
         self._rows, self._tiles = heads * batch * t, batch * t
         self.entries = entries = self._rows * many
@@ -367,7 +368,7 @@ def _cut(table: Tensor, tile: Tensor, limit: int, more: int) -> tuple[Tensor, Te
 
 
 class ListedPart(LoweredPart):
-    """The part of such a plan as the Hopper kernels run it; every row meets its own tile, so every item has work."""
+    """The part of such a plan as the Hopper kernels run it; every item has a tile, be it without a pair."""
 
     def __init__(self, plan: Plan, items: Items) -> None:
         self.items = items

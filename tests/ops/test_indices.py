@@ -1,0 +1,289 @@
+"""Attention on index tensors against the dense formula, on every CPU backend, and wrong calls with their messages."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from index_calls import IndexCall, drawn_call, seen_pairs
+from oracle import dense_attention, error
+from strategies import strategy
+
+from dilated_attention_pytorch import (
+    AttentionOutput,
+    BackendUnsupported,
+    attention_with_lse,
+    selected_attention,
+    validate_indices,
+)
+from dilated_attention_pytorch.kernels.cpu.native import library_path
+from dilated_attention_pytorch.ops.sink import apply_sink
+from dilated_attention_pytorch.selection.indices import GRANULARITIES, normalise_indices, selection_of
+
+NATIVE = pytest.param("native", marks=pytest.mark.skipif(not library_path().exists(), reason="C++ kernel not built"))
+BACKENDS = pytest.mark.parametrize("backend", ["reference", "cpu", NATIVE, "auto"])
+ROWS = pytest.mark.parametrize("per_token", [False, True], ids=["blocks", "tokens"])
+CAUSAL = pytest.mark.parametrize("is_causal", [False, True])
+
+
+@BACKENDS
+@settings(max_examples=60)
+@example(IndexCall(True, True, 1, entries=1))
+@example(IndexCall(False, False, 33, entries=0))
+@example(IndexCall(True, False, 50, scope=4, counted=True, padded=True))
+@example(IndexCall(True, True, 50, scope=2, counted=True, padded=True))
+@given(strategy(drawn_call))
+def test_drawn_indices_match_oracle(backend: str, call: IndexCall):
+    for what, wrong in call.errors(backend).items():
+        assert wrong <= 1e-12, what
+
+
+@BACKENDS
+@CAUSAL
+@ROWS
+@pytest.mark.parametrize("size", GRANULARITIES)
+def test_every_granularity_matches_oracle(size: int, per_token: bool, is_causal: bool, backend: str):
+    call = IndexCall(per_token, is_causal, 3 * size - 5, size, 1, 2, 1, 1, 2)
+    for what, wrong in call.errors(backend, torch.float32).items():
+        assert wrong <= 2e-5, what
+
+
+def three(n=50, heads=4, key_heads=4, batch=1, dtype=torch.float64):
+    shapes = (heads, 8), (key_heads, 8), (key_heads, 6)
+    return [torch.randn(batch, h, n, d, dtype=dtype) for h, d in shapes]
+
+
+@ROWS
+def test_order_and_duplicates_do_not_matter(per_token):
+    q, k, v = three()
+    indices = torch.randint(-1, 4, (1, 4, 50 if per_token else 4, 6), dtype=torch.int32)
+    wanted = selected_attention(q, k, v, indices, granularity=16)
+    shuffled = torch.cat([indices.flip(-1), indices[..., 2:4]], -1)
+    assert torch.equal(selected_attention(q, k, v, shuffled, granularity=16), wanted)
+    assert torch.equal(selected_attention(q, k, v, indices.long(), granularity=16), wanted)
+
+
+@ROWS
+@CAUSAL
+def test_all_blocks_are_dense_attention(per_token, is_causal):
+    q, k, v = three()
+    indices = torch.arange(4, dtype=torch.int32).expand(1, 1, 50 if per_token else 4, 4)
+    output, lse = selected_attention(q, k, v, indices, granularity=16, is_causal=is_causal, return_lse=True)
+    wanted = attention_with_lse(q, k, v, "full", is_causal=is_causal)
+    assert error(output, wanted.output) <= 1e-12 and error(lse, wanted.lse) <= 1e-12
+
+
+@ROWS
+def test_no_row_of_a_causal_call_sees_later_tokens(per_token):
+    q, k, v = three()
+    indices = torch.randint(-1, 4, (1, 1, 50 if per_token else 4, 4), dtype=torch.int32)
+    before = selected_attention(q, k, v, indices, granularity=16, is_causal=True)
+    for x in (k, v):
+        x[:, :, 37:] += 1
+    after = selected_attention(q, k, v, indices, granularity=16, is_causal=True)
+    assert torch.equal(before[:, :, :37], after[:, :, :37]) and not torch.equal(before, after)
+
+
+@ROWS
+@CAUSAL
+def test_rows_without_keys_are_zero(per_token, is_causal):
+    leaves = [x.requires_grad_() for x in three()]
+    sink = torch.zeros(4, dtype=torch.float64, requires_grad=True)
+    indices = torch.full((1, 4, 50 if per_token else 4, 3), -1, dtype=torch.int32)
+    options = {"granularity": 16, "is_causal": is_causal, "sink": sink, "return_lse": True}
+    output, lse = selected_attention(*leaves, indices, **options)
+    assert torch.equal(output, torch.zeros_like(output)) and (lse == -torch.inf).all()
+    for grad in torch.autograd.grad(output.sum(), [*leaves, sink]):
+        assert torch.equal(grad, torch.zeros_like(grad))
+
+
+@ROWS
+@pytest.mark.parametrize("scope", [1, 2, 4])
+@pytest.mark.parametrize(("batch", "n"), [(0, 32), (2, 0)])
+def test_empty_calls_have_results_and_gradients(batch, n, scope, per_token):
+    leaves = [x.requires_grad_() for x in three(n, 4, 2, batch)]
+    indices = torch.zeros(batch, scope, n if per_token else -(-n // 16), 2, dtype=torch.int32)
+    sink = torch.zeros(4, requires_grad=True)
+    options = {"granularity": 16, "enable_gqa": True, "sink": sink, "return_lse": True}
+    output, lse = selected_attention(*leaves, indices, **options)
+    assert output.shape == (batch, 4, n, 6) and lse.shape == (batch, 4, n)
+    grads = torch.autograd.grad(output.sum() + lse.sum(), [*leaves, sink])
+    assert [grad.shape for grad in grads] == [x.shape for x in (*leaves, sink)]
+
+
+@ROWS
+def test_layouts_and_autocast_give_the_same_numbers(per_token):
+    q, k, v = three(n=50, heads=4, key_heads=2, batch=2, dtype=torch.float32)
+    indices = torch.randint(-1, 4, (2, 2, 50 if per_token else 4, 4), dtype=torch.int32)
+    options = {"granularity": 16, "enable_gqa": True, "is_causal": True}
+    wanted = selected_attention(q, k, v, indices, **options)
+    apart = [x.mT.contiguous().mT for x in (q, k, v)], indices.transpose(2, 3).contiguous().transpose(2, 3)
+    assert error(selected_attention(*apart[0], apart[1], **options), wanted) <= 1e-6
+    tokens_first = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
+    assert error(selected_attention(*tokens_first, indices, **options), wanted) <= 1e-6
+    with torch.autocast("cpu", torch.bfloat16):
+        half = selected_attention(q, k, v, indices, **options)
+    assert half.dtype == torch.bfloat16 and error(half, wanted) <= 2e-2
+
+
+def test_return_lse_decides_the_type():
+    q, k, v = three()
+    indices = torch.zeros(1, 1, 4, 1, dtype=torch.int32)
+    assert isinstance(selected_attention(q, k, v, indices, granularity=16), torch.Tensor)
+    assert isinstance(selected_attention(q, k, v, indices, granularity=16, return_lse=True), AttentionOutput)
+
+
+@ROWS
+def test_gradients_are_those_of_finite_differences(per_token):
+    leaves = [x.requires_grad_() for x in three(20, 2, 1)]
+    sink = torch.randn(2, dtype=torch.float64, requires_grad=True)
+    indices = torch.randint(-1, 2, (1, 2, 20 if per_token else 2, 1), dtype=torch.int32)
+
+    def run(*x):
+        return selected_attention(*x[:3], indices, granularity=16, is_causal=True, enable_gqa=True, sink=x[3])
+
+    assert torch.autograd.gradcheck(run, (*leaves, sink), fast_mode=True)
+
+
+def test_sink_is_one_more_key_without_a_value():
+    q, k, v = three()
+    sink = torch.randn(4, dtype=torch.float64)
+    scores = q @ k.mT
+    weights = torch.cat([scores, sink[:, None, None].expand(1, 4, 50, 1)], -1).softmax(-1)[..., :-1]
+    assert error(apply_sink(scores.softmax(-1) @ v, scores.logsumexp(-1), sink), weights @ v) <= 1e-12
+
+
+@pytest.mark.parametrize("value", [-torch.inf, -1e30, 1e30, torch.inf])
+def test_extreme_sinks_have_finite_gradients(value):
+    output = torch.randn(1, 2, 3, 4, requires_grad=True)
+    lse = torch.tensor([[[0.0, -torch.inf, 50.0]] * 2], requires_grad=True)
+    sink = torch.full((2,), value, requires_grad=True)
+    result = apply_sink(output, lse, sink)
+    assert torch.equal(result[:, :, 1], torch.zeros(1, 2, 4))
+    wanted = output if value < 0 else torch.zeros_like(output)
+    assert torch.equal(result[:, :, ::2], wanted[:, :, ::2])
+    for grad in torch.autograd.grad(result.sum(), (output, lse, sink)):
+        assert grad.isfinite().all()
+
+
+def test_sink_keeps_the_dtype_of_the_output():
+    output, lse = torch.randn(1, 2, 3, 4).bfloat16(), torch.randn(1, 2, 3)
+    assert apply_sink(output, lse, torch.zeros(2).bfloat16()).dtype == torch.bfloat16
+    assert apply_sink(output.double(), lse.double(), torch.zeros(2)).dtype == torch.float64
+
+
+@settings(max_examples=60)
+@given(strategy(drawn_call))
+def test_normal_form_holds_blocks_once_and_nothing_else(call: IndexCall):
+    indices, counts, held = call._replace(wild=True).lists()
+    blocks = -(-call.n // call.size)
+    listed = normalise_indices(indices, counts, blocks)
+    assert listed.dtype == torch.int32 and listed.shape[-1] == max(call.entries, 1)
+    for row, wanted in zip(listed.flatten(0, 2).tolist(), held.flatten(0, 2).tolist(), strict=True):
+        inside = sorted({block for block in wanted if 0 <= block < blocks})
+        assert row == inside + [blocks] * (len(row) - len(inside))
+    selection = selection_of(indices, counts, call.n, call.heads, call.key_heads, call.size, call.is_causal)
+    token = torch.arange(call.n)
+    row = token if selection.per_token else token // call.size
+    seen = selection.allowed()[:, :, row][..., token // call.size]
+    seen = seen & (token <= token[:, None]) if call.is_causal else seen
+    assert torch.equal(seen, seen_pairs(held, call.n, call.size, call.heads, call.is_causal))
+    own = selection.row_blocks()
+    dense = int((own + 1).sum()) if call.is_causal else len(own) * blocks
+    assert float(selection.density()) == pytest.approx(
+        float(selection.allowed().sum()) / (seen.shape[0] * seen.shape[1] * dense)
+    )
+
+
+def call_with(**changes):
+    q, k, v = (torch.randn(2, h, 50, 8) for h in (4, 2, 2))
+    indices = torch.zeros(2, 1, 4, 3, dtype=torch.int32)
+    arguments = {"query": q, "key": k, "value": v, "indices": indices, "granularity": 16, "enable_gqa": True}
+    return selected_attention(**(arguments | changes))
+
+
+def integers(*shape, dtype=torch.int32):
+    return torch.zeros(shape, dtype=dtype)
+
+
+WRONG = [
+    ({"granularity": 48}, "granularity must be one of 16, 32, 64, 128, 256, got 48"),
+    ({"indices": [0]}, "indices must be a Tensor, got list"),
+    ({"indices": torch.zeros(2, 1, 4, 3)}, "indices must be int32 or int64, got torch.float32"),
+    ({"indices": integers(2, 1, 4)}, "indices must have shape (batch, heads, rows, entries), got (2, 1, 4)"),
+    ({"indices": integers(1, 1, 4, 3)}, "indices must have the query's batch size 2, got 1"),
+    (
+        {"indices": integers(2, 3, 4, 3)},
+        "indices must be for 1 head, the 2 key heads or the 4 query heads, got 3 heads",
+    ),
+    (
+        {"indices": integers(2, 1, 5, 3)},
+        "indices must have 50 rows, one for each token, or 4, one for each block of 16 tokens, got 5 rows",
+    ),
+    ({"indices": integers(2, 1, 4, 3, dtype=torch.int16)}, "indices must be int32 or int64, got torch.int16"),
+    ({"indices": integers(2, 1, 4, 3).to("meta")}, "indices must be on the query's device cpu, got meta"),
+    (
+        {"indices": integers(2, 1, 4, 3) + 4},
+        "indices must be block numbers in 0 to 3, or -1 for no block, got 4 at [0, 0, 0, 0]",
+    ),
+    (
+        {"indices": integers(2, 1, 4, 3) - 2},
+        "indices must be block numbers in 0 to 3, or -1 for no block, got -2 at [0, 0, 0, 0]",
+    ),
+    ({"counts": integers(2, 4)}, "counts must have shape (2, 1, 4), got (2, 4)"),
+    ({"counts": torch.ones(2, 1, 4)}, "counts must be int32 or int64, got torch.float32"),
+    ({"counts": integers(2, 1, 4) + 4}, "counts must lie in 0 to 3, got 4 at [0, 0, 0]"),
+    ({"counts": integers(2, 1, 4) - 1}, "counts must lie in 0 to 3, got -1 at [0, 0, 0]"),
+    ({"sink": 0.0}, "sink must be a Tensor, got float"),
+    ({"sink": torch.zeros(2)}, "sink must have shape (4,), one logit for each query head, got (2,)"),
+    ({"sink": integers(4)}, "sink must have a floating dtype, got torch.int32"),
+    ({"sink": torch.zeros(4, device="meta")}, "sink must be on the query's device cpu, got meta"),
+    ({"key": torch.randn(2, 2, 66, 8)}, "key must have the query's length 50, got 66"),
+    ({"enable_gqa": False}, "key must have as many heads as query, got 4 query heads and 2 key heads"),
+    ({"backend": "cuda"}, "backend must be one of auto"),
+    ({"pattern": "full"}, "selected_attention() got an unexpected keyword argument 'pattern'"),
+    ({"causal": True}, "selected_attention() got an unexpected keyword argument 'causal'; the argument is is_causal"),
+]
+
+
+@pytest.mark.untyped
+@pytest.mark.parametrize(("changes", "first_line"), WRONG, ids=[line for _, line in WRONG])
+def test_wrong_arguments_have_a_message(changes, first_line):
+    with pytest.raises((TypeError, ValueError)) as caught:
+        call_with(**changes)
+    assert str(caught.value).splitlines()[0].startswith(first_line)
+
+
+def test_a_backend_by_name_never_falls_back():
+    for rows in (4, 50):
+        with pytest.raises(BackendUnsupported, match="CUDA"):
+            call_with(indices=integers(2, 1, rows, 3), backend="triton")
+
+
+def test_validation_ignores_entries_past_the_count():
+    indices = torch.tensor([[0, 99], [-1, -5]], dtype=torch.int32)
+    validate_indices(indices, 3, torch.tensor([1, 1]))
+    with pytest.raises(ValueError, match=r"got -5 at \[1, 1\]"):
+        validate_indices(indices, 3, torch.tensor([1, 2]))
+    with pytest.raises(ValueError, match=r"counts must have shape \(2,\)"):
+        validate_indices(indices, 3, torch.tensor([[1, 1]]))
+
+
+def test_transforms_see_the_operation():
+    q, k, v = three(20, 2, 2)
+    indices = torch.randint(-1, 2, (1, 1, 20, 2), dtype=torch.int32)
+    seen = seen_pairs(indices, 20, 16, 2, False).double()
+
+    def ours(x):
+        return selected_attention(x, k, v, indices, granularity=16).sin().sum()
+
+    def dense(x):
+        return dense_attention(x, k, v, seen)[0].sin().sum()
+
+    assert error(torch.func.grad(ours)(q), torch.func.grad(dense)(q)) <= 1e-12
+    many = torch.randn(3, *q.shape, dtype=torch.float64)
+    mapped = torch.vmap(lambda x: selected_attention(x, k, v, indices, granularity=16))(many)
+    for one, got in zip(many, mapped, strict=True):
+        assert error(got, dense_attention(one, k, v, seen)[0]) <= 1e-12
+    with pytest.raises(NotImplementedError, match="is not implemented"):
+        torch.func.grad(lambda x: torch.func.grad(ours)(x).square().sum())(q)

@@ -1,0 +1,119 @@
+"""Operators of attention on index tensors: opcheck, and torch.compile in one graph, with indices computed inside."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from index_calls import seen_pairs, with_sink
+from oracle import dense_attention, error
+
+from dilated_attention_pytorch import selected_attention
+
+pytestmark = pytest.mark.compile
+ROWS = pytest.mark.parametrize("per_token", [False, True], ids=["blocks", "tokens"])
+CAUSAL = pytest.mark.parametrize("is_causal", [False, True])
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    torch._dynamo.reset()
+    with warnings.catch_warnings():
+        # Dynamo instantiates autograd.Function itself and is warned about it.
+        warnings.filterwarnings("ignore", ".*should not be instantiated.*", DeprecationWarning)
+        warnings.filterwarnings("ignore", category=DeprecationWarning, module="torch.*")
+        yield
+
+
+def leaves(n, grad=True, dtype=torch.float64):
+    return [torch.randn(2, h, n, d, dtype=dtype, requires_grad=grad) for h, d in ((4, 16), (2, 16), (2, 12))]
+
+
+@pytest.mark.parametrize("optional", ["plain", "counted", "padded"])
+@pytest.mark.parametrize("layout", ["bhnd", "bnhd"])
+@CAUSAL
+@ROWS
+def test_opcheck_of_both_index_operators(per_token, is_causal, layout, optional):
+    tensors = leaves(40, grad=False, dtype=torch.float32)
+    if layout == "bnhd":
+        tensors = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in tensors]
+    rows = 40 if per_token else 3
+    indices = torch.randint(-1, 3, (2, 2, rows, 4), dtype=torch.int32)
+    counts = torch.randint(5, (2, 2, rows), dtype=torch.int32) if optional == "counted" else None
+    padding = torch.arange(40)[None].expand(2, 40) > 30 if optional == "padded" else None
+    rest = indices, counts, padding, 16, is_causal, 0.25, "auto"
+    torch.library.opcheck(torch.ops.dilated_attention.selected_forward.default, (*tensors, *rest))
+    output, lse = torch.ops.dilated_attention.selected_forward(*tensors, *rest)
+    both = *tensors, output, lse, torch.randn_like(output), torch.randn_like(lse), *rest
+    torch.library.opcheck(torch.ops.dilated_attention.selected_backward.default, both)
+
+
+def chosen(q, k, rows):
+    """Lists that the compiled graph computes."""
+    means = torch.nn.functional.pad(k, (0, 0, 0, -k.shape[2] % 16)).unflatten(2, (-1, 16)).mean(3)
+    scores = q.unflatten(1, (2, -1)).sum(2) @ means.mT
+    scores = scores if rows == "tokens" else scores[:, :, ::16]
+    return scores.topk(2).indices.int()
+
+
+@CAUSAL
+@pytest.mark.parametrize("rows", ["blocks", "tokens"])
+def test_one_graph_serves_several_lengths(rows, is_causal):
+    options = {"granularity": 16, "is_causal": is_causal, "enable_gqa": True}
+
+    def eager(q, k, v, sink):
+        indices = chosen(q, k, rows)
+        output, lse = selected_attention(q, k, v, indices, sink=sink, return_lse=True, **options)
+        return 2 * output, lse.clamp(min=-30).sin(), indices
+
+    compiled = torch.compile(eager, fullgraph=True, backend="aot_eager", dynamic=True)
+    torch._dynamo.utils.counters.clear()
+    for n in (40, 72, 100):
+        tensors = [*leaves(n), torch.randn(4, dtype=torch.float64, requires_grad=True)]
+        *found, indices = compiled(*tensors)
+        output, lse = dense_attention(*tensors[:3], seen_pairs(indices, n, 16, 4, is_causal).double())
+        wanted = 2 * with_sink(output, lse, tensors[3]), lse.clamp(min=-30).sin()
+        grad = [torch.randn_like(x) for x in wanted]
+        grads = (torch.autograd.grad(results, tensors, grad) for results in (found, wanted))
+        for got, want in zip([*found, *next(grads)], [*wanted, *next(grads)], strict=True):
+            assert error(got.detach(), want.detach()) <= 1e-12
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.slow
+def test_inductor_runs_an_indexed_layer():
+    layer = torch.nn.Linear(16, 48)
+
+    def eager(x):
+        q, k, v = layer(x).unflatten(-1, (3, 4, 4)).permute(2, 0, 3, 1, 4)
+        indices = (q.mean(1, keepdim=True) @ k.mean(1, keepdim=True).mT)[..., :3].argsort(-1)[..., :2]
+        return selected_attention(q, k, v, indices, granularity=16, is_causal=True).transpose(1, 2).flatten(2)
+
+    x = torch.randn(2, 50, 16, requires_grad=True)
+    compiled = torch.compile(eager, fullgraph=True)
+    assert error(compiled(x), eager(x)) <= 1e-5
+    grads = [torch.autograd.grad(f(x).square().sum(), [x, *layer.parameters()]) for f in (compiled, eager)]
+    for got, want in zip(*grads, strict=True):
+        assert error(got, want) <= 1e-5
+
+
+def test_compiled_calls_refuse_wrong_indices():
+    compiled = torch.compile(selected_attention, fullgraph=True, backend="aot_eager")
+    with pytest.raises(ValueError, match="indices must be block numbers"):
+        compiled(*leaves(40, grad=False), torch.full((2, 1, 3, 1), 3), granularity=16, enable_gqa=True)
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_one_tensor_may_be_all_inputs_of_an_indexed_call(grad):
+    indices = torch.randint(-1, 2, (1, 1, 2, 2), dtype=torch.int32)
+
+    def eager(x):
+        return selected_attention(x, x, x, indices, granularity=16)
+
+    x = torch.randn(1, 2, 30, 8, dtype=torch.float64, requires_grad=grad)
+    compiled = torch.compile(eager, fullgraph=True, backend="aot_eager")
+    assert error(compiled(x), eager(x)) <= 1e-12
+    if grad:
+        (found,), (wanted,) = (torch.autograd.grad(f(x).square().sum(), x) for f in (compiled, eager))
+        assert error(found, wanted) <= 1e-12
