@@ -31,8 +31,8 @@ STEP, GPU_STEP = 2**22, 2**26
 WIDEST_MATCH = 128
 MOST_UNITS = 256
 """Sub-blocks of a row."""
-MOST_RANKED = 16384
-"""Blocks up to which kernels score every pair; beyond, a level of super-blocks costs less."""
+MOST_RANKED = scoring.ALL_PAIRS
+"""Blocks up to which kernels score every pair; beyond, torch scores long rows by super-blocks."""
 MOST_SCORED = 1024
 """Blocks up to which the matches of a batch's rows with every block are held at once."""
 MOST_DISTILLED = 2**16 - 1
