@@ -75,6 +75,8 @@ _MODULES = {
     "create_multihead_dilated_attention": "nn",
     "get_block_sparse_preset": "nn",
     "replace_attention": "integrations.replace",
+    "scorer_parameters": "nn",
+    "task_parameters": "nn",
     "StreamedLayer": "nn.streamed",
     "DistributedSparseConfig": "distributed",
     "SequenceLayout": "distributed",

@@ -132,9 +132,7 @@ def bound_scores(rows: Tensor, low: Tensor, high: Tensor, keep: Tensor | None, l
             low, high = low * keep, high * keep
         flat = [x.flatten(2, -2) for x in (low, high)]
         up, down = weight.clamp(min=0).mT, weight.clamp(max=0).mT
-        low, high = (
-            (a @ up + b @ down + bias[:, None]).unflatten(2, low.shape[2:-1]) for a, b in (flat, flat[::-1])
-        )
+        low, high = ((a @ up + b @ down + bias[:, None]).unflatten(2, low.shape[2:-1]) for a, b in (flat, flat[::-1]))
     return high.squeeze(-1)
 
 
