@@ -78,6 +78,8 @@ _MODULES = {
     "get_block_sparse_preset": "nn",
     "integrate": "integrations.huggingface",
     "replace_attention": "integrations.replace",
+    "scorer_parameters": "nn",
+    "task_parameters": "nn",
     "StreamedLayer": "nn.streamed",
     "DistributedSparseConfig": "distributed",
     "SequenceLayout": "distributed",

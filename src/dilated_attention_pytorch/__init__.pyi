@@ -47,6 +47,8 @@ from .nn import create_dilated_attention as create_dilated_attention
 from .nn import create_multihead_block_sparse as create_multihead_block_sparse
 from .nn import create_multihead_dilated_attention as create_multihead_dilated_attention
 from .nn import get_block_sparse_preset as get_block_sparse_preset
+from .nn import scorer_parameters as scorer_parameters
+from .nn import task_parameters as task_parameters
 from .nn.streamed import StreamedLayer as StreamedLayer
 from .ops import AttentionOutput as AttentionOutput
 from .ops import attention as attention

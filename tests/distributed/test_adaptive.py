@@ -98,9 +98,8 @@ def test_ranks_on_threads_give_the_rows_of_one_device(world, granularity, is_cau
     run_threads(check, world)
 
 
-@pytest.mark.parametrize("limit", ["ALL_PAIRS", "ALL_MATCHES"])
-def test_candidates_are_those_of_one_device(monkeypatch, limit):
-    monkeypatch.setattr(scores_module, limit, 4)
+def test_candidates_are_those_of_one_device(monkeypatch):
+    monkeypatch.setattr(scores_module, "ALL_PAIRS", 4)
     monkeypatch.setattr(scores_module, "SUPER", 2)
     make = core(granularity="block", base_sparsity=0.8, local_blocks=1)
     state = weights(make)

@@ -84,7 +84,7 @@ class Attention(NamedTuple):
             leaves = [x.detach().to(dtype).requires_grad_() for x in given]
             rows = torch.arange(chosen.indices.shape[2])
             visible = torch.ones(self.batch, 2, chosen.blocks, dtype=torch.bool)
-            batch = DistillBatch(torch.cat([rows, rows[::2]]), len(rows), visible, 1.0, saliency=True)
+            batch = DistillBatch(torch.cat([rows, rows[::2]]), len(rows), visible, 1.0, saliency=True, total=len(rows))
             taught = [
                 torch.zeros(shape, dtype=dtype, requires_grad=True)
                 for shape in (chosen.indices.shape, (self.batch, 2, len(rows[::2]), chosen.blocks))

@@ -103,7 +103,7 @@ def test_many_blocks_and_little_memory_change_nothing(monkeypatch):
     plain = layer(x, is_causal=True)[0]
     monkeypatch.setattr(cache_module, "GATHERED", 1)
     assert error(decode(layer, x, 10, (60,))[0], plain) < 1e-12
-    monkeypatch.setattr(scores_module, "ALL_MATCHES", 4)
+    monkeypatch.setattr(scores_module, "ALL_PAIRS", 4)
     monkeypatch.setattr(scores_module, "SUPER", 2)
     found = decode(layer, x, 80)[0]
     for t in (80, 95, 99):

@@ -9,8 +9,15 @@ import pytest
 import torch
 from oracle import error
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
-from dilated_attention_pytorch.nn import AdaptiveConfig, BlockSparseAdaptive, SparseAttention
+from dilated_attention_pytorch.nn import (
+    AdaptiveConfig,
+    BlockSparseAdaptive,
+    SparseAttention,
+    scorer_parameters,
+    task_parameters,
+)
 from dilated_attention_pytorch.selection.attention import attend_selection
 from dilated_attention_pytorch.selection.backend import select
 from dilated_attention_pytorch.selection.types import DistillBatch
@@ -81,7 +88,7 @@ def test_the_gradient_in_the_backward_pass_is_that_of_the_written_loss(granulari
     scores = module.score_blocks(q, k, is_causal, padding)
     selection = select(scores, n)
     rows = torch.arange(scores.row_count)
-    batch = DistillBatch(torch.cat([rows[1::2], rows[::3]]), len(rows[1::2]), scores.visible, 0.7, saliency)
+    batch = DistillBatch(torch.cat([rows[1::2], rows[::3]]), len(rows[1::2]), scores.visible, 0.7, saliency, len(rows))
     chosen = torch.randn(
         2, 4, len(batch.chosen_rows), selection.indices.shape[-1], dtype=torch.float64, requires_grad=True
     )
@@ -120,7 +127,7 @@ def test_the_gradient_in_the_backward_pass_is_that_of_the_written_loss(granulari
     own = selection.row_blocks()
     others = torch.arange(t) < own[:, None] if is_causal else torch.arange(t) != own[:, None]
     others = others & scores.visible[:, :, None]
-    loss = 0.0
+    loss = told = 0.0
     for rows, found, blocks, valid, seen in (
         (batch.chosen_rows, chosen, selection.indices[:, :, batch.chosen_rows].long(), None, visible & allowed),
         (batch.dense_rows, dense, None, others[:, :, batch.dense_rows], visible),
@@ -136,18 +143,124 @@ def test_the_gradient_in_the_backward_pass_is_that_of_the_written_loss(granulari
         total = target.sum(-1, keepdim=True)
         target = torch.where(total > 0, target / total, 0.0)
         z = torch.cat([found.masked_fill(~valid, -torch.inf), torch.zeros_like(mine)], -1).log_softmax(-1)
-        terms = torch.where(target > 0, target * (target.clamp(min=1e-300).log() - z), 0.0)
-        loss = loss + 0.7 * terms.sum(-1).mean()
-    assert float(batch.results()["loss"]) == pytest.approx(loss.item(), rel=1e-9)
+        terms = torch.where(target > 0, target * (target.clamp(min=1e-300).log() - z), 0.0).sum(-1)
+        by_row = weight[:, :, rows]
+        if granularity == "block":
+            by_row = F.pad(weight, (0, t * size - n)).unflatten(2, (t, size)).sum(3)[:, :, rows]
+        told = told + 0.7 * (by_row * terms).sum() / by_row.sum()
+        # With saliency an estimate of the sum over all rows, which scales with the gradient of the task.
+        mean = scores.row_count * (by_row * terms).mean(-1).sum() if saliency else terms.mean()
+        loss = loss + 0.7 * mean
+    assert float(batch.results()["loss"]) == pytest.approx(told.item(), rel=1e-9)
     for mine, wanted in zip(got, torch.autograd.grad(loss, (chosen, dense)), strict=True):
         assert error(mine, wanted) < 1e-10
+
+
+def scorer_gradients(module, x, target, parts=1, is_causal=True):
+    """Gradients of the scorer after backward passes over parts of a batch, each with the same drawn rows."""
+    module.zero_grad()
+    for some in zip(*(y.chunk(parts) for y in (*x, target)), strict=True):
+        torch.manual_seed(0)
+        loss = (module(*some[:3], is_causal) - some[3]).square().mean() / parts
+        loss.backward()
+    return torch.cat([p.grad.flatten() for p in scorer_parameters(module)])
+
+
+def trainable(**more):
+    torch.manual_seed(0)
+    config = AdaptiveConfig(base_sparsity=0.6, local_blocks=1, sink_blocks=0, score_unit=4, distill_rows=1.0, **more)
+    module = BlockSparseAdaptive([256], [1], 2, 16, config, block_size=16, backend="cpu").double()
+    return module, torch.randn(3, 4, 150, 2, 16, dtype=torch.float64).unbind(), torch.randn(4, 150, 2, 16).double()
+
+
+@BOTH
+@ROWS
+def test_micro_batches_give_the_gradient_of_the_batch(granularity, is_causal, monkeypatch):
+    # Noise depends on the sample's place in its batch.
+    monkeypatch.setattr("dilated_attention_pytorch.nn.adaptive.module.select", lambda *a: select(*a[:2]))
+    module, x, target = trainable(granularity=granularity)
+    whole = scorer_gradients(module, x, target, 1, is_causal)
+    assert error(scorer_gradients(module, x, target, 4, is_causal), whole) < 1e-10
+    assert error(scorer_gradients(module, x, target, 2, is_causal), whole) < 1e-10
+
+
+@ROWS
+def test_the_scorer_gradient_scales_with_the_loss(granularity):
+    module, x, target = trainable(granularity=granularity)
+    grads = []
+    for scale in (1.0, 1000.0):
+        module.zero_grad()
+        torch.manual_seed(0)
+        (scale * (module(*x, True) - target).square().mean()).backward()
+        grads.append(torch.cat([p.grad.flatten() for p in module.parameters()]))
+    assert error(grads[1] / 1000, grads[0]) < 1e-12
+
+
+@ROWS
+def test_saliency_decides_which_rows_count(granularity):
+    """Rows whose outputs the task ignores leave the scorer alone; rows it cares about twice count twice."""
+    module, x, target = trainable(granularity=granularity)
+
+    def gradient(weight):
+        module.zero_grad()
+        torch.manual_seed(0)
+        output = module(*x, True)
+        output.backward(target * weight[:, None, None])
+        return torch.cat([p.grad.flatten() for p in module.parameters()])
+
+    first = (torch.arange(150) < 80).double()
+    one, other, both = gradient(first), gradient(1 - first), gradient(first + 3 * (1 - first))
+    assert error(one + 3 * other, both) < 1e-10
+    assert error(one, other) > 0.1
+
+
+def test_rows_with_dense_statistics_are_those_asked_for():
+    for memory, wanted in ((2**27, 0.02), (2**22, 15 / 8192)):
+        config = AdaptiveConfig(base_sparsity=0.9, distill_rows=0.02, distill_memory=memory)
+        module = BlockSparseAdaptive([8192], [1], 2, 16, config, block_size=64)
+        module(*torch.randn(3, 1, 8192, 2, 16), is_causal=True)
+        assert module.statistics()["dense_rows"] == pytest.approx(wanted, rel=0.02)
+
+
+def test_parameters_of_scorers_and_task_are_apart():
+    core = BlockSparseAdaptive([64], [1], 2, 4, block_size=16)
+    model = torch.nn.ModuleDict({"in": torch.nn.Linear(3, 3), "core": core, "again": core})
+    scorers, task = scorer_parameters(model), task_parameters(model)
+    assert {id(p) for p in scorers} == {id(p) for p in core.parameters()}
+    assert [id(p) for p in task] == [id(p) for p in model["in"].parameters()]
+
+
+def test_a_dense_start_counts_backward_passes():
+    config = AdaptiveConfig(base_sparsity=0.8, dense_steps=2, distill_start=3)
+    module = BlockSparseAdaptive([256], [1], 2, 16, config, block_size=16)
+    x = list(torch.randn(3, 1, 160, 2, 16).unbind())
+    x[0].requires_grad_()
+    densities, learns = [], []
+    for _ in range(5):
+        module.zero_grad()
+        output = checkpoint(module, *x, True, use_reentrant=False)
+        densities.append(module.statistics()["density"])
+        output.square().mean().backward()
+        learns.append(module.scorer.match_key.grad is not None)
+    assert densities[:2] == [1.0, 1.0] and max(densities[2:]) < 0.5
+    assert learns == [False, False, False, True, True]
+    assert module.state_dict()["training_steps"] == 5
+    again = BlockSparseAdaptive([256], [1], 2, 16, config, block_size=16)
+    again.load_state_dict(module.state_dict())
+    assert not again.is_dense_start() and again.is_distilling()
+    # Evaluation selects from the first step on.
+    fresh = BlockSparseAdaptive([256], [1], 2, 16, config, block_size=16).eval()
+    fresh(*x, True)
+    assert fresh.statistics()["density"] < 0.5
+    assert "training_steps" not in BlockSparseAdaptive([256], [1], 2, 16, block_size=16).state_dict()
 
 
 def test_statistics_after_a_step():
     module = BlockSparseAdaptive([256], [1], 2, 16, AdaptiveConfig(base_sparsity=0.5), block_size=16)
     module(*torch.randn(3, 1, 160, 2, 16)).sum().backward()
     stats = module.statistics()
-    assert stats.keys() == {"density", "coverage", "entropy", "loss"}
+    assert stats.keys() == {"density", "dense_rows", "coverage", "entropy", "loss"}
+    assert stats["dense_rows"] == 0.1
     assert 0.45 < stats["density"] < 0.6
     assert 0.3 < stats["coverage"] < 0.8
     assert 0 < stats["entropy"] <= 2.31

@@ -95,7 +95,7 @@ def trained(module, x, optimizer, is_causal, autocast, steps=3):
         with torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext():
             output = module(*x, is_causal=is_causal)
         output = output[0] if isinstance(output, tuple) else output
-        output.float().square().mean().backward()
+        (3 * output.float().square().mean()).backward()
         optimizer.step()
     return {name: value.detach().clone() for name, value in module.state_dict().items()}
 

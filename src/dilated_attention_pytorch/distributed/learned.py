@@ -20,7 +20,16 @@ from torch import Tensor
 from ..ops.derivatives import once_differentiable
 from ..selection.attention import attend_selection
 from ..selection.backend import distill_inputs
-from ..selection.distill import DistillInputs, captured, compare_scores, listed_mass, query_weights
+from ..selection.distill import (
+    DistillInputs,
+    RowComparison,
+    captured,
+    compare_rows,
+    listed_mass,
+    query_weights,
+    row_factors,
+    row_weights,
+)
 from ..selection.types import DistillBatch, Selection, shared_blocks
 from .exchange import ExchangePlan, exchange, flatten_rows, plan_exchange, request_for
 from .layout import SequenceLayout
@@ -273,23 +282,33 @@ def _distill_gradients(
     t, mine = choice.blocks, choice.layout.positions(choice.rank).to(key.device)
     own_padding = None if about.padding is None else about.padding[:, mine]
     weights = query_weights(batch, attended.lse, grad_output, own_padding)
-    mass, own_mass, listed = _chosen_mass(attended, about, weights)
+    mass, own_mass, listed, of_rows = _chosen_mass(attended, about, weights)
     some = about.chosen_mine
-    first = _compare_rows(chosen, mass[:, :, some], own_mass[:, :, some], listed[:, :, some], batch.weight, len(some))
+    factor = row_factors(batch, of_rows, len(some))[:, :, some]
+    first = compare_rows(chosen, mass[:, :, some], own_mass[:, :, some], listed[:, :, some], factor)
+    loss = _mean_divergence(first, of_rows, some, choice.group)
     if not len(batch.dense_rows):
-        batch.stats["loss"] = summed_over_ranks(first.loss.clone(), choice.group)
+        batch.stats["loss"] = batch.weight * loss
         return first.grad, torch.zeros_like(dense)
-    mass, coverage = _dense_mass(attended, key, query, about, weights)
+    mass, of_rows, coverage = _dense_mass(attended, key, query, about, weights)
     some, rows = about.dense_mine, batch.dense_rows[about.dense_mine]
     own = rows // choice.block_size if choice.per_token else rows
     column = torch.arange(t, device=key.device)
     others = column < own[:, None] if choice.is_causal else column != own[:, None]
     others = others & batch.visible[:, :, None]
     own_mass = mass[:, :, some].gather(-1, own.expand(*mass.shape[:2], -1)[..., None])
-    second = _compare_rows(dense, mass[:, :, some], own_mass, others, batch.weight, len(some))
-    found = summed_over_ranks(torch.stack([first.loss + second.loss, second.entropy]), choice.group)
-    batch.stats |= {"loss": found[0], "entropy": found[1], "coverage": coverage}
+    factor = row_factors(batch, of_rows, len(some))[:, :, some]
+    second = compare_rows(dense, mass[:, :, some], own_mass, others, factor)
+    entropy = summed_over_ranks(second.entropy.sum(), choice.group) / of_rows.numel()
+    loss = batch.weight * (loss + _mean_divergence(second, of_rows, some, choice.group))
+    batch.stats |= {"loss": loss, "entropy": entropy, "coverage": coverage}
     return first.grad, second.grad
+
+
+def _mean_divergence(compared: RowComparison, weights: Tensor, mine: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Weighted mean divergence of the rows of all ranks, of which this rank compared `mine`."""
+    total = summed_over_ranks((compared.divergence * weights[:, :, mine]).sum(), group)
+    return total / weights.sum().clamp(min=1e-30)
 
 
 def summed_over_ranks(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
@@ -298,11 +317,11 @@ def summed_over_ranks(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     return x
 
 
-def _chosen_mass(attended: Attended, about: RankBatch, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Mass of the blocks listed for the chosen rows and of their own (b, h, rows, k and 1), and what is listed here."""
+def _chosen_mass(attended: Attended, about: RankBatch, weights: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Mass of the chosen rows' listed and own blocks (b, h, rows, k and 1), lists of this rank, and row weights."""
     choice, rows = about.choice, about.batch.chosen_rows
     batch, heads, _, k = choice.indices.shape
-    table = torch.zeros(batch, heads, len(rows), 1 + k, dtype=weights.dtype, device=weights.device)
+    table = torch.zeros(batch, heads, len(rows), 2 + k, dtype=weights.dtype, device=weights.device)
     listed = torch.zeros(batch, heads, len(rows), k, dtype=torch.bool, device=weights.device)
     at = torch.searchsorted(choice.rows, rows).clamp(max=max(len(choice.rows) - 1, 0))
     here = (choice.rows[at] == rows if len(choice.rows) else torch.zeros_like(rows, dtype=torch.bool)).nonzero()[:, 0]
@@ -312,51 +331,17 @@ def _chosen_mass(attended: Attended, about: RankBatch, weights: Tensor) -> tuple
         blocks = attended.number[torch.cat([own.expand(batch, heads, -1)[..., None], some], -1)]
         every = torch.zeros_like(attended.inputs_lse).index_copy(2, attended.place, weights)
         local = attended.place[at[here]] if choice.per_token else attended.number[own]
-        table[:, :, here] = listed_mass(attended.inputs, local, blocks, attended.inputs_lse, every)
+        table[:, :, here, 1:] = listed_mass(attended.inputs, local, blocks, attended.inputs_lse, every)
+        table[:, :, here, 0] = row_weights(attended.inputs, local, every)
         listed[:, :, here] = some < choice.blocks
-    own_mass, mass = summed_over_ranks(table, choice.group).split([1, k], -1)
-    return mass, own_mass, listed
-
-
-class _Learned(NamedTuple):
-    """What comparing some rows gave."""
-
-    grad: Tensor
-    """(b, h, r, l): the gradient of the scores"""
-    loss: Tensor
-    """scalar: their part in the loss"""
-    entropy: Tensor
-    """scalar: their part in the mean entropy of what is predicted"""
-
-
-def _compare_rows(
-    scores: Tensor, mass: Tensor, own_mass: Tensor, compared: Tensor, weight: float, of_rows: int
-) -> _Learned:
-    """Compare the scores of some rows, of `of_rows` in all, with the mass that their blocks hold.
-
-    Args:
-        scores: (b, h, r, l), r may be 0.
-        mass: (b, h, r, l), attention of each row on each block.
-        own_mass: (b, h, r, 1), on its own.
-        compared: bool (b, h, r, l), which blocks take part.
-        weight: of the whole loss.
-        of_rows: rows of all those who compare.
-    """
-    part = scores.shape[2] / max(of_rows, 1)
-    if not scores.shape[2]:
-        nothing = mass.new_zeros(())
-        return _Learned(torch.zeros_like(scores), nothing, nothing)
-    grads: list[Tensor | None] = []
-    found: dict[str, Tensor] = {}
-    loss = compare_scores(scores, mass, own_mass, compared, weight * part, grads, found)
-    assert grads[0] is not None
-    return _Learned(grads[0], loss, found["entropy"] * part)
+    of_rows, own_mass, mass = summed_over_ranks(table, choice.group).split([1, 1, k], -1)
+    return mass, own_mass, listed, of_rows[..., 0]
 
 
 def _dense_mass(
     attended: Attended, key: Tensor, query: Tensor, about: RankBatch, weights: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Weighted attention of the dense rows on every block (b, h, rows, t), were none left out, and what is captured."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Weighted dense attention of the dense rows on every block (b, h, rows, t), row weights, and captured share."""
     choice, rows, group = about.choice, about.batch.dense_rows, about.choice.group
     layout, size, t = choice.layout, choice.block_size, choice.blocks
     batch, heads, _, width = query.shape
@@ -384,7 +369,9 @@ def _dense_mass(
     mass = summed_over_ranks(mass, group)
     lse = torch.where(attends > 0, kept, -torch.inf)
     real = torch.where(flat < layout.n, torch.arange(len(flat), device=device), len(flat))
-    return mass, captured(lse, whole, real)
+    of_rows = weight.unflatten(2, tokens.shape).sum(-1)
+    of_rows = torch.where(of_rows.isfinite(), of_rows, 0.0)
+    return mass, of_rows, captured(lse, whole, real)
 
 
 class _DenseScores:

@@ -1,6 +1,12 @@
 """What people build: modules over the one operation."""
 
-from .adaptive.module import AdaptiveConfig, BlockSparseAdaptive, LearnedPattern
+from .adaptive.module import (
+    AdaptiveConfig,
+    BlockSparseAdaptive,
+    LearnedPattern,
+    scorer_parameters,
+    task_parameters,
+)
 from .adaptive.multihead import MultiheadBlockSparseAdaptive
 from .adaptive.scorer import ImportanceScorer
 from .attention import SparseAttention
@@ -57,5 +63,7 @@ __all__ = [
     "create_multihead_block_sparse",
     "create_multihead_dilated_attention",
     "get_block_sparse_preset",
+    "scorer_parameters",
     "set_process_group",
+    "task_parameters",
 ]

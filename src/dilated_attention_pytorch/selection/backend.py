@@ -31,8 +31,8 @@ STEP, GPU_STEP = 2**22, 2**26
 WIDEST_MATCH = 128
 MOST_UNITS = 256
 """Sub-blocks of a row."""
-MOST_RANKED = 16384
-"""Blocks up to which kernels score every pair; beyond, a level of super-blocks costs less."""
+MOST_RANKED = scoring.ALL_PAIRS
+"""Blocks up to which kernels score every pair; beyond, torch scores long rows by super-blocks."""
 MOST_SCORED = 1024
 """Blocks up to which the matches of a batch's rows with every block are held at once."""
 MOST_DISTILLED = 2**16 - 1
@@ -203,7 +203,9 @@ class Triton:
         rows = batch.rows if chosen else batch.dense_rows
         rows = rows if batch.together or dense_scores is not None else batch.chosen_rows
         given = rows, chosen, chosen_scores, dense_scores, batch.together
-        settings = inputs.scale, inputs.key_padding_mask, batch.weight, batch.saliency
+        streams = lse.shape[0] * lse.shape[1]
+        factors = batch.factor(chosen, streams), batch.factor(len(rows) - chosen, streams)
+        settings = inputs.scale, inputs.key_padding_mask, factors, batch.saliency
         seen = batch.visible, lse.contiguous(), grad_output
         *grads, batch.by_row = distill_gradients(inputs.query, inputs.key, inputs.selection, *given, *seen, *settings)
         return grads[0], grads[1]

@@ -4,6 +4,10 @@ A scorer's distribution over a row's blocks is pulled towards the blocks' shares
 KL(p || softmax(z)) of a row is softmax(z) - p, which needs no graph. A row's own block is always kept; it takes part
 with the logit 0, so scores are relative to the attention of the own block.
 
+A row weighs as much as the gradients of its outputs, whose norms add up to its weight. The gradient of a scorer is
+therefore linear in that of the task: a loss divided by the number of micro-batches, or multiplied by a gradient scaler,
+acts on a scorer as on every other parameter.
+
 Shapes: b batch, h heads, r sampled rows (query blocks of q = B tokens, or tokens, q = 1), l blocks, n tokens, t blocks.
 """
 
@@ -20,8 +24,6 @@ from torch import Tensor
 from .scores import BlockScores
 from .types import DistillBatch, Selection
 
-BATCH_BYTES = 128 * 2**20
-"""Memory for the scores of a batch's rows, for each of its two parts."""
 MOST_ROWS = {"block": 64, "token": 1024}
 """Rows of all samples that are compared on their listed blocks in one step."""
 
@@ -45,7 +47,7 @@ def sampled(total: int, many: int, start: Tensor, others: int = 0) -> Tensor:
 
 
 def draw_batch(
-    scores: BlockScores, total: int, slots: int, dense_fraction: float, weight: float, saliency: bool
+    scores: BlockScores, total: int, slots: int, dense_fraction: float, memory: int, weight: float, saliency: bool
 ) -> DistillBatch:
     """Draw the rows on which the scorer is distilled in one step.
 
@@ -54,18 +56,22 @@ def draw_batch(
         total: rows of the sequence.
         slots: blocks a row lists at most.
         dense_fraction: fraction of rows compared on every block.
+        memory: bytes for the scores of either kind of rows; fewer rows are drawn where they would take more.
         weight: of the loss.
         saliency: see `DistillBatch`.
     """
     batch, heads, t, units = scores.unit_there.shape
-    hidden = scores.rows.shape[-1]
+    hidden, kernels = scores.rows.shape[-1], scores.steps is not None and not scores.steps.records_graph
     # Hidden units and sub-blocks of a pair, and their gradients; each listed block has its own copy of the keys.
     a_listed, a_pair = (8 * batch * heads * (hidden + units * each) for each in (scores.rank, 1))
+    if kernels:
+        # Kernels hold a pair's score, its gradient, the best match, and the LSE of each query of a row.
+        a_pair = 4 * batch * heads * (4 + (1 if scores.per_token else scores.block_size))
     most = MOST_ROWS["token" if scores.per_token else "block"] // batch
     start = torch.randint(total, (1,), device=scores.unit_there.device)
-    chosen = min(total, max(1, min(most, BATCH_BYTES // (a_listed * max(slots, 1)))))
-    dense = min(math.ceil(dense_fraction * total), max(1, BATCH_BYTES // (a_pair * t)))
-    return DistillBatch(sampled(total, chosen, start, dense), chosen, scores.visible, weight, saliency)
+    chosen = min(total, max(1, min(most, memory // (a_listed * max(slots, 1)))))
+    dense = min(math.ceil(dense_fraction * total), max(1, memory // (a_pair * t)))
+    return DistillBatch(sampled(total, chosen, start, dense), chosen, scores.visible, weight, saliency, total)
 
 
 class DistillInputs(NamedTuple):
@@ -95,6 +101,13 @@ def query_weights(batch: DistillBatch, lse: Tensor, grad_output: Tensor, key_pad
     return weights if key_padding_mask is None else weights.masked_fill(key_padding_mask[:, None], 0.0)
 
 
+def row_weights(inputs: DistillInputs, rows: Tensor, weights: Tensor) -> Tensor:
+    """Sum of the weights of each row's queries (b, h, r); 0 where it is not finite."""
+    token, n = inputs.tokens(rows), inputs.selection.n
+    found = torch.where(token < n, weights[:, :, token.clamp(max=n - 1)], 0.0).sum(-1)
+    return torch.where(found.isfinite(), found, 0.0)
+
+
 def distill_gradients(
     inputs: DistillInputs,
     batch: DistillBatch,
@@ -105,13 +118,12 @@ def distill_gradients(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Gradients of the scores (b, h, r, k) of listed blocks and (b, h, r, t) of all blocks of the dense rows.
 
-    The loss is the mean over rows, samples and heads of each of the two, times the batch's weight, summed.
+    The loss is the sum of those of both kinds of rows; see `DistillBatch.factor`.
     """
-    losses, grads = [], []
+    losses: list[Tensor] = []
+    grads: list[Tensor | None] = [None, None]
     weights = query_weights(batch, lse, grad_output, inputs.key_padding_mask)
-    if chosen_scores is None:
-        grads.append(None)
-    else:
+    if chosen_scores is not None:
         rows = batch.chosen_rows
         blocks = inputs.selection.indices[:, :, rows].long()
         own = inputs.selection.row_blocks()[rows].expand(blocks.shape[:3])
@@ -122,11 +134,11 @@ def distill_gradients(
             own_mass = listed_mass(inputs, rows, own[..., None], lse, weights)
             share = (inputs.listed_lse - lse[:, :, rows, None]).exp()
             mass = share * weights[:, :, rows, None]
-        listed = blocks < inputs.selection.blocks
-        losses.append(compare_scores(chosen_scores, mass, own_mass, listed, batch.weight, grads))
-    if dense_scores is None:
-        grads.append(None)
-    else:
+        listed, of_rows = blocks < inputs.selection.blocks, row_weights(inputs, rows, weights)
+        compared = compare_rows(chosen_scores, mass, own_mass, listed, row_factors(batch, of_rows, len(rows)))
+        grads[0] = compared.grad
+        losses.append(mean_divergence(compared, of_rows))
+    if dense_scores is not None:
         rows = batch.dense_rows
         mass, whole = dense_mass(inputs, rows, weights)
         own = inputs.selection.row_blocks()[rows]
@@ -134,23 +146,41 @@ def distill_gradients(
         others = column < own[:, None] if inputs.selection.is_causal else column != own[:, None]
         others = others & batch.visible[:, :, None]
         own_mass = mass.gather(-1, own.expand(mass.shape[:3])[..., None])
-        losses.append(compare_scores(dense_scores, mass, own_mass, others, batch.weight, grads, batch.stats))
+        of_rows = row_weights(inputs, rows, weights)
+        compared = compare_rows(dense_scores, mass, own_mass, others, row_factors(batch, of_rows, len(rows)))
+        grads[1] = compared.grad
+        losses.append(mean_divergence(compared, of_rows))
+        batch.stats["entropy"] = compared.entropy.mean()
         batch.stats["coverage"] = captured(lse, whole, inputs.tokens(rows))
     if losses:
-        batch.stats["loss"] = torch.stack(losses).sum()
+        batch.stats["loss"] = batch.weight * torch.stack(losses).sum()
     return grads[0], grads[1]
 
 
-def compare_scores(
-    scores: Tensor,
-    mass: Tensor,
-    own_mass: Tensor,
-    compared: Tensor,
-    weight: float,
-    grads: list[Tensor | None],
-    stats: dict[str, Tensor] | None = None,
-) -> Tensor:
-    """Loss of rows (b, h, r, l); appends its gradient with respect to the scores to `grads`, the entropy to `stats`."""
+def row_factors(batch: DistillBatch, weights: Tensor, rows: int) -> Tensor:
+    """Factor on the gradient of each row (b, h, r), of `rows` of its kind, from the weights of the rows."""
+    factor = batch.factor(rows, math.prod(weights.shape[:2]))
+    return factor * (weights if batch.saliency else torch.ones_like(weights))
+
+
+class RowComparison(NamedTuple):
+    """Predicted and measured shares of rows, compared."""
+
+    grad: Tensor
+    """(b, h, r, l): gradient of the scores"""
+    divergence: Tensor
+    """(b, h, r): KL(measured || predicted)"""
+    entropy: Tensor
+    """(b, h, r): of the predicted shares"""
+
+
+def mean_divergence(compared: RowComparison, weights: Tensor) -> Tensor:
+    """Weighted mean divergence of rows."""
+    return (compared.divergence * weights).sum() / weights.sum().clamp(min=1e-30)
+
+
+def compare_rows(scores: Tensor, mass: Tensor, own_mass: Tensor, compared: Tensor, factor: Tensor) -> RowComparison:
+    """Compare rows (b, h, r, l) on the blocks where `compared` is True; `factor` (b, h, r) multiplies gradients."""
     logits = torch.cat([torch.where(compared, scores.to(mass.dtype), -torch.inf), torch.zeros_like(own_mass)], -1)
     predicted = logits.log_softmax(-1)
     target = torch.cat([torch.where(compared, mass, 0.0), own_mass], -1)
@@ -161,13 +191,9 @@ def compare_scores(
     share = predicted.exp()
     # Blocks that are not compared have probability 0 in both distributions.
     log = predicted.clamp(min=-1e30)
-    terms = torch.xlogy(target, target) - target * log
-    rows = math.prod(scores.shape[:-1])
-    grad = torch.where(valid, share - target, 0.0)[..., :-1]
-    grads.append((grad * (weight / rows)).to(scores.dtype))
-    if stats is not None:
-        stats["entropy"] = -(share * log).sum(-1).mean()
-    return weight * terms.sum() / rows
+    divergence = (torch.xlogy(target, target) - target * log).sum(-1)
+    grad = torch.where(valid, share - target, 0.0)[..., :-1] * factor[..., None]
+    return RowComparison(grad.to(scores.dtype), divergence, -(share * log).sum(-1))
 
 
 def spans(total: int, chunk: int) -> Iterator[tuple[int, int]]:

@@ -34,6 +34,14 @@ class Budget:
             most = min(most, max(self.least, round(self.kept * blocks), 1))
         return min(most, blocks) - 1
 
+    def rooms(self, blocks: Tensor) -> Tensor:
+        """`room` of each of (r) numbers of blocks, int64."""
+        most = blocks if self.most is None else blocks.clamp(max=self.most)
+        if self.coverage is None:
+            kept = (self.kept * blocks.double()).round().long().clamp(min=max(self.least, 1))
+            most = torch.minimum(most, kept)
+        return most - 1
+
     def wanted(self, seen: Tensor) -> Tensor:
         """Number of blocks, int64, that rows with `seen` visible blocks keep by the fraction."""
         return (self.kept * seen).round().long().clamp(min=self.least, max=self.most)
@@ -57,10 +65,10 @@ def rank(scores: BlockScores, rows: Tensor, seed: Tensor | None, host_sync: bool
         (*visible.shape[:2], len(rows), 0 if grows else room), t, dtype=torch.int32, device=visible.device
     )
     counts = torch.zeros(indices.shape[:3], dtype=torch.int32, device=visible.device)
-    chunk = scores.chunk(room + 1)
+    chunk = scores.chunk()
     for begin in range(0, len(rows), chunk):
         end = min(begin + chunk, len(rows))
-        found = scores.ranked(begin, end, room + 1)
+        found = scores.ranked(begin, end)
         row = rows[begin:end]
         own = row // settings.block_size if settings.per_token else row
         shared = shared_blocks(own, t, *near)

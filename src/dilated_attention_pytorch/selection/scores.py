@@ -26,14 +26,12 @@ from .types import Factors, ScoreInputs, SelectionSettings
 if TYPE_CHECKING:
     from .backend import ScoringSteps
 
-ALL_PAIRS = 2048
-"""Number of blocks up to which the MLP scores every pair; beyond, only the pairs that match best."""
-ALL_MATCHES = 16384
-"""Number of blocks up to which every pair is matched; beyond, only pairs in the super-blocks that match best."""
+ALL_PAIRS = 16384
+"""Blocks up to which a row is scored with every block it sees; a longer row, with blocks of the best super-blocks."""
 SUPER = 16
 """Blocks of a super-block."""
-CANDIDATES = 4
-"""Candidates for each kept block."""
+CANDIDATES = 8
+"""Blocks that a longer row is scored with, for each block that it keeps."""
 
 Layer = tuple[Tensor, Tensor]
 """A linear layer of every head: weight (h or 1, after, before), bias (h or 1, after)."""
@@ -81,6 +79,19 @@ class KeyFeatures(NamedTuple):
     """bool (b, h, t, u)"""
 
 
+class SuperBoxes(NamedTuple):
+    """Least and largest features of the key blocks in each of s super-blocks."""
+
+    low: Tensor
+    """(b, h, s, rank): of the match"""
+    high: Tensor
+    hidden_low: Tensor
+    """(b, h, s, hidden): of the first layer's part"""
+    hidden_high: Tensor
+    there: Tensor
+    """bool (b, h, s): super-blocks with a visible token"""
+
+
 def cast_layers(stacks: Sequence[Tensor], dtype: torch.dtype) -> list[Layer]:
     """Linear layers of the MLP in the dtype of the scores."""
     cast = [x.to(dtype) for x in stacks]
@@ -110,6 +121,19 @@ def pair_scores(rows: Tensor, columns: Tensor, keep: Tensor | None, layers: list
         flat = hidden.flatten(2, -2) @ weight.mT + bias[:, None]
         hidden = flat.unflatten(2, hidden.shape[2:-1])
     return hidden.squeeze(-1)
+
+
+def bound_scores(rows: Tensor, low: Tensor, high: Tensor, keep: Tensor | None, layers: list[Layer]) -> Tensor:
+    """Upper bound of `pair_scores(rows, x, keep, layers)` over every x with `low <= x <= high`."""
+    low, high = rows + low, rows + high
+    for weight, bias in layers[1:]:
+        low, high = low.relu(), high.relu()
+        if keep is not None:
+            low, high = low * keep, high * keep
+        flat = [x.flatten(2, -2) for x in (low, high)]
+        up, down = weight.clamp(min=0).mT, weight.clamp(max=0).mT
+        low, high = ((a @ up + b @ down + bias[:, None]).unflatten(2, low.shape[2:-1]) for a, b in (flat, flat[::-1]))
+    return high.squeeze(-1)
 
 
 def hidden_mask(hidden: Tensor, parameters: ScorerParameters) -> Tensor | None:
@@ -227,46 +251,69 @@ class BlockScores:
         rows = rows if self.ids is None else self.ids[rows]
         return rows // self.block_size if self.per_token else rows
 
-    def chunk(self, kept: int) -> int:
+    def chunk(self) -> int:
         """Number of rows whose ranking fits `CHUNK`."""
         batch, heads, t, units = self.unit_there.shape
         hidden = self.rows.shape[-1]
-        within = min(t, CANDIDATES * kept) if t > ALL_PAIRS else t
         own_units = 1 if self.per_token else self.units.shape[3]
         # For each pair: matches of sub-blocks, hidden units, a few words of noise and order.
-        matched = min(t, CANDIDATES * kept * SUPER) if t > ALL_MATCHES else t
-        each = matched * own_units * units + (within * hidden // self.block_size if self.per_token else within * hidden)
+        within = min(t, ALL_PAIRS)
+        each = within * own_units * units + within * hidden // (self.block_size if self.per_token else 1)
+        if t > ALL_PAIRS and self.rank:
+            # Long rows hold copies of their candidates' keys.
+            candidates = (self._most_supers + 1) * SUPER
+            each = max(each, candidates * (units * (self.rank + own_units) + hidden))
         return max(1, CHUNK // (batch * heads * (each + 8 * t) * self.rows.dtype.itemsize))
 
     @torch.no_grad()
-    def ranked(self, begin: int, end: int, kept: int) -> Tensor:
-        """Scores over temperature (b, h, rows, t) of a range of rows; -inf for pairs ruled out beforehand."""
-        rows = torch.arange(begin, end, device=self.query.device)
+    def ranked(self, begin: int, end: int) -> Tensor:
+        """Scores over temperature (b, h, rows, t) of a range of rows; -inf for pairs ruled out beforehand.
+
+        A row that sees at most `ALL_PAIRS` blocks is scored with all of them. A longer row is scored with the blocks of
+        the super-blocks whose upper bounds are largest. Both the choice and the number of super-blocks depend on the
+        row alone, not on the length of the sequence.
+        """
         t = self.visible.shape[2]
-        wanted = min(t, max(CANDIDATES * kept, 1))
-        if t > ALL_MATCHES and self.rank:
-            return self._from_supers(rows, wanted)
-        match = None
+        if t <= ALL_PAIRS or not self.rank:
+            return self._from_all(begin, end, t)
+        if not self.is_causal:
+            return self._from_supers(begin, end)
+        middle = self._first_long(begin, end)
+        parts = []
+        if begin < middle:
+            short = self._from_all(begin, middle, ALL_PAIRS)
+            parts.append(F.pad(short, (0, t - ALL_PAIRS), value=-torch.inf))
+        if middle < end:
+            parts.append(self._from_supers(middle, end))
+        return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
+
+    def _first_long(self, begin: int, end: int) -> int:
+        """First of the rows [begin, end) of a causal sequence that sees more than `ALL_PAIRS` blocks, or the end."""
+        if self.ids is None:
+            return min(max(begin, (ALL_PAIRS + 1) * (self.block_size if self.per_token else 1)), end)
+        rows = torch.arange(begin, end, device=self.query.device)
+        return begin + int((self.block_rows(rows) <= ALL_PAIRS).sum())
+
+    def _from_all(self, begin: int, end: int, width: int) -> Tensor:
+        """Scores in the form of `ranked` with each of the first `width` blocks."""
+        rows = torch.arange(begin, end, device=self.query.device)
+        every, which = self._distinct_blocks(begin, end)
+        scores = self._mlp(every, self.hidden[:, :, None, :width])
+        scores = scores if which is None else scores[:, :, which]
         if self.rank:
-            match = self._match(rows, self.ranked_keys[:, :, None], self.unit_there[:, :, None], self.rounds)
-        if t <= ALL_PAIRS or self.per_token or match is None:
-            blocks = self.block_rows(rows)
-            if self.per_token and self.ids is None:
-                # Tokens of a block share its query features.
-                every = torch.arange(begin // self.block_size, (end - 1) // self.block_size + 1, device=rows.device)
-                scores = self._mlp(every, self.hidden[:, :, None])[:, :, blocks - begin // self.block_size]
-            elif self.per_token:
-                every, which = torch.unique(blocks, return_inverse=True)
-                scores = self._mlp(every, self.hidden[:, :, None])[:, :, which]
-            else:
-                scores = self._mlp(blocks, self.hidden[:, :, None])
-            return (scores if match is None else scores.add(match, alpha=self.root)) * self.inverse
-        if self.is_causal:
-            # Later blocks must not crowd earlier ones out of the candidates.
-            match = match.masked_fill(torch.arange(t, device=rows.device) >= self.block_rows(rows)[:, None], -torch.inf)
-        best, at = match.topk(wanted, -1)
-        scores = self._mlp(self.block_rows(rows), self._take(self.hidden, at)).add(best, alpha=self.root)
-        return torch.full_like(match, -torch.inf).scatter_(-1, at, scores * self.inverse)
+            keys, there = self.ranked_keys[:, :, None, :width], self.unit_there[:, :, None, :width]
+            scores = scores.add(self._match(rows, keys, there, self.rounds), alpha=self.root)
+        return scores * self.inverse
+
+    def _distinct_blocks(self, begin: int, end: int) -> tuple[Tensor, Tensor | None]:
+        """Blocks of the rows [begin, end) without repetition, and for tokens the index of each row's block in them."""
+        blocks = self.block_rows(torch.arange(begin, end, device=self.query.device))
+        if not self.per_token:
+            return blocks, None
+        if self.ids is not None:
+            return torch.unique(blocks, return_inverse=True)
+        first = begin // self.block_size
+        return torch.arange(first, (end - 1) // self.block_size + 1, device=blocks.device), blocks - first
 
     @cached_property
     @torch.no_grad()
@@ -322,10 +369,7 @@ class BlockScores:
 
     def _match(self, rows: Tensor, matched: Tensor, there: Tensor | None, rounds: bool = False) -> Tensor:
         """Best match of sub-blocks (b, h, r, k) before 1 / sqrt(rank), with keys (b, h, r or 1, k, u, rank)."""
-        blocks = None if self.per_token else self.block_rows(rows)
-        blocks = blocks - self.first if blocks is not None and self.first else blocks
-        mine = self._queries(self.query[:, :, rows, None] if blocks is None else self.units[:, :, blocks])
-        mine = rounded(mine, (3, 4)) if rounds else mine
+        mine = self._row_queries(rows, rounds)
         k, units = matched.shape[3:5]
         # One product for all rows where they share their keys.
         if matched.shape[2] == 1:
@@ -336,42 +380,85 @@ class BlockScores:
         if self.whole or there is None:
             return pairs.amax(-1).amax(3)
         pairs = pairs.masked_fill(~there[:, :, :, None], -torch.inf)
-        if blocks is not None:
-            pairs = pairs.masked_fill(~self.units_there[:, :, blocks, :, None, None], -torch.inf)
+        if not self.per_token:
+            own_there = self.units_there[:, :, self.block_rows(rows) - self.first]
+            pairs = pairs.masked_fill(~own_there[..., None, None], -torch.inf)
         best = pairs.amax(-1).amax(3)
         # Pairs without a visible sub-block are ruled out elsewhere; a finite value keeps gradients finite.
         return torch.where(best > -torch.inf, best, 0.0)
 
-    def _queries(self, mine: Tensor) -> Tensor:
-        """Query side of the match (b, h, r, a, rank), of (b, h, r, a, d)."""
-        mine = mine.to(self.rows.dtype)
-        # Means of blocks are finite already.
-        mine = mine.nan_to_num(0.0, 0.0, 0.0) if self.per_token else mine
+    def _row_queries(self, rows: Tensor, rounds: bool) -> Tensor:
+        """Query side of the match (b, h, r, a, rank) of rows with a sub-blocks each."""
+        if self.per_token:
+            mine = self.query[:, :, rows, None].to(self.rows.dtype).nan_to_num(0.0, 0.0, 0.0)
+        else:
+            # Means of blocks are finite already.
+            mine = self.units[:, :, self.block_rows(rows) - self.first].to(self.rows.dtype)
         projected = mine.flatten(2, 3) @ self.parameters.match_query.to(mine.dtype)
-        return projected.unflatten(2, mine.shape[2:4])
+        projected = projected.unflatten(2, mine.shape[2:4])
+        return rounded(projected, (3, 4)) if rounds else projected
 
     def _take(self, x: Tensor, at: Tensor) -> Tensor:
         """x (b, h, t, ...) at blocks (b, h, r, k), (b, h, r, k, ...)."""
         sample, head = (torch.arange(many, device=at.device) for many in at.shape[:2])
         return x[sample.view(-1, 1, 1, 1), head.view(-1, 1, 1), at]
 
-    def _from_supers(self, rows: Tensor, wanted: int) -> Tensor:
-        """Scores in the form of `ranked`, of the blocks in the super-blocks that match best."""
+    @property
+    def _most_supers(self) -> int:
+        """Super-blocks that the longest row is scored with, at most."""
         t = self.visible.shape[2]
-        coarse = F.pad(self.matched.mean(3), (0, 0, 0, -t % SUPER)).unflatten(2, (-1, SUPER)).mean(3)
-        there = F.pad(self.visible, (0, -t % SUPER)).unflatten(2, (-1, SUPER)).any(3)
-        match = self._match(rows, coarse[:, :, None, :, None], there[:, :, None, :, None])
-        own = self.block_rows(rows)[:, None]
+        return min(-(-CANDIDATES * (self.settings.budget.room(t) + 1) // SUPER), -(-t // SUPER))
+
+    @cached_property
+    def super_boxes(self) -> SuperBoxes:
+        """Boxes that contain the features of each super-block's key blocks."""
+
+        missing = -self.visible.shape[2] % SUPER
+        some = F.pad(self.visible, (0, missing)).unflatten(2, (-1, SUPER)).any(3)
+
+        def edge(x: Tensor, there: Tensor, sign: int) -> Tensor:
+            """Largest of (b, h, t, u, ...) where `there`, times the sign, over each super-block."""
+            x = torch.where(there[..., None], sign * x, -torch.inf).amax(3)
+            x = F.pad(x, (0, 0, 0, missing), value=-torch.inf).unflatten(2, (-1, SUPER)).amax(3)
+            return torch.where(some[..., None], sign * x, 0.0)
+
+        match, hidden = (self.ranked_keys, self.unit_there), (self.hidden[:, :, :, None], self.visible[..., None])
+        return SuperBoxes(*(edge(*each, sign) for each in (match, hidden) for sign in (-1, 1)), some)
+
+    def super_bounds(self, begin: int, end: int) -> Tensor:
+        """Upper bounds (b, h, r, s), before temperature, of the scores of rows with the blocks of each super-block."""
+        boxes = self.super_boxes
+        rows = torch.arange(begin, end, device=self.query.device)
+        mine = self._row_queries(rows, self.rounds)
+        match = mine.clamp(min=0).flatten(2, 3) @ boxes.high.mT + mine.clamp(max=0).flatten(2, 3) @ boxes.low.mT
+        match = match.unflatten(2, mine.shape[2:4]).amax(3)
+        every, which = self._distinct_blocks(begin, end)
+        at = every - self.first if self.first else every
+        keep = None if self.keep is None else self.keep[:, :, at, None]
+        hidden = boxes.hidden_low[:, :, None], boxes.hidden_high[:, :, None]
+        scores = bound_scores(self.rows[:, :, at, None], *hidden, keep, self.layers)
+        bounds = (scores if which is None else scores[:, :, which]).add(match, alpha=self.root)
+        return bounds.masked_fill(~boxes.there[:, :, None], -torch.inf)
+
+    def _from_supers(self, begin: int, end: int) -> Tensor:
+        """Scores in the form of `ranked` with the blocks of the super-blocks whose bounds are largest."""
+        t = self.visible.shape[2]
+        rows = torch.arange(begin, end, device=self.query.device)
+        own, bounds = self.block_rows(rows)[:, None], self.super_bounds(begin, end)
+        seen = own[:, 0] + 1 if self.is_causal else torch.full_like(own[:, 0], t)
         if self.is_causal:
-            # A super-block with later blocks averages over them; the row's own is examined block by block.
-            match = match.masked_fill(torch.arange(coarse.shape[2], device=own.device) >= own // SUPER, -torch.inf)
-        _, supers = match.topk(min(-(-wanted // SUPER) * 2, coarse.shape[2]), -1)
-        supers = torch.cat([supers, (own // SUPER).expand(*supers.shape[:3], 1)], -1)
+            # The super-block of the row itself holds later blocks too: it is scored in any case, up to the row.
+            bounds = bounds.masked_fill(torch.arange(bounds.shape[3], device=own.device) >= own // SUPER, -torch.inf)
+        best, supers = bounds.topk(self._most_supers, -1)
+        wanted = -(-CANDIDATES * (self.settings.budget.rooms(seen) + 1) // SUPER)
+        rank = torch.arange(supers.shape[3], device=own.device)
+        supers = torch.where((best > -torch.inf) & (rank < wanted[:, None]), supers, -(-t // SUPER))
+        if self.is_causal:
+            supers = torch.cat([supers, (own // SUPER).expand(*supers.shape[:3], 1)], -1)
         at = (supers[..., None] * SUPER + torch.arange(SUPER, device=supers.device)).flatten(3)
         outside, at = at >= (own if self.is_causal else t), at.clamp(max=t - 1)
-        fine = self._match(rows, self._take(self.ranked_keys, at), self._seen(at), self.rounds)
-        best, place = fine.masked_fill(outside, -torch.inf).topk(min(wanted, at.shape[-1]), -1)
-        at = at.gather(-1, place)
-        scores = self._mlp(self.block_rows(rows), self._take(self.hidden, at)).add(best, alpha=self.root)
+        match = self._match(rows, self._take(self.ranked_keys, at), self._seen(at), self.rounds)
+        scores = self._mlp(self.block_rows(rows), self._take(self.hidden, at)).add(match, alpha=self.root)
+        scores = (scores * self.inverse).masked_fill(outside, -torch.inf)
         empty = torch.full((*at.shape[:3], t), -torch.inf, dtype=scores.dtype, device=scores.device)
-        return empty.scatter_reduce_(-1, at, scores * self.inverse, "amax")
+        return empty.scatter_reduce_(-1, at, scores, "amax")

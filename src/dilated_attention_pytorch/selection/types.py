@@ -202,12 +202,14 @@ class DistillBatch:
     weight: float
     saliency: bool
     """Weight queries by the norm of their output's gradient."""
+    total: int
+    """Rows of the sequence, from which both kinds were drawn"""
     together: bool = False
     """Whether one tensor (b, h, r, t) holds the scores of all rows with all blocks"""
     stats: dict[str, Tensor] = field(default_factory=dict)
     """Entries of `results` after a backward pass by torch operations"""
     by_row: Tensor | None = None
-    """float32 (4, b h, r): statistics of each row after a backward pass by kernels"""
+    """float32 (5, b h, r): statistics of each row after a backward pass by kernels"""
 
     @property
     def chosen_rows(self) -> Tensor:
@@ -219,12 +221,22 @@ class DistillBatch:
         """Rows compared on every visible block."""
         return self.rows[self.chosen :]
 
+    def factor(self, rows: int, streams: int) -> float:
+        """Factor on the gradient of a row, of `rows` of its kind in each of `streams` samples and heads.
+
+        With saliency the loss is the sum over all rows, estimated from the drawn ones, of the row's weight times its
+        divergence: it scales with the gradient of the task. Otherwise it is the mean divergence.
+        """
+        return self.weight * self.total / max(rows, 1) if self.saliency else self.weight / max(rows * streams, 1)
+
     def results(self) -> dict[str, Tensor]:
         """After the backward pass: "loss", and if there are dense rows "coverage" and "entropy", scalars."""
         if self.by_row is None:
             return self.stats
         # Reduced on request: a training step does not need the sums.
-        loss, entropy, kept, queries = self.by_row.flatten(1).sum(1).unbind()
-        dense = (len(self.rows) - self.chosen) * self.by_row.shape[1]
-        stats = {"entropy": entropy / dense, "coverage": kept / queries.clamp(min=1)} if dense else {}
-        return stats | {"loss": loss}
+        kinds = [x.flatten(1).sum(1) for x in self.by_row.split([self.chosen, self.by_row.shape[2] - self.chosen], 2)]
+        stats = {"loss": self.weight * torch.stack([x[0] / x[4].clamp(min=1e-30) for x in kinds]).sum()}
+        dense = (self.by_row.shape[2] - self.chosen) * self.by_row.shape[1]
+        if dense:
+            stats |= {"entropy": kinds[1][1] / dense, "coverage": kinds[1][2] / kinds[1][3].clamp(min=1)}
+        return stats

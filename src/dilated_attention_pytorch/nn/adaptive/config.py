@@ -55,10 +55,17 @@ class AdaptiveConfig:
     score_gradient: ScoreGradient = "distill"
     """Training signal of the scorer. Only "distill" is measured to work; the others need n <= 8192."""
     distill_rows: float = 0.02
-    """Fraction of rows that get dense statistics in every step."""
+    """Fraction of rows that get dense statistics in every step, as far as `distill_memory` reaches."""
+    distill_memory: int = 128 * 2**20
+    """Bytes for the scores of distilled rows; fewer rows are drawn where they would take more."""
     distill_weight: float = 1.0
+    """Factor on the gradient of the scorer."""
     saliency_weighted: bool = True
-    """Weight queries by the norm of their output's gradient."""
+    """Weight queries by the norm of their output's gradient; otherwise the task's loss does not scale distillation."""
+    dense_steps: int = 0
+    """Training steps with dense attention, before blocks are selected; a step is a backward pass of the module."""
+    distill_start: int = 0
+    """Training steps before the scorer learns; never before the end of `dense_steps`."""
     dense_below: int | None = None
     """Dense attention in shorter sequences, except while distilling; None: never."""
 
@@ -83,8 +90,9 @@ class AdaptiveConfig:
             raise must("adaptive_ratio must lie in (0, 1)", self.adaptive_ratio, "It is a share of attention.")
         if not 0.0 <= self.distill_rows <= 1.0:
             raise must("distill_rows must lie in [0, 1]", self.distill_rows)
-        if not self.distill_weight >= 0.0:
-            raise must("distill_weight must be >= 0", self.distill_weight)
+        for name in ("distill_weight", "distill_memory", "dense_steps", "distill_start"):
+            if not getattr(self, name) >= 0:
+                raise must(f"{name} must be >= 0", getattr(self, name))
         for name, kind in (("granularity", Granularity), ("score_gradient", ScoreGradient)):
             if getattr(self, name) not in get_args(kind):
                 raise must(f"{name} must be one of {', '.join(get_args(kind))}", repr(getattr(self, name)))

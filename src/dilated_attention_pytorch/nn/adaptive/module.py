@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import Variable
 from torch.nn import functional as F
 
 from ...errors import must, must_be
@@ -146,6 +147,9 @@ class BlockSparseAdaptive(OverRanks, nn.Module):
         self.ranks = Ranks(process_group, 1 if alone else ring_size, layout)
         self._selected: Selection | Tensor | None = None
         self._batch: DistillBatch | None = None
+        self._steps = 0
+        if config.dense_steps or config.distill_start:
+            self.register_buffer("training_steps", torch.zeros((), dtype=torch.int64, device=device))
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
@@ -220,11 +224,11 @@ class BlockSparseAdaptive(OverRanks, nn.Module):
                 raise must("return_pattern must come with at least one sample and one token", tuple(query.shape))
             if empty or (not return_pattern and self._keeps_all(q.shape[2], alone)):
                 self.store_statistics(_EVERYTHING, None)
-                return self._dense(q, k, v, is_causal, padding, alone).transpose(1, 2)
+                return self._counted(self._dense(q, k, v, is_causal, padding, alone)).transpose(1, 2)
             if not alone:
                 from .context_parallel import attend_over_ranks
 
-                return attend_over_ranks(self, q, k, v, is_causal, padding).transpose(1, 2)
+                return self._counted(attend_over_ranks(self, q, k, v, is_causal, padding)).transpose(1, 2)
             return self._attend_selected(q, k, v, is_causal, return_pattern, padding)
 
     def _check(self, query: Tensor, key: Tensor, value: Tensor, return_pattern: bool, alone: bool) -> None:
@@ -240,7 +244,7 @@ class BlockSparseAdaptive(OverRanks, nn.Module):
     def _keeps_all(self, tokens: int, alone: bool) -> bool:
         """Whether a sequence with that many tokens on this rank gets dense attention."""
         config = self.config
-        if not config.base_sparsity and config.keeps_all:
+        if (not config.base_sparsity and config.keeps_all) or self.is_dense_start():
             return True
         least = config.dense_below
         if least is None or self.is_weighted() or self.is_distilling():
@@ -285,7 +289,7 @@ class BlockSparseAdaptive(OverRanks, nn.Module):
                 distill_batch=batch,
                 scores=None if batch is None else scores,
             )
-        output = output.transpose(1, 2)
+        output = self._counted(output).transpose(1, 2)
         if not return_pattern:
             return output
         scale = self.head_dim**-0.5 if self.softmax_scale is None else self.softmax_scale
@@ -294,6 +298,31 @@ class BlockSparseAdaptive(OverRanks, nn.Module):
                 lse = attend_selection(q, k, v, selection, scale=scale, key_padding_mask=key_padding_mask).lse
             share = self._captured(distill_inputs(q, k, selection, scale, key_padding_mask), lse)
             return output, LearnedPattern(selection, scores.of_each(selection.indices), share, selection.density())
+
+    def is_dense_start(self) -> bool:
+        """Whether a training call made now attends to every block, because `dense_steps` are not over."""
+        return self.training and self._steps < self.config.dense_steps
+
+    def _counted(self, output: Tensor) -> Tensor:
+        """The output, whose backward pass counts as a training step."""
+        if "training_steps" in self._buffers and self.training and output.requires_grad:
+            output.register_hook(self._finish_step)
+        return output
+
+    def _finish_step(self, grad: Tensor) -> None:
+        """Count a step at the end of the backward pass: activation checkpointing repeats forward passes within it."""
+        Variable._execution_engine.queue_callback(self._count_step)
+
+    def _count_step(self) -> None:
+        # The number on the host decides; reading the buffer would stall the host.
+        self.__dict__["_steps"] += 1
+        self.training_steps.add_(1)
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        super()._load_from_state_dict(*args)
+        steps = self._buffers.get("training_steps")
+        if steps is not None and not steps.is_meta:
+            self._steps = int(steps)
 
     def score_blocks(self, query: Tensor, key: Tensor, is_causal: bool, padding: Tensor | None = None) -> BlockScores:
         """Scores of the blocks of (B, H, N, D) queries and (B, G, N, D) keys."""
@@ -310,13 +339,14 @@ class BlockSparseAdaptive(OverRanks, nn.Module):
     def is_distilling(self) -> bool:
         """Whether the backward pass of a call made now trains the scorer by distillation."""
         distills = self.config.score_gradient == "distill" and not self.is_weighted()
-        return self.training and torch.is_grad_enabled() and distills
+        begun = self._steps >= max(self.config.distill_start, self.config.dense_steps)
+        return self.training and torch.is_grad_enabled() and distills and begun
 
     def draw_batch(self, scores: BlockScores, indices: Tensor, rows: int) -> DistillBatch:
         """Draw the rows, of `rows` in the sequence, on which the scorer is distilled in this step."""
         config = self.config
-        weight = config.distill_rows, config.distill_weight, config.saliency_weighted
-        return draw_batch(scores, rows, indices.shape[-1], *weight)
+        rest = config.distill_rows, config.distill_memory, config.distill_weight, config.saliency_weighted
+        return draw_batch(scores, rows, indices.shape[-1], *rest)
 
     def store_statistics(self, selected: Selection | Tensor, batch: DistillBatch | None) -> None:
         """Store the selection without lists, or its density, and the batch for `statistics`."""
@@ -355,10 +385,13 @@ class BlockSparseAdaptive(OverRanks, nn.Module):
         return torch.tensor(float("nan"), device="cpu") if loss is None else loss
 
     def statistics(self) -> dict[str, float]:
-        """Statistics of the last call: density, and after a backward pass coverage, entropy and loss."""
+        """Statistics of the last call: density and the share of rows with dense statistics, and after a backward pass
+        coverage, entropy and loss."""
         density = self._selected.density() if isinstance(self._selected, Selection) else self._selected
         stats = {} if density is None else {"density": float(density)}
         results = {} if self._batch is None else self._batch.results()
+        if self._batch is not None:
+            stats["dense_rows"] = len(self._batch.dense_rows) / self._batch.total
         return stats | {name: float(value) for name, value in results.items()}
 
     def plan(self, n: int, num_heads: int | None = None, is_causal: bool = False) -> Plan:
@@ -377,6 +410,25 @@ class BlockSparseAdaptive(OverRanks, nn.Module):
     def extra_repr(self) -> str:
         kept = f"coverage {self.config.adaptive_ratio}" if self.config.adaptive_ratio else f"{self.config.kept:g} kept"
         return f"{self.num_heads} heads of {self.head_dim}, blocks of {self.block_size}, {kept}"
+
+
+def scorer_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """Parameters of the scorers of a model's learned attention, each once.
+
+    Their gradients come from distillation. Clip them apart from those of the task, or give them their own rate:
+
+    >>> model = nn.Sequential(nn.Linear(8, 8), BlockSparseAdaptive([64], [1], 2, 4, block_size=16))
+    >>> len(scorer_parameters(model)), len(task_parameters(model))
+    (8, 2)
+    """
+    scorers = (module for module in model.modules() if isinstance(module, BlockScorer))
+    return list(dict.fromkeys(x for scorer in scorers for x in scorer.parameters()))
+
+
+def task_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """Parameters of a model other than `scorer_parameters`: those that the loss of the task trains."""
+    scorers = set(scorer_parameters(model))
+    return [x for x in model.parameters() if x not in scorers]
 
 
 def _settings(

@@ -21,7 +21,7 @@ TILE = 4096
 def _launches(
     device: torch.device, shape: tuple[int, ...], key_heads: int, dtype: torch.dtype, e: int, size: int, t: int,
     slots: int, chosen: int, dense: int, per_token: bool, is_causal: bool, together: bool, padded: bool, saliency: bool,
-    scale: float, weight: float, tile: int, *apart: tuple[int, ...],
+    scale: float, factors: tuple[float, float], tile: int, *apart: tuple[int, ...],
 ) -> tuple[Launch, Grid, Launch, Grid, int, tuple[tuple[int, ...], ...]]:  # fmt: skip
     batch, heads, n, d = shape
     streams, wide, rows = batch * heads, 1 if per_token else size, chosen + dense
@@ -36,7 +36,6 @@ def _launches(
         heads // key_heads, *query_apart[:3], *key_apart[:3], BM=few, BMA=many, BN=min(most, size), D=d,
         DP=padded_width(d), PRECISION=dot_precision(dtype), num_warps=4, num_stages=1, **constants,
     )  # fmt: skip
-    factors = (weight / max(streams * count, 1) for count in (chosen, dense))
     length, all_length = padded_width(slots + 1), padded_width(t)
     by_row = Launch(
         lesson_kernel, device, n, t, chosen, slots, total, at_all, heads, *factors, *grad_apart[:3],
@@ -52,27 +51,27 @@ def _launches(
 def distill_gradients(
     query: Tensor, key: Tensor, selection: Selection, rows: Tensor, chosen: int, scores: Tensor | None,
     all_scores: Tensor | None, together: bool, visible: Tensor, lse: Tensor, grad_output: Tensor, scale: float,
-    key_padding_mask: Tensor | None, weight: float, saliency: bool,
+    key_padding_mask: Tensor | None, factors: tuple[float, float], saliency: bool,
 ) -> tuple[Tensor | None, Tensor | None, Tensor]:  # fmt: skip
-    """Gradients of both scores, and float32 (4, b h, r): loss, entropy, kept attention and its queries of each row.
+    """Gradients of both scores, and float32 (5, b h, r): of each row its divergence times its weight, its entropy, kept
+    attention and its queries, and its weight.
 
     `rows` int64 (r) are the rows: `scores` (b, h, c, k) of listed blocks for the first c = `chosen`,
     `all_scores` (b, h, r - c, t) of all blocks for the rest, or `together` (b, h, r, t) of all blocks
     for every row. `lse` (b, h, n), contiguous, and `grad_output` (b, h, n, e) belong to the attention
-    over the selection. See `types.DistillBatch` for the rest. Losses and entropies of rows are to be
-    summed.
+    over the selection. `factors` are those of `DistillBatch.factor` for both kinds of rows.
     """
     lists, padding = selection.indices.contiguous(), key_padding_mask
     shape, dense, slots = query.shape, len(rows) - chosen, lists.shape[3]
     read, log_grid, by_row, grid, room, shapes = _launches(
         query.device, shape, key.shape[1], query.dtype, grad_output.shape[3], selection.block_size, selection.blocks,
         slots, chosen, dense, selection.per_token, selection.is_causal, together, padding is not None, saliency,
-        float(scale), float(weight), TILE, query.stride(), key.stride(), grad_output.stride(),
+        float(scale), factors, TILE, query.stride(), key.stride(), grad_output.stride(),
     )  # fmt: skip
     logs = torch.empty(room, dtype=torch.float32, device=query.device)
     grads = [torch.empty(shape, dtype=torch.float32, device=query.device) for shape in shapes]
-    # Told of when somebody asks, long after the gradients are gone.
-    found = torch.empty((4, *grid[1::-1]), dtype=torch.float32, device=query.device)
+    # Outlives the gradients: statistics are reduced on request.
+    found = torch.empty((5, *grid[1::-1]), dtype=torch.float32, device=query.device)
     padding = rows if padding is None else padding.contiguous()
     read(log_grid, (query, key, rows, lists, padding, logs))
     # Where one of both is not given, no program reads it.

@@ -95,8 +95,9 @@ def lesson_row(
 ):  # fmt: skip
     """One row, L blocks at most: gradients by the attention that its queries pay to each block, from their LSE.
 
-    Told are its loss, and with ALL its entropy, the share of attention that its queries keep and how many those are,
-    each `every` rows apart. With T scores of a listed row are those of up to T blocks, and so are their gradients.
+    Stored `every` rows apart: its divergence times its weight, with ALL its entropy, the share of attention that its
+    queries keep and their number, and its weight, the sum of its queries' weights. With SALIENCY the weight multiplies
+    gradients. With T scores of a listed row are those of up to T blocks, and so are their gradients.
     """
     own = place * W // BLOCK
     o_l = tl.arange(0, L)
@@ -104,6 +105,7 @@ def lesson_row(
     b_mass = tl.zeros([L], tl.float32)
     captured = 0.0
     seen = 0.0
+    b_weights = tl.zeros([BM], tl.float32)
     for first in range(0, W, BM):
         o_i = first + tl.arange(0, BM)
         o_q = place * W + o_i
@@ -125,8 +127,9 @@ def lesson_row(
         if PADDING:
             b_real = b_real & (tl.load(p_padding + o_q, mask=b_real, other=1) == 0)
         b_share = tl.where(b_logs == NO_KEY, 0.0, tl.exp(b_logs - b_whole[:, None]))
-        b_counts = (b_real & (b_weight > 0.0))[:, None]
-        b_mass += tl.sum(tl.where(b_counts, b_share * b_weight[:, None], 0.0), 0)
+        b_counts = b_real & (b_weight > 0.0)
+        b_mass += tl.sum(tl.where(b_counts[:, None], b_share * b_weight[:, None], 0.0), 0)
+        b_weights += tl.where(b_counts, b_weight, 0.0)
     if ALL:
         o_entry = o_l
         b_own = o_l == own
@@ -146,8 +149,12 @@ def lesson_row(
     b_share = tl.exp(b_log)
     b_mass = tl.where(b_compared | b_own, b_mass, 0.0)
     whole = tl.sum(b_mass, 0)
-    # A row that weighs nothing, or is not finite, teaches nothing.
+    # A row without weight, or with a weight that is not finite, has no gradient.
+    weight = tl.sum(b_weights, 0)
+    weight = tl.where(weight < float("inf"), weight, 0.0)
     teaches = (whole > 0.0) & (whole < float("inf"))
+    if SALIENCY:
+        factor *= weight
     b_target = tl.where(teaches, b_mass / whole, 0.0)
     # What is not compared is predicted never, and weighs nothing.
     b_log = tl.maximum(b_log, -1e30)
@@ -161,11 +168,12 @@ def lesson_row(
         tl.store(p_grad + o_entry, b_grad, mask=b_compared)
     else:
         tl.store(p_grad + o_entry, b_grad, mask=b_stored)
-    tl.store(p_found, tl.sum(b_terms, 0) * factor)
+    tl.store(p_found, tl.sum(b_terms, 0) * weight)
     entropy = -tl.sum(b_share * b_log, 0) if ALL else 0.0
     tl.store(p_found + every, entropy)
     tl.store(p_found + 2 * every, captured)
     tl.store(p_found + 3 * every, seen)
+    tl.store(p_found + 4 * every, weight)
 
 
 @triton.jit(do_not_specialize=["n", "blocks", "chosen", "slots", "total", "factor", "all_factor"])
