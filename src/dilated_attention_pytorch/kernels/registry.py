@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from functools import lru_cache
 from importlib import import_module, resources
 from typing import NamedTuple, Protocol, cast, runtime_checkable
 
@@ -89,13 +88,15 @@ def _preferences() -> dict[str, dict[str, Preference]]:
     }
 
 
-@lru_cache(maxsize=64)
+PREFERENCES = _preferences()
+
+
 def _preference(device: torch.device, when: str) -> Preference:
     kinds = [device.type, "any"]
     if device.type == "cuda":
         kinds.insert(0, "cuda sm_{}{}".format(*torch.cuda.get_device_capability(device)))
-    by_kind = _preferences()
-    return next(lines[name] for lines in map(by_kind.get, kinds) if lines for name in (when, "any") if name in lines)
+    tables = map(PREFERENCES.get, kinds)
+    return next(lines[name] for lines in tables if lines for name in (when, "any") if name in lines)
 
 
 def preference(call: AttentionCall) -> Preference:

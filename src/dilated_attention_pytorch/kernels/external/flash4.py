@@ -6,7 +6,7 @@ compiles for 5 to 10 seconds. dQ is summed with atomic adds, so gradients may di
 
 from __future__ import annotations
 
-from functools import cache, lru_cache
+from functools import lru_cache
 from importlib.util import find_spec
 from typing import Any
 
@@ -22,7 +22,6 @@ BLOCK = 128
 WIDTHS = (64, 128)
 
 
-@cache
 def installed() -> bool:
     """Whether `flash_attn.cute` and the compiler it is written in can be found."""
     try:

@@ -106,11 +106,11 @@ def _attend(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> t
 
 
 @cache
-def compiled() -> Callable[..., Any]:
-    """`flex_attention`, compiled for each shape it meets."""
+def compiled(dynamic: bool = False) -> Callable[..., Any]:
+    """`flex_attention` compiled for each shape, or once for all lengths if `dynamic`."""
     from torch.nn.attention.flex_attention import flex_attention
 
-    return torch.compile(flex_attention, dynamic=False, fullgraph=True)
+    return torch.compile(flex_attention, dynamic=dynamic, fullgraph=True)
 
 
 def block_mask(plan: Plan) -> BlockMask:
