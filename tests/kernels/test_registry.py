@@ -106,5 +106,4 @@ def test_a_call_is_explained_by_its_arguments():
 
 
 def test_an_unknown_device_gets_the_order_for_any():
-    registry._preference.cache_clear()
     assert registry._preference(torch.device("meta"), "dilated").order == ("reference",)

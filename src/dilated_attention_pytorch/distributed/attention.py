@@ -25,7 +25,7 @@ from .cost_model import Exchange, Machine, Overlap
 from .exchange import compare_calls
 from .executor import ContextParallel, Executor, input_gradients, row_gradients
 from .layout import SequenceLayout
-from .local_attention import CallSettings
+from .local_attention import KernelSettings
 from .receive_buffers import on_pressure
 from .schedule import RankSchedule, ScheduleSpec, make_schedules
 from .transport import GroupTransport, check_group, rank_in, together, wire_device
@@ -343,7 +343,7 @@ def _executor(
             cache[key] = schedule.to(device)
     if seed is not None:
         seed = torch.tensor([agreement.seed], device=device)
-    settings = CallSettings(scale, backend, call.dropout_p, seed)
+    settings = KernelSettings(scale, backend, call.dropout_p, seed)
     return Executor(transport, [cache[key]], settings, [padding], needs_grad)
 
 

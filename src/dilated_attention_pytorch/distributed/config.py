@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from itertools import groupby
 from typing import Any, Literal, get_args
 
@@ -63,7 +62,7 @@ class NodeBounded(Pattern):
         BlockDilated(self.segment_lengths, self.dilation_rates)
 
     def resolve(self, n: int, heads: int) -> Pattern:
-        return _written(self, n).resolve(n, heads)
+        return self.written(n).resolve(n, heads)
 
     def written(self, n: int) -> Pattern:
         """The pattern at a length, expressed by other patterns."""
@@ -95,11 +94,6 @@ class NodeBounded(Pattern):
         return f"node_bounded:{body};{levels};{ranks}"
 
     __repr__ = Pattern.__str__
-
-
-@lru_cache(maxsize=32)
-def _written(pattern: NodeBounded, n: int) -> Pattern:
-    return pattern.written(n)
 
 
 def _shares(lengths: Sequence[int]) -> Pattern:

@@ -15,8 +15,8 @@ from torch import Tensor
 from ..ops.derivatives import once_differentiable
 from .exchange import ExchangePlan, PaddingRows, QueryRows, RowSource, fetch, flatten_rows, return_gradients
 from .local_attention import (
-    CallSettings,
     GradientSums,
+    KernelSettings,
     Keys,
     Queries,
     Received,
@@ -48,7 +48,7 @@ class Executor:
         self,
         transport: Transport,
         schedules: list[RankSchedule],
-        settings: CallSettings,
+        settings: KernelSettings,
         padding: list[Tensor | None],
         reuse: bool,
     ) -> None:

@@ -19,7 +19,7 @@ from ..plan import Axis, Plan
 from ..plan.buffers import RankPlan
 
 
-class CallSettings(NamedTuple):
+class KernelSettings(NamedTuple):
     """Settings of a call that every kernel call of it shares."""
 
     scale: float
@@ -155,7 +155,7 @@ def attend(
     queries: Queries,
     keys: Keys,
     received: Received | None,
-    settings: CallSettings,
+    settings: KernelSettings,
     into: RunningSoftmax,
 ) -> None:
     """Fold the pairs of a plan into the softmax of the queries. A `Plan` is one over the shard itself."""
@@ -182,7 +182,7 @@ def differentiate(
     queries: Queries,
     keys: Keys,
     received: Received | None,
-    settings: CallSettings,
+    settings: KernelSettings,
     given: RowGradients,
     into: GradientSums,
 ) -> Tensor | None:
@@ -227,7 +227,7 @@ def differentiate(
     return None if received is None or grad_received is None else grad_received.to(received.rows.dtype)
 
 
-def _call_in_place(plan: Plan, queries: Queries, shard: Shard, settings: CallSettings) -> AttentionCall:
+def _call_in_place(plan: Plan, queries: Queries, shard: Shard, settings: KernelSettings) -> AttentionCall:
     """The call on the shard itself."""
     positions = None
     if settings.dropout_p:
@@ -240,7 +240,7 @@ class _Buffers:
     """Queries, and the keys and values they see, in the order of a rank's buffer plan."""
 
     def __init__(
-        self, work: RankPlan, queries: Queries, keys: Keys, received: Received | None, settings: CallSettings
+        self, work: RankPlan, queries: Queries, keys: Keys, received: Received | None, settings: KernelSettings
     ) -> None:
         self.plan, self.settings, shard = work.plan, settings, keys.shard
         batch, key_heads = len(queries.rows), shard.key.shape[1]

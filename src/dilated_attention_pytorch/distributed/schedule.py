@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -109,10 +108,13 @@ class ScheduleSpec(NamedTuple):
 def rank_plan(
     pattern: Pattern, layout: SequenceLayout, rank: int, heads: int, key_heads: int, pairs: Pairs | None = None
 ) -> RankPlan:
-    """The buffer plan of one rank under a resolved pattern: of all pairs of its queries, or of some of them."""
+    """Buffer plan of one rank under a resolved pattern, for all pairs of its queries or for some of them."""
+    return _buffers(_own_plan(pattern, layout, rank, heads), layout, rank, key_heads, pairs)
+
+
+def _buffers(own: Plan, layout: SequenceLayout, rank: int, key_heads: int, pairs: Pairs | None = None) -> RankPlan:
     shard = layout.token_runs(rank)
-    buffers = buffer_plan(_own_plan(pattern, layout, rank, heads), key_heads, pairs or Pairs(shard))
-    return split_keys(buffers, shard, layout.n)
+    return split_keys(buffer_plan(own, key_heads, pairs or Pairs(shard)), shard, layout.n)
 
 
 def _visit_plan(spec: ScheduleSpec, layout: SequenceLayout, rank: int, shipped: int) -> RankPlan:
@@ -124,7 +126,6 @@ def _visit_plan(spec: ScheduleSpec, layout: SequenceLayout, rank: int, shipped: 
     return split_keys(buffer_plan(plan, spec.key_heads, Pairs(TokenRuns([(0, shipped)]), keys=shard)), shard, layout.n)
 
 
-@lru_cache(maxsize=8)
 def _own_plan(pattern: Pattern, layout: SequenceLayout, rank: int, heads: int) -> Plan:
     return plan_rows(pattern, layout.n, heads, layout.runs(rank))
 
@@ -136,26 +137,26 @@ def make_schedules(spec: ScheduleSpec, layout: SequenceLayout, transport: Transp
     with together(transport):
         shipped = _shipped_queries(spec, layout)
         shards = [layout.token_runs(rank) for rank in ranks]
+        plans = {rank: _own_plan(spec.pattern, layout, rank, spec.heads) for rank in ranks}
         far = _rank_plans(
-            spec, layout, ranks, [Pairs(own, shipped, other_keys=own) if local else Pairs(own) for own in shards]
+            spec, layout, plans, [Pairs(own, shipped, other_keys=own) if local else Pairs(own) for own in shards]
         )
         inside, edge = [], []
         if local:
-            plans = [_own_plan(spec.pattern, layout, rank, spec.heads) for rank in ranks]
             inside = [
-                local_plan(plan, own, layout.lengths[rank], shipped)
-                for plan, own, rank in zip(plans, shards, ranks, strict=True)
+                local_plan(plans[rank], own, layout.lengths[rank], shipped)
+                for own, rank in zip(shards, ranks, strict=True)
             ]
-            edge = _rank_plans(spec, layout, ranks, [Pairs(own, shipped, keys=own, edges=True) for own in shards])
+            edge = _rank_plans(spec, layout, plans, [Pairs(own, shipped, keys=own, edges=True) for own in shards])
         requests = _requests(spec, layout, ranks, far)
     exchanges = plan_exchange(requests, layout, spec.key_heads, transport)
     stages, limit = _stage_count(spec, layout, transport, far)
     exchanges, name, why = _choose(spec, layout, transport, exchanges, [*zip(inside, edge, strict=True)], far, stages)
     if name == "ring":
         with together(transport):
-            schedules = _ring_schedules(spec, layout, ranks, why)
+            schedules = _ring_schedules(spec, layout, plans, why)
         return schedules
-    columns = _staged(spec, layout, transport, far, shipped, stages, limit) if stages > 1 else []
+    columns = _staged(spec, layout, transport, plans, far, shipped, stages, limit) if stages > 1 else []
     visits = _visits(spec, layout, transport, shipped) if shipped else [None] * len(ranks)
     with together(transport):
         columns = columns or [[_stage(work, plan) for work, plan in zip(far, exchanges, strict=True)]]
@@ -177,11 +178,12 @@ def _stage(work: RankPlan | Plan, plan: ExchangePlan | None = None) -> Stage:
 
 
 def _rank_plans(
-    spec: ScheduleSpec, layout: SequenceLayout, ranks: tuple[int, ...], pairs: list[Pairs]
+    spec: ScheduleSpec, layout: SequenceLayout, plans: dict[int, Plan], pairs: list[Pairs]
 ) -> list[RankPlan]:
+    """Buffer plans of the pairs of each rank; `plans` holds the plan of each rank's queries."""
     return [
-        rank_plan(spec.pattern, layout, rank, spec.heads, spec.key_heads, some)
-        for rank, some in zip(ranks, pairs, strict=True)
+        _buffers(own, layout, rank, spec.key_heads, some)
+        for (rank, own), some in zip(plans.items(), pairs, strict=True)
     ]
 
 
@@ -273,6 +275,7 @@ def _staged(
     spec: ScheduleSpec,
     layout: SequenceLayout,
     transport: Transport,
+    own_plans: dict[int, Plan],
     far: list[RankPlan],
     shipped: int,
     stages: int,
@@ -286,7 +289,7 @@ def _staged(
                 own, cuts = layout.token_runs(rank), _cuts(plan, layout, limit)
                 begin, end = (cuts[min(at, len(cuts) - 1)] for at in (index, index + 1))
                 pairs.append(Pairs(own, shipped, other_keys=own, key_range=(begin, end)))
-            plans = _rank_plans(spec, layout, ranks, pairs)
+            plans = _rank_plans(spec, layout, own_plans, pairs)
             requests = _requests(spec, layout, ranks, plans)
         exchanges = plan_exchange(requests, layout, spec.key_heads, transport)
         with together(transport):
@@ -294,13 +297,13 @@ def _staged(
     return columns
 
 
-def _ring_schedules(spec: ScheduleSpec, layout: SequenceLayout, ranks: tuple[int, ...], why: str) -> list[RankSchedule]:
+def _ring_schedules(spec: ScheduleSpec, layout: SequenceLayout, plans: dict[int, Plan], why: str) -> list[RankSchedule]:
     longest, schedules = max(layout.lengths), []
-    for rank in ranks:
+    for rank, own in plans.items():
         stages = []
         for hop in range(layout.world):
             holder = layout.token_runs((rank - hop) % layout.world)
-            (work,) = _rank_plans(spec, layout, (rank,), [Pairs(layout.token_runs(rank), keys=holder)])
+            work = _buffers(own, layout, rank, spec.key_heads, Pairs(layout.token_runs(rank), keys=holder))
             _, place = layout.locate(work.far_codes % layout.n)
             stages.append(Stage(work, None, work.far_codes // layout.n * longest + place))
         schedules.append(RankSchedule(rank, layout, layout.positions(rank), tuple(stages), None, "ring", why))

@@ -17,7 +17,7 @@ from .cost_model import Exchange, Machine, Overlap
 from .exchange import Request, Traffic, plan_exchange, request_for
 from .executor import ContextParallel, Executor
 from .layout import SequenceLayout, shard_sequence, unshard_sequence
-from .local_attention import CallSettings
+from .local_attention import KernelSettings
 from .schedule import RankSchedule, ScheduleSpec, make_schedules, rank_plan
 from .transport import VirtualTransport
 
@@ -56,7 +56,7 @@ def virtual_attention(
     for rank, *tensors, mask in zip(ranks, *parts, padding, strict=True):
         call.check_shard(rank, tuple(tensors), mask)  # pyrefly: ignore[bad-argument-type]
     seed = fresh_seed(query.device) if dropout_p else None
-    settings = CallSettings(call.scale_for(query.shape[3]), backend, dropout_p, seed)
+    settings = KernelSettings(call.scale_for(query.shape[3]), backend, dropout_p, seed)
     transport = VirtualTransport(layout.world)
     schedules = [schedule.to(query.device) for schedule in _schedules(call.spec(query, key, value), layout)]
     executor = Executor(transport, schedules, settings, padding, reuse=True)

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..plan.plan import Plan
 
 
-# Not frozen, although never modified: one is built in every call, and freezing quadruples the time of that.
+# Not frozen, although never modified: an instance is built in every call, and freezing quadruples its cost.
 @dataclass(eq=False, slots=True)
 class AttentionCall:
     """One validated call. Kernels compute `softmax(cap(scale * q k^T) + log m) v` over the plan's tiles.

@@ -1,7 +1,7 @@
-"""Dropout from coordinates: whether a weight is kept depends on (seed, batch, head, query, key) and nothing else.
+"""Counter-based dropout: a weight is kept as a function of (seed, batch, head, query, key) alone.
 
-So every backend, chunking and rank drops the same weights. This file is the definition; kernels in other
-languages repeat its few lines of 32-bit arithmetic and are tested against it.
+Every backend, chunking and rank therefore drops the same weights. This file is the definition; kernels in other
+languages repeat its 32-bit arithmetic and are tested against it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def threshold(dropout_p: float) -> int:
 
 
 def keep_mask(seed: Tensor, batch_head: Tensor, query: Tensor, key: Tensor, dropout_p: float) -> Tensor:
-    """Which weights survive, bool, by broadcasting the arguments (all int64).
+    """Mask of the weights that are kept, bool, by broadcasting the arguments (all int64).
 
     `batch_head` is `batch * heads + head` with the query's head; `query` and `key` are row numbers in the sequence.
     """
@@ -39,11 +39,11 @@ def keep_mask(seed: Tensor, batch_head: Tensor, query: Tensor, key: Tensor, drop
 
 
 def fresh_seed(device: torch.device) -> Tensor:
-    """One int64 [1] drawn from torch's generator of that device, so `torch.manual_seed` decides the mask."""
+    """Seed, int64 [1], from torch's generator of the device, so that `torch.manual_seed` determines the mask."""
     return torch.randint(2**62, (1,), dtype=torch.int64, device=device)
 
 
 def shifted(seed: Tensor, streams: int) -> Tensor:
-    """The seed under which stream `batch_head` of a call is stream `batch_head + streams` of the original seed."""
+    """Seed whose stream `batch_head` equals stream `batch_head + streams` of the original seed."""
     high = ((seed >> 32) + streams) & WORD
     return (high << 32) | (seed & WORD)

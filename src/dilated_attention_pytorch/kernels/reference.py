@@ -1,10 +1,10 @@
-"""The dense formula, written as it is defined: what every other backend is measured against.
+"""Reference backend: the dense formula as defined, which every other backend is tested against.
 
-Nothing here knows about tiles. The multiplicity m(q, k, head) comes from the pattern itself, and
+It does not use tiles. The multiplicity m(q, k, head) comes from the pattern, and
 
     output = softmax(cap(scale * q k^T) + log m) v
 
-is computed a band of query rows at a time, so that memory stays linear in n.
+is computed for a band of query rows at a time, so that memory is linear in n.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class _Counted(Protocol):
 
 
 class _Band(NamedTuple):
-    """Some query rows of one head. Shapes: b batch, r rows, n keys."""
+    """Band of query rows of one head. Shapes: b batch, r rows, n keys."""
 
     head: int
     group: int
@@ -64,7 +64,7 @@ class _Band(NamedTuple):
 
 
 def why_not(call: AttentionCall) -> str | None:
-    """Why the dense computation cannot run the call."""
+    """Reason why the dense computation cannot run the call, or None."""
     n = call.query.shape[2]
     if n > LONGEST:
         return f"n must be <= {LONGEST}, got {n}"
@@ -124,7 +124,7 @@ def backward(
 
 
 def _weights(band: _Band, row_lse: Tensor) -> Tensor:
-    """exp(score - LSE), exactly 0 where not seen, also in rows that see nothing (LSE -inf)."""
+    """exp(score - LSE), exactly 0 for masked pairs, also in rows without a key (LSE -inf)."""
     return torch.where(band.seen, (band.scores - row_lse[..., None]).exp(), 0.0)
 
 

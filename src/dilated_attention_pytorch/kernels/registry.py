@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from functools import lru_cache
 from importlib import import_module, resources
 from typing import NamedTuple, Protocol, cast, runtime_checkable
 
@@ -43,25 +42,25 @@ MODULES = {
     "flash4": "external.flash4",
     "flex": "external.flex",
 }
-"""Every backend by name, and the module it lives in."""
+"""Module of each backend, by name."""
 
 
 class Preference(NamedTuple):
-    """Which backends `backend="auto"` asks, in this order; the others run only when asked for by name."""
+    """Order in which `backend="auto"` tries backends; other backends run only by name."""
 
     order: tuple[str, ...]
     because: str
-    """The measurement the order follows, or that there is none."""
+    """Measurement that the order follows, or a note that there is none."""
 
 
 class Explanation(dict[str, str | None]):
-    """Every backend with its reason against a call, None for those that can run it, and which of them is taken."""
+    """Reasons why each backend cannot run a call, None for those that can, and the backend that runs it."""
 
     def __init__(self, reasons: dict[str, str | None], preference: Preference) -> None:
         super().__init__(reasons)
         self.order, self.because = preference
         self.backend = next((name for name in self.order if reasons[name] is None), None)
-        """What `backend="auto"` runs, None when nothing can."""
+        """Backend that `backend="auto"` selects, None if no backend can run the call."""
 
     def __str__(self) -> str:
         width = max(map(len, self))
@@ -75,7 +74,7 @@ class Explanation(dict[str, str | None]):
 
 
 def backend_named(name: str) -> Backend:
-    """Load one backend. Nothing is imported before it is asked for, so optional packages stay optional."""
+    """Import a backend by name. Imports are deferred until here, so that optional packages stay optional."""
     if name not in MODULES:
         raise must(f"backend must be one of auto, {', '.join(MODULES)}", repr(name))
     return cast(Backend, import_module(f".{MODULES[name]}", __package__))
@@ -90,17 +89,19 @@ def _preferences() -> dict[str, dict[str, Preference]]:
     }
 
 
-@lru_cache(maxsize=64)
+PREFERENCES = _preferences()
+
+
 def _preference(device: torch.device, when: str) -> Preference:
     kinds = [device.type, "any"]
     if device.type == "cuda":
         kinds.insert(0, "cuda sm_{}{}".format(*torch.cuda.get_device_capability(device)))
-    by_kind = _preferences()
-    return next(lines[name] for lines in map(by_kind.get, kinds) if lines for name in (when, "any") if name in lines)
+    tables = map(PREFERENCES.get, kinds)
+    return next(lines[name] for lines in tables if lines for name in (when, "any") if name in lines)
 
 
 def preference(call: AttentionCall) -> Preference:
-    """The order for a call's device and its class of plan, as preference.json gives it.
+    """Order of backends for the device and class of plan of a call, from preference.json.
 
     A plan is "dilated" when it has several parts or a part that skips tokens, and "block-sparse" otherwise. A device
     is looked up as "cuda sm_90", then "cuda", then "any".
@@ -111,7 +112,7 @@ def preference(call: AttentionCall) -> Preference:
 
 
 def choose(call: AttentionCall, backend: str = "auto") -> tuple[str, Backend]:
-    """The first backend that can run the call; a backend asked for by name never falls back to another."""
+    """First backend that can run the call; a backend requested by name never falls back to another."""
     names: Iterable[str] = preference(call).order if backend == "auto" else (backend,)
     reasons = {}
     for name in names:
@@ -143,5 +144,5 @@ def prepared(name: str, call: AttentionCall) -> Runner:
 
 
 def explain(call: AttentionCall) -> Explanation:
-    """Which backend runs the call and why, and what speaks against each of the others."""
+    """Backend that runs the call, and the reason against each of the others."""
     return Explanation({name: _why_not(backend_named(name), call) for name in MODULES}, preference(call))

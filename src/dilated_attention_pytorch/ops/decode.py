@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..errors import must, must_be
 from ..patterns import Pattern, as_pattern
-from ..plan.closed_forms import ClosedForm, Grid, LiveKeys, closed_form
+from ..plan.closed_forms import ClosedForm, Domain, LiveKeys, closed_form
 from .attention import attention, empty_attention
 from .checks import check_masks, check_sink, check_softcap, check_tensors
 from .derivatives import scale_of
@@ -169,41 +169,41 @@ def _padded(positions: Tensor, bias: Tensor, longest: int) -> tuple[Tensor, Tens
 @lru_cache(maxsize=256)
 def seen_keys(pattern: Pattern, length: int | None, position: int, heads: int) -> RowKeys:
     """Keys that the causal row at `position` sees in every head."""
-    resolved, grid = _laid_out(pattern, length, position, heads)
+    resolved, domain = _laid_out(pattern, length, position, heads)
     form = closed_form(resolved)
     by_class: dict[object, tuple[Tensor, Tensor]] = {}
     rows = []
     for head in range(heads):
         own = form.head_key(head)
         if own not in by_class:
-            by_class[own] = _seen_by(form, position, head, grid)
+            by_class[own] = _seen_by(form, position, head, domain)
         rows.append(by_class[own])
     longest = max(len(keys) for keys, _ in rows)
     positions, bias = zip(*(_padded(*row, longest) for row in rows), strict=True)
     return RowKeys(torch.stack(positions), torch.stack(bias))
 
 
-def _seen_by(form: ClosedForm[Any], t: int, head: int, grid: Grid) -> tuple[Tensor, Tensor]:
-    ranges = [torch.arange(s.start, s.stop, s.step, device="cpu") for s in form.row_keys(t, head, grid) if len(s)]
+def _seen_by(form: ClosedForm[Any], t: int, head: int, domain: Domain) -> tuple[Tensor, Tensor]:
+    ranges = [torch.arange(s.start, s.stop, s.step, device="cpu") for s in form.row_keys(t, head, domain) if len(s)]
     keys = torch.cat(ranges).unique() if ranges else torch.arange(0, device="cpu")
-    times = form.count(torch.tensor(t, device="cpu"), keys, head, grid).to(torch.float64)
+    times = form.count(torch.tensor(t, device="cpu"), keys, head, domain).to(torch.float64)
     return keys[times > 0], times[times > 0].log()
 
 
-def _laid_out(pattern: Pattern, length: int | None, position: int, heads: int) -> tuple[Pattern, Grid]:
+def _laid_out(pattern: Pattern, length: int | None, position: int, heads: int) -> tuple[Pattern, Domain]:
     if length is None:
         check_decodable(pattern, None)
         # Doubling, so that a growing sequence lays its blocks out a logarithmic number of times.
         length = max(1024, 1 << position.bit_length())
     elif position >= length:
         raise must(f"positions must lie below the length {length}", position)
-    return _grid(pattern, length, heads)
+    return _resolved_domain(pattern, length, heads)
 
 
 @lru_cache(maxsize=32)
-def _grid(pattern: Pattern, length: int, heads: int) -> tuple[Pattern, Grid]:
+def _resolved_domain(pattern: Pattern, length: int, heads: int) -> tuple[Pattern, Domain]:
     check_decodable(pattern, length)
-    return pattern.resolve(length, heads), Grid(length, CPU)
+    return pattern.resolve(length, heads), Domain(length, CPU)
 
 
 def check_decodable(pattern: Pattern, length: int | None) -> None:
@@ -219,8 +219,8 @@ def check_decodable(pattern: Pattern, length: int | None) -> None:
 
 def live_keys(pattern: Pattern, length: int | None, position: int, heads: int) -> LiveKeys:
     """Keys that rows from `position` on can still see; a cache may drop the others."""
-    resolved, grid = _laid_out(pattern, length, position, heads)
-    return closed_form(resolved).live_keys(position, heads, grid, length is not None)
+    resolved, domain = _laid_out(pattern, length, position, heads)
+    return closed_form(resolved).live_keys(position, heads, domain, length is not None)
 
 
 def prefix_pattern(pattern: Pattern, length: int | None, n: int, heads: int) -> Pattern:
@@ -233,5 +233,5 @@ def prefix_pattern(pattern: Pattern, length: int | None, n: int, heads: int) -> 
         return form.combine([prefix_pattern(side, length, n, heads) for side in form.sides])
     if not form.follows_length:
         return pattern
-    resolved, grid = _grid(pattern, length, heads)
-    return closed_form(resolved).prefix(n, heads, grid)
+    resolved, domain = _resolved_domain(pattern, length, heads)
+    return closed_form(resolved).prefix(n, heads, domain)

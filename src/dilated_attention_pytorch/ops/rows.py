@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..errors import must, must_be
 from ..patterns import Causal, Pattern, as_pattern
-from ..plan.closed_forms import Grid, closed_form
+from ..plan.closed_forms import Domain, closed_form
 from ..shapes import Key, KeyPadding, Query
 from .checks import check_masks, check_tensors
 from .derivatives import scale_of
@@ -53,13 +53,13 @@ def attention_rows(
     if not n:
         return query[:, :, index].to(dtype) @ key.repeat_interleave(heads // key.shape[1], 1).mT.to(dtype)
     whole = (whole & Causal() if is_causal else whole).resolve(n, heads)
-    grid = Grid(n, query.device)
+    domain = Domain(n, query.device)
     weights = torch.empty(batch, heads, len(index), n, dtype=dtype, device=query.device)
     positions = torch.arange(n, device=query.device)
     for head in range(heads):
         keys = key[:, head // (heads // key.shape[1])].to(dtype)
         scores = scale * (query[:, head, index].to(dtype) @ keys.mT)
-        times = closed_form(whole).count(index[:, None], positions, head, grid)
+        times = closed_form(whole).count(index[:, None], positions, head, domain)
         scores = torch.where(times > 0, scores + times.to(dtype).log(), -torch.inf)
         if key_padding_mask is not None:
             scores = scores.masked_fill(key_padding_mask[:, None], -torch.inf)

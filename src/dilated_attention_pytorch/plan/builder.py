@@ -11,7 +11,7 @@ from torch import Tensor
 from ..errors import must
 from ..patterns import BlockPattern, Packed, Pattern, as_pattern
 from ..patterns.base import integer
-from .closed_forms import ALL, NONE, Grid, Tiles, block_pairs, closed_form, ranges
+from .closed_forms import ALL, NONE, Domain, Tiles, block_pairs, closed_form, ranges
 from .packed import lay_out
 from .plan import Axis, Masks, Part, Plan
 from .terms import Segments, Term, packed_form, terms_of
@@ -69,9 +69,9 @@ def make_plan(
 
 
 def _plan(resolved: Pattern, n: int, heads: int, block_size: int, device: torch.device) -> Plan:
-    grid = Grid(n, device)
+    domain = Domain(n, device)
     masks = MaskTable(block_size, device)
-    built = [_part(term, heads, block_size, grid, masks) for term in terms_of(resolved, heads)]
+    built = [_part(term, heads, block_size, domain, masks) for term in terms_of(resolved, heads)]
     parts, blocks = zip(*built, strict=True)
     return Plan(resolved.describe(), n, heads, block_size, parts, masks.finish(), sum(blocks))
 
@@ -94,15 +94,15 @@ def own_block(pattern: Pattern) -> int:
     return min([128, *sizes])
 
 
-def _part(term: Term, heads: int, block_size: int, grid: Grid, masks: MaskTable) -> tuple[Part, int]:
-    layout = Layout(term.axis, heads, block_size, grid)
+def _part(term: Term, heads: int, block_size: int, domain: Domain, masks: MaskTable) -> tuple[Part, int]:
+    layout = Layout(term.axis, heads, block_size, domain)
     groups = head_classes(term, heads, layout)
     head_class = [-1] * heads
     for index, group in enumerate(groups):
         for head in group:
             head_class[head] = index
     by_query, by_key, blocks = [], [], 0
-    for several, (query, key, mask) in _meetings_of_classes(term, groups, layout, grid, masks):
+    for several, (query, key, mask) in _meetings_of_classes(term, groups, layout, domain, masks):
         # A row of a later class in the same list stands behind all tiles of those before it.
         owner = query // layout.tiles * layout.tiles
         transposed = torch.argsort(owner + key, stable=True)
@@ -111,20 +111,20 @@ def _part(term: Term, heads: int, block_size: int, grid: Grid, masks: MaskTable)
         by_key.append(
             build_walk((owner + key)[transposed], (query - owner)[transposed], mask[transposed], bases),
         )
-        members = torch.tensor([len(group) for group in several], device=grid.device)
+        members = torch.tensor([len(group) for group in several], device=domain.device)
         blocks += int(members[query // layout.tiles].sum())
-    classes = torch.tensor(head_class, dtype=torch.int32, device=grid.device)
+    classes = torch.tensor(head_class, dtype=torch.int32, device=domain.device)
     return Part(layout.axis, layout.axis, classes, join_walks(by_query), join_walks(by_key)), blocks
 
 
 class Layout:
     """An axis cut into tiles, with what the planner needs beyond what a kernel does."""
 
-    def __init__(self, segments: Segments, heads: int, block_size: int, grid: Grid) -> None:
-        begin, end = segments.bounds(grid.n, grid.device)
+    def __init__(self, segments: Segments, heads: int, block_size: int, domain: Domain) -> None:
+        begin, end = segments.bounds(domain.n, domain.device)
         self.span = segments.rate * block_size
         self.rate = segments.rate
-        offsets = torch.tensor(segments.offsets or (0,) * heads, dtype=torch.int32, device=grid.device)
+        offsets = torch.tensor(segments.offsets or (0,) * heads, dtype=torch.int32, device=domain.device)
         self.offsets = offsets.tolist()
         counts = -(-(end - begin) // self.span)
         self.segment, local = ranges(torch.zeros_like(counts), counts)
@@ -134,7 +134,7 @@ class Layout:
         self.axis = Axis(segments.rate, offsets, self.segment_start + local * self.span, end[self.segment])
         self.tiles = self.axis.tiles
         self.block_size = block_size
-        own = torch.arange(self.tiles, device=grid.device)
+        own = torch.arange(self.tiles, device=domain.device)
         self.bases = (own,) if len(begin) == 1 else (self.first_tile, own)
         """Tiles a row's list may be counted from, most promising first."""
 
@@ -161,38 +161,40 @@ def head_classes(term: Term, heads: int, layout: Layout) -> list[list[int]]:
 
 
 def _meetings_of_classes(
-    term: Term, groups: list[list[int]], layout: Layout, grid: Grid, masks: MaskTable
+    term: Term, groups: list[list[int]], layout: Layout, domain: Domain, masks: MaskTable
 ) -> Iterator[tuple[list[list[int]], Meetings]]:
     """The meetings of every head class, several at once where the pattern lists them itself."""
     match term:
         case Term(axis, (BlockPattern() as pattern,), ()) if axis.whole and pattern.block == layout.block_size:
             # Tiles are the pattern's own blocks, so its lists are the answer.
             ragged = layout.ragged(0)
-            most = MEETINGS_ON_CPU if grid.device.type == "cpu" else MEETINGS_ON_GPU
-            at_once = 1 if len(groups) == 1 else max(1, most // max(1, len(block_pairs(pattern, groups[0][:1], grid))))
+            most = MEETINGS_ON_CPU if domain.device.type == "cpu" else MEETINGS_ON_GPU
+            at_once = (
+                1 if len(groups) == 1 else max(1, most // max(1, len(block_pairs(pattern, groups[0][:1], domain))))
+            )
             for first in range(0, len(groups), at_once):
                 several = groups[first : first + at_once]
-                pairs = block_pairs(pattern, [group[0] for group in several], grid)
+                pairs = block_pairs(pattern, [group[0] for group in several], domain)
                 query, key = pairs // layout.tiles, pairs % layout.tiles
                 cut = ragged[key] | ragged[query % layout.tiles]
                 yield several, (query, key, torch.where(cut, masks.everything, -1))
         case _:
             for group in groups:
-                yield [group], _meetings(term, group, layout, grid, masks)
+                yield [group], _meetings(term, group, layout, domain, masks)
 
 
-def _meetings(term: Term, group: list[int], layout: Layout, grid: Grid, masks: MaskTable) -> Meetings:
+def _meetings(term: Term, group: list[int], layout: Layout, domain: Domain, masks: MaskTable) -> Meetings:
     """Pairs of tiles that meet for one head class."""
     # Heads of a class may sample different residues; the one that starts first has the longest tiles.
     head = min(group, key=lambda member: layout.offsets[member])
     offset = layout.offsets[head]
     first, last = layout.edges(offset)
-    query, key = _candidates(term, first, last, head, offset, layout, grid)
-    return decide_tiles(term, group, query, key, layout, grid, masks)
+    query, key = _candidates(term, first, last, head, offset, layout, domain)
+    return decide_tiles(term, group, query, key, layout, domain, masks)
 
 
 def decide_tiles(
-    term: Term, group: list[int], query: Tensor, key: Tensor, layout: Layout, grid: Grid, masks: MaskTable
+    term: Term, group: list[int], query: Tensor, key: Tensor, layout: Layout, domain: Domain, masks: MaskTable
 ) -> Meetings:
     """Candidate pairs with at least one allowed pair of existing elements, for one head class."""
     head = min(group, key=lambda member: layout.offsets[member])
@@ -202,7 +204,7 @@ def decide_tiles(
     if not bool(exists.all()):
         both = exists[query] & exists[key]
         query, key = query[both], key[both]
-    verdict = _verdicts(term, (first[query], last[query], first[key], last[key]), head, grid)
+    verdict = _verdicts(term, (first[query], last[query], first[key], last[key]), head, domain)
     ragged = torch.stack([layout.ragged(offset) for offset in {layout.offsets[h] for h in group}]).any(0)
     certain = verdict == ALL
     mask = torch.where(certain & ~(ragged[key] | ragged[query]), -1, masks.everything).long()
@@ -211,7 +213,7 @@ def decide_tiles(
     if open_.any():
         slots = open_.nonzero()[:, 0]
         pairs = first[query[slots]], last[query[slots]], first[key[slots]], last[key[slots]]
-        own, some, whole = _element_masks(term, pairs, head, layout, grid, masks)
+        own, some, whole = _element_masks(term, pairs, head, layout, domain, masks)
         exact = whole & ~(ragged[key[slots]] | ragged[query[slots]])
         mask[slots] = torch.where(exact, -1, own)
         keep = certain.clone()
@@ -219,24 +221,24 @@ def decide_tiles(
     return query[keep], key[keep], mask[keep]
 
 
-def _verdicts(term: Term, tiles: Tiles, head: int, grid: Grid) -> Tensor:
+def _verdicts(term: Term, tiles: Tiles, head: int, domain: Domain) -> Tensor:
     """Verdict on pairs of tiles under all conditions of a term."""
     verdict = torch.full_like(tiles[0], ALL, dtype=torch.int8)
     for pattern in term.where:
-        verdict = torch.minimum(verdict, closed_form(pattern).classify(tiles, head, grid))
+        verdict = torch.minimum(verdict, closed_form(pattern).classify(tiles, head, domain))
     for pattern in term.exclude:
-        verdict = torch.minimum(verdict, ALL - closed_form(pattern).classify(tiles, head, grid))
+        verdict = torch.minimum(verdict, ALL - closed_form(pattern).classify(tiles, head, domain))
     return verdict
 
 
 def _candidates(
-    term: Term, first: Tensor, last: Tensor, head: int, offset: int, layout: Layout, grid: Grid
+    term: Term, first: Tensor, last: Tensor, head: int, offset: int, layout: Layout, domain: Domain
 ) -> tuple[Tensor, Tensor]:
     """Pairs of tiles of one segment that may meet, ordered, each once."""
-    every = torch.arange(layout.tiles, device=grid.device)
+    every = torch.arange(layout.tiles, device=domain.device)
     best = every, torch.zeros_like(every), layout.tile_count
     for pattern in term.where:
-        spans = closed_form(pattern).reach(first, last, head, grid)
+        spans = closed_form(pattern).reach(first, last, head, domain)
         origin = layout.segment_start[spans.row] + offset
         low = ((spans.first - origin) // layout.span).clamp(min=0)
         high = torch.minimum((spans.last - origin) // layout.span, layout.tile_count[spans.row] - 1)
@@ -265,7 +267,7 @@ def sorted_once(row: Tensor, column: Tensor, columns: int) -> tuple[Tensor, Tens
 
 
 def _element_masks(
-    term: Term, tiles: Tiles, head: int, layout: Layout, grid: Grid, masks: MaskTable
+    term: Term, tiles: Tiles, head: int, layout: Layout, domain: Domain, masks: MaskTable
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Mask index of each pair of tiles, and whether it allows some existing elements and all elements.
 
@@ -275,7 +277,7 @@ def _element_masks(
     # Tiles that are cut short share masks only with tiles that have as many elements.
     columns = [q1 - q0, k1 - k0]
     for pattern in term.conditions:
-        columns += closed_form(pattern).mask_keys(tiles, layout.span, head, grid)
+        columns += closed_form(pattern).mask_keys(tiles, layout.span, head, domain)
     label = torch.zeros_like(q0)
     for column in columns:
         values, inverse = torch.unique(column, return_inverse=True)
@@ -290,9 +292,9 @@ def _element_masks(
         k = k0[slots][:, None, None] + step
         allowed = torch.ones(len(slots), layout.block_size, layout.block_size, dtype=torch.bool, device=label.device)
         for pattern in term.where:
-            allowed &= closed_form(pattern).count(q, k, head, grid) > 0
+            allowed &= closed_form(pattern).count(q, k, head, domain) > 0
         for pattern in term.exclude:
-            allowed &= closed_form(pattern).count(q, k, head, grid) == 0
+            allowed &= closed_form(pattern).count(q, k, head, domain) == 0
         exists = (q <= q1[slots][:, None, None]) & (k <= k1[slots][:, None, None])
         indices.append(masks.add(allowed))
         some.append((allowed & exists).flatten(1).any(1))

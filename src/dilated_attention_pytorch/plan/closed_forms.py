@@ -38,7 +38,7 @@ from ..patterns import (
     SlidingWindow,
     Strided,
 )
-from ..patterns.grid import Grid as TokenGrid
+from ..patterns.grid import Grid
 from .grid_forms import classify_grid, grid_columns, grid_reach
 
 NONE, SOME, ALL = 0, 1, 2
@@ -94,7 +94,7 @@ class Prefix(Pattern):
         return self.pattern.max_multiplicity
 
 
-class Grid:
+class Domain:
     """Length and device of a sequence, and a cache of the block lists of its patterns."""
 
     def __init__(self, n: int, device: torch.device) -> None:
@@ -103,7 +103,7 @@ class Grid:
         self._lists: dict[tuple[BlockPattern, int], Tensor] = {}
         self._lowest: dict[tuple[BlockPattern, int], Tensor] = {}
         self._ends: dict[Documents, Tensor] = {}
-        self._documents: dict[int, Grid] = {}
+        self._documents: dict[int, Domain] = {}
 
     def arange(self, *bounds: int) -> Tensor:
         return torch.arange(*bounds, device=self.device)
@@ -134,10 +134,10 @@ class Grid:
             self._ends[pattern] = torch.tensor(pattern.ends, device=self.device)
         return self._ends[pattern]
 
-    def document(self, n: int) -> Grid:
+    def document(self, n: int) -> Domain:
         """Grid of a document of this length, with positions from 0."""
         if n not in self._documents:
-            self._documents[n] = Grid(n, self.device)
+            self._documents[n] = Domain(n, self.device)
         return self._documents[n]
 
 
@@ -169,24 +169,24 @@ class ClosedForm(Generic[P]):
         kind: type[Pattern] = type(self.pattern)
         return kind.resolve is not Pattern.resolve
 
-    def reach(self, q0: Tensor, q1: Tensor, head: int, grid: Grid) -> Reach:
+    def reach(self, q0: Tensor, q1: Tensor, head: int, domain: Domain) -> Reach:
         """Ranges that contain every key the query tiles `q0 .. q1` may see."""
-        first, last = torch.zeros_like(q0), torch.full_like(q0, grid.n - 1)
+        first, last = torch.zeros_like(q0), torch.full_like(q0, domain.n - 1)
         bounds = self.pattern.key_range(q0, q1, head)
         if bounds is not None:
-            low, high = (torch.as_tensor(bound, device=grid.device) for bound in bounds)
+            low, high = (torch.as_tensor(bound, device=domain.device) for bound in bounds)
             first, last = torch.maximum(first, low), torch.minimum(last, high)
-        return Reach(grid.arange(len(q0)), first, torch.maximum(last, first - 1))
+        return Reach(domain.arange(len(q0)), first, torch.maximum(last, first - 1))
 
-    def classify(self, tiles: Tiles, head: int, grid: Grid) -> Tensor:
+    def classify(self, tiles: Tiles, head: int, domain: Domain) -> Tensor:
         """Verdict on pairs of tiles: NONE, SOME or ALL of their pairs, int8."""
         return torch.full_like(tiles[0], SOME, dtype=torch.int8)
 
-    def count(self, q: Tensor, k: Tensor, head: int, grid: Grid) -> Tensor:
+    def count(self, q: Tensor, k: Tensor, head: int, domain: Domain) -> Tensor:
         """`Pattern.multiplicity`, without writing out a grid of blocks."""
         # Tiles end past the sequence, where a user's pattern may have no table entry.
-        q, k = q.clamp(max=grid.n - 1), k.clamp(max=grid.n - 1)
-        times = torch.as_tensor(self.pattern.multiplicity(q, k, head), device=grid.device)
+        q, k = q.clamp(max=domain.n - 1), k.clamp(max=domain.n - 1)
+        times = torch.as_tensor(self.pattern.multiplicity(q, k, head), device=domain.device)
         if times.numel() and int(times.max()) > self.pattern.max_multiplicity:
             raise must(
                 f"{self.pattern.describe()} must have multiplicities up to its max_multiplicity "
@@ -200,24 +200,24 @@ class ClosedForm(Generic[P]):
         """Value that is equal for two heads only if the pattern allows the same pairs in both."""
         return head
 
-    def mask_keys(self, tiles: Tiles, extent: int, head: int, grid: Grid) -> list[Tensor]:
+    def mask_keys(self, tiles: Tiles, extent: int, head: int, domain: Domain) -> list[Tensor]:
         """Columns whose equality implies equal element masks; `extent` is the number of tokens that a tile spans.
 
         Columns of `place_keys` matter for partial tiles alone.
         """
-        verdict = self.classify(tiles, head, grid)
-        columns = self.key_columns(tiles, extent, head, grid)
+        verdict = self.classify(tiles, head, domain)
+        columns = self.key_columns(tiles, extent, head, domain)
         return [verdict.long(), *(torch.where(verdict == SOME, column, 0) for column in columns)]
 
-    def key_columns(self, tiles: Tiles, extent: int, head: int, grid: Grid) -> list[Tensor]:
+    def key_columns(self, tiles: Tiles, extent: int, head: int, domain: Domain) -> list[Tensor]:
         """Columns that determine the element mask of partial tiles."""
         return [tiles[0], tiles[2]]
 
-    def row_keys(self, t: int, head: int, grid: Grid) -> list[range]:
+    def row_keys(self, t: int, head: int, domain: Domain) -> list[range]:
         """Ranges up to `t` that contain every key the causal row `t` sees."""
         return [range(t + 1)]
 
-    def live_keys(self, t: int, heads: int, grid: Grid, final: bool) -> LiveKeys:
+    def live_keys(self, t: int, heads: int, domain: Domain, final: bool) -> LiveKeys:
         """Keys that causal rows from `t` on can see; `final` if the length of the grid is that of the sequence."""
         return LiveKeys()
 
@@ -225,7 +225,7 @@ class ClosedForm(Generic[P]):
         """Combination of other patterns in the place of `sides`."""
         return self.pattern
 
-    def prefix(self, n: int, heads: int, grid: Grid) -> Pattern:
+    def prefix(self, n: int, heads: int, domain: Domain) -> Pattern:
         """Pattern for the first `n` tokens whose causal rows equal those of the resolved pattern."""
         return Prefix(self.pattern)
 
@@ -264,31 +264,31 @@ class _Pair(_Combined[P]):
     def head_key(self, head: int) -> object:
         return tuple(form.head_key(head) for form in self.forms)
 
-    def key_columns(self, tiles: Tiles, extent: int, head: int, grid: Grid) -> list[Tensor]:
-        return [column for form in self.forms for column in form.mask_keys(tiles, extent, head, grid)]
+    def key_columns(self, tiles: Tiles, extent: int, head: int, domain: Domain) -> list[Tensor]:
+        return [column for form in self.forms for column in form.mask_keys(tiles, extent, head, domain)]
 
 
 @closed_form.register(And)
 class AndForm(_Pair[And]):
     """Pairs of both sides; multiplicities multiply."""
 
-    def reach(self, q0: Tensor, q1: Tensor, head: int, grid: Grid) -> Reach:
-        sides = [form.reach(q0, q1, head, grid) for form in self.forms]
+    def reach(self, q0: Tensor, q1: Tensor, head: int, domain: Domain) -> Reach:
+        sides = [form.reach(q0, q1, head, domain) for form in self.forms]
         return min(sides, key=lambda side: int((side.last - side.first + 1).sum()))
 
-    def classify(self, tiles: Tiles, head: int, grid: Grid) -> Tensor:
-        left, right = (form.classify(tiles, head, grid) for form in self.forms)
+    def classify(self, tiles: Tiles, head: int, domain: Domain) -> Tensor:
+        left, right = (form.classify(tiles, head, domain) for form in self.forms)
         return torch.minimum(left, right)
 
-    def count(self, q: Tensor, k: Tensor, head: int, grid: Grid) -> Tensor:
-        left, right = (form.count(q, k, head, grid) for form in self.forms)
+    def count(self, q: Tensor, k: Tensor, head: int, domain: Domain) -> Tensor:
+        left, right = (form.count(q, k, head, domain) for form in self.forms)
         return left * right
 
-    def row_keys(self, t: int, head: int, grid: Grid) -> list[range]:
-        return min((form.row_keys(t, head, grid) for form in self.forms), key=lambda side: sum(map(len, side)))
+    def row_keys(self, t: int, head: int, domain: Domain) -> list[range]:
+        return min((form.row_keys(t, head, domain) for form in self.forms), key=lambda side: sum(map(len, side)))
 
-    def live_keys(self, t: int, heads: int, grid: Grid, final: bool) -> LiveKeys:
-        sides = (form.live_keys(t, heads, grid, final) for form in self.forms)
+    def live_keys(self, t: int, heads: int, domain: Domain, final: bool) -> LiveKeys:
+        sides = (form.live_keys(t, heads, domain, final) for form in self.forms)
         return max(sides, key=lambda side: side.begin - side.sinks)
 
     def combine(self, sides: Sequence[Pattern]) -> Pattern:
@@ -303,22 +303,22 @@ class OrForm(_Pair[Or]):
     def global_queries(self) -> int:  # pyrefly: ignore[bad-override]
         return max(form.global_queries for form in self.forms)
 
-    def reach(self, q0: Tensor, q1: Tensor, head: int, grid: Grid) -> Reach:
-        return _joined(*(form.reach(q0, q1, head, grid) for form in self.forms))
+    def reach(self, q0: Tensor, q1: Tensor, head: int, domain: Domain) -> Reach:
+        return _joined(*(form.reach(q0, q1, head, domain) for form in self.forms))
 
-    def classify(self, tiles: Tiles, head: int, grid: Grid) -> Tensor:
-        left, right = (form.classify(tiles, head, grid) for form in self.forms)
+    def classify(self, tiles: Tiles, head: int, domain: Domain) -> Tensor:
+        left, right = (form.classify(tiles, head, domain) for form in self.forms)
         return torch.maximum(left, right)
 
-    def count(self, q: Tensor, k: Tensor, head: int, grid: Grid) -> Tensor:
-        left, right = (form.count(q, k, head, grid) for form in self.forms)
+    def count(self, q: Tensor, k: Tensor, head: int, domain: Domain) -> Tensor:
+        left, right = (form.count(q, k, head, domain) for form in self.forms)
         return (left + right > 0) * 1
 
-    def row_keys(self, t: int, head: int, grid: Grid) -> list[range]:
-        return [keys for form in self.forms for keys in form.row_keys(t, head, grid)]
+    def row_keys(self, t: int, head: int, domain: Domain) -> list[range]:
+        return [keys for form in self.forms for keys in form.row_keys(t, head, domain)]
 
-    def live_keys(self, t: int, heads: int, grid: Grid, final: bool) -> LiveKeys:
-        return _either([form.live_keys(t, heads, grid, final) for form in self.forms])
+    def live_keys(self, t: int, heads: int, domain: Domain, final: bool) -> LiveKeys:
+        return _either([form.live_keys(t, heads, domain, final) for form in self.forms])
 
     def combine(self, sides: Sequence[Pattern]) -> Pattern:
         return sides[0] | sides[1]
@@ -339,26 +339,26 @@ class PerHeadForm(_Combined[PerHead]):
     def of_head(self, head: int) -> ClosedForm[Any]:
         return closed_form(self.pattern.patterns[head])
 
-    def reach(self, q0: Tensor, q1: Tensor, head: int, grid: Grid) -> Reach:
-        return self.of_head(head).reach(q0, q1, head, grid)
+    def reach(self, q0: Tensor, q1: Tensor, head: int, domain: Domain) -> Reach:
+        return self.of_head(head).reach(q0, q1, head, domain)
 
-    def classify(self, tiles: Tiles, head: int, grid: Grid) -> Tensor:
-        return self.of_head(head).classify(tiles, head, grid)
+    def classify(self, tiles: Tiles, head: int, domain: Domain) -> Tensor:
+        return self.of_head(head).classify(tiles, head, domain)
 
-    def count(self, q: Tensor, k: Tensor, head: int, grid: Grid) -> Tensor:
-        return self.of_head(head).count(q, k, head, grid)
+    def count(self, q: Tensor, k: Tensor, head: int, domain: Domain) -> Tensor:
+        return self.of_head(head).count(q, k, head, domain)
 
     def head_key(self, head: int) -> object:
         return self.pattern.patterns[head], self.of_head(head).head_key(head)
 
-    def key_columns(self, tiles: Tiles, extent: int, head: int, grid: Grid) -> list[Tensor]:
-        return self.of_head(head).key_columns(tiles, extent, head, grid)
+    def key_columns(self, tiles: Tiles, extent: int, head: int, domain: Domain) -> list[Tensor]:
+        return self.of_head(head).key_columns(tiles, extent, head, domain)
 
-    def row_keys(self, t: int, head: int, grid: Grid) -> list[range]:
-        return self.of_head(head).row_keys(t, head, grid)
+    def row_keys(self, t: int, head: int, domain: Domain) -> list[range]:
+        return self.of_head(head).row_keys(t, head, domain)
 
-    def live_keys(self, t: int, heads: int, grid: Grid, final: bool) -> LiveKeys:
-        return _either([form.live_keys(t, heads, grid, final) for form in self.forms])
+    def live_keys(self, t: int, heads: int, domain: Domain, final: bool) -> LiveKeys:
+        return _either([form.live_keys(t, heads, domain, final) for form in self.forms])
 
     def combine(self, sides: Sequence[Pattern]) -> Pattern:
         return PerHead(tuple(sides))
@@ -372,21 +372,21 @@ class AtLeastForm(ClosedForm[AtLeast]):
     def inner(self) -> ClosedForm[Any]:
         return closed_form(self.pattern.pattern)
 
-    def reach(self, q0: Tensor, q1: Tensor, head: int, grid: Grid) -> Reach:
-        return self.inner.reach(q0, q1, head, grid)
+    def reach(self, q0: Tensor, q1: Tensor, head: int, domain: Domain) -> Reach:
+        return self.inner.reach(q0, q1, head, domain)
 
-    def classify(self, tiles: Tiles, head: int, grid: Grid) -> Tensor:
-        verdict = self.inner.classify(tiles, head, grid)
+    def classify(self, tiles: Tiles, head: int, domain: Domain) -> Tensor:
+        verdict = self.inner.classify(tiles, head, domain)
         return verdict if self.pattern.times == 1 else verdict.clamp(max=SOME)
 
-    def count(self, q: Tensor, k: Tensor, head: int, grid: Grid) -> Tensor:
-        return (self.inner.count(q, k, head, grid) >= self.pattern.times) * 1
+    def count(self, q: Tensor, k: Tensor, head: int, domain: Domain) -> Tensor:
+        return (self.inner.count(q, k, head, domain) >= self.pattern.times) * 1
 
     def head_key(self, head: int) -> object:
         return self.inner.head_key(head)
 
-    def key_columns(self, tiles: Tiles, extent: int, head: int, grid: Grid) -> list[Tensor]:
-        return self.inner.key_columns(tiles, extent, head, grid)
+    def key_columns(self, tiles: Tiles, extent: int, head: int, domain: Domain) -> list[Tensor]:
+        return self.inner.key_columns(tiles, extent, head, domain)
 
 
 @closed_form.register(Packed)
@@ -403,18 +403,18 @@ class PackedForm(ClosedForm[Packed]):
     def block_sizes(self) -> list[int]:
         return closed_form(self.pattern.pattern).block_sizes
 
-    def reach(self, q0: Tensor, q1: Tensor, head: int, grid: Grid) -> Reach:
-        return self.documents.reach(q0, q1, head, grid)
+    def reach(self, q0: Tensor, q1: Tensor, head: int, domain: Domain) -> Reach:
+        return self.documents.reach(q0, q1, head, domain)
 
-    def classify(self, tiles: Tiles, head: int, grid: Grid) -> Tensor:
-        return self.documents.classify(tiles, head, grid).clamp(max=SOME)
+    def classify(self, tiles: Tiles, head: int, domain: Domain) -> Tensor:
+        return self.documents.classify(tiles, head, domain).clamp(max=SOME)
 
-    def count(self, q: Tensor, k: Tensor, head: int, grid: Grid) -> Tensor:
+    def count(self, q: Tensor, k: Tensor, head: int, domain: Domain) -> Tensor:
         lengths = self.pattern.lengths
         start, length = (
-            torch.tensor(column, device=grid.device) for column in ((0, *accumulate(lengths[:-1])), lengths)
+            torch.tensor(column, device=domain.device) for column in ((0, *accumulate(lengths[:-1])), lengths)
         )
-        own, other = self.documents.number(q, grid), self.documents.number(k, grid)
+        own, other = self.documents.number(q, domain), self.documents.number(k, domain)
         together, (q, k) = own == other, (q - start[own], k - start[other])
         total = torch.zeros_like(together, dtype=torch.int64)
         for size in sorted(set(lengths)):
@@ -423,7 +423,7 @@ class PackedForm(ClosedForm[Packed]):
                 # Positions of other documents become 0, a position that every document has.
                 local_q, local_k = torch.where(inside, q, 0), torch.where(inside, k, 0)
                 inner = closed_form(self.pattern.document(size))
-                total += inside * inner.count(local_q, local_k, head, grid.document(size))
+                total += inside * inner.count(local_q, local_k, head, domain.document(size))
         return total
 
     def head_key(self, head: int) -> object:
@@ -437,7 +437,7 @@ class _PositionForm(ClosedForm[P]):
 
     is_positional = True
 
-    def count(self, q: Tensor, k: Tensor, head: int, grid: Grid) -> Tensor:
+    def count(self, q: Tensor, k: Tensor, head: int, domain: Domain) -> Tensor:
         times = torch.as_tensor(self.pattern.multiplicity(q, k, head), device=q.device)
         return times.expand(torch.broadcast_shapes(q.shape, k.shape))
 
@@ -451,10 +451,10 @@ class FullForm(_PositionForm[Full]):
 
     is_shift_invariant = True
 
-    def classify(self, tiles: Tiles, head: int, grid: Grid) -> Tensor:
+    def classify(self, tiles: Tiles, head: int, domain: Domain) -> Tensor:
         return torch.full_like(tiles[0], ALL, dtype=torch.int8)
 
-    def key_columns(self, tiles: Tiles, extent: int, head: int, grid: Grid) -> list[Tensor]:
+    def key_columns(self, tiles: Tiles, extent: int, head: int, domain: Domain) -> list[Tensor]:
         return []
 
 
@@ -464,14 +464,14 @@ class CausalForm(_PositionForm[Causal]):
 
     is_shift_invariant = True
 
-    def reach(self, q0: Tensor, q1: Tensor, head: int, grid: Grid) -> Reach:
-        return Reach(grid.arange(len(q0)), torch.zeros_like(q0), q1)
+    def reach(self, q0: Tensor, q1: Tensor, head: int, domain: Domain) -> Reach:
+        return Reach(domain.arange(len(q0)), torch.zeros_like(q0), q1)
 
-    def classify(self, tiles: Tiles, head: int, grid: Grid) -> Tensor:
+    def classify(self, tiles: Tiles, head: int, domain: Domain) -> Tensor:
         q0, q1, k0, k1 = tiles
         return _verdict(k1 <= q0, k0 > q1)
 
-    def key_columns(self, tiles: Tiles, extent: int, head: int, grid: Grid) -> list[Tensor]:
+    def key_columns(self, tiles: Tiles, extent: int, head: int, domain: Domain) -> list[Tensor]:
         return [(tiles[2] - tiles[0]).clamp(-extent, extent)]
 
 
@@ -481,24 +481,24 @@ class WindowForm(_PositionForm[SlidingWindow]):
 
     is_shift_invariant = True
 
-    def reach(self, q0: Tensor, q1: Tensor, head: int, grid: Grid) -> Reach:
+    def reach(self, q0: Tensor, q1: Tensor, head: int, domain: Domain) -> Reach:
         before, after = self.pattern.before, self.pattern.after
-        return Reach(grid.arange(len(q0)), (q0 - before).clamp(min=0), (q1 + after).clamp(max=grid.n - 1))
+        return Reach(domain.arange(len(q0)), (q0 - before).clamp(min=0), (q1 + after).clamp(max=domain.n - 1))
 
-    def classify(self, tiles: Tiles, head: int, grid: Grid) -> Tensor:
+    def classify(self, tiles: Tiles, head: int, domain: Domain) -> Tensor:
         q0, q1, k0, k1 = tiles
         before, after = self.pattern.before, self.pattern.after
         nearest, farthest = k0 - q1, k1 - q0
         inside = (nearest >= -before) & (farthest <= after)
         return _verdict(inside, (farthest < -before) | (nearest > after))
 
-    def key_columns(self, tiles: Tiles, extent: int, head: int, grid: Grid) -> list[Tensor]:
+    def key_columns(self, tiles: Tiles, extent: int, head: int, domain: Domain) -> list[Tensor]:
         return [(tiles[2] - tiles[0]).clamp(-self.pattern.before - extent, self.pattern.after + extent)]
 
-    def row_keys(self, t: int, head: int, grid: Grid) -> list[range]:
+    def row_keys(self, t: int, head: int, domain: Domain) -> list[range]:
         return [range(max(0, t - self.pattern.before), t + 1)]
 
-    def live_keys(self, t: int, heads: int, grid: Grid, final: bool) -> LiveKeys:
+    def live_keys(self, t: int, heads: int, domain: Domain, final: bool) -> LiveKeys:
         return LiveKeys(0, max(0, t - self.pattern.before))
 
 
@@ -510,13 +510,13 @@ class GlobalForm(_PositionForm[Global]):
     def global_queries(self) -> int:  # pyrefly: ignore[bad-override]
         return self.pattern.tokens if self.pattern.queries else 0
 
-    def reach(self, q0: Tensor, q1: Tensor, head: int, grid: Grid) -> Reach:
-        whole = super().reach(q0, q1, head, grid)
-        sinks = whole._replace(last=torch.full_like(q0, min(self.pattern.tokens, grid.n) - 1))
+    def reach(self, q0: Tensor, q1: Tensor, head: int, domain: Domain) -> Reach:
+        whole = super().reach(q0, q1, head, domain)
+        sinks = whole._replace(last=torch.full_like(q0, min(self.pattern.tokens, domain.n) - 1))
         own = (q0 < self.global_queries).nonzero()[:, 0]
         return _joined(sinks, Reach(own, whole.first[own], whole.last[own]))
 
-    def classify(self, tiles: Tiles, head: int, grid: Grid) -> Tensor:
+    def classify(self, tiles: Tiles, head: int, domain: Domain) -> Tensor:
         q0, q1, k0, k1 = tiles
         tokens = self.pattern.tokens
         seen, unseen = k1 < tokens, k0 >= tokens
@@ -524,14 +524,14 @@ class GlobalForm(_PositionForm[Global]):
             seen, unseen = seen | (q1 < tokens), unseen & (q0 >= tokens)
         return _verdict(seen, unseen)
 
-    def key_columns(self, tiles: Tiles, extent: int, head: int, grid: Grid) -> list[Tensor]:
+    def key_columns(self, tiles: Tiles, extent: int, head: int, domain: Domain) -> list[Tensor]:
         columns = [tiles[2].clamp(max=self.pattern.tokens)]
         return [*columns, tiles[0].clamp(max=self.pattern.tokens)] if self.pattern.queries else columns
 
-    def row_keys(self, t: int, head: int, grid: Grid) -> list[range]:
+    def row_keys(self, t: int, head: int, domain: Domain) -> list[range]:
         return [range(t + 1 if t < self.global_queries else min(self.pattern.tokens, t + 1))]
 
-    def live_keys(self, t: int, heads: int, grid: Grid, final: bool) -> LiveKeys:
+    def live_keys(self, t: int, heads: int, domain: Domain, final: bool) -> LiveKeys:
         return LiveKeys(min(self.pattern.tokens, t), t) if t >= self.pattern.tokens else LiveKeys()
 
 
@@ -542,16 +542,16 @@ class DocumentsForm(_PositionForm[Documents]):
     is_packed = True
     is_positional = False
 
-    def number(self, position: Tensor, grid: Grid) -> Tensor:
+    def number(self, position: Tensor, domain: Domain) -> Tensor:
         """Number of the document of each position."""
-        return torch.searchsorted(grid.ends(self.pattern), position.clamp(max=self.pattern.ends[-1] - 1), right=True)
+        return torch.searchsorted(domain.ends(self.pattern), position.clamp(max=self.pattern.ends[-1] - 1), right=True)
 
-    def reach(self, q0: Tensor, q1: Tensor, head: int, grid: Grid) -> Reach:
-        ends = torch.tensor((0, *self.pattern.ends), device=grid.device)
-        return Reach(grid.arange(len(q0)), ends[self.number(q0, grid)], ends[self.number(q1, grid) + 1] - 1)
+    def reach(self, q0: Tensor, q1: Tensor, head: int, domain: Domain) -> Reach:
+        ends = torch.tensor((0, *self.pattern.ends), device=domain.device)
+        return Reach(domain.arange(len(q0)), ends[self.number(q0, domain)], ends[self.number(q1, domain) + 1] - 1)
 
-    def classify(self, tiles: Tiles, head: int, grid: Grid) -> Tensor:
-        q_first, q_last, k_first, k_last = (self.number(token, grid) for token in tiles)
+    def classify(self, tiles: Tiles, head: int, domain: Domain) -> Tensor:
+        q_first, q_last, k_first, k_last = (self.number(token, domain) for token in tiles)
         same = (q_first == q_last) & (k_first == k_last) & (q_first == k_first)
         return _verdict(same, (q_last < k_first) | (k_last < q_first))
 
@@ -568,17 +568,17 @@ class StridedForm(_PositionForm[Strided]):
     def block_sizes(self) -> list[int]:
         return [self.pattern.block] if self.pattern.block > 1 else []
 
-    def classify(self, tiles: Tiles, head: int, grid: Grid) -> Tensor:
+    def classify(self, tiles: Tiles, head: int, domain: Domain) -> Tensor:
         kept = self.pattern.allows(tiles[0], tiles[2])
         one_block = _in_one_block(tiles, self.pattern.block)
         return _verdict(one_block & kept, one_block & ~kept)
 
-    def key_columns(self, tiles: Tiles, extent: int, head: int, grid: Grid) -> list[Tensor]:
+    def key_columns(self, tiles: Tiles, extent: int, head: int, domain: Domain) -> list[Tensor]:
         if self.pattern.block > 1:
-            return super().key_columns(tiles, extent, head, grid)
+            return super().key_columns(tiles, extent, head, domain)
         return [(tiles[2] - tiles[0]) % self.pattern.stride]
 
-    def row_keys(self, t: int, head: int, grid: Grid) -> list[range]:
+    def row_keys(self, t: int, head: int, domain: Domain) -> list[range]:
         past, size, stride = range(t + 1), self.pattern.block, self.pattern.stride
         if size == 1:
             return [past[t % stride :: stride]]
@@ -586,19 +586,19 @@ class StridedForm(_PositionForm[Strided]):
         return [past[j * size : (j + 1) * size] for j in range(own % stride, own + 1, stride)]
 
 
-@closed_form.register(TokenGrid)
-class GridForm(_PositionForm[TokenGrid]):
+@closed_form.register(Grid)
+class GridForm(_PositionForm[Grid]):
     """Neighbourhoods on a grid of tokens."""
 
     is_positional = False
 
-    def reach(self, q0: Tensor, q1: Tensor, head: int, grid: Grid) -> Reach:
+    def reach(self, q0: Tensor, q1: Tensor, head: int, domain: Domain) -> Reach:
         return Reach(*grid_reach(self.pattern, q0, q1))
 
-    def classify(self, tiles: Tiles, head: int, grid: Grid) -> Tensor:
+    def classify(self, tiles: Tiles, head: int, domain: Domain) -> Tensor:
         return _verdict(*classify_grid(self.pattern, *tiles))
 
-    def key_columns(self, tiles: Tiles, extent: int, head: int, grid: Grid) -> list[Tensor]:
+    def key_columns(self, tiles: Tiles, extent: int, head: int, domain: Domain) -> list[Tensor]:
         return grid_columns(self.pattern, tiles[0], tiles[2], extent)
 
 
@@ -608,13 +608,13 @@ class DilatedForm(_PositionForm[Dilated]):
 
     follows_length = False  # pyrefly: ignore[bad-override]
 
-    def reach(self, q0: Tensor, q1: Tensor, head: int, grid: Grid) -> Reach:
-        rows, last = grid.arange(len(q0)), grid.n - 1
+    def reach(self, q0: Tensor, q1: Tensor, head: int, domain: Domain) -> Reach:
+        rows, last = domain.arange(len(q0)), domain.n - 1
         return _joined(
             *(Reach(rows, q0 // w * w, (q1 // w * w + w - 1).clamp(max=last)) for w, _ in self.pattern.branches)
         )
 
-    def classify(self, tiles: Tiles, head: int, grid: Grid) -> Tensor:
+    def classify(self, tiles: Tiles, head: int, domain: Domain) -> Tensor:
         verdict = torch.zeros_like(tiles[0], dtype=torch.int8)
         for index, (w, r) in enumerate(self.pattern.branches):
             if not self.pattern.takes_part(index, head):
@@ -630,10 +630,10 @@ class DilatedForm(_PositionForm[Dilated]):
         pattern, indices = self.pattern, range(len(self.pattern.segment_lengths))
         return tuple((pattern.sampled_residue(i, head), bool(pattern.takes_part(i, head))) for i in indices)
 
-    def key_columns(self, tiles: Tiles, extent: int, head: int, grid: Grid) -> list[Tensor]:
+    def key_columns(self, tiles: Tiles, extent: int, head: int, domain: Domain) -> list[Tensor]:
         return [tiles[2] - tiles[0], *(tiles[0] % w for w in self.pattern.segment_lengths)]
 
-    def row_keys(self, t: int, head: int, grid: Grid) -> list[range]:
+    def row_keys(self, t: int, head: int, domain: Domain) -> list[range]:
         pattern = self.pattern
         return [
             range(t // w * w + pattern.sampled_residue(i, head), t + 1, r)
@@ -641,7 +641,7 @@ class DilatedForm(_PositionForm[Dilated]):
             if pattern.takes_part(i, head) and t % w % r == pattern.sampled_residue(i, head)
         ]
 
-    def live_keys(self, t: int, heads: int, grid: Grid, final: bool) -> LiveKeys:
+    def live_keys(self, t: int, heads: int, domain: Domain, final: bool) -> LiveKeys:
         return LiveKeys(0, min(t // w * w for w in self.pattern.segment_lengths))
 
 
@@ -660,67 +660,67 @@ class BlockForm(ClosedForm[B]):
     def block_sizes(self) -> list[int]:
         return [self.pattern.block]
 
-    def pairs(self, head: int, grid: Grid) -> Tensor:
+    def pairs(self, head: int, domain: Domain) -> Tensor:
         """Kept pairs of a head as sorted keys `query block * blocks + key block`."""
         pattern = self.pattern
-        rows = grid.rows_of(pattern).tolist()
+        rows = domain.rows_of(pattern).tolist()
         keys = [row * pattern.blocks + column for row in rows for column in sorted(set(pattern.row(row, head)))]
-        return torch.tensor(keys, dtype=torch.int64, device=grid.device)
+        return torch.tensor(keys, dtype=torch.int64, device=domain.device)
 
-    def pairs_of_heads(self, heads: list[int], grid: Grid) -> Tensor:
+    def pairs_of_heads(self, heads: list[int], domain: Domain) -> Tensor:
         """Kept pairs of several heads, those of head `i` of the list shifted by `i * blocks**2`."""
         form = self if type(self.pattern) is self.listed_type else BlockForm(self.pattern)
-        keys = [form.pairs(head, grid) for head in heads]
+        keys = [form.pairs(head, domain) for head in heads]
         square = self.pattern.blocks**2
         return torch.cat([own + index * square for index, own in enumerate(keys)]) if len(keys) > 1 else keys[0]
 
-    def keeps(self, q: Tensor, k: Tensor, head: int, grid: Grid) -> Tensor:
+    def keeps(self, q: Tensor, k: Tensor, head: int, domain: Domain) -> Tensor:
         """Whether the blocks of pairs of tokens are kept."""
-        keys = grid.block_keys(self.pattern, head)
+        keys = domain.block_keys(self.pattern, head)
         pair = q // self.pattern.block * self.pattern.blocks + k // self.pattern.block
         at = torch.searchsorted(keys, pair).clamp(max=max(len(keys) - 1, 0))
         return keys[at] == pair if len(keys) else torch.zeros_like(pair, dtype=torch.bool)
 
-    def reach(self, q0: Tensor, q1: Tensor, head: int, grid: Grid) -> Reach:
-        keys, block, blocks = grid.block_keys(self.pattern, head), self.pattern.block, self.pattern.blocks
+    def reach(self, q0: Tensor, q1: Tensor, head: int, domain: Domain) -> Reach:
+        keys, block, blocks = domain.block_keys(self.pattern, head), self.pattern.block, self.pattern.blocks
         first = torch.searchsorted(keys, q0 // block * blocks)
         last = torch.searchsorted(keys, (q1 // block + 1) * blocks)
         row, slot = ranges(first, last - first)
         column = keys[slot] % blocks
-        return Reach(row, column * block, ((column + 1) * block).clamp(max=grid.n) - 1)
+        return Reach(row, column * block, ((column + 1) * block).clamp(max=domain.n) - 1)
 
-    def classify(self, tiles: Tiles, head: int, grid: Grid) -> Tensor:
-        kept = self.keeps(tiles[0], tiles[2], head, grid)
+    def classify(self, tiles: Tiles, head: int, domain: Domain) -> Tensor:
+        kept = self.keeps(tiles[0], tiles[2], head, domain)
         one_block = _in_one_block(tiles, self.pattern.block)
         return _verdict(one_block & kept, one_block & ~kept)
 
-    def count(self, q: Tensor, k: Tensor, head: int, grid: Grid) -> Tensor:
-        return self.keeps(q.clamp(max=grid.n - 1), k.clamp(max=grid.n - 1), head, grid) * 1
+    def count(self, q: Tensor, k: Tensor, head: int, domain: Domain) -> Tensor:
+        return self.keeps(q.clamp(max=domain.n - 1), k.clamp(max=domain.n - 1), head, domain) * 1
 
     def head_key(self, head: int) -> object:
         return head if self.pattern.by_head else None
 
-    def row_keys(self, t: int, head: int, grid: Grid) -> list[range]:
-        keys, block, blocks = grid.block_keys(self.pattern, head), self.pattern.block, self.pattern.blocks
+    def row_keys(self, t: int, head: int, domain: Domain) -> list[range]:
+        keys, block, blocks = domain.block_keys(self.pattern, head), self.pattern.block, self.pattern.blocks
         own = t // block
         edges = torch.tensor([own * blocks, (own + 1) * blocks], device="cpu")
         begin, end = torch.searchsorted(keys, edges).tolist()
         past = range(t + 1)
         return [past[j * block : (j + 1) * block] for j in (keys[begin:end] % blocks).tolist()]
 
-    def live_keys(self, t: int, heads: int, grid: Grid, final: bool) -> LiveKeys:
+    def live_keys(self, t: int, heads: int, domain: Domain, final: bool) -> LiveKeys:
         if not final:
             return LiveKeys()
         pattern = self.pattern
-        lows = [grid.lowest(pattern, h)[t // pattern.block] for h in range(heads if pattern.by_head else 1)]
+        lows = [domain.lowest(pattern, h)[t // pattern.block] for h in range(heads if pattern.by_head else 1)]
         return LiveKeys(0, min(t, *(int(low) * pattern.block for low in lows)))
 
-    def prefix(self, n: int, heads: int, grid: Grid) -> Pattern:
+    def prefix(self, n: int, heads: int, domain: Domain) -> Pattern:
         pattern, rows = self.pattern, -(-n // self.pattern.block)
         pointers, columns = [0], []
         own_lists = heads if pattern.by_head else 1
         for head in range(own_lists):
-            keys = grid.block_keys(pattern, head)
+            keys = domain.block_keys(pattern, head)
             row, column = keys // pattern.blocks, keys % pattern.blocks
             # A causal row of the prefix sees no block behind the prefix.
             inside = (row < rows) & (column < rows)
@@ -734,11 +734,11 @@ class BlockForm(ClosedForm[B]):
 class RandomForm(BlockForm[Random]):
     """Blocks drawn by a counter-based generator."""
 
-    def pairs_of_heads(self, heads: list[int], grid: Grid) -> Tensor:
-        pattern, head = self.pattern, torch.tensor(heads, device=grid.device)[:, None, None]
-        row = grid.rows_of(pattern)[:, None]
-        drawn = pattern.drawn(row, grid.arange(pattern.kept), head)
-        row_index = grid.arange(len(heads))[:, None, None] * pattern.blocks + row
+    def pairs_of_heads(self, heads: list[int], domain: Domain) -> Tensor:
+        pattern, head = self.pattern, torch.tensor(heads, device=domain.device)[:, None, None]
+        row = domain.rows_of(pattern)[:, None]
+        drawn = pattern.drawn(row, domain.arange(pattern.kept), head)
+        row_index = domain.arange(len(heads))[:, None, None] * pattern.blocks + row
         return (row_index * pattern.blocks + drawn).flatten()
 
 
@@ -750,10 +750,10 @@ class HierarchicalForm(BlockForm[Hierarchical]):
     follows_length = False  # pyrefly: ignore[bad-override]
     is_positional = True
 
-    def pairs(self, head: int, grid: Grid) -> Tensor:
-        distance = torch.tensor(self.pattern.distances(), device=grid.device)
+    def pairs(self, head: int, domain: Domain) -> Tensor:
+        distance = torch.tensor(self.pattern.distances(), device=domain.device)
         offset = torch.cat([-distance.flip(0), distance[1:]])
-        row = grid.rows_of(self.pattern)[:, None]
+        row = domain.rows_of(self.pattern)[:, None]
         column = row + offset
         return (row * self.pattern.blocks + column)[(column >= 0) & (column < self.pattern.blocks)]
 
@@ -764,9 +764,9 @@ class BlockColumnsForm(BlockForm[BlockColumns]):
 
     listed_type = BlockColumns
 
-    def pairs(self, head: int, grid: Grid) -> Tensor:
-        columns = torch.tensor(self.pattern.columns(), dtype=torch.int64, device=grid.device)
-        return (grid.rows_of(self.pattern)[:, None] * self.pattern.blocks + columns).flatten()
+    def pairs(self, head: int, domain: Domain) -> Tensor:
+        columns = torch.tensor(self.pattern.columns(), dtype=torch.int64, device=domain.device)
+        return (domain.rows_of(self.pattern)[:, None] * self.pattern.blocks + columns).flatten()
 
 
 @closed_form.register(BlockLists)
@@ -775,17 +775,17 @@ class BlockListsForm(BlockForm[BlockLists]):
 
     listed_type = BlockLists
 
-    def pairs(self, head: int, grid: Grid) -> Tensor:
+    def pairs(self, head: int, domain: Domain) -> Tensor:
         pattern = self.pattern
         pointers = torch.frombuffer(bytearray(pattern.pointers), dtype=torch.int64)
         pointers = pointers[head * pattern.rows : (head + 1) * pattern.rows + 1]
         begin, end = int(pointers[0]), int(pointers[-1])
         if begin == end:
-            return grid.arange(0)
+            return domain.arange(0)
         columns = torch.frombuffer(bytearray(pattern.columns[4 * begin : 4 * end]), dtype=torch.int32)
-        rows = grid.rows_of(pattern).cpu()
+        rows = domain.rows_of(pattern).cpu()
         row, slot = ranges(pointers[rows] - begin, pointers.diff()[rows])
-        return (rows[row] * pattern.blocks + columns[slot]).to(grid.device)
+        return (rows[row] * pattern.blocks + columns[slot]).to(domain.device)
 
 
 @closed_form.register(BlockDilated)
@@ -802,15 +802,15 @@ class BlockDilatedForm(BlockForm[BlockDilated]):
     def is_positional(self) -> bool:  # pyrefly: ignore[bad-override]
         return self.pattern.sparsity_ratio is None
 
-    def live_keys(self, t: int, heads: int, grid: Grid, final: bool) -> LiveKeys:
+    def live_keys(self, t: int, heads: int, domain: Domain, final: bool) -> LiveKeys:
         if self.follows_length:
-            return super().live_keys(t, heads, grid, final)
+            return super().live_keys(t, heads, domain, final)
         block = self.pattern.block
         # A segment may begin inside a block, all keys of which are kept.
         starts = (t // block * block // w * w for w in self.pattern.segment_lengths)
         return LiveKeys(0, min(start // block * block for start in starts))
 
-    def pairs(self, head: int, grid: Grid) -> Tensor:
+    def pairs(self, head: int, domain: Domain) -> Tensor:
         """Rows against candidate distances, nearest first, in chunks of rows: time O(candidates)."""
         pattern = self.pattern
         blocks, budget, ladder = pattern.blocks, pattern.budget, pattern.ladder()
@@ -824,9 +824,9 @@ class BlockDilatedForm(BlockForm[BlockDilated]):
         if budget is not None:
             # At an end of the sequence the whole budget may lie on one side.
             offered.update(d for m in range(min(2 * budget, blocks)) for d in (-m, m))
-        distance = torch.tensor(sorted(offered, key=lambda d: (abs(d), d)), device=grid.device)
+        distance = torch.tensor(sorted(offered, key=lambda d: (abs(d), d)), device=domain.device)
         chunk = max(1, 2**22 // len(distance))
-        return torch.cat([self._rows(rows, distance) for rows in grid.rows_of(pattern)[:, None].split(chunk)])
+        return torch.cat([self._rows(rows, distance) for rows in domain.rows_of(pattern)[:, None].split(chunk)])
 
     def _rows(self, row: Tensor, distance: Tensor) -> Tensor:
         pattern = self.pattern
@@ -855,12 +855,12 @@ class BlockDilatedForm(BlockForm[BlockDilated]):
         return keys[keys >= 0]
 
 
-def block_pairs(pattern: BlockPattern, heads: list[int], grid: Grid) -> Tensor:
+def block_pairs(pattern: BlockPattern, heads: list[int], domain: Domain) -> Tensor:
     """Kept pairs of a block pattern, sorted: `(i * blocks + query block) * blocks + key block` for `heads[i]`."""
     # Lists that all heads share are those of head 0.
     form = closed_form(pattern)
     assert isinstance(form, BlockForm)
-    return form.pairs_of_heads(heads if pattern.by_head else [0] * len(heads), grid)
+    return form.pairs_of_heads(heads if pattern.by_head else [0] * len(heads), domain)
 
 
 def ranges(begin: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:

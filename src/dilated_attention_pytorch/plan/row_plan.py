@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..patterns import BlockPattern, Packed, Pattern
 from .builder import Layout, MaskTable, Meetings, decide_tiles, head_classes, own_block, sorted_once
-from .closed_forms import Grid, closed_form, ranges
+from .closed_forms import Domain, closed_form, ranges
 from .plan import Axis, Part, Plan
 from .terms import Segments, Term, packed_form, terms_of
 from .tile_lists import build_walk, join_walks
@@ -130,22 +130,22 @@ def _joined(pieces: list[tuple[int, _Piece]]) -> _Piece:
 def _piece(
     term: Term, n: int, heads: int, size: int, runs: Runs, keys: tuple[int, int] | None, masks: MaskTable
 ) -> _Piece:
-    tiles = _Tiles(term.axis, heads, size, Grid(n, torch.device("cpu")), runs)
+    tiles = _Tiles(term.axis, heads, size, Domain(n, torch.device("cpu")), runs)
     rows = tiles.layout(tiles.own)
     groups = head_classes(term, heads, rows)
     candidates = []
     for group in groups:
         offset = min(rows.offsets[head] for head in group)
-        grid = _RowGrid(n, *rows.edges(offset))
+        domain = _RowDomain(n, *rows.edges(offset))
         head = min(group, key=lambda member: rows.offsets[member])
-        candidates.append((grid, *_candidates(term, tiles, rows, head, grid, keys)))
+        candidates.append((domain, *_candidates(term, tiles, rows, head, domain, keys)))
     streamed = torch.unique(torch.cat([tiles.own[:0], *(key for _, _, key in candidates)]))
     # What is settled below sees own query tiles first, then the key tiles.
     both = tiles.layout(torch.cat([tiles.own, streamed]))
     met = []
-    for group, (grid, row, key) in zip(groups, candidates, strict=True):
+    for group, (domain, row, key) in zip(groups, candidates, strict=True):
         query, column, mask = decide_tiles(
-            term, group, row, len(tiles.own) + torch.searchsorted(streamed, key), both, grid, masks
+            term, group, row, len(tiles.own) + torch.searchsorted(streamed, key), both, domain, masks
         )
         met.append((query, column - len(tiles.own), mask))
     used = torch.unique(torch.cat([streamed[:0], *(column for _, column, _ in met)]))
@@ -165,7 +165,7 @@ def _stored(piece: _Piece, heads: int) -> Part:
     return Part(piece.queries, piece.keys, head_class, join_walks(by_query), join_walks(by_key))
 
 
-class _RowGrid(Grid):
+class _RowDomain(Domain):
     """A grid that lists block patterns for the rows of some query tiles only."""
 
     def __init__(self, n: int, first: Tensor, last: Tensor) -> None:
@@ -181,10 +181,10 @@ class _RowGrid(Grid):
 class _Tiles:
     """The tiles of an axis by number, of the segments that some runs meet."""
 
-    def __init__(self, segments: Segments, heads: int, size: int, grid: Grid, runs: Runs) -> None:
-        self.segments, self.heads, self.size, self.grid = segments, heads, size, grid
+    def __init__(self, segments: Segments, heads: int, size: int, domain: Domain, runs: Runs) -> None:
+        self.segments, self.heads, self.size, self.domain = segments, heads, size, domain
         self.span = segments.rate * size
-        begin, end = segments.bounds(grid.n, grid.device)
+        begin, end = segments.bounds(domain.n, domain.device)
         run_begin, run_end = (
             (torch.tensor(column, dtype=torch.int64, device="cpu") for column in zip(*runs, strict=True))
             if runs
@@ -226,14 +226,14 @@ class _SomeTiles(Layout):
 
 
 def _candidates(
-    term: Term, tiles: _Tiles, rows: _SomeTiles, head: int, grid: Grid, keys: tuple[int, int] | None
+    term: Term, tiles: _Tiles, rows: _SomeTiles, head: int, domain: Domain, keys: tuple[int, int] | None
 ) -> tuple[Tensor, Tensor]:
     """Own query tiles, by place, and numbers of the key tiles of their segment they may meet, ordered, each once."""
     first, last = rows.edges(rows.offsets[head])
     segment = tiles.segment(tiles.own)
     every = torch.arange(len(tiles.own), device="cpu")
-    options = [(every, torch.zeros_like(first), torch.full_like(last, grid.n - 1))]
-    options += [closed_form(pattern).reach(first, last, head, grid) for pattern in term.where]
+    options = [(every, torch.zeros_like(first), torch.full_like(last, domain.n - 1))]
+    options += [closed_form(pattern).reach(first, last, head, domain) for pattern in term.where]
     best = None
     for row, begin, end in options:
         if keys is not None:

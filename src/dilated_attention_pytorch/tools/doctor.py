@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ..kernels.triton import PACKAGE
 from .console import Parser, device_of, leave, print_json, print_pairs, print_table, print_title, usual_dtype
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ def surroundings() -> dict[str, str]:
     """What this process was given to work with, in words; what is missing, what that costs and what would help."""
     return {
         "GPU": _gpu(),
-        "triton": _triton(),
+        PACKAGE: _triton(),
         "compiler": _compiler(),
         "C++ kernel": _native(),
         "cache": _cache(),
@@ -71,9 +72,9 @@ def _triton() -> str:
 
     from .bench.measure import installed
 
-    if find_spec("triton") is None:
-        return "none: the GPU kernels `triton` and `hopper` cannot run; CUDA builds of torch bring it"
-    return installed("triton") or "of no known version"
+    if find_spec(PACKAGE) is None:
+        return "none: the GPU kernels `triton` and `hopper` cannot run; CUDA builds of torch include it"
+    return installed(PACKAGE) or "installed, of unknown version"
 
 
 def _compiler() -> str:
@@ -169,7 +170,7 @@ def show(report: dict[str, Any]) -> None:
         if machine["threads"] is None
         else f"{machine['device']}, {machine['threads']} thread{'s' * (machine['threads'] > 1)}"
     )
-    versions = {name: machine[name] for name in ("python", "torch", "triton")} | report["packages"]
+    versions = {name: machine[name] for name in ("python", "torch", PACKAGE)} | report["packages"]
     print_pairs(
         [
             (machine["kind"], where),

@@ -12,7 +12,9 @@ import torch
 from .. import Pattern, Plan, make_plan
 from ..kernels.cpu import native
 from ..kernels.cpu import tiles as cpu
+from ..kernels.hopper import backend as hopper
 from ..kernels.registry import MODULES
+from ..kernels.triton import backend as triton
 from ..plan.cost import cost_of
 
 MOST_TOKENS = 2**40
@@ -23,7 +25,7 @@ def backend_name(module: ModuleType) -> str:
     return next(name for name, path in MODULES.items() if module.__name__.endswith(f".kernels.{path}"))
 
 
-NATIVE, CPU = backend_name(native), backend_name(cpu)
+NATIVE, CPU, TRITON, HOPPER = (backend_name(module) for module in (native, cpu, triton, hopper))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,12 +70,12 @@ def workspace(shape: Shape) -> tuple[int, int]:
         # Half precision sums in float32 and is rounded at the end.
         wide = (2 * queries, 2 * (queries + 2 * keys)) if narrow else (0, 0)
         return wide[0] + cpu.BUDGET, wide[1] + int(1.2 * cpu.BUDGET)
-    if shape.backend == "triton" and shape.joined:
+    if shape.backend == TRITON and shape.joined:
         # The running output, and the sums of dK and dV before there is a dQ or that of dQ beside all three, in float32.
         return 4 * queries, max(8 * keys - shape.dtype.itemsize * queries, 4 * queries)
     if shape.backend != NATIVE:
         # Hopper carries its results in their own dtype; its row statistics are one more LSE.
-        return 0, 4 * shape.batch * shape.heads * shape.n if shape.backend == "hopper" else 0
+        return 0, 4 * shape.batch * shape.heads * shape.n if shape.backend == HOPPER else 0
     tasks, threads = shape.batch * shape.key_heads, torch.get_num_threads()
     copies = next(c for c in range(1, threads + 1) if tasks * c / (-(-tasks * c // threads) * threads) >= 0.9)
     if not narrow:

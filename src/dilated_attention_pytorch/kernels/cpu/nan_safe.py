@@ -1,7 +1,7 @@
-"""Products that keep a NaN or infinity where it belongs.
+"""Matrix products that contain NaN and infinity.
 
-A masked weight is exactly 0, but 0 times NaN is NaN: a plain matrix product would carry one bad row of `values`
-into every row of the result. Here it reaches the rows that see it and no other.
+A masked weight is exactly 0, but 0 * NaN is NaN: a plain matrix product would spread one bad row of `values` to every
+row of the result. Here it reaches only the rows that see it.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""The fast CPU backend: a C++ kernel, built at first use or by `python -m` with the name of this module.
+"""Native CPU backend: a C++ kernel, built at first use or by `python -m` with the name of this module.
 
-The kernel is one shared library with a plain C interface, loaded by ctypes (which releases the GIL). It includes no
-header of torch, so it builds in seconds and does not depend on torch's ABI. It runs on the OpenMP threads torch
-already has: a second thread pool would fight with the first for the cores.
+The kernel is a shared library with a C interface, loaded by ctypes (which releases the GIL). It includes no torch
+header, so it builds in seconds and does not depend on torch's ABI. It uses the OpenMP threads of torch, as a second
+thread pool would compete for the cores.
 
-Environment variables: `CXX` names the compiler, `XDG_CACHE_HOME` the folder above the library's own,
-`DAP_NATIVE_BUILD=0` turns the build at first use off, and `DAP_NATIVE_FLAGS` holds further compiler flags, such as
-`-fsanitize=address,undefined`. Flags are part of the library's name, so that a library built with them is loaded only
-where they are set.
+Environment variables: `CXX` names the compiler, `XDG_CACHE_HOME` the parent of the cache folder, `DAP_NATIVE_BUILD=0`
+disables the build at first use, and `DAP_NATIVE_FLAGS` holds further compiler flags, such as
+`-fsanitize=address,undefined`. Flags are part of the file name of the library, so that a library built with them is
+loaded only if they are set.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ AUTOMATIC = "DAP_NATIVE_BUILD"
 SLOWER = "attention on the CPU runs on torch operations, several times slower than the C++ kernel"
 log = logging.getLogger("dilated_attention_pytorch")
 WIDE_BUDGET = 256 * 2**20
-"""Bytes of float32 copies that a call in half precision holds at a time, unless one key head needs more."""
+"""Most bytes of float32 copies of a half-precision call at a time, unless one key head needs more."""
 SPLIT_BUDGET = 2 * 2**30
-"""Bytes of extra dK and dV that a backward may hold to keep every thread busy."""
+"""Most bytes of additional dK and dV of a backward, which keep every thread busy."""
 
 _int, _pointer, _real = ctypes.c_int64, ctypes.c_void_p, ctypes.c_double
 
@@ -99,7 +99,7 @@ class _Call(ctypes.Structure):
 
 
 class _Portion(NamedTuple):
-    """What one run of the kernel computes: some batch entries, some key heads, and the query heads that read them."""
+    """Portion of a call in one run of the kernel: batch entries, key heads, and the query heads that read them."""
 
     batch: slice
     heads: slice
@@ -113,7 +113,7 @@ class _Portion(NamedTuple):
 
 
 def why_not(call: AttentionCall) -> str | None:
-    """Why the C++ kernel cannot run the call; it covers every plan, width and floating dtype once it is built."""
+    """Reason why the C++ kernel cannot run the call, or None; built, it runs every plan, width and floating dtype."""
     if call.query.device.type != "cpu":
         return f"needs a CPU tensor, got {call.query.device}"
     if not sys.platform.startswith("linux"):
@@ -123,7 +123,7 @@ def why_not(call: AttentionCall) -> str | None:
             return f"not built; the first call builds it where it can, or run `{BUILD}` (needs g++)"
         _library()
     except (OSError, RuntimeError, AttributeError) as error:
-        # No home, one that may not be read, a file of another user, or a file that is no library of this kernel.
+        # A missing or unreadable home, a file of another user, or a file that is not a library of this kernel.
         return f"cannot be loaded ({error}); delete it and run `{BUILD}`, or name another place in XDG_CACHE_HOME"
     return None
 
@@ -133,9 +133,9 @@ _offered = False
 
 
 def prepare_first_use(call: AttentionCall | None = None) -> bool:
-    """Build a missing library, once a process, and log the build or the reason against it; True where it was built.
+    """Build a missing library, at most once per process, and log the build or the reason against it.
 
-    Nothing is built while a test of pytest runs, which the environment variable PYTEST_CURRENT_TEST shows.
+    Returns True if the library was built. Nothing is built inside a pytest test (PYTEST_CURRENT_TEST is set).
     """
     global _offered
     if _offered or (call is not None and call.device.type != "cpu"):
@@ -197,7 +197,7 @@ def forward(call: AttentionCall) -> Forward:
         rows, row_lse = output[portion.batch, portion.heads], lse[portion.batch, portion.heads]
         wide = rows if rows.dtype == dtype else rows.new_empty(rows.shape, dtype=dtype)
         if len(call.plan.parts) != 1:
-            # A part resumes whole tiles of rows, also those that no earlier part wrote.
+            # A part resumes whole tiles of rows, including rows that no earlier part wrote.
             wide.zero_()
         kernel = _Kernel(call, portion, dtype)
         kernel.give(output=wide, lse=row_lse)
@@ -213,7 +213,7 @@ def forward(call: AttentionCall) -> Forward:
 def backward(
     call: AttentionCall, output: Tensor, lse: Tensor, grad_output: Tensor, grad_lse: Tensor | None
 ) -> Gradients:
-    """Gradients in one pass over the rows; the same numbers in every run with the same number of threads."""
+    """Gradients in one pass over the rows; reproducible for a fixed number of threads."""
     portions = _portions(call, call.compute_dtype)
     if len(portions) == 1:
         return _backward_portion(call, portions[0], output, lse, grad_output, grad_lse)
@@ -233,7 +233,7 @@ def _backward_portion(
     query, key, value = kernel.query, kernel.key, kernel.value
     grad_query = empty_rows(query, query.shape[-1]).zero_()
     splits = range(_splits(kernel))
-    # The kernel adds whole registers to the rows of dK and dV, so these are whole registers long.
+    # The kernel adds whole vector registers to the rows of dK and dV, so they are padded to whole registers.
     grad_key, grad_value = ([empty_rows(x, -(-x.shape[3] // 16) * 16).zero_() for _ in splits] for x in (key, value))
     kernel.give(
         output=portion.of_queries(output, query.dtype),
@@ -257,7 +257,7 @@ def _adjacent(x: Tensor) -> Tensor:
 
 
 def _portions(call: AttentionCall, dtype: torch.dtype) -> list[_Portion]:
-    """Everything at once; in half precision one key head at a time where float32 copies of everything are too much."""
+    """The whole call; in half precision one key head at a time if float32 copies of the call exceed `WIDE_BUDGET`."""
     batch, heads, _, _ = call.query.shape
     key_heads = call.key.shape[1]
     wide = 8 * (call.query.numel() + call.key.numel() + call.value.numel())
@@ -272,7 +272,7 @@ def _portions(call: AttentionCall, dtype: torch.dtype) -> list[_Portion]:
 
 
 def _splits(kernel: _Kernel) -> int:
-    """Copies of dK and dV: the fewest that leave no thread idle for more than a tenth of the time."""
+    """Number of copies of dK and dV: the fewest with at most a tenth of idle thread time."""
     tasks, threads = kernel.key.shape[0] * kernel.key.shape[1], kernel.call.threads
     bytes_a_copy = (kernel.key.numel() + kernel.value.numel()) * kernel.key.itemsize
     busy = {copies: tasks * copies / (-(-tasks * copies // threads) * threads) for copies in range(1, threads + 1)}
@@ -281,7 +281,7 @@ def _splits(kernel: _Kernel) -> int:
 
 
 class _Kernel:
-    """One run of the library. It holds every tensor whose address the library is given."""
+    """One run of the library. It owns a reference to every tensor whose address is passed."""
 
     def __init__(self, call: AttentionCall, portion: _Portion, dtype: torch.dtype) -> None:
         self.query = portion.of_queries(call.query, dtype)
@@ -324,13 +324,13 @@ class _Kernel:
                 self.call.query_positions, self.call.key_positions = self._address(queries), self._address(keys)
 
     def give(self, **arrays: Tensor) -> None:
-        """Give the library (batch, head, token, feature) or (batch, head, token) tensors."""
+        """Pass (batch, head, token, feature) or (batch, head, token) tensors to the library."""
         for name, x in arrays.items():
             self.owned.append(x)
             setattr(self.call, name, _array(x))
 
     def give_copies(self, **copies: list[Tensor]) -> None:
-        """Give the library several tensors of one meaning, one for each split."""
+        """Pass one tensor per split to the library."""
         for name, tensors in copies.items():
             table = (_Array * len(tensors))(*(_array(x) for x in tensors))
             self.owned += [tensors, table]
@@ -375,7 +375,7 @@ def _array(x: Tensor) -> _Array:
 
 @functools.cache
 def _library() -> ctypes.CDLL:
-    # A library runs code as it is loaded, so it is checked before.
+    # Loading a library runs its code, so it is checked first.
     if (reason := _untrusted(library_path())) is not None:
         raise OSError(reason)
     library = ctypes.CDLL(str(library_path()))
@@ -385,7 +385,7 @@ def _library() -> ctypes.CDLL:
 
 
 def _untrusted(path: Path) -> str | None:
-    """Why users other than this one and root could have put a file there, or None where they could not."""
+    """Reason why a user other than this one and root could have written a file, or None."""
     own = {path, path.parent, path.resolve().parent}
     for entry in dict.fromkeys((path, *path.parents, *path.resolve().parents)):
         facts = entry.lstat() if entry == path else entry.stat()
@@ -416,7 +416,7 @@ def library_path() -> Path:
 
 
 def _processor() -> str:
-    """The instruction sets of this processor: a library built for another one might not run here."""
+    """Instruction sets of this processor; a library built for another processor might not run."""
     try:
         flags = re.search(r"^(?:flags|Features)\s*:.*$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     except OSError:
@@ -425,7 +425,7 @@ def _processor() -> str:
 
 
 def _openmp_runtime() -> Path | None:
-    """The OpenMP library torch has loaded, whatever its name (libgomp with a hash in it, libiomp5)."""
+    """OpenMP library that torch has loaded, under any name (libgomp with a hash, libiomp5)."""
     loaded = {line.split(maxsplit=5)[-1].strip() for line in Path("/proc/self/maps").read_text().splitlines()}
     runtimes = sorted(path for path in loaded if re.search(r"/lib(gomp|iomp5|omp)[-.\w]*\.so", path))
     return Path(runtimes[0]) if runtimes else None
@@ -436,7 +436,7 @@ def _compiler() -> str | None:
 
 
 def build(report: Callable[[str], object] = print) -> int:
-    """Compile the library unless it is there, report every step in words, and return an exit status."""
+    """Compile the library unless it exists, report progress, and return an exit status."""
     try:
         target = library_path()
         make_private(target.parent)
@@ -460,7 +460,7 @@ def build(report: Callable[[str], object] = print) -> int:
         openmp = ["-fopenmp"] if runtime else ["-Wno-unknown-pragmas"]
         source = Path(__file__).with_name(SOURCES[0])
         linked = Path(folder) / target.name
-        # Linking apart from compiling keeps the compiler's own OpenMP library out: torch's is the one to share.
+        # A separate link step avoids the compiler's own OpenMP library, as torch's must be shared.
         flags = _flags()
         steps = [[compiler, *flags, *openmp, "-c", str(source), "-o", str(built)]]
         steps.append([compiler, *flags[len(FLAGS) :], "-shared", str(built), "-o", str(linked)])

@@ -1,8 +1,8 @@
-"""Any plan in plain torch: gather a few tiles, compute them densely, merge by LSE.
+"""CPU backend in torch operations for any plan: gather tiles, compute them densely, merge by LSE.
 
-The rows of a part are taken in chunks of similar length, and long lists in pieces, so that one step stays within
-`BUDGET` bytes. A step is ordinary attention on gathered tiles; what it finds merges into the rows' running
-(output, LSE), which is why neither the order nor the size of the steps shows in the result.
+Rows of a part are processed in chunks of similar length, and long lists in pieces, so that a step stays within
+`BUDGET` bytes. A step is dense attention on gathered tiles, whose result is merged into the running (output, LSE) of
+its rows; the result is therefore independent of the order and size of the steps.
 
 Shapes: b batch, r rows (query tiles) of a step, l list entries of a step, B block size, x real query tokens of a step.
 """
@@ -34,20 +34,20 @@ from .nan_safe import contained_matmul
 RUNS_OF_ROWS = True
 SOFTCAP = True
 BUDGET = 64 * 2**20
-"""Bytes one step may take."""
+"""Most bytes of a step."""
 
 
 class _TilePairs(NamedTuple):
-    """Some query tiles of one head and some of the key tiles each of them meets."""
+    """Query tiles of one head, and some of the key tiles that each of them meets."""
 
     head: int
     group: int
     rows: Tensor
-    """int64 (r, B): query tokens, 0 where they do not exist"""
+    """int64 (r, B): query tokens, 0 for tokens that do not exist"""
     real: Tensor
-    """bool (r, B): which of them exist"""
+    """bool (r, B): whether a query token exists"""
     columns: Tensor
-    """int64 (r, l * B): key tokens, 0 where they do not exist"""
+    """int64 (r, l * B): key tokens, 0 for tokens that do not exist"""
     seen: Tensor
     """bool (b or 1, r, B, l * B)"""
     query: Tensor
@@ -61,7 +61,7 @@ class _TilePairs(NamedTuple):
 
 
 def why_not(call: AttentionCall) -> str | None:
-    """Why plain torch on the CPU cannot run the call."""
+    """Reason why the torch operations cannot run the call, or None."""
     if call.device.type != "cpu":
         return f"needs a CPU tensor, got {call.device}"
     return None
@@ -73,7 +73,7 @@ def workspace(call: AttentionCall, direction: str, extent: Extent) -> int:
     if tiles is None:
         tiles = max((max(head_entries(part)) for part in call.plan.parts), default=0)
     a_tile = _tile_bytes(call, extent.samples)
-    # Masks and intermediate products take as much again as a step.
+    # Masks and intermediate products double the memory of a step.
     return wide_copies(call, direction, extent) + 2 * min(max(BUDGET, a_tile), tiles * a_tile)
 
 
@@ -114,8 +114,8 @@ def backward(
         if grad_lse is not None:
             delta -= grad_lse[index].to(dtype)
         row_lse = lse[index]
-        # Query elements past the end stand in for token 0, and an LSE of -inf marks a row without a key, as in the
-        # other kernels: the weights of both are 0 and must not reach any key.
+        # Query elements past the end alias token 0, and an LSE of -inf marks a row without a key: the weights of both
+        # are 0 and must not reach any key.
         seen = pairs.seen & (pairs.real & (row_lse != -torch.inf))[..., None]
         scores = pairs.scores(call)
         weights = torch.where(seen, (scores - row_lse[..., None]).exp_(), 0.0)
@@ -138,7 +138,7 @@ def backward(
 
 
 def _merge(output: Tensor, lse: Tensor, index: tuple[slice, int, Tensor], part: Tensor, part_lse: Tensor) -> None:
-    """Fold one more group of keys, (b, x, e) and (b, x), into the running softmax of the rows at `place`."""
+    """Merge the results of a group of keys, (b, x, e) and (b, x), into the running softmax of the rows at `index`."""
     before = lse[index]
     after = torch.logaddexp(before, part_lse)
     empty = after == -torch.inf
@@ -158,8 +158,8 @@ def _tile_pairs(call: AttentionCall) -> Iterator[_TilePairs]:
             if kind < 0:
                 continue
             own = slice(kind * part.queries.tiles, (kind + 1) * part.queries.tiles)
-            # Rows of similar length share a step, so that little of it is filler. How much is up to a row's own length:
-            # the others', which what comes later may change, must not show in the last bit of its sums.
+            # Rows of similar length share a step, which limits padding. The padded length depends on the row's own
+            # length alone, so that other rows do not affect the last bit of its sums.
             lengths = _rounded_up(count[own])
             for length in lengths[lengths > 0].unique().tolist():
                 width = min(length, tiles)
@@ -168,12 +168,12 @@ def _tile_pairs(call: AttentionCall) -> Iterator[_TilePairs]:
                         slot = first[own][rows, None] + torch.arange(begin, min(begin + width, length), device="cpu")
                         listed = slot < (first + count)[own][rows, None]
                         slot = slot.where(listed, 0)
-                        # Filler entries repeat some listed tile and are masked out whole.
+                        # Padding entries repeat a listed tile and are masked out.
                         yield _gather(call, part, head, rows, tile[slot], mask[slot], listed)
 
 
 def _rounded_up(length: Tensor) -> Tensor:
-    """To one of four lengths between powers of two."""
+    """Length rounded up to one of four values between powers of two."""
     unit = 2 ** ((length - 1).clamp(min=1).log2().floor().long() - 2).clamp(min=0)
     return (length + unit - 1) // unit * unit
 
@@ -210,7 +210,7 @@ def _gather(
 
 
 def _expand(masks: Masks, mask: Tensor, size: int) -> Tensor:
-    """Which pairs each list entry allows, bool (r, l, B, B); entries met whole (mask -1) allow all."""
+    """Allowed pairs of each list entry, bool (r, l, B, B); entries with mask -1 allow all."""
     whole = (mask < 0)[..., None, None]
     if bool(whole.all()):
         return whole.expand(*mask.shape, size, size)

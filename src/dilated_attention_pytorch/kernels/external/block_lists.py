@@ -1,7 +1,7 @@
-"""Plans of one part on the sequence itself, as other libraries write them: for each row of blocks, which it meets.
+"""Block lists of plans of one part, in the format of FlashAttention-4 and FlexAttention.
 
-FlashAttention-4 and FlexAttention both take, a row, how many blocks it meets whole and which, and the same of those it
-meets in part. Shapes: Q rows of blocks, K the most a row meets, H either the heads or 1 when all heads share one list.
+Both libraries take, per row of blocks, the number and indices of whole blocks and of partial blocks. Shapes: Q rows of
+blocks, K blocks of the longest row, H heads, or 1 if all heads share one list.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ..hopper.lowering import is_regular
 
 
 class Lists(NamedTuple):
-    """Blocks of each row: how many, and which, ascending, in the first places of its line."""
+    """Number and ascending indices of the blocks of each row."""
 
     counts: Tensor
     """int32 [..., Q]"""
@@ -41,11 +41,11 @@ class BlockTables:
     whole_by_key: Lists
     partial_by_key: Lists
     band: Band | None
-    """What the partial blocks allow, where that is one band over the sequence; None where it is not."""
+    """Band over the sequence that all partial blocks are cut from, or None."""
 
 
 def why_not_blocks(plan: Plan) -> str | None:
-    """Why a plan cannot be written as lists of blocks of the sequence, or None when it can."""
+    """Reason why a plan cannot be written as block lists of the sequence, or None."""
     if len(plan.parts) != 1:
         return f"needs a plan of one part, got {len(plan.parts)}"
     part = plan.parts[0]
@@ -91,7 +91,7 @@ def _by_head(plan: Plan, walk: Walk, tiles: int) -> tuple[Lists, Lists]:
     """Partial and whole blocks of a walk."""
     row, tile, mask = walk.entries()
     own = plan.parts[0].head_class.long()
-    # Heads that share one list are one line; a head that sits out has a list of its own, which is empty.
+    # Heads that share a list use one line; a head without work has an empty list of its own.
     own = own[:1] if bool((own == own[0]).all()) else own
     made = []
     for kind in (mask >= 0, mask < 0):
@@ -102,7 +102,7 @@ def _by_head(plan: Plan, walk: Walk, tiles: int) -> tuple[Lists, Lists]:
 
 
 def _band_of(plan: Plan) -> Band | None:
-    """The band that every partial block is cut out of, if there is one."""
+    """Band that every partial block is cut from, if there is one."""
     part, block = plan.parts[0], plan.block_size
     row, tile, mask = part.by_query.entries()
     row, tile, mask = (entry[mask >= 0] for entry in (row, tile, mask))
@@ -110,7 +110,7 @@ def _band_of(plan: Plan) -> Band | None:
     low, high = plan.masks.band.long()[mask].unbind(1)
     if bool((low > high).any()):
         return None
-    # A bound at the corner of a block says nothing of where the band ends beyond it.
+    # A bound at the corner of a block does not determine where the band ends beyond it.
     least, most = middle - (block - 1), middle + block - 1
     low, high = torch.maximum(middle + low, least), torch.minimum(middle + high, most)
     beyond = plan.n + block

@@ -1,12 +1,12 @@
-"""FlashAttention-4 (`flash_attn.cute`) on the plans it can run; it is another project's, and optional.
+"""FlashAttention-4 (`flash_attn.cute`) as a backend; an optional package of another project.
 
-It takes lists of blocks of 128 and one rule for the elements of partial blocks, here a band. Its first call of a shape
+It takes lists of blocks of 128 and one mask function for partial blocks, here a band. The first call of a shape
 compiles for 5 to 10 seconds. dQ is summed with atomic adds, so gradients may differ in their last bits between runs.
 """
 
 from __future__ import annotations
 
-from functools import cache, lru_cache
+from functools import lru_cache
 from importlib.util import find_spec
 from typing import Any
 
@@ -18,13 +18,12 @@ from ..call import AttentionCall, Extent, Forward, Gradients, empty_rows, reprod
 from .block_lists import Band, Lists, tables_of, why_not_blocks
 
 BLOCK = 128
-"""Its key tile on Hopper; lists of other blocks are refused there."""
+"""Key tile of FlashAttention-4 on Hopper, which accepts no other block size."""
 WIDTHS = (64, 128)
 
 
-@cache
 def installed() -> bool:
-    """Whether `flash_attn.cute` and the compiler it is written in can be found."""
+    """Whether `flash_attn.cute` and its compiler are installed."""
     try:
         return all(find_spec(name) is not None for name in ("flash_attn.cute", "cutlass"))
     except ModuleNotFoundError:
@@ -32,7 +31,7 @@ def installed() -> bool:
 
 
 def why_not(call: AttentionCall) -> str | None:
-    """Why FlashAttention-4 cannot run the call, or None when it can."""
+    """Reason why FlashAttention-4 cannot run the call, or None."""
     query, plan = call.query, call.plan
     if not query.is_cuda:
         return f"needs a CUDA tensor, got {query.device.type}"
@@ -95,7 +94,7 @@ def forward(call: AttentionCall) -> Forward:
 def backward(
     call: AttentionCall, output: Tensor, lse: Tensor, grad_output: Tensor, grad_lse: Tensor | None
 ) -> Gradients:
-    """Gradients of query, key and value, from those of the output and, where given, of the LSE."""
+    """Gradients of query, key and value, given the gradients of the output and, optionally, of the LSE."""
     from flash_attn.cute.interface import _flash_attn_bwd  # pyrefly: ignore[missing-import]
 
     grads = Gradients(*(empty_rows(t, t.shape[3]) for t in (call.query, call.key, call.value)))
@@ -121,14 +120,14 @@ def _options_of(plan: Plan) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def sparse_tensors(partial: Lists, whole: Lists) -> Any:
-    """Lists [1, H, ...] as FlashAttention-4 takes them."""
+    """Block lists [1, H, ...] in the format of FlashAttention-4."""
     from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch  # pyrefly: ignore[missing-import]
 
     return BlockSparseTensorsTorch(*partial, *whole, block_size=(BLOCK, BLOCK))
 
 
 def band_rule(band: Band | None, n: int) -> dict[str, Any]:
-    """The argument that tells which elements of partial blocks count; nothing where all do."""
+    """Mask argument for partial blocks; empty if all elements count."""
     if band is None or (band.low <= -n and band.high >= n):
         return {}
     return {"mask_mod": _band_in_cute(None if band.low <= -n else band.low, None if band.high >= n else band.high)}
@@ -136,7 +135,7 @@ def band_rule(band: Band | None, n: int) -> dict[str, Any]:
 
 @lru_cache(maxsize=256)
 def _band_in_cute(low: int | None, high: int | None) -> Any:
-    """A band in FlashAttention-4's own language; its bounds are compiled in, and one that no pair meets is left out."""
+    """Band as a CuTe function with compiled-in bounds; a bound of None is omitted."""
     import cutlass.cute as cute  # pyrefly: ignore[missing-import]
 
     # ruff: noqa: ANN001, ANN202 (CuTe reads these functions as source)

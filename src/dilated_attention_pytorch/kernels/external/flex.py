@@ -1,7 +1,7 @@
-"""torch's FlexAttention on a plan of one part: somebody else's kernel on the same pairs, to check ours against.
+"""FlexAttention of torch as a backend, for comparison on plans of one part.
 
-On a GPU it is compiled, for tens of seconds at every first call of a shape. On the CPU torch computes it densely and
-has no backward. Gradients take a second forward pass, as FlexAttention keeps what it needs inside autograd.
+On a GPU the first call of a shape compiles for tens of seconds. On the CPU torch computes densely and has no backward.
+Gradients need a second forward pass, as FlexAttention keeps its saved tensors inside autograd.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
 LARGEST_TABLE = 2**24
-"""Blocks of all head classes, kept or not: a BlockMask and the mask of its elements look each of them up."""
+"""Most blocks of all head classes: a BlockMask and its element mask have an entry for each."""
 LONGEST_DENSE = 8192
 SHAPES = 256
-"""Shapes that may be compiled; past its own, smaller limit torch would refuse, or compute all scores."""
+"""Most compiled shapes; beyond its own, smaller limit torch would fail or compute all scores."""
 
 
 def why_not(call: AttentionCall) -> str | None:
-    """Why FlexAttention cannot run the call, or None when it can."""
+    """Reason why FlexAttention cannot run the call, or None."""
     query, plan = call.query, call.plan
     if query.device.type not in ("cuda", "cpu"):
         return f"needs a CUDA or CPU tensor, got {query.device.type}"
@@ -79,7 +79,7 @@ def forward(call: AttentionCall) -> Forward:
 def backward(
     call: AttentionCall, output: Tensor, lse: Tensor, grad_output: Tensor, grad_lse: Tensor | None
 ) -> Gradients:
-    """Gradients of query, key and value, from those of the output and, where given, of the LSE."""
+    """Gradients of query, key and value, given the gradients of the output and, optionally, of the LSE."""
     inputs = [t.detach().requires_grad_() for t in (call.query, call.key, call.value)]
     with torch.enable_grad():
         results = _attend(call, *inputs)
@@ -94,10 +94,10 @@ def _attend(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> t
     attend: Any = compiled() if query.is_cuda else flex_attention
     options: dict[str, Any] = {"scale": call.scale, "enable_gqa": query.shape[1] != key.shape[1]}
     if query.is_cuda:
-        # Fetched ahead, what `_elements` looks up would take more shared memory than there is.
+        # With more stages, the tables of `_elements` would exceed shared memory.
         options["kernel_options"] = {"num_stages": 1}
     with torch._dynamo.config.patch(recompile_limit=SHAPES), warnings.catch_warnings():
-        # That the CPU computes the whole score matrix is what is wanted there.
+        # On the CPU the dense computation is intended.
         warnings.filterwarnings("ignore", "flex_attention called without torch.compile")
         output, aux = attend(
             query, key, value, block_mask=block_mask(call.plan), return_aux=AuxRequest(lse=True), **options
@@ -106,11 +106,11 @@ def _attend(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> t
 
 
 @cache
-def compiled() -> Callable[..., Any]:
-    """`flex_attention`, compiled for each shape it meets."""
+def compiled(dynamic: bool = False) -> Callable[..., Any]:
+    """`flex_attention` compiled for each shape, or once for all lengths if `dynamic`."""
     from torch.nn.attention.flex_attention import flex_attention
 
-    return torch.compile(flex_attention, dynamic=False, fullgraph=True)
+    return torch.compile(flex_attention, dynamic=dynamic, fullgraph=True)
 
 
 def block_mask(plan: Plan) -> BlockMask:
@@ -120,8 +120,8 @@ def block_mask(plan: Plan) -> BlockMask:
         part = plan.parts[0]
         row, tile, mask = part.by_query.entries()
         tiles = part.queries.tiles
-        # 0 where a block is left out, 1 where it is met whole, 2 + m where mask m cuts it. Heads without a class meet
-        # the line of zeros at the end.
+        # 0 for an excluded block, 1 for a whole block, 2 + m for a block with mask m. Heads without a class use the
+        # last line, which is zero.
         table = torch.zeros(
             len(part.by_query.rows) // tiles + 1, tiles, part.keys.tiles, dtype=torch.int32, device="cpu"
         )
@@ -135,22 +135,22 @@ def block_mask(plan: Plan) -> BlockMask:
 
 
 def _classes(plan: Plan, lines: int) -> Tensor:
-    """The line of the table each head reads."""
+    """Line of the table of each head."""
     own = plan.parts[0].head_class.long()
     return torch.where(own < 0, lines - 1, own)
 
 
 def mask_of(partial: Tensor, whole: Tensor, block: int, n: int, elements: Callable[..., Tensor]) -> BlockMask:
-    """A BlockMask of blocks [H, rows, columns]; `elements` says which pairs of the partial ones count."""
+    """BlockMask of blocks [H, rows, columns]; `elements` is the mask function of partial blocks."""
     from torch.nn.attention.flex_attention import BlockMask
 
-    # Lists as wide as the sequence: torch takes their width for the number of its blocks.
+    # Lists as wide as the sequence, as torch derives the number of blocks from their width.
     lists = (part[None] for table in (partial, whole) for part in lists_of(table, table.shape[-1]))
     return BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=block, mask_mod=elements, seq_lengths=(n, n))
 
 
 def _elements(plan: Plan, table: Tensor, own: Tensor) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-    """Which pairs the plan allows, looked up in its own masks; torch traces this function."""
+    """Mask function of the pairs that the plan allows, from its masks; torch traces it."""
     block = plan.block_size
     bits = plan.masks.bits if len(plan.masks.bits) else plan.masks.bits.new_zeros(1, block, -(-block // 32))
 

@@ -1,4 +1,4 @@
-"""Attention on Hopper GPUs through the Gluon kernels: what they can run, and how they are launched."""
+"""Hopper backend: supported calls, and launches of the Gluon forward kernel."""
 
 from __future__ import annotations
 
@@ -32,23 +32,23 @@ if TYPE_CHECKING:
     from .backward import PreparedBackward
 
 MOST_TOKENS = 2**30
-"""Longest sequence: a tile of a strided axis may reach past its end, and the kernels count tokens in 32 bits."""
+"""Longest sequence: token numbers are 32-bit, and a tile of a strided axis may reach past the end of the sequence."""
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardConfig:
-    """How the forward kernel is built for one head width."""
+    """Compile-time configuration of the forward kernel for one head width."""
 
     key_tile: int = 128
     k_stages: int = 2
     v_stages: int = 2
-    """Not above `k_stages`: the loader tells by one barrier a key slot that a value slot is free."""
+    """At most `k_stages`: the barrier of a key slot also signals that a value slot is free."""
     ping_pong: bool = True
-    """Whether the two warpgroups take turns at the tensor cores."""
+    """Whether the two consumer warpgroups alternate on the tensor cores."""
     registers: int = 240
-    """Registers a thread of a multiplying warpgroup gets."""
+    """Registers per thread of a consumer warpgroup."""
     persistent: bool = True
-    """Whether a program takes items as long as there are any, or one."""
+    """Whether a program processes items until none is left, or a single item."""
 
 
 FORWARD_CONFIGS = {
@@ -56,11 +56,11 @@ FORWARD_CONFIGS = {
     128: ForwardConfig(k_stages=3, v_stages=2),
 }
 STRIDED_CONFIGS = {64: FORWARD_CONFIGS[64], 128: ForwardConfig(k_stages=2, v_stages=2)}
-"""Of strided parts, which also hold 128 rows of the output so far."""
+"""Configurations for strided parts, which also hold 128 rows of the previous output in shared memory."""
 
 
 def gluon_missing() -> str | None:
-    """Why the Gluon kernels cannot be imported here, or None when they can."""
+    """Reason why the Gluon kernels cannot be imported, or None."""
     try:
         import triton
     except ImportError:
@@ -77,7 +77,7 @@ def gluon_missing() -> str | None:
 
 @lru_cache(maxsize=64)
 def device_problem(device: torch.device) -> str | None:
-    """Why the kernels cannot run on a device, or None when they can."""
+    """Reason why the kernels cannot run on a device, or None."""
     if device.type != "cuda":
         return f"needs a CUDA tensor, got {device}"
     major, minor = torch.cuda.get_device_capability(device)
@@ -87,7 +87,7 @@ def device_problem(device: torch.device) -> str | None:
 
 
 def why_not(call: AttentionCall) -> str | None:
-    """Why these kernels cannot run the call, or None when they can."""
+    """Reason why the Hopper kernels cannot run the call, or None."""
     cache = launch_cache(call.plan)
     key = "hopper why_not", *layout_of(call.query, call.key, call.value)
     if key not in cache:
@@ -107,9 +107,9 @@ def why_not(call: AttentionCall) -> str | None:
 
 
 def _lasting_problem(call: AttentionCall) -> str | None:
-    """Why no call of this plan and layout can run, or None."""
+    """Reason why no call of this plan and layout can run, or None."""
     if call.key.shape[2] != call.query.shape[2]:
-        # Queries gathered by the block they chose: their plan lists keys of another axis, which may not be read here.
+        # Queries gathered by selected block: their plan lists keys of another axis, which the host may not read here.
         return f"needs as many keys as queries, got {call.key.shape[2]} and {call.query.shape[2]}"
     problem = device_problem(call.query.device)
     if problem is not None:
@@ -142,7 +142,7 @@ def workspace(call: AttentionCall, direction: str, extent: Extent) -> int:
         pieces = _most_pieces(call, parts[0], extent) * block * width
     if direction == "forward":
         return pieces
-    # A number per row of whole blocks, and for sums in any order dQ in float32, once per part.
+    # Delta of every row of whole blocks; for unordered sums also dQ in float32, once per part.
     sums = 0 if reproducible_gradients() else d
     tiles = [part.queries.tiles for part in parts]
     blocks = max(-(-call.plan.n // block), sum(tiles) if sums else max(tiles, default=0))
@@ -151,7 +151,7 @@ def workspace(call: AttentionCall, direction: str, extent: Extent) -> int:
 
 
 def _most_pieces(call: AttentionCall, part: Part, extent: Extent) -> int:
-    """Upper bound of the blocks that pieces of long rows take."""
+    """Upper bound of the blocks of all pieces of long rows."""
     programs = processors(call.device)
     if longest_row(part) <= extent.samples * extent.heads * min(head_entries(part)) // programs:
         return 0
@@ -159,12 +159,12 @@ def _most_pieces(call: AttentionCall, part: Part, extent: Extent) -> int:
 
 
 def forward(call: AttentionCall) -> Forward:
-    """Output and LSE of a call that `why_not` lets pass."""
+    """Output and LSE of a call that `why_not` accepts."""
     return run_forward(call, FORWARD_CONFIGS[call.query.shape[-1]])
 
 
 def run_forward(call: AttentionCall, config: ForwardConfig) -> Forward:
-    """`forward` with a configuration of one's own for plain parts, for measuring."""
+    """`forward` with an explicit configuration for plain parts, for benchmarks."""
     return _launch_of(call, config)(call)
 
 
@@ -181,7 +181,7 @@ class ForwardLaunch:
         query = call.query
         parts = lower(call.plan)
         self.device = query.device
-        # One number seen as a whole tensor: `empty_like` of it is cheaper than `empty` with its arguments.
+        # An expanded scalar: `empty_like` of it is cheaper than `empty` with its arguments.
         self.lse_like = torch.zeros(1, dtype=torch.float32, device=query.device).expand(query.shape[:3])
         self.covers = bool(parts) and not parts[0].strided and parts[0].by_query.covers
         self.learned = bool(parts) and parts[0].launches is not None
@@ -191,7 +191,7 @@ class ForwardLaunch:
         if cut is not None:
             shape = cut.piece_shape(len(query), query.shape[-1])
             self.pieces = (shape, query.dtype), (shape[:3], torch.float32)
-        # The output is laid out as the query, densely; of LSE and counters only the sizes of elements matter.
+        # The output has the layout of the query, densely; of LSE and counters only the element sizes matter.
         made = torch.empty_like(query, device="meta"), *(torch.empty(0, device="meta") for _ in range(2))
         pieces = (torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in self.pieces)
         like = query, call.key, call.value, *made, *pieces, *self._lists(call)
@@ -210,7 +210,7 @@ class ForwardLaunch:
         self.launches = Launches(query.device, launches)
 
     def _lists(self, call: AttentionCall) -> tuple[Tensor, ...]:
-        """What a learned plan has the kernel read."""
+        """Lists of a learned plan, which are arguments of every call."""
         return (*lower(call.plan)[0].by_query[:-1], call.plan.masks.bits) if self.learned else ()
 
     def __call__(self, call: AttentionCall) -> Forward:
@@ -228,7 +228,7 @@ class ForwardLaunch:
 
 
 QUERY, KEY, VALUE, OUTPUT, LSE, COUNTERS, PIECES, PIECE_LSE = range(8)
-"""Slots of the tensors that a forward launch is given, then pieces of cut rows, or the lists of a learned plan."""
+"""Slots of the tensors of a forward launch; then pieces of split rows, or the lists of a learned plan."""
 
 
 def _part_launch(
@@ -239,14 +239,14 @@ def _part_launch(
     like: Tensors,
     number: int | None = None,
 ) -> GluonLaunch:
-    """The launch of one part of a plan, the `number`-th of several, or of the pieces of its long rows."""
+    """Launch of one part of a plan (`number` is its index among several), or of the pieces of its long rows."""
     from .forward_kernel import WORK_WIDTH, attention_fwd_kernel
 
     query, key, plan = call.query, call.key, call.plan
     batch, heads, n, d = query.shape
     items_a_batch = work.items.shape[0]
     items = batch * items_a_batch
-    # A record of a piece tells where it is stored, too.
+    # The record of a piece also holds the tile that it is stored to.
     pieces = not lowered.strided and work.items.shape[1] > WORK_WIDTH.value
     queries, keys = (lowered.queries, lowered.keys) if lowered.strided else (None, None)
     arguments = (
@@ -269,7 +269,7 @@ def _part_launch(
 
 
 class PreparedAttention:
-    """What runs calls of one plan, layout and scale; see `registry.Backend`."""
+    """Runner for calls of one plan, layout and scale; see `registry.Backend`."""
 
     def __init__(self, forward: ForwardLaunch, backward: PreparedBackward) -> None:
         self.forward = forward
@@ -282,7 +282,7 @@ class PreparedAttention:
 
 
 def prepare(call: AttentionCall) -> PreparedAttention:
-    """A runner for calls like this one, which `why_not` lets pass."""
+    """Runner for calls like this one, which `why_not` must accept."""
     from .backward import BACKWARD_CONFIGS, prepared
 
     d = call.query.shape[-1]

@@ -1,14 +1,14 @@
-"""Gradients on Hopper GPUs through the Gluon kernels: the lists they read, the memory they need, and their launches.
+"""Backward launches of the Hopper backend: lists, workspace and order of the Gluon kernels.
 
-Two ways lead to dQ. The fused one computes it beside dK and dV, five products a tile pair, and adds it up in float32,
-4 bytes an element of the rows of each part (of a plain one twice the size of dQ), in an order that is not fixed. The
-other computes it again by rows, seven products a tile pair, needs no copy, and gives the same bits every time; it is
-taken unless `reproducible_gradients(False)` was said.
+dQ is computed in one of two ways. The fused kernel computes it beside dK and dV with five products per tile pair and
+accumulates it in float32 (4 bytes per element of the rows of each part; for a plain part twice the size of dQ), in no
+fixed order. The row-wise kernel recomputes the scores with seven products per tile pair, needs no copy and is
+bitwise reproducible; it is the default unless `reproducible_gradients(False)` is set.
 
-Parts of a plan run one after another, each with the LSE and delta of the whole rows, which makes its share exact alone.
-dK and dV of a plain part come first and write every row, and the other parts add to them; without one they begin as
-zeros. dQ by rows takes the parts from the last to the first, and that one joins what the others added to zeros, so that
-the sum is rounded once at its full size.
+Parts of a plan run one after another. Each uses the LSE and delta of whole rows, so its contribution is exact. dK and
+dV of a plain part run first and write every row, and other parts add to them; without a plain part they start from
+zeros. Row-wise dQ processes the parts from last to first. The first part adds the contributions of the others to its
+own before rounding, so that the sum is rounded once.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from .split_rows import Split, split
 
 @dataclass(frozen=True, slots=True)
 class BackwardConfig:
-    """How the kernels are built for one head width."""
+    """Compile-time configuration of the backward kernels for one head width."""
 
     streamed_tile: int
-    """Rows of a step; with the head width they must make 64 x 128, one 64 x 64 piece of dQ a warpgroup."""
+    """Rows of a streamed tile; times the head width 64 x 128, one 64 x 64 piece of dQ per warpgroup."""
     stages: int = 2
     stages_by_rows: int = 2
-    """Tiles in the ring of dK and dV where dQ is computed by rows, which leaves room for more."""
+    """Pipeline stages of dK and dV if dQ is computed by rows, which leaves more shared memory."""
     held_stages: int = 2
     row_stages: int = 3
-    """Tiles in the ring of the kernel that sums dQ by rows, which keeps each a step longer than its first use."""
+    """Pipeline stages of the row-wise dQ kernel, which uses each tile in two consecutive steps."""
     registers: int = 240
-    """Registers a thread of a multiplying warpgroup gets."""
+    """Registers per thread of a consumer warpgroup."""
 
 
 BACKWARD_CONFIGS = {64: BackwardConfig(128, stages_by_rows=3, row_stages=4), 128: BackwardConfig(64)}
@@ -55,7 +55,7 @@ def run_backward(
     config: BackwardConfig,
     fused: bool,
 ) -> Gradients:
-    """Gradients of a call that `backend.why_not` lets pass, with dQ summed beside dK and dV where `fused`."""
+    """Gradients of a call that `backend.why_not` accepts; dQ is accumulated beside dK and dV if `fused`."""
     return prepared(call, config)(call, output, lse, grad_output, grad_lse, fused)
 
 
@@ -68,14 +68,14 @@ def prepared(call: AttentionCall, config: BackwardConfig) -> PreparedBackward:
 
 
 def lists_of(call: AttentionCall, fused: bool) -> Tensors:
-    """What a learned plan has the kernels read, which is given with each call."""
+    """Lists of a learned plan, which are arguments of every call."""
     (lowered,) = lower(call.plan)
     group = call.query.shape[1] // call.key.shape[1]
     return *lowered.backward_items(group, by_key=True), *(() if fused else lowered.backward_items(group, by_key=False))
 
 
 def _movable(tensor: Tensor) -> Tensor:
-    """The tensor, or a copy where TMA cannot read it: also of a contiguous one that starts off the 16-byte grid."""
+    """The tensor, or a copy if TMA cannot read it; a contiguous tensor may be misaligned, too."""
     if tensor.stride(-1) == 1 and layout_problem("", tensor) is None:
         return tensor
     return tensor.clone(memory_format=torch.contiguous_format)
@@ -123,9 +123,9 @@ class PreparedBackward:
 
 
 QUERY, KEY, VALUE, OUTPUT, GRAD_OUTPUT, LSE, SLOPE, SPACE, GRAD_QUERY, GRAD_KEY, GRAD_VALUE = range(11)
-"""Slots of the tensors that the launches are given; then pieces of the three gradients, or lists of a learned plan."""
+"""Slots of the tensors of the launches; then pieces of the three gradients, or lists of a learned plan."""
 TO_PIECES = 3
-"""From the slot of a gradient to that of its pieces."""
+"""Distance from the slot of a gradient to the slot of its pieces."""
 
 
 class BackwardLaunch:
@@ -143,7 +143,7 @@ class BackwardLaunch:
         device = query.device
         all_lowered = lower(plan)
         self.writes_all = bool(all_lowered) and all_lowered[0].writes_all
-        # Whole blocks of the plan, so that a list may name the part of its last block that lies past the end.
+        # Whole blocks of the plan: a list may name sub-tiles of its last block past the end of the sequence.
         tiles = -(-n // plan.block_size) * (plan.block_size // rows)
         made = [empty_rows(t, t.shape[-1]) for t in tensors[:3]]
         self.made = [(t.shape, t.stride()) for t in made]
@@ -158,13 +158,13 @@ class BackwardLaunch:
         ]
         self.pieces = parts[0].pieces if len(parts) == 1 else []
         self.row_tiles = batch * heads * tiles
-        # Sums begin at multiples of 16 bytes.
+        # Accumulators are aligned to 16 bytes.
         o_sum = -(-batch * heads * n // 4) * 4
         sums = list(accumulate((part.sum_floats if fused else 0 for part in parts), initial=o_sum))
         o_claimed = sums[-1]
         self.cleared = sums[1 if self.writes_all else 0], o_claimed
-        """Where the sums lie that are cleared before the launches; that of a plain part is by the first of them."""
-        # Two counters a part, as its kernels may run beside each other; as many as a power of two.
+        """Range of accumulators zeroed before the launches; the first launch zeroes that of a plain part."""
+        # Two counters per part, as its kernels may run concurrently; rounded up to a power of two.
         counters = 1 << (2 * len(parts)).bit_length()
         self.floats = o_claimed + counters
         pointers = PtrArg(SPACE), PtrArg(SPACE, o_sum, torch.float32), PtrArg(SPACE, o_claimed, torch.int32)
@@ -181,7 +181,7 @@ class BackwardLaunch:
             if part.by_query is None:
                 later.append(part.finish(like, total))
             else:
-                # From the last part to the first, which joins what they added.
+                # From the last part to the first, which adds the contributions of the others.
                 later[:0] = part.launches(part.by_query, like, (PtrArg(LSE), delta, claims[1]))
         self.launches = Launches(device, launches + later)
 
@@ -213,23 +213,23 @@ class BackwardLaunch:
 
 
 class KernelArgs(NamedTuple):
-    """dK and dV of a part, or its dQ: a kernel with all that it is given, but for places."""
+    """Kernel of dK and dV, or of dQ, of a part, with its arguments except pointers."""
 
     kernel: Any
     tma_args: tuple[TmaArg, ...]
-    """What it reads by TMA."""
+    """Tensors read by TMA."""
     written: tuple[TmaArg, ...]
-    """Gradients."""
+    """Gradients written by TMA."""
     joined: tuple[PtrArg | None, ...]
-    """Where the gradient lies that it joins, asked of the kernel of dQ."""
+    """For dQ: pointer to the gradient that the result is added to, or None."""
     work: BackwardItems
     cut: Split[BackwardItems] | None
     blocks: int
-    """Rows of a class in `work.rows`."""
+    """Rows of a head class in `work.rows`."""
     sizes: tuple[int, ...]
-    """Numbers before them, but for those of items."""
+    """Integer arguments before `blocks`, except the number of items."""
     settings: tuple[Any, ...]
-    """And after."""
+    """Arguments after `blocks`."""
 
 
 def _tma_args(slots: tuple[int, ...], rows: int, axis: Strides | None) -> tuple[TmaArg, ...]:
@@ -237,7 +237,7 @@ def _tma_args(slots: tuple[int, ...], rows: int, axis: Strides | None) -> tuple[
 
 
 class PartBackward:
-    """One part of a `BackwardLaunch`; it `joins` dQ of the others or adds to it, and `alone` its long rows are cut."""
+    """One part of a `BackwardLaunch`. It `joins` dQ of other parts or adds to it; long rows are split if `alone`."""
 
     def __init__(
         self,
@@ -289,13 +289,13 @@ class PartBackward:
         cuts = self.by_query and self.by_query.cut, self.by_key.cut, self.by_key.cut
         shapes = [cut.piece_shape(batch, d) if cut else () for cut in cuts]
         self.pieces = shapes if any(shapes) else []
-        """Shapes of the pieces of dQ, dK and dV; a gradient whose rows stay whole has none."""
+        """Shapes of the pieces of dQ, dK and dV; empty for a gradient without split rows."""
         self.finish_strides = empty_rows(query, d).stride()[:3]
         self.finish_numbers = heads, own_tiles, n, *self.finish_strides, lowered.queries.rate, call.scale
         self.finish_constants = rows, d, plan.block_size, lowered.strided
 
     def launches(self, args: KernelArgs, like: Tensors, pointers: tuple[PtrArg, ...]) -> list[GluonLaunch]:
-        """A kernel on all rows; where some are cut, on the others, then on their pieces, which are joined."""
+        """Launches of a kernel: all rows; or, if rows are split, whole rows, pieces, and the sum of the pieces."""
         cut = args.cut
         if cut is None:
             return [self._launch(args, like, pointers)]
@@ -310,7 +310,7 @@ class PartBackward:
         return launches
 
     def _launch(self, args: KernelArgs, like: Tensors, pointers: tuple[PtrArg, ...]) -> GluonLaunch:
-        """A Gluon kernel; `places` are those of LSE, of delta, for dK and dV of the sum of dQ, and of its claims."""
+        """Launch of a Gluon kernel; `pointers` are LSE, delta, for dK and dV the dQ accumulator, and the counter."""
         work, items = args.work, len(args.work.items)
         pieces = args.cut is not None and work is args.cut.pieces
         numbers = self.batch * items, items, *args.sizes, args.blocks, *args.settings, pieces, self.registers
@@ -320,7 +320,7 @@ class PartBackward:
         return GluonLaunch(args.kernel, identity, grid, arguments, like, overlaps=args.cut is None, **OPTIONS)
 
     def finish(self, like: Tensors, total: PtrArg) -> GluonLaunch:
-        """The kernel that makes dQ of its sum."""
+        """Launch of the kernel that converts the accumulator to dQ."""
         from .pre_post_kernels import finish_dq_kernel
 
         lists = self.by_key.work.tiles, self.by_key.work.classes

@@ -1,19 +1,19 @@
-"""Backward attention for Hopper in Gluon: dK and dV stay in registers while queries stream past, dQ adds up in memory.
+"""Backward kernel for Hopper in Gluon: dK and dV accumulate in registers while queries stream, dQ in global memory.
 
 A work item is 128 keys of one key head; each of two warpgroups owns 64 of them. A step is one tile of query rows:
 
     S^T = K Q^T      dP^T = V dO^T      dV += P^T dO      dQ += dS K      dK += dS^T Q
 
-Both score products come out transposed, so that P^T is already in the registers that dV multiplies from. dQ needs dS of
-all 128 keys: the warpgroups exchange it through shared memory; each multiplies a 64 x 64 piece of dQ and adds it to a
-float32 sum in global memory. It does so a step later, so that neither waits for the other. The order of those additions
-is not fixed, so dQ of two runs may differ in its last bits; without DQ the kernel leaves dQ to `dq_kernel`.
+Both score products are computed transposed, so that P^T is already the register operand of dV. dQ needs dS of all 128
+keys: the warpgroups exchange it through shared memory; each computes a 64 x 64 piece of dQ and adds it to a float32
+accumulator in global memory, one step later, so that neither waits for the other. The order of these additions is not
+fixed, so dQ of two runs may differ in its last bits; without DQ the kernel leaves dQ to `dq_kernel`.
 
-The sum lies in the order of the registers that add to it (`PIECE` floats a piece), so that every addition is 16 bytes
-a thread and a warp touches one run of memory. `pre_post_kernels.finish_dq_kernel` puts it in order.
+The accumulator has the order of the registers that are added to it (`PIECE` floats per piece), so that every addition
+is 16 bytes per thread and a warp accesses contiguous memory. `pre_post_kernels.finish_dq_kernel` restores row order.
 
-Through descriptors of five dimensions (`primitives.copy_rows_in`) the tiles are those of a strided part, and the
-gradients are added to what parts before it left.
+Descriptors of five dimensions (`primitives.copy_rows_in`) select a strided part, whose gradients are added to the
+results of earlier parts.
 
 Names: `p_` pointer, `b_` buffer in shared memory, `o_` offset; shape comments are [rows, columns].
 """
@@ -54,13 +54,13 @@ from .primitives import (
 
 MEETING = gl.constexpr(8)
 EXCHANGE = gl.constexpr(9)
-"""Hardware barriers of the two warpgroups, of the second kind four; the compiler uses the first few."""
+"""Hardware barriers of the two warpgroups: one, and from EXCHANGE on four; the compiler uses low numbers itself."""
 
 ITEM_HEAD, ITEM_ROW, ITEM_STEPS, ITEM_BATCH, ITEM_ROWS, ITEM_STORED = (gl.constexpr(i) for i in range(6))
-"""What the loader tells about an item; ITEM_BATCH is -1 after the last. ITEM_STORED is where a piece of a row goes."""
+"""Fields of an item's mailbox; ITEM_BATCH is -1 after the last item, ITEM_STORED the destination of a piece."""
 TILE_SUM, TILE_MASK, TILE_LOW, TILE_HIGH, TILE_LAST = (gl.constexpr(i) for i in range(5))
-"""What the loader tells about a streamed tile: its place in the sum of dQ; then the mask, -1 for a tile met whole, the
-band of differences held minus streamed, and the last key, all counted from the first rows of the item and the tile."""
+"""Fields of a streamed tile's mailbox: index in the dQ accumulator; mask, -1 for a whole tile; band of differences held
+minus streamed; last key. Rows are relative to the first rows of the item and of the tile."""
 
 
 @gluon.jit
@@ -69,7 +69,7 @@ def stream_tile(
     p_lse, p_delta, o_rows, token, rows, rate, longer,
     count, batch, head, sum_tile, mask, low, high, last_key, STAGES: gl.constexpr, BY_KEY: gl.constexpr,
 ):  # fmt: skip
-    """Start copying one streamed tile, with its note, and LSE and delta of its queries, into its slot of the ring."""
+    """Start copying a streamed tile, its mailbox, and LSE and delta of its queries into a slot of the ring."""
     BM: gl.constexpr = first_desc.block_shape[len(first_desc.block_shape) - 2]
     if BY_KEY:
         # Read before the wait for a free slot, which hides the latency.
@@ -97,9 +97,9 @@ def stream_head(
     tile_count, batch, query_head, head, block, o_row, held_rows, held_offset,
     BLOCK: gl.constexpr, STAGES: gl.constexpr, BY_KEY: gl.constexpr,
 ):  # fmt: skip
-    """The tiles that meet an item in one query head; how many tiles there have been then.
+    """Stream the tiles of an item in one query head, and return the updated tile count.
 
-    A function, as what stands in loops within loops is read by the compiler twice for each of them.
+    A separate function, as the compiler duplicates the code of nested loops.
     """
     STRIDED: gl.constexpr = len(streamed_1.block_shape) == 5
     BM: gl.constexpr = streamed_1.block_shape[len(streamed_1.block_shape) - 2]
@@ -108,7 +108,7 @@ def stream_head(
         kind = gl.load(p_class + query_head * 3)
         offset = gl.load(p_class + query_head * 3 + 2)
         if BY_KEY:
-            # Heads of a group may sample other keys than these.
+            # Heads of a group may sample other keys.
             kind = gl.where(gl.load(p_class + query_head * 3 + 1) == held_offset, kind, -1)
     else:
         kind = gl.load(p_class + query_head)
@@ -166,10 +166,10 @@ def load_backward_tiles(
     sum_tiles, blocks, n, held_rate, held_longer, rate, longer,
     BLOCK: gl.constexpr, STAGES: gl.constexpr, HELD_STAGES: gl.constexpr, BY_KEY: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
-    """The loader warp: the two tiles an item holds, then two of each that meets it.
+    """Producer warp: the two held tiles of an item, then the pairs of tiles that stream past them.
 
-    BY_KEY it holds K and V while Q and dO pass, of every head of the group; else it holds Q and dO while K and V pass.
-    With SPLIT an item is a piece of a row, and the walk has a row for each block of pieces.
+    BY_KEY holds K and V and streams Q and dO of every head of the group; otherwise Q and dO are held, and K and V
+    stream. With SPLIT an item is a piece of a row, and the walk has a row for each block of pieces.
     """
     STRIDED: gl.constexpr = len(streamed_1.block_shape) == 5
     BM: gl.constexpr = streamed_1.block_shape[len(streamed_1.block_shape) - 2]
@@ -226,7 +226,7 @@ def load_backward_tiles(
             )  # fmt: skip
         item_count += 1
         item = next_item(claim, p_next, item, items, True)
-    # Launches end in order, also where this one wrote what the one before it does not.
+    # Launches must end in order, even if this one did not depend on the one before.
     wait_for_launch()
     slot = item_count % HELD_STAGES
     mbarrier.wait(held_empty.index(slot), ((item_count // HELD_STAGES) & 1) ^ 1)
@@ -236,7 +236,7 @@ def load_backward_tiles(
 
 @gluon.jit
 def mask_weights(weights, note, p_bits, C: gl.constexpr, BLOCK: gl.constexpr, BY_KEY: gl.constexpr):
-    """Weights [64 held, BM streamed] with 0 where the element mask, or the end of the sequence, forbids the pair."""
+    """Weights [64 held, BM streamed], 0 where the element mask or the end of the sequence excludes the pair."""
     layout: gl.constexpr = weights.type.layout
     BM: gl.constexpr = weights.type.shape[1]
     low = read(note, TILE_LOW)
@@ -264,7 +264,7 @@ def mask_weights(weights, note, p_bits, C: gl.constexpr, BLOCK: gl.constexpr, BY
 
 @gluon.jit
 def piece_product(C: gl.constexpr, b_ds, b_k, o_item, parity, no_piece):
-    """Issue the product of dS of all keys with them that makes the piece of dQ of warpgroup `C`."""
+    """Issue the product of dS and K over all keys for the piece of dQ of warpgroup `C`."""
     D: gl.constexpr = b_k.shape[len(b_k.shape) - 1]
     token = no_piece
     for half in gl.static_range(2):
@@ -280,7 +280,7 @@ def piece_product(C: gl.constexpr, b_ds, b_k, o_item, parity, no_piece):
 
 @gluon.jit
 def hand_over(C: gl.constexpr, parity):
-    """Tell the sibling that dS of this parity is written, and that of the other parity read."""
+    """Signal the sibling warpgroup: dS of this parity is written, dS of the other parity has been read."""
     gl.inline_asm_elementwise(
         "bar.arrive $1, 256; mov.b32 $0, 0;", "=r,r", [EXCHANGE + C * 2 + parity], dtype=gl.int32, is_pure=False,
         pack=1,
@@ -289,7 +289,7 @@ def hand_over(C: gl.constexpr, parity):
 
 @gluon.jit
 def take_over(C: gl.constexpr, parity, needed):
-    """Where it is `needed`, wait until the sibling hands dS of this parity over."""
+    """If `needed`, wait until the sibling warpgroup hands over dS of this parity."""
     gl.inline_asm_elementwise(
         "{ .reg .pred yes; setp.ne.s32 yes, $2, 0; @yes bar.sync $1, 256; mov.b32 $0, 0; }", "=r,r,r",
         [EXCHANGE + (1 - C) * 2 + parity, needed], dtype=gl.int32, is_pure=False, pack=1,
@@ -298,7 +298,7 @@ def take_over(C: gl.constexpr, parity, needed):
 
 @gluon.jit
 def meet():
-    """Wait until both warpgroups are here; what they wrote to shared memory before is then seen by both."""
+    """Synchronize both warpgroups; earlier writes to shared memory become visible to both."""
     gl.inline_asm_elementwise(
         "bar.sync $1, 256; mov.b32 $0, 0;", "=r,n", [MEETING], dtype=gl.int32, is_pure=False, pack=1
     )
@@ -310,7 +310,7 @@ def gather_step(
     b_q, b_do, b_k, b_v, b_ds, b_rows, b_tile, full, empty, p_sum, p_bits, scale_log2,
     BLOCK: gl.constexpr, STAGES: gl.constexpr, DQ: gl.constexpr,
 ):  # fmt: skip
-    """What one tile of queries adds to dK and dV of warpgroup `C`, and the piece of dQ of the tile before it."""
+    """Contribution of one tile of queries to dK and dV of warpgroup `C`, and the dQ piece of the preceding tile."""
     BM: gl.constexpr = b_q.shape[len(b_q.shape) - 2]
     D: gl.constexpr = b_q.shape[len(b_q.shape) - 1]
     dtype: gl.constexpr = b_q.dtype
@@ -326,7 +326,7 @@ def gather_step(
     mbarrier.wait(full.index(slot), (tile_count // STAGES) & 1)
     scores_token = warpgroup_mma(k, q.permute((1, 0)), no_scores, use_acc=False, is_async=True)
     dp_token = warpgroup_mma(v, do.permute((1, 0)), no_scores, use_acc=False, is_async=True)
-    # dK of the step before ran beside the start of this one; its queries are free only now.
+    # dK of the previous step overlaps the start of this one, so its queries are free only now.
     scores, dk = warpgroup_mma_wait(1, deps=(scores_token, dk_token))
     mbarrier.arrive(empty.index((tile_count + STAGES - 1) % STAGES), count=1, pred=step > 0)
     lse = b_rows.index(slot).slice(0, BM).load(queries)
@@ -336,18 +336,18 @@ def gather_step(
     dp = warpgroup_mma_wait(0, deps=(dp_token,))
     delta = b_rows.index(slot).slice(BM, BM).load(queries)
     ds = (weights * (dp - gl.expand_dims(delta, 0))).to(dtype)
-    # Without the sibling nobody still reads the step before: dK has, by the wait for it above.
+    # Without the exchange, dK is the only reader of dS of the previous step, and has completed above.
     parity = tile_count % 2 if DQ else 0
     if DQ:
-        # The sibling has then written dS of the step before, and read that of two steps before.
+        # Afterwards the sibling has written dS of the previous step and read dS of the step before that.
         take_over(C, 1 - parity, (step > 0).to(gl.int32))
     b_ds.index(parity * 2 + C).store(ds)
     fence_async_shared()
     dv_token = warpgroup_mma(gl.convert_layout(weights.to(dtype), operand), do, dv, is_async=True)
     if DQ:
-        # Of the step before; in the first step of what happens to be there, which is not added.
+        # Product of the previous step; in the first step it reads uninitialised memory and is not added.
         piece_token = piece_product(C, b_ds, b_k, o_item, 1 - parity, no_piece)
-    # From shared memory: from registers it would hold them while the next step's scores need room.
+    # From shared memory: a register operand would occupy registers that the next scores need.
     dk_token = warpgroup_mma(b_ds.index(parity * 2 + C), q, dk, is_async=True)
     if DQ:
         dv, piece = warpgroup_mma_wait(1, deps=(dv_token, piece_token))
@@ -367,7 +367,7 @@ def gather_keys(
     p_dk, p_dv, p_sum, p_bits, k_rate, k_longer, scale, scale_log2,
     BLOCK: gl.constexpr, STAGES: gl.constexpr, KV_STAGES: gl.constexpr, DQ: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
-    """Warpgroup `C`: dK and dV of its 64 keys of every item of this program, joined to those at `p_dk` and `p_dv`."""
+    """Warpgroup `C`: dK and dV of its 64 keys of every item of this program, added to `p_dk` and `p_dv` if given."""
     BM: gl.constexpr = b_q.shape[len(b_q.shape) - 2]
     D: gl.constexpr = b_q.shape[len(b_q.shape) - 1]
     scores_layout: gl.constexpr = gl.NVMMADistributedLayout(
@@ -387,7 +387,7 @@ def gather_keys(
     while more:
         kv_slot = item_count % KV_STAGES
         if KV_STAGES > 1:
-            # The gradients of the item before left through its K and V, which go back to the loader only now.
+            # The gradients of the previous item are stored through its K and V buffers, which are released only now.
             release(kv_empty, item_count - 1)
         item = b_item.index(kv_slot)
         steps = read(item, ITEM_STEPS)
@@ -418,7 +418,7 @@ def gather_keys(
         if p_dv is not None:
             dv = joined_rows(dv, p_dv, dv_desc, batch, head, o_key, rows, b_dv, C)
         put_rows(dv, dv_desc, dv_more, batch, head, o_key, rows, k_rate, k_longer, b_dv, C)
-        # The sibling multiplies by these rows of K too; they are free to hold dK once it is done.
+        # The sibling also reads these rows of K; once it is done, their buffer may hold dK.
         meet()
         dk *= scale
         if p_dk is not None:
@@ -449,7 +449,7 @@ def attention_dkv_bwd_kernel(
     BLOCK: gl.constexpr, STAGES: gl.constexpr, KV_STAGES: gl.constexpr, DQ: gl.constexpr, SPLIT: gl.constexpr,
     WORKER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """dK and dV of every item, taken by the programs as they come free; with DQ also the sum of dQ, not yet scaled."""
+    """dK and dV of every item, claimed by programs dynamically; with DQ also the unscaled accumulator of dQ."""
     BM: gl.constexpr = q_desc.block_shape[len(q_desc.block_shape) - 2]
     dtype: gl.constexpr = q_desc.dtype
     note: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])

@@ -1,14 +1,14 @@
-"""dQ by rows for Hopper in Gluon: the same bits every time, at the price of computing the scores a second time.
+"""Row-wise dQ kernel for Hopper in Gluon: bitwise reproducible, with the scores computed a second time.
 
 A work item is 128 query rows of one head; each of two warpgroups owns 64 of them. A step is one tile of keys:
 
     S = Q K^T      dP = dO V^T      dQ += dS K
 
-The third product of a step is issued behind the first two of the next step, so that the tensor cores have work while
-the weights of that step are computed.
+The third product of a step is issued after the first two of the next step, so that the tensor cores are busy while the
+weights of that step are computed.
 
-Of several parts the last to run joins what the others added to dQ, before it rounds: so the sum over all of them is
-rounded once at its full size.
+Of several parts, the last to run adds the contributions of the others to its own before rounding, so that the sum is
+rounded once.
 
 Names: `p_` pointer, `b_` buffer in shared memory, `o_` offset; shape comments are [rows, columns].
 """
@@ -46,12 +46,12 @@ def gather_row_step(
     C: gl.constexpr, dq, ds, tile_count, step, q_slot, lse, delta, no_scores, b_q, b_do, b_k, b_v, b_tile, full, empty,
     p_bits, scale_log2, BLOCK: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """dS of one tile of keys, and what that of the tile before it adds to dQ, for the rows of warpgroup `C`."""
+    """dS of one tile of keys, and the contribution of the preceding tile to dQ, for the rows of warpgroup `C`."""
     BN: gl.constexpr = b_k.shape[len(b_k.shape) - 2]
     D: gl.constexpr = b_k.shape[len(b_k.shape) - 1]
     operand_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=dq.type.layout, k_width=2)
     slot = tile_count % STAGES
-    # Before the first step there is no dS yet: its own keys are multiplied by zeros.
+    # In the first step there is no dS yet: its own keys are multiplied by zeros.
     behind = (tile_count + STAGES - gl.where(step > 0, 1, 0)) % STAGES
     o_item = here(q_slot * 2 + C)
     q = b_q.index(o_item).reshape([ROWS, D])
@@ -102,7 +102,7 @@ def gather_queries(
     while more:
         q_slot = item_count % Q_STAGES
         if Q_STAGES > 1:
-            # The gradient of the item before left through its queries, which go back to the loader only now.
+            # The gradient of the previous item is stored through its query buffer, which is released only now.
             release(q_empty, item_count - 1)
         item = b_item.index(q_slot)
         steps = read(item, ITEM_STEPS)
@@ -125,12 +125,12 @@ def gather_queries(
         dq_token = warpgroup_mma(operand, b_k.index(behind).reshape([BN, D]), dq, is_async=True)
         b_dq = b_q.index(q_slot * 2 + C)
         if p_dq is not None:
-            # The queries are done with, and the last product hides how long it takes.
+            # The query buffer is free, and the last product hides the latency of this load.
             wait_for_launch()
             p_head = p_dq + (batch * (dq_desc.strides[0] // 8) + head * (dq_desc.strides[1] // 8)) * 8
             p_own, exist = row_pointers(p_head, first, q_rate, rows, dq_desc.strides[2] // 8, C, D)
             b_dq.reshape([ROWS, D]).store(gl.load(p_own, mask=exist, other=0.0))
-        # Without a step the ring may hold anything, also what times 0 is not 0.
+        # Without a step the ring is uninitialised, and 0 * NaN is not 0.
         dq = gl.where(steps > 0, warpgroup_mma_wait(0, deps=(dq_token,)), 0.0)
         mbarrier.arrive(empty.index(behind), count=1, pred=steps > 0)
 
@@ -167,7 +167,7 @@ def attention_dq_bwd_kernel(
     BLOCK: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr, SPLIT: gl.constexpr,
     WORKER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """dQ of every item, taken by the programs as they come free; the part that joins is given where dQ lies."""
+    """dQ of every item, claimed by programs dynamically; the part that joins the others receives `p_dq`."""
     dtype: gl.constexpr = k_desc.dtype
     note: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     b_q = gl.allocate_shared_memory(dtype, ring(2 * Q_STAGES, q_desc), q_desc.layout)

@@ -1,18 +1,19 @@
-"""Forward attention for Hopper in Gluon: one warp loads tiles by TMA, two warpgroups multiply them by wgmma.
+"""Forward kernel for Hopper in Gluon: a producer warp loads tiles by TMA, two consumer warpgroups run wgmma.
 
-A work item is 128 query rows of one head; each warpgroup owns 64 of them. The loader runs ahead through the key
-tiles of the item and into the next item, so the ring of buffers never drains at a row's end. Each turn a warpgroup
-issues `Q K^T` of the next tile and `P V` of the current one, then works on the softmax while its
-sibling has the tensor cores; at a row's end the next tile is the first of the next item.
+A work item is 128 query rows of one head; each warpgroup owns 64 of them. The producer runs ahead through the key
+tiles of the item and into the next item, so the ring of buffers never drains at the end of a row. In each turn a
+warpgroup issues `Q K^T` of the next tile and `P V` of the current one, then computes the softmax while its sibling
+uses the tensor cores; at the end of a row the next tile is the first of the next item.
 
-What the loader reads from the plan travels to the warpgroups through shared memory beside the tile it describes, so
-they wait for no load of their own but the words of an element mask.
+The producer passes the entries of the plan to the warpgroups through shared memory beside each tile, so the
+warpgroups load nothing themselves except the words of an element mask.
 
-The assembler decides much here. It serializes the products when one of them is in flight across the end of a loop, and
-triton 3.6's made two loops over tiles of one row share a register that only the first of them set: there is one loop.
+Code generation constrains the structure. The assembler serializes products that are in flight across the end of a
+loop, and Triton 3.6 made two loops over the tiles of a row share a register that only the first one set; there is
+therefore a single loop.
 
-A part of a plan whose tiles are not `tile * BLOCK` and on is read through descriptors of five dimensions, see
-`primitives.copy_rows_in`, and joins what parts before it left of its rows: output and LSE in memory.
+A strided part of a plan is read through descriptors of five dimensions (`primitives.copy_rows_in`) and merged with the
+output and LSE of earlier parts in memory.
 
 Names: `p_` pointer, `b_` buffer in shared memory, `o_` offset; shape comments are [rows, columns].
 """
@@ -50,24 +51,24 @@ from .primitives import (
 WORK_WIDTH = gl.constexpr(8)
 """int32 a work item: head, 128-row query tile, full begin, count, base, partial begin, count, base."""
 PIECE_WORK_WIDTH = gl.constexpr(9)
-"""The same of a piece of a long row, then the 128-row tile of the pieces that it is stored to."""
+"""int32 per piece of a long row: as above, then the 128-row tile that its result is stored to."""
 STRIDED_WORK_WIDTH = gl.constexpr(10)
-"""As of a whole row with its first token in place of the tile, then how many rows exist, and the offset of keys."""
+"""int32 per strided item: as above with the first token instead of the tile, then existing rows and key offset."""
 LN2 = gl.constexpr(0.6931471805599453)
 LOG2_E = gl.constexpr(1.4426950408889634)
 
 ITEM_HEAD, ITEM_ROW, ITEM_FULL, ITEM_PARTIAL, ITEM_BATCH, ITEM_ROWS = (gl.constexpr(i) for i in range(6))
-"""What the loader tells about an item; ITEM_BATCH is -1 after the last. ITEM_ROWS is how many rows of a strided item
-exist, and of a piece of a long row where it is stored."""
+"""Fields of an item's mailbox; ITEM_BATCH is -1 after the last item. ITEM_ROWS is the number of existing rows of a
+strided item, or the destination of a piece of a long row."""
 TILE_MASK, TILE_LAST = (gl.constexpr(i) for i in range(2))
-"""What the loader tells about a partial tile: where its mask begins, and the last key counted from its first column."""
+"""Fields of a partial tile's mailbox: offset of its mask, and its last key relative to the first column."""
 TURN = gl.constexpr(8)
-"""First of the two hardware barriers of the turns; the compiler uses the low ones itself."""
+"""First of two hardware barriers for the turns; the compiler uses low numbers itself."""
 
 
 @gluon.jit
 def load_tile(desc, more, batch, head, residue, row, longer, count, full, buffer, STAGES: gl.constexpr):
-    """Start copying one tile into its slot of the ring, which must be free."""
+    """Start copying a tile into its slot of the ring, which must be free."""
     slot = count % STAGES
     mbarrier.expect(full.index(slot), desc.block_type.nbytes)
     copy_rows_in(desc, more, batch, head, residue, row, longer, full.index(slot), buffer.index(slot))
@@ -75,7 +76,7 @@ def load_tile(desc, more, batch, head, residue, row, longer, count, full, buffer
 
 @gluon.jit
 def wait_until_used(used, tile):
-    """Wait until the scores of a tile, and the values of the one before it, are computed."""
+    """Wait until the scores of a tile, and the weighted values of the tile before it, are computed."""
     STAGES: gl.constexpr = used.shape[0]
     mbarrier.wait(used.index(tile % STAGES), (tile // STAGES) & 1, pred=tile >= 0)
 
@@ -87,7 +88,7 @@ def load_tiles(
     items_a_batch, group, n, q_rate, q_longer, k_rate, k_longer, BLOCK: gl.constexpr, K_STAGES: gl.constexpr,
     V_STAGES: gl.constexpr, Q_STAGES: gl.constexpr, DYNAMIC: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
-    """The loader warp: Q of an item, then K and V of each of its tiles, as buffers come free."""
+    """Producer warp: Q of an item, then K and V of each of its tiles, as buffers become free."""
     STRIDED: gl.constexpr = len(q_desc.block_shape) == 5
     BN: gl.constexpr = k_desc.block_shape[len(k_desc.block_shape) - 2]
     SUB: gl.constexpr = BLOCK // BN
@@ -117,7 +118,7 @@ def load_tiles(
             if SPLIT:
                 rows = gl.load(p_item + 8) * (2 * ROWS)
         key_head = head // group
-        # Rows of an item lie one behind the other in what a descriptor sees.
+        # Rows of an item are adjacent in the box of a descriptor.
         q_residue, q_row = box_coordinates(q_desc, o_query, q_rate)
         slot = item_count % Q_STAGES
         mbarrier.wait(q_empty.index(slot), ((item_count // Q_STAGES) & 1) ^ 1)
@@ -154,8 +155,8 @@ def load_tiles(
             load_tile(v_desc, v_more, batch, key_head, residue, row, k_longer, tile_count, v_full, b_v, V_STAGES)
             tile_count += 1
         if STRIDED:
-            # What parts before this one left of the rows. Asked for last, so that no tile waits until the rows of the
-            # item before have been read; it is still there some tiles before it is needed.
+            # Output rows of earlier parts. Requested last, so that no tile waits until the rows of the previous item
+            # have been read; they still arrive several tiles before they are needed.
             wait_for_launch()
             mbarrier.wait(old_empty.index(0), (item_count & 1) ^ 1)
             mbarrier.expect(old_full.index(0), 2 * q_desc.block_type.nbytes)
@@ -172,7 +173,7 @@ def load_tiles(
     mbarrier.arrive(q_full.index(slot), count=1)
 
 
-# A score, or -inf where its bit is missing. Written out, as the compiler gathers such comparisons into words of bits.
+# A score, or -inf if its bit is 0. In PTX, as the compiler would pack such comparisons into words of bits.
 MASK_ONE = gl.constexpr("""{
     .reg .pred allowed;
     .reg .b32 bit;
@@ -184,7 +185,7 @@ MASK_ONE = gl.constexpr("""{
 
 @gluon.jit
 def mask_scores(scores, note, p_bits, o_row, BLOCK: gl.constexpr):
-    """Scores [64, BN] with -inf where the tile's element mask, or the end of the sequence, forbids the pair."""
+    """Scores [64, BN], -inf where the element mask or the end of the sequence excludes the pair."""
     layout: gl.constexpr = scores.type.layout
     BN: gl.constexpr = scores.type.shape[1]
     row = o_row + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
@@ -204,16 +205,16 @@ def mask_scores(scores, note, p_bits, o_row, BLOCK: gl.constexpr):
 
 @gluon.jit
 def sum_in_thread(weights):
-    """Sums [64, 4] of a [64, BN] tile over the columns of one thread; adding up the four is left to the row's end."""
+    """Sums [64, 4] of a [64, BN] tile over the columns of one thread; the four are added at the end of the row."""
     BN: gl.constexpr = weights.type.shape[1]
     return gl.sum(gl.sum(weights.reshape([ROWS, BN // 8, 4, 2]), 3), 1)
 
 
 @gluon.jit
 def softmax_step(scores, row_max, row_sum, scale):
-    """Weights [64, BN], factor for what was summed before [64], new maximum [64] (log2 units) and sums [64, 4]."""
+    """Weights [64, BN], factor of the earlier sums [64], new maximum [64] (log2 units) and sums [64, 4]."""
     new_max = gl.maximum(row_max, gl.max(scores, 1) * scale)
-    # A row that has met no key yet keeps -inf; its exponents must be -inf, not NaN.
+    # A row without a key so far keeps -inf; its exponents must be -inf, not NaN.
     shift = gl.where(new_max == -float("inf"), 0.0, new_max)
     weights = gl.exp2(scores * scale - gl.expand_dims(shift, 1))
     factor = gl.exp2(row_max - shift)
@@ -241,9 +242,9 @@ def pass_turn(C: gl.constexpr, PING_PONG: gl.constexpr):
 
 @gluon.jit
 def as_operand(weights, acc, b_v):
-    """Weights [64, BN] as the left side of the product with a tile of `b_v` into `acc`.
+    """Weights [64, BN] as the left operand of the product with a tile of `b_v` into `acc`.
 
-    Not made at the end of the turn before: 16-bit values cross a loop's end one by one and would be paired anew.
+    Converted in the turn that uses it: 16-bit values that cross the end of a loop are unpacked and packed again.
     """
     layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=acc.type.layout, k_width=2)
     return gl.convert_layout(weights.to(b_v.dtype), layout)
@@ -255,7 +256,7 @@ def rescale(acc, factor):
     return acc * gl.expand_dims(gl.convert_layout(factor, gl.SliceLayout(1, acc.type.layout)), 1)
 
 
-# A loop never entered, which the assembler cannot know: it moves neither the softmax down over it nor a wait up.
+# A loop that is never entered, as a scheduling barrier: the assembler moves neither the softmax nor a wait across it.
 HOLD = gl.constexpr("""{
     .reg .pred never;
 again:
@@ -277,7 +278,7 @@ def attend_tile(
     """One turn inside a row: scores of tile `tile_count + 1`, weighted values of tile `tile_count`."""
     BN: gl.constexpr = b_k.shape[len(b_k.shape) - 2]
     D: gl.constexpr = b_k.shape[len(b_k.shape) - 1]
-    # Whether `acc` arrives without `factor`, which then costs no time beside the scores but holds registers longer.
+    # Whether `acc` is rescaled in this turn: hidden behind the scores, at the cost of longer live registers.
     LATE: gl.constexpr = D == 64
     zero = gl.full([ROWS, BN], 0.0, gl.float32, scores_layout)
     ahead = tile_count + 1
@@ -347,7 +348,7 @@ def attend_rows(
         row_sum = sum_in_thread(zero)
         weights, factor, row_max, row_sum = softmax_step(scores, row_max, row_sum, scale)
         acc = gl.full([ROWS, D], 0.0, gl.float32, acc_layout)
-        # The previous item's output leaves through its Q buffer, which goes back to the loader only now.
+        # The output of the previous item is stored through its Q buffer, which is released only now.
         tma.store_wait(0)
         mbarrier.arrive(q_empty.index((item_count + Q_STAGES - 1) % Q_STAGES), count=1, pred=item_count > 0)
 
@@ -363,13 +364,13 @@ def attend_rows(
         stored_rows = o_desc.shape[2] if SPLIT else n
         p_head = p_lse + (batch * heads + head).to(gl.int64) * stored_rows
         if STRIDED:
-            # Asked for before the last products, which hide how long it takes.
+            # Loaded before the last products, which hide its latency.
             wait_for_launch()
             row = C * ROWS + gl.arange(0, ROWS, score_rows)
             p_row = p_head + read(item, ITEM_ROW) + row * q_rate
             old = gl.load(p_row, mask=row < read(item, ITEM_ROWS), other=-float("inf"))
-        # Last values of this row and first scores of the next item share a turn. After the last item the scores
-        # are computed from stale buffers and never read.
+        # The last values of this row and the first scores of the next item share a turn. After the last item the
+        # scores are computed from stale buffers and never read.
         operand = as_operand(weights, acc, b_v)
         if D == 64:
             acc = rescale(acc, factor)
@@ -406,7 +407,7 @@ def attend_rows(
             gl.store(p_own, b_rows.load(p_own.type.layout), mask=exist)
             mbarrier.arrive(old_empty.index(0), count=1)
             gl.store(p_row, both * LN2, mask=row < rows)
-            # The loader's copies into this buffer come after what was written to it here.
+            # Order the writes to this buffer before the producer's copies into it.
             fence_async_shared()
         else:
             acc = warpgroup_mma_wait(1, deps=(acc_token,))
@@ -437,16 +438,16 @@ def attention_fwd_kernel(
     K_STAGES: gl.constexpr, V_STAGES: gl.constexpr, PING_PONG: gl.constexpr, DYNAMIC: gl.constexpr,
     SPLIT: gl.constexpr, WORKER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Every item, in order, as programs come free; `scale` is in log2 units; every item has a tile.
+    """Output and LSE of every item, claimed in order; `scale` is in log2 units, and every item has a tile.
 
-    `p_next` points to a zero, and to a zero again at the end; when DYNAMIC is off, program `p` takes items
-    `p, p + programs, ...` instead. Descriptors of five dimensions make the part a strided one: it joins the output at
-    `p_out` (strides `o_batch`, `o_head`, `o_row`, in 16 bytes) and the LSE; `p_tiles` has start and end of key tiles.
-    With SPLIT items are pieces of rows, and `o_desc` and `p_lse` are where the softmax of each piece is kept.
+    `p_next` points to a counter that is 0 before and after the launch; without DYNAMIC, program `p` processes items
+    `p, p + programs, ...`. Descriptors of five dimensions select a strided part, which is merged with the output at
+    `p_out` (strides `o_batch`, `o_head`, `o_row`, in units of 16 bytes) and the LSE; `p_tiles` holds start and end of
+    key tiles. With SPLIT items are pieces of rows, whose output and LSE are stored through `o_desc` and `p_lse`.
     """
-    # Two, because the next item's first scores are computed before this item's output has left its Q buffer.
+    # Two, as the first scores of the next item are computed before the output of this item has left its Q buffer.
     Q_STAGES: gl.constexpr = 2
-    # At width 128 the warpgroups need all they can get, and the loader of a strided part spills a little once an item.
+    # At width 128 the consumers need all registers, and the producer of a strided part spills a little per item.
     STRIDED: gl.constexpr = len(q_desc.block_shape) == 5
     LOADER_REGISTERS: gl.constexpr = 32 if STRIDED and q_desc.block_type.numel == 64 * 64 else 24
     dtype: gl.constexpr = q_desc.dtype

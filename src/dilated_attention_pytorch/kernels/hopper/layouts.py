@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -14,7 +13,6 @@ Layout = tuple[object, ...]
 """Cache key of calls of one plan: device, dtype, shapes and strides."""
 
 
-@lru_cache(maxsize=64)
 def processors(device: torch.device) -> int:
     """Multiprocessors of a GPU."""
     return torch.cuda.get_device_properties(device).multi_processor_count

@@ -18,7 +18,7 @@ from ...plan.plan import HOST_NUMBERS, Axis, Masks, Part, Plan, Walk, map_tensor
 ITEM_ROWS = 128
 """Rows of one work item: two warpgroups of 64."""
 FEW_ITEMS = 2048
-"""About as many items as begin to level out over the multiprocessors of a GPU in whatever order they start."""
+"""Number of items from which the load of the multiprocessors is balanced in any starting order."""
 GROUP = 200
 """Items of a group in `balanced`: 1.5 times the items that run at a time on an H100."""
 
@@ -48,7 +48,7 @@ class BackwardItems(NamedTuple):
     """int32 [I, 4]: head, 128-row tile, tiles of the plan it meets over all heads of its group, 0; where strided
     [I, 6]: head, first token, tiles it meets, rows that exist, tile, offset"""
     classes: Tensor
-    """int32 [H]: head class; where strided [H, 3]: class, offset of what is held, offset of what is streamed"""
+    """int32 [H]: head class; where strided [H, 3]: class, offset of held rows, offset of streamed rows"""
     rows: Tensor
     """int32 [C * T, 6]: the walk's rows"""
     full: Tensor
@@ -62,12 +62,12 @@ class BackwardItems(NamedTuple):
 
 
 class Strides(NamedTuple):
-    """How the tokens of a sequence fall into the residues of an axis."""
+    """Residue classes of the tokens of a sequence on a strided axis."""
 
     rate: int
     """Distance in tokens between rows."""
     longer: int
-    """Residues that have one row more than the others; they are the first."""
+    """Number of residues with one row more than the others; they come first."""
 
 
 class LoweredPart:

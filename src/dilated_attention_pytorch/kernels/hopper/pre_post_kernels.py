@@ -1,4 +1,4 @@
-"""Plain triton kernels around the Hopper backward: what it reads of every row, and what becomes of the sums of dQ.
+"""Triton kernels before and after the Hopper backward: delta of every row, and conversion of the dQ accumulator.
 
 Names: `p_` pointer, `b_` block, `o_` offset.
 """
@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 PIECE_FLOATS = tl.constexpr(64 * 64)
-"""Floats of a piece of dQ, see `dkv_kernel`."""
+"""Elements of a piece of dQ; see `dkv_kernel`."""
 
 
 @triton.jit
@@ -17,7 +17,7 @@ def prepare_bwd_kernel(
     p_out, p_do, p_lse, p_dlse, p_delta, p_sum, p_next, heads, tiles, n, so_b, so_h, so_n, sg_b, sg_h, sg_n, sl_b, sl_h,
     sl_n, BM: tl.constexpr, D: tl.constexpr, LSE_GRAD: tl.constexpr, ZERO: tl.constexpr, COUNTERS: tl.constexpr,
 ):  # fmt: skip
-    """For a tile of query rows: delta = rowsum(dO * O) - dLSE, and zeros in its sum of dQ."""
+    """Compute delta = rowsum(dO * O) - dLSE of a tile of query rows, and zero its dQ accumulator."""
     index = tl.program_id(0).to(tl.int64)
     tile = index % tiles
     row = index // tiles
@@ -31,7 +31,7 @@ def prepare_bwd_kernel(
     b_do = tl.load(p_do + batch * sg_b + head * sg_h + o_q[:, None] * sg_n + o_d[None, :], mask=b_here, other=0.0)
     b_delta = tl.sum(b_out.to(tl.float32) * b_do.to(tl.float32), 1)
     if LSE_GRAD:
-        # A row without a key has LSE -inf whatever the inputs: nothing flows back through it.
+        # The LSE of a row without a key is constant -inf, so its gradient is dropped.
         b_met = tl.load(p_lse + row * n + o_q, mask=b_exist, other=float("-inf")) != float("-inf")
         b_delta -= tl.load(p_dlse + batch * sl_b + head * sl_h + o_q * sl_n, mask=b_met, other=0.0)
     if index == 0:
@@ -47,7 +47,7 @@ def finish_dq_kernel(
     p_sum, p_dq, p_tiles, p_heads, heads, tiles, n, sx_b, sx_h, sx_n, rate, scale,
     BM: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, STRIDED: tl.constexpr,
 ):  # fmt: skip
-    """dQ from the sums of its pieces: scaled, in the order of rows, those of a strided part added to what is there."""
+    """Convert the accumulator to dQ: scaled and in row order; rows of a strided part are added to dQ."""
     index = tl.program_id(0).to(tl.int64)
     tile = index % tiles
     head = index // tiles % heads

@@ -1,4 +1,4 @@
-"""What the Hopper kernels are made of: mailboxes, items taken in turn, tiles moved by TMA, sums in memory."""
+"""Device functions of the Hopper kernels: mailboxes, item queue, TMA copies, accumulation in global memory."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ copy_in = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_globa
 copy_out = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 
 ROWS = gl.constexpr(64)
-"""Rows a warpgroup owns."""
+"""Rows of a warpgroup."""
 PIECE = gl.constexpr(64 * 64)
-"""Numbers in what a warpgroup gives of dQ at once."""
+"""Elements of the piece of dQ that a warpgroup computes per step."""
 
 if hasattr(tma, "async_atomic_add"):
     add_out = tma.async_atomic_add
 else:
-    # Release 3.6 compiles the TMA addition and gives it no name.
+    # Triton 3.6 compiles the TMA reduction but does not export it.
     from triton.experimental.gluon.language._core import builtin, ir
 
     @builtin
     def add_out(tensor_desc, coord, src, _semantic=None):
-        """Start adding a tile in shared memory to global memory."""
+        """Start an asynchronous addition of a tile in shared memory to global memory."""
         coord = _semantic._convert_to_ir_values(coord, require_i64=False)
         kind = ir.DESCRIPTOR_REDUCE_KIND.ADD
         _semantic.builder.create_async_tma_reduce(kind, tensor_desc.handle, coord, src.handle)
@@ -32,13 +32,13 @@ else:
 
 @triton.constexpr_function
 def ring(stages, desc):
-    """Shape of that many buffers for the tiles of a descriptor."""
+    """Shape of a ring buffer of `stages` tiles of a descriptor."""
     return [stages, *desc.block_shape]
 
 
 @gluon.jit
 def barrier_pairs(STAGES: gl.constexpr):
-    """A barrier for each stage that says it is full, and one by which two warpgroups say that they are done with it."""
+    """Full and empty barriers of each stage; two consumer warpgroups arrive on an empty barrier."""
     layout: gl.constexpr = mbarrier.MBarrierLayout()
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], layout)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], layout)
@@ -50,19 +50,19 @@ def barrier_pairs(STAGES: gl.constexpr):
 
 @gluon.jit
 def post(slot, a, b, c, d, e, f):
-    """Write up to eight integers into a mailbox, as the last of what one warp writes before it says so."""
+    """Write six integers into a mailbox of eight, as the last write of a warp before it signals a barrier."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     at = gl.arange(0, 8, layout)
     late = gl.where(at == 3, d, gl.where(at == 4, e, f))
     slot.store(gl.where(at == 0, a, gl.where(at == 1, b, gl.where(at == 2, c, late))))
-    # One lane tells, by a barrier in shared memory, what all have written, and is held to its own writes alone.
-    # Releases after 3.6 wait here by themselves.
+    # One lane arrives on the barrier for the whole warp, and its arrival orders its own writes alone. Triton releases
+    # after 3.6 insert this synchronization themselves.
     gl.inline_asm_elementwise("bar.warp.sync -1; mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def read(slot, which: gl.constexpr):
-    """One integer of a mailbox, the same in every thread."""
+    """Integer `which` of a mailbox, broadcast to every thread."""
     layout: gl.constexpr = gl.BlockedLayout([8], [32], [gl.num_warps()], [0])
     at = gl.arange(0, 8, layout)
     return gl.sum(gl.where(at == which, slot.load(layout), 0), 0)
@@ -70,22 +70,22 @@ def read(slot, which: gl.constexpr):
 
 @gluon.jit
 def here(x):
-    """The same value, but made here: what follows from it would else be moved out of the loop, and spilled."""
+    """Identity that blocks code motion: values derived from `x` would be hoisted out of the loop and spilled."""
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def release(empty, item):
-    """Hand the buffers of an item back to the loader once its gradients have left them."""
+    """Release the buffers of an item to the loader once its gradients are stored."""
     tma.store_wait(0)
     mbarrier.arrive(empty.index((item + empty.shape[0]) % empty.shape[0]), count=1, pred=item >= 0)
 
 
 @gluon.jit
 def box_coordinates(desc, token, rate):
-    """Residue and row of a token where a descriptor has five dimensions, else 0 and the token.
+    """Residue and row of a token for a descriptor of five dimensions; otherwise 0 and the token.
 
-    Asked for before a wait: the division takes long, and who waits for the tile waits for it too.
+    Called before a wait, which hides the latency of the division.
     """
     residue = 0
     row = token
@@ -97,7 +97,7 @@ def box_coordinates(desc, token, rate):
 
 @gluon.jit
 def let_next_start():
-    """Let programs of the next launch start as those of this one end, if it is one that overlaps."""
+    """Allow an overlapping next launch to start while the programs of this launch end."""
     gl.inline_asm_elementwise(
         "griddepcontrol.launch_dependents; mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
     )
@@ -105,17 +105,17 @@ def let_next_start():
 
 @gluon.jit
 def wait_for_launch():
-    """Wait until the launch before one that overlaps it has ended, and all that it wrote is seen."""
+    """Wait until the preceding launch has ended and its writes are visible."""
     gl.inline_asm_elementwise("griddepcontrol.wait; mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def copy_rows_in(desc, more, batch, head, residue, row, longer, full, buffer):
-    """Start copying the rows from the coordinates of `box_coordinates` on, `rate` tokens apart.
+    """Start copying a tile of rows, `rate` tokens apart, from the coordinates of `box_coordinates` on.
 
-    A descriptor (batch, head, token, column) has adjacent rows. Of five dimensions, (batch, head, residue, row,
-    column), there are two: the first `longer` residues have a row more than the others and are described by `more`,
-    which is None when there are none.
+    A descriptor (batch, head, token, column) has adjacent rows. Strided rows have two descriptors of five dimensions
+    (batch, head, residue, row, column): `more` describes the first `longer` residues, which have one row more, and is
+    None if there are none.
     """
     if len(desc.block_shape) == 4:
         copy_in(desc, [batch, head, row, 0], full, buffer)
@@ -129,7 +129,7 @@ def copy_rows_in(desc, more, batch, head, residue, row, longer, full, buffer):
 
 @gluon.jit
 def add_rows_out(desc, more, batch, head, token, rate, longer, buffer):
-    """Start adding rows in shared memory to those from a token on, `rate` tokens apart; descriptors as above."""
+    """Start adding rows in shared memory to rows `rate` tokens apart, from a token on; see `copy_rows_in`."""
     residue, row = box_coordinates(desc, token, rate)
     if more is None:
         add_out(desc, [batch, head, residue, row, 0], buffer)
@@ -141,11 +141,11 @@ def add_rows_out(desc, more, batch, head, token, rate, longer, buffer):
 
 @gluon.jit
 def put_rows(values, desc, more, batch, head, first, rows, rate, longer, buffer, C: gl.constexpr):
-    """Start storing the 64 rows [64, D] that warpgroup `C` owns of an item; those of a strided part are added."""
+    """Start storing the 64 rows [64, D] of warpgroup `C`; rows of a strided part are added."""
     D: gl.constexpr = values.type.shape[1]
     b_own = buffer.reshape([ROWS, D])
     if len(desc.block_shape) == 5:
-        # Past the end of their segment lie rows that others add to.
+        # Rows past the end of the segment belong to other items.
         row = C * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, values.type.layout))
         b_own.store(gl.where(gl.expand_dims(row < rows, 1), values, 0.0).to(buffer.dtype))
         fence_async_shared()
@@ -159,16 +159,16 @@ def put_rows(values, desc, more, batch, head, first, rows, rate, longer, buffer,
 
 @gluon.jit
 def first_and_count(p_tiles, tile, offset, rate):
-    """First token of a tile of a strided axis for a head of that offset, and how many of its tokens exist."""
+    """First token of a tile of a strided axis for a head offset, and the number of its tokens that exist."""
     first = gl.load(p_tiles + 2 * tile) + offset
     return first, (gl.maximum(gl.load(p_tiles + 2 * tile + 1) - first, 0) + rate - 1) // rate
 
 
 @gluon.jit
 def row_pointers(p_rows, first, rate, rows, stride, C: gl.constexpr, D: gl.constexpr):
-    """Pointers to the 64 rows of warpgroup `C` of an item, 16 bytes a thread, and which of its rows exist.
+    """Pointers to the 64 rows of warpgroup `C` of an item, 16 bytes per thread, and a mask of existing rows.
 
-    Strides are counted in 16 bytes, which tells the compiler how the rows are aligned.
+    Strides are in units of 16 bytes, so that the compiler can derive the alignment of rows.
     """
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
     row = C * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
@@ -179,7 +179,7 @@ def row_pointers(p_rows, first, rate, rows, stride, C: gl.constexpr, D: gl.const
 
 @gluon.jit
 def joined_rows(values, p_rows, desc, batch, head, first, rows, buffer, C: gl.constexpr):
-    """The 64 rows [64, D] of warpgroup `C` with what lies there added, by way of the buffer that they leave through."""
+    """Sum of the 64 rows [64, D] of warpgroup `C` and the rows in memory, staged through their output buffer."""
     D: gl.constexpr = values.type.shape[1]
     b_own = buffer.reshape([ROWS, D])
     p_head = p_rows + (batch * (desc.strides[0] // 8) + head * (desc.strides[1] // 8)) * 8
@@ -190,13 +190,13 @@ def joined_rows(values, p_rows, desc, batch, head, first, rows, buffer, C: gl.co
 
 @gluon.jit
 def base_2(lse):
-    """LSE of rows as the weights `exp2(scores - LSE)` need it: +inf of a row without a key, so that they come out 0."""
+    """LSE in log2 units; +inf for a row without a key, so that its weights `exp2(scores - LSE)` are 0."""
     return gl.where(lse == -float("inf"), float("inf"), lse * 1.4426950408889634)
 
 
 @gluon.jit
 def joined(row_max, total, old):
-    """Factors of the new sums and of the old output, and the LSE of both together, all [64] and in log2 units."""
+    """Factors of the new sums and of the old output, and their joint LSE, all [64], in log2 units."""
     top = gl.maximum(row_max, old)
     shift = gl.where(top == -float("inf"), 0.0, top)
     new_factor = gl.exp2(row_max - shift)
@@ -208,8 +208,8 @@ def joined(row_max, total, old):
 
 @gluon.jit
 def add_piece(p_piece, piece):
-    """Add a piece of dQ [64, 64] to its sum, 16 bytes a thread at a time."""
-    # Row, half and column of a register, brought together behind those of the thread that holds it.
+    """Add a piece of dQ [64, 64] to its accumulator, 16 bytes per thread at a time."""
+    # Reorder so that the register index is innermost and the index of the owning thread comes before it.
     parts = piece.reshape([4, 2, 8, 8, 4, 2]).permute((3, 0, 2, 4, 1, 5))
     runs = parts.reshape([8, 128, 4])
     layout: gl.constexpr = runs.type.layout
@@ -221,14 +221,14 @@ def add_piece(p_piece, piece):
 
 @gluon.jit
 def leave_piece(p_sum, tile, piece, C: gl.constexpr, D: gl.constexpr):
-    """Add a piece of dQ to the float32 sum; or, where that has other numbers, store it as rows of its own.
+    """Add a piece of dQ to a float32 accumulator; an accumulator of another dtype receives the piece as rows.
 
-    Of those a thread stores its 16 columns side by side: (8j + 2t + i) lies at (16t + 2j + i).
+    In such rows a thread stores its 16 columns contiguously: column 8j + 2t + i is at 16t + 2j + i.
     """
     if p_sum.dtype.element_ty == gl.float32:
         add_piece(p_sum + (tile.to(gl.int64) * 2 + C) * PIECE, piece)
     else:
-        # The same numbers in the same threads, but one row after the other.
+        # Layout with the same elements per thread, row by row.
         layout: gl.constexpr = gl.DistributedLinearLayout(
             reg_bases=[[0, 1], [0, 2], [0, 4], [0, 8], [8, 0]],
             lane_bases=[[0, 16], [0, 32], [1, 0], [2, 0], [4, 0]],
@@ -240,14 +240,14 @@ def leave_piece(p_sum, tile, piece, C: gl.constexpr, D: gl.constexpr):
         permuted = gl.convert_layout(permuted, layout)
         row = gl.expand_dims(gl.arange(0, ROWS, gl.SliceLayout(1, layout)), 1)
         col = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(0, layout)), 0)
-        # Half of the tile's rows, or of their columns.
+        # Half of the rows of the tile, or half of the columns.
         o_piece = (tile.to(gl.int64) * 2 + C) * PIECE if D == 64 else tile.to(gl.int64) * (2 * PIECE) + C * 64
         gl.store(p_sum + o_piece + (row * D + col), permuted)
 
 
 @gluon.jit
 def claim_item(p_next, DYNAMIC: gl.constexpr):
-    """Ask for one more item; the answer, in the first lane, is needed only when this item is done."""
+    """Claim the next item; the claim, in lane 0, is needed only when the current item is done."""
     lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
     claim = lane
     if DYNAMIC:
@@ -257,9 +257,9 @@ def claim_item(p_next, DYNAMIC: gl.constexpr):
 
 @gluon.jit
 def next_item(claim, p_next, item, items, DYNAMIC: gl.constexpr):
-    """The item claimed before; beyond `items` there is none left.
+    """Item of an earlier claim; none is left from `items` on.
 
-    Every item makes one claim, so the last claim of a launch is known, and its holder sets the counter back to zero.
+    Every item makes one claim, so the last claim of a launch is known, and its program resets the counter.
     """
     if DYNAMIC:
         lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))

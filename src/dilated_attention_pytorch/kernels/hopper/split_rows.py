@@ -1,9 +1,9 @@
-"""Rows too long for one program of the Hopper kernels: cut into pieces, which are computed apart and joined.
+"""Splitting of long rows for the Hopper kernels into pieces that are computed separately and joined.
 
-A program has a multiprocessor for itself, so that a row of more tiles than its share of the whole outlasts all others.
-Its pieces run in a launch of their own, after that of all other rows, one for each multiprocessor. Tables, and pieces
-in memory (batch, head, slot, row of the block, width), are those of the portable kernels (`lowering`), whose
-own kernels join them, in the order of the slots.
+A program occupies a multiprocessor, so a row with more tiles than an equal share of the work runs longer than all
+others. Its pieces run in a separate launch after the other rows, one per multiprocessor. Tables and pieces in memory
+(batch, head, slot, row of the block, width) have the format of the portable kernels (`triton.lowering`), whose kernels
+join the pieces in the order of their slots.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from .lowering import ITEM_ROWS, BackwardItems, ForwardItems, LoweredPart, balan
 
 Work = TypeVar("Work", ForwardItems, BackwardItems)
 ROWS_A_PIECE = 8
-"""For so many blocks of rows there may be one piece, which bounds the memory that pieces take."""
+"""Blocks of rows per piece, which bounds the memory of the pieces."""
 
 
 @dataclass(frozen=True, slots=True)
 class Split(Generic[Work]):
-    """One direction of a part whose long rows are cut; a holder is a head of what is held still."""
+    """One direction of a part with split rows. A holder is a head of the stationary tensor."""
 
     rest: Work
     """Rows that stay whole."""
     pieces: Work
-    """The others; a record ends with the 128-row tile of the pieces that it writes, and `rows` has a row a slot."""
+    """Pieces of the other rows. A record ends with the 128-row tile of its result; `rows` has a row per slot."""
     slots: int
-    """Blocks of pieces a holder."""
+    """Blocks of pieces per holder."""
     heavy: Tensor
-    """int32 [C * R, 4], as `lowering` has it."""
+    """int32 [C * R, 4], as in `triton.lowering`."""
     heavy_rows: int
     owners: Tensor
-    """int32 [holders, 4], likewise."""
+    """int32 [holders, 4], as in `triton.lowering`."""
     per_head: bool
     block: int
 
@@ -49,7 +49,7 @@ class Split(Generic[Work]):
     def join(
         self, kernel: Any, pointers: Sequence[Any], batch: int, n: int, like: Tensors, joined: Tensor
     ) -> GluonLaunch:
-        """The launch that joins them to `joined`; `places` are what the kernel reads and writes before its tables."""
+        """Launch that joins the pieces into `joined`; `pointers` are the arguments of the kernel before its tables."""
         from ..triton.launches import OPTIONS, ROWS, padded_width
 
         width = joined.shape[-1]
@@ -63,11 +63,10 @@ class Split(Generic[Work]):
 
 
 def lengths_of_pieces(lengths: Tensor, programs: int, most: int, shortest: int) -> tuple[int, int] | None:
-    """Entries up to which a row stays whole, and those of a piece; None where no row of these lengths is cut.
+    """Most entries of a row that stays whole, and entries of a piece; None if no row of these lengths is split.
 
-    A row is long when it outlasts an equal share of the work by more than what a piece must save, and has room for two.
-    Together the pieces are no more than there are programs, so that none of them waits for another to end, nor than
-    `most`.
+    A row is split if it exceeds an equal share of the work by more than the shortest piece and fills at least two
+    pieces. The number of pieces is at most `most` and at most the number of programs, so that no piece waits.
     """
     most = min(most, programs)
     if most < 2:
@@ -86,7 +85,7 @@ def lengths_of_pieces(lengths: Tensor, programs: int, most: int, shortest: int) 
 def split(
     lowered: LoweredPart, work: Work, batch: int, programs: int, group: int = 1, *, by_key: bool = False
 ) -> Split[Work] | None:
-    """The work of a part with its long rows cut, for so many samples and multiprocessors; None where no row is long."""
+    """Work of a part with its long rows split, for a batch size and number of programs; None if no row is long."""
     if lowered.strided or lowered.launches is not None:
         return None
     part, block = lowered.near, lowered.block_size
@@ -94,7 +93,7 @@ def split(
     members = part.head_class.long().view(-1, group)
     kinds = members[:, 0]
     if bool((members != kinds[:, None]).any()) or bool((kinds < 0).any()):
-        # Heads of a group with lists of their own: none of them is the length of the row.
+        # Heads of a group have different lists, so no single list gives the length of the row.
         return None
     full, partial = walk.counts()
     lengths = (full + partial).view(-1, tiles)[kinds].flatten().repeat(batch)
@@ -107,7 +106,7 @@ def split(
     whole, limit = limits
     table, items_a_class, heavy, heavy_rows, slots = split_rows(walk.rows, walk.order.long(), tiles, limit, whole)
     if slots * ROWS_A_PIECE > tiles:
-        # All heads have as much room as the one with most pieces.
+        # Every head is allocated as many slots as the head with most pieces.
         return None
     classes = len(walk.rows) // tiles
     kind = torch.arange(classes, device=table.device).repeat_interleave(items_a_class)

@@ -11,7 +11,6 @@ import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
-from functools import lru_cache
 from threading import Lock
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -95,7 +94,6 @@ def describe(tensor: Tensor, rows: int, axis: Strides | None = None) -> tuple[An
     return described(short), None if long is None else described(long)
 
 
-@lru_cache(maxsize=64)
 def tile_layout(rows: int, d: int, dtype: torch.dtype, rank: int = 4) -> Any:
     """Shared-memory layout of a tile of a descriptor of the given rank."""
     from triton.experimental.gluon import language as gl

@@ -7,7 +7,6 @@ annotations of the signature. Other releases are launched through Triton's publi
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 Grid = tuple[int, int, int]
@@ -78,7 +77,6 @@ class Entry:
             self._launch(*grid, stream, *self._before[overlaps], *self._annotations, arguments)
 
 
-@lru_cache(maxsize=1)
 def _release() -> tuple[int, int]:
     import triton
 

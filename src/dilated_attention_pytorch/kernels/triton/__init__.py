@@ -1,1 +1,4 @@
 """The portable Triton backend."""
+
+PACKAGE = "triton"
+"""Distribution that the GPU kernels are compiled with."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from functools import lru_cache
 from importlib.util import find_spec
 from typing import cast
 
@@ -17,6 +16,7 @@ WIDEST = 256
 FASTEST = 2**22
 """Largest dilation rate: a tile of 256 elements must span less than 2**30 tokens."""
 BLOCKS = (16, 32, 64, 128, 256)
+_INSTALLED = find_spec("triton") is not None
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -98,7 +98,6 @@ def import_kernels() -> None:
     from . import launches  # noqa: F401
 
 
-@lru_cache(maxsize=1)
 def installed() -> bool:
     """Whether Triton is installed."""
-    return find_spec("triton") is not None
+    return _INSTALLED

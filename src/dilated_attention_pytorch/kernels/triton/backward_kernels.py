@@ -1,4 +1,4 @@
-"""Backward kernels: dQ by query rows, dK and dV by key columns. No atomics, so the same bits every time."""
+"""Backward kernels: dQ by query row, dK and dV by key column; without atomics, so bitwise reproducible."""
 
 # A condition on a compile-time constant must stand alone: joined to a value it would be decided at run time.
 # ruff: noqa: SIM102
@@ -38,7 +38,7 @@ def delta_bwd_kernel(
     p_out, p_do, p_lse, p_dlse, p_delta, rows, so_b, so_h, so_n, sg_b, sg_h, sg_n, sl_b, sl_h, sl_n,
     BM: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, LSE_GRAD: tl.constexpr,
 ):  # fmt: skip
-    """delta = rowsum(dO * O) - dLSE: what every weight's gradient of a row is measured against."""
+    """delta = rowsum(dO * O) - dLSE."""
     o_q = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
     o_e = tl.arange(0, EP)
     head = tl.program_id(1).to(tl.int64)
@@ -51,7 +51,7 @@ def delta_bwd_kernel(
     b_delta = tl.sum(b_out * b_do, 1)
     o_row = (batch * tl.num_programs(1) + head) * rows + o_q
     if LSE_GRAD:
-        # A row without a key has LSE -inf whatever the inputs: nothing flows back through it.
+        # The LSE of a row without a key is constant -inf, so its gradient is dropped.
         b_met = tl.load(p_lse + o_row, mask=b_exist, other=NO_KEY) != NO_KEY
         b_delta -= tl.load(p_dlse + batch * sl_b + head * sl_h + o_q * sl_n, mask=b_met, other=0.0)
     tl.store(p_delta + o_row, b_delta, mask=b_exist)
@@ -59,7 +59,7 @@ def delta_bwd_kernel(
 
 @triton.jit
 def store_gradient(p_rows, p_sum, b_grad, b_exist, o_d, D: tl.constexpr, DP: tl.constexpr, SUM_OUT: tl.constexpr):
-    """Write rows of a gradient, or with SUM_OUT of the float32 sum for later parts."""
+    """Write rows of a gradient, or with SUM_OUT of the float32 accumulator for later parts."""
     if SUM_OUT:
         store_rows(p_sum, b_grad, b_exist, o_d, D, DP)
     else:
@@ -74,7 +74,7 @@ def dq_tile(
     BOUNDED: tl.constexpr, BITS: tl.constexpr, PADDING: tl.constexpr, DROPOUT: tl.constexpr, POSITIONS: tl.constexpr,
     PRECISION: tl.constexpr, CONTAINED: tl.constexpr,
 ):  # fmt: skip
-    """Add what BN keys give to the query gradient of BM rows, still without the scale; CONTAINED as in the forward."""
+    """Add the contribution of BN keys to the unscaled query gradient of BM rows; CONTAINED as in the forward."""
     b_seen = o_step < left  # [BN]
     if PADDING:
         b_seen = b_seen & (tl.load(p_padding + k_first + o_step, mask=b_seen, other=1) == 0)
@@ -88,7 +88,7 @@ def dq_tile(
         b_key = tokens_of(p_key_positions, k_first + o_step, b_seen, POSITIONS)
         b_dp = tl.where(dropout_keep(b_row[:, None], b_key[None, :], threshold), b_dp * inverse_keep, 0.0)
     b_ds = b_p * (b_dp - b_delta[:, None])
-    # Masked here and not in the weights: a weight of 0 does not stop a NaN of the values.
+    # The mask is applied to dS, not to the weights: a weight of 0 does not remove a NaN of the values.
     if MASKED or PADDING:
         b_ok = visible(
             p_masks, mask, whole, b_seen[None, :], o_i[:, None], o_j[None, :],
@@ -112,7 +112,7 @@ def attention_dq_bwd_kernel(
     DROPOUT: tl.constexpr, POSITIONS: tl.constexpr, PRECISION: tl.constexpr, CONTAIN: tl.constexpr,
     SUM_IN: tl.constexpr, SUM_OUT: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """dQ of BM query rows of one head. SUM_IN adds the float32 sum of earlier parts, SUM_OUT leaves one for later."""
+    """dQ of BM query rows of one head. SUM_IN adds the float32 sum of earlier parts; SUM_OUT stores it for later."""
     item, o_i = rows_of_program(BLOCK, BM)
     o_n = tl.arange(0, BN)
     o_d = tl.arange(0, DP)
@@ -159,7 +159,7 @@ def attention_dq_bwd_kernel(
             )  # fmt: skip
     if CONTAIN:
         if spoilt(b_dq):
-            # Some row met a NaN, perhaps through a weight of 0: all are computed again, with care.
+            # Some row is NaN, possibly through a weight of 0: recompute all rows with containment.
             b_redo = tl.zeros([BM, DP], tl.float32)
             o_c = tl.arange(0, CAREFUL)
             o_hop = o_c * k_rate  # [CAREFUL] int32
@@ -195,10 +195,9 @@ def dkv_step(
     BLOCK: tl.constexpr, MASKED: tl.constexpr, HOLES: tl.constexpr, BITS: tl.constexpr, DROPOUT: tl.constexpr,
     PRECISION: tl.constexpr, CONTAINED: tl.constexpr,
 ):  # fmt: skip
-    """Add what BM queries give to the gradients of BN keys and values; and the scores' gradient, [BN, BM].
+    """Add the contribution of BM queries to the gradients of BN keys and values; also returns dS, [BN, BM].
 
-    Both the key gradient and that of the scores are still without the scale. `b_lse` from `reference_of`; `elements` as
-    in the forward.
+    The gradients of keys and scores are unscaled. `b_lse` is from `reference_of`; `elements` as in the forward.
     """
     b_s = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION)  # [BN, BM]
     b_dp = tl.dot(b_v, tl.trans(b_do), input_precision=PRECISION)  # [BN, BM]
@@ -214,7 +213,7 @@ def dkv_step(
         b_weight = b_p
     b_ds = b_p * (b_dp - b_delta[None, :])
     if MASKED or HOLES:
-        # A weight of 0 does not stop a NaN of the row's delta.
+        # A weight of 0 does not remove a NaN of the row's delta.
         b_ds = tl.where(b_ok, b_ds, 0.0)
     if CONTAINED:
         b_dv, b_do = contained(b_dv, b_do, b_ok, PRECISION)
@@ -233,7 +232,7 @@ def dkv_tile(
     BOUNDED: tl.constexpr, BITS: tl.constexpr, DROPOUT: tl.constexpr, POSITIONS: tl.constexpr,
     PRECISION: tl.constexpr, CONTAINED: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of `dkv_step`, of BM queries where they lie."""
+    """Load BM queries and apply `dkv_step`."""
     HOLES: tl.constexpr = MASKED and BOUNDED
     b_seen = o_step < left  # [BM]
     if HOLES:
@@ -270,8 +269,8 @@ def attention_dkv_bwd_kernel(
 ):  # fmt: skip
     """dK and dV of BN key rows of one key head, summed over the query heads that read it.
 
-    An owner is a key head and the residue its rows lie on. MIXED: the query heads of a group do not all share one
-    list and one residue, so each looks up its own row, and those on another residue wait for their owner.
+    An owner is a key head and the residue of its rows. MIXED: the query heads of a group do not share one list and one
+    residue, so each looks up its own row, and heads on another residue belong to another owner.
     """
     item, o_j = rows_of_program(BLOCK, BN)
     o_m = tl.arange(0, BM)
@@ -323,13 +322,13 @@ def attention_dkv_bwd_kernel(
 
     b_shown = b_exist
     if PADDING:
-        # A padded key gets no gradient whatever its own rows summed to, so the loops need not look at the padding.
+        # The gradient of a padded key is 0 regardless of its sums, so the loops ignore the padding.
         b_shown = tl.load(p_padding + batch * k_length + o_key, mask=b_exist, other=1) == 0
         b_dk = tl.where(b_shown[:, None], b_dk, 0.0)
         b_dv = tl.where(b_shown[:, None], b_dv, 0.0)
     if CONTAIN:
         if spoilt(b_dk) | spoilt(b_dv):
-            # Some key met a NaN, perhaps through a weight of 0: all are computed again, with care.
+            # Some key is NaN, possibly through a weight of 0: recompute all keys with containment.
             b_redo_k = tl.zeros([BN, DP], tl.float32)
             b_redo_v = tl.zeros([BN, EP], tl.float32)
             o_c = tl.arange(0, CAREFUL)
@@ -379,7 +378,7 @@ def sum_pieces_bwd_kernel(
     BLOCK: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, STRIDED: tl.constexpr,
     PER_HEAD: tl.constexpr, SUM_IN: tl.constexpr, SUM_OUT: tl.constexpr,
 ):  # fmt: skip
-    """Add up the pieces of the rows that a backward kernel split."""
+    """Sum the pieces of rows that a backward kernel split."""
     entry, o_i = rows_of_program(BLOCK, ROWS)
     o_d = tl.arange(0, DP)
     batch, head, entry, offset, _ = owner_of_program(p_owners, entry, heavy, PER_HEAD)

@@ -1,4 +1,4 @@
-"""Forward kernels over a plan's query rows: one online softmax over whole tiles, then over partial ones."""
+"""Forward kernels by query row: an online softmax over whole tiles, then over partial tiles."""
 
 # A condition on a compile-time constant must stand alone: joined to a value it would be decided at run time.
 # ruff: noqa: SIM102
@@ -40,10 +40,10 @@ def softmax_step(
     BLOCK: tl.constexpr, FIRST: tl.constexpr, MASKED: tl.constexpr, HOLES: tl.constexpr, BITS: tl.constexpr,
     DROPOUT: tl.constexpr, PRECISION: tl.constexpr, CONTAINED: tl.constexpr,
 ):  # fmt: skip
-    """Take BN keys into the running softmax (b_m, b_l, b_acc) of BM rows, which is empty where they are the FIRST.
+    """Update the online softmax (b_m, b_l, b_acc) of BM rows with BN keys; the state is empty if FIRST.
 
-    b_m and `scale` are in log2 units; `elements` are what `visible` wants to know of them. CONTAINED keeps values that
-    are not finite from rows that may not see them.
+    b_m and `scale` are in log2 units; `elements` are arguments of `visible`. CONTAINED keeps non-finite values out of
+    rows that may not see them.
     """
     b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)  # [BM, BN]
     if MASKED or HOLES:
@@ -55,7 +55,7 @@ def softmax_step(
         b_top = tl.maximum(b_m, b_top)
     b_ref = b_top
     if MASKED or HOLES:
-        # exp2(-inf - -inf) is nan: a row that met no key yet takes 0 as its reference and all its weights come out 0.
+        # exp2(-inf - -inf) is NaN: a row without a key so far uses 0 as its reference, so that its weights are 0.
         b_ref = tl.where(b_top == NO_KEY, 0.0, b_top)
     b_p = tl.math.exp2(b_s * scale - b_ref[:, None])
     if FIRST:
@@ -80,12 +80,12 @@ def forward_tile(
     BOUNDED: tl.constexpr, BITS: tl.constexpr, PADDING: tl.constexpr, DROPOUT: tl.constexpr, POSITIONS: tl.constexpr,
     PRECISION: tl.constexpr, CONTAINED: tl.constexpr,
 ):  # fmt: skip
-    """`softmax_step` of BN keys where they lie; with CONTAINED, `whole` says that all rows may see them."""
+    """Load BN keys and values and apply `softmax_step`; with CONTAINED, `whole` marks a tile without a mask."""
     b_seen = o_step < left  # [BN]
     b_k = load_rows(p_k, b_seen, o_d, D, DP, MASKED and BOUNDED)  # [BN, DP]
     if PADDING:
         b_seen = b_seen & (tl.load(p_padding + k_first + o_step, mask=b_seen, other=1) == 0)
-    # A key that takes no part may hold inf or nan, and 0 * nan would reach the output.
+    # An excluded key may hold inf or NaN, and 0 * NaN would reach the output.
     b_v = load_rows(p_v, b_seen, o_e, E, EP, (MASKED and BOUNDED) or PADDING)  # [BN, EP]
     elements = p_masks, mask, whole, b_seen[None, :], o_i[:, None], o_j[None, :]
     b_key = k_first + o_step
@@ -102,17 +102,17 @@ def carried_softmax(
     p_lse, p_carry, o_row, b_exist, slot, o_e,
     BM: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, CARRY_IN: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """The softmax (b_acc, b_l, b_m) that rows begin with."""
+    """Initial softmax state (b_acc, b_l, b_m) of rows."""
     b_m, b_l, b_acc = empty_softmax(BM, EP)
     if CARRY_IN:
         b_past = tl.load(p_lse + o_row, mask=b_exist, other=NO_KEY)
         if SPLIT:
-            # A piece leaves what earlier parts carried to the kernel that joins the pieces.
+            # The kernel that joins the pieces adds the state of earlier parts.
             b_past = tl.where(slot < 0, b_past, NO_KEY)
         b_met = b_past != NO_KEY
         b_m = b_past * LOG2E
         b_l = tl.where(b_met, 1.0, 0.0)
-        # Rows that met no key in earlier parts were never written in the carry.
+        # Rows without a key in earlier parts were never written to the carry.
         b_acc = load_rows(p_carry + o_row[:, None] * E + o_e[None, :], b_met, o_e, E, EP, True)
     return b_acc, b_l, b_m
 
@@ -122,7 +122,7 @@ def store_softmax(
     p_rows, p_lse, p_carry, p_piece_out, p_piece_lse, b_acc, b_lse, o_row, o_piece, b_exist, slot, o_e,
     E: tl.constexpr, EP: tl.constexpr, CARRY_OUT: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """Write finished rows where they belong: to their piece, to the carry, or to the output."""
+    """Write finished rows to their piece, to the carry, or to the output."""
     b_own = b_exist
     if SPLIT:
         b_piece = o_piece - o_piece + slot >= 0
@@ -149,10 +149,10 @@ def attention_fwd_kernel(
 ):  # fmt: skip
     """Output and LSE of BM query rows of one head.
 
-    CARRY_IN starts from the softmax of earlier parts, CARRY_OUT leaves one in float32 for later parts.
-    SPLIT: some items are a piece of a long row and leave their softmax to `merge_pieces_kernel`.
+    CARRY_IN starts from the softmax of earlier parts; CARRY_OUT stores it in float32 for later parts.
+    SPLIT: some items are pieces of a long row, which `merge_pieces_kernel` joins.
     CONTAIN keeps a NaN of a value out of rows that may not see it.
-    SIGN is that of the scale, whose magnitude `scale` is; where it is 0, `scale` is any positive number.
+    SIGN is the sign of the scale and `scale` its magnitude; if SIGN is 0, `scale` is any positive number.
     """
     item, o_i = rows_of_program(BLOCK, BM)
     o_n = tl.arange(0, BN)
@@ -161,7 +161,7 @@ def attention_fwd_kernel(
     batch, head, item, q_offset, k_offset = owner_of_program(p_heads, item, items, PER_HEAD)
     tile, row, slot = work_of(p_work, item)
     if SPLIT:
-        # A head class with fewer items than the longest is filled up with items of no tile.
+        # Head classes with fewer items than the longest are padded with items of tile -1.
         if tile < 0:
             return
 
@@ -206,7 +206,7 @@ def attention_fwd_kernel(
     p_rows = p_out + batch * so_b + head * so_h + o_q[:, None] * so_n + o_e[None, :]
     if CONTAIN:
         if spoilt(b_acc):
-            # Some row met a NaN, perhaps through a weight of 0: all are computed again, with care.
+            # Some row is NaN, possibly through a weight of 0: recompute all rows with containment.
             b_redo, b_sum, b_top = carried_softmax(
                 p_lse, p_carry, o_row, b_exist, slot, o_e, BM, E, EP, CARRY_IN, SPLIT
             )
@@ -238,7 +238,7 @@ def merge_pieces_kernel(
     BLOCK: tl.constexpr, BM: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, STRIDED: tl.constexpr,
     PER_HEAD: tl.constexpr, CARRY_IN: tl.constexpr, CARRY_OUT: tl.constexpr,
 ):  # fmt: skip
-    """Join the pieces of the rows that `attention_fwd_kernel` split, in the order of their slots."""
+    """Join the pieces of rows that `attention_fwd_kernel` split, in the order of their slots."""
     entry, o_i = rows_of_program(BLOCK, BM)
     o_e = tl.arange(0, EP)
     batch, head, entry, q_offset, _ = owner_of_program(p_heads, entry, heavy, PER_HEAD)
@@ -280,7 +280,7 @@ def carry_to_output_kernel(
     p_out, p_lse, p_carry, rows, so_b, so_h, so_n,
     BM: tl.constexpr, E: tl.constexpr, EP: tl.constexpr,
 ):  # fmt: skip
-    """Write the carried softmax as the output, 0 where no part wrote a row."""
+    """Convert the carried softmax to the output; rows that no part wrote are 0."""
     o_q = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
     o_e = tl.arange(0, EP)
     head = tl.program_id(1).to(tl.int64)

@@ -1,12 +1,12 @@
-"""A plan laid out for the Triton kernels, once per plan: what each program does, in the order it should start.
+"""Lowering of plans for the Triton kernels: work items of the programs in starting order; built once per plan.
 
 Tables, all int32 unless said otherwise, with A owners (heads that take part), C head classes, I items a class:
 
-    work    [C * I, 8]  stationary tile, begin and end and base of its whole tiles, the same of its partial ones, slot
+    work    [C * I, 8]  stationary tile; begin, end and base of its whole tiles, then of its partial tiles; slot
     owners  [A, 4]      head, class, residue on the stationary axis, residue on the streamed axis
-    lists   [L]         the walk's whole tiles, then its partial ones, then the masks of those
-    heavy   [C * R, 4]  tile, first slot, pieces, 0: a row long enough to be shared by several programs
-    masks   [M, 2 or more]  band, and where some mask is not a band the words of every mask
+    lists   [L]         the walk's whole tiles, its partial tiles, and their masks
+    heavy   [C * R, 4]  tile, first slot, pieces, 0: a row that is split over several programs
+    masks   [M, 2 or more]  band; if some mask is not a band, also the words of every mask
     axes    int64 [2T]  start of every tile, then the end of its segment
 """
 
@@ -21,14 +21,14 @@ from ...plan.plan import PARTIAL_BEGIN, PARTIAL_END, Axis, Part, Plan, Walk
 from ...plan.subset import head_entries, longest_row
 
 SHORTEST_PIECE = 16 * 128 * 128
-"""Element pairs below which a piece of a row costs more to join than it saves."""
+"""Element pairs below which joining a piece costs more than splitting saves."""
 PROGRAMS_PER_PROCESSOR = 4
-"""Pieces aim at this many programs per multiprocessor, so that one long row does not outlast all others."""
+"""Target number of programs per multiprocessor when long rows are split."""
 
 
 @dataclass(frozen=True, slots=True)
 class WalkTables:
-    """One direction of one part: rows of stationary tiles and what each of them streams."""
+    """Tables of one direction of a part: rows of stationary tiles and the tiles that each streams."""
 
     work: Tensor
     items: int
@@ -36,27 +36,27 @@ class WalkTables:
     heavy: Tensor
     heavy_rows: int
     slots: int
-    """Pieces of an owner's long rows; 0 when no row is split."""
+    """Pieces of the split rows of an owner; 0 if no row is split."""
     lists: Tensor
     mask_shift: int
-    """From a partial entry in `lists` to its mask."""
+    """Distance in `lists` from a partial entry to its mask."""
     partial: bool
     mixed: bool
-    """The query heads of a key head differ in class or residue, so each must look up its own row."""
+    """Whether query heads of a key head differ in class or residue, so that each looks up its own row."""
     covers: bool
-    """Every row of every head is written by this part."""
+    """Whether this part writes every row of every head."""
 
 
 @dataclass(frozen=True, slots=True)
 class PartSchedule:
-    """One part of a plan, for both directions."""
+    """Lowered part of a plan, for both directions."""
 
     by_query: WalkTables
     by_key: WalkTables
     heads: Tensor
-    """int32 [H, 4], as `owners` but for every head, class -1 where it takes no part."""
+    """int32 [H, 4]: `owners` of every head; class -1 for a head without work"""
     key_rows: Tensor
-    """int32 [C * T, 6]: `Walk.rows` by key, with its entries counted in `lists`."""
+    """int32 [C * T, 6]: `Walk.rows` by key, with indices into `lists`."""
     query_axis: Tensor
     key_axis: Tensor
     query_tiles: int
@@ -66,22 +66,22 @@ class PartSchedule:
     strided: bool
     per_head: bool
     bounded: bool
-    """Some tile reaches past the end of its segment."""
+    """Whether some tile reaches past the end of its segment."""
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """A plan for one number of query heads per key head. Parts that write every row come last."""
+    """Lowered plan for one number of query heads per key head. Parts that write every row come last."""
 
     by_query: tuple[PartSchedule, ...]
     by_key: tuple[PartSchedule, ...]
     masks: Tensor
     bits: bool
-    """Some mask is not a band, so that `masks` holds the words of each behind its band."""
+    """Whether some mask is not a band; then `masks` holds the words of each mask behind its band."""
 
 
 def schedule(plan: Plan, group: int) -> Schedule:
-    """The schedule of a plan whose key heads are each read by `group` query heads; built on the first call."""
+    """Schedule of a plan for `group` query heads per key head; built on the first call."""
     cached = plan.memo.get(("triton schedule", group))
     return attach_schedule(plan, group, _build(plan, group)) if cached is None else cached
 
@@ -153,7 +153,7 @@ def _key_owners(heads: Tensor, group: int) -> tuple[Tensor, bool]:
     active = heads[heads[:, 1] >= 0]
     owners = torch.stack([active[:, 0] // group, active[:, 1], active[:, 3], active[:, 2]], dim=1)
     pair = owners[:, 0] * (int(owners[:, 2].max()) + 1 if len(owners) else 1) + owners[:, 2]
-    # Heads come in order, so the first of each pair is the first of its run once sorted.
+    # The sort is stable, so the first head of each pair comes first in its run.
     pair, at = pair.sort(stable=True)
     first = torch.ones_like(pair, dtype=torch.bool)
     first[1:] = pair[1:] != pair[:-1]
@@ -164,7 +164,7 @@ def _side(plan: Plan, walk: Walk, axis: Axis, owners: Tensor, heads: int, mixed:
     full = len(walk.full)
     rows = walk.rows.clone()
     rows[:, [PARTIAL_BEGIN, PARTIAL_END]] += full
-    # A mixed key head joins rows of several classes, so none of them is the length of its work.
+    # A mixed key head joins rows of several classes, so no single row gives the length of its work.
     limit = None if mixed else _piece_length(plan, walk, axis.tiles, owners)
     work, items, heavy, heavy_rows, slots = split_rows(rows, walk.order.long(), axis.tiles, limit)
     side = WalkTables(
@@ -184,7 +184,7 @@ def _side(plan: Plan, walk: Walk, axis: Axis, owners: Tensor, heads: int, mixed:
 
 
 def _piece_length(plan: Plan, walk: Walk, tiles: int, owners: Tensor) -> int:
-    """Entries above which a row is split, so that no row takes longer than its share of the whole."""
+    """Entries above which a row is split: an equal share of all entries."""
     full, partial = walk.counts()
     by_class = (full + partial).view(-1, max(tiles, 1)).sum(1)
     total = int(by_class[owners[:, 1]].sum())
@@ -192,7 +192,7 @@ def _piece_length(plan: Plan, walk: Walk, tiles: int, owners: Tensor) -> int:
 
 
 def share_of(plan: Plan, entries: int) -> int:
-    """Entries of a program's equal share, at least those of the shortest piece."""
+    """Entries of an equal share per program, at least those of the shortest piece."""
     return max(entries // _programs(plan.device), SHORTEST_PIECE // plan.block_size**2, 1)
 
 
@@ -202,7 +202,7 @@ def _programs(device: torch.device) -> int:
 
 
 def most_pieces(plan: Plan, part: Part, heads: int, pairs: int | None) -> int:
-    """Upper bound of the pieces of long rows per sample, for some heads or, given `pairs`, for a run of rows."""
+    """Upper bound of the pieces per sample, for `heads` heads or, given `pairs`, for a run of rows."""
     programs = _programs(plan.device)
     shortest = max(1, SHORTEST_PIECE // plan.block_size**2)
     entries = [own for own in head_entries(part) if own] or [1]
@@ -220,9 +220,9 @@ def most_pieces(plan: Plan, part: Part, heads: int, pairs: int | None) -> int:
 def split_rows(
     rows: Tensor, order: Tensor, tiles: int, limit: int | None, whole: int = 0
 ) -> tuple[Tensor, int, Tensor, int, int]:
-    """The work table and its items a class, the heavy table and its rows a class, and slots an owner.
+    """Work table, items per class, heavy table, heavy rows per class, and slots per owner.
 
-    Pieces have up to `limit` entries; rows of up to `whole` are not cut.
+    Pieces have at most `limit` entries; rows of at most `whole` entries are not split.
     """
     if not len(rows):
         return rows.new_zeros(0, 8), 0, rows.new_zeros(0, 4), 0, 0
@@ -263,7 +263,7 @@ def split_rows(
 
 
 def _by_class(entries: Tensor, kind: Tensor, classes: int) -> tuple[Tensor, int]:
-    """Entries sorted by class, written as equally long runs; what is missing has tile -1."""
+    """Entries sorted by class, in runs of equal length padded with tile -1."""
     counts = torch.bincount(kind, minlength=classes)
     longest = int(counts.max())
     table = entries.new_full((classes * longest, entries.shape[1]), -1)
@@ -273,7 +273,7 @@ def _by_class(entries: Tensor, kind: Tensor, classes: int) -> tuple[Tensor, int]
 
 
 def _covers(plan: Plan, axis: Axis, owners: Tensor, heads: int) -> bool:
-    """Whether the owners' rows, which are disjoint, add up to every token of every head."""
+    """Whether the rows of the owners, which are disjoint, cover every token of every head."""
     span = axis.end[None, :] - axis.start[None, :] - owners[:, 2, None]
     rows = (-(-span // axis.rate)).clamp(0, plan.block_size).sum(1)
     by_head = rows.new_zeros(heads).index_add_(0, owners[:, 0], rows)

@@ -25,7 +25,7 @@ from ...patterns import And, Causal, Dilated, Pattern, as_pattern
 from ...patterns.base import integer
 from ...plan import own_block
 from ...plan.buffers import Excerpt, excerpts
-from ...plan.closed_forms import Grid, closed_form
+from ...plan.closed_forms import Domain, closed_form
 from ..attention import CallSettings, call_of, empty_attention
 from ..checks import check_tensors
 from ..derivatives import check_reverse_mode, scale_of
@@ -53,6 +53,10 @@ class _Run(NamedTuple):
     """Whether another chunk may ask for the same, but for its origin; its keys are few enough to keep."""
     keys: tuple[int, int] | None = None
     """The stretch of keys that is computed at a time, where all of them would be too many."""
+
+
+_Slots = tuple[tuple[Tensor, Tensor], list[tuple[Tensor, Tensor]]]
+"""Head and row of queries that reach beyond a chunk, and for each part its slots in the buffer and their indices."""
 
 
 @dataclass(eq=False, slots=True)
@@ -114,8 +118,9 @@ class Streamer:
         self.pattern = whole.resolve(self.n, self.heads) if self.n else whole
         self.block = own_block(self.pattern)
         self.ladder, self.causal = _ladder(self.pattern)
-        self.grid = Grid(self.n, torch.device("cpu"))
-        self.buffer: dict[int | None, _KeyBuffer] = {}
+        self.domain = Domain(self.n, torch.device("cpu"))
+        self.buffers: dict[int | None, _KeyBuffer] = {}
+        self.slots: dict[tuple[tuple[Excerpt, ...], int], _Slots] = {}
         self._copies: torch.cuda.Stream | None = None
         shape = (self.batch, self.heads, self.n, self.value_width)
         self.about = StreamShape(shape, self.dtype, f"{self.pattern.describe()} at scale {self.scale!r}")
@@ -239,7 +244,7 @@ class Streamer:
         first, last = (torch.tensor([token], device="cpu") for token in (begin, end - 1))
         form = closed_form(self.pattern)
         kinds = {form.head_key(head): head for head in range(self.heads)}
-        spans = [form.reach(first, last, head, self.grid) for head in kinds.values()]
+        spans = [form.reach(first, last, head, self.domain) for head in kinds.values()]
         low, order = torch.cat([span.first for span in spans]).sort()
         high = torch.cat([span.last for span in spans])[order]
         top = high.cummax(0).values
@@ -314,7 +319,7 @@ class Streamer:
 
     def _hold(self, chunk: Chunk, index: int | None, excerpt: Excerpt, origin: int) -> _KeyBuffer:
         """The keys of an excerpt: those held already, those of the chunk, and the rest from the source."""
-        before = self.buffer.get(index)
+        before = self.buffers.get(index)
         if before is not None and before.excerpt.key_tokens is excerpt.key_tokens and before.origin == origin:
             return before
         shape = self.batch, self.key_heads, excerpt.plan.n
@@ -347,7 +352,7 @@ class Streamer:
             self._take(now, filled, back, key.to(self.device), value.to(self.device))
         if index is not None:
             self._flush(before)
-            self.buffer[index] = now
+            self.buffers[index] = now
         return now
 
     def _take(self, buffer: _KeyBuffer, where: Tensor, row: Tensor, key: Tensor, value: Tensor) -> None:
@@ -369,7 +374,9 @@ class Streamer:
         m = chunk.end - chunk.begin
         if chunk.runs and all(run.recurs for run in chunk.runs):
             parts = tuple(excerpt for run in chunk.runs for excerpt in self._excerpts(run))
-            touched, slots = _recurring_slots(parts, m, self.device)
+            if (parts, m) not in self.slots:
+                self.slots[parts, m] = _recurring_slots(parts, m, self.device)
+            touched, slots = self.slots[parts, m]
             return touched, lambda index, _: slots[index]
         every = torch.arange(self.heads * m, device=self.device)
         return (every // m, every % m), lambda _, part: (part.slots.to(self.device), part.queries.to(self.device))
@@ -417,7 +424,7 @@ class Streamer:
                 buffer.grads = torch.zeros_like(buffer.key, dtype=wide), torch.zeros_like(buffer.value, dtype=wide)
             for sum_, one in zip(buffer.grads, part[1:], strict=True):
                 sum_ += one
-            if buffer not in self.buffer.values():
+            if buffer not in self.buffers.values():
                 self._flush(buffer)
         grads.query[:, head, row] = total.to(grads.query.dtype)
         return grads
@@ -431,7 +438,7 @@ class Streamer:
 
     def flush(self) -> None:
         """Give the source all gradients that are still kept."""
-        for buffer in self.buffer.values():
+        for buffer in self.buffers.values():
             self._flush(buffer)
 
 
@@ -452,10 +459,7 @@ _recurring = lru_cache(maxsize=128)(excerpts)
 """Excerpts of segments, planned once however many segments are alike."""
 
 
-@lru_cache(maxsize=16)
-def _recurring_slots(
-    parts: tuple[Excerpt, ...], m: int, device: torch.device
-) -> tuple[tuple[Tensor, Tensor], list[tuple[Tensor, Tensor]]]:
+def _recurring_slots(parts: tuple[Excerpt, ...], m: int, device: torch.device) -> _Slots:
     queries = torch.unique(torch.cat([part.queries for part in parts]))
     slots = [(part.slots.to(device), torch.searchsorted(queries, part.queries).to(device)) for part in parts]
     return ((queries // m).to(device), (queries % m).to(device)), slots

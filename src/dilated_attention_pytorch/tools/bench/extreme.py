@@ -11,7 +11,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Iterator
-from functools import cache, partial
+from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from ...kernels.external import flex
 from ...kernels.external.block_lists import Lists, lists_of_pairs
 from ...ops.attention import attention
 from ...ops.streaming.sinks import TensorSink
@@ -156,12 +157,9 @@ def _sides(whole: Lists) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return torch.zeros_like(counts), torch.zeros_like(indices), counts, indices
 
 
-@cache
 def _compiled_flex() -> Callable[..., Tensor]:
-    from torch.nn.attention.flex_attention import flex_attention
-
     # One kernel for all lengths: the bisection would otherwise spend its time compiling.
-    return torch.compile(flex_attention, dynamic=True, fullgraph=True)
+    return flex.compiled(dynamic=True)
 
 
 def attempt_of(subject: ExtremeSubject, direction: str, device: str, heads: int = HEADS) -> Callable[[int], Attempt]:

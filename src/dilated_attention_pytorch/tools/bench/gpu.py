@@ -15,7 +15,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -73,9 +72,8 @@ class Session:
         return {**facts(self.device), "flash_attn_4": installed("flash-attn-4")}
 
 
-@lru_cache(maxsize=1)
 def draw(n: int, d: int, heads: int, key_heads: int, dtype: str, device: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Random query, key, value and gradient of the output; kept until another shape is asked for."""
+    """Random query, key, value and gradient of the output."""
     generator = torch.Generator(device).manual_seed(0)
     options: dict[str, Any] = {"generator": generator, "dtype": getattr(torch, dtype), "device": device}
     query, key, value, grad = (torch.randn(1, h, n, d, **options) for h in (heads, key_heads, key_heads, heads))

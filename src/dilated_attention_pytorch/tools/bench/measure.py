@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from ...kernels.triton import PACKAGE
 from ...ops import memory_budget
 
 
@@ -137,6 +138,6 @@ def facts(device: str) -> dict[str, Any]:
         "cores": os.cpu_count(),
         "git": git_sha(),
         "torch": torch.__version__,
-        "triton": installed("triton"),
+        PACKAGE: installed(PACKAGE),
         "python": platform.python_version(),
     }

@@ -16,9 +16,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from ...kernels.external import flash4, flex
+from ...kernels.external import FLEX, flash4, flex
 from ...kernels.external.block_lists import Band, Lists, lists_of
-from .results import FLEX
 
 BLOCK = 128
 NOT_INSTALLED = "not installed"

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import must
+from ...kernels.external import FLEX
 
 DIRECTIONS = ("forward", "backward")
 WORK = {"forward": 1.0, "backward": 2.5, "both": 3.5}
@@ -20,7 +21,6 @@ KEY = ("suite", "case", "subject", "n", "d", "heads", "key_heads", "dtype", "dir
 Line = dict[str, Any]
 OURS_ANY_ORDER = "ours-any-order"
 """Subject of lines with `reproducible_gradients(False)`."""
-FLEX = "flex"
 PEERS = {"fa4": "FlashAttention-4", FLEX: "FlexAttention", "sdpa-cudnn": "cuDNN", "sdpa-flash": "SDPA flash"}
 """Subjects of lines that time other libraries, and their names."""
 TIMED = {

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
+from ...kernels.triton import PACKAGE
 from ..html_page import Chart, Heading, Part, Table, figure_text, log_chart, readable_bytes, seconds_text, tokens_text
 from .cases import MODEL_LAYERS, MODELS
 from .results import OURS_ANY_ORDER, PEERS, Line, is_left_out
@@ -88,7 +89,7 @@ def times_text(value: float | None) -> str:
 def machine(lines: Iterable[Line], command: str | None = None) -> str:
     """Machine, versions, and the command that measured; by default the suites of the lines."""
     lines = list(lines)
-    names = ("device", "torch", "triton", "flash_attn_4", "python", "git")
+    names = ("device", "torch", PACKAGE, "flash_attn_4", "python", "git")
     known = {name: sorted({str(line[name]) for line in lines if line.get(name) is not None}) for name in names}
     words = [f"{name.replace('_', '-')} {' and '.join(values)}" for name, values in known.items() if values]
     suites = sorted({str(line["suite"]) for line in lines if line.get("suite")})
