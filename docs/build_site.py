@@ -40,6 +40,7 @@ SECTIONS = {
         "ecosystem.md": "Modules and Hugging Face",
         "models.md": "Models and training",
         "adaptive.md": "Learned patterns",
+        "indices.md": "Attention on indices",
         "distributed.md": "Several ranks",
         "billion.md": "A billion tokens",
         "tools.md": "The command line",
