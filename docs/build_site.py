@@ -41,6 +41,7 @@ SECTIONS = {
         "models.md": "Models and training",
         "trainers.md": "Trainers",
         "adaptive.md": "Learned patterns",
+        "indices.md": "Attention on indices",
         "distributed.md": "Several ranks",
         "billion.md": "A billion tokens",
         "tools.md": "The command line",

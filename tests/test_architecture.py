@@ -124,6 +124,7 @@ PUBLIC_NAMES = [
     "register_pattern",
     "replace_attention",
     "reproducible_gradients",
+    "select_blocks",
     "selected_attention",
     "shard_sequence",
     "streamed_attention",

@@ -47,6 +47,7 @@ _MODULES = {
     "streamed_attention": "ops.streaming.stream",
     "selected_attention": "selection.attention",
     "validate_indices": "selection.indices",
+    "select_blocks": "selection.selectors",
     "AdaptiveConfig": "nn",
     "Alibi": "nn",
     "BlockSparseAdaptive": "nn",

@@ -82,6 +82,7 @@ from .plan import PlanCache as PlanCache
 from .plan import make_plan as make_plan
 from .selection.attention import selected_attention as selected_attention
 from .selection.indices import validate_indices as validate_indices
+from .selection.selectors import select_blocks as select_blocks
 
 __version__: str
 

@@ -117,3 +117,13 @@ def test_one_tensor_may_be_all_inputs_of_an_indexed_call(grad):
     if grad:
         (found,), (wanted,) = (torch.autograd.grad(f(x).square().sum(), x) for f in (compiled, eager))
         assert error(found, wanted) <= 1e-12
+
+
+def test_exported_program_gives_the_same_numbers():
+    class Indexed(torch.nn.Module):
+        def forward(self, q, k, v, indices):
+            return selected_attention(q, k, v, indices, granularity=16, is_causal=True, enable_gqa=True)
+
+    inputs = *leaves(40, grad=False), torch.randint(-1, 3, (2, 1, 40, 2), dtype=torch.int32)
+    program = torch.export.export(Indexed(), inputs)
+    assert error(program.module()(*inputs), Indexed()(*inputs)) <= 1e-12
