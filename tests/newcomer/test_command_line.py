@@ -72,10 +72,9 @@ def test_every_command_has_help_and_a_place_on_the_sheet(tmp_path: Path):
     names = re.findall(r"^  ([a-z]+)  ", overview, re.MULTILINE)
     assert names == listed()
     for name in names:
-        for flag in ("-h", "--help"):
-            done = command(f"dap {name} {flag}", tmp_path)
-            assert done.returncode == 0 and done.stdout.startswith(f"usage: dap {name}"), done.stderr
-            assert done.stderr == ""
+        done = command(f"dap {name} -h", tmp_path)
+        assert done.returncode == 0 and done.stdout.startswith(f"usage: dap {name}"), done.stderr
+        assert done.stderr == ""
 
 
 @pytest.mark.slow
