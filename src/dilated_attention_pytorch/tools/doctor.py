@@ -196,7 +196,7 @@ def show(found: dict[str, Any]) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     """Command line."""
-    parser = Parser("dap doctor", "Machine, versions, the state of every backend, and the backend of three typical calls.")
+    parser = Parser("dap doctor", "Machine, versions, state of every backend, and the backend of three typical calls.")
     parser.device()
     parser.json()
     options = parser.read(arguments)
