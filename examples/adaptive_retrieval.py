@@ -1,4 +1,4 @@
-"""Train attention that learns where to look: each block holds a key and its value, and asks for an earlier one.
+"""Train attention that selects its keys: each block holds a key and a value, and retrieves the value of an earlier one.
 
 Every token keeps 4 of 16 blocks. A window of 4 blocks holds half of the answers; the scorer must find the others.
 """
@@ -17,7 +17,7 @@ BLOCKS, SIZE, NAMES = 16, 16, 64
 
 
 def draw(batch):
-    """Tokens (batch, 256), and for each the value to answer with, -100 where nothing is asked."""
+    """Tokens (batch, 256), and the target value of each, -100 where there is none."""
     row, block = torch.arange(batch)[:, None], torch.arange(BLOCKS)
     keys, values = torch.rand(batch, NAMES).argsort(1)[:, :BLOCKS], torch.randint(NAMES, 2 * NAMES, (batch, BLOCKS))
     tokens = torch.randint(2 * NAMES, 3 * NAMES, (batch, BLOCKS, SIZE))

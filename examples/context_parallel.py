@@ -1,4 +1,4 @@
-"""Train on sequences spread over processes, and show that one process comes to the same numbers.
+"""Train on sequences spread over processes, and compare with one process.
 
 python examples/context_parallel.py --ranks 4     # starts torchrun; NCCL where there are GPUs, gloo elsewhere
 """

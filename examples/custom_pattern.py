@@ -1,4 +1,4 @@
-"""Compose a pattern, look at it, and train with it.
+"""Compose a pattern, draw it, and train with it.
 
 python examples/custom_pattern.py
 """

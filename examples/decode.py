@@ -1,4 +1,4 @@
-"""Read a prompt, then decode token by token with a cache that forgets what no later token can see.
+"""Read a prompt, then decode token by token with a cache that drops keys no later token attends to.
 
 python examples/decode.py --prompt 500 --steps 1000
 """

@@ -1,4 +1,4 @@
-"""Put sparse attention into a transformer that has torch's own, and keep its weights.
+"""Replace the attention of a torch transformer and keep its weights.
 
 python examples/replace_mha.py --tokens 4096
 """

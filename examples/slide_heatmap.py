@@ -1,4 +1,4 @@
-"""A made-up slide, its embedding, and what the encoder looks at, drawn over the slide.
+"""Embed an artificial slide and draw the attention of the encoder over it.
 
 Real slides: load_slide_encoder("slide_encoder.pth") instead of SlideEncoder(...), tiles from the tile encoder.
 """

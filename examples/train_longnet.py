@@ -1,4 +1,4 @@
-"""Train a small LongNet on the sources of this Python, stop it, go on, and let it write.
+"""Train a small LongNet on the sources of Python, stop and resume the run, and generate text.
 
 python examples/train_longnet.py --context 8192 --steps 40
 """

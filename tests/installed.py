@@ -15,7 +15,8 @@ PYTHON = Path(os.environ.get("DAP_INSTALLED_PYTHON", sys.executable))
 
 def run(words: list[str | Path], folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run a program in `folder`. Nothing leads to the source tree unless the library is installed from it."""
-    known = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    # Variables of pytest would turn off the build of the C++ kernel at first use.
+    known = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHONPATH", "PYTEST_"))}
     if "PYTEST_XDIST_WORKER" in os.environ:
         known["OMP_NUM_THREADS"] = "1"
     settings = {**known, "COLUMNS": "120", **environment}

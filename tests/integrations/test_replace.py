@@ -14,10 +14,20 @@ from dilated_attention_pytorch.integrations.replace import FusedProjectionAttent
 
 
 class Attention(nn.Module):
-    """timm's `Attention` (timm.layers.attention), with the same submodules and forward."""
+    """Stand-in for `timm.layers.Attention`, with the same submodules and forward.
+
+    timm imports torchvision, which needs a build for the installed torch; `test_timm_models_keep_their_results` runs
+    where both are installed.
+    """
 
     def __init__(
-        self, dim: int, num_heads: int, qkv_bias: bool = True, qk_norm: bool = False, scale_norm: bool = False
+        self,
+        dim: int,
+        num_heads: int,
+        qkv_bias: bool = True,
+        qk_norm: bool = False,
+        scale_norm: bool = False,
+        gated: bool = False,
     ):
         super().__init__()
         self.num_heads, self.head_dim = num_heads, dim // num_heads
@@ -27,17 +37,19 @@ class Attention(nn.Module):
         self.k_norm = nn.LayerNorm(self.head_dim) if qk_norm else nn.Identity()
         self.attn_drop = nn.Dropout(0.1)
         self.norm = nn.LayerNorm(dim) if scale_norm else nn.Identity()
+        self.gate = nn.Linear(dim, dim, bias=qkv_bias) if gated else None
         self.proj = nn.Linear(dim, dim)
         self.proj_drop = nn.Dropout(0.1)
 
     def forward(self, x: torch.Tensor, attn_mask: torch.Tensor | None = None) -> torch.Tensor:
         batch, n, width = x.shape
+        gate = 1.0 if self.gate is None else self.gate(x).sigmoid()
         qkv = self.qkv(x).reshape(batch, n, 3, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4)
         q, k, v = qkv.unbind(0)
         q, k = self.q_norm(q), self.k_norm(k)
         dropout = self.attn_drop.p if self.training else 0.0
         x = F.scaled_dot_product_attention(q, k, v, attn_mask=attn_mask, dropout_p=dropout)
-        return self.proj_drop(self.proj(self.norm(x.transpose(1, 2).reshape(batch, n, width))))
+        return self.proj_drop(self.proj(self.norm(x.transpose(1, 2).reshape(batch, n, width)) * gate))
 
 
 class AttentionRope(Attention):
@@ -56,7 +68,18 @@ class Block(nn.Module):
         return x + self.attn(self.norm1(x))
 
 
-@pytest.mark.parametrize("options", [{}, {"qkv_bias": False}, {"qk_norm": True}, {"scale_norm": True}])
+def test_timm_models_keep_their_results():
+    timm = pytest.importorskip("timm", reason="timm and torchvision are not installed", exc_type=ImportError)
+    torch.manual_seed(0)
+    model = timm.create_model("vit_tiny_patch16_224", pretrained=False, img_size=64).double().eval()
+    x = torch.randn(1, 3, 64, 64, dtype=torch.float64)
+    before, names = model(x), model.state_dict().keys()
+    report = dap.replace_attention(model, "full")
+    assert len(report) == 12 and all(entry.replaced for entry in report)
+    assert torch.allclose(model(x), before, atol=1e-12) and model.state_dict().keys() == names
+
+
+@pytest.mark.parametrize("options", [{}, {"qkv_bias": False}, {"qk_norm": True}, {"scale_norm": True}, {"gated": True}])
 def test_vision_transformers_keep_weights_and_results(options):
     torch.manual_seed(0)
     model = nn.Sequential(*(Block(Attention(48, 4, **options)) for _ in range(2))).double().eval()

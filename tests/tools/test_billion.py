@@ -56,7 +56,7 @@ def test_wrong_options_are_explained(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 def test_a_missing_gpu_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ValueError, match="device cuda must be there"):
+    with pytest.raises(ValueError, match="no CUDA device is available"):
         run(tmp_path, "--tokens", "1K", "--device", "cuda")
 
 

@@ -180,7 +180,7 @@ def test_a_layer_is_built_as_it_was(saved: Path):
         (["--learned", "model.pt", "--layer", "2"], "layer must be one of 0 (first), 1 (second)"),
         (["--learned", "model.pt", "--head", "4"], "head must lie in 0 .. 3"),
         (["--learned", "model.pt", "--input", "nowhere"], "input must be a file"),
-        (["--learned", "model.pt", "--input", "empty.txt"], "must hold a byte"),
+        (["--learned", "model.pt", "--input", "empty.txt"], "must have at least one byte"),
         (["--learned", "model.pt", "--input", "heads.pt"], "must hold hidden"),
         (["--learned", "model.pt", "--input", "notes.txt", "-n", "300"], "tokens must be <= the 256"),
         (["--learned", "model.pt", "--layer", "1", "--input", "hidden.safetensors"], "must hold query and key"),

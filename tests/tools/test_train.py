@@ -140,7 +140,7 @@ def test_a_crash_after_a_checkpoint_loses_only_what_came_after(monkeypatch: pyte
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--resume"], "resume must find a checkpoint"),
+        (["--resume"], "--resume must have a checkpoint"),
         (["--data", "nowhere"], "data must be a file"),
         (["--dtype", "int8"], "dtype must be one of auto, float32, bfloat16"),
         (["--parallel", "pipeline"], "parallel must be one of data, context"),
@@ -149,7 +149,7 @@ def test_a_crash_after_a_checkpoint_loses_only_what_came_after(monkeypatch: pyte
         (["--eval-every", "-1"], "eval_every must be >= 0"),
         (["--clip", "0"], "clip must be positive and finite"),
         (["--lr", "nan"], "lr must be positive and finite"),
-        (["--device", "cuda"], "device cuda must be there"),
+        (["--device", "cuda"], "no CUDA device is available"),
         (["--size", "huge"], "size must be one of tiny"),
     ],
 )

@@ -34,7 +34,7 @@ class FusedProjectionAttention(nn.Module, Planned):
     """Sparse attention with the submodules of timm's `Attention`: state dicts keep their names.
 
     Args:
-        module: has `qkv`, `proj`, `num_heads`, and perhaps `q_norm`, `k_norm`, `norm`, `attn_drop`, `proj_drop`.
+        module: has `qkv`, `proj`, `num_heads`; may have `q_norm`, `k_norm`, `norm`, `gate`, `attn_drop`, `proj_drop`.
         pattern: which keys a query attends to.
     """
 
@@ -48,6 +48,7 @@ class FusedProjectionAttention(nn.Module, Planned):
         self.q_norm, self.k_norm = _part(module, "q_norm"), _part(module, "k_norm")
         self.attn_drop, self.norm = _part(module, "attn_drop"), _part(module, "norm")
         self.proj_drop = _part(module, "proj_drop")
+        self.gate: nn.Linear | None = getattr(module, "gate", None)
         self.train(module.training)
 
     def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
@@ -64,7 +65,8 @@ class FusedProjectionAttention(nn.Module, Planned):
             scale=self.scale,
             dropout_p=getattr(self.attn_drop, "p", 0.0) if self.training else 0.0,
         )
-        return self.proj_drop(self.proj(self.norm(output.transpose(1, 2).flatten(2))))
+        output = self.norm(output.transpose(1, 2).flatten(2))
+        return self.proj_drop(self.proj(output if self.gate is None else output * self.gate(x).sigmoid()))
 
     def extra_repr(self) -> str:
         return f'{self.num_heads} heads of {self.head_dim}, "{self.pattern}"'
@@ -181,7 +183,10 @@ def _why_not(module: nn.Module, options: dict[str, Any]) -> str | None:
         known = "torch.nn.MultiheadAttention, timm's Attention and Hugging Face models are"
         return f"{kind.__name__} is not known here; {known}"
     extra = set(inspect.signature(module.forward).parameters) - TIMM_ARGUMENTS
-    extra |= {name for name in ("relative_position_bias_table", "rel_pos", "rope", "gate") if hasattr(module, name)}
+    # timm from 1.0.30 on has a linear gate, or None in its place.
+    positions = ("relative_position_bias_table", "rel_pos", "rope")
+    extra |= {name for name in positions if getattr(module, name, None) is not None}
+    extra |= set() if isinstance(getattr(module, "gate", None), nn.Linear | None) else {"gate"}
     return f"{kind.__name__} also computes with {', '.join(sorted(extra))}" if extra else None
 
 

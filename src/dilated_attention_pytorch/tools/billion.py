@@ -2,9 +2,8 @@
 
     python -m dilated_attention_pytorch.tools.billion --tokens 1073741824 --out FILE
 
-The oracle lists a row's keys from the definition of dilated attention, makes them from the token ids anew and computes
-their softmax in float64; it knows nothing of plans or chunks. Nothing printed is extrapolated: a figure is measured on
-the run it stands beside.
+The oracle lists a row's keys from the definition of dilated attention, recomputes them from the token ids and evaluates
+their softmax in float64, without plans or chunks. Printed figures are measured in the same run, never extrapolated.
 """
 
 from __future__ import annotations
@@ -268,7 +267,7 @@ def describe(line: dict[str, Any]) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run as a program; the exit status is 1 when a check failed."""
-    parser = Parser("dap billion", __doc__ or "")
+    parser = Parser("dap billion", "Stream one attention layer over a billion tokens; check chosen rows in float64.")
     parser.tokens(default=2**30)
     parser.heads()
     parser.option("--head-dim", read=whole(1), default=64, help="width of a head")

@@ -10,20 +10,20 @@ from importlib import import_module
 from .console import bold, leave
 
 COMMANDS = {
-    "doctor": ("doctor", "Machine, versions, and every backend with its reason."),
+    "doctor": ("doctor", "Machine, versions, and the state of every backend."),
     "plan": ("plan", "Cost of a pattern: tiles, memory, time, the longest sequence that fits."),
     "show": ("show", "Draw a pattern or a trained layer: text, SVG, PNG, or an interactive HTML page."),
     "bench": ("bench.runner", "Measure this machine; every result is checked before it is timed."),
     "report": ("report", "Tables and plots of benchmark results, or two results side by side."),
-    "tune": ("tune", "Measure and store what dense and sparse attention cost on this machine."),
-    "simulate": ("simulate", "Exchange, memory and balance of a sequence spread over many ranks."),
+    "tune": ("tune", "Measure and store the costs of dense and sparse attention on this machine."),
+    "simulate": ("simulate", "Traffic, memory and balance of a sequence spread over many ranks."),
     "billion": ("billion", "Stream attention over a billion tokens."),
     "train": ("train", "Train a small byte-level language model."),
     "generate": ("generate", "Continue a text with a model of `dap train`."),
-    "quality": ("quality.runner", "Measure what a pattern costs in quality."),
+    "quality": ("quality.runner", "Measure the quality that patterns retain."),
 }
 """name -> module, one line of help."""
-ABOUT = "Exact sparse attention: what this machine runs, what a pattern costs, which keys it reads, how fast it is."
+ABOUT = "Exact sparse attention: inspect this machine, plan and draw patterns, measure speed, train small models."
 
 
 def load(name: str) -> Callable[[list[str]], int]:

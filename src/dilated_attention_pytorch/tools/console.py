@@ -53,7 +53,7 @@ def device_of(device: str) -> str:
     if device not in ("cpu", "cuda"):
         raise must("device must be auto, cpu or cuda", repr(device))
     if device == "cuda" and not torch.cuda.is_available():
-        raise must("device cuda must be there", "a machine or a torch build without it", "Use --device cpu.")
+        raise ValueError("no CUDA device is available to this build of torch. Use --device cpu.")
     return device
 
 
@@ -202,7 +202,7 @@ def leave(command: Callable[[], int]) -> NoReturn:
         if isinstance(error, RuntimeError) and "allocate" not in str(error):
             raise
         reason = str(error).partition("\n")[0] or type(error).__name__
-        print(f"dap: this takes more memory than there is ({reason})", file=sys.stderr)
+        print(f"dap: out of memory; this takes more memory than there is ({reason})", file=sys.stderr)
         status = 1
     sys.exit(status)
 

@@ -1,5 +1,5 @@
-"""A tour in under five minutes: this machine, a plan of a million tokens, a picture, a check, a race, a
-few steps of training, a page of it all.
+"""A tour in under five minutes: the machine, plans of a million tokens, a drawing, a check against float64, sparse
+against dense attention, a few training steps, and a page with the results.
 
 Run by `make demo`, or as `python -m dilated_attention_pytorch.tools.demo`.
 """
@@ -191,14 +191,14 @@ def main(arguments: list[str] | None = None) -> int:
     free = memory_of(device)[0]
     kind = str(dtype).removeprefix("torch.")
     forecast.show(forecast.forecast(MILLION, 2**20, 16, 16, 64, kind, 1, 1, device, free))
-    print("\nWhat planning takes:")
+    print("\nTime and memory of planning:")
     plan_rows = plan_a_million(device)
 
     maps = [show.draw_map(text, 1024, 4, 0, 64) for text in (PICTURE, BESIDE)]
     picture = show.as_text(show.draw_map(PICTURE, 1024, 4, 0, 32))
     interactive = options.out.with_name("pattern.html")
     write(interactive, show.as_html([PICTURE, BESIDE], 1024, 4, 0))
-    print(f"\ndap show, one pattern (to play with it, open {interactive}):\n{picture}")
+    print(f"\ndap show, one pattern (interactive: {interactive}):\n{picture}")
 
     print("\nAgainst dense attention in float64 (8192 tokens):")
     check_table, good = check_rows(device, dtype)
@@ -227,7 +227,7 @@ def main(arguments: list[str] | None = None) -> int:
     parts = [
         f"{facts['device']}; torch {facts['torch']}, Python {facts['python']}, {heads} heads of {d}.",
         Heading("Time of a forward and backward pass"),
-        "Dense is torch's own attention. Both sparse patterns do work in proportion to the tokens.",
+        "Dense is torch's own attention. The work of both sparse patterns is proportional to the tokens.",
         Chart("time", "Time of a forward and backward pass", log_chart(lines, "tokens", "time")),
         Table(header, rows),
         Heading("Checked against dense float64"),

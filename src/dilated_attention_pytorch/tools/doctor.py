@@ -192,12 +192,12 @@ def show(report: dict[str, Any]) -> None:
         ],
         right=(3,),
     )
-    print(f"\nThe order follows measurements where there are any: {report['typical_calls'][0]['because']}.")
+    print(f"\nBackends are tried in the order of measurements: {report['typical_calls'][0]['because']}.")
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Command line."""
-    parser = Parser("dap doctor", "Machine, every backend with its reason, and the backend of three typical calls.")
+    parser = Parser("dap doctor", "Machine, versions, state of every backend, and the backend of three typical calls.")
     parser.device()
     parser.json()
     options = parser.read(arguments)

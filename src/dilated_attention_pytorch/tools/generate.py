@@ -43,7 +43,7 @@ def main(arguments: list[str] | None = None) -> int:
     model = load_model(options.checkpoint, device)
     prompt = sys.stdin.buffer.read() if options.prompt == "-" else (options.prompt or "\n").encode()
     if not prompt:
-        raise must("the prompt must hold a byte", "none")
+        raise must("the prompt must have at least one byte", "none")
     ids = torch.tensor([list(prompt)], device=device)
     generated = model.generate(
         ids,

@@ -139,17 +139,21 @@ def _text(
 ) -> tuple[tuple[Tensor, ...], str]:
     module, kinds = layer.module, ", ".join(TENSOR_FILES)
     if not isinstance(module, MultiheadBlockSparseAdaptive):
-        raise must("bytes must be shown to a layer with projections", "one without", f"Give query and key in {kinds}.")
+        raise must(
+            "an input of bytes must go to a layer with projections",
+            "a layer without",
+            f"Give query and key in {kinds}.",
+        )
     advice = f"Give hidden states in {kinds}."
     if index:
-        raise must("bytes must be shown to the first layer: what others see, layers before it make", index, advice)
+        raise must("an input of bytes must go to the first layer; later layers read hidden states", index, advice)
     tables = _embeddings(state, layer.name, module.embed_dim)
     if len(tables) != 1:
         came = ", ".join(tables) or "none"
         raise must(f"a checkpoint must hold one embedding of bytes, {module.embed_dim} wide", came, advice)
     text = source.read_bytes()[: n or MOST_BYTES]
     if not text:
-        raise must("input must hold a byte", "an empty file")
+        raise must("input must have at least one byte", "an empty file")
     token = torch.tensor(list(text))
     return (state[tables[0]][token].float()[None],), f"bytes of {source.name} through {tables[0]}"
 

@@ -132,7 +132,7 @@ def _world(
     from ..distributed.butterfly import messages, why_no_butterfly
 
     if world > n:
-        raise must(f"there must be at most {n} ranks, one a token", world)
+        raise must(f"there must be at most {n} ranks, one per token", world)
     layout = SequenceLayout.contiguous(n, world)
     step = max(1, (world - 1) // max(sample - 1, 1)) if sample else 1
     looked_at = range(0, world, step)[: sample or world]

@@ -85,7 +85,7 @@ class TrainSettings:
             if not 0.0 < getattr(self, name) < math.inf:
                 raise must(f"{name} must be positive and finite", getattr(self, name))
         if self.dense and self.pattern is not None:
-            raise must("dense must come without a pattern", self.pattern)
+            raise must("--dense must come without a pattern", self.pattern)
 
     def model(self) -> LongNetConfig:
         """The model to train."""
@@ -96,30 +96,30 @@ class TrainSettings:
 
 
 HELP = {
-    "data": "file of text or bytes; without one, the sources of this Python's standard library are used",
+    "data": "file of text or bytes; the sources of Python's standard library by default",
     "out": "folder of the run",
     "size": "tiny, small, base, large or 1b",
-    "dense": "dense attention by torch's scaled_dot_product_attention, to compare with",
+    "dense": "train with torch's dense attention instead, for comparison",
     "context": "bytes of a sequence",
-    "batch": "sequences at a time, on all ranks together with --parallel data",
-    "accumulate": "such batches a step",
-    "steps": "steps in all; with --resume, more of them extend a run",
-    "lr": "highest learning rate; it rises for --warmup steps and falls along a cosine to a tenth",
-    "warmup": "steps of rising",
-    "weight_decay": "AdamW's, of matrices",
-    "dropout": "of activations",
-    "clip": "largest norm of a gradient",
-    "seed": "of weights and of the order of the data",
-    "dtype": "float32, bfloat16 (products only; weights stay float32), or auto: bfloat16 on GPUs",
-    "parallel": "under torchrun: data (ranks take samples) or context (ranks take parts of each sequence)",
-    "checkpointing": "keep the input of each layer only, and compute layers again in the backward pass",
+    "batch": "sequences per batch; with --parallel data, over all ranks",
+    "accumulate": "batches per step",
+    "steps": "number of steps; with --resume, a larger number extends a run",
+    "lr": "peak learning rate: linear warm-up, then cosine decay to a tenth",
+    "warmup": "steps of warm-up",
+    "weight_decay": "weight decay of matrices (AdamW)",
+    "dropout": "dropout probability of activations",
+    "clip": "maximal norm of the gradient",
+    "seed": "seed of the weights and the order of the data",
+    "dtype": "float32, bfloat16 (matrix products only; weights stay float32), or auto: bfloat16 on GPUs",
+    "parallel": "under torchrun: data (samples are divided over ranks) or context (each sequence is divided)",
+    "checkpointing": "store only the input of each layer and recompute layers in the backward pass",
     "save_every": "steps between checkpoints",
-    "eval_every": "steps between evaluations on the end of the file; 0 for none but the last",
-    "eval_windows": "sequences of an evaluation",
-    "log_every": "steps between lines",
-    "sample": "bytes to write at the end",
-    "resume": "go on from the checkpoint in --out",
-    "json": "print lines as they are written to the log; what else there is to say goes to stderr",
+    "eval_every": "steps between evaluations on the held-out end of the file; 0 evaluates after the last step only",
+    "eval_windows": "sequences per evaluation",
+    "log_every": "steps between printed lines",
+    "sample": "bytes to generate after training",
+    "resume": "continue from the checkpoint in --out",
+    "json": "print the lines of the log as JSON; other messages go to stderr",
 }
 
 
@@ -278,7 +278,7 @@ class Run:
     def load(self) -> None:
         """Go on where the checkpoint was written."""
         if not self.checkpoint.is_file():
-            raise must("resume must find a checkpoint", f"none at {self.checkpoint}")
+            raise must("--resume must have a checkpoint to continue from", f"none at {self.checkpoint}")
         state = torch.load(self.checkpoint, map_location=self.device, weights_only=True)
         free = ("out", "resume", "sample", "log_every", "save_every", "json", "steps")
         fixed = [f.name for f in fields(TrainSettings) if f.name not in free]
@@ -289,9 +289,9 @@ class Run:
             if before[n] != getattr(self.settings, n)
         ]
         if other:
-            raise must("resume must have the settings of the run", ", ".join(other))
+            raise must("--resume must have the settings of the run", ", ".join(other))
         if self.settings.steps < state["step"]:
-            raise must(f"steps must be at least the {state['step']} that are done", self.settings.steps)
+            raise must(f"steps must be at least the {state['step']} already done", self.settings.steps)
         if state.get("bytes", len(self.corpus.bytes)) != len(self.corpus.bytes):
             raise must(f"resume must have the data of the run, {state['bytes']} bytes", len(self.corpus.bytes))
         self.model.load_state_dict(state["model"])
@@ -450,7 +450,7 @@ def interrupts() -> Iterator[list[int]]:
 
     def note(number: int, _: object) -> None:
         met.append(number)
-        print("finishing this step, then saving; once more to leave at once", file=sys.stderr)
+        print("finishing this step, then saving; press Ctrl-C again to exit at once", file=sys.stderr)
         for each, handler in before.items():
             signal.signal(each, handler)
 
@@ -472,12 +472,10 @@ def refuse_run(checkpoint: Path, log: Path) -> None:
     """Raise where a folder holds a run, finished or not, which a new run would overwrite."""
     if checkpoint.exists():
         present = f"a run in {checkpoint.parent}"
-        raise must(
-            "out must be a folder without a run", present, "Go on with --resume, or start anew in another --out."
-        )
+        raise must("out must be a folder without a run", present, "Continue with --resume, or choose another --out.")
     if steps := _lines(log):
         present = f"the log of {len(steps)} steps in {log}"
-        advice = "It has no checkpoint for --resume; start anew in another --out, or remove the log."
+        advice = "It has no checkpoint for --resume; choose another --out, or remove the log."
         raise must("out must be a folder without a run", present, advice)
 
 
@@ -523,7 +521,8 @@ def main(arguments: list[str] | None = None) -> int:
             parser.option(option, action="store_true", help=text)
         else:
             kind = str if field.default is None else type(field.default)
-            parser.option(option, type=kind, default=field.default, metavar=kind.__name__.upper(), help=text)
+            shown = "FILE" if field.name == "data" else {int: "N", float: "X"}.get(kind, "NAME")
+            parser.option(option, type=kind, default=field.default, metavar=shown, help=text)
     given: dict[str, Any] = vars(parser.read(arguments))
     given["out"] = str(given["out"])
     settings = TrainSettings(**given)

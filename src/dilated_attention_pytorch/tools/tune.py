@@ -69,7 +69,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.json:
         print_json(models)
         return 0
-    print(f"{models['file']}{'' if models['models'] else ' holds no figures'}")
+    print(f"{models['file']}{'' if models['models'] else ' has no costs yet; `dap tune` measures them'}")
     for key, model in stored_models().items():
         print(f"\n{key}, forward, {HEADS} heads of 64")
         rows = [
