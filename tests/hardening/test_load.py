@@ -160,12 +160,12 @@ assert attention(query, query, query, "causal", backend="native").isfinite().all
 def test_four_processes_build_into_one_cache(tmp_path):
     """The compiler here copies a finished library, so that four builds take no time."""
     compiler = tmp_path / "compiler"
-    copy = f'while [ "$1" != -o ]; do shift; done; sleep 0.2; exec cp {native.library_path()} "$2"'
+    copy = f'while [ "$1" != -o ]; do shift; done; sleep 0.2; exec cp {native.local_path()} "$2"'
     compiler.write_text(f"#!/bin/sh\n{copy}\n")
     compiler.chmod(0o755)
     cache = tmp_path / "cache"
     finished(*(started(BUILD, CXX=str(compiler), XDG_CACHE_HOME=str(cache)) for _ in range(4)))
-    assert [path.name for path in (cache / "dilated_attention_pytorch").iterdir()] == [native.library_path().name]
+    assert [path.name for path in (cache / "dilated_attention_pytorch").iterdir()] == [native.local_path().name]
 
 
 @pytest.mark.compile

@@ -251,7 +251,7 @@ def test_a_build_is_private_whatever_the_umask(monkeypatch, tmp_path):
     compiler.write_text(f"#!/bin/sh\n{copy}\n")
     compiler.chmod(0o755)
     target = tmp_path / "above" / "cache" / "native.so"
-    monkeypatch.setattr(native, "library_path", lambda: target)
+    monkeypatch.setattr(native, "local_path", lambda: target)
     monkeypatch.setenv("CXX", str(compiler))
     before = os.umask(0)
     try:
@@ -273,26 +273,26 @@ def test_a_build_is_private_whatever_the_umask(monkeypatch, tmp_path):
 def test_a_relative_cache_folder_is_ignored(monkeypatch, named):
     monkeypatch.setenv("XDG_CACHE_HOME", named)
     monkeypatch.setenv("HOME", "/home/someone")
-    assert native.library_path.__wrapped__().parent == Path("/home/someone/.cache/dilated_attention_pytorch")
+    assert native.local_path().parent == Path("/home/someone/.cache/dilated_attention_pytorch")
 
 
 @pytest.mark.parametrize("change", ["processor", "torch", "machine", "flags"])
 def test_the_name_of_the_library_follows_what_it_was_built_for(monkeypatch, change):
-    before = native.library_path.__wrapped__().name
+    before = native.local_path().name
     match change:
         case "processor":
-            monkeypatch.setattr(native, "_processor", lambda: "flags : one that nobody has")
+            monkeypatch.setattr(native.toolchain, "processor_flags", lambda: "flags : one that nobody has")
         case "torch":
             monkeypatch.setattr(torch, "__version__", "0.1")
         case "machine":
             monkeypatch.setattr(native.platform, "machine", lambda: "pdp11")
         case "flags":
             monkeypatch.setenv("DAP_NATIVE_FLAGS", "-DNDEBUG")
-    assert native.library_path.__wrapped__().name != before
+    assert native.local_path().name != before
 
 
 def test_building_without_a_compiler_names_what_is_missing(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(native, "library_path", lambda: tmp_path / "native.so")
+    monkeypatch.setattr(native, "local_path", lambda: tmp_path / "native.so")
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert native.build() == 1
     assert "needs g++" in capsys.readouterr().out
@@ -304,7 +304,7 @@ def test_a_failed_compilation_shows_the_error_and_leaves_nothing(monkeypatch, tm
     compiler.write_text("#!/bin/sh\necho 'error: cannot compile' >&2\nexit 3\n")
     compiler.chmod(0o755)
     target = tmp_path / "cache" / "native.so"
-    monkeypatch.setattr(native, "library_path", lambda: target)
+    monkeypatch.setattr(native, "local_path", lambda: target)
     monkeypatch.setenv("CXX", str(compiler))
     assert native.build() == 1
     assert "error: cannot compile" in capsys.readouterr().out

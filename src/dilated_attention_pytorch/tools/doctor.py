@@ -93,7 +93,7 @@ def _native() -> str:
     native.prepare_first_use()
     reason = native.why_not(typical_call("cpu", "window:256"))
     if reason is None:
-        return f"runs attention on the CPU: {native.library_path()}"
+        return f"runs attention on the CPU: {native.which_library()}"
     return f"none: {reason}; the slower backend `cpu` runs"
 
 

@@ -18,6 +18,28 @@
 #include <cmath>
 #include <vector>
 
+#ifdef DAP_STANDALONE
+// A library for any Linux: no C++ runtime, OpenMP from the process that loads it, symbols of an old glibc.
+void* operator new(std::size_t size) {
+  if (void* memory = std::malloc(size ? size : 1)) return memory;
+  std::abort();
+}
+void operator delete(void* memory) noexcept { std::free(memory); }
+void operator delete(void* memory, std::size_t) noexcept { std::free(memory); }
+namespace std {
+void __throw_length_error(const char*) { std::abort(); }
+void __throw_bad_alloc() { std::abort(); }
+void __throw_bad_array_new_length() { std::abort(); }
+}  // namespace std
+#ifdef __x86_64__
+__asm__(".symver log,log@GLIBC_2.2.5");
+__asm__(".symver logf,logf@GLIBC_2.2.5");
+#else
+__asm__(".symver log,log@GLIBC_2.17");
+__asm__(".symver logf,logf@GLIBC_2.17");
+#endif
+#endif
+
 namespace {
 
 // The token that a row stands for.
@@ -313,6 +335,7 @@ void backward(const Call& call) {
 
 }  // namespace
 
+#pragma GCC visibility push(default)
 extern "C" {
 void forward_float(const Call* call) { forward<float>(*call); }
 void forward_double(const Call* call) { forward<double>(*call); }
@@ -320,3 +343,4 @@ void backward_float(const Call* call) { backward<float>(*call); }
 void backward_double(const Call* call) { backward<double>(*call); }
 Index call_bytes() { return sizeof(Call); }
 }
+#pragma GCC visibility pop

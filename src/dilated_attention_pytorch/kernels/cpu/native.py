@@ -1,20 +1,22 @@
-"""Native CPU backend: a C++ kernel, built at first use or by `python -m` with the name of this module.
+"""Native CPU backend: a C++ kernel, prebuilt in wheels for Linux and otherwise built at first use.
 
 The kernel is a shared library with a C interface, loaded by ctypes (which releases the GIL). It includes no torch
 header, so it builds in seconds and does not depend on torch's ABI. It uses the OpenMP threads of torch, as a second
 thread pool would compete for the cores.
 
+Wheels contain a library for each level of instruction sets (`toolchain.LEVELS`). Without a prebuilt library for the
+processor, the first call builds one, as does `python -m` with the name of this module.
+
 Environment variables: `CXX` names the compiler, `XDG_CACHE_HOME` the parent of the cache folder, `DAP_NATIVE_BUILD=0`
-disables the build at first use, and `DAP_NATIVE_FLAGS` holds further compiler flags, such as
-`-fsanitize=address,undefined`. Flags are part of the file name of the library, so that a library built with them is
-loaded only if they are set.
+disables the build at first use, `DAP_NATIVE_PREBUILT=0` the library of the wheel, and `DAP_NATIVE_FLAGS` holds further
+compiler flags, such as `-fsanitize=address,undefined`. Flags are part of the file name of the library, so that a
+library built with them is loaded only if they are set.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
-import hashlib
 import logging
 import os
 import platform
@@ -22,7 +24,6 @@ import re
 import shlex
 import shutil
 import stat
-import subprocess
 import sys
 import tempfile
 import threading
@@ -48,12 +49,12 @@ from ..call import (
     laid_like,
     wide_copies,
 )
+from . import toolchain
 
 RUNS_OF_ROWS = True
-SOURCES = ("native.cpp", "native_tiles.h", "native_lanes.h")
-FLAGS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-Wall", "-Wextra")
 BUILD = "python -m dilated_attention_pytorch.kernels.cpu.native"
 AUTOMATIC = "DAP_NATIVE_BUILD"
+PREBUILT = "DAP_NATIVE_PREBUILT"
 SLOWER = "attention on the CPU runs on torch operations, several times slower than the C++ kernel"
 log = logging.getLogger("dilated_attention_pytorch")
 WIDE_BUDGET = 256 * 2**20
@@ -117,7 +118,7 @@ def why_not(call: AttentionCall) -> str | None:
     if call.query.device.type != "cpu":
         return f"needs a CPU tensor, got {call.query.device}"
     if not sys.platform.startswith("linux"):
-        return f"builds on Linux, got {sys.platform}"
+        return f"runs on Linux, got {sys.platform}; the backend `cpu` computes the same with torch operations"
     try:
         if not os.path.lexists(library_path()):
             return f"not built; the first call builds it where it can, or run `{BUILD}` (needs g++)"
@@ -155,7 +156,7 @@ def _offer_build() -> bool:
         log.info("%s: building at first use is off", SLOWER)
         return False
     if not sys.platform.startswith("linux"):
-        log.info("%s: it builds on Linux, got %s", SLOWER, sys.platform)
+        log.warning("%s: it runs on Linux, got %s; %s=0 turns this line off", SLOWER, sys.platform, AUTOMATIC)
         return False
     compiler, reports = _compiler(), []
     try:
@@ -378,6 +379,9 @@ def _library() -> ctypes.CDLL:
     # Loading a library runs its code, so it is checked first.
     if (reason := _untrusted(library_path())) is not None:
         raise OSError(reason)
+    if library_path() == _prebuilt() and (runtime := _openmp_runtime()) is not None:
+        # Its symbols become visible to the library of a wheel, which names no OpenMP library.
+        ctypes.CDLL(str(runtime), mode=ctypes.RTLD_GLOBAL)
     library = ctypes.CDLL(str(library_path()))
     if library.call_bytes() != ctypes.sizeof(_Call):
         raise OSError(f"{library_path().name} was built from another source")
@@ -402,26 +406,48 @@ def _untrusted(path: Path) -> str | None:
 
 
 def _flags() -> tuple[str, ...]:
-    return (*FLAGS, *shlex.split(os.environ.get("DAP_NATIVE_FLAGS", "")))
+    return tuple(shlex.split(os.environ.get("DAP_NATIVE_FLAGS", "")))
 
 
 @functools.cache
 def library_path() -> Path:
-    """Path of the built library; its name is a digest of the sources, flags, torch release and processor."""
-    digest = hashlib.sha256()
-    for source in SOURCES:
-        digest.update(Path(__file__).with_name(source).read_bytes())
-    digest.update(repr((_flags(), torch.__version__, platform.machine(), _processor())).encode())
-    return cache_folder() / f"native-{digest.hexdigest()[:16]}.so"
+    """Path of the library: that of the wheel if it runs here, else that built on this machine."""
+    return local_path() if why_not_prebuilt() is not None else _prebuilt()
 
 
-def _processor() -> str:
-    """Instruction sets of this processor; a library built for another processor might not run."""
-    try:
-        flags = re.search(r"^(?:flags|Features)\s*:.*$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-    except OSError:
-        flags = None
-    return flags.group() if flags else platform.processor()
+def why_not_prebuilt() -> str | None:
+    """Why the library of a wheel does not run here; None if it does."""
+    if os.environ.get(PREBUILT) == "0" or _flags():
+        return f"turned off by {'DAP_NATIVE_FLAGS' if _flags() else f'{PREBUILT}=0'}"
+    level = toolchain.level_here()
+    if level is None:
+        return f"no level of {platform.machine()} that wheels are built for runs on this processor"
+    if not os.path.lexists(_prebuilt()):
+        return "this installation holds none: it is a source tree or a pure wheel"
+    if (reason := _untrusted(_prebuilt())) is not None:
+        return reason
+    return None if _openmp_runtime() is not None else "torch has loaded no OpenMP library"
+
+
+def which_library() -> str:
+    """Origin and path of the library in use, for `dap doctor`."""
+    reason = why_not_prebuilt()
+    if reason is None:
+        return f"prebuilt for {platform.machine()} with {toolchain.level_here()}, {library_path()}"
+    return f"built on this machine, {library_path()} (none prebuilt: {reason})"
+
+
+def _prebuilt() -> Path:
+    level = toolchain.level_here()
+    name = "none" if level is None else toolchain.wheel_name(platform.machine(), level)
+    return Path(__file__).with_name(name)
+
+
+def local_path() -> Path:
+    """Path of the library built here; its name is a digest of sources, flags, torch release and processor."""
+    flags = toolchain.FLAGS, toolchain.HERE, _flags()
+    digest = toolchain.digest_of(flags, torch.__version__, platform.machine(), toolchain.processor_flags())
+    return cache_folder() / f"native-{digest}.so"
 
 
 def _openmp_runtime() -> Path | None:
@@ -438,7 +464,7 @@ def _compiler() -> str | None:
 def build(report: Callable[[str], object] = print) -> int:
     """Compile the library unless it exists, report progress, and return an exit status."""
     try:
-        target = library_path()
+        target = local_path()
         make_private(target.parent)
         if os.path.lexists(target) and _untrusted(target) is None:
             report(f"native kernel: already built, {target}")
@@ -456,21 +482,12 @@ def build(report: Callable[[str], object] = print) -> int:
     )
     began = time.perf_counter()
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-        built = Path(folder) / "native.o"
-        openmp = ["-fopenmp"] if runtime else ["-Wno-unknown-pragmas"]
-        source = Path(__file__).with_name(SOURCES[0])
         linked = Path(folder) / target.name
-        # A separate link step avoids the compiler's own OpenMP library, as torch's must be shared.
-        flags = _flags()
-        steps = [[compiler, *flags, *openmp, "-c", str(source), "-o", str(built)]]
-        steps.append([compiler, *flags[len(FLAGS) :], "-shared", str(built), "-o", str(linked)])
-        if runtime:
-            steps[1] += [str(runtime), f"-Wl,-rpath,{runtime.parent}"]
-        for step in steps:
-            done = subprocess.run(step, capture_output=True, text=True, check=False)
-            if done.returncode:
-                report(f"native kernel: {' '.join(step)}\n{done.stderr}")
-                return 1
+        try:
+            toolchain.build_here(compiler, linked, _flags(), runtime)
+        except RuntimeError as error:
+            report(f"native kernel: {error}")
+            return 1
         linked.chmod(0o600)
         os.replace(linked, target)
     if (reason := _untrusted(target)) is not None:

@@ -1,0 +1,133 @@
+"""The library that wheels hold: built for each level, equal to the reference, and refused where others can write."""
+
+from __future__ import annotations
+
+import platform
+import re
+import shutil
+import subprocess
+from dataclasses import replace
+
+import pytest
+import torch
+from cases import Problem
+from oracle import error
+
+from dilated_attention_pytorch import make_plan
+from dilated_attention_pytorch.kernels import reference
+from dilated_attention_pytorch.kernels.call import AttentionCall
+from dilated_attention_pytorch.kernels.cpu import native, toolchain
+
+MACHINE = platform.machine()
+needs_compiler = pytest.mark.skipif(
+    shutil.which("g++") is None or MACHINE not in toolchain.LEVELS, reason="no g++, or a machine without wheels"
+)
+PROBLEM = Problem(
+    name="", text="dilated:64x1,128x3 & causal", n=230, heads=6, key_heads=3, d=24, e=40, batch=2, padded=(230, 100)
+)
+
+
+@pytest.fixture(scope="module")
+def libraries(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("wheel")
+    made = toolchain.build_for_wheel("g++", folder, MACHINE)
+    for path in made:
+        path.chmod(0o644)
+    return {path.name.split("-")[2]: path for path in made}
+
+
+@pytest.fixture
+def prebuilt(libraries, monkeypatch):
+    """Load the library of a level as if the package held it."""
+
+    def use(level: str):
+        monkeypatch.setattr(native, "_prebuilt", lambda: libraries[level])
+        monkeypatch.setattr(toolchain, "level_here", lambda: level)
+        monkeypatch.setattr(native, "library_path", native.library_path.__wrapped__)
+        monkeypatch.setattr(native, "_library", native._library.__wrapped__)
+        return libraries[level]
+
+    monkeypatch.delenv(native.PREBUILT, raising=False)
+    monkeypatch.delenv("DAP_NATIVE_FLAGS", raising=False)
+    return use
+
+
+@needs_compiler
+@pytest.mark.parametrize("level", toolchain.LEVELS.get(MACHINE, {}))
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_every_level_matches_the_reference(prebuilt, level, dtype):
+    if not toolchain.LEVELS[MACHINE][level][1] <= set(toolchain.processor_flags().split()):
+        pytest.skip(f"this processor has no {level}")
+    assert prebuilt(level) == native.library_path() and native.why_not_prebuilt() is None
+    assert f"prebuilt for {MACHINE} with {level}" in native.which_library()
+    inputs = PROBLEM.inputs(dtype)
+    plan = make_plan(PROBLEM.pattern, PROBLEM.n, PROBLEM.heads, block_size=PROBLEM.block_size)
+    call = AttentionCall(*inputs[:3], plan, PROBLEM.d**-0.5, PROBLEM.key_padding_mask(), pattern=PROBLEM.pattern)
+    call = replace(call, dropout_p=0.2, seed=torch.tensor([7]))
+    found, wanted = [], []
+    for module, results in ((native, found), (reference, wanted)):
+        output, lse = module.forward(call)
+        results += [output, lse, *module.backward(call, output, lse, inputs.grad_output, inputs.grad_lse)]
+    bound = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-2}[dtype]
+    for got, want in zip(found, wanted, strict=True):
+        assert error(got, want) <= bound
+
+
+@needs_compiler
+def test_libraries_need_an_old_glibc_and_no_cxx_runtime(libraries):
+    assert toolchain.glibc_of(list(libraries.values())) == (2, 17)
+    if shutil.which("objdump") is None:
+        pytest.skip("no objdump")
+    for path in libraries.values():
+        headers = subprocess.run(["objdump", "-p", path], capture_output=True, text=True, check=True).stdout
+        assert set(re.findall(r"NEEDED +(\S+)", headers)) == {"libc.so.6", "libm.so.6"}
+        symbols = subprocess.run(["objdump", "-T", path], capture_output=True, text=True, check=True).stdout
+        own = [line.split()[-1] for line in symbols.splitlines() if " .text" in line]
+        assert sorted(own) == ["backward_double", "backward_float", "call_bytes", "forward_double", "forward_float"]
+
+
+@needs_compiler
+def test_prebuilt_library_that_others_can_write_is_refused(prebuilt, tmp_path, monkeypatch):
+    level = next(iter(toolchain.LEVELS[MACHINE]))
+    copy = tmp_path / "native.so"
+    shutil.copy(prebuilt(level), copy)
+    monkeypatch.setattr(native, "_prebuilt", lambda: copy)
+    assert native.why_not_prebuilt() is None
+    copy.chmod(0o666)
+    assert "writable by its owner alone" in native.why_not_prebuilt()
+    assert native.library_path() == native.local_path()
+    assert "built on this machine" in native.which_library()
+
+
+@pytest.mark.parametrize(
+    ("machine", "flags", "level"),
+    [
+        ("x86_64", " ".join(toolchain.V4), "avx512"),
+        ("x86_64", " ".join(toolchain.V3), "avx2"),
+        ("x86_64", "sse4_2 avx", None),
+        ("x86_64", " ".join(toolchain.V4 - {"avx512bw"}), "avx2"),
+        ("aarch64", "fp asimd", "neon"),
+        ("riscv64", "", None),
+    ],
+)
+def test_processor_flags_choose_the_level(machine, flags, level, monkeypatch):
+    monkeypatch.setattr(platform, "machine", lambda: machine)
+    monkeypatch.setattr(toolchain, "processor_flags", lambda: f"flags\t: {flags}")
+    assert toolchain.level_here() == level
+
+
+@pytest.mark.parametrize("name", [native.PREBUILT, "DAP_NATIVE_FLAGS"])
+def test_environment_turns_the_prebuilt_library_off(name, monkeypatch):
+    monkeypatch.setenv(name, "0" if name == native.PREBUILT else "-g1")
+    assert name in native.why_not_prebuilt()
+
+
+def test_other_sources_have_another_name(monkeypatch, tmp_path):
+    before = toolchain.wheel_name("x86_64", "avx2")
+    assert re.fullmatch(r"native-x86_64-avx2-[0-9a-f]{16}\.so", before)
+    for source in toolchain.SOURCES:
+        shutil.copy(native.Path(native.__file__).with_name(source), tmp_path)
+    monkeypatch.setattr(toolchain, "__file__", str(tmp_path / "toolchain.py"))
+    assert toolchain.wheel_name("x86_64", "avx2") == before
+    (tmp_path / "native.cpp").write_text("// another")
+    assert toolchain.wheel_name("x86_64", "avx2") != before
