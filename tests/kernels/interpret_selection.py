@@ -418,7 +418,9 @@ class Step(NamedTuple):
         # Of tokens, few at a time.
         triton_mass.TILE = triton_row_scores.TILE = 16 if self.is_causal else 4096
         widths = {"hidden_dim": 4, "match_rank": 4, "score_unit": 4}
-        config = AdaptiveConfig(0.5, distill_rows=0.5, share_across_heads=self.share, temperature=0.7, **widths)
+        config = AdaptiveConfig(
+            0.5, distill_rows=0.5, share_across_heads=self.share, temperature=0.7, exploration=True, **widths
+        )
         torch.manual_seed(0)
         layer = BlockSparseAdaptive([self.n], [1], 2, 16, config, block_size=16, backend="triton")
         # Else every match of a row that has no second block is the same, and so is its gradient.
@@ -474,7 +476,7 @@ class OptimizerSteps(NamedTuple):
         triton_choice.SCORE_BYTES = 2**29
         triton_mass.TILE = triton_row_scores.TILE = 16 if self.is_causal else 4096
         widths = {"hidden_dim": 4, "match_rank": 4, "score_unit": 4}
-        config = AdaptiveConfig(0.5, distill_rows=0.5, **widths)
+        config = AdaptiveConfig(0.5, distill_rows=0.5, exploration=True, **widths)
         torch.manual_seed(0)
         layer = BlockSparseAdaptive([self.n], [1], 2, 16, config, block_size=16, backend="triton")
         torch.nn.init.normal_(layer.scorer.match_key)

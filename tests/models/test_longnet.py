@@ -366,3 +366,48 @@ def test_a_layer_compiles_whole():
     x = torch.randn(1, 64, 32)
     compiled = torch.compile(lambda t: layer(t, is_causal=True), backend="aot_eager", fullgraph=True)
     assert torch.allclose(compiled(x), layer(x, is_causal=True), atol=1e-5)
+
+
+LEARNED = {"base_sparsity": 0.7, "score_unit": 4, "local_blocks": 1, "dense_steps": 3}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_learned_attention_in_every_form(form):
+    config = LongNetConfig(**{**SMALL, **FORMS[form]}, adaptive=LEARNED, adaptive_block_size=16)
+    model = LongNetLM(config)
+    assert model.num_parameters == config.num_parameters
+    assert LongNetConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+    tokens = torch.randint(40, (1, 100))
+    both = (tokens, tokens) if form == "encoder-decoder" else (tokens,)
+    assert model(*both).shape == (1, 100, 40)
+    dense = LongNetConfig(**{**SMALL, **FORMS[form]}, patterns=["full"])
+    assert config.flops(256) < dense.flops(256)
+
+
+def test_learned_attention_trains_and_generates():
+    torch.manual_seed(0)
+    model = LongNetLM(LongNetConfig(**SMALL, adaptive=LEARNED, adaptive_block_size=16))
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    tokens = torch.randint(40, (2, 40)).repeat(1, 4)
+    losses = []
+    for _ in range(10):
+        optimizer.zero_grad()
+        loss = model.loss(tokens)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] - 0.3
+    assert int(model.state_dict()["long_net.decoder.layers.0.self_attn.core.training_steps"]) == 10
+    model.eval()
+    told = model.generate(tokens[:, :90], 12)
+    whole = tokens[:, :90]
+    for _ in range(12):
+        whole = torch.cat([whole, model(whole)[:, -1:].argmax(-1)], 1)
+    assert torch.equal(told, whole[:, 90:])
+
+
+def test_learned_attention_must_be_meant():
+    with pytest.raises(ValueError, match="without patterns"):
+        LongNetConfig(**SMALL, patterns=["full"], adaptive=LEARNED)
+    with pytest.raises(ValueError, match="follow a pattern"):
+        LongNetConfig(**SMALL, zero_padding=True, adaptive=LEARNED)

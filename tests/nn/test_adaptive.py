@@ -61,8 +61,13 @@ def test_config_fields_and_defaults():
         "score_unit": 16,
         "score_gradient": "distill",
         "distill_rows": 0.02,
+        "distill_min_tokens": 128,
+        "distill_memory": 2**27,
         "distill_weight": 1.0,
         "saliency_weighted": True,
+        "exploration": False,
+        "dense_steps": 0,
+        "distill_start": 0,
         "dense_below": None,
     }
     assert {f.name: f.default for f in fields(AdaptiveConfig)} == wanted
@@ -337,7 +342,7 @@ def test_nothing_later_crowds_out_a_candidate(granularity, monkeypatch):
 
 
 def test_one_seed_gives_one_pattern():
-    module = layer()
+    module = layer(exploration=True)
     x = tensors()
 
     def pattern(seed):
@@ -349,6 +354,8 @@ def test_one_seed_gives_one_pattern():
     module.eval()
     assert torch.equal(pattern(0), pattern(1))
     assert torch.equal(module(*x), module(*x))
+    still = layer()
+    assert torch.equal(*(still(*x, False, True)[1].indices for _ in range(2)))
 
 
 def test_noise_is_gumbel_and_depends_on_coordinates_alone():

@@ -175,9 +175,7 @@ def trainable(**more):
 
 @BOTH
 @ROWS
-def test_micro_batches_give_the_gradient_of_the_batch(granularity, is_causal, monkeypatch):
-    # Noise depends on the sample's place in its batch.
-    monkeypatch.setattr("dilated_attention_pytorch.nn.adaptive.module.select", lambda *a: select(*a[:2]))
+def test_micro_batches_give_the_gradient_of_the_batch(granularity, is_causal):
     module, x, target = trainable(granularity=granularity)
     whole = scorer_gradients(module, x, target, 1, is_causal)
     assert error(scorer_gradients(module, x, target, 4, is_causal), whole) < 1e-10
@@ -216,10 +214,15 @@ def test_saliency_decides_which_rows_count(granularity):
 
 def test_rows_with_dense_statistics_are_those_asked_for():
     for memory, wanted in ((2**27, 0.02), (2**22, 15 / 8192)):
-        config = AdaptiveConfig(base_sparsity=0.9, distill_rows=0.02, distill_memory=memory)
+        config = AdaptiveConfig(base_sparsity=0.9, distill_rows=0.02, distill_memory=memory, distill_min_tokens=1)
         module = BlockSparseAdaptive([8192], [1], 2, 16, config, block_size=64)
         module(*torch.randn(3, 1, 8192, 2, 16), is_causal=True)
         assert module.statistics()["dense_rows"] == pytest.approx(wanted, rel=0.02)
+    for rows, least, wanted in ((0.1, 16, 20), (0.02, 64, 64), (0.02, 1000, 200), (0.0, 64, 0)):
+        config = AdaptiveConfig(distill_rows=rows, distill_min_tokens=least)
+        module = BlockSparseAdaptive([8192], [1], 2, 16, config, block_size=16)
+        module(*torch.randn(3, 1, 200, 2, 16), is_causal=True)
+        assert module.statistics()["dense_rows"] == wanted / 200
 
 
 def test_parameters_of_scorers_and_task_are_apart():
@@ -260,7 +263,7 @@ def test_statistics_after_a_step():
     module(*torch.randn(3, 1, 160, 2, 16)).sum().backward()
     stats = module.statistics()
     assert stats.keys() == {"density", "dense_rows", "coverage", "entropy", "loss"}
-    assert stats["dense_rows"] == 0.1
+    assert stats["dense_rows"] == 0.8, "128 tokens are 8 of 10 blocks"
     assert 0.45 < stats["density"] < 0.6
     assert 0.3 < stats["coverage"] < 0.8
     assert 0 < stats["entropy"] <= 2.31

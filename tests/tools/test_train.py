@@ -285,3 +285,17 @@ def test_a_second_run_into_one_folder_is_refused(monkeypatch: pytest.MonkeyPatch
         run()
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     assert run() == 0, "a job that failed before its first checkpoint starts anew"
+
+
+def test_learned_attention_trains_resumes_and_generates(capsys: pytest.CaptureFixture[str]):
+    learned = ("learned:0.5;block=16", "--steps", "10", "--save-every", "5", "--accumulate", "2")
+    assert run(*learned) == 0
+    assert losses("run")[-1] < losses("run")[0]
+    saved = torch.load("run/checkpoint.pt", weights_only=True)
+    model = train.TrainSettings(pattern=learned[0], steps=10, accumulate=2).model()
+    assert model.adaptive is not None and model.adaptive_block_size == 16
+    # A fifth of the steps is dense, counted in micro-batches.
+    assert model.adaptive.dense_steps == 4
+    steps = [value for name, value in saved["model"].items() if name.endswith("training_steps")]
+    assert [int(x) for x in steps] == [20, 20]
+    assert generate.main(["run", "--prompt", "3 squared", "-n", "8", "--device", "cpu"]) == 0

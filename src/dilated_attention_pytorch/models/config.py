@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
+from itertools import pairwise
 from typing import Any
 
 from ..errors import must, must_be
-from ..nn import Alibi, Position, Rotary, SparseAttention, Xpos
-from ..patterns import Dilated, Pattern, parse
+from ..nn import AdaptiveConfig, Alibi, Position, Rotary, SparseAttention, Xpos
+from ..patterns import Dilated, Full, Pattern, parse
 
 ACTIVATIONS = ("relu", "gelu", "silu")
 POSITIONS: dict[str, type[Position]] = {"rotary": Rotary, "xpos": Xpos, "alibi": Alibi}
@@ -38,6 +39,10 @@ class LongNetConfig:
     """Which residue a head samples, see `Dilated`."""
     patterns: tuple[str, ...] = ()
     """Patterns of the layers instead, as text, taken in turn from the first layer on."""
+    adaptive: AdaptiveConfig | Mapping[str, Any] | None = None
+    """Settings of learned attention, in place of patterns: every self-attention selects its blocks by content."""
+    adaptive_block_size: int = 128
+    """Tokens of a block of learned attention."""
     memory_pattern: str = "full"
     """What a decoder token sees of the encoder's output."""
     memory_norm: bool = True
@@ -70,6 +75,12 @@ class LongNetConfig:
     def __post_init__(self) -> None:
         for name in ("segment_lengths", "dilation_rates", "patterns"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
+        if isinstance(self.adaptive, Mapping):
+            object.__setattr__(self, "adaptive", AdaptiveConfig(**self.adaptive))
+        if self.adaptive is not None and self.patterns:
+            raise must("adaptive must come without patterns", ", ".join(self.patterns), "Learned layers have none.")
+        if self.adaptive is not None and (self.zero_padding or self.shifted_segments or self.detach_mixing):
+            raise must("torchscale's attention must follow a pattern", "adaptive", "Set adaptive=None.")
         least = {"num_tokens": 1, "d_model": 1, "nhead": 1, "dim_feedforward": 1}
         for name in ("num_encoder_layers", "num_decoder_layers", *least):
             if getattr(self, name) < least.get(name, 0):
@@ -102,7 +113,9 @@ class LongNetConfig:
         return cls(**{**SIZES[size], **changes})
 
     def pattern(self, layer: int) -> Pattern:
-        """The pattern of a layer."""
+        """The pattern of a layer; full for learned attention, which may select any block."""
+        if self.adaptive is not None:
+            return Full()
         if self.patterns:
             return parse(self.patterns[layer % len(self.patterns)])
         return Dilated(self.segment_lengths, self.dilation_rates, self.offset)  # pyrefly: ignore[bad-argument-type]
@@ -140,7 +153,17 @@ class LongNetConfig:
         inner = attentions if self.memory_norm else 1
         norms = (attentions + 1) * d + (inner * d + ff if self.sub_norm else 0)
         vectors = (attentions * biases + d + ff + 2 * norms) if self.bias else norms
-        return attentions * attention + 2 * d * ff, vectors
+        return attentions * attention + 2 * d * ff, vectors + self._scorer_weights()
+
+    def _scorer_weights(self) -> int:
+        """Parameters of the scorer of a layer with learned attention, temperatures included."""
+        chosen, width = self.adaptive, self.head_dim
+        if not isinstance(chosen, AdaptiveConfig):
+            return 0
+        widths = [2 * width, *[chosen.hidden_dim] * (chosen.num_layers - 1), 1]
+        mlp = sum((before + 1) * after for before, after in pairwise(widths))
+        each = mlp + 3 * width * width + 2 * width * chosen.match_rank
+        return each * (1 if chosen.share_across_heads else self.nhead) + chosen.learnable_temperature * self.nhead
 
     @property
     def num_parameters(self) -> int:
@@ -171,12 +194,14 @@ class LongNetConfig:
         return total
 
     def _attention_flops(self, pattern: Pattern, layers: int, n: int, is_causal: bool) -> int:
-        return layers * SparseAttention(pattern).plan(n, self.nhead, is_causal).flops(self.head_dim)
+        dense = layers * SparseAttention(pattern).plan(n, self.nhead, is_causal).flops(self.head_dim)
+        return round(self.adaptive.kept * dense) if isinstance(self.adaptive, AdaptiveConfig) else dense
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON; `from_dict` reads them."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         values["position"] = position_facts(self.position)
+        values["adaptive"] = asdict(self.adaptive) if isinstance(self.adaptive, AdaptiveConfig) else None
         return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
     @classmethod

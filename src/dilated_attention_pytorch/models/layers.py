@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..errors import must
-from ..nn import KVCache, MultiheadSparseAttention, Position
+from ..nn import AdaptiveConfig, KVCache, MultiheadBlockSparseAdaptive, MultiheadSparseAttention, Position
 from ..nn.context_parallel import MultiheadOverRanks, OverRanks, Ranks
 from ..patterns import Dilated, Full, Pattern, parse
 from .config import ACTIVATIONS
@@ -103,6 +103,7 @@ class DilatedTransformerLayer(nn.Module):
         attention_dropout: probability of dropping a weight; `dropout` by default.
         offset: which residue a head samples, see `Dilated`.
         zero_padding: torchscale's padding, see `published`; likewise `shifted_segments` and `detach_mixing`.
+        adaptive: settings of learned self-attention, with blocks of `adaptive_block_size`, in place of a pattern.
         backend: see `attention`, as `memory_budget`.
         device: where the parameters are made.
         dtype: what they are made of.
@@ -134,6 +135,8 @@ class DilatedTransformerLayer(nn.Module):
         zero_padding: bool = False,
         shifted_segments: bool = False,
         detach_mixing: bool = False,
+        adaptive: AdaptiveConfig | None = None,
+        adaptive_block_size: int = 128,
         backend: str = "auto",
         memory_budget: int | float | None = None,
         device: torch.device | str | None = None,
@@ -168,7 +171,13 @@ class DilatedTransformerLayer(nn.Module):
             "shifted_segments": shifted_segments,
             "detach_mixing": detach_mixing,
         }
-        self.self_attn = LayerAttention(pattern=pattern, position=position, **flags, **self._heads)
+        if adaptive is None:
+            self.self_attn = LayerAttention(pattern=pattern, position=position, **flags, **self._heads)
+        else:
+            learned = {"adaptive_config": adaptive, "block_size": adaptive_block_size, "position": position}
+            self.self_attn = MultiheadBlockSparseAdaptive(
+                **self._heads, segment_lengths=[1], dilation_rates=[1], **learned
+            )
         for block in range(1, self.norms + 1):
             self.add_module(f"norm{block}", nn.LayerNorm(d_model, layer_norm_eps, bias=bias, **factory_options))
         self.linear1 = nn.Linear(d_model, dim_feedforward, bias, **factory_options)
@@ -219,7 +228,8 @@ class DilatedTransformerEncoderLayer(DilatedTransformerLayer):
         """Pass tokens (B, N, E) through; masks, `cu_seqlens` and `cache` as for `MultiheadSparseAttention`."""
 
         def attend(x: Tensor) -> Tensor:
-            masks = {"attn_mask": src_mask, "key_padding_mask": src_key_padding_mask, "cu_seqlens": cu_seqlens}
+            masks = {"attn_mask": src_mask, "key_padding_mask": src_key_padding_mask}
+            masks |= {} if cu_seqlens is None else {"cu_seqlens": cu_seqlens}
             return self.self_attn(x, x, x, is_causal=is_causal, cache=cache, **masks)[0]
 
         return self._block(self._block(src, 1, attend), 2, self._feed_forward)

@@ -70,6 +70,8 @@ class Stack(nn.Module):
                 zero_padding=config.zero_padding and of == "encoder",
                 shifted_segments=config.shifted_segments,
                 detach_mixing=config.detach_mixing,
+                adaptive=config.adaptive,  # pyrefly: ignore[bad-argument-type]
+                adaptive_block_size=config.adaptive_block_size,
                 device=device,
                 dtype=dtype,
                 **options,

@@ -47,7 +47,14 @@ def sampled(total: int, many: int, start: Tensor, others: int = 0) -> Tensor:
 
 
 def draw_batch(
-    scores: BlockScores, total: int, slots: int, dense_fraction: float, memory: int, weight: float, saliency: bool
+    scores: BlockScores,
+    total: int,
+    slots: int,
+    dense_fraction: float,
+    min_tokens: int,
+    memory: int,
+    weight: float,
+    saliency: bool,
 ) -> DistillBatch:
     """Draw the rows on which the scorer is distilled in one step.
 
@@ -55,7 +62,8 @@ def draw_batch(
         scores: of the rows.
         total: rows of the sequence.
         slots: blocks a row lists at most.
-        dense_fraction: fraction of rows compared on every block.
+        dense_fraction: fraction of rows compared on every block; 0 for none.
+        min_tokens: tokens of those rows, at least.
         memory: bytes for the scores of either kind of rows; fewer rows are drawn where they would take more.
         weight: of the loss.
         saliency: see `DistillBatch`.
@@ -64,13 +72,15 @@ def draw_batch(
     hidden, kernels = scores.rows.shape[-1], scores.steps is not None and not scores.steps.records_graph
     # Hidden units and sub-blocks of a pair, and their gradients; each listed block has its own copy of the keys.
     a_listed, a_pair = (8 * batch * heads * (hidden + units * each) for each in (scores.rank, 1))
+    size = 1 if scores.per_token else scores.block_size
     if kernels:
         # Kernels hold a pair's score, its gradient, the best match, and the LSE of each query of a row.
-        a_pair = 4 * batch * heads * (4 + (1 if scores.per_token else scores.block_size))
+        a_pair = 4 * batch * heads * (4 + size)
     most = MOST_ROWS["token" if scores.per_token else "block"] // batch
     start = torch.randint(total, (1,), device=scores.unit_there.device)
     chosen = min(total, max(1, min(most, memory // (a_listed * max(slots, 1)))))
-    dense = min(math.ceil(dense_fraction * total), max(1, memory // (a_pair * t)))
+    wanted = max(math.ceil(dense_fraction * total), min(total, -(-min_tokens // size))) if dense_fraction else 0
+    dense = min(wanted, max(1, memory // (a_pair * t)))
     return DistillBatch(sampled(total, chosen, start, dense), chosen, scores.visible, weight, saliency, total)
 
 

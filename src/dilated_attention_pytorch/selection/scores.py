@@ -423,7 +423,8 @@ class BlockScores:
             return torch.where(some[..., None], sign * x, 0.0)
 
         match, hidden = (self.ranked_keys, self.unit_there), (self.hidden[:, :, :, None], self.visible[..., None])
-        return SuperBoxes(*(edge(*each, sign) for each in (match, hidden) for sign in (-1, 1)), some)
+        boxes = [edge(*each, sign) for each in (match, hidden) for sign in (-1, 1)]
+        return SuperBoxes(boxes[0], boxes[1], boxes[2], boxes[3], some)
 
     def super_bounds(self, begin: int, end: int) -> Tensor:
         """Upper bounds (b, h, r, s), before temperature, of the scores of rows with the blocks of each super-block."""

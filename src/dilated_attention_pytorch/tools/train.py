@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import signal
 import sys
 import sysconfig
@@ -30,7 +31,7 @@ from ..atomic_write import write_whole
 from ..errors import must
 from ..models import LongNetConfig, LongNetLM
 from ..models.checkpoints import write_torch
-from ..nn import MultiheadSparseAttention, set_process_group
+from ..nn import MultiheadSparseAttention, scorer_parameters, set_process_group, task_parameters
 from .bench.results import append, read_lines
 from .console import Parser, device_of, dtype_name, leave
 from .html_page import readable_bytes
@@ -38,6 +39,10 @@ from .html_page import readable_bytes
 HELD_OUT = 0.05
 """Share of the file, at its end, that is never trained on."""
 LEAST_BYTES = 64
+LEARNED = r"learned(:(?P<kept>[0-9.]+))?(;block=(?P<block>\d+))?"
+"""Pattern of learned attention: the fraction of blocks kept, and the tokens of a block."""
+DENSE_START = 0.2
+"""Fraction of the steps that learned attention begins with dense."""
 DEMO_BYTES = 16 << 20
 SAVED = "checkpoint.pt"
 
@@ -90,7 +95,13 @@ class TrainSettings:
     def model(self) -> LongNetConfig:
         """The model to train."""
         changes: dict[str, Any] = {"gradient_checkpointing": self.checkpointing, "dropout": self.dropout}
-        if self.dense or self.pattern is not None:
+        if learned := re.fullmatch(LEARNED, self.pattern or ""):
+            # A backward pass of attention is a micro-batch.
+            dense = round(DENSE_START * self.steps) * self.accumulate
+            kept, block = float(learned["kept"] or 0.1), int(learned["block"] or 128)
+            changes["adaptive"] = {"base_sparsity": 1 - kept, "dense_steps": dense}
+            changes["adaptive_block_size"] = block
+        elif self.dense or self.pattern is not None:
             changes["patterns"] = (self.pattern or "full",)
         return LongNetConfig.named(self.size, **changes)
 
@@ -339,7 +350,9 @@ class Run:
             dist.all_reduce(flat)
             for grad, part in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
                 grad.copy_(part.view_as(grad))
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), s.clip)
+        norm = torch.nn.utils.clip_grad_norm_(task_parameters(self.model), s.clip)
+        # Scorers have a loss of their own.
+        torch.nn.utils.clip_grad_norm_(scorer_parameters(self.model), s.clip)
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.step += 1
@@ -380,7 +393,7 @@ class Run:
             lines = [line for line in _lines(log) if s.resume and line["step"] <= self.step]
             text = "".join(json.dumps(line) + "\n" for line in lines)
             write_whole(log, lambda temporary: Path(temporary).write_text(text))
-            name = "dense" if s.dense else s.model().pattern(0)
+            name = "dense" if s.dense else s.pattern or s.model().pattern(0)
             self._print(
                 f"{self.model.num_parameters:,} parameters, {name}, {s.context:,} bytes of context, {self.device}"
             )
@@ -506,7 +519,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser = Parser("dap train", "Train a byte-level LongNet on a file.", "[PATTERN]")
     usual: dict[str, Any] = {field.name: field.default for field in fields(TrainSettings)}
     shared: dict[str, Callable[[], None]] = {
-        "pattern": lambda: parser.pattern(more="; the size's own dilated pattern by default"),
+        "pattern": lambda: parser.pattern(
+            more='; "learned:0.1;block=128" selects blocks by content; the size\'s own dilated pattern by default'
+        ),
         "context": lambda: parser.tokens("--context", dest="context", default=usual["context"], help=HELP["context"]),
         "device": parser.device,
         "out": lambda: parser.out(HELP["out"], Path(usual["out"])),

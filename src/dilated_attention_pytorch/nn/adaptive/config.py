@@ -55,13 +55,17 @@ class AdaptiveConfig:
     score_gradient: ScoreGradient = "distill"
     """Training signal of the scorer. Only "distill" is measured to work; the others need n <= 8192."""
     distill_rows: float = 0.02
-    """Fraction of rows that get dense statistics in every step, as far as `distill_memory` reaches."""
+    """Fraction of rows that get dense statistics in every step, as far as `distill_memory` reaches; 0 for none."""
+    distill_min_tokens: int = 128
+    """Tokens of the rows with dense statistics, at least: a fraction of a short sequence is too few to learn from."""
     distill_memory: int = 128 * 2**20
     """Bytes for the scores of distilled rows; fewer rows are drawn where they would take more."""
     distill_weight: float = 1.0
     """Factor on the gradient of the scorer."""
     saliency_weighted: bool = True
     """Weight queries by the norm of their output's gradient; otherwise the task's loss does not scale distillation."""
+    exploration: bool = False
+    """Add Gumbel noise to the ranking while training, as if blocks were drawn in proportion to their weight."""
     dense_steps: int = 0
     """Training steps with dense attention, before blocks are selected; a step is a backward pass of the module."""
     distill_start: int = 0
@@ -90,7 +94,7 @@ class AdaptiveConfig:
             raise must("adaptive_ratio must lie in (0, 1)", self.adaptive_ratio, "It is a share of attention.")
         if not 0.0 <= self.distill_rows <= 1.0:
             raise must("distill_rows must lie in [0, 1]", self.distill_rows)
-        for name in ("distill_weight", "distill_memory", "dense_steps", "distill_start"):
+        for name in ("distill_weight", "distill_memory", "distill_min_tokens", "dense_steps", "distill_start"):
             if not getattr(self, name) >= 0:
                 raise must(f"{name} must be >= 0", getattr(self, name))
         for name, kind in (("granularity", Granularity), ("score_gradient", ScoreGradient)):

