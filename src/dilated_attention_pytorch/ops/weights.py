@@ -8,7 +8,7 @@ from torch import Tensor
 from ..errors import must
 from ..patterns import Causal, Pattern
 from ..patterns.parse import from_operand, parse
-from ..plan.closed_forms import Grid, closed_form
+from ..plan.closed_forms import Domain, closed_form
 from .attention import operand_of
 
 _library = torch.library.Library("dilated_attention", "FRAGMENT")
@@ -67,10 +67,10 @@ def _log_counts(query: Tensor, key: Tensor, pattern: str, is_causal: bool) -> Te
         return counts
     whole = from_operand(pattern) if pattern.startswith("@") else parse(pattern)
     form = closed_form((whole & Causal() if is_causal else whole).resolve(n, heads))
-    grid = Grid(n, query.device)
-    rows, columns = grid.arange(queries)[:, None], grid.arange(keys)
+    domain = Domain(n, query.device)
+    rows, columns = domain.arange(queries)[:, None], domain.arange(keys)
     for head in range(heads):
-        counts[head] = torch.as_tensor(form.count(rows, columns, head, grid), device=query.device)
+        counts[head] = torch.as_tensor(form.count(rows, columns, head, domain), device=query.device)
     return counts.log_()
 
 

@@ -535,7 +535,7 @@ def main(arguments: list[str] | None = None) -> int:
         elif isinstance(field.default, bool):
             parser.option(option, action="store_true", help=text)
         else:
-            kind = str if field.default is None else type(field.default)
+            kind: type = str if field.default is None else type(field.default)
             shown = "FILE" if field.name == "data" else {int: "N", float: "X"}.get(kind, "NAME")
             parser.option(option, type=kind, default=field.default, metavar=shown, help=text)
     given: dict[str, Any] = vars(parser.read(arguments))
