@@ -319,7 +319,7 @@ def _chosen_mass(attended: Attended, about: RankBatch, weights: Tensor) -> tuple
 
 
 class _Learned(NamedTuple):
-    """What comparing some rows gave."""
+    """Result of comparing some rows."""
 
     grad: Tensor
     """(b, h, r, l): the gradient of the scores"""
