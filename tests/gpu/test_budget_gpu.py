@@ -140,7 +140,7 @@ def test_memory_that_runs_out_is_got_along_with(backend, dtype, monkeypatch):
         monkeypatch.setattr(triton_backend, name, partial(counted, getattr(triton_backend, name)))
 
     leave(enough_forward)
-    with pytest.warns(RuntimeWarning, match="going on with smaller chunks") as told:
+    with pytest.warns(RuntimeWarning, match="retrying with smaller chunks") as told:
         output = attend(memory_budget=2**45)
     assert len(told) == 1 and tried[0] == heads * n > tried[-1]
     forward_sizes = tried[tried.index(tried[-1]) :]
@@ -184,6 +184,6 @@ def test_one_head_goes_on_with_rows(monkeypatch):
     monkeypatch.setattr(triton_backend, "forward", counted)
     results = n * (64 * 2 + 4)
     leave((taken + results) // 2)
-    with pytest.warns(RuntimeWarning, match="going on with smaller chunks"):
+    with pytest.warns(RuntimeWarning, match="retrying with smaller chunks"):
         output = attend(memory_budget=2**45)
     assert tried[0] == n > tried[-1] and error(output.cpu(), wanted) < 1e-2

@@ -309,7 +309,7 @@ def test_out_of_memory_halves_warns_once_and_remembers(narrow):
     plain = MultiheadDilatedAttention(64, 8, [16, 64], [1, 4], backend="cpu")
     plain.load_state_dict(module.state_dict())
     x = torch.randn(1, 100, 64, requires_grad=True)
-    with pytest.warns(RuntimeWarning, match="going on with smaller chunks"):
+    with pytest.warns(RuntimeWarning, match="retrying with smaller chunks"):
         output = module(x)[0]
     assert narrow.tried == [800, 400, 200, 200, 200, 200]
     narrow.tried.clear()
@@ -349,7 +349,7 @@ def test_out_of_memory_goes_on_with_rows(narrow):
     tensors = inputs(torch.float64, 1, n=300, batch=1)
     grad_output = torch.randn_like(tensors[0])
     runs = [128, 128, 44]
-    with pytest.warns(RuntimeWarning, match="going on with smaller chunks") as told:
+    with pytest.warns(RuntimeWarning, match="retrying with smaller chunks") as told:
         found = everything(tensors, "window:40 & causal", grad_output, 2**30)
     assert len(told) == 1
     assert narrow.tried == 2 * [1200, 300, 256, *4 * runs]

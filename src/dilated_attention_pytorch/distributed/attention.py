@@ -160,7 +160,7 @@ def _attend(
         return call.on_one_device(query, key, value, key_padding_mask, backend)
     pattern, layout, machine, cu_seqlens = call.pattern, call.layout, call.machine, call.cu_seqlens
     seed = fresh_seed(query.device) if call.dropout_p and isinstance(query, Tensor) else None
-    # A rank that wants gradients would wait in its backward pass for one that does not.
+    # A rank that computes gradients would wait in its backward pass for a rank that does not.
     needs_grad = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in (query, key, value))
     if torch.compiler.is_compiling():
         # As plain values: torch 2.11 accepts no object of this library's classes as a constant.

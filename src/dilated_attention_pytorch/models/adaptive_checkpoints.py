@@ -27,10 +27,10 @@ ADVICE = "Write it with save_adaptive, or say the settings that its layers were 
 
 
 class AdaptiveLayer(NamedTuple):
-    """A layer of a checkpoint, ready to be asked what it looks at."""
+    """Adaptive layer of a checkpoint, with loaded weights."""
 
     name: str
-    """Where it stands in the model; empty where it is the model."""
+    """Qualified name in the model; empty if it is the model."""
     module: BlockSparseAdaptive | MultiheadBlockSparseAdaptive
     is_causal: bool
 

@@ -56,7 +56,7 @@ _THREE_BLOCKS = {
 _FUSED = {"in_proj_weight": "weight", "in_proj_bias": "bias", "qkv_proj.weight": "weight", "qkv_proj.bias": "bias"}
 """Names of the three projections in one -> what each of the three is called."""
 _SOURCE = "encoder.embed_tokens.weight"
-"""Where torchscale keeps the embedding of what an encoder reads."""
+"""Name of the embedding of encoder tokens in torchscale."""
 _CONSTANTS = re.compile(r"(^|\.)(xpos\.scale|pos_embedding\.scale|pos_embed)$")
 """Entries that follow from the sizes and are computed here."""
 
@@ -67,7 +67,7 @@ def read_state(path: str | os.PathLike[str]) -> State:
 
 
 def read_with_facts(path: str | os.PathLike[str], *names: str) -> tuple[State, dict[str, Any]]:
-    """Tensors by name, and of what `write_state` was told besides, the facts with these names that are there."""
+    """Tensors by name, and those of the named facts of `write_state` that are present."""
     source = Path(path)
     if not source.is_file():
         raise must("a checkpoint must be a file", source)
@@ -311,7 +311,7 @@ def _together(state: State) -> State:
 
 
 def _their_name(model: nn.Module, own: str, names: Names) -> str:
-    """What a parameter of ours is called in a checkpoint of theirs."""
+    """Name of a parameter in a checkpoint of another library."""
     if names not in get_args(Names):
         raise must(f"names must be one of {', '.join(get_args(Names))}", repr(names))
     if names == "own":

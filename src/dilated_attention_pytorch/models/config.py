@@ -1,4 +1,4 @@
-"""What a LongNet is made of: one frozen value, named sizes, and what it will cost."""
+"""Configuration of a LongNet: a frozen value, named sizes, and cost estimates."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class LongNetConfig:
     segment_lengths: tuple[int, ...] = (2048, 4096, 8192, 16384, 32768)
     dilation_rates: tuple[int, ...] = (1, 2, 4, 6, 12)
     offset: str = "mod"
-    """Which residue a head samples, see `Dilated`."""
+    """Residue that a head samples; see `Dilated`."""
     patterns: tuple[str, ...] = ()
     """Patterns of the layers instead, as text, taken in turn from the first layer on."""
     adaptive: AdaptiveConfig | Mapping[str, Any] | None = None
@@ -44,7 +44,7 @@ class LongNetConfig:
     adaptive_block_size: int = 128
     """Tokens of a block of learned attention."""
     memory_pattern: str = "full"
-    """What a decoder token sees of the encoder's output."""
+    """Pattern of a decoder token over the output of the encoder."""
     memory_norm: bool = True
     """Whether `sub_norm`, with its gain, holds for cross-attention too; torchscale's has neither."""
     num_source_tokens: int | None = None
@@ -60,7 +60,7 @@ class LongNetConfig:
     """A LayerNorm after the last layer; where `norm_first` by default."""
     bias: bool = True
     position: Position | str | None = "rotary"
-    """How queries and keys of self-attention learn where they stand. XPOS and ALiBi need causal layers."""
+    """Position encoding of self-attention. XPOS and ALiBi require causal layers."""
     tie_embeddings: bool = True
     """Logits come from the transposed embedding, without a bias of their own."""
     gradient_checkpointing: bool = False
@@ -68,7 +68,7 @@ class LongNetConfig:
     zero_padding: bool = False
     """torchscale's padding: zero keys fill up ragged segments of an encoder and take part in the softmax."""
     shifted_segments: bool = False
-    """torchscale's placement: where a rate does not divide its segment, outputs of later segments stand too late."""
+    """torchscale's placement: if a rate does not divide its segment, outputs of later segments are shifted."""
     detach_mixing: bool = False
     """torchscale's gradient: none through the weights that mix the branches."""
 
@@ -206,7 +206,7 @@ class LongNetConfig:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> LongNetConfig:
-        """The value that `to_dict` told."""
+        """Config from the result of `to_dict`."""
         unknown = sorted(set(values) - {field.name for field in fields(cls)})
         if unknown:
             raise must("a model's configuration must hold known settings", ", ".join(unknown))
@@ -224,7 +224,7 @@ def position_facts(position: Position | str | None) -> Any:
 
 
 def position_from(facts: Any) -> Position | str | None:
-    """The value that `position_facts` told."""
+    """Position encoding from the result of `position_facts`."""
     if not isinstance(facts, Mapping):
         return facts
     settings = dict(facts)

@@ -82,7 +82,7 @@ def world_of(model: nn.Module) -> int:
 
 
 class DilatedTransformerLayer(nn.Module):
-    """What both layers share: arguments, the feed-forward block, and the place of the norms.
+    """Common base of both layers: arguments, the feed-forward block, and the position of the norms.
 
     Args:
         d_model: width of the model.
@@ -110,7 +110,7 @@ class DilatedTransformerLayer(nn.Module):
     """
 
     norms = 2
-    """Blocks, each with its LayerNorm; one more stands inside the feed-forward block of a `sub_norm` layer."""
+    """Blocks, each with its LayerNorm; the feed-forward block of a `sub_norm` layer contains another."""
 
     def __init__(
         self,
@@ -269,7 +269,7 @@ class DilatedTransformerDecoderLayer(DilatedTransformerLayer):
         cache: KVCache | None = None,
     ) -> Tensor:
         """Pass tokens (B, N, E) through, which also see `memory` (B, M, E); `cache` is that of self-attention."""
-        # Patterns count positions from the start: tokens that came in earlier calls stand in as zeros.
+        # Patterns count positions from the start, so tokens of earlier calls are replaced by zeros.
         first = 0 if cache is None or self.multihead_attn.pattern == Full() else max(cache.lengths, default=0)
         along = 1 if self.self_attn.batch_first else 0
 

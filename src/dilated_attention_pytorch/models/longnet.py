@@ -242,7 +242,7 @@ class LongNetLM(nn.Module):
         return sum(parameter.numel() for parameter in self.parameters())
 
     def hidden(self, tokens: Tensor, tgt: Tensor | None = None, **settings: Any) -> Tensor:
-        """What `LongNet` makes of token ids, (B, N, E); settings are those of its `forward`."""
+        """Hidden states of `LongNet` for token ids, (B, N, E); settings are those of its `forward`."""
         if tgt is None and self.source_embedding is not None:
             raise must("tgt must be given to a model with num_source_tokens", "none")
         read = self._embed(tokens, self.source_embedding)
@@ -434,7 +434,7 @@ class Sampler:
         return torch.multinomial(self.probabilities(logits), 1, generator=self.generator)[:, 0]
 
     def probabilities(self, logits: Tensor) -> Tensor:
-        """What is drawn from."""
+        """Distribution that tokens are sampled from."""
         logits = logits.float()
         # The likeliest becomes 0, which no temperature takes out of range; below 1e-30 none is left but it.
         logits = (logits - logits.amax(-1, keepdim=True)) / max(self.temperature, 1e-30)

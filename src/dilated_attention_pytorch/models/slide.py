@@ -24,7 +24,7 @@ ROLLOUT_WIDTH = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlideConfig:
-    """What a slide encoder is made of; the defaults are those of the published 12 x 768 encoder.
+    """Configuration of a slide encoder; the defaults are those of the published 12 x 768 encoder.
 
     >>> SlideConfig().segments
     (1024, 5792, 32768, 185363, 1048576)
@@ -42,12 +42,12 @@ class SlideConfig:
     slide_size: int = 262144
     """Pixels of the largest slide's side; segments grow up to its number of tiles."""
     grid: int = 1000
-    """Tiles along a side that positions are told for."""
+    """Tiles per side of the position table."""
     segment_lengths: tuple[int, ...] | None = None
     """By default five from 1024 to the tiles of the largest slide, a constant factor apart."""
     dilation_rates: tuple[int, ...] = (1, 2, 4, 8, 16)
     offset: str = "block"
-    """Which residue a head samples, see `Dilated`."""
+    """Residue that a head samples; see `Dilated`."""
     global_pool: bool = False
     """Average the tiles, rather than take the class token."""
     dropout: float = 0.0
@@ -191,7 +191,7 @@ class SlideEncoder(nn.Module):
         return torch.stack(pooled, 1)
 
     def tokens(self, tiles: Tensor, coords: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
-        """What the stack makes of the class token and of every tile, (B, 1 + N, d_model)."""
+        """Hidden states of the class token and of every tile, (B, 1 + N, d_model)."""
         x, mask = self._tokens(tiles, coords, key_padding_mask)
         return self.encoder(x, src_key_padding_mask=mask)
 
@@ -206,7 +206,7 @@ class SlideEncoder(nn.Module):
         layer: int = -1,
         average_heads: bool = True,
     ) -> Tensor:
-        """What tiles look at, for a slide of any size: only the rows asked for are ever computed.
+        """Attention weights of selected tiles, for a slide of any size; only these rows are computed.
 
         Args:
             tiles: as for a call, as `coords` and `key_padding_mask`.
@@ -240,7 +240,7 @@ class SlideEncoder(nn.Module):
         return weights.mean(1) if average_heads else weights
 
     def rollout(self, tiles: Tensor, coords: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
-        """How much of each tile reaches the slide's embedding, through all layers: (B, 1 + N), float32, sums to 1.
+        """Contribution of each tile to the slide's embedding through all layers: (B, 1 + N), float32, sums to 1.
 
         Attention rollout: each layer passes on half of what it has and half of what it looks at, averaged over heads.
         The product of the layers' matrices is never formed. From the last layer back, a row vector times a matrix of
@@ -306,12 +306,12 @@ class SlideEncoder(nn.Module):
         cells = self._within_grid(cells)
         x = self.tile_projection(tiles)
         table = axis_positions(self.config.grid, self.config.d_model // 2, x.device).to(x.dtype)
-        # The first half of a position tells the second coordinate, the other half the first.
+        # The first half of a position encodes the second coordinate, the other half the first.
         x = x + nn.functional.embedding(cells.long().flip(-1), table).flatten(-2)
         if mask is not None:
             x = x.masked_fill(mask[..., None], 0.0)
             mask = nn.functional.pad(mask, (1, 0), value=False)
-        # The class token stands at no cell: its position is zero.
+        # The class token has no cell: its position is zero.
         return self.dropout(torch.cat([self.class_token.to(x.dtype).expand(len(x), -1, -1), x], 1)), mask
 
     def _within_grid(self, cells: Tensor) -> Tensor:

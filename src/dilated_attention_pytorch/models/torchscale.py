@@ -36,7 +36,7 @@ def check_published(pattern: Pattern) -> Dilated:
 
 
 def zero_keys(pattern: Dilated, lengths: Tensor, n: int, heads: int) -> Tensor:
-    """How many zero keys each row meets, int64 (B, H, N): `lengths` (B) are the real tokens of each sample.
+    """Number of zero keys of each row, int64 (B, H, N): `lengths` (B) are the real tokens of each sample.
 
     >>> zero_keys(Dilated((4,), (1,)), torch.tensor([6]), 6, 1).tolist()
     [[[0, 0, 0, 0, 2, 2]]]

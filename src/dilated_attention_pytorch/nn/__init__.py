@@ -1,4 +1,4 @@
-"""What people build: modules over the one operation."""
+"""Modules over the attention operation."""
 
 from .adaptive.module import (
     AdaptiveConfig,

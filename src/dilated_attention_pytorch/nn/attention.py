@@ -39,16 +39,16 @@ def check_weights(what: str, pattern: Pattern, queries: int, keys: int, cu_seqle
 
 
 class Planned:
-    """What every attention module can say about itself."""
+    """Common interface of attention modules: plan, explanation, device."""
 
     pattern: Pattern
     num_heads: int | None = None
     """Heads of a module that knows them."""
     reason: str | None = None
-    """Why a factory chose it."""
+    """Reason of a factory for choosing this module."""
 
     def default_device(self) -> torch.device:
-        """Where plans are built."""
+        """Device that plans are built for."""
         return torch.device("cpu")
 
     def plan(self, n: int, num_heads: int | None = None, is_causal: bool = False) -> Plan:
@@ -85,14 +85,14 @@ class Planned:
         )
 
     def notes(self) -> list[str]:
-        """What else a user of this module should know."""
+        """Additional lines of the explanation."""
         return []
 
     def _check_whole(self, what: str) -> None:
         """Refuse an argument that needs the whole sequence; modules over several ranks do."""
 
     def _operation(self, n: int, keys: int) -> Callable[..., Tensor]:
-        """What computes attention of `n` queries and `keys` keys."""
+        """Function that computes attention of `n` queries and `keys` keys."""
         return attention if n == keys else attention_across
 
 

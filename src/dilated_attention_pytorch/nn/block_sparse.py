@@ -36,7 +36,7 @@ def block_pattern(
         return BlockDilated(tuple(segment_lengths), tuple(dilation_rates), sparsity_ratio, block=size)
     if not isinstance(sparse_config, SparsePatternConfig):
         raise must_be("sparse_config must be a SparsePatternConfig", type(sparse_config).__name__)
-    # Checked here because a pattern without segments would not look at them.
+    # Checked here because a pattern without segments does not read them.
     BlockDilated(tuple(segment_lengths), tuple(dilation_rates))
     if sparsity_ratio is not None:
         sparse_config = replace(sparse_config, sparsity_ratio=sparsity_ratio)
@@ -137,7 +137,7 @@ class BlockSparseHierarchical(SparseAttention):
         block_size: int | None = None,
         **options: Any,
     ) -> None:
-        # Checked here because a config's levels would not look at them.
+        # Checked here because the levels of a config do not read them.
         given = BlockDilated(tuple(segment_lengths), tuple(dilation_rates))
         if hierarchical_config is None:
             block = 128 if block_size is None else integer("block_size", block_size, 1)
@@ -152,11 +152,11 @@ class BlockSparseHierarchical(SparseAttention):
         self.hierarchical_config = hierarchical_config
 
     def get_pattern_stats(self, n: int, num_heads: int = 8, is_causal: bool = False) -> dict[str, Any]:
-        """What is kept at a length."""
+        """Pattern and density at a length."""
         return {"pattern": str(self.pattern), **_density_stats(self.plan(n, num_heads, is_causal))}
 
     def visualize_pattern(self, n: int = 1024) -> str:
-        """Who meets whom, drawn."""
+        """Picture of the plan."""
         return self.plan(n, 1).picture()
 
     def notes(self) -> list[str]:

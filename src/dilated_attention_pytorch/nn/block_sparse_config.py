@@ -1,4 +1,4 @@
-"""What a block-sparse module is told about its pattern, checked when it is told."""
+"""Configuration of block-sparse patterns, validated at construction."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WHOLE = 1 << 40
 
 @dataclass(frozen=True, slots=True)
 class SparsePatternConfig:
-    """Which blocks a block-sparse module keeps.
+    """Blocks of a block-sparse module.
 
     >>> SparsePatternConfig("local_window", sparsity_ratio=0.05).pattern()
     block_dilated:1099511627776x1;sparsity_ratio=0.05
@@ -37,7 +37,7 @@ class SparsePatternConfig:
     dilation_rates: tuple[int, ...] | None = None
     """Rates that replace those of the module, one for each of its segments."""
     seed: int = 0
-    """Which random blocks."""
+    """Seed of random blocks."""
 
     def __post_init__(self) -> None:
         if self.pattern_type not in get_args(PatternType):

@@ -1,4 +1,4 @@
-"""What dense and sparse attention cost on this machine, measured once and kept."""
+"""Cost model of dense and sparse attention on this machine, measured once and cached on disk."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class CostModel:
     sparse_call: float
     sparse_tile: float
     measured: bool = True
-    """False for the figures that stand in where measuring is switched off."""
+    """False for the default figures used if measuring is disabled."""
 
     def dense(self, plan: Plan) -> float:
         """Estimate for dense attention at the length and heads of a plan."""
@@ -80,7 +80,7 @@ def _key(device: torch.device) -> str:
 
 
 def cache_path() -> Path:
-    """Where the figures are kept."""
+    """Path of the cache file."""
     return cache_folder() / "costs.json"
 
 
@@ -129,7 +129,7 @@ def _best(call: Callable[[], object], device: torch.device) -> float:
 
 
 def stored_models() -> dict[str, CostModel]:
-    """What the cache holds, by machine and torch release."""
+    """Cost models in the cache file, by machine and torch release."""
     try:
         entries = json.loads(cache_path().read_text(encoding="utf-8"))
         models = {key: CostModel(**figures) for key, figures in entries.items()}

@@ -1,4 +1,4 @@
-"""Attention between sequences of two lengths, where a pattern says what that means."""
+"""Attention between sequences of different lengths, for patterns that define it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Modules by what they are for: variants, presets, and a choice that can say why."""
+"""Factories of attention modules: variants, presets, and an automatic choice with its reason."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def _default(value: int | None, otherwise: int | None) -> Any:
 def _with_densities(
     config: DistributedSparseConfig | None, sparsity_ratio: float | None, block_size: int | None
 ) -> DistributedSparseConfig:
-    """The config with what was said beside it."""
+    """Config with the arguments given beside it."""
     from ..distributed.config import DistributedSparseConfig
 
     said = {"sparsity_ratio": sparsity_ratio, "block_size": block_size}
@@ -187,7 +187,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "local": {"variant": "base", "sparse_config": SparsePatternConfig("local_window", 0.1)},
     "dilated": {"variant": "base", "sparsity_ratio": 0.1},
     "global_local": {"variant": "base", "sparse_config": SparsePatternConfig("global_local", 0.1, global_tokens=64)},
-    # With half a percent asked for, rounding to whole blocks stays within one percent from 100 blocks on.
+    # For half a percent, rounding to whole blocks stays within one percent from 100 blocks on.
     "ultra_sparse": {"variant": "base", "sparsity_ratio": 0.005, "block_size": 64},
     "adaptive_standard": {"variant": "adaptive"},
     "hierarchical_standard": {"variant": "hierarchical", "hierarchical_config": HierarchicalConfig()},
@@ -196,7 +196,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 def get_block_sparse_preset(name: str, **override: Any) -> nn.Module:
-    """A module by the name of its preset; keywords replace what the preset says.
+    """Module by the name of its preset; keywords override the preset.
 
     >>> get_block_sparse_preset("ultra_sparse").plan(65536, 8).density < 0.01
     True

@@ -17,7 +17,7 @@ from ..plan.closed_forms import LiveKeys
 
 
 class KVCache:
-    """What later tokens need of earlier ones, and the attention of each that comes.
+    """Keys and values of earlier tokens, and attention of each new token.
 
     Args:
         pattern: who may see whom; always causal here.
@@ -102,7 +102,7 @@ class KVCache:
         try:
             return self._prompt(query, key, value, settings) if first else self._follow(query, before, settings)
         except BaseException:
-            # These tokens were not read: whoever mends the call may make it again.
+            # The tokens were not stored, so a corrected call may be repeated.
             self.lengths = [] if first else before
             self._key, self._value = (None, None) if first else (self._key, self._value)
             raise

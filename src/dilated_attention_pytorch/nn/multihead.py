@@ -227,7 +227,7 @@ class MultiheadSparseAttention(Projections, Planned):
         return positions - starts[torch.searchsorted(starts, positions, right=True) - 1]
 
     def _tokens(self, n: int, device: torch.device) -> Tensor:
-        """Where the tokens of a call stand in the sequence."""
+        """Positions of the tokens of a call in the sequence."""
         return torch.arange(n, device=device)
 
     def _check_position(self, is_causal: bool, same_length: bool) -> None:

@@ -1,4 +1,4 @@
-"""Where a token stands, told to queries and keys: rotary, XPOS, ALiBi.
+"""Position encodings of queries and keys: rotary, XPOS, ALiBi.
 
 Each is a frozen value with `apply(query, key, positions, scale)` over (B, H, N, D) and (B, G, N, D), where `scale` is
 the factor on the scores. Positions are int64 (B or 1, N), so that a cache, a packed batch or a batch of different
@@ -20,7 +20,7 @@ from ..ops.checks import require
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Position:
-    """How queries and keys learn their positions."""
+    """Position encoding of queries and keys."""
 
     needs_causal = False
     """Whether the scores come out right only where no key comes after its query."""
@@ -31,7 +31,7 @@ class Position:
         """Refuse a head width this cannot serve."""
 
     def apply(self, query: Tensor, key: Tensor, positions: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        """Queries and keys whose products tell how far apart they stand."""
+        """Encode positions into queries and keys, so that their products depend on the distance."""
         raise NotImplementedError
 
 

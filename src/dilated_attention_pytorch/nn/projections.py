@@ -23,7 +23,7 @@ OWN_NAMES: dict[str, tuple[str, ...]] = {
 
 
 class _NoTensor:
-    """What torch's fused paths meet where they look for a weight; it handles torch functions, so they turn back."""
+    """Placeholder weight for torch's fused paths; it overrides torch functions, which disables these paths."""
 
     @classmethod
     def __torch_function__(cls, *_: object) -> Any:
@@ -121,7 +121,7 @@ class Projections(nn.Module):
             )
 
     def finish(self, projected: Tensor) -> Tensor:
-        """What attention found, (B, H, N, D), normalised where asked for and projected to (B, N, E)."""
+        """Normalise the output of attention (B, H, N, D) if configured, and project it to (B, N, E)."""
         output = projected.transpose(1, 2).flatten(2)
         return self.out_proj(output if self.norm is None else self.norm(output))
 
@@ -151,7 +151,7 @@ class Projections(nn.Module):
             "dtype": mha.out_proj.weight.dtype,
         }
         own = cls(mha.embed_dim, mha.num_heads, *pattern, **{**taken, **options})
-        # Only a LayerNorm that was asked for here has nothing to load.
+        # Only a LayerNorm that was requested here has no weights to load.
         own.load_state_dict({**own.state_dict(), **_renamed(mha.state_dict(), "")})
         for name, parameter in mha.named_parameters():
             for own_name in OWN_NAMES.get(name, (name,)):

@@ -26,7 +26,7 @@ Observer = Callable[[int, Tensor, Tensor], None]
 
 
 class _Settings(NamedTuple):
-    """How to stream."""
+    """Settings of a stream."""
 
     chunk: int | None
     memory_budget: int | None
@@ -197,7 +197,7 @@ class StreamedLayer(nn.Module):
 
 
 class TokenSource:
-    """Query, key and value of token ids under a layer, made when asked for; sums the gradients of its parameters."""
+    """Query, key and value of token ids under a layer, computed on demand; accumulates parameter gradients."""
 
     def __init__(self, layer: StreamedLayer, ids: Tensor) -> None:
         self.layer, self.ids, self.n = layer, ids, len(ids)

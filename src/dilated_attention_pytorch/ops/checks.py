@@ -90,7 +90,7 @@ WRONG_NAMES = {
     "sinks": "the argument is sink",
     "score_mod": "scores cannot be changed; the documents on extending have biases by distance",
 }
-"""Arguments of other libraries -> the way to say them here."""
+"""Arguments of other libraries -> their equivalents here."""
 
 
 def unexpected(function: str, given: dict[str, object]) -> TypeError:
@@ -143,7 +143,7 @@ def check_softcap(softcap: float | None) -> None:
 
 
 def require(tensor: Tensor, holds: Tensor, what: str, got: Callable[[], object], do: str | None = None) -> Tensor:
-    """`tensor`, once the values of a call are known to satisfy a condition.
+    """Return `tensor` after checking a condition on the values of a call.
 
     Raises in eager mode. Under `torch.compile` the check is an operator whose result flows into `tensor`, so that no
     compiler pass can remove it. On a GPU a compiled or captured check is a device assertion, without a host sync.

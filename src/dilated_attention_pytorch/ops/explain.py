@@ -1,4 +1,4 @@
-"""Which backend a call of the operation would run, and why."""
+"""Explanation of the backend choice for a call."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def explain(
     cu_seqlens: Tensor | None = None,
     dropout_p: float = 0.0,
 ) -> Explanation:
-    """Which backend `attention` takes for these arguments, and what speaks against each of the others.
+    """Backend that `attention` selects for these arguments, and the reason against each of the others.
 
     Nothing is computed but the plan. The result maps every backend to its reason against the call, None for those that
     can run it; `backend` is the one taken, `because` the measurement behind the order, and `str` writes all of it out.

@@ -1,9 +1,9 @@
-"""Attention within a memory budget: some samples and heads at a time, and where one head is too much, some of its rows.
+"""Attention within a memory budget: chunks of samples and heads, or of the rows of one head.
 
-A chunk is a run of samples, or of one sample's key heads, with all the queries that read them: a *unit* is one key head
-of one sample. No sum runs across such chunks in either direction; on the backends `cpu` and `reference`, whose products
-are torch's, the size of a chunk may still show in the last bit. Smaller than a unit is a run of rows of one query head;
-the gradients of its keys are then summed over the runs.
+A chunk is a run of samples, or of the key heads of one sample, with all the queries that read them; a *unit* is one key
+head of one sample. No sum crosses such chunks in either direction; on the backends `cpu` and `reference`, which use
+torch's matrix products, the size of a chunk may still change the last bit. A chunk smaller than a unit is a run of rows
+of one query head; the gradients of its keys are then summed over the runs.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ from ..plan.subset import Span, of_heads, of_rows, spans, widest_tile
 CACHE_SIZE = 256
 WORDS = {"forward": "output", "backward": "gradients"}
 UNSPLIT = 2**20
-"""Bytes by which torch's CUDA allocator may exceed what a large tensor asks for."""
+"""Most bytes by which torch's CUDA allocator exceeds the size of a large tensor."""
 
 Result = TypeVar("Result", Forward, Gradients)
 
 
 class Memory(NamedTuple):
-    """What one direction of a call takes on a backend, from above."""
+    """Upper bound of the memory of one direction of a call on a backend."""
 
     sizes: dict[int, int]
-    """Sizes that a chunk may have, in query rows, each about half the one before, and the bytes that all takes then."""
+    """Bytes by chunk size in query rows; each size is about half of the one before."""
 
     def fitting(self, budget: int) -> int | None:
-        """The largest chunk that fits."""
+        """Largest chunk size that fits a budget, or None."""
         return next((size for size, most in self.sizes.items() if most <= budget), None)
 
 
 def check_budget(memory_budget: int | float | None) -> None:
-    """What must hold of a budget."""
+    """Validate a memory budget."""
     if memory_budget is None:
         return
     advice = "Give bytes as an int, or a fraction of the free memory as a float."
@@ -69,7 +69,7 @@ def forward(call: AttentionCall, name: str, runner: Runner, memory_budget: int |
         for chunk in _chunks(call, size):
             result = runner.forward(chunk.call)
             output[chunk.own], lse[chunk.own] = (t[:, :, chunk.inside] for t in result)
-            # Without a name, the results of one chunk are gone before the next is computed.
+            # Free the results of one chunk before the next is computed.
             del result
         return Forward(output, lse)
 
@@ -91,7 +91,7 @@ def backward(
     def of(chunk: _Chunk) -> Gradients:
         at = chunk.queries
         slope = None if grad_lse is None else chunk.alone(grad_lse[at])
-        # Kernels read the LSE of their rows one after another.
+        # Kernels require a contiguous LSE.
         return runner.backward(chunk.call, output[at], lse[at].contiguous(), chunk.alone(grad_output[at]), slope)
 
     def by_rows(whole: Gradients, unit: tuple[slice, ...], chunks: Iterator[_Chunk]) -> None:
@@ -121,7 +121,7 @@ def backward(
 
 
 def _zeros(rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """Where shares of these rows are added up: in the rows themselves where they have the dtype of sums."""
+    """Zero accumulator of rows: the rows themselves if they have the dtype of sums."""
     return rows.zero_() if rows.dtype == dtype else torch.zeros_like(rows, dtype=dtype)
 
 
@@ -130,24 +130,24 @@ Slices = tuple[slice, slice, slice]
 
 
 class _Chunk(NamedTuple):
-    """What is computed at a time."""
+    """Portion of a call that is computed at a time."""
 
     call: AttentionCall
     queries: Slices
-    """What it reads of the queries ..."""
+    """Queries that are read."""
     keys: Slices
-    """... and of the keys."""
+    """Keys that are read."""
     own: Slices
-    """The queries it is there for; others come with the tiles that hold them."""
+    """Queries whose results are stored; others are read because they share tiles with them."""
 
     @property
     def inside(self) -> slice:
-        """Its own rows among those it reads."""
+        """Own rows relative to the rows that are read."""
         begin = self.queries[2].start
         return slice(self.own[2].start - begin, self.own[2].stop - begin)
 
     def alone(self, grads: Tensor) -> Tensor:
-        """Gradients of the rows it reads, with nothing flowing back through those that are not its own."""
+        """Gradients of the rows that are read, 0 for rows that are not own."""
         if self.own == self.queries:
             return grads
         own = torch.zeros_like(grads, memory_format=torch.contiguous_format)
@@ -164,7 +164,7 @@ def _unit_rows(call: AttentionCall) -> int:
 
 
 def _chunks(call: AttentionCall, size: int) -> Iterator[_Chunk]:
-    """Chunks of at most `size` query rows, those of one key head one after another."""
+    """Chunks of at most `size` query rows; chunks of one key head are consecutive."""
     batch, heads, n, _ = call.query.shape
     key_heads = call.key.shape[1]
     shared, units = heads // key_heads, size // _unit_rows(call)
@@ -202,7 +202,7 @@ def _cut(call: AttentionCall, queries: Slices, keys: Slices) -> AttentionCall:
         value=call.value[keys],
         plan=of_heads(call.plan, begin, end),
         key_padding_mask=None if mask is None else mask[queries[0]],
-        # Dropout adds the number of the sample and head to the seed's upper half, which thus may start anywhere.
+        # Dropout adds the index of sample and head to the upper half of the seed, so the seed is shifted by it.
         seed=None if seed is None else seed + (stream << 32),
         positions=None if call.positions is None else call.positions[:, begin:end],
         pattern=pattern if pattern is None or end - begin == call.plan.heads else _OfHeads(pattern, begin),
@@ -247,7 +247,7 @@ class _OfHeads(NamedTuple):
 
 
 def memory(call: AttentionCall, name: str, direction: str) -> Memory:
-    """What a direction of a call takes on a backend, from above."""
+    """Upper bound of the memory of a direction of a call on a backend; cached in the plan."""
     shapes = call.query.shape, call.value.shape, call.query.dtype, call.dropout_p > 0, call.pattern is None
     key = "memory", direction, name, *shapes, torch.get_num_threads(), reproducible_gradients()
     if key not in call.plan.memo:
@@ -265,7 +265,7 @@ def _sizes(call: AttentionCall, name: str, direction: str) -> dict[int, int]:
     results = units * (unit * a_row + n * a_key)
 
     def in_chunks(chunk: Extent, *more: int) -> int:
-        # Results of a chunk lie apart until they are copied to the others; a seed and the like take next to nothing.
+        # Results of a chunk are separate until they are copied; a seed and other small tensors are negligible.
         apart = chunk.queries * a_row + chunk.keys * a_key if chunk.queries < units * unit else 0
         total = results + apart + backend.workspace(call, direction, chunk) + sum(more) + 1024
         return total + min(total, 10 * UNSPLIT) if call.device.type == "cuda" else total
@@ -294,12 +294,12 @@ def _sizes(call: AttentionCall, name: str, direction: str) -> dict[int, int]:
 
 
 def _halved(rows: int, least: int) -> int:
-    """Half of some rows in multiples of the least, 0 where they are the least."""
+    """Half of `rows` in multiples of `least`, 0 if `rows` is at most `least`."""
     return -(-rows // (2 * least)) * least if rows > least else 0
 
 
 def memory_of(device: torch.device) -> tuple[int, int]:
-    """Bytes that can still be taken, and bytes in all; on a CPU within the limits of the container and of `ulimit`."""
+    """Free and total bytes of a device; on a CPU within the limits of the container and of `ulimit`."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device), total
@@ -315,7 +315,7 @@ def memory_of(device: torch.device) -> tuple[int, int]:
 
 
 def _limits() -> Iterator[tuple[int, int]]:
-    """Limits on this process's memory, each with what counts against it."""
+    """Limits on the memory of this process, each with its current use."""
     group = Path("/sys/fs/cgroup")
     with suppress(OSError, ValueError):
         yield int((group / "memory.max").read_text()), int((group / "memory.current").read_text())
@@ -328,7 +328,7 @@ def _limits() -> Iterator[tuple[int, int]]:
 
 
 def status_bytes(name: str) -> int:
-    """What the system tells of this process's memory: VmRSS, VmHWM, VmSize."""
+    """Memory of this process from /proc/self/status, in bytes: VmRSS, VmHWM or VmSize."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(name):
             return int(line.split()[1]) * 1024
@@ -336,7 +336,7 @@ def status_bytes(name: str) -> int:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory that could be had on a device now."""
+    """Free memory of a device in bytes."""
     return memory_of(device)[0]
 
 
@@ -346,7 +346,7 @@ _lock = threading.Lock()
 
 
 def clear_chunk_sizes() -> None:
-    """Forget which calls ran out of memory."""
+    """Clear the cached chunk sizes of calls that ran out of memory."""
     with _lock:
         _chunk_sizes.clear()
 
@@ -354,7 +354,7 @@ def clear_chunk_sizes() -> None:
 def _within(
     direction: str, call: AttentionCall, name: str, memory_budget: int | float, run: Callable[[int], Result]
 ) -> Result:
-    """Run with the largest chunks that fit; out of memory all the same, with half as much until it goes."""
+    """Run with the largest chunks that fit; if memory runs out nevertheless, halve the chunks and retry."""
     kind = direction, name, call.device, call.query.dtype, call.query.shape, call.value.shape, call.plan.name
     budget = int(memory_budget) if memory_budget > 1 else int(memory_budget * free_bytes(call.device))
     need = memory(call, name, direction)
@@ -375,7 +375,7 @@ def _within(
             smaller = max((other for other in need.sizes if other < size), default=None)
             if smaller is None:
                 raise
-        # Outside the handler, whose traceback would keep the tensors of the attempt.
+        # Outside the handler, whose traceback would keep the tensors of the attempt alive.
         size = smaller
         _store_chunk_size(kind, size, call)
 
@@ -391,7 +391,7 @@ def _store_chunk_size(kind: tuple[object, ...], size: int, call: AttentionCall) 
             _chunk_sizes.popitem(last=False)
     if first:
         warnings.warn(
-            f"out of memory in attention ({call.describe()}): going on with smaller chunks, and remembering them",
+            f"out of memory in attention ({call.describe()}): retrying with smaller chunks, also in later calls",
             RuntimeWarning,
             stacklevel=2,
         )

@@ -12,7 +12,7 @@ from ..errors import must
 
 
 class AttentionOutput(NamedTuple):
-    """What attention computed and the logarithm of its denominators."""
+    """Output of attention and the logarithm of its denominators."""
 
     output: Tensor
     """(B, H, N, E)"""

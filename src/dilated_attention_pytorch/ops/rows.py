@@ -24,7 +24,7 @@ def attention_rows(
     enable_gqa: bool = False,
     key_padding_mask: KeyPadding | None = None,
 ) -> Tensor:
-    """What chosen query rows look at: their softmax weights over all keys, (B, H, rows, N), float32 or float64.
+    """Softmax weights of selected query rows over all keys, (B, H, rows, N), float32 or float64.
 
     Memory is that of the result, whatever the length; a row that sees no key is 0.
 
@@ -41,7 +41,7 @@ def attention_rows(
     check_masks(query, key_padding_mask, None)
     batch, heads, n, width = query.shape
     index = torch.as_tensor(rows, device=query.device)
-    # A list without numbers has no kind that would tell.
+    # An empty list has no element type.
     index = index.long() if index.shape == (0,) else index
     if index.dim() != 1 or index.is_floating_point() or index.dtype == torch.bool:
         raise must_be("rows must be a list of row numbers", f"{index.dtype} {tuple(index.shape)}")

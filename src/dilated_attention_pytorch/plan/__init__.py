@@ -1,4 +1,4 @@
-"""Which tiles follow from a pattern."""
+"""Plans: the tiles of a pattern."""
 
 from .builder import make_plan, own_block
 from .cache import CacheInfo, PlanCache, PlanKey

@@ -89,7 +89,7 @@ class Pairs:
     key_range: tuple[int, int] | None = None
     """Only keys of this range of tokens."""
     edges: bool = False
-    """Leave out pairs of tiles that both lie in a run of `queries`: `in_place_plan` has them."""
+    """Omit pairs of tiles that both lie in a run of `queries`; they belong to `local_plan`."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -108,7 +108,7 @@ class BufferPlan:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class RankPlan:
-    """A buffer plan of one rank, with the keys of its shard told apart from those of other ranks."""
+    """Buffer plan of one rank, with the keys of its own shard separated from those of other ranks."""
 
     plan: Plan
     query_rows: Tensor
@@ -448,7 +448,7 @@ class _CutMasks:
 
 
 def local_plan(plan: Plan, shard: TokenRuns, rows: int, first_query: int = 0) -> Plan:
-    """The pairs of a plan whose tiles both lie in a run of a shard, on the shard itself: nothing is copied.
+    """Plan of the pairs whose tiles both lie in a run of a shard, on the shard itself, without copies.
 
     Args:
         plan: a plan of the whole sequence, on the CPU.

@@ -21,7 +21,7 @@ BLOCK_SIZES = (16, 32, 64, 128, 256)
 MOST_TILES = 2**26
 """Tiles of a sequence in one plan: half a gigabyte for each integer that a tile has."""
 MOST_HEADS = 2**16
-"""Planning looks at every head."""
+"""Most heads, as planning iterates over every head."""
 Meetings = tuple[Tensor, Tensor, Tensor]
 """Pairs of tiles that meet, ordered, each int64: query tile, key tile, mask (-1 where whole)."""
 MEETINGS_ON_CPU, MEETINGS_ON_GPU = 2**19, 2**24
@@ -103,7 +103,7 @@ def _part(term: Term, heads: int, block_size: int, domain: Domain, masks: MaskTa
             head_class[head] = index
     by_query, by_key, blocks = [], [], 0
     for several, (query, key, mask) in _meetings_of_classes(term, groups, layout, domain, masks):
-        # A row of a later class in the same list stands behind all tiles of those before it.
+        # Rows of a later class in the same list follow all tiles of earlier classes.
         owner = query // layout.tiles * layout.tiles
         transposed = torch.argsort(owner + key, stable=True)
         bases = tuple(base.repeat(len(several)) for base in layout.bases)
@@ -151,7 +151,7 @@ class Layout:
 
 
 def head_classes(term: Term, heads: int, layout: Layout) -> list[list[int]]:
-    """Heads that share their lists. Offsets matter only to conditions that know absolute positions."""
+    """Groups of heads that share lists. Offsets matter only to conditions on absolute positions."""
     shifts_matter = not all(closed_form(p).is_shift_invariant for p in term.conditions)
     classes: dict[object, list[int]] = {}
     for head in sorted(term.heads) if term.heads is not None else range(heads):
@@ -303,7 +303,7 @@ def _element_masks(
 
 
 class MaskTable:
-    """Collects element masks, each kept once."""
+    """Table of distinct element masks."""
 
     everything = 0
     """Index of the mask that allows all; for tiles whose ragged end alone is checked."""

@@ -14,7 +14,7 @@ from .plan import Plan
 
 
 class CacheInfo(NamedTuple):
-    """How a cache has fared."""
+    """Statistics of a cache."""
 
     hits: int
     misses: int
@@ -25,7 +25,7 @@ class CacheInfo(NamedTuple):
 
 
 class PlanKey(NamedTuple):
-    """What decides a plan."""
+    """Cache key of a plan."""
 
     pattern: Pattern
     n: int
@@ -60,7 +60,7 @@ class PlanCache:
     def get(
         self, pattern: Pattern, n: int, heads: int, block_size: int | None = None, device: torch.device | str = "cpu"
     ) -> Plan:
-        """The plan, built if it is not here. One larger than the limit is returned but not kept."""
+        """Look up a plan, building it on a miss. A plan larger than the limit is returned but not stored."""
         block_size = own_block(pattern) if block_size is None else block_size
         key = PlanKey(pattern, n, heads, block_size, torch.device(device))
         plan = self.find(key)

@@ -113,7 +113,7 @@ class Domain:
         return self.arange(pattern.blocks)
 
     def block_keys(self, pattern: BlockPattern, head: int) -> Tensor:
-        """Every kept pair of a block pattern as the sorted key `query block * blocks + key block`."""
+        """Pairs of blocks of a block pattern as sorted keys `query block * blocks + key block`."""
         head = head if pattern.by_head else 0
         if (pattern, head) not in self._lists:
             self._lists[pattern, head] = block_pairs(pattern, [head], self)
@@ -135,7 +135,7 @@ class Domain:
         return self._ends[pattern]
 
     def document(self, n: int) -> Domain:
-        """Grid of a document of this length, with positions from 0."""
+        """Domain of a document of this length, with positions from 0."""
         if n not in self._documents:
             self._documents[n] = Domain(n, self.device)
         return self._documents[n]
@@ -822,7 +822,7 @@ class BlockDilatedForm(BlockForm[BlockDilated]):
                 reach_blocks = min(reach_blocks, budget * rate + 1)
             offered.update(d for m in range(rate, reach_blocks, rate) for d in (-m, m))
         if budget is not None:
-            # At an end of the sequence the whole budget may lie on one side.
+            # At an end of the sequence the whole budget may be on one side.
             offered.update(d for m in range(min(2 * budget, blocks)) for d in (-m, m))
         distance = torch.tensor(sorted(offered, key=lambda d: (abs(d), d)), device=domain.device)
         chunk = max(1, 2**22 // len(distance))

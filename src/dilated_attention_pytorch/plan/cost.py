@@ -1,4 +1,4 @@
-"""What a plan will take: operations, bytes moved, memory at the peak."""
+"""Cost of a plan: operations, memory traffic, peak memory."""
 
 from __future__ import annotations
 

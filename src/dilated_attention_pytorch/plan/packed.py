@@ -50,7 +50,7 @@ def lay_out(plans: list[Plan]) -> Plan:
 
 
 def _before(counts: Iterable[int]) -> list[int]:
-    """How many came before each."""
+    """Exclusive prefix sum."""
     return [0, *accumulate(counts)][:-1]
 
 

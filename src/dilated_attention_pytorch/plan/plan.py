@@ -28,7 +28,7 @@ HOST_NUMBERS = 2**18
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Axis:
-    """Where the tiles of one strided axis lie in the sequence.
+    """Positions of the tiles of one strided axis in the sequence.
 
     Element `i` of tile `t` for head `h` is the token `start[t] + offset[h] + rate * i`,
     and it exists when that is below `end[t]`.
@@ -122,7 +122,7 @@ class Masks:
     bits: Tensor
     """int32 [M, B, W], W = ceil(B / 32): bit `j % 32` of `bits[m, i, j // 32]` allows query element i, key element j"""
     band: Tensor
-    """int32 [M, 2]: when `lo <= hi`, the mask is exactly `lo <= j - i <= hi`; otherwise only the bits tell"""
+    """int32 [M, 2]: if `lo <= hi`, the mask is exactly `lo <= j - i <= hi`; otherwise it is given by its bits"""
 
     def dense(self, block_size: int) -> Tensor:
         """Every mask written out, bool [M, B, B]."""
@@ -152,7 +152,7 @@ class Masks:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Part:
-    """One strided axis and who meets whom on it. A head with class -1 takes no part."""
+    """Tiles of one strided axis and the pairs of tiles that meet. A head with class -1 has no work."""
 
     queries: Axis
     keys: Axis
@@ -256,7 +256,7 @@ class Plan:
         return dense
 
     def picture(self, head: int = 0, width: int = 32) -> str:
-        """Who meets whom, drawn: `#` all, `+` some, `.` none of the pairs of that cell are computed."""
+        """Picture of the plan: `#` all, `+` some, `.` none of the pairs of a cell are computed."""
         cell, share = self.cells(head, width)
         rows = ["".join("#" if x > 0.99 else "+" if x > 0 else "." for x in line) for line in share.tolist()]
         return "\n".join([f"{self.name}: head {head}, a cell is {cell} x {cell} tokens", *rows])

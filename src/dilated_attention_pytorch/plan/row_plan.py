@@ -26,7 +26,7 @@ Runs = Sequence[tuple[int, int]]
 
 
 class _Piece(NamedTuple):
-    """What one term contributes, before its lists are stored."""
+    """Contribution of one term, before its lists are stored."""
 
     queries: Axis
     keys: Axis
@@ -39,7 +39,7 @@ class _Piece(NamedTuple):
 def plan_rows(
     pattern: Pattern, n: int, heads: int, runs: Runs, keys: tuple[int, int] | None = None, block_size: int | None = None
 ) -> Plan:
-    """What `make_plan` lists for the query tiles that reach into some runs of tokens, on the CPU.
+    """Plan of the query tiles that overlap the given runs of tokens, on the CPU; lists as in `make_plan`.
 
     Args:
         pattern: who may see whom; resolved for `n` and `heads`.
@@ -140,7 +140,7 @@ def _piece(
         head = min(group, key=lambda member: rows.offsets[member])
         candidates.append((domain, *_candidates(term, tiles, rows, head, domain, keys)))
     streamed = torch.unique(torch.cat([tiles.own[:0], *(key for _, _, key in candidates)]))
-    # What is settled below sees own query tiles first, then the key tiles.
+    # `decide_tiles` below indexes own query tiles first, then key tiles.
     both = tiles.layout(torch.cat([tiles.own, streamed]))
     met = []
     for group, (domain, row, key) in zip(groups, candidates, strict=True):
@@ -239,7 +239,7 @@ def _candidates(
         if keys is not None:
             begin, end = begin.clamp(min=keys[0]), end.clamp(max=keys[1] - 1)
         of = segment[row]
-        # A tile's elements lie behind its start by less than one step of the axis.
+        # The first element of a tile follows its start by less than one step of the axis.
         low = ((begin - tiles.begin[of]) // tiles.span).clamp(min=0)
         high = torch.minimum((end - tiles.begin[of]) // tiles.span, tiles.tile_count[of] - 1)
         count = (high - low + 1).clamp(min=0)

@@ -181,7 +181,7 @@ def _as_pattern(axis: Segments, heads: int) -> Pattern:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class _OffsetBranch(Dilated):
-    """One branch with its residue written down, whatever the head."""
+    """One branch with an explicit residue, independent of the head."""
 
     residue: int = 0
 

@@ -26,7 +26,7 @@ def build_walk(row: Tensor, tile: Tensor, mask: Tensor, bases: tuple[Tensor, ...
 
 
 def join_walks(walks: list[Walk]) -> Walk:
-    """One walk after another: the rows of class 0, of class 1, and so on."""
+    """Concatenate walks: the rows of class 0, of class 1, and so on."""
     if len(walks) == 1:
         return walks[0]
     tables, stored, stored_partial = [], 0, 0
@@ -95,7 +95,7 @@ def _leaders(
     values, group = torch.unique(digest, return_inverse=True)
     own = torch.arange(len(count), device=count.device)
     leader = torch.full_like(values, len(count)).scatter_reduce_(0, group, own, "amin")[group]
-    # A digest may lie; the lists themselves decide.
+    # Digests may collide, so the lists are compared.
     twin = (begin[leader[row]] + within).clamp(max=last_slot)
     equal = (count[leader] == count).all() & (relative[twin] == relative).all()
     if mask is not None:

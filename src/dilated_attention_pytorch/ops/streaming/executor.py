@@ -37,7 +37,7 @@ from .sources import DifferentiableSource, Source
 FEW_KEYS = 4096
 """Keys a head that a branch may always hold at a time, however short a chunk is."""
 DEFAULT_BUDGET = 2**30
-"""Bytes a stream on the CPU may take when nothing is said."""
+"""Default memory budget of a stream on the CPU, in bytes."""
 
 
 class _Run(NamedTuple):
@@ -48,11 +48,11 @@ class _Run(NamedTuple):
     begin: int
     end: int
     origin: int
-    """Token that position 0 stands for."""
+    """Token of position 0."""
     recurs: bool
-    """Whether another chunk may ask for the same, but for its origin; its keys are few enough to keep."""
+    """Whether other chunks need the same excerpt at another origin; its keys are few enough to cache."""
     keys: tuple[int, int] | None = None
-    """The stretch of keys that is computed at a time, where all of them would be too many."""
+    """Range of keys that is computed at a time, if all of them are too many."""
 
 
 _Slots = tuple[tuple[Tensor, Tensor], list[tuple[Tensor, Tensor]]]
@@ -61,7 +61,7 @@ _Slots = tuple[tuple[Tensor, Tensor], list[tuple[Tensor, Tensor]]]
 
 @dataclass(eq=False, slots=True)
 class _KeyBuffer:
-    """Keys of one excerpt on the device, kept while chunks ask for the same."""
+    """Keys of one excerpt on the device, cached while chunks use them."""
 
     excerpt: Excerpt
     origin: int
@@ -77,7 +77,7 @@ class _KeyBuffer:
 
 @dataclass(eq=False, slots=True)
 class Chunk:
-    """Some rows of the stream, and what has been found of them."""
+    """Chunk of rows of the stream, with its inner call and outer runs."""
 
     begin: int
     end: int
@@ -88,7 +88,7 @@ class Chunk:
     """When a copy to the device has come to its end."""
     inner: AttentionCall | None = None
     runs: list[_Run] = field(default_factory=list)
-    """What reaches beyond the chunk."""
+    """Runs of keys beyond the chunk."""
 
 
 class Streamer:
@@ -137,7 +137,7 @@ class Streamer:
         return self._copies
 
     def chunk_rows(self, chunk: int | None, memory_budget: int | None, backward: bool = False) -> int:
-        """Rows of a chunk: as asked, or as many as fit, cut so that segments lie inside."""
+        """Rows of a chunk: as requested or as many as fit, aligned so that segments lie inside."""
         if chunk is not None:
             if memory_budget is not None:
                 raise must("chunk and memory_budget must not both be given", f"{chunk} and {memory_budget}")
@@ -230,7 +230,7 @@ class Streamer:
         return self._merged(chunk, found)
 
     def _split(self, begin: int, end: int) -> tuple[Pattern | None, list[_Run]]:
-        """What the chunk's own keys settle, and what reaches beyond them."""
+        """Inner call on the chunk's own keys, and the runs beyond them."""
         if self.ladder is None:
             run = _Run(self.pattern, self.n, begin, end, 0, False)
             return None, [run._replace(keys=keys) for keys in self._stretches(begin, end)]
@@ -250,7 +250,7 @@ class Streamer:
         top = high.cummax(0).values
         if not len(low):
             return []
-        # What lies between two stretches that do not touch is not reached.
+        # Keys between two disjoint ranges are not reached.
         gap = (low[1:] - top[:-1] - 1).clamp(min=0)
         most = max(2 * (end - begin), FEW_KEYS)
         if int(top[-1] - low[0] + 1 - gap.sum()) <= most:
@@ -370,7 +370,7 @@ class Streamer:
         return tuple(index.pin_memory().to(self.device, non_blocking=True) for index in indices)
 
     def _rows(self, chunk: Chunk) -> tuple[tuple[Tensor, Tensor], Callable[[int, Excerpt], tuple[Tensor, Tensor]]]:
-        """Head and row of queries that reach beyond the chunk, and where those of a part lie in its buffer and here."""
+        """Head and row of queries that reach beyond the chunk, and a function to the slots and rows of a part."""
         m = chunk.end - chunk.begin
         if chunk.runs and all(run.recurs for run in chunk.runs):
             parts = tuple(excerpt for run in chunk.runs for excerpt in self._excerpts(run))
@@ -437,7 +437,7 @@ class Streamer:
             buffer.grads = None
 
     def flush(self) -> None:
-        """Give the source all gradients that are still kept."""
+        """Pass all remaining gradients to the source."""
         for buffer in self.buffers.values():
             self._flush(buffer)
 
@@ -456,7 +456,7 @@ def _ladder(pattern: Pattern) -> tuple[Dilated | None, bool]:
 
 
 _recurring = lru_cache(maxsize=128)(excerpts)
-"""Excerpts of segments, planned once however many segments are alike."""
+"""Excerpts of segments, planned once for all equal segments."""
 
 
 def _recurring_slots(parts: tuple[Excerpt, ...], m: int, device: torch.device) -> _Slots:
@@ -466,7 +466,7 @@ def _recurring_slots(parts: tuple[Excerpt, ...], m: int, device: torch.device) -
 
 
 def _lookup_tokens(buffer: Tensor, tokens_in: Tensor) -> tuple[Tensor, Tensor]:
-    """Where tokens (G, n) lie in the buffer rows of others (G, k), and which do; the last of equal tokens."""
+    """Index of tokens (G, n) in the rows of a buffer (G, k), and a mask of those present; the last of equal tokens."""
     ordered, at = buffer.sort(dim=1)
     slot = torch.searchsorted(ordered, tokens_in).clamp(max=buffer.shape[1] - 1)
     return at.gather(1, slot), (ordered.gather(1, slot) == tokens_in) & (tokens_in >= 0)

@@ -1,4 +1,4 @@
-"""Where streamed attention writes: a tensor, a .npy file that can be resumed, or a function."""
+"""Sinks of streamed attention: a tensor, a resumable .npy file, or a function."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .sources import NPY_DTYPES, npy_header
 
 
 class StreamShape(NamedTuple):
-    """What a stream will write."""
+    """Shape and dtype of the rows of a stream."""
 
     shape: tuple[int, int, int, int]
     """(B, H, N, E)"""
@@ -29,13 +29,13 @@ class StreamShape(NamedTuple):
 
 @runtime_checkable
 class Sink(Protocol):
-    """What takes finished rows, each once, in order."""
+    """Receiver of finished rows, each once, in order."""
 
     on_device: bool
     """Whether it takes rows from a GPU; otherwise they are copied to pinned host memory while the next are computed."""
 
     def open(self, about: StreamShape) -> int:
-        """Make ready, and say which row is to come first: 0, or where an earlier stream ended."""
+        """Prepare for writing and return the first row: 0, or the end of an earlier stream."""
         ...
 
     def write(self, begin: int, output: Tensor, lse: Tensor) -> None:
@@ -118,7 +118,7 @@ class FileSink:
         self.begin, self.end = (0, 0) if stored is None else stored
         exists = stored is not None
         if not exists:
-            # What it says of an older file must be gone before that file is.
+            # The marker of an older file must be removed before that file.
             self.marker.unlink(missing_ok=True)
         self.file = os.open(self.path, os.O_RDWR | os.O_CREAT | (0 if exists else os.O_TRUNC), 0o666)
         if not exists:

@@ -1,4 +1,4 @@
-"""Where streamed attention reads: tensors anywhere, files mapped into memory, or a function that makes rows."""
+"""Sources of streamed attention: tensors, memory-mapped files, or a function that computes rows."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ _UNREADABLE = (
     *(ValueError, LookupError, TypeError, AttributeError, struct.error),
     *(SyntaxError, RecursionError, MemoryError),
 )
-"""What a header raises that is not one; the last three where it is nested beyond reason."""
+"""Exceptions of an invalid header; the last three if it is nested too deeply."""
 SAFETENSORS_DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
 
 
 @runtime_checkable
 class Source(Protocol):
-    """What gives query, key and value of a sequence, some rows at a time."""
+    """Provider of query, key and value of a sequence, some rows at a time."""
 
     n: int
     """Tokens in the sequence."""
@@ -109,7 +109,7 @@ class TensorSource:
 
 
 class FunctionSource:
-    """Rows made when they are asked for: `make(tokens)` gives query, key and value of int64 tokens (m,), on the CPU.
+    """Rows computed on demand: `make(tokens)` returns query, key and value of int64 tokens (m,), on the CPU.
 
     >>> from dilated_attention_pytorch.ops.streaming.sources import FunctionSource
     >>> table = torch.randn(3, 1, 2, 256, 16)

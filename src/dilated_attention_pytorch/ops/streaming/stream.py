@@ -22,7 +22,7 @@ SECONDS_QUIET = 2.0
 
 
 class Streamed(NamedTuple):
-    """What a stream did."""
+    """Summary of a stream."""
 
     begin: int
     end: int
@@ -186,7 +186,7 @@ class _Leaving:
             self.result = AttentionOutput(*host)
 
     def finish(self) -> int:
-        """Hand it over, and say which row comes next."""
+        """Write the result to the sink and return the next row."""
         if self.event is not None:
             self.event.synchronize()
         self.sink.write(self.begin, *self.result)
@@ -194,7 +194,7 @@ class _Leaving:
 
 
 class _Progress:
-    """Says on stderr how far a stream is, not before two seconds and not more often."""
+    """Print the progress of a stream to stderr, at most every two seconds."""
 
     def __init__(self, begin: int, end: int) -> None:
         self.begin, self.end = begin, end
