@@ -268,7 +268,9 @@ SIZED = {"SIZE": 128, "P": 32}
     [
         ("query_lists_kernel", 1, SIZED | {"CAUSAL": False, "RAGGED": False, "HALVES": 1}),
         ("query_lists_kernel", 4, {"SIZE": 256, "P": 2048, "CAUSAL": True, "HALVES": 2}),
+        ("query_lists_kernel", 1, SIZED | {"CAUSAL": False, "RAGGED": False, "HALVES": 1, "LOCAL": 0}),
         ("key_lists_kernel", 4, {"SIZE": 128, "P": 1024, "CAUSAL": True, "HALVES": 1}),
+        ("key_lists_kernel", 4, {"SIZE": 128, "P": 1024, "CAUSAL": False, "RAGGED": False, "HALVES": 1, "LOCAL": 0}),
         ("held_items_kernel", 4, {"P": 1024, "HALVES": 2}),
         ("mark_kernel", 4, {"P": 32}),
         ("mark_tokens_kernel", 8, {"P": 64, "T": 1024, "WORDS": 4}),

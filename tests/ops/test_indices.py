@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from hypothesis import example, given, settings
@@ -124,6 +126,50 @@ def test_layouts_and_autocast_give_the_same_numbers(per_token):
     with torch.autocast("cpu", torch.bfloat16):
         half = selected_attention(q, k, v, indices, **options)
     assert half.dtype == torch.bfloat16 and error(half, wanted) <= 2e-2
+
+
+CONTEXTS = {
+    "default device": lambda: torch.device("meta"),
+    "saved on the CPU": torch.autograd.graph.save_on_cpu,
+    "anomalies": lambda: torch.autograd.set_detect_anomaly(True),
+    "profiler": lambda: torch.autograd.profiler.profile(),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
+@pytest.mark.parametrize("context", CONTEXTS)
+@CAUSAL
+@ROWS
+def test_contexts_give_the_same_numbers(per_token, is_causal, context):
+    leaves = [x.requires_grad_() for x in three(n=50, heads=4, key_heads=2, batch=2)]
+    indices = torch.randint(-1, 4, (2, 2, 50 if per_token else 4, 4), dtype=torch.int32)
+    options = {"granularity": 16, "enable_gqa": True, "is_causal": is_causal}
+    found = []
+    for inside in (nullcontext, CONTEXTS[context]):
+        with inside():
+            output = selected_attention(*leaves, indices, **options)
+            found.append((output, *torch.autograd.grad(output.square().sum(), leaves)))
+    for got, want in zip(*found, strict=True):
+        assert error(got.detach(), want.detach()) <= 1e-12
+    with torch.inference_mode():
+        assert error(selected_attention(*leaves, indices, **options), found[0][0].detach()) <= 1e-12
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu", NATIVE])
+@CAUSAL
+@ROWS
+def test_nan_stays_in_rows_that_see_it(per_token, is_causal, backend):
+    query, key, value = three(n=50)
+    key[:, :, 36] = torch.nan
+    indices = torch.randint(-1, 4, (1, 4, 50 if per_token else 4, 2), dtype=torch.int32)
+    output = selected_attention(
+        query.requires_grad_(), key, value, indices, granularity=16, is_causal=is_causal, backend=backend
+    )
+    (grad,) = torch.autograd.grad(output.sum(), query)
+    sees = seen_pairs(indices, 50, 16, 4, is_causal)[..., 36]
+    assert sees.any() and not sees.all()
+    for x in (output, grad):
+        assert torch.equal(x.isnan().any(-1), sees)
 
 
 def test_return_lse_decides_the_type():

@@ -217,6 +217,9 @@ class TokenAttend(Attend):
         # An LSE of infinity makes every weight of a row 0.
         shared_lse = lse if rows is None else torch.where(rows, lse, torch.inf)
         shared = choose(call, self.backend)[1].backward(call, output, shared_lse, grad_output, grad_lse)
+        if rows is not None and self.host_sync:
+            # On the CPU a NaN stays in the rows that see it.
+            shared.query.masked_fill_(~rows[..., None], 0.0)
         return self._add(call, shared, output, lse, grad_output, grad_lse)
 
     def head_runs(self, query: Tensor, key: Tensor, value: Tensor) -> Iterator[tuple[slice, slice]]:

@@ -39,6 +39,7 @@ def query_lists_kernel(
     """
     NEAR: tl.constexpr = LOCAL if CAUSAL or LOCAL == 0 else 2 * LOCAL - 1
     HOLES: tl.constexpr = LOCAL == 0 and HALVES > 0
+    MASKED: tl.constexpr = (RAGGED or CAUSAL) or HOLES
     tiles = batch * blocks
     row = tl.program_id(0)
     head = row // tiles
@@ -72,8 +73,8 @@ def query_lists_kernel(
     b_tile = sample * blocks + tl.where(b_some, b_block, own)
     p_lists = p_room + o_lists
     tl.store(p_lists + o_entry, b_tile, mask=o_k < many)
-    if RAGGED or CAUSAL or HOLES:
-        b_mask = tl.where(HOLES & (b_rest > 0), 2, tl.maximum(b_mask, 0))
+    if MASKED:
+        b_mask = tl.where((b_rest > 0) & HOLES, 2, tl.maximum(b_mask, 0))
         tl.store(p_lists + entries + o_entry, b_mask, mask=o_k < many)
         if HALVES > 0:
             store_partial(p_room + o_partial, o_entry, b_tile, b_mask, o_k < many, SIZE, False)
@@ -165,6 +166,7 @@ def key_lists_kernel(
     entries are stored once more, turned, for dQ on Hopper.
     """
     HOLES: tl.constexpr = LOCAL == 0 and HALVES > 0
+    MASKED: tl.constexpr = (RAGGED or CAUSAL) or HOLES
     p_bits = p_room + o_bits
     p_lists = p_room + o_lists
     row = tl.program_id(0)
@@ -190,7 +192,7 @@ def key_lists_kernel(
         o_entry = tl.where(b_cut, cut + tl.cumsum(b_part, 0), met + tl.cumsum(b_whole, 0)) - 1
         b_tile = tile - own + o_q
         tl.store(p_lists + o_entry, b_tile, mask=b_seen)
-        if RAGGED or CAUSAL or HOLES:
+        if MASKED:
             b_mask = (o_q == (own if CAUSAL else blocks)).to(tl.int32)
             tl.store(p_lists + entries + o_entry, b_mask, mask=b_seen)
             if HALVES > 0:
@@ -201,7 +203,7 @@ def key_lists_kernel(
     b_line = tl.where(o_c == 0, begin, tl.where(o_c == 4, begin + whole + part, begin + whole))
     tl.store(p_room + o_rows + row * 6 + o_c, tl.where((o_c == 2) | (o_c == 5), 0, b_line), mask=o_c < 6)
     tl.store(p_room + o_total + row, whole + part)
-    if (RAGGED or CAUSAL or HOLES) and HALVES > 0:
+    if MASKED and HALVES > 0:
         for first in range(0, many, P):
             o_k = first + tl.arange(0, P)
             o_entry = row * many + o_k
