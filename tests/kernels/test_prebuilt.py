@@ -127,6 +127,17 @@ def test_prebuilt_library_that_others_can_write_is_refused(prebuilt, tmp_path, m
     assert "built on this machine" in native.which_library()
 
 
+@needs_compiler
+def test_damaged_prebuilt_library_leaves_the_local_one(prebuilt, tmp_path, monkeypatch):
+    damaged = tmp_path / "native.so"
+    damaged.write_bytes(b"not a library")
+    damaged.chmod(0o644)
+    prebuilt(next(iter(toolchain.LEVELS[MACHINE])))
+    monkeypatch.setattr(native, "_prebuilt", lambda: damaged)
+    assert native.why_not_prebuilt().startswith("cannot be loaded (")
+    assert native.library_path() == native.local_path()
+
+
 @pytest.mark.parametrize(
     ("machine", "flags", "level"),
     [
