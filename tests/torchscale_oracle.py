@@ -20,6 +20,9 @@ def linear(state: State, name: str, x: Tensor) -> Tensor:
 
 
 def norm(state: State, name: str, x: Tensor, eps: float = 1e-5) -> Tensor:
+    if f"{name}.weight" not in state:
+        assert name in ("self_attn.inner_attn_ln", "ffn.ffn_layernorm"), "a model without --subln lacks these alone"
+        return x
     return F.layer_norm(x, x.shape[-1:], state[f"{name}.weight"], state[f"{name}.bias"], eps)
 
 
@@ -112,9 +115,19 @@ def stack(state: State, prefix: str, x: Tensor, *settings: object) -> Tensor:
     return norm(state, f"{prefix}layer_norm", x)
 
 
-def decoder(state: State, tokens: Tensor, heads: int, segments: list[int], rates: list[int]) -> Tensor:
+def decoder(
+    state: State, tokens: Tensor, heads: int, segments: list[int], rates: list[int], fairseq: bool = False
+) -> Tensor:
     with_xpos = "layers.0.self_attn.xpos.scale" in state
-    x = stack(state, "", state["embed_tokens.weight"][tokens], heads, segments, rates, True, with_xpos)
+    x = state["embed_tokens.weight"][tokens]
+    if fairseq:
+        half = x.shape[1] // 2
+        rows = []
+        for token in range(len(tokens)):
+            angles = [(token + 2) * 10000 ** (-i / (half - 1)) for i in range(half)]
+            rows.append([math.sin(a) for a in angles] + [math.cos(a) for a in angles])
+        x = x * math.sqrt(x.shape[1]) + torch.tensor(rows, dtype=x.dtype)
+    x = stack(state, "", x, heads, segments, rates, True, with_xpos)
     return x @ state["output_projection.weight"].T
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from importlib import import_module
 from importlib.util import find_spec
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _MODULES = {
     "BackendUnsupported": "errors",

@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -86,6 +87,33 @@ def test_libraries_need_an_old_glibc_and_no_cxx_runtime(libraries):
         assert sorted(own) == ["backward_double", "backward_float", "call_bytes", "forward_double", "forward_float"]
 
 
+def checked(compiler: str, library: Path, folder: Path, *runner: str) -> str:
+    """Output of native_check.cpp, which calls a library through its C interface, without Python."""
+    program = folder / "native_check"
+    source, headers = Path(__file__).with_name("native_check.cpp"), Path(native.__file__).parent
+    flags = ["-std=c++17", "-O1", "-fopenmp", f"-I{headers}", "-Wl,--no-as-needed", "-lgomp", "-ldl"]
+    subprocess.run([compiler, str(source), "-o", str(program), *flags], check=True)
+    return subprocess.run([*runner, program, library], capture_output=True, text=True, check=True).stdout
+
+
+@needs_compiler
+@pytest.mark.parametrize("level", toolchain.LEVELS.get(MACHINE, {}))
+def test_c_interface_works_without_python(libraries, level, tmp_path):
+    if not toolchain.LEVELS[MACHINE][level][1] <= set(toolchain.processor_flags().split()):
+        pytest.skip(f"this processor has no {level}")
+    assert checked("g++", libraries[level], tmp_path).count("largest difference") == 2
+
+
+@pytest.mark.skipif(MACHINE == "aarch64", reason="runs here without an emulator")
+def test_aarch64_library_runs_under_an_emulator(tmp_path):
+    compiler, emulator = "aarch64-linux-gnu-g++", "qemu-aarch64-static"
+    if shutil.which(compiler) is None or shutil.which(emulator) is None:
+        pytest.skip(f"needs {compiler} and {emulator}")
+    (library,) = toolchain.build_for_wheel(compiler, tmp_path, "aarch64")
+    found = checked(compiler, library, tmp_path, emulator, "-L", "/usr/aarch64-linux-gnu")
+    assert found.count("largest difference") == 2
+
+
 @needs_compiler
 def test_prebuilt_library_that_others_can_write_is_refused(prebuilt, tmp_path, monkeypatch):
     level = next(iter(toolchain.LEVELS[MACHINE]))
@@ -97,6 +125,17 @@ def test_prebuilt_library_that_others_can_write_is_refused(prebuilt, tmp_path, m
     assert "writable by its owner alone" in native.why_not_prebuilt()
     assert native.library_path() == native.local_path()
     assert "built on this machine" in native.which_library()
+
+
+@needs_compiler
+def test_damaged_prebuilt_library_leaves_the_local_one(prebuilt, tmp_path, monkeypatch):
+    damaged = tmp_path / "native.so"
+    damaged.write_bytes(b"not a library")
+    damaged.chmod(0o644)
+    prebuilt(next(iter(toolchain.LEVELS[MACHINE])))
+    monkeypatch.setattr(native, "_prebuilt", lambda: damaged)
+    assert native.why_not_prebuilt().startswith("cannot be loaded (")
+    assert native.library_path() == native.local_path()
 
 
 @pytest.mark.parametrize(
@@ -126,7 +165,7 @@ def test_other_sources_have_another_name(monkeypatch, tmp_path):
     before = toolchain.wheel_name("x86_64", "avx2")
     assert re.fullmatch(r"native-x86_64-avx2-[0-9a-f]{16}\.so", before)
     for source in toolchain.SOURCES:
-        shutil.copy(native.Path(native.__file__).with_name(source), tmp_path)
+        shutil.copy(Path(native.__file__).with_name(source), tmp_path)
     monkeypatch.setattr(toolchain, "__file__", str(tmp_path / "toolchain.py"))
     assert toolchain.wheel_name("x86_64", "avx2") == before
     (tmp_path / "native.cpp").write_text("// another")

@@ -189,6 +189,30 @@ def test_torchscale_names_come_back_as_they_went(with_xpos: bool):
     assert all(torch.equal(back[name], state[name]) for name in back if not name.endswith("xpos.scale"))
 
 
+def test_the_fairseq_recipe_of_torchscale_loads():
+    """arch lm_base: names after `decoder.`, no sub-LayerNorm, scaled embeddings, sinusoids, a shared output."""
+    state = torchscale.decoder_state(32, 64, layers=2, heads=4, vocabulary=50, with_xpos=False)
+    state = {name: tensor for name, tensor in state.items() if "inner_attn_ln" not in name and "ffn_l" not in name}
+    wrapped = {f"decoder.{name}": tensor for name, tensor in state.items()}
+    wrapped |= {"decoder.version": torch.tensor([3.0]), "decoder.embed_positions._float_tensor": torch.zeros(1)}
+    model = load_torchscale(
+        {"model": wrapped}, nhead=4, segment_lengths=LADDER[0], dilation_rates=LADDER[1], dtype=torch.float64
+    )
+    assert model.config.sinusoids and model.config.scale_embedding and not model.config.sub_norm
+    tokens = torch.randint(50, (45,))
+    with torch.no_grad():
+        wanted = torchscale.decoder(state, tokens, 4, *LADDER, fairseq=True)
+        assert error(model(tokens[None])[0], wanted) < 1e-10
+    found = model.generate(tokens[None, :20], 6)
+    ids = tokens[None, :20]
+    with torch.no_grad():
+        for _ in range(6):
+            ids = torch.cat([ids, model(ids)[:, -1:].argmax(-1)], 1)
+    assert torch.equal(found, ids[:, 20:])
+    with pytest.raises(ValueError, match="whole sequences on one device"):
+        model(tokens[None], cu_seqlens=torch.tensor([0, 20, 45]))
+
+
 def translator_of(shared: str) -> dict[str, torch.Tensor]:
     """Weights of an encoder-decoder with all embeddings in one, the decoder's two in one, or none."""
     state = torchscale.encoder_decoder_state(32, 64, layers=(2, 3), vocabularies=(50 if shared == "all" else 40, 50))

@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from oracle import multiplicities
 
-from dilated_attention_pytorch import Grid, make_plan, parse
+from dilated_attention_pytorch import BlockLists, Grid, attention, make_plan, parse
 from dilated_attention_pytorch.plan import closed_forms, plan_rows
 
 
@@ -114,3 +114,23 @@ def test_rows_of_a_grid_are_planned_alone():
     mask = brute_force(grid)
     plan = plan_rows(grid, n, 2, [(100, 140)], block_size=16)
     assert torch.equal(plan.to_dense()[0].bool()[100:140], mask[100:140])
+
+
+def test_sliding_tiles_of_a_video_match_a_dense_mask():
+    """Blocks of frames, rows and columns as docs/grids.md lays them out, against a mask by coordinates."""
+    shape, block, window = (4, 8, 6), (2, 2, 3), (1, 3, 2)
+    tiles = [size // width for size, width in zip(shape, block, strict=True)]
+    tile = torch.arange(tiles[0] * tiles[1] * tiles[2])
+    near = Grid(tuple(tiles), window).allows(tile[:, None], tile)
+    sliding = BlockLists.of([row.nonzero().flatten().tolist() for row in near], block=12)
+    order = torch.arange(4 * 8 * 6).view(2, 2, 4, 2, 2, 3).permute(0, 2, 4, 1, 3, 5).flatten()
+    query, key, value = torch.randn(3, 1, 2, 4 * 8 * 6, 8, dtype=torch.float64).unbind()
+    output = torch.empty_like(query)
+    output[:, :, order] = attention(*(x[:, :, order] for x in (query, key, value)), sliding)
+    seen = torch.ones(len(order), len(order), dtype=torch.bool)
+    for places in product(enumerate(product(*map(range, shape))), repeat=2):
+        (q, of_query), (k, of_key) = places
+        for size, width, reach, a, b in zip(tiles, block, window, of_query, of_key, strict=True):
+            seen[q, k] &= b // width in neighbours(size, reach, 1, False, a // width)
+    wanted = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=seen)
+    assert (output - wanted).abs().max() < 1e-12

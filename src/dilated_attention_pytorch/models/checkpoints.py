@@ -60,6 +60,9 @@ _SOURCE = "encoder.embed_tokens.weight"
 _CONSTANTS = re.compile(r"(^|\.)(xpos\.scale|pos_embedding\.scale|pos_embed)$")
 """Entries that follow from the sizes and are computed here."""
 
+_FAIRSEQ = re.compile(r"^decoder\.(version|embed_positions\._float_tensor)$")
+"""Entries of fairseq's models that hold no weights."""
+
 
 def read_state(path: str | os.PathLike[str]) -> State:
     """Tensors by name, from a safetensors or torch file; anything else in it is refused."""
@@ -424,15 +427,19 @@ def load_torchscale(
 
     Args:
         source: a path, or tensors by name: `embed_tokens.weight`, `layers.0. ...`, `layer_norm.weight` of a decoder;
-            the same after `encoder.` and `decoder.` of both, which may share an embedding or not.
+            the same after `encoder.` and `decoder.` of both, which may share an embedding or not; or a decoder's after
+            `decoder.`, as torchscale's fairseq models have it.
         nhead: heads, which sizes do not tell, as `segment_lengths` and `dilation_rates`.
         ignore: see `load_checkpoint`.
         device: where it runs, as `dtype` in what.
-        settings: other fields of `LongNetConfig`. Embeddings are taken as they are, as torchscale does unless it was
-            told `no_scale_embedding=False`.
+        settings: other fields of `LongNetConfig`. Embeddings are taken as they are, torchscale's default; a model of
+            its fairseq recipe, known by the buffer of fairseq's sinusoids, has them scaled and sinusoids added.
     """
     state = read_state(source) if isinstance(source, str | os.PathLike) else state_in(source)
     both = any(name.startswith("encoder.layers.") for name in state)
+    sinusoids = "decoder.embed_positions._float_tensor" in state
+    if not both and any(name.startswith("decoder.layers.") for name in state):
+        state = {name.removeprefix("decoder."): tensor for name, tensor in state.items() if not _FAIRSEQ.search(name)}
     at = "decoder." if both else ""
     sizes = _sizes(state, at, (f"{at}embed_tokens.weight",))
     embedding, out = state[f"{at}embed_tokens.weight"], state.get(f"{at}output_projection.weight")
@@ -449,6 +456,8 @@ def load_torchscale(
         "dilation_rates": tuple(dilation_rates),
         "offset": "block",
         "detach_mixing": True,
+        "scale_embedding": sinusoids,
+        "sinusoids": sinusoids,
     }
     if both:
         if "encoder.layers.0.self_attn.xpos.scale" in state:

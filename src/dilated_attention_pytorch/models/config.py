@@ -61,6 +61,10 @@ class LongNetConfig:
     bias: bool = True
     position: Position | str | None = "rotary"
     """Position encoding of self-attention. XPOS and ALiBi require causal layers."""
+    scale_embedding: bool = False
+    """Multiply embeddings by sqrt(d_model), fairseq's default."""
+    sinusoids: bool = False
+    """Add fairseq's sinusoids to the embeddings, for whole sequences on one device; its tokens count from 2."""
     tie_embeddings: bool = True
     """Logits come from the transposed embedding, without a bias of their own."""
     gradient_checkpointing: bool = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -245,6 +246,8 @@ class LongNetLM(nn.Module):
         """Hidden states of `LongNet` for token ids, (B, N, E); settings are those of its `forward`."""
         if tgt is None and self.source_embedding is not None:
             raise must("tgt must be given to a model with num_source_tokens", "none")
+        if self.config.sinusoids and (settings.get("cu_seqlens") is not None or world_of(self) > 1):
+            raise must("sinusoids must come with whole sequences on one device", "packed or spread ones")
         read = self._embed(tokens, self.source_embedding)
         return self.long_net(read, None if tgt is None else self._embed(tgt), **settings)
 
@@ -308,10 +311,13 @@ class LongNetLM(nn.Module):
             return tuple(None if tensor is None else tensor.to(dtype) for tensor in given)  # pyrefly: ignore
         return given
 
-    def _embed(self, tokens: Tensor, embedding: nn.Embedding | None = None) -> Tensor:
+    def _embed(self, tokens: Tensor, embedding: nn.Embedding | None = None, first: int = 0) -> Tensor:
         if tokens.dim() != 2 or tokens.is_floating_point():
             raise must("tokens must be integers of shape (batch, n)", f"{tokens.dtype} {tuple(tokens.shape)}")
-        return (embedding or self.token_embedding)(tokens.long() if tokens.dtype == torch.uint8 else tokens)
+        x = (embedding or self.token_embedding)(tokens.long() if tokens.dtype == torch.uint8 else tokens)
+        if self.config.scale_embedding:
+            x = x * self.config.d_model**0.5
+        return x + fairseq_sinusoids(first, x) if self.config.sinusoids else x
 
     @torch.no_grad()
     def generate(
@@ -356,8 +362,9 @@ class LongNetLM(nn.Module):
             caches = self.long_net.caches(prompt.shape[1] + max_new_tokens)
             ids, generated = prompt, []
             done = torch.zeros(len(prompt), dtype=torch.bool, device=prompt.device)
-            for _ in range(max_new_tokens):
-                hidden = self.long_net.decode(self._embed(ids), memory, caches=caches)
+            for step in range(max_new_tokens):
+                first = prompt.shape[1] + step - 1 if step else 0
+                hidden = self.long_net.decode(self._embed(ids, first=first), memory, caches=caches)
                 ids = draw(self.out(hidden[:, -1])).to(prompt.dtype)[:, None]
                 if stop is not None:
                     ids = ids.masked_fill(done[:, None], stop)
@@ -368,6 +375,19 @@ class LongNetLM(nn.Module):
             return torch.cat(generated, 1) if generated else prompt[:, :0]
         finally:
             self.train(was_training)
+
+
+def fairseq_sinusoids(first: int, x: Tensor) -> Tensor:
+    """fairseq's table (N, E) of sines, then cosines, for embeddings (B, N, E) whose first token has number `first`.
+
+    Token 0 has position 2: positions up to 1 stand for padding there.
+    """
+    n, width = x.shape[1:]
+    half = width // 2
+    place = {"dtype": torch.promote_types(x.dtype, torch.float32), "device": x.device}
+    rates = torch.exp(torch.arange(half, **place) * -(math.log(10000) / max(1, half - 1)))
+    angles = torch.arange(first + 2, first + 2 + n, **place)[:, None] * rates
+    return F.pad(torch.cat([angles.sin(), angles.cos()], -1), (0, width % 2)).to(x.dtype)
 
 
 class _ChunkedLoss(torch.autograd.Function):

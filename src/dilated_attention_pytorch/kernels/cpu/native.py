@@ -379,12 +379,16 @@ def _library() -> ctypes.CDLL:
     # Loading a library runs its code, so it is checked first.
     if (reason := _untrusted(library_path())) is not None:
         raise OSError(reason)
-    if library_path() == _prebuilt() and (runtime := _openmp_runtime()) is not None:
+    return _load(library_path())
+
+
+def _load(path: Path) -> ctypes.CDLL:
+    if path == _prebuilt() and (runtime := _openmp_runtime()) is not None:
         # Its symbols become visible to the library of a wheel, which names no OpenMP library.
         ctypes.CDLL(str(runtime), mode=ctypes.RTLD_GLOBAL)
-    library = ctypes.CDLL(str(library_path()))
+    library = ctypes.CDLL(str(path))
     if library.call_bytes() != ctypes.sizeof(_Call):
-        raise OSError(f"{library_path().name} was built from another source")
+        raise OSError(f"{path.name} was built from another source")
     return library
 
 
@@ -426,7 +430,12 @@ def why_not_prebuilt() -> str | None:
         return "this installation holds none: it is a source tree or a pure wheel"
     if (reason := _untrusted(_prebuilt())) is not None:
         return reason
-    return None if _openmp_runtime() is not None else "torch has loaded no OpenMP library"
+    try:
+        _load(_prebuilt())
+    except (OSError, AttributeError) as error:
+        # A damaged file, or a process without OpenMP.
+        return f"cannot be loaded ({error})"
+    return None
 
 
 def which_library() -> str:

@@ -13,6 +13,7 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 SOURCES = ("native.cpp", "native_tiles.h", "native_lanes.h")
@@ -81,18 +82,21 @@ def build_here(compiler: str, target: Path, flags: Sequence[str], runtime: Path 
 
 
 def build_for_wheel(compiler: str, folder: Path, machine: str) -> list[Path]:
-    """Compile a library for each level of a machine into a folder."""
-    source, made = Path(__file__).with_name(SOURCES[0]), []
-    with tempfile.TemporaryDirectory() as work:
+    """Compile a library for each level of a machine into a folder, beside each other."""
+    source = str(Path(__file__).with_name(SOURCES[0]))
+    with tempfile.TemporaryDirectory() as work, ThreadPoolExecutor() as pool:
         script = Path(work) / "exported"
         script.write_text(EXPORTED)
-        for level, (flags, _) in LEVELS[machine].items():
-            built, target = Path(work) / f"{level}.o", folder / wheel_name(machine, level)
-            run([compiler, *FLAGS, *flags, *STANDALONE, "-c", str(source), "-o", str(built)])
-            hidden = [f"-Wl,--version-script={script}", "-Wl,-s"]
-            run([compiler, "-shared", "-nostdlib", str(built), *hidden, "-o", str(target), "-lc", "-lm", "-lgcc"])
-            made.append(target)
-    return made
+
+        def build(level: str) -> Path:
+            built, target = str(Path(work) / f"{level}.o"), folder / wheel_name(machine, level)
+            flags, _ = LEVELS[machine][level]
+            run([compiler, *FLAGS, *flags, *STANDALONE, "-c", source, "-o", built])
+            hidden = f"-Wl,--version-script={script}"
+            run([compiler, "-shared", "-nostdlib", built, hidden, "-Wl,-s", "-o", str(target), "-lc", "-lm", "-lgcc"])
+            return target
+
+        return list(pool.map(build, LEVELS[machine]))
 
 
 def glibc_of(libraries: Sequence[Path]) -> tuple[int, int]:
