@@ -117,6 +117,7 @@ PUBLIC_NAMES = [
     "create_multihead_dilated_attention",
     "explain",
     "get_block_sparse_preset",
+    "integrate",
     "make_plan",
     "merge",
     "parse",
@@ -127,6 +128,7 @@ PUBLIC_NAMES = [
     "shard_sequence",
     "streamed_attention",
     "unshard_sequence",
+    "varlen_attention",
 ]
 
 

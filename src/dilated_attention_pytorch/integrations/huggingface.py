@@ -26,7 +26,6 @@ from ..nn.cross_attention import attention_across
 from ..ops import attention, attention_rows, attention_with_lse
 from ..ops.decode import attention_step, check_decodable
 from ..patterns import BlockDilated, Causal, Dilated, Documents, Full, Packed, Pattern, as_pattern
-from ..plan.closed_forms import LiveKeys
 from .huggingface_masks import ModelMask, Samples, both, given_mask, is_relative, model_mask
 
 OWN = "model's own"
@@ -270,7 +269,7 @@ def _attend(
         raise must("decoding must come with dropout off", dropout_p, "Call model.eval() first.")
     seen = both(pattern, mask.pattern)
     check_decodable(seen, None)
-    return attention_step(query, key, value, seen, position, kept=LiveKeys(0, first_key), **settings)
+    return attention_step(query, key, value, seen, position, kept=first_key, **settings)
 
 
 def _seen(pattern: Pattern, mask: ModelMask, samples: Samples) -> tuple[Pattern, bool, Tensor | None]:
