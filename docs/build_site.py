@@ -37,7 +37,8 @@ SECTIONS = {
     },
     "How-to": {
         "grids.md": "Grids: images, video, slides",
-        "ecosystem.md": "Modules and Hugging Face",
+        "ecosystem.md": "Modules",
+        "huggingface.md": "Hugging Face models",
         "models.md": "Models and training",
         "adaptive.md": "Learned patterns",
         "distributed.md": "Several ranks",

@@ -158,7 +158,7 @@ def attention_function(layers: Pattern | Mapping[int, Pattern]) -> Callable[...,
         pattern = _pattern_of(module, layers)
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         lengths = query.shape[2], key.shape[2]
-        mask = _with_bounds(given_mask(attention_mask, causal, sliding_window, *lengths), others)
+        mask = _with_bounds(given_mask(attention_mask, causal, sliding_window, *lengths), others, len(query))
         settings = {"scale": scaling, "enable_gqa": True, "dropout_p": dropout}
         wants_weights = _wants_weights(module, others)
         if _is_cross_attention(module, mask.is_causal, lengths[0] == lengths[1]):
@@ -313,7 +313,7 @@ def _weights(
     return weights * torch.sigmoid(lse - sink.to(lse.dtype)[:, None])[..., None].to(weights.dtype)
 
 
-def _with_bounds(mask: ModelMask, others: dict[str, Any]) -> ModelMask:
+def _with_bounds(mask: ModelMask, others: dict[str, Any], batch: int) -> ModelMask:
     """The mask with the packed documents of FlashAttention's arguments, which are read by the host."""
     bounds = others.get("cu_seq_lens_q")
     if bounds is None:
@@ -321,6 +321,8 @@ def _with_bounds(mask: ModelMask, others: dict[str, Any]) -> ModelMask:
             if others.get(name) is not None:
                 raise must(f"{name} must come with cu_seq_lens_q", "none", "Pass cu_seq_lens_q and cu_seq_lens_k.")
         return mask
+    if batch != 1:
+        raise must("cu_seq_lens_q must come with batch size 1", batch, "Lay the sequences one after another.")
     documents = tuple(bounds.diff().tolist())
     keys = others.get("cu_seq_lens_k")
     if keys is not None and bounds.tolist() != keys.tolist():
