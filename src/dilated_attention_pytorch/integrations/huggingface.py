@@ -14,7 +14,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from hashlib import sha256
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -256,10 +255,8 @@ def _attend(
     """Attention of samples that share everything besides padding."""
     settings = {**settings, "key_padding_mask": padding}
     if position == 0 and query.shape[2] == key.shape[2]:
-        seen, is_causal, bounds = _seen(pattern, mask, samples)
-        return attention(
-            query, key, value, seen, is_causal=is_causal, cu_seqlens=bounds, dropout_p=dropout_p, **settings
-        )
+        seen, is_causal = _seen(pattern, mask, samples)
+        return attention(query, key, value, seen, is_causal=is_causal, dropout_p=dropout_p, **settings)
     if not mask.is_causal or samples.documents is not None:
         raise must(
             "query and key must have one length, or the query must follow on a causal cache",
@@ -272,15 +269,14 @@ def _attend(
     return attention_step(query, key, value, seen, position, kept=first_key, **settings)
 
 
-def _seen(pattern: Pattern, mask: ModelMask, samples: Samples) -> tuple[Pattern, bool, Tensor | None]:
-    """Pattern, causality and document bounds of samples without a cache."""
-    bounds = None
-    if samples.documents is not None:
-        bounds = torch.tensor([0, *accumulate(samples.documents)], device="cpu")
-    if samples.blocks is None:
-        return both(pattern, mask.pattern), mask.is_causal, bounds
-    own = both(mask.pattern, Causal()) | Documents(samples.blocks)
-    return both(pattern, own), False, bounds
+def _seen(pattern: Pattern, mask: ModelMask, samples: Samples) -> tuple[Pattern, bool]:
+    """Pattern and causality of samples without a cache."""
+    if samples.blocks is not None:
+        return both(pattern, both(mask.pattern, Causal()) | Documents(samples.blocks)), False
+    seen = both(pattern, mask.pattern)
+    if samples.documents is None:
+        return seen, mask.is_causal
+    return Packed(both(seen, Causal()) if mask.is_causal else seen, samples.documents), False
 
 
 def _wants_weights(module: nn.Module, others: dict[str, Any]) -> bool:
@@ -301,9 +297,7 @@ def _weights(
             f"{n} queries and {key.shape[2]} keys",
             "attention_rows gives the weights of chosen rows.",
         )
-    seen, is_causal, bounds = _seen(pattern, mask, samples[0])
-    if bounds is not None:
-        seen, is_causal = Packed(seen & Causal() if is_causal else seen, tuple(bounds.diff().tolist())), False
+    seen, is_causal = _seen(pattern, mask, samples[0])
     padding = None if mask.real is None else ~mask.real.to(key.device)
     settings = {"is_causal": is_causal, "scale": scale, "enable_gqa": True, "key_padding_mask": padding}
     weights = attention_rows(query, key, seen, range(n), **settings).to(query.dtype)
