@@ -82,7 +82,7 @@ def integrate(model: nn.Module, pattern: Layers = OWN) -> str:
     Args:
         model: a `transformers.PreTrainedModel`, changed in place by `set_attn_implementation`.
         pattern: of every layer; {layer index: pattern} for some layers, the others with their own mask; or "model's
-            own", the default.
+            own", the default. An index stands for that layer of both stacks of an encoder-decoder model.
     """
     if not hasattr(model, "set_attn_implementation") or not hasattr(model, "config"):
         raise must_be("model must be a transformers.PreTrainedModel", type(model).__name__, "See replace_attention.")

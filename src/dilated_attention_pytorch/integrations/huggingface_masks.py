@@ -108,7 +108,7 @@ def model_mask(
     if attention_mask is not None and (compiling or not bool(attention_mask.all())):
         missing = first_key + kv_length - attention_mask.shape[1]
         known = torch.nn.functional.pad(attention_mask.bool(), (0, max(missing, 0)))
-        # A compiler traces no values: samples are then told apart by the first layer that needs it.
+        # A compiler traces no values: under it, layers with absolute patterns read the starts themselves.
         starts = None if compiling else _starts(known)
         real = known[:, first_key : first_key + kv_length]
     spans = None if documents is None else tuple(_runs(row) for row in documents.tolist())
