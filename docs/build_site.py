@@ -38,6 +38,7 @@ SECTIONS = {
     "How-to": {
         "grids.md": "Grids: images, video, slides",
         "ecosystem.md": "Modules",
+        "huggingface.md": "Hugging Face models",
         "models.md": "Models and training",
         "trainers.md": "Trainers",
         "adaptive.md": "Learned patterns",

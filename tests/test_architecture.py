@@ -117,6 +117,7 @@ PUBLIC_NAMES = [
     "create_multihead_dilated_attention",
     "explain",
     "get_block_sparse_preset",
+    "integrate",
     "make_plan",
     "merge",
     "parse",
@@ -130,6 +131,7 @@ PUBLIC_NAMES = [
     "streamed_attention",
     "unshard_sequence",
     "validate_indices",
+    "varlen_attention",
 ]
 
 

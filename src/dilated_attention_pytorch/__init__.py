@@ -45,6 +45,7 @@ _MODULES = {
     "attention_step": "ops.decode",
     "explain": "ops.explain",
     "streamed_attention": "ops.streaming.stream",
+    "varlen_attention": "ops.varlen",
     "selected_attention": "selection.attention",
     "validate_indices": "selection.indices",
     "select_blocks": "selection.selectors",

@@ -59,6 +59,7 @@ from .ops import plan_cache as plan_cache
 from .ops.decode import attention_step as attention_step
 from .ops.explain import explain as explain
 from .ops.streaming.stream import streamed_attention as streamed_attention
+from .ops.varlen import varlen_attention as varlen_attention
 from .patterns import BlockColumns as BlockColumns
 from .patterns import BlockDilated as BlockDilated
 from .patterns import BlockLists as BlockLists

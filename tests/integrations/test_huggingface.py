@@ -204,6 +204,8 @@ def test_incomplete_packing_raises(llama):
             attend(module, q, q, q, None, **{name: bounds})
     with pytest.raises(ValueError, match="cu_seq_lens_k must give the documents of cu_seq_lens_q"):
         attend(module, q, q, q, None, cu_seq_lens_q=bounds, cu_seq_lens_k=torch.tensor([0, 3, 6]))
+    with pytest.raises(ValueError, match="cu_seq_lens_q must come with batch size 1, got 2"):
+        attend(module, *[torch.cat([q, q])] * 3, None, cu_seq_lens_q=bounds)
     with pytest.raises(ValueError, match="packed sequences"):
         attend(module, q[:, :, 5:], q, q, None, cu_seq_lens_q=bounds)
 

@@ -132,6 +132,7 @@ def test_packed_documents_match_eager(name):
 def test_rows_may_pack_different_documents():
     positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in ((15, 25), (10, 10, 20))])
     compare(model_of("mistral"), None, tokens(), position_ids=positions, use_cache=False)
+    compare(model_of("mistral"), None, tokens(), position_ids=positions[:1].expand(2, -1), use_cache=False)
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
@@ -332,3 +333,18 @@ def test_only_hugging_face_models_are_integrated():
         integrate(torch.nn.Linear(2, 2))
     with pytest.raises(ValueError, match="pattern"):
         integrate(model_of("llama"), "no such pattern")
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize(
+    ("name", "fullgraph"), [("llama", True), ("bert", True), ("mistral", False), ("gpt_oss", False)]
+)
+def test_compiled_models_match_eager_mode(name, fullgraph):
+    """Dynamo reads no variable that a mask function captured, so that masks of windows break the graph."""
+    torch._dynamo.reset()
+    model, ids = model_of(name), tokens()
+    integrate(model)
+    options = {"attention_mask": padded(ids, "right")} | ({} if name == "bert" else {"use_cache": False})
+    compiled = torch.compile(model, fullgraph=fullgraph, backend="aot_eager")
+    with torch.no_grad():
+        assert error(compiled(ids, **options)[0], model(ids, **options)[0]) < 1e-5

@@ -8,7 +8,7 @@ import pytest
 import torch
 from oracle import answer, error
 
-from dilated_attention_pytorch import Causal, Dilated, attention, attention_with_lse, parse
+from dilated_attention_pytorch import Causal, Dilated, attention, attention_with_lse, parse, varlen_attention
 
 pytestmark = pytest.mark.compile
 PATTERN = Dilated((32, 64), (1, 2))
@@ -93,6 +93,19 @@ def test_fullgraph_with_a_sink_matches_eager(softcap):
         for got, expected in zip(*grads, strict=True):
             assert error(got, expected) < 1e-12
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+def test_fullgraph_varlen_matches_eager():
+    tensors = [torch.randn(40, 4, 16, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    bounds = torch.tensor([0, 15, 40])
+
+    def call(q, k, v, cu_seq_q, cu_seq_k):
+        return varlen_attention(q, k, v, cu_seq_q, cu_seq_k, 25, 25, window_size=(9, 0))
+
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    assert error(compiled(*tensors, bounds, bounds.clone()), call(*tensors, bounds, bounds).detach()) < 1e-12
+    with pytest.raises(ValueError, match="cu_seq_k must equal cu_seq_q"):
+        compiled(*tensors, bounds, torch.tensor([0, 16, 40]))
 
 
 def test_lengths_that_vary_by_themselves_compile_twice_at_most():

@@ -14,7 +14,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from hashlib import sha256
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -26,7 +25,6 @@ from ..nn.cross_attention import attention_across
 from ..ops import attention, attention_rows, attention_with_lse
 from ..ops.decode import attention_step, check_decodable
 from ..patterns import BlockDilated, Causal, Dilated, Documents, Full, Packed, Pattern, as_pattern
-from ..plan.closed_forms import LiveKeys
 from .huggingface_masks import ModelMask, Samples, both, given_mask, is_relative, model_mask
 
 OWN = "model's own"
@@ -84,7 +82,7 @@ def integrate(model: nn.Module, pattern: Layers = OWN) -> str:
     Args:
         model: a `transformers.PreTrainedModel`, changed in place by `set_attn_implementation`.
         pattern: of every layer; {layer index: pattern} for some layers, the others with their own mask; or "model's
-            own", the default.
+            own", the default. An index stands for that layer of both stacks of an encoder-decoder model.
     """
     if not hasattr(model, "set_attn_implementation") or not hasattr(model, "config"):
         raise must_be("model must be a transformers.PreTrainedModel", type(model).__name__, "See replace_attention.")
@@ -159,7 +157,7 @@ def attention_function(layers: Pattern | Mapping[int, Pattern]) -> Callable[...,
         pattern = _pattern_of(module, layers)
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         lengths = query.shape[2], key.shape[2]
-        mask = _with_bounds(given_mask(attention_mask, causal, sliding_window, *lengths), others)
+        mask = _with_bounds(given_mask(attention_mask, causal, sliding_window, *lengths), others, len(query))
         settings = {"scale": scaling, "enable_gqa": True, "dropout_p": dropout}
         wants_weights = _wants_weights(module, others)
         if _is_cross_attention(module, mask.is_causal, lengths[0] == lengths[1]):
@@ -257,10 +255,8 @@ def _attend(
     """Attention of samples that share everything besides padding."""
     settings = {**settings, "key_padding_mask": padding}
     if position == 0 and query.shape[2] == key.shape[2]:
-        seen, is_causal, bounds = _seen(pattern, mask, samples)
-        return attention(
-            query, key, value, seen, is_causal=is_causal, cu_seqlens=bounds, dropout_p=dropout_p, **settings
-        )
+        seen, is_causal = _seen(pattern, mask, samples)
+        return attention(query, key, value, seen, is_causal=is_causal, dropout_p=dropout_p, **settings)
     if not mask.is_causal or samples.documents is not None:
         raise must(
             "query and key must have one length, or the query must follow on a causal cache",
@@ -270,18 +266,17 @@ def _attend(
         raise must("decoding must come with dropout off", dropout_p, "Call model.eval() first.")
     seen = both(pattern, mask.pattern)
     check_decodable(seen, None)
-    return attention_step(query, key, value, seen, position, live=LiveKeys(0, first_key), **settings)
+    return attention_step(query, key, value, seen, position, live=first_key, **settings)
 
 
-def _seen(pattern: Pattern, mask: ModelMask, samples: Samples) -> tuple[Pattern, bool, Tensor | None]:
-    """Pattern, causality and document bounds of samples without a cache."""
-    bounds = None
-    if samples.documents is not None:
-        bounds = torch.tensor([0, *accumulate(samples.documents)], device="cpu")
-    if samples.blocks is None:
-        return both(pattern, mask.pattern), mask.is_causal, bounds
-    own = both(mask.pattern, Causal()) | Documents(samples.blocks)
-    return both(pattern, own), False, bounds
+def _seen(pattern: Pattern, mask: ModelMask, samples: Samples) -> tuple[Pattern, bool]:
+    """Pattern and causality of samples without a cache."""
+    if samples.blocks is not None:
+        return both(pattern, both(mask.pattern, Causal()) | Documents(samples.blocks)), False
+    seen = both(pattern, mask.pattern)
+    if samples.documents is None:
+        return seen, mask.is_causal
+    return Packed(both(seen, Causal()) if mask.is_causal else seen, samples.documents), False
 
 
 def _wants_weights(module: nn.Module, others: dict[str, Any]) -> bool:
@@ -302,9 +297,7 @@ def _weights(
             f"{n} queries and {key.shape[2]} keys",
             "attention_rows gives the weights of chosen rows.",
         )
-    seen, is_causal, bounds = _seen(pattern, mask, samples[0])
-    if bounds is not None:
-        seen, is_causal = Packed(seen & Causal() if is_causal else seen, tuple(bounds.diff().tolist())), False
+    seen, is_causal = _seen(pattern, mask, samples[0])
     padding = None if mask.real is None else ~mask.real.to(key.device)
     settings = {"is_causal": is_causal, "scale": scale, "enable_gqa": True, "key_padding_mask": padding}
     weights = attention_rows(query, key, seen, range(n), **settings).to(query.dtype)
@@ -314,7 +307,7 @@ def _weights(
     return weights * torch.sigmoid(lse - sink.to(lse.dtype)[:, None])[..., None].to(weights.dtype)
 
 
-def _with_bounds(mask: ModelMask, others: dict[str, Any]) -> ModelMask:
+def _with_bounds(mask: ModelMask, others: dict[str, Any], batch: int) -> ModelMask:
     """The mask with the packed documents of FlashAttention's arguments, which are read by the host."""
     bounds = others.get("cu_seq_lens_q")
     if bounds is None:
@@ -322,6 +315,8 @@ def _with_bounds(mask: ModelMask, others: dict[str, Any]) -> ModelMask:
             if others.get(name) is not None:
                 raise must(f"{name} must come with cu_seq_lens_q", "none", "Pass cu_seq_lens_q and cu_seq_lens_k.")
         return mask
+    if batch != 1:
+        raise must("cu_seq_lens_q must come with batch size 1", batch, "Lay the sequences one after another.")
     documents = tuple(bounds.diff().tolist())
     keys = others.get("cu_seq_lens_k")
     if keys is not None and bounds.tolist() != keys.tolist():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -40,8 +39,10 @@ class ModelMask(NamedTuple):
     """Position of the first cached key; 0 unless the cache drops keys."""
     real: Tensor | None = None
     """bool (B, keys), False for padding; None without padding."""
+    known: Tensor | None = None
+    """bool (B, tokens): `real` with the keys that a cache dropped."""
     starts: tuple[int, ...] | None = None
-    """Padding tokens before the first real one, by sample; None where no sample has any."""
+    """Padding tokens before the first real one, by sample; None until the host has read them."""
     documents: tuple[tuple[int, ...], ...] | None = None
     """Lengths of packed documents, by sample."""
     blocks: tuple[tuple[int, ...], ...] | None = None
@@ -49,9 +50,12 @@ class ModelMask(NamedTuple):
 
     def samples(self, batch: int, shifts: bool) -> list[Samples]:
         """Samples to compute at a time; with `shifts`, positions count from the first real token of a sample."""
+        starts = self.starts if shifts else None
+        if shifts and starts is None and self.known is not None:
+            starts = _starts(self.known)
         groups: dict[tuple[Any, ...], list[int]] = {}
         for b in range(batch):
-            start = self.starts[b] if shifts and self.starts is not None else 0
+            start = starts[b] if starts is not None else 0
             shared = (column and column[b] for column in (self.documents, self.blocks))
             groups.setdefault((start, *shared), []).append(b)
         if len(groups) <= 1:
@@ -99,27 +103,35 @@ def model_mask(
     if first_key and isinstance(pattern, Full):
         raise must("a cache that drops keys must come with a window", f"keys from {first_key} on and no window")
     batch = _batch(batch_size, attention_mask, documents)
-    real = starts = None
-    if attention_mask is not None and not bool(attention_mask.all()):
-        known = attention_mask.bool()
-        missing = first_key + kv_length - known.shape[1]
-        known = torch.nn.functional.pad(known, (0, max(missing, 0)))
-        starts = tuple((known.cumsum(-1) == 0).sum(-1).tolist())
-        starts = starts if any(starts) else None
+    real = known = starts = None
+    compiling = torch.compiler.is_compiling()
+    if attention_mask is not None and (compiling or not bool(attention_mask.all())):
+        missing = first_key + kv_length - attention_mask.shape[1]
+        known = torch.nn.functional.pad(attention_mask.bool(), (0, max(missing, 0)))
+        # A compiler traces no values: under it, layers with absolute patterns read the starts themselves.
+        starts = None if compiling else _starts(known)
         real = known[:, first_key : first_key + kv_length]
     spans = None if documents is None else tuple(_runs(row) for row in documents.tolist())
+    spans = None if spans is None or all(len(row) == 1 for row in spans) else spans
     lengths = None
     if blocks is not None:
         ids = blocks[:, : first_query + q_length].tolist()
         if not first_query:
-            lengths = tuple(_block_lengths(row[start:]) for row, start in zip(ids, starts or [0] * batch, strict=True))
+            first = [0] * batch if known is None else starts or _starts(known)
+            lengths = tuple(_block_lengths(row[start:]) for row, start in zip(ids, first, strict=True))
         elif any(value >= 0 for row in ids for value in row[first_query:]):
             raise must("tokens after a cached prefix must be causal", "bidirectional blocks among them", REFUSED)
     mask = torch.ones(batch, kv_length, dtype=torch.bool, device=device) if real is None else real
     # `generate` calls `contiguous()`, whose result for a contiguous tensor is the object itself.
     mask = mask[:, None, None].contiguous()
-    setattr(mask, ATTRIBUTE, ModelMask(pattern, is_causal, first_query, first_key, real, starts, spans, lengths))
+    padding = real, known, starts
+    setattr(mask, ATTRIBUTE, ModelMask(pattern, is_causal, first_query, first_key, *padding, spans, lengths))
     return mask
+
+
+def _starts(known: Tensor) -> tuple[int, ...]:
+    """Padding tokens before the first real one of each sample."""
+    return tuple((known.cumsum(-1) == 0).sum(-1).tolist())
 
 
 def _batch(batch_size: int | None, *given: Tensor | None) -> int:
@@ -195,7 +207,7 @@ def _captured(function: Any, like: Any, name: str) -> Any:
     """The variable that a closure captured, if it runs the code of `like`."""
     if getattr(function, "__code__", None) is not like.__code__:
         return None
-    return inspect.getclosurevars(function).nonlocals[name]
+    return function.__closure__[function.__code__.co_freevars.index(name)].cell_contents
 
 
 def _unknown(function: Any) -> ValueError:

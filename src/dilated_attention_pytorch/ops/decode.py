@@ -44,7 +44,7 @@ def attention_step(
     key_padding_mask: Tensor | None = None,
     sink: Tensor | None = None,
     softcap: float | None = None,
-    live: LiveKeys | None = None,
+    live: LiveKeys | int = 0,
     backend: str = "auto",
     memory_budget: int | float | None = None,
 ) -> Tensor:
@@ -62,7 +62,7 @@ def attention_step(
         key_padding_mask: bool (B, L), True where a key takes no part.
         sink: (H,), one more logit in the softmax of every row of a head, see `attention`.
         softcap: bound of the scores, see `attention`.
-        live: positions that the cache holds, where it does not hold all.
+        live: positions that the cache holds if not all, or the position of its first key.
         backend: for many tokens at once, see `attention`, as `memory_budget`.
 
     Returns:
@@ -87,7 +87,7 @@ def attention_step(
     scale = scale_of(scale, width)
     if not batch or not rows:
         return empty_attention(query, key, value)[0]
-    live = live or LiveKeys()
+    live = LiveKeys(0, live) if isinstance(live, int) else live
     last_slot = live.slots(torch.tensor([max(first) + rows - 1], device="cpu"))
     if int(last_slot) >= key.shape[2]:
         raise must(

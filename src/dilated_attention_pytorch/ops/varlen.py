@@ -1,0 +1,124 @@
+"""Attention on packed sequences in the layout and argument order of `torch.nn.attention.varlen.varlen_attn`."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ..errors import must, must_be
+from ..patterns import Pattern, SlidingWindow
+from .attention import attention_with_lse
+from .checks import require
+
+
+class WantsLse(Protocol):
+    """Request for auxiliary outputs, such as `torch.nn.attention.varlen.AuxRequest`."""
+
+    @property
+    def lse(self) -> bool: ...
+
+
+def varlen_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    *,
+    pattern: Pattern | str = "full",
+    return_aux: WantsLse | None = None,
+    scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    enable_gqa: bool = False,
+    sink: Tensor | None = None,
+    softcap: float | None = None,
+    dropout_p: float = 0.0,
+    backend: str = "auto",
+    memory_budget: int | float | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Exact attention over the pairs a pattern allows in each of several packed sequences.
+
+    The host reads the values of `cu_seq_q`, and of `cu_seq_k` if it is another tensor, because they shape the plan:
+    tensors on a GPU are copied and waited for, and a CUDA graph cannot capture the call. Pass them on the CPU.
+
+    Args:
+        query: (T, H, D).
+        key: (T, G, D) with G = H, or a divisor of H when `enable_gqa`.
+        value: (T, G, E).
+        cu_seq_q: int (sequences + 1), bounds of the sequences from 0 to T.
+        cu_seq_k: the same values, or None. Keys and queries are the same tokens.
+        max_q: at least the length of the longest sequence.
+        max_k: as `max_q`.
+        pattern: which keys a query attends to in a sequence, as if it were alone.
+        return_aux: an object whose `lse` is True to return the LSE as well.
+        scale: factor on the scores; 1 / sqrt(D) by default.
+        window_size: tokens before and after a query that it attends to, within the pattern; -1 for all. (-1, 0) is
+            causal attention, (W, 0) a causal window.
+        enable_gqa: let query head h read key head h // (H / G).
+        sink: (H,), see `attention`, as `softcap`, `dropout_p`, `backend` and `memory_budget`.
+
+    Returns:
+        (T, H, E), and (T, H) with the LSE if `return_aux.lse`.
+
+    >>> q, k, v = torch.randn(3, 100, 4, 16).unbind()
+    >>> bounds = torch.tensor([0, 30, 100])
+    >>> varlen_attention(q, k, v, bounds, bounds, 70, 70, pattern="dilated:16x1,64x4", window_size=(-1, 0)).shape
+    torch.Size([100, 4, 16])
+    """
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(tensor, Tensor) or tensor.dim() != 3:
+            came = tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise must(f"{name} must have shape (tokens, heads, width)", came)
+    bounds = _bounds(cu_seq_q, cu_seq_k, min(max_q, max_k))
+    before, after = _window(window_size, len(query))
+    if before < len(query) or 0 < after < len(query):
+        # Text stays text: a compiler traces no parser.
+        window = SlidingWindow(before, after)
+        pattern = f"({pattern}) & {window.describe()}" if isinstance(pattern, str) else pattern & window
+    output, lse = attention_with_lse(
+        query.transpose(0, 1)[None],
+        key.transpose(0, 1)[None],
+        value.transpose(0, 1)[None],
+        pattern,
+        is_causal=after == 0,
+        scale=scale,
+        enable_gqa=enable_gqa,
+        cu_seqlens=bounds if len(query) else None,
+        sink=sink,
+        softcap=softcap,
+        dropout_p=dropout_p,
+        backend=backend,
+        memory_budget=memory_budget,
+    )
+    output, lse = output[0].transpose(0, 1), lse[0].transpose(0, 1)
+    return (output, lse) if return_aux is not None and return_aux.lse else output
+
+
+def _bounds(queries: Tensor, keys: Tensor | None, longest: int) -> Tensor:
+    """Bounds of the sequences that are not empty, on the CPU."""
+    for name, tensor in (("cu_seq_q", queries), ("cu_seq_k", queries if keys is None else keys)):
+        if not isinstance(tensor, Tensor) or tensor.dim() != 1 or tensor.is_floating_point():
+            raise must_be(f"{name} must be a Tensor of integers, (sequences + 1,)", type(tensor).__name__)
+    advice = "Queries and keys are the same tokens here; torch.nn.attention.varlen has two lengths."
+    if keys is not None and keys.shape != queries.shape:
+        raise must("cu_seq_k must equal cu_seq_q", f"{len(keys)} and {len(queries)} bounds", advice)
+    bounds = queries.cpu()
+    if keys is not None and keys is not queries:
+        same = (keys.cpu() == bounds).all()
+        bounds = require(bounds, same, "cu_seq_k must equal cu_seq_q", lambda: f"{keys.tolist()}", advice)
+    fits = (bounds.diff() <= longest).all()
+    what = "max_q and max_k must be at least the length of the longest sequence"
+    bounds = require(bounds, fits, what, lambda: f"{longest} for {int(bounds.diff().max())}")
+    return bounds if torch.compiler.is_compiling() else bounds.unique_consecutive()
+
+
+def _window(window_size: tuple[int, int], tokens: int) -> tuple[int, int]:
+    """Tokens before and after a query, at most all."""
+    if len(window_size) != 2 or any(not isinstance(side, int) or side < -1 for side in window_size):
+        raise must("window_size must be two integers, each at least -1", window_size)
+    before, after = window_size
+    return tokens if before == -1 else before, tokens or 1 if after == -1 else after

@@ -1,0 +1,103 @@
+"""Packed sequences in the layout of `torch.nn.attention.varlen`: each against dense attention of its own."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+from oracle import dense_attention, error, multiplicities
+from torch.nn.attention import varlen
+
+from dilated_attention_pytorch import parse, varlen_attention
+
+LENGTHS = (7, 30, 1, 13)
+BOUNDS = torch.tensor([0, 7, 37, 38, 51])
+LSE = varlen.AuxRequest(lse=True)
+
+
+def leaves(heads=4, key_heads=2):
+    shapes = [(51, heads, 16), (51, key_heads, 16), (51, key_heads, 8)]
+    return [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+
+
+def by_document(query, key, value, pattern, sink=None):
+    outputs, lses = [], []
+    for parts in zip(*(x.split(LENGTHS) for x in (query, key, value)), strict=True):
+        counts = multiplicities(parse(pattern), len(parts[0]), query.shape[1])
+        output, lse = dense_attention(*(x.transpose(0, 1)[None] for x in parts), counts)
+        if sink is not None:
+            output = output * (lse.exp() / (lse.exp() + sink.exp()[:, None]))[..., None]
+        outputs.append(output[0].transpose(0, 1))
+        lses.append(lse[0].transpose(0, 1))
+    return torch.cat(outputs), torch.cat(lses)
+
+
+WINDOWS = {
+    (-1, -1): "full",
+    (-1, 0): "causal",
+    (5, 0): "window:5,0",
+    (3, 2): "window:3,2",
+    (-1, 2): "window:100,2",
+    (4, -1): "window:4,100",
+}
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("pattern", ["full", "dilated:4x1,16x4"])
+def test_each_sequence_is_alone(pattern, window):
+    tensors = [*leaves(), torch.randn(4, dtype=torch.float64, requires_grad=True)]
+    *inputs, sink = tensors
+    found = varlen_attention(
+        *inputs, BOUNDS, BOUNDS.int(), 30, 30,
+        pattern=pattern, window_size=window, enable_gqa=True, sink=sink, return_aux=LSE,
+    )  # fmt: skip
+    wanted = by_document(*inputs, f"({pattern}) & ({WINDOWS[window]})", sink)
+    weights = [torch.randn_like(x) for x in wanted]
+    for got, expected in zip(found, wanted, strict=True):
+        assert error(got, expected.detach()) < 1e-10
+    grads = [
+        torch.autograd.grad(sum((x * w).sum() for x, w in zip(both, weights, strict=True)), tensors)
+        for both in (found, wanted)
+    ]
+    for got, expected in zip(*grads, strict=True):
+        assert error(got, expected) < 1e-10
+
+
+def test_arguments_stand_in_the_order_of_torch():
+    theirs, ours = (inspect.signature(f).parameters for f in (varlen.varlen_attn, varlen_attention))
+    positional = [name for name, one in theirs.items() if one.kind is one.POSITIONAL_OR_KEYWORD]
+    assert positional == [name for name, one in ours.items() if one.kind is one.POSITIONAL_OR_KEYWORD]
+    shared = ("return_aux", "scale", "window_size", "enable_gqa")
+    assert all(theirs[name].default == ours[name].default for name in shared)
+
+
+def test_empty_sequences_and_no_tokens():
+    inputs = leaves()
+    plain = varlen_attention(*inputs, BOUNDS, None, 30, 30, enable_gqa=True)
+    assert isinstance(plain, torch.Tensor)
+    gaps = torch.tensor([0, 0, 7, 37, 37, 37, 38, 51, 51])
+    assert torch.equal(varlen_attention(*inputs, gaps, gaps, 30, 30, enable_gqa=True), plain)
+    none = varlen_attention(*(x[:0] for x in inputs), torch.tensor([0, 0]), None, 0, 0, enable_gqa=True)
+    assert none.shape == (0, 4, 8)
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "says"),
+    [
+        ({"cu_seq_k": torch.tensor([0, 8, 37, 38, 51])}, ValueError, "cu_seq_k must equal cu_seq_q"),
+        ({"cu_seq_k": torch.tensor([0, 51])}, ValueError, "cu_seq_k must equal cu_seq_q, got 2 and 5 bounds"),
+        ({"cu_seq_q": [0, 51]}, TypeError, "cu_seq_q must be a Tensor"),
+        ({"cu_seq_q": torch.tensor([0, 50]), "cu_seq_k": None, "max_q": 50, "max_k": 50}, ValueError, "51"),
+        ({"max_q": 29}, ValueError, "length of the longest sequence, got 29 for 30"),
+        ({"query": torch.randn(1, 4, 51, 16)}, ValueError, r"query must have shape \(tokens, heads, width\)"),
+        ({"window_size": (-2, 0)}, ValueError, "window_size must be two integers"),
+        ({"key": torch.randn(50, 2, 16, dtype=torch.float64)}, ValueError, "key must have the query's length 51"),
+    ],
+)
+def test_wrong_arguments_say_what_must_hold(change, kind, says):
+    query, key, value = leaves()
+    given = {"query": query, "key": key, "value": value, "cu_seq_q": BOUNDS, "cu_seq_k": BOUNDS}
+    given |= {"max_q": 30, "max_k": 30, "enable_gqa": True}
+    with pytest.raises(kind, match=says):
+        varlen_attention(**(given | change))
