@@ -521,7 +521,7 @@ def main(arguments: list[str] | None = None) -> int:
             parser.option(option, action="store_true", help=text)
         else:
             kind = str if field.default is None else type(field.default)
-            shown = "FILE" if field.name == "data" else {int: "N", float: "X"}.get(kind, "NAME")
+            shown = {"int": "N", "float": "X"}.get(kind.__name__, "FILE" if field.name == "data" else "NAME")
             parser.option(option, type=kind, default=field.default, metavar=shown, help=text)
     given: dict[str, Any] = vars(parser.read(arguments))
     given["out"] = str(given["out"])
