@@ -46,8 +46,8 @@ SECTIONS = {
         "distributed.md": "Several ranks",
         "billion.md": "A billion tokens",
         "tools.md": "The command line",
-        "extending.md": "Patterns and backends of your own",
-        "migration.md": "Coming from elsewhere",
+        "extending.md": "Extending",
+        "migration.md": "Migration",
     },
     "Reference": {"patterns.md": "Pattern texts", "backends.md": "Backends", "api.md": "Public names"},
     "Explanation": {
@@ -70,6 +70,11 @@ PICTURES = {
     "strided.svg": (512, (("strided:8;block=16", 0), ("block_dilated:256x2;sparsity_ratio=0.15;block=16", 0))),
 }
 """File in docs/pictures -> tokens, and two patterns with the head that is drawn, of 4; the drawings of `dap show`."""
+
+STYLE = """
+/* Names in the first column of a table are not broken inside a word. */
+.md-typeset table td:first-child code { white-space: nowrap; }
+"""
 
 GALLERY = {
     "Causal": "causal",
@@ -270,6 +275,7 @@ def write_sources(folder: Path) -> list[dict[str, list[Any]]]:
         if not path.exists() or path.read_text() != wanted:
             path.write_text(wanted)
     (folder / "play.html").write_text(interactive())
+    (folder / "site.css").write_text(STYLE)
     for path in (*DOCS.rglob("*.svg"), *DOCS.rglob("*.png")):
         shutil.copy(path, folder / path.relative_to(DOCS))
     pages = {path.name: path.read_text() for path in DOCS.glob("*.md")}
@@ -299,6 +305,7 @@ def build(folder: Path) -> int:
         "docs_dir": "docs",
         "site_dir": "site",
         "use_directory_urls": False,
+        "extra_css": ["site.css"],
         # No fonts from elsewhere: the site makes no request to another host.
         "theme": {
             "font": False,

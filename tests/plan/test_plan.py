@@ -172,6 +172,12 @@ def test_to_dense_refuses_what_would_not_fit():
         make_plan(SlidingWindow(4), 10_000, 1).to_dense()
 
 
+def test_pictures_show_no_pair_above_a_causal_diagonal():
+    pattern = (SlidingWindow(256) | Global(16)) & Causal()
+    rows = make_plan(pattern, 100_000, 1).picture().splitlines()[1:]
+    assert [row[number + 1 :].strip(".") for number, row in enumerate(rows)] == [""] * 32
+
+
 def test_a_plan_prints_and_draws_itself():
     plan = make_plan(parse("window:16 & causal"), 64, 2, 16)
     text = repr(plan)

@@ -256,7 +256,7 @@ class Plan:
         return dense
 
     def picture(self, head: int = 0, width: int = 32) -> str:
-        """Picture of the plan: `#` all, `+` some, `.` none of the pairs of a cell are computed."""
+        """Text map of the computed pairs: `#` all, `+` some, `.` none of the pairs of a cell."""
         cell, share = self.cells(head, width)
         rows = ["".join("#" if x > 0.99 else "+" if x > 0 else "." for x in line) for line in share.tolist()]
         return "\n".join([f"{self.name}: head {head}, a cell is {cell} x {cell} tokens", *rows])
@@ -264,6 +264,8 @@ class Plan:
     def cells(self, head: int = 0, width: int = 32) -> tuple[int, Tensor]:
         """The map in at most `width` squared cells: tokens along a cell, and the computed share of each, float64."""
         cell = max(1, -(-self.n // width))
+        # Whole tiles: a tile of the diagonal that straddled two cells would show pairs above it.
+        cell = cell if cell <= self.block_size else -(-cell // self.block_size) * self.block_size
         side = -(-self.n // cell)
         area = torch.zeros(side, side, dtype=torch.float64, device="cpu")
         for part in self.parts:

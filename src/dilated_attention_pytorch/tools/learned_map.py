@@ -139,11 +139,7 @@ def _text(
 ) -> tuple[tuple[Tensor, ...], str]:
     module, kinds = layer.module, ", ".join(TENSOR_FILES)
     if not isinstance(module, MultiheadBlockSparseAdaptive):
-        raise must(
-            "an input of bytes must go to a layer with projections",
-            "a layer without",
-            f"Give query and key in {kinds}.",
-        )
+        raise must("an input of bytes must go to a layer with projections", "none", f"Give query and key in {kinds}.")
     advice = f"Give hidden states in {kinds}."
     if index:
         raise must("an input of bytes must go to the first layer; later layers read hidden states", index, advice)

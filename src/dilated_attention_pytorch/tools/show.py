@@ -87,17 +87,15 @@ def as_svg(maps: list[Map]) -> str:
         fitted = f' textLength="{PIXELS}" lengthAdjust="spacingAndGlyphs"' if len(about) > MOST_LETTERS else ""
         parts.append(f'<text y="-14"{fitted}>{escape(about)}</text>')
         # One path for each shade, with a rectangle for each run of equal cells.
-        shades: dict[float, list[str]] = {}
+        shades: dict[float, str] = {}
         for i, row in enumerate(drawn.share):
-            at = 0
-            for share, run in groupby(round(x, 2) for x in row):
-                length = len(list(run))
-                if share > 0:
-                    corner, across_run = f"M{at * scale:g} {i * scale:g}", f"{length * scale:g}"
-                    shades.setdefault(max(share, 0.08), []).append(f"{corner}h{across_run}v{scale:g}h-{across_run}z")
-                at += length
-        for share, runs in sorted(shades.items()):
-            parts.append(f'<path class="cell" fill-opacity="{share:g}" d="{"".join(runs)}"/>')
+            at = 0.0
+            for share, run in groupby(max(round(x, 2), 0.08) if x >= 0.005 else 0.0 for x in row):
+                wide = scale * len(list(run))
+                shades[share] = shades.get(share, "") + f"M{at:g} {i * scale:g}h{wide:g}v{scale:g}h-{wide:g}z"
+                at += wide
+        shown = sorted((share, runs) for share, runs in shades.items() if share > 0)
+        parts += [f'<path class="cell" fill-opacity="{share:g}" d="{runs}"/>' for share, runs in shown]
         frame = f'<rect width="{PIXELS}" height="{PIXELS}" fill="none" stroke="currentColor" opacity="0.3"/>'
         parts.append(f"{frame}</g>")
     return "\n".join([*parts, "</svg>\n"])
@@ -109,9 +107,7 @@ def as_png(maps: list[Map]) -> bytes:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ModuleNotFoundError:
-        raise must(
-            "matplotlib must be installed to write a .png", "no such package", "pip install matplotlib, or write .svg."
-        ) from None
+        raise ValueError("a .png needs matplotlib. Install it with pip install matplotlib, or write .svg.") from None
     figure = Figure(figsize=(6.4 * len(maps), 6.8), layout="constrained")
     FigureCanvasAgg(figure)
     for axes, drawn in zip(figure.subplots(1, len(maps), squeeze=False)[0], maps, strict=True):
