@@ -124,8 +124,10 @@ PUBLIC_NAMES = [
     "register_pattern",
     "replace_attention",
     "reproducible_gradients",
+    "scorer_parameters",
     "shard_sequence",
     "streamed_attention",
+    "task_parameters",
     "unshard_sequence",
 ]
 
