@@ -18,7 +18,7 @@ from torch import nn
 
 from dilated_attention_pytorch import parse
 from dilated_attention_pytorch.nn import SparseAttention
-from dilated_attention_pytorch.tools.quality import editions
+from dilated_attention_pytorch.tools.quality import editions, recipe, retrieval, retrieval_report
 from dilated_attention_pytorch.tools.quality import runner as quality
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
@@ -352,12 +352,83 @@ def test_density_of_adaptive_attention_is_counted():
     assert found["density"] > 0.7
 
 
+@pytest.mark.parametrize("name", retrieval.TASKS)
+def test_retrieval_answers_stand_before_their_questions(name):
+    tokens, answers = retrieval.TASKS[name](retrieval.RetrievalTask(), torch.Generator().manual_seed(0))
+    assert tokens.shape == answers.shape == (2, 1024)
+    for row, wanted in zip(tokens.tolist(), answers.tolist(), strict=True):
+        asked = [at for at, answer in enumerate(wanted) if answer != retrieval.IGNORED]
+        assert len(asked) >= 60
+        for at in asked:
+            assert wanted[at] in {row[j + 1] for j in range(at - 1) if row[j] == row[at]}
+
+
+@pytest.mark.parametrize("density", [0.25, 0.125, 0.0625])
+def test_retrieval_rows_share_one_counted_density(density):
+    suite = retrieval.RetrievalTask(n=1024)
+    given = torch.randn(3, 1, 1024, retrieval.HEADS, retrieval.WIDTH, generator=torch.Generator().manual_seed(0))
+    counted = {}
+    for row in retrieval.ROWS:
+        module = retrieval.attend(row, suite, density).eval()
+        module(*given, is_causal=True)
+        counted[row] = retrieval.density_of(module)
+    assert max(counted.values()) - min(counted.values()) < 1e-9
+    assert counted["learned"] == pytest.approx(density, rel=0.02)
+
+
+def test_the_oracle_row_keeps_the_most_attention():
+    suite = retrieval.RetrievalTask(n=512)
+    q, k, v = torch.randn(3, 1, 512, 2, 32, generator=torch.Generator().manual_seed(0)).unbind()
+    dense = retrieval.DenseAttention()(4 * q, k, v, is_causal=True)
+    error = {
+        row: float((retrieval.attend(row, suite, 0.25)(4 * q, k, v, is_causal=True) - dense).square().mean())
+        for row in ("nearest", "random", "oracle")
+    }
+    assert error["oracle"] < 0.5 * min(error["nearest"], error["random"])
+
+
+def test_a_retrieval_suite_runs_resumes_and_reports(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    given = ["--suite", "tiny", "--out", str(tmp_path)]
+    assert quality.main([*given, "--minutes", "0"]) == 130
+    assert len(read(tmp_path)) == 1
+    assert quality.main([*given, "--resume"]) == 1, "two steps teach nothing"
+    lines = read(tmp_path)
+    assert [(x["task"], x["pattern"], x["wanted"], x["seed"]) for x in lines] == retrieval.runs(
+        retrieval.SUITES["tiny"]
+    )
+    assert {x["sources"] for x in lines} == {retrieval.sources()}
+    for line in lines:
+        assert line["training_density"] == pytest.approx((1 + line["density"]) / 2, abs=1e-6)
+        learns = line["pattern"] in ("frozen", "learned")
+        assert (line["scorer_parameters"] > 0) == learns
+    page = (tmp_path / "quality.md").read_text()
+    assert "did not learn every task" in page and "| 50.7 % | oracle |" in page
+
+
+def test_tables_of_learned_attention_are_generated():
+    lines = [line for line in quality._read(RESULTS / "quality_cpu.jsonl") if "wanted" in line]
+    page = (RESULTS.parents[1] / "docs" / "adaptive.md").read_text()
+    suite = [line for line in lines if "setting" not in line]
+    assert "\n".join(retrieval_report.table(suite)) in page
+    assert "\n".join(recipe.table(lines)) in page
+
+
+@pytest.mark.slow
+def test_training_beats_the_frozen_scorer_on_two_tasks(tmp_path: Path):
+    assert quality.main(["--suite", "ci", "--out", str(tmp_path)]) == 0
+    found = retrieval_report.gains(read(tmp_path))
+    assert len(found) == 2 and min(found.values()) > 0.02, found
+
+
 def test_published_rows_hold_counted_densities():
     """The page of the documentation is written from the results, whose budgets are counted."""
     logs = [RESULTS / f"quality_{where}.jsonl" for where in ("h200", "cpu")]
     lines = [line for log in logs for line in quality._read(log)]
     page = quality.report(lines, ", ".join(log.name for log in logs))
     assert page == (RESULTS.parents[1] / "docs" / "quality.md").read_text()
+    measured = [line for line in lines if "wanted" in line]
+    assert {line["seed"] for line in measured} == {0, 1, 2}
+    assert all(line["density"] == pytest.approx(line["wanted"], rel=0.02) for line in measured)
     for line in lines:
         if line["task"] == "speed" and line["pattern"] == "adaptive":
             suite = quality.SUITES[line["suite"]]

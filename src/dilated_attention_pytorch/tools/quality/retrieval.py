@@ -25,7 +25,6 @@ import copy
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -66,7 +65,7 @@ class RetrievalTask:
     score_unit: int = 4
     hidden_dim: int = 16
     rate: float = 1e-2
-    fresh: int = 8
+    fresh: int = 6
     """batches on which accuracy is measured"""
 
 
@@ -152,7 +151,7 @@ class DenseAttention(nn.Module):
         return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal).transpose(1, 2)
 
 
-class FixedBudget(nn.Module):
+class RuleAttention(nn.Module):
     """Causal attention of tokens on their own block and the best of the earlier ones by a rule.
 
     Args:
@@ -189,7 +188,6 @@ class FixedBudget(nn.Module):
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2)
 
 
-@lru_cache(maxsize=64)
 def budget_of(density: float, blocks: int) -> Budget:
     """Budget whose counted density over a causal sequence is nearest to the wanted one."""
     seen = torch.arange(1, blocks + 1)
@@ -207,7 +205,7 @@ def attend(row: str, task: RetrievalTask, density: float, **settings: Any) -> nn
         return DenseAttention()
     budget = budget_of(density, task.n // task.block)
     if row not in ("frozen", "learned"):
-        return FixedBudget(row, task.block, budget)
+        return RuleAttention(row, task.block, budget)
     config = AdaptiveConfig(
         base_sparsity=1 - budget.kept,
         k_min=1,
@@ -225,7 +223,7 @@ def density_of(module: nn.Module) -> float:
     """Counted density of a module's last call: blocks kept over blocks that a causal token sees."""
     if isinstance(module, BlockSparseAdaptive):
         return module.statistics()["density"]
-    assert isinstance(module, DenseAttention | FixedBudget)
+    assert isinstance(module, DenseAttention | RuleAttention)
     return module.density
 
 
@@ -322,7 +320,6 @@ def runs(suite: RetrievalTask) -> list[tuple[str, str, float, int]]:
     ]
 
 
-@lru_cache(maxsize=1)
 def sources() -> str:
     """Hash of the code that the results are about, without comments and docstrings: selection, learned attention, and
     this file."""
@@ -341,7 +338,7 @@ def sources() -> str:
 
 def measure(suite: RetrievalTask, left: list[tuple[str, str, float, int]]) -> Iterator[Line]:
     """A line for each run."""
-    starts = Starts(suite)
+    starts, code = Starts(suite), sources()
     for task, row, density, seed in left:
-        line = {"task": task, "pattern": row, "wanted": density, "seed": seed, "sources": sources()}
+        line = {"task": task, "pattern": row, "wanted": density, "seed": seed, "sources": code}
         yield line | starts.run(task, row, density, seed)

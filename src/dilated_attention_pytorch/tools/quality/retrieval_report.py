@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import statistics
 
+from . import recipe
 from .retrieval import ROWS, Line
 
+INTRODUCTION = (
+    f"Right answers at a counted density of {100 * recipe.DENSITY:g} %, each setting changed alone. Rows without a "
+    "dense start take all their steps with their own blocks."
+)
 LEARNED_TASK = 0.75
 """Share of right answers that dense attention must reach for a task to count."""
 
@@ -13,15 +18,17 @@ LEARNED_TASK = 0.75
 def table(lines: list[Line]) -> list[str]:
     """Markdown table of a suite: share of right answers, mean and standard deviation over seeds, by task and row."""
     tasks = list(dict.fromkeys(line["task"] for line in lines))
-    text = [f"| counted density | row | {' | '.join(tasks)} | parameters |", "|---" * (len(tasks) + 3) + "|"]
+    head = f"| counted density | row | {' | '.join(tasks)} | parameters | work of the whole training |"
+    text = [head, "|---" * (len(tasks) + 4) + "|"]
     for density in sorted({line["wanted"] for line in lines}, reverse=True):
         for row in ("dense", *ROWS):
             mine = [line for line in lines if (line["wanted"], line["pattern"]) == (density, row)]
             if mine:
                 counted = statistics.mean(line["density"] for line in mine)
                 cells = [_spread([x["quality"] for x in mine if x["task"] == task]) for task in tasks]
-                count = f"{mine[0]['parameters']:,}"
-                text.append(f"| {100 * counted:.1f} % | {row} | {' | '.join(cells)} | {count} |")
+                work = f"{100 * statistics.mean(x['training_density'] for x in mine):.0f} %"
+                last = f"{mine[0]['parameters']:,} | {work}"
+                text.append(f"| {100 * counted:.1f} % | {row} | {' | '.join(cells)} | {last} |")
     return text
 
 
@@ -54,18 +61,19 @@ def gains(lines: list[Line]) -> dict[tuple[str, float], float]:
 def report(lines: list[Line]) -> list[str]:
     """Section of the page for the retrieval suites in the results."""
     text = []
-    for suite in dict.fromkeys(line["suite"] for line in lines):
+    changed = any("setting" in line for line in lines)
+    for suite in dict.fromkeys(line["suite"] for line in lines if "setting" not in line):
         rows = [line for line in lines if line["suite"] == suite]
         first = rows[0]
-        seeds, spread = len({x["seed"] for x in rows}), statistics.mean(x["training_density"] for x in rows)
+        seeds = len({x["seed"] for x in rows})
         text += [f"## Retrieval, suite {suite}: sequences of {first['n']:,}", ""]
         if not learned_all(rows):
             text += ["Dense attention did not learn every task in this run.", ""]
         text += [
             f"Share of right answers, mean and standard deviation over {seeds} seeds. All rows share "
             f"{first['dense_steps']} steps of dense attention and train {first['steps']} steps more with their own "
-            f"choice; counted over both, attention had {100 * spread:.0f} % of dense attention's work on average. "
-            f"The scorer has {max(x['scorer_parameters'] for x in rows):,} of the parameters.",
+            "choice; the last column counts the blocks of both, relative to dense attention. The scorer has "
+            f"{max(x['scorer_parameters'] for x in rows):,} of the parameters.",
             "",
             *table(rows),
             "",
@@ -79,5 +87,7 @@ def report(lines: list[Line]) -> list[str]:
                 cells = [f"{found[task, density]:+.3f}" for task in tasks if (task, density) in found]
                 text.append(f"| {100 * density:g} % | {' | '.join(cells)} |")
             text.append("")
-        text += [f"{first.get('device', '')}, sources {', '.join(sorted({x['sources'] for x in rows}))}.", ""]
+        text += [f"Measured on {first.get('device', '')}; the results name the seeds and a hash of the sources.", ""]
+    if changed:
+        text += ["## Training settings of learned attention", "", INTRODUCTION, "", *recipe.table(lines), ""]
     return text

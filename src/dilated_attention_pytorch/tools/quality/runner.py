@@ -19,7 +19,8 @@ edition than on the first.
 "Of dense's work" is the counted share of the pairs that causal dense attention computes, at the
 length that is timed. The budget of adaptive attention in these two tasks is a number of blocks, so
 early tokens see most of what lies before them: an eighth of the blocks is 23 % of the work, a
-quarter 43 %. Editions are trained on shorter sequences for the first two fifths of the steps. There,
+quarter 43 %. Earlier versions of this page gave 12.5 and 25 % for those rows, and equal parameters
+for all. Editions are trained on shorter sequences for the first two fifths of the steps. There,
 the budgets of adaptive, local, global + local and dilated attention cover everything: those rows
 start with dense attention, and near, block dilated and random do not. Adaptive attention has the
 parameters of its scorer besides, and scores pairs of tokens (`score_unit=2`, no sink, no
@@ -54,7 +55,7 @@ from ..bench.measure import clock, facts
 from ..bench.results import append, read_lines
 from ..console import Parser, one_of
 from ..html_page import wrapped, write
-from . import retrieval, retrieval_report
+from . import recipe, retrieval, retrieval_report
 from .editions import HEADS, OutOfTime, Play, Task, compare, fetch, read_plays
 
 WIDTH = 64
@@ -335,18 +336,8 @@ def report(lines: list[Line], logs: str = "") -> str:
             text += ["", *_by_distance(rows)]
         size = f"{first['steps']} steps of {first['tokens'] // first['steps']:,} tokens"
         seeds = "1 seed, so without an error bar" if first["seeds"] == 1 else f"{first['seeds']} seeds"
-        text += ["", f"{size}, {seeds}, {first.get('device', '')}{_commits(lines, suite, task)}.", ""]
+        text += ["", f"{size}, {seeds}, {first.get('device', '')}.", ""]
     return "\n".join(wrapped(line) if line and line[0] not in "|!#" else line for line in text)
-
-
-def _commits(lines: list[Line], suite: str, task: str) -> str:
-    """The commits whose code was trained and timed, which may be older than this page."""
-    trained, timed = (
-        sorted({line["git"] for line in lines if line["suite"] == suite and task == line.get(key) and "git" in line})
-        for key in ("task", "of")
-    )
-    text = f"; trained at commit {', '.join(trained)}" if trained else ""
-    return text + (f", timed at {', '.join(timed)}" if timed else "")
 
 
 def _by_distance(rows: list[Line]) -> list[str]:
@@ -391,7 +382,7 @@ def _read(log: Path) -> list[Line]:
 def main(arguments: list[str] | None = None) -> int:
     """Train, measure, write. Exit status: 0, 1 where dense attention did not learn a task, 130 where it was stopped."""
     parser = Parser("dap quality", __doc__ or "")
-    suites = [*retrieval.SUITES, *SUITES]
+    suites = [*retrieval.SUITES, "recipe", *SUITES]
     parser.option("--suite", read=one_of(suites), default="cpu", metavar="NAME", help=", ".join(suites))
     parser.out("folder of the results", Path("quality"))
     parser.option("--plays", type=Path, metavar="PATH", help="the plays as `--fetch` downloads them, for editions")
@@ -420,14 +411,14 @@ def main(arguments: list[str] | None = None) -> int:
     if short is not None:
         print(f"stopped: {short}; go on with --resume", file=sys.stderr if given.json else sys.stdout, flush=True)
         return 130
-    small = [line for line in lines if "wanted" in line]
+    small = [line for line in lines if "wanted" in line and "setting" not in line]
     return 0 if all(row["counts"] for row in judged(compared)) and retrieval_report.learned_all(small) else 1
 
 
 def _run(given: argparse.Namespace, log: Path, deadline: float) -> OutOfTime | None:
     """Measure what is not in the log; why the rest was left."""
     name, plays = given.suite, None if given.plays is None else read_plays(given.plays)
-    if name in retrieval.SUITES:
+    if name in (*retrieval.SUITES, "recipe"):
         return _run_retrieval(given, log, deadline)
     suite = SUITES[name]
     if suite.device == "cuda" and not torch.cuda.is_available():
@@ -455,20 +446,24 @@ def _run(given: argparse.Namespace, log: Path, deadline: float) -> OutOfTime | N
 
 
 def _run_retrieval(given: argparse.Namespace, log: Path, deadline: float) -> OutOfTime | None:
-    """Measure the runs of a retrieval suite that are not in the log; why the rest was left."""
-    suite, known = retrieval.SUITES[given.suite], facts("cpu")
+    """Measure the runs of a retrieval suite, or of the recipe, that are not in the log; why the rest was left."""
+    name, known, code = given.suite, facts("cpu"), retrieval.sources()
     old = _read(log)
-    rows = [line for line in old if line["suite"] == given.suite and given.resume]
-    rows = [line for line in rows if line["sources"] == retrieval.sources()]
-    write(log, "".join(json.dumps(line) + "\n" for line in old if line["suite"] != given.suite or line in rows))
-    done = {(line["task"], line["pattern"], line["wanted"], line["seed"]) for line in rows}
-    left = [run for run in retrieval.runs(suite) if run not in done]
+    rows = [line for line in old if line["suite"] == name and given.resume and line["sources"] == code]
+    write(log, "".join(json.dumps(line) + "\n" for line in old if line["suite"] != name or line in rows))
+    if name == "recipe":
+        done: set[Any] = {(line["task"], line["setting"], line["seed"]) for line in rows}
+        found = recipe.measure([run for run in recipe.runs() if run not in done])
+    else:
+        done = {(line["task"], line["pattern"], line["wanted"], line["seed"]) for line in rows}
+        suite = retrieval.SUITES[name]
+        found = retrieval.measure(suite, [run for run in retrieval.runs(suite) if run not in done])
     try:
-        for found in retrieval.measure(suite, left):
-            line = {"suite": given.suite, **found, **known}
+        for line in found:
+            line = {"suite": name, **line, **known}
             append(log, line)
-            words = f"{line['task']:<9} {line['pattern']:<8} {100 * line['density']:5.1f} %  {line['quality']:.3f}"
-            print(json.dumps(line) if given.json else words, flush=True)
+            words = f"{line['task']:<9} {line.get('setting', line['pattern'])} {100 * line['density']:.1f} %"
+            print(json.dumps(line) if given.json else f"{words}: {line['quality']:.3f}", flush=True)
             if time.monotonic() > deadline:
                 return OutOfTime("the time given is over")
     except KeyboardInterrupt:
