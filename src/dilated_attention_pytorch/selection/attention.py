@@ -12,11 +12,11 @@ from typing import Any, Literal, NamedTuple, overload
 import torch
 from torch import Tensor
 
-from ..errors import must, must_be
+from ..errors import must
 from ..kernels.call import Forward, empty_rows, laid_like
 from ..kernels.dropout import fresh_seed
 from ..ops.attention import autocasted, empty_attention, is_observed, needs_graph, readable
-from ..ops.checks import check_layout, check_masks, check_tensors, unexpected
+from ..ops.checks import check_layout, check_masks, check_sink, check_tensors, unexpected
 from ..ops.derivatives import ONCE, check_reverse_mode, once_differentiable, scale_of
 from ..ops.merge import AttentionOutput
 from ..ops.sink import apply_sink
@@ -146,7 +146,8 @@ def selected_attention(
     check_layout(query)
     check_masks(query, key_padding_mask, None)
     check_indices(query, key, indices, counts, granularity)
-    _check_sink(query, sink)
+    if sink is not None:
+        check_sink(query, sink)
     scale = scale_of(scale, query.shape[-1])
     if not query.shape[0] or not query.shape[2]:
         output, lse = empty_attention(query, key, value)
@@ -157,19 +158,6 @@ def selected_attention(
     if sink is not None:
         output = apply_sink(output, lse, sink)
     return AttentionOutput(output, lse) if return_lse else output
-
-
-def _check_sink(query: Tensor, sink: Tensor | None) -> None:
-    if sink is None:
-        return
-    if not isinstance(sink, Tensor):
-        raise must_be("sink must be a Tensor", type(sink).__name__)
-    if not sink.is_floating_point():
-        raise must_be("sink must have a floating dtype", sink.dtype)
-    if tuple(sink.shape) != (query.shape[1],):
-        raise must(f"sink must have shape ({query.shape[1]},), one logit for each query head", tuple(sink.shape))
-    if sink.device != query.device:
-        raise must(f"sink must be on the query's device {query.device}", sink.device)
 
 
 def _selected(query: Tensor, key: Tensor, value: Tensor, settings: SelectedSettings) -> tuple[Tensor, Tensor]:
