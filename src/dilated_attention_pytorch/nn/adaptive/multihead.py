@@ -80,7 +80,7 @@ class MultiheadBlockSparseAdaptive(MultiheadOverRanks, MultiheadSparseAttention)
 
     @property
     def ranks(self) -> Ranks:  # pyrefly: ignore[bad-override]
-        """Who holds the sequence together: those of the core."""
+        """Ranks of the sequence, shared with the core."""
         return self.core.ranks
 
     @ranks.setter
@@ -103,7 +103,7 @@ class MultiheadBlockSparseAdaptive(MultiheadOverRanks, MultiheadSparseAttention)
     ) -> tuple[Tensor, LearnedPattern | None]:
         """Attend within one sequence; see `MultiheadSparseAttention`.
 
-        The second result is a `LearnedPattern` where `return_pattern` asks for one, else None, and never weights.
+        The second result is a `LearnedPattern` with `return_pattern`, otherwise None; weights are never formed.
         """
         del average_attn_weights
         with nullcontext() if self.ranks.alone else self.ranks.call():
@@ -146,15 +146,15 @@ class MultiheadBlockSparseAdaptive(MultiheadOverRanks, MultiheadSparseAttention)
             return output if self.batch_first else output.transpose(0, 1), looked_at
 
     def plan(self, n: int, num_heads: int | None = None, is_causal: bool = False) -> Plan:
-        """Refuses: what is kept depends on the input."""
+        """Raise: the blocks depend on the input."""
         return self.core.plan(n, num_heads, is_causal)
 
     def explain(self, n: int, is_causal: bool = False) -> str:  # pyrefly: ignore[bad-override]
-        """What happens at a length, in words."""
+        """Description of the blocks kept at a length."""
         return self.core.explain(n, is_causal)
 
     def cache(self, length: int | None = None) -> KVCache:
-        """An empty cache for decoding: every step chooses for its token as the whole computation would."""
+        """Empty cache for decoding: every step selects for its token as the whole computation does."""
         from .decoding import AdaptiveCache
 
         return AdaptiveCache(self.core, length)

@@ -93,7 +93,7 @@ def lesson_row(
     E: tl.constexpr, EP: tl.constexpr, ALL: tl.constexpr, CAUSAL: tl.constexpr, SALIENCY: tl.constexpr,
     PADDING: tl.constexpr,
 ):  # fmt: skip
-    """One row, L blocks at most: gradients by the attention that its queries pay to each block, from their LSE.
+    """Gradients of one row, L blocks at most, from the attention of its queries on each block, given by LSEs.
 
     Stored `every` rows apart: its divergence times its weight, with ALL its entropy, the share of attention that its
     queries keep and their number, and its weight, the sum of its queries' weights. With SALIENCY the weight multiplies

@@ -16,21 +16,21 @@ from .block_scores import ByToken, Halves, ToList, hidden_scoring, matched_toget
 from .choose_blocks_kernels import choice_kernel, rank_kernel
 
 RANKED, MOST_RANKED, MOST_WARPS = 1024, 2048, 8
-"""Scores of several rows that a warp ranks at once, the most of one row, or with coverage half as many, and the most
-warps of a row; scores live in registers, and noise needs some besides."""
+"""Scores of several rows per warp, most scores of one row per warp (half with coverage), and most warps of a row.
+Scores are held in registers, and noise needs further registers."""
 READY_REGISTERS = 64, 72, 128
-"""Of a thread that only ranks: of one row up to 32 scores, as many of several rows, or more. Told, the assembler keeps
-to what leaves room for many warps, and spills nothing."""
+"""Register limits of a thread that only ranks: one row with up to 32 scores a thread, several rows with as many, or
+more scores. The limits allow many warps without spills."""
 SCORED = 64
-"""Rows of a run of blocks are multiples of so many, where they are more, so that few tiles of theirs are cut short."""
+"""Rows of a launch are a multiple of this, where they are more, so that few tiles are partial."""
 SCORE_BYTES, OF_LISTS = 9 * 2**21, 2
-"""Scores held at a time: choosing for 32K tokens and 8 heads must take no more than 64 MB, its lists included. Where
-those are long, one in so many of their bytes: launches are then fewer, and their programs have more to do."""
+"""Bytes of scores held at a time (selection for 32K tokens and 8 heads takes at most 64 MB, lists included), and the
+divisor of the lists' bytes that replaces it where lists are long: fewer launches with more work each."""
 CHOSEN, CHOSEN_AMONG, NARROWEST = 64, 256, 128
-"""Tokens of a program that keeps all their scores in registers, the most blocks that it ranks, of which two programs
-fit a multiprocessor, and the fewest for which it is compiled."""
+"""Tokens of a program that holds all their scores in registers, most blocks that it ranks (two programs fit a
+multiprocessor), and fewest blocks for which it is compiled."""
 NARROW_REGISTERS = 168
-"""Of a program that ranks fewer: with so many, a few less than it would take, three fit a multiprocessor."""
+"""Register limit of a program that ranks fewer blocks: three programs fit a multiprocessor."""
 
 
 @lru_cache(maxsize=CACHE_SIZE)
@@ -65,7 +65,7 @@ def choose(
     factors: Factors, together: ByToken, right: Halves, may: Tensor, indices: Tensor, counts: Tensor, block_size: int,
     is_causal: bool,
 ) -> None:  # fmt: skip
-    """List for the tokens of the blocks that are scored `together`, whose scores never lie in memory."""
+    """List blocks for the tokens that are scored `together`; their scores are never stored."""
     batch, heads, total, _, d = factors.own.shape
     t, units, rank = factors.right.shape[2:]
     (own, *apart), there = own_rows(factors.own), factors.right_there

@@ -1,7 +1,7 @@
 """Retrieval tasks of seconds on a CPU, and attention rows that share one budget of blocks.
 
-- recall: 48 pairs of a key and a value in the first half of a sequence; questions for any of them in
-  the second;
+- recall: 48 pairs of a key and a value in the first half of a sequence; questions for any of
+  them in the second;
 - needle: 25 pairs in the first quarter; each question in the last quarter asks for one, 24 are
   distractors;
 - induction: runs of 32 tokens again from random places; the token that followed follows again.
