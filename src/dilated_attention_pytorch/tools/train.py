@@ -471,14 +471,12 @@ def is_restarted() -> bool:
 def refuse_run(checkpoint: Path, log: Path) -> None:
     """Raise where a folder holds a run, finished or not, which a new run would overwrite."""
     if checkpoint.exists():
-        present = f"a run in {checkpoint.parent}"
-        raise must(
-            "out must be a folder without a run", present, "Go on with --resume, or start anew in another --out."
-        )
+        have = f"a run in {checkpoint.parent}"
+        raise must("out must be a folder without a run", have, "Go on with --resume, or start anew in another --out.")
     if steps := _lines(log):
-        present = f"the log of {len(steps)} steps in {log}"
+        have = f"the log of {len(steps)} steps in {log}"
         advice = "It has no checkpoint for --resume; start anew in another --out, or remove the log."
-        raise must("out must be a folder without a run", present, advice)
+        raise must("out must be a folder without a run", have, advice)
 
 
 def _lines(log: Path) -> list[dict[str, Any]]:
