@@ -89,15 +89,11 @@ def create_block_sparse_attention(
             raise must(f'{what} must come with variant="{name}"', f'variant="{kind}"')
     if length is not None and variant != "auto":
         raise must('length must come with variant="auto"', f'variant="{variant}"')
-    sparse: dict[str, Any] = {
-        "sparse_config": sparse_config,
-        "sparsity_ratio": sparsity_ratio,
-        "block_size": block_size,
-    }
+    base: dict[str, Any] = {"sparse_config": sparse_config, "sparsity_ratio": sparsity_ratio, "block_size": block_size}
     if kind == "adaptive":
         if length is not None:
             raise must("length must come with a pattern of positions", "a learned one")
-        return _adaptive(segments, rates, adaptive_config, sparse, embed_dim, num_heads, options)
+        return _adaptive(segments, rates, adaptive_config, base, embed_dim, num_heads, options)
     if kind == "hierarchical":
         if sparse_config is not None or sparsity_ratio is not None:
             raise must("a hierarchy must be given by its levels", "a sparsity ratio", "Use hierarchical_config.")
@@ -115,9 +111,9 @@ def create_block_sparse_attention(
         )
     elif kind == "multihead":
         width, heads = _default(embed_dim, EMBED_DIM), _default(num_heads, NUM_HEADS)
-        made = BlockSparseRingMultiheadDilatedAttention(width, heads, segments, rates, **sparse, **options)
+        made = BlockSparseRingMultiheadDilatedAttention(width, heads, segments, rates, **base, **options)
     else:
-        made = BlockSparseRingDilatedAttention(segments, rates, **sparse, **options)
+        made = BlockSparseRingDilatedAttention(segments, rates, **base, **options)
     if variant != "auto":
         return made
     return _where_it_pays(made, length, f"auto took variant {kind}")
@@ -142,12 +138,12 @@ def _adaptive(
     segments: tuple[int, ...],
     rates: tuple[int, ...],
     config: AdaptiveConfig | None,
-    sparse: dict[str, Any],
+    base: dict[str, Any],
     embed_dim: int | None,
     num_heads: int | None,
     options: dict[str, Any],
 ) -> nn.Module:
-    ratio = sparse.pop("sparsity_ratio")
+    ratio = base.pop("sparsity_ratio")
     if ratio is not None:
         if config is not None:
             raise must("adaptive_config must come without sparsity_ratio", "both", "It has base_sparsity.")
@@ -155,9 +151,9 @@ def _adaptive(
     if embed_dim is not None:
         heads = _default(num_heads, NUM_HEADS)
         return MultiheadBlockSparseAdaptive(
-            embed_dim, heads, segments, rates, adaptive_config=config, **sparse, **options
+            embed_dim, heads, segments, rates, adaptive_config=config, **base, **options
         )
-    return BlockSparseAdaptive(segments, rates, _default(num_heads, 8), adaptive_config=config, **sparse, **options)
+    return BlockSparseAdaptive(segments, rates, _default(num_heads, 8), adaptive_config=config, **base, **options)
 
 
 def create_adaptive_block_sparse(base_sparsity: float = 0.9, **options: Any) -> nn.Module:
