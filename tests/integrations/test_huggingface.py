@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 
 import pytest
 import torch
 from oracle import error
 
-from dilated_attention_pytorch import parse
+from dilated_attention_pytorch import Pattern, integrate, parse
 from dilated_attention_pytorch.integrations import huggingface
 
 with warnings.catch_warnings():
@@ -249,6 +250,18 @@ def test_attention_to_an_unknown_sequence_raises():
         attend(Either(), q, q, q, None, is_causal=False)
     wanted = torch.nn.functional.scaled_dot_product_attention(q, k, k)
     assert error(attend(Either(), q, k, k, None, is_causal=False)[0].transpose(1, 2), wanted) < 1e-5
+
+
+def test_function_patterns_of_two_models_stay_apart(bert):
+    """Patterns of functions have the same text."""
+    ids, other = tokens(), copy.deepcopy(bert)
+    near, far = (Pattern.from_mask_mod(lambda b, h, q, k, w=w: (q - k).abs() < w) for w in (3, 40))
+    integrate(bert, near)
+    with torch.no_grad():
+        before = bert(ids)[0]
+        integrate(other, far)
+        assert torch.equal(bert(ids)[0], before)
+        assert error(other(ids)[0], before) > 1e-3
 
 
 def test_the_default_names():

@@ -25,6 +25,7 @@ from ..nn.cross_attention import attention_across
 from ..ops import attention, attention_rows, attention_with_lse
 from ..ops.decode import attention_step, check_decodable
 from ..patterns import BlockDilated, Causal, Dilated, Documents, Full, Packed, Pattern, as_pattern
+from ..patterns.parse import to_operand
 from .huggingface_masks import ModelMask, Samples, both, given_mask, is_relative, model_mask
 
 OWN = "model's own"
@@ -89,9 +90,10 @@ def integrate(model: nn.Module, pattern: Layers = OWN) -> str:
     layers = _resolved(pattern)
     if isinstance(layers, Mapping):
         _number_layers(model, layers)
-        text = "; ".join(f"{layer}: {one}" for layer, one in sorted(layers.items()))
+        text = "; ".join(f"{layer}: {to_operand(one)}" for layer, one in sorted(layers.items()))
     else:
-        text = str(layers)
+        # Patterns of functions differ by identity alone; their text is the same.
+        text = to_operand(layers)
     (name,) = register({f"dap_{sha256(text.encode()).hexdigest()[:12]}": layers})
     model.set_attn_implementation(name)  # pyrefly: ignore[not-callable]
     if getattr(model.config, "_attn_implementation", None) != name:
