@@ -106,11 +106,11 @@ def runner(kind: str, tiles: Tiles, call: AttentionCall, grad: torch.Tensor) -> 
     if kind == "forward":
 
         def forward() -> tuple[torch.Tensor, ...]:
-            launches._chosen[known] = Config(tiles, default.dq, default.dkv)
+            launches._configs[known] = Config(tiles, default.dq, default.dkv)
             try:
                 return tuple(launches.forward(call))
             finally:
-                launches._chosen[known] = default
+                launches._configs[known] = default
 
         return forward
     output, lse = launches.forward(call)
