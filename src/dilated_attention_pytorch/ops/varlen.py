@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from .attention import attention_with_lse
 from .checks import require
 
 
+@runtime_checkable
 class WantsLse(Protocol):
     """Request for auxiliary outputs, such as `torch.nn.attention.varlen.AuxRequest`."""
 
