@@ -180,7 +180,7 @@ def test_a_finished_run_is_extended():
     assert run() == 0
     assert run("--resume", "--steps", "9") == 0
     assert [line["step"] for line in log()] == list(range(1, 10))
-    with pytest.raises(ValueError, match="steps must be at least the 9 that are done, got 4"):
+    with pytest.raises(ValueError, match="steps must be at least the 9 already done, got 4"):
         run("--resume", "--steps", "4")
 
 
@@ -291,6 +291,9 @@ def test_learned_attention_trains_resumes_and_generates(capsys: pytest.CaptureFi
     learned = ("learned:0.5;block=16", "--steps", "10", "--save-every", "5", "--accumulate", "2")
     assert run(*learned) == 0
     assert losses("run")[-1] < losses("run")[0]
+    assert stop_after(7, *learned, out="part") == 130
+    assert run(*learned, "--resume", out="part") == 0
+    assert losses("part") == losses("run")
     saved = torch.load("run/checkpoint.pt", weights_only=True)
     model = train.TrainSettings(pattern=learned[0], steps=10, accumulate=2).model()
     assert model.adaptive is not None and model.adaptive_block_size == 16
