@@ -40,10 +40,10 @@ class GivenScores(BlockScores):
         self.scores, self.settings, self.factors = scores, settings, factors
         self.visible = torch.ones(*scores.shape[:2], scores.shape[3], dtype=torch.bool) if visible is None else visible
 
-    def chunk(self, kept):
+    def chunk(self):
         return 7
 
-    def ranked(self, begin, end, kept):
+    def ranked(self, begin, end):
         return self.scores[:, :, begin:end]
 
 

@@ -239,7 +239,7 @@ def test_a_call_that_failed_can_be_made_again(read):
     [
         ({}, "causal self-attention"),
         ({"is_causal": True, "key_padding_mask": torch.zeros(1, 4, dtype=torch.bool)}, "without masks"),
-        ({"is_causal": True, "need_weights": True}, "one whole sequence"),
+        ({"is_causal": True, "need_weights": True}, "whole sequences, got a cache"),
     ],
 )
 def test_a_cache_is_for_causal_self_attention(options, message):

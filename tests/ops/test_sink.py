@@ -253,6 +253,7 @@ WRONG = {
 }
 
 
+@pytest.mark.untyped
 @pytest.mark.parametrize("which", WRONG)
 def test_a_wrong_sink_says_what_must_hold(which):
     *inputs, _ = leaves()

@@ -76,6 +76,7 @@ def test_backends_without_a_softcap_are_skipped():
                 attention(query, query, query, "full", softcap=CAP, backend=name)
 
 
+@pytest.mark.untyped
 @pytest.mark.parametrize("value", [0.0, -1.0, float("inf"), float("nan"), "1"])
 def test_a_wrong_softcap_says_what_must_hold(value):
     query = torch.randn(1, 2, 20, 16)

@@ -82,6 +82,7 @@ def test_empty_sequences_and_no_tokens():
     assert none.shape == (0, 4, 8)
 
 
+@pytest.mark.untyped
 @pytest.mark.parametrize(
     ("change", "kind", "says"),
     [

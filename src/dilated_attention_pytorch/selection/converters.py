@@ -120,7 +120,7 @@ def from_csr(matrix: Any, shape: tuple[int, int, int], granularity: int = 128) -
     if isinstance(matrix, Tensor):
         begin, column = matrix.crow_indices(), matrix.col_indices()
     else:
-        begin, column = torch.as_tensor(matrix.indptr), torch.as_tensor(matrix.indices)
+        begin, column = (torch.as_tensor(x, device="cpu") for x in (matrix.indptr, matrix.indices))
     rows = begin.numel() - 1
     if begin.dim() != 1 or rows != shape[0] * shape[1] * shape[2]:
         what = f"the CSR matrix must have {shape[0] * shape[1] * shape[2]} rows, those of {tuple(shape)}"
