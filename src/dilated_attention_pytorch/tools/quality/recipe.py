@@ -48,12 +48,9 @@ def measure(left: list[tuple[str, str, int]], suite: RetrievalTask = SUITES["cpu
 def table(lines: list[Line]) -> list[str]:
     """Markdown table of right answers, mean and standard deviation over seeds.
 
-    Rows of a retrieval suite without a changed setting take part, for the seeds of the others.
+    Rows of other suites do not take part.
     """
-    changed = [x for x in lines if "setting" in x]
-    seeds = {x["seed"] for x in changed}
-    plain = [x | {"setting": x["pattern"]} for x in lines if "setting" not in x and x["wanted"] == DENSITY]
-    lines = [x for x in [*plain, *changed] if x["task"] in TASKS and x["seed"] in seeds]
+    lines = [x for x in lines if "setting" in x]
     tasks = list(dict.fromkeys(line["task"] for line in lines))
     text = [f"| setting | {' | '.join(tasks)} | seeds |", "|---" * (len(tasks) + 2) + "|"]
     for name in [*CHANGES, *SCRATCH]:
