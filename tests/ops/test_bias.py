@@ -19,10 +19,15 @@ from dilated_attention_pytorch import (
     t5_bias,
     varlen_attention,
 )
+from dilated_attention_pytorch.kernels.cpu.native import library_path
 from dilated_attention_pytorch.kernels.registry import MODULES, backend_named
 from dilated_attention_pytorch.patterns import as_pattern
 
-BACKENDS = ["reference", "cpu"]
+BACKENDS = [
+    "reference",
+    "cpu",
+    pytest.param("native", marks=pytest.mark.skipif(not library_path().exists(), reason="C++ kernel not built")),
+]
 TEXTS = ["dilated:8x1,32x4 & causal", "window:3 | global:2", "full", "heads{window:4 / causal / full / strided:3}"]
 
 
