@@ -429,14 +429,14 @@ def test_only_hugging_face_models_are_integrated():
 
 @pytest.mark.compile
 @pytest.mark.parametrize(
-    ("name", "fullgraph"), [("llama", True), ("bert", True), ("mistral", False), ("gpt_oss", False)]
+    ("name", "fullgraph"), [("llama", True), ("bert", True), ("t5", True), ("mistral", False), ("gpt_oss", False)]
 )
 def test_compiled_models_match_eager_mode(name, fullgraph):
     """Dynamo reads no variable that a mask function captured, so that masks of windows break the graph."""
     torch._dynamo.reset()
-    model, ids = model_of(name), tokens()
+    model, ids = t5().encoder if name == "t5" else model_of(name), tokens()
     integrate(model)
-    options = {"attention_mask": padded(ids, "right")} | ({} if name == "bert" else {"use_cache": False})
+    options = {"attention_mask": padded(ids, "right")} | ({} if name in ("bert", "t5") else {"use_cache": False})
     compiled = torch.compile(model, fullgraph=fullgraph, backend="aot_eager")
     with torch.no_grad():
         assert error(compiled(ids, **options)[0], model(ids, **options)[0]) < 1e-5

@@ -18,6 +18,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
+import math
 import os
 import platform
 import re
@@ -192,12 +193,17 @@ def _offer_build() -> bool:
 
 def workspace(call: AttentionCall, direction: str, extent: Extent) -> int:
     """Upper bound of the bytes besides results; see `registry.Backend`."""
-    wide = call.compute_dtype.itemsize
+    wide, bias = call.compute_dtype.itemsize, 0
+    if call.bias is not None:
+        *others, width = call.bias.shape
+        table = 8 * math.prod(others) * (width + 2 * call.plan.block_size)
+        bias = table if direction == "forward" else table * (2 + key_copies(call) * extent.samples)
     if call.query.dtype.itemsize < wide:
-        return wide_copies(call, direction, extent)
+        return wide_copies(call, direction, extent) + bias
     if direction == "forward":
-        return 4 * wide * extent.queries
-    return wide * (call.query.shape[3] + 2) * extent.queries + key_copies(call) * key_sums(call) * extent.keys
+        return 4 * wide * extent.queries + bias
+    sums = key_copies(call) * key_sums(call) * extent.keys + bias
+    return wide * (call.query.shape[3] + 2) * extent.queries + sums
 
 
 def forward(call: AttentionCall) -> Forward:
