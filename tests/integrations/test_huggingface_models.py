@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from functools import cache
 
@@ -254,14 +255,14 @@ def test_t5_generation_matches_eager(cache):
     real = padded(ids, "none")
     real[1, 15:] = 0
     logits = {}
-    for implementation in ("eager", "dap"):
+    for implementation in ("eager", "dap", integrate(model)):
         model.set_attn_implementation(implementation)
         found = model.generate(
             ids, attention_mask=real, max_new_tokens=24, do_sample=False, output_logits=True, eos_token_id=None,
             return_dict_in_generate=True, cache_implementation=cache, disable_compile=True,
         )  # fmt: skip
         logits[implementation] = torch.stack(found.logits)
-    assert error(logits["dap"], logits["eager"]) < 5e-5
+        assert error(logits[implementation], logits["eager"]) < 5e-5
 
 
 @in_interface
@@ -270,7 +271,7 @@ def test_patterns_restrict_t5_and_leave_its_bias():
     attend = huggingface.attention_function(huggingface.as_pattern("window:5"))
     module = model.encoder.block[0].layer[0].SelfAttention
     query, key, value = torch.randn(3, 1, 4, 40, 8).unbind()
-    bias = module.compute_bias(40, 40)
+    bias = type(module).compute_bias(module, 40, 40)
     found = attend(module, query, key, value, None, scaling=1.0, position_bias=bias)[0]
     distance = torch.arange(40)[:, None] - torch.arange(40)
     mask = bias.masked_fill(distance.abs() > 5, -torch.inf)
@@ -281,6 +282,31 @@ def test_patterns_restrict_t5_and_leave_its_bias():
     assert error(found, same.transpose(1, 2).detach()) < 1e-6
     integrate(model, "window:5")
     assert model(ids, decoder_input_ids=ids).logits.isfinite().all()
+
+
+@in_interface
+def test_integrated_t5_has_no_bias_of_pairs():
+    model, ids, targets = t5(), tokens(40), tokens(23)
+    arguments = {"input_ids": ids, "decoder_input_ids": targets}
+    wanted = outputs_and_gradients(model, "eager", None, **arguments)
+    name = integrate(model)
+    both = [model, copy.deepcopy(model)]
+    for own in both:
+        for got, expected in zip(outputs_and_gradients(own, name, None, **arguments), wanted, strict=True):
+            assert error(got, expected) < 5e-5
+        module = own.encoder.block[0].layer[0].SelfAttention
+        assert module.compute_bias.__self__ is module
+        assert module.compute_bias(100, 100).shape == (1, 4, 1, 199)
+    logits = {}
+    for implementation in ("eager", name):
+        model.set_attn_implementation(implementation)
+        with torch.no_grad():
+            first = model(input_ids=ids, decoder_input_ids=targets, use_cache=True)
+            cached = {"encoder_outputs": (first.encoder_last_hidden_state,), "past_key_values": first.past_key_values}
+            logits[implementation] = model(decoder_input_ids=tokens(9).fill_(7), **cached).logits
+    assert error(logits[name], logits["eager"]) < 5e-5
+    model.set_attn_implementation("eager")
+    assert model.encoder.block[0].layer[0].SelfAttention.compute_bias(100, 100).shape == (1, 4, 100, 100)
 
 
 @pytest.mark.parametrize("is_bidirectional", [True, False])

@@ -14,6 +14,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from hashlib import sha256
+from types import MethodType
 from typing import Any
 
 import torch
@@ -58,6 +59,9 @@ EAGER = 'Use attn_implementation="eager".'
 CHECKED = "dap_by_distance"
 """Attribute of biases that were found to depend on the distance alone."""
 
+_registered: set[str] = set()
+"""Names of this library's implementations."""
+
 LAYER = "dap_layer"
 """Attribute with the layer index of attention modules without `layer_idx`."""
 
@@ -76,6 +80,7 @@ def register(patterns: Mapping[str, Layers] | None = None) -> tuple[str, ...]:
         AttentionInterface.register(name, attention_function(layers))
         # A name without a mask function receives no mask at all, and padding would be seen.
         AttentionMaskInterface.register(name, model_mask)
+    _registered.update(given)
     return tuple(given)
 
 
@@ -107,7 +112,30 @@ def integrate(model: nn.Module, pattern: Layers = OWN) -> str:
             f"{type(model).__name__}, which does not",
             "replace_attention takes modules of torch and timm.",
         )
+    for module in model.modules():
+        method = getattr(type(module), "compute_bias", None)
+        if method is not None and "past_seen_tokens" in inspect.signature(method).parameters:
+            # A bound method, which a copy of the module binds to the copy.
+            module.compute_bias = MethodType(compute_bias, module)  # pyrefly: ignore[bad-argument-type]
     return name
+
+
+def compute_bias(
+    self: Any, query_length: int, key_length: int, device: Any = None, past_seen_tokens: Any = 0
+) -> Tensor:
+    """Bias of T5's attention by distance, (1, H, 1, queries + keys - 1), where the model runs on this library.
+
+    Entries are those of the last row, from its first key on, followed by those of the first row. The method of the
+    class, which gives all pairs, is called for a single row and for other implementations.
+    """
+    of_class = type(self).compute_bias
+    if self.config._attn_implementation not in _registered or query_length == 1:
+        return of_class(self, query_length, key_length, device=device, past_seen_tokens=past_seen_tokens)
+    last, first = (
+        of_class(self, 1, key_length, device=device, past_seen_tokens=past_seen_tokens + row)
+        for row in (query_length - 1, 0)
+    )
+    return torch.cat([last[..., : query_length - 1], first], -1)
 
 
 def _resolved(layers: Layers) -> Pattern | Mapping[int, Pattern]:
@@ -229,12 +257,12 @@ def self_attention(
 
 
 def _bias_table(position_bias: Tensor, query: Tensor, key: Tensor, mask: ModelMask) -> Tensor:
-    """Table by distance from a bias of all pairs, (1, H, queries, keys): its first column and its first row."""
+    """Table by distance from that of `compute_bias`, or from a bias of all pairs, (1, H, queries, keys)."""
     heads, rows, keys = query.shape[1], query.shape[2], key.shape[2]
-    if tuple(position_bias.shape) != (1, heads, rows, keys):
+    if tuple(position_bias.shape) not in ((1, heads, rows, keys), (1, heads, 1, keys + rows - 1)):
         raise must(f"position_bias must have shape (1, {heads}, {rows}, {keys})", tuple(position_bias.shape), EAGER)
     table = torch.cat([position_bias[0, :, 1:, 0].flip(-1), position_bias[0, :, 0]], -1)
-    if not getattr(position_bias, CHECKED, False):
+    if position_bias.shape[2] > 1 and not getattr(position_bias, CHECKED, False):
         same = (position_bias[:, :, 1:, 1:] == position_bias[:, :, :-1, :-1]).all()
         what = "position_bias must depend on the distance of query and key alone"
         table = require(table, same, what, lambda: "another bias", EAGER)
