@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from dilated_attention_pytorch.ops import attention, varlen
 from dilated_attention_pytorch.selection import backend
 
 READS = {
@@ -75,10 +76,12 @@ class GpuRules:
 
     def __enter__(self) -> None:
         self.allows_host_sync = backend.allows_host_sync
-        backend.allows_host_sync = lambda device: False
+        for module in (attention, varlen, backend):
+            module.allows_host_sync = lambda device: False
         self.mode = NoWaiting()
         self.mode.__enter__()
 
     def __exit__(self, *problem: object) -> None:
         self.mode.__exit__(*problem)
-        backend.allows_host_sync = self.allows_host_sync
+        for module in (attention, varlen, backend):
+            module.allows_host_sync = self.allows_host_sync

@@ -34,6 +34,10 @@ CAUSAL = pytest.mark.parametrize("is_causal", [False, True])
 @example(IndexCall(False, False, 33, entries=0))
 @example(IndexCall(True, False, 50, scope=4, counted=True, padded=True))
 @example(IndexCall(True, True, 50, scope=2, counted=True, padded=True))
+@example(IndexCall(False, False, 90, batch=1, entries=6, documents=1))
+@example(IndexCall(False, True, 90, batch=1, entries=6, documents=4))
+@example(IndexCall(True, False, 90, batch=1, scope=4, entries=6, documents=4))
+@example(IndexCall(True, True, 90, batch=1, entries=6, padded=True, documents=6))
 @given(strategy(drawn_call))
 def test_drawn_indices_match_oracle(backend: str, call: IndexCall):
     for what, wrong in call.errors(backend).items():

@@ -92,6 +92,8 @@ class SelectedPairs:
         token, block = q % s.n, k % s.n // s.block_size
         row = token if s.per_token else token // s.block_size
         seen = self.allowed[q // s.n, head, row, block] & (q // s.n == k // s.n)
+        if s.bounds is not None:
+            seen = seen & (k >= s.bounds[q, 0]) & (k < s.bounds[q, 1])
         return (seen & (k <= q) if s.is_causal else seen).long()
 
 
