@@ -132,6 +132,7 @@ PUBLIC_NAMES = [
     "streamed_attention",
     "task_parameters",
     "unshard_sequence",
+    "validate_cu_seqlens",
     "validate_indices",
     "varlen_attention",
 ]

@@ -6,10 +6,15 @@ import inspect
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from index_calls import same_document
 from oracle import dense_attention, error, multiplicities
+from strategies import strategy
 from torch.nn.attention import varlen
 
 from dilated_attention_pytorch import parse, varlen_attention
+from dilated_attention_pytorch.kernels.cpu.native import library_path
 
 LENGTHS = (7, 30, 1, 13)
 BOUNDS = torch.tensor([0, 7, 37, 38, 51])
@@ -62,6 +67,27 @@ def test_each_sequence_is_alone(pattern, window):
     ]
     for got, expected in zip(*grads, strict=True):
         assert error(got, expected) < 1e-10
+
+
+@settings(max_examples=40)
+@given(strategy(lambda draw: [draw.integer(0, 40) for _ in range(draw.integer(1, 5))] + [1]), st.integers(0, 3))
+def test_drawn_documents_match_oracle_on_every_backend(lengths, which):
+    window = list(WINDOWS)[which]
+    n = sum(lengths)
+    bounds = torch.tensor([0, *lengths]).cumsum(0)
+    tensors = [torch.randn(n, heads, 8, dtype=torch.float64, requires_grad=True) for heads in (2, 1, 1)]
+    before, after = (n if side == -1 else side for side in window)
+    ahead = torch.arange(n) - torch.arange(n)[:, None]
+    seen = same_document(bounds, n) & (ahead >= -before) & (ahead <= after)
+    wanted = dense_attention(*(x.transpose(0, 1)[None] for x in tensors), seen.expand(2, -1, -1).double())
+    grads = torch.autograd.grad(sum(x.sin().sum() for x in wanted), tensors)
+    wanted = [x[0].transpose(0, 1).detach() for x in wanted]
+    for backend in ("reference", "cpu", "native") if library_path().exists() else ("reference", "cpu"):
+        options = {"window_size": window, "enable_gqa": True, "return_aux": LSE, "backend": backend}
+        found = varlen_attention(*tensors, bounds, bounds, max(lengths), n, **options)
+        own = torch.autograd.grad(sum(x.sin().sum() for x in found), tensors)
+        for got, expected in zip([*found, *own], [*wanted, *grads], strict=True):
+            assert error(got.detach(), expected) < 1e-10
 
 
 def test_arguments_stand_in_the_order_of_torch():

@@ -594,9 +594,7 @@ def _call_on_device(query: Tensor, key: Tensor, value: Tensor, settings: CallSet
     return call if can_run(call, settings.backend) else None
 
 
-def _resolved_pattern(
-    query: Tensor, settings: CallSettings, lengths: tuple[int, ...] | None
-) -> tuple[Pattern, int]:
+def _resolved_pattern(query: Tensor, settings: CallSettings, lengths: tuple[int, ...] | None) -> tuple[Pattern, int]:
     """Pattern of a call for its length and heads, in documents of the given lengths if any, and its block size."""
     pattern, is_causal, shape = settings.pattern, settings.is_causal, (query.shape[2], query.shape[1])
     # A cache entry would keep a pattern without text alive, which may hold megabytes.

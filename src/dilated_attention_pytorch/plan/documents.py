@@ -17,12 +17,15 @@ from .tile_lists import start_order
 
 def window_of(pattern: Pattern, n: int) -> tuple[int, int] | None:
     """Tokens before and after a query that a pattern allows, at most n; None if it is no window."""
+    # Classes derived from these may allow other pairs.
     if type(pattern) is And:
-        sides = window_of(pattern.left, n), window_of(pattern.right, n)
-        return None if None in sides else tuple(map(min, *sides))  # pyrefly: ignore[bad-return]
+        left, right = window_of(pattern.left, n), window_of(pattern.right, n)
+        return None if left is None or right is None else (min(left[0], right[0]), min(left[1], right[1]))
     if type(pattern) is SlidingWindow:
         return min(pattern.before, n), min(pattern.after, n)
-    return {Full: (n, n), Causal: (n, 0)}.get(type(pattern))
+    if type(pattern) is Full:
+        return n, n
+    return (n, 0) if type(pattern) is Causal else None
 
 
 def ascending(cu_seqlens: Tensor, n: int) -> Tensor:
@@ -86,7 +89,7 @@ def documents_plan(cu_seqlens: Tensor, n: int, heads: int, size: int, before: in
         listed = torch.cat([(met >= 0) & (met < many[:, None]), is_cut[:, None]], 1)
         met = torch.cat([met, cut[:, None]], 1) + (tile - place)[:, None]
         order = (~listed).int().argsort(dim=1, stable=True)
-        begin, slots = tile * listed.shape[1], listed.shape[1]
+        begin = tile * listed.shape[1]
         from_tile = (place + near).clamp(min=0)
         to_tile = torch.minimum(place + far + 1, complete).clamp(min=from_tile)
         nothing, base = torch.zeros_like(tile), tile - place
@@ -95,5 +98,5 @@ def documents_plan(cu_seqlens: Tensor, n: int, heads: int, size: int, before: in
         return Walk(rows, tile.int(), partial, order.flatten().int(), start_order(rows))
 
     part = Part(axis, axis, axis.offset, walk(steps, near, far), walk(-steps, -far, -near))
-    blocks = heads * len(tile) * min(len(tile), end - first + 1)
-    return Plan("packed window", n, heads, size, (part,), masks, blocks, DeviceTables(True, True, False))
+    blocks, tables = heads * len(tile) * min(len(tile), end - first + 1), DeviceTables(True, True, False)
+    return Plan("packed window", n, heads, size, (part,), masks, blocks, tables)

@@ -247,9 +247,7 @@ def token_plan(selection: Selection, least: int = 0, host_sync: bool = True) -> 
     return Gathered(plan, source, place)
 
 
-def _bounded_token_plan(
-    plan: Plan, bounds: Tensor, source: Tensor, used: Tensor, base: Tensor, first: Tensor
-) -> Plan:
+def _bounded_token_plan(plan: Plan, bounds: Tensor, source: Tensor, used: Tensor, base: Tensor, first: Tensor) -> Plan:
     """A plan of gathered queries with an element mask for each of their tiles.
 
     Args:
@@ -259,7 +257,7 @@ def _bounded_token_plan(
         used: int64 (h, rows / B), 1 for tiles of queries that are not filler alone.
         base: (h, rows / B), key tile of each tile of queries.
     """
-    (part,), size, heads = plan.parts, plan.block_size, plan.heads
+    (part,), size = plan.parts, plan.block_size
     low, high = bounds[source.clamp(min=0)].masked_fill(source[..., None] < 0, 0).unbind(-1)
     start = base.repeat_interleave(size, 1, output_size=source.shape[1]) * size
     bits = interval_bits(low - start, high - start, size).unflatten(1, (-1, size)).flatten(0, 1)
