@@ -21,6 +21,7 @@ from dilated_attention_pytorch import (
 )
 from dilated_attention_pytorch.kernels.cpu.native import library_path
 from dilated_attention_pytorch.ops.sink import apply_sink
+from dilated_attention_pytorch.selection import backend as implementations
 from dilated_attention_pytorch.selection.indices import GRANULARITIES, normalise_indices, selection_of
 
 NATIVE = pytest.param("native", marks=pytest.mark.skipif(not library_path().exists(), reason="C++ kernel not built"))
@@ -351,6 +352,16 @@ def test_wrong_bounds_are_refused_on_the_cpu(per_token, bounds):
         validate_cu_seqlens(wrong, 50)
     with pytest.raises(ValueError, match="query's device cpu, got meta"):
         selected_attention(q, k, v, indices, granularity=16, cu_seqlens=wrong.to("meta"))
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu", NATIVE])
+@CAUSAL
+@ROWS
+def test_backends_that_plan_on_the_host_run_device_bounds(per_token, is_causal, backend, monkeypatch):
+    monkeypatch.setattr(implementations, "allows_host_sync", lambda device: False)
+    call = IndexCall(per_token, is_causal, 75, batch=1, scope=2, entries=5, documents=4)
+    for what, wrong in call.errors(backend).items():
+        assert wrong <= 1e-12, what
 
 
 def test_packed_sequences_are_not_mapped():

@@ -9,12 +9,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from index_calls import same_document
+from kernels.no_waiting import attention_op
 from oracle import dense_attention, error, multiplicities
 from strategies import strategy
 from torch.nn.attention import varlen
 
 from dilated_attention_pytorch import parse, varlen_attention
 from dilated_attention_pytorch.kernels.cpu.native import library_path
+from dilated_attention_pytorch.ops import varlen as varlen_op
 
 LENGTHS = (7, 30, 1, 13)
 BOUNDS = torch.tensor([0, 7, 37, 38, 51])
@@ -88,6 +90,19 @@ def test_drawn_documents_match_oracle_on_every_backend(lengths, which):
         own = torch.autograd.grad(sum(x.sin().sum() for x in found), tensors)
         for got, expected in zip([*found, *own], [*wanted, *grads], strict=True):
             assert error(got.detach(), expected) < 1e-10
+
+
+@pytest.mark.parametrize(("pattern", "backend"), [("full", "cpu"), ("dilated:4x1,16x4", "auto")])
+def test_calls_that_plan_on_the_host_read_device_bounds(pattern, backend):
+    inputs = leaves()
+    wanted = varlen_attention(*inputs, BOUNDS, BOUNDS, 30, 30, pattern=pattern, enable_gqa=True)
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (attention_op, varlen_op):
+            patch.setattr(module, "allows_host_sync", lambda device: False)
+        found = varlen_attention(*inputs, BOUNDS, None, 0, 0, pattern=pattern, enable_gqa=True, backend=backend)
+        with pytest.raises(ValueError, match="cu_seq_k must equal cu_seq_q"):
+            varlen_attention(*inputs, BOUNDS, BOUNDS + 1, 30, 30, pattern=pattern, enable_gqa=True)
+    assert error(found.detach(), wanted.detach()) < 1e-12
 
 
 def test_arguments_stand_in_the_order_of_torch():
