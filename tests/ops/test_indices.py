@@ -197,15 +197,19 @@ def test_nan_stays_in_its_document(per_token, is_causal, backend):
         assert torch.equal(x.isnan().any(-1), sees.expand(1, 4, 50))
 
 
+@BACKENDS
 @ROWS
 @CAUSAL
-def test_all_blocks_of_packed_documents_are_packed_attention(per_token, is_causal):
-    q, k, v = three()
-    indices = torch.arange(4, dtype=torch.int32).expand(1, 1, 50 if per_token else 4, 4)
-    options = {"is_causal": is_causal, "cu_seqlens": PACKED}
-    output, lse = selected_attention(q, k, v, indices, granularity=16, return_lse=True, **options)
-    wanted = attention_with_lse(q, k, v, "full", **options)
-    assert error(output, wanted.output) <= 1e-12 and error(lse, wanted.lse) <= 1e-12
+def test_all_blocks_of_packed_documents_are_packed_attention(per_token, is_causal, backend):
+    leaves = [x.requires_grad_() for x in three(n=120)]
+    indices = torch.arange(8, dtype=torch.int32).expand(1, 1, 120 if per_token else 8, 8)
+    # A document that starts and ends inside blocks, with whole blocks of its own between them.
+    options = {"is_causal": is_causal, "cu_seqlens": torch.tensor([0, 20, 20, 107, 120]), "backend": backend}
+    found = selected_attention(*leaves, indices, granularity=16, return_lse=True, **options)
+    wanted = attention_with_lse(*leaves, "full", **options)
+    grads = (torch.autograd.grad(sum(x.sin().sum() for x in results), leaves) for results in (found, wanted))
+    for got, want in zip([*found, *next(grads)], [*wanted, *next(grads)], strict=True):
+        assert error(got.detach(), want.detach()) <= 1e-12
 
 
 def test_return_lse_decides_the_type():

@@ -109,7 +109,8 @@ def test_interval_bits_cut_what_lies_outside(size):
     assert torch.equal(Masks(bits, bits[:, 0]).dense(size)[:, 0], (element >= low) & (element < high))
 
 
-BAD = [[5, 3, 900, -7, 1], [0, 2**31 - 1, -(2**31), 50], [9, 9], [50, 0], [-1, 20, 10, 30]]
+BAD = [[5, 3, 900, -7, 1], [0, 2**31 - 1, -(2**31), 50], [9, 9], [50, 0], [-1, 20, 10, 30], [0, 40, 10, 50]]
+BAD += [[0, 48, 2, 45, 5, 50]]
 
 
 def check_walk(walk: Walk, tiles: int, masks: int) -> None:
@@ -134,7 +135,9 @@ def test_bad_bounds_lead_to_no_key_outside(bad):
         whole = part.by_query.entries()
         whole = whole[1][whole[2] < 0]
         assert (part.keys.start[whole] + 16 <= part.keys.end[whole]).all()
-        # Every row is written, and sees itself.
+        # Every row is written once, and sees itself.
+        token, exists = part.queries.tokens(16, 0)
+        assert torch.equal(token[exists].sort().values, torch.arange(50))
         assert plan.to_dense().diagonal(dim1=1, dim2=2).all()
 
 

@@ -258,7 +258,7 @@ def _bounded_token_plan(plan: Plan, bounds: Tensor, source: Tensor, used: Tensor
         base: (h, rows / B), key tile of each tile of queries.
     """
     (part,), size = plan.parts, plan.block_size
-    low, high = bounds[source.clamp(min=0)].masked_fill(source[..., None] < 0, 0).unbind(-1)
+    low, high = bounds[source.clamp(min=0)].unbind(-1)
     start = base.repeat_interleave(size, 1, output_size=source.shape[1]) * size
     bits = interval_bits(low - start, high - start, size).unflatten(1, (-1, size)).flatten(0, 1)
     mask = torch.arange(used.numel(), dtype=torch.int32, device=source.device)
