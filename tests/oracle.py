@@ -34,6 +34,7 @@ def dense_attention(
     key_padding_mask: Tensor | None = None,
     kept: Tensor | None = None,
     dropout_p: float = 0.0,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Output and natural-log LSE, differentiable.
 
@@ -42,7 +43,9 @@ def dense_attention(
     groups = query.shape[1] // key.shape[1]
     key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    scores = scale * query @ key.transpose(-1, -2) + counts.log()
+    scores = scale * query @ key.transpose(-1, -2)
+    scores = scores if softcap is None else softcap * (scores / softcap).tanh()
+    scores = scores + counts.log()
     if key_padding_mask is not None:
         scores = scores.masked_fill(key_padding_mask[:, None, None, :], float("-inf"))
     seen = (scores > float("-inf")).any(-1, keepdim=True)

@@ -149,6 +149,28 @@ def test_any_scale_works(scale, dtype):
         assert error(got, want) <= (5e-6 if dtype is torch.float32 else 2e-2), name
 
 
+@pytest.mark.parametrize("softcap", [0.5, 50.0])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
+@pytest.mark.parametrize("problem", WIDE, ids=lambda problem: problem.name)
+def test_capped_gradients_match_oracle(problem, dtype, softcap):
+    call, grad_output, grad_lse = call_of(problem, dtype, softcap=softcap)
+    wanted = answer(
+        call.query, call.key, call.value, problem.pattern, grad_output=grad_output, grad_lse=grad_lse, softcap=softcap
+    )
+    for name, got, want in zip(wanted._fields, run(call, grad_output, grad_lse), wanted, strict=True):
+        assert error(got, want) <= (5e-6 if dtype is torch.float32 else 2e-2), name
+
+
+def test_caps_in_turn_give_their_own_results():
+    call, grad_output, grad_lse = call_of(WIDE[0], torch.float32)
+    first = {}
+    for softcap in (0.5, 2.0, 0.0) * 2:
+        found = run(replace(call, softcap=softcap), grad_output, grad_lse)
+        for a, b in zip(first.setdefault(softcap, found), found, strict=True):
+            assert torch.equal(a, b)
+    assert all(error(first[0.5][0], first[other][0]) > 1e-3 for other in (2.0, 0.0))
+
+
 @pytest.mark.parametrize("problem", WIDE, ids=lambda problem: problem.name)
 def test_the_same_call_gives_the_same_bits(problem):
     call, grad_output, grad_lse = call_of(problem, torch.bfloat16)

@@ -14,11 +14,11 @@ SMALL_SHARED_MEMORY = 101376
 INTEGERS = ("p_work", "p_heads", "p_owners", "p_rows", "p_lists", "p_masks")
 TOKENS = ("p_q_axis", "p_k_axis", "p_seed", "p_positions", "p_source", "p_tile", "p_first", "p_order", "p_place")
 FLOATS = ("p_lse", "p_delta", "p_carry", "p_sum", "p_sum_k", "p_sum_v", "p_weight", "p_part_lse", "p_listed")
-NUMBERS = ("scale", "scale_log2", "inverse_keep", "coverage", "root")
+NUMBERS = ("scale", "scale_log2", "cap_scale", "inverse_keep", "coverage", "root")
 PLAIN = dict.fromkeys(
     ("STRIDED", "PER_HEAD", "BOUNDED", "BITS", "PADDING", "DROPOUT", "POSITIONS", "CONTAIN", "SPLIT", "MIXED"),
     False,
-)
+) | {"cap_scale": None}
 ENDS = dict.fromkeys(("CARRY_IN", "CARRY_OUT", "SUM_IN", "SUM_OUT"), False)
 
 
@@ -67,7 +67,7 @@ def spilled(compiled, folder):
     return int(re.search(r"(\d+) bytes stack frame", log).group(1))
 
 
-def compile_named(name, d, table, rows="*bf16"):
+def compile_named(name, d, table, rows="*bf16", capped=False):
     """One of the three kernels with its own tiles, for a plan of one part with partial tiles."""
     from dilated_attention_pytorch.kernels.triton import backward_kernels as triton_backward
     from dilated_attention_pytorch.kernels.triton import forward_kernels as triton_forward
@@ -80,7 +80,10 @@ def compile_named(name, d, table, rows="*bf16"):
     tiles = getattr(table[d], name)
     sizes = {"BLOCK": 128, "BM": tiles.m, "BN": tiles.n, "D": d, "E": d, "DP": d, "EP": d, "GROUP": 1, "PARTIAL": True}
     strides = dict.fromkeys(("SK_N", "SV_N", "SQ_N", "SG_N"), d)
-    return compile_kernel(kernel, PLAIN | ENDS | sizes | strides, tiles, rows)
+    constants = PLAIN | ENDS | sizes | strides
+    if capped:
+        del constants["cap_scale"]
+    return compile_kernel(kernel, constants, tiles, rows)
 
 
 @pytest.mark.slow
@@ -95,6 +98,23 @@ def test_kernel_fits_a_multiprocessor(name, d, tmp_path, monkeypatch):
     assert "wgmma" in compiled.asm["ptx"]
     # The forward of width 128 spills on purpose: two small programs a multiprocessor overlap better than one large.
     assert spilled(compiled, tmp_path) <= (256 if (name, d) == ("forward", 128) else 128)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("d", "rows"), [(64, "*bf16"), (256, "*bf16"), (64, "*fp32")])
+@pytest.mark.parametrize("name", ["forward", "dq", "dkv"])
+def test_capped_kernels_compile_from_one_source(name, d, rows, tmp_path, monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    from dilated_attention_pytorch.kernels.triton import launches
+
+    table, room = (launches.HALF, SHARED_MEMORY) if rows == "*bf16" else (launches.SINGLE, SMALL_SHARED_MEMORY)
+    plain, capped = (compile_named(name, d, table, rows, capped=capped) for capped in (False, True))
+    assert capped.metadata.shared == plain.metadata.shared <= room
+    # The cap is an argument, so that one kernel serves all caps; without one it is no argument at all.
+    arguments = [len(re.findall(r"\.param", one.asm["ptx"].split("{")[0])) for one in (plain, capped)]
+    assert arguments[1] == arguments[0] + 1
+    assert len(re.findall(r"ex2\.approx", capped.asm["ptx"])) > len(re.findall(r"ex2\.approx", plain.asm["ptx"]))
+    assert spilled(capped, tmp_path) <= (512 if (name, d) == ("dkv", 256) else 256)
 
 
 @pytest.mark.slow

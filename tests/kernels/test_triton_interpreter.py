@@ -19,7 +19,10 @@ from dilated_attention_pytorch.patterns import parse
 from dilated_attention_pytorch.plan import make_plan
 
 TESTS = Path(__file__).resolve().parents[1]
-TOLERANCE = {"half precision": 2e-3, "bad value of bits, half precision": 2e-3}
+TOLERANCE = dict.fromkeys(("half precision", "bad value of bits, half precision", "soft cap, half precision"), 2e-3) | {
+    "tanh": 1.0,
+    "soft cap in a tight budget": 1.0,
+}
 NAMES = [
     "ragged end",
     "causal window",
@@ -56,6 +59,21 @@ NAMES = [
     "bad padded key",
     "whole tiles in pieces, dilated",
     "rows far apart",
+    "soft cap",
+    "wide soft cap",
+    "tight soft cap, negative scale",
+    "saturated soft cap",
+    "soft cap without a scale",
+    "soft cap of a ladder with padding",
+    "soft cap of residues within a key head",
+    "soft cap and dropout",
+    "soft cap of split rows",
+    "soft cap, half precision",
+    "soft cap, bad key",
+    "soft cap, bad query",
+    "tanh",
+    "caps in turn",
+    "soft cap in a tight budget",
 ]
 
 pytestmark = pytest.mark.xdist_group("triton interpreter")

@@ -129,8 +129,15 @@ def choose(call: AttentionCall, backend: str = "auto") -> tuple[str, Backend]:
 
 def _why_not(backend: Backend, call: AttentionCall) -> str | None:
     if call.softcap and not getattr(backend, "SOFTCAP", False):
-        return "has no softcap"
+        return f"has no softcap{_instead(call, 'SOFTCAP')}"
     return backend.why_not(call)
+
+
+def _instead(call: AttentionCall, feature: str) -> str:
+    """Hint at the first backend for the call's device that declares a feature."""
+    able = (name for name in preference(call).order if getattr(backend_named(name), feature, False))
+    name = next(able, None)
+    return f"; {name} has one" if name else ""
 
 
 def can_prepare(name: str) -> bool:

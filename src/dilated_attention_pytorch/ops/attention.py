@@ -99,8 +99,8 @@ def attention(
         dropout_p: probability of dropping a weight.
         sink: (H,), one more logit in the softmax of every row of a head, without a value: rows are scaled by
             `sigmoid(lse - sink)`. Differentiable. The LSE excludes it, and `memory_budget` its float32 product.
-        softcap: bound of the scores: `softcap * tanh(score / softcap)` before the softmax. The backends `reference` and
-            `cpu` have it.
+        softcap: bound of the scores: `softcap * tanh(score / softcap)` before the softmax. The backends `reference`,
+            `cpu` and `triton` have it.
         backend: "auto", or a name from `dilated_attention_pytorch.backends()`, which then never falls back.
         memory_budget: the most memory that either pass may take, its results included: bytes, or as a float a fraction
             of what is free. The queries of some samples and heads, or some rows of one head, are then computed at a

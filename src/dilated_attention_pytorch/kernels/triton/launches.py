@@ -100,7 +100,8 @@ def forward(call: AttentionCall) -> Forward:
         piece_out, piece_lse = _pieces(side, batch, block, e), _pieces(side, batch, block, 1)
         launch(attention_fwd_kernel, (side.items * (block // tiles.m), owners, batch),
             query, key, value, output, lse, carry, piece_out, piece_lse,
-            *_tables(call, tables, part, side), magnitude * LOG2E, *dropout_args(call), *_sizes(call, part, side),
+            *_tables(call, tables, part, side), *_score_scales(call, magnitude), *dropout_args(call),
+            *_sizes(call, part, side),
             *query.stride()[:3], *key.stride()[:2], *value.stride()[:2], *output.stride()[:3],
             SK_N=key.stride(2), SV_N=value.stride(2), SIGN=sign, **_constants(call, tables, part, side, tiles), **ends,
         )  # fmt: skip
@@ -162,8 +163,8 @@ def _query_gradient(
         piece = _pieces(side, batch, block, d)
         launch(attention_dq_bwd_kernel, (side.items * (block // tiles.m), owners, batch),
             query, key, value, grad_output, lse, delta, grad, partial_sum, piece,
-            *_tables(call, tables, part, side), call.scale, call.scale * LOG2E, *dropout_args(call),
-            *_sizes(call, part, side), *query.stride()[:3], *key.stride()[:2], *value.stride()[:2],
+            *_tables(call, tables, part, side), call.scale, *_score_scales(call, call.scale),
+            *dropout_args(call), *_sizes(call, part, side), *query.stride()[:3], *key.stride()[:2], *value.stride()[:2],
             *grad_output.stride()[:3], *grad.stride()[:3], SK_N=key.stride(2), SV_N=value.stride(2),
             **_constants(call, tables, part, side, tiles), **ends,
         )  # fmt: skip
@@ -191,9 +192,10 @@ def _key_gradients(
         work, owner_table, *rest = _tables(call, tables, part, side)
         launch(attention_dkv_bwd_kernel, (side.items * (block // tiles.n), owners, batch),
             query, key, value, grad_output, lse, delta, grad_key, grad_value, sum_key, sum_value, piece_key,
-            piece_value, work, owner_table, part.heads, part.key_rows, *rest, call.scale, call.scale * LOG2E,
-            *dropout_args(call), *_sizes(call, part, side), *query.stride()[:2], *key.stride()[:3], *value.stride()[:3],
-            *grad_output.stride()[:2], *grad_key.stride()[:3], *grad_value.stride()[:3],
+            piece_value, work, owner_table, part.heads, part.key_rows, *rest, call.scale,
+            *_score_scales(call, call.scale), *dropout_args(call), *_sizes(call, part, side), *query.stride()[:2],
+            *key.stride()[:3], *value.stride()[:3], *grad_output.stride()[:2], *grad_key.stride()[:3],
+            *grad_value.stride()[:3],
             SQ_N=query.stride(2), SG_N=grad_output.stride(2), GROUP=heads // key.shape[1], MIXED=side.mixed,
             **_constants(call, tables, part, side, tiles), **ends,
         )  # fmt: skip
@@ -239,6 +241,11 @@ def _tables(call: AttentionCall, tables: Schedule, part: PartSchedule, side: Wal
         side.lists if call.seed is None else call.seed,
         side.lists if call.positions is None else call.positions.contiguous(),
     )  # fmt: skip
+
+
+def _score_scales(call: AttentionCall, scale: float) -> tuple[float, float | None]:
+    """Scale of scores in log2 units, and with a soft cap the scale inside its tanh."""
+    return (call.softcap * LOG2E, scale / call.softcap) if call.softcap else (scale * LOG2E, None)
 
 
 def dropout_args(call: AttentionCall) -> tuple[float, int]:
