@@ -19,7 +19,8 @@ from calls import TIGHT, Call
 from cases import BY_NAME, Problem
 from conftest import ALLOCATORS, poisoned
 from kernels.interpreter import skip_repeated_work
-from oracle import Answer, answer, error
+from oracle import Answer, answer, bias_of_pairs, error, table_gradient
+from strategies import Seeded, draw_problem
 
 from dilated_attention_pytorch import attention_with_lse
 from dilated_attention_pytorch.kernels.call import AttentionCall
@@ -48,6 +49,10 @@ class Trial(NamedTuple):
     bad: tuple[str, int] | None = None
     """an input, and the token whose first half is NaN in it"""
     softcap: float = 0.0
+    bias: tuple[int, ...] = ()
+    """widths of a table by distance"""
+    places: int = 0
+    """samples with positions of their own for the bias; 0 for row numbers"""
 
 
 TRIALS = {
@@ -106,6 +111,22 @@ TRIALS = {
     "soft cap, half precision": Trial("wide-value", dtype=torch.float16, softcap=1.5),
     "soft cap, bad key": Trial("window-causal", block_size=32, bad=("key", 20), softcap=1.5),
     "soft cap, bad query": Trial("gqa", block_size=32, bad=("query", 33), softcap=1.5),
+    "bias": Trial("causal", bias=(31,)),
+    "bias of one entry": Trial("window", bias=(1,)),
+    "bias of a ladder with padding": Trial(
+        Problem(name="", text="dilated:16x1,32x2,64x4", n=75, heads=4, key_heads=2, e=24, batch=2, padded=(75, 40)),
+        block_size=32,
+        bias=(41,),
+        softcap=1.5,
+    ),
+    "bias of residues within a key head": Trial("dilated-block-offset", block_size=32, bias=(21,), scale=-0.7),
+    "bias and dropout": Trial("gqa", block_size=32, dropout_p=0.3, positions=True, bias=(41,)),
+    "bias of split rows": Trial("global-window", short_pieces=True, bias=(21,)),
+    "bias by positions": Trial("gqa", bias=(41,), places=1, softcap=2.0),
+    "bias by two distances": Trial("window-causal", bias=(5, 9), places=2),
+    "bias, half precision": Trial("wide-value", dtype=torch.float16, bias=(15, 3), places=1),
+    "bias, bad key": Trial("window-causal", block_size=32, bad=("key", 20), bias=(9,)),
+    "bias, bad gradient": Trial("dilated-block-offset", block_size=32, bad=("grad_output", 33), bias=(9,)),
 }
 
 
@@ -133,6 +154,12 @@ def errors(trial: Trial) -> dict[str, float]:
         positions = torch.stack(order).view(2, problem.heads, problem.n)
     call = AttentionCall(query, key, value, plan, scale, padding, trial.dropout_p, seed, positions=positions)
     call = replace(call, softcap=trial.softcap)
+    if trial.bias:
+        generator = torch.Generator().manual_seed(1)
+        shape = trial.places, problem.n, len(trial.bias)
+        places = torch.randint(-20, 20, shape, generator=generator) if trial.places else None
+        table = 2 * torch.randn(problem.heads, *trial.bias, generator=generator)
+        call = replace(call, bias=table, bias_positions=places)
     reason = triton_backend.why_not(call)
     if reason is not None:
         raise RuntimeError(reason)
@@ -148,17 +175,26 @@ def errors(trial: Trial) -> dict[str, float]:
             "kept": keep_mask(seed, batch_head, row[0, :, :, None], row[1, :, None, :], trial.dropout_p),
             "dropout_p": trial.dropout_p,
         }
+    wanted_bias = None
     if trial.bad is None:
+        if trial.bias:
+            given = {"grad_output": grad_output, "grad_lse": grad_lse} | options
+            wanted_bias = table_gradient(query, key, value, problem.pattern, table, places, **given)
+            options["bias"] = bias_of_pairs(table.double(), problem.n, places)
         wanted = answer(query, key, value, problem.pattern, grad_output=grad_output, grad_lse=grad_lse, **options)
     else:
         # The dense oracle multiplies by masked weights; the torch backend keeps a NaN where it belongs.
         exact = replace(call, query=query.double(), key=key.double(), value=value.double())
+        if trial.bias:
+            exact = replace(exact, bias=table.double())
         found = cpu.forward(exact)
-        wanted = Answer(*found, *cpu.backward(exact, *found, grad_output.double(), grad_lse.double()))
+        grads = cpu.backward(exact, *found, grad_output.double(), grad_lse.double())
+        wanted, wanted_bias = Answer(*found, *grads), getattr(grads, "bias", None)
         reached = wanted.output.isnan().any(-1)
         assert trial.problem == "padded" or trial.bad[0] == "grad_output" or (reached.any() and not reached.all())
     named = zip(wanted._fields, (output, lse, *gradients), wanted, strict=True)
-    return {name: error(got, want) for name, got, want in named}
+    measured = {name: error(got, want) for name, got, want in named}
+    return measured if wanted_bias is None else measured | {"bias_grad": error(gradients.bias, wanted_bias)}
 
 
 @triton.jit
@@ -201,6 +237,33 @@ def public_errors() -> dict[str, float]:
     return found
 
 
+def random_bias_errors() -> dict[str, float]:
+    """Errors of `attention_with_lse` for random patterns, tables and positions, by what rounding explains."""
+    found: dict[str, float] = {}
+    for seed in range(6):
+        draw = Seeded(f"bias {seed}")
+        pattern, n, heads = draw_problem(draw, longest=40, heads=(1, 2))
+        batch, groups, axes = draw.integer(1, 2), draw.choice([1, heads]), draw.integer(1, 2)
+        torch.manual_seed(seed)
+        shapes = [(batch, h, n, width) for h, width in ((heads, 16), (groups, 16), (groups, 8), (heads, 8))]
+        *rows, grad_output = (torch.randn(shape) for shape in shapes)
+        grad_lse, table = torch.randn(batch, heads, n), torch.randn(heads, *(2 * draw.integer(0, 9) + 1,) * axes)
+        positions = torch.randint(-9, 9, (batch, n, axes)) if axes > 1 or draw.choice([False, True]) else None
+        leaves = [x.requires_grad_() for x in (*rows, table)]
+        options = {"softcap": draw.choice([None, 0.7, 20.0])}
+        options["key_padding_mask"] = torch.rand(batch, n) < 0.3 if draw.choice([False, True]) else None
+        output = attention_with_lse(
+            *leaves[:3], pattern, bias=table, bias_positions=positions, enable_gqa=True, backend="triton", **options
+        )
+        grads = torch.autograd.grad(output, leaves, (grad_output, grad_lse))
+        given = {"grad_output": grad_output, "grad_lse": grad_lse} | options
+        pairs = bias_of_pairs(table.detach().double(), n, positions)
+        wanted = *answer(*rows, pattern, bias=pairs, **given), table_gradient(*rows, pattern, table, positions, **given)
+        for name, got, want in zip((*Answer._fields, "bias_grad"), (*output, *grads), wanted, strict=True):
+            found[name] = max(found.get(name, 0.0), error(got, want))
+    return found
+
+
 def budget_errors() -> dict[str, float]:
     """Errors within the least memory budget, which splits the rows of a head, over those that rounding explains."""
     return Call(
@@ -238,6 +301,7 @@ if __name__ == "__main__":
     for owner, name in ALLOCATORS:
         setattr(owner, name, poisoned(getattr(owner, name)))
     functions = {"tanh": tanh_errors, "caps in turn": public_errors, "soft cap in a tight budget": budget_errors}
+    functions["random biases"] = random_bias_errors
     for name in sys.argv[1:] or [*TRIALS, *functions]:
         measured = functions[name]() if name in functions else errors(TRIALS[name])
         print(json.dumps({"trial": name} | measured), flush=True)

@@ -87,7 +87,7 @@ def test_auto_takes_the_first_of_the_order_that_can(monkeypatch):
 
 @pytest.mark.untyped
 @pytest.mark.parametrize(("capability", "plain"), [((9, 0), "hopper"), ((8, 0), "triton")])
-def test_capped_calls_run_on_triton_on_a_gpu(monkeypatch, capability, plain):
+def test_changed_scores_run_on_triton_on_a_gpu(monkeypatch, capability, plain):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     monkeypatch.setattr(backend_named("hopper"), "why_not", lambda _: None)
     device = torch.device("cuda", 0)
@@ -100,6 +100,8 @@ def test_capped_calls_run_on_triton_on_a_gpu(monkeypatch, capability, plain):
     told = explain(call)
     assert told.backend == "triton" and told["triton"] is told["reference"] is None
     assert told["hopper"] == told["flex"] == "has no softcap; triton has one"
+    biased = explain(replace(call, softcap=0.0, bias=torch.zeros(2, 3)))
+    assert biased.backend == "triton" and biased["hopper"] == "has no bias by distance; triton has one"
     assert told["cpu"] == "needs a CPU tensor, got cuda:0"
     with pytest.raises(BackendUnsupported, match="hopper: has no softcap; triton has one"):
         choose(call, "hopper")
