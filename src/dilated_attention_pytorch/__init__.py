@@ -43,6 +43,8 @@ _MODULES = {
     "merge": "ops",
     "plan_cache": "ops",
     "attention_step": "ops.decode",
+    "distance_bias": "ops.bias",
+    "t5_bias": "ops.bias",
     "explain": "ops.explain",
     "streamed_attention": "ops.streaming.stream",
     "varlen_attention": "ops.varlen",

@@ -111,7 +111,7 @@ def test_an_unknown_device_gets_the_order_for_any():
     assert registry._preference(torch.device("meta"), "dilated").order == ("reference",)
 
 
-def test_tables_on_a_device_are_not_read_by_any_backend():
+def test_device_tables_need_a_backend_that_never_reads_them():
     plan = documents_plan(torch.tensor([0, 30, 64]), 64, 2, 16, 8, 0)
     call = replace(call_of(), plan=plan)
     reasons = explain(call)

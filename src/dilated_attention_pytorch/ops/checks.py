@@ -89,7 +89,10 @@ WRONG_NAMES = {
     "s_aux": "the argument is sink",
     "learnable_sink": "the argument is sink",
     "sinks": "the argument is sink",
-    "score_mod": "scores cannot be changed; the documents on extending have biases by distance",
+    "score_mod": "softcap bounds scores, bias adds a table by distance, position of a multihead module rotates",
+    "attn_bias": "bias adds a table by distance; a mask is a pattern, Pattern.from_mask(mask)",
+    "alibi_slopes": "the argument is bias=distance_bias(slopes, n - 1)",
+    "position_bias": "the argument is bias, a table by distance; t5_bias makes it from the weight of the buckets",
 }
 """Arguments of other libraries -> their equivalents here."""
 

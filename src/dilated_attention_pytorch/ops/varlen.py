@@ -37,6 +37,8 @@ def varlen_attention(
     enable_gqa: bool = False,
     sink: Tensor | None = None,
     softcap: float | None = None,
+    bias: Tensor | None = None,
+    bias_positions: Tensor | None = None,
     dropout_p: float = 0.0,
     backend: str = "auto",
     memory_budget: int | float | None = None,
@@ -45,7 +47,7 @@ def varlen_attention(
 
     For full, causal and window patterns and their `&`, bounds on the query's GPU stay there: nothing is read back,
     and the call may be captured in a CUDA graph and replayed on other bounds. This needs float16, bfloat16 or float32,
-    and neither `softcap` nor `memory_budget`, and takes the backend `triton`. Other calls, such as those of dilated
+    no `softcap`, `bias` or `memory_budget`, and takes the backend `triton`. Other calls, such as those of dilated
     patterns, read the bounds on the host, because they shape the plan; pass theirs on the CPU.
 
     Args:
@@ -64,7 +66,7 @@ def varlen_attention(
         window_size: tokens before and after a query that it attends to, within the pattern; -1 for all. (-1, 0) is
             causal attention, (W, 0) a causal window.
         enable_gqa: let query head h read key head h // (H / G).
-        sink: (H,), see `attention`, as `softcap`, `dropout_p`, `backend` and `memory_budget`.
+        sink: (H,), see `attention`, as `softcap`, `bias`, `bias_positions`, `dropout_p`, `backend` and `memory_budget`.
 
     Returns:
         (T, H, E), and (T, H) with the LSE if `return_aux.lse`.
@@ -96,6 +98,8 @@ def varlen_attention(
         cu_seqlens=bounds if len(query) else None,
         sink=sink,
         softcap=softcap,
+        bias=bias,
+        bias_positions=bias_positions,
         dropout_p=dropout_p,
         backend=backend,
         memory_budget=memory_budget,
