@@ -30,6 +30,7 @@ from dilated_attention_pytorch.kernels.dropout import keep_mask
 from dilated_attention_pytorch.kernels.hopper import lowering as hopper_lowering
 from dilated_attention_pytorch.kernels.triton import lowering as triton_lowering
 from dilated_attention_pytorch.nn import AdaptiveConfig, BlockSparseAdaptive
+from dilated_attention_pytorch.plan.documents import ascending
 from dilated_attention_pytorch.selection import attend, attention, rank
 from dilated_attention_pytorch.selection import plan as plans
 from dilated_attention_pytorch.selection.attention import attend_selection
@@ -149,12 +150,15 @@ class PackedWindow(NamedTuple):
     dtype: torch.dtype = torch.float32
     traced: bool = False
     """By the registered operators, whose backward pass has the bounds alone"""
+    wrong: tuple[int, ...] = ()
+    """Bounds that do not ascend from 0, which a GPU raises and cuts; see `documents.ascending`"""
 
     def errors(self) -> dict[str, float]:
         """Of output, LSE and every gradient."""
         torch.manual_seed(0)
         n, heads = sum(self.lengths), 2
         bounds = torch.tensor([0, *self.lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        bounds = torch.tensor(self.wrong, dtype=torch.int32) if self.wrong else bounds
         shapes = (heads, 16), (self.key_heads, 16), (self.key_heads, 12)
         given = [torch.randn(n, *shape).to(self.dtype) for shape in shapes] + [torch.randn(heads)]
         slopes = torch.randn(n, heads, 12), torch.randn(n, heads)
@@ -167,9 +171,10 @@ class PackedWindow(NamedTuple):
             kind = None if backend == "triton" else torch.float64
             leaves = [x.detach().to(kind or x.dtype).requires_grad_() for x in given]
             torch.manual_seed(1)
+            bounds = bounds if backend == "triton" else ascending(bounds, n)
             with GpuRules() if backend == "triton" else torch.enable_grad():
                 output, lse = varlen_attention(
-                    *leaves[:3], bounds, bounds, max(self.lengths), n, sink=leaves[3], backend=backend, **options
+                    *leaves[:3], bounds, bounds, n, n, sink=leaves[3], backend=backend, **options
                 )
                 loss = (output * slopes[0].to(output.dtype)).sum() + (lse * slopes[1].to(lse.dtype)).sum()
                 found.append([output, lse, *torch.autograd.grad(loss, leaves)])
@@ -582,6 +587,7 @@ TRIALS = {
     "packed windows ahead in half precision": PackedWindow(
         "window:100,3 & full", key_heads=2, lengths=(300, 17), dtype=torch.float16
     ),
+    "packed windows of wrong bounds": PackedWindow("window:50", wrong=(7, 200, -5, 2**31 - 1, 130, 20)),
     "a step, blocks": Step(False, 13, 22, 7),
     "a step, tokens": Step(True, 17, 13, 11),
     "a step, ragged blocks, one scorer": Step(False, 99, 199, 99, n=56, key_heads=1, share=True, batch=2),

@@ -47,8 +47,8 @@ def varlen_attention(
 
     For full, causal and window patterns and their `&`, bounds on the query's GPU stay there: nothing is read back,
     and the call may be captured in a CUDA graph and replayed on other bounds. This needs float16, bfloat16 or float32,
-    and neither `softcap` nor `memory_budget`. Other calls, such as those of dilated patterns, read the bounds on the
-    host, because they shape the plan; pass theirs on the CPU.
+    no `softcap`, `bias` or `memory_budget`, and takes the backend `triton`. Other calls, such as those of dilated
+    patterns, read the bounds on the host, because they shape the plan; pass theirs on the CPU.
 
     Args:
         query: (T, H, D).
