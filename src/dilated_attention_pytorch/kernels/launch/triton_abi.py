@@ -24,13 +24,18 @@ class Box(NamedTuple):
 class Entry:
     """Compiled entry of one kernel."""
 
-    __slots__ = ("_annotations", "_before", "_describe", "_descriptors", "_hooks", "_launch", "_runtime", "stream_of")
+    __slots__ = (
+        "_annotations", "_before", "_compiled", "_describe", "_descriptors", "_hooks", "_launch", "_runtime",
+        "stream_of",
+    )  # fmt: skip
 
     def __init__(self, compiled: Any) -> None:
         from triton import knobs
         from triton.runtime import driver
 
         active: Any = driver.active
+        # From Triton 3.8 on, a compiled kernel that is freed unloads its module.
+        self._compiled = compiled
         launcher, utils = compiled.run, active.utils
         function = compiled.function, launcher.launch_cooperative_grid
         # No scratch memory, no launch metadata and no hooks.
