@@ -27,7 +27,7 @@ from dilated_attention_pytorch.kernels import hopper
 from dilated_attention_pytorch.kernels import triton as portable
 from dilated_attention_pytorch.kernels.call import AttentionCall
 from dilated_attention_pytorch.kernels.hopper import backend as hopper_backend
-from dilated_attention_pytorch.kernels.launch import gluon_launcher, launcher, triton_abi
+from dilated_attention_pytorch.kernels.launch import launcher, triton_abi
 from dilated_attention_pytorch.kernels.triton import backend as triton_backend
 from dilated_attention_pytorch.kernels.triton import launches as triton_launches
 from dilated_attention_pytorch.patterns import parse
@@ -117,9 +117,9 @@ SCENES: dict[str, Callable[[], None]] = {
 
 def overlaps_of(launch: Any, count: int) -> list[bool]:
     """Whether each launch may start before the launch in front of it has ended, which must be able to overlap too."""
-    if not isinstance(launch, gluon_launcher.Launches):
+    if not isinstance(launch, launcher.Launches):
         return [False] * count
-    able = [one.overlaps for one in launch._launches]
+    able = [one.overlaps for one in launch.steps]
     return [one and before for one, before in zip(able, [False, *able], strict=False)]
 
 
@@ -150,7 +150,7 @@ class Recorder:
         self.last: tuple[Any, ...] = ()
         self._launcher, self._call = CudaLauncher, CudaLauncher.__call__
         CudaLauncher.__call__ = lambda launcher, *given: self._counted(launcher, *given)
-        for owner in (launcher.Launch, gluon_launcher.Launches):
+        for owner in (launcher.Launch, launcher.Launches):
             self.originals[owner.__name__] = owner.__call__
             owner.__call__ = self._both(owner.__call__)
         function = launcher.launch
