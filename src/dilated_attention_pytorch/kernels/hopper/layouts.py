@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..launch.triton_abi import Box
-
-if TYPE_CHECKING:
-    from .lowering import Strides
+from .lowering import Strides
 
 LOG2_E = math.log2(math.e)
 
@@ -85,16 +83,16 @@ def describe(tensor: Tensor, rows: int, axis: Strides | None = None) -> tuple[An
     """TMA descriptors of the boxes of a (B, H, N, D) tensor, for tiles of `rows` rows of one head; see `boxes_of`."""
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    d = tensor.shape[-1]
-
-    def described(box: Box) -> Any:
-        layout = tile_layout(rows, d, tensor.dtype, len(box.shape))
-        block = [*(1,) * (len(box.shape) - 2), rows, d]
+    def described(box: Box | None) -> Any:
+        if box is None:
+            return None
+        block = [*(1,) * (len(box.shape) - 2), rows, tensor.shape[-1]]
+        layout = tile_layout(rows, tensor.shape[-1], tensor.dtype, len(box.shape))
         base = _Address(tensor.data_ptr() + box.begin, tensor.dtype)
         return TensorDescriptor(base, list(box.shape), list(box.strides), block, layout)
 
     short, long = boxes_of(tensor, axis)
-    return described(short), None if long is None else described(long)
+    return described(short), described(long)
 
 
 def tile_layout(rows: int, d: int, dtype: torch.dtype, rank: int = 4) -> Any:

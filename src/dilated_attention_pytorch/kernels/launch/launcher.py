@@ -11,17 +11,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from threading import Lock
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..hopper.layouts import boxes_of, describe
+from ..hopper.lowering import Strides
 from . import warmup
 from .triton_abi import Compilers, Entry, Grid, entry_of
-
-if TYPE_CHECKING:
-    from ..hopper.lowering import Strides
 
 CACHE_SIZE = 4096
 """Most cached launches, and most prepared launches of each kind; Triton itself evicts no kernel."""
@@ -34,15 +32,14 @@ OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
 Tensors = tuple[Tensor, ...]
 
 _NO_SWITCH = nullcontext()
+_NOT_COMPILED = None, None, ()
 _sequence = Lock()
 """Lock of a sequence of launches. Launches of one call have separate counters and may overlap; a call of another thread
 on the same stream uses the same counters and must not come between."""
 _launches: dict[tuple[object, ...], Launch] = {}
 """Launches by identity: whatever a kernel is specialized on, except dtypes and alignment of tensors."""
 _unspecialized: dict[int, tuple[tuple[int, ...], Any]] = {}
-"""Indices of the arguments that a kernel is not specialized on, and the kernel, by the kernel's id.
-
-Hashing a kernel hashes its source, so the key is its id; the reference to the kernel keeps the id valid."""
+"""By the kernel's id, as hashing a kernel hashes its source; the reference to the kernel keeps the id valid."""
 
 
 def _unspecialized_of(kernel: Any) -> tuple[int, ...]:
@@ -83,8 +80,7 @@ class Launch:
         """Run the kernel with all of its numbers; it is specialized on the same ones in every call."""
         addresses = [x.data_ptr() for x in tensors]
         key = *[x.dtype for x in tensors], *[address % 16 for address in addresses]
-        _, entry, slots = self.compiled.get(key, (None, None, ()))
-        # Triton launches on the current device.
+        _, entry, slots = self.compiled.get(key, _NOT_COMPILED)
         if entry is not None and not entry.has_hooks and torch.cuda.current_device() == self._device:
             entry(grid, entry.stream_of(self._device), (*addresses, *numbers, *slots), self._overlaps)
             return
@@ -95,7 +91,8 @@ class Launch:
     def run_public(self, key: tuple[object, ...], grid: Grid, arguments: Sequence[Any]) -> bool:
         """Run the kernel through Triton's public launch; return whether its entry is new."""
         compiled = self.kernel[grid](*arguments, **self.options)
-        if compiled is None or key in self.compiled:
+        # Triton compiles for the current device.
+        if compiled is None or key in self.compiled or torch.cuda.current_device() != self._device:
             return False
         self.compiled[key] = compiled, entry_of(compiled), (None,) * (len(self.kernel.arg_names) - len(arguments))
         return True
@@ -206,7 +203,7 @@ class LaunchStep:
 
     def bind(self, addresses: tuple[int, ...]) -> tuple[Entry, tuple[object, ...]] | None:
         """Entry and arguments for tensors at the given addresses, or None if the public launch is required."""
-        entry = self.launch.compiled.get(self.key(addresses), (None, None))[1]
+        entry = self.launch.compiled.get(self.key(addresses), _NOT_COMPILED)[1]
         if entry is None:
             return None
         arguments: list[object] = []

@@ -61,8 +61,7 @@ class Entry:
     @property
     def has_hooks(self) -> bool:
         """Whether launch hooks are installed; then the public launch is required."""
-        enter, leave = self._hooks
-        runtime = self._runtime
+        (enter, leave), runtime = self._hooks, self._runtime
         replaced = runtime.launch_enter_hook is not enter or runtime.launch_exit_hook is not leave
         return replaced or bool(enter.calls or leave.calls)
 
