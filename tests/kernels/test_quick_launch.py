@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from dilated_attention_pytorch.kernels.call import AttentionCall
-from dilated_attention_pytorch.kernels.launch import gluon_launcher as hopper_launch
 from dilated_attention_pytorch.kernels.launch import launcher as quick_launch
-from dilated_attention_pytorch.kernels.launch import warmup
-from dilated_attention_pytorch.kernels.launch.launcher import Arena, Launch, launch
+from dilated_attention_pytorch.kernels.launch import triton_abi, warmup
+from dilated_attention_pytorch.kernels.launch.arena import Arena
+from dilated_attention_pytorch.kernels.launch.launcher import Launch, launch
 from dilated_attention_pytorch.patterns import parse
 from dilated_attention_pytorch.plan import make_plan
 
@@ -61,14 +61,14 @@ def kernel(monkeypatch):
     kernel = Kernel()
     monkeypatch.setattr(quick_launch, "entry_of", lambda compiled: Entry(compiled.quick))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
-    monkeypatch.setattr(quick_launch, "_cache", {})
+    monkeypatch.setattr(quick_launch, "_launches", {})
     return kernel
 
 
 def test_a_launch_like_an_earlier_one_takes_the_quick_way(kernel):
     x, y = torch.zeros(64), torch.ones(64)
     launch(kernel, (3, 2), x, 5, 0.5, SIZE=16)
-    assert kernel.public == [((3, 2), (x, 5, 0.5), {"SIZE": 16})] and not kernel.quick
+    assert kernel.public == [((3, 2, 1), (x, 5, 0.5), {"SIZE": 16})] and not kernel.quick
     launch(kernel, (4,), y, 5, 0.25, SIZE=16)
     assert len(kernel.public) == 1
     assert kernel.quick == [((4, 1, 1), 7, (y.data_ptr(), 5, 0.25, None), False)]
@@ -121,10 +121,11 @@ def test_whoever_watches_launches_sees_them(kernel, monkeypatch):
 
 def test_another_device_than_the_current_takes_the_public_way(kernel, monkeypatch):
     x = torch.zeros(64)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-    for _ in range(2):
+    for current in (1, None, 1):
+        monkeypatch.setattr(torch.cuda, "current_device", lambda current=current: current)
         launch(kernel, (1,), x, 5, 0.5, SIZE=16)
-    assert len(kernel.public) == 2 and not kernel.quick
+    # The kernel that Triton compiled for the other device is not used on this one.
+    assert len(kernel.public) == 3 and not kernel.quick
 
 
 @pytest.mark.parametrize("name", ["attention_fwd_kernel", "attention_dq_bwd_kernel", "attention_dkv_bwd_kernel"])
@@ -161,7 +162,24 @@ def test_only_so_many_are_kept(kernel, monkeypatch):
     monkeypatch.setattr(quick_launch, "CACHE_SIZE", 2)
     for many in (1, 2, 3, 3):
         launch(kernel, (1,), torch.zeros(64), many, 0.5, SIZE=16)
-    assert len(quick_launch._cache) == 1 and len(kernel.public) == 3 and len(kernel.quick) == 1
+    assert len(quick_launch._launches) == 1 and len(kernel.public) == 3 and len(kernel.quick) == 1
+
+
+def test_an_unsupported_release_of_triton_launches_publicly(kernel, monkeypatch):
+    triton = pytest.importorskip("triton")
+    monkeypatch.setattr(quick_launch, "entry_of", triton_abi.entry_of)
+    monkeypatch.setattr(triton, "__version__", "3.10.1")
+    kernel.run = None
+    for _ in range(2):
+        launch(kernel, (1,), torch.zeros(64), 5, 0.5, SIZE=16)
+    assert len(kernel.public) == 2
+    assert triton_abi.why_not() == (
+        "direct launches need Triton 3.6 to 3.9 for CUDA, got 3.10.1; every launch takes more host time"
+    )
+    monkeypatch.setattr(triton, "__version__", "3.9.0")
+    assert triton_abi.why_not() is None
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert "got 3.9.0 for ROCm" in triton_abi.why_not()
 
 
 @pytest.fixture
@@ -234,7 +252,7 @@ def test_launches_of_a_call_stay_in_order_across_threads():
             return Slow(calls), addresses
 
     def run():
-        launches = hopper_launch.Launches(torch.device("cpu"), [Bound()] * 3)
+        launches = quick_launch.Launches(torch.device("cpu"), [Bound()] * 3)
         tensor = torch.empty(1)
         for _ in range(5):
             launches(tensor)
