@@ -152,6 +152,8 @@ class PackedWindow(NamedTuple):
     """By the registered operators, whose backward pass has the bounds alone"""
     wrong: tuple[int, ...] = ()
     """Bounds that do not ascend from 0, which a GPU raises and cuts; see `documents.ascending`"""
+    changed_scores: bool = False
+    """With a soft cap and a bias by distance"""
 
     def errors(self) -> dict[str, float]:
         """Of output, LSE and every gradient."""
@@ -161,9 +163,11 @@ class PackedWindow(NamedTuple):
         bounds = torch.tensor(self.wrong, dtype=torch.int32) if self.wrong else bounds
         shapes = (heads, 16), (self.key_heads, 16), (self.key_heads, 12)
         given = [torch.randn(n, *shape).to(self.dtype) for shape in shapes] + [torch.randn(heads)]
+        given += [torch.randn(heads, 21)] if self.changed_scores else []
         slopes = torch.randn(n, heads, 12), torch.randn(n, heads)
         options = {"window_size": self.window, "enable_gqa": True, "return_aux": AuxRequest(lse=True)}
         options |= {"pattern": self.pattern, "dropout_p": self.dropout_p}
+        options |= {"softcap": 2.0} if self.changed_scores else {}
         observed, attention_op.is_observed = attention_op.is_observed, lambda *tensors: self.traced
         reads, found = attention_op.lengths_of, []
         for backend in ("triton", "cpu"):
@@ -173,13 +177,12 @@ class PackedWindow(NamedTuple):
             torch.manual_seed(1)
             bounds = bounds if backend == "triton" else ascending(bounds, n)
             with GpuRules() if backend == "triton" else torch.enable_grad():
-                output, lse = varlen_attention(
-                    *leaves[:3], bounds, bounds, n, n, sink=leaves[3], backend=backend, **options
-                )
+                extra = dict(zip(("sink", "bias"), leaves[3:], strict=False))
+                output, lse = varlen_attention(*leaves[:3], bounds, bounds, n, n, backend=backend, **extra, **options)
                 loss = (output * slopes[0].to(output.dtype)).sum() + (lse * slopes[1].to(lse.dtype)).sum()
                 found.append([output, lse, *torch.autograd.grad(loss, leaves)])
         attention_op.is_observed = observed
-        names = "output", "lse", "query", "key", "value", "sink"
+        names = ("output", "lse", "query", "key", "value", "sink", "bias")[: len(found[0])]
         return {name: error(got.detach(), want.detach()) for name, got, want in zip(names, *found, strict=True)}
 
 
@@ -587,6 +590,7 @@ TRIALS = {
     "packed windows ahead in half precision": PackedWindow(
         "window:100,3 & full", key_heads=2, lengths=(300, 17), dtype=torch.float16
     ),
+    "packed windows with capped and biased scores": PackedWindow("window:40", (-1, 0), changed_scores=True),
     "packed windows of wrong bounds": PackedWindow("window:50", wrong=(7, 200, -5, 2**31 - 1, 130, 20)),
     "a step, blocks": Step(False, 13, 22, 7),
     "a step, tokens": Step(True, 17, 13, 11),

@@ -93,7 +93,7 @@ def test_changed_scores_run_on_triton_on_a_gpu(monkeypatch, capability, plain):
     monkeypatch.setattr(backend_named("hopper"), "why_not", lambda _: None)
     device = torch.device("cuda", 0)
     rows = SimpleNamespace(shape=(1, 2, 256, 64), dtype=torch.bfloat16, device=device, is_cuda=True)
-    plan = SimpleNamespace(parts=(), block_size=128, n=256, device=device)
+    plan = SimpleNamespace(parts=(), block_size=128, n=256, device=device, device_tables=None)
     call = AttentionCall(rows, rows, rows, plan, 0.125, pattern=parse("causal"))
     assert choose(call)[0] == plain
     call = replace(call, softcap=50.0)
