@@ -342,8 +342,8 @@ void forward(const Call& call) {
   }
 }
 
-// A task owns the dK and dV of one key head and the bias gradient of its query heads, or one of `splits` copies of them,
-// so that sums have a fixed order.
+// A task owns the dK and dV of one key head and the bias gradient of its query heads, or one of `splits` copies of
+// them, so that sums have a fixed order.
 template <typename T>
 void backward(const Call& call) {
   const std::vector<Schedule> all = schedules(call);

@@ -29,9 +29,9 @@ struct Array {
   Index batch, head, token;
 };
 
-// Table of biases by distance, (heads, rows, width + 2 * pad) with rows = 1 for one axis: entry (x, pad + y) is the bias
-// of pairs whose positions differ by (x - rows / 2, y - width / 2), query minus key. The padding repeats the outermost
-// entries of the last axis, so that a whole register of lanes can be read at any clamped distance.
+// Table of biases by distance, (heads, rows, width + 2 * pad) with rows = 1 for one axis: entry (x, pad + y) is the
+// bias of pairs whose positions differ by (x - rows / 2, y - width / 2), query minus key. The padding repeats the
+// outermost entries of the last axis, so that a whole register of lanes can be read at any clamped distance.
 struct Bias {
   const void* table;  // null without a bias
   double* grad;       // (splits, batch, heads, rows, width + 2 * pad) sums of the backward pass
@@ -49,7 +49,7 @@ struct Call {
   const Part* parts;
   const std::int32_t *mask_bits, *mask_band;
   const std::uint8_t* padding;
-  const std::int64_t *query_positions, *key_positions;  // (heads, n): token of each row for dropout; null for row numbers
+  const std::int64_t *query_positions, *key_positions;  // (heads, n): tokens of rows for dropout; null: row numbers
   Array query, key, value, output, lse, grad_output, grad_lse, grad_query;
   const Array *grad_key, *grad_value;  // one of each for every split
   Bias bias;
@@ -90,8 +90,8 @@ struct Slot {
   Index rate, count, chunk;
 };
 
-// Buffers of one thread. Rows of transposed arrays are `ld` elements apart, an odd number of cache lines: a power of two
-// would map all rows of a strip to the same cache sets.
+// Buffers of one thread. Rows of transposed arrays are `ld` elements apart, an odd number of cache lines: a power of
+// two would map all rows of a strip to the same cache sets.
 template <typename T>
 struct Workspace {
   const Call& call;
@@ -251,8 +251,8 @@ void for_chunks(Workspace<T>& w, const QueryTile& q, F&& f) {
   if (keys) f(keys);
 }
 
-// Sets scores to -inf where the bit of a pair is 0. A register holds one mask word of each of its queries; the loop over
-// keys tests one bit of all words at a time.
+// Sets scores to -inf where the bit of a pair is 0. A register holds one mask word of each of its queries; the loop
+// over keys tests one bit of all words at a time.
 template <typename T>
 void mask_by_bits(const std::int32_t* bits, Index words, Index queries, Index keys, T* scores, Index ld) {
   using Integer = typename Lanes<T>::Integer;
