@@ -134,6 +134,7 @@ PUBLIC_NAMES = [
     "t5_bias",
     "task_parameters",
     "unshard_sequence",
+    "validate_cu_seqlens",
     "validate_indices",
     "varlen_attention",
 ]

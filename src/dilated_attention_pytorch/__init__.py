@@ -49,6 +49,7 @@ _MODULES = {
     "streamed_attention": "ops.streaming.stream",
     "varlen_attention": "ops.varlen",
     "selected_attention": "selection.attention",
+    "validate_cu_seqlens": "ops.checks",
     "validate_indices": "selection.indices",
     "select_blocks": "selection.selectors",
     "AdaptiveConfig": "nn",

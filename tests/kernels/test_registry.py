@@ -17,6 +17,7 @@ from dilated_attention_pytorch.kernels.registry import MODULES, backend_named, c
 from dilated_attention_pytorch.ops.explain import explain as explain_arguments
 from dilated_attention_pytorch.patterns import parse
 from dilated_attention_pytorch.plan import make_plan
+from dilated_attention_pytorch.plan.documents import documents_plan
 
 ROOT = Path(__file__).resolve().parents[2]
 LINES = [
@@ -92,7 +93,7 @@ def test_changed_scores_run_on_triton_on_a_gpu(monkeypatch, capability, plain):
     monkeypatch.setattr(backend_named("hopper"), "why_not", lambda _: None)
     device = torch.device("cuda", 0)
     rows = SimpleNamespace(shape=(1, 2, 256, 64), dtype=torch.bfloat16, device=device, is_cuda=True)
-    plan = SimpleNamespace(parts=(), block_size=128, n=256, device=device)
+    plan = SimpleNamespace(parts=(), block_size=128, n=256, device=device, device_tables=None)
     call = AttentionCall(rows, rows, rows, plan, 0.125, pattern=parse("causal"))
     assert choose(call)[0] == plain
     call = replace(call, softcap=50.0)
@@ -131,3 +132,16 @@ def test_a_call_is_explained_by_its_arguments():
 
 def test_an_unknown_device_gets_the_order_for_any():
     assert registry._preference(torch.device("meta"), "dilated").order == ("reference",)
+
+
+def test_device_tables_need_a_backend_that_never_reads_them():
+    plan = documents_plan(torch.tensor([0, 30, 64]), 64, 2, 16, 8, 0)
+    call = replace(call_of(), plan=plan)
+    reasons = explain(call)
+    assert reasons.pop("triton") == "needs a CUDA tensor, got cpu"
+    assert {reason.split(",")[0] for reason in reasons.values()} == {"reads the tables of a plan on the host"}
+    assert (
+        not registry.can_run(call, "cpu") and registry.can_run(call_of(), "cpu") and registry.can_run(call_of(), "auto")
+    )
+    with pytest.raises(BackendUnsupported, match="hopper: reads the tables"):
+        choose(call, "hopper")

@@ -74,6 +74,11 @@ class AttentionCall:
         return ", ".join(words)
 
 
+def allows_host_sync(device: torch.device) -> bool:
+    """Whether the host may read values of a device: a GPU would stall the host."""
+    return device.type != "cuda"
+
+
 class Forward(NamedTuple):
     """Results of a forward pass."""
 

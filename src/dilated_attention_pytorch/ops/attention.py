@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from functools import lru_cache
-from itertools import pairwise
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -14,17 +13,35 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from ..errors import must
-from ..kernels.call import AttentionCall, BiasedGradients, Forward, Gradients, Runner, empty_rows
+from ..kernels.call import (
+    AttentionCall,
+    BiasedGradients,
+    Forward,
+    Gradients,
+    Runner,
+    allows_host_sync,
+    empty_rows,
+)
 from ..kernels.dropout import fresh_seed
 from ..kernels.launch import warmup
-from ..kernels.registry import can_prepare, choose, prepared
+from ..kernels.registry import can_prepare, can_run, choose, prepared
 from ..patterns import Causal, Packed, Pattern, as_pattern, parse
 from ..patterns.parse import from_operand, is_library_text, not_a_pattern, registrations, to_operand
 from ..plan import Plan, PlanCache, PlanKey, own_block
+from ..plan.documents import documents_plan, window_of
 from ..shapes import Bias, CuSeqlens, Key, KeyPadding, Output, Query, Sink, Value
 from . import memory_budget
 from .bias import kernel_bias
-from .checks import cast_dtype, check_layout, check_masks, check_sink, check_softcap, check_tensors, unexpected
+from .checks import (
+    cast_dtype,
+    check_layout,
+    check_masks,
+    check_sink,
+    check_softcap,
+    check_tensors,
+    lengths_of,
+    unexpected,
+)
 from .derivatives import ONCE, check_reverse_mode, scale_of
 from .flops import FlopFormulas
 from .memory_budget import check_budget
@@ -100,7 +117,9 @@ def attention(
         enable_gqa: let query head h read key head h // (H / G).
         key_padding_mask: bool (B, N), True where a key takes no part.
         cu_seqlens: int (documents + 1): bounds of sequences packed one after another (B must be 1); the pattern
-            holds in each as if it were alone. Keep it on the CPU: its values shape the plan.
+            holds in each as if it were alone. On the query's GPU, bounds of full, causal and window patterns and
+            their `&` stay there, in float16, bfloat16 and float32 without `softcap` and `memory_budget`: they may
+            change under a CUDA graph, and `validate_cu_seqlens` checks them. Other calls read the bounds on the host.
         dropout_p: probability of dropping a weight.
         sink: (H,), one more logit in the softmax of every row of a head, without a value: rows are scaled by
             `sigmoid(lse - sink)`. Differentiable. The LSE excludes it, and `memory_budget` its float32 product.
@@ -602,17 +621,41 @@ def call_of(
     query: Tensor, key: Tensor, value: Tensor, settings: CallSettings, device: torch.device | None = None
 ) -> AttentionCall:
     """Call as a backend sees it, with its plan from the cache, on the query's device or another."""
-    mask, cu_seqlens, seed, pattern, is_causal, scale, dropout_p, *_ = settings
+    mask, cu_seqlens, seed, _, _, scale, dropout_p, *_ = settings
+    if device is None and cu_seqlens is not None and not allows_host_sync(cu_seqlens.device):
+        call = _call_on_device(query, key, value, settings)
+        if call is not None:
+            return call
     lengths = None if cu_seqlens is None else lengths_of(cu_seqlens, query.shape[2])
-    shape = query.shape[2], query.shape[1]
+    resolved, block_size = _resolved_pattern(query, settings, lengths)
+    plan = plan_cache.get(resolved, query.shape[2], query.shape[1], block_size, device or query.device)
+    return AttentionCall(query, key, value, plan, scale, mask, dropout_p, seed, resolved, **_score_terms(settings))
+
+
+def _call_on_device(query: Tensor, key: Tensor, value: Tensor, settings: CallSettings) -> AttentionCall | None:
+    """Call whose documents are planned on their device; None if the host must read their bounds."""
+    mask, cu_seqlens, seed, _, _, scale, dropout_p, *_ = settings
+    resolved, block_size = _resolved_pattern(query, settings, None)
+    n, heads = query.shape[2], query.shape[1]
+    window = window_of(resolved, n)
+    if cu_seqlens is None or cu_seqlens.device != query.device or window is None or settings.memory_budget is not None:
+        return None
+    plan = documents_plan(cu_seqlens, n, heads, block_size, *window)
+    call = AttentionCall(query, key, value, plan, scale, mask, dropout_p, seed, **_score_terms(settings))
+    return call if can_run(call, settings.backend) else None
+
+
+def _score_terms(settings: CallSettings) -> dict[str, Any]:
+    return {"softcap": settings.softcap, "bias": settings.bias, "bias_positions": settings.bias_positions}
+
+
+def _resolved_pattern(query: Tensor, settings: CallSettings, lengths: tuple[int, ...] | None) -> tuple[Pattern, int]:
+    """Pattern of a call for its length and heads, in documents of the given lengths if any, and its block size."""
+    pattern, is_causal, shape = settings.pattern, settings.is_causal, (query.shape[2], query.shape[1])
     # A cache entry would keep a pattern without text alive, which may hold megabytes.
     if pattern.startswith("@"):
-        resolved, block_size = _resolve(from_operand(pattern), is_causal, lengths, *shape)
-    else:
-        resolved, block_size = _resolved(pattern, is_causal, lengths, *shape, registrations())
-    plan = plan_cache.get(resolved, query.shape[2], query.shape[1], block_size, device or query.device)
-    extra = {"softcap": settings.softcap, "bias": settings.bias, "bias_positions": settings.bias_positions}
-    return AttentionCall(query, key, value, plan, scale, mask, dropout_p, seed, resolved, **extra)
+        return _resolve(from_operand(pattern), is_causal, lengths, *shape)
+    return _resolved(pattern, is_causal, lengths, *shape, registrations())
 
 
 def _plan_of(query: Tensor, key: Tensor, value: Tensor, *settings: Any) -> Plan:
@@ -635,14 +678,6 @@ def _resolve(
     pattern = pattern & Causal() if is_causal else pattern
     pattern = (pattern if lengths is None else Packed(pattern, lengths)).resolve(n, heads)
     return pattern, own_block(pattern)
-
-
-def lengths_of(cu_seqlens: Tensor, n: int) -> tuple[int, ...]:
-    """Lengths of the documents that the bounds enclose."""
-    bounds = cu_seqlens.tolist()
-    if bounds[0] != 0 or bounds[-1] != n or any(a >= b for a, b in pairwise(bounds)):
-        raise must(f"cu_seqlens must grow strictly from 0 to the sequence length {n}", bounds)
-    return tuple(b - a for a, b in pairwise(bounds))
 
 
 def autocasted(*tensors: Tensor) -> tuple[Tensor, ...]:
