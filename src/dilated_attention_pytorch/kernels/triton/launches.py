@@ -45,9 +45,10 @@ class Tiles(NamedTuple):
         warps = self.warps if max(m, n) >= 64 else 2 if min(m, n) >= 32 else 1
         return Tiles(m, n, warps, self.stages)
 
-    def thin(self) -> Tiles:
-        """Tile sizes with few elements per thread, each of which adds to the gradient of a bias."""
-        return Tiles(min(self.m, 64), min(self.n, 32), 8, 1)
+    def thin(self, m: int, n: int) -> Tiles:
+        """Tile sizes limited to m and n, without a pipeline and with few elements per thread."""
+        m, n = min(self.m, m), min(self.n, n)
+        return Tiles(m, n, 8 if max(m, n) >= 64 else self.warps, 1)
 
 
 class Config(NamedTuple):
@@ -56,6 +57,10 @@ class Config(NamedTuple):
     forward: Tiles
     dq: Tiles
     dkv: Tiles
+
+    def with_bias(self) -> Config:
+        """Tile sizes for calls with a bias: every element has an entry of the table, and a sum in the dQ kernel."""
+        return Config(self.forward.thin(64, 32), self.dq.thin(64, 32), self.dkv.thin(32, 64))
 
 
 LARGE_SHARED = 200 * 1024
@@ -84,11 +89,11 @@ _configs: dict[tuple[int, torch.dtype, torch.device, int], Config] = {}
 def forward(call: AttentionCall) -> Forward:
     """Output and LSE of a call that `why_not` accepts."""
     query, key, value = call.query, call.key, call.value
-    batch, heads, n, d = query.shape
+    batch, heads, n, _ = query.shape
     e = value.shape[3]
     block = call.plan.block_size
     tables = schedule(call.plan, heads // key.shape[1])
-    tiles = config(d, e, query.dtype, query.device, block).forward
+    tiles = _config_of(call).forward
     # For a scale of 0 the queries are multiplied by 0 and the scores by 1, so that masking by -inf still works.
     sign = (call.scale > 0) - (call.scale < 0)
     magnitude = abs(call.scale) or 1.0
@@ -131,11 +136,10 @@ def backward(
     query = call.query
     delta = delta_of(output, lse, grad_output, grad_lse)
     tables = schedule(call.plan, query.shape[1] // call.key.shape[1])
-    tiles = config(query.shape[3], call.value.shape[3], query.dtype, query.device, call.plan.block_size)
+    tiles = _config_of(call)
     grad_key, grad_value = _key_gradients(call, tables, tiles.dkv, lse, delta, grad_output)
     table = _table_sum(call, delta, grad_output)
-    dq_tiles = tiles.dq if call.bias is None else tiles.dq.thin()
-    grad_query = _query_gradient(call, tables, dq_tiles, lse, delta, grad_output, table)
+    grad_query = _query_gradient(call, tables, tiles.dq, lse, delta, grad_output, table)
     grads = Gradients(grad_query, grad_key, grad_value)
     return grads if call.bias is None else BiasedGradients(*grads, table.result())
 
@@ -373,6 +377,12 @@ def config(d: int, e: int, dtype: torch.dtype, device: torch.device, block: int)
         width = next(width for width in table if width >= max(d, e))
         cached = _configs[key] = Config(*(tiles.within(block) for tiles in table[width]))
     return cached
+
+
+def _config_of(call: AttentionCall) -> Config:
+    query = call.query
+    own = config(query.shape[3], call.value.shape[3], query.dtype, query.device, call.plan.block_size)
+    return own if call.bias is None else own.with_bias()
 
 
 def _float_sum(rows: Tensor, fresh: bool) -> Tensor:
