@@ -62,7 +62,7 @@ def kernel(monkeypatch):
 def test_a_launch_like_an_earlier_one_takes_the_quick_way(kernel):
     x, y = torch.zeros(64), torch.ones(64)
     launch(kernel, (3, 2), x, 5, 0.5, SIZE=16)
-    assert kernel.public == [((3, 2, 1), (x, 5, 0.5), {"SIZE": 16})] and not kernel.quick
+    assert kernel.public == [((3, 2, 1), (x, 5, 0.5), {"SIZE": 16, "enable_fp_fusion": True})] and not kernel.quick
     launch(kernel, (4,), y, 5, 0.25, SIZE=16)
     assert len(kernel.public) == 1
     assert kernel.quick == [((4, 1, 1), 7, (y.data_ptr(), 5, 0.25, None), False)]
@@ -156,7 +156,7 @@ def prepared(kernel):
 def test_a_prepared_launch_takes_addresses_and_what_changes(kernel, prepared):
     x, y = torch.zeros(64), torch.ones(64)
     prepared((3, 1, 1), [x], 5)
-    assert kernel.public == [((3, 1, 1), (x, 5, 0.5), {"SIZE": 16})] and not kernel.quick
+    assert kernel.public == [((3, 1, 1), (x, 5, 0.5), {"SIZE": 16, "enable_fp_fusion": True})] and not kernel.quick
     prepared((4, 1, 1), [y], 16)
     assert len(kernel.public) == 1
     assert kernel.quick == [((4, 1, 1), 7, (y.data_ptr(), 16, 0.5, None), False)]

@@ -26,8 +26,8 @@ CACHE_SIZE = 4096
 CACHED_ADDRESSES = 256
 """Most cached argument lists of a sequence of launches."""
 
-OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
-"""Compiler options of Hopper kernels. Fused multiply-add is explicit, as its default differs between releases."""
+OPTIONS = {"enable_fp_fusion": True}
+"""Compiler options of every kernel; the default differs between releases of Triton."""
 
 Tensors = tuple[Tensor, ...]
 
@@ -67,7 +67,7 @@ class Launch:
     __slots__ = ("_device", "_numbers", "_overlaps", "compiled", "kernel", "options")
 
     def __init__(self, kernel: Any, device: torch.device, *numbers: int | float, **options: Any) -> None:
-        self.kernel, self.options = kernel, options
+        self.kernel, self.options = kernel, OPTIONS | options
         self._device, self._numbers, self._overlaps = device.index, numbers, bool(options.get("launch_pdl"))
         self.compiled: dict[tuple[object, ...], tuple[Any, Entry | None, tuple[None, ...]]] = {}
         """By properties of the tensors: compiled kernel, entry, and slots of constants, which the entry ignores."""
@@ -98,7 +98,7 @@ class Launch:
         return True
 
 
-def _launch_of(identity: tuple[object, ...], kernel: Any, device: torch.device, options: dict[str, Any]) -> Launch:
+def _launch_of(identity: tuple[object, ...], kernel: Any, device: torch.device, **options: Any) -> Launch:
     """Launch of an identity, which includes the kernel or its id."""
     cached = _launches.get(identity)
     if cached is None:
@@ -120,7 +120,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) 
             specialized[index] = numbers[index] >= 2**31
     device = tensors[0].device
     identity = id(kernel), device.index, *options, *options.values(), *specialized
-    _launch_of(identity, kernel, device, options).run((*grid, 1, 1)[:3], tensors, numbers)  # pyrefly: ignore[bad-argument-type]
+    _launch_of(identity, kernel, device, **options).run((*grid, 1, 1)[:3], tensors, numbers)  # pyrefly: ignore[bad-argument-type]
 
 
 class TmaArg(NamedTuple):
@@ -165,7 +165,6 @@ class LaunchStep:
         like: Tensors,
         plain: bool = False,
         overlaps: bool = False,
-        **options: object,
     ) -> None:
         slots = {id(tensor): slot for slot, tensor in enumerate(like)}
         self._arguments = tuple(PtrArg(slots[id(one)]) if id(one) in slots else one for one in arguments)
@@ -177,7 +176,7 @@ class LaunchStep:
         if plain:
             constant = (one.data_ptr() % 16 == 0 for one in self._arguments if isinstance(one, Tensor))
             identity = *identity, *constant
-        self.launch = _launch_of(identity, kernel, like[0].device, options)
+        self.launch = _launch_of(identity, kernel, like[0].device)
 
     def run_public(self, *tensors: Tensor) -> None:
         """Run the kernel through Triton's public launch, which compiles it if needed."""
