@@ -129,6 +129,15 @@ def test_only_so_many_are_kept(kernel, monkeypatch):
     assert len(quick_launch._launches) == 1 and len(kernel.public) == 3 and len(kernel.quick) == 1
 
 
+def test_tensors_behind_numbers_may_be_absent(kernel):
+    kernel.params = [Parameter(False), Parameter(True), Parameter(True), Parameter(False)]
+    x, y = torch.zeros(64), torch.ones(64)
+    for place in (y, None, x, None):
+        launch(kernel, (1,), x, 5, place, SIZE=16)
+    assert [arguments[2] for _, arguments, _ in kernel.public] == [y, None]
+    assert [arguments[2] for _, _, arguments, _ in kernel.quick] == [x.data_ptr(), None]
+
+
 def test_an_unsupported_release_of_triton_launches_publicly(kernel, monkeypatch):
     triton = pytest.importorskip("triton")
     monkeypatch.setattr(quick_launch, "entry_of", triton_abi.entry_of)

@@ -30,13 +30,14 @@ OPTIONS = {"enable_fp_fusion": True}
 """Compiler options of every kernel; the default differs between releases of Triton."""
 
 Tensors = tuple[Tensor, ...]
+Key = tuple[object, ...]
 
 _NO_SWITCH = nullcontext()
 _NOT_COMPILED = None, None, ()
 _sequence = Lock()
 """Lock of a sequence of launches. Launches of one call have separate counters and may overlap; a call of another thread
 on the same stream uses the same counters and must not come between."""
-_launches: dict[tuple[object, ...], Launch] = {}
+_launches: dict[Key, Launch] = {}
 """Launches by identity: whatever a kernel is specialized on, except dtypes and alignment of tensors."""
 _unspecialized: dict[int, tuple[tuple[int, ...], Any]] = {}
 """By the kernel's id, as hashing a kernel hashes its source; the reference to the kernel keeps the id valid."""
@@ -60,35 +61,39 @@ class Launch:
     """A kernel with all of its arguments except tensors, which come first, and the varying integers behind them.
 
     The kernel must not be specialized on the varying integers, which must be below 2^31. A launch is built once for
-    tensors of given sizes; a call reads their addresses and dtypes alone and holds no reference to them. With
-    `launch_pdl` the kernel may start before the launch in front of it has ended.
+    tensors of given sizes; a call reads their addresses and dtypes alone and holds no reference to them. A number of
+    None stands for a tensor that the kernel is compiled without. With `launch_pdl` the kernel may start before the
+    launch in front of it has ended.
     """
 
     __slots__ = ("_device", "_numbers", "_overlaps", "compiled", "kernel", "options")
 
-    def __init__(self, kernel: Any, device: torch.device, *numbers: int | float, **options: Any) -> None:
+    def __init__(self, kernel: Any, device: torch.device, *numbers: int | float | None, **options: Any) -> None:
         self.kernel, self.options = kernel, OPTIONS | options
         self._device, self._numbers, self._overlaps = device.index, numbers, bool(options.get("launch_pdl"))
-        self.compiled: dict[tuple[object, ...], tuple[Any, Entry | None, tuple[None, ...]]] = {}
+        self.compiled: dict[Key, tuple[Any, Entry | None, tuple[None, ...]]] = {}
         """By properties of the tensors: compiled kernel, entry, and slots of constants, which the entry ignores."""
 
     def __call__(self, grid: Grid, tensors: Sequence[Tensor], *varying: int) -> None:
         """Run the kernel on the current stream."""
-        self.run(grid, tensors, (*varying, *self._numbers), len(varying))
-
-    def run(self, grid: Grid, tensors: Sequence[Tensor], numbers: tuple[Any, ...], varying: int = 0) -> None:
-        """Run the kernel with all of its numbers; it is specialized on the same ones in every call."""
         addresses = [x.data_ptr() for x in tensors]
         key = *[x.dtype for x in tensors], *[address % 16 for address in addresses]
-        _, entry, slots = self.compiled.get(key, _NOT_COMPILED)
-        if entry is not None and not entry.has_hooks and torch.cuda.current_device() == self._device:
-            entry(grid, entry.stream_of(self._device), (*addresses, *numbers, *slots), self._overlaps)
-            return
-        warmup.finish()
-        if self.run_public(key, grid, (*tensors, *numbers)):
-            assert {*range(len(tensors), len(tensors) + varying)} <= {*_unspecialized_of(self.kernel)}
+        if self.run(key, grid, (*addresses, *varying, *self._numbers), (*tensors, *varying, *self._numbers)):
+            assert {*range(len(tensors), len(tensors) + len(varying))} <= {*_unspecialized_of(self.kernel)}
 
-    def run_public(self, key: tuple[object, ...], grid: Grid, arguments: Sequence[Any]) -> bool:
+    def run(self, key: Key, grid: Grid, passed: tuple[object, ...], arguments: tuple[Any, ...]) -> bool:
+        """Run the kernel with all of its arguments, `passed` with tensors as addresses; return whether its entry is new.
+
+        The key holds the properties of the tensors that the kernel is specialized on.
+        """
+        _, entry, slots = self.compiled.get(key, _NOT_COMPILED)
+        if entry is None or entry.has_hooks or torch.cuda.current_device() != self._device:
+            warmup.finish()
+            return self.run_public(key, grid, arguments)
+        entry(grid, entry.stream_of(self._device), (*passed, *slots), self._overlaps)
+        return False
+
+    def run_public(self, key: Key, grid: Grid, arguments: Sequence[Any]) -> bool:
         """Run the kernel through Triton's public launch; return whether its entry is new."""
         compiled = self.kernel[grid](*arguments, **self.options)
         # Triton compiles for the current device.
@@ -98,7 +103,7 @@ class Launch:
         return True
 
 
-def _launch_of(identity: tuple[object, ...], kernel: Any, device: torch.device, **options: Any) -> Launch:
+def _launch_of(identity: Key, kernel: Any, device: torch.device, **options: Any) -> Launch:
     """Launch of an identity, which includes the kernel or its id."""
     cached = _launches.get(identity)
     if cached is None:
@@ -109,18 +114,25 @@ def _launch_of(identity: tuple[object, ...], kernel: Any, device: torch.device, 
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
-    """Run `kernel[grid](*arguments, **options)`: tensors, then numbers; only constants are named."""
-    tensors = [one for one in arguments if isinstance(one, Tensor)]
-    numbers = arguments[len(tensors) :]
-    # The compiler treats all floats alike; integers may be specialized as 1 or as multiples of 16.
-    specialized: list[object] = [float if isinstance(one, float) else one for one in numbers]
+    """Run `kernel[grid](*arguments, **options)`. The first argument is a tensor; only constants are passed by name."""
+    passed, key, specialized = [], [], []
+    for one in arguments:
+        if isinstance(one, Tensor):
+            address = one.data_ptr()
+            passed.append(address)
+            key += one.dtype, address % 16
+            specialized.append(Tensor)
+        else:
+            passed.append(one)
+            # The compiler treats all floats alike; integers may be specialized as 1 or as multiples of 16.
+            specialized.append(float if isinstance(one, float) else one)
     for index in _unspecialized_of(kernel):
-        index -= len(tensors)
-        if specialized[index] is not float:
-            specialized[index] = numbers[index] >= 2**31
-    device = tensors[0].device
-    identity = id(kernel), device.index, *options, *options.values(), *specialized
-    _launch_of(identity, kernel, device, **options).run((*grid, 1, 1)[:3], tensors, numbers)  # pyrefly: ignore[bad-argument-type]
+        if isinstance(arguments[index], int):
+            specialized[index] = arguments[index] >= 2**31
+    device = arguments[0].device
+    made = _launch_of((id(kernel), device.index, *options, *options.values(), *specialized), kernel, device, **options)
+    x, y, z = (*grid, 1, 1)[:3]
+    made.run(tuple(key), (x, y, z), tuple(passed), arguments)
 
 
 class TmaArg(NamedTuple):
@@ -159,7 +171,7 @@ class LaunchStep:
     def __init__(
         self,
         kernel: Any,
-        identity: tuple[object, ...],
+        identity: Key,
         grid: int | Grid,
         arguments: tuple[Any, ...],
         like: Tensors,
