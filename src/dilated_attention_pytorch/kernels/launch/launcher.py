@@ -38,7 +38,7 @@ _sequence = Lock()
 """Lock of a sequence of launches. Launches of one call have separate counters and may overlap; a call of another thread
 on the same stream uses the same counters and must not come between."""
 _launches: dict[Key, Launch] = {}
-"""Launches by identity: whatever a kernel is specialized on, except dtypes and alignment of tensors."""
+"""Launches by identity: whatever a kernel is specialized on, except for the keys of `Launch.compiled`."""
 _unspecialized: dict[int, tuple[tuple[int, ...], Any]] = {}
 """By the kernel's id, as hashing a kernel hashes its source; the reference to the kernel keeps the id valid."""
 
@@ -72,7 +72,7 @@ class Launch:
         self.kernel, self.options = kernel, OPTIONS | options
         self._device, self._numbers, self._overlaps = device.index, numbers, bool(options.get("launch_pdl"))
         self.compiled: dict[Key, tuple[Any, Entry | None, tuple[None, ...]]] = {}
-        """By properties of the tensors: compiled kernel, entry, and slots of constants, which the entry ignores."""
+        """By what depends on tensors: compiled kernel, entry, and slots of constants, which the entry ignores."""
 
     def __call__(self, grid: Grid, tensors: Sequence[Tensor], *varying: int) -> None:
         """Run the kernel on the current stream."""
@@ -82,10 +82,7 @@ class Launch:
             assert {*range(len(tensors), len(tensors) + len(varying))} <= {*_unspecialized_of(self.kernel)}
 
     def run(self, key: Key, grid: Grid, passed: tuple[object, ...], arguments: tuple[Any, ...]) -> bool:
-        """Run the kernel with all of its arguments, `passed` with tensors as addresses; return whether its entry is new.
-
-        The key holds the properties of the tensors that the kernel is specialized on.
-        """
+        """Run the kernel; `passed` are its arguments with tensors as addresses. Return whether its entry is new."""
         _, entry, slots = self.compiled.get(key, _NOT_COMPILED)
         if entry is None or entry.has_hooks or torch.cuda.current_device() != self._device:
             warmup.finish()
@@ -115,13 +112,12 @@ def _launch_of(identity: Key, kernel: Any, device: torch.device, **options: Any)
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
     """Run `kernel[grid](*arguments, **options)`. The first argument is a tensor; only constants are passed by name."""
-    passed, key, specialized = [], [], []
+    passed, specialized = [], []
     for one in arguments:
         if isinstance(one, Tensor):
             address = one.data_ptr()
             passed.append(address)
-            key += one.dtype, address % 16
-            specialized.append(Tensor)
+            specialized.append((one.dtype, address % 16))
         else:
             passed.append(one)
             # The compiler treats all floats alike; integers may be specialized as 1 or as multiples of 16.
@@ -132,7 +128,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) 
     device = arguments[0].device
     made = _launch_of((id(kernel), device.index, *options, *options.values(), *specialized), kernel, device, **options)
     x, y, z = (*grid, 1, 1)[:3]
-    made.run(tuple(key), (x, y, z), tuple(passed), arguments)
+    made.run((), (x, y, z), tuple(passed), arguments)
 
 
 class TmaArg(NamedTuple):
@@ -150,10 +146,6 @@ class PtrArg(NamedTuple):
     begin: int = 0
     """Offset in elements."""
     dtype: torch.dtype | None = None
-
-    def of(self, tensors: Tensors) -> Tensor:
-        tensor = tensors[self.slot]
-        return tensor if self.dtype is None else tensor[self.begin :].view(self.dtype)
 
 
 class LaunchStep:
@@ -198,18 +190,17 @@ class LaunchStep:
         else:
             self.launch.run_public(key, self.grid, arguments)
 
-    def compile(self, *tensors: Tensor) -> Any:
-        """Compile the kernel without running it; return the compiled kernel or its future."""
-        return self.launch.kernel.warmup(*self.public_arguments(tensors), grid=self.grid, **self.launch.options)
-
     def public_arguments(self, tensors: Tensors) -> list[Any]:
         """Arguments of Triton's public launch."""
         arguments: list[Any] = []
         for one in self._arguments:
             if isinstance(one, TmaArg):
                 arguments += describe(tensors[one.slot], one.rows, one.axis)
+            elif isinstance(one, PtrArg):
+                tensor = tensors[one.slot]
+                arguments.append(tensor if one.dtype is None else tensor[one.begin :].view(one.dtype))
             else:
-                arguments.append(one.of(tensors) if isinstance(one, PtrArg) else one)
+                arguments.append(one)
         return arguments
 
     def bind(self, addresses: tuple[int, ...]) -> tuple[Entry, tuple[object, ...]] | None:
@@ -254,7 +245,10 @@ def compile_together(steps: Sequence[LaunchStep], tensors: Tensors) -> None:
     with Compilers(len(lacking)) as pool:
         with triton.AsyncCompileMode(pool, ignore_errors=True):
             # Kernels of strided parts come last and take longest.
-            compiling = [step.compile(*tensors) for step in reversed(lacking)]
+            compiling = [
+                step.launch.kernel.warmup(*step.public_arguments(tensors), grid=step.grid, **step.launch.options)
+                for step in reversed(lacking)
+            ]
         for one in dict.fromkeys(compiling):
             pool.submit(_make_ready, one, tensors[0].device)
 
