@@ -68,7 +68,7 @@ def kernel(monkeypatch):
 def test_a_launch_like_an_earlier_one_takes_the_quick_way(kernel):
     x, y = torch.zeros(64), torch.ones(64)
     launch(kernel, (3, 2), x, 5, 0.5, SIZE=16)
-    assert kernel.public == [((3, 2, 1), (x, 5, 0.5), {"SIZE": 16})] and not kernel.quick
+    assert kernel.public == [((3, 2, 1), (x, 5, 0.5), {"SIZE": 16, "enable_fp_fusion": True})] and not kernel.quick
     launch(kernel, (4,), y, 5, 0.25, SIZE=16)
     assert len(kernel.public) == 1
     assert kernel.quick == [((4, 1, 1), 7, (y.data_ptr(), 5, 0.25, None), False)]
@@ -165,6 +165,15 @@ def test_only_so_many_are_kept(kernel, monkeypatch):
     assert len(quick_launch._launches) == 1 and len(kernel.public) == 3 and len(kernel.quick) == 1
 
 
+def test_tensors_behind_numbers_may_be_absent(kernel):
+    kernel.params = [Parameter(False), Parameter(True), Parameter(True), Parameter(False)]
+    x, y = torch.zeros(64), torch.ones(64)
+    for place in (y, None, x, None):
+        launch(kernel, (1,), x, 5, place, SIZE=16)
+    assert [arguments[2] for _, arguments, _ in kernel.public] == [y, None]
+    assert [arguments[2] for _, _, arguments, _ in kernel.quick] == [x.data_ptr(), None]
+
+
 def test_an_unsupported_release_of_triton_launches_publicly(kernel, monkeypatch):
     triton = pytest.importorskip("triton")
     monkeypatch.setattr(quick_launch, "entry_of", triton_abi.entry_of)
@@ -192,7 +201,7 @@ def prepared(kernel):
 def test_a_prepared_launch_takes_addresses_and_what_changes(kernel, prepared):
     x, y = torch.zeros(64), torch.ones(64)
     prepared((3, 1, 1), [x], 5)
-    assert kernel.public == [((3, 1, 1), (x, 5, 0.5), {"SIZE": 16})] and not kernel.quick
+    assert kernel.public == [((3, 1, 1), (x, 5, 0.5), {"SIZE": 16, "enable_fp_fusion": True})] and not kernel.quick
     prepared((4, 1, 1), [y], 16)
     assert len(kernel.public) == 1
     assert kernel.quick == [((4, 1, 1), 7, (y.data_ptr(), 16, 0.5, None), False)]

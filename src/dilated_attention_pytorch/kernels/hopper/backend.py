@@ -13,7 +13,7 @@ from torch import Tensor
 from ...plan.plan import Part
 from ...plan.subset import head_entries, longest_row
 from ..call import AttentionCall, Extent, Forward, Gradients, reproducible_gradients
-from ..launch.launcher import OPTIONS, Launches, LaunchStep, PtrArg, Tensors, TmaArg, on_device
+from ..launch.launcher import Launches, LaunchStep, PtrArg, Tensors, TmaArg, on_device
 from .layouts import LOG2_E, layout_of, processors, stride_problem, tma_strides
 from .lowering import ForwardItems, LoweredPart, launch_cache, lower
 from .split_rows import ROWS_A_PIECE, split
@@ -270,7 +270,7 @@ def _part_launch(
     )
     grid = min(items, processors(query.device)) if config.persistent else items
     identity = "forward", query.device.index, query.dtype, d, plan.block_size, config, lowered.shape, pieces
-    return LaunchStep(attention_fwd_kernel, identity, grid, arguments, like, overlaps=number is not None, **OPTIONS)
+    return LaunchStep(attention_fwd_kernel, identity, grid, arguments, like, overlaps=number is not None)
 
 
 class PreparedAttention:

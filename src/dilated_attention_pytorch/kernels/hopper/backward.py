@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ..call import AttentionCall, Gradients, empty_rows
-from ..launch.launcher import OPTIONS, Launches, LaunchStep, PtrArg, Tensors, TmaArg, on_device
+from ..launch.launcher import Launches, LaunchStep, PtrArg, Tensors, TmaArg, on_device
 from .layouts import LOG2_E, layout_of, layout_problem, processors
 from .lowering import BackwardItems, LoweredPart, Strides, launch_cache, lower
 from .split_rows import Split, split
@@ -317,7 +317,7 @@ class PartBackward:
         arguments = *args.tma_args, *args.written, *args.joined, *pointers[:-1], *work, pointers[-1], *numbers
         grid = min(numbers[0], processors(like[QUERY].device))
         identity = args.kernel, *args.joined, *self.identity, pieces
-        return LaunchStep(args.kernel, identity, grid, arguments, like, overlaps=args.cut is None, **OPTIONS)
+        return LaunchStep(args.kernel, identity, grid, arguments, like, overlaps=args.cut is None)
 
     def finish(self, like: Tensors, total: PtrArg) -> LaunchStep:
         """Launch of the kernel that converts the accumulator to dQ."""

@@ -26,18 +26,19 @@ CACHE_SIZE = 4096
 CACHED_ADDRESSES = 256
 """Most cached argument lists of a sequence of launches."""
 
-OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
-"""Compiler options of Hopper kernels. Fused multiply-add is explicit, as its default differs between releases."""
+OPTIONS = {"enable_fp_fusion": True}
+"""Compiler options of every kernel; the default differs between releases of Triton."""
 
 Tensors = tuple[Tensor, ...]
+Key = tuple[object, ...]
 
 _NO_SWITCH = nullcontext()
 _NOT_COMPILED = None, None, ()
 _sequence = Lock()
 """Lock of a sequence of launches. Launches of one call have separate counters and may overlap; a call of another thread
 on the same stream uses the same counters and must not come between."""
-_launches: dict[tuple[object, ...], Launch] = {}
-"""Launches by identity: whatever a kernel is specialized on, except dtypes and alignment of tensors."""
+_launches: dict[Key, Launch] = {}
+"""Launches by identity: whatever a kernel is specialized on, except for the keys of `Launch.compiled`."""
 _unspecialized: dict[int, tuple[tuple[int, ...], Any]] = {}
 """By the kernel's id, as hashing a kernel hashes its source; the reference to the kernel keeps the id valid."""
 
@@ -68,28 +69,28 @@ class Launch:
     __slots__ = ("_device", "_numbers", "_overlaps", "compiled", "kernel", "options")
 
     def __init__(self, kernel: Any, device: torch.device, *numbers: int | float | None, **options: Any) -> None:
-        self.kernel, self.options = kernel, options
+        self.kernel, self.options = kernel, OPTIONS | options
         self._device, self._numbers, self._overlaps = device.index, numbers, bool(options.get("launch_pdl"))
-        self.compiled: dict[tuple[object, ...], tuple[Any, Entry | None, tuple[None, ...]]] = {}
-        """By properties of the tensors: compiled kernel, entry, and slots of constants, which the entry ignores."""
+        self.compiled: dict[Key, tuple[Any, Entry | None, tuple[None, ...]]] = {}
+        """By what depends on tensors: compiled kernel, entry, and slots of constants, which the entry ignores."""
 
     def __call__(self, grid: Grid, tensors: Sequence[Tensor], *varying: int) -> None:
         """Run the kernel on the current stream."""
-        self.run(grid, tensors, (*varying, *self._numbers), len(varying))
-
-    def run(self, grid: Grid, tensors: Sequence[Tensor], numbers: tuple[Any, ...], varying: int = 0) -> None:
-        """Run the kernel with all of its numbers; it is specialized on the same ones in every call."""
         addresses = [x.data_ptr() for x in tensors]
         key = *[x.dtype for x in tensors], *[address % 16 for address in addresses]
-        _, entry, slots = self.compiled.get(key, _NOT_COMPILED)
-        if entry is not None and not entry.has_hooks and torch.cuda.current_device() == self._device:
-            entry(grid, entry.stream_of(self._device), (*addresses, *numbers, *slots), self._overlaps)
-            return
-        warmup.finish()
-        if self.run_public(key, grid, (*tensors, *numbers)):
-            assert {*range(len(tensors), len(tensors) + varying)} <= {*_unspecialized_of(self.kernel)}
+        if self.run(key, grid, (*addresses, *varying, *self._numbers), (*tensors, *varying, *self._numbers)):
+            assert {*range(len(tensors), len(tensors) + len(varying))} <= {*_unspecialized_of(self.kernel)}
 
-    def run_public(self, key: tuple[object, ...], grid: Grid, arguments: Sequence[Any]) -> bool:
+    def run(self, key: Key, grid: Grid, passed: tuple[object, ...], arguments: tuple[Any, ...]) -> bool:
+        """Run the kernel; `passed` are its arguments with tensors as addresses. Return whether its entry is new."""
+        _, entry, slots = self.compiled.get(key, _NOT_COMPILED)
+        if entry is None or entry.has_hooks or torch.cuda.current_device() != self._device:
+            warmup.finish()
+            return self.run_public(key, grid, arguments)
+        entry(grid, entry.stream_of(self._device), (*passed, *slots), self._overlaps)
+        return False
+
+    def run_public(self, key: Key, grid: Grid, arguments: Sequence[Any]) -> bool:
         """Run the kernel through Triton's public launch; return whether its entry is new."""
         compiled = self.kernel[grid](*arguments, **self.options)
         # Triton compiles for the current device.
@@ -99,7 +100,7 @@ class Launch:
         return True
 
 
-def _launch_of(identity: tuple[object, ...], kernel: Any, device: torch.device, options: dict[str, Any]) -> Launch:
+def _launch_of(identity: Key, kernel: Any, device: torch.device, **options: Any) -> Launch:
     """Launch of an identity, which includes the kernel or its id."""
     cached = _launches.get(identity)
     if cached is None:
@@ -110,18 +111,24 @@ def _launch_of(identity: tuple[object, ...], kernel: Any, device: torch.device, 
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
-    """Run `kernel[grid](*arguments, **options)`: tensors, then numbers; only constants are named."""
-    tensors = [one for one in arguments if isinstance(one, Tensor)]
-    numbers = arguments[len(tensors) :]
-    # The compiler treats all floats alike; integers may be specialized as 1 or as multiples of 16.
-    specialized: list[object] = [float if isinstance(one, float) else one for one in numbers]
+    """Run `kernel[grid](*arguments, **options)`. The first argument is a tensor; only constants are passed by name."""
+    passed, specialized = [], []
+    for one in arguments:
+        if isinstance(one, Tensor):
+            address = one.data_ptr()
+            passed.append(address)
+            specialized.append((one.dtype, address % 16))
+        else:
+            passed.append(one)
+            # The compiler treats all floats alike; integers may be specialized as 1 or as multiples of 16.
+            specialized.append(float if isinstance(one, float) else one)
     for index in _unspecialized_of(kernel):
-        index -= len(tensors)
-        if specialized[index] is not float:
-            specialized[index] = numbers[index] >= 2**31
-    device = tensors[0].device
-    identity = id(kernel), device.index, *options, *options.values(), *specialized
-    _launch_of(identity, kernel, device, options).run((*grid, 1, 1)[:3], tensors, numbers)  # pyrefly: ignore[bad-argument-type]
+        if isinstance(arguments[index], int):
+            specialized[index] = arguments[index] >= 2**31
+    device = arguments[0].device
+    made = _launch_of((id(kernel), device.index, *options, *options.values(), *specialized), kernel, device, **options)
+    x, y, z = (*grid, 1, 1)[:3]
+    made.run((), (x, y, z), tuple(passed), arguments)
 
 
 class TmaArg(NamedTuple):
@@ -140,10 +147,6 @@ class PtrArg(NamedTuple):
     """Offset in elements."""
     dtype: torch.dtype | None = None
 
-    def of(self, tensors: Tensors) -> Tensor:
-        tensor = tensors[self.slot]
-        return tensor if self.dtype is None else tensor[self.begin :].view(self.dtype)
-
 
 class LaunchStep:
     """One kernel of a sequence, with all of its arguments except the addresses of the tensors of a call.
@@ -160,13 +163,12 @@ class LaunchStep:
     def __init__(
         self,
         kernel: Any,
-        identity: tuple[object, ...],
+        identity: Key,
         grid: int | Grid,
         arguments: tuple[Any, ...],
         like: Tensors,
         plain: bool = False,
         overlaps: bool = False,
-        **options: object,
     ) -> None:
         slots = {id(tensor): slot for slot, tensor in enumerate(like)}
         self._arguments = tuple(PtrArg(slots[id(one)]) if id(one) in slots else one for one in arguments)
@@ -178,7 +180,7 @@ class LaunchStep:
         if plain:
             constant = (one.data_ptr() % 16 == 0 for one in self._arguments if isinstance(one, Tensor))
             identity = *identity, *constant
-        self.launch = _launch_of(identity, kernel, like[0].device, options)
+        self.launch = _launch_of(identity, kernel, like[0].device)
 
     def run_public(self, *tensors: Tensor) -> None:
         """Run the kernel through Triton's public launch, which compiles it if needed."""
@@ -188,18 +190,17 @@ class LaunchStep:
         else:
             self.launch.run_public(key, self.grid, arguments)
 
-    def compile(self, *tensors: Tensor) -> Any:
-        """Compile the kernel without running it; return the compiled kernel or its future."""
-        return self.launch.kernel.warmup(*self.public_arguments(tensors), grid=self.grid, **self.launch.options)
-
     def public_arguments(self, tensors: Tensors) -> list[Any]:
         """Arguments of Triton's public launch."""
         arguments: list[Any] = []
         for one in self._arguments:
             if isinstance(one, TmaArg):
                 arguments += describe(tensors[one.slot], one.rows, one.axis)
+            elif isinstance(one, PtrArg):
+                tensor = tensors[one.slot]
+                arguments.append(tensor if one.dtype is None else tensor[one.begin :].view(one.dtype))
             else:
-                arguments.append(one.of(tensors) if isinstance(one, PtrArg) else one)
+                arguments.append(one)
         return arguments
 
     def bind(self, addresses: tuple[int, ...]) -> tuple[Entry, tuple[object, ...]] | None:
@@ -244,7 +245,10 @@ def compile_together(steps: Sequence[LaunchStep], tensors: Tensors) -> None:
     with Compilers(len(lacking)) as pool:
         with triton.AsyncCompileMode(pool, ignore_errors=True):
             # Kernels of strided parts come last and take longest.
-            compiling = [step.compile(*tensors) for step in reversed(lacking)]
+            compiling = [
+                step.launch.kernel.warmup(*step.public_arguments(tensors), grid=step.grid, **step.launch.options)
+                for step in reversed(lacking)
+            ]
         for one in dict.fromkeys(compiling):
             pool.submit(_make_ready, one, tensors[0].device)
 

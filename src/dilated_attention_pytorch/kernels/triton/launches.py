@@ -15,14 +15,12 @@ from torch import Tensor
 
 from ..call import AttentionCall, BiasedGradients, Forward, Gradients, empty_rows
 from ..dropout import threshold
-from ..launch.launcher import CACHE_SIZE, Launch, launch
+from ..launch.launcher import CACHE_SIZE, OPTIONS, Launch, launch
 from .backward_kernels import attention_dkv_bwd_kernel, attention_dq_bwd_kernel, delta_bwd_kernel, sum_pieces_bwd_kernel
 from .forward_kernels import attention_fwd_kernel, carry_to_output_kernel, merge_pieces_kernel
 from .lowering import PartSchedule, Schedule, WalkTables, schedule
 
 LOG2E = 1.4426950408889634
-OPTIONS = {"enable_fp_fusion": True}
-"""Compiler options of every launch; the default differs between releases of Triton."""
 ROWS = 64
 """Rows of a program of the row-wise kernels."""
 CAREFUL = 16
