@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from difflib import get_close_matches
 from importlib import import_module, resources
 from typing import NamedTuple, Protocol, cast, runtime_checkable
 
@@ -76,7 +77,9 @@ class Explanation(dict[str, str | None]):
 def backend_named(name: str) -> Backend:
     """Import a backend by name. Imports are deferred until here, so that optional packages stay optional."""
     if name not in MODULES:
-        raise must(f"backend must be one of auto, {', '.join(MODULES)}", repr(name))
+        near = get_close_matches(name, ("auto", *MODULES), 1)
+        hint = f"Did you mean {near[0]!r}?" if near else None
+        raise must(f"backend must be one of auto, {', '.join(MODULES)}", repr(name), hint)
     return cast(Backend, import_module(f".{MODULES[name]}", __package__))
 
 
