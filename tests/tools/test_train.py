@@ -16,7 +16,7 @@ import torch
 from limits import scaled
 
 from dilated_attention_pytorch.models import LongNetConfig, LongNetLM, config
-from dilated_attention_pytorch.tools import generate, train
+from dilated_attention_pytorch.tools import generate, train, training
 
 SMALL = {
     "d_model": 32,
@@ -86,15 +86,15 @@ def test_a_resumed_run_is_an_uninterrupted_one():
 
 def stop_after(step: int | None, *more: str, out: str) -> int:
     """Run, with a Ctrl-C while that step is under way."""
-    original = train.Run.train_step
+    original = training.Run.train_step
 
-    def interrupted(self: train.Run) -> tuple[float, float]:
+    def interrupted(self: training.Run) -> tuple[float, float]:
         if self.step + 1 == step:
             os.kill(os.getpid(), signal.SIGINT)
         return original(self)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train.Run, "train_step", interrupted)
+        patch.setattr(training.Run, "train_step", interrupted)
         return run(*more, out=out)
 
 
@@ -117,15 +117,15 @@ def test_ctrl_c_saves_and_leaves(capsys: pytest.CaptureFixture[str]):
 
 def test_a_crash_after_a_checkpoint_loses_only_what_came_after(monkeypatch: pytest.MonkeyPatch):
     assert run("--save-every", "2", out="whole") == 0
-    original = train.Run.train_step
+    original = training.Run.train_step
 
-    def crashing(self: train.Run) -> tuple[float, float]:
+    def crashing(self: training.Run) -> tuple[float, float]:
         if self.step == 5:
             raise RuntimeError("out of luck")
         return original(self)
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError, match="out of luck"):
-        patch.setattr(train.Run, "train_step", crashing)
+        patch.setattr(training.Run, "train_step", crashing)
         run("--save-every", "2", out="crashed")
     with Path("crashed", "log.jsonl").open("a") as file:
         # What is no step of a run, and what a crash cut short.
@@ -163,7 +163,7 @@ def test_dense_attention_knows_no_ranks(monkeypatch: pytest.MonkeyPatch):
     """Each rank would attend to its own part of the sequence and say nothing."""
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match="dense must come with --parallel data"):
-        train.Run(train.TrainSettings(data="text", context=64, dense=True, parallel="context"))
+        training.Run(train.TrainSettings(data="text", context=64, dense=True, parallel="context"))
 
 
 def test_a_resumed_run_keeps_its_settings():
@@ -188,7 +188,7 @@ def test_small_files_wrap_around(capsys: pytest.CaptureFixture[str]):
     Path("few").write_bytes(bytes(range(100)))
     assert run("--data", "few", "--context", "64", "--steps", "2") == 0
     assert "sequences wrap around" in capsys.readouterr().out
-    corpus = train.Corpus(Path("few"), 200, 0)
+    corpus = training.Corpus(Path("few"), 200, 0)
     window, held = corpus.window(3), corpus.held_out(0)
     assert len(window) == len(held) == 201
     assert torch.equal(window[:106], window[95:]) and set(window.tolist()) == set(range(95))
@@ -218,10 +218,10 @@ def test_accumulation_is_a_larger_batch():
 
 
 def test_windows_are_a_function_of_seed_and_number():
-    corpus = train.Corpus(Path("text"), 64, 3)
-    again = train.Corpus(Path("text"), 64, 3)
+    corpus = training.Corpus(Path("text"), 64, 3)
+    again = training.Corpus(Path("text"), 64, 3)
     assert all(torch.equal(corpus.window(i), again.window(i)) for i in range(20))
-    assert not torch.equal(corpus.window(0), train.Corpus(Path("text"), 64, 4).window(0))
+    assert not torch.equal(corpus.window(0), training.Corpus(Path("text"), 64, 4).window(0))
     text = Path("text").read_bytes()
     held = bytes(corpus.held_out(0).tolist())
     assert text.index(held) >= corpus.trained
@@ -230,14 +230,14 @@ def test_windows_are_a_function_of_seed_and_number():
 
 def test_the_learning_rate_rises_and_falls():
     settings = train.TrainSettings(steps=100, warmup=10, lr=1.0)
-    rates = [train.learning_rate(settings, step) for step in range(101)]
+    rates = [training.learning_rate(settings, step) for step in range(101)]
     assert rates[0] == pytest.approx(0.1) and max(rates) == rates[9] == 1.0
     assert rates[10:] == sorted(rates[10:], reverse=True) and rates[-1] == pytest.approx(0.1)
 
 
 def test_the_demo_corpus_is_python_text_and_always_the_same(tmp_path: Path):
-    first = train.demo_corpus(tmp_path / "a", 200_000).read_bytes()
-    assert first == train.demo_corpus(tmp_path / "b", 200_000).read_bytes()
+    first = training.demo_corpus(tmp_path / "a", 200_000).read_bytes()
+    assert first == training.demo_corpus(tmp_path / "b", 200_000).read_bytes()
     assert len(first) == 200_000 and first.count(b"def ") > 50
 
 
@@ -245,7 +245,7 @@ def test_dense_twins_compute_full_attention():
     model = LongNetLM(LongNetConfig.named("tiny", patterns=("full",)), dtype=torch.float64)
     tokens = torch.randint(256, (2, 50))
     wanted = model.loss(tokens)
-    train.use_dense(model)
+    training.use_dense(model)
     assert model.loss(tokens).item() == pytest.approx(wanted.item(), rel=1e-10)
 
 
