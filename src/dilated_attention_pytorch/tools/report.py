@@ -33,7 +33,7 @@ def rate_parts(lines: Sequence[Line]) -> Iterator[Part]:
     yield Heading("One CPU")
     yield machine(lines)
     yield (
-        "Rate on the flops of the kept blocks relative to the rate of torch's dense attention, measured turn about in "
+        "Rate on the flops of the kept blocks relative to the rate of torch's dense attention, measured in turns in "
         "the same process: 1 means that a tenth of the blocks takes a tenth of the time."
     )
     rows = {tuple(line[name] for name in ("case", "n", "d", "heads", "key_heads", "direction")): line for line in lines}

@@ -53,7 +53,7 @@ def main(arguments: list[str] | None = None) -> int:
             if name == "gpu":
                 from . import gpu
 
-                # Its lines have names of their own, so they never share a file with those of other suites.
+                # Its lines have other fields, so they have a file of their own.
                 own = out if len(wanted) == 1 else out.with_name(f"{out.stem}-gpu{out.suffix}")
                 device = "cuda" if options.device == "auto" else options.device
                 left = deadline - time.monotonic()
@@ -65,7 +65,7 @@ def main(arguments: list[str] | None = None) -> int:
                 name, out, options.backend, device, resume=options.resume, as_json=options.json, **limits
             )
         if options.suite == "cpu":
-            # In a process of its own, so that the memory it reports is its own.
+            # A separate process, so that the reported memory is that of the case alone.
             child = [sys.executable, "-m", str(__package__), "--suite", "million", "--append"]
             child += ["--out", str(out), "--backend", options.backend, *(["--resume"] if options.resume else [])]
             status |= subprocess.run(child, check=False).returncode
