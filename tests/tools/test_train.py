@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import signal
 import socket
@@ -249,29 +248,70 @@ def test_dense_twins_compute_full_attention():
     assert model.loss(tokens).item() == pytest.approx(wanted.item(), rel=1e-10)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("parallel", ["data", "context"])
-def test_two_ranks_train_as_one(parallel: str, tmp_path: Path):
-    assert run("--steps", "3", out="one") == 0
+def run_ranks(world: int, *more: str, out: str, killed_at: int | None = None) -> list[int]:
+    """Exit statuses of a run in processes; each kills itself at the beginning of the step after `killed_at`."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     code = (
-        "import sys; from dilated_attention_pytorch.models import config; from dilated_attention_pytorch.tools import train;"
-        f"config.SIZES['tiny'] = {SMALL!r}; sys.exit(train.main(sys.argv[1:]))"
+        "import os, sys; from dilated_attention_pytorch.models import config\n"
+        "from dilated_attention_pytorch.tools import train, training\n"
+        f"config.SIZES['tiny'] = {SMALL!r}; step = training.Run.train_step\n"
+        f"training.Run.train_step = lambda run: os.kill(os.getpid(), 9) if run.step == {killed_at} else step(run)\n"
+        "sys.exit(train.main(sys.argv[1:]))"
     )
-    given = ["--data", "text", "--out", "two", "--device", "cpu", *OPTIONS, "--steps", "3", "--parallel", parallel]
-    shared = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
+    given = ["--data", "text", "--out", out, "--device", "cpu", *OPTIONS, *more]
+    shared = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-c", code, *given], env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            [sys.executable, "-W", "error::UserWarning", "-c", code, *given],
+            env={**shared, "WORLD_SIZE": str(world), "RANK": str(rank), "LOCAL_RANK": str(rank)},
         )
-        for rank in range(2)
+        for rank in range(world)
     ]
-    assert [rank.wait(timeout=scaled(200)) for rank in ranks] == [0, 0]
+    return [rank.wait(timeout=scaled(200)) for rank in ranks]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", ["data", "context"])
+def test_two_ranks_train_as_one(parallel: str):
+    few = ["--steps", "3", "--eval-windows", "3"]
+    assert run(*few, out="one") == 0
+    assert run_ranks(2, *few, "--parallel", parallel, "--sample", "8", out="two") == [0, 0]
     assert losses("two") == pytest.approx(losses("one"), rel=1e-4)
-    assert log("two")[-1]["bits_per_byte"] == pytest.approx(log("one")[-1]["bits_per_byte"], rel=1e-4)
-    assert math.isfinite(log("two")[-1]["grad_norm"])
+    for name in ("bits_per_byte", "grad_norm"):
+        assert log("two")[-1][name] == pytest.approx(log("one")[-1][name], rel=1e-4)
+    # Each rank wrote its part of the weights, and one process reads them.
+    assert {path.name for path in Path("two", "checkpoint-3").iterdir()} >= {
+        ".metadata",
+        "__0_0.distcp",
+        "__1_0.distcp",
+    }
+    one, two = (generate.load_model(Path(out)).state_dict() for out in ("one", "two"))
+    for name, tensor in one.items():
+        torch.testing.assert_close(two[name], tensor, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("before", "after"), [(2, 2), (2, 1), (1, 2)])
+def test_killed_runs_resume_on_other_ranks(before: int, after: int):
+    few = ["--save-every", "2", "--steps", "5"]
+    assert run(*few, out="whole") == 0
+    assert run_ranks(before, *few, out="part", killed_at=3) == [-signal.SIGKILL] * before
+    assert torch.load("part/checkpoint.pt", weights_only=True)["step"] == 2
+    assert run_ranks(after, *few, "--resume", out="part") == [0] * after
+    assert losses("part") == pytest.approx(losses("whole"), rel=1e-4)
+    # One checkpoint is left: the last one, of the ranks that wrote it.
+    assert [path.name for path in Path("part").glob("checkpoint*/")] == ["checkpoint-5"] * (after > 1)
+
+
+@pytest.mark.slow
+def test_learned_attention_trains_on_two_ranks():
+    learned = ("learned:0.5;block=16", "--steps", "4", "--save-every", "2")
+    assert run_ranks(2, *learned, out="whole") == [0, 0]
+    assert run_ranks(2, *learned, out="part", killed_at=3) == [-signal.SIGKILL] * 2
+    assert run_ranks(2, *learned, "--resume", out="part") == [0, 0]
+    assert losses("part") == losses("whole")
 
 
 def test_a_second_run_into_one_folder_is_refused(monkeypatch: pytest.MonkeyPatch):

@@ -19,15 +19,16 @@ def load_model(path: Path, device: str = "cpu") -> LongNetLM:
     import torch
 
     from ..models import LongNetLM
+    from . import train_checkpoints
 
     path = path / SAVED if path.is_dir() else path
     if not path.is_file():
         raise must("a checkpoint must be a file or a folder of `dap train`", str(path))
     checkpoint = torch.load(path, map_location=device, weights_only=True)
-    if not isinstance(checkpoint, dict) or not {"model", "settings"} <= checkpoint.keys():
+    if not isinstance(checkpoint, dict) or "settings" not in checkpoint or not {"model", "shards"} & checkpoint.keys():
         raise must("a checkpoint must hold a model and its settings, as `dap train` writes them", str(path))
     model = LongNetLM(TrainSettings(**checkpoint["settings"]).model(), device=torch.device(device))
-    model.load_state_dict(checkpoint["model"])
+    train_checkpoints.load(checkpoint, path.parent, model)
     return model.eval()
 
 

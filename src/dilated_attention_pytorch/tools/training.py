@@ -18,13 +18,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from ..atomic_write import write_whole
 from ..errors import must
-from ..models import LongNetLM
-from ..models.checkpoints import write_torch
+from ..models import DilatedTransformerDecoderLayer, LongNetLM
 from ..nn import MultiheadSparseAttention, scorer_parameters, set_process_group, task_parameters
+from . import train_checkpoints
 from .bench.results import append, read_lines
 from .console import device_of
 from .html_page import readable_bytes
@@ -121,6 +125,16 @@ def use_dense(model: torch.nn.Module) -> None:
             module._operation = lambda n, keys: dense  # pyrefly: ignore
 
 
+def shard(model: LongNetLM, device: torch.device) -> None:
+    """Spread parameters, gradients and moments over all ranks by FSDP2; gradients are summed, not averaged."""
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    layers = [module for module in model.modules() if isinstance(module, DilatedTransformerDecoderLayer)]
+    for module in (*layers, model):
+        sharded = fully_shard(module, mesh=mesh)
+        sharded.set_gradient_divide_factor(1.0)
+        sharded.set_force_sum_reduction_for_comms(True)
+
+
 class Run:
     """A training run on this rank."""
 
@@ -145,11 +159,13 @@ class Run:
             use_dense(self.model)
         if self.split > 1:
             set_process_group(self.model, dist.group.WORLD)
+        if self.world > 1:
+            shard(self.model, self.device)
         matrices = [p for p in self.model.parameters() if p.dim() > 1]
         vectors = [p for p in self.model.parameters() if p.dim() < 2]
         groups = [{"params": matrices, "weight_decay": settings.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
         self.optimizer = torch.optim.AdamW(groups, settings.lr, betas=(0.9, 0.95), fused=self.device.type == "cuda")
-        self.step = 0
+        self.step = self.saved = 0
         # Ranks that take samples drop different units; one that goes on must not repeat what it dropped before.
         torch.manual_seed(settings.seed + 1 + self.rank)
         data = Path(settings.data) if settings.data else self._demo()
@@ -168,7 +184,9 @@ class Run:
         return self.folder / SAVED
 
     def save(self) -> None:
-        """Write all that the next step depends on, in one step; one rank does."""
+        """Write a checkpoint, which the next step depends on alone."""
+        if self.world > 1 and self.step == self.saved:
+            return
         states = [torch.get_rng_state()]
         if self.device.type == "cuda":
             states.append(torch.cuda.get_rng_state(self.device))
@@ -177,16 +195,9 @@ class Run:
             dist.all_gather_object(every, states)
         else:
             every = [states]
-        if self.rank == 0:
-            state = {
-                "model": self.model.state_dict(),
-                "optimizer": self.optimizer.state_dict(),
-                "step": self.step,
-                "settings": asdict(self.settings),
-                "bytes": len(self.corpus.bytes),
-                "random": every,
-            }
-            write_torch(state, self.checkpoint)
+        about = {"step": self.step, "settings": asdict(self.settings), "bytes": len(self.corpus.bytes), "random": every}
+        train_checkpoints.save(about, self.checkpoint, self.model, self.optimizer)
+        self.saved = self.step
 
     def load(self) -> None:
         """Go on where the checkpoint was written."""
@@ -207,9 +218,8 @@ class Run:
             raise must(f"steps must be at least the {state['step']} already done", self.settings.steps)
         if state.get("bytes", len(self.corpus.bytes)) != len(self.corpus.bytes):
             raise must(f"resume must have the data of the run, {state['bytes']} bytes", len(self.corpus.bytes))
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.step = state["step"]
+        train_checkpoints.load(state, self.folder, self.model, self.optimizer)
+        self.step = self.saved = state["step"]
         states = state["random"][self.rank % len(state["random"])]
         torch.set_rng_state(states[0].cpu())
         if len(states) > 1:
@@ -243,22 +253,16 @@ class Run:
             own = range(first, first + s.batch)[self.rank % takers :: takers]
             tokens, targets = self._part(torch.stack([self.corpus.window(index) for index in own]))
             with self._autocast():
-                loss = self.model.loss(tokens, targets, reduction="sum") / count
+                loss = self.model(tokens, targets=targets, reduction="sum") / count
             loss.backward()
             total += loss.detach()
-        if self.world > 1:
-            grads = [p.grad for p in self.model.parameters() if p.grad is not None]
-            flat = torch.cat([grad.flatten() for grad in grads])
-            dist.all_reduce(flat)
-            for grad, part in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
-                grad.copy_(part.view_as(grad))
         norm = torch.nn.utils.clip_grad_norm_(task_parameters(self.model), s.clip)
         # Scorers have a loss of their own.
         torch.nn.utils.clip_grad_norm_(scorer_parameters(self.model), s.clip)
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.step += 1
-        return self._total(total), float(norm)
+        return self._total(total), float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
     @torch.no_grad()
     def evaluate(self) -> float:
@@ -266,20 +270,30 @@ class Run:
         self.model.eval()
         total = torch.zeros((), device=self.device)
         count = self.settings.eval_windows
-        for index in range(count):
-            if self.split > 1 or index % self.world == self.rank:
-                tokens, targets = self._part(self.corpus.held_out(index)[None])
-                with self._autocast():
-                    total += self.model.loss(tokens, targets, reduction="sum")
+        takers = self.world // self.split
+        # Sharded weights are gathered in every forward, so that all ranks run as many.
+        for first in range(0, count, takers):
+            index = first + self.rank % takers
+            tokens, targets = self._part(self.corpus.held_out(index)[None])
+            with self._autocast():
+                loss = self.model(tokens, targets=targets, reduction="sum")
+            total += loss if index < count else 0.0
         self.model.train()
         return self._total(total) / (count * self.settings.context) / math.log(2)
 
     def sample(self) -> bytes:
         """What the model writes after the beginning of the held-out text."""
-        set_process_group(self.model, None)
+        model = self.model
+        if self.world > 1:
+            # Generation calls layers one by one, outside of the forward that gathers weights.
+            weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+            if self.rank:
+                return b""
+            model = LongNetLM(self.settings.model(), device=self.device)
+            model.load_state_dict(weights)
         prompt = self.corpus.held_out(0)[None, : min(256, self.settings.context)].to(self.device)
         generator = torch.Generator(self.device).manual_seed(self.settings.seed)
-        generated = self.model.generate(prompt, self.settings.sample, temperature=0.8, top_p=0.95, generator=generator)
+        generated = model.generate(prompt, self.settings.sample, temperature=0.8, top_p=0.95, generator=generator)
         return bytes(generated[0].tolist())
 
     def train(self) -> int:
@@ -329,8 +343,9 @@ class Run:
                 self._print(f"stopped after step {self.step}; go on with --resume")
         if is_first:
             _plot(log, self.folder / "loss.png")
-            if done and s.sample:
-                text = self.sample().decode("utf-8", "replace")
+        if done and s.sample:
+            text = self.sample().decode("utf-8", "replace")
+            if is_first:
                 print(json.dumps({"sample": text}) if s.json else text)
         return 0 if done else 130
 
