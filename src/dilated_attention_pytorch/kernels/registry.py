@@ -85,7 +85,7 @@ def backend_named(name: str) -> Backend:
 
 def _preferences() -> dict[str, dict[str, Preference]]:
     """preference.json by kind of device and class of plan."""
-    text = resources.files("dilated_attention_pytorch.kernels").joinpath("preference.json").read_text(encoding="utf-8")
+    text = resources.files(str(__package__)).joinpath("preference.json").read_text(encoding="utf-8")
     return {
         kind: {line["when"]: Preference(tuple(line["order"]), line["because"]) for line in lines}
         for kind, lines in json.loads(text).items()
