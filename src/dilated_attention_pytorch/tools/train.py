@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
 import signal
 import sys
 import sysconfig
@@ -32,6 +31,7 @@ from ..errors import must
 from ..models import LongNetConfig, LongNetLM
 from ..models.checkpoints import write_torch
 from ..nn import MultiheadSparseAttention, scorer_parameters, set_process_group, task_parameters
+from ..nn.adaptive.learned_text import LearnedText
 from .bench.results import append, read_lines
 from .console import Parser, device_of, dtype_name, leave
 from .html_page import readable_bytes
@@ -39,8 +39,6 @@ from .html_page import readable_bytes
 HELD_OUT = 0.05
 """Share of the file, at its end, that is never trained on."""
 LEAST_BYTES = 64
-LEARNED = r"learned(:(?P<kept>[0-9.]+))?(;block=(?P<block>\d+))?"
-"""Pattern of learned attention: the fraction of blocks kept, and the tokens of a block."""
 DENSE_START = 0.2
 """Fraction of the steps that learned attention begins with dense."""
 DEMO_BYTES = 16 << 20
@@ -95,12 +93,12 @@ class TrainSettings:
     def model(self) -> LongNetConfig:
         """The model to train."""
         changes: dict[str, Any] = {"gradient_checkpointing": self.checkpointing, "dropout": self.dropout}
-        if learned := re.fullmatch(LEARNED, self.pattern or ""):
+        if self.pattern is not None and LearnedText.matches(self.pattern):
+            learned = LearnedText.parse(self.pattern)
             # A backward pass of attention is a micro-batch.
-            dense = round(DENSE_START * self.steps) * self.accumulate
-            kept, block = float(learned["kept"] or 0.1), int(learned["block"] or 128)
-            changes["adaptive"] = {"base_sparsity": 1 - kept, "dense_steps": dense}
-            changes["adaptive_block_size"] = block
+            dense = learned.config.dense_steps or round(DENSE_START * self.steps) * self.accumulate
+            changes["adaptive"] = replace(learned.config, dense_steps=dense)
+            changes["adaptive_block_size"] = learned.block_size
         elif self.dense or self.pattern is not None:
             changes["patterns"] = (self.pattern or "full",)
         return LongNetConfig.named(self.size, **changes)
