@@ -116,6 +116,7 @@ PUBLIC_NAMES = [
     "create_dilated_attention",
     "create_multihead_block_sparse",
     "create_multihead_dilated_attention",
+    "distance_bias",
     "explain",
     "get_block_sparse_preset",
     "integrate",
@@ -132,8 +133,10 @@ PUBLIC_NAMES = [
     "shard_sequence",
     "sparsify",
     "streamed_attention",
+    "t5_bias",
     "task_parameters",
     "unshard_sequence",
+    "validate_cu_seqlens",
     "validate_indices",
     "varlen_attention",
 ]
@@ -275,6 +278,13 @@ def test_sources_do_not_contain(what: str, pattern: str):
         if re.search(pattern, line)
     ]
     assert wrong == [], f"found {what}"
+
+
+def test_names_of_tests_are_at_most_60_characters():
+    names = (
+        name for path in Path(__file__).parent.rglob("*.py") for name in re.findall(r"def (test_\w+)", path.read_text())
+    )
+    assert [name for name in names if len(name) > 60] == []
 
 
 def test_public_names_are_these():

@@ -150,7 +150,7 @@ def test_what_cannot_be_honoured_raises(llama):
             attend(module, q, q, q, None, **{name: torch.zeros(1)})
     with pytest.raises(ValueError, match="output_attentions must come with"):
         attend(module, q, k, k, None, output_attentions=True)
-    with pytest.raises(ValueError, match="output_attentions must come without softcap"):
+    with pytest.raises(ValueError, match="output_attentions must come without softcap and position_bias, got softcap"):
         attend(module, q, q, q, None, output_attentions=True, softcap=3.0)
     with pytest.raises(TypeError, match="as a pattern"):
         attend(module, q, q, q, torch.zeros(1, 1, 5, 5))
@@ -345,6 +345,8 @@ def test_learned_attention_is_refused_with_reasons(llama, bert):
         huggingface.register({"learned": LEARNED})
     integrate(llama, LEARNED)
     ids = tokens(60)
+    with pytest.raises(ValueError, match="causal mask of a whole sequence, got packed or bidirectional tokens"):
+        llama(ids[:1], cu_seq_lens_q=torch.tensor([0, 20, 60]), cu_seq_lens_k=torch.tensor([0, 20, 60]))
     with pytest.raises(ValueError, match="learned attention must come without s_aux, softcap, output_attentions"):
         llama(ids, output_attentions=True)
 

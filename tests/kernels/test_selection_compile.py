@@ -15,35 +15,38 @@ BOUNDS = dict.fromkeys(("kept", "coldest"), "fp32")
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("bounded", [False, True], ids=["whole", "packed"])
 @pytest.mark.parametrize("d", [64, 128])
 @pytest.mark.parametrize(("name", "which"), [("chosen_fwd_kernel", 0), ("chosen_bwd_kernel", 1)])
-def test_gathering_kernels_fit_a_multiprocessor_twice(name, which, d, tmp_path, monkeypatch):
+def test_gathering_kernels_fit_a_multiprocessor_twice(name, which, d, bounded, tmp_path, monkeypatch):
     from dilated_attention_pytorch.selection.kernels import gathered_attention
 
-    compiled = compile_gathering(name, gathered_attention.WHOLE[d][which], d, monkeypatch)
+    compiled = compile_gathering(name, gathered_attention.WHOLE[d][which], d, monkeypatch, bounded=bounded)
     assert compiled.metadata.shared <= SHARED_MEMORY // (1 if (name, d) == ("chosen_bwd_kernel", 128) else 2)
     assert "wgmma" in compiled.asm["ptx"]
     assert spilled(compiled, tmp_path) <= 128
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("bounded", [False, True], ids=["whole", "packed"])
 @pytest.mark.parametrize("d", [64, 256])
 @pytest.mark.parametrize(("name", "kind"), [("chosen_fwd_kernel", "forward"), ("chosen_bwd_kernel", "dkv")])
-def test_gathering_kernels_in_single_precision_fit_a_small_gpu(name, kind, d, monkeypatch):
+def test_gathering_kernels_in_single_precision_fit_a_small_gpu(name, kind, d, bounded, monkeypatch):
     from dilated_attention_pytorch.kernels.triton import launches
 
     tiles = getattr(launches.SINGLE[d], kind)
-    compiled = compile_gathering(name, tiles, d, monkeypatch, "*fp32")
+    compiled = compile_gathering(name, tiles, d, monkeypatch, "*fp32", bounded)
     assert compiled.metadata.shared <= SMALL_SHARED_MEMORY
     assert "mma" in compiled.asm["ptx"]
 
 
-def compile_gathering(name, tiles, d, monkeypatch, rows="*bf16"):
+def compile_gathering(name, tiles, d, monkeypatch, rows="*bf16", bounded=False):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     from dilated_attention_pytorch.selection.kernels import gathered_attention
 
     sizes = {"BLOCK": 128, "D": d, "E": d, "DP": d, "EP": d, "BM": tiles.m, "BN": tiles.n, "GROUP": 1}
-    types = dict.fromkeys(("p_source", "p_tile", "p_first", "p_order"), "*i32")
+    types = dict.fromkeys(("p_source", "p_tile", "p_first", "p_order"), "*i32") | {"p_bounds": "*i64"}
+    sizes |= {} if bounded else {"p_bounds": None}
     return compile_kernel(getattr(gathered_attention, name), PLAIN | sizes | {"RAGGED": False}, tiles, rows, types)
 
 
@@ -73,7 +76,7 @@ PARAMETERS = SCORED | PARTS | dict.fromkeys(("p_factors", "p_own", "p_room", "p_
 @pytest.mark.slow
 @pytest.mark.parametrize("rounds", [True, False])
 @pytest.mark.parametrize(("per_token", "some"), [(True, False), (True, True), (False, False)])
-def test_matching_fits_a_multiprocessor_twice_and_that_of_tokens_thrice(per_token, some, rounds, tmp_path, monkeypatch):
+def test_match_kernels_fit_a_multiprocessor_repeatedly(per_token, some, rounds, tmp_path, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     from dilated_attention_pytorch.kernels.triton import launches
     from dilated_attention_pytorch.selection.kernels import block_scores as triton_selection
@@ -107,9 +110,7 @@ def test_matching_fits_a_multiprocessor_twice_and_that_of_tokens_thrice(per_toke
 @pytest.mark.parametrize(
     ("wide", "rank", "holes", "rounds"), [(128, 32, False, True), (256, 32, True, False), (256, 64, False, True)]
 )
-def test_choosing_in_registers_spills_little_and_leaves_room_for_a_second_program(
-    wide, rank, holes, rounds, tmp_path, monkeypatch
-):
+def test_choice_kernels_spill_little_and_fit_twice(wide, rank, holes, rounds, tmp_path, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     from dilated_attention_pytorch.kernels.triton import launches
     from dilated_attention_pytorch.selection.kernels import block_scores as triton_selection
@@ -144,7 +145,7 @@ def test_choosing_in_registers_spills_little_and_leaves_room_for_a_second_progra
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("wide", "rows", "lanes"), [(128, 8, 4), (512, 2, 16), (512, 4, 8)])
-def test_a_warp_ranks_several_rows_and_each_lies_in_few_of_its_lanes(wide, rows, lanes, monkeypatch):
+def test_warps_rank_several_rows_in_few_lanes(wide, rows, lanes, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     from dilated_attention_pytorch.kernels.triton import launches
     from dilated_attention_pytorch.selection.kernels import choose_blocks as triton_choice
@@ -226,9 +227,7 @@ def test_ranking_and_learning_fit_into_registers(module, name, warps, constants,
         (32, {"KEEP": True, "SIZE": 128, "IDS": True, "EVEN": False}),
     ],
 )
-def test_hidden_units_are_read_by_fours_and_stay_in_registers_where_tiles_are_small(
-    side, constants, tmp_path, monkeypatch
-):
+def test_hidden_units_are_vectorized_and_stay_in_registers(side, constants, tmp_path, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     from dilated_attention_pytorch.kernels.triton import launches
     from dilated_attention_pytorch.selection.kernels import block_scores as triton_selection
@@ -333,7 +332,7 @@ def test_sums_stay_in_registers_and_ask_for_whole_lines_at_once(own_unit, width,
     assert sum(line.endswith(";") for line in ptx.splitlines()) <= 3_000
 
 
-def test_the_longest_rows_are_ranked_by_no_more_warps_than_a_program_has():
+def test_longest_rows_are_ranked_within_a_program():
     from dilated_attention_pytorch.selection import backend
     from dilated_attention_pytorch.selection.kernels import choose_blocks as triton_choice
 
