@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ..errors import must
@@ -13,8 +12,6 @@ from ..errors import must
 if TYPE_CHECKING:
     from ..models import LongNetConfig
 
-LEARNED = r"learned(:(?P<kept>[0-9.]+))?(;block=(?P<block>\d+))?"
-"""Pattern of learned attention: the fraction of blocks kept, and the tokens of a block."""
 DENSE_START = 0.2
 """Fraction of the steps that learned attention begins with dense."""
 SAVED = "checkpoint.pt"
@@ -68,14 +65,15 @@ class TrainSettings:
     def model(self) -> LongNetConfig:
         """The model to train."""
         from ..models import LongNetConfig
+        from ..nn.adaptive.learned_text import LearnedText
 
         changes: dict[str, Any] = {"gradient_checkpointing": self.checkpointing, "dropout": self.dropout}
-        if learned := re.fullmatch(LEARNED, self.pattern or ""):
+        if self.pattern is not None and LearnedText.matches(self.pattern):
+            learned = LearnedText.parse(self.pattern)
             # A backward pass of attention is a micro-batch.
-            dense = round(DENSE_START * self.steps) * self.accumulate
-            kept, block = float(learned["kept"] or 0.1), int(learned["block"] or 128)
-            changes["adaptive"] = {"base_sparsity": 1 - kept, "dense_steps": dense}
-            changes["adaptive_block_size"] = block
+            dense = learned.config.dense_steps or round(DENSE_START * self.steps) * self.accumulate
+            changes["adaptive"] = replace(learned.config, dense_steps=dense)
+            changes["adaptive_block_size"] = learned.block_size
         elif self.dense or self.pattern is not None:
             changes["patterns"] = (self.pattern or "full",)
         return LongNetConfig.named(self.size, **changes)
