@@ -25,7 +25,7 @@ from ..shapes import CuSeqlens, Key, KeyPadding, Output, Query, Sink, Value
 from . import memory_budget
 from .checks import cast_dtype, check_layout, check_masks, check_sink, check_softcap, check_tensors, unexpected
 from .derivatives import ONCE, check_reverse_mode, scale_of
-from .flops import FlopFormulas
+from .flops import FlopFormulas, kept_pairs
 from .memory_budget import check_budget
 from .merge import AttentionOutput
 from .sink import apply_sink
@@ -387,7 +387,7 @@ def is_observed(*tensors: Tensor) -> bool:
     return (
         torch.compiler.is_compiling()
         or torch._C._are_functorch_transforms_active()
-        or (torch._C._len_torch_dispatch_stack() > 0 and _flops.register())
+        or (torch._C._len_torch_dispatch_stack() > 0 and FlopFormulas.register())
         or torch.autograd._profiler_enabled()
         or forward_ad._current_level >= 0
         or not _TENSORS.issuperset(map(type, tensors))
@@ -571,11 +571,12 @@ def call_of(
     return AttentionCall(query, key, value, plan, scale, mask, dropout_p, seed, resolved, softcap=settings.softcap)
 
 
-def _plan_of(query: Tensor, key: Tensor, value: Tensor, *settings: Any) -> Plan:
-    return call_of(query, key, value, CallSettings(*settings), torch.device("cpu")).plan
+def _kept_pairs(query: Tensor, key: Tensor, value: Tensor, *settings: Any) -> int:
+    plan = call_of(query, key, value, CallSettings(*settings), torch.device("cpu")).plan
+    return query.shape[0] * kept_pairs(plan)
 
 
-_flops = FlopFormulas(_plan_of)
+FlopFormulas(torch.ops.dilated_attention.forward, torch.ops.dilated_attention.backward, _kept_pairs)
 
 
 @lru_cache(maxsize=1024)

@@ -18,13 +18,14 @@ from ..kernels.dropout import fresh_seed
 from ..ops.attention import autocasted, empty_attention, is_observed, needs_graph, readable
 from ..ops.checks import check_layout, check_masks, check_sink, check_tensors, unexpected
 from ..ops.derivatives import ONCE, check_reverse_mode, once_differentiable, scale_of
+from ..ops.flops import FlopFormulas
 from ..ops.merge import AttentionOutput
 from ..ops.sink import apply_sink
 from ..shapes import Key, KeyPadding, Query, Value
 from . import backend as implementations
 from .attend import BlockAttend, TokenAttend, fold, unfold
 from .backend import choose_attend, distill, distill_inputs, score_rows
-from .indices import check_indices, selection_of, validate_indices
+from .indices import check_indices, listed_pairs, selection_of, validate_indices
 from .scores import BlockScores
 from .types import DistillBatch, Selection
 
@@ -220,6 +221,18 @@ def _forward_fake(query: Tensor, key: Tensor, value: Tensor, *settings: Any) -> 
 @torch.library.register_fake("dilated_attention::selected_backward", lib=_library)
 def _backward_fake(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     return tuple(empty_rows(x, x.shape[-1]) for x in (query, key, value))
+
+
+def _listed_pairs(query: Tensor, key: Tensor, value: Tensor, *settings: Any) -> int:
+    given = SelectedSettings(*settings)
+    # A fake tensor has no values.
+    host_sync = implementations.allows_host_sync(query.device) and type(given.indices) is Tensor
+    shape = query.shape[2], query.shape[1], given.granularity, given.is_causal
+    return listed_pairs(given.indices, given.counts, *shape, host_sync)
+
+
+_operators = torch.ops.dilated_attention
+FlopFormulas(_operators.selected_forward, _operators.selected_backward, _listed_pairs)
 
 
 class _ObservedSelected(torch.autograd.Function):

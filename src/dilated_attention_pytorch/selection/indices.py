@@ -139,3 +139,24 @@ def _for_heads(listed: Tensor, heads: int, groups: int) -> Tensor:
     if scope in (1, heads):
         return listed.expand(batch, heads, rows, entries)
     return listed[:, :, None].expand(batch, groups, heads // groups, rows, entries).flatten(1, 2)
+
+
+def listed_pairs(
+    indices: Tensor, counts: Tensor | None, n: int, heads: int, granularity: int, is_causal: bool, host_sync: bool
+) -> int:
+    """Pairs of a query and a key in the blocks that rows list, over all samples and query heads.
+
+    Masked pairs of the own block count, as in `ops.flops.kept_pairs`. Without `host_sync` values are not read: an upper
+    bound from shapes, as if every entry were another block that the row may see.
+    """
+    blocks, (batch, scope, rows, entries) = -(-n // granularity), indices.shape
+    own = torch.arange(rows, device="cpu") // (granularity if rows != blocks else 1)
+    tokens = (n - granularity * torch.arange(blocks + 1, device="cpu")).clamp(0, granularity)
+    if host_sync:
+        listed = normalise_indices(indices, counts, blocks, own if is_causal else None)
+        keys = tokens[listed.long()].sum((0, 1, 3)) * (heads // scope)
+    else:
+        visible = tokens.cumsum(0)[own if is_causal else torch.full_like(own, -1)]
+        keys = batch * heads * visible.clamp(max=entries * granularity)
+    queries = 1 if rows != blocks else tokens[:-1]
+    return int((keys * queries).sum())
