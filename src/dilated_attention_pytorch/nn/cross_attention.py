@@ -9,8 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..ops import attention
-from ..ops.attention import autocasted
-from ..ops.checks import check_masks, check_tensors
+from ..ops.checks import autocasted, check_masks, check_tensors
 from ..ops.weights import check_two_lengths
 from ..patterns import Full, Pattern
 

@@ -23,7 +23,7 @@ from ..patterns.parse import from_operand, is_library_text, not_a_pattern, regis
 from ..plan import Plan, PlanCache, PlanKey, own_block
 from ..shapes import CuSeqlens, Key, KeyPadding, Output, Query, Sink, Value
 from . import memory_budget
-from .checks import cast_dtype, check_layout, check_masks, check_sink, check_softcap, check_tensors, unexpected
+from .checks import autocasted, check_layout, check_masks, check_sink, check_softcap, check_tensors, unexpected
 from .derivatives import ONCE, check_reverse_mode, scale_of
 from .flops import FlopFormulas, kept_pairs
 from .memory_budget import check_budget
@@ -600,8 +600,3 @@ def lengths_of(cu_seqlens: Tensor, n: int) -> tuple[int, ...]:
     if bounds[0] != 0 or bounds[-1] != n or any(a >= b for a, b in pairwise(bounds)):
         raise must(f"cu_seqlens must grow strictly from 0 to the sequence length {n}", bounds)
     return tuple(b - a for a, b in pairwise(bounds))
-
-
-def autocasted(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Under autocast, inputs of at most 32 bits take its dtype; kernels still accumulate in float32."""
-    return tuple([t.to(cast_dtype(t)) if isinstance(t, Tensor) else t for t in tensors])

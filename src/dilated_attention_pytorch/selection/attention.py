@@ -15,8 +15,8 @@ from torch import Tensor
 from ..errors import must
 from ..kernels.call import Forward, empty_rows, laid_like
 from ..kernels.dropout import fresh_seed
-from ..ops.attention import autocasted, empty_attention, is_observed, needs_graph, readable
-from ..ops.checks import check_layout, check_masks, check_sink, check_tensors, unexpected
+from ..ops.attention import empty_attention, is_observed, needs_graph, readable
+from ..ops.checks import autocasted, check_layout, check_masks, check_sink, check_tensors, unexpected
 from ..ops.derivatives import ONCE, check_reverse_mode, once_differentiable, scale_of
 from ..ops.flops import FlopFormulas
 from ..ops.merge import AttentionOutput
