@@ -275,6 +275,13 @@ def test_sources_do_not_contain(what: str, pattern: str):
     assert wrong == [], f"found {what}"
 
 
+def test_names_of_tests_are_at_most_60_characters():
+    names = (
+        name for path in Path(__file__).parent.rglob("*.py") for name in re.findall(r"def (test_\w+)", path.read_text())
+    )
+    assert [name for name in names if len(name) > 60] == []
+
+
 def test_public_names_are_these():
     assert sorted(dilated_attention_pytorch.__all__) == sorted(PUBLIC_NAMES)
 

@@ -77,7 +77,7 @@ def test_the_causal_diagonal_is_partial_and_the_rest_whole():
     assert not replace(blocks, causal=False).partial.any()
 
 
-def test_the_grid_is_the_promised_one_and_begins_with_what_decides():
+def test_gpu_grid_is_complete_and_starts_with_headlines():
     listed = cases()
     assert len({case.key(OURS, "forward") for case in listed}) == len(listed)
     assert {case.n for case in listed} == {4 * K, 16 * K, 64 * K, 256 * K, 1024 * K}
@@ -284,7 +284,7 @@ def test_promises_are_judged_by_means_and_worst_cases(story: list[dict]):
     assert found["block-sparse forward vs FlashAttention-4"].cases == 2
 
 
-def test_the_page_shows_losses_and_does_not_depend_on_the_order_of_lines(story: list[dict]):
+def test_page_shows_losses_in_any_order_of_lines(story: list[dict]):
     page = docs_page.page(story)
     assert page == docs_page.page(story[::-1])
     assert "**0.50x**" in page and "2.00x" in page and "**broken**" in page and "kept" in page

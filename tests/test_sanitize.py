@@ -133,7 +133,7 @@ RIGHT = "control plain: right\ncontrol bytes: right\n"
         ("", [handed_over("plain"), handed_over("bytes")], "wrong result"),
     ],
 )
-def test_the_control_excuses_only_where_each_case_is_right_and_reported(said, reports, verdict, monkeypatch, tmp_path):
+def test_control_excuses_only_correct_reported_cases(said, reports, verdict, monkeypatch, tmp_path):
     logs = {
         "control": (said + log_of(*reports), 9 if reports else 0),
         "triton": (log_of(), 0),

@@ -230,7 +230,7 @@ def test_nodes_follow_from_what_was_started_on_a_machine(monkeypatch, started, m
         DistributedSparseConfig().pattern([64], [1], 6, (0, *range(4, 8), 8) if started == 4 else (0, 8, 9, 10, 11, 16))
 
 
-def test_the_distributed_module_alone_has_weights_masks_and_a_plan():
+def test_distributed_module_has_weights_masks_and_a_plan():
     module = BlockSparseRingDistributedDilatedAttention(32, 4, [64], [1], DistributedSparseConfig(block_size=16))
     x = torch.randn(1, 80, 32)
     _, weights = module(x, need_weights=True, average_attn_weights=False)

@@ -169,7 +169,7 @@ def test_butterfly_and_direct_exchange_give_the_same_bits():
     assert one.lse.equal(other.lse)
 
 
-def test_one_rank_of_a_billion_tokens_is_planned_from_its_own_tiles():
+def test_rank_of_a_billion_tokens_plans_its_own_tiles():
     """The whole kernel plan of a rank: its time is that of its million tokens, whatever the sequence."""
     pattern = ladder(2048, 20)
     layout = SequenceLayout.contiguous(2**30, 1024)

@@ -98,7 +98,7 @@ def test_a_billion_tokens_move_42_megabytes_a_rank():
         assert rows * 2 * 128 * 2 <= 42e6
 
 
-def test_the_share_of_the_ring_is_what_was_received_over_what_a_ring_receives():
+def test_share_of_ring_is_received_over_ring_bytes():
     alone, (moved, _) = (
         traffic("window:16 & causal", SequenceLayout.contiguous(128, w), heads=1, row_bytes=4) for w in (1, 2)
     )

@@ -91,7 +91,7 @@ def dying(rank: int, world: int, when: str, slower: float) -> tuple[str, float, 
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("when", ["forward", "backward", "attempt"])
-def test_a_rank_that_dies_is_noticed_and_the_others_go_on_exactly(when):
+def test_other_ranks_continue_exactly_after_a_rank_dies(when):
     slower = slowdown()
     answers = run_ranks(dying, 3, when, slower, timeout=20.0 * slower)
     assert sorted(answers) == [0, 2], answers

@@ -242,7 +242,7 @@ def test_layouts_are_compared_by_what_they_send():
             assert seconds[name] == pytest.approx(told)
 
 
-def test_a_window_is_not_dealt_out_and_a_causal_ramp_is_not_left_lopsided():
+def test_layout_choice_balances_causal_work_only():
     assert choose_layout("window:64 & causal", 2048, 4, heads=2).name == "contiguous"
     assert choose_layout("causal", 2048, 4, heads=2, machine=Machine(bandwidth=1e12, flops=1e9)).name != "contiguous"
 

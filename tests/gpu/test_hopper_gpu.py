@@ -160,7 +160,7 @@ def pieces_of(call):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=["bfloat16", "float16"])
 @pytest.mark.parametrize("problem", LONG, ids=lambda problem: problem.name)
-def test_joined_pieces_of_long_rows_are_no_worse_than_twice_torch(problem, dtype, short_pieces):
+def test_split_rows_error_is_at_most_twice_torch(problem, dtype, short_pieces):
     assert_close(problem, dtype)
 
 

@@ -110,7 +110,7 @@ def test_lists_laid_out_by_kernels_are_those_laid_out_in_torch(size, batch, n, i
 @pytest.mark.parametrize(
     ("batch", "n", "group", "window"), [(1, 3000, 1, 1024), (2, 333, 2, 1024), (1, 20_000, 4, 1024), (2, 2000, 1, 16)]
 )
-def test_choices_turned_round_by_bits_are_those_turned_round_by_a_sort(batch, n, group, window, monkeypatch):
+def test_inverted_selection_by_bits_matches_a_sort(batch, n, group, window, monkeypatch):
     from dilated_attention_pytorch.selection.kernels import gather_index
 
     monkeypatch.setattr(gather_index, "WINDOW", window)

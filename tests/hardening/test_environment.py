@@ -102,7 +102,7 @@ def run(program: str, changes: dict[str, str | None], folder: Path, seconds: flo
         "two gigabytes",
     ],
 )
-def test_attention_runs_without_it_and_doctor_says_what_is_missing(tmp_path, before, changes, explained):
+def test_attention_runs_in_restricted_environments(tmp_path, before, changes, explained):
     """What is missing costs time or a backend, never the answer; nothing is fetched, no socket is opened."""
     told = run(before + ATTEND, changes, tmp_path)
     assert told.startswith("attended")
@@ -178,7 +178,7 @@ def test_building_says_what_is_missing(tmp_path, changes, says):
     assert status == "1"
 
 
-def test_importing_writes_nothing_prints_nothing_and_opens_no_socket(tmp_path):
+def test_import_has_no_side_effects(tmp_path):
     program = NO_NETWORK + "import dilated_attention_pytorch"
     assert run(program, {"PYTHONDONTWRITEBYTECODE": "1"}, tmp_path) == ""
     assert list(tmp_path.iterdir()) == []

@@ -273,7 +273,7 @@ def test_rows_that_were_cut_off_are_not_taken_for_written(tmp_path):
         streamed_attention(source, "window:4", FileSink(path, resume=True), chunk=32)
 
 
-def test_a_library_of_something_else_is_refused_and_another_backend_runs(monkeypatch, tmp_path):
+def test_foreign_library_is_refused_and_another_backend_runs(monkeypatch, tmp_path):
     """Another shared library under the name of the kernel's."""
     foreign = tmp_path / "native.so"
     loaded = {line.split(maxsplit=5)[-1].strip() for line in Path("/proc/self/maps").read_text().splitlines()}

@@ -218,7 +218,7 @@ def test_merging_keeps_a_bad_row_to_itself():
 
 
 @pytest.mark.parametrize("bad", ["query", "key"])
-def test_a_row_of_nothing_but_nan_is_nan_and_not_a_row_without_keys(bad):
+def test_row_of_nan_scores_is_nan_and_not_empty(bad):
     rows = dict(zip(("query", "key", "value"), torch.randn(3, 1, 2, 40, 8).unbind(), strict=True))
     rows[bad][:, :, 39] = float("nan")
     row = attention_step(rows["query"][:, :, 39:], rows["key"], rows["value"], "window:0", 39)

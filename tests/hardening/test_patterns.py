@@ -87,7 +87,7 @@ def test_pairs_of_tiles_beyond_32_bits_are_told_apart():
         pytest.param("native", marks=pytest.mark.skipif(not library_path().exists(), reason="C++ kernel not built")),
     ],
 )
-def test_a_tile_that_one_branch_meets_short_is_met_whole_by_another(backend):
+def test_ragged_tile_of_one_branch_is_whole_in_another(backend):
     """Rows lie apart, so the C++ kernel copies keys together, and a copy of 4 must not stand in for 16."""
     problem = Problem(name="", text="dilated:20x1,64x1", n=64, heads=1, key_heads=1)
     query, key, value = (torch.cat([x, x], -1)[..., : problem.d] for x in problem.inputs(torch.float32)[:3])
@@ -149,7 +149,7 @@ WORDS += [
 
 @settings(max_examples=300)
 @given(st.lists(st.sampled_from(WORDS), max_size=9).map("".join) | st.text(max_size=30))
-def test_any_text_is_a_pattern_or_an_error_that_says_what_must_hold(text):
+def test_any_text_parses_or_raises_a_clear_error(text):
     try:
         pattern = parse(text)
     except ValueError as error:

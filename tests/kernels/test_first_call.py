@@ -70,7 +70,7 @@ def test_the_interpreter_of_triton_needs_it_not(done, monkeypatch):
     assert not warmup._threads and not done
 
 
-def test_a_call_on_the_cpu_begins_nothing_and_any_call_asks_before_its_plan(done, monkeypatch):
+def test_cpu_calls_start_no_warmup(done, monkeypatch):
     asked = []
     begin, get = warmup.begin, plan_cache.get
     monkeypatch.setattr(warmup, "begin", lambda *given: (asked.append(given[1]), begin(*given)))
@@ -158,7 +158,7 @@ class Driver:
             raise RuntimeError("what fails here fails again where it is needed")
 
 
-def test_kernels_are_traced_in_turn_and_what_launches_them_is_made_meanwhile(monkeypatch):
+def test_launchers_are_built_while_kernels_are_traced(monkeypatch):
     driver = pytest.importorskip("triton").runtime.driver
 
     active = Driver()
@@ -171,7 +171,7 @@ def test_kernels_are_traced_in_turn_and_what_launches_them_is_made_meanwhile(mon
     assert active.made == (2,) * 4
 
 
-def test_a_triton_whose_insides_are_not_known_compiles_as_it_does(monkeypatch):
+def test_unknown_triton_release_compiles_by_itself(monkeypatch):
     monkeypatch.setattr(hopper_launch, "knows_triton", lambda: False)
     source = Source()
     source.launcher.set()

@@ -173,7 +173,7 @@ def test_later_backward_launches_pass_what_the_first_did(pattern, parts, fused, 
 
 
 @pytest.mark.parametrize("fused", [True, False])
-def test_gradients_of_rows_that_no_part_writes_first_begin_at_zero(fused, recorded):
+def test_unwritten_gradient_rows_start_at_zero(fused, recorded):
     plan = make_plan(parse("dilated:256x1,1024x4 & causal"), 1024, 4, block_size=128)
     # Of a rank: the rows of each part follow one another, and those of the first are not all.
     plan = buffer_plan(plan, 2, Pairs(SequenceLayout.contiguous(1024, 4).token_runs(1))).plan
@@ -423,7 +423,7 @@ def test_a_gradient_that_begins_where_tma_cannot_is_copied(recorded):
 
 
 @pytest.mark.parametrize("fused", [True, False])
-def test_what_is_to_be_compiled_is_compiled_at_once_before_the_first_launch(fused, recorded, monkeypatch):
+def test_kernels_compile_together_before_the_first_launch(fused, recorded, monkeypatch):
     from dilated_attention_pytorch.kernels.hopper import dkv_kernel as hopper_backward
     from dilated_attention_pytorch.kernels.hopper import dq_kernel as hopper_backward_rows
     from dilated_attention_pytorch.kernels.hopper import forward_kernel as hopper_forward
@@ -450,7 +450,7 @@ def test_what_is_to_be_compiled_is_compiled_at_once_before_the_first_launch(fuse
         assert kernel.made_ready == [(before, False)] * (len(kernel.compiled_ahead) > 0)
 
 
-def test_kernels_are_compiled_at_once_also_where_the_first_of_them_is_known(recorded, monkeypatch):
+def test_kernels_compile_together_if_the_first_is_cached(recorded, monkeypatch):
     from dilated_attention_pytorch.kernels.hopper import dkv_kernel as hopper_backward
     from dilated_attention_pytorch.kernels.hopper import pre_post_kernels as hopper_prepare
 
@@ -541,7 +541,7 @@ def test_learned_plans_of_one_shape_share_launches_and_no_list(fused, recorded, 
 
 
 @pytest.mark.parametrize("other", [{"n": 500}, {"size": 256}, {"group": 1}])
-def test_learned_plans_of_another_shape_have_launches_of_their_own(other, recorded):
+def test_learned_plans_of_other_shapes_have_own_launches(other, recorded):
     public, direct = recorded
     one, another = Learned(0), Learned(0, **other)
     launched = []

@@ -58,7 +58,7 @@ def found():
     ("name", "launches"),
     [("learned", 1), ("learned, causal", 1), ("learned, ragged", 2), ("learned by tokens", 2)],
 )
-def test_learned_plans_of_one_shape_share_a_launch_and_match_the_oracle(found, name, launches):
+def test_learned_plans_of_one_shape_share_a_launch(found, name, launches):
     errors = dict(found[name])
     assert errors.pop("launches") == launches
     assert max(errors.values()) <= 2e-6, errors
@@ -163,7 +163,7 @@ def test_rows_are_cut_where_that_ends_sooner(lengths, expected):
 
 
 @pytest.mark.parametrize(("n", "heads", "batch"), [(16384, 1, 1), (16384, 2, 3), (65536, 1, 1)])
-def test_pieces_take_an_eighth_of_what_they_are_joined_to_at_most(n, heads, batch):
+def test_split_rows_take_at_most_an_eighth_of_the_output(n, heads, batch):
     (step,) = lower(make_plan(parse("global:500;queries=1 | window:60"), n, heads, block_size=128))
     cut = split(step, step.by_query, batch, 132)
     assert cut is not None and cut.slots * cut.block <= n / 8
@@ -240,7 +240,7 @@ def lists_of(plan, group):
 
 
 @pytest.mark.parametrize("pattern", ["dilated:128x1,256x2,640x5 & causal", "dilated:300x3,200x1", GLOBAL])
-def test_lists_of_a_small_plan_are_made_on_the_host_and_lie_with_it(pattern, monkeypatch):
+def test_small_plans_have_their_lists_built_on_the_host(pattern, monkeypatch):
     monkeypatch.setattr(hopper_split, "SHORTEST_PIECE", 128**2)
     monkeypatch.setattr(hopper_split, "ROWS_A_PIECE", 1)
     plan = make_plan(parse(pattern), 2800, 4, block_size=128)

@@ -68,7 +68,7 @@ def test_a_launch_like_an_earlier_one_takes_the_quick_way(kernel):
     assert kernel.quick == [((4, 1, 1), 7, (y.data_ptr(), 5, 0.25, None), False)]
 
 
-def test_what_the_first_call_began_is_waited_for_where_a_kernel_may_be_compiled(kernel, monkeypatch):
+def test_compilation_waits_for_the_warmup(kernel, monkeypatch):
     known = []
     monkeypatch.setattr(warmup, "finish", lambda: known.append(len(kernel.public)))
     for _ in range(2):
@@ -94,7 +94,7 @@ def test_what_a_kernel_may_be_compiled_for_is_told_apart(kernel, other):
     assert len(kernel.public) == 2 and not kernel.quick
 
 
-def test_a_number_that_a_kernel_is_not_compiled_for_changes_nothing_but_by_its_type(kernel):
+def test_unspecialized_numbers_share_a_launch_by_type(kernel):
     kernel.params = [Parameter(False), Parameter(True), Parameter(False), Parameter(False)]
     x = torch.zeros(64)
     for many in (5, 16, 2**31 - 1):
@@ -145,7 +145,7 @@ def test_a_prepared_launch_takes_addresses_and_what_changes(kernel, prepared):
 
 
 @pytest.mark.parametrize("other", [torch.zeros(64)[1:], torch.zeros(64, dtype=torch.float16)], ids=["place", "dtype"])
-def test_a_prepared_launch_tells_tensors_apart_that_a_kernel_is_compiled_for(kernel, prepared, other):
+def test_prepared_launch_depends_on_specialization(kernel, prepared, other):
     for x in (torch.zeros(64), other):
         prepared((1, 1, 1), [x], 5)
     assert len(kernel.public) == 2 and not kernel.quick
@@ -181,7 +181,7 @@ def test_tensors_of_a_room_lie_where_a_kernel_is_told():
     assert len(memory) == room.total
 
 
-def test_launches_of_a_call_follow_one_another_whatever_other_threads_do():
+def test_launches_of_a_call_stay_in_order_across_threads():
     calls = []
 
     class Slow(Entry):

@@ -150,7 +150,7 @@ def test_hopper_refuses_queries_gathered_by_their_choice():
 
 @BOTH
 @ROWS
-def test_heads_in_pieces_and_dropped_weights_have_exact_gradients(per_token, is_causal, monkeypatch):
+def test_split_heads_with_dropout_pass_gradcheck(per_token, is_causal, monkeypatch):
     monkeypatch.setattr(attend_module, "GATHERED", 1)
     selection = drawn(batch=2, heads=2, n=20, is_causal=is_causal, per_token=per_token, local=1, most=1)
     tensors = [x.requires_grad_() for x in inputs(selection, 1, 4, 3)]

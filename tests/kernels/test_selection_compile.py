@@ -73,7 +73,7 @@ PARAMETERS = SCORED | PARTS | dict.fromkeys(("p_factors", "p_own", "p_room", "p_
 @pytest.mark.slow
 @pytest.mark.parametrize("rounds", [True, False])
 @pytest.mark.parametrize(("per_token", "some"), [(True, False), (True, True), (False, False)])
-def test_matching_fits_a_multiprocessor_twice_and_that_of_tokens_thrice(per_token, some, rounds, tmp_path, monkeypatch):
+def test_match_kernels_fit_a_multiprocessor_repeatedly(per_token, some, rounds, tmp_path, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     from dilated_attention_pytorch.kernels.triton import launches
     from dilated_attention_pytorch.selection.kernels import block_scores as triton_selection
@@ -107,9 +107,7 @@ def test_matching_fits_a_multiprocessor_twice_and_that_of_tokens_thrice(per_toke
 @pytest.mark.parametrize(
     ("wide", "rank", "holes", "rounds"), [(128, 32, False, True), (256, 32, True, False), (256, 64, False, True)]
 )
-def test_choosing_in_registers_spills_little_and_leaves_room_for_a_second_program(
-    wide, rank, holes, rounds, tmp_path, monkeypatch
-):
+def test_choice_kernels_spill_little_and_fit_twice(wide, rank, holes, rounds, tmp_path, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     from dilated_attention_pytorch.kernels.triton import launches
     from dilated_attention_pytorch.selection.kernels import block_scores as triton_selection
@@ -144,7 +142,7 @@ def test_choosing_in_registers_spills_little_and_leaves_room_for_a_second_progra
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("wide", "rows", "lanes"), [(128, 8, 4), (512, 2, 16), (512, 4, 8)])
-def test_a_warp_ranks_several_rows_and_each_lies_in_few_of_its_lanes(wide, rows, lanes, monkeypatch):
+def test_warps_rank_several_rows_in_few_lanes(wide, rows, lanes, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     from dilated_attention_pytorch.kernels.triton import launches
     from dilated_attention_pytorch.selection.kernels import choose_blocks as triton_choice
@@ -226,9 +224,7 @@ def test_ranking_and_learning_fit_into_registers(module, name, warps, constants,
         (32, {"KEEP": True, "SIZE": 128, "IDS": True, "EVEN": False}),
     ],
 )
-def test_hidden_units_are_read_by_fours_and_stay_in_registers_where_tiles_are_small(
-    side, constants, tmp_path, monkeypatch
-):
+def test_hidden_units_are_vectorized_and_stay_in_registers(side, constants, tmp_path, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     from dilated_attention_pytorch.kernels.triton import launches
     from dilated_attention_pytorch.selection.kernels import block_scores as triton_selection
@@ -333,7 +329,7 @@ def test_sums_stay_in_registers_and_ask_for_whole_lines_at_once(own_unit, width,
     assert sum(line.endswith(";") for line in ptx.splitlines()) <= 3_000
 
 
-def test_the_longest_rows_are_ranked_by_no_more_warps_than_a_program_has():
+def test_longest_rows_are_ranked_within_a_program():
     from dilated_attention_pytorch.selection import backend
     from dilated_attention_pytorch.selection.kernels import choose_blocks as triton_choice
 

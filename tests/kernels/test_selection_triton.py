@@ -143,7 +143,7 @@ def test_every_selection_trial_is_in_one_group():
     assert sorted(trials) == sorted(name for names in GROUPS.values() for name in names)
 
 
-def test_programs_are_as_large_as_leave_enough_of_them_and_little_over():
+def test_program_size_fills_the_multiprocessors():
     from dilated_attention_pytorch.selection.kernels.block_scores import _hidden_side as side
 
     assert [side(128, 8, n, n, n) for n in (1024, 512, 256)] == [128, 64, 32]

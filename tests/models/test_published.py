@@ -81,7 +81,7 @@ def test_shifted_segments_without_detached_mixing_have_gradients():
     )
 
 
-def test_slides_past_a_ragged_segment_follow_the_published_encoder():
+def test_ragged_segments_follow_the_published_encoder():
     """What 185,363 tokens at rate 8 are to the published encoder, 10 at rate 4 are here."""
     state = torchscale.slide_state(32, 48, layers=2, tile_width=12)
     ladder = {"segment_lengths": (8, 10, 64), "dilation_rates": (1, 4, 4)}
@@ -224,7 +224,7 @@ def translator_of(shared: str) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("shared", ["all", "decoder", "none"])
-def test_an_encoder_decoder_gives_torchscales_logits_and_goes_back(shared: str):
+def test_encoder_decoder_round_trips_torchscale_logits(shared: str):
     state = translator_of(shared)
     model = load_torchscale(state, nhead=4, segment_lengths=LADDER[0], dilation_rates=LADDER[1], dtype=torch.float64)
     src, tgt = torch.randint(40, (45,)), torch.randint(50, (27,))

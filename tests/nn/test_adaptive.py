@@ -229,7 +229,7 @@ def test_choices_do_not_depend_on_the_length(granularity, monkeypatch):
 
 
 @BOTH
-def test_short_sequences_are_attended_to_whole_where_nothing_learns(is_causal):
+def test_short_sequences_run_dense_in_eval_mode(is_causal):
     module = layer(dense_below=200)
     assert "below 200 tokens" in module.explain(100)
     short, long = tensors(n=199), tensors(n=200)
@@ -411,7 +411,7 @@ def test_padding_takes_no_part_in_the_choice(granularity, is_causal):
 
 @BOTH
 @ROWS
-def test_a_sample_of_padding_alone_gives_zeros_and_teaches_nothing(granularity, is_causal):
+def test_padded_sample_gives_zeros_and_no_scorer_gradient(granularity, is_causal):
     module = layer(granularity=granularity)
     q, k, v = (x.requires_grad_() for x in tensors(n=100))
     padding = torch.zeros(2, 100, dtype=torch.bool)
@@ -543,7 +543,7 @@ def test_copies_give_the_same_numbers():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @BOTH
-def test_matches_of_16_bits_are_ranked_with_the_digits_of_float16(is_causal, dtype):
+def test_16_bit_scores_are_ranked_at_float16_precision(is_causal, dtype):
     module = layer().float()
     q, k = (x.to(dtype).transpose(1, 2) for x in tensors()[:2])
     with torch.no_grad():

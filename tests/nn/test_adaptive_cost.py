@@ -15,7 +15,7 @@ from dilated_attention_pytorch.kernels.cpu import native
 from dilated_attention_pytorch.nn import AdaptiveConfig, BlockSparseAdaptive
 
 
-def test_choosing_and_attending_take_less_than_half_of_dense_attention():
+def test_learned_attention_takes_less_than_half_of_dense():
     if not native.library_path().exists():
         pytest.skip("the C++ kernel is not built")
     module = BlockSparseAdaptive([8192], [1], 4, 64, AdaptiveConfig(base_sparsity=0.9)).eval()

@@ -78,7 +78,7 @@ def test_the_scorer_does_not_bend_what_it_looks_at():
 @pytest.mark.parametrize("padded", [False, True])
 @BOTH
 @ROWS
-def test_the_gradient_in_the_backward_pass_is_that_of_the_written_loss(granularity, is_causal, padded, saliency):
+def test_scorer_gradient_is_that_of_the_documented_loss(granularity, is_causal, padded, saliency):
     n, size, t = 90, 16, 6
     config = AdaptiveConfig(base_sparsity=0.5, local_blocks=1, granularity=granularity)
     module = BlockSparseAdaptive([256], [1], 4, 8, config, block_size=size).double()
@@ -283,7 +283,7 @@ def test_a_planted_needle_is_found(peak, wanted, steps, is_causal):
     assert tasks.recall(module, peak, is_causal) >= wanted
 
 
-def test_concentrated_attention_keeps_few_blocks_and_diffuse_attention_many():
+def test_coverage_keeps_fewer_blocks_of_peaked_attention():
     torch.manual_seed(0)
     kept, held = tasks.adaptivity(steps=150)
     assert kept["needle"] <= 0.25 * kept["diffuse"]

@@ -188,7 +188,7 @@ def test_measuring_leaves_the_global_generator_alone(monkeypatch):
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_measuring_can_be_switched_off_and_survives_a_read_only_home(monkeypatch, tmp_path):
+def test_calibration_can_be_disabled_and_needs_no_home(monkeypatch, tmp_path):
     assert not cost_model().measured and not tuning.cache_path().exists()
     (tmp_path / "dilated_attention_pytorch").write_text("a file where the folder should be")
     monkeypatch.setenv("DAP_CALIBRATE", "1")
@@ -291,7 +291,7 @@ def test_replaced_attention_stays_frozen():
 
 
 @pytest.mark.parametrize(("pattern", "options"), [("windo:3", {}), ("window:3", {"position": "rotary"})])
-def test_a_replacement_that_cannot_be_made_leaves_the_model_as_it_was(pattern, options):
+def test_failed_replacement_leaves_the_model_unchanged(pattern, options):
     model = nn.ModuleList([nn.MultiheadAttention(12, 6), nn.MultiheadAttention(12, 4)])
     with pytest.raises(ValueError, match="must"):
         dap.replace_attention(model, pattern, **options)
@@ -299,7 +299,7 @@ def test_a_replacement_that_cannot_be_made_leaves_the_model_as_it_was(pattern, o
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_an_encoder_whose_attention_is_replaced_later_pads_as_before():
+def test_replaced_encoder_keeps_its_padding():
     """In eval mode nn.TransformerEncoder reads in_proj_weight and nests padded sequences, which no module here takes."""
     model = nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True), 2).eval()
     x, padding = torch.randn(2, 30, 32), torch.arange(30) >= torch.tensor([30, 12])[:, None]

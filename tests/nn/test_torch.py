@@ -206,7 +206,7 @@ def test_an_encoder_compiles_whole_and_calls_the_module(quiet_compiler):
 
 
 @pytest.mark.parametrize("name", MULTIHEADS)
-def test_autocast_computes_in_its_dtype_and_gives_gradients_in_theirs(name):
+def test_autocast_keeps_the_dtypes_of_gradients(name):
     module = MULTIHEADS[name]()
     x = torch.randn(1, 80, 32)
     wanted = module(x, is_causal=True)[0]

@@ -66,7 +66,7 @@ def check_compiled(compiled, eager, n, **options):
         assert error(got, want) <= 1e-12
 
 
-def test_fullgraph_forward_and_backward_at_several_lengths_from_one_graph():
+def test_one_fullgraph_serves_several_lengths():
     def eager(q, k, v):
         return attention(q, k, v, PATTERN, is_causal=True) * 2
 

@@ -118,7 +118,7 @@ def test_any_other_call_is_prepared_anew(prepared, change):
 
 @pytest.mark.parametrize("name", ["query", "key", "value"])
 @pytest.mark.parametrize("change", [torch.Tensor.float, lambda x: x.to("meta")], ids=["dtype", "device"])
-def test_one_tensor_of_another_kind_is_refused_after_a_right_call(prepared, change, name):
+def test_wrong_tensor_is_refused_after_a_prepared_call(prepared, change, name):
     tensors = dict(zip(("query", "key", "value"), inputs(), strict=True))
     attention(**tensors, pattern=PATTERN, backend="cpu")
     with pytest.raises((TypeError, ValueError), match=r"must have the query's dtype|must be on the query's device"):
@@ -126,7 +126,7 @@ def test_one_tensor_of_another_kind_is_refused_after_a_right_call(prepared, chan
     assert [runner.forwards for runner in prepared] == [1]
 
 
-def test_grouped_heads_are_refused_after_a_call_that_enabled_them(prepared):
+def test_grouped_heads_need_enable_gqa_in_every_call(prepared):
     query, key, value = inputs()
     for _ in range(2):
         attention(query, key[:, :1], value[:, :1], PATTERN, enable_gqa=True, backend="cpu")

@@ -34,7 +34,7 @@ def test_of_equal_blocks_the_first_are_kept(host_sync):
 
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("t", [1, 2, 7])
-def test_blocks_kept_and_seen_are_counted_without_an_array_of_pairs(t, is_causal):
+def test_kept_and_visible_blocks_are_counted_without_pairs(t, is_causal):
     for local, sink in itertools.product((1, 2, 4, 9), (0, 1, 3, 9)):
         visible = torch.rand(2, 3, t) > 0.3
         own = column = torch.arange(t)
@@ -48,7 +48,7 @@ def test_blocks_kept_and_seen_are_counted_without_an_array_of_pairs(t, is_causal
 
 @pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_where_tokens_choose_dropout_goes_by_tokens_of_their_sample_and_head(backend, apart, monkeypatch):
+def test_token_mode_dropout_depends_on_sample_and_head(backend, apart, monkeypatch):
     monkeypatch.setattr(attend, "GATHERED", 1 if apart else 2**29)
     chosen = drawn(batch=2, heads=4, n=70, is_causal=True, per_token=True, most=2)
     dtype = torch.float64 if backend == "cpu" else torch.float32

@@ -105,7 +105,7 @@ def test_a_stream_equals_the_resident_call_in_float32(chunk: int, causal: bool):
     assert error(output, whole.output) < 2e-6 and error(lse, whole.lse) < 2e-6
 
 
-def test_grouped_heads_that_sample_different_residues_share_their_key_head():
+def test_grouped_heads_of_several_residues_share_a_key_head():
     problem = BY_NAME["dilated-block-offset"]
     inputs = problem.inputs()
     output = torch.empty_like(inputs.query)
@@ -131,7 +131,7 @@ class Counting(TensorSource):
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_only_sampled_keys_of_long_segments_are_fetched_and_each_once(causal: bool):
+def test_sampled_keys_of_long_segments_are_fetched_once(causal: bool):
     inputs = ladder_problem(n=1024).inputs()
     source = Counting(*three(inputs))
     streamed_attention(source, LADDER, torch.empty_like(inputs.query), chunk=64, is_causal=causal)
@@ -245,7 +245,7 @@ class Failing(TensorSource):
 
 
 @pytest.mark.parametrize("problem", [KeyboardInterrupt(), OSError("the file is gone"), None])
-def test_what_was_written_before_a_fault_is_valid_and_the_stream_goes_on(tmp_path: Path, problem: BaseException | None):
+def test_stream_resumes_from_valid_rows_after_a_fault(tmp_path: Path, problem: BaseException | None):
     inputs = ladder_problem().inputs(torch.float32)
     whole = torch.empty_like(inputs.query)
     streamed_attention(three(inputs), LADDER, whole, chunk=64)

@@ -181,7 +181,7 @@ def test_show_tune_and_simulate_have_a_fixed_schema(here):
 MAP = {"title": "str", "n": "int", "head": "int", "cell": "int", "share": [["float"]]}
 
 
-def test_a_plan_that_does_not_fit_exits_with_1_and_says_what_to_do(here):
+def test_plan_that_does_not_fit_exits_1_with_advice(here):
     status, stdout, _ = here("plan", "-p", "window:64", "-n", "64K", "--device", "cpu", "--memory", "0.2")
     assert status == 1 and "Training fits up to" in stdout and "--ranks" in stdout
 

@@ -55,7 +55,7 @@ def test_the_longest_growing_subsequence():
     assert editions._growing([]) == []
 
 
-def test_every_word_of_the_second_edition_has_its_counterpart_in_the_first():
+def test_second_edition_words_map_to_the_first():
     first, second = two_editions(random.Random(1))
     modern, folio = " ".join(first).encode(), " ".join(second).encode()
     play = editions.Play("invented", modern, folio, editions.align(modern, folio))
@@ -234,7 +234,7 @@ def test_a_row_counts_only_if_dense_learned():
     assert "| near | 0.090 | 0 % |  |  | 1 |" in page, "a speed-up that was not measured is left open"
 
 
-def test_a_second_edition_must_be_cheaper_than_the_first_by_the_margin_and_than_what_is_near():
+def test_second_edition_must_beat_the_first_and_nearby_text():
     def counts(dense: float, near: float) -> list[bool]:
         return [row["counts"] for row in quality.judged(rows(-dense, -near, "editions"))]
 
@@ -245,7 +245,7 @@ def test_a_second_edition_must_be_cheaper_than_the_first_by_the_margin_and_than_
     assert "| pattern | first edition | 12 to 24 |" in page and "| local | 3.000 | 1.250 |" in page
 
 
-def test_the_rows_of_a_suite_share_parameters_and_adaptive_attention_says_what_it_adds():
+def test_suite_rows_share_parameters_except_reported_ones():
     sizes = {name: quality.attend(name, 256, 16, 0.25, 32) for name in (*quality.patterns(256, 16, 0.25), "adaptive")}
     counted = {name: sum(p.numel() for p in module.parameters()) for name, module in sizes.items()}
     assert counted.pop("adaptive") > 0 and set(counted.values()) == {0}

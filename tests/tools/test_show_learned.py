@@ -176,7 +176,7 @@ def test_a_layer_is_built_as_it_was(saved: Path):
         (["--learned", "bare.pt", "--settings", '{"warmth": 1}'], "warmth"),
         (["--learned", "bare.pt", "--settings", '{"k_min": 3}'], "no block_size"),
         (["--learned", "bare.pt", "--settings", '{"block_size": 16, "hidden_dim": 8}'], "must be those of its tensors"),
-        (["--learned", "core.pt", "--settings", '{"block_size": 16}'], "told once"),
+        (["--learned", "core.pt", "--settings", '{"block_size": 16}'], "given once"),
         (["--learned", "model.pt", "--layer", "2"], "layer must be one of 0 (first), 1 (second)"),
         (["--learned", "model.pt", "--head", "4"], "head must lie in 0 .. 3"),
         (["--learned", "model.pt", "--input", "nowhere"], "input must be a file"),

@@ -267,7 +267,7 @@ def test_a_broken_line_is_told_when_a_run_goes_on(small: bench.Group, tmp_path, 
     assert f"{out}:2: not a line of results, skipped" in told and "the time is over" in told
 
 
-def test_dense_attention_that_takes_too_long_is_left_out_and_told(small: bench.Group, tmp_path, monkeypatch, capsys):
+def test_slow_dense_attention_is_skipped_with_its_reason(small: bench.Group, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(bench, "PEER_PATIENCE_S", 0.0)
     out = tmp_path / "small.jsonl"
     for _ in range(2):
@@ -290,7 +290,7 @@ def test_dense_attention_that_takes_too_long_is_left_out_and_told(small: bench.G
 
 
 @pytest.mark.parametrize("words", [["--suite", "standart"], ["--suite", "x"]])
-def test_a_suite_that_there_is_not_is_answered_with_those_there_are(words: list[str], capsys):
+def test_unknown_suite_error_lists_the_suites(words: list[str], capsys):
     with pytest.raises(SystemExit) as left:
         bench.main(words)
     told = capsys.readouterr().err
@@ -403,7 +403,7 @@ def test_classes_and_ranks_are_measured(tmp_path, monkeypatch):
     assert by_name["window on 2 processes"]["processes"] and by_name["window on 2 processes"]["peak_bytes"] is None
 
 
-def test_no_length_is_tried_that_is_forecast_not_to_fit_and_none_counts_that_did_not():
+def test_lengths_beyond_memory_are_neither_tried_nor_counted():
     tried = []
 
     def attempt(n: int) -> extreme.Attempt:

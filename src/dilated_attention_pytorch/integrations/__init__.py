@@ -1,1 +1,1 @@
-"""At home in other libraries; each module here is imported by whoever has the library."""
+"""Attention in models of other libraries; a module is imported with the library it integrates."""

@@ -1,6 +1,6 @@
-"""Checkpoints of models with learned attention: weights, and what their adaptive layers must be told to be built again.
+"""Checkpoints of models with learned attention: weights, and the settings of each adaptive layer.
 
-A state dict knows the sizes of a scorer and not how many blocks it keeps. A file written here has both, by layer.
+A state dict contains the sizes of a scorer but not the number of blocks it keeps; these files store both.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def load_adaptive(
         raise must("a checkpoint must hold an adaptive layer", f"none among {len(state)} tensors of {os.fspath(path)}")
     stored = facts.get(FACTS)
     if stored is not None and settings is not None:
-        raise must("settings must be told once", f"the file has those of {', '.join(map(repr, stored))}")
+        raise must("settings must be given once", f"settings in the file for {', '.join(map(repr, stored))}")
     if stored is None:
         if settings is None:
             raise must("a checkpoint must tell the settings of its adaptive layers", os.fspath(path), ADVICE)

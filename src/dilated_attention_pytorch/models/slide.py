@@ -242,7 +242,7 @@ class SlideEncoder(nn.Module):
     def rollout(self, tiles: Tensor, coords: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
         """Contribution of each tile to the slide's embedding through all layers: (B, 1 + N), float32, sums to 1.
 
-        Attention rollout: each layer passes on half of what it has and half of what it looks at, averaged over heads.
+        Attention rollout: each layer propagates half of the identity and half of its weights, averaged over heads.
         The product of the layers' matrices is never formed. From the last layer back, a row vector times a matrix of
         weights is what attention's backward pass gives its values; so this takes the time and memory of attention.
         """

@@ -43,7 +43,7 @@ class Planned:
 
     pattern: Pattern
     num_heads: int | None = None
-    """Heads of a module that knows them."""
+    """Heads of a module, if fixed."""
     reason: str | None = None
     """Reason of a factory for choosing this module."""
 

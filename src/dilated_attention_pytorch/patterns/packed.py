@@ -20,7 +20,7 @@ class Packed(Pattern):
                               2 . . # .
                               3 . . # #
 
-    `Documents(lengths) & pattern` differs where the pattern knows absolute positions: there they run on.
+    `Documents(lengths) & pattern` differs for patterns of absolute positions, which there continue across documents.
     """
 
     pattern: Pattern
@@ -59,7 +59,7 @@ class Packed(Pattern):
         for length, end in zip(self.lengths, accumulate(self.lengths), strict=True):
             start = end - length
             inside = (q >= start) & (q < end) & (k >= start) & (k < end)
-            # Positions of other documents are moved to 0 so that no pattern is asked about a place it does not have.
+            # Positions in other documents are set to 0: a pattern is evaluated only at positions it has.
             total = total + inside * self.document(length).multiplicity(
                 (q - start) * inside, (k - start) * inside, head
             )

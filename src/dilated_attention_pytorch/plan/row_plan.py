@@ -1,7 +1,7 @@
 """The plan of some query rows alone: in time and memory of the tiles they meet, however long the sequence is.
 
 Tiles of the whole sequence are numbered as `make_plan` numbers them, without ever being written out; a part of the
-result holds the query tiles that reach into the rows asked for, and the key tiles those meet.
+result holds the query tiles that reach into the requested rows, and the key tiles that they attend to.
 """
 
 from __future__ import annotations

@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from ..patterns import Dilated
 
 SEGMENT, GROWTH = 2048, 4
-"""The first segment, and the factor from branch to branch, of segments and rates alike."""
+"""The first segment, and the factor of segments and rates from branch to branch."""
 BUDGET = {"cuda": 16 * 2**30, "cpu": 2**28}
 """Bytes of a chunk's rows by default."""
 LARGEST_ERROR = {"float64": 1e-10, "float32": 1e-5, "bfloat16": 1e-2, "float16": 2e-3}
-"""Of a checked row, relative to its norm."""
+"""Accepted error of a checked row, relative to its norm."""
 
 
 def ladder(n: int) -> Dilated:
@@ -42,7 +42,7 @@ def ladder(n: int) -> Dilated:
 
 
 def token_ids(n: int, device: str) -> Tensor:
-    """n bytes that look random and are the same everywhere, uint8."""
+    """Pseudorandom bytes, uint8 (n), equal on all machines."""
     import torch
 
     from ..patterns.blocks import scramble
@@ -75,7 +75,7 @@ def sample_rows(pattern: Dilated, n: int, heads: int, count: int) -> list[int]:
 
 
 def keys_of(pattern: Dilated, row: int, head: int, n: int, causal: bool) -> list[range]:
-    """The keys of one row by the definition: branch by branch, so that a key of several branches counts as often."""
+    """Keys of one row by definition, branch by branch: a key of several branches occurs several times."""
     keys = []
     for index, (segment, rate) in enumerate(pattern.branches):
         residue = int(pattern.sampled_residue(index, head))
@@ -86,7 +86,7 @@ def keys_of(pattern: Dilated, row: int, head: int, n: int, causal: bool) -> list
 
 
 class Watch:
-    """Keeps the chosen rows of a stream as it passes."""
+    """Sink that stores selected rows of a stream."""
 
     def __init__(self, rows: list[int], device: str) -> None:
         import torch
@@ -136,7 +136,7 @@ def check(layer: StreamedLayer, ids: Tensor, pattern: Dilated, watch: Watch) -> 
             scores = (query[head].double() @ k.double().T) * k.shape[1] ** -0.5
             expected = (scores.softmax(-1) @ v.double())[0]
             norm = expected.norm()
-            # Another choice would compile a kernel for every number of keys.
+            # Other backends would compile a kernel for every number of keys.
             with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):
                 dense = scaled_dot_product_attention(query[None, head, None], k[None, None], v[None, None])[0, 0, 0]
             errors["largest_error"].append((output[head, index] - expected).norm() / norm)
@@ -149,7 +149,7 @@ def check(layer: StreamedLayer, ids: Tensor, pattern: Dilated, watch: Watch) -> 
 
 
 def identity_gaps(layer: StreamedLayer, grad: Tensor, pooled: Tensor) -> dict[str, float]:
-    """How far the gradients of the projections are from what must hold of them whatever the numbers are.
+    """Violation of identities that the gradients of the projections satisfy for any inputs.
 
     A dimension of a head may be scaled in the queries or in the keys, with the same scores: along the scale the two
     gradients are equal, dimension by dimension. So they are for the values and the output projection, where they add up
@@ -171,7 +171,7 @@ def identity_gaps(layer: StreamedLayer, grad: Tensor, pooled: Tensor) -> dict[st
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Run the layer, check it, and say what was measured."""
+    """Run the layer, check it, and return the measurements."""
     import torch
 
     from ..nn.streamed import StreamedLayer
@@ -222,7 +222,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     result["tokens_per_second"] = options.tokens / result["seconds"]
     result["error_allowed"] = LARGEST_ERROR[dtype]
     if dtype in ("bfloat16", "float16"):
-        # The inputs' rounding decides there, and dense attention has it too.
+        # Rounding of the inputs dominates there, for dense attention as well.
         result["error_allowed"] = min(LARGEST_ERROR[dtype], 2 * result["sdpa_error"])
     result["passed"] = (
         result["finite"]
@@ -247,7 +247,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def describe(line: dict[str, Any]) -> str:
-    """A result for a person."""
+    """A result as text."""
     from .html_page import readable_bytes
 
     most = line["error_allowed"]
@@ -266,7 +266,7 @@ def describe(line: dict[str, Any]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run as a program; the exit status is 1 when a check failed."""
+    """Command line; the exit status is 1 if a check failed."""
     parser = Parser("dap billion", "Stream one attention layer over a billion tokens; check chosen rows in float64.")
     parser.tokens(default=2**30)
     parser.heads()

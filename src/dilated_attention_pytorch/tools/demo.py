@@ -45,15 +45,15 @@ CHECKED = (LADDER, "window:512 & causal", "random:0.1;block=128", "window:128 | 
 ROWS_A_HEAD = 256
 TRAINED_CONTEXT = 32768
 PATIENCE_S = 25.0
-"""A runner drops out of the race when its next lap is likely to take longer."""
+"""Time limit of one length in seconds; a subject stops before a length that would exceed it."""
 Laps = dict[str, dict[int, float]]
-"""Seconds of a forward and backward by runner and length."""
+"""Seconds of a forward and backward pass by subject and length."""
 RACE_S = 110.0
-"""Nor does a lap begin that would likely end after this long."""
+"""Time limit of the comparison in seconds."""
 
 
 class Progress:
-    """A bar on one line for a person; a line a step for a log."""
+    """Progress bar on a terminal; one line per step in a log."""
 
     def __init__(self, steps: int) -> None:
         self.steps, self.done = steps, 0
@@ -78,7 +78,7 @@ def draw(device: str, dtype: torch.dtype, n: int, heads: int, d: int) -> list[Te
 
 
 def plan_a_million(device: str) -> list[list[str]]:
-    """Time and bytes of plans that a table of all block pairs could not hold."""
+    """Time and bytes of plans for sequences whose table of block pairs would not fit."""
     million = 2**20
     panels = {
         "64 random blocks a row, 16 heads": (f"random:{64 * 128 / million};block=128", 16),
@@ -143,7 +143,7 @@ def race(device: str, dtype: torch.dtype, lengths: list[int], heads: int, d: int
             runners[name] = partial(attention, query, key, value, parse(text))
         for name, call in runners.items():
             progress.step(f"{name}, {tokens_text(n)} tokens")
-            # Twice the tokens: dense does four times the work, a sparse runner twice.
+            # Twice the tokens: four times the work for dense attention, twice for sparse patterns.
             expected = (4 if name == "dense" else 2) * max(laps[name].values(), default=0.0)
             if expected < PATIENCE_S and time.perf_counter() - begun + expected < RACE_S:
                 laps[name][n] = lap(call, inputs, grad, device)
@@ -152,7 +152,7 @@ def race(device: str, dtype: torch.dtype, lengths: list[int], heads: int, d: int
 
 
 def race_table(laps: Laps, lengths: list[int]) -> tuple[list[str], list[list[str]]]:
-    """Times and how many times faster than dense, where dense ran."""
+    """Times, and speed-up over dense attention where it ran."""
     header = ["tokens", "dense", *(cell for name in RACERS for cell in (name, "faster by"))]
     rows = []
     for n in lengths:

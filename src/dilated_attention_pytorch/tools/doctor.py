@@ -1,4 +1,4 @@
-"""`dap doctor`: the machine, every backend with its reason, and what would be chosen for typical calls."""
+"""`dap doctor`: the machine, availability of each backend, and the choice for typical calls."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TYPICAL: dict[str, dict[str, Any]] = {
 def typical_call(
     device: str, pattern: str, *, key_heads: int = 8, dropout_p: float = 0.0, dtype: str | None = None
 ) -> AttentionCall:
-    """A call a backend can be asked about."""
+    """A typical call for `why_not` of a backend."""
     import torch
 
     from ..ops.attention import CallSettings, call_of
@@ -34,7 +34,7 @@ def typical_call(
 
 
 def surroundings() -> dict[str, str]:
-    """What this process was given to work with, in words; what is missing, what that costs and what would help."""
+    """Hardware and packages of this process as text; for each missing one, its consequence and remedy."""
     return {
         "GPU": _gpu(),
         PACKAGE: _triton(),
@@ -53,7 +53,7 @@ def _gpu() -> str:
     if torch.version.cuda is None:
         return f"none for this torch: {torch.__version__} was built without CUDA; install a CUDA build to use a GPU"
     with warnings.catch_warnings():
-        # What a warning would say, the error below says.
+        # The error below replaces the warning.
         warnings.simplefilter("ignore")
         if torch.cuda.is_available():
             major, minor = torch.cuda.get_device_capability()
@@ -128,7 +128,7 @@ def _cores() -> str:
 
 
 def examine(device: str) -> dict[str, Any]:
-    """All that is told, as plain data."""
+    """The report as plain data."""
     from ..kernels.registry import explain
     from .bench.measure import facts, installed, memory_of
 
@@ -160,7 +160,7 @@ def examine(device: str) -> dict[str, Any]:
 
 
 def show(report: dict[str, Any]) -> None:
-    """Print what was found."""
+    """Print the report."""
     from .html_page import readable_bytes
 
     machine, memory = report["machine"], report["memory"]
@@ -181,7 +181,7 @@ def show(report: dict[str, Any]) -> None:
     )
     print_title("Surroundings")
     print_pairs(report["surroundings"].items())
-    print_title("Backends, asked about the first of the calls below")
+    print_title("Backends, for the first of the calls below")
     print_pairs((backend["name"], backend["why_not"] or "ready") for backend in report["backends"])
     print_title('What backend="auto" takes')
     print_table(

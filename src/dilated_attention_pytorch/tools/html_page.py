@@ -1,4 +1,4 @@
-"""What a page is made of, and the two ways it is written: Markdown, and one self-contained HTML page."""
+"""Parts of a page, and writers of Markdown and of one self-contained HTML page."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Chart:
 
 @dataclass(frozen=True)
 class Preformatted:
-    """Text in which every character has the same width."""
+    """Preformatted text."""
 
     text: str
 
@@ -176,7 +176,7 @@ def page(title: str, parts: Sequence[str]) -> str:
 
 
 def write(path: Path, content: str | bytes) -> None:
-    """Replace the file at once, so that a reader never sees half of it."""
+    """Replace a file atomically."""
     body = content.encode() if isinstance(content, str) else content
     try:
         write_whole(path, lambda temporary: Path(temporary).write_bytes(body))
@@ -202,7 +202,7 @@ def readable_bytes(count: float) -> str:
 
 
 def figure_text(value: float) -> str:
-    """1657.3 -> 1,660: three digits that count, and no powers of ten."""
+    """1657.3 -> 1,660: three significant digits without an exponent."""
     return f"{float(f'{value:.3g}'):,.10g}"
 
 

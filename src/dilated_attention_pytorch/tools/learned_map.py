@@ -1,4 +1,4 @@
-"""What a head of a trained layer looks at, as a map: `dap show --learned CHECKPOINT`."""
+"""Map of the blocks that a head of a trained layer selects: `dap show --learned CHECKPOINT`."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from ..nn import LearnedPattern, MultiheadBlockSparseAdaptive
 
 TENSOR_FILES = (".safetensors", ".pt", ".pth")
 MOST_BYTES = 4096
-"""Of a file that is read as text, unless more tokens are asked for."""
+"""Bytes read of a text file unless a length is given."""
 SYNTHETIC = 1024
 BYTES = 256
 
 
 class Drawing(NamedTuple):
-    """Which pairs of blocks a head meets."""
+    """Selected block pairs of a head."""
 
     title: str
     n: int
     cell: int
     """Tokens along a cell, a multiple of the block size."""
     share: list[list[float]]
-    """Of the pairs of each cell, those that are kept."""
+    """Share of kept pairs in each cell."""
 
 
 def draw_learned(
@@ -42,7 +42,7 @@ def draw_learned(
     width: int,
     settings: Mapping[str, Any] | None,
 ) -> Drawing:
-    """What one head of one layer keeps of an input, in at most `width` squared cells."""
+    """Selection of one head of one layer for an input, in at most `width` x `width` cells."""
     layers, state = load_adaptive(checkpoint, settings)
     if not 0 <= layer < len(layers):
         named = ", ".join(f"{index} ({one.name or 'the model itself'})" for index, one in enumerate(layers))
@@ -87,7 +87,7 @@ def _cells(pattern: LearnedPattern, head: int, width: int) -> tuple[int, list[li
 def _input(
     layer: AdaptiveLayer, index: int, state: Mapping[str, Tensor], source: Path | None, n: int | None
 ) -> tuple[tuple[Tensor, ...], str]:
-    """What the module is called with, one sample, and what it is in words."""
+    """Input of the module, one sample, and its description."""
     module = layer.module
     if source is None:
         generator = torch.Generator().manual_seed(0)
@@ -120,7 +120,7 @@ def _tensors(layer: AdaptiveLayer, given: Mapping[str, Tensor], name: str) -> tu
     tensors_in = []
     for part, shape in shapes.items():
         tensor = given[part].float()
-        # A sample's dimension may be there or not; the first sample is drawn.
+        # The batch dimension is optional; the first sample is drawn.
         tensor = tensor if tensor.dim() == len(shape) + 2 else tensor[None]
         fits = tensor.dim() == len(shape) + 2 and tensor.numel() > 0 and tensor.shape[-1] == shape[-1]
         # Key heads may be shared by several query heads.
@@ -155,7 +155,7 @@ def _text(
 
 
 def _embeddings(state: Mapping[str, Tensor], layer: str, width: int) -> list[str]:
-    """Tensors that may embed bytes: those with `embed` in their name, otherwise those stored before the layer."""
+    """Candidate byte embeddings: tensors with `embed` in their name, otherwise tensors stored before the layer."""
     fits = [name for name, x in state.items() if x.dim() == 2 and len(x) >= BYTES and x.shape[1] == width]
     named = [name for name in fits if "embed" in name]
     first = next((index for index, name in enumerate(state) if name.startswith(f"{layer}.")), len(state))

@@ -1,4 +1,4 @@
-"""How much memory a call will take, on which backend, and the longest sequence that fits into so much."""
+"""Predicted peak memory of a call by backend, and the longest sequence that fits."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ NATIVE, CPU, TRITON, HOPPER = (backend_name(module) for module in (native, cpu, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """What decides memory besides the plan."""
+    """Properties of a call that determine its memory, besides the plan."""
 
     n: int
     heads: int
@@ -117,7 +117,7 @@ def plan_growth(pattern: Pattern, plan: Plan) -> tuple[int, float] | None:
     """Bytes of a plan and the power of n with which they grow; None for a pattern that exists at one length only."""
     part = max(plan.n // 8, 1)
     try:
-        # Of a single token there is no shorter plan, but a longer one.
+        # A single token has no shorter plan, so a longer one gives the growth.
         other = make_plan(pattern, part if plan.n > 1 else 8, plan.heads, plan.block_size)
     except ValueError:
         return None

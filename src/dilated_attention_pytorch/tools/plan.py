@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 COUNTED_TOKENS = 2**18
 """Up to this length the rows that every rank receives are counted."""
 SAMPLED_TILES = 2**20
-"""Up to so many tiles a rank, those of three ranks are; beyond, they are bounded."""
+"""Up to this many tiles per rank, three ranks are counted; beyond, a bound is used."""
 PROBE_ELEMENTS, PROBE_TOKENS = 2**27, 2**14
 """Elements and tokens of the call at which a backend is chosen; more tokens than the reference backend runs."""
 MOST_WIDTH = 65_536
@@ -129,7 +129,7 @@ def check_size(pattern: Pattern, n: int, heads: int) -> None:
 
 
 def backend_for(text: str, n: int, heads: int, key_heads: int, d: int, kind: torch.dtype, device: str) -> str:
-    """What would compute a pattern, asked at a length at which asking takes no memory to speak of."""
+    """Backend of a pattern, chosen at a short length that takes little memory."""
     import torch
 
     from ..kernels.registry import choose

@@ -1,4 +1,4 @@
-"""What a sequence spread over many ranks would exchange and take, before there is a cluster; `dap simulate`.
+"""`dap simulate`: predicted traffic, memory and time of a sequence spread over many ranks.
 
 Bytes, messages and memory are counted from plans, of every rank or of a sample. Times are a model: bytes over a
 bandwidth, messages times a latency, operations over a speed, each an option.
@@ -44,12 +44,12 @@ class World:
     looked_at: int
     """Ranks planned: all, or a sample."""
     bytes_received: int
-    """Of the rank that receives most."""
+    """Maximum over ranks."""
     bytes_received_mean: float
     messages: int
-    """Of the rank with most, when every holder sends to every asker."""
+    """Maximum over ranks for a direct exchange."""
     butterfly_messages: int | None
-    """When rows are passed on, where the pattern allows it."""
+    """Maximum over ranks for a butterfly, if the pattern has one."""
     memory_bytes: int
     """Own K and V, and the rows received."""
     balance: float
@@ -107,7 +107,7 @@ def simulate(
 
 
 def pattern_of(text: str, n: int, first: int) -> Pattern:
-    """The pattern a command line names."""
+    """Pattern of a command line."""
     from ..patterns import Dilated, parse
 
     if text != LADDER:

@@ -41,7 +41,7 @@ DEFAULT_BUDGET = 2**30
 
 
 class _Run(NamedTuple):
-    """A chunk's rows under a pattern that reaches beyond them, in coordinates that chunks alike share."""
+    """Rows of a chunk under a pattern that reaches beyond them, in coordinates that equal chunks share."""
 
     pattern: Pattern
     n: int
@@ -85,7 +85,7 @@ class Chunk:
     key: Tensor
     value: Tensor
     ready: torch.Event | None = None
-    """When a copy to the device has come to its end."""
+    """Event at the end of a copy to the device."""
     inner: AttentionCall | None = None
     runs: list[_Run] = field(default_factory=list)
     """Runs of keys beyond the chunk."""
@@ -240,7 +240,7 @@ class Streamer:
         return inner, [run for i in open_ for run in self._branch_runs(i, begin, end)]
 
     def _stretches(self, begin: int, end: int) -> list[tuple[int, int] | None]:
-        """Stretches of keys, each small enough beside a chunk, that hold every key its rows can reach."""
+        """Ranges of keys, each small relative to a chunk, that cover every key its rows attend to."""
         first, last = (torch.tensor([token], device="cpu") for token in (begin, end - 1))
         form = closed_form(self.pattern)
         kinds = {form.head_key(head): head for head in range(self.heads)}
@@ -382,7 +382,7 @@ class Streamer:
         return (every // m, every % m), lambda _, part: (part.slots.to(self.device), part.queries.to(self.device))
 
     def _merged(self, chunk: Chunk, found: Forward | None) -> AttentionOutput:
-        """Fold what the excerpts find into the rows they touch, in the compute dtype, and round once."""
+        """Merge results of the excerpts into their rows in the compute dtype, and round once."""
         wide = torch.float64 if self.dtype == torch.float64 else torch.float32
         if found is None:
             output = empty_rows(chunk.query, self.value_width).zero_()
@@ -405,7 +405,7 @@ class Streamer:
         return AttentionOutput(output, lse)
 
     def backward(self, chunk: Chunk, found: AttentionOutput, grad_output: Tensor) -> Gradients:
-        """Gradients of a chunk's rows by its own queries; those of keys elsewhere are kept until their last chunk."""
+        """Gradients of a chunk's rows by its own queries; gradients of other keys accumulate until their last chunk."""
         if chunk.inner is not None:
             grads = choose(chunk.inner, self.backend)[1].backward(chunk.inner, *found, grad_output, None)
         else:
@@ -430,7 +430,7 @@ class Streamer:
         return grads
 
     def _flush(self, buffer: _KeyBuffer | None) -> None:
-        """Give the source the gradients of keys that are about to be dropped."""
+        """Pass gradients of keys that leave the cache to the source."""
         if buffer is not None and buffer.grads is not None:
             assert isinstance(self.source, DifferentiableSource)
             self.source.add_key_gradients(buffer.tokens.clamp(min=0), *buffer.grads)

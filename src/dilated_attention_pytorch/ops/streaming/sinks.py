@@ -43,7 +43,7 @@ class Sink(Protocol):
         ...
 
     def close(self) -> None:
-        """Nothing more will come; called after an error too."""
+        """Close the sink; called after an error too."""
         ...
 
 
@@ -92,7 +92,7 @@ class CallSink:
 class FileSink:
     """Rows go to a .npy file of shape (B, H, N, E); bfloat16 is written as float32, which holds it exactly.
 
-    Beside the file, `<name>.progress` says which rows are valid. It is replaced after the rows have reached the disk,
+    The file `<name>.progress` records which rows are valid. It is replaced after the rows have reached the disk,
     so what it says holds after a crash. `resume=True` goes on behind them.
     """
 

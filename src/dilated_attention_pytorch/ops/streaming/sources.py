@@ -50,14 +50,14 @@ class Source(Protocol):
 
 @runtime_checkable
 class DifferentiableSource(Source, Protocol):
-    """A source that takes gradients of what it gave. Rows may come several times; their gradients add."""
+    """A source that accumulates gradients of its rows. Rows may occur several times; their gradients add."""
 
     def add_gradients(self, begin: int, end: int, query: Tensor, key: Tensor, value: Tensor) -> None:
-        """Gradients of what `rows(begin, end)` gave."""
+        """Accumulate gradients of the result of `rows(begin, end)`."""
         ...
 
     def add_key_gradients(self, tokens: Tensor, key: Tensor, value: Tensor) -> None:
-        """Gradients of what `keys(tokens)` gave."""
+        """Accumulate gradients of the result of `keys(tokens)`."""
         ...
 
 
@@ -104,7 +104,7 @@ class TensorSource:
 
     def _grads(self) -> Three:
         if self.grads is None:
-            raise must("a TensorSource must be told to keep gradients", "none", "Make it with gradients=True.")
+            raise must("a TensorSource must have gradients=True to accumulate gradients", "gradients=False")
         return self.grads
 
 

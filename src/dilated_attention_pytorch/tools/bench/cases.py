@@ -1,4 +1,4 @@
-"""What the benchmark measures: which problems each suite has, on a CPU and on a GPU."""
+"""Problems of each benchmark suite, on a CPU and on a GPU."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ K = 1024
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One sparse problem, batch 1: a pattern, or a class of the library that has one."""
+    """One sparse problem of batch size 1: a pattern, or a module class with one."""
 
     name: str
     pattern: str = ""
     module: str | None = None
-    """Name of a class; its pattern follows from the length."""
+    """Name of a module class; its pattern depends on the length."""
     ranks: int = 1
     """Above 1, all ranks of a contiguous layout run one after another in this process."""
     processes: bool = False
@@ -26,7 +26,7 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """Cases of one shape, timed turn about with the dense peers."""
+    """Cases of one shape, timed in turns with the dense peers."""
 
     n: int
     d: int
@@ -38,12 +38,12 @@ class Group:
     device: str = "cpu"
     peers: tuple[str, ...] = ("sdpa",)
     peer_heads: int = 8
-    """Heads of the dense peers: their rate does not depend on it, and dense attention on all heads takes long."""
+    """Heads of the dense peers. Their rate does not depend on the number of heads; fewer heads save time."""
     budget_s: float = 60.0
     rounds: tuple[int, int] = (3, 12)
-    """Least and most rounds; in between, as many as the budget has time for."""
+    """Minimum and maximum number of rounds; the time budget decides in between."""
     judged: bool = False
-    """Whether the bars speak of this group."""
+    """Whether targets apply to this group."""
 
     @property
     def label(self) -> str:
@@ -64,13 +64,13 @@ CLASSES: dict[str, dict[str, Any]] = {
     "BlockSparseRingDistributedDilatedAttention": {},
     "MultiheadBlockSparseAdaptive": {},
 }
-"""Every attention class, and what it is given besides segment lengths, dilation rates and its width."""
+"""Attention classes, with their arguments besides segment lengths, dilation rates and width."""
 MODELS = ("LongNetLM", "SlideEncoder")
 MODEL_LAYERS = 4
 CONFIGURATIONS = ("2048x1", "2048x1,4096x2", "4096x1", "8192x1", "2048x1,4096x2,8192x4")
-"""Segments and rates of the dilation suite: those of the original report."""
+"""Segments and rates of the dilation suite, from the original report."""
 ON_THIS_MACHINE = ("standard", "long", "extreme", "dilation", "density", "variants", "distributed")
-"""Suites that run on whatever device there is."""
+"""Suites that run on any device."""
 ABOUT = {
     "quick": "4K tokens, three patterns, seconds",
     "standard": "1K and 2K tokens, patterns and every class",
@@ -85,11 +85,11 @@ ABOUT = {
     "gpu": "beside FlashAttention-4, FlexAttention and cuDNN, on a GPU",
     "all": "all but quick, cpu and million; gpu where there is one",
 }
-"""Every name that can be asked for."""
+"""Names of all suites, with a description."""
 
 
 def window_of(density: float, n: int) -> str:
-    """A sliding window of whole blocks that keeps about this share of them."""
+    """Sliding window of whole blocks with about this density."""
     return f"window:{max(1, round((density * n / BLOCK - 1) / 2)) * BLOCK}"
 
 
@@ -103,7 +103,7 @@ def sparse_cases(n: int, densities: tuple[float, ...]) -> tuple[Case, ...]:
 
 
 def suite(name: str, device: str = "cpu") -> list[Group]:
-    """The groups of a suite. Those of `cpu` and `million` are the ones the bars for the CPU speak of."""
+    """Groups of a suite. Targets for the CPU apply to the suites `cpu` and `million`."""
     gpu = device == "cuda"
     ladder = Case(name="longnet-ladder", pattern=LADDER)
     classes = tuple(Case(name=title, module=title) for title in CLASSES)

@@ -1,4 +1,4 @@
-"""The longest sequences whose query, key and value fit: forward, and forward with backward, found by bisection.
+"""Longest sequences whose query, key and value fit in memory: forward, and forward with backward, by bisection.
 
     python -m dilated_attention_pytorch.tools.bench.extreme --out FILE [--cap GIB] [--most-seconds S]
 
@@ -39,12 +39,12 @@ UNIT = 2**16
 DENSITY = 0.01
 WINDOW = SlidingWindow(128)
 CHUNK_BYTES = 2**30
-"""What chunks of a stream over resident tensors may take beside them."""
+"""Memory of the chunks of a stream over resident tensors, in bytes."""
 CHECKED_ROWS = 8
 
 
 class Attempt(NamedTuple):
-    """A call that came back."""
+    """Measurements of a call that succeeded."""
 
     n: int
     seconds: float
@@ -53,7 +53,7 @@ class Attempt(NamedTuple):
 
 
 class Longest(NamedTuple):
-    """The longest call that came back, and what stopped the next."""
+    """The longest call that succeeded, and the reason why the next did not."""
 
     attempt: Attempt | None
     limited_by: str
@@ -61,22 +61,22 @@ class Longest(NamedTuple):
 
 
 class ExtremeSubject(NamedTuple):
-    """Something that computes attention over resident tensors."""
+    """Implementation of attention over resident tensors."""
 
     name: str
     power: int
-    """How its time grows with the length."""
+    """Exponent of the time as a function of the length."""
     forward: Callable[[Tensor, Tensor, Tensor], Tensor]
     backward: Callable[[Tensor, Tensor, Tensor], Tensor]
-    """The same, when a backward follows."""
+    """The exponent with a backward pass."""
     keys: Callable[[int, int, int], Tensor]
-    """The keys of a row: row, head, n."""
+    """Keys of a row, from (row, head, n)."""
 
 
 def longest(
     attempt: Callable[[int], Attempt], first: int, unit: int, power: int, most_seconds: float, most: int = 2**40
 ) -> Longest:
-    """Double from `first` until memory or time ends, then halve the gap between what fits and what does not."""
+    """Double the length from `first` until memory or time runs out, then bisect."""
     best, limit, tried, length = None, most, 0, first
     while True:
         if best is not None and best.seconds * (length / best.n) ** power > most_seconds:
@@ -99,7 +99,7 @@ def longest(
 
 
 def subjects() -> dict[str, ExtremeSubject]:
-    """What is compared, on one set of tensors."""
+    """Subjects of the comparison, on one set of tensors."""
 
     def streamed(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         output = torch.empty_like(query)
@@ -163,7 +163,7 @@ def _compiled_flex() -> Callable[..., Tensor]:
 
 
 def attempt_of(subject: ExtremeSubject, direction: str, device: str, heads: int = HEADS) -> Callable[[int], Attempt]:
-    """How to try one length: fresh tensors, one call that is timed, chosen rows checked."""
+    """Function that tries one length: fresh tensors, one timed call, selected rows checked."""
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     backward = direction == "backward"
     warm: set[str] = set()
@@ -179,7 +179,7 @@ def attempt_of(subject: ExtremeSubject, direction: str, device: str, heads: int 
                 output = (subject.backward if backward else subject.forward)(query, key, value)
                 found.append(output.detach())
                 if backward:
-                    # A gradient of the output's size, as a loss would give; its values do not change what is needed.
+                    # A gradient of the output's size, as a loss would give; memory does not depend on its values.
                     output.backward(torch.ones_like(output))
 
             if not warm:
@@ -197,7 +197,7 @@ def attempt_of(subject: ExtremeSubject, direction: str, device: str, heads: int 
 
 
 def rows_error(subject: ExtremeSubject, output: Tensor, query: Tensor, key: Tensor, value: Tensor) -> float:
-    """Largest error of chosen rows of the first and the last head over its rounding bound; at most 1 passes."""
+    """Largest error of selected rows of the first and last head, relative to its rounding bound; at most 1 passes."""
     heads, n = query.shape[1:3]
     unit, fine, least = units(query.dtype)
     ratios = []
@@ -224,7 +224,7 @@ def rows_error(subject: ExtremeSubject, output: Tensor, query: Tensor, key: Tens
 def measure(
     device: str, names: list[str], directions: list[str], cap: float | None, first: int, most_seconds: float
 ) -> Iterator[dict[str, Any]]:
-    """A line for each subject and direction, up to the first that breaks the device."""
+    """Results by subject and direction, up to the first that breaks the device."""
     if cap is not None and device == "cuda":
         torch.cuda.set_per_process_memory_fraction(cap * 2**30 / torch.cuda.get_device_properties(0).total_memory)
     known = facts(device)
@@ -236,7 +236,7 @@ def measure(
             line |= {"limited_by": found.limited_by, "tried": found.tried}
             line |= {} if found.attempt is None else found.attempt._asdict()
         except (RuntimeError, AssertionError, TypeError) as error:
-            # Whatever this process asked of the device from here on would fail with the same error.
+            # Every later CUDA call of this process fails with the same error.
             broken = isinstance(error, torch.AcceleratorError)
             told = f"{type(error).__name__}: {error}".splitlines()[0][:200]
             line["skipped"] = told + "; nothing after it was tried" * broken
@@ -246,7 +246,7 @@ def measure(
 
 
 def describe(line: dict[str, Any]) -> str:
-    """A result for a person."""
+    """A result as text."""
     what = f"{line['subject']:<18} {line['direction']:<9}"
     if "n" not in line:
         return f"{what} {line.get('skipped', 'does not fit')}"
@@ -254,7 +254,7 @@ def describe(line: dict[str, Any]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run as a program; the exit status is 1 when a subject was wrong or failed."""
+    """Command line; the exit status is 1 if a result was wrong or a subject failed."""
     parser = Parser("python -m dilated_attention_pytorch.tools.bench.extreme", __doc__ or "")
     parser.out("JSONL file to add results to")
     parser.device()

@@ -35,7 +35,7 @@ SPREAD = 16.0
 
 
 class Computed(NamedTuple):
-    """Arguments and results of one call, all of batch size 1; the gradients where a backward ran."""
+    """Arguments and results of one call of batch size 1; gradients if a backward pass ran."""
 
     query: Tensor
     key: Tensor

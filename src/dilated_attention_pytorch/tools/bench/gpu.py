@@ -1,4 +1,4 @@
-"""The GPU suite: block-sparse and dilated attention beside its peers, one process, the same tensors, the same blocks.
+"""GPU suite: block-sparse and dilated attention and their peers, in one process on the same tensors and blocks.
 
     python -m dilated_attention_pytorch.tools.bench --suite gpu --out FILE [--budget SECONDS] [--resume]
 
@@ -33,16 +33,16 @@ from .peers import BLOCK, BlockTable, PeerProblem, PeerRunner
 from .results import DIRECTIONS, OURS_ANY_ORDER, WORK, append, known_lines, progress
 
 MOST_EXACT_ROWS = 64 * K
-"""Up to this length every row's LSE is recomputed where the library gave none."""
+"""Up to this length the LSE of every row is recomputed if a subject returns none."""
 SECONDS_A_SUBJECT = 0.08
 SLOW_S = 0.1
-"""Calls that take longer are asked for no more often than their figures need."""
+"""Calls that take longer are repeated only as often as their percentiles need."""
 FLUSH_BYTES = 256 * 2**20
 
 
 @dataclass(frozen=True, eq=False)
 class OfBlocks(Pattern):
-    """A table of blocks as a pattern, for the gate."""
+    """Block table as a pattern, for the gate."""
 
     blocks: BlockTable
 
@@ -53,16 +53,16 @@ class OfBlocks(Pattern):
 
 @dataclass(kw_only=True)
 class Session:
-    """Where a run writes, how long it may take, and what is known already."""
+    """Output file of a run, its time limit, and the lines the file already has."""
 
     out: Path
     device: str
     backend: str = "auto"
     deadline: float = math.inf
     done: set[tuple[Any, ...]] = field(default_factory=set)
-    """Keys of the lines that the file holds."""
+    """Keys of the lines in the file."""
     failed: set[tuple[Any, ...]] = field(default_factory=set)
-    """Those of them that tell of an error; what ended the GPU once is not tried again."""
+    """Keys of lines that record an error; a case that broke the GPU is not retried."""
 
     @property
     def is_late(self) -> bool:
@@ -81,7 +81,7 @@ def draw(n: int, d: int, heads: int, key_heads: int, dtype: str, device: str) ->
 
 
 def ours(case: GpuCase, problem: PeerProblem, session: Session) -> tuple[PeerRunner, Tensor, dict[str, Any]]:
-    """The library on a case, the LSE of its first call, how long that took, and what its plan takes."""
+    """The library on a case, with the LSE and duration of its first call and the cost of its plan."""
     inputs = problem.query, problem.key, problem.value
 
     def both() -> tuple[Tensor, Tensor]:
@@ -110,7 +110,7 @@ def exact_lse(query: Tensor, key: Tensor, oracle: Pattern, heads: list[int]) -> 
 
 
 def event_seconds(call: Callable[[], Any], device: str, once: float) -> list[float]:
-    """Seconds of single calls, each after the L2 cache was emptied. A CPU has the wall clock alone.
+    """Seconds of single calls, each after the L2 cache was flushed. On a CPU, wall-clock time.
 
     `once` is about what a call takes: one that takes long has been warmed up by having been asked before.
     """
@@ -133,7 +133,7 @@ def event_seconds(call: Callable[[], Any], device: str, once: float) -> list[flo
 
 
 def host_seconds(call: Callable[[], Any], device: str, calls: int = 50) -> float:
-    """Seconds the host needs to ask for one call."""
+    """Seconds of host time per call."""
     synchronize(device)
     begun = time.perf_counter()
     for _ in range(calls):
@@ -150,7 +150,7 @@ def quantiles(seconds: list[float]) -> dict[str, float]:
 
 
 def line_of(case: GpuCase, subject: str, direction: str, session: Session, **found: Any) -> dict[str, Any]:
-    """One line of the results; what could not be found out is None."""
+    """One line of the results; unknown values are None."""
     blank = dict.fromkeys(("p20_ms", "p50_ms", "p80_ms", "tflops", "gate", "skipped"))
     shape = {name: getattr(case, name) for name in ("n", "d", "heads", "key_heads", "dtype", "causal")}
     return {
@@ -170,7 +170,7 @@ def line_of(case: GpuCase, subject: str, direction: str, session: Session, **fou
 
 
 def examine(case: GpuCase, runner: PeerRunner, lse: Tensor, oracle: Pattern) -> tuple[float, dict[str, float]]:
-    """The largest error of a subject's first calls over its rounding bound, and the seconds they took."""
+    """Largest error of a subject's first calls relative to its rounding bound, and their duration in seconds."""
     device = runner.grad_output.device.type
     begun = time.perf_counter()
     output = runner.forward()
@@ -197,7 +197,7 @@ def time_subject(case: GpuCase, runner: PeerRunner, device: str) -> Iterator[tup
 
     for direction, call in zip(DIRECTIONS, (runner.forward, backward), strict=True):
         if device == "cuda":
-            # What is left of a cached block is given away with it, and would count as taken.
+            # The allocator hands out a cached block whole, and its unused rest would count as allocated.
             torch.cuda.empty_cache()
         with PeakMemory(device) as peak:
             begun = time.perf_counter()
@@ -217,7 +217,7 @@ def time_subject(case: GpuCase, runner: PeerRunner, device: str) -> Iterator[tup
 
 
 def time_whole_call(call: Callable[[], Any], device: str) -> dict[str, float]:
-    """Microseconds of one call in a stream of calls without gradients, and of the host's part of it."""
+    """Microseconds per call in a stream of calls without gradients, and of the host per call."""
     with torch.no_grad():
         call()
         whole = clock(call, device, 200 if device == "cuda" else 5)
@@ -226,7 +226,7 @@ def time_whole_call(call: Callable[[], Any], device: str) -> dict[str, float]:
 
 
 def measure(case: GpuCase, session: Session) -> Iterator[dict[str, Any]]:
-    """The lines of a case that the file does not have."""
+    """Measure the lines of a case that the file lacks."""
     wanted = [s for s in case.subjects if any(case.key(s, way) not in session.done for way in DIRECTIONS)]
     if not wanted:
         return
@@ -273,7 +273,7 @@ def lines(
     about: dict[str, Any],
     session: Session,
 ) -> Iterator[dict[str, Any]]:
-    """Both directions of one subject, timed when its gate is green."""
+    """Both directions of one subject, timed if the gate passes."""
     error, first = examine(case, runner, lse, oracle)
     first["forward"] = about.pop("first_call_s", first["forward"])
     passed = error <= 1.0
@@ -289,7 +289,7 @@ def lines(
 
 
 def describe_work(case: GpuCase, problem: PeerProblem) -> dict[str, Any]:
-    """Operations of a forward and the share of blocks computed."""
+    """Operations of a forward pass and the density in blocks."""
     if problem.blocks is not None:
         pairs, density = problem.blocks.pairs * case.heads, problem.blocks.density
     elif case.kind == "dense":
@@ -303,7 +303,7 @@ def describe_work(case: GpuCase, problem: PeerProblem) -> dict[str, Any]:
 
 
 def describe_plan(case: GpuCase, problem: PeerProblem, session: Session) -> dict[str, Any]:
-    """Which backend runs a case, and what its plan takes."""
+    """Backend of a case, with time and size of its plan."""
     inputs = problem.query, problem.key, problem.value
     call = call_of(*inputs, CallSettings(pattern=case.pattern, scale=case.d**-0.5, backend=session.backend))
     seconds = clock(lambda: make_plan(parse(case.pattern), case.n, case.heads, device=session.device), session.device)
@@ -313,7 +313,7 @@ def describe_plan(case: GpuCase, problem: PeerProblem, session: Session) -> dict
 
 
 def measure_plan(case: GpuCase, session: Session) -> Iterator[dict[str, Any]]:
-    """Time and bytes of a plan in which every head has 64 random blocks a row of its own."""
+    """Time and bytes of a plan in which every head has its own 64 random blocks per row."""
     if case.key(OURS, "plan") in session.done:
         return
     pattern = Random(min(1.0, 64 * BLOCK / case.n), per_head=True)
@@ -326,14 +326,14 @@ def measure_plan(case: GpuCase, session: Session) -> Iterator[dict[str, Any]]:
 
 
 def skipped(case: GpuCase, subject: str, session: Session, why: str | Exception) -> Iterator[dict[str, Any]]:
-    """Lines that say why there is no figure."""
+    """Lines with the reason why a figure is missing."""
     reason = why if isinstance(why, str) else f"{type(why).__name__}: {why}".splitlines()[0][:200]
     for direction in DIRECTIONS:
         yield line_of(case, subject, direction, session, skipped=reason, density=case.density)
 
 
 def describe(line: dict[str, Any]) -> str:
-    """One result for a person."""
+    """One result as text."""
     shape = f"n={line['n']:<8} d={line['d']:<4} heads={line['heads']}:{line['key_heads']:<3}"
     where = f"{line['case']:<24} {shape} {line['direction']:<8} {line['subject']:<10}"
     if line["skipped"] is not None:
@@ -346,12 +346,12 @@ def describe(line: dict[str, Any]) -> str:
 
 
 def key_of(line: dict[str, Any]) -> tuple[Any, ...]:
-    """The key of a line, as `GpuCase.key` makes it."""
+    """Key of a line, equal to `GpuCase.key`."""
     return tuple(line[name] for name in ("case", "n", "d", "heads", "key_heads", "subject", "direction"))
 
 
 def is_alive(device: str) -> bool:
-    """Whether the GPU still answers; an illegal access inside a peer's kernel ends it for the whole process."""
+    """Whether the CUDA context works; an illegal access in a peer's kernel breaks it for the whole process."""
     try:
         synchronize(device)
     except RuntimeError:
@@ -360,7 +360,7 @@ def is_alive(device: str) -> bool:
 
 
 def run(out: Path, backend: str, device: str, budget: float, resume: bool, tiny: bool) -> int:
-    """Measure into `out`; the exit status is 1 when the library was wrong."""
+    """Measure into `out`; the exit status is 1 if a result of the library was wrong."""
     known = [line for line in known_lines(out) if line["skipped"] != peers.NOT_INSTALLED] if resume else []
     failed = {key_of(line) for line in known if line["skipped"] is not None}
     begun = time.monotonic()
@@ -387,7 +387,7 @@ def run(out: Path, backend: str, device: str, budget: float, resume: bool, tiny:
 
 
 def restart(out: Path, backend: str, device: str, budget: float, tiny: bool) -> None:
-    """Go on in a fresh process, as an illegal access leaves this one without a GPU."""
+    """Continue in a new process: an illegal access leaves this one without a CUDA context."""
     command = [sys.executable, "-m", str(__package__), "--suite", "gpu", "--resume", "--out", str(out)]
     command += ["--backend", backend, "--device", device, "--budget", str(budget), *(["--tiny"] if tiny else [])]
     sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""The problems of the GPU suite, in the order of what they decide.
+"""Problems of the GPU suite, most decisive first.
 
 Windows and segments are made of whole blocks, so that every peer computes exactly the pairs the library computes.
 """
@@ -24,7 +24,7 @@ K = 1024
 
 @dataclass(frozen=True, kw_only=True)
 class GpuCase:
-    """One problem, batch 1."""
+    """One problem of batch size 1."""
 
     kind: str
     n: int
@@ -46,7 +46,7 @@ class GpuCase:
 
     @property
     def subjects(self) -> tuple[str, ...]:
-        """Who runs it: the library, and the peers that can compute the same pairs."""
+        """Subjects: the library, and the peers that can compute the same pairs."""
         if self.kind == "dense":
             return ("sdpa-cudnn", "sdpa-flash", "fa4")
         if not self.is_blocks:
@@ -57,12 +57,12 @@ class GpuCase:
 
     @property
     def has_whole_call(self) -> bool:
-        """Whether the host may take longer than the GPU, so that whole calls are timed too."""
+        """Whether host time may exceed GPU time, so that whole calls are timed too."""
         return self.is_blocks and self.n <= 16 * K and not self.causal and self.kept < 4
 
     @property
     def kept(self) -> float:
-        """Blocks a row should keep."""
+        """Target number of blocks per row."""
         assert self.density is not None
         return self.density * self.n / BLOCK
 
@@ -74,18 +74,18 @@ class GpuCase:
 
     @property
     def globals(self) -> int:
-        """Leading blocks that see all and are seen by all."""
+        """Leading blocks that attend to all blocks and that all blocks attend to."""
         return max(1, round(self.kept / 4))
 
     @property
     def pattern(self) -> str:
-        """Who may see whom, as text."""
+        """The pattern as text."""
         match self.kind:
             case "dense":
                 text = "full"
             case "random":
                 text = f"random:{self.density};block={BLOCK}"
-                # The past of an early block may hold none of its random blocks; its own is then all it sees.
+                # An early block may have no random block before it; it then attends to its own block alone.
                 text = f"({text} | hierarchical:1x1;block={BLOCK})" if self.causal else text
             case "local":
                 text = f"hierarchical:{self.reach}x1;block={BLOCK}"
@@ -130,12 +130,12 @@ class GpuCase:
         return BlockTable(table.tril() if self.causal else table, self.causal)
 
     def key(self, subject: str, direction: str) -> tuple[Any, ...]:
-        """What tells one line of the results from another."""
+        """Identity of a line of the results."""
         return self.name, self.n, self.d, self.heads, self.key_heads, subject, direction
 
 
 def cases() -> list[GpuCase]:
-    """The grid, most telling first, each case once."""
+    """Cases of the grid, most decisive first, each once."""
     shapes = [(n, d) for n in (16 * K, 64 * K) for d in (128, 64)]
     listed = []
 
@@ -168,7 +168,7 @@ def cases() -> list[GpuCase]:
 
 
 def tiny_cases() -> list[GpuCase]:
-    """One small case of each kind, to see on any machine that the suite works."""
+    """One small case of each kind, to test the suite on any machine."""
     small: dict[str, Any] = {"n": 1024, "d": 32, "heads": 2, "key_heads": 2, "dtype": "float32"}
     listed = [GpuCase(kind=kind, causal=causal, **small) for kind in ("dense", *LADDERS) for causal in (False, True)]
     listed += [GpuCase(kind=kind, density=0.4, causal=c, **small) for kind in BLOCK_KINDS for c in (False, True)]
@@ -176,7 +176,7 @@ def tiny_cases() -> list[GpuCase]:
 
 
 def ladder_pairs(pattern: Dilated, n: int, heads: int, causal: bool) -> int:
-    """Pairs a ladder counts over all heads: in each segment, the samples of a head meet each other."""
+    """Pairs of a ladder over all heads: all pairs of the samples of a head in each segment."""
     total = 0
     for index, (segment, rate) in enumerate(pattern.branches):
         for head in range(heads):

@@ -1,4 +1,4 @@
-"""Clocks, memory meters and the facts that make a figure repeatable."""
+"""Timing, memory measurement, and the description of a machine and its software."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ...ops import memory_budget
 
 
 def synchronize(device: str) -> None:
-    """Wait until the device has done what was asked of it."""
+    """Wait until the device has finished its queued work."""
     if device == "cuda":
         torch.cuda.synchronize()
 
@@ -36,15 +36,15 @@ def clock(call: Callable[[], Any], device: str = "cpu", calls: int = 1) -> float
 
 
 class PeakMemory:
-    """The highest use of memory inside a `with` block, in bytes; None where the system will not say."""
+    """Peak memory inside a `with` block, in bytes; None where the system does not report it."""
 
     def __init__(self, device: str) -> None:
         self.device = device
         self.before: int | None = None
         self.total: int | None = None
-        """all that was held at the highest point"""
+        """bytes allocated at the peak"""
         self.extra: int | None = None
-        """what was held then beyond what was held at the start"""
+        """bytes at the peak beyond those at the start"""
 
     def __enter__(self) -> PeakMemory:
         if self.device == "cuda":
@@ -54,7 +54,7 @@ class PeakMemory:
         else:
             _give_back_freed_memory()
             try:
-                # Linux: 5 sets the high-water mark of resident memory back to what is resident now.
+                # Linux: 5 resets the peak of resident memory to its present value.
                 Path("/proc/self/clear_refs").write_text("5")
                 self.before = memory_budget.status_bytes("VmRSS")
             except OSError:
@@ -73,16 +73,16 @@ class PeakMemory:
 
 
 def _give_back_freed_memory() -> None:
-    """Return to the system what the allocator keeps: a call that takes it again would seem to need nothing."""
+    """Release cached memory to the system; a call that reused it would seem to need none."""
     try:
         ctypes.CDLL(None).malloc_trim(0)
     except (AttributeError, OSError):
-        # Not the GNU C library; what is measured is then a lower bound.
+        # Not the GNU C library: the measurement is a lower bound.
         return
 
 
 def memory_of(device: str) -> tuple[int, int]:
-    """Bytes that can still be taken, and bytes in all; all of them where the system does not tell what is taken."""
+    """Free and total bytes of memory; the total twice where the system does not report usage."""
     try:
         return memory_budget.memory_of(torch.device(device))
     except ValueError:
@@ -91,7 +91,7 @@ def memory_of(device: str) -> tuple[int, int]:
 
 
 def device_name(device: str) -> str:
-    """What the machine calls the processor or the GPU."""
+    """Name of the processor or GPU."""
     if device == "cuda":
         return torch.cuda.get_device_name()
     try:
@@ -112,7 +112,7 @@ def installed(package: str) -> str | None:
 
 
 def git_sha() -> str | None:
-    """Commit of the source tree this file lies in, with a plus where it has been edited.
+    """Commit of the source tree of this file, with a plus if the tree was edited.
 
     GIT_SHA in the environment comes first, for sources that travel without their history.
     """
@@ -131,7 +131,7 @@ def git_sha() -> str | None:
 
 @cache
 def facts(device: str) -> dict[str, Any]:
-    """What to know of machine and software to believe a figure."""
+    """Machine and software of a measurement."""
     return {
         "device": device_name(device),
         "threads": torch.get_num_threads() if device == "cpu" else None,

@@ -1,4 +1,4 @@
-"""What a user would pick instead, on the same tensors and the same blocks: SDPA, FlexAttention, FlashAttention-4.
+"""Peers on the same tensors and blocks: SDPA, FlexAttention, FlashAttention-4.
 
 Every peer is timed through autograd, as the library is. Optional packages are imported when a peer is asked for.
 """
@@ -28,20 +28,20 @@ Three = tuple[Tensor, Tensor, Tensor]
 
 @dataclass(frozen=True, eq=False)
 class BlockTable:
-    """Which key blocks each query block sees, the same for every head."""
+    """Key blocks of each query block, equal for all heads."""
 
     table: Tensor
-    """bool [query blocks, key blocks]; when causal, nothing above the diagonal"""
+    """bool [query blocks, key blocks]; False above the diagonal if causal"""
     causal: bool
 
     @property
     def whole(self) -> Tensor:
-        """The blocks of which every pair is allowed."""
+        """Blocks of which every pair is allowed."""
         return self.table.tril(-1) if self.causal else self.table
 
     @property
     def partial(self) -> Tensor:
-        """The blocks cut by the diagonal."""
+        """Blocks on the diagonal of a causal mask."""
         return self.table & ~self.whole
 
     @property
@@ -58,7 +58,7 @@ class BlockTable:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class PeerProblem:
-    """One call: tensors of shape (1, heads, n, d), and who sees whom."""
+    """One call: tensors of shape (1, heads, n, d) and a block table."""
 
     query: Tensor
     key: Tensor
@@ -80,7 +80,7 @@ class PeerProblem:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class PeerRunner:
-    """A forward call ready to be timed, with what its backward needs."""
+    """A forward call ready for timing, and the inputs of its backward pass."""
 
     forward: Callable[[], Tensor]
     inputs: Three
@@ -94,7 +94,7 @@ class PeerRunner:
 
 
 def why_not(name: str, problem: PeerProblem) -> str | None:
-    """Why a peer cannot run a problem, or None when it can (as the library itself always can try)."""
+    """Reason why a peer cannot run a problem, or None; the library itself always tries."""
     if name in ("sdpa-cudnn", FLEX, "fa4") and problem.device != "cuda":
         return f"needs a CUDA device, got {problem.device}"
     if name == "fa4" and not flash4.installed():
@@ -103,14 +103,14 @@ def why_not(name: str, problem: PeerProblem) -> str | None:
 
 
 def build(name: str, problem: PeerProblem) -> PeerRunner:
-    """A peer on a problem. Its kernels are compiled by the first call, not here."""
+    """A peer on a problem. Its kernels are compiled in the first call."""
     if name in SDPA:
         return _sdpa(name, problem)
     return {FLEX: _flex, "fa4": _flash_attention_4}[name](problem)
 
 
 def _leaves(problem: PeerProblem, heads_first: bool = True) -> Three:
-    """Copies of query, key and value in the peer's own memory order, which gradients end at."""
+    """Leaf copies of query, key and value in the peer's memory order."""
     given = (problem.query, problem.key, problem.value)
     own = (t.detach() if heads_first else t.detach().transpose(1, 2) for t in given)
     query, key, value = (t.contiguous().clone().requires_grad_() for t in own)
@@ -136,10 +136,10 @@ def _flex(problem: PeerProblem) -> PeerRunner:
     query, key, value = _leaves(problem)
     # Each shape is a kernel of its own; past this limit torch would run the whole score matrix eagerly.
     torch._dynamo.config.recompile_limit = flex.SHAPES
-    # A backward that gives its buffers away could not be repeated on one graph, which is how all are timed.
+    # Timing repeats the backward pass on one graph, so a backward must not donate its buffers.
     torch._functorch.config.donated_buffer = False
     attend = flex.compiled()
-    # One rule for all: the compiled kernel then serves every pattern of a shape.
+    # One mask function for all patterns, so that a compiled kernel serves every pattern of a shape.
     blocks = problem.blocks
     mask = flex.mask_of(blocks.partial[None], blocks.whole[None], BLOCK, query.shape[2], _past)
 

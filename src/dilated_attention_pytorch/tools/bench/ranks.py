@@ -1,4 +1,4 @@
-"""Ranks the benchmark runs: one after another in this process, or as processes of this machine over gloo."""
+"""Ranks of the benchmark: one after another in this process, or processes of this machine over gloo."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ from .measure import PeakMemory, clock
 from .results import DIRECTIONS
 
 PATIENCE = timedelta(seconds=300)
-"""A rank that is waited for longer has failed."""
+"""Timeout of a rank in seconds."""
 Three = tuple[Tensor, Tensor, Tensor]
 """query, key, value"""
 
 
 def in_turn(case: Case, group: Group, inputs: Three, backend: str) -> Callable[[], AttentionOutput]:
-    """All ranks one after another; the time is what one device takes for the work of all."""
+    """All ranks one after another; the time is that of one device for the work of all."""
     layout = SequenceLayout.contiguous(group.n, case.ranks)
     return lambda: virtual_attention(*inputs, parse(case.pattern), layout, backend=backend)
 
 
 def exchanged(case: Case, group: Group) -> dict[str, Any]:
-    """What the ranks exchange in a forward, beside what a ring would move."""
+    """Bytes exchanged in a forward pass, and those of a ring."""
     layout = SequenceLayout.contiguous(group.n, case.ranks)
     row_bytes = 2 * group.d * getattr(torch, group.dtype).itemsize
     moved = traffic(case.pattern, layout, group.heads, group.key_heads, row_bytes=row_bytes)
@@ -52,7 +52,7 @@ def exchanged(case: Case, group: Group) -> dict[str, Any]:
 
 
 class Processes:
-    """Processes of this machine, each with its shard of the sequence, that compute when they are asked to.
+    """Processes of this machine, each with its shard of the sequence, that compute on request.
 
     A call returns when the slowest has answered. What crosses between them goes over gloo on the loopback interface.
     """
@@ -77,7 +77,7 @@ class Processes:
                 daemon=True,
             )
             member.start()
-            # The end that was handed over: once the process is gone, reading ours tells so instead of waiting.
+            # Close the parent's copy of the child's end: reading then fails if the process dies, instead of blocking.
             theirs.close()
             self.ends.append(mine)
             self.members.append(member)
@@ -92,11 +92,11 @@ class Processes:
         self._ask("backward")
 
     def prepare(self) -> tuple[dict[str, Any], Computed]:
-        """First calls of both directions: what is timed, and what the gate looks at."""
+        """First calls of both directions: the subject to time, and the inputs of the gate."""
         found = {
             "run": {"forward": self.forward, "backward": self.backward},
             "first_call_s": clock(self.forward),
-            # What other processes hold is not seen from here.
+            # Memory of other processes is not measured here.
             "peak": {name: PeakMemory("cpu") for name in DIRECTIONS},
         }
         self.backward()
@@ -130,10 +130,10 @@ class Processes:
 def _serve(
     asked: Connection, rank: int, world: int, port: int, pattern: str, n: int, backend: str, arrays: Sequence[Any]
 ) -> None:
-    """One rank, until the other end of its pipe is closed."""
+    """Main loop of a rank, until the parent closes the pipe."""
     import signal
 
-    # An interruption is the parent's to handle: it closes the pipe.
+    # The parent handles an interruption and closes the pipe.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // world))

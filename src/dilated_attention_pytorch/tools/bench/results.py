@@ -1,4 +1,4 @@
-"""Files of results, one line of JSON a figure: written whole, read with what is broken told by number."""
+"""Result files, one line of JSON per figure. Writers append whole lines; readers report invalid lines by number."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DIRECTIONS = ("forward", "backward")
 WORK = {"forward": 1.0, "backward": 2.5, "both": 3.5}
 """Operations relative to the forward: five matrix products of the backward against two of the forward."""
 KEY = ("suite", "case", "subject", "n", "d", "heads", "key_heads", "dtype", "direction")
-"""What tells one line of the benchmark from another."""
+"""Fields that identify a line of the benchmark."""
 Line = dict[str, Any]
 OURS_ANY_ORDER = "ours-any-order"
 """Subject of lines with `reproducible_gradients(False)`."""
@@ -28,12 +28,12 @@ TIMED = {
     **dict.fromkeys(("n", "d", "heads", "key_heads"), int),
     **dict.fromkeys(("p50_ms", "density"), int | float),
 }
-"""What a line with a time in it tells besides, and its kind."""
+"""Other fields of a line with a time, and their types."""
 
 
 @dataclass(frozen=True)
 class Bar:
-    """One promise and what was measured."""
+    """One target and its measurement."""
 
     what: str
     measured: float
@@ -55,12 +55,12 @@ def key_of(line: Line) -> tuple[Any, ...]:
 
 
 def is_left_out(line: Line) -> bool:
-    """Whether it says why dense attention was not timed."""
+    """Whether the line gives the reason why dense attention was not timed."""
     return line.get("case") == "dense" and "skipped" in line
 
 
 def begin(out: Path, keep: bool) -> None:
-    """Make the file's folder and see that lines can be added, before anything is measured for it."""
+    """Create the folder of a file and check that it is writable, before a measurement."""
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         with out.open("a" if keep else "w"):
@@ -70,11 +70,11 @@ def begin(out: Path, keep: bool) -> None:
 
 
 def append(out: Path, line: Line) -> None:
-    """Add one line in one write: an interruption leaves whole lines, a kill at worst one that is cut short."""
+    """Append a line in one write: an interruption leaves whole lines, a kill at worst one truncated line."""
     handle = os.open(out, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
     try:
         size = os.fstat(handle).st_size
-        # What a full disk cut off must not swallow this line as well.
+        # A line truncated by a full disk must not absorb this one.
         cut = size > 0 and os.pread(handle, 1, size - 1) != b"\n"
         os.write(handle, ("\n" * cut + json.dumps(line) + "\n").encode())
     finally:
@@ -82,7 +82,7 @@ def append(out: Path, line: Line) -> None:
 
 
 def read_lines(paths: Sequence[Path], complain: Callable[[str], None] | None = None) -> list[Line]:
-    """Every whole line of the files, in the order of their names; what is not one is told by number and skipped."""
+    """Valid lines of the files, in order of file names; invalid lines are reported by number and skipped."""
     found: list[Line] = []
     for path in sorted(paths):
         for number, text in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
@@ -99,7 +99,7 @@ def read_lines(paths: Sequence[Path], complain: Callable[[str], None] | None = N
 
 
 def _why_not(line: object) -> str | None:
-    """Why something read from a file is no line of results."""
+    """Reason why a value read from a file is not a line of results."""
     if not isinstance(line, dict):
         return "not a line of results"
     if line.get("p50_ms") is None or line.get("direction") not in DIRECTIONS:
@@ -109,19 +109,19 @@ def _why_not(line: object) -> str | None:
 
 
 def known_lines(out: Path, complain: Callable[[str], None] | None = None) -> list[Line]:
-    """What a file of the benchmark holds, nothing where there is none."""
+    """Lines of a benchmark file; empty if there is no file."""
     return [line for line in read_lines([out], complain) if "case" in line] if out.exists() else []
 
 
 def complaints_about(out: Path) -> list[str]:
-    """What is broken in a file that lines are added to."""
+    """Invalid lines of a file that is appended to."""
     told: list[str] = []
     known_lines(out, told.append)
     return told
 
 
 def progress(text: str) -> None:
-    """What is going on, on stderr: one changing line for a person, plain lines for a log."""
+    """Progress on stderr: one changing line on a terminal, plain lines in a log."""
     if sys.stderr.isatty():
         print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
     elif text:

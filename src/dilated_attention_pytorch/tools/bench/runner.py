@@ -1,4 +1,4 @@
-"""Measures attention on this machine: `dap bench`, or `python -m dilated_attention_pytorch.tools.bench`.
+"""`dap bench`: measure attention on this machine; also `python -m dilated_attention_pytorch.tools.bench`.
 
 Every case passes a correctness gate before it is timed. Ours and torch's dense attention run in the same process, turn
 about, and what is compared is the rate on the flops each really computes. One line of JSON a case and direction goes to
@@ -50,16 +50,16 @@ BARS = {"forward": 0.8, "backward": 0.7, "both": 0.8}
 """Least accepted rate relative to torch's dense attention; `both` is for the LongNet ladder."""
 MEMORY_BAR_GIB = 16.0
 PEER_PATIENCE_S = 60.0
-"""Dense attention that would take longer, forward and backward, is not run."""
+"""Time limit of dense attention in seconds, forward and backward; slower cases are not run."""
 PROBE_TOKENS = {"cpu": 4096, "cuda": 16384}
-"""Length at which that is found out."""
+"""Length at which the time of dense attention is estimated."""
 Three = tuple[Tensor, Tensor, Tensor]
 """query, key, value"""
 
 
 @dataclass(kw_only=True)
 class Subject:
-    """Something timed: the library on one case, or a dense peer."""
+    """Subject of a measurement: the library on one case, or a dense peer."""
 
     case: str
     backend: str
@@ -71,9 +71,9 @@ class Subject:
     first_call_s: float
     peak: dict[str, PeakMemory]
     gate: float | None = None
-    """Largest error over the error that is accepted; at most 1 passes."""
+    """Largest error relative to the accepted error; at most 1 passes."""
     more: dict[str, Any] = field(default_factory=dict)
-    """What else its lines tell."""
+    """Further fields of its lines."""
     seconds: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in DIRECTIONS})
 
     def rates(self, direction: str) -> list[float]:
@@ -91,7 +91,7 @@ def prepare(
     inputs: tuple[Tensor, ...],
     grad_output: Tensor | None,
 ) -> tuple[dict[str, Any], Computed | None]:
-    """First calls of both directions: what a `Subject` needs from them, and what the gate looks at.
+    """First calls of both directions: the fields of a `Subject`, and the inputs of the gate.
 
     Without a gradient of the output, a random one is drawn.
     """
@@ -118,7 +118,7 @@ def prepare(
 
 
 def peer(name: str, group: Group, inputs: Three, grad_output: Tensor) -> Subject:
-    """Torch's dense attention as a yardstick."""
+    """Torch's dense attention."""
     group_heads = slice(0, group.peer_heads)
     query, key, value = (x[:, group_heads].detach().clone().requires_grad_() for x in inputs)
 
@@ -131,7 +131,7 @@ def peer(name: str, group: Group, inputs: Three, grad_output: Tensor) -> Subject
 
 
 def why_too_slow(group: Group) -> str | None:
-    """Why the dense peers are left out: how long a forward and backward would take, from a short one."""
+    """Reason to skip the dense peers: their time, extrapolated from a short sequence."""
     n = min(group.n, PROBE_TOKENS[group.device])
     query = torch.randn(1, 1, n, group.d, dtype=getattr(torch, group.dtype), device=group.device)
     seconds = min(clock(lambda: scaled_dot_product_attention(query, query, query), group.device) for _ in range(3))
@@ -143,7 +143,7 @@ def why_too_slow(group: Group) -> str | None:
 
 
 def absent(group: Group, name: str, reason: str) -> Iterator[tuple[dict[str, Any], list[Bar]]]:
-    """The lines of a dense peer that is left out."""
+    """Lines of a dense peer that is skipped."""
     for direction in DIRECTIONS:
         key = dict(zip(KEY, _key(group, "dense", direction), strict=True))
         shape = {"heads": group.peer_heads, "backend": name, "p50_ms": None, "skipped": reason}
@@ -151,7 +151,7 @@ def absent(group: Group, name: str, reason: str) -> Iterator[tuple[dict[str, Any
 
 
 def of_class(case: Case, backend: str, group: Group, inputs: Three) -> Subject:
-    """A class of the library, checked at a short length against its twin in float64."""
+    """A module class, checked at a short length against the same module in float64."""
     assert case.module is not None
     module = trials.build(case.module, group.n, group.heads, group.d, backend)
     module = module.to(group.device, getattr(torch, group.dtype))
@@ -163,7 +163,7 @@ def of_class(case: Case, backend: str, group: Group, inputs: Three) -> Subject:
 
 
 def ours(case: Case, backend: str, group: Group, inputs: Three, grad_output: Tensor, closing: ExitStack) -> Subject:
-    """The library on one case, with the error its gate found."""
+    """The library on one case, with the error from the gate."""
     if case.module is not None:
         return of_class(case, backend, group, inputs)
     pattern = parse(case.pattern)
@@ -205,7 +205,7 @@ def draw(group: Group) -> tuple[Three, Tensor]:
 
 
 def take_turns(group: Group, subjects: list[Subject], say: Callable[[str], None]) -> None:
-    """Time every subject once a round, so that a slow minute of the machine hurts all alike."""
+    """Time every subject once per round, so that a slow period of the machine affects all subjects."""
     calls = {}
     for subject in subjects:
         for direction in DIRECTIONS:
@@ -226,7 +226,7 @@ def take_turns(group: Group, subjects: list[Subject], say: Callable[[str], None]
 
 
 def ratio(subject: Subject, dense: Subject, direction: str) -> float:
-    """Median over the rounds of our rate against the dense rate of the same round."""
+    """Median over the rounds of the library's rate relative to the dense rate of the same round."""
     pairs = zip(subject.rates(direction), dense.rates(direction), strict=True)
     return statistics.median(ours / theirs for ours, theirs in pairs)
 
@@ -264,7 +264,7 @@ def row(group: Group, subject: Subject, direction: str, peers: list[Subject]) ->
 
 
 def passed_gate(subject: Subject) -> bool:
-    """Whether the result may be timed at all."""
+    """Whether the gate passed, so that the result may be timed."""
     return subject.gate is None or subject.gate <= 1.0
 
 
@@ -275,7 +275,7 @@ def measure_group(
     done: Collection[tuple[Any, ...]] = (),
     plans: Counter[str] | None = None,
 ) -> Iterator[tuple[dict[str, Any], list[Bar]]]:
-    """Rows of a group that are not done, each with the bars it decides.
+    """Unfinished rows of a group, each with the targets it decides.
 
     `plans` counts the calls of the timed rounds that found their plan, and those that did not.
     """
@@ -316,7 +316,7 @@ def measure_group(
 
 
 def cut_to_whole_rounds(group: Group, subjects: list[Subject]) -> bool:
-    """Drop the times of a round that was interrupted; whether as many rounds are left as it takes to tell a time."""
+    """Drop the times of an interrupted round; whether enough rounds are left to report a time."""
     whole = min((len(times) for subject in subjects for times in subject.seconds.values()), default=0)
     for subject in subjects:
         subject.seconds = {name: times[:whole] for name, times in subject.seconds.items()}
@@ -329,7 +329,7 @@ def _key(group: Group, case: str, direction: str) -> tuple[Any, ...]:
 
 
 def bars(group: Group, subject: Subject, direction: str, peers: list[Subject]) -> Iterator[Bar]:
-    """What one subject and direction has to show for the promises made for the CPU."""
+    """Targets for the CPU with the measurement of one subject and direction."""
     if not group.judged or subject in peers or not subject.seconds[direction]:
         return
     what = f"{subject.case} n={group.n} d={group.d}"
@@ -344,7 +344,7 @@ def bars(group: Group, subject: Subject, direction: str, peers: list[Subject]) -
 
 
 def describe(line: dict[str, Any]) -> str:
-    """One result for a person."""
+    """One result as text."""
     if line["case"] == "plan cache":
         return (
             f"plans: {line['hits']} calls found theirs, {line['misses']} had to make it, "
@@ -371,7 +371,7 @@ HEADER = f"{'case':<30} {'kernel':<9} {'pass':<8} {'tokens':>8} {'d':>4} {'ms':>
 
 
 class Eta:
-    """How far a run is, in words before each message."""
+    """Progress of a run, as a prefix of messages."""
 
     def __init__(self, groups: list[Group], ahead: int = 0) -> None:
         self.work = [group.budget_s + 5.0 for group in groups] + [60.0] * ahead
@@ -396,11 +396,11 @@ def run(
     deadline: float = float("inf"),
     as_json: bool = False,
 ) -> int:
-    """Measure a suite into `out`; the exit status is 1 when a gate was red.
+    """Measure a suite into `out`; the exit status is 1 if a gate failed.
 
     Nothing is begun after the deadline, a time of `time.monotonic`.
     """
-    # Dense attention that was left out, perhaps because the machine was busy, may be measured yet.
+    # Dense attention that was skipped, perhaps on a busy machine, is tried again.
     done = {key_of(line) for line in known_lines(out) if not is_left_out(line)} if resume else set()
     limit = trials.memory_limit(device, memory_gib)
     before = plan_cache.info()
@@ -482,7 +482,7 @@ def main(arguments: list[str] | None = None) -> int:
             if name == "gpu":
                 from . import gpu
 
-                # Its lines have names of their own, so they never share a file with those of other suites.
+                # Its lines have other fields, so they have a file of their own.
                 own = out if len(wanted) == 1 else out.with_name(f"{out.stem}-gpu{out.suffix}")
                 device = "cuda" if options.device == "auto" else options.device
                 left = deadline - time.monotonic()
@@ -492,7 +492,7 @@ def main(arguments: list[str] | None = None) -> int:
             limits: dict[str, Any] = {"memory_gib": options.memory, "deadline": deadline}
             status |= run(name, out, options.backend, device, resume=options.resume, as_json=options.json, **limits)
         if options.suite == "cpu":
-            # In a process of its own, so that the memory it reports is its own.
+            # A separate process, so that the reported memory is that of the case alone.
             child = [sys.executable, "-m", str(__package__), "--suite", "million", "--append"]
             child += ["--out", str(out), "--backend", options.backend, *(["--resume"] if options.resume else [])]
             status |= subprocess.run(child, check=False).returncode

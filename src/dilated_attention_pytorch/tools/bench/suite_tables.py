@@ -1,4 +1,4 @@
-"""Tables and charts of the suites that run on any device: the tables the original reports had."""
+"""Tables and charts of the suites that run on any device, in the form of the original reports."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MOST_DENSE_LINES = 2
 
 
 class Record(NamedTuple):
-    """One timed line, whichever suite wrote it."""
+    """One timed line of any suite."""
 
     device: str
     suite: str
@@ -27,25 +27,25 @@ class Record(NamedTuple):
     heads: int
     direction: str
     ms: float
-    """For dense attention, scaled to the heads of the cases beside it, as is the memory: both are proportional."""
+    """Of dense attention scaled to the heads of the cases in its table, like the memory; both are proportional."""
     peak: int | None
     density: float
     line: Line
 
     @property
     def place(self) -> tuple[str, int, int]:
-        """What may stand in one table."""
+        """Key of the table that a line belongs to."""
         return self.device, self.d, self.heads
 
 
 def records(lines: Iterable[Line]) -> list[Record]:
-    """Every timed forward and backward, sorted; of two lines for the same, the later counts."""
+    """Timed forward and backward passes, sorted; the later of two lines with one key counts."""
     found: dict[tuple[object, ...], Record] = {}
     for line in lines:
         if line.get("p50_ms") is None or line.get("direction") not in ("forward", "backward"):
             continue
         if line.get("subject") == OURS_ANY_ORDER:
-            # A matter of the GPU tables; here it would be the same case a second time.
+            # Shown in the GPU tables; here it would repeat a case.
             continue
         made = _record(line)
         found[made[:8]] = made
@@ -60,7 +60,7 @@ def _record(line: Line) -> Record:
         name = f"{case}, {PEERS.get(line['backend'], 'torch')}"
     elif subject != "ours":
         name = f"{case}, {PEERS.get(subject, subject)}"
-    # Lines without a suite are of a time when freed memory that was taken again did not count.
+    # Lines without a suite were measured before reused memory was counted.
     peak = line.get("peak_bytes") if line.get("suite") else None
     if is_dense and heads < line["key_heads"]:
         more = line["key_heads"] / heads
@@ -191,7 +191,7 @@ def _chart(
 
 
 def drawn_names(forward: dict[tuple[str, int], Record], names: Sequence[str]) -> list[str]:
-    """The lines of a chart: the fastest dense ones, one sparse case with its peers on the same blocks, and others."""
+    """Series of a chart: the fastest dense ones, one sparse case with its peers on the same blocks, and others."""
     lengths = {name: [n for which, n in forward if which == name] for name in names}
     ranked = sorted(names, key=lambda name: (-len(lengths[name]), name))
     dense = [name for name in ranked if name.startswith("dense, ")]
@@ -217,7 +217,7 @@ def both_directions(own: Iterable[Record]) -> dict[tuple[str, str, int, int, int
 
 
 def speedups(own: Sequence[Record]) -> list[tuple[Record, float]]:
-    """Forward records of block patterns with how many times faster than dense both directions together are."""
+    """Forward records of block patterns, with the speed-up over dense of both directions together."""
     together = both_directions(own)
     found = []
     for record in own:
@@ -244,7 +244,7 @@ def _density_parts(own: list[Record]) -> Iterator[Part]:
     shapes: dict[tuple[str, int, int, int], set[float]] = {}
     for r, _ in found:
         shapes.setdefault((r.suite, r.n, r.d, r.heads), set()).add(round(r.density, 3))
-    # The shape with most densities tells most; the others say the same.
+    # The shape with the most densities represents the others.
     for suite, n, d, heads in sorted(shapes, key=lambda shape: (-len(shapes[shape]), shape))[:1]:
         here = [(r, times) for r, times in found if (r.suite, r.n, r.d, r.heads) == (suite, n, d, heads)]
         yield Heading(f"Density: {tokens_text(n)} tokens, {heads} heads of {d}", 3)
@@ -326,7 +326,7 @@ def _rank_parts(own: list[Record]) -> Iterator[Part]:
 
 
 def longest_parts(lines: Iterable[Line]) -> Iterator[Part]:
-    """The longest lengths that were run."""
+    """Longest lengths measured."""
     found = {
         (line["device"], line["subject"], line["direction"], line["cap_gib"] or 0.0): line
         for line in lines

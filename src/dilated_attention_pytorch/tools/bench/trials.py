@@ -1,4 +1,4 @@
-"""What the benchmark runs besides a plain call: every class of the library, and the longest length that fits."""
+"""Trials of the benchmark besides plain calls: module classes, and the longest length that fits."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from .cases import CLASSES, MODEL_LAYERS, MODELS, Group
 from .measure import facts, memory_of
 
 GATE_TOKENS = 1024
-"""Length at which a class is compared with its twin on the reference backend in float64."""
+"""Length at which a class is compared with the same module on the reference backend in float64."""
 REFERENCE = backend_name(reference)
 SLACK = 4.0
-"""Accepted error of a class over the error of the reference backend in the same dtype; at most 2 was measured."""
+"""Accepted error of a class relative to the reference backend in the same dtype; at most 2 was measured."""
 PATIENCE_S = {"cpu": 12.0, "cuda": 4.0}
-"""A length is not tried when a call would take longer."""
+"""Time limit of a call in seconds; longer lengths are not tried."""
 BISECTED = {"cpu": ("dilated", "block-sparse 1 %", "window"), "cuda": None}
-"""Subjects whose longest length is looked for, all where None."""
+"""Subjects of the search for the longest length; all if None."""
 
 
 def build(name: str, n: int, heads: int, d: int, backend: str) -> nn.Module:
@@ -66,12 +66,12 @@ def run_on(module: nn.Module, backend: str) -> nn.Module:
 
 
 def is_multihead(module: nn.Module) -> bool:
-    """Whether it projects rows of all heads together."""
+    """Whether a module has projections over all heads."""
     return hasattr(module, "embed_dim")
 
 
 def arguments(module: nn.Module, inputs: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, ...]:
-    """What a module is called with, from (1, heads, n, d) tensors."""
+    """Arguments of a module, from (1, heads, n, d) tensors."""
     query = inputs[0].detach()
     rows = query.transpose(1, 2).flatten(2)
     n = query.shape[2]
@@ -86,7 +86,7 @@ def arguments(module: nn.Module, inputs: tuple[Tensor, Tensor, Tensor]) -> tuple
 
 
 def leaves(module: nn.Module, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """What gradients are asked for: a model's parameters, what another class was given."""
+    """Tensors to differentiate: parameters of a model, inputs of any other class."""
     return tuple(module.parameters()) if isinstance(module, MODEL_CLASSES) else given
 
 
@@ -94,19 +94,19 @@ MODEL_CLASSES = tuple(getattr(models, name) for name in MODELS)
 
 
 def call(module: nn.Module, given: tuple[Tensor, ...]) -> Tensor:
-    """The output, whatever else the module returns."""
+    """The output of a module, without its other results."""
     return module(*given * 3)[0] if is_multihead(module) else module(*given)
 
 
 def module_error(module: nn.Module, given: tuple[Tensor, ...]) -> float:
-    """Largest error of output and gradients over the accepted error; at most 1 passes.
+    """Largest error of output and gradients relative to the accepted error; at most 1 passes.
 
     Errors are measured against the same module in float64 on the reference backend. Accepted are `SLACK` times the
     errors of the reference backend in the dtype of the module. A module that chooses blocks by content would choose
     others in float64: both references compute dense attention on the blocks that the module chose.
     """
     was_training = module.training
-    # Training adds noise to learned choices.
+    # In training mode, learned selection adds noise.
     module.eval()
     short = tuple(x.detach()[:, :GATE_TOKENS].clone().requires_grad_(x.requires_grad) for x in given)
     exact = tuple((x.detach().double() if x.is_floating_point() else x).requires_grad_(x.requires_grad) for x in short)
@@ -117,7 +117,7 @@ def module_error(module: nn.Module, given: tuple[Tensor, ...]) -> float:
         run_on(twin, REFERENCE)
         run_on(rounded, REFERENCE)
     else:
-        # A tenth of so few blocks are those that every row keeps, and nothing would be chosen.
+        # With so few blocks, the blocks that every row keeps exhaust a budget of a tenth.
         core.config = replace(core.config, base_sparsity=0.5)
         chosen = partial(on_chosen_blocks, chosen_blocks(module, short))
         for part in (learned_core(twin), learned_core(rounded)):
@@ -141,13 +141,13 @@ def module_error(module: nn.Module, given: tuple[Tensor, ...]) -> float:
 
 
 def learned_core(module: nn.Module) -> modules.BlockSparseAdaptive | None:
-    """What chooses blocks by content in a module, if anything does."""
+    """Learned selection of a module, or None."""
     return next((part for part in module.modules() if isinstance(part, modules.BlockSparseAdaptive)), None)
 
 
 @torch.no_grad()
 def chosen_blocks(module: nn.Module, given: tuple[Tensor, ...]) -> Selection:
-    """The blocks a learned module looks at when it does not explore."""
+    """Blocks that a learned module selects without exploration."""
     core = learned_core(module)
     assert core is not None
     if isinstance(module, modules.MultiheadBlockSparseAdaptive):
@@ -158,7 +158,7 @@ def chosen_blocks(module: nn.Module, given: tuple[Tensor, ...]) -> Selection:
 def on_chosen_blocks(
     selection: Selection, query: Tensor, key: Tensor, value: Tensor, *flags: bool, **masks: Tensor | None
 ) -> Tensor:
-    """Dense attention over (B, N, H, D) on blocks that were chosen before, as a learned core is called."""
+    """Dense attention over (B, N, H, D) on given blocks, with the interface of a learned core."""
     if any(flags) or any(mask is not None for mask in masks.values()):
         raise must("a choice must be asked for as it was made", "a flag or a mask")
     allowed = selection.allowed()
@@ -170,12 +170,12 @@ def on_chosen_blocks(
 
 
 class ClassWork(NamedTuple):
-    """What a class computes at a length."""
+    """Work of a class at a length."""
 
     pattern: str
     density: float
     flops: float
-    """of a forward, with projections and without a scorer of blocks"""
+    """of a forward pass, with projections and without the scorer"""
     backend: str
 
 
@@ -204,9 +204,9 @@ def _plan_of(module: nn.Module, group: Group) -> tuple[Plan, str]:
 
 
 def why_too_large(group: Group, limit: int) -> str | None:
-    """Why a group is not begun: its forecast exceeds the memory it may take."""
+    """Reason to skip a group: its forecast exceeds the memory limit."""
     shape = Shape(n=group.n, heads=group.heads, key_heads=group.key_heads, d=group.d, dtype=getattr(torch, group.dtype))
-    # The peers are measured beside it and hold as much again.
+    # The peers are measured in turns with it and need the same memory again.
     wanted = peaks(shape, 0)[1] * (2 if group.peers else 1)
     if wanted > limit:
         return f"{group.label} takes about {wanted / 2**30:.1f} GiB of {limit / 2**30:.1f} GiB"
@@ -214,7 +214,7 @@ def why_too_large(group: Group, limit: int) -> str | None:
 
 
 def longest_lengths(device: str, limit: int, known: set[str]) -> Iterator[dict[str, Any]]:
-    """The longest resident lengths of the subjects not known, found by bisection.
+    """Longest resident lengths of the subjects without a result, by bisection.
 
     On a CPU no length is tried that is forecast not to fit, and none counts that took more than the limit.
     """
@@ -235,7 +235,7 @@ def longest_lengths(device: str, limit: int, known: set[str]) -> Iterator[dict[s
 
 
 def within(attempt: Callable[[int], Any], limit: int, heads: int, d: int) -> Callable[[int], Any]:
-    """`attempt`, out of memory where the forecast or what was taken exceeds the limit; a CPU would be killed."""
+    """`attempt`, out of memory if its forecast or use exceeds the limit; a CPU process would be killed."""
 
     def guarded(n: int) -> Any:
         shape = Shape(n=n, heads=heads, key_heads=heads, d=d, dtype=torch.float32, backend=NATIVE)
@@ -248,5 +248,5 @@ def within(attempt: Callable[[int], Any], limit: int, heads: int, d: int) -> Cal
 
 
 def memory_limit(device: str, asked_gib: float | None) -> int:
-    """Bytes a suite may take: what was asked for, or four fifths of what is free."""
+    """Memory limit of a suite in bytes: as given, or four fifths of the free memory."""
     return int(asked_gib * 2**30) if asked_gib else int(0.8 * memory_of(device)[0])
