@@ -311,7 +311,7 @@ def test_sums_stay_in_registers_and_ask_for_whole_lines_at_once(own_unit, width,
     )
     shape, apart = (1, 8, 4096, width), (4096 * 8 * width, width, 8 * width, 1)
     told = 128, own_unit, 16, True, padding, triton_summaries.ROWS, triton_summaries.ASKED
-    triton_summaries._summing.__wrapped__(torch.device("cpu"), shape, 8, apart, apart, 2, *told)
+    triton_summaries._summing(torch.device("cpu"), shape, 8, apart, apart, 2, *told)
     tiles = launches.Tiles(0, 0, made["num_warps"], 3)
     compiled = compile_kernel(triton_summaries.summaries_kernel, made, tiles, types=SUMMED)
     assert compiled.metadata.shared <= 16384

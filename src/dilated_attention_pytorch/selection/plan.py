@@ -34,7 +34,6 @@ def _shared_lists(blocks: int, local: int, sink: int, is_causal: bool, device: t
     return lists.masked_fill(outside, -1)
 
 
-@lru_cache(maxsize=64)
 def _masks(block_size: int, device: torch.device) -> Masks:
     element = torch.arange(block_size, device=device)
     below = element <= element[:, None]
@@ -50,7 +49,6 @@ def _masks(block_size: int, device: torch.device) -> Masks:
     return Masks(packed, band)
 
 
-@lru_cache(maxsize=64)
 def _token_axis(batch: int, n: int, heads: int, block_size: int, device: torch.device) -> Axis:
     """Token axis of concatenated samples of n tokens."""
     first = torch.arange(batch, device=device)[:, None] * n
@@ -61,7 +59,7 @@ def _token_axis(batch: int, n: int, heads: int, block_size: int, device: torch.d
 
 
 @lru_cache(maxsize=64)
-def _ground(batch: int, n: int, heads: int, block_size: int, device: torch.device) -> tuple[Axis, Tensor, Masks]:
+def ground(batch: int, n: int, heads: int, block_size: int, device: torch.device) -> tuple[Axis, Tensor, Masks]:
     """Axis, head classes and masks of plans of one size."""
     classes = torch.arange(heads, dtype=torch.int32, device=device)
     return _token_axis(batch, n, heads, block_size, device), classes, _masks(block_size, device)
@@ -71,7 +69,7 @@ def plan_of(selection: Selection, by_query: Walk, by_key: Walk, blocks: int) -> 
     """Plan of a selection with the given walks."""
     batch, heads = selection.indices.shape[:2]
     n, size = selection.n, selection.block_size
-    axis, classes, masks = _ground(batch, n, heads, size, selection.indices.device)
+    axis, classes, masks = ground(batch, n, heads, size, selection.indices.device)
     part = Part(axis, axis, classes, by_query, by_key)
     return Plan("learned", batch * n, heads, size, (part,), masks, blocks)
 
@@ -189,12 +187,13 @@ def token_plan(selection: Selection, least: int = 0, host_sync: bool = True) -> 
     zero = torch.zeros(1, dtype=torch.int32, device=device)
     tables = [table.flatten(0, 1).int() for table in (by_query, by_key)]
     streamed = torch.arange(rows // size, dtype=torch.int32, device=device)
+    keys, classes, masks = ground(batch, n, heads, size, device)
     part = Part(
         queries=_token_axis(1, rows, heads, size, device),
-        keys=_token_axis(batch, n, heads, size, device),
-        head_class=torch.arange(heads, dtype=torch.int32, device=device),
+        keys=keys,
+        head_class=classes,
         by_query=Walk(tables[0], zero, zero.clone(), zero + WHOLE, start_order(tables[0])),
         by_key=Walk(tables[1], streamed, zero[:0], zero[:0], start_order(tables[1])),
     )
-    plan = Plan("learned by token", rows, heads, size, (part,), _masks(size, device), met.numel())
+    plan = Plan("learned by token", rows, heads, size, (part,), masks, met.numel())
     return Gathered(plan, source, place)

@@ -8,7 +8,8 @@ specializes a kernel on, and a repeated launch calls the compiled entry directly
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -17,8 +18,8 @@ from torch import Tensor
 from . import warmup
 from .triton_abi import Entry, Grid, entry_of
 
-CACHE_SIZE = 4096
-"""Most cached launches, and most prepared launches of each kind."""
+CACHE_SIZE, PREPARED = 4096, 2**14
+"""Most cached launches, and most prepared ones."""
 ALIGNED = 128
 """Alignment of sub-tensors inside an arena, in elements."""
 
@@ -105,6 +106,12 @@ class Launch:
             # The entry ignores arguments that are compiled in, but expects their slots.
             rest = *self._numbers, *(None,) * (len(self._kernel.arg_names) - len(arguments))
             self._entries[key] = entry_of(compiled), rest
+
+
+@lru_cache(maxsize=PREPARED)
+def prepared(make: Callable[..., Any], *sizes: Any) -> Any:
+    """Result of `make(*sizes)`, made once: launches and arenas for tensors of given sizes."""
+    return make(*sizes)
 
 
 Shape = tuple[int, ...]

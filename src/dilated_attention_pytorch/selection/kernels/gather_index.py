@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 from torch import Tensor
 
-from ...kernels.launch.launcher import CACHE_SIZE, Arena, Launch, Shape
+from ...kernels.launch.launcher import Arena, Launch, Shape, prepared
 from ...kernels.triton.launches import OPTIONS, padded_width
 from ..types import GatherIndex, Selection
 from .gather_index_kernels import mark_tokens_kernel, place_kernel, runs_kernel
@@ -70,9 +68,6 @@ class SelectionInverter:
         return GatherIndex(*[self._room.tensor(memory, name) for name in GatherIndex._fields])
 
 
-_inverter = lru_cache(maxsize=CACHE_SIZE)(SelectionInverter)
-
-
 def invert_selection(selection: Selection, group: int = 1) -> GatherIndex:
     """`plan.invert_selection` with one bit for each token and key tile instead of a sort, in 32-bit integers."""
     indices = selection.indices
@@ -82,4 +77,4 @@ def invert_selection(selection: Selection, group: int = 1) -> GatherIndex:
         indices = indices.contiguous()
         apart = indices.stride()
     options = selection.block_size, selection.blocks, group
-    return _inverter(indices.device, indices.shape, apart[:2], *options)(indices)
+    return prepared(SelectionInverter, indices.device, indices.shape, apart[:2], *options)(indices)
