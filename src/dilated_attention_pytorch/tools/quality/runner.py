@@ -1,8 +1,9 @@
 """What a pattern costs in quality: `dap quality --suite cpu`, or `python -m dilated_attention_pytorch.tools.quality`.
 
 The suites cpu and ci train retrieval tasks in minutes on a CPU, with rows for the limits of a
-learned choice: the nearest and random blocks, an untrained scorer and an oracle. The suites
-small and gpu compare patterns, with speed-ups:
+learned choice: the nearest and random blocks, an untrained scorer and an oracle. The suite rules
+compares published rules that choose blocks. The suites small and gpu compare patterns, with
+speed-ups:
 
 - recall: every block of a sequence holds a key and its value and asks for a key told anywhere
   before it;
@@ -55,7 +56,7 @@ from ..bench.measure import clock, facts
 from ..bench.results import append, read_lines
 from ..console import Parser, one_of
 from ..html_page import wrapped, write
-from . import recipe, retrieval, retrieval_report
+from . import recipe, retrieval, retrieval_report, rules
 from .editions import HEADS, OutOfTime, Play, Task, compare, fetch, read_plays
 
 WIDTH = 64
@@ -305,8 +306,8 @@ def trained(lines: list[Line]) -> list[tuple[str, str]]:
 
 def report(lines: list[Line], logs: str = "") -> str:
     """The rows as a page, which names the files they were read from."""
-    small = [line for line in lines if "wanted" in line]
-    lines = [line for line in lines if "wanted" not in line]
+    small, chosen = ([line for line in lines if key in line] for key in ("wanted", "budget"))
+    lines = [line for line in lines if not line.keys() & {"wanted", "budget"}]
     text = ["# What a pattern costs in quality", "", *(__doc__ or "").partition("\n\n")[2].strip().split("\n"), ""]
     text += [f"`dap quality --report` wrote this page and the picture; the rows are in {logs}.", ""]
     if small:
@@ -315,6 +316,7 @@ def report(lines: list[Line], logs: str = "") -> str:
             "",
             *retrieval_report.report(small),
         ]
+    text += rules.report(chosen)
     if lines:
         text += ["![Quality retained against speed-up](quality.png)", ""]
     for suite, task in trained(lines):
@@ -382,7 +384,7 @@ def _read(log: Path) -> list[Line]:
 def main(arguments: list[str] | None = None) -> int:
     """Train, measure, write. Exit status: 0, 1 where dense attention did not learn a task, 130 where it was stopped."""
     parser = Parser("dap quality", __doc__ or "")
-    suites = [*retrieval.SUITES, "recipe", *SUITES]
+    suites = [*retrieval.SUITES, "recipe", *rules.RULE_SUITES, *SUITES]
     parser.option("--suite", read=one_of(suites), default="cpu", metavar="NAME", help=", ".join(suites))
     parser.out("folder of the results", Path("quality"))
     parser.option("--plays", type=Path, metavar="PATH", help="the plays as `--fetch` downloads them, for editions")
@@ -405,20 +407,20 @@ def main(arguments: list[str] | None = None) -> int:
     logs = given.report or [log]
     lines = [line for each in logs for line in _read(each)]
     write(given.out / "quality.md", report(lines, ", ".join(each.name for each in logs)))
-    compared = [line for line in lines if "wanted" not in line]
+    compared = [line for line in lines if not line.keys() & {"wanted", "budget"}]
     if compared:
         plot(compared, given.out / "quality.png")
     if short is not None:
         print(f"stopped: {short}; go on with --resume", file=sys.stderr if given.json else sys.stdout, flush=True)
         return 130
-    small = [line for line in lines if "wanted" in line and "setting" not in line]
+    small = [line for line in lines if line.keys() & {"wanted", "budget"} and "setting" not in line]
     return 0 if all(row["counts"] for row in judged(compared)) and retrieval_report.learned_all(small) else 1
 
 
 def _run(given: argparse.Namespace, log: Path, deadline: float) -> OutOfTime | None:
     """Measure what is not in the log; why the rest was left."""
     name, plays = given.suite, None if given.plays is None else read_plays(given.plays)
-    if name in (*retrieval.SUITES, "recipe"):
+    if name in (*retrieval.SUITES, "recipe", *rules.RULE_SUITES):
         return _run_retrieval(given, log, deadline)
     suite = SUITES[name]
     if suite.device == "cuda" and not torch.cuda.is_available():
@@ -446,14 +448,18 @@ def _run(given: argparse.Namespace, log: Path, deadline: float) -> OutOfTime | N
 
 
 def _run_retrieval(given: argparse.Namespace, log: Path, deadline: float) -> OutOfTime | None:
-    """Measure the runs of a retrieval suite, or of the recipe, that are not in the log; why the rest was left."""
-    name, known, code = given.suite, facts("cpu"), retrieval.sources()
+    """Measure the runs of a retrieval suite, the recipe or rules that are not in the log; why the rest was left."""
+    name, known = given.suite, facts("cpu")
+    code = rules.sources() if name in rules.RULE_SUITES else retrieval.sources()
     old = _read(log)
     rows = [line for line in old if line["suite"] == name and given.resume and line["sources"] == code]
     write(log, "".join(json.dumps(line) + "\n" for line in old if line["suite"] != name or line in rows))
     if name == "recipe":
         done: set[Any] = {(line["task"], line["setting"], line["seed"]) for line in rows}
         found = recipe.measure([run for run in recipe.runs() if run not in done])
+    elif name in rules.RULE_SUITES:
+        done = {(line["task"], line["pattern"], line["budget"], line["seed"]) for line in rows}
+        found = rules.measure(chosen := rules.RULE_SUITES[name], [run for run in chosen.runs() if run not in done])
     else:
         done = {(line["task"], line["pattern"], line["wanted"], line["seed"]) for line in rows}
         suite = retrieval.SUITES[name]
