@@ -181,10 +181,10 @@ def _selected(query: Tensor, key: Tensor, value: Tensor, settings: SelectedSetti
 def _attend_of(query: Tensor, key: Tensor, value: Tensor, settings: SelectedSettings) -> BlockAttend | TokenAttend:
     """Implementation for a call, with its indices checked where the host may read them."""
     indices, counts, padding, size, is_causal, scale, backend = settings
-    (_, heads, n, _), groups = query.shape, key.shape[1]
+    _, heads, n, _ = query.shape
     if implementations.allows_host_sync(query.device):
         validate_indices(indices, -(-n // size), counts)
-    selection = selection_of(indices, counts, n, heads, groups, size, is_causal)
+    selection = selection_of(indices, counts, n, heads, size, is_causal)
     return choose_attend(query, key, value, selection, scale, padding, 0.0, None, backend, None)
 
 
@@ -357,7 +357,7 @@ def attend_selection(
 def _check_selection(query: Tensor, selection: Selection) -> None:
     batch, heads, n, _ = query.shape
     rows = n if selection.per_token else -(-n // selection.block_size)
-    if selection.n != n or selection.indices.shape[:3] != (batch, heads, rows):
+    if (selection.n, selection.heads) != (n, heads) or selection.indices.shape[::2] != (batch, rows):
         raise must(
             f"the selection must be for {batch} samples, {heads} heads and {n} tokens",
             f"indices {tuple(selection.indices.shape)} for {selection.n} tokens",

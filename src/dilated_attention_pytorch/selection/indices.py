@@ -112,33 +112,23 @@ def normalise_indices(indices: Tensor, counts: Tensor | None, blocks: int, last:
 
 
 def selection_of(
-    indices: Tensor, counts: Tensor | None, n: int, heads: int, groups: int, granularity: int, is_causal: bool
+    indices: Tensor, counts: Tensor | None, n: int, heads: int, granularity: int, is_causal: bool
 ) -> Selection:
-    """Selection of the listed blocks and no others, for `heads` query heads that read `groups` key heads."""
+    """Selection of the listed blocks and no others, for `heads` query heads."""
     blocks, rows = -(-n // granularity), indices.shape[2]
     per_token = rows != blocks
     own = torch.arange(rows, device=indices.device)
     own = own // granularity if per_token else own
     listed = normalise_indices(indices, counts, blocks, own if is_causal else None)
     shape = n, granularity, is_causal, per_token
+    group = heads // indices.shape[1]
     if not (per_token and is_causal):
-        listed = _for_heads(listed, heads, groups)
-        return Selection(listed, (listed < blocks).sum(-1, dtype=torch.int32), *shape, 0, 0)
+        return Selection(listed, (listed < blocks).sum(-1, dtype=torch.int32), *shape, 0, 0, group=group)
     # The own block has the triangle of the causal mask; gathered queries read whole blocks. It is the last of a list.
     mine = listed == own[:, None]
-    sharing = mine.any(-1)
     listed = listed.masked_fill(mine, blocks)
-    listed, sharing = _for_heads(listed, heads, groups), _for_heads(sharing[..., None], heads, groups)[..., 0]
     counts = (listed < blocks).sum(-1, dtype=torch.int32)
-    return Selection(listed, counts, *shape, 1, 0, sharing)
-
-
-def _for_heads(listed: Tensor, heads: int, groups: int) -> Tensor:
-    """Lists of 1, `groups` or `heads` heads, for all query heads."""
-    batch, scope, rows, entries = listed.shape
-    if scope in (1, heads):
-        return listed.expand(batch, heads, rows, entries)
-    return listed[:, :, None].expand(batch, groups, heads // groups, rows, entries).flatten(1, 2)
+    return Selection(listed, counts, *shape, 1, 0, mine.any(-1), group)
 
 
 def listed_pairs(

@@ -34,14 +34,15 @@ class ListedBlocks:
     """What lays out selections of some sizes by query blocks, in two pieces of memory: one for each direction.
 
     A block has `halves` items of 128 rows, or 0 where Hopper cannot run it. With `few` the same row of all heads starts
-    together, and of dK and dV the heaviest of all heads; otherwise one head after another.
+    together, and of dK and dV the heaviest of all heads; otherwise one head after another. `shared` query heads share a
+    list; rows of all heads are laid out.
     """
 
     def __init__(
-        self, device: torch.device, shape: tuple[int, ...], size: int, local: int, sinks: int, causal: bool,
-        ragged: bool, halves: int, few: bool,
+        self, device: torch.device, shape: tuple[int, ...], shared: int, size: int, local: int, sinks: int,
+        causal: bool, ragged: bool, halves: int, few: bool,
     ) -> None:  # fmt: skip
-        batch, heads, t, listed = shape
+        batch, heads, t, listed = shape[0], shape[1] * shared, *shape[2:]
         # Without a block that every row sees, Hopper's items of rows without blocks need a masked tile.
         sinks, self.masked, words = min(sinks, t), ragged or causal or (not local and halves > 0), -(-t // 32)
         many = (local if causal or not local else 2 * local - 1) + sinks + listed
@@ -60,13 +61,13 @@ class ListedBlocks:
         begins = self.by_query.begin("lists", "rows", "work", "items", "held", "partial")
         self._to_queries = Launch(
             query_lists_kernel, device, *begins, batch, heads, t, listed, sinks, entries,
-            P=padded_width(many), **options, BY_ROW=few, num_warps=4 if many > 256 else 1, **OPTIONS,
+            P=padded_width(many), **options, BY_ROW=few, SHARED=shared, num_warps=4 if many > 256 else 1, **OPTIONS,
         )  # fmt: skip
         # What is not used of the lists is looked at with the rest.
         begins = self.by_key.begin("bits", "lists", "counters")
         self._mark = Launch(
             mark_kernel, device, *begins, t, heads, batch, listed, in_lists,
-            P=min(padded_width(listed), 64), num_warps=4, **OPTIONS,
+            P=min(padded_width(listed), 64), SHARED=shared, num_warps=4, **OPTIONS,
         )  # fmt: skip
         self._marks = words, batch * heads, 1
         begins = self.by_key.begin("bits", "counters", "lists", "rows", "total", "partial", "turned")
@@ -129,18 +130,19 @@ class Frame:
     """Launches and constant tensors of selections of one size."""
 
     def __init__(
-        self, device: torch.device, shape: tuple[int, ...], n: int, size: int, local: int, sinks: int, is_causal: bool,
-        few_items: int,
+        self, device: torch.device, shape: tuple[int, ...], shared: int, n: int, size: int, local: int, sinks: int,
+        is_causal: bool, few_items: int,
     ) -> None:  # fmt: skip
-        self._device, self._shape, self._n, self._size, self._is_causal = device, shape[:3], n, size, is_causal
-        batch, heads, t, _ = shape
+        batch, heads, t = shape[0], shape[1] * shared, shape[2]
+        self._device, self._shape, self._n, self._size, self._is_causal = device, (batch, heads, t), n, size, is_causal
         self.ragged = n % size > 0
         self.strided = self.ragged and batch > 1
         # The Hopper kernels do not check which items exist.
         plain = not self.strided and (size == ITEM_ROWS or not self.ragged)
         self.halves = size // ITEM_ROWS if plain else 0
         few = heads * batch * t * self.halves <= few_items
-        self.lists = prepared(ListedBlocks, device, shape, size, local, sinks, is_causal, self.ragged, self.halves, few)
+        kinds = is_causal, self.ragged, self.halves, few
+        self.lists: ListedBlocks = prepared(ListedBlocks, device, shape, shared, size, local, sinks, *kinds)
         self.launches: dict[Any, Any] = {}
         """Launches of the Hopper kernels"""
         self._owners: dict[int, tuple[Tensor, Tensor]] = {}
@@ -209,7 +211,7 @@ class Listed:
     def __init__(self, selection: Selection) -> None:
         indices = selection.indices
         near = selection.local_blocks, selection.sink_blocks, selection.is_causal
-        options = indices.device, indices.shape, selection.n, selection.block_size, *near
+        options = indices.device, indices.shape, selection.group, selection.n, selection.block_size, *near
         self.frame, self.selection = _frame(*options, FEW_ITEMS), selection
         self.lists = self.frame.lists
         self.items = Items(self.frame, self.lists.queries(indices))
