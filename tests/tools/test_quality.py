@@ -18,7 +18,15 @@ from torch import nn
 
 from dilated_attention_pytorch import parse
 from dilated_attention_pytorch.nn import SparseAttention
-from dilated_attention_pytorch.tools.quality import SUITE_NAMES, command, editions, recipe, retrieval, retrieval_report
+from dilated_attention_pytorch.tools.quality import (
+    SUITE_NAMES,
+    command,
+    editions,
+    recipe,
+    retrieval,
+    retrieval_report,
+    rules,
+)
 from dilated_attention_pytorch.tools.quality import runner as quality
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
@@ -403,6 +411,46 @@ def test_a_retrieval_suite_runs_resumes_and_reports(tmp_path: Path, capsys: pyte
         assert (line["scorer_parameters"] > 0) == learns
     page = (tmp_path / "quality.md").read_text()
     assert "did not learn every task" in page and "| 50.7 % | oracle |" in page
+
+
+def test_the_rules_suite_runs_resumes_and_reports(tmp_path: Path):
+    given = ["--suite", "rules-tiny", "--out", str(tmp_path)]
+    assert quality.main([*given, "--minutes", "0"]) == 130 and len(read(tmp_path)) == 1
+    assert quality.main([*given, "--resume"]) == 1, "two steps teach nothing"
+    lines = read(tmp_path)
+    suite = rules.RULE_SUITES["rules-tiny"]
+    assert [(x["task"], x["pattern"], x["budget"], x["seed"]) for x in lines] == suite.runs()
+    assert {x["sources"] for x in lines} == {rules.sources()}
+    for line in lines:
+        wanted = rules.counted_density(line["budget"], 16) if line["budget"] else 1.0
+        top_p = "top-p" in line["pattern"]
+        assert line["density"] == pytest.approx(wanted, rel=0.05 if top_p else 1e-9), line
+    assert "| 42.6 % | oracle |" in (tmp_path / "quality.md").read_text()
+
+
+def test_rules_keep_attention_between_random_and_oracle():
+    """Squared error against dense attention at one density, on keys with directions that tokens look for."""
+    q, k, v = torch.randn(3, 2, 512, 2, 32, generator=torch.Generator().manual_seed(0)).unbind()
+    k = k + 3 * torch.randn(2, 32, 1, 2, 32, generator=torch.Generator().manual_seed(1)).expand(
+        -1, -1, 16, -1, -1
+    ).flatten(1, 2)
+    dense = retrieval.DenseAttention()(q, k, v, is_causal=True)
+    error = {}
+    for row, (rule, top_p) in rules.RULES.items():
+        if not top_p:
+            module = rules.SelectorAttention(rule, 16, 6)
+            error[row] = float((module(q, k, v, is_causal=True) - dense).square().mean())
+            assert module.densities == [pytest.approx(rules.counted_density(6, 32))]
+    assert error["oracle"] == min(error.values()) and error["random"] == max(error.values())
+    assert all(2 * x < error["random"] for row, x in error.items() if row != "random"), error
+
+
+def test_published_rules_share_a_counted_density():
+    lines = [line for line in quality._read(RESULTS / "quality_cpu.jsonl") if "budget" in line]
+    assert [(x["task"], x["pattern"], x["budget"], x["seed"]) for x in lines] == rules.RULE_SUITES["rules"].runs()
+    for line in lines:
+        wanted = rules.counted_density(line["budget"], line["n"] // line["block"]) if line["budget"] else 1.0
+        assert line["density"] == pytest.approx(wanted, rel=0.03 if "top-p" in line["pattern"] else 1e-9), line
 
 
 def test_tables_of_learned_attention_are_generated():

@@ -8,8 +8,9 @@ the addresses in them, which repeat because the allocator reuses memory.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
 from itertools import count
 from threading import Lock
 from typing import Any, NamedTuple
@@ -22,8 +23,8 @@ from ..hopper.lowering import Strides
 from . import warmup
 from .triton_abi import Compilers, Entry, Grid, entry_of
 
-CACHE_SIZE = 4096
-"""Most cached launches, and most prepared launches of each kind; Triton itself evicts no kernel."""
+CACHE_SIZE, PREPARED = 4096, 2**14
+"""Most cached launches, and most prepared ones; Triton itself evicts no kernel."""
 CACHED_ADDRESSES = 256
 """Most cached argument lists of a sequence of launches."""
 
@@ -112,6 +113,12 @@ def _launch_of(identity: Key, kernel: Any, device: torch.device, options: dict[s
             _launches.clear()
         cached = _launches[identity] = Launch(kernel, device, **options)
     return cached
+
+
+@lru_cache(maxsize=PREPARED)
+def prepared(make: Callable[..., Any], *sizes: Any) -> Any:
+    """Result of `make(*sizes)`, made once: launches and arenas for tensors of given sizes."""
+    return make(*sizes)
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:

@@ -1,8 +1,9 @@
 """What a pattern costs in quality: `dap quality --suite cpu`, or `python -m dilated_attention_pytorch.tools.quality`.
 
 The suites cpu and ci train retrieval tasks in minutes on a CPU, with rows for the limits of a
-learned choice: the nearest and random blocks, an untrained scorer and an oracle. The suites
-small and gpu compare patterns, with speed-ups:
+learned choice: the nearest and random blocks, an untrained scorer and an oracle. The suite rules
+compares published rules that choose blocks. The suites small and gpu compare patterns, with
+speed-ups:
 
 - recall: every block of a sequence holds a key and its value and asks for a key told anywhere
   before it;
@@ -31,4 +32,4 @@ sequences and smaller blocks than those it is timed on.
 """
 
 TASKS = ("recall", "editions", "speed")
-SUITE_NAMES = ("cpu", "ci", "tiny", "recipe", "small", "gpu", "rehearsal")
+SUITE_NAMES = ("cpu", "ci", "tiny", "recipe", "rules", "rules-tiny", "small", "gpu", "rehearsal")

@@ -57,11 +57,12 @@ def table(lines: list[Line]) -> list[str]:
         mine = [line for line in lines if line["setting"] == name]
         if mine:
             values = [[x["quality"] for x in mine if x["task"] == task] for task in tasks]
-            text.append(f"| {name} | {' | '.join(map(_spread, values))} | {len({x['seed'] for x in mine})} |")
+            text.append(f"| {name} | {' | '.join(map(spread, values))} | {len({x['seed'] for x in mine})} |")
     return text
 
 
-def _spread(values: list[float]) -> str:
+def spread(values: list[float]) -> str:
+    """Mean and standard deviation, as text."""
     if not values:
         return ""
     return f"{statistics.mean(values):.3f}" + (f" ± {statistics.stdev(values):.3f}" if len(values) > 1 else "")

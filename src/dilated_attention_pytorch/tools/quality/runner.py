@@ -23,7 +23,7 @@ from ..bench.measure import clock, facts
 from ..bench.results import append, read_lines
 from ..html_page import wrapped, write
 from . import __doc__ as about
-from . import recipe, retrieval, retrieval_report
+from . import recipe, retrieval, retrieval_report, rules
 from .editions import HEADS, OutOfTime, Play, Task, compare, read_plays
 
 WIDTH = 64
@@ -51,6 +51,8 @@ class Suite:
     editions: Task
 
 
+RETRIEVED = {"wanted", "budget"}
+"""Fields of lines of the retrieval suites and of the rules; other lines compare patterns."""
 SUITES = {
     "small": Suite(
         device="cpu", recall_n=256, recall_block=16, recall_steps=250, keep=0.25, speed_n=4096, seeds=(0,),
@@ -272,8 +274,8 @@ def trained(lines: list[Line]) -> list[tuple[str, str]]:
 
 def report(lines: list[Line], logs: str = "") -> str:
     """The rows as a page, which names the files they were read from."""
-    small = [line for line in lines if "wanted" in line]
-    lines = [line for line in lines if "wanted" not in line]
+    small, chosen = ([line for line in lines if key in line] for key in ("wanted", "budget"))
+    lines = [line for line in lines if not line.keys() & RETRIEVED]
     text = ["# What a pattern costs in quality", "", *(about or "").partition("\n\n")[2].strip().split("\n"), ""]
     text += [f"`dap quality --report` wrote this page and the picture; the rows are in {logs}.", ""]
     if small:
@@ -282,6 +284,7 @@ def report(lines: list[Line], logs: str = "") -> str:
             "",
             *retrieval_report.report(small),
         ]
+    text += rules.report(chosen)
     if lines:
         text += ["![Quality retained against speed-up](quality.png)", ""]
     for suite, task in trained(lines):
@@ -350,7 +353,7 @@ def read_log(log: Path) -> list[Line]:
 def run(given: argparse.Namespace, log: Path, deadline: float) -> OutOfTime | None:
     """Measure what is not in the log; why the rest was left."""
     name, plays = given.suite, None if given.plays is None else read_plays(given.plays)
-    if name in (*retrieval.SUITES, "recipe"):
+    if name in (*retrieval.SUITES, "recipe", *rules.RULE_SUITES):
         return _run_retrieval(given, log, deadline)
     suite = SUITES[name]
     if suite.device == "cuda" and not torch.cuda.is_available():
@@ -378,14 +381,18 @@ def run(given: argparse.Namespace, log: Path, deadline: float) -> OutOfTime | No
 
 
 def _run_retrieval(given: argparse.Namespace, log: Path, deadline: float) -> OutOfTime | None:
-    """Measure the runs of a retrieval suite, or of the recipe, that are not in the log; why the rest was left."""
-    name, known, code = given.suite, facts("cpu"), retrieval.sources()
+    """Measure the runs of a retrieval suite, the recipe or rules that are not in the log; why the rest was left."""
+    name, known = given.suite, facts("cpu")
+    code = rules.sources() if name in rules.RULE_SUITES else retrieval.sources()
     old = read_log(log)
     rows = [line for line in old if line["suite"] == name and given.resume and line["sources"] == code]
     write(log, "".join(json.dumps(line) + "\n" for line in old if line["suite"] != name or line in rows))
     if name == "recipe":
         done: set[Any] = {(line["task"], line["setting"], line["seed"]) for line in rows}
         found = recipe.measure([run for run in recipe.runs() if run not in done])
+    elif name in rules.RULE_SUITES:
+        done = {(line["task"], line["pattern"], line["budget"], line["seed"]) for line in rows}
+        found = rules.measure(chosen := rules.RULE_SUITES[name], [run for run in chosen.runs() if run not in done])
     else:
         done = {(line["task"], line["pattern"], line["wanted"], line["seed"]) for line in rows}
         suite = retrieval.SUITES[name]
