@@ -2,15 +2,21 @@
 
 import threading
 import time
+from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
 import torch
 
+from dilated_attention_pytorch.kernels.call import AttentionCall
 from dilated_attention_pytorch.kernels.launch import launcher as quick_launch
 from dilated_attention_pytorch.kernels.launch import triton_abi, warmup
 from dilated_attention_pytorch.kernels.launch.arena import Arena
 from dilated_attention_pytorch.kernels.launch.launcher import Launch, launch
+from dilated_attention_pytorch.patterns import parse
+from dilated_attention_pytorch.plan import make_plan
+
+LOG2E = 1.4426950408889634
 
 
 class Entry:
@@ -120,6 +126,36 @@ def test_another_device_than_the_current_takes_the_public_way(kernel, monkeypatc
         launch(kernel, (1,), x, 5, 0.5, SIZE=16)
     # The kernel that Triton compiled for the other device is not used on this one.
     assert len(kernel.public) == 3 and not kernel.quick
+
+
+@pytest.mark.parametrize("name", ["attention_fwd_kernel", "attention_dq_bwd_kernel", "attention_dkv_bwd_kernel"])
+def test_direct_launches_pass_their_own_softcap(kernel, monkeypatch, name):
+    pytest.importorskip("triton")
+    from dilated_attention_pytorch.kernels.triton import launches
+
+    known = getattr(launches, name)
+    kernel.arg_names, kernel.params = known.arg_names, getattr(known, "params", ())
+    monkeypatch.setattr(launches, "launch", lambda one, *given, **named: one is kernel and launch(one, *given, **named))
+    monkeypatch.setattr(launches, "delta_of", lambda *_: torch.zeros(1, 2, 32))
+    monkeypatch.setattr(launches, name, kernel)
+    query = torch.randn(1, 2, 32, 16)
+    call = AttentionCall(query, query, query, make_plan(parse("causal"), 32, 2, 16), 0.25)
+    caps = 0.0, 2.0, 0.0, 4.0, 2.0
+    passed = []
+    for cap in caps:
+        before = len(kernel.public), len(kernel.quick)
+        capped = replace(call, softcap=cap)
+        if name == "attention_fwd_kernel":
+            launches.forward(capped)
+        else:
+            launches.backward(capped, query, torch.zeros(1, 2, 32), query, None)
+        arguments = [one[1] for one in kernel.public[before[0] :]] + [one[2] for one in kernel.quick[before[1] :]]
+        assert len(arguments) == 1
+        named = dict(zip(known.arg_names, arguments[0], strict=False))
+        passed.append((named["cap_scale"], named["scale" if name == "attention_fwd_kernel" else "scale_log2"]))
+    assert passed == [(0.25 / cap, cap * LOG2E) if cap else (None, 0.25 * LOG2E) for cap in caps]
+    # One entry without a cap and one with any; both are called directly from then on.
+    assert (len(kernel.public), len(kernel.quick)) == (2, 3)
 
 
 def test_only_so_many_are_kept(kernel, monkeypatch):
