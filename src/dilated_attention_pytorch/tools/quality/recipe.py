@@ -18,12 +18,17 @@ CHANGES: dict[str, tuple[str, dict[str, Any]]] = {
     "learned, `exploration=True`": ("learned", {"exploration": True}),
     "frozen, `exploration=True`": ("frozen", {"exploration": True}),
     "learned, `distill_min_tokens=1` (2 % of rows)": ("learned", {"distill_min_tokens": 1}),
-    "frozen, `score_unit=1`": ("frozen", {"score_unit": 1}),
-    "learned, `score_unit=1`": ("learned", {"score_unit": 1}),
-    "frozen, `score_unit=16`": ("frozen", {"score_unit": 16}),
-    "learned, `score_unit=16`": ("learned", {"score_unit": 16}),
+    "learned, `distill_min_tokens=512`": ("learned", {"distill_min_tokens": 512}),
     "learned, `saliency_weighted=False`": ("learned", {"saliency_weighted": False}),
     "learned, `distill_start=20`": ("learned", {"distill_start": 20}),
+    "frozen, `score_unit=1`": ("frozen", {"score_unit": 1}),
+    "learned, `score_unit=1`": ("learned", {"score_unit": 1}),
+    "frozen, `score_unit=1, match_rank=16`": ("frozen", {"score_unit": 1, "match_rank": 16}),
+    "learned, `score_unit=1, match_rank=16`": ("learned", {"score_unit": 1, "match_rank": 16}),
+    "frozen, `score_unit=1, match_rank=8`": ("frozen", {"score_unit": 1, "match_rank": 8}),
+    "learned, `score_unit=1, match_rank=8`": ("learned", {"score_unit": 1, "match_rank": 8}),
+    "frozen, `score_unit=16`": ("frozen", {"score_unit": 16}),
+    "learned, `score_unit=16`": ("learned", {"score_unit": 16}),
 }
 """Row and settings by name."""
 SCRATCH = ("frozen, no dense start", "learned, no dense start")
