@@ -90,4 +90,5 @@ def report(lines: list[Line]) -> list[str]:
         text += [f"Measured on {first.get('device', '')}; the results name the seeds and a hash of the sources.", ""]
     if changed:
         text += ["## Training settings of learned attention", "", INTRODUCTION, "", *recipe.table(lines), ""]
+        text += ["Right answers by the unit and rank of scores:", "", *recipe.fine_table(lines), ""]
     return text
