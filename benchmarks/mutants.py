@@ -81,6 +81,7 @@ class Verdict(NamedTuple):
 
 
 PROBLEMS = "ops/test_attention.py::test_every_problem_matches_the_oracle"
+BIASES = "ops/test_bias.py::test_table_gradients_match_dense"
 REPEATED = "ops/test_repeated_calls.py"
 VIRTUAL = "distributed/test_virtual.py::test_every_problem_matches_the_oracle_on_every_layout"
 PLANS = "hardening/test_patterns.py"
@@ -147,7 +148,7 @@ MUTANTS = (
            "group = head % call.key.shape[1]", "query heads read the wrong key head", (PROBLEMS,)),
     Mutant("cpu-base", "kernels/cpu/tiles.py", "(part_lse - after).exp())", "(part_lse - after).exp2())",
            "steps merge in base 2 where the LSE is natural", (PROBLEMS,)),
-    Mutant("cpu-scale", "kernels/cpu/tiles.py", ", 0.0) * call.scale\n", ", 0.0)\n",
+    Mutant("cpu-scale", "kernels/cpu/tiles.py", "        grad_scores *= call.scale\n", "",
            "the gradient of the scores lacks the scale", (PROBLEMS,)),
     Mutant("cpu-filler", "kernels/cpu/tiles.py", " & listed[..., None]", "", "tiles that fill a short list up are counted",
            (PROBLEMS,)),
@@ -283,6 +284,29 @@ MUTANTS = (
     Mutant("triton-split-sum", "kernels/triton/backward_kernels.py",
            "b_grad = load_rows(p_sum_tile, b_exist, o_d, D, DP, True)", "b_grad = b_grad",
            "summed pieces drop the gradient of earlier parts", ("split rows of a dilated ladder",)),
+    Mutant("bias-sign", "kernels/call.py", "distance = key_at[..., axis] - at[..., axis]",
+           "distance = at[..., axis] - key_at[..., axis]", "later keys take the bias of earlier ones", (BIASES,)),
+    Mutant("bias-samples", "kernels/call.py", "grad_scores = grad_scores.sum(0, keepdim=True, dtype=total.dtype)",
+           "grad_scores = grad_scores[:1]", "the table's gradient is that of the first sample", (BIASES,)),
+    Mutant("bias-wide", "kernels/cpu/tiles.py", "torch.zeros_like(call.bias, dtype=torch.float64)",
+           "torch.zeros_like(call.bias)", "the table's gradient is summed in float32",
+           ("ops/test_bias.py::test_table_gradients_are_summed_wide",)),
+    Mutant("bias-step", "ops/decode.py", "entry = (distance + radius)", "entry = (radius - distance)",
+           "a decoded row takes the bias of later keys", ("ops/test_bias.py::test_steps_are_rows_of_the_whole",)),
+    Mutant("bias-head", "kernels/cpu/tiles.py", "products += call.bias[self.head].flatten()[self.bias_index]",
+           "products += call.bias[0].flatten()[self.bias_index]", "all heads take the bias of the first", (BIASES,)),
+    Mutant("native-bias-far", "kernels/cpu/native_tiles.h", "+ reach + b.pad, 0, b.width + b.pad)",
+           "+ reach + b.pad, 0, b.width)", "distances beyond the table take an entry inside it", (BIASES,)),
+    Mutant("native-bias-pad", "kernels/cpu/native.py", "table[..., -1] += padded[..., -pad:].sum(-1)", "pass",
+           "the outermost entry lacks the gradient of larger distances", (BIASES,)),
+    Mutant("native-slope", "kernels/cpu/native.cpp", "if (call.softcap) apply_slopes(w, q, tile);", "",
+           "gradients lack the derivative of the soft cap", ("ops/test_softcap.py",)),
+    Mutant("native-tanh", "kernels/cpu/native_lanes.h", "size < T(0.625) ?", "size < T(0) ?",
+           "small scores lose their precision below a soft cap",
+           ("kernels/test_cpu_backends.py::test_any_softcap_keeps_single_precision",)),
+    Mutant("t5-cache", "integrations/huggingface.py", "before = mask.first_query - mask.first_key + rows - 1",
+           "before = rows - 1", "distances of a cached prefix count from 0",
+           ("integrations/test_huggingface_models.py::test_t5_generation_matches_eager",)),
 )  # fmt: skip
 QUICK = ("merge-top", "module-scale", "last-block")
 """Mutants planted by the test suite."""

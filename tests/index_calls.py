@@ -25,6 +25,12 @@ def seen_pairs(indices: Tensor, n: int, size: int, heads: int, is_causal: bool) 
     return seen & (token <= token[:, None]) if is_causal else seen
 
 
+def same_document(cu_seqlens: Tensor, n: int) -> Tensor:
+    """Pairs of tokens of one document, bool (n, n)."""
+    document = torch.searchsorted(cu_seqlens, torch.arange(n), right=True)
+    return document[:, None] == document
+
+
 def with_sink(output: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
     """The sink as one more logit of a softmax, whose value is 0."""
     top = torch.maximum(lse, sink[:, None]).detach()
@@ -51,6 +57,17 @@ class IndexCall(NamedTuple):
     wild: bool = False
     """Values that are no block, which a GPU ignores"""
     seed: int = 0
+    documents: int = 0
+    """Documents of a packed sequence, some of them empty; 0 for none"""
+
+    def cu_seqlens(self) -> Tensor | None:
+        """Bounds of the documents, for a batch of one."""
+        if not self.documents:
+            return None
+        draw = torch.Generator().manual_seed(self.seed + 1)
+        inner = torch.randint(self.n + 1, (self.documents - 1,), generator=draw).sort().values
+        edges = torch.tensor([0]), inner, torch.tensor([self.n])
+        return torch.cat(edges).to(torch.int32 if self.seed % 2 else torch.int64)
 
     def lists(self) -> tuple[Tensor, Tensor | None, Tensor]:
         """Indices, counts, and the indices that hold."""
@@ -90,6 +107,7 @@ class IndexCall(NamedTuple):
         padding = torch.arange(self.n) >= torch.tensor([self.n, self.n // 2])[torch.arange(self.batch) % 2, None]
         padding = padding if self.padded else None
         indices, counts, held = self.lists()
+        bounds = self.cu_seqlens()
         found = []
         for exact in (False, True):
             kind = torch.float64 if exact else None
@@ -97,6 +115,7 @@ class IndexCall(NamedTuple):
             with nullcontext() if exact or rules is None else rules:
                 if exact:
                     seen = seen_pairs(held, self.n, self.size, self.heads, self.is_causal)
+                    seen = seen if bounds is None else seen & same_document(bounds, self.n)
                     output, lse = dense_attention(*leaves[:3], seen.double(), key_padding_mask=padding)
                     output = with_sink(output, lse, leaves[3])
                 else:
@@ -108,6 +127,7 @@ class IndexCall(NamedTuple):
                         is_causal=self.is_causal,
                         enable_gqa=True,
                         sink=leaves[3],
+                        cu_seqlens=None if bounds is None else bounds.to(device),
                         key_padding_mask=None if padding is None else padding.to(device),
                         return_lse=True,
                         backend=backend,
@@ -125,12 +145,13 @@ def drawn_call(draw: Draw, sizes: tuple[int, ...] = (16, 32)) -> IndexCall:
     """Some call of `selected_attention`."""
     key_heads, group = draw.choice([(1, 1), (2, 1), (1, 3), (2, 2)])
     heads = key_heads * group
+    documents = draw.integer(0, 6)
     return IndexCall(
         draw.choice([False, True]),
         draw.choice([False, True]),
         draw.integer(1, 90),
         draw.choice(sizes),
-        draw.integer(1, 2),
+        1 if documents else draw.integer(1, 2),
         heads,
         key_heads,
         draw.choice([1, key_heads, heads]),
@@ -139,4 +160,5 @@ def drawn_call(draw: Draw, sizes: tuple[int, ...] = (16, 32)) -> IndexCall:
         draw.choice([False, True]),
         False,
         draw.integer(0, 999),
+        documents,
     )

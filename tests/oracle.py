@@ -34,15 +34,20 @@ def dense_attention(
     key_padding_mask: Tensor | None = None,
     kept: Tensor | None = None,
     dropout_p: float = 0.0,
+    softcap: float | None = None,
+    bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Output and natural-log LSE, differentiable.
 
     `counts` (heads, n, n) multiplies each weight before the softmax; `kept` says which survive dropout after it.
+    `bias` is one of every pair, as `bias_of_pairs` gives it.
     """
     groups = query.shape[1] // key.shape[1]
     key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    scores = scale * query @ key.transpose(-1, -2) + counts.log()
+    scores = scale * query @ key.transpose(-1, -2)
+    scores = scores if softcap is None else softcap * (scores / softcap).tanh()
+    scores = scores + counts.log() + (0.0 if bias is None else bias)
     if key_padding_mask is not None:
         scores = scores.masked_fill(key_padding_mask[:, None, None, :], float("-inf"))
     seen = (scores > float("-inf")).any(-1, keepdim=True)
@@ -53,6 +58,19 @@ def dense_attention(
     if kept is not None:
         weights = weights * kept / (1 - dropout_p)
     return weights @ value, lse
+
+
+def bias_of_pairs(table: Tensor, n: int, positions: Tensor | None = None) -> Tensor:
+    """Entries of a table (heads, *widths) for all pairs, (batch or 1, heads, n, n), differentiable."""
+    if positions is None:
+        positions = torch.arange(n)[:, None]
+    positions = positions[None] if positions.dim() == 2 else positions
+    steps = positions[:, None, :, :] - positions[:, :, None, :]
+    entry = [slice(None)]
+    for axis, width in enumerate(table.shape[1:]):
+        reach = (width - 1) // 2
+        entry.append(steps[..., axis].clip(-reach, reach) + reach)
+    return table[tuple(entry)].movedim(0, 1)
 
 
 def answer(

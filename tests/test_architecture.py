@@ -115,6 +115,7 @@ PUBLIC_NAMES = [
     "create_dilated_attention",
     "create_multihead_block_sparse",
     "create_multihead_dilated_attention",
+    "distance_bias",
     "explain",
     "get_block_sparse_preset",
     "integrate",
@@ -130,8 +131,10 @@ PUBLIC_NAMES = [
     "selected_attention",
     "shard_sequence",
     "streamed_attention",
+    "t5_bias",
     "task_parameters",
     "unshard_sequence",
+    "validate_cu_seqlens",
     "validate_indices",
     "varlen_attention",
 ]

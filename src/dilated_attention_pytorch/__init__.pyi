@@ -56,6 +56,9 @@ from .ops import attention_rows as attention_rows
 from .ops import attention_with_lse as attention_with_lse
 from .ops import merge as merge
 from .ops import plan_cache as plan_cache
+from .ops.bias import distance_bias as distance_bias
+from .ops.bias import t5_bias as t5_bias
+from .ops.checks import validate_cu_seqlens as validate_cu_seqlens
 from .ops.decode import attention_step as attention_step
 from .ops.explain import explain as explain
 from .ops.streaming.stream import streamed_attention as streamed_attention

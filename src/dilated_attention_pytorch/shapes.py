@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 if TYPE_CHECKING or "jaxtyping" not in sys.modules:
-    Query = Key = Value = Output = Lse = KeyPadding = CuSeqlens = Sink = Tensor
+    Query = Key = Value = Output = Lse = KeyPadding = CuSeqlens = Sink = Bias = Tensor
 else:
     from jaxtyping import Bool, Float, Int
 
@@ -26,5 +26,6 @@ else:
     KeyPadding = Bool[Tensor, "b n"]
     CuSeqlens = Int[Tensor, " documents_and_one"]
     Sink = Float[Tensor, " h"]
+    Bias = Float[Tensor, "h *widths"]
 
-__all__ = ["CuSeqlens", "Key", "KeyPadding", "Lse", "Output", "Query", "Sink", "Value"]
+__all__ = ["Bias", "CuSeqlens", "Key", "KeyPadding", "Lse", "Output", "Query", "Sink", "Value"]

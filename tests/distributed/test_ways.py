@@ -255,7 +255,7 @@ def test_layout_choice_balances_causal_work_only():
         ({"exchange": "pigeon"}, "exchange must be one of auto, direct, butterfly, ring"),
         ({"receive_budget": 0}, "receive_budget must be a number of bytes"),
         ({"dropout_p": 1.0}, r"dropout_p must lie in \[0, 1\)"),
-        ({"cu_seqlens": torch.tensor([0, 30])}, "cu_seqlens must grow strictly from 0 to the sequence length 70"),
+        ({"cu_seqlens": torch.tensor([0, 30])}, "cu_seqlens must ascend from 0 to the sequence length 70"),
     ],
 )
 def test_wrong_options_say_what_must_hold(change, says):

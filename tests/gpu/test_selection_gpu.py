@@ -10,7 +10,7 @@ from oracle import dense_attention, error
 from strategies import Seeded
 from torch.nn.functional import scaled_dot_product_attention
 
-from dilated_attention_pytorch import selected_attention, validate_indices
+from dilated_attention_pytorch import attention_with_lse, selected_attention, validate_cu_seqlens, validate_indices
 from dilated_attention_pytorch.kernels.dropout import keep_mask
 from dilated_attention_pytorch.nn import AdaptiveConfig, BlockSparseAdaptive
 from dilated_attention_pytorch.selection import backend
@@ -352,6 +352,58 @@ def test_a_cuda_graph_replays_on_other_indices(per_token, is_causal):
         graph.replay()
         for got, want in zip(captured, indexed_step(leaves, other, is_causal), strict=True):
             assert error(got.detach(), want.detach()) <= 1e-5
+
+
+BOUNDS = [[0, 100, 100, 640, 1000], [0, 1, 2, 999, 1000], [0, 300, 500, 700, 1000], [0, 0, 0, 0, 1000]]
+
+
+def packed_step(leaves, what, bounds, is_causal):
+    """Output, LSE and gradients of documents that lie one after another, by indices or a window."""
+    if isinstance(what, torch.Tensor):
+        options = {"granularity": 64, "is_causal": is_causal, "enable_gqa": True, "cu_seqlens": bounds}
+        output, lse = selected_attention(*leaves, what, return_lse=True, **options)
+    else:
+        options = {"is_causal": is_causal, "enable_gqa": True, "cu_seqlens": bounds}
+        output, lse = attention_with_lse(*leaves, what, **options)
+    return output, lse, *torch.autograd.grad(output.square().sum() + lse.clamp(min=-30).sum(), leaves)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("what", ["blocks", "tokens", "full", "window:150"])
+def test_a_cuda_graph_replays_on_other_bounds(what, is_causal):
+    leaves = [torch.randn(1, h, 1000, 64, device="cuda", requires_grad=True) for h in (4, 2, 2)]
+    given = what
+    if what in ("blocks", "tokens"):
+        rows = 1000 if what == "tokens" else 16
+        given = torch.randint(-1, 16, (1, 2, rows, 4), dtype=torch.int32, device="cuda")
+    bounds = torch.tensor(BOUNDS[0], dtype=torch.int32, device="cuda")
+    aside = torch.cuda.Stream()
+    aside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(aside):
+        for _ in range(3):
+            packed_step(leaves, given, bounds, is_causal)
+    torch.cuda.current_stream().wait_stream(aside)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        packed_step(leaves, given, bounds, is_causal)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = packed_step(leaves, given, bounds, is_causal)
+    on_cpu = [x.detach().double().cpu().requires_grad_() for x in leaves]
+    for other in BOUNDS:
+        bounds.copy_(torch.tensor(other, dtype=torch.int32))
+        graph.replay()
+        held = given if isinstance(given, str) else given.cpu()
+        wanted = packed_step(on_cpu, held, torch.tensor(other), is_causal)
+        for got, want in zip(captured, wanted, strict=True):
+            assert error(got.detach().cpu(), want.detach()) <= 1e-4
+
+
+def test_validation_reads_bounds_on_a_gpu():
+    with pytest.raises(ValueError, match="cu_seqlens must ascend"):
+        validate_cu_seqlens(torch.tensor([0, 9], device="cuda"), 10)
 
 
 def test_validation_reads_indices_on_a_gpu():

@@ -149,7 +149,7 @@ def test_what_cannot_be_honoured_raises(llama):
             attend(module, q, q, q, None, **{name: torch.zeros(1)})
     with pytest.raises(ValueError, match="output_attentions must come with"):
         attend(module, q, k, k, None, output_attentions=True)
-    with pytest.raises(ValueError, match="output_attentions must come without softcap"):
+    with pytest.raises(ValueError, match="output_attentions must come without softcap and position_bias, got softcap"):
         attend(module, q, q, q, None, output_attentions=True, softcap=3.0)
     with pytest.raises(TypeError, match="as a pattern"):
         attend(module, q, q, q, torch.zeros(1, 1, 5, 5))

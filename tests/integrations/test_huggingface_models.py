@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from functools import cache
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from oracle import error
 
+import dilated_attention_pytorch as dap
 from dilated_attention_pytorch import integrate
 from dilated_attention_pytorch.integrations import huggingface
 
@@ -208,15 +210,131 @@ def test_whisper_matches_eager():
     compare(model, None, torch.randn(2, 8, 40), decoder_input_ids=tokens(20))
 
 
-def test_t5_is_refused_for_its_position_bias():
-    config = transformers.T5Config(vocab_size=50, d_model=32, d_kv=8, d_ff=32, num_layers=2, num_heads=4)
-    model = transformers.T5EncoderModel(config).eval()
-    # Releases before T5 took part in the interface leave its implementation as it is.
-    with pytest.raises(
-        ValueError, match=r'position_bias must be absent[^"]*"eager"|by transformers\' AttentionInterface'
-    ):
-        integrate(model)
-        model(tokens())
+T5_SIZES = {
+    "vocab_size": 50, "d_model": 32, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 4, "pad_token_id": 0,
+    "relative_attention_num_buckets": 8, "relative_attention_max_distance": 16, "decoder_start_token_id": 1,
+    "eos_token_id": 2, "dropout_rate": 0.0,
+}  # fmt: skip
+in_interface = pytest.mark.skipif(
+    not hasattr(transformers.models.t5.modeling_t5, "ALL_ATTENTION_FUNCTIONS"),
+    reason="T5 of this transformers is outside the attention interface",
+)
+
+
+@cache
+def t5(name="T5"):
+    torch.manual_seed(1)
+    config = getattr(transformers, f"{name}Config")(**T5_SIZES)
+    model = getattr(transformers, f"{name}ForConditionalGeneration")(config).eval()
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            # T5 does not scale scores.
+            parameter.normal_(std=2.0 if "relative" in key else 0.2)
+    return model
+
+
+@in_interface
+@pytest.mark.parametrize("side", ["none", "left", "right"])
+@pytest.mark.parametrize("name", ["T5", "MT5", "UMT5"])
+def test_t5_matches_eager(name, side):
+    model, ids, targets = t5(name), tokens(), tokens(23)
+    real = padded(ids, side)
+    compare(model.encoder, real, ids, attention_mask=real)
+    assert all(p.grad is not None for key, p in model.encoder.named_parameters() if "relative" in key)
+    seen = torch.ones_like(targets)
+    seen[1, 20:] = 0
+    compare(model, seen, ids, attention_mask=real, decoder_input_ids=targets, decoder_attention_mask=seen)
+    weights = [p.grad for key, p in model.named_parameters() if "relative_attention_bias" in key]
+    assert len(weights) > 1 and all(grad.abs().max() > 0 for grad in weights)
+
+
+@in_interface
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_t5_generation_matches_eager(cache):
+    model, ids = t5(), tokens(20)
+    real = padded(ids, "none")
+    real[1, 15:] = 0
+    logits = {}
+    for implementation in ("eager", "dap", integrate(model)):
+        model.set_attn_implementation(implementation)
+        found = model.generate(
+            ids, attention_mask=real, max_new_tokens=24, do_sample=False, output_logits=True, eos_token_id=None,
+            return_dict_in_generate=True, cache_implementation=cache, disable_compile=True,
+        )  # fmt: skip
+        logits[implementation] = torch.stack(found.logits)
+        assert error(logits[implementation], logits["eager"]) < 5e-5
+
+
+@in_interface
+def test_patterns_restrict_t5_and_leave_its_bias():
+    model, ids = t5(), tokens(40, 1)
+    attend = huggingface.attention_function(huggingface.as_pattern("window:5"))
+    module = model.encoder.block[0].layer[0].SelfAttention
+    query, key, value = torch.randn(3, 1, 4, 40, 8).unbind()
+    bias = type(module).compute_bias(module, 40, 40)
+    found = attend(module, query, key, value, None, scaling=1.0, position_bias=bias)[0]
+    distance = torch.arange(40)[:, None] - torch.arange(40)
+    mask = bias.masked_fill(distance.abs() > 5, -torch.inf)
+    wanted = torch.nn.functional.scaled_dot_product_attention(query, key, value, mask, scale=1.0)
+    assert error(found, wanted.transpose(1, 2).detach()) < 1e-5
+    table = dap.t5_bias(module.relative_attention_bias.weight, max_distance=16)
+    same = dap.attention(query, key, value, "window:5", scale=1.0, bias=table)
+    assert error(found, same.transpose(1, 2).detach()) < 1e-6
+    integrate(model, "window:5")
+    assert model(ids, decoder_input_ids=ids).logits.isfinite().all()
+
+
+@in_interface
+def test_integrated_t5_has_no_bias_of_pairs():
+    model, ids, targets = t5(), tokens(40), tokens(23)
+    arguments = {"input_ids": ids, "decoder_input_ids": targets}
+    wanted = outputs_and_gradients(model, "eager", None, **arguments)
+    name = integrate(model)
+    both = [model, copy.deepcopy(model)]
+    for own in both:
+        for got, expected in zip(outputs_and_gradients(own, name, None, **arguments), wanted, strict=True):
+            assert error(got, expected) < 5e-5
+        module = own.encoder.block[0].layer[0].SelfAttention
+        assert module.compute_bias.__self__ is module
+        assert module.compute_bias(100, 100).shape == (1, 4, 1, 199)
+    logits = {}
+    for implementation in ("eager", name):
+        model.set_attn_implementation(implementation)
+        with torch.no_grad():
+            first = model(input_ids=ids, decoder_input_ids=targets, use_cache=True)
+            cached = {"encoder_outputs": (first.encoder_last_hidden_state,), "past_key_values": first.past_key_values}
+            logits[implementation] = model(decoder_input_ids=tokens(9).fill_(7), **cached).logits
+    assert error(logits[name], logits["eager"]) < 5e-5
+    model.set_attn_implementation("eager")
+    assert model.encoder.block[0].layer[0].SelfAttention.compute_bias(100, 100).shape == (1, 4, 100, 100)
+
+
+@pytest.mark.parametrize("is_bidirectional", [True, False])
+@pytest.mark.parametrize(("buckets", "max_distance"), [(32, 128), (8, 16), (12, 50)])
+def test_t5_tables_hold_its_buckets(is_bidirectional, buckets, max_distance):
+    weight = torch.randn(buckets, 3)
+    distance = torch.arange(-300, 301)
+    bucket = transformers.models.t5.modeling_t5.T5Attention._relative_position_bucket(
+        distance, is_bidirectional, buckets, max_distance
+    )
+    table = dap.t5_bias(weight, is_bidirectional=is_bidirectional, max_distance=max_distance)
+    found = table[:, (distance + max_distance).clamp(0, 2 * max_distance)]
+    assert torch.equal(found, weight[bucket].t())
+
+
+def test_biases_that_are_not_by_distance_raise():
+    attend = huggingface.attention_function(huggingface.as_pattern("full"))
+    module, query = torch.nn.Module(), torch.randn(1, 4, 10, 8)
+    module.is_causal = module.is_decoder = False
+    with pytest.raises(ValueError, match="position_bias must depend on the distance of query and key alone"):
+        attend(module, query, query, query, None, position_bias=torch.randn(1, 4, 10, 10))
+    with pytest.raises(ValueError, match=r"position_bias must have shape \(1, 4, 10, 10\)"):
+        attend(module, query, query, query, None, position_bias=torch.zeros(2, 4, 10, 10))
+    with pytest.raises(ValueError, match="output_attentions must come without softcap and position_bias"):
+        attend(module, query, query, query, None, position_bias=torch.zeros(1, 4, 10, 10), output_attentions=True)
+    module.is_decoder = True
+    with pytest.raises(ValueError, match="position_bias of cross-attention must be 0"):
+        attend(module, query, query, query, None, position_bias=torch.ones(1, 4, 10, 10))
 
 
 def test_masks_of_the_model_code_are_refused():
@@ -337,14 +455,14 @@ def test_only_hugging_face_models_are_integrated():
 
 @pytest.mark.compile
 @pytest.mark.parametrize(
-    ("name", "fullgraph"), [("llama", True), ("bert", True), ("mistral", False), ("gpt_oss", False)]
+    ("name", "fullgraph"), [("llama", True), ("bert", True), ("t5", True), ("mistral", False), ("gpt_oss", False)]
 )
 def test_compiled_models_match_eager_mode(name, fullgraph):
     """Dynamo reads no variable that a mask function captured, so that masks of windows break the graph."""
     torch._dynamo.reset()
-    model, ids = model_of(name), tokens()
+    model, ids = t5().encoder if name == "t5" else model_of(name), tokens()
     integrate(model)
-    options = {"attention_mask": padded(ids, "right")} | ({} if name == "bert" else {"use_cache": False})
+    options = {"attention_mask": padded(ids, "right")} | ({} if name in ("bert", "t5") else {"use_cache": False})
     compiled = torch.compile(model, fullgraph=fullgraph, backend="aot_eager")
     with torch.no_grad():
         assert error(compiled(ids, **options)[0], model(ids, **options)[0]) < 1e-5

@@ -20,10 +20,12 @@ import torch
 from conftest import ALLOCATORS, poisoned
 from index_calls import IndexCall
 from kernels.interpreter import skip_repeated_work
-from kernels.no_waiting import GpuRules, Launched
+from kernels.no_waiting import GpuRules, Launched, attention_op
 from kernels.test_selection import GivenScores, drawn, inputs, seen_pairs
 from oracle import dense_attention, dense_scores, error
+from torch.nn.attention.varlen import AuxRequest
 
+from dilated_attention_pytorch import varlen_attention
 from dilated_attention_pytorch.kernels.dropout import keep_mask
 from dilated_attention_pytorch.kernels.hopper import lowering as hopper_lowering
 from dilated_attention_pytorch.kernels.triton import lowering as triton_lowering
@@ -125,7 +127,8 @@ class Indexed(NamedTuple):
         attend.GATHERED, triton_lowering.SHORTEST_PIECE, triton_lowering.PROGRAMS_PER_PROCESSOR = 2**29, 2**18, 4
         call = self.call._replace(wild=True)
         if call.per_token:
-            near = int(call.is_causal), 0, call.is_causal, torch.device("cpu")
+            is_shared = call.is_causal and not call.documents
+            near = int(is_shared), 0, is_shared, torch.device("cpu")
             shared = attend.shared_plan(call.n, call.heads, call.size, *near)
             triton_lowering.schedule(shared, call.heads // call.key_heads)
         # A dispatch mode would otherwise see the operators, and not what runs inside.
@@ -135,9 +138,49 @@ class Indexed(NamedTuple):
         return errors
 
 
-def refuse_bits(place: torch.Tensor) -> torch.Tensor:
-    """Stands for what finds a score bit by bit."""
-    raise AssertionError("trials did not find the last score that is listed")
+class PackedWindow(NamedTuple):
+    """Attention in packed documents, whose bounds lie on the device, by `varlen_attention`."""
+
+    pattern: str = "full"
+    window: tuple[int, int] = (-1, -1)
+    lengths: tuple[int, ...] = (130, 0, 1, 128, 40)
+    key_heads: int = 1
+    dropout_p: float = 0.0
+    dtype: torch.dtype = torch.float32
+    traced: bool = False
+    """By the registered operators, whose backward pass has the bounds alone"""
+
+    def errors(self) -> dict[str, float]:
+        """Of output, LSE and every gradient."""
+        torch.manual_seed(0)
+        n, heads = sum(self.lengths), 2
+        bounds = torch.tensor([0, *self.lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        shapes = (heads, 16), (self.key_heads, 16), (self.key_heads, 12)
+        given = [torch.randn(n, *shape).to(self.dtype) for shape in shapes] + [torch.randn(heads)]
+        slopes = torch.randn(n, heads, 12), torch.randn(n, heads)
+        options = {"window_size": self.window, "enable_gqa": True, "return_aux": AuxRequest(lse=True)}
+        options |= {"pattern": self.pattern, "dropout_p": self.dropout_p}
+        observed, attention_op.is_observed = attention_op.is_observed, lambda *tensors: self.traced
+        reads, found = attention_op.lengths_of, []
+        for backend in ("triton", "cpu"):
+            attention_op.lengths_of = refuse_bits if backend == "triton" else reads
+            kind = None if backend == "triton" else torch.float64
+            leaves = [x.detach().to(kind or x.dtype).requires_grad_() for x in given]
+            torch.manual_seed(1)
+            with GpuRules() if backend == "triton" else torch.enable_grad():
+                output, lse = varlen_attention(
+                    *leaves[:3], bounds, bounds, max(self.lengths), n, sink=leaves[3], backend=backend, **options
+                )
+                loss = (output * slopes[0].to(output.dtype)).sum() + (lse * slopes[1].to(lse.dtype)).sum()
+                found.append([output, lse, *torch.autograd.grad(loss, leaves)])
+        attention_op.is_observed = observed
+        names = "output", "lse", "query", "key", "value", "sink"
+        return {name: error(got.detach(), want.detach()) for name, got, want in zip(names, *found, strict=True)}
+
+
+def refuse_bits(*arguments: object) -> torch.Tensor:
+    """Stands for what must not run: the search of a score bit by bit, the host's reading of bounds."""
+    raise AssertionError("trials did not find the last score that is listed, or the host reads bounds")
 
 
 class Choice(NamedTuple):
@@ -522,6 +565,23 @@ TRIALS = {
     "indices by tokens": Indexed(IndexCall(True, False, 32, batch=1, scope=1, counted=True)),
     "indices by blocks, traced": Indexed(IndexCall(False, False, 40, heads=2, scope=1), traced=True),
     "indices by tokens, causal, traced": Indexed(IndexCall(True, True, 40, batch=1, heads=2), traced=True),
+    "packed indices by blocks": Indexed(IndexCall(False, False, 75, batch=1, scope=2, entries=5, documents=5)),
+    "packed indices by blocks, causal, padded, traced": Indexed(
+        IndexCall(False, True, 80, batch=1, scope=4, entries=5, padded=True, seed=3, documents=4), traced=True
+    ),
+    "packed indices by tokens": Indexed(IndexCall(True, False, 60, batch=1, scope=2, entries=4, documents=4)),
+    "packed indices by tokens, causal, tiles smaller than a block": Indexed(
+        IndexCall(True, True, 100, 64, batch=1, heads=2, scope=1, entries=2, padded=True, seed=2, documents=3)
+    ),
+    "packed indices by tokens, causal, traced": Indexed(
+        IndexCall(True, True, 40, batch=1, heads=2, entries=3, documents=3), traced=True
+    ),
+    "packed documents": PackedWindow(),
+    "packed causal documents, traced": PackedWindow("causal", traced=True),
+    "packed windows of grouped heads, dropout": PackedWindow("window:40", (-1, 0), dropout_p=0.3),
+    "packed windows ahead in half precision": PackedWindow(
+        "window:100,3 & full", key_heads=2, lengths=(300, 17), dtype=torch.float16
+    ),
     "a step, blocks": Step(False, 13, 24, 7),
     "a step, tokens": Step(True, 17, 15, 11),
     "a step, ragged blocks, one scorer": Step(False, 99, 199, 99, n=56, key_heads=1, share=True, batch=2),

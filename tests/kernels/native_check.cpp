@@ -1,4 +1,5 @@
-// The C interface of the kernel without Python: causal attention of two tiles, forward and backward, against loops.
+// The C interface of the kernel without Python: causal attention of two tiles with a soft cap and a bias by distance,
+// forward and backward, against loops.
 // Usage: native_check LIBRARY. Runs under an emulator too, for a library of another machine.
 
 #include "native_tiles.h"
@@ -10,7 +11,8 @@
 #include <random>
 #include <string>
 
-constexpr Index N = 128, B = 64, H = 2, D = 24, E = 40;
+constexpr Index N = 128, B = 64, H = 2, D = 24, E = 40, R = 9, P = 64;
+constexpr double kCap = 1.5;
 
 template <typename T>
 double check(void* library, const char* type, double bound) {
@@ -42,19 +44,29 @@ double check(void* library, const char* type, double bound) {
   call.query = array(q, D), call.key = array(k, D), call.value = array(v, E), call.output = array(output, E);
   call.lse = array(lse, 1), call.grad_output = array(grad, E), call.grad_query = array(dq, D);
   call.grad_key = &dk_array, call.grad_value = &dv_array;
+  std::vector<T> table(H * (2 * R + 1 + 2 * P));
+  std::vector<double> dtable(table.size());
+  const auto entry = [](Index h, Index i, Index j) {
+    return h * (2 * R + 1 + 2 * P) + P + std::clamp<Index>(i - j + R, 0, 2 * R);
+  };
+  for (Index h = 0; h < H; ++h)
+    for (Index x = 0; x < 2 * R + 1 + 2 * P; ++x)
+      table[h * (2 * R + 1 + 2 * P) + x] = T(std::sin(double(h + std::clamp<Index>(x, P, P + 2 * R))));
+  call.softcap = kCap, call.bias = {table.data(), dtable.data(), 1, 1, 2 * R + 1, P, nullptr, 0};
   forward(&call);
   backward(&call);
   double worst = 0;
   const auto compare = [&](double found, double wanted) { worst = std::max(worst, std::fabs(found - wanted)); };
   for (Index h = 0; h < H; ++h) {
-    std::vector<double> want_q(N * D), want_k(N * D), want_v(N * E);
+    std::vector<double> want_q(N * D), want_k(N * D), want_v(N * E), want_table(2 * R + 1);
     for (Index i = 0; i < N; ++i) {
-      std::vector<double> weight(i + 1);
+      std::vector<double> weight(i + 1), ratio(i + 1);
       double total = 0, delta = 0;
       for (Index j = 0; j <= i; ++j) {
         double score = 0;
         for (Index x = 0; x < D; ++x) score += double(q[(h * N + i) * D + x]) * k[(h * N + j) * D + x];
-        total += weight[j] = std::exp(0.2 * score);
+        ratio[j] = std::tanh(0.2 * score / kCap);
+        total += weight[j] = std::exp(kCap * ratio[j] + table[entry(h, i, j)]);
       }
       compare(lse[h * N + i], std::log(total));
       for (Index x = 0; x < E; ++x) {
@@ -69,12 +81,21 @@ double check(void* library, const char* type, double bound) {
           of_weight += double(grad[(h * N + i) * E + x]) * v[(h * N + j) * E + x];
           want_v[j * E + x] += weight[j] / total * grad[(h * N + i) * E + x];
         }
-        const double of_score = 0.2 * weight[j] / total * (of_weight - delta);
+        const double of_bias = weight[j] / total * (of_weight - delta);
+        want_table[entry(h, i, j) - entry(h, 0, R)] += of_bias;
+        const double of_score = 0.2 * of_bias * (1 - ratio[j] * ratio[j]);
         for (Index x = 0; x < D; ++x) {
           want_q[i * D + x] += of_score * k[(h * N + j) * D + x];
           want_k[j * D + x] += of_score * q[(h * N + i) * D + x];
         }
       }
+    }
+    // The kernel adds pairs beyond the table to its padding.
+    for (Index x = 0; x < 2 * R + 1; ++x) {
+      const double* from = dtable.data() + entry(h, 0, R) + x;
+      double found = *from;
+      for (Index p = 1; p <= P && (x == 0 || x == 2 * R); ++p) found += from[x ? p : -p];
+      compare(found, want_table[x]);
     }
     for (Index i = 0; i < N; ++i) {
       for (Index x = 0; x < D; ++x) compare(dq[(h * N + i) * D + x], want_q[i * D + x]);

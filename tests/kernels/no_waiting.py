@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from dilated_attention_pytorch.ops import varlen
 from dilated_attention_pytorch.selection import backend
+
+attention_op = import_module("dilated_attention_pytorch.ops.attention")
+"""The module; in `ops` its name is that of the function."""
 
 READS = {
     "_local_scalar_dense",
@@ -75,10 +80,12 @@ class GpuRules:
 
     def __enter__(self) -> None:
         self.allows_host_sync = backend.allows_host_sync
-        backend.allows_host_sync = lambda device: False
+        for module in (attention_op, varlen, backend):
+            module.allows_host_sync = lambda device: False
         self.mode = NoWaiting()
         self.mode.__enter__()
 
     def __exit__(self, *problem: object) -> None:
         self.mode.__exit__(*problem)
-        backend.allows_host_sync = self.allows_host_sync
+        for module in (attention_op, varlen, backend):
+            module.allows_host_sync = self.allows_host_sync

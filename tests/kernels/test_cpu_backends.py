@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cases import BY_NAME, Problem
-from oracle import answer, error, multiplicities
+from cases import BY_NAME, PROBLEMS, Problem
+from oracle import answer, bias_of_pairs, dense_attention, error, multiplicities
 
 from dilated_attention_pytorch import make_plan
 from dilated_attention_pytorch.kernels.call import AttentionCall
@@ -55,6 +55,42 @@ def check(name, problem, dtype, inputs=None, **changes):
     for what, got, want in zip(("output", "lse", "dq", "dk", "dv"), found, wanted, strict=True):
         assert error(got, want) <= TOLERANCE[dtype], what
     return found
+
+
+def modified(problem, dtype, width=33):
+    """A soft cap and a bias by distance."""
+    return {"softcap": 1.7, "bias": torch.linspace(-2, 3, problem.heads * width, dtype=dtype).view(-1, width).sin()}
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("problem", PROBLEMS, ids=lambda problem: problem.name)
+def test_capped_and_biased_scores_match_the_oracle(name, problem, dtype):
+    inputs = problem.inputs(dtype)
+    call = call_of(problem, inputs, **modified(problem, dtype))
+    output, lse = backend_named(name).forward(call)
+    grads = backend_named(name).backward(call, output, lse, inputs.grad_output, inputs.grad_lse)
+    leaves = [x.double().requires_grad_() for x in (*inputs[:3], call.bias)]
+    counts, pairs = multiplicities(problem.pattern, problem.n, problem.heads), bias_of_pairs(leaves[3], problem.n)
+    options = {"key_padding_mask": call.key_padding_mask, "softcap": call.softcap, "bias": pairs}
+    wanted = dense_attention(*leaves[:3], counts, **options)
+    slopes = [torch.where(wanted[1].isfinite(), inputs.grad_lse.double(), 0.0), inputs.grad_output.double()]
+    expected = torch.autograd.grad(wanted[::-1], leaves, slopes)
+    for what, got, want in zip("olqkvb", (output, lse, *grads, grads.bias), (*wanted, *expected), strict=True):
+        assert error(got, want.detach()) <= TOLERANCE[dtype], what
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("softcap", [1e-3, 1.0, 50.0, 1e6])
+def test_any_softcap_keeps_single_precision(name, softcap):
+    """Scores far below the cap and far above it."""
+    problem = BY_NAME["causal"]
+    inputs = problem.inputs(torch.float32)
+    output, lse = backend_named(name).forward(call_of(problem, inputs, softcap=softcap))
+    counts = multiplicities(problem.pattern, problem.n, problem.heads)
+    wanted = dense_attention(*(x.double() for x in inputs[:3]), counts, softcap=softcap)
+    assert error(output, wanted[0]) <= 1e-6
+    assert error(lse, wanted[1]) <= 1e-6
 
 
 @pytest.mark.parametrize("name", BACKENDS)
@@ -148,11 +184,12 @@ def test_dropout_drops_what_the_definition_says(name):
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("which", ["key", "value"])
 @pytest.mark.parametrize("case", ["window", "global-window", "dilated-ladder-causal", "padded"])
-def test_nan_stays_in_the_rows_that_see_it(name, case, which, bad):
+@pytest.mark.parametrize("plain", [True, False], ids=["plain", "modified"])
+def test_nan_stays_in_the_rows_that_see_it(name, case, which, bad, plain):
     problem = BY_NAME[case]
     inputs, token = problem.inputs(), 20
     getattr(inputs, which)[:, :, token] = bad
-    call = call_of(problem, inputs)
+    call = call_of(problem, inputs, **({} if plain else modified(problem, torch.float64)))
     output, lse, dq, dk, dv = everything(name, call, inputs)
     sees = multiplicities(problem.pattern, problem.n, problem.heads) > 0
     sees = sees.expand(problem.batch, -1, -1, -1)

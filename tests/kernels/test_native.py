@@ -35,11 +35,12 @@ def run(problem, dtype=torch.float64, **changes):
     plan = make_plan(problem.pattern, problem.n, problem.heads, block_size=problem.block_size)
     call = AttentionCall(*inputs[:3], plan, problem.d**-0.5, problem.key_padding_mask(), pattern=problem.pattern)
     call = replace(call, **changes)
-    output, lse = native.forward(call)
-    found = output, lse, *native.backward(call, output, lse, inputs.grad_output, inputs.grad_lse)
-    output, lse = reference.forward(call)
-    wanted = output, lse, *reference.backward(call, output, lse, inputs.grad_output, inputs.grad_lse)
-    return found, wanted
+    results = []
+    for backend in (native, reference):
+        output, lse = backend.forward(call)
+        grads = backend.backward(call, output, lse, inputs.grad_output, inputs.grad_lse)
+        results.append((output, lse, *grads, *([] if call.bias is None else [grads.bias])))
+    return results
 
 
 @pytest.fixture
@@ -63,6 +64,27 @@ def test_any_number_of_threads_gives_the_same_result_twice(threads, count, key_h
 
 
 @built
+@pytest.mark.parametrize("count", [1, 5])
+@pytest.mark.parametrize("key_heads", [1, 6])
+@pytest.mark.parametrize("widths", [(9,), (801,), (5, 7)], ids=str)
+@pytest.mark.parametrize("block_size", [16, 64])
+def test_bias_gradients_repeat_on_any_number_of_threads(threads, count, key_heads, widths, block_size):
+    threads(count)
+    problem = replace(PROBLEM, key_heads=key_heads, block_size=block_size)
+    bias = torch.linspace(-9, 9, 6 * widths[0] * widths[-1], dtype=torch.float64).cos()[
+        : 6 * torch.Size(widths).numel()
+    ]
+    positions = None if len(widths) == 1 else torch.arange(2 * 230 * 2).view(2, 230, 2) * 7919 % 11
+    changes = {"bias": bias.view(6, *widths), "bias_positions": positions, "softcap": 2.0}
+    found, wanted = run(problem, **changes)
+    again, _ = run(problem, **changes)
+    assert len(found) == 6
+    for got, repeated, want in zip(found, again, wanted, strict=True):
+        assert error(got, want) <= 1e-12
+        assert torch.equal(got, repeated)
+
+
+@built
 def test_extra_threads_beyond_the_memory_they_may_take_stay_idle(threads, monkeypatch):
     threads(4)
     monkeypatch.setattr(native, "SPLIT_BUDGET", 0)
@@ -74,7 +96,12 @@ def test_extra_threads_beyond_the_memory_they_may_take_stay_idle(threads, monkey
 @built
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_half_precision_head_by_head_equals_all_at_once(monkeypatch, dtype):
-    changes = {"dropout_p": 0.2, "seed": torch.tensor([77])}
+    changes = {
+        "dropout_p": 0.2,
+        "seed": torch.tensor([77]),
+        "softcap": 3.0,
+        "bias": torch.linspace(-2, 2, 66).view(6, 11),
+    }
     whole, _ = run(PROBLEM, dtype, **changes)
     monkeypatch.setattr(native, "WIDE_BUDGET", 0)
     pieces, _ = run(PROBLEM, dtype, **changes)

@@ -64,11 +64,13 @@ def test_every_level_matches_the_reference(prebuilt, level, dtype):
     inputs = PROBLEM.inputs(dtype)
     plan = make_plan(PROBLEM.pattern, PROBLEM.n, PROBLEM.heads, block_size=PROBLEM.block_size)
     call = AttentionCall(*inputs[:3], plan, PROBLEM.d**-0.5, PROBLEM.key_padding_mask(), pattern=PROBLEM.pattern)
-    call = replace(call, dropout_p=0.2, seed=torch.tensor([7]))
+    bias = torch.linspace(-1, 2, PROBLEM.heads * 21, dtype=call.compute_dtype).view(-1, 21).sin()
+    call = replace(call, dropout_p=0.2, seed=torch.tensor([7]), softcap=1.5, bias=bias)
     found, wanted = [], []
     for module, results in ((native, found), (reference, wanted)):
         output, lse = module.forward(call)
-        results += [output, lse, *module.backward(call, output, lse, inputs.grad_output, inputs.grad_lse)]
+        grads = module.backward(call, output, lse, inputs.grad_output, inputs.grad_lse)
+        results += [output, lse, *grads, grads.bias]
     bound = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-2}[dtype]
     for got, want in zip(found, wanted, strict=True):
         assert error(got, want) <= bound

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from dilated_attention_pytorch.kernels.registry import MODULES, choose, explain,
 from dilated_attention_pytorch.ops.explain import explain as explain_arguments
 from dilated_attention_pytorch.patterns import parse
 from dilated_attention_pytorch.plan import make_plan
+from dilated_attention_pytorch.plan.documents import documents_plan
 
 ROOT = Path(__file__).resolve().parents[2]
 LINES = [
@@ -107,3 +109,16 @@ def test_a_call_is_explained_by_its_arguments():
 
 def test_an_unknown_device_gets_the_order_for_any():
     assert registry._preference(torch.device("meta"), "dilated").order == ("reference",)
+
+
+def test_device_tables_need_a_backend_that_never_reads_them():
+    plan = documents_plan(torch.tensor([0, 30, 64]), 64, 2, 16, 8, 0)
+    call = replace(call_of(), plan=plan)
+    reasons = explain(call)
+    assert reasons.pop("triton") == "needs a CUDA tensor, got cpu"
+    assert {reason.split(",")[0] for reason in reasons.values()} == {"reads the tables of a plan on the host"}
+    assert (
+        not registry.can_run(call, "cpu") and registry.can_run(call_of(), "cpu") and registry.can_run(call_of(), "auto")
+    )
+    with pytest.raises(BackendUnsupported, match="hopper: reads the tables"):
+        choose(call, "hopper")

@@ -15,35 +15,38 @@ BOUNDS = dict.fromkeys(("kept", "coldest"), "fp32")
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("bounded", [False, True], ids=["whole", "packed"])
 @pytest.mark.parametrize("d", [64, 128])
 @pytest.mark.parametrize(("name", "which"), [("chosen_fwd_kernel", 0), ("chosen_bwd_kernel", 1)])
-def test_gathering_kernels_fit_a_multiprocessor_twice(name, which, d, tmp_path, monkeypatch):
+def test_gathering_kernels_fit_a_multiprocessor_twice(name, which, d, bounded, tmp_path, monkeypatch):
     from dilated_attention_pytorch.selection.kernels import gathered_attention
 
-    compiled = compile_gathering(name, gathered_attention.WHOLE[d][which], d, monkeypatch)
+    compiled = compile_gathering(name, gathered_attention.WHOLE[d][which], d, monkeypatch, bounded=bounded)
     assert compiled.metadata.shared <= SHARED_MEMORY // (1 if (name, d) == ("chosen_bwd_kernel", 128) else 2)
     assert "wgmma" in compiled.asm["ptx"]
     assert spilled(compiled, tmp_path) <= 128
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("bounded", [False, True], ids=["whole", "packed"])
 @pytest.mark.parametrize("d", [64, 256])
 @pytest.mark.parametrize(("name", "kind"), [("chosen_fwd_kernel", "forward"), ("chosen_bwd_kernel", "dkv")])
-def test_gathering_kernels_in_single_precision_fit_a_small_gpu(name, kind, d, monkeypatch):
+def test_gathering_kernels_in_single_precision_fit_a_small_gpu(name, kind, d, bounded, monkeypatch):
     from dilated_attention_pytorch.kernels.triton import launches
 
     tiles = getattr(launches.SINGLE[d], kind)
-    compiled = compile_gathering(name, tiles, d, monkeypatch, "*fp32")
+    compiled = compile_gathering(name, tiles, d, monkeypatch, "*fp32", bounded)
     assert compiled.metadata.shared <= SMALL_SHARED_MEMORY
     assert "mma" in compiled.asm["ptx"]
 
 
-def compile_gathering(name, tiles, d, monkeypatch, rows="*bf16"):
+def compile_gathering(name, tiles, d, monkeypatch, rows="*bf16", bounded=False):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     from dilated_attention_pytorch.selection.kernels import gathered_attention
 
     sizes = {"BLOCK": 128, "D": d, "E": d, "DP": d, "EP": d, "BM": tiles.m, "BN": tiles.n, "GROUP": 1}
-    types = dict.fromkeys(("p_source", "p_tile", "p_first", "p_order"), "*i32")
+    types = dict.fromkeys(("p_source", "p_tile", "p_first", "p_order"), "*i32") | {"p_bounds": "*i64"}
+    sizes |= {} if bounded else {"p_bounds": None}
     return compile_kernel(getattr(gathered_attention, name), PLAIN | sizes | {"RAGGED": False}, tiles, rows, types)
 
 

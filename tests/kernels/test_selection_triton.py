@@ -56,6 +56,17 @@ GROUPS = {
         "indices by blocks, traced",
         "indices by tokens, causal, traced",
     ],
+    "packed sequences": [
+        "packed indices by blocks",
+        "packed indices by blocks, causal, padded, traced",
+        "packed indices by tokens",
+        "packed indices by tokens, causal, tiles smaller than a block",
+        "packed indices by tokens, causal, traced",
+        "packed documents",
+        "packed causal documents, traced",
+        "packed windows of grouped heads, dropout",
+        "packed windows ahead in half precision",
+    ],
     "training steps": [
         "a step, tokens",
         "a step, ragged blocks, one scorer",
@@ -110,6 +121,7 @@ SCORES = [
     "128 by 128, causal, up to the last",
 ]
 TOLERANCE = {"blocks in half precision": 2e-3, "tokens in half precision": 2e-3}
+TOLERANCE |= {"packed windows ahead in half precision": 2e-3}
 TOLERANCE |= {"three steps of Adam, blocks": 1e-5, "three steps of SGD, tokens": 1e-5}
 
 

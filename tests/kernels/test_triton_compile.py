@@ -67,7 +67,7 @@ def spilled(compiled, folder):
     return int(re.search(r"(\d+) bytes stack frame", log).group(1))
 
 
-def compile_named(name, d, table, rows="*bf16"):
+def compile_named(name, d, table, rows="*bf16", **flags):
     """One of the three kernels with its own tiles, for a plan of one part with partial tiles."""
     from dilated_attention_pytorch.kernels.triton import backward_kernels as triton_backward
     from dilated_attention_pytorch.kernels.triton import forward_kernels as triton_forward
@@ -80,7 +80,7 @@ def compile_named(name, d, table, rows="*bf16"):
     tiles = getattr(table[d], name)
     sizes = {"BLOCK": 128, "BM": tiles.m, "BN": tiles.n, "D": d, "E": d, "DP": d, "EP": d, "GROUP": 1, "PARTIAL": True}
     strides = dict.fromkeys(("SK_N", "SV_N", "SQ_N", "SG_N"), d)
-    return compile_kernel(kernel, PLAIN | ENDS | sizes | strides, tiles, rows)
+    return compile_kernel(kernel, PLAIN | ENDS | sizes | strides | flags, tiles, rows)
 
 
 @pytest.mark.slow
@@ -108,6 +108,25 @@ def test_float32_kernels_are_small_enough_to_compile_quickly(name, d, monkeypatc
     # The assembler takes a second for some 2500 instructions.
     assert sum(line.endswith(";") for line in compiled.asm["ptx"].splitlines()) <= 10_000
     assert "mma" in compiled.asm["ptx"]
+
+
+PACKED = {
+    "windows": dict.fromkeys(("STRIDED", "PER_HEAD", "BOUNDED"), True),
+    "lists": dict.fromkeys(("PER_HEAD", "BOUNDED", "BITS", "MIXED"), True),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("packed", PACKED)
+@pytest.mark.parametrize("name", ["forward", "dq", "dkv"])
+def test_kernels_of_packed_documents_fit_a_multiprocessor(name, packed, tmp_path, monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    from dilated_attention_pytorch.kernels.triton import launches
+
+    compiled = compile_named(name, 64, launches.HALF, **PACKED[packed])
+    assert compiled.metadata.shared <= SHARED_MEMORY
+    assert "wgmma" in compiled.asm["ptx"]
+    assert spilled(compiled, tmp_path) <= 192
 
 
 @pytest.mark.slow

@@ -8,7 +8,16 @@ import pytest
 import torch
 from oracle import answer, error
 
-from dilated_attention_pytorch import Causal, Dilated, attention, attention_with_lse, parse, varlen_attention
+from dilated_attention_pytorch import (
+    Causal,
+    Dilated,
+    attention,
+    attention_with_lse,
+    distance_bias,
+    parse,
+    t5_bias,
+    varlen_attention,
+)
 
 pytestmark = pytest.mark.compile
 PATTERN = Dilated((32, 64), (1, 2))
@@ -31,7 +40,7 @@ def leaves(n, heads=4, key_heads=4, dtype=torch.float64, grad=True):
 
 
 @pytest.mark.parametrize("layout", ["bhnd", "bnhd"])
-@pytest.mark.parametrize("optional", ["plain", "padded", "dropout", "packed"])
+@pytest.mark.parametrize("optional", ["plain", "padded", "dropout", "packed", "biased"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_opcheck_of_both_operators(dtype, optional, layout):
     q, k, v = leaves(40, dtype=dtype, grad=False)
@@ -49,6 +58,8 @@ def test_opcheck_of_both_operators(dtype, optional, layout):
         0.1 if optional == "dropout" else 0.0,
         "auto",
     )
+    if optional == "biased":
+        settings += None, 2.0, torch.randn(4, 5, 7), torch.randint(9, (2, 40, 2))
     torch.library.opcheck(torch.ops.dilated_attention.forward.default, (q, k, v, *settings))
     output, lse = torch.ops.dilated_attention.forward(q, k, v, *settings)
     both = (q, k, v, output, lse, torch.randn_like(output), torch.randn_like(lse), *settings)
@@ -90,6 +101,26 @@ def test_fullgraph_with_a_sink_matches_eager(softcap):
         for got, expected in zip(found, wanted, strict=True):
             assert error(got, expected.detach()) < 1e-12
         grads = [torch.autograd.grad(output.cos().sum() + lse.sum(), tensors) for output, lse in (found, wanted)]
+        for got, expected in zip(*grads, strict=True):
+            assert error(got, expected) < 1e-12
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+def test_fullgraph_with_a_bias_matches_eager():
+    weight = torch.randn(8, 4, dtype=torch.float64, requires_grad=True)
+    slopes = torch.randn(4, dtype=torch.float64, requires_grad=True)
+
+    def call(q, k, v):
+        positions = torch.stack([torch.arange(q.shape[2]) // 9, torch.arange(q.shape[2]) % 9], -1)
+        near = attention(q, k, v, PATTERN, is_causal=True, bias=t5_bias(weight, max_distance=20))
+        return near + attention(q, k, v, PATTERN, bias=distance_bias(slopes, 3, 3), bias_positions=positions)
+
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager", dynamic=True)
+    for n in (40, 72):
+        tensors = leaves(n)
+        found, wanted = compiled(*tensors), call(*tensors)
+        assert error(found, wanted.detach()) < 1e-12
+        grads = [torch.autograd.grad(x.cos().sum(), [*tensors, weight, slopes]) for x in (found, wanted)]
         for got, expected in zip(*grads, strict=True):
             assert error(got, expected) < 1e-12
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1

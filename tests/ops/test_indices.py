@@ -16,10 +16,12 @@ from dilated_attention_pytorch import (
     BackendUnsupported,
     attention_with_lse,
     selected_attention,
+    validate_cu_seqlens,
     validate_indices,
 )
 from dilated_attention_pytorch.kernels.cpu.native import library_path
 from dilated_attention_pytorch.ops.sink import apply_sink
+from dilated_attention_pytorch.selection import backend as implementations
 from dilated_attention_pytorch.selection.indices import GRANULARITIES, normalise_indices, selection_of
 
 NATIVE = pytest.param("native", marks=pytest.mark.skipif(not library_path().exists(), reason="C++ kernel not built"))
@@ -34,6 +36,10 @@ CAUSAL = pytest.mark.parametrize("is_causal", [False, True])
 @example(IndexCall(False, False, 33, entries=0))
 @example(IndexCall(True, False, 50, scope=4, counted=True, padded=True))
 @example(IndexCall(True, True, 50, scope=2, counted=True, padded=True))
+@example(IndexCall(False, False, 90, batch=1, entries=6, documents=1))
+@example(IndexCall(False, True, 90, batch=1, entries=6, documents=4))
+@example(IndexCall(True, False, 90, batch=1, scope=4, entries=6, documents=4))
+@example(IndexCall(True, True, 90, batch=1, entries=6, padded=True, documents=6))
 @given(strategy(drawn_call))
 def test_drawn_indices_match_oracle(backend: str, call: IndexCall):
     for what, wrong in call.errors(backend).items():
@@ -172,6 +178,40 @@ def test_nan_stays_in_rows_that_see_it(per_token, is_causal, backend):
         assert torch.equal(x.isnan().any(-1), sees)
 
 
+PACKED = torch.tensor([0, 20, 20, 37, 50], dtype=torch.int32)
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu", NATIVE])
+@CAUSAL
+@ROWS
+def test_nan_stays_in_its_document(per_token, is_causal, backend):
+    query, key, value = three(n=50)
+    key[:, :, 36] = torch.nan
+    indices = torch.arange(4, dtype=torch.int32).expand(1, 1, 50 if per_token else 4, 4)
+    options = {"granularity": 16, "is_causal": is_causal, "cu_seqlens": PACKED, "backend": backend}
+    output = selected_attention(query.requires_grad_(), key, value, indices, **options)
+    (grad,) = torch.autograd.grad(output.sum(), query)
+    token = torch.arange(50)
+    sees = (token >= (36 if is_causal else 20)) & (token < 37)
+    for x in (output, grad):
+        assert torch.equal(x.isnan().any(-1), sees.expand(1, 4, 50))
+
+
+@BACKENDS
+@ROWS
+@CAUSAL
+def test_all_blocks_of_packed_documents_are_packed_attention(per_token, is_causal, backend):
+    leaves = [x.requires_grad_() for x in three(n=120)]
+    indices = torch.arange(8, dtype=torch.int32).expand(1, 1, 120 if per_token else 8, 8)
+    # A document that starts and ends inside blocks, with whole blocks of its own between them.
+    options = {"is_causal": is_causal, "cu_seqlens": torch.tensor([0, 20, 20, 107, 120]), "backend": backend}
+    found = selected_attention(*leaves, indices, granularity=16, return_lse=True, **options)
+    wanted = attention_with_lse(*leaves, "full", **options)
+    grads = (torch.autograd.grad(sum(x.sin().sum() for x in results), leaves) for results in (found, wanted))
+    for got, want in zip([*found, *next(grads)], [*wanted, *next(grads)], strict=True):
+        assert error(got.detach(), want.detach()) <= 1e-12
+
+
 def test_return_lse_decides_the_type():
     q, k, v = three()
     indices = torch.zeros(1, 1, 4, 1, dtype=torch.int32)
@@ -280,6 +320,10 @@ WRONG = [
     ({"counts": torch.ones(2, 1, 4)}, "counts must be int32 or int64, got torch.float32"),
     ({"counts": integers(2, 1, 4) + 4}, "counts must lie in 0 to 3, got 4 at [0, 0, 0]"),
     ({"counts": integers(2, 1, 4) - 1}, "counts must lie in 0 to 3, got -1 at [0, 0, 0]"),
+    ({"cu_seqlens": [0, 50]}, "cu_seqlens must be a Tensor, got list"),
+    ({"cu_seqlens": torch.tensor([0.0, 50.0])}, "cu_seqlens must be int32 or int64 of shape (documents + 1,), got"),
+    ({"cu_seqlens": integers(2, dtype=torch.int16)}, "cu_seqlens must be int32 or int64 of shape (documents + 1,)"),
+    ({"cu_seqlens": torch.tensor([0, 50])}, "packed sequences must have batch size 1, got 2"),
     ({"sink": 0.0}, "sink must be a Tensor, got float"),
     ({"sink": torch.zeros(2)}, "sink must have shape (4,), one logit per query head, got (2,)"),
     ({"sink": integers(4)}, "sink must be floating-point, got torch.int32"),
@@ -298,6 +342,38 @@ def test_wrong_arguments_have_a_message(changes, first_line):
     with pytest.raises((TypeError, ValueError)) as caught:
         call_with(**changes)
     assert str(caught.value).splitlines()[0].startswith(first_line)
+
+
+@pytest.mark.parametrize("bounds", [[0, 30], [1, 50], [0, 30, 20, 50], [0, 51, 50], [-1, 50]])
+@ROWS
+def test_wrong_bounds_are_refused_on_the_cpu(per_token, bounds):
+    q, k, v = three()
+    indices, wrong = integers(1, 1, 50 if per_token else 4, 3), torch.tensor(bounds)
+    message = rf"cu_seqlens must ascend from 0 to the sequence length 50, got \[{bounds[0]}, "
+    with pytest.raises(ValueError, match=message):
+        selected_attention(q, k, v, indices, granularity=16, cu_seqlens=wrong)
+    with pytest.raises(ValueError, match=message):
+        validate_cu_seqlens(wrong, 50)
+    with pytest.raises(ValueError, match="query's device cpu, got meta"):
+        selected_attention(q, k, v, indices, granularity=16, cu_seqlens=wrong.to("meta"))
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu", NATIVE])
+@CAUSAL
+@ROWS
+def test_backends_that_plan_on_the_host_run_device_bounds(per_token, is_causal, backend, monkeypatch):
+    monkeypatch.setattr(implementations, "allows_host_sync", lambda device: False)
+    call = IndexCall(per_token, is_causal, 75, batch=1, scope=2, entries=5, documents=4)
+    for what, wrong in call.errors(backend).items():
+        assert wrong <= 1e-12, what
+
+
+def test_packed_sequences_are_not_mapped():
+    q, k, v = three()
+    many = torch.stack([q, q])
+    options = {"granularity": 16, "cu_seqlens": PACKED}
+    with pytest.raises(ValueError, match="vmap must not map packed sequences"):
+        torch.vmap(lambda x: selected_attention(x, k, v, integers(1, 1, 4, 3), **options))(many.requires_grad_())
 
 
 def test_a_backend_by_name_never_falls_back():

@@ -6,10 +6,10 @@ import warnings
 
 import pytest
 import torch
-from index_calls import seen_pairs, with_sink
+from index_calls import same_document, seen_pairs, with_sink
 from oracle import dense_attention, error
 
-from dilated_attention_pytorch import selected_attention
+from dilated_attention_pytorch import selected_attention, varlen_attention
 
 pytestmark = pytest.mark.compile
 ROWS = pytest.mark.parametrize("per_token", [False, True], ids=["blocks", "tokens"])
@@ -30,7 +30,7 @@ def leaves(n, grad=True, dtype=torch.float64):
     return [torch.randn(2, h, n, d, dtype=dtype, requires_grad=grad) for h, d in ((4, 16), (2, 16), (2, 12))]
 
 
-@pytest.mark.parametrize("optional", ["plain", "counted", "padded"])
+@pytest.mark.parametrize("optional", ["plain", "counted", "padded", "packed"])
 @pytest.mark.parametrize("layout", ["bhnd", "bnhd"])
 @CAUSAL
 @ROWS
@@ -42,7 +42,10 @@ def test_opcheck_of_both_index_operators(per_token, is_causal, layout, optional)
     indices = torch.randint(-1, 3, (2, 2, rows, 4), dtype=torch.int32)
     counts = torch.randint(5, (2, 2, rows), dtype=torch.int32) if optional == "counted" else None
     padding = torch.arange(40)[None].expand(2, 40) > 30 if optional == "padded" else None
-    rest = indices, counts, padding, 16, is_causal, 0.25, "auto"
+    bounds = torch.tensor([0, 9, 9, 40], dtype=torch.int32) if optional == "packed" else None
+    if bounds is not None:
+        tensors, indices = [x[:1] for x in tensors], indices[:1]
+    rest = indices, counts, padding, bounds, 16, is_causal, 0.25, "auto"
     torch.library.opcheck(torch.ops.dilated_attention.selected_forward.default, (*tensors, *rest))
     output, lse = torch.ops.dilated_attention.selected_forward(*tensors, *rest)
     both = *tensors, output, lse, torch.randn_like(output), torch.randn_like(lse), *rest
@@ -77,6 +80,49 @@ def test_one_graph_serves_several_lengths(rows, is_causal):
         grad = [torch.randn_like(x) for x in wanted]
         grads = (torch.autograd.grad(results, tensors, grad) for results in (found, wanted))
         for got, want in zip([*found, *next(grads)], [*wanted, *next(grads)], strict=True):
+            assert error(got.detach(), want.detach()) <= 1e-12
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+@CAUSAL
+@pytest.mark.parametrize("rows", ["blocks", "tokens"])
+def test_one_graph_serves_other_bounds(rows, is_causal):
+    options = {"granularity": 16, "is_causal": is_causal, "enable_gqa": True}
+
+    def eager(q, k, v, indices, bounds):
+        return selected_attention(q, k, v, indices, cu_seqlens=bounds, **options).sin()
+
+    compiled = torch.compile(eager, fullgraph=True, backend="aot_eager")
+    torch._dynamo.utils.counters.clear()
+    for bounds in ([0, 20, 60, 72], [0, 0, 71, 72], [0, 33, 34, 72]):
+        tensors = [x[:1].detach().requires_grad_() for x in leaves(72)]
+        bounds = torch.tensor(bounds, dtype=torch.int32)
+        indices = torch.randint(-1, 5, (1, 2, 72 if rows == "tokens" else 5, 3), dtype=torch.int32)
+        seen = seen_pairs(indices, 72, 16, 4, is_causal) & same_document(bounds, 72)
+        found, wanted = compiled(*tensors, indices, bounds), dense_attention(*tensors, seen.double())[0].sin()
+        grads = (torch.autograd.grad(x.square().sum(), tensors) for x in (found, wanted))
+        for got, want in zip([found, *next(grads)], [wanted, *next(grads)], strict=True):
+            assert error(got.detach(), want.detach()) <= 1e-12
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.parametrize("two", [False, True], ids=["one tensor", "two tensors"])
+def test_one_graph_of_varlen_serves_other_bounds(two):
+    def eager(q, k, v, bounds, others):
+        return varlen_attention(q, k, v, bounds, others, 72, 72, pattern="window:9", window_size=(-1, 0))
+
+    compiled = torch.compile(eager, fullgraph=True, backend="aot_eager")
+    torch._dynamo.utils.counters.clear()
+    for bounds in ([0, 20, 60, 72], [0, 0, 71, 72], [0, 33, 34, 72]):
+        tensors = [torch.randn(72, 2, 8, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+        bounds = torch.tensor(bounds, dtype=torch.int32)
+        found = compiled(*tensors, bounds, bounds.clone() if two else bounds)
+        ahead = torch.arange(72) - torch.arange(72)[:, None]
+        seen = same_document(bounds, 72) & (ahead <= 0) & (ahead >= -9)
+        wanted = dense_attention(*(x.transpose(0, 1)[None] for x in tensors), seen.expand(2, -1, -1).double())[0]
+        wanted = wanted[0].transpose(0, 1)
+        grads = (torch.autograd.grad(x.square().sum(), tensors) for x in (found, wanted))
+        for got, want in zip([found, *next(grads)], [wanted, *next(grads)], strict=True):
             assert error(got.detach(), want.detach()) <= 1e-12
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from oracle import error, multiplicities
+from oracle import dense_attention, error, multiplicities
 
 from dilated_attention_pytorch import BackendUnsupported, attention, attention_step, attention_with_lse, parse
+from dilated_attention_pytorch.kernels.cpu.native import library_path
 from dilated_attention_pytorch.kernels.registry import MODULES, backend_named
 
 CAP = 1.5
@@ -18,15 +19,7 @@ def leaves(n=50, batch=2, dtype=torch.float64):
 
 
 def capped_attention(query, key, value, counts, padding=None):
-    query, key, value = (x.double() for x in (query, key, value))
-    key, value = (x.repeat_interleave(2, 1) for x in (key, value))
-    scores = CAP * (query @ key.mT / 4 / CAP).tanh() + counts.log()
-    if padding is not None:
-        scores = scores.masked_fill(padding[:, None, None], -torch.inf)
-    seen = (scores > -torch.inf).any(-1, keepdim=True)
-    safe = torch.where(seen, scores, 0.0)
-    lse = torch.where(seen[..., 0], safe.logsumexp(-1), -torch.inf)
-    return torch.where(seen, safe.softmax(-1), 0.0) @ value, lse
+    return dense_attention(query, key, value, counts, key_padding_mask=padding, softcap=CAP)
 
 
 def check(found, wanted, inputs, tolerance):
@@ -41,9 +34,11 @@ def check(found, wanted, inputs, tolerance):
         assert error(got, expected.detach()) < tolerance
 
 
-@pytest.mark.parametrize("backend", ["reference", "cpu", "auto"])
+@pytest.mark.parametrize("backend", ["reference", "cpu", "native", "auto"])
 @pytest.mark.parametrize("pattern", ["dilated:8x1,32x4", "window:3 | global:2", "full"])
 def test_capped_gradients_match_dense(pattern, backend):
+    if backend == "native" and not library_path().exists():
+        pytest.skip("C++ kernel not built")
     inputs = leaves()
     padding = torch.arange(50)[None] < torch.tensor([[0], [20]])
     found = attention_with_lse(

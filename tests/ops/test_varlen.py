@@ -6,10 +6,17 @@ import inspect
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from index_calls import same_document
+from kernels.no_waiting import attention_op
 from oracle import dense_attention, error, multiplicities
+from strategies import strategy
 from torch.nn.attention import varlen
 
 from dilated_attention_pytorch import parse, varlen_attention
+from dilated_attention_pytorch.kernels.cpu.native import library_path
+from dilated_attention_pytorch.ops import varlen as varlen_op
 
 LENGTHS = (7, 30, 1, 13)
 BOUNDS = torch.tensor([0, 7, 37, 38, 51])
@@ -62,6 +69,40 @@ def test_each_sequence_is_alone(pattern, window):
     ]
     for got, expected in zip(*grads, strict=True):
         assert error(got, expected) < 1e-10
+
+
+@settings(max_examples=40)
+@given(strategy(lambda draw: [draw.integer(0, 40) for _ in range(draw.integer(1, 5))] + [1]), st.integers(0, 3))
+def test_drawn_documents_match_oracle_on_every_backend(lengths, which):
+    window = list(WINDOWS)[which]
+    n = sum(lengths)
+    bounds = torch.tensor([0, *lengths]).cumsum(0)
+    tensors = [torch.randn(n, heads, 8, dtype=torch.float64, requires_grad=True) for heads in (2, 1, 1)]
+    before, after = (n if side == -1 else side for side in window)
+    ahead = torch.arange(n) - torch.arange(n)[:, None]
+    seen = same_document(bounds, n) & (ahead >= -before) & (ahead <= after)
+    wanted = dense_attention(*(x.transpose(0, 1)[None] for x in tensors), seen.expand(2, -1, -1).double())
+    grads = torch.autograd.grad(sum(x.sin().sum() for x in wanted), tensors)
+    wanted = [x[0].transpose(0, 1).detach() for x in wanted]
+    for backend in ("reference", "cpu", "native") if library_path().exists() else ("reference", "cpu"):
+        options = {"window_size": window, "enable_gqa": True, "return_aux": LSE, "backend": backend}
+        found = varlen_attention(*tensors, bounds, bounds, max(lengths), n, **options)
+        own = torch.autograd.grad(sum(x.sin().sum() for x in found), tensors)
+        for got, expected in zip([*found, *own], [*wanted, *grads], strict=True):
+            assert error(got.detach(), expected) < 1e-10
+
+
+@pytest.mark.parametrize(("pattern", "backend"), [("full", "cpu"), ("dilated:4x1,16x4", "auto")])
+def test_calls_that_plan_on_the_host_read_device_bounds(pattern, backend):
+    inputs = leaves()
+    wanted = varlen_attention(*inputs, BOUNDS, BOUNDS, 30, 30, pattern=pattern, enable_gqa=True)
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (attention_op, varlen_op):
+            patch.setattr(module, "allows_host_sync", lambda device: False)
+        found = varlen_attention(*inputs, BOUNDS, None, 0, 0, pattern=pattern, enable_gqa=True, backend=backend)
+        with pytest.raises(ValueError, match="cu_seq_k must equal cu_seq_q"):
+            varlen_attention(*inputs, BOUNDS, BOUNDS + 1, 30, 30, pattern=pattern, enable_gqa=True)
+    assert error(found.detach(), wanted.detach()) < 1e-12
 
 
 def test_arguments_stand_in_the_order_of_torch():

@@ -19,7 +19,9 @@ X = torch.randn(1, 20, 16)
         ("attn_mask", r"pass Pattern.from_mask\(mask\)"),
         ("causal", "the argument is is_causal"),
         ("softmax_scale", "the argument is scale"),
-        ("score_mod", "scores cannot be changed"),
+        ("score_mod", "bias adds a table by distance"),
+        ("alibi_slopes", r"the argument is bias=distance_bias\(slopes, n - 1\)"),
+        ("position_bias", "the argument is bias, a table by distance"),
         ("unheard_of", "'unheard_of'$"),
     ],
 )

@@ -16,8 +16,8 @@ from ..errors import must, must_be
 from ..kernels.dropout import fresh_seed
 from ..kernels.registry import backend_named
 from ..ops import AttentionOutput, attention_with_lse
-from ..ops.attention import empty_attention, lengths_of
-from ..ops.checks import check_masks, check_sink, check_tensors
+from ..ops.attention import empty_attention
+from ..ops.checks import check_masks, check_sink, check_tensors, lengths_of
 from ..ops.derivatives import check_reverse_mode, scale_of
 from ..ops.sink import apply_sink
 from ..patterns import Causal, Packed, Pattern, as_pattern

@@ -14,6 +14,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from hashlib import sha256
+from types import MethodType
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from torch.nn import functional as F
 from ..errors import must, must_be
 from ..nn.cross_attention import attention_across
 from ..ops import attention, attention_rows, attention_with_lse
+from ..ops.checks import require
 from ..ops.decode import attention_step, check_decodable
 from ..patterns import BlockDilated, Causal, Dilated, Documents, Full, Packed, Pattern, as_pattern
 from ..patterns.parse import to_operand
@@ -40,7 +42,7 @@ PATTERNS: dict[str, Layers] = {
     "block_sparse": BlockDilated((2048, 4096, 8192), (1, 2, 4)),
 }
 
-UNSUPPORTED = ("position_bias", "head_mask", "cache")
+UNSUPPORTED = ("head_mask", "cache")
 """Arguments of some models that change the result; each must be absent or None."""
 
 PACKING = ("cu_seq_lens", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
@@ -52,6 +54,13 @@ OTHER_SEQUENCE = frozenset({"key_value_states", "encoder_hidden_states", "cross_
 
 LONGEST_WEIGHTS = 8192
 """Tokens up to which `output_attentions` returns weights, which are N x N."""
+
+EAGER = 'Use attn_implementation="eager".'
+CHECKED = "dap_by_distance"
+"""Attribute of biases that were found to depend on the distance alone."""
+
+_registered: set[str] = set()
+"""Names of this library's implementations."""
 
 LAYER = "dap_layer"
 """Attribute with the layer index of attention modules without `layer_idx`."""
@@ -71,6 +80,7 @@ def register(patterns: Mapping[str, Layers] | None = None) -> tuple[str, ...]:
         AttentionInterface.register(name, attention_function(layers))
         # A name without a mask function receives no mask at all, and padding would be seen.
         AttentionMaskInterface.register(name, model_mask)
+    _registered.update(given)
     return tuple(given)
 
 
@@ -102,7 +112,30 @@ def integrate(model: nn.Module, pattern: Layers = OWN) -> str:
             f"{type(model).__name__}, which does not",
             "replace_attention takes modules of torch and timm.",
         )
+    for module in model.modules():
+        method = getattr(type(module), "compute_bias", None)
+        if method is not None and "past_seen_tokens" in inspect.signature(method).parameters:
+            # A bound method, which a copy of the module binds to the copy.
+            module.compute_bias = MethodType(compute_bias, module)  # pyrefly: ignore[bad-argument-type]
     return name
+
+
+def compute_bias(
+    self: Any, query_length: int, key_length: int, device: Any = None, past_seen_tokens: Any = 0
+) -> Tensor:
+    """Bias of T5's attention by distance, (1, H, 1, queries + keys - 1), where the model runs on this library.
+
+    Entries are those of the last row, from its first key on, followed by those of the first row. The method of the
+    class, which gives all pairs, is called for a single row and for other implementations.
+    """
+    of_class = type(self).compute_bias
+    if self.config._attn_implementation not in _registered or query_length == 1:
+        return of_class(self, query_length, key_length, device=device, past_seen_tokens=past_seen_tokens)
+    last, first = (
+        of_class(self, 1, key_length, device=device, past_seen_tokens=past_seen_tokens + row)
+        for row in (query_length - 1, 0)
+    )
+    return torch.cat([last[..., : query_length - 1], first], -1)
 
 
 def _resolved(layers: Layers) -> Pattern | Mapping[int, Pattern]:
@@ -153,6 +186,7 @@ def attention_function(layers: Pattern | Mapping[int, Pattern]) -> Callable[...,
         sliding_window: int | None = None,
         s_aux: Tensor | None = None,
         softcap: float | None = None,
+        position_bias: Tensor | None = None,
         **others: Any,
     ) -> tuple[Tensor, Tensor | None]:
         _check_others(others)
@@ -167,15 +201,22 @@ def attention_function(layers: Pattern | Mapping[int, Pattern]) -> Callable[...,
                 raise must(
                     "cross-attention must come without s_aux, softcap and output_attentions", type(module).__name__
                 )
+            if position_bias is not None:
+                # T5 passes zeros here.
+                query = require(
+                    query, ~position_bias.any(), "position_bias of cross-attention must be 0", lambda: "more"
+                )
             if mask.documents is not None:
                 raise must("packed documents must come with self-attention", type(module).__name__)
             ignored = None if mask.real is None else ~mask.real.to(key.device)
             whole = {"is_causal": False, "cu_seqlens": None, "key_padding_mask": ignored}
             return attention_across(query, key, value, Full(), **whole, **settings).transpose(1, 2), None
-        if wants_weights and softcap is not None:
-            raise must("output_attentions must come without softcap", softcap, 'Use attn_implementation="eager".')
+        if wants_weights and not softcap is position_bias is None:
+            given = "softcap" if position_bias is None else "position_bias"
+            raise must("output_attentions must come without softcap and position_bias", given, EAGER)
+        bias = None if position_bias is None else _bias_table(position_bias, query, key, mask)
         weights = _weights(query, key, pattern, mask, scaling, s_aux) if wants_weights else None
-        output = self_attention(query, key, value, pattern, mask, sink=s_aux, softcap=softcap, **settings)
+        output = self_attention(query, key, value, pattern, mask, sink=s_aux, softcap=softcap, bias=bias, **settings)
         return output.transpose(1, 2), weights
 
     return attend
@@ -192,7 +233,7 @@ def self_attention(
         value: (B, G, keys, E).
         pattern: of this layer.
         mask: of the model.
-        settings: `scale`, `enable_gqa`, `dropout_p`, `sink` and `softcap`.
+        settings: `scale`, `enable_gqa`, `dropout_p`, `sink`, `softcap` and `bias`.
     """
     key, value = _in_use(query, key, mask), _in_use(query, value, mask)
     parts, order = [], []
@@ -213,6 +254,25 @@ def self_attention(
         order += range(len(query))[samples.index] if isinstance(samples.index, slice) else samples.index
     back = torch.tensor(order, device="cpu").argsort().to(query.device)
     return torch.cat(parts)[back]
+
+
+def _bias_table(position_bias: Tensor, query: Tensor, key: Tensor, mask: ModelMask) -> Tensor:
+    """Table by distance from that of `compute_bias`, or from a bias of all pairs, (1, H, queries, keys)."""
+    heads, rows, keys = query.shape[1], query.shape[2], key.shape[2]
+    if tuple(position_bias.shape) not in ((1, heads, rows, keys), (1, heads, 1, keys + rows - 1)):
+        raise must(f"position_bias must have shape (1, {heads}, {rows}, {keys})", tuple(position_bias.shape), EAGER)
+    table = torch.cat([position_bias[0, :, 1:, 0].flip(-1), position_bias[0, :, 0]], -1)
+    if position_bias.shape[2] > 1 and not getattr(position_bias, CHECKED, False):
+        same = (position_bias[:, :, 1:, 1:] == position_bias[:, :, :-1, :-1]).all()
+        what = "position_bias must depend on the distance of query and key alone"
+        table = require(table, same, what, lambda: "another bias", EAGER)
+        if not torch.compiler.is_compiling():
+            # The layers of a stack share the tensor.
+            setattr(position_bias, CHECKED, True)
+    before = mask.first_query - mask.first_key + rows - 1
+    after = keys + rows - 2 - before
+    # Distances in the padding do not occur.
+    return F.pad(table, (max(after - before, 0), max(before - after, 0)), mode="replicate")
 
 
 def _samples(query: Tensor, pattern: Pattern, mask: ModelMask) -> list[Samples]:
@@ -351,4 +411,4 @@ def _is_cross_attention(module: nn.Module, causal: bool, same_length: bool) -> b
 def _check_others(others: dict[str, Any]) -> None:
     for name in UNSUPPORTED:
         if others.get(name) is not None:
-            raise must(f"{name} must be absent: this implementation has none", name, 'Use attn_implementation="eager".')
+            raise must(f"{name} must be absent: this implementation has none", name, EAGER)

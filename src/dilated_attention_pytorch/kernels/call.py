@@ -14,9 +14,10 @@ from ..plan.plan import Plan
 # Not frozen, although never modified: an instance is built in every call, and freezing quadruples its cost.
 @dataclass(eq=False, slots=True)
 class AttentionCall:
-    """One validated call. Kernels compute `softmax(cap(scale * q k^T) + log m) v` over the plan's tiles.
+    """One validated call. Kernels compute `softmax(cap(scale * q k^T) + b + log m) v` over the plan's tiles.
 
-    `cap` is the identity, or `softcap * tanh(x / softcap)` on backends with `SOFTCAP = True`.
+    `cap` is the identity, or `softcap * tanh(x / softcap)` on backends with `SOFTCAP = True`. `b` is 0, or an entry of
+    `bias` by the distance of query and key on backends with `BIAS = True`.
 
     query (B, H, N, D) · key (B, G, N, D) · value (B, G, N, E), with H a multiple of G, any strides except that
     the last dimension is contiguous; one floating dtype and device. Query head `h` reads key head `h // (H // G)`.
@@ -40,6 +41,10 @@ class AttentionCall:
     Row numbers by default; the rows of a rank's buffer hold other tokens, which differ by head."""
     softcap: float = 0.0
     """Bound of the scores; 0 for none"""
+    bias: Tensor | None = None
+    """(H, W) or (H, W1, W2), odd widths, contiguous, in the compute dtype: table by distance, see `bias_index`"""
+    bias_positions: Tensor | None = None
+    """int64 (B or 1, N, axes of the table), contiguous; row numbers are the positions of one axis by default"""
 
     @property
     def device(self) -> torch.device:
@@ -60,7 +65,14 @@ class AttentionCall:
             words.append(f"dropout {self.dropout_p}")
         if self.softcap:
             words.append(f"softcap {self.softcap}")
+        if self.bias is not None:
+            words.append(f"bias {'x'.join(map(str, self.bias.shape[1:]))}")
         return ", ".join(words)
+
+
+def allows_host_sync(device: torch.device) -> bool:
+    """Whether the host may read values of a device: a GPU would stall the host."""
+    return device.type != "cuda"
 
 
 class Forward(NamedTuple):
@@ -78,6 +90,19 @@ class Gradients(NamedTuple):
     query: Tensor
     key: Tensor
     value: Tensor
+
+
+class BiasedGradients(Gradients):
+    """Results of a backward pass of a call with a bias; iterates as `Gradients`."""
+
+    bias: Tensor
+    """Gradient of the table, in its dtype."""
+
+    def __new__(cls, query: Tensor, key: Tensor, value: Tensor, bias: Tensor) -> BiasedGradients:
+        """Attach the gradient of the table to those of query, key and value."""
+        grads = super().__new__(cls, query, key, value)
+        grads.bias = bias
+        return grads
 
 
 @runtime_checkable
@@ -127,6 +152,32 @@ def capped(scores: Tensor, softcap: float) -> Tensor:
 def cap_slope(scores: Tensor, seen: Tensor, softcap: float) -> Tensor:
     """Derivative of `capped` from its result; 0 where a pair is not seen."""
     return torch.where(seen, 1 - (scores / softcap).square(), 0.0)
+
+
+def bias_index(call: AttentionCall, rows: Tensor, columns: Tensor) -> Tensor:
+    """Entry of `call.bias[head].flatten()` for query rows and key rows that broadcast, int64 (B or 1, ...).
+
+    On each axis it is `clamp(position[column] - position[row] + W // 2, 0, W - 1)`: the entry in the middle is that of
+    distance 0, and the outermost entries hold beyond the table.
+    """
+    assert call.bias is not None
+    at, key_at = (
+        (rows[None, ..., None], columns[None, ..., None])
+        if call.bias_positions is None
+        else (call.bias_positions[:, rows], call.bias_positions[:, columns])
+    )
+    index = torch.zeros((), dtype=torch.int64, device=rows.device)
+    for axis, width in enumerate(call.bias.shape[1:]):
+        distance = key_at[..., axis] - at[..., axis]
+        index = index * width + (distance + width // 2).clamp(0, width - 1)
+    return index
+
+
+def add_bias_gradient(total: Tensor, index: Tensor, grad_scores: Tensor) -> None:
+    """Add gradients of scores (B, ...) to the float64 sums of one head's table, at the entries of `bias_index`."""
+    if len(index) != len(grad_scores):
+        grad_scores = grad_scores.sum(0, keepdim=True, dtype=total.dtype)
+    total.view(-1).index_add_(0, index.flatten(), grad_scores.flatten().to(total.dtype))
 
 
 def zero_gradients(call: AttentionCall) -> Gradients:

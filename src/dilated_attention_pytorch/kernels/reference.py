@@ -2,7 +2,7 @@
 
 It does not use tiles. The multiplicity m(q, k, head) comes from the pattern, and
 
-    output = softmax(cap(scale * q k^T) + log m) v
+    output = softmax(cap(scale * q k^T) + b + log m) v
 
 is computed for a band of query rows at a time, so that memory is linear in n.
 """
@@ -18,9 +18,12 @@ from torch import Tensor
 from . import dropout
 from .call import (
     AttentionCall,
+    BiasedGradients,
     Extent,
     Forward,
     Gradients,
+    add_bias_gradient,
+    bias_index,
     cap_slope,
     capped,
     empty_rows,
@@ -29,7 +32,7 @@ from .call import (
 )
 from .cpu.nan_safe import contained_matmul
 
-SOFTCAP = True
+SOFTCAP = BIAS = True
 LONGEST = 8192
 ROWS = 1024
 """Query rows computed together."""
@@ -61,6 +64,8 @@ class _Band(NamedTuple):
     """(b, r, n): 1 / (1 - p) where dropout keeps the weight, else 0"""
     slope: Tensor | None
     """(b, r, n): derivative of the softcap; None without one"""
+    bias_index: Tensor | None
+    """int64 (b or 1, r, n): entries of the bias table; None without one"""
 
 
 def why_not(call: AttentionCall) -> str | None:
@@ -76,9 +81,8 @@ def why_not(call: AttentionCall) -> str | None:
 def workspace(call: AttentionCall, direction: str, extent: Extent) -> int:
     """Upper bound of the bytes besides results; see `registry.Backend`."""
     n, wide = call.plan.n, call.compute_dtype.itemsize
-    return (
-        wide_copies(call, direction, extent) + (8 + 2 * bool(call.softcap)) * wide * extent.samples * min(n, ROWS) * n
-    )
+    squares = 8 + 2 * bool(call.softcap) + 6 * (call.bias is not None)
+    return wide_copies(call, direction, extent) + squares * wide * extent.samples * min(n, ROWS) * n
 
 
 def forward(call: AttentionCall) -> Forward:
@@ -102,6 +106,7 @@ def backward(
     """Gradients by the textbook formulas, a band of rows at a time."""
     dtype = call.compute_dtype
     grads = grad_query, grad_key, grad_value = zero_gradients(call)
+    grad_bias = None if call.bias is None else torch.zeros_like(call.bias, dtype=torch.float64)
     for band in _bands(call):
         index = (slice(None), band.head, band.rows)
         row_grad = grad_output[index].to(dtype)
@@ -114,13 +119,17 @@ def backward(
         if band.keep_scale is not None:
             dropped = weights * band.keep_scale
             grad_weights = grad_weights * band.keep_scale
-        grad_scores = torch.where(band.seen, weights * (grad_weights - delta[..., None]), 0.0) * call.scale
+        grad_scores = torch.where(band.seen, weights * (grad_weights - delta[..., None]), 0.0)
+        if band.bias_index is not None and grad_bias is not None:
+            add_bias_gradient(grad_bias[band.head], band.bias_index, grad_scores)
+        grad_scores *= call.scale
         if band.slope is not None:
             grad_scores *= band.slope
         grad_query[index] = contained_matmul(grad_scores, band.key, band.seen)
         grad_key[:, band.group] += contained_matmul(grad_scores.mT, band.query, band.seen.mT)
         grad_value[:, band.group] += contained_matmul(dropped.mT, row_grad, band.seen.mT)
-    return Gradients(*(grad.to(call.query.dtype) for grad in grads))
+    grads = Gradients(*(grad.to(call.query.dtype) for grad in grads))
+    return grads if grad_bias is None else BiasedGradients(*grads, grad_bias.to(call.compute_dtype))
 
 
 def _weights(band: _Band, row_lse: Tensor) -> Tensor:
@@ -148,6 +157,10 @@ def _bands(call: AttentionCall) -> Iterator[_Band]:
             query = call.query[:, head, rows].to(dtype)
             scores = capped(call.scale * (query @ key.mT), call.softcap)
             slope = cap_slope(scores, seen, call.softcap) if call.softcap else None
+            index = None
+            if call.bias is not None:
+                index = bias_index(call, q[:, None], k[None, :])
+                scores = scores + call.bias[head].flatten()[index]
             scores = (scores + count.to(dtype).log()).masked_fill(~seen, -torch.inf)
             keep_scale = None
             if call.dropout_p:
@@ -155,4 +168,4 @@ def _bands(call: AttentionCall) -> Iterator[_Band]:
                 at, key_at = (q, k) if call.positions is None else (call.positions[0, head, q], call.positions[1, head])
                 keep = dropout.keep_mask(call.seed, sample * heads + head, at[:, None], key_at[None, :], call.dropout_p)
                 keep_scale = keep.to(dtype) / (1 - call.dropout_p)
-            yield _Band(head, group, rows, query, key, value, seen, scores, keep_scale, slope)
+            yield _Band(head, group, rows, query, key, value, seen, scores, keep_scale, slope, index)

@@ -17,11 +17,12 @@ from .call import AttentionCall, Extent, Runner
 class Backend(Runner, Protocol):
     """Interface of a backend module.
 
-    Four members are optional. `prepare(call)` returns a `Runner` for calls that differ from this one in the values and
+    Six members are optional. `prepare(call)` returns a `Runner` for calls that differ from this one in the values and
     addresses of their tensors alone; it is cached with the plan and must not refer to it. `RUNS_OF_ROWS = True` states
     that a call may have fewer queries than keys, so that a memory budget may split the rows of a head. `SOFTCAP = True`
-    states that scores can be bounded; calls with a softcap skip all other backends. `prepare_first_use(call)` builds a
-    backend that needs it and returns True if `why_not` may have changed.
+    states that scores can be bounded, `BIAS = True` that a bias by distance can be added; calls with either skip all
+    other backends. `DEVICE_TABLES = True` states that plans are lowered without reading their tables.
+    `prepare_first_use(call)` builds a backend that needs it and returns True if `why_not` may have changed.
     """
 
     def why_not(self, call: AttentionCall) -> str | None:
@@ -130,7 +131,17 @@ def choose(call: AttentionCall, backend: str = "auto") -> tuple[str, Backend]:
 def _why_not(backend: Backend, call: AttentionCall) -> str | None:
     if call.softcap and not getattr(backend, "SOFTCAP", False):
         return "has no softcap"
+    if call.bias is not None and not getattr(backend, "BIAS", False):
+        return "has no bias by distance"
+    if call.plan.device_tables is not None and not getattr(backend, "DEVICE_TABLES", False):
+        return "reads the tables of a plan on the host, which this call leaves on the device"
     return backend.why_not(call)
+
+
+def can_run(call: AttentionCall, backend: str) -> bool:
+    """Whether a backend by name, or with "auto" one of the order, can run the call."""
+    names = preference(call).order if backend == "auto" else (backend,)
+    return any(_why_not(backend_named(name), call) is None for name in names)
 
 
 def can_prepare(name: str) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from functools import lru_cache
-from itertools import pairwise
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -14,16 +13,35 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from ..errors import must
-from ..kernels.call import AttentionCall, Forward, Gradients, Runner, empty_rows
+from ..kernels.call import (
+    AttentionCall,
+    BiasedGradients,
+    Forward,
+    Gradients,
+    Runner,
+    allows_host_sync,
+    empty_rows,
+)
 from ..kernels.dropout import fresh_seed
 from ..kernels.launch import warmup
-from ..kernels.registry import can_prepare, choose, prepared
+from ..kernels.registry import can_prepare, can_run, choose, prepared
 from ..patterns import Causal, Packed, Pattern, as_pattern, parse
 from ..patterns.parse import from_operand, is_library_text, not_a_pattern, registrations, to_operand
 from ..plan import Plan, PlanCache, PlanKey, own_block
-from ..shapes import CuSeqlens, Key, KeyPadding, Output, Query, Sink, Value
+from ..plan.documents import documents_plan, window_of
+from ..shapes import Bias, CuSeqlens, Key, KeyPadding, Output, Query, Sink, Value
 from . import memory_budget
-from .checks import cast_dtype, check_layout, check_masks, check_sink, check_softcap, check_tensors, unexpected
+from .bias import kernel_bias
+from .checks import (
+    cast_dtype,
+    check_layout,
+    check_masks,
+    check_sink,
+    check_softcap,
+    check_tensors,
+    lengths_of,
+    unexpected,
+)
 from .derivatives import ONCE, check_reverse_mode, scale_of
 from .flops import FlopFormulas
 from .memory_budget import check_budget
@@ -36,7 +54,7 @@ plan_cache = PlanCache()
 _SETTINGS = (
     "Tensor? key_padding_mask, Tensor? cu_seqlens, Tensor? seed, "
     "str pattern, bool is_causal, float scale, float dropout_p, str backend, float? memory_budget=None, "
-    "float softcap=0.0"
+    "float softcap=0.0, Tensor? bias=None, Tensor? bias_positions=None"
 )
 _PATTERNS = (str, Pattern)
 _TENSORS = frozenset((Tensor, torch.nn.Parameter))
@@ -46,7 +64,7 @@ _library = torch.library.Library("dilated_attention", "DEF")
 _library.define(f"forward(Tensor query, Tensor key, Tensor value, {_SETTINGS}) -> (Tensor, Tensor)")
 _library.define(
     "backward(Tensor query, Tensor key, Tensor value, Tensor output, Tensor lse, Tensor grad_output, Tensor? grad_lse, "
-    f"{_SETTINGS}) -> (Tensor, Tensor, Tensor)"
+    f"{_SETTINGS}) -> (Tensor, Tensor, Tensor, Tensor)"
 )
 
 
@@ -63,6 +81,8 @@ class CallSettings(NamedTuple):
     backend: str = "auto"
     memory_budget: float | None = None
     softcap: float = 0.0
+    bias: Tensor | None = None
+    bias_positions: Tensor | None = None
 
 
 def attention(
@@ -79,6 +99,8 @@ def attention(
     dropout_p: float = 0.0,
     sink: Sink | None = None,
     softcap: float | None = None,
+    bias: Bias | None = None,
+    bias_positions: Tensor | None = None,
     backend: str = "auto",
     memory_budget: int | float | None = None,
     **unknown: object,
@@ -95,12 +117,20 @@ def attention(
         enable_gqa: let query head h read key head h // (H / G).
         key_padding_mask: bool (B, N), True where a key takes no part.
         cu_seqlens: int (documents + 1): bounds of sequences packed one after another (B must be 1); the pattern
-            holds in each as if it were alone. Keep it on the CPU: its values shape the plan.
+            holds in each as if it were alone. On the query's GPU, bounds of full, causal and window patterns and
+            their `&` stay there, in float16, bfloat16 and float32 without `softcap` and `memory_budget`: they may
+            change under a CUDA graph, and `validate_cu_seqlens` checks them. Other calls read the bounds on the host.
         dropout_p: probability of dropping a weight.
         sink: (H,), one more logit in the softmax of every row of a head, without a value: rows are scaled by
             `sigmoid(lse - sink)`. Differentiable. The LSE excludes it, and `memory_budget` its float32 product.
-        softcap: bound of the scores: `softcap * tanh(score / softcap)` before the softmax. The backends `reference` and
-            `cpu` have it.
+        softcap: bound of the scores: `softcap * tanh(score / softcap)` before the softmax. The CPU backends and
+            `reference` have it.
+        bias: (H, 2 * R + 1) with finite values: `bias[h, clamp(u - t + R, 0, 2 * R)]` is added to the score of query t
+            and key u, after the soft cap; the outermost entries hold for larger distances. (H, 2 * R1 + 1, 2 * R2 + 1)
+            is a table by two distances, which needs `bias_positions`. Differentiable, and summed in float64. See
+            `t5_bias` and `distance_bias`. The CPU backends and `reference` have it; `memory_budget` must be None.
+        bias_positions: integers (N, axes) or (B, N, axes), positions whose differences are the distances of `bias`:
+            for a table with two axes, the row and column of a tile of an image. Row numbers by default.
         backend: "auto", or a name from `dilated_attention_pytorch.backends()`, which then never falls back.
         memory_budget: the most memory that either pass may take, its results included: bytes, or as a float a fraction
             of what is free. The queries of some samples and heads, or some rows of one head, are then computed at a
@@ -117,7 +147,8 @@ def attention(
     """
     if unknown:
         raise unexpected("attention", unknown)
-    settings = is_causal, scale, enable_gqa, key_padding_mask, cu_seqlens, dropout_p, softcap, backend, memory_budget
+    settings = is_causal, scale, enable_gqa, key_padding_mask, cu_seqlens, dropout_p, softcap
+    settings += bias, bias_positions, backend, memory_budget
     if sink is None:
         return _attend(query, key, value, pattern, *settings)[0]
     return _attend_with_sink(query, key, value, pattern, sink, *settings).output
@@ -137,6 +168,8 @@ def attention_with_lse(
     dropout_p: float = 0.0,
     sink: Sink | None = None,
     softcap: float | None = None,
+    bias: Bias | None = None,
+    bias_positions: Tensor | None = None,
     backend: str = "auto",
     memory_budget: int | float | None = None,
     **unknown: object,
@@ -144,7 +177,8 @@ def attention_with_lse(
     """`attention`, and the natural logarithm of each row's softmax denominator, (B, H, N); both are differentiable."""
     if unknown:
         raise unexpected("attention_with_lse", unknown)
-    settings = is_causal, scale, enable_gqa, key_padding_mask, cu_seqlens, dropout_p, softcap, backend, memory_budget
+    settings = is_causal, scale, enable_gqa, key_padding_mask, cu_seqlens, dropout_p, softcap
+    settings += bias, bias_positions, backend, memory_budget
     if sink is None:
         return AttentionOutput(*_attend(query, key, value, pattern, *settings))
     return _attend_with_sink(query, key, value, pattern, sink, *settings)
@@ -170,11 +204,13 @@ def _attend(
     cu_seqlens: Tensor | None,
     dropout_p: float,
     softcap: float | None,
+    bias: Tensor | None,
+    bias_positions: Tensor | None,
     backend: str,
     memory_budget: int | float | None,
 ) -> tuple[Tensor, Tensor]:
     given, options = (query, key, value), (is_causal, scale, enable_gqa, backend)
-    is_plain = key_padding_mask is cu_seqlens is softcap is memory_budget is None and not dropout_p
+    is_plain = key_padding_mask is cu_seqlens is softcap is bias is memory_budget is None and not dropout_p
     # A lookup can hit only where some backend prepared a call; CPU backends prepare none.
     is_eager = not torch.compiler.is_compiling() and isinstance(query, Tensor)
     if is_plain and is_eager and query.device.type in _prepared_devices:
@@ -191,11 +227,13 @@ def _attend(
         raise must("dropout_p must lie in [0, 1)", dropout_p)
     check_budget(memory_budget)
     check_softcap(softcap)
+    bias, bias_positions = kernel_bias(query, bias, bias_positions, memory_budget)
     scale = scale_of(scale, query.shape[-1])
     if not query.shape[0] or not query.shape[2]:
         as_pattern(pattern)
-        return empty_attention(query, key, value)
-    check_reverse_mode(query, key, value)
+        output, lse = empty_attention(query, key, value)
+        return output if bias is None else output + 0 * bias.sum(), lse
+    check_reverse_mode(query, key, value, bias)
     seed = fresh_seed(query.device) if dropout_p > 0 else None
     query, key, value = (t if t.stride(-1) == 1 else t.contiguous() for t in (query, key, value))
     if torch.compiler.is_compiling() and (value is key or value is query):
@@ -214,9 +252,11 @@ def _attend(
         backend,
         memory_budget,
         softcap or 0.0,
+        bias,
+        bias_positions,
     )
-    if is_observed(query, key, value):
-        run = _Attention.apply if needs_graph(query, key, value) else torch.ops.dilated_attention.forward
+    if is_observed(query, key, value, *(() if bias is None else (bias,))):
+        run = _Attention.apply if needs_graph(query, key, value, bias) else torch.ops.dilated_attention.forward
         return run(query, key, value, *settings)
     resolved = resolve_call(query, key, value, settings)
     # A prepared call runs on tensors with the strides that it was given.
@@ -235,8 +275,9 @@ def empty_attention(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, 
 
 
 def _run(resolved: ResolvedCall, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    if needs_graph(query, key, value):
-        return _EagerAttention.apply(query, key, value, resolved)
+    bias = resolved.settings.bias
+    if needs_graph(query, key, value, bias):
+        return _EagerAttention.apply(query, key, value, bias, resolved)
     return resolved.forward(resolved.call(query, key, value))
 
 
@@ -262,6 +303,8 @@ class ResolvedCall(NamedTuple):
             own.seed,
             self.pattern,
             softcap=own.softcap,
+            bias=own.bias,
+            bias_positions=own.bias_positions,
         )
 
     def forward(self, call: AttentionCall) -> Forward:
@@ -372,11 +415,11 @@ def _traced_operand(pattern: Pattern, address: int) -> str:
 _traced_operand._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def needs_graph(query: Tensor, key: Tensor, value: Tensor) -> bool:
+def needs_graph(*tensors: Tensor | None) -> bool:
     """Whether autograd or a function transform must see the call; otherwise its bookkeeping is time for nothing."""
     if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
         return True
-    return torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
+    return torch.is_grad_enabled() and any([x is not None and x.requires_grad for x in tensors])
 
 
 def is_observed(*tensors: Tensor) -> bool:
@@ -397,7 +440,7 @@ def is_observed(*tensors: Tensor) -> bool:
 
 
 class _Attention(torch.autograd.Function):
-    """Forward and backward as one differentiable function of query, key and value."""
+    """Forward and backward as one differentiable function of query, key, value and bias."""
 
     @staticmethod
     def forward(*arguments: Any) -> tuple[Tensor, Tensor]:
@@ -405,32 +448,32 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        tensors, ctx.settings = inputs[:6], inputs[6:]
+        tensors, ctx.settings = inputs[:6], inputs[6:-2]
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*tensors, *output)
+        ctx.save_for_backward(*tensors, *inputs[-2:], *output)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
         grad_output, grad_lse = grad_outputs
         check_reverse_mode(grad_output, grad_lse)
-        query, key, value, key_padding_mask, cu_seqlens, seed, output, lse = ctx.saved_tensors
+        query, key, value, key_padding_mask, cu_seqlens, seed, bias, bias_positions, output, lse = ctx.saved_tensors
         if grad_output is None and grad_lse is None:
-            return (None,) * 13
+            return (None,) * 15
         query, key, value, output, lse = readable(query, key, value, output, lse)
         grad_output = torch.zeros_like(output) if grad_output is None else grad_output
         if grad_output.stride(-1) != 1:
             grad_output = grad_output.contiguous()
-        masks = key_padding_mask, cu_seqlens, seed
-        grads = _backward_for(query, grad_output)(
-            query, key, value, output, lse, grad_output, grad_lse, *masks, *ctx.settings
+        settings = key_padding_mask, cu_seqlens, seed, *ctx.settings, bias, bias_positions
+        *grads, grad_bias = _backward_for(query, grad_output)(
+            query, key, value, output, lse, grad_output, grad_lse, *settings
         )
-        return *grads, *(None,) * 10
+        return *grads, *(None,) * 10, None if bias is None else grad_bias, None
 
     @staticmethod
     def vmap(
         info: Any, in_dims: tuple[int | None, ...], *arguments: Any
     ) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
-        """A mapped dimension joins the batch."""
+        """A mapped dimension joins the batch; a mapped bias, which samples share, is computed entry by entry."""
         if in_dims[4] is not None or arguments[4] is not None:
             raise must("vmap must not map packed sequences", "cu_seqlens", "Call attention once for each packed batch.")
 
@@ -442,8 +485,19 @@ class _Attention(torch.autograd.Function):
             )
             return mapped.flatten(0, 1)
 
+        if in_dims[13] is not None:
+            mapped = zip(arguments, in_dims, strict=True)
+            each = zip(*([x] * info.batch_size if dim is None else x.unbind(dim) for x, dim in mapped), strict=True)
+            results = [_Attention.apply(*own) for own in each]
+            return tuple(torch.stack(x) for x in zip(*results, strict=True)), (0, 0)  # pyrefly: ignore[bad-return]
         tensors = [joined(arguments[i], in_dims[i]) for i in range(4)]
-        output, lse = _Attention.apply(*tensors, *arguments[4:])
+        positions = arguments[14]
+        if positions is not None and positions.dim() > 3:
+            batch = len(tensors[0]) // info.batch_size  # pyrefly: ignore[bad-argument-type]
+            positions = positions.movedim(in_dims[14], 0).expand(-1, batch, -1, -1).flatten(0, 1)
+        elif positions is not None and len(positions) > 1:
+            positions = joined(positions, None)
+        output, lse = _Attention.apply(*tensors, *arguments[4:14], positions)
         return tuple(t.unflatten(0, (info.batch_size, -1)) for t in (output, lse)), (0, 0)  # pyrefly: ignore[bad-return]
 
 
@@ -453,11 +507,11 @@ class _Gradients(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(*arguments: Any) -> tuple[Tensor, ...]:
         return torch.ops.dilated_attention.backward(*arguments)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         pass
 
     @staticmethod
@@ -474,7 +528,7 @@ def readable(*saved: Tensor) -> tuple[Tensor, ...]:
     return *(x if x.stride(-1) == 1 else x.contiguous() for x in rows), lse.contiguous()
 
 
-def _backward_for(query: Tensor, grad_output: Tensor) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
+def _backward_for(query: Tensor, grad_output: Tensor) -> Callable[..., tuple[Tensor, ...]]:
     """The backward as autograd must see it: with a derivative that raises, as an operator, or as a plain function."""
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         return _Gradients.apply
@@ -485,11 +539,13 @@ class _EagerAttention(torch.autograd.Function):
     """`_Attention` where nothing but autograd looks on: binding its arguments to a signature takes time, too."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, resolved: ResolvedCall) -> tuple[Tensor, Tensor]:  # pyrefly: ignore[bad-override]
+    def forward(  # pyrefly: ignore[bad-override]
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, resolved: ResolvedCall
+    ) -> tuple[Tensor, Tensor]:
         output, lse = resolved.forward(resolved.call(query, key, value))
         ctx.resolved = resolved
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(query, key, value, *resolved.settings[:3], output, lse)
+        ctx.save_for_backward(query, key, value, *resolved.settings[:3], bias, output, lse)
         return output, lse
 
     @staticmethod
@@ -498,7 +554,7 @@ class _EagerAttention(torch.autograd.Function):
         check_reverse_mode(grad_output, grad_lse)
         query, key, value, *_, output, lse = ctx.saved_tensors
         if grad_output is None and grad_lse is None:
-            return None, None, None, None
+            return (None,) * 5
         query, key, value, output, lse = readable(query, key, value, output, lse)
         grad_output = torch.zeros_like(output) if grad_output is None else grad_output
         if grad_output.stride(-1) != 1:
@@ -506,8 +562,10 @@ class _EagerAttention(torch.autograd.Function):
         resolved = ctx.resolved
         run = _backward_for(query, grad_output)
         if run is not _backward:
-            return *run(query, key, value, output, lse, grad_output, grad_lse, *resolved.settings), None
-        return *resolved.backward(resolved.call(query, key, value), output, lse, grad_output, grad_lse), None
+            *grads, grad_bias = run(query, key, value, output, lse, grad_output, grad_lse, *resolved.settings)
+            return *grads, None if resolved.settings.bias is None else grad_bias, None
+        grads = resolved.backward(resolved.call(query, key, value), output, lse, grad_output, grad_lse)
+        return *grads, grads.bias if isinstance(grads, BiasedGradients) else None, None
 
 
 # Autograd binds the arguments to this signature in every call; finding it anew would take longer than all the rest.
@@ -530,10 +588,11 @@ def _backward(
     grad_output: Tensor,
     grad_lse: Tensor | None,
     *settings: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     resolved = resolve_call(query, key, value, CallSettings(*settings))
     grads = resolved.backward(resolved.call(query, key, value), output, lse, grad_output, grad_lse)
-    return tuple(grads)  # pyrefly: ignore[bad-return]
+    # An operator returns no optional tensor.
+    return *grads, grads.bias if isinstance(grads, BiasedGradients) else query.new_empty(0)
 
 
 def resolve_call(query: Tensor, key: Tensor, value: Tensor, settings: CallSettings) -> ResolvedCall:
@@ -551,24 +610,51 @@ def _forward_fake(query: Tensor, key: Tensor, value: Tensor, *settings: Any) -> 
 
 
 @torch.library.register_fake("dilated_attention::backward", lib=_library)
-def _backward_fake(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return tuple(empty_rows(t, t.shape[-1]) for t in (query, key, value))  # pyrefly: ignore[bad-return]
+def _backward_fake(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    bias = CallSettings(*rest[4:]).bias
+    grads = (empty_rows(t, t.shape[-1]) for t in (query, key, value))
+    return *grads, query.new_empty(0) if bias is None else torch.empty_like(bias)
 
 
 def call_of(
     query: Tensor, key: Tensor, value: Tensor, settings: CallSettings, device: torch.device | None = None
 ) -> AttentionCall:
     """Call as a backend sees it, with its plan from the cache, on the query's device or another."""
-    mask, cu_seqlens, seed, pattern, is_causal, scale, dropout_p, *_ = settings
+    mask, cu_seqlens, seed, _, _, scale, dropout_p, *_ = settings
+    if device is None and cu_seqlens is not None and not allows_host_sync(cu_seqlens.device):
+        call = _call_on_device(query, key, value, settings)
+        if call is not None:
+            return call
     lengths = None if cu_seqlens is None else lengths_of(cu_seqlens, query.shape[2])
-    shape = query.shape[2], query.shape[1]
+    resolved, block_size = _resolved_pattern(query, settings, lengths)
+    plan = plan_cache.get(resolved, query.shape[2], query.shape[1], block_size, device or query.device)
+    return AttentionCall(query, key, value, plan, scale, mask, dropout_p, seed, resolved, **_score_terms(settings))
+
+
+def _call_on_device(query: Tensor, key: Tensor, value: Tensor, settings: CallSettings) -> AttentionCall | None:
+    """Call whose documents are planned on their device; None if the host must read their bounds."""
+    mask, cu_seqlens, seed, _, _, scale, dropout_p, *_ = settings
+    resolved, block_size = _resolved_pattern(query, settings, None)
+    n, heads = query.shape[2], query.shape[1]
+    window = window_of(resolved, n)
+    if cu_seqlens is None or cu_seqlens.device != query.device or window is None or settings.memory_budget is not None:
+        return None
+    plan = documents_plan(cu_seqlens, n, heads, block_size, *window)
+    call = AttentionCall(query, key, value, plan, scale, mask, dropout_p, seed, **_score_terms(settings))
+    return call if can_run(call, settings.backend) else None
+
+
+def _score_terms(settings: CallSettings) -> dict[str, Any]:
+    return {"softcap": settings.softcap, "bias": settings.bias, "bias_positions": settings.bias_positions}
+
+
+def _resolved_pattern(query: Tensor, settings: CallSettings, lengths: tuple[int, ...] | None) -> tuple[Pattern, int]:
+    """Pattern of a call for its length and heads, in documents of the given lengths if any, and its block size."""
+    pattern, is_causal, shape = settings.pattern, settings.is_causal, (query.shape[2], query.shape[1])
     # A cache entry would keep a pattern without text alive, which may hold megabytes.
     if pattern.startswith("@"):
-        resolved, block_size = _resolve(from_operand(pattern), is_causal, lengths, *shape)
-    else:
-        resolved, block_size = _resolved(pattern, is_causal, lengths, *shape, registrations())
-    plan = plan_cache.get(resolved, query.shape[2], query.shape[1], block_size, device or query.device)
-    return AttentionCall(query, key, value, plan, scale, mask, dropout_p, seed, resolved, softcap=settings.softcap)
+        return _resolve(from_operand(pattern), is_causal, lengths, *shape)
+    return _resolved(pattern, is_causal, lengths, *shape, registrations())
 
 
 def _plan_of(query: Tensor, key: Tensor, value: Tensor, *settings: Any) -> Plan:
@@ -591,14 +677,6 @@ def _resolve(
     pattern = pattern & Causal() if is_causal else pattern
     pattern = (pattern if lengths is None else Packed(pattern, lengths)).resolve(n, heads)
     return pattern, own_block(pattern)
-
-
-def lengths_of(cu_seqlens: Tensor, n: int) -> tuple[int, ...]:
-    """Lengths of the documents that the bounds enclose."""
-    bounds = cu_seqlens.tolist()
-    if bounds[0] != 0 or bounds[-1] != n or any(a >= b for a, b in pairwise(bounds)):
-        raise must(f"cu_seqlens must grow strictly from 0 to the sequence length {n}", bounds)
-    return tuple(b - a for a, b in pairwise(bounds))
 
 
 def autocasted(*tensors: Tensor) -> tuple[Tensor, ...]:

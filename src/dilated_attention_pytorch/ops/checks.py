@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -88,7 +89,10 @@ WRONG_NAMES = {
     "s_aux": "the argument is sink",
     "learnable_sink": "the argument is sink",
     "sinks": "the argument is sink",
-    "score_mod": "scores cannot be changed; the documents on extending have biases by distance",
+    "score_mod": "softcap bounds scores, bias adds a table by distance, position of a multihead module rotates",
+    "attn_bias": "bias adds a table by distance; a mask is a pattern, Pattern.from_mask(mask)",
+    "alibi_slopes": "the argument is bias=distance_bias(slopes, n - 1)",
+    "position_bias": "the argument is bias, a table by distance; t5_bias makes it from the weight of the buckets",
 }
 """Arguments of other libraries -> their equivalents here."""
 
@@ -103,10 +107,10 @@ def unexpected(function: str, given: dict[str, object]) -> TypeError:
 def check_masks(query: Tensor, key_padding_mask: Tensor | None, cu_seqlens: Tensor | None) -> None:
     """Check types, shapes and devices of the masks."""
     batch, _, n, _ = query.shape
-    for name, mask in (("key_padding_mask", key_padding_mask), ("cu_seqlens", cu_seqlens)):
-        if mask is not None and not isinstance(mask, Tensor):
-            raise must_be(f"{name} must be a Tensor", type(mask).__name__, f"{name}=torch.tensor(...).")
     if key_padding_mask is not None:
+        if not isinstance(key_padding_mask, Tensor):
+            came, advice = type(key_padding_mask).__name__, "key_padding_mask=torch.tensor(...)."
+            raise must_be("key_padding_mask must be a Tensor", came, advice)
         if key_padding_mask.dtype != torch.bool:
             raise must_be("key_padding_mask must be bool, True where a key takes no part", key_padding_mask.dtype)
         if tuple(key_padding_mask.shape) != (batch, n):
@@ -114,12 +118,44 @@ def check_masks(query: Tensor, key_padding_mask: Tensor | None, cu_seqlens: Tens
         if key_padding_mask.device != query.device:
             raise must(f"key_padding_mask must be on the query's device {query.device}", key_padding_mask.device)
     if cu_seqlens is not None:
-        if cu_seqlens.dim() != 1 or cu_seqlens.is_floating_point() or len(cu_seqlens) < 2:
-            raise must(
-                "cu_seqlens must be integers of shape (documents + 1,)", f"{cu_seqlens.dtype} {tuple(cu_seqlens.shape)}"
-            )
+        check_bounds(cu_seqlens)
         if batch != 1:
             raise must("packed sequences must have batch size 1", batch, "Lay the sequences one after another along n.")
+
+
+def lengths_of(cu_seqlens: Tensor, n: int) -> tuple[int, ...]:
+    """Lengths of the documents that bounds enclose, without those of no token."""
+    bounds = cu_seqlens.tolist()
+    if bounds[0] != 0 or bounds[-1] != n or any(a > b for a, b in pairwise(bounds)):
+        raise must(f"cu_seqlens must ascend from 0 to the sequence length {n}", bounds)
+    return tuple(b - a for a, b in pairwise(bounds) if a < b)
+
+
+def validate_cu_seqlens(cu_seqlens: Tensor, n: int) -> None:
+    """Raise unless bounds of packed sequences ascend from 0 to n.
+
+    Reads values back to the host: a check for debugging on a GPU, where operations that leave the bounds on the device
+    read no key outside the sequence for wrong bounds, and give wrong results. On the CPU they check it themselves.
+
+    Args:
+        cu_seqlens: int32 or int64 (documents + 1). A document may be empty.
+        n: tokens of the packed sequence.
+
+    >>> import torch
+    >>> from dilated_attention_pytorch import validate_cu_seqlens
+    >>> validate_cu_seqlens(torch.tensor([0, 300, 300, 512], dtype=torch.int32), 512)
+    """
+    check_bounds(cu_seqlens)
+    lengths_of(cu_seqlens, n)
+
+
+def check_bounds(cu_seqlens: Tensor) -> None:
+    """Check type, dtype and shape of the bounds of packed sequences."""
+    if not isinstance(cu_seqlens, Tensor):
+        raise must_be("cu_seqlens must be a Tensor", type(cu_seqlens).__name__, "cu_seqlens=torch.tensor(...).")
+    if cu_seqlens.dim() != 1 or cu_seqlens.dtype not in (torch.int32, torch.int64) or len(cu_seqlens) < 2:
+        came = f"{cu_seqlens.dtype} {tuple(cu_seqlens.shape)}"
+        raise must("cu_seqlens must be int32 or int64 of shape (documents + 1,)", came)
 
 
 def check_sink(query: Tensor, sink: Tensor) -> None:

@@ -13,6 +13,7 @@ from ..errors import must, must_be
 from ..patterns import Pattern, as_pattern
 from ..plan.closed_forms import ClosedForm, Domain, LiveKeys, closed_form
 from .attention import attention, empty_attention
+from .bias import kernel_bias
 from .checks import check_masks, check_sink, check_softcap, check_tensors
 from .derivatives import scale_of
 from .sink import apply_sink
@@ -44,6 +45,7 @@ def attention_step(
     key_padding_mask: Tensor | None = None,
     sink: Tensor | None = None,
     softcap: float | None = None,
+    bias: Tensor | None = None,
     live: LiveKeys | int = 0,
     backend: str = "auto",
     memory_budget: int | float | None = None,
@@ -62,6 +64,7 @@ def attention_step(
         key_padding_mask: bool (B, L), True where a key takes no part.
         sink: (H,), one more logit in the softmax of every row of a head, see `attention`.
         softcap: bound of the scores, see `attention`.
+        bias: (H, 2 * R + 1), table by distance, see `attention`.
         live: positions that the cache holds if not all, or the position of its first key.
         backend: for many tokens at once, see `attention`, as `memory_budget`.
 
@@ -78,6 +81,7 @@ def attention_step(
     check_tensors(query, key, value, enable_gqa, one_length=False)
     check_masks(key, key_padding_mask, None)
     check_softcap(softcap)
+    bias, _ = kernel_bias(query, bias, None, memory_budget)
     if sink is not None:
         check_sink(query, sink)
     batch, heads, rows, width = query.shape
@@ -94,7 +98,7 @@ def attention_step(
             "the cache must hold the keys of the new tokens too", f"{key.shape[2]} keys for position {max(first)}"
         )
     if rows < MOST_ROWS or live != LiveKeys() or len(set(first)) > 1:
-        where = length, scale, key_padding_mask, sink, softcap, live
+        where = length, scale, key_padding_mask, sink, softcap, bias, live
         return torch.stack(
             [_row(query[:, :, m], key, value, whole, [t + m for t in first], *where) for m in range(rows)], 2
         )
@@ -110,6 +114,7 @@ def attention_step(
         key_padding_mask=None if key_padding_mask is None else key_padding_mask[:, :end],
         sink=sink,
         softcap=softcap,
+        bias=bias,
         backend=backend,
         memory_budget=memory_budget,
     )
@@ -127,6 +132,7 @@ def _row(
     key_padding_mask: Tensor | None,
     sink: Tensor | None,
     softcap: float | None,
+    bias: Tensor | None,
     live: LiveKeys,
 ) -> Tensor:
     batch, heads, _ = query.shape
@@ -137,15 +143,20 @@ def _row(
         return query.new_zeros(batch, heads, value.shape[-1])
     uniform = len(seen) == 1
     rows = [_padded(*seen[t], longest) for t in (positions[:1] if uniform else positions)]
-    index, bias = (torch.stack(column).to(query.device) for column in zip(*rows, strict=True))
+    index, log_count = (torch.stack(column).to(query.device) for column in zip(*rows, strict=True))
     slots = live.slots(index).clamp(min=0).expand(batch, heads, longest)
     sample = torch.arange(batch, device=query.device)[:, None, None]
     group = torch.arange(heads, device=query.device)[None, :, None] // (heads // key.shape[1])
     keys, values = key[sample, group, slots].to(dtype), value[sample, group, slots].to(dtype)
     scores = scale * torch.einsum("bhd,bhkd->bhk", query.to(dtype), keys)
     scores = scores if softcap is None else softcap * (scores / softcap).tanh()
-    scores = scores + bias.to(dtype)
-    absent = bias == -torch.inf
+    if bias is not None:
+        radius = bias.shape[1] // 2
+        distance = index - torch.tensor(positions[: len(index)], device=index.device)[:, None, None]
+        entry = (distance + radius).clamp(0, 2 * radius)
+        scores = scores + bias.expand(len(index), -1, -1).gather(2, entry)
+    scores = scores + log_count.to(dtype)
+    absent = log_count == -torch.inf
     if key_padding_mask is not None:
         absent = absent | key_padding_mask[sample, slots]
     # What takes no part may hold anything, and 0 times NaN is NaN.

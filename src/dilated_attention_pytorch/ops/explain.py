@@ -10,7 +10,8 @@ from ..kernels.registry import Explanation
 from ..patterns import Pattern, as_pattern
 from ..patterns.parse import to_operand
 from .attention import CallSettings, call_of
-from .checks import check_masks, check_tensors
+from .bias import kernel_bias
+from .checks import check_masks, check_softcap, check_tensors
 
 
 def explain(
@@ -25,6 +26,9 @@ def explain(
     key_padding_mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     dropout_p: float = 0.0,
+    softcap: float | None = None,
+    bias: Tensor | None = None,
+    bias_positions: Tensor | None = None,
 ) -> Explanation:
     """Backend that `attention` selects for these arguments, and the reason against each of the others.
 
@@ -39,9 +43,12 @@ def explain(
     """
     check_tensors(query, key, value, enable_gqa)
     check_masks(query, key_padding_mask, cu_seqlens)
+    check_softcap(softcap)
+    bias, bias_positions = kernel_bias(query, bias, bias_positions, None)
     text = to_operand(as_pattern(pattern))
     seed = torch.zeros(1, dtype=torch.int64, device=query.device) if dropout_p else None
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     settings = CallSettings(key_padding_mask, cu_seqlens, seed, text, is_causal, scale, dropout_p)
+    settings = settings._replace(softcap=softcap or 0.0, bias=bias, bias_positions=bias_positions)
     call = call_of(query, key, value, settings)
     return registry.explain(call)

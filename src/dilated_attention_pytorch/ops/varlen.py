@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Protocol, runtime_checkable
 
-import torch
 from torch import Tensor
 
 from ..errors import must, must_be
+from ..kernels.call import allows_host_sync
 from ..patterns import Pattern, SlidingWindow
 from .attention import attention_with_lse
 from .checks import require
@@ -37,22 +37,28 @@ def varlen_attention(
     enable_gqa: bool = False,
     sink: Tensor | None = None,
     softcap: float | None = None,
+    bias: Tensor | None = None,
+    bias_positions: Tensor | None = None,
     dropout_p: float = 0.0,
     backend: str = "auto",
     memory_budget: int | float | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention over the pairs a pattern allows in each of several packed sequences.
 
-    The host reads the values of `cu_seq_q`, and of `cu_seq_k` if it is another tensor, because they shape the plan:
-    tensors on a GPU are copied and waited for, and a CUDA graph cannot capture the call. Pass them on the CPU.
+    For full, causal and window patterns and their `&`, bounds on the query's GPU stay there: nothing is read back,
+    and the call may be captured in a CUDA graph and replayed on other bounds. This needs float16, bfloat16 or float32,
+    and neither `softcap` nor `memory_budget`. Other calls, such as those of dilated patterns, read the bounds on the
+    host, because they shape the plan; pass theirs on the CPU.
 
     Args:
         query: (T, H, D).
         key: (T, G, D) with G = H, or a divisor of H when `enable_gqa`.
         value: (T, G, E).
-        cu_seq_q: int (sequences + 1), bounds of the sequences from 0 to T.
-        cu_seq_k: the same values, or None. Keys and queries are the same tokens.
-        max_q: at least the length of the longest sequence.
+        cu_seq_q: int32 or int64 (sequences + 1), bounds of the sequences from 0 to T. Wrong bounds raise where the
+            host reads them; on a GPU see `validate_cu_seqlens`.
+        cu_seq_k: the same tensor, or None: keys and queries are the same tokens. Another tensor must hold the same
+            values, or an error is raised: by the host, or by the device under `torch.compile` and in a CUDA graph.
+        max_q: at least the length of the longest sequence; checked where the host reads the bounds.
         max_k: as `max_q`.
         pattern: which keys a query attends to in a sequence, as if it were alone.
         return_aux: an object whose `lse` is True to return the LSE as well.
@@ -60,11 +66,12 @@ def varlen_attention(
         window_size: tokens before and after a query that it attends to, within the pattern; -1 for all. (-1, 0) is
             causal attention, (W, 0) a causal window.
         enable_gqa: let query head h read key head h // (H / G).
-        sink: (H,), see `attention`, as `softcap`, `dropout_p`, `backend` and `memory_budget`.
+        sink: (H,), see `attention`, as `softcap`, `bias`, `bias_positions`, `dropout_p`, `backend` and `memory_budget`.
 
     Returns:
         (T, H, E), and (T, H) with the LSE if `return_aux.lse`.
 
+    >>> import torch
     >>> q, k, v = torch.randn(3, 100, 4, 16).unbind()
     >>> bounds = torch.tensor([0, 30, 100])
     >>> varlen_attention(q, k, v, bounds, bounds, 70, 70, pattern="dilated:16x1,64x4", window_size=(-1, 0)).shape
@@ -91,6 +98,8 @@ def varlen_attention(
         cu_seqlens=bounds if len(query) else None,
         sink=sink,
         softcap=softcap,
+        bias=bias,
+        bias_positions=bias_positions,
         dropout_p=dropout_p,
         backend=backend,
         memory_budget=memory_budget,
@@ -100,21 +109,23 @@ def varlen_attention(
 
 
 def _bounds(queries: Tensor, keys: Tensor | None, longest: int) -> Tensor:
-    """Bounds of the sequences that are not empty, on the CPU."""
+    """Bounds of the sequences: on the CPU, or where the host must not read them on their device."""
     for name, tensor in (("cu_seq_q", queries), ("cu_seq_k", queries if keys is None else keys)):
         if not isinstance(tensor, Tensor) or tensor.dim() != 1 or tensor.is_floating_point():
             raise must_be(f"{name} must be a Tensor of integers, (sequences + 1,)", type(tensor).__name__)
     advice = "Queries and keys are the same tokens here; torch.nn.attention.varlen has two lengths."
     if keys is not None and keys.shape != queries.shape:
         raise must("cu_seq_k must equal cu_seq_q", f"{len(keys)} and {len(queries)} bounds", advice)
-    bounds = queries.cpu()
+    stays = not allows_host_sync(queries.device)
+    bounds = queries if stays else queries.cpu()
     if keys is not None and keys is not queries:
-        same = (keys.cpu() == bounds).all()
+        same = (keys.to(bounds.device) == bounds).all()
         bounds = require(bounds, same, "cu_seq_k must equal cu_seq_q", lambda: f"{keys.tolist()}", advice)
+    if stays:
+        return bounds
     fits = (bounds.diff() <= longest).all()
     what = "max_q and max_k must be at least the length of the longest sequence"
-    bounds = require(bounds, fits, what, lambda: f"{longest} for {int(bounds.diff().max())}")
-    return bounds if torch.compiler.is_compiling() else bounds.unique_consecutive()
+    return require(bounds, fits, what, lambda: f"{longest} for {int(bounds.diff().max())}")
 
 
 def _window(window_size: tuple[int, int], tokens: int) -> tuple[int, int]:

@@ -164,6 +164,18 @@ class Part:
     """Stationary key tiles, streamed query tiles: for dK and dV."""
 
 
+@dataclass(frozen=True, slots=True)
+class DeviceTables:
+    """Properties of a plan whose tables were computed on a device and must not be read back to find them."""
+
+    strided: bool
+    """Tiles may start anywhere, not at multiples of the block size."""
+    ragged: bool
+    """Some tile may reach past the end of its segment."""
+    bits: bool
+    """Some mask may not be a band."""
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class Plan:
     """Tiles that attention over `n` tokens computes. Build one with `make_plan`.
@@ -181,7 +193,9 @@ class Plan:
     parts: tuple[Part, ...]
     masks: Masks
     blocks: int
-    """Tile pairs computed, over all heads."""
+    """Tile pairs computed, over all heads; an upper bound with `device_tables`."""
+    device_tables: DeviceTables | None = None
+    """Given where the host must not read the tables; backends that lower plans on the host cannot run such a plan."""
 
     memo: dict[Any, Any] = field(init=False, default_factory=dict)
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..kernels.call import AttentionCall, Forward, Gradients, empty_rows
 from ..kernels.dropout import shifted
-from ..kernels.registry import Backend, choose
+from ..kernels.registry import Backend, can_run, choose
 from ..plan.plan import Plan
 from .plan import block_plan, dense_plan, token_plan
 from .types import Gathered, Selection
@@ -92,6 +92,8 @@ class SelectedPairs:
         token, block = q % s.n, k % s.n // s.block_size
         row = token if s.per_token else token // s.block_size
         seen = self.allowed[q // s.n, head, row, block] & (q // s.n == k // s.n)
+        if s.bounds is not None:
+            seen = seen & (k >= s.bounds[q, 0]) & (k < s.bounds[q, 1])
         return (seen & (k <= q) if s.is_causal else seen).long()
 
 
@@ -107,6 +109,9 @@ class BlockAttend(Attend):
         """Call of folded tensors, and its backend."""
         self.plan = self.plan or block_plan(self.selection, self.host_sync)
         call = self.call(query, key, value, self.plan)
+        if self.plan.device_tables is not None and not can_run(call, self.backend):
+            # Other backends read the tables on the host.
+            call = replace(call, plan=replace(self.plan, device_tables=None))
         return call, choose(call, self.backend)[1]
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Forward:

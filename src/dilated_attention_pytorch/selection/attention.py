@@ -16,11 +16,11 @@ from ..errors import must
 from ..kernels.call import Forward, empty_rows, laid_like
 from ..kernels.dropout import fresh_seed
 from ..ops.attention import autocasted, empty_attention, is_observed, needs_graph, readable
-from ..ops.checks import check_layout, check_masks, check_sink, check_tensors, unexpected
+from ..ops.checks import check_layout, check_masks, check_sink, check_tensors, unexpected, validate_cu_seqlens
 from ..ops.derivatives import ONCE, check_reverse_mode, once_differentiable, scale_of
 from ..ops.merge import AttentionOutput
 from ..ops.sink import apply_sink
-from ..shapes import Key, KeyPadding, Query, Value
+from ..shapes import CuSeqlens, Key, KeyPadding, Query, Value
 from . import backend as implementations
 from .attend import BlockAttend, TokenAttend, fold, unfold
 from .backend import choose_attend, distill, distill_inputs, score_rows
@@ -29,7 +29,7 @@ from .scores import BlockScores
 from .types import DistillBatch, Selection
 
 _SETTINGS = (
-    "Tensor indices, Tensor? counts, Tensor? key_padding_mask, "
+    "Tensor indices, Tensor? counts, Tensor? key_padding_mask, Tensor? cu_seqlens, "
     "int granularity, bool is_causal, float scale, str backend"
 )
 _library = torch.library.Library("dilated_attention", "FRAGMENT")
@@ -48,6 +48,7 @@ class SelectedSettings(NamedTuple):
     indices: Tensor
     counts: Tensor | None
     key_padding_mask: Tensor | None
+    cu_seqlens: Tensor | None
     granularity: int
     is_causal: bool
     scale: float
@@ -67,6 +68,7 @@ def selected_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
     sink: Tensor | None = None,
+    cu_seqlens: CuSeqlens | None = None,
     key_padding_mask: KeyPadding | None = None,
     return_lse: Literal[False] = False,
     backend: str = "auto",
@@ -84,6 +86,7 @@ def selected_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
     sink: Tensor | None = None,
+    cu_seqlens: CuSeqlens | None = None,
     key_padding_mask: KeyPadding | None = None,
     return_lse: Literal[True],
     backend: str = "auto",
@@ -100,6 +103,7 @@ def selected_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
     sink: Tensor | None = None,
+    cu_seqlens: CuSeqlens | None = None,
     key_padding_mask: KeyPadding | None = None,
     return_lse: bool = False,
     backend: str = "auto",
@@ -124,6 +128,10 @@ def selected_attention(
         scale: factor on the scores; 1 / sqrt(D) by default.
         enable_gqa: let query head h read key head h // (H / G).
         sink: (H,), a logit of each head in the softmax denominator, without a value; not part of the LSE.
+        cu_seqlens: int32 or int64 (documents + 1) on the query's device: bounds of documents packed one after another
+            (B must be 1). A row sees the keys of its own document alone. Blocks are those of the packed sequence, so
+            that one block may hold tokens of several documents; of a listed block a row sees its document's tokens.
+            Wrong bounds raise on the CPU; on a GPU see `validate_cu_seqlens`.
         key_padding_mask: bool (B, N), True where a key takes no part.
         return_lse: also return the natural logarithm of each row's softmax denominator.
         backend: "auto", or a name from `dilated_attention_pytorch.backends()`, which then never falls back.
@@ -144,8 +152,10 @@ def selected_attention(
     query, key, value = autocasted(query, key, value)
     check_tensors(query, key, value, enable_gqa)
     check_layout(query)
-    check_masks(query, key_padding_mask, None)
+    check_masks(query, key_padding_mask, cu_seqlens)
     check_indices(query, key, indices, counts, granularity)
+    if cu_seqlens is not None and cu_seqlens.device != query.device:
+        raise must(f"cu_seqlens must be on the query's device {query.device}", cu_seqlens.device)
     if sink is not None:
         check_sink(query, sink)
     scale = scale_of(scale, query.shape[-1])
@@ -153,7 +163,8 @@ def selected_attention(
         output, lse = empty_attention(query, key, value)
     else:
         check_reverse_mode(query, key, value)
-        settings = SelectedSettings(indices, counts, key_padding_mask, granularity, is_causal, scale, backend)
+        masks = key_padding_mask, cu_seqlens
+        settings = SelectedSettings(indices, counts, *masks, granularity, is_causal, scale, backend)
         output, lse = _selected(query, key, value, settings)
     if sink is not None:
         output = apply_sink(output, lse, sink)
@@ -179,11 +190,13 @@ def _selected(query: Tensor, key: Tensor, value: Tensor, settings: SelectedSetti
 
 def _attend_of(query: Tensor, key: Tensor, value: Tensor, settings: SelectedSettings) -> BlockAttend | TokenAttend:
     """Implementation for a call, with its indices checked where the host may read them."""
-    indices, counts, padding, size, is_causal, scale, backend = settings
+    indices, counts, padding, cu_seqlens, size, is_causal, scale, backend = settings
     (_, heads, n, _), groups = query.shape, key.shape[1]
     if implementations.allows_host_sync(query.device):
         validate_indices(indices, -(-n // size), counts)
-    selection = selection_of(indices, counts, n, heads, groups, size, is_causal)
+        if cu_seqlens is not None:
+            validate_cu_seqlens(cu_seqlens, n)
+    selection = selection_of(indices, counts, n, heads, groups, size, is_causal, cu_seqlens)
     return choose_attend(query, key, value, selection, scale, padding, 0.0, None, backend, None)
 
 
@@ -231,7 +244,7 @@ class _ObservedSelected(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        tensors, ctx.settings = inputs[:6], inputs[6:]
+        tensors, ctx.settings = inputs[:7], inputs[7:]
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors, *output)
 
@@ -241,20 +254,23 @@ class _ObservedSelected(torch.autograd.Function):
         check_reverse_mode(grad_output, grad_lse)
         query, key, value, *lists, output, lse = ctx.saved_tensors
         if grad_output is None and grad_lse is None:
-            return (None,) * 10
+            return (None,) * 11
         query, key, value, output, lse = readable(query, key, value, output, lse)
         grad_output = torch.zeros_like(output) if grad_output is None else grad_output
         grad_output = grad_output if grad_output.stride(-1) == 1 else grad_output.contiguous()
         nested = torch.is_grad_enabled() and not torch.compiler.is_compiling()
         run = _SelectedGradients.apply if nested else torch.ops.dilated_attention.selected_backward
         grads = run(query, key, value, output, lse, grad_output, grad_lse, *lists, *ctx.settings)
-        return *grads, *(None,) * 7
+        return *grads, *(None,) * 8
 
     @staticmethod
     def vmap(
         info: Any, in_dims: tuple[int | None, ...], *arguments: Any
     ) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
         """A mapped dimension joins the batch."""
+        if arguments[6] is not None:
+            what, advice = "vmap must not map packed sequences", "Call selected_attention once for each packed batch."
+            raise must(what, "cu_seqlens", advice)
 
         def joined(tensor: Tensor | None, dim: int | None) -> Tensor | None:
             if tensor is None:

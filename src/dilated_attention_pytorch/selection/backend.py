@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..kernels.call import allows_host_sync
 from ..kernels.dropout import fresh_seed
 from ..kernels.triton import backend as triton_backend
 from . import rank as ranking
@@ -39,11 +40,6 @@ MOST_DISTILLED = 2**16 - 1
 """Blocks that the grid of a launch can count."""
 
 _nothing = nullcontext()
-
-
-def allows_host_sync(device: torch.device) -> bool:
-    """Whether the host may read values of a device: a GPU would stall the host."""
-    return device.type != "cuda"
 
 
 def default_generator(device: torch.device) -> torch.Generator:
@@ -338,20 +334,12 @@ def choose_attend(
 ) -> BlockAttend | TokenAttend:
     """Implementation of attention over a selection for one call."""
     problem = why_not("attend", Workload(query.device, query.dtype, query.shape[-1], 0))
-    options = (
-        selection,
-        scale,
-        key_padding_mask,
-        dropout_p,
-        seed,
-        backend,
-        allows_host_sync(query.device),
-        distilled_rows,
-    )
+    host_sync = allows_host_sync(query.device)
+    options = selection, scale, key_padding_mask, dropout_p, seed, backend, host_sync, distilled_rows
     if backend == "reference":
         return DenseAttend(*options)
     if not selection.per_token:
-        if problem is not None:
+        if problem is not None or selection.bounds is not None:
             return BlockAttend(*options)
         from .kernels.lowering import ListedAttend
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..errors import must, must_be
+from ..plan.documents import row_bounds
 from .types import Selection
 
 GRANULARITIES = (16, 32, 64, 128, 256)
@@ -91,17 +92,21 @@ def _within(counts: Tensor, entries: int) -> Tensor:
     return torch.arange(entries, device=counts.device) < counts[..., None]
 
 
-def normalise_indices(indices: Tensor, counts: Tensor | None, blocks: int, last: Tensor | None = None) -> Tensor:
+def normalise_indices(
+    indices: Tensor, counts: Tensor | None, blocks: int, last: Tensor | None = None, first: Tensor | None = None
+) -> Tensor:
     """Sorted lists without duplicates, int32 (b, s, r, max(k, 1)): unused entries are `blocks` and come last.
 
-    Values outside 0 to `blocks` - 1 are dropped, as are blocks after `last` (r), if given. All operations run on the
-    device, and nothing is read back.
+    Values outside 0 to `blocks` - 1 are dropped, as are blocks after `last` and before `first` (r), if given. All
+    operations run on the device, and nothing is read back.
     """
     valid = (indices >= 0) & (indices < blocks)
     if counts is not None:
         valid &= _within(counts, indices.shape[-1])
     if last is not None:
         valid &= indices <= last[:, None]
+    if first is not None:
+        valid &= indices >= first[:, None]
     listed = torch.where(valid, indices, blocks).int()
     if not listed.shape[-1]:
         return listed.new_full((*listed.shape[:-1], 1), blocks)
@@ -112,11 +117,28 @@ def normalise_indices(indices: Tensor, counts: Tensor | None, blocks: int, last:
 
 
 def selection_of(
-    indices: Tensor, counts: Tensor | None, n: int, heads: int, groups: int, granularity: int, is_causal: bool
+    indices: Tensor,
+    counts: Tensor | None,
+    n: int,
+    heads: int,
+    groups: int,
+    granularity: int,
+    is_causal: bool,
+    cu_seqlens: Tensor | None = None,
 ) -> Selection:
     """Selection of the listed blocks and no others, for `heads` query heads that read `groups` key heads."""
     blocks, rows = -(-n // granularity), indices.shape[2]
     per_token = rows != blocks
+    if cu_seqlens is not None:
+        bounds = row_bounds(cu_seqlens, n, is_causal)
+        first, last = bounds[:, 0], bounds[:, 1] - 1
+        if not per_token:
+            ends = (torch.arange(1, blocks + 1, device=indices.device) * granularity).clamp(max=n) - 1
+            first, last = first[::granularity], last[ends]
+        edges = last // granularity, first // granularity
+        listed = _for_heads(normalise_indices(indices, counts, blocks, *edges), heads, groups)
+        counts = (listed < blocks).sum(-1, dtype=torch.int32)
+        return Selection(listed, counts, n, granularity, False, per_token, 0, 0, None, bounds)
     own = torch.arange(rows, device=indices.device)
     own = own // granularity if per_token else own
     listed = normalise_indices(indices, counts, blocks, own if is_causal else None)

@@ -9,12 +9,14 @@ Shapes: b batch, h heads, n tokens, t blocks of a sample, r rows (t or n), k lis
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from ..plan.plan import Axis, Masks, Part, Plan, Walk
+from ..plan.documents import interval_bits
+from ..plan.plan import Axis, DeviceTables, Masks, Part, Plan, Walk
 from ..plan.tile_lists import start_order
 from .types import Gathered, GatherIndex, Selection
 
@@ -83,6 +85,40 @@ def dense_plan(selection: Selection) -> Plan:
     return Plan("selected", batch * selection.n, heads, selection.block_size, (), masks, 0)
 
 
+KINDS = 5
+"""Element masks of a query block with bounds: first key block, others before, own, others after, last."""
+
+
+def _bounded_masks(bounds: Tensor, size: int) -> Masks:
+    """`KINDS` element masks for each query block, from the bounds of its rows."""
+    low, high = torch.nn.functional.pad(bounds, (0, 0, 0, -len(bounds) % size)).T.unflatten(1, (-1, size))
+    own = torch.arange(len(low), device=bounds.device)
+    block = torch.stack([low[:, 0] // size, own - 1, own, own + 1, (high.amax(1) - 1) // size], 1)
+    start = block[..., None] * size
+    bits = interval_bits(low[:, None] - start, high[:, None] - start, size).flatten(0, 1)
+    return _own_masks(bits)
+
+
+def _own_masks(bits: Tensor) -> Masks:
+    """Masks given by their bits: an empty band, 1 to 0, stands for each."""
+    return Masks(bits, torch.arange(1, -1, -1, dtype=torch.int32, device=bits.device).repeat(len(bits), 1))
+
+
+def _bounded_tiles(bounds: Tensor, size: int, lists: Tensor, block: Tensor) -> tuple[Tensor, Tensor]:
+    """Mask of each listed key block of a query block, and whether every row sees the whole key block.
+
+    Rows of one block belong to documents that follow each other. Only the first of them reaches back past the block and
+    only the last ahead, so blocks strictly between the first one seen and the own one have a single mask.
+    """
+    low, high = bounds.T
+    ends = ((block + 1) * size).clamp(max=len(bounds)) - 1
+    first, last = low[block * size] // size, (high[ends] - 1) // size
+    kind = torch.where(lists < block, (lists > first).long(), 3 + (lists >= last).long())
+    kind = torch.where(lists == block, 2, kind)
+    whole = (low[ends] <= lists * size) & (lists * size + size <= high[block * size])
+    return block * KINDS + kind, whole
+
+
 def block_plan(selection: Selection, host_sync: bool = True) -> Plan:
     """Plan of a selection by query blocks, for (1, h, b * n, d): samples concatenated."""
     batch, heads, t, _ = selection.indices.shape
@@ -96,14 +132,23 @@ def block_plan(selection: Selection, host_sync: bool = True) -> Plan:
     head = torch.arange(heads, device=device)[:, None, None, None]
     query, key = block + first_tile, lists.clamp(0, t - 1) + first_tile
     own = torch.where(lists == block, TRIANGLE, -1) if selection.is_causal else torch.full_like(lists, -1)
+    bounds, size = selection.bounds, selection.block_size
+    whole_mask: Tensor | int = WHOLE
+    if bounds is not None:
+        whole_mask, whole = _bounded_tiles(bounds, size, lists, block)
+        own = whole_mask.masked_fill(whole, -1)
     walks = []
     for row, tile, streamed in ((query, key, lists), (key, query, block)):
-        mask = own if not ragged else torch.where((own < 0) & (streamed == t - 1), WHOLE, own)
-        has_masks = ragged or selection.is_causal
+        mask = own if not ragged else torch.where((own < 0) & (streamed == t - 1), whole_mask, own)
+        has_masks = ragged or selection.is_causal or bounds is not None
         walks.append(_walk(row + head * tiles, tile, mask if has_masks else None, listed, heads * tiles))
     by_query, by_key = [Walk(*walk, start_order(walk[0])) for walk in walks]
     blocks = int(listed.sum()) if host_sync else lists.numel()
-    return plan_of(selection, by_query, by_key, blocks)
+    plan = plan_of(selection, by_query, by_key, blocks)
+    if bounds is None:
+        return plan
+    tables = None if host_sync else DeviceTables(strided=False, ragged=ragged, bits=True)
+    return replace(plan, masks=_bounded_masks(bounds, size), device_tables=tables)
 
 
 def _walk(
@@ -197,4 +242,34 @@ def token_plan(selection: Selection, least: int = 0, host_sync: bool = True) -> 
         by_key=Walk(tables[1], streamed, zero[:0], zero[:0], start_order(tables[1])),
     )
     plan = Plan("learned by token", rows, heads, size, (part,), _masks(size, device), met.numel())
+    if selection.bounds is not None:
+        plan = _bounded_token_plan(plan, selection.bounds, source, used, base, first)
     return Gathered(plan, source, place)
+
+
+def _bounded_token_plan(plan: Plan, bounds: Tensor, source: Tensor, used: Tensor, base: Tensor, first: Tensor) -> Plan:
+    """A plan of gathered queries with an element mask for each of their tiles.
+
+    Args:
+        plan: of queries that see whole blocks.
+        bounds: first key and end of the keys of each token.
+        source: see `GatherIndex`, also for `first`.
+        used: int64 (h, rows / B), 1 for tiles of queries that are not filler alone.
+        base: (h, rows / B), key tile of each tile of queries.
+    """
+    (part,), size = plan.parts, plan.block_size
+    low, high = bounds[source.clamp(min=0)].unbind(-1)
+    start = base.repeat_interleave(size, 1, output_size=source.shape[1]) * size
+    bits = interval_bits(low - start, high - start, size).unflatten(1, (-1, size)).flatten(0, 1)
+    mask = torch.arange(used.numel(), dtype=torch.int32, device=source.device)
+    begin, many = mask.view_as(used).long(), first.diff(dim=1)
+    nothing, none = torch.zeros_like(begin), torch.zeros_like(many)
+    by_query = torch.stack([nothing, nothing, nothing, begin, begin + used, base], -1).flatten(0, 1).int()
+    begin = begin[:, :1] + first[:, :-1]
+    by_key = torch.stack([none, none, none, begin, begin + many, none], -1).flatten(0, 1).int()
+    part = replace(
+        part,
+        by_query=Walk(by_query, mask[:1], torch.zeros_like(mask), mask, part.by_query.order),
+        by_key=Walk(by_key, mask[:1], mask % used.shape[1], mask, part.by_key.order),
+    )
+    return replace(plan, parts=(part,), masks=_own_masks(bits))

@@ -54,6 +54,10 @@ class Selection:
     """Number of first blocks that every row sees."""
     sharing_rows: Tensor | None = None
     """bool (b, h, r): rows that see their own block, if `local_blocks` is 1, `sink_blocks` is 0 and not all rows do"""
+    bounds: Tensor | None = None
+    """int64 (n, 2): first key and end of the keys that each token may see in its blocks, both ascending with the token.
+
+    Given for packed documents of a batch of one, without shared blocks and without `is_causal`, which they contain."""
 
     @property
     def blocks(self) -> int:

@@ -1,16 +1,16 @@
-// Attention over a plan's tiles on a CPU: forward, and the gradients in one pass over the same rows.
+// Attention over a plan's tiles on a CPU: the forward pass, and all gradients in one pass over the same rows.
 //
-// Every matrix is kept transposed, keys down and queries across, so that a vector register holds one value for
-// each of several queries. All six products then have the form
+// Every matrix is stored transposed, with keys as rows and queries as columns, so that a vector register holds values
+// of consecutive queries. All six products then have the form
 //
 //     C[i][lanes] += sum_k A[i, k] * B[k][lanes]
 //
-// where B is a small tile that stays in cache and A is read one scalar at a time, so that A may have any strides: keys
-// and values are used where they lie, or from plain copies where their rows are far apart (see `pack`). It also lets
-// the softmax run down the columns, with no sum across a register.
+// where B is a small tile that stays in cache, and A is read by scalars and may have any strides: keys and values are
+// read in place, or from dense copies where their rows are distant (see `pack`). The softmax runs along the rows of a
+// column, without sums across the lanes of a register.
 //
 // Scores and LSE are natural logarithms throughout: the backward pass subtracts the LSE of the forward pass from the
-// same scores. A change of base in between would round the LSE again, by 2^-24 of its size.
+// same scores. A change of base would round the LSE again, by 2^-24 of its magnitude.
 
 #include "native_tiles.h"
 
@@ -19,7 +19,7 @@
 #include <vector>
 
 #ifdef DAP_STANDALONE
-// A library for any Linux: no C++ runtime, OpenMP from the process that loads it, symbols of an old glibc.
+// Library of a wheel: links no C++ runtime, takes OpenMP from the process, and needs symbols of an old glibc alone.
 void* operator new(std::size_t size) {
   if (void* memory = std::malloc(size ? size : 1)) return memory;
   std::abort();
@@ -42,12 +42,12 @@ __asm__(".symver logf,logf@GLIBC_2.17");
 
 namespace {
 
-// The token that a row stands for.
+// Token of a row, for dropout.
 inline std::uint32_t position(const std::int64_t* positions, const QueryTile& q, Index row, Index n) {
   return std::uint32_t(positions ? positions[q.head * n + row] : row);
 }
 
-// Whether each weight of a tile survives dropout, as kernels/dropout.py defines it.
+// Applies the dropout mask of kernels/dropout.py to the weights of a tile, or to their gradients.
 template <typename T>
 void drop(const Workspace<T>& w, const QueryTile& q, const Tile<T>& tile, T* buffer) {
   const Call& call = w.call;
@@ -66,14 +66,14 @@ void start_streams(Workspace<T>& w, const QueryTile& q) {
   const auto seed = std::uint64_t(call.seed);
   const std::uint32_t batch_head = std::uint32_t(call.first_stream + q.batch * call.heads + q.head);
   const std::uint32_t stream = mix(std::uint32_t(seed) ^ mix(std::uint32_t(seed >> 32) + batch_head));
-  // Lanes past the last query stand in for no row.
+  // Lanes past the last query repeat it; their values are never stored.
   for (Index i = 0; i < q.lanes; ++i) {
     const Index row = q.first + q.part.queries.rate * std::min(i, q.count - 1);
     w.stream[i] = mix(stream + position(call.query_positions, q, row, call.n));
   }
 }
 
-// Turns scores into weights relative to the new maximum, and brings what was summed so far to the same footing.
+// Replaces scores by weights relative to the new maximum, and rescales the running sums to that maximum.
 template <typename T>
 void soften(Workspace<T>& w, const QueryTile& q, Index keys, bool rescale) {
   constexpr Index n = Lanes<T>::count;
@@ -85,7 +85,7 @@ void soften(Workspace<T>& w, const QueryTile& q, Index keys, bool rescale) {
       for (int p = 0; p < P; ++p) top[p] = maximum<T>(top[p], load(w.scores + j * w.ld + x + p * n));
     for (int p = 0; p < P; ++p) {
       const Vector<T> zero = {};
-      // A row that has seen no key keeps -inf as its maximum, and -inf - -inf would be NaN.
+      // The maximum of a row without a key is -inf, and -inf - -inf is NaN.
       base[p] = top[p] == -kInfinity<T> ? zero : top[p];
       share[p] = exponential<T>(load(w.top + x + p * n) - base[p]);
       store(w.top + x + p * n, top[p]);
@@ -95,7 +95,7 @@ void soften(Workspace<T>& w, const QueryTile& q, Index keys, bool rescale) {
       const Index pitch = tile.value_pitch, width = w.call.e, ld = w.ld;
       T* row = w.scores + tile.at * ld + x;
       for (Index j = tile.count; j > 0; --j, row += ld) {
-        // The values come next, and their columns are read in an order no processor foresees.
+        // Prefetch the values, which the next product reads column by column; hardware prefetchers miss that order.
         if (value) fetch(value, width), value += pitch;
         for (int p = 0; p < P; ++p) {
           const Vector<T> weight = exponential<T>(load(row + p * n) - base[p]);
@@ -113,7 +113,7 @@ void soften(Workspace<T>& w, const QueryTile& q, Index keys, bool rescale) {
   });
 }
 
-// The running softmax of these rows as earlier parts left it. Says whether any of them has seen a key.
+// Loads the running softmax of the rows after earlier parts. Returns whether some row has a key already.
 template <typename T>
 bool resume(Workspace<T>& w, const QueryTile& q) {
   bool seen = false;
@@ -157,7 +157,7 @@ void forward_tile(Workspace<T>& w, const QueryTile& q) {
   if (any) finish(w, q);
 }
 
-// Copies rows times `factor`. Rows that are not finite become 0 and are noted, for `scatter` to add by hand.
+// Copies rows times `factor`. Rows with a value that is not finite become 0 and are listed in `bad` for `scatter`.
 template <typename T>
 void rows_in(const QueryTile& q, const Array& from, Index width, T factor, T* to, Index ld, std::vector<Index>& bad) {
   bad.clear();
@@ -171,7 +171,7 @@ void rows_in(const QueryTile& q, const Array& from, Index width, T factor, T* to
   }
 }
 
-// In place, scores become weights, and gradients of the weights become gradients of the scores.
+// Replaces scores by weights, and gradients of the weights by gradients of the scores.
 template <typename T>
 void differentiate(Workspace<T>& w, const QueryTile& q, const Tile<T>& tile) {
   constexpr Index n = Lanes<T>::count;
@@ -185,11 +185,36 @@ void differentiate(Workspace<T>& w, const QueryTile& q, const Tile<T>& tile) {
     for (Index j = tile.count; j > 0; --j, score += ld, grad += ld)
       for (int p = 0; p < P; ++p) {
         const Vector<T> s = load(score + p * n), weight = exponential<T>(s - lse[p]);
-        // A pair that is not allowed must stay 0 even where the row's LSE or the value is NaN.
+        // Masked pairs are 0 even if the LSE of the row or the value is NaN.
         store(score + p * n, s == -kInfinity<T> ? zero : weight);
         store(grad + p * n, s == -kInfinity<T> ? zero : weight * (load(grad + p * n) - delta[p]));
       }
   });
+}
+
+// Adds the gradients of a tile's scores to those of the bias table.
+template <typename T>
+void add_bias_gradient(const Workspace<T>& w, const QueryTile& q, const Tile<T>& tile, Index split) {
+  const Call& call = w.call;
+  double* to = call.bias.grad + ((split * call.batch + q.batch) * call.heads + q.head) * call.bias.entries();
+  const auto lanes = [&](Index row, Index entry) {
+    const T* grads = w.grad_scores + row * w.ld;
+    for (Index i = 0; i < q.count; ++i) to[entry + i] += double(grads[i]);
+  };
+  for_bias_entries(w, q, tile, lanes,
+                   [&](Index row, Index i, Index entry) { to[entry] += double(w.grad_scores[row * w.ld + i]); });
+}
+
+// Multiplies the gradients of capped scores by the derivative of the cap. Masked pairs stay 0 where it is NaN.
+template <typename T>
+void apply_slopes(const Workspace<T>& w, const QueryTile& q, const Tile<T>& tile) {
+  const Vector<T> zero = {};
+  for (Index j = tile.at; j < tile.at + tile.count; ++j)
+    for (Index i = 0; i < q.lanes; i += Lanes<T>::count) {
+      T* grad = w.grad_scores + j * w.ld + i;
+      const Vector<T> g = load(grad);
+      store(grad, g == T(0) ? zero : g * load(w.slopes + j * w.ld + i));
+    }
 }
 
 // to[key][x] += sum over queries of weights[key][query] * rows[query][x]
@@ -214,7 +239,7 @@ void load_statistics(Workspace<T>& w, const QueryTile& q) {
   const Call& call = w.call;
   for (Index i = 0; i < q.lanes; ++i) {
     const T lse = i < q.count ? *query_row<T>(call.lse, q, i) : -kInfinity<T>;
-    // +inf gives weight 0 whatever the score: for rows without a key, and for lanes past the last query.
+    // An LSE of +inf gives weight 0 for every score: in rows without a key, and in lanes past the last query.
     w.top[i] = lse == -kInfinity<T> ? kInfinity<T> : lse;
     w.delta[i] = 0;
     if (i >= q.count) continue;
@@ -245,6 +270,8 @@ void backward_tile(Workspace<T>& w, const QueryTile& q, Index split) {
       product(&run, 1, tile.count, tile.value_pitch, w.grad_output_t, w.ld, q.lanes, grads, w.ld, false);
       if (call.drop_below) drop(w, q, tile, w.grad_scores);
       differentiate(w, q, tile);
+      if (call.bias.table) add_bias_gradient(w, q, tile, split);
+      if (call.softcap) apply_slopes(w, q, tile);
       if (call.drop_below) drop(w, q, tile, w.scores);
       scatter(w, q, tile, w.scores, w.grad_rows, w.e_width, call.e, grad_value, call.grad_output, T(1), w.bad_grads);
       scatter(w, q, tile, w.grad_scores, w.query_rows, w.d_width, call.d, grad_key, call.query, scale, w.bad_queries);
@@ -258,7 +285,8 @@ void backward_tile(Workspace<T>& w, const QueryTile& q, Index split) {
   transpose_out(w.result_t, w.ld, q.count, call.d, grad_query, w.share, true);
 }
 
-// The rows of each head that meet a key, in the plan's order: head h owns items first[h] .. first[h + 1] - 1.
+// Work items: the rows of each head with at least one key tile, in the order of the plan. Head h has the items
+// first[h] .. first[h + 1] - 1.
 struct Schedule {
   std::vector<Index> first, rows;
 };
@@ -288,7 +316,7 @@ std::vector<Schedule> schedules(const Call& call) {
   return all;
 }
 
-// Parts run one after another: each continues the softmax of the rows that earlier ones left.
+// Parts run one after another; each resumes the softmax of the earlier parts.
 template <typename T>
 void forward(const Call& call) {
   const std::vector<Schedule> all = schedules(call);
@@ -309,7 +337,8 @@ void forward(const Call& call) {
   }
 }
 
-// A task owns the dK and dV of one key head, or one of `splits` copies of them, so that sums have a fixed order.
+// A task owns the dK and dV of one key head and the bias gradient of its query heads, or one of `splits` copies of them,
+// so that sums have a fixed order.
 template <typename T>
 void backward(const Call& call) {
   const std::vector<Schedule> all = schedules(call);

@@ -18,6 +18,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
+import math
 import os
 import platform
 import re
@@ -40,6 +41,7 @@ from ...plan.plan import Axis, Part
 from .. import dropout
 from ..call import (
     AttentionCall,
+    BiasedGradients,
     Extent,
     Forward,
     Gradients,
@@ -51,7 +53,7 @@ from ..call import (
 )
 from . import toolchain
 
-RUNS_OF_ROWS = True
+RUNS_OF_ROWS = SOFTCAP = BIAS = True
 BUILD = "python -m dilated_attention_pytorch.kernels.cpu.native"
 AUTOMATIC = "DAP_NATIVE_BUILD"
 PREBUILT = "DAP_NATIVE_PREBUILT"
@@ -86,16 +88,26 @@ class _Array(ctypes.Structure):
     _fields_ = [("data", _pointer), *_fields(_int, "batch head token")]
 
 
+class _Bias(ctypes.Structure):
+    _fields_ = [
+        *_fields(_pointer, "table grad"),
+        *_fields(_int, "axes rows width pad"),
+        ("positions", _pointer),
+        ("positions_batch", _int),
+    ]
+
+
 class _Call(ctypes.Structure):
     """The kernel's view of a call; the order of the fields is that of `Call` in native.cpp."""
 
     _fields_ = [
         *_fields(_int, "batch heads key_heads n d e block threads splits part_count mask_words"),
-        *_fields(_real, "scale keep_scale"),
+        *_fields(_real, "scale keep_scale softcap"),
         *_fields(_int, "seed first_stream drop_below"),
         *_fields(_pointer, "parts mask_bits mask_band padding query_positions key_positions"),
         *_fields(_Array, "query key value output lse grad_output grad_lse grad_query"),
         *_fields(_pointer, "grad_key grad_value"),
+        ("bias", _Bias),
     ]
 
 
@@ -181,12 +193,17 @@ def _offer_build() -> bool:
 
 def workspace(call: AttentionCall, direction: str, extent: Extent) -> int:
     """Upper bound of the bytes besides results; see `registry.Backend`."""
-    wide = call.compute_dtype.itemsize
+    wide, bias = call.compute_dtype.itemsize, 0
+    if call.bias is not None:
+        *others, width = call.bias.shape
+        table = 8 * math.prod(others) * (width + 2 * call.plan.block_size)
+        bias = table if direction == "forward" else table * (2 + key_copies(call) * extent.samples)
     if call.query.dtype.itemsize < wide:
-        return wide_copies(call, direction, extent)
+        return wide_copies(call, direction, extent) + bias
     if direction == "forward":
-        return 4 * wide * extent.queries
-    return wide * (call.query.shape[3] + 2) * extent.queries + key_copies(call) * key_sums(call) * extent.keys
+        return 4 * wide * extent.queries + bias
+    sums = key_copies(call) * key_sums(call) * extent.keys + bias
+    return wide * (call.query.shape[3] + 2) * extent.queries + sums
 
 
 def forward(call: AttentionCall) -> Forward:
@@ -219,8 +236,12 @@ def backward(
     if len(portions) == 1:
         return _backward_portion(call, portions[0], output, lse, grad_output, grad_lse)
     whole = Gradients(*(empty_rows(x, x.shape[-1]) for x in (call.query, call.key, call.value)))
+    if call.bias is not None:
+        whole = BiasedGradients(*whole, torch.zeros_like(call.bias))
     for portion in portions:
         grads = _backward_portion(call, portion, output, lse, grad_output, grad_lse)
+        if isinstance(whole, BiasedGradients) and isinstance(grads, BiasedGradients):
+            whole.bias[portion.heads] += grads.bias
         whole.query[portion.batch, portion.heads] = grads.query
         whole.key[portion.batch, portion.key_heads] = grads.key
         whole.value[portion.batch, portion.key_heads] = grads.value
@@ -234,6 +255,7 @@ def _backward_portion(
     query, key, value = kernel.query, kernel.key, kernel.value
     grad_query = empty_rows(query, query.shape[-1]).zero_()
     splits = range(_splits(kernel))
+    bias_sums = None if call.bias is None else kernel.give_bias_sums(len(splits))
     # The kernel adds whole vector registers to the rows of dK and dV, so they are padded to whole registers.
     grad_key, grad_value = ([empty_rows(x, -(-x.shape[3] // 16) * 16).zero_() for _ in splits] for x in (key, value))
     kernel.give(
@@ -250,7 +272,10 @@ def _backward_portion(
         for copy in copies[1:]:
             copies[0] += copy
     grads = ((grad_query, query), (grad_key[0], key), (grad_value[0], value))
-    return Gradients(*(laid_like(x[..., : like.shape[3]], like).to(call.query.dtype) for x, like in grads))
+    grads = Gradients(*(laid_like(x[..., : like.shape[3]], like).to(call.query.dtype) for x, like in grads))
+    if bias_sums is None:
+        return grads
+    return BiasedGradients(*grads, _table_of(bias_sums.sum((0, 1)), kernel.call.bias.pad).to(call.compute_dtype))
 
 
 def _adjacent(x: Tensor) -> Tensor:
@@ -279,6 +304,21 @@ def _splits(kernel: _Kernel) -> int:
     busy = {copies: tasks * copies / (-(-tasks * copies // threads) * threads) for copies in range(1, threads + 1)}
     enough = next(copies for copies, share in busy.items() if share >= 0.9)
     return min(enough, 1 + SPLIT_BUDGET // max(bytes_a_copy, 1))
+
+
+def _padded_table(table: Tensor, pad: int) -> Tensor:
+    """Table by key minus query, indexed by query minus key, with the outermost entries of the last axis repeated."""
+    table = table.flip(*range(1, table.dim()))
+    first, last = (x.expand(*x.shape[:-1], pad) for x in (table[..., :1], table[..., -1:]))
+    return torch.cat([first, table, last], -1)
+
+
+def _table_of(padded: Tensor, pad: int) -> Tensor:
+    """Transpose of `_padded_table`: gradient of a table from that of the padded one."""
+    table = padded[..., pad:-pad]
+    table[..., 0] += padded[..., :pad].sum(-1)
+    table[..., -1] += padded[..., -pad:].sum(-1)
+    return table.flip(*range(1, table.dim()))
 
 
 class _Kernel:
@@ -312,6 +352,9 @@ class _Kernel:
             scale=call.scale,
         )
         self.give(query=self.query, key=self.key, value=self.value)
+        self.call.softcap = call.softcap
+        if call.bias is not None:
+            self._give_bias(call, call.bias[portion.heads], portion)
         if call.key_padding_mask is not None:
             self.call.padding = self._address(call.key_padding_mask[portion.batch])
         if call.dropout_p:
@@ -329,6 +372,25 @@ class _Kernel:
         for name, x in arrays.items():
             self.owned.append(x)
             setattr(self.call, name, _array(x))
+
+    def _give_bias(self, call: AttentionCall, table: Tensor, portion: _Portion) -> None:
+        own, self.table = self.call.bias, table
+        *rows, own.width = table.shape[1:]
+        own.axes, own.rows = len(rows) + 1, rows[0] if rows else 1
+        # The lanes of a query tile are consecutive entries, and may lie beyond the table as a whole.
+        own.pad = call.plan.block_size
+        own.table = self._address(_padded_table(table, own.pad))
+        if call.bias_positions is not None:
+            positions = call.bias_positions[portion.batch] if len(call.bias_positions) > 1 else call.bias_positions
+            own.positions = self._address(positions)
+            own.positions_batch = positions[0].numel() if len(positions) > 1 else 0
+
+    def give_bias_sums(self, splits: int) -> Tensor:
+        """Pass zero sums of the bias gradient to the library, and return them."""
+        padded = *self.table.shape[1:-1], self.table.shape[-1] + 2 * self.call.bias.pad
+        sums = self.table.new_zeros(splits, *self.query.shape[:2], *padded, dtype=torch.float64)
+        self.call.bias.grad = sums.data_ptr()
+        return sums
 
     def give_copies(self, **copies: list[Tensor]) -> None:
         """Pass one tensor per split to the library."""

@@ -1,4 +1,4 @@
-// Vectors, e^x, and the one matrix product everything is made of.
+// Vector types, e^x, tanh, the matrix product that all other products call, and transposes.
 
 #pragma once
 
@@ -35,6 +35,8 @@ struct Lanes<float> {
   static constexpr float magic = 12582912.0f + 127.0f, smallest = -126.0f;
   static constexpr float series[] = {1.32764726e-3f, 9.67554134e-3f, 5.55071327e-2f,
                                      2.40221197e-1f, 6.93146967e-1f, 1.00000007f};
+  static constexpr float tanh_series[] = {-6.0451651e-3f, 2.09613291e-2f, -5.38432632e-2f, 1.33327188e-1f,
+                                          -3.33333284e-1f};
 };
 
 template <>
@@ -48,6 +50,10 @@ struct Lanes<double> {
                                       1.32154330896763992e-6,  1.52527334899885256e-5, 1.54035304625144321e-4,
                                       1.33335581467899217e-3,  9.61812910758833524e-3, 5.55041086648199216e-2,
                                       2.40226506959101562e-1,  6.9314718055994533e-1,  1.0};
+  static constexpr double tanh_series[] = {
+      -1.69257198880615836e-5, 7.89991236309280063e-5,  -2.30297279194274957e-4, 5.87226419141852293e-4,
+      -1.45525336200899168e-3, 3.59204982639238555e-3,  -8.86322892311946272e-3, 2.18694882090666463e-2,
+      -5.39682539599200255e-2, 1.33333333333250275e-1, -3.33333333333333196e-1};
 };
 
 constexpr double kLog2E = 1.4426950408889634, kLn2 = 0.6931471805599453;
@@ -87,9 +93,22 @@ inline Vector<T> exponential(Vector<T> x) {
   return x < L::smallest * T(kLn2) ? zero : p * power;
 }
 
+// tanh x: x + x^3 p(x^2) with a minimax polynomial where |x| < 0.625, which keeps the relative precision of small x, and
+// (1 - e^(-2|x|)) / (1 + e^(-2|x|)) elsewhere. NaN stays NaN.
+template <typename T>
+inline Vector<T> hyperbolic_tangent(Vector<T> x) {
+  using L = Lanes<T>;
+  const Vector<T> size = x < T(0) ? -x : x, square = x * x, decay = exponential<T>(size * T(-2));
+  Vector<T> p = square * L::tanh_series[0] + L::tanh_series[1];
+  for (int i = 2; i < int(std::size(L::tanh_series)); ++i) p = p * square + L::tanh_series[i];
+  const Vector<T> large = (T(1) - decay) / (T(1) + decay);
+  return size < T(0.625) ? x + x * square * p : x < T(0) ? -large : large;
+}
+
 inline Index round_up(Index x, Index to) { return (x + to - 1) / to * to; }
 
-// Calls f(vectors, first lane) over strips of kPanel vectors, then narrower ones, with `vectors` a compile-time count.
+// Calls f(vectors, first lane) for each strip of lanes; `vectors` is the compile-time width of the strip: kPanel vectors,
+// and fewer at the end.
 template <typename T, typename F>
 inline void for_strips(Index lanes, F&& f) {
   constexpr Index w = Lanes<T>::count;
@@ -105,7 +124,7 @@ inline void fetch(const T* row, Index width) {
   for (Index x = 0; x < width; x += 64 / Index(sizeof(T))) __builtin_prefetch(row + x, 0, 2);
 }
 
-// A stretch of the summed index along which A advances by a constant step.
+// Range of the summation index k in which the address of A[i, k] advances by a constant step.
 template <typename T>
 struct Run {
   const T* a;

@@ -1,4 +1,4 @@
-// What the kernel is given, and what one thread does with the key tiles that one query tile meets.
+// Arguments of the kernel, workspace of a thread, and the scores of one query tile with its key tiles.
 
 #pragma once
 
@@ -8,7 +8,7 @@
 #include <cstdlib>
 #include <vector>
 
-// These structures are filled in by native.py, field by field in the same order.
+// native.py declares the same structures with the same order of fields.
 extern "C" {
 
 struct Axis {
@@ -29,24 +29,38 @@ struct Array {
   Index batch, head, token;
 };
 
+// Table of biases by distance, (heads, rows, width + 2 * pad) with rows = 1 for one axis: entry (x, pad + y) is the bias
+// of pairs whose positions differ by (x - rows / 2, y - width / 2), query minus key. The padding repeats the outermost
+// entries of the last axis, so that a whole register of lanes can be read at any clamped distance.
+struct Bias {
+  const void* table;  // null without a bias
+  double* grad;       // (splits, batch, heads, rows, width + 2 * pad) sums of the backward pass
+  Index axes, rows, width, pad;
+  const std::int64_t* positions;  // (batch or 1, n, axes), or null where row numbers are the positions
+  Index positions_batch;          // elements from one sample's positions to the next
+
+  Index entries() const { return rows * (width + 2 * pad); }
+};
+
 struct Call {
   Index batch, heads, key_heads, n, d, e, block, threads, splits, part_count, mask_words;
-  double scale, keep_scale;
+  double scale, keep_scale, softcap;  // a softcap of 0 leaves scores unbounded
   Index seed, first_stream, drop_below;
   const Part* parts;
   const std::int32_t *mask_bits, *mask_band;
   const std::uint8_t* padding;
-  const std::int64_t *query_positions, *key_positions;  // (heads, n): tokens that rows stand for in dropout, or null
+  const std::int64_t *query_positions, *key_positions;  // (heads, n): token of each row for dropout; null for row numbers
   Array query, key, value, output, lse, grad_output, grad_lse, grad_query;
   const Array *grad_key, *grad_value;  // one of each for every split
+  Bias bias;
 };
 
 }  // extern "C"
 
 namespace {
 
-constexpr Index kChunkKeys = 128;    // keys computed together: a strip of their weights stays in the first cache
-constexpr Index kPackedKeys = 4096;  // keys a thread holds dense copies of
+constexpr Index kChunkKeys = 128;    // keys of a chunk; a strip of their weights fits in the L1 cache
+constexpr Index kPackedKeys = 4096;  // keys in the dense copies of a thread
 
 inline std::uint32_t mix(std::uint32_t x) {
   x ^= x >> 16;
@@ -56,34 +70,34 @@ inline std::uint32_t mix(std::uint32_t x) {
   return x ^ (x >> 16);
 }
 
-// A key tile as one query tile meets it.
+// A key tile in the list of one query tile.
 template <typename T>
 struct Tile {
-  Index first, count;  // first token, elements that exist
-  Index at;            // row of the score buffer
-  int mask;            // -1 when every pair is allowed
-  bool padded;         // some key takes no part
+  Index first, count;  // first token, number of existing elements
+  Index at;            // first row in the score buffer
+  int mask;            // index of the mask; -1 if every pair is allowed
+  bool padded;         // whether padding masks some of the keys
   const T *key, *value;
   Index key_pitch, value_pitch;
 
   bool guarded() const { return mask >= 0 || padded; }
 };
 
-// Which key tile a dense copy holds. Keys may share memory where values do not, and the other way round.
+// Cache key of a dense copy. It holds both addresses, because keys may share memory where values do not.
 template <typename T>
 struct Slot {
   const T *key, *value;
   Index rate, count, chunk;
 };
 
-// What one thread needs for one query tile. Transposed arrays have `ld` lanes a row: odd in cache lines, because
-// strips of a power-of-two pitch would fight for the same cache sets.
+// Buffers of one thread. Rows of transposed arrays are `ld` elements apart, an odd number of cache lines: a power of two
+// would map all rows of a strip to the same cache sets.
 template <typename T>
 struct Workspace {
   const Call& call;
   const Index ld, d_width, e_width, keys;
   std::vector<void*> owned;
-  T *query_t, *grad_output_t, *result_t, *scores, *grad_scores;
+  T *query_t, *grad_output_t, *result_t, *scores, *grad_scores, *slopes;
   T *query_rows, *grad_rows, *clean, *packed_keys, *packed_values;
   T *top, *total, *share, *delta;
   std::uint32_t* stream;
@@ -94,14 +108,14 @@ struct Workspace {
   std::vector<Run<T>> runs;
   std::vector<Index> bad, bad_queries, bad_grads;
 
-  Workspace(const Call& c, bool backward)
+  Workspace(const Call& c, bool for_backward)
       : call(c),
         ld(round_up(c.block, Lanes<T>::count) + Lanes<T>::count),
         d_width(round_up(c.d, Lanes<T>::count) + Lanes<T>::count),
         e_width(round_up(c.e, Lanes<T>::count) + Lanes<T>::count),
         keys(std::max(c.block, kChunkKeys)) {
     query_t = array<T>(c.d * ld);
-    result_t = array<T>((backward ? c.d : c.e) * ld);
+    result_t = array<T>((for_backward ? c.d : c.e) * ld);
     scores = array<T>(keys * ld);
     packing = c.key.token != c.d || c.value.token != c.e;
     for (Index p = 0; p < c.part_count; ++p) packing |= c.parts[p].keys.rate > 1;
@@ -113,9 +127,11 @@ struct Workspace {
     clean = array<T>(keys * std::max(d_width, e_width));
     for (T** row : {&top, &total, &share, &delta}) *row = array<T>(ld);
     stream = array<std::uint32_t>(ld);
-    if (!backward) return;
+    slopes = nullptr;
+    if (!for_backward) return;
     grad_output_t = array<T>(c.e * ld);
     grad_scores = array<T>(keys * ld);
+    slopes = c.softcap ? array<T>(keys * ld) : nullptr;
     query_rows = array<T>(c.block * d_width);
     grad_rows = array<T>(c.block * e_width);
   }
@@ -188,8 +204,8 @@ void copy_rows(const T*& from, Index& pitch, Index count, Index width, T* to, In
   pitch = ld;
 }
 
-// Points a tile whose rows lie far apart at a dense copy. Rows at a power-of-two distance fall into a few cache sets
-// and push each other out; neighbouring query tiles mostly meet the same keys, so that a copy serves many of them.
+// Redirects a tile with distant rows to a dense copy. Rows at a power-of-two pitch map to few cache sets and evict each
+// other. Neighbouring query tiles mostly list the same key tiles, so that they share a copy.
 template <typename T>
 void pack(Workspace<T>& w, Index index, Index rate, Tile<T>& tile) {
   if (tile.key_pitch == w.call.d && tile.value_pitch == w.call.e) return;
@@ -197,11 +213,11 @@ void pack(Workspace<T>& w, Index index, Index rate, Tile<T>& tile) {
   if (slot.chunk == w.chunk) return;  // in use by another tile of this chunk
   slot.chunk = w.chunk;
   const bool same = slot.key == tile.key && slot.value == tile.value && slot.rate == rate;
-  const bool there = same && slot.count >= tile.count;
+  const bool is_cached = same && slot.count >= tile.count;
   T* keys = w.packed_keys + (index % w.slots.size()) * w.call.block * w.d_width;
   T* values = w.packed_values + (index % w.slots.size()) * w.call.block * w.e_width;
-  const Index count = there ? 0 : tile.count;
-  if (!there) slot = {tile.key, tile.value, rate, tile.count, w.chunk};
+  const Index count = is_cached ? 0 : tile.count;
+  if (!is_cached) slot = {tile.key, tile.value, rate, tile.count, w.chunk};
   copy_rows(tile.key, tile.key_pitch, count, w.call.d, keys, w.d_width);
   copy_rows(tile.value, tile.value_pitch, count, w.call.e, values, w.e_width);
 }
@@ -232,7 +248,8 @@ void for_chunks(Workspace<T>& w, const QueryTile& q, F&& f) {
   if (keys) f(keys);
 }
 
-// Sets to -inf what the bits forbid. A register takes one word of each of its queries and tests it bit by bit.
+// Sets scores to -inf where the bit of a pair is 0. A register holds one mask word of each of its queries; the loop over
+// keys tests one bit of all words at a time.
 template <typename T>
 void mask_by_bits(const std::int32_t* bits, Index words, Index queries, Index keys, T* scores, Index ld) {
   using Integer = typename Lanes<T>::Integer;
@@ -271,6 +288,56 @@ void mask_scores(const Call& call, const QueryTile& q, const Tile<T>& tile, T* s
     if (padding[q.part.keys.rate * j]) std::fill(scores + j * ld, scores + j * ld + q.lanes, -kInfinity<T>);
 }
 
+// Bounds the scores of a tile by tanh, and stores the derivative for the backward pass.
+template <typename T>
+void cap_scores(const Workspace<T>& w, const QueryTile& q, const Tile<T>& tile) {
+  const T cap = T(w.call.softcap), inverse = T(1 / w.call.softcap);
+  for (Index j = tile.at; j < tile.at + tile.count; ++j)
+    for (Index i = 0; i < q.lanes; i += Lanes<T>::count) {
+      T* score = w.scores + j * w.ld + i;
+      const Vector<T> ratio = hyperbolic_tangent<T>(load(score) * inverse);
+      store(score, ratio * cap);
+      if (w.slopes) store(w.slopes + j * w.ld + i, T(1) - ratio * ratio);
+    }
+}
+
+// Calls lanes(row, entry) where the lanes of a row of a tile have consecutive entries of the bias table, and otherwise
+// pair(row, lane, entry) for each pair.
+template <typename T, typename OfLanes, typename OfPair>
+void for_bias_entries(const Workspace<T>& w, const QueryTile& q, const Tile<T>& tile, OfLanes&& lanes, OfPair&& pair) {
+  const Bias& b = w.call.bias;
+  const Index reach = b.width / 2, pitch = b.width + 2 * b.pad, rate = q.part.queries.rate;
+  for (Index j = 0; j < tile.count; ++j) {
+    const Index key = tile.first + q.part.keys.rate * j;
+    if (!b.positions && rate == 1) {
+      // Below 0 and above width + pad, all lanes lie in the padding.
+      lanes(tile.at + j, std::clamp<Index>(q.first - key + reach + b.pad, 0, b.width + b.pad));
+      continue;
+    }
+    for (Index i = 0; i < q.count; ++i) {
+      const Index query = q.first + rate * i;
+      const std::int64_t *from = &query, *to = &key;
+      if (b.positions) {
+        const std::int64_t* sample = b.positions + q.batch * b.positions_batch;
+        from = sample + query * b.axes, to = sample + key * b.axes;
+      }
+      const Index last = std::clamp<Index>(from[b.axes - 1] - to[b.axes - 1] + reach, 0, b.width - 1);
+      const Index row = b.axes == 1 ? 0 : std::clamp<Index>(from[0] - to[0] + b.rows / 2, 0, b.rows - 1);
+      pair(tile.at + j, i, row * pitch + b.pad + last);
+    }
+  }
+}
+
+template <typename T>
+void add_bias(const Workspace<T>& w, const QueryTile& q, const Tile<T>& tile) {
+  const T* table = static_cast<const T*>(w.call.bias.table) + q.head * w.call.bias.entries();
+  const auto lanes = [&](Index row, Index entry) {
+    T* scores = w.scores + row * w.ld;
+    for (Index i = 0; i < q.lanes; i += Lanes<T>::count) store(scores + i, load(scores + i) + load(table + entry + i));
+  };
+  for_bias_entries(w, q, tile, lanes, [&](Index row, Index i, Index entry) { w.scores[row * w.ld + i] += table[entry]; });
+}
+
 // Scores of all keys of the chunk, -inf where a pair is not allowed.
 template <typename T>
 void score(Workspace<T>& w, const QueryTile& q) {
@@ -279,13 +346,15 @@ void score(Workspace<T>& w, const QueryTile& q) {
     T* scores = w.scores + tile.at * w.ld;
     const Run<T> run{tile.key, call.d, 1};
     product(&run, 1, tile.count, tile.key_pitch, w.query_t, w.ld, q.lanes, scores, w.ld, false, T(call.scale));
+    if (call.softcap) cap_scores(w, q, tile);
+    if (call.bias.table) add_bias(w, q, tile);
     if (tile.guarded()) mask_scores(call, q, tile, scores, w.ld);
   }
 }
 
 // result_t[x][lane] (+)= sum over keys of source[key][x] * weights[key][lane], where source is the keys or the values.
-// A weight that a mask made 0 must not meet a NaN: rows of guarded tiles that hold one are taken out of the product and
-// added only where the weight is not 0.
+// A masked weight of 0 times NaN would be NaN: rows of guarded tiles with a value that is not finite are excluded from
+// the product, and added for the pairs with a weight other than 0.
 template <typename T>
 void accumulate(Workspace<T>& w, const QueryTile& q, const T* Tile<T>::*source, Index Tile<T>::*pitch, Index width,
                 const T* weights, bool add) {

@@ -20,9 +20,12 @@ from ...plan.subset import head_entries
 from .. import dropout
 from ..call import (
     AttentionCall,
+    BiasedGradients,
     Extent,
     Forward,
     Gradients,
+    add_bias_gradient,
+    bias_index,
     cap_slope,
     capped,
     empty_rows,
@@ -32,7 +35,7 @@ from ..call import (
 from .nan_safe import contained_matmul
 
 RUNS_OF_ROWS = True
-SOFTCAP = True
+SOFTCAP = BIAS = True
 BUDGET = 64 * 2**20
 """Most bytes of a step."""
 
@@ -55,9 +58,17 @@ class _TilePairs(NamedTuple):
     value: Tensor
     keep_scale: Tensor | None
     """(b, r, B, l * B): 1 / (1 - p) where dropout keeps the weight, else 0"""
+    bias_index: Tensor | None
+    """int64 (b or 1, r, B, l * B): entries of the bias table; None without one"""
 
-    def scores(self, call: AttentionCall) -> Tensor:
-        return capped(call.scale * (self.query @ self.key.mT), call.softcap).masked_fill_(~self.seen, -torch.inf)
+    def products(self, call: AttentionCall) -> Tensor:
+        return capped(call.scale * (self.query @ self.key.mT), call.softcap)
+
+    def scores(self, call: AttentionCall, products: Tensor) -> Tensor:
+        """Scores in the memory of the products, -inf where a pair is not seen."""
+        if call.bias is not None:
+            products += call.bias[self.head].flatten()[self.bias_index]
+        return products.masked_fill_(~self.seen, -torch.inf)
 
 
 def why_not(call: AttentionCall) -> str | None:
@@ -80,7 +91,7 @@ def workspace(call: AttentionCall, direction: str, extent: Extent) -> int:
 def _tile_bytes(call: AttentionCall, batch: int) -> int:
     """Bytes of a tile pair: scores, weights and their gradients, and the gathered rows of K, V and their gradients."""
     size, width = call.plan.block_size, call.query.shape[3] + call.value.shape[3]
-    squares = 6 if call.softcap else 4
+    squares = 4 + 2 * bool(call.softcap) + 4 * (call.bias is not None)
     return batch * size * (squares * size + 2 * width) * call.compute_dtype.itemsize
 
 
@@ -90,7 +101,7 @@ def forward(call: AttentionCall) -> Forward:
     output = empty_rows(call.query, call.value.shape[-1], call.compute_dtype).zero_()
     lse = torch.full((batch, heads, n), -torch.inf, dtype=call.compute_dtype, device="cpu")
     for pairs in _tile_pairs(call):
-        scores = pairs.scores(call)
+        scores = pairs.scores(call, pairs.products(call))
         part_lse = scores.logsumexp(-1)
         weights = torch.where(pairs.seen, (scores - part_lse[..., None]).exp_(), 0.0)
         if pairs.keep_scale is not None:
@@ -107,6 +118,7 @@ def backward(
     """Gradients from the joint LSE, step by step."""
     dtype = call.compute_dtype
     grads = grad_query, grad_key, grad_value = zero_gradients(call)
+    grad_bias = None if call.bias is None else torch.zeros_like(call.bias, dtype=torch.float64)
     for pairs in _tile_pairs(call):
         index = (slice(None), pairs.head, pairs.rows)
         row_grad = torch.where(pairs.real[..., None], grad_output[index].to(dtype), 0.0)
@@ -117,16 +129,21 @@ def backward(
         # Query elements past the end alias token 0, and an LSE of -inf marks a row without a key: the weights of both
         # are 0 and must not reach any key.
         seen = pairs.seen & (pairs.real & (row_lse != -torch.inf))[..., None]
-        scores = pairs.scores(call)
+        products = pairs.products(call)
+        slope = cap_slope(products, seen, call.softcap) if call.softcap else None
+        scores = pairs.scores(call, products)
         weights = torch.where(seen, (scores - row_lse[..., None]).exp_(), 0.0)
         grad_weights = row_grad @ pairs.value.mT
         dropped = weights
         if pairs.keep_scale is not None:
             dropped = weights * pairs.keep_scale
             grad_weights *= pairs.keep_scale
-        grad_scores = torch.where(seen, weights * grad_weights.sub_(delta[..., None]), 0.0) * call.scale
-        if call.softcap:
-            grad_scores *= cap_slope(scores, seen, call.softcap)
+        grad_scores = torch.where(seen, weights * grad_weights.sub_(delta[..., None]), 0.0)
+        if pairs.bias_index is not None and grad_bias is not None:
+            add_bias_gradient(grad_bias[pairs.head], pairs.bias_index, grad_scores)
+        grad_scores *= call.scale
+        if slope is not None:
+            grad_scores *= slope
         grad = contained_matmul(grad_scores, pairs.key, seen)[:, pairs.real]
         grad_query[:, pairs.head].index_add_(1, pairs.rows[pairs.real], grad)
         columns = pairs.columns.flatten()
@@ -134,7 +151,8 @@ def backward(
         grad_key[:, pairs.group].index_add_(1, columns, grad.flatten(1, 2))
         grad = contained_matmul(dropped.mT, row_grad, seen.mT)
         grad_value[:, pairs.group].index_add_(1, columns, grad.flatten(1, 2))
-    return Gradients(*(grad.to(call.query.dtype) for grad in grads))
+    grads = Gradients(*(grad.to(call.query.dtype) for grad in grads))
+    return grads if grad_bias is None else BiasedGradients(*grads, grad_bias.to(call.compute_dtype))
 
 
 def _merge(output: Tensor, lse: Tensor, index: tuple[slice, int, Tensor], part: Tensor, part_lse: Tensor) -> None:
@@ -206,7 +224,8 @@ def _gather(
         keep_scale = keep.to(dtype) / (1 - call.dropout_p)
     query = call.query[:, head, q_token].to(dtype)
     key, value = (x[:, group, k_token].to(dtype) for x in (call.key, call.value))
-    return _TilePairs(head, group, q_token, real, k_token, seen, query, key, value, keep_scale)
+    index = None if call.bias is None else bias_index(call, q_token[..., None], k_token[:, None, :])
+    return _TilePairs(head, group, q_token, real, k_token, seen, query, key, value, keep_scale, index)
 
 
 def _expand(masks: Masks, mask: Tensor, size: int) -> Tensor:

@@ -78,13 +78,14 @@ class Launch:
     """A kernel with all of its arguments except tensors, which come first, and the varying integers behind them.
 
     The kernel must not be specialized on the varying integers, which must be below 2^31. A launch is built once for
-    tensors of given sizes; a call reads their addresses and dtypes alone and holds no reference to them. With
-    `launch_pdl` the kernel may start before the launch in front of it has ended.
+    tensors of given sizes; a call reads their addresses and dtypes alone and holds no reference to them. A number of
+    None stands for a tensor that the kernel is compiled without. With `launch_pdl` the kernel may start before the
+    launch in front of it has ended.
     """
 
     __slots__ = ("_device", "_entries", "_kernel", "_numbers", "_options", "_overlaps")
 
-    def __init__(self, kernel: Any, device: torch.device, *numbers: int | float, **options: Any) -> None:
+    def __init__(self, kernel: Any, device: torch.device, *numbers: int | float | None, **options: Any) -> None:
         self._kernel, self._device, self._numbers, self._options = kernel, device.index, numbers, options
         self._overlaps = bool(options.get("launch_pdl"))
         self._entries: dict[tuple[object, ...], tuple[Entry | None, tuple[object, ...]]] = {}

@@ -12,6 +12,7 @@ from torch import Tensor
 from ..call import AttentionCall, Extent, Forward, Gradients, Runner
 
 RUNS_OF_ROWS = True
+DEVICE_TABLES = True
 WIDEST = 256
 FASTEST = 2**22
 """Largest dilation rate: a tile of 256 elements must span less than 2**30 tokens."""

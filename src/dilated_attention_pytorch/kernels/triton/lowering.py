@@ -83,7 +83,8 @@ class Schedule:
 def schedule(plan: Plan, group: int) -> Schedule:
     """Schedule of a plan for `group` query heads per key head; built on the first call."""
     cached = plan.memo.get(("triton schedule", group))
-    return attach_schedule(plan, group, _build(plan, group)) if cached is None else cached
+    build = _build if plan.device_tables is None else _build_unread
+    return attach_schedule(plan, group, build(plan, group)) if cached is None else cached
 
 
 def attach_schedule(plan: Plan, group: int, ready: Schedule) -> Schedule:
@@ -102,6 +103,57 @@ def _build(plan: Plan, group: int) -> Schedule:
         masks=torch.cat([plan.masks.band, plan.masks.bits.flatten(1)], dim=1) if bits else plan.masks.band.contiguous(),
         bits=bits,
     )
+
+
+def _build_unread(plan: Plan, group: int) -> Schedule:
+    """Schedule of a plan of one part that covers every row, without reading its tables: no row is split."""
+    (part,), known = plan.parts, plan.device_tables
+    assert known is not None
+    head = torch.arange(plan.heads, dtype=torch.int32, device=plan.device)
+    nothing, apart = torch.zeros_like(head), len(part.by_query.rows) > part.queries.tiles
+    heads = torch.stack([head, part.head_class, nothing, nothing], 1)
+    key_owners = torch.stack([head // group, part.head_class, nothing, nothing], 1)[::group].contiguous()
+    by_query, _ = _unread_side(part.by_query, part.queries.tiles, heads, mixed=False)
+    by_key, key_rows = _unread_side(part.by_key, part.keys.tiles, key_owners, mixed=apart and group > 1)
+    whole = PartSchedule(
+        by_query=by_query,
+        by_key=by_key,
+        heads=heads,
+        key_rows=key_rows,
+        query_axis=torch.cat([part.queries.start, part.queries.end]),
+        key_axis=torch.cat([part.keys.start, part.keys.end]),
+        query_tiles=part.queries.tiles,
+        key_tiles=part.keys.tiles,
+        query_rate=1,
+        key_rate=1,
+        strided=known.strided,
+        per_head=known.strided or apart,
+        bounded=known.ragged,
+    )
+    masks = torch.cat([plan.masks.band, plan.masks.bits.flatten(1)], 1) if known.bits else plan.masks.band
+    return Schedule((whole,), (whole,), masks.contiguous(), known.bits)
+
+
+def _unread_side(walk: Walk, tiles: int, owners: Tensor, mixed: bool) -> tuple[WalkTables, Tensor]:
+    rows = walk.rows.clone()
+    rows[:, PARTIAL_BEGIN : PARTIAL_END + 1] += len(walk.full)
+    order = walk.order.long()
+    row = order[torch.argsort(order // tiles, stable=True)]
+    columns = row[:, None].int() % tiles, rows[row], torch.full_like(rows[:, :1], -1)
+    side = WalkTables(
+        work=torch.cat(columns, 1),
+        items=tiles,
+        owners=owners,
+        heavy=rows[:0, :4],
+        heavy_rows=0,
+        slots=0,
+        lists=torch.cat([walk.full, walk.partial, walk.mask]),
+        mask_shift=len(walk.partial),
+        partial=len(walk.partial) > 0,
+        mixed=mixed,
+        covers=True,
+    )
+    return side, rows
 
 
 def _part(plan: Plan, part: Part, group: int) -> PartSchedule:

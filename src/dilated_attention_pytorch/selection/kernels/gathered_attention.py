@@ -50,26 +50,38 @@ _cache: dict[tuple[object, ...], Prepared] = {}
 
 
 def _prepared(
-    make: Callable[..., Prepared], call: AttentionCall, chosen: GatherIndex, heads: slice, *tensors: Tensor
+    make: Callable[..., Prepared],
+    call: AttentionCall,
+    chosen: GatherIndex,
+    bounds: Tensor | None,
+    heads: slice,
+    *tensors: Tensor,
 ) -> Prepared:
     """Launches that `make` builds for a call, cached by everything they depend on."""
     query, value = call.query, call.value
     options = query.get_device(), query.dtype, call.plan.block_size, call.scale, call.dropout_p
-    padded = call.key_padding_mask is not None
+    masked = call.key_padding_mask is not None, bounds is not None
     shapes = query.shape, call.key.shape[1], value.shape[3], chosen.source.shape, chosen.place.shape[2], heads.start
     strides = query.stride(), call.key.stride(), value.stride(), *[x.stride() for x in tensors]
     # TMA and copies of 16 bytes begin at their multiples.
     begins = query.data_ptr() | call.key.data_ptr() | value.data_ptr() | tensors[0].data_ptr()
-    layout = make, *options, padded, begins % 16, *shapes, *strides
+    layout = make, *options, *masked, begins % 16, *shapes, *strides
     cached = _cache.get(layout)
     if cached is None:
         if len(_cache) >= CACHE_SIZE:
             _cache.clear()
-        cached = _cache[layout] = make(call, chosen, heads, *tensors)
+        cached = _cache[layout] = make(call, chosen, bounds, heads, *tensors)
     return cached
 
 
-def _forward_launches(call: AttentionCall, chosen: GatherIndex, heads: slice, output: Tensor, lse: Tensor) -> Prepared:
+def _unbounded(bounds: Tensor | None) -> tuple[None, ...]:
+    """Argument of kernels in place of bounds that a call does not have: compiled in, so that it changes no code."""
+    return (None,) if bounds is None else ()
+
+
+def _forward_launches(
+    call: AttentionCall, chosen: GatherIndex, bounds: Tensor | None, heads: slice, output: Tensor, lse: Tensor
+) -> Prepared:
     query, key, value = _of_heads(call, heads)
     batch, own, n, _ = query.shape
     e, rows, block = value.shape[3], chosen.source.shape[1], call.plan.block_size
@@ -79,8 +91,8 @@ def _forward_launches(call: AttentionCall, chosen: GatherIndex, heads: slice, ou
     sign = (call.scale > 0) - (call.scale < 0)
     magnitude = abs(call.scale) or 1.0
     attend = Launch(
-        chosen_fwd_kernel, query.device, magnitude * LOG2E, *dropout_args(call), rows, many, run, *_sizes(call, heads),
-        own // key.shape[1], *query.stride()[:3], *key.stride()[:3], *value.stride()[:3],
+        chosen_fwd_kernel, query.device, *_unbounded(bounds), magnitude * LOG2E, *dropout_args(call), rows, many, run,
+        *_sizes(call, heads), own // key.shape[1], *query.stride()[:3], *key.stride()[:3], *value.stride()[:3],
         SIGN=sign, RAGGED=n % block > 0, **constants_of(call, tiles),
     )  # fmt: skip
     join = Launch(
@@ -91,33 +103,35 @@ def _forward_launches(call: AttentionCall, chosen: GatherIndex, heads: slice, ou
     return Prepared(((attend, grids[0]), (join, grids[1])), (own, rows, e))
 
 
-def forward(call: AttentionCall, chosen: GatherIndex, near: Forward, heads: slice) -> None:
+def forward(call: AttentionCall, chosen: GatherIndex, bounds: Tensor | None, near: Forward, heads: slice) -> None:
     """Join the choices of some query heads to what all rows share, in place.
 
     Args:
         call: of what all rows share: (b, h, n, d) queries and so on, and its plan's block size and masks.
         chosen: the choices of those heads.
+        bounds: int64 (n, 2), first key and end of the keys that each token may see; None for all.
         near: output and LSE of the call.
         heads: which query heads, all of a key head's or none.
     """
     query, key, value = _of_heads(call, heads)
     output, lse = _some(near.output, heads), _some(near.lse, heads)
-    ((attend, attend_grid), (join, join_grid)), shape = _prepared(_forward_launches, call, chosen, heads, output, lse)
+    launches, shape = _prepared(_forward_launches, call, chosen, bounds, heads, output, lse)
+    (attend, attend_grid), (join, join_grid) = launches
     part = torch.empty(shape, dtype=query.dtype, device=query.device)
     part_lse = torch.empty(shape[:2], dtype=torch.float32, device=query.device)
-    read = chosen.source, chosen.tile, chosen.first, *_read(call, chosen)
+    read = chosen.source, chosen.tile, chosen.first, *_read(call, chosen, bounds)
     attend(attend_grid, (query, key, value, part, part_lse, *read))
     join(join_grid, (output, lse, part, part_lse, chosen.place))
 
 
 def _backward_launches(
-    call: AttentionCall, chosen: GatherIndex, heads: slice, grad: Tensor, grad_query: Tensor, grad_key: Tensor,
-    grad_value: Tensor,
+    call: AttentionCall, chosen: GatherIndex, bounds: Tensor | None, heads: slice, grad: Tensor, grad_query: Tensor,
+    grad_key: Tensor, grad_value: Tensor,
 ) -> Prepared:  # fmt: skip
     query, key, value = _of_heads(call, heads)
     batch, own, n, d = query.shape
     rows, block, device = chosen.source.shape[1], call.plan.block_size, query.device
-    on_hopper = hopper_gathered.why_not(call, chosen, query, key, value, grad, grad_key, grad_value) is None
+    on_hopper = hopper_gathered.why_not(call, chosen, bounds, query, key, value, grad, grad_key, grad_value) is None
     if on_hopper:
         part = torch.empty(0, dtype=query.dtype, device=device)
         # Of LSE and delta only the types matter.
@@ -128,9 +142,10 @@ def _backward_launches(
     else:
         _, tiles = _tiles(call)
         by_key = Launch(
-            chosen_bwd_kernel, device, call.scale, call.scale * LOG2E, *dropout_args(call), rows, *_sizes(call, heads),
-            *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *grad.stride()[:3], *grad_key.stride()[:3],
-            *grad_value.stride()[:3], GROUP=own // key.shape[1], RAGGED=n % block > 0, **constants_of(call, tiles),
+            chosen_bwd_kernel, device, *_unbounded(bounds), call.scale, call.scale * LOG2E, *dropout_args(call), rows,
+            *_sizes(call, heads), *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *grad.stride()[:3],
+            *grad_key.stride()[:3], *grad_value.stride()[:3], GROUP=own // key.shape[1], RAGGED=n % block > 0,
+            **constants_of(call, tiles),
         )  # fmt: skip
     add = Launch(
         add_tokens_kernel, device, call.scale, rows, n, chosen.place.shape[2], *grad_query.stride()[:3],
@@ -143,6 +158,7 @@ def _backward_launches(
 def backward(
     call: AttentionCall,
     chosen: GatherIndex,
+    bounds: Tensor | None,
     near: Gradients,
     heads: slice,
     lse: Tensor,
@@ -152,7 +168,7 @@ def backward(
     """Add the gradients of those choices to the gradients of what all rows share, in place.
 
     Args:
-        call: see `forward`, as `chosen` and `heads`.
+        call: see `forward`, as `chosen`, `bounds` and `heads`.
         near: gradients of the call with the output and LSE of the whole rows.
         lse: of the whole rows, (b, h, n), contiguous.
         delta: see `delta_of`.
@@ -163,11 +179,11 @@ def backward(
     grad, grad_query = _some(grad_output, heads), _some(near.query, heads)
     grad_key, grad_value = _some(near.key, key_heads), _some(near.value, key_heads)
     changed = grad, grad_query, grad_key, grad_value
-    launches, shape = _prepared(_backward_launches, call, chosen, heads, *changed)
+    launches, shape = _prepared(_backward_launches, call, chosen, bounds, heads, *changed)
     (by_key, keys), (add, tokens) = launches
     part = torch.empty(shape, dtype=query.dtype, device=query.device)
-    changed, read = (part, grad_key, grad_value), (chosen.source, chosen.first, chosen.order, *_read(call, chosen))
-    by_key(keys, (query, key, value, grad, lse, delta, *changed, *read))
+    changed, read = (part, grad_key, grad_value), (chosen.source, chosen.first, chosen.order)
+    by_key(keys, (query, key, value, grad, lse, delta, *changed, *read, *_read(call, chosen, bounds)))
     add(tokens, (grad_query, part, chosen.place))
 
 
@@ -201,13 +217,12 @@ def _of_heads(call: AttentionCall, heads: slice) -> tuple[Tensor, Tensor, Tensor
     return _some(call.query, heads), _some(call.key, key_heads), _some(call.value, key_heads)
 
 
-def _read(call: AttentionCall, chosen: GatherIndex) -> tuple[Tensor, Tensor]:
-    """Padding and seed; what a call does not have is never read."""
+def _read(call: AttentionCall, chosen: GatherIndex, bounds: Tensor | None) -> tuple[Tensor, ...]:
+    """Padding, seed and, where given, bounds; what a call does not have is never read."""
     padding = call.key_padding_mask
-    return (
-        chosen.source if padding is None else padding.contiguous().view(torch.uint8),
-        chosen.source if call.seed is None else call.seed,
-    )
+    padding = chosen.source if padding is None else padding.contiguous().view(torch.uint8)
+    seed = chosen.source if call.seed is None else call.seed
+    return (padding, seed) if bounds is None else (padding, seed, bounds)
 
 
 def _sizes(call: AttentionCall, heads: slice) -> tuple[int, ...]:
@@ -245,7 +260,7 @@ class GatheredAttend(TokenAttend):
 
     def _join(self, call: AttentionCall, shared: Forward) -> Forward:
         for heads, index in self._inverted(call):
-            forward(call, index, shared, heads)
+            forward(call, index, self.selection.bounds, shared, heads)
         return shared
 
     def _add(
@@ -261,5 +276,5 @@ class GatheredAttend(TokenAttend):
         if indices:
             delta = delta_of(output, lse, grad_output, grad_lse)
             for heads, index in indices:
-                backward(call, index, shared, heads, lse, delta, grad_output)
+                backward(call, index, self.selection.bounds, shared, heads, lse, delta, grad_output)
         return tuple(shared)

@@ -50,16 +50,28 @@ def shown_keys(p_padding, sample, n, o_key, PADDING: tl.constexpr):
 
 
 @triton.jit
-def seen_alike(b_shown):
-    """What `visible` wants to know where all rows see the same keys."""
+def key_bounds(p_bounds, o_q, b_exist):
+    """First key and end of the keys that rows may see; unused without bounds."""
+    if p_bounds is None:
+        return 0, 0
+    else:
+        b_low = tl.load(p_bounds + 2 * o_q, mask=b_exist, other=0)
+        return b_low, tl.load(p_bounds + 2 * o_q + 1, mask=b_exist, other=0)
+
+
+@triton.jit
+def seen_keys(p_bounds, b_shown, o_key, b_low, b_high):
+    """Arguments of `visible`, all broadcastable: keys that all rows see alike, or each row within its bounds."""
+    if p_bounds is not None:
+        b_shown = b_shown & (o_key >= b_low) & (o_key < b_high)
     return b_shown, 0, False, b_shown, 0, 0
 
 
 @triton.jit(do_not_specialize=["rows", "tiles", "run", "threshold", "first_head"])
 def chosen_fwd_kernel(
-    p_q, p_k, p_v, p_part, p_part_lse, p_source, p_tile, p_first, p_padding, p_seed, scale, inverse_keep, threshold,
-    rows, tiles, run, n, blocks, samples, heads, first_head, group, sq_b, sq_h, sq_n, sk_b, sk_h, sk_n, sv_b, sv_h,
-    sv_n,
+    p_q, p_k, p_v, p_part, p_part_lse, p_source, p_tile, p_first, p_padding, p_seed, p_bounds, scale, inverse_keep,
+    threshold, rows, tiles, run, n, blocks, samples, heads, first_head, group, sq_b, sq_h, sq_n, sk_b, sk_h, sk_n, sv_b,
+    sv_h, sv_n,
     BLOCK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, E: tl.constexpr, DP: tl.constexpr,
     EP: tl.constexpr, SIGN: tl.constexpr, RAGGED: tl.constexpr, PADDING: tl.constexpr, DROPOUT: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -67,10 +79,11 @@ def chosen_fwd_kernel(
     """Output and LSE of the gathered queries of `run` tiles on the one block that each tile chose.
 
     Tiles that chose the same follow one another: the block is read once for them, where a program can hold it whole.
-    SIGN as in the forward over plans.
+    SIGN as in the forward over plans. `p_bounds` are the first key and the end of the keys of each token, or None.
     """
     SUB_M: tl.constexpr = BLOCK // BM
     HOLES: tl.constexpr = RAGGED or PADDING
+    CUT: tl.constexpr = HOLES or p_bounds is not None
     head = tl.program_id(1).to(tl.int64)
     key_tiles = samples * blocks
     o_m = tl.arange(0, BM)
@@ -105,11 +118,13 @@ def chosen_fwd_kernel(
             b_row = o_q
             if DROPOUT:
                 b_row = dropout_rows(p_seed, sample * heads + first_head + head, o_q)
+            b_low, b_high = key_bounds(p_bounds, o_q[:, None], b_exist[:, None])
             b_m, b_l, b_acc = empty_softmax(BM, EP)
             if BN == BLOCK:
+                elements = seen_keys(p_bounds, b_shown[None, :], o_key[None, :], b_low, b_high)
                 b_acc, b_l, b_m = softmax_step(
-                    b_acc, b_l, b_m, b_q, b_k, b_v, seen_alike(b_shown[None, :]), b_row, o_key, scale, threshold,
-                    inverse_keep, BLOCK, True, False, HOLES, False, DROPOUT, PRECISION, False,
+                    b_acc, b_l, b_m, b_q, b_k, b_v, elements, b_row, o_key, scale, threshold,
+                    inverse_keep, BLOCK, True, False, CUT, False, DROPOUT, PRECISION, False,
                 )  # fmt: skip
             else:
                 for part in range(BLOCK // BN):
@@ -117,9 +132,10 @@ def chosen_fwd_kernel(
                     b_seen = shown_keys(p_padding, sample, n, o_part, PADDING)
                     b_k_part = load_rows(p_k_tile + part * BN * sk_n, b_seen, o_d, D, DP, HOLES)
                     b_v_part = load_rows(p_v_tile + part * BN * sv_n, b_seen, o_e, E, EP, HOLES)
+                    elements = seen_keys(p_bounds, b_seen[None, :], o_part[None, :], b_low, b_high)
                     b_acc, b_l, b_m = softmax_step(
-                        b_acc, b_l, b_m, b_q, b_k_part, b_v_part, seen_alike(b_seen[None, :]), b_row, o_part, scale,
-                        threshold, inverse_keep, BLOCK, False, False, HOLES, False, DROPOUT, PRECISION, False,
+                        b_acc, b_l, b_m, b_q, b_k_part, b_v_part, elements, b_row, o_part, scale,
+                        threshold, inverse_keep, BLOCK, False, False, CUT, False, DROPOUT, PRECISION, False,
                     )  # fmt: skip
             o_row = head * rows + j * BM + o_m
             tl.store(p_part_lse + o_row, (b_m + tl.math.log2(b_l)) * LN2)
@@ -218,9 +234,9 @@ def add_tokens_kernel(
 
 @triton.jit(do_not_specialize=["rows", "threshold", "first_head"])
 def chosen_bwd_kernel(
-    p_q, p_k, p_v, p_do, p_lse, p_delta, p_part, p_dk, p_dv, p_source, p_first, p_order, p_padding, p_seed, scale,
-    scale_log2, inverse_keep, threshold, rows, n, blocks, samples, heads, first_head, sq_b, sq_h, sq_n, sk_b, sk_h,
-    sk_n, sv_b, sv_h, sv_n, sg_b, sg_h, sg_n, sx_b, sx_h, sx_n, sy_b, sy_h, sy_n,
+    p_q, p_k, p_v, p_do, p_lse, p_delta, p_part, p_dk, p_dv, p_source, p_first, p_order, p_padding, p_seed, p_bounds,
+    scale, scale_log2, inverse_keep, threshold, rows, n, blocks, samples, heads, first_head, sq_b, sq_h, sq_n, sk_b,
+    sk_h, sk_n, sv_b, sv_h, sv_n, sg_b, sg_h, sg_n, sx_b, sx_h, sx_n, sy_b, sy_h, sy_n,
     BLOCK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, E: tl.constexpr, DP: tl.constexpr,
     EP: tl.constexpr, GROUP: tl.constexpr, RAGGED: tl.constexpr, PADDING: tl.constexpr, DROPOUT: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -232,6 +248,7 @@ def chosen_bwd_kernel(
     """
     SUB_M: tl.constexpr = BLOCK // BM
     HOLES: tl.constexpr = RAGGED or PADDING
+    CUT: tl.constexpr = HOLES or p_bounds is not None
     key_tiles = samples * blocks
     key_head = tl.program_id(1).to(tl.int64)
     tile = tl.load(p_order + key_head * key_tiles + tl.program_id(0)).to(tl.int64)
@@ -269,9 +286,11 @@ def chosen_bwd_kernel(
                 b_row = o_q
                 if DROPOUT:
                     b_row = dropout_rows(p_seed, stream, o_q)
+                b_low, b_high = key_bounds(p_bounds, o_q[None, :], b_exist[None, :])
+                elements = seen_keys(p_bounds, b_shown[:, None], o_key[:, None], b_low, b_high)
                 b_dk, b_dv, b_ds = dkv_step(
-                    b_dk, b_dv, b_k, b_v, b_q, b_do, b_lse, b_delta, seen_alike(b_shown[:, None]), b_row, o_key,
-                    scale_log2, threshold, inverse_keep, BLOCK, False, HOLES, False, DROPOUT, PRECISION, False,
+                    b_dk, b_dv, b_k, b_v, b_q, b_do, b_lse, b_delta, elements, b_row, o_key,
+                    scale_log2, threshold, inverse_keep, BLOCK, False, CUT, False, DROPOUT, PRECISION, False,
                 )  # fmt: skip
                 b_by_width = tl.trans(b_k)
                 if BN < BLOCK:

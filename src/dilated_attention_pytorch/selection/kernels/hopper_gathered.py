@@ -36,7 +36,7 @@ class GatherConfig(NamedTuple):
 CONFIGS = {64: GatherConfig(128), 128: GatherConfig(64)}
 
 
-def why_not(call: AttentionCall, chosen: GatherIndex, *moved: Tensor) -> str | None:
+def why_not(call: AttentionCall, chosen: GatherIndex, bounds: Tensor | None, *moved: Tensor) -> str | None:
     """Why the kernel cannot run the backward of a call and of those choices; `moved` are the tensors it moves."""
     query = call.query
     problem = hopper_backend.device_problem(query.device)
@@ -51,6 +51,8 @@ def why_not(call: AttentionCall, chosen: GatherIndex, *moved: Tensor) -> str | N
         return f"needs whole blocks of {BLOCK}, got {n} tokens in blocks of {call.plan.block_size}"
     if call.key_padding_mask is not None or call.dropout_p:
         return "has no key padding mask and no dropout"
+    if bounds is not None:
+        return "has no bounds of packed documents"
     if chosen.source.dtype is not torch.int32 or chosen.source.numel() >= MOST:
         return f"needs choices numbered in 32 bits, got {chosen.source.dtype} and {chosen.source.numel()} rows"
     for tensor in moved:
