@@ -116,6 +116,13 @@ def test_doctor_says_why_not(here):
     assert [call["backend"] in ("native", "cpu") for call in found["typical_calls"]] == [True] * 3
 
 
+def test_doctor_reports_an_unsupported_triton(here, monkeypatch):
+    triton = pytest.importorskip("triton")
+    monkeypatch.setattr(triton, "__version__", "3.10.0")
+    found = json.loads(here("doctor", "--json", "--device", "cpu")[1])
+    assert "direct launches need Triton 3.6 to 3.9 for CUDA, got 3.10.0" in found["surroundings"]["triton"]
+
+
 def test_plan_has_a_fixed_schema(here):
     words = ("-p", "window:64 & causal", "-n", "4K", "--heads", "2", "--dtype", "fp32", "--device", "cpu", "--json")
     status, stdout, _ = here("plan", *words)

@@ -130,12 +130,19 @@ def choose(call: AttentionCall, backend: str = "auto") -> tuple[str, Backend]:
 
 def _why_not(backend: Backend, call: AttentionCall) -> str | None:
     if call.softcap and not getattr(backend, "SOFTCAP", False):
-        return "has no softcap"
+        return f"has no softcap{_instead(call, 'SOFTCAP')}"
     if call.bias is not None and not getattr(backend, "BIAS", False):
-        return "has no bias by distance"
+        return f"has no bias by distance{_instead(call, 'BIAS')}"
     if call.plan.device_tables is not None and not getattr(backend, "DEVICE_TABLES", False):
         return "reads the tables of a plan on the host, which this call leaves on the device"
     return backend.why_not(call)
+
+
+def _instead(call: AttentionCall, feature: str) -> str:
+    """Hint at the first backend for the call's device that declares a feature."""
+    able = (name for name in preference(call).order if getattr(backend_named(name), feature, False))
+    name = next(able, None)
+    return f"; {name} has one" if name else ""
 
 
 def can_run(call: AttentionCall, backend: str) -> bool:

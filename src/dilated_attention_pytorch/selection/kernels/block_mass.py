@@ -7,7 +7,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from ...kernels.launch.launcher import ALIGNED, CACHE_SIZE, Launch
+from ...kernels.launch.arena import ALIGNED
+from ...kernels.launch.launcher import CACHE_SIZE, Launch
 from ...kernels.launch.triton_abi import Grid
 from ...kernels.triton.launches import LOG2E, OPTIONS, dot_precision, padded_width
 from ..distill import FLOOR

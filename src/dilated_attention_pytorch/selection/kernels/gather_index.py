@@ -7,7 +7,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from ...kernels.launch.launcher import CACHE_SIZE, Arena, Launch, Shape
+from ...kernels.launch.arena import Arena, Shape
+from ...kernels.launch.launcher import CACHE_SIZE, Launch
 from ...kernels.triton.launches import OPTIONS, padded_width
 from ..types import GatherIndex, Selection
 from .gather_index_kernels import mark_tokens_kernel, place_kernel, runs_kernel

@@ -8,7 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...kernels.launch.launcher import CACHE_SIZE, Arena, Launch, Shape
+from ...kernels.launch.arena import Arena, Shape
+from ...kernels.launch.launcher import CACHE_SIZE, Launch
 from ...kernels.launch.triton_abi import Grid
 from ...kernels.triton.launches import OPTIONS, dot_precision, padded_width
 from ..types import Factors

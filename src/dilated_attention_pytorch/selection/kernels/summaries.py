@@ -7,8 +7,9 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from ...kernels.launch.gluon_launcher import Grid
-from ...kernels.launch.launcher import CACHE_SIZE, Arena, Launch, Shape
+from ...kernels.launch.arena import Arena, Shape
+from ...kernels.launch.launcher import CACHE_SIZE, Launch
+from ...kernels.launch.triton_abi import Grid
 from ...kernels.triton.launches import OPTIONS, dot_precision, padded_width
 from .block_scores import Halves
 from .summaries_kernels import factor_kernel, summaries_kernel
