@@ -388,7 +388,7 @@ def _run_retrieval(given: argparse.Namespace, log: Path, deadline: float) -> Out
     rows = [line for line in old if line["suite"] == name and given.resume and line["sources"] == code]
     write(log, "".join(json.dumps(line) + "\n" for line in old if line["suite"] != name or line in rows))
     if name == "recipe":
-        done: set[Any] = {(line["task"], line["setting"], line["seed"]) for line in rows}
+        done: set[Any] = {(line["task"], line["setting"], line["wanted"], line["seed"]) for line in rows}
         found = recipe.measure([run for run in recipe.runs() if run not in done])
     elif name in rules.RULE_SUITES:
         done = {(line["task"], line["pattern"], line["budget"], line["seed"]) for line in rows}
