@@ -16,8 +16,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from dilated_attention_pytorch.kernels.hopper.layouts import tile_layout
 from dilated_attention_pytorch.kernels.hopper.primitives import copy_in
-from dilated_attention_pytorch.kernels.launch.gluon_launcher import tile_layout
 
 SIDE, NUMBERS, STEPS = 64, gl.constexpr(128), 8
 """Rows and columns of the copied tile, numbers handed over at once, and how often."""

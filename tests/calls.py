@@ -50,6 +50,7 @@ class Call:
     dropout_p: float = 0.0
     memory_budget: int | str | None = None
     lse_grad: bool = False
+    softcap: float = 0.0
 
     def told(self, backend: str, device: str = "cpu") -> str:
         """A command that runs this call alone."""
@@ -82,6 +83,7 @@ class Call:
                 scale=scale,
                 dropout_p=self.dropout_p,
                 backend=backend,
+                softcap=self.softcap,
             ),
         )
         torch.manual_seed(self.seed)
@@ -94,6 +96,7 @@ class Call:
                 enable_gqa=True,
                 key_padding_mask=mask,
                 dropout_p=self.dropout_p,
+                softcap=self.softcap or None,
                 backend=backend,
                 memory_budget=budget,
             )
@@ -108,6 +111,7 @@ class Call:
             keep = keep_mask(seed.cpu(), stream, position[:, None], position, self.dropout_p)
         grad_lse = None if grad_lse is None else slopes[1].cpu()
         options = {"scale": scale, "key_padding_mask": padding, "kept": keep, "dropout_p": self.dropout_p}
+        options["softcap"] = self.softcap or None
         pattern = parse(self.pattern)
         wanted = answer(*rows[:3], pattern, grad_output=rows[3], grad_lse=grad_lse, **options)
         bounds = rounding(rows, pattern, wanted, len(same.plan.parts), grad_lse, **options)
@@ -175,6 +179,7 @@ class Menu:
     lse_grad: Sequence[bool] = (False, True)
     shared: Sequence[str] = ("",)
     default_devices: Sequence[str | None] = (None,)
+    softcaps: Sequence[float] = (0.0,)
 
 
 def draw_call(draw: Draw, menu: Menu) -> Call:
@@ -208,6 +213,7 @@ def draw_call(draw: Draw, menu: Menu) -> Call:
         lse_grad=draw.choice(menu.lse_grad),
         shared=draw.choice(menu.shared),
         default_device=draw.choice(menu.default_devices),
+        softcap=draw.choice(menu.softcaps),
     )
 
 
@@ -246,6 +252,7 @@ def rounding(
     key_padding_mask: Tensor | None,
     kept: Tensor | None,
     dropout_p: float,
+    softcap: float | None,
 ) -> Answer:
     """How far each element may lie from the exact one: sums of absolute values times the roundings along the way.
 
@@ -266,7 +273,9 @@ def rounding(
     seen = (counts > 0).double()
     survives = 1.0 if kept is None else kept / (1 - dropout_p)
     lse = wanted.lse[..., None].nan_to_num(neginf=0.0)
-    weights = counts * torch.where(seen > 0, scale * query @ key.mT - lse, 0.0).exp()
+    scores = scale * query @ key.mT
+    scores = scores if softcap is None else softcap * (scores / softcap).tanh()
+    weights = counts * torch.where(seen > 0, scores - lse, 0.0).exp()
     largest = (abs(scale) * (query.abs() @ key.abs().mT) * seen).amax(-1, keepdim=True)
     exponent = 4 * fine * (4 + largest + lse.abs())
     weight_error = (2 * (unit + exponent) * weights + least * seen) * survives

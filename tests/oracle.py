@@ -95,6 +95,27 @@ def answer(
     return Answer(output.detach(), lse.detach(), *torch.autograd.grad(objective, inputs))
 
 
+def table_gradient(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    pattern: Any,
+    table: Tensor,
+    positions: Tensor | None = None,
+    *,
+    grad_output: Tensor,
+    grad_lse: Tensor,
+    **options: Any,
+) -> Tensor:
+    """Gradient of a table by distance in what `answer` differentiates, float64."""
+    wide = table.detach().double().cpu().requires_grad_()
+    counts = multiplicities(pattern, query.shape[2], query.shape[1])
+    rows = (x.detach().double().cpu() for x in (query, key, value))
+    output, lse = dense_attention(*rows, counts, bias=bias_of_pairs(wide, query.shape[2], positions), **options)
+    lse = torch.where(lse.isfinite(), lse * grad_lse.double().cpu(), 0.0)
+    return torch.autograd.grad((output * grad_output.double().cpu()).sum() + lse.sum(), wide)[0]
+
+
 def error(got: Tensor, wanted: Tensor) -> float:
     """Largest difference relative to the largest wanted magnitude (at least 1); infinite where inf or NaN disagree."""
     got, wanted = got.detach().double().cpu(), wanted.double().cpu()

@@ -178,7 +178,7 @@ def test_the_control_tells_nothing_too_early():
         pytest.skip(reason)
     import torch
 
-    from dilated_attention_pytorch.kernels.launch.gluon_launcher import tile_layout
+    from dilated_attention_pytorch.kernels.hopper.layouts import tile_layout
 
     handover = loaded("handover")
     side = handover.SIDE

@@ -34,8 +34,9 @@ ANYTHING = Menu(
     # Backends that copy nothing refuse rows off the grid, so those are rare. A block of 24 is no tile: it makes bits.
     layouts=("heads first", "tokens first", "rows apart", "width outside") * 3 + ("off the grid",),
     blocks=(16, 24, 64, 128),
+    softcaps=(0.0, 0.0, 2.0),
 )
-PLAIN = replace(ANYTHING, padded=(False,), dropout=(0.0,), scales=(None, 0.05, 1.5), blocks=(24, 128))
+PLAIN = replace(ANYTHING, padded=(False,), dropout=(0.0,), scales=(None, 0.05, 1.5), blocks=(24, 128), softcaps=(0.0,))
 LISTS = replace(PLAIN, kinds=("causal", "window", "random", "block lists", "hierarchical"), leaves=2, blocks=(128,))
 
 

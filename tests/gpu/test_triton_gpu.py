@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from cases import PROBLEMS, Problem
-from oracle import answer, error
+from oracle import answer, bias_of_pairs, error, table_gradient
 from torch.nn.functional import scaled_dot_product_attention
 
 from dilated_attention_pytorch.kernels.call import AttentionCall
@@ -147,6 +147,48 @@ def test_any_scale_works(scale, dtype):
     )
     for name, got, want in zip(wanted._fields, run(call, grad_output, grad_lse), wanted, strict=True):
         assert error(got, want) <= (5e-6 if dtype is torch.float32 else 2e-2), name
+
+
+@pytest.mark.parametrize("softcap", [0.5, 50.0])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
+@pytest.mark.parametrize("problem", WIDE, ids=lambda problem: problem.name)
+def test_capped_gradients_match_oracle(problem, dtype, softcap):
+    call, grad_output, grad_lse = call_of(problem, dtype, softcap=softcap)
+    wanted = answer(
+        call.query, call.key, call.value, problem.pattern, grad_output=grad_output, grad_lse=grad_lse, softcap=softcap
+    )
+    for name, got, want in zip(wanted._fields, run(call, grad_output, grad_lse), wanted, strict=True):
+        assert error(got, want) <= (5e-6 if dtype is torch.float32 else 2e-2), name
+
+
+@pytest.mark.parametrize("widths", [(257,), (9, 31)], ids=["one-axis", "two-axes"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
+@pytest.mark.parametrize("problem", WIDE, ids=lambda problem: problem.name)
+def test_bias_gradients_match_oracle(problem, dtype, widths):
+    table = torch.randn(problem.heads, *widths)
+    places = torch.randint(0, 40, (problem.batch, problem.n, 2)) if len(widths) > 1 else None
+    changes = {"bias": table.cuda(), "bias_positions": None if places is None else places.cuda()}
+    call, grad_output, grad_lse = call_of(problem, dtype, **changes)
+    rows, given = (call.query, call.key, call.value), {"grad_output": grad_output, "grad_lse": grad_lse}
+    wanted_bias = table_gradient(*rows, problem.pattern, table, places, **given)
+    wanted = answer(*rows, problem.pattern, bias=bias_of_pairs(table.double(), problem.n, places), **given)
+    found = run(call, grad_output, grad_lse)
+    tables = [triton_backend.backward(call, *found[:2], grad_output, grad_lse).bias for _ in range(3)]
+    assert all(torch.equal(tables[0], other) for other in tables[1:]), "sums must not depend on the order of programs"
+    tolerance = 5e-6 if dtype is torch.float32 else 2e-2
+    assert error(tables[0], wanted_bias) <= tolerance
+    for name, got, want in zip(wanted._fields, found, wanted, strict=True):
+        assert error(got, want) <= tolerance, name
+
+
+def test_caps_in_turn_give_their_own_results():
+    call, grad_output, grad_lse = call_of(WIDE[0], torch.float32)
+    first = {}
+    for softcap in (0.5, 2.0, 0.0) * 2:
+        found = run(replace(call, softcap=softcap), grad_output, grad_lse)
+        for a, b in zip(first.setdefault(softcap, found), found, strict=True):
+            assert torch.equal(a, b)
+    assert all(error(first[0.5][0], first[other][0]) > 1e-3 for other in (2.0, 0.0))
 
 
 @pytest.mark.parametrize("problem", WIDE, ids=lambda problem: problem.name)

@@ -28,7 +28,7 @@ from dilated_attention_pytorch.kernels.hopper import dkv_kernel as hopper_backwa
 from dilated_attention_pytorch.kernels.hopper import dq_kernel as hopper_backward_rows
 from dilated_attention_pytorch.kernels.hopper import forward_kernel as hopper_forward
 from dilated_attention_pytorch.kernels.hopper import split_rows as hopper_split
-from dilated_attention_pytorch.kernels.launch import gluon_launcher as hopper_launch
+from dilated_attention_pytorch.kernels.launch import launcher as hopper_launch
 from dilated_attention_pytorch.plan import make_plan
 from dilated_attention_pytorch.selection import attention as selected
 from dilated_attention_pytorch.selection import backend as selection_backend
@@ -265,8 +265,8 @@ def replace_what_needs_a_gpu():
     hopper_launch.describe = lambda tensor, rows, axis=None: (tensor, None)
     hopper_launch.entry_of = lambda compiled: None
     hopper_launch.compile_together = lambda launches, tensors: None
-    hopper_launch.GluonLaunch.launch_public = lambda self, *tensors: self._kernel[self.grid](
-        *self._public_arguments(tensors), **({} if isinstance(self._kernel, Kernel) else self._options)
+    hopper_launch.LaunchStep.run_public = lambda self, *tensors: self.launch.kernel[self.grid](
+        *self.public_arguments(tensors), **({} if isinstance(self.launch.kernel, Kernel) else self.launch.options)
     )
     hopper_backend.processors = hopper_gradients.processors = lambda device: PROGRAMS
     hopper_backend.item_counters = lambda device, count: torch.zeros(count, dtype=torch.int32)

@@ -30,6 +30,7 @@ from dilated_attention_pytorch.kernels.dropout import keep_mask
 from dilated_attention_pytorch.kernels.hopper import lowering as hopper_lowering
 from dilated_attention_pytorch.kernels.triton import lowering as triton_lowering
 from dilated_attention_pytorch.nn import AdaptiveConfig, BlockSparseAdaptive
+from dilated_attention_pytorch.plan.documents import ascending
 from dilated_attention_pytorch.selection import attend, attention, rank
 from dilated_attention_pytorch.selection import plan as plans
 from dilated_attention_pytorch.selection.attention import attend_selection
@@ -149,17 +150,24 @@ class PackedWindow(NamedTuple):
     dtype: torch.dtype = torch.float32
     traced: bool = False
     """By the registered operators, whose backward pass has the bounds alone"""
+    wrong: tuple[int, ...] = ()
+    """Bounds that do not ascend from 0, which a GPU raises and cuts; see `documents.ascending`"""
+    changed_scores: bool = False
+    """With a soft cap and a bias by distance"""
 
     def errors(self) -> dict[str, float]:
         """Of output, LSE and every gradient."""
         torch.manual_seed(0)
         n, heads = sum(self.lengths), 2
         bounds = torch.tensor([0, *self.lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        bounds = torch.tensor(self.wrong, dtype=torch.int32) if self.wrong else bounds
         shapes = (heads, 16), (self.key_heads, 16), (self.key_heads, 12)
         given = [torch.randn(n, *shape).to(self.dtype) for shape in shapes] + [torch.randn(heads)]
+        given += [torch.randn(heads, 21)] if self.changed_scores else []
         slopes = torch.randn(n, heads, 12), torch.randn(n, heads)
         options = {"window_size": self.window, "enable_gqa": True, "return_aux": AuxRequest(lse=True)}
         options |= {"pattern": self.pattern, "dropout_p": self.dropout_p}
+        options |= {"softcap": 2.0} if self.changed_scores else {}
         observed, attention_op.is_observed = attention_op.is_observed, lambda *tensors: self.traced
         reads, found = attention_op.lengths_of, []
         for backend in ("triton", "cpu"):
@@ -167,14 +175,14 @@ class PackedWindow(NamedTuple):
             kind = None if backend == "triton" else torch.float64
             leaves = [x.detach().to(kind or x.dtype).requires_grad_() for x in given]
             torch.manual_seed(1)
+            bounds = bounds if backend == "triton" else ascending(bounds, n)
             with GpuRules() if backend == "triton" else torch.enable_grad():
-                output, lse = varlen_attention(
-                    *leaves[:3], bounds, bounds, max(self.lengths), n, sink=leaves[3], backend=backend, **options
-                )
+                extra = dict(zip(("sink", "bias"), leaves[3:], strict=False))
+                output, lse = varlen_attention(*leaves[:3], bounds, bounds, n, n, backend=backend, **extra, **options)
                 loss = (output * slopes[0].to(output.dtype)).sum() + (lse * slopes[1].to(lse.dtype)).sum()
                 found.append([output, lse, *torch.autograd.grad(loss, leaves)])
         attention_op.is_observed = observed
-        names = "output", "lse", "query", "key", "value", "sink"
+        names = ("output", "lse", "query", "key", "value", "sink", "bias")[: len(found[0])]
         return {name: error(got.detach(), want.detach()) for name, got, want in zip(names, *found, strict=True)}
 
 
@@ -582,6 +590,8 @@ TRIALS = {
     "packed windows ahead in half precision": PackedWindow(
         "window:100,3 & full", key_heads=2, lengths=(300, 17), dtype=torch.float16
     ),
+    "packed windows with capped and biased scores": PackedWindow("window:40", (-1, 0), changed_scores=True),
+    "packed windows of wrong bounds": PackedWindow("window:50", wrong=(7, 200, -5, 2**31 - 1, 130, 20)),
     "a step, blocks": Step(False, 13, 22, 7),
     "a step, tokens": Step(True, 17, 13, 11),
     "a step, ragged blocks, one scorer": Step(False, 99, 199, 99, n=56, key_heads=1, share=True, batch=2),

@@ -13,16 +13,22 @@ from typing import NamedTuple
 os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
+import triton
+import triton.language as tl
+from calls import TIGHT, Call
 from cases import BY_NAME, Problem
 from conftest import ALLOCATORS, poisoned
 from kernels.interpreter import skip_repeated_work
-from oracle import Answer, answer, error
+from oracle import Answer, answer, bias_of_pairs, error, table_gradient
+from strategies import Seeded, draw_problem
 
+from dilated_attention_pytorch import attention_with_lse
 from dilated_attention_pytorch.kernels.call import AttentionCall
 from dilated_attention_pytorch.kernels.cpu import tiles as cpu
 from dilated_attention_pytorch.kernels.dropout import keep_mask
 from dilated_attention_pytorch.kernels.triton import backend as triton_backend
 from dilated_attention_pytorch.kernels.triton import lowering as triton_lowering
+from dilated_attention_pytorch.kernels.triton.primitives import tanh_and_slope
 from dilated_attention_pytorch.plan import Plan, make_plan
 
 
@@ -42,6 +48,11 @@ class Trial(NamedTuple):
     """rows stand for other tokens in dropout, for each head its own"""
     bad: tuple[str, int] | None = None
     """an input, and the token whose first half is NaN in it"""
+    softcap: float = 0.0
+    bias: tuple[int, ...] = ()
+    """widths of a table by distance"""
+    places: int = 0
+    """samples with positions of their own for the bias; 0 for row numbers"""
 
 
 TRIALS = {
@@ -84,6 +95,38 @@ TRIALS = {
         Problem(name="", text="dilated:256x2", n=256, heads=1, key_heads=1), block_size=128
     ),
     "rows far apart": Trial("full", far=True),
+    "soft cap": Trial("causal", softcap=1.5),
+    "wide soft cap": Trial("window-causal", softcap=50.0, scale=3.0),
+    "tight soft cap, negative scale": Trial("gqa", softcap=0.25, scale=-0.7),
+    "saturated soft cap": Trial("window-causal", softcap=0.5, scale=8.0),
+    "soft cap without a scale": Trial("gqa", softcap=1.5, scale=0.0),
+    "soft cap of a ladder with padding": Trial(
+        Problem(name="", text="dilated:16x1,32x2,64x4", n=75, heads=4, key_heads=2, e=24, batch=2, padded=(75, 40)),
+        block_size=32,
+        softcap=1.5,
+    ),
+    "soft cap of residues within a key head": Trial("dilated-block-offset", block_size=32, softcap=1.5),
+    "soft cap and dropout": Trial("gqa", block_size=32, dropout_p=0.3, positions=True, softcap=1.5),
+    "soft cap of split rows": Trial("global-window", short_pieces=True, softcap=1.5),
+    "soft cap, half precision": Trial("wide-value", dtype=torch.float16, softcap=1.5),
+    "soft cap, bad key": Trial("window-causal", block_size=32, bad=("key", 20), softcap=1.5),
+    "soft cap, bad query": Trial("gqa", block_size=32, bad=("query", 33), softcap=1.5),
+    "bias": Trial("causal", bias=(31,)),
+    "bias of one entry": Trial("window", bias=(1,)),
+    "bias of a ladder with padding": Trial(
+        Problem(name="", text="dilated:16x1,32x2,64x4", n=75, heads=4, key_heads=2, e=24, batch=2, padded=(75, 40)),
+        block_size=32,
+        bias=(41,),
+        softcap=1.5,
+    ),
+    "bias of residues within a key head": Trial("dilated-block-offset", block_size=32, bias=(21,), scale=-0.7),
+    "bias and dropout": Trial("gqa", block_size=32, dropout_p=0.3, positions=True, bias=(41,)),
+    "bias of split rows": Trial("global-window", short_pieces=True, bias=(21,)),
+    "bias by positions": Trial("gqa", bias=(41,), places=1, softcap=2.0),
+    "bias by two distances": Trial("window-causal", bias=(5, 9), places=2),
+    "bias, half precision": Trial("wide-value", dtype=torch.float16, bias=(15, 3), places=1),
+    "bias, bad key": Trial("window-causal", block_size=32, bad=("key", 20), bias=(9,)),
+    "bias, bad gradient": Trial("dilated-block-offset", block_size=32, bad=("grad_output", 33), bias=(9,)),
 }
 
 
@@ -110,6 +153,13 @@ def errors(trial: Trial) -> dict[str, float]:
         order = [torch.randperm(3 * problem.n)[: problem.n] for _ in range(2 * problem.heads)]
         positions = torch.stack(order).view(2, problem.heads, problem.n)
     call = AttentionCall(query, key, value, plan, scale, padding, trial.dropout_p, seed, positions=positions)
+    call = replace(call, softcap=trial.softcap)
+    if trial.bias:
+        generator = torch.Generator().manual_seed(1)
+        shape = trial.places, problem.n, len(trial.bias)
+        places = torch.randint(-20, 20, shape, generator=generator) if trial.places else None
+        table = 2 * torch.randn(problem.heads, *trial.bias, generator=generator)
+        call = replace(call, bias=table, bias_positions=places)
     reason = triton_backend.why_not(call)
     if reason is not None:
         raise RuntimeError(reason)
@@ -117,7 +167,7 @@ def errors(trial: Trial) -> dict[str, float]:
     with torch.autograd.set_detect_anomaly(trial.bad is not None, check_nan=False):
         output, lse = triton_backend.forward(call)
         gradients = triton_backend.backward(call, output, lse, grad_output, grad_lse)
-    options = {"key_padding_mask": padding, "scale": scale}
+    options = {"key_padding_mask": padding, "scale": scale, "softcap": trial.softcap or None}
     if seed is not None:
         row = torch.arange(problem.n).expand(2, problem.heads, -1) if positions is None else positions
         batch_head = torch.arange(problem.batch * problem.heads).view(problem.batch, -1, 1, 1)
@@ -125,17 +175,101 @@ def errors(trial: Trial) -> dict[str, float]:
             "kept": keep_mask(seed, batch_head, row[0, :, :, None], row[1, :, None, :], trial.dropout_p),
             "dropout_p": trial.dropout_p,
         }
+    wanted_bias = None
     if trial.bad is None:
+        if trial.bias:
+            given = {"grad_output": grad_output, "grad_lse": grad_lse} | options
+            wanted_bias = table_gradient(query, key, value, problem.pattern, table, places, **given)
+            options["bias"] = bias_of_pairs(table.double(), problem.n, places)
         wanted = answer(query, key, value, problem.pattern, grad_output=grad_output, grad_lse=grad_lse, **options)
     else:
         # The dense oracle multiplies by masked weights; the torch backend keeps a NaN where it belongs.
         exact = replace(call, query=query.double(), key=key.double(), value=value.double())
+        if trial.bias:
+            exact = replace(exact, bias=table.double())
         found = cpu.forward(exact)
-        wanted = Answer(*found, *cpu.backward(exact, *found, grad_output.double(), grad_lse.double()))
+        grads = cpu.backward(exact, *found, grad_output.double(), grad_lse.double())
+        wanted, wanted_bias = Answer(*found, *grads), getattr(grads, "bias", None)
         reached = wanted.output.isnan().any(-1)
         assert trial.problem == "padded" or trial.bad[0] == "grad_output" or (reached.any() and not reached.all())
     named = zip(wanted._fields, (output, lse, *gradients), wanted, strict=True)
-    return {name: error(got, want) for name, got, want in named}
+    measured = {name: error(got, want) for name, got, want in named}
+    return measured if wanted_bias is None else measured | {"bias_grad": error(gradients.bias, wanted_bias)}
+
+
+@triton.jit
+def tanh_kernel(p_x, p_tanh, p_slope, N: tl.constexpr):
+    o_n = tl.program_id(0) * N + tl.arange(0, N)
+    b_tanh, b_slope = tanh_and_slope(tl.load(p_x + o_n))
+    tl.store(p_tanh + o_n, b_tanh)
+    tl.store(p_slope + o_n, b_slope)
+
+
+def tanh_errors() -> dict[str, float]:
+    """Errors of tanh and its slope from 1e-30 to 40 and at infinity, over the bounds that the function states."""
+    size = torch.cat([torch.logspace(-30, -2, 2**15), torch.linspace(0.01, 40, 2**16), torch.full((2**15,), torch.inf)])
+    x = torch.cat([size, -size])
+    tanh, slope = torch.empty_like(x), torch.empty_like(x)
+    tanh_kernel[(len(x) // 2**15,)](x, tanh, slope, N=2**15)
+    exact, finite = x.double(), x.isfinite()
+    assert torch.equal(tanh[~finite], x[~finite].sign()) and not slope[~finite].any()
+    bound = 5 * 2**-24 * exact.tanh().abs()
+    slope_bound = (6 + 3 * exact.abs()) * 2**-24 / exact.cosh() ** 2
+    wanted = 1 / exact.cosh() ** 2
+    return {
+        "tanh": ((tanh - exact.tanh()).abs() / bound)[finite].max().item(),
+        "slope": ((slope - wanted).abs() / slope_bound)[finite].max().item(),
+    }
+
+
+def public_errors() -> dict[str, float]:
+    """Errors of `attention_with_lse` for caps in turn."""
+    problem = BY_NAME["causal"]
+    *rows, grad_output, grad_lse = problem.inputs(torch.float32)
+    leaves = [x.requires_grad_() for x in rows]
+    found = {}
+    for cap in (1.5, 0.4, None, 1.5):
+        output = attention_with_lse(*leaves, problem.pattern, softcap=cap, backend="triton")
+        grads = torch.autograd.grad(output, leaves, (grad_output, grad_lse.float()))
+        wanted = answer(*rows, problem.pattern, grad_output=grad_output, grad_lse=grad_lse, softcap=cap)
+        for name, got, want in zip(wanted._fields, (*output, *grads), wanted, strict=True):
+            found[name] = max(found.get(name, 0.0), error(got, want))
+    return found
+
+
+def random_bias_errors() -> dict[str, float]:
+    """Errors of `attention_with_lse` for random patterns, tables and positions, by what rounding explains."""
+    found: dict[str, float] = {}
+    for seed in range(6):
+        draw = Seeded(f"bias {seed}")
+        pattern, n, heads = draw_problem(draw, longest=40, heads=(1, 2))
+        batch, groups, axes = draw.integer(1, 2), draw.choice([1, heads]), draw.integer(1, 2)
+        torch.manual_seed(seed)
+        shapes = [(batch, h, n, width) for h, width in ((heads, 16), (groups, 16), (groups, 8), (heads, 8))]
+        *rows, grad_output = (torch.randn(shape) for shape in shapes)
+        grad_lse, table = torch.randn(batch, heads, n), torch.randn(heads, *(2 * draw.integer(0, 9) + 1,) * axes)
+        positions = torch.randint(-9, 9, (batch, n, axes)) if axes > 1 or draw.choice([False, True]) else None
+        leaves = [x.requires_grad_() for x in (*rows, table)]
+        options = {"softcap": draw.choice([None, 0.7, 20.0])}
+        options["key_padding_mask"] = torch.rand(batch, n) < 0.3 if draw.choice([False, True]) else None
+        output = attention_with_lse(
+            *leaves[:3], pattern, bias=table, bias_positions=positions, enable_gqa=True, backend="triton", **options
+        )
+        grads = torch.autograd.grad(output, leaves, (grad_output, grad_lse))
+        given = {"grad_output": grad_output, "grad_lse": grad_lse} | options
+        pairs = bias_of_pairs(table.detach().double(), n, positions)
+        wanted = *answer(*rows, pattern, bias=pairs, **given), table_gradient(*rows, pattern, table, positions, **given)
+        for name, got, want in zip((*Answer._fields, "bias_grad"), (*output, *grads), wanted, strict=True):
+            found[name] = max(found.get(name, 0.0), error(got, want))
+    return found
+
+
+def budget_errors() -> dict[str, float]:
+    """Errors within the least memory budget, which splits the rows of a head, over those that rounding explains."""
+    return Call(
+        pattern="window:9 | global:3", n=40, heads=2, key_heads=1, batch=2, d=8, e=8, dtype=torch.float32, seed=5,
+        padded=True, scale=0.4, dropout_p=0.3, lse_grad=True, softcap=1.5, memory_budget=TIGHT,
+    ).shares("triton")  # fmt: skip
 
 
 def check_pieces(plan: Plan, group: int) -> None:
@@ -166,5 +300,8 @@ if __name__ == "__main__":
     skip_repeated_work()
     for owner, name in ALLOCATORS:
         setattr(owner, name, poisoned(getattr(owner, name)))
-    for name in sys.argv[1:] or TRIALS:
-        print(json.dumps({"trial": name} | errors(TRIALS[name])), flush=True)
+    functions = {"tanh": tanh_errors, "caps in turn": public_errors, "soft cap in a tight budget": budget_errors}
+    functions["random biases"] = random_bias_errors
+    for name in sys.argv[1:] or [*TRIALS, *functions]:
+        measured = functions[name]() if name in functions else errors(TRIALS[name])
+        print(json.dumps({"trial": name} | measured), flush=True)

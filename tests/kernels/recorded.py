@@ -80,7 +80,7 @@ def recording(monkeypatch: Any) -> Iterator[list[Recorded]]:
     empty: Callable[..., torch.Tensor] = torch.zeros
 
     def run(made: Any, grid: Any, tensors: Any, *changing: int) -> None:
-        found.append(recorded(made._kernel, (*tensors, *changing, *made._numbers), made._options))
+        found.append(recorded(made.kernel, (*tensors, *changing, *made._numbers), made.options))
 
     def launch(kernel: Any, grid: Any, *arguments: Any, **options: Any) -> None:
         found.append(recorded(kernel, arguments, options))

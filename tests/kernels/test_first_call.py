@@ -9,11 +9,10 @@ import pytest
 import torch
 
 from dilated_attention_pytorch import attention
-from dilated_attention_pytorch.kernels.launch import gluon_launcher as hopper_launch
-from dilated_attention_pytorch.kernels.launch import warmup
+from dilated_attention_pytorch.kernels.launch import triton_abi, warmup
 from dilated_attention_pytorch.ops.attention import plan_cache
 
-WORK = "_hash_compiler", "_make_driver", "_import_kernels"
+WORK = "hash_compiler", "make_driver", "_import_kernels"
 
 
 @pytest.fixture
@@ -88,7 +87,7 @@ def test_whoever_needs_it_waits_for_all_of_it(done, monkeypatch):
         go.wait(10)
         ended.append(True)
 
-    monkeypatch.setattr(warmup, "_make_driver", slow)
+    monkeypatch.setattr(warmup, "make_driver", slow)
     warmup.begin(query(), "auto")
     waiting = threading.Thread(target=lambda: (warmup.finish(), ended.append("waited")))
     waiting.start()
@@ -163,18 +162,17 @@ def test_launchers_are_built_while_kernels_are_traced(monkeypatch):
 
     active = Driver()
     monkeypatch.setattr(driver, "_active", active)
-    monkeypatch.setattr(hopper_launch, "knows_triton", lambda: True)
-    monkeypatch.setattr(hopper_launch, "compiles_launchers", lambda: True)
-    with hopper_launch._Compilers(4) as pool:
+    monkeypatch.setattr(triton_abi, "entry_class", lambda: triton_abi.SignatureEntry)
+    with triton_abi.Compilers(4) as pool:
         compiling = [pool.submit(Source().compiled(number)) for number in range(4)]
     assert [one.result() for one in compiling] == [(number, True) for number in range(4)]
     assert active.made == (2,) * 4
 
 
 def test_unknown_triton_release_compiles_by_itself(monkeypatch):
-    monkeypatch.setattr(hopper_launch, "knows_triton", lambda: False)
+    monkeypatch.setattr(triton_abi, "entry_class", lambda: None)
     source = Source()
     source.launcher.set()
-    with hopper_launch._Compilers(1) as pool:
+    with triton_abi.Compilers(1) as pool:
         assert pool.submit(source.compiled(3)).result() == (3, True)
     assert list(vars(source)) == ["signature", "launcher"]

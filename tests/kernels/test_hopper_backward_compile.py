@@ -10,8 +10,9 @@ from kernels.test_hopper_compile import told_too_early
 
 from dilated_attention_pytorch.kernels.hopper import backend as hopper_backend
 from dilated_attention_pytorch.kernels.hopper import backward as hopper_gradients
+from dilated_attention_pytorch.kernels.hopper.layouts import tile_layout
 from dilated_attention_pytorch.kernels.hopper.lowering import ITEM_ROWS, lower
-from dilated_attention_pytorch.kernels.launch.gluon_launcher import OPTIONS, tile_layout
+from dilated_attention_pytorch.kernels.launch.launcher import OPTIONS
 from dilated_attention_pytorch.patterns import parse
 from dilated_attention_pytorch.plan import make_plan
 

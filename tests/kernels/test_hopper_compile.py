@@ -10,9 +10,10 @@ import torch
 
 from dilated_attention_pytorch.kernels.call import AttentionCall
 from dilated_attention_pytorch.kernels.hopper import backend as hopper_backend
+from dilated_attention_pytorch.kernels.hopper.layouts import boxes_of, tile_layout
 from dilated_attention_pytorch.kernels.hopper.lowering import GROUP, ITEM_ROWS, Strides, balanced, is_regular, lower
-from dilated_attention_pytorch.kernels.launch import gluon_launcher as hopper_launch
-from dilated_attention_pytorch.kernels.launch.gluon_launcher import OPTIONS, boxes_of, tile_layout
+from dilated_attention_pytorch.kernels.launch import triton_abi
+from dilated_attention_pytorch.kernels.launch.launcher import OPTIONS
 from dilated_attention_pytorch.patterns import parse
 from dilated_attention_pytorch.plan import Axis, make_plan
 
@@ -160,7 +161,7 @@ def test_forward_fits_a_multiprocessor(d, block, dtype, kind, spilled, tmp_path,
     }
     compiled = compile_kernel(attention_fwd_kernel, types, constants)
     assert_fits(compiled, tmp_path, spilled)
-    if hopper_launch.compiles_launchers():
+    if triton_abi.entry_class() is triton_abi.SignatureEntry:
         assert_launcher_is_known_ahead(compiled, monkeypatch)
 
 
@@ -178,7 +179,7 @@ def assert_launcher_is_known_ahead(compiled, monkeypatch):
     monkeypatch.setattr(nvidia, "compile_module_from_src", note)
     monkeypatch.setattr(nvidia, "library_dirs", list)
     monkeypatch.setattr(driver, "_active", SimpleNamespace(launcher_cls=nvidia.CudaLauncher))
-    hopper_launch._make_launcher(compiled.src)
+    triton_abi.make_launcher(compiled.src)
     nvidia.CudaLauncher(compiled.src, compiled.metadata)
     assert len(asked) == 2 and asked[0] == asked[1]
 

@@ -15,8 +15,7 @@ from dilated_attention_pytorch.kernels.hopper import backend as hopper_backend
 from dilated_attention_pytorch.kernels.hopper import backward as hopper_gradients
 from dilated_attention_pytorch.kernels.hopper import split_rows as hopper_split
 from dilated_attention_pytorch.kernels.hopper.lowering import launch_cache, lower
-from dilated_attention_pytorch.kernels.launch import gluon_launcher as hopper_launch
-from dilated_attention_pytorch.kernels.launch.launcher import Launch
+from dilated_attention_pytorch.kernels.launch import launcher as hopper_launch
 from dilated_attention_pytorch.patterns import parse
 from dilated_attention_pytorch.plan import make_plan
 from dilated_attention_pytorch.plan.buffers import Pairs, buffer_plan
@@ -44,6 +43,8 @@ class Entry:
 
 class Kernel:
     """Stands for a kernel of triton, compiled or not: remembers what it is launched with the public way."""
+
+    arg_names = ()
 
     def __init__(self, name, launches):
         self.name, self.launches = name, launches
@@ -98,14 +99,14 @@ def recorded(monkeypatch):
     )
     for module, name in kernels:
         monkeypatch.setattr(module, name, Kernel(name, public))
-    monkeypatch.setattr(hopper_launch, "_compiled", {})
-    monkeypatch.setattr(hopper_launch, "_counters", {})
+    monkeypatch.setattr(hopper_launch, "_launches", {})
+    monkeypatch.setattr(hopper_backend, "_counters", {})
     learned_lowering._frame.cache_clear()
     monkeypatch.setattr(hopper_launch, "entry_of", lambda compiled: Entry(compiled.name, direct))
     for module in (hopper_backend, hopper_gradients):
         monkeypatch.setattr(module, "processors", lambda _: 132)
     # Nobody reads the lists of learned plans, so that they need not be written.
-    monkeypatch.setattr(Launch, "__call__", lambda *arguments: None)
+    monkeypatch.setattr(hopper_launch.Launch, "__call__", lambda *arguments: None)
     monkeypatch.setattr(hopper_backend, "why_not", lambda call: None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
@@ -199,7 +200,7 @@ def test_launches_that_overlap_count_apart(recorded, monkeypatch):
         overlapped.clear()
         for _ in range(2):
             run(*given)
-        launches = run.launches._launches
+        launches = run.launches.steps
         places = [[one for one in launch._arguments if isinstance(one, hopper_launch.PtrArg)] for launch in launches]
         return overlapped, [next(one.begin for one in reversed(each) if one.slot == slot) for each in places]
 
@@ -220,7 +221,7 @@ def test_a_launch_overlaps_none_that_does_not_wait(recorded, monkeypatch):
     kernel = Kernel("", [])
 
     def launch(name, grid, overlaps):
-        return hopper_launch.GluonLaunch(kernel, (name,), grid, (), (), overlaps=overlaps)
+        return hopper_launch.LaunchStep(kernel, (name,), grid, (), (torch.zeros(1),), overlaps=overlaps)
 
     # One without items is not launched; what comes after it has another before it.
     each = (0, True), (1, False), (0, True), (1, True), (0, False), (1, True), (1, False), (1, True)

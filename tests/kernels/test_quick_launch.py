@@ -2,15 +2,21 @@
 
 import threading
 import time
+from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
 import torch
 
-from dilated_attention_pytorch.kernels.launch import gluon_launcher as hopper_launch
+from dilated_attention_pytorch.kernels.call import AttentionCall
 from dilated_attention_pytorch.kernels.launch import launcher as quick_launch
-from dilated_attention_pytorch.kernels.launch import warmup
-from dilated_attention_pytorch.kernels.launch.launcher import Arena, Launch, launch
+from dilated_attention_pytorch.kernels.launch import triton_abi, warmup
+from dilated_attention_pytorch.kernels.launch.arena import Arena
+from dilated_attention_pytorch.kernels.launch.launcher import Launch, launch
+from dilated_attention_pytorch.patterns import parse
+from dilated_attention_pytorch.plan import make_plan
+
+LOG2E = 1.4426950408889634
 
 
 class Entry:
@@ -55,14 +61,14 @@ def kernel(monkeypatch):
     kernel = Kernel()
     monkeypatch.setattr(quick_launch, "entry_of", lambda compiled: Entry(compiled.quick))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
-    monkeypatch.setattr(quick_launch, "_cache", {})
+    monkeypatch.setattr(quick_launch, "_launches", {})
     return kernel
 
 
 def test_a_launch_like_an_earlier_one_takes_the_quick_way(kernel):
     x, y = torch.zeros(64), torch.ones(64)
     launch(kernel, (3, 2), x, 5, 0.5, SIZE=16)
-    assert kernel.public == [((3, 2), (x, 5, 0.5), {"SIZE": 16})] and not kernel.quick
+    assert kernel.public == [((3, 2, 1), (x, 5, 0.5), {"SIZE": 16, "enable_fp_fusion": True})] and not kernel.quick
     launch(kernel, (4,), y, 5, 0.25, SIZE=16)
     assert len(kernel.public) == 1
     assert kernel.quick == [((4, 1, 1), 7, (y.data_ptr(), 5, 0.25, None), False)]
@@ -115,17 +121,74 @@ def test_whoever_watches_launches_sees_them(kernel, monkeypatch):
 
 def test_another_device_than_the_current_takes_the_public_way(kernel, monkeypatch):
     x = torch.zeros(64)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-    for _ in range(2):
+    for current in (1, None, 1):
+        monkeypatch.setattr(torch.cuda, "current_device", lambda current=current: current)
         launch(kernel, (1,), x, 5, 0.5, SIZE=16)
-    assert len(kernel.public) == 2 and not kernel.quick
+    # The kernel that Triton compiled for the other device is not used on this one.
+    assert len(kernel.public) == 3 and not kernel.quick
+
+
+@pytest.mark.parametrize("name", ["attention_fwd_kernel", "attention_dq_bwd_kernel", "attention_dkv_bwd_kernel"])
+def test_direct_launches_pass_their_own_softcap(kernel, monkeypatch, name):
+    pytest.importorskip("triton")
+    from dilated_attention_pytorch.kernels.triton import launches
+
+    known = getattr(launches, name)
+    kernel.arg_names, kernel.params = known.arg_names, getattr(known, "params", ())
+    monkeypatch.setattr(launches, "launch", lambda one, *given, **named: one is kernel and launch(one, *given, **named))
+    monkeypatch.setattr(launches, "delta_of", lambda *_: torch.zeros(1, 2, 32))
+    monkeypatch.setattr(launches, name, kernel)
+    query = torch.randn(1, 2, 32, 16)
+    call = AttentionCall(query, query, query, make_plan(parse("causal"), 32, 2, 16), 0.25)
+    caps = 0.0, 2.0, 0.0, 4.0, 2.0
+    passed = []
+    for cap in caps:
+        before = len(kernel.public), len(kernel.quick)
+        capped = replace(call, softcap=cap)
+        if name == "attention_fwd_kernel":
+            launches.forward(capped)
+        else:
+            launches.backward(capped, query, torch.zeros(1, 2, 32), query, None)
+        arguments = [one[1] for one in kernel.public[before[0] :]] + [one[2] for one in kernel.quick[before[1] :]]
+        assert len(arguments) == 1
+        named = dict(zip(known.arg_names, arguments[0], strict=False))
+        passed.append((named["cap_scale"], named["scale" if name == "attention_fwd_kernel" else "scale_log2"]))
+    assert passed == [(0.25 / cap, cap * LOG2E) if cap else (None, 0.25 * LOG2E) for cap in caps]
+    # One entry without a cap and one with any; both are called directly from then on.
+    assert (len(kernel.public), len(kernel.quick)) == (2, 3)
 
 
 def test_only_so_many_are_kept(kernel, monkeypatch):
     monkeypatch.setattr(quick_launch, "CACHE_SIZE", 2)
     for many in (1, 2, 3, 3):
         launch(kernel, (1,), torch.zeros(64), many, 0.5, SIZE=16)
-    assert len(quick_launch._cache) == 1 and len(kernel.public) == 3 and len(kernel.quick) == 1
+    assert len(quick_launch._launches) == 1 and len(kernel.public) == 3 and len(kernel.quick) == 1
+
+
+def test_tensors_behind_numbers_may_be_absent(kernel):
+    kernel.params = [Parameter(False), Parameter(True), Parameter(True), Parameter(False)]
+    x, y = torch.zeros(64), torch.ones(64)
+    for place in (y, None, x, None):
+        launch(kernel, (1,), x, 5, place, SIZE=16)
+    assert [arguments[2] for _, arguments, _ in kernel.public] == [y, None]
+    assert [arguments[2] for _, _, arguments, _ in kernel.quick] == [x.data_ptr(), None]
+
+
+def test_an_unsupported_release_of_triton_launches_publicly(kernel, monkeypatch):
+    triton = pytest.importorskip("triton")
+    monkeypatch.setattr(quick_launch, "entry_of", triton_abi.entry_of)
+    monkeypatch.setattr(triton, "__version__", "3.10.1")
+    kernel.run = None
+    for _ in range(2):
+        launch(kernel, (1,), torch.zeros(64), 5, 0.5, SIZE=16)
+    assert len(kernel.public) == 2
+    assert triton_abi.why_not() == (
+        "direct launches need Triton 3.6 to 3.9 for CUDA, got 3.10.1; every launch takes more host time"
+    )
+    monkeypatch.setattr(triton, "__version__", "3.9.0")
+    assert triton_abi.why_not() is None
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert "got 3.9.0 for ROCm" in triton_abi.why_not()
 
 
 @pytest.fixture
@@ -138,7 +201,7 @@ def prepared(kernel):
 def test_a_prepared_launch_takes_addresses_and_what_changes(kernel, prepared):
     x, y = torch.zeros(64), torch.ones(64)
     prepared((3, 1, 1), [x], 5)
-    assert kernel.public == [((3, 1, 1), (x, 5, 0.5), {"SIZE": 16})] and not kernel.quick
+    assert kernel.public == [((3, 1, 1), (x, 5, 0.5), {"SIZE": 16, "enable_fp_fusion": True})] and not kernel.quick
     prepared((4, 1, 1), [y], 16)
     assert len(kernel.public) == 1
     assert kernel.quick == [((4, 1, 1), 7, (y.data_ptr(), 16, 0.5, None), False)]
@@ -198,7 +261,7 @@ def test_launches_of_a_call_stay_in_order_across_threads():
             return Slow(calls), addresses
 
     def run():
-        launches = hopper_launch.Launches(torch.device("cpu"), [Bound()] * 3)
+        launches = quick_launch.Launches(torch.device("cpu"), [Bound()] * 3)
         tensor = torch.empty(1)
         for _ in range(5):
             launches(tensor)

@@ -5,6 +5,7 @@ import re
 from dataclasses import replace
 from importlib import resources
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ import torch
 from dilated_attention_pytorch import BackendUnsupported
 from dilated_attention_pytorch.kernels import registry
 from dilated_attention_pytorch.kernels.call import AttentionCall
-from dilated_attention_pytorch.kernels.registry import MODULES, choose, explain, preference
+from dilated_attention_pytorch.kernels.registry import MODULES, backend_named, choose, explain, preference
 from dilated_attention_pytorch.ops.explain import explain as explain_arguments
 from dilated_attention_pytorch.patterns import parse
 from dilated_attention_pytorch.plan import make_plan
@@ -83,6 +84,28 @@ def test_auto_takes_the_first_of_the_order_that_can(monkeypatch):
     assert [name.strip() for name in states] == list(MODULES)
     assert states["cpu      "].strip() == "can run it, and comes later in the order"
     assert states["flex     "].strip() == "can run it when named"
+
+
+@pytest.mark.untyped
+@pytest.mark.parametrize(("capability", "plain"), [((9, 0), "hopper"), ((8, 0), "triton")])
+def test_changed_scores_run_on_triton_on_a_gpu(monkeypatch, capability, plain):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setattr(backend_named("hopper"), "why_not", lambda _: None)
+    device = torch.device("cuda", 0)
+    rows = SimpleNamespace(shape=(1, 2, 256, 64), dtype=torch.bfloat16, device=device, is_cuda=True)
+    plan = SimpleNamespace(parts=(), block_size=128, n=256, device=device, device_tables=None)
+    call = AttentionCall(rows, rows, rows, plan, 0.125, pattern=parse("causal"))
+    assert choose(call)[0] == plain
+    call = replace(call, softcap=50.0)
+    assert choose(call)[0] == "triton"
+    told = explain(call)
+    assert told.backend == "triton" and told["triton"] is told["reference"] is None
+    assert told["hopper"] == told["flex"] == "has no softcap; triton has one"
+    biased = explain(replace(call, softcap=0.0, bias=torch.zeros(2, 3)))
+    assert biased.backend == "triton" and biased["hopper"] == "has no bias by distance; triton has one"
+    assert told["cpu"] == "needs a CPU tensor, got cuda:0"
+    with pytest.raises(BackendUnsupported, match="hopper: has no softcap; triton has one"):
+        choose(call, "hopper")
 
 
 def test_when_none_can_the_error_and_the_explanation_say_why(monkeypatch):

@@ -66,6 +66,8 @@ GROUPS = {
         "packed causal documents, traced",
         "packed windows of grouped heads, dropout",
         "packed windows ahead in half precision",
+        "packed windows with capped and biased scores",
+        "packed windows of wrong bounds",
     ],
     "training steps": [
         "a step, tokens",

@@ -13,12 +13,18 @@ SMALL_SHARED_MEMORY = 101376
 """The same on the smaller GPUs, which run the same tiles in single precision."""
 INTEGERS = ("p_work", "p_heads", "p_owners", "p_rows", "p_lists", "p_masks")
 TOKENS = ("p_q_axis", "p_k_axis", "p_seed", "p_positions", "p_source", "p_tile", "p_first", "p_order", "p_place")
+TOKENS += ("p_places", "p_bias_sum")
 FLOATS = ("p_lse", "p_delta", "p_carry", "p_sum", "p_sum_k", "p_sum_v", "p_weight", "p_part_lse", "p_listed")
-NUMBERS = ("scale", "scale_log2", "inverse_keep", "coverage", "root")
+FLOATS += ("p_bias", "p_bias_bad", "p_bias_unit")
+NUMBERS = ("scale", "scale_log2", "cap_scale", "inverse_keep", "coverage", "root")
 PLAIN = dict.fromkeys(
     ("STRIDED", "PER_HEAD", "BOUNDED", "BITS", "PADDING", "DROPOUT", "POSITIONS", "CONTAIN", "SPLIT", "MIXED"),
     False,
 )
+CAP = ("cap_scale",)
+BIAS = ("p_bias", "bias_size", "p_bias_sum", "p_bias_bad", "p_bias_unit")
+BIAS_BY_PLACE = (*BIAS, "p_places", "s_places", "bias_columns")
+PLAIN |= dict.fromkeys(CAP + BIAS_BY_PLACE)
 ENDS = dict.fromkeys(("CARRY_IN", "CARRY_OUT", "SUM_IN", "SUM_OUT"), False)
 
 
@@ -67,8 +73,11 @@ def spilled(compiled, folder):
     return int(re.search(r"(\d+) bytes stack frame", log).group(1))
 
 
-def compile_named(name, d, table, rows="*bf16", **flags):
-    """One of the three kernels with its own tiles, for a plan of one part with partial tiles."""
+def compile_named(name, d, table, rows="*bf16", features=(), **flags):
+    """One of the three kernels with its own tiles, for a plan of one part with partial tiles.
+
+    `features` are arguments that are None otherwise.
+    """
     from dilated_attention_pytorch.kernels.triton import backward_kernels as triton_backward
     from dilated_attention_pytorch.kernels.triton import forward_kernels as triton_forward
 
@@ -80,7 +89,9 @@ def compile_named(name, d, table, rows="*bf16", **flags):
     tiles = getattr(table[d], name)
     sizes = {"BLOCK": 128, "BM": tiles.m, "BN": tiles.n, "D": d, "E": d, "DP": d, "EP": d, "GROUP": 1, "PARTIAL": True}
     strides = dict.fromkeys(("SK_N", "SV_N", "SQ_N", "SG_N"), d)
-    return compile_kernel(kernel, PLAIN | ENDS | sizes | strides | flags, tiles, rows)
+    constants = PLAIN | ENDS | sizes | strides | flags
+    constants = {name: value for name, value in constants.items() if name not in features}
+    return compile_kernel(kernel, constants, tiles, rows)
 
 
 @pytest.mark.slow
@@ -95,6 +106,22 @@ def test_kernel_fits_a_multiprocessor(name, d, tmp_path, monkeypatch):
     assert "wgmma" in compiled.asm["ptx"]
     # The forward of width 128 spills on purpose: two small programs a multiprocessor overlap better than one large.
     assert spilled(compiled, tmp_path) <= (256 if (name, d) == ("forward", 128) else 128)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("d", "rows"), [(64, "*bf16"), (256, "*bf16"), (64, "*fp32")])
+@pytest.mark.parametrize("name", ["forward", "dq", "dkv"])
+@pytest.mark.parametrize("features", [CAP, BIAS, CAP + BIAS_BY_PLACE], ids=["cap", "bias", "cap-places"])
+def test_kernels_with_scores_changed_fit(name, d, rows, features, tmp_path, monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    from dilated_attention_pytorch.kernels.triton import launches
+
+    table, room = (launches.HALF, SHARED_MEMORY) if rows == "*bf16" else (launches.SINGLE, SMALL_SHARED_MEMORY)
+    sizes = table[d].with_bias() if "p_bias" in features else table[d]
+    compiled = compile_named(name, d, {d: sizes}, rows, features)
+    assert compiled.metadata.shared <= room
+    assert bool(re.search(r"\b(red|atom)\.", compiled.asm["ptx"])) == ("p_bias" in features and name == "dq")
+    assert spilled(compiled, tmp_path) <= 512
 
 
 @pytest.mark.slow

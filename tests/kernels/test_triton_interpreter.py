@@ -19,7 +19,8 @@ from dilated_attention_pytorch.patterns import parse
 from dilated_attention_pytorch.plan import make_plan
 
 TESTS = Path(__file__).resolve().parents[1]
-TOLERANCE = {"half precision": 2e-3, "bad value of bits, half precision": 2e-3}
+HALF = ("half precision", "bad value of bits, half precision", "soft cap, half precision", "bias, half precision")
+TOLERANCE = dict.fromkeys(HALF, 2e-3) | {"tanh": 1.0, "soft cap in a tight budget": 1.0}
 NAMES = [
     "ragged end",
     "causal window",
@@ -56,6 +57,33 @@ NAMES = [
     "bad padded key",
     "whole tiles in pieces, dilated",
     "rows far apart",
+    "soft cap",
+    "wide soft cap",
+    "tight soft cap, negative scale",
+    "saturated soft cap",
+    "soft cap without a scale",
+    "soft cap of a ladder with padding",
+    "soft cap of residues within a key head",
+    "soft cap and dropout",
+    "soft cap of split rows",
+    "soft cap, half precision",
+    "soft cap, bad key",
+    "soft cap, bad query",
+    "bias",
+    "bias of one entry",
+    "bias of a ladder with padding",
+    "bias of residues within a key head",
+    "bias and dropout",
+    "bias of split rows",
+    "bias by positions",
+    "bias by two distances",
+    "bias, half precision",
+    "bias, bad key",
+    "bias, bad gradient",
+    "tanh",
+    "random biases",
+    "caps in turn",
+    "soft cap in a tight budget",
 ]
 
 pytestmark = pytest.mark.xdist_group("triton interpreter")

@@ -72,7 +72,10 @@ def test_each_sequence_is_alone(pattern, window):
 
 
 @settings(max_examples=40)
-@given(strategy(lambda draw: [draw.integer(0, 40) for _ in range(draw.integer(1, 5))] + [1]), st.integers(0, 3))
+@given(
+    strategy(lambda draw: [draw.integer(0, 40) for _ in range(draw.integer(1, 5))] + [1]),
+    st.integers(0, len(WINDOWS) - 1),
+)
 def test_drawn_documents_match_oracle_on_every_backend(lengths, which):
     window = list(WINDOWS)[which]
     n = sum(lengths)

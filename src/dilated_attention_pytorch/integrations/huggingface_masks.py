@@ -199,6 +199,10 @@ def _terms(mask_function: Callable[..., Any] | None, known: Any) -> list[Callabl
     """Mask functions whose intersection a mask function is."""
     if mask_function is None:
         return []
+    remap = getattr(known, "remap_positions_for_packed_sequence", None)
+    if remap is not None:
+        # Positions inside a document differ from those of the row by a constant, so that distances are the same.
+        mask_function = _captured(mask_function, remap(None, _NONE), "mask_function") or mask_function
     inner = _captured(mask_function, known.and_masks(), "mask_functions")
     return [mask_function] if inner is None else [term for one in inner for term in _terms(one, known)]
 

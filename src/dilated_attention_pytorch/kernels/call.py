@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, runtime_checkable
+from functools import wraps
+from typing import NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from ..plan.plan import Plan
+
+Result = TypeVar("Result")
 
 
 # Not frozen, although never modified: an instance is built in every call, and freezing quadruples its cost.
@@ -142,6 +146,17 @@ def reproducible_gradients(enabled: bool | None = None) -> bool:
     if enabled is not None:
         _reproducible = bool(enabled)
     return _reproducible or torch.are_deterministic_algorithms_enabled()
+
+
+def without_autocast(run: Callable[..., Result]) -> Callable[..., Result]:
+    """Decorate a forward or backward of torch operations: autocast would round its float32 products."""
+
+    @wraps(run)
+    def exact(call: AttentionCall, *rows: Tensor | None) -> Result:
+        with torch.autocast(call.device.type, enabled=False):
+            return run(call, *rows)
+
+    return exact
 
 
 def capped(scores: Tensor, softcap: float) -> Tensor:

@@ -28,6 +28,7 @@ from .call import (
     capped,
     empty_rows,
     wide_copies,
+    without_autocast,
     zero_gradients,
 )
 from .cpu.nan_safe import contained_matmul
@@ -85,6 +86,7 @@ def workspace(call: AttentionCall, direction: str, extent: Extent) -> int:
     return wide_copies(call, direction, extent) + squares * wide * extent.samples * min(n, ROWS) * n
 
 
+@without_autocast
 def forward(call: AttentionCall) -> Forward:
     """Output and LSE, a band of rows at a time."""
     batch, heads, n, _ = call.query.shape
@@ -100,6 +102,7 @@ def forward(call: AttentionCall) -> Forward:
     return Forward(output, lse)
 
 
+@without_autocast
 def backward(
     call: AttentionCall, output: Tensor, lse: Tensor, grad_output: Tensor, grad_lse: Tensor | None
 ) -> Gradients:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from difflib import get_close_matches
 from importlib import import_module, resources
 from typing import NamedTuple, Protocol, cast, runtime_checkable
 
@@ -77,13 +78,15 @@ class Explanation(dict[str, str | None]):
 def backend_named(name: str) -> Backend:
     """Import a backend by name. Imports are deferred until here, so that optional packages stay optional."""
     if name not in MODULES:
-        raise must(f"backend must be one of auto, {', '.join(MODULES)}", repr(name))
+        near = get_close_matches(name, ("auto", *MODULES), 1)
+        hint = f"Did you mean {near[0]!r}?" if near else None
+        raise must(f"backend must be one of auto, {', '.join(MODULES)}", repr(name), hint)
     return cast(Backend, import_module(f".{MODULES[name]}", __package__))
 
 
 def _preferences() -> dict[str, dict[str, Preference]]:
     """preference.json by kind of device and class of plan."""
-    text = resources.files("dilated_attention_pytorch.kernels").joinpath("preference.json").read_text(encoding="utf-8")
+    text = resources.files(str(__package__)).joinpath("preference.json").read_text(encoding="utf-8")
     return {
         kind: {line["when"]: Preference(tuple(line["order"]), line["because"]) for line in lines}
         for kind, lines in json.loads(text).items()
@@ -130,12 +133,19 @@ def choose(call: AttentionCall, backend: str = "auto") -> tuple[str, Backend]:
 
 def _why_not(backend: Backend, call: AttentionCall) -> str | None:
     if call.softcap and not getattr(backend, "SOFTCAP", False):
-        return "has no softcap"
+        return f"has no softcap{_instead(call, 'SOFTCAP')}"
     if call.bias is not None and not getattr(backend, "BIAS", False):
-        return "has no bias by distance"
+        return f"has no bias by distance{_instead(call, 'BIAS')}"
     if call.plan.device_tables is not None and not getattr(backend, "DEVICE_TABLES", False):
         return "reads the tables of a plan on the host, which this call leaves on the device"
     return backend.why_not(call)
+
+
+def _instead(call: AttentionCall, feature: str) -> str:
+    """Hint at the first backend for the call's device that declares a feature."""
+    able = (name for name in preference(call).order if getattr(backend_named(name), feature, False))
+    name = next(able, None)
+    return f"; {name} has one" if name else ""
 
 
 def can_run(call: AttentionCall, backend: str) -> bool:

@@ -118,17 +118,18 @@ def attention(
         key_padding_mask: bool (B, N), True where a key takes no part.
         cu_seqlens: int (documents + 1): bounds of sequences packed one after another (B must be 1); the pattern
             holds in each as if it were alone. On the query's GPU, bounds of full, causal and window patterns and
-            their `&` stay there, in float16, bfloat16 and float32 without `softcap` and `memory_budget`: they may
-            change under a CUDA graph, and `validate_cu_seqlens` checks them. Other calls read the bounds on the host.
+            their `&` stay there, in float16, bfloat16 and float32 without `memory_budget`: they may change under a
+            CUDA graph; `validate_cu_seqlens` checks them. Other calls read bounds on the host.
         dropout_p: probability of dropping a weight.
         sink: (H,), one more logit in the softmax of every row of a head, without a value: rows are scaled by
             `sigmoid(lse - sink)`. Differentiable. The LSE excludes it, and `memory_budget` its float32 product.
-        softcap: bound of the scores: `softcap * tanh(score / softcap)` before the softmax. The CPU backends and
-            `reference` have it.
+        softcap: bound of the scores: `softcap * tanh(score / softcap)` before the softmax. The CPU backends, `triton`
+            and `reference` have it.
         bias: (H, 2 * R + 1) with finite values: `bias[h, clamp(u - t + R, 0, 2 * R)]` is added to the score of query t
             and key u, after the soft cap; the outermost entries hold for larger distances. (H, 2 * R1 + 1, 2 * R2 + 1)
-            is a table by two distances, which needs `bias_positions`. Differentiable, and summed in float64. See
-            `t5_bias` and `distance_bias`. The CPU backends and `reference` have it; `memory_budget` must be None.
+            is a table by two distances, which needs `bias_positions`. Differentiable, and summed in 64 bits. See
+            `t5_bias` and `distance_bias`. The CPU backends, `triton` and `reference` have it; `memory_budget` must be
+            None.
         bias_positions: integers (N, axes) or (B, N, axes), positions whose differences are the distances of `bias`:
             for a table with two axes, the row and column of a tile of an image. Row numbers by default.
         backend: "auto", or a name from `dilated_attention_pytorch.backends()`, which then never falls back.

@@ -46,9 +46,9 @@ def varlen_attention(
     """Exact attention over the pairs a pattern allows in each of several packed sequences.
 
     For full, causal and window patterns and their `&`, bounds on the query's GPU stay there: nothing is read back,
-    and the call may be captured in a CUDA graph and replayed on other bounds. This needs float16, bfloat16 or float32,
-    and neither `softcap` nor `memory_budget`. Other calls, such as those of dilated patterns, read the bounds on the
-    host, because they shape the plan; pass theirs on the CPU.
+    and the call may be captured in a CUDA graph and replayed on other bounds. This needs float16, bfloat16 or float32
+    and no `memory_budget`, and takes the backend `triton`. Other calls, such as those of dilated patterns, read the
+    bounds on the host, because they shape the plan; pass theirs on the CPU.
 
     Args:
         query: (T, H, D).

@@ -74,7 +74,10 @@ def _triton() -> str:
 
     if find_spec(PACKAGE) is None:
         return "none: the GPU kernels `triton` and `hopper` cannot run; CUDA builds of torch include it"
-    return installed(PACKAGE) or "installed, of unknown version"
+    from ..kernels.launch import triton_abi
+
+    found, reason = installed(PACKAGE) or "installed, of unknown version", triton_abi.why_not()
+    return f"{found}: {reason}" if reason else found
 
 
 def _compiler() -> str:

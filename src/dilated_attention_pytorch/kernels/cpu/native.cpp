@@ -145,6 +145,7 @@ void forward_tile(Workspace<T>& w, const QueryTile& q) {
   const auto row = [&](Index i) { return query_row<T>(call.query, q, i); };
   transpose_in<T>(row, q.count, call.d, T(1), w.query_t, w.ld);
   if (call.drop_below) start_streams(w, q);
+  if (call.bias.table) load_bias_positions(w, q);
   bool seen = resume(w, q), any = false;
   for_chunks(w, q, [&](Index keys) {
     score(w, q);
@@ -197,12 +198,15 @@ template <typename T>
 void add_bias_gradient(const Workspace<T>& w, const QueryTile& q, const Tile<T>& tile, Index split) {
   const Call& call = w.call;
   double* to = call.bias.grad + ((split * call.batch + q.batch) * call.heads + q.head) * call.bias.entries();
-  const auto lanes = [&](Index row, Index entry) {
+  const auto run = [&](Index row, Index entry) {
     const T* grads = w.grad_scores + row * w.ld;
     for (Index i = 0; i < q.count; ++i) to[entry + i] += double(grads[i]);
   };
-  for_bias_entries(w, q, tile, lanes,
-                   [&](Index row, Index i, Index entry) { to[entry] += double(w.grad_scores[row * w.ld + i]); });
+  const auto gather = [&](Index row, const Index* entries) {
+    const T* grads = w.grad_scores + row * w.ld;
+    for (Index i = 0; i < q.count; ++i) to[entries[i]] += double(grads[i]);
+  };
+  for_bias_entries(w, q, tile, run, gather);
 }
 
 // Multiplies the gradients of capped scores by the derivative of the cap. Masked pairs stay 0 where it is NaN.
@@ -261,6 +265,7 @@ void backward_tile(Workspace<T>& w, const QueryTile& q, Index split) {
   rows_in<T>(q, call.grad_output, call.e, T(1), w.grad_rows, w.e_width, w.bad_grads);
   load_statistics(w, q);
   if (call.drop_below) start_streams(w, q);
+  if (call.bias.table) load_bias_positions(w, q);
   bool any = false;
   for_chunks(w, q, [&](Index) {
     score(w, q);
@@ -337,8 +342,8 @@ void forward(const Call& call) {
   }
 }
 
-// A task owns the dK and dV of one key head and the bias gradient of its query heads, or one of `splits` copies of them,
-// so that sums have a fixed order.
+// A task owns the dK and dV of one key head and the bias gradient of its query heads, or one of `splits` copies of
+// them, so that sums have a fixed order.
 template <typename T>
 void backward(const Call& call) {
   const std::vector<Schedule> all = schedules(call);

@@ -93,8 +93,8 @@ inline Vector<T> exponential(Vector<T> x) {
   return x < L::smallest * T(kLn2) ? zero : p * power;
 }
 
-// tanh x: x + x^3 p(x^2) with a minimax polynomial where |x| < 0.625, which keeps the relative precision of small x, and
-// (1 - e^(-2|x|)) / (1 + e^(-2|x|)) elsewhere. NaN stays NaN.
+// tanh x: x + x^3 p(x^2) with a minimax polynomial where |x| < 0.625, which keeps the relative precision of small x,
+// and (1 - e^(-2|x|)) / (1 + e^(-2|x|)) elsewhere. NaN stays NaN.
 template <typename T>
 inline Vector<T> hyperbolic_tangent(Vector<T> x) {
   using L = Lanes<T>;
@@ -107,8 +107,8 @@ inline Vector<T> hyperbolic_tangent(Vector<T> x) {
 
 inline Index round_up(Index x, Index to) { return (x + to - 1) / to * to; }
 
-// Calls f(vectors, first lane) for each strip of lanes; `vectors` is the compile-time width of the strip: kPanel vectors,
-// and fewer at the end.
+// Calls f(vectors, first lane) for each strip of lanes; `vectors` is the compile-time width of the strip, kPanel
+// vectors and fewer at the end.
 template <typename T, typename F>
 inline void for_strips(Index lanes, F&& f) {
   constexpr Index w = Lanes<T>::count;

@@ -29,9 +29,9 @@ struct Array {
   Index batch, head, token;
 };
 
-// Table of biases by distance, (heads, rows, width + 2 * pad) with rows = 1 for one axis: entry (x, pad + y) is the bias
-// of pairs whose positions differ by (x - rows / 2, y - width / 2), query minus key. The padding repeats the outermost
-// entries of the last axis, so that a whole register of lanes can be read at any clamped distance.
+// Table of biases by distance, (heads, rows, width + 2 * pad) with rows = 1 for one axis: entry (x, pad + y) is the
+// bias of pairs whose positions differ by (x - rows / 2, y - width / 2), query minus key. The padding repeats the
+// outermost entries of the last axis, so that a whole register of lanes can be read at any clamped distance.
 struct Bias {
   const void* table;  // null without a bias
   double* grad;       // (splits, batch, heads, rows, width + 2 * pad) sums of the backward pass
@@ -49,7 +49,7 @@ struct Call {
   const Part* parts;
   const std::int32_t *mask_bits, *mask_band;
   const std::uint8_t* padding;
-  const std::int64_t *query_positions, *key_positions;  // (heads, n): token of each row for dropout; null for row numbers
+  const std::int64_t *query_positions, *key_positions;  // (heads, n): tokens of rows for dropout; null: row numbers
   Array query, key, value, output, lse, grad_output, grad_lse, grad_query;
   const Array *grad_key, *grad_value;  // one of each for every split
   Bias bias;
@@ -90,8 +90,8 @@ struct Slot {
   Index rate, count, chunk;
 };
 
-// Buffers of one thread. Rows of transposed arrays are `ld` elements apart, an odd number of cache lines: a power of two
-// would map all rows of a strip to the same cache sets.
+// Buffers of one thread. Rows of transposed arrays are `ld` elements apart, an odd number of cache lines: a power of
+// two would map all rows of a strip to the same cache sets.
 template <typename T>
 struct Workspace {
   const Call& call;
@@ -101,6 +101,7 @@ struct Workspace {
   T *query_rows, *grad_rows, *clean, *packed_keys, *packed_values;
   T *top, *total, *share, *delta;
   std::uint32_t* stream;
+  Index *bias_at, *entries;
   bool packing;
   Index chunk = 0;
   std::vector<Slot<T>> slots;
@@ -127,6 +128,8 @@ struct Workspace {
     clean = array<T>(keys * std::max(d_width, e_width));
     for (T** row : {&top, &total, &share, &delta}) *row = array<T>(ld);
     stream = array<std::uint32_t>(ld);
+    bias_at = array<Index>(2 * ld);
+    entries = array<Index>(ld);
     slopes = nullptr;
     if (!for_backward) return;
     grad_output_t = array<T>(c.e * ld);
@@ -248,8 +251,8 @@ void for_chunks(Workspace<T>& w, const QueryTile& q, F&& f) {
   if (keys) f(keys);
 }
 
-// Sets scores to -inf where the bit of a pair is 0. A register holds one mask word of each of its queries; the loop over
-// keys tests one bit of all words at a time.
+// Sets scores to -inf where the bit of a pair is 0. A register holds one mask word of each of its queries; the loop
+// over keys tests one bit of all words at a time.
 template <typename T>
 void mask_by_bits(const std::int32_t* bits, Index words, Index queries, Index keys, T* scores, Index ld) {
   using Integer = typename Lanes<T>::Integer;
@@ -301,41 +304,61 @@ void cap_scores(const Workspace<T>& w, const QueryTile& q, const Tile<T>& tile) 
     }
 }
 
-// Calls lanes(row, entry) where the lanes of a row of a tile have consecutive entries of the bias table, and otherwise
-// pair(row, lane, entry) for each pair.
-template <typename T, typename OfLanes, typename OfPair>
-void for_bias_entries(const Workspace<T>& w, const QueryTile& q, const Tile<T>& tile, OfLanes&& lanes, OfPair&& pair) {
+// Whether the queries of a tile have consecutive entries of the bias table, at any key.
+inline bool has_bias_runs(const Call& call, const QueryTile& q) {
+  return !call.bias.positions && q.part.queries.rate == 1;
+}
+
+// Position of a row on an axis of the bias table.
+inline Index bias_position(const Call& call, const QueryTile& q, Index row, Index axis) {
+  const Bias& b = call.bias;
+  return b.positions ? b.positions[q.batch * b.positions_batch + row * b.axes + axis] : row;
+}
+
+// Loads the positions of the queries of a tile, where entries are computed pair by pair.
+template <typename T>
+void load_bias_positions(Workspace<T>& w, const QueryTile& q) {
+  if (has_bias_runs(w.call, q)) return;
+  for (Index axis = 0; axis < w.call.bias.axes; ++axis)
+    for (Index i = 0; i < q.count; ++i)
+      w.bias_at[axis * w.ld + i] = bias_position(w.call, q, q.first + q.part.queries.rate * i, axis);
+}
+
+// Calls run(row, entry) for each row of a tile whose lanes have consecutive entries from `entry` on, or
+// gather(row, entries) with the entry of each lane.
+template <typename T, typename OfRun, typename OfLanes>
+void for_bias_entries(const Workspace<T>& w, const QueryTile& q, const Tile<T>& tile, OfRun&& run, OfLanes&& gather) {
   const Bias& b = w.call.bias;
-  const Index reach = b.width / 2, pitch = b.width + 2 * b.pad, rate = q.part.queries.rate;
   for (Index j = 0; j < tile.count; ++j) {
     const Index key = tile.first + q.part.keys.rate * j;
-    if (!b.positions && rate == 1) {
+    if (has_bias_runs(w.call, q)) {
       // Below 0 and above width + pad, all lanes lie in the padding.
-      lanes(tile.at + j, std::clamp<Index>(q.first - key + reach + b.pad, 0, b.width + b.pad));
+      run(tile.at + j, std::clamp<Index>(q.first - key + b.width / 2 + b.pad, 0, b.width + b.pad));
       continue;
     }
-    for (Index i = 0; i < q.count; ++i) {
-      const Index query = q.first + rate * i;
-      const std::int64_t *from = &query, *to = &key;
-      if (b.positions) {
-        const std::int64_t* sample = b.positions + q.batch * b.positions_batch;
-        from = sample + query * b.axes, to = sample + key * b.axes;
-      }
-      const Index last = std::clamp<Index>(from[b.axes - 1] - to[b.axes - 1] + reach, 0, b.width - 1);
-      const Index row = b.axes == 1 ? 0 : std::clamp<Index>(from[0] - to[0] + b.rows / 2, 0, b.rows - 1);
-      pair(tile.at + j, i, row * pitch + b.pad + last);
+    const Index *at = w.bias_at + (b.axes - 1) * w.ld, shift = b.width / 2 - bias_position(w.call, q, key, b.axes - 1);
+    for (Index i = 0; i < q.count; ++i) w.entries[i] = b.pad + std::clamp<Index>(at[i] + shift, 0, b.width - 1);
+    if (b.axes > 1) {
+      const Index row_shift = b.rows / 2 - bias_position(w.call, q, key, 0), pitch = b.width + 2 * b.pad;
+      for (Index i = 0; i < q.count; ++i)
+        w.entries[i] += pitch * std::clamp<Index>(w.bias_at[i] + row_shift, 0, b.rows - 1);
     }
+    gather(tile.at + j, w.entries);
   }
 }
 
 template <typename T>
 void add_bias(const Workspace<T>& w, const QueryTile& q, const Tile<T>& tile) {
   const T* table = static_cast<const T*>(w.call.bias.table) + q.head * w.call.bias.entries();
-  const auto lanes = [&](Index row, Index entry) {
+  const auto run = [&](Index row, Index entry) {
     T* scores = w.scores + row * w.ld;
     for (Index i = 0; i < q.lanes; i += Lanes<T>::count) store(scores + i, load(scores + i) + load(table + entry + i));
   };
-  for_bias_entries(w, q, tile, lanes, [&](Index row, Index i, Index entry) { w.scores[row * w.ld + i] += table[entry]; });
+  const auto gather = [&](Index row, const Index* entries) {
+    T* scores = w.scores + row * w.ld;
+    for (Index i = 0; i < q.count; ++i) scores[i] += table[entries[i]];
+  };
+  for_bias_entries(w, q, tile, run, gather);
 }
 
 // Scores of all keys of the chunk, -inf where a pair is not allowed.

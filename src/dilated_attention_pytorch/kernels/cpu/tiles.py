@@ -30,6 +30,7 @@ from ..call import (
     capped,
     empty_rows,
     wide_copies,
+    without_autocast,
     zero_gradients,
 )
 from .nan_safe import contained_matmul
@@ -95,6 +96,7 @@ def _tile_bytes(call: AttentionCall, batch: int) -> int:
     return batch * size * (squares * size + 2 * width) * call.compute_dtype.itemsize
 
 
+@without_autocast
 def forward(call: AttentionCall) -> Forward:
     """Output and LSE, step by step."""
     batch, heads, n, _ = call.query.shape
@@ -112,6 +114,7 @@ def forward(call: AttentionCall) -> Forward:
     return Forward(output.to(call.query.dtype), lse)
 
 
+@without_autocast
 def backward(
     call: AttentionCall, output: Tensor, lse: Tensor, grad_output: Tensor, grad_lse: Tensor | None
 ) -> Gradients:

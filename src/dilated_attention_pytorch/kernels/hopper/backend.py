@@ -13,18 +13,8 @@ from torch import Tensor
 from ...plan.plan import Part
 from ...plan.subset import head_entries, longest_row
 from ..call import AttentionCall, Extent, Forward, Gradients, reproducible_gradients
-from ..launch.gluon_launcher import (
-    OPTIONS,
-    GluonLaunch,
-    Launches,
-    PtrArg,
-    Tensors,
-    TmaArg,
-    item_counters,
-    on_device,
-    tma_strides,
-)
-from .layouts import LOG2_E, layout_of, processors, stride_problem
+from ..launch.launcher import Launches, LaunchStep, PtrArg, Tensors, TmaArg, on_device
+from .layouts import LOG2_E, layout_of, processors, stride_problem, tma_strides
 from .lowering import ForwardItems, LoweredPart, launch_cache, lower
 from .split_rows import ROWS_A_PIECE, split
 
@@ -227,6 +217,21 @@ class ForwardLaunch:
         return Forward(output, lse)
 
 
+_counters: dict[tuple[int, int], Tensor] = {}
+
+
+def item_counters(device: torch.device, count: int) -> Tensor:
+    """`count` int32 counters, zero between launches: every kernel resets its own. Calls on one stream share them."""
+    if torch.cuda.is_current_stream_capturing():
+        # A captured call may be replayed beside any other, so it has its own counters.
+        return torch.zeros(count, dtype=torch.int32, device=device)
+    key = device.index, torch._C._cuda_getCurrentRawStream(device.index)
+    counters = _counters.get(key)
+    if counters is None or counters.numel() < count:
+        counters = _counters[key] = torch.zeros(count, dtype=torch.int32, device=device)
+    return counters
+
+
 QUERY, KEY, VALUE, OUTPUT, LSE, COUNTERS, PIECES, PIECE_LSE = range(8)
 """Slots of the tensors of a forward launch; then pieces of split rows, or the lists of a learned plan."""
 
@@ -238,7 +243,7 @@ def _part_launch(
     work: ForwardItems,
     like: Tensors,
     number: int | None = None,
-) -> GluonLaunch:
+) -> LaunchStep:
     """Launch of one part of a plan (`number` is its index among several), or of the pieces of its long rows."""
     from .forward_kernel import WORK_WIDTH, attention_fwd_kernel
 
@@ -265,7 +270,7 @@ def _part_launch(
     )
     grid = min(items, processors(query.device)) if config.persistent else items
     identity = "forward", query.device.index, query.dtype, d, plan.block_size, config, lowered.shape, pieces
-    return GluonLaunch(attention_fwd_kernel, identity, grid, arguments, like, overlaps=number is not None, **OPTIONS)
+    return LaunchStep(attention_fwd_kernel, identity, grid, arguments, like, overlaps=number is not None)
 
 
 class PreparedAttention:

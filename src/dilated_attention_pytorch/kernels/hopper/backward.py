@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ..call import AttentionCall, Gradients, empty_rows
-from ..launch.gluon_launcher import OPTIONS, GluonLaunch, Launches, PtrArg, Tensors, TmaArg, on_device
+from ..launch.launcher import Launches, LaunchStep, PtrArg, Tensors, TmaArg, on_device
 from .layouts import LOG2_E, layout_of, layout_problem, processors
 from .lowering import BackwardItems, LoweredPart, Strides, launch_cache, lower
 from .split_rows import Split, split
@@ -185,7 +185,7 @@ class BackwardLaunch:
                 later[:0] = part.launches(part.by_query, like, (PtrArg(LSE), delta, claims[1]))
         self.launches = Launches(device, launches + later)
 
-    def _prepare(self, like: Tensors, pointers: tuple[PtrArg, ...], constants: tuple[object, ...]) -> GluonLaunch:
+    def _prepare(self, like: Tensors, pointers: tuple[PtrArg, ...], constants: tuple[object, ...]) -> LaunchStep:
         from .pre_post_kernels import prepare_bwd_kernel
 
         query, output, grad_output, slope = (like[slot] for slot in (QUERY, OUTPUT, GRAD_OUTPUT, SLOPE))
@@ -194,7 +194,7 @@ class BackwardLaunch:
         sizes = heads, tiles, n, *output.stride()[:3], *grad_output.stride()[:3], *slope.stride()
         arguments = PtrArg(OUTPUT), PtrArg(GRAD_OUTPUT), PtrArg(LSE), PtrArg(SLOPE), *pointers, *sizes, *constants
         identity = "prepare", query.device.index, output.dtype, slope.dtype, sizes, constants
-        return GluonLaunch(prepare_bwd_kernel, identity, self.row_tiles, arguments, like, plain=True)
+        return LaunchStep(prepare_bwd_kernel, identity, self.row_tiles, arguments, like, plain=True)
 
     def __call__(self, *tensors: Tensor) -> Gradients:
         dtype, device = tensors[QUERY].dtype, tensors[QUERY].device
@@ -294,7 +294,7 @@ class PartBackward:
         self.finish_numbers = heads, own_tiles, n, *self.finish_strides, lowered.queries.rate, call.scale
         self.finish_constants = rows, d, plan.block_size, lowered.strided
 
-    def launches(self, args: KernelArgs, like: Tensors, pointers: tuple[PtrArg, ...]) -> list[GluonLaunch]:
+    def launches(self, args: KernelArgs, like: Tensors, pointers: tuple[PtrArg, ...]) -> list[LaunchStep]:
         """Launches of a kernel: all rows; or, if rows are split, whole rows, pieces, and the sum of the pieces."""
         cut = args.cut
         if cut is None:
@@ -309,7 +309,7 @@ class PartBackward:
             launches.append(cut.join(sum_pieces_bwd_kernel, joined, self.batch, self.n, like, like[slot]))
         return launches
 
-    def _launch(self, args: KernelArgs, like: Tensors, pointers: tuple[PtrArg, ...]) -> GluonLaunch:
+    def _launch(self, args: KernelArgs, like: Tensors, pointers: tuple[PtrArg, ...]) -> LaunchStep:
         """Launch of a Gluon kernel; `pointers` are LSE, delta, for dK and dV the dQ accumulator, and the counter."""
         work, items = args.work, len(args.work.items)
         pieces = args.cut is not None and work is args.cut.pieces
@@ -317,9 +317,9 @@ class PartBackward:
         arguments = *args.tma_args, *args.written, *args.joined, *pointers[:-1], *work, pointers[-1], *numbers
         grid = min(numbers[0], processors(like[QUERY].device))
         identity = args.kernel, *args.joined, *self.identity, pieces
-        return GluonLaunch(args.kernel, identity, grid, arguments, like, overlaps=args.cut is None, **OPTIONS)
+        return LaunchStep(args.kernel, identity, grid, arguments, like, overlaps=args.cut is None)
 
-    def finish(self, like: Tensors, total: PtrArg) -> GluonLaunch:
+    def finish(self, like: Tensors, total: PtrArg) -> LaunchStep:
         """Launch of the kernel that converts the accumulator to dQ."""
         from .pre_post_kernels import finish_dq_kernel
 
@@ -327,4 +327,4 @@ class PartBackward:
         arguments = total, PtrArg(GRAD_QUERY), *lists, *self.finish_numbers, *self.finish_constants
         query = like[QUERY]
         identity = "finish", query.device.index, query.dtype, self.finish_strides, self.finish_constants
-        return GluonLaunch(finish_dq_kernel, identity, self.sum_tiles, arguments, like, plain=True)
+        return LaunchStep(finish_dq_kernel, identity, self.sum_tiles, arguments, like, plain=True)

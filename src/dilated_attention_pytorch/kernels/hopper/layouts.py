@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from ..launch.triton_abi import Box
+from .lowering import Strides
 
 LOG2_E = math.log2(math.e)
 
@@ -37,3 +42,55 @@ def layout_of(query: Tensor, key: Tensor, value: Tensor) -> Layout:
     """Device, dtype, shapes and strides of the tensors of a call."""
     shapes = query.shape, key.shape, value.shape
     return query.get_device(), query.dtype, shapes, query.stride(), key.stride(), value.stride()
+
+
+def tma_strides(tensor: Tensor) -> tuple[int, ...]:
+    """Strides of a (B, H, N, D) tensor that TMA accepts."""
+    # The stride of a dimension of size one is never used, but must be valid.
+    d = tensor.shape[-1]
+    return (*(stride if size > 1 else d for size, stride in zip(tensor.shape[:-1], tensor.stride(), strict=False)), 1)
+
+
+def boxes_of(tensor: Tensor, axis: Strides | None) -> tuple[Box, Box | None]:
+    """Box of a tensor; on a strided axis two boxes (B, H, residues, rows per residue, D).
+
+    The first box has the residues with fewer rows; the second, if any, the residues with one row more. Neither exceeds
+    the tensor.
+    """
+    strides = tma_strides(tensor)
+    if axis is None:
+        return Box(tuple(tensor.shape), strides), None
+    batch, heads, n, d = tensor.shape
+    step = strides[2]
+    strides = *strides[:2], step, axis.rate * step, 1
+    fewer, rows = axis.rate - axis.longer, n // axis.rate
+    short = Box((batch, heads, fewer, rows, d), strides, axis.longer * step * tensor.element_size())
+    long = Box((batch, heads, axis.longer, rows + 1, d), strides)
+    # A descriptor must not be empty; an empty box is never read.
+    return (short if rows else long), (long if axis.longer else None)
+
+
+def describe(tensor: Tensor, rows: int, axis: Strides | None = None) -> tuple[Any, Any]:
+    """TMA descriptors of the boxes of a (B, H, N, D) tensor, for tiles of `rows` rows of one head; see `boxes_of`."""
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    def described(box: Box | None) -> Any:
+        if box is None:
+            return None
+        block = [*(1,) * (len(box.shape) - 2), rows, tensor.shape[-1]]
+        layout = tile_layout(rows, tensor.shape[-1], tensor.dtype, len(box.shape))
+        address = tensor.data_ptr() + box.begin
+        # A `TensorDescriptor` reads nothing else of a tensor.
+        base: Any = SimpleNamespace(data_ptr=lambda: address, dtype=tensor.dtype)
+        return TensorDescriptor(base, list(box.shape), list(box.strides), block, layout)
+
+    short, long = boxes_of(tensor, axis)
+    return described(short), described(long)
+
+
+def tile_layout(rows: int, d: int, dtype: torch.dtype, rank: int = 4) -> Any:
+    """Shared-memory layout of a tile of a descriptor of the given rank."""
+    from triton.experimental.gluon import language as gl
+
+    element = gl.bfloat16 if dtype == torch.bfloat16 else gl.float16
+    return gl.NVMMASharedLayout.get_default_for([*(1,) * (rank - 2), rows, d], element)

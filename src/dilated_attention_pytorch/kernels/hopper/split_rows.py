@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from ..launch.gluon_launcher import GluonLaunch, Tensors
+from ..launch.launcher import LaunchStep, Tensors
 from ..triton.lowering import SHORTEST_PIECE, split_rows
 from .lowering import ITEM_ROWS, BackwardItems, ForwardItems, LoweredPart, balanced
 
@@ -48,9 +48,9 @@ class Split(Generic[Work]):
 
     def join(
         self, kernel: Any, pointers: Sequence[Any], batch: int, n: int, like: Tensors, joined: Tensor
-    ) -> GluonLaunch:
+    ) -> LaunchStep:
         """Launch that joins the pieces into `joined`; `pointers` are the arguments of the kernel before its tables."""
-        from ..triton.launches import OPTIONS, ROWS, padded_width
+        from ..triton.launches import ROWS, padded_width
 
         width = joined.shape[-1]
         tables = self.heavy, self.owners, self.heavy
@@ -59,7 +59,7 @@ class Split(Generic[Work]):
         grid = self.heavy_rows * (self.block // ROWS), len(self.owners), batch
         identity = "join", kernel, like[0].device.index, joined.dtype, numbers, constants
         arguments = *pointers, *tables, *numbers, *constants
-        return GluonLaunch(kernel, identity, grid, arguments, like, plain=True, **OPTIONS)
+        return LaunchStep(kernel, identity, grid, arguments, like, plain=True)
 
 
 def lengths_of_pieces(lengths: Tensor, programs: int, most: int, shortest: int) -> tuple[int, int] | None:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ..registry import backend_named
+from .triton_abi import hash_compiler, make_driver
 
 _unbegun = Lock()
 """Acquired by the first call that begins, and never released."""
@@ -38,7 +39,7 @@ def begin(query: Tensor, backend: str) -> None:
         # On this thread: a thread that imports a submodule does not wait for another that imports the package.
         import triton  # noqa: F401
 
-        for work in (_hash_compiler, _make_driver, _import_kernels):
+        for work in (hash_compiler, make_driver, _import_kernels):
             _start(work, query.device)
 
 
@@ -59,29 +60,6 @@ def _start(work: Callable[[torch.device], object], device: torch.device) -> None
     with suppress(RuntimeError):
         thread.start()
         _threads.append(thread)
-
-
-def _hash_compiler(device: torch.device) -> None:
-    """Hash Triton's files; Triton caches the result."""
-    from .triton_abi import knows_triton
-
-    if knows_triton():
-        from triton.runtime.cache import triton_key
-
-        triton_key()
-
-
-def _make_driver(device: torch.device) -> None:
-    """Compile Triton's driver, and query the version of the assembler."""
-    from triton.runtime import driver
-
-    from .triton_abi import knows_triton
-
-    if driver.active is not None and knows_triton():
-        from triton.backends.nvidia.compiler import get_ptxas_version
-
-        major, minor = torch.cuda.get_device_capability(device)
-        get_ptxas_version(10 * major + minor)
 
 
 def _import_kernels(device: torch.device) -> None:

@@ -12,10 +12,12 @@ from torch import Tensor
 from ..call import AttentionCall, Extent, Forward, Gradients, Runner
 
 RUNS_OF_ROWS = True
-DEVICE_TABLES = True
+DEVICE_TABLES = SOFTCAP = BIAS = True
 WIDEST = 256
 FASTEST = 2**22
 """Largest dilation rate: a tile of 256 elements must span less than 2**30 tokens."""
+FARTHEST = 2**30
+"""Most tokens of a call with a bias, whose distances are 32-bit integers."""
 BLOCKS = (16, 32, 64, 128, 256)
 _INSTALLED = find_spec("triton") is not None
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -37,6 +39,8 @@ def why_not(call: AttentionCall) -> str | None:
         return f"head width must be <= {WIDEST}, got {width}"
     if call.plan.block_size not in BLOCKS:
         return f"block_size must be one of {BLOCKS}, got {call.plan.block_size}"
+    if call.bias is not None and call.plan.n > FARTHEST:
+        return f"n must be <= {FARTHEST} with a bias, got {call.plan.n}"
     rate = max((part.keys.rate for part in call.plan.parts), default=1)
     if rate > FASTEST:
         return f"rate must be <= {FASTEST}, got {rate}"
@@ -55,6 +59,9 @@ def workspace(call: AttentionCall, direction: str, extent: Extent) -> int:
     width, rows = e + 1, sums * e * extent.queries
     if direction == "backward":
         width, rows = d + e, (4 + sums * d) * extent.queries + sums * (d + e) * extent.keys
+        if call.bias is not None:
+            # Sums of the table and its result, and the largest elements of rows.
+            rows += 40 * call.bias.numel() + 8 * (extent.queries + extent.keys)
     if not parts:
         return rows
     # The pieces of a part live until those of the next part exist.

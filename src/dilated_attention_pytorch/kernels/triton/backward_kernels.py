@@ -9,7 +9,10 @@ import triton
 import triton.language as tl
 
 from .primitives import (
+    LOG2E,
     NO_KEY,
+    add_to_table,
+    bias_index,
     careful_entry,
     contained,
     dropout_keep,
@@ -26,6 +29,7 @@ from .primitives import (
     spoilt,
     store_rows,
     streamed,
+    tanh_and_slope,
     tokens_of,
     tokens_of_tile,
     visible,
@@ -69,12 +73,15 @@ def store_gradient(p_rows, p_sum, b_grad, b_exist, o_d, D: tl.constexpr, DP: tl.
 @triton.jit
 def dq_tile(
     b_dq, b_q, b_do, b_lse, b_delta, p_k, p_v, p_masks, p_padding, p_key_positions, b_row, mask, whole, scale,
-    threshold, inverse_keep, o_i, o_j, k_first, left, o_step, o_d, o_e,
+    cap_scale, bias, table, threshold, inverse_keep, o_i, o_j, k_first, left, o_step, o_d, o_e,
     BLOCK: tl.constexpr, D: tl.constexpr, E: tl.constexpr, DP: tl.constexpr, EP: tl.constexpr, MASKED: tl.constexpr,
     BOUNDED: tl.constexpr, BITS: tl.constexpr, PADDING: tl.constexpr, DROPOUT: tl.constexpr, POSITIONS: tl.constexpr,
     PRECISION: tl.constexpr, CONTAINED: tl.constexpr,
 ):  # fmt: skip
-    """Add the contribution of BN keys to the unscaled query gradient of BM rows; CONTAINED as in the forward."""
+    """Add the contribution of BN keys to the unscaled query gradient of BM rows; CONTAINED as in the forward.
+
+    The gradient of a bias is added to `table` unless its first element is None.
+    """
     b_seen = o_step < left  # [BN]
     if PADDING:
         b_seen = b_seen & (tl.load(p_padding + k_first + o_step, mask=b_seen, other=1) == 0)
@@ -83,11 +90,20 @@ def dq_tile(
     b_v = load_rows(p_v, b_seen, o_e, E, EP, HOLES)  # [BN, EP]
     b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)  # [BM, BN]
     b_dp = tl.dot(b_do, tl.trans(b_v), input_precision=PRECISION)  # [BM, BN]
-    b_p = tl.math.exp2(b_s * scale - b_lse[:, None])
+    if cap_scale is not None:
+        b_s, b_slope = tanh_and_slope(b_s * cap_scale)
+    b_ref = b_lse[:, None]
+    if bias[0] is not None:
+        b_index = bias_index(bias, k_first + o_step, b_seen, 1)
+        b_ref = b_ref - tl.load(bias[0] + b_index) * LOG2E
+    b_p = tl.math.exp2(b_s * scale - b_ref)
     if DROPOUT:
         b_key = tokens_of(p_key_positions, k_first + o_step, b_seen, POSITIONS)
         b_dp = tl.where(dropout_keep(b_row[:, None], b_key[None, :], threshold), b_dp * inverse_keep, 0.0)
     b_ds = b_p * (b_dp - b_delta[:, None])
+    b_db = b_ds
+    if cap_scale is not None:
+        b_ds *= b_slope
     # The mask is applied to dS, not to the weights: a weight of 0 does not remove a NaN of the values.
     if MASKED or PADDING:
         b_ok = visible(
@@ -95,6 +111,10 @@ def dq_tile(
             BLOCK, MASKED, HOLES, BITS, CONTAINED,
         )  # fmt: skip
         b_ds = tl.where(b_ok, b_ds, 0.0)
+        if table[0] is not None:
+            b_db = tl.where(b_ok & bias[5][:, None], b_db, 0.0)
+    if table[0] is not None:
+        add_to_table(table, b_index, b_db)
     if CONTAINED:
         b_dq, b_k = contained(b_dq, b_k, b_ok, PRECISION)
     return tl.dot(b_ds.to(b_k.dtype), b_k, b_dq, input_precision=PRECISION)
@@ -103,16 +123,20 @@ def dq_tile(
 @triton.jit(do_not_specialize=["items", "mask_shift", "q_tiles", "k_tiles", "slots", "threshold"])
 def attention_dq_bwd_kernel(
     p_q, p_k, p_v, p_do, p_lse, p_delta, p_dq, p_sum, p_piece, p_work, p_heads, p_lists, p_masks, p_q_axis,
-    p_k_axis, p_padding, p_seed, p_positions, scale, scale_log2, inverse_keep, threshold, items, mask_shift, slots,
-    heads, group, q_tiles, k_tiles, q_length, k_length, q_rate, k_rate, sq_b, sq_h, sq_n, sk_b, sk_h, sv_b, sv_h, sg_b,
-    sg_h, sg_n, sx_b, sx_h, sx_n,
+    p_k_axis, p_padding, p_seed, p_positions, scale, scale_log2, cap_scale, p_bias, p_places, bias_size, bias_columns,
+    s_places, p_bias_sum, p_bias_bad, p_bias_unit, inverse_keep, threshold, items, mask_shift, slots, heads, group,
+    q_tiles, k_tiles, q_length, k_length, q_rate, k_rate, sq_b, sq_h, sq_n, sk_b, sk_h, sv_b, sv_h, sg_b, sg_h, sg_n,
+    sx_b, sx_h, sx_n,
     SK_N: tl.constexpr, SV_N: tl.constexpr, BLOCK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     CAREFUL: tl.constexpr, D: tl.constexpr, E: tl.constexpr, DP: tl.constexpr, EP: tl.constexpr, STRIDED: tl.constexpr,
     PER_HEAD: tl.constexpr, BOUNDED: tl.constexpr, PARTIAL: tl.constexpr, BITS: tl.constexpr, PADDING: tl.constexpr,
     DROPOUT: tl.constexpr, POSITIONS: tl.constexpr, PRECISION: tl.constexpr, CONTAIN: tl.constexpr,
     SUM_IN: tl.constexpr, SUM_OUT: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """dQ of BM query rows of one head. SUM_IN adds the float32 sum of earlier parts; SUM_OUT stores it for later."""
+    """dQ of BM query rows of one head. SUM_IN adds the float32 sum of earlier parts; SUM_OUT stores it for later.
+
+    With a soft cap, `cap_scale` is the scale over the cap, and `scale_log2` the cap in log2 units.
+    """
     item, o_i = rows_of_program(BLOCK, BM)
     o_n = tl.arange(0, BN)
     o_d = tl.arange(0, DP)
@@ -139,6 +163,14 @@ def attention_dq_bwd_kernel(
     p_v += batch * sv_b + (head // group) * sv_h
     if PADDING:
         p_padding += batch * k_length
+    if p_bias is not None:
+        p_bias += head * bias_size
+        p_bias_sum += head * bias_size
+        p_bias_bad += head * bias_size
+    if p_places is not None:
+        p_places += batch * s_places
+    bias = p_bias, p_places, bias_size, bias_columns, o_q, b_exist
+    table = p_bias_sum, p_bias_bad, p_bias_unit
     b_row, p_key_positions = names_in_dropout(
         p_seed, p_positions, batch, head, heads, o_q, b_exist, q_length, k_length, DROPOUT, POSITIONS
     )
@@ -153,8 +185,8 @@ def attention_dq_bwd_kernel(
             p_v_tile = p_v + k_first * SV_N + o_v_tile
             b_dq = dq_tile(
                 b_dq, b_q, b_do, b_lse, b_delta, p_k_tile, p_v_tile, p_masks, p_padding, p_key_positions, b_row,
-                mask, False, scale_log2, threshold, inverse_keep, o_i, o_sub + o_n, k_first, rows_left(k_first, k_end),
-                o_step, o_d, o_e,
+                mask, False, scale_log2, cap_scale, bias, table, threshold, inverse_keep, o_i, o_sub + o_n, k_first,
+                rows_left(k_first, k_end), o_step, o_d, o_e,
                 BLOCK, D, E, DP, EP, MASKED, BOUNDED, BITS, PADDING, DROPOUT, POSITIONS, PRECISION, False,
             )  # fmt: skip
     if CONTAIN:
@@ -171,8 +203,8 @@ def attention_dq_bwd_kernel(
                 p_v_part = p_v + (c_first + o_hop)[:, None] * SV_N + o_e[None, :]
                 b_redo = dq_tile(
                     b_redo, b_q, b_do, b_lse, b_delta, p_k_part, p_v_part, p_masks, p_padding,
-                    p_key_positions, b_row, c_mask, whole, scale_log2, threshold, inverse_keep, o_i, o_part + o_c,
-                    c_first, rows_left(c_first, c_end), o_hop, o_d, o_e,
+                    p_key_positions, b_row, c_mask, whole, scale_log2, cap_scale, bias, (None, None, None),
+                    threshold, inverse_keep, o_i, o_part + o_c, c_first, rows_left(c_first, c_end), o_hop, o_d, o_e,
                     BLOCK, D, E, DP, EP, True, BOUNDED, BITS, PADDING, DROPOUT, POSITIONS, PRECISION, True,
                 )  # fmt: skip
             b_dq = b_redo
@@ -193,15 +225,21 @@ def attention_dq_bwd_kernel(
 def dkv_step(
     b_dk, b_dv, b_k, b_v, b_q, b_do, b_lse, b_delta, elements, b_row, b_key, scale, threshold, inverse_keep,
     BLOCK: tl.constexpr, MASKED: tl.constexpr, HOLES: tl.constexpr, BITS: tl.constexpr, DROPOUT: tl.constexpr,
-    PRECISION: tl.constexpr, CONTAINED: tl.constexpr,
+    PRECISION: tl.constexpr, CONTAINED: tl.constexpr, cap_scale=None, b_bias=None,
 ):  # fmt: skip
     """Add the contribution of BM queries to the gradients of BN keys and values; also returns dS, [BN, BM].
 
-    The gradients of keys and scores are unscaled. `b_lse` is from `reference_of`; `elements` as in the forward.
+    The gradients of keys and scores are unscaled. `b_lse` is from `reference_of`; `elements`, `cap_scale` and
+    `b_bias` as in the forward.
     """
     b_s = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION)  # [BN, BM]
     b_dp = tl.dot(b_v, tl.trans(b_do), input_precision=PRECISION)  # [BN, BM]
-    b_p = tl.math.exp2(b_s * scale - b_lse[None, :])
+    if cap_scale is not None:
+        b_s, b_slope = tanh_and_slope(b_s * cap_scale)
+    b_ref = b_lse[None, :]
+    if b_bias is not None:
+        b_ref = b_ref - b_bias * LOG2E
+    b_p = tl.math.exp2(b_s * scale - b_ref)
     if MASKED or HOLES:
         b_ok = visible(*elements, BLOCK, MASKED, HOLES, BITS, CONTAINED)
         b_p = tl.where(b_ok, b_p, 0.0)
@@ -212,6 +250,8 @@ def dkv_step(
     else:
         b_weight = b_p
     b_ds = b_p * (b_dp - b_delta[None, :])
+    if cap_scale is not None:
+        b_ds *= b_slope
     if MASKED or HOLES:
         # A weight of 0 does not remove a NaN of the row's delta.
         b_ds = tl.where(b_ok, b_ds, 0.0)
@@ -227,7 +267,7 @@ def dkv_step(
 @triton.jit
 def dkv_tile(
     b_dk, b_dv, b_k, b_v, p_q, p_do, p_lse, p_delta, p_masks, p_seed, p_positions, b_key, row,
-    mask, whole, scale, threshold, inverse_keep, o_i, o_j, q_first, left, o_step, o_d, o_e,
+    mask, whole, scale, cap_scale, bias, threshold, inverse_keep, o_i, o_j, q_first, left, o_step, o_d, o_e,
     BLOCK: tl.constexpr, D: tl.constexpr, E: tl.constexpr, DP: tl.constexpr, EP: tl.constexpr, MASKED: tl.constexpr,
     BOUNDED: tl.constexpr, BITS: tl.constexpr, DROPOUT: tl.constexpr, POSITIONS: tl.constexpr,
     PRECISION: tl.constexpr, CONTAINED: tl.constexpr,
@@ -246,11 +286,15 @@ def dkv_tile(
     b_do = load_rows(p_do, b_seen, o_e, E, EP, HOLES)  # [BM, EP]
     elements = p_masks, mask, whole, b_seen[None, :], o_i[None, :], o_j[:, None]
     b_row = q_first + o_step
+    b_bias = None
+    if bias[0] is not None:
+        b_index = bias_index(bias, b_row, b_seen, -1)
+        b_bias = tl.load(bias[0] + b_index)
     if DROPOUT:
         b_row = dropout_rows(p_seed, row, tokens_of(p_positions, b_row, b_seen, POSITIONS))
     b_dk, b_dv, _ = dkv_step(
         b_dk, b_dv, b_k, b_v, b_q, b_do, b_lse, b_delta, elements, b_row, b_key, scale, threshold, inverse_keep,
-        BLOCK, MASKED, HOLES, BITS, DROPOUT, PRECISION, CONTAINED,
+        BLOCK, MASKED, HOLES, BITS, DROPOUT, PRECISION, CONTAINED, cap_scale, b_bias,
     )  # fmt: skip
     return b_dk, b_dv
 
@@ -258,9 +302,10 @@ def dkv_tile(
 @triton.jit(do_not_specialize=["items", "mask_shift", "q_tiles", "k_tiles", "slots", "threshold"])
 def attention_dkv_bwd_kernel(
     p_q, p_k, p_v, p_do, p_lse, p_delta, p_dk, p_dv, p_sum_k, p_sum_v, p_piece_k, p_piece_v, p_work, p_owners,
-    p_heads, p_rows, p_lists, p_masks, p_q_axis, p_k_axis, p_padding, p_seed, p_positions, scale, scale_log2,
-    inverse_keep, threshold, items, mask_shift, slots, heads, group, q_tiles, k_tiles, q_length, k_length, q_rate,
-    k_rate, sq_b, sq_h, sk_b, sk_h, sk_n, sv_b, sv_h, sv_n, sg_b, sg_h, sx_b, sx_h, sx_n, sy_b, sy_h, sy_n,
+    p_heads, p_rows, p_lists, p_masks, p_q_axis, p_k_axis, p_padding, p_seed, p_positions, scale, scale_log2, cap_scale,
+    p_bias, p_places, bias_size, bias_columns, s_places, inverse_keep, threshold, items, mask_shift, slots, heads,
+    group, q_tiles, k_tiles, q_length, k_length, q_rate, k_rate, sq_b, sq_h, sk_b, sk_h, sk_n, sv_b, sv_h, sv_n, sg_b,
+    sg_h, sx_b, sx_h, sx_n, sy_b, sy_h, sy_n,
     SQ_N: tl.constexpr, SG_N: tl.constexpr, BLOCK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     CAREFUL: tl.constexpr, D: tl.constexpr, E: tl.constexpr, DP: tl.constexpr, EP: tl.constexpr, GROUP: tl.constexpr,
     STRIDED: tl.constexpr, PER_HEAD: tl.constexpr, MIXED: tl.constexpr, BOUNDED: tl.constexpr, PARTIAL: tl.constexpr,
@@ -295,6 +340,8 @@ def attention_dkv_bwd_kernel(
     o_q_tile = o_step.to(tl.int64)[:, None] * SQ_N + o_d[None, :]  # [BM, DP]
     o_do_tile = o_step.to(tl.int64)[:, None] * SG_N + o_e[None, :]  # [BM, EP]
 
+    if p_places is not None:
+        p_places += batch * s_places
     SUB_M: tl.constexpr = BLOCK // BM
     for member in range(GROUP):
         head = key_head * GROUP + member
@@ -305,6 +352,9 @@ def attention_dkv_bwd_kernel(
         p_row_lse = p_lse + stream * q_length
         p_row_delta = p_delta + stream * q_length
         p_tokens = p_positions + head * q_length
+        bias = p_bias, p_places, bias_size, bias_columns, o_key, b_exist
+        if p_bias is not None:
+            bias = p_bias + head * bias_size, p_places, bias_size, bias_columns, o_key, b_exist
         b_key = tokens_of(p_positions + (heads + head) * k_length, o_key, b_exist, POSITIONS)
         # Whole tiles, then partial ones.
         for MASKED in tl.static_range(2 if PARTIAL else 1):
@@ -315,8 +365,8 @@ def attention_dkv_bwd_kernel(
                 p_do_tile = p_do_head + q_first * SG_N + o_do_tile
                 b_dk, b_dv = dkv_tile(
                     b_dk, b_dv, b_k, b_v, p_q_tile, p_do_tile, p_row_lse, p_row_delta, p_masks, p_seed, p_tokens,
-                    b_key, stream, mask, False, scale_log2, threshold, inverse_keep, o_sub + o_m, o_j, q_first,
-                    rows_left(q_first, q_end), o_step, o_d, o_e,
+                    b_key, stream, mask, False, scale_log2, cap_scale, bias, threshold, inverse_keep, o_sub + o_m, o_j,
+                    q_first, rows_left(q_first, q_end), o_step, o_d, o_e,
                     BLOCK, D, E, DP, EP, MASKED, BOUNDED, BITS, DROPOUT, POSITIONS, PRECISION, False,
                 )  # fmt: skip
 
@@ -339,6 +389,9 @@ def attention_dkv_bwd_kernel(
                 c_row, c_offset = row_of_member(p_heads, p_rows, c_head, row, k_offset, k_tiles, tile, PER_HEAD, MIXED)
                 c_key = tokens_of(p_positions + (heads + c_head) * k_length, o_key, b_exist, POSITIONS)
                 c_stream = batch * heads + c_head
+                c_bias = p_bias, p_places, bias_size, bias_columns, o_key, b_exist
+                if p_bias is not None:
+                    c_bias = p_bias + c_head * bias_size, p_places, bias_size, bias_columns, o_key, b_exist
                 for c in tl.range(0, (c_row[1] - c_row[0] + c_row[4] - c_row[3]) * SUB, num_stages=1):
                     c_tile, c_mask, whole = careful_entry(p_lists, mask_shift, c_row, c // SUB)
                     c_first, c_end, o_part = streamed(q_axis, c_tile, c_offset, c, BLOCK, CAREFUL, STRIDED)
@@ -347,8 +400,9 @@ def attention_dkv_bwd_kernel(
                     b_redo_k, b_redo_v = dkv_tile(
                         b_redo_k, b_redo_v, b_k, b_v, p_q_part, p_do_part,
                         p_lse + c_stream * q_length, p_delta + c_stream * q_length, p_masks, p_seed,
-                        p_positions + c_head * q_length, c_key, c_stream, c_mask, whole, scale_log2, threshold,
-                        inverse_keep, o_part + o_c, o_j, c_first, rows_left(c_first, c_end), o_hop, o_d, o_e,
+                        p_positions + c_head * q_length, c_key, c_stream, c_mask, whole, scale_log2, cap_scale,
+                        c_bias, threshold, inverse_keep, o_part + o_c, o_j, c_first, rows_left(c_first, c_end), o_hop,
+                        o_d, o_e,
                         BLOCK, D, E, DP, EP, True, BOUNDED, BITS, DROPOUT, POSITIONS, PRECISION, True,
                     )  # fmt: skip
             b_dk = tl.where(b_shown[:, None], b_redo_k, 0.0)

@@ -13,6 +13,7 @@ from .primitives import (
     LOG2E,
     NO_KEY,
     averaged,
+    bias_index,
     careful_entry,
     contained,
     dropout_keep,
@@ -27,6 +28,7 @@ from .primitives import (
     spoilt,
     store_rows,
     streamed,
+    tanh_and_slope,
     tokens_of,
     tokens_of_tile,
     visible,
@@ -38,14 +40,20 @@ from .primitives import (
 def softmax_step(
     b_acc, b_l, b_m, b_q, b_k, b_v, elements, b_row, b_key, scale, threshold, inverse_keep,
     BLOCK: tl.constexpr, FIRST: tl.constexpr, MASKED: tl.constexpr, HOLES: tl.constexpr, BITS: tl.constexpr,
-    DROPOUT: tl.constexpr, PRECISION: tl.constexpr, CONTAINED: tl.constexpr,
+    DROPOUT: tl.constexpr, PRECISION: tl.constexpr, CONTAINED: tl.constexpr, cap_scale=None, b_bias=None,
 ):  # fmt: skip
     """Update the online softmax (b_m, b_l, b_acc) of BM rows with BN keys; the state is empty if FIRST.
 
     b_m and `scale` are in log2 units; `elements` are arguments of `visible`. CONTAINED keeps non-finite values out of
-    rows that may not see them.
+    rows that may not see them. Scores are `scale * q k`, or `scale * tanh(cap_scale * q k)` unless `cap_scale` is None,
+    plus `b_bias` unless it is None.
     """
     b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)  # [BM, BN]
+    if cap_scale is not None:
+        b_s, _ = tanh_and_slope(b_s * cap_scale)
+    if b_bias is not None:
+        b_s = b_s * scale + b_bias * LOG2E
+        scale = 1.0
     if MASKED or HOLES:
         b_ok = visible(*elements, BLOCK, MASKED, HOLES, BITS, CONTAINED)
         b_s = tl.where(b_ok, b_s, NO_KEY)
@@ -74,8 +82,8 @@ def softmax_step(
 
 @triton.jit
 def forward_tile(
-    b_acc, b_l, b_m, b_q, p_k, p_v, p_masks, p_padding, p_key_positions, b_row, mask, whole, scale, threshold,
-    inverse_keep, o_i, o_j, k_first, left, o_step, o_d, o_e,
+    b_acc, b_l, b_m, b_q, p_k, p_v, p_masks, p_padding, p_key_positions, b_row, mask, whole, scale, cap_scale,
+    bias, threshold, inverse_keep, o_i, o_j, k_first, left, o_step, o_d, o_e,
     BLOCK: tl.constexpr, D: tl.constexpr, E: tl.constexpr, DP: tl.constexpr, EP: tl.constexpr, MASKED: tl.constexpr,
     BOUNDED: tl.constexpr, BITS: tl.constexpr, PADDING: tl.constexpr, DROPOUT: tl.constexpr, POSITIONS: tl.constexpr,
     PRECISION: tl.constexpr, CONTAINED: tl.constexpr,
@@ -89,11 +97,15 @@ def forward_tile(
     b_v = load_rows(p_v, b_seen, o_e, E, EP, (MASKED and BOUNDED) or PADDING)  # [BN, EP]
     elements = p_masks, mask, whole, b_seen[None, :], o_i[:, None], o_j[None, :]
     b_key = k_first + o_step
+    b_bias = None
+    if bias[0] is not None:
+        b_index = bias_index(bias, b_key, b_seen, 1)
+        b_bias = tl.load(bias[0] + b_index)
     if DROPOUT:
         b_key = tokens_of(p_key_positions, b_key, b_seen, POSITIONS)
     return softmax_step(
         b_acc, b_l, b_m, b_q, b_k, b_v, elements, b_row, b_key, scale, threshold, inverse_keep,
-        BLOCK, False, MASKED, (MASKED and BOUNDED) or PADDING, BITS, DROPOUT, PRECISION, CONTAINED,
+        BLOCK, False, MASKED, (MASKED and BOUNDED) or PADDING, BITS, DROPOUT, PRECISION, CONTAINED, cap_scale, b_bias,
     )  # fmt: skip
 
 
@@ -139,8 +151,9 @@ def store_softmax(
 @triton.jit(do_not_specialize=["items", "mask_shift", "q_tiles", "k_tiles", "slots", "threshold"])
 def attention_fwd_kernel(
     p_q, p_k, p_v, p_out, p_lse, p_carry, p_piece_out, p_piece_lse, p_work, p_heads, p_lists, p_masks, p_q_axis,
-    p_k_axis, p_padding, p_seed, p_positions, scale, inverse_keep, threshold, items, mask_shift, slots, heads, group,
-    q_tiles, k_tiles, q_length, k_length, q_rate, k_rate, sq_b, sq_h, sq_n, sk_b, sk_h, sv_b, sv_h, so_b, so_h, so_n,
+    p_k_axis, p_padding, p_seed, p_positions, scale, cap_scale, p_bias, p_places, bias_size, bias_columns, s_places,
+    inverse_keep, threshold, items, mask_shift, slots, heads, group, q_tiles, k_tiles, q_length, k_length, q_rate,
+    k_rate, sq_b, sq_h, sq_n, sk_b, sk_h, sv_b, sv_h, so_b, so_h, so_n,
     SK_N: tl.constexpr, SV_N: tl.constexpr, SIGN: tl.constexpr, BLOCK: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, CAREFUL: tl.constexpr, D: tl.constexpr, E: tl.constexpr, DP: tl.constexpr, EP: tl.constexpr,
     STRIDED: tl.constexpr, PER_HEAD: tl.constexpr, BOUNDED: tl.constexpr, PARTIAL: tl.constexpr, BITS: tl.constexpr,
@@ -153,6 +166,8 @@ def attention_fwd_kernel(
     SPLIT: some items are pieces of a long row, which `merge_pieces_kernel` joins.
     CONTAIN keeps a NaN of a value out of rows that may not see it.
     SIGN is the sign of the scale and `scale` its magnitude; if SIGN is 0, `scale` is any positive number.
+    With a soft cap, `cap_scale` is the magnitude of the scale over the cap, and `scale` the cap.
+    The bias is described in `bias_index`; `s_places` is the stride of its positions by sample.
     """
     item, o_i = rows_of_program(BLOCK, BM)
     o_n = tl.arange(0, BN)
@@ -181,6 +196,11 @@ def attention_fwd_kernel(
     p_v += batch * sv_b + (head // group) * sv_h
     if PADDING:
         p_padding += batch * k_length
+    if p_bias is not None:
+        p_bias += head * bias_size
+    if p_places is not None:
+        p_places += batch * s_places
+    bias = p_bias, p_places, bias_size, bias_columns, o_q, b_exist
     b_row, p_key_positions = names_in_dropout(
         p_seed, p_positions, batch, head, heads, o_q, b_exist, q_length, k_length, DROPOUT, POSITIONS
     )
@@ -196,7 +216,8 @@ def attention_fwd_kernel(
             p_v_tile = p_v + k_first * SV_N + o_v_tile
             b_acc, b_l, b_m = forward_tile(
                 b_acc, b_l, b_m, b_q, p_k_tile, p_v_tile, p_masks, p_padding, p_key_positions, b_row, mask, False,
-                scale, threshold, inverse_keep, o_i, o_sub + o_n, k_first, rows_left(k_first, k_end), o_step, o_d, o_e,
+                scale, cap_scale, bias, threshold, inverse_keep, o_i, o_sub + o_n, k_first, rows_left(k_first, k_end),
+                o_step, o_d, o_e,
                 BLOCK, D, E, DP, EP, MASKED, BOUNDED, BITS, PADDING, DROPOUT, POSITIONS, PRECISION, False,
             )  # fmt: skip
 
@@ -220,7 +241,7 @@ def attention_fwd_kernel(
                 p_v_part = p_v + (c_first + o_hop)[:, None] * SV_N + o_e[None, :]
                 b_redo, b_sum, b_top = forward_tile(
                     b_redo, b_sum, b_top, b_q, p_k_part, p_v_part, p_masks, p_padding, p_key_positions, b_row,
-                    c_mask, whole, scale, threshold, inverse_keep, o_i, o_part + o_c, c_first,
+                    c_mask, whole, scale, cap_scale, bias, threshold, inverse_keep, o_i, o_part + o_c, c_first,
                     rows_left(c_first, c_end), o_hop, o_d, o_e,
                     BLOCK, D, E, DP, EP, True, BOUNDED, BITS, PADDING, DROPOUT, POSITIONS, PRECISION, True,
                 )  # fmt: skip

@@ -13,16 +13,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..call import AttentionCall, Forward, Gradients, empty_rows
+from ..call import AttentionCall, BiasedGradients, Forward, Gradients, empty_rows
 from ..dropout import threshold
-from ..launch.launcher import Launch, launch, prepared
+from ..launch.launcher import OPTIONS, Launch, launch, prepared
 from .backward_kernels import attention_dkv_bwd_kernel, attention_dq_bwd_kernel, delta_bwd_kernel, sum_pieces_bwd_kernel
 from .forward_kernels import attention_fwd_kernel, carry_to_output_kernel, merge_pieces_kernel
 from .lowering import PartSchedule, Schedule, WalkTables, schedule
 
 LOG2E = 1.4426950408889634
-OPTIONS = {"enable_fp_fusion": True}
-"""Compiler options of every launch; the default differs between releases of Triton."""
 ROWS = 64
 """Rows of a program of the row-wise kernels."""
 CAREFUL = 16
@@ -45,6 +43,11 @@ class Tiles(NamedTuple):
         warps = self.warps if max(m, n) >= 64 else 2 if min(m, n) >= 32 else 1
         return Tiles(m, n, warps, self.stages)
 
+    def thin(self, m: int, n: int) -> Tiles:
+        """Tile sizes limited to m and n, without a pipeline and with few elements per thread."""
+        m, n = min(self.m, m), min(self.n, n)
+        return Tiles(m, n, 8 if max(m, n) >= 64 else self.warps, 1)
+
 
 class Config(NamedTuple):
     """Tile sizes of each kernel."""
@@ -52,6 +55,10 @@ class Config(NamedTuple):
     forward: Tiles
     dq: Tiles
     dkv: Tiles
+
+    def with_bias(self) -> Config:
+        """Tile sizes for calls with a bias: every element has an entry of the table, and a sum in the dQ kernel."""
+        return Config(self.forward.thin(64, 32), self.dq.thin(64, 32), self.dkv.thin(32, 64))
 
 
 LARGE_SHARED = 200 * 1024
@@ -80,11 +87,11 @@ _configs: dict[tuple[int, torch.dtype, torch.device, int], Config] = {}
 def forward(call: AttentionCall) -> Forward:
     """Output and LSE of a call that `why_not` accepts."""
     query, key, value = call.query, call.key, call.value
-    batch, heads, n, d = query.shape
+    batch, heads, n, _ = query.shape
     e = value.shape[3]
     block = call.plan.block_size
     tables = schedule(call.plan, heads // key.shape[1])
-    tiles = config(d, e, query.dtype, query.device, block).forward
+    tiles = _config_of(call).forward
     # For a scale of 0 the queries are multiplied by 0 and the scores by 1, so that masking by -inf still works.
     sign = (call.scale > 0) - (call.scale < 0)
     magnitude = abs(call.scale) or 1.0
@@ -100,7 +107,8 @@ def forward(call: AttentionCall) -> Forward:
         piece_out, piece_lse = _pieces(side, batch, block, e), _pieces(side, batch, block, 1)
         launch(attention_fwd_kernel, (side.items * (block // tiles.m), owners, batch),
             query, key, value, output, lse, carry, piece_out, piece_lse,
-            *_tables(call, tables, part, side), magnitude * LOG2E, *dropout_args(call), *_sizes(call, part, side),
+            *_tables(call, tables, part, side), *_score_scales(call, magnitude), *_bias_args(call), *dropout_args(call),
+            *_sizes(call, part, side),
             *query.stride()[:3], *key.stride()[:2], *value.stride()[:2], *output.stride()[:3],
             SK_N=key.stride(2), SV_N=value.stride(2), SIGN=sign, **_constants(call, tables, part, side, tiles), **ends,
         )  # fmt: skip
@@ -122,14 +130,16 @@ def forward(call: AttentionCall) -> Forward:
 def backward(
     call: AttentionCall, output: Tensor, lse: Tensor, grad_output: Tensor, grad_lse: Tensor | None
 ) -> Gradients:
-    """Gradients of query, key and value, from those of the output and, where given, of the LSE."""
+    """Gradients of query, key, value and bias, from those of the output and, where given, of the LSE."""
     query = call.query
     delta = delta_of(output, lse, grad_output, grad_lse)
     tables = schedule(call.plan, query.shape[1] // call.key.shape[1])
-    tiles = config(query.shape[3], call.value.shape[3], query.dtype, query.device, call.plan.block_size)
+    tiles = _config_of(call)
     grad_key, grad_value = _key_gradients(call, tables, tiles.dkv, lse, delta, grad_output)
-    grad_query = _query_gradient(call, tables, tiles.dq, lse, delta, grad_output)
-    return Gradients(grad_query, grad_key, grad_value)
+    table = _table_sum(call, delta, grad_output)
+    grad_query = _query_gradient(call, tables, tiles.dq, lse, delta, grad_output, table)
+    grads = Gradients(grad_query, grad_key, grad_value)
+    return grads if call.bias is None else BiasedGradients(*grads, table.result())
 
 
 def delta_of(output: Tensor, lse: Tensor, grad_output: Tensor, grad_lse: Tensor | None) -> Tensor:
@@ -149,7 +159,13 @@ def _delta_launch(device: torch.device, e: int, slopes: bool, *numbers: int) -> 
 
 
 def _query_gradient(
-    call: AttentionCall, tables: Schedule, tiles: Tiles, lse: Tensor, delta: Tensor, grad_output: Tensor
+    call: AttentionCall,
+    tables: Schedule,
+    tiles: Tiles,
+    lse: Tensor,
+    delta: Tensor,
+    grad_output: Tensor,
+    table: _TableSum,
 ) -> Tensor:
     query, key, value = call.query, call.key, call.value
     batch, _, _, d = query.shape
@@ -161,8 +177,8 @@ def _query_gradient(
         piece = _pieces(side, batch, block, d)
         launch(attention_dq_bwd_kernel, (side.items * (block // tiles.m), owners, batch),
             query, key, value, grad_output, lse, delta, grad, partial_sum, piece,
-            *_tables(call, tables, part, side), call.scale, call.scale * LOG2E, *dropout_args(call),
-            *_sizes(call, part, side), *query.stride()[:3], *key.stride()[:2], *value.stride()[:2],
+            *_tables(call, tables, part, side), call.scale, *_score_scales(call, call.scale), *_bias_args(call), *table,
+            *dropout_args(call), *_sizes(call, part, side), *query.stride()[:3], *key.stride()[:2], *value.stride()[:2],
             *grad_output.stride()[:3], *grad.stride()[:3], SK_N=key.stride(2), SV_N=value.stride(2),
             **_constants(call, tables, part, side, tiles), **ends,
         )  # fmt: skip
@@ -190,9 +206,10 @@ def _key_gradients(
         work, owner_table, *rest = _tables(call, tables, part, side)
         launch(attention_dkv_bwd_kernel, (side.items * (block // tiles.n), owners, batch),
             query, key, value, grad_output, lse, delta, grad_key, grad_value, sum_key, sum_value, piece_key,
-            piece_value, work, owner_table, part.heads, part.key_rows, *rest, call.scale, call.scale * LOG2E,
-            *dropout_args(call), *_sizes(call, part, side), *query.stride()[:2], *key.stride()[:3], *value.stride()[:3],
-            *grad_output.stride()[:2], *grad_key.stride()[:3], *grad_value.stride()[:3],
+            piece_value, work, owner_table, part.heads, part.key_rows, *rest, call.scale,
+            *_score_scales(call, call.scale), *_bias_args(call), *dropout_args(call), *_sizes(call, part, side),
+            *query.stride()[:2], *key.stride()[:3], *value.stride()[:3], *grad_output.stride()[:2],
+            *grad_key.stride()[:3], *grad_value.stride()[:3],
             SQ_N=query.stride(2), SG_N=grad_output.stride(2), GROUP=heads // key.shape[1], MIXED=side.mixed,
             **_constants(call, tables, part, side, tiles), **ends,
         )  # fmt: skip
@@ -238,6 +255,47 @@ def _tables(call: AttentionCall, tables: Schedule, part: PartSchedule, side: Wal
         side.lists if call.seed is None else call.seed,
         side.lists if call.positions is None else call.positions.contiguous(),
     )  # fmt: skip
+
+
+def _score_scales(call: AttentionCall, scale: float) -> tuple[float, float | None]:
+    """Scale of scores in log2 units, and with a soft cap the scale inside its tanh."""
+    return (call.softcap * LOG2E, scale / call.softcap) if call.softcap else (scale * LOG2E, None)
+
+
+def _bias_args(call: AttentionCall) -> tuple[Tensor | int | None, ...]:
+    """Table, positions, entries and columns of a bias, and the stride of its positions by sample."""
+    if call.bias is None:
+        return (None,) * 5
+    places, columns = call.bias_positions, call.bias.shape[2] if call.bias.dim() > 2 else None
+    stride = None if places is None else places.stride(0) if len(places) > 1 else 0
+    return call.bias, places, call.bias[0].numel(), columns, stride
+
+
+class _TableSum(NamedTuple):
+    """Sums of the gradient of a bias table; see `add_to_table`."""
+
+    fixed: Tensor | None = None
+    """int64: multiples of 1 / unit"""
+    bad: Tensor | None = None
+    """float32: terms that are not finite"""
+    unit: Tensor | None = None
+    """float32 scalar, a power of two"""
+
+    def result(self) -> Tensor:
+        assert self.fixed is not None and self.bad is not None and self.unit is not None
+        return (self.fixed / self.unit.double()).to(self.bad.dtype) + self.bad
+
+
+def _table_sum(call: AttentionCall, delta: Tensor, grad_output: Tensor) -> _TableSum:
+    """Empty sums, with the largest unit for which no sum of gradients of scores can overflow."""
+    if call.bias is None:
+        return _TableSum()
+    # The weights of a row sum to 1, so a sum is at most the number of rows times the largest |dP - delta|.
+    spans = [torch.linalg.vector_norm(x, torch.inf, -1, dtype=torch.float32) for x in (grad_output, call.value)]
+    tops = [x.abs().nan_to_num(0.0, 0.0, 0.0).amax().double() for x in (*spans, delta)]
+    largest = tops[0] * tops[1] * (call.value.shape[3] / (1 - call.dropout_p)) + tops[2]
+    unit = (61 - (largest * delta[:, 0].numel()).log2().ceil()).clamp(-120, 120).exp2().float()
+    return _TableSum(torch.zeros_like(call.bias, dtype=torch.int64), torch.zeros_like(call.bias), unit)
 
 
 def dropout_args(call: AttentionCall) -> tuple[float, int]:
@@ -316,6 +374,12 @@ def config(d: int, e: int, dtype: torch.dtype, device: torch.device, block: int)
         width = next(width for width in table if width >= max(d, e))
         cached = _configs[key] = Config(*(tiles.within(block) for tiles in table[width]))
     return cached
+
+
+def _config_of(call: AttentionCall) -> Config:
+    query = call.query
+    own = config(query.shape[3], call.value.shape[3], query.dtype, query.device, call.plan.block_size)
+    return own if call.bias is None else own.with_bias()
 
 
 def _float_sum(rows: Tensor, fresh: bool) -> Tensor:

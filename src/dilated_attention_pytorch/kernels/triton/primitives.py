@@ -19,6 +19,11 @@ import triton.language as tl
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 NO_KEY = tl.constexpr(float("-inf"))
+TANH_0 = tl.constexpr(-0.33333144074185633)
+TANH_1 = tl.constexpr(0.13325884127305102)
+TANH_2 = tl.constexpr(-0.05304590963211715)
+TANH_3 = tl.constexpr(0.017242478446542153)
+"""Minimax polynomial p(z) on z <= 1/4: tanh(x) = x + x z p(z) with z = x^2, relative error 1.5e-8."""
 STEP_D = tl.constexpr(32)
 NO_PTX = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1" or torch.version.hip is not None)
 """Whether inline PTX is unavailable."""
@@ -162,6 +167,79 @@ def visible(
         if HOLES:
             b_ok = b_ok & b_seen
     return b_ok
+
+
+@triton.jit
+def tanh_and_slope(b_x):
+    """tanh(x) and its derivative in float32, from one exp2.
+
+    The relative error is at most 5 * 2^-24 for tanh and (6 + 3|x|) * 2^-24 for the derivative. On a GPU, `ex2.approx`
+    (error 2^-22) and `div.full` (2 ulp) add at most 12 * 2^-24 to each.
+    """
+    b_size = tl.abs(b_x)
+    b_u = tl.math.exp2(b_size * (-2.0 * LOG2E))
+    b_share = 1.0 / (1.0 + b_u)
+    b_z = b_size * b_size
+    b_near = b_size + b_size * (b_z * (TANH_0 + b_z * (TANH_1 + b_z * (TANH_2 + b_z * TANH_3))))
+    # 1 - u cancels for small |x|, and 1 - tanh(x)^2 for large |x|.
+    b_tanh = tl.where(b_size < 0.5, b_near, (1.0 - b_u) * b_share)
+    return tl.where(b_x < 0.0, -b_tanh, b_tanh), 4.0 * b_u * b_share * b_share
+
+
+@triton.jit
+def clipped(b_distance, width):
+    """Index of a distance on one axis of a bias table."""
+    return tl.minimum(tl.maximum(b_distance + width // 2, 0), width - 1).to(tl.int32)
+
+
+@triton.jit
+def bias_index(bias, o_other, b_exist, SIGN: tl.constexpr):
+    """Entries of a bias table for stationary rows and streamed tokens, int32; as `bias_index` of `kernels.call`.
+
+    A bias is (pointer to the table of a head or None, pointer to the positions of a sample or None for tokens, entries
+    of the table, columns of a table with two axes or None, tokens of the stationary rows, mask of those that exist).
+    SIGN is 1 if keys are streamed and -1 if queries are.
+    """
+    _, p_places, size, columns, o_own, b_own = bias
+    o_own = o_own[:, None]
+    o_other = o_other[None, :]
+    if p_places is None:
+        return clipped((o_other.to(tl.int32) - o_own.to(tl.int32)) * SIGN, size)
+    else:
+        AXES: tl.constexpr = 1 if columns is None else 2
+        p_own = p_places + o_own * AXES
+        p_other = p_places + o_other * AXES
+        b_far = tl.load(p_other, mask=b_exist[None, :], other=0) - tl.load(p_own, mask=b_own[:, None], other=0)
+        if AXES == 1:
+            return clipped(b_far * SIGN, size)
+        else:
+            b_row = clipped(b_far * SIGN, size // columns)
+            b_far = tl.load(p_other + 1, mask=b_exist[None, :], other=0) - tl.load(
+                p_own + 1, mask=b_own[:, None], other=0
+            )
+            return b_row * columns + clipped(b_far * SIGN, columns)
+
+
+@triton.jit
+def add_to_table(table, b_index, b_grad):
+    """Add gradients of scores to the gradient of a bias table, at the entries of `bias_index`.
+
+    A table is (pointer to int64 sums, pointer to float32 sums, pointer to a unit). Finite gradients are added in fixed
+    point, as integer multiples of 1 / unit, because integer sums do not depend on the order of the programs. Others are
+    added in float32, where inf and NaN do not depend on the order either.
+    """
+    p_sum, p_bad, p_unit = table
+    unit = tl.load(p_unit)
+    b_finite = (b_grad - b_grad) == 0.0
+    b_grad_finite = tl.where(b_finite, b_grad, 0.0)
+    # Tiles beyond the table have one entry, which all their elements would add to at once: it receives their sum.
+    first = tl.min(tl.min(b_index, 1), 0)
+    alone = (first == tl.max(tl.max(b_index, 1), 0)).to(tl.float32)
+    total = tl.sum(tl.sum(b_grad_finite, 1), 0) * alone
+    tl.atomic_add(p_sum + first, tl.floor(total * unit + 0.5).to(tl.int64), sem="relaxed")
+    b_fixed = tl.floor(b_grad_finite * ((1.0 - alone) * unit) + 0.5).to(tl.int64)
+    tl.atomic_add(p_sum + b_index, b_fixed, mask=b_fixed != 0, sem="relaxed")
+    tl.atomic_add(p_bad + b_index, b_grad, mask=b_finite == 0, sem="relaxed")
 
 
 @triton.jit

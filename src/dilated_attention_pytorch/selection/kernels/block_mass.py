@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...kernels.launch.launcher import ALIGNED, Launch, prepared
+from ...kernels.launch.arena import ALIGNED
+from ...kernels.launch.launcher import Launch, prepared
 from ...kernels.launch.triton_abi import Grid
 from ...kernels.triton.launches import LOG2E, OPTIONS, dot_precision, padded_width
 from ..types import Selection

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...kernels.launch.launcher import Arena, Launch, Shape, prepared
+from ...kernels.launch.arena import Arena, Shape
+from ...kernels.launch.launcher import Launch, prepared
 from ...kernels.triton.launches import OPTIONS, padded_width
 from ..types import GatherIndex, Selection
 from .gather_index_kernels import mark_tokens_kernel, place_kernel, runs_kernel

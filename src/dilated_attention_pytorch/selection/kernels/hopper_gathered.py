@@ -11,7 +11,7 @@ from torch import Tensor
 from ...kernels.call import AttentionCall
 from ...kernels.hopper import backend as hopper_backend
 from ...kernels.hopper.layouts import LOG2_E, layout_problem
-from ...kernels.launch.gluon_launcher import OPTIONS, GluonLaunch, Launches, PtrArg, Tensors, TmaArg, on_device
+from ...kernels.launch.launcher import Launches, LaunchStep, PtrArg, Tensors, TmaArg, on_device
 from ...kernels.launch.triton_abi import Grid
 from ..types import GatherIndex
 
@@ -69,7 +69,7 @@ QUERY, KEY, VALUE, GRAD, LSE, DELTA, PART, GRAD_KEY, GRAD_VALUE, SOURCE, FIRST, 
 
 
 class ChosenBackward:
-    """GluonLaunch of `gathered_attention.chosen_bwd_kernel` for calls and choices of one layout."""
+    """LaunchStep of `gathered_attention.chosen_bwd_kernel` for calls and choices of one layout."""
 
     def __init__(self, call: AttentionCall, chosen: GatherIndex, first_head: int, tensors: Tensors) -> None:
         from .hopper_gathered_kernel import chosen_bwd_kernel
@@ -87,7 +87,7 @@ class ChosenBackward:
         arguments = *moved, *places, *sizes, *strides, *scales, BLOCK, *config
         identity = "chosen", query.device.index, query.dtype, d, config
         grid = batch * blocks, tensors[KEY].shape[1], 1
-        launch = GluonLaunch(chosen_bwd_kernel, identity, grid, arguments, tensors[:AFTER], **OPTIONS)
+        launch = LaunchStep(chosen_bwd_kernel, identity, grid, arguments, tensors[:AFTER])
         self._launches, self._device = Launches(query.device, [launch]), query.device
 
     def __call__(self, grid: Grid, tensors: Sequence[Tensor]) -> None:

@@ -16,7 +16,8 @@ from torch import Tensor
 from ...kernels.call import AttentionCall
 from ...kernels.hopper import lowering as hopper_lowering
 from ...kernels.hopper.lowering import FEW_ITEMS, ITEM_ROWS, BackwardItems, ForwardItems, LoweredPart
-from ...kernels.launch.launcher import Arena, Launch, Shape, prepared
+from ...kernels.launch.arena import Arena, Shape
+from ...kernels.launch.launcher import Launch, prepared
 from ...kernels.launch.triton_abi import Grid
 from ...kernels.registry import Backend, choose
 from ...kernels.triton import backend as triton_backend

@@ -7,7 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...kernels.launch.launcher import Arena, Launch, Shape, prepared
+from ...kernels.launch.arena import Arena, Shape
+from ...kernels.launch.launcher import Launch, prepared
 from ...kernels.launch.triton_abi import Grid
 from ...kernels.triton.launches import OPTIONS, dot_precision, padded_width
 from ..types import Factors

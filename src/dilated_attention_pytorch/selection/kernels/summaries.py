@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...kernels.launch.gluon_launcher import Grid
-from ...kernels.launch.launcher import Arena, Launch, Shape, prepared
+from ...kernels.launch.arena import Arena, Shape
+from ...kernels.launch.launcher import Launch, prepared
+from ...kernels.launch.triton_abi import Grid
 from ...kernels.triton.launches import OPTIONS, dot_precision, padded_width
 from .block_scores import Halves
 from .summaries_kernels import factor_kernel, summaries_kernel

@@ -1,0 +1,99 @@
+"""Direct launches equal those of Triton's own launcher, byte for byte, on a stub of the CUDA driver.
+
+The installed release of Triton is tested; `DAP_TRITON_RELEASES` names folders with further releases (`pip install
+--no-deps --target FOLDER triton==3.7.*`), separated as in PATH. `python -m kernels.test_direct_launch` prints the host
+time of launches for all of them.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from importlib.util import find_spec
+from itertools import chain
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).resolve().parents[1]
+INSTALLED = ""
+RELEASES = [INSTALLED, *filter(None, os.environ.get("DAP_TRITON_RELEASES", "").split(os.pathsep))]
+QUICK = ["triton window", "hopper ladder forward"]
+SLOW = [["triton ladder", "hopper window"], ["hopper ladder"], ["learned blocks", "learned tokens"]]
+OVERLAP = "6:01000000;"
+"""Attribute of a launch that may start before the launch in front of it has ended."""
+
+
+def program_output(release, folder, *arguments):
+    """Output of `stub_launches.py` with a release of Triton, on a stub driver that is built in `folder`."""
+    package = Path(release) / "triton" if release else Path(find_spec("triton").origin).parent
+    headers = package / "backends" / "nvidia" / "include"
+    build = ["-O1", "-shared", "-fPIC", f"-I{headers}", "-Wl,-soname,libcuda.so.1", "-o", folder / "libcuda.so.1"]
+    subprocess.run([shutil.which("cc"), TESTS / "kernels" / "stub_cuda.c", *build], check=True)
+    paths = [release] * bool(release) + [str(TESTS.parent / "src"), str(TESTS)]
+    stub = {"TRITON_LIBCUDA_PATH": str(folder), "LD_LIBRARY_PATH": str(folder), "TRITON_CACHE_DIR": str(folder)}
+    environment = os.environ | stub | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+    environment.pop("TRITON_INTERPRET", None)
+    program = [sys.executable, TESTS / "kernels" / "stub_launches.py", *arguments]
+    done = subprocess.run(program, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout)
+
+
+@pytest.fixture(params=RELEASES, ids=lambda release: Path(release).name or "installed")
+def release(request):
+    if find_spec("triton") is None:
+        pytest.skip("needs triton, which is not installed")
+    if shutil.which("cc") is None:
+        pytest.skip("needs a C compiler named cc, which builds the stub driver and Triton's own")
+    return request.param
+
+
+def assert_equal_launches(scenes):
+    for name, launches in scenes.items():
+        assert launches, name
+        for launch in launches:
+            own, direct = launch["own"], launch["direct"]
+            records = []
+            for record, overlaps in zip(own["records"], launch["overlaps"], strict=True):
+                head, attributes, parameters = (
+                    record.replace("attributes=", "\n").replace(" parameters=", "\n").split("\n")
+                )
+                # Triton's own launcher never overlaps launches of a sequence.
+                attributes += OVERLAP * (overlaps and OVERLAP not in attributes)
+                records.append(f"{head}attributes={attributes} parameters={parameters}")
+            assert direct["records"] == records
+            # Both ways were taken: hooks see every launch of Triton's own launcher, which makes no direct launch.
+            assert own["own"] == own["hooked"] == len(records) > 0
+            assert direct["own"] == 0
+
+
+def test_direct_launches_equal_tritons_own(release, tmp_path):
+    output = program_output(release, tmp_path, *QUICK)
+    assert_equal_launches(output["scenes"])
+    assert any(OVERLAP in record for record in output["scenes"][QUICK[1]][0]["direct"]["records"])
+    assert output["outlives_triton_cache"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scenes", SLOW, ids=", ".join)
+def test_direct_launches_of_all_kernels_equal_tritons_own(release, scenes, tmp_path):
+    assert_equal_launches(program_output(release, tmp_path, *scenes)["scenes"])
+
+
+def main() -> None:
+    """Print host microseconds of the launches of every scene, through Triton's own launcher and directly."""
+    import tempfile
+
+    for release in RELEASES:
+        with tempfile.TemporaryDirectory() as folder:
+            output = program_output(release, Path(folder), QUICK[0], *chain(*SLOW), "--time")
+        for name, launches in output["scenes"].items():
+            own, direct = (sum(launch["us"][way] for launch in launches) for way in ("own", "direct"))
+            count = sum(len(launch["direct"]["records"]) for launch in launches)
+            print(f"triton {output['triton']}  {name:15} {count:2} launches  own {own:7.1f}  direct {direct:6.1f} us")
+
+
+if __name__ == "__main__":
+    main()
