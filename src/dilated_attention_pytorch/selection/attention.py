@@ -381,10 +381,11 @@ def attend_selection(
 def _check_selection(query: Tensor, selection: Selection) -> None:
     batch, heads, n, _ = query.shape
     rows = n if selection.per_token else -(-n // selection.block_size)
-    if (selection.n, selection.heads) != (n, heads) or selection.indices.shape[::2] != (batch, rows):
+    listed = selection.indices.shape
+    if (selection.n, listed[1] * selection.group) != (n, heads) or listed[::2] != (batch, rows):
         raise must(
             f"the selection must be for {batch} samples, {heads} heads and {n} tokens",
-            f"indices {tuple(selection.indices.shape)} for {selection.n} tokens",
+            f"indices {tuple(listed)} for {selection.n} tokens",
         )
 
 

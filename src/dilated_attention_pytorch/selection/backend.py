@@ -228,6 +228,8 @@ class ScoringSteps(NamedTuple):
 
 def choose_steps(work: Workload, distills: bool) -> ScoringSteps:
     """Implementations for a call whose scorer learns by distillation alone, or otherwise needs a graph."""
+    if allows_host_sync(work.device):
+        return ScoringSteps(Torch.summarise, Torch.factor, Torch.rank, Torch.score_rows, work.records_graph)
     score_rows = implementation("score_rows", work) if distills else Torch.score_rows
     graph = work.records_graph and score_rows is Torch.score_rows
     work = work._replace(records_graph=graph)
