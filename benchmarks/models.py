@@ -33,7 +33,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from dilated_attention_pytorch.models import LongNetConfig, LongNetLM, SlideConfig, SlideEncoder
 from dilated_attention_pytorch.nn import MultiheadSparseAttention
 from dilated_attention_pytorch.tools.bench.measure import PeakMemory, clock, facts
-from dilated_attention_pytorch.tools.train import use_dense
+from dilated_attention_pytorch.tools.training import use_dense
 
 GATE_TOKENS = 1024
 TOLERANCE = {torch.float32: 2e-4, torch.bfloat16: 5e-2}

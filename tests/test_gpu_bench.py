@@ -12,7 +12,7 @@ import torch
 from docs_pages import docs_gpu_tables, docs_page
 
 from dilated_attention_pytorch import parse
-from dilated_attention_pytorch.tools.bench import gpu, peers
+from dilated_attention_pytorch.tools.bench import command, gpu, peers
 from dilated_attention_pytorch.tools.bench import runner as bench
 from dilated_attention_pytorch.tools.bench.gate import Computed
 from dilated_attention_pytorch.tools.bench.grid import (
@@ -138,7 +138,7 @@ def few(monkeypatch: pytest.MonkeyPatch) -> list[GpuCase]:
 
 def measured(out, *options: str) -> list[dict]:
     arguments = ["--suite", "gpu", "--device", "cpu", "--tiny", "--out", str(out), *options]
-    status = bench.main(arguments)
+    status = command.main(arguments)
     assert status == 0
     return [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
 
@@ -187,7 +187,7 @@ def test_a_wrong_result_is_not_timed_and_the_page_says_so(few: list[GpuCase], tm
 
     monkeypatch.setattr(gpu, "error_ratio", wrong)
     out = tmp_path / "gpu.jsonl"
-    assert bench.main(["--suite", "gpu", "--device", "cpu", "--tiny", "--out", str(out)]) == 1
+    assert command.main(["--suite", "gpu", "--device", "cpu", "--tiny", "--out", str(out)]) == 1
     text = out.read_text()
     assert "Infinity" not in text and "NaN" not in text
     lines = [json.loads(line) for line in text.splitlines()]
@@ -218,7 +218,7 @@ def test_a_dead_gpu_is_left_behind_and_not_tried_again(few: list[GpuCase], tmp_p
     monkeypatch.setattr(gpu, "is_alive", lambda device: alive[0])
     monkeypatch.setattr(gpu.os, "execv", lambda program, command: commands.append(command))
     arguments = ["--suite", "gpu", "--device", "cpu", "--tiny", "--out", str(out)]
-    assert bench.main(arguments) == 1
+    assert command.main(arguments) == 1
     assert len(commands) == 1 and "--resume" in commands[0] and str(out) in commands[0]
     alive[0] = True
     lines = measured(out, *commands[0][commands[0].index("--resume") :])

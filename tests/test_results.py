@@ -22,3 +22,11 @@ def test_every_line_names_device_commit_and_versions(path: Path):
     assert Counter(name for line in lines for name in ("device", "git", "torch", "python") if not line.get(name)) == {}
     # The kind of device, as torch calls it, does not tell which one it was.
     assert {"cpu", "cuda"}.isdisjoint(line["device"] for line in lines)
+
+
+def test_prebuilt_kernels_are_as_fast_as_local_ones():
+    """Written by `python benchmarks/prebuilt.py`, which takes the times in turns in one process."""
+    (path,) = (path for path in FILES if path.stem == "prebuilt_cpu")
+    ratios = [json.loads(line)["prebuilt_over_local"] for line in path.read_text().splitlines()]
+    assert len(ratios) >= 24
+    assert max(ratios) <= 1.05

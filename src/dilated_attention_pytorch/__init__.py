@@ -83,6 +83,8 @@ _MODULES = {
     "get_block_sparse_preset": "nn",
     "integrate": "integrations.huggingface",
     "replace_attention": "integrations.replace",
+    "SparsifyReport": "integrations.sparsify",
+    "sparsify": "integrations.sparsify",
     "scorer_parameters": "nn",
     "task_parameters": "nn",
     "StreamedLayer": "nn.streamed",

@@ -11,6 +11,8 @@ from .errors import BackendUnsupported as BackendUnsupported
 from .integrations.huggingface import integrate as integrate
 from .integrations.replace import Replacement as Replacement
 from .integrations.replace import replace_attention as replace_attention
+from .integrations.sparsify import SparsifyReport as SparsifyReport
+from .integrations.sparsify import sparsify as sparsify
 from .kernels.call import reproducible_gradients as reproducible_gradients
 from .models import DilatedTransformerDecoderLayer as DilatedTransformerDecoderLayer
 from .models import DilatedTransformerEncoderLayer as DilatedTransformerEncoderLayer

@@ -34,6 +34,7 @@ from dilated_attention_pytorch.nn import (
     SparsePatternConfig,
 )
 from dilated_attention_pytorch.ops.attention import CallSettings, call_of
+from dilated_attention_pytorch.tools.quality import command
 from dilated_attention_pytorch.tools.quality import runner as quality
 
 pytestmark = pytest.mark.gpu
@@ -203,7 +204,7 @@ def test_quality_suite_trains_every_pattern(tmp_path, monkeypatch):
     short = replace(quality.SUITES["gpu"], recall_steps=3, seeds=(0,))
     monkeypatch.setitem(quality.SUITES, "gpu", short)
     # 1: dense attention does not learn the task in three steps.
-    assert quality.main(["--suite", "gpu", "--out", str(tmp_path), "--tasks", "recall"]) == 1
+    assert command.main(["--suite", "gpu", "--out", str(tmp_path), "--tasks", "recall"]) == 1
     rows = [json.loads(line) for line in (tmp_path / "quality.jsonl").read_text().splitlines()]
     assert {row["pattern"] for row in rows} >= {"dense", "local", "adaptive"}
     assert all(0 <= row["quality"] <= 1 for row in rows)

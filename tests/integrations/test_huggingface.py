@@ -9,12 +9,13 @@ import pytest
 import torch
 from oracle import error
 
-from dilated_attention_pytorch import Pattern, integrate, parse
+from dilated_attention_pytorch import Pattern, integrate, parse, sparsify
 from dilated_attention_pytorch.integrations import huggingface
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     transformers = pytest.importorskip("transformers", reason="needs the extra `hf`")
+    load_file = pytest.importorskip("safetensors.torch").load_file
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -267,3 +268,96 @@ def test_function_patterns_of_two_models_stay_apart(bert):
 def test_the_default_names():
     assert huggingface.register() == ("dap", "dilated", "block_sparse")
     huggingface.register({"dilated": "dilated:16x1,64x4", "block_sparse": "block_dilated:32x1,64x2;block=16"})
+
+
+LEARNED = "learned:0.3;block=16;score_unit=4;hidden_dim=8;sink_blocks=0;local_blocks=1"
+
+
+@pytest.mark.parametrize("padded", ["none", "left", "right"])
+def test_learned_attention_of_all_blocks_is_their_own(llama, padded):
+    ids = tokens()
+    real = torch.ones_like(ids)
+    if padded != "none":
+        real[1, slice(None, 30) if padded == "left" else slice(60, None)] = 0
+    with torch.no_grad():
+        theirs = llama(ids, attention_mask=real).logits
+        integrate(llama, "learned:1;block=16")
+        assert error(llama(ids, attention_mask=real).logits[real.bool()], theirs[real.bool()]) < 1e-10
+        integrate(llama, LEARNED)
+        sparse = llama(ids, attention_mask=real).logits
+        assert error(sparse[real.bool()], theirs[real.bool()]) > 1e-3
+
+
+def test_learned_scorers_train_save_and_load(llama, tmp_path):
+    integrate(llama, {0: LEARNED, 1: "window:16"})
+    names = [name for name, _ in llama.named_parameters() if "scorer" in name]
+    assert names and all(name.startswith("model.layers.0.self_attn.dap_learned.scorer") for name in names)
+    ids = tokens()
+    llama.train()(ids, labels=ids).loss.backward()
+    optimizer = torch.optim.SGD(llama.parameters(), 0.1)
+    assert all(llama.get_parameter(name).grad.abs().sum() > 0 for name in names if "bias_1" not in name)
+    optimizer.step()
+    llama.eval().save_pretrained(tmp_path)
+
+    again = transformers.LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.float64).eval()
+    integrate(again, {0: LEARNED, 1: "window:16"})
+    state = load_file(tmp_path / "model.safetensors")
+    assert not again.load_state_dict(state, strict=False).unexpected_keys
+    assert torch.equal(again(ids).logits, llama(ids).logits)
+    # The scorer stays where other attention is tried.
+    integrate(llama, "model's own")
+    integrate(llama, {0: LEARNED, 1: "window:16"})
+    assert torch.equal(again(ids).logits, llama(ids).logits)
+
+
+def test_learned_layers_decode_with_all_keys(llama):
+    integrate(llama, LEARNED)
+    ids = tokens(64)
+    with torch.no_grad():
+        first = llama(ids[:, :-1], use_cache=True)
+        step = llama(ids[:, -1:], past_key_values=copy.deepcopy(first.past_key_values)).logits
+        llama.set_attn_implementation("full")
+        expected = llama(ids[:, -1:], past_key_values=first.past_key_values).logits
+    assert error(step, expected) < 1e-10
+    integrate(llama, LEARNED)
+    for cache in ("dynamic", "static"):
+        assert llama.generate(ids, max_new_tokens=4, do_sample=False, cache_implementation=cache).shape == (2, 68)
+
+
+def test_learned_causal_model_does_not_look_ahead(llama):
+    integrate(llama, LEARNED)
+    ids = tokens()
+    other = ids.clone()
+    other[:, 70:] = 7
+    with torch.no_grad():
+        assert torch.equal(llama(ids).logits[:, :70], llama(other).logits[:, :70])
+
+
+def test_learned_attention_is_refused_with_reasons(llama, bert):
+    with pytest.raises(ValueError, match=r"causal layers as Llama's, got encoder.layer.0.attention: BertAttention has"):
+        integrate(bert, LEARNED)
+    sizes = {**SIZES, "num_hidden_layers": 1, "num_key_value_heads": 2}
+    mistral = transformers.MistralForCausalLM(transformers.MistralConfig(**sizes, sliding_window=8))
+    with pytest.raises(ValueError, match=r"model\.layers\.0\.self_attn: MistralAttention has a window"):
+        integrate(mistral, LEARNED)
+    assert not any("dap_learned" in name for name, _ in mistral.named_modules())
+    with pytest.raises(ValueError, match="learned attention must be given to a model"):
+        huggingface.register({"learned": LEARNED})
+    integrate(llama, LEARNED)
+    ids = tokens(60)
+    with pytest.raises(ValueError, match="causal mask of a whole sequence, got packed or bidirectional tokens"):
+        llama(ids[:1], cu_seq_lens_q=torch.tensor([0, 20, 60]), cu_seq_lens_k=torch.tensor([0, 20, 60]))
+    with pytest.raises(ValueError, match="learned attention must come without s_aux, softcap, output_attentions"):
+        llama(ids, output_attentions=True)
+
+
+def test_sparsify_distills_a_causal_model(llama):
+    llama = llama.float()
+    batches = [{"input_ids": tokens(128)} for _ in range(4)]
+    before = {name: parameter.clone() for name, parameter in llama.named_parameters()}
+    report = sparsify(llama, batches, 3, pattern=LEARNED, keep=0.0, progress=False)
+    assert [row.layer for row in report.layers] == ["model.layers.0.self_attn", "model.layers.1.self_attn"]
+    assert all(torch.equal(llama.get_parameter(name), value) for name, value in before.items())
+    again = copy.deepcopy(llama)
+    integrate(again, dict(enumerate(report.patterns.values())))
+    assert torch.equal(again(**batches[0]).logits, llama(**batches[0]).logits)

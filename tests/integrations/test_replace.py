@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import dilated_attention_pytorch as dap
+from dilated_attention_pytorch import Pattern
 from dilated_attention_pytorch.integrations.replace import FusedProjectionAttention
 
 
@@ -181,3 +182,128 @@ def test_hugging_face_models_take_the_pattern():
         holder = nn.ModuleDict({"encoder": model})
         (entry,) = dap.replace_attention(holder, "window:3")
         assert entry.name == "encoder" and not torch.allclose(model(tokens).last_hidden_state, before, atol=1e-3)
+
+
+LEARNED = "learned:0.25;block=16;score_unit=4;hidden_dim=8"
+
+
+def longnet(**changes) -> dap.LongNetLM:
+    sizes = {"d_model": 32, "nhead": 4, "num_kv_heads": 2, "dim_feedforward": 32, "num_decoder_layers": 2}
+    torch.manual_seed(0)
+    return dap.LongNetLM(**{**sizes, "patterns": ["full"], **changes}).double().eval()
+
+
+def cores_of(model: nn.Module) -> list[dap.BlockSparseAdaptive]:
+    return [module for module in model.modules() if isinstance(module, dap.BlockSparseAdaptive)]
+
+
+def learnable_models() -> dict[str, tuple[nn.Module, torch.Tensor]]:
+    torch.manual_seed(0)
+    x = torch.randn(2, 100, 48, dtype=torch.float64)
+    torch_own = nn.TransformerEncoder(nn.TransformerEncoderLayer(48, 4, 48, batch_first=True), 2)
+    timm_own = nn.Sequential(*(Block(Attention(48, 4, qk_norm=True, gated=True)) for _ in range(2)))
+    return {
+        "torch": (torch_own.double().eval(), x),
+        "timm": (timm_own.double().eval(), x),
+        "longnet": (longnet(), torch.randint(256, (2, 100))),
+        "longnet encoder": (longnet(num_encoder_layers=2, num_decoder_layers=0), torch.randint(256, (2, 100))),
+    }
+
+
+@pytest.mark.parametrize("name", learnable_models())
+def test_learned_attention_takes_over_weights_and_flags(name):
+    model, x = learnable_models()[name]
+    before = model(x)
+    parameters = {entry: parameter for entry, parameter in model.named_parameters()}
+    frozen = [entry for entry in parameters if entry.endswith(("out_proj.weight", "proj.weight"))]
+    for entry in frozen:
+        parameters[entry].requires_grad_(False)
+    report = dap.replace_attention(model, "learned:1;block=16;hidden_dim=8")
+    assert len(report) == 2 and all(entry.replaced for entry in report)
+    assert torch.allclose(model(x), before, atol=1e-12), "all blocks are dense attention"
+    for entry in frozen:
+        assert not model.get_parameter(entry).requires_grad
+    assert all(parameter.requires_grad for parameter in dap.scorer_parameters(model))
+    assert len(dap.scorer_parameters(model)) == 2 * len(list(cores_of(model)[0].parameters()))
+
+    scorer = cores_of(model)[0].scorer
+    with torch.no_grad():
+        scorer.log_temperature.fill_(0.25)
+    dap.replace_attention(model, LEARNED)
+    assert all(core.config.kept == 0.25 and core.config.score_unit == 4 for core in cores_of(model))
+    assert cores_of(model)[0].scorer.log_temperature[0].item() == 0.25, "a scorer of the same sizes stays"
+    assert not torch.allclose(model(x), before, atol=1e-3)
+    model.train()
+    model(x).square().sum().backward()
+    assert all(parameter.grad is not None for parameter in dap.scorer_parameters(model))
+
+    again, _ = learnable_models()[name]
+    dap.replace_attention(again, LEARNED)
+    again.load_state_dict(model.state_dict())
+    assert torch.equal(again.eval()(x), model.eval()(x))
+
+
+def test_learned_longnet_generates_as_it_computes():
+    model = longnet()
+    dap.replace_attention(model, LEARNED)
+    prompt = torch.randint(256, (2, 70), generator=torch.Generator().manual_seed(0))
+    generated = model.generate(prompt, 20)
+    tokens = prompt
+    for step in range(20):
+        tokens = torch.cat([tokens, model(tokens)[:, -1:].argmax(-1)], 1)
+        assert torch.equal(tokens[:, 70:], generated[:, : step + 1])
+
+
+def test_names_choose_the_modules():
+    model = longnet()
+    first, second = (f"long_net.decoder.layers.{i}.self_attn" for i in range(2))
+    assert [entry.name for entry in dap.replace_attention(model, {second: LEARNED})] == [second]
+    assert len(cores_of(model)) == 1 and cores_of(model)[0] is model.get_submodule(second).core
+    with pytest.raises(ValueError, match=rf"names must be those of attention modules, {first}, .*got other"):
+        dap.replace_attention(model, {"other": LEARNED})
+
+
+def test_learned_attention_says_what_it_leaves():
+    model = nn.TransformerDecoderLayer(32, 4, batch_first=True)
+    report = dap.replace_attention(model, LEARNED)
+    assert [entry.replaced for entry in report] == [True, False] and "another sequence" in report[1].why
+    kept = nn.ModuleDict(
+        {
+            "a": dap.MultiheadSparseAttention(32, 4, "window:4 & causal"),
+            "b": nn.MultiheadAttention(32, 4, kdim=16),
+            "c": nn.MultiheadAttention(32, 4, add_bias_kv=True),
+            "d": LinearAttention(),
+            "e": nn.MultiheadAttention(32, 4),
+        }
+    )
+    reasons = {entry.name: entry.why for entry in dap.replace_attention(kept, LEARNED)}
+    for name, reason in {"a": "is causal; learned", "b": "other widths", "c": "add_bias_kv", "d": "not known"}.items():
+        assert reason in reasons[name], name
+    assert isinstance(kept["e"], dap.MultiheadBlockSparseAdaptive) and isinstance(kept["a"].pattern, Pattern)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("learned:2", r"fraction of blocks kept must lie in \(0, 1\], got 2"),
+        ("learned:many", "fraction of blocks kept must lie in"),
+        ("learned:0.1;blok=64", "options of learned attention must be among block, temperature"),
+        ("learned:0.1;block=many", "block must be of type int, got 'many'"),
+        ("learned:0.1;score_unit=0.5", "score_unit must be of type int"),
+        ("learned:0.1;block=48", "block_size must be one of"),
+        ("learned:0.1;k_min=0", "k_min must be >= 1, got 0"),
+    ],
+)
+def test_wrong_learned_text_leaves_the_model(text, message):
+    model = nn.TransformerEncoderLayer(32, 4, batch_first=True)
+    with pytest.raises(ValueError, match=message):
+        dap.replace_attention(model, text)
+    assert type(model.self_attn) is nn.MultiheadAttention
+
+
+def test_scorers_of_16_bit_models_have_32():
+    model = nn.TransformerEncoderLayer(32, 4, batch_first=True).bfloat16()
+    dap.replace_attention(model, LEARNED)
+    model(torch.randn(1, 100, 32, dtype=torch.bfloat16)).sum().backward()
+    for parameter in dap.scorer_parameters(model):
+        assert parameter.dtype == torch.float32 and parameter.grad.isfinite().all()

@@ -350,7 +350,7 @@ class Learned(NamedTuple):
         wanted = torch.autograd.grad(scores, leaves, grad)
         made = Factors(*(x.detach() if isinstance(x, torch.Tensor) else x for x in factors))
         whole = triton_row_scores.LARGEST_TILE, triton_row_scores.CHUNK
-        triton_row_scores._launches.cache_clear()
+        triton_row_scores.prepared.cache_clear()
         if self.chunk:
             triton_row_scores.LARGEST_TILE, triton_row_scores.CHUNK = 0, self.chunk
         with GpuRules(), torch.no_grad():

@@ -218,6 +218,7 @@ def main(*arguments: str) -> None:
         if name in SCENES:
             recorder.launches = scenes[name] = []
             SCENES[name]()
+    recorder.launches = []
     survives = outlives_triton_cache(recorder)
     print(json.dumps({"triton": triton.__version__, "scenes": scenes, "outlives_triton_cache": survives}))
 

@@ -101,7 +101,7 @@ def recorded(monkeypatch):
         monkeypatch.setattr(module, name, Kernel(name, public))
     monkeypatch.setattr(hopper_launch, "_launches", {})
     monkeypatch.setattr(hopper_backend, "_counters", {})
-    learned_lowering._launch_cache.cache_clear()
+    learned_lowering._frame.cache_clear()
     monkeypatch.setattr(hopper_launch, "entry_of", lambda compiled: Entry(compiled.name, direct))
     for module in (hopper_backend, hopper_gradients):
         monkeypatch.setattr(module, "processors", lambda _: 132)

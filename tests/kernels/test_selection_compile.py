@@ -273,8 +273,10 @@ SIZED = {"SIZE": 128, "P": 32}
         ("key_lists_kernel", 4, {"SIZE": 128, "P": 1024, "CAUSAL": True, "HALVES": 1}),
         ("key_lists_kernel", 4, {"SIZE": 128, "P": 1024, "CAUSAL": False, "RAGGED": False, "HALVES": 1, "LOCAL": 0}),
         ("held_items_kernel", 4, {"P": 1024, "HALVES": 2}),
+        ("query_lists_kernel", 1, SIZED | {"CAUSAL": False, "RAGGED": False, "HALVES": 1, "SHARED": 4}),
         ("mark_kernel", 4, {"P": 32}),
         ("mark_tokens_kernel", 8, {"P": 64, "T": 1024, "WORDS": 4}),
+        ("mark_tokens_kernel", 8, {"P": 64, "T": 1024, "WORDS": 4, "SHARED": 4}),
         ("runs_kernel", 4, {"SIZE": 128, "P": 1024, "BS": 512, "BT": 8}),
         ("place_kernel", 8, {"SIZE": 128, "P": 32, "T": 256, "R": 256, "WORDS": 4}),
         ("place_kernel", 8, {"SIZE": 128, "P": 64, "T": 1024, "R": 1024, "WORDS": 4}),
@@ -286,7 +288,7 @@ def test_what_surrounds_the_ranking_is_small(name, warps, constants, tmp_path, m
     from dilated_attention_pytorch.selection.kernels import block_lists_kernels as triton_lists
     from dilated_attention_pytorch.selection.kernels import gather_index
 
-    rest = {"LOCAL": 2, "BY_ROW": True, "RAGGED": True, "GROUP": 2}
+    rest = {"LOCAL": 2, "BY_ROW": True, "RAGGED": True, "GROUP": 2, "SHARED": 1}
     tiles = launches.Tiles(0, 0, warps, 1)
     kernel = getattr(triton_lists, name, None) or getattr(gather_index, name)
     compiled = compile_kernel(kernel, rest | constants, tiles, types=IN_ROOM)
@@ -316,7 +318,7 @@ def test_sums_stay_in_registers_and_ask_for_whole_lines_at_once(own_unit, width,
     )
     shape, apart = (1, 8, 4096, width), (4096 * 8 * width, width, 8 * width, 1)
     told = 128, own_unit, 16, True, padding, triton_summaries.ROWS, triton_summaries.ASKED
-    triton_summaries._summing.__wrapped__(torch.device("cpu"), shape, 8, apart, apart, 2, *told)
+    triton_summaries._summing(torch.device("cpu"), shape, 8, apart, apart, 2, *told)
     tiles = launches.Tiles(0, 0, made["num_warps"], 3)
     compiled = compile_kernel(triton_summaries.summaries_kernel, made, tiles, types=SUMMED)
     assert compiled.metadata.shared <= 16384

@@ -63,3 +63,15 @@ def test_a_report_shows_its_tables_and_plots(chromium: Browser, pages: dict[str,
     assert chromium.run("document.querySelectorAll('table tr').length") > 20
     assert chromium.run("document.querySelectorAll('svg').length") >= 1
     assert chromium.run("document.querySelector('svg text').getBoundingClientRect().height") >= 9
+    assert "largest speed-up over dense attention is" in chromium.run("document.body.textContent")
+
+
+def test_case_names_stay_visible_on_a_phone(chromium: Browser, pages: dict[str, Path]):
+    """A wide table scrolls under its first column."""
+    chromium.open(pages["report"], 400)
+    places = chromium.run(
+        "(box => {box.scrollLeft = 9999; const row = box.querySelector('tbody tr');"
+        " return [box.scrollLeft, ...[...row.cells].map(cell => cell.getBoundingClientRect().right)]})"
+        "(document.querySelector('table').parentNode)"
+    )
+    assert places[0] > 0 and 0 < places[1] < 400 and 0 < places[-1] <= 400

@@ -238,7 +238,7 @@ def test_settings_that_change_later_decide_who_attends(torch_raises):
 
 @pytest.mark.compile
 @torch.no_grad()
-def test_a_compiler_leaves_the_layer_as_it_is():
+def test_a_compiler_has_the_layer_in_one_graph():
     layer, x = told_dense(), torch.randn(3, 1, 120, 2, 16).unbind()
     graphs = []
 
@@ -251,8 +251,7 @@ def test_a_compiler_leaves_the_layer_as_it_is():
         assert torch.equal(torch.compile(layer, backend=kept)(*some, True), layer(*some, True))
         around = torch.compile(lambda *x: layer(*(2 * t for t in x), True) + 1, backend=kept)
         assert torch.equal(around(*some), layer(*(2 * t for t in some), True) + 1)
-    # What stands before it, and after it.
-    assert {len(graph) for graph in graphs} == {1, 3}
+    assert len(graphs) == 4
 
 
 @pytest.mark.compile

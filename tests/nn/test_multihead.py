@@ -574,3 +574,71 @@ def test_tensor_parallel_shards_compile_whole():
     x = torch.randn(1, 64, 64, dtype=torch.float64)
     compiled = torch.compile(shard, fullgraph=True, backend="aot_eager")
     assert error(compiled(x)[0], shard(x)[0].detach()) < 1e-12
+
+
+def with_drawn_sink(**options):
+    torch.manual_seed(0)
+    layer = MultiheadSparseAttention(32, 4, "window:9", sink=True, num_kv_heads=2, dtype=torch.float64, **options)
+    with torch.no_grad():
+        layer.sink.copy_(torch.randn(4))
+    return layer
+
+
+def attended(layer, query, key, **options):
+    q, k, v = layer.project(query, key, key)
+    return layer.finish(dap.attention(q, k, v, layer.pattern, enable_gqa=True, sink=layer.sink, **options))
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_learned_sink_matches_attention_with_sink(is_causal):
+    layer, x = with_drawn_sink(), torch.randn(2, 50, 32, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(2, 50, 32, dtype=torch.float64)
+    found = layer(x, is_causal=is_causal)[0]
+    wanted = attended(layer, x, x, is_causal=is_causal)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-14)
+    grads = [torch.autograd.grad((y * weight).sum(), (x, layer.sink)) for y in (found, wanted)]
+    torch.testing.assert_close(*grads, rtol=0, atol=1e-12)
+    assert grads[0][1].abs().min() > 1e-3
+    layer.sink.data.fill_(-torch.inf)
+    plain = MultiheadSparseAttention(32, 4, "window:9", num_kv_heads=2, dtype=torch.float64)
+    plain.load_state_dict({name: x for name, x in layer.state_dict().items() if name != "sink"})
+    torch.testing.assert_close(layer(x)[0], plain(x)[0], rtol=0, atol=1e-14)
+
+
+def test_learned_sink_is_part_of_the_state_and_starts_at_zero():
+    layer = with_drawn_sink()
+    other = MultiheadSparseAttention(32, 4, "window:9", sink=True, num_kv_heads=2, dtype=torch.float64)
+    assert torch.equal(other.sink, torch.zeros(4, dtype=torch.float64)) and "sink=True" in repr(other)
+    other.load_state_dict(layer.state_dict())
+    x = torch.randn(1, 20, 32, dtype=torch.float64)
+    assert torch.equal(other(x)[0], layer(x)[0])
+    other.reset_parameters()
+    assert not other.sink.any()
+    assert "sink" not in MultiheadSparseAttention(32, 4, "window:9").state_dict()
+    with pytest.raises(ValueError, match="nothing more, got a sink"):
+        MultiheadSparseAttention(32, 4, "window:9", sink=True).torch_state_dict()
+
+
+@torch.no_grad()
+def test_learned_sink_holds_in_decoding_and_cross_attention():
+    layer, x = with_drawn_sink().eval(), torch.randn(2, 30, 32, dtype=torch.float64)
+    whole, cache = layer(x, is_causal=True)[0], layer.cache()
+    parts = [layer(part, is_causal=True, cache=cache)[0] for part in (x[:, :20], x[:, 20:21], x[:, 21:])]
+    torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=0, atol=1e-12)
+    layer.pattern = dap.parse("full")
+    keys = torch.randn(2, 17, 32, dtype=torch.float64)
+    q, k, v = layer.project(x, keys, keys)
+    k, v = (t.repeat_interleave(2, 1) for t in (k, v))
+    scores = torch.cat([q @ k.mT * 8**-0.5, layer.sink[:, None, None].expand(2, 4, 30, 1)], -1)
+    wanted = layer.finish(scores.softmax(-1)[..., :-1] @ v)
+    torch.testing.assert_close(layer(x, keys)[0], wanted, rtol=0, atol=1e-12)
+
+
+def test_learned_sink_refuses_dense_weights():
+    layer, x = with_drawn_sink(), torch.randn(1, 8, 32, dtype=torch.float64)
+    with pytest.raises(ValueError, match="need_weights=True must come without a sink"):
+        layer(x, need_weights=True)
+    with pytest.raises(ValueError, match="attn_mask must come without a sink"):
+        layer(x, attn_mask=torch.zeros(8, 8, dtype=torch.float64).masked_fill(torch.rand(8, 8) < 0.5, 0.5))
+    with pytest.raises(ValueError, match="learned attention must come without a sink"):
+        dap.MultiheadBlockSparseAdaptive(32, 4, [64], [1], block_size=16, sink=True)

@@ -86,6 +86,52 @@ def test_fake_tensors_are_counted():
     assert dap.attention(real, real, real, "full").isfinite().all()
 
 
+def selected_counts(pairs) -> dict:
+    """Counts of a call of the selected operators on `tensors()`."""
+    operators = torch.ops.dilated_attention
+    return {operators.selected_forward: 2 * pairs * 40, operators.selected_backward: 2 * pairs * 96}
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("per_token", [False, True])
+@pytest.mark.parametrize("scope", [1, 2, 4])
+def test_selected_attention_counts_pairs_of_listed_blocks(is_causal, per_token, scope):
+    n, size = 300, 64
+    q, k, v = tensors(n, key_heads=2)
+    indices = torch.randint(-1, 5, (2, scope, n if per_token else 5, 4), dtype=torch.int32)
+    counts = torch.randint(0, 5, indices.shape[:3])
+    options = {"granularity": size, "is_causal": is_causal, "enable_gqa": True}
+    ours = counted(lambda: dap.selected_attention(q, k, v, indices, counts, **options).sum().backward())
+    pairs = 0
+    for sample in range(2):
+        for head in range(4):
+            for token in range(n):
+                row = sample, head * scope // 4, token if per_token else token // size
+                listed = set(indices[row][: counts[row]].tolist()) - {-1}
+                seen = [block for block in listed if not is_causal or block <= token // size]
+                pairs += sum(min(size, n - size * block) for block in seen)
+    assert ours == selected_counts(pairs)
+
+
+def test_listed_blocks_count_from_shapes_without_values():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    n, size = 300, 64
+    with FakeTensorMode():
+        q, k, v = tensors(n)
+        for rows, entries, is_causal, pairs in [
+            (5, 2, False, n * 128),
+            (n, 2, False, n * 128),
+            (n, 9, False, n * n),
+            (5, 2, True, 64 * 64 + (n - 64) * 128),
+            (n, 9, True, sum(64 * 64 * (i + 1) for i in range(4)) + 44 * n),
+        ]:
+            indices = torch.empty(2, 1, rows, entries, dtype=torch.int32)
+            options = {"granularity": size, "is_causal": is_causal}
+            call = lambda: dap.selected_attention(q, k, v, indices, **options).sum().backward()  # noqa: B023, E731
+            assert counted(call) == selected_counts(2 * 4 * pairs)
+
+
 def test_profiler_names_the_operators():
     q, k, v = tensors()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:

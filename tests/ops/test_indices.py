@@ -21,8 +21,10 @@ from dilated_attention_pytorch import (
 )
 from dilated_attention_pytorch.kernels.cpu.native import library_path
 from dilated_attention_pytorch.ops.sink import apply_sink
+from dilated_attention_pytorch.selection import attend
 from dilated_attention_pytorch.selection import backend as implementations
 from dilated_attention_pytorch.selection.indices import GRANULARITIES, normalise_indices, selection_of
+from dilated_attention_pytorch.selection.plan import block_plan, token_plan
 
 NATIVE = pytest.param("native", marks=pytest.mark.skipif(not library_path().exists(), reason="C++ kernel not built"))
 BACKENDS = pytest.mark.parametrize("backend", ["reference", "cpu", NATIVE, "auto"])
@@ -268,7 +270,9 @@ def test_normal_form_holds_blocks_once_and_nothing_else(call: IndexCall):
     for row, wanted in zip(listed.flatten(0, 2).tolist(), held.flatten(0, 2).tolist(), strict=True):
         inside = sorted({block for block in wanted if 0 <= block < blocks})
         assert row == inside + [blocks] * (len(row) - len(inside))
-    selection = selection_of(indices, counts, call.n, call.heads, call.key_heads, call.size, call.is_causal)
+    selection = selection_of(indices, counts, call.n, call.heads, call.size, call.is_causal)
+    assert selection.indices.shape[1] == call.scope and selection.heads == call.heads
+    selection = selection.per_head()
     token = torch.arange(call.n)
     row = token if selection.per_token else token // call.size
     seen = selection.allowed()[:, :, row][..., token // call.size]
@@ -279,6 +283,25 @@ def test_normal_form_holds_blocks_once_and_nothing_else(call: IndexCall):
     assert float(selection.density()) == pytest.approx(
         float(selection.allowed().sum()) / (seen.shape[0] * seen.shape[1] * dense)
     )
+
+
+@pytest.mark.parametrize("scope", [1, 2, 4])
+@pytest.mark.parametrize("per_token", [False, True])
+def test_heads_of_a_list_share_one_class_of_the_plan(per_token, scope):
+    call = IndexCall(per_token, n=64, batch=2, heads=4, scope=scope)
+    selection = selection_of(*call.lists()[:2], call.n, call.heads, call.size, is_causal=False)
+    plan = token_plan(selection).plan if per_token else block_plan(selection)
+    (part,) = plan.parts
+    assert plan.heads == 4 and len(part.by_query.rows) == scope * part.queries.tiles
+    assert part.head_class.tolist() == [head * scope // 4 for head in range(4)]
+
+
+@pytest.mark.parametrize("scope", [1, 2, 4])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_shared_lists_serve_key_heads_one_at_a_time(is_causal, scope, monkeypatch):
+    monkeypatch.setattr(attend, "GATHERED", 1)
+    errors = IndexCall(True, is_causal, scope=scope, counted=True, padded=True).errors()
+    assert max(errors.values()) < 1e-12, errors
 
 
 def call_with(**changes):

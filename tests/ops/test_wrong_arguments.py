@@ -39,6 +39,8 @@ def test_arguments_of_other_libraries_lead_to_ours(function, name: str, advice: 
         (lambda: dap.attention(*ROWS, "full", cu_seqlens=[0, 20]), "cu_seqlens must be a Tensor, got list"),
         (lambda: dap.attention(*ROWS, "full", key_padding_mask=[True]), "key_padding_mask must be a Tensor, got list"),
         (lambda: dap.MultiheadSparseAttention(16, 2, "causal")(X, is_causal=True, cache=True), r"must be a KVCache, got True[^$]*module.cache\(\)"),
+        (lambda: dap.attention(*ROWS, "full", scale="0.1"), "scale must be a number, got '0.1'"),
+        (lambda: dap.register_pattern(dap.Causal), r"register_pattern must have a name, got [^$]*@register_pattern\(\"name\"\)"),
     ],
 )  # fmt: skip
 def test_wrong_types_are_named(make, message: str):
@@ -56,6 +58,17 @@ def test_nested_tensors_lead_to_packing(layout: torch.layout):
         nested = torch.nested.nested_tensor([torch.randn(5, 2, 8), torch.randn(7, 2, 8)], layout=layout).transpose(1, 2)
     with pytest.raises(TypeError, match=r"query must be a dense tensor, got a nested one[^$]*cu_seqlens"):
         dap.attention(nested, nested, nested, "full")
+
+
+def test_close_names_of_backends_are_suggested():
+    with pytest.raises(ValueError, match=r"got 'natve'\nDid you mean 'native'\?"):
+        dap.attention(*ROWS, "full", backend="natve")
+
+
+def test_token_ids_beyond_the_vocabulary_are_named():
+    model = dap.LongNetLM(dap.LongNetConfig.named("tiny", num_decoder_layers=1))
+    with pytest.raises(IndexError, match="tokens must be ids from 0 to 255, got 1 to 300"):
+        model(torch.tensor([[1, 300]]))
 
 
 def test_plans_of_too_many_tokens_are_refused():

@@ -364,7 +364,15 @@ def test_truth_values_of_patterns_are_refused(use):
         ("window:64 & casual", "did you mean 'causal'"),
         ("dilate:64x1", "did you mean 'dilated'"),
         ("nothing:1", "pattern text must have a pattern name here, got 'nothing:1'"),
-        ("window:64 or causal", "patterns must be joined by & and |"),
+        (
+            "window:64 or causal",
+            "patterns must be joined by & and |, got 'window:64 or causal'\nWrite 'window:64 | causal'.",
+        ),
+        (
+            "causal & dilated:64,256x4",
+            "arguments like 'dilated:2048x1,8192x4;offset=block' here, got 'dilated:64,256x4'\n"
+            "It is part of 'causal & dilated:64,256x4'.",
+        ),
     ],
 )
 def test_unknown_names_lead_to_close_ones(text: str, message: str):

@@ -19,7 +19,15 @@ from torch import nn
 
 from dilated_attention_pytorch import parse
 from dilated_attention_pytorch.nn import SparseAttention
-from dilated_attention_pytorch.tools.quality import editions, recipe, retrieval, retrieval_report
+from dilated_attention_pytorch.tools.quality import (
+    SUITE_NAMES,
+    command,
+    editions,
+    recipe,
+    retrieval,
+    retrieval_report,
+    rules,
+)
 from dilated_attention_pytorch.tools.quality import runner as quality
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
@@ -269,7 +277,7 @@ def rehearsal(monkeypatch: pytest.MonkeyPatch) -> quality.Suite:
 
 def test_a_rehearsal_runs_every_row(rehearsal: quality.Suite, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     plays = archive(tmp_path / "plays.tar.gz")
-    status = quality.main(["--suite", "rehearsal", "--out", str(tmp_path), "--plays", str(plays)])
+    status = command.main(["--suite", "rehearsal", "--out", str(tmp_path), "--plays", str(plays)])
     lines = read(tmp_path)
     told = [(line["task"], line["pattern"], line["seed"], line.get("of", "")) for line in lines]
     assert told == quality.runs(rehearsal, [])
@@ -284,7 +292,7 @@ def test_a_rehearsal_runs_every_row(rehearsal: quality.Suite, tmp_path: Path, ca
         assert line["first_edition"] > 4
     assert status == 1 and "no row counts" in (tmp_path / "quality.md").read_text()
     assert (tmp_path / "quality.png").is_file()
-    assert quality.main(["--out", str(tmp_path / "page"), "--report", str(tmp_path / "quality.jsonl")]) == 1
+    assert command.main(["--out", str(tmp_path / "page"), "--report", str(tmp_path / "quality.jsonl")]) == 1
     assert (tmp_path / "page" / "quality.md").read_text() == (tmp_path / "quality.md").read_text()
     assert "recall" in capsys.readouterr().out
 
@@ -295,9 +303,9 @@ def test_parts_of_a_suite_make_the_whole(rehearsal: quality.Suite, tmp_path: Pat
     )
     monkeypatch.setattr(quality, "speedup", lambda *_: {"speedup": 2.0, "density": 0.5, "speed_n": 64})
     given = ["--suite", "rehearsal", "--out", str(tmp_path), "--resume", "--tasks"]
-    quality.main([*given, "speed"])
+    command.main([*given, "speed"])
     assert {line["task"] for line in read(tmp_path)} == {"speed"}
-    quality.main([*given, "recall"])
+    command.main([*given, "recall"])
     lines = read(tmp_path)
     assert len(lines) == len(quality.runs(rehearsal, None))
     assert all(row["speedup"] == 2.0 for row in quality.judged(lines))
@@ -322,23 +330,23 @@ def test_a_suite_goes_on_where_it_was_stopped(
     monkeypatch.setattr(quality, "recall", recall)
     monkeypatch.setattr(quality, "speedup", lambda *_: {"speedup": 1.0, "density": 1.0, "speed_n": 1})
     given = ["--suite", "rehearsal", "--out", str(tmp_path)]
-    assert quality.main(given) == 130
+    assert command.main(given) == 130
     assert "go on with --resume" in capsys.readouterr().out
     assert [line["pattern"] for line in read(tmp_path)] == drawn == ["dense", "near", "local"]
-    assert quality.main([*given, "--resume", "--minutes", "0"]) == 130 and len(read(tmp_path)) == 3
+    assert command.main([*given, "--resume", "--minutes", "0"]) == 130 and len(read(tmp_path)) == 3
     drawn.clear()
-    assert quality.main([*given, "--resume"]) == 130 and drawn == ["global + local", "dilated", "block dilated"]
+    assert command.main([*given, "--resume"]) == 130 and drawn == ["global + local", "dilated", "block dilated"]
     assert len(read(tmp_path)) == 6
     drawn.clear()
     capsys.readouterr()
-    assert quality.main([*given, "--json"]) == 130 and len(read(tmp_path)) == 3
+    assert command.main([*given, "--json"]) == 130 and len(read(tmp_path)) == 3
     assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == read(tmp_path)
 
 
 def test_a_suite_without_its_device_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ValueError, match="suite gpu must have a GPU"):
-        quality.main(["--suite", "gpu", "--out", str(tmp_path)])
+        command.main(["--suite", "gpu", "--out", str(tmp_path)])
 
 
 def read(folder: Path) -> list[dict[str, Any]]:
@@ -390,9 +398,9 @@ def test_the_oracle_row_keeps_the_most_attention():
 
 def test_a_retrieval_suite_runs_resumes_and_reports(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     given = ["--suite", "tiny", "--out", str(tmp_path)]
-    assert quality.main([*given, "--minutes", "0"]) == 130
+    assert command.main([*given, "--minutes", "0"]) == 130
     assert len(read(tmp_path)) == 1
-    assert quality.main([*given, "--resume"]) == 1, "two steps teach nothing"
+    assert command.main([*given, "--resume"]) == 1, "two steps teach nothing"
     lines = read(tmp_path)
     assert [(x["task"], x["pattern"], x["wanted"], x["seed"]) for x in lines] == retrieval.runs(
         retrieval.SUITES["tiny"]
@@ -406,8 +414,48 @@ def test_a_retrieval_suite_runs_resumes_and_reports(tmp_path: Path, capsys: pyte
     assert "did not learn every task" in page and "| 50.7 % | oracle |" in page
 
 
+def test_the_rules_suite_runs_resumes_and_reports(tmp_path: Path):
+    given = ["--suite", "rules-tiny", "--out", str(tmp_path)]
+    assert quality.main([*given, "--minutes", "0"]) == 130 and len(read(tmp_path)) == 1
+    assert quality.main([*given, "--resume"]) == 1, "two steps teach nothing"
+    lines = read(tmp_path)
+    suite = rules.RULE_SUITES["rules-tiny"]
+    assert [(x["task"], x["pattern"], x["budget"], x["seed"]) for x in lines] == suite.runs()
+    assert {x["sources"] for x in lines} == {rules.sources()}
+    for line in lines:
+        wanted = rules.counted_density(line["budget"], 16) if line["budget"] else 1.0
+        top_p = "top-p" in line["pattern"]
+        assert line["density"] == pytest.approx(wanted, rel=0.05 if top_p else 1e-9), line
+    assert "| 42.6 % | oracle |" in (tmp_path / "quality.md").read_text()
+
+
+def test_rules_keep_attention_between_random_and_oracle():
+    """Squared error against dense attention at one density, on keys with directions that tokens look for."""
+    q, k, v = torch.randn(3, 2, 512, 2, 32, generator=torch.Generator().manual_seed(0)).unbind()
+    k = k + 3 * torch.randn(2, 32, 1, 2, 32, generator=torch.Generator().manual_seed(1)).expand(
+        -1, -1, 16, -1, -1
+    ).flatten(1, 2)
+    dense = retrieval.DenseAttention()(q, k, v, is_causal=True)
+    error = {}
+    for row, (rule, top_p) in rules.RULES.items():
+        if not top_p:
+            module = rules.SelectorAttention(rule, 16, 6)
+            error[row] = float((module(q, k, v, is_causal=True) - dense).square().mean())
+            assert module.densities == [pytest.approx(rules.counted_density(6, 32))]
+    assert error["oracle"] == min(error.values()) and error["random"] == max(error.values())
+    assert all(2 * x < error["random"] for row, x in error.items() if row != "random"), error
+
+
+def test_published_rules_share_a_counted_density():
+    lines = [line for line in quality.read_log(RESULTS / "quality_cpu.jsonl") if "budget" in line]
+    assert [(x["task"], x["pattern"], x["budget"], x["seed"]) for x in lines] == rules.RULE_SUITES["rules"].runs()
+    for line in lines:
+        wanted = rules.counted_density(line["budget"], line["n"] // line["block"]) if line["budget"] else 1.0
+        assert line["density"] == pytest.approx(wanted, rel=0.03 if "top-p" in line["pattern"] else 1e-9), line
+
+
 def test_tables_of_learned_attention_are_generated():
-    lines = [line for line in quality._read(RESULTS / "quality_cpu.jsonl") if "wanted" in line]
+    lines = [line for line in quality.read_log(RESULTS / "quality_cpu.jsonl") if "wanted" in line]
     page = (RESULTS.parents[1] / "docs" / "adaptive.md").read_text()
     suite = [line for line in lines if "setting" not in line]
     assert "\n".join(retrieval_report.table(suite)) in page
@@ -416,8 +464,8 @@ def test_tables_of_learned_attention_are_generated():
 
 
 def test_learned_rows_are_never_below_frozen_ones():
-    lines = [line for line in quality._read(RESULTS / "quality_cpu.jsonl") if "wanted" in line]
-    found = retrieval_report.gains([line for line in lines if "setting" not in line])
+    lines = [line for line in quality.read_log(RESULTS / "quality_cpu.jsonl") if "wanted" in line]
+    found = retrieval_report.gains([line for line in lines if line["suite"] == "cpu"])
     assert len(found) == 9 and min(found.values()) > 0.01, found
     found = retrieval_report.gains([line for line in lines if line.get("setting") in recipe.FINE])
     assert len(found) == 6 and min(found.values()) > 0.05, found
@@ -435,7 +483,7 @@ def test_table_of_score_forms_is_generated():
 
 @pytest.mark.slow
 def test_training_beats_the_frozen_scorer_on_two_tasks(tmp_path: Path):
-    assert quality.main(["--suite", "ci", "--out", str(tmp_path)]) == 0
+    assert command.main(["--suite", "ci", "--out", str(tmp_path)]) == 0
     found = retrieval_report.gains(read(tmp_path))
     assert len(found) == 2 and min(found.values()) > 0.08, found
 
@@ -443,7 +491,7 @@ def test_training_beats_the_frozen_scorer_on_two_tasks(tmp_path: Path):
 def test_published_rows_hold_counted_densities():
     """The page of the documentation is written from the results, whose budgets are counted."""
     logs = [RESULTS / f"quality_{where}.jsonl" for where in ("h200", "cpu")]
-    lines = [line for log in logs for line in quality._read(log)]
+    lines = [line for log in logs for line in quality.read_log(log)]
     page = quality.report(lines, ", ".join(log.name for log in logs))
     assert page == (RESULTS.parents[1] / "docs" / "quality.md").read_text()
     measured = [line for line in lines if "wanted" in line]
@@ -457,3 +505,7 @@ def test_published_rows_hold_counted_densities():
             assert line["density"] == pytest.approx(
                 sum(min(kept, i + 1) for i in range(blocks)) * 2 / blocks / (blocks + 1)
             )
+
+
+def test_the_command_knows_every_suite():
+    assert set(SUITE_NAMES) == {*retrieval.SUITES, "recipe", *quality.SUITES}

@@ -19,7 +19,7 @@ from oracle import answer
 
 from dilated_attention_pytorch import attention_with_lse, nn, parse
 from dilated_attention_pytorch.tools import html_page as page
-from dilated_attention_pytorch.tools.bench import extreme, trials
+from dilated_attention_pytorch.tools.bench import command, extreme, trials
 from dilated_attention_pytorch.tools.bench import runner as bench
 from dilated_attention_pytorch.tools.bench.cases import ABOUT, CLASSES, MODELS, ON_THIS_MACHINE, suite
 from dilated_attention_pytorch.tools.bench.gate import Computed, error_ratio, sample
@@ -134,7 +134,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> bench.Group:
 
 def test_results_are_one_line_a_subject_and_direction(small: bench.Group, tmp_path, capsys):
     out = tmp_path / "small.jsonl"
-    assert bench.main(["--out", str(out)]) == 0
+    assert command.main(["--out", str(out)]) == 0
     *lines, plans = [json.loads(line) for line in out.read_text().splitlines()]
     assert plans["case"] == "plan cache" and plans["hits"] > plans["misses"] == 2
     assert plans["warm_hits"] == 4 and plans["warm_misses"] == 0, "two cases, two rounds, no plan made again"
@@ -154,7 +154,7 @@ def test_results_are_one_line_a_subject_and_direction(small: bench.Group, tmp_pa
 def test_a_wrong_result_is_reported_and_not_timed(small: bench.Group, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(bench, "error_ratio", lambda *_: 1.5)
     out = tmp_path / "small.jsonl"
-    assert bench.main(["--out", str(out)]) == 1
+    assert command.main(["--out", str(out)]) == 1
     ours = [x for x in map(json.loads, out.read_text().splitlines()) if x["case"] not in ("dense", "plan cache")]
     assert len(ours) == 4
     assert all(line["p50_ms"] is None and not line["gate_passed"] for line in ours)
@@ -185,7 +185,7 @@ def test_an_interruption_keeps_what_was_measured(small: bench.Group, tmp_path, m
         raise KeyboardInterrupt
 
     monkeypatch.setattr(bench, "measure_group", interrupted)
-    assert bench.main(["--out", str(out)]) == 130
+    assert command.main(["--out", str(out)]) == 130
     assert len([json.loads(line) for line in out.read_text().splitlines()]) == 1
 
 
@@ -194,13 +194,14 @@ import signal, sys
 # Whatever is started by a shell in the background ignores it, children too.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 from dataclasses import replace
+from dilated_attention_pytorch.tools.bench import command
 from dilated_attention_pytorch.tools.bench import runner as bench
 case = bench.Case(name="window", pattern="window:64")
 group = bench.Group(n=256, d=16, heads=1, key_heads=1, cases=(case,), peer_heads=1, rounds=(1, 1))
 bench.suite = lambda name, device: [
     group, replace(group, n=512, rounds=(2, 10**9), budget_s=1e9), replace(group, n=1024)
 ]
-sys.exit(bench.main(["--out", sys.argv[1]]))
+sys.exit(command.main(["--out", sys.argv[1]]))
 """
 
 
@@ -210,7 +211,7 @@ def test_rounds_that_are_too_few_are_not_kept(small: bench.Group, tmp_path, monk
         raise KeyboardInterrupt
 
     monkeypatch.setattr(bench, "take_turns", interrupted)
-    assert bench.main(["--out", str(tmp_path / "small.jsonl")]) == 130
+    assert command.main(["--out", str(tmp_path / "small.jsonl")]) == 130
     assert bench.known_lines(tmp_path / "small.jsonl") == []
 
 
@@ -238,18 +239,18 @@ def test_bars_pass_at_the_limit_and_fail_beyond_it():
 
 def test_a_run_resumes_with_what_the_file_lacks(small: bench.Group, tmp_path, monkeypatch):
     out = tmp_path / "small.jsonl"
-    assert bench.main(["--out", str(out)]) == 0
+    assert command.main(["--out", str(out)]) == 0
     whole = out.read_text().splitlines()[:-1]
     # The last case lost its second line, and the disk was full in the middle of another.
     out.write_text("\n".join(whole[:-1]) + '\n{"case": "windo\n')
     timed: list[str] = []
     take_turns = bench.take_turns
     monkeypatch.setattr(bench, "take_turns", lambda g, s, say: (timed.extend(x.case for x in s), take_turns(g, s, say)))
-    assert bench.main(["--out", str(out), "--resume"]) == 0
+    assert command.main(["--out", str(out), "--resume"]) == 0
     assert timed == ["dense", "longnet-ladder"]
     found = [bench.key_of(line) for line in bench.known_lines(out) if line["case"] != "plan cache"]
     assert sorted(map(str, found)) == sorted(str(bench.key_of(json.loads(line))) for line in whole)
-    assert bench.main(["--out", str(out), "--resume"]) == 0 and timed == ["dense", "longnet-ladder"]
+    assert command.main(["--out", str(out), "--resume"]) == 0 and timed == ["dense", "longnet-ladder"]
 
 
 def test_a_line_after_half_a_line_is_whole(tmp_path):
@@ -262,7 +263,7 @@ def test_a_line_after_half_a_line_is_whole(tmp_path):
 def test_a_broken_line_is_told_when_a_run_goes_on(small: bench.Group, tmp_path, capsys):
     out = tmp_path / "small.jsonl"
     out.write_text('{"case": "plan cache"}\n{"case": "windo\n')
-    assert bench.main(["--out", str(out), "--resume", "--budget", "-1"]) == 0
+    assert command.main(["--out", str(out), "--resume", "--budget", "-1"]) == 0
     told = capsys.readouterr().err
     assert f"{out}:2: not a line of results, skipped" in told and "the time is over" in told
 
@@ -271,7 +272,7 @@ def test_slow_dense_attention_is_skipped_with_its_reason(small: bench.Group, tmp
     monkeypatch.setattr(bench, "PEER_PATIENCE_S", 0.0)
     out = tmp_path / "small.jsonl"
     for _ in range(2):
-        assert bench.main(["--out", str(out), "--resume"]) == 0
+        assert command.main(["--out", str(out), "--resume"]) == 0
     dense = [line for line in bench.known_lines(out) if line["case"] == "dense"]
     assert [line["direction"] for line in dense] == ["forward", "backward"]
     assert all("a head would take about 0 s, more than 0 s" in line["skipped"] for line in dense)
@@ -283,7 +284,7 @@ def test_slow_dense_attention_is_skipped_with_its_reason(small: bench.Group, tmp
     monkeypatch.setattr(
         bench, "suite", lambda name, device: [replace(small, cases=(bench.Case(name="w", pattern="window:64"),))]
     )
-    assert bench.main(["--out", str(out), "--resume"]) == 0
+    assert command.main(["--out", str(out), "--resume"]) == 0
     lines = bench.known_lines(out)
     assert [line["p50_ms"] is None for line in lines if line["case"] == "dense"] == [True, True, False, False]
     assert "was not timed" not in docs_page.page([*lines, *longer])
@@ -292,7 +293,7 @@ def test_slow_dense_attention_is_skipped_with_its_reason(small: bench.Group, tmp
 @pytest.mark.parametrize("words", [["--suite", "standart"], ["--suite", "x"]])
 def test_unknown_suite_error_lists_the_suites(words: list[str], capsys):
     with pytest.raises(SystemExit) as left:
-        bench.main(words)
+        command.main(words)
     told = capsys.readouterr().err
     assert left.value.code == 2 and all(name in told for name in ABOUT)
     assert ("Did you mean standard?" in told) is (words[1] == "standart")
@@ -302,22 +303,22 @@ def test_nothing_is_measured_for_a_file_that_cannot_be_written(tmp_path, monkeyp
     monkeypatch.setattr(bench, "run", lambda *_, **__: pytest.fail("measured"))
     (tmp_path / "folder.jsonl").mkdir()
     with pytest.raises(ValueError, match=r"must be one that can be written, got .*folder.jsonl"):
-        bench.main(["--out", str(tmp_path / "folder.jsonl")])
+        command.main(["--out", str(tmp_path / "folder.jsonl")])
     kept = tmp_path / "kept.jsonl"
     kept.write_text("{}\n")
     with pytest.raises(ValueError, match="backend must be one of"):
-        bench.main(["--out", str(kept), "--backend", "nativ"])
+        command.main(["--out", str(kept), "--backend", "nativ"])
     assert kept.read_text() == "{}\n", "wrong use must not cost what was measured"
 
 
 def test_a_group_that_would_not_fit_is_not_begun(small: bench.Group, tmp_path, capsys):
-    assert bench.main(["--out", str(tmp_path / "small.jsonl"), "--memory", "0.0001"]) == 0
+    assert command.main(["--out", str(tmp_path / "small.jsonl"), "--memory", "0.0001"]) == 0
     assert "Not begun" in capsys.readouterr().err and not (tmp_path / "small.jsonl").read_text()
 
 
 def test_lines_are_printed_as_they_are_written(small: bench.Group, tmp_path, capsys):
     out = tmp_path / "small.jsonl"
-    bench.main(["--out", str(out), "--json"])
+    command.main(["--out", str(out), "--json"])
     assert capsys.readouterr().out == out.read_text()
 
 
@@ -392,7 +393,7 @@ def test_classes_and_ranks_are_measured(tmp_path, monkeypatch):
     )
     group = bench.Group(n=256, d=16, heads=2, key_heads=2, cases=cases, peer_heads=1, rounds=(1, 1), suite="few")
     monkeypatch.setattr(bench, "suite", lambda name, device: [group])
-    assert bench.main(["--out", str(tmp_path / "few.jsonl")]) == 0
+    assert command.main(["--out", str(tmp_path / "few.jsonl")]) == 0
     *lines, _ = bench.known_lines(tmp_path / "few.jsonl")
     assert len(lines) == 14 and all(line["gate_passed"] and line["p50_ms"] > 0 for line in lines)
     for ranks in (line for line in lines if "ranks" in line):
@@ -426,7 +427,7 @@ def test_the_longest_length_is_looked_for_where_it_is_not_known(tmp_path, monkey
     bench.append(out, {"suite": "extreme", "case": "extreme", "subject": "dilated", "direction": "forward", "n": 5})
     for _ in range(2):
         assert (
-            bench.main(["--suite", "extreme", "--out", str(out), "--resume", "--memory", "1", "--device", "cpu"]) == 0
+            command.main(["--suite", "extreme", "--out", str(out), "--resume", "--memory", "1", "--device", "cpu"]) == 0
         )
     lines = [line for line in bench.known_lines(out) if line["case"] == "extreme"]
     assert [line["subject"] for line in lines] == ["dilated", "block-sparse 1 %", "window"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import signal
 import socket
@@ -16,7 +15,7 @@ import torch
 from limits import scaled
 
 from dilated_attention_pytorch.models import LongNetConfig, LongNetLM, config
-from dilated_attention_pytorch.tools import generate, train
+from dilated_attention_pytorch.tools import generate, train, training
 
 SMALL = {
     "d_model": 32,
@@ -86,15 +85,15 @@ def test_a_resumed_run_is_an_uninterrupted_one():
 
 def stop_after(step: int | None, *more: str, out: str) -> int:
     """Run, with a Ctrl-C while that step is under way."""
-    original = train.Run.train_step
+    original = training.Run.train_step
 
-    def interrupted(self: train.Run) -> tuple[float, float]:
+    def interrupted(self: training.Run) -> tuple[float, float]:
         if self.step + 1 == step:
             os.kill(os.getpid(), signal.SIGINT)
         return original(self)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train.Run, "train_step", interrupted)
+        patch.setattr(training.Run, "train_step", interrupted)
         return run(*more, out=out)
 
 
@@ -117,15 +116,15 @@ def test_ctrl_c_saves_and_leaves(capsys: pytest.CaptureFixture[str]):
 
 def test_a_crash_after_a_checkpoint_loses_only_what_came_after(monkeypatch: pytest.MonkeyPatch):
     assert run("--save-every", "2", out="whole") == 0
-    original = train.Run.train_step
+    original = training.Run.train_step
 
-    def crashing(self: train.Run) -> tuple[float, float]:
+    def crashing(self: training.Run) -> tuple[float, float]:
         if self.step == 5:
             raise RuntimeError("out of luck")
         return original(self)
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError, match="out of luck"):
-        patch.setattr(train.Run, "train_step", crashing)
+        patch.setattr(training.Run, "train_step", crashing)
         run("--save-every", "2", out="crashed")
     with Path("crashed", "log.jsonl").open("a") as file:
         # What is no step of a run, and what a crash cut short.
@@ -163,7 +162,7 @@ def test_dense_attention_knows_no_ranks(monkeypatch: pytest.MonkeyPatch):
     """Each rank would attend to its own part of the sequence and say nothing."""
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match="dense must come with --parallel data"):
-        train.Run(train.TrainSettings(data="text", context=64, dense=True, parallel="context"))
+        training.Run(train.TrainSettings(data="text", context=64, dense=True, parallel="context"))
 
 
 def test_a_resumed_run_keeps_its_settings():
@@ -188,7 +187,7 @@ def test_small_files_wrap_around(capsys: pytest.CaptureFixture[str]):
     Path("few").write_bytes(bytes(range(100)))
     assert run("--data", "few", "--context", "64", "--steps", "2") == 0
     assert "sequences wrap around" in capsys.readouterr().out
-    corpus = train.Corpus(Path("few"), 200, 0)
+    corpus = training.Corpus(Path("few"), 200, 0)
     window, held = corpus.window(3), corpus.held_out(0)
     assert len(window) == len(held) == 201
     assert torch.equal(window[:106], window[95:]) and set(window.tolist()) == set(range(95))
@@ -218,10 +217,10 @@ def test_accumulation_is_a_larger_batch():
 
 
 def test_windows_are_a_function_of_seed_and_number():
-    corpus = train.Corpus(Path("text"), 64, 3)
-    again = train.Corpus(Path("text"), 64, 3)
+    corpus = training.Corpus(Path("text"), 64, 3)
+    again = training.Corpus(Path("text"), 64, 3)
     assert all(torch.equal(corpus.window(i), again.window(i)) for i in range(20))
-    assert not torch.equal(corpus.window(0), train.Corpus(Path("text"), 64, 4).window(0))
+    assert not torch.equal(corpus.window(0), training.Corpus(Path("text"), 64, 4).window(0))
     text = Path("text").read_bytes()
     held = bytes(corpus.held_out(0).tolist())
     assert text.index(held) >= corpus.trained
@@ -230,14 +229,14 @@ def test_windows_are_a_function_of_seed_and_number():
 
 def test_the_learning_rate_rises_and_falls():
     settings = train.TrainSettings(steps=100, warmup=10, lr=1.0)
-    rates = [train.learning_rate(settings, step) for step in range(101)]
+    rates = [training.learning_rate(settings, step) for step in range(101)]
     assert rates[0] == pytest.approx(0.1) and max(rates) == rates[9] == 1.0
     assert rates[10:] == sorted(rates[10:], reverse=True) and rates[-1] == pytest.approx(0.1)
 
 
 def test_the_demo_corpus_is_python_text_and_always_the_same(tmp_path: Path):
-    first = train.demo_corpus(tmp_path / "a", 200_000).read_bytes()
-    assert first == train.demo_corpus(tmp_path / "b", 200_000).read_bytes()
+    first = training.demo_corpus(tmp_path / "a", 200_000).read_bytes()
+    assert first == training.demo_corpus(tmp_path / "b", 200_000).read_bytes()
     assert len(first) == 200_000 and first.count(b"def ") > 50
 
 
@@ -245,33 +244,74 @@ def test_dense_twins_compute_full_attention():
     model = LongNetLM(LongNetConfig.named("tiny", patterns=("full",)), dtype=torch.float64)
     tokens = torch.randint(256, (2, 50))
     wanted = model.loss(tokens)
-    train.use_dense(model)
+    training.use_dense(model)
     assert model.loss(tokens).item() == pytest.approx(wanted.item(), rel=1e-10)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("parallel", ["data", "context"])
-def test_two_ranks_train_as_one(parallel: str, tmp_path: Path):
-    assert run("--steps", "3", out="one") == 0
+def run_ranks(world: int, *more: str, out: str, killed_at: int | None = None) -> list[int]:
+    """Exit statuses of a run in processes; each kills itself at the beginning of the step after `killed_at`."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     code = (
-        "import sys; from dilated_attention_pytorch.models import config; from dilated_attention_pytorch.tools import train;"
-        f"config.SIZES['tiny'] = {SMALL!r}; sys.exit(train.main(sys.argv[1:]))"
+        "import os, sys; from dilated_attention_pytorch.models import config\n"
+        "from dilated_attention_pytorch.tools import train, training\n"
+        f"config.SIZES['tiny'] = {SMALL!r}; step = training.Run.train_step\n"
+        f"training.Run.train_step = lambda run: os.kill(os.getpid(), 9) if run.step == {killed_at} else step(run)\n"
+        "sys.exit(train.main(sys.argv[1:]))"
     )
-    given = ["--data", "text", "--out", "two", "--device", "cpu", *OPTIONS, "--steps", "3", "--parallel", parallel]
-    shared = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
+    given = ["--data", "text", "--out", out, "--device", "cpu", *OPTIONS, *more]
+    shared = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-c", code, *given], env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            [sys.executable, "-W", "error::UserWarning", "-c", code, *given],
+            env={**shared, "WORLD_SIZE": str(world), "RANK": str(rank), "LOCAL_RANK": str(rank)},
         )
-        for rank in range(2)
+        for rank in range(world)
     ]
-    assert [rank.wait(timeout=scaled(200)) for rank in ranks] == [0, 0]
+    return [rank.wait(timeout=scaled(200)) for rank in ranks]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", ["data", "context"])
+def test_two_ranks_train_as_one(parallel: str):
+    few = ["--steps", "3", "--eval-windows", "3"]
+    assert run(*few, out="one") == 0
+    assert run_ranks(2, *few, "--parallel", parallel, "--sample", "8", out="two") == [0, 0]
     assert losses("two") == pytest.approx(losses("one"), rel=1e-4)
-    assert log("two")[-1]["bits_per_byte"] == pytest.approx(log("one")[-1]["bits_per_byte"], rel=1e-4)
-    assert math.isfinite(log("two")[-1]["grad_norm"])
+    for name in ("bits_per_byte", "grad_norm"):
+        assert log("two")[-1][name] == pytest.approx(log("one")[-1][name], rel=1e-4)
+    # Each rank wrote its part of the weights, and one process reads them.
+    assert {path.name for path in Path("two", "checkpoint-3").iterdir()} >= {
+        ".metadata",
+        "__0_0.distcp",
+        "__1_0.distcp",
+    }
+    one, two = (generate.load_model(Path(out)).state_dict() for out in ("one", "two"))
+    for name, tensor in one.items():
+        torch.testing.assert_close(two[name], tensor, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("before", "after"), [(2, 2), (2, 1), (1, 2)])
+def test_killed_runs_resume_on_other_ranks(before: int, after: int):
+    few = ["--save-every", "2", "--steps", "5"]
+    assert run(*few, out="whole") == 0
+    assert run_ranks(before, *few, out="part", killed_at=3) == [-signal.SIGKILL] * before
+    assert torch.load("part/checkpoint.pt", weights_only=True)["step"] == 2
+    assert run_ranks(after, *few, "--resume", out="part") == [0] * after
+    assert losses("part") == pytest.approx(losses("whole"), rel=1e-4)
+    # One checkpoint is left: the last one, of the ranks that wrote it.
+    assert [path.name for path in Path("part").glob("checkpoint*/")] == ["checkpoint-5"] * (after > 1)
+
+
+@pytest.mark.slow
+def test_learned_attention_trains_on_two_ranks():
+    learned = ("learned:0.5;block=16", "--steps", "4", "--save-every", "2")
+    assert run_ranks(2, *learned, out="whole") == [0, 0]
+    assert run_ranks(2, *learned, out="part", killed_at=3) == [-signal.SIGKILL] * 2
+    assert run_ranks(2, *learned, "--resume", out="part") == [0, 0]
+    assert losses("part") == losses("whole")
 
 
 def test_a_second_run_into_one_folder_is_refused(monkeypatch: pytest.MonkeyPatch):

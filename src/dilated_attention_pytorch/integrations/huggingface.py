@@ -4,6 +4,7 @@
     >>> dap.integrate(model)                                                    # doctest: +SKIP
     >>> dap.integrate(model, "dilated:2048x1,8192x4")                           # doctest: +SKIP
     >>> dap.integrate(model, {0: "window:512", 1: "dilated:2048x1,8192x4"})     # doctest: +SKIP
+    >>> dap.integrate(model, "learned:0.1;block=64")                            # doctest: +SKIP
 
 The mask that a model builds becomes a pattern, which the pattern of a layer restricts further. Positions count from the
 first real token of a sample. Documents packed into one row do not see each other. Cross-attention stays full.
@@ -22,6 +23,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..errors import must, must_be
+from ..nn import BlockSparseAdaptive
+from ..nn.adaptive.learned_text import LearnedText
 from ..nn.cross_attention import attention_across
 from ..ops import attention, attention_rows, attention_with_lse
 from ..ops.checks import require
@@ -29,12 +32,15 @@ from ..ops.decode import attention_step, check_decodable
 from ..patterns import BlockDilated, Causal, Dilated, Documents, Full, Packed, Pattern, as_pattern
 from ..patterns.parse import to_operand
 from .huggingface_masks import ModelMask, Samples, both, given_mask, is_relative, model_mask
+from .learned_layers import adopt_scorer, new_core
 
 OWN = "model's own"
 """Pattern that leaves the masks of a model as they are."""
 
 Layers = Pattern | str | Mapping[int, Pattern | str]
 """Pattern of every layer, or of some layers by index; the others keep their own mask."""
+
+Resolved = Pattern | LearnedText | Mapping[int, Pattern | LearnedText]
 
 PATTERNS: dict[str, Layers] = {
     "dap": OWN,
@@ -65,6 +71,9 @@ _registered: set[str] = set()
 LAYER = "dap_layer"
 """Attribute with the layer index of attention modules without `layer_idx`."""
 
+CORE = "dap_learned"
+"""Submodule of attention modules with learned attention; its scorer is part of the model."""
+
 
 def register(patterns: Mapping[str, Layers] | None = None) -> tuple[str, ...]:
     """Add implementations to transformers' attention and mask interfaces, and return their names.
@@ -73,9 +82,16 @@ def register(patterns: Mapping[str, Layers] | None = None) -> tuple[str, ...]:
         patterns: name -> pattern, {layer index: pattern} or "model's own"; "dap" (the model's own masks), "dilated" and
             "block_sparse" by default. Registering a name again replaces it.
     """
+    given = {name: _resolved(layers) for name, layers in (PATTERNS if patterns is None else patterns).items()}
+    for name, layers in given.items():
+        if any(isinstance(one, LearnedText) for one in _each(layers)):
+            raise must("learned attention must be given to a model, which holds its scorers", name, "Use integrate.")
+    return _register(given)
+
+
+def _register(given: Mapping[str, Resolved]) -> tuple[str, ...]:
     from transformers import AttentionInterface, AttentionMaskInterface  # pyrefly: ignore[missing-import]
 
-    given = {name: _resolved(layers) for name, layers in (PATTERNS if patterns is None else patterns).items()}
     for name, layers in given.items():
         AttentionInterface.register(name, attention_function(layers))
         # A name without a mask function receives no mask at all, and padding would be seen.
@@ -90,6 +106,10 @@ def integrate(model: nn.Module, pattern: Layers = OWN) -> str:
     The masks of the model (causal, bidirectional, windows, chunks, packed documents, padding), its sinks and its caches
     are kept. A pattern restricts attention further: queries see the keys that the pattern and the mask both allow.
 
+    With "learned:0.1;block=64" the layers of a causal model select blocks by content. Each gets a submodule
+    `dap_learned` with a scorer, whose parameters train, save and load with the model; see `sparsify`. Steps with a
+    cache attend to all keys.
+
     Args:
         model: a `transformers.PreTrainedModel`, changed in place by `set_attn_implementation`.
         pattern: of every layer; {layer index: pattern} for some layers, the others with their own mask; or "model's
@@ -100,11 +120,12 @@ def integrate(model: nn.Module, pattern: Layers = OWN) -> str:
     layers = _resolved(pattern)
     if isinstance(layers, Mapping):
         _number_layers(model, layers)
-        text = "; ".join(f"{layer}: {to_operand(one)}" for layer, one in sorted(layers.items()))
+        text = "; ".join(f"{layer}: {_text(one)}" for layer, one in sorted(layers.items()))
     else:
         # Patterns of functions differ by identity alone; their text is the same.
-        text = to_operand(layers)
-    (name,) = register({f"dap_{sha256(text.encode()).hexdigest()[:12]}": layers})
+        text = _text(layers)
+    cores = _learned_cores(model, layers)
+    (name,) = _register({f"dap_{sha256(text.encode()).hexdigest()[:12]}": layers})
     model.set_attn_implementation(name)  # pyrefly: ignore[not-callable]
     if getattr(model.config, "_attn_implementation", None) != name:
         raise must(
@@ -117,6 +138,8 @@ def integrate(model: nn.Module, pattern: Layers = OWN) -> str:
         if method is not None and "past_seen_tokens" in inspect.signature(method).parameters:
             # A bound method, which a copy of the module binds to the copy.
             module.compute_bias = MethodType(compute_bias, module)  # pyrefly: ignore[bad-argument-type]
+    for module, core in cores.items():
+        setattr(module, CORE, core)
     return name
 
 
@@ -138,13 +161,59 @@ def compute_bias(
     return torch.cat([last[..., : query_length - 1], first], -1)
 
 
-def _resolved(layers: Layers) -> Pattern | Mapping[int, Pattern]:
+def _resolved(layers: Layers) -> Resolved:
     if isinstance(layers, Mapping):
         return {layer: _resolved(one) for layer, one in layers.items()}  # pyrefly: ignore[bad-return]
+    if isinstance(layers, str) and LearnedText.matches(layers):
+        return LearnedText.parse(layers)
     return Full() if isinstance(layers, str) and layers == OWN else as_pattern(layers)
 
 
-def _number_layers(model: nn.Module, layers: Mapping[int, Pattern]) -> None:
+def _each(layers: Resolved) -> list[Pattern | LearnedText]:
+    return list(layers.values()) if isinstance(layers, Mapping) else [layers]
+
+
+def _text(pattern: Pattern | LearnedText) -> str:
+    return str(pattern) if isinstance(pattern, LearnedText) else to_operand(pattern)
+
+
+def _learned_cores(model: nn.Module, layers: Resolved) -> dict[nn.Module, BlockSparseAdaptive]:
+    """Cores for the attention modules whose pattern is learned, with the scorers that these have already."""
+    cores: dict[nn.Module, BlockSparseAdaptive] = {}
+    if not any(isinstance(one, LearnedText) for one in _each(layers)):
+        return cores
+    for name, module in model.named_modules():
+        wanted = _pattern_of(module, layers)
+        if "attention" not in type(module).__name__.lower() or not isinstance(wanted, LearnedText):
+            continue
+        if (reason := _why_not_learned(module)) is not None:
+            advice = "Name the layers that shall be learned by index: {layer: pattern}."
+            raise must("learned attention must have causal layers as Llama's", f"{name}: {reason}", advice)
+        module: Any
+        core = new_core(wanted, module.config.num_attention_heads, module.head_dim, module.q_proj.weight)
+        adopt_scorer(core, getattr(module, CORE, None))
+        cores[module] = core.train(module.training)
+    if not cores:
+        raise must("learned attention must have attention modules", f"none in {type(model).__name__}")
+    return cores
+
+
+def _why_not_learned(module: Any) -> str | None:
+    """Reason why a module's attention cannot be learned."""
+    kind = type(module).__name__
+    parts = ("q_proj", "head_dim", "config")
+    if lacking := [part for part in parts if getattr(module, part, None) is None]:
+        return f"{kind} has no {', '.join(lacking)}"
+    if not getattr(module, "is_causal", False):
+        return f"{kind} is not causal"
+    own = {"sliding_window": "a window", "sinks": "sinks", "attn_logit_softcapping": "a soft cap"}
+    # Where a window differs by layer, modules have it; otherwise the configuration may.
+    window = getattr(module, "sliding_window", getattr(module.config, "sliding_window", None))
+    present = {name: getattr(module, name, None) for name in own} | {"sliding_window": window}
+    return next((f"{kind} has {own[name]}" for name, value in present.items() if value is not None), None)
+
+
+def _number_layers(model: nn.Module, layers: Mapping[int, Any]) -> None:
     """Set the layer index of attention modules without one, from their place in the model."""
     found = set()
     for name, module in model.named_modules():
@@ -164,14 +233,14 @@ def _layer_of(module: nn.Module) -> int | None:
     return getattr(module, LAYER, None) if layer is None else layer
 
 
-def _pattern_of(module: nn.Module, layers: Pattern | Mapping[int, Pattern]) -> Pattern:
-    if isinstance(layers, Pattern):
+def _pattern_of(module: nn.Module, layers: Resolved) -> Pattern | LearnedText:
+    if not isinstance(layers, Mapping):
         return layers
     layer = _layer_of(module)
     return Full() if layer is None else layers.get(layer, Full())
 
 
-def attention_function(layers: Pattern | Mapping[int, Pattern]) -> Callable[..., tuple[Tensor, Tensor | None]]:
+def attention_function(layers: Resolved) -> Callable[..., tuple[Tensor, Tensor | None]]:
     """Attention of a pattern, or of a pattern for each layer, with the signature of transformers' interface."""
 
     def attend(
@@ -196,6 +265,12 @@ def attention_function(layers: Pattern | Mapping[int, Pattern]) -> Callable[...,
         mask = _with_bounds(given_mask(attention_mask, causal, sliding_window, *lengths), others, len(query))
         settings = {"scale": scaling, "enable_gqa": True, "dropout_p": dropout}
         wants_weights = _wants_weights(module, others)
+        if isinstance(pattern, LearnedText):
+            refused = {"s_aux": s_aux, "softcap": softcap, "output_attentions": wants_weights or None}
+            refused["position_bias"] = others.get("position_bias")
+            if given := [name for name, value in refused.items() if value is not None]:
+                raise must(f"learned attention must come without {', '.join(refused)}", ", ".join(given))
+            return learned_attention(module, query, key, value, mask, **settings).transpose(1, 2), None
         if _is_cross_attention(module, mask.is_causal, lengths[0] == lengths[1]):
             if s_aux is not None or softcap is not None or wants_weights:
                 raise must(
@@ -220,6 +295,35 @@ def attention_function(layers: Pattern | Mapping[int, Pattern]) -> Callable[...,
         return output.transpose(1, 2), weights
 
     return attend
+
+
+def learned_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: ModelMask, **settings: Any
+) -> Tensor:
+    """Attention of a whole sequence on the blocks that a module's scorer selects, (B, H, N, E).
+
+    Rows that follow on a cache attend to all keys: the scorer of a token needs the queries before it, which caches of
+    transformers do not hold.
+    """
+    if not mask.is_causal or mask.pattern != Full() or mask.documents is not None or mask.blocks is not None:
+        came = (
+            f"causal {mask.pattern}" if mask.is_causal and mask.pattern != Full() else "packed or bidirectional tokens"
+        )
+        raise must(
+            "learned attention must have the causal mask of a whole sequence", came, "Give such layers a pattern."
+        )
+    key, value = _in_use(query, key, mask), _in_use(query, value, mask)
+    if query.shape[2] != key.shape[2]:
+        return self_attention(query, key, value, Full(), mask, **settings)
+    core = getattr(module, CORE, None)
+    if core is None:
+        raise must("learned attention must be given to a model by integrate", f"{type(module).__name__} without it")
+    for name, given in (("softmax_scale", settings["scale"]), ("attention_dropout", settings["dropout_p"])):
+        if getattr(core, name) != given:
+            setattr(core, name, given)
+    padding = None if mask.real is None else ~mask.real[:, : key.shape[2]].to(key.device)
+    output = core(*(x.transpose(1, 2) for x in (query, key, value)), True, key_padding_mask=padding)
+    return output.transpose(1, 2)
 
 
 def self_attention(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from difflib import get_close_matches
 from importlib import import_module, resources
 from typing import NamedTuple, Protocol, cast, runtime_checkable
 
@@ -77,13 +78,15 @@ class Explanation(dict[str, str | None]):
 def backend_named(name: str) -> Backend:
     """Import a backend by name. Imports are deferred until here, so that optional packages stay optional."""
     if name not in MODULES:
-        raise must(f"backend must be one of auto, {', '.join(MODULES)}", repr(name))
+        near = get_close_matches(name, ("auto", *MODULES), 1)
+        hint = f"Did you mean {near[0]!r}?" if near else None
+        raise must(f"backend must be one of auto, {', '.join(MODULES)}", repr(name), hint)
     return cast(Backend, import_module(f".{MODULES[name]}", __package__))
 
 
 def _preferences() -> dict[str, dict[str, Preference]]:
     """preference.json by kind of device and class of plan."""
-    text = resources.files("dilated_attention_pytorch.kernels").joinpath("preference.json").read_text(encoding="utf-8")
+    text = resources.files(str(__package__)).joinpath("preference.json").read_text(encoding="utf-8")
     return {
         kind: {line["when"]: Preference(tuple(line["order"]), line["because"]) for line in lines}
         for kind, lines in json.loads(text).items()

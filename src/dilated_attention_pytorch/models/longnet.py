@@ -314,7 +314,12 @@ class LongNetLM(nn.Module):
     def _embed(self, tokens: Tensor, embedding: nn.Embedding | None = None, first: int = 0) -> Tensor:
         if tokens.dim() != 2 or tokens.is_floating_point():
             raise must("tokens must be integers of shape (batch, n)", f"{tokens.dtype} {tuple(tokens.shape)}")
-        x = (embedding or self.token_embedding)(tokens.long() if tokens.dtype == torch.uint8 else tokens)
+        embedding = embedding or self.token_embedding
+        try:
+            x = embedding(tokens.long() if tokens.dtype == torch.uint8 else tokens)
+        except IndexError:
+            came = f"{int(tokens.min())} to {int(tokens.max())}"
+            raise IndexError(f"tokens must be ids from 0 to {embedding.num_embeddings - 1}, got {came}") from None
         if self.config.scale_embedding:
             x = x * self.config.d_model**0.5
         return x + fairseq_sinusoids(first, x) if self.config.sinusoids else x

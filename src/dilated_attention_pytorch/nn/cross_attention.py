@@ -9,8 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..ops import attention
-from ..ops.attention import autocasted
-from ..ops.checks import check_masks, check_tensors
+from ..ops.checks import autocasted, check_masks, check_tensors
 from ..ops.weights import check_two_lengths
 from ..patterns import Full, Pattern
 
@@ -35,7 +34,8 @@ def attention_across(
     query, key, value = autocasted(query, key, value)
     check_tensors(query, key, value, enable_gqa, one_length=False)
     check_masks(key, key_padding_mask, None)
-    explicit = options.get("backend", "auto") != "auto" or options.get("memory_budget") is not None
+    given = any(options.get(name) is not None for name in ("memory_budget", "sink"))
+    explicit = given or options.get("backend", "auto") != "auto"
     if pattern == Full() and not is_causal and not explicit:
         seen = None if key_padding_mask is None else ~key_padding_mask[:, None, None, :]
         return F.scaled_dot_product_attention(query, key, value, seen, dropout_p, scale=scale, enable_gqa=enable_gqa)

@@ -68,6 +68,7 @@ class KVCache:
         value: Tensor,
         *,
         scale: float | None = None,
+        sink: Tensor | None = None,
         backend: str = "auto",
         memory_budget: int | float | None = None,
     ) -> Tensor:
@@ -78,6 +79,7 @@ class KVCache:
             key: (B, G, M, D), G = H or a divisor of it.
             value: (B, G, M, E).
             scale: factor on the scores; 1 / sqrt(D) by default.
+            sink: (H,), see `attention`.
             backend: for the prompt, see `attention`, as `memory_budget`.
 
         Returns:
@@ -98,7 +100,7 @@ class KVCache:
             raise must(f"a cache for {self.length} tokens must not be given more", max(after))
         self._write(key.detach(), value.detach(), before, heads)
         self.lengths = after
-        settings = {"scale": scale, "backend": backend, "memory_budget": memory_budget}
+        settings = {"scale": scale, "sink": sink, "backend": backend, "memory_budget": memory_budget}
         try:
             return self._prompt(query, key, value, settings) if first else self._follow(query, before, settings)
         except BaseException:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..errors import must
@@ -66,6 +66,8 @@ class MultiheadSparseAttention(Projections, Planned):
         kdim: width of keys, `embed_dim` by default; likewise `vdim`.
         batch_first: (B, N, E) when true, (N, B, E) when not.
         position: "rotary", "xpos", "alibi", a `Position`, or None.
+        sink: learn a logit of each head in the softmax denominator, without a value: see `attention`. The parameter
+            `sink` (num_heads,) starts at 0, the score of a key that is orthogonal to the query.
         backend: "auto" or a name from `backends()`.
         memory_budget: the most memory that attention, without the projections, may take: see `attention`.
         device: where the parameters are made.
@@ -95,6 +97,7 @@ class MultiheadSparseAttention(Projections, Planned):
         vdim: int | None = None,
         batch_first: bool = True,
         position: Position | str | None = None,
+        sink: bool = False,
         backend: str = "auto",
         memory_budget: int | float | None = None,
         device: torch.device | str | None = None,
@@ -111,6 +114,16 @@ class MultiheadSparseAttention(Projections, Planned):
         self.position = position_of(position)
         if self.position is not None:
             self.position.check(self.head_dim)
+        zeros = torch.zeros(num_heads, device=device, dtype=dtype) if sink else None
+        self.register_parameter("sink", None if zeros is None else nn.Parameter(zeros))
+
+    def reset_parameters(self) -> None:
+        """Draw the projections anew and set the sink to 0."""
+        super().reset_parameters()
+        # Not registered yet when the projections are made.
+        sink = self._parameters.get("sink")
+        if sink is not None:
+            nn.init.zeros_(sink)
 
     def forward(
         self,
@@ -167,7 +180,7 @@ class MultiheadSparseAttention(Projections, Planned):
         if key_padding_mask is not None:
             key_padding_mask = ignored("key_padding_mask", key_padding_mask)
         q, pattern, is_causal, bias = self._masked(q, k, attn_mask, is_causal)
-        weights = None
+        weights, sink = None, {} if self.sink is None else {"sink": self.sink}
         if need_weights or bias is not None:
             masks = {"key_padding_mask": key_padding_mask, "bias": bias}
             self._check_dense(q, k, pattern, cu_seqlens, cache, bias)
@@ -175,7 +188,7 @@ class MultiheadSparseAttention(Projections, Planned):
         if cache is not None:
             self._check_cache(cache, itself, is_causal, key_padding_mask, attn_mask, cu_seqlens)
             where = {"backend": self.backend, "memory_budget": self.memory_budget}
-            attended = cache.attend(q, k, v, scale=self.head_dim**-0.5, **where)
+            attended = cache.attend(q, k, v, scale=self.head_dim**-0.5, **where, **sink)
         elif bias is not None:
             assert weights is not None
             dropped = F.dropout(weights, self.dropout, self.training).to(v.dtype)
@@ -194,6 +207,7 @@ class MultiheadSparseAttention(Projections, Planned):
                 dropout_p=self.dropout if self.training else 0.0,
                 backend=self.backend,
                 memory_budget=self.memory_budget,
+                **sink,
             )
         if weights is not None:
             weights = None if not need_weights else weights.mean(1) if average_attn_weights else weights
@@ -268,6 +282,8 @@ class MultiheadSparseAttention(Projections, Planned):
         what = "need_weights=True" if bias is None else "attn_mask"
         if cache is not None:
             raise must(f"{what} must come with whole sequences", "a cache")
+        if self.sink is not None:
+            raise must(f"{what} must come without a sink", "sink=True", "Dense weights have no column for a sink.")
         check_weights(what, pattern, query.shape[2], key.shape[2], cu_seqlens)
 
     def _check_cache(
@@ -300,7 +316,8 @@ class MultiheadSparseAttention(Projections, Planned):
     def extra_repr(self) -> str:
         grouped = "" if self.num_kv_heads == self.num_heads else f", num_kv_heads={self.num_kv_heads}"
         position = "" if self.position is None else f", position={self.position}"
-        return f'{self.embed_dim}, {self.num_heads}, "{self.pattern}"{grouped}{position}'
+        sink = "" if self.sink is None else ", sink=True"
+        return f'{self.embed_dim}, {self.num_heads}, "{self.pattern}"{grouped}{position}{sink}'
 
 
 class MultiheadDilatedAttention(MultiheadSparseAttention):
@@ -317,7 +334,7 @@ class MultiheadDilatedAttention(MultiheadSparseAttention):
         layer_norm_eps: likewise.
         gamma_init: likewise.
         offset: see `Dilated`, as `heads` and `overlap`.
-        options: `num_kv_heads`, `kdim`, `vdim`, `batch_first`, `position`, `backend`, `device`, `dtype`.
+        options: `num_kv_heads`, `kdim`, `vdim`, `batch_first`, `position`, `sink`, `backend`, `device`, `dtype`.
     """
 
     def __init__(

@@ -151,7 +151,7 @@ class Projections(nn.Module):
             "dtype": mha.out_proj.weight.dtype,
         }
         own = cls(mha.embed_dim, mha.num_heads, *pattern, **{**taken, **options})
-        # Only a LayerNorm that was requested here has no weights to load.
+        # Only a LayerNorm and a sink that were requested here have no weights to load.
         own.load_state_dict({**own.state_dict(), **_renamed(mha.state_dict(), "")})
         for name, parameter in mha.named_parameters():
             for own_name in OWN_NAMES.get(name, (name,)):
@@ -160,8 +160,10 @@ class Projections(nn.Module):
 
     def torch_state_dict(self) -> dict[str, Tensor]:
         """The weights as `torch.nn.MultiheadAttention` names them."""
-        if self.norm is not None or self.num_kv_heads != self.num_heads:
-            came = "sub-LayerNorm" if self.norm is not None else f"{self.num_kv_heads} key heads"
+        sink = self._parameters.get("sink")
+        if self.norm is not None or sink is not None or self.num_kv_heads != self.num_heads:
+            came = "a sink" if sink is not None else f"{self.num_kv_heads} key heads"
+            came = "sub-LayerNorm" if self.norm is not None else came
             raise must("nn.MultiheadAttention must find all it needs and nothing more", came)
         three = (self.q_proj, self.k_proj, self.v_proj)
         state = {"out_proj.weight": self.out_proj.weight}

@@ -33,7 +33,7 @@ from ..shapes import Bias, CuSeqlens, Key, KeyPadding, Output, Query, Sink, Valu
 from . import memory_budget
 from .bias import kernel_bias
 from .checks import (
-    cast_dtype,
+    autocasted,
     check_layout,
     check_masks,
     check_sink,
@@ -43,7 +43,7 @@ from .checks import (
     unexpected,
 )
 from .derivatives import ONCE, check_reverse_mode, scale_of
-from .flops import FlopFormulas
+from .flops import FlopFormulas, kept_pairs
 from .memory_budget import check_budget
 from .merge import AttentionOutput
 from .sink import apply_sink
@@ -431,7 +431,7 @@ def is_observed(*tensors: Tensor) -> bool:
     return (
         torch.compiler.is_compiling()
         or torch._C._are_functorch_transforms_active()
-        or (torch._C._len_torch_dispatch_stack() > 0 and _flops.register())
+        or (torch._C._len_torch_dispatch_stack() > 0 and FlopFormulas.register())
         or torch.autograd._profiler_enabled()
         or forward_ad._current_level >= 0
         or not _TENSORS.issuperset(map(type, tensors))
@@ -658,11 +658,12 @@ def _resolved_pattern(query: Tensor, settings: CallSettings, lengths: tuple[int,
     return _resolved(pattern, is_causal, lengths, *shape, registrations())
 
 
-def _plan_of(query: Tensor, key: Tensor, value: Tensor, *settings: Any) -> Plan:
-    return call_of(query, key, value, CallSettings(*settings), torch.device("cpu")).plan
+def _kept_pairs(query: Tensor, key: Tensor, value: Tensor, *settings: Any) -> int:
+    plan = call_of(query, key, value, CallSettings(*settings), torch.device("cpu")).plan
+    return query.shape[0] * kept_pairs(plan)
 
 
-_flops = FlopFormulas(_plan_of)
+FlopFormulas(torch.ops.dilated_attention.forward, torch.ops.dilated_attention.backward, _kept_pairs)
 
 
 @lru_cache(maxsize=1024)
@@ -678,8 +679,3 @@ def _resolve(
     pattern = pattern & Causal() if is_causal else pattern
     pattern = (pattern if lengths is None else Packed(pattern, lengths)).resolve(n, heads)
     return pattern, own_block(pattern)
-
-
-def autocasted(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Under autocast, inputs of at most 32 bits take its dtype; kernels still accumulate in float32."""
-    return tuple([t.to(cast_dtype(t)) if isinstance(t, Tensor) else t for t in tensors])

@@ -25,6 +25,11 @@ def cast_dtype(tensor: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(kind) if tensor.dtype in narrow else tensor.dtype
 
 
+def autocasted(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Under autocast, inputs of at most 32 bits take its dtype; kernels still accumulate in float32."""
+    return tuple([t.to(cast_dtype(t)) if isinstance(t, Tensor) else t for t in tensors])
+
+
 def check_tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool, *, one_length: bool = True) -> None:
     """Check shapes, dtypes and devices of query, key and value; without `one_length` keys may outnumber queries."""
     named = (("query", query), ("key", key), ("value", value))

@@ -69,6 +69,8 @@ def scale_of(scale: float | None, width: int) -> float:
                 "Multiply the query by it and pass scale=1.0 to train it, or pass scale.item().",
             )
         scale = float(scale)
+    if not isinstance(scale, int | float | torch.SymFloat | torch.SymInt):
+        raise must_be("scale must be a number", repr(scale))
     if not -torch.inf < scale < torch.inf:
         raise must("scale must be finite", scale)
     return scale

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
@@ -33,34 +32,34 @@ def kept_pairs(plan: Plan) -> int:
 
 
 class FlopFormulas:
-    """Formulas of the operators `forward` and `backward`, counted on the kept tiles of a call's plan.
+    """Formulas of a forward and a backward operator, which take query, key and value first.
 
     They are registered once `torch.utils.flop_counter` is imported, never by importing it: it imports Triton.
     """
 
-    def __init__(self, plan_of: Callable[..., Plan]) -> None:
-        """Take `plan_of(query, key, value, *settings)`, the plan of an operator's arguments on the CPU."""
-        self.plan_of = plan_of
-        self.registered = False
+    formulas: ClassVar[dict[Any, Callable[..., int]]] = {}
+    """Of the operators of every instance"""
+    registered: ClassVar[set[Any]] = set()
+
+    def __init__(self, forward: Any, backward: Any, pairs: Callable[..., int]) -> None:
+        """Take the operators and `pairs(query, key, value, *settings)`, the pairs of tokens that a call computes."""
+        self.pairs = pairs
+        self.formulas.update({forward: self.forward, backward: self.backward})
         self.register()
 
-    def register(self) -> bool:
+    @classmethod
+    def register(cls) -> bool:
         """Register the formulas, also in modes that are active already; True, for use inside a condition."""
         counter = sys.modules.get(COUNTER)
         if counter is None:
             return True
-        formulas = {
-            torch.ops.dilated_attention.forward: self.forward,
-            torch.ops.dilated_attention.backward: self.backward,
-        }
-        if not self.registered:
-            for operator, formula in formulas.items():
-                counter.register_flop_formula(operator, get_raw=True)(formula)
-            self.registered = True
+        for operator in cls.formulas.keys() - cls.registered:
+            counter.register_flop_formula(operator, get_raw=True)(cls.formulas[operator])
+            cls.registered.add(operator)
         for mode in _get_current_dispatch_mode_stack():
             active = getattr(mode, "counter", None)
             if isinstance(active, counter.FlopCounterMode):
-                active.flop_registry.update(formulas)
+                active.flop_registry.update(cls.formulas)
         return True
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *settings: Any, out_val: Any = None) -> int:
@@ -73,4 +72,4 @@ class FlopFormulas:
 
     def _pairs(self, query: Tensor, key: Tensor, value: Tensor, settings: tuple[Any, ...]) -> int:
         with _disable_current_modes():
-            return query.shape[0] * kept_pairs(self.plan_of(query, key, value, *settings))
+            return self.pairs(query, key, value, *settings)

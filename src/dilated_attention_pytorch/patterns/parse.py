@@ -102,6 +102,8 @@ def register_pattern(name: str) -> Callable[[PatternClass], PatternClass]:
     >>> parse("every:3;shift=1 & causal").left == Every(3, shift=1)
     True
     """
+    if not isinstance(name, str):
+        raise must_be("register_pattern must have a name", repr(name), 'Write @register_pattern("name") above a class.')
     if not re.fullmatch(r"[A-Za-z_]\w*", name):
         raise must("a pattern name must be letters, digits and underscores", repr(name))
 
@@ -250,10 +252,18 @@ class _Reader:
 
     def error(self, expected: str) -> ValueError:
         if re.search(r"\b(and|or)\b", self.text):
-            return must("patterns must be joined by & and |", _shown(self.text))
+            joined = re.sub(r"\band\b", "&", re.sub(r"\bor\b", "|", self.text))
+            return must("patterns must be joined by & and |", _shown(self.text), f"Write {_shown(joined)}.")
         return must(
             f"pattern text must have {expected} here", _shown(self.text), f"Known: {', '.join(EXAMPLES.values())}"
         )
+
+    def arguments(self, name: str, token: str) -> ValueError:
+        """Error for the arguments of one pattern, with the text around it."""
+        if re.search(r"\b(and|or)\b", token):
+            return self.error("an operator")
+        whole = None if token == self.text.strip() else f"It is part of {_shown(self.text)}."
+        return must(f"pattern text must have arguments like {EXAMPLES[name]!r} here", _shown(token), whole)
 
     def unknown(self, name: str) -> ValueError:
         """Error for a name that is no pattern, with the closest name that is."""
@@ -294,12 +304,10 @@ class _Reader:
         keywords = _keywords(name, tail)
         try:
             return _MAKERS[name](body, keywords)
-        except (TypeError, IndexError, KeyError):
-            raise self.error(f"arguments like {EXAMPLES[name]!r}") from None
-        except ValueError as error:
-            if "must" in str(error):
+        except (TypeError, IndexError, KeyError, ValueError) as error:
+            if isinstance(error, ValueError) and "must" in str(error):
                 raise
-            raise self.error(f"arguments like {EXAMPLES[name]!r}") from None
+            raise self.arguments(name, token) from None
 
     def braces(self) -> list[Pattern]:
         self.take("{")

@@ -91,7 +91,7 @@ class SelectedPairs:
         s = self.selection
         token, block = q % s.n, k % s.n // s.block_size
         row = token if s.per_token else token // s.block_size
-        seen = self.allowed[q // s.n, head, row, block] & (q // s.n == k // s.n)
+        seen = self.allowed[q // s.n, head // s.group, row, block] & (q // s.n == k // s.n)
         if s.bounds is not None:
             seen = seen & (k >= s.bounds[q, 0]) & (k < s.bounds[q, 1])
         return (seen & (k <= q) if s.is_causal else seen).long()
@@ -161,16 +161,35 @@ class GatheredHeads(NamedTuple):
     """Dropout streams before the first of these heads."""
     gathered: Gathered
 
+    @property
+    def lists(self) -> int:
+        """Lists of these heads."""
+        return len(self.gathered.source)
+
+    def by_list(self, x: Tensor) -> Tensor:
+        """(h, ...) as (lists, heads of a list, ...)."""
+        return x.unflatten(0, (self.lists, -1))
+
+    def pick(self, x: Tensor, index: Tensor) -> Tensor:
+        """Rows of (h, rows, ...) by an index (lists, m), (lists, heads of a list, m, ...)."""
+        x, (one, member) = self.by_list(x), self._heads_of(x)
+        return x[one, member, index[:, None]]
+
+    def _heads_of(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        one, member = (torch.arange(many, device=x.device) for many in (self.lists, len(x) // self.lists))
+        return one[:, None, None], member[:, None]
+
     def rows(self, x: Tensor) -> Tensor:
         """Rows of (1, h, b * n, ...) for each gathered row; 0 for filler, which adds nothing to any sum."""
         x, source = x[0, self.heads, self.tokens], self.gathered.source
-        head = torch.arange(len(source), device=source.device)[:, None]
-        filler = source < 0
-        return x[head, source.clamp(min=0)].masked_fill_(filler if x.dim() == 2 else filler[..., None], 0.0)[None]
+        filler = (source < 0)[:, None]
+        picked = self.pick(x, source.clamp(min=0))
+        return picked.masked_fill_(filler if x.dim() == 2 else filler[..., None], 0.0).flatten(0, 1)[None]
 
     def positions(self) -> Tensor:
         """int64 (2, h, rows): token of the sample that gathered rows and keys have in dropout."""
         source = self.gathered.source.clamp(min=0)
+        source = source.repeat_interleave((self.heads.stop - self.heads.start) // self.lists, 0)
         return torch.stack([source, torch.arange(source.shape[1], device=source.device).expand_as(source)])
 
 
@@ -194,7 +213,7 @@ class TokenAttend(Attend):
             output = empty_rows(query, value.shape[-1]).zero_()
             lse = query.new_full(query.shape[:3], -torch.inf, dtype=call.compute_dtype)
             return self._join(call, Forward(output, lse))
-        shared, rows = choose(call, self.backend)[1].forward(call), self.selection.sharing_rows
+        shared, rows = choose(call, self.backend)[1].forward(call), self.selection.sharing_heads()
         if rows is not None:
             shared.output.masked_fill_(~rows[..., None], 0.0)
             shared.lse.masked_fill_(~rows, -torch.inf)
@@ -218,7 +237,7 @@ class TokenAttend(Attend):
         if not self._shares():
             shared = Gradients(*(empty_rows(x, x.shape[-1]).zero_() for x in (query, key, value)))
             return self._add(call, shared, output, lse, grad_output, grad_lse)
-        rows = self.selection.sharing_rows
+        rows = self.selection.sharing_heads()
         # An LSE of infinity makes every weight of a row 0.
         shared_lse = lse if rows is None else torch.where(rows, lse, torch.inf)
         shared = choose(call, self.backend)[1].backward(call, output, shared_lse, grad_output, grad_lse)
@@ -240,6 +259,12 @@ class TokenAttend(Attend):
             key_heads = slice(first, min(first + step, key.shape[1]))
             yield slice(first * group, key_heads.stop * group), key_heads
 
+    def _of_heads(self, samples: slice, heads: slice) -> Selection:
+        """Lists of some heads: all that share a list, or some of those that share the only one."""
+        lists = slice(heads.start // self.selection.group, -(-heads.stop // self.selection.group))
+        indices = self.selection.indices[samples, lists]
+        return replace(self.selection, indices=indices, group=(heads.stop - heads.start) // indices.shape[1])
+
     def _gather(self, query: Tensor, key: Tensor, value: Tensor) -> Iterator[GatheredHeads]:
         """All choices, as many key heads at a time as fit; with dropout, which numbers rows, one sample at a time."""
         batch, all_heads, n, _ = query.shape
@@ -247,7 +272,7 @@ class TokenAttend(Attend):
         for heads, key_heads in self.head_runs(query, key, value):
             for first in range(0, batch, apart):
                 samples = slice(first, first + apart)
-                selection = replace(self.selection, indices=self.selection.indices[samples, heads])
+                selection = self._of_heads(samples, heads)
                 gathered = token_plan(selection, n if self.dropout_p else 0, self.host_sync)
                 tokens = slice(first * n, samples.stop * n)
                 yield GatheredHeads(heads, key_heads, tokens, first * all_heads + heads.start, gathered)
@@ -284,22 +309,23 @@ class TokenAttend(Attend):
             own = self._gathered_call(piece, folded)
             part = choose(own, self.backend)[1].forward(own)
             rows, place = piece.gathered.plan.n, piece.gathered.place
-            logs = torch.nn.functional.pad(part.lse[0], (0, 1), value=-torch.inf)
-            logs = logs.gather(1, place.flatten(1)).view_as(place)
-            before = lse[piece.heads, piece.tokens]
+            logs = piece.by_list(torch.nn.functional.pad(part.lse[0], (0, 1), value=-torch.inf))
+            logs = logs.gather(2, place.flatten(1)[:, None].expand(-1, logs.shape[1], -1))
+            logs = logs.unflatten(2, place.shape[1:])
+            before = piece.by_list(lse[piece.heads, piece.tokens])
             after = torch.logaddexp(before, logs.logsumexp(-1))
             seen = after > -torch.inf
-            mine = total[piece.heads, piece.tokens]
+            mine = piece.by_list(total[piece.heads, piece.tokens])
             mine *= torch.where(seen, (before - after).exp(), 0.0)[..., None]
             share = torch.where(seen[..., None], (logs - after[..., None]).exp(), 0.0)
-            head = torch.arange(len(place), device=place.device)[:, None]
             for slot in range(place.shape[-1]):
                 listed = place[..., slot].clamp(max=rows - 1)
-                weighted = part.output[0][head, listed].to(mine.dtype) * share[..., slot, None]
-                mine += torch.where((place[..., slot] < rows)[..., None], weighted, 0.0)
-            lse[piece.heads, piece.tokens] = after
+                weighted = piece.pick(part.output[0], listed).to(mine.dtype) * share[..., slot, None]
+                mine += torch.where((place[..., slot] < rows)[:, None, :, None], weighted, 0.0)
+            lse[piece.heads, piece.tokens] = after.flatten(0, 1)
             samples = slice(piece.tokens.start // n, piece.tokens.stop // n)
-            listed_lse[samples, piece.heads] = logs.unflatten(1, (-1, n))[:, :, distilled].transpose(0, 1)
+            by_token = logs.flatten(0, 1).unflatten(1, (-1, n))
+            listed_lse[samples, piece.heads] = by_token[:, :, distilled].transpose(0, 1)
         output = empty_rows(query, value.shape[-1]).copy_(unfold(total[None], query))
         self.listed_lse = listed_lse if pieces and len(distilled) else None
         return Forward(output, unfold(lse[None], query).contiguous())
@@ -328,12 +354,11 @@ class TokenAttend(Attend):
             own_slope = None if slope is None else piece.rows(slope)
             part = choose(own, self.backend)[1].backward(own, own_output, own_lse, own_grad, own_slope)
             place, rows = piece.gathered.place, piece.gathered.plan.n
-            head = torch.arange(len(place), device=place.device)[:, None]
-            mine = sums[0][piece.heads, piece.tokens]
+            mine = piece.by_list(sums[0][piece.heads, piece.tokens])
             for slot in range(place.shape[-1]):
                 listed = place[..., slot].clamp(max=rows - 1)
-                gathered = part.query[0][head, listed].to(mine.dtype)
-                mine += torch.where((place[..., slot] < rows)[..., None], gathered, 0.0)
+                gathered = piece.pick(part.query[0], listed).to(mine.dtype)
+                mine += torch.where((place[..., slot] < rows)[:, None, :, None], gathered, 0.0)
             sums[1][piece.key_heads, piece.tokens] += part.key[0].to(lse.dtype)
             sums[2][piece.key_heads, piece.tokens] += part.value[0].to(lse.dtype)
         return tuple(

@@ -15,16 +15,25 @@ from torch import Tensor
 from ..errors import must
 from ..kernels.call import Forward, empty_rows, laid_like
 from ..kernels.dropout import fresh_seed
-from ..ops.attention import autocasted, empty_attention, is_observed, needs_graph, readable
-from ..ops.checks import check_layout, check_masks, check_sink, check_tensors, unexpected, validate_cu_seqlens
+from ..ops.attention import empty_attention, is_observed, needs_graph, readable
+from ..ops.checks import (
+    autocasted,
+    check_layout,
+    check_masks,
+    check_sink,
+    check_tensors,
+    unexpected,
+    validate_cu_seqlens,
+)
 from ..ops.derivatives import ONCE, check_reverse_mode, once_differentiable, scale_of
+from ..ops.flops import FlopFormulas
 from ..ops.merge import AttentionOutput
 from ..ops.sink import apply_sink
 from ..shapes import CuSeqlens, Key, KeyPadding, Query, Value
 from . import backend as implementations
 from .attend import BlockAttend, TokenAttend, fold, unfold
 from .backend import choose_attend, distill, distill_inputs, score_rows
-from .indices import check_indices, selection_of, validate_indices
+from .indices import check_indices, listed_pairs, selection_of, validate_indices
 from .scores import BlockScores
 from .types import DistillBatch, Selection
 
@@ -191,12 +200,12 @@ def _selected(query: Tensor, key: Tensor, value: Tensor, settings: SelectedSetti
 def _attend_of(query: Tensor, key: Tensor, value: Tensor, settings: SelectedSettings) -> BlockAttend | TokenAttend:
     """Implementation for a call, with its indices checked where the host may read them."""
     indices, counts, padding, cu_seqlens, size, is_causal, scale, backend = settings
-    (_, heads, n, _), groups = query.shape, key.shape[1]
+    _, heads, n, _ = query.shape
     if implementations.allows_host_sync(query.device):
         validate_indices(indices, -(-n // size), counts)
         if cu_seqlens is not None:
             validate_cu_seqlens(cu_seqlens, n)
-    selection = selection_of(indices, counts, n, heads, groups, size, is_causal, cu_seqlens)
+    selection = selection_of(indices, counts, n, heads, size, is_causal, cu_seqlens)
     return choose_attend(query, key, value, selection, scale, padding, 0.0, None, backend, None)
 
 
@@ -233,6 +242,18 @@ def _forward_fake(query: Tensor, key: Tensor, value: Tensor, *settings: Any) -> 
 @torch.library.register_fake("dilated_attention::selected_backward", lib=_library)
 def _backward_fake(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     return tuple(empty_rows(x, x.shape[-1]) for x in (query, key, value))
+
+
+def _listed_pairs(query: Tensor, key: Tensor, value: Tensor, *settings: Any) -> int:
+    given = SelectedSettings(*settings)
+    # A fake tensor has no values.
+    host_sync = implementations.allows_host_sync(query.device) and type(given.indices) is Tensor
+    shape = query.shape[2], query.shape[1], given.granularity, given.is_causal
+    return listed_pairs(given.indices, given.counts, *shape, host_sync)
+
+
+_operators = torch.ops.dilated_attention
+FlopFormulas(_operators.selected_forward, _operators.selected_backward, _listed_pairs)
 
 
 class _ObservedSelected(torch.autograd.Function):
@@ -360,7 +381,7 @@ def attend_selection(
 def _check_selection(query: Tensor, selection: Selection) -> None:
     batch, heads, n, _ = query.shape
     rows = n if selection.per_token else -(-n // selection.block_size)
-    if selection.n != n or selection.indices.shape[:3] != (batch, heads, rows):
+    if (selection.n, selection.heads) != (n, heads) or selection.indices.shape[::2] != (batch, rows):
         raise must(
             f"the selection must be for {batch} samples, {heads} heads and {n} tokens",
             f"indices {tuple(selection.indices.shape)} for {selection.n} tokens",

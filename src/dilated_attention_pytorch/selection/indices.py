@@ -121,12 +121,11 @@ def selection_of(
     counts: Tensor | None,
     n: int,
     heads: int,
-    groups: int,
     granularity: int,
     is_causal: bool,
     cu_seqlens: Tensor | None = None,
 ) -> Selection:
-    """Selection of the listed blocks and no others, for `heads` query heads that read `groups` key heads."""
+    """Selection of the listed blocks and no others, for `heads` query heads."""
     blocks, rows = -(-n // granularity), indices.shape[2]
     per_token = rows != blocks
     if cu_seqlens is not None:
@@ -136,28 +135,40 @@ def selection_of(
             ends = (torch.arange(1, blocks + 1, device=indices.device) * granularity).clamp(max=n) - 1
             first, last = first[::granularity], last[ends]
         edges = last // granularity, first // granularity
-        listed = _for_heads(normalise_indices(indices, counts, blocks, *edges), heads, groups)
+        listed = normalise_indices(indices, counts, blocks, *edges).repeat_interleave(heads // indices.shape[1], 1)
         counts = (listed < blocks).sum(-1, dtype=torch.int32)
         return Selection(listed, counts, n, granularity, False, per_token, 0, 0, None, bounds)
     own = torch.arange(rows, device=indices.device)
     own = own // granularity if per_token else own
     listed = normalise_indices(indices, counts, blocks, own if is_causal else None)
     shape = n, granularity, is_causal, per_token
+    group = heads // indices.shape[1]
     if not (per_token and is_causal):
-        listed = _for_heads(listed, heads, groups)
-        return Selection(listed, (listed < blocks).sum(-1, dtype=torch.int32), *shape, 0, 0)
+        return Selection(listed, (listed < blocks).sum(-1, dtype=torch.int32), *shape, 0, 0, group=group)
     # The own block has the triangle of the causal mask; gathered queries read whole blocks. It is the last of a list.
     mine = listed == own[:, None]
-    sharing = mine.any(-1)
     listed = listed.masked_fill(mine, blocks)
-    listed, sharing = _for_heads(listed, heads, groups), _for_heads(sharing[..., None], heads, groups)[..., 0]
     counts = (listed < blocks).sum(-1, dtype=torch.int32)
-    return Selection(listed, counts, *shape, 1, 0, sharing)
+    return Selection(listed, counts, *shape, 1, 0, mine.any(-1), group=group)
 
 
-def _for_heads(listed: Tensor, heads: int, groups: int) -> Tensor:
-    """Lists of 1, `groups` or `heads` heads, for all query heads."""
-    batch, scope, rows, entries = listed.shape
-    if scope in (1, heads):
-        return listed.expand(batch, heads, rows, entries)
-    return listed[:, :, None].expand(batch, groups, heads // groups, rows, entries).flatten(1, 2)
+def listed_pairs(
+    indices: Tensor, counts: Tensor | None, n: int, heads: int, granularity: int, is_causal: bool, host_sync: bool
+) -> int:
+    """Pairs of a query and a key in the blocks that rows list, over all samples and query heads.
+
+    Masked pairs of the own block count, as in `ops.flops.kept_pairs`. Without `host_sync` values are not read: an upper
+    bound from shapes, as if every entry were another block that the row may see. Bounds of packed documents are left
+    out: a listed block counts whole.
+    """
+    blocks, (batch, scope, rows, entries) = -(-n // granularity), indices.shape
+    own = torch.arange(rows, device="cpu") // (granularity if rows != blocks else 1)
+    tokens = (n - granularity * torch.arange(blocks + 1, device="cpu")).clamp(0, granularity)
+    if host_sync:
+        listed = normalise_indices(indices, counts, blocks, own if is_causal else None)
+        keys = tokens[listed.long()].sum((0, 1, 3)) * (heads // scope)
+    else:
+        visible = tokens.cumsum(0)[own if is_causal else torch.full_like(own, -1)]
+        keys = batch * heads * visible.clamp(max=entries * granularity)
+    queries = 1 if rows != blocks else tokens[:-1]
+    return int((keys * queries).sum())

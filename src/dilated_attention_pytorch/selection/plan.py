@@ -36,7 +36,6 @@ def _shared_lists(blocks: int, local: int, sink: int, is_causal: bool, device: t
     return lists.masked_fill(outside, -1)
 
 
-@lru_cache(maxsize=64)
 def _masks(block_size: int, device: torch.device) -> Masks:
     element = torch.arange(block_size, device=device)
     below = element <= element[:, None]
@@ -52,7 +51,6 @@ def _masks(block_size: int, device: torch.device) -> Masks:
     return Masks(packed, band)
 
 
-@lru_cache(maxsize=64)
 def _token_axis(batch: int, n: int, heads: int, block_size: int, device: torch.device) -> Axis:
     """Token axis of concatenated samples of n tokens."""
     first = torch.arange(batch, device=device)[:, None] * n
@@ -63,26 +61,25 @@ def _token_axis(batch: int, n: int, heads: int, block_size: int, device: torch.d
 
 
 @lru_cache(maxsize=64)
-def _ground(batch: int, n: int, heads: int, block_size: int, device: torch.device) -> tuple[Axis, Tensor, Masks]:
+def ground(batch: int, n: int, heads: int, block_size: int, device: torch.device) -> tuple[Axis, Tensor, Masks]:
     """Axis, head classes and masks of plans of one size."""
     classes = torch.arange(heads, dtype=torch.int32, device=device)
     return _token_axis(batch, n, heads, block_size, device), classes, _masks(block_size, device)
 
 
-def plan_of(selection: Selection, by_query: Walk, by_key: Walk, blocks: int) -> Plan:
-    """Plan of a selection with the given walks."""
-    batch, heads = selection.indices.shape[:2]
+def plan_of(selection: Selection, by_query: Walk, by_key: Walk, blocks: int, group: int = 1) -> Plan:
+    """Plan of a selection with the given walks, each for `group` heads."""
+    batch, heads = selection.indices.shape[0], selection.heads
     n, size = selection.n, selection.block_size
-    axis, classes, masks = _ground(batch, n, heads, size, selection.indices.device)
-    part = Part(axis, axis, classes, by_query, by_key)
+    axis, classes, masks = ground(batch, n, heads, size, selection.indices.device)
+    part = Part(axis, axis, classes if group == 1 else classes // group, by_query, by_key)
     return Plan("learned", batch * n, heads, size, (part,), masks, blocks)
 
 
 def dense_plan(selection: Selection) -> Plan:
     """Plan without parts, with the sizes of a selection: the dense formula reads pairs instead of tiles."""
-    batch, heads = selection.indices.shape[:2]
-    masks = _masks(selection.block_size, selection.indices.device)
-    return Plan("selected", batch * selection.n, heads, selection.block_size, (), masks, 0)
+    tokens, masks = selection.indices.shape[0] * selection.n, _masks(selection.block_size, selection.indices.device)
+    return Plan("selected", tokens, selection.heads, selection.block_size, (), masks, 0)
 
 
 KINDS = 5
@@ -121,15 +118,15 @@ def _bounded_tiles(bounds: Tensor, size: int, lists: Tensor, block: Tensor) -> t
 
 def block_plan(selection: Selection, host_sync: bool = True) -> Plan:
     """Plan of a selection by query blocks, for (1, h, b * n, d): samples concatenated."""
-    batch, heads, t, _ = selection.indices.shape
+    batch, own_lists, t, _ = selection.indices.shape
     device = selection.indices.device
     tiles, ragged = batch * t, selection.n % selection.block_size > 0
     shared = _shared_lists(t, selection.local_blocks, selection.sink_blocks, selection.is_causal, device)
-    lists = torch.cat([shared.expand(heads, batch, -1, -1), selection.indices.transpose(0, 1).long()], -1)
+    lists = torch.cat([shared.expand(own_lists, batch, -1, -1), selection.indices.transpose(0, 1).long()], -1)
     block = torch.arange(t, device=device)[:, None].expand_as(lists)
     listed = (lists >= 0) & (lists < t)
     first_tile = torch.arange(batch, device=device)[:, None, None] * t
-    head = torch.arange(heads, device=device)[:, None, None, None]
+    first_row = torch.arange(own_lists, device=device)[:, None, None, None] * tiles
     query, key = block + first_tile, lists.clamp(0, t - 1) + first_tile
     own = torch.where(lists == block, TRIANGLE, -1) if selection.is_causal else torch.full_like(lists, -1)
     bounds, size = selection.bounds, selection.block_size
@@ -141,10 +138,10 @@ def block_plan(selection: Selection, host_sync: bool = True) -> Plan:
     for row, tile, streamed in ((query, key, lists), (key, query, block)):
         mask = own if not ragged else torch.where((own < 0) & (streamed == t - 1), whole_mask, own)
         has_masks = ragged or selection.is_causal or bounds is not None
-        walks.append(_walk(row + head * tiles, tile, mask if has_masks else None, listed, heads * tiles))
+        walks.append(_walk(row + first_row, tile, mask if has_masks else None, listed, own_lists * tiles))
     by_query, by_key = [Walk(*walk, start_order(walk[0])) for walk in walks]
     blocks = int(listed.sum()) if host_sync else lists.numel()
-    plan = plan_of(selection, by_query, by_key, blocks)
+    plan = plan_of(selection, by_query, by_key, blocks * selection.group, selection.group)
     if bounds is None:
         return plan
     tables = None if host_sync else DeviceTables(strided=False, ragged=ragged, bits=True)
@@ -177,7 +174,7 @@ def _walk(
 
 
 def invert_selection(selection: Selection, group: int = 1, least: int = 0, host_sync: bool = True) -> GatherIndex:
-    """Inverted index of a selection by tokens: for each key tile the queries that chose it.
+    """Inverted index of a selection by tokens: for each key tile the queries that chose it, by list.
 
     Tokens with different choices share no tiles, so the union of a query tile's choices would save nothing.
 
@@ -221,7 +218,7 @@ def invert_selection(selection: Selection, group: int = 1, least: int = 0, host_
 
 def token_plan(selection: Selection, least: int = 0, host_sync: bool = True) -> Gathered:
     """Plan of the listed blocks of a selection by tokens, with `least` rows or more: key tiles stream queries."""
-    batch, heads, n, _ = selection.indices.shape
+    (batch, _, n, _), heads, group = selection.indices.shape, selection.heads, selection.group
     device, size, t = selection.indices.device, selection.block_size, selection.blocks
     source, place, met, first, _ = invert_selection(selection, least=least, host_sync=host_sync)
     rows, key_tiles = source.shape[1], batch * t
@@ -234,14 +231,15 @@ def token_plan(selection: Selection, least: int = 0, host_sync: bool = True) -> 
     zero = torch.zeros(1, dtype=torch.int32, device=device)
     tables = [table.flatten(0, 1).int() for table in (by_query, by_key)]
     streamed = torch.arange(rows // size, dtype=torch.int32, device=device)
+    keys, classes, masks = ground(batch, n, heads, size, device)
     part = Part(
         queries=_token_axis(1, rows, heads, size, device),
-        keys=_token_axis(batch, n, heads, size, device),
-        head_class=torch.arange(heads, dtype=torch.int32, device=device),
+        keys=keys,
+        head_class=classes if group == 1 else classes // group,
         by_query=Walk(tables[0], zero, zero.clone(), zero + WHOLE, start_order(tables[0])),
         by_key=Walk(tables[1], streamed, zero[:0], zero[:0], start_order(tables[1])),
     )
-    plan = Plan("learned by token", rows, heads, size, (part,), _masks(size, device), met.numel())
+    plan = Plan("learned by token", rows, heads, size, (part,), masks, met.numel() * group)
     if selection.bounds is not None:
         plan = _bounded_token_plan(plan, selection.bounds, source, used, base, first)
     return Gathered(plan, source, place)

@@ -1,7 +1,8 @@
 """Values that the steps of learned attention exchange.
 
-Shapes: b batch, h heads, n tokens, t blocks of a sample, r rows (t query blocks or n tokens), k listed blocks, u
-sub-blocks of a block, d width, m hidden units, p rank of the match, B block size.
+Shapes: b batch, h heads, s lists of a row (h, unless heads share them), n tokens, t blocks of a sample, r rows (t query
+blocks or n tokens), k listed blocks, u sub-blocks of a block, d width, m hidden units, p rank of the match, B block
+size.
 """
 
 from __future__ import annotations
@@ -40,9 +41,9 @@ class Selection:
     """Key blocks of each row: the row's own, near and first blocks, and the blocks listed for it."""
 
     indices: Tensor
-    """int32 (b, h, r, k): block numbers, ascending; entries past the row's count are t"""
+    """int32 (b, s, r, k): block numbers, ascending; entries past the row's count are t"""
     counts: Tensor
-    """int32 (b, h, r)"""
+    """int32 (b, s, r)"""
     n: int
     block_size: int
     is_causal: bool
@@ -53,11 +54,18 @@ class Selection:
     sink_blocks: int
     """Number of first blocks that every row sees."""
     sharing_rows: Tensor | None = None
-    """bool (b, h, r): rows that see their own block, if `local_blocks` is 1, `sink_blocks` is 0 and not all rows do"""
+    """bool (b, s, r): rows that see their own block, if `local_blocks` is 1, `sink_blocks` is 0 and not all rows do"""
     bounds: Tensor | None = None
     """int64 (n, 2): first key and end of the keys that each token may see in its blocks, both ascending with the token.
 
     Given for packed documents of a batch of one, without shared blocks and without `is_causal`, which they contain."""
+    group: int = 1
+    """Query heads that share each of the s lists of a row"""
+
+    @property
+    def heads(self) -> int:
+        """Query heads."""
+        return self.indices.shape[1] * self.group
 
     @property
     def blocks(self) -> int:
@@ -74,11 +82,23 @@ class Selection:
         return shared_blocks(own, self.blocks, self.local_blocks, self.sink_blocks, self.is_causal)
 
     def allowed(self) -> Tensor:
-        """Blocks that each row sees, bool (b, h, r, t)."""
+        """Blocks that each row sees, bool (b, s, r, t)."""
         listed = torch.zeros(*self.indices.shape[:3], self.blocks + 1, dtype=torch.bool, device=self.indices.device)
         listed.scatter_(-1, self.indices.long(), True)
         shared = self.shared()[self.row_blocks()]
         return listed[..., :-1] | (shared if self.sharing_rows is None else shared & self.sharing_rows[..., None])
+
+    def per_head(self) -> Selection:
+        """The selection with a list for every query head."""
+        if self.group == 1:
+            return self
+        lists, counts = (x.repeat_interleave(self.group, 1) for x in (self.indices, self.counts))
+        return replace(self, indices=lists, counts=counts, group=1, sharing_rows=self.sharing_heads())
+
+    def sharing_heads(self) -> Tensor | None:
+        """`sharing_rows` of every query head."""
+        rows = self.sharing_rows
+        return rows if rows is None or self.group == 1 else rows.repeat_interleave(self.group, 1)
 
     def without_lists(self) -> Selection:
         """The selection without its lists: enough for `density`, in far less memory."""
@@ -142,7 +162,7 @@ class Gathered:
     plan: Plan
     """For (1, h, rows, d) gathered queries on (1, h, b * n, d) keys"""
     source: Tensor
-    """See `GatherIndex`, also for `place`."""
+    """See `GatherIndex`, also for `place`; (s, ...) for lists that query heads share"""
     place: Tensor
 
 

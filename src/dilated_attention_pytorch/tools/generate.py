@@ -4,25 +4,31 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from ..errors import must
-from ..models import LongNetLM
 from .console import Parser, device_of, leave, positive, print_json, tokens
-from .train import SAVED, TrainSettings
+from .train_settings import SAVED, TrainSettings
+
+if TYPE_CHECKING:
+    from ..models import LongNetLM
 
 
 def load_model(path: Path, device: str = "cpu") -> LongNetLM:
     """The model of a run, from its folder or its checkpoint."""
+    import torch
+
+    from ..models import LongNetLM
+    from . import train_checkpoints
+
     path = path / SAVED if path.is_dir() else path
     if not path.is_file():
         raise must("a checkpoint must be a file or a folder of `dap train`", str(path))
     checkpoint = torch.load(path, map_location=device, weights_only=True)
-    if not isinstance(checkpoint, dict) or not {"model", "settings"} <= checkpoint.keys():
+    if not isinstance(checkpoint, dict) or "settings" not in checkpoint or not {"model", "shards"} & checkpoint.keys():
         raise must("a checkpoint must hold a model and its settings, as `dap train` writes them", str(path))
     model = LongNetLM(TrainSettings(**checkpoint["settings"]).model(), device=torch.device(device))
-    model.load_state_dict(checkpoint["model"])
+    train_checkpoints.load(checkpoint, path.parent, model)
     return model.eval()
 
 
@@ -39,6 +45,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.device()
     parser.json("print prompt and text as one JSON object")
     options = parser.read(arguments)
+    import torch
+
     device = device_of(options.device)
     model = load_model(options.checkpoint, device)
     prompt = sys.stdin.buffer.read() if options.prompt == "-" else (options.prompt or "\n").encode()

@@ -27,7 +27,11 @@ STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--page); max-width: 1000px;
   margin: 2rem auto; padding: 0 1rem; }
 h1, h2 { line-height: 1.2; } h2 { margin-top: 2.5rem; } p { max-width: 65ch; }
-.scroll { overflow-x: auto; } svg { max-width: 100%; height: auto; font: 12px system-ui, sans-serif; }
+.scroll { overflow-x: auto; background: linear-gradient(90deg, var(--page) 40%, transparent) local,
+  linear-gradient(-90deg, var(--page) 40%, transparent) right local, linear-gradient(90deg, var(--faint), transparent),
+  linear-gradient(-90deg, var(--faint), transparent) right; background-repeat: no-repeat;
+  background-size: 48px 100%, 48px 100%, 16px 100%, 16px 100%; }
+svg { max-width: 100%; height: auto; font: 12px system-ui, sans-serif; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 th, td { padding: .3rem .8rem; text-align: right; border-bottom: 1px solid var(--faint); white-space: nowrap; }
 .words { text-align: left; } .wrapped { white-space: normal; vertical-align: top; }
@@ -37,7 +41,8 @@ code { font: .9em ui-monospace, monospace; } a { color: var(--line0); } nav a { 
 figure { margin: 1.5rem 0; } figcaption { color: var(--soft); }
 .grid { stroke: var(--faint); } .ideal { stroke-dasharray: 6 5; }
 .tick { fill: var(--soft); } .name { font-weight: 600; }
-@media (max-width: 560px) { figure .scroll svg { max-width: none; width: 600px; } th, td { padding: .3rem .5rem; } }
+@media (max-width: 560px) { figure .scroll svg { max-width: none; width: 600px; } th, td { padding: .3rem .5rem; }
+  th:first-child, td:first-child { position: sticky; left: 0; background: var(--page); } }
 """
 
 Point = tuple[float, float]

@@ -261,8 +261,6 @@ def _yes(fits: bool) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     """Command line; the exit status is 1 when a forward does not fit."""
-    from .bench.measure import memory_of
-
     parser = Parser("dap plan", "Cost of a pattern: tiles, memory, time, the longest sequence that fits.", "PATTERN")
     parser.pattern()
     parser.tokens()
@@ -279,6 +277,8 @@ def main(arguments: list[str] | None = None) -> int:
     for name, value in (("a pattern", options.pattern), ("--tokens", options.tokens)):
         if value is None:
             parser.error(f'{name} must be given, as in: dap plan "window:256 & causal" -n 64K')
+    from .bench.measure import memory_of
+
     where = device_of(options.device)
     free = int((options.memory or 0) * 2**30) or memory_of(where)[0]
     report = forecast(

@@ -200,8 +200,6 @@ def execute(
 
 def main(arguments: list[str] | None = None) -> int:
     """Command line; the exit status is 1 when a computed row is wrong."""
-    from ..distributed import Machine
-
     about = "Bytes, messages, memory and balance of a sequence spread over ranks; times are a model."
     parser = Parser("dap simulate", about, "[PATTERN]")
     parser.pattern(LADDER, f', or "{LADDER}"')
@@ -226,6 +224,8 @@ def main(arguments: list[str] | None = None) -> int:
         worlds = [tokens(word) for word in options.ranks.split(",")]
     except ValueError:
         raise must("ranks must be whole numbers like 8,64,1024", repr(options.ranks)) from None
+    from ..distributed import Machine
+
     machine = Machine(options.latency * 1e-6, options.bandwidth * 1e9, options.tflops * 1e12)
     results = simulate(
         options.pattern,

@@ -45,8 +45,6 @@ def conclusion(model: CostModel) -> list[str]:
 
 def main(arguments: list[str] | None = None) -> int:
     """Command line."""
-    from ..nn.calibration import cache_path, calibrate, stored_model, stored_models
-
     parser = Parser(
         "dap tune",
         "Measure what dense and sparse attention cost here (seconds), show it, or clear it.",
@@ -58,6 +56,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.device()
     parser.json()
     options = parser.read(arguments)
+    from ..nn.calibration import cache_path, calibrate, stored_model, stored_models
+
     if options.action == "calibrate":
         where = device_of(options.device)
         if calibrate(where) != stored_model(where):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -69,16 +70,6 @@ def boxes_of(tensor: Tensor, axis: Strides | None) -> tuple[Box, Box | None]:
     return (short if rows else long), (long if axis.longer else None)
 
 
-class _Address(NamedTuple):
-    """Base address and dtype, as a `TensorDescriptor` reads them from a tensor."""
-
-    address: int
-    dtype: torch.dtype
-
-    def data_ptr(self) -> int:
-        return self.address
-
-
 def describe(tensor: Tensor, rows: int, axis: Strides | None = None) -> tuple[Any, Any]:
     """TMA descriptors of the boxes of a (B, H, N, D) tensor, for tiles of `rows` rows of one head; see `boxes_of`."""
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -88,7 +79,9 @@ def describe(tensor: Tensor, rows: int, axis: Strides | None = None) -> tuple[An
             return None
         block = [*(1,) * (len(box.shape) - 2), rows, tensor.shape[-1]]
         layout = tile_layout(rows, tensor.shape[-1], tensor.dtype, len(box.shape))
-        base = _Address(tensor.data_ptr() + box.begin, tensor.dtype)
+        address = tensor.data_ptr() + box.begin
+        # A `TensorDescriptor` reads nothing else of a tensor.
+        base: Any = SimpleNamespace(data_ptr=lambda: address, dtype=tensor.dtype)
         return TensorDescriptor(base, list(box.shape), list(box.strides), block, layout)
 
     short, long = boxes_of(tensor, axis)

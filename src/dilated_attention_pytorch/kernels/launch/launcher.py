@@ -8,8 +8,10 @@ the addresses in them, which repeat because the allocator reuses memory.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
+from itertools import count
 from threading import Lock
 from typing import Any, NamedTuple
 
@@ -21,8 +23,8 @@ from ..hopper.lowering import Strides
 from . import warmup
 from .triton_abi import Compilers, Entry, Grid, entry_of
 
-CACHE_SIZE = 4096
-"""Most cached launches, and most prepared launches of each kind; Triton itself evicts no kernel."""
+CACHE_SIZE, PREPARED = 4096, 2**14
+"""Most cached launches, and most prepared ones; Triton itself evicts no kernel."""
 CACHED_ADDRESSES = 256
 """Most cached argument lists of a sequence of launches."""
 
@@ -66,11 +68,11 @@ class Launch:
     launch in front of it has ended.
     """
 
-    __slots__ = ("_device", "_numbers", "_overlaps", "compiled", "kernel", "options")
+    __slots__ = ("_numbers", "compiled", "device", "kernel", "options", "overlaps")
 
     def __init__(self, kernel: Any, device: torch.device, *numbers: int | float | None, **options: Any) -> None:
         self.kernel, self.options = kernel, OPTIONS | options
-        self._device, self._numbers, self._overlaps = device.index, numbers, bool(options.get("launch_pdl"))
+        self.device, self._numbers, self.overlaps = device.index, numbers, bool(options.get("launch_pdl"))
         self.compiled: dict[Key, tuple[Any, Entry | None, tuple[None, ...]]] = {}
         """By what depends on tensors: compiled kernel, entry, and slots of constants, which the entry ignores."""
 
@@ -78,29 +80,32 @@ class Launch:
         """Run the kernel on the current stream."""
         addresses = [x.data_ptr() for x in tensors]
         key = *[x.dtype for x in tensors], *[address % 16 for address in addresses]
-        if self.run(key, grid, (*addresses, *varying, *self._numbers), (*tensors, *varying, *self._numbers)):
+        entry, slots = self.ready(key)
+        if entry is not None:
+            passed = *addresses, *varying, *self._numbers, *slots
+            entry(grid, entry.stream_of(self.device), passed, self.overlaps)
+        elif self.run_public(key, grid, (*tensors, *varying, *self._numbers)):
             assert {*range(len(tensors), len(tensors) + len(varying))} <= {*_unspecialized_of(self.kernel)}
 
-    def run(self, key: Key, grid: Grid, passed: tuple[object, ...], arguments: tuple[Any, ...]) -> bool:
-        """Run the kernel; `passed` are its arguments with tensors as addresses. Return whether its entry is new."""
+    def ready(self, key: Key) -> tuple[Entry | None, tuple[None, ...]]:
+        """Entry and slots of constants; no entry if the public launch is required, which may have to compile."""
         _, entry, slots = self.compiled.get(key, _NOT_COMPILED)
-        if entry is None or entry.has_hooks or torch.cuda.current_device() != self._device:
-            warmup.finish()
-            return self.run_public(key, grid, arguments)
-        entry(grid, entry.stream_of(self._device), (*passed, *slots), self._overlaps)
-        return False
+        if entry is not None and not entry.has_hooks and torch.cuda.current_device() == self.device:
+            return entry, slots
+        warmup.finish()
+        return None, ()
 
     def run_public(self, key: Key, grid: Grid, arguments: Sequence[Any]) -> bool:
         """Run the kernel through Triton's public launch; return whether its entry is new."""
         compiled = self.kernel[grid](*arguments, **self.options)
         # Triton compiles for the current device.
-        if compiled is None or key in self.compiled or torch.cuda.current_device() != self._device:
+        if compiled is None or key in self.compiled or torch.cuda.current_device() != self.device:
             return False
         self.compiled[key] = compiled, entry_of(compiled), (None,) * (len(self.kernel.arg_names) - len(arguments))
         return True
 
 
-def _launch_of(identity: Key, kernel: Any, device: torch.device, **options: Any) -> Launch:
+def _launch_of(identity: Key, kernel: Any, device: torch.device, options: dict[str, Any]) -> Launch:
     """Launch of an identity, which includes the kernel or its id."""
     cached = _launches.get(identity)
     if cached is None:
@@ -108,6 +113,12 @@ def _launch_of(identity: Key, kernel: Any, device: torch.device, **options: Any)
             _launches.clear()
         cached = _launches[identity] = Launch(kernel, device, **options)
     return cached
+
+
+@lru_cache(maxsize=PREPARED)
+def prepared(make: Callable[..., Any], *sizes: Any) -> Any:
+    """Result of `make(*sizes)`, made once: launches and arenas for tensors of given sizes."""
+    return make(*sizes)
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
@@ -126,9 +137,13 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) 
         if isinstance(arguments[index], int):
             specialized[index] = arguments[index] >= 2**31
     device = arguments[0].device
-    made = _launch_of((id(kernel), device.index, *options, *options.values(), *specialized), kernel, device, **options)
+    made = _launch_of((id(kernel), device.index, *options, *options.values(), *specialized), kernel, device, options)
     x, y, z = (*grid, 1, 1)[:3]
-    made.run((), (x, y, z), tuple(passed), arguments)
+    entry, slots = made.ready(())
+    if entry is None:
+        made.run_public((), (x, y, z), arguments)
+    else:
+        entry((x, y, z), entry.stream_of(device.index), (*passed, *slots), made.overlaps)
 
 
 class TmaArg(NamedTuple):
@@ -176,11 +191,10 @@ class LaunchStep:
         self.grid = (grid, 1, 1) if isinstance(grid, int) else grid
         self._sizes = [tensor.element_size() for tensor in like]
         self._boxes = [boxes_of(like[one.slot], one.axis) for one in arguments if isinstance(one, TmaArg)]
-        self._read = [one.slot for one in self._arguments if isinstance(one, PtrArg)] if plain else []
-        if plain:
-            constant = (one.data_ptr() % 16 == 0 for one in self._arguments if isinstance(one, Tensor))
-            identity = *identity, *constant
-        self.launch = _launch_of(identity, kernel, like[0].device)
+        pointers = self._arguments if plain else ()
+        self._read = [one.slot for one in pointers if isinstance(one, PtrArg)]
+        identity = *identity, *(one.data_ptr() % 16 == 0 for one in pointers if isinstance(one, Tensor))
+        self.launch = _launch_of(identity, kernel, like[0].device, {})
 
     def run_public(self, *tensors: Tensor) -> None:
         """Run the kernel through Triton's public launch, which compiles it if needed."""
@@ -209,15 +223,11 @@ class LaunchStep:
         if entry is None:
             return None
         arguments: list[object] = []
-        boxes, index = iter(self._boxes), 0
+        boxes, index = iter(self._boxes), count()
         for one in self._arguments:
             if isinstance(one, TmaArg):
                 for box in next(boxes):
-                    if box is None:
-                        arguments.append(None)
-                    else:
-                        arguments += entry.described(index, addresses[one.slot], box)
-                        index += 1
+                    arguments += (None,) if box is None else entry.described(next(index), addresses[one.slot], box)
             elif isinstance(one, PtrArg):
                 arguments.append(addresses[one.slot] + one.begin * self._sizes[one.slot])
             else:
@@ -270,9 +280,7 @@ class Launches:
     def __call__(self, *tensors: Tensor) -> None:
         """Run the kernels; every call passes tensors of the same layouts in the same order."""
         addresses = tuple([tensor.data_ptr() for tensor in tensors])
-        bound = self._cache.get(addresses)
-        if bound is None:
-            bound = self._bind(addresses)
+        bound = self._cache.get(addresses) or self._bind(addresses)
         if not bound:
             compile_together(self.steps, tensors)
         if not bound or bound[0][1].has_hooks:

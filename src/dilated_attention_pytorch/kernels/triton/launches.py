@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..call import AttentionCall, BiasedGradients, Forward, Gradients, empty_rows
 from ..dropout import threshold
-from ..launch.launcher import CACHE_SIZE, OPTIONS, Launch, launch
+from ..launch.launcher import OPTIONS, Launch, launch, prepared
 from .backward_kernels import attention_dkv_bwd_kernel, attention_dq_bwd_kernel, delta_bwd_kernel, sum_pieces_bwd_kernel
 from .forward_kernels import attention_fwd_kernel, carry_to_output_kernel, merge_pieces_kernel
 from .lowering import PartSchedule, Schedule, WalkTables, schedule
@@ -148,12 +148,11 @@ def delta_of(output: Tensor, lse: Tensor, grad_output: Tensor, grad_lse: Tensor 
     delta = torch.empty((batch, heads, n), dtype=torch.float32, device=output.device)
     slope = lse if grad_lse is None else grad_lse
     numbers = n, *output.stride()[:3], *grad_output.stride()[:3], *slope.stride()
-    run = _delta_launch(output.device, e, grad_lse is not None, *numbers)
+    run = prepared(_delta_launch, output.device, e, grad_lse is not None, *numbers)
     run((-(-n // ROWS), heads, batch), (output, grad_output, lse, slope, delta))
     return delta
 
 
-@lru_cache(maxsize=CACHE_SIZE)
 def _delta_launch(device: torch.device, e: int, slopes: bool, *numbers: int) -> Launch:
     constants = {"BM": ROWS, "E": e, "EP": padded_width(e), "LSE_GRAD": slopes}
     return Launch(delta_bwd_kernel, device, *numbers, **constants, **OPTIONS)

@@ -28,6 +28,7 @@ from ..block_sparse_config import SparsePatternConfig
 from ..context_parallel import OverRanks, Ranks
 from .config import AdaptiveConfig
 from .scorer import BlockScorer
+from .traced import TORCH_OWN, is_traceable, traced_attention
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -37,8 +38,6 @@ if TYPE_CHECKING:
 
 PROBES = 64
 """Tokens on which the captured share of attention is measured for `return_pattern`."""
-TORCH_OWN = 4096
-"""Tokens up to which torch's dense attention is no slower on a GPU, and needs less host time."""
 
 _nothing = nullcontext()
 _EVERYTHING = torch.ones((), device="cpu")
@@ -91,7 +90,9 @@ class BlockSparseAdaptive(OverRanks, nn.Module):
 
     The scorer trains with the module: each backward pass distills the measured attention of blocks into it and computes
     its parameters' gradients, whatever the loss is. Selection is per sample and per head; with `is_causal`, later
-    tokens do not change the blocks of earlier ones. `torch.compile` runs the module eagerly.
+    tokens do not change the blocks of earlier ones. `torch.compile` has the module in one graph, except for calls with
+    `return_pattern`, study modes or several ranks, and training with dropout, noise, `dense_steps` or `distill_start`,
+    which run eagerly. `statistics` covers eager calls.
 
     Args:
         segment_lengths: validated, without effect, as `dilation_rates`: any block of the sequence may be chosen.
@@ -190,6 +191,8 @@ class BlockSparseAdaptive(OverRanks, nn.Module):
             (B, N, H, E).
         """
         if torch.compiler.is_dynamo_compiling():
+            if is_traceable(self, return_pattern):
+                return traced_attention(self, query, key, value, is_causal, key_padding_mask)
             return self._untraced(query, key, value, is_causal, return_pattern, key_padding_mask=key_padding_mask)
         # Short dense calls take so little GPU time that host time counts: these checks stand for all others. Calls with
         # gradients do not use torch's attention, whose gradients may differ from run to run.
@@ -209,7 +212,7 @@ class BlockSparseAdaptive(OverRanks, nn.Module):
             return output.transpose(1, 2)
         return self._forward(query, key, value, is_causal, return_pattern, key_padding_mask)
 
-    # `torch.compile` enters here and skips the module. Decorating `forward` would slow down every call.
+    # `torch.compile` runs other calls eagerly from here. Decorating `forward` would slow down every call.
     _untraced = torch.compiler.disable(forward)
 
     def _forward(

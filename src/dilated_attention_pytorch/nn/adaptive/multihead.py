@@ -60,6 +60,8 @@ class MultiheadBlockSparseAdaptive(MultiheadOverRanks, MultiheadSparseAttention)
         layout: SequenceLayout | str = "contiguous",
         **options: Any,
     ) -> None:
+        if options.get("sink"):
+            raise must("learned attention must come without a sink", "sink=True")
         super().__init__(embed_dim, num_heads, Full(), dropout, bias, **options)
         self.core = BlockSparseAdaptive(
             segment_lengths,

@@ -25,11 +25,19 @@ def store_partial(p_partial, o_entry, b_tile, b_mask, b_here, SIZE: tl.constexpr
     tl.store(p_line + 3, tl.where(b_mask == 2, OUTSIDE, b_last), mask=b_here)
 
 
+@triton.jit
+def list_of(head, SHARED: tl.constexpr):
+    """List of a query head, or of a head of some sample, where SHARED query heads share one."""
+    if SHARED > 1:
+        head = head // SHARED
+    return head
+
+
 @triton.jit(do_not_specialize=["batch", "heads", "blocks", "listed", "sinks", "entries"])
 def query_lists_kernel(
     p_indices, p_room, o_lists, o_rows, o_work, o_items, o_held, o_partial, batch, heads, blocks, listed, sinks,
     entries, P: tl.constexpr, SIZE: tl.constexpr, LOCAL: tl.constexpr, CAUSAL: tl.constexpr, RAGGED: tl.constexpr,
-    HALVES: tl.constexpr, BY_ROW: tl.constexpr,
+    HALVES: tl.constexpr, BY_ROW: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
     """What one query block meets: tiles met whole, then those met in part, then room that is not used.
 
@@ -52,7 +60,8 @@ def query_lists_kernel(
     b_block = own + o_k - (LOCAL - 1)
     b_first = tl.where(tl.abs(own - (o_k - NEAR)) < LOCAL, -1, o_k - NEAR)
     b_block = tl.where(o_k < NEAR, b_block, b_first)
-    p_own = p_indices + ((sample * heads + head).to(tl.int64) * blocks + own) * listed + o_k - shared
+    line = list_of(sample * heads + head, SHARED)
+    p_own = p_indices + (line.to(tl.int64) * blocks + own) * listed + o_k - shared
     b_block = tl.where(o_k < shared, b_block, tl.load(p_own, mask=(o_k >= shared) & (o_k < many), other=-1))
     b_some = (b_block >= 0) & (b_block < blocks)
     b_mask = tl.full([P], -1, tl.int32)
@@ -117,8 +126,9 @@ def fill(p_table, many, value):
 
 @triton.jit(do_not_specialize=["blocks", "heads", "samples", "listed", "filled"])
 def mark_kernel(
-    p_indices, p_room, o_bits, o_filled, o_counter, blocks, heads, samples, listed, filled, P: tl.constexpr
-):
+    p_indices, p_room, o_bits, o_filled, o_counter, blocks, heads, samples, listed, filled, P: tl.constexpr,
+    SHARED: tl.constexpr,
+):  # fmt: skip
     """For 32 query blocks: set the bit of each in the words of the tiles it chose, and clear the others.
 
     Launches that come next find a table full of 0, and a counter at 0.
@@ -137,7 +147,7 @@ def mark_kernel(
     tl.debug_barrier()
     o_i = tl.arange(0, 32)[:, None]
     o_q = word * 32 + o_i
-    p_own = p_indices + (tl.program_id(1).to(tl.int64) * blocks + o_q) * listed
+    p_own = p_indices + (list_of(tl.program_id(1).to(tl.int64), SHARED) * blocks + o_q) * listed
     for slot in range(0, listed, P):
         o_k = slot + tl.arange(0, P)[None, :]
         b_block = tl.load(p_own + o_k, mask=(o_q < blocks) & (o_k < listed), other=blocks)

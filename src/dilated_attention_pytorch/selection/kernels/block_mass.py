@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 from torch import Tensor
 
 from ...kernels.launch.arena import ALIGNED
-from ...kernels.launch.launcher import CACHE_SIZE, Launch
+from ...kernels.launch.launcher import Launch, prepared
 from ...kernels.launch.triton_abi import Grid
 from ...kernels.triton.launches import LOG2E, OPTIONS, dot_precision, padded_width
 from ..distill import FLOOR
@@ -19,7 +17,6 @@ TILE = 4096
 """Numbers that a program holds at once."""
 
 
-@lru_cache(maxsize=CACHE_SIZE)
 def _launches(
     device: torch.device, shape: tuple[int, ...], key_heads: int, dtype: torch.dtype, e: int, size: int, t: int,
     slots: int, chosen: int, dense: int, per_token: bool, is_causal: bool, together: bool, padded: bool, saliency: bool,
@@ -66,9 +63,9 @@ def distill_gradients(
     """
     lists, padding = selection.indices.contiguous(), key_padding_mask
     shape, dense, slots = query.shape, len(rows) - chosen, lists.shape[3]
-    read, log_grid, by_row, grid, room, shapes = _launches(
-        query.device, shape, key.shape[1], query.dtype, grad_output.shape[3], selection.block_size, selection.blocks,
-        slots, chosen, dense, selection.per_token, selection.is_causal, together, padding is not None,
+    read, log_grid, by_row, grid, room, shapes = prepared(
+        _launches, query.device, shape, key.shape[1], query.dtype, grad_output.shape[3], selection.block_size,
+        selection.blocks, slots, chosen, dense, selection.per_token, selection.is_causal, together, padding is not None,
         mean is not None, float(scale), factors, TILE, query.stride(), key.stride(), grad_output.stride(),
     )  # fmt: skip
     logs = torch.empty(room, dtype=torch.float32, device=query.device)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...kernels.launch.launcher import CACHE_SIZE, Launch, launch
+from ...kernels.launch.launcher import CACHE_SIZE, Launch, launch, prepared
 from ...kernels.triton.launches import OPTIONS, dot_precision, padded_width
 from ..types import Factors
 from .block_scores_kernels import hidden_kernel, match_kernel, split_kernel
@@ -97,7 +97,6 @@ def _hidden_side(most: int, streams: int, rows: int, width: int, seen: int) -> i
     return 32
 
 
-@lru_cache(maxsize=CACHE_SIZE)
 def _hidden_launch(
     device: torch.device, t: int, hidden: int, size: int, is_causal: bool, keeps: bool, lists: bool, ids: bool,
     even: bool, side: int, *numbers: int | float,
@@ -132,7 +131,7 @@ def hidden_scoring(
         # Causal rows are most often the last of as many blocks; the largest tiles have no registers for more addresses.
         seen = width - many // (2 * size) if is_causal else width
         side = _hidden_side(128 if even and factors.keep is None else 64, batch * heads, many, width, seen)
-        launch = _hidden_launch(*options, ids is rows, even, side, width, *numbers)
+        launch = prepared(_hidden_launch, *options, ids is rows, even, side, width, *numbers)
         launch((-(-many // side), -(-width // side), batch * heads), (*read, ids, scores, *listing), begin, many)
         return scores
 
@@ -148,7 +147,6 @@ def own_rows(own: Tensor) -> tuple[Tensor, int, int, int]:
     return own, a_sample, a_head, a_unit if units > 1 else a_row
 
 
-@lru_cache(maxsize=CACHE_SIZE)
 def _match_launch(
     device: torch.device, at_once: int, grouped: int, columns: int, d: int, rank: int, own_units: int, units: int,
     size: int, is_causal: bool, holes: bool, rounds: bool, ids: bool, together: bool, noise: bool,
@@ -201,7 +199,8 @@ def scoring(factors: Factors, block_size: int, per_token: bool, is_causal: bool)
         tiles = -(-many // at_once)
         spans = max((PROGRAMS if together is None else TOKEN_PROGRAMS) // (tiles * batch * heads), 1)
         span = -(-width // (spans * columns)) * columns
-        launch = _match_launch(*options, ids is rows, together is not None, seed is not None, width, *numbers)
+        kinds = ids is rows, together is not None, seed is not None
+        launch = prepared(_match_launch, *options, *kinds, width, *numbers)
         grid = tiles, -(-width // span), batch * heads
         also = ids, scores, own if seed is None else seed
         launch(grid, (table, *read, *also), begin, many, span, first, table.shape[2])

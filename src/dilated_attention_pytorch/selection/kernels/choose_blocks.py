@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from math import isqrt
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...kernels.launch.launcher import CACHE_SIZE, Launch
+from ...kernels.launch.launcher import Launch, prepared
 from ...kernels.triton.launches import OPTIONS, dot_precision, launches_overlap, padded_width
 from ..types import Factors, SelectionSettings
 from .block_scores import ByToken, Halves, ToList, hidden_scoring, matched_together, own_rows, scoring, split
@@ -33,7 +32,6 @@ NARROW_REGISTERS = 168
 """Register limit of a program that ranks fewer blocks: three programs fit a multiprocessor."""
 
 
-@lru_cache(maxsize=CACHE_SIZE)
 def _choice_launch(
     device: torch.device, wide: int, at_once: int, columns: int, grouped: int, d: int, rank: int, units: int,
     block_size: int, is_causal: bool, noise: bool, holes: bool, rounds: bool, room: int,
@@ -83,12 +81,11 @@ def choose(
         wide = max(padded_width(last - 1 if is_causal else t), least)
         begin = max(wide // 2 + 1, first) if is_causal and wide > least else first
         tiles = -(-(min(last * block_size, total) - begin * block_size) // CHOSEN)
-        launch = _choice_launch(own.device, wide, CHOSEN, *options, begin > first, last < first + lines)
+        launch = prepared(_choice_launch, own.device, wide, CHOSEN, *options, begin > first, last < first + lines)
         launch((batch * heads, tiles, 1), read, first, begin, lines)
         last = begin
 
 
-@lru_cache(maxsize=CACHE_SIZE)
 def _rank_launch(
     device: torch.device, at_once: int, wide: int, size: int, is_causal: bool, ready: bool, noise: bool, covers: bool,
     room: int, *numbers: int | float,
@@ -154,7 +151,8 @@ def listed_blocks(
         assert scored is not None
         scores = scored(range(begin, end), width, *together)
         options = device, at_once, wide, size, is_causal, ready, noise, coverage is not None, room
-        launch = _rank_launch(*options, width, total, t, room, *bounds, 0.0 if coverage is None else coverage)
+        sizes = width, total, t, room, *bounds, 0.0 if coverage is None else coverage
+        launch = prepared(_rank_launch, *options, *sizes)
         launch((-(-(end - begin) // at_once), batch * heads, 1), (scores, *read), begin, end - begin)
         first = last
     return indices, counts

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 from torch import Tensor
 
 from ...kernels.launch.arena import Arena, Shape
-from ...kernels.launch.launcher import CACHE_SIZE, Launch
+from ...kernels.launch.launcher import Launch, prepared
 from ...kernels.triton.launches import OPTIONS, padded_width
 from ..types import GatherIndex, Selection
 from .gather_index_kernels import mark_tokens_kernel, place_kernel, runs_kernel
@@ -24,12 +22,17 @@ COLUMNS = 8
 
 
 class SelectionInverter:
-    """Launches that invert selections by tokens of one shape; `group` query heads read a key head."""
+    """Launches that invert selections by tokens of one shape.
+
+    `group` query heads read a key head, and `shared` query heads share a list.
+    """
 
     def __init__(
-        self, device: torch.device, shape: tuple[int, ...], apart: tuple[int, ...], size: int, t: int, group: int
-    ) -> None:
-        batch, heads, n, listed = shape
+        self, device: torch.device, shape: tuple[int, ...], apart: tuple[int, ...], size: int, t: int, group: int,
+        shared: int,
+    ) -> None:  # fmt: skip
+        batch, lists, n, listed = shape
+        heads = lists * shared
         key_tiles, shares, each = batch * t, -(-n // (32 * WORDS)), batch * n * listed
         # What the compiler may know of it lets threads read and write four numbers at once.
         wide = -(-t // 16) * 16
@@ -47,7 +50,7 @@ class SelectionInverter:
         together, window = min(padded_width(listed), TOGETHER), min(padded_width(t), WINDOW)
         # Tables as long as what is asked for at once are laid out over the threads alike, and moved between them.
         window *= 1 + (window == 32 * together)
-        once = {"WORDS": WORDS, "P": together, "T": window, "num_warps": 8} | OPTIONS
+        once = {"WORDS": WORDS, "P": together, "T": window, "SHARED": shared, "num_warps": 8} | OPTIONS
         self._mark = Launch(
             mark_tokens_kernel, device, *begin("bits", "before", "counters"), *sizes, *apart, **once,
         )  # fmt: skip
@@ -71,9 +74,6 @@ class SelectionInverter:
         return GatherIndex(*[self._room.tensor(memory, name) for name in GatherIndex._fields])
 
 
-_inverter = lru_cache(maxsize=CACHE_SIZE)(SelectionInverter)
-
-
 def invert_selection(selection: Selection, group: int = 1) -> GatherIndex:
     """`plan.invert_selection` with one bit for each token and key tile instead of a sort, in 32-bit integers."""
     indices = selection.indices
@@ -82,5 +82,5 @@ def invert_selection(selection: Selection, group: int = 1) -> GatherIndex:
     if apart[2:] != (indices.shape[3], 1):
         indices = indices.contiguous()
         apart = indices.stride()
-    options = selection.block_size, selection.blocks, group
-    return _inverter(indices.device, indices.shape, apart[:2], *options)(indices)
+    options = selection.block_size, selection.blocks, group, selection.group
+    return prepared(SelectionInverter, indices.device, indices.shape, apart[:2], *options)(indices)

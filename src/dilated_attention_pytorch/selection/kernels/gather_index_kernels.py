@@ -8,13 +8,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .block_lists_kernels import ones_of
+from .block_lists_kernels import list_of, ones_of
 
 
 @triton.jit(do_not_specialize=["n", "blocks", "heads", "samples", "listed"])
 def mark_tokens_kernel(
     p_indices, p_room, o_bits, o_before, o_counters, n, blocks, heads, samples, listed, wide, s_sample, s_head,
-    WORDS: tl.constexpr, P: tl.constexpr, T: tl.constexpr,
+    WORDS: tl.constexpr, P: tl.constexpr, T: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
     """For a share of 32 * WORDS tokens: a bit of each in the words of the blocks it chose, and how many chose each.
 
@@ -37,7 +37,7 @@ def mark_tokens_kernel(
     o_k = tl.arange(0, 32 * P) % P
     for word in range(WORDS):
         begin = share * (WORDS * 32) + word * 32
-        p_own = p_indices + sample * s_sample + head * s_head + begin.to(tl.int64) * listed
+        p_own = p_indices + sample * s_sample + list_of(head, SHARED) * s_head + begin.to(tl.int64) * listed
         slot = 0
         # Slots that are not filled come last.
         while slot < listed:
@@ -99,7 +99,7 @@ def runs_kernel(
 def place_kernel(
     p_indices, p_room, o_bits, o_before, o_first, o_total, o_source, o_place, o_tile, o_order, n, blocks, heads,
     samples, listed, wide, rows, s_sample, s_head, WORDS: tl.constexpr, P: tl.constexpr, T: tl.constexpr,
-    SIZE: tl.constexpr, R: tl.constexpr, GROUP: tl.constexpr,
+    SIZE: tl.constexpr, R: tl.constexpr, GROUP: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
     """For a share of the tokens: where each choice lies. And for a share of the key tiles: which start first.
 
@@ -149,7 +149,7 @@ def place_kernel(
         for word in tl.range(WORDS, disable_licm=True):
             b_bits = tl.load(p_room + o_bits + (line * WORDS + word) * wide + o_t, mask=o_t < wide, other=0)
             begin = share * (WORDS * 32) + word * 32
-            p_own = p_indices + sample * s_sample + head * s_head + begin.to(tl.int64) * listed
+            p_own = p_indices + sample * s_sample + list_of(head, SHARED) * s_head + begin.to(tl.int64) * listed
             p_place = p_room + o_place + ((head * samples + sample) * n + begin) * listed
             used = listed
             o_own = o_i * listed + o_k

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -25,7 +25,7 @@ from ...kernels.triton.launches import (
 )
 from ..attend import TokenAttend
 from ..plan import invert_selection
-from ..types import GatherIndex
+from ..types import GatherIndex, Selection
 from . import gather_index, hopper_gathered
 from .gathered_attention_kernels import add_tokens_kernel, chosen_bwd_kernel, chosen_fwd_kernel, join_tokens_kernel
 
@@ -234,6 +234,10 @@ MOST_BITS = 2**31 - 1
 """Tokens times key blocks, over heads, up to which bits with 32-bit counts give the index; beyond, a sort."""
 
 
+def _sorted_index(selection: Selection, group: int) -> GatherIndex:
+    return invert_selection(selection.per_head(), group, 0, False)
+
+
 @dataclass(slots=True)
 class GatheredAttend(TokenAttend):
     """Attention over a selection by tokens whose listed blocks are added to the shared ones in place."""
@@ -246,15 +250,16 @@ class GatheredAttend(TokenAttend):
         if self.indices is not None:
             return self.indices
         selection, self.indices = self.selection, []
-        batch, all_heads, n, listed = selection.indices.shape
+        (batch, _, n, listed), all_heads = selection.indices.shape, selection.heads
         group = all_heads // call.key.shape[1]
         # The run of each key block may leave part of a tile empty.
         bits = batch * (max(selection.blocks, listed + 1) * n + selection.block_size)
         for heads, _ in self.head_runs(call.query, call.key, call.value):
-            many = heads.stop - heads.start
-            own = selection if many == all_heads else replace(selection, indices=selection.indices[:, heads])
+            many, every = heads.stop - heads.start, slice(None)
+            own = selection if many == all_heads else self._of_heads(every, heads)
             by_bits = many * bits <= MOST_BITS
-            index = gather_index.invert_selection(own, group) if by_bits else invert_selection(own, group, 0, False)
+            run = gather_index.invert_selection if by_bits else _sorted_index
+            index = run(own, group)
             self.indices.append((heads, index))
         return self.indices
 

@@ -17,7 +17,7 @@ from ...kernels.call import AttentionCall
 from ...kernels.hopper import lowering as hopper_lowering
 from ...kernels.hopper.lowering import FEW_ITEMS, ITEM_ROWS, BackwardItems, ForwardItems, LoweredPart
 from ...kernels.launch.arena import Arena, Shape
-from ...kernels.launch.launcher import CACHE_SIZE, Launch
+from ...kernels.launch.launcher import Launch, prepared
 from ...kernels.launch.triton_abi import Grid
 from ...kernels.registry import Backend, choose
 from ...kernels.triton import backend as triton_backend
@@ -26,7 +26,7 @@ from ...kernels.triton.launches import OPTIONS, padded_width
 from ...kernels.triton.lowering import PartSchedule, Schedule, WalkTables, share_of
 from ...plan.plan import Axis, Plan, Walk
 from ..attend import BlockAttend
-from ..plan import plan_of
+from ..plan import ground, plan_of
 from ..types import Selection
 from .block_lists_kernels import held_items_kernel, key_lists_kernel, mark_kernel, query_lists_kernel
 
@@ -35,14 +35,15 @@ class ListedBlocks:
     """What lays out selections of some sizes by query blocks, in two pieces of memory: one for each direction.
 
     A block has `halves` items of 128 rows, or 0 where Hopper cannot run it. With `few` the same row of all heads starts
-    together, and of dK and dV the heaviest of all heads; otherwise one head after another.
+    together, and of dK and dV the heaviest of all heads; otherwise one head after another. `shared` query heads share a
+    list; rows of all heads are laid out.
     """
 
     def __init__(
-        self, device: torch.device, shape: tuple[int, ...], size: int, local: int, sinks: int, causal: bool,
-        ragged: bool, halves: int, few: bool,
+        self, device: torch.device, shape: tuple[int, ...], shared: int, size: int, local: int, sinks: int,
+        causal: bool, ragged: bool, halves: int, few: bool,
     ) -> None:  # fmt: skip
-        batch, heads, t, listed = shape
+        batch, heads, t, listed = shape[0], shape[1] * shared, *shape[2:]
         # Without a block that every row sees, Hopper's items of rows without blocks need a masked tile.
         sinks, self.masked, words = min(sinks, t), ragged or causal or (not local and halves > 0), -(-t // 32)
         many = (local if causal or not local else 2 * local - 1) + sinks + listed
@@ -61,13 +62,13 @@ class ListedBlocks:
         begins = self.by_query.begin("lists", "rows", "work", "items", "held", "partial")
         self._to_queries = Launch(
             query_lists_kernel, device, *begins, batch, heads, t, listed, sinks, entries,
-            P=padded_width(many), **options, BY_ROW=few, num_warps=4 if many > 256 else 1, **OPTIONS,
+            P=padded_width(many), **options, BY_ROW=few, SHARED=shared, num_warps=4 if many > 256 else 1, **OPTIONS,
         )  # fmt: skip
         # What is not used of the lists is looked at with the rest.
         begins = self.by_key.begin("bits", "lists", "counters")
         self._mark = Launch(
             mark_kernel, device, *begins, t, heads, batch, listed, in_lists,
-            P=min(padded_width(listed), 64), num_warps=4, **OPTIONS,
+            P=min(padded_width(listed), 64), SHARED=shared, num_warps=4, **OPTIONS,
         )  # fmt: skip
         self._marks = words, batch * heads, 1
         begins = self.by_key.begin("bits", "counters", "lists", "rows", "total", "partial", "turned")
@@ -126,26 +127,83 @@ class ListedBlocks:
         return Walk(rows, full, memory.as_strided((entries,), (1,), begin), mask, order)
 
 
+class Frame:
+    """Launches and constant tensors of selections of one size."""
+
+    def __init__(
+        self, device: torch.device, shape: tuple[int, ...], shared: int, n: int, size: int, local: int, sinks: int,
+        is_causal: bool, few_items: int,
+    ) -> None:  # fmt: skip
+        batch, heads, t = shape[0], shape[1] * shared, shape[2]
+        self._device, self._shape, self._n, self._size, self._is_causal = device, (batch, heads, t), n, size, is_causal
+        self.ragged = n % size > 0
+        self.strided = self.ragged and batch > 1
+        # The Hopper kernels do not check which items exist.
+        plain = not self.strided and (size == ITEM_ROWS or not self.ragged)
+        self.halves = size // ITEM_ROWS if plain else 0
+        few = heads * batch * t * self.halves <= few_items
+        kinds = is_causal, self.ragged, self.halves, few
+        self.lists: ListedBlocks = prepared(ListedBlocks, device, shape, shared, size, local, sinks, *kinds)
+        self.launches: dict[Any, Any] = {}
+        """Launches of the Hopper kernels"""
+        self._owners: dict[int, tuple[Tensor, Tensor]] = {}
+
+    @cached_property
+    def row_order(self) -> Tensor:
+        """Query rows in starting order, int32: under a causal mask the last meet most."""
+        batch, heads, t = self._shape
+        row = torch.arange(heads * batch * t, dtype=torch.int32, device=self._device).view(heads, batch, t)
+        return (row.flip(2).transpose(1, 2) if self._is_causal else row).flatten()
+
+    @cached_property
+    def no_walk(self) -> Walk:
+        """A walk without rows."""
+        nothing = torch.empty(0, dtype=torch.int32, device=self._device)
+        return Walk(nothing.view(0, 6), nothing, nothing, nothing, nothing)
+
+    @cached_property
+    def first_rows(self) -> Tensor:
+        """First row of each head in a walk, int64 (h, 1)."""
+        batch, heads, t = self._shape
+        return torch.arange(heads, device=self._device)[:, None] * (batch * t)
+
+    @cached_property
+    def axis(self) -> Axis:
+        """Axis of the concatenated samples."""
+        batch, heads, _ = self._shape
+        return ground(batch, self._n, heads, self._size, self._device)[0]
+
+    @cached_property
+    def tile_table(self) -> Tensor:
+        """The axis as the Hopper kernels read it."""
+        return hopper_lowering.tile_table(self.axis)
+
+    @cached_property
+    def bounds(self) -> Tensor:
+        """The axis as the Triton kernels read it."""
+        return torch.cat([self.axis.start, self.axis.end])
+
+    def owners(self, group: int) -> tuple[Tensor, Tensor]:
+        """Owners of queries and of keys, where `group` query heads read a key head."""
+        if group not in self._owners:
+            head = torch.arange(self._shape[1], dtype=torch.int32, device=self._device)
+            nothing = torch.zeros_like(head)
+            keys = torch.stack([head // group, head, nothing, nothing], 1)[::group].contiguous()
+            self._owners[group] = torch.stack([head, head, nothing, nothing], 1), keys
+        return self._owners[group]
+
+
+_frame = lru_cache(maxsize=64)(Frame)
+
+
 class Items(NamedTuple):
     """What the Hopper kernels read beside a plan's walks. Not the plan, which would then live as long as this."""
 
-    lists: ListedBlocks
+    frame: Frame
     by_query: Tensor
     """Memory of all that `ListedBlocks.queries` gives"""
-    many: int
-    """Items of the output, and of dQ"""
     by_key: Tensor | None = None
     """Likewise `ListedBlocks.keys`"""
-
-
-class Frame(NamedTuple):
-    """What selections of one size have in common."""
-
-    lists: ListedBlocks
-    ragged: bool
-    strided: bool
-    halves: int
-    items: int
 
 
 class Listed:
@@ -154,17 +212,16 @@ class Listed:
     def __init__(self, selection: Selection) -> None:
         indices = selection.indices
         near = selection.local_blocks, selection.sink_blocks, selection.is_causal
-        options = indices.device, indices.shape, selection.n, selection.block_size, *near
-        self.lists, self.ragged, self.strided, self.halves, items = _frame(*options, FEW_ITEMS)
-        self.selection = selection
-        order = _row_order(*indices.shape[:3], selection.is_causal, indices.device)
-        self.items = Items(self.lists, self.lists.queries(indices), items)
-        walk = self._walk(self.items.by_query, self.lists.by_query, order)
-        self.plan = plan_of(selection, walk, _no_walk(indices.device), self.lists.entries)
+        options = indices.device, indices.shape, selection.group, selection.n, selection.block_size, *near
+        self.frame, self.selection = _frame(*options, FEW_ITEMS), selection
+        self.lists = self.frame.lists
+        self.items = Items(self.frame, self.lists.queries(indices))
+        walk = self._walk(self.items.by_query, self.lists.by_query)
+        self.plan = plan_of(selection, walk, self.frame.no_walk, self.lists.entries)
         """For the forward pass: its walk by key is empty."""
 
-    def _walk(self, memory: Tensor, room: Arena, order: Tensor) -> Walk:
-        return self.lists.walk(memory, room, order, _no_walk(order.device).mask)
+    def _walk(self, memory: Tensor, room: Arena) -> Walk:
+        return self.lists.walk(memory, room, self.frame.row_order, self.frame.no_walk.mask)
 
     @cached_property
     def whole_plan(self) -> Plan:
@@ -172,12 +229,12 @@ class Listed:
         by_query = self.plan.parts[0].by_query
         by_key = self.lists.keys(self.selection.indices, self.items.by_query)
         self.items = self.items._replace(by_key=by_key)
-        walk = self._walk(by_key, self.lists.by_key, by_query.order)
+        walk = self._walk(by_key, self.lists.by_key)
         return plan_of(self.selection, by_query, walk, self.lists.entries)
 
     def choose(self, call: AttentionCall, backend: str) -> tuple[str, Backend]:
         """`choose` for a call of one of its plans, which is then ready for what was chosen."""
-        if self.halves:
+        if self.frame.halves:
             hopper_lowering.attach_parts(call.plan, (ListedPart(call.plan, self.items),))
         elif backend == "auto" and triton_backend.why_not(call) is None:
             # Whether Hopper could run it would have to be looked up.
@@ -191,7 +248,7 @@ class Listed:
     def _schedule(self, plan: Plan, group: int) -> Schedule:
         """What the Triton kernels read of one of its plans."""
         (part,) = plan.parts
-        heads, key_owners, axis = _owners(part.queries, plan.heads, group)
+        (heads, key_owners), axis = self.frame.owners(group), self.frame.bounds
         tables, entries = self.lists, self.lists.entries
         work = tables.by_query.tensor(self.items.by_query, "work")
         by_query = by_key = WalkTables(
@@ -214,7 +271,7 @@ class Listed:
             assert memory is not None
             order = tables.by_key.tensor(memory, "total").view(plan.heads, -1).argsort(dim=1, descending=True)
             lists = tables.by_key.tensor(memory, "lists")
-            by_key = _key_side(plan, part.by_key, order, lists, key_owners, limit)
+            by_key = _key_side(plan, part.by_key, self.frame.first_rows, order, lists, key_owners, limit)
         whole = PartSchedule(
             by_query=by_query,
             by_key=by_key,
@@ -226,9 +283,9 @@ class Listed:
             key_tiles=part.keys.tiles,
             query_rate=1,
             key_rate=1,
-            strided=self.strided,
+            strided=self.frame.strided,
             per_head=True,
-            bounded=self.ragged,
+            bounded=self.frame.ragged,
         )
         return Schedule((whole,), (whole,) if len(part.by_key.rows) else (), plan.masks.band, bits=False)
 
@@ -248,66 +305,15 @@ class ListedAttend(BlockAttend):
         return call, self.listed.choose(call, self.backend)[1]
 
 
-@lru_cache(maxsize=CACHE_SIZE)
-def _frame(
-    device: torch.device, shape: tuple[int, ...], n: int, size: int, local: int, sinks: int, is_causal: bool,
-    few_items: int,
-) -> Frame:  # fmt: skip
-    batch, heads, t, _ = shape
-    ragged = n % size > 0
-    strided = ragged and batch > 1
-    # The Hopper kernels do not check which items exist.
-    plain = not strided and (size == ITEM_ROWS or not ragged)
-    halves = size // ITEM_ROWS if plain else 0
-    items = heads * batch * t * halves
-    lists = ListedBlocks(device, shape, size, local, sinks, is_causal, ragged, halves, items <= few_items)
-    return Frame(lists, ragged, strided, halves, items)
-
-
-@lru_cache(maxsize=64)
-def _no_walk(device: torch.device) -> Walk:
-    nothing = torch.empty(0, dtype=torch.int32, device=device)
-    return Walk(nothing.view(0, 6), nothing, nothing, nothing, nothing)
-
-
-@lru_cache(maxsize=64)
-def _owners(axis: Axis, heads: int, group: int) -> tuple[Tensor, Tensor, Tensor]:
-    """What follows from shapes: owners of queries and of keys, and the axis of both."""
-    head = torch.arange(heads, dtype=torch.int32, device=axis.start.device)
-    nothing = torch.zeros_like(head)
-    owners = torch.stack([head, head, nothing, nothing], 1)
-    key_owners = torch.stack([head // group, head, nothing, nothing], 1)[::group].contiguous()
-    return owners, key_owners, torch.cat([axis.start, axis.end])
-
-
-@lru_cache(maxsize=64)
-def _class_begins(heads: int, tiles: int, device: torch.device) -> Tensor:
-    return torch.arange(heads, device=device)[:, None] * tiles
-
-
-@lru_cache(maxsize=64)
-def _launch_cache(n: int, heads: int, block_size: int, items: int) -> dict[Any, Any]:
-    """Cache of launches for plans of one shape."""
-    return {}
-
-
-_tile_table = lru_cache(maxsize=64)(hopper_lowering.tile_table)
-
-
-@lru_cache(maxsize=64)
-def _row_order(batch: int, heads: int, blocks: int, is_causal: bool, device: torch.device) -> Tensor:
-    """Query rows in starting order, int32: under a causal mask the last meet most."""
-    row = torch.arange(heads * batch * blocks, dtype=torch.int32, device=device).view(heads, batch, blocks)
-    return (row.flip(2).transpose(1, 2) if is_causal else row).flatten()
-
-
-def _key_side(plan: Plan, walk: Walk, tile: Tensor, lists: Tensor, owners: Tensor, limit: int | None) -> WalkTables:
+def _key_side(
+    plan: Plan, walk: Walk, first_rows: Tensor, tile: Tensor, lists: Tensor, owners: Tensor, limit: int | None
+) -> WalkTables:
     """The direction of dK and dV, tiles (h, t) in starting order.
 
     Rows of more than `limit` entries are shared by several programs.
     """
     entries = len(walk.full) // plan.heads
-    table = walk.rows[tile + _class_begins(*tile.shape, tile.device)].long()
+    table = walk.rows[tile + first_rows].long()
     more = 0 if limit is None else entries // limit
     if more and limit is not None:
         work, heavy = _cut(table, tile, limit, more)
@@ -373,19 +379,20 @@ class ListedPart(LoweredPart):
 
     def __init__(self, plan: Plan, items: Items) -> None:
         self.items = items
-        self.launches = _launch_cache(plan.n, plan.heads, plan.block_size, items.many)
+        self.launches = items.frame.launches
         super().__init__(plan, plan.parts[0], strided=False)
 
     @cached_property
     def by_query(self) -> ForwardItems:  # pyrefly: ignore[bad-override]
         """The forward's work list."""
-        lists, memory, *_ = self.items
-        items, partial = (lists.by_query.tensor(memory, name) for name in ("items", "partial"))
-        return ForwardItems(items, self.part.by_query.full, partial, _tile_table(self.part.keys), covers=True)
+        frame, memory, _ = self.items
+        items, partial = (frame.lists.by_query.tensor(memory, name) for name in ("items", "partial"))
+        return ForwardItems(items, self.part.by_query.full, partial, frame.tile_table, covers=True)
 
     def _backward_items(self, group: int, by_key: bool) -> BackwardItems:
-        part, (lists, memory, _, key_memory) = self.part, self.items
+        part, (frame, memory, key_memory) = self.part, self.items
         assert key_memory is not None
+        lists = frame.lists
         # Both masks are bands, so nobody reads the bits.
         classes, bits = part.head_class, self.masks.bits
         if by_key:
@@ -394,4 +401,4 @@ class ListedPart(LoweredPart):
             # A band counts keys minus queries, and the kernel what is held minus what is streamed.
             walk, items, partial = part.by_query, lists.by_query.tensor(memory, "held"), "turned"
         entries = lists.by_key.tensor(key_memory, partial)
-        return BackwardItems(items, classes, walk.rows, walk.full, entries, _tile_table(part.keys), bits)
+        return BackwardItems(items, classes, walk.rows, walk.full, entries, frame.tile_table, bits)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...kernels.launch.arena import Arena, Shape
-from ...kernels.launch.launcher import CACHE_SIZE, Launch
+from ...kernels.launch.launcher import Launch, prepared
 from ...kernels.launch.triton_abi import Grid
 from ...kernels.triton.launches import OPTIONS, dot_precision, padded_width
 from ..types import Factors
@@ -45,7 +44,6 @@ class _Launches(NamedTuple):
     """What is found, of each sample"""
 
 
-@lru_cache(maxsize=CACHE_SIZE)
 def _launches(
     device: torch.device, batch: int, heads: int, scorers: int, rows: int, t: int, hidden: int, total: int,
     own_units: int, d: int, units: int, rank: int, size: int, left: bool, holes: bool, coldest: float, tile: int,
@@ -138,8 +136,8 @@ def parameter_gradients(
     own, *apart = own_rows(factors.own)
     right, rows, columns = factors.right.contiguous(), factors.rows, factors.columns
     left_there, right_there = factors.left_there, factors.right_there
-    made = _launches(
-        device, batch, heads, scorers, many, t, rows.shape[3], *own.shape[2:], *right.shape[3:], size,
+    made: _Launches = prepared(
+        _launches, device, batch, heads, scorers, many, t, rows.shape[3], *own.shape[2:], *right.shape[3:], size,
         left_there is not None, right_there is not None, float(factors.coldest), TILE, factors.weight.stride(0),
         factors.project.stride(0), first.stride(0), mixture.stride(0), tuple(apart), rows.stride()[1:],
         columns.stride()[1:],

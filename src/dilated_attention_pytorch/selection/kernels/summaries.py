@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 from torch import Tensor
 
 from ...kernels.launch.arena import Arena, Shape
-from ...kernels.launch.launcher import CACHE_SIZE, Launch
+from ...kernels.launch.launcher import Launch, prepared
 from ...kernels.launch.triton_abi import Grid
 from ...kernels.triton.launches import OPTIONS, dot_precision, padded_width
 from .block_scores import Halves
@@ -25,7 +23,6 @@ PROJECTED = 32
 that few warps, which ask for the next steps' factors early, end sooner than many."""
 
 
-@lru_cache(maxsize=CACHE_SIZE)
 def _factoring(
     device: torch.device, batch: int, heads: int, t: int, many: int, d: int, hidden: int, rank: int, *steps: int
 ) -> tuple[Launch, Grid, Arena, Arena]:
@@ -51,7 +48,7 @@ def factor(
     (batch, heads, t, many, d), parameters = units.shape, (first, bias, mixture, match)
     steps = [x.stride(0) if x.shape[0] == heads else 0 for x in parameters]
     options = batch, heads, t, many, d, first.shape[1], match.shape[2]
-    launch, grid, whole, half = _factoring(units.device, *options, *steps)
+    launch, grid, whole, half = prepared(_factoring, units.device, *options, *steps)
     rows, columns, right, scale = whole()
     halves = None
     if PROJECTED % many == 0:
@@ -73,7 +70,6 @@ def _steps(units: int, unit: int, rows: int, in_flight: int) -> tuple[int, int, 
     return units, unit, together, parts, min(in_flight, unit // parts)
 
 
-@lru_cache(maxsize=CACHE_SIZE)
 def _summing(
     device: torch.device, shape: tuple[int, ...], key_heads: int, apart: tuple[int, ...], key_apart: tuple[int, ...],
     itemsize: int, size: int, own_unit: int, unit: int, before: bool, padded: bool, rows: int, in_flight: int,
@@ -109,7 +105,7 @@ def summarise(
     query, key = (x if x.stride(3) == 1 and x.stride(2) * size < 2**31 else x.contiguous() for x in (query, key))
     options = query.itemsize, size, own_unit, unit, before, padding is not None, ROWS, ASKED
     sides = query.shape, key.shape[1], query.stride(), key.stride()
-    launch, grid, numbers, flags = _summing(query.device, *sides, *options)
+    launch, grid, numbers, flags = prepared(_summing, query.device, *sides, *options)
     (means, own, summary, units), (own_there, own_visible, there, visible) = numbers(), flags()
     rows, keys = (means, own, own_there, own_visible), (summary, units, there, visible)
     launch(grid, (query, *rows, key, *keys, there if padding is None else padding.contiguous()))

@@ -1,7 +1,7 @@
 """`python -m dilated_attention_pytorch.tools.bench`."""
 
 from ..console import leave
-from .runner import main
+from .command import main
 
 if __name__ == "__main__":
     leave(main)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import statistics
-import subprocess
 import sys
 import time
 from collections import Counter
@@ -24,12 +23,11 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from ... import attention_with_lse, parse, plan_cache
-from ...kernels.registry import backend_named, choose
+from ...kernels.registry import choose
 from ...ops.attention import CallSettings, call_of
-from ..console import Parser, one_of, positive
 from . import ranks as ranked
 from . import trials
-from .cases import ABOUT, ON_THIS_MACHINE, Case, Group, suite
+from .cases import Case, Group, suite
 from .gate import Computed, error_ratio, sample
 from .measure import PeakMemory, clock, facts, synchronize
 from .results import (
@@ -38,8 +36,6 @@ from .results import (
     WORK,
     Bar,
     append,
-    begin,
-    complaints_about,
     is_left_out,
     key_of,
     known_lines,
@@ -445,59 +441,3 @@ def run(
     if red:
         print(f"\n{red} results were wrong and not timed.", file=sys.stderr)
     return 1 if red else 0
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Command line."""
-    width = max(map(len, ABOUT))
-    about = "Measure attention on this machine; every result is checked against float64 before it is timed."
-    suites = "suites:\n" + "\n".join(f"  {name:<{width}}  {text}" for name, text in ABOUT.items())
-    parser = Parser("dap bench", about, epilog=suites)
-    parser.option("--suite", read=one_of(ABOUT), default="quick", metavar="NAME", help="what to measure, see below")
-    parser.out("JSONL file of the results; SUITE.jsonl by default")
-    parser.option("--backend", default="auto", metavar="NAME", help="auto, or the name of a backend")
-    parser.device()
-    parser.option("--memory", read=positive, metavar="GIB", help="most memory; four fifths of what is free by default")
-    text = "begin no measurement after so many seconds"
-    parser.option("--budget", type=float, default=float("inf"), metavar="SECONDS", help=text)
-    parser.option("--append", action="store_true", help="keep the lines that are in the file")
-    parser.option("--resume", action="store_true", help="keep the lines in the file and measure what it lacks")
-    parser.json("print the lines as they are written to the file")
-    parser.option("--tiny", action="store_true", help="of the gpu suite, small cases that run on any machine")
-    options = parser.read(arguments)
-    out = options.out or Path(f"{options.suite}.jsonl")
-    for name in () if options.backend == "auto" else (options.backend,):
-        backend_named(name)
-    begin(out, keep=options.append or options.resume)
-    for complaint in complaints_about(out):
-        print(complaint, file=sys.stderr)
-    deadline = time.monotonic() + options.budget
-    there = "cuda" if torch.cuda.is_available() else "cpu"
-    wanted = [options.suite]
-    if options.suite == "all":
-        wanted = [*ON_THIS_MACHINE, *(["gpu"] if there == "cuda" else [])]
-    status = 0
-    try:
-        for name in wanted:
-            if name == "gpu":
-                from . import gpu
-
-                # Its lines have other fields, so they have a file of their own.
-                own = out if len(wanted) == 1 else out.with_name(f"{out.stem}-gpu{out.suffix}")
-                device = "cuda" if options.device == "auto" else options.device
-                left = deadline - time.monotonic()
-                status |= gpu.run(own, options.backend, device, left, options.resume, options.tiny)
-                continue
-            device = "cpu" if name in ("cpu", "million") else there if options.device == "auto" else options.device
-            limits: dict[str, Any] = {"memory_gib": options.memory, "deadline": deadline}
-            status |= run(name, out, options.backend, device, resume=options.resume, as_json=options.json, **limits)
-        if options.suite == "cpu":
-            # A separate process, so that the reported memory is that of the case alone.
-            child = [sys.executable, "-m", str(__package__), "--suite", "million", "--append"]
-            child += ["--out", str(out), "--backend", options.backend, *(["--resume"] if options.resume else [])]
-            status |= subprocess.run(child, check=False).returncode
-    except KeyboardInterrupt:
-        print(f"\nStopped; what was measured is in {out}. --resume goes on from there.", file=sys.stderr)
-        return 130
-    print(f"Results are in {out}.", file=sys.stderr if options.json else sys.stdout)
-    return status

@@ -73,7 +73,7 @@ def table(lines: list[Line]) -> list[str]:
         mine = [line for line in lines if line["setting"] == name]
         if mine:
             values = [[x["quality"] for x in mine if x["task"] == task] for task in tasks]
-            text.append(f"| {name} | {' | '.join(map(_spread, values))} | {len({x['seed'] for x in mine})} |")
+            text.append(f"| {name} | {' | '.join(map(spread, values))} | {len({x['seed'] for x in mine})} |")
     return text
 
 
@@ -85,14 +85,15 @@ def fine_table(lines: list[Line]) -> list[str]:
     for density in (DENSITY, LOW_DENSITY):
         for name, shown in names.items():
             mine = [x for x in lines if x["wanted"] == density and name == x.get("setting", x["pattern"])]
-            mine = [x for x in mine if name in FINE or "setting" not in x]
+            mine = [x for x in mine if name in FINE or x["suite"] == "cpu"]
             if mine:
                 values = [[x["quality"] for x in mine if x["task"] == task] for task in ALL]
-                text.append(f"| {100 * density:g} % | {shown} | {' | '.join(map(_spread, values))} |")
+                text.append(f"| {100 * density:g} % | {shown} | {' | '.join(map(spread, values))} |")
     return text
 
 
-def _spread(values: list[float]) -> str:
+def spread(values: list[float]) -> str:
+    """Mean and standard deviation, as text."""
     if not values:
         return ""
     return f"{statistics.mean(values):.3f}" + (f" ± {statistics.stdev(values):.3f}" if len(values) > 1 else "")

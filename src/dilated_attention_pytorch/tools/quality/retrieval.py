@@ -325,15 +325,19 @@ def sources() -> str:
     this file."""
     package = Path(__file__).resolve().parents[2]
     folders = (package / "selection", package / "nn" / "adaptive")
-    files = sorted(path for folder in folders for path in folder.rglob("*.py"))
-    digest = sha256()
-    for path in [*files, Path(__file__)]:
+    return digest([*sorted(path for folder in folders for path in folder.rglob("*.py")), Path(__file__)])
+
+
+def digest(files: list[Path]) -> str:
+    """Hash of source files without comments and docstrings."""
+    total = sha256()
+    for path in files:
         tree = ast.parse(path.read_text())
         for node in ast.walk(tree):
             for body in (x for x in (getattr(node, "body", None),) if isinstance(x, list)):
                 body[:] = [x for x in body if not (isinstance(x, ast.Expr) and isinstance(x.value, ast.Constant))]
-        digest.update(ast.dump(tree).encode())
-    return digest.hexdigest()[:16]
+        total.update(ast.dump(tree).encode())
+    return total.hexdigest()[:16]
 
 
 def measure(suite: RetrievalTask, left: list[tuple[str, str, float, int]]) -> Iterator[Line]:

