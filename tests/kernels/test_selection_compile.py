@@ -61,8 +61,10 @@ HIDDEN = {"M": 128, "T": 8192, "SIZE": 1, "IDS": False, "EVEN": True, "CAUSAL": 
 HIDDEN |= {"LISTS": False}
 LEARNED = {"BLOCK": 128, "W": 128, "D": 64, "DP": 64, "E": 64, "EP": 64, "SALIENCY": True, "PADDING": False}
 PROJECTED = {"BM": 32, "M": 128, "RANK": 32, "RP": 32, "PRECISION": "tf32x3"}
-TAUGHT = {"BM": 128, "L": 32, "BMA": 16, "LA": 256}
-MASSES = dict.fromkeys(("p_logs", "p_scores", "p_all_scores", "p_grad", "p_all_grad", "p_found"), "*fp32")
+TAUGHT = {"BM": 128, "L": 32, "BMA": 16, "LA": 256, "FLOOR": 2.0**-10}
+MASSES = dict.fromkeys(("p_logs", "p_scores", "p_all_scores", "p_grad", "p_all_grad", "p_found"), "*fp32") | {
+    "p_mean": "*fp32"
+}
 MASSES |= {"p_rows": "*i64", "p_blocks": "*i32", "p_visible": "*i1", "factor": "fp32", "all_factor": "fp32"}
 
 PARTS = dict.fromkeys(("p_means", "p_summary", "p_units", "p_first", "p_bias", "p_mixture", "p_match"), "*fp32")

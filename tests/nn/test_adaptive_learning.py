@@ -20,6 +20,7 @@ from dilated_attention_pytorch.nn import (
 )
 from dilated_attention_pytorch.selection.attention import attend_selection
 from dilated_attention_pytorch.selection.backend import select
+from dilated_attention_pytorch.selection.distill import FLOOR
 from dilated_attention_pytorch.selection.types import DistillBatch
 
 BOTH = pytest.mark.parametrize("is_causal", [False, True])
@@ -113,7 +114,9 @@ def test_scorer_gradient_is_that_of_the_documented_loss(granularity, is_causal, 
     visible = visible.expand(2, 4, n, n) if padding is None else visible & ~padding[:, None, None]
     logits = q.detach() @ k.repeat_interleave(2, 1).mT * 8**-0.5
     weight = grad_output.norm(dim=-1) if saliency else torch.ones(2, 4, n, dtype=torch.float64)
-    weight = weight if padding is None else weight * ~padding[:, None]
+    real = torch.ones(2, 1, n, dtype=torch.float64) if padding is None else (~padding[:, None]).double()
+    mean = (weight * real).sum(-1) / real.sum(-1)
+    weight = (weight + FLOOR * mean[..., None] if saliency else weight) * real
 
     def mass(seen):
         share = (
@@ -147,10 +150,12 @@ def test_scorer_gradient_is_that_of_the_documented_loss(granularity, is_causal, 
         by_row = weight[:, :, rows]
         if granularity == "block":
             by_row = F.pad(weight, (0, t * size - n)).unflatten(2, (t, size)).sum(3)[:, :, rows]
+        if saliency:
+            by_row = (by_row > 0) * mean[..., None] * (size if granularity == "block" else 1)
         told = told + 0.7 * (by_row * terms).sum() / by_row.sum()
         # With saliency an estimate of the sum over all rows, which scales with the gradient of the task.
-        mean = scores.row_count * (by_row * terms).mean(-1).sum() if saliency else terms.mean()
-        loss = loss + 0.7 * mean
+        average = scores.row_count * (by_row * terms).mean(-1).sum() if saliency else terms.mean()
+        loss = loss + 0.7 * average
     assert float(batch.results()["loss"]) == pytest.approx(told.item(), rel=1e-9)
     for mine, wanted in zip(got, torch.autograd.grad(loss, (chosen, dense)), strict=True):
         assert error(mine, wanted) < 1e-10
@@ -195,9 +200,10 @@ def test_the_scorer_gradient_scales_with_the_loss(granularity):
 
 
 @ROWS
-def test_saliency_decides_which_rows_count(granularity):
-    """Rows whose outputs the task ignores leave the scorer alone; rows it cares about twice count twice."""
+def test_rows_count_equally_and_queries_by_saliency(granularity):
+    """The part of the sequence with a loss sets the scale. Within blocks it also decides which queries count."""
     module, x, target = trainable(granularity=granularity)
+    target = F.normalize(target, dim=-1)
 
     def gradient(weight):
         module.zero_grad()
@@ -206,10 +212,10 @@ def test_saliency_decides_which_rows_count(granularity):
         output.backward(target * weight[:, None, None])
         return torch.cat([p.grad.flatten() for p in module.parameters()])
 
-    first = (torch.arange(150) < 80).double()
-    one, other, both = gradient(first), gradient(1 - first), gradient(first + 3 * (1 - first))
-    assert error(one + 3 * other, both) < 1e-10
-    assert error(one, other) > 0.1
+    first = (torch.arange(150) % 2).double()
+    one, other, both = gradient(first), gradient(1 - first), gradient(torch.ones(150))
+    assert error(one, other) < 1e-10 if granularity == "token" else error(one, other) > 0.02
+    assert error(one + other, both) < 1e-10
 
 
 def test_rows_with_dense_statistics_are_those_asked_for():

@@ -6,6 +6,7 @@ import gzip
 import io
 import json
 import random
+import sys
 import tarfile
 import time
 from dataclasses import replace
@@ -459,13 +460,32 @@ def test_tables_of_learned_attention_are_generated():
     suite = [line for line in lines if "setting" not in line]
     assert "\n".join(retrieval_report.table(suite)) in page
     assert "\n".join(recipe.table(lines)) in page
+    assert "\n".join(recipe.fine_table(lines)) in page
+
+
+def test_learned_rows_are_never_below_frozen_ones():
+    lines = [line for line in quality.read_log(RESULTS / "quality_cpu.jsonl") if "wanted" in line]
+    found = retrieval_report.gains([line for line in lines if "setting" not in line])
+    assert len(found) == 9 and min(found.values()) > 0.01, found
+    found = retrieval_report.gains([line for line in lines if line.get("setting") in recipe.FINE])
+    assert len(found) == 6 and min(found.values()) > 0.05, found
+
+
+def test_table_of_score_forms_is_generated():
+    sys.path.append(str(RESULTS.parent))
+    import scorer_forms
+
+    lines = [json.loads(line) for line in (RESULTS / "scorer_forms_cpu.jsonl").read_text().splitlines()]
+    assert len(lines) == len(scorer_forms.VARIANTS) * 9
+    page = (RESULTS.parents[1] / "docs" / "adaptive.md").read_text()
+    assert "\n".join(scorer_forms.table(lines)) in page
 
 
 @pytest.mark.slow
 def test_training_beats_the_frozen_scorer_on_two_tasks(tmp_path: Path):
     assert command.main(["--suite", "ci", "--out", str(tmp_path)]) == 0
     found = retrieval_report.gains(read(tmp_path))
-    assert len(found) == 2 and min(found.values()) > 0.02, found
+    assert len(found) == 2 and min(found.values()) > 0.08, found
 
 
 def test_published_rows_hold_counted_densities():

@@ -11,6 +11,7 @@ k listed blocks.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -281,8 +282,11 @@ def _distill_gradients(
     choice, batch = about.choice, about.batch
     t, mine = choice.blocks, choice.layout.positions(choice.rank).to(key.device)
     own_padding = None if about.padding is None else about.padding[:, mine]
-    weights = query_weights(batch, attended.lse, grad_output, own_padding)
-    mass, own_mass, listed, of_rows = _chosen_mass(attended, about, weights)
+    over_ranks = partial(summed_over_ranks, group=choice.group)
+    weights = query_weights(batch, attended.lse, grad_output, own_padding, over_ranks)
+    queries = 1 if choice.per_token else choice.block_size
+    mass, own_mass, listed, sums = _chosen_mass(attended, about, weights.each)
+    of_rows = weights.of_rows(sums, queries)
     some = about.chosen_mine
     factor = row_factors(batch, of_rows, len(some))[:, :, some]
     first = compare_rows(chosen, mass[:, :, some], own_mass[:, :, some], listed[:, :, some], factor)
@@ -290,7 +294,8 @@ def _distill_gradients(
     if not len(batch.dense_rows):
         batch.stats["loss"] = batch.weight * loss
         return first.grad, torch.zeros_like(dense)
-    mass, of_rows, coverage = _dense_mass(attended, key, query, about, weights)
+    mass, sums, coverage = _dense_mass(attended, key, query, about, weights.each)
+    of_rows = weights.of_rows(sums, queries)
     some, rows = about.dense_mine, batch.dense_rows[about.dense_mine]
     own = rows // choice.block_size if choice.per_token else rows
     column = torch.arange(t, device=key.device)

@@ -20,7 +20,7 @@ from . import rank as ranking
 from . import scores as scoring
 from . import summaries
 from .attend import BlockAttend, DenseAttend, TokenAttend
-from .distill import DistillInputs, distill_gradients
+from .distill import DistillInputs, distill_gradients, mean_norms
 from .rank import Budget
 from .row_scores import RowScores
 from .scores import BlockScores, KeyFeatures, Layer, ScorerParameters
@@ -201,7 +201,11 @@ class Triton:
         given = rows, chosen, chosen_scores, dense_scores, batch.together
         streams = lse.shape[0] * lse.shape[1]
         factors = batch.factor(chosen, streams), batch.factor(len(rows) - chosen, streams)
-        settings = inputs.scale, inputs.key_padding_mask, factors, batch.saliency
+        mean = None
+        if batch.saliency:
+            norms = torch.linalg.vector_norm(grad_output, dim=-1, dtype=lse.dtype)
+            mean = mean_norms(norms, inputs.key_padding_mask)
+        settings = inputs.scale, inputs.key_padding_mask, factors, mean
         seen = batch.visible, lse.contiguous(), grad_output
         *grads, batch.by_row = distill_gradients(inputs.query, inputs.key, inputs.selection, *given, *seen, *settings)
         return grads[0], grads[1]

@@ -4,9 +4,10 @@ A scorer's distribution over a row's blocks is pulled towards the blocks' shares
 KL(p || softmax(z)) of a row is softmax(z) - p, which needs no graph. A row's own block is always kept; it takes part
 with the logit 0, so scores are relative to the attention of the own block.
 
-A row weighs as much as the gradients of its outputs, whose norms add up to its weight. The gradient of a scorer is
-therefore linear in that of the task: a loss divided by the number of micro-batches, or multiplied by a gradient scaler,
-acts on a scorer as on every other parameter.
+The queries of a row weigh as much as the gradients of their outputs. Rows weigh the same, the mean norm of those
+gradients in their sample and head: rows without a loss teach the scorer too. The gradient of a scorer is therefore
+linear in that of the task: a loss divided by the number of micro-batches, or multiplied by a gradient scaler, acts on a
+scorer as on every other parameter.
 
 Shapes: b batch, h heads, r sampled rows (query blocks of q = B tokens, or tokens, q = 1), l blocks, n tokens, t blocks.
 """
@@ -14,7 +15,7 @@ Shapes: b batch, h heads, r sampled rows (query blocks of q = B tokens, or token
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -26,6 +27,8 @@ from .types import DistillBatch, Selection
 
 MOST_ROWS = {"block": 64, "token": 1024}
 """Rows of all samples that are compared on their listed blocks in one step."""
+FLOOR = 2.0**-10
+"""Least weight of a query beside the mean: a row without gradients has a target, the mean of its queries'."""
 
 
 @lru_cache(maxsize=64)
@@ -104,11 +107,54 @@ class DistillInputs(NamedTuple):
         size = self.selection.block_size
         return rows[:, None] * size + torch.arange(size, device=rows.device)
 
+    @property
+    def row_queries(self) -> int:
+        """Queries of a row."""
+        return 1 if self.selection.per_token else self.selection.block_size
 
-def query_weights(batch: DistillBatch, lse: Tensor, grad_output: Tensor, key_padding_mask: Tensor | None) -> Tensor:
-    """Weight of each query, (b, h, n) in the dtype of the LSE; 0 for padding."""
-    weights = grad_output.to(lse.dtype).norm(dim=-1) if batch.saliency else torch.ones_like(lse)
-    return weights if key_padding_mask is None else weights.masked_fill(key_padding_mask[:, None], 0.0)
+
+class QueryWeights(NamedTuple):
+    """Weights of queries, 0 for padding."""
+
+    each: Tensor
+    """(b, h, n): norm of the gradient of a query's output, plus `FLOOR` of the mean; 1 without saliency"""
+    mean: Tensor | None
+    """(b, h): mean norm; None without saliency"""
+
+    def of_rows(self, sums: Tensor, queries: int) -> Tensor:
+        """Weights of rows (b, h, r) of so many queries each, from the sums of `each` over their queries."""
+        return sums if self.mean is None else torch.where(sums > 0, queries * self.mean[..., None], 0.0)
+
+
+def query_weights(
+    batch: DistillBatch,
+    lse: Tensor,
+    grad_output: Tensor,
+    key_padding_mask: Tensor | None,
+    reduce: Callable[[Tensor], Tensor] | None = None,
+) -> QueryWeights:
+    """Weights of queries in the dtype of the LSE; `reduce` sums over the ranks that hold the other queries."""
+    weights, mean = torch.ones_like(lse), None
+    if batch.saliency:
+        weights = torch.linalg.vector_norm(grad_output, dim=-1, dtype=lse.dtype)
+        mean = mean_norms(weights, key_padding_mask, reduce)
+        weights = weights + FLOOR * mean[..., None]
+    weights = weights if key_padding_mask is None else weights.masked_fill(key_padding_mask[:, None], 0.0)
+    return QueryWeights(weights, mean)
+
+
+def mean_norms(
+    norms: Tensor, key_padding_mask: Tensor | None, reduce: Callable[[Tensor], Tensor] | None = None
+) -> Tensor:
+    """Mean (b, h) of the norms (b, h, n) that are not of padding."""
+    if key_padding_mask is None and reduce is None:
+        return norms.mean(-1)
+    real = torch.ones_like(norms)
+    if key_padding_mask is not None:
+        norms, real = (x.masked_fill(key_padding_mask[:, None], 0.0) for x in (norms, real))
+    sums = torch.stack([norms.sum(-1), real.sum(-1)])
+    total, many = (sums if reduce is None else reduce(sums)).unbind()
+    return total / many.clamp(min=1)
 
 
 def row_weights(inputs: DistillInputs, rows: Tensor, weights: Tensor) -> Tensor:
@@ -132,7 +178,8 @@ def distill_gradients(
     """
     losses: list[Tensor] = []
     grads: list[Tensor | None] = [None, None]
-    weights = query_weights(batch, lse, grad_output, inputs.key_padding_mask)
+    given = query_weights(batch, lse, grad_output, inputs.key_padding_mask)
+    weights = given.each
     if chosen_scores is not None:
         rows = batch.chosen_rows
         blocks = inputs.selection.indices[:, :, rows].long()
@@ -144,7 +191,8 @@ def distill_gradients(
             own_mass = listed_mass(inputs, rows, own[..., None], lse, weights)
             share = (inputs.listed_lse - lse[:, :, rows, None]).exp()
             mass = share * weights[:, :, rows, None]
-        listed, of_rows = blocks < inputs.selection.blocks, row_weights(inputs, rows, weights)
+        listed = blocks < inputs.selection.blocks
+        of_rows = given.of_rows(row_weights(inputs, rows, weights), inputs.row_queries)
         compared = compare_rows(chosen_scores, mass, own_mass, listed, row_factors(batch, of_rows, len(rows)))
         grads[0] = compared.grad
         losses.append(mean_divergence(compared, of_rows))
@@ -156,7 +204,7 @@ def distill_gradients(
         others = column < own[:, None] if inputs.selection.is_causal else column != own[:, None]
         others = others & batch.visible[:, :, None]
         own_mass = mass.gather(-1, own.expand(mass.shape[:3])[..., None])
-        of_rows = row_weights(inputs, rows, weights)
+        of_rows = given.of_rows(row_weights(inputs, rows, weights), inputs.row_queries)
         compared = compare_rows(dense_scores, mass, own_mass, others, row_factors(batch, of_rows, len(rows)))
         grads[1] = compared.grad
         losses.append(mean_divergence(compared, of_rows))

@@ -225,7 +225,7 @@ class DistillBatch:
     """bool (b, h, t)"""
     weight: float
     saliency: bool
-    """Weight queries by the norm of their output's gradient."""
+    """Weight the queries of a row by the norm of their output's gradient, and rows by the mean norm."""
     total: int
     """Rows of the sequence, from which both kinds were drawn"""
     together: bool = False

@@ -105,12 +105,6 @@ class Launch:
         return True
 
 
-@lru_cache(maxsize=PREPARED)
-def prepared(make: Callable[..., Any], *sizes: Any) -> Any:
-    """Result of `make(*sizes)`, made once: launches and arenas for tensors of given sizes."""
-    return make(*sizes)
-
-
 def _launch_of(identity: Key, kernel: Any, device: torch.device, options: dict[str, Any]) -> Launch:
     """Launch of an identity, which includes the kernel or its id."""
     cached = _launches.get(identity)
@@ -119,6 +113,12 @@ def _launch_of(identity: Key, kernel: Any, device: torch.device, options: dict[s
             _launches.clear()
         cached = _launches[identity] = Launch(kernel, device, **options)
     return cached
+
+
+@lru_cache(maxsize=PREPARED)
+def prepared(make: Callable[..., Any], *sizes: Any) -> Any:
+    """Result of `make(*sizes)`, made once: launches and arenas for tensors of given sizes."""
+    return make(*sizes)
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:

@@ -63,7 +63,8 @@ class AdaptiveConfig:
     distill_weight: float = 1.0
     """Factor on the gradient of the scorer."""
     saliency_weighted: bool = True
-    """Weight queries by the norm of their output's gradient; otherwise the task's loss does not scale distillation."""
+    """Weight the queries of a row by the norm of their output's gradient, and every row by the mean norm; otherwise the
+    task's loss does not scale distillation."""
     exploration: bool = False
     """Add Gumbel noise to the ranking while training, as if blocks were drawn in proportion to their weight."""
     dense_steps: int = 0

@@ -6,7 +6,6 @@ blocks again instead of storing their lists, whose sizes depend on values on a C
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -85,8 +84,6 @@ def _constant_text(config: AdaptiveConfig, block_size: int, address: int) -> str
 # As `torch.compiler.assume_constant_result` does, which imports the compiler.
 _constant_text._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
-_parsed = lru_cache(maxsize=256)(LearnedText.parse)
-
 
 def _scored(
     query: Tensor,
@@ -112,7 +109,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     padding, text, is_causal, scale, backend, _ = settings
     with torch.no_grad():
-        _, selection = _scored(query, key, parameters, padding, _parsed(text), is_causal, True)
+        _, selection = _scored(query, key, parameters, padding, LearnedText.parse(text), is_causal, True)
         masks = {"scale": scale, "key_padding_mask": padding}
         output, lse = attend_selection(query, key, value, selection, backend=backend, **masks)
     return output.contiguous(), lse.contiguous()
@@ -130,7 +127,7 @@ def _backward(
     *settings: Any,
 ) -> list[Tensor]:
     padding, text, is_causal, scale, backend, distills = settings
-    learned = _parsed(text)
+    learned = LearnedText.parse(text)
     with torch.set_grad_enabled(distills):
         leaves = [x.detach().requires_grad_(distills) for x in parameters]
         scores, selection = _scored(query, key, leaves, padding, learned, is_causal, distills)

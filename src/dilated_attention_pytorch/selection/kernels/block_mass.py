@@ -9,6 +9,7 @@ from ...kernels.launch.arena import ALIGNED
 from ...kernels.launch.launcher import Launch, prepared
 from ...kernels.launch.triton_abi import Grid
 from ...kernels.triton.launches import LOG2E, OPTIONS, dot_precision, padded_width
+from ..distill import FLOOR
 from ..types import Selection
 from .block_mass_kernels import block_lse_kernel, lesson_kernel
 
@@ -38,7 +39,7 @@ def _launches(
     by_row = Launch(
         lesson_kernel, device, n, t, chosen, slots, total, at_all, heads, *factors, *grad_apart[:3],
         BM=min(wide, max(tile // length, 1)), L=length, BMA=min(wide, max(tile // all_length, 1)), LA=all_length,
-        T=padded_width(t) if together else 0, E=e, EP=padded_width(e), SALIENCY=saliency,
+        T=padded_width(t) if together else 0, E=e, EP=padded_width(e), SALIENCY=saliency, FLOOR=FLOOR,
         num_warps=min(max((all_length if dense else length) // 1024, 8), 16), **constants,
     )  # fmt: skip
     shapes = ((batch, heads, rows, t),) if together else ((batch, heads, chosen, slots), (batch, heads, dense, t))
@@ -49,7 +50,7 @@ def _launches(
 def distill_gradients(
     query: Tensor, key: Tensor, selection: Selection, rows: Tensor, chosen: int, scores: Tensor | None,
     all_scores: Tensor | None, together: bool, visible: Tensor, lse: Tensor, grad_output: Tensor, scale: float,
-    key_padding_mask: Tensor | None, factors: tuple[float, float], saliency: bool,
+    key_padding_mask: Tensor | None, factors: tuple[float, float], mean: Tensor | None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor]:  # fmt: skip
     """Gradients of both scores, and float32 (5, b h, r): of each row its divergence times its weight, its entropy, kept
     attention and its queries, and its weight.
@@ -57,14 +58,15 @@ def distill_gradients(
     `rows` int64 (r) are the rows: `scores` (b, h, c, k) of listed blocks for the first c = `chosen`,
     `all_scores` (b, h, r - c, t) of all blocks for the rest, or `together` (b, h, r, t) of all blocks
     for every row. `lse` (b, h, n), contiguous, and `grad_output` (b, h, n, e) belong to the attention
-    over the selection. `factors` are those of `DistillBatch.factor` for both kinds of rows.
+    over the selection. `factors` are those of `DistillBatch.factor` for both kinds of rows,
+    and `mean` (b, h) is that of `QueryWeights`.
     """
     lists, padding = selection.indices.contiguous(), key_padding_mask
     shape, dense, slots = query.shape, len(rows) - chosen, lists.shape[3]
     read, log_grid, by_row, grid, room, shapes = prepared(
         _launches, query.device, shape, key.shape[1], query.dtype, grad_output.shape[3], selection.block_size,
         selection.blocks, slots, chosen, dense, selection.per_token, selection.is_causal, together, padding is not None,
-        saliency, float(scale), factors, TILE, query.stride(), key.stride(), grad_output.stride(),
+        mean is not None, float(scale), factors, TILE, query.stride(), key.stride(), grad_output.stride(),
     )  # fmt: skip
     logs = torch.empty(room, dtype=torch.float32, device=query.device)
     grads = [torch.empty(shape, dtype=torch.float32, device=query.device) for shape in shapes]
@@ -74,6 +76,7 @@ def distill_gradients(
     read(log_grid, (query, key, rows, lists, padding, logs))
     # Where one of both is not given, no program reads it.
     given = [x.contiguous() for x in (scores, all_scores) if x is not None]
-    tensors = logs, given[0], given[-1], lists, visible, rows, lse, grad_output, padding
+    mean = lse if mean is None else mean.contiguous()
+    tensors = logs, given[0], given[-1], lists, visible, rows, lse, grad_output, mean, padding
     by_row(grid, (*tensors, grads[0], grads[-1], found))
     return grads[0] if scores is not None else None, grads[-1] if all_scores is not None else None, found

@@ -88,16 +88,17 @@ def block_lse_kernel(
 
 @triton.jit
 def lesson_row(
-    p_logs, p_scores, p_list, p_visible, p_lse, p_do, p_padding, p_grad, p_found, place, n, blocks, width, every,
-    factor, sg_n, BLOCK: tl.constexpr, W: tl.constexpr, BM: tl.constexpr, L: tl.constexpr, T: tl.constexpr,
+    p_logs, p_scores, p_list, p_visible, p_lse, p_do, p_mean, p_padding, p_grad, p_found, place, n, blocks, width,
+    every, factor, sg_n, BLOCK: tl.constexpr, W: tl.constexpr, BM: tl.constexpr, L: tl.constexpr, T: tl.constexpr,
     E: tl.constexpr, EP: tl.constexpr, ALL: tl.constexpr, CAUSAL: tl.constexpr, SALIENCY: tl.constexpr,
-    PADDING: tl.constexpr,
+    FLOOR: tl.constexpr, PADDING: tl.constexpr,
 ):  # fmt: skip
     """Gradients of one row, L blocks at most, from the attention of its queries on each block, given by LSEs.
 
     Stored `every` rows apart: its divergence times its weight, with ALL its entropy, the share of attention that its
-    queries keep and their number, and its weight, the sum of its queries' weights. With SALIENCY the weight multiplies
-    gradients. With T scores of a listed row are those of up to T blocks, and so are their gradients.
+    queries keep and their number, and its weight, the number of its queries. With SALIENCY that is times the mean norm
+    of gradients, and multiplies gradients of scores. With T scores of a listed row are those of up to T blocks, and so
+    are their gradients.
     """
     own = place * W // BLOCK
     o_l = tl.arange(0, L)
@@ -123,7 +124,7 @@ def lesson_row(
         b_weight = tl.full([BM], 1.0, tl.float32)
         if SALIENCY:
             b_do = load_rows(p_do + o_q[:, None] * sg_n + o_e[None, :], b_real, o_e, E, EP, True).to(tl.float32)
-            b_weight = tl.sqrt(tl.sum(b_do * b_do, 1))
+            b_weight = tl.sqrt(tl.sum(b_do * b_do, 1)) + FLOOR * tl.load(p_mean)
         if PADDING:
             b_real = b_real & (tl.load(p_padding + o_q, mask=b_real, other=1) == 0)
         b_share = tl.where(b_logs == NO_KEY, 0.0, tl.exp(b_logs - b_whole[:, None]))
@@ -154,6 +155,7 @@ def lesson_row(
     weight = tl.where(weight < float("inf"), weight, 0.0)
     teaches = (whole > 0.0) & (whole < float("inf"))
     if SALIENCY:
+        weight = tl.where(weight > 0.0, W * tl.load(p_mean), 0.0)
         factor *= weight
     b_target = tl.where(teaches, b_mass / whole, 0.0)
     # What is not compared is predicted never, and weighs nothing.
@@ -178,11 +180,11 @@ def lesson_row(
 
 @triton.jit(do_not_specialize=["n", "blocks", "chosen", "slots", "total", "factor", "all_factor"])
 def lesson_kernel(
-    p_logs, p_scores, p_all_scores, p_lists, p_visible, p_rows, p_lse, p_do, p_padding, p_grad, p_all_grad, p_found, n,
-    blocks, chosen, slots, total, at_all, heads, factor, all_factor, sg_b, sg_h, sg_n,
+    p_logs, p_scores, p_all_scores, p_lists, p_visible, p_rows, p_lse, p_do, p_mean, p_padding, p_grad, p_all_grad,
+    p_found, n, blocks, chosen, slots, total, at_all, heads, factor, all_factor, sg_b, sg_h, sg_n,
     BLOCK: tl.constexpr, W: tl.constexpr, BM: tl.constexpr, L: tl.constexpr, BMA: tl.constexpr, LA: tl.constexpr,
     T: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, CAUSAL: tl.constexpr, SALIENCY: tl.constexpr,
-    PADDING: tl.constexpr,
+    FLOOR: tl.constexpr, PADDING: tl.constexpr,
 ):  # fmt: skip
     """`lesson_row` of every row: `chosen` ones with their lists, then those with every block.
 
@@ -197,6 +199,7 @@ def lesson_kernel(
     p_do += (stream // heads) * sg_b + (stream % heads) * sg_h
     p_padding += (stream // heads) * n
     p_lse += stream * n
+    p_mean += stream
     p_visible += stream * blocks
     p_list = p_lists + (stream * total + place) * slots
     p_found += stream * rows + row
@@ -205,15 +208,15 @@ def lesson_kernel(
         line = stream * chosen + row
         o_entry = o_line if T else line * slots
         lesson_row(
-            p_logs + line * W * (slots + 1), p_scores + o_entry, p_list, p_visible, p_lse, p_do, p_padding,
+            p_logs + line * W * (slots + 1), p_scores + o_entry, p_list, p_visible, p_lse, p_do, p_mean, p_padding,
             p_grad + o_entry, p_found, place, n, blocks, slots + 1, every, factor, sg_n,
-            BLOCK, W, BM, L, T, E, EP, False, CAUSAL, SALIENCY, PADDING,
+            BLOCK, W, BM, L, T, E, EP, False, CAUSAL, SALIENCY, FLOOR, PADDING,
         )  # fmt: skip
     else:
         line = stream * dense + row - chosen
         o_entry = o_line if T else line * blocks
         lesson_row(
-            p_logs + at_all + line * W * blocks, p_all_scores + o_entry, p_list, p_visible, p_lse, p_do, p_padding,
-            p_all_grad + o_entry, p_found, place, n, blocks, blocks, every, all_factor, sg_n,
-            BLOCK, W, BMA, LA, T, E, EP, True, CAUSAL, SALIENCY, PADDING,
+            p_logs + at_all + line * W * blocks, p_all_scores + o_entry, p_list, p_visible, p_lse, p_do, p_mean,
+            p_padding, p_all_grad + o_entry, p_found, place, n, blocks, blocks, every, all_factor, sg_n,
+            BLOCK, W, BMA, LA, T, E, EP, True, CAUSAL, SALIENCY, FLOOR, PADDING,
         )  # fmt: skip

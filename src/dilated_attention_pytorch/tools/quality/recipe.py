@@ -8,8 +8,9 @@ from dataclasses import replace
 from typing import Any
 
 from .retrieval import SUITES, Line, RetrievalTask, Starts, sources
+from .retrieval import TASKS as ALL
 
-DENSITY = 0.125
+DENSITY, LOW_DENSITY = 0.125, 0.0625
 TASKS = ("recall", "needle")
 SEEDS = (0, 1, 2)
 CHANGES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -18,31 +19,46 @@ CHANGES: dict[str, tuple[str, dict[str, Any]]] = {
     "learned, `exploration=True`": ("learned", {"exploration": True}),
     "frozen, `exploration=True`": ("frozen", {"exploration": True}),
     "learned, `distill_min_tokens=1` (2 % of rows)": ("learned", {"distill_min_tokens": 1}),
-    "frozen, `score_unit=1`": ("frozen", {"score_unit": 1}),
-    "learned, `score_unit=1`": ("learned", {"score_unit": 1}),
-    "frozen, `score_unit=16`": ("frozen", {"score_unit": 16}),
-    "learned, `score_unit=16`": ("learned", {"score_unit": 16}),
+    "learned, `distill_min_tokens=512`": ("learned", {"distill_min_tokens": 512}),
     "learned, `saliency_weighted=False`": ("learned", {"saliency_weighted": False}),
     "learned, `distill_start=20`": ("learned", {"distill_start": 20}),
+    "frozen, `score_unit=1`": ("frozen", {"score_unit": 1}),
+    "learned, `score_unit=1`": ("learned", {"score_unit": 1}),
+    "frozen, `score_unit=1, match_rank=16`": ("frozen", {"score_unit": 1, "match_rank": 16}),
+    "learned, `score_unit=1, match_rank=16`": ("learned", {"score_unit": 1, "match_rank": 16}),
+    "frozen, `score_unit=1, match_rank=8`": ("frozen", {"score_unit": 1, "match_rank": 8}),
+    "learned, `score_unit=1, match_rank=8`": ("learned", {"score_unit": 1, "match_rank": 8}),
+    "frozen, `score_unit=16`": ("frozen", {"score_unit": 16}),
+    "learned, `score_unit=16`": ("learned", {"score_unit": 16}),
 }
 """Row and settings by name."""
 SCRATCH = ("frozen, no dense start", "learned, no dense start")
+BY_GRADIENT = ", rows weighted by their own gradients"
+"""End of the names of measured rows of earlier sources, whose scorers learned nothing from tokens without a loss."""
 
 
-def runs() -> list[tuple[str, str, int]]:
-    """Task, name and seed of every run; those of one checkpoint follow one another."""
-    made = [(task, name, seed) for seed in SEEDS for task in TASKS for name in CHANGES]
-    return made + [("recall", name, seed) for seed in SEEDS for name in SCRATCH]
+FINE = ("frozen, `score_unit=1, match_rank=16`", "learned, `score_unit=1, match_rank=16`")
+"""Names that are also measured on the other task, and at the low density."""
+Run = tuple[str, str, float, int]
+"""Task, name, wanted density and seed."""
 
 
-def measure(left: list[tuple[str, str, int]], suite: RetrievalTask = SUITES["cpu"]) -> Iterator[Line]:
+def runs() -> list[Run]:
+    """All runs; those of one checkpoint follow one another."""
+    made = [(task, name, DENSITY, seed) for seed in SEEDS for task in TASKS for name in CHANGES]
+    made += [("recall", name, DENSITY, seed) for seed in SEEDS for name in SCRATCH]
+    fine = [(task, name, x, seed) for seed in SEEDS for task in ALL for x in (DENSITY, LOW_DENSITY) for name in FINE]
+    return list(dict.fromkeys(made + fine))
+
+
+def measure(left: list[Run], suite: RetrievalTask = SUITES["cpu"]) -> Iterator[Line]:
     """A line for each run. Without a dense start, a row takes all steps with its own blocks."""
     starts, code = Starts(suite), sources()
     scratch = Starts(replace(suite, dense_steps=0, steps=suite.dense_steps + suite.steps))
-    for task, name, seed in left:
+    for task, name, density, seed in left:
         row, settings = CHANGES.get(name, (name.partition(",")[0], {}))
-        line = {"task": task, "pattern": row, "setting": name, "wanted": DENSITY, "seed": seed, "sources": code}
-        yield line | (scratch if name in SCRATCH else starts).run(task, row, DENSITY, seed, **settings)
+        line = {"task": task, "pattern": row, "setting": name, "wanted": density, "seed": seed, "sources": code}
+        yield line | (scratch if name in SCRATCH else starts).run(task, row, density, seed, **settings)
 
 
 def table(lines: list[Line]) -> list[str]:
@@ -50,14 +66,29 @@ def table(lines: list[Line]) -> list[str]:
 
     Rows of other suites do not take part.
     """
-    lines = [x for x in lines if "setting" in x]
+    lines = [x for x in lines if "setting" in x and x["wanted"] == DENSITY and x["task"] in TASKS]
     tasks = list(dict.fromkeys(line["task"] for line in lines))
     text = [f"| setting | {' | '.join(tasks)} | seeds |", "|---" * (len(tasks) + 2) + "|"]
-    for name in [*CHANGES, *SCRATCH]:
+    for name in [x + end for end in ("", BY_GRADIENT) for x in (*CHANGES, *SCRATCH)]:
         mine = [line for line in lines if line["setting"] == name]
         if mine:
             values = [[x["quality"] for x in mine if x["task"] == task] for task in tasks]
             text.append(f"| {name} | {' | '.join(map(spread, values))} | {len({x['seed'] for x in mine})} |")
+    return text
+
+
+def fine_table(lines: list[Line]) -> list[str]:
+    """Markdown table of right answers by the unit and rank of scores, beside the oracle, at each density."""
+    unit = "`score_unit=4, match_rank=32`"
+    names = {"frozen": f"frozen, {unit}", "learned": f"learned, {unit}"} | {x: x for x in FINE} | {"oracle": "oracle"}
+    text = [f"| counted density | row | {' | '.join(ALL)} |", "|---" * (len(ALL) + 2) + "|"]
+    for density in (DENSITY, LOW_DENSITY):
+        for name, shown in names.items():
+            mine = [x for x in lines if x["wanted"] == density and name == x.get("setting", x["pattern"])]
+            mine = [x for x in mine if name in FINE or "setting" not in x]
+            if mine:
+                values = [[x["quality"] for x in mine if x["task"] == task] for task in ALL]
+                text.append(f"| {100 * density:g} % | {shown} | {' | '.join(map(spread, values))} |")
     return text
 
 

@@ -9,7 +9,8 @@ from .retrieval import ROWS, Line
 
 INTRODUCTION = (
     f"Right answers at a counted density of {100 * recipe.DENSITY:g} %, each setting changed alone. Rows without a "
-    "dense start take all their steps with their own blocks."
+    "dense start take all their steps with their own blocks. Rows weighted by their own gradients are a control "
+    "measured with earlier sources; otherwise every row of a distillation batch has the weight of the mean gradient."
 )
 LEARNED_TASK = 0.75
 """Share of right answers that dense attention must reach for a task to count."""
@@ -84,4 +85,5 @@ def report(lines: list[Line]) -> list[str]:
         text += [f"Measured on {first.get('device', '')}; the results name the seeds and a hash of the sources.", ""]
     if changed:
         text += ["## Training settings of learned attention", "", INTRODUCTION, "", *recipe.table(lines), ""]
+        text += ["Right answers by the unit and rank of scores:", "", *recipe.fine_table(lines), ""]
     return text

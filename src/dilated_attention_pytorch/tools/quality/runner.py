@@ -51,6 +51,8 @@ class Suite:
     editions: Task
 
 
+RETRIEVED = {"wanted", "budget"}
+"""Fields of lines of the retrieval suites and of the rules; other lines compare patterns."""
 SUITES = {
     "small": Suite(
         device="cpu", recall_n=256, recall_block=16, recall_steps=250, keep=0.25, speed_n=4096, seeds=(0,),
@@ -273,7 +275,7 @@ def trained(lines: list[Line]) -> list[tuple[str, str]]:
 def report(lines: list[Line], logs: str = "") -> str:
     """The rows as a page, which names the files they were read from."""
     small, chosen = ([line for line in lines if key in line] for key in ("wanted", "budget"))
-    lines = [line for line in lines if not line.keys() & {"wanted", "budget"}]
+    lines = [line for line in lines if not line.keys() & RETRIEVED]
     text = ["# What a pattern costs in quality", "", *(about or "").partition("\n\n")[2].strip().split("\n"), ""]
     text += [f"`dap quality --report` wrote this page and the picture; the rows are in {logs}.", ""]
     if small:
@@ -386,7 +388,7 @@ def _run_retrieval(given: argparse.Namespace, log: Path, deadline: float) -> Out
     rows = [line for line in old if line["suite"] == name and given.resume and line["sources"] == code]
     write(log, "".join(json.dumps(line) + "\n" for line in old if line["suite"] != name or line in rows))
     if name == "recipe":
-        done: set[Any] = {(line["task"], line["setting"], line["seed"]) for line in rows}
+        done: set[Any] = {(line["task"], line["setting"], line["wanted"], line["seed"]) for line in rows}
         found = recipe.measure([run for run in recipe.runs() if run not in done])
     elif name in rules.RULE_SUITES:
         done = {(line["task"], line["pattern"], line["budget"], line["seed"]) for line in rows}
