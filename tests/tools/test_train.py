@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import signal
 import socket
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from limits import scaled
+from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from dilated_attention_pytorch.models import LongNetConfig, LongNetLM, config
-from dilated_attention_pytorch.tools import generate, train, training
+from dilated_attention_pytorch.tools import generate, train, train_checkpoints, training
 
 SMALL = {
     "d_model": 32,
@@ -293,6 +297,31 @@ def test_two_ranks_train_as_one(parallel: str):
 
 
 @pytest.mark.slow
+class Planted:
+    """An object whose unpickling calls a function."""
+
+    def __reduce__(self):
+        return print, ("executed",)
+
+
+@pytest.mark.parametrize("where", ["index", "values"])
+def test_shards_with_foreign_classes_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], where: str):
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    weights, moments = get_state_dict(model, optimizer)
+    if where == "values":
+        moments["param_groups"][0]["lr"] = Planted()
+    with warnings.catch_warnings():
+        # One process writes without a process group; torch warns about it.
+        warnings.simplefilter("ignore")
+        dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=tmp_path / "checkpoint-1", no_dist=True)
+    if where == "index":
+        (tmp_path / "checkpoint-1" / ".metadata").write_bytes(pickle.dumps(Planted()))
+    with pytest.raises((ValueError, dcp.CheckpointException), match=r"classes of checkpoints|Weights only load failed"):
+        train_checkpoints.load({"shards": "checkpoint-1"}, tmp_path, model, optimizer)
+    assert "executed" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(("before", "after"), [(2, 2), (2, 1), (1, 2)])
 def test_killed_runs_resume_on_other_ranks(before: int, after: int):
     few = ["--save-every", "2", "--steps", "5"]

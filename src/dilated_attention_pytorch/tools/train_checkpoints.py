@@ -1,11 +1,13 @@
 """Checkpoints of `dap train`: all in one file, or a file and a folder of shards where several ranks trained.
 
-A checkpoint of either kind continues on any number of ranks. torch reads the index of a folder of shards by pickle:
-load folders of your own runs only.
+A checkpoint of either kind continues on any number of ranks. torch reads the index and the numbers in a folder of
+shards by pickle, so both are checked first: a file that names anything but the classes of a checkpoint is refused.
 """
 
 from __future__ import annotations
 
+import io
+import pickle
 import shutil
 import warnings
 from pathlib import Path
@@ -15,6 +17,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -24,10 +28,28 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
+from ..errors import must
 from ..models.checkpoints import write_torch
 
 SHARDS = "checkpoint-"
 """Beginning of the name of a folder of shards; the step follows."""
+INDEX_NAMES = {
+    "pathlib": {"PosixPath", "PurePosixPath", "PureWindowsPath", "WindowsPath"},
+    "torch": {"Size", *(name for name, value in vars(torch).items() if isinstance(value, torch.dtype))},
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo", "_StoragePrefix"},
+    "torch.distributed.checkpoint.metadata": {
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    },
+    "torch.serialization": {"_get_layout"},
+}
+"""Names in the index of a folder of shards, by module."""
 
 
 def save(state: dict[str, Any], path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -62,7 +84,9 @@ def load(state: dict[str, Any], folder: Path, model: nn.Module, optimizer: torch
         with warnings.catch_warnings():
             # One process may read the shards of several; torch warns about it.
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            dcp.load(held, checkpoint_id=folder / state["shards"], no_dist=not dist.is_initialized())
+            shards = folder / Path(state["shards"]).name
+            _check_index(shards / ".metadata")
+            dcp.load(held, checkpoint_id=shards, planner=_Planner(), no_dist=not dist.is_initialized())
         set_model_state_dict(model, held["model"])
         if optimizer is not None:
             set_optimizer_state_dict(model, optimizer, held["optimizer"])
@@ -83,3 +107,26 @@ def _by_name(saved: dict[str, Any], model: nn.Module, optimizer: torch.optim.Opt
     order = [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
     groups = [{**group, "params": [order[i] for i in group["params"]]} for group in saved["param_groups"]]
     return {"state": {order[i]: value for i, value in saved["state"].items()}, "param_groups": groups}
+
+
+class _Index(pickle.Unpickler):
+    """Unpickler that knows the classes of an index alone."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if name not in INDEX_NAMES.get(module, ()):
+            raise must("the index of a folder of shards must hold classes of checkpoints", f"{module}.{name}")
+        return super().find_class(module, name)
+
+
+def _check_index(path: Path) -> None:
+    with open(path, "rb") as file:
+        _Index(file).load()
+
+
+class _Planner(DefaultLoadPlanner):
+    """Planner that refuses values besides tensors and plain data."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        torch.load(value, weights_only=True)
+        value.seek(0)
+        super().load_bytes(read_item, value)
