@@ -63,7 +63,7 @@ class Attention(NamedTuple):
     """a key head at a time, long rows in pieces, and tiles of gathered queries one by one"""
 
     def errors(self) -> dict[str, float]:
-        """Of output, LSE and gradients, and of the scores' gradients of a lesson on all rows."""
+        """Of output, LSE and gradients, and of the scores' gradients of a distillation on all rows."""
         torch.manual_seed(0)
         attend.GATHERED = 1 if self.apart else 2**29
         triton_lowering.SHORTEST_PIECE = 1 if self.apart else 2**18
@@ -454,7 +454,7 @@ class Step(NamedTuple):
 
     is_causal: bool
     most: int
-    """Launches of a forward pass, of its backward pass, and of a forward pass without lessons."""
+    """Launches of a forward pass, of its backward pass, and of a forward pass without distillation."""
     most_backward: int
     most_alone: int
     n: int = 64

@@ -190,8 +190,8 @@ def test_what_only_ranks_leaves_room_for_many_warps(wide, rows, lanes, tmp_path,
         ("choose_blocks", "rank_kernel", 4, RANKED | LONG | RAGGED, SCORED),
         ("summaries", "factor_kernel", 2, PROJECTED | {"D": 64, "DP": 64, "UNITS": 8}, PARTS),
         ("block_mass", "block_lse_kernel", 4, LEARNED | {"BM": 64, "BMA": 64, "BN": 64, "CAUSAL": True}, MASSES),
-        ("block_mass", "lesson_kernel", 8, LEARNED | TAUGHT | {"T": 256, "CAUSAL": False}, MASSES),
-        ("block_mass", "lesson_kernel", 8, LEARNED | TAUGHT | {"T": 0, "CAUSAL": True}, MASSES),
+        ("block_mass", "distill_kernel", 8, LEARNED | TAUGHT | {"T": 256, "CAUSAL": False}, MASSES),
+        ("block_mass", "distill_kernel", 8, LEARNED | TAUGHT | {"T": 0, "CAUSAL": True}, MASSES),
         ("score_gradients", "own_kernel", 4, ROWS | {"BM": 32, "BH": 64, "SIZE": 1}, PARAMETERS),
         ("score_gradients", "sides_bwd_kernel", 4, ROWS | SIDES | {"LEFT": False, "HOLES": False}, PARAMETERS),
         ("score_gradients", "sides_bwd_kernel", 4, ROWS | SIDES | {"LEFT": True, "HOLES": True}, PARAMETERS),
@@ -206,7 +206,7 @@ def test_ranking_and_learning_fit_into_registers(module, name, warps, constants,
     kernel = getattr(import_module(f"dilated_attention_pytorch.selection.kernels.{module}"), name)
     stages = 3 if name == "factor_kernel" else 1
     tiles = import_module("dilated_attention_pytorch.kernels.triton.launches").Tiles(0, 0, warps, stages)
-    lists = {"p_lists": "*i32"} if name == "lesson_kernel" else {}
+    lists = {"p_lists": "*i32"} if name == "distill_kernel" else {}
     compiled = compile_kernel(kernel, constants, tiles, types=types | lists)
     assert compiled.metadata.shared <= 65536
     assert spilled(compiled, tmp_path) == 0

@@ -143,8 +143,8 @@ def _backward(
     with torch.enable_grad():
         compared = score_rows(scores, batch, selection.indices)
     inputs = distill_inputs(query, key, selection, scale, padding)
-    taught = distill(inputs, batch, lse, grad_output, *compared)
-    pairs = [(x, grad) for x, grad in zip(compared, taught, strict=True) if x is not None and grad is not None]
+    score_grads = distill(inputs, batch, lse, grad_output, *compared)
+    pairs = [(x, grad) for x, grad in zip(compared, score_grads, strict=True) if x is not None and grad is not None]
     heads, tails = zip(*pairs, strict=True)
     found = torch.autograd.grad(heads, leaves, tails, allow_unused=True)
     return [*grads, *(torch.zeros_like(x) if g is None else g for x, g in zip(parameters, found, strict=True))]

@@ -11,7 +11,7 @@ from ...kernels.launch.triton_abi import Grid
 from ...kernels.triton.launches import LOG2E, OPTIONS, dot_precision, padded_width
 from ..distill import FLOOR
 from ..types import Selection
-from .block_mass_kernels import block_lse_kernel, lesson_kernel
+from .block_mass_kernels import block_lse_kernel, distill_kernel
 
 TILE = 4096
 """Numbers that a program holds at once."""
@@ -37,7 +37,7 @@ def _launches(
     )  # fmt: skip
     length, all_length = padded_width(slots + 1), padded_width(t)
     by_row = Launch(
-        lesson_kernel, device, n, t, chosen, slots, total, at_all, heads, *factors, *grad_apart[:3],
+        distill_kernel, device, n, t, chosen, slots, total, at_all, heads, *factors, *grad_apart[:3],
         BM=min(wide, max(tile // length, 1)), L=length, BMA=min(wide, max(tile // all_length, 1)), LA=all_length,
         T=padded_width(t) if together else 0, E=e, EP=padded_width(e), SALIENCY=saliency, FLOOR=FLOOR,
         num_warps=min(max((all_length if dense else length) // 1024, 8), 16), **constants,

@@ -87,7 +87,7 @@ def block_lse_kernel(
 
 
 @triton.jit
-def lesson_row(
+def distill_row(
     p_logs, p_scores, p_list, p_visible, p_lse, p_do, p_mean, p_padding, p_grad, p_found, place, n, blocks, width,
     every, factor, sg_n, BLOCK: tl.constexpr, W: tl.constexpr, BM: tl.constexpr, L: tl.constexpr, T: tl.constexpr,
     E: tl.constexpr, EP: tl.constexpr, ALL: tl.constexpr, CAUSAL: tl.constexpr, SALIENCY: tl.constexpr,
@@ -153,15 +153,15 @@ def lesson_row(
     # A row without weight, or with a weight that is not finite, has no gradient.
     weight = tl.sum(b_weights, 0)
     weight = tl.where(weight < float("inf"), weight, 0.0)
-    teaches = (whole > 0.0) & (whole < float("inf"))
+    has_target = (whole > 0.0) & (whole < float("inf"))
     if SALIENCY:
         weight = tl.where(weight > 0.0, W * tl.load(p_mean), 0.0)
         factor *= weight
-    b_target = tl.where(teaches, b_mass / whole, 0.0)
+    b_target = tl.where(has_target, b_mass / whole, 0.0)
     # What is not compared is predicted never, and weighs nothing.
     b_log = tl.maximum(b_log, -1e30)
     b_terms = b_target * (tl.log(tl.where(b_target > 0.0, b_target, 1.0)) - b_log)
-    b_grad = tl.where(b_compared, tl.where(teaches, b_share - b_target, 0.0), 0.0) * factor
+    b_grad = tl.where(b_compared, tl.where(has_target, b_share - b_target, 0.0), 0.0) * factor
     if T and not ALL:
         o_t = tl.arange(0, T)
         tl.store(p_grad + o_t, tl.zeros([T], tl.float32), mask=o_t < blocks)
@@ -179,14 +179,14 @@ def lesson_row(
 
 
 @triton.jit(do_not_specialize=["n", "blocks", "chosen", "slots", "total", "factor", "all_factor"])
-def lesson_kernel(
+def distill_kernel(
     p_logs, p_scores, p_all_scores, p_lists, p_visible, p_rows, p_lse, p_do, p_mean, p_padding, p_grad, p_all_grad,
     p_found, n, blocks, chosen, slots, total, at_all, heads, factor, all_factor, sg_b, sg_h, sg_n,
     BLOCK: tl.constexpr, W: tl.constexpr, BM: tl.constexpr, L: tl.constexpr, BMA: tl.constexpr, LA: tl.constexpr,
     T: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, CAUSAL: tl.constexpr, SALIENCY: tl.constexpr,
     FLOOR: tl.constexpr, PADDING: tl.constexpr,
 ):  # fmt: skip
-    """`lesson_row` of every row: `chosen` ones with their lists, then those with every block.
+    """`distill_row` of every row: `chosen` ones with their lists, then those with every block.
 
     With T `p_scores` and `p_grad` have every block of all rows.
     """
@@ -207,7 +207,7 @@ def lesson_kernel(
     if row < chosen:
         line = stream * chosen + row
         o_entry = o_line if T else line * slots
-        lesson_row(
+        distill_row(
             p_logs + line * W * (slots + 1), p_scores + o_entry, p_list, p_visible, p_lse, p_do, p_mean, p_padding,
             p_grad + o_entry, p_found, place, n, blocks, slots + 1, every, factor, sg_n,
             BLOCK, W, BM, L, T, E, EP, False, CAUSAL, SALIENCY, FLOOR, PADDING,
@@ -215,7 +215,7 @@ def lesson_kernel(
     else:
         line = stream * dense + row - chosen
         o_entry = o_line if T else line * blocks
-        lesson_row(
+        distill_row(
             p_logs + at_all + line * W * blocks, p_all_scores + o_entry, p_list, p_visible, p_lse, p_do, p_mean,
             p_padding, p_all_grad + o_entry, p_found, place, n, blocks, blocks, every, all_factor, sg_n,
             BLOCK, W, BMA, LA, T, E, EP, True, CAUSAL, SALIENCY, FLOOR, PADDING,
