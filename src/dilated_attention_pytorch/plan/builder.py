@@ -18,8 +18,8 @@ from .terms import Segments, Term, packed_form, terms_of
 from .tile_lists import build_walk, join_walks
 
 BLOCK_SIZES = (16, 32, 64, 128, 256)
-MOST_TILES = 2**26
-"""Tiles of a sequence in one plan: half a gigabyte for each integer that a tile has."""
+MOST_TILES = 2**24
+"""Most tiles of a sequence in one plan. A tile takes half a kilobyte while a window is planned, so 8 GiB in all."""
 MOST_HEADS = 2**16
 """Most heads, as planning iterates over every head."""
 Meetings = tuple[Tensor, Tensor, Tensor]
