@@ -291,6 +291,7 @@ if __name__ == "__main__":
     count_launches()
     for name, *shape in (
         ("learned", 0, 256, 2),
+        ("learned, other lists", 4, 256, 2),
         ("learned, causal", 1, 256, 2),
         ("learned, ragged", 2, 300, 1),
         ("learned by tokens", 3, 384, 2, True),

@@ -45,8 +45,9 @@ class Recorded(NamedTuple):
         names = self.kernel.arg_names
         known = {(names.index(name),): value for name, value in self.constants}
         known |= {(place,): 1 for place, one in enumerate(self.signature) if one == "1"}
+        known |= {(place,): None for place, one in enumerate(self.signature) if one == "None"}
         signature = dict.fromkeys(names, "constexpr")
-        signature |= {names[place]: one for place, one in enumerate(self.signature) if one != "1"}
+        signature |= {names[place]: one for place, one in enumerate(self.signature) if one not in ("1", "None")}
         attributes = {(place,): [["tt.divisibility", 16]] for place in self.even}
         source = ASTSource(self.kernel, signature, known, attributes)
         return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=dict(self.options))
@@ -62,6 +63,9 @@ def recorded(kernel: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -
             even += [place] if one.data_ptr() % 16 == 0 and not free else []
         elif isinstance(one, float):
             signature.append("fp32")
+        elif one is None:
+            # A tensor that the kernel is compiled without.
+            signature.append("None")
         else:
             signature.append("1" if one == 1 and not free else "i32" if one < 2**31 else "i64")
             even += [place] if one % 16 == 0 and not free else []

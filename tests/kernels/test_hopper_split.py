@@ -56,7 +56,13 @@ def found():
 @pytest.mark.xdist_group("hopper interpreter")
 @pytest.mark.parametrize(
     ("name", "launches"),
-    [("learned", 1), ("learned, causal", 1), ("learned, ragged", 2), ("learned by tokens", 2)],
+    [
+        ("learned", 1),
+        ("learned, other lists", 1),
+        ("learned, causal", 2),
+        ("learned, ragged", 3),
+        ("learned by tokens", 3),
+    ],
 )
 def test_learned_plans_of_one_shape_share_a_launch(found, name, launches):
     errors = dict(found[name])

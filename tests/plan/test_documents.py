@@ -126,7 +126,7 @@ def test_bad_bounds_lead_to_no_key_outside(bad):
     token = torch.arange(50)
     assert (low >= 0).all() and (low <= token).all() and (high > token).all() and (high <= 50).all()
     indices = torch.arange(4, dtype=torch.int32).expand(1, 1, 4, 4)
-    listed = block_plan(selection_of(indices, None, 50, 1, 1, 16, False, bounds), False)
+    listed = block_plan(selection_of(indices, None, 50, 1, 16, False, bounds), False)
     for plan in (documents_plan(bounds, 50, 1, 16, 50, 50), listed):
         (part,) = plan.parts
         assert (part.queries.start >= 0).all() and (part.queries.end <= 50).all()
@@ -172,6 +172,6 @@ def test_no_value_is_read_or_copied_for_lists(per_token):
     # Tables that follow from shapes alone are cached by the first call.
     for rules in (NoWaiting(), NoCopies()):
         with rules:
-            selection = selection_of(indices, None, 90, 4, 2, 16, True, bounds)
+            selection = selection_of(indices, None, 90, 4, 16, True, bounds)
             if not per_token:
                 schedule(block_plan(selection, host_sync=False), 2)

@@ -416,8 +416,8 @@ def test_a_retrieval_suite_runs_resumes_and_reports(tmp_path: Path, capsys: pyte
 
 def test_the_rules_suite_runs_resumes_and_reports(tmp_path: Path):
     given = ["--suite", "rules-tiny", "--out", str(tmp_path)]
-    assert quality.main([*given, "--minutes", "0"]) == 130 and len(read(tmp_path)) == 1
-    assert quality.main([*given, "--resume"]) == 1, "two steps teach nothing"
+    assert command.main([*given, "--minutes", "0"]) == 130 and len(read(tmp_path)) == 1
+    assert command.main([*given, "--resume"]) == 1, "two steps teach nothing"
     lines = read(tmp_path)
     suite = rules.RULE_SUITES["rules-tiny"]
     assert [(x["task"], x["pattern"], x["budget"], x["seed"]) for x in lines] == suite.runs()
@@ -508,4 +508,4 @@ def test_published_rows_hold_counted_densities():
 
 
 def test_the_command_knows_every_suite():
-    assert set(SUITE_NAMES) == {*retrieval.SUITES, "recipe", *quality.SUITES}
+    assert set(SUITE_NAMES) == {*retrieval.SUITES, "recipe", *rules.RULE_SUITES, *quality.SUITES}

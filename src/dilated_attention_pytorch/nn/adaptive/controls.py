@@ -180,7 +180,7 @@ def attend_by(
             scores = dense_mass(inputs, row, weights)[0]
         else:
             shape = *visible.shape[:2], len(row), selection.blocks
-            scores = torch.rand(shape, generator=generator).to(visible.device)
+            scores = torch.rand(shape, generator=generator, device=generator.device).to(visible.device)
         _, others = _candidates(selection, row, visible)
         counts = selection.counts[:, :, row]
         lists.append(_best(scores, others, counts, selection.indices.shape[3], selection.blocks))
