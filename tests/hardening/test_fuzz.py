@@ -53,7 +53,7 @@ def test_any_call_on_any_backend_is_that_of_the_oracle(call, backend):
 @pytest.mark.slow
 def test_the_triton_kernels_take_any_call_too():
     pytest.importorskip("triton")
-    examples = {"DAP_FUZZ_EXAMPLES": os.environ.get("DAP_FUZZ_EXAMPLES", "8")}
+    examples = {"DAP_FUZZ_EXAMPLES": os.environ.get("DAP_FUZZ_EXAMPLES", "5")}
     # A smaller example takes longer to find than a test may take.
     environment = os.environ | examples | {"TRITON_INTERPRET": "1", "HYPOTHESIS_PROFILE": "planted"}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", "--tb=short"]
