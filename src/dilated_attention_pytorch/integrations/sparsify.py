@@ -48,7 +48,7 @@ class LayerShares:
 
     layer: str
     kept: float
-    """Fraction of blocks asked for."""
+    """Requested fraction of blocks."""
     density: float
     """Blocks kept over blocks visible, as counted."""
     learned: float

@@ -350,7 +350,7 @@ class Run:
         return 0 if done else 130
 
     def _agreed(self, stop: bool) -> bool:
-        """Whether some rank was told to stop."""
+        """Whether a rank received a request to stop."""
         return self._total(torch.tensor(float(stop), device=self.device)) > 0
 
     def _print(self, text: str) -> None:

@@ -61,7 +61,7 @@ def key_bounds(p_bounds, o_q, b_exist):
 
 @triton.jit
 def seen_keys(p_bounds, b_shown, o_key, b_low, b_high):
-    """Arguments of `visible`, all broadcastable: keys that all rows see alike, or each row within its bounds."""
+    """Arguments of `visible`, all broadcastable: keys visible to every row, or to each row within its bounds."""
     if p_bounds is not None:
         b_shown = b_shown & (o_key >= b_low) & (o_key < b_high)
     return b_shown, 0, False, b_shown, 0, 0
