@@ -9,8 +9,19 @@ import torch
 from oracle import answer, error
 
 from dilated_attention_pytorch import (
+    BlockColumns,
+    BlockDilated,
     Causal,
     Dilated,
+    Documents,
+    Global,
+    Grid,
+    Hierarchical,
+    Packed,
+    PerHead,
+    Random,
+    SlidingWindow,
+    Strided,
     attention,
     attention_with_lse,
     distance_bias,
@@ -202,3 +213,41 @@ def test_export_with_a_dynamic_length():
     for length in (33, 90):
         tensors = leaves(length, grad=False)
         assert error(program.module()(*tensors), answer(*tensors, parse("dilated:32x1,64x2 & causal")).output) <= 1e-10
+
+
+CONSTRUCTED = {
+    "and": lambda: SlidingWindow(16) & Causal(),
+    "or": lambda: SlidingWindow(8) | Global(2, queries=True) | Strided(5),
+    "nested": lambda: (SlidingWindow(3) | Global(2)) & (Dilated((16, 32), (1, 2), overlap="union") | Causal()),
+    "dilated": lambda: Dilated((32, 64), (1, 2), offset="block", heads="split"),
+    "heads": lambda: PerHead((Causal(), SlidingWindow(3), Causal() & Strided(2), SlidingWindow(9, 0))),
+    "packed": lambda: Packed(Dilated((16,), (2,)), (30, 34)) & Causal(),
+    "documents": lambda: Documents((20, 44)) & Causal(),
+    "random": lambda: Random(0.5, block=16, seed=3) | SlidingWindow(2),
+    "hierarchical": lambda: Hierarchical(((2, 1), (4, 2), (0, 4)), block=16),
+    "block dilated": lambda: BlockDilated((16, 64), (1, 2), block=16, sparsity_ratio=0.5),
+    "columns": lambda: BlockColumns(2, block=16) & Causal(),
+    "grid": lambda: Grid((8, 8), (3, 3)),
+    "text": lambda: "window:16 & causal | global:2",
+}
+
+
+@pytest.mark.parametrize("name", CONSTRUCTED)
+def test_patterns_are_constructed_inside_one_graph(name: str):
+    def call(query, key, value):
+        return attention(query, key, value, CONSTRUCTED[name]()).sin()
+
+    rows = leaves(64)
+    got, wanted = (run(*rows) for run in (torch.compile(call, fullgraph=True, backend="aot_eager"), call))
+    assert torch.equal(got, wanted)
+    for own, other in zip(*(torch.autograd.grad(out.sum(), rows) for out in (got, wanted)), strict=True):
+        assert torch.equal(own, other)
+
+
+def test_a_constructed_pattern_follows_its_arguments():
+    def call(query, key, value, width):
+        return attention(query, key, value, SlidingWindow(width) & Causal())
+
+    rows, compiled = leaves(64, grad=False), torch.compile(call, fullgraph=True, backend="aot_eager")
+    for width in (4, 9, 30):
+        assert torch.equal(compiled(*rows, width), call(*rows, width))

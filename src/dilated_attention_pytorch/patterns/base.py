@@ -54,8 +54,8 @@ class Pattern:
         Args:
             mask: bool (n, n), (heads, n, n) or (1, heads, n, n).
 
-        The pattern holds the kept blocks, where every block of 16 to 128 tokens is all True or all False,
-        else the kept pairs, 4 bytes each.
+        The pattern stores the kept blocks if every block of 16 to 128 tokens is all True or all False, otherwise
+        the kept pairs, 4 bytes each.
 
         >>> import torch
         >>> Pattern.from_mask(torch.ones(3, 3, dtype=torch.bool).tril())
@@ -67,9 +67,10 @@ class Pattern:
     def from_mask_mod(mask_mod: Callable[..., Any]) -> Pattern:
         """Pattern of a FlexAttention `mask_mod(b, h, q_idx, kv_idx)`, which must not depend on `b`.
 
-        The function is evaluated on broadcast index tensors when a plan is made, n x n pairs a head; intersect
-        with a pattern of the library to bound them: `Pattern.from_mask_mod(f) & SlidingWindow(512)`.
-        Functions are equal if their code and captured values are.
+        A plan calls the function with bounds of positions first, then with index tensors for the tiles that the bounds
+        leave open: few for windows, documents and prefixes in integer arithmetic, all n x n pairs per head for a
+        function with control flow or floating point. Intersect with a pattern of the library to evaluate fewer:
+        `Pattern.from_mask_mod(f) & SlidingWindow(512)`. Functions are equal if their code and captured values are.
 
         >>> Pattern.from_mask_mod(lambda b, h, q, k: (q - k) % 3 == 0).allows(7, 1)
         True
@@ -77,13 +78,13 @@ class Pattern:
         return CONSTRUCTORS["mask_mod"](mask_mod)
 
     def allows(self, q: Any, k: Any, head: Any = 0) -> Any:
-        """Whether the query at `q` may see the key at `k` in this head."""
+        """Whether the query at `q` attends to the key at `k` in this head."""
         raise NotImplementedError
 
     def key_range(self, first: Any, last: Any, head: int = 0) -> tuple[Any, Any] | None:
-        """Bounds, inclusive, of the keys that queries `first` to `last` may see; None for all keys.
+        """Inclusive bounds of the keys that queries `first` to `last` attend to; None for all keys.
 
-        `first` and `last` are int64 tensors, one element a range of queries; bounds may lie outside the
+        `first` and `last` are int64 tensors with one element per range of queries; bounds may lie outside the
         sequence. A subclass overrides this method so that the planner evaluates `allows` inside the bounds only.
         """
         return None
@@ -94,7 +95,7 @@ class Pattern:
 
     @property
     def children(self) -> tuple[Pattern, ...]:
-        """Patterns that this one combines."""
+        """Patterns that this pattern combines."""
         return ()
 
     @property
@@ -153,7 +154,7 @@ def value_key(value: Any, outer: tuple[int, ...] = ()) -> object:
         return "dict", tuple(sorted((repr(name), value_key(item, outer)) for name, item in value.items()))
     if isinstance(value, list | tuple):
         return type(value), tuple(value_key(item, outer) for item in value)
-    if hasattr(value, "is_inference") and hasattr(value, "data_ptr"):
+    if hasattr(value, "is_inference") and hasattr(value, "data_ptr") and not isinstance(value, type):
         return id(value), None if value.is_inference() else value._version
     if isfunction(value) and id(value) not in outer:
         return _function_key(value, (*outer, id(value)))
@@ -359,7 +360,8 @@ class PerHead(Pattern):
 
 def options(pattern: Any, *names: str) -> str:
     """The `;name=value` tail of a description: the named fields that differ from their defaults."""
-    defaults = {f.name: f.default for f in fields(pattern)}
+    # The compiler traces this function, and cannot represent the default of a field that has none.
+    defaults = {f.name: f.default for f in fields(pattern) if f.name in names}
     values = {name: getattr(pattern, name) for name in names}
     return "".join(
         f";{name}={int(value) if isinstance(value, bool) else value}"
@@ -374,9 +376,10 @@ LARGEST = 2**48
 
 def integer(what: str, value: object, least: int, most: int = LARGEST) -> int:
     """`value` as an int of `least` .. `most`, or an error that names the parameter."""
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
+    if isinstance(value, bool) or not (isinstance(value, int) or hasattr(value, "__index__")):
         raise must_be(f"{what} must be an integer", repr(value))
-    number = int(value.__index__())  # pyrefly: ignore[missing-attribute]
+    # An argument that varies is an `int` to the compiler, and has no attributes to ask for.
+    number = int(value if isinstance(value, int) else value.__index__())  # pyrefly: ignore[missing-attribute]
     if number < least:
         raise must(f"{what} must be >= {least}", number)
     if number > most:

@@ -100,7 +100,7 @@ def scramble(x: Any) -> Any:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Random(BlockPattern):
-    """Each query block sees `density` of all key blocks: one drawn from each of as many equal strata.
+    """Each query block keeps the fraction `density` of all key blocks, one drawn from each of as many equal strata.
 
     density 0.5, block 1:   0 1 2 3
                           0 # . . #
@@ -125,11 +125,11 @@ class Random(BlockPattern):
 
     @property
     def kept(self) -> int:
-        """Key blocks a row keeps."""
+        """Number of key blocks that a row keeps."""
         return _budget(self.density, self.blocks)
 
     def drawn(self, block: Any, stratum: Any, head: Any = 0) -> Any:
-        """The key block that query block `block` sees in a stratum."""
+        """Key block that query block `block` keeps in a stratum."""
         first, last = stratum * self.blocks // self.kept, (stratum + 1) * self.blocks // self.kept
         stream = scramble((self.seed + head * self.per_head * 0x632BE5AB) & WORD)
         word = scramble(scramble((stream + block) & WORD) ^ ((stratum * 0x9E3779B9) & WORD))
@@ -146,14 +146,14 @@ class Random(BlockPattern):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Hierarchical(BlockPattern):
-    """Levels tile the distance axis: each keeps every `stride`-th distance from the last level's end to its `reach`.
+    """Levels divide the distance axis: each keeps every `stride`-th distance from the previous level's end to `reach`.
 
     levels 2x1,4x2, block 1:   0 1 2 3 4
                              0 # # # . .
                              1 # # # # .
                              2 # # # # #
 
-    No key block is covered twice. A last reach of 0 means to the end of the sequence.
+    No key block is covered twice. A reach of 0 in the last level extends it to the end of the sequence.
     """
 
     levels: tuple[tuple[int, int], ...]
@@ -195,17 +195,17 @@ class Hierarchical(BlockPattern):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class BlockDilated(BlockPattern):
-    """Within a segment a query block sees every `rate`-th block counted from itself; branches are united.
+    """Within a segment, a query block attends to every `rate`-th block counted from itself; a row keeps all branches.
 
     segment 4, rate 2, block 1:   0 1 2 3
                                 0 # . # .
                                 1 . # . #
                                 2 # . # .
 
-    With `sparsity_ratio` each row keeps that fraction of all blocks. When the branches offer more, the nearest are
-    kept; when they offer less, the ladder goes on (segment x 2, rate x 2), and what even a ladder over the whole
-    sequence leaves open is filled with the nearest blocks. `reserved` blocks of that fraction are left to other
-    patterns of a union, such as global tokens; one block is always kept.
+    With `sparsity_ratio` each row keeps that fraction of all blocks. If the branches contain more, the nearest are
+    kept. If they contain fewer, branches with doubled segment and rate are added up to the length of the sequence,
+    then the nearest other blocks. `reserved` blocks of the fraction are left to other patterns of a union, such as
+    global tokens; at least one block is kept.
     """
 
     segment_lengths: tuple[int, ...]
@@ -235,13 +235,13 @@ class BlockDilated(BlockPattern):
 
     @property
     def budget(self) -> int | None:
-        """Key blocks a row keeps, or None when the branches alone decide."""
+        """Number of key blocks that a row keeps; None without `sparsity_ratio`."""
         if self.sparsity_ratio is None:
             return None
         return max(1, _budget(self.sparsity_ratio, self.blocks) - self.reserved)
 
     def ladder(self) -> tuple[Branch, ...]:
-        """The given branches, then the steps a budget may go on to."""
+        """The given branches, then the branches that a budget may add."""
         steps = [Branch(w, r) for w, r in zip(self.segment_lengths, self.dilation_rates, strict=True)]
         if self.sparsity_ratio is not None:
             while steps[-1].segment < self.blocks * self.block:
@@ -249,7 +249,7 @@ class BlockDilated(BlockPattern):
         return tuple(steps)
 
     def offered(self, branch: Branch, i: Any, j: Any) -> Any:
-        """Whether a branch offers key block `j` to query block `i`."""
+        """Whether a branch contains key block `j` for query block `i`."""
         return (i * self.block // branch.segment == j * self.block // branch.segment) & ((j - i) % branch.rate == 0)
 
     def row(self, block: int, head: int = 0) -> tuple[int, ...]:
@@ -274,7 +274,7 @@ class BlockDilated(BlockPattern):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class BlockColumns(BlockPattern):
-    """Evenly spread key blocks that every query block sees, `count` of them.
+    """`count` evenly spread key blocks, the same for every query block.
 
     count 2, block 1:   0 1 2 3
                       0 . # . #
@@ -305,7 +305,7 @@ class BlockColumns(BlockPattern):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class BlockLists(BlockPattern):
-    """Explicit lists: which key blocks each query block sees, shared by the heads or one list set a head.
+    """Explicit lists of the key blocks of each query block, shared by the heads or one set of lists per head.
 
     BlockLists.of([[0], [0, 1], [1, 2]], block=1):   0 1 2
                                                    0 # . .

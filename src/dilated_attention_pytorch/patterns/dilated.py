@@ -22,7 +22,7 @@ class Branch(NamedTuple):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Dilated(Pattern):
-    """In branch (w, r), head h samples the tokens t with (t mod w) mod r == offset(h); samples of a segment meet.
+    """LongNet's attention: in branch (w, r), head h samples tokens t with (t mod w) mod r == offset(h) in each segment.
 
     segment 8, rate 2, head 0:   0 1 2 3 4 5 6 7
                                0 # . # . # . # .
@@ -30,8 +30,8 @@ class Dilated(Pattern):
                                2 # . # . # . # .
                                3 . . . . . . . .
 
-    A pair that several branches allow counts once for each of them (`overlap="count"`, the paper's mixing of
-    branches by their denominators) or once in all (`overlap="union"`).
+    Samples of a segment attend to each other. A pair in several branches counts once for each of them
+    (`overlap="count"`, the paper's mixing of branches by their denominators) or once (`overlap="union"`).
     """
 
     segment_lengths: tuple[int, ...]
@@ -83,7 +83,7 @@ class Dilated(Pattern):
         return replace(self, num_heads=heads) if self.needs_heads else self
 
     def sampled_residue(self, index: int, head: Any) -> Any:
-        """The residue that `head` samples in branch `index`."""
+        """Residue that `head` samples in branch `index`."""
         rate = self.dilation_rates[index]
         if self.heads == "split":
             return index % rate
@@ -92,7 +92,7 @@ class Dilated(Pattern):
         return head // -(-self._known_heads() // rate)
 
     def takes_part(self, index: int, head: Any) -> Any:
-        """Whether `head` runs branch `index` at all."""
+        """Whether `head` runs branch `index`."""
         if self.heads == "all":
             return head >= 0
         each, extra = divmod(self._known_heads(), len(self.segment_lengths))
@@ -131,7 +131,7 @@ class Dilated(Pattern):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Strided(Pattern):
-    """A query sees the keys at multiples of `stride` from itself, counted in blocks of `block` tokens.
+    """A query attends to keys whose distance, in blocks of `block` tokens, is a multiple of `stride`.
 
     stride 2:   0 1 2 3
               0 # . # .

@@ -15,13 +15,13 @@ from .base import Pattern, flag, integer, integers
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Grid(Pattern):
-    """Neighbourhood attention: each token of a grid sees a window around itself, `window` tokens an axis.
+    """Neighbourhood attention: each token of a grid attends to a window around itself, `window` tokens on each axis.
 
-    Tokens are numbered in row-major order, the last axis fastest. At a border the window is shifted inside, as in
-    NATTEN, so every query sees the same number of keys. With `dilation` r on an axis, neighbours are r apart. On an
-    axis with `causal`, a token sees itself and the `window` - 1 neighbours before it, fewer at the beginning.
-    `prefix` tokens before the grid (class tokens, registers) see and are seen by every token. One number stands for
-    all axes.
+    Tokens are numbered in row-major order. At a border the window is shifted to stay inside the grid, as in NATTEN,
+    so every query has the same number of keys. With `dilation` r on an axis, neighbours are r apart. On an axis with
+    `causal`, a token attends to itself and the `window` - 1 neighbours before it, fewer at the beginning. `prefix`
+    tokens before the grid (class tokens, registers) attend to every token, and every token to them. A single number
+    applies to all axes.
 
     Grid((1, 5), (1, 3)):   0 1 2 3 4
                           0 # # # . .

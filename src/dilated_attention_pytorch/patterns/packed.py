@@ -12,7 +12,7 @@ from .base import Pattern, integer, integers
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Packed(Pattern):
-    """Documents of the given lengths; in each, positions start again at 0 and `pattern` holds.
+    """Documents of the given lengths; in each, positions restart at 0 and `pattern` applies.
 
     Packed(Causal(), (2, 2)):   0 1 2 3
                               0 # . . .
@@ -20,7 +20,7 @@ class Packed(Pattern):
                               2 . . # .
                               3 . . # #
 
-    `Documents(lengths) & pattern` differs for patterns of absolute positions, which there continue across documents.
+    `Documents(lengths) & pattern` differs for patterns of absolute positions: it does not restart them.
     """
 
     pattern: Pattern
@@ -49,7 +49,7 @@ class Packed(Pattern):
         return known
 
     def document(self, length: int) -> Pattern:
-        """What holds inside a document of this length."""
+        """Pattern inside a document of this length."""
         if self.num_heads is None:
             raise must("a packed pattern must know its head count", "none", "Call pattern.resolve(n, heads) first.")
         return self.pattern.resolve(length, self.num_heads)

@@ -84,7 +84,7 @@ def not_a_pattern(value: Any) -> TypeError:
 
 
 def register_pattern(name: str) -> Callable[[PatternClass], PatternClass]:
-    """Class decorator that gives a pattern of one's own a name in pattern text.
+    """Class decorator that gives a custom pattern a name in pattern text.
 
     The class is a frozen dataclass. Fields without default are written after the colon in their order, fields with
     a default as options; values are numbers, flags (`true`), words, and tuples of integers (`2x3`). A registered
@@ -451,5 +451,5 @@ _MAKERS: dict[str, Callable[[str, dict[str, Any]], Pattern]] = {
 }
 _COMPOSITES = And, Or, PerHead, Packed
 _LEAVES = Full, Causal, SlidingWindow, Global, Documents, Dilated, Strided, Grid
-_WRITABLE = frozenset((*_COMPOSITES, *_LEAVES, Random, Hierarchical, BlockDilated, BlockLists))
+_WRITABLE = frozenset((*_COMPOSITES, *_LEAVES, Random, Hierarchical, BlockDilated, BlockColumns, BlockLists))
 """Classes whose description `parse` reads back."""

@@ -13,7 +13,7 @@ from .base import Pattern, flag, integer, integers, options
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Full(Pattern):
-    """Every query sees every key.
+    """Every query attends to every key.
 
       0 1
     0 # #
@@ -31,7 +31,7 @@ class Full(Pattern):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Causal(Pattern):
-    """A query sees itself and what came before.
+    """A query attends to itself and earlier keys.
 
       0 1 2
     0 # . .
@@ -50,7 +50,7 @@ class Causal(Pattern):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class SlidingWindow(Pattern):
-    """A query sees `before` tokens back and `after` tokens ahead (as many as `before` when not given), and itself.
+    """A query attends to itself, `before` tokens before it and `after` tokens after it (`before` by default).
 
     window 1:   0 1 2 3
               0 # # . .
@@ -78,7 +78,7 @@ class SlidingWindow(Pattern):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Global(Pattern):
-    """The first `tokens` keys are seen by every query (sinks); with `queries`, those tokens also see every key.
+    """Every query attends to the first `tokens` keys (sinks); with `queries`, these tokens also attend to every key.
 
     global 1:   0 1 2     global 1;queries=1:   0 1 2
               0 # . .                         0 # # #
@@ -105,7 +105,7 @@ class Global(Pattern):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Documents(Pattern):
-    """Tokens of one document see each other; the lengths stand in the order of the documents.
+    """Tokens of one document attend to each other; `lengths` are in the order of the documents.
 
     documents 2,1:   0 1 2
                    0 # # .

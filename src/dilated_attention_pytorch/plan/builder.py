@@ -38,11 +38,11 @@ def make_plan(
     """Plan attention over `n` tokens and `heads` heads.
 
     Args:
-        pattern: who may see whom, or its text.
+        pattern: keys that each query attends to, as a value or as text.
         n: tokens in the sequence.
         heads: query heads.
-        block_size: edge of a tile, a power of two from 16 to 256. By default the pattern's own block, else 128.
-        device: where the plan's integers live.
+        block_size: edge of a tile, a power of two from 16 to 256. By default the block of the pattern, otherwise 128.
+        device: device of the plan's tensors.
 
     >>> from dilated_attention_pytorch import SlidingWindow, make_plan
     >>> make_plan(SlidingWindow(256), n=4096, heads=8).density

@@ -72,7 +72,7 @@ class PlanCache:
         return plan
 
     def find(self, key: PlanKey) -> Plan | None:
-        """The plan if it is here."""
+        """The cached plan, or None."""
         with self._lock:
             plan = self._plans.get(key)
             if plan is not None:

@@ -38,13 +38,19 @@ from ..patterns import (
     SlidingWindow,
     Strided,
 )
+from ..patterns.functions import MaskMod
 from ..patterns.grid import Grid
 from .grid_forms import classify_grid, grid_columns, grid_reach
+from .intervals import Traced, trace
 
 NONE, SOME, ALL = 0, 1, 2
 Tiles = tuple[Tensor, Tensor, Tensor, Tensor]
 """First and last token of query tiles, first and last token of key tiles."""
 P = TypeVar("P", bound=Pattern)
+TRACED_TILES = 2**16
+"""Pairs of tiles with bounds at once; each operation of a predicate takes a few numbers for every pair."""
+OPEN_SQUARES = 16
+"""Squares without a verdict, per query tile, from which on a search for the keys in reach stops."""
 
 
 class Reach(NamedTuple):
@@ -233,7 +239,76 @@ class ClosedForm(Generic[P]):
 @singledispatch
 def closed_form(pattern: Pattern) -> ClosedForm[Any]:
     """Closed form of a pattern, by its class or the nearest base class that has one."""
-    return ClosedForm(pattern)
+    return TracedForm(pattern)
+
+
+class TracedForm(ClosedForm[P]):
+    """Closed form of a user's pattern: bounds of its `multiplicity` by interval arithmetic, where these exist."""
+
+    def traced(self, tiles: Tiles, head: int) -> list[Traced] | None:
+        """Bounds over pairs of tiles, `TRACED_TILES` of them in each item."""
+        found = []
+        for some in zip(*(column.split(TRACED_TILES) for column in tiles), strict=True):
+            bounds = trace(self.pattern.multiplicity, some, head)
+            if bounds is None:
+                return None
+            found.append(bounds)
+        return found
+
+    def reach(self, q0: Tensor, q1: Tensor, head: int, domain: Domain) -> Reach:
+        whole = super().reach(q0, q1, head, domain)
+        kind: type[Pattern] = type(self.pattern)
+        square = q0[:1], q1[:1], whole.first[:1], whole.last[:1]
+        if kind.key_range is not Pattern.key_range or not len(q0) or self.traced(square, head) is None:
+            return whole
+        # A quadtree over groups of query tiles and key ranges, all squares of a level at once.
+        rows, span = len(q0), int((q1 - q0).max()) + 1
+        side = 1 << max(rows - 1, (domain.n - 1) // span).bit_length()
+        row = column = domain.arange(1)
+        found = []
+        while True:
+            begin, end = row * side, ((row + 1) * side).clamp(max=rows)
+            first, last = column * side * span, ((column + 1) * side * span).clamp(max=domain.n) - 1
+            verdict = self.classify((-_highest(-q0, side)[row], _highest(q1, side)[row], first, last), head, domain)
+            open_ = verdict == SOME
+            # The planner classifies every pair of tiles in reach, so coarse ranges do for predicates without structure.
+            is_last = side == 1 or int(open_.sum()) > OPEN_SQUARES * rows
+            done = verdict != NONE if is_last else verdict == ALL
+            owner, query = ranges(begin[done], (end - begin)[done])
+            found.append(Reach(query, first[done][owner], last[done][owner]))
+            if is_last:
+                break
+            side //= 2
+            row = (2 * row[open_][:, None] + domain.arange(4) // 2).flatten()
+            column = (2 * column[open_][:, None] + domain.arange(4) % 2).flatten()
+            inside = (row * side < rows) & (column * side * span < domain.n)
+            row, column = row[inside], column[inside]
+        reach = _joined(*found)
+        tokens, most = (int((option.last - option.first + 1).sum()) for option in (reach, whole))
+        return reach if 4 * tokens < 3 * most else whole
+
+    def classify(self, tiles: Tiles, head: int, domain: Domain) -> Tensor:
+        traced = self.traced(tiles, head)
+        if not traced:
+            return super().classify(tiles, head, domain)
+        low, high = torch.cat([some.low for some in traced]), torch.cat([some.high for some in traced])
+        # A multiplicity above the maximum is left to `count`, which raises.
+        return _verdict((low >= 1) & (high <= self.pattern.max_multiplicity), high <= 0)
+
+    def key_columns(self, tiles: Tiles, extent: int, head: int, domain: Domain) -> list[Tensor]:
+        traced = self.traced(tiles, head)
+        if traced and all(some.is_shift_invariant for some in traced):
+            return [tiles[2] - tiles[0]]
+        return super().key_columns(tiles, extent, head, domain)
+
+
+@closed_form.register(MaskMod)
+class MaskModForm(TracedForm[MaskMod]):
+    """A function, called with the head as a tensor."""
+
+    def head_key(self, head: int) -> object:
+        one = torch.zeros(1, dtype=torch.int64, device="cpu")
+        return head if trace(self.pattern.multiplicity, (one,) * 4, None) is None else None
 
 
 class _Combined(ClosedForm[P]):
@@ -868,6 +943,13 @@ def ranges(begin: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
     owner = torch.arange(len(count), device=count.device).repeat_interleave(count)
     before = count.cumsum(0) - count
     return owner, begin[owner] + torch.arange(len(owner), device=count.device) - before[owner]
+
+
+def _highest(values: Tensor, size: int) -> Tensor:
+    """Highest of every `size` neighbours."""
+    count = -(-len(values) // size)
+    padded = torch.cat([values, values[-1:].expand(count * size - len(values))])
+    return padded.view(count, size).amax(1)
 
 
 def _verdict(all_of_it: Tensor, none_of_it: Tensor) -> Tensor:

@@ -213,7 +213,7 @@ class Plan:
 
     @property
     def nbytes(self) -> int:
-        """Memory the plan holds."""
+        """Memory of the plan, in bytes."""
         # The axis of the queries and of the keys is usually one object.
         once = {id(tensor): tensor for tensor in tensors_of(self)}
         return sum(t.numel() * t.element_size() for t in once.values())
