@@ -574,6 +574,7 @@ TRIALS = {
     "indices by blocks, traced": Indexed(IndexCall(False, False, 40, heads=2, scope=1), traced=True),
     "indices by tokens, causal, traced": Indexed(IndexCall(True, True, 40, batch=1, heads=2), traced=True),
     "packed indices by blocks": Indexed(IndexCall(False, False, 75, batch=1, scope=2, entries=5, documents=5)),
+    "packed indices by blocks, one list": Indexed(IndexCall(False, True, 75, batch=1, scope=1, documents=3)),
     "packed indices by blocks, causal, padded, traced": Indexed(
         IndexCall(False, True, 80, batch=1, scope=4, entries=5, padded=True, seed=3, documents=4), traced=True
     ),

@@ -8,20 +8,27 @@ from typing import Any
 import triton.language as tl
 from triton.runtime import interpreter
 
+PLAIN = (tl.int32, tl.int64, tl.float32, tl.float64)
+"""Types in which an operation on two operands of the type is computed"""
 PATCHED = SimpleNamespace(restore=lambda: None)
 """Stands for the scope that would undo the replacements in `triton.language`."""
 
 
 def skip_repeated_work() -> None:
-    """Halve the time of interpreted kernels; results are unchanged.
+    """Shorten interpretation; results are unchanged.
 
     Each call of a device function searches `triton.language` for functions to replace, each operation builds a table of
-    types, and each integer operation is repeated in 64 bits for an assertion that is off unless debugging. A Triton
-    release without one of these parts runs as it is.
+    types, the types of its operands and their shapes, and each integer operation is repeated in 64 bits for an
+    assertion that is off unless debugging. A Triton release without one of these parts runs as it is.
     """
-    for name, wrap in (("_patch_lang", patch_once), ("_get_np_dtype", types_once)):
+    for name, wrap in (("_patch_lang", patch_once), ("_get_np_dtype", types_once), ("_patch_attr", call_directly)):
         if hasattr(interpreter, name):
             setattr(interpreter, name, wrap(getattr(interpreter, name)))
+    keep_block_types()
+    keep_tensor_shapes()
+    semantic = type(interpreter.interpreter_semantic)
+    semantic.broadcast_impl_value = broadcast_unequal(semantic.broadcast_impl_value)
+    semantic.binary_op_type_checking_impl = check_unequal(semantic.binary_op_type_checking_impl)
     if not interpreter.interpreter_builder.options.debug:
         interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
 
@@ -29,8 +36,12 @@ def skip_repeated_work() -> None:
 def patch_once(patch: Any) -> Any:
     """`_patch_lang` that searches once for each set of language modules that a function refers to."""
     done: set[tuple[bool, ...]] = set()
+    seen: set[FunctionType] = set()
 
     def patched(fn: FunctionType) -> SimpleNamespace:
+        if fn in seen:
+            return PATCHED
+        seen.add(fn)
         values = fn.__globals__.values()
         visible = tuple(any(value is module for value in values) for module in (tl, tl.core))
         if visible not in done:
@@ -39,6 +50,17 @@ def patch_once(patch: Any) -> Any:
         return PATCHED
 
     return patched
+
+
+def call_directly(patch: Any) -> Any:
+    """`_patch_attr` that leaves out the check of `builtin`, which asks for what the interpreter has just added."""
+    checked = tl.core.builtin(lambda: None).__code__
+
+    def patch_member(obj: Any, name: str, member: Any, *rest: Any) -> None:
+        inner = member.__wrapped__ if getattr(member, "__code__", None) is checked else member
+        patch(obj, name, inner, *rest)
+
+    return patch_member
 
 
 def types_once(find: Any) -> Any:
@@ -52,3 +74,68 @@ def types_once(find: Any) -> Any:
         return cached[name]
 
     return cached_type
+
+
+def keep_block_types() -> None:
+    """Make `block_type` give the same object for the same element type and shape; nothing changes a type."""
+    kind, initialize = tl.block_type, tl.block_type.__init__
+    made: dict[tuple[Any, ...], Any] = {}
+
+    def new(cls: type, *given: Any, **named: Any) -> Any:
+        if cls is not kind or len(given) != 2:
+            return object.__new__(cls)
+        element, shape = given
+        # Pointer types have no hash. The type below keeps its element type, so that the number stays its own.
+        key = (id(element), *[getattr(side, "value", side) for side in shape])
+        found = made.get(key)
+        if found is None:
+            found = object.__new__(cls)
+            initialize(found, element, shape)
+            made[key] = found
+        return found
+
+    def initialize_once(self: Any, *given: Any, **named: Any) -> None:
+        if "shape" not in self.__dict__:
+            initialize(self, *given, **named)
+
+    kind.__new__, kind.__init__ = new, initialize_once
+
+
+def keep_tensor_shapes() -> None:
+    """Make `tensor` read the constants of its shape from its type, where the first tensor of the type left them."""
+    initialize = tl.tensor.__init__
+
+    def initialize_from_type(self: Any, handle: Any, type: Any) -> None:
+        shape = type.__dict__.get("shape_of_tensors")
+        if shape is None:
+            initialize(self, handle, type)
+            type.shape_of_tensors = self.shape, self.numel, self.dtype
+        else:
+            self.handle, self.type = handle, type
+            self.shape, self.numel, self.dtype = shape
+
+    tl.tensor.__init__ = initialize_from_type
+
+
+def broadcast_unequal(broadcast: Any) -> Any:
+    """`broadcast_impl_value` that returns operands of one shape as they are."""
+
+    def broadcast_operands(self: Any, left: Any, right: Any) -> Any:
+        one, other = left.type, right.type
+        if one is other or (one.is_block() and other.is_block() and [*one.shape] == [*other.shape]):
+            return left, right
+        return broadcast(self, left, right)
+
+    return broadcast_operands
+
+
+def check_unequal(check: Any) -> Any:
+    """`binary_op_type_checking_impl` that returns operands of one plain type as they are."""
+
+    def check_operands(self: Any, left: Any, right: Any, *options: Any, **named: Any) -> Any:
+        kind = getattr(left, "type", None)
+        if kind is not None and kind is getattr(right, "type", None) and any(left.dtype is plain for plain in PLAIN):
+            return left, right
+        return check(self, left, right, *options, **named)
+
+    return check_operands

@@ -87,7 +87,7 @@ def recording(monkeypatch: Any) -> Iterator[list[Recorded]]:
         found.append(recorded(made.kernel, (*tensors, *changing, *made._numbers), made.options))
 
     def launch(kernel: Any, grid: Any, *arguments: Any, **options: Any) -> None:
-        found.append(recorded(kernel, arguments, options))
+        found.append(recorded(kernel, arguments, modules[1].OPTIONS | options))
 
     with monkeypatch.context() as patched:
         patched.setattr(modules[1].Launch, "__call__", run)

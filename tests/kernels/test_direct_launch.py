@@ -34,6 +34,8 @@ def program_output(release, folder, *arguments):
     paths = [release] * bool(release) + [str(TESTS.parent / "src"), str(TESTS)]
     stub = {"TRITON_LIBCUDA_PATH": str(folder), "LD_LIBRARY_PATH": str(folder), "TRITON_CACHE_DIR": str(folder)}
     environment = os.environ | stub | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+    # Parameters and launch attributes are those of the intermediate representation before LLVM optimizes it.
+    environment["DISABLE_LLVM_OPT"] = "1"
     environment.pop("TRITON_INTERPRET", None)
     program = [sys.executable, TESTS / "kernels" / "stub_launches.py", *arguments]
     done = subprocess.run(program, env=environment, capture_output=True, text=True)

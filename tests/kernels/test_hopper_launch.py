@@ -46,8 +46,8 @@ class Kernel:
 
     arg_names = ()
 
-    def __init__(self, name, launches):
-        self.name, self.launches = name, launches
+    def __init__(self, name, launches, params=()):
+        self.name, self.launches, self.params = name, launches, params
         self.compiled_ahead, self.made_ready = [], []
 
     def warmup(self, *arguments, grid, **options):
@@ -98,7 +98,7 @@ def recorded(monkeypatch):
         (triton_backward, "sum_pieces_bwd_kernel"),
     )
     for module, name in kernels:
-        monkeypatch.setattr(module, name, Kernel(name, public))
+        monkeypatch.setattr(module, name, Kernel(name, public, getattr(module, name).params))
     monkeypatch.setattr(hopper_launch, "_launches", {})
     monkeypatch.setattr(hopper_backend, "_counters", {})
     learned_lowering._frame.cache_clear()
@@ -220,8 +220,8 @@ def test_a_launch_overlaps_none_that_does_not_wait(recorded, monkeypatch):
     monkeypatch.setattr(Entry, "__call__", lambda self, grid, stream, arguments, overlaps: overlapped.append(overlaps))
     kernel = Kernel("", [])
 
-    def launch(name, grid, overlaps):
-        return hopper_launch.LaunchStep(kernel, (name,), grid, (), (torch.zeros(1),), overlaps=overlaps)
+    def launch(number, grid, overlaps):
+        return hopper_launch.LaunchStep(kernel, grid, (number,), (torch.zeros(1),), overlaps=overlaps)
 
     # One without items is not launched; what comes after it has another before it.
     each = (0, True), (1, False), (0, True), (1, True), (0, False), (1, True), (1, False), (1, True)

@@ -58,6 +58,7 @@ GROUPS = {
     ],
     "packed sequences": [
         "packed indices by blocks",
+        "packed indices by blocks, one list",
         "packed indices by blocks, causal, padded, traced",
         "packed indices by tokens",
         "packed indices by tokens, causal, tiles smaller than a block",

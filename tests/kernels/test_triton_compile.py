@@ -44,6 +44,7 @@ def compile_kernel(kernel, constants, tiles, rows="*bf16", types=None, **more):
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
+    from dilated_attention_pytorch.kernels.launch.launcher import OPTIONS
     from dilated_attention_pytorch.kernels.triton import launches
 
     names = kernel.arg_names
@@ -58,7 +59,7 @@ def compile_kernel(kernel, constants, tiles, rows="*bf16", types=None, **more):
     ]
     attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in even if name not in NUMBERS}
     source = ASTSource(kernel, signature, {(names.index(n),): v for n, v in known.items()}, attributes)
-    options = {"num_warps": tiles.warps, "num_stages": tiles.stages} | launches.OPTIONS | more
+    options = {"num_warps": tiles.warps, "num_stages": tiles.stages} | OPTIONS | more
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
 

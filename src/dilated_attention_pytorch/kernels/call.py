@@ -137,10 +137,10 @@ _reproducible = True
 
 
 def reproducible_gradients(enabled: bool | None = None) -> bool:
-    """Whether gradients must have the same bits in every run; pass a value to change the setting.
+    """Whether gradients are bitwise equal in every run; pass a value to change the setting.
 
-    The default is True. `reproducible_gradients(False)` allows sums in any order where that is faster: on Hopper GPUs
-    dQ is then summed beside dK and dV in a float32 copy. `torch.use_deterministic_algorithms(True)` takes precedence.
+    The default is True. `reproducible_gradients(False)` allows sums in any order if that is faster: on Hopper GPUs
+    dQ is then summed with dK and dV, in a float32 copy. `torch.use_deterministic_algorithms(True)` takes precedence.
     """
     global _reproducible
     if enabled is not None:

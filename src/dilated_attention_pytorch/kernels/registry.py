@@ -28,11 +28,9 @@ class Backend(Runner, Protocol):
 
     def why_not(self, call: AttentionCall) -> str | None:
         """Reason why this backend cannot run the call, or None."""
-        ...
 
     def workspace(self, call: AttentionCall, direction: str, extent: Extent) -> int:
         """Upper bound of the bytes that a "forward" or "backward" of a portion of a call takes besides its results."""
-        ...
 
 
 MODULES = {

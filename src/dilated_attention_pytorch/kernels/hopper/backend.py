@@ -248,7 +248,7 @@ def _part_launch(
     from .forward_kernel import WORK_WIDTH, attention_fwd_kernel
 
     query, key, plan = call.query, call.key, call.plan
-    batch, heads, n, d = query.shape
+    batch, heads, n, _ = query.shape
     items_a_batch = work.items.shape[0]
     items = batch * items_a_batch
     # The record of a piece also holds the tile that it is stored to.
@@ -269,8 +269,7 @@ def _part_launch(
         *(pieces, config.registers),
     )
     grid = min(items, processors(query.device)) if config.persistent else items
-    identity = "forward", query.device.index, query.dtype, d, plan.block_size, config, lowered.shape, pieces
-    return LaunchStep(attention_fwd_kernel, identity, grid, arguments, like, overlaps=number is not None)
+    return LaunchStep(attention_fwd_kernel, grid, arguments, like, overlaps=number is not None)
 
 
 class PreparedAttention:

@@ -193,8 +193,7 @@ class BackwardLaunch:
         tiles = self.row_tiles // (query.shape[0] * heads)
         sizes = heads, tiles, n, *output.stride()[:3], *grad_output.stride()[:3], *slope.stride()
         arguments = PtrArg(OUTPUT), PtrArg(GRAD_OUTPUT), PtrArg(LSE), PtrArg(SLOPE), *pointers, *sizes, *constants
-        identity = "prepare", query.device.index, output.dtype, slope.dtype, sizes, constants
-        return LaunchStep(prepare_bwd_kernel, identity, self.row_tiles, arguments, like, plain=True)
+        return LaunchStep(prepare_bwd_kernel, self.row_tiles, arguments, like, plain=True)
 
     def __call__(self, *tensors: Tensor) -> Gradients:
         dtype, device = tensors[QUERY].dtype, tensors[QUERY].device
@@ -258,7 +257,6 @@ class PartBackward:
         self.batch, self.n = batch, n
         rows = config.streamed_tile
         queries, keys = (lowered.queries, lowered.keys) if lowered.strided else (None, None)
-        self.identity = query.device.index, query.dtype, d, plan.block_size, config, fused, lowered.shape
         own_tiles = lowered.part.queries.tiles * (plan.block_size // rows) if lowered.strided else tiles
         self.sum_tiles = batch * heads * own_tiles
         self.sum_floats = self.sum_tiles * rows * d
@@ -290,8 +288,8 @@ class PartBackward:
         shapes = [cut.piece_shape(batch, d) if cut else () for cut in cuts]
         self.pieces = shapes if any(shapes) else []
         """Shapes of the pieces of dQ, dK and dV; empty for a gradient without split rows."""
-        self.finish_strides = empty_rows(query, d).stride()[:3]
-        self.finish_numbers = heads, own_tiles, n, *self.finish_strides, lowered.queries.rate, call.scale
+        strides = empty_rows(query, d).stride()[:3]
+        self.finish_numbers = heads, own_tiles, n, *strides, lowered.queries.rate, call.scale
         self.finish_constants = rows, d, plan.block_size, lowered.strided
 
     def launches(self, args: KernelArgs, like: Tensors, pointers: tuple[PtrArg, ...]) -> list[LaunchStep]:
@@ -316,8 +314,7 @@ class PartBackward:
         numbers = self.batch * items, items, *args.sizes, args.blocks, *args.settings, pieces, self.registers
         arguments = *args.tma_args, *args.written, *args.joined, *pointers[:-1], *work, pointers[-1], *numbers
         grid = min(numbers[0], processors(like[QUERY].device))
-        identity = args.kernel, *args.joined, *self.identity, pieces
-        return LaunchStep(args.kernel, identity, grid, arguments, like, overlaps=args.cut is None)
+        return LaunchStep(args.kernel, grid, arguments, like, overlaps=args.cut is None)
 
     def finish(self, like: Tensors, total: PtrArg) -> LaunchStep:
         """Launch of the kernel that converts the accumulator to dQ."""
@@ -325,6 +322,4 @@ class PartBackward:
 
         lists = self.by_key.work.tiles, self.by_key.work.classes
         arguments = total, PtrArg(GRAD_QUERY), *lists, *self.finish_numbers, *self.finish_constants
-        query = like[QUERY]
-        identity = "finish", query.device.index, query.dtype, self.finish_strides, self.finish_constants
-        return LaunchStep(finish_dq_kernel, identity, self.sum_tiles, arguments, like, plain=True)
+        return LaunchStep(finish_dq_kernel, self.sum_tiles, arguments, like, plain=True)

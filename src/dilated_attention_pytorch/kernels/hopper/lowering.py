@@ -82,8 +82,6 @@ class LoweredPart:
         self.part = part
         self.strided = strided
         self.queries, self.keys = (Strides(axis.rate, plan.n % axis.rate) for axis in (part.queries, part.keys))
-        self.shape = strided, *(strided and axis.longer > 0 for axis in (self.queries, self.keys))
-        """Specialisation of a kernel: whether strided, and whether queries and keys have residues of two lengths."""
         self._by_group: dict[tuple[int, bool], BackwardItems] = {}
 
     @property

@@ -57,9 +57,8 @@ class Split(Generic[Work]):
         numbers = self.heavy_rows, self.slots, len(self.owners), 0, n, 1, *joined.stride()[:3]
         constants = self.block, ROWS, width, padded_width(width), False, self.per_head, False, False
         grid = self.heavy_rows * (self.block // ROWS), len(self.owners), batch
-        identity = "join", kernel, like[0].device.index, joined.dtype, numbers, constants
         arguments = *pointers, *tables, *numbers, *constants
-        return LaunchStep(kernel, identity, grid, arguments, like, plain=True)
+        return LaunchStep(kernel, grid, arguments, like, plain=True)
 
 
 def lengths_of_pieces(lengths: Tensor, programs: int, most: int, shortest: int) -> tuple[int, int] | None:

@@ -105,8 +105,13 @@ class Launch:
         return True
 
 
-def _launch_of(identity: Key, kernel: Any, device: torch.device, options: dict[str, Any]) -> Launch:
-    """Launch of an identity, which includes the kernel or its id."""
+def _launch_of(kernel: Any, device: torch.device, specialized: list[object], options: dict[str, Any]) -> Launch:
+    """Launch of a kernel by what it is specialized on: numbers by value, and a property of every other argument."""
+    for index in _unspecialized_of(kernel):
+        number = specialized[index]
+        if isinstance(number, int):
+            specialized[index] = number >= 2**31
+    identity = id(kernel), device.index, *options, *options.values(), *specialized
     cached = _launches.get(identity)
     if cached is None:
         if len(_launches) >= CACHE_SIZE:
@@ -133,11 +138,8 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) 
             passed.append(one)
             # The compiler treats all floats alike; integers may be specialized as 1 or as multiples of 16.
             specialized.append(float if isinstance(one, float) else one)
-    for index in _unspecialized_of(kernel):
-        if isinstance(arguments[index], int):
-            specialized[index] = arguments[index] >= 2**31
     device = arguments[0].device
-    made = _launch_of((id(kernel), device.index, *options, *options.values(), *specialized), kernel, device, options)
+    made = _launch_of(kernel, device, specialized, options)
     x, y, z = (*grid, 1, 1)[:3]
     entry, slots = made.ready(())
     if entry is None:
@@ -178,7 +180,6 @@ class LaunchStep:
     def __init__(
         self,
         kernel: Any,
-        identity: Key,
         grid: int | Grid,
         arguments: tuple[Any, ...],
         like: Tensors,
@@ -191,10 +192,24 @@ class LaunchStep:
         self.grid = (grid, 1, 1) if isinstance(grid, int) else grid
         self._sizes = [tensor.element_size() for tensor in like]
         self._boxes = [boxes_of(like[one.slot], one.axis) for one in arguments if isinstance(one, TmaArg)]
-        pointers = self._arguments if plain else ()
-        self._read = [one.slot for one in pointers if isinstance(one, PtrArg)]
-        identity = *identity, *(one.data_ptr() % 16 == 0 for one in pointers if isinstance(one, Tensor))
-        self.launch = _launch_of(identity, kernel, like[0].device, {})
+        self._read = [one.slot for one in self._arguments if plain and isinstance(one, PtrArg)]
+        self.launch = _launch_of(kernel, like[0].device, self._specialized(like, plain), {})
+
+    def _specialized(self, like: Tensors, plain: bool) -> list[object]:
+        """Properties of the arguments that the kernel is specialized on, except for those of `key`."""
+        specialized: list[object] = []
+        boxes = iter(self._boxes)
+        for one in self._arguments:
+            if isinstance(one, TmaArg):
+                tile = like[one.slot].dtype, one.rows
+                specialized += (box and (*tile, len(box.shape), box.shape[-1]) for box in next(boxes))
+            elif isinstance(one, PtrArg):
+                specialized.append(one.dtype or like[one.slot].dtype)
+            elif isinstance(one, Tensor):
+                specialized.append((one.dtype, plain and one.data_ptr() % 16 == 0))
+            else:
+                specialized.append(float if isinstance(one, float) else one)
+        return specialized
 
     def run_public(self, *tensors: Tensor) -> None:
         """Run the kernel through Triton's public launch, which compiles it if needed."""

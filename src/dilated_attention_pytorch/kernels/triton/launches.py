@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..call import AttentionCall, BiasedGradients, Forward, Gradients, empty_rows
 from ..dropout import threshold
-from ..launch.launcher import OPTIONS, Launch, launch, prepared
+from ..launch.launcher import Launch, launch, prepared
 from .backward_kernels import attention_dkv_bwd_kernel, attention_dq_bwd_kernel, delta_bwd_kernel, sum_pieces_bwd_kernel
 from .forward_kernels import attention_fwd_kernel, carry_to_output_kernel, merge_pieces_kernel
 from .lowering import PartSchedule, Schedule, WalkTables, schedule
@@ -118,11 +118,11 @@ def forward(call: AttentionCall) -> Forward:
                 output, lse, carry, piece_out, piece_lse, side.heavy, side.owners, part.query_axis,
                 side.heavy_rows, side.slots, heads, part.query_tiles, n, part.query_rate, *output.stride()[:3],
                 BLOCK=block, BM=rows, E=e, EP=padded_width(e), STRIDED=part.strided, PER_HEAD=part.per_head,
-                **ends, **OPTIONS,
+                **ends,
             )  # fmt: skip
     if not finishes:
         launch(carry_to_output_kernel, (-(-n // ROWS), heads, batch),
-            output, lse, carry, n, *output.stride()[:3], BM=ROWS, E=e, EP=padded_width(e), **OPTIONS,
+            output, lse, carry, n, *output.stride()[:3], BM=ROWS, E=e, EP=padded_width(e),
         )  # fmt: skip
     return Forward(output, lse)
 
@@ -155,7 +155,7 @@ def delta_of(output: Tensor, lse: Tensor, grad_output: Tensor, grad_lse: Tensor 
 
 def _delta_launch(device: torch.device, e: int, slopes: bool, *numbers: int) -> Launch:
     constants = {"BM": ROWS, "E": e, "EP": padded_width(e), "LSE_GRAD": slopes}
-    return Launch(delta_bwd_kernel, device, *numbers, **constants, **OPTIONS)
+    return Launch(delta_bwd_kernel, device, *numbers, **constants)
 
 
 def _query_gradient(
@@ -242,7 +242,7 @@ def _sum_pieces(
         grad, total, piece, side.heavy, side.owners, axis, side.heavy_rows, side.slots, grad.shape[1],
         len(axis) // 2, grad.shape[2], rate, *grad.stride()[:3],
         BLOCK=block, ROWS=rows, D=width, DP=padded_width(width),
-        STRIDED=part.strided, PER_HEAD=part.per_head, **ends, **OPTIONS,
+        STRIDED=part.strided, PER_HEAD=part.per_head, **ends,
     )  # fmt: skip
 
 
@@ -335,7 +335,7 @@ def _named_constants(
     """Cached: building the dictionary takes microseconds."""
     named = {"BLOCK": block, "BM": tiles.m, "BN": tiles.n, "D": d, "E": e, "DP": padded_width(d), "EP": padded_width(e)}
     named |= {"PADDING": padding, "DROPOUT": dropout, "num_warps": tiles.warps, "num_stages": tiles.stages}
-    return {**named, **options, "PRECISION": precision, **OPTIONS}
+    return {**named, **options, "PRECISION": precision}
 
 
 def dot_precision(dtype: torch.dtype) -> str:

@@ -33,18 +33,19 @@ class WalkTables:
     work: Tensor
     items: int
     owners: Tensor
-    heavy: Tensor
-    heavy_rows: int
-    slots: int
-    """Pieces of the split rows of an owner; 0 if no row is split."""
     lists: Tensor
     mask_shift: int
     """Distance in `lists` from a partial entry to its mask."""
     partial: bool
-    mixed: bool
+    mixed: bool = False
     """Whether query heads of a key head differ in class or residue, so that each looks up its own row."""
-    covers: bool
+    covers: bool = True
     """Whether this part writes every row of every head."""
+    heavy: Tensor | None = None
+    """None if no row is split."""
+    heavy_rows: int = 0
+    slots: int = 0
+    """Pieces of the split rows of an owner; 0 if no row is split."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,14 +145,10 @@ def _unread_side(walk: Walk, tiles: int, owners: Tensor, mixed: bool) -> tuple[W
         work=torch.cat(columns, 1),
         items=tiles,
         owners=owners,
-        heavy=rows[:0, :4],
-        heavy_rows=0,
-        slots=0,
         lists=torch.cat([walk.full, walk.partial, walk.mask]),
         mask_shift=len(walk.partial),
         partial=len(walk.partial) > 0,
         mixed=mixed,
-        covers=True,
     )
     return side, rows
 
