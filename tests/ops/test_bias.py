@@ -21,6 +21,7 @@ from dilated_attention_pytorch import (
 )
 from dilated_attention_pytorch.kernels.cpu.native import library_path
 from dilated_attention_pytorch.kernels.registry import MODULES, backend_named
+from dilated_attention_pytorch.ops import memory_budget
 from dilated_attention_pytorch.patterns import as_pattern
 
 BACKENDS = [
@@ -89,6 +90,27 @@ def test_positions_of_one_axis_match_dense(backend):
     positions = torch.randint(0, 1000, (50, 1), dtype=torch.int32).sort(0).values
     found = attention_with_lse(*inputs, "full", enable_gqa=True, bias=table, bias_positions=positions, backend=backend)
     compare(found, wanted_of(inputs, table, "full", positions), [*inputs, table], 1e-10)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("positions", [None, 1, 2])
+@pytest.mark.parametrize("rows", [1200, 600, 128])
+@pytest.mark.parametrize("pattern", ["window:20 & causal", "dilated:64x1,256x4"])
+def test_chunks_of_a_budget_match_dense(pattern, rows, positions, backend, monkeypatch):
+    inputs, table = leaves(300), table_of(41 if positions != 2 else 9, *([7] if positions == 2 else []))
+    options = {"softcap": 1.5, "key_padding_mask": torch.arange(300)[None] < torch.tensor([[0], [20]])}
+    if positions is not None:
+        options["bias_positions"] = torch.randint(0, 30, (2, 300, positions))
+
+    def fitting(memory, budget):
+        chunk = min((size for size in memory.sizes if size >= rows), default=None)
+        assert chunk < 300 or rows > 300 or positions is not None or backend == "reference"
+        return chunk
+
+    monkeypatch.setattr(memory_budget.Memory, "fitting", fitting)
+    found = attention_with_lse(*inputs, pattern, enable_gqa=True, bias=table, backend=backend, memory_budget=2**30, **options)  # fmt: skip
+    wanted = wanted_of(inputs, table, pattern, options.pop("bias_positions", None), **options)
+    compare(found, wanted, [*inputs, table], 1e-10)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -286,7 +308,6 @@ def test_backends_without_a_bias_are_skipped():
         ({"bias": torch.zeros(2, 4, 20, 20)}, "a bias by pair cannot be given"),
         ({"bias": torch.zeros(4, 5).long()}, "bias must be a floating-point Tensor"),
         ({"bias": 0.5}, "bias must be a floating-point Tensor"),
-        ({"bias": torch.zeros(4, 5), "memory_budget": 2**30}, "bias must come without memory_budget"),
         ({"bias": torch.zeros(4, 5, 5)}, "must come with bias_positions"),
         ({"bias_positions": torch.zeros(20, 2).long()}, "bias_positions must come with bias"),
         ({"bias": torch.zeros(4, 5), "bias_positions": torch.zeros(20, 2).long()}, r"shape \(20, 1\)"),

@@ -110,6 +110,14 @@ def test_a_row_looks_at_the_keys_it_sees_alone(text, most):
     assert seen_keys(parse(text), None, 1023, 64).positions.shape[1] <= most
 
 
+@pytest.mark.parametrize("positions", [torch.tensor(40), torch.tensor([40, 40]), [40, 40]])
+def test_positions_may_be_a_tensor_or_a_list(positions):
+    q, k, v = tensors()
+    wanted = attention_step(q[:, :, 40:41], k, v, "dilated:16x1,64x4", 40, enable_gqa=True)
+    found = attention_step(q[:, :, 40:41], k, v, "dilated:16x1,64x4", positions, enable_gqa=True)
+    assert torch.equal(found, wanted)
+
+
 def test_the_keys_of_padding_take_no_part():
     q, k, v = tensors()
     padding = torch.arange(N) < torch.tensor([0, 30])[:, None]
@@ -117,6 +125,18 @@ def test_the_keys_of_padding_take_no_part():
     for t in (15, 35, 99):
         found = attention_step(q[:, :, t : t + 1], k, v, "window:20", t, enable_gqa=True, key_padding_mask=padding)
         assert error(found, wanted[:, :, t : t + 1]) < 1e-10
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_padding_that_is_not_finite_reaches_no_gradient(bad):
+    leaves = list(torch.randn(3, 1, 2, 20, 8, dtype=torch.float64).unbind())
+    padding = torch.arange(20)[None] == 15
+    for x in leaves[1:]:
+        x[:, :, 15] = bad
+    query, key, value = (x.requires_grad_() for x in leaves)
+    row = attention_step(query[:, :, 17:18], key, value, "window:9", 17, key_padding_mask=padding)
+    grads = torch.autograd.grad(row.sum(), [query, key, value])
+    assert row.isfinite().all() and all(grad.isfinite().all() for grad in grads)
 
 
 def test_a_beam_goes_on_from_another():
@@ -255,6 +275,16 @@ def test_a_cache_of_another_dtype_is_refused_at_any_length(rows):
     query, cache = torch.randn(1, 2, rows, 8), torch.randn(1, 2, 80, 8, dtype=torch.bfloat16)
     with pytest.raises(TypeError, match=r"key must have the query's dtype torch\.float32, got torch\.bfloat16"):
         attention_step(query, cache, cache, "window:9", 0)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 64])
+def test_autocast_rounds_inputs_and_not_products(rows):
+    query, key, value, sink = torch.randn(1, 4, rows, 16), *(5 * torch.randn(2, 1, 2, 80, 16)).unbind(), torch.randn(4)
+    options = {"sink": sink, "softcap": 9.0, "bias": torch.randn(4, 31), "enable_gqa": True}
+    with torch.autocast("cpu", torch.bfloat16):
+        found = attention_step(query, key, value, "window:9", 0, **options)
+    wanted = attention_step(*(x.bfloat16() for x in (query, key, value)), "window:9", 0, **options)
+    assert found.dtype == torch.bfloat16 and torch.equal(found, wanted)
 
 
 @pytest.mark.parametrize("rows", [1, 64])

@@ -432,3 +432,26 @@ def test_transforms_see_the_operation():
         assert error(got, dense_attention(one, k, v, seen)[0]) <= 1e-12
     with pytest.raises(NotImplementedError, match="is not implemented"):
         torch.func.grad(lambda x: torch.func.grad(ours)(x).square().sum())(q)
+
+
+@pytest.mark.parametrize("order", ["ascending", "descending", "holes", "duplicates"])
+def test_normal_form_of_a_list_in_any_order(order):
+    lists = {
+        "ascending": [[0, 2, 3, -1], [1, -1, -1, -1]],
+        "descending": [[3, 2, 0, -1], [1, -1, -1, -1]],
+        "holes": [[0, -1, 2, 3], [-1, -1, 1, -1]],
+        "duplicates": [[0, 2, 2, 3], [1, 1, 1, 1]],
+    }
+    given = torch.tensor([[lists[order]]], dtype=torch.int32)
+    found = normalise_indices(given, None, 4)
+    assert found.tolist() == [[[[0, 2, 3, 4], [1, 4, 4, 4]]]]
+    last, first = torch.tensor([2, 0]), torch.tensor([1, 0])
+    assert normalise_indices(given, None, 4, last, first).tolist() == [[[[2, 4, 4, 4], [4, 4, 4, 4]]]]
+
+
+@pytest.mark.parametrize("scope", [1, 2])
+@ROWS
+def test_lists_of_packed_documents_are_stored_once(per_token, scope):
+    indices = torch.zeros(1, scope, 50 if per_token else 4, 3, dtype=torch.int32)
+    selection = selection_of(indices, None, 50, 4, 16, True, PACKED)
+    assert (selection.indices.shape[1], selection.heads) == (scope, 4)

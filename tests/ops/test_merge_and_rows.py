@@ -11,7 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from oracle import answer, dense_attention, error, multiplicities
 
-from dilated_attention_pytorch import Full, attention, attention_rows, attention_with_lse, merge, parse
+from dilated_attention_pytorch import (
+    Full,
+    SparseAttention,
+    attention,
+    attention_rows,
+    attention_with_lse,
+    merge,
+    parse,
+)
 
 
 def parts(n=40, pieces=3):
@@ -70,6 +78,19 @@ def test_rows_are_the_weights_of_attention():
     assert error(weights, whole[:, :, rows]) <= 1e-12
     output = attention(q, k, identity, pattern, enable_gqa=True, key_padding_mask=padding, is_causal=True)
     assert error(weights, output[:, :, rows]) <= 1e-12
+
+
+def test_autocast_rounds_inputs_of_weights_and_not_scores():
+    query, key = (4 * torch.randn(2, 1, 4, 30, 16)).unbind()
+    narrow, module = (query.bfloat16(), key.bfloat16()), SparseAttention("window:9")
+    wanted = attention_rows(*(x.float() for x in narrow), "window:9", list(range(30)))
+    with torch.autocast("cpu", torch.bfloat16):
+        found = attention_rows(query, key, "window:9", list(range(30)))
+        tensors = (x.transpose(1, 2) for x in (query, key, key))
+        weights = module(*tensors, return_attention_weights=True)[1]
+    for got in (found, weights):
+        assert got.dtype == torch.float32
+        torch.testing.assert_close(got, wanted)
 
 
 def test_rows_of_a_long_sequence_cost_only_themselves():

@@ -58,19 +58,22 @@ def test_rows_and_gradients_are_those_of_the_whole(problem: Problem, few: int, m
 
 @pytest.mark.parametrize("backend", CPU_BACKENDS)
 @pytest.mark.parametrize("text", ["dilated:58x3", "dilated:58x3 & causal", "window:20", "dilated:32x4,96x8"])
-@pytest.mark.parametrize("size", [1.0, 1000.0])
-def test_short_chunks_have_the_gradients_of_the_whole(text: str, size: float, backend: str):
+@pytest.mark.parametrize(("size", "softcap"), [(1.0, None), (1000.0, None), (1.0, 0.7), (1000.0, 20.0)])
+def test_short_chunks_have_the_gradients_of_the_whole(text: str, size: float, softcap: float | None, backend: str):
     # Chunks of 8 rows leave most of a tile to filler; large logits make a weight overflow where filler has one.
     problem = Problem(name=text, text=text, n=129, heads=2, key_heads=2, d=4, e=4)
     inputs = problem.inputs()
     query, key = inputs.query * size, inputs.key
-    wanted = answer(query, key, inputs.value, problem.pattern, grad_output=inputs.grad_output)
+    wanted = answer(query, key, inputs.value, problem.pattern, grad_output=inputs.grad_output, softcap=softcap)
     source = TensorSource(query, key, inputs.value, gradients=True)
+    output = torch.empty_like(wanted.output)
+    streamed_attention(source, text, output, chunk=8, backend=backend, softcap=softcap)
+    assert error(output, wanted.output) < 1e-9
 
     def grad_of(begin: int, output: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
         return inputs.grad_output[:, :, begin : begin + output.shape[2]]
 
-    streamed_gradients(source, text, grad_of, chunk=8, backend=backend)
+    streamed_gradients(source, text, grad_of, chunk=8, backend=backend, softcap=softcap)
     for got, grad in zip(source.grads, wanted[2:], strict=True):
         assert error(got, grad) < 1e-9
 

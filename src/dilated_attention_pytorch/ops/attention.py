@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -30,7 +29,7 @@ from ..patterns.parse import from_operand, is_library_text, not_a_pattern, regis
 from ..plan import Plan, PlanCache, PlanKey, own_block
 from ..plan.documents import documents_plan, window_of
 from ..shapes import Bias, CuSeqlens, Key, KeyPadding, Output, Query, Sink, Value
-from . import memory_budget
+from . import memory_budget, operators
 from .bias import kernel_bias
 from .checks import (
     autocasted,
@@ -42,7 +41,7 @@ from .checks import (
     lengths_of,
     unexpected,
 )
-from .derivatives import ONCE, check_reverse_mode, scale_of
+from .derivatives import OnceDifferentiable, check_reverse_mode, scale_of
 from .flops import FlopFormulas, kept_pairs
 from .memory_budget import check_budget
 from .merge import AttentionOutput
@@ -84,6 +83,12 @@ class CallSettings(NamedTuple):
     bias: Tensor | None = None
     bias_positions: Tensor | None = None
 
+    def call(self, query: Tensor, key: Tensor, value: Tensor, plan: Plan, pattern: Any = None) -> AttentionCall:
+        """Call as a backend sees it."""
+        masks = self.key_padding_mask, self.dropout_p, self.seed
+        terms = self.softcap, self.bias, self.bias_positions
+        return AttentionCall(query, key, value, plan, self.scale, *masks, pattern, None, *terms)
+
 
 def attention(
     query: Query,
@@ -105,40 +110,40 @@ def attention(
     memory_budget: int | float | None = None,
     **unknown: object,
 ) -> Output:
-    """Exact attention over the pairs a pattern allows.
+    """Exact attention over the pairs that a pattern allows.
 
     Args:
         query: (B, H, N, D).
         key: (B, G, N, D) with G = H, or a divisor of H when `enable_gqa`.
         value: (B, G, N, E).
-        pattern: who may see whom, as a value or as text for `parse`.
+        pattern: keys that each query attends to, as a value or as text for `parse`.
         is_causal: also require the key not to come after the query.
         scale: factor on the scores; 1 / sqrt(D) by default.
         enable_gqa: let query head h read key head h // (H / G).
-        key_padding_mask: bool (B, N), True where a key takes no part.
+        key_padding_mask: bool (B, N), True where a key is ignored.
         cu_seqlens: int (documents + 1): bounds of sequences packed one after another (B must be 1); the pattern
-            holds in each as if it were alone. On the query's GPU, bounds of full, causal and window patterns and
+            applies to each separately. On the query's GPU, bounds of full, causal and window patterns and
             their `&` stay there, in float16, bfloat16 and float32 without `memory_budget`: they may change under a
             CUDA graph; `validate_cu_seqlens` checks them. Other calls read bounds on the host.
         dropout_p: probability of dropping a weight.
         sink: (H,), one more logit in the softmax of every row of a head, without a value: rows are scaled by
             `sigmoid(lse - sink)`. Differentiable. The LSE excludes it, and `memory_budget` its float32 product.
-        softcap: bound of the scores: `softcap * tanh(score / softcap)` before the softmax. The CPU backends, `triton`
-            and `reference` have it.
+        softcap: bound of the scores: `softcap * tanh(score / softcap)` before the softmax. Supported by the CPU
+            backends, `triton` and `reference`.
         bias: (H, 2 * R + 1) with finite values: `bias[h, clamp(u - t + R, 0, 2 * R)]` is added to the score of query t
             and key u, after the soft cap; the outermost entries hold for larger distances. (H, 2 * R1 + 1, 2 * R2 + 1)
             is a table by two distances, which needs `bias_positions`. Differentiable, and summed in 64 bits. See
-            `t5_bias` and `distance_bias`. The CPU backends, `triton` and `reference` have it; `memory_budget` must be
-            None.
+            `t5_bias` and `distance_bias`. Supported by the same backends as `softcap`.
         bias_positions: integers (N, axes) or (B, N, axes), positions whose differences are the distances of `bias`:
             for a table with two axes, the row and column of a tile of an image. Row numbers by default.
         backend: "auto", or a name from `dilated_attention_pytorch.backends()`, which then never falls back.
-        memory_budget: the most memory that either pass may take, its results included: bytes, or as a float a fraction
-            of what is free. The queries of some samples and heads, or some rows of one head, are then computed at a
-            time. Results stay within rounding; on the backend `native` outputs keep their bits.
+        memory_budget: limit on the memory of either pass, including its results: bytes, or as a float a fraction of
+            the free memory. Some samples and heads, or some rows of one head, are then computed at a time; with
+            `bias_positions`, at least all rows of one head. Results are equal up to rounding; on the backend `native`
+            outputs are bitwise equal.
 
     Returns:
-        (B, H, N, E). A row that may see no key is 0.
+        (B, H, N, E). A row without keys is 0.
 
     >>> import torch
     >>> from dilated_attention_pytorch import Dilated, attention
@@ -228,7 +233,7 @@ def _attend(
         raise must("dropout_p must lie in [0, 1)", dropout_p)
     check_budget(memory_budget)
     check_softcap(softcap)
-    bias, bias_positions = kernel_bias(query, bias, bias_positions, memory_budget)
+    bias, bias_positions = kernel_bias(query, bias, bias_positions)
     scale = scale_of(scale, query.shape[-1])
     if not query.shape[0] or not query.shape[2]:
         as_pattern(pattern)
@@ -236,12 +241,7 @@ def _attend(
         return output if bias is None else output + 0 * bias.sum(), lse
     check_reverse_mode(query, key, value, bias)
     seed = fresh_seed(query.device) if dropout_p > 0 else None
-    query, key, value = (t if t.stride(-1) == 1 else t.contiguous() for t in (query, key, value))
-    if torch.compiler.is_compiling() and (value is key or value is query):
-        # A traced autograd function takes each of its tensors once.
-        value = value.view_as(value)
-    if torch.compiler.is_compiling() and key is query:
-        key = key.view_as(key)
+    query, key, value = operators.kernel_inputs(query, key, value)
     settings = CallSettings(
         key_padding_mask,
         cu_seqlens,
@@ -292,21 +292,7 @@ class ResolvedCall(NamedTuple):
     runner: Runner
 
     def call(self, query: Tensor, key: Tensor, value: Tensor) -> AttentionCall:
-        own = self.settings
-        return AttentionCall(
-            query,
-            key,
-            value,
-            self.plan,
-            own.scale,
-            own.key_padding_mask,
-            own.dropout_p,
-            own.seed,
-            self.pattern,
-            softcap=own.softcap,
-            bias=own.bias,
-            bias_positions=own.bias_positions,
-        )
+        return self.settings.call(query, key, value, self.plan, self.pattern)
 
     def forward(self, call: AttentionCall) -> Forward:
         limit = self.settings.memory_budget
@@ -444,6 +430,7 @@ class _Attention(torch.autograd.Function):
     """Forward and backward as one differentiable function of query, key, value and bias."""
 
     @staticmethod
+    @operators.with_signature
     def forward(*arguments: Any) -> tuple[Tensor, Tensor]:
         return torch.ops.dilated_attention.forward(*arguments)
 
@@ -455,19 +442,12 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
-        grad_output, grad_lse = grad_outputs
-        check_reverse_mode(grad_output, grad_lse)
         query, key, value, key_padding_mask, cu_seqlens, seed, bias, bias_positions, output, lse = ctx.saved_tensors
-        if grad_output is None and grad_lse is None:
+        tensors = operators.saved_for_backward((query, key, value, output, lse), *grad_outputs)
+        if tensors is None:
             return (None,) * 15
-        query, key, value, output, lse = readable(query, key, value, output, lse)
-        grad_output = torch.zeros_like(output) if grad_output is None else grad_output
-        if grad_output.stride(-1) != 1:
-            grad_output = grad_output.contiguous()
         settings = key_padding_mask, cu_seqlens, seed, *ctx.settings, bias, bias_positions
-        *grads, grad_bias = _backward_for(query, grad_output)(
-            query, key, value, output, lse, grad_output, grad_lse, *settings
-        )
+        *grads, grad_bias = _backward_for(tensors)(*tensors, *settings)
         return *grads, *(None,) * 10, None if bias is None else grad_bias, None
 
     @staticmethod
@@ -477,62 +457,26 @@ class _Attention(torch.autograd.Function):
         """A mapped dimension joins the batch; a mapped bias, which samples share, is computed entry by entry."""
         if in_dims[4] is not None or arguments[4] is not None:
             raise must("vmap must not map packed sequences", "cu_seqlens", "Call attention once for each packed batch.")
-
-        def joined(tensor: Tensor | None, dim: int | None) -> Tensor | None:
-            if tensor is None:
-                return None
-            mapped = (
-                tensor.unsqueeze(0).expand(info.batch_size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
-            )
-            return mapped.flatten(0, 1)
-
         if in_dims[13] is not None:
             mapped = zip(arguments, in_dims, strict=True)
             each = zip(*([x] * info.batch_size if dim is None else x.unbind(dim) for x, dim in mapped), strict=True)
             results = [_Attention.apply(*own) for own in each]
             return tuple(torch.stack(x) for x in zip(*results, strict=True)), (0, 0)  # pyrefly: ignore[bad-return]
-        tensors = [joined(arguments[i], in_dims[i]) for i in range(4)]
+        tensors = [operators.join_batch(arguments[i], in_dims[i], info.batch_size) for i in range(4)]
         positions = arguments[14]
         if positions is not None and positions.dim() > 3:
             batch = len(tensors[0]) // info.batch_size  # pyrefly: ignore[bad-argument-type]
             positions = positions.movedim(in_dims[14], 0).expand(-1, batch, -1, -1).flatten(0, 1)
         elif positions is not None and len(positions) > 1:
-            positions = joined(positions, None)
-        output, lse = _Attention.apply(*tensors, *arguments[4:14], positions)
-        return tuple(t.unflatten(0, (info.batch_size, -1)) for t in (output, lse)), (0, 0)  # pyrefly: ignore[bad-return]
+            positions = operators.join_batch(positions, None, info.batch_size)
+        return operators.split_batch(_Attention.apply(*tensors, *arguments[4:14], positions), info.batch_size)
 
 
-class _Gradients(torch.autograd.Function):
-    """The backward operator as a function whose own derivative raises: `create_graph=True` and nested transforms."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(*arguments: Any) -> tuple[Tensor, ...]:
-        return torch.ops.dilated_attention.backward(*arguments)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
-        raise NotImplementedError(ONCE.format("attention"))
-
-
-def readable(*saved: Tensor) -> tuple[Tensor, ...]:
-    """Saved query, key, value, output and LSE in layouts that kernels read.
-
-    A saved-tensor hook keeps shapes and values, not strides: rows must be contiguous again, and the whole LSE.
-    """
-    *rows, lse = saved
-    return *(x if x.stride(-1) == 1 else x.contiguous() for x in rows), lse.contiguous()
-
-
-def _backward_for(query: Tensor, grad_output: Tensor) -> Callable[..., tuple[Tensor, ...]]:
+def _backward_for(tensors: tuple[Any, ...]) -> Callable[..., tuple[Tensor, ...]]:
     """The backward as autograd must see it: with a derivative that raises, as an operator, or as a plain function."""
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        return _Gradients.apply
+        return partial(OnceDifferentiable.apply, "attention", torch.ops.dilated_attention.backward)
+    query, *_, grad_output, _ = tensors
     return torch.ops.dilated_attention.backward if is_observed(query, grad_output) else _backward
 
 
@@ -551,26 +495,17 @@ class _EagerAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
-        grad_output, grad_lse = grad_outputs
-        check_reverse_mode(grad_output, grad_lse)
         query, key, value, *_, output, lse = ctx.saved_tensors
-        if grad_output is None and grad_lse is None:
+        tensors = operators.saved_for_backward((query, key, value, output, lse), *grad_outputs)
+        if tensors is None:
             return (None,) * 5
-        query, key, value, output, lse = readable(query, key, value, output, lse)
-        grad_output = torch.zeros_like(output) if grad_output is None else grad_output
-        if grad_output.stride(-1) != 1:
-            grad_output = grad_output.contiguous()
         resolved = ctx.resolved
-        run = _backward_for(query, grad_output)
+        run = _backward_for(tensors)
         if run is not _backward:
-            *grads, grad_bias = run(query, key, value, output, lse, grad_output, grad_lse, *resolved.settings)
+            *grads, grad_bias = run(*tensors, *resolved.settings)
             return *grads, None if resolved.settings.bias is None else grad_bias, None
-        grads = resolved.backward(resolved.call(query, key, value), output, lse, grad_output, grad_lse)
+        grads = resolved.backward(resolved.call(*tensors[:3]), *tensors[3:])
         return *grads, grads.bias if isinstance(grads, BiasedGradients) else None, None
-
-
-# Autograd binds the arguments to this signature in every call; finding it anew would take longer than all the rest.
-_Attention.forward.__signature__ = inspect.signature(_Attention.forward)  # pyrefly: ignore[missing-attribute]
 
 
 @torch.library.impl(_library, "forward", "CompositeExplicitAutograd")
@@ -580,16 +515,8 @@ def _forward(query: Tensor, key: Tensor, value: Tensor, *settings: Any) -> tuple
 
 
 @torch.library.impl(_library, "backward", "CompositeExplicitAutograd")
-def _backward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    output: Tensor,
-    lse: Tensor,
-    grad_output: Tensor,
-    grad_lse: Tensor | None,
-    *settings: Any,
-) -> tuple[Tensor, ...]:
+def _backward(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    output, lse, grad_output, grad_lse, *settings = rest
     resolved = resolve_call(query, key, value, CallSettings(*settings))
     grads = resolved.backward(resolved.call(query, key, value), output, lse, grad_output, grad_lse)
     # An operator returns no optional tensor.
@@ -606,8 +533,7 @@ def resolve_call(query: Tensor, key: Tensor, value: Tensor, settings: CallSettin
 
 @torch.library.register_fake("dilated_attention::forward", lib=_library)
 def _forward_fake(query: Tensor, key: Tensor, value: Tensor, *settings: Any) -> tuple[Tensor, Tensor]:
-    lse_dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
-    return empty_rows(query, value.shape[-1]), query.new_empty(query.shape[:-1], dtype=lse_dtype)
+    return operators.empty_results(query, value)
 
 
 @torch.library.register_fake("dilated_attention::backward", lib=_library)
@@ -621,7 +547,7 @@ def call_of(
     query: Tensor, key: Tensor, value: Tensor, settings: CallSettings, device: torch.device | None = None
 ) -> AttentionCall:
     """Call as a backend sees it, with its plan from the cache, on the query's device or another."""
-    mask, cu_seqlens, seed, _, _, scale, dropout_p, *_ = settings
+    cu_seqlens = settings.cu_seqlens
     if device is None and cu_seqlens is not None and not allows_host_sync(cu_seqlens.device):
         call = _call_on_device(query, key, value, settings)
         if call is not None:
@@ -629,24 +555,20 @@ def call_of(
     lengths = None if cu_seqlens is None else lengths_of(cu_seqlens, query.shape[2])
     resolved, block_size = _resolved_pattern(query, settings, lengths)
     plan = plan_cache.get(resolved, query.shape[2], query.shape[1], block_size, device or query.device)
-    return AttentionCall(query, key, value, plan, scale, mask, dropout_p, seed, resolved, **_score_terms(settings))
+    return settings.call(query, key, value, plan, resolved)
 
 
 def _call_on_device(query: Tensor, key: Tensor, value: Tensor, settings: CallSettings) -> AttentionCall | None:
     """Call whose documents are planned on their device; None if the host must read their bounds."""
-    mask, cu_seqlens, seed, _, _, scale, dropout_p, *_ = settings
+    cu_seqlens = settings.cu_seqlens
     resolved, block_size = _resolved_pattern(query, settings, None)
     n, heads = query.shape[2], query.shape[1]
     window = window_of(resolved, n)
     if cu_seqlens is None or cu_seqlens.device != query.device or window is None or settings.memory_budget is not None:
         return None
     plan = documents_plan(cu_seqlens, n, heads, block_size, *window)
-    call = AttentionCall(query, key, value, plan, scale, mask, dropout_p, seed, **_score_terms(settings))
+    call = settings.call(query, key, value, plan)
     return call if can_run(call, settings.backend) else None
-
-
-def _score_terms(settings: CallSettings) -> dict[str, Any]:
-    return {"softcap": settings.softcap, "bias": settings.bias, "bias_positions": settings.bias_positions}
 
 
 def _resolved_pattern(query: Tensor, settings: CallSettings, lengths: tuple[int, ...] | None) -> tuple[Pattern, int]:

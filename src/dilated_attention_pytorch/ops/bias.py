@@ -14,12 +14,12 @@ def t5_bias(weight: Tensor, *, is_bidirectional: bool = True, max_distance: int 
     """Table for `bias=` of `attention` from the bucketed relative positions of T5; differentiable.
 
     Half of the buckets of a direction hold one distance each, the other half ranges that grow with the distance, up to
-    `max_distance`; the last bucket holds for all distances beyond.
+    `max_distance`; the last bucket applies to all larger distances.
 
     Args:
         weight: (buckets, H), as in T5's `relative_attention_bias.weight`.
         is_bidirectional: give half of the buckets to later keys, as T5's encoder does.
-        max_distance: distance from which on the last bucket holds.
+        max_distance: distance from which the last bucket applies.
 
     Returns:
         (H, 2 * max_distance + 1).
@@ -49,7 +49,7 @@ def distance_bias(slopes: Tensor, *reach: int) -> Tensor:
 
     Args:
         slopes: (H,).
-        reach: largest distance on each axis; for larger ones the bias stays constant.
+        reach: largest distance on each axis; the bias is constant beyond it.
 
     Returns:
         (H, 2 * reach + 1) for one axis, (H, 2 * rows + 1, 2 * columns + 1) for two.
@@ -67,9 +67,7 @@ def distance_bias(slopes: Tensor, *reach: int) -> Tensor:
     return -slopes.view(-1, *(1 for _ in reach)) * squares.sqrt().to(slopes.dtype)
 
 
-def kernel_bias(
-    query: Tensor, bias: Tensor | None, positions: Tensor | None, memory_budget: int | float | None
-) -> tuple[Tensor | None, Tensor | None]:
+def kernel_bias(query: Tensor, bias: Tensor | None, positions: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
     """Check a bias and its positions, and return them as kernels read them: see `AttentionCall`."""
     if bias is None:
         if positions is not None:
@@ -86,8 +84,6 @@ def kernel_bias(
         )
     if bias.device != query.device:
         raise must(f"bias must be on the query's device {query.device}", bias.device)
-    if memory_budget is not None:
-        raise must("bias must come without memory_budget", memory_budget, "Call with fewer samples or heads at a time.")
     axes = bias.dim() - 1
     if positions is None:
         if axes > 1:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
 
 import torch
@@ -28,6 +29,14 @@ def cast_dtype(tensor: Tensor) -> torch.dtype:
 def autocasted(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Under autocast, inputs of at most 32 bits take its dtype; kernels still accumulate in float32."""
     return tuple([t.to(cast_dtype(t)) if isinstance(t, Tensor) else t for t in tensors])
+
+
+def full_precision(device: torch.device) -> AbstractContextManager[object]:
+    """Context without autocast, which would round float32 products."""
+    return torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else _nothing
+
+
+_nothing = nullcontext()
 
 
 def check_tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool, *, one_length: bool = True) -> None:

@@ -14,7 +14,7 @@ from ..patterns import Pattern, as_pattern
 from ..plan.closed_forms import ClosedForm, Domain, LiveKeys, closed_form
 from .attention import attention, empty_attention
 from .bias import kernel_bias
-from .checks import check_masks, check_sink, check_softcap, check_tensors
+from .checks import autocasted, check_masks, check_sink, check_softcap, check_tensors, full_precision
 from .derivatives import scale_of
 from .sink import apply_sink
 
@@ -37,7 +37,7 @@ def attention_step(
     key: Tensor,
     value: Tensor,
     pattern: Pattern | str,
-    positions: int | Sequence[int],
+    positions: int | Sequence[int] | Tensor,
     *,
     length: int | None = None,
     scale: float | None = None,
@@ -50,18 +50,18 @@ def attention_step(
     backend: str = "auto",
     memory_budget: int | float | None = None,
 ) -> Tensor:
-    """Rows of causal attention for queries that follow on cached keys.
+    """Rows of causal attention for queries that follow cached keys.
 
     Args:
         query: (B, H, M, D), M consecutive tokens, usually one.
         key: (B, G, L, D), the cache, these tokens' own keys included; G = H, or a divisor of H when `enable_gqa`.
         value: (B, G, L, E).
-        pattern: who may see whom; always causal here.
-        positions: position of the first of the M tokens, for all samples or one for each.
+        pattern: keys that each query attends to; always causal here.
+        positions: position of the first of the M tokens, for all samples or one for each; a tensor is read by the host.
         length: length of the whole sequence, for patterns whose layout depends on it (a ratio of all blocks).
         scale: factor on the scores; 1 / sqrt(D) by default.
         enable_gqa: let query head h read key head h // (H / G).
-        key_padding_mask: bool (B, L), True where a key takes no part.
+        key_padding_mask: bool (B, L), True where a key is ignored.
         sink: (H,), one more logit in the softmax of every row of a head, see `attention`.
         softcap: bound of the scores, see `attention`.
         bias: (H, 2 * R + 1), table by distance, see `attention`.
@@ -69,7 +69,7 @@ def attention_step(
         backend: for many tokens at once, see `attention`, as `memory_budget`.
 
     Returns:
-        (B, H, M, E): row t of the full computation, in time of the keys it sees.
+        (B, H, M, E): row t of the full computation, in time proportional to its keys.
 
     >>> from dilated_attention_pytorch import attention
     >>> q, k, v = torch.randn(3, 1, 2, 50, 8).unbind()
@@ -81,12 +81,14 @@ def attention_step(
     check_tensors(query, key, value, enable_gqa, one_length=False)
     check_masks(key, key_padding_mask, None)
     check_softcap(softcap)
-    bias, _ = kernel_bias(query, bias, None, memory_budget)
+    bias, _ = kernel_bias(query, bias, None)
     if sink is not None:
         check_sink(query, sink)
+    (query,) = autocasted(query)
     batch, heads, rows, width = query.shape
-    first = [positions] * batch if isinstance(positions, int) else list(positions)
-    if len(first) != batch or min(first, default=0) < 0:
+    numbers = positions.tolist() if isinstance(positions, Tensor) else positions
+    first = [numbers] * batch if isinstance(numbers, int) else list(numbers)
+    if len(first) != batch or not all(isinstance(number, int) and number >= 0 for number in first):
         raise must(f"positions must be one number or {batch}, each >= 0", first)
     scale = scale_of(scale, width)
     if not batch or not rows:
@@ -99,9 +101,10 @@ def attention_step(
         )
     if rows < MOST_ROWS or live != LiveKeys() or len(set(first)) > 1:
         where = length, scale, key_padding_mask, sink, softcap, bias, live
-        return torch.stack(
-            [_row(query[:, :, m], key, value, whole, [t + m for t in first], *where) for m in range(rows)], 2
-        )
+        with full_precision(query.device):
+            return torch.stack(
+                [_row(query[:, :, m], key, value, whole, [t + m for t in first], *where) for m in range(rows)], 2
+            )
     before, end = first[0], first[0] + rows
     output = attention(
         torch.nn.functional.pad(query, (0, 0, before, 0)),
@@ -147,7 +150,13 @@ def _row(
     slots = live.slots(index).clamp(min=0).expand(batch, heads, longest)
     sample = torch.arange(batch, device=query.device)[:, None, None]
     group = torch.arange(heads, device=query.device)[None, :, None] // (heads // key.shape[1])
-    keys, values = key[sample, group, slots].to(dtype), value[sample, group, slots].to(dtype)
+    absent = log_count == -torch.inf
+    if key_padding_mask is not None:
+        absent = absent | key_padding_mask[sample, slots]
+    # Rows of the cache take the query's dtype, which is autocast's, as they are read. What takes no part may hold
+    # anything, and 0 times NaN is NaN, in a gradient too.
+    read = (x[sample, group, slots].to(query.dtype).to(dtype) for x in (key, value))
+    keys, values = (x.masked_fill(absent[..., None], 0.0) for x in read)
     scores = scale * torch.einsum("bhd,bhkd->bhk", query.to(dtype), keys)
     scores = scores if softcap is None else softcap * (scores / softcap).tanh()
     if bias is not None:
@@ -155,12 +164,7 @@ def _row(
         distance = index - torch.tensor(positions[: len(index)], device=index.device)[:, None, None]
         entry = (distance + radius).clamp(0, 2 * radius)
         scores = scores + bias.expand(len(index), -1, -1).gather(2, entry)
-    scores = scores + log_count.to(dtype)
-    absent = log_count == -torch.inf
-    if key_padding_mask is not None:
-        absent = absent | key_padding_mask[sample, slots]
-    # What takes no part may hold anything, and 0 times NaN is NaN.
-    scores, values = scores.masked_fill(absent, -torch.inf), values.masked_fill(absent[..., None], 0.0)
+    scores = (scores + log_count.to(dtype)).masked_fill(absent, -torch.inf)
     any_key = (scores != -torch.inf).any(-1, keepdim=True)
     scores = torch.where(any_key, scores, 0.0)
     output = torch.einsum("bhk,bhke->bhe", torch.where(any_key, scores.softmax(-1), 0.0), values)

@@ -35,9 +35,10 @@ def once_differentiable(name: str) -> Callable[[Backward], Backward]:
                 grads_in = backward(ctx, *grads)
             if not torch.is_grad_enabled():
                 return grads_in
-            error = torch._C._functions.DelayedError(ONCE.format(name).encode(), len(grads_in))
-            leaves = (None if grad is None else grad.detach().requires_grad_() for grad in grads_in)
-            return error(*leaves)  # pyrefly: ignore[no-matching-overload]
+            # Saved inputs connect the error to them: `torch.autograd.grad` would otherwise find gradients of the
+            # gradients unused. The leaf connects it for functions that save none.
+            leaf = torch.zeros((), device="cpu", requires_grad=True)
+            return OnceDifferentiable.apply(name, lambda *_: grads_in, *ctx.saved_tensors, *grads, leaf)
 
         return run
 
@@ -74,3 +75,24 @@ def scale_of(scale: float | None, width: int) -> float:
     if not -torch.inf < scale < torch.inf:
         raise must("scale must be finite", scale)
     return scale
+
+
+class OnceDifferentiable(torch.autograd.Function):
+    """A backward operator whose own derivative raises: `create_graph=True` and nested transforms.
+
+    Arguments are the public name of the operation, the operator and the operator's arguments.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(name: str, operator: Callable[..., Any], *arguments: Any) -> tuple[Tensor | None, ...]:
+        return operator(*arguments)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor | None, ...]) -> None:
+        ctx.name = inputs[0]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
+        raise NotImplementedError(ONCE.format(ctx.name))

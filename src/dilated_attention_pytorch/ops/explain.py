@@ -30,10 +30,10 @@ def explain(
     bias: Tensor | None = None,
     bias_positions: Tensor | None = None,
 ) -> Explanation:
-    """Backend that `attention` selects for these arguments, and the reason against each of the others.
+    """Backend that `attention` selects for these arguments, and the reason why each other backend cannot run the call.
 
-    Nothing is computed but the plan. The result maps every backend to its reason against the call, None for those that
-    can run it; `backend` is the one taken, `because` the measurement behind the order, and `str` writes all of it out.
+    Only the plan is computed. The result maps every backend to the reason why it cannot run the call, None if it can.
+    `backend` is the selected backend, `because` the measurement behind the order, and `str` prints everything.
 
     >>> import torch
     >>> from dilated_attention_pytorch.ops.explain import explain
@@ -44,7 +44,7 @@ def explain(
     check_tensors(query, key, value, enable_gqa)
     check_masks(query, key_padding_mask, cu_seqlens)
     check_softcap(softcap)
-    bias, bias_positions = kernel_bias(query, bias, bias_positions, None)
+    bias, bias_positions = kernel_bias(query, bias, bias_positions)
     text = to_operand(as_pattern(pattern))
     seed = torch.zeros(1, dtype=torch.int64, device=query.device) if dropout_p else None
     scale = query.shape[-1] ** -0.5 if scale is None else scale

@@ -22,7 +22,16 @@ import torch
 from torch import Tensor
 
 from ..errors import must, must_be
-from ..kernels.call import AttentionCall, Extent, Forward, Gradients, Runner, empty_rows, reproducible_gradients
+from ..kernels.call import (
+    AttentionCall,
+    BiasedGradients,
+    Extent,
+    Forward,
+    Gradients,
+    Runner,
+    empty_rows,
+    reproducible_gradients,
+)
 from ..kernels.registry import backend_named
 from ..patterns import Pattern
 from ..plan.subset import Span, of_heads, of_rows, spans, widest_tile
@@ -88,11 +97,18 @@ def backward(
 ) -> Gradients:
     """`runner.backward` in as many chunks as the budget needs."""
 
+    bias_sum = None if call.bias is None else torch.zeros_like(call.bias, dtype=torch.float64)
+
     def of(chunk: _Chunk) -> Gradients:
         at = chunk.queries
         slope = None if grad_lse is None else chunk.alone(grad_lse[at])
         # Kernels require a contiguous LSE.
-        return runner.backward(chunk.call, output[at], lse[at].contiguous(), chunk.alone(grad_output[at]), slope)
+        grads = runner.backward(chunk.call, output[at], lse[at].contiguous(), chunk.alone(grad_output[at]), slope)
+        if bias_sum is not None:
+            assert isinstance(grads, BiasedGradients)
+            own, table = bias_sum[at[1]], grads.bias.to(bias_sum.dtype)
+            own.add_(table) if chunk.entries is None else own.index_add_(1, chunk.entries, table)
+        return grads
 
     def by_rows(whole: Gradients, unit: tuple[slice, ...], chunks: Iterator[_Chunk]) -> None:
         sums = [_zeros(grad[unit], call.compute_dtype) for grad in whole[1:]]
@@ -109,13 +125,15 @@ def backward(
         if size == _rows(call):
             return runner.backward(call, output, lse, grad_output, grad_lse)
         whole = Gradients(*(empty_rows(t, t.shape[-1]) for t in (call.query, call.key, call.value)))
+        if bias_sum is not None:
+            bias_sum.zero_()
         if size >= _unit_rows(call):
             for chunk in _chunks(call, size):
                 whole.query[chunk.own], whole.key[chunk.keys], whole.value[chunk.keys] = of(chunk)
-            return whole
-        for unit, chunks in groupby(_chunks(call, size), lambda chunk: chunk.keys[:2]):
-            by_rows(whole, unit, chunks)
-        return whole
+        else:
+            for unit, chunks in groupby(_chunks(call, size), lambda chunk: chunk.keys[:2]):
+                by_rows(whole, unit, chunks)
+        return whole if bias_sum is None else BiasedGradients(*whole, bias_sum.to(call.compute_dtype))
 
     return _within("backward", call, name, memory_budget, run)
 
@@ -139,6 +157,8 @@ class _Chunk(NamedTuple):
     """Keys that are read."""
     own: Slices
     """Queries whose results are stored; others are read because they share tiles with them."""
+    entries: Tensor | None = None
+    """Entries of the bias table that make up the chunk's table; None if it is the whole one of its heads."""
 
     @property
     def inside(self) -> slice:
@@ -183,17 +203,19 @@ def _chunks(call: AttentionCall, size: int) -> Iterator[_Chunk]:
                 one = slice(head, head + 1)
                 alone = _cut(call, (some, one, every), keys)
                 for span in spans(call.plan, size):
+                    entries = None if call.bias is None or size >= n else _entries(call.bias, span)
                     yield _Chunk(
-                        _of_span(call, alone, span, head),
+                        _of_span(call, alone, span, head, entries),
                         (some, one, slice(span.first, span.last)),
                         (*keys[:2], slice(span.key_first, span.key_last)),
                         (some, one, slice(span.begin, span.end)),
+                        entries,
                     )
 
 
 def _cut(call: AttentionCall, queries: Slices, keys: Slices) -> AttentionCall:
     begin, end = queries[1].start, queries[1].stop
-    mask, seed, pattern = call.key_padding_mask, call.seed, call.pattern
+    mask, seed, pattern, at = call.key_padding_mask, call.seed, call.pattern, call.bias_positions
     stream = queries[0].start * call.plan.heads + begin
     return replace(
         call,
@@ -205,11 +227,20 @@ def _cut(call: AttentionCall, queries: Slices, keys: Slices) -> AttentionCall:
         # Dropout adds the index of sample and head to the upper half of the seed, so the seed is shifted by it.
         seed=None if seed is None else seed + (stream << 32),
         positions=None if call.positions is None else call.positions[:, begin:end],
+        bias=None if call.bias is None else call.bias[begin:end],
+        bias_positions=at if at is None or len(at) == 1 else at[queries[0]],
         pattern=pattern if pattern is None or end - begin == call.plan.heads else _OfHeads(pattern, begin),
     )
 
 
-def _of_span(call: AttentionCall, alone: AttentionCall, span: Span, head: int) -> AttentionCall:
+def _entries(bias: Tensor, span: Span) -> Tensor:
+    """Entries of a bias table by distances of row numbers in a span, whose queries and keys begin at two tokens."""
+    shift, radius = span.key_first - span.first, bias.shape[1] // 2
+    reach = min(radius + abs(shift), span.key_last - span.key_first)
+    return (torch.arange(-reach, reach + 1, device=bias.device) + shift + radius).clamp_(0, 2 * radius)
+
+
+def _of_span(call: AttentionCall, alone: AttentionCall, span: Span, head: int, entries: Tensor | None) -> AttentionCall:
     """A run of rows of one head's call."""
     if span.end - span.begin == call.plan.n:
         return alone
@@ -229,6 +260,7 @@ def _of_span(call: AttentionCall, alone: AttentionCall, span: Span, head: int) -
         plan=of_heads(of_rows(call.plan, call.pattern, span), head, head + 1),
         key_padding_mask=None if alone.key_padding_mask is None else alone.key_padding_mask[:, keys],
         positions=positions,
+        bias=alone.bias if alone.bias is None or entries is None else alone.bias[:, entries],
         pattern=None,
     )
 
@@ -249,6 +281,7 @@ class _OfHeads(NamedTuple):
 def memory(call: AttentionCall, name: str, direction: str) -> Memory:
     """Upper bound of the memory of a direction of a call on a backend; cached in the plan."""
     shapes = call.query.shape, call.value.shape, call.query.dtype, call.dropout_p > 0, call.pattern is None
+    shapes += call.softcap > 0, None if call.bias is None else call.bias.shape, call.bias_positions is None
     key = "memory", direction, name, *shapes, torch.get_num_threads(), reproducible_gradients()
     if key not in call.plan.memo:
         call.plan.memo[key] = Memory(_sizes(call, name, direction))
@@ -263,8 +296,11 @@ def _sizes(call: AttentionCall, name: str, direction: str) -> dict[int, int]:
     units, unit, shared = batch * key_heads, _unit_rows(call), heads // key_heads
     a_row, a_key = (item * e + wide, 0) if direction == "forward" else (item * d, item * (d + e))
     results = units * (unit * a_row + n * a_key)
+    if call.bias is not None and direction == "backward":
+        # Float64 sums of the table, the sums of a chunk in both dtypes, and the result.
+        results += (16 + 2 * wide) * call.bias.numel()
 
-    def in_chunks(chunk: Extent, *more: int) -> int:
+    def in_chunks(chunk: Extent, *more: int, call: AttentionCall = call) -> int:
         # Results of a chunk are separate until they are copied; a seed and other small tensors are negligible.
         apart = chunk.queries * a_row + chunk.keys * a_key if chunk.queries < units * unit else 0
         total = results + apart + backend.workspace(call, direction, chunk) + sum(more) + 1024
@@ -276,7 +312,9 @@ def _sizes(call: AttentionCall, name: str, direction: str) -> dict[int, int]:
         extent = Extent(some * unit, some * n, -(-some // key_heads), min(some, key_heads) * shared)
         sizes[some * unit] = in_chunks(extent)
         some //= 2
+    # Positions of a bias are read by row for queries and keys alike.
     by_rows = getattr(backend, "RUNS_OF_ROWS", False) and isinstance(call.pattern, Pattern)
+    by_rows = by_rows and call.bias_positions is None
     least = widest_tile(call.plan) if by_rows else n
     rows = n if shared > 1 else _halved(n, least)
     while rows:
@@ -288,7 +326,11 @@ def _sizes(call: AttentionCall, name: str, direction: str) -> dict[int, int]:
         tokens = 48 * n if call.dropout_p else 0
         sums = wide * (n * (d + e) + keys * max(d, e)) if direction == "backward" and item != wide else 0
         edges = queries * (item * e + 2 * wide) if direction == "backward" else 0
-        sizes[rows] = in_chunks(Extent(queries, keys, 1, 1, pairs), tokens, sums, edges)
+        own, tables = call, 0
+        if call.bias is not None and rows < n:
+            own = replace(call, bias=call.bias.new_empty(1, 2 * keys + 1, device="meta"))
+            tables = (16 + 2 * wide) * (2 * keys + 1)
+        sizes[rows] = in_chunks(Extent(queries, keys, 1, 1, pairs), tokens, sums, edges, tables, call=own)
         rows = _halved(rows, least)
     return sizes
 

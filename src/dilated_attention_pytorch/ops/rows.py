@@ -9,7 +9,7 @@ from ..errors import must, must_be
 from ..patterns import Causal, Pattern, as_pattern
 from ..plan.closed_forms import Domain, closed_form
 from ..shapes import Key, KeyPadding, Query
-from .checks import check_masks, check_tensors
+from .checks import autocasted, check_masks, check_tensors, full_precision
 from .derivatives import scale_of
 
 
@@ -26,7 +26,7 @@ def attention_rows(
 ) -> Tensor:
     """Softmax weights of selected query rows over all keys, (B, H, rows, N), float32 or float64.
 
-    Memory is that of the result, whatever the length; a row that sees no key is 0.
+    Memory is that of the result; a row without keys is 0.
 
     >>> import torch
     >>> from dilated_attention_pytorch import attention_rows
@@ -39,6 +39,7 @@ def attention_rows(
     """
     check_tensors(query, key, key, enable_gqa)
     check_masks(query, key_padding_mask, None)
+    query, key = autocasted(query, key)
     batch, heads, n, width = query.shape
     index = torch.as_tensor(rows, device=query.device)
     # An empty list has no element type.
@@ -58,7 +59,8 @@ def attention_rows(
     positions = torch.arange(n, device=query.device)
     for head in range(heads):
         keys = key[:, head // (heads // key.shape[1])].to(dtype)
-        scores = scale * (query[:, head, index].to(dtype) @ keys.mT)
+        with full_precision(query.device):
+            scores = scale * (query[:, head, index].to(dtype) @ keys.mT)
         times = closed_form(whole).count(index[:, None], positions, head, domain)
         scores = torch.where(times > 0, scores + times.to(dtype).log(), -torch.inf)
         if key_padding_mask is not None:

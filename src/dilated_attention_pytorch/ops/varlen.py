@@ -43,12 +43,12 @@ def varlen_attention(
     backend: str = "auto",
     memory_budget: int | float | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Exact attention over the pairs a pattern allows in each of several packed sequences.
+    """Exact attention over the pairs that a pattern allows in each of several packed sequences.
 
     For full, causal and window patterns and their `&`, bounds on the query's GPU stay there: nothing is read back,
     and the call may be captured in a CUDA graph and replayed on other bounds. This needs float16, bfloat16 or float32
     and no `memory_budget`, and takes the backend `triton`. Other calls, such as those of dilated patterns, read the
-    bounds on the host, because they shape the plan; pass theirs on the CPU.
+    bounds on the host, because they shape the plan; pass these bounds on the CPU.
 
     Args:
         query: (T, H, D).
@@ -60,7 +60,7 @@ def varlen_attention(
             values, or an error is raised: by the host, or by the device under `torch.compile` and in a CUDA graph.
         max_q: at least the length of the longest sequence; checked where the host reads the bounds.
         max_k: as `max_q`.
-        pattern: which keys a query attends to in a sequence, as if it were alone.
+        pattern: keys that a query attends to; applies to each sequence separately.
         return_aux: an object whose `lse` is True to return the LSE as well.
         scale: factor on the scores; 1 / sqrt(D) by default.
         window_size: tokens before and after a query that it attends to, within the pattern; -1 for all. (-1, 0) is

@@ -10,6 +10,7 @@ from ..patterns import Causal, Pattern
 from ..patterns.parse import from_operand, parse
 from ..plan.closed_forms import Domain, closed_form
 from .attention import operand_of
+from .checks import autocasted, full_precision
 
 _library = torch.library.Library("dilated_attention", "FRAGMENT")
 _library.define("log_counts(Tensor query, Tensor key, str pattern, bool is_causal) -> Tensor")
@@ -36,20 +37,26 @@ def attention_weights(
     scale: float,
     key_padding_mask: Tensor | None = None,
     bias: Tensor | None = None,
+    extra: Tensor | None = None,
 ) -> Tensor:
     """Softmax weights (B, H, N, M) of (B, H, N, D) queries over (B, G, M, D) keys, float32 or float64.
 
-    `bias` is added to the scores; a row that sees no key is 0.
+    `bias` is added to the scores; a row that sees no key is 0. `extra` (B, H, N, X) are scores of further keys that
+    every row sees, the last columns of the weights.
     """
+    query, key = autocasted(query, key)
     dtype = torch.promote_types(query.dtype, torch.float32)
     key = key.repeat_interleave(query.shape[1] // key.shape[1], 1)
-    scores = scale * (query.to(dtype) @ key.mT.to(dtype))
+    with full_precision(query.device):
+        scores = scale * (query.to(dtype) @ key.mT.to(dtype))
     shapes = query.detach(), key.detach()
     scores = scores + torch.ops.dilated_attention.log_counts(*shapes, operand_of(pattern), is_causal)
     if bias is not None:
         scores = scores + bias.to(dtype)
     if key_padding_mask is not None:
         scores = scores.masked_fill(key_padding_mask[:, None, None, :], -torch.inf)
+    if extra is not None:
+        scores = torch.cat([scores, extra], -1)
     if not scores.numel():
         # `any` and `softmax` over no keys keep the shape and the graph.
         return scores.softmax(-1)

@@ -27,7 +27,7 @@ from ...plan import own_block
 from ...plan.buffers import Excerpt, excerpts
 from ...plan.closed_forms import Domain, closed_form
 from ..attention import CallSettings, call_of, empty_attention
-from ..checks import check_tensors
+from ..checks import check_softcap, check_tensors
 from ..derivatives import check_reverse_mode, scale_of
 from ..memory_budget import free_bytes
 from ..merge import AttentionOutput
@@ -103,8 +103,10 @@ class Streamer:
         enable_gqa: bool,
         device: torch.device | str | None,
         backend: str,
+        softcap: float | None = None,
     ) -> None:
-        self.source, self.backend = source, backend
+        check_softcap(softcap)
+        self.source, self.backend, self.softcap = source, backend, softcap or 0.0
         self.n = integer("n of the source", source.n, 0)
         query, key, value = source.rows(0, min(self.n, 1))
         check_tensors(query, key, value, enable_gqa)
@@ -123,7 +125,8 @@ class Streamer:
         self.slots: dict[tuple[tuple[Excerpt, ...], int], _Slots] = {}
         self._copies: torch.cuda.Stream | None = None
         shape = (self.batch, self.heads, self.n, self.value_width)
-        self.about = StreamShape(shape, self.dtype, f"{self.pattern.describe()} at scale {self.scale!r}")
+        cap = f" and softcap {softcap!r}" if softcap else ""
+        self.about = StreamShape(shape, self.dtype, f"{self.pattern.describe()} at scale {self.scale!r}{cap}")
 
     @property
     def uploads(self) -> bool:
@@ -222,7 +225,8 @@ class Streamer:
         inside, chunk.runs = self._split(chunk.begin, chunk.end)
         found = None
         if inside is not None:
-            settings = CallSettings(pattern=inside.describe(), scale=self.scale, backend=self.backend)
+            own = {"scale": self.scale, "softcap": self.softcap, "backend": self.backend}
+            settings = CallSettings(pattern=inside.describe(), **own)
             chunk.inner = call_of(chunk.query, chunk.key, chunk.value, settings)
             found = choose(chunk.inner, self.backend)[1].forward(chunk.inner)
             if not chunk.runs:
@@ -299,7 +303,8 @@ class Streamer:
             if excerpt.plan.parts:
                 buffer = self._hold(chunk, recurring if run.recurs else None, excerpt, run.origin)
                 query = self._gathered(chunk.query, excerpt)
-                yield index, AttentionCall(query, buffer.key, buffer.value, excerpt.plan, self.scale), buffer
+                rows = query, buffer.key, buffer.value
+                yield index, AttentionCall(*rows, excerpt.plan, self.scale, softcap=self.softcap), buffer
 
     def _excerpts(self, run: _Run) -> tuple[Excerpt, ...]:
         make = _recurring if run.recurs else excerpts

@@ -39,6 +39,7 @@ def streamed_attention(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
+    softcap: float | None = None,
     chunk: int | None = None,
     memory_budget: int | None = None,
     begin: int | None = None,
@@ -47,15 +48,16 @@ def streamed_attention(
     backend: str = "auto",
     progress: bool = False,
 ) -> Streamed:
-    """`attention` over a sequence that need not fit, chunk after chunk.
+    """`attention` over a sequence that need not fit in memory, chunk by chunk.
 
     Args:
-        source: (query, key, value) as tensors anywhere, or what has `n`, `rows(begin, end)` and `keys(tokens)`.
-        pattern: who may see whom, as a value or as text for `parse`.
+        source: tensors (query, key, value), or an object with `n`, `rows(begin, end)` and `keys(tokens)`.
+        pattern: keys that each query attends to, as a value or as text for `parse`.
         sink: a tensor (B, H, N, E), a path of a .npy file, a function `take(begin, output, lse)`, or a `Sink`.
         is_causal: also require the key not to come after the query.
         scale: factor on the scores; 1 / sqrt(D) by default.
         enable_gqa: let query head h read key head h // (H / G).
+        softcap: bound of the scores, see `attention`.
         chunk: query rows computed at a time; best a multiple of a dilated pattern's segments.
         memory_budget: bytes that chunks may take on the device, when `chunk` is not given; a quarter of what is free on
             a GPU, 1 GiB elsewhere. Memory of the source and the sink comes on top.
@@ -63,11 +65,11 @@ def streamed_attention(
         end: row to stop before; by default the end of the sequence.
         device: where to compute; by default where the source's rows are. Copies to a GPU overlap with computing.
         backend: as for `attention`.
-        progress: say on stderr how far the stream is and how long it will take, when it takes over two seconds.
+        progress: print progress and remaining time to stderr if the stream takes over two seconds.
 
     Returns:
-        Which rows reached the sink. An error or Ctrl-C passes through with a note that says the same, and what was
-        written stays valid.
+        Range of rows written to the sink. An error or Ctrl-C is raised with a note that gives the same range; rows
+        already written stay valid.
 
     >>> import torch
     >>> from dilated_attention_pytorch import attention
@@ -79,7 +81,7 @@ def streamed_attention(
     >>> torch.allclose(output, attention(q, k, v, "dilated:64x1,256x4,1024x16"), atol=1e-6)
     True
     """
-    streamer = Streamer(as_source(source), pattern, is_causal, scale, enable_gqa, device, backend)
+    streamer = Streamer(as_source(source), pattern, is_causal, scale, enable_gqa, device, backend, softcap)
     whole = as_sink(sink)
     end = streamer.n if end is None else integer("end", end, 0)
     if end > streamer.n:
@@ -132,6 +134,7 @@ def streamed_gradients(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
+    softcap: float | None = None,
     chunk: int | None = None,
     memory_budget: int | None = None,
     device: torch.device | str | None = None,
@@ -144,11 +147,11 @@ def streamed_gradients(
         source: takes the gradients of the rows it gave. Keys that many chunks see get their sum once.
         pattern: as for the forward, like all that follows.
         grad_of: `grad_of(begin, output, lse)` gives the gradient of these rows of the output, (B, H, m, E).
-        is_causal, scale, enable_gqa, chunk, memory_budget, device, backend, progress: see `streamed_attention`.
+        is_causal, scale, enable_gqa, softcap, chunk, memory_budget: see `streamed_attention`, like the rest.
     """
     if not isinstance(source, DifferentiableSource):
         raise must_be("source must have add_gradients and add_key_gradients", type(source).__name__)
-    streamer = Streamer(source, pattern, is_causal, scale, enable_gqa, device, backend)
+    streamer = Streamer(source, pattern, is_causal, scale, enable_gqa, device, backend, softcap)
     rows = streamer.chunk_rows(chunk, memory_budget, backward=True)
     report = _Progress(0, streamer.n) if progress else None
     began = time.monotonic()
