@@ -27,6 +27,7 @@ from torch.nn import functional as F
 
 from dilated_attention_pytorch.nn import AdaptiveConfig, BlockSparseAdaptive, SparseAttention
 from dilated_attention_pytorch.selection.attention import attend_selection
+from dilated_attention_pytorch.selection.backend import select
 from dilated_attention_pytorch.selection.types import Selection
 from dilated_attention_pytorch.tools.bench.measure import clock, facts
 from dilated_attention_pytorch.tools.bench.results import append
@@ -34,6 +35,8 @@ from dilated_attention_pytorch.tools.bench.results import append
 BLOCKS, SIZE, WIDTH = 32, 32, 32
 CODES = F.normalize(torch.randn(BLOCKS, WIDTH, generator=torch.Generator().manual_seed(0)), dim=1)
 ALONE: dict[str, Any] = {"local_blocks": 1, "sink_blocks": 0}
+UNIT = 16
+"""Tokens of a sub-block in all published figures but the look-ups."""
 CROSSOVER = [2**power for power in range(9, 15)]
 TEACHERS = ("distill", "straight_through", "prior")
 
@@ -53,7 +56,9 @@ def needle(batch: int, peak: float, is_causal: bool) -> tuple[list[Tensor], Tens
 def needle_layer(is_causal: bool, **config: Any) -> BlockSparseAdaptive:
     """A layer whose scorer knows nothing at first: its match is unrelated to attention's, or there is none."""
     rank = WIDTH if config.pop("match", is_causal) else 0
-    settings = AdaptiveConfig(base_sparsity=1 - 4 / BLOCKS, match_rank=rank, k_min=4, k_max=4, **ALONE, **config)
+    settings = AdaptiveConfig(
+        base_sparsity=1 - 4 / BLOCKS, match_rank=rank, k_min=4, k_max=4, **ALONE, score_unit=UNIT, **config
+    )
     layer = BlockSparseAdaptive([1024], [1], 1, WIDTH, settings, block_size=SIZE)
     if rank:
         nn.init.orthogonal_(layer.scorer.match_key.data[0])
@@ -87,7 +92,7 @@ def teach_needle(layer: BlockSparseAdaptive, peak: float, is_causal: bool, steps
 
 def adaptivity(steps: int = 150) -> tuple[dict[str, float], dict[str, float]]:
     """Blocks kept a row, and the attention they hold, at a coverage of 0.9, after learning both kinds of input."""
-    settings = AdaptiveConfig(adaptive_ratio=0.9, match_rank=WIDTH, **ALONE)
+    settings = AdaptiveConfig(adaptive_ratio=0.9, match_rank=WIDTH, score_unit=UNIT, **ALONE)
     layer = BlockSparseAdaptive([1024], [1], 1, WIDTH, settings, block_size=SIZE)
     nn.init.orthogonal_(layer.scorer.match_key.data[0])
     optimizer = torch.optim.Adam(layer.parameters(), 1e-2)
@@ -148,12 +153,12 @@ def speed(n: int, sparsity: float, is_causal: bool, repeats: int = 2) -> dict[st
 
     Processor seconds stand beside those of the clock: on a busy machine they alone can be compared.
     """
-    layer = BlockSparseAdaptive([n], [1], 8, 64, AdaptiveConfig(base_sparsity=sparsity)).eval()
+    layer = BlockSparseAdaptive([n], [1], 8, 64, AdaptiveConfig(base_sparsity=sparsity, score_unit=UNIT)).eval()
     x = torch.randn(3, 1, n, 8, 64).unbind()
     heads = [t.transpose(1, 2) for t in x]
     runs: dict[str, Callable[[], Any]] = {
         "learned": lambda: layer(*x, is_causal),
-        "choosing": lambda: layer._choose(heads[0], heads[1], is_causal, None),
+        "choosing": lambda: select(layer.score_blocks(heads[0], heads[1], is_causal), n),
         "dense": lambda: F.scaled_dot_product_attention(*heads, is_causal=is_causal),
     }
     best = {f"{name}_{kind}": float("inf") for name in runs for kind in ("seconds", "processor_seconds")}
@@ -167,13 +172,15 @@ def speed(n: int, sparsity: float, is_causal: bool, repeats: int = 2) -> dict[st
     return {"n": n, "sparsity": sparsity, "causal": is_causal, **best}
 
 
-def crossover(lengths: Iterable[int], sparsity: float, is_causal: bool) -> Iterator[dict[str, Any]]:
+def crossover(
+    lengths: Iterable[int], sparsity: float, is_causal: bool, unit: int = UNIT, rank: int = 32
+) -> Iterator[dict[str, Any]]:
     """Processor seconds, as in `speed`, of a forward pass with chosen blocks and with all."""
     for n in lengths:
         x = torch.randn(3, 1, n, 8, 64).unbind()
         took = {}
         for name, least in (("chosen", None), ("dense", n + 1)):
-            config = AdaptiveConfig(base_sparsity=sparsity, dense_below=least)
+            config = AdaptiveConfig(sparsity, dense_below=least, score_unit=unit, match_rank=rank)
             layer = BlockSparseAdaptive([n], [1], 8, 64, config).eval()
             took[name] = float("inf")
             with torch.no_grad():
@@ -228,7 +235,7 @@ def main() -> None:
     """Run the tasks named and append what they give."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("adaptive.jsonl"))
-    parser.add_argument("--tasks", nargs="+", default=["needle", "lookup", "coverage", "crossover", "speed"])
+    parser.add_argument("--tasks", nargs="+", default=["needle", "lookup", "coverage", "crossover", "units", "speed"])
     parser.add_argument("--needle-steps", type=int, default=200)
     parser.add_argument("--lookup-steps", type=int, default=300)
     parser.add_argument("--lengths", type=int, nargs="+", help="of the speed and crossover tasks")
@@ -269,6 +276,10 @@ def main() -> None:
             # From the end: a single lucky short run is no rule.
             slower = [line["n"] for line in found if line["chosen"] > line["dense"]]
             print(f"causal {is_causal}: dense_below should lie above {max(slower, default=0)}", flush=True)
+    if "units" in asked.tasks:
+        for unit, rank in ((16, 32), (4, 32), (2, 32), (1, 16)):
+            for line in crossover(asked.lengths or [8192], asked.sparsity, True, unit, rank):
+                tell(task="units", unit=unit, rank=rank, **line)
     if "speed" in asked.tasks:
         for n in asked.lengths or [32768]:
             for is_causal in (False, True):

@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import copy
 import faulthandler
+import itertools
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -33,6 +34,7 @@ from dilated_attention_pytorch.kernels.external import flash4, flex
 from dilated_attention_pytorch.kernels.external.block_lists import Band, Lists, lists_of
 from dilated_attention_pytorch.nn import AdaptiveConfig, BlockSparseAdaptive
 from dilated_attention_pytorch.selection.attention import attend_selection
+from dilated_attention_pytorch.selection.backend import select
 from dilated_attention_pytorch.selection.types import Selection
 from dilated_attention_pytorch.tools.bench.measure import clock, facts
 from dilated_attention_pytorch.tools.bench.peers import NOT_INSTALLED, SDPA
@@ -44,6 +46,8 @@ LAST_START = 180
 """Seconds after which it begins nothing more."""
 LENGTHS = (32768, 131072, 2**20, 16384, 8192, 4096, 2048)
 """What must be fast first, then down to where dense attention wins."""
+UNITS = (4, 16)
+"""Tokens of a sub-block: the default, and that of earlier figures."""
 ROWS = "block", "token"
 """Who may choose."""
 FORWARD_ONLY = 2**19
@@ -55,23 +59,28 @@ GATE = 2e-2
 
 
 def lines(
-    lengths: Iterable[int], sparsity: float, device: str = "cuda", rows: Iterable[str] = ROWS
+    lengths: Iterable[int],
+    sparsity: float,
+    device: str = "cuda",
+    rows: Iterable[str] = ROWS,
+    units: Iterable[int] = UNITS,
 ) -> Iterator[dict[str, Any]]:
-    """A line of results for each length, without and with a causal mask, until the time is up."""
+    """A line of results for each length and score unit, without and with a causal mask, until the time is up."""
     begun = time.monotonic()
-    for n in lengths:
-        for is_causal, granularity in ((False, "block"), (True, "token"), (True, "block")):
+    masks = ((False, "block"), (True, "token"), (True, "block"))
+    for n, unit in itertools.product(lengths, units):
+        for is_causal, granularity in masks:
             if is_causal and (n >= FORWARD_ONLY or (granularity == "block" and n < SHORT)):
                 continue
             if granularity not in rows:
                 continue
             line: dict[str, Any] = {"n": n, "sparsity": 0.99 if n >= FORWARD_ONLY else sparsity, "causal": is_causal}
-            line["rows"] = granularity
+            line |= {"rows": granularity, "score_unit": unit}
             if time.monotonic() - begun > LAST_START:
                 yield line | {"skipped": f"began nothing after {LAST_START} s"}
                 continue
             try:
-                config = AdaptiveConfig(base_sparsity=line["sparsity"], granularity=granularity)
+                config = AdaptiveConfig(base_sparsity=line["sparsity"], granularity=granularity, score_unit=unit)
                 yield line | measured(n, config, is_causal, device)
             except torch.OutOfMemoryError as problem:
                 yield line | {"skipped": str(problem).split(".")[0]}
@@ -87,8 +96,7 @@ def measured(n: int, config: AdaptiveConfig, is_causal: bool, device: str) -> di
     learner = copy.deepcopy(layer).train()
     x = [t.requires_grad_() for t in torch.randn(3, 1, n, 8, 64, device=device, dtype=dtype).unbind()]
     q, k, v = (t.transpose(1, 2) for t in x)
-    with torch.no_grad():
-        selection = layer._choose(q, k, is_causal, None)[1]
+    selection = choose(layer, q, k, is_causal)
     errors = checked(q, k, v, selection)
     line: dict[str, Any] = {"errors": errors, "density": float(selection.density())}
     if not max(errors.values()) <= GATE:
@@ -96,18 +104,11 @@ def measured(n: int, config: AdaptiveConfig, is_causal: bool, device: str) -> di
     grad, leaves = torch.randn_like(x[0]), [*x, *learner.parameters()]
     with torch.no_grad():
         line["learned_seconds"] = timed(lambda: layer(*x, is_causal), device)
-    chosen, given = learner._choose(q, k, is_causal, None), copy.copy(learner)
-    given._choose = lambda *_: chosen
     steps = [
-        torch.no_grad()(lambda: layer._choose(q, k, is_causal, None)),
+        lambda: choose(layer, q, k, is_causal),
         lambda: step(lambda: learner(*x, is_causal), leaves, grad),
-        lambda: step(lambda: given(*x, is_causal), leaves, grad),
     ]
-    # What choosing takes in a step is told by one that is given its choices; a graph of the scores would serve once.
-    took = by_turns(steps if chosen[0].seen is not None else steps[:2], device)
-    line["choosing_seconds"], line["learned_with_backward_seconds"] = took[:2]
-    if len(took) > 2:
-        line["choosing_share_of_step"] = 1 - took[2] / took[1]
+    line["choosing_seconds"], line["learned_with_backward_seconds"] = by_turns(steps, device)
     runs = dense_runs(q, k, v, is_causal)
     same, reasons = same_selection_runs(q, k, v, selection)
     with torch.no_grad():
@@ -144,6 +145,12 @@ def measured(n: int, config: AdaptiveConfig, is_causal: bool, device: str) -> di
         except Exception as problem:
             reasons["in_a_graph"] = told(problem)
     return line | {"not_run": reasons}
+
+
+@torch.no_grad()
+def choose(layer: BlockSparseAdaptive, q: Tensor, k: Tensor, is_causal: bool) -> Selection:
+    """Blocks that a layer selects for (B, H, N, D) queries and keys."""
+    return select(layer.score_blocks(q, k, is_causal), q.shape[2], layer.explores())
 
 
 class TorchOwn(torch.nn.Module):
@@ -192,9 +199,7 @@ def in_a_graph(learner: BlockSparseAdaptive, x: list[Tensor], is_causal: bool) -
     leaves, grad = [*x, *learner.parameters()], torch.randn_like(x[0])
     choosers = copy.deepcopy(learner), copy.deepcopy(learner).eval()
 
-    @torch.no_grad()
-    def choose(chooser: BlockSparseAdaptive) -> None:
-        chooser._choose(x[0].transpose(1, 2), x[1].transpose(1, 2), is_causal, None)
+    heads = x[0].transpose(1, 2), x[1].transpose(1, 2), is_causal
 
     def learned() -> None:
         torch.autograd.grad(learner(*x, is_causal), leaves, grad, allow_unused=True)
@@ -204,7 +209,7 @@ def in_a_graph(learner: BlockSparseAdaptive, x: list[Tensor], is_causal: bool) -
             output = F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in x), is_causal=is_causal)
         torch.autograd.grad(output.transpose(1, 2), x, grad)
 
-    runs = learned, dense, *(partial(choose, chooser) for chooser in choosers)
+    runs = learned, dense, *(partial(choose, chooser, *heads) for chooser in choosers)
     took = by_turns([captured(run) for run in runs], "cuda")
     names = "learned_with_backward_seconds", "sdpa-cudnn_with_backward_seconds", "choosing_seconds"
     found = dict(zip((*names, "choosing_without_noise_seconds"), took, strict=True))
@@ -359,10 +364,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("adaptive.jsonl"))
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)
     parser.add_argument("--sparsity", type=float, default=0.9)
-    parser.add_argument("--rows", choices=ROWS, nargs="+", default=ROWS, help="who chooses; both unless told")
+    parser.add_argument("--rows", choices=ROWS, nargs="+", default=ROWS, help="who selects; both by default")
+    parser.add_argument("--units", type=int, nargs="+", default=UNITS, help="score units")
     asked = parser.parse_args()
     faulthandler.dump_traceback_later(LIMIT, exit=True)
-    for found in lines(asked.lengths, asked.sparsity, rows=asked.rows):
+    for found in lines(asked.lengths, asked.sparsity, rows=asked.rows, units=asked.units):
         line = {"task": "speed"} | found | facts("cuda")
         print(json.dumps(line), flush=True)
         append(asked.out, line)

@@ -21,6 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from dilated_attention_pytorch.nn import AdaptiveConfig
+from dilated_attention_pytorch.nn.adaptive.fit import fit_match, moments_of
 from dilated_attention_pytorch.tools.bench.measure import facts
 from dilated_attention_pytorch.tools.bench.results import append
 from dilated_attention_pytorch.tools.quality.retrieval import (
@@ -88,6 +90,9 @@ VARIANTS: dict[str, Variant] = {
     "unit 1, rank 16, one list for both heads": replace(FINE, together=True),
     "unit 1, rank 16, fitted start": replace(FINE, start="fit"),
     "unit 1, rank 8, fitted start": replace(FINE, rank=8, start="fit"),
+    "unit 1, rank 16, one list for both heads, fitted start": replace(FINE, together=True, start="fit"),
+    "unit 1, rank 32, one list for both heads, fitted start": replace(FINE, rank=32, together=True, start="fit"),
+    "unit 2, rank 16, fitted start": Variant(unit=2, rank=16, start="fit"),
     "unit 4, rank 32, LSE of sub-blocks": Variant(best="lse"),
     "unit 1, rank 32, LSE of sub-blocks": Variant(unit=1, best="lse"),
     "boxes, unit 4, rank 32": Variant("box"),
@@ -120,9 +125,8 @@ class Score(nn.Module):
         drawn = torch.stack([nn.init.orthogonal_(torch.zeros(width, rank), gain) for _ in range(heads)])
         both = drawn, drawn.clone()
         if variant.start == "fit":
-            both = tuple(
-                torch.stack(x) for x in zip(*(fit(query[:, h], key[:, h], rank) for h in range(heads)), strict=True)
-            )
+            settings = AdaptiveConfig(score_unit=variant.unit).settings(SIZE, True)
+            both = [x.float() for x in fit_match(moments_of(query, key, settings, None), rank)]
         self.left, self.right = (nn.Parameter(x) for x in both)
         self.log_temperature = nn.Parameter(torch.zeros(heads, 1, 1))
         self.start = [x.detach().clone() for x in self.parameters()]
@@ -146,20 +150,6 @@ class Score(nn.Module):
         found = found.unflatten(-1, (T, -1)) * variant.rank**-0.5
         found = found.amax(-1) if variant.best == "max" else found.logsumexp(-1)
         return (found / self.log_temperature.exp()).expand(-1, query.shape[1], -1, -1)
-
-
-def fit(query: Tensor, key: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """Projections (d, rank) whose product is nearest to q.k in the mean square over pairs of queries and keys."""
-    width = query.shape[-1]
-    roots = []
-    for x in (query, key):
-        flat = x.flatten(0, -2).double()
-        values, vectors = torch.linalg.eigh(flat.mT @ flat / len(flat))
-        values = values.clamp(min=1e-6 * float(values[-1]))
-        roots.append([(vectors * values**power) @ vectors.mT for power in (0.5, -0.5)])
-    left, sizes, right = torch.linalg.svd(roots[0][0] @ roots[1][0])
-    scale = sizes[:rank].sqrt() * (rank / width) ** 0.25
-    return (roots[0][1] @ left[:, :rank] * scale).float(), (roots[1][1] @ right.mT[:, :rank] * scale).float()
 
 
 @torch.no_grad()
@@ -271,18 +261,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS)
+    parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS), metavar="NAME")
     parser.add_argument("--table", action="store_true", help="only print the table of the results")
     given = parser.parse_args()
     if not given.table:
         models, known = Starts(SUITE), facts("cpu")
         for seed in given.seeds:
             for name in SUITE.tasks:
-                for variant, about in VARIANTS.items():
+                for variant in given.variants:
                     line = {
                         "task": name,
                         "seed": seed,
                         "variant": variant,
-                        **measure(models, name, seed, about),
+                        **measure(models, name, seed, VARIANTS[variant]),
                         **known,
                     }
                     append(given.out, line)

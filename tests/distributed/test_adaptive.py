@@ -15,6 +15,7 @@ from dilated_attention_pytorch.nn import (
     AdaptiveConfig,
     BlockSparseAdaptive,
     MultiheadBlockSparseAdaptive,
+    fit_scorers,
     set_process_group,
 )
 from dilated_attention_pytorch.selection import scores as scores_module
@@ -229,3 +230,24 @@ def sharded(rank: int, world: int) -> None:
 
 def test_fully_sharded_layers_train_and_keep_their_names():
     all_pass(sharded, 2)
+
+
+def test_ranks_fit_one_start_from_the_data_of_all():
+    shape = 2, 64, HEADS, WIDTH
+    data = [torch.randn(3, *shape, generator=torch.Generator().manual_seed(seed)) for seed in range(2)]
+    torch.manual_seed(0)
+    alone, state = (BlockSparseAdaptive([64], [1], HEADS, WIDTH, config(match_rank=4), block_size=16) for _ in range(2))
+    alone.load_state_dict(state.state_dict())
+    fit_scorers(alone, lambda: alone(*torch.cat(data, 1)))
+
+    def check(rank: int, world: int) -> None:
+        own = BlockSparseAdaptive([64], [1], HEADS, WIDTH, config(match_rank=4, dense_steps=1), block_size=16)
+        own.scorer.load_state_dict(state.scorer.state_dict())
+        own._steps = 1
+        own(*data[rank])
+        assert own.scorer.is_untrained()
+        assert fit_scorers(own, lambda: own(*data[rank])) == [""]
+        assert error(own.scorer.match_key, alone.scorer.match_key) <= 1e-5
+
+    with pytest.warns(UserWarning, match="call fit_scorers"):
+        run_threads(check, 2)

@@ -58,7 +58,7 @@ def test_config_fields_and_defaults():
         "sink_blocks": 1,
         "local_blocks": 2,
         "match_rank": 32,
-        "score_unit": 16,
+        "score_unit": 4,
         "score_gradient": "distill",
         "distill_rows": 0.02,
         "distill_min_tokens": 128,
@@ -67,6 +67,8 @@ def test_config_fields_and_defaults():
         "saliency_weighted": True,
         "exploration": False,
         "dense_steps": 0,
+        "fitted_start": True,
+        "guarded": False,
         "distill_start": 0,
         "dense_below": None,
     }

@@ -129,3 +129,14 @@ def test_what_a_cache_cannot_follow_is_refused():
     ):
         with pytest.raises(ValueError, match=words):
             call()
+
+
+def test_steps_under_autocast_round_inputs_alone():
+    layer = module().float()
+    tensors, cache, found = torch.randn(3, 1, 50, 4, 8).unbind(), layer.cache(), []
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        whole = layer.core(*tensors, is_causal=True)
+        for rows in (slice(0, 40), slice(40, 50)):
+            found.append(cache.attend(*(x[:, rows].transpose(1, 2) for x in tensors)).transpose(1, 2))
+    assert [x.dtype for x in (whole, *found)] == 3 * [torch.bfloat16]
+    torch.testing.assert_close(torch.cat(found, 1), whole, atol=1e-6, rtol=2**-8)

@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,7 @@ from ..nn.adaptive.controls import (
     copied_state,
     dense_config,
     distill_layer,
+    fit_scorers,
     intercepted,
     shares_of,
 )
@@ -71,7 +74,7 @@ class ModelLoss:
 
 @dataclass(slots=True)
 class SparsifyReport:
-    """Outcome of `sparsify`. `str` of it is a table."""
+    """Outcome of `sparsify`; `str` formats it as a table."""
 
     steps: int
     """Steps of distillation that were done."""
@@ -139,29 +142,30 @@ def sparsify(
     measured_tokens: int = 256,
     progress: bool | Callable[[str], None] = True,
 ) -> SparsifyReport:
-    """Give a trained dense model learned attention: distill scorers, measure, and keep layers dense that do not pay.
+    """Give a trained dense model learned attention: distill scorers, measure, keep weak layers dense.
 
     The model runs with dense attention and without gradients; every layer distills its own attention into its own
     scorer. The weights of the task do not change, and neither does any `requires_grad`. Ctrl-C ends the distillation
     early; the measurement follows. A second Ctrl-C raises and leaves a model with learned layers.
 
-    A layer gets back its untrained scorer where the trained one captures less attention, and stays dense where the
-    better of them captures less than `keep`. A dense layer keeps its scorer in the state dict.
+    Untrained scorers start from a fit to the queries and keys of the first batch; see `fit_scorers`. A layer reverts
+    to its untrained scorer if the trained one captures less attention, and stays dense if the better of the two
+    captures less than `keep`. A dense layer keeps its scorer in the state dict.
 
     Args:
         model: changed in place, on its device. Without learned layers, `replace_attention(model, pattern)` comes first.
         batches: inputs of the model. A tensor is passed as `model(x)`, a tuple as `model(*x)`, a mapping as
             `model(**x)`. Iterables that end are read again, and a generator that ends ends the distillation.
-        steps: of distillation, a batch each.
-        pattern: of learned attention; "learned:0.06;block=64" by default. None for a model with learned layers.
+        steps: steps of distillation, one batch each.
+        pattern: learned attention; "learned:0.06;block=64" by default. None for a model with learned layers.
         call: `call(model, batch)` runs the model instead.
         loss: `loss(output, batch)`, a scalar; if given, the report has the model's loss with each choice of blocks.
         densities: further fractions of blocks at which the report compares choices.
-        keep: least captured share of a learned layer. 0 leaves all layers sparse.
+        keep: smallest captured share of a layer that becomes sparse. 0 leaves all layers sparse.
         lr: learning rate of Adam at the start; it decays to a tenth along a cosine.
         measured_batches: first batches, which are measured and not trained on, unless there are no others.
         measured_tokens: queries of a sequence on which captured attention is measured.
-        progress: print lines to stderr; or a function that gets them.
+        progress: print lines to stderr, or a function that receives them.
 
     Returns:
         A `SparsifyReport`: `print(report)` shows captured attention by layer and density, and losses.
@@ -180,11 +184,15 @@ def sparsify(
             raise must("densities must lie in (0, 1]", share)
     cores = _learned_layers(model, pattern)
     begun, show = time.perf_counter(), _printer(progress)
-    untrained: dict[str, ScorerState] = {name: copied_state(core) for name, core in cores.items()}
-    run = _Runs(model, call or _call_model, loss, cores, untrained)
-    source = _Batches(batches, measured_batches)
+    source, run_model = _Batches(batches, measured_batches), call or _call_model
     with _evaluation_mode(model), torch.no_grad():
-        done, interrupted = _distill(run, source, steps, lr, show)
+        training = source.training()
+        first = [batch for _, batch in zip(range(min(steps, 1)), training, strict=False)]
+        for batch in first:
+            fit_scorers(model, partial(run_model, model, batch))
+        untrained: dict[str, ScorerState] = {name: copied_state(core) for name, core in cores.items()}
+        run = _Runs(model, run_model, loss, cores, untrained)
+        done, interrupted = _distill(run, chain(first, training), steps, lr, show)
         report = SparsifyReport(done, interrupted, source.held_out, 0.0)
         show(f"measuring {len(cores)} layers on {len(source.measured)} batches")
         _measure(run, source.measured, report, densities, keep, measured_tokens)
@@ -349,12 +357,14 @@ class _Runs:
         return sum(losses) / len(losses)
 
 
-def _distill(run: _Runs, source: _Batches, steps: int, lr: float, show: Callable[[str], None]) -> tuple[int, bool]:
+def _distill(
+    run: _Runs, batches: Iterator[Any], steps: int, lr: float, show: Callable[[str], None]
+) -> tuple[int, bool]:
     """Train the scorers; the steps that were done, and whether Ctrl-C ended them."""
     groups = [list(core.scorer.parameters()) for core in run.cores.values()]
     optimizer = torch.optim.Adam([{"params": group} for group in groups], lr)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, max(steps, 1), lr / 10)
-    begun, done, batches = time.perf_counter(), 0, source.training()
+    begun, done = time.perf_counter(), 0
     try:
         while done < steps and (batch := next(batches, run)) is not run:
             # A step is whole or not done: gradients of a pass that Ctrl-C ended are dropped with it.

@@ -144,7 +144,6 @@ class DenseAttend(BlockAttend):
     def lowered(
         self, query: Tensor, key: Tensor, value: Tensor, *, backward: bool = False
     ) -> tuple[AttentionCall, Backend]:
-        """Call of folded tensors, and its backend."""
         call = self.call(query, key, value, dense_plan(self.selection))
         call = replace(call, pattern=SelectedPairs(self.selection))
         return call, choose(call, self.backend)[1]

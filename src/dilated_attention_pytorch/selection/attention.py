@@ -6,7 +6,7 @@ run the same implementations. Two torch operators make the public operation trac
 
 from __future__ import annotations
 
-import inspect
+from functools import partial
 from typing import Any, Literal, NamedTuple, overload
 
 import torch
@@ -15,7 +15,8 @@ from torch import Tensor
 from ..errors import must
 from ..kernels.call import Forward, empty_rows, laid_like
 from ..kernels.dropout import fresh_seed
-from ..ops.attention import empty_attention, is_observed, needs_graph, readable
+from ..ops import operators
+from ..ops.attention import empty_attention, is_observed, needs_graph
 from ..ops.checks import (
     autocasted,
     check_layout,
@@ -25,7 +26,7 @@ from ..ops.checks import (
     unexpected,
     validate_cu_seqlens,
 )
-from ..ops.derivatives import ONCE, check_reverse_mode, once_differentiable, scale_of
+from ..ops.derivatives import OnceDifferentiable, check_reverse_mode, once_differentiable, scale_of
 from ..ops.flops import FlopFormulas
 from ..ops.merge import AttentionOutput
 from ..ops.sink import apply_sink
@@ -120,7 +121,7 @@ def selected_attention(
 ) -> Tensor | AttentionOutput:
     """Exact attention over the key blocks that an index tensor lists for each row.
 
-    Differentiable in query, key, value and sink. Queries and keys have one length. Nothing is read back from a GPU:
+    Differentiable in query, key, value and sink. Queries and keys have equal length. Nothing is read back from a GPU:
     indices may change from call to call, under `torch.compile` and in a CUDA graph.
 
     Args:
@@ -130,7 +131,7 @@ def selected_attention(
         indices: int32 or int64 (B, S, rows, K): numbers of key blocks, padded with -1. S is 1, G or H: lists for all
             query heads, for the query heads of each key head, or for each query head. `rows` is N, a list for each
             token, or ceil(N / granularity), a list for each block of queries. Order and duplicates do not matter.
-            Other values raise on the CPU and are ignored on a GPU; see `validate_indices`.
+            Other values raise an error on the CPU and are ignored on a GPU; see `validate_indices`.
         counts: int (B, S, rows): valid entries of each row, the first ones; entries after them are ignored.
         granularity: tokens of a block: 16, 32, 64, 128 or 256.
         is_causal: drop keys after the query: blocks after the row's own, and the upper triangle of its own block.
@@ -138,10 +139,10 @@ def selected_attention(
         enable_gqa: let query head h read key head h // (H / G).
         sink: (H,), a logit of each head in the softmax denominator, without a value; not part of the LSE.
         cu_seqlens: int32 or int64 (documents + 1) on the query's device: bounds of documents packed one after another
-            (B must be 1). A row sees the keys of its own document alone. Blocks are those of the packed sequence, so
-            that one block may hold tokens of several documents; of a listed block a row sees its document's tokens.
+            (B must be 1). A row attends only to keys of its own document. Blocks are those of the packed sequence, so
+            that one block may hold tokens of several documents; a row attends to its document's tokens in it.
             Wrong bounds raise on the CPU; on a GPU see `validate_cu_seqlens`.
-        key_padding_mask: bool (B, N), True where a key takes no part.
+        key_padding_mask: bool (B, N), True where a key is ignored.
         return_lse: also return the natural logarithm of each row's softmax denominator.
         backend: "auto", or a name from `dilated_attention_pytorch.backends()`, which then never falls back.
 
@@ -181,12 +182,7 @@ def selected_attention(
 
 
 def _selected(query: Tensor, key: Tensor, value: Tensor, settings: SelectedSettings) -> tuple[Tensor, Tensor]:
-    query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
-    if torch.compiler.is_compiling() and (value is key or value is query):
-        # A traced autograd function takes each of its tensors once.
-        value = value.view_as(value)
-    if torch.compiler.is_compiling() and key is query:
-        key = key.view_as(key)
+    query, key, value = operators.kernel_inputs(query, key, value)
     graph = needs_graph(query, key, value)
     if is_observed(query, key, value):
         run = _ObservedSelected.apply if graph else torch.ops.dilated_attention.selected_forward
@@ -217,16 +213,8 @@ def _forward(query: Tensor, key: Tensor, value: Tensor, *settings: Any) -> tuple
 
 
 @torch.library.impl(_library, "selected_backward", "CompositeExplicitAutograd")
-def _backward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    output: Tensor,
-    lse: Tensor,
-    grad_output: Tensor,
-    grad_lse: Tensor | None,
-    *settings: Any,
-) -> tuple[Tensor, ...]:
+def _backward(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    output, lse, grad_output, grad_lse, *settings = rest
     attend = _attend_of(query, key, value, SelectedSettings(*settings))
     query, key, value, output, lse = _readable_rows(attend.selection, query, key, value, output, lse)
     grads = attend.backward(query, key, value, output, lse, grad_output, grad_lse)
@@ -235,8 +223,7 @@ def _backward(
 
 @torch.library.register_fake("dilated_attention::selected_forward", lib=_library)
 def _forward_fake(query: Tensor, key: Tensor, value: Tensor, *settings: Any) -> tuple[Tensor, Tensor]:
-    lse_dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
-    return empty_rows(query, value.shape[-1]), query.new_empty(query.shape[:-1], dtype=lse_dtype)
+    return operators.empty_results(query, value)
 
 
 @torch.library.register_fake("dilated_attention::selected_backward", lib=_library)
@@ -260,6 +247,7 @@ class _ObservedSelected(torch.autograd.Function):
     """The operators as one differentiable function, for compilers, transforms, dispatch modes and profilers."""
 
     @staticmethod
+    @operators.with_signature
     def forward(*arguments: Any) -> tuple[Tensor, Tensor]:
         return torch.ops.dilated_attention.selected_forward(*arguments)
 
@@ -271,17 +259,14 @@ class _ObservedSelected(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
-        grad_output, grad_lse = grad_outputs
-        check_reverse_mode(grad_output, grad_lse)
         query, key, value, *lists, output, lse = ctx.saved_tensors
-        if grad_output is None and grad_lse is None:
+        tensors = operators.saved_for_backward((query, key, value, output, lse), *grad_outputs)
+        if tensors is None:
             return (None,) * 11
-        query, key, value, output, lse = readable(query, key, value, output, lse)
-        grad_output = torch.zeros_like(output) if grad_output is None else grad_output
-        grad_output = grad_output if grad_output.stride(-1) == 1 else grad_output.contiguous()
-        nested = torch.is_grad_enabled() and not torch.compiler.is_compiling()
-        run = _SelectedGradients.apply if nested else torch.ops.dilated_attention.selected_backward
-        grads = run(query, key, value, output, lse, grad_output, grad_lse, *lists, *ctx.settings)
+        run = torch.ops.dilated_attention.selected_backward
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            run = partial(OnceDifferentiable.apply, "selected_attention", run)
+        grads = run(*tensors, *lists, *ctx.settings)
         return *grads, *(None,) * 8
 
     @staticmethod
@@ -292,38 +277,8 @@ class _ObservedSelected(torch.autograd.Function):
         if arguments[6] is not None:
             what, advice = "vmap must not map packed sequences", "Call selected_attention once for each packed batch."
             raise must(what, "cu_seqlens", advice)
-
-        def joined(tensor: Tensor | None, dim: int | None) -> Tensor | None:
-            if tensor is None:
-                return None
-            mapped = tensor.expand(info.batch_size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
-            return mapped.flatten(0, 1)
-
-        tensors = [joined(arguments[i], in_dims[i]) for i in range(6)]
-        results = _ObservedSelected.apply(*tensors, *arguments[6:])
-        return tuple(x.unflatten(0, (info.batch_size, -1)) for x in results), (0, 0)  # pyrefly: ignore[bad-return]
-
-
-# Autograd binds the arguments to this signature in every call.
-_ObservedSelected.forward.__signature__ = inspect.signature(_ObservedSelected.forward)  # pyrefly: ignore[missing-attribute]
-
-
-class _SelectedGradients(torch.autograd.Function):
-    """The backward operator as a function whose own derivative raises."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-        return torch.ops.dilated_attention.selected_backward(*arguments)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
-        raise NotImplementedError(ONCE.format("selected_attention"))
+        tensors = [operators.join_batch(arguments[i], in_dims[i], info.batch_size) for i in range(6)]
+        return operators.split_batch(_ObservedSelected.apply(*tensors, *arguments[6:]), info.batch_size)
 
 
 @torch.compiler.disable
@@ -348,7 +303,7 @@ def attend_selection(
         value: (B, G, N, E).
         selection: blocks that each row sees.
         scale: factor on the scores; 1 / sqrt(D) by default.
-        key_padding_mask: bool (B, N), True where a key takes no part.
+        key_padding_mask: bool (B, N), True where a key is ignored.
         dropout_p: probability of dropping a weight.
         backend: "auto" or a name from `backends()`.
         distill_batch: rows on which a scorer is distilled in the backward pass.
@@ -356,16 +311,16 @@ def attend_selection(
             (B, H, rows, k) of the blocks listed for the chosen rows and (B, H, rows, T) of all blocks for the dense
             rows. They receive gradients in the backward pass whatever the loss is.
     """
+    _check_selection(query, selection)
     query, key, value = autocasted(query, key, value)
     check_tensors(query, key, value, enable_gqa=True)
     check_masks(query, key_padding_mask, None)
     check_reverse_mode(query, key, value)
     scale = scale_of(scale, query.shape[-1])
-    _check_selection(query, selection)
     seed = fresh_seed(query.device) if dropout_p > 0 else None
     if not query.shape[0] or not query.shape[2]:
         return AttentionOutput(*empty_attention(query, key, value))
-    query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
+    query, key, value = operators.kernel_inputs(query, key, value)
     distilled = None if distill_batch is None else distill_batch.rows[: distill_batch.chosen]
     settings = selection, scale, key_padding_mask, dropout_p, seed, backend, distilled
     attend = choose_attend(query, key, value, *settings)
@@ -421,8 +376,7 @@ class _Selected(torch.autograd.Function):
         query, key, value, output, lse = _readable_rows(selection, query, key, value, output, lse)
         if grad_output is None and grad_lse is None:
             return (None,) * 8
-        grad_output = torch.zeros_like(output) if grad_output is None else grad_output
-        grad_output = grad_output if grad_output.stride(-1) == 1 else grad_output.contiguous()
+        grad_output = operators.readable_grad(output, grad_output)
         result: tuple[Tensor | None, ...] = (None,) * 3
         if any(ctx.needs_input_grad[:3]):
             result = attend.backward(query, key, value, output, lse, grad_output, grad_lse)
@@ -437,8 +391,8 @@ def _readable_rows(selection: Selection, *saved: Tensor) -> tuple[Tensor, ...]:
     """`readable` query, key, value, output and LSE; kernels for query blocks read the LSE of concatenated samples."""
     *rows, lse = saved
     if selection.per_token:
-        return readable(*rows, lse)
-    *rows, folded = readable(*rows, fold(lse))
+        return operators.readable(*rows, lse)
+    *rows, folded = operators.readable(*rows, fold(lse))
     return *rows, unfold(folded, rows[0])
 
 

@@ -7,7 +7,7 @@ batch and computes their gradients. `why_not` decides about every step; a step r
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 from ..kernels.call import allows_host_sync
 from ..kernels.dropout import fresh_seed
 from ..kernels.triton import backend as triton_backend
+from ..ops.checks import full_precision
 from . import rank as ranking
 from . import scores as scoring
 from . import summaries
@@ -39,19 +40,12 @@ MOST_SCORED = 1024
 MOST_DISTILLED = 2**16 - 1
 """Blocks that the grid of a launch can count."""
 
-_nothing = nullcontext()
-
 
 def default_generator(device: torch.device) -> torch.Generator:
     """Torch's default generator of a device."""
     if device.type != "cuda":
         return torch.default_generator
     return torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
-
-
-def full_precision(device: torch.device) -> AbstractContextManager[object]:
-    """Context without autocast: blocks are scored in full precision."""
-    return torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else _nothing
 
 
 def prefers_sdpa(query: Tensor, key: Tensor, value: Tensor) -> bool:
@@ -224,17 +218,20 @@ class ScoringSteps(NamedTuple):
     rank: Callable[..., Any]
     score_rows: Callable[..., Any]
     records_graph: bool
+    precision: AbstractContextManager[object]
+    """Context without autocast in which they run."""
 
 
 def choose_steps(work: Workload, distills: bool) -> ScoringSteps:
     """Implementations for a call whose scorer learns by distillation alone, or otherwise needs a graph."""
     if allows_host_sync(work.device):
-        return ScoringSteps(Torch.summarise, Torch.factor, Torch.rank, Torch.score_rows, work.records_graph)
+        steps = Torch.summarise, Torch.factor, Torch.rank, Torch.score_rows
+        return ScoringSteps(*steps, work.records_graph, full_precision(work.device))
     score_rows = implementation("score_rows", work) if distills else Torch.score_rows
     graph = work.records_graph and score_rows is Torch.score_rows
     work = work._replace(records_graph=graph)
     summarise, factor, rank = (implementation(step, work) for step in ("summarise", "factor", "rank"))
-    return ScoringSteps(summarise, factor, rank, score_rows, graph)
+    return ScoringSteps(summarise, factor, rank, score_rows, graph, full_precision(work.device))
 
 
 def summarise(
@@ -267,7 +264,7 @@ def score_blocks(
         key: as long as the query.
         parameters: of the scorer.
         settings: of scoring and ranking.
-        padding: bool (b, n), True where a key takes no part.
+        padding: bool (b, n), True where a key is ignored.
         distills: gradients reach the scores by distillation alone.
     """
     query, key, size = query.detach(), key.detach(), settings.block_size
@@ -277,7 +274,7 @@ def score_blocks(
     given = {"match_rank": rank, "layers": layers, "row_units": units, "records_graph": graph}
     work = _workload(query, key, settings, budget=settings.budget, **given)
     steps = choose_steps(work, distills and layers == 2 and not parameters.dropout)
-    with full_precision(query.device):
+    with steps.precision:
         unit = settings.score_unit
         rows, keys = steps.summarise(query, key, size, settings.row_unit, unit, padding, settings.is_causal)
         keys = scoring.for_heads(keys, len(parameters.log_temperature))
@@ -300,7 +297,7 @@ def select(scores: BlockScores, n: int, explore: bool = False) -> Selection:
     """
     assert scores.steps is not None
     settings, device = scores.settings, scores.visible.device
-    with full_precision(device):
+    with scores.steps.precision:
         indices, counts = scores.steps.rank(scores, fresh_seed(device) if explore else None)
     sizes = n, settings.block_size, settings.is_causal, settings.per_token
     return Selection(indices, counts, *sizes, settings.local_blocks, settings.sink_blocks)
@@ -318,7 +315,7 @@ def select_rows(scores: BlockScores, rows: Tensor, explore: bool = False) -> Ten
 def score_rows(scores: BlockScores, batch: DistillBatch, listed: Tensor) -> tuple[Tensor, Tensor | None]:
     """Scores of a batch's rows, with gradients."""
     assert scores.steps is not None
-    with full_precision(listed.device):
+    with scores.steps.precision:
         return scores.steps.score_rows(scores, batch, listed)
 
 

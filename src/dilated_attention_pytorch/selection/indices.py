@@ -97,16 +97,13 @@ def normalise_indices(
 ) -> Tensor:
     """Sorted lists without duplicates, int32 (b, s, r, max(k, 1)): unused entries are `blocks` and come last.
 
-    Values outside 0 to `blocks` - 1 are dropped, as are blocks after `last` and before `first` (r), if given. All
-    operations run on the device, and nothing is read back.
+    Values outside 0 to `blocks` - 1 are dropped, as are blocks after `last` (r), which are below `blocks`, and
+    before `first` (r), which are not negative. All operations run on the device, and nothing is read back.
     """
-    valid = (indices >= 0) & (indices < blocks)
+    not_early = indices >= (0 if first is None else first[:, None])
+    valid = not_early & (indices < blocks if last is None else indices <= last[:, None])
     if counts is not None:
         valid &= _within(counts, indices.shape[-1])
-    if last is not None:
-        valid &= indices <= last[:, None]
-    if first is not None:
-        valid &= indices >= first[:, None]
     listed = torch.where(valid, indices, blocks).int()
     if not listed.shape[-1]:
         return listed.new_full((*listed.shape[:-1], 1), blocks)
@@ -126,7 +123,7 @@ def selection_of(
     cu_seqlens: Tensor | None = None,
 ) -> Selection:
     """Selection of the listed blocks and no others, for `heads` query heads."""
-    blocks, rows = -(-n // granularity), indices.shape[2]
+    blocks, rows, group = -(-n // granularity), indices.shape[2], heads // indices.shape[1]
     per_token = rows != blocks
     if cu_seqlens is not None:
         bounds = row_bounds(cu_seqlens, n, is_causal)
@@ -135,14 +132,13 @@ def selection_of(
             ends = (torch.arange(1, blocks + 1, device=indices.device) * granularity).clamp(max=n) - 1
             first, last = first[::granularity], last[ends]
         edges = last // granularity, first // granularity
-        listed = normalise_indices(indices, counts, blocks, *edges).repeat_interleave(heads // indices.shape[1], 1)
+        listed = normalise_indices(indices, counts, blocks, *edges)
         counts = (listed < blocks).sum(-1, dtype=torch.int32)
-        return Selection(listed, counts, n, granularity, False, per_token, 0, 0, None, bounds)
+        return Selection(listed, counts, n, granularity, False, per_token, 0, 0, None, bounds, group)
     own = torch.arange(rows, device=indices.device)
     own = own // granularity if per_token else own
     listed = normalise_indices(indices, counts, blocks, own if is_causal else None)
     shape = n, granularity, is_causal, per_token
-    group = heads // indices.shape[1]
     if not (per_token and is_causal):
         return Selection(listed, (listed < blocks).sum(-1, dtype=torch.int32), *shape, 0, 0, group=group)
     # The own block has the triangle of the causal mask; gathered queries read whole blocks. It is the last of a list.

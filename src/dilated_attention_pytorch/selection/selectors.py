@@ -40,12 +40,12 @@ def select_blocks(
     k_min: int = 1,
     share_groups: bool = False,
 ) -> Tensor:
-    """Key blocks that a published rule chooses for each row: indices for `selected_attention`.
+    """Indices for `selected_attention`: key blocks that a published rule chooses for each row.
 
     Args:
         query: (B, H, N, D).
         key: (B, G, N, D), H a multiple of G.
-        rule: "mean" (MoBA: mean keys), "box" (Quest: bound from the least and largest of each key coordinate),
+        rule: "mean" (MoBA: mean keys), "box" (Quest: bound from the minimum and maximum of each key coordinate),
             "antidiagonal" (XAttention: sums along strided antidiagonals of the scores), "sub_blocks" (log-sum-exp of
             scores of sub-block means), "oracle" (attention mass of each block, from all scores) or "random".
         budget: blocks of each row, its own included; or as a float in (0, 1] the share of predicted attention outside

@@ -50,7 +50,7 @@ class AdaptiveConfig:
     """Every row keeps blocks nearer than this; 1 is its own block alone."""
     match_rank: int = 32
     """Width of the match between sub-blocks, 0 for none."""
-    score_unit: int = 16
+    score_unit: int = 4
     """Tokens of a sub-block."""
     score_gradient: ScoreGradient = "distill"
     """Training signal of the scorer. Only "distill" is measured to work; the others need n <= 8192."""
@@ -69,6 +69,10 @@ class AdaptiveConfig:
     """Add Gumbel noise to the ranking while training, as if blocks were drawn in proportion to their weight."""
     dense_steps: int = 0
     """Training steps with dense attention, before blocks are selected; a step is a backward pass of the module."""
+    fitted_start: bool = True
+    """After `dense_steps`, fit an untrained match to the queries and keys of the first call that selects blocks."""
+    guarded: bool = False
+    """Each head selects by its start as long as its trained score captures less attention; see `BlockScorer`."""
     distill_start: int = 0
     """Training steps before the scorer learns; never before the end of `dense_steps`."""
     dense_below: int | None = None
@@ -98,6 +102,9 @@ class AdaptiveConfig:
         for name in ("distill_weight", "distill_memory", "distill_min_tokens", "dense_steps", "distill_start"):
             if not getattr(self, name) >= 0:
                 raise must(f"{name} must be >= 0", getattr(self, name))
+        by_loss = not self.hard_sparsity or self.score_gradient in ("prior", "straight_through")
+        if self.guarded and (by_loss or not (self.distill_rows and self.match_rank)):
+            raise must("guarded must come with distillation, distill_rows > 0 and match_rank > 0", "other settings")
         for name, kind in (("granularity", Granularity), ("score_gradient", ScoreGradient)):
             if getattr(self, name) not in get_args(kind):
                 raise must(f"{name} must be one of {', '.join(get_args(kind))}", repr(getattr(self, name)))

@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ...errors import must
-from ...selection.backend import default_generator, full_precision, select_rows
+from ...ops.checks import full_precision
+from ...selection.backend import default_generator, select_rows
 from ...selection.scores import BlockScores, cast_layers, features
 from ...selection.summaries import BlockSummaries, Sums, score_dtype, sums_at
 
@@ -36,6 +37,8 @@ def attend_over_ranks(
     if layer.is_weighted():
         raise must("learned attention over several ranks must keep blocks as they are", "scores that weigh them",
                    'Use hard_sparsity=True and score_gradient="distill" or "none".')  # fmt: skip
+    if layer.config.guarded and layer.is_distilling():
+        raise must("guarded must be False while learning over several ranks", True, "The comparison needs whole rows.")
     fits = key.shape[0] == len(query) and key.shape[2:] == query.shape[2:] and query.shape[1] % key.shape[1] == 0
     if not fits or value.shape[:3] != key.shape[:3]:
         shapes = f"{tuple(key.shape)} and {tuple(value.shape)} for query {tuple(query.shape)}"
@@ -142,7 +145,7 @@ def _choose(
     from ...distributed.learned import Choice
 
     size, ranks = layer.block_size, layer.ranks
-    settings, parameters = layer.config.settings(size, is_causal), layer.scorer.stack_parameters()
+    settings, parameters = layer.config.settings(size, is_causal), layer.scorer.selecting_parameters()
     at = layout.positions(ranks.rank).to(query.device)
     mine = None if padding is None else padding[:, at]
     query, key, dtype = query.detach(), key.detach(), score_dtype(query)

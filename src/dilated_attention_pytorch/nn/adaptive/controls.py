@@ -14,13 +14,16 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from ...selection.attention import attend_selection
 from ...selection.backend import distill_inputs, select
 from ...selection.distill import DistillInputs, dense_mass, spans
-from ...selection.types import Selection, shared_blocks
+from ...selection.types import Selection
 from .config import AdaptiveConfig
+from .fit import Moments, moments_of, world_size
+from .guard import best, candidates, listed, query_weights
 from .module import BlockSparseAdaptive
 
 CHOICES = ("learned", "untrained", "oracle", "random")
@@ -126,6 +129,48 @@ def distill_layer(core: BlockSparseAdaptive, call: LayerCall) -> None:
             output.backward(torch.ones_like(output))
 
 
+@torch.no_grad()
+def fit_scorers(model: nn.Module, run: Callable[[], Any], group: dist.ProcessGroup | None = None) -> list[str]:
+    """Fit the untrained scorers of a model to the queries and keys of `run()`, which calls the model.
+
+    Layers attend densely meanwhile. A match that was trained or fitted, has the full width, or is frozen stays as it
+    is. With several ranks the call is collective: all fit the sum over `group`, by default all ranks. State that an
+    optimizer has for the parameters stays; there is none before the scorer's first step.
+
+    Returns:
+        Names of the fitted layers.
+
+    >>> layer = BlockSparseAdaptive([64], [1], 2, 16, AdaptiveConfig(match_rank=8), block_size=16)
+    >>> fit_scorers(layer, lambda: layer(*torch.randn(3, 1, 64, 2, 16).unbind()))
+    ['']
+    """
+    cores = {name: x for name, x in model.named_modules() if isinstance(x, BlockSparseAdaptive)}
+    cores = {name: x for name, x in cores.items() if x.scorer.match_query.requires_grad and x.scorer.is_untrained()}
+    sums: dict[str, Moments] = {}
+
+    def attend(name: str, core: BlockSparseAdaptive, call: LayerCall) -> Tensor:
+        q, k = call.query.transpose(1, 2), call.key.transpose(1, 2)
+        settings = core.config.settings(core.block_size, call.is_causal)
+        sums[name] = moments_of(q, k, settings, call.padding).plus(sums.get(name))
+        return attend_by("dense", core, call, {}, torch.default_generator)
+
+    with intercepted(cores, attend):
+        run()
+    for name, moments in sums.items():
+        cores[name].scorer.fit(_over_ranks(moments, group, cores[name].scorer.match_query.device))
+    return list(sums)
+
+
+def _over_ranks(moments: Moments, group: dist.ProcessGroup | None, device: torch.device) -> Moments:
+    """Moments of the data of all ranks."""
+    if world_size(group) == 1:
+        return moments
+    summed = [x.to(device) for x in moments]
+    for x in summed:
+        dist.all_reduce(x, group=group)
+    return Moments(*(x.cpu() for x in summed))
+
+
 def shares_of(sums: Tensor) -> dict[str, float]:
     """Counted density and captured shares of the attention by choice, from a sum of results of `captured_mass`."""
     *kept, total, density, calls = sums.tolist()
@@ -146,14 +191,14 @@ def captured_mass(core: BlockSparseAdaptive, call: LayerCall, untrained: ScorerS
     rows = selection.indices.shape[2]
     wanted = min(rows, max(1, tokens if selection.per_token else -(-tokens // selection.block_size)))
     row = torch.linspace(0, rows - 1, wanted, device=visible.device).round().long().unique()
-    mass = dense_mass(inputs, row, _query_weights(call))[0].double()
-    forced, others = _candidates(selection, row, visible)
+    mass = dense_mass(inputs, row, query_weights(call.query, call.padding))[0].double()
+    forced, others = candidates(selection, row, visible)
     with scorer_of(core, untrained):
         before, _ = _selected(core, call)
     counts = selection.counts[:, :, row].long()
-    best = _best(mass, others, counts, selection.indices.shape[3], selection.blocks)
-    lists = selection.indices[:, :, row], before.indices[:, :, row], best
-    kept = [(mass * (forced | _listed(x, selection.blocks))).sum() for x in lists]
+    oracle = best(mass, others, counts, selection.indices.shape[3], selection.blocks)
+    lists = selection.indices[:, :, row], before.indices[:, :, row], oracle
+    kept = [(mass * (forced | listed(x, selection.blocks))).sum() for x in lists]
     chance = counts / others.sum(-1).clamp(min=1)
     kept.append((mass * forced).sum() + (chance[..., None] * mass * others).sum())
     return torch.stack([*kept, mass.sum(), selection.density().to(mass), mass.new_ones(())])
@@ -172,7 +217,7 @@ def attend_by(
         with scorer_of(core, untrained):
             return call.run(core, training=False)
     selection, visible = _selected(core, call)
-    inputs, weights, lists = _inputs(core, call, selection), _query_weights(call), []
+    inputs, weights, lists = _inputs(core, call, selection), query_weights(call.query, call.padding), []
     streams = visible.shape[0] * visible.shape[1]
     for begin, end in spans(selection.indices.shape[2], HELD // (streams * selection.blocks)):
         row = torch.arange(begin, end, device=visible.device)
@@ -181,9 +226,9 @@ def attend_by(
         else:
             shape = *visible.shape[:2], len(row), selection.blocks
             scores = torch.rand(shape, generator=generator, device=generator.device).to(visible.device)
-        _, others = _candidates(selection, row, visible)
+        _, others = candidates(selection, row, visible)
         counts = selection.counts[:, :, row]
-        lists.append(_best(scores, others, counts, selection.indices.shape[3], selection.blocks))
+        lists.append(best(scores, others, counts, selection.indices.shape[3], selection.blocks))
     chosen = replace(selection, indices=torch.cat(lists, 2))
     heads = (x.transpose(1, 2) for x in call[:3])
     settings = {"scale": core.softmax_scale, "key_padding_mask": call.padding, "backend": core.backend}
@@ -200,34 +245,3 @@ def _inputs(core: BlockSparseAdaptive, call: LayerCall, selection: Selection) ->
     scale = core.head_dim**-0.5 if core.softmax_scale is None else core.softmax_scale
     heads = call.query.transpose(1, 2), call.key.transpose(1, 2)
     return distill_inputs(*heads, selection, scale, call.padding)
-
-
-def _query_weights(call: LayerCall) -> Tensor:
-    """1 for each query (b, h, n), 0 for padding."""
-    batch, n, heads, _ = call.query.shape
-    dtype = torch.promote_types(call.query.dtype, torch.float32)
-    weights = torch.ones(batch, heads, n, dtype=dtype, device=call.query.device)
-    return weights if call.padding is None else weights.masked_fill(call.padding[:, None], 0.0)
-
-
-def _candidates(selection: Selection, row: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
-    """Blocks that rows keep without a choice, bool (r, t), and blocks that they may list, bool (b, h, r, t)."""
-    own = row // selection.block_size if selection.per_token else row
-    near = selection.local_blocks, selection.sink_blocks, selection.is_causal
-    forced = shared_blocks(own, selection.blocks, *near)
-    column = torch.arange(selection.blocks, device=row.device)
-    within = column < own[:, None] if selection.is_causal else column != own[:, None]
-    return forced, within & ~forced & visible[:, :, None]
-
-
-def _best(scores: Tensor, others: Tensor, counts: Tensor, slots: int, blocks: int) -> Tensor:
-    """`Selection.indices` (b, h, r, k) of the `counts` best candidates of each row."""
-    indices = scores.masked_fill(~others, -torch.inf).topk(slots, -1).indices
-    slot = torch.arange(slots, device=scores.device)
-    return indices.masked_fill(slot >= counts[..., None], blocks).sort(-1).values.int()
-
-
-def _listed(indices: Tensor, blocks: int) -> Tensor:
-    """Listed blocks as bool (b, h, r, t)."""
-    empty = torch.zeros(*indices.shape[:3], blocks + 1, dtype=torch.bool, device=indices.device)
-    return empty.scatter_(-1, indices.long(), True)[..., :-1]

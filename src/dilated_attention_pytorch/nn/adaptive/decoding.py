@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from ...errors import must
+from ...ops.checks import autocasted, cast_dtype, full_precision
 from ...patterns import Full
-from ...selection.backend import full_precision, select_rows, summarise
+from ...selection.backend import select_rows, summarise
 from ...selection.distill import spans
 from ...selection.scores import BlockScores, KeyFeatures, QueryFeatures, cast_layers, features
 from ...selection.summaries import score_dtype
@@ -91,7 +92,7 @@ class AdaptiveCache(KVCache):
     def _store(self, samples: Any, first: int, query: Tensor, key: Tensor) -> None:
         """Store features of complete blocks from `first` on."""
         layer = self.layer
-        settings, parameters = layer.config.settings(layer.block_size, True), layer.scorer.stack_parameters()
+        settings, parameters = layer.config.settings(layer.block_size, True), layer.scorer.selecting_parameters()
         with full_precision(query.device):
             layers = cast_layers(parameters.stacks, score_dtype(query))
             summaries = summarise(query.detach(), key.detach(), settings, None, before=False)
@@ -112,7 +113,7 @@ class AdaptiveCache(KVCache):
 
     def _follow(self, query: Tensor, before: list[int], settings: dict[str, Any]) -> Tensor:
         assert self._value is not None
-        found = query.new_empty(*query.shape[:3], self._value.shape[3])
+        found = query.new_empty(*query.shape[:3], self._value.shape[3], dtype=cast_dtype(query))
         for length in sorted(set(before)):
             same = [i for i, other in enumerate(before) if other == length]
             samples = slice(None) if len(same) == len(before) else torch.tensor(same, device=query.device)
@@ -152,7 +153,7 @@ class AdaptiveCache(KVCache):
         hidden, units, there = (x[:, :, own - 1 : own] for x in held[3:])
         rows = QueryFeatures(hidden, units, there, None)
         ids = position + torch.arange(query.shape[2], device=device) if per_token else mine
-        settings, parameters = config.settings(size, True), layer.scorer.stack_parameters()
+        settings, parameters = config.settings(size, True), layer.scorer.selecting_parameters()
         with full_precision(device):
             layers = cast_layers(parameters.stacks, rows.hidden.dtype)
             scores = BlockScores(parameters, query, rows, columns, layers, settings, True, ids, own)
@@ -163,7 +164,7 @@ class AdaptiveCache(KVCache):
     def _attend(self, samples: Any, query: Tensor, position: int, blocks: Tensor) -> Tensor:
         assert self._key is not None and self._value is not None
         layer, size = self.layer, self.layer.block_size
-        key, value = self._key[samples], self._value[samples]
+        (query,), key, value = autocasted(query), self._key[samples], self._value[samples]
         batch, heads, rows, width = query.shape
         dtype = torch.promote_types(query.dtype, torch.float32)
         scale = width**-0.5 if layer.softmax_scale is None else layer.softmax_scale
@@ -178,9 +179,11 @@ class AdaptiveCache(KVCache):
             column = column.expand(-1, -1, end - begin, -1)
             seen = (column >= 0) & (column <= token[:, None])
             column = column.clamp(0, key.shape[2] - 1)
-            scores = scale * (query[:, :, begin:end, None].to(dtype) @ key[sample, group, column].to(dtype).mT)
-            share = scores[..., 0, :].masked_fill(~seen, -torch.inf).softmax(-1)
             # Memory that was never written may hold NaN.
-            values = torch.where(seen[..., None], value[sample, group, column].to(dtype), 0.0)
-            found.append((share[..., None, :] @ values)[..., 0, :])
+            keys, values = (x[sample, group, column].to(query.dtype).to(dtype) for x in (key, value))
+            values = torch.where(seen[..., None], values, 0.0)
+            with full_precision(query.device):
+                scores = scale * (query[:, :, begin:end, None].to(dtype) @ keys.mT)
+                share = scores[..., 0, :].masked_fill(~seen, -torch.inf).softmax(-1)
+                found.append((share[..., None, :] @ values)[..., 0, :])
         return torch.cat(found, 2).to(query.dtype)

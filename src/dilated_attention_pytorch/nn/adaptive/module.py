@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from warnings import warn
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ from torch.nn import functional as F
 
 from ...errors import must, must_be
 from ...ops.attention import attention
+from ...ops.derivatives import scale_of
 from ...patterns import BlockDilated, Full
 from ...plan import Plan
 from ...plan.builder import BLOCK_SIZES
@@ -27,6 +29,8 @@ from ..attention import probability
 from ..block_sparse_config import SparsePatternConfig
 from ..context_parallel import OverRanks, Ranks
 from .config import AdaptiveConfig
+from .fit import moments_of, world_size
+from .guard import captured_more, query_weights
 from .scorer import BlockScorer
 from .traced import TORCH_OWN, is_traceable, traced_attention
 
@@ -90,20 +94,20 @@ class BlockSparseAdaptive(OverRanks, nn.Module):
 
     The scorer trains with the module: each backward pass distills the measured attention of blocks into it and computes
     its parameters' gradients, whatever the loss is. Selection is per sample and per head; with `is_causal`, later
-    tokens do not change the blocks of earlier ones. `torch.compile` has the module in one graph, except for calls with
-    `return_pattern`, study modes or several ranks, and training with dropout, noise, `dense_steps` or `distill_start`,
-    which run eagerly. `statistics` covers eager calls.
+    tokens do not change the blocks of earlier ones. `torch.compile` traces the module in one graph. Calls with
+    `return_pattern`, study modes or several ranks, and training with dropout, noise, `dense_steps` or `distill_start`
+    run eagerly. `statistics` covers eager calls.
 
     Args:
-        segment_lengths: validated, without effect, as `dilation_rates`: any block of the sequence may be chosen.
+        segment_lengths: validated but without effect, like `dilation_rates`: any block of the sequence may be selected.
         num_heads: query heads.
         head_dim: width of queries and keys.
         adaptive_config: an `AdaptiveConfig`; also accepted as `sparse_config`.
         sparse_config: a `SparsePatternConfig`, for its block size; without `adaptive_config` its `sparsity_ratio` is
-            the fraction of visible blocks kept. Its pattern has no effect: any block may be chosen.
+            the fraction of visible blocks kept. Its pattern has no effect: any block may be selected.
         block_size: tokens in a block: 16, 32, 64, 128 or 256; 128 by default.
-        softmax_scale: factor on attention's scores; 1 / sqrt(D) by default.
-        attention_dropout: probability of dropping a weight while training.
+        softmax_scale: factor on the attention scores; 1 / sqrt(D) by default.
+        attention_dropout: probability of dropping a weight during training.
         process_group: see `Ranks`, also for `ring_size` and `layout`; each rank selects for its own tokens.
 
     >>> layer = BlockSparseAdaptive([4096], [1], num_heads=4, head_dim=16, block_size=16)
@@ -185,7 +189,7 @@ class BlockSparseAdaptive(OverRanks, nn.Module):
             value: (B, N, G, E).
             is_causal: also require the key not to come after the query.
             return_pattern: also return a `LearnedPattern`.
-            key_padding_mask: bool (B, N), True where a key takes no part.
+            key_padding_mask: bool (B, N), True where a key is ignored.
 
         Returns:
             (B, N, H, E).
@@ -272,11 +276,22 @@ class BlockSparseAdaptive(OverRanks, nn.Module):
         self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, return_pattern: bool, key_padding_mask: Tensor | None
     ) -> Tensor | tuple[Tensor, LearnedPattern]:
         """Attention over selected blocks, with the whole sequence on one device."""
-        scores = self.score_blocks(q, k, is_causal, key_padding_mask)
-        selection = select(scores, q.shape[2], self.explores())
+        if self.training and self.config.fitted_start and 0 < self.config.dense_steps == self._steps:
+            self._fit_start(q, k, is_causal, key_padding_mask)
+        given = q, k, is_causal, key_padding_mask
+        distills = self.is_distilling()
+        chooser = scores = self.score_blocks(*given, "stack" if distills else "selecting")
+        if self.config.guarded and distills:
+            chooser = self.score_blocks(*given)
+        selection = select(chooser, q.shape[2], self.explores())
         stored, weighted, lse = selection.without_lists(), self.is_weighted(), None
-        batch = self.draw_batch(scores, selection.indices, scores.row_count) if self.is_distilling() else None
+        batch = self.draw_batch(scores, selection.indices, scores.row_count) if distills else None
         self.__dict__.update(_selected=stored, _batch=batch)
+        if self.config.guarded and batch is not None:
+            start = self.score_blocks(*given, "start")
+            inputs = distill_inputs(q, k, selection, scale_of(self.softmax_scale, self.head_dim), key_padding_mask)
+            weights = query_weights(q.transpose(1, 2), key_padding_mask)
+            self.scorer.compare(captured_more(scores, start, inputs, batch.dense_rows, weights))
         if weighted:
             output = self._weighted(q, k, v, scores, selection, key_padding_mask)
         else:
@@ -300,7 +315,7 @@ class BlockSparseAdaptive(OverRanks, nn.Module):
             if lse is None:
                 lse = attend_selection(q, k, v, selection, scale=scale, key_padding_mask=key_padding_mask).lse
             share = self._captured(distill_inputs(q, k, selection, scale, key_padding_mask), lse)
-            return output, LearnedPattern(selection, scores.of_each(selection.indices), share, selection.density())
+            return output, LearnedPattern(selection, chooser.of_each(selection.indices), share, selection.density())
 
     def explores(self) -> bool:
         """Whether a call made now adds noise to the ranking of blocks."""
@@ -309,6 +324,16 @@ class BlockSparseAdaptive(OverRanks, nn.Module):
     def is_dense_start(self) -> bool:
         """Whether a training call made now attends to every block, because `dense_steps` are not over."""
         return self.training and self._steps < self.config.dense_steps
+
+    def _fit_start(self, q: Tensor, k: Tensor, is_causal: bool, padding: Tensor | None) -> None:
+        """Fit an untrained scorer to the queries and keys of this call."""
+        if not (self.scorer.match_query.requires_grad and self.scorer.is_untrained()):
+            return
+        if world_size() > 1:
+            # Ranks would fit their own data, and replicas would differ from then on.
+            warn("the start of learned attention is not fitted over several ranks; call fit_scorers", stacklevel=2)
+            return
+        self.scorer.fit(moments_of(q, k, self.config.settings(self.block_size, is_causal), padding))
 
     def _counted(self, output: Tensor) -> Tensor:
         """The output, whose backward pass counts as a training step."""
@@ -331,11 +356,19 @@ class BlockSparseAdaptive(OverRanks, nn.Module):
         if steps is not None and not steps.is_meta:
             self._steps = int(steps)
 
-    def score_blocks(self, query: Tensor, key: Tensor, is_causal: bool, padding: Tensor | None = None) -> BlockScores:
-        """Scores of the blocks of (B, H, N, D) queries and (B, G, N, D) keys."""
+    def score_blocks(
+        self,
+        query: Tensor,
+        key: Tensor,
+        is_causal: bool,
+        padding: Tensor | None = None,
+        which: Literal["selecting", "stack", "start"] = "selecting",
+    ) -> BlockScores:
+        """Scores of the blocks of (B, H, N, D) queries and (B, G, N, D) keys, by a method of `BlockScorer`."""
         config = self.config
         distills = config.hard_sparsity and config.score_gradient == "distill"
-        settings, parameters = config.settings(self.block_size, is_causal), self.scorer.stack_parameters()
+        settings = config.settings(self.block_size, is_causal)
+        parameters = getattr(self.scorer, f"{which}_parameters")()
         return score_blocks(query, key, parameters, settings, padding, distills=distills)
 
     def is_weighted(self) -> bool:

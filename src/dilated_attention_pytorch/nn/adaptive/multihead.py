@@ -60,8 +60,9 @@ class MultiheadBlockSparseAdaptive(MultiheadOverRanks, MultiheadSparseAttention)
         layout: SequenceLayout | str = "contiguous",
         **options: Any,
     ) -> None:
-        if options.get("sink"):
-            raise must("learned attention must come without a sink", "sink=True")
+        for name in ("a sink", "add_bias_kv", "add_zero_attn"):
+            if options.get(name.removeprefix("a ")):
+                raise must(f"learned attention must come without {name}", f"{name.removeprefix('a ')}=True")
         super().__init__(embed_dim, num_heads, Full(), dropout, bias, **options)
         self.core = BlockSparseAdaptive(
             segment_lengths,

@@ -12,18 +12,19 @@ from torch import Tensor, nn
 
 from ...errors import must
 from ...selection.scores import ScorerParameters, cast_layers, floored_temperature, hidden_parts, pair_scores
+from .fit import Moments, fit_match
 
 if TYPE_CHECKING:
     from .config import AdaptiveConfig
 
 
 class ImportanceScorer(nn.Module):
-    """An MLP on pairs of summaries, one for each head unless shared, evaluated without forming the pairs.
+    """MLP on pairs of summaries, one per head unless shared, evaluated without forming the pairs.
 
     Args:
         input_dim: width of a summary.
         hidden_dim: hidden units.
-        num_layers: linear layers; only the first is free of pairs, so two is cheap and more is not.
+        num_layers: linear layers; layers after the first are evaluated on all pairs, so more than two are expensive.
         num_heads: heads.
         share_across_heads: one MLP for all heads.
         dropout: probability of dropping a hidden unit, for a whole row of pairs at once.
@@ -157,7 +158,7 @@ class ImportanceScorer(nn.Module):
         Args:
             q_summary: (b, h, rows, d), or (b, rows, d) of one head.
             k_summary: (b, h, t, d), or (b, t, d).
-            head_idx: which head, where one is given.
+            head_idx: index of the head, for summaries of one head.
 
         Returns:
             (b, h, rows, t), or (b, rows, t).
@@ -187,8 +188,16 @@ def _placed(x: Tensor, like: Any) -> Tensor:
     return distribute_tensor(x.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
 
 
+RECENT = 0.2
+"""Weight of the last step in the average that compares a trained scorer with its start."""
+
+
 class BlockScorer(nn.Module):
     """Trainable parts of learned attention: the MLP, the mixture of key summaries, the match and the temperatures.
+
+    With `guarded`, buffers hold the match as it started and `advantage`: how much more attention the trained score
+    captures, a moving average for each head over steps of distillation. Where it is negative, the start selects and the
+    trained score learns on.
 
     Args:
         num_heads: heads.
@@ -210,6 +219,10 @@ class BlockScorer(nn.Module):
             self.log_temperature = nn.Parameter(log)
         else:
             self.register_buffer("log_temperature", log)
+        if config.guarded:
+            self.register_buffer("start_query", torch.empty_like(self.match_query))
+            self.register_buffer("start_key", torch.empty_like(self.match_key))
+            self.register_buffer("advantage", torch.zeros(own, device=made.get("device")))
         self.reset_parameters()
 
     @torch.no_grad()
@@ -230,14 +243,68 @@ class BlockScorer(nn.Module):
         *_, weight, bias = self.importance.stacks()
         weight.mul_(0.1)
         bias.zero_()
+        self._store_start()
+
+    @torch.no_grad()
+    def _store_start(self) -> None:
+        """Make the present match the start, where scores are guarded."""
+        if self.config.guarded:
+            self.start_query.copy_(self.match_query)
+            self.start_key.copy_(self.match_key)
+            self.advantage.zero_()
+
+    def is_untrained(self) -> bool:
+        """Whether the match is the random start, which has one projection for queries and keys."""
+        return torch.equal(self.match_query, self.match_key)
+
+    @torch.no_grad()
+    def fit(self, moments: Moments) -> None:
+        """Replace the match by the best approximation of q . k for data with these moments.
+
+        A match of the full width is exact already, and stays.
+        """
+        width, rank = self.match_query.shape[1:]
+        if not 0 < rank < width:
+            return
+        if len(self.match_query) == 1:
+            moments = Moments(*(x.sum(0, keepdim=True) for x in moments))
+        for own, fitted in zip((self.match_query, self.match_key), fit_match(moments, rank), strict=True):
+            own.copy_(_placed(fitted.to(own.dtype), own))
+        self._store_start()
 
     @property
     def temperature(self) -> Tensor:
         """Temperature of each head, at least the floor of the config."""
         return floored_temperature(self.log_temperature, self.config.min_temperature)
 
+    def selecting_parameters(self) -> ScorerParameters:
+        """Parameters that select blocks: those in training, or the start in heads that it serves better."""
+        return self._from_start(self.advantage < 0) if self.config.guarded else self.stack_parameters()
+
+    def start_parameters(self) -> ScorerParameters:
+        """Parameters of the start of all heads: the match alone."""
+        return self._from_start(torch.ones_like(self.advantage, dtype=torch.bool))
+
+    @torch.no_grad()
+    def _from_start(self, heads: Tensor) -> ScorerParameters:
+        given = self.stack_parameters()
+        back, started = heads[:, None, None], math.log(self.config.temperature)
+        return given._replace(
+            stacks=[x.masked_fill(heads.view(-1, *[1] * (x.dim() - 1)), 0.0) for x in given.stacks],
+            summary=given.summary.masked_fill(back, 0.0),
+            match_query=torch.where(back, self.start_query, given.match_query),
+            match_key=torch.where(back, self.start_key, given.match_key),
+            log_temperature=given.log_temperature.masked_fill(heads.expand(self.num_heads), started),
+        )
+
+    @torch.no_grad()
+    def compare(self, captured_more: Tensor) -> None:
+        """Add the outcome (h) of a step to `advantage`."""
+        more = captured_more.mean(0, keepdim=True) if len(self.advantage) == 1 else captured_more
+        self.advantage.lerp_(more.to(self.advantage), RECENT)
+
     def stack_parameters(self) -> ScorerParameters:
-        """Parameters of all heads as `selection` takes them."""
+        """Parameters in training of all heads, as `selection` takes them."""
         importance, config = self.importance, self.config
         dropout = importance.dropout if importance.training else 0.0
         own = self.summary, self.match_query, self.match_key, self.log_temperature

@@ -45,7 +45,7 @@ _library.define(
 def is_traceable(core: BlockSparseAdaptive, return_pattern: bool) -> bool:
     """Whether the operators compute a call of a layer; otherwise the layer runs eagerly and breaks the graph."""
     config, drops = core.config, core.attention_dropout > 0 or core.config.dropout > 0
-    counts = config.dense_steps > 0 or config.distill_start > 0
+    counts = config.dense_steps > 0 or config.distill_start > 0 or config.guarded
     special = return_pattern or core.is_weighted() or not core.ranks.alone
     return not special and not (core.training and (drops or counts or config.exploration))
 
@@ -66,7 +66,7 @@ def traced_attention(
         return attention(q, k, v, Full(), scale=scale, enable_gqa=True, backend=core.backend, **masks).transpose(1, 2)
     # `id` makes the compiler guard on the very object.
     text = _constant_text(config, core.block_size, id(config))
-    stacked = core.scorer.stack_parameters()
+    stacked = core.scorer.selecting_parameters()
     parameters = *stacked.stacks, *stacked[1:5]
     settings = padding, text, is_causal, scale, core.backend, distills
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))

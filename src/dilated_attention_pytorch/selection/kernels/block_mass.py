@@ -8,7 +8,7 @@ from torch import Tensor
 from ...kernels.launch.arena import ALIGNED
 from ...kernels.launch.launcher import Launch, prepared
 from ...kernels.launch.triton_abi import Grid
-from ...kernels.triton.launches import LOG2E, OPTIONS, dot_precision, padded_width
+from ...kernels.triton.launches import LOG2E, dot_precision, padded_width
 from ..distill import FLOOR
 from ..types import Selection
 from .block_mass_kernels import block_lse_kernel, distill_kernel
@@ -28,7 +28,7 @@ def _launches(
     few, many = min(padded_width(wide), most), min(padded_width(max(dense * wide, 1)), most)
     programs = chosen * -(-wide // few) * (slots + 1)
     at_all = -(-streams * chosen * wide * (slots + 1) // ALIGNED) * ALIGNED
-    constants = {"BLOCK": size, "W": wide, "CAUSAL": is_causal, "PADDING": padded} | OPTIONS
+    constants = {"BLOCK": size, "W": wide, "CAUSAL": is_causal, "PADDING": padded}
     query_apart, key_apart, grad_apart = apart
     logs = Launch(
         block_lse_kernel, device, scale * LOG2E, n, t, chosen, dense, slots, total, programs, at_all, heads,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.launch.launcher import CACHE_SIZE, Launch, launch, prepared
-from ...kernels.triton.launches import OPTIONS, dot_precision, padded_width
+from ...kernels.triton.launches import dot_precision, padded_width
 from ..types import Factors
 from .block_scores_kernels import hidden_kernel, match_kernel, split_kernel
 
@@ -64,7 +64,7 @@ def split(right: Tensor) -> Halves:
     right, many = right.contiguous(), right.shape[3] * right.shape[4]
     first, second = torch.empty((2, *right.shape), dtype=torch.float16, device=right.device).unbind()
     scale = torch.empty(right.shape[:3], dtype=torch.float32, device=right.device)
-    launch(split_kernel, (scale.numel(),), right, first, second, scale, MANY=many, BM=padded_width(many), **OPTIONS)
+    launch(split_kernel, (scale.numel(),), right, first, second, scale, MANY=many, BM=padded_width(many))
     return first, second, scale
 
 
@@ -105,7 +105,7 @@ def _hidden_launch(
     constants = {"BM": side, "BN": side, "M": hidden, "UM": max(min(hidden & -hidden, units), 1), "T": padded_width(t)}
     constants |= {"STAGES": stages, "SIZE": size, "IDS": ids, "EVEN": even, "CAUSAL": is_causal, "KEEP": keeps}
     constants |= {"LISTS": lists, "num_warps": warps}
-    return Launch(hidden_kernel, device, *numbers, **constants, maxnreg=HIDDEN_REGISTERS, **OPTIONS)
+    return Launch(hidden_kernel, device, *numbers, **constants, maxnreg=HIDDEN_REGISTERS)
 
 
 def hidden_scoring(
@@ -159,7 +159,7 @@ def _match_launch(
     constants |= {"num_warps": max(at_once * own_units // 16, 4), "STAGES": STAGES, "num_stages": STAGES}
     width, _, t, *_ = numbers
     constants["WHOLE"] = width % columns == t % columns == 0
-    return Launch(match_kernel, device, *numbers, **constants, **OPTIONS)
+    return Launch(match_kernel, device, *numbers, **constants)
 
 
 def scoring(factors: Factors, block_size: int, per_token: bool, is_causal: bool) -> Callable[..., Tensor]:

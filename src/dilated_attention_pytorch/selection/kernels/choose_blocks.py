@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.launch.launcher import Launch, prepared
-from ...kernels.triton.launches import OPTIONS, dot_precision, launches_overlap, padded_width
+from ...kernels.triton.launches import dot_precision, launches_overlap, padded_width
 from ..types import Factors, SelectionSettings
 from .block_scores import ByToken, Halves, ToList, hidden_scoring, matched_together, own_rows, scoring, split
 from .choose_blocks_kernels import choice_kernel, rank_kernel
@@ -51,7 +51,7 @@ def _choice_launch(
     }
     constants |= {"ROUNDS": rounds, "FEW": wide == NARROWEST, "WHOLE": t % columns == 0}
     constants["PRECISION"] = dot_precision(torch.float32)
-    constants |= {"num_warps": 4, "num_stages": 3} | OPTIONS
+    constants |= {"num_warps": 4, "num_stages": 3}
     constants |= {"maxnreg": NARROW_REGISTERS} if wide < CHOSEN_AMONG else {}
     overlaps = launches_overlap(device)
     constants |= {"NEXT": goes_on and overlaps, "AFTER": after and overlaps}
@@ -96,7 +96,7 @@ def _rank_launch(
     constants = {"BM": at_once, "T": wide, "W": min(32 * warps * side // at_once, wide), "V": side}
     constants |= {"K": padded_width(room)}
     constants |= {"SIZE": size, "CAUSAL": is_causal, "READY": ready, "NOISE": noise, "COVERAGE": covers}
-    constants |= {"num_warps": warps} | OPTIONS
+    constants |= {"num_warps": warps}
     if ready:
         constants["maxnreg"] = READY_REGISTERS[2 if at_once * wide > 1024 * warps else int(at_once > 1)]
     return Launch(rank_kernel, device, *numbers, **constants)

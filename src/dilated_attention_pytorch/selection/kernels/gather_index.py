@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ...kernels.launch.arena import Arena, Shape
 from ...kernels.launch.launcher import Launch, prepared
-from ...kernels.triton.launches import OPTIONS, padded_width
+from ...kernels.triton.launches import padded_width
 from ..types import GatherIndex, Selection
 from .gather_index_kernels import mark_tokens_kernel, place_kernel, runs_kernel
 
@@ -50,14 +50,14 @@ class SelectionInverter:
         together, window = min(padded_width(listed), TOGETHER), min(padded_width(t), WINDOW)
         # Tables as long as what is asked for at once are laid out over the threads alike, and moved between them.
         window *= 1 + (window == 32 * together)
-        once = {"WORDS": WORDS, "P": together, "T": window, "SHARED": shared, "num_warps": 8} | OPTIONS
+        once = {"WORDS": WORDS, "P": together, "T": window, "SHARED": shared, "num_warps": 8}
         self._mark = Launch(
             mark_tokens_kernel, device, *begin("bits", "before", "counters"), *sizes, *apart, **once,
         )  # fmt: skip
         self._count = Launch(
             runs_kernel, device, *begin("before", "first", "total", "counters"), shares, t, wide,
             SIZE=size, BS=min(padded_width(shares), 512), BT=COLUMNS, P=min(padded_width(key_tiles), 1024),
-            num_warps=4, **OPTIONS,
+            num_warps=4,
         )  # fmt: skip
         begins = begin("bits", "before", "first", "total", "source", "place", "tile", "order")
         self._place = Launch(

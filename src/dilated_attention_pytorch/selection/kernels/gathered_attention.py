@@ -14,7 +14,6 @@ from ...kernels.launch.launcher import CACHE_SIZE, Launch
 from ...kernels.launch.triton_abi import Grid
 from ...kernels.triton.launches import (
     LOG2E,
-    OPTIONS,
     Tiles,
     config,
     constants_of,
@@ -97,7 +96,7 @@ def _forward_launches(
     )  # fmt: skip
     join = Launch(
         join_tokens_kernel, query.device, rows, n, chosen.place.shape[2], *output.stride()[:3], *lse.stride(),
-        BM=JOINED, E=e, EP=padded_width(e), TOGETHER=_together(e), **OPTIONS,
+        BM=JOINED, E=e, EP=padded_width(e), TOGETHER=_together(e),
     )  # fmt: skip
     grids = (-(-many // run), own, 1), (-(-n // JOINED), own, batch)
     return Prepared(((attend, grids[0]), (join, grids[1])), (own, rows, e))
@@ -149,7 +148,7 @@ def _backward_launches(
         )  # fmt: skip
     add = Launch(
         add_tokens_kernel, device, call.scale, rows, n, chosen.place.shape[2], *grad_query.stride()[:3],
-        BM=JOINED, D=d, DP=padded_width(d), TURNED=on_hopper, TOGETHER=_together(d), **OPTIONS,
+        BM=JOINED, D=d, DP=padded_width(d), TURNED=on_hopper, TOGETHER=_together(d),
     )  # fmt: skip
     keys, tokens = (chosen.order.shape[1], key.shape[1], 1), (-(-n // JOINED), own, batch)
     return Prepared(((by_key, keys), (add, tokens)), (own, rows, d))

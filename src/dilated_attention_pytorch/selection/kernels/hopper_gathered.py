@@ -85,9 +85,8 @@ class ChosenBackward:
         strides = (stride // 8 for one in (query, grad) for stride in one.stride()[:3])
         scales = call.scale, call.scale * LOG2_E
         arguments = *moved, *places, *sizes, *strides, *scales, BLOCK, *config
-        identity = "chosen", query.device.index, query.dtype, d, config
         grid = batch * blocks, tensors[KEY].shape[1], 1
-        launch = LaunchStep(chosen_bwd_kernel, identity, grid, arguments, tensors[:AFTER])
+        launch = LaunchStep(chosen_bwd_kernel, grid, arguments, tensors[:AFTER])
         self._launches, self._device = Launches(query.device, [launch]), query.device
 
     def __call__(self, grid: Grid, tensors: Sequence[Tensor]) -> None:

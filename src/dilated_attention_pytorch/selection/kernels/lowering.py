@@ -22,7 +22,7 @@ from ...kernels.launch.triton_abi import Grid
 from ...kernels.registry import Backend, choose
 from ...kernels.triton import backend as triton_backend
 from ...kernels.triton import lowering as triton_lowering
-from ...kernels.triton.launches import OPTIONS, padded_width
+from ...kernels.triton.launches import padded_width
 from ...kernels.triton.lowering import PartSchedule, Schedule, WalkTables, share_of
 from ...plan.plan import Axis, Plan, Walk
 from ..attend import BlockAttend
@@ -62,19 +62,19 @@ class ListedBlocks:
         begins = self.by_query.begin("lists", "rows", "work", "items", "held", "partial")
         self._to_queries = Launch(
             query_lists_kernel, device, *begins, batch, heads, t, listed, sinks, entries,
-            P=padded_width(many), **options, BY_ROW=few, SHARED=shared, num_warps=4 if many > 256 else 1, **OPTIONS,
+            P=padded_width(many), **options, BY_ROW=few, SHARED=shared, num_warps=4 if many > 256 else 1,
         )  # fmt: skip
         # What is not used of the lists is looked at with the rest.
         begins = self.by_key.begin("bits", "lists", "counters")
         self._mark = Launch(
             mark_kernel, device, *begins, t, heads, batch, listed, in_lists,
-            P=min(padded_width(listed), 64), SHARED=shared, num_warps=4, **OPTIONS,
+            P=min(padded_width(listed), 64), SHARED=shared, num_warps=4,
         )  # fmt: skip
         self._marks = words, batch * heads, 1
         begins = self.by_key.begin("bits", "counters", "lists", "rows", "total", "partial", "turned")
         self._to_keys = Launch(
             key_lists_kernel, device, *begins, batch, t, sinks, words, entries, many,
-            P=min(padded_width(t), 1024), **options, num_warps=4, **OPTIONS,
+            P=min(padded_width(t), 1024), **options, num_warps=4,
         )  # fmt: skip
         self._to_items: dict[int, tuple[Launch, Grid, tuple[tuple[int, int], tuple[int, int], int]]] = {}
 
@@ -111,7 +111,7 @@ class ListedBlocks:
             numbers = *self.by_key.begin("total", "items"), self._tiles, run
             sizes = {"P": min(padded_width(run), 1024), "HALVES": self._halves, "GROUP": group, "num_warps": 4}
             view = (rows * self._halves, 4), (4, 1), numbers[1]
-            launch = Launch(held_items_kernel, self._device, *numbers, **sizes, **OPTIONS)
+            launch = Launch(held_items_kernel, self._device, *numbers, **sizes)
             cached = self._to_items[group] = launch, (rows, 1, 1), view
         launch, grid, view = cached
         launch(grid, (by_key,))
@@ -255,15 +255,10 @@ class Listed:
             work=work,
             items=part.queries.tiles,
             owners=heads,
-            heavy=work[:0, :4],
-            heavy_rows=0,
-            slots=0,
             # Both kinds of a listed walk lie in one memory, so the lists need be there but once.
             lists=tables.by_query.tensor(self.items.by_query, "lists"),
             mask_shift=entries,
             partial=len(part.by_query.mask) > 0,
-            mixed=False,
-            covers=True,
         )
         if len(part.by_key.rows):
             limit = None if group > 1 else share_of(plan, len(part.by_key.full))
@@ -299,7 +294,6 @@ class ListedAttend(BlockAttend):
     def lowered(
         self, query: Tensor, key: Tensor, value: Tensor, *, backward: bool = False
     ) -> tuple[AttentionCall, Backend]:
-        """Call of folded tensors, and its backend."""
         self.listed = self.listed or Listed(self.selection)
         call = self.call(query, key, value, self.listed.whole_plan if backward else self.listed.plan)
         return call, self.listed.choose(call, self.backend)[1]
@@ -331,7 +325,6 @@ def _key_side(
         mask_shift=len(walk.full),
         partial=len(walk.mask) > 0,
         mixed=len(owners) < plan.heads,
-        covers=True,
     )
 
 

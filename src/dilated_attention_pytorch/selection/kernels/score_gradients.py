@@ -10,7 +10,7 @@ from torch import Tensor
 from ...kernels.launch.arena import Arena, Shape
 from ...kernels.launch.launcher import Launch, prepared
 from ...kernels.launch.triton_abi import Grid
-from ...kernels.triton.launches import OPTIONS, dot_precision, padded_width
+from ...kernels.triton.launches import dot_precision, padded_width
 from ..types import Factors
 from .block_scores import own_rows
 from .score_gradients_kernels import best_kernel, mixture_kernel, own_kernel, sides_bwd_kernel, sums_kernel
@@ -79,7 +79,7 @@ def _launches(
     }
     found = Arena(torch.float32, device, shapes | {"mixture": (scorers, 3 * d, d)})
     to = found.begin("joint", "project", "match", "bias", "last", "two")
-    precise = {"PRECISION": dot_precision(torch.float32)} | OPTIONS
+    precise = {"PRECISION": dot_precision(torch.float32)}
     shape = {"A": own_units, "M": hidden, "RANK": rank}
     own = Launch(
         own_kernel, device, rows, heads, at_left, *rows_apart, *apart, s_project, BM=PROJECTED,

@@ -8,7 +8,7 @@ from torch import Tensor
 from ...kernels.launch.arena import Arena, Shape
 from ...kernels.launch.launcher import Launch, prepared
 from ...kernels.launch.triton_abi import Grid
-from ...kernels.triton.launches import OPTIONS, dot_precision, padded_width
+from ...kernels.triton.launches import dot_precision, padded_width
 from .block_scores import Halves
 from .summaries_kernels import factor_kernel, summaries_kernel
 
@@ -28,7 +28,7 @@ def _factoring(
 ) -> tuple[Launch, Grid, Arena, Arena]:
     constants = {"BM": PROJECTED, "M": hidden, "D": d, "DP": padded_width(d)}
     constants |= {"RANK": rank, "RP": padded_width(rank), "UNITS": many}
-    constants |= {"PRECISION": dot_precision(torch.float32), "num_warps": 2, "num_stages": 3} | OPTIONS
+    constants |= {"PRECISION": dot_precision(torch.float32), "num_warps": 2, "num_stages": 3}
     tiles, apart = 2 * -(-t // PROJECTED) + -(-t * many // PROJECTED), padded_width(t)
     launch = Launch(factor_kernel, device, t, t * many, heads, *steps, apart, **constants)
     right, side = (batch, heads, t, many, rank), (batch, heads, t, hidden)
@@ -80,7 +80,7 @@ def _summing(
     options = max(warps * LINE // row, 1), in_flight
     named = "OWN_UNITS", "OWN_UNIT", "OWN_BU", "OWN_PARTS", "OWN_RUN", "UNITS", "UNIT", "BU", "PARTS", "RUN"
     constants = dict(zip(named, (*_steps(own_units, own_unit, *options), *_steps(units, unit, *options)), strict=True))
-    constants |= {"D": d, "DP": padded_width(d), "BEFORE": before, "PADDING": padded, "num_warps": warps} | OPTIONS
+    constants |= {"D": d, "DP": padded_width(d), "BEFORE": before, "PADDING": padded, "num_warps": warps}
     sizes = n, t, heads, key_heads, *apart[:3], *key_apart[:3]
     launch = Launch(summaries_kernel, device, *sizes, **constants)
     lead, key_lead = (batch, heads, t), (batch, key_heads, t)

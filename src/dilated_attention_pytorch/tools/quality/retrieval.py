@@ -1,21 +1,24 @@
 """Retrieval tasks of seconds on a CPU, and attention rows that share one budget of blocks.
 
-- recall: 48 pairs of a key and a value in the first half of a sequence; questions for any of
-  them in the second;
-- needle: 25 pairs in the first quarter; each question in the last quarter asks for one, 24 are
-  distractors;
-- induction: runs of 32 tokens again from random places; the token that followed follows again.
+Tasks of the retrieval suites:
 
-A model of one layer learns a task with dense attention first. Every row continues from that
-checkpoint with its own choice of blocks, on the same data, for the same steps. All rows keep a
-token's own block and the same number of earlier blocks, so they differ in the choice alone:
+- recall: the first half of a sequence contains 48 pairs of a key and a value, the second half
+  queries for any of them;
+- needle: the first quarter contains 25 pairs; each query in the last quarter is for one of them,
+  and the other 24 are distractors;
+- induction: runs of 32 tokens are repeated from random positions; the model predicts the next
+  token of each run.
 
-- nearest: the last blocks; random: blocks drawn anew in every call;
-- frozen: the scorer of `BlockSparseAdaptive` as it was initialised, a projection of queries and
-  keys; learned: the same scorer, trained;
-- oracle: the blocks that hold most of a token's attention, measured with dense attention.
+A model of one layer first learns a task with dense attention. Every row continues from that
+checkpoint with its own choice of blocks, on the same data and for the same number of steps. All
+rows keep a token's own block and the same number of earlier blocks, so only the choice differs:
 
-Density is counted from the calls that ran: blocks kept over blocks that a causal token sees.
+- nearest: the last blocks; random: new random blocks in every call;
+- frozen: the scorer of `BlockSparseAdaptive` as initialised, a projection of queries and keys;
+  learned: the same scorer, trained;
+- oracle: the blocks with most of a token's attention, measured with dense attention.
+
+Density is counted in the calls that ran: kept blocks over blocks visible to a causal token.
 """
 
 from __future__ import annotations
@@ -33,7 +36,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ...nn import AdaptiveConfig, BlockSparseAdaptive, scorer_parameters, task_parameters
+from ...nn import AdaptiveConfig, BlockSparseAdaptive, fit_scorers, scorer_parameters, task_parameters
 from ...selection.rank import Budget
 
 HEADS, WIDTH = 2, 32
@@ -275,12 +278,17 @@ class Starts:
             self._models = {(name, seed): model}
         return copy.deepcopy(self._models[name, seed])
 
-    def run(self, name: str, row: str, density: float, seed: int, **settings: Any) -> dict[str, Any]:
-        """Accuracy of a row after its own steps, with the densities that ran."""
+    def run(
+        self, name: str, row: str, density: float, seed: int, fitted: bool = False, **settings: Any
+    ) -> dict[str, Any]:
+        """Accuracy of a row after its own steps, with the densities that ran; `fitted`: see `fit_scorers`."""
         task = self.task
         model = self.model(name, seed)
         torch.manual_seed(1000 + seed)
         model.attend = attend(row, task, density, **settings)
+        if fitted:
+            tokens, answers = TASKS[name](task, torch.Generator().manual_seed(5000 + seed))
+            fit_scorers(model, lambda: model(tokens, answers != IGNORED))
         begun = time.perf_counter()
         ran = train(model, name, task, task.steps, torch.Generator().manual_seed(2000 + seed))
         took = time.perf_counter() - begun

@@ -8,9 +8,14 @@ from . import recipe
 from .retrieval import ROWS, Line
 
 INTRODUCTION = (
-    f"Right answers at a counted density of {100 * recipe.DENSITY:g} %, each setting changed alone. Rows without a "
-    "dense start take all their steps with their own blocks. Rows weighted by their own gradients are a control "
+    f"Right answers at a counted density of {100 * recipe.DENSITY:g} %, with one setting changed at a time. Rows "
+    "without a dense start train all steps with their own blocks. Rows weighted by their own gradients are a control "
     "measured with earlier sources; otherwise every row of a distillation batch has the weight of the mean gradient."
+)
+STARTS = (
+    "Right answers by the unit, rank and start of scores. A fitted start is the best approximation of dot products on "
+    "one batch (`fit_scorers`), otherwise the start is a random projection; a guarded scorer selects by its start in "
+    "heads where training made it worse."
 )
 LEARNED_TASK = 0.75
 """Share of right answers that dense attention must reach for a task to count."""
@@ -66,7 +71,7 @@ def report(lines: list[Line]) -> list[str]:
             text += ["Dense attention did not learn every task in this run.", ""]
         text += [
             f"Share of right answers, mean and standard deviation over {seeds} seeds. All rows share "
-            f"{first['dense_steps']} steps of dense attention and train {first['steps']} steps more with their own "
+            f"{first['dense_steps']} steps of dense attention and train another {first['steps']} steps with their own "
             "choice; the last column counts the blocks of both, relative to dense attention. The scorer has "
             f"{max(x['scorer_parameters'] for x in rows):,} of the parameters.",
             "",
@@ -85,5 +90,5 @@ def report(lines: list[Line]) -> list[str]:
         text += [f"Measured on {first.get('device', '')}; the results name the seeds and a hash of the sources.", ""]
     if changed:
         text += ["## Training settings of learned attention", "", INTRODUCTION, "", *recipe.table(lines), ""]
-        text += ["Right answers by the unit and rank of scores:", "", *recipe.fine_table(lines), ""]
+        text += [STARTS, "", *recipe.fine_table(lines), ""]
     return text

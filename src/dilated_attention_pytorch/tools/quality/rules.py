@@ -1,10 +1,10 @@
 """Published rules of `select_blocks` at one counted density, on the retrieval tasks.
 
-Rows share the checkpoint that dense attention trained and take no step of their own. Tokens
-choose among the blocks up to their own, which is always kept. A rule with a count keeps as many
-blocks for every token; the share of a top-p row is found by bisection on other sequences, so
-that it keeps as many in the mean. With top-p a token keeps two blocks at least, so that two
-blocks in the mean are the same choice as a count of two.
+All rows use the checkpoint trained with dense attention, without further training. Tokens choose
+among the blocks up to their own block, which is always kept. A rule with a count keeps the same
+number of blocks for every token. The share of a top-p row is found by bisection on other
+sequences, so that it keeps the same number on average. With top-p a token keeps at least two
+blocks, so an average of two blocks is the same choice as a count of two.
 """
 
 from __future__ import annotations

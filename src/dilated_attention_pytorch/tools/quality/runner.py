@@ -313,7 +313,7 @@ def report(lines: list[Line], logs: str = "") -> str:
 def _by_distance(rows: list[Line]) -> list[str]:
     """A table of bits per byte."""
     far = [f"{each['from']:,} to {each['to']:,}" for each in rows[0]["by_distance"]]
-    text = ["Bits per byte of the first edition, and of the second by how many bytes back the first says the same:", ""]
+    text = ["Bits per byte of the first edition, and of the second by its distance in bytes from the same lines:", ""]
     text += [f"| pattern | first edition | {' | '.join(far)} |", "|---" * (len(far) + 2) + "|"]
     for row in rows:
         told = " | ".join(f"{each['bits']:.3f}" for each in row["by_distance"])
@@ -353,7 +353,7 @@ def read_log(log: Path) -> list[Line]:
 def run(given: argparse.Namespace, log: Path, deadline: float) -> OutOfTime | None:
     """Measure what is not in the log; why the rest was left."""
     name, plays = given.suite, None if given.plays is None else read_plays(given.plays)
-    if name in (*retrieval.SUITES, "recipe", *rules.RULE_SUITES):
+    if name in (*retrieval.SUITES, "recipe", "start", *rules.RULE_SUITES):
         return _run_retrieval(given, log, deadline)
     suite = SUITES[name]
     if suite.device == "cuda" and not torch.cuda.is_available():
@@ -387,9 +387,10 @@ def _run_retrieval(given: argparse.Namespace, log: Path, deadline: float) -> Out
     old = read_log(log)
     rows = [line for line in old if line["suite"] == name and given.resume and line["sources"] == code]
     write(log, "".join(json.dumps(line) + "\n" for line in old if line["suite"] != name or line in rows))
-    if name == "recipe":
+    if name in ("recipe", "start"):
         done: set[Any] = {(line["task"], line["setting"], line["wanted"], line["seed"]) for line in rows}
-        found = recipe.measure([run for run in recipe.runs() if run not in done])
+        every = recipe.runs() if name == "recipe" else recipe.start_runs()
+        found = recipe.measure([run for run in every if run not in done])
     elif name in rules.RULE_SUITES:
         done = {(line["task"], line["pattern"], line["budget"], line["seed"]) for line in rows}
         found = rules.measure(chosen := rules.RULE_SUITES[name], [run for run in chosen.runs() if run not in done])

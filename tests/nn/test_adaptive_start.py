@@ -1,0 +1,218 @@
+"""Scorers that start from a fit to queries and keys, and that select by their start where training made them worse."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dilated_attention_pytorch.nn import (
+    AdaptiveConfig,
+    BlockSparseAdaptive,
+    MultiheadBlockSparseAdaptive,
+    fit_scorers,
+    scorer_parameters,
+)
+from dilated_attention_pytorch.nn.adaptive.controls import LayerCall, captured_mass, copied_state, shares_of
+from dilated_attention_pytorch.nn.adaptive.fit import fit_match, moments_of
+
+HEADS, WIDTH, RANK = 4, 16, 4
+CONFIG = AdaptiveConfig(
+    0.75, score_unit=1, match_rank=RANK, hidden_dim=8, local_blocks=1, sink_blocks=0, k_min=1, distill_rows=0.5
+)
+
+
+def layer(**changes: Any) -> BlockSparseAdaptive:
+    torch.manual_seed(0)
+    return BlockSparseAdaptive([64], [1], HEADS, WIDTH, replace(CONFIG, **changes), block_size=16)
+
+
+def skewed(seed: int, n: int = 256, keys: int = HEADS) -> list[Tensor]:
+    """Queries, keys and values (2, n, h, d) whose products come from few directions, and whose keys have a mean."""
+    generator = torch.Generator().manual_seed(seed)
+    axes = torch.linalg.qr(torch.randn(WIDTH, WIDTH, generator=torch.Generator().manual_seed(7)))[0]
+    sizes = 3.0 * 0.7 ** torch.arange(WIDTH)
+    q, k = (torch.randn(2, n, many, WIDTH, generator=generator) for many in (HEADS, keys))
+    return [q * sizes @ axes, k * sizes @ axes + axes[0], torch.randn(2, n, keys, WIDTH, generator=generator)]
+
+
+def shares(module: BlockSparseAdaptive, other: dict[str, Tensor], seed: int = 9) -> dict[str, float]:
+    call = LayerCall(*skewed(seed), True, None)
+    return shares_of(captured_mass(module.eval(), call, other, 256))
+
+
+@pytest.mark.parametrize("keys", [HEADS, 2])
+@pytest.mark.parametrize("unit", [1, 4])
+def test_the_fit_is_the_best_match_of_its_rank(unit, keys):
+    """Error of scores up to a constant of each row, in float64, against the optimum of every pair by Eckart-Young."""
+    q, k, _ = (x.double().transpose(1, 2) for x in skewed(0, 128, keys))
+    settings = replace(CONFIG, score_unit=unit).settings(16, True)
+    left, right = fit_match(moments_of(q, k, settings, None), RANK)
+    k = k.repeat_interleave(HEADS // keys, 1).unflatten(2, (-1, unit)).mean(3)
+    q, k = (x.transpose(0, 1).flatten(1, 2) for x in (q, k))
+    k = k - k.mean(1, keepdim=True)
+    exact = q @ k.mT * (RANK / WIDTH) ** 0.5
+    error = (exact - (q @ left) @ (k @ right).mT).square().sum((1, 2))
+    least = torch.linalg.svdvals(exact)[:, RANK:].square().sum(1)
+    assert torch.allclose(error, least, rtol=1e-6)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_fitted_start_captures_more_than_the_sketch(shared):
+    module = layer(share_across_heads=shared)
+    sketch = copied_state(module)
+    assert fit_scorers(module, lambda: module(*skewed(1), is_causal=True)) == [""]
+    found = shares(module, sketch)
+    assert found["learned"] > found["untrained"] + 0.05 and found["oracle"] > found["learned"]
+
+
+def test_fitting_twice_or_frozen_or_trained_changes_nothing():
+    module = layer()
+
+    def fit() -> list[str]:
+        return fit_scorers(module, lambda: module(*skewed(1), is_causal=True))
+
+    module.scorer.match_query.requires_grad_(False)
+    assert fit() == []
+    module.scorer.match_query.requires_grad_(True)
+    assert fit() == [""]
+    fitted = copied_state(module)
+    assert fit() == []
+    assert all(torch.equal(x, fitted[name]) for name, x in module.scorer.state_dict().items())
+
+
+def test_a_match_of_the_full_width_stays():
+    module = layer(match_rank=WIDTH)
+    before = module.scorer.match_query.clone()
+    fit_scorers(module, lambda: module(*skewed(1)))
+    assert torch.equal(module.scorer.match_query, before)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_padding_does_not_change_the_fit(is_causal):
+    q, k, v = skewed(1, 160)
+    padding = torch.zeros(2, 160, dtype=torch.bool)
+    padding[:, 128:] = True
+    found = []
+    for noise in (1.0, 100.0):
+        module = layer(score_unit=4)
+        garbled = [torch.where(padding[..., None, None], noise * x, x) for x in (q, k, v)]
+        fit_scorers(
+            module, lambda garbled=garbled, module=module: module(*garbled, is_causal, key_padding_mask=padding)
+        )
+        found.append(module.scorer.match_key.detach())
+    assert torch.equal(*found)
+
+
+def test_the_fit_follows_the_dense_steps_once():
+    module = layer(dense_steps=2)
+    sketch = module.scorer.match_query.detach().clone()
+    optimizer = torch.optim.Adam(module.parameters(), 0.0)
+    for step in range(4):
+        inputs = [x.requires_grad_() for x in skewed(step)]
+        module(*inputs, is_causal=True).square().mean().backward()
+        assert torch.equal(module.scorer.match_query, sketch) == (step < 2)
+        assert (module.scorer.match_query in optimizer.state) == (step > 2)
+        optimizer.step()
+        if step == 2:
+            fitted = module.scorer.match_query.detach().clone()
+    assert torch.equal(module.scorer.match_query, fitted)
+    other = layer()
+    fit_scorers(other, lambda: other(*skewed(2), is_causal=True))
+    assert torch.equal(other.scorer.match_query, fitted)
+    plain = layer(dense_steps=1, fitted_start=False)
+    plain._steps = 1
+    plain(*skewed(0), is_causal=True)
+    assert plain.scorer.is_untrained()
+
+
+def test_fit_scorers_reaches_all_layers_of_a_model():
+    torch.manual_seed(0)
+    settings = {"adaptive_config": CONFIG, "block_size": 16, "batch_first": True}
+    model = nn.ModuleList(MultiheadBlockSparseAdaptive(64, 4, [64], [1], **settings) for _ in range(2))
+
+    def run() -> None:
+        x = torch.randn(1, 64, 64, generator=torch.Generator().manual_seed(0))
+        for block in model:
+            x = x + block(x, is_causal=True)[0]
+
+    assert fit_scorers(model, run) == ["0.core", "1.core"]
+    assert fit_scorers(model, run) == []
+
+
+def corrupt(module: BlockSparseAdaptive, how: str) -> None:
+    with torch.no_grad():
+        for parameter in scorer_parameters(module):
+            if how == "nan":
+                parameter.fill_(torch.nan)
+            elif how == "noise":
+                parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(3)))
+        if how == "opposite":
+            module.scorer.match_query.neg_()
+
+
+@pytest.mark.parametrize("how", ["opposite", "noise", "nan"])
+def test_a_corrupted_scorer_selects_as_its_start(how):
+    module = layer(guarded=True)
+    fit_scorers(module, lambda: module(*skewed(1), is_causal=True))
+    start = copied_state(module)
+    corrupt(module, how)
+    plain = layer()
+    plain.scorer.load_state_dict({name: module.scorer.state_dict()[name] for name in plain.scorer.state_dict()})
+    assert how == "nan" or shares(plain, copied_state(plain))["learned"] < shares(module, start)["untrained"] - 0.1
+    for seed in range(3):
+        module.train()(*skewed(seed), is_causal=True)
+    assert bool((module.scorer.advantage < 0).all())
+    found = shares(module, start)
+    assert found["learned"] >= found["untrained"] - 1e-3
+    again = layer(guarded=True)
+    again.load_state_dict(module.state_dict())
+    q, k, v = skewed(5)
+    assert torch.equal(again.eval()(q, k, v, True).isfinite(), torch.ones_like(q, dtype=torch.bool))
+
+
+def test_a_scorer_trained_backwards_is_not_below_its_start():
+    """Gradients with the wrong sign."""
+    ends = {}
+    for guarded in (False, True):
+        module = layer(guarded=guarded)
+        fit_scorers(module, lambda module=module: module(*skewed(1), is_causal=True))
+        start = copied_state(module)
+        optimizer = torch.optim.Adam(module.parameters(), 0.05, maximize=True)
+        for step in range(12):
+            optimizer.zero_grad()
+            inputs = [x.requires_grad_() for x in skewed(step)]
+            module.train()(*inputs, is_causal=True).square().mean().backward()
+            optimizer.step()
+        ends[guarded] = shares(module, start)
+    assert ends[False]["learned"] < ends[False]["untrained"] - 0.05
+    assert ends[True]["learned"] >= ends[True]["untrained"] - 1e-2
+
+
+def test_a_head_recovers_when_training_overtakes_the_start():
+    module = layer(guarded=True)
+    corrupt(module, "opposite")
+    optimizer = torch.optim.Adam(module.parameters(), 0.05)
+    signs = []
+    for step in range(60):
+        optimizer.zero_grad()
+        inputs = [x.requires_grad_() for x in skewed(step)]
+        module(*inputs, is_causal=True).square().mean().backward()
+        optimizer.step()
+        signs.append(float((module.scorer.advantage < 0).double().mean()))
+    assert signs[0] == 1.0 and signs[-1] == 0.0
+
+
+def test_without_training_a_guard_changes_nothing():
+    plain, guarded = layer().eval(), layer(guarded=True).eval()
+    given = skewed(0)
+    assert torch.equal(plain(*given, is_causal=True), guarded(*given, is_causal=True))
+
+
+@pytest.mark.parametrize("setting", [{"distill_rows": 0.0}, {"match_rank": 0}, {"score_gradient": "prior"}], ids=str)
+def test_a_guard_needs_rows_to_compare(setting):
+    with pytest.raises(ValueError, match="guarded must come with distillation"):
+        AdaptiveConfig(guarded=True, **setting)
