@@ -54,8 +54,10 @@ def modules_over_ranks(rank: int, world: int) -> None:
     for layout in (contiguous, UNEVEN):
         over = dap.RingDilatedAttention(*ladder, process_group=group)
         same_rows(over, dap.DilatedAttention(*ladder), core, layout, rank, is_causal=True)
-    over = dap.RingDilatedAttention(*ladder, ring_size=world, layout="zigzag")
-    same_rows(over, dap.DilatedAttention(*ladder), core, zigzag, rank, is_causal=True)
+    sinks = {"sink": True, "num_heads": 4, "dtype": torch.float64}
+    over = dap.RingDilatedAttention(*ladder, ring_size=world, layout="zigzag", **sinks)
+    torch.nn.init.normal_(over.sink)
+    same_rows(over, dap.DilatedAttention(*ladder, **sinks), core, zigzag, rank, is_causal=True)
     over = dap.BlockSparseRingDilatedAttention([64], [1], process_group=group, **sparse)
     same_rows(over, dap.BlockSparseRingDilatedAttention([64], [1], ring_size=1, **sparse), core, UNEVEN, rank)
 
@@ -73,6 +75,7 @@ def modules_over_ranks(rank: int, world: int) -> None:
     for module in (over, alone):
         module.zero_grad()
     same_rows(over, alone, (1, N, 32), UNEVEN, rank, is_causal=True, cu_seqlens=bounds)
+    heads |= {"add_bias_kv": True, "add_zero_attn": True}
     over = dap.BlockSparseRingMultiheadDilatedAttention(32, 4, [64], [1], process_group=group, **sparse, **heads)
     alone = dap.BlockSparseRingMultiheadDilatedAttention(32, 4, [64], [1], ring_size=1, **sparse, **heads)
     same_rows(over, alone, (2, N, 32), UNEVEN, rank)

@@ -106,7 +106,8 @@ def models_over_ranks(rank: int, world: int) -> None:
     """Logits are one process's; what would silently be another number is refused."""
     size = {"d_model": 16, "nhead": 2, "dim_feedforward": 16, "segment_lengths": (8, 32), "dilation_rates": (1, 2)}
     torch.manual_seed(0)
-    model = LongNetLM(num_tokens=WORDS, num_decoder_layers=1, **size).double()
+    model = LongNetLM(num_tokens=WORDS, num_decoder_layers=1, sink=True, **size).double()
+    nn.init.normal_(model.long_net.decoder.layers[0].self_attn.sink)
     tokens, layout = tokens_of(0), SequenceLayout.contiguous(N, world)
     wanted, whole = model(tokens), model.loss(tokens, reduction="sum")
     set_process_group(model, dist.group.WORLD)

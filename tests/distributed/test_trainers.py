@@ -19,6 +19,7 @@ SMALL = {
     "dim_feedforward": 48,
     "segment_lengths": (8, 32),
     "dilation_rates": (1, 2),
+    "sink": True,
 }
 
 

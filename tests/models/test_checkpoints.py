@@ -95,6 +95,19 @@ def test_torchs_encoder_comes_over_with_its_numbers(norm_first: bool, final: boo
     theirs.load_state_dict(back)
 
 
+def test_sinks_are_this_librarys_alone():
+    layer = nn.TransformerEncoderLayer(32, 4, 48, batch_first=True)
+    theirs = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    ours = from_transformer_encoder(theirs, patterns=("full",), sink=True)
+    assert all(torch.equal(own.self_attn.sink, torch.zeros(4)) for own in ours.encoder.layers)
+    with pytest.raises(ValueError, match="must have no sinks, got encoder"):
+        export_state(ours, "torch")
+    changed(ours)
+    fresh = from_transformer_encoder(theirs, patterns=("full",), sink=True)
+    load_checkpoint(fresh, export_state(ours))
+    assert torch.equal(fresh.encoder.layers[1].self_attn.sink, ours.encoder.layers[1].self_attn.sink)
+
+
 def test_the_originals_modules_come_over():
     module = MultiheadDilatedAttention(32, 4, [8, 32], [1, 2])
     state = changed(MultiheadDilatedAttention(32, 4, [8, 32], [1, 2])).state_dict()

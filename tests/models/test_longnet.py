@@ -44,11 +44,18 @@ VARIANTS = {
     "untied": {"tie_embeddings": False},
     "no-bias": {"bias": False, "tie_embeddings": False},
     "patterns": {"patterns": ("window:6", "dilated:32x4")},
+    "sink": {"sink": True, "num_kv_heads": 2},
 }
 
 
 def model_of(**changes: object) -> LongNetLM:
     return LongNetLM(LongNetConfig(**{**SMALL, **changes}), dtype=torch.float64)
+
+
+def draw_sinks(model: LongNetLM) -> None:
+    for name, parameter in model.named_parameters():
+        if name.endswith(".sink"):
+            nn.init.normal_(parameter, std=2.0)
 
 
 def batch_of(model: LongNetLM, n: int = 41, batch: int = 2) -> dict[str, torch.Tensor]:
@@ -86,15 +93,17 @@ def test_two_steps_train_every_parameter(form: str, variant: str):
 
 @pytest.mark.parametrize("sub_norm", [False, True])
 def test_a_model_is_its_layers_by_the_dense_formula(sub_norm: bool):
-    """The decoder written out with the dense float64 oracle: norms, projections, residuals, logits."""
-    model = model_of(position=None, sub_norm=sub_norm)
+    """The decoder written out with the dense float64 oracle: norms, projections, sinks, residuals, logits."""
+    model = model_of(position=None, sub_norm=sub_norm, sink=True)
+    draw_sinks(model)
     tokens = torch.randint(40, (2, 41))
     x = model.token_embedding(tokens)
     counts = multiplicities(Dilated((8, 32), (1, 2)), 41, 4) * torch.ones(41, 41).tril()
     for layer in model.long_net.decoder.layers:
         y, attn = layer.norm1(x), layer.self_attn
         q, k, v = (p(y).unflatten(-1, (4, 8)).transpose(1, 2) for p in (attn.q_proj, attn.k_proj, attn.v_proj))
-        y = dense_attention(q, k, v, counts)[0].transpose(1, 2).flatten(2)
+        y, lse = dense_attention(q, k, v, counts)
+        y = (y * (lse.exp() / (lse.exp() + attn.sink.exp()[:, None]))[..., None]).transpose(1, 2).flatten(2)
         x = x + attn.out_proj(attn.norm(y) if sub_norm else y)
         y = nn.functional.gelu(layer.linear1(layer.norm2(x)))
         x = x + layer.linear2(layer.norm3(y) if sub_norm else y)
@@ -152,9 +161,10 @@ def test_it_overfits_64_tokens():
     assert loss.item() < 0.05 < math.log(40) / 2
 
 
-@pytest.mark.parametrize("variant", ["sub-norm", "pre-norm", "grouped", "patterns", "xpos"])
+@pytest.mark.parametrize("variant", ["sub-norm", "pre-norm", "grouped", "patterns", "xpos", "sink"])
 def test_greedy_generation_matches_the_full_forward(variant: str):
     model = model_of(**VARIANTS[variant])
+    draw_sinks(model)
     prompt = torch.randint(40, (2, 13))
     tokens = model.generate(prompt, 40)
     whole = model(torch.cat([prompt, tokens], 1)).argmax(-1)
@@ -341,6 +351,30 @@ def test_a_config_goes_through_json():
 def test_bad_configs_are_refused(settings: dict[str, object], message: str):
     with pytest.raises(ValueError, match=message):
         LongNetConfig(**settings)
+
+
+def test_older_configs_have_no_sinks():
+    older = {name: value for name, value in LongNetConfig(**SMALL).to_dict().items() if name != "sink"}
+    assert not LongNetConfig.from_dict(older).sink
+    state = model_of(sink=True).state_dict()
+    assert [name for name in state if name.endswith("sink")] == [
+        f"long_net.decoder.layers.{layer}.self_attn.sink" for layer in range(2)
+    ]
+    plain = {name: tensor for name, tensor in state.items() if not name.endswith("sink")}
+    model_of().load_state_dict(plain)
+    with pytest.raises(RuntimeError, match=r"self_attn\.sink"):
+        model_of(sink=True).load_state_dict(plain)
+
+
+@pytest.mark.parametrize("flags", [{"detach_mixing": True}, {"zero_padding": True, "num_encoder_layers": 1}])
+def test_torchscales_attention_has_no_sink(flags):
+    with pytest.raises(ValueError, match="torchscale's attention must come without a sink"):
+        model_of(sink=True, **flags)
+
+
+def test_learned_attention_has_no_sink():
+    with pytest.raises(ValueError, match="learned attention must come without a sink"):
+        model_of(sink=True, adaptive={"base_sparsity": 0.5})
 
 
 def test_named_sizes():

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from oracle import answer, error
+from oracle import answer, dense_attention, error, multiplicities
 
 import dilated_attention_pytorch as dap
 from dilated_attention_pytorch.nn import (
@@ -128,6 +128,49 @@ def test_two_lengths_copies_and_pickles_give_the_same(module):
     file.seek(0)
     for other in (module, copy.deepcopy(module), torch.load(file, weights_only=False)):
         assert torch.equal(other(q, k, v), first)
+
+
+SINKS = {"sink": True, "num_heads": 4}
+WITH_SINKS = {
+    "any": lambda: SparseAttention("window:9 | global:3", **SINKS),
+    "dilated": lambda: DilatedAttention([16, 64], [1, 4], **SINKS),
+    "ring": lambda: RingDilatedAttention([16, 64], [1, 4], ring_size=1, **SINKS),
+    "block": lambda: dap.create_block_sparse_attention("base", [64, 128], [1, 2], block_size=16, **SINKS),
+    "hierarchical": lambda: dap.create_block_sparse_attention("hierarchical", [32, 128], block_size=16, **SINKS),
+}
+
+
+@pytest.mark.parametrize("name", WITH_SINKS)
+def test_learned_sink_matches_an_extra_column(name):
+    module = WITH_SINKS[name]().double()
+    assert torch.equal(module.sink, torch.zeros(4).double()) and list(module.state_dict()) == ["sink"]
+    module.load_state_dict({"sink": torch.randn(4).double()})
+    q, k, v = tensors(key_heads=2, grad=True)
+    padding = torch.arange(131) < torch.tensor([0, 20])[:, None]
+    output = module(q, k, v, is_causal=True, key_padding_mask=padding)
+    counts = multiplicities(module.pattern & dap.Causal(), 131, 4)
+    plain, lse = dense_attention(*(x.transpose(1, 2) for x in (q, k, v)), counts, key_padding_mask=padding)
+    seen = lse > -torch.inf
+    share = torch.where(seen, lse, 0.0).exp()
+    share = torch.where(seen, share / (share + module.sink.exp()[:, None]), 0.0)
+    wanted = (plain * share[..., None]).transpose(1, 2)
+    assert error(output, wanted) < 1e-10
+    leaves, grad_output = [q, k, v, module.sink], torch.randn_like(output)
+    wanted_grads = torch.autograd.grad(wanted, leaves, grad_output)
+    for grad, expect in zip(torch.autograd.grad(output, leaves, grad_output), wanted_grads, strict=True):
+        assert error(grad, expect) < 1e-10
+    module.reset_parameters()
+    assert not module.sink.any() and "num_heads=4, sink=True" in repr(module)
+
+
+def test_a_sink_holds_for_queries_of_another_length():
+    module = SparseAttention("full", **SINKS).double()
+    torch.nn.init.normal_(module.sink)
+    q, (_, k, v) = tensors(n=20)[0], tensors(n=31)
+    scores = torch.einsum("bnhd,bmhd->bhnm", q, k) * 8**-0.5
+    column = module.sink[:, None, None].expand(2, 4, 20, 1)
+    weights = torch.cat([scores, column], -1).softmax(-1)[..., :-1]
+    assert error(module(q, k, v), torch.einsum("bhnm,bmhe->bnhe", weights, v)) < 1e-10
 
 
 def test_no_parameters_and_an_empty_state(module):
@@ -262,6 +305,13 @@ def test_device_and_dtype_given_must_hold_and_follow_the_module():
         (lambda: BlockSparseHierarchical([16], [1], block_size=0), ">= 1"),
         (lambda: SparseAttention(None), "a Pattern or text, got NoneType"),
         (lambda: DilatedAttention([16], [1]).plan(100, 0), ">= 1"),
+        (lambda: SparseAttention("full", sink=True), "sink=True must come with num_heads"),
+        (lambda: SparseAttention("full", num_heads=0), "num_heads must be >= 1, or None, got 0"),
+        (lambda: SparseAttention("full", num_heads=2)(*tensors()), "query must have this module's 2 heads, got 4"),
+        (
+            lambda: SparseAttention("full", **SINKS)(*tensors(), return_attention_weights=True),
+            "return_attention_weights must come without a sink",
+        ),
     ],
 )
 @pytest.mark.untyped

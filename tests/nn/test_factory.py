@@ -242,10 +242,10 @@ def test_replacing_every_attention_of_a_model():
 
 
 def test_what_cannot_be_replaced_stays_and_says_why():
-    model = nn.ModuleList([nn.MultiheadAttention(8, 2, add_zero_attn=True), nn.MultiheadAttention(8, 2)])
+    model = nn.ModuleList([Doubled(8, 2), nn.MultiheadAttention(8, 2)])
     shared = nn.ModuleDict({"a": model, "b": model[1]})
     report = {entry.name: entry for entry in dap.replace_attention(shared, "window:3", position="rotary")}
-    assert not report["a.0"].replaced and "add_zero_attn" in report["a.0"].why
+    assert not report["a.0"].replaced and "Doubled has a forward" in report["a.0"].why
     assert isinstance(shared["a"][0], nn.MultiheadAttention)
     assert shared["a"][1] is shared["b"] and shared["b"].position is not None
     with pytest.raises(ValueError, match="from_torch"):

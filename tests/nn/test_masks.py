@@ -13,6 +13,7 @@ import dilated_attention_pytorch as dap
 from dilated_attention_pytorch import MultiheadSparseAttention, SparseAttention
 
 DOUBLE = {"dtype": torch.float64}
+EXTRA_KEYS = ({"add_bias_kv": True}, {"add_zero_attn": True}, {"add_bias_kv": True, "add_zero_attn": True})
 KINDS = ("bool", "-inf", "-1e9", "finite", "learned")
 
 
@@ -37,6 +38,7 @@ def calls(draw: st.DrawFn) -> dict[str, object]:
         "average": draw(st.booleans()),
         "batch_first": draw(st.booleans()),
         "batched": draw(st.booleans()),
+        "extra": draw(st.sampled_from([{}, *EXTRA_KEYS])),
         "seed": draw(st.integers(0, 1000)),
     }
 
@@ -46,7 +48,7 @@ def calls(draw: st.DrawFn) -> dict[str, object]:
 def test_outputs_weights_and_gradients_match_torch(call: dict):
     torch.manual_seed(call["seed"])
     (n, keys), batch, heads = call["lengths"], 2 if call["batched"] else 1, 2
-    mha = nn.MultiheadAttention(8, heads, batch_first=call["batch_first"], **DOUBLE)
+    mha = nn.MultiheadAttention(8, heads, batch_first=call["batch_first"], **call["extra"], **DOUBLE)
     nn.init.normal_(mha.in_proj_bias)
     module = MultiheadSparseAttention.from_torch(mha, "full")
     q, k = (torch.randn(batch, size, 8, **DOUBLE, requires_grad=True) for size in (n, keys))
@@ -75,8 +77,61 @@ def test_outputs_weights_and_gradients_match_torch(call: dict):
     assert error(found[0], wanted[0].detach()) < 1e-10
     assert error(found[1], wanted[1].detach()) < 1e-10
     losses = [(out * out).sum() + (weights * weights).sum() for out, weights in (found, wanted)]
-    grads = [torch.autograd.grad(loss, leaves) for loss in losses]
+    extra = [[m.bias_k, m.bias_v] if "add_bias_kv" in call["extra"] else [] for m in (module, mha)]
+    grads = [torch.autograd.grad(loss, leaves + own) for loss, own in zip(losses, extra, strict=True)]
     assert max(error(a, b) for a, b in zip(*grads, strict=True)) < 1e-9
+
+
+@pytest.mark.parametrize("make", EXTRA_KEYS)
+@pytest.mark.parametrize("lengths", [(30, 30), (12, 30)])
+def test_every_row_sees_the_extra_keys(make, lengths):
+    # Some rows of every head see no key of the pattern: only the extra ones are left.
+    module = MultiheadSparseAttention(16, 4, "dilated:30x3", position="rotary" if lengths[0] == 30 else None, num_kv_heads=2, **make, **DOUBLE)  # fmt: skip
+    q, k = (torch.randn(2, n, 16, **DOUBLE, requires_grad=True) for n in lengths)
+    padding = torch.arange(30).expand(2, -1) % 3 == 2
+    output, weights = module(q, k, key_padding_mask=padding, need_weights=True, average_attn_weights=False)
+    v = module.v_proj(k).unflatten(-1, (-1, 4)).transpose(1, 2).repeat_interleave(2, 1)
+    extra = torch.zeros(2, 4, len(make), 4, **DOUBLE)
+    if module.bias_v is not None:
+        extra[:, :, 0] = module.bias_v.view(2, 4).repeat_interleave(2, 0)
+    wanted = module.out_proj((weights @ torch.cat([v, extra], 2)).transpose(1, 2).flatten(2))
+    assert error(output, wanted.detach()) < 1e-10 and error(weights.sum(-1), torch.ones(2, 4, lengths[0])) < 1e-10
+    leaves = [q, k, *module.parameters()][: 2 if module.bias_k is None else None]
+    grads = [torch.autograd.grad(out.square().sum(), leaves, retain_graph=True) for out in (output, wanted)]
+    assert max(error(a, b) for a, b in zip(*grads, strict=True)) < 1e-9
+
+
+def test_extra_keys_are_dropped_like_the_others():
+    torch.manual_seed(0)
+    module = MultiheadSparseAttention(8, 1, "window:2", dropout=0.5, add_bias_kv=True, bias=False, **DOUBLE)
+    x = torch.randn(1, 6, 8, **DOUBLE)
+    exact = module.eval()(x)[0].detach()
+    drawn = torch.stack([module.train()(x)[0].detach() for _ in range(4000)])
+    assert error(drawn.mean(0), exact) < 0.06
+    module.out_proj.weight.data, module.v_proj.weight.data = torch.eye(8, **DOUBLE), torch.zeros(8, 8, **DOUBLE)
+    alone = torch.stack([module(x)[0][0, 0, 0].detach() for _ in range(2000)])
+    assert abs((alone == 0).double().mean() - 0.5) < 0.05
+
+
+def test_extra_keys_round_trip_and_refusals():
+    mha = nn.MultiheadAttention(8, 2, add_bias_kv=True, add_zero_attn=True, batch_first=True)
+    mha.bias_v.requires_grad_(False)
+    module = dap.MultiheadDilatedAttention.from_torch(mha, [16], [1])
+    assert module.bias_k.requires_grad and not module.bias_v.requires_grad
+    assert "add_bias_kv=True, add_zero_attn=True" in repr(module)
+    back = nn.MultiheadAttention(8, 2, add_bias_kv=True, add_zero_attn=True)
+    back.load_state_dict(module.torch_state_dict())
+    assert torch.equal(back.bias_k, mha.bias_k)
+    before = module.bias_k.detach().clone()
+    module.reset_parameters()
+    assert not torch.equal(module.bias_k, before)
+    x = torch.randn(1, 3, 8)
+    with pytest.raises(ValueError, match="cache must come without add_bias_kv"):
+        module(x, cache=module.cache(), is_causal=True)
+    with pytest.raises(ValueError, match="sink must come without"):
+        MultiheadSparseAttention(8, 2, "full", sink=True, add_zero_attn=True)
+    with pytest.raises(ValueError, match="learned attention must come without add_bias_kv"):
+        dap.MultiheadBlockSparseAdaptive.from_torch(mha, [16], [1])
 
 
 @pytest.mark.parametrize("pattern", ["window:5", "dilated:8x1,32x4", "heads{window:3 / full}"])
@@ -128,12 +183,6 @@ def test_masks_without_a_meaning_are_refused(options, message):
         MultiheadSparseAttention(32, 4, "window:3")(x, x, x, **options)
 
 
-@pytest.mark.parametrize("make", [dict(add_bias_kv=True), dict(add_zero_attn=True)])
-def test_keys_beside_the_sequence_are_refused(make):
-    with pytest.raises(ValueError, match="add_bias_kv and add_zero_attn"):
-        MultiheadSparseAttention.from_torch(nn.MultiheadAttention(8, 2, batch_first=True, **make), "full")
-
-
 def test_core_modules_return_their_weights():
     attention = SparseAttention("dilated:8x1,32x4").double()
     q, k, v = torch.randn(3, 2, 30, 4, 8, **DOUBLE).unbind()
@@ -148,9 +197,10 @@ def test_core_modules_return_their_weights():
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize("kind", ["bool", "-1e9", "finite", None])
 @pytest.mark.parametrize("lengths", [(24, 24), (9, 24)])
-def test_masks_and_weights_compile_whole(kind, lengths):
+@pytest.mark.parametrize("make", [{}, EXTRA_KEYS[-1]])
+def test_masks_and_weights_compile_whole(kind, lengths, make):
     torch._dynamo.reset()
-    module = MultiheadSparseAttention(16, 2, "dilated:8x1,32x4", **DOUBLE)
+    module = MultiheadSparseAttention(16, 2, "dilated:8x1,32x4", **DOUBLE, **make)
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
     q, k = (torch.randn(2, n, 16, **DOUBLE, requires_grad=True) for n in lengths)
     mask = None if kind is None else mask_of(kind, (4, *lengths))

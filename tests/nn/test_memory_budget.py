@@ -40,8 +40,8 @@ def inputs(dtype=torch.float32, key_heads=4, n=300, batch=2, d=16):
     ]
 
 
-def need(tensors, pattern, backend, direction):
-    call = call_of(*tensors, CallSettings(pattern=pattern, scale=0.25, backend=backend))
+def need(tensors, pattern, backend, direction, bias=None):
+    call = call_of(*tensors, CallSettings(pattern=pattern, scale=0.25, backend=backend, bias=bias))
     return memory_budget.memory(call, backend, direction).sizes
 
 
@@ -164,33 +164,38 @@ def peak(run):
 
 
 @pytest.mark.parametrize(
-    ("backend", "dtype", "key_heads"),
+    ("backend", "dtype", "key_heads", "radius"),
     [
-        ("native", torch.float32, 4),
-        ("native", torch.bfloat16, 4),
-        ("native", torch.bfloat16, 2),
-        ("cpu", torch.bfloat16, 2),
+        ("native", torch.float32, 4, None),
+        ("native", torch.bfloat16, 4, None),
+        ("native", torch.bfloat16, 2, None),
+        ("cpu", torch.bfloat16, 2, None),
+        ("native", torch.float32, 4, 5),
+        ("native", torch.bfloat16, 2, 3000),
+        ("cpu", torch.bfloat16, 2, 900),
     ],
 )
-def test_the_measured_peak_stays_under_the_budget(backend, dtype, key_heads):
+def test_the_measured_peak_stays_under_the_budget(backend, dtype, key_heads, radius):
     if backend not in available(backend):
         pytest.skip("the native kernel is not built")
     pattern = "dilated:64x1,256x4"
     tensors = inputs(dtype, key_heads, n=1000, batch=1, d=32)
     grad_output = torch.randn_like(tensors[0])
     plain = [tensor.detach() for tensor in tensors]
-    options = {"enable_gqa": True, "backend": backend}
-    forward, backward = (need(tensors, pattern, backend, way) for way in ("forward", "backward"))
+    bias = None if radius is None else torch.randn(4, 2 * radius + 1, requires_grad=True)
+    options = {"enable_gqa": True, "backend": backend, "bias": bias}
+    forward, backward = (need(tensors, pattern, backend, way, bias) for way in ("forward", "backward"))
     assert min(forward) < 300
     for size in (max(forward), 2000, min(forward)):
         enough = forward[size], max(backward[size], min(forward.values()))
         # Plans of rows are made in the first call, and kept as all plans are.
-        everything(tensors, pattern, grad_output, enough[1], backend=backend)
+        everything(tensors, pattern, grad_output, enough[1], backend=backend, bias=bias)
         dap.attention(*plain, pattern, memory_budget=enough[0], **options)
         assert peak(partial(dap.attention, *plain, pattern, memory_budget=enough[0], **options)) <= enough[0]
         output = dap.attention(*tensors, pattern, memory_budget=enough[1], **options)
-        assert peak(partial(torch.autograd.grad, output, tensors, grad_output)) <= enough[1]
-    if backend == "native" and dtype == torch.bfloat16:
+        leaves = [*tensors, *([] if bias is None else [bias])]
+        assert peak(partial(torch.autograd.grad, output, leaves, grad_output)) <= enough[1]
+    if backend == "native" and dtype == torch.bfloat16 and bias is None:
         # Without one, float32 copies of everything lie side by side.
         assert peak(lambda: dap.attention(*plain, pattern, **options)) > 1.5 * min(forward.values())
 

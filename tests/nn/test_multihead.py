@@ -356,12 +356,6 @@ def test_padding_of_another_length_than_the_keys_is_refused(pattern):
         module(torch.randn(1, 5, 32), *torch.randn(2, 1, 7, 32), key_padding_mask=padding)
 
 
-@pytest.mark.parametrize("options", [{"add_bias_kv": True}, {"add_zero_attn": True}])
-def test_from_torch_refuses_what_it_cannot_be(options):
-    with pytest.raises(ValueError, match="add_bias_kv"):
-        MultiheadSparseAttention.from_torch(nn.MultiheadAttention(8, 2, **options), "full")
-
-
 @pytest.mark.parametrize("widths", [{}, {"kdim": 6, "vdim": 4}])
 def test_from_torch_keeps_frozen_parameters_frozen(widths):
     mha = nn.MultiheadAttention(8, 2, **widths)

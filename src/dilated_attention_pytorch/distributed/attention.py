@@ -55,11 +55,11 @@ def context_parallel_attention(
     machine: Machine | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """`attention` for a sequence whose tokens are spread over the ranks of a group. Collective.
+    """`attention` for a sequence sharded over the ranks of a group. Collective.
 
     Every rank passes its shard of query, key and value and receives its shard of the output: the rows that
-    `attention` returns for the whole sequence. Only rows of K and V that some query of this rank sees are sent to it.
-    A call on one rank is the call of `attention`.
+    `attention` returns for the whole sequence. Only rows of K and V that its queries attend to are sent to a rank.
+    A call on one rank is a plain call of `attention`.
 
     Args:
         query: (B, H, n, D), the tokens `layout.positions(rank)` of the sequence; n may be 0.
@@ -71,7 +71,7 @@ def context_parallel_attention(
         is_causal: also require the key not to come after the query.
         scale: factor on the scores; 1 / sqrt(D) by default.
         enable_gqa: let query head h read key head h // (H / G).
-        key_padding_mask: bool (B, n), True where a key of this shard takes no part; on all ranks or on none.
+        key_padding_mask: bool (B, n), True where a key of this shard is ignored; on all ranks or on none.
         cu_seqlens: int (documents + 1): bounds of sequences packed one after another in the whole sequence (B must be
             1); the same on every rank.
         dropout_p: probability of dropping a weight. All ranks use the first rank's seed.
@@ -93,26 +93,10 @@ def context_parallel_attention(
     >>> context_parallel_attention(q, k, v, "window:8", SequenceLayout.contiguous(100, 1)).shape
     torch.Size([1, 2, 100, 16])
     """
-    return context_parallel_attention_with_lse(
-        query,
-        key,
-        value,
-        pattern,
-        layout,
-        group,
-        is_causal=is_causal,
-        scale=scale,
-        enable_gqa=enable_gqa,
-        key_padding_mask=key_padding_mask,
-        cu_seqlens=cu_seqlens,
-        dropout_p=dropout_p,
-        sink=sink,
-        overlap=overlap,
-        exchange=exchange,
-        receive_budget=receive_budget,
-        machine=machine,
-        backend=backend,
-    ).output
+    call = Call(
+        pattern, layout, is_causal, scale, enable_gqa, cu_seqlens, dropout_p, overlap, exchange, receive_budget, machine
+    )
+    return _attend_with_sink(call, group, (query, key, value), key_padding_mask, sink, backend).output
 
 
 def context_parallel_attention_with_lse(
@@ -140,7 +124,18 @@ def context_parallel_attention_with_lse(
     call = Call(
         pattern, layout, is_causal, scale, enable_gqa, cu_seqlens, dropout_p, overlap, exchange, receive_budget, machine
     )
-    result = _attend(call, group, (query, key, value), key_padding_mask, sink, backend)
+    return _attend_with_sink(call, group, (query, key, value), key_padding_mask, sink, backend)
+
+
+def _attend_with_sink(
+    call: Call,
+    group: dist.ProcessGroup | None,
+    tensors: tuple[Tensor, Tensor, Tensor],
+    key_padding_mask: Tensor | None,
+    sink: Tensor | None,
+    backend: str,
+) -> AttentionOutput:
+    result = _attend(call, group, tensors, key_padding_mask, sink, backend)
     return result if sink is None else AttentionOutput(apply_sink(result.output, result.lse, sink), result.lse)
 
 

@@ -191,7 +191,7 @@ class DistributedSparseConfig:
         )
 
     def compression(self, group: dist.ProcessGroup | None = None) -> Compression | None:
-        """Compression of gradients as configured, for `compress_fsdp` and the like; None if there is none."""
+        """Configured compression of gradients, for example for `compress_fsdp`; None if there is none."""
         if self.gradient_compression_ratio is None:
             return None
         kind = BlockTopK if self.gradient_compression == "block_topk" else TopK

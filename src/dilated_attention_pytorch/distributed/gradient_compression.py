@@ -380,8 +380,8 @@ class GradientBuckets:
     `ddp_hook`. Buckets follow from the parameters and the sizes alone, so that a resumed process has the same.
 
     Args:
-        parameters: whose gradients; the same, in the same order, on every rank.
-        compression: how to average; densely if None.
+        parameters: parameters whose gradients are averaged; in the same order on every rank.
+        compression: compression of the average; dense if None.
         group: ranks that average; the default group if None. With `compression`, its own group.
         size_mb: bytes after which a bucket is full, in MB.
         count: tensors after which a bucket is full.

@@ -17,7 +17,7 @@ from ..plan.buffers import TokenRuns
 
 @dataclass(frozen=True)
 class SequenceLayout:
-    """A sequence cut into runs of neighbouring tokens, each held by one rank. Build one by its class methods.
+    """Assignment of runs of consecutive tokens to ranks. Build a layout with the class methods.
 
     contiguous, 8 tokens, 2 ranks:   0 0 0 0 1 1 1 1
     zigzag, 8 tokens, 2 ranks:       0 0 1 1 1 1 0 0
@@ -36,7 +36,7 @@ class SequenceLayout:
 
     @classmethod
     def contiguous(cls, n: int, world: int) -> SequenceLayout:
-        """One run a rank, as equal as they can be; the first ranks hold one token more where `n` does not divide.
+        """One run per rank, of equal lengths; the first ranks hold one more token if `n` is not divisible.
 
         >>> SequenceLayout.contiguous(10, 4).lengths
         (3, 3, 2, 2)
@@ -46,13 +46,13 @@ class SequenceLayout:
 
     @classmethod
     def of_lengths(cls, lengths: Sequence[int]) -> SequenceLayout:
-        """One run a rank, of the given lengths; a length may be 0."""
+        """One run per rank, of the given lengths; a length may be 0."""
         lengths = integers("shard length", lengths, 0)
         return cls._of_runs(range(len(lengths)), lengths, len(lengths))
 
     @classmethod
     def zigzag(cls, n: int, world: int) -> SequenceLayout:
-        """Two runs a rank, one from each end, so that causal attention costs every rank about the same.
+        """Two runs per rank, one from each end, so that causal attention costs every rank about the same.
 
         >>> SequenceLayout.zigzag(8, 2).positions(0).tolist()
         [0, 1, 6, 7]
@@ -66,7 +66,7 @@ class SequenceLayout:
     def of_owners(
         cls, owners: Sequence[int] | Tensor, world: int, block: int = 1, n: int | None = None
     ) -> SequenceLayout:
-        """Rank `owners[i]` holds the i-th block of `block` tokens; the last block may be cut short by `n`."""
+        """Rank `owners[i]` holds the i-th block of `block` tokens; the last block may be shorter."""
         holders = integers("owner", owners.tolist() if isinstance(owners, Tensor) else owners, 0)
         world, block = integer("world", world, 1), integer("block", block, 1)
         n = len(holders) * block if n is None else integer("n", n, 1)

@@ -6,7 +6,6 @@ Gradients depend on the output and LSE of the whole row only, and add up over th
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -15,8 +14,9 @@ from torch import Tensor
 from ..kernels.call import AttentionCall
 from ..kernels.dropout import shifted
 from ..kernels.registry import choose
-from ..plan import Axis, Plan
+from ..plan import Plan
 from ..plan.buffers import RankPlan
+from ..plan.subset import of_heads
 
 
 class KernelSettings(NamedTuple):
@@ -283,26 +283,13 @@ class _Buffers:
                     self.query[some, mine],
                     self.key[some, group : group + 1],
                     self.value[some, group : group + 1],
-                    _heads(self.plan, mine),
+                    of_heads(self.plan, mine.start, mine.stop),
                     self.padding[group].T[some].contiguous(),
                     None if self.positions is None else self.positions[:, mine],
                     some.start * heads + mine.start,
                 )
                 calls.append((some, mine, call))
         return calls
-
-
-def _heads(plan: Plan, mine: slice) -> Plan:
-    """The plan of a slice of the heads."""
-
-    def axis(whole: Axis) -> Axis:
-        return replace(whole, offset=whole.offset[mine])
-
-    parts = tuple(
-        replace(part, queries=axis(part.queries), keys=axis(part.keys), head_class=part.head_class[mine])
-        for part in plan.parts
-    )
-    return replace(plan, heads=mine.stop - mine.start, parts=parts)
 
 
 def _places(rows: Tensor, n: int) -> tuple[Tensor, Tensor]:

@@ -27,16 +27,16 @@ def context_parallel_loss(
     label_smoothing: float = 0.0,
     gradients: Literal["mean", "sum"] = "mean",
 ) -> Tensor:
-    """`F.cross_entropy` over the tokens of all ranks together. Collective.
+    """`F.cross_entropy` over the tokens of all ranks. Collective.
 
     The mean of the ranks' means is not the mean over tokens where shards have unequal lengths. This function returns
     the value of one process on every rank, and its gradients sum to those of one process.
 
     Args:
         logits: (..., classes) of this rank's tokens; there may be none.
-        labels: (...) their classes, `ignore_index` where a token takes no part.
+        labels: (...) their classes, `ignore_index` where a token is ignored.
         group: all ranks whose tokens belong to one mean, also the data-parallel ones; the default group if None, and
-            this process alone where none is initialised.
+            only this process if none is initialised.
         ignore_index: see `F.cross_entropy`, as `weight` and `label_smoothing`.
         gradients: reduction of parameter gradients after `backward`: "mean" over the group, as in DDP, FSDP and
             `GradientBuckets`, or "sum".

@@ -39,34 +39,27 @@ class Transport(Protocol):
     @property
     def ranks(self) -> tuple[int, ...]:
         """Ranks of this process."""
-        ...
 
     @property
     def wire(self) -> torch.device:
         """Device of integers that can be sent."""
-        ...
 
     def all_to_all(
         self, sent: list[Tensor], send_counts: list[tuple[int, ...]], receive_counts: list[tuple[int, ...]]
     ) -> Pending[list[Tensor]]:
         """Send rows ordered by receiver, with their counts; returns rows ordered by sender. Collective."""
-        ...
 
     def highest(self, numbers: list[Tensor]) -> Tensor:
         """Elementwise maximum over the ranks. Collective."""
-        ...
 
     def swap(self, outgoing: list[Messages], sources: list[dict[int, int]]) -> Pending[list[Messages]]:
         """Send messages to some ranks; `sources` has the rows that arrive, by rank. All messages have one width."""
-        ...
 
     def check(self, failure: Exception | None) -> None:
         """Raise on every rank if one failed, see `check_everywhere`. Collective."""
-        ...
 
     def check_completion(self, failure: Exception | None) -> None:
         """Raise on every rank if one failed during a call, as far as the transport can without a device sync."""
-        ...
 
 
 class GroupTransport:
@@ -78,7 +71,6 @@ class GroupTransport:
     def all_to_all(
         self, sent: list[Tensor], send_counts: list[tuple[int, ...]], receive_counts: list[tuple[int, ...]]
     ) -> Pending[list[Tensor]]:
-        """See `Transport`."""
         (rows,), (out,), (into,) = sent, send_counts, receive_counts
         received = receive_buffer(rows, sum(into))
         rows = rows.contiguous()
@@ -92,7 +84,6 @@ class GroupTransport:
         return Pending(arrive)
 
     def swap(self, outgoing: list[Messages], sources: list[dict[int, int]]) -> Pending[list[Messages]]:
-        """See `Transport`."""
         (out,), (into,) = outgoing, sources
         like = next(iter(out.values()))
         got = {rank: like.new_empty(rows, *like.shape[1:]) for rank, rows in into.items()}
@@ -114,17 +105,15 @@ class GroupTransport:
         return Pending(arrive)
 
     def highest(self, numbers: list[Tensor]) -> Tensor:
-        """See `Transport`."""
         most = numbers[0].to(self.wire)
         dist.all_reduce(most, dist.ReduceOp.MAX, group=self.group)
         return most.cpu()
 
     def check(self, failure: Exception | None) -> None:
-        """See `Transport`."""
         check_everywhere(failure, self.group)
 
     def check_completion(self, failure: Exception | None) -> None:
-        """See `Transport`. On NCCL a check would wait for the GPU in every call, so only this rank raises."""
+        """On NCCL a check would wait for the GPU in every call, so only this rank raises."""
         if self.wire.type == "cpu":
             check_everywhere(failure, self.group)
         elif failure is not None:
@@ -156,23 +145,19 @@ class VirtualTransport:
     def all_to_all(
         self, sent: list[Tensor], send_counts: list[tuple[int, ...]], receive_counts: list[tuple[int, ...]]
     ) -> Pending[list[Tensor]]:
-        """See `Transport`."""
         pieces = [rows.split(counts) for rows, counts in zip(sent, send_counts, strict=True)]
         received = [torch.cat([own[rank] for own in pieces]) for rank in self.ranks]
         assert all(len(rows) == sum(counts) for rows, counts in zip(received, receive_counts, strict=True))
         return Pending(lambda: received)
 
     def swap(self, outgoing: list[Messages], sources: list[dict[int, int]]) -> Pending[list[Messages]]:
-        """See `Transport`."""
         got = [{peer: outgoing[peer][rank].clone() for peer in into} for rank, into in enumerate(sources)]
         return Pending(lambda: got)
 
     def highest(self, numbers: list[Tensor]) -> Tensor:
-        """See `Transport`."""
         return torch.stack(numbers).amax(0)
 
     def check(self, failure: Exception | None) -> None:
-        """See `Transport`."""
         if failure is not None:
             raise failure
 

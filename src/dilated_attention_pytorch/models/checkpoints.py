@@ -60,6 +60,7 @@ _SOURCE = "encoder.embed_tokens.weight"
 _CONSTANTS = re.compile(r"(^|\.)(xpos\.scale|pos_embedding\.scale|pos_embed)$")
 """Entries that follow from the sizes and are computed here."""
 
+_SINK = re.compile(r"(^|\.)sink$")
 _FAIRSEQ = re.compile(r"^decoder\.(version|embed_positions\._float_tensor)$")
 """Entries of fairseq's models that hold no weights."""
 
@@ -202,6 +203,9 @@ def load_checkpoint(model: nn.Module, source: Source, names: Names = "own", *, i
 def export_state(model: nn.Module, names: Names = "own") -> State:
     """A model's weights under the names of others; `load_checkpoint` takes them back."""
     state = {own: tensor.detach().clone() for own, tensor in model.state_dict().items()}
+    sinks = [own for own in state if _SINK.search(own)]
+    if names != "own" and sinks:
+        raise must(f"a model under {names}'s names must have no sinks", ", ".join(sinks[:8]))
     if names == "torchscale":
         state = {own: _transposed(model, own, tensor, True) for own, tensor in state.items()}
     state = {_their_name(model, own, names): tensor for own, tensor in state.items()}
@@ -252,6 +256,9 @@ def _completed(model: nn.Module, given: State, theirs: dict[str, str], names: Na
             given = {name: tensor for name, tensor in given.items() if name != _SOURCE}
         if names == "torchscale" and "out.bias" in theirs:
             given = {theirs["out.bias"]: torch.zeros(model.config.num_tokens, device="cpu"), **given}
+    if names != "own":
+        # Sinks are this library's: one that was requested starts as it was made.
+        given = {**{theirs[own]: x for own, x in model.state_dict().items() if _SINK.search(own)}, **given}
     return _with_norms(model, given, theirs) if names == "original" else given
 
 

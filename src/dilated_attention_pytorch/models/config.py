@@ -61,6 +61,9 @@ class LongNetConfig:
     bias: bool = True
     position: Position | str | None = "rotary"
     """Position encoding of self-attention. XPOS and ALiBi require causal layers."""
+    sink: bool = False
+    """Learn a logit of each head in the softmax denominator of self-attention: `self_attn.sink` of each layer.
+    Not with learned or torchscale's attention."""
     scale_embedding: bool = False
     """Multiply embeddings by sqrt(d_model), fairseq's default."""
     sinusoids: bool = False
@@ -157,7 +160,7 @@ class LongNetConfig:
         inner = attentions if self.memory_norm else 1
         norms = (attentions + 1) * d + (inner * d + ff if self.sub_norm else 0)
         vectors = (attentions * biases + d + ff + 2 * norms) if self.bias else norms
-        return attentions * attention + 2 * d * ff, vectors + self._scorer_weights()
+        return attentions * attention + 2 * d * ff, vectors + self.sink * self.nhead + self._scorer_weights()
 
     def _scorer_weights(self) -> int:
         """Parameters of the scorer of a layer with learned attention, temperatures included."""

@@ -54,6 +54,8 @@ class LayerAttention(MultiheadOverRanks, MultiheadSparseAttention):
         self.zero_padding, self.shifted_segments, self.detach_mixing = zero_padding, shifted_segments, detach_mixing
         if self.is_published:
             check_published(self.pattern)
+            if self.sink is not None:
+                raise must("torchscale's attention must come without a sink", "sink=True")
 
     @property
     def is_published(self) -> bool:
@@ -66,9 +68,11 @@ class LayerAttention(MultiheadOverRanks, MultiheadSparseAttention):
             advice = "Pass a bool mask alike in all samples, or key_padding_mask."
             raise must("torchscale's attention must come without a bias on the scores", "attn_mask", advice)
 
-    def _operation(self, n: int, keys: int) -> Callable[..., Tensor]:
+    def _operation(self, n: int, keys: int, with_lse: bool = False) -> Callable[..., Any]:
         if not self.is_published:
-            return super()._operation(n, keys)
+            return super()._operation(n, keys, with_lse)
+        if with_lse:
+            raise must("torchscale's attention must come without extra keys", "add_bias_kv or add_zero_attn")
         self._check_whole("zero_padding, shifted_segments or detach_mixing")
         if n != keys:
             raise must("torchscale's attention must be self-attention", f"{n} queries and {keys} keys")
@@ -101,12 +105,13 @@ class DilatedTransformerLayer(nn.Module):
         num_kv_heads: key and value heads, a divisor of `nhead`.
         position: "rotary", "xpos", "alibi", a `Position`, or None.
         attention_dropout: probability of dropping a weight; `dropout` by default.
+        sink: learn a logit of each head in the softmax denominator of self-attention, `self_attn.sink`.
         offset: which residue a head samples, see `Dilated`.
         zero_padding: torchscale's padding, see `published`; likewise `shifted_segments` and `detach_mixing`.
         adaptive: settings of learned self-attention, with blocks of `adaptive_block_size`, in place of a pattern.
         backend: see `attention`, as `memory_budget`.
-        device: where the parameters are made.
-        dtype: what they are made of.
+        device: device of the parameters.
+        dtype: dtype of the parameters.
     """
 
     norms = 2
@@ -131,6 +136,7 @@ class DilatedTransformerLayer(nn.Module):
         num_kv_heads: int | None = None,
         position: Position | str | None = None,
         attention_dropout: float | None = None,
+        sink: bool = False,
         offset: str = "mod",
         zero_padding: bool = False,
         shifted_segments: bool = False,
@@ -172,11 +178,11 @@ class DilatedTransformerLayer(nn.Module):
             "detach_mixing": detach_mixing,
         }
         if adaptive is None:
-            self.self_attn = LayerAttention(pattern=pattern, position=position, **flags, **self._heads)
+            self.self_attn = LayerAttention(pattern=pattern, position=position, sink=sink, **flags, **self._heads)
         else:
             learned = {"adaptive_config": adaptive, "block_size": adaptive_block_size, "position": position}
             self.self_attn = MultiheadBlockSparseAdaptive(
-                **self._heads, segment_lengths=[1], dilation_rates=[1], **learned
+                **self._heads, segment_lengths=[1], dilation_rates=[1], sink=sink, **learned
             )
         for block in range(1, self.norms + 1):
             self.add_module(f"norm{block}", nn.LayerNorm(d_model, layer_norm_eps, bias=bias, **factory_options))
@@ -225,7 +231,7 @@ class DilatedTransformerEncoderLayer(DilatedTransformerLayer):
         cu_seqlens: Tensor | None = None,
         cache: KVCache | None = None,
     ) -> Tensor:
-        """Pass tokens (B, N, E) through; masks, `cu_seqlens` and `cache` as for `MultiheadSparseAttention`."""
+        """Output for tokens (B, N, E); masks, `cu_seqlens` and `cache` as for `MultiheadSparseAttention`."""
 
         def attend(x: Tensor) -> Tensor:
             masks = {"attn_mask": src_mask, "key_padding_mask": src_key_padding_mask}
@@ -239,10 +245,10 @@ class DilatedTransformerDecoderLayer(DilatedTransformerLayer):
     """`torch.nn.TransformerDecoderLayer` whose attention follows patterns.
 
     Args:
-        args: those of `DilatedTransformerLayer`, as `options`.
-        memory_pattern: what a token sees of the encoder's output, counted from the same start; that of self-attention
-            by default. "full" when the two sequences do not run in step.
-        memory_norm: whether `sub_norm` and `gamma_init` hold for attention to the encoder's output too.
+        args: arguments of `DilatedTransformerLayer`, as for `options`.
+        memory_pattern: keys of the encoder's output that a token attends to, counted from the same start; that of
+            self-attention by default. Use "full" if positions of the two sequences do not correspond.
+        memory_norm: whether `sub_norm` and `gamma_init` also apply to attention to the encoder's output.
     """
 
     norms = 3
@@ -268,7 +274,7 @@ class DilatedTransformerDecoderLayer(DilatedTransformerLayer):
         *,
         cache: KVCache | None = None,
     ) -> Tensor:
-        """Pass tokens (B, N, E) through, which also see `memory` (B, M, E); `cache` is that of self-attention."""
+        """Output for tokens (B, N, E), which also attend to `memory` (B, M, E); `cache` is that of self-attention."""
         # Patterns count positions from the start, so tokens of earlier calls are replaced by zeros.
         first = 0 if cache is None or self.multihead_attn.pattern == Full() else max(cache.lengths, default=0)
         along = 1 if self.self_attn.batch_first else 0

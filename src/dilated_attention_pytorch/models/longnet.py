@@ -68,6 +68,7 @@ class Stack(nn.Module):
                 num_kv_heads=config.num_kv_heads,
                 position=config.position,
                 attention_dropout=config.attention_dropout,
+                sink=config.sink,
                 zero_padding=config.zero_padding and of == "encoder",
                 shifted_segments=config.shifted_segments,
                 detach_mixing=config.detach_mixing,
@@ -100,8 +101,8 @@ class LongNet(nn.Module):
 
     Args:
         config: a `LongNetConfig`, the name of a size, or None.
-        device: where the parameters are made.
-        dtype: what they are made of.
+        device: device of the parameters.
+        dtype: dtype of the parameters.
         settings: fields of `LongNetConfig` to change.
 
     >>> model = LongNet("tiny", num_decoder_layers=1, segment_lengths=[64, 256], dilation_rates=[1, 2])
@@ -135,16 +136,16 @@ class LongNet(nn.Module):
         """Pass embeddings through.
 
         Args:
-            x: (B, N, E), what the encoder reads, or the decoder where there is no encoder.
+            x: (B, N, E), input of the encoder, or of the decoder if there is no encoder.
             tgt: (B, M, E), input of the decoder of an encoder-decoder. Without it both stacks read `x`.
-            is_causal: whether no token sees a later one in the stack that reads `x`. By default a decoder is causal and
-                an encoder is not. The decoder of an encoder-decoder is causal where it reads `tgt`. Where both
-                stacks read `x`, self-attention and cross-attention of both are causal by default.
-            key_padding_mask: bool (B, N), True where a token of `x` takes no part; `tgt_key_padding_mask` of `tgt`.
-            cu_seqlens: bounds of packed sequences, with one stack alone.
+            is_causal: whether no token attends to a later token in the stack that reads `x`. By default a decoder is
+                causal and an encoder is not. A decoder that reads `tgt` is always causal. If both stacks read `x`,
+                self-attention and cross-attention of both are causal by default.
+            key_padding_mask: bool (B, N), True where a token of `x` is ignored; `tgt_key_padding_mask` of `tgt`.
+            cu_seqlens: bounds of packed sequences, for a single stack.
 
         Returns:
-            As `tgt` where there are both stacks, else as `x`.
+            Same shape as `tgt` with both stacks, otherwise as `x`.
         """
         alone = tgt is None and self.config.form == "encoder-decoder"
         if not alone:
@@ -166,7 +167,7 @@ class LongNet(nn.Module):
         return self.decode(tgt, hidden, key_padding_mask=tgt_key_padding_mask, memory_key_padding_mask=key_padding_mask)
 
     def check_pair(self, name: str, given: Tensor | None) -> None:
-        """Refuse a second sequence where there is one stack, and one alone where there are two."""
+        """Raise for two sequences with one stack, or one sequence with two stacks."""
         if (given is None) == (self.config.form == "encoder-decoder"):
             came = f"{'none' if given is None else 'one'} and form {self.config.form!r}"
             raise must(f"{name} must be given to an encoder-decoder, and to it alone", came)
@@ -256,7 +257,7 @@ class LongNetLM(nn.Module):
     ) -> Tensor:
         """Logits of every token, or with `targets` the loss; settings are those of `LongNet.forward` or of `loss`.
 
-        DDP and FSDP2 act around `forward` alone, so that a wrapped model is trained by `model(tokens, targets=...)`.
+        DDP and FSDP2 wrap only `forward`, so train a wrapped model with `model(tokens, targets=...)`.
         """
         if targets is not None:
             return self.loss(tokens, targets, tgt, **settings)
@@ -272,7 +273,7 @@ class LongNetLM(nn.Module):
         ignore_index: int = -100,
         **settings: Any,
     ) -> Tensor:
-        """Cross-entropy in nats, whose logits exist for a few thousand tokens at a time.
+        """Cross-entropy in nats, with the logits of a few thousand tokens in memory at a time.
 
         Args:
             tokens: ids (B, N).
@@ -280,7 +281,7 @@ class LongNetLM(nn.Module):
                 of an encoder-decoder the one after each of `tgt`. An encoder needs them.
             tgt: ids (B, M) for an encoder-decoder.
             reduction: "mean" over the targets, of this rank where there are several, "sum", or "none", (B, N).
-            ignore_index: the target that counts for nothing.
+            ignore_index: target that is ignored.
         """
         if targets is None:
             if self.config.form == "encoder":
@@ -337,17 +338,17 @@ class LongNetLM(nn.Module):
         stop: int | None = None,
         generator: torch.Generator | None = None,
     ) -> Tensor:
-        """Go on from a prompt, token by token, with a KV cache.
+        """Continue a prompt, token by token, with a KV cache.
 
         Args:
             prompt: ids (B, N), at least one each.
-            max_new_tokens: how many to add.
+            max_new_tokens: number of tokens to generate.
             src: ids (B, M) that the encoder of an encoder-decoder reads.
-            temperature: 0 takes the likeliest token; otherwise logits are divided by it and a token is drawn.
-            top_k: draw among this many likeliest tokens.
-            top_p: draw among the likeliest tokens that together reach this probability.
+            temperature: 0 selects the most likely token; otherwise logits are divided by it and a token is sampled.
+            top_k: sample from this many most likely tokens.
+            top_p: sample from the most likely tokens that together reach this probability.
             stop: id after which a sample is filled with `stop`; the call ends when all samples have.
-            generator: what draws.
+            generator: random generator for sampling.
 
         Returns:
             The new ids (B, at most max_new_tokens).

@@ -110,7 +110,7 @@ class SlideConfig:
         return layers.num_parameters - layers.num_tokens * self.d_model + (self.tile_width + 4) * self.d_model
 
     def memory(self, tiles: int, itemsize: int = 4) -> int:
-        """Most bytes that a forward pass without gradients holds, the weights and a slide's tiles among them.
+        """Peak bytes of a forward pass without gradients, including the weights and the slide's tiles.
 
         That is inside a feed-forward block: the stack's input, the layer's, the block's and its normalised copy, and
         two rows of the block's width. Attention holds less.
@@ -132,8 +132,8 @@ class SlideEncoder(nn.Module):
 
     Args:
         config: a `SlideConfig`, or None for the published 12 x 768 encoder.
-        device: where the parameters are made.
-        dtype: what they are made of.
+        device: device of the parameters.
+        dtype: dtype of the parameters.
         settings: fields of `SlideConfig` to change.
 
     >>> encoder = SlideEncoder(tile_width=32, d_model=64, num_layers=2, nhead=4)
@@ -211,8 +211,8 @@ class SlideEncoder(nn.Module):
         Args:
             tiles: as for a call, as `coords` and `key_padding_mask`.
             tile: one tile or several; None for the class token.
-            layer: whose attention.
-            average_heads: over heads.
+            layer: index of the layer.
+            average_heads: average over heads.
 
         Returns:
             Weights (B, rows, 1 + N), or (B, H, rows, 1 + N), float32: the class token's first, then every tile's. They

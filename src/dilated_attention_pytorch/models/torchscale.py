@@ -123,6 +123,8 @@ def published_attention(
     whole = check_published(pattern)
     if cu_seqlens is not None:
         raise must("torchscale's attention must come without cu_seqlens", "packed sequences")
+    if given := [name for name in ("softcap", "bias") if name in settings]:
+        raise must("torchscale's attention must come without a soft cap and a bias", " and ".join(given))
     batch, heads, n, _ = query.shape
     branches = [whole]
     shifted = shifted_segments and any(w < n and w % r for w, r in whole.branches)

@@ -1,5 +1,6 @@
 """Modules over the attention operation."""
 
+from .adaptive.controls import fit_scorers
 from .adaptive.module import (
     AdaptiveConfig,
     BlockSparseAdaptive,
@@ -62,6 +63,7 @@ __all__ = [
     "create_dilated_attention",
     "create_multihead_block_sparse",
     "create_multihead_dilated_attention",
+    "fit_scorers",
     "get_block_sparse_preset",
     "scorer_parameters",
     "set_process_group",

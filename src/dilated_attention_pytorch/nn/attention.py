@@ -1,15 +1,16 @@
-"""Attention as a module: a pattern, a scale, a dropout rate, and no parameters."""
+"""Attention as a module: a pattern, a scale, a dropout rate, and no parameters besides a learned sink."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import must
-from ..ops import attention, plan_cache
+from ..ops import attention, attention_with_lse, plan_cache
 from ..ops.memory_budget import check_budget
 from ..ops.weights import attention_weights, check_two_lengths
 from ..patterns import Causal, Pattern, as_pattern
@@ -36,6 +37,12 @@ def check_weights(what: str, pattern: Pattern, queries: int, keys: int, cu_seqle
         raise must(f"{what} must come with whole sequences", "cu_seqlens")
     if queries != keys:
         check_two_lengths(pattern, queries, keys)
+
+
+def check_no_sink(what: str, sink: Tensor | None) -> None:
+    """Refuse dense weights of a module with a sink."""
+    if sink is not None:
+        raise must(f"{what} must come without a sink", "sink=True", "Dense weights have no column for a sink.")
 
 
 class Planned:
@@ -91,22 +98,38 @@ class Planned:
     def _check_whole(self, what: str) -> None:
         """Refuse an argument that needs the whole sequence; modules over several ranks do."""
 
-    def _operation(self, n: int, keys: int) -> Callable[..., Tensor]:
-        """Function that computes attention of `n` queries and `keys` keys."""
-        return attention if n == keys else attention_across
+    def _score_terms(
+        self, softcap: float | None, bias: Tensor | None, bias_positions: Tensor | None, dense: bool
+    ) -> dict[str, Any]:
+        """Those of the terms that are given, as arguments of the operation; `dense` weights have none of them."""
+        named = {"softcap": softcap, "bias": bias, "bias_positions": bias_positions}
+        terms = {name: term for name, term in named.items() if term is not None}
+        if terms:
+            self._check_whole(" and ".join(terms))
+        if terms and dense:
+            raise must(f"dense weights must come without {' and '.join(terms)}", "both", "Leave the weights out.")
+        return terms
+
+    def _operation(self, n: int, keys: int, with_lse: bool = False) -> Callable[..., Any]:
+        """Function that computes attention of `n` queries and `keys` keys: a Tensor, or an `AttentionOutput`."""
+        attend = attention_with_lse if with_lse else attention
+        return attend if n == keys else partial(attention_across, attend)
 
 
 class SparseAttention(nn.Module, Planned):
-    """Attention over (B, N, H, D) by any pattern.
+    """Attention over (B, N, H, D) with any pattern.
 
     Args:
-        pattern: who may see whom, as a value or as text.
+        pattern: keys that each query attends to, as a value or as text.
         softmax_scale: factor on the scores; 1 / sqrt(D) by default.
-        attention_dropout: probability of dropping a weight while training.
+        attention_dropout: probability of dropping a weight during training.
         backend: "auto" or a name from `backends()`.
-        memory_budget: the most memory that attention may take, see `attention`.
-        device: where tensors must be and where `plan` builds; anywhere when not given.
-        dtype: what tensors must be, outside autocast; anything when not given.
+        memory_budget: limit on the memory of attention, see `attention`.
+        sink: learn a logit of each head in the softmax denominator, without a value: see `attention`. The parameter
+            `sink` (num_heads,) starts at 0, as that of `MultiheadSparseAttention`.
+        num_heads: query heads that calls must have; any number when not given, which `sink` does not allow.
+        device: required device of tensors, and device of `plan`; any device if None.
+        dtype: required dtype of tensors, outside autocast; any dtype if None.
 
     >>> SparseAttention("window:64 & causal")(*torch.randn(3, 2, 100, 4, 16).unbind()).shape
     torch.Size([2, 100, 4, 16])
@@ -120,6 +143,8 @@ class SparseAttention(nn.Module, Planned):
         *,
         backend: str = "auto",
         memory_budget: int | float | None = None,
+        sink: bool = False,
+        num_heads: int | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -133,6 +158,19 @@ class SparseAttention(nn.Module, Planned):
         # Carries the place a user named through .to(), so that the check in forward stays true.
         self.register_buffer("_marker", torch.zeros(0, device=device, dtype=dtype), persistent=False)
         self._fixed = (device is not None, dtype is not None)
+        if num_heads is not None and num_heads < 1:
+            raise must("num_heads must be >= 1, or None", num_heads)
+        self.num_heads = num_heads
+        self.register_parameter("sink", None)
+        if sink:
+            if num_heads is None:
+                raise must("sink=True must come with num_heads", "none", "A sink has one logit for each query head.")
+            self.sink = nn.Parameter(torch.zeros(num_heads, device=device, dtype=dtype))
+
+    def reset_parameters(self) -> None:
+        """Set the sink to 0."""
+        if self.sink is not None:
+            nn.init.zeros_(self.sink)
 
     def forward(
         self,
@@ -143,17 +181,22 @@ class SparseAttention(nn.Module, Planned):
         *,
         key_padding_mask: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
+        softcap: float | None = None,
+        bias: Tensor | None = None,
+        bias_positions: Tensor | None = None,
         return_attention_weights: bool = False,
     ) -> Any:
         """Attend.
 
         Args:
             query: (B, N, H, D).
-            key: (B, N, G, D), G = H or a divisor of it; of another length where the pattern asks for positions alone.
+            key: (B, N, G, D), G = H or a divisor of it; N may differ if the pattern depends only on positions.
             value: (B, N, G, E).
             is_causal: also require the key not to come after the query.
-            key_padding_mask: bool (B, N), True where a key takes no part.
+            key_padding_mask: bool (B, N), True where a key is ignored.
             cu_seqlens: bounds of sequences packed one after another, see `attention`.
+            softcap: bound of the scores, see `attention`.
+            bias: table by distance that is added to the scores, see `attention`, as `bias_positions`.
             return_attention_weights: also return the weights (B, H, N, M), without dropout, up to 8192 tokens.
 
         Returns:
@@ -163,7 +206,12 @@ class SparseAttention(nn.Module, Planned):
         for name, tensor in (("query", query), ("key", key), ("value", value)):
             if tensor.dim() != 4:
                 raise must(f"{name} must have shape (batch, n, heads, width)", tuple(tensor.shape))
+        if self.num_heads not in (None, query.shape[2]):
+            raise must(f"query must have this module's {self.num_heads} heads", query.shape[2])
         q, k, v = (tensor.transpose(1, 2) for tensor in (query, key, value))
+        terms = self._score_terms(softcap, bias, bias_positions, return_attention_weights)
+        if self.sink is not None:
+            terms["sink"] = self.sink
         output = self._operation(q.shape[2], k.shape[2])(
             q,
             k,
@@ -177,10 +225,12 @@ class SparseAttention(nn.Module, Planned):
             dropout_p=self.attention_dropout if self.training else 0.0,
             backend=self.backend,
             memory_budget=self.memory_budget,
+            **terms,
         )
         if not return_attention_weights:
             return output.transpose(1, 2)
         self._check_whole("return_attention_weights")
+        check_no_sink("return_attention_weights", self.sink)
         check_weights("return_attention_weights", self.pattern, q.shape[2], k.shape[2], cu_seqlens)
         scale = q.shape[-1] ** -0.5 if self.softmax_scale is None else self.softmax_scale
         options = {"is_causal": is_causal, "scale": scale, "key_padding_mask": key_padding_mask}
@@ -202,4 +252,6 @@ class SparseAttention(nn.Module, Planned):
     def extra_repr(self) -> str:
         scale = "" if self.softmax_scale is None else f", softmax_scale={self.softmax_scale}"
         dropout = f", attention_dropout={self.attention_dropout}" if self.attention_dropout else ""
-        return f'"{self.pattern}"{scale}{dropout}'
+        heads = "" if self.num_heads is None else f", num_heads={self.num_heads}"
+        sink = "" if self.sink is None else ", sink=True"
+        return f'"{self.pattern}"{scale}{dropout}{heads}{sink}'

@@ -57,18 +57,19 @@ def _density_stats(plan: Plan) -> dict[str, Any]:
 
 
 class BlockSparseRingDilatedAttention(OverRanks, SparseAttention):
-    """Attention on chosen blocks of the score matrix, one softmax a row over all of them.
+    """Block-sparse attention: one softmax per row over all kept blocks of the score matrix.
 
     Args:
         segment_lengths: tokens in a segment, one for each branch.
-        dilation_rates: within a segment a query block sees every `rate`-th block counted from itself.
-        sparse_config: another pattern than these segments; only its "dilated_sparse" still has segments and rates.
-        sparsity_ratio: fraction of blocks kept (0.01 = 99 % sparse); without it the branches alone decide.
+        dilation_rates: within a segment, a query block attends to every `rate`-th block counted from itself.
+        sparse_config: pattern that replaces the segments; only its "dilated_sparse" uses segments and rates.
+        sparsity_ratio: fraction of blocks kept (0.01 = 99 % sparse); all blocks of the branches if None.
         block_size: tokens in a block, 128 by default.
         process_group: ranks that hold the sequence together, see `Ranks`, as `ring_size`, `layout` and `transfer`; each
             calls the module with its tokens and gets its rows.
-        pattern_cache_size: plans this module holds on to once `plan` or `explain` has built them.
-        options: `softmax_scale`, `attention_dropout`, `backend`, `device`, `dtype`: see `SparseAttention`.
+        pattern_cache_size: number of plans from `plan` and `explain` that this module keeps.
+        options: `softmax_scale`, `attention_dropout`, `sink`, `num_heads`, `backend`, `device`, `dtype`: see
+            `SparseAttention`.
     """
 
     def __init__(
@@ -95,7 +96,7 @@ class BlockSparseRingDilatedAttention(OverRanks, SparseAttention):
         self.ranks = Ranks(process_group, ring_size, layout, transfer)
 
     def plan(self, n: int, num_heads: int | None = None, is_causal: bool = False) -> Plan:
-        """The plan this module follows at a length."""
+        """Plan of this module at a length."""
         plan = self._plans.pop((n, num_heads, is_causal), None) or super().plan(n, num_heads, is_causal)
         self._plans[n, num_heads, is_causal] = plan
         while len(self._plans) > self.pattern_cache_size:
@@ -103,11 +104,11 @@ class BlockSparseRingDilatedAttention(OverRanks, SparseAttention):
         return plan
 
     def clear_pattern_cache(self) -> None:
-        """Let go of the plans this module holds."""
+        """Release the plans that this module keeps."""
         self._plans.clear()
 
     def get_pattern_stats(self, n: int | None = None, num_heads: int = 8, is_causal: bool = False) -> dict[str, Any]:
-        """The pattern, the plans held here and in the whole process; at a length `n` also what is kept there."""
+        """Pattern and cached plans of this module and of the process; with a length `n` also the density."""
         stats: dict[str, Any] = {"pattern": str(self.pattern)}
         if n is not None:
             stats |= _density_stats(self.plan(n, num_heads, is_causal))
@@ -118,14 +119,15 @@ class BlockSparseRingDilatedAttention(OverRanks, SparseAttention):
 
 
 class BlockSparseHierarchical(SparseAttention):
-    """Near blocks densely, far ones ever more sparsely, no key block covered twice.
+    """Hierarchical block-sparse attention: dense near the query, sparser with distance, no key block covered twice.
 
     Args:
-        segment_lengths: reach of each level in tokens, rising; with `hierarchical_config` its levels stand instead.
-        dilation_rates: distance in blocks between the key blocks a level keeps.
-        hierarchical_config: levels given one by one.
+        segment_lengths: reach of each level in tokens, ascending; ignored if `hierarchical_config` is given.
+        dilation_rates: distance in blocks between the key blocks that a level keeps.
+        hierarchical_config: explicit levels.
         block_size: tokens in a block, 128 by default; a config has its own.
-        options: `softmax_scale`, `attention_dropout`, `backend`, `device`, `dtype`: see `SparseAttention`.
+        options: `softmax_scale`, `attention_dropout`, `sink`, `num_heads`, `backend`, `device`, `dtype`: see
+            `SparseAttention`.
     """
 
     def __init__(
@@ -165,7 +167,7 @@ class BlockSparseHierarchical(SparseAttention):
 
 
 class BlockSparseTorchSparse(SparseAttention):
-    """Refuses: torch.sparse has no kernel that computes attention by blocks, and by elements it is slower by far."""
+    """Raises on construction: torch.sparse has no block kernel for attention; its element kernels are far slower."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         raise NotImplementedError(

@@ -106,7 +106,7 @@ LEVELS = (
 
 @dataclass(frozen=True, slots=True)
 class HierarchicalConfig:
-    """Levels that tile the distance from a query: near ones densely, far ones every `stride` tokens.
+    """Levels of distance from a query: near levels are dense, far levels keep every `stride` tokens.
 
     >>> HierarchicalConfig().pattern()
     hierarchical:4x1,16x4,0x16;block=64

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -220,15 +221,17 @@ class OverRanks:
         with self.ranks.call():
             return super().forward(*args, **kwargs)  # pyrefly: ignore[missing-attribute]
 
-    def _operation(self, n: int, keys: int) -> Callable[..., Tensor]:
+    def _operation(self, n: int, keys: int, with_lse: bool = False) -> Callable[..., Any]:
         if self.ranks.alone:
-            return super()._operation(n, keys)  # pyrefly: ignore[missing-attribute]
+            return super()._operation(n, keys, with_lse)  # pyrefly: ignore[missing-attribute]
         if n != keys:
             raise must("query and key must hold the same tokens over several ranks", f"{n} and {keys} of them")
-        return self._attend
+        return partial(self._attend, with_lse=with_lse)
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, pattern: Pattern, **settings: Any) -> Tensor:
-        from ..distributed import context_parallel_attention
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, pattern: Pattern, with_lse: bool = False, **settings: Any
+    ) -> Any:
+        from ..distributed import context_parallel_attention, context_parallel_attention_with_lse
 
         given = {name: setting for name, setting in settings.items() if setting is not None}
         if given.get("memory_budget") is not None:
@@ -236,9 +239,8 @@ class OverRanks:
             raise must("memory_budget must be None over several ranks", given["memory_budget"], advice)
         layout = self.ranks.layout_of(query.shape[2])
         self.ranks.hand_over()
-        return context_parallel_attention(
-            query, key, value, pattern, layout, self.ranks.group, **{**self.ranks.transfer, **given}
-        )
+        attend = context_parallel_attention_with_lse if with_lse else context_parallel_attention
+        return attend(query, key, value, pattern, layout, self.ranks.group, **{**self.ranks.transfer, **given})
 
     def _check_whole(self, what: str) -> None:
         """Raise for an argument that needs the whole sequence."""
@@ -277,15 +279,15 @@ def set_process_group(model: nn.Module, process_group: dist.ProcessGroup | Devic
 
 
 class RingDilatedAttention(OverRanks, DilatedAttention):
-    """`DilatedAttention` for sequences spread over ranks; on one rank, `DilatedAttention` itself.
+    """`DilatedAttention` for sequences sharded over ranks; on one rank, `DilatedAttention` itself.
 
-    Every rank passes its tokens and receives its rows. Only keys that its queries see are sent to it.
+    Every rank passes its tokens and receives its rows, and only the keys that its queries attend to.
 
     Args:
         segment_lengths: tokens in a segment, one for each branch.
         dilation_rates: distance between sampled tokens, one for each branch.
         softmax_scale: factor on the scores; 1 / sqrt(D) by default.
-        attention_dropout: probability of dropping a weight while training.
+        attention_dropout: probability of dropping a weight during training.
         process_group: see `Ranks`, as `ring_size`, `layout` and `transfer`.
         options: further arguments of `DilatedAttention`.
     """

@@ -11,17 +11,17 @@ from .attention import SparseAttention
 
 
 class DilatedAttention(SparseAttention):
-    """Dilated attention: in segments of each length, every `rate`-th token sees the others of its residue.
+    """Dilated attention: in every segment, sampled tokens, `rate` apart, attend to each other.
 
     Args:
         segment_lengths: tokens in a segment, one for each branch.
-        dilation_rates: distance between two tokens that meet, one for each branch.
+        dilation_rates: distance between sampled tokens, one for each branch.
         softmax_scale: factor on the scores; 1 / sqrt(D) by default.
-        attention_dropout: probability of dropping a weight while training; `dropout` is the same thing.
-        offset: which residue a head samples, see `Dilated`; likewise `heads` and `overlap`.
-        backend: likewise `device` and `dtype`: see `SparseAttention`.
+        attention_dropout: probability of dropping a weight during training; `dropout` is an alias.
+        offset: residue that a head samples, see `Dilated`, as for `heads` and `overlap`.
+        factory_options: `sink`, `num_heads`, `backend`, `memory_budget`, `device`, `dtype`: see `SparseAttention`.
 
-    Any length is allowed, also one that no segment divides.
+    Any length is allowed; it need not be a multiple of a segment.
     """
 
     def __init__(

@@ -58,18 +58,19 @@ def create_block_sparse_attention(
 
     Args:
         variant: "base" (B, N, H, D), "multihead" (B, N, E), "distributed" (the same over ranks and nodes),
-            "hierarchical", "adaptive" (learned; (B, N, E) where `embed_dim` is given), or "auto": what the other
-            arguments call for, and dense attention where `length` is too short for sparse to pay.
+            "hierarchical", "adaptive" (learned; (B, N, E) where `embed_dim` is given), or "auto": the
+            variant that fits the other arguments, or dense attention if it is faster at `length`.
         segment_lengths: (2048, 4096, 8192) by default.
         dilation_rates: 1, 2, 4, ... by default.
         sparse_config: see `BlockSparseRingDilatedAttention`, as `sparsity_ratio` and `block_size`.
         adaptive_config: for "adaptive".
         distributed_config: for "distributed".
         embed_dim: width of the model, for "multihead" and "distributed"; 768 by default.
-        num_heads: heads, for "multihead" and "distributed", 12 by default, and for "adaptive", 8 by default.
+        num_heads: heads, for "multihead" and "distributed", 12 by default, and for "adaptive", 8 by default; of "base"
+            and "hierarchical" by name, any number when not given.
         hierarchical_config: levels, for "hierarchical".
-        length: tokens to expect, for "auto".
-        options: whatever else the module takes; a keyword it does not know raises.
+        length: expected number of tokens, for "auto".
+        options: further arguments of the module; an unknown keyword raises.
     """
     if variant not in VARIANTS:
         raise must(f"variant must be one of {', '.join(VARIANTS)}", repr(variant))
@@ -83,7 +84,7 @@ def create_block_sparse_attention(
     called_for = next((name for name, given in owners.items() if given is not None), "base")
     kind = called_for if variant == "auto" else variant
     for name, given in owners.items():
-        own_heads = kind == "distributed" or (kind == "adaptive" and (variant == kind or embed_dim is None))
+        own_heads = embed_dim is None or kind == "distributed" or variant == kind == "adaptive"
         if given is not None and name != kind and not (name == "multihead" and own_heads):
             what = {"multihead": "embed_dim and num_heads"}.get(name, f"{name}_config")
             raise must(f'{what} must come with variant="{name}"', f'variant="{kind}"')
@@ -97,7 +98,9 @@ def create_block_sparse_attention(
     if kind == "hierarchical":
         if sparse_config is not None or sparsity_ratio is not None:
             raise must("a hierarchy must be given by its levels", "a sparsity ratio", "Use hierarchical_config.")
-        made: Any = BlockSparseHierarchical(segments, rates, hierarchical_config, block_size=block_size, **options)
+        made: Any = BlockSparseHierarchical(
+            segments, rates, hierarchical_config, block_size=block_size, num_heads=num_heads, **options
+        )
     elif kind == "distributed":
         if sparse_config is not None:
             raise must("a distributed module must be given its densities", "a sparse_config", "Use distributed_config.")
@@ -113,7 +116,7 @@ def create_block_sparse_attention(
         width, heads = _default(embed_dim, EMBED_DIM), _default(num_heads, NUM_HEADS)
         made = BlockSparseRingMultiheadDilatedAttention(width, heads, segments, rates, **base, **options)
     else:
-        made = BlockSparseRingDilatedAttention(segments, rates, **base, **options)
+        made = BlockSparseRingDilatedAttention(segments, rates, num_heads=num_heads, **base, **options)
     if variant != "auto":
         return made
     return _where_it_pays(made, length, f"auto took variant {kind}")
@@ -213,11 +216,11 @@ def create_dilated_attention(
     """A module over (B, N, H, D).
 
     Args:
-        kind: "dilated", "ring", "block_sparse", "dense", or "auto": dilated, and dense where `length` is too short for
-            that to pay.
+        kind: "dilated", "ring", "block_sparse", "dense", or "auto": dilated, or dense if that is faster at
+            `length`.
         segment_lengths: (2048, 4096, 8192) by default.
         dilation_rates: 1, 2, 4, ... by default.
-        length: tokens to expect, for "auto".
+        length: expected number of tokens, for "auto".
         options: further arguments of the module; an unknown keyword raises. `attention_type` is the original library's
             name of `kind`, and its kinds "standard" and "improved" are "dilated".
     """
@@ -240,7 +243,7 @@ def create_multihead_dilated_attention(
     length: int | None = None,
     **options: Any,
 ) -> nn.Module:
-    """A module over (B, N, E); see `create_dilated_attention` for `kind` and what follows the heads."""
+    """Multi-head module over (B, N, E); see `create_dilated_attention` for `kind` and the arguments after the heads."""
     makers: dict[str, Callable[..., nn.Module]] = {
         "dilated": MultiheadDilatedAttention,
         "ring": RingMultiheadDilatedAttention,

@@ -20,11 +20,11 @@ class KVCache:
     """Keys and values of earlier tokens, and attention of each new token.
 
     Args:
-        pattern: who may see whom; always causal here.
+        pattern: keys that each query attends to; always causal here.
         length: length of the whole sequence, for patterns that keep a share of all blocks; a bound on the tokens.
-        prompt_lengths: real tokens of each sample in the first call, when its samples are padded on the right.
+        prompt_lengths: real tokens of each sample in the first call, if samples are padded on the right.
 
-    Keys that no later token can see are dropped. Decode without gradients: the cache holds none.
+    Keys that no later token attends to are dropped. Decode without gradients: the cache stores none.
 
     >>> cache = KVCache("window:64")
     >>> q, k, v = torch.randn(3, 1, 4, 101, 16).unbind()
@@ -54,7 +54,7 @@ class KVCache:
 
     @property
     def tokens(self) -> int:
-        """Positions held of the longest sample."""
+        """Number of cached positions of the longest sample."""
         return self._end() if self.lengths else 0
 
     def positions(self, batch: int) -> Tensor:
@@ -69,6 +69,8 @@ class KVCache:
         *,
         scale: float | None = None,
         sink: Tensor | None = None,
+        softcap: float | None = None,
+        bias: Tensor | None = None,
         backend: str = "auto",
         memory_budget: int | float | None = None,
     ) -> Tensor:
@@ -80,10 +82,12 @@ class KVCache:
             value: (B, G, M, E).
             scale: factor on the scores; 1 / sqrt(D) by default.
             sink: (H,), see `attention`.
+            softcap: bound of the scores, see `attention`.
+            bias: (H, 2 * R + 1), table by distance, see `attention`.
             backend: for the prompt, see `attention`, as `memory_budget`.
 
         Returns:
-            (B, H, M, E). Rows of padding after a shorter prompt mean nothing.
+            (B, H, M, E). Rows of padding after a shorter prompt are undefined.
         """
         check_tensors(query, key, value, enable_gqa=True)
         batch, heads, rows, _ = query.shape
@@ -100,7 +104,8 @@ class KVCache:
             raise must(f"a cache for {self.length} tokens must not be given more", max(after))
         self._write(key.detach(), value.detach(), before, heads)
         self.lengths = after
-        settings = {"scale": scale, "sink": sink, "backend": backend, "memory_budget": memory_budget}
+        settings = {"scale": scale, "sink": sink, "softcap": softcap, "bias": bias}
+        settings |= {"backend": backend, "memory_budget": memory_budget}
         try:
             return self._prompt(query, key, value, settings) if first else self._follow(query, before, settings)
         except BaseException:
@@ -119,7 +124,7 @@ class KVCache:
                 raise must_be(f"{name} must have the cache's dtype {stored.dtype}", given.dtype)
 
     def reorder(self, samples: Tensor) -> None:
-        """Let sample i go on from what sample `samples[i]` has read, as a beam search does."""
+        """Continue sample i from the cache of sample `samples[i]`, as beam search does."""
         if self._key is None or self._value is None:
             return
         self._key, self._value = self._key[samples], self._value[samples]

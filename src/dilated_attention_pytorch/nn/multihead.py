@@ -14,7 +14,7 @@ from ..ops.memory_budget import check_budget
 from ..ops.weights import attention_weights
 from ..patterns import Causal, Dilated, Full, Pattern, as_pattern
 from ..plan.closed_forms import closed_form
-from .attention import Planned, check_weights, probability
+from .attention import Planned, check_no_sink, check_weights, probability
 from .block_sparse import block_pattern, segments_unused
 from .block_sparse_config import SparsePatternConfig
 from .context_parallel import MultiheadOverRanks, Ranks
@@ -51,27 +51,30 @@ def _shards_equal(pattern: Pattern, n: int, heads: int, local: int) -> bool:
 
 
 class MultiheadSparseAttention(Projections, Planned):
-    """Multi-head attention by any pattern, in the place of `torch.nn.MultiheadAttention`.
+    """Multi-head attention with any pattern; a replacement for `torch.nn.MultiheadAttention`.
 
     Args:
         embed_dim: width of the model.
         num_heads: query heads.
-        pattern: who may see whom, as a value or as text.
-        dropout: probability of dropping a weight while training.
+        pattern: keys that each query attends to, as a value or as text.
+        dropout: probability of dropping a weight during training.
         bias: whether the projections have biases.
-        layer_norm: normalise what attention found before the output projection (sub-LayerNorm).
+        layer_norm: normalise the output of attention before the output projection (sub-LayerNorm).
         layer_norm_eps: its epsilon.
-        gamma_init: gain of the value and output projections at the start (MAGNETO).
+        gamma_init: initial gain of the value and output projections (MAGNETO).
         num_kv_heads: key and value heads, a divisor of `num_heads` (grouped-query attention).
-        kdim: width of keys, `embed_dim` by default; likewise `vdim`.
-        batch_first: (B, N, E) when true, (N, B, E) when not.
+        kdim: width of keys, `embed_dim` by default; `vdim` likewise for values.
+        batch_first: inputs are (B, N, E) if True, (N, B, E) if False.
         position: "rotary", "xpos", "alibi", a `Position`, or None.
-        sink: learn a logit of each head in the softmax denominator, without a value: see `attention`. The parameter
+        add_bias_kv: learn one more key and value, `bias_k` and `bias_v`, which every query sees: whatever the pattern
+            and the masks, and without a position.
+        add_zero_attn: likewise a key and a value of zeros.
+        sink: learn one logit per head in the softmax denominator, without a value: see `attention`. The parameter
             `sink` (num_heads,) starts at 0, the score of a key that is orthogonal to the query.
         backend: "auto" or a name from `backends()`.
-        memory_budget: the most memory that attention, without the projections, may take: see `attention`.
-        device: where the parameters are made.
-        dtype: what they are made of.
+        memory_budget: limit on the memory of attention, without the projections: see `attention`.
+        device: device of the parameters.
+        dtype: dtype of the parameters.
 
     >>> x = torch.randn(2, 100, 64)
     >>> output, weights = MultiheadSparseAttention(64, 4, "window:16")(x, x, x)
@@ -80,6 +83,8 @@ class MultiheadSparseAttention(Projections, Planned):
     """
 
     num_heads: int  # pyrefly: ignore[bad-override-mutable-attribute]
+    bias_k: nn.Parameter | None
+    bias_v: nn.Parameter | None
 
     def __init__(
         self,
@@ -97,6 +102,8 @@ class MultiheadSparseAttention(Projections, Planned):
         vdim: int | None = None,
         batch_first: bool = True,
         position: Position | str | None = None,
+        add_bias_kv: bool = False,
+        add_zero_attn: bool = False,
         sink: bool = False,
         backend: str = "auto",
         memory_budget: int | float | None = None,
@@ -116,14 +123,29 @@ class MultiheadSparseAttention(Projections, Planned):
             self.position.check(self.head_dim)
         zeros = torch.zeros(num_heads, device=device, dtype=dtype) if sink else None
         self.register_parameter("sink", None if zeros is None else nn.Parameter(zeros))
+        self.add_zero_attn = add_zero_attn
+        for name, projection in (("bias_k", self.k_proj), ("bias_v", self.v_proj)):
+            extra = torch.empty(1, 1, projection.out_features, device=device, dtype=dtype) if add_bias_kv else None
+            self.register_parameter(name, None if extra is None else nn.Parameter(nn.init.xavier_normal_(extra)))
+        if sink and self.has_extra_keys:
+            raise must(
+                "a sink must come without extra keys", "add_bias_kv or add_zero_attn", "One zero key is a sink of 0."
+            )
+
+    @property
+    def has_extra_keys(self) -> bool:
+        """Whether every query also sees the keys of `add_bias_kv` or `add_zero_attn`."""
+        return self.bias_k is not None or self.add_zero_attn
 
     def reset_parameters(self) -> None:
-        """Draw the projections anew and set the sink to 0."""
+        """Draw the projections and the extra key and value anew, and set the sink to 0."""
         super().reset_parameters()
         # Not registered yet when the projections are made.
-        sink = self._parameters.get("sink")
-        if sink is not None:
-            nn.init.zeros_(sink)
+        draws = ("sink", nn.init.zeros_), ("bias_k", nn.init.xavier_normal_), ("bias_v", nn.init.xavier_normal_)
+        for name, draw in draws:
+            parameter = self._parameters.get(name)
+            if parameter is not None:
+                draw(parameter)
 
     def forward(
         self,
@@ -138,25 +160,33 @@ class MultiheadSparseAttention(Projections, Planned):
         *,
         cu_seqlens: Tensor | None = None,
         cache: KVCache | None = None,
+        softcap: float | None = None,
+        bias: Tensor | None = None,
+        bias_positions: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Attend.
 
         Args:
             query: (B, N, E), (N, B, E) when not `batch_first`, or (N, E).
-            key: the query when not given; likewise `value` the key.
+            key: the query by default; `value` is the key by default.
             key_padding_mask: (B, M): bool, True where a key is ignored, or float: -inf or at most -1e4 there, else 0.
             need_weights: also return the weights, without dropout, up to 8192 tokens; off by default, since they are
                 N x M.
             attn_mask: (N, M) or (B * H, N, M), up to 4096 tokens: bool, True where a pair is ignored, or float, added
-                to the scores. A bool mask of one length, alike in all samples, restricts the pattern; any other mask
+                to the scores. A square bool mask, equal in all samples, restricts the pattern; any other mask
                 makes attention dense.
             average_attn_weights: average the weights over heads.
-            is_causal: also require the key not to come after the query. A mask given with it must be the causal one.
+            is_causal: also require the key not to come after the query. A mask passed with it must be causal.
             cu_seqlens: bounds of sequences packed one after another (B = 1), see `attention`.
-            cache: what earlier calls left; these tokens follow on it. Causal self-attention only.
+            cache: keys and values of earlier calls, which these tokens follow. Causal self-attention only.
+            softcap: bound of the scores, see `attention`. The keys of `add_bias_kv` and `add_zero_attn` have neither
+                a bound nor a bias.
+            bias: (H, 2 * R + 1), table by distance that is added to the scores, or one of two axes, see `attention`,
+                as `bias_positions`. Without dense weights.
 
         Returns:
-            The output, shaped as the query, and the weights (B, N, M) or (B, H, N, M), or None.
+            The output, with the shape of the query, and the weights (B, N, M) or (B, H, N, M), or None. The keys of
+            `add_bias_kv` and `add_zero_attn`, in this order, are further columns of the weights.
         """
         key = query if key is None else key
         value = key if value is None else value
@@ -174,27 +204,35 @@ class MultiheadSparseAttention(Projections, Planned):
             query, key, value = _each_once(lambda tensor: tensor.transpose(0, 1), query, key, value)
         itself = key is query or (key.shape == query.shape and cache is None)
         q, k, v = self.project(query, key, value)
+        extra = self._extra_scores(q) if self.has_extra_keys else None
         if self.position is not None:
             self._check_position(is_causal, q.shape[2] == k.shape[2])
             q, k = self.position.apply(q, k, self._positions(q, cu_seqlens, cache), self.head_dim**-0.5)
         if key_padding_mask is not None:
             key_padding_mask = ignored("key_padding_mask", key_padding_mask)
-        q, pattern, is_causal, bias = self._masked(q, k, attn_mask, is_causal)
-        weights, sink = None, {} if self.sink is None else {"sink": self.sink}
-        if need_weights or bias is not None:
-            masks = {"key_padding_mask": key_padding_mask, "bias": bias}
-            self._check_dense(q, k, pattern, cu_seqlens, cache, bias)
+        q, pattern, is_causal, added = self._masked(q, k, attn_mask, is_causal)
+        terms = self._score_terms(softcap, bias, bias_positions, need_weights or added is not None)
+        if self.sink is not None:
+            terms["sink"] = self.sink
+        weights = None
+        if need_weights or added is not None:
+            masks = {"key_padding_mask": key_padding_mask, "bias": added, "extra": extra}
+            self._check_dense(q, k, pattern, cu_seqlens, cache, added)
             weights = attention_weights(q, k, pattern, is_causal=is_causal, scale=self.head_dim**-0.5, **masks)
         if cache is not None:
             self._check_cache(cache, itself, is_causal, key_padding_mask, attn_mask, cu_seqlens)
+            if bias_positions is not None:
+                raise must("a cache must come without bias_positions", "both", "A bias by row distance needs none.")
             where = {"backend": self.backend, "memory_budget": self.memory_budget}
-            attended = cache.attend(q, k, v, scale=self.head_dim**-0.5, **where, **sink)
-        elif bias is not None:
+            attended = cache.attend(q, k, v, scale=self.head_dim**-0.5, **where, **terms)
+        elif added is not None:
             assert weights is not None
             dropped = F.dropout(weights, self.dropout, self.training).to(v.dtype)
-            attended = dropped @ v.repeat_interleave(q.shape[1] // v.shape[1], 1)
+            attended = dropped[..., : k.shape[2]] @ v.repeat_interleave(q.shape[1] // v.shape[1], 1)
+            if self.bias_v is not None:
+                attended = attended + dropped[..., k.shape[2], None] * self._by_head(self.bias_v)
         else:
-            attended = self._operation(q.shape[2], k.shape[2])(
+            attended = self._operation(q.shape[2], k.shape[2], extra is not None)(
                 q,
                 k,
                 v,
@@ -207,8 +245,10 @@ class MultiheadSparseAttention(Projections, Planned):
                 dropout_p=self.dropout if self.training else 0.0,
                 backend=self.backend,
                 memory_budget=self.memory_budget,
-                **sink,
+                **terms,
             )
+            if extra is not None:
+                attended = self._with_extra_keys(attended, extra)
         if weights is not None:
             weights = None if not need_weights else weights.mean(1) if average_attn_weights else weights
         output = self.finish(attended)
@@ -219,8 +259,31 @@ class MultiheadSparseAttention(Projections, Planned):
     def _check_call(self, need_weights: bool, attn_mask: Tensor | None, cache: KVCache | None) -> None:
         """Refuse what a kind of module cannot do."""
 
+    def _by_head(self, extra: Tensor) -> Tensor:
+        """The extra key or value of each query head, (H, 1, D)."""
+        return extra.view(-1, 1, self.head_dim).repeat_interleave(self.num_heads // self.num_kv_heads, 0)
+
+    def _extra_scores(self, query: Tensor) -> Tensor:
+        """Scores (B, H, N, 1 or 2) of the keys of `add_bias_kv` and `add_zero_attn`."""
+        query = query.to(torch.promote_types(query.dtype, torch.float32))
+        columns = [query.new_zeros(query.shape[:3])] if self.add_zero_attn else []
+        if self.bias_k is not None:
+            columns.insert(0, self.head_dim**-0.5 * (query * self._by_head(self.bias_k)).sum(-1))
+        return torch.stack(columns, -1)
+
+    def _with_extra_keys(self, attended: Any, scores: Tensor) -> Tensor:
+        """Output of the softmax with the extra keys, from the `AttentionOutput` of the pattern's."""
+        output, lse = attended
+        shares = torch.cat([lse[..., None], scores], -1).softmax(-1)
+        both = shares[..., :1] * output
+        if self.bias_v is not None:
+            both = both + F.dropout(shares[..., 1:2], self.dropout, self.training) * self._by_head(self.bias_v)
+        return both.to(output.dtype)
+
     def _check_shard(self, heads: int, kv_heads: int, n: int) -> None:
         super()._check_shard(heads, kv_heads, n)
+        if self.bias_k is not None:
+            raise must("add_bias_kv must come with all heads", f"{heads} local heads of a tensor-parallel plan")
         position = self.position is not None and self.position.by_head
         if not position and _shards_equal(self.pattern, n, self.num_heads, heads):
             return
@@ -282,8 +345,7 @@ class MultiheadSparseAttention(Projections, Planned):
         what = "need_weights=True" if bias is None else "attn_mask"
         if cache is not None:
             raise must(f"{what} must come with whole sequences", "a cache")
-        if self.sink is not None:
-            raise must(f"{what} must come without a sink", "sink=True", "Dense weights have no column for a sink.")
+        check_no_sink(what, self.sink)
         check_weights(what, pattern, query.shape[2], key.shape[2], cu_seqlens)
 
     def _check_cache(
@@ -295,6 +357,8 @@ class MultiheadSparseAttention(Projections, Planned):
         attn_mask: Tensor | None,
         cu_seqlens: Tensor | None,
     ) -> None:
+        if self.has_extra_keys:
+            raise must("a cache must come without add_bias_kv and add_zero_attn", "one of them")
         if not itself or not is_causal:
             raise must(
                 "a cache must come with causal self-attention", "cross-attention" if not itself else "is_causal=False"
@@ -316,25 +380,26 @@ class MultiheadSparseAttention(Projections, Planned):
     def extra_repr(self) -> str:
         grouped = "" if self.num_kv_heads == self.num_heads else f", num_kv_heads={self.num_kv_heads}"
         position = "" if self.position is None else f", position={self.position}"
-        sink = "" if self.sink is None else ", sink=True"
-        return f'{self.embed_dim}, {self.num_heads}, "{self.pattern}"{grouped}{position}{sink}'
+        given = {"add_bias_kv": self.bias_k, "add_zero_attn": self.add_zero_attn or None, "sink": self.sink}
+        flags = "".join(f", {name}=True" for name, value in given.items() if value is not None)
+        return f'{self.embed_dim}, {self.num_heads}, "{self.pattern}"{grouped}{position}{flags}'
 
 
 class MultiheadDilatedAttention(MultiheadSparseAttention):
-    """Multi-head dilated attention, as `DilatedAttention` between projections.
+    """Multi-head dilated attention: `DilatedAttention` with projections.
 
     Args:
         embed_dim: width of the model.
         num_heads: query heads.
         segment_lengths: tokens in a segment, one for each branch.
-        dilation_rates: distance between two tokens that meet, one for each branch.
-        dropout: see `MultiheadSparseAttention`, as all that follow.
-        bias: likewise.
-        layer_norm: likewise, on by default as in MAGNETO.
-        layer_norm_eps: likewise.
-        gamma_init: likewise.
+        dilation_rates: distance between sampled tokens, one for each branch.
+        dropout: see `MultiheadSparseAttention`.
+        bias: see `MultiheadSparseAttention`.
+        layer_norm: see `MultiheadSparseAttention`; on by default, as in MAGNETO.
+        layer_norm_eps: see `MultiheadSparseAttention`.
+        gamma_init: see `MultiheadSparseAttention`.
         offset: see `Dilated`, as `heads` and `overlap`.
-        options: `num_kv_heads`, `kdim`, `vdim`, `batch_first`, `position`, `sink`, `backend`, `device`, `dtype`.
+        options: further arguments of `MultiheadSparseAttention`.
     """
 
     def __init__(
@@ -377,10 +442,10 @@ class MultiheadDilatedAttention(MultiheadSparseAttention):
 
 
 class RingMultiheadDilatedAttention(MultiheadOverRanks, MultiheadDilatedAttention):
-    """`MultiheadDilatedAttention` for sequences spread over ranks; on one device, that computation itself.
+    """`MultiheadDilatedAttention` for sequences sharded over ranks; on one device, the same computation.
 
     Args:
-        args: those of `MultiheadDilatedAttention`, as `options`.
+        args: arguments of `MultiheadDilatedAttention`, as for `options`.
         process_group: see `Ranks`, as `ring_size`, `layout` and `transfer`.
     """
 
@@ -398,7 +463,7 @@ class RingMultiheadDilatedAttention(MultiheadOverRanks, MultiheadDilatedAttentio
 
 
 class BlockSparseRingMultiheadDilatedAttention(MultiheadOverRanks, MultiheadSparseAttention):
-    """Multi-head block-sparse attention, as `BlockSparseRingDilatedAttention` between projections.
+    """Multi-head block-sparse attention: `BlockSparseRingDilatedAttention` with projections.
 
     Args:
         embed_dim: width of the model.

@@ -30,7 +30,7 @@ class BlockSparseRingDistributedDilatedAttention(MultiheadOverRanks, MultiheadSp
     Args:
         embed_dim: width of the model.
         num_heads: query heads.
-        segment_lengths: which blocks of its own rank a query is offered, see `BlockDilated`, as `dilation_rates`.
+        segment_lengths: blocks of its own rank that a query may keep, see `BlockDilated`, as for `dilation_rates`.
         distributed_config: densities by distance, gradients, memory, recovery.
         process_group: see `Ranks`, as `ring_size`, `layout` and `transfer`.
         options: `dropout`, `bias`, `layer_norm`, `num_kv_heads`, `position` and the rest of `MultiheadSparseAttention`.
@@ -73,7 +73,7 @@ class BlockSparseRingDistributedDilatedAttention(MultiheadOverRanks, MultiheadSp
         return self.distributed_config.pattern(self.segment_lengths, self.dilation_rates, self.ranks.world, members)
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        """As on one device; tensors are this rank's tokens."""
+        """Attend as on one device; tensors hold this rank's tokens."""
         self.ranks.check()
         if self.ranks.alone:
             return super().forward(*args, **kwargs)
@@ -91,21 +91,21 @@ class BlockSparseRingDistributedDilatedAttention(MultiheadOverRanks, MultiheadSp
         ):
             return super().forward(*args, **kwargs)
 
-    def _operation(self, n: int, keys: int) -> Callable[..., Tensor]:
-        attend = super()._operation(n, keys)
+    def _operation(self, n: int, keys: int, with_lse: bool = False) -> Callable[..., Any]:
+        attend = super()._operation(n, keys, with_lse)
         if self.ranks.alone:
             return lambda q, k, v, pattern, **options: attend(q, k, v, pattern.resolve(n, self.num_heads), **options)
         return partial(self._attend_together, attend)
 
     def _attend_together(
         self,
-        attend: Callable[..., Tensor],
+        attend: Callable[..., Any],
         query: Tensor,
         key: Tensor,
         value: Tensor,
         pattern: Pattern,
         **settings: Any,
-    ) -> Tensor:
+    ) -> Any:
         from ..distributed.config import with_lengths
         from ..distributed.recovery import attempt
 
@@ -115,7 +115,7 @@ class BlockSparseRingDistributedDilatedAttention(MultiheadOverRanks, MultiheadSp
         row = batch * key_heads * (width + value.shape[3]) * key.element_size()
         remote = (layout.n - min(layout.lengths)) * row
 
-        def step() -> Tensor:
+        def step() -> Any:
             return attend(query, key, value, resolved, receive_budget=self._receive_budget(remote), **settings)
 
         if not self.distributed_config.enable_error_recovery:
@@ -142,7 +142,7 @@ class BlockSparseRingDistributedDilatedAttention(MultiheadOverRanks, MultiheadSp
         return True
 
     def cache(self, length: int | None = None) -> KVCache:
-        """An empty cache for decoding, where positions alone decide; see `KVCache` for `length`."""
+        """Empty cache for decoding, if the pattern depends only on positions; see `KVCache` for `length`."""
         if self.distributed_config.pattern_type != "dilated_sparse":
             advice = 'Use pattern_type="dilated_sparse", or BlockSparseRingMultiheadDilatedAttention.'
             raise must("a cache must come with a pattern that knows no ranks", self.pattern, advice)

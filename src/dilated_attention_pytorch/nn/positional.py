@@ -28,7 +28,7 @@ class Position:
     """Whether heads differ, so that their numbers within the whole module matter."""
 
     def check(self, head_dim: int) -> None:
-        """Refuse a head width this cannot serve."""
+        """Raise if the head width is not supported."""
 
     def apply(self, query: Tensor, key: Tensor, positions: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         """Encode positions into queries and keys, so that their products depend on the distance."""
@@ -37,7 +37,7 @@ class Position:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rotary(Position):
-    """RoPE: the two halves of a head turn by angles that grow with the position."""
+    """RoPE: the two halves of a head are rotated by angles proportional to the position."""
 
     base: float = 10000.0
     """The slowest pair turns once in about 2 pi x base tokens."""
@@ -59,7 +59,7 @@ class Rotary(Position):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Xpos(Rotary):
-    """Rotary positions that also fade with distance; right only where no key comes after its query."""
+    """Rotary positions whose scores also decay with distance; causal attention only."""
 
     scale_base: float = 512.0
     """Tokens over which a pair fades by its own rate."""

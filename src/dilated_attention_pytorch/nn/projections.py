@@ -150,6 +150,8 @@ class Projections(nn.Module):
             "device": mha.out_proj.weight.device,
             "dtype": mha.out_proj.weight.dtype,
         }
+        if mha.bias_k is not None or mha.add_zero_attn:
+            taken |= {"add_bias_kv": mha.bias_k is not None, "add_zero_attn": mha.add_zero_attn}
         own = cls(mha.embed_dim, mha.num_heads, *pattern, **{**taken, **options})
         # Only a LayerNorm and a sink that were requested here have no weights to load.
         own.load_state_dict({**own.state_dict(), **_renamed(mha.state_dict(), "")})
@@ -174,6 +176,7 @@ class Projections(nn.Module):
         if self.out_proj.bias is not None:
             state["in_proj_bias"] = torch.cat([projection.bias for projection in three])
             state["out_proj.bias"] = self.out_proj.bias
+        state |= {name: extra for name in ("bias_k", "bias_v") if (extra := self._parameters.get(name)) is not None}
         return {name: tensor.detach().clone() for name, tensor in state.items()}
 
     def _load_from_state_dict(  # pyrefly: ignore[bad-override]
@@ -198,8 +201,6 @@ class Projections(nn.Module):
 
 def why_not_replaced(mha: nn.MultiheadAttention) -> str | None:
     """Reason why a pattern cannot take the place of a module; None if it can."""
-    if mha.bias_k is not None or mha.add_zero_attn:
-        return "no pattern covers the keys of add_bias_kv and add_zero_attn"
     if "forward" in vars(mha) or type(mha).forward is not nn.MultiheadAttention.forward:
         return f"{type(mha).__name__} has a forward of its own"
     return None

@@ -35,7 +35,7 @@ class _Settings(NamedTuple):
 
 
 class StreamedLayer(nn.Module):
-    """Embedding, projections, attention and output projection over token ids, where the ids fit and their rows do not.
+    """Embedding, projections, attention and output projection over ids that fit in memory while their rows do not.
 
     A token's vector is the row of its id plus, for each digit of its position in base 1024, a row of that digit's
     table: exact at any length. The result is the mean of all output rows, differentiable; `write` streams the rows.
@@ -43,13 +43,13 @@ class StreamedLayer(nn.Module):
     Args:
         embed_dim: width of a token's vector.
         num_heads: heads; they divide the width.
-        pattern: who may see whom, as a value or as text for `parse`.
-        vocabulary: different ids.
-        max_tokens: longest sequence; decides how many digits positions have.
+        pattern: keys that each query attends to, as a value or as text for `parse`.
+        vocabulary: number of ids.
+        max_tokens: longest sequence; determines the number of digits of positions.
         is_causal: also require the key not to come after the query.
         backend: as for `attention`.
-        device: of the parameters, where all is computed.
-        dtype: of the parameters and of all rows.
+        device: device of the parameters and of the computation.
+        dtype: dtype of the parameters and of all rows.
 
     >>> import torch
     >>> from dilated_attention_pytorch.nn.streamed import StreamedLayer
@@ -91,7 +91,7 @@ class StreamedLayer(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw all parameters anew, so that rows have unit variance and scores too."""
+        """Reinitialise all parameters, so that rows and scores have unit variance."""
         share = (1 + len(self.positions)) ** -0.5
         for table in (self.tokens.weight, *self.positions):
             nn.init.normal_(table, std=share)
