@@ -31,6 +31,7 @@ from ..ops.checks import require
 from ..ops.decode import attention_step, check_decodable
 from ..patterns import BlockDilated, Causal, Dilated, Documents, Full, Packed, Pattern, as_pattern
 from ..patterns.parse import to_operand
+from .huggingface_adapters import adapt
 from .huggingface_masks import ModelMask, Samples, both, given_mask, is_relative, model_mask
 from .learned_layers import adopt_scorer, new_core
 
@@ -101,10 +102,10 @@ def _register(given: Mapping[str, Resolved]) -> tuple[str, ...]:
 
 
 def integrate(model: nn.Module, pattern: Layers = OWN) -> str:
-    """Give a Hugging Face model this library's attention, and return the name of its implementation.
+    """Make a Hugging Face model use this library's attention; return the name of the implementation.
 
     The masks of the model (causal, bidirectional, windows, chunks, packed documents, padding), its sinks and its caches
-    are kept. A pattern restricts attention further: queries see the keys that the pattern and the mask both allow.
+    are kept. A pattern restricts attention further: queries attend to keys that both the pattern and the mask allow.
 
     With "learned:0.1;block=64" the layers of a causal model select blocks by content. Each gets a submodule
     `dap_learned` with a scorer, whose parameters train, save and load with the model; see `sparsify`. Steps with a
@@ -112,8 +113,8 @@ def integrate(model: nn.Module, pattern: Layers = OWN) -> str:
 
     Args:
         model: a `transformers.PreTrainedModel`, changed in place by `set_attn_implementation`.
-        pattern: of every layer; {layer index: pattern} for some layers, the others with their own mask; or "model's
-            own", the default. An index stands for that layer of both stacks of an encoder-decoder model.
+        pattern: pattern of every layer; {layer index: pattern} for some layers, the others keep the model's mask; or
+            "model's own", the default. In an encoder-decoder model, an index refers to the layer in both stacks.
     """
     if not hasattr(model, "set_attn_implementation") or not hasattr(model, "config"):
         raise must_be("model must be a transformers.PreTrainedModel", type(model).__name__, "See replace_attention.")
@@ -126,6 +127,7 @@ def integrate(model: nn.Module, pattern: Layers = OWN) -> str:
         text = _text(layers)
     cores = _learned_cores(model, layers)
     (name,) = _register({f"dap_{sha256(text.encode()).hexdigest()[:12]}": layers})
+    adapt(model, name)
     model.set_attn_implementation(name)  # pyrefly: ignore[not-callable]
     if getattr(model.config, "_attn_implementation", None) != name:
         raise must(
@@ -285,7 +287,7 @@ def attention_function(layers: Resolved) -> Callable[..., tuple[Tensor, Tensor |
                 raise must("packed documents must come with self-attention", type(module).__name__)
             ignored = None if mask.real is None else ~mask.real.to(key.device)
             whole = {"is_causal": False, "cu_seqlens": None, "key_padding_mask": ignored}
-            return attention_across(query, key, value, Full(), **whole, **settings).transpose(1, 2), None
+            return attention_across(attention, query, key, value, Full(), **whole, **settings).transpose(1, 2), None
         if wants_weights and not softcap is position_bias is None:
             given = "softcap" if position_bias is None else "position_bias"
             raise must("output_attentions must come without softcap and position_bias", given, EAGER)

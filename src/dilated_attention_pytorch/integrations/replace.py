@@ -89,7 +89,7 @@ def _part(module: nn.Module, name: str) -> nn.Module:
 def replace_attention(
     model: nn.Module, pattern: Pattern | str | Mapping[str, Pattern | str], **options: Any
 ) -> list[Replacement]:
-    """Give a model sparse attention with the weights it has.
+    """Replace the attention of a model by sparse attention with the same weights.
 
     | attention | becomes |
     |---|---|
@@ -100,9 +100,9 @@ def replace_attention(
 
     With "learned:0.1;block=64", blocks are selected by content: `MultiheadBlockSparseAdaptive` takes the place of
     torch's attention, `MultiheadSparseAttention` and self-attention of `LongNetLM`; other kinds get a scorer besides
-    their own submodules. Scorers are new, and learn while the model trains or by `sparsify`.
+    their own submodules. Scorers are new and are trained with the model or by `sparsify`.
 
-    Frozen parameters stay frozen. Subclasses with a `forward` of their own are left in place. A `UserWarning` lists
+    Frozen parameters stay frozen. Subclasses that override `forward` are not replaced. A `UserWarning` lists
     the modules and the reasons where nothing was replaced.
 
     Args:
@@ -111,7 +111,7 @@ def replace_attention(
         options: for `MultiheadSparseAttention.from_torch`; other kinds of attention take none.
 
     Returns:
-        One entry for each module that is attention by its class or its name, with the reason where it was left.
+        One entry for each module that is attention by its class or name, with the reason if it was not replaced.
 
     >>> model = nn.TransformerEncoderLayer(64, 4, batch_first=True)
     >>> for entry in replace_attention(model, "window:128"):
@@ -227,6 +227,8 @@ def _why_not_learned(model: nn.Module, name: str, module: Any) -> str | None:
     crosses = isinstance(model.get_submodule(holder), nn.TransformerDecoderLayer | DilatedTransformerLayer)
     if crosses and last == "multihead_attn":
         return "it attends to another sequence; learned attention selects blocks of its own sequence"
+    if getattr(module, "bias_k", None) is not None or getattr(module, "add_zero_attn", False):
+        return "learned attention selects blocks of its sequence, without the keys of add_bias_kv and add_zero_attn"
     width = getattr(module, "embed_dim", None)
     if width is not None and (module.kdim, module.vdim) != (width, width):
         return "its keys and values have other widths than its queries, so they are of another sequence"
