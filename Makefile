@@ -50,7 +50,7 @@ setup: $(VENV)/native
 	@printf '== ready: %s\n' '$(BIN)/python'
 
 demo: $(VENV)/native
-	$(call timed,running the demo,$(BIN)/python -m $(PACKAGE).tools.demo --out demo/report.html)
+	$(call timed,running the demo,$(BIN)/python benchmarks/demo.py --out demo/report.html)
 
 # Runtime shape checkers break torch.compile(fullgraph=True), so tests that compile run apart, first:
 # the last lines are then the summary of the long run. Only files that hold such tests are collected.

@@ -21,6 +21,7 @@ import torch
 
 from dilated_attention_pytorch import attention, reproducible_gradients
 from dilated_attention_pytorch.nn import AdaptiveConfig, BlockSparseAdaptive
+from dilated_attention_pytorch.selection.backend import select
 from dilated_attention_pytorch.tools.bench.measure import facts
 from dilated_attention_pytorch.tools.bench.results import append
 
@@ -78,9 +79,11 @@ def compute(case: Case) -> None:
     query, key, value, grad = (t.requires_grad_() for t in made)
     if pattern.startswith(LEARNED):
         sparsity, _, causal = pattern.removeprefix(LEARNED).partition(" & ")
-        layer = BlockSparseAdaptive([n], [1], HEADS, d, AdaptiveConfig(base_sparsity=float(sparsity))).cuda()
+        layer = BlockSparseAdaptive(
+            [n], [1], HEADS, d, AdaptiveConfig(base_sparsity=float(sparsity), score_unit=16)
+        ).cuda()
         with torch.no_grad():
-            layer._choose(query, key, bool(causal), None)
+            select(layer.score_blocks(query, key, bool(causal)), n)
         torch.cuda.synchronize()
         return
     for by_rows in (True, False):

@@ -110,7 +110,8 @@ def on_average(lines: Sequence[Line], timed: Sequence[Record]) -> list[Found]:
             mean = math.exp(sum(math.log(times) for _, times in here) / len(here))
             lengths = ", ".join(tokens_text(n) for n in sorted({r.n for r, _ in here}))
             commands = sorted({_command(r) for r, _ in here})
-            text = f"{mean:.1f}x (geometric mean of {len(here)} cases at {lengths}), {device}"
+            least = min(times for _, times in here)
+            text = f"{mean:.1f}x (geometric mean of {len(here)} cases at {lengths}, the slowest {least:.1f}x), {device}"
             found.append(Found(text, commands))
     return found
 
@@ -175,26 +176,26 @@ HEADLINES: tuple[tuple[str, str, Finding], ...] = (
     ("maximum length 131K on an 8 GB GPU", "longest forward with q, k, v resident, 8 heads of 64", longest),
     (
         "4.06 GB for a million tokens",
-        "what a forward adds to its inputs, output included, at the longest length in these files, 8 heads of 64",
+        "memory of a forward pass besides its inputs, output included, at the longest measured length, 8 heads of 64",
         memory,
     ),
     (
         "multihead takes 8.3x the memory",
-        "the same of a multihead class over the class without projections",
+        "the same for a multihead class, relative to the class without projections",
         multihead_memory,
     ),
-    ("9.55x at 8K tokens, 98 % sparse", "forward and backward against torch's dense attention", at_eight_thousand),
+    ("9.55x at 8K tokens, 98 % sparse", "forward and backward relative to torch's dense attention", at_eight_thousand),
     ("2.88x on average, 4K to 64K", "the same with a tenth of the blocks, mean over lengths", on_average),
-    ("97 % cache hits after warm-up", "calls that found their plan, over whole benchmark suites", cache_hits),
-    ("three dilation levels take 4.3x as long", "forward at 16K tokens, beside the work of the branches", dilation),
+    ("97 % cache hits after warm-up", "calls with a cached plan, over whole benchmark suites", cache_hits),
+    ("three dilation levels take 4.3x as long", "forward at 16K tokens, and the work of the branches", dilation),
     (
         "adaptive takes 25x as long",
-        "forward on blocks chosen by content over fixed ones, a tenth of them asked for",
+        "forward on blocks chosen by content relative to fixed blocks, a tenth of the blocks each",
         adaptive,
     ),
     (
         "50x to 200x over distributed attention",
-        "exchange of K and V against a dense ring of the same shards",
+        "exchange of K and V relative to a dense ring of the same shards",
         exchanges,
     ),
     ("a billion tokens, devices simulated", "streamed through one device, rows checked against float64", billion),
@@ -214,10 +215,10 @@ def headline_parts(lines: Sequence[Line]) -> Iterator[Part]:
         return
     yield Heading("The headlines of the original reports")
     yield (
-        "The reports this library takes its names from headline these figures, measured on a GTX 1080. The second "
-        "column says what the same words mean here, the third what was measured, the last by which command."
+        "The original library, whose class names this library keeps, published the figures in the first column, "
+        "measured on a GTX 1080. The other columns define each quantity here, its measured value and the command."
     )
-    yield Table(("said there", "means here", "measured here", "by"), rows, words=4)
+    yield Table(("published", "definition here", "measured here", "command"), rows, words=4)
 
 
 def _command(record: Record) -> str:

@@ -18,19 +18,23 @@ from dilated_attention_pytorch.tools.html_page import Heading, Part, as_markdown
 from dilated_attention_pytorch.tools.report import TITLE, rate_parts, save
 
 ROOT = Path(__file__).resolve().parents[1]
-SOURCE = "This page is written by `python benchmarks/docs_page.py` from the files in `benchmarks/results`."
+SOURCE = """\
+Measured speed and memory, by device. "One GPU" compares this library with FlashAttention-4, FlexAttention and cuDNN on
+the same blocks and starts with the targets. "One CPU" gives rates relative to torch's dense attention. "By length" has
+times, memory and speed-ups for each sequence length. `dap bench --suite all` measures your machine; `python
+benchmarks/docs_page.py` writes this page from the files in `benchmarks/results`."""
 
 
 def page_parts(lines: Sequence[Line]) -> Iterator[Part]:
     """All tables and plots of the documentation."""
-    yield SOURCE
-    yield from headline_parts(lines)
+    yield " ".join(SOURCE.split())
     results = Results(lines)
     if results.all:
         yield Heading("One GPU")
         yield from gpu_parts(results)
     yield from rate_parts([line for line in lines if line.get("relative_rate")])
     yield from suite_parts(lines)
+    yield from headline_parts(lines)
 
 
 def page(lines: Sequence[Line]) -> str:

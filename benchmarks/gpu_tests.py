@@ -95,14 +95,18 @@ def main() -> int:
     cut = given.index("--") if "--" in given else len(given)
     options, extra = parser.parse_args(given[:cut]), given[cut + 1 :]
     files = [path.resolve() for path in options.files] or sorted((ROOT / "tests" / "gpu").glob("test_*.py"))
-    lines = [run(file, extra, options.seconds) | facts() for file in files]
+    # Stopped from outside, the pytest of the moment ends too, and the lines of the files before it are there.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     known = [json.loads(line) for line in options.out.read_text().splitlines()] if options.out.exists() else []
-    fresh = {key_of(line) for line in lines}
-    lines += [line for line in known if key_of(line) not in fresh]
-    options.out.write_text("".join(json.dumps(line) + "\n" for line in sorted(lines, key=key_of)))
-    for line in lines:
+    lines, fresh = {key_of(line): line for line in known}, set()
+    for file in files:
+        line = run(file, extra, options.seconds) | facts()
+        fresh.add(key_of(line))
+        lines[key_of(line)] = line
+        options.out.write_text("".join(json.dumps(lines[key]) + "\n" for key in sorted(lines)))
+    for line in lines.values():
         print(f"{line['file']}: {line['passed']} passed, {line['failed']} failed, {line['skipped']} skipped")
-    return int(any(line["failed"] or line["status"] != 0 for line in lines if key_of(line) in fresh))
+    return int(any(lines[key]["failed"] or lines[key]["status"] != 0 for key in fresh))
 
 
 if __name__ == "__main__":

@@ -117,7 +117,7 @@ def runner(kind: str, tiles: Tiles, call: AttentionCall, grad: torch.Tensor) -> 
     delta = (output.float() * grad.float()).sum(-1)
     tables = schedule(call.plan, 1)
     if kind == "dq":
-        return lambda: (launches._query_gradient(call, tables, tiles, lse, delta, grad),)
+        return lambda: (launches._query_gradient(call, tables, tiles, lse, delta, grad, launches._TableSum()),)
     return lambda: launches._key_gradients(call, tables, tiles, lse, delta, grad)
 
 

@@ -7,8 +7,6 @@ import os
 import pickle
 import signal
 import socket
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 
@@ -16,6 +14,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from limits import scaled
+from processes import start
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from dilated_attention_pytorch.models import LongNetConfig, LongNetLM, config
@@ -252,28 +251,29 @@ def test_dense_twins_compute_full_attention():
     assert model.loss(tokens).item() == pytest.approx(wanted.item(), rel=1e-10)
 
 
+def run_rank(arguments: list[str], environment: dict[str, str], killed_at: int | None) -> int:
+    """Exit status of a run in a process of its own."""
+    os.environ.update(environment)
+    warnings.simplefilter("error", UserWarning)
+    config.SIZES["tiny"] = SMALL
+    step = training.Run.train_step
+    training.Run.train_step = lambda run: os.kill(os.getpid(), 9) if run.step == killed_at else step(run)
+    return train.main(arguments)
+
+
 def run_ranks(world: int, *more: str, out: str, killed_at: int | None = None) -> list[int]:
     """Exit statuses of a run in processes; each kills itself at the beginning of the step after `killed_at`."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    code = (
-        "import os, sys; from dilated_attention_pytorch.models import config\n"
-        "from dilated_attention_pytorch.tools import train, training\n"
-        f"config.SIZES['tiny'] = {SMALL!r}; step = training.Run.train_step\n"
-        f"training.Run.train_step = lambda run: os.kill(os.getpid(), 9) if run.step == {killed_at} else step(run)\n"
-        "sys.exit(train.main(sys.argv[1:]))"
-    )
     given = ["--data", "text", "--out", out, "--device", "cpu", *OPTIONS, *more]
-    shared = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-W", "error::UserWarning", "-c", code, *given],
-            env={**shared, "WORLD_SIZE": str(world), "RANK": str(rank), "LOCAL_RANK": str(rank)},
-        )
-        for rank in range(world)
-    ]
-    return [rank.wait(timeout=scaled(200)) for rank in ranks]
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(world)}
+    places = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world)]
+    ranks = [start(run_rank, given, shared | place, killed_at) for place in places]
+    for rank in ranks:
+        rank.join(scaled(200))
+        assert rank.exitcode is not None, "a rank still runs"
+    return [rank.exitcode for rank in ranks]
 
 
 @pytest.mark.slow
@@ -296,7 +296,6 @@ def test_two_ranks_train_as_one(parallel: str):
         torch.testing.assert_close(two[name], tensor, rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.slow
 class Planted:
     """An object whose unpickling calls a function."""
 

@@ -267,13 +267,13 @@ def describe(line: dict[str, Any]) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     """Command line; the exit status is 1 if a check failed."""
-    parser = Parser("dap billion", "Stream one attention layer over a billion tokens; check chosen rows in float64.")
+    parser = Parser("dap billion", "Stream one attention layer over a billion tokens; check sampled rows in float64.")
     parser.tokens(default=2**30)
     parser.heads()
     parser.option("--head-dim", read=whole(1), default=64, help="width of a head")
     parser.device()
     parser.dtype()
-    parser.option("--backend", default="auto", metavar="NAME", help="as for attention")
+    parser.option("--backend", default="auto", metavar="NAME", help="auto, or the name of a backend")
     parser.option("--causal", action="store_true", help="also require the key not to come after the query")
     parser.option("--backward", action="store_true", help="stream a second time for the projections' gradients")
     parser.option("--rows", read=tokens, default=1024, help="rows to check, of every head")

@@ -14,13 +14,13 @@ COMMANDS = {
     "plan": ("plan", "Cost of a pattern: tiles, memory, time, the longest sequence that fits."),
     "show": ("show", "Draw a pattern or a trained layer: text, SVG, PNG, or an interactive HTML page."),
     "bench": ("bench.command", "Measure this machine; every result is checked before it is timed."),
-    "report": ("report", "Tables and plots of benchmark results, or two results side by side."),
+    "report": ("report", "Write tables and plots of benchmark results, or compare two results."),
     "tune": ("tune", "Measure and store the costs of dense and sparse attention on this machine."),
-    "simulate": ("simulate", "Traffic, memory and balance of a sequence spread over many ranks."),
+    "simulate": ("simulate", "Compute traffic, memory and balance of a sequence sharded over many ranks."),
     "billion": ("billion", "Stream attention over a billion tokens."),
     "train": ("train", "Train a small byte-level language model."),
     "generate": ("generate", "Continue a text with a model of `dap train`."),
-    "quality": ("quality.command", "Measure the quality that patterns retain."),
+    "quality": ("quality.command", "Measure how much quality patterns retain."),
 }
 """name -> module, one line of help."""
 ABOUT = "Exact sparse attention: inspect this machine, plan and draw patterns, measure speed, train small models."

@@ -153,7 +153,7 @@ class Parser(argparse.ArgumentParser):
 
     def pattern(self, default: str | None = None, more: str = "") -> None:
         """Add PATTERN as an argument and as `-p`."""
-        text = f'which keys a query attends to, like "dilated:2048x1,8192x4 & causal"{more}'
+        text = f'keys that each query attends to, such as "dilated:2048x1,8192x4 & causal"{more}'
         self.add_argument("pattern", nargs="?", metavar="PATTERN", default=argparse.SUPPRESS, help=text)
         self.add_argument("-p", "--pattern", metavar="PATTERN", default=default, help="the pattern, as an option")
 
@@ -169,7 +169,7 @@ class Parser(argparse.ArgumentParser):
     def dtype(self, *allowed: str, default: str | None = None, text: str = "") -> None:
         """Add `--dtype` with short and long names."""
         names = ", ".join(allowed or DTYPES.values())
-        text = text or f"{names}; bf16 and the like are accepted" + (
+        text = text or f"{names}; short forms such as bf16 are accepted" + (
             "" if default else "; bfloat16 on GPUs and float32 elsewhere by default"
         )
         read = one_of(allowed or DTYPES.values(), dtype_name)
@@ -177,7 +177,7 @@ class Parser(argparse.ArgumentParser):
 
     def device(self) -> None:
         """Add `--device`."""
-        text = "cpu, cuda, or auto for the GPU where there is one"
+        text = "cpu, cuda, or auto: the GPU if there is one"
         self.option("--device", read=one_of(("auto", "cpu", "cuda")), default="auto", metavar="DEVICE", help=text)
 
     def out(self, text: str, default: Path | None = None) -> None:

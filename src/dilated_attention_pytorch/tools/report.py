@@ -38,8 +38,8 @@ def rate_parts(lines: Sequence[Line]) -> Iterator[Part]:
     yield Heading("One CPU")
     yield machine(lines)
     yield (
-        "Rate on the flops of the kept blocks relative to the rate of torch's dense attention, measured in turns in "
-        "the same process: 1 means that a tenth of the blocks takes a tenth of the time."
+        "Rate on the operations of the kept blocks, relative to torch's dense attention, with both measured "
+        "alternately in one process. A rate of 1 means that a tenth of the blocks takes a tenth of the time."
     )
     best = max(lines, key=lambda line: (speedup(line), line["case"], line["n"], line["direction"]))
     yield (
@@ -70,7 +70,7 @@ def comparison_parts(before: Sequence[Line], after: Sequence[Line], names: tuple
 
     old, fresh = keyed(before), keyed(after)
     shared = [key for key in fresh if key in old]
-    yield f"`{names[0]}` against `{names[1]}`: above 1, the second is faster; **bold** where it is slower."
+    yield f"`{names[0]}` against `{names[1]}`: above 1, the second is faster; **bold** marks ratios below 1."
     if shared:
         ratios = [old[key].ms / fresh[key].ms for key in shared]
         mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
@@ -113,7 +113,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = Parser("dap report", "Tables and plots of benchmark results.", "RESULTS...")
     parser.option("results", nargs="+", type=Path, metavar="RESULTS", help="files written by `dap bench`")
     parser.out("folder for report.md, report.html and the plots", Path("report"))
-    parser.option("--compare", action="store_true", help="set two files side by side")
+    parser.option("--compare", action="store_true", help="compare two files")
     parser.json("print what was read and written as JSON")
     options = parser.read(arguments)
     if options.compare and len(options.results) != 2:

@@ -152,10 +152,10 @@ def read_settings(text: str | None) -> dict[str, Any] | None:
 def main(arguments: list[str] | None = None) -> int:
     """Command line."""
     parser = Parser(
-        "dap show", "Draw which keys each query attends to, by a pattern or by a trained layer.", "[PATTERN]"
+        "dap show", "Draw the keys that each query attends to, for a pattern or a trained layer.", "[PATTERN]"
     )
     parser.pattern()
-    parser.tokens(help="length: 1024 by default; of a checkpoint's input, all of it")
+    parser.tokens(help="length; 1024 by default, with --learned the whole input")
     parser.heads(None, "query heads of a pattern; 4 by default")
     parser.option("--head", read=whole(0, MOST_HEADS), default=0, help="head to draw")
     parser.option("--beside", metavar="PATTERN", help="a second pattern, drawn beside the first")
@@ -165,10 +165,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.option("--layer", read=whole(0), help="adaptive layer of the checkpoint; the first by default")
     text = "input of the layer: hidden, or query and key, in a tensor file; or bytes"
     parser.option("--input", type=Path, metavar="FILE", help=text)
-    text = 'settings of a checkpoint that holds none: JSON like {"block_size": 64, "k_min": 4}'
+    text = 'settings for a checkpoint without them, as JSON: {"block_size": 64, "k_min": 4}'
     parser.option("--settings", metavar="JSON", help=text)
     parser.out(f"file that ends in .{', .'.join(KINDS)}; printed as text by default")
-    parser.option("--width", read=whole(2, 512), help="most cells along a side")
+    parser.option("--width", read=whole(2, 512), help="largest number of cells per side")
     parser.json()
     options = parser.read(arguments)
     draw(options)

@@ -62,8 +62,8 @@ class TrainSettings:
         if self.dense and self.pattern is not None:
             raise must("--dense must come without a pattern", self.pattern)
 
-    def model(self) -> LongNetConfig:
-        """The model to train."""
+    def model(self, ranks: int = 1) -> LongNetConfig:
+        """The model to train on some ranks."""
         from ..models import LongNetConfig
         from ..nn.adaptive.learned_text import LearnedText
 
@@ -72,7 +72,9 @@ class TrainSettings:
             learned = LearnedText.parse(self.pattern)
             # A backward pass of attention is a micro-batch.
             dense = learned.config.dense_steps or round(DENSE_START * self.steps) * self.accumulate
-            changes["adaptive"] = replace(learned.config, dense_steps=dense)
+            # A module fits its scorer to the data of its own rank; replicas would differ.
+            fitted = learned.config.fitted_start and ranks == 1
+            changes["adaptive"] = replace(learned.config, dense_steps=dense, fitted_start=fitted)
             changes["adaptive_block_size"] = learned.block_size
         elif self.dense or self.pattern is not None:
             changes["patterns"] = (self.pattern or "full",)

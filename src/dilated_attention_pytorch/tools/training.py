@@ -122,7 +122,7 @@ def use_dense(model: torch.nn.Module) -> None:
 
     for module in model.modules():
         if isinstance(module, MultiheadSparseAttention):
-            module._operation = lambda n, keys: dense  # pyrefly: ignore
+            module._operation = lambda *_: dense  # pyrefly: ignore
 
 
 def shard(model: LongNetLM, device: torch.device) -> None:
@@ -154,7 +154,7 @@ class Run:
             raise must("dense must come with --parallel data", "context", "--pattern full is dense over ranks.")
         self.folder = Path(settings.out)
         torch.manual_seed(settings.seed)
-        self.model = LongNetLM(settings.model(), device=self.device)
+        self.model = LongNetLM(settings.model(self.world), device=self.device)
         if settings.dense:
             use_dense(self.model)
         if self.split > 1:

@@ -47,7 +47,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Command line."""
     parser = Parser(
         "dap tune",
-        "Measure what dense and sparse attention cost here (seconds), show it, or clear it.",
+        "Measure the cost of dense and sparse attention here (seconds), show or clear it.",
         "[calibrate|show|clear]",
     )
     actions = ("calibrate", "show", "clear")

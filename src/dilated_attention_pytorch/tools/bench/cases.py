@@ -74,16 +74,16 @@ ON_THIS_MACHINE = ("standard", "long", "extreme", "dilation", "density", "varian
 ABOUT = {
     "quick": "4K tokens, three patterns, seconds",
     "standard": "1K and 2K tokens, patterns and every class",
-    "long": "8K to 64K, random and local blocks at 10 % and 1 %, the LongNet ladder, dense beside it",
+    "long": "8K to 64K, random and local blocks at 10 % and 1 %, the LongNet ladder, dense attention",
     "extreme": "128K to 512K, then the longest length, by bisection below a memory limit",
     "dilation": "segment lengths and rates at 16K",
     "density": "50 % to 1 % of the blocks",
     "variants": "every class and two models at 4K and 8K",
     "distributed": "2, 4 and 8 ranks in turn, 2 and 4 as processes, and what they exchange",
-    "cpu": "the promises made for the CPU, a quarter of an hour",
+    "cpu": "the targets for the CPU, a quarter of an hour",
     "million": "a million tokens on the CPU",
-    "gpu": "beside FlashAttention-4, FlexAttention and cuDNN, on a GPU",
-    "all": "all but quick, cpu and million; gpu where there is one",
+    "gpu": "comparison with FlashAttention-4, FlexAttention and cuDNN on a GPU",
+    "all": "all but quick, cpu and million; gpu only if there is a GPU",
 }
 """Names of all suites, with a description."""
 

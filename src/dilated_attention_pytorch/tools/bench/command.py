@@ -19,17 +19,17 @@ def main(arguments: list[str] | None = None) -> int:
     about = "Measure attention on this machine; every result is checked against float64 before it is timed."
     suites = "suites:\n" + "\n".join(f"  {name:<{width}}  {text}" for name, text in ABOUT.items())
     parser = Parser("dap bench", about, epilog=suites)
-    parser.option("--suite", read=one_of(ABOUT), default="quick", metavar="NAME", help="what to measure, see below")
+    parser.option("--suite", read=one_of(ABOUT), default="quick", metavar="NAME", help="suite to run, see below")
     parser.out("JSONL file of the results; SUITE.jsonl by default")
     parser.option("--backend", default="auto", metavar="NAME", help="auto, or the name of a backend")
     parser.device()
-    parser.option("--memory", read=positive, metavar="GIB", help="most memory; four fifths of what is free by default")
-    text = "begin no measurement after so many seconds"
+    parser.option("--memory", read=positive, metavar="GIB", help="memory limit; 4/5 of the free memory by default")
+    text = "start no measurement after this many seconds"
     parser.option("--budget", type=float, default=float("inf"), metavar="SECONDS", help=text)
-    parser.option("--append", action="store_true", help="keep the lines that are in the file")
-    parser.option("--resume", action="store_true", help="keep the lines in the file and measure what it lacks")
+    parser.option("--append", action="store_true", help="add to the file instead of replacing it")
+    parser.option("--resume", action="store_true", help="keep the results in the file, measure the rest")
     parser.json("print the lines as they are written to the file")
-    parser.option("--tiny", action="store_true", help="of the gpu suite, small cases that run on any machine")
+    parser.option("--tiny", action="store_true", help="gpu suite only: small cases that run on any machine")
     options = parser.read(arguments)
     import torch
 

@@ -59,6 +59,11 @@ class Longest(NamedTuple):
     limited_by: str
     tried: int
 
+    def fields(self) -> dict[str, Any]:
+        """Fields of a line of results."""
+        found = {} if self.attempt is None else self.attempt._asdict()
+        return {"limited_by": self.limited_by, "tried": self.tried, **found}
+
 
 class ExtremeSubject(NamedTuple):
     """Implementation of attention over resident tensors."""
@@ -227,22 +232,24 @@ def measure(
     """Results by subject and direction, up to the first that breaks the device."""
     if cap is not None and device == "cuda":
         torch.cuda.set_per_process_memory_fraction(cap * 2**30 / torch.cuda.get_device_properties(0).total_memory)
-    known = facts(device)
     for name, direction in product(names, directions):
         subject, broken = subjects()[name], False
-        line: dict[str, Any] = {"case": "extreme", "subject": name, "direction": direction, "cap_gib": cap}
         try:
-            found = longest(attempt_of(subject, direction, device), first, UNIT, subject.power, most_seconds)
-            line |= {"limited_by": found.limited_by, "tried": found.tried}
-            line |= {} if found.attempt is None else found.attempt._asdict()
+            found = longest(attempt_of(subject, direction, device), first, UNIT, subject.power, most_seconds).fields()
         except (RuntimeError, AssertionError, TypeError) as error:
             # Every later CUDA call of this process fails with the same error.
             broken = isinstance(error, torch.AcceleratorError)
             told = f"{type(error).__name__}: {error}".splitlines()[0][:200]
-            line["skipped"] = told + "; nothing after it was tried" * broken
-        yield line | {"heads": HEADS, "head_dim": WIDTH, **known}
+            found = {"skipped": told + "; nothing after it was tried" * broken}
+        yield line_of(name, direction, cap, device, **found)
         if broken:
             return
+
+
+def line_of(name: str, direction: str, cap: float | None, device: str, **found: Any) -> dict[str, Any]:
+    """A line of results."""
+    about = {"case": "extreme", "subject": name, "direction": direction, "cap_gib": cap}
+    return {**about, **found, "heads": HEADS, "head_dim": WIDTH, **facts(device)}
 
 
 def describe(line: dict[str, Any]) -> str:

@@ -28,7 +28,7 @@ from ...ops.attention import CallSettings, call_of
 from . import peers
 from .gate import Computed, error_ratio, sample
 from .grid import LADDERS, OURS, PLAN, GpuCase, K, cases, ladder_pairs, tiny_cases
-from .measure import PeakMemory, clock, facts, installed, synchronize
+from .measure import PeakMemory, clock, draw, facts, installed, synchronize
 from .peers import BLOCK, BlockTable, PeerProblem, PeerRunner
 from .results import DIRECTIONS, OURS_ANY_ORDER, WORK, append, known_lines, progress
 
@@ -47,7 +47,7 @@ class OfBlocks(Pattern):
     blocks: BlockTable
 
     def allows(self, q: Any, k: Any, head: Any = 0) -> Any:
-        inside = self.blocks.table[q // BLOCK, k // BLOCK]
+        inside = self.blocks.table[q // self.blocks.block, k // self.blocks.block]
         return inside & (k <= q) if self.blocks.causal else inside
 
 
@@ -69,15 +69,8 @@ class Session:
         return time.monotonic() >= self.deadline
 
     def facts(self) -> dict[str, Any]:
-        return {**facts(self.device), "flash_attn_4": installed("flash-attn-4")}
-
-
-def draw(n: int, d: int, heads: int, key_heads: int, dtype: str, device: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Random query, key, value and gradient of the output."""
-    generator = torch.Generator(device).manual_seed(0)
-    options: dict[str, Any] = {"generator": generator, "dtype": getattr(torch, dtype), "device": device}
-    query, key, value, grad = (torch.randn(1, h, n, d, **options) for h in (heads, key_heads, key_heads, heads))
-    return query.requires_grad_(), key.requires_grad_(), value.requires_grad_(), grad
+        versions = {"flash_attn_4": installed("flash-attn-4"), "cudnn_frontend": installed("nvidia-cudnn-frontend")}
+        return facts(self.device) | versions
 
 
 def ours(case: GpuCase, problem: PeerProblem, session: Session) -> tuple[PeerRunner, Tensor, dict[str, Any]]:
@@ -152,7 +145,7 @@ def quantiles(seconds: list[float]) -> dict[str, float]:
 def line_of(case: GpuCase, subject: str, direction: str, session: Session, **found: Any) -> dict[str, Any]:
     """One line of the results; unknown values are None."""
     blank = dict.fromkeys(("p20_ms", "p50_ms", "p80_ms", "tflops", "gate", "skipped"))
-    shape = {name: getattr(case, name) for name in ("n", "d", "heads", "key_heads", "dtype", "causal")}
+    shape = {name: getattr(case, name) for name in ("n", "d", "heads", "key_heads", "dtype", "causal", "block")}
     return {
         "suite": "gpu",
         "case": case.name,

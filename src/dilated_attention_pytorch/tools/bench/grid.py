@@ -12,7 +12,7 @@ import torch
 
 from ... import Dilated, Random
 from .cases import LADDER
-from .peers import BLOCK, BlockTable
+from .peers import BLOCK, CUDNN_BLOCKS, CUDNN_INTERVAL, BlockTable
 from .results import FLEX, OURS_ANY_ORDER
 
 LADDERS = {"longnet-ladder": LADDER, "longnet-ratio-4": "dilated:2048x1,8192x4,32768x16"}
@@ -34,11 +34,15 @@ class GpuCase:
     heads: int = 8
     key_heads: int = 8
     dtype: str = "bfloat16"
+    block: int = BLOCK
+    source: str = ""
+    """Published benchmark that the shape is from."""
 
     @property
     def name(self) -> str:
         share = "" if self.density is None else f"-{self.density:.0%}"
-        return f"{self.kind}{'-causal' if self.causal else ''}{share}"
+        block = "" if self.block == BLOCK else f"-blocks-of-{self.block}"
+        return f"{self.source or self.kind}{'-causal' if self.causal else ''}{share}{block}"
 
     @property
     def is_blocks(self) -> bool:
@@ -52,8 +56,14 @@ class GpuCase:
         if not self.is_blocks:
             return (OURS, OURS_ANY_ORDER)
         # FlexAttention compiles ten seconds for each shape: other head counts are compared at one length.
-        both = (OURS, OURS_ANY_ORDER, "fa4")
-        return (*both, FLEX) if self.heads <= 8 or (self.key_heads, self.n) == (4, 64 * K) else both
+        subjects = [OURS, OURS_ANY_ORDER, "fa4"]
+        if self.heads <= 8 or (self.key_heads, self.n) == (4, 64 * K):
+            subjects.append(FLEX)
+        if not self.causal:
+            subjects.append(CUDNN_BLOCKS)
+        if self.kind == "local":
+            subjects.append(CUDNN_INTERVAL)
+        return tuple(subjects)
 
     @property
     def has_whole_call(self) -> bool:
@@ -64,7 +74,7 @@ class GpuCase:
     def kept(self) -> float:
         """Target number of blocks per row."""
         assert self.density is not None
-        return self.density * self.n / BLOCK
+        return self.density * self.n / self.block
 
     @property
     def reach(self) -> int:
@@ -84,15 +94,17 @@ class GpuCase:
             case "dense":
                 text = "full"
             case "random":
-                text = f"random:{self.density};block={BLOCK}"
+                text = f"random:{self.density};block={self.block}"
                 # An early block may have no random block before it; it then attends to its own block alone.
-                text = f"({text} | hierarchical:1x1;block={BLOCK})" if self.causal else text
+                text = f"({text} | hierarchical:1x1;block={self.block})" if self.causal else text
             case "local":
-                text = f"hierarchical:{self.reach}x1;block={BLOCK}"
+                text = f"hierarchical:{self.reach}x1;block={self.block}"
             case "global_local":
-                text = f"(global:{self.globals * BLOCK};queries=1 | hierarchical:{self.reach}x1;block={BLOCK})"
+                text = (
+                    f"(global:{self.globals * self.block};queries=1 | hierarchical:{self.reach}x1;block={self.block})"
+                )
             case "dilated":
-                text = f"block_dilated:{self.near * BLOCK}x1,{self.n}x{self.rate};block={BLOCK}"
+                text = f"block_dilated:{self.near * self.block}x1,{self.n}x{self.rate};block={self.block}"
             case _:
                 text = LADDERS[self.kind]
         return f"{text} & causal" if self.causal else text
@@ -110,13 +122,13 @@ class GpuCase:
 
     def blocks(self, device: str) -> BlockTable:
         """The pattern as a table of blocks, written from its definition and not from the library's plan."""
-        side = self.n // BLOCK
+        side = self.n // self.block
         row = torch.arange(side, device=device)[:, None]
         column = row.T
         match self.kind:
             case "random":
                 assert self.density is not None
-                random = Random(self.density, block=BLOCK, length=self.n)
+                random = Random(self.density, block=self.block, length=self.n)
                 strata = torch.arange(random.kept, device=device)[None, :]
                 table = torch.zeros(side, side, dtype=torch.bool, device=device)
                 table.scatter_(1, random.drawn(row, strata), True)
@@ -127,7 +139,7 @@ class GpuCase:
                 table = ((row - column).abs() < self.reach) | (row < self.globals) | (column < self.globals)
             case _:
                 table = (row // self.near == column // self.near) | ((row - column) % self.rate == 0)
-        return BlockTable(table.tril() if self.causal else table, self.causal)
+        return BlockTable(table.tril() if self.causal else table, self.causal, self.block)
 
     def key(self, subject: str, direction: str) -> tuple[Any, ...]:
         """Identity of a line of the results."""
@@ -162,9 +174,27 @@ def cases() -> list[GpuCase]:
     grid(("global_local", "dilated"), (0.1, 0.01), shapes, causal=True)
     grid(("global_local", "dilated"), (0.05,), shapes)
     grid(("random", "local"), (0.05,), [*shapes, *far], causal=True)
+    grid(("random", "local"), (0.1, 0.01), [(64 * K, 128)], block=64)
+    listed += published()
     # Each takes as long as ten of the others.
     grid(("random", "local"), (0.01, 0.05), [(1024 * K, 64), (1024 * K, 128)])
     return list(dict.fromkeys(listed))
+
+
+def published() -> list[GpuCase]:
+    """Shapes of other projects' benchmarks with random blocks; lengths are rounded up to whole blocks."""
+
+    def shape(source: str, n: int, heads: int, density: float, block: int = 64, **rest: Any) -> GpuCase:
+        drawn: dict[str, Any] = {"kind": "random", "d": 128, "density": density, "block": block, "key_heads": heads}
+        return GpuCase(source=source, n=n, heads=heads, **drawn | rest)
+
+    # Video models of cuDNN-frontend's block-sparse benchmark.
+    videos = ("wan-480p", 32 * K, 12), ("wan-720p", 75_648, 40), ("minimax-h3", 31 * K, 56), ("minimax-h3", 91_136, 56)
+    listed = [shape(name, n, heads, 0.1, block) for block in (64, BLOCK) for name, n, heads in videos]
+    # 64 blocks of 64 a row.
+    listed.append(shape("flashinfer", 109_632, 7, 64 * 64 / 109_632))
+    listed += [shape("infllm-v2", n, 32, 64 * 64 / n, key_heads=2, causal=True) for n in (32 * K, 64 * K, 128 * K)]
+    return [*listed, shape("vsa", 40_768, 16, 0.1)]
 
 
 def tiny_cases() -> list[GpuCase]:
@@ -172,6 +202,7 @@ def tiny_cases() -> list[GpuCase]:
     small: dict[str, Any] = {"n": 1024, "d": 32, "heads": 2, "key_heads": 2, "dtype": "float32"}
     listed = [GpuCase(kind=kind, causal=causal, **small) for kind in ("dense", *LADDERS) for causal in (False, True)]
     listed += [GpuCase(kind=kind, density=0.4, causal=c, **small) for kind in BLOCK_KINDS for c in (False, True)]
+    listed.append(GpuCase(kind="local", density=0.4, block=64, **small))
     return [*listed, GpuCase(kind=PLAN, **small | {"n": 16 * K})]
 
 

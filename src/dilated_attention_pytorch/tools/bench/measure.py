@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ...kernels.triton import PACKAGE
 from ...ops import memory_budget
@@ -33,6 +34,14 @@ def clock(call: Callable[[], Any], device: str = "cpu", calls: int = 1) -> float
         call()
     synchronize(device)
     return (time.perf_counter() - begun) / calls
+
+
+def draw(n: int, d: int, heads: int, key_heads: int, dtype: str, device: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Random query, key and value that require gradients, and the gradient of the output."""
+    generator = torch.Generator(device).manual_seed(0)
+    options: dict[str, Any] = {"generator": generator, "dtype": getattr(torch, dtype), "device": device}
+    query, key, value, grad = (torch.randn(1, h, n, d, **options) for h in (heads, key_heads, key_heads, heads))
+    return query.requires_grad_(), key.requires_grad_(), value.requires_grad_(), grad
 
 
 class PeakMemory:

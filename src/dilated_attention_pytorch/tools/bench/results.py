@@ -21,7 +21,14 @@ KEY = ("suite", "case", "subject", "n", "d", "heads", "key_heads", "dtype", "dir
 Line = dict[str, Any]
 OURS_ANY_ORDER = "ours-any-order"
 """Subject of lines with `reproducible_gradients(False)`."""
-PEERS = {"fa4": "FlashAttention-4", FLEX: "FlexAttention", "sdpa-cudnn": "cuDNN", "sdpa-flash": "SDPA flash"}
+PEERS = {
+    "fa4": "FlashAttention-4",
+    FLEX: "FlexAttention",
+    "sdpa-cudnn": "cuDNN",
+    "sdpa-flash": "SDPA flash",
+    "cudnn-blocks": "cuDNN block-sparse",
+    "cudnn-interval": "cuDNN interval",
+}
 """Subjects of lines that time other libraries, and their names."""
 TIMED = {
     **dict.fromkeys(("case", "backend", "device"), str),

@@ -29,7 +29,7 @@ from . import ranks as ranked
 from . import trials
 from .cases import Case, Group, suite
 from .gate import Computed, error_ratio, sample
-from .measure import PeakMemory, clock, facts, synchronize
+from .measure import PeakMemory, clock, draw, facts, synchronize
 from .results import (
     DIRECTIONS,
     KEY,
@@ -191,15 +191,6 @@ def ours(case: Case, backend: str, group: Group, inputs: Three, grad_output: Ten
     )
 
 
-def draw(group: Group) -> tuple[Three, Tensor]:
-    """Fresh random inputs that require gradients, and the gradient of the output."""
-    generator = torch.Generator(group.device).manual_seed(0)
-    options: dict[str, Any] = {"generator": generator, "dtype": getattr(torch, group.dtype), "device": group.device}
-    shapes = [(1, heads, group.n, group.d) for heads in (group.heads, group.key_heads, group.key_heads, group.heads)]
-    query, key, value, grad_output = (torch.randn(shape, **options) for shape in shapes)
-    return (query.requires_grad_(), key.requires_grad_(), value.requires_grad_()), grad_output
-
-
 def take_turns(group: Group, subjects: list[Subject], say: Callable[[str], None]) -> None:
     """Time every subject once per round, so that a slow period of the machine affects all subjects."""
     calls = {}
@@ -278,7 +269,9 @@ def measure_group(
     lacking = [case for case in group.cases if any(_key(group, case.name, way) not in done for way in DIRECTIONS)]
     if not lacking:
         return
-    inputs, grad_output = draw(group)
+    shape = group.n, group.d, group.heads, group.key_heads
+    query, key, value, grad_output = draw(*shape, group.dtype, group.device)
+    inputs = query, key, value
     peers, subjects = [], []
     with ExitStack() as closing:
         for name in group.peers:

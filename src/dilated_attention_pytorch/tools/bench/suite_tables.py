@@ -110,7 +110,7 @@ def _case_parts(own: list[Record]) -> Iterator[Part]:
         r.name: r.line["pattern"] for r in own if not r.is_dense and r.line.get("pattern") and ", " not in r.name
     }
     if patterns:
-        yield "Patterns of the cases; where lengths differ in theirs, that of the longest."
+        yield "Patterns of the cases; if the pattern depends on the length, that of the longest sequence."
         yield Table(("case", "pattern"), [[name, f"`{text}`"] for name, text in sorted(patterns.items())], words=2)
 
 
@@ -158,12 +158,12 @@ def _by_length(own: list[Record], absent: Iterable[Line]) -> Iterator[Part]:
     yield _chart(f"time-{heads}x{d}", "Time of a forward pass", forward, names, lambda r: r.ms / 1e3)
     for n, why in sorted({(line["n"], line["skipped"]) for line in absent}):
         yield f"Dense attention was not timed at {tokens_text(n)}: {why}."
-    yield "Million tokens a second, forward."
+    yield "Million tokens per second, forward."
     yield Table(("case", *header), cells(lambda r: figure_text(r.n / r.ms / 1e3)))
     if any(r.peak for r in forward.values()):
-        yield "Bytes a token that a forward pass adds to what was there before, its output included."
+        yield "Bytes per token that a forward pass allocates, including its output."
         yield Table(("case", *header), cells(lambda r: None if r.peak is None else f"{r.peak / r.n:.0f}"))
-        a_token = f"memory-{heads}x{d}", "Memory a token"
+        a_token = f"memory-{heads}x{d}", "Memory per token"
         yield _chart(*a_token, forward, names, lambda r: (r.peak or 0) / r.n, readable_bytes, 2)
     dense = {n: min((r.ms for r in forward.values() if r.is_dense and r.n == n), default=None) for n in lengths}
     if any(dense.values()):
@@ -270,8 +270,8 @@ def _dilation_parts(own: list[Record]) -> Iterator[Part]:
         return
     yield Heading("Dilation", 3)
     yield (
-        f"{tokens_text(here[0].n)} tokens, forward. `work` is operations relative to the first line of its kind: a "
-        "ratio of time to work near 1 means that another branch costs what it computes and no more."
+        f"{tokens_text(here[0].n)} tokens, forward. `work` is the number of operations relative to the first line of "
+        "its kind. A ratio of time to work near 1 means that an additional branch has no overhead."
     )
     rows = []
     for kind in ("dilated", "block_dilated"):
@@ -280,7 +280,7 @@ def _dilation_parts(own: list[Record]) -> Iterator[Part]:
             time, work = r.ms / mine[0].ms, r.line["flops"] / mine[0].line["flops"]
             peak = "" if r.peak is None else f"{r.peak / r.n:.0f}"
             rows.append([r.name, figure_text(r.ms), peak, f"{time:.2f}x", f"{work:.2f}x", f"{time / work:.2f}"])
-    yield Table(("configuration", "ms", "bytes a token", "time", "work", "time / work"), rows)
+    yield Table(("configuration", "ms", "bytes per token", "time", "work", "time / work"), rows)
 
 
 def _class_parts(own: list[Record]) -> Iterator[Part]:
@@ -291,7 +291,7 @@ def _class_parts(own: list[Record]) -> Iterator[Part]:
         return
     yield Heading("Every class", 3)
     yield (
-        "Milliseconds of a forward and backward pass, 8 heads of 64. Multihead classes hold the projections; "
+        "Milliseconds of a forward and backward pass, 8 heads of 64. Multihead classes include projections; "
         f"{' and '.join(MODELS)} are {MODEL_LAYERS} layers of 4 heads of 64, with the gradients of all parameters."
     )
     names = sorted({key[1] for key in together})
@@ -306,9 +306,9 @@ def _rank_parts(own: list[Record]) -> Iterator[Part]:
         return
     yield Heading("Ranks", 3)
     yield (
-        "Ranks run one after another on one device, so that the time is the work of all; processes run at once and "
-        "exchange over gloo, so that it is that of the slowest. `received` is the most one rank receives in a forward "
-        "pass; a ring or an all-gather moves the whole of K and V."
+        "Ranks run one after another on one device, so the time is the sum over all ranks. Processes run concurrently "
+        "and exchange over gloo, so the time is that of the slowest. `received` is the largest amount that one rank "
+        "receives in a forward pass; with a ring or an all-gather it receives all of K and V."
     )
     yield Table(
         ("case", "tokens", "ms", "received", "of a ring"),
@@ -336,8 +336,8 @@ def longest_parts(lines: Iterable[Line]) -> Iterator[Part]:
         return
     yield Heading("The longest sequence")
     yield (
-        "8 heads of 64, query, key and value resident, every length run and checked; `memory` or `time` says what "
-        "ended the search."
+        "8 heads of 64, with query, key and value resident. Every length was run and checked; the last column gives "
+        "the limit that ended the search, `memory` or `time`."
     )
     rows = []
     for (device, subject, direction, cap), line in sorted(found.items()):

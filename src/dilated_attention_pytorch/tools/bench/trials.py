@@ -22,7 +22,7 @@ from ...plan import Plan
 from ...selection.types import Selection
 from ..peak_memory import NATIVE, Shape, backend_name, peaks
 from .cases import CLASSES, MODEL_LAYERS, MODELS, Group
-from .measure import facts, memory_of
+from .measure import memory_of
 
 GATE_TOKENS = 1024
 """Length at which a class is compared with the same module on the reference backend in float64."""
@@ -226,12 +226,9 @@ def longest_lengths(device: str, limit: int, known: set[str]) -> Iterator[dict[s
         return
     for name in listed:
         subject = extreme.subjects()[name]
-        line = {"case": "extreme", "subject": name, "direction": "forward", "cap_gib": limit / 2**30}
         attempt = within(extreme.attempt_of(subject, "forward", device), limit, extreme.HEADS, extreme.WIDTH)
         found = extreme.longest(attempt, 2**16, extreme.UNIT, subject.power, PATIENCE_S[device])
-        line |= {"limited_by": found.limited_by, "tried": found.tried}
-        line |= {} if found.attempt is None else found.attempt._asdict()
-        yield {**line, "heads": extreme.HEADS, "head_dim": extreme.WIDTH, **facts(device)}
+        yield extreme.line_of(name, "forward", limit / 2**30, device, **found.fields())
 
 
 def within(attempt: Callable[[int], Any], limit: int, heads: int, d: int) -> Callable[[int], Any]:

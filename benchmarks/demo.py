@@ -1,7 +1,7 @@
 """A tour in under five minutes: the machine, plans of a million tokens, a drawing, a check against float64, sparse
 against dense attention, a few training steps, and a page with the results.
 
-Run by `make demo`, or as `python -m dilated_attention_pytorch.tools.demo`.
+Run by `make demo`, or as `PYTHONPATH=src python benchmarks/demo.py`.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from .. import attention, attention_with_lse, make_plan, parse
-from . import doctor, show, train
-from . import plan as forecast
-from .bench.gate import Computed, error_ratio, sample
-from .bench.measure import clock, memory_of
-from .console import Parser, leave
-from .html_page import (
+from dilated_attention_pytorch import attention, attention_with_lse, make_plan, parse
+from dilated_attention_pytorch.tools import doctor, show, train
+from dilated_attention_pytorch.tools import plan as forecast
+from dilated_attention_pytorch.tools.bench.gate import Computed, error_ratio, sample
+from dilated_attention_pytorch.tools.bench.measure import clock, memory_of
+from dilated_attention_pytorch.tools.console import Parser, leave
+from dilated_attention_pytorch.tools.html_page import (
     Chart,
     Heading,
     Preformatted,
@@ -170,7 +170,7 @@ def _time(seconds: float | None) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     """Command line."""
-    parser = Parser("python -m dilated_attention_pytorch.tools.demo", "A tour of the library on this machine.")
+    parser = Parser("python benchmarks/demo.py", "A tour of the library on this machine.")
     parser.option(
         "-o", "--out", type=Path, default=Path("demo/report.html"), metavar="PATH", help="the page, or a folder for it"
     )

@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-
-from dilated_attention_pytorch.tools import demo
+from docs_pages import demo
 
 
 @pytest.fixture
