@@ -29,7 +29,7 @@ SECTIONS = {
     },
     "Tutorials": {
         "tutorial-long_documents.md": "Long documents",
-        "tutorial-drop_in.md": "A model you have",
+        "tutorial-drop_in.md": "An existing model",
         "tutorial-slide_encoder.md": "Slide encoder and heat map",
         "tutorial-genome.md": "Genomes",
         "tutorial-learned_sparsity.md": "Learned sparsity",
