@@ -1,4 +1,4 @@
-"""Modules of benchmarks/ that write docs/benchmarks.md, for tests to import."""
+"""Modules of benchmarks/ that write pages, for tests to import."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from pathlib import Path
 # At the end: no name there hides a module of the tests.
 sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
+import demo
 import docs_gpu_tables
 import docs_headlines
 import docs_page
 
-__all__ = ["docs_gpu_tables", "docs_headlines", "docs_page"]
+__all__ = ["demo", "docs_gpu_tables", "docs_headlines", "docs_page"]

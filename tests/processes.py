@@ -6,6 +6,7 @@ import importlib.util
 import inspect
 import multiprocessing
 import os
+import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -88,6 +89,13 @@ def all_pass(check: Callable[..., Any], world: int, *arguments: Any, **limits: A
     return answers
 
 
+def start(program: Callable[..., int], *arguments: Any) -> Any:
+    """A process that runs a function of a test module in the present folder and ends with the status it returns."""
+    process = SERVER.Process(target=_program, args=((inspect.getfile(program), program.__name__), arguments))
+    process.start()
+    return process
+
+
 def failure(answer: Any) -> bool:
     """Whether a rank's answer is the text of what it raised."""
     return isinstance(answer, str) and answer.startswith("Traceback")
@@ -121,6 +129,11 @@ def _member(
         pipe.close()
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _program(place: tuple[str, str], arguments: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    sys.exit(_load(*place)(*arguments))
 
 
 def _load(file: str, name: str) -> Callable[..., Any]:

@@ -118,6 +118,7 @@ PUBLIC_NAMES = [
     "create_multihead_dilated_attention",
     "distance_bias",
     "explain",
+    "fit_scorers",
     "get_block_sparse_preset",
     "integrate",
     "make_plan",

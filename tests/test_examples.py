@@ -16,7 +16,7 @@ EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 SMALL = {
     "slide_heatmap.py": ["--side", "32"],
     "train_longnet.py": ["--context", "512", "--steps", "3"],
-    "adaptive_retrieval.py": ["--steps", "20"],
+    "adaptive_retrieval.py": ["--steps", "4"],
     "context_parallel.py": ["--ranks", "2", "--tokens", "150", "--steps", "3"],
     "custom_pattern.py": ["--tokens", "256"],
     "decode.py": ["--prompt", "50", "--steps", "120"],

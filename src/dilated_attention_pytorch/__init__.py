@@ -85,6 +85,7 @@ _MODULES = {
     "replace_attention": "integrations.replace",
     "SparsifyReport": "integrations.sparsify",
     "sparsify": "integrations.sparsify",
+    "fit_scorers": "nn",
     "scorer_parameters": "nn",
     "task_parameters": "nn",
     "StreamedLayer": "nn.streamed",

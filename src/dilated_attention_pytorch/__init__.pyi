@@ -48,6 +48,7 @@ from .nn import create_block_sparse_attention as create_block_sparse_attention
 from .nn import create_dilated_attention as create_dilated_attention
 from .nn import create_multihead_block_sparse as create_multihead_block_sparse
 from .nn import create_multihead_dilated_attention as create_multihead_dilated_attention
+from .nn import fit_scorers as fit_scorers
 from .nn import get_block_sparse_preset as get_block_sparse_preset
 from .nn import scorer_parameters as scorer_parameters
 from .nn import task_parameters as task_parameters

@@ -24,7 +24,7 @@ def _sentence(what: str, got: object, do: str | None) -> str:
 
 
 class BackendUnsupported(RuntimeError):
-    """No backend, or not the one asked for, can run a call."""
+    """Raised if no backend, or not the requested backend, can run a call."""
 
     def __init__(self, call: str, reasons: Mapping[str, str], asked: str = "auto") -> None:
         self.reasons = dict(reasons)

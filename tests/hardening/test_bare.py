@@ -12,8 +12,17 @@ from limits import scaled
 
 ROOT = Path(__file__).parents[2]
 EXTRAS = ("beartype", "hypothesis", "matplotlib", "safetensors", "transformers")
-TOOLS = ("bench.runner", "billion", "demo", "bench.extreme", "quality.runner")
-BENCHMARKS = ("adaptive", "check_dilated", "check_hopper", "check_hopper_backward", "gpu_tests", "models", "modules")
+TOOLS = ("bench.runner", "billion", "bench.extreme", "quality.runner")
+BENCHMARKS = (
+    "adaptive",
+    "check_dilated",
+    "check_hopper",
+    "check_hopper_backward",
+    "demo",
+    "gpu_tests",
+    "models",
+    "modules",
+)
 BARE = f"import sys; sys.modules.update(dict.fromkeys({EXTRAS}))"
 IMPORT = """
 from importlib import import_module

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import torch
 from limits import scaled
 
+from dilated_attention_pytorch.kernels.cpu.native import library_path
 from dilated_attention_pytorch.tools.doctor import surroundings
 
 SOURCE = Path(__file__).resolve().parents[2] / "src"
@@ -82,31 +84,39 @@ def run(program: str, changes: dict[str, str | None], folder: Path, seconds: flo
 @pytest.mark.parametrize(
     ("before", "changes", "explained"),
     [
-        (HIDE_TRITON, {"LC_ALL": "tr_TR.UTF-8", "TERM": "dumb", "COLUMNS": "1"}, "'triton': 'none: the GPU kernels"),
-        ("", {"XDG_CACHE_HOME": "/proc/nowhere", "DAP_CALIBRATE": "1"}, "name a place in XDG_CACHE_HOME"),
-        ("", {"LC_ALL": "POSIX", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}, "can be written"),
+        (HIDE_TRITON, {"LC_ALL": "tr_TR.UTF-8", "TERM": "dumb", "COLUMNS": "1"}, ["'triton': 'none: the GPU kernels"]),
+        ("", {"XDG_CACHE_HOME": "/proc/nowhere", "DAP_CALIBRATE": "1"}, ["name a place in XDG_CACHE_HOME"]),
         (
             NO_HOME,
             {"HOME": None, "XDG_CACHE_HOME": None, "DAP_CALIBRATE": "1", "PATH": "/nowhere"},
-            "'compiler': 'none: there is no g++",
+            ["'compiler': 'none: there is no g++"],
         ),
-        (NO_NETWORK + ONE_CORE, {"OMP_NUM_THREADS": None}, "everything runs on one core"),
-        pytest.param(LITTLE_MEMORY, {}, "'cores'", marks=small_torch),
+        (
+            NO_NETWORK + ONE_CORE,
+            {"OMP_NUM_THREADS": None, "LC_ALL": "POSIX", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
+            ["everything runs on one core", "can be written"],
+        ),
+        pytest.param(LITTLE_MEMORY, {}, ["'cores'"], marks=small_torch),
     ],
     ids=[
         "no triton, another locale",
         "no writable cache",
-        "ascii",
         "no home, no compiler",
-        "no network, one core",
+        "no network, one core, ascii",
         "two gigabytes",
     ],
 )
 def test_attention_runs_in_restricted_environments(tmp_path, before, changes, explained):
     """What is missing costs time or a backend, never the answer; nothing is fetched, no socket is opened."""
+    if before == HIDE_TRITON and library_path().exists():
+        # Two of the other environments build it.
+        cache = tmp_path / "cache" / "dilated_attention_pytorch"
+        cache.mkdir(parents=True, mode=0o700)
+        shutil.copy(library_path(), cache)
     told = run(before + ATTEND, changes, tmp_path)
     assert told.startswith("attended")
-    assert explained in told
+    for words in explained:
+        assert words in told
 
 
 DOCTOR = """

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from installed import command
+from installed import command, commands
 
 SHEET: dict[str, list[tuple[str, int, str]]] = {
     "overview": [
@@ -80,8 +80,8 @@ def test_every_command_has_help_and_a_place_on_the_sheet(tmp_path: Path):
 @pytest.mark.slow
 @pytest.mark.parametrize("title", SHEET)
 def test_calls_end_as_the_sheet_lists(title: str, tmp_path: Path):
-    for line, status, text in SHEET[title]:
-        done = command(line, tmp_path)
+    lines = [line for line, _, _ in SHEET[title]]
+    for (line, status, text), done in zip(SHEET[title], commands(lines, tmp_path), strict=True):
         said = done.stderr if status == 2 and line != "dap" else done.stdout
         assert (done.returncode, "Traceback" in done.stderr) == (status, False), f"{line}\n{done.stderr[-3000:]}"
         assert text in said, f"{line}\n{said[-3000:]}"
