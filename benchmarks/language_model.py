@@ -51,10 +51,10 @@ from dilated_attention_pytorch.nn import (
     scorer_parameters,
     task_parameters,
 )
-from dilated_attention_pytorch.tools.bench.measure import PeakMemory, clock, facts
+from dilated_attention_pytorch.tools.bench.measure import PeakMemory, clock, digest, facts
 from dilated_attention_pytorch.tools.bench.results import append, read_lines
 from dilated_attention_pytorch.tools.quality.recipe import spread
-from dilated_attention_pytorch.tools.quality.retrieval import digest, sources
+from dilated_attention_pytorch.tools.quality.retrieval import sources
 from dilated_attention_pytorch.tools.training import use_dense
 
 ROWS = ("dense", "learned", "frozen", "window")

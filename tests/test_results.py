@@ -8,7 +8,11 @@ from pathlib import Path
 
 import pytest
 
-FILES = sorted((Path(__file__).resolve().parents[1] / "benchmarks" / "results").glob("*.jsonl"))
+from dilated_attention_pytorch.tools.bench.measure import attention_code
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+FILES = sorted(RESULTS.glob("*.jsonl"))
 
 
 def test_there_are_results():
@@ -30,3 +34,9 @@ def test_prebuilt_kernels_are_as_fast_as_local_ones():
     ratios = [json.loads(line)["prebuilt_over_local"] for line in path.read_text().splitlines()]
     assert len(ratios) >= 24
     assert max(ratios) <= 1.05
+
+
+def test_readme_says_whether_cpu_figures_are_current():
+    lines = [json.loads(line) for line in (RESULTS / "cpu.jsonl").read_text().splitlines()]
+    current = {line.get("code") for line in lines} == {attention_code("cpu")}
+    assert ("CPU code changed since this measurement" in (ROOT / "README.md").read_text()) != current

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import ctypes
 import os
 import platform
@@ -9,6 +10,7 @@ import subprocess
 import time
 from collections.abc import Callable
 from functools import cache
+from hashlib import sha256
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -138,6 +140,31 @@ def git_sha() -> str | None:
     return sha.stdout.strip() + ("+" if edited.stdout.strip() else "")
 
 
+def digest(files: list[Path]) -> str:
+    """Hash of source files; comments and docstrings of Python files do not count."""
+    total = sha256()
+    for path in files:
+        if path.suffix != ".py":
+            total.update(path.read_bytes())
+            continue
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        for node in ast.walk(tree):
+            for body in (x for x in (getattr(node, "body", None),) if isinstance(x, list)):
+                body[:] = [x for x in body if not (isinstance(x, ast.Expr) and isinstance(x.value, ast.Constant))]
+        total.update(ast.dump(tree).encode())
+    return total.hexdigest()[:16]
+
+
+@cache
+def attention_code(device: str) -> str:
+    """Hash of the code that computes attention on a device: plans, kernels and ops."""
+    package = Path(__file__).resolve().parents[2]
+    folders = [package / "plan", package / "ops", package / "kernels"]
+    files = {path for folder in folders for path in folder.rglob("*") if path.suffix in (".py", ".cpp", ".h", ".json")}
+    others = ("triton", "hopper", "launch", "external") if device == "cpu" else ("cpu",)
+    return digest(sorted(files - {path for name in others for path in (package / "kernels" / name).rglob("*")}))
+
+
 @cache
 def facts(device: str) -> dict[str, Any]:
     """Machine and software of a measurement."""
@@ -146,6 +173,7 @@ def facts(device: str) -> dict[str, Any]:
         "threads": torch.get_num_threads() if device == "cpu" else None,
         "cores": os.cpu_count(),
         "git": git_sha(),
+        "code": attention_code(device),
         "torch": torch.__version__,
         PACKAGE: installed(PACKAGE),
         "python": platform.python_version(),

@@ -23,12 +23,10 @@ Density is counted in the calls that ran: kept blocks over blocks visible to a c
 
 from __future__ import annotations
 
-import ast
 import copy
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +36,7 @@ from torch.nn import functional as F
 
 from ...nn import AdaptiveConfig, BlockSparseAdaptive, fit_scorers, scorer_parameters, task_parameters
 from ...selection.rank import Budget
+from ..bench.measure import digest
 
 HEADS, WIDTH = 2, 32
 NAMES = 256
@@ -334,18 +333,6 @@ def sources() -> str:
     package = Path(__file__).resolve().parents[2]
     folders = (package / "selection", package / "nn" / "adaptive")
     return digest([*sorted(path for folder in folders for path in folder.rglob("*.py")), Path(__file__)])
-
-
-def digest(files: list[Path]) -> str:
-    """Hash of source files without comments and docstrings."""
-    total = sha256()
-    for path in files:
-        tree = ast.parse(path.read_text())
-        for node in ast.walk(tree):
-            for body in (x for x in (getattr(node, "body", None),) if isinstance(x, list)):
-                body[:] = [x for x in body if not (isinstance(x, ast.Expr) and isinstance(x.value, ast.Constant))]
-        total.update(ast.dump(tree).encode())
-    return total.hexdigest()[:16]
 
 
 def measure(suite: RetrievalTask, left: list[tuple[str, str, float, int]]) -> Iterator[Line]:

@@ -19,8 +19,9 @@ from torch import Tensor, nn
 
 from ...selection import selectors
 from ...selection.attention import selected_attention
+from ..bench.measure import digest
 from .recipe import spread
-from .retrieval import IGNORED, SUITES, TASKS, Line, RetrievalTask, Retriever, Starts, accuracy, digest
+from .retrieval import IGNORED, SUITES, TASKS, Line, RetrievalTask, Retriever, Starts, accuracy
 
 RULES: dict[str, tuple[str, bool]] = {
     "random": ("random", False),
