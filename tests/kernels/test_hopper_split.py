@@ -1,4 +1,4 @@
-"""Long rows of the Hopper backend: which are cut, that the pieces are those rows, and that joined they are the answer."""
+"""Hopper kernels in the emulator, and the pieces of their long rows."""
 
 import json
 import math
@@ -39,17 +39,20 @@ PIECES = {
 
 @pytest.fixture(scope="module")
 def found():
-    """Errors and pieces of every trial, from one run of the interpreter."""
+    """Errors and pieces of every trial, from one run of the emulator."""
+    return {line.pop("trial"): line for line in emulated()}
+
+
+def emulated(*arguments):
     reason = hopper_backend.gluon_missing()
     if reason is not None:
         pytest.skip(reason)
     paths = os.pathsep.join([str(TESTS.parent / "src"), str(TESTS)])
     environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
     program = TESTS / "kernels" / "interpret_hopper.py"
-    done = subprocess.run([sys.executable, program], env=environment, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, program, *arguments], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-4000:]
-    lines = [json.loads(line) for line in done.stdout.splitlines()]
-    return {line.pop("trial"): line for line in lines}
+    return [json.loads(line) for line in done.stdout.splitlines()]
 
 
 @pytest.mark.slow
@@ -67,7 +70,7 @@ def found():
 def test_learned_plans_of_one_shape_share_a_launch(found, name, launches):
     errors = dict(found[name])
     assert errors.pop("launches") == launches
-    assert max(errors.values()) <= 2e-6, errors
+    assert max(errors.values()) <= (2e-3 if name == "learned by tokens" else 2e-6), errors
 
 
 @pytest.mark.slow
@@ -76,7 +79,24 @@ def test_attention_on_indices_matches_oracle(found):
     calls = {name: errors for name, errors in found.items() if name.startswith("indices")}
     assert len(calls) == 5
     for name, errors in calls.items():
+        assert max(errors.values()) <= (2e-3 if "tokens" in name else 2e-6), (name, errors)
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("hopper interpreter")
+@pytest.mark.parametrize(("kind", "count"), [("ladder", 4), ("any order", 5)])
+def test_strided_parts_and_atomic_sums_match_oracle(found, kind, count):
+    trials = {name: errors for name, errors in found.items() if name.startswith(kind)}
+    assert len(trials) == count
+    for name, errors in trials.items():
         assert max(errors.values()) <= 2e-6, (name, errors)
+
+
+@pytest.mark.slow
+def test_emulator_finds_faults_of_synchronization():
+    faults = {line["fault"]: line["found"] for line in emulated("--faults")}
+    assert len(faults) == 11
+    assert [name for name, found in faults.items() if isinstance(found, float) and found <= 1e-3] == []
 
 
 @pytest.mark.slow
