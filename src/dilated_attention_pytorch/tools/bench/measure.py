@@ -149,20 +149,20 @@ def digest(files: list[Path]) -> str:
             continue
         tree = ast.parse(path.read_text(encoding="utf-8"))
         for node in ast.walk(tree):
-            for body in (x for x in (getattr(node, "body", None),) if isinstance(x, list)):
+            if isinstance(body := getattr(node, "body", None), list):
                 body[:] = [x for x in body if not (isinstance(x, ast.Expr) and isinstance(x.value, ast.Constant))]
         total.update(ast.dump(tree).encode())
     return total.hexdigest()[:16]
 
 
-@cache
 def attention_code(device: str) -> str:
     """Hash of the code that computes attention on a device: plans, kernels and ops."""
     package = Path(__file__).resolve().parents[2]
-    folders = [package / "plan", package / "ops", package / "kernels"]
-    files = {path for folder in folders for path in folder.rglob("*") if path.suffix in (".py", ".cpp", ".h", ".json")}
-    others = ("triton", "hopper", "launch", "external") if device == "cpu" else ("cpu",)
-    return digest(sorted(files - {path for name in others for path in (package / "kernels" / name).rglob("*")}))
+    kernels = package / "kernels"
+    own = {*kernels.glob("*"), *(kernels / "cpu").glob("*")}
+    own = own if device == "cpu" else {*kernels.rglob("*")} - {*(kernels / "cpu").glob("*")}
+    files = {*(package / "plan").rglob("*"), *(package / "ops").rglob("*"), *own}
+    return digest(sorted(path for path in files if path.suffix in (".py", ".cpp", ".h", ".json")))
 
 
 @cache
