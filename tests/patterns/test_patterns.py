@@ -178,14 +178,17 @@ def test_random_lists_depend_on_the_seed_alone():
         (lambda: Causal() & 3, "a pattern combines with a Pattern, got 3"),
         (
             lambda: parse("windw:3"),
-            "pattern text must have a pattern name, not 'windw'; did you mean 'window', got 'windw:3'",
+            "unknown pattern 'windw' in 'windw:3'; did you mean 'window'?",
         ),
-        (lambda: parse("causal &"), "pattern text must have a pattern name here, got 'causal &'"),
-        (lambda: parse("(causal"), "pattern text must have ')' here, got '(causal'"),
-        (lambda: parse("causal causal"), "pattern text must have a pattern name here, got 'causal causal'"),
+        (lambda: parse("causal &"), "pattern text must have a pattern at the end, got 'causal &'"),
+        (lambda: parse("(causal"), "pattern text must have ')' at the end, got '(causal'"),
+        (
+            lambda: parse("causal full"),
+            "pattern text must have & or | between patterns before 'causal full', got 'causal full'",
+        ),
         (
             lambda: parse("dilated:2048"),
-            "pattern text must have arguments like 'dilated:2048x1,8192x4;offset=block' here, got 'dilated:2048'",
+            "dilated must be written like dilated:2048x1,8192x4;offset=block, got 'dilated:2048'",
         ),
         (lambda: parse("window:2;size=3"), "window must have no options but after, got 'size=3'"),
         (lambda: parse("full;size=3"), "full must have no options, got 'size=3'"),
@@ -214,7 +217,7 @@ def test_random_lists_depend_on_the_seed_alone():
         (lambda: parse("packed{causal / documents:4;num_heads=0}"), "num_heads must be >= 1, got 0"),
         (
             lambda: parse("dilated:8x1x2"),
-            "pattern text must have arguments like 'dilated:2048x1,8192x4;offset=block' here, got 'dilated:8x1x2'",
+            "dilated must be written like dilated:2048x1,8192x4;offset=block, got 'dilated:8x1x2'",
         ),
         (lambda: Global(4, queries="no"), "queries must be True or False, got 'no'"),
         (lambda: Random(0.5, per_head="false"), "per_head must be True or False, got 'false'"),

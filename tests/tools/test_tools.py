@@ -6,8 +6,10 @@ import json
 import signal
 import subprocess
 import sys
+import time
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -266,6 +268,20 @@ def test_a_broken_line_is_told_when_a_run_goes_on(small: bench.Group, tmp_path, 
     assert command.main(["--out", str(out), "--resume", "--budget", "-1"]) == 0
     told = capsys.readouterr().err
     assert f"{out}:2: not a line of results, skipped" in told and "the time is over" in told
+
+
+def test_a_budget_ends_after_one_case_and_one_round(small: bench.Group, tmp_path, monkeypatch, capsys):
+    out, checked = tmp_path / "small.jsonl", []
+    ours = bench.ours
+    monkeypatch.setattr(bench, "ours", lambda case, *rest: (checked.append(case.name), ours(case, *rest))[1])
+    # The first gate takes longer than the budget.
+    late = SimpleNamespace(monotonic=lambda: time.monotonic() + 100 * len(checked), perf_counter=time.perf_counter)
+    monkeypatch.setattr(bench, "time", late)
+    assert command.main(["--out", str(out), "--budget", "50"]) == 0
+    lines = [line for line in bench.known_lines(out) if line["case"] != "plan cache"]
+    assert [(line["case"], line["rounds"]) for line in lines] == [("dense", 1)] * 2 + [("window", 1)] * 2
+    assert "Not begun: longnet-ladder at n=512" in capsys.readouterr().err
+    assert command.main(["--out", str(out), "--resume"]) == 0 and checked == ["window", "longnet-ladder"]
 
 
 def test_slow_dense_attention_is_skipped_with_its_reason(small: bench.Group, tmp_path, monkeypatch, capsys):

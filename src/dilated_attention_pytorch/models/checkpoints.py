@@ -77,16 +77,21 @@ def read_with_facts(path: str | os.PathLike[str], *names: str) -> tuple[State, d
         raise must("a checkpoint must be a file", source)
     if source.suffix == ".safetensors":
         return _read_safetensors(source, names)
-    try:
-        found = torch.load(source, map_location="cpu", weights_only=True)
-    except Exception as error:
-        # Damaged archives and forbidden pickles fail in many ways, none of which may leave half a checkpoint.
-        raise must("a checkpoint must be a whole torch file of tensors alone", f"{source.name}: {_first_line(error)}",
-                   "Files that need code to be read are not opened. Save a state dict.") from error  # fmt: skip
+    found = read_torch(source)
     facts = {name: found[name] for name in names if isinstance(found, Mapping) and name in found}
     state = state_in(found)
     check_stored(state)
     return state, facts
+
+
+def read_torch(path: Path, device: torch.device | str = "cpu") -> Any:
+    """Content of a torch file of tensors and plain values."""
+    try:
+        return torch.load(path, map_location=device, weights_only=True)
+    except Exception as error:
+        # Damaged archives and forbidden pickles fail in many ways, none of which may leave half a checkpoint.
+        raise must("a checkpoint must be a whole torch file of tensors alone", f"{path.name}: {_first_line(error)}",
+                   "Files that need code to be read are not opened. Save a state dict.") from error  # fmt: skip
 
 
 def check_stored(state: State) -> None:

@@ -136,13 +136,15 @@ def examine(device: str) -> dict[str, Any]:
     from .bench.measure import facts, installed, memory_of
 
     free, total = memory_of(device)
+    # First of all: it builds the C++ kernel, and the backends are those after that.
+    around = surroundings()
     calls = {what: typical_call(device, **settings) for what, settings in TYPICAL.items()}
     explained = {what: explain(call) for what, call in calls.items()}
     packages = ("flash-attn-4", "numpy", "matplotlib", "transformers", "safetensors")
     return {
         "machine": {"kind": device, **facts(device)},
         "memory": {"free": free, "total": total},
-        "surroundings": surroundings(),
+        "surroundings": around,
         "packages": {name: installed(name) for name in packages},
         "backends": [
             {"name": name, "ready": reason is None, "why_not": reason}
