@@ -31,7 +31,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser.json("print the lines as they are written to the file")
     parser.option("--tiny", action="store_true", help="gpu suite only: small cases that run on any machine")
     options = parser.read(arguments)
-    deadline = time.monotonic() + options.budget
     import torch
 
     from ...kernels.registry import backend_named
@@ -43,6 +42,7 @@ def main(arguments: list[str] | None = None) -> int:
     begin(out, keep=options.append or options.resume)
     for complaint in complaints_about(out):
         print(complaint, file=sys.stderr)
+    deadline = time.monotonic() + options.budget
     there = "cuda" if torch.cuda.is_available() else "cpu"
     wanted = [options.suite]
     if options.suite == "all":
