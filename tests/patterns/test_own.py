@@ -215,7 +215,7 @@ def test_equal_heads_of_a_mask_share_lists():
         (
             torch.zeros(4, 4),
             TypeError,
-            "must be bool, True where a query attends, got torch.float32\nOf an additive mask",
+            "must be bool, True where a query attends, got torch.float32\nFor an additive mask",
         ),
         (torch.ones(4, 5, dtype=torch.bool), ValueError, r"must have shape \(n, n\)"),
         (torch.ones(2, 1, 4, 4, dtype=torch.bool), ValueError, "A plan holds for every sample"),
@@ -361,12 +361,15 @@ def test_truth_values_of_patterns_are_refused(use):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("windw:64", "unknown pattern 'windw' in 'windw:64'; did you mean 'window'?\nExample: window:512"),
-        ("Causal", "did you mean 'causal'"),
-        ("window:64 & casual", "did you mean 'causal'"),
-        ("dilate:64x1", "did you mean 'dilated'"),
-        ("local:64", "did you mean 'window'"),
-        ("nothing:1", "unknown pattern 'nothing' in 'nothing:1'\nKnown: full, causal, window:512"),
+        (
+            "windw:64",
+            "pattern name must be known, got 'windw' in 'windw:64'\nDid you mean 'window'? Example: window:512",
+        ),
+        ("Causal", "Did you mean 'causal'?"),
+        ("window:64 & casual", "Did you mean 'causal'?"),
+        ("dilate:64x1", "Did you mean 'dilated'?"),
+        ("local:64", "Did you mean 'window'?"),
+        ("nothing:1", "a pattern name must be known, got 'nothing' in 'nothing:1'\nKnown: full, causal, window:512"),
         ("window:64 causal", "window must be written like window:512 or window:512,0, got 'window:64 causal'"),
         (
             "window:64 or causal",

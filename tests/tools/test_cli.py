@@ -232,7 +232,7 @@ def test_plan_that_does_not_fit_exits_1_with_advice(here):
 )
 def test_wrong_use_is_explained_in_words_and_exits_with_2(here, words):
     status, _, stderr = here(*words)
-    assert status == 2 and "Traceback" not in stderr and re.search("must|unknown pattern", stderr)
+    assert status == 2 and "Traceback" not in stderr and "must" in stderr
 
 
 def test_figures_that_cannot_be_kept_are_not_passed_over(here, tmp_path, monkeypatch):

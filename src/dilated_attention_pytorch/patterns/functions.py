@@ -49,7 +49,9 @@ class MaskMod(Pattern):
         kind = str(getattr(allowed, "dtype", type(allowed).__name__))
         if kind != "torch.bool":
             raise must_be(
-                "mask_mod must return a bool tensor", kind, "A score_mod is no pattern: docs/extending.md has biases."
+                "mask_mod must return a bool tensor",
+                kind,
+                "For a score_mod see docs/extending.md, biases.",
             )
         return allowed
 

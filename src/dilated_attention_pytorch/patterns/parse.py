@@ -283,12 +283,12 @@ class _Reader:
         if not name.isidentifier():
             self.at -= 1
             return self.error("& or | between patterns" if len(name.split()) > 1 else "a pattern")
-        where = "" if name == self.text.strip() else f" in {_shown(self.text)}"
+        came = repr(name) if name == self.text.strip() else f"{name!r} in {_shown(self.text)}"
         close = get_close_matches(name.lower(), [*EXAMPLES, *OTHER_NAMES], n=1)
         if not close:
-            return ValueError(f"unknown pattern {name!r}{where}\nKnown: {', '.join(EXAMPLES.values())}")
+            return must("a pattern name must be known", came, f"Known: {', '.join(EXAMPLES.values())}")
         meant = OTHER_NAMES.get(close[0], close[0])
-        return ValueError(f"unknown pattern {name!r}{where}; did you mean {meant!r}?\nExample: {EXAMPLES[meant]}")
+        return must("a pattern name must be known", came, f"Did you mean {meant!r}? Example: {EXAMPLES[meant]}")
 
     def union(self) -> Pattern:
         pattern = self.intersection()
@@ -398,7 +398,7 @@ def _axes(what: str, text: str) -> tuple[int, ...] | int:
     try:
         values = tuple(int(part) for part in text.split("x"))
     except ValueError:
-        raise must(f"{what} must be integers joined by x, one an axis", repr(text)) from None
+        raise must(f"{what} must be integers joined by x, one per axis", repr(text)) from None
     return values[0] if len(values) == 1 else values
 
 

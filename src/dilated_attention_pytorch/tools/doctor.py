@@ -184,11 +184,11 @@ def show(report: dict[str, Any]) -> None:
             ("not installed", ", ".join(name for name, number in versions.items() if not number) or "nothing"),
         ]
     )
-    print_title("Surroundings")
+    print_title("Environment")
     print_pairs(report["surroundings"].items())
     print_title("Backends, for the first of the calls below")
     print_pairs((backend["name"], backend["why_not"] or "ready") for backend in report["backends"])
-    print_title('What backend="auto" takes')
+    print_title('Backend that backend="auto" selects')
     print_table(
         ("call", "pattern", "shape", "density", "backend"),
         [

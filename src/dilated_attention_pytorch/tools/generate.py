@@ -35,7 +35,7 @@ def load_model(path: Path, device: str = "cpu") -> LongNetLM:
 
 def main(arguments: list[str] | None = None) -> int:
     """Command line."""
-    parser = Parser("dap generate", "Continue a text with a model of `dap train`.", "CHECKPOINT")
+    parser = Parser("dap generate", "Continue a text with a model trained by `dap train`.", "CHECKPOINT")
     parser.option("checkpoint", type=Path, metavar="CHECKPOINT", help="checkpoint.pt, or the folder that holds it")
     parser.option("--prompt", metavar="TEXT", help="beginning of the text; a line break by default, - for stdin")
     parser.option("-n", "--tokens", read=tokens, default=256, metavar="COUNT", help="bytes to write")

@@ -71,7 +71,7 @@ def main(arguments: list[str] | None = None) -> int:
             child += ["--budget", str(deadline - time.monotonic())]
             status |= subprocess.run(child, check=False).returncode
     except KeyboardInterrupt:
-        print(f"\nStopped; what was measured is in {out}. --resume goes on from there.", file=sys.stderr)
+        print(f"\nStopped; the results so far are in {out}. --resume continues there.", file=sys.stderr)
         return 130
     print(f"Results are in {out}.", file=sys.stderr if options.json else sys.stdout)
     return status

@@ -47,7 +47,7 @@ BARS = {"forward": 0.8, "backward": 0.7, "both": 0.8}
 MEMORY_BAR_GIB = 16.0
 PEER_PATIENCE_S = 60.0
 """Time limit of dense attention in seconds, forward and backward; slower cases are not run."""
-OVER = "as the time is over; --resume goes on from there"
+OVER = "because the time is up; --resume continues there"
 PROBE_TOKENS = {"cpu": 4096, "cuda": 16384}
 """Length at which the time of dense attention is estimated."""
 Three = tuple[Tensor, Tensor, Tensor]
@@ -313,7 +313,7 @@ def measure_group(
 def not_begun(what: str) -> None:
     """Print cases that are left out, with the reason."""
     progress("")
-    print(f"Not begun: {what}.", file=sys.stderr)
+    print(f"Not started: {what}.", file=sys.stderr)
 
 
 def cut_to_whole_rounds(group: Group, subjects: list[Subject]) -> bool:
@@ -348,7 +348,7 @@ def describe(line: dict[str, Any]) -> str:
     """One result as text."""
     if line["case"] == "plan cache":
         return (
-            f"plans: {line['hits']} calls found theirs, {line['misses']} had to make it, "
+            f"plan cache: {line['hits']} hits, {line['misses']} misses, "
             f"{line['warm_misses']} of them after the first call"
         )
     if line["case"] == "extreme":
@@ -442,7 +442,7 @@ def run(
         hits, misses = (now - then for now, then in zip(plan_cache.info()[:2], before[:2], strict=True))
         keep({"suite": name, "case": "plan cache", "hits": hits, "misses": misses, **plans, **facts(device)})
     if shown and not as_json:
-        print(f"\nBars, {sum(bar.passed for bar in shown)} of {len(shown)} pass (rate on the kept flops / dense rate):")
+        print(f"\nTargets, {sum(bar.passed for bar in shown)} of {len(shown)} met (rate on kept flops / dense rate):")
         for bar in shown:
             print(f"  {bar}")
     if red:
