@@ -16,6 +16,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from package_metadata import project_url
+
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 TUTORIALS = sorted((DOCS / "tutorials").glob("*.ipynb"))
@@ -300,7 +302,7 @@ def write_sources(folder: Path) -> list[dict[str, list[Any]]]:
 
 def build(folder: Path) -> int:
     """Write sources and configuration into a folder and build its `site`; the builder's exit status."""
-    settings = {
+    settings: dict[str, Any] = {
         "site_name": "dilated-attention-pytorch",
         "docs_dir": "docs",
         "site_dir": "site",
@@ -330,6 +332,9 @@ def build(folder: Path) -> int:
         ],
         "nav": write_sources(folder / "docs"),
     }
+    if url := project_url(ROOT):
+        # A plain link: the theme's own setting for a repository would make the page request its statistics.
+        settings["extra"] = {"social": [{"icon": "lucide/folder-git-2", "link": url, "name": "Source"}]}
     # JSON is YAML.
     (folder / "mkdocs.yml").write_text(json.dumps(settings, indent=1))
     command = [sys.executable, "-m", "zensical", "build", "--clean", "--strict", "--config-file", "mkdocs.yml"]

@@ -59,6 +59,11 @@ def test_replaced_names_are_those_of_the_original():
     assert not {*compat.REPLACED, *compat.OLDER_NAMES} & {*dap.__all__}
 
 
+def test_a_misspelled_name_leads_to_the_closest_one():
+    with pytest.raises(AttributeError, match="no attribute 'SlidngWindow'; did you mean 'SlidingWindow'"):
+        _ = dap.SlidngWindow
+
+
 def test_replacements_exist():
     words = set(
         re.findall(r"(?<![.\w])(?:[A-Z]\w+[a-z]\w*|[a-z]+(?:_[a-z]+)+)(?=\()", " ".join(compat.REPLACED.values()))

@@ -128,7 +128,7 @@ def __getattr__(name: str) -> object:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if find_spec(f"{__name__}.{name}") is not None:
         return import_module(f".{name}", __name__)
-    return import_module(".compat", __name__).older_name(name)
+    return import_module(".compat", __name__).older_name(name, __all__)
 
 
 def __dir__() -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from difflib import get_close_matches
 from typing import Any
 
 from . import nn
@@ -75,8 +76,8 @@ REPLACED = {
 """name of the original library without a counterpart -> replacement"""
 
 
-def older_name(name: str) -> Any:
-    """Present object of an older name, with a `DeprecationWarning`.
+def older_name(name: str, public: list[str]) -> Any:
+    """Present object of an older name, with a `DeprecationWarning`; an error for names close to `public` ones.
 
     A replaced name raises `ImportError`: `from package import name` discards the text of an `AttributeError`.
     """
@@ -86,7 +87,9 @@ def older_name(name: str) -> Any:
             name="dilated_attention_pytorch",
         )
     if name not in OLDER_NAMES:
-        raise AttributeError(f"module 'dilated_attention_pytorch' has no attribute {name!r}")
+        near = get_close_matches(name, public, 1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise AttributeError(f"module 'dilated_attention_pytorch' has no attribute {name!r}{hint}")
     present = OLDER_NAMES[name]
     warnings.warn(f"{name} is now called {present}", DeprecationWarning, stacklevel=3)
     return getattr(nn, present)

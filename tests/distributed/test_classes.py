@@ -229,7 +229,9 @@ def test_nodes_follow_from_what_was_started_on_a_machine(monkeypatch, started, m
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(started))
     pattern = DistributedSparseConfig().pattern([64], [1], len(members), members)
     assert pattern.ranks_per_node == on_a_node
-    with pytest.raises(ValueError, match=r"every node must hold as many ranks of the group, got \[1, 4, 1\]"):
+    with pytest.raises(
+        ValueError, match=r"every node must hold the same number of ranks of the group, got \[1, 4, 1\]"
+    ):
         DistributedSparseConfig().pattern([64], [1], 6, (0, *range(4, 8), 8) if started == 4 else (0, 8, 9, 10, 11, 16))
 
 

@@ -116,11 +116,11 @@ def models_over_ranks(rank: int, world: int) -> None:
     total = model.loss(own, labels, reduction="sum", ignore_index=IGNORED).detach()
     dist.all_reduce(total)
     assert error(total, whole) <= 1e-12
-    with pytest.raises(ValueError, match="over several ranks must be given targets"):
+    with pytest.raises(ValueError, match="targets must be given to a model over several ranks"):
         model.loss(own)
     slides = SlideEncoder(tile_width=4, d_model=16, num_layers=1, nhead=2, segment_lengths=(8,), dilation_rates=(1,))
     set_process_group(slides, dist.group.WORLD)
-    with pytest.raises(ValueError, match="a slide must be whole"):
+    with pytest.raises(ValueError, match="a slide must lie on one rank"):
         slides(torch.randn(1, 5, 4), torch.zeros(1, 5, 2))
 
 

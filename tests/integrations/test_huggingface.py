@@ -154,7 +154,7 @@ def test_what_cannot_be_honoured_raises(llama):
         attend(module, q, q, q, None, output_attentions=True, softcap=3.0)
     with pytest.raises(TypeError, match="as a pattern"):
         attend(module, q, q, q, torch.zeros(1, 1, 5, 5))
-    with pytest.raises(ValueError, match="query and key must have one length"):
+    with pytest.raises(ValueError, match="query and key must have the same length"):
         attend(module, q, k, k, None, is_causal=False)
     with pytest.raises(ValueError, match="dropout"):
         attend(module, q, k, k, None, dropout=0.1)

@@ -79,11 +79,11 @@ def test_auto_takes_the_first_of_the_order_that_can(monkeypatch):
     assert told["reference"] is None
     assert told["triton"] == "needs a CUDA tensor, got cpu"
     first, *lines = str(told).splitlines()
-    assert first == "auto takes reference: the order is triton, reference, cpu (why)"
+    assert first == "auto selects reference: the order is triton, reference, cpu (why)"
     states = dict(line.strip().split(":", 1) for line in lines)
     assert [name.strip() for name in states] == list(MODULES)
-    assert states["cpu      "].strip() == "can run it, and comes later in the order"
-    assert states["flex     "].strip() == "can run it when named"
+    assert states["cpu      "].strip() == "can run it, later in the order"
+    assert states["flex     "].strip() == "can run it by name"
 
 
 @pytest.mark.untyped

@@ -258,7 +258,7 @@ def test_tied_embeddings_must_be_equal():
     state = export_state(MODELS["decoder"]())
     load_checkpoint(MODELS["decoder"](), {name: t for name, t in state.items() if name != "out.weight"})
     state["out.weight"] = state["out.weight"] + 1
-    with pytest.raises(ValueError, match="tied embeddings must be given equal ones"):
+    with pytest.raises(ValueError, match="tied embeddings must be given equal embeddings"):
         load_checkpoint(MODELS["decoder"](), state)
 
 

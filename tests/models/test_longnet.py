@@ -225,7 +225,7 @@ def test_bad_wishes_are_refused(settings: dict[str, object], message: str):
 
 def test_both_sequences_have_as_many_samples():
     model, two = model_of(**FORMS["encoder-decoder"]), torch.zeros(2, 3, dtype=torch.int64)
-    with pytest.raises(ValueError, match="both sequences must be of as many samples, got 2 to read and 1"):
+    with pytest.raises(ValueError, match="source and target must have the same batch size, got 2 and 1"):
         model(two, two[:1])
     with pytest.raises(ValueError, match="got one and form 'decoder'"):
         model_of()(two, two)

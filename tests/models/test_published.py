@@ -264,10 +264,10 @@ def test_an_encoder_decoder_of_another_kind_is_refused():
         load_checkpoint(model, wrong, "torchscale")
     assert "1 missing: decoder.layers.1.encoder_attn.k_proj.bias" in str(raised.value)
     assert "1 unexpected: decoder.layers.0.encoder_attn.inner_attn_ln.weight" in str(raised.value)
-    with pytest.raises(ValueError, match=r"one embedding must be given equal ones.*\n?.*num_source_tokens"):
+    with pytest.raises(ValueError, match=r"one embedding must be given equal embeddings.*\n?.*num_source_tokens"):
         load_checkpoint(model, {**state, "encoder.embed_tokens.weight": torch.zeros(50, 32)}, "torchscale")
     assert all(torch.equal(tensor, before[name]) for name, tensor in export_state(model).items())
-    with pytest.raises(ValueError, match="XPOS must stand in causal layers"):
+    with pytest.raises(ValueError, match="XPOS must be in causal layers"):
         load_torchscale({**state, "encoder.layers.0.self_attn.xpos.scale": torch.zeros(4)}, **settings)
     with pytest.raises(
         ValueError, match=r"torchscale's cross-attention must have no LayerNorm(.|\n)*memory_norm=False"

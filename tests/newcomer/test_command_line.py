@@ -22,7 +22,8 @@ SHEET: dict[str, list[tuple[str, int, str]]] = {
     "plan": [
         ("dap plan 'window:64 & causal' -n 4K --heads 2 --device cpu", 0, "density"),
         ("dap plan window:64 -n 64K --memory 0.2 --device cpu", 1, "Training fits up to"),
-        ("dap plan windw:64 -n 4K", 2, "did you mean 'window'"),
+        ("dap plan windw:64 -n 4K", 2, "Did you mean 'window'?"),
+        ("dap plan window:64 --context 2K --dtype bf16 --device cpu", 0, "bfloat16"),
         ("dap plan window:64 -n 4KB", 2, "at most one unit, got '4KB'"),
     ],
     "show": [
@@ -54,6 +55,7 @@ SHEET: dict[str, list[tuple[str, int, str]]] = {
         ("dap train --steps 1 -o run", 2, "--resume"),
         ("dap generate run -n 8 --json", 0, '"text"'),
         ("dap generate missing", 2, "got missing"),
+        ("dap generate run/log.jsonl", 2, "a checkpoint must be a whole torch file of tensors alone, got log.jsonl"),
     ],
     "quality": [
         ("dap quality --suite rehearsal --tasks speed -o quality", 0, ""),

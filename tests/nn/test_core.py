@@ -303,7 +303,7 @@ def test_device_and_dtype_given_must_hold_and_follow_the_module():
         ),
         (lambda: BlockSparseRingDilatedAttention([16], [1], block_size=0), ">= 1"),
         (lambda: BlockSparseHierarchical([16], [1], block_size=0), ">= 1"),
-        (lambda: SparseAttention(None), "a Pattern or text, got NoneType"),
+        (lambda: SparseAttention(None), "pattern must be given, got none"),
         (lambda: DilatedAttention([16], [1]).plan(100, 0), ">= 1"),
         (lambda: SparseAttention("full", sink=True), "sink=True must come with num_heads"),
         (lambda: SparseAttention("full", num_heads=0), "num_heads must be >= 1, or None, got 0"),

@@ -72,7 +72,7 @@ def test_token_ids_beyond_the_vocabulary_are_named():
 
 
 def test_plans_of_too_many_tokens_are_refused():
-    with pytest.raises(ValueError, match=r"at most 16,777,216 tiles a side, got 1,000,000,000,000 tokens"):
+    with pytest.raises(ValueError, match=r"at most 16,777,216 tiles per side, got 1,000,000,000,000 tokens"):
         dap.make_plan("window:512", 10**12, 8)
 
 

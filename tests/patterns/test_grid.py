@@ -88,7 +88,7 @@ def test_causal_axis_sees_no_later_frame():
         (lambda: Grid((4, 4), (5, 3)), "must fit the grid's 4 tokens on axis 0, got 5 times 1"),
         (lambda: Grid((4, 4), 2, 3), "must fit the grid's 4 tokens on axis 0, got 2 times 3"),
         (lambda: Grid((4, 4), (3,)), "must have one value for each of 2 axes"),
-        (lambda: make_plan(Grid((4, 4), 3), 17, 1), "must meet 16 tokens, got 17\nTokens before the grid"),
+        (lambda: make_plan(Grid((4, 4), 3), 17, 1), "must have 16 tokens, got 17\nTokens before the grid"),
         (lambda: parse("grid:4x4;window=3;dilation=2xa"), "dilation of grid must be integers joined by x"),
     ],
 )

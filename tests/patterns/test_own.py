@@ -117,7 +117,7 @@ def test_registration_checks_name_and_class():
     ):
         with pytest.raises(raised, match=message):
             dap.register_pattern(name)(kind)
-    with pytest.raises(ValueError, match="arguments like 'stripes:width;shift="):
+    with pytest.raises(ValueError, match="must be written like stripes:width;shift="):
         dap.parse("stripes:1,2")
     with pytest.raises(ValueError, match="shift of stripes must be a number"):
         dap.parse("stripes:1;shift=?")
@@ -215,7 +215,7 @@ def test_equal_heads_of_a_mask_share_lists():
         (
             torch.zeros(4, 4),
             TypeError,
-            "must be bool, True where a query attends, got torch.float32\nOf an additive mask",
+            "must be bool, True where a query attends, got torch.float32\nFor an additive mask",
         ),
         (torch.ones(4, 5, dtype=torch.bool), ValueError, r"must have shape \(n, n\)"),
         (torch.ones(2, 1, 4, 4, dtype=torch.bool), ValueError, "A plan holds for every sample"),
@@ -276,6 +276,8 @@ def test_score_mods_are_refused(rows):
         dap.attention(*rows, dap.Pattern.from_mask_mod(lambda b, h, q, k: q - k))
     with pytest.raises(TypeError, match="mask_mod must be a function"):
         dap.Pattern.from_mask_mod("causal")
+    with pytest.raises(TypeError, match=r"function of \(b, h, q_idx, kv_idx\), got <lambda>\(q, k\)"):
+        dap.Pattern.from_mask_mod(lambda q, k: q >= k)
 
 
 def test_functions_are_equal_by_code_and_captured_values():
@@ -359,18 +361,23 @@ def test_truth_values_of_patterns_are_refused(use):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("windw:64", "must have a pattern name, not 'windw'; did you mean 'window', got 'windw:64'\nLike window:512"),
-        ("Causal", "did you mean 'causal'"),
-        ("window:64 & casual", "did you mean 'causal'"),
-        ("dilate:64x1", "did you mean 'dilated'"),
-        ("nothing:1", "pattern text must have a pattern name here, got 'nothing:1'"),
+        (
+            "windw:64",
+            "pattern name must be known, got 'windw' in 'windw:64'\nDid you mean 'window'? Example: window:512",
+        ),
+        ("Causal", "Did you mean 'causal'?"),
+        ("window:64 & casual", "Did you mean 'causal'?"),
+        ("dilate:64x1", "Did you mean 'dilated'?"),
+        ("local:64", "Did you mean 'window'?"),
+        ("nothing:1", "a pattern name must be known, got 'nothing' in 'nothing:1'\nKnown: full, causal, window:512"),
+        ("window:64 causal", "window must be written like window:512 or window:512,0, got 'window:64 causal'"),
         (
             "window:64 or causal",
             "patterns must be joined by & and |, got 'window:64 or causal'\nWrite 'window:64 | causal'.",
         ),
         (
             "causal & dilated:64,256x4",
-            "arguments like 'dilated:2048x1,8192x4;offset=block' here, got 'dilated:64,256x4'\n"
+            "dilated must be written like dilated:2048x1,8192x4;offset=block, got 'dilated:64,256x4'\n"
             "It is part of 'causal & dilated:64,256x4'.",
         ),
     ],
@@ -389,11 +396,13 @@ def test_unknown_names_lead_to_close_ones(text: str, message: str):
         (lambda b, h, q, k: q >= k, r"got function\nPattern.from_mask_mod\(f\)"),
         (dap.Causal, "got the class Causal\nPass an instance"),
         (3, 'got int\nFor example "window:512'),
+        (None, 'pattern must be given, got none\nDense attention is "full"'),
     ],
 )
 def test_other_types_lead_to_a_pattern(value: Any, message: str, rows):
-    with pytest.raises(TypeError, match=message):
-        dap.attention(*rows, value)
+    for call in (dap.attention, dap.attention_with_lse):
+        with pytest.raises(TypeError, match=message):
+            call(*rows, *([] if value is None else [value]))
 
 
 def test_describing_a_function_is_the_same_in_every_process():

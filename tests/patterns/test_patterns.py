@@ -169,7 +169,7 @@ def test_random_lists_depend_on_the_seed_alone():
         ),
         (lambda: Hierarchical(((4, 1), (2, 1))), "reaches must grow from level to level, got [4, 2]"),
         (lambda: Hierarchical(()), "levels must not be empty, got ()"),
-        (lambda: PerHead(()), "PerHead must name one pattern a head, got none"),
+        (lambda: PerHead(()), "PerHead must name one pattern per head, got none"),
         (lambda: BlockLists.of([[0], [5]]), "key blocks must lie in 0 .. 1, got 0 .. 5"),
         (
             lambda: BlockLists.of([]),
@@ -178,14 +178,17 @@ def test_random_lists_depend_on_the_seed_alone():
         (lambda: Causal() & 3, "a pattern combines with a Pattern, got 3"),
         (
             lambda: parse("windw:3"),
-            "pattern text must have a pattern name, not 'windw'; did you mean 'window', got 'windw:3'",
+            "a pattern name must be known, got 'windw' in 'windw:3'",
         ),
-        (lambda: parse("causal &"), "pattern text must have a pattern name here, got 'causal &'"),
-        (lambda: parse("(causal"), "pattern text must have ')' here, got '(causal'"),
-        (lambda: parse("causal causal"), "pattern text must have a pattern name here, got 'causal causal'"),
+        (lambda: parse("causal &"), "pattern text must have a pattern at the end, got 'causal &'"),
+        (lambda: parse("(causal"), "pattern text must have ')' at the end, got '(causal'"),
+        (
+            lambda: parse("causal full"),
+            "pattern text must have & or | between patterns before 'causal full', got 'causal full'",
+        ),
         (
             lambda: parse("dilated:2048"),
-            "pattern text must have arguments like 'dilated:2048x1,8192x4;offset=block' here, got 'dilated:2048'",
+            "dilated must be written like dilated:2048x1,8192x4;offset=block, got 'dilated:2048'",
         ),
         (lambda: parse("window:2;size=3"), "window must have no options but after, got 'size=3'"),
         (lambda: parse("full;size=3"), "full must have no options, got 'size=3'"),
@@ -214,7 +217,7 @@ def test_random_lists_depend_on_the_seed_alone():
         (lambda: parse("packed{causal / documents:4;num_heads=0}"), "num_heads must be >= 1, got 0"),
         (
             lambda: parse("dilated:8x1x2"),
-            "pattern text must have arguments like 'dilated:2048x1,8192x4;offset=block' here, got 'dilated:8x1x2'",
+            "dilated must be written like dilated:2048x1,8192x4;offset=block, got 'dilated:8x1x2'",
         ),
         (lambda: Global(4, queries="no"), "queries must be True or False, got 'no'"),
         (lambda: Random(0.5, per_head="false"), "per_head must be True or False, got 'false'"),
@@ -230,8 +233,8 @@ def test_bad_parameters_say_what_must_hold(make, first_line):
 @pytest.mark.parametrize(
     ("pattern", "n", "heads", "first_line"),
     [
-        (PerHead((Full(), Causal())), 8, 3, "a pattern for 2 heads must meet 2 heads, got 3"),
-        (Dilated((4,), (1,), num_heads=4), 8, 3, "a pattern for 4 heads must meet 4 heads, got 3"),
+        (PerHead((Full(), Causal())), 8, 3, "the call must have the pattern's 2 heads, got 3"),
+        (Dilated((4,), (1,), num_heads=4), 8, 3, "the call must have the pattern's 4 heads, got 3"),
         (
             Dilated((4, 8), (1, 2), heads="split"),
             8,
@@ -239,10 +242,15 @@ def test_bad_parameters_say_what_must_hold(make, first_line):
             'heads="split" must have a head for each of 2 branches, got 1 heads',
         ),
         (Documents((3, 4)), 8, 1, "document lengths must add up to the sequence length 8, got 7"),
-        (Packed(Causal(), (3, 4), num_heads=2), 7, 3, "a pattern for 2 heads must meet 2 heads, got 3"),
+        (Packed(Causal(), (3, 4), num_heads=2), 7, 3, "the call must have the pattern's 2 heads, got 3"),
         (Packed(Causal(), (3, 4)), 8, 1, "packed lengths must add up to the sequence length 8, got 7"),
-        (BlockLists.of([[0], [1]], 4), 9, 1, "block lists of 2 rows of 4 tokens must meet 2 blocks, got 9 tokens"),
-        (Random(0.5, block=4, length=8), 9, 1, "a pattern for 8 tokens must meet 8 tokens, got 9"),
+        (
+            BlockLists.of([[0], [1]], 4),
+            9,
+            1,
+            "a sequence for 2 rows of block lists must have 2 blocks of 4 tokens, got 9 tokens",
+        ),
+        (Random(0.5, block=4, length=8), 9, 1, "the sequence must have the pattern's 8 tokens, got 9"),
     ],
 )
 def test_a_pattern_for_another_problem_says_so(pattern, n, heads, first_line):

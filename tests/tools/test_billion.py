@@ -44,7 +44,7 @@ def test_half_precision_error_is_at_most_twice_dense(tmp_path: Path):
     [
         (("--heads", "0"), "--heads: the value must be a whole number from 1"),
         (("--rows", "0"), "--rows: tokens must be a whole number"),
-        (("--tokens", "0"), "--tokens: tokens must be a whole number"),
+        (("--tokens", "0"), "--tokens/--context: tokens must be a whole number"),
         (("--dtype", "int8"), "--dtype: the value must be one of bfloat16"),
     ],
 )

@@ -15,9 +15,10 @@ import pytest
 import torch
 
 from dilated_attention_pytorch import parse
+from dilated_attention_pytorch.kernels import registry
 from dilated_attention_pytorch.kernels.cpu import native
 from dilated_attention_pytorch.nn import calibration as tuning
-from dilated_attention_pytorch.tools import cli
+from dilated_attention_pytorch.tools import cli, doctor
 from dilated_attention_pytorch.tools import peak_memory as memory
 from dilated_attention_pytorch.tools import plan as forecast
 from dilated_attention_pytorch.tools.bench import runner as bench
@@ -113,6 +114,15 @@ def test_doctor_says_why_not(here):
     assert by_name["cpu"] == {"name": "cpu", "ready": True, "why_not": None}
     assert not by_name["triton"]["ready"] and "CUDA" in by_name["triton"]["why_not"]
     assert [call["backend"] in ("native", "cpu") for call in found["typical_calls"]] == [True] * 3
+
+
+def test_doctor_asks_backends_after_the_build(here, monkeypatch):
+    """The report builds the C++ kernel where it can; backends that were asked before would be out of date."""
+    order, explain = [], registry.explain
+    monkeypatch.setattr(doctor, "surroundings", lambda: order.append("build") or {})
+    monkeypatch.setattr(registry, "explain", lambda call: order.append("explain") or explain(call))
+    assert here("doctor", "--json", "--device", "cpu")[0] == 0
+    assert order[:2] == ["build", "explain"]
 
 
 def test_doctor_reports_an_unsupported_triton(here, monkeypatch):

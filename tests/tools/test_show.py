@@ -284,4 +284,4 @@ def test_the_theme_changes_and_a_wrong_text_is_explained(browser: Browser):
     browser.run(
         "(i => { i.value = 'windo:3'; i.dispatchEvent(new Event('input')); })(document.querySelector('input[type=text]'))"
     )
-    assert "pattern name" in browser.run("document.querySelector('.wrong').textContent")
+    assert "unknown pattern" in browser.run("document.querySelector('.wrong').textContent")

@@ -170,7 +170,7 @@ def test_a_layer_is_built_as_it_was(saved: Path):
         (["--learned", "notes.txt"], "whole torch file"),
         (["--learned", "code.pt"], "tensors alone"),
         (["--learned", "heads.pt"], "must hold an adaptive layer"),
-        (["--learned", "bare.pt"], "must tell the settings"),
+        (["--learned", "bare.pt"], "must contain the settings"),
         (["--learned", "bare.pt", "--settings", "{"], "settings must be JSON"),
         (["--learned", "bare.pt", "--settings", "[]"], "JSON object"),
         (["--learned", "bare.pt", "--settings", '{"warmth": 1}'], "warmth"),

@@ -6,8 +6,10 @@ import json
 import signal
 import subprocess
 import sys
+import time
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -148,7 +150,7 @@ def test_results_are_one_line_a_subject_and_direction(small: bench.Group, tmp_pa
     window = next(line for line in lines if line["case"] == "window")
     assert window["density"] == 10 / 16
     assert window["flops"] == 4 * 10 * 128**2 * 16 * small.heads
-    assert "Bars" in capsys.readouterr().out
+    assert "Targets" in capsys.readouterr().out
 
 
 def test_a_wrong_result_is_reported_and_not_timed(small: bench.Group, tmp_path, capsys, monkeypatch):
@@ -265,7 +267,21 @@ def test_a_broken_line_is_told_when_a_run_goes_on(small: bench.Group, tmp_path, 
     out.write_text('{"case": "plan cache"}\n{"case": "windo\n')
     assert command.main(["--out", str(out), "--resume", "--budget", "-1"]) == 0
     told = capsys.readouterr().err
-    assert f"{out}:2: not a line of results, skipped" in told and "the time is over" in told
+    assert f"{out}:2: not a line of results, skipped" in told and "the time is up" in told
+
+
+def test_a_budget_ends_after_one_case_and_one_round(small: bench.Group, tmp_path, monkeypatch, capsys):
+    out, checked = tmp_path / "small.jsonl", []
+    ours = bench.ours
+    monkeypatch.setattr(bench, "ours", lambda case, *rest: (checked.append(case.name), ours(case, *rest))[1])
+    # The first gate takes longer than the budget.
+    late = SimpleNamespace(monotonic=lambda: time.monotonic() + 100 * len(checked), perf_counter=time.perf_counter)
+    monkeypatch.setattr(bench, "time", late)
+    assert command.main(["--out", str(out), "--budget", "50"]) == 0
+    lines = [line for line in bench.known_lines(out) if line["case"] != "plan cache"]
+    assert [(line["case"], line["rounds"]) for line in lines] == [("dense", 1)] * 2 + [("window", 1)] * 2
+    assert "Not started: longnet-ladder at n=512" in capsys.readouterr().err
+    assert command.main(["--out", str(out), "--resume"]) == 0 and checked == ["window", "longnet-ladder"]
 
 
 def test_slow_dense_attention_is_skipped_with_its_reason(small: bench.Group, tmp_path, monkeypatch, capsys):
@@ -313,7 +329,7 @@ def test_nothing_is_measured_for_a_file_that_cannot_be_written(tmp_path, monkeyp
 
 def test_a_group_that_would_not_fit_is_not_begun(small: bench.Group, tmp_path, capsys):
     assert command.main(["--out", str(tmp_path / "small.jsonl"), "--memory", "0.0001"]) == 0
-    assert "Not begun" in capsys.readouterr().err and not (tmp_path / "small.jsonl").read_text()
+    assert "Not started" in capsys.readouterr().err and not (tmp_path / "small.jsonl").read_text()
 
 
 def test_lines_are_printed_as_they_are_written(small: bench.Group, tmp_path, capsys):

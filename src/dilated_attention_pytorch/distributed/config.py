@@ -220,7 +220,7 @@ def _on_a_node(members: Sequence[int]) -> int:
     runs = [len(list(run)) for _, run in groupby(rank // started for rank in members)]
     if any(run != runs[0] for run in runs[:-1]) or runs[-1] > runs[0]:
         advice = "Give node_size, or make the group of ranks that follow one another."
-        raise must("every node must hold as many ranks of the group", runs, advice)
+        raise must("every node must hold the same number of ranks of the group", runs, advice)
     return runs[0]
 
 
@@ -229,5 +229,5 @@ def with_lengths(pattern: Pattern, layout: SequenceLayout) -> Pattern:
     if not isinstance(pattern, NodeBounded):
         return pattern
     if list(layout.ranks) != sorted(layout.ranks):
-        raise must("a pattern bounded by nodes must meet shards that follow one another", "a zigzag or an owner map")
+        raise must("a pattern bounded by nodes needs contiguous shards in order", "a zigzag or an owner map")
     return replace(pattern, lengths=layout.lengths)

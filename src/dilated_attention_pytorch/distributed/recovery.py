@@ -331,7 +331,7 @@ def _caught_up(step: int, state: Sequence[Stateful], rank: int) -> int:
     dist.all_gather_object(every, own)
     source = max(range(len(every)), key=lambda rank: every[rank][0])
     if any(len(other[1]) != len(own[1]) for other in every):
-        raise must("expected state of as many objects on every rank", [len(other[1]) for other in every])
+        raise must("expected the state of the same number of objects on every rank", [len(other[1]) for other in every])
     if any(other != every[source] for other in every):
         sent = [None]
         if rank == source:

@@ -265,7 +265,7 @@ def rank_in(group: dist.ProcessGroup | None, world: int) -> int:
     """Rank of this process in the group that a layout of `world` ranks needs."""
     if not dist.is_available() or not dist.is_initialized():
         raise must(
-            f"a layout of {world} ranks must meet a process group of {world} members",
+            f"a layout of {world} ranks needs a process group of {world} members",
             "no initialised process group",
             "Start the script with torchrun and call torch.distributed.init_process_group.",
         )
@@ -279,11 +279,11 @@ def check_group(group: dist.ProcessGroup | None, world: int, device: torch.devic
     """A layout must have as many ranks as the group has members, and the group must carry tensors of the device."""
     members = dist.get_world_size(group)
     if members != world:
-        raise must(f"a layout of {world} ranks must meet a process group of {world} members", members)
+        raise must(f"a layout of {world} ranks needs a process group of {world} members", members)
     carriers = dist.get_backend_config(group)
     if device.type == "cuda" and "nccl" not in carriers and "gloo" in carriers:
         raise must(
-            "tensors on a GPU must meet a process group that carries them",
+            "tensors on a GPU need a process group that supports them",
             carriers,
             'Start it with init_process_group("nccl"), or "cpu:gloo,cuda:nccl" for both.',
         )

@@ -393,7 +393,7 @@ def _in_use(query: Tensor, x: Tensor, mask: ModelMask) -> Tensor:
     end = mask.first_query - mask.first_key + query.shape[2]
     if not query.shape[2] <= end <= x.shape[2]:
         raise must(
-            "query and key must have one length, or the query must follow on a causal cache",
+            "query and key must have the same length, or the query must follow a causal cache",
             f"{query.shape[2]} queries from {mask.first_query} on and {x.shape[2]} keys from {mask.first_key} on",
         )
     return x[:, :, :end]
@@ -427,7 +427,7 @@ def _attend(
         return attention(query, key, value, seen, is_causal=is_causal, dropout_p=dropout_p, **settings)
     if not mask.is_causal or samples.documents is not None:
         raise must(
-            "query and key must have one length, or the query must follow on a causal cache",
+            "query and key must have the same length, or the query must follow a causal cache",
             f"{query.shape[2]} queries and {key.shape[2]} keys{' of packed sequences' if samples.documents else ''}",
         )
     if dropout_p:
@@ -484,7 +484,7 @@ def _with_bounds(mask: ModelMask, others: dict[str, Any], batch: int) -> ModelMa
                 raise must(f"{name} must come with cu_seq_lens_q", "none", "Pass cu_seq_lens_q and cu_seq_lens_k.")
         return mask
     if batch != 1:
-        raise must("cu_seq_lens_q must come with batch size 1", batch, "Lay the sequences one after another.")
+        raise must("cu_seq_lens_q must come with batch size 1", batch, "Concatenate the sequences.")
     documents = tuple(bounds.diff().tolist())
     keys = others.get("cu_seq_lens_k")
     if keys is not None and bounds.tolist() != keys.tolist():

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from ..errors import must
+from ..errors import must, must_be
 from ..models.layers import DilatedTransformerLayer, LayerAttention
 from ..nn import MultiheadBlockSparseAdaptive
 from ..nn.adaptive.learned_text import LearnedText
@@ -118,6 +118,8 @@ def replace_attention(
     ...     print(entry)
     Replacement(name='self_attn', replaced=True, why='window:128')
     """
+    if not isinstance(model, nn.Module):
+        raise must_be("model must be an nn.Module", type(model).__name__)
     if isinstance(model, nn.MultiheadAttention) or (not isinstance(model, Planned) and _has_fused_projection(model)):
         raise must(
             "model must contain attention",

@@ -64,11 +64,11 @@ class Explanation(dict[str, str | None]):
 
     def __str__(self) -> str:
         width = max(map(len, self))
-        taken = "no backend can run this call" if self.backend is None else f"auto takes {self.backend}"
-        able = "can run it" if self.backend is None else "can run it, and comes later in the order"
+        taken = "no backend can run this call" if self.backend is None else f"auto selects {self.backend}"
+        able = "can run it" if self.backend is None else "can run it, later in the order"
         lines = [f"{taken}: the order is {', '.join(self.order)} ({self.because})"]
         for name, reason in self.items():
-            state = "takes it" if name == self.backend else able if name in self.order else "can run it when named"
+            state = "selected" if name == self.backend else able if name in self.order else "can run it by name"
             lines.append(f"  {name:<{width}}: {state if reason is None else reason}")
         return "\n".join(lines)
 

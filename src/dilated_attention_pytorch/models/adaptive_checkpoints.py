@@ -74,10 +74,10 @@ def load_adaptive(
         raise must("settings must be given once", f"settings in the file for {', '.join(map(repr, stored))}")
     if stored is None:
         if settings is None:
-            raise must("a checkpoint must tell the settings of its adaptive layers", os.fspath(path), ADVICE)
+            raise must("a checkpoint must contain the settings of its adaptive layers", os.fspath(path), ADVICE)
         stored = dict.fromkeys(names, settings)
     if not isinstance(stored, Mapping) or set(stored) != set(names):
-        raise must(f"a checkpoint must tell settings for its adaptive layers {names}", stored, ADVICE)
+        raise must(f"a checkpoint must contain settings for its adaptive layers {names}", stored, ADVICE)
     return [_layer(name, stored[name], state) for name in names], state
 
 

@@ -77,16 +77,21 @@ def read_with_facts(path: str | os.PathLike[str], *names: str) -> tuple[State, d
         raise must("a checkpoint must be a file", source)
     if source.suffix == ".safetensors":
         return _read_safetensors(source, names)
-    try:
-        found = torch.load(source, map_location="cpu", weights_only=True)
-    except Exception as error:
-        # Damaged archives and forbidden pickles fail in many ways, none of which may leave half a checkpoint.
-        raise must("a checkpoint must be a whole torch file of tensors alone", f"{source.name}: {_first_line(error)}",
-                   "Files that need code to be read are not opened. Save a state dict.") from error  # fmt: skip
+    found = read_torch(source)
     facts = {name: found[name] for name in names if isinstance(found, Mapping) and name in found}
     state = state_in(found)
     check_stored(state)
     return state, facts
+
+
+def read_torch(path: Path, device: torch.device | str = "cpu") -> Any:
+    """Content of a torch file of tensors and plain values."""
+    try:
+        return torch.load(path, map_location=device, weights_only=True)
+    except Exception as error:
+        # Damaged archives and forbidden pickles fail in many ways, none of which may leave half a checkpoint.
+        raise must("a checkpoint must be a whole torch file of tensors alone", f"{path.name}: {_first_line(error)}",
+                   "Files that need code to be read are not opened. Save a state dict.") from error  # fmt: skip
 
 
 def check_stored(state: State) -> None:
@@ -249,10 +254,10 @@ def _completed(model: nn.Module, given: State, theirs: dict[str, str], names: Na
         if model.config.tie_embeddings and embedding in given:
             given = {out: given[embedding], **given}
             if given[out].shape == given[embedding].shape and not torch.equal(given[out], given[embedding]):
-                raise must("a model with tied embeddings must be given equal ones", "two", "Set tie_embeddings=False.")
+                raise must("tied embeddings must be given equal embeddings", "two", "Set tie_embeddings=False.")
         if names == "torchscale" and _shares_with_encoder(model) and {_SOURCE, embedding} <= set(given):
             if not torch.equal(given[_SOURCE], given[embedding]):
-                raise must("a model with one embedding must be given equal ones", "two", "Set num_source_tokens.")
+                raise must("a model with one embedding must be given equal embeddings", "two", "Set num_source_tokens.")
             given = {name: tensor for name, tensor in given.items() if name != _SOURCE}
         if names == "torchscale" and "out.bias" in theirs:
             given = {theirs["out.bias"]: torch.zeros(model.config.num_tokens, device="cpu"), **given}
@@ -468,7 +473,7 @@ def load_torchscale(
     }
     if both:
         if "encoder.layers.0.self_attn.xpos.scale" in state:
-            raise must("torchscale's XPOS must stand in causal layers", "an encoder with it", "It is not run here.")
+            raise must("torchscale's XPOS must be in causal layers", "an encoder with it", "It is not run here.")
         read = state.get(_SOURCE, embedding)
         fields["num_source_tokens"] = None if torch.equal(read, embedding) else len(read)
         fields["num_encoder_layers"] = _sizes(state, "encoder.", ())["layers"]

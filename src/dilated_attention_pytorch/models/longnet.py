@@ -187,7 +187,7 @@ class LongNet(nn.Module):
         if memory is None:
             return self.decoder(tgt, src_key_padding_mask=key_padding_mask, is_causal=True, caches=caches)
         if len(memory) != len(tgt):
-            raise must("both sequences must be of as many samples", f"{len(memory)} to read and {len(tgt)} to go on")
+            raise must("source and target must have the same batch size", f"{len(memory)} and {len(tgt)}")
         return self.decoder(
             tgt,
             memory,
@@ -285,9 +285,9 @@ class LongNetLM(nn.Module):
         """
         if targets is None:
             if self.config.form == "encoder":
-                raise must("an encoder must be given targets", "none", "Mask tokens, and give what stood there.")
+                raise must("targets must be given to an encoder", "none", "Mask some tokens and pass the original ids.")
             if (world := world_of(self)) > 1:
-                raise must("a model over several ranks must be given targets", f"none, {world} ranks",
+                raise must("targets must be given to a model over several ranks", f"none, {world} ranks",
                            "The next rank holds the last: distributed.next_token_labels.")  # fmt: skip
             read = tokens if tgt is None else tgt
             targets = F.pad(read[:, 1:], (0, 1), value=ignore_index)

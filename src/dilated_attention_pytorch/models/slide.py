@@ -293,7 +293,7 @@ class SlideEncoder(nn.Module):
         if mask is not None and (mask.dtype != torch.bool or mask.shape != tiles.shape[:2]):
             raise must(f"key_padding_mask must be bool {tuple(tiles.shape[:2])}", f"{mask.dtype} {tuple(mask.shape)}")
         if not torch.compiler.is_compiling() and not tiles.is_meta and (world := world_of(self.encoder)) > 1:
-            raise must("a slide must be whole, for its class token is one", f"{world} ranks", "Spread the slides.")
+            raise must("a slide must lie on one rank", f"{world} ranks", "Distribute whole slides.")
         if self.config.global_pool and not tiles.is_meta:
             what, do = "every slide must have a tile with global_pool=True", "Remove slides without tiles."
             if not tiles.shape[1]:
@@ -328,7 +328,7 @@ class SlideEncoder(nn.Module):
         if not torch.compiler.is_compiling() and 2 * float((high - low + 1).prod()) < cells.shape[1]:
             warnings.warn(
                 f"{cells.shape[1]} tiles lie within {int((high - low + 1).prod())} cells of the grid: coords must be "
-                f"pixels at full resolution, {self.config.tile_size} to a tile, not normalised ones",
+                f"pixels at full resolution, {self.config.tile_size} to a tile, not normalised values",
                 stacklevel=4,
             )
         return cells

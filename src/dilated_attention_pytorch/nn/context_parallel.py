@@ -51,7 +51,7 @@ class Ranks:
         if process_group is None and ring_size not in (None, 1):
             if not dist.is_available() or not dist.is_initialized():
                 advice = "Start the script with torchrun and call torch.distributed.init_process_group."
-                raise must(f"ring_size={ring_size} must meet a process group", "no initialised process group", advice)
+                raise must(f"ring_size={ring_size} needs a process group", "no initialised process group", advice)
             process_group = dist.group.WORLD
         self.group = _group_of(process_group)
         self._explicit = self.group is not None or ring_size == 1

@@ -92,9 +92,9 @@ class KVCache:
         check_tensors(query, key, value, enable_gqa=True)
         batch, heads, rows, _ = query.shape
         if self.lengths and len(self.lengths) != batch:
-            raise must(f"tokens must come for the cache's {len(self.lengths)} samples", batch)
+            raise must(f"the batch must have the cache's {len(self.lengths)} samples", batch)
         if self.lengths and torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value)):
-            raise must("decoding must run without gradients", "tensors that need one", "Use torch.no_grad().")
+            raise must("decoding must run without gradients", "tensors that require them", "Use torch.no_grad().")
         self._check_stored(key, value)
         first = not self.lengths
         before = self.lengths or [0] * batch

@@ -59,7 +59,7 @@ def check_mask(attn_mask: Tensor, batch: int, heads: int, queries: int, keys: in
         raise must(
             f"a dense attn_mask must have n <= {LONGEST_DENSE_MASK}",
             max(queries, keys),
-            'Say it as a pattern, for example SparseAttention("window:512 & causal"), or pass is_causal=True.',
+            'Write it as a pattern, for example SparseAttention("window:512 & causal"), or pass is_causal=True.',
         )
     check_dtype("attn_mask", attn_mask)
     wanted = (queries, keys), (batch * heads, queries, keys)

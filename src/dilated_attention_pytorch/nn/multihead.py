@@ -310,7 +310,7 @@ class MultiheadSparseAttention(Projections, Planned):
     def _check_position(self, is_causal: bool, same_length: bool) -> None:
         assert self.position is not None
         if not same_length:
-            raise must("positions must come with queries and keys of one length", "two lengths")
+            raise must("positions need queries and keys of the same length", "two lengths")
         if self.position.needs_causal and not is_causal:
             name = type(self.position).__name__
             raise must(f"{name} must come with is_causal=True", "is_causal=False", "Use rotary positions otherwise.")

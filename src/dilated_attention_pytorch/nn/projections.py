@@ -193,8 +193,8 @@ class Projections(nn.Module):
         if strict and of_torch and self.norm is not None and "norm.weight" not in state_dict:
             name = type(self).__name__
             raise RuntimeError(
-                f"{name} has a LayerNorm before its output projection, which nn.MultiheadAttention has not; build "
-                f"{name}(..., layer_norm=False), or use {name}.from_torch"
+                f"{name} has a LayerNorm before its output projection, which nn.MultiheadAttention does not have; "
+                f"build {name}(..., layer_norm=False), or use {name}.from_torch"
             )
         return super().load_state_dict(state_dict, strict, assign)
 

@@ -94,7 +94,7 @@ def attention(
     query: Query,
     key: Key,
     value: Value,
-    pattern: Pattern | str,
+    pattern: Pattern | str | None = None,
     *,
     is_causal: bool = False,
     scale: float | None = None,
@@ -116,7 +116,7 @@ def attention(
         query: (B, H, N, D).
         key: (B, G, N, D) with G = H, or a divisor of H when `enable_gqa`.
         value: (B, G, N, E).
-        pattern: keys that each query attends to, as a value or as text for `parse`.
+        pattern: keys that each query attends to, as a value or as text for `parse`; required.
         is_causal: also require the key not to come after the query.
         scale: factor on the scores; 1 / sqrt(D) by default.
         enable_gqa: let query head h read key head h // (H / G).
@@ -164,7 +164,7 @@ def attention_with_lse(
     query: Query,
     key: Key,
     value: Value,
-    pattern: Pattern | str,
+    pattern: Pattern | str | None = None,
     *,
     is_causal: bool = False,
     scale: float | None = None,
@@ -191,7 +191,7 @@ def attention_with_lse(
 
 
 def _attend_with_sink(
-    query: Tensor, key: Tensor, value: Tensor, pattern: Pattern | str, sink: Tensor, *settings: Any
+    query: Tensor, key: Tensor, value: Tensor, pattern: Pattern | str | None, sink: Tensor, *settings: Any
 ) -> AttentionOutput:
     check_sink(query, sink)
     output, lse = _attend(query, key, value, pattern, *settings)
@@ -202,7 +202,7 @@ def _attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    pattern: Pattern | str,
+    pattern: Pattern | str | None,
     is_causal: bool,
     scale: float | None,
     enable_gqa: bool,
@@ -326,7 +326,7 @@ _prepared_devices: set[str] = set()
 
 
 def _cache_key(
-    query: Tensor, key: Tensor, value: Tensor, pattern: Pattern | str, *settings: object
+    query: Tensor, key: Tensor, value: Tensor, pattern: Pattern | str | None, *settings: object
 ) -> tuple[object, ...] | None:
     """Everything but values that a plain eager call depends on; None if the call is not plain or not eager."""
     if is_observed(query, key, value) or not (

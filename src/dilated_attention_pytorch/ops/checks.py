@@ -46,7 +46,7 @@ def check_tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool, *
         if not isinstance(tensor, Tensor):
             raise must_be(f"{name} must be a Tensor", type(tensor).__name__)
         if tensor.is_nested:
-            advice = "Lay the sequences one after another along n in a batch of one, and pass cu_seqlens."
+            advice = "Concatenate the sequences along n in a batch of one and pass cu_seqlens."
             raise must_be(f"{name} must be a dense tensor", "a nested one", advice)
         if tensor.dim() != 4:
             raise must(
@@ -126,7 +126,7 @@ def check_masks(query: Tensor, key_padding_mask: Tensor | None, cu_seqlens: Tens
             came, advice = type(key_padding_mask).__name__, "key_padding_mask=torch.tensor(...)."
             raise must_be("key_padding_mask must be a Tensor", came, advice)
         if key_padding_mask.dtype != torch.bool:
-            raise must_be("key_padding_mask must be bool, True where a key takes no part", key_padding_mask.dtype)
+            raise must_be("key_padding_mask must be bool, True where a key is ignored", key_padding_mask.dtype)
         if tuple(key_padding_mask.shape) != (batch, n):
             raise must(f"key_padding_mask must have shape ({batch}, {n})", tuple(key_padding_mask.shape))
         if key_padding_mask.device != query.device:
@@ -134,7 +134,7 @@ def check_masks(query: Tensor, key_padding_mask: Tensor | None, cu_seqlens: Tens
     if cu_seqlens is not None:
         check_bounds(cu_seqlens)
         if batch != 1:
-            raise must("packed sequences must have batch size 1", batch, "Lay the sequences one after another along n.")
+            raise must("packed sequences must have batch size 1", batch, "Concatenate the sequences along n.")
 
 
 def lengths_of(cu_seqlens: Tensor, n: int) -> tuple[int, ...]:

@@ -406,7 +406,7 @@ def _within(
             f"memory_budget must be at least {min(need.sizes.values()):,} bytes for the "
             f"{WORDS[direction]} of this call ({call.describe()})",
             f"{budget:,}",
-            "Give more, or call with fewer samples, heads or tokens.",
+            "Pass a larger budget, or fewer samples, heads or tokens.",
         )
     with _lock:
         size = min(size, _chunk_sizes.get(kind, size))

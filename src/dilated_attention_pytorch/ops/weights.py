@@ -21,7 +21,7 @@ def check_two_lengths(pattern: Pattern, queries: int, keys: int, cu_seqlens: Ten
     if cu_seqlens is not None or not closed_form(pattern).is_positional:
         came = "cu_seqlens" if cu_seqlens is not None else pattern
         raise must(
-            "query and key must have one length unless positions alone decide what is seen",
+            "query and key must have the same length unless the pattern is defined by positions",
             f"{queries} and {keys} with {came}",
             "Windows, causal, global, strided, dilated, hierarchical patterns and full have two lengths; "
             "a share of all blocks, block lists, random blocks and packed sequences have one.",

@@ -325,7 +325,7 @@ class PerHead(Pattern):
     def __post_init__(self) -> None:
         object.__setattr__(self, "patterns", tuple(_pattern(p) for p in self.patterns))
         if not self.patterns:
-            raise must("PerHead must name one pattern a head", "none")
+            raise must("PerHead must name one pattern per head", "none")
 
     def allows(self, q: Any, k: Any, head: Any = 0) -> Any:
         return self.multiplicity(q, k, head) > 0
@@ -346,7 +346,7 @@ class PerHead(Pattern):
     def resolve(self, n: int, heads: int) -> Pattern:
         if len(self.patterns) != heads:
             raise must(
-                f"a pattern for {len(self.patterns)} heads must meet {len(self.patterns)} heads",
+                f"the call must have the pattern's {len(self.patterns)} heads",
                 heads,
                 "Give PerHead one pattern for each head of the query.",
             )

@@ -37,7 +37,7 @@ class BlockPattern(Pattern):
 
     def resolve(self, n: int, heads: int) -> Pattern:
         if self.length not in (None, n):
-            raise must(f"a pattern for {self.length} tokens must meet {self.length} tokens", n)
+            raise must(f"the sequence must have the pattern's {self.length} tokens", n)
         return replace(self, length=n)
 
     @property
@@ -356,7 +356,7 @@ class BlockLists(BlockPattern):
         mask = mask.detach().cpu()
         if str(mask.dtype) != "torch.bool":
             raise must_be(
-                "mask must be bool, True where a query attends", mask.dtype, "Of an additive mask: mask == 0."
+                "mask must be bool, True where a query attends", mask.dtype, "For an additive mask, pass mask == 0."
             )
         if mask.dim() == 4 and mask.shape[0] == 1:
             mask = mask[0]
@@ -377,9 +377,9 @@ class BlockLists(BlockPattern):
 
     def resolve(self, n: int, heads: int) -> Pattern:
         if self.heads not in (1, heads):
-            raise must(f"a pattern for {self.heads} heads must meet {self.heads} heads", heads)
+            raise must(f"the call must have the pattern's {self.heads} heads", heads)
         if -(-n // self.block) != self.rows:
-            what = f"block lists of {self.rows} rows of {self.block} tokens must meet {self.rows} blocks"
+            what = f"a sequence for {self.rows} rows of block lists must have {self.rows} blocks of {self.block} tokens"
             raise must(what, f"{n} tokens")
         return replace(self, length=n)
 

@@ -76,7 +76,7 @@ class Dilated(Pattern):
     def resolve(self, n: int, heads: int) -> Pattern:
         if self.num_heads is not None and self.num_heads != heads:
             raise must(
-                f"a pattern for {self.num_heads} heads must meet {self.num_heads} heads",
+                f"the call must have the pattern's {self.num_heads} heads",
                 heads,
                 "Leave num_heads out and it is taken from the query.",
             )

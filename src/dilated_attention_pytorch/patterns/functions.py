@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from hashlib import sha256
-from inspect import isfunction
+from inspect import isfunction, signature
 from typing import Any
 
 from ..errors import must_be
@@ -25,6 +25,12 @@ class MaskMod(Pattern):
     def __init__(self, function: Callable[..., Any]) -> None:
         if not callable(function):
             raise must_be("mask_mod must be a function of (b, h, q_idx, kv_idx)", type(function).__name__)
+        if isfunction(function):
+            try:
+                signature(function).bind(*"bhqk")
+            except TypeError:
+                came = f"{function.__name__}{signature(function)}"
+                raise must_be("mask_mod must be a function of (b, h, q_idx, kv_idx)", came) from None
         self.function = function
         self._key = value_key(function)
 
@@ -43,7 +49,9 @@ class MaskMod(Pattern):
         kind = str(getattr(allowed, "dtype", type(allowed).__name__))
         if kind != "torch.bool":
             raise must_be(
-                "mask_mod must return a bool tensor", kind, "A score_mod is no pattern: docs/extending.md has biases."
+                "mask_mod must return a bool tensor",
+                kind,
+                "For a score_mod see docs/extending.md, biases.",
             )
         return allowed
 

@@ -82,7 +82,9 @@ class Grid(Pattern):
         if tokens != n:
             shape = "x".join(map(str, self.shape))
             advice = "Tokens before the grid, such as a class token, are given by prefix=." if n > tokens else None
-            raise must(f"a grid of {shape} with prefix {self.prefix} must meet {tokens} tokens", n, advice)
+            raise must(
+                f"a sequence for the grid {shape} with prefix {self.prefix} must have {tokens} tokens", n, advice
+            )
         return self
 
     def allows(self, q: Any, k: Any, head: Any = 0) -> Any:

@@ -42,7 +42,7 @@ class Packed(Pattern):
         if sum(self.lengths) != n:
             raise must(f"packed lengths must add up to the sequence length {n}", sum(self.lengths))
         if self.num_heads not in (None, heads):
-            raise must(f"a pattern for {self.num_heads} heads must meet {self.num_heads} heads", heads)
+            raise must(f"the call must have the pattern's {self.num_heads} heads", heads)
         known = replace(self, num_heads=heads)
         for length in set(self.lengths):
             known.document(length)

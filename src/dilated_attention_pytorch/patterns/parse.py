@@ -38,6 +38,15 @@ EXAMPLES = {
     "packed": "packed{causal / documents:100,28}",
 }
 """Names that `parse` reads, with an example of each."""
+OTHER_NAMES = {
+    "local": "window",
+    "sliding": "window",
+    "sliding_window": "window",
+    "longnet": "dilated",
+    "neighborhood": "grid",
+    "dense": "full",
+}
+"""Names of the literature -> names in pattern text, for errors."""
 DEEPEST = 128
 """Most patterns inside one another; functions over patterns recurse a few times for each level."""
 PatternClass = TypeVar("PatternClass", bound=type[Pattern])
@@ -54,11 +63,11 @@ def parse(text: str) -> Pattern:
     try:
         pattern = reader.union()
     except RecursionError:
-        raise reader.error(f"at most {DEEPEST} patterns inside one another") from None
+        raise reader.too_deep() from None
     if reader.peek():
-        raise reader.error(f"an operator or the end, before {reader.peek()!r}")
+        raise reader.error("& or |")
     if _depth(pattern) > DEEPEST:
-        raise reader.error(f"at most {DEEPEST} patterns inside one another")
+        raise reader.too_deep()
     return pattern
 
 
@@ -73,6 +82,8 @@ def as_pattern(pattern: Pattern | str) -> Pattern:
 
 def not_a_pattern(value: Any) -> TypeError:
     """Error for an argument `pattern` of the wrong type, with the way from that type to a pattern."""
+    if value is None:
+        return must_be("pattern must be given", "none", 'Dense attention is "full"; another is "window:512 & causal".')
     advice = 'For example "window:512 & causal".'
     if isinstance(value, type) and issubclass(value, Pattern):
         return must_be("pattern must be a Pattern or text", f"the class {value.__name__}", "Pass an instance of it.")
@@ -254,24 +265,30 @@ class _Reader:
         if re.search(r"\b(and|or)\b", self.text):
             joined = re.sub(r"\band\b", "&", re.sub(r"\bor\b", "|", self.text))
             return must("patterns must be joined by & and |", _shown(self.text), f"Write {_shown(joined)}.")
-        return must(
-            f"pattern text must have {expected} here", _shown(self.text), f"Known: {', '.join(EXAMPLES.values())}"
-        )
+        where = f"before {self.peek()!r}" if self.peek() else "at the end"
+        return must(f"pattern text must have {expected} {where}", _shown(self.text))
+
+    def too_deep(self) -> ValueError:
+        return must(f"pattern text must have at most {DEEPEST} patterns inside one another", _shown(self.text))
 
     def arguments(self, name: str, token: str) -> ValueError:
         """Error for the arguments of one pattern, with the text around it."""
         if re.search(r"\b(and|or)\b", token):
             return self.error("an operator")
         whole = None if token == self.text.strip() else f"It is part of {_shown(self.text)}."
-        return must(f"pattern text must have arguments like {EXAMPLES[name]!r} here", _shown(token), whole)
+        return must(f"{name} must be written like {EXAMPLES[name]}", _shown(token), whole)
 
     def unknown(self, name: str) -> ValueError:
         """Error for a name that is no pattern, with the closest name that is."""
-        close = get_close_matches(name.lower(), EXAMPLES, n=1) if name.isidentifier() else []
+        if not name.isidentifier():
+            self.at -= 1
+            return self.error("& or | between patterns" if len(name.split()) > 1 else "a pattern")
+        came = repr(name) if name == self.text.strip() else f"{name!r} in {_shown(self.text)}"
+        close = get_close_matches(name.lower(), [*EXAMPLES, *OTHER_NAMES], n=1)
         if not close:
-            return self.error("a pattern name")
-        what = f"pattern text must have a pattern name, not {name!r}; did you mean {close[0]!r}"
-        return must(what, _shown(self.text), f"Like {EXAMPLES[close[0]]}")
+            return must("a pattern name must be known", came, f"Known: {', '.join(EXAMPLES.values())}")
+        meant = OTHER_NAMES.get(close[0], close[0])
+        return must("a pattern name must be known", came, f"Did you mean {meant!r}? Example: {EXAMPLES[meant]}")
 
     def union(self) -> Pattern:
         pattern = self.intersection()
@@ -330,7 +347,7 @@ class _Reader:
         try:
             documents = _numbers(lengths.removeprefix("documents:"))
         except ValueError:
-            raise self.error(f"arguments like {EXAMPLES['packed']!r}") from None
+            raise self.arguments("packed", self.text.strip()) from None
         return Packed(pattern, documents, **keywords)
 
 
@@ -381,7 +398,7 @@ def _axes(what: str, text: str) -> tuple[int, ...] | int:
     try:
         values = tuple(int(part) for part in text.split("x"))
     except ValueError:
-        raise must(f"{what} must be integers joined by x, one an axis", repr(text)) from None
+        raise must(f"{what} must be integers joined by x, one per axis", repr(text)) from None
     return values[0] if len(values) == 1 else values
 
 

@@ -54,7 +54,7 @@ def make_plan(
         raise must(f"block_size must be a power of two, one of {BLOCK_SIZES}", block_size)
     if n > MOST_TILES * block_size:
         raise must(
-            f"a plan must have at most {MOST_TILES:,} tiles a side",
+            f"a plan must have at most {MOST_TILES:,} tiles per side",
             f"{n:,} tokens, {-(-n // block_size):,} tiles of {block_size}",
             "plan_rows plans some of the rows.",
         )

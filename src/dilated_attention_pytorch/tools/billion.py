@@ -253,7 +253,7 @@ def describe(line: dict[str, Any]) -> str:
     most = line["error_allowed"]
     words = [
         f"{line['tokens']:,} tokens, {line['heads']} heads x {line['head_dim']}, {line['dtype']}, {line['device']}",
-        f"forward       {line['seconds']:.1f} s, {line['tokens_per_second']:,.0f} tokens a second",
+        f"forward       {line['seconds']:.1f} s, {line['tokens_per_second']:,.0f} tokens per second",
         f"peak memory   {'unknown' if line['peak_bytes'] is None else readable_bytes(line['peak_bytes'])}",
         f"rows          {line['rows_computed']:,} computed, {line['rows_checked']:,} checked in float64, every head",
         f"largest error {line['largest_error']:.2e} of a row's norm (at most {most:.1e}), LSE {line['lse_error']:.1e}",

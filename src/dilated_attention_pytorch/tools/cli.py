@@ -19,7 +19,7 @@ COMMANDS = {
     "simulate": ("simulate", "Compute traffic, memory and balance of a sequence sharded over many ranks."),
     "billion": ("billion", "Stream attention over a billion tokens."),
     "train": ("train", "Train a small byte-level language model."),
-    "generate": ("generate", "Continue a text with a model of `dap train`."),
+    "generate": ("generate", "Continue a text with a model trained by `dap train`."),
     "quality": ("quality.command", "Measure how much quality patterns retain."),
 }
 """name -> module, one line of help."""

@@ -157,10 +157,10 @@ class Parser(argparse.ArgumentParser):
         self.add_argument("pattern", nargs="?", metavar="PATTERN", default=argparse.SUPPRESS, help=text)
         self.add_argument("-p", "--pattern", metavar="PATTERN", default=default, help="the pattern, as an option")
 
-    def tokens(self, *names: str, default: int | None = None, **more: Any) -> None:
-        """Add `-n`, `--tokens` and further names of the same option."""
+    def tokens(self, default: int | None = None, **more: Any) -> None:
+        """Add `-n`, `--tokens` and `--context`, one option."""
         more = {"help": "length of the sequence: 4096, 64K, 1M", "metavar": "COUNT", **more}
-        self.option("-n", "--tokens", *names, read=tokens, default=default, **more)
+        self.option("-n", "--tokens", "--context", read=tokens, default=default, **more)
 
     def heads(self, default: int | None = 8, text: str = "query heads") -> None:
         """Add `--heads`."""

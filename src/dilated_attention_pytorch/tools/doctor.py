@@ -136,13 +136,15 @@ def examine(device: str) -> dict[str, Any]:
     from .bench.measure import facts, installed, memory_of
 
     free, total = memory_of(device)
+    # First of all: it builds the C++ kernel, and the backends are those after that.
+    around = surroundings()
     calls = {what: typical_call(device, **settings) for what, settings in TYPICAL.items()}
     explained = {what: explain(call) for what, call in calls.items()}
     packages = ("flash-attn-4", "numpy", "matplotlib", "transformers", "safetensors")
     return {
         "machine": {"kind": device, **facts(device)},
         "memory": {"free": free, "total": total},
-        "surroundings": surroundings(),
+        "surroundings": around,
         "packages": {name: installed(name) for name in packages},
         "backends": [
             {"name": name, "ready": reason is None, "why_not": reason}
@@ -182,11 +184,11 @@ def show(report: dict[str, Any]) -> None:
             ("not installed", ", ".join(name for name, number in versions.items() if not number) or "nothing"),
         ]
     )
-    print_title("Surroundings")
+    print_title("Environment")
     print_pairs(report["surroundings"].items())
     print_title("Backends, for the first of the calls below")
     print_pairs((backend["name"], backend["why_not"] or "ready") for backend in report["backends"])
-    print_title('What backend="auto" takes')
+    print_title('Backend that backend="auto" selects')
     print_table(
         ("call", "pattern", "shape", "density", "backend"),
         [

@@ -19,12 +19,13 @@ def load_model(path: Path, device: str = "cpu") -> LongNetLM:
     import torch
 
     from ..models import LongNetLM
+    from ..models.checkpoints import read_torch
     from . import train_checkpoints
 
     path = path / SAVED if path.is_dir() else path
     if not path.is_file():
         raise must("a checkpoint must be a file or a folder of `dap train`", str(path))
-    checkpoint = torch.load(path, map_location=device, weights_only=True)
+    checkpoint = read_torch(path, device)
     if not isinstance(checkpoint, dict) or "settings" not in checkpoint or not {"model", "shards"} & checkpoint.keys():
         raise must("a checkpoint must hold a model and its settings, as `dap train` writes them", str(path))
     model = LongNetLM(TrainSettings(**checkpoint["settings"]).model(), device=torch.device(device))
@@ -34,10 +35,10 @@ def load_model(path: Path, device: str = "cpu") -> LongNetLM:
 
 def main(arguments: list[str] | None = None) -> int:
     """Command line."""
-    parser = Parser("dap generate", "Continue a text with a model of `dap train`.", "CHECKPOINT")
+    parser = Parser("dap generate", "Continue a text with a model trained by `dap train`.", "CHECKPOINT")
     parser.option("checkpoint", type=Path, metavar="CHECKPOINT", help="checkpoint.pt, or the folder that holds it")
     parser.option("--prompt", metavar="TEXT", help="beginning of the text; a line break by default, - for stdin")
-    parser.tokens(default=256, help="bytes to write")
+    parser.option("-n", "--tokens", read=tokens, default=256, metavar="COUNT", help="bytes to write")
     parser.option("--temperature", type=float, default=0.8, metavar="X", help="0 always selects the most likely byte")
     parser.option("--top-p", read=positive, default=0.95, metavar="X", help="total probability of the sampled bytes")
     parser.option("--top-k", read=tokens, help="sample from this many most likely bytes")

@@ -228,7 +228,7 @@ def show(report: dict[str, Any]) -> None:
     print_table(("", "forward", "forward + backward"), rows, right=(1, 2))
     took = "" if dense["seconds_forward"] is None else f", {seconds_text(dense['seconds_forward'])}"
     facts = [
-        ("density", f"{report['density']:.4%} of the tiles: {report['tiles']:,} of {report['block_size']} squared"),
+        ("density", f"{report['density']:.4%} of the tiles: {report['tiles']:,} of size {report['block_size']}"),
         ("plan", readable_bytes(report["plan_bytes"])),
         (
             "dense would need",

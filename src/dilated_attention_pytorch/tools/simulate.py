@@ -200,7 +200,7 @@ def execute(
 
 def main(arguments: list[str] | None = None) -> int:
     """Command line; the exit status is 1 when a computed row is wrong."""
-    about = "Bytes, messages, memory and balance of a sequence spread over ranks; times are a model."
+    about = "Bytes, messages, memory and balance of a sequence sharded over ranks; times come from a model."
     parser = Parser("dap simulate", about, "[PATTERN]")
     parser.pattern(LADDER, f', or "{LADDER}"')
     parser.tokens(default=2**30)
@@ -263,7 +263,7 @@ def _show(worlds: list[World], n: int, pattern: str, machine: Machine, executed:
     print_title(f"{n:,} tokens, {pattern}: one layer, forward, the rank with most")
     header = (
         "ranks",
-        "tokens a rank",
+        "tokens per rank",
         "receives",
         "messages",
         "K/V memory",

@@ -53,7 +53,7 @@ def main(arguments: list[str] | None = None) -> int:
         "pattern": lambda: parser.pattern(
             more='; "learned:0.1;block=128" selects blocks by content; the size\'s own dilated pattern by default'
         ),
-        "context": lambda: parser.tokens("--context", dest="context", default=usual["context"], help=HELP["context"]),
+        "context": lambda: parser.tokens(dest="context", default=usual["context"], help=HELP["context"]),
         "device": parser.device,
         "out": lambda: parser.out(HELP["out"], Path(usual["out"])),
         "json": lambda: parser.json(HELP["json"]),

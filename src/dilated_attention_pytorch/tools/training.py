@@ -27,6 +27,7 @@ from torch.nn import functional as F
 from ..atomic_write import write_whole
 from ..errors import must
 from ..models import DilatedTransformerDecoderLayer, LongNetLM
+from ..models.checkpoints import read_torch
 from ..nn import MultiheadSparseAttention, scorer_parameters, set_process_group, task_parameters
 from . import train_checkpoints
 from .bench.results import append, read_lines
@@ -203,7 +204,7 @@ class Run:
         """Go on where the checkpoint was written."""
         if not self.checkpoint.is_file():
             raise must("--resume must have a checkpoint to continue from", f"none at {self.checkpoint}")
-        state = torch.load(self.checkpoint, map_location=self.device, weights_only=True)
+        state = read_torch(self.checkpoint, self.device)
         free = ("out", "resume", "sample", "log_every", "save_every", "json", "steps")
         fixed = [f.name for f in fields(TrainSettings) if f.name not in free]
         before = state["settings"]

@@ -47,7 +47,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Command line."""
     parser = Parser(
         "dap tune",
-        "Measure the cost of dense and sparse attention here (seconds), show or clear it.",
+        "Measure the costs of dense and sparse attention on this machine in a few seconds, or show or clear them.",
         "[calibrate|show|clear]",
     )
     actions = ("calibrate", "show", "clear")
@@ -79,7 +79,7 @@ def main(arguments: list[str] | None = None) -> int:
                 ("sparse", model.sparse_call, model.sparse_tile),
             )
         ]
-        print_table(("", "us a call", "us a tile of 128 x 128"), rows, right=(1, 2))
+        print_table(("", "us per call", "us per tile of 128 x 128"), rows, right=(1, 2))
         for line in conclusion(model):
             print(f"> {line}")
     return 0

@@ -489,7 +489,7 @@ def why_not_prebuilt() -> str | None:
     if level is None:
         return f"no level of {platform.machine()} that wheels are built for runs on this processor"
     if not os.path.lexists(_prebuilt()):
-        return "this installation holds none: it is a source tree or a pure wheel"
+        return "this is a source tree or a pure Python wheel"
     if (reason := _untrusted(_prebuilt())) is not None:
         return reason
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -44,6 +45,8 @@ class Group:
     """Minimum and maximum number of rounds; the time budget decides in between."""
     judged: bool = False
     """Whether targets apply to this group."""
+    deadline: float = math.inf
+    """Time of `time.monotonic` after which no further case or round is begun."""
 
     @property
     def label(self) -> str:

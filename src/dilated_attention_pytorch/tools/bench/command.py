@@ -24,7 +24,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.option("--backend", default="auto", metavar="NAME", help="auto, or the name of a backend")
     parser.device()
     parser.option("--memory", read=positive, metavar="GIB", help="memory limit; 4/5 of the free memory by default")
-    text = "start no measurement after this many seconds"
+    text = "start no case and no further round after this many seconds"
     parser.option("--budget", type=float, default=float("inf"), metavar="SECONDS", help=text)
     parser.option("--append", action="store_true", help="add to the file instead of replacing it")
     parser.option("--resume", action="store_true", help="keep the results in the file, measure the rest")
@@ -68,9 +68,10 @@ def main(arguments: list[str] | None = None) -> int:
             # A separate process, so that the reported memory is that of the case alone.
             child = [sys.executable, "-m", str(__package__), "--suite", "million", "--append"]
             child += ["--out", str(out), "--backend", options.backend, *(["--resume"] if options.resume else [])]
+            child += ["--budget", str(deadline - time.monotonic())]
             status |= subprocess.run(child, check=False).returncode
     except KeyboardInterrupt:
-        print(f"\nStopped; what was measured is in {out}. --resume goes on from there.", file=sys.stderr)
+        print(f"\nStopped; the results so far are in {out}. --resume continues there.", file=sys.stderr)
         return 130
     print(f"Results are in {out}.", file=sys.stderr if options.json else sys.stdout)
     return status

