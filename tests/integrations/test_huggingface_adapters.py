@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import warnings
 
 import pytest
@@ -83,6 +84,32 @@ def test_patterns_restrict_by_layer_and_copies_keep_them(name):
         assert error(ours(ids[:, :4]).logits, eager(ids[:, :4]).logits) < 5e-5
         assert error(ours(ids).logits, eager(ids).logits) > 1e-2
         assert torch.equal(copy.deepcopy(ours)(ids).logits, ours(ids).logits)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_other_implementations_restore_the_model(name):
+    eager, ours = both_of(name, "window:3")
+    integrated = pickle.loads(pickle.dumps(ours))
+    ids = torch.randint(3, 50, (1, 30))
+    with torch.no_grad():
+        assert torch.equal(integrated(ids).logits, ours(ids).logits)
+        dap.integrate(ours)
+        ours.set_attn_implementation("eager")
+        assert torch.equal(ours(ids).logits, eager(ids).logits)
+        assert not torch.equal(integrated(ids).logits, eager(ids).logits)
+
+
+def test_gaps_in_the_padding_of_bloom_are_refused():
+    _, ours = both_of("bloom")
+    real = torch.ones(1, 30, dtype=torch.long)
+    real[0, 10:12] = 0
+    with pytest.raises(ValueError, match="must ignore tokens at the sides alone, got gaps"):
+        ours(torch.randint(3, 50, (1, 30)), attention_mask=real)
+
+
+def test_empty_batches_give_empty_logits():
+    _, ours = both_of("falcon-7b")
+    assert ours(torch.zeros(0, 30, dtype=torch.long)).logits.shape == (0, 30, 50)
 
 
 def test_rounded_alibi_of_falcon_is_refused():

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+import inspect
+import re
 import warnings
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
@@ -57,6 +60,19 @@ DECODERS = {
         )
     ),
 }  # fmt: skip
+OTHERS = {
+    # Both build a mask that no layer uses: of all keys after a cache dropped some, of a window of 0.
+    "gemma3-local": lambda: transformers.Gemma3ForCausalLM(
+        transformers.Gemma3TextConfig(**LOCAL, layer_types=["sliding_attention"] * 2)
+    ),
+    "qwen2_moe": lambda: transformers.Qwen2MoeForCausalLM(
+        transformers.Qwen2MoeConfig(**GROUPED, num_experts=2, num_experts_per_tok=1, moe_intermediate_size=8)
+    ),
+    # Does not pass `output_attentions` to its layers.
+    "gpt2": lambda: transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(vocab_size=50, n_embd=32, n_layer=2, n_head=4, n_positions=64)
+    ),
+}
 ENCODERS = {
     "bert": lambda: transformers.BertModel(transformers.BertConfig(**TEXT), add_pooling_layer=False),
     "modernbert": lambda: transformers.ModernBertModel(
@@ -72,7 +88,7 @@ ENCODERS = {
 def model_of(name):
     """A model whose attention weights differ: usual initial values make attention nearly uniform."""
     torch.manual_seed(len(name))
-    model = {**DECODERS, **ENCODERS}[name]().eval()
+    model = {**DECODERS, **ENCODERS, **OTHERS}[name]().eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
@@ -137,8 +153,10 @@ def test_rows_may_pack_different_documents():
     compare(model_of("mistral"), None, tokens(), position_ids=positions[:1].expand(2, -1), use_cache=False)
 
 
-@pytest.mark.parametrize("cache", ["dynamic", "static"])
-@pytest.mark.parametrize("name", DECODERS)
+@pytest.mark.parametrize(
+    ("name", "cache"),
+    [*((name, cache) for name in DECODERS for cache in ("dynamic", "static")), *((name, "dynamic") for name in OTHERS)],
+)
 def test_generation_matches_eager(name, cache):
     model, ids = model_of(name), tokens(20)
     real = torch.ones_like(ids)
@@ -166,7 +184,7 @@ def test_a_second_prompt_matches_eager(name):
     assert error(logits["dap"], logits["eager"]) < 5e-5
 
 
-@pytest.mark.parametrize("name", ["gpt_oss", "mistral", "bert"])
+@pytest.mark.parametrize("name", ["gpt_oss", "mistral", "bert", "gpt2"])
 def test_attention_weights_match_eager(name):
     model, ids = model_of(name), tokens()
     real = padded(ids, "right")
@@ -355,6 +373,54 @@ def test_masks_of_the_model_code_are_refused():
     model.set_attn_implementation("dap")
     with pytest.raises(TypeError, match="write them as a pattern"):
         model(tokens(), attention_mask=torch.zeros(2, 1, 40, 40))
+
+
+def test_masks_are_for_attention_functions_alone():
+    """Code of a model that computes with the values of a mask would take each query to see every key."""
+    real = padded(tokens(), "left")
+    mask = huggingface.model_mask(q_length=40, kv_length=40, attention_mask=real)
+    for copied in (mask.contiguous(), mask.detach(), mask.clone(), mask.to("cpu", torch.bool)):
+        assert copied.dap_mask is mask.dap_mask
+    assert mask.dim() == 4 and mask.shape[-1] == 40 and not mask.is_floating_point()
+    for compute in (lambda: mask + 0.0, lambda: mask[:, 0], lambda: torch.where(mask, 1, 0), mask.any):
+        with pytest.raises(ValueError, match="mask must be read by attention functions alone"):
+            compute()
+    vision = {**SIZES, "image_size": 16, "patch_size": 4}
+    model = transformers.GitForCausalLM(transformers.GitConfig(**TEXT, vision_config=vision)).eval()
+    before = model.config._attn_implementation
+    with pytest.raises(ValueError, match=r"other code in .*GitSelfAttention"):
+        integrate(model, "window:3")
+    assert model.config._attn_implementation == before
+    integrate(model)
+    with pytest.raises(ValueError, match=r"attention functions alone|mask function of its own"):
+        model(tokens())
+
+
+def test_patterns_need_attention_of_the_interface():
+    config = transformers.MambaConfig(vocab_size=50, hidden_size=8, num_hidden_layers=1, state_size=2)
+    with pytest.raises(ValueError, match="AttentionInterface, got no such module in MambaModel"):
+        integrate(transformers.MambaModel(config), "window:3")
+
+
+HARMLESS = {"output_attentions", "position_ids", "deterministic", "max_length_q", "max_length_k"}
+HARMLESS |= {"query_states", "key_states", "value_states", "module", "kwargs"}
+
+
+def test_no_argument_of_a_model_is_ignored():
+    """Arguments of attention functions in transformers' sources are honoured, refused or without effect."""
+    arguments = set(inspect.signature(huggingface.attention_function(dap.Full())).parameters)
+    arguments |= {*huggingface.UNSUPPORTED, *huggingface.PACKING, "cu_seq_lens_q", *HARMLESS}
+    called = re.compile(
+        r"^( *)\S[^\n]*= (?:attention_interface|attn_function)\(\n(.*?)\n\1\)", re.DOTALL | re.MULTILINE
+    )
+    declared = re.compile(r"^def \w*eager_attention\w*\((.*?)\)(?: ->[^\n]*)?:\n", re.DOTALL | re.MULTILINE)
+    unknown = set()
+    for path in sorted(Path(transformers.__file__).parent.glob("models/*/modeling_*.py")):
+        text = path.read_text()
+        lines = "\n".join([*(call for _, call in called.findall(text)), *declared.findall(text)])
+        names = re.findall(r"^ +(\w+) ?[=:]", lines, re.MULTILINE)
+        unknown |= {(path.parent.name, name) for name in names if name not in arguments}
+    assert not unknown
 
 
 @pytest.mark.skipif(not hasattr(masking_utils, "blockwise_overlay"), reason="this transformers has no block ids")

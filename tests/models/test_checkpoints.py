@@ -229,6 +229,10 @@ def test_sizes_a_checkpoint_only_claims_are_not_built(kind: str, monkeypatch: py
         load({**good, f"{prefix}layers.200000000.x": torch.zeros(1)})
     with pytest.raises(ValueError, match="tensors of a checkpoint must be stored whole, got expanded ones"):
         load({**good, wide: huge})
+    sparse = torch.sparse_coo_tensor(torch.zeros(2, 0), torch.zeros(0), huge.shape, check_invariants=True)
+    for empty in (huge.to("meta"), sparse):
+        with pytest.raises(ValueError, match="must be dense and have values, got others"):
+            load({**good, wide: empty})
     with pytest.raises(ValueError, match=r"a checkpoint for .* parameters must hold as many"):
         load({**good, f"{prefix}layers.0.ffn.fc1.weight": torch.zeros(1, 4096)})
 
@@ -239,13 +243,14 @@ def test_wrong_entries_are_listed_and_nothing_is_loaded():
     state = export_state(changed(MODELS["decoder"]()))
     del state["long_net.decoder.layers.1.linear1.bias"]
     state["extra.weight"] = torch.zeros(3)
+    state["extra.in_proj_weight"] = torch.zeros(())
     state["long_net.decoder.norm.weight"] = torch.zeros(31)
     state["long_net.decoder.norm.bias"] = torch.zeros(32, dtype=torch.int64)
     with pytest.raises(ValueError, match="must hold what the model needs") as raised:
         load_checkpoint(model, state)
     for part in (
         "1 missing: long_net.decoder.layers.1.linear1.bias",
-        "1 unexpected: extra.weight",
+        "2 unexpected: extra.in_proj_weight, extra.weight",
         "long_net.decoder.norm.weight (31,) for (32,)",
         "1 not floating: long_net.decoder.norm.bias",
         "Nothing was loaded",

@@ -13,6 +13,7 @@ first real token of a sample. Documents packed into one row do not see each othe
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Mapping
 from hashlib import sha256
 from types import MethodType
@@ -31,7 +32,7 @@ from ..ops.checks import require
 from ..ops.decode import attention_step, check_decodable
 from ..patterns import BlockDilated, Causal, Dilated, Documents, Full, Packed, Pattern, as_pattern
 from ..patterns.parse import to_operand
-from .huggingface_adapters import adapt
+from .huggingface_adapters import ADAPTED, adapt
 from .huggingface_masks import ModelMask, Samples, both, given_mask, is_relative, model_mask
 from .learned_layers import adopt_scorer, new_core
 
@@ -49,7 +50,7 @@ PATTERNS: dict[str, Layers] = {
     "block_sparse": BlockDilated((2048, 4096, 8192), (1, 2, 4)),
 }
 
-UNSUPPORTED = ("head_mask", "cache")
+UNSUPPORTED = ("head_mask", "cache", "indices", "block_indices", "sinks")
 """Arguments of some models that change the result; each must be absent or None."""
 
 PACKING = ("cu_seq_lens", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
@@ -127,6 +128,7 @@ def integrate(model: nn.Module, pattern: Layers = OWN) -> str:
         text = _text(layers)
     cores = _learned_cores(model, layers)
     (name,) = _register({f"dap_{sha256(text.encode()).hexdigest()[:12]}": layers})
+    before = getattr(model.config, "_attn_implementation", None)
     adapt(model, name)
     model.set_attn_implementation(name)  # pyrefly: ignore[not-callable]
     if getattr(model.config, "_attn_implementation", None) != name:
@@ -135,6 +137,11 @@ def integrate(model: nn.Module, pattern: Layers = OWN) -> str:
             f"{type(model).__name__}, which does not",
             "replace_attention takes modules of torch and timm.",
         )
+    try:
+        _check_reached(model, layers, name)
+    except ValueError:
+        model.set_attn_implementation(before)  # pyrefly: ignore[not-callable]
+        raise
     for module in model.modules():
         method = getattr(type(module), "compute_bias", None)
         if method is not None and "past_seen_tokens" in inspect.signature(method).parameters:
@@ -213,6 +220,42 @@ def _why_not_learned(module: Any) -> str | None:
     window = getattr(module, "sliding_window", getattr(module.config, "sliding_window", None))
     present = {name: getattr(module, name, None) for name in own} | {"sliding_window": window}
     return next((f"{kind} has {own[name]}" for name, value in present.items() if value is not None), None)
+
+
+def _check_reached(model: nn.Module, layers: Resolved, name: str) -> None:
+    """Raise where a pattern has no effect: on attention by code of the model's own, or in a model without attention."""
+    if all(isinstance(one, Full) for one in _each(layers)):
+        return
+    reached, others = False, []
+    for place, module in model.named_modules():
+        kind = type(module).__name__
+        code = _code(type(module))
+        if kind in ADAPTED or "ALL_ATTENTION_FUNCTIONS" in code or "AttentionInterface" in code:
+            implementation = getattr(getattr(module, "config", None), "_attn_implementation", name)
+            is_outside = implementation != name
+        else:
+            is_attention = "attention" in kind.lower() and ("softmax" in code or "scaled_dot_product" in code)
+            is_outside = True if is_attention else None
+        reached = reached or is_outside is False
+        if is_outside and not isinstance(_pattern_of(module, layers), Full):
+            others.append(f"{place} ({kind})")
+    if others or not reached:
+        raise must(
+            "all attention under a pattern must be computed by transformers' AttentionInterface",
+            f"other code in {', '.join(others[:4])}" if others else f"no such module in {type(model).__name__}",
+            "Integrate a part of the model, or name the layers: {layer: pattern}." if others else None,
+        )
+
+
+def _code(kind: type) -> str:
+    """Source of a module's class and of its base classes below `nn.Module`; empty where there is none."""
+    if kind.__module__.startswith("torch.") or hasattr(kind, "set_attn_implementation"):
+        return ""
+    own = kind.__mro__[: kind.__mro__.index(nn.Module)]
+    try:
+        return "".join(inspect.getsource(one) for one in own)
+    except (OSError, TypeError):
+        return "AttentionInterface"
 
 
 def _number_layers(model: nn.Module, layers: Mapping[int, Any]) -> None:
@@ -449,7 +492,18 @@ def _seen(pattern: Pattern, mask: ModelMask, samples: Samples) -> tuple[Pattern,
 
 def _wants_weights(module: nn.Module, others: dict[str, Any]) -> bool:
     given = others.get("output_attentions")
-    return bool(getattr(getattr(module, "config", None), "output_attentions", False) if given is None else given)
+    if given is None:
+        given = getattr(getattr(module, "config", None), "output_attentions", False) or _records_weights()
+    return bool(given)
+
+
+def _records_weights() -> bool:
+    """Whether transformers collects weights by hooks: some models do not pass `output_attentions` to their layers."""
+    hooks = sys.modules.get("transformers.utils.output_capturing")
+    collector = getattr(hooks, "_active_collector", None)
+    if collector is None or torch.compiler.is_compiling():
+        return False
+    return any("attentions" in key for key in collector.get() or ())
 
 
 def _weights(

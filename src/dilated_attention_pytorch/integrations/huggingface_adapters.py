@@ -6,7 +6,7 @@ Each function is the `forward` of such a module around the attention function of
 from __future__ import annotations
 
 import sys
-from types import MethodType
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..errors import must
-from .huggingface_masks import given_mask
+from ..ops.checks import require
+from .huggingface_masks import ATTRIBUTE, REFUSED, given_mask
 
 
 def _bloom(
@@ -24,6 +25,12 @@ def _bloom(
         raise must("BLOOM must be computed at once", "pretraining_tp > 1 with slow_but_exact")
     tokens = torch.ones(1, 2, device=alibi.device)
     slopes = sys.modules[type(self).__module__].build_alibi_tensor(tokens, self.num_heads, torch.float32)[:, 0, 1]
+    known = getattr(getattr(attention_mask, ATTRIBUTE, None), "known", None)
+    if known is not None:
+        # BLOOM counts real tokens, so that a gap is no distance.
+        begins = known & ~F.pad(known, (1, 0))[:, :-1]
+        what = "attention_mask of BLOOM must ignore tokens at the sides alone"
+        slopes = require(slopes, (begins.sum(-1) <= 1).all(), what, lambda: "gaps", REFUSED)
     heads = self._reshape(self.query_key_value(hidden_states))
     settings = {"scaling": self.inv_norm_factor, "dropout": self.attention_dropout.p, **others}
     output, weights = _attend(self, heads, slopes, attention_mask, others.get("layer_past"), settings)
@@ -76,18 +83,33 @@ def _attend(
     return output.flatten(2), weights
 
 
-_FORWARDS = {"BloomAttention": _bloom, "MptAttention": _mpt, "FalconAttention": _falcon}
+ADAPTED = {"BloomAttention": _bloom, "MptAttention": _mpt, "FalconAttention": _falcon}
 
 
 def adapt(model: nn.Module, name: str) -> None:
     """Let the modules of BLOOM, MPT and Falcon attend by an implementation; other models are left alone."""
     config: Any = model.config
-    known = [module for module in model.modules() if type(module).__name__ in _FORWARDS]
+    known = [module for module in model.modules() if type(module).__name__ in ADAPTED]
     # Falcon rounds its ALiBi to bfloat16, so that it does not depend on the distance alone.
     if not known or getattr(config, "alibi", False):
         return
-    config._attn_implementation = name
+    own = config._attn_implementation
     for module in known:
         module.config = config
-        # A bound method, which a copy of the module binds to the copy.
-        module.forward = MethodType(_FORWARDS[type(module).__name__], module)
+        # A partial binds the copy in a copy of the module, and can be pickled.
+        module.forward = partial(ADAPTED[type(module).__name__], module)
+    if not isinstance(vars(model).get("set_attn_implementation"), partial):
+        model.set_attn_implementation = partial(_restore, model, own)  # pyrefly: ignore[bad-argument-type]
+    config._attn_implementation = name
+
+
+def _restore(self: Any, own: str, attn_implementation: Any, **options: Any) -> None:
+    """`set_attn_implementation` of an adapted model: other names give its modules their own `forward` back."""
+    if attn_implementation == self.config._attn_implementation:
+        return
+    for module in self.modules():
+        if type(module).__name__ in ADAPTED:
+            vars(module).pop("forward", None)
+    del self.set_attn_implementation
+    self.config._attn_implementation = own
+    self.set_attn_implementation(attn_implementation, **options)

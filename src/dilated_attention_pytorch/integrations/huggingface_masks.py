@@ -18,6 +18,26 @@ ATTRIBUTE = "dap_mask"
 REFUSED = 'Use attn_implementation="sdpa" or "eager" for this model.'
 
 
+class MaskTensor(Tensor):
+    """Tensor that `model_mask` returns. It stands for a mask of all pairs, whose values it does not hold.
+
+    Copies keep the description. Computing with the values raises: the code of a model would get other results.
+    """
+
+    COPIES = frozenset({"__get__", "contiguous", "detach", "clone", "to", "cpu", "cuda", "requires_grad_"})
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", str(func))
+        result = super().__torch_function__(func, types, args, kwargs or {})
+        if not isinstance(result, Tensor):
+            return result
+        if name not in cls.COPIES:
+            raise must("the mask must be read by attention functions alone", f"{name} in the model's code", REFUSED)
+        setattr(result, ATTRIBUTE, getattr(args[0], ATTRIBUTE, None))
+        return result
+
+
 class Samples(NamedTuple):
     """Samples of a batch that share their padding, documents and blocks."""
 
@@ -47,6 +67,8 @@ class ModelMask(NamedTuple):
     """Lengths of packed documents, by sample."""
     blocks: tuple[tuple[int, ...], ...] | None = None
     """Lengths of blocks whose tokens see each other, besides the pattern, by sample; counted from `starts`."""
+    refusal: ValueError | None = None
+    """Error for the layers that use this mask; models build masks that no layer uses."""
 
     def samples(self, batch: int, shifts: bool) -> list[Samples]:
         """Samples to compute at a time; with `shifts`, positions count from the first real token of a sample."""
@@ -58,7 +80,9 @@ class ModelMask(NamedTuple):
             start = starts[b] if starts is not None else 0
             shared = (column and column[b] for column in (self.documents, self.blocks))
             groups.setdefault((start, *shared), []).append(b)
-        if len(groups) <= 1:
+        if not groups:
+            return [Samples(slice(None), 0, None, None)]
+        if len(groups) == 1:
             return [Samples(slice(None), *shared) for shared in groups]
         return [Samples(slice(own[0], own[0] + 1) if len(own) == 1 else own, *shared) for shared, own in groups.items()]
 
@@ -95,13 +119,13 @@ def model_mask(
     pass.
     """
     first_query, first_key = int(q_offset), int(kv_offset)
-    pattern, is_causal, documents, blocks = _decoded(mask_function)
+    pattern, is_causal, documents, blocks, refusal = _decoded(mask_function)
     if attention_mask is not None and attention_mask.dim() != 2:
         raise must("attention_mask must have shape (batch, tokens)", tuple(attention_mask.shape), REFUSED)
     if documents is not None and (first_query or kv_length != q_length):
         raise must("packed documents must come without a cache", f"{q_length} queries of {kv_length} keys")
     if first_key and isinstance(pattern, Full):
-        raise must("a cache that drops keys must come with a window", f"keys from {first_key} on and no window")
+        refusal = must("a cache that drops keys must come with a window", f"keys from {first_key} on and no window")
     batch = _batch(batch_size, attention_mask, documents)
     real = known = starts = None
     compiling = torch.compiler.is_compiling()
@@ -124,8 +148,10 @@ def model_mask(
     mask = torch.ones(batch, kv_length, dtype=torch.bool, device=device) if real is None else real
     # `generate` calls `contiguous()`, whose result for a contiguous tensor is the object itself.
     mask = mask[:, None, None].contiguous()
+    mask = mask if compiling else mask.as_subclass(MaskTensor)
     padding = real, known, starts
-    setattr(mask, ATTRIBUTE, ModelMask(pattern, is_causal, first_query, first_key, *padding, spans, lengths))
+    described = ModelMask(pattern, is_causal, first_query, first_key, *padding, spans, lengths, refusal)
+    setattr(mask, ATTRIBUTE, described)
     return mask
 
 
@@ -152,8 +178,10 @@ def _block_lengths(ids: list[int]) -> tuple[int, ...]:
     return tuple(length for number, run in runs for length in ([run] if number >= 0 else [1] * run))
 
 
-def _decoded(mask_function: Callable[..., Any] | None) -> tuple[Pattern, bool, Tensor | None, Tensor | None]:
-    """Pattern, causality, document numbers (B, N) and block numbers (B, N) of transformers' mask functions."""
+def _decoded(
+    mask_function: Callable[..., Any] | None,
+) -> tuple[Pattern, bool, Tensor | None, Tensor | None, ValueError | None]:
+    """Pattern, causality, document numbers (B, N), block numbers (B, N) and refusal of transformers' mask functions."""
     from transformers import masking_utils as known  # pyrefly: ignore[missing-import]
 
     blocks = None
@@ -164,7 +192,7 @@ def _decoded(mask_function: Callable[..., Any] | None) -> tuple[Pattern, bool, T
         if len(either) != 2 or blocks is None:
             raise _unknown(mask_function)
         mask_function = either[0]
-    pattern, documents = Full(), None
+    pattern, documents, refusal = Full(), None, None
     is_causal, is_open = mask_function is None, False
     for term in _terms(mask_function, known):
         if term is known.causal_mask_function:
@@ -174,7 +202,9 @@ def _decoded(mask_function: Callable[..., Any] | None) -> tuple[Pattern, bool, T
             around = _captured(term, known.sliding_window_bidirectional_overlay(1), "sliding_window")
             chunk = _captured(term, known.chunked_overlay(1, _NONE), "chunk_size")
             numbers = _captured(term, known.packed_sequence_mask_function(_NONE), "packed_sequence_mask")
-            if window is not None:
+            if window == 0:
+                refusal = must("sliding_window must be at least 1", window, REFUSED)
+            elif window is not None:
                 # The overlay leaves the future open; transformers adds the causal mask.
                 pattern, is_open = both(pattern, SlidingWindow(window - 1)), True
             elif around is not None:
@@ -189,7 +219,7 @@ def _decoded(mask_function: Callable[..., Any] | None) -> tuple[Pattern, bool, T
         raise _unknown(mask_function)
     if documents is not None and (blocks is not None or not is_relative(pattern)):
         raise must("packed documents must come with a causal mask or a window", "chunks or blocks", REFUSED)
-    return pattern, is_causal, documents, blocks
+    return pattern, is_causal, documents, blocks, refusal
 
 
 _NONE = torch.empty(0, device="cpu")
@@ -231,6 +261,8 @@ def given_mask(
         if mask is not None:
             if attention_mask.shape[-1] != keys:
                 raise must(f"the mask must cover the {keys} keys", attention_mask.shape[-1], REFUSED)
+            if mask.refusal is not None:
+                raise mask.refusal
             return mask
         if attention_mask.dim() != 2 or attention_mask.is_floating_point():
             raise must_be(
@@ -239,7 +271,7 @@ def given_mask(
                 "Dense masks cannot be honoured here; write them as a pattern.",
             )
     pattern: Pattern = Full()
-    if sliding_window is not None:
+    if sliding_window:
         pattern = SlidingWindow(sliding_window - 1)
     first = keys - queries if is_causal else 0
     if attention_mask is None:

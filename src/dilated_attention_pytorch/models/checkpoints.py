@@ -117,6 +117,10 @@ def state_in(found: Any) -> State:
     if others or not found:
         came = f"{', '.join(others[:8])} besides" if others else "nothing"
         raise must("a checkpoint must hold tensors by name", came, f"Wrap a state dict as {{{WRAPPERS[0]!r}: ...}}.")
+    # Nothing bounds the size of a tensor without values, or of a sparse one.
+    odd = [name for name, t in found.items() if t.is_meta or t.is_nested or t.is_quantized or t.layout != torch.strided]
+    if odd:
+        raise must("tensors of a checkpoint must be dense and have values", f"others: {', '.join(odd[:8])}")
     return dict(found)
 
 
@@ -253,7 +257,8 @@ def _completed(model: nn.Module, given: State, theirs: dict[str, str], names: Na
         embedding, out = theirs["token_embedding.weight"], theirs["out.weight"]
         if model.config.tie_embeddings and embedding in given:
             given = {out: given[embedding], **given}
-            if given[out].shape == given[embedding].shape and not torch.equal(given[out], given[embedding]):
+            two = given[out].float(), given[embedding].float()
+            if two[0].shape == two[1].shape and not torch.equal(*two):
                 raise must("tied embeddings must be given equal embeddings", "two", "Set tie_embeddings=False.")
         if names == "torchscale" and _shares_with_encoder(model) and {_SOURCE, embedding} <= set(given):
             if not torch.equal(given[_SOURCE], given[embedding]):
@@ -304,7 +309,7 @@ def _apart(given: Mapping[str, Tensor]) -> State:
     found: State = {}
     for name, tensor in given.items():
         fused = next((end for end in _FUSED if name.endswith(end)), None)
-        if fused is None or tensor.shape[0] % 3:
+        if fused is None or not tensor.dim() or tensor.shape[0] % 3:
             found[name] = tensor
         else:
             base = name.removesuffix(fused)
