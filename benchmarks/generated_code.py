@@ -12,6 +12,7 @@ numbers and the name of the kernel, together with the flags of the assembler. A 
     launch   "identical", or which of grid, block, shared memory, parameters and tables differ. Parameters are compared
              by value, pointers by alignment, and tables (of calls with a pattern) by content
     differs  compile-time constants and types of arguments that differ where the code changed
+    stamped  false if the last tree's source of the kernel is not that of gpu_stamp.json
 
 FOLDER has the Triton release of the last run: `pip install --no-deps --target FOLDER triton==3.6.0`. Default is the
 installed one. `--check` compares the calls QUICK with the hashes that `--write` recorded for the installed release in
@@ -46,7 +47,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "dilated_attention_pytorch"
 RESULTS = ROOT / "benchmarks" / "results"
-HASHES = RESULTS / "generated_code.json"
+HASHES, STAMP = RESULTS / "generated_code.json", RESULTS / "gpu_stamp.json"
 PROCESSORS = 132
 QUICK = ("triton window", "hopper window", "selected causal tokens of 128")
 """Calls of `--check`."""
@@ -417,6 +418,7 @@ def compare(commit: str, triton: str, names: list[str], out: Path) -> Counter[st
         subprocess.run(["tar", "x", "-C", folder], input=archive, check=True)
         with ThreadPoolExecutor(2) as pool:
             last, present = pool.map(recorded, (Path(folder), ROOT), (triton, triton), (names, names))
+        foreign = unstamped(Path(folder))
     known = {one["hash"] for line in last.values() for one in line.get("launches", ())}
     total: Counter[str] = Counter()
     facts = facts_of(commit, triton)
@@ -426,9 +428,19 @@ def compare(commit: str, triton: str, names: list[str], out: Path) -> Counter[st
             raise RuntimeError(f"{name}: {present[name]['error']}")
         for line in compared(last[name].get("launches", []), present[name]["launches"], known):
             total[line["code"]] += 1
-            lines.append({"suite": "generated code", "call": name} | line | facts)
+            stamped = {"stamped": False} if line.get("last_kernel", line["kernel"]) in foreign else {}
+            lines.append({"suite": "generated code", "call": name} | line | stamped | facts)
     out.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return total
+
+
+def unstamped(root: Path) -> set[str]:
+    """Kernels of a tree in files that differ from those of the stamp."""
+    stamp, kernels = json.loads(STAMP.read_text())["sources"], set()
+    for path in root.rglob("*.py"):
+        if hashlib.sha256(path.read_bytes()).hexdigest() != stamp.get(str(path.relative_to(root))):
+            kernels |= set(re.findall(r"@(?:triton|gluon)\.jit.*\ndef (\w+)", path.read_text()))
+    return kernels
 
 
 def facts_of(commit: str, triton: str) -> dict[str, str]:
