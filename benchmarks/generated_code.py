@@ -8,7 +8,7 @@ Representative calls run in both trees on a stub of the CUDA driver (tests/kerne
 launch. Nothing is computed, and no GPU is needed. PTX for compute capability 9.0 is compared without comments, line
 numbers and the name of the kernel, together with the flags of the assembler. A line of the result is a launch:
 
-    code     "identical"; "known" from another call of the last tree; "changed"; "new"; "gone"
+    code     "identical"; "known", as another launch of the last tree; "changed"; "new"; "gone"
     launch   "identical", or which of grid, block, shared memory, parameters and tables differ. Parameters are compared
              by value, pointers by alignment, and tables (of calls with a pattern) by content
     differs  compile-time constants and types of arguments that differ where the code changed
@@ -109,12 +109,17 @@ class Recorder:
         # The stub reads parameters from PTX, and the identifier from its first line.
         return f"//{identifier.hexdigest()[:16]}\n{ptx}".encode()
 
-    def launches(self, call: Callable[[], object]) -> list[dict[str, Any]]:
-        """Launches of a call. A call with a pattern returns what holds its tables."""
+    def launches(self, call: Callable[[], object]) -> dict[str, Any]:
+        """Launches of a call, up to its error if it has one. A call with a pattern returns what holds its tables."""
         self.stub.stub_clear()
-        held = call()
+        held, error = None, {}
+        try:
+            held = call()
+        except Exception as problem:
+            # The last tree lacks some calls, and cannot compile others.
+            error = {"error": f"{type(problem).__name__}: {problem}"[:500]}
         tables = {} if held is None else integer_tensors()
-        return [self._launch(line, tables) for line in self.stub.stub_records().decode().splitlines()]
+        return error | {"launches": [self._launch(x, tables) for x in self.stub.stub_records().decode().splitlines()]}
 
     def _launch(self, line: str, tables: dict[int, str]) -> dict[str, Any]:
         fields = dict(word.split("=", 1) for word in line.split(" ")[1:])
@@ -238,7 +243,7 @@ def learn(is_causal: bool, unit: int, n: int = 1024, d: int = 64, **more: Any) -
     import torch
 
     nn = importlib.import_module(f"{PACKAGE}.nn")
-    # Everything that has another default in one of the trees.
+    # What one of the trees has another default for, except for the rows that a scorer learns from.
     options = {"score_unit": unit, "exploration": True, "fitted_start": False} | more.pop("config", {})
     known = nn.AdaptiveConfig.__dataclass_fields__
     config = nn.AdaptiveConfig(**{name: value for name, value in options.items() if name in known})
@@ -351,10 +356,7 @@ def record(names: list[str], out: Path) -> None:
     recorder = Recorder()
     with open(out, "w") as file:
         for name in names:
-            try:
-                line: dict[str, Any] = {"call": name, "launches": recorder.launches(CALLS[name])}
-            except Exception as problem:
-                line = {"call": name, "error": f"{type(problem).__name__}: {problem}"[-500:]}
+            line = {"call": name} | recorder.launches(CALLS[name])
             file.write(json.dumps(line) + "\n")
             file.flush()
 
@@ -392,8 +394,8 @@ def compared(last: list[dict[str, Any]], present: list[dict[str, Any]], known: s
         olds, news = last[begin:end], present[first:after]
         for old, new in zip(olds, news, strict=False):
             fields = [name for name, value in new["launch"].items() if old["launch"][name] != value]
-            line = {"kernel": new["kernel"], "code": "identical" if tag == "equal" else "changed"}
-            line |= {"launch": fields or "identical"}
+            code = "identical" if tag == "equal" else "known" if new["hash"] in known else "changed"
+            line = {"kernel": new["kernel"], "code": code, "launch": fields or "identical"}
             if tag != "equal":
                 line["differs"] = differences(old["arguments"], new["arguments"])
                 line |= {"last_kernel": old["kernel"]} if old["kernel"] != new["kernel"] else {}
@@ -419,14 +421,14 @@ def compare(commit: str, triton: str, names: list[str], out: Path) -> Counter[st
         with ThreadPoolExecutor(2) as pool:
             last, present = pool.map(recorded, (Path(folder), ROOT), (triton, triton), (names, names))
         foreign = unstamped(Path(folder))
-    known = {one["hash"] for line in last.values() for one in line.get("launches", ())}
+    known = {one["hash"] for line in last.values() for one in line["launches"]}
     total: Counter[str] = Counter()
     facts = facts_of(commit, triton)
     lines = []
     for name in names:
         if "error" in present[name]:
             raise RuntimeError(f"{name}: {present[name]['error']}")
-        for line in compared(last[name].get("launches", []), present[name]["launches"], known):
+        for line in compared(last[name]["launches"], present[name]["launches"], known):
             total[line["code"]] += 1
             stamped = {"stamped": False} if line.get("last_kernel", line["kernel"]) in foreign else {}
             lines.append({"suite": "generated code", "call": name} | line | stamped | facts)
