@@ -296,6 +296,59 @@ def gpu_parts(results: Results) -> Iterator[Part]:
         )
 
 
+GENERATED = """\
+Kernels compile to PTX without a GPU, so that it can be compared. `python benchmarks/generated_code.py --last {last}`
+compiled these sources and those of commit {last} for compute capability 9.0 with Triton {triton} and recorded every
+launch on a stub of the CUDA driver. The commit has the device code of the last GPU run (`gpu_stamp.json`), except for
+the gradients of scorers, whose file at that run is not in the history. `same code` counts launches whose code is, byte
+for byte except for names and line numbers, what the sources of the last GPU run compile to; `not in the stamp` counts
+those that equal the commit alone. {equal} of {matched} launches with the same code in the same call also have the same
+grid, block, shared memory, parameters and, for patterns, tables. Nothing in this table was computed on a GPU."""
+
+
+class Launches:
+    """Recorded launches of one kind of call."""
+
+    def __init__(self, lines: Sequence[Line]) -> None:
+        equal = [line for line in lines if line["code"] in ("identical", "known")]
+        self.total, self.same = len(lines), sum(line.get("stamped", True) for line in equal)
+        self.unstamped, self.other = len(equal) - self.same, self.total - len(equal)
+        self.kernels = dict.fromkeys(line["kernel"] for line in lines if line not in equal)
+        """Kernels with other code."""
+
+
+def recorded_launches(lines: Iterable[Line]) -> dict[str, Launches]:
+    """Launches of `benchmarks/generated_code.py` by kind of call."""
+    kinds: dict[str, list[Line]] = {}
+    for line in lines:
+        if line.get("suite") == "generated code" and line["code"] != "gone":
+            name = line["call"].split(",")[0]
+            if name.startswith(("hopper", "triton", "selected", "packed")):
+                name = name.split()[0] if not {"cap", "bias"} & {*name.split()} else "triton, soft cap or bias"
+            kinds.setdefault(name, []).append(line)
+    return {kind: Launches(own) for kind, own in kinds.items()}
+
+
+def generated_code_parts(lines: Sequence[Line]) -> Iterator[Part]:
+    """Which launches have the code of the last GPU run."""
+    mine = [line for line in lines if line.get("suite") == "generated code"]
+    if not mine:
+        return
+    yield Heading("Generated code", 3)
+    matched = [line for line in mine if line["code"] == "identical" and line.get("stamped", True)]
+    equal = sum(line["launch"] == "identical" for line in matched)
+    facts = {name: mine[0][name] for name in ("last", "triton")}
+    yield " ".join(GENERATED.format(equal=equal, matched=len(matched), **facts).split())
+    yield Table(
+        ("calls", "kernels with other code", "launches", "same code", "not in the stamp", "other code"),
+        [
+            [kind, ", ".join(own.kernels), *map(str, (own.total, own.same, own.unstamped, own.other))]
+            for kind, own in recorded_launches(mine).items()
+        ],
+        words=2,
+    )
+
+
 def _both(results: Results, line: Line) -> list[str]:
     return [*_figures(line), *_figures(results.beside(line, direction="backward"))]
 

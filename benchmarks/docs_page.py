@@ -9,7 +9,7 @@ import argparse
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from docs_gpu_tables import Results, gpu_parts
+from docs_gpu_tables import Results, generated_code_parts, gpu_parts
 from docs_headlines import headline_parts
 
 from dilated_attention_pytorch.tools.bench.results import Line, read_lines
@@ -32,6 +32,7 @@ def page_parts(lines: Sequence[Line]) -> Iterator[Part]:
     if results.all:
         yield Heading("One GPU")
         yield from gpu_parts(results)
+        yield from generated_code_parts(lines)
     yield from rate_parts([line for line in lines if line.get("relative_rate")])
     yield from suite_parts(lines)
     yield from headline_parts(lines)

@@ -14,7 +14,7 @@ import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -152,9 +152,10 @@ class Problem:
                 s = s + bias[h, (k - q + reach).clamp(0, 2 * reach)]
             return s
 
-        blocks = create_block_mask(mask, None, None, case.n, case.n, device=self.device)
+        # Made by the first call, so that running out of memory is a reason against this peer alone.
+        blocks = cache(lambda: create_block_mask(mask, None, None, case.n, case.n, device=self.device))
         changes = {"score_mod": score} if case.softcap is not None or bias is not None else {}
-        return lambda: flex.compiled()(*self.inputs, block_mask=blocks, enable_gqa=True, **changes)
+        return lambda: flex.compiled()(*self.inputs, block_mask=blocks(), enable_gqa=True, **changes)
 
     @torch.no_grad()
     def error(self, output: Tensor) -> float:

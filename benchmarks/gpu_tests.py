@@ -2,9 +2,10 @@
 
     PYTHONPATH=src GIT_SHA=$(git rev-parse HEAD) python benchmarks/gpu_tests.py --out FILE
 
-Files given by name replace their own lines in the summary; without names every file under tests/gpu runs. Arguments
-after `--` go to pytest; a run of some tests alone (`-k`) has a line of its own, which says so. Standard library and
-pytest; torch and triton are asked for their versions alone.
+Files given by name replace their own lines in the summary; without names every file under tests/gpu runs. With
+`--workers` the tests of a file run in several processes, which compile at the same time; tests that measure memory or
+time need one. Arguments after `--` go to pytest; a run of some tests alone (`-k`) has a line of its own, which says so.
+Standard library and pytest; torch and triton are asked for their versions alone.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ from typing import Any
 
 import torch
 import triton
+from gpu_stamp import CLAIMS, pytest_runtest_protocol
 
+__all__ = ["main", "pytest_runtest_logreport", "pytest_runtest_protocol"]
 ROOT = Path(__file__).resolve().parents[1]
 NOTES = "DAP_GPU_TESTS_NOTES"
 """Variable that tells pytest, which loads this file as a plugin, where outcomes are noted."""
@@ -40,22 +43,30 @@ def pytest_runtest_logreport(report: Any) -> None:
         file.write(json.dumps([report.nodeid, report.outcome]) + "\n")
 
 
-def run(file: Path, extra: list[str], seconds: float) -> dict[str, Any]:
-    """One test file in a pytest of its own, and what came of it."""
+def run(file: Path, extra: list[str], seconds: float, workers: int = 1) -> dict[str, Any]:
+    """One test file in processes of its own that take tests from one list, and what came of it."""
     begun = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         notes = Path(folder) / "notes.jsonl"
         notes.touch()
         here = os.pathsep.join(filter(None, (str(Path(__file__).parent), os.environ.get("PYTHONPATH"))))
         command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", Path(__file__).stem, *extra, str(file)]
-        surroundings = os.environ | {NOTES: str(notes), "PYTHONPATH": here}
-        with subprocess.Popen(command, cwd=ROOT, env=surroundings, start_new_session=True) as process:
-            try:
-                status: int | str = process.wait(seconds)
-            except subprocess.TimeoutExpired:
-                status = f"stopped after {seconds:.0f} s"
-            finally:
-                # Workers too, which may be in the middle of compiling.
+        surroundings = os.environ | {NOTES: str(notes), CLAIMS: folder, "PYTHONPATH": here}
+        members = [
+            subprocess.Popen(command, cwd=ROOT, env=surroundings, start_new_session=True) for _ in range(workers)
+        ]
+        statuses: list[int | str] = []
+        try:
+            for process in members:
+                try:
+                    # 5: other processes took every test.
+                    status = process.wait(max(0.0, begun + seconds - time.monotonic()))
+                    statuses.append(0 if status == 5 and workers > 1 else status)
+                except subprocess.TimeoutExpired:
+                    statuses.append(f"stopped after {seconds:.0f} s")
+        finally:
+            # Their children too, which may be in the middle of compiling.
+            for process in members:
                 if process.poll() is None:
                     os.killpg(process.pid, signal.SIGKILL)
         # A test that passed and then failed in its teardown is there twice; the last word counts.
@@ -64,7 +75,7 @@ def run(file: Path, extra: list[str], seconds: float) -> dict[str, Any]:
         "file": str(file.relative_to(ROOT)),
         "only": extra[extra.index("-k") + 1] if "-k" in extra else None,
         **{outcome: outcomes[outcome] for outcome in ("passed", "failed", "skipped")},
-        "status": status,
+        "status": next((status for status in statuses if status != 0), 0),
         "seconds": round(time.monotonic() - begun, 1),
     }
 
@@ -91,6 +102,7 @@ def main() -> int:
     parser.add_argument("files", nargs="*", type=Path, help="test files; all of tests/gpu by default")
     parser.add_argument("--out", type=Path, required=True, help="JSONL file to write")
     parser.add_argument("--seconds", type=float, default=300.0, help="limit of one file")
+    parser.add_argument("--workers", type=int, default=1, help="processes of a file")
     given = sys.argv[1:]
     cut = given.index("--") if "--" in given else len(given)
     options, extra = parser.parse_args(given[:cut]), given[cut + 1 :]
@@ -100,7 +112,7 @@ def main() -> int:
     known = [json.loads(line) for line in options.out.read_text().splitlines()] if options.out.exists() else []
     lines, fresh = {key_of(line): line for line in known}, set()
     for file in files:
-        line = run(file, extra, options.seconds) | facts()
+        line = run(file, extra, options.seconds, options.workers) | facts()
         fresh.add(key_of(line))
         lines[key_of(line)] = line
         options.out.write_text("".join(json.dumps(lines[key]) + "\n" for key in sorted(lines)))

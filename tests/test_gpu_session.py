@@ -24,6 +24,27 @@ def test_steps_fit_into_a_call_of_ten_minutes(capsys: pytest.CaptureFixture[str]
         assert all(command.script in text for command in commands)
 
 
+@pytest.mark.parametrize("command", [x for step in gpu_session.STEPS.values() for x in step], ids=lambda x: x.script)
+def test_scripts_know_their_arguments(command: gpu_session.Command):
+    tools = gpu_session.ROOT / "src" / "dilated_attention_pytorch" / "tools"
+    script = gpu_session.ROOT / "benchmarks" / command.script
+    text = "".join(
+        x.read_text() for x in ([script] if script.is_file() else [*tools.glob("*.py"), *tools.glob("bench/*.py")])
+    )
+    for word in " ".join(filter(None, (command.arguments, command.small))).split():
+        assert not word.startswith("--") or f'"{word}"' in text, word
+        assert not word.startswith("tests/") or (gpu_session.ROOT / word).is_file(), word
+
+
+def test_sources_without_history_have_a_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.delenv("GIT_SHA", raising=False)
+    monkeypatch.setattr(gpu_session, "ROOT", tmp_path)
+    assert gpu_session.environment()["GIT_SHA"].startswith("sources ")
+    assert gpu_session.environment()["PYTHONPATH"].startswith(str(tmp_path / "src"))
+    monkeypatch.setenv("GIT_SHA", "abc")
+    assert gpu_session.environment()["GIT_SHA"] == "abc"
+
+
 def test_a_session_notes_every_command_and_failure(tmp_path: Path):
     seen = []
 

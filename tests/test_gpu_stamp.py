@@ -24,6 +24,16 @@ def test_readme_says_whether_a_gpu_ran_these_kernels(stamp):
     assert (WORDS in (ROOT / "README.md").read_text()) == bool(stamp.changed()), stamp.changed()
 
 
+def test_readme_counts_launches_with_the_code_of_that_run(stamp):
+    from docs_pages import docs_gpu_tables
+
+    lines = map(json.loads, (ROOT / "benchmarks" / "results" / "generated_code.jsonl").read_text().splitlines())
+    kinds = docs_gpu_tables.recorded_launches(lines).values()
+    same, total = sum(kind.same for kind in kinds), sum(kind.total for kind in kinds)
+    text = " ".join((ROOT / "README.md").read_text().split())
+    assert (f"{same} of {total} recorded launches" in text) == bool(stamp.changed())
+
+
 def test_every_glob_finds_sources(stamp):
     for pattern in stamp.SOURCES:
         assert any(ROOT.glob(pattern)), pattern

@@ -53,6 +53,8 @@ class Trial(NamedTuple):
     """widths of a table by distance"""
     places: int = 0
     """samples with positions of their own for the bias; 0 for row numbers"""
+    masks: bool = False
+    """entries of -inf for distances at and beyond the ends of the table"""
 
 
 TRIALS = {
@@ -113,6 +115,7 @@ TRIALS = {
     "soft cap, bad query": Trial("gqa", block_size=32, bad=("query", 33), softcap=1.5),
     "bias": Trial("causal", bias=(31,)),
     "bias of one entry": Trial("window", bias=(1,)),
+    "bias that masks whole tiles": Trial("full-ragged", block_size=16, bias=(31,), masks=True),
     "bias of a ladder with padding": Trial(
         Problem(name="", text="dilated:16x1,32x2,64x4", n=75, heads=4, key_heads=2, e=24, batch=2, padded=(75, 40)),
         block_size=32,
@@ -159,6 +162,8 @@ def errors(trial: Trial) -> dict[str, float]:
         shape = trial.places, problem.n, len(trial.bias)
         places = torch.randint(-20, 20, shape, generator=generator) if trial.places else None
         table = 2 * torch.randn(problem.heads, *trial.bias, generator=generator)
+        if trial.masks:
+            table[:, [0, -1]] = -torch.inf
         call = replace(call, bias=table, bias_positions=places)
     reason = triton_backend.why_not(call)
     if reason is not None:

@@ -1,7 +1,8 @@
 /* Stub of the CUDA driver: one device of compute capability 9.0 without memory. It runs nothing and records every
  * launch as a line of text: kernel, grid, block, shared memory, stream, attributes and the bytes of every parameter.
  *
- * A module is PTX text instead of a cubin: as a cubin does, it states the sizes of the parameters of its kernel.
+ * A module is PTX text instead of a cubin: as a cubin does, it states the sizes of the parameters of its kernel. A
+ * first line `//` with hexadecimal digits is an identifier, which records repeat.
  */
 #include <stdint.h>
 #include <stdio.h>
@@ -13,7 +14,7 @@
 #define MOST_PARAMETERS 512
 
 typedef struct {
-  char name[256];
+  char name[256], image[32];
   int count, bytes[MOST_PARAMETERS];
 } Kernel;
 
@@ -62,6 +63,7 @@ CUresult cuModuleLoadData(CUmodule *module, const void *image) {
   if (!text) return CUDA_ERROR_INVALID_IMAGE;
   const char *open = strchr(text, '('), *close = strchr(text, ')');
   sscanf(text + 6, " %255[^( \n]", kernel->name);
+  sscanf(image, "//%31[0-9a-f]", kernel->image);
   for (const char *at = strstr(open, ".param"); at && at < close;) {
     const char *next = strstr(at + 6, ".param"), *end = next && next < close ? next : close;
     kernel->bytes[kernel->count++] = size_of(at + 6, end);
@@ -84,8 +86,8 @@ CUresult cuLaunchKernelEx(const CUlaunchConfig *config, CUfunction function, voi
   if (!is_recording) return CUDA_SUCCESS;
   const Kernel *kernel = (const Kernel *)function;
   char head[512];
-  int size = snprintf(head, sizeof head, "%s grid=%u,%u,%u block=%u,%u,%u shared=%u stream=%llu attributes=",
-                      kernel->name, config->gridDimX, config->gridDimY, config->gridDimZ, config->blockDimX,
+  int size = snprintf(head, sizeof head, "%s image=%s grid=%u,%u,%u block=%u,%u,%u shared=%u stream=%llu attributes=",
+                      kernel->name, kernel->image, config->gridDimX, config->gridDimY, config->gridDimZ, config->blockDimX,
                       config->blockDimY, config->blockDimZ, config->sharedMemBytes,
                       (unsigned long long)config->hStream);
   append(head, size);

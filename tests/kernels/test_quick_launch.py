@@ -2,6 +2,7 @@
 
 import threading
 import time
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -119,13 +120,27 @@ def test_whoever_watches_launches_sees_them(kernel, monkeypatch):
     assert len(kernel.public) == 2 and not kernel.quick
 
 
-def test_another_device_than_the_current_takes_the_public_way(kernel, monkeypatch):
-    x = torch.zeros(64)
-    for current in (1, None, 1):
-        monkeypatch.setattr(torch.cuda, "current_device", lambda current=current: current)
-        launch(kernel, (1,), x, 5, 0.5, SIZE=16)
-    # The kernel that Triton compiled for the other device is not used on this one.
-    assert len(kernel.public) == 3 and not kernel.quick
+def test_a_launch_runs_on_the_device_of_its_tensors(kernel, monkeypatch):
+    current = [0]
+
+    @contextmanager
+    def switched(index):
+        current.append(index)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[-1])
+    monkeypatch.setattr(torch.cuda, "device", switched)
+    noted = lambda *_, **__: kernel.public.append(current[-1]) or kernel  # noqa: E731
+    monkeypatch.setattr(Kernel, "__getitem__", lambda self, grid: noted)
+    run, x = Launch(kernel, torch.device("cuda", 1), 5, 0.5, SIZE=16), torch.zeros(64)
+    for _ in range(2):
+        run((1, 1, 1), (x,))
+    # Triton launches on the current device, which is 0.
+    assert kernel.public == [1, 1] and not kernel.quick
+    with switched(1):
+        run((1, 1, 1), (x,))
+    assert len(kernel.quick) == 1
 
 
 @pytest.mark.parametrize("name", ["attention_fwd_kernel", "attention_dq_bwd_kernel", "attention_dkv_bwd_kernel"])

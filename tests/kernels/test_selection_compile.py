@@ -343,6 +343,17 @@ def test_longest_rows_are_ranked_within_a_program():
     assert backend.MOST_RANKED // triton_choice.MOST_RANKED <= 32
 
 
+def test_lists_longer_than_32_bits_are_refused():
+    import torch
+
+    from dilated_attention_pytorch.selection.kernels.lowering import ListedBlocks
+
+    options = 1, 128, 0, 0, False, False, 1, False
+    assert ListedBlocks(torch.device("cpu"), (1, 32, 16384, 4095), *options).entries < 2**31
+    with pytest.raises(ValueError, match=r"must be < 2\^31, 524288 times 4096 here, got 2147483648"):
+        ListedBlocks(torch.device("cpu"), (1, 32, 16384, 4096), *options)
+
+
 SIZES = (16, 32, 64, 128, 256)
 GRID = [(size, 2**power) for size in SIZES for power in range(size.bit_length())]
 LARGE_UNITS = [(32, 1), (128, 2), (256, 1)]

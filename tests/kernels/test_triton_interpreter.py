@@ -71,6 +71,7 @@ NAMES = [
     "soft cap, bad query",
     "bias",
     "bias of one entry",
+    "bias that masks whole tiles",
     "bias of a ladder with padding",
     "bias of residues within a key head",
     "bias and dropout",

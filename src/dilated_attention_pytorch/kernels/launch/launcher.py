@@ -97,9 +97,10 @@ class Launch:
 
     def run_public(self, key: Key, grid: Grid, arguments: Sequence[Any]) -> bool:
         """Run the kernel through Triton's public launch; return whether its entry is new."""
-        compiled = self.kernel[grid](*arguments, **self.options)
-        # Triton compiles for the current device.
-        if compiled is None or key in self.compiled or torch.cuda.current_device() != self.device:
+        # Triton compiles for the current device and launches there, wherever the tensors are.
+        with _NO_SWITCH if self.device is None else torch.cuda.device(self.device):
+            compiled = self.kernel[grid](*arguments, **self.options)
+        if compiled is None or key in self.compiled:
             return False
         self.compiled[key] = compiled, entry_of(compiled), (None,) * (len(self.kernel.arg_names) - len(arguments))
         return True

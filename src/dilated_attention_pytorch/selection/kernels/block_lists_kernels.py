@@ -10,19 +10,25 @@ import triton.language as tl
 
 
 @triton.jit
-def store_partial(p_partial, o_entry, b_tile, b_mask, b_here, SIZE: tl.constexpr, TURNED: tl.constexpr):
+def store_partial(
+    p_partial, o_entry, b_tile, b_mask, b_here, SIZE: tl.constexpr, TURNED: tl.constexpr, HOLES: tl.constexpr
+):  # fmt: skip
     """Entries as `lowering.partial_entries` has them: tile, mask, first and last difference of its band.
 
-    Differences are keys minus queries, or where TURNED queries minus keys. The band of mask 2 lies outside.
+    Differences are keys minus queries, or where TURNED queries minus keys. With HOLES the band of mask 2 lies outside.
     """
     p_line = p_partial + o_entry.to(tl.int64) * 4
     tl.store(p_line, b_tile, mask=b_here)
     tl.store(p_line + 1, b_mask, mask=b_here)
-    b_first = tl.where((b_mask == 1) & TURNED, 0, 1 - SIZE)
-    b_last = tl.where((b_mask == 1) & (not TURNED), 0, SIZE - 1)
-    OUTSIDE: tl.constexpr = -SIZE if TURNED else SIZE
-    tl.store(p_line + 2, tl.where(b_mask == 2, OUTSIDE, b_first), mask=b_here)
-    tl.store(p_line + 3, tl.where(b_mask == 2, OUTSIDE, b_last), mask=b_here)
+    if HOLES:
+        OUTSIDE: tl.constexpr = -SIZE if TURNED else SIZE
+        b_first = tl.where((b_mask == 1) & TURNED, 0, 1 - SIZE)
+        b_last = tl.where((b_mask == 1) & (not TURNED), 0, SIZE - 1)
+        tl.store(p_line + 2, tl.where(b_mask == 2, OUTSIDE, b_first), mask=b_here)
+        tl.store(p_line + 3, tl.where(b_mask == 2, OUTSIDE, b_last), mask=b_here)
+    else:
+        tl.store(p_line + 2, tl.where((b_mask > 0) & TURNED, 0, 1 - SIZE), mask=b_here)
+        tl.store(p_line + 3, tl.where((b_mask > 0) & (not TURNED), 0, SIZE - 1), mask=b_here)
 
 
 @triton.jit
@@ -79,14 +85,17 @@ def query_lists_kernel(
     b_at = tl.where(b_rest > 0, whole + part + tl.cumsum(b_rest, 0), b_at) - 1
     begin = row * many
     o_entry = begin + b_at
-    b_tile = sample * blocks + tl.where(b_some, b_block, own)
+    b_block = tl.where(b_some, b_block, own) if HOLES else tl.minimum(tl.maximum(b_block, 0), blocks - 1)
+    b_tile = sample * blocks + b_block
     p_lists = p_room + o_lists
     tl.store(p_lists + o_entry, b_tile, mask=o_k < many)
     if MASKED:
-        b_mask = tl.where((b_rest > 0) & HOLES, 2, tl.maximum(b_mask, 0))
+        b_mask = tl.maximum(b_mask, 0)
+        if HOLES:
+            b_mask = tl.where(b_rest > 0, 2, b_mask)
         tl.store(p_lists + entries + o_entry, b_mask, mask=o_k < many)
         if HALVES > 0:
-            store_partial(p_room + o_partial, o_entry, b_tile, b_mask, o_k < many, SIZE, False)
+            store_partial(p_room + o_partial, o_entry, b_tile, b_mask, o_k < many, SIZE, False, HOLES)
     # Under a causal mask the last rows meet most.
     place = (blocks - 1 - own) * batch + sample if CAUSAL else tile
     o_c = tl.arange(0, 8)
@@ -206,7 +215,7 @@ def key_lists_kernel(
             b_mask = (o_q == (own if CAUSAL else blocks)).to(tl.int32)
             tl.store(p_lists + entries + o_entry, b_mask, mask=b_seen)
             if HALVES > 0:
-                store_partial(p_room + o_partial, o_entry, b_tile, b_mask, b_seen, SIZE, False)
+                store_partial(p_room + o_partial, o_entry, b_tile, b_mask, b_seen, SIZE, False, HOLES)
         met += tl.sum(b_whole, 0)
         cut += tl.sum(b_part, 0)
     o_c = tl.arange(0, 8)
@@ -219,7 +228,7 @@ def key_lists_kernel(
             o_entry = row * many + o_k
             b_tile = tl.load(p_query_lists + o_entry, mask=o_k < many, other=0)
             b_mask = tl.load(p_query_lists + entries + o_entry, mask=o_k < many, other=0)
-            store_partial(p_room + o_turned, o_entry, b_tile, b_mask, o_k < many, SIZE, True)
+            store_partial(p_room + o_turned, o_entry, b_tile, b_mask, o_k < many, SIZE, True, HOLES)
 
 
 @triton.jit

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ...errors import must
 from ...kernels.call import AttentionCall
 from ...kernels.hopper import lowering as hopper_lowering
 from ...kernels.hopper.lowering import FEW_ITEMS, ITEM_ROWS, BackwardItems, ForwardItems, LoweredPart
@@ -29,6 +30,9 @@ from ..attend import BlockAttend
 from ..plan import ground, plan_of
 from ..types import Selection
 from .block_lists_kernels import held_items_kernel, key_lists_kernel, mark_kernel, query_lists_kernel
+
+MOST_ENTRIES = 2**31
+"""Kernels number the entries of all lists in 32 bits."""
 
 
 class ListedBlocks:
@@ -50,6 +54,9 @@ class ListedBlocks:
         self._device, self._halves, self._few = device, halves, few
         self._rows, self._tiles = heads * batch * t, batch * t
         self.entries = entries = self._rows * many
+        if entries >= MOST_ENTRIES:
+            hint = "Pass fewer heads or samples at a time, or shorter lists."
+            raise must(f"rows times listed blocks must be < 2^31, {self._rows} times {many} here", entries, hint)
         in_lists, partial = entries * (1 + self.masked), entries * (self.masked and halves > 0)
         items = self._rows * halves
         lists: dict[str, Shape] = {"lists": (in_lists,), "rows": (self._rows, 6), "partial": (partial, 4)}
