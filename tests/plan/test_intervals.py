@@ -230,6 +230,19 @@ def in_place(b: Any, h: Any, q: Any, k: Any) -> Any:
     return shifted >= k
 
 
+def shifted_in_place(b: Any, h: Any, q: Any, k: Any) -> Any:
+    shifted = alias = q + 1
+    alias <<= 1
+    return shifted >= k
+
+
+def catching(b: Any, h: Any, q: Any, k: Any) -> Any:
+    try:
+        return q >= k if int(q.max()) >= 0 else q > k
+    except Exception:
+        return q < k
+
+
 def by_number(b: Any, h: Any, q: Any, k: Any) -> Any:
     return q >= k if int(h) else q < k
 
@@ -240,6 +253,8 @@ def through_numpy(b: Any, h: Any, q: Any, k: Any) -> Any:
 
 FALLBACKS = {
     "in place": in_place,
+    "shift in place": shifted_in_place,
+    "caught errors": catching,
     "by number": by_number,
     "numpy": through_numpy,
     "shape": lambda b, h, q, k: (q >= k).expand(torch.broadcast_shapes(q.shape, k.shape)),
