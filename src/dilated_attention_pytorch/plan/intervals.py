@@ -22,9 +22,8 @@ INF = float("inf")
 MOST_ENTRIES = 2**26
 """Most entries of a captured table that is summarized; `Summary` takes up to four times its memory."""
 INTEGERS = {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
-IN_PLACE = {"__setitem__"} | {
-    f"__i{name}__"
-    for name in ("add", "sub", "mul", "div", "floordiv", "truediv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
+IN_PLACE = {"__setitem__", "__ilshift__", "__irshift__"} | {
+    f"__i{name}__" for name in ("add", "sub", "mul", "div", "floordiv", "truediv", "mod", "pow", "and", "or", "xor")
 }
 
 
