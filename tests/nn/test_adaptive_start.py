@@ -85,6 +85,15 @@ def test_fitting_twice_or_frozen_or_trained_changes_nothing():
     assert all(torch.equal(x, fitted[name]) for name, x in module.scorer.state_dict().items())
 
 
+def test_scorers_are_made_under_a_half_default():
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert layer().scorer.match_query.dtype == torch.bfloat16
+    finally:
+        torch.set_default_dtype(before)
+
+
 def test_a_match_of_the_full_width_stays():
     module = layer(match_rank=WIDTH)
     before = module.scorer.match_query.clone()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import subprocess
 import sys
 import warnings
@@ -356,6 +358,12 @@ def test_captured_arrays_are_equal_by_contents():
     assert before == pattern()
     ids[0] = 9
     assert before != pattern()
+
+
+def test_patterns_of_functions_are_pickled():
+    pattern = MaskMod(reads_attribute)
+    module = pickle.loads(pickle.dumps(dap.SparseAttention(pattern & dap.Causal())))
+    assert module.pattern == pattern & dap.Causal() and copy.deepcopy(pattern) == pattern
 
 
 def test_a_function_that_names_itself_has_a_key():
