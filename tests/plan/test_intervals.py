@@ -150,6 +150,7 @@ RULES = (
     *("cube[1, q % 5, k % 4]", "cube[0, q % 5, 1] * cube[1, q % 5, 1] * cube[0, q % 5, 2]", "cube[h, k % 5, -1]"),
     *("(q * 3).to(torch.int8)", "(q - k).to(torch.uint8)", "q.to(torch.int8) * 2", "(k - 40).byte() > 99", "q << 1"),
     *("(q + 2**62) * 4", "(q - k) * 2**61 > 0", "(q * 2**52 + k) % 2", "q.to(torch.int32) * 2**25", "q * 0.5 < k"),
+    *("(q + 60).to(torch.int8) - k", "(q + 60).to(torch.int8) < k", "(q - 40).to(torch.uint8) == k"),
     *("(q - k).long() + h", "torch.sub(q, k, alpha=3)", "torch.div(q - k, 7, rounding_mode='floor')"),
     *("torch.div(q - k, 7, rounding_mode='trunc')", "torch.fmod(q - k, 7)", "(q - k) & 6", "torch.full_like(q, 4) + k"),
 )
@@ -259,6 +260,11 @@ def by_shape(b: Any, h: Any, q: Any, k: Any) -> Any:
     return q >= k if q.numel() else q < k
 
 
+def by_copy(b: Any, h: Any, q: Any, k: Any) -> Any:
+    copy = q.new_tensor(q)
+    return q >= k if bool((copy > 40).any()) else q < k
+
+
 def in_place(b: Any, h: Any, q: Any, k: Any) -> Any:
     shifted = q + 0
     shifted += 3
@@ -319,9 +325,10 @@ def test_captured_tensors_keep_their_values():
     assert trace(lambda q, k, h: counting(None, h, q, k), one * 2, 0) is None and not state.any()
 
 
+@pytest.mark.filterwarnings("ignore:To copy construct:UserWarning")
 def test_reading_a_truth_value_has_no_trace():
     tiles = tuple(torch.tensor([x]) for x in (50, 60, 0, 5))
-    for function in (branching, by_shape):
+    for function in (branching, by_shape, by_copy):
         assert trace(lambda q, k, h, function=function: function(None, h, q, k), tiles, 0) is None
 
 
