@@ -339,13 +339,15 @@ WAYS = {
 
 @pytest.mark.parametrize("way", WAYS)
 def test_functions_of_new_captured_values_differ(way: str):
-    earlier = set()
+    earlier: list[MaskMod] = []
     for step in range(30):
         # A tensor may take the address of one that was freed here.
         globals()["IDS"] = READER.ids = CALLABLE.ids = torch.arange(20) // (step + 1)
         pattern = MaskMod(WAYS[way])
         assert pattern == MaskMod(WAYS[way]) and pattern not in earlier
-        earlier.add(pattern)
+        earlier.append(pattern)
+    globals()["IDS"] = READER.ids = CALLABLE.ids = None
+    assert len(set(earlier)) == len(earlier)
 
 
 def test_captured_arrays_are_equal_by_contents():
