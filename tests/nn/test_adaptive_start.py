@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from dilated_attention_pytorch.nn import (
     AdaptiveConfig,
@@ -82,6 +83,15 @@ def test_fitting_twice_or_frozen_or_trained_changes_nothing():
     fitted = copied_state(module)
     assert fit() == []
     assert all(torch.equal(x, fitted[name]) for name, x in module.scorer.state_dict().items())
+
+
+def test_scorers_are_made_under_a_half_default():
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert layer().scorer.match_query.dtype == torch.bfloat16
+    finally:
+        torch.set_default_dtype(before)
 
 
 def test_a_match_of_the_full_width_stays():
@@ -164,7 +174,7 @@ def test_a_corrupted_scorer_selects_as_its_start(how):
     plain.scorer.load_state_dict({name: module.scorer.state_dict()[name] for name in plain.scorer.state_dict()})
     assert how == "nan" or shares(plain, copied_state(plain))["learned"] < shares(module, start)["untrained"] - 0.1
     for seed in range(3):
-        module.train()(*skewed(seed), is_causal=True)
+        module.train()(*skewed(seed), is_causal=True).sum().backward()
     assert bool((module.scorer.advantage < 0).all())
     found = shares(module, start)
     assert found["learned"] >= found["untrained"] - 1e-3
@@ -204,6 +214,24 @@ def test_a_head_recovers_when_training_overtakes_the_start():
         optimizer.step()
         signs.append(float((module.scorer.advantage < 0).double().mean()))
     assert signs[0] == 1.0 and signs[-1] == 0.0
+
+
+def test_checkpointing_repeats_the_selection_of_a_guard():
+    plain, repeated = layer(guarded=True), layer(guarded=True)
+    for step in range(6):
+        grads = []
+        for module in (plain, repeated):
+            inputs = [x.requires_grad_() for x in skewed(step)]
+            torch.manual_seed(step)
+            call = checkpoint if module is repeated else lambda run, *rows, use_reentrant: run(*rows)
+            call(module, *inputs, True, use_reentrant=False).square().mean().backward()
+            grads.append([x.grad for x in inputs])
+            with torch.no_grad():
+                for parameter in module.parameters():
+                    parameter -= parameter.grad.sign() * 0.05
+            module.zero_grad()
+        assert all(map(torch.equal, *grads))
+    assert torch.equal(plain.scorer.advantage, repeated.scorer.advantage) and bool((plain.scorer.advantage != 0).all())
 
 
 def test_without_training_a_guard_changes_nothing():

@@ -75,3 +75,13 @@ def test_biased_modules_compile_whole():
     x, table = torch.randn(2, 20, 16, **DOUBLE, requires_grad=True), torch.randn(2, 7, **DOUBLE, requires_grad=True)
     found, wanted = (f(x, bias=table, softcap=3.0)[0] for f in (compiled, module))
     same_gradients(found, wanted, [x, table])
+
+
+@pytest.mark.compile
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_a_fixed_number_of_heads_compiles_with_dynamic_shapes():
+    torch._dynamo.reset()
+    module = dap.SparseAttention("window:5", sink=True, num_heads=4)
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager", dynamic=True)
+    rows = torch.randn(3, 2, 20, 4, 8).unbind()
+    assert torch.allclose(compiled(*rows), module(*rows), atol=1e-6)

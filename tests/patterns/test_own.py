@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from oracle import answer, error
@@ -293,6 +297,77 @@ def test_functions_are_equal_by_code_and_captured_values():
     first += 1
     assert before != window(3, first)
     assert MaskMod(lambda b, h, q, k: q > k) != MaskMod(lambda b, h, q, k: q < k)
+
+
+class Reader:
+    """Mask functions that reach their ids in different ways; the ids change between calls."""
+
+    ids: Any = None
+
+    def method(self, b, h, q, k):
+        return self.ids[q] == self.ids[k]
+
+    def __call__(self, b, h, q, k):
+        return self.ids[q] == self.ids[k]
+
+
+IDS: Any = None
+READER = Reader()
+CALLABLE = Reader()
+
+
+def reads_global(b, h, q, k):
+    return IDS[q] == IDS[k]
+
+
+def reads_inside(b, h, q, k):
+    at = lambda token: IDS[token]  # noqa: E731
+    return at(q) == at(k)
+
+
+def reads_attribute(b, h, q, k):
+    return READER.ids[q] == READER.ids[k]
+
+
+WAYS = {
+    "global": reads_global,
+    "inner function": reads_inside,
+    "attribute": reads_attribute,
+    "method": READER.method,
+    "object": CALLABLE,
+    "partial": partial(reads_global, h=0),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_functions_of_new_captured_values_differ(way: str):
+    earlier: list[MaskMod] = []
+    for step in range(30):
+        # A tensor may take the address of one that was freed here.
+        globals()["IDS"] = READER.ids = CALLABLE.ids = torch.arange(20) // (step + 1)
+        pattern = MaskMod(WAYS[way])
+        assert pattern == MaskMod(WAYS[way]) and pattern not in earlier
+        earlier.append(pattern)
+    globals()["IDS"] = READER.ids = CALLABLE.ids = None
+    assert len(set(earlier)) == len(earlier)
+
+
+def test_captured_arrays_are_equal_by_contents():
+    ids = np.arange(6)
+
+    def pattern() -> MaskMod:
+        return MaskMod(lambda b, h, q, k: q + int(ids[0]) >= k)
+
+    before = pattern()
+    assert before == pattern()
+    ids[0] = 9
+    assert before != pattern()
+
+
+def test_patterns_of_functions_are_pickled():
+    pattern = MaskMod(reads_attribute)
+    module = pickle.loads(pickle.dumps(dap.SparseAttention(pattern & dap.Causal())))
+    assert module.pattern == pattern & dap.Causal() and copy.deepcopy(pattern) == pattern
 
 
 def test_a_function_that_names_itself_has_a_key():

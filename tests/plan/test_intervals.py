@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import assume, given
-from strategies import Draw, strategy
+from hypothesis import assume, given, settings
+from strategies import Draw, Seeded, strategy
 from torch import Tensor
 from torch.nn.attention.flex_attention import and_masks, or_masks
 
@@ -108,9 +108,8 @@ def draw_traced(draw: Draw) -> tuple[str, list[tuple[int, int, int, int]], int]:
     return text, [draw_rectangle(draw) for _ in range(draw.integer(1, 4))], draw.integer(0, 3)
 
 
-@given(strategy(draw_traced))
-def test_bounds_contain_every_value(problem):
-    text, rectangles, head = problem
+def check_bounds(text: str, rectangles: list[tuple[int, int, int, int]], head: int) -> bool:
+    """Compare bounds with the values of every pair, and shift invariance with them; whether there is a trace."""
     function = function_of(text)
     columns = tuple(torch.tensor(column) for column in zip(*rectangles, strict=True))
     traced = trace(lambda q, k, h: function(None, torch.tensor(h), q, k), columns, head)
@@ -125,12 +124,50 @@ def test_bounds_contain_every_value(problem):
             for distance, value in zip((q[:, None] - k).flatten().tolist(), values.flatten().tolist(), strict=True):
                 by_distance.setdefault(distance, set()).add(value)
     assert all(len(values) == 1 for values in by_distance.values())
+    return traced is not None
+
+
+@given(strategy(draw_traced))
+def test_bounds_contain_every_value(problem):
+    check_bounds(*problem)
+
+
+RULES = (
+    *("q - k", "2 * k - q", "-(q - k)", "1 - q", "abs(q - k)", "(q - 40) * (k - 30)", "(q - 40) ** 2", "q * k"),
+    *("(q - 50) // 7", "(q - k) // -3", "99 // (abs(q - k) + 1)", "(q - 40) // (k + 1)", "(k - q) // (q - 100)"),
+    *("q % 7", "(q - k) % 16", "99 % (k + 1)", "(q - k) % (abs(k - 50) + 1)", "torch.remainder(k - 40, -9)"),
+    *("torch.minimum(q, k)", "torch.maximum(q, k)", "torch.minimum(q, k - 9)", "torch.maximum(q - k, k - 20)"),
+    *("torch.maximum(q, 40 + 0 * k)", "torch.max(q, k) - torch.min(q, k)", "torch.maximum(k - q, q - k)"),
+    *("(q - k).clamp(-5, 9)", "(q - k).clamp(9, -5)", "q.clamp(max=k)", "torch.clamp_max(k, 30)", "q.clamp(min=k - 5)"),
+    *("torch.where(q > k, q, k - 90)", "torch.where(q > 30, k, q)", "torch.where(k < 50, 3, -q)"),
+    *("torch.where(q - k > 3, q - k, 5)", "q.where(q > k, k - 90)", "torch.where(flags[q], 7, 2)"),
+    *("q < k", "k <= 40", "q > k", "q >= k", "40 > k", "q == k", "q // 9 == k // 9", "q != k", "q - k < 5"),
+    *("(q > 30) & (k < 50)", "(q > 30) | (k < 50)", "(q > 30) ^ (k < 50)", "~(q > 30)", "(q > k) == (k > 9)"),
+    *("(q > k) + (k > 20)", "((q > k) + (k > 20)) * 3", "(q - k).bool()", "torch.logical_xor(q - 30, k < 5)"),
+    *("torch.logical_and(q % 3, k - 30)", "torch.logical_or(q - k, k < 9)", "torch.logical_not(q // 40)"),
+    *("ids[q]", "ids[k] == ids[q]", "small[k]", "wide[q] > wide[k]", "huge[q] > 0", "flags[q] & flags[k]"),
+    *("ids[q - k]", "ids[(q - k).clamp(-5, 40)]", "ids[(q - k) % 90]", "square[q // 10, k // 10]", "one[q * 0] + k"),
+    *("cube[1, q % 5, k % 4]", "cube[0, q % 5, 1] * cube[1, q % 5, 1] * cube[0, q % 5, 2]", "cube[h, k % 5, -1]"),
+    *("(q * 3).to(torch.int8)", "(q - k).to(torch.uint8)", "q.to(torch.int8) * 2", "(k - 40).byte() > 99", "q << 1"),
+    *("(q + 2**62) * 4", "(q - k) * 2**61 > 0", "(q * 2**52 + k) % 2", "q.to(torch.int32) * 2**25", "q * 0.5 < k"),
+    *("(q + 60).to(torch.int8) - k", "(q + 60).to(torch.int8) < k", "(q - 40).to(torch.uint8) == k"),
+    *("(q - k).long() + h", "torch.sub(q, k, alpha=3)", "torch.div(q - k, 7, rounding_mode='floor')"),
+    *("torch.div(q - k, 7, rounding_mode='trunc')", "torch.fmod(q - k, 7)", "(q - k) & 6", "torch.full_like(q, 4) + k"),
+)
+"""Expressions that have a trace, with each rule of interval arithmetic alone or with another one."""
+
+
+@pytest.mark.parametrize("text", RULES)
+def test_each_rule_contains_every_value(text: str):
+    draw = Seeded(0)
+    assert check_bounds(text, [draw_rectangle(draw) for _ in range(120)], head=1)
 
 
 def draw_plan(draw: Draw) -> tuple[str, int, int, int]:
     return draw_test(draw, draw.integer(0, 3)), draw.integer(1, LENGTH), draw.integer(1, 3), draw.choice([16, 32])
 
 
+@settings(max_examples=settings().max_examples // 3)
 @given(strategy(draw_plan))
 def test_plans_of_random_functions_match_evaluation(problem):
     text, n, heads, block_size = problem
@@ -223,11 +260,29 @@ def by_shape(b: Any, h: Any, q: Any, k: Any) -> Any:
     return q >= k if q.numel() else q < k
 
 
+def by_copy(b: Any, h: Any, q: Any, k: Any) -> Any:
+    copy = q.new_tensor(q)
+    return q >= k if bool((copy > 40).any()) else q < k
+
+
 def in_place(b: Any, h: Any, q: Any, k: Any) -> Any:
     shifted = q + 0
     shifted += 3
     shifted.mul_(2)
     return shifted >= k
+
+
+def shifted_in_place(b: Any, h: Any, q: Any, k: Any) -> Any:
+    shifted = alias = q + 1
+    alias <<= 1
+    return shifted >= k
+
+
+def catching(b: Any, h: Any, q: Any, k: Any) -> Any:
+    try:
+        return q >= k if int(q.max()) >= 0 else q > k
+    except Exception:
+        return q < k
 
 
 def by_number(b: Any, h: Any, q: Any, k: Any) -> Any:
@@ -240,6 +295,8 @@ def through_numpy(b: Any, h: Any, q: Any, k: Any) -> Any:
 
 FALLBACKS = {
     "in place": in_place,
+    "shift in place": shifted_in_place,
+    "caught errors": catching,
     "by number": by_number,
     "numpy": through_numpy,
     "shape": lambda b, h, q, k: (q >= k).expand(torch.broadcast_shapes(q.shape, k.shape)),
@@ -268,9 +325,10 @@ def test_captured_tensors_keep_their_values():
     assert trace(lambda q, k, h: counting(None, h, q, k), one * 2, 0) is None and not state.any()
 
 
+@pytest.mark.filterwarnings("ignore:To copy construct:UserWarning")
 def test_reading_a_truth_value_has_no_trace():
     tiles = tuple(torch.tensor([x]) for x in (50, 60, 0, 5))
-    for function in (branching, by_shape):
+    for function in (branching, by_shape, by_copy):
         assert trace(lambda q, k, h, function=function: function(None, h, q, k), tiles, 0) is None
 
 

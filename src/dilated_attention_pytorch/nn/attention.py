@@ -206,7 +206,8 @@ class SparseAttention(nn.Module, Planned):
         for name, tensor in (("query", query), ("key", key), ("value", value)):
             if tensor.dim() != 4:
                 raise must(f"{name} must have shape (batch, n, heads, width)", tuple(tensor.shape))
-        if self.num_heads not in (None, query.shape[2]):
+        # Not `in`: the compiler compares a symbolic size by identity there.
+        if self.num_heads is not None and query.shape[2] != self.num_heads:
             raise must(f"query must have this module's {self.num_heads} heads", query.shape[2])
         q, k, v = (tensor.transpose(1, 2) for tensor in (query, key, value))
         terms = self._score_terms(softcap, bias, bias_positions, return_attention_weights)

@@ -9,8 +9,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields, is_dataclass
-from inspect import isfunction
+from functools import partial
+from hashlib import sha256
+from inspect import isfunction, ismethod, ismodule
+from types import CodeType
 from typing import Any
+from weakref import ref
 
 from ..errors import must, must_be
 
@@ -145,33 +149,82 @@ def _attributes(pattern: object) -> object:
     return value_key(vars(pattern)) if hasattr(pattern, "__dict__") else id(pattern)
 
 
-def value_key(value: Any, outer: tuple[int, ...] = ()) -> object:
-    """Hashable key of a value: containers and functions by contents, tensors by identity and version.
+class _Identity:
+    """Key of an object: equal for the same object with the same state. An object made in its place has another key."""
 
-    `outer` holds the functions around the value, which may refer to themselves.
+    __slots__ = ("_address", "_object", "_state")
+
+    def __init__(self, value: Any, state: object) -> None:
+        try:
+            self._object: Callable[[], Any] = ref(value)
+        except TypeError:
+            self._object = lambda: value
+        self._address, self._state = id(value), state
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Identity) or self is other:
+            return self is other
+        own = self._object()
+        return own is not None and own is other._object() and self._state == other._state
+
+    def __hash__(self) -> int:
+        return hash((self._address, self._state))
+
+
+def value_key(value: Any, outer: tuple[int, ...] = (), names: frozenset[str] = frozenset()) -> object:
+    """Hashable key of a value: containers, arrays and functions by contents, tensors by identity and version.
+
+    `outer` holds the functions and objects around the value, which may refer to themselves; `names` the names that the
+    function around it reads: attributes of an object that have one of them count as captured.
     """
     if isinstance(value, dict):
-        return "dict", tuple(sorted((repr(name), value_key(item, outer)) for name, item in value.items()))
+        return "dict", tuple(sorted((repr(name), value_key(item, outer, names)) for name, item in value.items()))
     if isinstance(value, list | tuple):
-        return type(value), tuple(value_key(item, outer) for item in value)
-    if hasattr(value, "is_inference") and hasattr(value, "data_ptr") and not isinstance(value, type):
-        return id(value), None if value.is_inference() else value._version
-    if isfunction(value) and id(value) not in outer:
+        return type(value), tuple(value_key(item, outer, names) for item in value)
+    if isinstance(value, type) or id(value) in outer:
+        return type(value), value if isinstance(value, type) else id(value)
+    if hasattr(value, "is_inference") and hasattr(value, "data_ptr"):
+        return _Identity(value, None if value.is_inference() else value._version)
+    if hasattr(value, "tobytes") and hasattr(value, "dtype"):
+        return str(value.dtype), value.shape, sha256(value.tobytes()).digest()
+    if isfunction(value):
         return _function_key(value, (*outer, id(value)))
+    if isinstance(value, partial):
+        return partial, value_key((value.func, value.args, value.keywords), outer)
+    call = value if ismethod(value) else getattr(value, "__call__", None)  # noqa: B004
+    if ismethod(call):
+        # The names of a method are read from its object; those of a function around it may be as well.
+        names = names.union(_names_read(call.__func__.__code__))
+        return value_key(call.__func__, outer), _object_key(call.__self__, outer, names)
+    return _object_key(value, outer, names)
+
+
+def _object_key(value: Any, outer: tuple[int, ...], names: frozenset[str]) -> object:
+    own = {} if ismodule(value) else getattr(value, "__dict__", {})
+    # Buffers and parameters of an nn.Module.
+    held = {**own, **own.get("_buffers", {}), **own.get("_parameters", {})}
+    state = tuple((name, value_key(held[name], (*outer, id(value)), names)) for name in sorted(names & held.keys()))
     try:
         hash(value)
     except TypeError:
-        return type(value), id(value)
+        return type(value), frozenset(value) if isinstance(value, set) else _Identity(value, state)
     # 1, 1.0 and True are equal, and a predicate may distinguish them.
-    return type(value), value
+    return type(value), value, state
 
 
 def _function_key(function: Any, outer: tuple[int, ...]) -> object:
     code, scope = function.__code__, function.__globals__
+    names = _names_read(code)
     cells = (cell.cell_contents for cell in function.__closure__ or ())
-    read = (scope[name] for name in code.co_names if name in scope)
+    read = (scope[name] for name in sorted(names) if name in scope)
     captured = *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).items(), *cells, *read
-    return code, tuple(value_key(value, outer) for value in captured if id(value) not in outer)
+    return code, tuple(value_key(value, outer, names) for value in captured if id(value) not in outer)
+
+
+def _names_read(code: CodeType) -> frozenset[str]:
+    """Names of globals and attributes in a function and in the functions inside it."""
+    inner = (_names_read(constant) for constant in code.co_consts if isinstance(constant, CodeType))
+    return frozenset(code.co_names).union(*inner)
 
 
 PLAIN = re.compile(r"[A-Za-z_][\w.+-]*")

@@ -40,6 +40,10 @@ class MaskMod(Pattern):
     def __hash__(self) -> int:
         return hash(self._key)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # The key holds code and weak references, and is computed anew from the function.
+        return MaskMod, (self.function,)
+
     def allows(self, q: Any, k: Any, head: Any = 0) -> Any:
         like = next((x for x in (q, k, head) if hasattr(x, "new_tensor")), None)
         if like is None:

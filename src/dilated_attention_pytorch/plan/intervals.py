@@ -22,8 +22,8 @@ INF = float("inf")
 MOST_ENTRIES = 2**26
 """Most entries of a captured table that is summarized; `Summary` takes up to four times its memory."""
 INTEGERS = {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
-IN_PLACE = {"__setitem__"} | {
-    f"__i{name}__" for name in ("add", "sub", "mul", "floordiv", "truediv", "mod", "pow", "and", "or", "xor")
+IN_PLACE = {"__setitem__", "__ilshift__", "__irshift__"} | {
+    f"__i{name}__" for name in ("add", "sub", "mul", "div", "floordiv", "truediv", "mod", "pow", "and", "or", "xor")
 }
 
 
@@ -78,7 +78,7 @@ def trace(
     except Exception:
         # Pairs are then evaluated one by one, which raises where the predicate is at fault.
         return None
-    if not isinstance(value, Tensor) or value.is_meta:
+    if mode.has_refused or not isinstance(value, Tensor) or value.is_meta:
         return None
     bounds = mode.bounds(value)
     low, high = (bound.expand(tiles[0].shape) for bound in bounds[:2])
@@ -93,12 +93,21 @@ class _Tracer(TorchFunctionMode):
         self.device = device
         self.summaries: dict[object, tuple[Tensor, Summary]] = {}
         self.unknown = Bounds(self._one(-INF), self._one(INF))
+        self.has_refused = False
+        """Whether a function raised, which a predicate may have caught: it may not catch it where values exist."""
 
     def _one(self, value: float) -> Tensor:
         return torch.full((1,), value, dtype=torch.float64, device=self.device)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        try:
+            return self._call(func, args, kwargs or {})
+        except Exception:
+            self.has_refused = True
+            raise
+
+    def _call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        name = getattr(func, "__name__", "")
         if name in IN_PLACE or (name.endswith("_") and not name.endswith("__")) or kwargs.get("out") is not None:
             raise NotImplementedError(name)
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from warnings import warn
 
@@ -284,14 +284,14 @@ class BlockSparseAdaptive(OverRanks, nn.Module):
         if self.config.guarded and distills:
             chooser = self.score_blocks(*given)
         selection = select(chooser, q.shape[2], self.explores())
-        stored, weighted, lse = selection.without_lists(), self.is_weighted(), None
+        stored, weighted, lse, compared = selection.without_lists(), self.is_weighted(), None, None
         batch = self.draw_batch(scores, selection.indices, scores.row_count) if distills else None
         self.__dict__.update(_selected=stored, _batch=batch)
         if self.config.guarded and batch is not None:
             start = self.score_blocks(*given, "start")
             inputs = distill_inputs(q, k, selection, scale_of(self.softmax_scale, self.head_dim), key_padding_mask)
             weights = query_weights(q.transpose(1, 2), key_padding_mask)
-            self.scorer.compare(captured_more(scores, start, inputs, batch.dense_rows, weights))
+            compared = captured_more(scores, start, inputs, batch.dense_rows, weights)
         if weighted:
             output = self._weighted(q, k, v, scores, selection, key_padding_mask)
         else:
@@ -307,7 +307,7 @@ class BlockSparseAdaptive(OverRanks, nn.Module):
                 distill_batch=batch,
                 scores=None if batch is None else scores,
             )
-        output = self._counted(output).transpose(1, 2)
+        output = self._counted(output, compared).transpose(1, 2)
         if not return_pattern:
             return output
         scale = self.head_dim**-0.5 if self.softmax_scale is None else self.softmax_scale
@@ -335,20 +335,23 @@ class BlockSparseAdaptive(OverRanks, nn.Module):
             return
         self.scorer.fit(moments_of(q, k, self.config.settings(self.block_size, is_causal), padding))
 
-    def _counted(self, output: Tensor) -> Tensor:
-        """The output, whose backward pass counts as a training step."""
-        if "training_steps" in self._buffers and self.training and output.requires_grad:
-            output.register_hook(self._finish_step)
+    def _counted(self, output: Tensor, compared: Tensor | None = None) -> Tensor:
+        """The output, whose backward pass counts as a training step, with the outcome of a comparison for the guard."""
+        if self.training and output.requires_grad and ("training_steps" in self._buffers or compared is not None):
+            output.register_hook(partial(self._finish_step, compared))
         return output
 
-    def _finish_step(self, grad: Tensor) -> None:
+    def _finish_step(self, compared: Tensor | None, grad: Tensor) -> None:
         """Count a step at the end of the backward pass: activation checkpointing repeats forward passes within it."""
-        Variable._execution_engine.queue_callback(self._count_step)
+        Variable._execution_engine.queue_callback(partial(self._count_step, compared))
 
-    def _count_step(self) -> None:
-        # The number on the host decides; reading the buffer would stall the host.
-        self.__dict__["_steps"] += 1
-        self.training_steps.add_(1)
+    def _count_step(self, compared: Tensor | None) -> None:
+        if compared is not None:
+            self.scorer.compare(compared)
+        if "training_steps" in self._buffers:
+            # The number on the host decides; reading the buffer would stall the host.
+            self.__dict__["_steps"] += 1
+            self.training_steps.add_(1)
 
     def _load_from_state_dict(self, *args: Any) -> None:  # pyrefly: ignore[bad-override]
         super()._load_from_state_dict(*args)

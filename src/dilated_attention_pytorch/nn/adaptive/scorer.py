@@ -235,7 +235,10 @@ class BlockScorer(nn.Module):
         if rank:
             # So that the product of the projections is, on average, q . k / sqrt(d).
             size = (max(width, rank) / min(width, rank)) ** 0.25
-            drawn = [nn.init.orthogonal_(torch.zeros(width, rank, device="cpu"), size) for _ in self.match_query]
+            # torch has no decomposition in the half precisions, which may be the default.
+            wide = torch.promote_types(torch.get_default_dtype(), torch.float32)
+            zeros = torch.zeros(width, rank, device="cpu", dtype=wide)
+            drawn = [nn.init.orthogonal_(zeros.clone(), size) for _ in self.match_query]
             self.match_query.copy_(torch.stack(drawn))
         self.match_key.copy_(self.match_query)
         self.importance.reset_parameters()
