@@ -50,7 +50,7 @@ def test_the_fit_is_the_best_match_of_its_rank(unit, keys):
     """Error of scores up to a constant of each row, in float64, against the optimum of every pair by Eckart-Young."""
     q, k, _ = (x.double().transpose(1, 2) for x in skewed(0, 128, keys))
     settings = replace(CONFIG, score_unit=unit).settings(16, True)
-    left, right = fit_match(moments_of(q, k, settings, None), RANK)
+    left, right = fit_match(moments_of(q, k, settings, None, q.shape[1]), RANK, q.shape[-1])
     k = k.repeat_interleave(HEADS // keys, 1).unflatten(2, (-1, unit)).mean(3)
     q, k = (x.transpose(0, 1).flatten(1, 2) for x in (q, k))
     k = k - k.mean(1, keepdim=True)
