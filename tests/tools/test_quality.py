@@ -509,4 +509,4 @@ def test_published_rows_hold_counted_densities():
 
 
 def test_the_command_knows_every_suite():
-    assert set(SUITE_NAMES) == {*retrieval.SUITES, "recipe", "start", *rules.RULE_SUITES, *quality.SUITES}
+    assert set(SUITE_NAMES) == {*retrieval.SUITES, *recipe.SUITE_RUNS, *rules.RULE_SUITES, *quality.SUITES}

@@ -37,4 +37,17 @@ timed length. Conditions of these two tasks:
 """
 
 TASKS = ("recall", "editions", "speed")
-SUITE_NAMES = ("cpu", "ci", "tiny", "recipe", "start", "rules", "rules-tiny", "small", "gpu", "rehearsal")
+SUITE_NAMES = (
+    "cpu",
+    "ci",
+    "tiny",
+    "recipe",
+    "start",
+    "group",
+    "heads",
+    "rules",
+    "rules-tiny",
+    "small",
+    "gpu",
+    "rehearsal",
+)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
-from .retrieval import SUITES, Line, RetrievalTask, Starts, sources
+from .retrieval import HEADS, SUITES, Line, Starts, sources
 from .retrieval import TASKS as ALL
 
 DENSITY, LOW_DENSITY = 0.125, 0.0625
@@ -50,6 +51,33 @@ START_NAMES: dict[str, tuple[str, dict[str, Any]]] = {
     "learned, `score_unit=1, match_rank=8`, fitted": ("learned", {"score_unit": 1, "match_rank": 8, "fitted": True}),
 }
 """Rows of the suite "start": scorers whose start is fitted to queries and keys. Their controls are those of `FINE`."""
+SHARED = 'score_unit=1, match_rank=16, select="all"'
+GROUP_NAMES: dict[str, tuple[str, dict[str, Any]]] = {
+    "frozen, `score_unit=2, match_rank=32`": ("frozen", {"score_unit": 2, "match_rank": 32}),
+    "learned, `score_unit=2, match_rank=32`": ("learned", {"score_unit": 2, "match_rank": 32}),
+    f"frozen, `{SHARED}`, fitted": (
+        "frozen",
+        {"score_unit": 1, "match_rank": 16, "select": "all", "fitted": True},
+    ),
+    f"learned, `{SHARED}`, fitted": (
+        "learned",
+        {"score_unit": 1, "match_rank": 16, "select": "all", "fitted": True},
+    ),
+    'learned, `score_unit=1, match_rank=8, select="all"`, fitted': (
+        "learned",
+        {"score_unit": 1, "match_rank": 8, "select": "all", "fitted": True},
+    ),
+    "oracle, one list for both heads": ("oracle", {"group": HEADS}),
+}
+"""Rows of the suite "group": one list of blocks for both heads, beside pairs of tokens with a list for each head."""
+FOUR = "4 heads: "
+FOUR_NAMES: dict[str, tuple[str, dict[str, Any]]] = {
+    FOUR + name: row
+    for name, row in (START_NAMES | GROUP_NAMES).items()
+    if name in ("learned, `score_unit=1, match_rank=16`, fitted", "learned, `score_unit=2, match_rank=32`")
+    or SHARED in name
+} | {f"{FOUR}oracle": ("oracle", {}), f"{FOUR}oracle, one list for all heads": ("oracle", {"group": 4})}
+"""Rows of the suite "heads": models of four heads, with one list for all of them or a list for each."""
 Run = tuple[str, str, float, int]
 """Task, name, wanted density and seed."""
 
@@ -62,19 +90,26 @@ def runs() -> list[Run]:
     return list(dict.fromkeys(made + fine))
 
 
-def start_runs() -> list[Run]:
-    """Runs of the suite "start"."""
-    return [
-        (task, name, x, seed) for seed in SEEDS for task in ALL for x in (DENSITY, LOW_DENSITY) for name in START_NAMES
-    ]
+def _runs_of(names: dict[str, Any]) -> list[Run]:
+    return [(task, name, x, seed) for seed in SEEDS for task in ALL for x in (DENSITY, LOW_DENSITY) for name in names]
 
 
-def measure(left: list[Run], suite: RetrievalTask = SUITES["cpu"]) -> Iterator[Line]:
+SUITE_RUNS: dict[str, Callable[[], list[Run]]] = {
+    "recipe": runs,
+    "start": partial(_runs_of, START_NAMES),
+    "group": partial(_runs_of, GROUP_NAMES),
+    "heads": lambda: [(task, name, DENSITY, seed) for seed in SEEDS for task in TASKS for name in FOUR_NAMES],
+}
+"""Runs by the name of a suite that changes settings."""
+
+
+def measure(left: list[Run], heads: int = HEADS) -> Iterator[Line]:
     """A line for each run. Without a dense start, a row takes all steps with its own blocks."""
+    suite = replace(SUITES["cpu"], heads=heads)
     starts, code = Starts(suite), sources()
     scratch = Starts(replace(suite, dense_steps=0, steps=suite.dense_steps + suite.steps))
     for task, name, density, seed in left:
-        row, settings = (CHANGES | START_NAMES).get(name, (name.partition(",")[0], {}))
+        row, settings = (CHANGES | START_NAMES | GROUP_NAMES | FOUR_NAMES).get(name, (name.partition(",")[0], {}))
         line = {"task": task, "pattern": row, "setting": name, "wanted": density, "seed": seed, "sources": code}
         yield line | (scratch if name in SCRATCH else starts).run(task, row, density, seed, **settings)
 
@@ -96,19 +131,43 @@ def table(lines: list[Line]) -> list[str]:
 
 
 def fine_table(lines: list[Line]) -> list[str]:
-    """Markdown table of right answers by the unit and rank of scores, beside the oracle, at each density."""
+    """Markdown table of right answers by the unit, rank and lists of scores, beside oracles, at each density.
+
+    Operations are multiply-adds for each query, key and head while ranking.
+    """
     unit = "`score_unit=4, match_rank=32`"
-    names = {"frozen": f"frozen, {unit}", "learned": f"learned, {unit}"} | {x: x for x in (*FINE, *START_NAMES)}
-    names |= {"oracle": "oracle"}
-    text = [f"| counted density | row | {' | '.join(ALL)} |", "|---" * (len(ALL) + 2) + "|"]
+    named = {name: CHANGES[name] for name in FINE} | START_NAMES | GROUP_NAMES
+    coarse = {"score_unit": 4, "match_rank": 32}
+    rows = {"frozen": (f"frozen, {unit}", coarse), "learned": (f"learned, {unit}", coarse)}
+    rows |= {name: (name, settings) for name, (row, settings) in named.items() if row != "oracle"}
+    rows |= {"oracle": ("oracle", {})} | {x: (x, {}) for x, (row, _) in named.items() if row == "oracle"}
+    text = [f"| counted density | row | operations | {' | '.join(ALL)} |", "|---" * (len(ALL) + 3) + "|"]
     for density in (DENSITY, LOW_DENSITY):
-        for name, shown in names.items():
+        for name, (shown, settings) in rows.items():
             mine = [x for x in lines if x["wanted"] == density and name == x.get("setting", x["pattern"])]
-            mine = [x for x in mine if name in (*FINE, *START_NAMES) or x["suite"] == "cpu"]
+            mine = [x for x in mine if name in named or x["suite"] == "cpu"]
             if mine:
                 values = [[x["quality"] for x in mine if x["task"] == task] for task in ALL]
-                text.append(f"| {100 * density:g} % | {shown} | {' | '.join(map(spread, values))} |")
+                cost = f"{operations(settings):g}" if settings else ""
+                text.append(f"| {100 * density:g} % | {shown} | {cost} | {' | '.join(map(spread, values))} |")
     return text
+
+
+def heads_table(lines: list[Line]) -> list[str]:
+    """Markdown table of right answers of models of four heads."""
+    text = [f"| row | operations | {' | '.join(TASKS)} |", "|---" * (len(TASKS) + 2) + "|"]
+    for name, (_, settings) in FOUR_NAMES.items():
+        mine = [x for x in lines if x.get("setting") == name]
+        if mine:
+            values = [[x["quality"] for x in mine if x["task"] == task] for task in TASKS]
+            cost = f"{operations(settings, 4):g}" if "match_rank" in settings else ""
+            text.append(f"| {name.removeprefix(FOUR)} | {cost} | {' | '.join(map(spread, values))} |")
+    return text
+
+
+def operations(settings: dict[str, Any], heads: int = HEADS) -> float:
+    """Multiply-adds for each query, key and head while ranking by a scorer with these settings."""
+    return settings["match_rank"] / settings["score_unit"] / (heads if settings.get("select") == "all" else 1)
 
 
 def spread(values: list[float]) -> str:

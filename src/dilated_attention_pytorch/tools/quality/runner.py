@@ -353,7 +353,7 @@ def read_log(log: Path) -> list[Line]:
 def run(given: argparse.Namespace, log: Path, deadline: float) -> OutOfTime | None:
     """Measure what is not in the log; why the rest was left."""
     name, plays = given.suite, None if given.plays is None else read_plays(given.plays)
-    if name in (*retrieval.SUITES, "recipe", "start", *rules.RULE_SUITES):
+    if name in (*retrieval.SUITES, *recipe.SUITE_RUNS, *rules.RULE_SUITES):
         return _run_retrieval(given, log, deadline)
     suite = SUITES[name]
     if suite.device == "cuda" and not torch.cuda.is_available():
@@ -387,10 +387,10 @@ def _run_retrieval(given: argparse.Namespace, log: Path, deadline: float) -> Out
     old = read_log(log)
     rows = [line for line in old if line["suite"] == name and given.resume and line["sources"] == code]
     write(log, "".join(json.dumps(line) + "\n" for line in old if line["suite"] != name or line in rows))
-    if name in ("recipe", "start"):
+    if name in recipe.SUITE_RUNS:
         done: set[Any] = {(line["task"], line["setting"], line["wanted"], line["seed"]) for line in rows}
-        every = recipe.runs() if name == "recipe" else recipe.start_runs()
-        found = recipe.measure([run for run in every if run not in done])
+        left = [run for run in recipe.SUITE_RUNS[name]() if run not in done]
+        found = recipe.measure(left, 4 if name == "heads" else retrieval.HEADS)
     elif name in rules.RULE_SUITES:
         done = {(line["task"], line["pattern"], line["budget"], line["seed"]) for line in rows}
         found = rules.measure(chosen := rules.RULE_SUITES[name], [run for run in chosen.runs() if run not in done])
