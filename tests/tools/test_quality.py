@@ -243,6 +243,24 @@ def test_a_row_counts_only_if_dense_learned():
     assert "| near | 0.090 | 0 % |  |  | 1 |" in page, "a speed-up that was not measured is left open"
 
 
+def test_headline_is_the_fastest_row_that_retains_enough():
+    more = {"n": 64, "speed_n": 64, "counts": True}
+    measured = {
+        "dense": (1.0, 1.0),
+        "near": (9.0, 0.0),
+        "exact": (2.0, 0.995),
+        "slow": (1.5, 1.0),
+        "rough": (4.0, 0.96),
+    }
+    found = [{"pattern": x, "speedup": speed, "retained": kept, **more} for x, (speed, kept) in measured.items()]
+    assert "S@99 = 2.00x (exact) and S@95 = 4.00x (rough)" in quality.headline(found)
+    assert "S@99 = none and S@95 = none" in quality.headline(found[:2])
+    untimed = {"pattern": "cut short", "speedup": None, "retained": 1.0, **more}
+    assert quality.headline([*found, untimed]) == quality.headline(found)
+    assert "different lengths" in quality.headline([x | {"n": 32} for x in found])
+    assert quality.headline([x | {"counts": False} for x in found]) == ""
+
+
 def test_second_edition_must_beat_the_first_and_nearby_text():
     def counts(dense: float, near: float) -> list[bool]:
         return [row["counts"] for row in quality.judged(rows(-dense, -near, "editions"))]

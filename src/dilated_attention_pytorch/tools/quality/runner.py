@@ -302,12 +302,28 @@ def report(lines: list[Line], logs: str = "") -> str:
             # A run that was cut short has no speed-ups yet.
             speed = " | " if row["speedup"] is None else f"{100 * row['density']:.0f} % | {row['speedup']:.2f}x"
             text.append(f"| {row['pattern']} | {abs(row['quality']):.3f} | {kept} | {speed} | {row['parameters']:,} |")
+        if told := headline(rows):
+            text += ["", told]
         if task == "editions":
             text += ["", *_by_distance(rows)]
         size = f"{first['steps']} steps of {first['tokens'] // first['steps']:,} tokens"
         seeds = "1 seed, so without an error bar" if first["seeds"] == 1 else f"{first['seeds']} seeds"
         text += ["", f"{size}, {seeds}, {first.get('device', '')}.", ""]
     return "\n".join(wrapped(line) if line and line[0] not in "|!#" else line for line in text)
+
+
+def headline(rows: list[Line]) -> str:
+    """S@99 and S@95 of a task: the largest speed-up of a row that retains so much, trained at the timed length."""
+    if rows[0]["speed_n"] is None or not rows[0]["counts"]:
+        return ""
+    if rows[0]["speed_n"] != rows[0]["n"]:
+        return "S@99 and S@95 are not given: rows were trained and timed at different lengths."
+    found = []
+    for share in (0.99, 0.95):
+        kept = [x for x in rows if x["pattern"] != "dense" and x["speedup"] is not None and x["retained"] >= share]
+        best = max(kept, key=lambda row: row["speedup"], default=None)
+        found.append(f"S@{100 * share:.0f} = " + (f"{best['speedup']:.2f}x ({best['pattern']})" if best else "none"))
+    return f"{' and '.join(found)}: the largest speed-up of a row that retains 99 % or 95 %."
 
 
 def _by_distance(rows: list[Line]) -> list[str]:
