@@ -2,8 +2,8 @@
 
 Tasks of the retrieval suites:
 
-- recall: the first half of a sequence contains 48 pairs of a key and a value, the second half
-  queries for any of them;
+- recall, a multi-query recall: the first half of a sequence contains 48 pairs of a key and a
+  value, the second half 96 queries, each for any of them;
 - needle: the first quarter contains 25 pairs; each query in the last quarter is for one of them,
   and the other 24 are distractors;
 - induction: runs of 32 tokens are repeated from random positions; the model predicts the next
@@ -18,7 +18,8 @@ rows keep a token's own block and the same number of earlier blocks, so only the
   learned: the same scorer, trained;
 - oracle: the blocks with most of a token's attention, measured with dense attention.
 
-Density is counted in the calls that ran: kept blocks over blocks visible to a causal token.
+Density is counted in the calls that ran: kept blocks over blocks visible to a causal token. At
+1,024 tokens a token's own block alone is 3.1 %, so 6.25 % is the lowest density with a choice.
 """
 
 from __future__ import annotations
