@@ -479,6 +479,7 @@ def test_tables_of_learned_attention_are_generated():
     assert "\n".join(retrieval_report.table(suite)) in page
     assert "\n".join(recipe.table(lines)) in page
     assert "\n".join(recipe.fine_table(lines)) in page
+    assert "\n".join(recipe.heads_table(lines)) in page
 
 
 def test_learned_rows_are_never_below_frozen_ones():
@@ -487,6 +488,9 @@ def test_learned_rows_are_never_below_frozen_ones():
     assert len(found) == 9 and min(found.values()) > 0.01, found
     found = retrieval_report.gains([line for line in lines if line.get("setting") in recipe.FINE])
     assert len(found) == 6 and min(found.values()) > 0.05, found
+    shared = [line for line in lines if "match_rank=16, select" in line.get("setting", "")]
+    found = retrieval_report.gains([line for line in shared if line["suite"] == "group"])
+    assert len(found) == 6 and min(found.values()) > 0, found
 
 
 def test_table_of_score_forms_is_generated():
