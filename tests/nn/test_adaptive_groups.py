@@ -183,7 +183,6 @@ def test_state_dict_and_repr_of_shared_lists():
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: AdaptiveConfig(select="pair"), "select must be one of head, group, all"),
         (lambda: AdaptiveConfig(group_size=2), 'group_size must be >= 1 and come with select="group"'),
         (lambda: AdaptiveConfig(select="all", share_across_heads=True), 'share_across_heads must come with select="head"'),
         (lambda: BlockSparseAdaptive([64], [1], 4, 8, AdaptiveConfig(select="group")), "Give group_size"),
