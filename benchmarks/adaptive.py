@@ -8,6 +8,8 @@ Tasks:
     lookup    the task of examples/adaptive_retrieval.py: 4 of 16 blocks are kept.
     coverage  blocks kept at a coverage of 0.9 on concentrated and on diffuse attention.
     crossover a forward pass with chosen blocks and with all, by length, for `AdaptiveConfig.dense_below`.
+    units     a forward pass by the unit and rank of scores, and with all blocks.
+    choosing  choosing blocks alone, by the unit, rank and lists of scores, in turns.
     speed     a forward pass against torch's dense attention, in turns. On a GPU: adaptive_gpu.py.
 """
 
@@ -16,6 +18,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -191,6 +194,40 @@ def crossover(
         yield {"n": n, "sparsity": sparsity, "causal": is_causal, **took}
 
 
+FORMS: dict[str, dict[str, Any]] = {
+    "unit 4, rank 32": {"score_unit": 4},
+    "unit 2, rank 32": {"score_unit": 2},
+    "unit 1, rank 16": {"score_unit": 1, "match_rank": 16},
+    "unit 1, rank 16, a list for 2 heads": {"score_unit": 1, "match_rank": 16, "select": "group", "group_size": 2},
+    "unit 1, rank 16, a list for 4 heads": {"score_unit": 1, "match_rank": 16, "select": "group", "group_size": 4},
+    "unit 1, rank 16, a list for 8 heads": {"score_unit": 1, "match_rank": 16, "select": "all"},
+}
+"""Settings of scores by name."""
+
+
+def choosing(n: int, sparsity: float, rounds: int = 7) -> Iterator[dict[str, Any]]:
+    """Processor seconds, median over rounds, that causal tokens with 8 heads of 64 take to choose blocks, and the
+    median over rounds of the ratio to unit 2, rank 32. Forms take turns."""
+    q, k = torch.randn(2, 1, 8, n, 64)
+    layers = {
+        name: BlockSparseAdaptive([n], [1], 8, 64, AdaptiveConfig(sparsity, **form)).eval()
+        for name, form in FORMS.items()
+    }
+    took: dict[str, list[float]] = {name: [] for name in layers}
+    with torch.no_grad():
+        for _ in range(rounds + 1):
+            for name, layer in layers.items():
+                busy = time.process_time()
+                select(layer.score_blocks(q, k, True), n)
+                took[name].append(time.process_time() - busy)
+    for name, layer in layers.items():
+        each, base = took[name][1:], took["unit 2, rank 32"][1:]
+        operations = layer.config.match_rank / layer.config.score_unit / layer.scorer.group
+        ratio = statistics.median(a / b for a, b in zip(each, base, strict=True))
+        line = {"form": name, "operations": operations, "seconds": statistics.median(each), "of_unit_2": ratio}
+        yield line | {"n": n, "sparsity": sparsity, "rounds": rounds}
+
+
 COLORS = ("#2a6fbb", "#c8452d", "#3a8f4d", "#8a5ab5", "#8c7a2b")
 
 
@@ -235,7 +272,9 @@ def main() -> None:
     """Run the tasks named and append what they give."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("adaptive.jsonl"))
-    parser.add_argument("--tasks", nargs="+", default=["needle", "lookup", "coverage", "crossover", "units", "speed"])
+    parser.add_argument(
+        "--tasks", nargs="+", default=["needle", "lookup", "coverage", "crossover", "units", "choosing", "speed"]
+    )
     parser.add_argument("--needle-steps", type=int, default=200)
     parser.add_argument("--lookup-steps", type=int, default=300)
     parser.add_argument("--lengths", type=int, nargs="+", help="of the speed and crossover tasks")
@@ -280,6 +319,10 @@ def main() -> None:
         for unit, rank in ((16, 32), (4, 32), (2, 32), (1, 16)):
             for line in crossover(asked.lengths or [8192], asked.sparsity, True, unit, rank):
                 tell(task="units", unit=unit, rank=rank, **line)
+    if "choosing" in asked.tasks:
+        for n in asked.lengths or [8192]:
+            for line in choosing(n, asked.sparsity):
+                tell(task="choosing", **line)
     if "speed" in asked.tasks:
         for n in asked.lengths or [32768]:
             for is_causal in (False, True):

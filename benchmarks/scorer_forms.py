@@ -126,7 +126,8 @@ class Score(nn.Module):
         both = drawn, drawn.clone()
         if variant.start == "fit":
             settings = AdaptiveConfig(score_unit=variant.unit).settings(SIZE, True)
-            both = [x.float() for x in fit_match(moments_of(query, key, settings, None), rank)]
+            moments = moments_of(query, key, settings, None, heads)
+            both = [x.float() for x in fit_match(moments, rank, width)]
         self.left, self.right = (nn.Parameter(x) for x in both)
         self.log_temperature = nn.Parameter(torch.zeros(heads, 1, 1))
         self.start = [x.detach().clone() for x in self.parameters()]

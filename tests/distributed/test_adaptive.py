@@ -82,7 +82,8 @@ CORE = [(HEADS, WIDTH), (KEY_HEADS, WIDTH), (KEY_HEADS, WIDTH)]
 
 def core(**more):
     chosen = config(**more)
-    return lambda **ranks: BlockSparseAdaptive([256], [1], HEADS, WIDTH, chosen, block_size=16, backend="cpu", **ranks)
+    sizes = {"block_size": 16, "num_kv_heads": KEY_HEADS}
+    return lambda **ranks: BlockSparseAdaptive([256], [1], HEADS, WIDTH, chosen, backend="cpu", **sizes, **ranks)
 
 
 @pytest.mark.parametrize("world", [2, 3])
@@ -147,6 +148,8 @@ def learning(rank: int, world: int) -> None:
     )
     same_rows(core(granularity="block", distill_rows=0.0), other, rank, group, CORE, is_causal=True)
     same_rows(core(base_sparsity=0.0), layout, rank, group, CORE, is_causal=True)
+    same_rows(core(select="group"), other, rank, group, CORE, is_causal=True, padded=True)
+    same_rows(core(select="all", granularity="block"), layout, rank, group, CORE)
 
 
 def multihead(rank: int, world: int) -> None:

@@ -174,7 +174,9 @@ def layer_and_input():
     return make
 
 
-@pytest.mark.parametrize("config", [{}, {"adaptive_ratio": 0.7}, {"match_rank": 0}, {"dropout": 0.2}], ids=str)
+@pytest.mark.parametrize(
+    "config", [{}, {"adaptive_ratio": 0.7}, {"match_rank": 0}, {"dropout": 0.2}, {"select": "all"}], ids=str
+)
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_the_kernel_keeps_what_the_torch_path_keeps(is_causal, config, layer_and_input, monkeypatch):
     layer, x = layer_and_input(is_causal, **config)

@@ -271,6 +271,7 @@ def test_the_default_names():
 
 
 LEARNED = "learned:0.3;block=16;score_unit=4;hidden_dim=8;sink_blocks=0;local_blocks=1"
+GROUPED = f"{LEARNED};select=group"
 
 
 @pytest.mark.parametrize("padded", ["none", "left", "right"])
@@ -289,7 +290,7 @@ def test_learned_attention_of_all_blocks_is_their_own(llama, padded):
 
 
 def test_learned_scorers_train_save_and_load(llama, tmp_path):
-    integrate(llama, {0: LEARNED, 1: "window:16"})
+    integrate(llama, {0: GROUPED, 1: "window:16"})
     names = [name for name, _ in llama.named_parameters() if "scorer" in name]
     assert names and all(name.startswith("model.layers.0.self_attn.dap_learned.scorer") for name in names)
     ids = tokens()
@@ -300,13 +301,13 @@ def test_learned_scorers_train_save_and_load(llama, tmp_path):
     llama.eval().save_pretrained(tmp_path)
 
     again = transformers.LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.float64).eval()
-    integrate(again, {0: LEARNED, 1: "window:16"})
+    integrate(again, {0: GROUPED, 1: "window:16"})
     state = load_file(tmp_path / "model.safetensors")
     assert not again.load_state_dict(state, strict=False).unexpected_keys
     assert torch.equal(again(ids).logits, llama(ids).logits)
     # The scorer stays where other attention is tried.
     integrate(llama, "model's own")
-    integrate(llama, {0: LEARNED, 1: "window:16"})
+    integrate(llama, {0: GROUPED, 1: "window:16"})
     assert torch.equal(again(ids).logits, llama(ids).logits)
 
 

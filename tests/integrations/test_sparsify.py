@@ -170,12 +170,12 @@ class Encoder(nn.Module):
 
 @pytest.mark.parametrize("is_causal", [True, False])
 @pytest.mark.parametrize("granularity", ["block", "token"])
-@pytest.mark.parametrize("padded", [False, True])
-def test_captured_mass_equals_dense_weights(is_causal, granularity, padded):
+@pytest.mark.parametrize(("padded", "select"), [(False, "head"), (True, "head"), (True, "group")])
+def test_captured_mass_equals_dense_weights(is_causal, granularity, padded, select):
     torch.manual_seed(0)
     n, size = 200, 16
-    config = AdaptiveConfig(base_sparsity=0.7, score_unit=8, granularity=granularity, hidden_dim=8)
-    layer = BlockSparseAdaptive([1], [1], 4, 8, config, block_size=size).double()
+    config = AdaptiveConfig(base_sparsity=0.7, score_unit=8, granularity=granularity, hidden_dim=8, select=select)
+    layer = BlockSparseAdaptive([1], [1], 4, 8, config, block_size=size, num_kv_heads=2).double()
     model = Encoder(layer, 4, 2)
     padding = torch.arange(n) >= torch.tensor([[n], [150]]) if padded else None
     x = 2 * torch.randn(2, n, 8, 8, dtype=torch.float64)
@@ -196,6 +196,7 @@ def test_captured_mass_equals_dense_weights(is_causal, granularity, padded):
     _, pattern = layer.eval()(*(y.transpose(1, 2) for y in (q, k, v)), is_causal, True, key_padding_mask=padding)
     allowed = pattern.selection.allowed()
     rows = mass if pattern.selection.per_token else F.pad(mass, (0, 0, 0, 208 - n)).unflatten(2, (13, size)).sum(3)
+    rows = rows.unflatten(1, (-1, pattern.selection.group)).sum(2)
     row = report.layers[0]
     left = row.untrained if report.restored else row.learned
     assert left == pytest.approx(float((rows * allowed).sum() / rows.sum()), abs=1e-9)
@@ -211,7 +212,9 @@ def test_captured_mass_equals_dense_weights(is_causal, granularity, padded):
         forced, open_to_choice = (y[torch.arange(n) // size] for y in (forced, open_to_choice))
     rank = rows.masked_fill(~open_to_choice, -1).argsort(-1, descending=True).argsort(-1)
     best = forced | (open_to_choice & (rank < pattern.counts[..., None]))
-    assert row.oracle == pytest.approx(float((rows * best).sum() / rows.sum()), abs=1e-9)
+    captured = float((rows * best).sum() / rows.sum())
+    best = best.repeat_interleave(pattern.selection.group, 1)
+    assert row.oracle == pytest.approx(captured, abs=1e-9)
     if not pattern.selection.per_token:
         best = best.repeat_interleave(size, 2)[:, :, :n]
     cut = weights * best.repeat_interleave(size, -1)[..., :n]

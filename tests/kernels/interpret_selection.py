@@ -462,6 +462,7 @@ class Step(NamedTuple):
     batch: int = 1
     share: bool = False
     padded: bool = False
+    select: str = "head"
 
     def errors(self) -> dict[str, float]:
         """Of gradients and statistics against plain torch, and launches beyond the bound; reading back would raise."""
@@ -470,10 +471,13 @@ class Step(NamedTuple):
         triton_mass.TILE = triton_row_scores.TILE = 16 if self.is_causal else 4096
         widths = {"hidden_dim": 4, "match_rank": 4, "score_unit": 4}
         config = AdaptiveConfig(
-            0.5, distill_rows=0.5, share_across_heads=self.share, temperature=0.7, exploration=True, **widths
-        )
+            0.5, distill_rows=0.5, share_across_heads=self.share, temperature=0.7, exploration=True, **widths,
+            select=self.select,
+        )  # fmt: skip
         torch.manual_seed(0)
-        layer = BlockSparseAdaptive([self.n], [1], 2, 16, config, block_size=16, backend="triton")
+        layer = BlockSparseAdaptive(
+            [self.n], [1], 2, 16, config, block_size=16, backend="triton", num_kv_heads=self.key_heads
+        )
         # Else every match of a row that has no second block is the same, and so is its gradient.
         torch.nn.init.normal_(layer.scorer.match_key)
         drawn = [torch.randn(self.batch, self.n, heads, 16) for heads in (2, self.key_heads, self.key_heads)]
@@ -597,6 +601,8 @@ TRIALS = {
     "a step, tokens": Step(True, 17, 15, 11),
     "a step, ragged blocks, one scorer": Step(False, 99, 199, 99, n=56, key_heads=1, share=True, batch=2),
     "a step, padded tokens": Step(True, 99, 199, 99, n=40, batch=2, padded=True),
+    "a step, one list for heads with a key head": Step(True, 99, 299, 99, n=40, key_heads=1, select="group"),
+    "a step, blocks, one list for all heads": Step(False, 99, 399, 99, n=56, select="all"),
     "three steps of Adam, blocks": OptimizerSteps(False, "Adam"),
     "three steps of SGD, tokens": OptimizerSteps(True, "SGD", options={"foreach": True}),
     "lists of whole blocks": Lists(512, 128, 1, False, 2),

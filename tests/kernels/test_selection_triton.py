@@ -74,6 +74,8 @@ GROUPS = {
         "a step, tokens",
         "a step, ragged blocks, one scorer",
         "a step, padded tokens",
+        "a step, one list for heads with a key head",
+        "a step, blocks, one list for all heads",
     ],
     "optimizer steps": [
         "three steps of Adam, blocks",

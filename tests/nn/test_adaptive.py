@@ -50,6 +50,8 @@ def test_config_fields_and_defaults():
         "num_layers": 2,
         "dropout": 0.0,
         "share_across_heads": False,
+        "select": "head",
+        "group_size": None,
         "hard_sparsity": True,
         "granularity": "auto",
         "adaptive_ratio": None,

@@ -40,6 +40,8 @@ def decode(layer, x, prompt, pieces=()):
         {"base_sparsity": 0.0},
         {"local_blocks": 1, "sink_blocks": 0, "k_min": 1, "k_max": 2, "match_rank": 0},
         {"share_across_heads": True, "num_layers": 3},
+        {"select": "group"},
+        {"select": "all", "granularity": "block"},
     ],
 )
 def test_a_step_is_a_row_of_the_whole_computation(config):

@@ -32,8 +32,8 @@ def models() -> dict[str, tuple[nn.Module, torch.Tensor]]:
         "torch": (encoder, torch.randn(2, 120, 32)),
         "longnet": (dap.LongNetLM(**sizes, patterns=["full"]), torch.randint(256, (2, 120))),
     }
-    for model, _ in found.values():
-        dap.replace_attention(model, TEXT)
+    for name, (model, _) in found.items():
+        dap.replace_attention(model, TEXT + (";select=group" if name == "longnet" else ""))
     return found
 
 

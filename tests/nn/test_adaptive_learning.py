@@ -42,6 +42,7 @@ tasks = loaded("benchmarks/adaptive.py")
 @pytest.mark.parametrize(
     "more", [{}, {"granularity": "block"}, {"granularity": "token"}, {"adaptive_ratio": 0.8}, {"num_layers": 3},
              {"dropout": 0.2}, {"share_across_heads": True}, {"hard_sparsity": False}, {"saliency_weighted": False},
+             {"select": "all"},
              {"score_gradient": "straight_through"}, {"score_gradient": "prior"}],
 )  # fmt: skip
 def test_every_parameter_gets_a_gradient(is_causal, more):
@@ -77,12 +78,14 @@ def test_the_scorer_does_not_bend_what_it_looks_at():
 
 @pytest.mark.parametrize("saliency", [False, True])
 @pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("select_by", ["head", "group"])
 @BOTH
 @ROWS
-def test_scorer_gradient_is_that_of_the_documented_loss(granularity, is_causal, padded, saliency):
+def test_scorer_gradient_is_that_of_the_documented_loss(granularity, is_causal, select_by, padded, saliency):
     n, size, t = 90, 16, 6
-    config = AdaptiveConfig(base_sparsity=0.5, local_blocks=1, granularity=granularity)
-    module = BlockSparseAdaptive([256], [1], 4, 8, config, block_size=size).double()
+    config = AdaptiveConfig(base_sparsity=0.5, local_blocks=1, granularity=granularity, select=select_by)
+    module = BlockSparseAdaptive([256], [1], 4, 8, config, block_size=size, num_kv_heads=2).double()
+    lists, group = module.scorer.lists, module.scorer.group
     q = torch.randn(2, 4, n, 8, dtype=torch.float64)
     k, v = torch.randn(2, 2, 2, n, 8, dtype=torch.float64).unbind()
     padding = torch.arange(n) >= torch.tensor([n, 50])[:, None] if padded else None
@@ -91,9 +94,9 @@ def test_scorer_gradient_is_that_of_the_documented_loss(granularity, is_causal, 
     rows = torch.arange(scores.row_count)
     batch = DistillBatch(torch.cat([rows[1::2], rows[::3]]), len(rows[1::2]), scores.visible, 0.7, saliency, len(rows))
     chosen = torch.randn(
-        2, 4, len(batch.chosen_rows), selection.indices.shape[-1], dtype=torch.float64, requires_grad=True
+        2, lists, len(batch.chosen_rows), selection.indices.shape[-1], dtype=torch.float64, requires_grad=True
     )
-    dense = torch.randn(2, 4, len(batch.dense_rows), t, dtype=torch.float64, requires_grad=True)
+    dense = torch.randn(2, lists, len(batch.dense_rows), t, dtype=torch.float64, requires_grad=True)
     q.requires_grad_()
     output = attend_selection(
         q,
@@ -109,7 +112,8 @@ def test_scorer_gradient_is_that_of_the_documented_loss(granularity, is_causal, 
     got = torch.autograd.grad(output, (chosen, dense), grad_output)
 
     token = torch.arange(n)
-    allowed = selection.allowed()[:, :, token if granularity == "token" else token // size][..., token // size]
+    allowed = selection.per_head().allowed()
+    allowed = allowed[:, :, token if granularity == "token" else token // size][..., token // size]
     visible = torch.ones(n, n, dtype=torch.bool).tril() if is_causal else torch.ones(n, n, dtype=torch.bool)
     visible = visible.expand(2, 4, n, n) if padding is None else visible & ~padding[:, None, None]
     logits = q.detach() @ k.repeat_interleave(2, 1).mT * 8**-0.5
@@ -117,6 +121,10 @@ def test_scorer_gradient_is_that_of_the_documented_loss(granularity, is_causal, 
     real = torch.ones(2, 1, n, dtype=torch.float64) if padding is None else (~padding[:, None]).double()
     mean = (weight * real).sum(-1) / real.sum(-1)
     weight = (weight + FLOOR * mean[..., None] if saliency else weight) * real
+
+    def by_list(x):
+        """Summed over the heads of a list."""
+        return x.unflatten(1, (lists, group)).sum(2)
 
     def mass(seen):
         share = (
@@ -135,13 +143,13 @@ def test_scorer_gradient_is_that_of_the_documented_loss(granularity, is_causal, 
         (batch.chosen_rows, chosen, selection.indices[:, :, batch.chosen_rows].long(), None, visible & allowed),
         (batch.dense_rows, dense, None, others[:, :, batch.dense_rows], visible),
     ):
-        of_rows = mass(seen)[:, :, rows]
+        of_rows = by_list(mass(seen)[:, :, rows])
         if blocks is not None:
             valid = blocks < t
             of_blocks = of_rows.gather(-1, blocks.clamp(max=t - 1))
         else:
             of_blocks = of_rows
-        mine = of_rows.gather(-1, own[rows].expand(2, 4, -1)[..., None])
+        mine = of_rows.gather(-1, own[rows].expand(2, lists, -1)[..., None])
         target = torch.cat([of_blocks * valid, mine], -1)
         total = target.sum(-1, keepdim=True)
         target = torch.where(total > 0, target / total, 0.0)
@@ -152,6 +160,7 @@ def test_scorer_gradient_is_that_of_the_documented_loss(granularity, is_causal, 
             by_row = F.pad(weight, (0, t * size - n)).unflatten(2, (t, size)).sum(3)[:, :, rows]
         if saliency:
             by_row = (by_row > 0) * mean[..., None] * (size if granularity == "block" else 1)
+        by_row = by_list(by_row)
         told = told + 0.7 * (by_row * terms).sum() / by_row.sum()
         # With saliency an estimate of the sum over all rows, which scales with the gradient of the task.
         average = scores.row_count * (by_row * terms).mean(-1).sum() if saliency else terms.mean()

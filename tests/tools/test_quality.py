@@ -243,6 +243,24 @@ def test_a_row_counts_only_if_dense_learned():
     assert "| near | 0.090 | 0 % |  |  | 1 |" in page, "a speed-up that was not measured is left open"
 
 
+def test_headline_is_the_fastest_row_that_retains_enough():
+    more = {"n": 64, "speed_n": 64, "counts": True}
+    measured = {
+        "dense": (1.0, 1.0),
+        "near": (9.0, 0.0),
+        "exact": (2.0, 0.995),
+        "slow": (1.5, 1.0),
+        "rough": (4.0, 0.96),
+    }
+    found = [{"pattern": x, "speedup": speed, "retained": kept, **more} for x, (speed, kept) in measured.items()]
+    assert "S@99 = 2.00x (exact) and S@95 = 4.00x (rough)" in quality.headline(found)
+    assert "S@99 = none and S@95 = none" in quality.headline(found[:2])
+    untimed = {"pattern": "cut short", "speedup": None, "retained": 1.0, **more}
+    assert quality.headline([*found, untimed]) == quality.headline(found)
+    assert "different lengths" in quality.headline([x | {"n": 32} for x in found])
+    assert quality.headline([x | {"counts": False} for x in found]) == ""
+
+
 def test_second_edition_must_beat_the_first_and_nearby_text():
     def counts(dense: float, near: float) -> list[bool]:
         return [row["counts"] for row in quality.judged(rows(-dense, -near, "editions"))]
@@ -461,6 +479,7 @@ def test_tables_of_learned_attention_are_generated():
     assert "\n".join(retrieval_report.table(suite)) in page
     assert "\n".join(recipe.table(lines)) in page
     assert "\n".join(recipe.fine_table(lines)) in page
+    assert "\n".join(recipe.heads_table(lines)) in page
 
 
 def test_learned_rows_are_never_below_frozen_ones():
@@ -469,6 +488,9 @@ def test_learned_rows_are_never_below_frozen_ones():
     assert len(found) == 9 and min(found.values()) > 0.01, found
     found = retrieval_report.gains([line for line in lines if line.get("setting") in recipe.FINE])
     assert len(found) == 6 and min(found.values()) > 0.05, found
+    shared = [line for line in lines if "match_rank=16, select" in line.get("setting", "")]
+    found = retrieval_report.gains([line for line in shared if line["suite"] == "group"])
+    assert len(found) == 6 and min(found.values()) > 0, found
 
 
 def test_table_of_score_forms_is_generated():
@@ -509,4 +531,4 @@ def test_published_rows_hold_counted_densities():
 
 
 def test_the_command_knows_every_suite():
-    assert set(SUITE_NAMES) == {*retrieval.SUITES, "recipe", "start", *rules.RULE_SUITES, *quality.SUITES}
+    assert set(SUITE_NAMES) == {*retrieval.SUITES, *recipe.SUITE_RUNS, *rules.RULE_SUITES, *quality.SUITES}

@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -91,6 +91,29 @@ def test_cells_are_what_the_module_keeps(saved: Path, here, ending: str):
     for i, j in ((0, 0), (5, 1), (5, 5), (3, 2), (2, 4)):
         wanted = kept[16 * i : 16 * i + 16, 16 * j : 16 * j + 16].double().mean()
         assert drawn["share"][i][j] == pytest.approx(float(wanted))
+
+
+def test_heads_of_a_list_have_one_map(tmp_path: Path, here):
+    shared = replace(CONFIG, select="group")
+    layers = [
+        MultiheadBlockSparseAdaptive(32, 4, [256], [1], adaptive_config=shared, block_size=16, num_kv_heads=2),
+        BlockSparseAdaptive([256], [1], 8, 8, replace(shared, group_size=2), block_size=16, num_kv_heads=2),
+        BlockSparseAdaptive([256], [1], 4, 8, replace(CONFIG, select="all"), block_size=16, num_kv_heads=2),
+    ]
+    save_adaptive(nn.Sequential(*layers), tmp_path / "model.pt", is_causal=True)
+    loaded, _ = load_adaptive(tmp_path / "model.pt")
+    inputs = [(torch.randn(1, 90, 32),), *([torch.randn(1, 90, heads, 8) for heads in (8, 2, 2)],)]
+    inputs.append([torch.randn(1, 90, heads, 8) for heads in (4, 2, 2)])
+    for layer, again, given in zip(layers, loaded, inputs, strict=True):
+        found, wanted = (x.eval()(*given, is_causal=True) for x in (again.module, layer))
+        assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True) if a is not None)
+    for layer, groups in ((0, ((0, 1), (2, 3))), (1, ((0, 1), (6, 7))), (2, ((0, 3),))):
+        maps = {}
+        for head in {head for group in groups for head in group}:
+            words = ("--learned", f"{tmp_path}/model.pt", "--layer", str(layer), "--head", str(head), "--json")
+            maps[head] = json.loads(here(*words)[1])["maps"][0]["share"]
+        assert all(maps[a] == maps[b] for a, b in groups)
+        assert len(groups) == 1 or maps[groups[0][0]] != maps[groups[1][0]]
 
 
 def load_hidden(saved: Path) -> torch.Tensor:

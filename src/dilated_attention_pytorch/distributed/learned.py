@@ -30,6 +30,7 @@ from ..selection.distill import (
     query_weights,
     row_factors,
     row_weights,
+    summed_by_list,
 )
 from ..selection.types import DistillBatch, Selection, shared_blocks
 from .exchange import ExchangePlan, exchange, flatten_rows, plan_exchange, request_for
@@ -236,8 +237,8 @@ def distill(attended: Attended, key: Tensor, query: Tensor, chosen: Tensor, dens
         attended: what the rows found.
         key: (b, g, n, d), the rank's own.
         query: (b, h, n, d), likewise.
-        chosen: (b, h, rows, k), scores of the blocks listed for the chosen rows that this rank compares.
-        dense: (b, h, rows, t), scores of all blocks for the dense ones.
+        chosen: (b, s, rows, k), scores of the blocks listed for the chosen rows that this rank compares.
+        dense: (b, s, rows, t), scores of all blocks for the dense ones.
         about: the rows of the batch.
     """
     without = attended._replace(output=attended.output.detach())
@@ -286,7 +287,9 @@ def _distill_gradients(
     weights = query_weights(batch, attended.lse, grad_output, own_padding, over_ranks)
     queries = 1 if choice.per_token else choice.block_size
     mass, own_mass, listed, sums = _chosen_mass(attended, about, weights.each)
-    of_rows = weights.of_rows(sums, queries)
+    group = mass.shape[1] // chosen.shape[1]
+    mass, own_mass, listed = summed_by_list(mass, group), summed_by_list(own_mass, group), listed[:, ::group]
+    of_rows = weights.of_rows(sums, queries, group)
     some = about.chosen_mine
     factor = row_factors(batch, of_rows, len(some))[:, :, some]
     first = compare_rows(chosen, mass[:, :, some], own_mass[:, :, some], listed[:, :, some], factor)
@@ -295,7 +298,7 @@ def _distill_gradients(
         batch.stats["loss"] = batch.weight * loss
         return first.grad, torch.zeros_like(dense)
     mass, sums, coverage = _dense_mass(attended, key, query, about, weights.each)
-    of_rows = weights.of_rows(sums, queries)
+    mass, of_rows = summed_by_list(mass, group), weights.of_rows(sums, queries, group)
     some, rows = about.dense_mine, batch.dense_rows[about.dense_mine]
     own = rows // choice.block_size if choice.per_token else rows
     column = torch.arange(t, device=key.device)

@@ -199,7 +199,8 @@ def _learned_cores(model: nn.Module, layers: Resolved) -> dict[nn.Module, BlockS
             advice = "Name the layers that shall be learned by index: {layer: pattern}."
             raise must("learned attention must have causal layers as Llama's", f"{name}: {reason}", advice)
         module: Any
-        core = new_core(wanted, module.config.num_attention_heads, module.head_dim, module.q_proj.weight)
+        heads, key_heads = module.config.num_attention_heads, getattr(module.config, "num_key_value_heads", None)
+        core = new_core(wanted, heads, module.head_dim, module.q_proj.weight, num_kv_heads=key_heads)
         adopt_scorer(core, getattr(module, CORE, None))
         cores[module] = core.train(module.training)
     if not cores:

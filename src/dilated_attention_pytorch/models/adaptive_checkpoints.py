@@ -100,9 +100,11 @@ def _layer(name: str, stored: Any, state: State) -> AdaptiveLayer:
     size, is_causal = rest.pop("block_size"), bool(rest.pop("is_causal", False))
     position = position_from(rest.pop("position", None))
     config = AdaptiveConfig(**rest)
-    heads = len(state[_inside(name, SCORER)])
     own = _inside(name, "")
-    width = state[f"{own}scorer.match_query"].shape[1]
+    queries, keys = (state[f"{own}scorer.match_{which}"] for which in ("query", "key"))
+    heads, width, shared = len(state[_inside(name, SCORER)]), queries.shape[1], None
+    if config.select != "head":
+        heads, shared = len(queries), len(keys)
     around = own.removesuffix("core.")
     _check_sizes(config, state, own)
     module: BlockSparseAdaptive | MultiheadBlockSparseAdaptive
@@ -114,7 +116,7 @@ def _layer(name: str, stored: Any, state: State) -> AdaptiveLayer:
         module = MultiheadBlockSparseAdaptive(heads * width, heads, [size], [1], 0.0, bias, config, **options)
         own = around
     else:
-        module = BlockSparseAdaptive([size], [1], heads, width, config, block_size=size)
+        module = BlockSparseAdaptive([size], [1], heads, width, config, block_size=size, num_kv_heads=shared)
     roots = {entry.partition(".")[0] for entry in module.state_dict()}
     given = {entry.removeprefix(own): x for entry, x in state.items() if entry.startswith(own)}
     load_checkpoint(module, {entry: x for entry, x in given.items() if entry.partition(".")[0] in roots})

@@ -76,6 +76,8 @@ class Workload(NamedTuple):
     """Whether queries and keys have one length, width and dtype"""
     records_graph: bool = False
     """Whether scores need a graph, because gradients other than those of distillation reach them"""
+    group: int = 1
+    """Query heads that share a list"""
 
 
 def why_not(step: str, work: Workload) -> str | None:
@@ -93,6 +95,8 @@ def why_not(step: str, work: Workload) -> str | None:
         return f"dtype must be float16, bfloat16 or float32, got {str(work.dtype).removeprefix('torch.')}"
     if step == "summarise":
         return None if work.uniform else "needs queries and keys of one length, width and dtype"
+    if work.group > 1 and step != "rank":
+        return f"needs a list for each head, got lists for groups of {work.group} heads"
     if step != "rank" and work.width > triton_backend.WIDEST:
         return f"head width must be <= {triton_backend.WIDEST}, got {work.width}"
     if step == "factor":
@@ -271,13 +275,15 @@ def score_blocks(
     layers, rank = len(parameters.stacks) // 2, parameters.match_key.shape[2]
     units = 1 if settings.per_token else size // min(settings.score_unit, size)
     graph = torch.is_grad_enabled()
+    lists = len(parameters.log_temperature)
     given = {"match_rank": rank, "layers": layers, "row_units": units, "records_graph": graph}
+    given["group"] = query.shape[1] // lists
     work = _workload(query, key, settings, budget=settings.budget, **given)
     steps = choose_steps(work, distills and layers == 2 and not parameters.dropout)
     with steps.precision:
         unit = settings.score_unit
         rows, keys = steps.summarise(query, key, size, settings.row_unit, unit, padding, settings.is_causal)
-        keys = scoring.for_heads(keys, len(parameters.log_temperature))
+        rows, keys = scoring.for_lists(rows, lists), scoring.for_lists(keys, lists)
         with torch.set_grad_enabled(steps.records_graph):
             cast = scoring.cast_layers(parameters.stacks, rows.summary.dtype)
             hidden, columns, matched, halves = steps.factor(rows, keys, parameters, cast)
@@ -300,7 +306,7 @@ def select(scores: BlockScores, n: int, explore: bool = False) -> Selection:
     with scores.steps.precision:
         indices, counts = scores.steps.rank(scores, fresh_seed(device) if explore else None)
     sizes = n, settings.block_size, settings.is_causal, settings.per_token
-    return Selection(indices, counts, *sizes, settings.local_blocks, settings.sink_blocks)
+    return Selection(indices, counts, *sizes, settings.local_blocks, settings.sink_blocks, group=scores.group)
 
 
 @torch.no_grad()
@@ -370,6 +376,7 @@ def distill(
     inputs: DistillInputs, batch: DistillBatch, lse: Tensor, grad_output: Tensor, *scores: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
     """Gradients of the scores of a batch's rows; see `distill.distill_gradients`."""
-    query = inputs.query
-    run = implementation("distill", Workload(query.device, query.dtype, query.shape[-1], inputs.selection.blocks))
+    query, selection = inputs.query, inputs.selection
+    work = Workload(query.device, query.dtype, query.shape[-1], selection.blocks, group=selection.group)
+    run = implementation("distill", work)
     return run(inputs, batch, lse, grad_output, *scores)

@@ -121,9 +121,15 @@ class QueryWeights(NamedTuple):
     mean: Tensor | None
     """(b, h): mean norm; None without saliency"""
 
-    def of_rows(self, sums: Tensor, queries: int) -> Tensor:
-        """Weights of rows (b, h, r) of so many queries each, from the sums of `each` over their queries."""
-        return sums if self.mean is None else torch.where(sums > 0, queries * self.mean[..., None], 0.0)
+    def of_rows(self, sums: Tensor, queries: int, group: int) -> Tensor:
+        """Weights of rows (b, s, r) of so many queries each, from the sums (b, h, r) of `each` over their queries."""
+        weights = sums if self.mean is None else torch.where(sums > 0, queries * self.mean[..., None], 0.0)
+        return summed_by_list(weights, group)
+
+
+def summed_by_list(x: Tensor, group: int) -> Tensor:
+    """(b, h, ...) summed over the heads that share a list, (b, s, ...)."""
+    return x if group == 1 else x.unflatten(1, (-1, group)).sum(2)
 
 
 def query_weights(
@@ -172,17 +178,19 @@ def distill_gradients(
     chosen_scores: Tensor | None,
     dense_scores: Tensor | None,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Gradients of the scores (b, h, r, k) of listed blocks and (b, h, r, t) of all blocks of the dense rows.
+    """Gradients of the scores (b, s, r, k) of listed blocks and (b, s, r, t) of all blocks of the dense rows.
 
-    The loss is the sum of those of both kinds of rows; see `DistillBatch.factor`.
+    The target of a row is the mass of its blocks in all heads that share its list. The loss is the sum of those of both
+    kinds of rows; see `DistillBatch.factor`.
     """
     losses: list[Tensor] = []
     grads: list[Tensor | None] = [None, None]
     given = query_weights(batch, lse, grad_output, inputs.key_padding_mask)
-    weights = given.each
+    weights, group = given.each, inputs.selection.group
     if chosen_scores is not None:
         rows = batch.chosen_rows
-        blocks = inputs.selection.indices[:, :, rows].long()
+        lists = inputs.selection.indices[:, :, rows].long()
+        blocks = lists if group == 1 else lists.repeat_interleave(group, 1)
         own = inputs.selection.row_blocks()[rows].expand(blocks.shape[:3])
         if inputs.listed_lse is None:
             both = listed_mass(inputs, rows, torch.cat([own[..., None], blocks], -1), lse, weights)
@@ -191,20 +199,21 @@ def distill_gradients(
             own_mass = listed_mass(inputs, rows, own[..., None], lse, weights)
             share = (inputs.listed_lse - lse[:, :, rows, None]).exp()
             mass = share * weights[:, :, rows, None]
-        listed = blocks < inputs.selection.blocks
-        of_rows = given.of_rows(row_weights(inputs, rows, weights), inputs.row_queries)
+        listed = lists < inputs.selection.blocks
+        mass, own_mass = (summed_by_list(x, group) for x in (mass, own_mass))
+        of_rows = given.of_rows(row_weights(inputs, rows, weights), inputs.row_queries, group)
         compared = compare_rows(chosen_scores, mass, own_mass, listed, row_factors(batch, of_rows, len(rows)))
         grads[0] = compared.grad
         losses.append(mean_divergence(compared, of_rows))
     if dense_scores is not None:
         rows = batch.dense_rows
         mass, whole = dense_mass(inputs, rows, weights)
-        own = inputs.selection.row_blocks()[rows]
+        mass, own = summed_by_list(mass, group), inputs.selection.row_blocks()[rows]
         column = torch.arange(mass.shape[-1], device=mass.device)
         others = column < own[:, None] if inputs.selection.is_causal else column != own[:, None]
         others = others & batch.visible[:, :, None]
         own_mass = mass.gather(-1, own.expand(mass.shape[:3])[..., None])
-        of_rows = given.of_rows(row_weights(inputs, rows, weights), inputs.row_queries)
+        of_rows = given.of_rows(row_weights(inputs, rows, weights), inputs.row_queries, group)
         compared = compare_rows(dense_scores, mass, own_mass, others, row_factors(batch, of_rows, len(rows)))
         grads[1] = compared.grad
         losses.append(mean_divergence(compared, of_rows))

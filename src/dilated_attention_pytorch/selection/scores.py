@@ -7,7 +7,11 @@ block's keys. The first layer of the MLP on [q_I ; k_J] splits into a part of I 
 pairs of inputs are never formed. Inputs are detached: training the scorer does not change queries
 and keys.
 
-Shapes: b batch, h heads, g key heads, n tokens, t blocks, u sub-blocks of a block, r rows, k chosen blocks, d width.
+Heads that share a list of blocks share its score: the match is that of their queries and keys side by side,
+(sum of U q) . (sum of V k), and the MLP reads the means of their summaries.
+
+Shapes: b batch, h heads, s lists of a row (h, unless heads share them), g key heads, n tokens, t blocks, u sub-blocks
+of a block, r rows, k chosen blocks, d width. Features and scores have a head for each list.
 """
 
 from __future__ import annotations
@@ -38,18 +42,18 @@ Layer = tuple[Tensor, Tensor]
 
 
 class ScorerParameters(NamedTuple):
-    """Parameters of a scorer, stacked over heads; h is 1 where heads share them."""
+    """Parameters of a scorer, stacked over lists and heads; a single one where all share them."""
 
     stacks: Sequence[Tensor]
-    """Weights (h, after, before) and biases (h, after) of one linear layer of the MLP after another"""
+    """Weights (s, after, before) and biases (s, after) of one linear layer of the MLP after another"""
     summary: Tensor
-    """(h, 3 d, d): mixture of key summaries"""
+    """(s, 3 d, d): mixture of key summaries"""
     match_query: Tensor
     """(h, d, p)"""
     match_key: Tensor
-    """(h, d, p)"""
+    """(max(s, g), d, p)"""
     log_temperature: Tensor
-    """(h), never shared"""
+    """(s), never shared"""
     min_temperature: float
     dropout: float
     """Probability of dropping a hidden unit for a whole row of pairs; 0 in evaluation"""
@@ -144,19 +148,40 @@ def hidden_mask(hidden: Tensor, parameters: ScorerParameters) -> Tensor | None:
     return F.dropout(hidden.new_ones(len(hidden), heads, *hidden.shape[2:]), parameters.dropout)
 
 
-def for_heads(keys: BlockSummaries, heads: int) -> BlockSummaries:
-    """Summaries of key blocks (b, g, t, ...) repeated for every query head."""
-    group = heads // keys.summary.shape[1]
-    return keys if group == 1 else BlockSummaries(*(x.repeat_interleave(group, 1) for x in keys))
+def join_heads(x: Tensor, lists: int) -> Tensor:
+    """(b, h, ..., d) with the heads of each list side by side, (b, s, ..., h / s d)."""
+    if x.shape[1] == lists:
+        return x
+    return x.unflatten(1, (lists, -1)).movedim(2, -2).flatten(-2)
+
+
+def join_projections(x: Tensor, many: int) -> Tensor:
+    """Projections (h, d, p) of heads as those of `many` heads side by side, (h / many, many d, p)."""
+    return x if many == 1 else x.unflatten(0, (-1, many)).flatten(1, 2)
+
+
+def for_lists(x: BlockSummaries, lists: int) -> BlockSummaries:
+    """Summaries of blocks (b, h or g, t, ...) for every list.
+
+    Sub-blocks of heads that share a list stand side by side, and their summaries are averaged. A block that is empty
+    for one of them is empty for the list.
+    """
+    heads = x.summary.shape[1]
+    if heads <= lists:
+        return x if heads == lists else BlockSummaries(*(one.repeat_interleave(lists // heads, 1) for one in x))
+    mean = x.summary.unflatten(1, (lists, -1)).mean(2)
+    there = (one.unflatten(1, (lists, -1)).all(2) for one in x[2:])
+    return BlockSummaries(mean, join_heads(x.units, lists), *there)
 
 
 def factor(
     rows: BlockSummaries, keys: BlockSummaries, parameters: ScorerParameters, layers: list[Layer]
 ) -> tuple[Tensor, Tensor, Tensor, None]:
-    """`rows`, `columns` and `right` of `Factors`, with gradients, from summaries of all heads."""
+    """`rows`, `columns` and `right` of `Factors`, with gradients, from summaries of all lists."""
     mixed = keys.summary @ parameters.summary.to(keys.summary.dtype)
     hidden, columns = hidden_parts(rows.summary, mixed, layers[0])
-    matched = keys.units.flatten(2, 3) @ parameters.match_key.to(mixed.dtype)
+    project = join_projections(parameters.match_key, keys.units.shape[-1] // parameters.match_key.shape[1])
+    matched = keys.units.flatten(2, 3) @ project.to(mixed.dtype)
     return hidden, columns, matched.unflatten(2, keys.units.shape[2:4]), None
 
 
@@ -168,8 +193,8 @@ def query_features(rows: BlockSummaries, hidden: Tensor, parameters: ScorerParam
 def features(
     rows: BlockSummaries, keys: BlockSummaries, parameters: ScorerParameters, layers: list[Layer]
 ) -> tuple[QueryFeatures, KeyFeatures]:
-    """Features of query and key blocks (b, h, t, ...) and (b, g, t, ...), for every query head."""
-    keys = for_heads(keys, len(parameters.log_temperature))
+    """Features of query and key blocks (b, h, t, ...) and (b, g, t, ...), for every list."""
+    rows, keys = (for_lists(x, len(parameters.log_temperature)) for x in (rows, keys))
     hidden, columns, matched, _ = factor(rows, keys, parameters, layers)
     return query_features(rows, hidden, parameters), KeyFeatures(columns, matched, keys.unit_there)
 
@@ -212,6 +237,7 @@ class BlockScores:
         first: int = 0,
     ) -> None:
         self.parameters, self.query, self.layers, self.whole = parameters, query, layers, whole
+        self.group = query.shape[1] // len(parameters.log_temperature)
         self.settings, self.per_token, self.is_causal = settings, settings.per_token, settings.is_causal
         self.block_size = settings.block_size
         self.rows, self.units, self.units_there, self.keep = rows
@@ -325,6 +351,11 @@ class BlockScores:
         own = self.query.unsqueeze(3) if self.per_token else self.units
         parameters, heads = self.parameters, len(self.parameters.log_temperature)
         weight, bias, project = *(x.select(1, 0) for x in self.layers[1]), parameters.match_query
+        if self.group > 1:
+            # Projected here: heads side by side are a copy of the queries, and too wide for a kernel.
+            parts = torch.arange(self.row_count, device=own.device).split(max(1, CHUNK // (own[:, :, 0].nbytes + 1)))
+            own = torch.cat([self._row_queries(rows, False) for rows in parts], 2)
+            project = torch.eye(self.rank, dtype=own.dtype, device=own.device).expand(heads, -1, -1)
         if len(project) < heads:
             weight, bias, project = (x.expand(heads, *x.shape[1:]) for x in (weight, bias, project))
         made = self.rows, self.hidden, weight, bias, own, project, self.matched, parameters.log_temperature
@@ -391,10 +422,11 @@ class BlockScores:
         """Query side of the match (b, h, r, a, rank) of rows with a sub-blocks each."""
         if self.per_token:
             mine = self.query[:, :, rows, None].to(self.rows.dtype).nan_to_num(0.0, 0.0, 0.0)
+            mine = join_heads(mine, len(self.parameters.log_temperature))
         else:
             # Means of blocks are finite already.
             mine = self.units[:, :, self.block_rows(rows) - self.first].to(self.rows.dtype)
-        projected = mine.flatten(2, 3) @ self.parameters.match_query.to(mine.dtype)
+        projected = mine.flatten(2, 3) @ join_projections(self.parameters.match_query, self.group).to(mine.dtype)
         projected = projected.unflatten(2, mine.shape[2:4])
         return rounded(projected, (3, 4)) if rounds else projected
 

@@ -62,7 +62,8 @@ def draw_learned(
 
 def _cells(pattern: LearnedPattern, head: int, width: int) -> tuple[int, list[list[float]]]:
     whole = pattern.selection
-    mine = replace(whole, indices=whole.indices[:1, head : head + 1], counts=whole.counts[:1, head : head + 1])
+    own = slice(head // whole.group, head // whole.group + 1)
+    mine = replace(whole, indices=whole.indices[:1, own], counts=whole.counts[:1, own], group=1)
     n, size, t = mine.n, mine.block_size, mine.blocks
     lengths = torch.full((t,), float(size), dtype=torch.float64)
     lengths[-1] = n - (t - 1) * size
@@ -95,7 +96,9 @@ def _input(
         if isinstance(module, MultiheadBlockSparseAdaptive):
             return (torch.randn(1, count, module.embed_dim, generator=generator),), "synthetic normal hidden states"
         shape = (3, 1, count, module.num_heads, module.head_dim)
-        return tuple(torch.randn(shape, generator=generator)), "synthetic normal queries and keys"
+        query, key, value = torch.randn(shape, generator=generator)
+        key_heads = len(module.scorer.match_key) if module.scorer.group > 1 else module.num_heads
+        return (query, key[:, :, :key_heads], value[:, :, :key_heads]), "synthetic normal queries and keys"
     if not source.is_file():
         raise must("input must be a file", source)
     if source.suffix in TENSOR_FILES:

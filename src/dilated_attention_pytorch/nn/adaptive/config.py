@@ -12,6 +12,7 @@ from ..attention import probability
 
 Granularity = Literal["auto", "block", "token"]
 ScoreGradient = Literal["distill", "prior", "straight_through", "none"]
+Select = Literal["head", "group", "all"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +35,10 @@ class AdaptiveConfig:
     """Probability of dropping a hidden unit of the scorer for a whole row while training."""
     share_across_heads: bool = False
     """One scorer for all heads; heads still select separately, by their own queries."""
+    select: Select = "head"
+    """Query heads with one score and one list of blocks: each "head", a "group" of `group_size`, or "all"."""
+    group_size: int | None = None
+    """Query heads of a group; None: the heads that share a key head."""
     hard_sparsity: bool = True
     """Kept blocks are not weighted; otherwise each is weighted by its predicted share (n <= 8192)."""
     granularity: Granularity = "auto"
@@ -105,7 +110,13 @@ class AdaptiveConfig:
         by_loss = not self.hard_sparsity or self.score_gradient in ("prior", "straight_through")
         if self.guarded and (by_loss or not (self.distill_rows and self.match_rank)):
             raise must("guarded must come with distillation, distill_rows > 0 and match_rank > 0", "other settings")
-        for name, kind in (("granularity", Granularity), ("score_gradient", ScoreGradient)):
+        if self.group_size is not None and (self.select != "group" or self.group_size < 1):
+            raise must('group_size must be >= 1 and come with select="group"', f"{self.group_size}, {self.select!r}")
+        if self.share_across_heads and self.select != "head":
+            advice = 'With select="all" one scorer selects for all heads.'
+            raise must('share_across_heads must come with select="head"', repr(self.select), advice)
+        kinds = {"granularity": Granularity, "score_gradient": ScoreGradient, "select": Select}
+        for name, kind in kinds.items():
             if getattr(self, name) not in get_args(kind):
                 raise must(f"{name} must be one of {', '.join(get_args(kind))}", repr(getattr(self, name)))
 
@@ -122,6 +133,20 @@ class AdaptiveConfig:
     def per_token(self, is_causal: bool) -> bool:
         """Whether rows are tokens."""
         return is_causal if self.granularity == "auto" else self.granularity == "token"
+
+    def group_of(self, num_heads: int, num_kv_heads: int) -> int:
+        """Query heads that share a list, of so many query and key heads."""
+        if self.select == "head":
+            return 1
+        shared = num_heads // num_kv_heads
+        if self.select == "group" and self.group_size is None and shared == 1:
+            advice = "Give group_size, the query heads of a group."
+            raise must("heads must share keys where group_size is None", f"{num_heads} key heads", advice)
+        group = num_heads if self.select == "all" else self.group_size or shared
+        if num_heads % group or (group % shared and shared % group):
+            what = f"num_heads must be a multiple of group_size {group}, and group_size a multiple or a divisor of the "
+            raise must(what + "heads that share a key head", f"{num_heads} heads, {shared} for each key head")
+        return group
 
     def settings(self, block_size: int, is_causal: bool) -> SelectionSettings:
         """Settings of scoring and ranking for a call."""

@@ -58,7 +58,7 @@ def attend_over_ranks(
             about = RankBatch(choice, batch, some, others, whole_padding)
             chosen = torch.searchsorted(choice.rows, batch.chosen_rows[some])
             dense = torch.searchsorted(choice.rows, batch.dense_rows[others])
-            given = scores.of(chosen, choice.indices[:, :, chosen]), scores.of_all(dense)
+            given = scores.of(chosen, choice.indices[:, :: scores.group, chosen]), scores.of_all(dense)
         layer.store_statistics(_density(choice), None if about is None else about.batch)
     result = attend_chosen(query, key, value, choice, scale=scale, padding=whole_padding, backend=layer.backend)
     if about is None or given is None:
@@ -161,6 +161,8 @@ def _choose(
     width = torch.tensor([indices.shape[-1]], device=query.device)
     dist.all_reduce(width, dist.ReduceOp.MAX, group=ranks.group)
     indices = F.pad(indices, (0, int(width) - indices.shape[-1]), value=scores.visible.shape[2])
+    # A rank fetches the union of the lists, to which repeated ones add nothing.
+    indices = indices.repeat_interleave(scores.group, 1)
     near = settings.per_token, settings.local_blocks, settings.sink_blocks
     return scores, Choice(layout, ranks.rank, ranks.group, ids, indices, size, is_causal, *near)
 

@@ -2,7 +2,8 @@
 
 A control keeps the forced blocks of a row and as many others as the scorer lists for it, so that all have one counted
 density: "untrained" is the scorer as it was initialised, "oracle" takes the blocks with the largest attention mass,
-"random" takes any. Shapes: b batch, h heads, n tokens, r rows, t blocks, k listed blocks.
+"random" takes any. Heads that share a list share it in every choice. Shapes: b batch, h heads, s lists of a row,
+n tokens, r rows, t blocks, k listed blocks.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 
 from ...selection.attention import attend_selection
 from ...selection.backend import distill_inputs, select
-from ...selection.distill import DistillInputs, dense_mass, spans
+from ...selection.distill import DistillInputs, dense_mass, spans, summed_by_list
 from ...selection.types import Selection
 from .config import AdaptiveConfig
 from .fit import Moments, moments_of, world_size
@@ -151,7 +152,7 @@ def fit_scorers(model: nn.Module, run: Callable[[], Any], group: dist.ProcessGro
     def attend(name: str, core: BlockSparseAdaptive, call: LayerCall) -> Tensor:
         q, k = call.query.transpose(1, 2), call.key.transpose(1, 2)
         settings = core.config.settings(core.block_size, call.is_causal)
-        sums[name] = moments_of(q, k, settings, call.padding).plus(sums.get(name))
+        sums[name] = moments_of(q, k, settings, call.padding, core.scorer.lists).plus(sums.get(name))
         return attend_by("dense", core, call, {}, torch.default_generator)
 
     with intercepted(cores, attend):
@@ -192,6 +193,7 @@ def captured_mass(core: BlockSparseAdaptive, call: LayerCall, untrained: ScorerS
     wanted = min(rows, max(1, tokens if selection.per_token else -(-tokens // selection.block_size)))
     row = torch.linspace(0, rows - 1, wanted, device=visible.device).round().long().unique()
     mass = dense_mass(inputs, row, query_weights(call.query, call.padding))[0].double()
+    mass = summed_by_list(mass, selection.group)
     forced, others = candidates(selection, row, visible)
     with scorer_of(core, untrained):
         before, _ = _selected(core, call)
@@ -222,7 +224,7 @@ def attend_by(
     for begin, end in spans(selection.indices.shape[2], HELD // (streams * selection.blocks)):
         row = torch.arange(begin, end, device=visible.device)
         if choice == "oracle":
-            scores = dense_mass(inputs, row, weights)[0]
+            scores = summed_by_list(dense_mass(inputs, row, weights)[0], selection.group)
         else:
             shape = *visible.shape[:2], len(row), selection.blocks
             scores = torch.rand(shape, generator=generator, device=generator.device).to(visible.device)
@@ -236,7 +238,7 @@ def attend_by(
 
 
 def _selected(core: BlockSparseAdaptive, call: LayerCall) -> tuple[Selection, Tensor]:
-    """Selection of a layer for a call, and the blocks with a visible key, bool (b, h, t)."""
+    """Selection of a layer for a call, and the blocks with a visible key, bool (b, s, t)."""
     scores = core.score_blocks(call.query.transpose(1, 2), call.key.transpose(1, 2), call.is_causal, call.padding)
     return select(scores, call.query.shape[1]), scores.visible
 

@@ -51,7 +51,7 @@ class AdaptiveCache(KVCache):
                        'Use hard_sparsity=True and score_gradient="distill" or "none".')  # fmt: skip
         self.layer = layer
         self._features: list[Tensor] = []
-        """Key features, then query features, by block, (b, h, blocks, ...); zero for incomplete blocks."""
+        """Key features, then query features, by block, (b, s, blocks, ...); zero for incomplete blocks."""
         self._unfinished: Tensor | None = None
         """(b, h, block size, d): queries of the tokens since the last complete block"""
 
@@ -158,7 +158,7 @@ class AdaptiveCache(KVCache):
             layers = cast_layers(parameters.stacks, rows.hidden.dtype)
             scores = BlockScores(parameters, query, rows, columns, layers, settings, True, ids, own)
             listed = select_rows(scores, ids).long()
-        listed = listed.masked_fill(listed > own, -1)
+        listed = listed.masked_fill(listed > own, -1).repeat_interleave(scores.group, 1)
         return torch.cat([forced.expand(-1, -1, listed.shape[2], -1), listed], -1)
 
     def _attend(self, samples: Any, query: Tensor, position: int, blocks: Tensor) -> Tensor:

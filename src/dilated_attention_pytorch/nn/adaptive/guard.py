@@ -1,6 +1,6 @@
 """Comparison of a scorer in training with its start, on rows whose attention is measured densely.
 
-Shapes: b batch, h heads, n tokens, r rows, t blocks, k listed blocks.
+Shapes: b batch, h heads, s lists of a row, n tokens, r rows, t blocks, k listed blocks.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...selection.distill import DistillInputs, dense_mass
+from ...selection.distill import DistillInputs, dense_mass, summed_by_list
 from ...selection.scores import BlockScores
 from ...selection.types import Selection, shared_blocks
 
@@ -20,12 +20,12 @@ MOST_ROWS = 64
 def captured_more(
     trained: BlockScores, start: BlockScores, inputs: DistillInputs, rows: Tensor, weights: Tensor
 ) -> Tensor:
-    """Share of the attention (h) that blocks chosen by one score capture beyond those chosen by the other.
+    """Share of the attention (s) that blocks chosen by one score capture beyond those chosen by the other.
 
-    Both choose as many blocks as the selection lists for a row. -1 for heads whose trained scores are not finite.
+    Both choose as many blocks as the selection lists for a row. -1 for lists whose trained scores are not finite.
     """
     rows, selection = rows[:: -(-len(rows) // MOST_ROWS)], inputs.selection
-    mass = dense_mass(inputs, rows, weights)[0]
+    mass = summed_by_list(dense_mass(inputs, rows, weights)[0], selection.group)
     _, others = candidates(selection, rows, trained.visible)
     counts, slots = selection.counts[:, :, rows], selection.indices.shape[3]
     both, held = [scores.of_all(rows) for scores in (trained, start)], []
@@ -45,7 +45,7 @@ def query_weights(query: Tensor, padding: Tensor | None) -> Tensor:
 
 
 def candidates(selection: Selection, row: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
-    """Blocks that rows keep without a choice, bool (r, t), and blocks that they may list, bool (b, h, r, t)."""
+    """Blocks that rows keep without a choice, bool (r, t), and blocks that they may list, bool (b, s, r, t)."""
     own = row // selection.block_size if selection.per_token else row
     near = selection.local_blocks, selection.sink_blocks, selection.is_causal
     forced = shared_blocks(own, selection.blocks, *near)
@@ -55,13 +55,13 @@ def candidates(selection: Selection, row: Tensor, visible: Tensor) -> tuple[Tens
 
 
 def best(scores: Tensor, others: Tensor, counts: Tensor, slots: int, blocks: int) -> Tensor:
-    """`Selection.indices` (b, h, r, k) of the `counts` best candidates of each row."""
+    """`Selection.indices` (b, s, r, k) of the `counts` best candidates of each row."""
     indices = scores.masked_fill(~others, -torch.inf).topk(slots, -1).indices
     slot = torch.arange(slots, device=scores.device)
     return indices.masked_fill(slot >= counts[..., None], blocks).sort(-1).values.int()
 
 
 def listed(indices: Tensor, blocks: int) -> Tensor:
-    """Listed blocks as bool (b, h, r, t)."""
+    """Listed blocks as bool (b, s, r, t)."""
     empty = torch.zeros(*indices.shape[:3], blocks + 1, dtype=torch.bool, device=indices.device)
     return empty.scatter_(-1, indices.long(), True)[..., :-1]

@@ -53,7 +53,7 @@ class LearnedPattern(NamedTuple):
 
     selection: Selection
     scores: Tensor
-    """(b, h, rows, k): scores over temperature of the listed blocks"""
+    """(b, s, rows, k): scores over temperature of the listed blocks"""
     captured: Tensor
     """scalar: mean share of attention on the kept blocks, measured exactly on a few tokens"""
     density: Tensor
@@ -61,17 +61,17 @@ class LearnedPattern(NamedTuple):
 
     @property
     def indices(self) -> Tensor:
-        """int32 (b, h, rows, k): blocks listed besides the forced ones; see `Selection`."""
+        """int32 (b, s, rows, k): blocks listed besides the forced ones; see `Selection`."""
         return self.selection.indices
 
     @property
     def counts(self) -> Tensor:
-        """int32 (b, h, rows)"""
+        """int32 (b, s, rows)"""
         return self.selection.counts
 
     def picture(self, sample: int = 0, head: int = 0) -> str:
         """Text with a row per query block: `#` forced, `+` chosen by most tokens of the block, `-` by fewer."""
-        chosen = self.selection.allowed()[sample, head].double()
+        chosen = self.selection.allowed()[sample, head // self.selection.group].double()
         t, size = self.selection.blocks, self.selection.block_size
         if self.selection.per_token:
             own = self.selection.row_blocks()
@@ -106,6 +106,8 @@ class BlockSparseAdaptive(OverRanks, nn.Module):
         sparse_config: a `SparsePatternConfig`, for its block size; without `adaptive_config` its `sparsity_ratio` is
             the fraction of visible blocks kept. Its pattern has no effect: any block may be selected.
         block_size: tokens in a block: 16, 32, 64, 128 or 256; 128 by default.
+        num_kv_heads: key heads, a divisor of `num_heads`, by default as many; needed where heads select together
+            (`AdaptiveConfig.select`).
         softmax_scale: factor on the attention scores; 1 / sqrt(D) by default.
         attention_dropout: probability of dropping a weight during training.
         process_group: see `Ranks`, also for `ring_size` and `layout`; each rank selects for its own tokens.
@@ -125,6 +127,7 @@ class BlockSparseAdaptive(OverRanks, nn.Module):
         *,
         sparse_config: SparsePatternConfig | AdaptiveConfig | None = None,
         block_size: int | None = None,
+        num_kv_heads: int | None = None,
         softmax_scale: float | None = None,
         attention_dropout: float = 0.0,
         backend: str = "auto",
@@ -143,11 +146,13 @@ class BlockSparseAdaptive(OverRanks, nn.Module):
             raise must(f"block_size must be a multiple of score_unit {config.score_unit}", block_size)
         if num_heads < 1 or head_dim < 1:
             raise must("num_heads and head_dim must be >= 1", f"{num_heads} and {head_dim}")
+        if num_kv_heads is not None and (num_kv_heads < 1 or num_heads % num_kv_heads):
+            raise must("num_heads must be a multiple of num_kv_heads", f"{num_heads} and {num_kv_heads}")
         self.segment_lengths, self.dilation_rates = tuple(segment_lengths), tuple(dilation_rates)
         self.num_heads, self.head_dim, self.block_size = num_heads, head_dim, block_size
         self.config, self.backend, self.softmax_scale = config, backend, softmax_scale
         self.attention_dropout = probability("attention_dropout", attention_dropout)
-        self.scorer = BlockScorer(num_heads, head_dim, config, device=device, dtype=dtype)
+        self.scorer = BlockScorer(num_heads, head_dim, config, num_kv_heads, device=device, dtype=dtype)
         alone = process_group is None and ring_size is None
         self.ranks = Ranks(process_group, 1 if alone else ring_size, layout)
         self._selected: Selection | Tensor | None = None
@@ -244,6 +249,10 @@ class BlockSparseAdaptive(OverRanks, nn.Module):
                 raise must(f"{name} must have shape (batch, n, heads, width)", tuple(tensor.shape))
         if query.shape[2:] != (self.num_heads, self.head_dim):
             raise must(f"query must have {self.num_heads} heads of {self.head_dim}", tuple(query.shape[2:]))
+        scorer = self.scorer
+        if scorer.group > 1 and max(key.shape[2], scorer.lists) != len(scorer.match_key):
+            what = f"key must have {len(scorer.match_key)} heads, for which the scorer is made"
+            raise must(what, key.shape[2], "Give num_kv_heads to the module.")
         if return_pattern and not alone:
             advice = "Gather the input and call a copy without a process group."
             raise must("return_pattern must come with one device", f"{self.ranks.world} ranks", advice)
@@ -333,7 +342,8 @@ class BlockSparseAdaptive(OverRanks, nn.Module):
             # Ranks would fit their own data, and replicas would differ from then on.
             warn("the start of learned attention is not fitted over several ranks; call fit_scorers", stacklevel=2)
             return
-        self.scorer.fit(moments_of(q, k, self.config.settings(self.block_size, is_causal), padding))
+        settings = self.config.settings(self.block_size, is_causal)
+        self.scorer.fit(moments_of(q, k, settings, padding, self.scorer.lists))
 
     def _counted(self, output: Tensor, compared: Tensor | None = None) -> Tensor:
         """The output, whose backward pass counts as a training step, with the outcome of a comparison for the guard."""
@@ -411,9 +421,9 @@ class BlockSparseAdaptive(OverRanks, nn.Module):
             share = share.detach()
         if self.config.hard_sparsity and self.config.score_gradient == "straight_through":
             share = share - share.detach()
-        return weighted_attention(
-            q, k, v, selection, share.to(q.dtype), scale=self.softmax_scale, key_padding_mask=padding
-        )
+        share = share.to(q.dtype).repeat_interleave(selection.group, 1)
+        masks = {"scale": self.softmax_scale, "key_padding_mask": padding}
+        return weighted_attention(q, k, v, selection.per_head(), share, **masks)
 
     def _captured(self, inputs: DistillInputs, lse: Tensor) -> Tensor:
         n = inputs.selection.n
@@ -452,7 +462,9 @@ class BlockSparseAdaptive(OverRanks, nn.Module):
 
     def extra_repr(self) -> str:
         kept = f"coverage {self.config.adaptive_ratio}" if self.config.adaptive_ratio else f"{self.config.kept:g} kept"
-        return f"{self.num_heads} heads of {self.head_dim}, blocks of {self.block_size}, {kept}"
+        heads = f"{self.num_heads} heads of {self.head_dim}"
+        heads += f", {self.scorer.group} to a list" if self.scorer.group > 1 else ""
+        return f"{heads}, blocks of {self.block_size}, {kept}"
 
 
 def scorer_parameters(model: nn.Module) -> list[nn.Parameter]:

@@ -72,6 +72,7 @@ class MultiheadBlockSparseAdaptive(MultiheadOverRanks, MultiheadSparseAttention)
             adaptive_config,
             sparse_config=sparse_config,
             block_size=block_size,
+            num_kv_heads=self.num_kv_heads,
             attention_dropout=dropout,
             backend=self.backend,
             process_group=process_group,

@@ -195,26 +195,36 @@ RECENT = 0.2
 class BlockScorer(nn.Module):
     """Trainable parts of learned attention: the MLP, the mixture of key summaries, the match and the temperatures.
 
+    Heads that share a list of blocks share all of it but the projections of the match: each query head and each key
+    head of a list has its own, and the projected queries, and keys, are summed.
+
     With `guarded`, buffers hold the match as it started and `advantage`: how much more attention the trained score
-    captures, a moving average for each head over steps of distillation. Where it is negative, the start selects and the
+    captures, a moving average for each list over steps of distillation. Where it is negative, the start selects and the
     trained score learns on.
 
     Args:
-        num_heads: heads.
+        num_heads: query heads.
         head_dim: width of queries and keys.
         config: an `AdaptiveConfig`.
+        num_kv_heads: key heads, `num_heads` by default; matters only where heads share a list.
     """
 
-    def __init__(self, num_heads: int, head_dim: int, config: AdaptiveConfig, **made: Any) -> None:
+    def __init__(
+        self, num_heads: int, head_dim: int, config: AdaptiveConfig, num_kv_heads: int | None = None, **made: Any
+    ) -> None:
         super().__init__()
         self.config, self.num_heads = config, num_heads
-        sizes = head_dim, config.hidden_dim, config.num_layers, num_heads
+        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        self.group = config.group_of(num_heads, num_kv_heads)
+        self.lists = num_heads // self.group
+        sizes = head_dim, config.hidden_dim, config.num_layers, self.lists
         self.importance = ImportanceScorer(*sizes, config.share_across_heads, config.dropout, **made)
-        own = 1 if config.share_across_heads else num_heads
+        shared = config.share_across_heads
+        own, heads, key_heads = (1 if shared else x for x in (self.lists, num_heads, max(self.lists, num_kv_heads)))
         self.summary = nn.Parameter(torch.empty(own, 3 * head_dim, head_dim, **made))
-        self.match_query = nn.Parameter(torch.empty(own, head_dim, config.match_rank, **made))
-        self.match_key = nn.Parameter(torch.empty(own, head_dim, config.match_rank, **made))
-        log = torch.full((num_heads,), math.log(config.temperature), **made)
+        self.match_query = nn.Parameter(torch.empty(heads, head_dim, config.match_rank, **made))
+        self.match_key = nn.Parameter(torch.empty(key_heads, head_dim, config.match_rank, **made))
+        log = torch.full((self.lists,), math.log(config.temperature), **made)
         if config.learnable_temperature:
             self.log_temperature = nn.Parameter(log)
         else:
@@ -233,20 +243,31 @@ class BlockScorer(nn.Module):
         self.summary[:, :width] = torch.eye(width, device="cpu")
         self.log_temperature.fill_(math.log(self.config.temperature))
         if rank:
-            # So that the product of the projections is, on average, q . k / sqrt(d).
-            size = (max(width, rank) / min(width, rank)) ** 0.25
+            # So that the product of the projections is, on average, q . k / sqrt(d); for heads that share a list, the
+            # sum of the products over the square root of their number.
+            joined = len(self.match_key) // len(self.summary) * width
+            size = (max(joined, rank) / min(joined, rank) / self._key_sharers) ** 0.25
             # torch has no decomposition in the half precisions, which may be the default.
             wide = torch.promote_types(torch.get_default_dtype(), torch.float32)
-            zeros = torch.zeros(width, rank, device="cpu", dtype=wide)
-            drawn = [nn.init.orthogonal_(zeros.clone(), size) for _ in self.match_query]
-            self.match_query.copy_(torch.stack(drawn))
-        self.match_key.copy_(self.match_query)
+            zeros = torch.zeros(joined, rank, device="cpu", dtype=wide)
+            drawn = [nn.init.orthogonal_(zeros.clone(), size) for _ in self.summary]
+            self.match_key.copy_(torch.stack(drawn).view_as(self.match_key))
+        self.match_query.copy_(self._for_queries(self.match_key))
         self.importance.reset_parameters()
         # The match alone decides at first; a random MLP would only add noise to it.
         *_, weight, bias = self.importance.stacks()
         weight.mul_(0.1)
         bias.zero_()
         self._store_start()
+
+    @property
+    def _key_sharers(self) -> int:
+        """Heads of a list that share a projection of keys."""
+        return len(self.match_query) // len(self.match_key)
+
+    def _for_queries(self, match_key: Tensor) -> Tensor:
+        """Projections of keys for each head of `match_query`."""
+        return match_key if self._key_sharers == 1 else match_key.repeat_interleave(self._key_sharers, 0)
 
     @torch.no_grad()
     def _store_start(self) -> None:
@@ -258,51 +279,53 @@ class BlockScorer(nn.Module):
 
     def is_untrained(self) -> bool:
         """Whether the match is the random start, which has one projection for queries and keys."""
-        return torch.equal(self.match_query, self.match_key)
+        return torch.equal(self.match_query, self._for_queries(self.match_key))
 
     @torch.no_grad()
     def fit(self, moments: Moments) -> None:
-        """Replace the match by the best approximation of q . k for data with these moments.
+        """Replace the match by the best approximation of q . k for data with these moments, summed over the heads of a
+        list.
 
         A match of the full width is exact already, and stays.
         """
         width, rank = self.match_query.shape[1:]
-        if not 0 < rank < width:
+        if not 0 < rank < moments.key.shape[-1]:
             return
-        if len(self.match_query) == 1:
+        if self.config.share_across_heads:
             moments = Moments(*(x.sum(0, keepdim=True) for x in moments))
-        for own, fitted in zip((self.match_query, self.match_key), fit_match(moments, rank), strict=True):
-            own.copy_(_placed(fitted.to(own.dtype), own))
+        for own, fitted in zip((self.match_query, self.match_key), fit_match(moments, rank, width), strict=True):
+            own.copy_(_placed(fitted.to(own.dtype).view(own.shape), own))
         self._store_start()
 
     @property
     def temperature(self) -> Tensor:
-        """Temperature of each head, at least the floor of the config."""
+        """Temperature of each list, at least the floor of the config."""
         return floored_temperature(self.log_temperature, self.config.min_temperature)
 
     def selecting_parameters(self) -> ScorerParameters:
-        """Parameters that select blocks: those in training, or the start in heads that it serves better."""
+        """Parameters that select blocks: those in training, or the start in lists that it serves better."""
         return self._from_start(self.advantage < 0) if self.config.guarded else self.stack_parameters()
 
     def start_parameters(self) -> ScorerParameters:
-        """Parameters of the start of all heads: the match alone."""
+        """Parameters of the start of all lists: the match alone."""
         return self._from_start(torch.ones_like(self.advantage, dtype=torch.bool))
 
     @torch.no_grad()
-    def _from_start(self, heads: Tensor) -> ScorerParameters:
+    def _from_start(self, lists: Tensor) -> ScorerParameters:
         given = self.stack_parameters()
-        back, started = heads[:, None, None], math.log(self.config.temperature)
+        back, started = lists[:, None, None], math.log(self.config.temperature)
+        queries, keys = (back.repeat_interleave(len(x) // len(lists), 0) for x in (given.match_query, given.match_key))
         return given._replace(
-            stacks=[x.masked_fill(heads.view(-1, *[1] * (x.dim() - 1)), 0.0) for x in given.stacks],
+            stacks=[x.masked_fill(lists.view(-1, *[1] * (x.dim() - 1)), 0.0) for x in given.stacks],
             summary=given.summary.masked_fill(back, 0.0),
-            match_query=torch.where(back, self.start_query, given.match_query),
-            match_key=torch.where(back, self.start_key, given.match_key),
-            log_temperature=given.log_temperature.masked_fill(heads.expand(self.num_heads), started),
+            match_query=torch.where(queries, self.start_query, given.match_query),
+            match_key=torch.where(keys, self.start_key, given.match_key),
+            log_temperature=given.log_temperature.masked_fill(lists.expand(self.lists), started),
         )
 
     @torch.no_grad()
     def compare(self, captured_more: Tensor) -> None:
-        """Add the outcome (h) of a step to `advantage`."""
+        """Add the outcome (s) of a step to `advantage`."""
         more = captured_more.mean(0, keepdim=True) if len(self.advantage) == 1 else captured_more
         self.advantage.lerp_(more.to(self.advantage), RECENT)
 

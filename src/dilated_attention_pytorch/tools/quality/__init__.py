@@ -3,7 +3,8 @@
 Three groups of suites measure how much of the quality of dense attention remains:
 
 - The suites cpu and ci train retrieval tasks in minutes on a CPU, with controls for a learned
-  choice: the nearest and random blocks, an untrained scorer and an oracle.
+  choice: the nearest and random blocks, an untrained scorer and an oracle. The suites recipe,
+  start, group and heads change one setting of the learned choice at a time.
 - The suite rules compares published rules that choose blocks.
 - The suites small and gpu compare patterns and their speed-ups on two tasks, recall and editions.
 
@@ -37,4 +38,17 @@ timed length. Conditions of these two tasks:
 """
 
 TASKS = ("recall", "editions", "speed")
-SUITE_NAMES = ("cpu", "ci", "tiny", "recipe", "start", "rules", "rules-tiny", "small", "gpu", "rehearsal")
+SUITE_NAMES = (
+    "cpu",
+    "ci",
+    "tiny",
+    "recipe",
+    "start",
+    "group",
+    "heads",
+    "rules",
+    "rules-tiny",
+    "small",
+    "gpu",
+    "rehearsal",
+)

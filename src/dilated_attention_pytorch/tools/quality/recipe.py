@@ -2,56 +2,80 @@
 
 from __future__ import annotations
 
+import ast
 import statistics
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
-from .retrieval import SUITES, Line, RetrievalTask, Starts, sources
+from .retrieval import HEADS, SUITES, Line, Starts, sources
 from .retrieval import TASKS as ALL
 
 DENSITY, LOW_DENSITY = 0.125, 0.0625
 TASKS = ("recall", "needle")
 SEEDS = (0, 1, 2)
-CHANGES: dict[str, tuple[str, dict[str, Any]]] = {
-    "frozen": ("frozen", {}),
-    "learned": ("learned", {}),
-    "learned, `exploration=True`": ("learned", {"exploration": True}),
-    "frozen, `exploration=True`": ("frozen", {"exploration": True}),
-    "learned, `distill_min_tokens=1` (2 % of rows)": ("learned", {"distill_min_tokens": 1}),
-    "learned, `distill_min_tokens=512`": ("learned", {"distill_min_tokens": 512}),
-    "learned, `saliency_weighted=False`": ("learned", {"saliency_weighted": False}),
-    "learned, `distill_start=20`": ("learned", {"distill_start": 20}),
-    "frozen, `score_unit=1`": ("frozen", {"score_unit": 1}),
-    "learned, `score_unit=1`": ("learned", {"score_unit": 1}),
-    "frozen, `score_unit=1, match_rank=16`": ("frozen", {"score_unit": 1, "match_rank": 16}),
-    "learned, `score_unit=1, match_rank=16`": ("learned", {"score_unit": 1, "match_rank": 16}),
-    "frozen, `score_unit=1, match_rank=8`": ("frozen", {"score_unit": 1, "match_rank": 8}),
-    "learned, `score_unit=1, match_rank=8`": ("learned", {"score_unit": 1, "match_rank": 8}),
-    "frozen, `score_unit=16`": ("frozen", {"score_unit": 16}),
-    "learned, `score_unit=16`": ("learned", {"score_unit": 16}),
-}
-"""Row and settings by name."""
+CHANGES = (
+    "frozen",
+    "learned",
+    "learned, `exploration=True`",
+    "frozen, `exploration=True`",
+    "learned, `distill_min_tokens=1` (2 % of rows)",
+    "learned, `distill_min_tokens=512`",
+    "learned, `saliency_weighted=False`",
+    "learned, `distill_start=20`",
+    "frozen, `score_unit=1`",
+    "learned, `score_unit=1`",
+    "frozen, `score_unit=1, match_rank=16`",
+    "learned, `score_unit=1, match_rank=16`",
+    "frozen, `score_unit=1, match_rank=8`",
+    "learned, `score_unit=1, match_rank=8`",
+    "frozen, `score_unit=16`",
+    "learned, `score_unit=16`",
+)
+"""Rows with settings; see `settings_of`."""
 SCRATCH = ("frozen, no dense start", "learned, no dense start")
 BY_GRADIENT = ", rows weighted by their own gradients"
 """End of the names of measured rows of earlier sources, whose scorers learned nothing from tokens without a loss."""
-
-
 FINE = ("frozen, `score_unit=1, match_rank=16`", "learned, `score_unit=1, match_rank=16`")
 """Names that are also measured on the other task, and at the low density."""
-START_NAMES: dict[str, tuple[str, dict[str, Any]]] = {
-    "frozen, `score_unit=1, match_rank=16`, fitted": ("frozen", {"score_unit": 1, "match_rank": 16, "fitted": True}),
-    "learned, `score_unit=1, match_rank=16`, fitted": ("learned", {"score_unit": 1, "match_rank": 16, "fitted": True}),
-    "learned, `score_unit=1, match_rank=16`, fitted, guarded": (
-        "learned",
-        {"score_unit": 1, "match_rank": 16, "fitted": True, "guarded": True},
-    ),
-    "frozen, `score_unit=1, match_rank=8`, fitted": ("frozen", {"score_unit": 1, "match_rank": 8, "fitted": True}),
-    "learned, `score_unit=1, match_rank=8`, fitted": ("learned", {"score_unit": 1, "match_rank": 8, "fitted": True}),
-}
+START_NAMES = (
+    "frozen, `score_unit=1, match_rank=16`, fitted",
+    "learned, `score_unit=1, match_rank=16`, fitted",
+    "learned, `score_unit=1, match_rank=16`, fitted, guarded",
+    "frozen, `score_unit=1, match_rank=8`, fitted",
+    "learned, `score_unit=1, match_rank=8`, fitted",
+)
 """Rows of the suite "start": scorers whose start is fitted to queries and keys. Their controls are those of `FINE`."""
+GROUP_NAMES = (
+    "frozen, `score_unit=2, match_rank=32`",
+    "learned, `score_unit=2, match_rank=32`",
+    'frozen, `score_unit=1, match_rank=16, select="all"`, fitted',
+    'learned, `score_unit=1, match_rank=16, select="all"`, fitted',
+    'learned, `score_unit=1, match_rank=8, select="all"`, fitted',
+    "oracle, one list for both heads",
+)
+"""Rows of the suite "group": one list of blocks for both heads, beside pairs of tokens with a list for each head."""
+FOUR = "4 heads: "
+FOUR_NAMES = tuple(
+    FOUR + name for name in (START_NAMES[1], *GROUP_NAMES[1:4], "oracle", "oracle, one list for all heads")
+)
+"""Rows of the suite "heads": models of four heads, with one list for all of them or a list for each."""
 Run = tuple[str, str, float, int]
 """Task, name, wanted density and seed."""
+
+
+def settings_of(name: str, heads: int) -> tuple[str, dict[str, Any]]:
+    """Kind and settings of a row from its name, for models of so many heads.
+
+    >>> settings_of("learned, `score_unit=1, match_rank=16`, fitted", 2)
+    ('learned', {'score_unit': 1, 'match_rank': 16, 'fitted': True})
+    """
+    row, _, rest = name.removeprefix(FOUR).partition(",")
+    _, inside, flags = rest.split("`") if "`" in rest else ("", "", rest)
+    found = {key: ast.literal_eval(value) for key, value in (x.split("=") for x in inside.split(", ") if x)}
+    found |= {flag: True for flag in ("fitted", "guarded") if flag in flags}
+    return row, found | ({"group": heads} if "one list" in flags else {})
 
 
 def runs() -> list[Run]:
@@ -62,19 +86,26 @@ def runs() -> list[Run]:
     return list(dict.fromkeys(made + fine))
 
 
-def start_runs() -> list[Run]:
-    """Runs of the suite "start"."""
-    return [
-        (task, name, x, seed) for seed in SEEDS for task in ALL for x in (DENSITY, LOW_DENSITY) for name in START_NAMES
-    ]
+def _runs_of(names: tuple[str, ...]) -> list[Run]:
+    return [(task, name, x, seed) for seed in SEEDS for task in ALL for x in (DENSITY, LOW_DENSITY) for name in names]
 
 
-def measure(left: list[Run], suite: RetrievalTask = SUITES["cpu"]) -> Iterator[Line]:
+SUITE_RUNS: dict[str, Callable[[], list[Run]]] = {
+    "recipe": runs,
+    "start": partial(_runs_of, START_NAMES),
+    "group": partial(_runs_of, GROUP_NAMES),
+    "heads": lambda: [("recall", name, DENSITY, seed) for seed in SEEDS for name in FOUR_NAMES],
+}
+"""Runs by the name of a suite that changes settings."""
+
+
+def measure(left: list[Run], heads: int = HEADS) -> Iterator[Line]:
     """A line for each run. Without a dense start, a row takes all steps with its own blocks."""
+    suite = replace(SUITES["cpu"], heads=heads)
     starts, code = Starts(suite), sources()
     scratch = Starts(replace(suite, dense_steps=0, steps=suite.dense_steps + suite.steps))
     for task, name, density, seed in left:
-        row, settings = (CHANGES | START_NAMES).get(name, (name.partition(",")[0], {}))
+        row, settings = settings_of(name, heads)
         line = {"task": task, "pattern": row, "setting": name, "wanted": density, "seed": seed, "sources": code}
         yield line | (scratch if name in SCRATCH else starts).run(task, row, density, seed, **settings)
 
@@ -96,19 +127,42 @@ def table(lines: list[Line]) -> list[str]:
 
 
 def fine_table(lines: list[Line]) -> list[str]:
-    """Markdown table of right answers by the unit and rank of scores, beside the oracle, at each density."""
+    """Markdown table of right answers by the unit, rank and lists of scores, beside oracles, at each density.
+
+    Operations are multiply-adds for each query, key and head while ranking.
+    """
     unit = "`score_unit=4, match_rank=32`"
-    names = {"frozen": f"frozen, {unit}", "learned": f"learned, {unit}"} | {x: x for x in (*FINE, *START_NAMES)}
-    names |= {"oracle": "oracle"}
-    text = [f"| counted density | row | {' | '.join(ALL)} |", "|---" * (len(ALL) + 2) + "|"]
+    named = FINE + START_NAMES + GROUP_NAMES[:-1]
+    rows = {"frozen": f"frozen, {unit}", "learned": f"learned, {unit}"} | {name: name for name in named}
+    rows |= {"oracle": "oracle", GROUP_NAMES[-1]: GROUP_NAMES[-1]}
+    text = [f"| counted density | row | operations | {' | '.join(ALL)} |", "|---" * (len(ALL) + 3) + "|"]
     for density in (DENSITY, LOW_DENSITY):
-        for name, shown in names.items():
+        for name, shown in rows.items():
             mine = [x for x in lines if x["wanted"] == density and name == x.get("setting", x["pattern"])]
-            mine = [x for x in mine if name in (*FINE, *START_NAMES) or x["suite"] == "cpu"]
+            mine = [x for x in mine if name != shown.partition(",")[0] or x["suite"] == "cpu"]
             if mine:
                 values = [[x["quality"] for x in mine if x["task"] == task] for task in ALL]
-                text.append(f"| {100 * density:g} % | {shown} | {' | '.join(map(spread, values))} |")
+                cost = operations(shown, HEADS)
+                text.append(f"| {100 * density:g} % | {shown} | {cost} | {' | '.join(map(spread, values))} |")
     return text
+
+
+def heads_table(lines: list[Line]) -> list[str]:
+    """Markdown table of right answers of models of four heads."""
+    text = ["| row | operations | recall |", "|---|---|---|"]
+    for name in FOUR_NAMES:
+        mine = [x for x in lines if x.get("setting") == name]
+        if mine:
+            answers = spread([x["quality"] for x in mine])
+            text.append(f"| {name.removeprefix(FOUR)} | {operations(name, 4)} | {answers} |")
+    return text
+
+
+def operations(name: str, heads: int) -> str:
+    """Multiply-adds for each query, key and head while ranking by the scorer of a row, if it has one."""
+    row, settings = settings_of(name, heads)
+    shared = heads if settings.get("select") == "all" else 1
+    return "" if row == "oracle" else f"{settings['match_rank'] / settings['score_unit'] / shared:g}"
 
 
 def spread(values: list[float]) -> str:

@@ -2,8 +2,8 @@
 
 Tasks of the retrieval suites:
 
-- recall: the first half of a sequence contains 48 pairs of a key and a value, the second half
-  queries for any of them;
+- recall, a multi-query recall: the first half of a sequence contains 48 pairs of a key and a
+  value, the second half 96 queries, each for any of them;
 - needle: the first quarter contains 25 pairs; each query in the last quarter is for one of them,
   and the other 24 are distractors;
 - induction: runs of 32 tokens are repeated from random positions; the model predicts the next
@@ -18,7 +18,8 @@ rows keep a token's own block and the same number of earlier blocks, so only the
   learned: the same scorer, trained;
 - oracle: the blocks with most of a token's attention, measured with dense attention.
 
-Density is counted in the calls that ran: kept blocks over blocks visible to a causal token.
+Density is counted in the calls that ran: kept blocks over blocks visible to a causal token. At
+1,024 tokens a token's own block alone is 3.1 %, so 6.25 % is the lowest density with a choice.
 """
 
 from __future__ import annotations
@@ -57,6 +58,7 @@ class RetrievalTask:
     seeds: tuple[int, ...] = (0, 1, 2)
     rows: tuple[str, ...] = ROWS
 
+    heads: int = HEADS
     n: int = 1024
     block: int = 16
     batch: int = 2
@@ -126,9 +128,9 @@ TASKS: dict[str, Callable[[RetrievalTask, torch.Generator], tuple[Tensor, Tensor
 class Retriever(nn.Module):
     """One layer: a token asks, the token before a value is its key, the value is the answer."""
 
-    def __init__(self, attend: nn.Module) -> None:
+    def __init__(self, attend: nn.Module, heads: int = HEADS) -> None:
         super().__init__()
-        wide = HEADS * WIDTH
+        self.heads, wide = heads, heads * WIDTH
         self.embed = nn.Embedding(3 * NAMES, wide)
         self.query, self.key, self.value, self.out = (nn.Linear(wide, wide, bias=False) for _ in range(4))
         self.attend = attend
@@ -138,7 +140,7 @@ class Retriever(nn.Module):
         x = self.embed(tokens)
         before = F.pad(x, (0, 0, 1, 0))[:, :-1]
         given = ((self.query, x), (self.key, before), (self.value, x))
-        output = self.attend(*(f(h).unflatten(-1, (HEADS, WIDTH)) for f, h in given), is_causal=True)
+        output = self.attend(*(f(h).unflatten(-1, (self.heads, WIDTH)) for f, h in given), is_causal=True)
         return F.linear(self.out(output.flatten(2)[asked]), self.embed.weight)
 
 
@@ -160,11 +162,12 @@ class RuleAttention(nn.Module):
         rule: "nearest", "random" or "oracle".
         block: tokens of a block.
         budget: blocks that a token keeps.
+        group: heads that share their blocks.
     """
 
-    def __init__(self, rule: str, block: int, budget: Budget) -> None:
+    def __init__(self, rule: str, block: int, budget: Budget, group: int = 1) -> None:
         super().__init__()
-        self.rule, self.block, self.budget, self.density = rule, block, budget, 0.0
+        self.rule, self.block, self.budget, self.group, self.density = rule, block, budget, group, 0.0
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool) -> Tensor:
         """Attend over (B, N, H, D), with the same blocks that a token of `BlockSparseAdaptive` may list."""
@@ -181,6 +184,8 @@ class RuleAttention(nn.Module):
             else:
                 logits = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(token > token[:, None], -torch.inf)
                 score = logits.softmax(-1).unflatten(-1, (t, size)).sum(-1)
+            if self.group > 1:
+                score = score.unflatten(1, (-1, self.group)).sum(2).repeat_interleave(self.group, 1)
             score = score.masked_fill(column >= own[:, None], -torch.inf)
             rank = score.argsort(-1, descending=True).argsort(-1)
             wanted = self.budget.wanted(own + 1) - 1
@@ -207,7 +212,7 @@ def attend(row: str, task: RetrievalTask, density: float, **settings: Any) -> nn
         return DenseAttention()
     budget = budget_of(density, task.n // task.block)
     if row not in ("frozen", "learned"):
-        return RuleAttention(row, task.block, budget)
+        return RuleAttention(row, task.block, budget, **settings)
     config = AdaptiveConfig(
         base_sparsity=1 - budget.kept,
         k_min=1,
@@ -218,7 +223,7 @@ def attend(row: str, task: RetrievalTask, density: float, **settings: Any) -> nn
         score_gradient="distill" if row == "learned" else "none",
     )
     config = replace(config, **settings)
-    return BlockSparseAdaptive([task.n], [1], HEADS, WIDTH, config, block_size=task.block)
+    return BlockSparseAdaptive([task.n], [1], task.heads, WIDTH, config, block_size=task.block)
 
 
 def density_of(module: nn.Module) -> float:
@@ -272,7 +277,7 @@ class Starts:
         """A copy of the checkpoint."""
         if (name, seed) not in self._models:
             torch.manual_seed(seed)
-            model = Retriever(DenseAttention())
+            model = Retriever(DenseAttention(), self.task.heads)
             train(model, name, self.task, self.task.dense_steps, torch.Generator().manual_seed(seed))
             self._models = {(name, seed): model}
         return copy.deepcopy(self._models[name, seed])

@@ -13,9 +13,14 @@ INTRODUCTION = (
     "measured with earlier sources; otherwise every row of a distillation batch has the weight of the mean gradient."
 )
 STARTS = (
-    "Right answers by the unit, rank and start of scores. A fitted start is the best approximation of dot products on "
-    "one batch (`fit_scorers`), otherwise the start is a random projection; a guarded scorer selects by its start in "
-    "heads where training made it worse."
+    "Right answers by the unit, rank, start and lists of scores. A fitted start is the best approximation of dot "
+    "products on one batch (`fit_scorers`), otherwise the start is a random projection; a guarded scorer selects by "
+    'its start in heads where training made it worse. With `select="all"` both heads have one score and one list. '
+    "Operations are multiply-adds for each query, key and head while ranking."
+)
+FOUR_HEADS = (
+    f"Right answers of models with four heads of 32 at a counted density of {100 * recipe.DENSITY:g} %, where "
+    '`select="all"` is one list for all four:'
 )
 LEARNED_TASK = 0.75
 """Share of right answers that dense attention must reach for a task to count."""
@@ -91,4 +96,6 @@ def report(lines: list[Line]) -> list[str]:
     if changed:
         text += ["## Training settings of learned attention", "", INTRODUCTION, "", *recipe.table(lines), ""]
         text += [STARTS, "", *recipe.fine_table(lines), ""]
+    if any(line["suite"] == "heads" for line in lines):
+        text += [FOUR_HEADS, "", *recipe.heads_table(lines), ""]
     return text

@@ -302,12 +302,28 @@ def report(lines: list[Line], logs: str = "") -> str:
             # A run that was cut short has no speed-ups yet.
             speed = " | " if row["speedup"] is None else f"{100 * row['density']:.0f} % | {row['speedup']:.2f}x"
             text.append(f"| {row['pattern']} | {abs(row['quality']):.3f} | {kept} | {speed} | {row['parameters']:,} |")
+        if told := headline(rows):
+            text += ["", told]
         if task == "editions":
             text += ["", *_by_distance(rows)]
         size = f"{first['steps']} steps of {first['tokens'] // first['steps']:,} tokens"
         seeds = "1 seed, so without an error bar" if first["seeds"] == 1 else f"{first['seeds']} seeds"
         text += ["", f"{size}, {seeds}, {first.get('device', '')}.", ""]
     return "\n".join(wrapped(line) if line and line[0] not in "|!#" else line for line in text)
+
+
+def headline(rows: list[Line]) -> str:
+    """S@99 and S@95 of a task: the largest speed-up of a row that retains so much, trained at the timed length."""
+    if rows[0]["speed_n"] is None or not rows[0]["counts"]:
+        return ""
+    if rows[0]["speed_n"] != rows[0]["n"]:
+        return "S@99 and S@95 are not given: rows were trained and timed at different lengths."
+    found = []
+    for share in (0.99, 0.95):
+        kept = [x for x in rows if x["pattern"] != "dense" and x["speedup"] is not None and x["retained"] >= share]
+        best = max(kept, key=lambda row: row["speedup"], default=None)
+        found.append(f"S@{100 * share:.0f} = " + (f"{best['speedup']:.2f}x ({best['pattern']})" if best else "none"))
+    return f"{' and '.join(found)}: the largest speed-up of a row that retains 99 % or 95 %."
 
 
 def _by_distance(rows: list[Line]) -> list[str]:
@@ -353,7 +369,7 @@ def read_log(log: Path) -> list[Line]:
 def run(given: argparse.Namespace, log: Path, deadline: float) -> OutOfTime | None:
     """Measure what is not in the log; why the rest was left."""
     name, plays = given.suite, None if given.plays is None else read_plays(given.plays)
-    if name in (*retrieval.SUITES, "recipe", "start", *rules.RULE_SUITES):
+    if name in (*retrieval.SUITES, *recipe.SUITE_RUNS, *rules.RULE_SUITES):
         return _run_retrieval(given, log, deadline)
     suite = SUITES[name]
     if suite.device == "cuda" and not torch.cuda.is_available():
@@ -387,10 +403,10 @@ def _run_retrieval(given: argparse.Namespace, log: Path, deadline: float) -> Out
     old = read_log(log)
     rows = [line for line in old if line["suite"] == name and given.resume and line["sources"] == code]
     write(log, "".join(json.dumps(line) + "\n" for line in old if line["suite"] != name or line in rows))
-    if name in ("recipe", "start"):
+    if name in recipe.SUITE_RUNS:
         done: set[Any] = {(line["task"], line["setting"], line["wanted"], line["seed"]) for line in rows}
-        every = recipe.runs() if name == "recipe" else recipe.start_runs()
-        found = recipe.measure([run for run in every if run not in done])
+        left = [run for run in recipe.SUITE_RUNS[name]() if run not in done]
+        found = recipe.measure(left, 4 if name == "heads" else retrieval.HEADS)
     elif name in rules.RULE_SUITES:
         done = {(line["task"], line["pattern"], line["budget"], line["seed"]) for line in rows}
         found = rules.measure(chosen := rules.RULE_SUITES[name], [run for run in chosen.runs() if run not in done])
