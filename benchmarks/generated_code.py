@@ -16,8 +16,8 @@ numbers and the name of the kernel, together with the flags of the assembler. A 
 
 FOLDER has the Triton release of the last run: `pip install --no-deps --target FOLDER triton==3.6.0`. Default is the
 installed one. `--check` compares the calls QUICK with the hashes that `--write` recorded for the installed release in
-benchmarks/results/generated_code.json: a change of these kernels shows there and must be run on a GPU. `--last` needs
-git; all need a C compiler, torch and triton.
+benchmarks/results/generated_code.json: a change of these kernels shows there and must be run on a GPU. DAP_PTX=FOLDER
+keeps the PTX of both trees there, for the assembler. `--last` needs git; all need a C compiler, torch and triton.
 """
 
 from __future__ import annotations

@@ -65,8 +65,7 @@ def softmax_step(
     if MASKED or HOLES:
         # exp2(-inf - -inf) is NaN: a row without a key so far uses 0 as its reference, so that its weights are 0.
         b_ref = tl.where(b_top == NO_KEY, 0.0, b_top)
-    if b_bias is not None:
-        # Entries of -inf mask keys of whole tiles.
+    if b_bias is not None:  # Its entries of -inf mask keys of whole tiles, too.
         b_ref = tl.where(b_top == NO_KEY, 0.0, b_top)
     b_p = tl.math.exp2(b_s * scale - b_ref[:, None])
     if FIRST:
