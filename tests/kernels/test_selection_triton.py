@@ -150,7 +150,7 @@ def test_selection_kernels_match_oracle_and_torch(group):
     assert list(results) == names
     for name, errors in results.items():
         for what, error in errors.items():
-            assert error <= TOLERANCE.get(name, 2e-6), (name, what)
+            assert error <= TOLERANCE.get(name, 5e-6), (name, what)
 
 
 def test_every_selection_trial_is_in_one_group():

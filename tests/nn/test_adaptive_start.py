@@ -46,6 +46,11 @@ def shares(module: BlockSparseAdaptive, other: dict[str, Tensor], seed: int = 9)
     return shares_of(captured_mass(module.eval(), call, other, 256))
 
 
+def match_of(module: BlockSparseAdaptive) -> Tensor:
+    """Products (h, d, d) of the projections of queries and keys."""
+    return (module.scorer.match_query @ module.scorer.match_key.mT).detach()
+
+
 @pytest.mark.parametrize("lists", [HEADS, 2, 1])
 @pytest.mark.parametrize("keys", [HEADS, 2])
 @pytest.mark.parametrize("unit", [1, 4])
@@ -122,6 +127,16 @@ def test_padding_does_not_change_the_fit(is_causal):
         )
         found.append(module.scorer.match_key.detach())
     assert torch.equal(*found)
+    alone = layer(score_unit=4)
+    fit_scorers(alone, lambda: alone(*(x[:, :128] for x in (q, k, v)), is_causal))
+    assert torch.allclose(match_of(module), match_of(alone), atol=1e-5)
+
+
+def test_a_shared_fit_counts_every_head():
+    forwards, backwards = (layer(share_across_heads=True) for _ in range(2))
+    fit_scorers(forwards, lambda: forwards(*skewed(1), is_causal=True))
+    fit_scorers(backwards, lambda: backwards(*(x.flip(2) for x in skewed(1)), is_causal=True))
+    assert torch.allclose(match_of(forwards), match_of(backwards), atol=1e-5)
 
 
 def test_the_fit_follows_the_dense_steps_once():

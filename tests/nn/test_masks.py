@@ -101,6 +101,19 @@ def test_every_row_sees_the_extra_keys(make, lengths):
     assert max(error(a, b) for a, b in zip(*grads, strict=True)) < 1e-9
 
 
+def test_extra_keys_have_no_position():
+    """A query and the key of its own token have one rotation, which the score of an extra key must not have."""
+    plain, rotary = (
+        dap.MultiheadSparseAttention(16, 2, "full", add_bias_kv=True, position=p) for p in (None, "rotary")
+    )
+    rotary.load_state_dict(plain.state_dict())
+    x, found = torch.randn(1, 9, 16), []
+    for module in (plain, rotary):
+        weights = module(x, need_weights=True, average_attn_weights=False)[1].log()
+        found.append(weights[..., 9] - weights[..., :9].diagonal(dim1=-2, dim2=-1))
+    assert torch.allclose(*found, atol=1e-5)
+
+
 def test_extra_keys_are_dropped_like_the_others():
     torch.manual_seed(0)
     module = MultiheadSparseAttention(8, 1, "window:2", dropout=0.5, add_bias_kv=True, bias=False, **DOUBLE)

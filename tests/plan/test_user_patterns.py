@@ -79,14 +79,15 @@ def test_causal_packed_ladders_keep_their_axis():
     assert [part.queries.rate for part in plan.parts] == [1, 4]
 
 
-def test_multiplicities_above_their_bound_are_refused():
+@pytest.mark.parametrize("after", [0, 1000])
+def test_multiplicities_above_their_bound_are_refused(after: int):
     @dataclass(frozen=True)
     class Twice(Pattern):
         def allows(self, q: Any, k: Any, head: Any = 0) -> Any:
-            return k <= q
+            return k <= q + after
 
         def multiplicity(self, q: Any, k: Any, head: Any = 0) -> Any:
-            return 2 * (k <= q)
+            return 2 * (k <= q + after)
 
     with pytest.raises(ValueError, match=r"Twice\(\) must have multiplicities up to its max_multiplicity 1, got 2"):
         make_plan(Twice(), 40, 1)
