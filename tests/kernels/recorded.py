@@ -38,8 +38,7 @@ class Recorded(NamedTuple):
 
     def compiled(self) -> Any:
         """The kernel for compute capability 9.0."""
-        import triton
-        from triton.backends.compiler import GPUTarget
+        from kernels.assembler import compile_source
         from triton.compiler import ASTSource
 
         names = self.kernel.arg_names
@@ -50,7 +49,7 @@ class Recorded(NamedTuple):
         signature |= {names[place]: one for place, one in enumerate(self.signature) if one not in ("1", "None")}
         attributes = {(place,): [["tt.divisibility", 16]] for place in self.even}
         source = ASTSource(self.kernel, signature, known, attributes)
-        return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=dict(self.options))
+        return compile_source(source, dict(self.options))
 
 
 def recorded(kernel: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> Recorded:
