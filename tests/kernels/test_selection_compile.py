@@ -1,11 +1,11 @@
 """The kernels of learned selections compile for sm_90 without a GPU, within its registers and shared memory."""
 
 import re
+from functools import cache
 
 import pytest
+from kernels.assembler import compile_source, lower_source
 from kernels.test_triton_compile import PLAIN, SHARED_MEMORY, SMALL_SHARED_MEMORY, compile_kernel, spilled
-
-pytest.importorskip("triton")
 
 NAMED = ("p_rows", "p_columns", "p_bias", "p_keep", "p_project", "p_right", "p_rest", "p_scale", "p_log")
 FACTORS = dict.fromkeys(NAMED, "*fp32")
@@ -346,38 +346,62 @@ def test_longest_rows_are_ranked_within_a_program():
 SIZES = (16, 32, 64, 128, 256)
 GRID = [(size, 2**power) for size in SIZES for power in range(size.bit_length())]
 LARGE_UNITS = [(32, 1), (128, 2), (256, 1)]
+GRID_KERNELS = (
+    "add_tokens_kernel", "attention_dkv_bwd_kernel", "attention_dq_bwd_kernel", "attention_fwd_kernel", "best_kernel",
+    "block_lse_kernel", "choice_kernel", "chosen_bwd_kernel", "chosen_fwd_kernel", "delta_bwd_kernel", "distill_kernel",
+    "factor_kernel", "hidden_kernel", "join_tokens_kernel", "key_lists_kernel", "mark_kernel", "mark_tokens_kernel",
+    "match_kernel", "mixture_kernel", "own_kernel", "place_kernel", "query_lists_kernel", "rank_kernel", "runs_kernel",
+    "sides_bwd_kernel", "split_kernel", "summaries_kernel", "sums_kernel",
+)  # fmt: skip
+"""Kernels of the training steps over `GRID`."""
 
 
-def launches(monkeypatch, size, unit, **config):
+def launches(size, unit, **config):
     """Each launch of training steps by blocks and by tokens once."""
     from kernels.recorded import training_step
 
-    return {one for causal in (False, True) for one in training_step(monkeypatch, size, unit, causal, **config)}
+    with pytest.MonkeyPatch.context() as patched:
+        patched.delenv("TRITON_INTERPRET", raising=False)
+        return {one for causal in (False, True) for one in training_step(patched, size, unit, causal, **config)}
 
 
-def compile_launches(found, names=None):
-    for one in found:
-        if names is None or one.name in names:
-            assert one.compiled().metadata.shared <= SHARED_MEMORY, one
+@cache
+def grid_launches():
+    """Each launch of training steps over `GRID` once."""
+    return {one for size, unit in GRID for one in launches(size, unit)}
 
 
 @pytest.mark.parametrize(("size", "unit"), LARGE_UNITS)
 def test_score_gradients_compile_for_many_units(size, unit, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    found = launches(monkeypatch, size, unit)
+    found = launches(size, unit)
     assert any(one.name == "best_kernel" for one in found) == (size // unit > 128)
     compile_launches(found, ("best_kernel", "sides_bwd_kernel"))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("size", "unit"), GRID)
-def test_every_score_unit_and_block_size_compiles(size, unit, monkeypatch):
+@pytest.mark.parametrize("name", GRID_KERNELS)
+def test_every_score_unit_and_block_size_compiles(name, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    compile_launches(launches(monkeypatch, size, unit))
+    found = [one for one in grid_launches() if one.name == name]
+    assert found
+    # The assembler, which takes another third of the time, runs on the kernels of the tests above.
+    for one in found:
+        assert lower_source(one.source, dict(one.options)).metadata.shared <= SHARED_MEMORY, one
+
+
+def test_every_kernel_of_a_training_step_is_in_the_grid():
+    assert {one.name for one in grid_launches()} == set(GRID_KERNELS)
 
 
 @pytest.mark.slow
 def test_widest_matches_of_many_units_compile(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     names = "best_kernel", "match_kernel", "own_kernel", "sides_bwd_kernel"
-    compile_launches(launches(monkeypatch, 256, 1, match_rank=128), names)
+    compile_launches(launches(256, 1, match_rank=128), names)
+
+
+def compile_launches(found, names):
+    for one in found:
+        if one.name in names:
+            assert compile_source(one.source, dict(one.options)).metadata.shared <= SHARED_MEMORY, one

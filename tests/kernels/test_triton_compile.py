@@ -3,9 +3,6 @@
 import re
 
 import pytest
-
-pytest.importorskip("triton")
-
 from kernels.assembler import compile_source, report
 
 SHARED_MEMORY = 232448
