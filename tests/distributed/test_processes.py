@@ -77,6 +77,21 @@ def dropout_is_that_of_one_device(rank: int, world: int) -> None:
         assert error(got, shard_sequence(want, layout, rank)) <= 1e-12
 
 
+def autocast_rounds_inputs_as_on_one_device(rank: int, world: int) -> None:
+    inputs = [torch.randn(1, 2, 30, 8, generator=torch.Generator().manual_seed(seed)) for seed in range(4)]
+    layout = SequenceLayout.contiguous(30, world)
+    wholes = [x.clone().requires_grad_() for x in inputs[:3]]
+    leaves = [shard_sequence(x, layout, rank).clone().requires_grad_() for x in inputs[:3]]
+    with torch.autocast("cpu", torch.bfloat16):
+        wanted = attention_with_lse(*wholes, "window:9")
+        found = context_parallel_attention_with_lse(*leaves, "window:9", layout)
+    assert [x.dtype for x in found] == [x.dtype for x in wanted] == [torch.bfloat16, torch.float32]
+    grads = torch.autograd.grad((wanted.output * inputs[3]).sum(), wholes)
+    mine = torch.autograd.grad((found.output * shard_sequence(inputs[3], layout, rank)).sum(), leaves)
+    for got, want in zip((*found, *mine), (*wanted, *grads), strict=True):
+        assert error(got, shard_sequence(want.detach(), layout, rank)) <= 1e-2
+
+
 def exchange_and_its_derivatives(rank: int, world: int) -> None:
     layout = SequenceLayout.contiguous(50, world)
     pattern = BY_NAME["global-window"].pattern
@@ -155,6 +170,8 @@ def disagreement_raises_everywhere(rank: int, world: int) -> None:
         context_parallel_attention(shard, shard, shard, "window:4", layout, overlap="local" if odd else "none")
     with pytest.raises(ValueError, match="query must hold the 12 tokens" if odd else must_hold):
         context_parallel_attention(shard[:, :, :11] if odd else shard, shard, shard, "window:4", layout)
+    with pytest.raises(ValueError, match=must_hold):
+        context_parallel_attention(shard, shard, shard, "window:4", layout, sink=torch.zeros(2) if odd else None)
     other = SequenceLayout.contiguous(12 * world, world + 1)
     with pytest.raises(ValueError, match=f"a process group of {world + 1} members" if odd else must_hold):
         context_parallel_attention(shard, shard, shard, "window:4", other if odd else layout)
@@ -169,6 +186,7 @@ def small_check(rank: int, world: int) -> None:
     compare(BY_NAME["dilated-ladder-causal"], SequenceLayout.contiguous(141, world), rank)
     every_way(rank, world)
     dropout_is_that_of_one_device(rank, world)
+    autocast_rounds_inputs_as_on_one_device(rank, world)
     exchange_and_its_derivatives(rank, world)
     bytes_are_those_planned(rank, world)
     disagreement_raises_everywhere(rank, world)

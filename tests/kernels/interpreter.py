@@ -130,12 +130,43 @@ def broadcast_unequal(broadcast: Any) -> Any:
 
 
 def check_unequal(check: Any) -> Any:
-    """`binary_op_type_checking_impl` that returns operands of one plain type as they are."""
+    """`binary_op_type_checking_impl` without repeated work for operands of one plain type.
+
+    Operands of one type are returned as they are, a scalar is copied into the shape of its block, and a number becomes
+    an operand once for each type that it meets. The interpreter writes into no operand.
+    """
+    numbers: dict[tuple[Any, ...], tuple[Any, Any]] = {}
 
     def check_operands(self: Any, left: Any, right: Any, *options: Any, **named: Any) -> Any:
-        kind = getattr(left, "type", None)
-        if kind is not None and kind is getattr(right, "type", None) and any(left.dtype is plain for plain in PLAIN):
-            return left, right
+        one, other = getattr(left, "type", None), getattr(right, "type", None)
+        if one is None or other is None:
+            return meet_number(self, left, right, options, named)
+        if left.dtype is right.dtype and any(left.dtype is plain for plain in PLAIN):
+            if one is other:
+                return left, right
+            if one is left.dtype:
+                return splat(self, left, other), right
+            if other is right.dtype:
+                return left, splat(self, right, one)
         return check(self, left, right, *options, **named)
+
+    def splat(self: Any, scalar: Any, kind: Any) -> Any:
+        return self.make_tensor(self.builder.create_splat(kind, scalar.handle), kind)
+
+    def meet_number(self: Any, left: Any, right: Any, options: Any, named: dict[str, Any]) -> Any:
+        tensor, number = (left, right) if isinstance(left, tl.tensor) else (right, left)
+        if type(number) not in (int, float) or not any(getattr(tensor, "dtype", None) is plain for plain in PLAIN):
+            return check(self, left, right, *options, **named)
+        # Zero has a sign, and 1 equals 1.0.
+        key = id(tensor.type), tensor is left, type(number), repr(number), options, *named.items()
+        if key in numbers:
+            _, operand = numbers[key]
+            return (left, operand) if tensor is left else (operand, right)
+        results = check(self, left, right, *options, **named)
+        same, operand = results if tensor is left else results[::-1]
+        if same is tensor:
+            # The type stays alive, so that its number stays its own.
+            numbers[key] = tensor.type, operand
+        return results
 
     return check_operands

@@ -85,12 +85,12 @@ def portable_attention(pattern: str) -> None:
     backward(triton_launches, call)
 
 
-def hopper_attention(pattern: str, *, forward_only: bool = False) -> None:
+def hopper_attention(pattern: str) -> None:
     """Forward and backward pass of the Hopper backend."""
     call = problem(pattern, 128)
     runner = hopper_backend.prepare(call)
     runner.forward(call)
-    for fused in () if forward_only else (False, True):
+    for fused in (False, True):
         hopper_backend.reproducible_gradients = lambda fused=fused: not fused
         backward(runner, call)
 
@@ -107,7 +107,6 @@ LADDER = "dilated:128x1,250x4"
 SCENES: dict[str, Callable[[], None]] = {
     "triton window": lambda: portable_attention("window:100"),
     "triton ladder": lambda: portable_attention(LADDER),
-    "hopper ladder forward": lambda: hopper_attention(LADDER, forward_only=True),
     "hopper window": lambda: hopper_attention("window:100"),
     "hopper ladder": lambda: hopper_attention(LADDER),
     "learned blocks": lambda: learned_attention(64),

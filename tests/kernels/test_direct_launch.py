@@ -11,7 +11,6 @@ import shutil
 import subprocess
 import sys
 from importlib.util import find_spec
-from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -19,10 +18,11 @@ import pytest
 TESTS = Path(__file__).resolve().parents[1]
 INSTALLED = ""
 RELEASES = [INSTALLED, *filter(None, os.environ.get("DAP_TRITON_RELEASES", "").split(os.pathsep))]
-QUICK = ["triton window", "hopper ladder forward"]
-SLOW = [["triton ladder", "hopper window"], ["hopper ladder"], ["learned blocks", "learned tokens"]]
+SCENES = ["triton window", "triton ladder", "hopper window", "hopper ladder", "learned blocks", "learned tokens"]
 OVERLAP = "6:01000000;"
 """Attribute of a launch that may start before the launch in front of it has ended."""
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("direct launches")]
 
 
 def program_output(release, folder, *arguments):
@@ -43,45 +43,43 @@ def program_output(release, folder, *arguments):
     return json.loads(done.stdout)
 
 
-@pytest.fixture(params=RELEASES, ids=lambda release: Path(release).name or "installed")
-def release(request):
+@pytest.fixture(scope="module", params=RELEASES, ids=lambda release: Path(release).name or "installed")
+def output(request, tmp_path_factory):
+    """Output of one process for all scenes: compiled kernels, Triton's driver and imports are shared."""
     if find_spec("triton") is None:
         pytest.skip("needs triton, which is not installed")
     if shutil.which("cc") is None:
         pytest.skip("needs a C compiler named cc, which builds the stub driver and Triton's own")
-    return request.param
+    return program_output(request.param, tmp_path_factory.mktemp("stub"), *SCENES)
 
 
-def assert_equal_launches(scenes):
-    for name, launches in scenes.items():
-        assert launches, name
-        for launch in launches:
-            own, direct = launch["own"], launch["direct"]
-            records = []
-            for record, overlaps in zip(own["records"], launch["overlaps"], strict=True):
-                head, attributes, parameters = (
-                    record.replace("attributes=", "\n").replace(" parameters=", "\n").split("\n")
-                )
-                # Triton's own launcher never overlaps launches of a sequence.
-                attributes += OVERLAP * (overlaps and OVERLAP not in attributes)
-                records.append(f"{head}attributes={attributes} parameters={parameters}")
-            assert direct["records"] == records
-            # Both ways were taken: hooks see every launch of Triton's own launcher, which makes no direct launch.
-            assert own["own"] == own["hooked"] == len(records) > 0
-            assert direct["own"] == 0
+def assert_equal_launches(launches):
+    assert launches
+    for launch in launches:
+        own, direct = launch["own"], launch["direct"]
+        records = []
+        for record, overlaps in zip(own["records"], launch["overlaps"], strict=True):
+            head, attributes, parameters = record.replace("attributes=", "\n").replace(" parameters=", "\n").split("\n")
+            # Triton's own launcher never overlaps launches of a sequence.
+            attributes += OVERLAP * (overlaps and OVERLAP not in attributes)
+            records.append(f"{head}attributes={attributes} parameters={parameters}")
+        assert direct["records"] == records
+        # Both ways were taken: hooks see every launch of Triton's own launcher, which makes no direct launch.
+        assert own["own"] == own["hooked"] == len(records) > 0
+        assert direct["own"] == 0
 
 
-def test_direct_launches_equal_tritons_own(release, tmp_path):
-    output = program_output(release, tmp_path, *QUICK)
-    assert_equal_launches(output["scenes"])
-    assert any(OVERLAP in record for record in output["scenes"][QUICK[1]][0]["direct"]["records"])
+@pytest.mark.parametrize("scene", SCENES)
+def test_direct_launches_equal_tritons_own(output, scene):
+    assert_equal_launches(output["scenes"][scene])
+
+
+def test_launches_of_one_sequence_overlap(output):
+    assert any(OVERLAP in record for record in output["scenes"]["hopper ladder"][0]["direct"]["records"])
+
+
+def test_a_direct_launch_outlives_tritons_cache(output):
     assert output["outlives_triton_cache"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("scenes", SLOW, ids=", ".join)
-def test_direct_launches_of_all_kernels_equal_tritons_own(release, scenes, tmp_path):
-    assert_equal_launches(program_output(release, tmp_path, *scenes)["scenes"])
 
 
 def main() -> None:
@@ -90,7 +88,7 @@ def main() -> None:
 
     for release in RELEASES:
         with tempfile.TemporaryDirectory() as folder:
-            output = program_output(release, Path(folder), QUICK[0], *chain(*SLOW), "--time")
+            output = program_output(release, Path(folder), *SCENES, "--time")
         for name, launches in output["scenes"].items():
             own, direct = (sum(launch["us"][way] for launch in launches) for way in ("own", "direct"))
             count = sum(len(launch["direct"]["records"]) for launch in launches)

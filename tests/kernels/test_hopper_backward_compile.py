@@ -2,7 +2,6 @@
 multiprocessor, and with their products left asynchronous. The lists the host prepares are checked against the plan."""
 
 import re
-import subprocess
 
 import pytest
 import torch
@@ -35,11 +34,10 @@ def needs_gluon():
         pytest.skip(reason)
 
 
-def assemble(kernel, descriptors, constants, folder):
-    """Compile a kernel; bytes of shared memory and what the assembler says of it."""
+def assemble(kernel, descriptors, constants):
+    """A compiled kernel and the assembler's report on it."""
     triton = pytest.importorskip("triton")
-    from triton.backends.compiler import GPUTarget
-    from triton.backends.nvidia.compiler import get_ptxas
+    from kernels.assembler import compile_source, report
     from triton.experimental.gluon._runtime import GluonASTSource
 
     types = dict.fromkeys(POINTERS, "*i32") | dict.fromkeys(NUMBERS, "i32") | descriptors
@@ -52,13 +50,10 @@ def assemble(kernel, descriptors, constants, folder):
     aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in given}
     source = GluonASTSource(kernel, signature, places, aligned)
     try:
-        compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=OPTIONS)
+        compiled = compile_source(source, OPTIONS)
     except (AttributeError, TypeError, NotImplementedError) as problem:
         pytest.skip(f"the Gluon language of triton {triton.__version__} differs: {problem}")
-    listing = folder / "kernel.ptx"
-    listing.write_text(compiled.asm["ptx"])
-    command = [get_ptxas(90).path, "-v", "--gpu-name=sm_90a", listing, "-o", folder / "kernel.cubin"]
-    return compiled, subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    return compiled, report(compiled)
 
 
 def descriptor(rows, d, dtype, rank):
@@ -94,7 +89,7 @@ def assert_fits(compiled, log, spilled):
         (128, 128, torch.bfloat16, False, "strided", 224),
     ],
 )
-def test_key_gradients_fit_a_multiprocessor(d, block, dtype, fused, kind, spilled, tmp_path):
+def test_key_gradients_fit_a_multiprocessor(d, block, dtype, fused, kind, spilled):
     from dilated_attention_pytorch.kernels.hopper.dkv_kernel import attention_dkv_bwd_kernel
 
     rank = 5 if kind == "strided" else 4
@@ -112,7 +107,7 @@ def test_key_gradients_fit_a_multiprocessor(d, block, dtype, fused, kind, spille
         **without(attention_dkv_bwd_kernel, kind),
         "WORKER_REGISTERS": config.registers,
     }
-    compiled, log = assemble(attention_dkv_bwd_kernel, descriptors, constants, tmp_path)
+    compiled, log = assemble(attention_dkv_bwd_kernel, descriptors, constants)
     assert_fits(compiled, log, spilled)
     # The sum of dQ is fast only while every addition moves 16 bytes.
     assert ("add.v4.f32" in compiled.asm["ptx"]) == fused
@@ -126,7 +121,7 @@ def test_key_gradients_fit_a_multiprocessor(d, block, dtype, fused, kind, spille
         *((128, kind, 16) for kind in ("plain", "split", "strided", "joining", "joining strided")),
     ],
 )
-def test_query_gradient_fits_a_multiprocessor(d, kind, spilled, tmp_path):
+def test_query_gradient_fits_a_multiprocessor(d, kind, spilled):
     from dilated_attention_pytorch.kernels.hopper.dq_kernel import attention_dq_bwd_kernel
 
     config = hopper_gradients.BACKWARD_CONFIGS[d]
@@ -142,7 +137,7 @@ def test_query_gradient_fits_a_multiprocessor(d, kind, spilled, tmp_path):
         **without(attention_dq_bwd_kernel, kind),
         "WORKER_REGISTERS": config.registers,
     }
-    compiled, log = assemble(attention_dq_bwd_kernel, descriptors, constants, tmp_path)
+    compiled, log = assemble(attention_dq_bwd_kernel, descriptors, constants)
     assert_fits(compiled, log, spilled)
     # By address it reads dQ only to join it, once the launches that added to it have ended.
     ptx = compiled.asm["ptx"]
@@ -152,7 +147,7 @@ def test_query_gradient_fits_a_multiprocessor(d, kind, spilled, tmp_path):
 
 
 @pytest.mark.parametrize(("d", "spilled"), [(64, 320), (128, 224)])
-def test_gradients_of_gathered_queries_fit_a_multiprocessor(d, spilled, tmp_path):
+def test_gradients_of_gathered_queries_fit_a_multiprocessor(d, spilled):
     from dilated_attention_pytorch.selection.kernels import hopper_gathered
     from dilated_attention_pytorch.selection.kernels.hopper_gathered_kernel import chosen_bwd_kernel
 
@@ -161,7 +156,7 @@ def test_gradients_of_gathered_queries_fit_a_multiprocessor(d, spilled, tmp_path
     descriptors = dict.fromkeys(names, descriptor(64, d, torch.bfloat16, 4))
     constants = dict(zip(("BM", "STAGES", "WORKER_REGISTERS", "LOADER_REGISTERS"), config, strict=True))
     constants |= {"BLOCK": hopper_gathered.BLOCK, **without(chosen_bwd_kernel, "plain")}
-    compiled, log = assemble(chosen_bwd_kernel, descriptors, constants, tmp_path)
+    compiled, log = assemble(chosen_bwd_kernel, descriptors, constants)
     assert_fits(compiled, log, spilled)
     # Rows are read 16 bytes at a time and written as many.
     ptx = compiled.asm["ptx"]

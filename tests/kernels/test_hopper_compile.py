@@ -2,7 +2,6 @@
 without spilling. What the host prepares for them is checked against the plan."""
 
 import re
-import subprocess
 from types import SimpleNamespace
 
 import pytest
@@ -23,26 +22,16 @@ SHARED_MEMORY = 232448
 
 def compile_kernel(kernel, types, constants, **options):
     triton = pytest.importorskip("triton")
-    from triton.backends.compiler import GPUTarget
+    from kernels.assembler import compile_source
     from triton.experimental.gluon._runtime import GluonASTSource
 
     signature = {name: "constexpr" if name in constants else types[name] for name in kernel.arg_names}
     places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
     source = GluonASTSource(kernel, signature, places)
     try:
-        return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=OPTIONS | options)
+        return compile_source(source, OPTIONS | options)
     except (AttributeError, TypeError, NotImplementedError) as problem:
         pytest.skip(f"the Gluon language of triton {triton.__version__} differs: {problem}")
-
-
-def assemble(compiled, folder):
-    """What the assembler says of a compiled kernel: its log, with registers, stack and warnings."""
-    from triton.backends.nvidia.compiler import get_ptxas
-
-    listing = folder / "kernel.ptx"
-    listing.write_text(compiled.asm["ptx"])
-    command = [get_ptxas(90).path, "-v", "--gpu-name=sm_90a", listing, "-o", folder / "kernel.cubin"]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stderr
 
 
 def ways(listing):
@@ -92,9 +81,11 @@ def told_too_early(listing):
     return list(found)
 
 
-def assert_fits(compiled, folder, spilled):
+def assert_fits(compiled, spilled):
+    from kernels.assembler import report
+
     assert not told_too_early(compiled.asm["ptx"])
-    log = assemble(compiled, folder)
+    log = report(compiled)
     # What is read back once a row costs nothing.
     assert int(re.search(r"(\d+) bytes spill loads", log).group(1)) <= spilled, log
     assert "serialized" not in log, log
@@ -137,7 +128,7 @@ def test_a_signal_before_what_it_tells_of_is_found():
         (128, 128, torch.bfloat16, "strided unevenly", 320),
     ],
 )
-def test_forward_fits_a_multiprocessor(d, block, dtype, kind, spilled, tmp_path, monkeypatch):
+def test_forward_fits_a_multiprocessor(d, block, dtype, kind, spilled, monkeypatch):
     from dilated_attention_pytorch.kernels.hopper.forward_kernel import attention_fwd_kernel
 
     strided = kind.startswith("strided")
@@ -160,7 +151,7 @@ def test_forward_fits_a_multiprocessor(d, block, dtype, kind, spilled, tmp_path,
         "WORKER_REGISTERS": config.registers,
     }
     compiled = compile_kernel(attention_fwd_kernel, types, constants)
-    assert_fits(compiled, tmp_path, spilled)
+    assert_fits(compiled, spilled)
     if triton_abi.entry_class() is triton_abi.SignatureEntry:
         assert_launcher_is_known_ahead(compiled, monkeypatch)
 

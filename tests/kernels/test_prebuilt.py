@@ -19,6 +19,8 @@ from dilated_attention_pytorch.kernels import reference
 from dilated_attention_pytorch.kernels.call import AttentionCall
 from dilated_attention_pytorch.kernels.cpu import native, toolchain
 
+# The libraries of all levels, six seconds of compilation, are built in one worker.
+pytestmark = pytest.mark.xdist_group("prebuilt")
 MACHINE = platform.machine()
 needs_compiler = pytest.mark.skipif(
     shutil.which("g++") is None or MACHINE not in toolchain.LEVELS, reason="no g++, or a machine without wheels"

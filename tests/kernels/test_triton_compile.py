@@ -1,11 +1,9 @@
 """The Triton kernels compile for sm_90 without a GPU, within its shared memory and nearly without spilling."""
 
 import re
-import subprocess
 
 import pytest
-
-triton = pytest.importorskip("triton")
+from kernels.assembler import compile_source, report
 
 SHARED_MEMORY = 232448
 """Bytes a program may have on compute capability 9.0."""
@@ -41,7 +39,6 @@ def type_of(name, rows="*bf16"):
 
 
 def compile_kernel(kernel, constants, tiles, rows="*bf16", types=None, **more):
-    from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     from dilated_attention_pytorch.kernels.launch.launcher import OPTIONS
@@ -60,18 +57,12 @@ def compile_kernel(kernel, constants, tiles, rows="*bf16", types=None, **more):
     attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in even if name not in NUMBERS}
     source = ASTSource(kernel, signature, {(names.index(n),): v for n, v in known.items()}, attributes)
     options = {"num_warps": tiles.warps, "num_stages": tiles.stages} | OPTIONS | more
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    return compile_source(source, options)
 
 
-def spilled(compiled, folder):
+def spilled(compiled):
     """Bytes of stack, as the assembler reports them."""
-    from triton.backends.nvidia.compiler import get_ptxas
-
-    listing = folder / "kernel.ptx"
-    listing.write_text(compiled.asm["ptx"])
-    command = [get_ptxas(90).path, "-v", "--gpu-name=sm_90a", listing, "-o", folder / "kernel.cubin"]
-    log = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    return int(re.search(r"(\d+) bytes stack frame", log).group(1))
+    return int(re.search(r"(\d+) bytes stack frame", report(compiled)).group(1))
 
 
 def compile_named(name, d, table, rows="*bf16", features=(), **flags):
@@ -98,7 +89,7 @@ def compile_named(name, d, table, rows="*bf16", features=(), **flags):
 @pytest.mark.slow
 @pytest.mark.parametrize("d", [64, 128])
 @pytest.mark.parametrize("name", ["forward", "dq", "dkv"])
-def test_kernel_fits_a_multiprocessor(name, d, tmp_path, monkeypatch):
+def test_kernel_fits_a_multiprocessor(name, d, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     from dilated_attention_pytorch.kernels.triton import launches
 
@@ -106,14 +97,14 @@ def test_kernel_fits_a_multiprocessor(name, d, tmp_path, monkeypatch):
     assert compiled.metadata.shared <= SHARED_MEMORY
     assert "wgmma" in compiled.asm["ptx"]
     # The forward of width 128 spills on purpose: two small programs a multiprocessor overlap better than one large.
-    assert spilled(compiled, tmp_path) <= (256 if (name, d) == ("forward", 128) else 128)
+    assert spilled(compiled) <= (256 if (name, d) == ("forward", 128) else 128)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("d", "rows"), [(64, "*bf16"), (256, "*bf16"), (64, "*fp32")])
 @pytest.mark.parametrize("name", ["forward", "dq", "dkv"])
 @pytest.mark.parametrize("features", [CAP, BIAS, CAP + BIAS_BY_PLACE], ids=["cap", "bias", "cap-places"])
-def test_kernels_with_scores_changed_fit(name, d, rows, features, tmp_path, monkeypatch):
+def test_kernels_with_scores_changed_fit(name, d, rows, features, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     from dilated_attention_pytorch.kernels.triton import launches
 
@@ -122,7 +113,7 @@ def test_kernels_with_scores_changed_fit(name, d, rows, features, tmp_path, monk
     compiled = compile_named(name, d, {d: sizes}, rows, features)
     assert compiled.metadata.shared <= room
     assert bool(re.search(r"\b(red|atom)\.", compiled.asm["ptx"])) == ("p_bias" in features and name == "dq")
-    assert spilled(compiled, tmp_path) <= 512
+    assert spilled(compiled) <= 512
 
 
 @pytest.mark.slow
@@ -147,14 +138,14 @@ PACKED = {
 @pytest.mark.slow
 @pytest.mark.parametrize("packed", PACKED)
 @pytest.mark.parametrize("name", ["forward", "dq", "dkv"])
-def test_kernels_of_packed_documents_fit_a_multiprocessor(name, packed, tmp_path, monkeypatch):
+def test_kernels_of_packed_documents_fit_a_multiprocessor(name, packed, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     from dilated_attention_pytorch.kernels.triton import launches
 
     compiled = compile_named(name, 64, launches.HALF, **PACKED[packed])
     assert compiled.metadata.shared <= SHARED_MEMORY
     assert "wgmma" in compiled.asm["ptx"]
-    assert spilled(compiled, tmp_path) <= 192
+    assert spilled(compiled) <= 192
 
 
 @pytest.mark.slow

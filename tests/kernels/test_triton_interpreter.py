@@ -21,8 +21,8 @@ from dilated_attention_pytorch.plan import make_plan
 TESTS = Path(__file__).resolve().parents[1]
 HALF = ("half precision", "bad value of bits, half precision", "soft cap, half precision", "bias, half precision")
 TOLERANCE = dict.fromkeys(HALF, 2e-3) | {"tanh": 1.0, "soft cap in a tight budget": 1.0}
-# Scores of 40 and arguments of tanh of 100 have absolute rounding errors of 3e-6 and more.
-TOLERANCE |= {"wide soft cap": 2e-5, "saturated soft cap": 2e-5}
+# Rounded scores of up to 50, or of 8 times the usual slope: torch in float32 errs by 2.6e-6 and 1.3e-6 there.
+TOLERANCE |= {"wide soft cap": 1e-5, "saturated soft cap": 5e-6}
 NAMES = [
     "ragged end",
     "causal window",

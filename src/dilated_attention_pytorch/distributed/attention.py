@@ -17,7 +17,7 @@ from ..kernels.dropout import fresh_seed
 from ..kernels.registry import backend_named
 from ..ops import AttentionOutput, attention_with_lse
 from ..ops.attention import empty_attention
-from ..ops.checks import check_masks, check_sink, check_tensors, lengths_of
+from ..ops.checks import autocasted, check_masks, check_sink, check_tensors, lengths_of
 from ..ops.derivatives import check_reverse_mode, scale_of
 from ..ops.sink import apply_sink
 from ..patterns import Causal, Packed, Pattern, as_pattern
@@ -148,7 +148,7 @@ def _attend(
     backend: str,
 ) -> AttentionOutput:
     """Output and LSE before the sink, which is checked here with the other tensors."""
-    query, key, value = tensors
+    query, key, value = tensors = autocasted(*tensors)  # pyrefly: ignore[bad-assignment]
     if sink is not None and (call.is_alone(group) or torch.compiler.is_compiling()):
         check_sink(query, sink)
     if call.is_alone(group):
@@ -318,7 +318,8 @@ def _executor(
             f"{as_pattern(pattern).describe()}, {layout}, batch {len(tensors[0])}, {tensors[0].shape[1]} heads, "
             f"{tensors[1].shape[1]} key heads, widths {(tensors[1].shape[3], tensors[2].shape[3])}, "
             f"{tensors[0].dtype}, scale {scale}, dropout {call.dropout_p}, "
-            f"padding {'no' if padding is None else 'yes'}, gradients {'yes' if needs_grad else 'no'}, "
+            f"padding {'no' if padding is None else 'yes'}, sink {'no' if sink is None else 'yes'}, "
+            f"gradients {'yes' if needs_grad else 'no'}, "
             f"overlap {call.overlap}, exchange {call.exchange}, receive budget {call.receive_budget}, "
             f"{call.machine or Machine()}, backend {backend}"
         )

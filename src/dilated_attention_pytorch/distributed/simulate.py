@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..kernels.dropout import fresh_seed
 from ..ops import AttentionOutput
+from ..ops.checks import autocasted
 from ..patterns import And, Causal, Dilated, Pattern
 from ..plan import own_block, plan_rows
 from .attention import Call
@@ -48,6 +49,7 @@ def virtual_attention(
     call = Call(
         pattern, layout, is_causal, scale, enable_gqa, cu_seqlens, dropout_p, overlap, exchange, receive_budget, machine
     )
+    query, key, value = autocasted(query, key, value)
     if layout.world == 1 or not layout.n:
         return call.on_one_device(query, key, value, key_padding_mask, backend)
     ranks = range(layout.world)

@@ -124,9 +124,6 @@ class Ranks:
             free = -1 if self.meter is None else self.meter()
             self._announce = None
             lengths, free_by_rank = self._gathered(n, free)
-            failed = [rank for rank, length in enumerate(lengths) if length < 0]
-            if failed:
-                raise must("expected a valid call on every rank", f"an error on ranks {failed}")
             self._announce = self._announce_call
             self._current = self._cut(lengths)
             self.least_free = min(free_by_rank) if min(free_by_rank) >= 0 else None
@@ -146,19 +143,21 @@ class Ranks:
             raise must(f"shards must hold {list(layout.lengths)} tokens", list(lengths), "Use shard_sequence.")
         return layout
 
-    def _gathered(self, n: int, free: int) -> tuple[list[int], list[int]]:
-        """Tokens and free bytes of every rank."""
-        from ..distributed.transport import wire_device
+    def _gathered(self, n: int, free: int, error: Exception | None = None) -> tuple[list[int], list[int]]:
+        """Tokens and free bytes of every rank; raises on all ranks if one has an error and a length of -1."""
+        from ..distributed.transport import check_everywhere, wire_device
 
         own = torch.tensor([n, free], device=wire_device(self.group))
         every = [torch.empty_like(own) for _ in range(self.world)]
         dist.all_gather(every, own, group=self.group)
         lengths, free_by_rank = torch.stack(every).T.tolist()
+        if min(lengths) < 0:
+            check_everywhere(error, self.group)
         return lengths, free_by_rank
 
     def _announce_length(self, error: Exception) -> None:
-        """Take part in `layout_of` with an error."""
-        self._gathered(-1, -1)
+        """Take part in `layout_of` with an error, which it raises."""
+        self._gathered(-1, -1, error)
 
     def _announce_call(self, error: Exception) -> None:
         """Take part in the comparison of calls with an error, which it raises."""
