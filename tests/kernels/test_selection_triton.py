@@ -127,6 +127,8 @@ SCORES = [
 ]
 TOLERANCE = {"blocks in half precision": 2e-3, "tokens in half precision": 2e-3}
 TOLERANCE |= {"packed windows ahead in half precision": 2e-3}
+# Scores of float32 features: 2.4e-6 on an AMD EPYC, whose products round otherwise.
+TOLERANCE |= {"blocks": 5e-6}
 TOLERANCE |= {"three steps of Adam, blocks": 1e-5, "three steps of SGD, tokens": 1e-5}
 
 
@@ -150,7 +152,7 @@ def test_selection_kernels_match_oracle_and_torch(group):
     assert list(results) == names
     for name, errors in results.items():
         for what, error in errors.items():
-            assert error <= TOLERANCE.get(name, 5e-6), (name, what)
+            assert error <= TOLERANCE.get(name, 2e-6), (name, what)
 
 
 def test_every_selection_trial_is_in_one_group():
