@@ -204,6 +204,12 @@ def selected_attention(
     query, key, value = autocasted(query, key, value)
     check_tensors(query, key, value, enable_gqa)
     check_masks(query, key_padding_mask, cu_seqlens)
+    scale = scale_of(scale, query.shape[-1])
+    is_empty = not query.shape[0] or not query.shape[2]
+    if not is_empty:
+        check_reverse_mode(query, key, value)
+        if torch.compiler.is_compiling() or not query.stride(-1) == key.stride(-1) == value.stride(-1) == 1:
+            query, key, value = operators.kernel_inputs(query, key, value)
     if isinstance(indices, Selection):
         _check_selection(query, indices, counts, granularity, is_causal, cu_seqlens)
     else:
@@ -214,20 +220,17 @@ def selected_attention(
         check_sink(query, sink)
     if not 0.0 <= dropout_p < 1.0:
         raise must("dropout_p must lie in [0, 1)", dropout_p)
-    scale = scale_of(scale, query.shape[-1])
     if distill is not None or scores is not None:
         _check_distill(query, indices, distill, scores)
-    if not query.shape[0] or not query.shape[2]:
+    if is_empty:
         output, lse = empty_attention(query, key, value)
     else:
-        check_reverse_mode(query, key, value)
         seed = fresh_seed(query.device) if dropout_p > 0 else None
         if isinstance(indices, Selection):
             selection = indices
         else:
             shape = {"n": query.shape[2], "heads": query.shape[1], "granularity": granularity or 128}
             selection = make_selection(indices, counts, is_causal=is_causal, cu_seqlens=cu_seqlens, **shape)
-        query, key, value = operators.kernel_inputs(query, key, value)
         settings = SelectedSettings.of(selection, scale, key_padding_mask, dropout_p, seed, backend)
         if distill is not None:
             output, lse = _distilled(query, key, value, selection, settings, distill, scores)
@@ -354,7 +357,7 @@ def _distilled(
 ) -> tuple[Tensor, Tensor]:
     """Attention whose backward pass distills scores; `torch.compile` runs it eagerly."""
     with torch.no_grad():
-        attend = _attend_of(query, key, value, settings, selection, batch.chosen_rows)
+        attend = _attend_of(query, key, value, settings, selection, batch.rows[: batch.chosen])
         result = attend.forward(query, key, value)
     given = _split_scores(scores, batch, selection) if isinstance(scores, Tensor) else scores(batch, selection.indices)
     return _Selected.apply(query, key, value, *given, result, attend, batch)
