@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dilated_attention_pytorch.nn import AdaptiveConfig, BlockSparseAdaptive, SparseAttention
-from dilated_attention_pytorch.selection.attention import attend_selection
+from dilated_attention_pytorch.selection.attention import selected_attention
 from dilated_attention_pytorch.selection.backend import select
 from dilated_attention_pytorch.selection.types import Selection
 from dilated_attention_pytorch.tools.bench.measure import clock, facts
@@ -125,7 +125,8 @@ class RandomBlocks(nn.Module):
         best, indices = luck.topk(3, -1)
         indices = indices.masked_fill(best < 0, t).sort(-1).values.int()
         selection = Selection(indices, (best >= 0).sum(-1).int(), n, 16, is_causal, False, 1, 0)
-        return attend_selection(*(x.transpose(1, 2) for x in (query, key, value)), selection).output.transpose(1, 2)
+        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+        return selected_attention(q, k, v, selection, enable_gqa=True).transpose(1, 2)
 
 
 def lookup_layer(name: str) -> nn.Module:

@@ -33,7 +33,7 @@ from torch.nn.attention import sdpa_kernel
 from dilated_attention_pytorch.kernels.external import flash4, flex
 from dilated_attention_pytorch.kernels.external.block_lists import Band, Lists, lists_of
 from dilated_attention_pytorch.nn import AdaptiveConfig, BlockSparseAdaptive
-from dilated_attention_pytorch.selection.attention import attend_selection
+from dilated_attention_pytorch.selection.attention import selected_attention
 from dilated_attention_pytorch.selection.backend import select
 from dilated_attention_pytorch.selection.types import Selection
 from dilated_attention_pytorch.tools.bench.measure import clock, facts
@@ -112,7 +112,7 @@ def measured(n: int, config: AdaptiveConfig, is_causal: bool, device: str) -> di
     runs = dense_runs(q, k, v, is_causal)
     same, reasons = same_selection_runs(q, k, v, selection)
     with torch.no_grad():
-        ours = attend_selection(q, k, v, selection).output
+        ours = selected_attention(q, k, v, selection, enable_gqa=True)
         for name, run in tuple(same.items()):
             try:
                 errors[name] = float((run() - ours).double().norm() / ours.double().norm())
@@ -319,7 +319,7 @@ def by_turns(runs: list[Callable[[], Any]], device: str) -> list[float]:
 def checked(q: Tensor, k: Tensor, v: Tensor, selection: Selection, head: int = 3) -> dict[str, float]:
     """Errors of some rows of output and dQ and some columns of dK and dV against float64, over their norms."""
     grad = torch.randn_like(q)
-    output, lse = attend_selection(q, k, v, selection)
+    output, lse = selected_attention(q, k, v, selection, enable_gqa=True, return_lse=True)
     found = torch.autograd.grad(output, (q, k, v), grad)
     n, size, scale = selection.n, selection.block_size, q.shape[-1] ** -0.5
     # Not the first tokens: what sees one key has no dQ.

@@ -88,8 +88,11 @@ from .plan import Plan as Plan
 from .plan import PlanCache as PlanCache
 from .plan import make_plan as make_plan
 from .selection.attention import selected_attention as selected_attention
+from .selection.indices import make_selection as make_selection
 from .selection.indices import validate_indices as validate_indices
 from .selection.selectors import select_blocks as select_blocks
+from .selection.types import DistillBatch as DistillBatch
+from .selection.types import Selection as Selection
 
 __version__: str
 

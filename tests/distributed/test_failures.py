@@ -220,12 +220,12 @@ def computing_fails_on_one(rank: int, world: int) -> None:
 
 def learned_layer_fails_on_one(rank: int, world: int) -> None:
     module = MultiheadBlockSparseAdaptive(32, 4, [64], [1], block_size=16, process_group=dist.group.WORLD)
-    x, real = torch.randn(1, 32, 32), learned_module.attend_selection
+    x, real = torch.randn(1, 32, 32), learned_module.selected_attention
     if rank == ODD:
-        learned_module.attend_selection = lambda *_, **__: {}["nothing"]
+        learned_module.selected_attention = lambda *_, **__: {}["nothing"]
     with raises_everywhere(rank, KeyError, "nothing", r"(?s)every rank to succeed.*rank 1: KeyError"):
         module(x)
-    learned_module.attend_selection = real
+    learned_module.selected_attention = real
     assert module(x)[0].isfinite().all()
 
 

@@ -14,7 +14,6 @@ from dilated_attention_pytorch import attention_with_lse, selected_attention, va
 from dilated_attention_pytorch.kernels.dropout import keep_mask
 from dilated_attention_pytorch.nn import AdaptiveConfig, BlockSparseAdaptive
 from dilated_attention_pytorch.selection import backend
-from dilated_attention_pytorch.selection.attention import attend_selection
 from dilated_attention_pytorch.selection.indices import GRANULARITIES
 from dilated_attention_pytorch.selection.kernels.lowering import Listed
 from dilated_attention_pytorch.selection.plan import block_plan, invert_selection
@@ -52,7 +51,7 @@ def test_output_and_gradients_are_no_worse_than_twice_torch(
     grad = torch.randn(batch, 4, n, width).to(dtype).cuda()
     seen = seen_pairs(chosen).cuda()
     single = [x.detach().requires_grad_() for x in given]
-    output, lse = attend_selection(*single, on_gpu(chosen))
+    output, lse = selected_attention(*single, on_gpu(chosen), enable_gqa=True, return_lse=True)
     found = (output, *torch.autograd.grad(output, single, grad))
     exact = [x.detach().double().requires_grad_() for x in given]
     wanted, wanted_lse = dense_attention(*exact, seen.double())
@@ -71,7 +70,8 @@ def test_output_and_gradients_are_no_worse_than_twice_torch(
 def test_gradients_have_the_same_bits_every_time(per_token):
     chosen = on_gpu(drawn(1, 4, 2048, 128, is_causal=per_token, per_token=per_token, most=4))
     x = [t.bfloat16().cuda().requires_grad_() for t in inputs(chosen, 2, 64, 64)]
-    runs = [torch.autograd.grad(attend_selection(*x, chosen).output.square().sum(), x) for _ in range(3)]
+    outputs = [selected_attention(*x, chosen, enable_gqa=True) for _ in range(3)]
+    runs = [torch.autograd.grad(output.square().sum(), x) for output in outputs]
     assert all(torch.equal(a, b) for run in runs[1:] for a, b in zip(run, runs[0], strict=True))
 
 
@@ -83,7 +83,8 @@ def test_where_tokens_choose_dropout_goes_by_coordinates(padded):
     torch.manual_seed(3)
     seed = torch.randint(2**62, (1,), dtype=torch.int64, device="cuda")
     torch.manual_seed(3)
-    output, _ = attend_selection(*x, on_gpu(chosen), dropout_p=0.3, key_padding_mask=padding)
+    options = {"dropout_p": 0.3, "key_padding_mask": padding, "enable_gqa": True}
+    output = selected_attention(*x, on_gpu(chosen), **options)
     stream, token = torch.arange(8).view(2, 4, 1, 1).cuda(), torch.arange(300).cuda()
     dropped = {"kept": keep_mask(seed, stream, token[:, None], token, 0.3), "dropout_p": 0.3}
     exact = [t.detach().double().requires_grad_() for t in x]

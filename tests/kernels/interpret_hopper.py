@@ -106,7 +106,8 @@ def run_learned(seed, n, batch, per_token=False):
     given = [x.to(dtype).requires_grad_() for x in inputs(chosen, 1, 64, 64)]
     slopes = torch.randn(batch, 2, n, 64, dtype=dtype), torch.randn(batch, 2, n)
     exact = [x.detach().double().requires_grad_() for x in given]
-    found = selected.attend_selection(*given, chosen, backend="auto" if per_token else "hopper")
+    options = {"backend": "auto" if per_token else "hopper", "enable_gqa": True, "return_lse": True}
+    found = selected.selected_attention(*given, chosen, **options)
     wanted = dense_attention(*exact, seen_pairs(chosen).double())
     grads = (torch.autograd.grad(one, leaves, slopes) for one, leaves in ((found, given), (wanted, exact)))
     found, wanted = ([*one, *more] for one, more in zip((found, wanted), grads, strict=True))

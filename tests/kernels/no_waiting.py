@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from dilated_attention_pytorch.ops import varlen
-from dilated_attention_pytorch.selection import backend
+from dilated_attention_pytorch.selection import attention, backend, indices
 
 attention_op = import_module("dilated_attention_pytorch.ops.attention")
 """The module; in `ops` its name is that of the function."""
@@ -76,10 +76,15 @@ class Launched(TorchDispatchMode):
 
 
 class GpuRules:
-    """Tensors count as a GPU's: nothing is read back."""
+    """Tensors count as a GPU's: nothing is read back. Calls on lists run as operators only if `traced`."""
+
+    def __init__(self, traced: bool = False) -> None:
+        self.traced = traced
 
     def __enter__(self) -> None:
-        self.allows_host_sync = backend.allows_host_sync
+        self.allows_host_sync, self.is_observed = backend.allows_host_sync, attention.is_observed
+        # The mode would otherwise see operators, and not what runs inside.
+        attention.is_observed = indices.is_observed = lambda *tensors: self.traced
         for module in (attention_op, varlen, backend):
             module.allows_host_sync = lambda device: False
         self.mode = NoWaiting()
@@ -89,3 +94,4 @@ class GpuRules:
         self.mode.__exit__(*problem)
         for module in (attention_op, varlen, backend):
             module.allows_host_sync = self.allows_host_sync
+        attention.is_observed = indices.is_observed = self.is_observed

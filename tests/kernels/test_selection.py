@@ -10,7 +10,7 @@ from dilated_attention_pytorch.kernels.call import AttentionCall
 from dilated_attention_pytorch.kernels.cpu import native
 from dilated_attention_pytorch.kernels.hopper import backend as hopper_backend
 from dilated_attention_pytorch.selection import attend as attend_module
-from dilated_attention_pytorch.selection.attention import attend_selection, weighted_attention
+from dilated_attention_pytorch.selection.attention import selected_attention, weighted_attention
 from dilated_attention_pytorch.selection.plan import block_plan, token_plan
 from dilated_attention_pytorch.selection.scores import BlockScores
 from dilated_attention_pytorch.selection.types import Selection, shared_blocks
@@ -31,6 +31,9 @@ def drawn(batch=2, heads=4, n=150, size=16, *, is_causal, per_token, local=2, si
     )
     indices = indices.masked_fill(~listed, t).sort(-1).values.int()
     return Selection(indices, listed.sum(-1).int(), n, size, is_causal, per_token, local, sink)
+
+
+LEARNED = {"enable_gqa": True, "return_lse": True}
 
 
 class GivenScores(BlockScores):
@@ -74,7 +77,7 @@ def test_output_lse_and_gradients_are_those_of_the_dense_formula(per_token, is_c
     grad_output, grad_lse = torch.randn(2, 4, n, 12, dtype=torch.float64), torch.randn(2, 4, n, dtype=torch.float64)
     outcomes = []
     for attend in (
-        lambda *x: attend_selection(*x, selection, key_padding_mask=padding, backend="cpu"),
+        lambda *x: selected_attention(*x, selection, key_padding_mask=padding, backend="cpu", **LEARNED),
         lambda *x: dense_attention(*x, seen_pairs(selection).double(), key_padding_mask=padding),
     ):
         output, lse = attend(*tensors)
@@ -157,7 +160,7 @@ def test_split_heads_with_dropout_pass_gradcheck(per_token, is_causal, monkeypat
 
     def attend(*x):
         torch.manual_seed(0)
-        return attend_selection(*x, selection, dropout_p=0.3, backend="cpu")
+        return selected_attention(*x, selection, dropout_p=0.3, backend="cpu", **LEARNED)
 
     assert torch.autograd.gradcheck(attend, tensors, fast_mode=True)
 
@@ -169,7 +172,7 @@ def test_a_bias_of_nothing_changes_nothing(per_token, is_causal):
     x = inputs(selection, 2)
     none = torch.zeros(*selection.indices.shape[:3], selection.blocks, dtype=torch.float64)
     padding = torch.arange(150) >= torch.tensor([150, 0])[:, None]
-    wanted = attend_selection(*x, selection, key_padding_mask=padding, backend="cpu").output
+    wanted = selected_attention(*x, selection, key_padding_mask=padding, backend="cpu", enable_gqa=True)
     assert error(weighted_attention(*x, selection, none, key_padding_mask=padding), wanted) < 1e-12
 
 
@@ -184,7 +187,7 @@ def test_the_native_kernel_agrees(per_token, is_causal, dtype):
     weights = torch.randn(2, 4, 150, 12)
     found = []
     for backend in ("native", "cpu"):
-        output, lse = attend_selection(*tensors, selection, backend=backend)
+        output, lse = selected_attention(*tensors, selection, backend=backend, **LEARNED)
         found.append((output, lse, *torch.autograd.grad((output * weights).sum(), tensors)))
     for got, wanted in zip(*found, strict=True):
         assert error(got, wanted) < (1e-5 if dtype == torch.float32 else 2e-2)
@@ -193,7 +196,7 @@ def test_the_native_kernel_agrees(per_token, is_causal, dtype):
 def test_a_selection_for_other_tensors_is_refused():
     selection = drawn(n=64, is_causal=False, per_token=False)
     with pytest.raises(ValueError, match="64 tokens"):
-        attend_selection(*torch.randn(3, 2, 4, 65, 8).unbind(), selection)
+        selected_attention(*torch.randn(3, 2, 4, 65, 8).unbind(), selection)
     with pytest.raises(ValueError, match="n <= 8192"):
         weighted_attention(
             *torch.randn(3, 1, 1, 8200, 2).unbind(),

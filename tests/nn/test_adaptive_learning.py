@@ -18,7 +18,7 @@ from dilated_attention_pytorch.nn import (
     scorer_parameters,
     task_parameters,
 )
-from dilated_attention_pytorch.selection.attention import attend_selection
+from dilated_attention_pytorch.selection.attention import selected_attention
 from dilated_attention_pytorch.selection.backend import select
 from dilated_attention_pytorch.selection.distill import FLOOR
 from dilated_attention_pytorch.selection.types import DistillBatch
@@ -98,16 +98,17 @@ def test_scorer_gradient_is_that_of_the_documented_loss(granularity, is_causal, 
     )
     dense = torch.randn(2, lists, len(batch.dense_rows), t, dtype=torch.float64, requires_grad=True)
     q.requires_grad_()
-    output = attend_selection(
+    output = selected_attention(
         q,
         k,
         v,
         selection,
         key_padding_mask=padding,
-        distill_batch=batch,
-        scores=(chosen, dense),
+        enable_gqa=True,
+        distill=batch,
+        scores=lambda *_: (chosen, dense),
         backend="cpu",
-    ).output
+    )
     grad_output = torch.randn_like(output)
     got = torch.autograd.grad(output, (chosen, dense), grad_output)
 

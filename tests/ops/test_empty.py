@@ -28,7 +28,7 @@ from dilated_attention_pytorch.models import LongNet
 from dilated_attention_pytorch.ops.streaming.sinks import TensorSink
 from dilated_attention_pytorch.ops.streaming.sources import TensorSource
 from dilated_attention_pytorch.ops.streaming.stream import streamed_attention, streamed_gradients
-from dilated_attention_pytorch.selection.attention import attend_selection
+from dilated_attention_pytorch.selection.attention import selected_attention
 from dilated_attention_pytorch.selection.types import Selection
 
 BACKENDS = ["auto", "reference", "cpu", *(["native"] if library_path().exists() else [])]
@@ -101,7 +101,7 @@ def test_other_entries_take_nothing(size: tuple[int, int]):
         blocks = n if per_token else -(-n // 16)
         indices = torch.zeros(batch, 4, blocks, 1, dtype=torch.int32)
         selection = Selection(indices, indices[..., 0], n, 16, False, per_token, 1, 0)
-        check(attend_selection(*leaves, selection).output, (batch, 4, n, 6), leaves)
+        check(selected_attention(*leaves, selection, enable_gqa=True), (batch, 4, n, 6), leaves)
     merged = merge([value, value], [value[..., 0], value[..., 0]])
     check(merged.output, tuple(value.shape), [value])
 

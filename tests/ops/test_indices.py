@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from unittest import mock
 
 import pytest
 import torch
@@ -14,16 +15,20 @@ from strategies import strategy
 from dilated_attention_pytorch import (
     AttentionOutput,
     BackendUnsupported,
+    DistillBatch,
     attention_with_lse,
+    make_selection,
     selected_attention,
     validate_cu_seqlens,
     validate_indices,
 )
 from dilated_attention_pytorch.kernels.cpu.native import library_path
+from dilated_attention_pytorch.kernels.dropout import keep_mask
 from dilated_attention_pytorch.ops.sink import apply_sink
 from dilated_attention_pytorch.selection import attend
 from dilated_attention_pytorch.selection import backend as implementations
-from dilated_attention_pytorch.selection.indices import GRANULARITIES, normalise_indices, selection_of
+from dilated_attention_pytorch.selection import indices as lists
+from dilated_attention_pytorch.selection.indices import GRANULARITIES, normalise_indices
 from dilated_attention_pytorch.selection.plan import block_plan, token_plan
 
 NATIVE = pytest.param("native", marks=pytest.mark.skipif(not library_path().exists(), reason="C++ kernel not built"))
@@ -260,17 +265,21 @@ def test_sink_keeps_the_dtype_of_the_output():
     assert apply_sink(output.double(), lse.double(), torch.zeros(2)).dtype == torch.float64
 
 
+@pytest.mark.parametrize("host_sync", [False, True])
 @settings(max_examples=60)
 @given(strategy(drawn_call))
-def test_normal_form_holds_blocks_once_and_nothing_else(call: IndexCall):
-    indices, counts, held = call._replace(wild=True).lists()
+def test_normal_form_holds_blocks_once_and_nothing_else(host_sync, call: IndexCall):
+    indices, counts, held = call._replace(wild=not host_sync).lists()
     blocks = -(-call.n // call.size)
-    listed = normalise_indices(indices, counts, blocks)
-    assert listed.dtype == torch.int32 and listed.shape[-1] == max(call.entries, 1)
+    with mock.patch.object(lists, "ROWS_PER_ENTRY", 0 if call.seed % 2 else 64):
+        listed = normalise_indices(indices, counts, blocks, host_sync=host_sync)
+    assert listed.dtype == torch.int32 and listed.shape[-1] == min(max(call.entries, 1), blocks)
     for row, wanted in zip(listed.flatten(0, 2).tolist(), held.flatten(0, 2).tolist(), strict=True):
         inside = sorted({block for block in wanted if 0 <= block < blocks})
         assert row == inside + [blocks] * (len(row) - len(inside))
-    selection = selection_of(indices, counts, call.n, call.heads, call.size, call.is_causal)
+    shape = {"n": call.n, "heads": call.heads, "granularity": call.size, "is_causal": call.is_causal}
+    with mock.patch.object(implementations, "allows_host_sync", lambda device: host_sync):
+        selection = make_selection(indices, counts, **shape)
     assert selection.indices.shape[1] == call.scope and selection.heads == call.heads
     selection = selection.per_head()
     token = torch.arange(call.n)
@@ -285,11 +294,53 @@ def test_normal_form_holds_blocks_once_and_nothing_else(call: IndexCall):
     )
 
 
+@pytest.mark.parametrize(("local", "sink"), [(0, 0), (1, 0), (2, 0), (1, 2), (3, 1)])
+@CAUSAL
+@ROWS
+def test_implied_blocks_equal_listed_ones(per_token, is_causal, local, sink):
+    call = IndexCall(per_token, is_causal, n=100, scope=2, entries=3)
+    indices, blocks = call.lists()[0], 7
+    own = torch.arange(indices.shape[2])[:, None] // (16 if per_token else 1)
+    near = [own + step for step in range(1 - local, local)] + [torch.full_like(own, block) for block in range(sink)]
+    near = [x.masked_fill((x < 0) | (x >= blocks), -1).expand(*indices.shape[:3], 1) for x in near]
+    leaves = [torch.randn(2, h, 100, 8, dtype=torch.float64, requires_grad=True) for h in (4, 2, 2)]
+    shape = {"n": 100, "heads": 4, "granularity": 16, "is_causal": is_causal}
+    selection = make_selection(indices, **shape, local_blocks=local, sink_blocks=sink)
+    seen = seen_pairs(torch.cat([indices, *near], -1), 100, 16, 4, is_causal)
+    found = selected_attention(*leaves, selection, enable_gqa=True, return_lse=True)
+    wanted = dense_attention(*leaves, seen.double())
+    grads = (torch.autograd.grad(x.output.square().sum(), leaves) for x in (found, AttentionOutput(*wanted)))
+    for got, want in zip([*found, *next(grads)], [*wanted, *next(grads)], strict=True):
+        assert error(got.detach(), want.detach()) <= 1e-12
+
+
+@BACKENDS
+@pytest.mark.parametrize("scope", [1, 4])
+@ROWS
+def test_dropped_weights_are_those_of_the_seed(per_token, scope, backend):
+    call = IndexCall(per_token, True, n=60, scope=scope)
+    indices, options = call.lists()[0], {"granularity": 16, "is_causal": True, "enable_gqa": True}
+    leaves = [torch.randn(2, h, 60, 8, dtype=torch.float64, requires_grad=True) for h in (4, 2, 2)]
+    torch.manual_seed(7)
+    seed = torch.randint(2**62, (1,))
+    torch.manual_seed(7)
+    found = selected_attention(*leaves, indices, dropout_p=0.3, backend=backend, **options)
+    sample, head, token = torch.arange(2).view(2, 1, 1, 1), torch.arange(4).view(4, 1, 1), torch.arange(60)
+    # Lists by blocks concatenate the samples.
+    ahead, stream = (0, sample * 4 + head) if per_token else (sample * 60, head)
+    kept = keep_mask(seed, stream, token[:, None] + ahead, token + ahead, 0.3)
+    seen = seen_pairs(indices, 60, 16, 4, is_causal=True).double()
+    wanted, _ = dense_attention(*leaves, seen, kept=kept, dropout_p=0.3)
+    grads = (torch.autograd.grad(x.square().sum(), leaves) for x in (found, wanted))
+    for got, want in zip([found, *next(grads)], [wanted, *next(grads)], strict=True):
+        assert error(got.detach(), want.detach()) <= 1e-12
+
+
 @pytest.mark.parametrize("scope", [1, 2, 4])
 @pytest.mark.parametrize("per_token", [False, True])
 def test_heads_of_a_list_share_one_class_of_the_plan(per_token, scope):
     call = IndexCall(per_token, n=64, batch=2, heads=4, scope=scope)
-    selection = selection_of(*call.lists()[:2], call.n, call.heads, call.size, is_causal=False)
+    selection = make_selection(*call.lists()[:2], n=call.n, heads=call.heads, granularity=call.size)
     plan = token_plan(selection).plan if per_token else block_plan(selection)
     (part,) = plan.parts
     assert plan.heads == 4 and len(part.by_query.rows) == scope * part.queries.tiles
@@ -313,6 +364,16 @@ def call_with(**changes):
 
 def integers(*shape, dtype=torch.int32):
     return torch.zeros(shape, dtype=dtype)
+
+
+def selection_of(n=50, **more):
+    return make_selection(integers(2, 1, 4, 3), n=n, heads=4, granularity=16, **more)
+
+
+def lesson(rows=(0, 1), chosen=0, entries=4, local_blocks=1):
+    scores = torch.zeros(2, 1, len(rows), entries)
+    batch = DistillBatch(torch.tensor(rows), chosen)
+    return {"indices": selection_of(local_blocks=local_blocks), "distill": batch, "scores": scores}
 
 
 WRONG = [
@@ -354,6 +415,17 @@ WRONG = [
     ({"key": torch.randn(2, 2, 66, 8)}, "key must have the query's length 50, got 66"),
     ({"enable_gqa": False}, "key must have as many heads as query, got 4 query heads and 2 key heads"),
     ({"backend": "cuda"}, "backend must be one of auto"),
+    ({"indices": selection_of(), "granularity": 32}, "granularity must be that of the selection, 16, got 32"),
+    ({"indices": selection_of(), "is_causal": True}, "is_causal must be that of the selection, False, got True"),
+    ({"indices": selection_of(), "counts": integers(2, 1, 4)}, "counts and cu_seqlens must come with index tensors"),
+    ({"indices": selection_of(n=49)}, "the selection must be for 2 samples, 4 heads and 50 tokens, got indices"),
+    ({"dropout_p": 1.0}, "dropout_p must lie in [0, 1), got 1.0"),
+    ({"scores": torch.zeros(2, 1, 3, 4)}, "distill must be a DistillBatch that comes with scores, got distill None"),
+    (lesson() | {"indices": integers(2, 1, 4, 3)}, "distill must come with a Selection whose rows see their own block"),
+    (lesson(local_blocks=0), "distill must come with a Selection whose rows see their own block, got"),
+    (lesson(rows=[0, 4]), "rows of a DistillBatch must lie in 0 to 3, got 0 to 4"),
+    (lesson(rows=[0], entries=5), "scores must have shape (2, heads, 1, 4), heads a divisor of 4, got (2, 1, 1, 5)"),
+    (lesson(chosen=3), "chosen must lie in 0 to the 2 rows of the batch, got 3"),
     ({"pattern": "full"}, "selected_attention() got an unexpected keyword argument 'pattern'"),
     ({"causal": True}, "selected_attention() got an unexpected keyword argument 'causal'; the argument is is_causal"),
 ]
@@ -430,8 +502,45 @@ def test_transforms_see_the_operation():
     mapped = torch.vmap(lambda x: selected_attention(x, k, v, indices, granularity=16))(many)
     for one, got in zip(many, mapped, strict=True):
         assert error(got, dense_attention(one, k, v, seen)[0]) <= 1e-12
+    several = torch.randint(-1, 2, (3, 1, 1, 20, 2), dtype=torch.int32)
+    for is_causal in (False, True):
+        options = {"granularity": 16, "is_causal": is_causal}
+        mapped = torch.vmap(lambda i, k, options=options: selected_attention(q, k, v, i, **options))(several, many)
+        for one, key, got in zip(several, many, mapped, strict=True):
+            assert error(got, dense_attention(q, key, v, seen_pairs(one, 20, 16, 2, is_causal).double())[0]) <= 1e-12
     with pytest.raises(NotImplementedError, match="is not implemented"):
         torch.func.grad(lambda x: torch.func.grad(ours)(x).square().sum())(q)
+
+
+@pytest.mark.parametrize("local", [0, 1])
+@ROWS
+def test_mapped_calls_drop_weights_of_their_own(per_token, local):
+    q, k, v = three(40, 2, 2)
+    rows = 40 if per_token else 3
+    selection = make_selection(integers(1, 1, rows, 2), n=40, heads=2, granularity=16, local_blocks=local)
+
+    def drop(x):
+        return selected_attention(x, k, v, selection, dropout_p=0.5)
+
+    for randomness in ("same", "different"):
+        first, second = torch.vmap(drop, randomness=randomness)(torch.stack([q, q]))
+        assert not torch.equal(first, second)
+    with pytest.raises(RuntimeError, match="randomness"):
+        torch.vmap(drop)(torch.stack([q, q]))
+
+
+def test_transforms_of_distillation_are_refused():
+    options = {"query": torch.randn(2, 4, 50, 8), "granularity": None} | lesson()
+    with pytest.raises(ValueError, match=r"outside of torch\.func transforms"):
+        torch.func.grad(lambda scores: call_with(**(options | {"scores": scores})).sum())(options["scores"])
+
+
+@pytest.mark.parametrize("k", [1, 2, 3, 7, 16, 33])
+def test_the_network_sorts_rows_of_any_length(k, monkeypatch):
+    monkeypatch.setattr(lists, "ROWS_PER_ENTRY", 0)
+    # Networks that sort all rows of two values sort all rows.
+    rows = torch.randint(2, (1, 2, 4096, k), dtype=torch.int32)
+    assert torch.equal(lists._sorted_by_network(rows), rows.sort(-1).values)
 
 
 @pytest.mark.parametrize("order", ["ascending", "descending", "holes", "duplicates"])
@@ -443,8 +552,9 @@ def test_normal_form_of_a_list_in_any_order(order):
         "duplicates": [[0, 2, 2, 3], [1, 1, 1, 1]],
     }
     given = torch.tensor([[lists[order]]], dtype=torch.int32)
-    found = normalise_indices(given, None, 4)
-    assert found.tolist() == [[[[0, 2, 3, 4], [1, 4, 4, 4]]]]
+    for host_sync in (False, True):
+        found = normalise_indices(given, None, 4, host_sync=host_sync)
+        assert found.tolist() == [[[[0, 2, 3, 4], [1, 4, 4, 4]]]]
     last, first = torch.tensor([2, 0]), torch.tensor([1, 0])
     assert normalise_indices(given, None, 4, last, first).tolist() == [[[[2, 4, 4, 4], [4, 4, 4, 4]]]]
 
@@ -453,5 +563,5 @@ def test_normal_form_of_a_list_in_any_order(order):
 @ROWS
 def test_lists_of_packed_documents_are_stored_once(per_token, scope):
     indices = torch.zeros(1, scope, 50 if per_token else 4, 3, dtype=torch.int32)
-    selection = selection_of(indices, None, 50, 4, 16, True, PACKED)
+    selection = make_selection(indices, n=50, heads=4, granularity=16, is_causal=True, cu_seqlens=PACKED)
     assert (selection.indices.shape[1], selection.heads) == (scope, 4)

@@ -9,7 +9,8 @@ import torch
 from index_calls import same_document, seen_pairs, with_sink
 from oracle import dense_attention, error
 
-from dilated_attention_pytorch import selected_attention, varlen_attention
+from dilated_attention_pytorch import DistillBatch, make_selection, selected_attention, varlen_attention
+from dilated_attention_pytorch.selection.attention import SelectedSettings
 
 pytestmark = pytest.mark.compile
 ROWS = pytest.mark.parametrize("per_token", [False, True], ids=["blocks", "tokens"])
@@ -23,6 +24,8 @@ def fresh_compiler():
         # Dynamo instantiates autograd.Function itself and is warned about it.
         warnings.filterwarnings("ignore", ".*should not be instantiated.*", DeprecationWarning)
         warnings.filterwarnings("ignore", category=DeprecationWarning, module="torch.*")
+        # After a graph break it looks for gradients of tensors that are not leaves.
+        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf", UserWarning)
         yield
 
 
@@ -45,7 +48,11 @@ def test_opcheck_of_both_index_operators(per_token, is_causal, layout, optional)
     bounds = torch.tensor([0, 9, 9, 40], dtype=torch.int32) if optional == "packed" else None
     if bounds is not None:
         tensors, indices = [x[:1] for x in tensors], indices[:1]
-    rest = indices, counts, padding, bounds, 16, is_causal, 0.25, "auto"
+    lists = indices, counts, bounds, 40, 16, is_causal, 0, 0
+    torch.library.opcheck(torch.ops.dilated_attention.normal_lists.default, lists)
+    shape = {"n": 40, "heads": 4, "granularity": 16, "is_causal": is_causal, "cu_seqlens": bounds}
+    selection, seed = make_selection(indices, counts, **shape), torch.randint(2**62, (1,))
+    rest = SelectedSettings.of(selection, 0.25, padding, 0.2, seed, "auto")
     torch.library.opcheck(torch.ops.dilated_attention.selected_forward.default, (*tensors, *rest))
     output, lse = torch.ops.dilated_attention.selected_forward(*tensors, *rest)
     both = *tensors, output, lse, torch.randn_like(output), torch.randn_like(lse), *rest
@@ -82,6 +89,40 @@ def test_one_graph_serves_several_lengths(rows, is_causal):
         for got, want in zip([*found, *next(grads)], [*wanted, *next(grads)], strict=True):
             assert error(got.detach(), want.detach()) <= 1e-12
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+@CAUSAL
+@pytest.mark.parametrize("rows", ["blocks", "tokens"])
+def test_one_graph_makes_and_takes_a_selection(rows, is_causal):
+    shape = {"heads": 4, "granularity": 16, "is_causal": is_causal, "local_blocks": 1}
+
+    def make(q, k):
+        return make_selection(chosen(q, k, rows), n=q.shape[2], **shape)
+
+    def both(q, k, v):
+        return selected_attention(q, k, v, make(q, k), enable_gqa=True)
+
+    tensors = leaves(40)
+    selection = make(*tensors[:2])
+    compiled = [torch.compile(f, fullgraph=True, backend="aot_eager") for f in (both, selected_attention)]
+    wanted = selected_attention(*tensors, selection, enable_gqa=True)
+    wanted = wanted, *torch.autograd.grad(wanted.square().sum(), tensors)
+    for output in (compiled[0](*tensors), compiled[1](*tensors, selection, enable_gqa=True)):
+        found = output, *torch.autograd.grad(output.square().sum(), tensors)
+        for got, want in zip(found, wanted, strict=True):
+            assert error(got.detach(), want.detach()) <= 1e-12
+    # Distillation runs eagerly, between two graphs.
+    scores = torch.randn(2, 1, 3, 3, dtype=torch.float64, requires_grad=True)
+
+    def distilled(q, k, v, scores):
+        batch = DistillBatch(torch.arange(3) * (19 if rows == "tokens" else 1))
+        return 2 * selected_attention(q, k, v, selection, enable_gqa=True, distill=batch, scores=scores)
+
+    grads = [
+        torch.autograd.grad(f(*tensors, scores).sum(), scores)[0]
+        for f in (distilled, torch.compile(distilled, backend="aot_eager"))
+    ]
+    assert torch.equal(*grads) and grads[0].any()
 
 
 @CAUSAL

@@ -6,13 +6,14 @@ import itertools
 
 import pytest
 import torch
-from kernels.test_selection import GivenScores, drawn, inputs, seen_pairs
+from kernels.test_selection import LEARNED, GivenScores, drawn, inputs, seen_pairs
 from oracle import dense_attention, error
 
+from dilated_attention_pytorch import DistillBatch, make_selection
 from dilated_attention_pytorch.kernels.cpu.native import library_path
 from dilated_attention_pytorch.kernels.dropout import keep_mask
 from dilated_attention_pytorch.selection import attend, rank
-from dilated_attention_pytorch.selection.attention import attend_selection
+from dilated_attention_pytorch.selection.attention import selected_attention
 from dilated_attention_pytorch.selection.rank import Budget
 from dilated_attention_pytorch.selection.types import SelectionSettings, shared_blocks
 
@@ -46,6 +47,48 @@ def test_kept_and_visible_blocks_are_counted_without_pairs(t, is_causal):
         assert torch.equal(seen, ((reach & visible[:, :, None]) | (column == own[:, None])).sum(-1))
 
 
+@pytest.mark.parametrize("scope", [1, 2, 4])
+@pytest.mark.parametrize("per_token", [False, True])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_given_scores_learn_the_mass_of_blocks(is_causal, per_token, scope):
+    n, size, t, chosen = 64, 16, 4, 2
+    rows = n if per_token else t
+    lists = torch.randint(-1, t, (2, 2, rows, 1))
+    shape = {"n": n, "heads": 4, "granularity": size, "is_causal": is_causal}
+    selection = make_selection(lists, **shape, local_blocks=1)
+    q, k, v = (torch.randn(2, h, n, 8, dtype=torch.float64) for h in (4, 2, 2))
+    padding = torch.arange(n) >= torch.tensor([n, 40])[:, None]
+    row = torch.arange(rows)[:: rows // 4]
+    scores = torch.randn(2, scope, 4, t, dtype=torch.float64, requires_grad=True)
+    batch = DistillBatch(row, chosen, weight=0.5)
+    options = {"enable_gqa": True, "key_padding_mask": padding, "distill": batch, "scores": scores}
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        output = selected_attention(q, k, v, selection, **options)
+        (found,) = torch.autograd.grad(output.sum(), scores)
+
+    seen = (torch.ones(n, n).tril() if is_causal else torch.ones(n, n)).bool() & ~padding[:, None, None]
+    own, block = row // (size if per_token else 1), torch.arange(t)
+    listed = selection.per_head().allowed()
+    possible = block <= own[:, None] if is_causal else torch.ones(4, t, dtype=torch.bool)
+    possible = possible & seen.any(2).unflatten(-1, (t, size)).any(-1)[:, :, None] | (block == own[:, None])
+    loss = 0
+    for part, which in ((slice(chosen), listed[:, :, row[:chosen]]), (slice(chosen, None), possible[..., chosen:, :])):
+        logits = (q @ k.repeat_interleave(2, 1).mT * 8**-0.5).masked_fill(~seen, -torch.inf)
+        mass = logits.exp().unflatten(-1, (t, size)).sum(-1)
+        if part.start is None:
+            token = torch.arange(n) if per_token else torch.arange(n) // size
+            mass = mass * listed[:, :, token]
+        mass = (mass / mass.sum(-1, keepdim=True)).masked_fill(padding[:, None, :, None], 0.0)
+        mass = (mass if per_token else mass.unflatten(2, (t, size)).sum(3))[:, :, row[part]]
+        some = mass.sum(-1, keepdim=True) > 0
+        mass = torch.where(some, mass / mass.sum(-1, keepdim=True), 0.0)
+        logits = scores.repeat_interleave(4 // scope, 1)[:, :, part].masked_fill(block == own[part, None], 0.0)
+        logits = logits.masked_fill(~which, -torch.inf).log_softmax(-1)
+        loss = loss - 0.5 * torch.where(mass > 0, mass * logits, 0.0).sum(-1).mean()
+    (wanted,) = torch.autograd.grad(loss, scores)
+    assert error(found, wanted) <= 1e-12
+
+
 @pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_token_mode_dropout_depends_on_sample_and_head(backend, apart, monkeypatch):
@@ -58,7 +101,7 @@ def test_token_mode_dropout_depends_on_sample_and_head(backend, apart, monkeypat
     torch.manual_seed(3)
     seed = torch.randint(2**62, (1,))
     torch.manual_seed(3)
-    output, lse = attend_selection(*tensors, chosen, dropout_p=0.4, backend=backend)
+    output, lse = selected_attention(*tensors, chosen, dropout_p=0.4, backend=backend, **LEARNED)
     stream, token = torch.arange(8).view(2, 4, 1, 1), torch.arange(70)
     dropped = {"kept": keep_mask(seed, stream, token[:, None], token, 0.4), "dropout_p": 0.4}
     wanted, wanted_lse = dense_attention(*double, seen_pairs(chosen).double(), **dropped)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from index_calls import same_document
-from kernels.no_waiting import NoWaiting
+from kernels.no_waiting import GpuRules, NoWaiting
 from strategies import Draw, strategy
 from torch._subclasses import FakeTensorMode
 
@@ -16,7 +16,7 @@ from dilated_attention_pytorch import parse
 from dilated_attention_pytorch.kernels.triton.lowering import schedule
 from dilated_attention_pytorch.plan.documents import documents_plan, interval_bits, row_bounds, window_of
 from dilated_attention_pytorch.plan.plan import Masks, Plan, Walk
-from dilated_attention_pytorch.selection.indices import selection_of
+from dilated_attention_pytorch.selection.indices import make_selection
 from dilated_attention_pytorch.selection.plan import block_plan
 
 
@@ -126,7 +126,9 @@ def test_bad_bounds_lead_to_no_key_outside(bad):
     token = torch.arange(50)
     assert (low >= 0).all() and (low <= token).all() and (high > token).all() and (high <= 50).all()
     indices = torch.arange(4, dtype=torch.int32).expand(1, 1, 4, 4)
-    listed = block_plan(selection_of(indices, None, 50, 1, 16, False, bounds), False)
+    with GpuRules():
+        selection = make_selection(indices, n=50, heads=1, granularity=16, cu_seqlens=bounds)
+    listed = block_plan(selection, False)
     for plan in (documents_plan(bounds, 50, 1, 16, 50, 50), listed):
         (part,) = plan.parts
         assert (part.queries.start >= 0).all() and (part.queries.end <= 50).all()
@@ -171,7 +173,7 @@ def test_no_value_is_read_or_copied_for_lists(per_token):
     indices = torch.randint(-1, 6, (1, 2, 90 if per_token else 6, 5), dtype=torch.int32)
     # Tables that follow from shapes alone are cached by the first call.
     for rules in (NoWaiting(), NoCopies()):
-        with rules:
-            selection = selection_of(indices, None, 90, 4, 16, True, bounds)
+        with GpuRules(), rules:
+            selection = make_selection(indices, n=90, heads=4, granularity=16, is_causal=True, cu_seqlens=bounds)
             if not per_token:
                 schedule(block_plan(selection, host_sync=False), 2)

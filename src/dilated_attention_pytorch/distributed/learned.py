@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..ops.derivatives import once_differentiable
-from ..selection.attention import attend_selection
+from ..selection.attention import selected_attention
 from ..selection.backend import distill_inputs
 from ..selection.distill import (
     DistillInputs,
@@ -204,9 +204,8 @@ def _attend(
     selection = Selection(listed[..., : int(counts.max()) if counts.numel() else 0], counts, *shape, 1, 0)
     masked = None if padding is None else padding[:, part.tokens.to(device)]
     if len(part.tokens):
-        output, lse = attend_selection(
-            queries, keys, values, selection, scale=scale, key_padding_mask=masked, backend=backend
-        )
+        settings = {"scale": scale, "enable_gqa": True, "key_padding_mask": masked, "backend": backend}
+        output, lse = selected_attention(queries, keys, values, selection, return_lse=True, **settings)
     else:
         # No rows here; those of others still need the backward pass of the exchange.
         lse = queries.sum(-1, dtype=torch.promote_types(query.dtype, torch.float32))
@@ -303,6 +302,7 @@ def _distill_gradients(
     own = rows // choice.block_size if choice.per_token else rows
     column = torch.arange(t, device=key.device)
     others = column < own[:, None] if choice.is_causal else column != own[:, None]
+    assert batch.visible is not None
     others = others & batch.visible[:, :, None]
     own_mass = mass[:, :, some].gather(-1, own.expand(*mass.shape[:2], -1)[..., None])
     factor = row_factors(batch, of_rows, len(some))[:, :, some]

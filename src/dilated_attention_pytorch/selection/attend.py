@@ -141,6 +141,44 @@ class BlockAttend(Attend):
 class DenseAttend(BlockAttend):
     """Attention over a selection by the dense formula: the specification."""
 
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Forward:
+        """Output and LSE."""
+        if not self._is_by_sample(query):
+            return BlockAttend.forward(self, query, key, value)
+        each = zip(self._samples(), *(x.split(1) for x in (query, key, value)), strict=True)
+        return Forward(*(torch.cat(x) for x in zip(*(one.forward(*given) for one, *given in each), strict=True)))
+
+    def backward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        output: Tensor,
+        lse: Tensor,
+        grad_output: Tensor,
+        grad_lse: Tensor | None,
+    ) -> tuple[Tensor, ...]:
+        """Gradients of query, key and value."""
+        rows = query, key, value, output, lse, grad_output
+        if not self._is_by_sample(query):
+            return BlockAttend.backward(self, *rows, grad_lse)
+        slopes = [None] * len(query) if grad_lse is None else grad_lse.split(1)
+        each = zip(self._samples(), *(x.split(1) for x in rows), slopes, strict=True)
+        return tuple(torch.cat(x) for x in zip(*(one.backward(*given) for one, *given in each), strict=True))
+
+    def _is_by_sample(self, query: Tensor) -> bool:
+        """Whether dropout numbers the tokens of each sample, as `TokenAttend` does."""
+        return self.selection.per_token and self.dropout_p > 0 and len(query) > 1
+
+    def _samples(self) -> Iterator[DenseAttend]:
+        s, padding, seed = self.selection, self.key_padding_mask, self.seed
+        assert seed is not None
+        for i in range(len(s.indices)):
+            rows = None if s.sharing_rows is None else s.sharing_rows[i : i + 1]
+            own = replace(s, indices=s.indices[i : i + 1], counts=s.counts[i : i + 1], sharing_rows=rows)
+            mask = None if padding is None else padding[i : i + 1]
+            yield replace(self, selection=own, key_padding_mask=mask, seed=shifted(seed, i * s.heads))
+
     def lowered(
         self, query: Tensor, key: Tensor, value: Tensor, *, backward: bool = False
     ) -> tuple[AttentionCall, Backend]:

@@ -1,31 +1,23 @@
-"""Attention over blocks that a tensor lists: the public operation on indices, and attention over a selection.
+"""Attention over the key blocks that index tensors or a selection list: the public operation.
 
-`selected_attention` brings indices into the normal form of a `Selection`; learned layers make theirs themselves. Both
-run the same implementations. Two torch operators make the public operation traceable.
+Index tensors are brought into the normal form of a `Selection` first. Two torch operators make the operation traceable.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
 
-from ..errors import must
+from ..errors import must, must_be
 from ..kernels.call import Forward, empty_rows, laid_like
 from ..kernels.dropout import fresh_seed
 from ..ops import operators
 from ..ops.attention import empty_attention, is_observed, needs_graph
-from ..ops.checks import (
-    autocasted,
-    check_layout,
-    check_masks,
-    check_sink,
-    check_tensors,
-    unexpected,
-    validate_cu_seqlens,
-)
+from ..ops.checks import autocasted, check_layout, check_masks, check_sink, check_tensors, unexpected
 from ..ops.derivatives import OnceDifferentiable, check_reverse_mode, once_differentiable, scale_of
 from ..ops.flops import FlopFormulas
 from ..ops.merge import AttentionOutput
@@ -33,14 +25,15 @@ from ..ops.sink import apply_sink
 from ..shapes import CuSeqlens, Key, KeyPadding, Query, Value
 from . import backend as implementations
 from .attend import BlockAttend, TokenAttend, fold, unfold
-from .backend import choose_attend, distill, distill_inputs, score_rows
-from .indices import check_indices, listed_pairs, selection_of, validate_indices
-from .scores import BlockScores
+from .backend import choose_attend, distill_inputs
+from .backend import distill as distill_scores
+from .indices import check_indices, check_unpacked, listed_pairs, make_selection
 from .types import DistillBatch, Selection
 
 _SETTINGS = (
-    "Tensor indices, Tensor? counts, Tensor? key_padding_mask, Tensor? cu_seqlens, "
-    "int granularity, bool is_causal, float scale, str backend"
+    "Tensor indices, Tensor counts, Tensor? sharing_rows, Tensor? bounds, Tensor? key_padding_mask, Tensor? seed, "
+    "int granularity, bool is_causal, bool per_token, int local_blocks, int sink_blocks, float scale, "
+    "float dropout_p, str backend"
 )
 _library = torch.library.Library("dilated_attention", "FRAGMENT")
 _library.define(f"selected_forward(Tensor query, Tensor key, Tensor value, {_SETTINGS}) -> (Tensor, Tensor)")
@@ -51,18 +44,49 @@ _library.define(
 
 LONGEST_WEIGHTED = 8192
 
+DistillScores = Tensor | Callable[[DistillBatch, Tensor], tuple[Tensor | None, Tensor | None]]
+"""Block scores of the rows of a `DistillBatch`; see `selected_attention`."""
+
 
 class SelectedSettings(NamedTuple):
     """Arguments of the operators besides query, key and value, in the order of their schema."""
 
     indices: Tensor
-    counts: Tensor | None
+    counts: Tensor
+    sharing_rows: Tensor | None
+    bounds: Tensor | None
     key_padding_mask: Tensor | None
-    cu_seqlens: Tensor | None
+    seed: Tensor | None
     granularity: int
     is_causal: bool
+    per_token: bool
+    local_blocks: int
+    sink_blocks: int
     scale: float
+    dropout_p: float
     backend: str
+
+    @staticmethod
+    def of(
+        selection: Selection,
+        scale: float,
+        key_padding_mask: Tensor | None,
+        dropout_p: float,
+        seed: Tensor | None,
+        backend: str,
+    ) -> SelectedSettings:
+        """Arguments for a selection."""
+        s = selection
+        tensors = s.indices, s.counts, s.sharing_rows, s.bounds, key_padding_mask, seed
+        shape = s.block_size, s.is_causal, s.per_token, s.local_blocks, s.sink_blocks
+        return SelectedSettings(*tensors, *shape, scale, dropout_p, backend)
+
+    def selection(self, query: Tensor) -> Selection:
+        """The selection, for query heads and tokens of a call."""
+        heads, n = query.shape[1:3]
+        shape = n, self.granularity, self.is_causal, self.per_token, self.local_blocks, self.sink_blocks
+        group = heads // self.indices.shape[1]
+        return Selection(self.indices, self.counts, *shape, self.sharing_rows, self.bounds, group)
 
 
 @overload
@@ -70,16 +94,19 @@ def selected_attention(
     query: Query,
     key: Key,
     value: Value,
-    indices: Tensor,
+    indices: Tensor | Selection,
     counts: Tensor | None = None,
     *,
-    granularity: int = 128,
+    granularity: int | None = None,
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
     sink: Tensor | None = None,
     cu_seqlens: CuSeqlens | None = None,
     key_padding_mask: KeyPadding | None = None,
+    dropout_p: float = 0.0,
+    distill: DistillBatch | None = None,
+    scores: DistillScores | None = None,
     return_lse: Literal[False] = False,
     backend: str = "auto",
 ) -> Tensor: ...
@@ -88,16 +115,19 @@ def selected_attention(
     query: Query,
     key: Key,
     value: Value,
-    indices: Tensor,
+    indices: Tensor | Selection,
     counts: Tensor | None = None,
     *,
-    granularity: int = 128,
+    granularity: int | None = None,
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
     sink: Tensor | None = None,
     cu_seqlens: CuSeqlens | None = None,
     key_padding_mask: KeyPadding | None = None,
+    dropout_p: float = 0.0,
+    distill: DistillBatch | None = None,
+    scores: DistillScores | None = None,
     return_lse: Literal[True],
     backend: str = "auto",
 ) -> AttentionOutput: ...
@@ -105,21 +135,24 @@ def selected_attention(
     query: Query,
     key: Key,
     value: Value,
-    indices: Tensor,
+    indices: Tensor | Selection,
     counts: Tensor | None = None,
     *,
-    granularity: int = 128,
+    granularity: int | None = None,
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
     sink: Tensor | None = None,
     cu_seqlens: CuSeqlens | None = None,
     key_padding_mask: KeyPadding | None = None,
+    dropout_p: float = 0.0,
+    distill: DistillBatch | None = None,
+    scores: DistillScores | None = None,
     return_lse: bool = False,
     backend: str = "auto",
     **unknown: object,
 ) -> Tensor | AttentionOutput:
-    """Exact attention over the key blocks that an index tensor lists for each row.
+    """Exact attention over the key blocks that are listed for each row.
 
     Differentiable in query, key, value and sink. Queries and keys have equal length. Nothing is read back from a GPU:
     indices may change from call to call, under `torch.compile` and in a CUDA graph.
@@ -132,8 +165,10 @@ def selected_attention(
             query heads, for the query heads of each key head, or for each query head. `rows` is N, a list for each
             token, or ceil(N / granularity), a list for each block of queries. Order and duplicates do not matter.
             Other values raise an error on the CPU and are ignored on a GPU; see `validate_indices`.
+            A `Selection`, from `make_selection` or a learned layer, is used as it is: its lists are not sorted again,
+            and it holds `granularity`, `is_causal` and packed documents.
         counts: int (B, S, rows): valid entries of each row, the first ones; entries after them are ignored.
-        granularity: tokens of a block: 16, 32, 64, 128 or 256.
+        granularity: tokens of a block: 16, 32, 64, 128 (the default) or 256.
         is_causal: drop keys after the query: blocks after the row's own, and the upper triangle of its own block.
         scale: factor on the scores; 1 / sqrt(D) by default.
         enable_gqa: let query head h read key head h // (H / G).
@@ -143,6 +178,13 @@ def selected_attention(
             that one block may hold tokens of several documents; a row attends to its document's tokens in it.
             Wrong bounds raise on the CPU; on a GPU see `validate_cu_seqlens`.
         key_padding_mask: bool (B, N), True where a key is ignored.
+        dropout_p: probability of dropping a weight.
+        distill: rows on which `scores` learn the attention mass of blocks in the backward pass of this call, whatever
+            the loss is. Requires a `Selection` with `local_blocks` >= 1.
+        scores: (B, S, len(distill.rows), ceil(N / granularity)): predicted logits of all key blocks beside the row's
+            own block, whose logit is 0. Or a function of `distill` and the lists of the selection, called once
+            attention has been launched, that returns the scores (B, H, rows, K) of the blocks listed for the first
+            `distill.chosen` rows, and (B, H, rows, T) of all blocks for the others; None for no rows.
         return_lse: also return the natural logarithm of each row's softmax denominator.
         backend: "auto", or a name from `dilated_attention_pytorch.backends()`, which then never falls back.
 
@@ -161,48 +203,189 @@ def selected_attention(
         raise unexpected("selected_attention", unknown)
     query, key, value = autocasted(query, key, value)
     check_tensors(query, key, value, enable_gqa)
-    check_layout(query)
     check_masks(query, key_padding_mask, cu_seqlens)
-    check_indices(query, key, indices, counts, granularity)
-    if cu_seqlens is not None and cu_seqlens.device != query.device:
-        raise must(f"cu_seqlens must be on the query's device {query.device}", cu_seqlens.device)
+    scale = scale_of(scale, query.shape[-1])
+    is_empty = not query.shape[0] or not query.shape[2]
+    if not is_empty:
+        check_reverse_mode(query, key, value)
+        if torch.compiler.is_compiling() or not query.stride(-1) == key.stride(-1) == value.stride(-1) == 1:
+            query, key, value = operators.kernel_inputs(query, key, value)
+    if isinstance(indices, Selection):
+        _check_selection(query, indices, counts, granularity, is_causal, cu_seqlens)
+    else:
+        check_layout(query)
+        granularity = 128 if granularity is None else granularity
+        _check_call(query, key, indices, counts, granularity, cu_seqlens)
     if sink is not None:
         check_sink(query, sink)
-    scale = scale_of(scale, query.shape[-1])
-    if not query.shape[0] or not query.shape[2]:
+    if not 0.0 <= dropout_p < 1.0:
+        raise must("dropout_p must lie in [0, 1)", dropout_p)
+    if distill is not None or scores is not None:
+        _check_distill(query, indices, distill, scores)
+    if is_empty:
         output, lse = empty_attention(query, key, value)
     else:
-        check_reverse_mode(query, key, value)
-        masks = key_padding_mask, cu_seqlens
-        settings = SelectedSettings(indices, counts, *masks, granularity, is_causal, scale, backend)
-        output, lse = _selected(query, key, value, settings)
+        seed = fresh_seed(query.device) if dropout_p > 0 else None
+        if isinstance(indices, Selection):
+            selection = indices
+        else:
+            shape = {"n": query.shape[2], "heads": query.shape[1], "granularity": granularity or 128}
+            selection = make_selection(indices, counts, is_causal=is_causal, cu_seqlens=cu_seqlens, **shape)
+        settings = SelectedSettings.of(selection, scale, key_padding_mask, dropout_p, seed, backend)
+        if distill is not None:
+            output, lse = _distilled(query, key, value, selection, settings, distill, scores)
+        else:
+            output, lse = _selected(query, key, value, selection, settings)
     if sink is not None:
         output = apply_sink(output, lse, sink)
     return AttentionOutput(output, lse) if return_lse else output
 
 
-def _selected(query: Tensor, key: Tensor, value: Tensor, settings: SelectedSettings) -> tuple[Tensor, Tensor]:
-    query, key, value = operators.kernel_inputs(query, key, value)
+def _check_call(
+    query: Tensor, key: Tensor, indices: Tensor, counts: Tensor | None, granularity: int, cu_seqlens: Tensor | None
+) -> None:
+    """Check index tensors of a call; values are not read."""
+    (batch, heads, n, _), groups = query.shape, key.shape[1]
+    check_indices(indices, counts, n, granularity)
+    if indices.device != query.device:
+        raise must(f"indices must be on the query's device {query.device}", indices.device)
+    if indices.shape[0] != batch:
+        raise must(f"indices must have the query's batch size {batch}", indices.shape[0])
+    scope = indices.shape[1]
+    # Not by membership, which compares the symbols of a compiler and not their values.
+    if scope != 1 and scope != groups and scope != heads:
+        what = f"indices must be for 1 head, the {groups} key heads or the {heads} query heads"
+        raise must(what, f"{scope} heads")
+    if cu_seqlens is not None and cu_seqlens.device != query.device:
+        raise must(f"cu_seqlens must be on the query's device {query.device}", cu_seqlens.device)
+
+
+def _check_selection(
+    query: Tensor,
+    selection: Selection,
+    counts: Tensor | None,
+    granularity: int | None,
+    is_causal: bool,
+    cu_seqlens: Tensor | None,
+) -> None:
+    """Check a selection of a call, and that no argument repeats or contradicts it."""
+    batch, heads, n, _ = query.shape
+    rows = n if selection.per_token else -(-n // selection.block_size)
+    listed = selection.indices.shape
+    if selection.n != n or listed[1] * selection.group != heads or listed[0] != batch or listed[2] != rows:
+        raise must(
+            f"the selection must be for {batch} samples, {heads} heads and {n} tokens",
+            f"indices {tuple(listed)} for {selection.n} tokens",
+        )
+    if selection.indices.device != query.device:
+        raise must(f"the selection must be on the query's device {query.device}", selection.indices.device)
+    if counts is not None or cu_seqlens is not None:
+        came = "counts" if counts is not None else "cu_seqlens"
+        raise must("counts and cu_seqlens must come with index tensors", f"{came} and a Selection", _OWN)
+    if granularity is not None and granularity != selection.block_size:
+        raise must(f"granularity must be that of the selection, {selection.block_size}", granularity, _OWN)
+    if is_causal and not selection.is_causal:
+        raise must("is_causal must be that of the selection, False", is_causal, _OWN)
+
+
+_OWN = "A Selection has its own; pass them to make_selection."
+
+
+def _check_distill(query: Tensor, indices: Any, distill: DistillBatch | None, scores: DistillScores | None) -> None:
+    """Check that a call can distill scores, and complete the batch."""
+    if not isinstance(distill, DistillBatch) or scores is None:
+        came = f"distill {type(distill).__name__} and scores {type(scores).__name__}"
+        raise must_be("distill must be a DistillBatch that comes with scores", came)
+    if not isinstance(indices, Selection) or not indices.local_blocks or indices.sharing_rows is not None:
+        advice = "Pass make_selection(indices, ..., local_blocks=1)."
+        raise must("distill must come with a Selection whose rows see their own block", type(indices).__name__, advice)
+    if torch._C._are_functorch_transforms_active():
+        advice = "Use torch.autograd, and map samples by the batch dimension."
+        raise must("distill must be used outside of torch.func transforms", "an active transform", advice)
+    rows = indices.indices.shape[2]
+    if isinstance(scores, Tensor):
+        _check_rows(query, indices, distill, scores, rows)
+    distill.total = distill.total or rows
+
+
+def _check_rows(query: Tensor, selection: Selection, distill: DistillBatch, scores: Tensor, total: int) -> None:
+    if not isinstance(distill.rows, Tensor) or distill.rows.dtype != torch.int64 or distill.rows.dim() != 1:
+        came = f"{distill.rows.dtype} {tuple(distill.rows.shape)}" if isinstance(distill.rows, Tensor) else distill.rows
+        raise must("rows of a DistillBatch must be an int64 tensor (rows,)", came)
+    rows, heads = len(distill.rows), query.shape[1]
+    shape = f"({len(query)}, heads, {rows}, {selection.blocks})"
+    fits = scores.dim() == 4 and scores.shape[1] > 0 and heads % scores.shape[1] == 0
+    if not fits or (len(scores), *scores.shape[2:]) != (len(query), rows, selection.blocks):
+        raise must(f"scores must have shape {shape}, heads a divisor of {heads}", tuple(scores.shape))
+    if not scores.is_floating_point():
+        raise must_be("scores must be floating-point", scores.dtype)
+    for name, x in (("scores", scores), ("rows", distill.rows)):
+        if x.device != query.device:
+            raise must(f"{name} must be on the query's device {query.device}", x.device)
+    if not 0 <= distill.chosen <= rows:
+        raise must(f"chosen must lie in 0 to the {rows} rows of the batch", distill.chosen)
+    if implementations.allows_host_sync(query.device):
+        if rows and not 0 <= int(distill.rows.min()) <= int(distill.rows.max()) < total:
+            came = f"{int(distill.rows.min())} to {int(distill.rows.max())}"
+            raise must(f"rows of a DistillBatch must lie in 0 to {total - 1}", came)
+    else:
+        distill.rows = distill.rows.clamp(0, total - 1)
+
+
+def _selected(
+    query: Tensor, key: Tensor, value: Tensor, selection: Selection, settings: SelectedSettings
+) -> tuple[Tensor, Tensor]:
     graph = needs_graph(query, key, value)
     if is_observed(query, key, value):
         run = _ObservedSelected.apply if graph else torch.ops.dilated_attention.selected_forward
         return run(query, key, value, *settings)
     with torch.no_grad():
-        attend = _attend_of(query, key, value, settings)
+        attend = _attend_of(query, key, value, settings, selection)
         result = attend.forward(query, key, value)
     return _Selected.apply(query, key, value, None, None, result, attend, None) if graph else result
 
 
-def _attend_of(query: Tensor, key: Tensor, value: Tensor, settings: SelectedSettings) -> BlockAttend | TokenAttend:
-    """Implementation for a call, with its indices checked where the host may read them."""
-    indices, counts, padding, cu_seqlens, size, is_causal, scale, backend = settings
-    _, heads, n, _ = query.shape
-    if implementations.allows_host_sync(query.device):
-        validate_indices(indices, -(-n // size), counts)
-        if cu_seqlens is not None:
-            validate_cu_seqlens(cu_seqlens, n)
-    selection = selection_of(indices, counts, n, heads, size, is_causal, cu_seqlens)
-    return choose_attend(query, key, value, selection, scale, padding, 0.0, None, backend, None)
+@torch.compiler.disable
+def _distilled(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    selection: Selection,
+    settings: SelectedSettings,
+    batch: DistillBatch,
+    scores: DistillScores,
+) -> tuple[Tensor, Tensor]:
+    """Attention whose backward pass distills scores; `torch.compile` runs it eagerly."""
+    with torch.no_grad():
+        attend = _attend_of(query, key, value, settings, selection, batch.rows[: batch.chosen])
+        result = attend.forward(query, key, value)
+    given = _split_scores(scores, batch, selection) if isinstance(scores, Tensor) else scores(batch, selection.indices)
+    return _Selected.apply(query, key, value, *given, result, attend, batch)
+
+
+def _split_scores(scores: Tensor, batch: DistillBatch, selection: Selection) -> tuple[Tensor | None, Tensor | None]:
+    """Scores of the blocks listed for the chosen rows of a batch, and of all blocks for its other rows."""
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    scores = scores.repeat_interleave(selection.heads // scores.shape[1], 1)
+    chosen, dense = scores.split([batch.chosen, scores.shape[2] - batch.chosen], 2)
+    listed = selection.indices[:, :, batch.chosen_rows].repeat_interleave(selection.group, 1)
+    # Entries past the count are not compared.
+    chosen = chosen.gather(-1, listed.long().clamp(max=selection.blocks - 1)) if batch.chosen else None
+    return chosen, dense if dense.shape[2] else None
+
+
+def _attend_of(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    settings: SelectedSettings,
+    selection: Selection | None = None,
+    distilled_rows: Tensor | None = None,
+) -> BlockAttend | TokenAttend:
+    """Implementation for a call."""
+    selection = settings.selection(query) if selection is None else selection
+    given = settings.scale, settings.key_padding_mask, settings.dropout_p, settings.seed, settings.backend
+    return choose_attend(query, key, value, selection, *given, distilled_rows)
 
 
 @torch.library.impl(_library, "selected_forward", "CompositeExplicitAutograd")
@@ -232,11 +415,10 @@ def _backward_fake(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tup
 
 
 def _listed_pairs(query: Tensor, key: Tensor, value: Tensor, *settings: Any) -> int:
-    given = SelectedSettings(*settings)
+    selection = SelectedSettings(*settings).selection(query)
     # A fake tensor has no values.
-    host_sync = implementations.allows_host_sync(query.device) and type(given.indices) is Tensor
-    shape = query.shape[2], query.shape[1], given.granularity, given.is_causal
-    return listed_pairs(given.indices, given.counts, *shape, host_sync)
+    host_sync = implementations.allows_host_sync(query.device) and type(selection.indices) is Tensor
+    return listed_pairs(selection, host_sync)
 
 
 _operators = torch.ops.dilated_attention
@@ -253,7 +435,7 @@ class _ObservedSelected(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        tensors, ctx.settings = inputs[:7], inputs[7:]
+        tensors, ctx.settings = inputs[:9], inputs[9:]
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors, *output)
 
@@ -262,86 +444,25 @@ class _ObservedSelected(torch.autograd.Function):
         query, key, value, *lists, output, lse = ctx.saved_tensors
         tensors = operators.saved_for_backward((query, key, value, output, lse), *grad_outputs)
         if tensors is None:
-            return (None,) * 11
+            return (None,) * 17
         run = torch.ops.dilated_attention.selected_backward
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             run = partial(OnceDifferentiable.apply, "selected_attention", run)
         grads = run(*tensors, *lists, *ctx.settings)
-        return *grads, *(None,) * 8
+        return *grads, *(None,) * 14
 
     @staticmethod
     def vmap(
         info: Any, in_dims: tuple[int | None, ...], *arguments: Any
     ) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
         """A mapped dimension joins the batch."""
-        if arguments[6] is not None:
-            what, advice = "vmap must not map packed sequences", "Call selected_attention once for each packed batch."
-            raise must(what, "cu_seqlens", advice)
-        tensors = [operators.join_batch(arguments[i], in_dims[i], info.batch_size) for i in range(6)]
-        return operators.split_batch(_ObservedSelected.apply(*tensors, *arguments[6:]), info.batch_size)
-
-
-@torch.compiler.disable
-def attend_selection(
-    query: Query,
-    key: Key,
-    value: Value,
-    selection: Selection,
-    *,
-    scale: float | None = None,
-    key_padding_mask: KeyPadding | None = None,
-    dropout_p: float = 0.0,
-    backend: str = "auto",
-    distill_batch: DistillBatch | None = None,
-    scores: BlockScores | tuple[Tensor | None, Tensor | None] | None = None,
-) -> AttentionOutput:
-    """Exact attention over the blocks of a selection, differentiable in query, key and value.
-
-    Args:
-        query: (B, H, N, D).
-        key: (B, G, N, D), G = H or a divisor of it.
-        value: (B, G, N, E).
-        selection: blocks that each row sees.
-        scale: factor on the scores; 1 / sqrt(D) by default.
-        key_padding_mask: bool (B, N), True where a key is ignored.
-        dropout_p: probability of dropping a weight.
-        backend: "auto" or a name from `backends()`.
-        distill_batch: rows on which a scorer is distilled in the backward pass.
-        scores: of the batch's rows: a `BlockScores`, evaluated after attention has been launched, or the scores
-            (B, H, rows, k) of the blocks listed for the chosen rows and (B, H, rows, T) of all blocks for the dense
-            rows. They receive gradients in the backward pass whatever the loss is.
-    """
-    _check_selection(query, selection)
-    query, key, value = autocasted(query, key, value)
-    check_tensors(query, key, value, enable_gqa=True)
-    check_masks(query, key_padding_mask, None)
-    check_reverse_mode(query, key, value)
-    scale = scale_of(scale, query.shape[-1])
-    seed = fresh_seed(query.device) if dropout_p > 0 else None
-    if not query.shape[0] or not query.shape[2]:
-        return AttentionOutput(*empty_attention(query, key, value))
-    query, key, value = operators.kernel_inputs(query, key, value)
-    distilled = None if distill_batch is None else distill_batch.rows[: distill_batch.chosen]
-    settings = selection, scale, key_padding_mask, dropout_p, seed, backend, distilled
-    attend = choose_attend(query, key, value, *settings)
-    with torch.no_grad():
-        result = attend.forward(query, key, value)
-    if isinstance(scores, BlockScores):
-        assert distill_batch is not None
-        scores = score_rows(scores, distill_batch, selection.indices)
-    given = (None, None) if scores is None else scores
-    return AttentionOutput(*_Selected.apply(query, key, value, *given, result, attend, distill_batch))
-
-
-def _check_selection(query: Tensor, selection: Selection) -> None:
-    batch, heads, n, _ = query.shape
-    rows = n if selection.per_token else -(-n // selection.block_size)
-    listed = selection.indices.shape
-    if (selection.n, listed[1] * selection.group) != (n, heads) or listed[::2] != (batch, rows):
-        raise must(
-            f"the selection must be for {batch} samples, {heads} heads and {n} tokens",
-            f"indices {tuple(listed)} for {selection.n} tokens",
-        )
+        check_unpacked(arguments[6])
+        seed = arguments[8]
+        if seed is not None and in_dims[8] is not None:
+            # Samples of a batch have streams of their own.
+            seed = seed.select(in_dims[8], 0)
+        tensors = [operators.join_batch(arguments[i], in_dims[i], info.batch_size) for i in range(8)]
+        return operators.split_batch(_ObservedSelected.apply(*tensors, seed, *arguments[9:]), info.batch_size)
 
 
 class _Selected(torch.autograd.Function):
@@ -382,8 +503,9 @@ class _Selected(torch.autograd.Function):
             result = attend.backward(query, key, value, output, lse, grad_output, grad_lse)
         learned: tuple[Tensor | None, ...] = (None, None)
         if ctx.batch is not None:
-            inputs = distill_inputs(query, key, selection, attend.scale, attend.key_padding_mask, listed_lse)
-            learned = distill(inputs, ctx.batch, lse, grad_output, chosen_scores, dense_scores)
+            lists = selection.per_head() if ctx.batch.chosen else selection
+            inputs = distill_inputs(query, key, lists, attend.scale, attend.key_padding_mask, listed_lse)
+            learned = distill_scores(inputs, ctx.batch, lse, grad_output, chosen_scores, dense_scores)
         return *result, *learned, *(None,) * 3
 
 

@@ -21,7 +21,7 @@ from . import rank as ranking
 from . import scores as scoring
 from . import summaries
 from .attend import BlockAttend, DenseAttend, TokenAttend
-from .distill import DistillInputs, distill_gradients, mean_norms
+from .distill import DistillInputs, distill_gradients, mean_norms, visible_blocks
 from .rank import Budget
 from .row_scores import RowScores
 from .scores import BlockScores, KeyFeatures, Layer, ScorerParameters
@@ -204,7 +204,7 @@ class Triton:
             norms = torch.linalg.vector_norm(grad_output, dim=-1, dtype=lse.dtype)
             mean = mean_norms(norms, inputs.key_padding_mask)
         settings = inputs.scale, inputs.key_padding_mask, factors, mean
-        seen = batch.visible, lse.contiguous(), grad_output
+        seen = visible_blocks(inputs, batch), lse.contiguous(), grad_output
         *grads, batch.by_row = distill_gradients(inputs.query, inputs.key, inputs.selection, *given, *seen, *settings)
         return grads[0], grads[1]
 

@@ -163,6 +163,17 @@ def mean_norms(
     return total / many.clamp(min=1)
 
 
+def visible_blocks(inputs: DistillInputs, batch: DistillBatch) -> Tensor:
+    """Blocks that may be predicted, bool (b, h, t): those of the batch, or with a key that is not padding."""
+    if batch.visible is not None:
+        return batch.visible
+    (many, heads), s, padding = inputs.query.shape[:2], inputs.selection, inputs.key_padding_mask
+    if padding is None:
+        return torch.ones(many, heads, s.blocks, dtype=torch.bool, device=inputs.query.device)
+    real = torch.nn.functional.pad(~padding, (0, s.blocks * s.block_size - s.n)).unflatten(1, (-1, s.block_size))
+    return real.any(-1)[:, None].repeat(1, heads, 1)
+
+
 def row_weights(inputs: DistillInputs, rows: Tensor, weights: Tensor) -> Tensor:
     """Sum of the weights of each row's queries (b, h, r); 0 where it is not finite."""
     token, n = inputs.tokens(rows), inputs.selection.n
@@ -211,7 +222,7 @@ def distill_gradients(
         mass, own = summed_by_list(mass, group), inputs.selection.row_blocks()[rows]
         column = torch.arange(mass.shape[-1], device=mass.device)
         others = column < own[:, None] if inputs.selection.is_causal else column != own[:, None]
-        others = others & batch.visible[:, :, None]
+        others = others & visible_blocks(inputs, batch)[:, :, None]
         own_mass = mass.gather(-1, own.expand(mass.shape[:3])[..., None])
         of_rows = given.of_rows(row_weights(inputs, rows, weights), inputs.row_queries, group)
         compared = compare_rows(dense_scores, mass, own_mass, others, row_factors(batch, of_rows, len(rows)))

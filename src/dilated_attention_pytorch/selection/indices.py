@@ -1,20 +1,34 @@
-"""Index tensors of `selected_attention`: checks, and their normal form on the device.
+"""Index tensors of `selected_attention`: checks, and their normal form on the device, a `Selection`.
 
 Shapes: b batch, s 1, key heads or query heads, r rows (n tokens or t query blocks), k entries of a row, t key blocks.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from ..errors import must, must_be
+from ..ops.attention import is_observed
+from ..ops.checks import check_bounds, validate_cu_seqlens
+from ..ops.operators import join_batch
 from ..plan.documents import row_bounds
-from .types import Selection
+from . import backend as implementations
+from .types import Selection, shared_blocks
 
 GRANULARITIES = (16, 32, 64, 128, 256)
 """Tokens of a key block."""
 INTEGERS = (torch.int32, torch.int64)
+ROWS_PER_ENTRY = 64
+"""Rows for each entry of a row from which a sorting network is faster than `torch.sort` on the CPU."""
+
+_library = torch.library.Library("dilated_attention", "FRAGMENT")
+_library.define(
+    "normal_lists(Tensor indices, Tensor? counts, Tensor? cu_seqlens, SymInt n, int granularity, bool is_causal, "
+    "int local_blocks, int sink_blocks) -> (Tensor, Tensor, Tensor)"
+)
 
 
 def validate_indices(indices: Tensor, blocks: int, counts: Tensor | None = None) -> None:
@@ -50,34 +64,26 @@ def validate_indices(indices: Tensor, blocks: int, counts: Tensor | None = None)
         raise must(what, f"{int(indices[at])} at {list(at)}", "A block number is a token number // granularity.")
 
 
-def check_indices(query: Tensor, key: Tensor, indices: Tensor, counts: Tensor | None, granularity: int) -> None:
-    """Check types, shapes and devices of the index tensors of a call; values are not read."""
+def check_indices(indices: Tensor, counts: Tensor | None, n: int, granularity: int) -> None:
+    """Check types and shapes of index tensors for n tokens; values are not read."""
     if granularity not in GRANULARITIES:
         raise must(f"granularity must be one of {', '.join(map(str, GRANULARITIES))}", granularity)
-    (batch, heads, n, _), groups = query.shape, key.shape[1]
-    blocks = -(-n // granularity)
-    for name, tensor in (("indices", indices), ("counts", counts)):
-        if tensor is not None:
-            _check_integers(name, tensor)
-            if tensor.device != query.device:
-                raise must(f"{name} must be on the query's device {query.device}", tensor.device)
+    _check_integers("indices", indices)
     if indices.dim() != 4:
         advice = "A row is a query token, or a block of granularity query tokens."
         raise must("indices must have shape (batch, heads, rows, entries)", tuple(indices.shape), advice)
-    if indices.shape[0] != batch:
-        raise must(f"indices must have the query's batch size {batch}", indices.shape[0])
-    scope, rows = indices.shape[1:3]
-    # Not by membership, which compares the symbols of a compiler and not their values.
-    if scope != 1 and scope != groups and scope != heads:
-        what = f"indices must be for 1 head, the {groups} key heads or the {heads} query heads"
-        raise must(what, f"{scope} heads")
+    rows, blocks = indices.shape[2], -(-n // granularity)
     if rows != n and rows != blocks:
         what = (
             f"indices must have {n} rows, one for each token, or {blocks}, one for each block of {granularity} tokens"
         )
         raise must(what, f"{rows} rows")
-    if counts is not None and counts.shape != indices.shape[:3]:
-        raise must(f"counts must have shape {tuple(indices.shape[:3])}", tuple(counts.shape))
+    if counts is not None:
+        _check_integers("counts", counts)
+        if counts.shape != indices.shape[:3]:
+            raise must(f"counts must have shape {tuple(indices.shape[:3])}", tuple(counts.shape))
+        if counts.device != indices.device:
+            raise must(f"counts must be on the device of the indices {indices.device}", counts.device)
 
 
 def _check_integers(name: str, tensor: Tensor) -> None:
@@ -93,12 +99,19 @@ def _within(counts: Tensor, entries: int) -> Tensor:
 
 
 def normalise_indices(
-    indices: Tensor, counts: Tensor | None, blocks: int, last: Tensor | None = None, first: Tensor | None = None
+    indices: Tensor,
+    counts: Tensor | None,
+    blocks: int,
+    last: Tensor | None = None,
+    first: Tensor | None = None,
+    *,
+    host_sync: bool = False,
 ) -> Tensor:
-    """Sorted lists without duplicates, int32 (b, s, r, max(k, 1)): unused entries are `blocks` and come last.
+    """Sorted lists without duplicates, int32 (b, s, r, min(max(k, 1), blocks)): unused entries are `blocks`, the last.
 
     Values outside 0 to `blocks` - 1 are dropped, as are blocks after `last` (r), which are below `blocks`, and
-    before `first` (r), which are not negative. All operations run on the device, and nothing is read back.
+    before `first` (r), which are not negative. Nothing is read back, unless `host_sync` allows it: then rows are
+    sorted and compacted only where their values require it.
     """
     not_early = indices >= (0 if first is None else first[:, None])
     valid = not_early & (indices < blocks if last is None else indices <= last[:, None])
@@ -107,64 +120,214 @@ def normalise_indices(
     listed = torch.where(valid, indices, blocks).int()
     if not listed.shape[-1]:
         return listed.new_full((*listed.shape[:-1], 1), blocks)
-    listed = listed.sort(dim=-1).values
-    again = listed[..., 1:] == listed[..., :-1]
-    listed[..., 1:].masked_fill_(again, blocks)
-    return listed.sort(dim=-1).values
+    if not (host_sync and _is_normal(listed, blocks)):
+        listed = _sorted_by_network(listed) if host_sync else listed.sort(dim=-1).values
+        if not (host_sync and _is_normal(listed, blocks)):
+            fresh = torch.zeros_like(listed, dtype=torch.bool)
+            torch.ne(listed[..., 1:], listed[..., :-1], out=fresh[..., 1:])
+            # A duplicate is written to the place of the entry that it repeats.
+            listed = torch.full_like(listed, blocks).scatter_(-1, fresh.cumsum(-1), listed)
+    return listed[..., :blocks].contiguous()
 
 
-def selection_of(
+def _sorted_by_network(x: Tensor) -> Tensor:
+    """Sorted rows (..., k) on the CPU, by Batcher's odd-even merge network if rows are many.
+
+    The network takes minima and maxima of whole columns; `torch.sort` sorts row by row, with positions.
+    """
+    k, rows = x.shape[-1], x.shape[:-1].numel()
+    if rows < ROWS_PER_ENTRY * k:
+        return x.sort(dim=-1).values
+    columns = list(x.flatten(0, -2).t().contiguous().unbind())
+    merged = 1
+    while merged < k:
+        step = merged
+        while step:
+            for first in range(step % merged, k - step, 2 * step):
+                for low in range(first, min(first + step, k - step)):
+                    if low // (2 * merged) == (low + step) // (2 * merged):
+                        a, b = columns[low], columns[low + step]
+                        columns[low], columns[low + step] = torch.minimum(a, b), torch.maximum(a, b)
+            step //= 2
+        merged *= 2
+    return torch.stack(columns, -1).view(x.shape)
+
+
+def _is_normal(listed: Tensor, blocks: int) -> bool:
+    """Whether all lists ascend without duplicates, apart from unused entries at their end."""
+    return not bool(((listed[..., 1:] <= listed[..., :-1]) & (listed[..., 1:] < blocks)).any())
+
+
+def make_selection(
     indices: Tensor,
-    counts: Tensor | None,
+    counts: Tensor | None = None,
+    *,
     n: int,
     heads: int,
-    granularity: int,
-    is_causal: bool,
+    granularity: int = 128,
+    is_causal: bool = False,
+    local_blocks: int = 0,
+    sink_blocks: int = 0,
     cu_seqlens: Tensor | None = None,
 ) -> Selection:
-    """Selection of the listed blocks and no others, for `heads` query heads."""
-    blocks, rows, group = -(-n // granularity), indices.shape[2], heads // indices.shape[1]
-    per_token = rows != blocks
+    """Normal form of index tensors: sorted lists without duplicates, made once for any number of calls.
+
+    Runs on the device and reads nothing back from a GPU. On the CPU wrong values raise an error; on a GPU they are
+    ignored.
+
+    Args:
+        indices: int32 or int64 (B, S, rows, K), as for `selected_attention`; S divides `heads`.
+        counts: int (B, S, rows), as for `selected_attention`.
+        n: tokens of the sequence.
+        heads: query heads.
+        granularity: tokens of a block: 16, 32, 64, 128 or 256.
+        is_causal: drop keys after the query.
+        local_blocks: blocks nearer than this to the row's own need not be listed: 1 for the own block, 2 for its
+            neighbours too; 0 for none.
+        sink_blocks: first blocks that need not be listed; requires `local_blocks`.
+        cu_seqlens: bounds of packed documents, as for `selected_attention`, which exclude `local_blocks`.
+
+    >>> import torch
+    >>> from dilated_attention_pytorch import make_selection, selected_attention
+    >>> q, k, v = torch.randn(3, 1, 8, 512, 64).unbind()
+    >>> indices = torch.randint(-1, 8, (1, 1, 512, 3))
+    >>> selection = make_selection(indices, n=512, heads=8, granularity=64, is_causal=True, local_blocks=1)
+    >>> selected_attention(q, k, v, selection).shape
+    torch.Size([1, 8, 512, 64])
+    """
+    check_indices(indices, counts, n, granularity)
+    if heads < 1 or indices.shape[1] < 1 or heads % indices.shape[1]:
+        raise must(f"the heads of indices must divide the {heads} query heads", f"{indices.shape[1]} heads")
+    if local_blocks < 0 or sink_blocks < 0:
+        raise must("local_blocks and sink_blocks must be >= 0", f"{local_blocks} and {sink_blocks}")
+    if sink_blocks and not local_blocks:
+        raise must("sink_blocks must come with local_blocks >= 1", local_blocks, "List the first blocks instead.")
+    if cu_seqlens is not None:
+        check_bounds(cu_seqlens)
+        if len(indices) != 1:
+            raise must("packed sequences must have batch size 1", len(indices))
+        if local_blocks:
+            raise must("local_blocks must be 0 for packed sequences", local_blocks, "List the blocks instead.")
+    run = torch.ops.dilated_attention.normal_lists if is_observed(indices) else _normal_lists
+    near = local_blocks, sink_blocks
+    listed, counts, own = run(indices, counts, cu_seqlens, n, granularity, is_causal, *near)
+    per_token, group = _is_per_token(indices, n, granularity), heads // indices.shape[1]
+    if cu_seqlens is not None:
+        bounds = row_bounds(cu_seqlens, n, is_causal)
+        return Selection(listed, counts, n, granularity, False, per_token, 0, 0, None, bounds, group)
+    sharing = own if _splits_own(per_token, is_causal, local_blocks) else None
+    near = near if sharing is None else (1, 0)
+    return Selection(listed, counts, n, granularity, is_causal, per_token, *near, sharing, None, group)
+
+
+def _is_per_token(indices: Tensor, n: int, granularity: int) -> bool:
+    return indices.shape[2] != -(-n // granularity)
+
+
+def _splits_own(per_token: bool, is_causal: bool, local_blocks: int) -> bool:
+    """Whether the own block is taken out of the lists: it has the triangle of the causal mask, and gathered queries
+    read whole blocks."""
+    return per_token and is_causal and not local_blocks
+
+
+@torch.library.impl(_library, "normal_lists", "CompositeExplicitAutograd")
+def _normal_lists(
+    indices: Tensor,
+    counts: Tensor | None,
+    cu_seqlens: Tensor | None,
+    n: int,
+    granularity: int,
+    is_causal: bool,
+    local_blocks: int,
+    sink_blocks: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`Selection.indices`, `counts` and, where the own block is split off, `sharing_rows`."""
+    blocks, per_token = -(-n // granularity), _is_per_token(indices, n, granularity)
+    host_sync = implementations.allows_host_sync(indices.device)
+    if host_sync:
+        validate_indices(indices, blocks, counts)
+        if cu_seqlens is not None:
+            validate_cu_seqlens(cu_seqlens, n)
+    last = first = None
+    sharing = indices.new_empty(0, dtype=torch.bool)
     if cu_seqlens is not None:
         bounds = row_bounds(cu_seqlens, n, is_causal)
         first, last = bounds[:, 0], bounds[:, 1] - 1
         if not per_token:
             ends = (torch.arange(1, blocks + 1, device=indices.device) * granularity).clamp(max=n) - 1
             first, last = first[::granularity], last[ends]
-        edges = last // granularity, first // granularity
-        listed = normalise_indices(indices, counts, blocks, *edges)
-        counts = (listed < blocks).sum(-1, dtype=torch.int32)
-        return Selection(listed, counts, n, granularity, False, per_token, 0, 0, None, bounds, group)
-    own = torch.arange(rows, device=indices.device)
-    own = own // granularity if per_token else own
-    listed = normalise_indices(indices, counts, blocks, own if is_causal else None)
-    shape = n, granularity, is_causal, per_token
-    if not (per_token and is_causal):
-        return Selection(listed, (listed < blocks).sum(-1, dtype=torch.int32), *shape, 0, 0, group=group)
-    # The own block has the triangle of the causal mask; gathered queries read whole blocks. It is the last of a list.
-    mine = listed == own[:, None]
-    listed = listed.masked_fill(mine, blocks)
-    counts = (listed < blocks).sum(-1, dtype=torch.int32)
-    return Selection(listed, counts, *shape, 1, 0, mine.any(-1), group=group)
+        first, last = first // granularity, last // granularity
+    elif is_causal or local_blocks:
+        own = torch.arange(indices.shape[2], dtype=indices.dtype, device=indices.device)
+        own = own // granularity if per_token else own
+        first = torch.full_like(own, sink_blocks) if sink_blocks else None
+        if _splits_own(per_token, is_causal, local_blocks):
+            mine = indices == own[:, None]
+            sharing, last = (mine if counts is None else mine & _within(counts, indices.shape[-1])).any(-1), own - 1
+        elif is_causal:
+            last = own - local_blocks if local_blocks else own
+        else:
+            indices = indices.masked_fill((indices - own[:, None]).abs() < local_blocks, -1)
+    listed = normalise_indices(indices, counts, blocks, last, first, host_sync=host_sync)
+    return listed, (listed < blocks).sum(-1, dtype=torch.int32), sharing
 
 
-def listed_pairs(
-    indices: Tensor, counts: Tensor | None, n: int, heads: int, granularity: int, is_causal: bool, host_sync: bool
-) -> int:
-    """Pairs of a query and a key in the blocks that rows list, over all samples and query heads.
+@torch.library.register_fake("dilated_attention::normal_lists", lib=_library)
+def _normal_lists_fake(
+    indices: Tensor, counts: Tensor | None, cu_seqlens: Tensor | None, *settings: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    n, granularity, is_causal, local_blocks, _ = settings
+    lead, entries = indices.shape[:3], indices.shape[3]
+    splits = cu_seqlens is None and _splits_own(_is_per_token(indices, n, granularity), is_causal, local_blocks)
+    width = min(entries, -(-n // granularity)) if entries else 1
+    listed, many = indices.new_empty((*lead, width), dtype=torch.int32), indices.new_empty(lead, dtype=torch.int32)
+    return listed, many, indices.new_empty(lead if splits else 0, dtype=torch.bool)
+
+
+def _normal_lists_vmap(
+    info: Any, in_dims: tuple[int | None, ...], *arguments: Any
+) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[int, int, int | None]]:
+    """A mapped dimension joins the batch."""
+    check_unpacked(arguments[2])
+    tensors = [join_batch(arguments[i], in_dims[i], info.batch_size) for i in range(2)]
+    results = torch.ops.dilated_attention.normal_lists(*tensors, *arguments[2:])
+    listed, counts = (x.unflatten(0, (info.batch_size, -1)) for x in results[:2])
+    splits = results[2].dim() > 1
+    sharing = results[2].unflatten(0, (info.batch_size, -1)) if splits else results[2]
+    return (listed, counts, sharing), (0, 0, 0 if splits else None)
+
+
+torch.library.register_vmap("dilated_attention::normal_lists", _normal_lists_vmap, lib=_library)
+
+
+def check_unpacked(packed: Tensor | None) -> None:
+    """Refuse bounds of packed sequences under `vmap`."""
+    if packed is not None:
+        what, advice = "vmap must not map packed sequences", "Call selected_attention once for each packed batch."
+        raise must(what, "cu_seqlens", advice)
+
+
+def listed_pairs(selection: Selection, host_sync: bool) -> int:
+    """Pairs of a query and a key in the blocks that rows see, over all samples and query heads.
 
     Masked pairs of the own block count, as in `ops.flops.kept_pairs`. Without `host_sync` values are not read: an upper
     bound from shapes, as if every entry were another block that the row may see. Bounds of packed documents are left
     out: a listed block counts whole.
     """
-    blocks, (batch, scope, rows, entries) = -(-n // granularity), indices.shape
-    own = torch.arange(rows, device="cpu") // (granularity if rows != blocks else 1)
-    tokens = (n - granularity * torch.arange(blocks + 1, device="cpu")).clamp(0, granularity)
+    s = selection
+    (batch, _, rows, entries), size = s.indices.shape, s.block_size
+    own = torch.arange(rows, device="cpu") // (size if s.per_token else 1)
+    tokens = (s.n - size * torch.arange(s.blocks + 1, device="cpu")).clamp(0, size)
+    shared = shared_blocks(torch.arange(s.blocks, device="cpu"), s.blocks, s.local_blocks, s.sink_blocks, s.is_causal)
+    implied = (shared * tokens[:-1]).sum(1)[own]
+    many = batch * s.heads
     if host_sync:
-        listed = normalise_indices(indices, counts, blocks, own if is_causal else None)
-        keys = tokens[listed.long()].sum((0, 1, 3)) * (heads // scope)
+        listed = tokens[s.indices.long()].sum((0, 1, 3)) * s.group
+        sharing = many if s.sharing_rows is None else s.sharing_rows.sum((0, 1)) * s.group
+        keys = listed + implied * sharing
     else:
-        visible = tokens.cumsum(0)[own if is_causal else torch.full_like(own, -1)]
-        keys = batch * heads * visible.clamp(max=entries * granularity)
-    queries = 1 if rows != blocks else tokens[:-1]
+        visible = tokens.cumsum(0)[own if s.is_causal else torch.full_like(own, -1)]
+        room = entries * size + (implied if s.sharing_rows is None else 0)
+        keys = many * torch.minimum(visible, room + torch.zeros_like(visible))
+    queries = 1 if s.per_token else tokens[:-1]
     return int((keys * queries).sum())

@@ -38,7 +38,10 @@ class SelectionSettings(NamedTuple):
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Selection:
-    """Key blocks of each row: the row's own, near and first blocks, and the blocks listed for it."""
+    """Key blocks of each row: the row's own, near and first blocks, and the blocks listed for it.
+
+    `make_selection` makes one from index tensors. The fields are not checked: kernels rely on them.
+    """
 
     indices: Tensor
     """int32 (b, s, r, k): block numbers, ascending; entries past the row's count are t"""
@@ -215,19 +218,26 @@ class ScoreInputs(NamedTuple):
 
 @dataclass(slots=True)
 class DistillBatch:
-    """Rows on which the scorer is distilled in one step, and the statistics of the step."""
+    """Rows on which block scores are distilled in one call, and the statistics of the call.
+
+    The scores of a row and 0 for its own block are logits, whose softmax learns the row's attention mass on blocks
+    (Kullback-Leibler divergence). The first `chosen` rows compare the blocks of the selection, the others all blocks.
+
+    >>> batch = DistillBatch(torch.tensor([3, 17, 40]))
+    """
 
     rows: Tensor
     """int64 (r): rows compared on their listed blocks, then rows compared on every visible block"""
-    chosen: int
+    chosen: int = 0
     """Number of the former"""
-    visible: Tensor
-    """bool (b, h, t)"""
-    weight: float
-    saliency: bool
+    visible: Tensor | None = None
+    """bool (b, h, t): blocks that may be predicted; by default those with a key that is not padding"""
+    weight: float = 1.0
+    """Factor on the gradients of the scores"""
+    saliency: bool = False
     """Weight the queries of a row by the norm of their output's gradient, and rows by the mean norm."""
-    total: int
-    """Rows of the sequence, from which both kinds were drawn"""
+    total: int = 0
+    """Rows of the sequence, from which both kinds were drawn; by default set by the call"""
     together: bool = False
     """Whether one tensor (b, h, r, t) holds the scores of all rows with all blocks"""
     stats: dict[str, Tensor] = field(default_factory=dict)

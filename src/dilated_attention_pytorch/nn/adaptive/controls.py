@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ...selection.attention import attend_selection
+from ...selection.attention import selected_attention
 from ...selection.backend import distill_inputs, select
 from ...selection.distill import DistillInputs, dense_mass, spans, summed_by_list
 from ...selection.types import Selection
@@ -232,9 +232,9 @@ def attend_by(
         counts = selection.counts[:, :, row]
         lists.append(best(scores, others, counts, selection.indices.shape[3], selection.blocks))
     chosen = replace(selection, indices=torch.cat(lists, 2))
-    heads = (x.transpose(1, 2) for x in call[:3])
-    settings = {"scale": core.softmax_scale, "key_padding_mask": call.padding, "backend": core.backend}
-    return attend_selection(*heads, chosen, **settings).output.transpose(1, 2)
+    q, k, v = (x.transpose(1, 2) for x in call[:3])
+    settings: dict[str, Any] = {"scale": core.softmax_scale, "key_padding_mask": call.padding, "backend": core.backend}
+    return selected_attention(q, k, v, chosen, enable_gqa=True, **settings).transpose(1, 2)
 
 
 def _selected(core: BlockSparseAdaptive, call: LayerCall) -> tuple[Selection, Tensor]:

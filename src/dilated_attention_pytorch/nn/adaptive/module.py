@@ -20,8 +20,8 @@ from ...ops.derivatives import scale_of
 from ...patterns import BlockDilated, Full
 from ...plan import Plan
 from ...plan.builder import BLOCK_SIZES
-from ...selection.attention import attend_selection, weighted_attention
-from ...selection.backend import distill_inputs, prefers_sdpa, score_blocks, select
+from ...selection.attention import selected_attention, weighted_attention
+from ...selection.backend import distill_inputs, prefers_sdpa, score_blocks, score_rows, select
 from ...selection.distill import DistillInputs, captured, dense_mass, draw_batch
 from ...selection.scores import BlockScores
 from ...selection.types import DistillBatch, Selection
@@ -304,17 +304,19 @@ class BlockSparseAdaptive(OverRanks, nn.Module):
         if weighted:
             output = self._weighted(q, k, v, scores, selection, key_padding_mask)
         else:
-            output, lse = attend_selection(
+            output, lse = selected_attention(
                 q,
                 k,
                 v,
                 selection,
                 scale=self.softmax_scale,
+                enable_gqa=True,
                 key_padding_mask=key_padding_mask,
                 dropout_p=self.attention_dropout if self.training else 0.0,
+                distill=batch,
+                scores=None if batch is None else partial(score_rows, scores),
+                return_lse=True,
                 backend=self.backend,
-                distill_batch=batch,
-                scores=None if batch is None else scores,
             )
         output = self._counted(output, compared).transpose(1, 2)
         if not return_pattern:
@@ -322,7 +324,8 @@ class BlockSparseAdaptive(OverRanks, nn.Module):
         scale = self.head_dim**-0.5 if self.softmax_scale is None else self.softmax_scale
         with torch.no_grad():
             if lse is None:
-                lse = attend_selection(q, k, v, selection, scale=scale, key_padding_mask=key_padding_mask).lse
+                masks = {"enable_gqa": True, "key_padding_mask": key_padding_mask}
+                lse = selected_attention(q, k, v, selection, scale=scale, return_lse=True, **masks).lse
             share = self._captured(distill_inputs(q, k, selection, scale, key_padding_mask), lse)
             return output, LearnedPattern(selection, chooser.of_each(selection.indices), share, selection.density())
 

@@ -15,8 +15,8 @@ from torch.nn import functional as F
 from ...ops.attention import attention
 from ...ops.derivatives import scale_of
 from ...patterns import Full
-from ...selection.attention import attend_selection
-from ...selection.backend import choose_attend, distill, distill_inputs, prefers_sdpa, score_blocks, score_rows, select
+from ...selection.attention import SelectedSettings, selected_attention
+from ...selection.backend import distill, distill_inputs, prefers_sdpa, score_blocks, score_rows, select
 from ...selection.distill import draw_batch
 from ...selection.scores import BlockScores, ScorerParameters
 from ...selection.types import Selection
@@ -110,8 +110,8 @@ def _forward(
     padding, text, is_causal, scale, backend, _ = settings
     with torch.no_grad():
         _, selection = _scored(query, key, parameters, padding, LearnedText.parse(text), is_causal, True)
-        masks = {"scale": scale, "key_padding_mask": padding}
-        output, lse = attend_selection(query, key, value, selection, backend=backend, **masks)
+        given = {"scale": scale, "key_padding_mask": padding, "backend": backend}
+        output, lse = selected_attention(query, key, value, selection, enable_gqa=True, return_lse=True, **given)
     return output.contiguous(), lse.contiguous()
 
 
@@ -132,8 +132,9 @@ def _backward(
         leaves = [x.detach().requires_grad_(distills) for x in parameters]
         scores, selection = _scored(query, key, leaves, padding, learned, is_causal, distills)
     with torch.no_grad():
-        attend = choose_attend(query, key, value, selection, scale, padding, 0.0, None, backend, None)
-        grads = [x.contiguous() for x in attend.backward(query, key, value, output, lse, grad_output, None)]
+        own = SelectedSettings.of(selection, scale, padding, 0.0, None, backend)
+        given = query, key, value, output, lse, grad_output, None
+        grads = [x.contiguous() for x in torch.ops.dilated_attention.selected_backward(*given, *own)]
     if not distills:
         return [*grads, *(torch.zeros_like(x) for x in parameters)]
     config = learned.config
