@@ -503,7 +503,10 @@ class _Selected(torch.autograd.Function):
             result = attend.backward(query, key, value, output, lse, grad_output, grad_lse)
         learned: tuple[Tensor | None, ...] = (None, None)
         if ctx.batch is not None:
-            lists = selection.per_head() if ctx.batch.chosen else selection
+            # Scores of heads that share a list are compared together, or head by head if each head has its own.
+            given = dense_scores if chosen_scores is None else chosen_scores
+            apart = given is not None and given.shape[1] > selection.indices.shape[1]
+            lists = selection.per_head() if apart else selection
             inputs = distill_inputs(query, key, lists, attend.scale, attend.key_padding_mask, listed_lse)
             learned = distill_scores(inputs, ctx.batch, lse, grad_output, chosen_scores, dense_scores)
         return *result, *learned, *(None,) * 3
