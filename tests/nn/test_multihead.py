@@ -159,7 +159,7 @@ def test_a_mask_that_cannot_be_said_raises(options, message):
 
 def test_a_long_dense_mask_raises_and_names_what_to_use():
     module = MultiheadSparseAttention(8, 1, "window:1")
-    with pytest.raises(ValueError, match="Say it as a pattern"):
+    with pytest.raises(ValueError, match="Write it as a pattern"):
         module(torch.randn(1, 4097, 8), attn_mask=torch.zeros(4097, 4097, dtype=torch.bool))
 
 
@@ -216,7 +216,7 @@ def test_positions_say_what_two_lengths_mean(pattern, lengths, is_causal):
 )
 def test_a_pattern_of_one_length_says_so(pattern):
     module = MultiheadSparseAttention(16, 2, pattern)
-    with pytest.raises(ValueError, match="one length unless positions alone decide"):
+    with pytest.raises(ValueError, match="same length unless the pattern is defined by positions"):
         module(torch.randn(1, 70, 16), torch.randn(1, 100, 16))
 
 

@@ -168,7 +168,7 @@ def test_plan_has_a_fixed_schema(here):
 BENCH_LINE = [
     *("suite", "case", "backend", "direction", "pattern", "n", "d", "heads", "key_heads", "dtype", "p20_ms", "p50_ms"),
     *("p80_ms", "rounds", "flops", "gflop_s", "density", "relative_rate", "peak_bytes", "peak_total_bytes"),
-    *("first_call_s", "gate", "gate_passed", "device", "threads", "cores", "git", "torch", "triton", "python"),
+    *("first_call_s", "gate", "gate_passed", "device", "threads", "cores", "git", "code", "torch", "triton", "python"),
 ]
 
 

@@ -183,8 +183,8 @@ def selected_attention(
             the loss is. Requires a `Selection` with `local_blocks` >= 1.
         scores: (B, S, len(distill.rows), ceil(N / granularity)): predicted logits of all key blocks beside the row's
             own block, whose logit is 0. Or a function of `distill` and the lists of the selection, called once
-            attention has been launched, that returns the scores (B, H, rows, K) of the blocks listed for the first
-            `distill.chosen` rows, and (B, H, rows, T) of all blocks for the others; None for no rows.
+            attention has been launched, that returns the scores (B, S, rows, K) of the blocks listed for the first
+            `distill.chosen` rows, and (B, S, rows, T) of all blocks for the others, S lists or heads; None for no rows.
         return_lse: also return the natural logarithm of each row's softmax denominator.
         backend: "auto", or a name from `dilated_attention_pytorch.backends()`, which then never falls back.
 
