@@ -162,7 +162,7 @@ def attention_code(device: str) -> str:
     own = {*kernels.glob("*"), *(kernels / "cpu").glob("*")}
     own = own if device == "cpu" else {*kernels.rglob("*")} - {*(kernels / "cpu").glob("*")}
     files = {*(package / "plan").rglob("*"), *(package / "ops").rglob("*"), *own}
-    return digest(sorted(path for path in files if path.suffix in (".py", ".cpp", ".h", ".json")))
+    return digest(sorted(path for path in files if path.suffix in (".py", ".cpp", ".h")))
 
 
 @cache
