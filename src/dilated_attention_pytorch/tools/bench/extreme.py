@@ -239,8 +239,8 @@ def measure(
         except (RuntimeError, AssertionError, TypeError) as error:
             # Every later CUDA call of this process fails with the same error.
             broken = isinstance(error, torch.AcceleratorError)
-            told = f"{type(error).__name__}: {error}".splitlines()[0][:200]
-            found = {"skipped": told + "; nothing after it was tried" * broken}
+            reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+            found = {"skipped": reason + "; nothing after it was tried" * broken}
         yield line_of(name, direction, cap, device, **found)
         if broken:
             return

@@ -47,8 +47,8 @@ def exchanged(case: Case, group: Group) -> dict[str, Any]:
     row_bytes = 2 * group.d * getattr(torch, group.dtype).itemsize
     moved = traffic(case.pattern, layout, group.heads, group.key_heads, row_bytes=row_bytes)
     most = max(moved, key=lambda rank: rank.bytes_received)
-    told = {"ranks": case.ranks, "received_bytes": most.bytes_received, "ring_bytes": most.ring_bytes}
-    return {**told, "processes": True} if case.processes else told
+    sizes = {"ranks": case.ranks, "received_bytes": most.bytes_received, "ring_bytes": most.ring_bytes}
+    return {**sizes, "processes": True} if case.processes else sizes
 
 
 class Processes:

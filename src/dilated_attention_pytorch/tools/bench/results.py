@@ -122,9 +122,9 @@ def known_lines(out: Path, complain: Callable[[str], None] | None = None) -> lis
 
 def complaints_about(out: Path) -> list[str]:
     """Invalid lines of a file that is appended to."""
-    told: list[str] = []
-    known_lines(out, told.append)
-    return told
+    problems: list[str] = []
+    known_lines(out, problems.append)
+    return problems
 
 
 def progress(text: str) -> None:

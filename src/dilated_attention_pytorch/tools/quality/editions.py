@@ -251,7 +251,7 @@ class Task:
 
 
 def bins(task: Task) -> list[tuple[int, int]]:
-    """Distances that are told apart: from three quarters of a passage's size to one and a half."""
+    """Range of distances that count as one: from three quarters of a passage's size to one and a half."""
     return [(3 * size // 4, 3 * size // 2) for size in task.sizes(task.n)]
 
 
@@ -295,15 +295,15 @@ def compare(
     took, busy = time.perf_counter() - begun, time.process_time() - busy
     model.eval()
     first, second = _costs(task, plays[:HELD_OUT], bits)
-    told = [
+    by_distance = [
         {"from": low, "to": high, "bits": float(found.mean()), "bytes": len(found)}
         for (low, high), found in second.items()
         if len(found)
     ]
     return {
-        "quality": -statistics.mean(each["bits"] for each in told),
+        "quality": -statistics.mean(each["bits"] for each in by_distance),
         "first_edition": float(first.mean()),
-        "by_distance": told,
+        "by_distance": by_distance,
         "n": task.n,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "seconds": took,

@@ -95,8 +95,8 @@ def draw_recall(suite: Suite, batch: int, generator: torch.Generator) -> tuple[T
     keys = torch.rand(batch, names, generator=generator).argsort(1)[:, :blocks]
     values = drawn(names, 2 * names, batch, blocks)
     tokens = drawn(2 * names, 3 * names, batch, blocks, size)
-    told, question = drawn(0, size // 2 - 1, batch, blocks), drawn(size // 2, size, batch, blocks)
-    tokens[row, block, told], tokens[row, block, told + 1] = keys, values
+    given, question = drawn(0, size // 2 - 1, batch, blocks), drawn(size // 2, size, batch, blocks)
+    tokens[row, block, given], tokens[row, block, given + 1] = keys, values
     asked = (torch.rand(batch, blocks, generator=generator) * block).long()
     tokens[row, block, question] = keys.gather(1, asked)
     answers = torch.full_like(tokens, -100)
@@ -262,8 +262,8 @@ def judged(lines: list[Line]) -> list[Line]:
         for row in means.values():
             retained = (row["quality"] - floor) / (best - floor) if learned else None
             speed = speeds.get((suite, task, row["pattern"]), {})
-            told = {each: speed.get(each) for each in ("speedup", "density", "speed_n")}
-            found.append({**row, **told, "retained": retained, "counts": learned})
+            timed = {each: speed.get(each) for each in ("speedup", "density", "speed_n")}
+            found.append({**row, **timed, "retained": retained, "counts": learned})
     return found
 
 
@@ -302,8 +302,8 @@ def report(lines: list[Line], logs: str = "") -> str:
             # A run that was cut short has no speed-ups yet.
             speed = " | " if row["speedup"] is None else f"{100 * row['density']:.0f} % | {row['speedup']:.2f}x"
             text.append(f"| {row['pattern']} | {abs(row['quality']):.3f} | {kept} | {speed} | {row['parameters']:,} |")
-        if told := headline(rows):
-            text += ["", told]
+        if summary := headline(rows):
+            text += ["", summary]
         if task == "editions":
             text += ["", *_by_distance(rows)]
         size = f"{first['steps']} steps of {first['tokens'] // first['steps']:,} tokens"
@@ -332,8 +332,8 @@ def _by_distance(rows: list[Line]) -> list[str]:
     text = ["Bits per byte of the first edition, and of the second by its distance in bytes from the same lines:", ""]
     text += [f"| pattern | first edition | {' | '.join(far)} |", "|---" * (len(far) + 2) + "|"]
     for row in rows:
-        told = " | ".join(f"{each['bits']:.3f}" for each in row["by_distance"])
-        text.append(f"| {row['pattern']} | {row['first_edition']:.3f} | {told} |")
+        bits = " | ".join(f"{each['bits']:.3f}" for each in row["by_distance"])
+        text.append(f"| {row['pattern']} | {row['first_edition']:.3f} | {bits} |")
     return text
 
 
@@ -386,8 +386,8 @@ def run(given: argparse.Namespace, log: Path, deadline: float) -> OutOfTime | No
         for found in measure(suite, plays, left, deadline):
             line = {"suite": name, **found, **known}
             append(log, line)
-            told = f"{line['speedup']:.2f}x" if line["task"] == "speed" else f"quality {line['quality']:.3f}"
-            words = f"{line.get('of', ''):>9} {line['task']:<9} {line['pattern']:<15} {told}"
+            outcome = f"{line['speedup']:.2f}x" if line["task"] == "speed" else f"quality {line['quality']:.3f}"
+            words = f"{line.get('of', ''):>9} {line['task']:<9} {line['pattern']:<15} {outcome}"
             print(json.dumps(line) if given.json else words.lstrip(), flush=True)
     except OutOfTime as why:
         return why
