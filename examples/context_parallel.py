@@ -27,8 +27,7 @@ class Model(nn.Module):
         self.head = nn.Linear(WIDTH, WORDS)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.words(tokens)
-        return self.head(x + self.attention(x, is_causal=True)[0])
+        return self.head((x := self.words(tokens)) + self.attention(x, is_causal=True)[0])
 
 
 def train(model: Model, layout: spread.SequenceLayout, rank: int, steps: int, device: torch.device) -> list[float]:
@@ -72,6 +71,7 @@ def main() -> None:
         print(f"{layout.world} ranks with {layout.lengths} tokens: loss {losses[0]:.4f} to {losses[-1]:.4f}")
         print(f"one process: losses within {worst:.1e}, parameters within {apart:.1e} after {told.steps} steps")
         assert max(apart, worst) < 1e-9
+    dist.barrier()  # no rank ends while another one still communicates
     dist.destroy_process_group()
 
 

@@ -65,13 +65,13 @@ def main() -> None:
     dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=os.environ["CHECKPOINT"])
     more = range(told.steps, told.steps + 2)
     later = train(model, optimizer, layout, more, device)
-    resumed = build(mesh, device)
-    weights, moments = get_state_dict(*resumed)
+    weights, moments = get_state_dict(*(resumed := build(mesh, device)))
     dcp.load({"model": weights, "optimizer": moments}, checkpoint_id=os.environ["CHECKPOINT"])
     set_state_dict(*resumed, model_state_dict=weights, optim_state_dict=moments)
     assert train(*resumed, layout, more, device) == later
     if dist.get_rank() == 0:
         print(f"{layout.world} ranks: loss {losses[0]:.4f} to {later[-1]:.4f}; a resumed run gives the same losses")
+    dist.barrier()  # no rank ends while another one still communicates
     dist.destroy_process_group()
 
 
