@@ -328,6 +328,14 @@ MUTANTS = (
     Mutant("fit-heads", "nn/adaptive/scorer.py", "Moments(*(x.sum(0, keepdim=True) for x in moments))",
            "Moments(*(x[:1] for x in moments))", "a shared scorer is fitted to the first head",
            ("nn/test_adaptive_start.py::test_a_shared_fit_counts_every_head",)),
+    Mutant("match-there", "kernels/cpu/native_match.h", "if (there && !there[u + j]) continue;", "",
+           "sub-blocks of padding match", ("kernels/test_native.py::test_best_matches_equal_the_maximum_of_all_pairs",)),
+    Mutant("match-nan", "kernels/cpu/native_match.h", "nan[p] = x == x ? nan[p] : x;", "",
+           "a match that is not a number is lost",
+           ("kernels/test_native.py::test_best_matches_keep_nan_in_its_block_and_infinities",)),
+    Mutant("rank-width", "selection/rank.py", "max(int(own.max()), 1)", "max(int(own.max()) - 1, 1)",
+           "rows do not rank the block before their own",
+           ("ops/test_selection.py::test_causal_rows_rank_only_blocks_before_them",)),
 )  # fmt: skip
 QUICK = ("merge-top", "module-scale", "last-block")
 """Mutants planted by the test suite."""

@@ -198,6 +198,39 @@ def test_value_gradients_are_exact_at_large_logits(text, size):
     assert error(found, wanted.value_grad) <= 1e-6
 
 
+def best_of_pairs(queries, keys, there):
+    pairs = (queries @ keys.flatten(2, 3).mT).unflatten(-1, keys.shape[2:4])
+    return pairs.masked_fill(~there[:, :, None], -torch.inf).amax(-1)
+
+
+@built
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("sizes", [(1, 1, 1, 1), (70, 9, 5, 16), (129, 70, 25, 33), (64, 64, 128, 8)])
+def test_best_matches_equal_the_maximum_of_all_pairs(threads, sizes, dtype):
+    rows, blocks, units, rank = sizes
+    queries = torch.randn(2, rows, 2, rank, dtype=dtype).transpose(1, 2)
+    keys, there = torch.randn(2, 2, blocks, units, rank, dtype=dtype), torch.rand(2, 2, blocks, units) > 0.6
+    there[1, 1, -1] = False
+    for visible in (torch.ones_like(there), there):
+        wanted = best_of_pairs(queries, keys, visible)
+        for count in (1, 3):
+            threads(count)
+            found = native.best_match(queries, keys, None if visible.all() else visible)
+            assert error(found, wanted) <= (1e-6 if dtype == torch.float32 else 1e-13)
+
+
+@built
+def test_best_matches_keep_nan_in_its_block_and_infinities():
+    queries, keys = torch.randn(1, 1, 40, 4), torch.randn(1, 1, 6, 30, 4)
+    keys[0, 0, 2, 3], keys[0, 0, 4, 29] = torch.nan, torch.inf
+    found = native.best_match(queries, keys, None)
+    wanted = best_of_pairs(queries, keys, torch.ones(1, 1, 6, 30, dtype=torch.bool))
+    assert torch.equal(found.isnan(), wanted.isnan()) and bool(found[..., 2].isnan().all())
+    there = torch.ones(1, 1, 6, 30, dtype=torch.bool)
+    there[0, 0, 2, 3] = there[0, 0, 4, 29] = False
+    assert error(native.best_match(queries, keys, there), best_of_pairs(queries, keys, there)) <= 1e-6
+
+
 def test_a_missing_library_says_how_to_build_it(monkeypatch, tmp_path):
     monkeypatch.setattr(native, "library_path", lambda: tmp_path / "none.so")
     problem = BY_NAME["causal"]

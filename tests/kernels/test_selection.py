@@ -46,8 +46,8 @@ class GivenScores(BlockScores):
     def chunk(self):
         return 7
 
-    def ranked(self, begin, end):
-        return self.scores[:, :, begin:end]
+    def ranked(self, begin, end, width=None):
+        return self.scores[:, :, begin:end, :width]
 
 
 def seen_pairs(selection):

@@ -10,16 +10,19 @@ from kernels.test_selection import LEARNED, GivenScores, drawn, inputs, seen_pai
 from oracle import dense_attention, error
 
 from dilated_attention_pytorch import DistillBatch, make_selection
-from dilated_attention_pytorch.kernels.cpu.native import library_path
+from dilated_attention_pytorch.kernels.cpu import native
 from dilated_attention_pytorch.kernels.dropout import keep_mask
+from dilated_attention_pytorch.nn import AdaptiveConfig, BlockSparseAdaptive
 from dilated_attention_pytorch.selection import attend, rank
+from dilated_attention_pytorch.selection import scores as scoring
 from dilated_attention_pytorch.selection.attention import selected_attention
+from dilated_attention_pytorch.selection.backend import select
 from dilated_attention_pytorch.selection.rank import Budget
 from dilated_attention_pytorch.selection.types import SelectionSettings, shared_blocks
 
 BACKENDS = [
     "cpu",
-    pytest.param("native", marks=pytest.mark.skipif(not library_path().exists(), reason="C++ kernel not built")),
+    pytest.param("native", marks=pytest.mark.skipif(not native.library_path().exists(), reason="C++ kernel not built")),
 ]
 
 
@@ -31,6 +34,39 @@ def test_of_equal_blocks_the_first_are_kept(host_sync):
     own = torch.eye(40, dtype=torch.bool)
     order = scores.masked_fill(own, -1.0).sort(dim=-1, descending=True, stable=True).indices
     assert torch.equal(found, order[..., :11].sort(-1).values.int())
+
+
+@pytest.mark.parametrize("coverage", [None, 0.8])
+@pytest.mark.parametrize("per_token", [False, True])
+@pytest.mark.parametrize(("kept", "sink"), [(0.3, 0), (1.0, 2)])
+def test_causal_rows_rank_only_blocks_before_them(coverage, per_token, kept, sink):
+    """A host that may read values ranks fewer columns; the lists are the same."""
+    scores = torch.randn(2, 3, 36 if per_token else 12, 12, dtype=torch.float64)
+    settings = SelectionSettings(Budget(kept, coverage, 2, None), 3, 3, True, per_token, 3, 2, sink)
+    given = GivenScores(scores, settings, visible=torch.rand(2, 3, 12) > 0.2)
+    for seed in (None, torch.tensor([5])):
+        few, counts = rank.rank(given, torch.arange(scores.shape[2]), seed, True)
+        all_, wanted = rank.rank(given, torch.arange(scores.shape[2]), seed, False)
+        assert torch.equal(counts, wanted)
+        assert torch.equal(few, all_[..., : few.shape[-1]]) and bool((all_[..., few.shape[-1] :] == 12).all())
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("granularity", ["block", "token"])
+@pytest.mark.parametrize("n", [192, 200])
+def test_blocks_are_the_same_without_the_library(monkeypatch, is_causal, granularity, n):
+    config = AdaptiveConfig(0.6, granularity=granularity, score_unit=2, sink_blocks=0)
+    layer = BlockSparseAdaptive([n], [1], 2, 8, config, block_size=16).double().eval()
+    q, k = torch.randn(2, 2, 2, n, 8, dtype=torch.float64)
+    padding = torch.zeros(2, n, dtype=torch.bool)
+    padding[1, :20] = True
+    for mask in (None, padding):
+        found = select(layer.score_blocks(q, k, is_causal, mask), n)
+        with monkeypatch.context() as without:
+            without.setattr(native, "device_problem", lambda device: "turned off")
+            without.setattr(scoring, "CHUNK", 2000)
+            wanted = select(layer.score_blocks(q, k, is_causal, mask), n)
+        assert torch.equal(found.indices, wanted.indices) and torch.equal(found.counts, wanted.counts)
 
 
 @pytest.mark.parametrize("is_causal", [False, True])

@@ -479,7 +479,8 @@ def test_tables_of_learned_attention_are_generated():
     assert "\n".join(retrieval_report.table(suite)) in page
     assert "\n".join(recipe.table(lines)) in page
     assert "\n".join(recipe.fine_table(lines)) in page
-    assert "\n".join(recipe.heads_table(lines)) in page
+    for suite in recipe.SHAPES:
+        assert "\n".join(recipe.shape_table(lines, suite)) in page
 
 
 def test_learned_rows_are_never_below_frozen_ones():

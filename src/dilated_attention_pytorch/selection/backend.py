@@ -128,8 +128,9 @@ class Torch:
     @staticmethod
     def rank(scores: BlockScores, seed: Tensor | None) -> tuple[Tensor, Tensor]:
         """`Selection.indices` and `counts` of all rows."""
-        device = scores.visible.device
-        return ranking.rank(scores, torch.arange(scores.row_count, device=device), seed, allows_host_sync(device))
+        assert scores.steps is not None
+        rows = torch.arange(scores.row_count, device=scores.visible.device)
+        return ranking.rank(scores, rows, seed, scores.steps.host_sync)
 
     @staticmethod
     def score_rows(scores: BlockScores, batch: DistillBatch, listed: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -224,18 +225,20 @@ class ScoringSteps(NamedTuple):
     records_graph: bool
     precision: AbstractContextManager[object]
     """Context without autocast in which they run."""
+    host_sync: bool
+    """Whether ranking may read values back to the host."""
 
 
 def choose_steps(work: Workload, distills: bool) -> ScoringSteps:
     """Implementations for a call whose scorer learns by distillation alone, or otherwise needs a graph."""
     if allows_host_sync(work.device):
         steps = Torch.summarise, Torch.factor, Torch.rank, Torch.score_rows
-        return ScoringSteps(*steps, work.records_graph, full_precision(work.device))
+        return ScoringSteps(*steps, work.records_graph, full_precision(work.device), True)
     score_rows = implementation("score_rows", work) if distills else Torch.score_rows
     graph = work.records_graph and score_rows is Torch.score_rows
     work = work._replace(records_graph=graph)
     summarise, factor, rank = (implementation(step, work) for step in ("summarise", "factor", "rank"))
-    return ScoringSteps(summarise, factor, rank, score_rows, graph, full_precision(work.device))
+    return ScoringSteps(summarise, factor, rank, score_rows, graph, full_precision(work.device), False)
 
 
 def summarise(

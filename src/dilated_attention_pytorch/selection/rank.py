@@ -68,9 +68,11 @@ def rank(scores: BlockScores, rows: Tensor, seed: Tensor | None, host_sync: bool
     chunk = scores.chunk()
     for begin in range(0, len(rows), chunk):
         end = min(begin + chunk, len(rows))
-        found = scores.ranked(begin, end)
         row = rows[begin:end]
         own = row // settings.block_size if settings.per_token else row
+        # Rows of a causal sequence list blocks before their own.
+        width = max(int(own.max()), 1) if settings.is_causal and host_sync else t
+        found = scores.ranked(begin, end, width)
         shared = shared_blocks(own, t, *near)
         listed, many = _rank_rows(found, row, own, shared, visible, counted, budget, room, near[2], seed, host_sync)
         # With coverage the scores decide the lengths; room for all blocks would be far more than is kept.
@@ -97,17 +99,17 @@ def _rank_rows(
     seed: Tensor | None,
     host_sync: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Listed blocks int32 (b, h, r, k) of a chunk of rows, and their counts."""
-    t = visible.shape[-1]
-    column = torch.arange(t, device=visible.device)
+    """Listed blocks int32 (b, h, r, k) of a chunk of rows, and their counts; `scores` are of the first blocks."""
+    t, width = visible.shape[-1], scores.shape[-1]
+    column = torch.arange(width, device=visible.device)
     within = column < own[:, None] if is_causal else column != own[:, None]
-    within = within & visible[:, :, None]
-    forced = shared & within
+    within = within & visible[:, :, None, :width]
+    forced = shared[:, :width] & within
     open_to_choice = within & ~forced
     # A block whose score is NaN comes last.
     scores = torch.where(within & ~scores.isnan(), scores, -torch.inf)
     ranked = scores if seed is None else scores + gumbel(seed, row, column, scores)
-    room = min(room, t - 1)
+    room = min(room, width if is_causal else width - 1)
     best, indices = _best(ranked.masked_fill(~open_to_choice, -torch.inf), room, host_sync)
     taken, seen = (x[:, :, own] for x in counted)
     if budget.coverage is None:

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ..kernels.cpu import native
 from .summaries import CHUNK, BlockSummaries
 from .types import Factors, ScoreInputs, SelectionSettings
 
@@ -209,6 +210,26 @@ def rounded(x: Tensor, dims: tuple[int, ...]) -> Tensor:
     return x.ldexp(power).half().to(x.dtype).ldexp(-power)
 
 
+def best_match(queries: Tensor, keys: Tensor, there: Tensor | None) -> Tensor:
+    """Largest product of rows (b, h, r, p) with the sub-blocks of each block (b, h, t, u, p), (b, h, r, t).
+
+    Only the sub-blocks in `there`, bool (b, h, t, u), count, all if None; a block without any gives -inf. Runs in C++
+    where it can: torch needs an array of all pairs of sub-blocks, and makes it in chunks of rows.
+    """
+    if not torch.is_grad_enabled():
+        # Transforms and dispatch modes must see torch operators.
+        observed = torch._C._are_functorch_transforms_active() or torch._C._len_torch_dispatch_stack()
+        best = None if observed else native.best_match(queries, keys, there)
+        if best is not None:
+            return best
+    batch, heads, t, units, _ = keys.shape
+    flat, found = keys.flatten(2, 3).mT, []
+    for some in queries.split(max(1, CHUNK // max(batch * heads * t * units * keys.itemsize, 1)), 2):
+        pairs = (some @ flat).unflatten(-1, (t, units))
+        found.append((pairs if there is None else pairs.masked_fill(~there[:, :, None], -torch.inf)).amax(-1))
+    return found[0] if len(found) == 1 else torch.cat(found, 2)
+
+
 class BlockScores:
     """Scores of the rows of one sequence, or of some of its rows, computed on request.
 
@@ -282,9 +303,9 @@ class BlockScores:
         batch, heads, t, units = self.unit_there.shape
         hidden = self.rows.shape[-1]
         own_units = 1 if self.per_token else self.units.shape[3]
-        # For each pair: matches of sub-blocks, hidden units, a few words of noise and order.
+        # For each pair: matches of the row's sub-blocks, hidden units, a few words of noise and order.
         within = min(t, ALL_PAIRS)
-        each = within * own_units * units + within * hidden // (self.block_size if self.per_token else 1)
+        each = within * own_units + within * hidden // (self.block_size if self.per_token else 1)
         if t > ALL_PAIRS and self.rank:
             # Long rows hold copies of their candidates' keys.
             candidates = (self._most_supers + 1) * SUPER
@@ -292,8 +313,10 @@ class BlockScores:
         return max(1, CHUNK // (batch * heads * (each + 8 * t) * self.rows.dtype.itemsize))
 
     @torch.no_grad()
-    def ranked(self, begin: int, end: int) -> Tensor:
+    def ranked(self, begin: int, end: int, width: int | None = None) -> Tensor:
         """Scores over temperature (b, h, rows, t) of a range of rows; -inf for pairs ruled out beforehand.
+
+        With `width`, the scores of rows that are compared with every block are those of the first `width` blocks.
 
         A row that sees at most `ALL_PAIRS` blocks is scored with all of them. A longer row is scored with the blocks of
         the super-blocks whose upper bounds are largest. Both the choice and the number of super-blocks depend on the
@@ -301,7 +324,7 @@ class BlockScores:
         """
         t = self.visible.shape[2]
         if t <= ALL_PAIRS or not self.rank:
-            return self._from_all(begin, end, t)
+            return self._from_all(begin, end, width or t)
         if not self.is_causal:
             return self._from_supers(begin, end)
         middle = self._first_long(begin, end)
@@ -326,10 +349,11 @@ class BlockScores:
         every, which = self._distinct_blocks(begin, end)
         scores = self._mlp(every, self.hidden[:, :, None, :width])
         scores = scores if which is None else scores[:, :, which]
+        inverse = self.inverse
         if self.rank:
             keys, there = self.ranked_keys[:, :, None, :width], self.unit_there[:, :, None, :width]
             scores = scores.add(self._match(rows, keys, there, self.rounds), alpha=self.root)
-        return scores * self.inverse
+        return scores * inverse
 
     def _distinct_blocks(self, begin: int, end: int) -> tuple[Tensor, Tensor | None]:
         """Blocks of the rows [begin, end) without repetition, and for tokens the index of each row's block in them."""
@@ -401,20 +425,19 @@ class BlockScores:
     def _match(self, rows: Tensor, matched: Tensor, there: Tensor | None, rounds: bool = False) -> Tensor:
         """Best match of sub-blocks (b, h, r, k) before 1 / sqrt(rank), with keys (b, h, r or 1, k, u, rank)."""
         mine = self._row_queries(rows, rounds)
-        k, units = matched.shape[3:5]
-        # One product for all rows where they share their keys.
+        there = None if self.whole else there
         if matched.shape[2] == 1:
-            pairs = (mine.flatten(2, 3) @ matched.flatten(2, 4).mT).unflatten(2, mine.shape[2:4])
+            shared = matched[:, :, 0], None if there is None else there[:, :, 0]
+            best = best_match(mine.flatten(2, 3), *shared).unflatten(2, mine.shape[2:4])
         else:
-            pairs = mine @ matched.flatten(3, 4).mT
-        pairs = pairs.unflatten(-1, (k, units))
-        if self.whole or there is None:
-            return pairs.amax(-1).amax(3)
-        pairs = pairs.masked_fill(~there[:, :, :, None], -torch.inf)
+            pairs = (mine @ matched.flatten(3, 4).mT).unflatten(-1, matched.shape[3:5])
+            best = (pairs if there is None else pairs.masked_fill(~there[:, :, :, None], -torch.inf)).amax(-1)
+        if there is None:
+            return best.amax(3)
         if not self.per_token:
             own_there = self.units_there[:, :, self.block_rows(rows) - self.first]
-            pairs = pairs.masked_fill(~own_there[..., None, None], -torch.inf)
-        best = pairs.amax(-1).amax(3)
+            best = best.masked_fill(~own_there[..., None], -torch.inf)
+        best = best.amax(3)
         # Pairs without a visible sub-block are ruled out elsewhere; a finite value keeps gradients finite.
         return torch.where(best > -torch.inf, best, 0.0)
 

@@ -12,6 +12,7 @@
 // Scores and LSE are natural logarithms throughout: the backward pass subtracts the LSE of the forward pass from the
 // same scores. A change of base would round the LSE again, by 2^-24 of its magnitude.
 
+#include "native_match.h"
 #include "native_tiles.h"
 
 #include <algorithm>
@@ -375,6 +376,8 @@ void forward_float(const Call* call) { forward<float>(*call); }
 void forward_double(const Call* call) { forward<double>(*call); }
 void backward_float(const Call* call) { backward<float>(*call); }
 void backward_double(const Call* call) { backward<double>(*call); }
+void best_match_float(const Match* match) { best_match<float>(*match); }
+void best_match_double(const Match* match) { best_match<double>(*match); }
 Index call_bytes() { return sizeof(Call); }
 }
 #pragma GCC visibility pop

@@ -71,6 +71,10 @@ def _fields(kind: type, names: str) -> list[tuple[str, type]]:
     return [(name, kind) for name in names.split()]
 
 
+class _Match(ctypes.Structure):
+    _fields_ = _fields(_int, "streams rows blocks units rank threads") + _fields(_pointer, "queries keys there best")
+
+
 class _Axis(ctypes.Structure):
     _fields_ = _fields(_int, "rate tiles") + _fields(_pointer, "offset start end")
 
@@ -127,8 +131,13 @@ class _Portion(NamedTuple):
 
 def why_not(call: AttentionCall) -> str | None:
     """Reason why the C++ kernel cannot run the call, or None; built, it runs every plan, width and floating dtype."""
-    if call.query.device.type != "cpu":
-        return f"needs a CPU tensor, got {call.query.device}"
+    return device_problem(call.query.device)
+
+
+def device_problem(device: torch.device) -> str | None:
+    """Reason why the library cannot run on a device, or None."""
+    if device.type != "cpu":
+        return f"needs a CPU tensor, got {device}"
     if not sys.platform.startswith("linux"):
         return f"runs on Linux, got {sys.platform}; the backend `cpu` computes the same with torch operations"
     try:
@@ -276,6 +285,24 @@ def _backward_portion(
     if bias_sums is None:
         return grads
     return BiasedGradients(*grads, _table_of(bias_sums.sum((0, 1)), kernel.call.bias.pad).to(call.compute_dtype))
+
+
+def best_match(queries: Tensor, keys: Tensor, there: Tensor | None) -> Tensor | None:
+    """Largest product of each row with the sub-blocks of each block, (b, h, r, t); None if the library cannot run.
+
+    Args:
+        queries: (b, h, r, p), float32 or float64.
+        keys: (b, h, t, u, p), in the same dtype.
+        there: bool (b, h, t, u), sub-blocks that count; all if None. A block without any gives -inf.
+    """
+    if device_problem(queries.device) is not None:
+        return None
+    best = queries.new_empty(*queries.shape[:3], keys.shape[2])
+    given = [x if x is None else x.contiguous() for x in (queries, keys, there)]
+    sizes = best.shape[0] * best.shape[1], *best.shape[2:], *keys.shape[3:], torch.get_num_threads()
+    match = _Match(*sizes, *(None if x is None else x.data_ptr() for x in (*given, best)))
+    getattr(_library(), f"best_match_{'double' if best.dtype == torch.float64 else 'float'}")(ctypes.byref(match))
+    return best
 
 
 def _adjacent(x: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ Three groups of suites measure how much of the quality of dense attention remain
 
 - The suites cpu and ci train retrieval tasks in minutes on a CPU, with controls for a learned
   choice: the nearest and random blocks, an untrained scorer and an oracle. The suites recipe,
-  start, group and heads change one setting of the learned choice at a time.
+  start, group, heads and width change one setting of the learned choice at a time.
 - The suite rules compares published rules that choose blocks.
 - The suites small and gpu compare patterns and their speed-ups on two tasks, recall and editions.
 
@@ -46,6 +46,7 @@ SUITE_NAMES = (
     "start",
     "group",
     "heads",
+    "width",
     "rules",
     "rules-tiny",
     "small",

@@ -56,11 +56,27 @@ GROUP_NAMES = (
     "oracle, one list for both heads",
 )
 """Rows of the suite "group": one list of blocks for both heads, beside pairs of tokens with a list for each head."""
-FOUR = "4 heads: "
+FOUR, WIDE = "4 heads: ", "64 wide: "
 FOUR_NAMES = tuple(
     FOUR + name for name in (START_NAMES[1], *GROUP_NAMES[1:4], "oracle", "oracle, one list for all heads")
 )
 """Rows of the suite "heads": models of four heads, with one list for all of them or a list for each."""
+COARSE = "`score_unit=4, match_rank=32`"
+FULL_RANK = "`score_unit=1, match_rank=32`"
+WIDE_NAMES = tuple(
+    WIDE + name
+    for name in (
+        "dense",
+        *(f"{row}, {form}" for form in (COARSE, FULL_RANK) for row in ("frozen", "learned")),
+        *GROUP_NAMES[:2],
+        *FINE,
+        *START_NAMES[:2],
+        "oracle",
+    )
+)
+"""Rows of the suite "width": models with heads of 64, where a rank of 32 is no longer all of a head."""
+SHAPES: dict[str, dict[str, Any]] = {"heads": {"heads": 4}, "width": {"width": 64}}
+"""Models of the suites whose models are not those of the suite "cpu"."""
 Run = tuple[str, str, float, int]
 """Task, name, wanted density and seed."""
 
@@ -71,7 +87,7 @@ def settings_of(name: str, heads: int) -> tuple[str, dict[str, Any]]:
     >>> settings_of("learned, `score_unit=1, match_rank=16`, fitted", 2)
     ('learned', {'score_unit': 1, 'match_rank': 16, 'fitted': True})
     """
-    row, _, rest = name.removeprefix(FOUR).partition(",")
+    row, _, rest = name.removeprefix(FOUR).removeprefix(WIDE).partition(",")
     _, inside, flags = rest.split("`") if "`" in rest else ("", "", rest)
     found = {key: ast.literal_eval(value) for key, value in (x.split("=") for x in inside.split(", ") if x)}
     found |= {flag: True for flag in ("fitted", "guarded") if flag in flags}
@@ -95,17 +111,18 @@ SUITE_RUNS: dict[str, Callable[[], list[Run]]] = {
     "start": partial(_runs_of, START_NAMES),
     "group": partial(_runs_of, GROUP_NAMES),
     "heads": lambda: [("recall", name, DENSITY, seed) for seed in SEEDS for name in FOUR_NAMES],
+    "width": lambda: [(task, name, DENSITY, seed) for seed in SEEDS for task in ALL for name in WIDE_NAMES],
 }
 """Runs by the name of a suite that changes settings."""
 
 
-def measure(left: list[Run], heads: int = HEADS) -> Iterator[Line]:
-    """A line for each run. Without a dense start, a row takes all steps with its own blocks."""
-    suite = replace(SUITES["cpu"], heads=heads)
+def measure(left: list[Run], shape: dict[str, Any]) -> Iterator[Line]:
+    """A line for each run of models of a shape. Without a dense start, a row takes all steps with its own blocks."""
+    suite = replace(SUITES["cpu"], **shape)
     starts, code = Starts(suite), sources()
     scratch = Starts(replace(suite, dense_steps=0, steps=suite.dense_steps + suite.steps))
     for task, name, density, seed in left:
-        row, settings = settings_of(name, heads)
+        row, settings = settings_of(name, suite.heads)
         line = {"task": task, "pattern": row, "setting": name, "wanted": density, "seed": seed, "sources": code}
         yield line | (scratch if name in SCRATCH else starts).run(task, row, density, seed, **settings)
 
@@ -131,9 +148,8 @@ def fine_table(lines: list[Line]) -> list[str]:
 
     Operations are multiply-adds for each query, key and head while ranking.
     """
-    unit = "`score_unit=4, match_rank=32`"
     named = FINE + START_NAMES + GROUP_NAMES[:-1]
-    rows = {"frozen": f"frozen, {unit}", "learned": f"learned, {unit}"} | {name: name for name in named}
+    rows = {"frozen": f"frozen, {COARSE}", "learned": f"learned, {COARSE}"} | {name: name for name in named}
     rows |= {"oracle": "oracle", GROUP_NAMES[-1]: GROUP_NAMES[-1]}
     text = [f"| counted density | row | operations | {' | '.join(ALL)} |", "|---" * (len(ALL) + 3) + "|"]
     for density in (DENSITY, LOW_DENSITY):
@@ -147,14 +163,15 @@ def fine_table(lines: list[Line]) -> list[str]:
     return text
 
 
-def heads_table(lines: list[Line]) -> list[str]:
-    """Markdown table of right answers of models of four heads."""
-    text = ["| row | operations | recall |", "|---|---|---|"]
-    for name in FOUR_NAMES:
-        mine = [x for x in lines if x.get("setting") == name]
-        if mine:
-            answers = spread([x["quality"] for x in mine])
-            text.append(f"| {name.removeprefix(FOUR)} | {operations(name, 4)} | {answers} |")
+def shape_table(lines: list[Line], suite: str) -> list[str]:
+    """Markdown table of right answers of the models of "heads" or "width"."""
+    mine = [x for x in lines if x["suite"] == suite]
+    tasks = [task for task in ALL if any(x["task"] == task for x in mine)]
+    text = [f"| row | operations | {' | '.join(tasks)} |", "|---" * (len(tasks) + 2) + "|"]
+    for name in FOUR_NAMES if suite == "heads" else WIDE_NAMES:
+        values = [[x["quality"] for x in mine if x["setting"] == name and x["task"] == task] for task in tasks]
+        cost = operations(name, SHAPES[suite].get("heads", HEADS))
+        text.append(f"| {name.partition(': ')[2]} | {cost} | {' | '.join(map(spread, values))} |")
     return text
 
 
@@ -162,7 +179,7 @@ def operations(name: str, heads: int) -> str:
     """Multiply-adds for each query, key and head while ranking by the scorer of a row, if it has one."""
     row, settings = settings_of(name, heads)
     shared = heads if settings.get("select") == "all" else 1
-    return "" if row == "oracle" else f"{settings['match_rank'] / settings['score_unit'] / shared:g}"
+    return "" if row in ("dense", "oracle") else f"{settings['match_rank'] / settings['score_unit'] / shared:g}"
 
 
 def spread(values: list[float]) -> str:

@@ -59,6 +59,8 @@ class RetrievalTask:
     rows: tuple[str, ...] = ROWS
 
     heads: int = HEADS
+    width: int = WIDTH
+    """of a head"""
     n: int = 1024
     block: int = 16
     batch: int = 2
@@ -128,9 +130,9 @@ TASKS: dict[str, Callable[[RetrievalTask, torch.Generator], tuple[Tensor, Tensor
 class Retriever(nn.Module):
     """One layer: a token asks, the token before a value is its key, the value is the answer."""
 
-    def __init__(self, attend: nn.Module, heads: int = HEADS) -> None:
+    def __init__(self, attend: nn.Module, heads: int = HEADS, width: int = WIDTH) -> None:
         super().__init__()
-        self.heads, wide = heads, heads * WIDTH
+        self.heads, wide = heads, heads * width
         self.embed = nn.Embedding(3 * NAMES, wide)
         self.query, self.key, self.value, self.out = (nn.Linear(wide, wide, bias=False) for _ in range(4))
         self.attend = attend
@@ -140,7 +142,7 @@ class Retriever(nn.Module):
         x = self.embed(tokens)
         before = F.pad(x, (0, 0, 1, 0))[:, :-1]
         given = ((self.query, x), (self.key, before), (self.value, x))
-        output = self.attend(*(f(h).unflatten(-1, (self.heads, WIDTH)) for f, h in given), is_causal=True)
+        output = self.attend(*(f(h).unflatten(-1, (self.heads, -1)) for f, h in given), is_causal=True)
         return F.linear(self.out(output.flatten(2)[asked]), self.embed.weight)
 
 
@@ -223,7 +225,7 @@ def attend(row: str, task: RetrievalTask, density: float, **settings: Any) -> nn
         score_gradient="distill" if row == "learned" else "none",
     )
     config = replace(config, **settings)
-    return BlockSparseAdaptive([task.n], [1], task.heads, WIDTH, config, block_size=task.block)
+    return BlockSparseAdaptive([task.n], [1], task.heads, task.width, config, block_size=task.block)
 
 
 def density_of(module: nn.Module) -> float:
@@ -277,7 +279,7 @@ class Starts:
         """A copy of the checkpoint."""
         if (name, seed) not in self._models:
             torch.manual_seed(seed)
-            model = Retriever(DenseAttention(), self.task.heads)
+            model = Retriever(DenseAttention(), self.task.heads, self.task.width)
             train(model, name, self.task, self.task.dense_steps, torch.Generator().manual_seed(seed))
             self._models = {(name, seed): model}
         return copy.deepcopy(self._models[name, seed])

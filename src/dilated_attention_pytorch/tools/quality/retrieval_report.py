@@ -18,10 +18,12 @@ STARTS = (
     'its start in heads where training made it worse. With `select="all"` both heads have one score and one list. '
     "Operations are multiply-adds for each query, key and head while ranking."
 )
-FOUR_HEADS = (
-    f"Right answers of models with four heads of 32 at a counted density of {100 * recipe.DENSITY:g} %, where "
-    '`select="all"` is one list for all four:'
-)
+SHAPES = {
+    "heads": f"Right answers of models with four heads of 32 at a counted density of {100 * recipe.DENSITY:g} %, where "
+    '`select="all"` is one list for all four:',
+    "width": f"Right answers of models with two heads of 64 at a counted density of {100 * recipe.DENSITY:g} %. The "
+    "models above have heads of 32, for which a match of rank 32 is exact:",
+}
 LEARNED_TASK = 0.75
 """Share of right answers that dense attention must reach for a task to count."""
 
@@ -96,6 +98,7 @@ def report(lines: list[Line]) -> list[str]:
     if changed:
         text += ["## Training settings of learned attention", "", INTRODUCTION, "", *recipe.table(lines), ""]
         text += [STARTS, "", *recipe.fine_table(lines), ""]
-    if any(line["suite"] == "heads" for line in lines):
-        text += [FOUR_HEADS, "", *recipe.heads_table(lines), ""]
+    for suite, introduction in SHAPES.items():
+        if any(line["suite"] == suite for line in lines):
+            text += [introduction, "", *recipe.shape_table(lines, suite), ""]
     return text

@@ -406,7 +406,7 @@ def _run_retrieval(given: argparse.Namespace, log: Path, deadline: float) -> Out
     if name in recipe.SUITE_RUNS:
         done: set[Any] = {(line["task"], line["setting"], line["wanted"], line["seed"]) for line in rows}
         left = [run for run in recipe.SUITE_RUNS[name]() if run not in done]
-        found = recipe.measure(left, 4 if name == "heads" else retrieval.HEADS)
+        found = recipe.measure(left, recipe.SHAPES.get(name, {}))
     elif name in rules.RULE_SUITES:
         done = {(line["task"], line["pattern"], line["budget"], line["seed"]) for line in rows}
         found = rules.measure(chosen := rules.RULE_SUITES[name], [run for run in chosen.runs() if run not in done])
