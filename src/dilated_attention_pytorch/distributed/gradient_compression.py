@@ -175,9 +175,10 @@ def _own(state: dict[str, Any]) -> dict[Any, Any]:
     return state[name]
 
 
-def _rounded(total: Tensor, dtype: torch.dtype) -> Tensor:
-    """Numbers to send in fewer bits, at most the largest finite ones: the rest stays in the error."""
-    most = torch.finfo(dtype).max
+def _rounded(total: Tensor, dtype: torch.dtype, terms: int = 1) -> Tensor:
+    """Numbers to send in fewer bits, such that a sum of `terms` of them is finite: the rest stays in the error."""
+    info = torch.finfo(dtype)
+    most = info.max / terms * (max(1 - terms * info.eps, 0.5) if terms > 1 else 1)
     return total.clamp(-most, most).to(dtype)
 
 
@@ -218,7 +219,7 @@ class BlockTopK(Compression):
         count = min(len(energies), max(1, int(self.ratio * len(energies))))
         chosen = energies.topk(count).indices.sort().values
         # Shares of the mean are summed: a sum of float16 gradients may overflow where their mean does not.
-        sent = _rounded(torch.cat([blocks[chosen].flatten(), rest]) / self.world, mean.dtype)
+        sent = _rounded(torch.cat([blocks[chosen].flatten(), rest]) / self.world, mean.dtype, self.world)
         split, own = count * block, sent.to(total.dtype) * self.world
         blocks[chosen] = torch.where(failed, blocks[chosen], _left(blocks[chosen], own[:split].view(-1, block)))
         rest.copy_(torch.where(failed, rest, _left(rest, own[split:])))
