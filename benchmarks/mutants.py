@@ -86,6 +86,7 @@ REPEATED = "ops/test_repeated_calls.py"
 VIRTUAL = "distributed/test_virtual.py::test_every_problem_matches_the_oracle_on_every_layout"
 PLANS = "hardening/test_patterns.py"
 USERS = "plan/test_user_patterns.py"
+GUARDS = "nn/test_adaptive_start.py::test_a_guard_compares_what_a_loop_counts"
 MUTANTS = (
     Mutant("compiled-check", "ops/checks.py", "raise ValueError(message)", "pass",
            "a compiled module skips checks of values",
@@ -313,8 +314,8 @@ MUTANTS = (
     Mutant("bounds-wrap", "plan/intervals.py", "if drift and not bool(fits.all()):", "if False:",
            "values that wrap around count as functions of the distance",
            ("plan/test_intervals.py::test_each_rule_contains_every_value",)),
-    Mutant("bounds-copy", "plan/intervals.py", "isinstance(tensor, Interval) or not tensor.numel() for",
-           "isinstance(tensor, Interval) for", "the truth of a copy of positions is read",
+    Mutant("bounds-copy", "plan/intervals.py", "is_interval(tensor) or not tensor.numel() for",
+           "is_interval(tensor) for", "the truth of a copy of positions is read",
            ("plan/test_intervals.py::test_reading_a_truth_value_has_no_trace",)),
     Mutant("bounds-caught", "plan/intervals.py", "            self.has_refused = True\n", "",
            "a function that catches errors is planned by its other branch",
@@ -336,6 +337,18 @@ MUTANTS = (
     Mutant("rank-width", "selection/rank.py", "max(int(own.max()), 1)", "max(int(own.max()) - 1, 1)",
            "rows do not rank the block before their own",
            ("ops/test_selection.py::test_causal_rows_rank_only_blocks_before_them",)),
+    Mutant("guard-pad", "nn/adaptive/guard.py", "return weights if padding is None else weights", "return weights if True else weights",
+           "a guard counts the queries of padding", (GUARDS,)),
+    Mutant("guard-counts", "nn/adaptive/guard.py", "slot >= counts[..., None], blocks", "slot >= slots, blocks",
+           "a guard compares as many blocks of every row as the longest list has", (GUARDS,)),
+    Mutant("guard-shared", "nn/adaptive/guard.py", "return forced, within & ~forced & visible", "return forced, within & visible",
+           "a guard spends the list of a row on blocks that it has anyway", (GUARDS,)),
+    Mutant("mha-reset", "nn/multihead.py", 'draws = ("sink", nn.init.zeros_), ("bias_k", nn.init.xavier_normal_), ("bias_v", nn.init.xavier_normal_)',
+           'draws = ("sink", nn.init.zeros_), ("bias_k", nn.init.xavier_normal_)',
+           "the extra value of add_bias_kv is not drawn anew", ("nn/test_masks.py",)),
+    Mutant("stream-about", "ops/streaming/executor.py", 'at scale {self.scale!r}{cap}")', 'at scale {self.scale!r}")',
+           "a file of another soft cap is continued",
+           ("ops/test_streamed.py::test_a_file_of_another_stream_is_not_resumed",)),
 )  # fmt: skip
 QUICK = ("merge-top", "module-scale", "last-block")
 """Mutants planted by the test suite."""

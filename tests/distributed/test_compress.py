@@ -126,6 +126,7 @@ def training(rank: int, world: int) -> None:
     error_feedback_matters(rank, world)
     one_block_and_what_fills_none_always_go(rank, world)
     half_precision_and_no_numbers(rank, world)
+    half_precision_at_its_limit(rank, world)
     gradients_absent_somewhere(rank, world)
     power_sgd_resumes(rank, world)
     fsdp_shards_are_averaged_between_nodes(rank, world)
@@ -314,6 +315,28 @@ def half_precision_and_no_numbers(rank: int, world: int) -> None:
             last = plain.average("a", torch.ones(128))
         assert last.isfinite().all()
         assert plain.errors["a"].isfinite().all()
+
+
+def half_precision_at_its_limit(rank: int, world: int) -> None:
+    """Sums of these float16 gradients overflow, their means do not; what no float16 holds waits in the error."""
+    for make in (BlockTopK, TopK):
+        for start in (0, 2):
+            compression, applied = make(0.5, start=start), 0.0
+            gradient = torch.full((256,), 60_000.0, dtype=torch.float16)
+            gradient[128:] = 50_000.0 + 1000 * rank
+            for _ in range(3):
+                mean = compression.average("a", gradient.clone())
+                assert mean.isfinite().all() and same_on_all(mean, None)
+                applied = applied + mean.double()
+            errors = compression.errors["a"].double()
+            dist.all_reduce(errors)
+            wanted = gradient.double() * 3
+            dist.all_reduce(wanted)
+            assert (applied + errors / world - wanted / world).abs().max() <= 3 * 65504 * 2**-11
+    parameter = nn.Parameter(torch.zeros(8, dtype=torch.float16))
+    parameter.grad = torch.full_like(parameter, 60_000.0)
+    GradientBuckets([parameter]).synchronize()
+    assert parameter.grad.eq(60_000).all()
 
 
 def one_block_and_what_fills_none_always_go(rank: int, world: int) -> None:

@@ -22,11 +22,12 @@ from kernels.interpreter import skip_repeated_work
 from oracle import Answer, answer, bias_of_pairs, error, table_gradient
 from strategies import Seeded, draw_problem
 
-from dilated_attention_pytorch import attention_with_lse
+from dilated_attention_pytorch import attention_with_lse, parse
 from dilated_attention_pytorch.kernels.call import AttentionCall
 from dilated_attention_pytorch.kernels.cpu import tiles as cpu
 from dilated_attention_pytorch.kernels.dropout import keep_mask
 from dilated_attention_pytorch.kernels.triton import backend as triton_backend
+from dilated_attention_pytorch.kernels.triton import launches as triton_launches
 from dilated_attention_pytorch.kernels.triton import lowering as triton_lowering
 from dilated_attention_pytorch.kernels.triton.primitives import tanh_and_slope
 from dilated_attention_pytorch.plan import Plan, make_plan
@@ -277,6 +278,33 @@ def budget_errors() -> dict[str, float]:
     ).shares("triton")  # fmt: skip
 
 
+def sample_errors() -> dict[str, float]:
+    """Errors of more samples than a grid counts, over those that rounding explains: 5 samples, 2 a launch."""
+    before, triton_launches.MOST_PROGRAMS = triton_launches.MOST_PROGRAMS, 2
+    call = Call(
+        pattern="window:9 | global:3", n=20, heads=2, key_heads=1, batch=5, d=8, e=8, dtype=torch.float32, seed=5,
+        padded=True, scale=0.4, dropout_p=0.3, lse_grad=True, softcap=1.5,
+    )  # fmt: skip
+    try:
+        found = call.shares("triton")
+        rows = [torch.randn(5, 2, 20, 8).transpose(1, 2).contiguous().transpose(1, 2) for _ in range(4)]
+        leaves = [x.requires_grad_() for x in (*rows[:3], torch.randn(2, 9, 3))]
+        places = torch.randint(-4, 4, (5, 20, 2))
+        output = attention_with_lse(*leaves[:3], "causal", bias=leaves[3], bias_positions=places, backend="triton")
+        given = {"grad_output": rows[3], "grad_lse": torch.randn(5, 2, 20)}
+        grads = torch.autograd.grad(output, leaves, tuple(given.values()))
+    finally:
+        triton_launches.MOST_PROGRAMS = before
+    assert output.output.stride() == rows[0].stride() == grads[0].stride()
+    pattern, table = parse("causal"), leaves[3].detach()
+    inputs = [x.detach() for x in rows[:3]]
+    wanted = answer(*inputs, pattern, bias=bias_of_pairs(table.double(), 20, places), **given)
+    for name, got, want in zip(wanted._fields, (*output, *grads[:3]), wanted, strict=True):
+        found[f"bias, {name}"] = error(got, want) / 2e-6
+    table_grad = table_gradient(*inputs, pattern, table, places, **given)
+    return found | {"bias_grad": error(grads[3], table_grad) / 2e-6}
+
+
 def check_pieces(plan: Plan, group: int) -> None:
     """Rows are split in both directions, in the part that starts the softmax or sum and in those that continue it."""
     tables = triton_lowering.schedule(plan, group)
@@ -306,7 +334,7 @@ if __name__ == "__main__":
     for owner, name in ALLOCATORS:
         setattr(owner, name, poisoned(getattr(owner, name)))
     functions = {"tanh": tanh_errors, "caps in turn": public_errors, "soft cap in a tight budget": budget_errors}
-    functions["random biases"] = random_bias_errors
+    functions |= {"random biases": random_bias_errors, "more samples than a grid counts": sample_errors}
     for name in sys.argv[1:] or [*TRIALS, *functions]:
         measured = functions[name]() if name in functions else errors(TRIALS[name])
         print(json.dumps({"trial": name} | measured), flush=True)

@@ -9,7 +9,7 @@ import torch
 from cases import BY_NAME, PROBLEMS, Problem
 from oracle import answer, bias_of_pairs, dense_attention, error, multiplicities
 
-from dilated_attention_pytorch import make_plan
+from dilated_attention_pytorch import attention, make_plan, parse
 from dilated_attention_pytorch.kernels.call import AttentionCall
 from dilated_attention_pytorch.kernels.cpu import tiles as cpu
 from dilated_attention_pytorch.kernels.cpu.native import library_path
@@ -257,3 +257,18 @@ def test_a_tensor_elsewhere_is_refused(name):
     problem = BY_NAME["causal"]
     call = call_of(problem, problem.inputs())
     assert backend_named(name).why_not(replace(call, query=call.query.to("meta"))) == "needs a CPU tensor, got meta"
+
+
+@pytest.mark.parametrize("text", ["full", "dilated:8x1,32x4", "window:9 | dilated:32x4"])
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_equal_scores_of_any_size_share_weights(backend: str, text: str):
+    """Scores of 2^50 are exact in float32, their LSE is not: it has lost the number of equal scores."""
+    q, k = (torch.randint(-3, 4, (2, 4, 50, 8), generator=torch.Generator().manual_seed(i)).float() for i in range(2))
+    v = torch.randn(2, 4, 50, 8)
+    for size in (1.0, 2.0**14, 2.0**50):
+        output = attention(size * q, k, v, text, scale=1.0, backend=backend)
+        exact = answer((size * q).double(), k.double(), v.double(), parse(text), scale=1.0).output
+        assert error(output, exact) < 1e-6
+        ones = attention(size * q, k, torch.ones_like(v), text, scale=1.0, backend=backend)
+        seen = ones != 0
+        assert (ones[seen] - 1).abs().max() < 1e-6

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,12 +18,13 @@ from dilated_attention_pytorch.kernels.cpu import tiles as cpu
 from dilated_attention_pytorch.kernels.triton import backend as triton_backend
 from dilated_attention_pytorch.patterns import parse
 from dilated_attention_pytorch.plan import make_plan
+from dilated_attention_pytorch.selection import backend as selection_backend
 
 TESTS = Path(__file__).resolve().parents[1]
 HALF = ("half precision", "bad value of bits, half precision", "soft cap, half precision", "bias, half precision")
 TOLERANCE = dict.fromkeys(HALF, 2e-3) | {"tanh": 1.0, "soft cap in a tight budget": 1.0}
 # Rounded scores of up to 50, or of 8 times the usual slope: torch in float32 errs by 2.6e-6 and 1.3e-6 there.
-TOLERANCE |= {"wide soft cap": 1e-5, "saturated soft cap": 5e-6}
+TOLERANCE |= {"wide soft cap": 1e-5, "saturated soft cap": 5e-6, "more samples than a grid counts": 1.0}
 NAMES = [
     "ragged end",
     "causal window",
@@ -87,6 +89,7 @@ NAMES = [
     "random biases",
     "caps in turn",
     "soft cap in a tight budget",
+    "more samples than a grid counts",
 ]
 
 pytestmark = pytest.mark.xdist_group("triton interpreter")
@@ -120,6 +123,20 @@ def call_on_cpu(**changes):
 def test_a_cpu_tensor_is_refused_with_its_reason(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     assert triton_backend.why_not(call_on_cpu()) == "needs a CUDA tensor, got cpu"
+
+
+def test_a_grid_counts_65535_heads_and_streams(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    call = call_on_cpu()
+    many = [call.query[:, :1].expand(-1, heads, -1, -1) for heads in (65_535, 65_536)]
+    assert triton_backend.why_not(replace(call, query=many[0])) is None
+    assert triton_backend.why_not(replace(call, query=many[1])) == "heads must be <= 65535, got 65536"
+    monkeypatch.setattr(selection_backend, "allows_host_sync", lambda device: False)
+    work = selection_backend.Workload(call.device, torch.float32, 16, 8, match_rank=4)
+    for step in ("factor", "rank", "score_rows", "attend", "distill"):
+        assert selection_backend.why_not(step, work._replace(streams=65_535)) is None
+        reason = "samples times heads must be <= 65535, got 65536"
+        assert selection_backend.why_not(step, work._replace(streams=65_536)) == reason
 
 
 def test_the_backend_answers_without_loading_triton():

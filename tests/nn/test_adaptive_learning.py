@@ -159,9 +159,9 @@ def test_scorer_gradient_is_that_of_the_documented_loss(granularity, is_causal, 
         by_row = weight[:, :, rows]
         if granularity == "block":
             by_row = F.pad(weight, (0, t * size - n)).unflatten(2, (t, size)).sum(3)[:, :, rows]
-        if saliency:
-            by_row = (by_row > 0) * mean[..., None] * (size if granularity == "block" else 1)
-        by_row = by_list(by_row)
+        # The last block has fewer queries than the others, and weighs the same.
+        queries = size if granularity == "block" else 1
+        by_row = by_list((by_row > 0) * (queries * mean[..., None] if saliency else 1.0))
         told = told + 0.7 * (by_row * terms).sum() / by_row.sum()
         # With saliency an estimate of the sum over all rows, which scales with the gradient of the task.
         average = scores.row_count * (by_row * terms).mean(-1).sum() if saliency else terms.mean()

@@ -19,7 +19,10 @@ from dilated_attention_pytorch.nn import (
 )
 from dilated_attention_pytorch.nn.adaptive.controls import LayerCall, captured_mass, copied_state, shares_of
 from dilated_attention_pytorch.nn.adaptive.fit import fit_match, moments_of
+from dilated_attention_pytorch.nn.adaptive.guard import captured_more, query_weights
+from dilated_attention_pytorch.selection.backend import distill_inputs
 from dilated_attention_pytorch.selection.scores import join_heads
+from dilated_attention_pytorch.selection.types import Selection
 
 HEADS, WIDTH, RANK = 4, 16, 4
 CONFIG = AdaptiveConfig(
@@ -256,6 +259,48 @@ def test_checkpointing_repeats_the_selection_of_a_guard():
             module.zero_grad()
         assert all(map(torch.equal, *grads))
     assert torch.equal(plain.scorer.advantage, repeated.scorer.advantage) and bool((plain.scorer.advantage != 0).all())
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("shared", [1, 2])
+def test_a_guard_compares_what_a_loop_counts(is_causal, shared):
+    """Padding, forced blocks and the counts of rows, against loops over blocks in float64."""
+    settings = {"local_blocks": 2 if is_causal else 1, "sink_blocks": int(is_causal)}
+    module = layer(guarded=True, **settings, **({"select": "group", "group_size": shared} if shared > 1 else {}))
+    q, k, _ = (x.double().transpose(1, 2) for x in skewed(1, n=150))
+    padding = torch.zeros(2, 150, dtype=torch.bool)
+    padding[0, 100:] = padding[1, 32:48] = padding[1, 3] = True
+    corrupt(module.double(), "noise")
+    trained, start = (module.score_blocks(q, k, is_causal, padding, which) for which in ("stack", "start"))
+    lists, t = HEADS // shared, 10
+    counts = torch.arange(t).clamp(max=3).expand(2, lists, t).contiguous().int()
+    indices = torch.zeros(2, lists, t, 3, dtype=torch.int32)
+    near = is_causal, False, settings["local_blocks"], settings["sink_blocks"]
+    selection = Selection(indices, counts, 150, 16, *near, group=shared)
+    inputs = distill_inputs(q, k, selection, 0.25, padding)
+    rows = torch.arange(t)
+    weights = query_weights(q.transpose(1, 2), padding)
+    found = captured_more(trained, start, inputs, rows, weights)
+    gained, total = torch.zeros(lists, dtype=torch.float64), torch.zeros(lists, dtype=torch.float64)
+    both = [scores.of_all(rows).detach() for scores in (trained, start)]
+    for b in range(2):
+        scores = 0.25 * q[b] @ k[b].mT
+        scores = scores.masked_fill(padding[b], -torch.inf)
+        if is_causal:
+            scores = scores.masked_fill(~torch.ones(150, 150, dtype=torch.bool).tril(), -torch.inf)
+        shares = (scores.softmax(-1) * ~padding[b][:, None]).view(lists, shared, 150, 150).sum(1)
+        for head in range(lists):
+            for row in range(t):
+                mass = [shares[head, row * 16 : row * 16 + 16, at * 16 : at * 16 + 16].sum() for at in range(t)]
+                total[head] += sum(mass)
+                real = [not bool(padding[b, at * 16 : at * 16 + 16].all()) for at in range(t)]
+                forced = {0, row - 1, row} if is_causal else {row}
+                may = [at for at in range(t) if real[at] and at not in forced and not (is_causal and at > row)]
+                for sign, score in zip((1, -1), both, strict=True):
+                    kept = sorted(may, key=lambda at: -float(score[b, head, row, at]))[: int(counts[b, head, row])]
+                    gained[head] += sign * sum(mass[at] for at in kept)
+    torch.testing.assert_close(found, gained / total, rtol=0, atol=1e-9)
+    assert bool((found.abs() > 1e-3).all())
 
 
 def test_without_training_a_guard_changes_nothing():

@@ -312,12 +312,16 @@ def test_a_stream_killed_outright_can_be_resumed(tmp_path: Path):
     assert torch.equal(open_tensor(path), wanted)
 
 
-def test_a_file_of_another_stream_is_not_resumed(tmp_path: Path):
+@pytest.mark.parametrize(
+    "change", [{"pattern": "window:5"}, {"scale": 0.1}, {"softcap": 3.0}, {"is_causal": True}], ids=str
+)
+def test_a_file_of_another_stream_is_not_resumed(change: dict, tmp_path: Path):
     inputs = ladder_problem().inputs(torch.float32)
     path = tmp_path / "output.npy"
-    streamed_attention(three(inputs), LADDER, path, end=128, chunk=64)
+    settings = {"pattern": LADDER, "softcap": 2.0, "chunk": 64}
+    streamed_attention(three(inputs), sink=path, end=128, **settings)
     with pytest.raises(ValueError, match="must hold rows of the stream that goes on"):
-        streamed_attention(three(inputs), "window:5", FileSink(path, resume=True), chunk=64)
+        streamed_attention(three(inputs), sink=FileSink(path, resume=True), **{**settings, **change})
 
 
 @pytest.mark.parametrize(

@@ -238,3 +238,12 @@ def test_explicit_lists_are_followed_per_head():
     dense = make_plan(lists, 32, 2).to_dense()
     blocks = dense.unflatten(1, (2, 16)).unflatten(3, (2, 16)).amax((2, 4))
     assert blocks.tolist() == [[[1, 0], [1, 1]], [[0, 1], [0, 0]]]
+
+
+@pytest.mark.parametrize("text", ["full", "causal", "documents:524288,524287", "strided:16", "dilated:1048575x1 & causal"])
+def test_segments_of_a_million_tokens_store_runs(text: str):
+    """Millions of tile pairs, of which no table has a line each."""
+    plan = make_plan(text, 2**20 - 1, heads=16)
+    tiles = max(part.queries.tiles for part in plan.parts)
+    assert plan.blocks > 16 * tiles * 200
+    assert plan.nbytes < 1000 * tiles

@@ -7,7 +7,9 @@ import os
 import pickle
 import signal
 import socket
+import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -261,7 +263,9 @@ def run_rank(arguments: list[str], environment: dict[str, str], killed_at: int |
     return train.main(arguments)
 
 
-def run_ranks(world: int, *more: str, out: str, killed_at: int | None = None) -> list[int]:
+def run_ranks(
+    world: int, *more: str, out: str, killed_at: int | None = None, each: Callable[..., int] = run_rank
+) -> list[int]:
     """Exit statuses of a run in processes; each kills itself at the beginning of the step after `killed_at`."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -269,7 +273,7 @@ def run_ranks(world: int, *more: str, out: str, killed_at: int | None = None) ->
     given = ["--data", "text", "--out", out, "--device", "cpu", *OPTIONS, *more]
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(world)}
     places = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world)]
-    ranks = [start(run_rank, given, shared | place, killed_at) for place in places]
+    ranks = [start(each, given, shared | place, killed_at) for place in places]
     for rank in ranks:
         rank.join(scaled(200))
         assert rank.exitcode is not None, "a rank still runs"
@@ -294,6 +298,28 @@ def test_two_ranks_train_as_one(parallel: str):
     one, two = (generate.load_model(Path(out)).state_dict() for out in ("one", "two"))
     for name, tensor in one.items():
         torch.testing.assert_close(two[name], tensor, rtol=1e-3, atol=1e-5)
+
+
+def run_slow_first(arguments: list[str], environment: dict[str, str], _: None) -> int:
+    """A run whose first rank takes longer to end; writes the time at which the rank ended."""
+    plot = training._plot
+
+    def slow_plot(*paths: Path) -> None:
+        time.sleep(2)
+        Path("plotted").write_text(repr(time.time()))
+        plot(*paths)
+
+    training._plot = slow_plot
+    status = run_rank(arguments, environment, None)
+    Path(f"ended-{environment['RANK']}").write_text(repr(time.time()))
+    return status
+
+
+@pytest.mark.slow
+def test_no_rank_ends_before_the_others():
+    assert run_ranks(2, "--steps", "1", "--eval-windows", "1", out="two", each=run_slow_first) == [0, 0]
+    plotted, first, second = (float(Path(name).read_text()) for name in ("plotted", "ended-0", "ended-1"))
+    assert min(first, second) >= plotted
 
 
 class Planted:

@@ -79,7 +79,8 @@ class Compression:
         step = self.steps.get(key, 0)
         self.steps[key] = step + 1
         if step < self.start:
-            return self._summed(gradient).div_(self.world)
+            # Divided first, as DDP does: a sum of float16 gradients may overflow where their mean does not.
+            return self._summed(gradient.div_(self.world))
         if step == self.start and log.isEnabledFor(logging.INFO):
             log.info("%s", self.explain(gradient.numel() * gradient.element_size(), gradient))
         error = self.errors.get(key)
@@ -174,8 +175,15 @@ def _own(state: dict[str, Any]) -> dict[Any, Any]:
     return state[name]
 
 
+def _rounded(total: Tensor, dtype: torch.dtype, terms: int = 1) -> Tensor:
+    """Numbers to send in fewer bits, such that a sum of `terms` of them is finite: the rest stays in the error."""
+    info = torch.finfo(dtype)
+    most = info.max / terms * (max(1 - terms * info.eps, 0.5) if terms > 1 else 1)
+    return total.clamp(-most, most).to(dtype)
+
+
 def _left(total: Tensor, sent: Tensor) -> Tensor:
-    """Rounding error of sending in fewer bits; 0 where that overflows."""
+    """Rounding error of sending in fewer bits; 0 where it is not finite."""
     return (total - sent).nan_to_num_(0.0, 0.0, 0.0)
 
 
@@ -210,11 +218,12 @@ class BlockTopK(Compression):
         # Rounded down, so that the ratio is kept for every length, but one block and what fills none always go.
         count = min(len(energies), max(1, int(self.ratio * len(energies))))
         chosen = energies.topk(count).indices.sort().values
-        sent = torch.cat([blocks[chosen].flatten(), rest]).to(mean.dtype)
-        split = count * block
-        blocks[chosen] = torch.where(failed, blocks[chosen], _left(blocks[chosen], sent[:split].view(-1, block)))
-        rest.copy_(torch.where(failed, rest, _left(rest, sent[split:])))
-        self._summed(sent).div_(self.world)
+        # Shares of the mean are summed: a sum of float16 gradients may overflow where their mean does not.
+        sent = _rounded(torch.cat([blocks[chosen].flatten(), rest]) / self.world, mean.dtype, self.world)
+        split, own = count * block, sent.to(total.dtype) * self.world
+        blocks[chosen] = torch.where(failed, blocks[chosen], _left(blocks[chosen], own[:split].view(-1, block)))
+        rest.copy_(torch.where(failed, rest, _left(rest, own[split:])))
+        self._summed(sent)
         self.sent += self._all_reduced(summed) + self._all_reduced(sent)
         mean.zero_()
         mean[:whole].view(-1, block)[chosen] = sent[:split].view(-1, block)
@@ -234,16 +243,16 @@ class TopK(Compression):
 
     def _exchange(self, total: Tensor, mean: Tensor, failed: Tensor) -> Tensor:
         chosen = total.abs().topk(max(1, int(self.ratio * len(total)))).indices
-        sent = total[chosen].to(mean.dtype)
+        sent = _rounded(total[chosen], mean.dtype)
         places = self._gathered(chosen.int())
         numbers = self._gathered(torch.cat([sent, failed.to(sent.dtype)[None]]))
         failed = torch.stack([number[-1] for number in numbers]).any()
         total[chosen] = torch.where(failed, total[chosen], _left(total[chosen], sent))
-        mean.zero_()
-        # One rank after another, so that the sum has the same bits everywhere.
+        # One rank after another, so that the sum has the same bits everywhere; float16 sums would overflow.
+        summed = torch.zeros_like(total)
         for place, number in zip(places, numbers, strict=True):
-            mean[place.long()] += number[:-1]
-        mean.div_(self.world)
+            summed[place.long()] += number[:-1]
+        mean.copy_(summed.div_(self.world))
         return failed
 
     def _gathered(self, own: Tensor) -> list[Tensor]:
@@ -459,8 +468,8 @@ class GradientBuckets:
             members = [(self.parameters[i], gradients[i]) for i in bucket]
             flat = torch.cat([(torch.zeros_like(p) if grad is None else grad).flatten() for p, grad in members])
             if self.compression is None:
-                dist.all_reduce(flat, group=self.group)
                 mean = flat.div_(dist.get_world_size(self.group))
+                dist.all_reduce(mean, group=self.group)
             else:
                 mean = self.compression.average(name, flat)
             pieces = mean.split([p.numel() for p, _ in members])

@@ -59,6 +59,8 @@ class _Band(NamedTuple):
     """(b, n, e)"""
     seen: Tensor
     """bool (b, r, n)"""
+    count: Tensor
+    """(r, n): multiplicities"""
     scores: Tensor
     """(b, r, n), -inf where not seen"""
     keep_scale: Tensor | None
@@ -93,8 +95,12 @@ def forward(call: AttentionCall) -> Forward:
     output = empty_rows(call.query, call.value.shape[-1])
     lse = call.query.new_empty(batch, heads, n, dtype=call.compute_dtype)
     for band in _bands(call):
-        row_lse = band.scores.logsumexp(-1)
-        weights = _weights(band, row_lse)
+        # Divided by their sum: an LSE of large scores is rounded, and with it every weight.
+        top = band.scores.amax(-1)
+        weights = _weights(band, torch.where(top == -torch.inf, 0.0, top))
+        total = weights.sum(-1)
+        row_lse = torch.where(top == -torch.inf, top, top + total.log())
+        weights = weights / torch.where(total == 0, 1.0, total)[..., None]
         if band.keep_scale is not None:
             weights = weights * band.keep_scale
         output[:, band.head, band.rows] = contained_matmul(weights, band.value, band.seen).to(output.dtype)
@@ -136,8 +142,8 @@ def backward(
 
 
 def _weights(band: _Band, row_lse: Tensor) -> Tensor:
-    """exp(score - LSE), exactly 0 for masked pairs, also in rows without a key (LSE -inf)."""
-    return torch.where(band.seen, (band.scores - row_lse[..., None]).exp(), 0.0)
+    """count * exp(score - LSE), exactly 0 for masked pairs, also in rows without a key (LSE -inf)."""
+    return torch.where(band.seen, band.count * (band.scores - row_lse[..., None]).exp(), 0.0)
 
 
 def _bands(call: AttentionCall) -> Iterator[_Band]:
@@ -164,11 +170,11 @@ def _bands(call: AttentionCall) -> Iterator[_Band]:
             if call.bias is not None:
                 index = bias_index(call, q[:, None], k[None, :])
                 scores = scores + call.bias[head].flatten()[index]
-            scores = (scores + count.to(dtype).log()).masked_fill(~seen, -torch.inf)
+            scores = scores.masked_fill(~seen, -torch.inf)
             keep_scale = None
             if call.dropout_p:
                 assert call.seed is not None
                 at, key_at = (q, k) if call.positions is None else (call.positions[0, head, q], call.positions[1, head])
                 keep = dropout.keep_mask(call.seed, sample * heads + head, at[:, None], key_at[None, :], call.dropout_p)
                 keep_scale = keep.to(dtype) / (1 - call.dropout_p)
-            yield _Band(head, group, rows, query, key, value, seen, scores, keep_scale, slope, index)
+            yield _Band(head, group, rows, query, key, value, seen, count.to(dtype), scores, keep_scale, slope, index)

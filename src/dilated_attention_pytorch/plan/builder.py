@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from ..errors import must
-from ..patterns import BlockPattern, Packed, Pattern, as_pattern
+from ..patterns import BlockPattern, Causal, Full, Packed, Pattern, as_pattern
 from ..patterns.base import integer
 from .closed_forms import ALL, NONE, Domain, Tiles, block_pairs, closed_form, ranges
 from .packed import lay_out
-from .plan import Axis, Masks, Part, Plan
+from .plan import Axis, Masks, Part, Plan, Walk
 from .terms import Segments, Term, packed_form, terms_of
-from .tile_lists import build_walk, join_walks
+from .tile_lists import build_walk, join_walks, run_walk
 
 BLOCK_SIZES = (16, 32, 64, 128, 256)
 MOST_TILES = 2**24
@@ -101,6 +101,11 @@ def _part(term: Term, heads: int, block_size: int, domain: Domain, masks: MaskTa
     for index, group in enumerate(groups):
         for head in group:
             head_class[head] = index
+    classes = torch.tensor(head_class, dtype=torch.int32, device=domain.device)
+    kinds = {type(pattern) for pattern in term.where}
+    if not term.exclude and kinds <= {Full, Causal} and len(groups) == 1:
+        *walks, entries = _segment_walks(groups[0], Causal in kinds, layout, masks)
+        return Part(layout.axis, layout.axis, classes, *walks), entries * len(groups[0])
     by_query, by_key, blocks = [], [], 0
     for several, (query, key, mask) in _meetings_of_classes(term, groups, layout, domain, masks):
         # Rows of a later class in the same list follow all tiles of earlier classes.
@@ -113,8 +118,48 @@ def _part(term: Term, heads: int, block_size: int, domain: Domain, masks: MaskTa
         )
         members = torch.tensor([len(group) for group in several], device=domain.device)
         blocks += int(members[query // layout.tiles].sum())
-    classes = torch.tensor(head_class, dtype=torch.int32, device=domain.device)
     return Part(layout.axis, layout.axis, classes, join_walks(by_query), join_walks(by_key)), blocks
+
+
+def _segment_walks(group: list[int], causal: bool, layout: Layout, masks: MaskTable) -> tuple[Walk, Walk, int]:
+    """Walks by query and by key, and entries, of segments without conditions or with a causal one.
+
+    Whole tiles of a row are a run of its segment, so that one list serves every row: a pair of tiles takes neither time
+    nor memory, unlike in `_meetings`.
+    """
+    offsets = {layout.offsets[member] for member in group}
+    device = layout.axis.start.device
+    own = torch.arange(layout.tiles, device=device)
+    head, tail = layout.edges(min(offsets))
+    exists = head < layout.axis.end
+    ragged = torch.stack([layout.ragged(offset) for offset in offsets]).any(0) & exists
+    # Only the last tile of a segment can be cut short or missing.
+    begin, last = layout.first_tile, layout.first_tile + layout.tile_count - 1
+    end = last + exists[last].long()
+    whole = end - ragged[last].long()
+    ends = (ragged[last] & ~ragged & exists).nonzero()[:, 0]
+    cut = ragged.nonzero()[:, 0]
+    at, tile = ranges(begin[cut], (cut if causal else end[cut]) - begin[cut])
+    whole_mask = torch.full_like(own, masks.everything)
+    shapes = (cut[at], tile, whole_mask[tile]), (ends, last[ends], whole_mask[ends])
+    diagonal = own[exists]
+    if causal:
+        # As in `_element_masks`, tiles share masks with tiles of as many elements.
+        sizes, size = torch.unique((tail - head)[diagonal], return_inverse=True)
+        square = torch.ones(len(sizes), layout.block_size, layout.block_size, dtype=torch.bool, device=device)
+        lower = diagonal, diagonal, masks.add(square.tril())[size]
+        partial = (shapes[0], lower), (lower, shapes[1])
+        runs = (begin, own), (own + 1, whole)
+    else:
+        partial, runs = (shapes, shapes), ((begin, whole), (begin, whole))
+    walks, entries = [], 0
+    for some, (first, stop) in zip(partial, runs, strict=True):
+        row, tile, mask = (torch.cat(column) for column in zip(*some, strict=True))
+        order = torch.argsort(row * layout.tiles + tile)
+        count = torch.where(exists & ~ragged, stop - first, 0)
+        walks.append(run_walk(first, count, row[order], tile[order], mask[order], begin, layout.bases))
+        entries = int(count.sum()) + len(row)
+    return walks[0], walks[1], entries
 
 
 class Layout:

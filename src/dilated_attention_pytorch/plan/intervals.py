@@ -45,17 +45,22 @@ class Traced(NamedTuple):
     """Whether all pairs of the rectangles at one distance have one value."""
 
 
-class Interval(Tensor):
-    """Bounds in the place of a tensor, which has a dtype and a device but no elements that code could read."""
+def interval(like: Tensor, bounds: Bounds) -> Tensor:
+    """Bounds in the place of a tensor, which has a dtype and a device but no elements that code could read.
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # pyrefly: ignore[bad-override]
-    bounds: Bounds
+    A plain tensor: a predicate that tests `type(q) is torch.Tensor` must take the branch that it takes for values.
+    """
+    value = like.detach()
+    setattr(value, _BOUNDS, bounds)
+    return value
 
-    @staticmethod
-    def of(like: Tensor, bounds: Bounds) -> Interval:
-        value = Tensor._make_subclass(Interval, like)
-        value.bounds = bounds
-        return value
+
+def is_interval(value: object) -> bool:
+    """Whether a value stands for bounds."""
+    return isinstance(value, Tensor) and hasattr(value, _BOUNDS)
+
+
+_BOUNDS = "_interval_bounds"
 
 
 def trace(
@@ -70,7 +75,7 @@ def trace(
     """
     device = tiles[0].device
     like = torch.empty(0, 1, 1, dtype=torch.int64, device=device)
-    q, k = (Interval.of(like, Bounds(low.double(), high.double(), 1)) for low, high in (tiles[:2], tiles[2:]))
+    q, k = (interval(like, Bounds(low.double(), high.double(), 1)) for low, high in (tiles[:2], tiles[2:]))
     mode, any_head = _Tracer(device), torch.empty((), dtype=torch.int64, device="meta")
     try:
         with mode:
@@ -114,7 +119,7 @@ class _Tracer(TorchFunctionMode):
         if any(tensor.is_meta for tensor in tensors):
             raise NotImplementedError("a function of the head")
         # A tensor without elements came from an interval by a way around this mode.
-        if not any(isinstance(tensor, Interval) or not tensor.numel() for tensor in tensors):
+        if not any(is_interval(tensor) or not tensor.numel() for tensor in tensors):
             return func(*args, **kwargs)
         if name in ("zeros_like", "ones_like", "full_like"):
             one = torch.empty((1,) * args[0].ndim, dtype=args[0].dtype, device=self.device)
@@ -127,7 +132,7 @@ class _Tracer(TorchFunctionMode):
         # The method `where` has another order of arguments, and a function outside torch may have any meaning.
         is_known = func in (getattr(torch, name, None), None if name == "where" else getattr(Tensor, name, None))
         bounds = self._result(name, result.dtype, args, kwargs) if is_known else None
-        return Interval.of(result, self._fitted(bounds or self.unknown, result.dtype))
+        return interval(result, self._fitted(bounds or self.unknown, result.dtype))
 
     def _result(self, name: str, kind: torch.dtype, args: Any, kwargs: dict[str, Any]) -> Bounds | None:
         """Bounds of a result; None for a function without a rule."""
@@ -164,8 +169,8 @@ class _Tracer(TorchFunctionMode):
 
     def bounds(self, value: Any, kind: torch.dtype | None = None) -> Bounds:
         """Bounds of an operand, converted to the dtype in which a function computes."""
-        if isinstance(value, Interval):
-            found = value.bounds
+        if is_interval(value):
+            found = getattr(value, _BOUNDS)
         elif isinstance(value, int) or (isinstance(value, Tensor) and value.numel() == 1):
             number = value.item() if isinstance(value, Tensor) else value
             if not isinstance(number, int):
@@ -198,7 +203,7 @@ class _Tracer(TorchFunctionMode):
 
     def _lookup(self, table: Tensor, places: tuple[Any, ...]) -> Bounds | None:
         """Bounds of entries of a captured tensor."""
-        if isinstance(table, Interval) or len(places) != table.ndim or not 0 < table.numel() <= MOST_ENTRIES:
+        if is_interval(table) or len(places) != table.ndim or not 0 < table.numel() <= MOST_ENTRIES:
             return None
         if table.dtype not in INTEGERS | {torch.bool}:
             return None
@@ -206,8 +211,8 @@ class _Tracer(TorchFunctionMode):
         for dim, place in reversed(list(enumerate(places))):
             if isinstance(place, Tensor) and place.dtype not in INTEGERS:
                 return None
-            if isinstance(place, Interval):
-                ranges.insert(0, (place.bounds, table.shape[dim]))
+            if is_interval(place):
+                ranges.insert(0, (getattr(place, _BOUNDS), table.shape[dim]))
             elif isinstance(place, int | Tensor) and not isinstance(place, bool):
                 key += [dim, int(place)]
                 chosen = chosen.select(dim, int(place))

@@ -25,6 +25,20 @@ def build_walk(row: Tensor, tile: Tensor, mask: Tensor, bases: tuple[Tensor, ...
     return Walk(table, full, partial, masks, start_order(table))
 
 
+def run_walk(
+    first: Tensor, count: Tensor, row: Tensor, tile: Tensor, mask: Tensor, base: Tensor, bases: tuple[Tensor, ...]
+) -> Walk:
+    """Store rows that meet a run of tiles whole, `count` from `first`, and others in part as in `build_walk`.
+
+    Runs are stretches of one list of all tiles, counted from `base`.
+    """
+    partial, masks, partial_table = _store(row, tile, mask, bases)
+    begin = torch.where(count > 0, first - base, 0)
+    full = torch.arange(int((begin + count).max()), dtype=torch.int32, device=row.device)
+    table = torch.cat([torch.stack([begin, begin + count, base], 1), partial_table], 1).to(torch.int32)
+    return Walk(table, full, partial, masks, start_order(table))
+
+
 def join_walks(walks: list[Walk]) -> Walk:
     """Concatenate walks: the rows of class 0, of class 1, and so on."""
     if len(walks) == 1:

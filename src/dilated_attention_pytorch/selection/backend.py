@@ -78,6 +78,8 @@ class Workload(NamedTuple):
     """Whether scores need a graph, because gradients other than those of distillation reach them"""
     group: int = 1
     """Query heads that share a list"""
+    streams: int = 1
+    """Samples times heads"""
 
 
 def why_not(step: str, work: Workload) -> str | None:
@@ -89,6 +91,8 @@ def why_not(step: str, work: Workload) -> str | None:
         return f"needs a CUDA tensor, got {work.device.type}"
     if not triton_backend.installed():
         return "needs triton, which is not installed; CUDA builds of torch bring it"
+    if step != "summarise" and work.streams > triton_backend.MOST_PROGRAMS:
+        return f"samples times heads must be <= {triton_backend.MOST_PROGRAMS}, got {work.streams}"
     if step == "attend":
         return None
     if work.dtype not in triton_backend.DTYPES:
@@ -252,7 +256,8 @@ def summarise(
 def _workload(query: Tensor, key: Tensor, settings: SelectionSettings, **more: Any) -> Workload:
     uniform = query.shape[2:] == key.shape[2:] and key.dtype in triton_backend.DTYPES
     blocks = -(-query.shape[2] // settings.block_size)
-    return Workload(query.device, query.dtype, query.shape[-1], blocks, uniform=uniform, **more)
+    streams = query.shape[:2].numel()
+    return Workload(query.device, query.dtype, query.shape[-1], blocks, uniform=uniform, streams=streams, **more)
 
 
 def score_blocks(
@@ -341,7 +346,8 @@ def choose_attend(
     distilled_rows: Tensor | None,
 ) -> BlockAttend | TokenAttend:
     """Implementation of attention over a selection for one call."""
-    problem = why_not("attend", Workload(query.device, query.dtype, query.shape[-1], 0))
+    streams = query.shape[:2].numel()
+    problem = why_not("attend", Workload(query.device, query.dtype, query.shape[-1], 0, streams=streams))
     host_sync = allows_host_sync(query.device)
     options = selection, scale, key_padding_mask, dropout_p, seed, backend, host_sync, distilled_rows
     if backend == "reference":
@@ -380,6 +386,7 @@ def distill(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Gradients of the scores of a batch's rows; see `distill.distill_gradients`."""
     query, selection = inputs.query, inputs.selection
-    work = Workload(query.device, query.dtype, query.shape[-1], selection.blocks, group=selection.group)
+    lists = {"group": selection.group, "streams": query.shape[:2].numel()}
+    work = Workload(query.device, query.dtype, query.shape[-1], selection.blocks, **lists)
     run = implementation("distill", work)
     return run(inputs, batch, lse, grad_output, *scores)

@@ -122,9 +122,12 @@ class QueryWeights(NamedTuple):
     """(b, h): mean norm; None without saliency"""
 
     def of_rows(self, sums: Tensor, queries: int, group: int) -> Tensor:
-        """Weights of rows (b, s, r) of so many queries each, from the sums (b, h, r) of `each` over their queries."""
-        weights = sums if self.mean is None else torch.where(sums > 0, queries * self.mean[..., None], 0.0)
-        return summed_by_list(weights, group)
+        """Weights of rows (b, s, r) of so many queries each, from the sums (b, h, r) of `each` over their queries.
+
+        Rows of a sample and head weigh the same, as in the gradient, also where a ragged block has fewer queries.
+        """
+        same = torch.ones_like(sums) if self.mean is None else queries * self.mean[..., None]
+        return summed_by_list(torch.where(sums > 0, same, 0.0), group)
 
 
 def summed_by_list(x: Tensor, group: int) -> Tensor:

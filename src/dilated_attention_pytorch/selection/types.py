@@ -268,7 +268,13 @@ class DistillBatch:
         if self.by_row is None:
             return self.stats
         # Reduced on request: a training step does not need the sums.
-        kinds = [x.flatten(1).sum(1) for x in self.by_row.split([self.chosen, self.by_row.shape[2] - self.chosen], 2)]
+        by_row = self.by_row
+        if not self.saliency:
+            # Kernels weight a row by its queries, but its gradient is that of any other row.
+            queries = by_row[4]
+            divergence, rows = by_row[0] / queries.clamp(min=1), (queries > 0).to(by_row.dtype)
+            by_row = torch.stack([divergence, *by_row[1:4], rows])
+        kinds = [x.flatten(1).sum(1) for x in by_row.split([self.chosen, by_row.shape[2] - self.chosen], 2)]
         stats = {"loss": self.weight * torch.stack([x[0] / x[4].clamp(min=1e-30) for x in kinds]).sum()}
         dense = (self.by_row.shape[2] - self.chosen) * self.by_row.shape[1]
         if dense:

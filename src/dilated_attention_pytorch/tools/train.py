@@ -82,7 +82,11 @@ def main(arguments: list[str] | None = None) -> int:
     if parallel:
         dist.init_process_group("nccl" if settings.device != "cpu" and torch.cuda.is_available() else "gloo")
     try:
-        return Run(settings).train()
+        status = Run(settings).train()
+        if parallel:
+            # A gloo rank that ends while another one communicates aborts it.
+            dist.barrier()
+        return status
     finally:
         if parallel:
             dist.destroy_process_group()

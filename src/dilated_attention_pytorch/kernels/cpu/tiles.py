@@ -1,10 +1,10 @@
-"""CPU backend in torch operations for any plan: gather tiles, compute them densely, merge by LSE.
+"""CPU backend in torch operations for any plan: gather tiles, compute them densely, sum by the largest score.
 
 Rows of a part are processed in chunks of similar length, and long lists in pieces, so that a step stays within
-`BUDGET` bytes. A step is dense attention on gathered tiles, whose result is merged into the running (output, LSE) of
-its rows; the result is therefore independent of the order and size of the steps.
+`BUDGET` bytes. A step is dense attention on gathered tiles, whose result is added to the running sums of its rows; the
+result is therefore independent of the order and size of the steps.
 
-Shapes: b batch, r rows (query tiles) of a step, l list entries of a step, B block size, x real query tokens of a step.
+Shapes: b batch, r rows (query tiles) of a step, l list entries of a step, B block size.
 """
 
 from __future__ import annotations
@@ -101,16 +101,26 @@ def forward(call: AttentionCall) -> Forward:
     """Output and LSE, step by step."""
     batch, heads, n, _ = call.query.shape
     output = empty_rows(call.query, call.value.shape[-1], call.compute_dtype).zero_()
-    lse = torch.full((batch, heads, n), -torch.inf, dtype=call.compute_dtype, device="cpu")
+    # The largest score of each row and the sum of its weights: an LSE of large scores is rounded, and so would be shares.
+    top = torch.full((batch, heads, n), -torch.inf, dtype=call.compute_dtype, device="cpu")
+    total = torch.zeros_like(top)
     for pairs in _tile_pairs(call):
         scores = pairs.scores(call, pairs.products(call))
-        part_lse = scores.logsumexp(-1)
-        weights = torch.where(pairs.seen, (scores - part_lse[..., None]).exp_(), 0.0)
+        own = (slice(None), pairs.head, pairs.rows[pairs.real])
+        before = top[:, pairs.head, pairs.rows]
+        after = torch.maximum(before, scores.amax(-1))
+        # A row that has not met a key yet has no largest score.
+        shift = torch.where(after == -torch.inf, 0.0, after)
+        weights = torch.where(pairs.seen, scores.sub_(shift[..., None]).exp_(), 0.0)
+        old_share = (before - shift).exp_()[:, pairs.real]
+        top[own] = after[:, pairs.real]
+        total[own] = total[own] * old_share + weights.sum(-1)[:, pairs.real]
         if pairs.keep_scale is not None:
             weights *= pairs.keep_scale
         part = contained_matmul(weights, pairs.value, pairs.seen)
-        index = (slice(None), pairs.head, pairs.rows[pairs.real])
-        _merge(output, lse, index, part[:, pairs.real], part_lse[:, pairs.real])
+        output[own] = output[own] * old_share[..., None] + part[:, pairs.real]
+    lse = top.add_(total.log())
+    output /= total.masked_fill_(total == 0, 1.0)[..., None]
     return Forward(output.to(call.query.dtype), lse)
 
 
@@ -156,17 +166,6 @@ def backward(
         grad_value[:, pairs.group].index_add_(1, columns, grad.flatten(1, 2))
     grads = Gradients(*(grad.to(call.query.dtype) for grad in grads))
     return grads if grad_bias is None else BiasedGradients(*grads, grad_bias.to(call.compute_dtype))
-
-
-def _merge(output: Tensor, lse: Tensor, index: tuple[slice, int, Tensor], part: Tensor, part_lse: Tensor) -> None:
-    """Merge the results of a group of keys, (b, x, e) and (b, x), into the running softmax of the rows at `index`."""
-    before = lse[index]
-    after = torch.logaddexp(before, part_lse)
-    empty = after == -torch.inf
-    old_share = torch.where(empty, 0.0, (before - after).exp())
-    share = torch.where(empty, 0.0, (part_lse - after).exp())
-    output[index] = output[index] * old_share[..., None] + part * share[..., None]
-    lse[index] = after
 
 
 def _tile_pairs(call: AttentionCall) -> Iterator[_TilePairs]:

@@ -18,6 +18,8 @@ FASTEST = 2**22
 """Largest dilation rate: a tile of 256 elements must span less than 2**30 tokens."""
 FARTHEST = 2**30
 """Most tokens of a call with a bias, whose distances are 32-bit integers."""
+MOST_PROGRAMS = 2**16 - 1
+"""Programs along the second and third dimension of a CUDA grid: heads, and samples of one launch."""
 BLOCKS = (16, 32, 64, 128, 256)
 _INSTALLED = find_spec("triton") is not None
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -37,6 +39,8 @@ def why_not(call: AttentionCall) -> str | None:
         return "bfloat16 products are wrong in Triton's interpreter; use float16 or float32"
     if width > WIDEST:
         return f"head width must be <= {WIDEST}, got {width}"
+    if query.shape[1] > MOST_PROGRAMS:
+        return f"heads must be <= {MOST_PROGRAMS}, got {query.shape[1]}"
     if call.plan.block_size not in BLOCKS:
         return f"block_size must be one of {BLOCKS}, got {call.plan.block_size}"
     if call.bias is not None and call.plan.n > FARTHEST:
@@ -62,6 +66,10 @@ def workspace(call: AttentionCall, direction: str, extent: Extent) -> int:
         if call.bias is not None:
             # Sums of the table and its result, and the largest elements of rows.
             rows += 40 * call.bias.numel() + 8 * (extent.queries + extent.keys)
+    if extent.samples > MOST_PROGRAMS:
+        # Results of the samples of one launch are separate until they are copied.
+        item = call.query.element_size()
+        rows += extent.queries * (item * max(d, e) + 4) + (extent.keys * item * (d + e) if direction == "backward" else 0)
     if not parts:
         return rows
     # The pieces of a part live until those of the next part exist.

@@ -7,6 +7,7 @@ joint softmax in float32; a part that covers every row runs last and writes the 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -14,8 +15,9 @@ import torch
 from torch import Tensor
 
 from ..call import AttentionCall, BiasedGradients, Forward, Gradients, empty_rows
-from ..dropout import threshold
+from ..dropout import shifted, threshold
 from ..launch.launcher import Launch, launch, prepared
+from .backend import MOST_PROGRAMS
 from .backward_kernels import attention_dkv_bwd_kernel, attention_dq_bwd_kernel, delta_bwd_kernel, sum_pieces_bwd_kernel
 from .forward_kernels import attention_fwd_kernel, carry_to_output_kernel, merge_pieces_kernel
 from .lowering import PartSchedule, Schedule, WalkTables, schedule
@@ -87,6 +89,11 @@ _configs: dict[tuple[int, torch.dtype, torch.device, int], Config] = {}
 def forward(call: AttentionCall) -> Forward:
     """Output and LSE of a call that `why_not` accepts."""
     query, key, value = call.query, call.key, call.value
+    if len(query) > MOST_PROGRAMS:
+        output, lse = empty_rows(query, value.shape[3]), query.new_empty(query.shape[:3], dtype=torch.float32)
+        for samples, own in _by_samples(call):
+            output[samples], lse[samples] = forward(own)
+        return Forward(output, lse)
     batch, heads, n, _ = query.shape
     e = value.shape[3]
     block = call.plan.block_size
@@ -132,6 +139,8 @@ def backward(
 ) -> Gradients:
     """Gradients of query, key, value and bias, from those of the output and, where given, of the LSE."""
     query = call.query
+    if len(query) > MOST_PROGRAMS:
+        return _backward_by_samples(call, output, lse, grad_output, grad_lse)
     delta = delta_of(output, lse, grad_output, grad_lse)
     tables = schedule(call.plan, query.shape[1] // call.key.shape[1])
     tiles = _config_of(call)
@@ -140,6 +149,37 @@ def backward(
     grad_query = _query_gradient(call, tables, tiles.dq, lse, delta, grad_output, table)
     grads = Gradients(grad_query, grad_key, grad_value)
     return grads if call.bias is None else BiasedGradients(*grads, table.result())
+
+
+def _by_samples(call: AttentionCall) -> Iterator[tuple[slice, AttentionCall]]:
+    """Calls of as many samples as a grid can count."""
+    for first in range(0, len(call.query), MOST_PROGRAMS):
+        own, at = slice(first, first + MOST_PROGRAMS), call.bias_positions
+        yield own, replace(
+            call,
+            query=call.query[own],
+            key=call.key[own],
+            value=call.value[own],
+            key_padding_mask=None if call.key_padding_mask is None else call.key_padding_mask[own],
+            seed=None if call.seed is None else shifted(call.seed, first * call.query.shape[1]),
+            bias_positions=at if at is None or len(at) == 1 else at[own],
+        )
+
+
+def _backward_by_samples(
+    call: AttentionCall, output: Tensor, lse: Tensor, grad_output: Tensor, grad_lse: Tensor | None
+) -> Gradients:
+    grads = Gradients(*(empty_rows(x, x.shape[3]) for x in (call.query, call.key, call.value)))
+    table = None if call.bias is None else torch.zeros_like(call.bias, dtype=torch.float64)
+    for samples, own in _by_samples(call):
+        rows = output[samples], lse[samples], grad_output[samples]
+        found = backward(own, *rows, None if grad_lse is None else grad_lse[samples])
+        for whole, part in zip(grads, found, strict=True):
+            whole[samples] = part
+        if table is not None:
+            assert isinstance(found, BiasedGradients)
+            table += found.bias
+    return grads if table is None or call.bias is None else BiasedGradients(*grads, table.to(call.bias.dtype))
 
 
 def delta_of(output: Tensor, lse: Tensor, grad_output: Tensor, grad_lse: Tensor | None) -> Tensor:
