@@ -32,6 +32,7 @@ PIECES = {
     "groups of unlike heads": [6, 6, 0, 0],
     "blocks of 256": [3, 3, 3, 3],
     "half precision": [8, 8, 8, 8],
+    "widths 96 and 80": [8, 8, 8, 8],
     "some rows see no key": [8, 8, 0, 0],
 }
 """Slots of a head for the output, dQ, dK and dV."""
@@ -90,6 +91,17 @@ def test_strided_parts_and_atomic_sums_match_oracle(found, kind, count):
     assert len(trials) == count
     for name, errors in trials.items():
         assert max(errors.values()) <= 2e-6, (name, errors)
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("hopper interpreter")
+@pytest.mark.parametrize(("kind", "count"), [("width", 19), ("scale", 8)])
+def test_other_widths_and_scales_match_oracle(found, kind, count):
+    trials = {name: errors for name, errors in found.items() if name.startswith(kind)}
+    assert len(trials) == count
+    for name, errors in trials.items():
+        errors = {what: error for what, error in errors.items() if what != "pieces"}
+        assert max(errors.values()) <= (2e-3 if "half precision" in name else 2e-6), (name, errors)
 
 
 @pytest.mark.slow
