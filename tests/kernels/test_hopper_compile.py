@@ -270,6 +270,25 @@ def test_only_gpus_are_served():
     assert hopper_backend.why_not(AttentionCall(query, key, value, plan, 0.125)) == "needs a CUDA tensor, got cpu"
 
 
+@pytest.mark.parametrize(
+    ("d", "e", "scale", "reason"),
+    [
+        (64, 64, 0.125, None),
+        (96, 96, 0.1, None),
+        (8, 128, 0.1, None),
+        (80, 40, -0.1, None),
+        (128, 128, 0.0, None),
+        (20, 64, 0.1, "needs query and value widths that are multiples of 8 up to 128, got 20 and 64"),
+        (64, 136, 0.1, "needs query and value widths that are multiples of 8 up to 128, got 64 and 136"),
+    ],
+)
+def test_widths_that_tiles_hold_are_served(d, e, scale, reason, monkeypatch):
+    monkeypatch.setattr(hopper_backend, "device_problem", lambda device: None)
+    plan = make_plan(parse("causal"), 256, 2, block_size=128)
+    query, key, value = (torch.zeros(1, 2, 256, width, dtype=torch.bfloat16) for width in (d, d, e))
+    assert hopper_backend.why_not(AttentionCall(query, key, value, plan, scale)) == reason
+
+
 def test_a_head_that_reads_from_further_on_is_not_regular():
     start = torch.arange(2) * 128
     shifted, plain = (
