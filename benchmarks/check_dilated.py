@@ -4,6 +4,7 @@ Rates are floating-point operations of the plan's tiles over time. Each case is 
 as many heads, that wide, in the same process. `hopper-any-order` is `hopper` with `reproducible_gradients(False)`.
 
     PYTHONPATH=src python3 benchmarks/check_dilated.py --out dilated.jsonl --backends hopper,triton
+    PYTHONPATH=src python3 benchmarks/check_dilated.py --out widths.jsonl --match "narrow heads"
 """
 
 from __future__ import annotations
@@ -91,6 +92,7 @@ def checks() -> list[Case]:
     ]
     cases = [replace(case, d=d) for case in kinds for d in (64, 128)]
     cases += [replace(kinds[3], dtype="float16"), replace(kinds[3], dtype="float16", d=128)]
+    cases += [replace(case, name=f"{case.name}, narrow heads", d=d) for case in kinds[3::5] for d in (96, 80, 32)]
     return [replace(case, backend=name) for name in BACKENDS for case in cases]
 
 
@@ -104,6 +106,12 @@ def timings() -> list[Case]:
                     cases.append(Case(f"{name}{', causal' * bool(end)}", pattern + end, n, heads, d=d, task="time"))
     cases += [
         Case("ratio 2, (B, N, H, D)", LADDERS["ratio 2"], 262144, 8, d=d, layout="bnhd", task="time") for d in (64, 128)
+    ]
+    ends = "", " & causal"
+    cases += [
+        Case(f"ratio 2{', causal' * bool(end)}, narrow heads", LADDERS["ratio 2"] + end, 65536, 8, d=d, task="time")
+        for d in (96, 80, 32)
+        for end in ends
     ]
     return cases
 

@@ -1,4 +1,4 @@
-"""Calls that no suite times: windows with sinks, wide heads, soft caps, biases, packed bounds, index tensors.
+"""Calls that no suite times: windows with sinks, other widths, soft caps, biases, packed bounds, index tensors.
 
     PYTHONPATH=src python benchmarks/gpu_calls.py --out calls.jsonl [--seconds 300] [--only NAME ...]
 
@@ -56,13 +56,16 @@ class Call:
     """blocks a row, by `selected_attention`"""
     per_token: bool = True
     has_host_time: bool = False
+    backend: str = "auto"
+    """a GPU backend that `auto` does not select for the call, timed against its choice"""
 
     @property
     def small(self) -> Call:
         """The form for a CPU."""
         window = "window:63,0" if self.pattern.startswith("window") else self.pattern
         share = self.heads // self.key_heads
-        return replace(self, n=1024, heads=2 * share, key_heads=2, d=32, pattern=window, listed=min(self.listed, 3))
+        shape: Line = {"n": 1024, "heads": 2 * share, "key_heads": 2, "d": 32}
+        return replace(self, **shape, pattern=window, listed=min(self.listed, 3), backend="auto")
 
 
 CALLS = (
@@ -70,6 +73,7 @@ CALLS = (
     Call("GPT-OSS: window 128, sink", heads=64, key_heads=8, d=64, pattern="window:127,0", sink=True),
     Call("Gemma: window 4096, d 256", heads=8, key_heads=4, d=256),
     Call("window 4096"),
+    *(Call(f"window 4096, width {d}, hopper", d=d, backend="hopper") for d in (96, 80, 32)),
     Call("window 4096, soft cap", softcap=50.0),
     Call("window 4096, bias", bias=True),
     Call("window 4096, 16 packed sequences", documents=16),
@@ -120,7 +124,9 @@ class Problem:
             return {"ours": lambda: selected_attention(*given, self.indices, **settings), "sdpa": dense}
         ours = partial(attention, *given, case.pattern, enable_gqa=True, is_causal=not case.has_host_time)
         extra: Line = {"softcap": case.softcap, "bias": self.bias, "sink": self.sink, "cu_seqlens": self.bounds}
-        runs: dict[str, Run] = {"ours": partial(ours, **extra)}
+        runs: dict[str, Run] = {"ours": partial(ours, **extra, backend=case.backend)}
+        if case.backend != "auto":
+            runs["auto"] = partial(ours, **extra)
         if self.bounds is not None:
             runs["bounds on the host"] = partial(ours, cu_seqlens=self.bounds.cpu())
         if case.softcap or case.bias:

@@ -37,6 +37,7 @@ ANYTHING = Menu(
     softcaps=(0.0, 0.0, 2.0),
 )
 PLAIN = replace(ANYTHING, padded=(False,), dropout=(0.0,), scales=(None, 0.05, 1.5), blocks=(24, 128), softcaps=(0.0,))
+SIGNED = replace(PLAIN, scales=(None, -0.3, 0.0))
 LISTS = replace(PLAIN, kinds=("causal", "window", "random", "block lists", "hierarchical"), leaves=2, blocks=(128,))
 
 
@@ -62,7 +63,12 @@ MENUS = {
         alike(ANYTHING, 256, 128, torch.bfloat16, 2),
     ],
     "auto": [ANYTHING, alike(PLAIN, 64, 64, torch.bfloat16, 2), alike(PLAIN, 128, 128, torch.float16, 2)],
-    "hopper": wide(PLAIN),
+    "hopper": [
+        *wide(PLAIN),
+        alike(SIGNED, 96, 40, torch.bfloat16, 2),
+        alike(SIGNED, 32, 80, torch.float16, 4),
+        alike(SIGNED, 32, 24, torch.bfloat16, 2),
+    ],
     "flash4": wide(LISTS),
 }
 LOTS = [

@@ -12,6 +12,7 @@ from dilated_attention_pytorch.kernels.call import AttentionCall, reproducible_g
 from dilated_attention_pytorch.kernels.hopper import backend as hopper_backend
 from dilated_attention_pytorch.kernels.hopper import backward as hopper_gradients
 from dilated_attention_pytorch.kernels.hopper import split_rows as hopper_split
+from dilated_attention_pytorch.kernels.hopper.layouts import tile_width
 from dilated_attention_pytorch.plan import make_plan
 
 pytestmark = [
@@ -24,8 +25,8 @@ pytestmark = [
 ]
 
 
-def wide(name, text, n, heads=4, key_heads=4, d=64, **more):
-    return Problem(name=name, text=text, n=n, heads=heads, key_heads=key_heads, d=d, e=d, block_size=128, **more)
+def wide(name, text, n, heads=4, key_heads=4, d=64, e=None, **more):
+    return Problem(name=name, text=text, n=n, heads=heads, key_heads=key_heads, d=d, e=e or d, block_size=128, **more)
 
 
 SHARED = [
@@ -63,13 +64,27 @@ LONG = [
     wide("every-row-is-long", "full", 1500, heads=2, key_heads=1, d=128),
     wide("rows-without-keys", "blocks:,,,0 1,,,,0 1 2 3 4 5 6 7;block=128 & causal", 1000, d=128),
 ]
+NARROW = [
+    wide("causal-32", "causal", 1000, d=32),
+    wide("window-8", "window:200", 900, d=8),
+    wide("window-72-gqa", "window:200", 900, heads=8, key_heads=2, d=72, batch=2),
+    wide("widths-64-and-128", "window:200 & causal", 1000, d=64, e=128),
+    wide("widths-112-and-40", "global:64 | window:100", 1000, d=112, e=40),
+    wide("ladder-96", f"{SMALL} & causal", 2000, heads=8, key_heads=2, d=96, batch=2),
+    wide("ladder-80-rates-that-do-not-divide", "dilated:256x1,500x3,1000x6 & causal", 1999, d=80),
+    wide("ladder-widths-32-and-96", SMALL, 1901, d=32, e=96),
+]
+NARROW_LONG = [
+    wide("global-96", GLOBAL, 1901, d=96, batch=2),
+    wide("global-causal-gqa-widths-80-and-32", f"({GLOBAL}) & causal", 2000, heads=8, key_heads=2, d=80, e=32),
+]
 DTYPES = [torch.bfloat16, torch.float16]
 
 
-def call_of(problem, dtype):
+def call_of(problem, dtype, scale=None):
     query, key, value, grad_output, grad_lse = problem.inputs(dtype, device="cuda")
     plan = make_plan(problem.pattern, problem.n, problem.heads, problem.block_size, "cuda")
-    call = AttentionCall(query, key, value, plan, problem.d**-0.5)
+    call = AttentionCall(query, key, value, plan, problem.d**-0.5 if scale is None else scale)
     assert hopper_backend.why_not(call) is None
     return call, grad_output, grad_lse.float()
 
@@ -93,15 +108,16 @@ def torch_errors(call, grad_output, wanted):
     return [error(a, b) for a, b in zip((output, *gradients), (wanted.output, *wanted[2:]), strict=True)]
 
 
-def assert_close(problem, dtype, grad_lse_given=False):
-    call, grad_output, grad_lse = call_of(problem, dtype)
+def assert_close(problem, dtype, grad_lse_given=False, scale=None):
+    call, grad_output, grad_lse = call_of(problem, dtype, scale)
     grad_lse = grad_lse if grad_lse_given else None
-    wanted = answer(call.query, call.key, call.value, problem.pattern, grad_output=grad_output, grad_lse=grad_lse)
+    given = call.query, call.key, call.value, problem.pattern
+    wanted = answer(*given, grad_output=grad_output, grad_lse=grad_lse, scale=call.scale)
     output, lse, *gradients = run(call, grad_output, grad_lse)
     assert error(lse, wanted.lse) <= 1e-5
     wanted_by_torch = wanted
     if grad_lse is not None:
-        wanted_by_torch = answer(call.query, call.key, call.value, problem.pattern, grad_output=grad_output)
+        wanted_by_torch = answer(*given, grad_output=grad_output, scale=call.scale)
     named = zip(
         ("output", "query", "key", "value"),
         (output, *gradients),
@@ -133,7 +149,45 @@ def test_gradients_summed_in_any_order_are_as_good(problem):
         reproducible_gradients(True)
 
 
-@pytest.mark.parametrize("problem", LADDERS, ids=lambda problem: problem.name)
+@pytest.mark.parametrize("ordered", [True, False], ids=["reproducible", "any order"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=["bfloat16", "float16"])
+@pytest.mark.parametrize("problem", NARROW, ids=lambda problem: problem.name)
+def test_narrow_heads_error_is_at_most_twice_torch(problem, dtype, ordered):
+    reproducible_gradients(ordered)
+    try:
+        assert_close(problem, dtype, grad_lse_given=problem.batch == 2)
+    finally:
+        reproducible_gradients(True)
+
+
+@pytest.mark.parametrize("problem", NARROW_LONG, ids=lambda problem: problem.name)
+def test_long_rows_of_narrow_heads_match_oracle(problem, short_pieces):
+    assert_close(problem, torch.bfloat16)
+    call, grad_output, grad_lse = call_of(problem, torch.bfloat16)
+    run(call, grad_output, grad_lse)
+    assert pieces_of(call)
+
+
+@pytest.mark.parametrize("scale", [-0.2, 0.0])
+@pytest.mark.parametrize("problem", [LADDERS[2], LONG[1], NARROW[5]], ids=lambda problem: problem.name)
+def test_scales_that_are_not_positive_match_oracle(problem, scale):
+    assert_close(problem, torch.bfloat16, scale=scale)
+
+
+def test_memory_beside_narrow_rows_is_untouched():
+    """Rows of 96 columns in rows of 160: descriptors and stores must not leave them."""
+    call, grad_output, grad_lse = call_of(NARROW[5], torch.bfloat16)
+    expected = run(call, grad_output, grad_lse)
+    apart = []
+    for x in (call.query, call.key, call.value):
+        room = torch.full((*x.shape[:3], 160), float("nan"), dtype=x.dtype, device="cuda")
+        apart.append(room[..., 32:128].copy_(x))
+    apart = AttentionCall(*apart, call.plan, call.scale)
+    for a, b in zip(expected, run(apart, grad_output, grad_lse), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("problem", [*LADDERS, *NARROW], ids=lambda problem: problem.name)
 def test_the_same_call_gives_the_same_bits(problem):
     call, grad_output, grad_lse = call_of(problem, torch.bfloat16)
     first = run(call, grad_output, grad_lse)
@@ -152,9 +206,9 @@ def short_pieces(monkeypatch):
 
 def pieces_of(call):
     """Shapes of the pieces of the output, and of dQ, dK and dV, of the calls made so far."""
-    d = call.query.shape[-1]
-    forward = hopper_backend._launch_of(call, hopper_backend.FORWARD_CONFIGS[d])
-    known = hopper_gradients.prepared(call, hopper_gradients.BACKWARD_CONFIGS[d])._launches
+    width = tile_width(call)
+    forward = hopper_backend._launch_of(call, hopper_backend.FORWARD_CONFIGS[width])
+    known = hopper_gradients.prepared(call, hopper_gradients.BACKWARD_CONFIGS[width])._launches
     return [*forward.pieces[:1], *(room for launch in known.values() for room in launch.pieces if room)]
 
 

@@ -258,20 +258,21 @@ class Barriers:
 class Descriptor:
     """TMA descriptor of a box of memory."""
 
-    def __init__(self, tensor: Tensor, box: Any, rows: int) -> None:
+    def __init__(self, tensor: Tensor, box: Any, rows: int, width: int) -> None:
         pointer = Pointer.to(tensor)
         begin = int(pointer.offset) + box.begin // tensor.element_size()
         self.memory = pointer.memory.as_strided(box.shape, box.strides, begin)
         self.shape, self.strides = ([Scalar(x) for x in sides] for sides in (box.shape, box.strides))
-        self.block_shape = [*(1,) * (len(box.shape) - 2), rows, box.shape[-1]]
-        numel = rows * box.shape[-1]
+        self.block_shape = [*(1,) * (len(box.shape) - 2), rows, width]
+        numel = rows * width
         self.block_type = SimpleNamespace(nbytes=numel * tensor.element_size(), numel=numel)
         self.dtype, self.layout = tensor.dtype, LAYOUT
 
     @staticmethod
-    def of(tensor: Tensor, rows: int, axis: Any = None) -> tuple[Descriptor | None, ...]:
+    def of(tensor: Tensor, rows: int, width: int, axis: Any = None) -> tuple[Descriptor | None, ...]:
         """Descriptors of the boxes of a tensor; in the place of `layouts.describe`."""
-        return tuple(None if box is None else Descriptor(tensor, box, rows) for box in boxes_of(tensor, axis))
+        boxes = boxes_of(tensor, axis)
+        return tuple(None if box is None else Descriptor(tensor, box, rows, width) for box in boxes)
 
     def parts(self, at: list[int]) -> tuple[Any, Any]:
         """Slices of the part of a tile that exists: in memory, and in the tile."""

@@ -37,8 +37,8 @@ ROWS = 128
 PROGRAMS = 20
 
 
-def problem(text, n, block_size=128, d=64, **more):
-    return Problem(name="", text=text, n=n, d=d, e=d, block_size=block_size, **more)
+def problem(text, n, block_size=128, d=64, e=None, **more):
+    return Problem(name="", text=text, n=n, d=d, e=e or d, block_size=block_size, **more)
 
 
 UNLIKE = "(random:0.8;block=128;seed=1;per_head=1 & global:128;queries=1) | window:60"
@@ -51,6 +51,7 @@ TRIALS = {
     "groups of unlike heads": problem(UNLIKE, 1024, key_heads=1),
     "blocks of 256": problem("global:256;queries=1 | window:60", 1600, block_size=256),
     "half precision": problem("global:128;queries=1 | window:80", 1024),
+    "widths 96 and 80": problem("global:128;queries=1 | window:60", 1000, d=96, e=80),
     "some rows see no key": problem("blocks:,,,0 1,,,,0 1 2 3 4 5 6 7;block=128 & causal", 1000),
 }
 STRIDED = {
@@ -67,6 +68,26 @@ ANY_ORDER = {
     "any order, ladder, width 128": problem("dilated:200x3,701x5", 701, d=128, heads=3, key_heads=1),
 }
 """With dQ summed by the kernel of dK and dV."""
+WIDTHS = {
+    "width 8": problem("causal", 200, d=8),
+    "width 32, ragged, grouped heads": problem("window:100 | global:40", 300, d=32, key_heads=1),
+    "width 96, causal, blocks of 256": problem("window:100 & causal", 600, block_size=256, d=96),
+    "width 72, half precision": problem("window:150", 400, d=72),
+    "widths 32 and 128": problem("window:100", 300, d=32, e=128),
+    "widths 128 and 64": problem("window:100", 300, d=128, e=64),
+    "width 80, ladder": problem("dilated:128x1,512x4", 600, d=80),
+    "width 32, ladder, grouped heads": problem("dilated:256x1,640x2 & causal", 700, d=32, heads=4, key_heads=2),
+    "widths 96 and 40, ladder, residues of two lengths": problem(
+        "dilated:200x3,701x5", 701, d=96, e=40, heads=3, key_heads=1
+    ),
+}
+"""Rows that do not fill their tiles, with both ways to sum dQ."""
+SCALES = {
+    "scale -0.2": (problem("window:100 & causal", 300), -0.2),
+    "scale -0.1, ladder, width 80": (problem("dilated:128x1,512x4", 600, d=80), -0.1),
+    "scale 0": (problem("window:100 & causal", 300, key_heads=1), 0.0),
+    "scale 0, ladder": (problem("dilated:128x1,512x4", 600), 0.0),
+}
 
 
 INDICES = {
@@ -79,15 +100,16 @@ INDICES = {
 """Calls on indices; of each by blocks, some rows list none."""
 
 
-def run(trial, dtype):
+def run(trial, dtype, scale=None):
     query, key, value, grad_output, grad_lse = trial.inputs(dtype)
     grad_lse = grad_lse.float()
     plan = make_plan(trial.pattern, trial.n, trial.heads, trial.block_size)
-    call = AttentionCall(query, key, value, plan, trial.d**-0.5)
+    scale = trial.d**-0.5 if scale is None else scale
+    call = AttentionCall(query, key, value, plan, scale)
     runner = hopper_backend.prepare(call)
     output, lse = runner.forward(call)
     gradients = runner.backward(call, output, lse, grad_output, grad_lse)
-    wanted = answer(query, key, value, trial.pattern, grad_output=grad_output, grad_lse=grad_lse)
+    wanted = answer(query, key, value, trial.pattern, grad_output=grad_output, grad_lse=grad_lse, scale=scale)
     named = zip(wanted._fields, (output, lse, *gradients), wanted, strict=True)
     errors = {name: error(got, want) for name, got, want in named}
     if trial not in TRIALS.values():
@@ -231,6 +253,14 @@ if __name__ == "__main__":
     reproducible_gradients(False)
     for name, trial in ANY_ORDER.items():
         print(json.dumps({"trial": name} | run(trial, torch.float32)), flush=True)
+    for ordered in (True, False):
+        reproducible_gradients(ordered)
+        more = "" if ordered else ", dQ in any order"
+        for name, trial in WIDTHS.items():
+            dtype = torch.float16 if "half precision" in name else torch.float32
+            print(json.dumps({"trial": name + more} | run(trial, dtype)), flush=True)
+        for name, (trial, scale) in SCALES.items():
+            print(json.dumps({"trial": name + more} | run(trial, torch.float32, scale)), flush=True)
     reproducible_gradients(True)
     count_launches()
     for name, *shape in (

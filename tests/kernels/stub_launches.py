@@ -66,15 +66,16 @@ def pretend_gpu() -> None:
     CUDABackend.make_cubin = lambda self, source, *rest: source.encode()
 
 
-def problem(pattern: str, block: int) -> AttentionCall:
+def problem(pattern: str, block: int, d: int = 64, e: int = 64) -> AttentionCall:
     plan = make_plan(parse(pattern), 250, 2, block_size=block)
-    query = torch.zeros(1, 250, 2, 64, dtype=torch.bfloat16).transpose(1, 2)
-    key, value = (torch.zeros(1, 1, 250, 64, dtype=torch.bfloat16) for _ in range(2))
+    query = torch.zeros(1, 250, 2, d, dtype=torch.bfloat16).transpose(1, 2)
+    key, value = (torch.zeros(1, 1, 250, width, dtype=torch.bfloat16) for width in (d, e))
     return AttentionCall(query, key, value, plan, 0.125)
 
 
 def backward(backend: Any, call: AttentionCall) -> None:
-    output, lse = torch.zeros_like(call.query), torch.zeros(call.query.shape[:3])
+    output = torch.zeros(*call.query.shape[:3], call.value.shape[3], dtype=call.query.dtype)
+    lse = torch.zeros(call.query.shape[:3])
     backend.backward(call, output, lse, output, None)
 
 
@@ -85,9 +86,9 @@ def portable_attention(pattern: str) -> None:
     backward(triton_launches, call)
 
 
-def hopper_attention(pattern: str) -> None:
+def hopper_attention(pattern: str, *widths: int) -> None:
     """Forward and backward pass of the Hopper backend."""
-    call = problem(pattern, 128)
+    call = problem(pattern, 128, *widths)
     runner = hopper_backend.prepare(call)
     runner.forward(call)
     for fused in (False, True):
@@ -109,6 +110,7 @@ SCENES: dict[str, Callable[[], None]] = {
     "triton ladder": lambda: portable_attention(LADDER),
     "hopper window": lambda: hopper_attention("window:100"),
     "hopper ladder": lambda: hopper_attention(LADDER),
+    "hopper ladder, widths 80 and 96": lambda: hopper_attention(LADDER, 80, 96),
     "learned blocks": lambda: learned_attention(64),
     "learned tokens": lambda: learned_attention(1),
 }

@@ -22,7 +22,7 @@ POINTERS = ("p_work", "p_class", "p_walk", "p_whole", "p_partial", "p_tiles", "p
 POINTERS += ("p_source", "p_first", "p_order")
 NUMBERS = (
     *("items", "items_a_batch", "heads", "group", "query_tiles", "sum_tiles", "key_blocks", "query_blocks", "n"),
-    *("q_rate", "q_longer", "k_rate", "k_longer"),
+    *("q_rate", "q_longer", "k_rate", "k_longer", "dq_columns"),
     *("rows", "blocks", "key_tiles", "first_head", "sq_b", "sq_h", "sq_n", "sg_b", "sg_h", "sg_n"),
 )
 
@@ -64,7 +64,8 @@ def descriptor(rows, d, dtype, rank):
 def without(kernel, kind):
     """Arguments that a kind of kernel does not take."""
     missing = [name for name in kernel.arg_names if name.endswith("_more") and "strided" not in kind]
-    return dict.fromkeys(missing + ["p_dq"] * ("p_dq" in kernel.arg_names and "joining" not in kind))
+    joining = {"p_dq": "joining" in kind, "dq_columns": "narrow" in kind}
+    return dict.fromkeys(missing + [name for name, given in joining.items() if name in kernel.arg_names and not given])
 
 
 def assert_fits(compiled, log, spilled):
@@ -119,6 +120,8 @@ def test_key_gradients_fit_a_multiprocessor(d, block, dtype, fused, kind, spille
     [
         (64, "plain", 288),
         *((128, kind, 16) for kind in ("plain", "split", "strided", "joining", "joining strided")),
+        (128, "joining strided, narrow rows", 16),
+        (64, "joining, narrow rows", 288),
     ],
 )
 def test_query_gradient_fits_a_multiprocessor(d, kind, spilled):
@@ -143,6 +146,7 @@ def test_query_gradient_fits_a_multiprocessor(d, kind, spilled):
     ptx = compiled.asm["ptx"]
     reads = [place.start() for place in re.finditer(r"ld\.global\.v4", ptx)]
     assert bool(reads) == ("joining" in kind)
+    assert not re.search(r"(ld|st)\.global(\.v2)?\.b16|(ld|st)\.global\.v2", ptx)
     assert not reads or "griddepcontrol.wait" in ptx[ptx.rindex("wgmma.commit_group", 0, reads[0]) : reads[0]]
 
 

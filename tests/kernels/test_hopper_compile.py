@@ -27,7 +27,9 @@ def compile_kernel(kernel, types, constants, **options):
 
     signature = {name: "constexpr" if name in constants else types[name] for name in kernel.arg_names}
     places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
-    source = GluonASTSource(kernel, signature, places)
+    given = [name for name in ("p_out",) if name in kernel.arg_names and name not in constants]
+    aligned = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in given}
+    source = GluonASTSource(kernel, signature, places, aligned)
     try:
         return compile_source(source, OPTIONS | options)
     except (AttributeError, TypeError, NotImplementedError) as problem:
@@ -126,6 +128,8 @@ def test_a_signal_before_what_it_tells_of_is_found():
         (64, 128, torch.bfloat16, "strided", 64),
         (128, 128, torch.bfloat16, "strided", 256),
         (128, 128, torch.bfloat16, "strided unevenly", 320),
+        (64, 128, torch.bfloat16, "strided, narrow rows", 64),
+        (128, 128, torch.bfloat16, "strided unevenly, narrow rows", 320),
     ],
 )
 def test_forward_fits_a_multiprocessor(d, block, dtype, kind, spilled, monkeypatch):
@@ -137,11 +141,13 @@ def test_forward_fits_a_multiprocessor(d, block, dtype, kind, spilled, monkeypat
     rows, keys = descriptor(64, d, dtype, rank), descriptor(config.key_tile, d, dtype, rank)
     types = dict.fromkeys(("p_work", "p_full", "p_partial", "p_tiles", "p_bits", "p_next"), "*i32")
     types |= dict.fromkeys(("items", "items_a_batch", "heads", "group", "n", "o_batch", "o_head", "o_row"), "i32")
+    types |= {"o_columns": "i32"}
     types |= dict.fromkeys(("q_rate", "q_longer", "k_rate", "k_longer"), "i32") | {"p_lse": "*fp32", "scale": "fp32"}
     types |= {"q_desc": rows, "k_desc": keys, "v_desc": keys, "o_desc": rows, "p_out": "*bf16"}
     types |= {"q_more": rows, "k_more": keys, "v_more": keys, "o_more": rows}
-    more = ["q_more", "k_more", "v_more", "o_more"]
-    constants = dict.fromkeys([] if kind == "strided unevenly" else more if strided else ["p_out", *more]) | {
+    missing = [] if "unevenly" in kind else ["q_more", "k_more", "v_more", "o_more"]
+    missing += ([] if strided else ["p_out"]) + ([] if "narrow" in kind else ["o_columns"])
+    constants = dict.fromkeys(missing) | {
         "BLOCK": block,
         "K_STAGES": config.k_stages,
         "V_STAGES": config.v_stages,
@@ -152,6 +158,9 @@ def test_forward_fits_a_multiprocessor(d, block, dtype, kind, spilled, monkeypat
     }
     compiled = compile_kernel(attention_fwd_kernel, types, constants)
     assert_fits(compiled, spilled)
+    # Rows of any width are stored 16 bytes at a time; the other stores are those of LSE and counter.
+    assert bool(re.search(r"st\.global\.v4", compiled.asm["ptx"])) == strided
+    assert not re.search(r"st\.global(\.v2)?\.b16|st\.global\.v2", compiled.asm["ptx"])
     if triton_abi.entry_class() is triton_abi.SignatureEntry:
         assert_launcher_is_known_ahead(compiled, monkeypatch)
 
@@ -259,6 +268,25 @@ def test_only_gpus_are_served():
     plan = make_plan(parse("causal"), 256, 2, block_size=128)
     query, key, value = (torch.zeros(1, 2, 256, 64, dtype=torch.bfloat16) for _ in range(3))
     assert hopper_backend.why_not(AttentionCall(query, key, value, plan, 0.125)) == "needs a CUDA tensor, got cpu"
+
+
+@pytest.mark.parametrize(
+    ("d", "e", "scale", "reason"),
+    [
+        (64, 64, 0.125, None),
+        (96, 96, 0.1, None),
+        (8, 128, 0.1, None),
+        (80, 40, -0.1, None),
+        (128, 128, 0.0, None),
+        (20, 64, 0.1, "needs query and value widths that are multiples of 8 up to 128, got 20 and 64"),
+        (64, 136, 0.1, "needs query and value widths that are multiples of 8 up to 128, got 64 and 136"),
+    ],
+)
+def test_widths_that_tiles_hold_are_served(d, e, scale, reason, monkeypatch):
+    monkeypatch.setattr(hopper_backend, "device_problem", lambda device: None)
+    plan = make_plan(parse("causal"), 256, 2, block_size=128)
+    query, key, value = (torch.zeros(1, 2, 256, width, dtype=torch.bfloat16) for width in (d, d, e))
+    assert hopper_backend.why_not(AttentionCall(query, key, value, plan, scale)) == reason
 
 
 def test_a_head_that_reads_from_further_on_is_not_regular():

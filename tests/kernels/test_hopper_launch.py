@@ -260,7 +260,7 @@ def test_the_last_part_of_dq_by_rows_joins_what_the_others_added(pattern, fused,
     rows = [arguments for name, _, *arguments in public if "dq_bwd" in name]
     assert keys == sorted(keys)
     assert [len(arguments[1]) == 5 for arguments in rows] == ([] if fused else keys[::-1])
-    joined = [arguments[arguments.index(lse.data_ptr()) - 1] for arguments in rows]
+    joined = [arguments[arguments.index(lse.data_ptr()) - 2] for arguments in rows]
     assert joined == [None] * (len(rows) - joins) + [gradients[0].data_ptr()] * joins
 
 

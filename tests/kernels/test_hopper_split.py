@@ -18,6 +18,7 @@ from dilated_attention_pytorch.kernels.hopper import lowering as hopper_lowering
 from dilated_attention_pytorch.kernels.hopper import split_rows as hopper_split
 from dilated_attention_pytorch.kernels.hopper.lowering import BackwardItems, lower
 from dilated_attention_pytorch.kernels.hopper.split_rows import lengths_of_pieces, split
+from dilated_attention_pytorch.ops.memory_budget import memory
 from dilated_attention_pytorch.patterns import parse
 from dilated_attention_pytorch.plan import make_plan
 from dilated_attention_pytorch.plan.plan import map_tensors
@@ -32,6 +33,7 @@ PIECES = {
     "groups of unlike heads": [6, 6, 0, 0],
     "blocks of 256": [3, 3, 3, 3],
     "half precision": [8, 8, 8, 8],
+    "widths 96 and 80": [8, 8, 8, 8],
     "some rows see no key": [8, 8, 0, 0],
 }
 """Slots of a head for the output, dQ, dK and dV."""
@@ -90,6 +92,17 @@ def test_strided_parts_and_atomic_sums_match_oracle(found, kind, count):
     assert len(trials) == count
     for name, errors in trials.items():
         assert max(errors.values()) <= 2e-6, (name, errors)
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("hopper interpreter")
+@pytest.mark.parametrize(("kind", "count"), [("width", 19), ("scale", 8)])
+def test_other_widths_and_scales_match_oracle(found, kind, count):
+    trials = {name: errors for name, errors in found.items() if name.startswith(kind)}
+    assert len(trials) == count
+    for name, errors in trials.items():
+        errors = {what: error for what, error in errors.items() if what != "pieces"}
+        assert max(errors.values()) <= (2e-3 if "half precision" in name else 2e-6), (name, errors)
 
 
 @pytest.mark.slow
@@ -219,6 +232,21 @@ def test_what_a_call_is_reckoned_to_take_covers_its_pieces(pattern, batch, monke
     rows = [0 if cut is None else math.prod(cut.piece_shape(batch, 1)) for cut in (by_query, by_key)]
     assert hopper_backend.workspace(call, "forward", whole) >= rows[0] * (2 * d + 4)
     assert hopper_backend.workspace(call, "backward", whole) >= 2 * d * (rows[0] + 2 * rows[1]) + 4 * batch * heads * n
+
+
+@pytest.mark.parametrize(("d", "width"), [(32, 64), (96, 128)])
+def test_workspace_covers_narrow_heads_and_signed_queries(d, width, monkeypatch):
+    monkeypatch.setattr(hopper_backend, "processors", lambda device: 132)
+    n, heads = 1024, 2
+    plan = make_plan(parse("window:100"), n, heads, block_size=128)
+    query = torch.empty(1, heads, n, d, dtype=torch.bfloat16)
+    whole = Extent(heads * n, heads * n, 1, heads)
+    positive, negative = (AttentionCall(query, query, query, plan, scale) for scale in (0.1, -0.1))
+    sizes = [memory(call, "hopper", "forward").sizes[heads * n] for call in (positive, negative)]
+    assert sizes[1] >= sizes[0] + query.numel() * query.element_size()
+    monkeypatch.setattr(hopper_backend, "reproducible_gradients", lambda: False)
+    # dQ in float32 has the columns of tiles.
+    assert hopper_backend.workspace(positive, "backward", whole) >= 4 * heads * n * (width + 1)
 
 
 COPY = torch.ops.aten._to_copy.default

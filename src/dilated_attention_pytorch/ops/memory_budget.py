@@ -282,7 +282,7 @@ def memory(call: AttentionCall, name: str, direction: str) -> Memory:
     """Upper bound of the memory of a direction of a call on a backend; cached in the plan."""
     shapes = call.query.shape, call.value.shape, call.query.dtype, call.dropout_p > 0, call.pattern is None
     shapes += call.softcap > 0, None if call.bias is None else call.bias.shape, call.bias_positions is None
-    key = "memory", direction, name, *shapes, torch.get_num_threads(), reproducible_gradients()
+    key = "memory", direction, name, *shapes, call.scale > 0, torch.get_num_threads(), reproducible_gradients()
     if key not in call.plan.memo:
         call.plan.memo[key] = Memory(_sizes(call, name, direction))
     return call.plan.memo[key]

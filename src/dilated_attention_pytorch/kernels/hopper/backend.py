@@ -12,9 +12,18 @@ from torch import Tensor
 
 from ...plan.plan import Part
 from ...plan.subset import head_entries, longest_row
-from ..call import AttentionCall, Extent, Forward, Gradients, reproducible_gradients
+from ..call import AttentionCall, Extent, Forward, Gradients, empty_rows, reproducible_gradients
 from ..launch.launcher import Launches, LaunchStep, PtrArg, Tensors, TmaArg, on_device
-from .layouts import LOG2_E, layout_of, processors, stride_problem, tma_strides
+from .layouts import (
+    LOG2_E,
+    TILE_WIDTHS,
+    columns_of,
+    layout_of,
+    processors,
+    stride_problem,
+    tile_width,
+    tma_strides,
+)
 from .lowering import ForwardItems, LoweredPart, launch_cache, lower
 from .split_rows import ROWS_A_PIECE, split
 
@@ -27,7 +36,7 @@ MOST_TOKENS = 2**30
 
 @dataclass(frozen=True, slots=True)
 class ForwardConfig:
-    """Compile-time configuration of the forward kernel for one head width."""
+    """Compile-time configuration of the forward kernel for one width of tiles."""
 
     key_tile: int = 128
     k_stages: int = 2
@@ -89,8 +98,6 @@ def why_not(call: AttentionCall) -> str | None:
         return "has no key padding mask"
     if call.dropout_p:
         return "has no dropout; pass dropout_p=0.0"
-    if call.scale <= 0:
-        return f"needs a positive scale, got {call.scale}"
     if (call.query.data_ptr() | call.key.data_ptr() | call.value.data_ptr()) % 16:
         return "needs tensors that start at multiples of 16 bytes"
     return None
@@ -107,8 +114,8 @@ def _lasting_problem(call: AttentionCall) -> str | None:
     if call.query.dtype not in (torch.bfloat16, torch.float16):
         return f"needs bfloat16 or float16, got {call.query.dtype}"
     d, e = call.query.shape[-1], call.value.shape[-1]
-    if d not in FORWARD_CONFIGS or d != e:
-        return f"needs query and value width 64 or 128, the same for both, got {d} and {e}"
+    if d % 8 or e % 8 or max(d, e) > TILE_WIDTHS[-1]:
+        return f"needs query and value widths that are multiples of 8 up to {TILE_WIDTHS[-1]}, got {d} and {e}"
     plan = call.plan
     strided = any(lowered.strided for lowered in lower(plan))
     if plan.block_size not in ((128,) if strided else (128, 256)):
@@ -131,9 +138,10 @@ def workspace(call: AttentionCall, direction: str, extent: Extent) -> int:
         width = wide + item * (e if direction == "forward" else 2 * d + e)
         pieces = _most_pieces(call, parts[0], extent) * block * width
     if direction == "forward":
-        return pieces
+        signed = 0 if call.scale > 0 else item * d * extent.queries
+        return pieces + signed
     # Delta of every row of whole blocks; for unordered sums also dQ in float32, once per part.
-    sums = 0 if reproducible_gradients() else d
+    sums = 0 if reproducible_gradients() else tile_width(call)
     tiles = [part.queries.tiles for part in parts]
     blocks = max(-(-call.plan.n // block), sum(tiles) if sums else max(tiles, default=0))
     padded = -(-blocks * block * 4 // call.plan.n)
@@ -150,7 +158,7 @@ def _most_pieces(call: AttentionCall, part: Part, extent: Extent) -> int:
 
 def forward(call: AttentionCall) -> Forward:
     """Output and LSE of a call that `why_not` accepts."""
-    return run_forward(call, FORWARD_CONFIGS[call.query.shape[-1]])
+    return run_forward(call, FORWARD_CONFIGS[tile_width(call)])
 
 
 def run_forward(call: AttentionCall, config: ForwardConfig) -> Forward:
@@ -168,9 +176,12 @@ class ForwardLaunch:
     """Launches of the forward for one layout, scale and config of a plan, or of learned plans of one shape."""
 
     def __init__(self, call: AttentionCall, config: ForwardConfig) -> None:
-        query = call.query
+        # The maximum of a row of scores commutes with a positive scale alone: the queries carry the sign. The backward
+        # has no maximum, and its kernels multiply by the scale itself.
+        self.sign = (call.scale > 0) - (call.scale < 0)
+        query = self._signed(call.query)
         parts = lower(call.plan)
-        self.device = query.device
+        self.device, self.width = query.device, call.value.shape[-1]
         # An expanded scalar: `empty_like` of it is cheaper than `empty` with its arguments.
         self.lse_like = torch.zeros(1, dtype=torch.float32, device=query.device).expand(query.shape[:3])
         self.covers = bool(parts) and not parts[0].strided and parts[0].by_query.covers
@@ -179,14 +190,15 @@ class ForwardLaunch:
         self.pieces: tuple[tuple[tuple[int, ...], torch.dtype], ...] = ()
         cut = split(parts[0], parts[0].by_query, len(query), processors(query.device)) if len(parts) == 1 else None
         if cut is not None:
-            shape = cut.piece_shape(len(query), query.shape[-1])
+            shape = cut.piece_shape(len(query), call.value.shape[-1])
             self.pieces = (shape, query.dtype), (shape[:3], torch.float32)
-        # The output has the layout of the query, densely; of LSE and counters only the element sizes matter.
-        made = torch.empty_like(query, device="meta"), *(torch.empty(0, device="meta") for _ in range(2))
+        # Of LSE and counters only the element sizes matter.
+        output = self._empty_output(torch.empty_like(query, device="meta"))
+        made = output, *(torch.empty(0, device="meta") for _ in range(2))
         pieces = (torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in self.pieces)
         like = query, call.key, call.value, *made, *pieces, *self._lists(call)
         if cut is None:
-            strided = STRIDED_CONFIGS[query.shape[-1]]
+            strided = STRIDED_CONFIGS[tile_width(call)]
             launches = [
                 _part_launch(call, strided if lowered.strided else config, lowered, lowered.by_query, like, number)
                 for number, lowered in enumerate(parts)
@@ -203,17 +215,26 @@ class ForwardLaunch:
         """Lists of a learned plan, which are arguments of every call."""
         return (*lower(call.plan)[0].by_query[:-1], call.plan.masks.bits) if self.learned else ()
 
+    def _signed(self, query: Tensor) -> Tensor:
+        """Queries times the sign of the scale, so that its magnitude gives the same scores."""
+        return query if self.sign == 1 else query.detach() * self.sign
+
+    def _empty_output(self, query: Tensor) -> Tensor:
+        """Uninitialised output, densely in the memory order of the query."""
+        return torch.empty_like(query) if query.shape[-1] == self.width else empty_rows(query, self.width)
+
     def __call__(self, call: AttentionCall) -> Forward:
+        query = self._signed(call.query)
+        output = self._empty_output(query)
         if self.covers:
-            output = torch.empty_like(call.query)
             lse = torch.empty_like(self.lse_like, memory_format=torch.contiguous_format)
         else:
-            output = torch.zeros_like(call.query)
+            output.zero_()
             lse = torch.full_like(self.lse_like, -math.inf, memory_format=torch.contiguous_format)
         with on_device(self.device):
             counters = item_counters(self.device, self.counters)
             pieces = [torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in self.pieces]
-            self.launches(call.query, call.key, call.value, output, lse, counters, *pieces, *self._lists(call))
+            self.launches(query, call.key, call.value, output, lse, counters, *pieces, *self._lists(call))
         return Forward(output, lse)
 
 
@@ -254,17 +275,19 @@ def _part_launch(
     # The record of a piece also holds the tile that it is stored to.
     pieces = not lowered.strided and work.items.shape[1] > WORK_WIDTH.value
     queries, keys = (lowered.queries, lowered.keys) if lowered.strided else (None, None)
+    width = tile_width(call)
     arguments = (
-        TmaArg(QUERY, 64, queries),
-        TmaArg(KEY, config.key_tile, keys),
-        TmaArg(VALUE, config.key_tile, keys),
-        TmaArg(PIECES if pieces else OUTPUT, 64, queries),
+        TmaArg(QUERY, 64, width, queries),
+        TmaArg(KEY, config.key_tile, width, keys),
+        TmaArg(VALUE, config.key_tile, width, keys),
+        TmaArg(PIECES if pieces else OUTPUT, 64, width, queries),
         PtrArg(OUTPUT) if lowered.strided else None,
         PtrArg(PIECE_LSE if pieces else LSE),
         *(*work[:-1], plan.masks.bits, PtrArg(COUNTERS, number or 0, torch.int32)),
         *(items, items_a_batch, heads, heads // key.shape[1], n),
         *(stride // 8 for stride in tma_strides(like[OUTPUT])[:3]),
-        *(*lowered.queries, *lowered.keys, call.scale * LOG2_E),
+        columns_of(like[OUTPUT], width) if lowered.strided else None,
+        *(*lowered.queries, *lowered.keys, (abs(call.scale) or 1.0) * LOG2_E),
         *(plan.block_size, config.k_stages, config.v_stages, config.ping_pong, config.persistent),
         *(pieces, config.registers),
     )
@@ -289,8 +312,8 @@ def prepare(call: AttentionCall) -> PreparedAttention:
     """Runner for calls like this one, which `why_not` must accept."""
     from .backward import BACKWARD_CONFIGS, prepared
 
-    d = call.query.shape[-1]
-    return PreparedAttention(_launch_of(call, FORWARD_CONFIGS[d]), prepared(call, BACKWARD_CONFIGS[d]))
+    width = tile_width(call)
+    return PreparedAttention(_launch_of(call, FORWARD_CONFIGS[width]), prepared(call, BACKWARD_CONFIGS[width]))
 
 
 def import_kernels() -> None:
@@ -306,5 +329,5 @@ def backward(
     """Gradients of a call that `why_not` accepts; see the module `backward`."""
     from .backward import BACKWARD_CONFIGS, run_backward
 
-    config = BACKWARD_CONFIGS[call.query.shape[-1]]
+    config = BACKWARD_CONFIGS[tile_width(call)]
     return run_backward(call, output, lse, grad_output, grad_lse, config, not reproducible_gradients())

@@ -22,17 +22,17 @@ from torch import Tensor
 
 from ..call import AttentionCall, Gradients, empty_rows
 from ..launch.launcher import Launches, LaunchStep, PtrArg, Tensors, TmaArg, on_device
-from .layouts import LOG2_E, layout_of, layout_problem, processors
+from .layouts import LOG2_E, columns_of, layout_of, layout_problem, processors, tile_width
 from .lowering import BackwardItems, LoweredPart, Strides, launch_cache, lower
 from .split_rows import Split, split
 
 
 @dataclass(frozen=True, slots=True)
 class BackwardConfig:
-    """Compile-time configuration of the backward kernels for one head width."""
+    """Compile-time configuration of the backward kernels for one width of tiles."""
 
     streamed_tile: int
-    """Rows of a streamed tile; times the head width 64 x 128, one 64 x 64 piece of dQ per warpgroup."""
+    """Rows of a streamed tile; times the width 64 x 128, one 64 x 64 piece of dQ per warpgroup."""
     stages: int = 2
     stages_by_rows: int = 2
     """Pipeline stages of dK and dV if dQ is computed by rows, which leaves more shared memory."""
@@ -138,7 +138,7 @@ class BackwardLaunch:
         self, call: AttentionCall, tensors: Tensors, lse_grad: bool, config: BackwardConfig, fused: bool
     ) -> None:
         query, plan = call.query, call.plan
-        batch, heads, n, d = query.shape
+        batch, heads, n, _ = query.shape
         rows = config.streamed_tile
         device = query.device
         all_lowered = lower(plan)
@@ -171,7 +171,8 @@ class BackwardLaunch:
         like = *tensors[:SPACE], torch.empty(1, device=device), *made
         like += tuple(torch.empty(shape or (0,), dtype=query.dtype, device="meta") for shape in self.pieces)
         like += tensors[SPACE:]
-        prepare = self._prepare(like, pointers, (rows, d, lse_grad, fused and self.writes_all, counters))
+        widths = tile_width(call), call.value.shape[-1]
+        prepare = self._prepare(like, pointers, (rows, *widths, lse_grad, fused and self.writes_all, counters))
         delta, _, claimed = pointers
         launches, later = [prepare], []
         for number, (part, begin) in enumerate(zip(parts, sums, strict=False)):
@@ -219,8 +220,8 @@ class KernelArgs(NamedTuple):
     """Tensors read by TMA."""
     written: tuple[TmaArg, ...]
     """Gradients written by TMA."""
-    joined: tuple[PtrArg | None, ...]
-    """For dQ: pointer to the gradient that the result is added to, or None."""
+    joined: tuple[PtrArg | int | None, ...]
+    """For dQ: pointer to the gradient that the result is added to, or None, and its width for `row_pointers`."""
     work: BackwardItems
     cut: Split[BackwardItems] | None
     blocks: int
@@ -231,8 +232,8 @@ class KernelArgs(NamedTuple):
     """Arguments after `blocks`."""
 
 
-def _tma_args(slots: tuple[int, ...], rows: int, axis: Strides | None) -> tuple[TmaArg, ...]:
-    return tuple(TmaArg(slot, rows, axis) for slot in slots)
+def _tma_args(slots: tuple[int, ...], rows: int, width: int, axis: Strides | None) -> tuple[TmaArg, ...]:
+    return tuple(TmaArg(slot, rows, width, axis) for slot in slots)
 
 
 class PartBackward:
@@ -253,13 +254,14 @@ class PartBackward:
 
         query, plan = call.query, call.plan
         batch, heads, n, d = query.shape
+        width = tile_width(call)
         group = heads // call.key.shape[1]
         self.batch, self.n = batch, n
         rows = config.streamed_tile
         queries, keys = (lowered.queries, lowered.keys) if lowered.strided else (None, None)
         own_tiles = lowered.part.queries.tiles * (plan.block_size // rows) if lowered.strided else tiles
         self.sum_tiles = batch * heads * own_tiles
-        self.sum_floats = self.sum_tiles * rows * d
+        self.sum_floats = self.sum_tiles * rows * width
         axes = *lowered.queries, *lowered.keys
         scales = call.scale, call.scale * LOG2_E
         self.registers = config.registers
@@ -269,8 +271,11 @@ class PartBackward:
         settings = *scales, plan.block_size, stages, config.held_stages, fused
         work = lowered.backward_items(group, by_key=True)
         cut = split(lowered, work, batch, programs, group, by_key=True) if alone else None
-        tma_args = *_tma_args((QUERY, GRAD_OUTPUT), rows, queries), *_tma_args((KEY, VALUE), 64, keys)
-        written = _tma_args((GRAD_KEY, GRAD_VALUE), 64, keys)
+        tma_args = (
+            *_tma_args((QUERY, GRAD_OUTPUT), rows, width, queries),
+            *_tma_args((KEY, VALUE), 64, width, keys),
+        )
+        written = _tma_args((GRAD_KEY, GRAD_VALUE), 64, width, keys)
         lists = work, cut, lowered.part.keys.tiles, (*sizes, own_tiles), (n, *axes, *settings)
         self.by_key = KernelArgs(attention_dkv_bwd_kernel, tma_args, written, (), *lists)
         self.by_query: KernelArgs | None = None
@@ -279,18 +284,22 @@ class PartBackward:
             cut = split(lowered, work, batch, programs) if alone else None
             stages = config.row_stages, config.held_stages
             settings = n, *axes, *scales, plan.block_size, *stages
-            tma_args = *_tma_args((QUERY, GRAD_OUTPUT), 64, queries), *_tma_args((KEY, VALUE), rows, keys)
-            written = _tma_args((GRAD_QUERY,), 64, queries)
-            joined = (PtrArg(GRAD_QUERY) if joins else None,)
+            tma_args = (
+                *_tma_args((QUERY, GRAD_OUTPUT), 64, width, queries),
+                *_tma_args((KEY, VALUE), rows, width, keys),
+            )
+            written = _tma_args((GRAD_QUERY,), 64, width, queries)
+            joined = (PtrArg(GRAD_QUERY), columns_of(query, width)) if joins else (None, None)
             lists = work, cut, lowered.part.queries.tiles, sizes, settings
             self.by_query = KernelArgs(attention_dq_bwd_kernel, tma_args, written, joined, *lists)
         cuts = self.by_query and self.by_query.cut, self.by_key.cut, self.by_key.cut
-        shapes = [cut.piece_shape(batch, d) if cut else () for cut in cuts]
+        widths = d, d, call.value.shape[-1]
+        shapes = [cut.piece_shape(batch, one) if cut else () for cut, one in zip(cuts, widths, strict=True)]
         self.pieces = shapes if any(shapes) else []
         """Shapes of the pieces of dQ, dK and dV; empty for a gradient without split rows."""
         strides = empty_rows(query, d).stride()[:3]
         self.finish_numbers = heads, own_tiles, n, *strides, lowered.queries.rate, call.scale
-        self.finish_constants = rows, d, plan.block_size, lowered.strided
+        self.finish_constants = rows, width, d, plan.block_size, lowered.strided
 
     def launches(self, args: KernelArgs, like: Tensors, pointers: tuple[PtrArg, ...]) -> list[LaunchStep]:
         """Launches of a kernel: all rows; or, if rows are split, whole rows, pieces, and the sum of the pieces."""

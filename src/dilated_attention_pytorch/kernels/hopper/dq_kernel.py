@@ -78,8 +78,8 @@ def gather_row_step(
 
 @gluon.jit
 def gather_queries(
-    C: gl.constexpr, dq_desc, dq_more, p_dq, b_q, b_do, b_k, b_v, b_item, b_tile, full, empty, q_full, q_empty,
-    p_lse, p_delta, p_bits, heads, n, q_rate, q_longer, scale, scale_log2,
+    C: gl.constexpr, dq_desc, dq_more, p_dq, dq_columns, b_q, b_do, b_k, b_v, b_item, b_tile, full, empty, q_full,
+    q_empty, p_lse, p_delta, p_bits, heads, n, q_rate, q_longer, scale, scale_log2,
     BLOCK: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
     """Warpgroup `C`: dQ of its 64 rows of every item of this program."""
@@ -128,7 +128,7 @@ def gather_queries(
             # The query buffer is free, and the last product hides the latency of this load.
             wait_for_launch()
             p_head = p_dq + (batch * (dq_desc.strides[0] // 8) + head * (dq_desc.strides[1] // 8)) * 8
-            p_own, exist = row_pointers(p_head, first, q_rate, rows, dq_desc.strides[2] // 8, C, D)
+            p_own, exist = row_pointers(p_head, first, q_rate, rows, dq_desc.strides[2] // 8, dq_columns, C, D)
             b_dq.reshape([ROWS, D]).store(gl.load(p_own, mask=exist, other=0.0))
         # Without a step the ring is uninitialised, and 0 * NaN is not 0.
         dq = gl.where(steps > 0, warpgroup_mma_wait(0, deps=(dq_token,)), 0.0)
@@ -153,7 +153,7 @@ def gather_queries(
 
 @gluon.jit(
     do_not_specialize=[
-        "items", "items_a_batch", "heads", "group", "query_blocks", "n", "q_rate", "q_longer", "k_rate",
+        "dq_columns", "items", "items_a_batch", "heads", "group", "query_blocks", "n", "q_rate", "q_longer", "k_rate",
         "k_longer", "scale", "scale_log2",
     ],
     do_not_specialize_on_alignment=[
@@ -161,13 +161,16 @@ def gather_queries(
     ],
 )  # fmt: skip
 def attention_dq_bwd_kernel(
-    q_desc, q_more, do_desc, do_more, k_desc, k_more, v_desc, v_more, dq_desc, dq_more, p_dq, p_lse, p_delta,
-    p_work, p_class, p_walk, p_whole, p_partial, p_tiles, p_bits, p_next, items, items_a_batch, heads, group,
+    q_desc, q_more, do_desc, do_more, k_desc, k_more, v_desc, v_more, dq_desc, dq_more, p_dq, dq_columns, p_lse,
+    p_delta, p_work, p_class, p_walk, p_whole, p_partial, p_tiles, p_bits, p_next, items, items_a_batch, heads, group,
     query_blocks, n, q_rate, q_longer, k_rate, k_longer, scale, scale_log2,
     BLOCK: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr, SPLIT: gl.constexpr,
     WORKER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """dQ of every item, claimed by programs dynamically; the part that joins the others receives `p_dq`."""
+    """dQ of every item, claimed by programs dynamically; the part that joins the others receives `p_dq`.
+
+    `dq_columns` is the width of dQ in units of 16 bytes, None if it is that of a tile or `p_dq` is None.
+    """
     dtype: gl.constexpr = k_desc.dtype
     note: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     b_q = gl.allocate_shared_memory(dtype, ring(2 * Q_STAGES, q_desc), q_desc.layout)
@@ -181,13 +184,13 @@ def attention_dq_bwd_kernel(
     gl.warp_specialize(
         [
             (gather_queries, (
-                0, dq_desc, dq_more, p_dq, b_q, b_do, b_k, b_v, b_item, b_tile, full, empty, q_full, q_empty,
-                p_lse, p_delta, p_bits, heads, n, q_rate, q_longer, scale, scale_log2,
+                0, dq_desc, dq_more, p_dq, dq_columns, b_q, b_do, b_k, b_v, b_item, b_tile, full, empty,
+                q_full, q_empty, p_lse, p_delta, p_bits, heads, n, q_rate, q_longer, scale, scale_log2,
                 BLOCK, STAGES, Q_STAGES, SPLIT,
             )),
             (gather_queries, (
-                1, dq_desc, dq_more, p_dq, b_q, b_do, b_k, b_v, b_item, b_tile, full, empty, q_full, q_empty,
-                p_lse, p_delta, p_bits, heads, n, q_rate, q_longer, scale, scale_log2,
+                1, dq_desc, dq_more, p_dq, dq_columns, b_q, b_do, b_k, b_v, b_item, b_tile, full, empty,
+                q_full, q_empty, p_lse, p_delta, p_bits, heads, n, q_rate, q_longer, scale, scale_log2,
                 BLOCK, STAGES, Q_STAGES, SPLIT,
             )),
             (load_backward_tiles, (

@@ -310,7 +310,7 @@ def attend_tile(
 def attend_rows(
     C: gl.constexpr, o_desc, p_out, p_lse, b_q, b_k, b_v, b_old, b_item, b_tile,
     q_full, q_empty, k_full, v_full, old_full, old_empty, used, p_bits,
-    heads, n, o_batch, o_head, o_row_stride, q_rate, scale, BLOCK: gl.constexpr, K_STAGES: gl.constexpr,
+    heads, n, o_batch, o_head, o_row_stride, o_columns, q_rate, scale, BLOCK: gl.constexpr, K_STAGES: gl.constexpr,
     V_STAGES: gl.constexpr, Q_STAGES: gl.constexpr, PING_PONG: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
     """Warpgroup `C`: its 64 rows of every item of this program."""
@@ -403,7 +403,7 @@ def attend_rows(
             b_rows = b_o.reshape([ROWS, D])
             b_rows.store(out.to(b_q.dtype))
             p_rows = p_out + (batch.to(gl.int64) * o_batch + head.to(gl.int64) * o_head) * 8
-            p_own, exist = row_pointers(p_rows, first, q_rate, rows, o_row_stride, C, D)
+            p_own, exist = row_pointers(p_rows, first, q_rate, rows, o_row_stride, o_columns, C, D)
             gl.store(p_own, b_rows.load(p_own.type.layout), mask=exist)
             mbarrier.arrive(old_empty.index(0), count=1)
             gl.store(p_row, both * LN2, mask=row < rows)
@@ -426,15 +426,15 @@ def attend_rows(
 
 @gluon.jit(
     do_not_specialize=[
-        "items", "items_a_batch", "heads", "group", "n", "o_batch", "o_head", "o_row", "q_rate", "q_longer", "k_rate",
-        "k_longer", "scale",
+        "items", "items_a_batch", "heads", "group", "n", "o_batch", "o_head", "o_row", "o_columns", "q_rate",
+        "q_longer", "k_rate", "k_longer", "scale",
     ],
     do_not_specialize_on_alignment=["p_lse", "p_work", "p_full", "p_partial", "p_tiles", "p_bits", "p_next"],
 )  # fmt: skip
 def attention_fwd_kernel(
     q_desc, q_more, k_desc, k_more, v_desc, v_more, o_desc, o_more, p_out, p_lse, p_work, p_full, p_partial, p_tiles,
-    p_bits, p_next, items, items_a_batch, heads, group, n, o_batch, o_head, o_row, q_rate, q_longer, k_rate, k_longer,
-    scale, BLOCK: gl.constexpr,
+    p_bits, p_next, items, items_a_batch, heads, group, n, o_batch, o_head, o_row, o_columns, q_rate, q_longer,
+    k_rate, k_longer, scale, BLOCK: gl.constexpr,
     K_STAGES: gl.constexpr, V_STAGES: gl.constexpr, PING_PONG: gl.constexpr, DYNAMIC: gl.constexpr,
     SPLIT: gl.constexpr, WORKER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
@@ -442,8 +442,9 @@ def attention_fwd_kernel(
 
     `p_next` points to a counter that is 0 before and after the launch; without DYNAMIC, program `p` processes items
     `p, p + programs, ...`. Descriptors of five dimensions select a strided part, which is merged with the output at
-    `p_out` (strides `o_batch`, `o_head`, `o_row`, in units of 16 bytes) and the LSE; `p_tiles` holds start and end of
-    key tiles. With SPLIT items are pieces of rows, whose output and LSE are stored through `o_desc` and `p_lse`.
+    `p_out` (strides `o_batch`, `o_head`, `o_row`, and width `o_columns` if it is not that of a tile, in units of 16
+    bytes) and the LSE; `p_tiles` holds start and end of key tiles. With SPLIT items are pieces of rows, whose output
+    and LSE are stored through `o_desc` and `p_lse`.
     """
     # Two, as the first scores of the next item are computed before the output of this item has left its Q buffer.
     Q_STAGES: gl.constexpr = 2
@@ -469,13 +470,13 @@ def attention_fwd_kernel(
             (attend_rows, (
                 0, o_desc, p_out, p_lse, b_q, b_k, b_v, b_old, b_item, b_tile,
                 q_full, q_empty, k_full, v_full, old_full, old_empty, used,
-                p_bits, heads, n, o_batch, o_head, o_row, q_rate, scale,
+                p_bits, heads, n, o_batch, o_head, o_row, o_columns, q_rate, scale,
                 BLOCK, K_STAGES, V_STAGES, Q_STAGES, PING_PONG, SPLIT,
             )),
             (attend_rows, (
                 1, o_desc, p_out, p_lse, b_q, b_k, b_v, b_old, b_item, b_tile,
                 q_full, q_empty, k_full, v_full, old_full, old_empty, used,
-                p_bits, heads, n, o_batch, o_head, o_row, q_rate, scale,
+                p_bits, heads, n, o_batch, o_head, o_row, o_columns, q_rate, scale,
                 BLOCK, K_STAGES, V_STAGES, Q_STAGES, PING_PONG, SPLIT,
             )),
             (load_tiles, (

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..call import AttentionCall
 from ..launch.triton_abi import Box
 from .lowering import Strides
 
@@ -16,6 +17,21 @@ LOG2_E = math.log2(math.e)
 
 Layout = tuple[object, ...]
 """Cache key of calls of one plan: device, dtype, shapes and strides."""
+
+
+TILE_WIDTHS = 64, 128
+"""Widths of tiles in shared memory. The columns of narrower heads are padded with zeros by TMA."""
+
+
+def tile_width(call: AttentionCall) -> int:
+    """Width of the tiles of a call, one for queries, keys and values."""
+    widest = max(call.query.shape[-1], call.value.shape[-1])
+    return next(width for width in TILE_WIDTHS if widest <= width)
+
+
+def columns_of(tensor: Tensor, width: int) -> int | None:
+    """Columns of a row in units of 16 bytes, for kernels that store by pointers; None if a row fills its tile."""
+    return None if tensor.shape[-1] == width else tensor.shape[-1] // 8
 
 
 def processors(device: torch.device) -> int:
@@ -70,15 +86,15 @@ def boxes_of(tensor: Tensor, axis: Strides | None) -> tuple[Box, Box | None]:
     return (short if rows else long), (long if axis.longer else None)
 
 
-def describe(tensor: Tensor, rows: int, axis: Strides | None = None) -> tuple[Any, Any]:
-    """TMA descriptors of the boxes of a (B, H, N, D) tensor, for tiles of `rows` rows of one head; see `boxes_of`."""
+def describe(tensor: Tensor, rows: int, width: int, axis: Strides | None = None) -> tuple[Any, Any]:
+    """TMA descriptors of the boxes of a (B, H, N, D) tensor, for tiles [rows, width] of one head; see `boxes_of`."""
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     def described(box: Box | None) -> Any:
         if box is None:
             return None
-        block = [*(1,) * (len(box.shape) - 2), rows, tensor.shape[-1]]
-        layout = tile_layout(rows, tensor.shape[-1], tensor.dtype, len(box.shape))
+        block = [*(1,) * (len(box.shape) - 2), rows, width]
+        layout = tile_layout(rows, width, tensor.dtype, len(box.shape))
         address = tensor.data_ptr() + box.begin
         # A `TensorDescriptor` reads nothing else of a tensor.
         base: Any = SimpleNamespace(data_ptr=lambda: address, dtype=tensor.dtype)

@@ -15,9 +15,13 @@ PIECE_FLOATS = tl.constexpr(64 * 64)
 @triton.jit
 def prepare_bwd_kernel(
     p_out, p_do, p_lse, p_dlse, p_delta, p_sum, p_next, heads, tiles, n, so_b, so_h, so_n, sg_b, sg_h, sg_n, sl_b, sl_h,
-    sl_n, BM: tl.constexpr, D: tl.constexpr, LSE_GRAD: tl.constexpr, ZERO: tl.constexpr, COUNTERS: tl.constexpr,
+    sl_n, BM: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, LSE_GRAD: tl.constexpr, ZERO: tl.constexpr,
+    COUNTERS: tl.constexpr,
 ):  # fmt: skip
-    """Compute delta = rowsum(dO * O) - dLSE of a tile of query rows, and zero its dQ accumulator."""
+    """Compute delta = rowsum(dO * O) - dLSE of a tile of query rows, and zero its dQ accumulator.
+
+    Tiles have D columns, of which rows of the output have the first WIDTH.
+    """
     index = tl.program_id(0).to(tl.int64)
     tile = index % tiles
     row = index // tiles
@@ -27,6 +31,8 @@ def prepare_bwd_kernel(
     o_d = tl.arange(0, D)
     b_exist = o_q < n
     b_here = b_exist[:, None]
+    if WIDTH < D:
+        b_here = b_here & (o_d < WIDTH)[None, :]
     b_out = tl.load(p_out + batch * so_b + head * so_h + o_q[:, None] * so_n + o_d[None, :], mask=b_here, other=0.0)
     b_do = tl.load(p_do + batch * sg_b + head * sg_h + o_q[:, None] * sg_n + o_d[None, :], mask=b_here, other=0.0)
     b_delta = tl.sum(b_out.to(tl.float32) * b_do.to(tl.float32), 1)
@@ -45,9 +51,12 @@ def prepare_bwd_kernel(
 @triton.jit(do_not_specialize=["heads", "tiles", "n", "rate", "scale"])
 def finish_dq_kernel(
     p_sum, p_dq, p_tiles, p_heads, heads, tiles, n, sx_b, sx_h, sx_n, rate, scale,
-    BM: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, STRIDED: tl.constexpr,
+    BM: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, STRIDED: tl.constexpr,
 ):  # fmt: skip
-    """Convert the accumulator to dQ: scaled and in row order; rows of a strided part are added to dQ."""
+    """Convert the accumulator to dQ: scaled and in row order; rows of a strided part are added to dQ.
+
+    Tiles of the accumulator have D columns, of which rows of dQ have the first WIDTH.
+    """
     index = tl.program_id(0).to(tl.int64)
     tile = index % tiles
     head = index // tiles % heads
@@ -67,6 +76,9 @@ def finish_dq_kernel(
         o_q = tl.load(p_tile) + tl.load(p_heads + head * 3 + 2) + (o_q % BLOCK) * rate
         end = tl.load(p_tile + 1)
     p_out = p_dq + batch * sx_b + head * sx_h + o_q.to(tl.int64) * sx_n + o_col
+    b_here = o_q < end
+    if WIDTH < D:
+        b_here = b_here & (o_col < WIDTH)
     if STRIDED:
-        b_dq += tl.load(p_out, mask=o_q < end, other=0.0)
-    tl.store(p_out, b_dq.to(p_dq.dtype.element_ty), mask=o_q < end)
+        b_dq += tl.load(p_out, mask=b_here, other=0.0)
+    tl.store(p_out, b_dq.to(p_dq.dtype.element_ty), mask=b_here)

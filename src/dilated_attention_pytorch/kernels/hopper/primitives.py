@@ -165,16 +165,20 @@ def first_and_count(p_tiles, tile, offset, rate):
 
 
 @gluon.jit
-def row_pointers(p_rows, first, rate, rows, stride, C: gl.constexpr, D: gl.constexpr):
-    """Pointers to the 64 rows of warpgroup `C` of an item, 16 bytes per thread, and a mask of existing rows.
+def row_pointers(p_rows, first, rate, rows, stride, columns, C: gl.constexpr, D: gl.constexpr):
+    """Pointers to the 64 rows of warpgroup `C` of an item, 16 bytes per thread, and a mask of existing elements.
 
-    Strides are in units of 16 bytes, so that the compiler can derive the alignment of rows.
+    Strides and `columns`, the width of rows that do not fill their tile, are in units of 16 bytes, so that the
+    compiler can derive the alignment of rows.
     """
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
     row = C * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
     col = gl.expand_dims(gl.arange(0, D, gl.SliceLayout(0, layout)), 0)
     p_row = p_rows + (first + row * rate).to(gl.int64) * stride * 8
-    return gl.expand_dims(p_row, 1) + col, gl.expand_dims(row < rows, 1)
+    p_own, exist = gl.expand_dims(p_row, 1) + col, gl.expand_dims(row < rows, 1)
+    if columns is not None:
+        exist = exist & (col < columns * 8)
+    return p_own, exist
 
 
 @gluon.jit
@@ -183,7 +187,7 @@ def joined_rows(values, p_rows, desc, batch, head, first, rows, buffer, C: gl.co
     D: gl.constexpr = values.type.shape[1]
     b_own = buffer.reshape([ROWS, D])
     p_head = p_rows + (batch * (desc.strides[0] // 8) + head * (desc.strides[1] // 8)) * 8
-    p_own, exist = row_pointers(p_head, first, 1, rows, desc.strides[2] // 8, C, D)
+    p_own, exist = row_pointers(p_head, first, 1, rows, desc.strides[2] // 8, None, C, D)
     b_own.store(gl.load(p_own, mask=exist, other=0.0))
     return values + b_own.load(values.type.layout).to(gl.float32)
 

@@ -150,10 +150,14 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) 
 
 
 class TmaArg(NamedTuple):
-    """Argument: TMA descriptors of a tensor of the call, for tiles of `rows` rows; see `boxes_of`."""
+    """Argument: TMA descriptors of a tensor of the call, for tiles of `rows` rows and `width` columns; see `boxes_of`.
+
+    Columns past the width of the tensor are loaded as zeros and never stored.
+    """
 
     slot: int
     rows: int
+    width: int
     axis: Strides | None = None
 
 
@@ -202,8 +206,8 @@ class LaunchStep:
         boxes = iter(self._boxes)
         for one in self._arguments:
             if isinstance(one, TmaArg):
-                tile = like[one.slot].dtype, one.rows
-                specialized += (box and (*tile, len(box.shape), box.shape[-1]) for box in next(boxes))
+                tile = like[one.slot].dtype, one.rows, one.width
+                specialized += (box and (*tile, len(box.shape)) for box in next(boxes))
             elif isinstance(one, PtrArg):
                 specialized.append(one.dtype or like[one.slot].dtype)
             elif isinstance(one, Tensor):
@@ -225,7 +229,7 @@ class LaunchStep:
         arguments: list[Any] = []
         for one in self._arguments:
             if isinstance(one, TmaArg):
-                arguments += describe(tensors[one.slot], one.rows, one.axis)
+                arguments += describe(tensors[one.slot], one.rows, one.width, one.axis)
             elif isinstance(one, PtrArg):
                 tensor = tensors[one.slot]
                 arguments.append(tensor if one.dtype is None else tensor[one.begin :].view(one.dtype))

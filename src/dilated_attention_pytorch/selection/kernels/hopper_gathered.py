@@ -78,7 +78,7 @@ class ChosenBackward:
         batch, heads, n, d = query.shape
         config, blocks = CONFIGS[d], n // BLOCK
         group = heads // tensors[KEY].shape[1]
-        moved = (TmaArg(slot, 64) for slot in (KEY, VALUE, GRAD_KEY, GRAD_VALUE))
+        moved = (TmaArg(slot, 64, d) for slot in (KEY, VALUE, GRAD_KEY, GRAD_VALUE))
         read = GRAD_KEY, GRAD_VALUE, QUERY, GRAD, LSE, DELTA, PART, SOURCE, FIRST, ORDER
         places = (PtrArg(slot) for slot in read)
         sizes = chosen.source.shape[1], n, blocks, batch * blocks, call.query.shape[1], first_head, group
