@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..errors import must
-from ..patterns import BlockPattern, Causal, Full, Packed, Pattern, as_pattern
+from ..patterns import BlockPattern, Packed, Pattern, as_pattern
 from ..patterns.base import integer
 from .closed_forms import ALL, NONE, Domain, Tiles, block_pairs, closed_form, ranges
 from .packed import lay_out
@@ -102,9 +102,9 @@ def _part(term: Term, heads: int, block_size: int, domain: Domain, masks: MaskTa
         for head in group:
             head_class[head] = index
     classes = torch.tensor(head_class, dtype=torch.int32, device=domain.device)
-    kinds = {type(pattern) for pattern in term.where}
-    if not term.exclude and kinds <= {Full, Causal} and len(groups) == 1:
-        *walks, entries = _segment_walks(groups[0], Causal in kinds, layout, masks)
+    runs = {closed_form(pattern).run for pattern in term.where}
+    if not term.exclude and None not in runs and len(groups) == 1:
+        *walks, entries = _segment_walks(groups[0], "before" in runs, layout, masks)
         return Part(layout.axis, layout.axis, classes, *walks), entries * len(groups[0])
     by_query, by_key, blocks = [], [], 0
     for several, (query, key, mask) in _meetings_of_classes(term, groups, layout, domain, masks):

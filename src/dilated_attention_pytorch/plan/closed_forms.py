@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import singledispatch
 from itertools import accumulate
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -160,6 +160,8 @@ class ClosedForm(Generic[P]):
     """Whether the pattern depends on positions alone, never on the length of the sequence."""
     global_queries = 0
     """Number of leading tokens whose queries see every key."""
+    run: Literal["all", "before"] | None = None
+    """Tiles that a tile of queries sees whole, if they are a run of its segment: all, or those before its own."""
 
     def __init__(self, pattern: P) -> None:
         self.pattern = pattern
@@ -525,6 +527,7 @@ class FullForm(_PositionForm[Full]):
     """Every pair."""
 
     is_shift_invariant = True
+    run = "all"
 
     def classify(self, tiles: Tiles, head: int, domain: Domain) -> Tensor:
         return torch.full_like(tiles[0], ALL, dtype=torch.int8)
@@ -538,6 +541,7 @@ class CausalForm(_PositionForm[Causal]):
     """Keys up to the query."""
 
     is_shift_invariant = True
+    run = "before"
 
     def reach(self, q0: Tensor, q1: Tensor, head: int, domain: Domain) -> Reach:
         return Reach(domain.arange(len(q0)), torch.zeros_like(q0), q1)
