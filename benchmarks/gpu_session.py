@@ -1,7 +1,7 @@
-"""A GPU session in three calls of ten minutes: tests, suites, the language model.
+"""A GPU session in four calls of ten minutes: tests, suites, the language model, variants of the Hopper backward.
 
     GIT_SHA=COMMIT python benchmarks/gpu_session.py --step 1 --out OUT
-    python benchmarks/gpu_session.py --step 1 2 3 --out OUT --dry-run
+    python benchmarks/gpu_session.py --step 1 2 3 4 --out OUT --dry-run
 
 A step is a list of commands with a limit each; they run one after another and stop when `--seconds` are over, so that
 the files of all that ran are complete. OUT gets a line of JSON a command in session.jsonl and the files they write.
@@ -79,6 +79,10 @@ STEPS: dict[int, tuple[Command, ...]] = {
             345,
             f"continue {LM_SMALL} --out {{out}}/language_model.jsonl --rounds 1",
         ),
+    ),
+    4: (
+        Command("check_hopper_backward.py", "--out {out}/backward_turns.jsonl --only check --match turns", 180),
+        Command("check_hopper_backward.py", "--out {out}/backward.jsonl --only time --seconds 380", 390),
     ),
 }
 """Commands by step, the most important first."""

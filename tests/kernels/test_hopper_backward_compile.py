@@ -19,7 +19,7 @@ SHARED_MEMORY = 232448
 """Bytes a program may have on compute capability 9.0."""
 ALIGNED = ("p_delta", "p_sum", "p_dq", "p_dk", "p_dv", "p_q", "p_do", "p_part")
 POINTERS = ("p_work", "p_class", "p_walk", "p_whole", "p_partial", "p_tiles", "p_bits", "p_next")
-POINTERS += ("p_source", "p_first", "p_order")
+POINTERS += ("p_source", "p_first", "p_order", "p_turns")
 NUMBERS = (
     *("items", "items_a_batch", "heads", "group", "query_tiles", "sum_tiles", "key_blocks", "query_blocks", "n"),
     *("q_rate", "q_longer", "k_rate", "k_longer"),
@@ -64,7 +64,8 @@ def descriptor(rows, d, dtype, rank):
 def without(kernel, kind):
     """Arguments that a kind of kernel does not take."""
     missing = [name for name in kernel.arg_names if name.endswith("_more") and "strided" not in kind]
-    return dict.fromkeys(missing + ["p_dq"] * ("p_dq" in kernel.arg_names and "joining" not in kind))
+    missing += [name for name, word in (("p_dq", "joining"), ("p_turns", "in turns")) if word not in kind]
+    return {name: None for name in missing if name in kernel.arg_names}
 
 
 def assert_fits(compiled, log, spilled):
@@ -87,12 +88,16 @@ def assert_fits(compiled, log, spilled):
         (128, 128, torch.bfloat16, False, "split", 96),
         (64, 128, torch.bfloat16, True, "strided", 320),
         (128, 128, torch.bfloat16, False, "strided", 224),
+        (64, 128, torch.bfloat16, True, "plain in turns", 256),
+        (128, 128, torch.bfloat16, True, "plain in turns", 96),
+        (128, 128, torch.bfloat16, True, "split in turns", 96),
+        (128, 128, torch.bfloat16, True, "strided in turns", 224),
     ],
 )
 def test_key_gradients_fit_a_multiprocessor(d, block, dtype, fused, kind, spilled):
     from dilated_attention_pytorch.kernels.hopper.dkv_kernel import attention_dkv_bwd_kernel
 
-    rank = 5 if kind == "strided" else 4
+    rank = 5 if "strided" in kind else 4
     config = hopper_gradients.BACKWARD_CONFIGS[d]
     streamed, held = descriptor(config.streamed_tile, d, dtype, rank), descriptor(64, d, dtype, rank)
     descriptors = dict.fromkeys(("q_desc", "q_more", "do_desc", "do_more"), streamed)
@@ -103,7 +108,7 @@ def test_key_gradients_fit_a_multiprocessor(d, block, dtype, fused, kind, spille
         "STAGES": config.stages if fused else config.stages_by_rows,
         "KV_STAGES": config.held_stages,
         "DQ": fused,
-        "SPLIT": kind == "split",
+        "SPLIT": "split" in kind,
         **without(attention_dkv_bwd_kernel, kind),
         "WORKER_REGISTERS": config.registers,
     }
@@ -111,7 +116,20 @@ def test_key_gradients_fit_a_multiprocessor(d, block, dtype, fused, kind, spille
     assert_fits(compiled, log, spilled)
     # The sum of dQ is fast only while every addition moves 16 bytes.
     assert ("add.v4.f32" in compiled.asm["ptx"]) == fused
-    assert ("cp.reduce.async.bulk.tensor.5d" in compiled.asm["ptx"]) == (kind == "strided")
+    assert ("cp.reduce.async.bulk.tensor.5d" in compiled.asm["ptx"]) == ("strided" in kind)
+    if "in turns" in kind:
+        assert_adds_in_turns(compiled.asm["ptx"])
+
+
+def assert_adds_in_turns(ptx):
+    """Every addition to dQ lies between the barrier of its turn and the one of the count, which nothing else uses."""
+    words = r"bar(?:rier)?\.\w+ (?:13|14|15)\b|add\.v4\.f32|ld\.acquire\.gpu|red\.release\.gpu"
+    found = "".join(f"{word} " for word in re.findall(words, ptx))
+    for turn in (13, 14):
+        piece = f"bar.sync {turn} {'add.v4.f32 ' * 8}bar.arrive 15 "
+        assert found.count(piece) == 2
+        found = found.replace(piece, "")
+    assert found == "ld.acquire.gpu bar.arrive 13 bar.arrive 14 bar.sync 15 red.release.gpu "
 
 
 @pytest.mark.parametrize(

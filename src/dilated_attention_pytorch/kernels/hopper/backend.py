@@ -132,8 +132,12 @@ def workspace(call: AttentionCall, direction: str, extent: Extent) -> int:
         pieces = _most_pieces(call, parts[0], extent) * block * width
     if direction == "forward":
         return pieces
-    # Delta of every row of whole blocks; for unordered sums also dQ in float32, once per part.
+    from .backward import BACKWARD_CONFIGS
+
+    # Delta of every row of whole blocks; for sums beside dK and dV also dQ in float32, once per part, and its turns.
     sums = 0 if reproducible_gradients() else d
+    if BACKWARD_CONFIGS[d].ordered:
+        sums = d + 1
     tiles = [part.queries.tiles for part in parts]
     blocks = max(-(-call.plan.n // block), sum(tiles) if sums else max(tiles, default=0))
     padded = -(-blocks * block * 4 // call.plan.n)

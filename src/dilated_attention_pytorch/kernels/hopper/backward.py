@@ -325,7 +325,7 @@ class PartBackward:
         return launches
 
     def _launch(self, args: KernelArgs, like: Tensors, pointers: tuple[PtrArg | None, ...]) -> LaunchStep:
-        """Launch of a Gluon kernel; `pointers`: LSE, delta, for dK and dV accumulator and turns of dQ, then the counter."""
+        """Launch of a Gluon kernel; `pointers` are LSE, delta, for dK and dV the sum and turns of dQ, the counter."""
         work, items = args.work, len(args.work.items)
         pieces = args.cut is not None and work is args.cut.pieces
         numbers = self.batch * items, items, *args.sizes, args.blocks, *args.settings, pieces, self.registers
