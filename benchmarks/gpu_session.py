@@ -81,8 +81,13 @@ STEPS: dict[int, tuple[Command, ...]] = {
         ),
     ),
     4: (
-        Command("check_hopper_backward.py", "--out {out}/backward_turns.jsonl --only check --match turns", 180),
-        Command("check_hopper_backward.py", "--out {out}/backward.jsonl --only time --seconds 380", 390),
+        Command("check_hopper_backward.py", "--out {out}/backward_turns.jsonl --only check --match turns", 150),
+        Command("check_hopper_backward.py", "--out {out}/backward.jsonl --only time --seconds 240", 260),
+        Command(
+            "check_dilated.py",
+            "--out {out}/dilated.jsonl --backends hopper,hopper-in-turns,hopper-any-order --seconds 140",
+            160,
+        ),
     ),
 }
 """Commands by step, the most important first."""
