@@ -26,11 +26,12 @@ from dilated_attention_pytorch.kernels.triton import backend as triton_backend
 
 
 def variants(d: int) -> dict[str, tuple[BackwardConfig, bool]]:
-    """Configurations worth timing, by name, and whether dQ is computed beside dK and dV."""
+    """Configurations worth timing, by name, and whether dQ is summed in any order."""
     base = BACKWARD_CONFIGS[d]
     return {
         "": (base, True),
-        "by rows": (base, False),
+        "by rows": (replace(base, ordered=False), False),
+        "in turns": (replace(base, ordered=True), False),
         "stages 3 1": (replace(base, stages=3, held_stages=1), True),
     }
 
@@ -52,7 +53,8 @@ def checks() -> list[Case]:
     ]
     cases = [replace(case, d=d) for d in (128, 64) for case in kinds]
     cases += [replace(kinds[2], d=d, dtype="float16") for d in (128, 64)]
-    cases += [replace(case, d=d, variant="by rows") for d in (128, 64) for case in kinds[5:]]
+    for variant in ("by rows", "in turns"):
+        cases += [replace(case, d=d, variant=variant) for d in (128, 64) for case in kinds[5:]]
     cases += [replace(kinds[-1], d=d, variant=name) for d in (128, 64) for name in ("stages 3 1",)]
     return cases
 
@@ -70,6 +72,7 @@ def timings() -> list[Case]:
                 ):
                     cases.append(Case(f"{kind} {density:g}", pattern, n, 8, 8, d=d, task="time"))
         cases.append(Case("causal", "causal", 16384, 8, 8, d=d, task="time"))
+        cases.append(Case("ladder", "dilated:2048x1,4096x2,8192x4,16384x8,32768x16", 65536, 8, 8, d=d, task="time"))
     return cases
 
 

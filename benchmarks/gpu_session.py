@@ -1,7 +1,7 @@
-"""A GPU session in three calls of ten minutes: tests, suites, the language model.
+"""A GPU session in four calls of ten minutes: tests, suites, the language model, variants of the Hopper backward.
 
     GIT_SHA=COMMIT python benchmarks/gpu_session.py --step 1 --out OUT
-    python benchmarks/gpu_session.py --step 1 2 3 --out OUT --dry-run
+    python benchmarks/gpu_session.py --step 1 2 3 4 --out OUT --dry-run
 
 A step is a list of commands with a limit each; they run one after another and stop when `--seconds` are over, so that
 the files of all that ran are complete. OUT gets a line of JSON a command in session.jsonl and the files they write.
@@ -78,6 +78,15 @@ STEPS: dict[int, tuple[Command, ...]] = {
             f"continue {LM} --seconds 240 --steps 100",
             345,
             f"continue {LM_SMALL} --out {{out}}/language_model.jsonl --rounds 1",
+        ),
+    ),
+    4: (
+        Command("check_hopper_backward.py", "--out {out}/backward_turns.jsonl --only check --match turns", 150),
+        Command("check_hopper_backward.py", "--out {out}/backward.jsonl --only time --seconds 240", 260),
+        Command(
+            "check_dilated.py",
+            "--out {out}/dilated.jsonl --backends hopper,hopper-in-turns,hopper-any-order --seconds 140",
+            160,
         ),
     ),
 }

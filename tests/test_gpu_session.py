@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -28,9 +29,12 @@ def test_steps_fit_into_a_call_of_ten_minutes(capsys: pytest.CaptureFixture[str]
 def test_scripts_know_their_arguments(command: gpu_session.Command):
     tools = gpu_session.ROOT / "src" / "dilated_attention_pytorch" / "tools"
     script = gpu_session.ROOT / "benchmarks" / command.script
-    text = "".join(
-        x.read_text() for x in ([script] if script.is_file() else [*tools.glob("*.py"), *tools.glob("bench/*.py")])
-    )
+    files = [script] if script.is_file() else [*tools.glob("*.py"), *tools.glob("bench/*.py")]
+    if script.is_file():
+        # Scripts that run cases share their options.
+        names = re.findall(r"^from (\w+) import .*\boptions\b", script.read_text(), re.MULTILINE)
+        files += [script.with_name(f"{name}.py") for name in names]
+    text = "".join(x.read_text() for x in files)
     for word in " ".join(filter(None, (command.arguments, command.small))).split():
         assert not word.startswith("--") or f'"{word}"' in text, word
         assert not word.startswith("tests/") or (gpu_session.ROOT / word).is_file(), word

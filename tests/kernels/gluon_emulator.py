@@ -10,6 +10,10 @@ is waited for; a product or TMA store whose operand changed in between, or was w
 generic and the asynchronous proxy, has the result NaN. Shared memory is NaN at the start. A kernel may compute such a
 result if it does not use it; `Emulation.hazards` describes all of them for the message of a failed comparison. Waits
 that never end, counts below zero, and stores that are not waited for raise.
+
+Additions of floats to global memory are performed at any time before a release at the scope of the GPU that they
+happen before: by the same thread, or by others whose barriers it has waited for. Some schedules give every thread a
+priority, so that single programs fall far behind.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ from __future__ import annotations
 import inspect
 import operator
 import random
+import re
 import threading
 from collections.abc import Callable, Iterator
 from types import FunctionType, ModuleType, SimpleNamespace
@@ -231,17 +236,27 @@ class Shared:
         return Block(self.data.clone())
 
 
+class Clock(dict["Task", int]):
+    """Number of additions to global memory of each task that happen before a point."""
+
+    def join(self, other: Clock) -> None:
+        for task, count in other.items():
+            self[task] = max(self.get(task, 0), count)
+
+
 class Barrier:
     """mbarrier: a phase ends when the pending arrivals and bytes are 0."""
 
     def __init__(self) -> None:
         self.count = self.pending = self.bytes = self.phase = 0
+        self.clock, self.ended = Clock(), Clock()
 
     def settle(self) -> None:
         if self.pending < 0:
             raise EmulationError(f"a barrier must get {self.count} arrivals a phase, got {self.count - self.pending}")
         if self.count and not self.pending and not self.bytes:
             self.phase, self.pending = self.phase + 1, self.count
+            self.ended.join(self.clock)
 
 
 class Barriers:
@@ -316,6 +331,10 @@ class Task:
         self.products: list[Product] = []
         self.stores: list[tuple[Callable[[Tensor], None], Shared, Tensor]] = []
         self.copies: list[list[Callable[[], None]]] = [[]]
+        self.additions: list[Callable[[], None]] = []
+        """Additions to global memory that are not performed yet"""
+        self.clock = Clock({self: 0})
+        self.priority = emulation.random.random()
         self.ready: Callable[[], bool] = lambda: True
         self.done, self.error, self.where = False, None, "start"
         self.resume, self.paused = threading.Semaphore(0), threading.Semaphore(0)
@@ -352,6 +371,11 @@ class Task:
         if not ready() or self.emulation.random.random() < 0.25:
             self.pause(ready, where)
 
+    def perform(self, count: int) -> None:
+        """Perform additions to global memory until `count` of this task are done."""
+        while self.clock[self] - len(self.additions) < count:
+            self.additions.pop(0)()
+
     def finish_stores(self, left: int) -> None:
         while len(self.stores) > left:
             put, source, before = self.stores.pop(0)
@@ -375,17 +399,20 @@ class Program:
         self.number, self.grid = number, grid
         self.arrived: dict[int, int] = {}
         self.generation: dict[int, int] = {}
+        self.clocks: dict[int, Clock] = {}
 
     def meet(self, task: Task, barrier: int, threads: int, waits: bool) -> None:
         """`bar.sync` or `bar.arrive` of all threads of a task."""
         before = self.generation.setdefault(barrier, 0)
         self.arrived[barrier] = self.arrived.get(barrier, 0) + 32 * task.warps
+        self.clocks.setdefault(barrier, Clock()).join(task.clock)
         if self.arrived[barrier] > threads:
             raise EmulationError(f"hardware barrier {barrier} must get {threads} threads, got {self.arrived[barrier]}")
         if self.arrived[barrier] == threads:
             self.arrived[barrier], self.generation[barrier] = 0, before + 1
         if waits:
             task.wait(lambda: self.generation[barrier] > before, f"hardware barrier {barrier}")
+            task.clock.join(self.clocks[barrier])
         else:
             task.step()
 
@@ -399,6 +426,8 @@ class Emulation:
         self.pending: list[Callable[[], None]] = []
         """TMA loads on their way"""
         self.stopped = False
+        self.prefers = self.random.random() < 0.5
+        """Whether threads run by priority most of the time"""
 
     def deliver(self) -> None:
         self.pending.pop(self.random.randrange(len(self.pending)))()
@@ -409,6 +438,9 @@ class Emulation:
             while alive := [task for task in tasks if not task.done]:
                 if self.pending and self.random.random() < 0.25:
                     self.deliver()
+                adding = [task for task in tasks if task.additions]
+                if adding and self.random.random() < 0.25:
+                    self.random.choice(adding).additions.pop(0)()
                 able = [task for task in alive if task.ready()]
                 if not able and self.pending:
                     self.deliver()
@@ -417,10 +449,14 @@ class Emulation:
                     waits = ", ".join(f"{task.name}: {task.where}" for task in alive)
                     raise EmulationError(f"no thread can go on ({waits})")
                 task = self.random.choice(able)
+                if self.prefers and self.random.random() < 0.9:
+                    task = min(able, key=lambda one: one.priority)
                 task.resume.release()
                 task.paused.acquire()
                 if task.error is not None:
                     raise task.error
+            for task in tasks:
+                task.perform(task.clock[task])
         finally:
             self.stopped = True
             for task in tasks:
@@ -549,6 +585,14 @@ def _store(pointer: Pointer, value: Any, mask: Any = None) -> None:
 
 def _atomic_add(pointer: Pointer, value: Any, mask: Any = None, sem: str = "relaxed") -> Any:
     place, chosen = pointer.places(mask)
+    task = _task()
+    if pointer.memory.is_floating_point():
+        # The kernels do not read what was there.
+        places, numbers = place[chosen], _data(value).broadcast_to(place.shape)[chosen].clone()
+        task.additions.append(lambda: pointer.memory.index_put_((places,), numbers, accumulate=True))
+        task.clock[task] += 1
+        task.step()
+        return None
     old = torch.zeros_like(place, dtype=pointer.memory.dtype)
     old[chosen] = pointer.memory[place[chosen]]
     data = torch.as_tensor(_data(value)).to(pointer.memory.dtype).broadcast_to(place.shape)
@@ -583,13 +627,20 @@ def _assembly(text: str, constraints: str, operands: list[Any], dtype: Any, is_p
     if "selp.f32 $0, $1, 0fFF800000" in text:
         scores, word, bit = (x.data for x in operands)
         return Block(torch.where((word & bit) != 0, scores, -torch.inf))
-    if "bar.arrive $1, 256" in text:
-        task.program.meet(task, int(operands[0]), 256, waits=False)
-    elif "@yes bar.sync $1, 256" in text:
-        if operands[1]:
-            task.program.meet(task, int(operands[0]), 256, waits=True)
-    elif "bar.sync $1," in text:
-        task.program.meet(task, int(operands[0]), 256 if "256" in text else 128, waits=True)
+    barriers = re.findall(r"bar\.(arrive|sync) \$(\d), (\d+)", text)
+    if barriers:
+        for kind, which, threads in barriers:
+            if "@yes" not in text or operands[1]:
+                task.program.meet(task, int(operands[int(which) - 1]), int(threads), waits=kind == "sync")
+    elif "ld.acquire.gpu" in text:
+        pointer, turn = operands
+        task.wait(lambda: _load(pointer) == turn, f"turn {turn}, now {_load(pointer)}")
+    elif "red." in text:
+        if "red.release.gpu" in text:
+            for other, count in task.clock.items():
+                other.perform(count)
+        operands[0].memory[int(operands[0].offset)] += 1
+        task.step()
     elif text == "mov.b32 $0, $1;":
         return operands[0]
     elif not any(word in text for word in ("griddepcontrol", "nanosleep", "bar.warp.sync")):
@@ -603,6 +654,7 @@ class _BarrierLayout(Layout):
 
 def _arrive(barrier: Barrier | None, count: int = 1, pred: Any = True) -> None:
     if pred:
+        barrier.clock.join(_task().clock)
         barrier.pending -= count
         barrier.settle()
         _task().step()
@@ -610,6 +662,7 @@ def _arrive(barrier: Barrier | None, count: int = 1, pred: Any = True) -> None:
 
 def _expect(barrier: Barrier, size: int, pred: Any = True) -> None:
     if pred:
+        barrier.clock.join(_task().clock)
         barrier.bytes += size
         barrier.pending -= 1
         barrier.settle()
@@ -619,6 +672,7 @@ def _expect(barrier: Barrier, size: int, pred: Any = True) -> None:
 def _wait(barrier: Barrier | None, phase: int, pred: Any = True) -> None:
     if pred:
         _task().wait(lambda: barrier.phase & 1 != phase, f"mbarrier in phase {barrier.phase}")
+        _task().clock.join(barrier.ended)
 
 
 def _init(barrier: Barrier, count: int) -> None:

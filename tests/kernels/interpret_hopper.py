@@ -7,6 +7,7 @@ Triton's interpreter. A program of its own: Triton decides when it is imported w
 import json
 import os
 import sys
+from dataclasses import replace
 
 os.environ["TRITON_INTERPRET"] = "1"
 
@@ -14,6 +15,7 @@ import torch
 from cases import Problem
 from conftest import ALLOCATORS, poisoned
 from index_calls import IndexCall
+from kernels import gluon_emulator
 from kernels.gluon_emulator import Descriptor, EmulationError, Kernel
 from kernels.interpreter import skip_repeated_work
 from kernels.test_selection import drawn, inputs, seen_pairs
@@ -209,9 +211,122 @@ GLUON = [
 GLUON = [(module, name, getattr(module, name)) for module, name in GLUON]
 
 
-def emulate(changes=None):
+def emulate(changes=None, seed=0):
     for module, name, kernel in GLUON:
-        setattr(module, name, Kernel(kernel, changes=changes))
+        setattr(module, name, Kernel(kernel, seed, changes))
+
+
+IN_TURNS = {
+    "dense": problem("full", 512, heads=1, key_heads=1),
+    "window": problem("window:150", 700),
+    "causal, grouped heads, width 128": problem("window:300 & causal", 640, d=128, key_heads=1),
+    "random, a list a head": problem("random:0.7;block=128;seed=1;per_head=1", 768),
+    "blocks of 256, ragged, batch": problem("full", 600, block_size=256, heads=1, key_heads=1, batch=2),
+    "split rows": problem("global:128;queries=1 | window:60", 1024, heads=1, key_heads=1),
+    "ladder, grouped heads": problem("dilated:512x1,640x2 & causal", 700, heads=2, key_heads=1),
+    "ladder, heads of two offsets": problem("dilated:384x1,768x2;heads=split", 768, heads=4, key_heads=2),
+}
+"""With at least three entries at some tile of dQ, so that their order shows."""
+SCHEDULES = [
+    (programs, resident, 100 * seed) for programs, resident in ((3, 3), (5, 2), (20, 24)) for seed in (1, 2, 3)
+]
+"""Number of programs, number that run at a time, and seed."""
+
+
+class InTurns:
+    """Backward of a trial with dQ summed in turns, or in any order, under schedules of the emulator."""
+
+    def __init__(self, trial):
+        query, key, value, self.grad_output, grad_lse = trial.inputs(torch.float32)
+        self.trial, self.grad_lse = trial, grad_lse.float()
+        plan = make_plan(trial.pattern, trial.n, trial.heads, trial.block_size)
+        self.call = AttentionCall(query, key, value, plan, trial.d**-0.5)
+        emulate()
+        self.forward = hopper_backend.prepare(self.call).forward(self.call)
+        config = hopper_gradients.BACKWARD_CONFIGS[trial.d]
+        self.runner = hopper_gradients.PreparedBackward(replace(config, ordered=True), False)
+
+    def gradients(self, programs, resident, seed, any_order=False, changes=None):
+        emulate(changes, seed)
+        gluon_emulator.RESIDENT = resident
+        hopper_gradients.processors = lambda device: programs
+        self.runner._launches.clear()
+        return self.runner(self.call, *self.forward, self.grad_output, self.grad_lse, any_order)
+
+    def first_difference(self, any_order=False, changes=None):
+        """First schedule whose gradients are not those of a single program, or its error; None if there is none."""
+        expected = self.gradients(1, 1, 0, any_order)
+        for schedule in SCHEDULES:
+            try:
+                gradients = self.gradients(*schedule, any_order, changes)
+            except EmulationError as error:
+                return str(error)
+            if not all(torch.equal(a, b) for a, b in zip(gradients, expected, strict=True)):
+                return schedule
+        return None
+
+    def errors(self):
+        grads = {"grad_output": self.grad_output, "grad_lse": self.grad_lse}
+        wanted = answer(self.call.query, self.call.key, self.call.value, self.trial.pattern, **grads)
+        return [error(a, b) for a, b in zip(self.gradients(*SCHEDULES[0]), wanted[2:], strict=True)]
+
+
+FAULTS_OF_TURNS = {
+    "turn one too high": {"stream_in_turn": ("gl.load(p_entry + 5), ", "gl.load(p_entry + 5) + 1, ")},
+    "turn not waited for": {"sum_piece": ("bar.sync $1, 160", "bar.arrive $1, 160")},
+    "any turn passes": {"keep_turns": ("ld.acquire.gpu", "bar.warp.sync")},
+    "counted before it is added": {"keep_turns": ("bar.sync $1, 288", "bar.arrive $1, 288")},
+    "counted without a release": {"keep_turns": ("red.release.gpu", "red.relaxed.gpu")},
+    "added after it is counted": {
+        "sum_piece": (
+            "    leave_piece(p_sum, tile, piece, C, D)\n    if TURNS:\n"
+            "        gl.inline_asm_elementwise(\n"
+            '            "bar.arrive $1, 288; mov.b32 $0, 0;", "=r,n", [ADDED], dtype=gl.int32, is_pure=False, pack=1\n'
+            "        )\n",
+            "    if TURNS:\n"
+            "        gl.inline_asm_elementwise(\n"
+            '            "bar.arrive $1, 288; mov.b32 $0, 0;", "=r,n", [ADDED], dtype=gl.int32, is_pure=False, pack=1\n'
+            "        )\n"
+            "    leave_piece(p_sum, tile, piece, C, D)\n",
+        )
+    },
+    "slot free before its turn is read": {
+        "keep_turns": (
+            "        p_turn = p_turns + read(b_tile.index(slot), TILE_SUM)\n        sync_warp()\n"
+            "        mbarrier.arrive(empty.index(slot), count=1)\n",
+            "        mbarrier.arrive(empty.index(slot), count=1)\n        sync_warp()\n"
+            "        p_turn = p_turns + read(b_tile.index(slot), TILE_SUM)\n",
+        )
+    },
+    "first item of a program fixed": {
+        "load_backward_tiles": (
+            "item = claim_in_order(p_next, items) if TURNS else gl.program_id(0)",
+            "item = gl.program_id(0)",
+        ),
+        "claim_in_order": ("    return item", "    return item + gl.num_programs(0)"),
+    },
+}
+"""Faults of the order, each found by some schedule."""
+
+
+def run_in_turns():
+    """Trials in turns, each beside its control in any order, then faults."""
+    # Rows are split for one number of programs, whatever number runs.
+    hopper_gradients.split = lambda lowered, work, batch, _, *rest, **more: hopper_split.split(
+        lowered, work, batch, PROGRAMS, *rest, **more
+    )
+    for name, trial in IN_TURNS.items():
+        run = InTurns(trial)
+        line = {"errors": run.errors(), "in turns": run.first_difference(), "any order": run.first_difference(True)}
+        print(json.dumps({"trial": name} | line), flush=True)
+    configs = dict(hopper_gradients.BACKWARD_CONFIGS)
+    hopper_gradients.BACKWARD_CONFIGS.update({d: replace(config, ordered=True) for d, config in configs.items()})
+    # The host may not read the lists of learned plans; they compute dQ by rows.
+    print(json.dumps({"learned": run_learned(0, 256, 2)}), flush=True)
+    hopper_gradients.BACKWARD_CONFIGS.update(configs)
+    run = InTurns(IN_TURNS["window"])
+    for name, changes in FAULTS_OF_TURNS.items():
+        print(json.dumps({"fault": name, "found": run.first_difference(changes=changes)}), flush=True)
 
 
 def replace_what_needs_a_gpu():
@@ -237,6 +352,9 @@ if __name__ == "__main__":
     replace_what_needs_a_gpu()
     for owner, name in ALLOCATORS:
         setattr(owner, name, poisoned(getattr(owner, name)))
+    if sys.argv[1:] == ["--turns"]:
+        run_in_turns()
+        sys.exit()
     if sys.argv[1:] == ["--faults"]:
         hopper_backend.processors = hopper_gradients.processors = lambda device: 3
         hopper_split.SHORTEST_PIECE = 2**40

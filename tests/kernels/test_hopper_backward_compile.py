@@ -19,7 +19,7 @@ SHARED_MEMORY = 232448
 """Bytes a program may have on compute capability 9.0."""
 ALIGNED = ("p_delta", "p_sum", "p_dq", "p_dk", "p_dv", "p_q", "p_do", "p_part")
 POINTERS = ("p_work", "p_class", "p_walk", "p_whole", "p_partial", "p_tiles", "p_bits", "p_next")
-POINTERS += ("p_source", "p_first", "p_order")
+POINTERS += ("p_source", "p_first", "p_order", "p_turns")
 NUMBERS = (
     *("items", "items_a_batch", "heads", "group", "query_tiles", "sum_tiles", "key_blocks", "query_blocks", "n"),
     *("q_rate", "q_longer", "k_rate", "k_longer", "dq_columns"),
@@ -64,8 +64,9 @@ def descriptor(rows, d, dtype, rank):
 def without(kernel, kind):
     """Arguments that a kind of kernel does not take."""
     missing = [name for name in kernel.arg_names if name.endswith("_more") and "strided" not in kind]
-    joining = {"p_dq": "joining" in kind, "dq_columns": "narrow" in kind}
-    return dict.fromkeys(missing + [name for name, given in joining.items() if name in kernel.arg_names and not given])
+    words = {"p_dq": "joining", "dq_columns": "narrow", "p_turns": "in turns"}
+    missing += [name for name, word in words.items() if word not in kind]
+    return {name: None for name in missing if name in kernel.arg_names}
 
 
 def assert_fits(compiled, log, spilled):
@@ -88,12 +89,16 @@ def assert_fits(compiled, log, spilled):
         (128, 128, torch.bfloat16, False, "split", 96),
         (64, 128, torch.bfloat16, True, "strided", 320),
         (128, 128, torch.bfloat16, False, "strided", 224),
+        (64, 128, torch.bfloat16, True, "plain in turns", 256),
+        (128, 128, torch.bfloat16, True, "plain in turns", 96),
+        (128, 128, torch.bfloat16, True, "split in turns", 96),
+        (128, 128, torch.bfloat16, True, "strided in turns", 224),
     ],
 )
 def test_key_gradients_fit_a_multiprocessor(d, block, dtype, fused, kind, spilled):
     from dilated_attention_pytorch.kernels.hopper.dkv_kernel import attention_dkv_bwd_kernel
 
-    rank = 5 if kind == "strided" else 4
+    rank = 5 if "strided" in kind else 4
     config = hopper_gradients.BACKWARD_CONFIGS[d]
     streamed, held = descriptor(config.streamed_tile, d, dtype, rank), descriptor(64, d, dtype, rank)
     descriptors = dict.fromkeys(("q_desc", "q_more", "do_desc", "do_more"), streamed)
@@ -104,7 +109,7 @@ def test_key_gradients_fit_a_multiprocessor(d, block, dtype, fused, kind, spille
         "STAGES": config.stages if fused else config.stages_by_rows,
         "KV_STAGES": config.held_stages,
         "DQ": fused,
-        "SPLIT": kind == "split",
+        "SPLIT": "split" in kind,
         **without(attention_dkv_bwd_kernel, kind),
         "WORKER_REGISTERS": config.registers,
     }
@@ -112,7 +117,20 @@ def test_key_gradients_fit_a_multiprocessor(d, block, dtype, fused, kind, spille
     assert_fits(compiled, log, spilled)
     # The sum of dQ is fast only while every addition moves 16 bytes.
     assert ("add.v4.f32" in compiled.asm["ptx"]) == fused
-    assert ("cp.reduce.async.bulk.tensor.5d" in compiled.asm["ptx"]) == (kind == "strided")
+    assert ("cp.reduce.async.bulk.tensor.5d" in compiled.asm["ptx"]) == ("strided" in kind)
+    if "in turns" in kind:
+        assert_adds_in_turns(compiled.asm["ptx"])
+
+
+def assert_adds_in_turns(ptx):
+    """Every addition to dQ lies between the barrier of its turn and the one of the count, which nothing else uses."""
+    words = r"bar(?:rier)?\.\w+ (?:13|14|15)\b|add\.v4\.f32|ld\.acquire\.gpu|red\.release\.gpu"
+    found = "".join(f"{word} " for word in re.findall(words, ptx))
+    for turn in (13, 14):
+        piece = f"bar.sync {turn} {'add.v4.f32 ' * 8}bar.arrive 15 "
+        assert found.count(piece) == 2
+        found = found.replace(piece, "")
+    assert found == "ld.acquire.gpu bar.arrive 13 bar.arrive 14 bar.sync 15 red.release.gpu "
 
 
 @pytest.mark.parametrize(

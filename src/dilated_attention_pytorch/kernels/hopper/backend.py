@@ -140,8 +140,11 @@ def workspace(call: AttentionCall, direction: str, extent: Extent) -> int:
     if direction == "forward":
         signed = 0 if call.scale > 0 else item * d * extent.queries
         return pieces + signed
-    # Delta of every row of whole blocks; for unordered sums also dQ in float32, once per part.
-    sums = 0 if reproducible_gradients() else tile_width(call)
+    from .backward import BACKWARD_CONFIGS
+
+    # Delta of every row of whole blocks; for sums beside dK and dV also dQ in float32, once per part, and its turns.
+    tile = tile_width(call)
+    sums = tile + 1 if BACKWARD_CONFIGS[tile].ordered else 0 if reproducible_gradients() else tile
     tiles = [part.queries.tiles for part in parts]
     blocks = max(-(-call.plan.n // block), sum(tiles) if sums else max(tiles, default=0))
     padded = -(-blocks * block * 4 // call.plan.n)

@@ -3,7 +3,8 @@
 dQ is computed in one of two ways. The fused kernel computes it beside dK and dV with five products per tile pair and
 accumulates it in float32 (4 bytes per element of the rows of each part; for a plain part twice the size of dQ), in no
 fixed order. The row-wise kernel recomputes the scores with seven products per tile pair, needs no copy and is
-bitwise reproducible; it is the default unless `reproducible_gradients(False)` is set.
+bitwise reproducible; it is the default unless `reproducible_gradients(False)` is set. With `BackwardConfig.ordered`
+the fused kernel takes its place and adds in the order of `turns`, which is bitwise reproducible, too.
 
 Parts of a plan run one after another. Each uses the LSE and delta of whole rows, so its contribution is exact. dK and
 dV of a plain part run first and write every row, and other parts add to them; without a plain part they start from
@@ -25,6 +26,7 @@ from ..launch.launcher import Launches, LaunchStep, PtrArg, Tensors, TmaArg, on_
 from .layouts import LOG2_E, columns_of, layout_of, layout_problem, processors, tile_width
 from .lowering import BackwardItems, LoweredPart, Strides, launch_cache, lower
 from .split_rows import Split, split
+from .turns import in_turns
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +43,8 @@ class BackwardConfig:
     """Pipeline stages of the row-wise dQ kernel, which uses each tile in two consecutive steps."""
     registers: int = 240
     """Registers per thread of a consumer warpgroup."""
+    ordered: bool = False
+    """Whether reproducible dQ is accumulated beside dK and dV in turns; learned plans still compute it by rows."""
 
 
 BACKWARD_CONFIGS = {64: BackwardConfig(128, stages_by_rows=3, row_stages=4), 128: BackwardConfig(64)}
@@ -142,6 +146,8 @@ class BackwardLaunch:
         rows = config.streamed_tile
         device = query.device
         all_lowered = lower(plan)
+        ordered = config.ordered and not fused and all(lowered.launches is None for lowered in all_lowered)
+        fused = fused or ordered
         self.writes_all = bool(all_lowered) and all_lowered[0].writes_all
         # Whole blocks of the plan: a list may name sub-tiles of its last block past the end of the sequence.
         tiles = -(-n // plan.block_size) * (plan.block_size // rows)
@@ -153,7 +159,7 @@ class BackwardLaunch:
         )
         last = all_lowered[0] if self.joins else None
         parts = [
-            PartBackward(call, config, lowered, tiles, fused, lowered is last, len(all_lowered) == 1)
+            PartBackward(call, config, lowered, tiles, fused, ordered, lowered is last, len(all_lowered) == 1)
             for lowered in all_lowered
         ]
         self.pieces = parts[0].pieces if len(parts) == 1 else []
@@ -161,9 +167,11 @@ class BackwardLaunch:
         # Accumulators are aligned to 16 bytes.
         o_sum = -(-batch * heads * n // 4) * 4
         sums = list(accumulate((part.sum_floats if fused else 0 for part in parts), initial=o_sum))
-        o_claimed = sums[-1]
+        turns = list(accumulate((part.sum_tiles if ordered else 0 for part in parts), initial=sums[-1]))
+        o_claimed = turns[-1]
         self.cleared = sums[1 if self.writes_all else 0], o_claimed
-        """Range of accumulators zeroed before the launches; the first launch zeroes that of a plain part."""
+        """Range of accumulators and turn counters zeroed before the launches; the first launch zeroes the accumulator
+        of a plain part."""
         # Two counters per part, as its kernels may run concurrently; rounded up to a power of two.
         counters = 1 << (2 * len(parts)).bit_length()
         self.floats = o_claimed + counters
@@ -175,10 +183,11 @@ class BackwardLaunch:
         prepare = self._prepare(like, pointers, (rows, *widths, lse_grad, fused and self.writes_all, counters))
         delta, _, claimed = pointers
         launches, later = [prepare], []
-        for number, (part, begin) in enumerate(zip(parts, sums, strict=False)):
+        for number, (part, begin, o_turns) in enumerate(zip(parts, sums, turns, strict=False)):
             total = PtrArg(SPACE, begin, torch.float32)
+            turn = PtrArg(SPACE, o_turns, torch.int32) if ordered else None
             claims = [claimed._replace(begin=claimed.begin + 2 * number + place) for place in range(2)]
-            launches += part.launches(part.by_key, like, (PtrArg(LSE), delta, total, claims[0]))
+            launches += part.launches(part.by_key, like, (PtrArg(LSE), delta, total, turn, claims[0]))
             if part.by_query is None:
                 later.append(part.finish(like, total))
             else:
@@ -246,6 +255,7 @@ class PartBackward:
         lowered: LoweredPart,
         tiles: int,
         fused: bool,
+        ordered: bool,
         joins: bool,
         alone: bool,
     ) -> None:
@@ -271,12 +281,19 @@ class PartBackward:
         settings = *scales, plan.block_size, stages, config.held_stages, fused
         work = lowered.backward_items(group, by_key=True)
         cut = split(lowered, work, batch, programs, group, by_key=True) if alone else None
+        key_tiles, query_tiles = lowered.part.keys.tiles, lowered.part.queries.tiles
+        if ordered and cut:
+            works, blocks = (cut.rest, cut.pieces), (key_tiles, cut.slots)
+            rest, pieces = in_turns(works, blocks, query_tiles, plan.block_size, group)
+            cut = replace(cut, rest=rest, pieces=pieces)
+        elif ordered:
+            (work,) = in_turns((work,), (key_tiles,), query_tiles, plan.block_size, group)
         tma_args = (
             *_tma_args((QUERY, GRAD_OUTPUT), rows, width, queries),
             *_tma_args((KEY, VALUE), 64, width, keys),
         )
         written = _tma_args((GRAD_KEY, GRAD_VALUE), 64, width, keys)
-        lists = work, cut, lowered.part.keys.tiles, (*sizes, own_tiles), (n, *axes, *settings)
+        lists = work, cut, key_tiles, (*sizes, own_tiles), (n, *axes, *settings)
         self.by_key = KernelArgs(attention_dkv_bwd_kernel, tma_args, written, (), *lists)
         self.by_query: KernelArgs | None = None
         if not fused:
@@ -290,7 +307,7 @@ class PartBackward:
             )
             written = _tma_args((GRAD_QUERY,), 64, width, queries)
             joined = (PtrArg(GRAD_QUERY), columns_of(query, width)) if joins else (None, None)
-            lists = work, cut, lowered.part.queries.tiles, sizes, settings
+            lists = work, cut, query_tiles, sizes, settings
             self.by_query = KernelArgs(attention_dq_bwd_kernel, tma_args, written, joined, *lists)
         cuts = self.by_query and self.by_query.cut, self.by_key.cut, self.by_key.cut
         widths = d, d, call.value.shape[-1]
@@ -301,7 +318,7 @@ class PartBackward:
         self.finish_numbers = heads, own_tiles, n, *strides, lowered.queries.rate, call.scale
         self.finish_constants = rows, width, d, plan.block_size, lowered.strided
 
-    def launches(self, args: KernelArgs, like: Tensors, pointers: tuple[PtrArg, ...]) -> list[LaunchStep]:
+    def launches(self, args: KernelArgs, like: Tensors, pointers: tuple[PtrArg | None, ...]) -> list[LaunchStep]:
         """Launches of a kernel: all rows; or, if rows are split, whole rows, pieces, and the sum of the pieces."""
         cut = args.cut
         if cut is None:
@@ -316,8 +333,8 @@ class PartBackward:
             launches.append(cut.join(sum_pieces_bwd_kernel, joined, self.batch, self.n, like, like[slot]))
         return launches
 
-    def _launch(self, args: KernelArgs, like: Tensors, pointers: tuple[PtrArg, ...]) -> LaunchStep:
-        """Launch of a Gluon kernel; `pointers` are LSE, delta, for dK and dV the dQ accumulator, and the counter."""
+    def _launch(self, args: KernelArgs, like: Tensors, pointers: tuple[PtrArg | None, ...]) -> LaunchStep:
+        """Launch of a Gluon kernel; `pointers` are LSE, delta, for dK and dV the sum and turns of dQ, the counter."""
         work, items = args.work, len(args.work.items)
         pieces = args.cut is not None and work is args.cut.pieces
         numbers = self.batch * items, items, *args.sizes, args.blocks, *args.settings, pieces, self.registers

@@ -9,6 +9,11 @@ keys: the warpgroups exchange it through shared memory; each computes a 64 x 64 
 accumulator in global memory, one step later, so that neither waits for the other. The order of these additions is not
 fixed, so dQ of two runs may differ in its last bits; without DQ the kernel leaves dQ to `dq_kernel`.
 
+With `p_turns` the order is fixed: items add to a tile of dQ in the order of their claims. Every streamed tile carries
+its turn, and a fourth partition (`keep_turns`) releases the piece of both warpgroups when the counter of the tile has
+reached that turn, and increments the counter when both have added. An item waits only for items that were claimed
+before it, by programs that run, so some item can always go on.
+
 The accumulator has the order of the registers that are added to it (`PIECE` floats per piece), so that every addition
 is 16 bytes per thread and a warp accesses contiguous memory. `pre_post_kernels.finish_dq_kernel` restores row order.
 
@@ -36,6 +41,7 @@ from .primitives import (
     barrier_pairs,
     base_2,
     box_coordinates,
+    claim_in_order,
     claim_item,
     copy_rows_in,
     first_and_count,
@@ -49,25 +55,30 @@ from .primitives import (
     read,
     release,
     ring,
+    sync_warp,
     wait_for_launch,
 )
 
 MEETING = gl.constexpr(8)
 EXCHANGE = gl.constexpr(9)
 """Hardware barriers of the two warpgroups: one, and from EXCHANGE on four; the compiler uses low numbers itself."""
+TURN = gl.constexpr(13)
+ADDED = gl.constexpr(15)
+"""Hardware barriers of the turn warp: with each warpgroup, and with both."""
 
 ITEM_HEAD, ITEM_ROW, ITEM_STEPS, ITEM_BATCH, ITEM_ROWS, ITEM_STORED = (gl.constexpr(i) for i in range(6))
 """Fields of an item's mailbox; ITEM_BATCH is -1 after the last item, ITEM_STORED the destination of a piece."""
-TILE_SUM, TILE_MASK, TILE_LOW, TILE_HIGH, TILE_LAST = (gl.constexpr(i) for i in range(5))
+TILE_SUM, TILE_MASK, TILE_LOW, TILE_HIGH, TILE_LAST, TILE_TURN = (gl.constexpr(i) for i in range(6))
 """Fields of a streamed tile's mailbox: index in the dQ accumulator; mask, -1 for a whole tile; band of differences held
-minus streamed; last key. Rows are relative to the first rows of the item and of the tile."""
+minus streamed; last key; turn, -1 after the last tile. Rows are relative to the first rows of the item and of the
+tile."""
 
 
 @gluon.jit
 def stream_tile(
     first_desc, first_more, second_desc, second_more, b_first, b_second, b_rows, b_tile, full, empty,
     p_lse, p_delta, o_rows, token, rows, rate, longer,
-    count, batch, head, sum_tile, mask, low, high, last_key, STAGES: gl.constexpr, BY_KEY: gl.constexpr,
+    count, batch, head, sum_tile, mask, low, high, last_key, turn, STAGES: gl.constexpr, BY_KEY: gl.constexpr,
 ):  # fmt: skip
     """Start copying a streamed tile, its mailbox, and LSE and delta of its queries into a slot of the ring."""
     BM: gl.constexpr = first_desc.block_shape[len(first_desc.block_shape) - 2]
@@ -83,7 +94,7 @@ def stream_tile(
     if BY_KEY:
         b_rows.index(slot).slice(0, BM).store(base_2(lse))
         b_rows.index(slot).slice(BM, BM).store(delta)
-    post(b_tile.index(slot), sum_tile, mask, low, high, last_key, 0)
+    post(b_tile.index(slot), sum_tile, mask, low, high, last_key, turn)
     mbarrier.expect(full.index(slot), 2 * first_desc.block_type.nbytes)
     here_full = full.index(slot)
     copy_rows_in(first_desc, first_more, batch, head, residue, box_row, longer, here_full, b_first.index(slot))
@@ -129,7 +140,7 @@ def stream_head(
         stream_tile(
             streamed_1, streamed_1_more, streamed_2, streamed_2_more, b_1, b_2, b_rows, b_tile,
             full, empty, p_lse, p_delta, o_rows, token, BM, rate, longer,
-            tile_count, batch, head, first_tile + sub_tile, -1, 0, 0, 0, STAGES, BY_KEY,
+            tile_count, batch, head, first_tile + sub_tile, -1, 0, 0, 0, 0, STAGES, BY_KEY,
         )  # fmt: skip
         tile_count += 1
     for step in range(partial_steps):
@@ -151,7 +162,44 @@ def stream_head(
         stream_tile(
             streamed_1, streamed_1_more, streamed_2, streamed_2_more, b_1, b_2, b_rows, b_tile,
             full, empty, p_lse, p_delta, o_rows, token, rows, rate, longer,
-            tile_count, batch, head, first_tile + sub_tile, mask, low, high, last_key, STAGES, BY_KEY,
+            tile_count, batch, head, first_tile + sub_tile, mask, low, high, last_key, 0, STAGES, BY_KEY,
+        )  # fmt: skip
+        tile_count += 1
+    return tile_count
+
+
+@gluon.jit
+def stream_in_turn(
+    streamed_1, streamed_1_more, streamed_2, streamed_2_more, b_1, b_2, b_rows, b_tile, full, empty,
+    p_lse, p_delta, p_class, p_entries, p_tiles, heads, group, sum_tiles, n, rate, longer,
+    tile_count, batch, held_head, first_entry, steps, o_row, held_rows, BLOCK: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Stream the tiles of an item in the order of its entries, with their turns; return the updated tile count."""
+    STRIDED: gl.constexpr = len(streamed_1.block_shape) == 5
+    BM: gl.constexpr = streamed_1.block_shape[len(streamed_1.block_shape) - 2]
+    SUB: gl.constexpr = BLOCK // BM
+    for step in range(steps):
+        p_entry = p_entries + (first_entry + step // SUB) * 6
+        o_col = (step % SUB) * BM
+        tile = gl.load(p_entry)
+        mask = gl.load(p_entry + 1)
+        head = held_head * group + gl.load(p_entry + 4)
+        sub_tile = tile * SUB + step % SUB
+        if STRIDED:
+            token, rows = first_and_count(p_tiles, tile, gl.load(p_class + head * 3 + 2), rate)
+            token += o_col * rate
+            rows -= o_col
+        else:
+            token = sub_tile * BM
+            rows = n - token
+        o_mask = gl.where(mask < 0, -1, mask * (BLOCK * BLOCK // 32) + o_row * (BLOCK // 32) + o_col // 32)
+        low = gl.load(p_entry + 2) - o_row + o_col
+        high = gl.load(p_entry + 3) - o_row + o_col
+        own_row = batch * heads + head
+        stream_tile(
+            streamed_1, streamed_1_more, streamed_2, streamed_2_more, b_1, b_2, b_rows, b_tile,
+            full, empty, p_lse, p_delta, own_row.to(gl.int64) * n, token, rows, rate, longer, tile_count, batch, head,
+            own_row * sum_tiles + sub_tile, o_mask, low, high, held_rows - 1, gl.load(p_entry + 5), STAGES, True,
         )  # fmt: skip
         tile_count += 1
     return tile_count
@@ -165,11 +213,13 @@ def load_backward_tiles(
     p_lse, p_delta, p_work, p_class, p_walk, p_whole, p_partial, p_tiles, p_next, items, items_a_batch, heads, group,
     sum_tiles, blocks, n, held_rate, held_longer, rate, longer,
     BLOCK: gl.constexpr, STAGES: gl.constexpr, HELD_STAGES: gl.constexpr, BY_KEY: gl.constexpr, SPLIT: gl.constexpr,
+    TURNS: gl.constexpr = False,
 ):  # fmt: skip
     """Producer warp: the two held tiles of an item, then the pairs of tiles that stream past them.
 
     BY_KEY holds K and V and streams Q and dO of every head of the group; otherwise Q and dO are held, and K and V
-    stream. With SPLIT an item is a piece of a row, and the walk has a row for each block of pieces.
+    stream. With SPLIT an item is a piece of a row, and the walk has a row for each block of pieces. With TURNS an item
+    is claimed when it starts, the first one too, and has its own entries (`turns.in_turns`).
     """
     STRIDED: gl.constexpr = len(streamed_1.block_shape) == 5
     BM: gl.constexpr = streamed_1.block_shape[len(streamed_1.block_shape) - 2]
@@ -177,11 +227,17 @@ def load_backward_tiles(
     let_next_start()
     tile_count = 0
     item_count = 0
-    item = gl.program_id(0)
+    item = claim_in_order(p_next, items) if TURNS else gl.program_id(0)
     while item < items:
-        claim = claim_item(p_next, True)
-        batch = item // items_a_batch
-        p_item = p_work + (item % items_a_batch) * (6 if STRIDED else 4)
+        if TURNS:
+            # Samples share their turns, and are as independent as heads.
+            batches = items // items_a_batch
+            batch = item % batches
+            p_item = p_work + (item // batches) * (7 if STRIDED else 5)
+        else:
+            claim = claim_item(p_next, True)
+            batch = item // items_a_batch
+            p_item = p_work + (item % items_a_batch) * (6 if STRIDED else 4)
         held_head = gl.load(p_item)
         o_held = gl.load(p_item + 1)
         steps = gl.load(p_item + 2) * SUB
@@ -211,21 +267,35 @@ def load_backward_tiles(
             here_full = held_full.index(slot)
             copy_rows_in(held_1, held_1_more, batch, held_head, residue, row, held_longer, here_full, b_1_half)
             copy_rows_in(held_2, held_2_more, batch, held_head, residue, row, held_longer, here_full, b_2_half)
-        members = group if BY_KEY else 1
-        for member in range(members):
-            if BY_KEY:
-                query_head = held_head * group + member
-                head = query_head
-            else:
-                query_head = held_head
-                head = held_head // group
-            tile_count = stream_head(
+        if TURNS:
+            tile_count = stream_in_turn(
                 streamed_1, streamed_1_more, streamed_2, streamed_2_more, b_1, b_2, b_rows, b_tile, full, empty,
-                p_lse, p_delta, p_class, p_walk, p_whole, p_partial, p_tiles, heads, sum_tiles, blocks, n, rate, longer,
-                tile_count, batch, query_head, head, block, o_row, held_rows, held_offset, BLOCK, STAGES, BY_KEY,
+                p_lse, p_delta, p_class, p_partial, p_tiles, heads, group, sum_tiles, n, rate, longer,
+                tile_count, batch, held_head, gl.load(p_item + (6 if STRIDED else 4)), steps, o_row, held_rows,
+                BLOCK, STAGES,
             )  # fmt: skip
+        else:
+            members = group if BY_KEY else 1
+            for member in range(members):
+                if BY_KEY:
+                    query_head = held_head * group + member
+                    head = query_head
+                else:
+                    query_head = held_head
+                    head = held_head // group
+                tile_count = stream_head(
+                    streamed_1, streamed_1_more, streamed_2, streamed_2_more, b_1, b_2, b_rows, b_tile, full, empty,
+                    p_lse, p_delta, p_class, p_walk, p_whole, p_partial, p_tiles, heads, sum_tiles, blocks, n, rate,
+                    longer, tile_count, batch, query_head, head, block, o_row, held_rows, held_offset,
+                    BLOCK, STAGES, BY_KEY,
+                )  # fmt: skip
         item_count += 1
-        item = next_item(claim, p_next, item, items, True)
+        item = claim_in_order(p_next, items) if TURNS else next_item(claim, p_next, item, items, True)
+    if TURNS:
+        slot = tile_count % STAGES
+        mbarrier.wait(empty.index(slot), ((tile_count // STAGES) & 1) ^ 1)
+        post(b_tile.index(slot), 0, -1, 0, 0, 0, -1)
+        mbarrier.arrive(full.index(slot), count=1)
     # Launches must end in order, even if this one did not depend on the one before.
     wait_for_launch()
     slot = item_count % HELD_STAGES
@@ -305,10 +375,64 @@ def meet():
 
 
 @gluon.jit
+def keep_turns(b_tile, full, empty, p_turns, STAGES: gl.constexpr):
+    """Turn warp: let both warpgroups add to a tile of dQ once all earlier items have, and count the addition.
+
+    The additions of the warpgroups precede the barrier ADDED, and the increment after it is a release at the scope of
+    the GPU; the poll of the next item is an acquire and precedes the barrier TURN of its warpgroups. So its additions
+    come after these in the order of each address. No asynchronous copy takes part.
+    """
+    count = 0
+    mbarrier.wait(full.index(0), 0)
+    turn = read(b_tile.index(0), TILE_TURN)
+    while turn >= 0:
+        slot = count % STAGES
+        p_turn = p_turns + read(b_tile.index(slot), TILE_SUM)
+        sync_warp()
+        mbarrier.arrive(empty.index(slot), count=1)
+        gl.inline_asm_elementwise(
+            "{ .reg .pred early; .reg .b32 now; again: ld.acquire.gpu.global.b32 now, [$1]; "
+            "setp.ne.s32 early, now, $2; @early bra again; mov.b32 $0, 0; }",
+            "=r,l,r", [p_turn, turn], dtype=gl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+        sync_warp()
+        gl.inline_asm_elementwise(
+            "bar.arrive $1, 160; bar.arrive $2, 160; mov.b32 $0, 0;", "=r,n,n", [TURN, TURN + 1], dtype=gl.int32,
+            is_pure=False, pack=1,
+        )  # fmt: skip
+        gl.inline_asm_elementwise(
+            "bar.sync $1, 288; mov.b32 $0, 0;", "=r,n", [ADDED], dtype=gl.int32, is_pure=False, pack=1
+        )
+        gl.inline_asm_elementwise(
+            "{ .reg .pred first; .reg .b32 lane; mov.u32 lane, %laneid; setp.eq.u32 first, lane, 0; "
+            "@first red.release.gpu.global.add.u32 [$1], 1; mov.b32 $0, 0; }",
+            "=r,l", [p_turn], dtype=gl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+        count += 1
+        slot = count % STAGES
+        mbarrier.wait(full.index(slot), (count // STAGES) & 1)
+        turn = read(b_tile.index(slot), TILE_TURN)
+
+
+@gluon.jit
+def sum_piece(p_sum, tile, piece, C: gl.constexpr, D: gl.constexpr, TURNS: gl.constexpr):
+    """Add a piece of dQ to the accumulator; with TURNS when the turn warp allows it."""
+    if TURNS:
+        gl.inline_asm_elementwise(
+            "bar.sync $1, 160; mov.b32 $0, 0;", "=r,n", [TURN + C], dtype=gl.int32, is_pure=False, pack=1
+        )
+    leave_piece(p_sum, tile, piece, C, D)
+    if TURNS:
+        gl.inline_asm_elementwise(
+            "bar.arrive $1, 288; mov.b32 $0, 0;", "=r,n", [ADDED], dtype=gl.int32, is_pure=False, pack=1
+        )
+
+
+@gluon.jit
 def gather_step(
     C: gl.constexpr, dk_token, dv, sum_tile, tile_count, step, kv_slot, no_scores, no_piece,
     b_q, b_do, b_k, b_v, b_ds, b_rows, b_tile, full, empty, p_sum, p_bits, scale_log2,
-    BLOCK: gl.constexpr, STAGES: gl.constexpr, DQ: gl.constexpr,
+    BLOCK: gl.constexpr, STAGES: gl.constexpr, DQ: gl.constexpr, TURNS: gl.constexpr,
 ):  # fmt: skip
     """Contribution of one tile of queries to dK and dV of warpgroup `C`, and the dQ piece of the preceding tile."""
     BM: gl.constexpr = b_q.shape[len(b_q.shape) - 2]
@@ -353,7 +477,7 @@ def gather_step(
         dv, piece = warpgroup_mma_wait(1, deps=(dv_token, piece_token))
         hand_over(C, parity)
         if step > 0:
-            leave_piece(p_sum, sum_tile, piece, C, D)
+            sum_piece(p_sum, sum_tile, piece, C, D, TURNS)
         sum_tile = read(note, TILE_SUM)
     else:
         dv = warpgroup_mma_wait(1, deps=(dv_token,))
@@ -366,6 +490,7 @@ def gather_keys(
     b_q, b_do, b_k, b_v, b_ds, b_rows, b_item, b_tile, full, empty, kv_full, kv_empty,
     p_dk, p_dv, p_sum, p_bits, k_rate, k_longer, scale, scale_log2,
     BLOCK: gl.constexpr, STAGES: gl.constexpr, KV_STAGES: gl.constexpr, DQ: gl.constexpr, SPLIT: gl.constexpr,
+    TURNS: gl.constexpr = False,
 ):  # fmt: skip
     """Warpgroup `C`: dK and dV of its 64 keys of every item of this program, added to `p_dk` and `p_dv` if given."""
     BM: gl.constexpr = b_q.shape[len(b_q.shape) - 2]
@@ -398,6 +523,7 @@ def gather_keys(
             dk_token, dv, sum_tile, tile_count = gather_step(
                 C, dk_token, dv, sum_tile, tile_count, step, kv_slot, no_scores, no_piece,
                 b_q, b_do, b_k, b_v, b_ds, b_rows, b_tile, full, empty, p_sum, p_bits, scale_log2, BLOCK, STAGES, DQ,
+                TURNS,
             )  # fmt: skip
         dk = warpgroup_mma_wait(0, deps=(dk_token,))
         if DQ:
@@ -406,7 +532,7 @@ def gather_keys(
             piece_token = piece_product(C, b_ds, b_k, here(kv_slot * 2), parity, no_piece)
             piece = warpgroup_mma_wait(0, deps=(piece_token,))
             if steps > 0:
-                leave_piece(p_sum, sum_tile, piece, C, D)
+                sum_piece(p_sum, sum_tile, piece, C, D, TURNS)
         mbarrier.arrive(empty.index((tile_count + STAGES - 1) % STAGES), count=1, pred=steps > 0)
 
         batch = read(item, ITEM_BATCH)
@@ -439,13 +565,13 @@ def gather_keys(
         "k_rate", "k_longer", "scale", "scale_log2",
     ],
     do_not_specialize_on_alignment=[
-        "p_lse", "p_work", "p_class", "p_walk", "p_whole", "p_partial", "p_tiles", "p_bits", "p_next"
+        "p_lse", "p_turns", "p_work", "p_class", "p_walk", "p_whole", "p_partial", "p_tiles", "p_bits", "p_next"
     ],
 )  # fmt: skip
 def attention_dkv_bwd_kernel(
     q_desc, q_more, do_desc, do_more, k_desc, k_more, v_desc, v_more, dk_desc, dk_more, dv_desc, dv_more,
-    p_lse, p_delta, p_sum, p_work, p_class, p_walk, p_whole, p_partial, p_tiles, p_bits, p_next, items, items_a_batch,
-    heads, group, sum_tiles, key_blocks, n, q_rate, q_longer, k_rate, k_longer, scale, scale_log2,
+    p_lse, p_delta, p_sum, p_turns, p_work, p_class, p_walk, p_whole, p_partial, p_tiles, p_bits, p_next, items,
+    items_a_batch, heads, group, sum_tiles, key_blocks, n, q_rate, q_longer, k_rate, k_longer, scale, scale_log2,
     BLOCK: gl.constexpr, STAGES: gl.constexpr, KV_STAGES: gl.constexpr, DQ: gl.constexpr, SPLIT: gl.constexpr,
     WORKER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
@@ -462,28 +588,58 @@ def attention_dkv_bwd_kernel(
     b_rows = gl.allocate_shared_memory(gl.float32, [STAGES, 2 * BM], note)
     b_item = gl.allocate_shared_memory(gl.int32, [KV_STAGES, 8], note)
     b_tile = gl.allocate_shared_memory(gl.int32, [STAGES, 8], note)
-    full, empty = barrier_pairs(STAGES)
+    TURNS: gl.constexpr = p_turns is not None
+    full, empty = barrier_pairs(STAGES, 3 if TURNS else 2)
     kv_full, kv_empty = barrier_pairs(KV_STAGES)
-    gl.warp_specialize(
-        [
-            (gather_keys, (
-                0, dk_desc, dk_more, dv_desc, dv_more,
-                b_q, b_do, b_k, b_v, b_ds, b_rows, b_item, b_tile, full, empty, kv_full, kv_empty,
-                None, None, p_sum, p_bits, k_rate, k_longer, scale, scale_log2, BLOCK, STAGES, KV_STAGES, DQ, SPLIT,
-            )),
-            (gather_keys, (
-                1, dk_desc, dk_more, dv_desc, dv_more,
-                b_q, b_do, b_k, b_v, b_ds, b_rows, b_item, b_tile, full, empty, kv_full, kv_empty,
-                None, None, p_sum, p_bits, k_rate, k_longer, scale, scale_log2, BLOCK, STAGES, KV_STAGES, DQ, SPLIT,
-            )),
-            (load_backward_tiles, (
-                k_desc, k_more, v_desc, v_more, q_desc, q_more, do_desc, do_more,
-                b_k, b_v, b_q, b_do, b_rows, b_item, b_tile, full, empty, kv_full, kv_empty,
-                p_lse, p_delta, p_work, p_class, p_walk, p_whole, p_partial, p_tiles, p_next, items, items_a_batch,
-                heads, group, sum_tiles, key_blocks, n, k_rate, k_longer, q_rate, q_longer,
-                BLOCK, STAGES, KV_STAGES, True, SPLIT,
-            )),
-        ],
-        [4, 1],
-        [WORKER_REGISTERS, 32],
-    )  # fmt: skip
+    # A list of partitions that is put together would lose the constants among their arguments.
+    if TURNS:
+        gl.warp_specialize(
+            [
+                (gather_keys, (
+                    0, dk_desc, dk_more, dv_desc, dv_more,
+                    b_q, b_do, b_k, b_v, b_ds, b_rows, b_item, b_tile, full, empty, kv_full, kv_empty,
+                    None, None, p_sum, p_bits, k_rate, k_longer, scale, scale_log2, BLOCK, STAGES, KV_STAGES, DQ, SPLIT,
+                    TURNS,
+                )),
+                (gather_keys, (
+                    1, dk_desc, dk_more, dv_desc, dv_more,
+                    b_q, b_do, b_k, b_v, b_ds, b_rows, b_item, b_tile, full, empty, kv_full, kv_empty,
+                    None, None, p_sum, p_bits, k_rate, k_longer, scale, scale_log2, BLOCK, STAGES, KV_STAGES, DQ, SPLIT,
+                    TURNS,
+                )),
+                (load_backward_tiles, (
+                    k_desc, k_more, v_desc, v_more, q_desc, q_more, do_desc, do_more,
+                    b_k, b_v, b_q, b_do, b_rows, b_item, b_tile, full, empty, kv_full, kv_empty,
+                    p_lse, p_delta, p_work, p_class, p_walk, p_whole, p_partial, p_tiles, p_next, items, items_a_batch,
+                    heads, group, sum_tiles, key_blocks, n, k_rate, k_longer, q_rate, q_longer,
+                    BLOCK, STAGES, KV_STAGES, True, SPLIT, TURNS,
+                )),
+                (keep_turns, (b_tile, full, empty, p_turns, STAGES)),
+            ],
+            [4, 1, 1],
+            [WORKER_REGISTERS, 32, 32],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (gather_keys, (
+                    0, dk_desc, dk_more, dv_desc, dv_more,
+                    b_q, b_do, b_k, b_v, b_ds, b_rows, b_item, b_tile, full, empty, kv_full, kv_empty,
+                    None, None, p_sum, p_bits, k_rate, k_longer, scale, scale_log2, BLOCK, STAGES, KV_STAGES, DQ, SPLIT,
+                )),
+                (gather_keys, (
+                    1, dk_desc, dk_more, dv_desc, dv_more,
+                    b_q, b_do, b_k, b_v, b_ds, b_rows, b_item, b_tile, full, empty, kv_full, kv_empty,
+                    None, None, p_sum, p_bits, k_rate, k_longer, scale, scale_log2, BLOCK, STAGES, KV_STAGES, DQ, SPLIT,
+                )),
+                (load_backward_tiles, (
+                    k_desc, k_more, v_desc, v_more, q_desc, q_more, do_desc, do_more,
+                    b_k, b_v, b_q, b_do, b_rows, b_item, b_tile, full, empty, kv_full, kv_empty,
+                    p_lse, p_delta, p_work, p_class, p_walk, p_whole, p_partial, p_tiles, p_next, items, items_a_batch,
+                    heads, group, sum_tiles, key_blocks, n, k_rate, k_longer, q_rate, q_longer,
+                    BLOCK, STAGES, KV_STAGES, True, SPLIT,
+                )),
+            ],
+            [4, 1],
+            [WORKER_REGISTERS, 32],
+        )  # fmt: skip

@@ -37,15 +37,24 @@ def ring(stages, desc):
 
 
 @gluon.jit
-def barrier_pairs(STAGES: gl.constexpr):
-    """Full and empty barriers of each stage; two consumer warpgroups arrive on an empty barrier."""
+def barrier_pairs(STAGES: gl.constexpr, READERS: gl.constexpr = 2):
+    """Full and empty barriers of each stage; two consumer warpgroups arrive on an empty barrier, or all readers."""
     layout: gl.constexpr = mbarrier.MBarrierLayout()
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], layout)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], layout)
     for s in gl.static_range(STAGES):
         mbarrier.init(full.index(s), count=1)
-        mbarrier.init(empty.index(s), count=2)
+        mbarrier.init(empty.index(s), count=READERS)
     return full, empty
+
+
+@gluon.jit
+def sync_warp():
+    """Synchronize the lanes of a warp: one lane arrives on a barrier for all, and orders its own accesses alone.
+
+    Triton releases after 3.6 insert this synchronization themselves.
+    """
+    gl.inline_asm_elementwise("bar.warp.sync -1; mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -55,9 +64,7 @@ def post(slot, a, b, c, d, e, f):
     at = gl.arange(0, 8, layout)
     late = gl.where(at == 3, d, gl.where(at == 4, e, f))
     slot.store(gl.where(at == 0, a, gl.where(at == 1, b, gl.where(at == 2, c, late))))
-    # One lane arrives on the barrier for the whole warp, and its arrival orders its own writes alone. Triton releases
-    # after 3.6 insert this synchronization themselves.
-    gl.inline_asm_elementwise("bar.warp.sync -1; mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+    sync_warp()
 
 
 @gluon.jit
@@ -272,4 +279,16 @@ def next_item(claim, p_next, item, items, DYNAMIC: gl.constexpr):
         item = gl.num_programs(0) + claimed
     else:
         item += gl.num_programs(0)
+    return item
+
+
+@gluon.jit
+def claim_in_order(p_next, items):
+    """Claim an item of a program that has none left to stream, so that items start in the order of their claims.
+
+    Each program ends with a claim past the last item; the last of these resets the counter.
+    """
+    lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
+    item = gl.sum(gl.where(lane == 0, claim_item(p_next, True), 0), 0)
+    gl.store(p_next, 0, mask=item == items + gl.num_programs(0) - 1)
     return item
