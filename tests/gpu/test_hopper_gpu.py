@@ -13,6 +13,7 @@ from dilated_attention_pytorch.kernels.hopper import backend as hopper_backend
 from dilated_attention_pytorch.kernels.hopper import backward as hopper_gradients
 from dilated_attention_pytorch.kernels.hopper import split_rows as hopper_split
 from dilated_attention_pytorch.kernels.hopper.layouts import tile_width
+from dilated_attention_pytorch.ops import memory_budget
 from dilated_attention_pytorch.plan import make_plan
 
 pytestmark = [
@@ -172,6 +173,23 @@ def test_long_rows_of_narrow_heads_match_oracle(problem, short_pieces):
 @pytest.mark.parametrize("problem", [LADDERS[2], LONG[1], NARROW[5]], ids=lambda problem: problem.name)
 def test_scales_that_are_not_positive_match_oracle(problem, scale):
     assert_close(problem, torch.bfloat16, scale=scale)
+
+
+@pytest.mark.parametrize(
+    ("problem", "rows"),
+    [(SHARED[3], 128), (LADDERS[2], 1024), (LONG[2], 256), (NARROW[5], 1024)],
+    ids=lambda value: getattr(value, "name", value),
+)
+def test_runs_of_fewer_queries_than_keys_match_oracle(problem, rows, monkeypatch):
+    call, grad_output, grad_lse = call_of(problem, torch.bfloat16)
+    call = replace(call, pattern=problem.pattern.resolve(problem.n, problem.heads))
+    monkeypatch.setattr(memory_budget, "_within", lambda direction, call, name, budget, run: run(rows))
+    output, lse = memory_budget.forward(call, "hopper", hopper_backend, 1)
+    gradients = memory_budget.backward(call, "hopper", hopper_backend, 1, output, lse, grad_output, grad_lse)
+    expected = run(call, grad_output, grad_lse)
+    assert error(lse, expected[1]) <= 1e-5
+    for a, b in zip((output, *gradients), (expected[0], *expected[2:]), strict=True):
+        assert error(a, b) <= 2 * torch.finfo(torch.bfloat16).eps
 
 
 def test_memory_beside_narrow_rows_is_untouched():

@@ -29,6 +29,7 @@ from dilated_attention_pytorch.kernels.hopper import dq_kernel as hopper_backwar
 from dilated_attention_pytorch.kernels.hopper import forward_kernel as hopper_forward
 from dilated_attention_pytorch.kernels.hopper import split_rows as hopper_split
 from dilated_attention_pytorch.kernels.launch import launcher as hopper_launch
+from dilated_attention_pytorch.ops import memory_budget
 from dilated_attention_pytorch.plan import make_plan
 from dilated_attention_pytorch.selection import attention as selected
 from dilated_attention_pytorch.selection import backend as selection_backend
@@ -84,6 +85,14 @@ WIDTHS = {
     ),
 }
 """Rows that do not fill their tiles, with both ways to sum dQ."""
+RUNS = {
+    "rows of a window": (problem("window:100", 600), 128),
+    "rows of a causal pattern, grouped heads": (problem("causal", 500, key_heads=1), 128),
+    "rows of a ladder, width 80": (problem("dilated:101x1,909x2 & causal", 909, d=80, key_heads=1), 256),
+    "rows of documents": (problem("documents:130,1,300,209 & causal", 640), 128),
+    "long rows": (problem("global:128;queries=1 | window:60", 1000), 256),
+}
+"""Runs of so many rows of one head, as within a memory budget."""
 SCALES = {
     "scale -0.2": (problem("window:100 & causal", 300), -0.2),
     "scale -0.1, ladder, width 80": (problem("dilated:128x1,512x4", 600, d=80), -0.1),
@@ -100,6 +109,21 @@ INDICES = {
     "indices by causal tokens": IndexCall(True, True, 256, 128, 1, 2, 1, 1, 2, wild=True),
 }
 """Calls on indices; of each by blocks, some rows list none."""
+
+
+def run_by_rows(trial, rows):
+    """Errors of a call in runs of rows of one head, and whether some run had fewer queries than keys."""
+    query, key, value, grad_output, grad_lse = trial.inputs(torch.float32)
+    plan = make_plan(trial.pattern, trial.n, trial.heads, trial.block_size)
+    pattern = trial.pattern.resolve(trial.n, trial.heads)
+    call = AttentionCall(query, key, value, plan, trial.d**-0.5, pattern=pattern)
+    lengths = [chunk.call.query.shape[2] - chunk.call.key.shape[2] for chunk in memory_budget._chunks(call, rows)]
+    memory_budget._within = lambda direction, call, name, budget, run: run(rows)
+    output, lse = memory_budget.forward(call, "hopper", hopper_backend, 1)
+    gradients = memory_budget.backward(call, "hopper", hopper_backend, 1, output, lse, grad_output, grad_lse)
+    wanted = answer(query, key, value, trial.pattern, grad_output=grad_output, grad_lse=grad_lse)
+    named = zip(wanted._fields, (output, lse, *gradients), wanted, strict=True)
+    return {name: error(got, want) for name, got, want in named} | {"fewer": min(lengths) < 0}
 
 
 def run(trial, dtype, scale=None):
@@ -379,6 +403,8 @@ if __name__ == "__main__":
             print(json.dumps({"trial": name + more} | run(trial, dtype)), flush=True)
         for name, (trial, scale) in SCALES.items():
             print(json.dumps({"trial": name + more} | run(trial, torch.float32, scale)), flush=True)
+        for name, (trial, rows) in RUNS.items():
+            print(json.dumps({"trial": name + more} | run_by_rows(trial, rows)), flush=True)
     reproducible_gradients(True)
     count_launches()
     for name, *shape in (

@@ -22,7 +22,7 @@ POINTERS = ("p_work", "p_class", "p_walk", "p_whole", "p_partial", "p_tiles", "p
 POINTERS += ("p_source", "p_first", "p_order", "p_turns")
 NUMBERS = (
     *("items", "items_a_batch", "heads", "group", "query_tiles", "sum_tiles", "key_blocks", "query_blocks", "n"),
-    *("q_rate", "q_longer", "k_rate", "k_longer", "dq_columns"),
+    *("q_rate", "q_longer", "k_rate", "k_longer", "dq_columns", "n_keys"),
     *("rows", "blocks", "key_tiles", "first_head", "sq_b", "sq_h", "sq_n", "sg_b", "sg_h", "sg_n"),
 )
 
@@ -64,7 +64,7 @@ def descriptor(rows, d, dtype, rank):
 def without(kernel, kind):
     """Arguments that a kind of kernel does not take."""
     missing = [name for name in kernel.arg_names if name.endswith("_more") and "strided" not in kind]
-    words = {"p_dq": "joining", "dq_columns": "narrow", "p_turns": "in turns"}
+    words = {"p_dq": "joining", "dq_columns": "narrow", "n_keys": "run", "p_turns": "in turns"}
     missing += [name for name, word in words.items() if word not in kind]
     return {name: None for name in missing if name in kernel.arg_names}
 
@@ -87,6 +87,8 @@ def assert_fits(compiled, log, spilled):
         (64, 128, torch.bfloat16, False, "plain", 320),
         (128, 128, torch.bfloat16, False, "plain", 96),
         (128, 128, torch.bfloat16, False, "split", 96),
+        (64, 128, torch.bfloat16, True, "run of rows", 256),
+        (128, 128, torch.bfloat16, False, "run of rows", 96),
         (64, 128, torch.bfloat16, True, "strided", 320),
         (128, 128, torch.bfloat16, False, "strided", 224),
         (64, 128, torch.bfloat16, True, "plain in turns", 256),
@@ -139,7 +141,7 @@ def assert_adds_in_turns(ptx):
         (64, "plain", 288),
         *((128, kind, 16) for kind in ("plain", "split", "strided", "joining", "joining strided")),
         (128, "joining strided, narrow rows", 16),
-        (64, "joining, narrow rows", 288),
+        (64, "joining, narrow rows, run of rows", 288),
     ],
 )
 def test_query_gradient_fits_a_multiprocessor(d, kind, spilled):

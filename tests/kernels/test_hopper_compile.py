@@ -125,11 +125,12 @@ def test_a_signal_before_what_it_tells_of_is_found():
         (128, 128, torch.bfloat16, "plain", 4),
         (128, 256, torch.float16, "plain", 4),
         (128, 128, torch.bfloat16, "split", 4),
+        (64, 128, torch.bfloat16, "run of rows", 4),
         (64, 128, torch.bfloat16, "strided", 64),
         (128, 128, torch.bfloat16, "strided", 256),
         (128, 128, torch.bfloat16, "strided unevenly", 320),
         (64, 128, torch.bfloat16, "strided, narrow rows", 64),
-        (128, 128, torch.bfloat16, "strided unevenly, narrow rows", 320),
+        (128, 128, torch.bfloat16, "strided unevenly, narrow rows, run of rows", 320),
     ],
 )
 def test_forward_fits_a_multiprocessor(d, block, dtype, kind, spilled, monkeypatch):
@@ -141,12 +142,13 @@ def test_forward_fits_a_multiprocessor(d, block, dtype, kind, spilled, monkeypat
     rows, keys = descriptor(64, d, dtype, rank), descriptor(config.key_tile, d, dtype, rank)
     types = dict.fromkeys(("p_work", "p_full", "p_partial", "p_tiles", "p_bits", "p_next"), "*i32")
     types |= dict.fromkeys(("items", "items_a_batch", "heads", "group", "n", "o_batch", "o_head", "o_row"), "i32")
-    types |= {"o_columns": "i32"}
+    types |= {"o_columns": "i32", "n_keys": "i32"}
     types |= dict.fromkeys(("q_rate", "q_longer", "k_rate", "k_longer"), "i32") | {"p_lse": "*fp32", "scale": "fp32"}
     types |= {"q_desc": rows, "k_desc": keys, "v_desc": keys, "o_desc": rows, "p_out": "*bf16"}
     types |= {"q_more": rows, "k_more": keys, "v_more": keys, "o_more": rows}
     missing = [] if "unevenly" in kind else ["q_more", "k_more", "v_more", "o_more"]
     missing += ([] if strided else ["p_out"]) + ([] if "narrow" in kind else ["o_columns"])
+    missing += [] if "run" in kind else ["n_keys"]
     constants = dict.fromkeys(missing) | {
         "BLOCK": block,
         "K_STAGES": config.k_stages,

@@ -106,6 +106,16 @@ def test_other_widths_and_scales_match_oracle(found, kind, count):
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("hopper interpreter")
+def test_runs_of_fewer_queries_than_keys_match_oracle(found):
+    runs = {name: dict(errors) for name, errors in found.items() if "fewer" in errors}
+    assert len(runs) == 10
+    for name, errors in runs.items():
+        assert errors.pop("fewer"), name
+        assert max(errors.values()) <= 2e-6, (name, errors)
+
+
+@pytest.mark.slow
 def test_emulator_finds_faults_of_synchronization():
     faults = {line["fault"]: line["found"] for line in emulated("--faults")}
     assert len(faults) == 11

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ...plan.plan import Part
 from ...plan.subset import head_entries, longest_row
 from ..call import AttentionCall, Extent, Forward, Gradients, empty_rows, reproducible_gradients
 from ..launch.launcher import Launches, LaunchStep, PtrArg, Tensors, TmaArg, on_device
@@ -30,6 +29,7 @@ from .split_rows import ROWS_A_PIECE, split
 if TYPE_CHECKING:
     from .backward import PreparedBackward
 
+RUNS_OF_ROWS = True
 MOST_TOKENS = 2**30
 """Longest sequence: token numbers are 32-bit, and a tile of a strided axis may reach past the end of the sequence."""
 
@@ -105,9 +105,10 @@ def why_not(call: AttentionCall) -> str | None:
 
 def _lasting_problem(call: AttentionCall) -> str | None:
     """Reason why no call of this plan and layout can run, or None."""
-    if call.key.shape[2] != call.query.shape[2]:
+    n, keys = call.query.shape[2], call.key.shape[2]
+    if n != keys and (n > keys or keys != call.plan.n):
         # Queries gathered by selected block: their plan lists keys of another axis, which the host may not read here.
-        return f"needs as many keys as queries, got {call.key.shape[2]} and {call.query.shape[2]}"
+        return f"needs as many keys as queries, got {keys} and {n}"
     problem = device_problem(call.query.device)
     if problem is not None:
         return problem
@@ -133,10 +134,8 @@ def workspace(call: AttentionCall, direction: str, extent: Extent) -> int:
     """Upper bound of the bytes besides results; see `registry.Backend`."""
     d, e, block, parts = call.query.shape[3], call.value.shape[3], call.plan.block_size, call.plan.parts
     item, wide = call.query.dtype.itemsize, call.compute_dtype.itemsize
-    pieces = 0
-    if len(parts) == 1:
-        width = wide + item * (e if direction == "forward" else 2 * d + e)
-        pieces = _most_pieces(call, parts[0], extent) * block * width
+    width = wide + item * (e if direction == "forward" else 2 * d + e)
+    pieces = _most_pieces(call, extent) * block * width
     if direction == "forward":
         signed = 0 if call.scale > 0 else item * d * extent.queries
         return pieces + signed
@@ -148,15 +147,24 @@ def workspace(call: AttentionCall, direction: str, extent: Extent) -> int:
     tiles = [part.queries.tiles for part in parts]
     blocks = max(-(-call.plan.n // block), sum(tiles) if sums else max(tiles, default=0))
     padded = -(-blocks * block * 4 // call.plan.n)
+    if extent.pairs is not None:
+        # Every tile of a run has a pair, except for those of rows without keys.
+        blocks = min(blocks, extent.pairs + -(-extent.queries // block))
+        padded = -(-blocks * block * 4 // extent.queries)
     return (padded * (sums + 1) + item * e + 4) * extent.queries + pieces
 
 
-def _most_pieces(call: AttentionCall, part: Part, extent: Extent) -> int:
+def _most_pieces(call: AttentionCall, extent: Extent) -> int:
     """Upper bound of the blocks of all pieces of long rows."""
-    programs = processors(call.device)
-    if longest_row(part) <= extent.samples * extent.heads * min(head_entries(part)) // programs:
+    parts, block, programs = call.plan.parts, call.plan.block_size, processors(call.device)
+    rows = extent.samples * extent.heads
+    tiles = max((max(part.queries.tiles, part.keys.tiles) for part in parts), default=0)
+    if extent.pairs is not None:
+        # A run of rows may meet one part alone, and has less work to share.
+        tiles = min(tiles, -(-max(extent.queries, extent.keys) // block))
+    elif len(parts) != 1 or longest_row(parts[0]) <= rows * min(head_entries(parts[0])) // programs:
         return 0
-    return extent.samples * extent.heads * min(programs, max(part.queries.tiles, part.keys.tiles) // ROWS_A_PIECE)
+    return rows * min(programs, tiles // ROWS_A_PIECE)
 
 
 def forward(call: AttentionCall) -> Forward:
@@ -211,7 +219,7 @@ class ForwardLaunch:
 
             places = PtrArg(OUTPUT), PtrArg(LSE), PtrArg(LSE), PtrArg(PIECES), PtrArg(PIECE_LSE)
             launches = [_part_launch(call, config, parts[0], work, like) for work in (cut.rest, cut.pieces)]
-            launches.append(cut.join(merge_pieces_kernel, places, len(query), query.shape[2], like, like[OUTPUT]))
+            launches.append(cut.join(merge_pieces_kernel, places, like, like[OUTPUT]))
         self.launches = Launches(query.device, launches)
 
     def _lists(self, call: AttentionCall) -> tuple[Tensor, ...]:
@@ -277,7 +285,8 @@ def _part_launch(
     items = batch * items_a_batch
     # The record of a piece also holds the tile that it is stored to.
     pieces = not lowered.strided and work.items.shape[1] > WORK_WIDTH.value
-    queries, keys = (lowered.queries, lowered.keys) if lowered.strided else (None, None)
+    axes = lowered.strides(call)
+    queries, keys = axes if lowered.strided else (None, None)
     width = tile_width(call)
     arguments = (
         TmaArg(QUERY, 64, width, queries),
@@ -287,10 +296,10 @@ def _part_launch(
         PtrArg(OUTPUT) if lowered.strided else None,
         PtrArg(PIECE_LSE if pieces else LSE),
         *(*work[:-1], plan.masks.bits, PtrArg(COUNTERS, number or 0, torch.int32)),
-        *(items, items_a_batch, heads, heads // key.shape[1], n),
+        *(items, items_a_batch, heads, heads // key.shape[1], n, None if key.shape[2] == n else key.shape[2]),
         *(stride // 8 for stride in tma_strides(like[OUTPUT])[:3]),
         columns_of(like[OUTPUT], width) if lowered.strided else None,
-        *(*lowered.queries, *lowered.keys, (abs(call.scale) or 1.0) * LOG2_E),
+        *(*axes[0], *axes[1], (abs(call.scale) or 1.0) * LOG2_E),
         *(plan.block_size, config.k_stages, config.v_stages, config.ping_pong, config.persistent),
         *(pieces, config.registers),
     )

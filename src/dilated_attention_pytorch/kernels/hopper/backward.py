@@ -266,13 +266,16 @@ class PartBackward:
         batch, heads, n, d = query.shape
         width = tile_width(call)
         group = heads // call.key.shape[1]
-        self.batch, self.n = batch, n
+        self.batch = batch
         rows = config.streamed_tile
-        queries, keys = (lowered.queries, lowered.keys) if lowered.strided else (None, None)
+        strides = lowered.strides(call)
+        queries, keys = strides if lowered.strided else (None, None)
         own_tiles = lowered.part.queries.tiles * (plan.block_size // rows) if lowered.strided else tiles
         self.sum_tiles = batch * heads * own_tiles
         self.sum_floats = self.sum_tiles * rows * width
-        axes = *lowered.queries, *lowered.keys
+        # The lengths: that of the keys follows where it differs.
+        lengths = n, None if call.key.shape[2] == n else call.key.shape[2]
+        axes = *lengths, *strides[0], *strides[1]
         scales = call.scale, call.scale * LOG2_E
         self.registers = config.registers
         programs = processors(query.device)
@@ -293,14 +296,14 @@ class PartBackward:
             *_tma_args((KEY, VALUE), 64, width, keys),
         )
         written = _tma_args((GRAD_KEY, GRAD_VALUE), 64, width, keys)
-        lists = work, cut, key_tiles, (*sizes, own_tiles), (n, *axes, *settings)
+        lists = work, cut, key_tiles, (*sizes, own_tiles), (*axes, *settings)
         self.by_key = KernelArgs(attention_dkv_bwd_kernel, tma_args, written, (), *lists)
         self.by_query: KernelArgs | None = None
         if not fused:
             work = lowered.backward_items(group, by_key=False)
             cut = split(lowered, work, batch, programs) if alone else None
             stages = config.row_stages, config.held_stages
-            settings = n, *axes, *scales, plan.block_size, *stages
+            settings = *axes, *scales, plan.block_size, *stages
             tma_args = (
                 *_tma_args((QUERY, GRAD_OUTPUT), 64, width, queries),
                 *_tma_args((KEY, VALUE), rows, width, keys),
@@ -314,8 +317,7 @@ class PartBackward:
         shapes = [cut.piece_shape(batch, one) if cut else () for cut, one in zip(cuts, widths, strict=True)]
         self.pieces = shapes if any(shapes) else []
         """Shapes of the pieces of dQ, dK and dV; empty for a gradient without split rows."""
-        strides = empty_rows(query, d).stride()[:3]
-        self.finish_numbers = heads, own_tiles, n, *strides, lowered.queries.rate, call.scale
+        self.finish_numbers = heads, own_tiles, n, *empty_rows(query, d).stride()[:3], lowered.queries.rate, call.scale
         self.finish_constants = rows, width, d, plan.block_size, lowered.strided
 
     def launches(self, args: KernelArgs, like: Tensors, pointers: tuple[PtrArg | None, ...]) -> list[LaunchStep]:
@@ -330,7 +332,7 @@ class PartBackward:
         launches = [self._launch(one, like, pointers) for one in (args._replace(work=cut.rest), pieces)]
         for slot, *_ in args.written:
             joined = PtrArg(slot), PtrArg(slot), PtrArg(slot + TO_PIECES)
-            launches.append(cut.join(sum_pieces_bwd_kernel, joined, self.batch, self.n, like, like[slot]))
+            launches.append(cut.join(sum_pieces_bwd_kernel, joined, like, like[slot]))
         return launches
 
     def _launch(self, args: KernelArgs, like: Tensors, pointers: tuple[PtrArg | None, ...]) -> LaunchStep:

@@ -211,16 +211,22 @@ def load_backward_tiles(
     b_held_1, b_held_2, b_1, b_2, b_rows, b_item, b_tile,
     full, empty, held_full, held_empty,
     p_lse, p_delta, p_work, p_class, p_walk, p_whole, p_partial, p_tiles, p_next, items, items_a_batch, heads, group,
-    sum_tiles, blocks, n, held_rate, held_longer, rate, longer,
+    sum_tiles, blocks, n, n_keys, held_rate, held_longer, rate, longer,
     BLOCK: gl.constexpr, STAGES: gl.constexpr, HELD_STAGES: gl.constexpr, BY_KEY: gl.constexpr, SPLIT: gl.constexpr,
     TURNS: gl.constexpr = False,
 ):  # fmt: skip
     """Producer warp: the two held tiles of an item, then the pairs of tiles that stream past them.
 
     BY_KEY holds K and V and streams Q and dO of every head of the group; otherwise Q and dO are held, and K and V
-    stream. With SPLIT an item is a piece of a row, and the walk has a row for each block of pieces. With TURNS an item
-    is claimed when it starts, the first one too, and has its own entries (`turns.in_turns`).
+    stream. There are `n` queries and `n_keys` keys, None for as many. With SPLIT an item is a piece of a row, and the
+    walk has a row for each block of pieces. With TURNS an item is claimed when it starts, the first one too, and has
+    its own entries (`turns.in_turns`).
     """
+    n_held = n
+    n_streamed = n
+    if n_keys is not None:
+        n_held = n_keys if BY_KEY else n
+        n_streamed = n if BY_KEY else n_keys
     STRIDED: gl.constexpr = len(streamed_1.block_shape) == 5
     BM: gl.constexpr = streamed_1.block_shape[len(streamed_1.block_shape) - 2]
     SUB: gl.constexpr = BLOCK // BM
@@ -250,7 +256,7 @@ def load_backward_tiles(
             o_row = 0
         else:
             o_held *= 2 * ROWS
-            held_rows = n - o_held
+            held_rows = n_held - o_held
             o_row = o_held % BLOCK
             block = o_held // BLOCK
             if SPLIT:
@@ -270,7 +276,7 @@ def load_backward_tiles(
         if TURNS:
             tile_count = stream_in_turn(
                 streamed_1, streamed_1_more, streamed_2, streamed_2_more, b_1, b_2, b_rows, b_tile, full, empty,
-                p_lse, p_delta, p_class, p_partial, p_tiles, heads, group, sum_tiles, n, rate, longer,
+                p_lse, p_delta, p_class, p_partial, p_tiles, heads, group, sum_tiles, n_streamed, rate, longer,
                 tile_count, batch, held_head, gl.load(p_item + (6 if STRIDED else 4)), steps, o_row, held_rows,
                 BLOCK, STAGES,
             )  # fmt: skip
@@ -285,8 +291,8 @@ def load_backward_tiles(
                     head = held_head // group
                 tile_count = stream_head(
                     streamed_1, streamed_1_more, streamed_2, streamed_2_more, b_1, b_2, b_rows, b_tile, full, empty,
-                    p_lse, p_delta, p_class, p_walk, p_whole, p_partial, p_tiles, heads, sum_tiles, blocks, n, rate,
-                    longer, tile_count, batch, query_head, head, block, o_row, held_rows, held_offset,
+                    p_lse, p_delta, p_class, p_walk, p_whole, p_partial, p_tiles, heads, sum_tiles, blocks,
+                    n_streamed, rate, longer, tile_count, batch, query_head, head, block, o_row, held_rows, held_offset,
                     BLOCK, STAGES, BY_KEY,
                 )  # fmt: skip
         item_count += 1
@@ -561,7 +567,7 @@ def gather_keys(
 
 @gluon.jit(
     do_not_specialize=[
-        "items", "items_a_batch", "heads", "group", "sum_tiles", "key_blocks", "n", "q_rate", "q_longer",
+        "items", "items_a_batch", "heads", "group", "sum_tiles", "key_blocks", "n", "n_keys", "q_rate", "q_longer",
         "k_rate", "k_longer", "scale", "scale_log2",
     ],
     do_not_specialize_on_alignment=[
@@ -571,11 +577,15 @@ def gather_keys(
 def attention_dkv_bwd_kernel(
     q_desc, q_more, do_desc, do_more, k_desc, k_more, v_desc, v_more, dk_desc, dk_more, dv_desc, dv_more,
     p_lse, p_delta, p_sum, p_turns, p_work, p_class, p_walk, p_whole, p_partial, p_tiles, p_bits, p_next, items,
-    items_a_batch, heads, group, sum_tiles, key_blocks, n, q_rate, q_longer, k_rate, k_longer, scale, scale_log2,
+    items_a_batch, heads, group, sum_tiles, key_blocks, n, n_keys, q_rate, q_longer, k_rate, k_longer, scale,
+    scale_log2,
     BLOCK: gl.constexpr, STAGES: gl.constexpr, KV_STAGES: gl.constexpr, DQ: gl.constexpr, SPLIT: gl.constexpr,
     WORKER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """dK and dV of every item, claimed by programs dynamically; with DQ also the unscaled accumulator of dQ."""
+    """dK and dV of every item, claimed by programs dynamically; with DQ also the unscaled accumulator of dQ.
+
+    `n` is the number of queries, and `n_keys` that of keys, None for as many.
+    """
     BM: gl.constexpr = q_desc.block_shape[len(q_desc.block_shape) - 2]
     dtype: gl.constexpr = q_desc.dtype
     note: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -611,7 +621,7 @@ def attention_dkv_bwd_kernel(
                     k_desc, k_more, v_desc, v_more, q_desc, q_more, do_desc, do_more,
                     b_k, b_v, b_q, b_do, b_rows, b_item, b_tile, full, empty, kv_full, kv_empty,
                     p_lse, p_delta, p_work, p_class, p_walk, p_whole, p_partial, p_tiles, p_next, items, items_a_batch,
-                    heads, group, sum_tiles, key_blocks, n, k_rate, k_longer, q_rate, q_longer,
+                    heads, group, sum_tiles, key_blocks, n, n_keys, k_rate, k_longer, q_rate, q_longer,
                     BLOCK, STAGES, KV_STAGES, True, SPLIT, TURNS,
                 )),
                 (keep_turns, (b_tile, full, empty, p_turns, STAGES)),
@@ -636,7 +646,7 @@ def attention_dkv_bwd_kernel(
                     k_desc, k_more, v_desc, v_more, q_desc, q_more, do_desc, do_more,
                     b_k, b_v, b_q, b_do, b_rows, b_item, b_tile, full, empty, kv_full, kv_empty,
                     p_lse, p_delta, p_work, p_class, p_walk, p_whole, p_partial, p_tiles, p_next, items, items_a_batch,
-                    heads, group, sum_tiles, key_blocks, n, k_rate, k_longer, q_rate, q_longer,
+                    heads, group, sum_tiles, key_blocks, n, n_keys, k_rate, k_longer, q_rate, q_longer,
                     BLOCK, STAGES, KV_STAGES, True, SPLIT,
                 )),
             ],

@@ -153,8 +153,8 @@ def gather_queries(
 
 @gluon.jit(
     do_not_specialize=[
-        "dq_columns", "items", "items_a_batch", "heads", "group", "query_blocks", "n", "q_rate", "q_longer", "k_rate",
-        "k_longer", "scale", "scale_log2",
+        "dq_columns", "items", "items_a_batch", "heads", "group", "query_blocks", "n", "n_keys", "q_rate", "q_longer",
+        "k_rate", "k_longer", "scale", "scale_log2",
     ],
     do_not_specialize_on_alignment=[
         "p_lse", "p_work", "p_class", "p_walk", "p_whole", "p_partial", "p_tiles", "p_bits", "p_next"
@@ -163,12 +163,13 @@ def gather_queries(
 def attention_dq_bwd_kernel(
     q_desc, q_more, do_desc, do_more, k_desc, k_more, v_desc, v_more, dq_desc, dq_more, p_dq, dq_columns, p_lse,
     p_delta, p_work, p_class, p_walk, p_whole, p_partial, p_tiles, p_bits, p_next, items, items_a_batch, heads, group,
-    query_blocks, n, q_rate, q_longer, k_rate, k_longer, scale, scale_log2,
+    query_blocks, n, n_keys, q_rate, q_longer, k_rate, k_longer, scale, scale_log2,
     BLOCK: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr, SPLIT: gl.constexpr,
     WORKER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """dQ of every item, claimed by programs dynamically; the part that joins the others receives `p_dq`.
 
+    `n` is the number of queries, and `n_keys` that of keys, None for as many.
     `dq_columns` is the width of dQ in units of 16 bytes, None if it is that of a tile or `p_dq` is None.
     """
     dtype: gl.constexpr = k_desc.dtype
@@ -197,7 +198,7 @@ def attention_dq_bwd_kernel(
                 q_desc, q_more, do_desc, do_more, k_desc, k_more, v_desc, v_more,
                 b_q, b_do, b_k, b_v, b_tile, b_item, b_tile, full, empty, q_full, q_empty,
                 p_lse, p_delta, p_work, p_class, p_walk, p_whole, p_partial, p_tiles, p_next, items, items_a_batch,
-                heads, group, 0, query_blocks, n, q_rate, q_longer, k_rate, k_longer,
+                heads, group, 0, query_blocks, n, n_keys, q_rate, q_longer, k_rate, k_longer,
                 BLOCK, STAGES, Q_STAGES, False, SPLIT,
             )),
         ],

@@ -426,20 +426,21 @@ def attend_rows(
 
 @gluon.jit(
     do_not_specialize=[
-        "items", "items_a_batch", "heads", "group", "n", "o_batch", "o_head", "o_row", "o_columns", "q_rate",
-        "q_longer", "k_rate", "k_longer", "scale",
+        "items", "items_a_batch", "heads", "group", "n", "n_keys", "o_batch", "o_head", "o_row", "o_columns",
+        "q_rate", "q_longer", "k_rate", "k_longer", "scale",
     ],
     do_not_specialize_on_alignment=["p_lse", "p_work", "p_full", "p_partial", "p_tiles", "p_bits", "p_next"],
 )  # fmt: skip
 def attention_fwd_kernel(
     q_desc, q_more, k_desc, k_more, v_desc, v_more, o_desc, o_more, p_out, p_lse, p_work, p_full, p_partial, p_tiles,
-    p_bits, p_next, items, items_a_batch, heads, group, n, o_batch, o_head, o_row, o_columns, q_rate, q_longer,
-    k_rate, k_longer, scale, BLOCK: gl.constexpr,
+    p_bits, p_next, items, items_a_batch, heads, group, n, n_keys, o_batch, o_head, o_row, o_columns,
+    q_rate, q_longer, k_rate, k_longer, scale, BLOCK: gl.constexpr,
     K_STAGES: gl.constexpr, V_STAGES: gl.constexpr, PING_PONG: gl.constexpr, DYNAMIC: gl.constexpr,
     SPLIT: gl.constexpr, WORKER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Output and LSE of every item, claimed in order; `scale` is in log2 units, and every item has a tile.
 
+    `n` is the number of queries, and `n_keys` that of keys, None for as many.
     `p_next` points to a counter that is 0 before and after the launch; without DYNAMIC, program `p` processes items
     `p, p + programs, ...`. Descriptors of five dimensions select a strided part, which is merged with the output at
     `p_out` (strides `o_batch`, `o_head`, `o_row`, and width `o_columns` if it is not that of a tile, in units of 16
@@ -451,6 +452,7 @@ def attention_fwd_kernel(
     # At width 128 the consumers need all registers, and the producer of a strided part spills a little per item.
     STRIDED: gl.constexpr = len(q_desc.block_shape) == 5
     LOADER_REGISTERS: gl.constexpr = 32 if STRIDED and q_desc.block_type.numel == 64 * 64 else 24
+    key_end = n if n_keys is None else n_keys
     dtype: gl.constexpr = q_desc.dtype
     note: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     b_q = gl.allocate_shared_memory(dtype, ring(2 * Q_STAGES, q_desc), q_desc.layout)
@@ -483,7 +485,7 @@ def attention_fwd_kernel(
                 q_desc, q_more, k_desc, k_more, v_desc, v_more, o_desc, o_more,
                 b_q, b_k, b_v, b_old, b_item, b_tile,
                 q_full, q_empty, k_full, v_full, old_full, old_empty, used,
-                p_work, p_full, p_partial, p_tiles, p_next, items, items_a_batch, group, n,
+                p_work, p_full, p_partial, p_tiles, p_next, items, items_a_batch, group, key_end,
                 q_rate, q_longer, k_rate, k_longer, BLOCK, K_STAGES, V_STAGES, Q_STAGES, DYNAMIC, SPLIT,
             )),
         ],

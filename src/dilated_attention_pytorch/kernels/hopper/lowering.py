@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ...plan.plan import HOST_NUMBERS, Axis, Masks, Part, Plan, Walk, map_tensors, tensors_of
+from ..call import AttentionCall
 
 ITEM_ROWS = 128
 """Rows of one work item: two warpgroups of 64."""
@@ -83,6 +84,13 @@ class LoweredPart:
         self.strided = strided
         self.queries, self.keys = (Strides(axis.rate, plan.n % axis.rate) for axis in (part.queries, part.keys))
         self._by_group: dict[tuple[int, bool], BackwardItems] = {}
+
+    def strides(self, call: AttentionCall) -> tuple[Strides, Strides]:
+        """Residue classes of the queries and of the keys of a call, which may have a run of the queries alone."""
+        lengths = call.query.shape[2], call.key.shape[2]
+        rates = self.queries.rate, self.keys.rate
+        queries, keys = (Strides(rate, n % rate) for n, rate in zip(lengths, rates, strict=True))
+        return queries, keys
 
     @property
     def writes_all(self) -> bool:

@@ -46,13 +46,11 @@ class Split(Generic[Work]):
         """Shape of the pieces."""
         return batch, len(self.owners), self.slots * self.block, width
 
-    def join(
-        self, kernel: Any, pointers: Sequence[Any], batch: int, n: int, like: Tensors, joined: Tensor
-    ) -> LaunchStep:
+    def join(self, kernel: Any, pointers: Sequence[Any], like: Tensors, joined: Tensor) -> LaunchStep:
         """Launch that joins the pieces into `joined`; `pointers` are the arguments of the kernel before its tables."""
         from ..triton.launches import ROWS, padded_width
 
-        width = joined.shape[-1]
+        batch, _, n, width = joined.shape
         tables = self.heavy, self.owners, self.heavy
         numbers = self.heavy_rows, self.slots, len(self.owners), 0, n, 1, *joined.stride()[:3]
         constants = self.block, ROWS, width, padded_width(width), False, self.per_head, False, False
