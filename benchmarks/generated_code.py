@@ -205,7 +205,7 @@ def pretend_gpu() -> None:
     lowering.PROGRAMS_PER_PROCESSOR *= PROCESSORS
     registry = found("kernels.registry")
     preference = registry._preference
-    registry._preference = lambda device, when: preference(torch.device("cuda"), when)
+    registry._preference = lambda device, *classes: preference(torch.device("cuda"), *classes)
 
 
 def attend(name: str, pattern: str, **more: Any) -> object:

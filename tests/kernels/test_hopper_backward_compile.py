@@ -20,6 +20,8 @@ SHARED_MEMORY = 232448
 ALIGNED = ("p_delta", "p_sum", "p_dq", "p_dk", "p_dv", "p_q", "p_do", "p_part")
 POINTERS = ("p_work", "p_class", "p_walk", "p_whole", "p_partial", "p_tiles", "p_bits", "p_next")
 POINTERS += ("p_source", "p_first", "p_order")
+OPTIONAL = {"p_dq": "joining", "p_padding": "padded"}
+"""Arguments that only some kinds of kernel take."""
 NUMBERS = (
     *("items", "items_a_batch", "heads", "group", "query_tiles", "sum_tiles", "key_blocks", "query_blocks", "n"),
     *("q_rate", "q_longer", "k_rate", "k_longer"),
@@ -42,7 +44,7 @@ def assemble(kernel, descriptors, constants):
 
     types = dict.fromkeys(POINTERS, "*i32") | dict.fromkeys(NUMBERS, "i32") | descriptors
     types |= dict.fromkeys(("p_lse", "p_delta", "p_sum"), "*fp32") | dict.fromkeys(("scale", "scale_log2"), "fp32")
-    types |= dict.fromkeys(("p_dq", "p_dk", "p_dv", "p_q", "p_do", "p_part"), "*bf16")
+    types |= dict.fromkeys(("p_dq", "p_dk", "p_dv", "p_q", "p_do", "p_part"), "*bf16") | {"p_padding": "*u8"}
     names = kernel.arg_names
     signature = {name: "constexpr" if name in constants else types[name] for name in names}
     places = {(names.index(name),): value for name, value in constants.items()}
@@ -64,7 +66,7 @@ def descriptor(rows, d, dtype, rank):
 def without(kernel, kind):
     """Arguments that a kind of kernel does not take."""
     missing = [name for name in kernel.arg_names if name.endswith("_more") and "strided" not in kind]
-    return dict.fromkeys(missing + ["p_dq"] * ("p_dq" in kernel.arg_names and "joining" not in kind))
+    return dict.fromkeys(missing + [name for name in kernel.arg_names if OPTIONAL.get(name, "") not in kind])
 
 
 def assert_fits(compiled, log, spilled):
@@ -87,12 +89,18 @@ def assert_fits(compiled, log, spilled):
         (128, 128, torch.bfloat16, False, "split", 96),
         (64, 128, torch.bfloat16, True, "strided", 320),
         (128, 128, torch.bfloat16, False, "strided", 224),
+        (64, 128, torch.bfloat16, True, "plain padded", 256),
+        (128, 128, torch.bfloat16, True, "plain padded", 96),
+        (64, 128, torch.bfloat16, False, "plain padded", 320),
+        (128, 128, torch.bfloat16, False, "split padded", 96),
+        (128, 128, torch.bfloat16, True, "strided padded", 320),
+        (128, 128, torch.bfloat16, False, "strided padded", 224),
     ],
 )
 def test_key_gradients_fit_a_multiprocessor(d, block, dtype, fused, kind, spilled):
     from dilated_attention_pytorch.kernels.hopper.dkv_kernel import attention_dkv_bwd_kernel
 
-    rank = 5 if kind == "strided" else 4
+    rank = 5 if "strided" in kind else 4
     config = hopper_gradients.BACKWARD_CONFIGS[d]
     streamed, held = descriptor(config.streamed_tile, d, dtype, rank), descriptor(64, d, dtype, rank)
     descriptors = dict.fromkeys(("q_desc", "q_more", "do_desc", "do_more"), streamed)
@@ -103,7 +111,7 @@ def test_key_gradients_fit_a_multiprocessor(d, block, dtype, fused, kind, spille
         "STAGES": config.stages if fused else config.stages_by_rows,
         "KV_STAGES": config.held_stages,
         "DQ": fused,
-        "SPLIT": kind == "split",
+        "SPLIT": "split" in kind,
         **without(attention_dkv_bwd_kernel, kind),
         "WORKER_REGISTERS": config.registers,
     }
@@ -111,7 +119,7 @@ def test_key_gradients_fit_a_multiprocessor(d, block, dtype, fused, kind, spille
     assert_fits(compiled, log, spilled)
     # The sum of dQ is fast only while every addition moves 16 bytes.
     assert ("add.v4.f32" in compiled.asm["ptx"]) == fused
-    assert ("cp.reduce.async.bulk.tensor.5d" in compiled.asm["ptx"]) == (kind == "strided")
+    assert ("cp.reduce.async.bulk.tensor.5d" in compiled.asm["ptx"]) == ("strided" in kind)
 
 
 @pytest.mark.parametrize(
@@ -119,6 +127,8 @@ def test_key_gradients_fit_a_multiprocessor(d, block, dtype, fused, kind, spille
     [
         (64, "plain", 288),
         *((128, kind, 16) for kind in ("plain", "split", "strided", "joining", "joining strided")),
+        (64, "plain padded", 288),
+        *((128, f"{kind} padded", 16) for kind in ("plain", "split", "joining strided")),
     ],
 )
 def test_query_gradient_fits_a_multiprocessor(d, kind, spilled):
@@ -133,7 +143,7 @@ def test_query_gradient_fits_a_multiprocessor(d, kind, spilled):
         "BLOCK": 128,
         "STAGES": config.row_stages,
         "Q_STAGES": config.held_stages,
-        "SPLIT": kind == "split",
+        "SPLIT": "split" in kind,
         **without(attention_dq_bwd_kernel, kind),
         "WORKER_REGISTERS": config.registers,
     }

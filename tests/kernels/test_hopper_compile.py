@@ -126,6 +126,11 @@ def test_a_signal_before_what_it_tells_of_is_found():
         (64, 128, torch.bfloat16, "strided", 64),
         (128, 128, torch.bfloat16, "strided", 256),
         (128, 128, torch.bfloat16, "strided unevenly", 320),
+        (64, 128, torch.bfloat16, "plain padded", 64),
+        (128, 128, torch.bfloat16, "plain padded", 64),
+        (128, 256, torch.float16, "split padded", 64),
+        (64, 128, torch.bfloat16, "strided padded", 64),
+        (128, 128, torch.bfloat16, "strided unevenly padded", 320),
     ],
 )
 def test_forward_fits_a_multiprocessor(d, block, dtype, kind, spilled, monkeypatch):
@@ -139,15 +144,16 @@ def test_forward_fits_a_multiprocessor(d, block, dtype, kind, spilled, monkeypat
     types |= dict.fromkeys(("items", "items_a_batch", "heads", "group", "n", "o_batch", "o_head", "o_row"), "i32")
     types |= dict.fromkeys(("q_rate", "q_longer", "k_rate", "k_longer"), "i32") | {"p_lse": "*fp32", "scale": "fp32"}
     types |= {"q_desc": rows, "k_desc": keys, "v_desc": keys, "o_desc": rows, "p_out": "*bf16"}
-    types |= {"q_more": rows, "k_more": keys, "v_more": keys, "o_more": rows}
-    more = ["q_more", "k_more", "v_more", "o_more"]
-    constants = dict.fromkeys([] if kind == "strided unevenly" else more if strided else ["p_out", *more]) | {
+    types |= {"q_more": rows, "k_more": keys, "v_more": keys, "o_more": rows, "p_padding": "*u8"}
+    without = [] if "unevenly" in kind else ["q_more", "k_more", "v_more", "o_more"]
+    without += ["p_out"] * (not strided) + ["p_padding"] * ("padded" not in kind)
+    constants = dict.fromkeys(without) | {
         "BLOCK": block,
         "K_STAGES": config.k_stages,
         "V_STAGES": config.v_stages,
         "PING_PONG": config.ping_pong,
         "DYNAMIC": config.persistent,
-        "SPLIT": kind == "split",
+        "SPLIT": kind.startswith("split"),
         "WORKER_REGISTERS": config.registers,
     }
     compiled = compile_kernel(attention_fwd_kernel, types, constants)

@@ -93,9 +93,19 @@ def test_strided_parts_and_atomic_sums_match_oracle(found, kind, count):
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("hopper interpreter")
+@pytest.mark.parametrize("order", ["by rows", "any order"])
+def test_padded_calls_match_oracle(found, order):
+    trials = {name: errors for name, errors in found.items() if name.startswith("padded") and name.endswith(order)}
+    assert len(trials) == 9
+    for name, errors in trials.items():
+        assert max(errors.values()) <= (2e-3 if "half" in name else 2e-6), (name, errors)
+
+
+@pytest.mark.slow
 def test_emulator_finds_faults_of_synchronization():
     faults = {line["fault"]: line["found"] for line in emulated("--faults")}
-    assert len(faults) == 11
+    assert len(faults) == 25
     assert [name for name, found in faults.items() if isinstance(found, float) and found <= 1e-3] == []
 
 

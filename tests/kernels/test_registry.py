@@ -29,8 +29,8 @@ LINES = [
 ]
 
 
-def call_of(text="window:4", n=64, heads=2):
-    query = torch.randn(1, heads, n, 8)
+def call_of(text="window:4", n=64, heads=2, d=8):
+    query = torch.randn(1, heads, n, d)
     pattern = parse(text)
     return AttentionCall(query, query, query, make_plan(pattern, n, heads, 16), 0.3, pattern=pattern)
 
@@ -38,7 +38,7 @@ def call_of(text="window:4", n=64, heads=2):
 @pytest.mark.parametrize(("kind", "line"), LINES, ids=lambda value: value if isinstance(value, str) else value["when"])
 def test_every_order_names_backends_and_where_its_figure_is_from(kind, line):
     assert re.fullmatch(r"any|cpu|cuda( sm_\d+)?", kind)
-    assert line["when"] in ("block-sparse", "dilated", "any")
+    assert line["when"] in ("block-sparse", "dilated", "uncommon", "any")
     assert set(line["order"]) <= set(MODULES)
     assert len(set(line["order"])) == len(line["order"])
     files = re.findall(r"benchmarks/results/\w+\.jsonl", line["because"])
@@ -65,9 +65,10 @@ def test_every_device_and_plan_has_an_order():
 )
 def test_a_plan_is_looked_up_by_its_class_and_its_device(text, when, monkeypatch):
     asked = []
-    monkeypatch.setattr(registry, "_preference", lambda device, kind: asked.append((device.type, kind)))
-    preference(call_of(text))
-    assert asked == [("cpu", when)]
+    monkeypatch.setattr(registry, "_preference", lambda device, *kinds: asked.append((device.type, *kinds)))
+    preference(call_of(text, d=64))
+    preference(call_of(text, d=32))
+    assert asked == [("cpu", when), ("cpu", "uncommon", when)]
 
 
 def test_auto_takes_the_first_of_the_order_that_can(monkeypatch):
@@ -106,6 +107,39 @@ def test_changed_scores_run_on_triton_on_a_gpu(monkeypatch, capability, plain):
     assert told["cpu"] == "needs a CPU tensor, got cuda:0"
     with pytest.raises(BackendUnsupported, match="hopper: has no softcap; triton has one"):
         choose(call, "hopper")
+
+
+UNCOMMON = {
+    "width 96": {"d": 96, "e": 96},
+    "width 32": {"d": 32, "e": 32},
+    "widths 64 and 128": {"e": 128},
+    "fewer queries": {"rows": 128},
+    "negative scale": {"scale": -0.125},
+    "scale of zero": {"scale": 0.0},
+    "padding": {"key_padding_mask": torch.zeros(1, 256, dtype=torch.bool)},
+}
+
+
+@pytest.mark.untyped
+@pytest.mark.parametrize("name", ["common", *UNCOMMON])
+def test_auto_leaves_unmeasured_calls_to_triton(name, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(backend_named("hopper"), "why_not", lambda _: None)
+    device = torch.device("cuda", 0)
+    options = {"d": 64, "e": 64, "rows": 256, "scale": 0.125} | UNCOMMON.get(name, {})
+    d, e, rows, scale = (options.pop(word) for word in ("d", "e", "rows", "scale"))
+    query, key, value = (
+        SimpleNamespace(shape=(1, 2, *shape), dtype=torch.bfloat16, device=device, is_cuda=True)
+        for shape in ((rows, d), (256, d), (256, e))
+    )
+    plan = SimpleNamespace(parts=(), block_size=128, n=256, device=device, device_tables=None)
+    call = AttentionCall(query, key, value, plan, scale, pattern=parse("causal"), **options)
+    assert choose(call)[0] == ("hopper" if name == "common" else "triton")
+    assert choose(call, "hopper")[0] == "hopper"
+    assert name == "common" or "not measured" in str(explain(call))
+    # Elsewhere these calls have the order of any other.
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
+    assert choose(call)[0] == "triton" and preference(call).order == ("triton", "reference")
 
 
 def test_when_none_can_the_error_and_the_explanation_say_why(monkeypatch):

@@ -83,7 +83,7 @@ def backend_named(name: str) -> Backend:
 
 
 def _preferences() -> dict[str, dict[str, Preference]]:
-    """preference.json by kind of device and class of plan."""
+    """preference.json by kind of device and class of call."""
     text = resources.files(str(__package__)).joinpath("preference.json").read_text(encoding="utf-8")
     return {
         kind: {line["when"]: Preference(tuple(line["order"]), line["because"]) for line in lines}
@@ -94,23 +94,32 @@ def _preferences() -> dict[str, dict[str, Preference]]:
 PREFERENCES = _preferences()
 
 
-def _preference(device: torch.device, when: str) -> Preference:
+def _preference(device: torch.device, *classes: str) -> Preference:
+    """Order of the first of some classes that the file has for a device."""
     kinds = [device.type, "any"]
     if device.type == "cuda":
         kinds.insert(0, "cuda sm_{}{}".format(*torch.cuda.get_device_capability(device)))
     tables = map(PREFERENCES.get, kinds)
-    return next(lines[name] for lines in tables if lines for name in (when, "any") if name in lines)
+    return next(lines[name] for lines in tables if lines for name in (*classes, "any") if name in lines)
 
 
 def preference(call: AttentionCall) -> Preference:
-    """Order of backends for the device and class of plan of a call, from preference.json.
+    """Order of backends for the device and class of a call, from preference.json.
 
-    A plan is "dilated" when it has several parts or a part that skips tokens, and "block-sparse" otherwise. A device
-    is looked up as "cuda sm_90", then "cuda", then "any".
+    A call is "dilated" when its plan has several parts or a part that skips tokens, and "block-sparse" otherwise. An
+    "uncommon" call (see `is_uncommon`) has its own order on devices for which the file gives one. A device is looked up
+    as "cuda sm_90", then "cuda", then "any".
     """
     parts = call.plan.parts
     skips = len(parts) > 1 or any(part.queries.rate > 1 or part.keys.rate > 1 for part in parts)
-    return _preference(call.device, "dilated" if skips else "block-sparse")
+    when = "dilated" if skips else "block-sparse"
+    return _preference(call.device, "uncommon", when) if is_uncommon(call) else _preference(call.device, when)
+
+
+def is_uncommon(call: AttentionCall) -> bool:
+    """Whether a call differs from those that the orders "block-sparse" and "dilated" of a GPU were measured with."""
+    (*_, n, d), (*_, keys, e) = call.query.shape, call.value.shape
+    return d not in (64, 128) or d != e or n != keys or call.scale <= 0 or call.key_padding_mask is not None
 
 
 def choose(call: AttentionCall, backend: str = "auto") -> tuple[str, Backend]:

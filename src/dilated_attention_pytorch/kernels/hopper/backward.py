@@ -104,11 +104,12 @@ class PreparedBackward:
         slope = lse if grad_lse is None else grad_lse
         query, key, value = call.query, call.key, call.value
         strides = query.stride(), key.stride(), value.stride(), output.stride(), grad_output.stride(), slope.stride()
-        layout = *strides, grad_lse is None, fused
+        layout = *strides, grad_lse is None, fused, call.key_padding_mask is None
         launch = self._launches.get(layout)
         tensors = query, key, value, output, grad_output, lse, slope
         if self._learned:
             tensors += lists_of(call, fused)
+        tensors += call.padding_bytes
         addresses = query.data_ptr() | key.data_ptr() | value.data_ptr() | grad_output.data_ptr()
         if launch is None or addresses % 16:
             given = query, key, value, grad_output
@@ -123,7 +124,7 @@ class PreparedBackward:
 
 
 QUERY, KEY, VALUE, OUTPUT, GRAD_OUTPUT, LSE, SLOPE, SPACE, GRAD_QUERY, GRAD_KEY, GRAD_VALUE = range(11)
-"""Slots of the tensors of the launches; then pieces of the three gradients, or lists of a learned plan."""
+"""Slots of the tensors of the launches; then pieces of the gradients, or lists of a learned plan; then padding."""
 TO_PIECES = 3
 """Distance from the slot of a gradient to the slot of its pieces."""
 
@@ -131,7 +132,7 @@ TO_PIECES = 3
 class BackwardLaunch:
     """Launches of the backward for calls of one plan, or of learned plans of one shape, of one layout and config.
 
-    The lists of a learned plan follow the tensors of a call.
+    The lists of a learned plan and the padding mask follow the tensors of a call.
     """
 
     def __init__(
@@ -171,18 +172,19 @@ class BackwardLaunch:
         like = *tensors[:SPACE], torch.empty(1, device=device), *made
         like += tuple(torch.empty(shape or (0,), dtype=query.dtype, device="meta") for shape in self.pieces)
         like += tensors[SPACE:]
+        padding = None if call.key_padding_mask is None else PtrArg(len(like) - 1)
         prepare = self._prepare(like, pointers, (rows, d, lse_grad, fused and self.writes_all, counters))
         delta, _, claimed = pointers
         launches, later = [prepare], []
         for number, (part, begin) in enumerate(zip(parts, sums, strict=False)):
             total = PtrArg(SPACE, begin, torch.float32)
             claims = [claimed._replace(begin=claimed.begin + 2 * number + place) for place in range(2)]
-            launches += part.launches(part.by_key, like, (PtrArg(LSE), delta, total, claims[0]))
+            launches += part.launches(part.by_key, like, (PtrArg(LSE), delta, total, padding, claims[0]))
             if part.by_query is None:
                 later.append(part.finish(like, total))
             else:
                 # From the last part to the first, which adds the contributions of the others.
-                later[:0] = part.launches(part.by_query, like, (PtrArg(LSE), delta, claims[1]))
+                later[:0] = part.launches(part.by_query, like, (PtrArg(LSE), delta, padding, claims[1]))
         self.launches = Launches(device, launches + later)
 
     def _prepare(self, like: Tensors, pointers: tuple[PtrArg, ...], constants: tuple[object, ...]) -> LaunchStep:
@@ -292,7 +294,7 @@ class PartBackward:
         self.finish_numbers = heads, own_tiles, n, *strides, lowered.queries.rate, call.scale
         self.finish_constants = rows, d, plan.block_size, lowered.strided
 
-    def launches(self, args: KernelArgs, like: Tensors, pointers: tuple[PtrArg, ...]) -> list[LaunchStep]:
+    def launches(self, args: KernelArgs, like: Tensors, pointers: tuple[PtrArg | None, ...]) -> list[LaunchStep]:
         """Launches of a kernel: all rows; or, if rows are split, whole rows, pieces, and the sum of the pieces."""
         cut = args.cut
         if cut is None:
@@ -307,12 +309,12 @@ class PartBackward:
             launches.append(cut.join(sum_pieces_bwd_kernel, joined, self.batch, self.n, like, like[slot]))
         return launches
 
-    def _launch(self, args: KernelArgs, like: Tensors, pointers: tuple[PtrArg, ...]) -> LaunchStep:
-        """Launch of a Gluon kernel; `pointers` are LSE, delta, for dK and dV the dQ accumulator, and the counter."""
+    def _launch(self, args: KernelArgs, like: Tensors, pointers: tuple[PtrArg | None, ...]) -> LaunchStep:
+        """Launch of a Gluon kernel; `pointers` are LSE, delta, for dK and dV the dQ sum, padding, and the counter."""
         work, items = args.work, len(args.work.items)
         pieces = args.cut is not None and work is args.cut.pieces
         numbers = self.batch * items, items, *args.sizes, args.blocks, *args.settings, pieces, self.registers
-        arguments = *args.tma_args, *args.written, *args.joined, *pointers[:-1], *work, pointers[-1], *numbers
+        arguments = *args.tma_args, *args.written, *args.joined, *pointers[:-2], *work, *pointers[-2:], *numbers
         grid = min(numbers[0], processors(like[QUERY].device))
         return LaunchStep(args.kernel, grid, arguments, like, overlaps=args.cut is None)
 
