@@ -66,11 +66,11 @@ def pretend_gpu() -> None:
     CUDABackend.make_cubin = lambda self, source, *rest: source.encode()
 
 
-def problem(pattern: str, block: int) -> AttentionCall:
+def problem(pattern: str, block: int, padded: bool = False) -> AttentionCall:
     plan = make_plan(parse(pattern), 250, 2, block_size=block)
     query = torch.zeros(1, 250, 2, 64, dtype=torch.bfloat16).transpose(1, 2)
     key, value = (torch.zeros(1, 1, 250, 64, dtype=torch.bfloat16) for _ in range(2))
-    return AttentionCall(query, key, value, plan, 0.125)
+    return AttentionCall(query, key, value, plan, 0.125, torch.zeros(1, 250, dtype=torch.bool) if padded else None)
 
 
 def backward(backend: Any, call: AttentionCall) -> None:
@@ -85,9 +85,9 @@ def portable_attention(pattern: str) -> None:
     backward(triton_launches, call)
 
 
-def hopper_attention(pattern: str) -> None:
+def hopper_attention(pattern: str, padded: bool = False) -> None:
     """Forward and backward pass of the Hopper backend."""
-    call = problem(pattern, 128)
+    call = problem(pattern, 128, padded)
     runner = hopper_backend.prepare(call)
     runner.forward(call)
     for fused in (False, True):
@@ -109,6 +109,7 @@ SCENES: dict[str, Callable[[], None]] = {
     "triton ladder": lambda: portable_attention(LADDER),
     "hopper window": lambda: hopper_attention("window:100"),
     "hopper ladder": lambda: hopper_attention(LADDER),
+    "hopper padding": lambda: hopper_attention(LADDER, padded=True),
     "learned blocks": lambda: learned_attention(64),
     "learned tokens": lambda: learned_attention(1),
 }

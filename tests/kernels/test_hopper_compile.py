@@ -261,6 +261,26 @@ def strides_sum(box, *place):
     return sum(stride * at for stride, at in zip(box.strides, place, strict=False))
 
 
+@pytest.mark.parametrize("rank", [4, 5])
+@pytest.mark.parametrize(("rows", "d"), [(128, 128), (64, 128), (128, 64), (64, 64)])
+def test_rows_of_swizzled_tiles_are_contiguous(rows, d, rank):
+    """`zero_rows` writes the rows of padded keys without regard to the order inside 128 bytes."""
+    libtriton = pytest.importorskip("triton._C.libtriton")
+    context = libtriton.ir.context()
+    libtriton.ir.load_dialects(context)
+    builder = libtriton.gluon_ir.GluonOpBuilder(context)
+    if not hasattr(builder, "to_linear_layout"):
+        pytest.skip("this release of triton prints no layouts")
+    layout = tile_layout(rows, d, torch.bfloat16, rank)._to_ir(builder)
+    bases = builder.to_linear_layout(layout, [*(1,) * (rank - 2), rows, d]).offset_bases
+    for offset in (1, 2, 7, 63, 64, 65, 8 * 64 + 3, rows * d - 1):
+        place = [0] * rank
+        for bit, base in enumerate(bases):
+            place = [a ^ (b * (offset >> bit & 1)) for a, b in zip(place, base, strict=True)]
+        line = offset // 64
+        assert place[-2] == line % rows and place[-1] // 64 == line // rows
+
+
 def test_only_gpus_are_served():
     plan = make_plan(parse("causal"), 256, 2, block_size=128)
     query, key, value = (torch.zeros(1, 2, 256, 64, dtype=torch.bfloat16) for _ in range(3))
