@@ -128,7 +128,7 @@ def run(trial, dtype, padding=None):
     return errors | {"pieces": pieces}
 
 
-def run_learned(seed, n, batch, per_token=False):
+def run_learned(seed, n, batch, per_token=False, padded=False):
     """Attention over a drawn selection, as a GPU runs it; all of one shape have one launch."""
     # In float32, the kernel for tokens could not tell its accumulator from rows of dQ.
     dtype = torch.float16 if per_token else torch.float32
@@ -137,8 +137,11 @@ def run_learned(seed, n, batch, per_token=False):
     slopes = torch.randn(batch, 2, n, 64, dtype=dtype), torch.randn(batch, 2, n)
     exact = [x.detach().double().requires_grad_() for x in given]
     options = {"backend": "auto" if per_token else "hopper", "enable_gqa": True, "return_lse": True}
+    padding = torch.arange(n) % 3 == 0 if padded else torch.zeros(n, dtype=torch.bool)
+    padding = padding.expand(batch, n)
+    options |= {"key_padding_mask": padding} if padded else {}
     found = selected.selected_attention(*given, chosen, **options)
-    wanted = dense_attention(*exact, seen_pairs(chosen).double())
+    wanted = dense_attention(*exact, seen_pairs(chosen).double(), key_padding_mask=padding)
     grads = (torch.autograd.grad(one, leaves, slopes) for one, leaves in ((found, given), (wanted, exact)))
     found, wanted = ([*one, *more] for one, more in zip((found, wanted), grads, strict=True))
     names = "output", "lse", "query", "key", "value"
@@ -308,6 +311,8 @@ if __name__ == "__main__":
         ("learned, causal", 1, 256, 2),
         ("learned, ragged", 2, 300, 1),
         ("learned by tokens", 3, 384, 2, True),
+        ("learned, padded", 0, 256, 2, False, True),
+        ("learned, padded, other lists", 4, 256, 2, False, True),
     ):
         print(json.dumps({"trial": name} | run_learned(*shape)), flush=True)
     for name, call in INDICES.items():

@@ -65,6 +65,8 @@ def emulated(*arguments):
         ("learned, causal", 2),
         ("learned, ragged", 3),
         ("learned by tokens", 3),
+        ("learned, padded", 4),
+        ("learned, padded, other lists", 4),
     ],
 )
 def test_learned_plans_of_one_shape_share_a_launch(found, name, launches):
