@@ -302,6 +302,11 @@ for _name in ("hopper", "triton"):
     ):
         CALLS[f"{_name} {_title}"] = lambda n=_name, p=_pattern, m=_more: attend(n, p, **m)
 for _title, _pattern, _more in (
+    ("padding", "causal", {"padding": True}),
+    ("padded ladder, width 128", f"{LADDER} & causal", {"padding": True, "d": 128, "k": 2}),
+):
+    CALLS[f"hopper {_title}"] = lambda p=_pattern, m=_more: attend("hopper", p, **m)
+for _title, _pattern, _more in (
     ("block lists of 64", "random:0.3;block=64;seed=1;per_head=1 & causal", {"block": 64}),
     ("float32", LADDER, {"dtype": "float32"}),
     ("float32, width 128", "causal", {"dtype": "float32", "d": 128}),

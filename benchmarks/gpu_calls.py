@@ -1,4 +1,4 @@
-"""Calls that no suite times: windows with sinks, other widths, soft caps, biases, packed bounds, index tensors.
+"""Calls that no suite times: sinks, other widths, padding, soft caps, biases, packed bounds, index tensors.
 
     PYTHONPATH=src python benchmarks/gpu_calls.py --out calls.jsonl [--seconds 300] [--only NAME ...]
 
@@ -56,6 +56,8 @@ class Call:
     """blocks a row, by `selected_attention`"""
     per_token: bool = True
     has_host_time: bool = False
+    padded: float = 0.0
+    """share of tokens at the end that are padding"""
     backend: str = "auto"
     """a GPU backend that `auto` does not select for the call, timed against its choice"""
 
@@ -77,6 +79,8 @@ CALLS = (
     Call("window 4096, soft cap", softcap=50.0),
     Call("window 4096, bias", bias=True),
     Call("window 4096, 16 packed sequences", documents=16),
+    *(Call(f"window 4096, {share:.0%} padded, hopper", padded=share, backend="hopper") for share in (0.01, 0.2)),
+    Call("ladder, 20% padded, hopper", pattern="dilated:2048x1,8192x4,32768x16", padded=0.2, backend="hopper"),
     Call("16 blocks a token, 32K", n=32768, heads=64, key_heads=4, listed=16),
     Call("16 blocks a block, 32K", n=32768, heads=64, key_heads=4, listed=16, per_token=False),
     Call("16 blocks a token, 128K", n=131072, heads=64, key_heads=4, listed=16),
@@ -101,6 +105,9 @@ class Problem:
             cuts = torch.arange(1, case.documents, device=device) * (case.n // case.documents) + 7
             self.bounds = F.pad(cuts, (1, 1)).int()
             self.bounds[-1] = case.n
+        self.padding = None
+        if case.padded:
+            self.padding = torch.arange(case.n, device=device)[None] >= int(case.n * (1 - case.padded))
         self.indices = None
         if case.listed:
             own = torch.arange(case.n, device=device) // 128
@@ -124,16 +131,19 @@ class Problem:
             return {"ours": lambda: selected_attention(*given, self.indices, **settings), "sdpa": dense}
         ours = partial(attention, *given, case.pattern, enable_gqa=True, is_causal=not case.has_host_time)
         extra: Line = {"softcap": case.softcap, "bias": self.bias, "sink": self.sink, "cu_seqlens": self.bounds}
+        extra["key_padding_mask"] = self.padding
         runs: dict[str, Run] = {"ours": partial(ours, **extra, backend=case.backend)}
         if case.backend != "auto":
             runs["auto"] = partial(ours, **extra)
+        if case.padded:
+            runs["without padding"] = partial(ours, backend=case.backend)
         if self.bounds is not None:
             runs["bounds on the host"] = partial(ours, cu_seqlens=self.bounds.cpu())
         if case.softcap or case.bias:
             names = ("triton",) if self.device == "cuda" else ("native",)
             runs |= {f"{name}, without it": partial(ours, backend=name) for name in names}
         runs["sdpa"] = dense
-        if self.device == "cuda" and not case.has_host_time:
+        if self.device == "cuda" and case.pattern.startswith("window"):
             runs["flex, without the sink" if case.sink else "flex"] = self.flex()
         return runs
 
@@ -142,13 +152,14 @@ class Problem:
         from torch.nn.attention.flex_attention import create_block_mask
 
         case, bias, bounds = self.case, self.bias, self.bounds
+        kept = case.n if self.padding is None else int((~self.padding).sum())
         width = int(case.pattern.partition(":")[2].split(",")[0])
         document = torch.zeros(case.n, dtype=torch.int32, device=self.device)
         if bounds is not None:
             document = torch.searchsorted(bounds, torch.arange(case.n, device=self.device), right=True).int()
 
         def mask(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-            return (k <= q) & (q - k <= width) & (document[q] == document[k])
+            return (k <= q) & (q - k <= width) & (document[q] == document[k]) & (k < kept)
 
         def score(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
             if case.softcap is not None:
@@ -176,16 +187,23 @@ class Problem:
                     blocks = self.indices[0, 0, row if case.per_token else row // 128]
                     allowed = torch.isin(key_at // 128, blocks) & (key_at <= row)
                 else:
-                    allowed = pattern.allows(torch.tensor(row, device=self.device), key_at, head)
-                    allowed = allowed & (key_at <= row) if not case.has_host_time else allowed
+                    counts = pattern.multiplicity(torch.tensor(row, device=self.device), key_at, head)
+                    allowed = (counts > 0) & (key_at <= row) if not case.has_host_time else counts > 0
                 if self.bounds is not None:
                     allowed = allowed & (key_at >= self.bounds[self.bounds <= row].max())
+                if self.padding is not None:
+                    allowed = allowed & ~self.padding[0]
+                if not allowed.any():
+                    worst = max(worst, float(output[0, head, row].norm()))
+                    continue
                 scores = k @ q[row] * case.d**-0.5
                 if case.softcap is not None:
                     scores = case.softcap * torch.tanh(scores / case.softcap)
                 if self.bias is not None:
                     reach = self.bias.shape[1] // 2
                     scores = scores + self.bias[head, (key_at - row + reach).clamp(0, 2 * reach)].double()
+                if self.indices is None:
+                    scores = scores + counts.double().log()
                 scores = scores.masked_fill(~allowed, -torch.inf)
                 lse = scores.logsumexp(0)
                 exact = (scores - lse).exp() @ v

@@ -80,6 +80,16 @@ NARROW_LONG = [
     wide("global-causal-gqa-widths-80-and-32", f"({GLOBAL}) & causal", 2000, heads=8, key_heads=2, d=80, e=32),
 ]
 DTYPES = [torch.bfloat16, torch.float16]
+PADDED = [
+    wide("window", "window:200", 1000, batch=3, padded=(1000, 333, 0)),
+    wide("causal-gqa", "causal", 900, heads=8, key_heads=2, d=128, batch=3, padded=(899, 128, 700)),
+    wide("blocks", "random:0.4;block=128;seed=1 | window:60", 1100, key_heads=2, batch=2, padded=(1, 900)),
+    wide("ladder-gqa", f"{SMALL} & causal", 2000, heads=8, key_heads=2, d=128, batch=3, padded=(2000, 1400, 0)),
+    wide("ladder-rates-that-do-not-divide", "dilated:256x1,500x3,1000x6 & causal", 1999, batch=2, padded=(1500, 7)),
+    wide("global-ragged", "global:200;queries=1 | window:100", 1901, d=128, batch=2, padded=(1901, 1000)),
+]
+"""Padding on the right; tests also pad on the left, and at random."""
+SIDES = ["right", "left", "random"]
 
 
 def call_of(problem, dtype, scale=None):
@@ -88,6 +98,25 @@ def call_of(problem, dtype, scale=None):
     call = AttentionCall(query, key, value, plan, problem.d**-0.5 if scale is None else scale)
     assert hopper_backend.why_not(call) is None
     return call, grad_output, grad_lse.float()
+
+
+def padding_of(problem, side):
+    padding = problem.key_padding_mask("cuda")
+    if side == "random":
+        return torch.rand(padding.shape, device="cuda", generator=torch.Generator("cuda").manual_seed(1)) < 0.3
+    return padding.flip(1) if side == "left" else padding
+
+
+def padded_call(problem, side, dtype=torch.bfloat16):
+    """A call whose padded keys and values are not finite, gradients of its results, and the answer."""
+    call, grad_output, grad_lse = call_of(problem, dtype)
+    padding = padding_of(problem, side)
+    slopes = {"grad_output": grad_output, "grad_lse": grad_lse}
+    given = call.query, call.key, call.value
+    wanted = answer(*given, problem.pattern, key_padding_mask=padding.cpu(), **slopes)
+    hidden = padding[:, None, :, None]
+    key, value = torch.where(hidden, torch.nan, call.key), torch.where(hidden, torch.inf, call.value)
+    return replace(call, key=key, value=value, key_padding_mask=padding), grad_output, grad_lse, wanted
 
 
 def run(call, grad_output, grad_lse):
@@ -273,6 +302,41 @@ def test_pieces_of_a_long_sequence_are_its_whole_rows(monkeypatch):
     assert error(cut[1], whole[1]) <= 1e-5
     for a, b in zip((cut[0], *cut[2:]), (whole[0], *whole[2:]), strict=True):
         assert error(a, b) <= 2 * torch.finfo(torch.bfloat16).eps
+
+
+@pytest.mark.parametrize("reproducible", [True, False])
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize("problem", PADDED, ids=lambda problem: problem.name)
+def test_padded_calls_match_oracle(problem, side, reproducible, short_pieces):
+    *given, wanted = padded_call(problem, side)
+    assert hopper_backend.why_not(given[0]) is None
+    reproducible_gradients(reproducible)
+    try:
+        results = run(*given)
+    finally:
+        reproducible_gradients(True)
+    for name, got, want in zip(wanted._fields, results, wanted, strict=True):
+        assert error(got, want) <= (1e-5 if name == "lse" else 8e-3), name
+    hidden = given[0].key_padding_mask[:, None, :, None].expand_as(given[0].key)
+    assert not results[3][hidden].any() and not results[4][hidden].any()
+
+
+@pytest.mark.parametrize("problem", PADDED, ids=lambda problem: problem.name)
+def test_padded_calls_give_the_same_bits(problem, short_pieces):
+    *given, _ = padded_call(problem, "random")
+    first = run(*given)
+    for _ in range(3):
+        assert all(torch.equal(a, b) for a, b in zip(first, run(*given), strict=True))
+
+
+@pytest.mark.parametrize("problem", PADDED, ids=lambda problem: problem.name)
+def test_a_mask_without_padding_changes_nothing(problem, short_pieces):
+    call, grad_output, grad_lse = call_of(problem, torch.bfloat16)
+    mask = torch.zeros(problem.batch, problem.n, dtype=torch.bool, device="cuda")
+    results = run(replace(call, key_padding_mask=mask), grad_output, grad_lse)
+    for a, b in zip(results, run(call, grad_output, grad_lse), strict=True):
+        # The compiler may order the operations of the two kernels differently.
+        assert error(a, b) <= torch.finfo(torch.bfloat16).eps / 4
 
 
 def test_views_with_tokens_first_are_read_and_written_in_place():

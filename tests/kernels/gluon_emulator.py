@@ -19,6 +19,7 @@ priority, so that single programs fall far behind.
 from __future__ import annotations
 
 import inspect
+import math
 import operator
 import random
 import re
@@ -71,8 +72,8 @@ def _with_operators(cls: type, make: Callable[[Callable[..., Any], bool], Any], 
         setattr(cls, f"__{name}__", make(of, name in REFLECTED))
 
 
-REFLECTED = {"radd", "rsub", "rmul", "rand", "ror", "rlshift", "rtruediv"}
-ARITHMETIC = "add radd sub rsub mul rmul and rand or ror lshift rlshift rshift lt le gt ge eq ne"
+REFLECTED = {"radd", "rsub", "rmul", "rand", "ror", "rlshift", "rrshift", "rtruediv"}
+ARITHMETIC = "add radd sub rsub mul rmul and rand or ror lshift rlshift rshift rrshift lt le gt ge eq ne"
 
 
 def _scalar_operator(of: Callable[..., Any], reflected: bool) -> Any:
@@ -234,6 +235,19 @@ class Shared:
 
     def load(self, layout: Any) -> Block:
         return Block(self.data.clone())
+
+
+class RowGroups:
+    """Tile in shared memory as groups of eight rows of its columns of 64 elements; see `primitives.zero_rows`."""
+
+    def __init__(self, tile: Shared, shape: list[int]) -> None:
+        self.tile, self.columns = tile.reshape(tile.shape[-2:]), tile.shape[-1] // 64
+        if math.prod(shape) * 2 != tile.data.numel() or shape[1:] != [8, 32]:
+            raise EmulationError(f"groups must be [groups, 8, 32] words of a tile of 16 bits, got {shape}")
+
+    def index(self, number: int) -> Shared:
+        groups = self.tile.shape[0] // 8
+        return self.tile.slice(number % groups * 8, 8).slice(number // groups * 64, 64, dim=1)
 
 
 class Clock(dict["Task", int]):
@@ -829,6 +843,7 @@ EMULATED: dict[int, Any] = {
     id(real_hopper.warpgroup_mma_wait): _wait_products,
     id(real_hopper.warpgroup_mma_init): _accumulator,
     id(primitives.add_out): _tma_write(add=True),
+    id(primitives.reinterpret): lambda buffer, dtype, shape, layout: RowGroups(buffer, shape),
     **{id(getattr(real_hopper.tma, name)): of for name, of in COPIES.items() if hasattr(real_hopper.tma, name)},
     **{
         id(getattr(real_async_copy, name)): _copy_gathered

@@ -101,6 +101,31 @@ SCALES = {
 }
 
 
+PADDED = {
+    "padded, lengths": (problem("window:100", 600, batch=4), "lengths"),
+    "padded, left": (problem("window:150 & causal", 500, batch=2, key_heads=1), "left"),
+    "padded, random keys": (problem("window:200 | global:40", 500, batch=2, d=128), "random"),
+    "padded, expanded mask": (problem("window:100", 400, batch=2), "expanded"),
+    "padded, blocks of 256": (problem("random:0.6;block=256", 900, block_size=256), "random"),
+    "padded, split rows": (problem("global:128;queries=1 | window:60", 1000, batch=2), "lengths"),
+    "padded, ladder": (problem("dilated:128x1,512x4", 600, batch=3, key_heads=1), "lengths"),
+    "padded, ladder, random keys": (problem("dilated:200x3,701x5", 701, d=128, heads=3, key_heads=3), "random"),
+    "padded, half precision": (problem("window:100 | global:40", 500, batch=2), "random"),
+}
+"""Problems with a kind of padding; padded keys and values are NaN or infinite."""
+
+
+def padding_of(trial, kind):
+    token = torch.arange(trial.n)
+    if kind == "random":
+        return torch.rand(trial.batch, trial.n, generator=torch.Generator().manual_seed(3)) < 0.3
+    if kind == "expanded":
+        return (token % 5 > 2).expand(trial.batch, -1)
+    # No padding, some, whole tiles, and a sample without any key.
+    lengths = torch.tensor([trial.n, trial.n // 3, 0, trial.n - 1][: trial.batch])[:, None]
+    return token >= lengths if kind == "lengths" else token < trial.n - lengths
+
+
 INDICES = {
     "indices, rows without blocks": IndexCall(False, False, 512, 128, 2, 2, 1, 2, 2, wild=True),
     "indices, causal, rows without blocks": IndexCall(False, True, 512, 128, 2, 2, 1, 1, 2, wild=True),
@@ -126,16 +151,21 @@ def run_by_rows(trial, rows):
     return {name: error(got, want) for name, got, want in named} | {"fewer": min(lengths) < 0}
 
 
-def run(trial, dtype, scale=None):
+def run(trial, dtype, scale=None, padding=None):
     query, key, value, grad_output, grad_lse = trial.inputs(dtype)
     grad_lse = grad_lse.float()
     plan = make_plan(trial.pattern, trial.n, trial.heads, trial.block_size)
     scale = trial.d**-0.5 if scale is None else scale
-    call = AttentionCall(query, key, value, plan, scale)
+    given = key, value
+    if padding is not None:
+        hidden = padding[:, None, :, None]
+        given = torch.where(hidden, torch.nan, key), torch.where(hidden, torch.inf, value)
+    call = AttentionCall(query, *given, plan, scale, padding)
     runner = hopper_backend.prepare(call)
     output, lse = runner.forward(call)
     gradients = runner.backward(call, output, lse, grad_output, grad_lse)
-    wanted = answer(query, key, value, trial.pattern, grad_output=grad_output, grad_lse=grad_lse, scale=scale)
+    slopes = {"grad_output": grad_output, "grad_lse": grad_lse}
+    wanted = answer(query, key, value, trial.pattern, key_padding_mask=padding, scale=scale, **slopes)
     named = zip(wanted._fields, (output, lse, *gradients), wanted, strict=True)
     errors = {name: error(got, want) for name, got, want in named}
     if trial not in TRIALS.values():
@@ -146,7 +176,7 @@ def run(trial, dtype, scale=None):
     return errors | {"pieces": pieces}
 
 
-def run_learned(seed, n, batch, per_token=False):
+def run_learned(seed, n, batch, per_token=False, padded=False):
     """Attention over a drawn selection, as a GPU runs it; all of one shape have one launch."""
     # In float32, the kernel for tokens could not tell its accumulator from rows of dQ.
     dtype = torch.float16 if per_token else torch.float32
@@ -155,8 +185,11 @@ def run_learned(seed, n, batch, per_token=False):
     slopes = torch.randn(batch, 2, n, 64, dtype=dtype), torch.randn(batch, 2, n)
     exact = [x.detach().double().requires_grad_() for x in given]
     options = {"backend": "auto" if per_token else "hopper", "enable_gqa": True, "return_lse": True}
+    padding = torch.arange(n) % 3 == 0 if padded else torch.zeros(n, dtype=torch.bool)
+    padding = padding.expand(batch, n)
+    options |= {"key_padding_mask": padding} if padded else {}
     found = selected.selected_attention(*given, chosen, **options)
-    wanted = dense_attention(*exact, seen_pairs(chosen).double())
+    wanted = dense_attention(*exact, seen_pairs(chosen).double(), key_padding_mask=padding)
     grads = (torch.autograd.grad(one, leaves, slopes) for one, leaves in ((found, given), (wanted, exact)))
     found, wanted = ([*one, *more] for one, more in zip((found, wanted), grads, strict=True))
     names = "output", "lse", "query", "key", "value"
@@ -198,17 +231,50 @@ FAULTS = {
     ),
 }
 """Faults of the kernels: a function, a text of its source, and its replacement."""
+PADDING_FAULTS = {
+    "padding ignored in a step": (
+        "attend_tile",
+        'scores = drop_columns(scores, b_kept.index(k_slot), -float("inf"))',
+        "pass",
+    ),
+    "padding ignored in the first step": (
+        "attend_rows",
+        'scores = drop_columns(scores, b_kept.index(tile_count % K_STAGES), -float("inf"))',
+        "pass",
+    ),
+    "padded values not zeroed": ("load_keys", "        zero_rows(b_values, a, b, c, d)\n", ""),
+    "padded values not waited for": ("load_keys", "        mbarrier.wait(whole.index(0), count & 1)\n", ""),
+    "values signalled before they are zeroed": (
+        "load_keys",
+        "        zero_rows(b_values, a, b, c, d)\n        mbarrier.arrive(v_full.index(count % V_STAGES), count=1)\n",
+        "        mbarrier.arrive(v_full.index(count % V_STAGES), count=1)\n        zero_rows(b_values, a, b, c, d)\n",
+    ),
+    "no fence after zeroing": ("zero_rows", "    fence_async_shared()\n", ""),
+    "padding of another sample": ("kept_words", "batch.to(gl.int64) * n", "0"),
+    "padding of adjacent tokens": ("load_keys", "rate if len(k_desc.block_shape) == 5 else 1", "1"),
+    "padding ignored in dQ by rows": ("gather_row_step", "ds = drop_columns(ds, b_kept.index(slot), 0.0)", "pass"),
+    "padded keys not zeroed for dQ by rows": ("stream_tile", "            zero_rows(b_keys, a, b, c, d)\n", ""),
+    "padding ignored in dQ": ("gather_step", "ds = drop_rows(ds, b_kept.index(kv_slot), C)", "pass"),
+    "padded keys not zeroed for dQ": ("hold_keys", "        zero_rows(buffer.index(slot * 2), a, b, a, b)\n", ""),
+    "padding ignored in dK": ("gather_keys", "dk = drop_rows(dk, b_kept.index(kv_slot), C)", "pass"),
+    "padding ignored in dV": ("gather_keys", "dv = drop_rows(dv, b_kept.index(kv_slot), C)", "pass"),
+}
+"""Faults that show in a call with padding."""
 
 
-def run_fault(change):
+def run_fault(change, padded):
     """Largest error of a call whose kernels have a fault, or the name of what it raised."""
     emulate({change[0]: change[1:]})
     trial = problem("window:150 & causal", 900, block_size=256)
+    padding = None
+    if padded:
+        trial = problem("dilated:256x1,512x4", 600, batch=2)
+        padding = padding_of(trial, "random")
     try:
         counters = torch.zeros(8, dtype=torch.int32)
         hopper_backend.item_counters = lambda device, count: counters[:count]
-        reproducible_gradients(change[0] == "gather_row_step")
-        return max(max(run(trial, torch.float32).values()) for _ in range(2))
+        reproducible_gradients(change[0] in ("gather_row_step", "stream_tile", "gather_keys" if padded else None))
+        return max(max(run(trial, torch.float32, padding).values()) for _ in range(2))
     except EmulationError as error:
         return str(error)
 
@@ -382,8 +448,8 @@ if __name__ == "__main__":
     if sys.argv[1:] == ["--faults"]:
         hopper_backend.processors = hopper_gradients.processors = lambda device: 3
         hopper_split.SHORTEST_PIECE = 2**40
-        for name, change in FAULTS.items():
-            print(json.dumps({"fault": name, "found": run_fault(change)}), flush=True)
+        for name, change in (FAULTS | PADDING_FAULTS).items():
+            print(json.dumps({"fault": name, "found": run_fault(change, name in PADDING_FAULTS)}), flush=True)
         sys.exit()
     for name, trial in TRIALS.items():
         print(
@@ -405,6 +471,10 @@ if __name__ == "__main__":
             print(json.dumps({"trial": name + more} | run(trial, torch.float32, scale)), flush=True)
         for name, (trial, rows) in RUNS.items():
             print(json.dumps({"trial": name + more} | run_by_rows(trial, rows)), flush=True)
+        for name, (trial, kind) in PADDED.items():
+            dtype = torch.float16 if "half" in name else torch.float32
+            errors = run(trial, dtype, padding=padding_of(trial, kind))
+            print(json.dumps({"trial": name + more} | errors), flush=True)
     reproducible_gradients(True)
     count_launches()
     for name, *shape in (
@@ -413,6 +483,8 @@ if __name__ == "__main__":
         ("learned, causal", 1, 256, 2),
         ("learned, ragged", 2, 300, 1),
         ("learned by tokens", 3, 384, 2, True),
+        ("learned, padded", 0, 256, 2, False, True),
+        ("learned, padded, other lists", 4, 256, 2, False, True),
     ):
         print(json.dumps({"trial": name} | run_learned(*shape)), flush=True)
     for name, call in INDICES.items():

@@ -66,11 +66,11 @@ def pretend_gpu() -> None:
     CUDABackend.make_cubin = lambda self, source, *rest: source.encode()
 
 
-def problem(pattern: str, block: int, d: int = 64, e: int = 64) -> AttentionCall:
+def problem(pattern: str, block: int, d: int = 64, e: int = 64, padded: bool = False) -> AttentionCall:
     plan = make_plan(parse(pattern), 250, 2, block_size=block)
     query = torch.zeros(1, 250, 2, d, dtype=torch.bfloat16).transpose(1, 2)
     key, value = (torch.zeros(1, 1, 250, width, dtype=torch.bfloat16) for width in (d, e))
-    return AttentionCall(query, key, value, plan, 0.125)
+    return AttentionCall(query, key, value, plan, 0.125, torch.zeros(1, 250, dtype=torch.bool) if padded else None)
 
 
 def backward(backend: Any, call: AttentionCall) -> None:
@@ -86,9 +86,9 @@ def portable_attention(pattern: str) -> None:
     backward(triton_launches, call)
 
 
-def hopper_attention(pattern: str, *widths: int) -> None:
+def hopper_attention(pattern: str, *widths: int, padded: bool = False) -> None:
     """Forward and backward pass of the Hopper backend."""
-    call = problem(pattern, 128, *widths)
+    call = problem(pattern, 128, *widths, padded=padded)
     runner = hopper_backend.prepare(call)
     runner.forward(call)
     for fused in (False, True):
@@ -111,6 +111,7 @@ SCENES: dict[str, Callable[[], None]] = {
     "hopper window": lambda: hopper_attention("window:100"),
     "hopper ladder": lambda: hopper_attention(LADDER),
     "hopper ladder, widths 80 and 96": lambda: hopper_attention(LADDER, 80, 96),
+    "hopper padding": lambda: hopper_attention(LADDER, padded=True),
     "learned blocks": lambda: learned_attention(64),
     "learned tokens": lambda: learned_attention(1),
 }

@@ -19,6 +19,7 @@ TESTS = Path(__file__).resolve().parents[1]
 INSTALLED = ""
 RELEASES = [INSTALLED, *filter(None, os.environ.get("DAP_TRITON_RELEASES", "").split(os.pathsep))]
 SCENES = ["triton window", "triton ladder", "hopper window", "hopper ladder", "hopper ladder, widths 80 and 96"]
+SCENES += ["hopper padding"]
 SCENES += ["learned blocks", "learned tokens"]
 OVERLAP = "6:01000000;"
 """Attribute of a launch that may start before the launch in front of it has ended."""

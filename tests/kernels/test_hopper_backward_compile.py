@@ -20,6 +20,8 @@ SHARED_MEMORY = 232448
 ALIGNED = ("p_delta", "p_sum", "p_dq", "p_dk", "p_dv", "p_q", "p_do", "p_part")
 POINTERS = ("p_work", "p_class", "p_walk", "p_whole", "p_partial", "p_tiles", "p_bits", "p_next")
 POINTERS += ("p_source", "p_first", "p_order", "p_turns")
+OPTIONAL = {"p_dq": "joining", "dq_columns": "narrow", "n_keys": "run", "p_turns": "in turns", "p_padding": "padded"}
+"""Arguments that only some kinds of kernel take."""
 NUMBERS = (
     *("items", "items_a_batch", "heads", "group", "query_tiles", "sum_tiles", "key_blocks", "query_blocks", "n"),
     *("q_rate", "q_longer", "k_rate", "k_longer", "dq_columns", "n_keys"),
@@ -42,7 +44,7 @@ def assemble(kernel, descriptors, constants):
 
     types = dict.fromkeys(POINTERS, "*i32") | dict.fromkeys(NUMBERS, "i32") | descriptors
     types |= dict.fromkeys(("p_lse", "p_delta", "p_sum"), "*fp32") | dict.fromkeys(("scale", "scale_log2"), "fp32")
-    types |= dict.fromkeys(("p_dq", "p_dk", "p_dv", "p_q", "p_do", "p_part"), "*bf16")
+    types |= dict.fromkeys(("p_dq", "p_dk", "p_dv", "p_q", "p_do", "p_part"), "*bf16") | {"p_padding": "*u8"}
     names = kernel.arg_names
     signature = {name: "constexpr" if name in constants else types[name] for name in names}
     places = {(names.index(name),): value for name, value in constants.items()}
@@ -64,9 +66,7 @@ def descriptor(rows, d, dtype, rank):
 def without(kernel, kind):
     """Arguments that a kind of kernel does not take."""
     missing = [name for name in kernel.arg_names if name.endswith("_more") and "strided" not in kind]
-    words = {"p_dq": "joining", "dq_columns": "narrow", "n_keys": "run", "p_turns": "in turns"}
-    missing += [name for name, word in words.items() if word not in kind]
-    return {name: None for name in missing if name in kernel.arg_names}
+    return dict.fromkeys(missing + [name for name in kernel.arg_names if OPTIONAL.get(name, "") not in kind])
 
 
 def assert_fits(compiled, log, spilled):
@@ -95,6 +95,12 @@ def assert_fits(compiled, log, spilled):
         (128, 128, torch.bfloat16, True, "plain in turns", 96),
         (128, 128, torch.bfloat16, True, "split in turns", 96),
         (128, 128, torch.bfloat16, True, "strided in turns", 224),
+        (64, 128, torch.bfloat16, True, "plain padded", 256),
+        (128, 128, torch.bfloat16, True, "plain padded", 96),
+        (64, 128, torch.bfloat16, False, "plain padded", 320),
+        (128, 128, torch.bfloat16, False, "split padded", 96),
+        (128, 128, torch.bfloat16, True, "strided padded", 320),
+        (128, 128, torch.bfloat16, False, "strided padded", 224),
     ],
 )
 def test_key_gradients_fit_a_multiprocessor(d, block, dtype, fused, kind, spilled):
@@ -142,6 +148,8 @@ def assert_adds_in_turns(ptx):
         *((128, kind, 16) for kind in ("plain", "split", "strided", "joining", "joining strided")),
         (128, "joining strided, narrow rows", 16),
         (64, "joining, narrow rows, run of rows", 288),
+        (64, "plain padded", 288),
+        *((128, f"{kind} padded", 16) for kind in ("plain", "split", "joining strided")),
     ],
 )
 def test_query_gradient_fits_a_multiprocessor(d, kind, spilled):
@@ -156,7 +164,7 @@ def test_query_gradient_fits_a_multiprocessor(d, kind, spilled):
         "BLOCK": 128,
         "STAGES": config.row_stages,
         "Q_STAGES": config.held_stages,
-        "SPLIT": kind == "split",
+        "SPLIT": "split" in kind,
         **without(attention_dq_bwd_kernel, kind),
         "WORKER_REGISTERS": config.registers,
     }

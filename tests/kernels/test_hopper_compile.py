@@ -131,6 +131,11 @@ def test_a_signal_before_what_it_tells_of_is_found():
         (128, 128, torch.bfloat16, "strided unevenly", 320),
         (64, 128, torch.bfloat16, "strided, narrow rows", 64),
         (128, 128, torch.bfloat16, "strided unevenly, narrow rows, run of rows", 320),
+        (64, 128, torch.bfloat16, "plain padded", 64),
+        (128, 128, torch.bfloat16, "plain padded", 64),
+        (128, 256, torch.float16, "split padded", 64),
+        (64, 128, torch.bfloat16, "strided padded", 64),
+        (128, 128, torch.bfloat16, "strided unevenly padded", 320),
     ],
 )
 def test_forward_fits_a_multiprocessor(d, block, dtype, kind, spilled, monkeypatch):
@@ -145,17 +150,17 @@ def test_forward_fits_a_multiprocessor(d, block, dtype, kind, spilled, monkeypat
     types |= {"o_columns": "i32", "n_keys": "i32"}
     types |= dict.fromkeys(("q_rate", "q_longer", "k_rate", "k_longer"), "i32") | {"p_lse": "*fp32", "scale": "fp32"}
     types |= {"q_desc": rows, "k_desc": keys, "v_desc": keys, "o_desc": rows, "p_out": "*bf16"}
-    types |= {"q_more": rows, "k_more": keys, "v_more": keys, "o_more": rows}
+    types |= {"q_more": rows, "k_more": keys, "v_more": keys, "o_more": rows, "p_padding": "*u8"}
+    optional = {"p_padding": "padded", "o_columns": "narrow", "n_keys": "run"}
     missing = [] if "unevenly" in kind else ["q_more", "k_more", "v_more", "o_more"]
-    missing += ([] if strided else ["p_out"]) + ([] if "narrow" in kind else ["o_columns"])
-    missing += [] if "run" in kind else ["n_keys"]
+    missing += ["p_out"] * (not strided) + [name for name, word in optional.items() if word not in kind]
     constants = dict.fromkeys(missing) | {
         "BLOCK": block,
         "K_STAGES": config.k_stages,
         "V_STAGES": config.v_stages,
         "PING_PONG": config.ping_pong,
         "DYNAMIC": config.persistent,
-        "SPLIT": kind == "split",
+        "SPLIT": kind.startswith("split"),
         "WORKER_REGISTERS": config.registers,
     }
     compiled = compile_kernel(attention_fwd_kernel, types, constants)
@@ -264,6 +269,26 @@ def test_strided_boxes_hold_every_token_once_and_nothing_else(n, rate):
 
 def strides_sum(box, *place):
     return sum(stride * at for stride, at in zip(box.strides, place, strict=False))
+
+
+@pytest.mark.parametrize("rank", [4, 5])
+@pytest.mark.parametrize(("rows", "d"), [(128, 128), (64, 128), (128, 64), (64, 64)])
+def test_rows_of_swizzled_tiles_are_contiguous(rows, d, rank):
+    """`zero_rows` writes the rows of padded keys without regard to the order inside 128 bytes."""
+    libtriton = pytest.importorskip("triton._C.libtriton")
+    context = libtriton.ir.context()
+    libtriton.ir.load_dialects(context)
+    builder = libtriton.gluon_ir.GluonOpBuilder(context)
+    if not hasattr(builder, "to_linear_layout"):
+        pytest.skip("this release of triton prints no layouts")
+    layout = tile_layout(rows, d, torch.bfloat16, rank)._to_ir(builder)
+    bases = builder.to_linear_layout(layout, [*(1,) * (rank - 2), rows, d]).offset_bases
+    for offset in (1, 2, 7, 63, 64, 65, 8 * 64 + 3, rows * d - 1):
+        place = [0] * rank
+        for bit, base in enumerate(bases):
+            place = [a ^ (b * (offset >> bit & 1)) for a, b in zip(place, base, strict=True)]
+        line = offset // 64
+        assert place[-2] == line % rows and place[-1] // 64 == line // rows
 
 
 def test_only_gpus_are_served():

@@ -306,6 +306,29 @@ def test_launches_follow_the_tensors_of_each_call(recorded):
     assert len(public) == 1
 
 
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("pattern", ["window:100", "dilated:128x1,300x4"])
+def test_launches_follow_the_padding_of_each_call(pattern, fused, recorded, monkeypatch):
+    public, direct = recorded
+    monkeypatch.setattr(hopper_backend, "reproducible_gradients", lambda: not fused)
+    call = problem(pattern)
+    output, lse = torch.zeros_like(call.query), torch.zeros(2, 4, 300)
+    masks = [torch.zeros(2, 300, dtype=torch.bool) for _ in range(2)]
+    for mask in (None, *masks, None, masks[0]):
+        public.clear()
+        direct.clear()
+        padded = replace(call, key_padding_mask=mask)
+        hopper_backend.forward(padded)
+        hopper_backend.backward(padded, output, lse, output, None)
+        read = [
+            [one for one in masks if one.data_ptr() in arguments]
+            for name, _, *arguments in (*public, *direct)
+            if "attention" in name
+        ]
+        assert read and all(len(found) == (mask is not None) for found in read)
+        assert mask is None or all(found[0] is mask for found in read)
+
+
 def test_a_watched_launch_takes_the_public_way(recorded, monkeypatch):
     public, direct = recorded
     call = problem("window:100")

@@ -67,6 +67,8 @@ def emulated(*arguments):
         ("learned, causal", 2),
         ("learned, ragged", 3),
         ("learned by tokens", 3),
+        ("learned, padded", 4),
+        ("learned, padded, other lists", 4),
     ],
 )
 def test_learned_plans_of_one_shape_share_a_launch(found, name, launches):
@@ -96,8 +98,8 @@ def test_strided_parts_and_atomic_sums_match_oracle(found, kind, count):
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("hopper interpreter")
-@pytest.mark.parametrize(("kind", "count"), [("width", 19), ("scale", 8)])
-def test_other_widths_and_scales_match_oracle(found, kind, count):
+@pytest.mark.parametrize(("kind", "count"), [("width", 19), ("scale", 8), ("padded", 18)])
+def test_other_widths_scales_and_padding_match_oracle(found, kind, count):
     trials = {name: errors for name, errors in found.items() if name.startswith(kind)}
     assert len(trials) == count
     for name, errors in trials.items():
@@ -118,7 +120,7 @@ def test_runs_of_fewer_queries_than_keys_match_oracle(found):
 @pytest.mark.slow
 def test_emulator_finds_faults_of_synchronization():
     faults = {line["fault"]: line["found"] for line in emulated("--faults")}
-    assert len(faults) == 11
+    assert len(faults) == 25
     assert [name for name, found in faults.items() if isinstance(found, float) and found <= 1e-3] == []
 
 

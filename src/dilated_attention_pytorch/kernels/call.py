@@ -59,6 +59,12 @@ class AttentionCall:
         """Dtype of the softmax, of sums and of the LSE."""
         return torch.float64 if self.query.dtype == torch.float64 else torch.float32
 
+    @property
+    def padding_bytes(self) -> tuple[Tensor, ...]:
+        """The padding mask as kernels read it, uint8 (B, N), contiguous; empty without a mask."""
+        mask = self.key_padding_mask
+        return () if mask is None else (mask.contiguous().view(torch.uint8),)
+
     def describe(self) -> str:
         batch, heads, n, d = self.query.shape
         words = [str(self.query.dtype).removeprefix("torch."), self.device.type, f"batch {batch}", f"heads {heads}"]

@@ -94,8 +94,6 @@ def why_not(call: AttentionCall) -> str | None:
     problem = cache[key]
     if problem is not None:
         return problem
-    if call.key_padding_mask is not None:
-        return "has no key padding mask"
     if call.dropout_p:
         return "has no dropout; pass dropout_p=0.0"
     if (call.query.data_ptr() | call.key.data_ptr() | call.value.data_ptr()) % 16:
@@ -178,7 +176,8 @@ def run_forward(call: AttentionCall, config: ForwardConfig) -> Forward:
 
 
 def _launch_of(call: AttentionCall, config: ForwardConfig) -> ForwardLaunch:
-    key = "hopper forward", *layout_of(call.query, call.key, call.value), call.scale, id(config)
+    padded = call.key_padding_mask is not None
+    key = "hopper forward", *layout_of(call.query, call.key, call.value), call.scale, id(config), padded
     cache = launch_cache(call.plan)
     return cache.get(key) or cache.setdefault(key, ForwardLaunch(call, config))
 
@@ -208,23 +207,27 @@ class ForwardLaunch:
         made = output, *(torch.empty(0, device="meta") for _ in range(2))
         pieces = (torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in self.pieces)
         like = query, call.key, call.value, *made, *pieces, *self._lists(call)
+        padding = None if call.key_padding_mask is None else PtrArg(len(like) - 1)
         if cut is None:
             strided = STRIDED_CONFIGS[tile_width(call)]
             launches = [
-                _part_launch(call, strided if lowered.strided else config, lowered, lowered.by_query, like, number)
+                _part_launch(
+                    call, strided if lowered.strided else config, lowered, lowered.by_query, like, padding, number
+                )
                 for number, lowered in enumerate(parts)
             ]
         else:
             from ..triton.forward_kernels import merge_pieces_kernel
 
             places = PtrArg(OUTPUT), PtrArg(LSE), PtrArg(LSE), PtrArg(PIECES), PtrArg(PIECE_LSE)
-            launches = [_part_launch(call, config, parts[0], work, like) for work in (cut.rest, cut.pieces)]
+            launches = [_part_launch(call, config, parts[0], work, like, padding) for work in (cut.rest, cut.pieces)]
             launches.append(cut.join(merge_pieces_kernel, places, like, like[OUTPUT]))
         self.launches = Launches(query.device, launches)
 
     def _lists(self, call: AttentionCall) -> tuple[Tensor, ...]:
-        """Lists of a learned plan, which are arguments of every call."""
-        return (*lower(call.plan)[0].by_query[:-1], call.plan.masks.bits) if self.learned else ()
+        """Lists of a learned plan and the padding mask, which are arguments of every call."""
+        lists = (*lower(call.plan)[0].by_query[:-1], call.plan.masks.bits) if self.learned else ()
+        return *lists, *call.padding_bytes
 
     def _signed(self, query: Tensor) -> Tensor:
         """Queries times the sign of the scale, so that its magnitude gives the same scores."""
@@ -265,7 +268,7 @@ def item_counters(device: torch.device, count: int) -> Tensor:
 
 
 QUERY, KEY, VALUE, OUTPUT, LSE, COUNTERS, PIECES, PIECE_LSE = range(8)
-"""Slots of the tensors of a forward launch; then pieces of split rows, or the lists of a learned plan."""
+"""Slots of the tensors of a forward launch; then pieces of split rows, or the lists of a learned plan; then padding."""
 
 
 def _part_launch(
@@ -274,6 +277,7 @@ def _part_launch(
     lowered: LoweredPart,
     work: ForwardItems,
     like: Tensors,
+    padding: PtrArg | None,
     number: int | None = None,
 ) -> LaunchStep:
     """Launch of one part of a plan (`number` is its index among several), or of the pieces of its long rows."""
@@ -295,7 +299,7 @@ def _part_launch(
         TmaArg(PIECES if pieces else OUTPUT, 64, width, queries),
         PtrArg(OUTPUT) if lowered.strided else None,
         PtrArg(PIECE_LSE if pieces else LSE),
-        *(*work[:-1], plan.masks.bits, PtrArg(COUNTERS, number or 0, torch.int32)),
+        *(*work[:-1], plan.masks.bits, padding, PtrArg(COUNTERS, number or 0, torch.int32)),
         *(items, items_a_batch, heads, heads // key.shape[1], n, None if key.shape[2] == n else key.shape[2]),
         *(stride // 8 for stride in tma_strides(like[OUTPUT])[:3]),
         columns_of(like[OUTPUT], width) if lowered.strided else None,

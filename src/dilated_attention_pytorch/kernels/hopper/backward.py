@@ -44,7 +44,8 @@ class BackwardConfig:
     registers: int = 240
     """Registers per thread of a consumer warpgroup."""
     ordered: bool = False
-    """Whether reproducible dQ is accumulated beside dK and dV in turns; learned plans still compute it by rows."""
+    """Whether reproducible dQ is accumulated beside dK and dV in turns; learned plans and padded calls compute it by
+    rows."""
 
 
 BACKWARD_CONFIGS = {64: BackwardConfig(128, stages_by_rows=3, row_stages=4), 128: BackwardConfig(64)}
@@ -108,11 +109,12 @@ class PreparedBackward:
         slope = lse if grad_lse is None else grad_lse
         query, key, value = call.query, call.key, call.value
         strides = query.stride(), key.stride(), value.stride(), output.stride(), grad_output.stride(), slope.stride()
-        layout = *strides, grad_lse is None, fused
+        layout = *strides, grad_lse is None, fused, call.key_padding_mask is None
         launch = self._launches.get(layout)
         tensors = query, key, value, output, grad_output, lse, slope
         if self._learned:
             tensors += lists_of(call, fused)
+        tensors += call.padding_bytes
         addresses = query.data_ptr() | key.data_ptr() | value.data_ptr() | grad_output.data_ptr()
         if launch is None or addresses % 16:
             given = query, key, value, grad_output
@@ -127,7 +129,7 @@ class PreparedBackward:
 
 
 QUERY, KEY, VALUE, OUTPUT, GRAD_OUTPUT, LSE, SLOPE, SPACE, GRAD_QUERY, GRAD_KEY, GRAD_VALUE = range(11)
-"""Slots of the tensors of the launches; then pieces of the three gradients, or lists of a learned plan."""
+"""Slots of the tensors of the launches; then pieces of the gradients, or lists of a learned plan; then padding."""
 TO_PIECES = 3
 """Distance from the slot of a gradient to the slot of its pieces."""
 
@@ -135,7 +137,7 @@ TO_PIECES = 3
 class BackwardLaunch:
     """Launches of the backward for calls of one plan, or of learned plans of one shape, of one layout and config.
 
-    The lists of a learned plan follow the tensors of a call.
+    The lists of a learned plan and the padding mask follow the tensors of a call.
     """
 
     def __init__(
@@ -146,7 +148,9 @@ class BackwardLaunch:
         rows = config.streamed_tile
         device = query.device
         all_lowered = lower(plan)
-        ordered = config.ordered and not fused and all(lowered.launches is None for lowered in all_lowered)
+        # Items whose keys are all padded take no turns, and lists of learned plans are not read on the host.
+        knows_turns = call.key_padding_mask is None and all(lowered.launches is None for lowered in all_lowered)
+        ordered = config.ordered and not fused and knows_turns
         fused = fused or ordered
         self.writes_all = bool(all_lowered) and all_lowered[0].writes_all
         # Whole blocks of the plan: a list may name sub-tiles of its last block past the end of the sequence.
@@ -180,6 +184,7 @@ class BackwardLaunch:
         like += tuple(torch.empty(shape or (0,), dtype=query.dtype, device="meta") for shape in self.pieces)
         like += tensors[SPACE:]
         widths = tile_width(call), call.value.shape[-1]
+        padding = None if call.key_padding_mask is None else PtrArg(len(like) - 1)
         prepare = self._prepare(like, pointers, (rows, *widths, lse_grad, fused and self.writes_all, counters))
         delta, _, claimed = pointers
         launches, later = [prepare], []
@@ -187,12 +192,12 @@ class BackwardLaunch:
             total = PtrArg(SPACE, begin, torch.float32)
             turn = PtrArg(SPACE, o_turns, torch.int32) if ordered else None
             claims = [claimed._replace(begin=claimed.begin + 2 * number + place) for place in range(2)]
-            launches += part.launches(part.by_key, like, (PtrArg(LSE), delta, total, turn, claims[0]))
+            launches += part.launches(part.by_key, like, (PtrArg(LSE), delta, total, turn, padding, claims[0]))
             if part.by_query is None:
                 later.append(part.finish(like, total))
             else:
                 # From the last part to the first, which adds the contributions of the others.
-                later[:0] = part.launches(part.by_query, like, (PtrArg(LSE), delta, claims[1]))
+                later[:0] = part.launches(part.by_query, like, (PtrArg(LSE), delta, padding, claims[1]))
         self.launches = Launches(device, launches + later)
 
     def _prepare(self, like: Tensors, pointers: tuple[PtrArg, ...], constants: tuple[object, ...]) -> LaunchStep:
@@ -336,11 +341,11 @@ class PartBackward:
         return launches
 
     def _launch(self, args: KernelArgs, like: Tensors, pointers: tuple[PtrArg | None, ...]) -> LaunchStep:
-        """Launch of a Gluon kernel; `pointers` are LSE, delta, for dK and dV the sum and turns of dQ, the counter."""
+        """Launch of a Gluon kernel; `pointers`: LSE, delta, for dK and dV sum and turns of dQ, padding, the counter."""
         work, items = args.work, len(args.work.items)
         pieces = args.cut is not None and work is args.cut.pieces
         numbers = self.batch * items, items, *args.sizes, args.blocks, *args.settings, pieces, self.registers
-        arguments = *args.tma_args, *args.written, *args.joined, *pointers[:-1], *work, pointers[-1], *numbers
+        arguments = *args.tma_args, *args.written, *args.joined, *pointers[:-2], *work, *pointers[-2:], *numbers
         grid = min(numbers[0], processors(like[QUERY].device))
         return LaunchStep(args.kernel, grid, arguments, like, overlaps=args.cut is None)
 

@@ -17,6 +17,10 @@ before it, by programs that run, so some item can always go on.
 The accumulator has the order of the registers that are added to it (`PIECE` floats per piece), so that every addition
 is 16 bytes per thread and a warp accesses contiguous memory. `pre_post_kernels.finish_dq_kernel` restores row order.
 
+dK and dV of a padded key are set to 0 at the end, so that steps ignore padding except for dQ, whose product runs over
+the keys: dS of a padded key is set to 0, and so is the key itself in shared memory. An item without a kept key has no
+step.
+
 Descriptors of five dimensions (`primitives.copy_rows_in`) select a strided part, whose gradients are added to the
 results of earlier parts.
 
@@ -37,6 +41,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .primitives import (
+    OUTSIDE,
     ROWS,
     barrier_pairs,
     base_2,
@@ -44,9 +49,11 @@ from .primitives import (
     claim_in_order,
     claim_item,
     copy_rows_in,
+    drop_rows,
     first_and_count,
     here,
     joined_rows,
+    kept_words,
     leave_piece,
     let_next_start,
     next_item,
@@ -57,6 +64,7 @@ from .primitives import (
     ring,
     sync_warp,
     wait_for_launch,
+    zero_rows,
 )
 
 MEETING = gl.constexpr(8)
@@ -76,8 +84,8 @@ tile."""
 
 @gluon.jit
 def stream_tile(
-    first_desc, first_more, second_desc, second_more, b_first, b_second, b_rows, b_tile, full, empty,
-    p_lse, p_delta, o_rows, token, rows, rate, longer,
+    first_desc, first_more, second_desc, second_more, b_first, b_second, b_rows, b_tile, b_kept, full, empty, whole,
+    p_lse, p_delta, p_padding, n, o_rows, token, rows, rate, longer,
     count, batch, head, sum_tile, mask, low, high, last_key, turn, STAGES: gl.constexpr, BY_KEY: gl.constexpr,
 ):  # fmt: skip
     """Start copying a streamed tile, its mailbox, and LSE and delta of its queries into a slot of the ring."""
@@ -89,22 +97,42 @@ def stream_tile(
         lse = gl.load(p_lse + o_row, mask=row < rows, other=float("inf"))
         delta = gl.load(p_delta + o_row, mask=row < rows, other=0.0)
     residue, box_row = box_coordinates(first_desc, token, rate)
+    if p_padding is not None:
+        a, b, c, d = kept_words(p_padding, batch, n, token, rate if len(first_desc.block_shape) == 5 else 1, BM)
+        some = gl.where((a & b & c & d) == -1, 0, 1)
+        none = (a | b | c | d) == 0
+        box_row = gl.where(none, OUTSIDE, box_row)
     slot = count % STAGES
     mbarrier.wait(empty.index(slot), ((count // STAGES) & 1) ^ 1)
     if BY_KEY:
         b_rows.index(slot).slice(0, BM).store(base_2(lse))
         b_rows.index(slot).slice(BM, BM).store(delta)
     post(b_tile.index(slot), sum_tile, mask, low, high, last_key, turn)
-    mbarrier.expect(full.index(slot), 2 * first_desc.block_type.nbytes)
     here_full = full.index(slot)
-    copy_rows_in(first_desc, first_more, batch, head, residue, box_row, longer, here_full, b_first.index(slot))
+    if p_padding is None:
+        mbarrier.expect(here_full, 2 * first_desc.block_type.nbytes)
+        copy_rows_in(first_desc, first_more, batch, head, residue, box_row, longer, here_full, b_first.index(slot))
+    else:
+        b_keys = b_first.index(slot)
+        post(b_kept.index(slot), a, b, c, d, some, 0)
+        if (some == 0) | none:
+            # One phase of this barrier per tile, so that its parity follows from the count.
+            mbarrier.arrive(whole.index(0), count=1)
+            mbarrier.expect(here_full, 2 * first_desc.block_type.nbytes)
+            copy_rows_in(first_desc, first_more, batch, head, residue, box_row, longer, here_full, b_keys)
+        else:
+            mbarrier.expect(whole.index(0), first_desc.block_type.nbytes)
+            copy_rows_in(first_desc, first_more, batch, head, residue, box_row, longer, whole.index(0), b_keys)
+            mbarrier.wait(whole.index(0), count & 1)
+            zero_rows(b_keys, a, b, c, d)
+            mbarrier.expect(here_full, first_desc.block_type.nbytes)
     copy_rows_in(second_desc, second_more, batch, head, residue, box_row, longer, here_full, b_second.index(slot))
 
 
 @gluon.jit
 def stream_head(
-    streamed_1, streamed_1_more, streamed_2, streamed_2_more, b_1, b_2, b_rows, b_tile, full, empty,
-    p_lse, p_delta, p_class, p_walk, p_whole, p_partial, p_tiles, heads, sum_tiles, blocks, n, rate, longer,
+    streamed_1, streamed_1_more, streamed_2, streamed_2_more, b_1, b_2, b_rows, b_tile, b_kept, full, empty, whole,
+    p_lse, p_delta, p_padding, p_class, p_walk, p_whole, p_partial, p_tiles, heads, sum_tiles, blocks, n, rate, longer,
     tile_count, batch, query_head, head, block, o_row, held_rows, held_offset,
     BLOCK: gl.constexpr, STAGES: gl.constexpr, BY_KEY: gl.constexpr,
 ):  # fmt: skip
@@ -138,8 +166,8 @@ def stream_head(
         sub_tile = tile * SUB + step % SUB
         token = gl.load(p_tiles + 2 * tile) + offset + (step % SUB) * BM * rate if STRIDED else sub_tile * BM
         stream_tile(
-            streamed_1, streamed_1_more, streamed_2, streamed_2_more, b_1, b_2, b_rows, b_tile,
-            full, empty, p_lse, p_delta, o_rows, token, BM, rate, longer,
+            streamed_1, streamed_1_more, streamed_2, streamed_2_more, b_1, b_2, b_rows, b_tile, b_kept,
+            full, empty, whole, p_lse, p_delta, p_padding, n, o_rows, token, BM, rate, longer,
             tile_count, batch, head, first_tile + sub_tile, -1, 0, 0, 0, 0, STAGES, BY_KEY,
         )  # fmt: skip
         tile_count += 1
@@ -160,8 +188,8 @@ def stream_head(
         high = gl.load(p_entry + 3) - o_row + o_col
         last_key = (held_rows if BY_KEY else rows) - 1
         stream_tile(
-            streamed_1, streamed_1_more, streamed_2, streamed_2_more, b_1, b_2, b_rows, b_tile,
-            full, empty, p_lse, p_delta, o_rows, token, rows, rate, longer,
+            streamed_1, streamed_1_more, streamed_2, streamed_2_more, b_1, b_2, b_rows, b_tile, b_kept,
+            full, empty, whole, p_lse, p_delta, p_padding, n, o_rows, token, rows, rate, longer,
             tile_count, batch, head, first_tile + sub_tile, mask, low, high, last_key, 0, STAGES, BY_KEY,
         )  # fmt: skip
         tile_count += 1
@@ -197,21 +225,44 @@ def stream_in_turn(
         high = gl.load(p_entry + 3) - o_row + o_col
         own_row = batch * heads + head
         stream_tile(
-            streamed_1, streamed_1_more, streamed_2, streamed_2_more, b_1, b_2, b_rows, b_tile,
-            full, empty, p_lse, p_delta, own_row.to(gl.int64) * n, token, rows, rate, longer, tile_count, batch, head,
-            own_row * sum_tiles + sub_tile, o_mask, low, high, held_rows - 1, gl.load(p_entry + 5), STAGES, True,
+            streamed_1, streamed_1_more, streamed_2, streamed_2_more, b_1, b_2, b_rows, b_tile, None,
+            full, empty, None, p_lse, p_delta, None, n, own_row.to(gl.int64) * n, token, rows, rate, longer, tile_count,
+            batch, head, own_row * sum_tiles + sub_tile, o_mask, low, high, held_rows - 1, gl.load(p_entry + 5), STAGES,
+            True,
         )  # fmt: skip
         tile_count += 1
     return tile_count
 
 
 @gluon.jit
+def hold_keys(desc, more, batch, head, residue, row, longer, full, whole, buffer, slot, count, some, a, b, c, d):
+    """Start copying the two halves of the keys of an item, or copy them and zero the rows of padded keys."""
+    HALF_BYTES: gl.constexpr = desc.block_type.nbytes
+    if some == 0:
+        # One phase of this barrier per item, so that its parity follows from the count.
+        mbarrier.arrive(whole.index(0), count=1)
+        mbarrier.expect(full, 4 * HALF_BYTES)
+        for half in gl.static_range(2):
+            b_half = buffer.index(slot * 2 + half)
+            copy_rows_in(desc, more, batch, head, residue, row + half * ROWS, longer, full, b_half)
+    else:
+        mbarrier.expect(whole.index(0), 2 * HALF_BYTES)
+        for half in gl.static_range(2):
+            b_half = buffer.index(slot * 2 + half)
+            copy_rows_in(desc, more, batch, head, residue, row + half * ROWS, longer, whole.index(0), b_half)
+        mbarrier.wait(whole.index(0), count & 1)
+        zero_rows(buffer.index(slot * 2), a, b, a, b)
+        zero_rows(buffer.index(slot * 2 + 1), c, d, c, d)
+        mbarrier.expect(full, 2 * HALF_BYTES)
+
+
+@gluon.jit
 def load_backward_tiles(
     held_1, held_1_more, held_2, held_2_more, streamed_1, streamed_1_more, streamed_2, streamed_2_more,
-    b_held_1, b_held_2, b_1, b_2, b_rows, b_item, b_tile,
-    full, empty, held_full, held_empty,
-    p_lse, p_delta, p_work, p_class, p_walk, p_whole, p_partial, p_tiles, p_next, items, items_a_batch, heads, group,
-    sum_tiles, blocks, n, n_keys, held_rate, held_longer, rate, longer,
+    b_held_1, b_held_2, b_1, b_2, b_rows, b_item, b_tile, b_kept,
+    full, empty, held_full, held_empty, whole,
+    p_lse, p_delta, p_work, p_class, p_walk, p_whole, p_partial, p_tiles, p_padding, p_next, items, items_a_batch,
+    heads, group, sum_tiles, blocks, n, n_keys, held_rate, held_longer, rate, longer,
     BLOCK: gl.constexpr, STAGES: gl.constexpr, HELD_STAGES: gl.constexpr, BY_KEY: gl.constexpr, SPLIT: gl.constexpr,
     TURNS: gl.constexpr = False,
 ):  # fmt: skip
@@ -220,7 +271,8 @@ def load_backward_tiles(
     BY_KEY holds K and V and streams Q and dO of every head of the group; otherwise Q and dO are held, and K and V
     stream. There are `n` queries and `n_keys` keys, None for as many. With SPLIT an item is a piece of a row, and the
     walk has a row for each block of pieces. With TURNS an item is claimed when it starts, the first one too, and has
-    its own entries (`turns.in_turns`).
+    its own entries (`turns.in_turns`). Words of kept keys are passed in `b_kept`; `whole` is the barrier of keys whose
+    padded rows are zeroed before use, or None.
     """
     n_held = n
     n_streamed = n
@@ -262,16 +314,33 @@ def load_backward_tiles(
             if SPLIT:
                 stored = gl.load(p_item + 3) * (2 * ROWS)
                 block = stored // BLOCK
+        members = group if BY_KEY else 1
+        if BY_KEY and p_padding is not None:
+            a, b, c, d = kept_words(p_padding, batch, n_held, o_held, held_rate if STRIDED else 1, 2 * ROWS)
+            some = gl.where((a & b & c & d) == -1, 0, 1)
+            none = (a | b | c | d) == 0
+            steps = gl.where(none, 0, steps)
+            members = gl.where(none, 0, group)
         residue, first_row = box_coordinates(held_1, o_held, held_rate)
         slot = item_count % HELD_STAGES
         mbarrier.wait(held_empty.index(slot), ((item_count // HELD_STAGES) & 1) ^ 1)
         post(b_item.index(slot), held_head, o_held, steps, batch, held_rows, stored)
-        mbarrier.expect(held_full.index(slot), 4 * held_1.block_type.nbytes)
+        here_full = held_full.index(slot)
+        if BY_KEY and p_padding is not None:
+            post(b_kept.index(slot), a, b, c, d, some, 0)
+        ZEROES: gl.constexpr = BY_KEY and whole is not None
+        if ZEROES:
+            hold_keys(
+                held_1, held_1_more, batch, held_head, residue, first_row, held_longer, here_full, whole, b_held_1,
+                slot, item_count, some, a, b, c, d,
+            )  # fmt: skip
+        else:
+            mbarrier.expect(here_full, 4 * held_1.block_type.nbytes)
         for half in gl.static_range(2):
             row = first_row + half * ROWS
             b_1_half, b_2_half = b_held_1.index(slot * 2 + half), b_held_2.index(slot * 2 + half)
-            here_full = held_full.index(slot)
-            copy_rows_in(held_1, held_1_more, batch, held_head, residue, row, held_longer, here_full, b_1_half)
+            if not ZEROES:
+                copy_rows_in(held_1, held_1_more, batch, held_head, residue, row, held_longer, here_full, b_1_half)
             copy_rows_in(held_2, held_2_more, batch, held_head, residue, row, held_longer, here_full, b_2_half)
         if TURNS:
             tile_count = stream_in_turn(
@@ -281,7 +350,6 @@ def load_backward_tiles(
                 BLOCK, STAGES,
             )  # fmt: skip
         else:
-            members = group if BY_KEY else 1
             for member in range(members):
                 if BY_KEY:
                     query_head = held_head * group + member
@@ -290,10 +358,10 @@ def load_backward_tiles(
                     query_head = held_head
                     head = held_head // group
                 tile_count = stream_head(
-                    streamed_1, streamed_1_more, streamed_2, streamed_2_more, b_1, b_2, b_rows, b_tile, full, empty,
-                    p_lse, p_delta, p_class, p_walk, p_whole, p_partial, p_tiles, heads, sum_tiles, blocks,
-                    n_streamed, rate, longer, tile_count, batch, query_head, head, block, o_row, held_rows, held_offset,
-                    BLOCK, STAGES, BY_KEY,
+                    streamed_1, streamed_1_more, streamed_2, streamed_2_more, b_1, b_2, b_rows, b_tile, b_kept, full,
+                    empty, whole, p_lse, p_delta, None if BY_KEY else p_padding, p_class, p_walk, p_whole, p_partial,
+                    p_tiles, heads, sum_tiles, blocks, n_streamed, rate, longer, tile_count, batch, query_head, head,
+                    block, o_row, held_rows, held_offset, BLOCK, STAGES, BY_KEY,
                 )  # fmt: skip
         item_count += 1
         item = claim_in_order(p_next, items) if TURNS else next_item(claim, p_next, item, items, True)
@@ -437,7 +505,7 @@ def sum_piece(p_sum, tile, piece, C: gl.constexpr, D: gl.constexpr, TURNS: gl.co
 @gluon.jit
 def gather_step(
     C: gl.constexpr, dk_token, dv, sum_tile, tile_count, step, kv_slot, no_scores, no_piece,
-    b_q, b_do, b_k, b_v, b_ds, b_rows, b_tile, full, empty, p_sum, p_bits, scale_log2,
+    b_q, b_do, b_k, b_v, b_ds, b_rows, b_tile, b_kept, full, empty, p_sum, p_bits, scale_log2,
     BLOCK: gl.constexpr, STAGES: gl.constexpr, DQ: gl.constexpr, TURNS: gl.constexpr,
 ):  # fmt: skip
     """Contribution of one tile of queries to dK and dV of warpgroup `C`, and the dQ piece of the preceding tile."""
@@ -465,7 +533,10 @@ def gather_step(
         weights = mask_weights(weights, note, p_bits, C, BLOCK, True)
     dp = warpgroup_mma_wait(0, deps=(dp_token,))
     delta = b_rows.index(slot).slice(BM, BM).load(queries)
-    ds = (weights * (dp - gl.expand_dims(delta, 0))).to(dtype)
+    ds = weights * (dp - gl.expand_dims(delta, 0))
+    if DQ and b_kept is not None:
+        ds = drop_rows(ds, b_kept.index(kv_slot), C)
+    ds = ds.to(dtype)
     # Without the exchange, dK is the only reader of dS of the previous step, and has completed above.
     parity = tile_count % 2 if DQ else 0
     if DQ:
@@ -493,7 +564,7 @@ def gather_step(
 @gluon.jit
 def gather_keys(
     C: gl.constexpr, dk_desc, dk_more, dv_desc, dv_more,
-    b_q, b_do, b_k, b_v, b_ds, b_rows, b_item, b_tile, full, empty, kv_full, kv_empty,
+    b_q, b_do, b_k, b_v, b_ds, b_rows, b_item, b_tile, b_kept, full, empty, kv_full, kv_empty,
     p_dk, p_dv, p_sum, p_bits, k_rate, k_longer, scale, scale_log2,
     BLOCK: gl.constexpr, STAGES: gl.constexpr, KV_STAGES: gl.constexpr, DQ: gl.constexpr, SPLIT: gl.constexpr,
     TURNS: gl.constexpr = False,
@@ -528,8 +599,8 @@ def gather_keys(
         for step in range(steps):
             dk_token, dv, sum_tile, tile_count = gather_step(
                 C, dk_token, dv, sum_tile, tile_count, step, kv_slot, no_scores, no_piece,
-                b_q, b_do, b_k, b_v, b_ds, b_rows, b_tile, full, empty, p_sum, p_bits, scale_log2, BLOCK, STAGES, DQ,
-                TURNS,
+                b_q, b_do, b_k, b_v, b_ds, b_rows, b_tile, b_kept, full, empty, p_sum, p_bits, scale_log2, BLOCK,
+                STAGES, DQ, TURNS,
             )  # fmt: skip
         dk = warpgroup_mma_wait(0, deps=(dk_token,))
         if DQ:
@@ -547,6 +618,9 @@ def gather_keys(
         rows = read(item, ITEM_ROWS)
         b_dv = b_v.index(kv_slot * 2 + C)
         b_dk = b_k.index(kv_slot * 2 + C)
+        if b_kept is not None:
+            dv = drop_rows(dv, b_kept.index(kv_slot), C)
+            dk = drop_rows(dk, b_kept.index(kv_slot), C)
         if p_dv is not None:
             dv = joined_rows(dv, p_dv, dv_desc, batch, head, o_key, rows, b_dv, C)
         put_rows(dv, dv_desc, dv_more, batch, head, o_key, rows, k_rate, k_longer, b_dv, C)
@@ -571,13 +645,14 @@ def gather_keys(
         "k_rate", "k_longer", "scale", "scale_log2",
     ],
     do_not_specialize_on_alignment=[
-        "p_lse", "p_turns", "p_work", "p_class", "p_walk", "p_whole", "p_partial", "p_tiles", "p_bits", "p_next"
+        "p_lse", "p_turns", "p_work", "p_class", "p_walk", "p_whole", "p_partial", "p_tiles", "p_bits", "p_padding",
+        "p_next",
     ],
 )  # fmt: skip
 def attention_dkv_bwd_kernel(
     q_desc, q_more, do_desc, do_more, k_desc, k_more, v_desc, v_more, dk_desc, dk_more, dv_desc, dv_more,
-    p_lse, p_delta, p_sum, p_turns, p_work, p_class, p_walk, p_whole, p_partial, p_tiles, p_bits, p_next, items,
-    items_a_batch, heads, group, sum_tiles, key_blocks, n, n_keys, q_rate, q_longer, k_rate, k_longer, scale,
+    p_lse, p_delta, p_sum, p_turns, p_work, p_class, p_walk, p_whole, p_partial, p_tiles, p_bits, p_padding, p_next,
+    items, items_a_batch, heads, group, sum_tiles, key_blocks, n, n_keys, q_rate, q_longer, k_rate, k_longer, scale,
     scale_log2,
     BLOCK: gl.constexpr, STAGES: gl.constexpr, KV_STAGES: gl.constexpr, DQ: gl.constexpr, SPLIT: gl.constexpr,
     WORKER_REGISTERS: gl.constexpr,
@@ -601,27 +676,36 @@ def attention_dkv_bwd_kernel(
     TURNS: gl.constexpr = p_turns is not None
     full, empty = barrier_pairs(STAGES, 3 if TURNS else 2)
     kv_full, kv_empty = barrier_pairs(KV_STAGES)
+    if p_padding is None:
+        b_kept: gl.constexpr = None
+    else:
+        b_kept = gl.allocate_shared_memory(gl.int32, [KV_STAGES, 8], note)
+    if DQ and p_padding is not None:
+        whole = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+        mbarrier.init(whole.index(0), count=1)
+    else:
+        whole: gl.constexpr = None
     # A list of partitions that is put together would lose the constants among their arguments.
     if TURNS:
         gl.warp_specialize(
             [
                 (gather_keys, (
                     0, dk_desc, dk_more, dv_desc, dv_more,
-                    b_q, b_do, b_k, b_v, b_ds, b_rows, b_item, b_tile, full, empty, kv_full, kv_empty,
+                    b_q, b_do, b_k, b_v, b_ds, b_rows, b_item, b_tile, b_kept, full, empty, kv_full, kv_empty,
                     None, None, p_sum, p_bits, k_rate, k_longer, scale, scale_log2, BLOCK, STAGES, KV_STAGES, DQ, SPLIT,
                     TURNS,
                 )),
                 (gather_keys, (
                     1, dk_desc, dk_more, dv_desc, dv_more,
-                    b_q, b_do, b_k, b_v, b_ds, b_rows, b_item, b_tile, full, empty, kv_full, kv_empty,
+                    b_q, b_do, b_k, b_v, b_ds, b_rows, b_item, b_tile, b_kept, full, empty, kv_full, kv_empty,
                     None, None, p_sum, p_bits, k_rate, k_longer, scale, scale_log2, BLOCK, STAGES, KV_STAGES, DQ, SPLIT,
                     TURNS,
                 )),
                 (load_backward_tiles, (
                     k_desc, k_more, v_desc, v_more, q_desc, q_more, do_desc, do_more,
-                    b_k, b_v, b_q, b_do, b_rows, b_item, b_tile, full, empty, kv_full, kv_empty,
-                    p_lse, p_delta, p_work, p_class, p_walk, p_whole, p_partial, p_tiles, p_next, items, items_a_batch,
-                    heads, group, sum_tiles, key_blocks, n, n_keys, k_rate, k_longer, q_rate, q_longer,
+                    b_k, b_v, b_q, b_do, b_rows, b_item, b_tile, b_kept, full, empty, kv_full, kv_empty, whole,
+                    p_lse, p_delta, p_work, p_class, p_walk, p_whole, p_partial, p_tiles, p_padding, p_next, items,
+                    items_a_batch, heads, group, sum_tiles, key_blocks, n, n_keys, k_rate, k_longer, q_rate, q_longer,
                     BLOCK, STAGES, KV_STAGES, True, SPLIT, TURNS,
                 )),
                 (keep_turns, (b_tile, full, empty, p_turns, STAGES)),
@@ -634,19 +718,19 @@ def attention_dkv_bwd_kernel(
             [
                 (gather_keys, (
                     0, dk_desc, dk_more, dv_desc, dv_more,
-                    b_q, b_do, b_k, b_v, b_ds, b_rows, b_item, b_tile, full, empty, kv_full, kv_empty,
+                    b_q, b_do, b_k, b_v, b_ds, b_rows, b_item, b_tile, b_kept, full, empty, kv_full, kv_empty,
                     None, None, p_sum, p_bits, k_rate, k_longer, scale, scale_log2, BLOCK, STAGES, KV_STAGES, DQ, SPLIT,
                 )),
                 (gather_keys, (
                     1, dk_desc, dk_more, dv_desc, dv_more,
-                    b_q, b_do, b_k, b_v, b_ds, b_rows, b_item, b_tile, full, empty, kv_full, kv_empty,
+                    b_q, b_do, b_k, b_v, b_ds, b_rows, b_item, b_tile, b_kept, full, empty, kv_full, kv_empty,
                     None, None, p_sum, p_bits, k_rate, k_longer, scale, scale_log2, BLOCK, STAGES, KV_STAGES, DQ, SPLIT,
                 )),
                 (load_backward_tiles, (
                     k_desc, k_more, v_desc, v_more, q_desc, q_more, do_desc, do_more,
-                    b_k, b_v, b_q, b_do, b_rows, b_item, b_tile, full, empty, kv_full, kv_empty,
-                    p_lse, p_delta, p_work, p_class, p_walk, p_whole, p_partial, p_tiles, p_next, items, items_a_batch,
-                    heads, group, sum_tiles, key_blocks, n, n_keys, k_rate, k_longer, q_rate, q_longer,
+                    b_k, b_v, b_q, b_do, b_rows, b_item, b_tile, b_kept, full, empty, kv_full, kv_empty, whole,
+                    p_lse, p_delta, p_work, p_class, p_walk, p_whole, p_partial, p_tiles, p_padding, p_next, items,
+                    items_a_batch, heads, group, sum_tiles, key_blocks, n, n_keys, k_rate, k_longer, q_rate, q_longer,
                     BLOCK, STAGES, KV_STAGES, True, SPLIT,
                 )),
             ],

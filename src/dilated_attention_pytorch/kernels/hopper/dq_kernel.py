@@ -7,6 +7,8 @@ A work item is 128 query rows of one head; each of two warpgroups owns 64 of the
 The third product of a step is issued after the first two of the next step, so that the tensor cores are busy while the
 weights of that step are computed.
 
+dS of padded keys is set to 0. The product runs over the keys, so padded keys are zeroed in shared memory, too.
+
 Of several parts, the last to run adds the contributions of the others to its own before rounding, so that the sum is
 rounded once.
 
@@ -38,13 +40,24 @@ from .dkv_kernel import (
     mask_weights,
 )
 from .forward_kernel import HOLD
-from .primitives import barrier_pairs, base_2, here, put_rows, read, release, ring, row_pointers, wait_for_launch
+from .primitives import (
+    barrier_pairs,
+    base_2,
+    drop_columns,
+    here,
+    put_rows,
+    read,
+    release,
+    ring,
+    row_pointers,
+    wait_for_launch,
+)
 
 
 @gluon.jit
 def gather_row_step(
-    C: gl.constexpr, dq, ds, tile_count, step, q_slot, lse, delta, no_scores, b_q, b_do, b_k, b_v, b_tile, full, empty,
-    p_bits, scale_log2, BLOCK: gl.constexpr, STAGES: gl.constexpr,
+    C: gl.constexpr, dq, ds, tile_count, step, q_slot, lse, delta, no_scores, b_q, b_do, b_k, b_v, b_tile, b_kept, full,
+    empty, p_bits, scale_log2, BLOCK: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """dS of one tile of keys, and the contribution of the preceding tile to dQ, for the rows of warpgroup `C`."""
     BN: gl.constexpr = b_k.shape[len(b_k.shape) - 2]
@@ -70,6 +83,8 @@ def gather_row_step(
         weights = mask_weights(weights, note, p_bits, C, BLOCK, False)
     dp = warpgroup_mma_wait(1, deps=(dp_token,))
     ds = weights * (dp - delta)
+    if b_kept is not None:
+        ds = drop_columns(ds, b_kept.index(slot), 0.0)
     gl.inline_asm_elementwise(HOLD, "=r,r", [tile_count], dtype=gl.int32, is_pure=False, pack=1)
     dq = warpgroup_mma_wait(0, deps=(dq_token,))
     mbarrier.arrive(empty.index(behind), count=1, pred=step > 0)
@@ -78,8 +93,8 @@ def gather_row_step(
 
 @gluon.jit
 def gather_queries(
-    C: gl.constexpr, dq_desc, dq_more, p_dq, dq_columns, b_q, b_do, b_k, b_v, b_item, b_tile, full, empty, q_full,
-    q_empty, p_lse, p_delta, p_bits, heads, n, q_rate, q_longer, scale, scale_log2,
+    C: gl.constexpr, dq_desc, dq_more, p_dq, dq_columns, b_q, b_do, b_k, b_v, b_item, b_tile, b_kept, full, empty,
+    q_full, q_empty, p_lse, p_delta, p_bits, heads, n, q_rate, q_longer, scale, scale_log2,
     BLOCK: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
     """Warpgroup `C`: dQ of its 64 rows of every item of this program."""
@@ -117,8 +132,8 @@ def gather_queries(
         ds = no_scores
         for step in range(steps):
             dq, ds, tile_count = gather_row_step(
-                C, dq, ds, tile_count, step, q_slot, lse, delta, no_scores, b_q, b_do, b_k, b_v, b_tile, full, empty,
-                p_bits, scale_log2, BLOCK, STAGES,
+                C, dq, ds, tile_count, step, q_slot, lse, delta, no_scores, b_q, b_do, b_k, b_v, b_tile, b_kept, full,
+                empty, p_bits, scale_log2, BLOCK, STAGES,
             )  # fmt: skip
         behind = (tile_count + STAGES - 1) % STAGES
         operand = gl.convert_layout(ds.to(dtype), operand_layout)
@@ -157,13 +172,13 @@ def gather_queries(
         "k_rate", "k_longer", "scale", "scale_log2",
     ],
     do_not_specialize_on_alignment=[
-        "p_lse", "p_work", "p_class", "p_walk", "p_whole", "p_partial", "p_tiles", "p_bits", "p_next"
+        "p_lse", "p_work", "p_class", "p_walk", "p_whole", "p_partial", "p_tiles", "p_bits", "p_padding", "p_next"
     ],
 )  # fmt: skip
 def attention_dq_bwd_kernel(
     q_desc, q_more, do_desc, do_more, k_desc, k_more, v_desc, v_more, dq_desc, dq_more, p_dq, dq_columns, p_lse,
-    p_delta, p_work, p_class, p_walk, p_whole, p_partial, p_tiles, p_bits, p_next, items, items_a_batch, heads, group,
-    query_blocks, n, n_keys, q_rate, q_longer, k_rate, k_longer, scale, scale_log2,
+    p_delta, p_work, p_class, p_walk, p_whole, p_partial, p_tiles, p_bits, p_padding, p_next, items, items_a_batch,
+    heads, group, query_blocks, n, n_keys, q_rate, q_longer, k_rate, k_longer, scale, scale_log2,
     BLOCK: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr, SPLIT: gl.constexpr,
     WORKER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
@@ -182,23 +197,30 @@ def attention_dq_bwd_kernel(
     b_tile = gl.allocate_shared_memory(gl.int32, [STAGES, 8], note)
     full, empty = barrier_pairs(STAGES)
     q_full, q_empty = barrier_pairs(Q_STAGES)
+    if p_padding is None:
+        b_kept: gl.constexpr = None
+        whole: gl.constexpr = None
+    else:
+        b_kept = gl.allocate_shared_memory(gl.int32, [STAGES, 8], note)
+        whole = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+        mbarrier.init(whole.index(0), count=1)
     gl.warp_specialize(
         [
             (gather_queries, (
-                0, dq_desc, dq_more, p_dq, dq_columns, b_q, b_do, b_k, b_v, b_item, b_tile, full, empty,
+                0, dq_desc, dq_more, p_dq, dq_columns, b_q, b_do, b_k, b_v, b_item, b_tile, b_kept, full, empty,
                 q_full, q_empty, p_lse, p_delta, p_bits, heads, n, q_rate, q_longer, scale, scale_log2,
                 BLOCK, STAGES, Q_STAGES, SPLIT,
             )),
             (gather_queries, (
-                1, dq_desc, dq_more, p_dq, dq_columns, b_q, b_do, b_k, b_v, b_item, b_tile, full, empty,
+                1, dq_desc, dq_more, p_dq, dq_columns, b_q, b_do, b_k, b_v, b_item, b_tile, b_kept, full, empty,
                 q_full, q_empty, p_lse, p_delta, p_bits, heads, n, q_rate, q_longer, scale, scale_log2,
                 BLOCK, STAGES, Q_STAGES, SPLIT,
             )),
             (load_backward_tiles, (
                 q_desc, q_more, do_desc, do_more, k_desc, k_more, v_desc, v_more,
-                b_q, b_do, b_k, b_v, b_tile, b_item, b_tile, full, empty, q_full, q_empty,
-                p_lse, p_delta, p_work, p_class, p_walk, p_whole, p_partial, p_tiles, p_next, items, items_a_batch,
-                heads, group, 0, query_blocks, n, n_keys, q_rate, q_longer, k_rate, k_longer,
+                b_q, b_do, b_k, b_v, b_tile, b_item, b_tile, b_kept, full, empty, q_full, q_empty, whole,
+                p_lse, p_delta, p_work, p_class, p_walk, p_whole, p_partial, p_tiles, p_padding, p_next, items,
+                items_a_batch, heads, group, 0, query_blocks, n, n_keys, q_rate, q_longer, k_rate, k_longer,
                 BLOCK, STAGES, Q_STAGES, False, SPLIT,
             )),
         ],

@@ -6,7 +6,8 @@ warpgroup issues `Q K^T` of the next tile and `P V` of the current one, then com
 uses the tensor cores; at the end of a row the next tile is the first of the next item.
 
 The producer passes the entries of the plan to the warpgroups through shared memory beside each tile, so the
-warpgroups load nothing themselves except the words of an element mask.
+warpgroups load nothing themselves except the words of an element mask. With `p_padding` it also passes a bit per key,
+and zeroes the values of padded keys in shared memory; a tile without padded keys differs in one branch.
 
 Code generation constrains the structure. The assembler serializes products that are in flight across the end of a
 loop, and Triton 3.6 made two loops over the tiles of a row share a register that only the first one set; there is
@@ -31,14 +32,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .primitives import (
+    OUTSIDE,
     ROWS,
     barrier_pairs,
     box_coordinates,
     claim_item,
     copy_out,
     copy_rows_in,
+    drop_columns,
     first_and_count,
     joined,
+    kept_words,
     let_next_start,
     next_item,
     post,
@@ -46,6 +50,7 @@ from .primitives import (
     ring,
     row_pointers,
     wait_for_launch,
+    zero_rows,
 )
 
 WORK_WIDTH = gl.constexpr(8)
@@ -82,11 +87,48 @@ def wait_until_used(used, tile):
 
 
 @gluon.jit
+def load_keys(
+    k_desc, k_more, v_desc, v_more, b_k, b_v, b_tile, b_kept, k_full, v_full, used, whole, p_padding,
+    batch, head, n, token, keys, rate, longer, count, mask, o_col, BLOCK: gl.constexpr, K_STAGES: gl.constexpr,
+    V_STAGES: gl.constexpr,
+):  # fmt: skip
+    """Start copying a tile of keys and values from a token on; column `o_col` of `mask`, or None, is its first key."""
+    BN: gl.constexpr = k_desc.block_shape[len(k_desc.block_shape) - 2]
+    residue, row = box_coordinates(k_desc, token, rate)
+    if p_padding is not None:
+        a, b, c, d = kept_words(p_padding, batch, n, token, rate if len(k_desc.block_shape) == 5 else 1, BN)
+        some = gl.where((a & b & c & d) == -1, 0, 1)
+        none = (a | b | c | d) == 0
+        row = gl.where(none, OUTSIDE, row)
+    k_slot = count % K_STAGES
+    wait_until_used(used, count - K_STAGES)
+    if mask is not None:
+        post(b_tile.index(k_slot), mask * BLOCK * (BLOCK // 32) + o_col // 32, keys - 1, 0, 0, 0, 0)
+    if p_padding is not None:
+        post(b_kept.index(k_slot), a, b, c, d, some, 0)
+    load_tile(k_desc, k_more, batch, head, residue, row, longer, count, k_full, b_k, K_STAGES)
+    wait_until_used(used, count - V_STAGES + 1)
+    if p_padding is None:
+        load_tile(v_desc, v_more, batch, head, residue, row, longer, count, v_full, b_v, V_STAGES)
+    elif (some == 0) | none:
+        # One phase of this barrier per tile, so that its parity follows from the count.
+        mbarrier.arrive(whole.index(0), count=1)
+        load_tile(v_desc, v_more, batch, head, residue, row, longer, count, v_full, b_v, V_STAGES)
+    else:
+        b_values = b_v.index(count % V_STAGES)
+        mbarrier.expect(whole.index(0), v_desc.block_type.nbytes)
+        copy_rows_in(v_desc, v_more, batch, head, residue, row, longer, whole.index(0), b_values)
+        mbarrier.wait(whole.index(0), count & 1)
+        zero_rows(b_values, a, b, c, d)
+        mbarrier.arrive(v_full.index(count % V_STAGES), count=1)
+
+
+@gluon.jit
 def load_tiles(
-    q_desc, q_more, k_desc, k_more, v_desc, v_more, o_desc, o_more, b_q, b_k, b_v, b_old, b_item, b_tile,
-    q_full, q_empty, k_full, v_full, old_full, old_empty, used, p_work, p_full, p_partial, p_tiles, p_next, items,
-    items_a_batch, group, n, q_rate, q_longer, k_rate, k_longer, BLOCK: gl.constexpr, K_STAGES: gl.constexpr,
-    V_STAGES: gl.constexpr, Q_STAGES: gl.constexpr, DYNAMIC: gl.constexpr, SPLIT: gl.constexpr,
+    q_desc, q_more, k_desc, k_more, v_desc, v_more, o_desc, o_more, b_q, b_k, b_v, b_old, b_item, b_tile, b_kept,
+    q_full, q_empty, k_full, v_full, old_full, old_empty, used, whole, p_work, p_full, p_partial, p_tiles, p_padding,
+    p_next, items, items_a_batch, group, n, q_rate, q_longer, k_rate, k_longer, BLOCK: gl.constexpr,
+    K_STAGES: gl.constexpr, V_STAGES: gl.constexpr, Q_STAGES: gl.constexpr, DYNAMIC: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
     """Producer warp: Q of an item, then K and V of each of its tiles, as buffers become free."""
     STRIDED: gl.constexpr = len(q_desc.block_shape) == 5
@@ -130,11 +172,10 @@ def load_tiles(
         for step in range(full_steps):
             tile = full_base + gl.load(p_full + full_begin + step // SUB)
             o_key = gl.load(p_tiles + 2 * tile) + k_offset if STRIDED else tile * BLOCK + (step % SUB) * BN
-            residue, row = box_coordinates(k_desc, o_key, k_rate)
-            wait_until_used(used, tile_count - K_STAGES)
-            load_tile(k_desc, k_more, batch, key_head, residue, row, k_longer, tile_count, k_full, b_k, K_STAGES)
-            wait_until_used(used, tile_count - V_STAGES + 1)
-            load_tile(v_desc, v_more, batch, key_head, residue, row, k_longer, tile_count, v_full, b_v, V_STAGES)
+            load_keys(
+                k_desc, k_more, v_desc, v_more, b_k, b_v, b_tile, b_kept, k_full, v_full, used, whole, p_padding,
+                batch, key_head, n, o_key, BN, k_rate, k_longer, tile_count, None, 0, BLOCK, K_STAGES, V_STAGES,
+            )  # fmt: skip
             tile_count += 1
         for step in range(partial_steps):
             p_entry = p_partial + (partial_begin + step // SUB) * 4
@@ -146,13 +187,10 @@ def load_tiles(
                 o_key = tile * BLOCK + o_col
                 keys = n - o_key
             mask = gl.load(p_entry + 1)
-            residue, row = box_coordinates(k_desc, o_key, k_rate)
-            k_slot = tile_count % K_STAGES
-            wait_until_used(used, tile_count - K_STAGES)
-            post(b_tile.index(k_slot), mask * BLOCK * (BLOCK // 32) + o_col // 32, keys - 1, 0, 0, 0, 0)
-            load_tile(k_desc, k_more, batch, key_head, residue, row, k_longer, tile_count, k_full, b_k, K_STAGES)
-            wait_until_used(used, tile_count - V_STAGES + 1)
-            load_tile(v_desc, v_more, batch, key_head, residue, row, k_longer, tile_count, v_full, b_v, V_STAGES)
+            load_keys(
+                k_desc, k_more, v_desc, v_more, b_k, b_v, b_tile, b_kept, k_full, v_full, used, whole, p_padding,
+                batch, key_head, n, o_key, keys, k_rate, k_longer, tile_count, mask, o_col, BLOCK, K_STAGES, V_STAGES,
+            )  # fmt: skip
             tile_count += 1
         if STRIDED:
             # Output rows of earlier parts. Requested last, so that no tile waits until the rows of the previous item
@@ -271,7 +309,7 @@ done:
 
 @gluon.jit
 def attend_tile(
-    acc, weights, factor, row_max, row_sum, tile_count, partial, q, b_k, b_v, b_tile, k_full, v_full, used,
+    acc, weights, factor, row_max, row_sum, tile_count, partial, q, b_k, b_v, b_tile, b_kept, k_full, v_full, used,
     p_bits, o_row, scale, scores_layout: gl.constexpr, C: gl.constexpr, BLOCK: gl.constexpr,
     K_STAGES: gl.constexpr, V_STAGES: gl.constexpr, PING_PONG: gl.constexpr,
 ):  # fmt: skip
@@ -297,6 +335,8 @@ def attend_tile(
     scores = warpgroup_mma_wait(1, deps=(scores_token,))
     if partial:
         scores = mask_scores(scores, b_tile.index(k_slot), p_bits, o_row, BLOCK)
+    if b_kept is not None:
+        scores = drop_columns(scores, b_kept.index(k_slot), -float("inf"))
     weights, factor, row_max, row_sum = softmax_step(scores, row_max, row_sum, scale)
     gl.inline_asm_elementwise(HOLD, "=r,r", [tile_count], dtype=gl.int32, is_pure=False, pack=1)
     acc = warpgroup_mma_wait(0, deps=(acc_token,))
@@ -308,7 +348,7 @@ def attend_tile(
 
 @gluon.jit
 def attend_rows(
-    C: gl.constexpr, o_desc, p_out, p_lse, b_q, b_k, b_v, b_old, b_item, b_tile,
+    C: gl.constexpr, o_desc, p_out, p_lse, b_q, b_k, b_v, b_old, b_item, b_tile, b_kept,
     q_full, q_empty, k_full, v_full, old_full, old_empty, used, p_bits,
     heads, n, o_batch, o_head, o_row_stride, o_columns, q_rate, scale, BLOCK: gl.constexpr, K_STAGES: gl.constexpr,
     V_STAGES: gl.constexpr, Q_STAGES: gl.constexpr, PING_PONG: gl.constexpr, SPLIT: gl.constexpr,
@@ -343,6 +383,8 @@ def attend_rows(
         scores = warpgroup_mma_wait(0, deps=(scores_token,))
         if full_steps == 0:
             scores = mask_scores(scores, b_tile.index(tile_count % K_STAGES), p_bits, o_row, BLOCK)
+        if b_kept is not None:
+            scores = drop_columns(scores, b_kept.index(tile_count % K_STAGES), -float("inf"))
         mbarrier.arrive(used.index(tile_count % K_STAGES), count=1)
         row_max = gl.full([ROWS], -float("inf"), gl.float32, score_rows)
         row_sum = sum_in_thread(zero)
@@ -355,7 +397,7 @@ def attend_rows(
         for step in range(1, full_steps + read(item, ITEM_PARTIAL)):
             acc, weights, factor, row_max, row_sum, tile_count = attend_tile(
                 acc, weights, factor, row_max, row_sum, tile_count, step >= full_steps, q,
-                b_k, b_v, b_tile, k_full, v_full, used, p_bits, o_row, scale,
+                b_k, b_v, b_tile, b_kept, k_full, v_full, used, p_bits, o_row, scale,
                 scores_layout, C, BLOCK, K_STAGES, V_STAGES, PING_PONG,
             )  # fmt: skip
 
@@ -429,11 +471,13 @@ def attend_rows(
         "items", "items_a_batch", "heads", "group", "n", "n_keys", "o_batch", "o_head", "o_row", "o_columns",
         "q_rate", "q_longer", "k_rate", "k_longer", "scale",
     ],
-    do_not_specialize_on_alignment=["p_lse", "p_work", "p_full", "p_partial", "p_tiles", "p_bits", "p_next"],
+    do_not_specialize_on_alignment=[
+        "p_lse", "p_work", "p_full", "p_partial", "p_tiles", "p_bits", "p_padding", "p_next"
+    ],
 )  # fmt: skip
 def attention_fwd_kernel(
     q_desc, q_more, k_desc, k_more, v_desc, v_more, o_desc, o_more, p_out, p_lse, p_work, p_full, p_partial, p_tiles,
-    p_bits, p_next, items, items_a_batch, heads, group, n, n_keys, o_batch, o_head, o_row, o_columns,
+    p_bits, p_padding, p_next, items, items_a_batch, heads, group, n, n_keys, o_batch, o_head, o_row, o_columns,
     q_rate, q_longer, k_rate, k_longer, scale, BLOCK: gl.constexpr,
     K_STAGES: gl.constexpr, V_STAGES: gl.constexpr, PING_PONG: gl.constexpr, DYNAMIC: gl.constexpr,
     SPLIT: gl.constexpr, WORKER_REGISTERS: gl.constexpr,
@@ -445,7 +489,8 @@ def attention_fwd_kernel(
     `p, p + programs, ...`. Descriptors of five dimensions select a strided part, which is merged with the output at
     `p_out` (strides `o_batch`, `o_head`, `o_row`, and width `o_columns` if it is not that of a tile, in units of 16
     bytes) and the LSE; `p_tiles` holds start and end of key tiles. With SPLIT items are pieces of rows, whose output
-    and LSE are stored through `o_desc` and `p_lse`.
+    and LSE are stored through `o_desc` and `p_lse`. `p_padding` has a byte per sample and key, not 0 for a padded key;
+    None without padding.
     """
     # Two, as the first scores of the next item are computed before the output of this item has left its Q buffer.
     Q_STAGES: gl.constexpr = 2
@@ -467,25 +512,32 @@ def attention_fwd_kernel(
     v_full = gl.allocate_shared_memory(gl.int64, [V_STAGES, 1], mbarrier.MBarrierLayout())
     for s in gl.static_range(V_STAGES):
         mbarrier.init(v_full.index(s), count=1)
+    if p_padding is None:
+        b_kept: gl.constexpr = None
+        whole: gl.constexpr = None
+    else:
+        b_kept = gl.allocate_shared_memory(gl.int32, [K_STAGES, 8], note)
+        whole = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+        mbarrier.init(whole.index(0), count=1)
     gl.warp_specialize(
         [
             (attend_rows, (
-                0, o_desc, p_out, p_lse, b_q, b_k, b_v, b_old, b_item, b_tile,
+                0, o_desc, p_out, p_lse, b_q, b_k, b_v, b_old, b_item, b_tile, b_kept,
                 q_full, q_empty, k_full, v_full, old_full, old_empty, used,
                 p_bits, heads, n, o_batch, o_head, o_row, o_columns, q_rate, scale,
                 BLOCK, K_STAGES, V_STAGES, Q_STAGES, PING_PONG, SPLIT,
             )),
             (attend_rows, (
-                1, o_desc, p_out, p_lse, b_q, b_k, b_v, b_old, b_item, b_tile,
+                1, o_desc, p_out, p_lse, b_q, b_k, b_v, b_old, b_item, b_tile, b_kept,
                 q_full, q_empty, k_full, v_full, old_full, old_empty, used,
                 p_bits, heads, n, o_batch, o_head, o_row, o_columns, q_rate, scale,
                 BLOCK, K_STAGES, V_STAGES, Q_STAGES, PING_PONG, SPLIT,
             )),
             (load_tiles, (
                 q_desc, q_more, k_desc, k_more, v_desc, v_more, o_desc, o_more,
-                b_q, b_k, b_v, b_old, b_item, b_tile,
-                q_full, q_empty, k_full, v_full, old_full, old_empty, used,
-                p_work, p_full, p_partial, p_tiles, p_next, items, items_a_batch, group, key_end,
+                b_q, b_k, b_v, b_old, b_item, b_tile, b_kept,
+                q_full, q_empty, k_full, v_full, old_full, old_empty, used, whole,
+                p_work, p_full, p_partial, p_tiles, p_padding, p_next, items, items_a_batch, group, key_end,
                 q_rate, q_longer, k_rate, k_longer, BLOCK, K_STAGES, V_STAGES, Q_STAGES, DYNAMIC, SPLIT,
             )),
         ],

@@ -1,10 +1,11 @@
-"""Device functions of the Hopper kernels: mailboxes, item queue, TMA copies, accumulation in global memory."""
+"""Device functions of the Hopper kernels: mailboxes, item queue, TMA copies, padded keys, sums in global memory."""
 
 from __future__ import annotations
 
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin, ir
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 # Releases after 3.6 renamed the TMA copies.
@@ -20,14 +21,19 @@ if hasattr(tma, "async_atomic_add"):
     add_out = tma.async_atomic_add
 else:
     # Triton 3.6 compiles the TMA reduction but does not export it.
-    from triton.experimental.gluon.language._core import builtin, ir
-
     @builtin
     def add_out(tensor_desc, coord, src, _semantic=None):
         """Start an asynchronous addition of a tile in shared memory to global memory."""
         coord = _semantic._convert_to_ir_values(coord, require_i64=False)
         kind = ir.DESCRIPTOR_REDUCE_KIND.ADD
         _semantic.builder.create_async_tma_reduce(kind, tensor_desc.handle, coord, src.handle)
+
+
+@builtin
+def reinterpret(buffer, dtype, shape, layout, _semantic=None):
+    """Shared memory as another type; a method of the buffer whose name depends on the release."""
+    dtype, layout, *shape = (getattr(x, "value", x) for x in (dtype, layout, *shape))
+    return _semantic.memdesc_reinterpret(buffer, dtype, shape, layout)
 
 
 @triton.constexpr_function
@@ -132,6 +138,84 @@ def copy_rows_in(desc, more, batch, head, residue, row, longer, full, buffer):
         copy_in(more, [batch, head, residue, row, 0], full, buffer)
     else:
         copy_in(desc, [batch, head, residue - longer, row, 0], full, buffer)
+
+
+KEPT_SOME = gl.constexpr(4)
+"""Field of the mailbox of a key tile behind its four words of kept keys: 1 if a key is padded."""
+OUTSIDE = gl.constexpr(2**30)
+"""Row from which on a TMA copy reads zeros, past the end of every tensor."""
+
+
+@gluon.jit
+def kept_words(p_padding, batch, n, first, rate, KEYS: gl.constexpr):
+    """Bits of the keys of a tile that are not padded, 32 per word; of 64 keys twice the same words.
+
+    `p_padding` points to a byte per sample and token, 0 for a key that is kept. Rows past the end of a segment have the
+    bits of their tokens, which the tile holds, too; rows past the end of the sequence count as kept.
+    """
+    at = gl.arange(0, KEYS, gl.BlockedLayout([1], [32], [1], [0]))
+    token = first + at * rate
+    padded = gl.load(p_padding + batch.to(gl.int64) * n + token, mask=token < n, other=0)
+    bit = gl.where(padded == 0, 1 << (at & 31), 0)
+    a = gl.sum(gl.where(at < 32, bit, 0), 0)
+    b = gl.sum(gl.where((at >= 32) & (at < 64), bit, 0), 0)
+    c = a
+    d = b
+    if KEYS == 128:
+        c = gl.sum(gl.where((at >= 64) & (at < 96), bit, 0), 0)
+        d = gl.sum(gl.where(at >= 96, bit, 0), 0)
+    return a, b, c, d
+
+
+@gluon.jit
+def is_kept(note, at):
+    """Whether keys `at` of a tile are kept, by the mailbox with its words; shaped as `at`."""
+    late = gl.where(at < 96, read(note, 2), read(note, 3))
+    word = gl.where(at < 32, read(note, 0), gl.where(at < 64, read(note, 1), late))
+    # The columns of a thread differ in bits 0, 3 and 4 of a word: one shift for all, then a test of a constant bit.
+    return ((word >> (at & 6)) & (1 << (at & 25))) != 0
+
+
+@gluon.jit
+def drop_columns(values, note, other):
+    """Values [64, keys] of a tile with `other` in the columns of padded keys."""
+    if read(note, KEPT_SOME) != 0:
+        col = gl.arange(0, values.type.shape[1], gl.SliceLayout(0, values.type.layout))
+        values = gl.where(gl.expand_dims(is_kept(note, col), 0), values, other)
+    return values
+
+
+@gluon.jit
+def drop_rows(values, note, C: gl.constexpr):
+    """Values [64, columns] of warpgroup `C` with 0 in the rows of padded keys."""
+    if read(note, KEPT_SOME) != 0:
+        row = here(C * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, values.type.layout)))
+        values = gl.where(gl.expand_dims(is_kept(note, row), 1), values, 0.0)
+    return values
+
+
+@gluon.jit
+def zero_rows(buffer, a, b, c, d):
+    """Zero the rows of padded keys of a tile in shared memory, as a weight of 0 times NaN is NaN.
+
+    A swizzled tile consists of columns of 64 elements, and a row of such a column of 128 contiguous bytes, whose order
+    is irrelevant here.
+    """
+    D: gl.constexpr = buffer.shape[len(buffer.shape) - 1]
+    GROUPS: gl.constexpr = buffer.shape[len(buffer.shape) - 2] // 8
+    layout: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [1, 1], [1, 0])
+    shape: gl.constexpr = [D // 64 * GROUPS, 8, 32]
+    b_groups = reinterpret(buffer, gl.int32, shape, gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    row = gl.arange(0, 8, gl.SliceLayout(1, layout))
+    for number in range(D // 64 * GROUPS):
+        group = number % GROUPS
+        word = gl.where(group < 4, a, gl.where(group < 8, b, gl.where(group < 12, c, d)))
+        kept = (word >> (group % 4 * 8)) & 255
+        if kept != 255:
+            b_group = b_groups.index(number)
+            b_group.store(gl.where(gl.expand_dims(((kept >> row) & 1) != 0, 1), b_group.load(layout), 0))
+    fence_async_shared()
+    sync_warp()
 
 
 @gluon.jit

@@ -288,10 +288,10 @@ def _sum_pieces(
 
 def _tables(call: AttentionCall, tables: Schedule, part: PartSchedule, side: WalkTables) -> tuple[Tensor, ...]:
     """Tables and masks that the kernels read; unused pointers repeat the lists."""
-    padding = call.key_padding_mask
+    padding = call.padding_bytes
     return (
         side.work, side.owners, side.lists, tables.masks, part.query_axis, part.key_axis,
-        side.lists if padding is None else padding.contiguous().view(torch.uint8),
+        padding[0] if padding else side.lists,
         side.lists if call.seed is None else call.seed,
         side.lists if call.positions is None else call.positions.contiguous(),
     )  # fmt: skip

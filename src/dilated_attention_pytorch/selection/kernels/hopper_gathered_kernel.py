@@ -152,12 +152,12 @@ def chosen_bwd_kernel(
         [
             (gather_keys, (
                 0, dk_desc, dk_more, dv_desc, dv_more,
-                b_q, b_do, b_k, b_v, b_ds, b_rows, b_item, b_tile, full, empty, kv_full, kv_empty,
+                b_q, b_do, b_k, b_v, b_ds, b_rows, b_item, b_tile, None, full, empty, kv_full, kv_empty,
                 p_dk, p_dv, p_part, p_source, 1, 0, scale, scale_log2, BLOCK, STAGES, 1, True, False,
             )),
             (gather_keys, (
                 1, dk_desc, dk_more, dv_desc, dv_more,
-                b_q, b_do, b_k, b_v, b_ds, b_rows, b_item, b_tile, full, empty, kv_full, kv_empty,
+                b_q, b_do, b_k, b_v, b_ds, b_rows, b_item, b_tile, None, full, empty, kv_full, kv_empty,
                 p_dk, p_dv, p_part, p_source, 1, 0, scale, scale_log2, BLOCK, STAGES, 1, True, False,
             )),
             (gather_tiles, (
