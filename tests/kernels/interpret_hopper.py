@@ -274,7 +274,7 @@ def run_fault(change, padded):
         counters = torch.zeros(8, dtype=torch.int32)
         hopper_backend.item_counters = lambda device, count: counters[:count]
         reproducible_gradients(change[0] in ("gather_row_step", "stream_tile", "gather_keys" if padded else None))
-        return max(max(run(trial, torch.float32, padding).values()) for _ in range(2))
+        return max(max(run(trial, torch.float32, padding=padding).values()) for _ in range(2))
     except EmulationError as error:
         return str(error)
 
