@@ -19,6 +19,8 @@ from dilated_attention_pytorch import (
     attention_with_lse,
     merge,
     parse,
+    selected_attention,
+    streamed_attention,
 )
 
 
@@ -130,3 +132,19 @@ def test_merge_keeps_an_lse_that_is_not_finite(bad, parts, at):
     assert output[0, 0, 1].isnan().all() and output[0, 0, [0, 2]].isfinite().all()
     grads = torch.autograd.grad(output[0, 0, [0, 2]].sum() + lse[0, 0, [0, 2]].sum(), [*outputs, *lses])
     assert all(grad[0, 0, [0, 2, 3]].isfinite().all() for grad in grads)
+
+
+@pytest.mark.parametrize("size", [2.0**7, 2.0**20, 2.0**50])
+def test_parts_share_rows_of_large_scores(size: float):
+    """Values of 1 give an output of 1, although the LSE of parts has lost the number of their equal scores."""
+    generator = torch.Generator().manual_seed(0)
+    q, k = (torch.randint(-3, 4, (1, 2, 96, 8), generator=generator).float() for _ in range(2))
+    q, v, settings = size * q, torch.ones(1, 2, 96, 4), {"scale": 1.0}
+    outputs = [torch.empty_like(v) for _ in range(2)]
+    for output, text in zip(outputs, ("dilated:16x1,96x4", "full"), strict=True):
+        streamed_attention((q, k, v), text, output, chunk=16, **settings)
+    for rows in (6, 96):
+        picks = torch.stack([torch.randperm(6, generator=generator)[:3] for _ in range(2 * rows)]).view(1, 2, rows, 3)
+        for backend in ("cpu", "native"):
+            outputs.append(selected_attention(q, k, v, picks, granularity=16, backend=backend, **settings))
+    assert all((output - 1).abs().max() < 2e-6 for output in outputs)

@@ -240,10 +240,23 @@ def test_explicit_lists_are_followed_per_head():
     assert blocks.tolist() == [[[1, 0], [1, 1]], [[0, 1], [0, 0]]]
 
 
-@pytest.mark.parametrize("text", ["full", "causal", "documents:524288,524287", "strided:16", "dilated:1048575x1 & causal"])
+@pytest.mark.parametrize(
+    "text", ["full", "causal", "documents:524288,524287", "strided:16", "dilated:1048575x1 & causal"]
+)
 def test_segments_of_a_million_tokens_store_runs(text: str):
     """Millions of tile pairs, of which no table has a line each."""
     plan = make_plan(text, 2**20 - 1, heads=16)
     tiles = max(part.queries.tiles for part in plan.parts)
     assert plan.blocks > 16 * tiles * 200
     assert plan.nbytes < 1000 * tiles
+
+
+@given(problems(), st.sampled_from([16, 32]))
+@settings(max_examples=60)
+def test_sums_over_entries_are_those_of_the_lists(problem, block_size):
+    for part in planned(problem, block_size).parts:
+        for walk, streamed in ((part.by_query, part.keys), (part.by_key, part.queries)):
+            values = torch.arange(3 * streamed.tiles).view(-1, 3) % 17
+            row, tile, _ = walk.entries()
+            wanted = torch.zeros(len(walk.rows), 3, dtype=torch.int64).index_add_(0, row, values[tile])
+            assert torch.equal(walk.sums(values), wanted)

@@ -14,6 +14,7 @@ from torch import Tensor
 from ..kernels.call import AttentionCall
 from ..kernels.dropout import shifted
 from ..kernels.registry import choose
+from ..ops.merge import shares_of
 from ..plan import Plan
 from ..plan.buffers import RankPlan
 from ..plan.subset import of_heads
@@ -110,17 +111,9 @@ class RunningSoftmax(NamedTuple):
 
     def fold(self, place: Tensor, output: Tensor, lse: Tensor) -> None:
         """Merge the result over more keys of the rows at `place`, each row at most once."""
-        before = self.lse[:, place]
-        top = torch.maximum(before, lse)
-        top = torch.where(top == -torch.inf, 0.0, top)
         # torch.logaddexp rounds an element by its place in memory; the bits of a row must not depend on it.
-        old, new = (before - top).exp(), (lse - top).exp()
-        total = old + new
-        # NaN and +inf are kept: only a row without a key has a total of 0.
-        merged = torch.where(total != 0, top + total.log(), -torch.inf)
-        self.lse[:, place] = torch.where(top == torch.inf, top, merged)
-        total = torch.where(total != 0, total, 1.0)
-        self.output[:, place] = self.output[:, place] * (old / total)[..., None] + output * (new / total)[..., None]
+        (old, new), self.lse[:, place] = shares_of(torch.stack([self.lse[:, place], lse]), 0)
+        self.output[:, place] = self.output[:, place] * old[..., None] + output * new[..., None]
 
 
 class GradientSums(NamedTuple):

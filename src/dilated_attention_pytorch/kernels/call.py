@@ -13,6 +13,8 @@ from torch import Tensor
 from ..plan.plan import Plan
 
 Result = TypeVar("Result")
+MOST_PROGRAMS = 2**16 - 1
+"""Programs along the second and third dimension of a CUDA grid: heads, and samples of one launch."""
 
 
 # Not frozen, although never modified: an instance is built in every call, and freezing quadruples its cost.

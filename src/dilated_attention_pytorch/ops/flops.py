@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
@@ -22,11 +23,15 @@ def kept_pairs(plan: Plan) -> int:
     if "kept_pairs" not in plan.memo:
         total = 0
         for part in plan.parts:
-            row, tile, _ = part.by_query.entries()
-            for head, own in enumerate(part.head_class.tolist()):
-                mine = row // part.queries.tiles == own
-                queries, keys = (axis.tokens(plan.block_size, head)[1].sum(1) for axis in (part.queries, part.keys))
-                total += int((queries[row[mine] % part.queries.tiles] * keys[tile[mine]]).sum())
+            tiles, by_offset = part.queries.tiles, dict[tuple[int, ...], int]()
+            own, offsets = part.head_class.tolist(), torch.stack([part.queries.offset, part.keys.offset], 1).tolist()
+            for head, kind in enumerate(own):
+                alike = kind, *offsets[head]
+                if kind >= 0 and alike not in by_offset:
+                    queries, keys = (axis.tokens(plan.block_size, head)[1].sum(1) for axis in (part.queries, part.keys))
+                    met = part.by_query.sums(keys)[kind * tiles : (kind + 1) * tiles]
+                    by_offset[alike] = int((queries * met).sum())
+                total += by_offset.get(alike, 0)
         plan.memo["kept_pairs"] = total
     return plan.memo["kept_pairs"]
 

@@ -20,6 +20,21 @@ class AttentionOutput(NamedTuple):
     """(B, H, N), natural logarithm; -inf for a row that saw no key"""
 
 
+def shares_of(logs: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """Shares of parts of the keys from their LSEs along `dim`, and the LSE over all parts.
+
+    Shares sum to 1 although an LSE of large scores is rounded; in a row without a key they are 0.
+    """
+    top = logs.amax(dim, keepdim=True)
+    top = torch.where(top == -torch.inf, 0.0, top)
+    weights = (logs - top).exp_()
+    total = weights.sum(dim, keepdim=True)
+    # NaN and +inf are kept: only a row without a key has a total of 0.
+    lse = torch.where(total != 0, top + total.log(), -torch.inf)
+    lse = torch.where(top == torch.inf, top, lse).squeeze(dim)
+    return weights.div_(torch.where(total != 0, total, 1.0)), lse
+
+
 def merge(outputs: Sequence[Tensor], lses: Sequence[Tensor]) -> AttentionOutput:
     """Merge results over disjoint sets of keys; differentiable, in any order and grouping.
 

@@ -24,6 +24,8 @@ FULL_BEGIN, FULL_END, FULL_BASE, PARTIAL_BEGIN, PARTIAL_END, PARTIAL_BASE = rang
 """Columns of `Walk.rows`."""
 HOST_NUMBERS = 2**18
 """Size of a table, in numbers, up to which it is built on the host: that takes milliseconds."""
+MOST_BASES, SUMMED_ROWS = 64, 2**10
+"""Bases of lists that are summed once each, and rows whose lists are otherwise written out at a time."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -108,6 +110,33 @@ class Walk:
         row, tile, mask = (torch.cat(pair) for pair in zip(*parts, strict=True))
         order = torch.argsort(row, stable=True)
         return row[order], tile[order], mask[order]
+
+    def sums(self, values: Tensor) -> Tensor:
+        """Sum over the entries of each row, [C * T, ...], of the values [T, ...] of their streamed tiles.
+
+        Values are integers, in any dtype: lists of one base are summed once, for all rows that hold a stretch of them.
+        """
+        table, total = self.rows.long(), values.new_zeros(len(self.rows), *values.shape[1:])
+        for begin, end, base, stored in (
+            (FULL_BEGIN, FULL_END, FULL_BASE, self.full.long()),
+            (PARTIAL_BEGIN, PARTIAL_END, PARTIAL_BASE, self.partial.long()),
+        ):
+            used = (table[:, end] > table[:, begin]).nonzero()[:, 0]
+            bases = table[used, base].unique().tolist()
+            if len(bases) * len(stored) <= int((table[:, end] - table[:, begin]).sum()) and len(bases) <= MOST_BASES:
+                for one in bases:
+                    rows = used[table[used, base] == one]
+                    # Lists of other bases may point past the end, and no row of this base reads them.
+                    before = values[(stored + one).clamp(0, len(values) - 1)].cumsum(0)
+                    before = torch.cat([torch.zeros_like(values[:1]), before])
+                    total[rows] += before[table[rows, end]] - before[table[rows, begin]]
+                continue
+            for rows in used.split(SUMMED_ROWS):
+                count = table[rows, end] - table[rows, begin]
+                own = rows.repeat_interleave(count)
+                within = torch.arange(len(own), device=own.device) - (count.cumsum(0) - count).repeat_interleave(count)
+                total.index_add_(0, own, values[table[own, base] + stored[table[own, begin] + within]])
+        return total
 
 
 def _rebuild(value: Any) -> tuple[Any, ...]:
@@ -286,20 +315,17 @@ class Plan:
             own = int(part.head_class[head])
             if own < 0:
                 continue
-            row, tile, _ = part.by_query.entries()
-            mine = row // part.queries.tiles == own
-            # A tile spreads its elements evenly over what it spans. In pieces: a long plan has millions of entries.
-            for rows, tiles in zip((row[mine] % part.queries.tiles).split(2**16), tile[mine].split(2**16), strict=True):
-                q = self._spread(part.queries, rows, head, cell, side)
-                k = self._spread(part.keys, tiles, head, cell, side)
-                area += q.T @ k
+            # A tile spreads its elements evenly over what it spans.
+            q, k = (self._spread(axis, head, cell, side) for axis in (part.queries, part.keys))
+            met = part.by_query.sums(k.to(part.by_query.rows.device)).cpu()
+            area += q.T @ met[own * len(q) : (own + 1) * len(q)]
         return cell, area / cell**2
 
-    def _spread(self, axis: Axis, tile: Tensor, head: int, cell: int, side: int) -> Tensor:
+    def _spread(self, axis: Axis, head: int, cell: int, side: int) -> Tensor:
+        """Elements of each tile in each cell."""
         token, exists = axis.tokens(self.block_size, head)
         cells = torch.zeros(axis.tiles, side, dtype=torch.float64, device="cpu")
-        cells.scatter_add_(1, (token // cell).clamp(max=side - 1).cpu(), exists.double().cpu())
-        return cells[tile.cpu()]
+        return cells.scatter_add_(1, (token // cell).clamp(max=side - 1).cpu(), exists.double().cpu())
 
     def __repr__(self) -> str:
         facts = (

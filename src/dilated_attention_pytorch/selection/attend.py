@@ -18,6 +18,7 @@ from torch import Tensor
 from ..kernels.call import AttentionCall, Forward, Gradients, empty_rows
 from ..kernels.dropout import shifted
 from ..kernels.registry import Backend, can_run, choose
+from ..ops.merge import shares_of
 from ..plan.plan import Plan
 from .plan import block_plan, dense_plan, token_plan
 from .types import Gathered, Selection
@@ -350,14 +351,12 @@ class TokenAttend(Attend):
             logs = logs.gather(2, place.flatten(1)[:, None].expand(-1, logs.shape[1], -1))
             logs = logs.unflatten(2, place.shape[1:])
             before = piece.by_list(lse[piece.heads, piece.tokens])
-            after = torch.logaddexp(before, logs.logsumexp(-1))
-            seen = after > -torch.inf
+            share, after = shares_of(torch.cat([before[..., None], logs], -1), -1)
             mine = piece.by_list(total[piece.heads, piece.tokens])
-            mine *= torch.where(seen, (before - after).exp(), 0.0)[..., None]
-            share = torch.where(seen[..., None], (logs - after[..., None]).exp(), 0.0)
+            mine *= share[..., :1]
             for slot in range(place.shape[-1]):
                 listed = place[..., slot].clamp(max=rows - 1)
-                weighted = piece.pick(part.output[0], listed).to(mine.dtype) * share[..., slot, None]
+                weighted = piece.pick(part.output[0], listed).to(mine.dtype) * share[..., slot + 1, None]
                 mine += torch.where((place[..., slot] < rows)[:, None, :, None], weighted, 0.0)
             lse[piece.heads, piece.tokens] = after.flatten(0, 1)
             samples = slice(piece.tokens.start // n, piece.tokens.stop // n)

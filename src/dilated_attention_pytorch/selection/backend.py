@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..kernels.call import allows_host_sync
+from ..kernels.call import MOST_PROGRAMS, allows_host_sync
 from ..kernels.dropout import fresh_seed
 from ..kernels.triton import backend as triton_backend
 from ..ops.checks import full_precision
@@ -91,8 +91,8 @@ def why_not(step: str, work: Workload) -> str | None:
         return f"needs a CUDA tensor, got {work.device.type}"
     if not triton_backend.installed():
         return "needs triton, which is not installed; CUDA builds of torch bring it"
-    if step != "summarise" and work.streams > triton_backend.MOST_PROGRAMS:
-        return f"samples times heads must be <= {triton_backend.MOST_PROGRAMS}, got {work.streams}"
+    if step != "summarise" and work.streams > MOST_PROGRAMS:
+        return f"samples times heads must be <= {MOST_PROGRAMS}, got {work.streams}"
     if step == "attend":
         return None
     if work.dtype not in triton_backend.DTYPES:

@@ -101,7 +101,7 @@ def forward(call: AttentionCall) -> Forward:
     """Output and LSE, step by step."""
     batch, heads, n, _ = call.query.shape
     output = empty_rows(call.query, call.value.shape[-1], call.compute_dtype).zero_()
-    # The largest score of each row and the sum of its weights: an LSE of large scores is rounded, and so would be shares.
+    # The largest score of each row and the sum of its weights: an LSE of large scores, and shares from it, are rounded.
     top = torch.full((batch, heads, n), -torch.inf, dtype=call.compute_dtype, device="cpu")
     total = torch.zeros_like(top)
     for pairs in _tile_pairs(call):

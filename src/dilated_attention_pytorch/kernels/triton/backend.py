@@ -9,7 +9,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from ..call import AttentionCall, Extent, Forward, Gradients, Runner
+from ..call import MOST_PROGRAMS, AttentionCall, Extent, Forward, Gradients, Runner
 
 RUNS_OF_ROWS = True
 DEVICE_TABLES = SOFTCAP = BIAS = True
@@ -18,8 +18,6 @@ FASTEST = 2**22
 """Largest dilation rate: a tile of 256 elements must span less than 2**30 tokens."""
 FARTHEST = 2**30
 """Most tokens of a call with a bias, whose distances are 32-bit integers."""
-MOST_PROGRAMS = 2**16 - 1
-"""Programs along the second and third dimension of a CUDA grid: heads, and samples of one launch."""
 BLOCKS = (16, 32, 64, 128, 256)
 _INSTALLED = find_spec("triton") is not None
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -68,8 +66,8 @@ def workspace(call: AttentionCall, direction: str, extent: Extent) -> int:
             rows += 40 * call.bias.numel() + 8 * (extent.queries + extent.keys)
     if extent.samples > MOST_PROGRAMS:
         # Results of the samples of one launch are separate until they are copied.
-        item = call.query.element_size()
-        rows += extent.queries * (item * max(d, e) + 4) + (extent.keys * item * (d + e) if direction == "backward" else 0)
+        item, is_backward = call.query.element_size(), direction == "backward"
+        rows += extent.queries * (item * max(d, e) + 4) + is_backward * extent.keys * item * (d + e)
     if not parts:
         return rows
     # The pieces of a part live until those of the next part exist.

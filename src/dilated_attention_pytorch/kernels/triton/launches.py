@@ -14,10 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..call import AttentionCall, BiasedGradients, Forward, Gradients, empty_rows
+from ..call import MOST_PROGRAMS, AttentionCall, BiasedGradients, Forward, Gradients, empty_rows
 from ..dropout import shifted, threshold
 from ..launch.launcher import Launch, launch, prepared
-from .backend import MOST_PROGRAMS
 from .backward_kernels import attention_dkv_bwd_kernel, attention_dq_bwd_kernel, delta_bwd_kernel, sum_pieces_bwd_kernel
 from .forward_kernels import attention_fwd_kernel, carry_to_output_kernel, merge_pieces_kernel
 from .lowering import PartSchedule, Schedule, WalkTables, schedule
@@ -155,14 +154,17 @@ def _by_samples(call: AttentionCall) -> Iterator[tuple[slice, AttentionCall]]:
     """Calls of as many samples as a grid can count."""
     for first in range(0, len(call.query), MOST_PROGRAMS):
         own, at = slice(first, first + MOST_PROGRAMS), call.bias_positions
-        yield own, replace(
-            call,
-            query=call.query[own],
-            key=call.key[own],
-            value=call.value[own],
-            key_padding_mask=None if call.key_padding_mask is None else call.key_padding_mask[own],
-            seed=None if call.seed is None else shifted(call.seed, first * call.query.shape[1]),
-            bias_positions=at if at is None or len(at) == 1 else at[own],
+        yield (
+            own,
+            replace(
+                call,
+                query=call.query[own],
+                key=call.key[own],
+                value=call.value[own],
+                key_padding_mask=None if call.key_padding_mask is None else call.key_padding_mask[own],
+                seed=None if call.seed is None else shifted(call.seed, first * call.query.shape[1]),
+                bias_positions=at if at is None or len(at) == 1 else at[own],
+            ),
         )
 
 

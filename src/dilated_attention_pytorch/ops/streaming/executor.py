@@ -30,7 +30,7 @@ from ..attention import CallSettings, call_of, empty_attention
 from ..checks import check_softcap, check_tensors
 from ..derivatives import check_reverse_mode, scale_of
 from ..memory_budget import free_bytes
-from ..merge import AttentionOutput
+from ..merge import AttentionOutput, shares_of
 from .sinks import StreamShape
 from .sources import DifferentiableSource, Source
 
@@ -399,12 +399,8 @@ class Streamer:
         for index, call, buffer in self._parts(chunk):
             slot, at = lies(index, buffer.excerpt)
             part, part_lse = (t.flatten(1, 2)[:, slot] for t in choose(call, self.backend)[1].forward(call))
-            before = logs[:, at]
-            after = torch.logaddexp(before, part_lse)
-            seen = after != -torch.inf
-            old, share = (torch.where(seen, (one - after).exp(), 0.0)[..., None] for one in (before, part_lse))
-            total[:, at] = total[:, at] * old + part * share
-            logs[:, at] = after
+            (old, share), logs[:, at] = shares_of(torch.stack([logs[:, at], part_lse]), 0)
+            total[:, at] = total[:, at] * old[..., None] + part * share[..., None]
         output[:, head, row] = total.to(output.dtype)
         lse[:, head, row] = logs
         return AttentionOutput(output, lse)
