@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import platform
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -43,6 +44,7 @@ from dilated_attention_pytorch.kernels.launch import launcher
 from dilated_attention_pytorch.kernels.triton import backend as triton_backend
 from dilated_attention_pytorch.nn import AdaptiveConfig, BlockSparseAdaptive
 from dilated_attention_pytorch.selection import attend, attention, backend, indices
+from dilated_attention_pytorch.tools.bench.measure import git_sha
 
 PACKAGE = Path(dap.__file__).parent
 META, CPU = torch.device("meta"), torch.device("cpu")
@@ -226,11 +228,12 @@ def main() -> None:
     parser.add_argument("--largest", type=int, default=0, help="print so many of the largest allocations")
     parser.add_argument("--out", type=Path, help="write JSON lines")
     options = parser.parse_args()
-    lines = []
+    software = {"git": git_sha() or "", "torch": torch.__version__, "python": platform.python_version()}
+    stamp, lines = {"device": "none: allocations counted for sm_90"} | software, []
     print("call     lists   tokens  pass      q, k, v, o (and gradients)   extra GiB   share")
     for call, lists, tokens, backward in product(options.call, options.lists, options.tokens, (False, True)):
         line = count_call(call, Shape(tokens, lists), backward)
-        lines.append(json.dumps(line))
+        lines.append(json.dumps(line | stamp))
         name = "forward" if not backward else "both"
         size = f"{line['tensors'] / 2**30:10.2f} GiB {'':14}{line['extra'] / 2**30:10.2f}  {line['share']:8.1%}"
         print(f"{call:8}{lists:6}{tokens:9}  {name:8}{size}")

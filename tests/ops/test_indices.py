@@ -543,6 +543,17 @@ def test_the_network_sorts_rows_of_any_length(k, monkeypatch):
     assert torch.equal(lists._sorted_by_network(rows), rows.sort(-1).values)
 
 
+@pytest.mark.parametrize("host_sync", [False, True])
+@pytest.mark.parametrize("counted", [False, True])
+def test_normal_form_in_parts_equals_the_whole(counted, host_sync, monkeypatch):
+    indices, counts, _ = IndexCall(True, scope=2, counted=counted, n=70).lists()
+    first, last = torch.arange(70) // 32, torch.arange(70) // 16
+    given = indices, counts, 5, last, first
+    whole = normalise_indices(*given, host_sync=host_sync)
+    monkeypatch.setattr(lists, "NORMALISED", 100)
+    assert torch.equal(normalise_indices(*given, host_sync=host_sync), whole)
+
+
 @pytest.mark.parametrize("order", ["ascending", "descending", "holes", "duplicates"])
 def test_normal_form_of_a_list_in_any_order(order):
     lists = {
