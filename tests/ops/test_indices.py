@@ -347,10 +347,12 @@ def test_heads_of_a_list_share_one_class_of_the_plan(per_token, scope):
     assert part.head_class.tolist() == [head * scope // 4 for head in range(4)]
 
 
+@pytest.mark.parametrize("of_tensors", [10, 2**40])
 @pytest.mark.parametrize("scope", [1, 2, 4])
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_shared_lists_serve_key_heads_one_at_a_time(is_causal, scope, monkeypatch):
+def test_lists_of_tokens_run_in_chunks(is_causal, scope, of_tensors, monkeypatch):
     monkeypatch.setattr(attend, "GATHERED", 1)
+    monkeypatch.setattr(attend, "OF_TENSORS", of_tensors)
     errors = IndexCall(True, is_causal, scope=scope, counted=True, padded=True).errors()
     assert max(errors.values()) < 1e-12, errors
 
