@@ -66,6 +66,36 @@ def test_output_and_gradients_are_no_worse_than_twice_torch(
         assert error(got.detach(), want.detach()) <= max(times * error(peer.detach(), want.detach()), 1e-5)
 
 
+@pytest.mark.parametrize("rows", [512, 2048])
+def test_chunks_of_tokens_equal_the_whole_call(rows, monkeypatch):
+    from dilated_attention_pytorch.selection.kernels.gathered_attention import GatheredAttend
+
+    chosen = on_gpu(drawn(1, 4, 2048, 128, is_causal=True, per_token=True, most=4))
+    x = [t.bfloat16().cuda().requires_grad_() for t in inputs(chosen, 2, 128, 128)]
+    runs = []
+    for limits in ((2**30, 2**30), (0, rows)):
+        monkeypatch.setattr(GatheredAttend, "_most_rows", lambda *_, limits=limits: limits)
+        output = selected_attention(*x, chosen, enable_gqa=True)
+        runs.append([output, *torch.autograd.grad(output.square().sum(), x)])
+    assert all(torch.equal(a, b) for a, b in zip(runs[0][:2], runs[1][:2], strict=True))
+    assert all(error(a.float(), b.float()) < 1e-2 for a, b in zip(runs[0][2:], runs[1][2:], strict=True))
+
+
+def test_tokens_take_half_more_memory_than_their_tensors():
+    query = torch.randn(1, 64, 2**16, 128, dtype=torch.bfloat16, device="cuda")
+    key, value = torch.randn(2, 1, 4, 2**16, 128, dtype=torch.bfloat16, device="cuda").unbind()
+    own = torch.arange(2**16, device="cuda")[:, None] // 128
+    indices = (torch.rand(1, 4, 2**16, 16, device="cuda") * (own + 1)).int()
+    options = {"is_causal": True, "enable_gqa": True}
+    selected_attention(query, key, value, indices, **options)
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    output = selected_attention(query, key, value, indices, **options)
+    tensors = sum(x.nbytes for x in (query, key, value, output))
+    assert torch.cuda.max_memory_allocated() - before - output.nbytes <= 0.5 * tensors
+
+
 @pytest.mark.parametrize("per_token", [False, True])
 def test_gradients_have_the_same_bits_every_time(per_token):
     chosen = on_gpu(drawn(1, 4, 2048, 128, is_causal=per_token, per_token=per_token, most=4))

@@ -33,7 +33,7 @@ from dilated_attention_pytorch.ops import memory_budget
 from dilated_attention_pytorch.plan import make_plan
 from dilated_attention_pytorch.selection import attention as selected
 from dilated_attention_pytorch.selection import backend as selection_backend
-from dilated_attention_pytorch.selection.kernels import hopper_gathered
+from dilated_attention_pytorch.selection.kernels import gathered_attention, hopper_gathered
 from dilated_attention_pytorch.selection.kernels import hopper_gathered_kernel as hopper_tokens
 
 ROWS = 128
@@ -132,8 +132,9 @@ INDICES = {
     "indices, ragged, rows without blocks": IndexCall(False, False, 300, 128, 1, 2, 2, 2, 1, wild=True),
     "indices by tokens": IndexCall(True, False, 256, 128, 1, 2, 1, 1, 2, wild=True),
     "indices by causal tokens": IndexCall(True, True, 256, 128, 1, 2, 1, 1, 2, wild=True),
+    "indices by causal tokens in chunks": IndexCall(True, True, 256, 128, 1, 2, 1, 1, 2, wild=True),
 }
-"""Calls on indices; of each by blocks, some rows list none."""
+"""Calls on indices; of each by blocks, some rows list none. A chunk is 128 tokens of a query head."""
 
 
 def run_by_rows(trial, rows):
@@ -489,5 +490,7 @@ if __name__ == "__main__":
         print(json.dumps({"trial": name} | run_learned(*shape)), flush=True)
     for name, call in INDICES.items():
         backend = "auto" if call.per_token else "hopper"
+        if name.endswith("in chunks"):
+            gathered_attention.GatheredAttend._most_rows = lambda *_: (0, 128)
         errors = call.errors(backend, torch.float16 if call.per_token else torch.float32, widths=(64, 64))
         print(json.dumps({"trial": name} | errors), flush=True)

@@ -60,7 +60,7 @@ class Attention(NamedTuple):
     dropout_p: float = 0.0
     dtype: torch.dtype = torch.float32
     apart: bool = False
-    """a key head at a time, long rows in pieces, and tiles of gathered queries one by one"""
+    """tokens of a head at a time, long rows in pieces, and tiles of gathered queries one by one"""
 
     def errors(self) -> dict[str, float]:
         """Of output, LSE and gradients, and of the scores' gradients of a distillation on all rows."""
@@ -134,6 +134,52 @@ class Indexed(NamedTuple):
             shared = attend.shared_plan(call.n, call.heads, call.size, *near)
             triton_lowering.schedule(shared, call.heads // call.key_heads)
         return call.errors("triton", torch.float32, rules=GpuRules(self.traced), widths=(16, 12))
+
+
+class Chunks(NamedTuple):
+    """Attention on drawn indices by tokens in chunks, against the same call as a whole."""
+
+    call: IndexCall
+    rows: int
+    """Tokens of single heads in a chunk"""
+    dropout_p: float = 0.0
+    dtype: torch.dtype = torch.float32
+
+    def errors(self) -> dict[str, float]:
+        """Of output, LSE and gradients; for chunks of whole heads, numbers of output, LSE and dQ that differ.
+
+        Only products of the interpreter depend on the place of a row among others.
+        """
+        call = self.call
+        indices, counts, _ = call.lists()
+        is_shared = call.is_causal and not call.documents
+        shared = attend.shared_plan(call.n, call.heads, call.size, int(is_shared), 0, is_shared, torch.device("cpu"))
+        triton_lowering.schedule(shared, call.heads // call.key_heads)
+        torch.manual_seed(0)
+        heads = call.heads, call.key_heads, call.key_heads
+        given = [torch.randn(call.batch, h, call.n, d).to(self.dtype) for h, d in zip(heads, (16, 16, 12), strict=True)]
+        slopes = torch.randn(call.batch, call.heads, call.n, 12).to(self.dtype), torch.randn(call.batch, call.heads, 1)
+        options = {"granularity": call.size, "is_causal": call.is_causal, "enable_gqa": True, "return_lse": True}
+        options |= {"cu_seqlens": call.cu_seqlens(), "dropout_p": self.dropout_p, "backend": "triton"}
+        limits, found, chunks = gathered_attention.GatheredAttend._most_rows, [], []
+        for rows in (2**20, self.rows):
+            gathered_attention.GatheredAttend._most_rows = lambda *_, rows=rows: (0 if rows < 2**20 else rows, rows)
+            leaves = [x.detach().requires_grad_() for x in given]
+            torch.manual_seed(1)
+            with GpuRules(), Launched() as launched:
+                output, lse = selected_attention(*leaves, indices, counts, **options)
+                finite = torch.where(lse > -torch.inf, lse, 0.0)
+                loss = (output * slopes[0]).sum(dtype=torch.float32) + (finite * slopes[1]).sum()
+                found.append([output, lse, *torch.autograd.grad(loss, leaves)])
+            chunks.append(launched.count)
+        gathered_attention.GatheredAttend._most_rows = limits
+        names = ("output", "lse", "query", "key", "value")
+        results = {name: error(a.float(), b.float()) for name, a, b in zip(names, *found, strict=True)}
+        if self.rows >= call.batch * call.n:
+            results |= {
+                name: float((a != b).sum()) for name, a, b in zip(names[:3], *(x[:3] for x in found), strict=True)
+            }
+        return results | {"runs whole": float(chunks[1] <= chunks[0])}
 
 
 class PackedWindow(NamedTuple):
@@ -567,6 +613,11 @@ TRIALS = {
     "tokens of grouped heads, ragged, dropout": Attention(True, True, n=40, batch=2, key_heads=1, dropout_p=0.3),
     "tokens, padded samples, heads apart": Attention(True, False, n=40, batch=2, padded=True, apart=True),
     "tokens, tiles smaller than a block": Attention(True, True, n=136, size=64, key_heads=1, padded=True, batch=2),
+    "chunks of query heads, ragged": Chunks(IndexCall(True, True, 40, scope=2, counted=True), 80),
+    "chunks of tokens, one list, dropout": Chunks(IndexCall(True, True, 72, batch=1), 35, 0.3),
+    "chunks of tokens of two samples": Chunks(IndexCall(True, False, 40, scope=4), 20),
+    "chunks of packed tokens": Chunks(IndexCall(True, True, 60, batch=1, scope=2, documents=4), 16),
+    "chunks of query heads in half precision": Chunks(IndexCall(True, True, 40, scope=2), 80, dtype=torch.float16),
     "tokens in half precision": Attention(True, True, n=40, dtype=torch.float16, most=1),
     "indices by blocks, causal": Indexed(IndexCall(False, True, 40, scope=2, counted=True)),
     "indices by blocks of two samples, padded": Indexed(IndexCall(False, False, 32, scope=4, padded=True)),

@@ -43,6 +43,11 @@ GROUPS = {
         "tokens of grouped heads, ragged, dropout",
         "tokens, padded samples, heads apart",
         "tokens, tiles smaller than a block",
+        "chunks of query heads, ragged",
+        "chunks of tokens, one list, dropout",
+        "chunks of tokens of two samples",
+        "chunks of packed tokens",
+        "chunks of query heads in half precision",
         "tokens in half precision",
         "tokens turned round",
         "many causal tokens turned round",
@@ -126,6 +131,7 @@ SCORES = [
     "128 by 128, causal, up to the last",
 ]
 TOLERANCE = {"blocks in half precision": 2e-3, "tokens in half precision": 2e-3}
+TOLERANCE |= {"chunks of query heads in half precision": 1e-3}
 TOLERANCE |= {"packed windows ahead in half precision": 2e-3}
 # Scores of float32 features: 2.4e-6 on an AMD EPYC, whose products round otherwise.
 TOLERANCE |= {"blocks": 5e-6}

@@ -347,10 +347,12 @@ def test_heads_of_a_list_share_one_class_of_the_plan(per_token, scope):
     assert part.head_class.tolist() == [head * scope // 4 for head in range(4)]
 
 
+@pytest.mark.parametrize("of_tensors", [10, 2**40])
 @pytest.mark.parametrize("scope", [1, 2, 4])
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_shared_lists_serve_key_heads_one_at_a_time(is_causal, scope, monkeypatch):
+def test_lists_of_tokens_run_in_chunks(is_causal, scope, of_tensors, monkeypatch):
     monkeypatch.setattr(attend, "GATHERED", 1)
+    monkeypatch.setattr(attend, "OF_TENSORS", of_tensors)
     errors = IndexCall(True, is_causal, scope=scope, counted=True, padded=True).errors()
     assert max(errors.values()) < 1e-12, errors
 
@@ -541,6 +543,17 @@ def test_the_network_sorts_rows_of_any_length(k, monkeypatch):
     # Networks that sort all rows of two values sort all rows.
     rows = torch.randint(2, (1, 2, 4096, k), dtype=torch.int32)
     assert torch.equal(lists._sorted_by_network(rows), rows.sort(-1).values)
+
+
+@pytest.mark.parametrize("host_sync", [False, True])
+@pytest.mark.parametrize("counted", [False, True])
+def test_normal_form_in_parts_equals_the_whole(counted, host_sync, monkeypatch):
+    indices, counts, _ = IndexCall(True, scope=2, counted=counted, n=70).lists()
+    first, last = torch.arange(70) // 32, torch.arange(70) // 16
+    given = indices, counts, 5, last, first
+    whole = normalise_indices(*given, host_sync=host_sync)
+    monkeypatch.setattr(lists, "NORMALISED", 100)
+    assert torch.equal(normalise_indices(*given, host_sync=host_sync), whole)
 
 
 @pytest.mark.parametrize("order", ["ascending", "descending", "holes", "duplicates"])

@@ -83,10 +83,13 @@ def test_kept_and_visible_blocks_are_counted_without_pairs(t, is_causal):
         assert torch.equal(seen, ((reach & visible[:, :, None]) | (column == own[:, None])).sum(-1))
 
 
+@pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("scope", [1, 2, 4])
 @pytest.mark.parametrize("per_token", [False, True])
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_given_scores_learn_the_mass_of_blocks(is_causal, per_token, scope):
+def test_given_scores_learn_the_mass_of_blocks(is_causal, per_token, scope, apart, monkeypatch):
+    monkeypatch.setattr(attend, "GATHERED", 1 if apart else 2**29)
+    monkeypatch.setattr(attend, "OF_TENSORS", 2**40)
     n, size, t, chosen = 64, 16, 4, 2
     rows = n if per_token else t
     lists = torch.randint(-1, t, (2, 2, rows, 1))

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from math import gcd
 from typing import NamedTuple
 
 import torch
@@ -23,8 +24,9 @@ from ..plan.plan import Plan
 from .plan import block_plan, dense_plan, token_plan
 from .types import Gathered, Selection
 
-GATHERED, GPU_ROOM = 512 * 2**20, 4
-"""Bytes of gathered queries and outputs held at a time, unless one key head needs more, and its multiple on a GPU."""
+GATHERED, GPU_ROOM, OF_TENSORS = 64 * 2**20, 16, 10
+"""Bytes of gathered rows up to which a call runs whole, and their multiple on a GPU. A larger call runs in chunks of a
+quarter of these bytes, or of this fraction of query, key, value and output if that is more."""
 
 
 def fold(x: Tensor) -> Tensor:
@@ -188,15 +190,47 @@ class DenseAttend(BlockAttend):
         return call, choose(call, self.backend)[1]
 
 
-class GatheredHeads(NamedTuple):
-    """Gathered queries of some heads in some samples, as a plan."""
+class RowChunk(NamedTuple):
+    """Rows whose listed blocks are gathered at a time: whole key heads, query heads of one, or tokens of one of them.
 
+    A chunk of tokens is one of a single sample.
+    """
+
+    samples: slice
     heads: slice
     key_heads: slice
     tokens: slice
-    """Tokens of the samples, numbered over all samples."""
+
+    def rows(self, x: Tensor) -> Tensor:
+        """Rows of (b, h, n, ...), a view."""
+        return _part(x, self.samples, self.heads, self.tokens)
+
+    def all_tokens(self, x: Tensor) -> Tensor:
+        """Heads of (b, h, n, ...) with all tokens, a view."""
+        return _part(x, self.samples, self.heads)
+
+    def keys(self, x: Tensor) -> Tensor:
+        """Key heads of (b, g, n, ...), a view."""
+        return _part(x, self.samples, self.key_heads)
+
+
+def _part(x: Tensor, *slices: slice) -> Tensor:
+    """Slices of the first dimensions; most often they are whole, and a view would take the host's time."""
+    whole = all(one.stop - one.start == many for one, many in zip(slices, x.shape, strict=False))
+    return x if whole else x[slices]
+
+
+def by_head(x: Tensor) -> Tensor:
+    """(b, h, n, ...) as (h, b * n, ...): no copy of a single sample."""
+    return x.transpose(0, 1).flatten(1, 2)
+
+
+class GatheredHeads(NamedTuple):
+    """Gathered queries of a chunk, as a plan."""
+
+    chunk: RowChunk
     streams: int
-    """Dropout streams before the first of these heads."""
+    """Dropout streams before the first of the chunk's heads"""
     gathered: Gathered
 
     @property
@@ -218,16 +252,16 @@ class GatheredHeads(NamedTuple):
         return one[:, None, None], member[:, None]
 
     def rows(self, x: Tensor) -> Tensor:
-        """Rows of (1, h, b * n, ...) for each gathered row; 0 for filler, which adds nothing to any sum."""
-        x, source = x[0, self.heads, self.tokens], self.gathered.source
+        """Rows of (b, h, n, ...) for each gathered row; 0 for filler, which adds nothing to any sum."""
+        x, source = by_head(self.chunk.rows(x)), self.gathered.source
         filler = (source < 0)[:, None]
         picked = self.pick(x, source.clamp(min=0))
         return picked.masked_fill_(filler if x.dim() == 2 else filler[..., None], 0.0).flatten(0, 1)[None]
 
     def positions(self) -> Tensor:
         """int64 (2, h, rows): token of the sample that gathered rows and keys have in dropout."""
-        source = self.gathered.source.clamp(min=0)
-        source = source.repeat_interleave((self.heads.stop - self.heads.start) // self.lists, 0)
+        source = self.gathered.source.clamp(min=0) + self.chunk.tokens.start
+        source = source.repeat_interleave((self.chunk.heads.stop - self.chunk.heads.start) // self.lists, 0)
         return torch.stack([source, torch.arange(source.shape[1], device=source.device).expand_as(source)])
 
 
@@ -235,7 +269,8 @@ class GatheredHeads(NamedTuple):
 class TokenAttend(Attend):
     """Attention over a selection by tokens: one plan of the shared blocks, and plans of gathered queries."""
 
-    pieces: list[GatheredHeads] | None = field(default=None, init=False)
+    piece: GatheredHeads | None = field(default=None, init=False)
+    """All choices, if they are a single piece"""
 
     def shared_call(self, query: Tensor, key: Tensor, value: Tensor) -> AttentionCall:
         """Call of the blocks that all rows share."""
@@ -284,87 +319,115 @@ class TokenAttend(Attend):
             shared.query.masked_fill_(~rows[..., None], 0.0)
         return self._add(call, shared, output, lse, grad_output, grad_lse)
 
-    def head_runs(self, query: Tensor, key: Tensor, value: Tensor) -> Iterator[tuple[slice, slice]]:
-        """Query and key heads whose gathered rows fit in memory at a time; none if nothing can be listed."""
-        batch, heads, n, width = query.shape
-        slots = self.selection.indices.shape[-1]
-        if not slots:
-            return
-        group = heads // key.shape[1]
-        bytes_a_head = batch * n * slots * (width + value.shape[-1]) * query.element_size() * group
-        step = max(1, (GATHERED if self.host_sync else GPU_ROOM * GATHERED) // bytes_a_head)
-        for first in range(0, key.shape[1], step):
-            key_heads = slice(first, min(first + step, key.shape[1]))
-            yield slice(first * group, key_heads.stop * group), key_heads
+    def _most_rows(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[int, int]:
+        """Rows, tokens of single heads, up to which a call runs whole, and rows of a chunk of a larger call."""
+        slots, wide = self.selection.indices.shape[-1], (query.shape[-1], value.shape[-1])
+        # Kernels gather rows without a copy, and write what they get.
+        a_row = slots * (sum(wide) if self.host_sync else max(wide)) * query.element_size()
+        tensors = query.nbytes + key.nbytes + value.nbytes + query.nbytes // wide[0] * wide[1]
+        whole = GATHERED * (1 if self.host_sync else GPU_ROOM)
+        return whole // a_row, max(whole // 4, tensors // OF_TENSORS) // a_row
 
-    def _of_heads(self, samples: slice, heads: slice) -> Selection:
-        """Lists of some heads: all that share a list, or some of those that share the only one."""
-        lists = slice(heads.start // self.selection.group, -(-heads.stop // self.selection.group))
-        indices = self.selection.indices[samples, lists]
+    def chunks(self, query: Tensor, key: Tensor, value: Tensor, by_sample: bool = False) -> Iterator[RowChunk]:
+        """Chunks of a call, those of a key head in succession; none if nothing can be listed.
+
+        Chunks with the same lists follow one another. With `by_sample` no chunk has more than one sample.
+        """
+        batch, heads, n, _ = query.shape
+        if not self.selection.indices.shape[-1]:
+            return
+        group, sharing = heads // key.shape[1], self.selection.group
+        whole, most = self._most_rows(query, key, value)
+        # A chunk has whole key heads or part of one, and whole lists or some heads of one.
+        sizes = [x for x in range(1, heads + 1) if heads % x == 0 and _nested(x, group) and _nested(x, sharing)]
+        rows = batch * n
+        many = heads if heads * rows <= whole else max((x for x in sizes if x * rows <= most), default=0)
+        size, apart = self.selection.block_size, 1 if by_sample or not many else batch
+        pieces = 1 if many else -(-n // (max(most // size, 1) * size))
+        step = -(-n // (pieces * size)) * size
+        run = many or gcd(group, sharing)
+        for first in range(0, heads, run):
+            for sample in range(0, batch, apart):
+                for begin in range(0, n, step):
+                    for head in range(first, first + run, many or 1):
+                        own = slice(head, head + (many or 1))
+                        key_heads = slice(own.start // group, -(-own.stop // group))
+                        tokens = slice(begin, min(begin + step, n))
+                        yield RowChunk(slice(sample, sample + apart), own, key_heads, tokens)
+
+    def _of_chunk(self, chunk: RowChunk) -> Selection:
+        """Lists of a chunk: all lists of its heads, or the only one."""
+        sharing, heads = self.selection.group, chunk.heads
+        lists = slice(heads.start // sharing, -(-heads.stop // sharing))
+        indices = self.selection.indices[chunk.samples, lists, chunk.tokens]
         return replace(self.selection, indices=indices, group=(heads.stop - heads.start) // indices.shape[1])
 
     def _gather(self, query: Tensor, key: Tensor, value: Tensor) -> Iterator[GatheredHeads]:
-        """All choices, as many key heads at a time as fit; with dropout, which numbers rows, one sample at a time."""
-        batch, all_heads, n, _ = query.shape
-        apart = 1 if self.dropout_p else batch
-        for heads, key_heads in self.head_runs(query, key, value):
-            for first in range(0, batch, apart):
-                samples = slice(first, first + apart)
-                selection = self._of_heads(samples, heads)
-                gathered = token_plan(selection, n if self.dropout_p else 0, self.host_sync)
-                tokens = slice(first * n, samples.stop * n)
-                yield GatheredHeads(heads, key_heads, tokens, first * all_heads + heads.start, gathered)
+        """All choices, a chunk at a time; dropout numbers the rows of each sample."""
+        all_heads, n = query.shape[1:3]
+        for chunk in self.chunks(query, key, value, self.dropout_p > 0):
+            selection = self._of_chunk(chunk)
+            if selection.bounds is not None:
+                selection = replace(selection, bounds=selection.bounds[chunk.tokens])
+            gathered = token_plan(selection, n if self.dropout_p else 0, self.host_sync)
+            yield GatheredHeads(chunk, chunk.samples.start * all_heads + chunk.heads.start, gathered)
 
-    def _all_pieces(self, call: AttentionCall) -> list[GatheredHeads]:
-        """All choices, gathered once: a backward pass alone gathers them, too."""
-        self.pieces = list(self._gather(call.query, call.key, call.value)) if self.pieces is None else self.pieces
-        return self.pieces
+    def _each_piece(self, call: AttentionCall) -> Iterator[GatheredHeads]:
+        """All choices; a single piece is gathered once for both passes."""
+        if self.piece is not None:
+            yield self.piece
+            return
+        for piece in self._gather(call.query, call.key, call.value):
+            chunk = piece.chunk
+            if chunk.rows(call.query).shape == call.query.shape:
+                self.piece = piece
+            yield piece
 
-    def _gathered_call(self, piece: GatheredHeads, folded: tuple[Tensor, ...]) -> AttentionCall:
-        query, key, value = folded
-        keys, values = (x[:, piece.key_heads, piece.tokens] for x in (key, value))
-        call = self.call(piece.rows(query), keys, values, piece.gathered.plan)
-        if call.key_padding_mask is not None:
-            call = replace(call, key_padding_mask=call.key_padding_mask[:, piece.tokens])
-        if call.seed is not None:
-            call = replace(call, seed=shifted(call.seed, piece.streams), positions=piece.positions())
-        return call
+    def _gathered_call(self, piece: GatheredHeads, call: AttentionCall) -> AttentionCall:
+        keys, values = (by_head(piece.chunk.keys(x))[None] for x in (call.key, call.value))
+        own = self.call(piece.rows(call.query), keys, values, piece.gathered.plan, folded=False)
+        if own.key_padding_mask is not None:
+            own = replace(own, key_padding_mask=own.key_padding_mask[piece.chunk.samples].reshape(1, -1))
+        if own.seed is not None:
+            own = replace(own, seed=shifted(own.seed, piece.streams), positions=piece.positions())
+        return own
 
     def _join(self, call: AttentionCall, shared: Forward) -> Forward:
-        """Output and LSE of shared and listed blocks together."""
-        query, key, value = call.query, call.key, call.value
-        folded = fold(query), fold(key), fold(value)
-        # Sums run in the order of the slots on (h, b * n, e), independent of the choices of other tokens.
-        total = fold(shared.output)[0].to(shared.lse.dtype)
-        lse = fold(shared.lse)[0].clone()
-        if total.data_ptr() == shared.output.data_ptr():
-            total = total.clone()
-        pieces = self._all_pieces(call)
-        batch, heads, n, _ = query.shape
+        """Output and LSE of shared and listed blocks together, in place."""
+        batch, heads, _, _ = call.query.shape
         distilled = torch.arange(0, device="cpu") if self.distilled_rows is None else self.distilled_rows
-        listed_lse = lse.new_empty((batch, heads, len(distilled), self.selection.indices.shape[-1]))
-        for piece in pieces:
-            own = self._gathered_call(piece, folded)
-            part = choose(own, self.backend)[1].forward(own)
-            rows, place = piece.gathered.plan.n, piece.gathered.place
-            logs = piece.by_list(torch.nn.functional.pad(part.lse[0], (0, 1), value=-torch.inf))
-            logs = logs.gather(2, place.flatten(1)[:, None].expand(-1, logs.shape[1], -1))
-            logs = logs.unflatten(2, place.shape[1:])
-            before = piece.by_list(lse[piece.heads, piece.tokens])
-            share, after = shares_of(torch.cat([before[..., None], logs], -1), -1)
-            mine = piece.by_list(total[piece.heads, piece.tokens])
-            mine *= share[..., :1]
-            for slot in range(place.shape[-1]):
-                listed = place[..., slot].clamp(max=rows - 1)
-                weighted = piece.pick(part.output[0], listed).to(mine.dtype) * share[..., slot + 1, None]
-                mine += torch.where((place[..., slot] < rows)[:, None, :, None], weighted, 0.0)
-            lse[piece.heads, piece.tokens] = after.flatten(0, 1)
-            samples = slice(piece.tokens.start // n, piece.tokens.stop // n)
-            by_token = logs.flatten(0, 1).unflatten(1, (-1, n))
-            listed_lse[samples, piece.heads] = by_token[:, :, distilled].transpose(0, 1)
-        output = empty_rows(query, value.shape[-1]).copy_(unfold(total[None], query))
-        self.listed_lse = listed_lse if pieces and len(distilled) else None
-        return Forward(output, unfold(lse[None], query).contiguous())
+        listed_lse = shared.lse.new_empty((batch, heads, len(distilled), self.selection.indices.shape[-1]))
+        for piece in self._each_piece(call):
+            self._join_piece(call, shared, piece, distilled, listed_lse)
+        self.listed_lse = listed_lse if self.selection.indices.shape[-1] and len(distilled) else None
+        return shared
+
+    def _join_piece(
+        self, call: AttentionCall, shared: Forward, piece: GatheredHeads, distilled: Tensor, listed_lse: Tensor
+    ) -> None:
+        """Join the listed blocks of a chunk, and store the LSE of each for distilled rows."""
+        chunk, own = piece.chunk, self._gathered_call(piece, call)
+        part = choose(own, self.backend)[1].forward(own)
+        rows, place = piece.gathered.plan.n, piece.gathered.place
+        output, lse = chunk.rows(shared.output), chunk.rows(shared.lse)
+        logs = piece.by_list(torch.nn.functional.pad(part.lse[0], (0, 1), value=-torch.inf))
+        logs = logs.gather(2, place.flatten(1)[:, None].expand(-1, logs.shape[1], -1))
+        logs = logs.unflatten(2, place.shape[1:])
+        before = piece.by_list(by_head(lse))
+        share, after = shares_of(torch.cat([before[..., None], logs], -1), -1)
+        # Sums run in the order of the slots on (h, b * n, e), independent of the choices of other tokens.
+        total = piece.by_list(by_head(output)) * share[..., :1]
+        for slot in range(place.shape[-1]):
+            listed = place[..., slot].clamp(max=rows - 1)
+            weighted = piece.pick(part.output[0], listed).to(total.dtype) * share[..., slot + 1, None]
+            total += torch.where((place[..., slot] < rows)[:, None, :, None], weighted, 0.0)
+        many, n = output.shape[0], output.shape[2]
+        output.copy_(total.flatten(0, 1).unflatten(1, (many, n)).transpose(0, 1))
+        lse.copy_(after.flatten(0, 1).unflatten(1, (many, n)).transpose(0, 1))
+        at = distilled - chunk.tokens.start
+        by_token = logs.flatten(0, 1).unflatten(1, (many, n))[:, :, at.clamp(0, n - 1)].transpose(0, 1)
+        mine = listed_lse[chunk.samples, chunk.heads]
+        mine.copy_(torch.where(((at >= 0) & (at < n))[:, None], by_token, mine))
 
     def _add(
         self,
@@ -376,28 +439,29 @@ class TokenAttend(Attend):
         grad_lse: Tensor | None,
     ) -> tuple[Tensor, ...]:
         """Gradients of shared and listed blocks together; each part's are exact given output and LSE of whole rows."""
-        pieces = self._all_pieces(call)
-        if not pieces:
-            return tuple(shared)
-        inputs = call.query, call.key, call.value
-        sums = [fold(grad)[0].to(lse.dtype, copy=True) for grad in shared]
-        folded = tuple(fold(x) for x in inputs)
-        rows_of = [fold(x) for x in (output, lse, grad_output)]
-        slope = None if grad_lse is None else fold(grad_lse)
-        for piece in pieces:
-            own = self._gathered_call(piece, folded)
-            own_output, own_lse, own_grad = (piece.rows(x) for x in rows_of)
-            own_slope = None if slope is None else piece.rows(slope)
+        sums = [grad.to(lse.dtype) for grad in shared[1:]]
+        for piece in self._each_piece(call):
+            own = self._gathered_call(piece, call)
+            own_output, own_lse, own_grad = (piece.rows(x) for x in (output, lse, grad_output))
+            own_slope = None if grad_lse is None else piece.rows(grad_lse)
             part = choose(own, self.backend)[1].backward(own, own_output, own_lse, own_grad, own_slope)
             place, rows = piece.gathered.place, piece.gathered.plan.n
-            mine = piece.by_list(sums[0][piece.heads, piece.tokens])
+            mine = piece.chunk.rows(shared.query)
+            total = piece.by_list(by_head(mine)).to(lse.dtype, copy=True)
             for slot in range(place.shape[-1]):
                 listed = place[..., slot].clamp(max=rows - 1)
-                gathered = piece.pick(part.query[0], listed).to(mine.dtype)
-                mine += torch.where((place[..., slot] < rows)[:, None, :, None], gathered, 0.0)
-            sums[1][piece.key_heads, piece.tokens] += part.key[0].to(lse.dtype)
-            sums[2][piece.key_heads, piece.tokens] += part.value[0].to(lse.dtype)
-        return tuple(
-            empty_rows(like, like.shape[-1]).copy_(unfold(total[None], like))
-            for total, like in zip(sums, inputs, strict=True)
-        )
+                gathered = piece.pick(part.query[0], listed).to(total.dtype)
+                total += torch.where((place[..., slot] < rows)[:, None, :, None], gathered, 0.0)
+            mine.copy_(total.flatten(0, 1).unflatten(1, (len(mine), -1)).transpose(0, 1))
+            for whole, added in zip(sums, part[1:], strict=True):
+                some = piece.chunk.keys(whole)
+                some += added[0].unflatten(1, (len(some), -1)).transpose(0, 1)
+        for grad, total in zip(shared[1:], sums, strict=True):
+            if total is not grad:
+                grad.copy_(total)
+        return tuple(shared)
+
+
+def _nested(a: int, b: int) -> bool:
+    """Whether one of two numbers is a multiple of the other."""
+    return a % b == 0 or b % a == 0

@@ -23,6 +23,8 @@ GRANULARITIES = (16, 32, 64, 128, 256)
 INTEGERS = (torch.int32, torch.int64)
 ROWS_PER_ENTRY = 64
 """Rows for each entry of a row from which a sorting network is faster than `torch.sort` on the CPU."""
+NORMALISED = 2**24
+"""Entries that are sorted at a time: each takes about 30 bytes."""
 
 _library = torch.library.Library("dilated_attention", "FRAGMENT")
 _library.define(
@@ -113,6 +115,15 @@ def normalise_indices(
     before `first` (r), which are not negative. Nothing is read back, unless `host_sync` allows it: then rows are
     sorted and compacted only where their values require it.
     """
+    if indices.numel() > NORMALISED and indices.shape[-2] > 1:
+        made = indices.new_empty((*indices.shape[:-1], min(max(indices.shape[-1], 1), blocks)), dtype=torch.int32)
+        step = max(1, NORMALISED * indices.shape[-2] // indices.numel())
+        for begin in range(0, indices.shape[-2], step):
+            rows = slice(begin, begin + step)
+            limits = (None if x is None else x[rows] for x in (last, first))
+            own = None if counts is None else counts[..., rows]
+            made[..., rows, :] = normalise_indices(indices[..., rows, :], own, blocks, *limits, host_sync=host_sync)
+        return made
     not_early = indices >= (0 if first is None else first[:, None])
     valid = not_early & (indices < blocks if last is None else indices <= last[:, None])
     if counts is not None:

@@ -174,7 +174,7 @@ def _walk(
 
 
 def invert_selection(selection: Selection, group: int = 1, least: int = 0, host_sync: bool = True) -> GatherIndex:
-    """Inverted index of a selection by tokens: for each key tile the queries that chose it, by list.
+    """Inverted index of a selection by tokens, or some of them: for each key tile the queries that chose it, by list.
 
     Tokens with different choices share no tiles, so the union of a query tile's choices would save nothing.
 
@@ -217,8 +217,11 @@ def invert_selection(selection: Selection, group: int = 1, least: int = 0, host_
 
 
 def token_plan(selection: Selection, least: int = 0, host_sync: bool = True) -> Gathered:
-    """Plan of the listed blocks of a selection by tokens, with `least` rows or more: key tiles stream queries."""
-    (batch, _, n, _), heads, group = selection.indices.shape, selection.heads, selection.group
+    """Plan of the listed blocks of a selection by tokens, with `least` rows or more: key tiles stream queries.
+
+    The lists may be those of some tokens only; they are counted from the first of them.
+    """
+    batch, n, heads, group = len(selection.indices), selection.n, selection.heads, selection.group
     device, size, t = selection.indices.device, selection.block_size, selection.blocks
     source, place, met, first, _ = invert_selection(selection, least=least, host_sync=host_sync)
     rows, key_tiles = source.shape[1], batch * t

@@ -155,7 +155,7 @@ class BackwardLaunch:
         self.writes_all = bool(all_lowered) and all_lowered[0].writes_all
         # Whole blocks of the plan: a list may name sub-tiles of its last block past the end of the sequence.
         tiles = -(-n // plan.block_size) * (plan.block_size // rows)
-        made = [empty_rows(t, t.shape[-1]) for t in tensors[:3]]
+        made = [empty_rows(t.to("meta"), t.shape[-1]) for t in tensors[:3]]
         self.made = [(t.shape, t.stride()) for t in made]
         group = heads // call.key.shape[1]
         self.joins = not fused and any(

@@ -301,8 +301,13 @@ class BlockSparseAdaptive(OverRanks, nn.Module):
             inputs = distill_inputs(q, k, selection, scale_of(self.softmax_scale, self.head_dim), key_padding_mask)
             weights = query_weights(q.transpose(1, 2), key_padding_mask)
             compared = captured_more(scores, start, inputs, batch.dense_rows, weights)
-        if weighted:
-            output = self._weighted(q, k, v, scores, selection, key_padding_mask)
+        learned = None if batch is None else partial(score_rows, scores)
+        weigh = partial(self._weighted, q, k, v, scores) if weighted else None
+        listed_scores = chooser.of_each if return_pattern else None
+        # Features of blocks take memory during attention, unless they are needed after it.
+        del chooser, scores
+        if weigh is not None:
+            output = weigh(selection, key_padding_mask)
         else:
             output, lse = selected_attention(
                 q,
@@ -314,12 +319,12 @@ class BlockSparseAdaptive(OverRanks, nn.Module):
                 key_padding_mask=key_padding_mask,
                 dropout_p=self.attention_dropout if self.training else 0.0,
                 distill=batch,
-                scores=None if batch is None else partial(score_rows, scores),
+                scores=learned,
                 return_lse=True,
                 backend=self.backend,
             )
         output = self._counted(output, compared).transpose(1, 2)
-        if not return_pattern:
+        if listed_scores is None:
             return output
         scale = self.head_dim**-0.5 if self.softmax_scale is None else self.softmax_scale
         with torch.no_grad():
@@ -327,7 +332,7 @@ class BlockSparseAdaptive(OverRanks, nn.Module):
                 masks = {"enable_gqa": True, "key_padding_mask": key_padding_mask}
                 lse = selected_attention(q, k, v, selection, scale=scale, return_lse=True, **masks).lse
             share = self._captured(distill_inputs(q, k, selection, scale, key_padding_mask), lse)
-            return output, LearnedPattern(selection, chooser.of_each(selection.indices), share, selection.density())
+            return output, LearnedPattern(selection, listed_scores(selection.indices), share, selection.density())
 
     def explores(self) -> bool:
         """Whether a call made now adds noise to the ranking of blocks."""

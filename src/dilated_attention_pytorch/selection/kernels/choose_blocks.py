@@ -22,9 +22,9 @@ READY_REGISTERS = 64, 72, 128
 more scores. The limits allow many warps without spills."""
 SCORED = 64
 """Rows of a launch are a multiple of this, where they are more, so that few tiles are partial."""
-SCORE_BYTES, OF_LISTS = 9 * 2**21, 2
+SCORE_BYTES, OF_LISTS, MOST_SCORE_BYTES = 9 * 2**21, 2, 2**29
 """Bytes of scores held at a time (selection for 32K tokens and 8 heads takes at most 64 MB, lists included), and the
-divisor of the lists' bytes that replaces it where lists are long: fewer launches with more work each."""
+divisor of the lists' bytes that replaces it where lists are long, up to a limit: fewer launches with more work each."""
 CHOSEN, CHOSEN_AMONG, NARROWEST = 64, 256, 128
 """Tokens of a program that holds all their scores in registers, most blocks that it ranks (two programs fit a
 multiprocessor), and fewest blocks for which it is compiled."""
@@ -113,7 +113,8 @@ def listed_blocks(
     indices = torch.empty((batch, heads, total, room), dtype=torch.int32, device=device)
     counts = torch.empty((batch, heads, total), dtype=torch.int32, device=device)
     size = block_size if per_token else 1
-    held_scores = max(SCORE_BYTES, indices.nbytes // OF_LISTS) // ((4 if per_token else 2) * batch * heads)
+    held_bytes = max(SCORE_BYTES, min(indices.nbytes // OF_LISTS, MOST_SCORE_BYTES))
+    held_scores = held_bytes // ((4 if per_token else 2) * batch * heads)
     bounds = local_blocks, sink_blocks, budget.least, t if budget.most is None else budget.most, budget.kept
     in_registers = coverage is None and 0 < rank <= 64 and block_size >= CHOSEN and t <= CHOSEN_AMONG
     if rank and factors.halves is None:
@@ -154,5 +155,7 @@ def listed_blocks(
         sizes = width, total, t, room, *bounds, 0.0 if coverage is None else coverage
         launch = prepared(_rank_launch, *options, *sizes)
         launch((-(-(end - begin) // at_once), batch * heads, 1), (scores, *read), begin, end - begin)
+        # Freed before the next scores are allocated.
+        del scores
         first = last
     return indices, counts

@@ -24,12 +24,13 @@ COLUMNS = 8
 class SelectionInverter:
     """Launches that invert selections by tokens of one shape.
 
-    `group` query heads read a key head, and `shared` query heads share a list.
+    `group` query heads read a key head, and `shared` query heads share a list. `some` tokens of one sample are numbered
+    from a first one on.
     """
 
     def __init__(
         self, device: torch.device, shape: tuple[int, ...], apart: tuple[int, ...], size: int, t: int, group: int,
-        shared: int,
+        shared: int, some: bool,
     ) -> None:  # fmt: skip
         batch, lists, n, listed = shape
         heads = lists * shared
@@ -61,26 +62,30 @@ class SelectionInverter:
         )  # fmt: skip
         begins = begin("bits", "before", "first", "total", "source", "place", "tile", "order")
         self._place = Launch(
-            place_kernel, device, *begins, *sizes, rows, *apart,
+            place_kernel, device, *(() if some else (None,)), *begins, *sizes, rows, *apart,
             SIZE=size, R=min(padded_width(key_tiles), 1024), GROUP=group, **once,
         )  # fmt: skip
         self._choices, self._runs = (shares, batch * heads, 1), (batch * (wide // COLUMNS), heads, 1)
 
-    def __call__(self, indices: Tensor) -> GatherIndex:
+    def __call__(self, indices: Tensor, *first_token: int) -> GatherIndex:
         memory = self._room.made()
         self._mark(self._choices, (indices, memory))
         self._count(self._runs, (memory,))
-        self._place(self._choices, (indices, memory))
+        self._place(self._choices, (indices, memory), *first_token)
         return GatherIndex(*[self._room.tensor(memory, name) for name in GatherIndex._fields])
 
 
-def invert_selection(selection: Selection, group: int = 1) -> GatherIndex:
-    """`plan.invert_selection` with one bit for each token and key tile instead of a sort, in 32-bit integers."""
+def invert_selection(selection: Selection, group: int = 1, first_token: int | None = None) -> GatherIndex:
+    """`plan.invert_selection` with one bit for each token and key tile instead of a sort, in 32-bit integers.
+
+    With `first_token` the lists are those of some tokens of one sample, from that token on.
+    """
     indices = selection.indices
     apart = indices.stride()
     # Some heads of all are read where they lie.
     if apart[2:] != (indices.shape[3], 1):
         indices = indices.contiguous()
         apart = indices.stride()
-    options = selection.block_size, selection.blocks, group, selection.group
-    return prepared(SelectionInverter, indices.device, indices.shape, apart[:2], *options)(indices)
+    first = () if first_token is None else (first_token,)
+    options = selection.block_size, selection.blocks, group, selection.group, bool(first)
+    return prepared(SelectionInverter, indices.device, indices.shape, apart[:2], *options)(indices, *first)

@@ -95,15 +95,16 @@ def runs_kernel(
         tl.store(p_first, end * 0)
 
 
-@triton.jit(do_not_specialize=["n", "blocks", "heads", "samples", "listed", "rows"])
+@triton.jit(do_not_specialize=["first_token", "n", "blocks", "heads", "samples", "listed", "rows"])
 def place_kernel(
-    p_indices, p_room, o_bits, o_before, o_first, o_total, o_source, o_place, o_tile, o_order, n, blocks, heads,
-    samples, listed, wide, rows, s_sample, s_head, WORDS: tl.constexpr, P: tl.constexpr, T: tl.constexpr,
+    p_indices, p_room, first_token, o_bits, o_before, o_first, o_total, o_source, o_place, o_tile, o_order, n, blocks,
+    heads, samples, listed, wide, rows, s_sample, s_head, WORDS: tl.constexpr, P: tl.constexpr, T: tl.constexpr,
     SIZE: tl.constexpr, R: tl.constexpr, GROUP: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
     """For a share of the tokens: where each choice lies. And for a share of the key tiles: which start first.
 
-    A choice lies as far into its tile's run as there are tokens before it that chose the same.
+    A choice lies as far into its tile's run as there are tokens before it that chose the same. Some tokens of one
+    sample are numbered from `first_token` on, which is None for all tokens.
     """
     share = tl.program_id(0)
     head = tl.program_id(1).to(tl.int64) % heads
@@ -164,7 +165,10 @@ def place_kernel(
                     b_at = tl.where(b_here, b_block - window, 0)
                     b_within = ones_of(tl.gather(b_bits, b_at, 0) & ((1 << o_i) - 1))
                     b_place = tl.where(b_here, tl.gather(b_next, b_at, 0) + b_within, rows)
-                    tl.store(p_source + b_place, sample.to(tl.int32) * n + begin + o_i, mask=b_here)
+                    if first_token is None:
+                        tl.store(p_source + b_place, sample.to(tl.int32) * n + begin + o_i, mask=b_here)
+                    else:
+                        tl.store(p_source + b_place, first_token + begin + o_i, mask=b_here)
                 tl.store(p_place + o_own, b_place, mask=b_real & (b_here | (b_block >= blocks)))
                 o_own += P
             b_next += ones_of(b_bits)

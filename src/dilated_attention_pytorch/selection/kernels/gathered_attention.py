@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import NamedTuple
 
 import torch
@@ -22,9 +23,8 @@ from ...kernels.triton.launches import (
     padded_width,
     shares_much,
 )
-from ..attend import TokenAttend
-from ..plan import invert_selection
-from ..types import GatherIndex, Selection
+from ..attend import RowChunk, TokenAttend
+from ..types import GatherIndex
 from . import gather_index, hopper_gathered
 from .gathered_attention_kernels import add_tokens_kernel, chosen_bwd_kernel, chosen_fwd_kernel, join_tokens_kernel
 
@@ -53,23 +53,23 @@ def _prepared(
     call: AttentionCall,
     chosen: GatherIndex,
     bounds: Tensor | None,
-    heads: slice,
+    chunk: RowChunk,
     *tensors: Tensor,
 ) -> Prepared:
     """Launches that `make` builds for a call, cached by everything they depend on."""
     query, value = call.query, call.value
     options = query.get_device(), query.dtype, call.plan.block_size, call.scale, call.dropout_p
     masked = call.key_padding_mask is not None, bounds is not None
-    shapes = query.shape, call.key.shape[1], value.shape[3], chosen.source.shape, chosen.place.shape[2], heads.start
+    shapes = query.shape, call.key.shape[1], value.shape[3], chosen.source.shape, chosen.place.shape
     strides = query.stride(), call.key.stride(), value.stride(), *[x.stride() for x in tensors]
     # TMA and copies of 16 bytes begin at their multiples.
     begins = query.data_ptr() | call.key.data_ptr() | value.data_ptr() | tensors[0].data_ptr()
-    layout = make, *options, *masked, begins % 16, *shapes, *strides
+    layout = make, *options, *masked, begins % 16, *shapes, _stream(call, chunk), *strides
     cached = _cache.get(layout)
     if cached is None:
         if len(_cache) >= CACHE_SIZE:
             _cache.clear()
-        cached = _cache[layout] = make(call, chosen, bounds, heads, *tensors)
+        cached = _cache[layout] = make(call, chosen, bounds, chunk, *tensors)
     return cached
 
 
@@ -79,10 +79,11 @@ def _unbounded(bounds: Tensor | None) -> tuple[None, ...]:
 
 
 def _forward_launches(
-    call: AttentionCall, chosen: GatherIndex, bounds: Tensor | None, heads: slice, output: Tensor, lse: Tensor
+    call: AttentionCall, chosen: GatherIndex, bounds: Tensor | None, chunk: RowChunk, output: Tensor, lse: Tensor
 ) -> Prepared:
-    query, key, value = _of_heads(call, heads)
+    query, key, value = _of_chunk(call, chunk)
     batch, own, n, _ = query.shape
+    tokens = output.shape[2]
     e, rows, block = value.shape[3], chosen.source.shape[1], call.plan.block_size
     tiles, _ = _tiles(call)
     many = chosen.tile.shape[1]
@@ -91,45 +92,46 @@ def _forward_launches(
     magnitude = abs(call.scale) or 1.0
     attend = Launch(
         chosen_fwd_kernel, query.device, *_unbounded(bounds), magnitude * LOG2E, *dropout_args(call), rows, many, run,
-        *_sizes(call, heads), own // key.shape[1], *query.stride()[:3], *key.stride()[:3], *value.stride()[:3],
+        *_sizes(call, chunk), own // key.shape[1], *query.stride()[:3], *key.stride()[:3], *value.stride()[:3],
         SIGN=sign, RAGGED=n % block > 0, **constants_of(call, tiles),
     )  # fmt: skip
     join = Launch(
-        join_tokens_kernel, query.device, rows, n, chosen.place.shape[2], *output.stride()[:3], *lse.stride(),
+        join_tokens_kernel, query.device, rows, tokens, chosen.place.shape[2], *output.stride()[:3], *lse.stride(),
         BM=JOINED, E=e, EP=padded_width(e), TOGETHER=_together(e),
     )  # fmt: skip
-    grids = (-(-many // run), own, 1), (-(-n // JOINED), own, batch)
+    grids = (-(-many // run), own, 1), (-(-tokens // JOINED), own, batch)
     return Prepared(((attend, grids[0]), (join, grids[1])), (own, rows, e))
 
 
-def forward(call: AttentionCall, chosen: GatherIndex, bounds: Tensor | None, near: Forward, heads: slice) -> None:
-    """Join the choices of some query heads to what all rows share, in place.
+def forward(call: AttentionCall, chosen: GatherIndex, bounds: Tensor | None, near: Forward, chunk: RowChunk) -> None:
+    """Join the choices of a chunk to what all rows share, in place.
 
     Args:
         call: of what all rows share: (b, h, n, d) queries and so on, and its plan's block size and masks.
-        chosen: the choices of those heads.
+        chosen: the choices of the chunk.
         bounds: int64 (n, 2), first key and end of the keys that each token may see; None for all.
         near: output and LSE of the call.
-        heads: which query heads, all of a key head's or none.
+        chunk: samples, query heads and tokens.
     """
-    query, key, value = _of_heads(call, heads)
-    output, lse = _some(near.output, heads), _some(near.lse, heads)
-    launches, shape = _prepared(_forward_launches, call, chosen, bounds, heads, output, lse)
+    query, key, value = _of_chunk(call, chunk)
+    output, lse = chunk.rows(near.output), chunk.rows(near.lse)
+    launches, shape = _prepared(_forward_launches, call, chosen, bounds, chunk, output, lse)
     (attend, attend_grid), (join, join_grid) = launches
     part = torch.empty(shape, dtype=query.dtype, device=query.device)
     part_lse = torch.empty(shape[:2], dtype=torch.float32, device=query.device)
-    read = chosen.source, chosen.tile, chosen.first, *_read(call, chosen, bounds)
+    read = chosen.source, chosen.tile, chosen.first, *_read(call, chosen, bounds, chunk)
     attend(attend_grid, (query, key, value, part, part_lse, *read))
     join(join_grid, (output, lse, part, part_lse, chosen.place))
 
 
 def _backward_launches(
-    call: AttentionCall, chosen: GatherIndex, bounds: Tensor | None, heads: slice, grad: Tensor, grad_query: Tensor,
+    call: AttentionCall, chosen: GatherIndex, bounds: Tensor | None, chunk: RowChunk, grad: Tensor, grad_query: Tensor,
     grad_key: Tensor, grad_value: Tensor,
 ) -> Prepared:  # fmt: skip
-    query, key, value = _of_heads(call, heads)
+    query, key, value = _of_chunk(call, chunk)
     batch, own, n, d = query.shape
     rows, block, device = chosen.source.shape[1], call.plan.block_size, query.device
+    tokens = grad_query.shape[2]
     on_hopper = hopper_gathered.why_not(call, chosen, bounds, query, key, value, grad, grad_key, grad_value) is None
     if on_hopper:
         part = torch.empty(0, dtype=query.dtype, device=device)
@@ -137,21 +139,21 @@ def _backward_launches(
         numbers = torch.empty(0, device=device)
         tables = chosen.source, chosen.first, chosen.order
         like = query, key, value, grad, numbers, numbers, part, grad_key, grad_value, *tables
-        by_key = hopper_gathered.ChosenBackward(call, chosen, heads.start, like)
+        by_key = hopper_gathered.ChosenBackward(call, chosen, _stream(call, chunk), like)
     else:
         _, tiles = _tiles(call)
         by_key = Launch(
             chosen_bwd_kernel, device, *_unbounded(bounds), call.scale, call.scale * LOG2E, *dropout_args(call), rows,
-            *_sizes(call, heads), *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *grad.stride()[:3],
+            *_sizes(call, chunk), *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *grad.stride()[:3],
             *grad_key.stride()[:3], *grad_value.stride()[:3], GROUP=own // key.shape[1], RAGGED=n % block > 0,
             **constants_of(call, tiles),
         )  # fmt: skip
     add = Launch(
-        add_tokens_kernel, device, call.scale, rows, n, chosen.place.shape[2], *grad_query.stride()[:3],
+        add_tokens_kernel, device, call.scale, rows, tokens, chosen.place.shape[2], *grad_query.stride()[:3],
         BM=JOINED, D=d, DP=padded_width(d), TURNED=on_hopper, TOGETHER=_together(d),
     )  # fmt: skip
-    keys, tokens = (chosen.order.shape[1], key.shape[1], 1), (-(-n // JOINED), own, batch)
-    return Prepared(((by_key, keys), (add, tokens)), (own, rows, d))
+    grids = (chosen.order.shape[1], key.shape[1], 1), (-(-tokens // JOINED), own, batch)
+    return Prepared(((by_key, grids[0]), (add, grids[1])), (own, rows, d))
 
 
 def backward(
@@ -159,30 +161,30 @@ def backward(
     chosen: GatherIndex,
     bounds: Tensor | None,
     near: Gradients,
-    heads: slice,
+    chunk: RowChunk,
     lse: Tensor,
     delta: Tensor,
     grad_output: Tensor,
 ) -> None:
-    """Add the gradients of those choices to the gradients of what all rows share, in place.
+    """Add the gradients of a chunk's choices to the gradients of what all rows share, in place.
 
     Args:
-        call: see `forward`, as `chosen`, `bounds` and `heads`.
-        near: gradients of the call with the output and LSE of the whole rows.
+        call: see `forward`, as `chosen`, `bounds` and `chunk`.
+        near: gradients of the call's queries, with the output and LSE of the whole rows, and of the chunk's keys and
+            values.
         lse: of the whole rows, (b, h, n), contiguous.
         delta: see `delta_of`.
         grad_output: (b, h, n, e).
     """
-    query, key, value = _of_heads(call, heads)
-    key_heads = _key_heads(call, heads)
-    grad, grad_query = _some(grad_output, heads), _some(near.query, heads)
-    grad_key, grad_value = _some(near.key, key_heads), _some(near.value, key_heads)
-    changed = grad, grad_query, grad_key, grad_value
-    launches, shape = _prepared(_backward_launches, call, chosen, bounds, heads, *changed)
+    query, key, value = _of_chunk(call, chunk)
+    # Kernels number the tokens of whole samples, but join parts by tokens of the chunk.
+    grad, grad_query = chunk.all_tokens(grad_output), chunk.rows(near.query)
+    changed = grad, grad_query, near.key, near.value
+    launches, shape = _prepared(_backward_launches, call, chosen, bounds, chunk, *changed)
     (by_key, keys), (add, tokens) = launches
     part = torch.empty(shape, dtype=query.dtype, device=query.device)
-    changed, read = (part, grad_key, grad_value), (chosen.source, chosen.first, chosen.order)
-    by_key(keys, (query, key, value, grad, lse, delta, *changed, *read, *_read(call, chosen, bounds)))
+    changed, read = (part, near.key, near.value), (chosen.source, chosen.first, chosen.order)
+    by_key(keys, (query, key, value, grad, lse, delta, *changed, *read, *_read(call, chosen, bounds, chunk)))
     add(tokens, (grad_query, part, chosen.place))
 
 
@@ -201,70 +203,67 @@ def _together(width: int) -> int:
     return max(ASKED // padded_width(width), 1)
 
 
-def _key_heads(call: AttentionCall, heads: slice) -> slice:
-    group = call.query.shape[1] // call.key.shape[1]
-    return slice(heads.start // group, heads.stop // group)
+def _of_chunk(call: AttentionCall, chunk: RowChunk) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries of all tokens of a chunk's samples and heads, and their keys and values."""
+    return chunk.all_tokens(call.query), chunk.keys(call.key), chunk.keys(call.value)
 
 
-def _some(x: Tensor, heads: slice) -> Tensor:
-    """Those heads of (b, h, ...); most often they are all."""
-    return x if heads.stop - heads.start == x.shape[1] else x[:, heads]
-
-
-def _of_heads(call: AttentionCall, heads: slice) -> tuple[Tensor, Tensor, Tensor]:
-    key_heads = _key_heads(call, heads)
-    return _some(call.query, heads), _some(call.key, key_heads), _some(call.value, key_heads)
-
-
-def _read(call: AttentionCall, chosen: GatherIndex, bounds: Tensor | None) -> tuple[Tensor, ...]:
+def _read(call: AttentionCall, chosen: GatherIndex, bounds: Tensor | None, chunk: RowChunk) -> tuple[Tensor, ...]:
     """Padding, seed and, where given, bounds; what a call does not have is never read."""
     padding = call.key_padding_mask
-    padding = chosen.source if padding is None else padding.contiguous().view(torch.uint8)
+    padding = chosen.source if padding is None else padding[chunk.samples].contiguous().view(torch.uint8)
     seed = chosen.source if call.seed is None else call.seed
     return (padding, seed) if bounds is None else (padding, seed, bounds)
 
 
-def _sizes(call: AttentionCall, heads: slice) -> tuple[int, ...]:
-    batch, all_heads, n, _ = call.query.shape
-    return n, -(-n // call.plan.block_size), batch, all_heads, heads.start
+def _stream(call: AttentionCall, chunk: RowChunk) -> int:
+    """Heads of all samples before the first of a chunk."""
+    return chunk.samples.start * call.query.shape[1] + chunk.heads.start
+
+
+def _sizes(call: AttentionCall, chunk: RowChunk) -> tuple[int, ...]:
+    all_heads, n = call.query.shape[1:3]
+    samples = chunk.samples.stop - chunk.samples.start
+    return n, -(-n // call.plan.block_size), samples, all_heads, _stream(call, chunk)
 
 
 MOST_BITS = 2**31 - 1
-"""Tokens times key blocks, over heads, up to which bits with 32-bit counts give the index; beyond, a sort."""
-
-
-def _sorted_index(selection: Selection, group: int) -> GatherIndex:
-    return invert_selection(selection.per_head(), group, 0, False)
+"""Tokens times key blocks, over heads, that the index of a chunk has at most: it counts bits in 32-bit integers."""
 
 
 @dataclass(slots=True)
 class GatheredAttend(TokenAttend):
     """Attention over a selection by tokens whose listed blocks are added to the shared ones in place."""
 
-    indices: list[tuple[slice, GatherIndex]] | None = field(default=None, init=False)
-    """Inverted selection of each run of heads"""
+    index: tuple[tuple[object, ...], GatherIndex] | None = field(default=None, init=False)
+    """Latest inverted selection, after its samples, lists, heads of a list and tokens; kept for the backward pass if it
+    is that of a whole call"""
 
-    def _inverted(self, call: AttentionCall) -> list[tuple[slice, GatherIndex]]:
-        """Inverted selection, computed once: a backward pass alone computes it, too."""
-        if self.indices is not None:
-            return self.indices
-        selection, self.indices = self.selection, []
-        (batch, _, n, listed), all_heads = selection.indices.shape, selection.heads
-        group = all_heads // call.key.shape[1]
+    def _most_rows(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[int, int]:
+        s = self.selection
         # The run of each key block may leave part of a tile empty.
-        bits = batch * (max(selection.blocks, listed + 1) * n + selection.block_size)
-        for heads, _ in self.head_runs(call.query, call.key, call.value):
-            many, every = heads.stop - heads.start, slice(None)
-            own = selection if many == all_heads else self._of_heads(every, heads)
-            by_bits = many * bits <= MOST_BITS
-            run = gather_index.invert_selection if by_bits else _sorted_index
-            index = run(own, group)
-            self.indices.append((heads, index))
-        return self.indices
+        bits = MOST_BITS // max(s.blocks, s.indices.shape[-1] + 1) - len(query) * s.block_size
+        whole, most = TokenAttend._most_rows(self, query, key, value)
+        return min(whole, bits), min(most, bits)
+
+    def _inverted(self, call: AttentionCall, chunk: RowChunk) -> GatherIndex:
+        """Inverted selection of a chunk: chunks of the same lists share it."""
+        own = self._of_chunk(chunk)
+        first = chunk.heads.start // self.selection.group
+        sizes = chunk.samples.start, first, own.indices.shape, own.group, chunk.tokens.start
+        if self.index is None or self.index[0] != sizes:
+            # Not two of them at a time.
+            self.index = None
+            heads, key_heads = (x.stop - x.start for x in (chunk.heads, chunk.key_heads))
+            first_token = None if own.indices.shape[2] == own.n else chunk.tokens.start
+            self.index = sizes, gather_index.invert_selection(own, heads // key_heads, first_token)
+        return self.index[1]
 
     def _join(self, call: AttentionCall, shared: Forward) -> Forward:
-        for heads, index in self._inverted(call):
-            forward(call, index, self.selection.bounds, shared, heads)
+        chunks = [*self.chunks(call.query, call.key, call.value)]
+        for chunk in chunks:
+            forward(call, self._inverted(call, chunk), self.selection.bounds, shared, chunk)
+        self.index = self.index if len(chunks) == 1 else None
         return shared
 
     def _add(
@@ -276,9 +275,33 @@ class GatheredAttend(TokenAttend):
         grad_output: Tensor,
         grad_lse: Tensor | None,
     ) -> tuple[Tensor, ...]:
-        indices = self._inverted(call)
-        if indices:
-            delta = delta_of(output, lse, grad_output, grad_lse)
-            for heads, index in indices:
-                backward(call, index, self.selection.bounds, shared, heads, lse, delta, grad_output)
+        chunks = [*self.chunks(call.query, call.key, call.value)]
+        if not chunks:
+            return tuple(shared)
+        rest = lse, delta_of(output, lse, grad_output, grad_lse), grad_output
+        for _, run in groupby(chunks, lambda chunk: chunk.key_heads.start):
+            self._add_key_heads(call, shared, [*run], rest)
+        self.index = self.index if len(chunks) == 1 else None
         return tuple(shared)
+
+    def _add_key_heads(
+        self, call: AttentionCall, shared: Gradients, chunks: list[RowChunk], rest: tuple[Tensor, Tensor, Tensor]
+    ) -> None:
+        """Add the gradients of all chunks of some key heads."""
+        bounds = self.selection.bounds
+        if len(chunks) == 1 or shared.key.dtype is rest[0].dtype:
+            for chunk in chunks:
+                grads = Gradients(shared.query, *(chunk.keys(x) for x in shared[1:]))
+                backward(call, self._inverted(call, chunk), bounds, grads, chunk, *rest)
+            return
+        # Summed in float32: every chunk is rounded by itself, and so is their sum, once.
+        own = [x[:, chunks[0].key_heads] for x in shared[1:]]
+        sums = [torch.zeros(x.shape, dtype=rest[0].dtype, device=x.device) for x in own]
+        parts = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in own]
+        for chunk in chunks:
+            some = [x[chunk.samples].zero_() for x in parts]
+            backward(call, self._inverted(call, chunk), bounds, Gradients(shared.query, *some), chunk, *rest)
+            for total, part in zip(sums, some, strict=True):
+                total[chunk.samples].add_(part)
+        for grad, total in zip(own, sums, strict=True):
+            grad.add_(total)
