@@ -9,7 +9,7 @@ from oracle import dense_attention, error
 from dilated_attention_pytorch.nn import AdaptiveConfig, BlockSparseAdaptive, MultiheadBlockSparseAdaptive, fit_scorers
 from dilated_attention_pytorch.nn.adaptive.controls import LayerCall, attend_by, captured_mass, copied_state, shares_of
 from dilated_attention_pytorch.selection import scores as scores_module
-from dilated_attention_pytorch.selection.backend import Workload, select, why_not
+from dilated_attention_pytorch.selection.backend import select
 
 GROUPS = {
     "two heads with keys of their own": (4, 4, {"select": "group", "group_size": 2}),
@@ -61,8 +61,8 @@ def test_scores_are_those_of_the_formula(name):
         mlp = scorer.importance(means, summary, one).repeat_interleave(16, 1)
         assert error(found[:, one], (mlp + match) / scorer.temperature[one]) < 1e-12
     made = scores.factors
-    match = torch.einsum("bhrad,hdp,bhtup->bhrtu", made.own, made.project, made.right).amax(-1) / 6**0.5
-    assert made.own.shape[-1] == 6 and error(match, scores._match(*_all_pairs(scores)) / 6**0.5) < 1e-12
+    match = torch.einsum("bhrap,bhtup->bhrtu", made.own, made.right).amax(-1) / 6**0.5
+    assert made.project is None and error(match, scores._match(*_all_pairs(scores)) / 6**0.5) < 1e-12
 
 
 def _all_pairs(scores):
@@ -150,16 +150,6 @@ def test_a_key_of_one_head_that_is_not_finite_empties_the_block():
     scores = module.score_blocks(q.transpose(1, 2), k.transpose(1, 2), True)
     assert not scores.visible[0, 0, 1] and scores.visible.sum() == 15
     assert not (select(scores, 128).indices[0] == 1).any()
-
-
-def test_steps_in_triton_are_refused_for_groups():
-    work = Workload(torch.device("cuda"), torch.bfloat16, 64, 32, match_rank=16, group=4)
-    reasons = {step: why_not(step, work) for step in ("summarise", "factor", "rank", "score_rows", "distill")}
-    if "triton, which is not installed" not in str(reasons["rank"]):
-        assert reasons["rank"] is None and reasons["summarise"] is None
-        assert {reasons[step] for step in ("factor", "score_rows", "distill")} == {
-            "needs a list for each head, got lists for groups of 4 heads"
-        }
 
 
 def test_state_dict_and_repr_of_shared_lists():
