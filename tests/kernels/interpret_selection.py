@@ -465,6 +465,8 @@ class Step(NamedTuple):
     group: int = 1
     granularity: str = "auto"
     unit: int = 4
+    local: int = 2
+    sink: int = 1
 
     def errors(self) -> dict[str, float]:
         """Of gradients and statistics against plain torch, and launches beyond the bound; reading back would raise."""
@@ -473,6 +475,7 @@ class Step(NamedTuple):
         triton_mass.TILE = triton_row_scores.TILE = 16 if self.is_causal else 4096
         options = {"hidden_dim": 4, "match_rank": 4, "score_unit": self.unit, "granularity": self.granularity}
         options |= {"select": "group", "group_size": self.group} if self.group > 1 else {}
+        options |= {"local_blocks": self.local, "sink_blocks": self.sink}
         config = AdaptiveConfig(
             0.5, distill_rows=0.5, share_across_heads=self.share, temperature=0.7, exploration=True, **options
         )
@@ -483,6 +486,7 @@ class Step(NamedTuple):
         # Else every match of a row that has no second block is the same, and so is its gradient.
         torch.nn.init.normal_(layer.scorer.match_key)
         drawn = [torch.randn(self.batch, self.n, heads, 16) for heads in (self.heads, self.key_heads, self.key_heads)]
+        slope = torch.randn(self.batch, self.n, self.heads, 16)
         padding = torch.arange(self.n) >= torch.tensor([self.n, self.n // 2])[: self.batch, None]
         told = {"key_padding_mask": padding if self.padded else None}
         if config.per_token(self.is_causal):
@@ -500,7 +504,7 @@ class Step(NamedTuple):
             with rules:
                 output = layer(*x, self.is_causal, **told)
                 with learned if counts else nullcontext():
-                    output.backward(torch.ones_like(output))
+                    output.backward(slope)
             grads = {name: parameter.grad for name, parameter in layer.named_parameters()}
             grads |= dict(zip("qkv", (t.grad for t in x), strict=True))
             found.append(grads | layer._batch.results())
@@ -606,14 +610,14 @@ TRIALS = {
     "a step, padded tokens": Step(True, 99, 199, 99, n=40, batch=2, padded=True),
     "a step, one list for heads with a key head": Step(True, 17, 15, 11, key_heads=1, group=2),
     "a step, blocks, one list for all heads": Step(False, 15, 24, 9, group=2),
-    "a step, padded tokens, two of four heads of a key head": Step(
-        True, 99, 299, 99, n=40, batch=2, padded=True, heads=4, key_heads=1, group=2, unit=1
+    "a step, blocks, two of four heads of a key head": Step(
+        False, 99, 299, 99, n=56, heads=4, key_heads=1, group=2, unit=1, local=1, sink=0
     ),
-    "a step, ragged causal blocks, lists of two key heads": Step(
-        True, 99, 299, 99, n=56, heads=4, key_heads=4, group=2, granularity="block"
+    "a step, padded causal blocks, lists of two key heads": Step(
+        True, 99, 299, 99, 56, 4, 2, padded=True, heads=4, group=2, granularity="block", local=1, sink=0
     ),
     "a step, tokens both ways, one list for three heads": Step(
-        False, 99, 299, 99, n=40, heads=3, key_heads=3, group=3, granularity="token", unit=2
+        False, 99, 299, 99, n=40, heads=3, key_heads=3, group=3, granularity="token", unit=2, local=1, sink=0
     ),
     "three steps of Adam, blocks": OptimizerSteps(False, "Adam"),
     "three steps of SGD, tokens": OptimizerSteps(True, "SGD", options={"foreach": True}),

@@ -78,8 +78,8 @@ GROUPS = {
         "a step, blocks, one list for all heads",
     ],
     "training steps of shared lists": [
-        "a step, padded tokens, two of four heads of a key head",
-        "a step, ragged causal blocks, lists of two key heads",
+        "a step, blocks, two of four heads of a key head",
+        "a step, padded causal blocks, lists of two key heads",
         "a step, tokens both ways, one list for three heads",
     ],
     "optimizer steps": [
