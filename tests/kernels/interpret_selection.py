@@ -295,16 +295,17 @@ class Learned(NamedTuple):
     tile: int = 4096
     chunk: int = 0
     """Sub-blocks multiplied at once, where the best match of a row with a block is found first"""
+    units: int = 8
 
     def errors(self) -> dict[str, float]:
         """Against torch's own gradients; that of a maximum is shared alike among equals, of which whole numbers have
         many. A query that is not finite counts as 0, and most rows list few blocks."""
         torch.manual_seed(0)
         triton_row_scores.TILE = self.tile
-        batch, heads, t, units, d, hidden, rank = 2, 2, 7, 8, 5, 6, 3
+        batch, heads, t, units, d, hidden, rank = 2, 2, 7, self.units, 5, 6, 3
         alike = 1 if self.share else heads
         draw = (lambda *size: torch.randint(-1, 2, size).float()) if self.tied else torch.randn
-        own_units, total, size = (1, 100, 16) if self.per_token else (4, t, 1)
+        own_units, total, size = (1, 100, 16) if self.per_token else (units // 2, t, 1)
         means, summary, keys = draw(batch, heads, t, d), draw(batch, heads, t, 3 * d), draw(batch, heads, t, units, d)
         own = draw(batch, heads, total, own_units, d)
         shapes = (alike, hidden, 2 * d), (alike, hidden), (alike, hidden), (alike,), (alike, 3 * d, d)
@@ -648,6 +649,8 @@ TRIALS = {
     "parameters by tokens, too cold, one scorer": Learned(True, 1.5, share=True),
     "parameters by blocks with holes, few at a time": Learned(False, holes=True, tile=1),
     "parameters by blocks among equals": Learned(False, tied=True),
+    "parameters by blocks of many units": Learned(False, holes=True, units=64),
+    "parameters by tokens, blocks of many units": Learned(True, units=32, share=True),
     "parameters by tokens among equals, holes": Learned(True, tied=True, holes=True),
     "parameters by blocks in chunks, holes": Learned(False, holes=True, chunk=2),
     "parameters by tokens in chunks among equals": Learned(True, tied=True, chunk=4),

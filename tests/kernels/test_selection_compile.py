@@ -390,7 +390,8 @@ def test_score_gradients_compile_for_many_units(size, unit, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     found = launches(size, unit)
     assert any(one.name == "best_kernel" for one in found) == (size // unit > 128)
-    compile_launches(found, ("best_kernel", "sides_bwd_kernel"))
+    for one in compile_launches(found, ("best_kernel", "sides_bwd_kernel")):
+        assert spilled(one) <= 8
 
 
 @pytest.mark.slow
@@ -443,6 +444,6 @@ def test_kernels_of_shared_lists_compile(size, unit, group, config, monkeypatch)
 
 
 def compile_launches(found, names):
-    for one in found:
-        if one.name in names:
-            assert compile_source(one.source, dict(one.options)).metadata.shared <= SHARED_MEMORY, one
+    made = [compile_source(one.source, dict(one.options)) for one in found if one.name in names]
+    assert max(one.metadata.shared for one in made) <= SHARED_MEMORY
+    return made

@@ -31,6 +31,8 @@ GROUPS = {
         "parameters by blocks",
         "parameters by blocks with holes, few at a time",
         "parameters by blocks among equals",
+        "parameters by blocks of many units",
+        "parameters by tokens, blocks of many units",
         "parameters by blocks in chunks, holes",
         "parameters by blocks in chunks among equals, holes",
         "parameters by tokens in chunks among equals",

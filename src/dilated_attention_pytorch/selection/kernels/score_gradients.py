@@ -20,7 +20,8 @@ PROJECTED = 32
 TILE = 4096
 """Pairs of a row, or a block, with hidden units that a program holds at once."""
 HELD, STREAMED = 16, 128
-"""Sub-blocks of a program of matches, and those of the other side that it meets at once."""
+"""Sub-blocks of a program of matches, and those of the other side that it meets at once: fewer where a row or a block
+has more than the former, so that registers hold all pairs."""
 LARGEST_TILE = 128 * 128
 """Pairs of sub-blocks that a program of matches of width 32 has registers and shared memory for; of wider ones fewer.
 Where all pairs of a row and a block are more, `best_kernel` finds the best of them first."""
@@ -56,11 +57,13 @@ def _launches(
     shapes |= {"sums": (2 * streams * rows,), "by_left": a_left, "by_right": (streams * t * units * rank,)}
     # A product takes 16 of either side and more.
     met = max(min(tile // HELD, STREAMED), HELD)
-    held_left, held_right, met_left, met_right = (
-        max(many // each, 1) * each for many in (HELD, met) for each in (own_units, units)
+    held_left, held_right = (max(HELD // each, 1) * each for each in (own_units, units))
+    met_left, met_right = (
+        max(max(HELD * met // held, HELD) // each, 1) * each
+        for held, each in ((held_right, own_units), (held_left, units))
     )
     pairs = max(held_left * met_right, held_right * met_left)
-    stores_best = pairs * max(wide, 32) > 32 * LARGEST_TILE
+    stores_best = max(held_left, held_right) * max(met, own_units, units) * max(wide, 32) > 32 * LARGEST_TILE
     if stores_best:
         held_left = held_right = met_left = met_right = CHUNK
         pairs = CHUNK * CHUNK
