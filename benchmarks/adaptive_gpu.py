@@ -8,7 +8,11 @@ cuDNN and flash, and with the same selection of FlexAttention and FlashAttention
 stream, as in training, and so the host may be what takes the time; `in_a_graph` are the same captured in a CUDA graph,
 which the host only starts. What is divided by one another is timed by turns. Of lengths at which dense attention may
 win, `dense_below` is a forward pass of a layer told so, beside what torch's attention chooses for the same tensors:
-its function called by itself, and in a module, which is what a model would have in the layer's place.
+its function called by itself, and in a module, which is what a model would have in the layer's place. `lists` says
+which heads have a list: each of 8 ("head"), each 16 of 64 query heads that share a key head ("group"), or each of those
+64 ("single"). To measure the latter two alone:
+
+    python benchmarks/adaptive_gpu.py --out FILE --lists group single
 """
 
 from __future__ import annotations
@@ -16,14 +20,13 @@ from __future__ import annotations
 import argparse
 import copy
 import faulthandler
-import itertools
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -50,6 +53,25 @@ UNITS = (4, 16)
 """Tokens of a sub-block: the default, and that of earlier figures."""
 ROWS = "block", "token"
 """Who may choose."""
+
+
+class ListedHeads(NamedTuple):
+    """Heads of a layer, and which of them share a list."""
+
+    heads: int
+    key_heads: int
+    config: dict[str, Any]
+    units: tuple[int, ...] | None = None
+    """Score units; None for those of the command"""
+    lengths: tuple[int, ...] | None = None
+
+
+LISTS = {
+    "head": ListedHeads(8, 8, {}),
+    "group": ListedHeads(64, 4, {"select": "group", "match_rank": 16}, (1,), (32768, 131072)),
+    "single": ListedHeads(64, 4, {}, (4,), (32768, 131072)),
+}
+"""Each of 8 heads; all query heads of a key head, by fine scores; each of as many, by the default scores."""
 FORWARD_ONLY = 2**19
 """Tokens from which dense attention is timed without its backward, at 99 % sparsity."""
 SHORT = 2**15
@@ -64,37 +86,45 @@ def lines(
     device: str = "cuda",
     rows: Iterable[str] = ROWS,
     units: Iterable[int] = UNITS,
+    lists: Iterable[str] = LISTS,
 ) -> Iterator[dict[str, Any]]:
     """A line of results for each length and score unit, without and with a causal mask, until the time is up."""
     begun = time.monotonic()
     masks = ((False, "block"), (True, "token"), (True, "block"))
-    for n, unit in itertools.product(lengths, units):
+    wanted = [(n, name, unit) for n in lengths for name in lists for unit in LISTS[name].units or units]
+    for n, name, unit in wanted:
+        listed = LISTS[name]
+        if device == "cuda" and n not in (listed.lengths or (n,)):
+            continue
         for is_causal, granularity in masks:
             if is_causal and (n >= FORWARD_ONLY or (granularity == "block" and n < SHORT)):
                 continue
             if granularity not in rows:
                 continue
             line: dict[str, Any] = {"n": n, "sparsity": 0.99 if n >= FORWARD_ONLY else sparsity, "causal": is_causal}
-            line |= {"rows": granularity, "score_unit": unit}
+            line |= {"rows": granularity, "score_unit": unit, "lists": name, "heads": [listed.heads, listed.key_heads]}
             if time.monotonic() - begun > LAST_START:
                 yield line | {"skipped": f"began nothing after {LAST_START} s"}
                 continue
             try:
-                config = AdaptiveConfig(base_sparsity=line["sparsity"], granularity=granularity, score_unit=unit)
-                yield line | measured(n, config, is_causal, device)
+                options = {"base_sparsity": line["sparsity"], "granularity": granularity, "score_unit": unit}
+                config = AdaptiveConfig(**options | listed.config)
+                yield line | measured(n, config, is_causal, device, listed.heads, listed.key_heads)
             except torch.OutOfMemoryError as problem:
                 yield line | {"skipped": str(problem).split(".")[0]}
             if device == "cuda":
                 torch.cuda.empty_cache()
 
 
-def measured(n: int, config: AdaptiveConfig, is_causal: bool, device: str) -> dict[str, Any]:
+def measured(
+    n: int, config: AdaptiveConfig, is_causal: bool, device: str, heads: int = 8, key_heads: int = 8
+) -> dict[str, Any]:
     """Seconds of every way to compute one layer's attention, and how ours compares; nothing where the check fails."""
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    made: dict[str, Any] = {"device": device, "dtype": torch.bfloat16 if device == "cuda" else torch.float32}
     torch.manual_seed(0)
-    layer = BlockSparseAdaptive([n], [1], 8, 64, config).to(device).eval()
+    layer = BlockSparseAdaptive([n], [1], heads, 64, config, num_kv_heads=key_heads).to(device).eval()
     learner = copy.deepcopy(layer).train()
-    x = [t.requires_grad_() for t in torch.randn(3, 1, n, 8, 64, device=device, dtype=dtype).unbind()]
+    x = [torch.randn(1, n, many, 64, **made).requires_grad_() for many in (heads, key_heads, key_heads)]
     q, k, v = (t.transpose(1, 2) for t in x)
     selection = choose(layer, q, k, is_causal)
     errors = checked(q, k, v, selection)
@@ -137,7 +167,7 @@ def measured(n: int, config: AdaptiveConfig, is_causal: bool, device: str) -> di
             whole = kind.removesuffix("seconds")
             line |= {f"{whole}speedup": faster, f"{whole}efficiency": faster * line["density"]}
         line[f"choosing_share_of_{kind}"] = line["choosing_seconds"] / line[f"learned_{kind}"]
-    if n < SHORT:
+    if n < SHORT and heads == key_heads:
         line |= told_to_be_dense(x, replace(config, dense_below=n + 1), is_causal, device)
     if device == "cuda" and n < FORWARD_ONLY:
         try:
@@ -200,13 +230,14 @@ def in_a_graph(learner: BlockSparseAdaptive, x: list[Tensor], is_causal: bool) -
     choosers = copy.deepcopy(learner), copy.deepcopy(learner).eval()
 
     heads = x[0].transpose(1, 2), x[1].transpose(1, 2), is_causal
+    gqa = grouped(x[0].transpose(1, 2), x[1].transpose(1, 2))
 
     def learned() -> None:
         torch.autograd.grad(learner(*x, is_causal), leaves, grad, allow_unused=True)
 
     def dense() -> None:
         with sdpa_kernel(SDPA["sdpa-cudnn"]):
-            output = F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in x), is_causal=is_causal)
+            output = F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in x), is_causal=is_causal, **gqa)
         torch.autograd.grad(output.transpose(1, 2), x, grad)
 
     runs = learned, dense, *(partial(choose, chooser, *heads) for chooser in choosers)
@@ -242,15 +273,21 @@ def step(run: Callable[[], Tensor], leaves: Iterable[Tensor], grad: Tensor) -> N
     run().backward(grad)
 
 
+def grouped(q: Tensor, k: Tensor) -> dict[str, bool]:
+    """Argument of torch's attention where query heads share key heads."""
+    return {} if q.shape[1] == k.shape[1] else {"enable_gqa": True}
+
+
 def dense_runs(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> dict[str, Callable[[], Tensor]]:
     """Torch's dense attention by each of its fast backends."""
+    gqa = grouped(q, k)
     if not q.is_cuda:
-        return {"sdpa": lambda: F.scaled_dot_product_attention(q, k, v, is_causal=is_causal)}
+        return {"sdpa": lambda: F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, **gqa)}
 
     def by(backend: Any) -> Callable[[], Tensor]:
         def run() -> Tensor:
             with sdpa_kernel(backend):
-                return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
+                return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, **gqa)
 
         return run
 
@@ -262,6 +299,8 @@ def same_selection_runs(
 ) -> tuple[dict[str, Callable[[], Tensor]], dict[str, str]]:
     """Others on the blocks we chose, their lists made beforehand, and why one is missing."""
     names = ("flex", "fa4")
+    if q.shape[1] != k.shape[1]:
+        return {}, dict.fromkeys(names, "not for this line: heads share keys")
     if selection.per_token or not q.is_cuda or selection.n >= FORWARD_ONLY:
         where = "tokens choose for themselves" if selection.per_token else "the CPU, or too long a mask"
         return {}, dict.fromkeys(names, f"not for this line: {where}")
@@ -324,8 +363,11 @@ def checked(q: Tensor, k: Tensor, v: Tensor, selection: Selection, head: int = 3
     n, size, scale = selection.n, selection.block_size, q.shape[-1] ** -0.5
     # Not the first tokens: what sees one key has no dQ.
     token = torch.linspace(n // 8, n - 1, 7, device=q.device).long()
-    queries, keys, values, outputs, grads, logs = (t[0, head].detach() for t in (q, k, v, output, grad, lse))
-    listed, shared = selection.indices[0, head], selection.shared()
+    together = q.shape[1] // k.shape[1]
+    one = head // together
+    queries, outputs, grads, logs = (t[0].detach() for t in (q, output, grad, lse))
+    keys, values, shared = k[0, one].detach(), v[0, one].detach(), selection.shared()
+    every = selection.indices[0]
     worst = dict.fromkeys(("output", "query", "key", "value"), 0.0)
 
     def note(name: str, got: Tensor, wanted: Tensor) -> None:
@@ -334,27 +376,31 @@ def checked(q: Tensor, k: Tensor, v: Tensor, selection: Selection, head: int = 3
 
     for t in token.tolist():
         own = t // size
-        row = listed[t if selection.per_token else own]
+        row = every[head // selection.group, t if selection.per_token else own]
         blocks = shared[own].clone()
         blocks[row[row < selection.blocks].long()] = True
         seen = blocks.repeat_interleave(size)[:n]
         seen = seen & (torch.arange(n, device=q.device) <= t) if selection.is_causal else seen
         some_keys, some_values = keys[seen].double(), values[seen].double()
-        weights = (scale * (some_keys @ queries[t].double())).softmax(0)
+        weights = (scale * (some_keys @ queries[head, t].double())).softmax(0)
         exact = weights @ some_values
-        note("output", outputs[t], exact)
-        slope = weights * (some_values @ grads[t].double() - exact @ grads[t].double())
+        note("output", outputs[head, t], exact)
+        slope = weights * (some_values @ grads[head, t].double() - exact @ grads[head, t].double())
         note("query", found[0][0, head, t], scale * (slope @ some_keys))
-        # The other way round: who sees the key t, and with what weight.
-        met = shared[:, own] if not selection.per_token else shared[:, own].repeat_interleave(size)[:n]
-        met = met | (listed == own).any(-1)
-        met = met if selection.per_token else met.repeat_interleave(size)[:n]
-        met = met & (torch.arange(n, device=q.device) >= t) if selection.is_causal else met
-        some, some_grads = queries[met].double(), grads[met].double()
-        weights = (scale * (some @ keys[t].double()) - logs[met].double()).exp()
-        note("value", found[2][0, head, t], weights @ some_grads)
-        slope = weights * (some_grads @ values[t].double() - (some_grads * outputs[met].double()).sum(-1))
-        note("key", found[1][0, head, t], scale * (slope @ some))
+        # The other way round: who sees the key t, in any head that reads it, and with what weight.
+        by_key, by_value = torch.zeros_like(keys[t].double()), torch.zeros_like(values[t].double())
+        for other in range(one * together, (one + 1) * together):
+            met = shared[:, own] if not selection.per_token else shared[:, own].repeat_interleave(size)[:n]
+            met = met | (every[other // selection.group] == own).any(-1)
+            met = met if selection.per_token else met.repeat_interleave(size)[:n]
+            met = met & (torch.arange(n, device=q.device) >= t) if selection.is_causal else met
+            some, some_grads = queries[other, met].double(), grads[other, met].double()
+            weights = (scale * (some @ keys[t].double()) - logs[other, met].double()).exp()
+            by_value += weights @ some_grads
+            slope = weights * (some_grads @ values[t].double() - (some_grads * outputs[other, met].double()).sum(-1))
+            by_key += scale * (slope @ some)
+        note("value", found[2][0, one, t], by_value)
+        note("key", found[1][0, one, t], by_key)
     return worst
 
 
@@ -365,10 +411,11 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)
     parser.add_argument("--sparsity", type=float, default=0.9)
     parser.add_argument("--rows", choices=ROWS, nargs="+", default=ROWS, help="who selects; both by default")
-    parser.add_argument("--units", type=int, nargs="+", default=UNITS, help="score units")
+    parser.add_argument("--units", type=int, nargs="+", default=UNITS, help="score units of lists of 8 heads")
+    parser.add_argument("--lists", choices=LISTS, nargs="+", default=[*LISTS], help="which heads have a list")
     asked = parser.parse_args()
     faulthandler.dump_traceback_later(LIMIT, exit=True)
-    for found in lines(asked.lengths, asked.sparsity, rows=asked.rows, units=asked.units):
+    for found in lines(asked.lengths, asked.sparsity, rows=asked.rows, units=asked.units, lists=asked.lists):
         line = {"task": "speed"} | found | facts("cuda")
         print(json.dumps(line), flush=True)
         append(asked.out, line)

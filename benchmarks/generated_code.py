@@ -343,6 +343,7 @@ for _causal in (False, True):
         ("adaptive ratio", 16, {"config": {"adaptive_ratio": 0.9}}),
         ("rank 64", 16, {"config": {"match_rank": 64}}),
         ("without exploration, unit 4", 4, {"config": {"exploration": False}}),
+        ("one list for all heads", 1, {"config": {"select": "all", "match_rank": 16}}),
     ):
         CALLS[f"learned {_rows}, {_title}"] = lambda c=_causal, u=_unit, m=_more: learn(c, u, **m)
 CALLS["learned causal blocks"] = lambda: learn(True, 16, config={"granularity": "block"})

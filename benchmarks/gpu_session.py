@@ -61,9 +61,7 @@ STEPS: dict[int, tuple[Command, ...]] = {
     ),
     2: (
         Command("gpu_calls.py", "--out {out}/calls.jsonl --seconds 150", 180, "--out {out}/calls.jsonl --device cpu"),
-        Command(
-            "adaptive_gpu.py", "--out {out}/adaptive.jsonl --lengths 32768 131072 --rows token --sparsity 0.9", 120
-        ),
+        Command("adaptive_gpu.py", "--out {out}/adaptive.jsonl --lengths 32768 131072 --rows token --units 4", 120),
         Command(
             BENCH,
             "--suite gpu --out {out}/gpu.jsonl --budget 250",

@@ -140,7 +140,7 @@ def dense_scores(factors: Any, own: Tensor) -> Tensor:
     rank = factors.right.shape[-1]
     if rank:
         own = factors.own.to(scores.dtype).nan_to_num(0.0, 0.0, 0.0)
-        left = torch.einsum("bhrad,hdp->bhrap", own, factors.project)
+        left = own if factors.project is None else torch.einsum("bhrad,hdp->bhrap", own, factors.project)
         left, right = (_as_float16_has_it(x) if factors.rounds else x for x in (left, factors.right))
         pairs = torch.einsum("bhrad,bhtud->bhratu", left, right)
         if factors.right_there is not None:

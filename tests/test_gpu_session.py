@@ -87,8 +87,11 @@ def test_listed_blocks_in_small_form_agree(per_token: bool):
 def test_learned_lines_in_small_form_pass_their_check(rows: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(adaptive_gpu, "by_turns", lambda runs, device: [float(run() is not ...) for run in runs])
     monkeypatch.setattr(adaptive_gpu, "SHORT", 512)
-    lines = list(adaptive_gpu.lines((512,), 0.5, "cpu", (rows,), (4,)))
-    assert len(lines) == (1 if rows == "token" else 2)
+    small = adaptive_gpu.ListedHeads(8, 2, {"select": "group", "match_rank": 16}, (1,))
+    monkeypatch.setitem(adaptive_gpu.LISTS, "group", small)
+    lines = list(adaptive_gpu.lines((512,), 0.5, "cpu", (rows,), (4,), ("head", "group")))
+    many = 1 if rows == "token" else 2
+    assert [line["lists"] for line in lines] == ["head"] * many + ["group"] * many
     for line in lines:
-        assert max(line["errors"].values()) < 1e-4 and line["score_unit"] == 4
+        assert max(line["errors"].values()) < 1e-4 and line["score_unit"] == (1 if line["lists"] == "group" else 4)
         assert line["choosing_seconds"] == line["learned_with_backward_seconds"] == 1.0

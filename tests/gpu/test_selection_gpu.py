@@ -30,6 +30,8 @@ SIZES = [
     (128, 128, 2, 768),
 ]
 """Block size, head width, batch, tokens."""
+SHARED = [{"select": "all"}, {"select": "group", "group_size": 2, "score_unit": 1, "match_rank": 16}]
+"""Lists that heads share."""
 
 
 def on_gpu(chosen):
@@ -189,6 +191,23 @@ def test_parts_of_scores_are_those_of_the_cpu(width, share):
         assert error(getattr(found, name).cpu(), getattr(wanted, name)) < 1e-5
 
 
+@pytest.mark.parametrize("granularity", ["block", "token"])
+@pytest.mark.parametrize(
+    ("heads", "key_heads", "group"), [(16, 1, 16), (8, 8, 2), (8, 2, 2), (64, 4, 16), (6, 2, 6)], ids=str
+)
+def test_parts_of_shared_scores_are_those_of_the_cpu(heads, key_heads, group, granularity):
+    torch.manual_seed(0)
+    options = {"select": "group", "group_size": group, "granularity": granularity}
+    config = AdaptiveConfig(0.8, hidden_dim=100, match_rank=24, score_unit=1, **options)
+    layer = BlockSparseAdaptive([4096], [1], heads, 80, config, num_kv_heads=key_heads)
+    given = torch.randn(2, heads, 1000, 80), torch.randn(2, key_heads, 1000, 80)
+    with torch.no_grad():
+        wanted = layer.score_blocks(*given, True).factors
+        found = layer.cuda().score_blocks(*(x.cuda() for x in given), True).factors
+    for name in ("rows", "columns", "right", "own"):
+        assert error(getattr(found, name).cpu(), getattr(wanted, name)) < 1e-5
+
+
 def without_kernels(monkeypatch, refused):
     """Run one step in torch."""
     why_not = backend.why_not
@@ -205,9 +224,7 @@ def layer_and_input():
     return make
 
 
-@pytest.mark.parametrize(
-    "config", [{}, {"adaptive_ratio": 0.7}, {"match_rank": 0}, {"dropout": 0.2}, {"select": "all"}], ids=str
-)
+@pytest.mark.parametrize("config", [{}, {"adaptive_ratio": 0.7}, {"match_rank": 0}, {"dropout": 0.2}, *SHARED], ids=str)
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_the_kernel_keeps_what_the_torch_path_keeps(is_causal, config, layer_and_input, monkeypatch):
     layer, x = layer_and_input(is_causal, **config)
@@ -224,9 +241,10 @@ def test_the_kernel_keeps_what_the_torch_path_keeps(is_causal, config, layer_and
     assert float((one != other).sum()) <= 1e-3 * float(other.sum())
 
 
+@pytest.mark.parametrize("config", [{}, *SHARED], ids=str)
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_the_scorer_learns_the_same_by_kernels_and_by_a_graph(is_causal, layer_and_input, monkeypatch):
-    layer, x = layer_and_input(is_causal)
+def test_the_scorer_learns_the_same_by_kernels_and_by_a_graph(is_causal, config, layer_and_input, monkeypatch):
+    layer, x = layer_and_input(is_causal, **config)
     found = []
     for by_kernels in (True, False):
         if not by_kernels:
@@ -240,9 +258,10 @@ def test_the_scorer_learns_the_same_by_kernels_and_by_a_graph(is_causal, layer_a
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+@pytest.mark.parametrize("config", [{}, *SHARED], ids=str)
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_a_training_step_never_waits_for_the_device(is_causal, layer_and_input):
-    layer, x = layer_and_input(is_causal)
+def test_a_training_step_never_waits_for_the_device(is_causal, config, layer_and_input):
+    layer, x = layer_and_input(is_causal, **config)
     for waits in (True, False):
         # The first step of a shape compiles, and plans what all rows share.
         torch.cuda.set_sync_debug_mode("default" if waits else "error")
@@ -254,9 +273,10 @@ def test_a_training_step_never_waits_for_the_device(is_causal, layer_and_input):
 
 
 @pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")
+@pytest.mark.parametrize("config", [{}, SHARED[1]], ids=str)
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_a_training_step_replays_in_a_cuda_graph(is_causal, layer_and_input):
-    layer, x = layer_and_input(is_causal)
+def test_a_training_step_replays_in_a_cuda_graph(is_causal, config, layer_and_input):
+    layer, x = layer_and_input(is_causal, **config)
     leaves = x, *layer.parameters()
 
     def step():

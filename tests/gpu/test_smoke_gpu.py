@@ -10,6 +10,7 @@ import subprocess
 import sys
 from contextlib import nullcontext
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -113,9 +114,10 @@ class Indexed(nn.Module):
         return selected_attention(query, key, value, indices, is_causal=is_causal, **options).transpose(1, 2)
 
 
-def adaptive(size: int = 64, unit: int = 16, is_causal: bool = False) -> Around:
-    config = AdaptiveConfig(0.5, score_unit=unit)
-    return Around(BlockSparseAdaptive([N], [1], HEADS, WIDTH, config, block_size=size), is_causal=is_causal)
+def adaptive(size: int = 64, unit: int = 16, is_causal: bool = False, heads: int = HEADS, **options: Any) -> Around:
+    config = AdaptiveConfig(0.5, score_unit=unit, **options)
+    module = BlockSparseAdaptive([N], [1], HEADS, WIDTH, config, block_size=size, num_kv_heads=heads)
+    return Around(module, heads, is_causal=is_causal)
 
 
 def adaptive_multihead(is_causal: bool, **options: int) -> First:
@@ -141,6 +143,10 @@ KINDS = {
     "multihead block sparse": lambda: First(BlockSparseRingMultiheadDilatedAttention(256, HEADS, *BRANCHES)),
     "learned, blocks": adaptive,
     "learned, tokens": lambda: adaptive(is_causal=True),
+    "learned, blocks, one list for all heads": lambda: adaptive(select="all", heads=KEY_HEADS),
+    "learned, tokens, a list for a key head": lambda: adaptive(
+        unit=1, is_causal=True, heads=KEY_HEADS, select="group", match_rank=16
+    ),
     "learned, multihead by blocks": lambda: adaptive_multihead(False),
     "learned, multihead by tokens, grouped heads": lambda: adaptive_multihead(True, num_kv_heads=2),
     "indices by blocks, grouped heads": lambda: Around(Indexed(False), KEY_HEADS),

@@ -72,21 +72,37 @@ class Parts(NamedTuple):
     is_causal: bool
     share: bool = False
     key_heads: int = 2
+    heads: int = 2
+    group: int = 1
+    n: int = 600
+    granularity: str = "block"
+    dtype: torch.dtype = torch.float32
 
     def errors(self) -> dict[str, float]:
-        """Against plain torch; the numbers of blocks, units and channels fill no tile."""
+        """Against plain torch; the numbers of blocks, units and channels fill no tile. Of groups also the query side of
+        the match; a query that is not finite counts as 0 where tokens select, and empties its block otherwise."""
         torch.manual_seed(0)
-        widths = {"hidden_dim": 35, "match_rank": 5, "score_unit": 4}
-        config = AdaptiveConfig(0.5, share_across_heads=self.share, granularity="block", **widths)
-        layer = BlockSparseAdaptive([600], [1], 2, 12, config, block_size=16)
+        options = {"hidden_dim": 35, "match_rank": 5, "score_unit": 4, "granularity": self.granularity}
+        options |= {"select": "group", "group_size": self.group} if self.group > 1 else {}
+        config = AdaptiveConfig(0.5, share_across_heads=self.share, **options)
+        layer = BlockSparseAdaptive([self.n], [1], self.heads, 12, config, block_size=16, num_kv_heads=self.key_heads)
         for parameter in layer.parameters():
             torch.nn.init.normal_(parameter)
-        query, key = torch.randn(2, 2, 600, 12), torch.randn(2, self.key_heads, 600, 12)
+        query, key = (torch.randn(2, heads, self.n, 12).to(self.dtype) for heads in (self.heads, self.key_heads))
+        names = ["rows", "columns", "right"]
+        if self.group > 1:
+            # Heads of a token side by side.
+            query = query.transpose(1, 2).contiguous().transpose(1, 2)
+            query[0, 1, 33, 5] = key[1, -1, 70, 3] = torch.inf
+            names += ["own", "left_there", "right_there"] if self.granularity == "block" else ["own", "right_there"]
         with torch.no_grad():
-            wanted = layer.score_blocks(query, key, self.is_causal).factors
+            scores = layer.score_blocks(query, key, self.is_causal)
             with GpuRules():
-                found = layer.score_blocks(query, key, self.is_causal).factors
-        return {name: error(getattr(found, name), getattr(wanted, name)) for name in ("rows", "columns", "right")}
+                made = layer.score_blocks(query, key, self.is_causal)
+                found = made.factors
+        assert self.group == 1 or made.left is found.own
+        errors = {name: error(getattr(found, name), getattr(scores.factors, name)) for name in names}
+        return errors | {"visible": error(made.visible, scores.visible)}
 
 
 class Hidden(NamedTuple):
@@ -169,6 +185,11 @@ TRIALS = {
     "means of tokens of a ragged block": Summaries(90, 1, 2, before=True, width=16, rows=64, asked=1),
     "parts of scores": Parts(False),
     "parts of causal scores of grouped heads, one scorer": Parts(True, share=True, key_heads=1),
+    "parts of lists of two heads, two key heads each": Parts(False, heads=4, key_heads=4, group=2),
+    "parts of lists of three of six heads of a key head": Parts(
+        True, heads=6, key_heads=1, group=3, n=200, granularity="token", dtype=torch.bfloat16
+    ),
+    "parts of one list for all heads, causal": Parts(True, heads=4, key_heads=2, group=4, n=196),
     "32 by 32, ragged": Hidden(32, 70, 8, 50, 66),
     "32 by 32, of one tile": Hidden(32, 9, 3, 5, 9, hidden=5),
     "32 by 32, any rows": Hidden(32, 70, 0, 40, 70, listed=True, together=True),

@@ -43,7 +43,7 @@ from dilated_attention_pytorch.selection.kernels import lowering as listed_sched
 from dilated_attention_pytorch.selection.kernels import score_gradients as triton_row_scores
 from dilated_attention_pytorch.selection.kernels import topk_kernels as triton_ranking
 from dilated_attention_pytorch.selection.rank import Budget
-from dilated_attention_pytorch.selection.types import DistillBatch, Factors, SelectionSettings
+from dilated_attention_pytorch.selection.types import DistillBatch, Factors, ScoreInputs, SelectionSettings
 
 
 class Attention(NamedTuple):
@@ -258,6 +258,7 @@ class Choice(NamedTuple):
     in_registers: bool = False  # Tokens in one kernel, as blocks of 64 and more have them.
     plain: bool = False  # Scores of usual size, of which none is looked for bit by bit.
     rounds: bool = False
+    projected: bool = False  # The query side of the match is given, as for lists of groups.
 
     def factors(self) -> Factors:
         t = -(-self.n // 16)
@@ -266,13 +267,14 @@ class Choice(NamedTuple):
         # Of tied scores there are but three.
         draw = (lambda *size: torch.randint(2, size).float()) if self.tied else torch.randn
         right_there = torch.rand(*lead, t, self.units) > 0.3 if self.holes else None
+        width, low = (d, False) if self.projected else (5, self.rounds or self.wild)
         return Factors(
             draw(*lead, t, m) * (not self.tied),
             draw(*lead, t, m) * (not self.tied),
             2 * draw(self.heads, m),
             draw(self.heads),
-            draw(*lead, rows, own_units, 5).to(torch.bfloat16 if self.rounds or self.wild else torch.float32),
-            draw(self.heads, 5, d),
+            draw(*lead, rows, own_units, width).to(torch.bfloat16 if low else torch.float32),
+            None if self.projected else draw(self.heads, 5, d),
             draw(*lead, t, self.units, d),
             torch.rand(self.heads) - 0.5,
             0.9,
@@ -339,16 +341,17 @@ class Learned(NamedTuple):
     tile: int = 4096
     chunk: int = 0
     """Sub-blocks multiplied at once, where the best match of a row with a block is found first"""
+    units: int = 8
 
     def errors(self) -> dict[str, float]:
         """Against torch's own gradients; that of a maximum is shared alike among equals, of which whole numbers have
         many. A query that is not finite counts as 0, and most rows list few blocks."""
         torch.manual_seed(0)
         triton_row_scores.TILE = self.tile
-        batch, heads, t, units, d, hidden, rank = 2, 2, 7, 8, 5, 6, 3
+        batch, heads, t, units, d, hidden, rank = 2, 2, 7, self.units, 5, 6, 3
         alike = 1 if self.share else heads
         draw = (lambda *size: torch.randint(-1, 2, size).float()) if self.tied else torch.randn
-        own_units, total, size = (1, 100, 16) if self.per_token else (4, t, 1)
+        own_units, total, size = (1, 100, 16) if self.per_token else (units // 2, t, 1)
         means, summary, keys = draw(batch, heads, t, d), draw(batch, heads, t, 3 * d), draw(batch, heads, t, units, d)
         own = draw(batch, heads, total, own_units, d)
         shapes = (alike, hidden, 2 * d), (alike, hidden), (alike, hidden), (alike,), (alike, 3 * d, d)
@@ -398,7 +401,7 @@ class Learned(NamedTuple):
             triton_row_scores.LARGEST_TILE, triton_row_scores.CHUNK = 0, self.chunk
         with GpuRules(), torch.no_grad():
             found = triton_row_scores.parameter_gradients(
-                grad, scores.detach(), ids, made, (means, summary, keys), first, mixture, size
+                grad, scores.detach(), ids, made, ScoreInputs(means, summary, keys), first, mixture, size
             )
             found[2] = found[2][:, 0]
             found[3] = found[3][:, 0]
@@ -505,31 +508,38 @@ class Step(NamedTuple):
     batch: int = 1
     share: bool = False
     padded: bool = False
-    select: str = "head"
+    heads: int = 2
+    group: int = 1
+    granularity: str = "auto"
+    unit: int = 4
+    local: int = 2
+    sink: int = 1
 
     def errors(self) -> dict[str, float]:
         """Of gradients and statistics against plain torch, and launches beyond the bound; reading back would raise."""
         triton_choice.SCORE_BYTES = 2**29
         # Of tokens, few at a time.
         triton_mass.TILE = triton_row_scores.TILE = 16 if self.is_causal else 4096
-        widths = {"hidden_dim": 4, "match_rank": 4, "score_unit": 4}
+        options = {"hidden_dim": 4, "match_rank": 4, "score_unit": self.unit, "granularity": self.granularity}
+        options |= {"select": "group", "group_size": self.group} if self.group > 1 else {}
+        options |= {"local_blocks": self.local, "sink_blocks": self.sink}
         config = AdaptiveConfig(
-            0.5, distill_rows=0.5, share_across_heads=self.share, temperature=0.7, exploration=True, **widths,
-            select=self.select,
-        )  # fmt: skip
+            0.5, distill_rows=0.5, share_across_heads=self.share, temperature=0.7, exploration=True, **options
+        )
         torch.manual_seed(0)
         layer = BlockSparseAdaptive(
-            [self.n], [1], 2, 16, config, block_size=16, backend="triton", num_kv_heads=self.key_heads
+            [self.n], [1], self.heads, 16, config, block_size=16, backend="triton", num_kv_heads=self.key_heads
         )
         # Else every match of a row that has no second block is the same, and so is its gradient.
         torch.nn.init.normal_(layer.scorer.match_key)
-        drawn = [torch.randn(self.batch, self.n, heads, 16) for heads in (2, self.key_heads, self.key_heads)]
+        drawn = [torch.randn(self.batch, self.n, heads, 16) for heads in (self.heads, self.key_heads, self.key_heads)]
+        slope = torch.randn(self.batch, self.n, self.heads, 16)
         padding = torch.arange(self.n) >= torch.tensor([self.n, self.n // 2])[: self.batch, None]
         told = {"key_padding_mask": padding if self.padded else None}
-        if self.is_causal:
+        if config.per_token(self.is_causal):
             near = config.local_blocks, config.sink_blocks
-            shared = attend.shared_plan(self.n, 2, 16, *near, True, torch.device("cpu"))
-            triton_lowering.schedule(shared, 2 // self.key_heads)
+            shared = attend.shared_plan(self.n, self.heads, 16, *near, self.is_causal, torch.device("cpu"))
+            triton_lowering.schedule(shared, self.heads // self.key_heads)
         learning, learned, alone = Launched(), Launched(), Launched()
         found = []
         for backend, rules in (("triton", GpuRules()), ("cpu", nullcontext())):
@@ -541,7 +551,7 @@ class Step(NamedTuple):
             with rules:
                 output = layer(*x, self.is_causal, **told)
                 with learned if counts else nullcontext():
-                    output.backward(torch.ones_like(output))
+                    output.backward(slope)
             grads = {name: parameter.grad for name, parameter in layer.named_parameters()}
             grads |= dict(zip("qkv", (t.grad for t in x), strict=True))
             found.append(grads | layer._batch.results())
@@ -568,13 +578,14 @@ class OptimizerSteps(NamedTuple):
     optimizer: str
     n: int = 48
     options: dict[str, bool] = {}  # noqa: RUF012
+    config: dict[str, str] = {}  # noqa: RUF012
 
     def errors(self) -> dict[str, float]:
         """Of parameters after three steps against plain torch, and parameters that did not change."""
         triton_choice.SCORE_BYTES = 2**29
         triton_mass.TILE = triton_row_scores.TILE = 16 if self.is_causal else 4096
         widths = {"hidden_dim": 4, "match_rank": 4, "score_unit": 4}
-        config = AdaptiveConfig(0.5, distill_rows=0.5, exploration=True, **widths)
+        config = AdaptiveConfig(0.5, distill_rows=0.5, exploration=True, **widths, **self.config)
         torch.manual_seed(0)
         layer = BlockSparseAdaptive([self.n], [1], 2, 16, config, block_size=16, backend="triton")
         torch.nn.init.normal_(layer.scorer.match_key)
@@ -649,10 +660,20 @@ TRIALS = {
     "a step, tokens": Step(True, 17, 15, 11),
     "a step, ragged blocks, one scorer": Step(False, 99, 199, 99, n=56, key_heads=1, share=True, batch=2),
     "a step, padded tokens": Step(True, 99, 199, 99, n=40, batch=2, padded=True),
-    "a step, one list for heads with a key head": Step(True, 99, 299, 99, n=40, key_heads=1, select="group"),
-    "a step, blocks, one list for all heads": Step(False, 99, 399, 99, n=56, select="all"),
+    "a step, one list for heads with a key head": Step(True, 17, 15, 11, key_heads=1, group=2),
+    "a step, blocks, one list for all heads": Step(False, 15, 24, 9, group=2),
+    "a step, blocks, two of four heads of a key head": Step(
+        False, 99, 299, 99, n=56, heads=4, key_heads=1, group=2, unit=1, local=1, sink=0
+    ),
+    "a step, padded causal blocks, lists of two key heads": Step(
+        True, 99, 299, 99, 56, 4, 2, padded=True, heads=4, group=2, granularity="block", local=1, sink=0
+    ),
+    "a step, tokens both ways, one list for three heads": Step(
+        False, 99, 299, 99, n=40, heads=3, key_heads=3, group=3, granularity="token", unit=2, local=1, sink=0
+    ),
     "three steps of Adam, blocks": OptimizerSteps(False, "Adam"),
     "three steps of SGD, tokens": OptimizerSteps(True, "SGD", options={"foreach": True}),
+    "three steps of Adam, one list for all heads": OptimizerSteps(False, "Adam", config={"select": "all"}),
     "lists of whole blocks": Lists(512, 128, 1, False, 2),
     "lists of ragged blocks, causal": Lists(500, 128, 1, True, local=2),
     "lists of large blocks of two samples": Lists(768, 256, 2, True, few=False),
@@ -679,6 +700,8 @@ TRIALS = {
     "parameters by tokens, too cold, one scorer": Learned(True, 1.5, share=True),
     "parameters by blocks with holes, few at a time": Learned(False, holes=True, tile=1),
     "parameters by blocks among equals": Learned(False, tied=True),
+    "parameters by blocks of many units": Learned(False, holes=True, units=64),
+    "parameters by tokens, blocks of many units": Learned(True, units=32, share=True),
     "parameters by tokens among equals, holes": Learned(True, tied=True, holes=True),
     "parameters by blocks in chunks, holes": Learned(False, holes=True, chunk=2),
     "parameters by tokens in chunks among equals": Learned(True, tied=True, chunk=4),
@@ -695,6 +718,13 @@ TRIALS = {
     "choice in registers, many causal tokens": Choice(True, True, n=560, sink=0, in_registers=True, plain=True),
     "choice in registers, holes, both ways": Choice(
         True, holes=True, keep=True, heads=2, batch=2, n=100, noise=True, kept=0.9, sink=0, in_registers=True
+    ),
+    "choice of causal tokens by projected rows, rounded": Choice(
+        True, True, n=130, heads=2, sink=0, rounds=True, projected=True
+    ),
+    "choice of blocks by projected rows, holes": Choice(False, n=100, heads=2, holes=True, projected=True),
+    "choice in registers by projected rows, noise": Choice(
+        True, True, noise=True, n=70, batch=2, kept=0.9, in_registers=True, projected=True
     ),
     "choice in registers among equals": Choice(True, True, tied=True, n=200, heads=2, sink=0, in_registers=True),
     "choice in registers by wild scores": Choice(

@@ -102,12 +102,16 @@ def recording(monkeypatch: Any) -> Iterator[list[Recorded]]:
         yield found
 
 
-def training_step(monkeypatch: Any, block_size: int, score_unit: int, is_causal: bool, **more: Any) -> list[Recorded]:
-    """Launches of the forward and backward pass of a layer of 8 heads of 64 over 16 blocks."""
+def training_step(
+    monkeypatch: Any, block_size: int, score_unit: int, is_causal: bool, heads: int = 8, key_heads: int = 8, **more: Any
+) -> list[Recorded]:
+    """Launches of the forward and backward pass of a layer with heads of 64 over 16 blocks."""
     nn = import_module(f"{PACKAGE}.nn")
     config = nn.AdaptiveConfig(score_unit=score_unit, **more)
-    layer = nn.BlockSparseAdaptive([4096], [1], 8, 64, config, block_size=block_size, backend="triton")
-    x = [torch.zeros(1, 16 * block_size, 8, 64, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+    made = {"block_size": block_size, "backend": "triton", "num_kv_heads": key_heads}
+    layer = nn.BlockSparseAdaptive([4096], [1], heads, 64, config, **made)
+    shape, kind = (1, 16 * block_size), {"dtype": torch.bfloat16, "requires_grad": True}
+    x = [torch.zeros(*shape, many, 64, **kind) for many in (heads, key_heads, key_heads)]
     with recording(monkeypatch) as found:
         layer(*x, is_causal).sum().backward()
     return found

@@ -60,7 +60,10 @@ RAGGED = {"W": 128, "V": 1, "NOISE": False, "width": 7813, "blocks": 7813}
 HIDDEN = {"M": 128, "T": 8192, "SIZE": 1, "IDS": False, "EVEN": True, "CAUSAL": False, "KEEP": False}
 HIDDEN |= {"LISTS": False}
 LEARNED = {"BLOCK": 128, "W": 128, "D": 64, "DP": 64, "E": 64, "EP": 64, "SALIENCY": True, "PADDING": False}
+LEARNED |= {"LISTED": 1}
 PROJECTED = {"BM": 32, "M": 128, "RANK": 32, "RP": 32, "PRECISION": "tf32x3"}
+NO_GROUP = {"GROUP": 1, "KEYS": 1} | dict.fromkeys(("p_left", "lines", "key_heads"))
+ALONE = NO_GROUP | dict.fromkeys(("p_own", "p_project", "so_b", "so_h", "so_n"))
 TAUGHT = {"BM": 128, "L": 32, "BMA": 16, "LA": 256, "FLOOR": 2.0**-10}
 MASSES = dict.fromkeys(("p_logs", "p_scores", "p_all_scores", "p_grad", "p_all_grad", "p_found"), "*fp32") | {
     "p_mean": "*fp32"
@@ -188,14 +191,14 @@ def test_what_only_ranks_leaves_room_for_many_warps(wide, rows, lanes, monkeypat
         ("choose_blocks", "rank_kernel", 1, RANKED | READY | {"BM": 1, "W": 128}, RANKABLE),
         ("choose_blocks", "rank_kernel", 4, RANKED | LONG | {"W": 512, "width": 8192, "blocks": 8192}, SCORED),
         ("choose_blocks", "rank_kernel", 4, RANKED | LONG | RAGGED, SCORED),
-        ("summaries", "factor_kernel", 2, PROJECTED | {"D": 64, "DP": 64, "UNITS": 8}, PARTS),
+        ("summaries", "factor_kernel", 2, PROJECTED | ALONE | {"D": 64, "DP": 64, "UNITS": 8}, PARTS),
         ("block_mass", "block_lse_kernel", 4, LEARNED | {"BM": 64, "BMA": 64, "BN": 64, "CAUSAL": True}, MASSES),
         ("block_mass", "distill_kernel", 8, LEARNED | TAUGHT | {"T": 256, "CAUSAL": False}, MASSES),
         ("block_mass", "distill_kernel", 8, LEARNED | TAUGHT | {"T": 0, "CAUSAL": True}, MASSES),
         ("score_gradients", "own_kernel", 4, ROWS | {"BM": 32, "BH": 64, "SIZE": 1}, PARAMETERS),
         ("score_gradients", "sides_bwd_kernel", 4, ROWS | SIDES | {"LEFT": False, "HOLES": False}, PARAMETERS),
         ("score_gradients", "sides_bwd_kernel", 4, ROWS | SIDES | {"LEFT": True, "HOLES": True}, PARAMETERS),
-        ("score_gradients", "sums_kernel", 4, ROWS | SUMS | {"BR": 32, "SIZE": 1}, PARAMETERS),
+        ("score_gradients", "sums_kernel", 4, ROWS | SUMS | NO_GROUP | {"BR": 32, "SIZE": 1}, PARAMETERS),
         ("score_gradients", "mixture_kernel", 4, ROWS | SUMS, PARAMETERS),
     ],
 )
@@ -387,7 +390,8 @@ def test_score_gradients_compile_for_many_units(size, unit, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     found = launches(size, unit)
     assert any(one.name == "best_kernel" for one in found) == (size // unit > 128)
-    compile_launches(found, ("best_kernel", "sides_bwd_kernel"))
+    for one in compile_launches(found, ("best_kernel", "sides_bwd_kernel")):
+        assert spilled(one) <= 8
 
 
 @pytest.mark.slow
@@ -412,7 +416,34 @@ def test_widest_matches_of_many_units_compile(monkeypatch):
     compile_launches(launches(256, 1, match_rank=128), names)
 
 
-def compile_launches(found, names):
+GROUPED = [
+    (128, 1, 16, {"heads": 64, "key_heads": 4, "match_rank": 16, "select": "group"}),
+    (64, 4, 8, {"heads": 8, "key_heads": 4, "select": "all"}),
+    (16, 16, 2, {"heads": 8, "key_heads": 1, "select": "group", "group_size": 2}),
+]
+"""Block size, score unit, heads of a list: those of a key head, of several key heads, some of those of a key head."""
+GROUP_KERNELS = "distill_kernel", "factor_kernel", "sums_kernel"
+"""Kernels with a loop over the heads of a list."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("size", "unit", "group", "config"), GROUPED)
+def test_kernels_of_shared_lists_compile(size, unit, group, config, monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    found = launches(size, unit, **config)
+    told = {one.name: dict(one.constants) for one in found}
+    assert told["factor_kernel"]["GROUP"] == told["sums_kernel"]["GROUP"] == group
+    assert told["distill_kernel"]["LISTED"] == told["block_lse_kernel"]["LISTED"] == group
+    # Rows come projected: these kernels read no query.
+    assert told["match_kernel"]["D"] == told["own_kernel"]["D"] == 0
     for one in found:
-        if one.name in names:
-            assert compile_source(one.source, dict(one.options)).metadata.shared <= SHARED_MEMORY, one
+        if group == 16 and one.name in GROUP_KERNELS:
+            assert spilled(compile_source(one.source, dict(one.options))) == 0, one
+        elif one.name in GROUP_KERNELS or (group == 16 and one.name in ("choice_kernel", "own_kernel")):
+            assert lower_source(one.source, dict(one.options)).metadata.shared <= SHARED_MEMORY, one
+
+
+def compile_launches(found, names):
+    made = [compile_source(one.source, dict(one.options)) for one in found if one.name in names]
+    assert max(one.metadata.shared for one in made) <= SHARED_MEMORY
+    return made

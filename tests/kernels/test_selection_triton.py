@@ -31,6 +31,8 @@ GROUPS = {
         "parameters by blocks",
         "parameters by blocks with holes, few at a time",
         "parameters by blocks among equals",
+        "parameters by blocks of many units",
+        "parameters by tokens, blocks of many units",
         "parameters by blocks in chunks, holes",
         "parameters by blocks in chunks among equals, holes",
         "parameters by tokens in chunks among equals",
@@ -82,9 +84,15 @@ GROUPS = {
         "a step, one list for heads with a key head",
         "a step, blocks, one list for all heads",
     ],
+    "training steps of shared lists": [
+        "a step, blocks, two of four heads of a key head",
+        "a step, padded causal blocks, lists of two key heads",
+        "a step, tokens both ways, one list for three heads",
+    ],
     "optimizer steps": [
         "three steps of Adam, blocks",
         "three steps of SGD, tokens",
+        "three steps of Adam, one list for all heads",
     ],
     "choice": [
         "choice of blocks",
@@ -106,6 +114,9 @@ GROUPS = {
         "choice in registers, noise, rounded",
         "choice in registers, many causal tokens",
         "choice in registers, holes, both ways",
+        "choice of causal tokens by projected rows, rounded",
+        "choice of blocks by projected rows, holes",
+        "choice in registers by projected rows, noise",
         "choice in registers among equals",
         "choice in registers by wild scores",
         "choice in registers of most by wild scores",
@@ -120,6 +131,9 @@ SCORES = [
     "means of tokens of a ragged block",
     "parts of scores",
     "parts of causal scores of grouped heads, one scorer",
+    "parts of lists of two heads, two key heads each",
+    "parts of lists of three of six heads of a key head",
+    "parts of one list for all heads, causal",
     "32 by 32, ragged",
     "32 by 32, of one tile",
     "32 by 32, any rows",
@@ -136,6 +150,8 @@ TOLERANCE |= {"packed windows ahead in half precision": 2e-3}
 # Scores of float32 features: 2.4e-6 on an AMD EPYC, whose products round otherwise.
 TOLERANCE |= {"blocks": 5e-6}
 TOLERANCE |= {"three steps of Adam, blocks": 1e-5, "three steps of SGD, tokens": 1e-5}
+TOLERANCE |= {"three steps of Adam, one list for all heads": 1e-5}
+TOLERANCE |= dict.fromkeys(GROUPS["training steps of shared lists"], 5e-6)
 
 
 def errors_of(program, names):

@@ -6,10 +6,12 @@ import pytest
 import torch
 from oracle import dense_attention, error
 
+from dilated_attention_pytorch import make_selection, selected_attention
 from dilated_attention_pytorch.nn import AdaptiveConfig, BlockSparseAdaptive, MultiheadBlockSparseAdaptive, fit_scorers
 from dilated_attention_pytorch.nn.adaptive.controls import LayerCall, attend_by, captured_mass, copied_state, shares_of
 from dilated_attention_pytorch.selection import scores as scores_module
-from dilated_attention_pytorch.selection.backend import Workload, select, why_not
+from dilated_attention_pytorch.selection.backend import select
+from dilated_attention_pytorch.selection.types import DistillBatch
 
 GROUPS = {
     "two heads with keys of their own": (4, 4, {"select": "group", "group_size": 2}),
@@ -61,8 +63,8 @@ def test_scores_are_those_of_the_formula(name):
         mlp = scorer.importance(means, summary, one).repeat_interleave(16, 1)
         assert error(found[:, one], (mlp + match) / scorer.temperature[one]) < 1e-12
     made = scores.factors
-    match = torch.einsum("bhrad,hdp,bhtup->bhrtu", made.own, made.project, made.right).amax(-1) / 6**0.5
-    assert made.own.shape[-1] == 6 and error(match, scores._match(*_all_pairs(scores)) / 6**0.5) < 1e-12
+    match = torch.einsum("bhrap,bhtup->bhrtu", made.own, made.right).amax(-1) / 6**0.5
+    assert made.project is None and error(match, scores._match(*_all_pairs(scores)) / 6**0.5) < 1e-12
 
 
 def _all_pairs(scores):
@@ -152,14 +154,24 @@ def test_a_key_of_one_head_that_is_not_finite_empties_the_block():
     assert not (select(scores, 128).indices[0] == 1).any()
 
 
-def test_steps_in_triton_are_refused_for_groups():
-    work = Workload(torch.device("cuda"), torch.bfloat16, 64, 32, match_rank=16, group=4)
-    reasons = {step: why_not(step, work) for step in ("summarise", "factor", "rank", "score_rows", "distill")}
-    if "triton, which is not installed" not in str(reasons["rank"]):
-        assert reasons["rank"] is None and reasons["summarise"] is None
-        assert {reasons[step] for step in ("factor", "score_rows", "distill")} == {
-            "needs a list for each head, got lists for groups of 4 heads"
-        }
+@pytest.mark.parametrize("padded", [False, True])
+def test_scores_of_shared_lists_learn_without_visible_blocks(padded):
+    """Blocks that may be predicted are by default those with a key that is not padding, for every list."""
+    torch.manual_seed(0)
+    query, key = torch.randn(2, 4, 40, 8, dtype=torch.float64), torch.randn(2, 2, 40, 8, dtype=torch.float64)
+    chosen = make_selection(torch.randint(3, (2, 2, 3, 1)), n=40, heads=4, granularity=16, local_blocks=1)
+    padding = torch.arange(40).expand(2, 40) >= 30 if padded else None
+    visible = torch.ones(2, 2, 3, dtype=torch.bool)
+    visible[..., 2] = not padded
+    found = []
+    for given in (None, visible):
+        leaves = query.clone().requires_grad_(), torch.zeros(2, 2, 3, 3, dtype=torch.float64, requires_grad=True)
+        batch = DistillBatch(torch.arange(3), visible=given)
+        options = {"enable_gqa": True, "key_padding_mask": padding, "distill": batch}
+        output = selected_attention(leaves[0], key, key, chosen, scores=lambda *_: (None, leaves[1]), **options)  # noqa: B023
+        output.sum().backward()
+        found.append(leaves[1].grad)
+    assert found[1].abs().max() > 0 and torch.equal(*found)
 
 
 def test_state_dict_and_repr_of_shared_lists():

@@ -76,8 +76,6 @@ class Workload(NamedTuple):
     """Whether queries and keys have one length, width and dtype"""
     records_graph: bool = False
     """Whether scores need a graph, because gradients other than those of distillation reach them"""
-    group: int = 1
-    """Query heads that share a list"""
     streams: int = 1
     """Samples times heads"""
 
@@ -99,8 +97,6 @@ def why_not(step: str, work: Workload) -> str | None:
         return f"dtype must be float16, bfloat16 or float32, got {str(work.dtype).removeprefix('torch.')}"
     if step == "summarise":
         return None if work.uniform else "needs queries and keys of one length, width and dtype"
-    if work.group > 1 and step != "rank":
-        return f"needs a list for each head, got lists for groups of {work.group} heads"
     if step != "rank" and work.width > triton_backend.WIDEST:
         return f"head width must be <= {triton_backend.WIDEST}, got {work.width}"
     if step == "factor":
@@ -160,13 +156,14 @@ class Triton:
 
     @staticmethod
     def factor(
-        rows: BlockSummaries, keys: BlockSummaries, parameters: ScorerParameters, layers: list[Layer]
-    ) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor, Tensor] | None]:
-        """See `scores.factor`; also `halves` of `Factors`."""
+        rows: BlockSummaries, keys: BlockSummaries, own: Tensor, parameters: ScorerParameters, layers: list[Layer]
+    ) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor, Tensor] | None, Tensor | None]:
+        """See `scores.factor`; also `halves` of `Factors`, and for groups of heads the query side of the match."""
         from .kernels.summaries import factor
 
         inputs = rows.summary, keys.summary, keys.units
-        return factor(*inputs, *layers[0], parameters.summary, parameters.match_key)
+        grouped = () if own.shape[1] == len(parameters.log_temperature) else (own, parameters.match_query)
+        return factor(*inputs, *layers[0], parameters.summary, parameters.match_key, *grouped)
 
     @staticmethod
     def rank(scores: BlockScores, seed: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -202,7 +199,7 @@ class Triton:
         rows = batch.rows if chosen else batch.dense_rows
         rows = rows if batch.together or dense_scores is not None else batch.chosen_rows
         given = rows, chosen, chosen_scores, dense_scores, batch.together
-        streams = lse.shape[0] * lse.shape[1]
+        streams = lse.shape[0] * lse.shape[1] // inputs.selection.group
         factors = batch.factor(chosen, streams), batch.factor(len(rows) - chosen, streams)
         mean = None
         if batch.saliency:
@@ -285,21 +282,25 @@ def score_blocks(
     graph = torch.is_grad_enabled()
     lists = len(parameters.log_temperature)
     given = {"match_rank": rank, "layers": layers, "row_units": units, "records_graph": graph}
-    given["group"] = query.shape[1] // lists
     work = _workload(query, key, settings, budget=settings.budget, **given)
     steps = choose_steps(work, distills and layers == 2 and not parameters.dropout)
     with steps.precision:
         unit = settings.score_unit
         rows, keys = steps.summarise(query, key, size, settings.row_unit, unit, padding, settings.is_causal)
-        rows, keys = scoring.for_lists(rows, lists), scoring.for_lists(keys, lists)
+        if query.shape[1] == lists:
+            keys = scoring.for_lists(keys, lists)
+        own = query.unsqueeze(3) if settings.per_token else rows.units
+        whole = padding is None and query.shape[2] % size == 0
         with torch.set_grad_enabled(steps.records_graph):
             cast = scoring.cast_layers(parameters.stacks, rows.summary.dtype)
-            hidden, columns, matched, halves = steps.factor(rows, keys, parameters, cast)
-            features = scoring.query_features(rows, hidden, parameters), KeyFeatures(columns, matched, keys.unit_there)
-    whole = padding is None and query.shape[2] % size == 0
+            hidden, columns, matched, halves, left = steps.factor(rows, keys, own, parameters, cast)
+            inputs = ScoreInputs(rows.summary, keys.summary, keys.units, None if left is None else own)
+            if not (whole or settings.per_token):
+                rows = rows._replace(unit_there=scoring.flags_of_lists(rows.unit_there, lists))
+            unit_there, visible = (scoring.flags_of_lists(x, lists) for x in (keys.unit_there, keys.there))
+            features = scoring.query_features(rows, hidden, parameters), KeyFeatures(columns, matched, unit_there)
     scores = BlockScores(parameters, query, *features, cast, settings, whole)
-    scores.steps, scores.visible, scores.halves = steps, keys.there, halves
-    scores.inputs = ScoreInputs(rows.summary, keys.summary, keys.units)
+    scores.steps, scores.visible, scores.halves, scores.left, scores.inputs = steps, visible, halves, left, inputs
     return scores
 
 
@@ -386,7 +387,7 @@ def distill(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Gradients of the scores of a batch's rows; see `distill.distill_gradients`."""
     query, selection = inputs.query, inputs.selection
-    lists = {"group": selection.group, "streams": query.shape[:2].numel()}
-    work = Workload(query.device, query.dtype, query.shape[-1], selection.blocks, **lists)
+    streams = query.shape[:2].numel()
+    work = Workload(query.device, query.dtype, query.shape[-1], selection.blocks, streams=streams)
     run = implementation("distill", work)
     return run(inputs, batch, lse, grad_output, *scores)

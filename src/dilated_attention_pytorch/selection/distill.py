@@ -78,7 +78,7 @@ def draw_batch(
     size = 1 if scores.per_token else scores.block_size
     if kernels:
         # Kernels hold a pair's score, its gradient, the best match, and the LSE of each query of a row.
-        a_pair = 4 * batch * heads * (4 + size)
+        a_pair = 4 * batch * heads * (4 + size * scores.group)
     most = MOST_ROWS["token" if scores.per_token else "block"] // batch
     start = torch.randint(total, (1,), device=scores.unit_there.device)
     chosen = min(total, max(1, min(most, memory // (a_listed * max(slots, 1)))))
@@ -170,7 +170,8 @@ def visible_blocks(inputs: DistillInputs, batch: DistillBatch) -> Tensor:
     """Blocks that may be predicted, bool (b, h, t): those of the batch, or with a key that is not padding."""
     if batch.visible is not None:
         return batch.visible
-    (many, heads), s, padding = inputs.query.shape[:2], inputs.selection, inputs.key_padding_mask
+    s, padding = inputs.selection, inputs.key_padding_mask
+    many, heads = s.indices.shape[:2]
     if padding is None:
         return torch.ones(many, heads, s.blocks, dtype=torch.bool, device=inputs.query.device)
     real = torch.nn.functional.pad(~padding, (0, s.blocks * s.block_size - s.n)).unflatten(1, (-1, s.block_size))

@@ -66,7 +66,7 @@ class QueryFeatures(NamedTuple):
     hidden: Tensor
     """(b, h, t, hidden): the first layer's part"""
     units: Tensor
-    """(b, h, t, u, d)"""
+    """(b, h, t, u, d), of query heads or already side by side for lists"""
     unit_there: Tensor
     """bool (b, h, t, u)"""
     keep: Tensor | None
@@ -171,19 +171,28 @@ def for_lists(x: BlockSummaries, lists: int) -> BlockSummaries:
     if heads <= lists:
         return x if heads == lists else BlockSummaries(*(one.repeat_interleave(lists // heads, 1) for one in x))
     mean = x.summary.unflatten(1, (lists, -1)).mean(2)
-    there = (one.unflatten(1, (lists, -1)).all(2) for one in x[2:])
+    there = flags_of_lists(x.unit_there, lists), flags_of_lists(x.there, lists)
     return BlockSummaries(mean, join_heads(x.units, lists), *there)
 
 
+def flags_of_lists(there: Tensor, lists: int) -> Tensor:
+    """Blocks, or sub-blocks, with a visible token (b, h or g, t, ...), for every list; see `for_lists`."""
+    heads = there.shape[1]
+    if heads <= lists:
+        return there if heads == lists else there.repeat_interleave(lists // heads, 1)
+    return there.unflatten(1, (lists, -1)).all(2)
+
+
 def factor(
-    rows: BlockSummaries, keys: BlockSummaries, parameters: ScorerParameters, layers: list[Layer]
-) -> tuple[Tensor, Tensor, Tensor, None]:
-    """`rows`, `columns` and `right` of `Factors`, with gradients, from summaries of all lists."""
+    rows: BlockSummaries, keys: BlockSummaries, own: Tensor, parameters: ScorerParameters, layers: list[Layer]
+) -> tuple[Tensor, Tensor, Tensor, None, None]:
+    """`rows`, `columns` and `right` of `Factors`, with gradients, from summaries of heads or of lists."""
+    rows, keys = (for_lists(x, len(parameters.log_temperature)) for x in (rows, keys))
     mixed = keys.summary @ parameters.summary.to(keys.summary.dtype)
     hidden, columns = hidden_parts(rows.summary, mixed, layers[0])
     project = join_projections(parameters.match_key, keys.units.shape[-1] // parameters.match_key.shape[1])
     matched = keys.units.flatten(2, 3) @ project.to(mixed.dtype)
-    return hidden, columns, matched.unflatten(2, keys.units.shape[2:4]), None
+    return hidden, columns, matched.unflatten(2, keys.units.shape[2:4]), None, None
 
 
 def query_features(rows: BlockSummaries, hidden: Tensor, parameters: ScorerParameters) -> QueryFeatures:
@@ -196,7 +205,7 @@ def features(
 ) -> tuple[QueryFeatures, KeyFeatures]:
     """Features of query and key blocks (b, h, t, ...) and (b, g, t, ...), for every list."""
     rows, keys = (for_lists(x, len(parameters.log_temperature)) for x in (rows, keys))
-    hidden, columns, matched, _ = factor(rows, keys, parameters, layers)
+    hidden, columns, matched, *_ = factor(rows, keys, rows.units, parameters, layers)
     return query_features(rows, hidden, parameters), KeyFeatures(columns, matched, keys.unit_there)
 
 
@@ -274,6 +283,8 @@ class BlockScores:
         self.steps: ScoringSteps | None = None
         self.inputs: ScoreInputs | None = None
         self.halves: tuple[Tensor, Tensor, Tensor] | None = None
+        self.left: Tensor | None = None
+        """(b, h, r, a, rank): query side of the match of all rows, if already computed"""
 
     @cached_property
     def inverse(self) -> Tensor:
@@ -376,14 +387,17 @@ class BlockScores:
         parameters, heads = self.parameters, len(self.parameters.log_temperature)
         weight, bias, project = *(x.select(1, 0) for x in self.layers[1]), parameters.match_query
         if self.group > 1:
-            # Projected here: heads side by side are a copy of the queries, and too wide for a kernel.
-            parts = torch.arange(self.row_count, device=own.device).split(max(1, CHUNK // (own[:, :, 0].nbytes + 1)))
-            own = torch.cat([self._row_queries(rows, False) for rows in parts], 2)
-            project = torch.eye(self.rank, dtype=own.dtype, device=own.device).expand(heads, -1, -1)
-        if len(project) < heads:
+            own, project = self._projected_rows() if self.left is None else self.left, None
+        elif len(project) < heads:
             weight, bias, project = (x.expand(heads, *x.shape[1:]) for x in (weight, bias, project))
         made = self.rows, self.hidden, weight, bias, own, project, self.matched, parameters.log_temperature
         return Factors(*made, parameters.min_temperature, self.keep, *holes, self.halves, self.rounds)
+
+    def _projected_rows(self) -> Tensor:
+        """Query side of the match of all rows (b, h, r, a, rank), in chunks: heads side by side are a copy."""
+        one = self.query[:, :, 0] if self.per_token else self.units[:, :, 0]
+        parts = torch.arange(self.row_count, device=one.device).split(max(1, CHUNK // (one.nbytes + 1)))
+        return torch.cat([self._row_queries(rows, False) for rows in parts], 2)
 
     def of(self, rows: Tensor, blocks: Tensor) -> Tensor:
         """Scores over temperature of pairs (b, h, r, k), with gradients; undefined for blocks >= t."""
@@ -445,10 +459,10 @@ class BlockScores:
         """Query side of the match (b, h, r, a, rank) of rows with a sub-blocks each."""
         if self.per_token:
             mine = self.query[:, :, rows, None].to(self.rows.dtype).nan_to_num(0.0, 0.0, 0.0)
-            mine = join_heads(mine, len(self.parameters.log_temperature))
         else:
             # Means of blocks are finite already.
             mine = self.units[:, :, self.block_rows(rows) - self.first].to(self.rows.dtype)
+        mine = join_heads(mine, len(self.parameters.log_temperature))
         projected = mine.flatten(2, 3) @ join_projections(self.parameters.match_query, self.group).to(mine.dtype)
         projected = projected.unflatten(2, mine.shape[2:4])
         return rounded(projected, (3, 4)) if rounds else projected

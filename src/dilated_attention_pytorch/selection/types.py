@@ -185,9 +185,9 @@ class Factors(NamedTuple):
     bias: Tensor
     """(h)"""
     own: Tensor
-    """(b, h, r, a, d): queries or their means, rows contiguous"""
-    project: Tensor
-    """(h, d, p): projection of `own` to the query side of the match"""
+    """(b, h, r, a, d): queries or their means, rows contiguous; without `project` the query side, (b, h, r, a, p)"""
+    project: Tensor | None
+    """(h, d, p): projection of `own` to the query side of the match; None for lists that heads share"""
     right: Tensor
     """(b, h, t, u, p): key side of the match"""
     log_temperature: Tensor
@@ -211,9 +211,11 @@ class ScoreInputs(NamedTuple):
     means: Tensor
     """(b, h, t, d): of query blocks"""
     summary: Tensor
-    """(b, h, t, 3 d): of key blocks"""
+    """(b, h, t, 3 d): of key blocks; (b, g, t, 3 d) for lists that heads share"""
     units: Tensor
-    """(b, h, t, u, d): of key blocks"""
+    """(b, h, t, u, d): of key blocks; (b, g, t, u, d) for lists that heads share"""
+    own: Tensor | None = None
+    """(b, h, r, a, d): queries or their means, for lists that heads share"""
 
 
 @dataclass(slots=True)

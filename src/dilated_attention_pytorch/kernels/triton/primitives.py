@@ -400,24 +400,55 @@ def product(b_left, b_right, b_sum):
 
 
 @triton.jit
+def projected_step(b_left, p_own, p_project, o_own, o_d, b_real, o_r, s_own, D: tl.constexpr, RANK: tl.constexpr,
+                   PRECISION: tl.constexpr):  # fmt: skip
+    """Add to a product of rows and a matrix (D, RANK) that of the columns `o_d` of the rows."""
+    # Loaded first; otherwise the load would be issued only after the rows, whose latency is longer.
+    b_mask = (o_d < D)[:, None] & (o_r < RANK)[None, :]
+    b_project = tl.load(p_project + o_d[:, None] * RANK + o_r[None, :], mask=b_mask, other=0.0).to(tl.float32)
+    b_mask = b_real[:, None] & (o_d < D)[None, :]
+    b_own = finite(tl.load(p_own + o_own[:, None] * s_own + o_d[None, :], mask=b_mask, other=0.0))
+    if p_own.dtype.element_ty == tl.bfloat16:
+        # Three bfloat16 terms represent a float32 exactly, and their products with the rows are exact.
+        b_first, b_project = leading(b_project)
+        b_second, b_project = leading(b_project)
+        b_left = product(b_own, b_project.to(tl.bfloat16), b_left)
+        b_left = product(b_own, b_second, b_left)
+        return product(b_own, b_first, b_left)
+    else:
+        return tl.dot(b_own.to(tl.float32), b_project, b_left, input_precision=PRECISION)
+
+
+@triton.jit
 def projected(p_own, p_project, o_own, b_real, o_r, s_own, D: tl.constexpr, RANK: tl.constexpr, RP: tl.constexpr,
               PRECISION: tl.constexpr, STEP: tl.constexpr = STEP_D):  # fmt: skip
-    """Product [rows, RP] of rows of width D and a matrix (D, RANK); non-finite elements of the rows count as 0."""
+    """Product [rows, RP] of rows of width D and a matrix (D, RANK); non-finite elements of the rows count as 0.
+
+    With D = 0 the rows are such products already.
+    """
     b_left = tl.zeros([o_own.shape[0], RP], tl.float32)
+    if D == 0:
+        b_mask = b_real[:, None] & (o_r < RANK)[None, :]
+        b_left = tl.load(p_own + o_own[:, None] * s_own + o_r[None, :], mask=b_mask, other=0.0)
     for first in range(0, D, STEP):
         o_d = first + tl.arange(0, STEP)
-        # Loaded first; otherwise the load would be issued only after the rows, whose latency is longer.
-        b_mask = (o_d < D)[:, None] & (o_r < RANK)[None, :]
-        b_project = tl.load(p_project + o_d[:, None] * RANK + o_r[None, :], mask=b_mask, other=0.0).to(tl.float32)
-        b_mask = b_real[:, None] & (o_d < D)[None, :]
-        b_own = finite(tl.load(p_own + o_own[:, None] * s_own + o_d[None, :], mask=b_mask, other=0.0))
-        if p_own.dtype.element_ty == tl.bfloat16:
-            # Three bfloat16 terms represent a float32 exactly, and their products with the rows are exact.
-            b_first, b_project = leading(b_project)
-            b_second, b_project = leading(b_project)
-            b_left = product(b_own, b_project.to(tl.bfloat16), b_left)
-            b_left = product(b_own, b_second, b_left)
-            b_left = product(b_own, b_first, b_left)
-        else:
-            b_left = tl.dot(b_own.to(tl.float32), b_project, b_left, input_precision=PRECISION)
+        b_left = projected_step(b_left, p_own, p_project, o_own, o_d, b_real, o_r, s_own, D, RANK, PRECISION)
+    return b_left
+
+
+@triton.jit
+def projected_heads(
+    p_own, p_project, o_own, b_real, o_r, s_own, s_head, s_project, D: tl.constexpr, RANK: tl.constexpr,
+    RP: tl.constexpr, HEADS: tl.constexpr, PRECISION: tl.constexpr, STEP: tl.constexpr = 32,
+):  # fmt: skip
+    """Sum of the products of HEADS heads, `s_head` apart in the rows, with matrices that are `s_project` apart."""
+    b_left = tl.zeros([o_own.shape[0], RP], tl.float32)
+    STEPS: tl.constexpr = (D + STEP - 1) // STEP
+    apart = tl.full([], 0, tl.int64) + s_head
+    # One loop, so that loads of the next head are issued ahead.
+    for step in range(HEADS * STEPS):
+        head = step // STEPS
+        o_d = step % STEPS * STEP + tl.arange(0, STEP)
+        p_rows, p_matrix = p_own + head * apart, p_project + head * s_project
+        b_left = projected_step(b_left, p_rows, p_matrix, o_own, o_d, b_real, o_r, s_own, D, RANK, PRECISION)
     return b_left

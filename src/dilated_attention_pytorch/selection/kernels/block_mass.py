@@ -20,15 +20,15 @@ TILE = 4096
 def _launches(
     device: torch.device, shape: tuple[int, ...], key_heads: int, dtype: torch.dtype, e: int, size: int, t: int,
     slots: int, chosen: int, dense: int, per_token: bool, is_causal: bool, together: bool, padded: bool, saliency: bool,
-    scale: float, factors: tuple[float, float], tile: int, *apart: tuple[int, ...],
+    scale: float, factors: tuple[float, float], tile: int, group: int, *apart: tuple[int, ...],
 ) -> tuple[Launch, Grid, Launch, Grid, int, tuple[tuple[int, ...], ...]]:  # fmt: skip
     batch, heads, n, d = shape
-    streams, wide, rows = batch * heads, 1 if per_token else size, chosen + dense
+    streams, lists, wide, rows = batch * heads, heads // group, 1 if per_token else size, chosen + dense
     total, most = -(-n // wide), 32 if dtype is torch.float32 else 64
     few, many = min(padded_width(wide), most), min(padded_width(max(dense * wide, 1)), most)
     programs = chosen * -(-wide // few) * (slots + 1)
     at_all = -(-streams * chosen * wide * (slots + 1) // ALIGNED) * ALIGNED
-    constants = {"BLOCK": size, "W": wide, "CAUSAL": is_causal, "PADDING": padded}
+    constants = {"BLOCK": size, "W": wide, "LISTED": group, "CAUSAL": is_causal, "PADDING": padded}
     query_apart, key_apart, grad_apart = apart
     logs = Launch(
         block_lse_kernel, device, scale * LOG2E, n, t, chosen, dense, slots, total, programs, at_all, heads,
@@ -37,14 +37,14 @@ def _launches(
     )  # fmt: skip
     length, all_length = padded_width(slots + 1), padded_width(t)
     by_row = Launch(
-        distill_kernel, device, n, t, chosen, slots, total, at_all, heads, *factors, *grad_apart[:3],
+        distill_kernel, device, n, t, chosen, slots, total, at_all, lists, *factors, *grad_apart[:3],
         BM=min(wide, max(tile // length, 1)), L=length, BMA=min(wide, max(tile // all_length, 1)), LA=all_length,
         T=padded_width(t) if together else 0, E=e, EP=padded_width(e), SALIENCY=saliency, FLOOR=FLOOR,
         num_warps=min(max((all_length if dense else length) // 1024, 8), 16), **constants,
     )  # fmt: skip
-    shapes = ((batch, heads, rows, t),) if together else ((batch, heads, chosen, slots), (batch, heads, dense, t))
+    shapes = ((batch, lists, rows, t),) if together else ((batch, lists, chosen, slots), (batch, lists, dense, t))
     grid = programs + -(-dense * wide // many) * t, streams, 1
-    return logs, grid, by_row, (rows, streams, 1), at_all + streams * dense * wide * t, shapes
+    return logs, grid, by_row, (rows, batch * lists, 1), at_all + streams * dense * wide * t, shapes
 
 
 def distill_gradients(
@@ -52,11 +52,11 @@ def distill_gradients(
     all_scores: Tensor | None, together: bool, visible: Tensor, lse: Tensor, grad_output: Tensor, scale: float,
     key_padding_mask: Tensor | None, factors: tuple[float, float], mean: Tensor | None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor]:  # fmt: skip
-    """Gradients of both scores, and float32 (5, b h, r): of each row its divergence times its weight, its entropy, kept
+    """Gradients of both scores, and float32 (5, b s, r): of each row its divergence times its weight, its entropy, kept
     attention and its queries, and its weight.
 
-    `rows` int64 (r) are the rows: `scores` (b, h, c, k) of listed blocks for the first c = `chosen`,
-    `all_scores` (b, h, r - c, t) of all blocks for the rest, or `together` (b, h, r, t) of all blocks
+    `rows` int64 (r) are the rows: `scores` (b, s, c, k) of listed blocks for the first c = `chosen`,
+    `all_scores` (b, s, r - c, t) of all blocks for the rest, or `together` (b, s, r, t) of all blocks
     for every row. `lse` (b, h, n), contiguous, and `grad_output` (b, h, n, e) belong to the attention
     over the selection. `factors` are those of `DistillBatch.factor` for both kinds of rows,
     and `mean` (b, h) is that of `QueryWeights`.
@@ -66,7 +66,8 @@ def distill_gradients(
     read, log_grid, by_row, grid, room, shapes = prepared(
         _launches, query.device, shape, key.shape[1], query.dtype, grad_output.shape[3], selection.block_size,
         selection.blocks, slots, chosen, dense, selection.per_token, selection.is_causal, together, padding is not None,
-        mean is not None, float(scale), factors, TILE, query.stride(), key.stride(), grad_output.stride(),
+        mean is not None, float(scale), factors, TILE, selection.group, query.stride(), key.stride(),
+        grad_output.stride(),
     )  # fmt: skip
     logs = torch.empty(room, dtype=torch.float32, device=query.device)
     grads = [torch.empty(shape, dtype=torch.float32, device=query.device) for shape in shapes]

@@ -17,9 +17,12 @@ def block_lse(
     p_q, p_k, p_rows, p_blocks, p_padding, p_logs, program, stream, scale, n, blocks, rows, queries, total, width,
     heads, group, sq_b, sq_h, sq_n, sk_b, sk_h, sk_n,
     BLOCK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, W: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    ALL: tl.constexpr, CAUSAL: tl.constexpr, PADDING: tl.constexpr, PRECISION: tl.constexpr,
+    LISTED: tl.constexpr, ALL: tl.constexpr, CAUSAL: tl.constexpr, PADDING: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """LSE of BM queries, of `queries` that share a list, on one block of it; -inf where they see nothing of it."""
+    """LSE of BM queries, of `queries` that share a list, on one block of it; -inf where they see nothing of it.
+
+    LISTED heads have one list.
+    """
     tiles = (queries + BM - 1) // BM
     row = (program % (tiles * rows) // tiles).to(tl.int64)
     o_i = (program % tiles) * BM + tl.arange(0, BM)
@@ -32,7 +35,7 @@ def block_lse(
     block = slot.to(tl.int64)
     if not ALL:
         first = tl.load(p_rows + row)
-        p_own = p_blocks + (stream * total + first) * (width - 1) + slot - 1
+        p_own = p_blocks + ((stream // LISTED if LISTED > 1 else stream) * total + first) * (width - 1) + slot - 1
         block = tl.where(slot == 0, first * W // BLOCK, tl.load(p_own, mask=slot > 0, other=0).to(tl.int64))
     o_line = ((stream * rows + row) * queries + o_i) * width + slot
     o_d = tl.arange(0, DP)
@@ -66,7 +69,7 @@ def block_lse_kernel(
     p_q, p_k, p_rows, p_blocks, p_padding, p_logs, scale, n, blocks, chosen, dense, slots, total, programs, at_all,
     heads, group, sq_b, sq_h, sq_n, sk_b, sk_h, sk_n,
     BLOCK: tl.constexpr, BM: tl.constexpr, BMA: tl.constexpr, BN: tl.constexpr, W: tl.constexpr, D: tl.constexpr,
-    DP: tl.constexpr, CAUSAL: tl.constexpr, PADDING: tl.constexpr, PRECISION: tl.constexpr,
+    DP: tl.constexpr, LISTED: tl.constexpr, CAUSAL: tl.constexpr, PADDING: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """`block_lse` of `chosen` rows on their lists, by the first `programs`, and of `dense` behind on every block."""
     program = tl.program_id(0)
@@ -75,37 +78,27 @@ def block_lse_kernel(
         block_lse(
             p_q, p_k, p_rows, p_blocks, p_padding, p_logs, program, stream, scale, n, blocks, chosen, W, total,
             slots + 1, heads, group, sq_b, sq_h, sq_n, sk_b, sk_h, sk_n,
-            BLOCK, BM, BN, W, D, DP, False, CAUSAL, PADDING, PRECISION,
+            BLOCK, BM, BN, W, D, DP, LISTED, False, CAUSAL, PADDING, PRECISION,
         )  # fmt: skip
     else:
         # Rows without lists of their own need not be kept apart, so that short ones fill a tile together.
         block_lse(
             p_q, p_k, p_rows + chosen, p_blocks, p_padding, p_logs + at_all, program - programs, stream, scale, n,
             blocks, 1, dense * W, total, blocks, heads, group, sq_b, sq_h, sq_n, sk_b, sk_h, sk_n,
-            BLOCK, BMA, BN, W, D, DP, True, CAUSAL, PADDING, PRECISION,
+            BLOCK, BMA, BN, W, D, DP, LISTED, True, CAUSAL, PADDING, PRECISION,
         )  # fmt: skip
 
 
 @triton.jit
-def distill_row(
-    p_logs, p_scores, p_list, p_visible, p_lse, p_do, p_mean, p_padding, p_grad, p_found, place, n, blocks, width,
-    every, factor, sg_n, BLOCK: tl.constexpr, W: tl.constexpr, BM: tl.constexpr, L: tl.constexpr, T: tl.constexpr,
-    E: tl.constexpr, EP: tl.constexpr, ALL: tl.constexpr, CAUSAL: tl.constexpr, SALIENCY: tl.constexpr,
-    FLOOR: tl.constexpr, PADDING: tl.constexpr,
+def row_mass(
+    p_logs, p_lse, p_do, p_mean, p_padding, place, n, width, sg_n, b_mass, captured, seen,
+    W: tl.constexpr, BM: tl.constexpr, L: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, ALL: tl.constexpr,
+    SALIENCY: tl.constexpr, FLOOR: tl.constexpr, PADDING: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of one row, L blocks at most, from the attention of its queries on each block, given by LSEs.
-
-    Stored `every` rows apart: its divergence times its weight, with ALL its entropy, the share of attention that its
-    queries keep and their number, and its weight, the number of its queries. With SALIENCY that is times the mean norm
-    of gradients, and multiplies gradients of scores. With T scores of a listed row are those of up to T blocks, and so
-    are their gradients.
-    """
-    own = place * W // BLOCK
+    """Add one head's weighted attention on each block of a row, with ALL the shares that its queries keep and their
+    number; and the weights of the queries, [BM]."""
     o_l = tl.arange(0, L)
     o_e = tl.arange(0, EP)
-    b_mass = tl.zeros([L], tl.float32)
-    captured = 0.0
-    seen = 0.0
     b_weights = tl.zeros([BM], tl.float32)
     for first in range(0, W, BM):
         o_i = first + tl.arange(0, BM)
@@ -131,6 +124,53 @@ def distill_row(
         b_counts = b_real & (b_weight > 0.0)
         b_mass += tl.sum(tl.where(b_counts[:, None], b_share * b_weight[:, None], 0.0), 0)
         b_weights += tl.where(b_counts, b_weight, 0.0)
+    return b_mass, captured, seen, b_weights
+
+
+@triton.jit
+def row_weight(b_weights):
+    """Sum of the weights of a row's queries; 0 where it is not finite."""
+    weight = tl.sum(b_weights, 0)
+    return tl.where(weight < float("inf"), weight, 0.0)
+
+
+@triton.jit
+def distill_row(
+    p_logs, p_scores, p_list, p_visible, p_lse, p_do, p_mean, p_padding, p_grad, p_found, place, n, blocks, width,
+    every, factor, sg_n, sl_h, sg_h, BLOCK: tl.constexpr, W: tl.constexpr, BM: tl.constexpr, L: tl.constexpr,
+    T: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, LISTED: tl.constexpr, ALL: tl.constexpr, CAUSAL: tl.constexpr,
+    SALIENCY: tl.constexpr, FLOOR: tl.constexpr, PADDING: tl.constexpr,
+):  # fmt: skip
+    """Gradients of one row, L blocks at most, from the attention of its queries on each block, given by LSEs.
+
+    Stored `every` rows apart: its divergence times its weight, with ALL its entropy, the share of attention that its
+    queries keep and their number, and its weight, the number of its queries. With SALIENCY that is times the mean norm
+    of gradients, and multiplies gradients of scores. With T scores of a listed row are those of up to T blocks, and so
+    are their gradients. The attention of LISTED heads, whose LSEs of blocks are `sl_h` apart, is added up.
+    """
+    own = place * W // BLOCK
+    o_l = tl.arange(0, L)
+    b_mass = tl.zeros([L], tl.float32)
+    captured = 0.0
+    seen = 0.0
+    if LISTED == 1:
+        b_mass, captured, seen, b_weights = row_mass(
+            p_logs, p_lse, p_do, p_mean, p_padding, place, n, width, sg_n, b_mass, captured, seen,
+            W, BM, L, E, EP, ALL, SALIENCY, FLOOR, PADDING,
+        )  # fmt: skip
+    else:
+        weight = 0.0
+        for _ in range(LISTED):
+            b_mass, captured, seen, b_weights = row_mass(
+                p_logs, p_lse, p_do, p_mean, p_padding, place, n, width, sg_n, b_mass, captured, seen,
+                W, BM, L, E, EP, ALL, SALIENCY, FLOOR, PADDING,
+            )  # fmt: skip
+            one = row_weight(b_weights)
+            weight += tl.where(one > 0.0, W * tl.load(p_mean), 0.0) if SALIENCY else one
+            p_logs += sl_h
+            p_lse += n
+            p_do += sg_h
+            p_mean += 1
     if ALL:
         o_entry = o_l
         b_own = o_l == own
@@ -151,11 +191,12 @@ def distill_row(
     b_mass = tl.where(b_compared | b_own, b_mass, 0.0)
     whole = tl.sum(b_mass, 0)
     # A row without weight, or with a weight that is not finite, has no gradient.
-    weight = tl.sum(b_weights, 0)
-    weight = tl.where(weight < float("inf"), weight, 0.0)
+    if LISTED == 1:
+        weight = row_weight(b_weights)
     has_target = (whole > 0.0) & (whole < float("inf"))
     if SALIENCY:
-        weight = tl.where(weight > 0.0, W * tl.load(p_mean), 0.0)
+        if LISTED == 1:
+            weight = tl.where(weight > 0.0, W * tl.load(p_mean), 0.0)
         factor *= weight
     b_target = tl.where(has_target, b_mass / whole, 0.0)
     # What is not compared is predicted never, and weighs nothing.
@@ -183,12 +224,12 @@ def distill_kernel(
     p_logs, p_scores, p_all_scores, p_lists, p_visible, p_rows, p_lse, p_do, p_mean, p_padding, p_grad, p_all_grad,
     p_found, n, blocks, chosen, slots, total, at_all, heads, factor, all_factor, sg_b, sg_h, sg_n,
     BLOCK: tl.constexpr, W: tl.constexpr, BM: tl.constexpr, L: tl.constexpr, BMA: tl.constexpr, LA: tl.constexpr,
-    T: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, CAUSAL: tl.constexpr, SALIENCY: tl.constexpr,
-    FLOOR: tl.constexpr, PADDING: tl.constexpr,
+    T: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, LISTED: tl.constexpr, CAUSAL: tl.constexpr,
+    SALIENCY: tl.constexpr, FLOOR: tl.constexpr, PADDING: tl.constexpr,
 ):  # fmt: skip
     """`distill_row` of every row: `chosen` ones with their lists, then those with every block.
 
-    With T `p_scores` and `p_grad` have every block of all rows.
+    With T `p_scores` and `p_grad` have every block of all rows. There are `heads` lists, each of LISTED query heads.
     """
     row = tl.program_id(0)
     stream = tl.program_id(1).to(tl.int64)
@@ -196,10 +237,10 @@ def distill_kernel(
     dense = rows - chosen
     every = tl.num_programs(1).to(tl.int64) * rows
     place = tl.load(p_rows + row)
-    p_do += (stream // heads) * sg_b + (stream % heads) * sg_h
+    p_do += (stream // heads) * sg_b + (stream % heads) * LISTED * sg_h
     p_padding += (stream // heads) * n
-    p_lse += stream * n
-    p_mean += stream
+    p_lse += stream * LISTED * n
+    p_mean += stream * LISTED
     p_visible += stream * blocks
     p_list = p_lists + (stream * total + place) * slots
     p_found += stream * rows + row
@@ -207,16 +248,18 @@ def distill_kernel(
     if row < chosen:
         line = stream * chosen + row
         o_entry = o_line if T else line * slots
+        first = stream * LISTED * chosen + row
         distill_row(
-            p_logs + line * W * (slots + 1), p_scores + o_entry, p_list, p_visible, p_lse, p_do, p_mean, p_padding,
-            p_grad + o_entry, p_found, place, n, blocks, slots + 1, every, factor, sg_n,
-            BLOCK, W, BM, L, T, E, EP, False, CAUSAL, SALIENCY, FLOOR, PADDING,
+            p_logs + first * W * (slots + 1), p_scores + o_entry, p_list, p_visible, p_lse, p_do, p_mean, p_padding,
+            p_grad + o_entry, p_found, place, n, blocks, slots + 1, every, factor, sg_n, chosen * W * (slots + 1), sg_h,
+            BLOCK, W, BM, L, T, E, EP, LISTED, False, CAUSAL, SALIENCY, FLOOR, PADDING,
         )  # fmt: skip
     else:
         line = stream * dense + row - chosen
         o_entry = o_line if T else line * blocks
+        first = stream * LISTED * dense + row - chosen
         distill_row(
-            p_logs + at_all + line * W * blocks, p_all_scores + o_entry, p_list, p_visible, p_lse, p_do, p_mean,
+            p_logs + at_all + first * W * blocks, p_all_scores + o_entry, p_list, p_visible, p_lse, p_do, p_mean,
             p_padding, p_all_grad + o_entry, p_found, place, n, blocks, blocks, every, all_factor, sg_n,
-            BLOCK, W, BMA, LA, T, E, EP, True, CAUSAL, SALIENCY, FLOOR, PADDING,
+            dense * W * blocks, sg_h, BLOCK, W, BMA, LA, T, E, EP, LISTED, True, CAUSAL, SALIENCY, FLOOR, PADDING,
         )  # fmt: skip

@@ -147,6 +147,13 @@ def own_rows(own: Tensor) -> tuple[Tensor, int, int, int]:
     return own, a_sample, a_head, a_unit if units > 1 else a_row
 
 
+def projecting(factors: Factors) -> tuple[Tensor, int, int]:
+    """Projection of `Factors.own` as kernels read it, its stride over heads, and the width that it projects or 0."""
+    if factors.project is None:
+        return factors.own, 0, 0
+    return factors.project, factors.project.stride(0), factors.own.shape[4]
+
+
 def _match_launch(
     device: torch.device, at_once: int, grouped: int, columns: int, d: int, rank: int, own_units: int, units: int,
     size: int, is_causal: bool, holes: bool, rounds: bool, ids: bool, together: bool, noise: bool,
@@ -170,10 +177,11 @@ def scoring(factors: Factors, block_size: int, per_token: bool, is_causal: bool)
     """
     size = block_size if per_token else 1
     hidden = hidden_scoring(factors, size, is_causal)
-    batch, heads, total, own_units, d = factors.own.shape
+    batch, heads, total, own_units, _ = factors.own.shape
     t, units, rank = factors.right.shape[2:]
     if not rank:
         return hidden
+    project, project_stride, d = projecting(factors)
     at_once = min(MATCHED_TOGETHER, size) if per_token else max(MATCHED // own_units, 1)
     grouped, columns = matched_together(units, rank, *((TOKEN_UNITS, TOKEN_BLOCKS) if per_token else ()))
     own, *apart = own_rows(factors.own)
@@ -181,8 +189,8 @@ def scoring(factors: Factors, block_size: int, per_token: bool, is_causal: bool)
     # Where one of these is not given, no program reads it.
     left_there, right_there = (own if x is None else x.contiguous() for x in (factors.left_there, factors.right_there))
     right = split(factors.right) if factors.halves is None else factors.halves
-    read = own, factors.project, left_there, *right, right_there, factors.log_temperature
-    numbers = total, t, heads, float(factors.coldest), rank**0.5, *apart, factors.project.stride(0)
+    read = own, project, left_there, *right, right_there, factors.log_temperature
+    numbers = total, t, heads, float(factors.coldest), rank**0.5, *apart, project_stride
     options = device, at_once, grouped, columns, d, rank, own_units, units, size, is_causal, right_there is not own
     options += (factors.rounds,)
 

@@ -11,7 +11,17 @@ from torch import Tensor
 from ...kernels.launch.launcher import Launch, prepared
 from ...kernels.triton.launches import dot_precision, launches_overlap, padded_width
 from ..types import Factors, SelectionSettings
-from .block_scores import ByToken, Halves, ToList, hidden_scoring, matched_together, own_rows, scoring, split
+from .block_scores import (
+    ByToken,
+    Halves,
+    ToList,
+    hidden_scoring,
+    matched_together,
+    own_rows,
+    projecting,
+    scoring,
+    split,
+)
 from .choose_blocks_kernels import choice_kernel, rank_kernel
 
 RANKED, MOST_RANKED, MOST_WARPS = 1024, 2048, 8
@@ -64,15 +74,16 @@ def choose(
     is_causal: bool,
 ) -> None:  # fmt: skip
     """List blocks for the tokens that are scored `together`; their scores are never stored."""
-    batch, heads, total, _, d = factors.own.shape
+    batch, heads, total = factors.own.shape[:3]
     t, units, rank = factors.right.shape[2:]
+    project, project_stride, d = projecting(factors)
     (own, *apart), there = own_rows(factors.own), factors.right_there
     grouped, columns = matched_together(units, rank)
     columns = min(columns, NARROWEST // 8)
     first, lines, room = together.first, together.table.shape[2], indices.shape[3]
-    read = together.table, own, factors.project, *right, may if there is None else there.contiguous()
+    read = together.table, own, project, *right, may if there is None else there.contiguous()
     read += factors.log_temperature, may, may if together.seed is None else together.seed, indices, counts
-    numbers = total, t, heads, room, float(factors.coldest), rank**0.5, *apart, factors.project.stride(0)
+    numbers = total, t, heads, room, float(factors.coldest), rank**0.5, *apart, project_stride
     options = columns, grouped, d, rank, units, block_size, is_causal, together.seed is not None, there is not None
     options += factors.rounds, room, numbers
     last, least = first + lines, NARROWEST

@@ -11,8 +11,8 @@ from ...kernels.launch.arena import Arena, Shape
 from ...kernels.launch.launcher import Launch, prepared
 from ...kernels.launch.triton_abi import Grid
 from ...kernels.triton.launches import dot_precision, padded_width
-from ..types import Factors
-from .block_scores import own_rows
+from ..types import Factors, ScoreInputs
+from .block_scores import own_rows, projecting
 from .score_gradients_kernels import best_kernel, mixture_kernel, own_kernel, sides_bwd_kernel, sums_kernel
 
 PROJECTED = 32
@@ -20,7 +20,8 @@ PROJECTED = 32
 TILE = 4096
 """Pairs of a row, or a block, with hidden units that a program holds at once."""
 HELD, STREAMED = 16, 128
-"""Sub-blocks of a program of matches, and those of the other side that it meets at once."""
+"""Sub-blocks of a program of matches, and those of the other side that it meets at once: fewer where a row or a block
+has more than the former, so that registers hold all pairs."""
 LARGEST_TILE = 128 * 128
 """Pairs of sub-blocks that a program of matches of width 32 has registers and shared memory for; of wider ones fewer.
 Where all pairs of a row and a block are more, `best_kernel` finds the best of them first."""
@@ -48,7 +49,7 @@ def _launches(
     device: torch.device, batch: int, heads: int, scorers: int, rows: int, t: int, hidden: int, total: int,
     own_units: int, d: int, units: int, rank: int, size: int, left: bool, holes: bool, coldest: float, tile: int,
     s_weight: int, s_project: int, s_first: int, s_mixture: int, apart: tuple[int, ...], rows_apart: tuple[int, ...],
-    columns_apart: tuple[int, ...],
+    columns_apart: tuple[int, ...], width: int, group: int, key_heads: int, query_apart: tuple[int, ...],
 ) -> _Launches:  # fmt: skip
     streams, wide = batch * heads, padded_width(rank)
     a_row, a_left, a_block = (streams * rows * hidden,), (streams * rows * own_units * rank,), (streams * t * hidden,)
@@ -56,11 +57,13 @@ def _launches(
     shapes |= {"sums": (2 * streams * rows,), "by_left": a_left, "by_right": (streams * t * units * rank,)}
     # A product takes 16 of either side and more.
     met = max(min(tile // HELD, STREAMED), HELD)
-    held_left, held_right, met_left, met_right = (
-        max(many // each, 1) * each for many in (HELD, met) for each in (own_units, units)
+    held_left, held_right = (max(HELD // each, 1) * each for each in (own_units, units))
+    met_left, met_right = (
+        max(max(HELD * met // held, HELD) // each, 1) * each
+        for held, each in ((held_right, own_units), (held_left, units))
     )
     pairs = max(held_left * met_right, held_right * met_left)
-    stores_best = pairs * max(wide, 32) > 32 * LARGEST_TILE
+    stores_best = max(held_left, held_right) * max(met, own_units, units) * max(wide, 32) > 32 * LARGEST_TILE
     if stores_best:
         held_left = held_right = met_left = met_right = CHUNK
         pairs = CHUNK * CHUNK
@@ -70,9 +73,11 @@ def _launches(
     (at_best,) = between.begin("best") if stores_best else (0,)
     # Of the first layers; by_block^T summary, from which follow their part of the keys and the mixture; of both
     # projections of the match, first biases, second layers; of temperatures and then second biases; of the mixture.
-    shapes = {"first": (scorers, hidden, 2 * d), "joint": (scorers, hidden, 3 * d), "project": (scorers, d, rank)}
+    keys = max(key_heads // heads, 1)
+    shapes = {"first": (scorers, hidden, 2 * d), "joint": (scorers, hidden, 3 * d)}
     shapes |= {
-        "match": (scorers, d, rank),
+        "project": (scorers * group, d, rank),
+        "match": (scorers * keys, d, rank),
         "bias": (scorers, hidden),
         "last": (scorers, 1, hidden),
         "two": (2, scorers),
@@ -83,7 +88,7 @@ def _launches(
     shape = {"A": own_units, "M": hidden, "RANK": rank}
     own = Launch(
         own_kernel, device, rows, heads, at_left, *rows_apart, *apart, s_project, BM=PROJECTED,
-        BH=min(padded_width(hidden), 64), D=d, RP=wide, SIZE=size, num_warps=4, **shape, **precise,
+        BH=min(padded_width(hidden), 64), D=width, RP=wide, SIZE=size, num_warps=4, **shape, **precise,
     )  # fmt: skip
     holey = {"LEFT": left, "HOLES": holes}
     best, by_best = None, (0, 0, 0)
@@ -103,13 +108,14 @@ def _launches(
     tiles = {"BM": SUMMED[0], "BN": min(SUMMED[1], padded_width(d)), "BK": STEP, "num_warps": 4, "num_stages": 2}
     narrow = min(SUMMED[1], wide)
     sums = Launch(
-        sums_kernel, device, rows, t, heads, scorers, found.total, *at, *to, *apart, U=units, D=d, BR=narrow,
-        SIZE=size, **tiles, **shape, **precise,
+        sums_kernel, device, rows, t, heads, scorers, found.total, *at, *to, *query_apart,
+        key_heads if group > 1 else None, U=units, D=d, BR=narrow, SIZE=size, GROUP=group, KEYS=keys, **tiles, **shape,
+        **precise,
     )  # fmt: skip
     steps = *found.begin("joint", "mixture"), s_first, s_mixture
     mixture = Launch(mixture_kernel, device, *steps, M=hidden, D=d, **tiles, **precise)
     tall, broad, across = -(-hidden // SUMMED[0]), -(-3 * d // SUMMED[0]), -(-d // tiles["BN"])
-    added = 2 * -(-d // SUMMED[0]) * -(-rank // narrow) + tall * (-(-3 * d // tiles["BN"]) + across + 1)
+    added = (group + keys) * -(-d // SUMMED[0]) * -(-rank // narrow) + tall * (-(-3 * d // tiles["BN"]) + across + 1)
     grids = (
         (-(-rows * own_units // PROJECTED), streams, 1),
         by_best,
@@ -121,39 +127,43 @@ def _launches(
 
 
 def parameter_gradients(
-    grad: Tensor, scores: Tensor, ids: Tensor, factors: Factors, seen: tuple[Tensor, Tensor, Tensor], first: Tensor,
-    mixture: Tensor, size: int,
+    grad: Tensor, scores: Tensor, ids: Tensor, factors: Factors, inputs: ScoreInputs, first: Tensor, mixture: Tensor,
+    size: int,
 ) -> list[Tensor]:  # fmt: skip
     """What gradients (b, h, r, t) of scores over temperature give parameters (h or 1, ...): first layers (.., m, 2 d),
     their biases (.., m), second layers (.., 1, m), their biases (.., 1), the mixture (.., 3 d, d), projections of
     queries and keys (.., d, p), and the logarithms of temperatures (h).
 
-    The rows are `ids`, `size` to a block. The factors have no factors on hidden units, and were made of what is `seen`,
-    means (b, h, t, d) of query blocks, summaries (b, h, t, 3 d) and units (b, h, t, u, d) of key blocks, by first
-    layers `first` (h or 1, m, 2 d) and the `mixture` of summaries.
+    The rows are `ids`, `size` to a block. The factors have no factors on hidden units, and were made of the `inputs` by
+    first layers `first` (h or 1, m, 2 d) and the `mixture` of summaries. Of lists that heads share, scores and
+    gradients are those of lists, with projections of each query head and each key head.
     """
     (batch, heads, many, t), device, scorers = scores.shape, scores.device, len(first)
     own, *apart = own_rows(factors.own)
+    query, *query_apart = (own, *apart) if inputs.own is None else own_rows(inputs.own)
+    group, key_heads = query.shape[1] // heads, inputs.units.shape[1]
+    project, project_stride, width = projecting(factors)
     right, rows, columns = factors.right.contiguous(), factors.rows, factors.columns
     left_there, right_there = factors.left_there, factors.right_there
     made: _Launches = prepared(
-        _launches, device, batch, heads, scorers, many, t, rows.shape[3], *own.shape[2:], *right.shape[3:], size,
+        _launches, device, batch, heads, scorers, many, t, rows.shape[3], *query.shape[2:], *right.shape[3:], size,
         left_there is not None, right_there is not None, float(factors.coldest), TILE, factors.weight.stride(0),
-        factors.project.stride(0), first.stride(0), mixture.stride(0), tuple(apart), rows.stride()[1:],
-        columns.stride()[1:],
+        project_stride, first.stride(0), mixture.stride(0), tuple(apart), rows.stride()[1:],
+        columns.stride()[1:], width, group, key_heads, tuple(query_apart),
     )  # fmt: skip
     memory = made.held.made()
     # Gradients outlive the rest. Heads may share a scorer, but each has its temperature.
     each = torch.empty((batch * heads // scorers, made.found.total), dtype=torch.float32, device=device)
     # Where one of these is not given, no program reads it.
     there = [ids if x is None else x.contiguous() for x in (left_there, right_there)]
-    grad, log, (means, summary, units) = grad.contiguous(), factors.log_temperature, (x.contiguous() for x in seen)
+    grad, log = grad.contiguous(), factors.log_temperature
+    means, summary, units = (x.contiguous() for x in (inputs.means, inputs.summary, inputs.units))
     by_own, by_best, by_sides, by_sums, by_mixture = made.grids
-    made.own(by_own, (rows, own, factors.project, ids, memory))
+    made.own(by_own, (rows, own, project, ids, memory))
     if made.best is not None:
         made.best(by_best, (memory, right, grad, ids, *there))
     made.sides(by_sides, (memory, columns, right, grad, scores, ids, *there, factors.weight, log))
-    made.sums(by_sums, (own, units, means, summary, memory, ids, each))
+    made.sums(by_sums, (query, units, means, summary, memory, ids, each))
     total = each[0] if len(each) == 1 else each.sum(0)
     made.mixture(by_mixture, (first, mixture, total))
     names = "first", "bias", "last", "mixture", "project", "match"

@@ -312,9 +312,13 @@ def sides_bwd_kernel(
 def summed(
     p_x, p_y, p_ids, p_out, tile, many, sx_n, sx_m, sy_n, s_out,
     M: tl.constexpr, N: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, X_ROWS: tl.constexpr,
-    Y_ROWS: tl.constexpr, A: tl.constexpr, SIZE: tl.constexpr, PRECISION: tl.constexpr,
+    Y_ROWS: tl.constexpr, A: tl.constexpr, SIZE: tl.constexpr, PRECISION: tl.constexpr, Y_HEADS: tl.constexpr = 1,
+    sy_h=0,
 ):  # fmt: skip
-    """A tile of x^T y, (M, N), of `many` lines; of those of X_ROWS or Y_ROWS, A to a row and SIZE rows to a line."""
+    """A tile of x^T y, (M, N), of `many` lines; of those of X_ROWS or Y_ROWS, A to a row and SIZE rows to a line.
+
+    With Y_HEADS, y is the mean of so many heads, `sy_h` apart.
+    """
     columns = tl.cdiv(N, BN)
     o_m = (tile // columns) * BM + tl.arange(0, BM)
     o_c = (tile % columns) * BN + tl.arange(0, BN)
@@ -335,6 +339,10 @@ def summed(
             b_x = tl.where(b_x - b_x == 0.0, b_x, 0.0)
         b_mask = b_real[:, None] & (o_c < N)[None, :]
         b_y = tl.load(p_y + o_y[:, None] * sy_n + o_c[None, :], mask=b_mask, other=0.0).to(tl.float32)
+        if Y_HEADS > 1:
+            for one in range(1, Y_HEADS):
+                b_y += tl.load(p_y + one * sy_h + o_y[:, None] * sy_n + o_c[None, :], mask=b_mask, other=0.0)
+            b_y *= 1.0 / Y_HEADS
         b_out = tl.dot(b_x, b_y, b_out, input_precision=PRECISION)
     b_mask = (o_m < M)[:, None] & (o_c < N)[None, :]
     tl.store(p_out + o_m[:, None] * s_out + o_c[None, :], b_out, mask=b_mask)
@@ -344,50 +352,58 @@ def summed(
 def sums_kernel(
     p_own, p_units, p_means, p_summary, p_room, p_ids, p_out, rows, blocks, heads, alike, total, at_row, at_weight,
     at_block, at_sums, at_by_left, at_right, to_joint, to_project, to_match, to_bias, to_last, to_two, so_b, so_h, so_n,
-    A: tl.constexpr, U: tl.constexpr, M: tl.constexpr, D: tl.constexpr, RANK: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, SIZE: tl.constexpr, PRECISION: tl.constexpr,
+    key_heads, A: tl.constexpr, U: tl.constexpr, M: tl.constexpr, D: tl.constexpr, RANK: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, SIZE: tl.constexpr, GROUP: tl.constexpr, KEYS: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of parameters, of which `stacked` heads have their own, in `p_out`, `total` of them for a sample.
+    """Gradients of parameters, of which `alike` heads have their own, in `p_out`, `total` of them for a sample.
 
-    Of the first layer's part of the keys, and of the mixture, only what both follow from: by_block^T summary.
+    Of the first layer's part of the keys, and of the mixture, only what both follow from: by_block^T summary. With
+    GROUP, a head is a list of so many query heads and of KEYS of the `key_heads`, each with projections of its own.
     """
     stream = tl.program_id(1).to(tl.int64)
-    p_own += (stream // heads) * so_b + (stream % heads) * so_h
+    p_own += (stream // heads) * so_b + (stream % heads) * GROUP * so_h
     p_out += (stream // alike) * total
     head = stream % alike
+    key_stream = stream * key_heads // heads if GROUP > 1 else stream
     tile = tl.program_id(0)
     WIDE: tl.constexpr = 3 * D
     # The longest sums begin first.
-    MATCHED: tl.constexpr = ((D + BM - 1) // BM) * ((RANK + BR - 1) // BR)
+    EACH: tl.constexpr = ((D + BM - 1) // BM) * ((RANK + BR - 1) // BR)
+    MATCHED: tl.constexpr = KEYS * EACH
+    OWN: tl.constexpr = GROUP * EACH
     JOINT: tl.constexpr = ((M + BM - 1) // BM) * ((WIDE + BN - 1) // BN)
     FIRST: tl.constexpr = ((M + BM - 1) // BM) * ((D + BN - 1) // BN)
     p_by_row = p_room + at_row + stream * rows * M
     if tile < MATCHED:
+        key = tile // EACH if KEYS > 1 else 0
         summed(
-            p_units + stream * blocks * U * D, p_room + at_right + stream * blocks * U * RANK, p_ids,
-            p_out + to_match + head * D * RANK, tile, blocks * U, D, 1, RANK, RANK,
+            p_units + (key_stream + key) * blocks * U * D, p_room + at_right + stream * blocks * U * RANK, p_ids,
+            p_out + to_match + (head * KEYS + key) * D * RANK, tile - key * EACH, blocks * U, D, 1, RANK, RANK,
             D, RANK, BM, BR, BK, False, False, 1, 1, PRECISION,
         )  # fmt: skip
-    elif tile < 2 * MATCHED:
+    elif tile < MATCHED + OWN:
+        one = ((tile - MATCHED) // EACH).to(tl.int64) if GROUP > 1 else 0
         summed(
-            p_own, p_room + at_by_left + stream * rows * A * RANK, p_ids,
-            p_out + to_project + head * D * RANK, tile - MATCHED, rows * A, so_n, 1, RANK, RANK,
+            p_own + one * so_h, p_room + at_by_left + stream * rows * A * RANK, p_ids,
+            p_out + to_project + (head * GROUP + one) * D * RANK, tile - MATCHED - one * EACH, rows * A, so_n, 1, RANK,
+            RANK,
             D, RANK, BM, BR, BK, True, False, A, 1, PRECISION,
         )  # fmt: skip
-    elif tile < 2 * MATCHED + JOINT:
+    elif tile < MATCHED + OWN + JOINT:
         summed(
-            p_room + at_block + stream * blocks * M, p_summary + stream * blocks * WIDE, p_ids,
-            p_out + to_joint + head * M * WIDE, tile - 2 * MATCHED, blocks, M, 1, WIDE, WIDE,
-            M, WIDE, BM, BN, BK, False, False, 1, 1, PRECISION,
+            p_room + at_block + stream * blocks * M, p_summary + key_stream * blocks * WIDE, p_ids,
+            p_out + to_joint + head * M * WIDE, tile - MATCHED - OWN, blocks, M, 1, WIDE, WIDE,
+            M, WIDE, BM, BN, BK, False, False, 1, 1, PRECISION, KEYS, blocks * WIDE,
         )  # fmt: skip
-    elif tile < 2 * MATCHED + JOINT + FIRST:
+    elif tile < MATCHED + OWN + JOINT + FIRST:
         summed(
-            p_by_row, p_means + stream * blocks * D, p_ids,
-            p_out + head * M * 2 * D, tile - 2 * MATCHED - JOINT, rows, M, 1, D, 2 * D,
-            M, D, BM, BN, BK, False, True, 1, SIZE, PRECISION,
+            p_by_row, p_means + stream * GROUP * blocks * D, p_ids,
+            p_out + head * M * 2 * D, tile - MATCHED - OWN - JOINT, rows, M, 1, D, 2 * D,
+            M, D, BM, BN, BK, False, True, 1, SIZE, PRECISION, GROUP, blocks * D,
         )  # fmt: skip
     else:
-        tile -= 2 * MATCHED + JOINT + FIRST
+        tile -= MATCHED + OWN + JOINT + FIRST
         o_m = tile * BM + tl.arange(0, BM)
         o_two = tl.arange(0, 2)
         p_by_weight = p_room + at_weight + stream * rows * M

@@ -9,7 +9,7 @@ from ...kernels.launch.arena import Arena, Shape
 from ...kernels.launch.launcher import Launch, prepared
 from ...kernels.launch.triton_abi import Grid
 from ...kernels.triton.launches import dot_precision, padded_width
-from .block_scores import Halves
+from .block_scores import Halves, own_rows
 from .summaries_kernels import factor_kernel, summaries_kernel
 
 ROWS = 4
@@ -24,38 +24,60 @@ that few warps, which ask for the next steps' factors early, end sooner than man
 
 
 def _factoring(
-    device: torch.device, batch: int, heads: int, t: int, many: int, d: int, hidden: int, rank: int, *steps: int
-) -> tuple[Launch, Grid, Arena, Arena]:
+    device: torch.device, batch: int, heads: int, t: int, many: int, d: int, hidden: int, rank: int,
+    steps: tuple[int, ...], key_heads: int, own: tuple[int, ...], own_apart: tuple[int, ...],
+) -> tuple[Launch, Grid, Arena, Arena]:  # fmt: skip
+    group = own[1] // heads if own else 1
     constants = {"BM": PROJECTED, "M": hidden, "D": d, "DP": padded_width(d)}
     constants |= {"RANK": rank, "RP": padded_width(rank), "UNITS": many}
+    constants |= {"GROUP": group, "KEYS": max(key_heads // heads, 1) if own else 1}
     constants |= {"PRECISION": dot_precision(torch.float32), "num_warps": 2, "num_stages": 3}
     tiles, apart = 2 * -(-t // PROJECTED) + -(-t * many // PROJECTED), padded_width(t)
-    launch = Launch(factor_kernel, device, t, t * many, heads, *steps, apart, **constants)
     right, side = (batch, heads, t, many, rank), (batch, heads, t, hidden)
     by_unit = heads * hidden * apart, hidden * apart, 1, apart
     shapes: dict[str, Shape] = {"rows": side, "columns": side, "right": right, "scale": (batch, heads, t)}
+    absent, rest = (None,) * 3, (None,) * 5
+    if own:
+        shapes |= {"left": (batch, heads, *own[2:4], rank)}
+        absent, rest = (), (own[2] * own[3], key_heads, *own_apart)
+        tiles += -(-own[2] * own[3] // PROJECTED)
+    launch = Launch(factor_kernel, device, *absent, t, t * many, heads, *steps, apart, *rest, **constants)
     whole = Arena(torch.float32, device, shapes, {"rows": by_unit, "columns": by_unit})
     halves = Arena(torch.float16, device, {"half": right, "rest": right})
     return launch, (tiles, batch * heads, 1), whole, halves
 
 
 def factor(
-    means: Tensor, summary: Tensor, units: Tensor, first: Tensor, bias: Tensor, mixture: Tensor, match: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Halves | None]:
+    means: Tensor, summary: Tensor, units: Tensor, first: Tensor, bias: Tensor, mixture: Tensor, match: Tensor,
+    own: Tensor | None = None, project: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Halves | None, Tensor | None]:  # fmt: skip
     """`rows`, `columns`, `right` and maybe `halves` of `Factors`: of the means of query blocks (b, h, t, d), and of
     summaries and units of key blocks, by parameters (h or 1, ...): first layer and its bias, mixture of summaries,
-    match. The first two lie as `block_scores.by_unit` has them."""
+    match. The first two lie as `block_scores.by_unit` has them.
+
+    For lists of groups, whose scorers are as many as `first`, means are those of query heads, and summaries and units
+    those of key heads. Then also the query side of the match (b, s, r, a, p) of the rows `own` (b, h, r, a, d) by
+    their projections (h, d, p).
+    """
     (batch, heads, t, many, d), parameters = units.shape, (first, bias, mixture, match)
-    steps = [x.stride(0) if x.shape[0] == heads else 0 for x in parameters]
-    options = batch, heads, t, many, d, first.shape[1], match.shape[2]
-    launch, grid, whole, half = prepared(_factoring, units.device, *options, *steps)
-    rows, columns, right, scale = whole()
+    key_heads, grouped, apart = heads, (), ()
+    if own is not None and project is not None:
+        heads = len(first)
+        own, *apart = own_rows(own)
+        grouped = own, project.contiguous()
+        parameters = *parameters[:3], match.contiguous()
+    steps = tuple(x.stride(0) if x.shape[0] == heads else 0 for x in parameters)
+    options = batch, heads, t, many, d, first.shape[1], match.shape[2], steps, key_heads
+    sizes = tuple(own.shape) if own is not None else (), tuple(apart)
+    launch, grid, whole, half = prepared(_factoring, units.device, *options, *sizes)
+    rows, columns, right, scale, *left = whole()
     halves = None
     if PROJECTED % many == 0:
         leading, rest = half()
         halves = leading, rest, scale
-    launch(grid, (means, summary, units, *parameters, rows, columns, right, *(halves or (right,) * 3)))
-    return rows, columns, right, halves
+    results = rows, columns, right, *(halves or (right,) * 3)
+    launch(grid, (means, summary, units, *parameters, *results, *grouped, *left))
+    return rows, columns, right, halves, left[0] if left else None
 
 
 Summary = tuple[Tensor, Tensor, Tensor, Tensor]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ...kernels.triton.primitives import projected
+from ...kernels.triton.primitives import projected, projected_heads
 from .block_scores_kernels import halved
 
 
@@ -125,16 +125,21 @@ def summaries_kernel(
 @triton.jit(do_not_specialize=["blocks", "units"])
 def factor_kernel(
     p_means, p_summary, p_units, p_first, p_bias, p_mixture, p_match, p_rows, p_columns, p_right, p_half, p_rest,
-    p_scale, blocks, units, heads, s_first, s_bias, s_mixture, s_match, apart,
-    BM: tl.constexpr, M: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, RANK: tl.constexpr, RP: tl.constexpr,
-    UNITS: tl.constexpr, PRECISION: tl.constexpr,
+    p_scale, p_own, p_project, p_left, blocks, units, heads, s_first, s_bias, s_mixture, s_match, apart, lines,
+    key_heads, so_b, so_h, so_n, BM: tl.constexpr, M: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    RANK: tl.constexpr, RP: tl.constexpr, UNITS: tl.constexpr, GROUP: tl.constexpr, KEYS: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Of BM query blocks the rows of `Factors`, of key blocks the columns, both unit by unit, of sub-blocks `right`.
 
-    A block has UNITS sub-blocks. Where BM hold whole blocks, `right` is also `split`.
+    A block has UNITS sub-blocks. Where BM hold whole blocks, `right` is also `split`. With GROUP, a list is that of so
+    many query heads and of KEYS of the `key_heads`: summaries are averaged, projections summed, and BM of the `lines`
+    sub-blocks of rows projected too.
     """
     stream = tl.program_id(1).to(tl.int64)
     head = stream % heads
+    # First key head of a list; several lists may read one.
+    key_stream = stream * key_heads // heads if GROUP > 1 else stream
     tiles = tl.cdiv(blocks, BM)
     tile = tl.program_id(0)
     if tile < 2 * tiles:
@@ -145,14 +150,25 @@ def factor_kernel(
         p_first += head * s_first
         p_out = p_rows
         if tile < tiles:
-            p_tile = p_means + (stream * blocks + o_i)[:, None] * D + o_d[None, :]
-            b_x = tl.load(p_tile, mask=b_exist[:, None] & b_wide[None, :], other=0.0)
+            b_mask = b_exist[:, None] & b_wide[None, :]
+            p_tile = p_means + (stream * GROUP * blocks + o_i)[:, None] * D + o_d[None, :]
+            b_x = tl.load(p_tile, mask=b_mask, other=0.0)
+            if GROUP > 1:
+                for one in range(1, GROUP):
+                    b_x += tl.load(p_tile + one * blocks * D, mask=b_mask, other=0.0)
+                b_x *= 1.0 / GROUP
         else:
             p_first += D
             p_out = p_columns
-            p_summary += stream * blocks * (3 * D)
+            p_summary += key_stream * blocks * (3 * D)
             p_mixture += head * s_mixture
-            b_x = projected(p_summary, p_mixture, o_i, b_exist, o_d, 3 * D, 3 * D, D, DP, PRECISION)
+            if KEYS > 1:
+                b_x = projected_heads(
+                    p_summary, p_mixture, o_i, b_exist, o_d, 3 * D, blocks * (3 * D), 0, 3 * D, D, DP, KEYS, PRECISION
+                )
+                b_x *= 1.0 / KEYS
+            else:
+                b_x = projected(p_summary, p_mixture, o_i, b_exist, o_d, 3 * D, 3 * D, D, DP, PRECISION)
         for first in range(0, M, BM):
             o_m = first + tl.arange(0, BM)
             b_mask = b_wide[:, None] & (o_m < M)[None, :]
@@ -162,11 +178,27 @@ def factor_kernel(
                 b_out += tl.load(p_bias + head * s_bias + o_m, mask=o_m < M, other=0.0).to(tl.float32)[None, :]
             p_tile = p_out + (stream * M + o_m[None, :]) * apart + o_i[:, None]
             tl.store(p_tile, b_out, mask=b_exist[:, None] & (o_m < M)[None, :])
+    elif GROUP > 1 and tile >= 2 * tiles + tl.cdiv(units, BM):
+        o_i = (tile - 2 * tiles - tl.cdiv(units, BM)) * BM + tl.arange(0, BM)
+        o_r = tl.arange(0, RP)
+        p_own += (stream // heads) * so_b + head * GROUP * so_h
+        b_left = projected_heads(
+            p_own, p_project + head * (GROUP * D * RANK), o_i.to(tl.int64), o_i < lines, o_r, so_n, so_h, D * RANK,
+            D, RANK, RP, GROUP, PRECISION,
+        )  # fmt: skip
+        p_tile = p_left + (stream * lines + o_i)[:, None] * RANK + o_r[None, :]
+        tl.store(p_tile, b_left, mask=(o_i < lines)[:, None] & (o_r < RANK)[None, :])
     else:
         o_i = (tile - 2 * tiles) * BM + tl.arange(0, BM)
         o_r = tl.arange(0, RP)
-        p_units += stream * units * D
-        b_right = projected(p_units, p_match + head * s_match, o_i, o_i < units, o_r, D, D, RANK, RP, PRECISION)
+        p_units += key_stream * units * D
+        if KEYS > 1:
+            b_right = projected_heads(
+                p_units, p_match + head * (KEYS * D * RANK), o_i, o_i < units, o_r, D, units * D, D * RANK,
+                D, RANK, RP, KEYS, PRECISION,
+            )  # fmt: skip
+        else:
+            b_right = projected(p_units, p_match + head * s_match, o_i, o_i < units, o_r, D, D, RANK, RP, PRECISION)
         o_right = (stream * units + o_i)[:, None] * RANK + o_r[None, :]
         b_mask = (o_i < units)[:, None] & (o_r < RANK)[None, :]
         tl.store(p_right + o_right, b_right, mask=b_mask)
