@@ -104,8 +104,6 @@ class Planned:
         """Those of the terms that are given, as arguments of the operation; `dense` weights have none of them."""
         named = {"softcap": softcap, "bias": bias, "bias_positions": bias_positions}
         terms = {name: term for name, term in named.items() if term is not None}
-        if terms:
-            self._check_whole(" and ".join(terms))
         if terms and dense:
             raise must(f"dense weights must come without {' and '.join(terms)}", "both", "Leave the weights out.")
         return terms

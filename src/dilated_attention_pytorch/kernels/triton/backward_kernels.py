@@ -354,10 +354,9 @@ def attention_dkv_bwd_kernel(
         p_row_delta = p_delta + stream * q_length
         p_tokens = p_positions + head * q_length
         p_others, p_own = places_of_head(p_places, p_key_places, s_places, head)
-        p_table = p_bias
+        bias = p_bias, p_own, p_others, bias_size, bias_columns, o_key, b_exist
         if p_bias is not None:
-            p_table = p_bias + head * bias_size
-        bias = p_table, p_own, p_others, bias_size, bias_columns, o_key, b_exist
+            bias = p_bias + head * bias_size, p_own, p_others, bias_size, bias_columns, o_key, b_exist
         b_key = tokens_of(p_positions + (heads + head) * k_length, o_key, b_exist, POSITIONS)
         # Whole tiles, then partial ones.
         for MASKED in tl.static_range(2 if PARTIAL else 1):
@@ -393,10 +392,9 @@ def attention_dkv_bwd_kernel(
                 c_key = tokens_of(p_positions + (heads + c_head) * k_length, o_key, b_exist, POSITIONS)
                 c_stream = batch * heads + c_head
                 p_others, p_own = places_of_head(p_places, p_key_places, s_places, c_head)
-                p_table = p_bias
+                c_bias = p_bias, p_own, p_others, bias_size, bias_columns, o_key, b_exist
                 if p_bias is not None:
-                    p_table = p_bias + c_head * bias_size
-                c_bias = p_table, p_own, p_others, bias_size, bias_columns, o_key, b_exist
+                    c_bias = p_bias + c_head * bias_size, p_own, p_others, bias_size, bias_columns, o_key, b_exist
                 for c in tl.range(0, (c_row[1] - c_row[0] + c_row[4] - c_row[3]) * SUB, num_stages=1):
                     c_tile, c_mask, whole = careful_entry(p_lists, mask_shift, c_row, c // SUB)
                     c_first, c_end, o_part = streamed(q_axis, c_tile, c_offset, c, BLOCK, CAREFUL, STRIDED)
