@@ -330,7 +330,8 @@ def _executor(
     if not typed and members == 1:
         raise wrong
     rank = rank_in(group, layout.world if typed else members)
-    spec, text, scale, terms, failure = None, "", 1.0, (), None
+    spec, text, scale, failure = None, "", 1.0, None
+    table, positions = None, None
     try:
         if not typed:
             raise wrong
@@ -340,7 +341,6 @@ def _executor(
             check_sink(tensors[0], sink)
         scale = call.scale_for(tensors[0].shape[3])
         table, positions = bias.for_kernels(tensors[0], layout.n)
-        terms = call.softcap or 0.0, table, positions
         if backend != "auto":
             # A rank without tokens computes nothing; an unknown name must be an error on all ranks.
             backend_named(backend)
@@ -374,7 +374,7 @@ def _executor(
             cache[key] = schedule.to(device)
     if seed is not None:
         seed = torch.tensor([agreement.seed], device=device)
-    settings = KernelSettings(scale, backend, call.dropout_p, seed, *terms)
+    settings = KernelSettings(scale, backend, call.dropout_p, seed, call.softcap or 0.0, table, positions)
     return Executor(transport, [cache[key]], settings, [padding], needs_grad)
 
 

@@ -156,7 +156,7 @@ class GradientSums(NamedTuple):
     @staticmethod
     def start(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> GradientSums:
         table = None if bias is None else torch.zeros_like(bias, dtype=torch.float64)
-        return GradientSums(*(zeros_for(x) for x in (query, key, value)), table)
+        return GradientSums(zeros_for(query), zeros_for(key), zeros_for(value), table)
 
     def add_bias(self, grads: Gradients, heads: slice = slice(None)) -> None:
         if self.bias is not None and isinstance(grads, BiasedGradients):

@@ -204,8 +204,8 @@ def _chunks(call: AttentionCall, size: int) -> Iterator[_Chunk]:
                 one = slice(head, head + 1)
                 alone = _cut(call, (some, one, every), keys)
                 for span in spans(call.plan, size):
-                    by_rows = call.bias is not None and call.bias_positions is None and size < n
-                    entries = _entries(call.bias, span) if by_rows else None
+                    by_row = call.bias if call.bias_positions is None and size < n else None
+                    entries = None if by_row is None else _entries(by_row, span)
                     yield _Chunk(
                         _of_span(call, alone, span, head, entries),
                         (some, one, slice(span.first, span.last)),

@@ -134,7 +134,7 @@ class Streamer:
         terms = f" and softcap {softcap!r}" if softcap else ""
         for name, tensor in (("bias", self.bias), ("bias_positions", self.bias_positions)):
             if tensor is not None:
-                terms += f", {name} {sha256(tensor.detach().cpu().numpy()).hexdigest()[:12]}"
+                terms += f", {name} {sha256(tensor.detach().cpu().numpy().tobytes()).hexdigest()[:12]}"
         self.about = StreamShape(shape, self.dtype, f"{self.pattern.describe()} at scale {self.scale!r}{terms}")
 
     @property
