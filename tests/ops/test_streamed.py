@@ -418,15 +418,18 @@ def test_progress_is_told_with_the_time_left(capsys: pytest.CaptureFixture, monk
 
 
 @pytest.mark.parametrize(("text", "causal"), [(LADDER, False), (LADDER, True), ("window:9 | global:3", True)])
-def test_a_layer_over_token_ids_is_the_layer_over_all_rows(text: str, causal: bool, tmp_path: Path):
-    layer = StreamedLayer(32, 4, text, max_tokens=3000, is_causal=causal, dtype=torch.float64)
+@pytest.mark.parametrize("terms", [{}, {"softcap": 1.5, "bias": torch.linspace(-2, 2, 4 * 31).view(4, 31)}])
+def test_a_layer_over_token_ids_is_the_layer_over_all_rows(text: str, causal: bool, terms: dict, tmp_path: Path):
+    layer = StreamedLayer(32, 4, text, max_tokens=3000, is_causal=causal, dtype=torch.float64, **terms)
     ids = torch.randint(256, (300,), dtype=torch.uint8)
     pattern = parse(text) & parse("causal") if causal else parse(text)
     query, key, value = layer.heads(layer.embed(ids, torch.arange(300)))
     seed = torch.randn(32, dtype=torch.float64)
     from oracle import dense_attention, multiplicities
 
-    rows = layer.project(dense_attention(query, key, value, multiplicities(pattern, 300, 4))[0])
+    bias = None if layer.bias is None else bias_of_pairs(layer.bias, 300)
+    dense = dense_attention(query, key, value, multiplicities(pattern, 300, 4), bias=bias, softcap=terms.get("softcap"))
+    rows = layer.project(dense[0])
     wanted = torch.autograd.grad((rows.mean(0) * seed).sum(), list(layer.parameters()))
     pooled = layer(ids, chunk=64)
     assert error(pooled, rows.detach().mean(0)) < 1e-12
