@@ -254,6 +254,7 @@ def test_large_biases_do_not_overflow_in_filler_rows():
     query, key, value = (x.float().requires_grad_() for x in problem.inputs()[:3])
     table = torch.full((problem.heads, 3), 500.0, requires_grad=True)
     layout = SequenceLayout.contiguous(problem.n, 3)
-    output, _ = virtual_attention(query, key, value, problem.pattern, layout, enable_gqa=True, bias=table)
+    terms = {"bias": table, "backend": "cpu"}
+    output, _ = virtual_attention(query, key, value, problem.pattern, layout, enable_gqa=True, **terms)
     for grad in torch.autograd.grad(output.sum(), (query, key, value, table)):
         assert grad.isfinite().all()
