@@ -61,16 +61,21 @@ def dense_attention(
 
 
 def bias_of_pairs(table: Tensor, n: int, positions: Tensor | None = None) -> Tensor:
-    """Entries of a table (heads, *widths) for all pairs, (batch or 1, heads, n, n), differentiable."""
+    """Entries of a table (heads, *widths) for all pairs, (batch or 1, heads, n, n), differentiable.
+
+    Positions (2, heads, n, axes) are those of queries and of keys, by head.
+    """
     if positions is None:
         positions = torch.arange(n)[:, None]
     positions = positions[None] if positions.dim() == 2 else positions
-    steps = positions[:, None, :, :] - positions[:, :, None, :]
-    entry = [slice(None)]
+    by_head = positions.dim() == 4
+    at, key_at = positions if by_head else (positions, positions)
+    steps = key_at[:, None, :, :] - at[:, :, None, :]
+    entry = [torch.arange(len(table))[:, None, None] if by_head else slice(None)]
     for axis, width in enumerate(table.shape[1:]):
         reach = (width - 1) // 2
         entry.append(steps[..., axis].clip(-reach, reach) + reach)
-    return table[tuple(entry)].movedim(0, 1)
+    return table[tuple(entry)][None] if by_head else table[tuple(entry)].movedim(0, 1)
 
 
 def answer(

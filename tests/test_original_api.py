@@ -99,3 +99,63 @@ def test_longnet_of_two_stacks_takes_one_input():
     assert dap.LongNet(**sizes, **ladder)(x).shape == x.shape
     assert dap.LongNet(**sizes, **ladder)(x, is_causal=False).shape == x.shape
     assert dap.LongNetLM(num_tokens=40, **sizes, **ladder)(torch.randint(40, (2, 50))).shape == (2, 50, 40)
+
+
+LADDER = {"segment_lengths": [64, 128], "dilation_rates": [1, 2]}
+HEADS = {"embed_dim": 32, "num_heads": 4}
+POOL = "enable_memory_pool enable_profiling lightweight_pool"
+RING = "use_gradient_checkpointing use_memory_pool memory_pool_size enable_error_recovery mixed_precision "
+RING += "log_memory_usage attention_scale use_tf32 block_size use_checkpointing use_pattern_cache "
+RING += "memory_pool_threshold_mb max_cached_buffers"
+BLOCKS = "enable_batched_ops cache_size use_sparse_backend sparse_threshold use_tf32"
+CONFIG = "compression_ratio load_balance_threshold adaptive_sparsity_rate enable_async_communication "
+CONFIG += "enable_gradient_compression enable_load_balancing enable_memory_pool enable_pinned_memory"
+KEYWORDS = {
+    "DilatedAttention": (LADDER, f"op use_tf32 {POOL}"),
+    "ImprovedMultiheadDilatedAttention": (HEADS | LADDER, "op use_tf32 enable_memory_pool enable_profiling"),
+    "RingDilatedAttention": (LADDER, f"{RING} {POOL}"),
+    "RingMultiheadDilatedAttention": (
+        HEADS | LADDER,
+        "block_size use_checkpointing use_tf32 use_flash_attention compile_model",
+    ),
+    "BlockSparseRingDilatedAttention": (LADDER, f"{BLOCKS} dropout {POOL}"),
+    "BlockSparseRingMultiheadDilatedAttention": (HEADS | LADDER, f"{BLOCKS} pattern_cache_size {POOL}"),
+    "BlockSparseRingDistributedDilatedAttention": (
+        HEADS | LADDER,
+        "enable_deepspeed_integration enable_apex_optimization monitoring_interval sparsity_ratio sparse_config",
+    ),
+    "BlockSparseAdaptive": (LADDER | {"num_heads": 4, "head_dim": 8}, f"{BLOCKS} dropout sparsity_ratio {POOL}"),
+    "create_block_sparse_attention": ({}, "pattern_type enable_memory_pool"),
+    "SparsePatternConfig": ({}, "local_window_size"),
+    "DistributedSparseConfig": ({}, CONFIG),
+    "AdaptiveConfig": ({}, "sparsity_reg_weight"),
+}
+"""class of the original library -> arguments, keywords it had that no class here takes"""
+
+
+@pytest.mark.parametrize(
+    ("name", "keyword"), [(n, word) for n, (_, words) in KEYWORDS.items() for word in names(words)]
+)
+def test_original_keywords_name_a_replacement(name, keyword):
+    make, (arguments, _) = getattr(dap, name), KEYWORDS[name]
+    replacement = re.escape(compat.REPLACED_KEYWORDS[keyword])
+    with pytest.raises(TypeError, match=rf"no keyword '{keyword}' .*; {replacement} \(docs/migration.md\)$"):
+        make(**arguments, **{keyword: 1})
+    assert f"`{keyword}=" in MIGRATION, "no row in docs/migration.md"
+
+
+def test_keywords_in_the_table_are_those_of_the_original():
+    assert {*compat.REPLACED_KEYWORDS} == {word for _, words in KEYWORDS.values() for word in names(words)}
+
+
+@pytest.mark.parametrize("kind", ["DilatedAttention", "MultiheadDilatedAttention"])
+def test_attention_mask_of_a_call_names_key_padding_mask(kind):
+    module = getattr(dap, kind)(**(LADDER if kind == "DilatedAttention" else HEADS | LADDER))
+    rows = torch.randn(3, 1, 8, 4, 8) if kind == "DilatedAttention" else torch.randn(3, 1, 8, 32)
+    with pytest.raises(TypeError, match=rf"{kind}.forward\(\) got .* 'attention_mask'; padding goes into key_padding"):
+        module(*rows, attention_mask=None)
+
+
+def test_other_wrong_keywords_keep_python_s_error():
+    with pytest.raises(TypeError, match="got an unexpected keyword argument 'segments'"):
+        dap.DilatedAttention([64], [1], segments=3)

@@ -106,8 +106,8 @@ _MODULES = {
     "LongNetLM": "models",
     "SlideConfig": "models",
     "SlideEncoder": "models",
-    "ImprovedDilatedAttention": "compat",
-    "ImprovedMultiheadDilatedAttention": "compat",
+    "ImprovedDilatedAttention": "nn",
+    "ImprovedMultiheadDilatedAttention": "nn",
 }
 """Public name -> module that has it. `__init__.pyi` holds the same names for type checkers.
 
@@ -131,7 +131,7 @@ def __getattr__(name: str) -> object:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if find_spec(f"{__name__}.{name}") is not None:
         return import_module(f".{name}", __name__)
-    return import_module(".compat", __name__).older_name(name, __all__)
+    return __getattr__(import_module(".compat", __name__).older_name(name, __all__))
 
 
 def __dir__() -> list[str]:

@@ -1,5 +1,3 @@
-from .compat import ImprovedDilatedAttention as ImprovedDilatedAttention
-from .compat import ImprovedMultiheadDilatedAttention as ImprovedMultiheadDilatedAttention
 from .distributed import DistributedSparseConfig as DistributedSparseConfig
 from .distributed import SequenceLayout as SequenceLayout
 from .distributed import context_parallel_attention as context_parallel_attention
@@ -32,6 +30,8 @@ from .nn import BlockSparseTorchSparse as BlockSparseTorchSparse
 from .nn import DilatedAttention as DilatedAttention
 from .nn import HierarchicalConfig as HierarchicalConfig
 from .nn import ImportanceScorer as ImportanceScorer
+from .nn import ImprovedDilatedAttention as ImprovedDilatedAttention
+from .nn import ImprovedMultiheadDilatedAttention as ImprovedMultiheadDilatedAttention
 from .nn import KVCache as KVCache
 from .nn import MultiheadBlockSparseAdaptive as MultiheadBlockSparseAdaptive
 from .nn import MultiheadDilatedAttention as MultiheadDilatedAttention

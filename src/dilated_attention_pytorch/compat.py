@@ -1,15 +1,15 @@
-"""Names of the original library: renamed classes, and the replacement of every name that has none here."""
+"""Names and keywords of the original library: renamed classes, and the replacement of all that has none here."""
 
 from __future__ import annotations
 
+import re
 import warnings
+from collections.abc import Callable
 from difflib import get_close_matches
-from typing import Any
+from functools import wraps
+from typing import Any, TypeVar
 
-from . import nn
-
-ImprovedDilatedAttention = nn.DilatedAttention
-ImprovedMultiheadDilatedAttention = nn.MultiheadDilatedAttention
+Kind = TypeVar("Kind")
 
 OLDER_NAMES = {
     "BlockSparseAttention": "BlockSparseRingDilatedAttention",
@@ -75,9 +75,79 @@ REPLACED = {
 }
 """name of the original library without a counterpart -> replacement"""
 
+_CACHE = "leave it out: plans are cached, see plan_cache.info()"
+_MEASURE = "use torch.profiler, and `dap plan` for memory"
+_BLOCKS = "leave it out: the kernels skip every block that is not kept"
+_BALANCE = "use layout='zigzag', which balances causal patterns"
+_CHECKPOINT = "use torch.utils.checkpoint.checkpoint around the module"
 
-def older_name(name: str, public: list[str]) -> Any:
-    """Present object of an older name, with a `DeprecationWarning`; an error for names close to `public` ones.
+REPLACED_KEYWORDS = {
+    "adaptive_sparsity_rate": "use BlockSparseAdaptive, which learns the blocks",
+    "attention_scale": "use softmax_scale=",
+    "block_size": "leave it out: ranks fetch only rows they need; transfer={'receive_budget': bytes} bounds them",
+    "cache_size": _CACHE,
+    "compile_model": "use torch.compile(module)",
+    "compression_ratio": "use gradient_compression_ratio=",
+    "dropout": "use attention_dropout=",
+    "enable_apex_optimization": "leave it out: no apex is needed",
+    "enable_async_communication": "use transfer={'overlap': 'local'} of the module",
+    "enable_batched_ops": "leave it out: all blocks of a call run at once",
+    "enable_deepspeed_integration": "leave it out: DDP, FSDP2 and DeepSpeed take the module as it is",
+    "enable_error_recovery": "use distributed.attempt and distributed.regroup",
+    "enable_gradient_compression": "use gradient_compression_ratio=",
+    "enable_load_balancing": _BALANCE,
+    "enable_memory_pool": _POOL,
+    "enable_pinned_memory": _POOL,
+    "enable_profiling": _MEASURE,
+    "lightweight_pool": _POOL,
+    "load_balance_threshold": _BALANCE,
+    "local_window_size": "use window_size=",
+    "log_memory_usage": _MEASURE,
+    "max_cached_buffers": _POOL,
+    "memory_pool_size": _POOL,
+    "memory_pool_threshold_mb": _POOL,
+    "mixed_precision": "use torch.autocast, or tensors in bfloat16",
+    "monitoring_interval": _MEASURE,
+    "op": "use backend=, a name from backends()",
+    "pattern_cache_size": _CACHE,
+    "pattern_type": "use sparse_config=SparsePatternConfig(pattern_type=...)",
+    "sparse_config": "use distributed_config=DistributedSparseConfig(...)",
+    "sparse_threshold": _BLOCKS,
+    "sparsity_ratio": "use distributed_config=DistributedSparseConfig(sparsity_ratio=...), or for learned blocks "
+    "adaptive_config=AdaptiveConfig(base_sparsity=...), the fraction dropped",
+    "sparsity_reg_weight": "leave it out: base_sparsity, k_min and k_max set the number of blocks",
+    "use_checkpointing": _CHECKPOINT,
+    "use_flash_attention": "use backend=, a name from backends()",
+    "use_gradient_checkpointing": _CHECKPOINT,
+    "use_memory_pool": _POOL,
+    "use_pattern_cache": _CACHE,
+    "use_sparse_backend": _BLOCKS,
+    "use_tf32": "use torch.set_float32_matmul_precision",
+}
+"""keyword of the original library -> replacement, in classes that do not take it"""
+
+
+def names_replacements(kind: type[Kind]) -> type[Kind]:
+    """Class decorator: the error for an unknown keyword of the original library has its replacement."""
+    construct: Callable[..., None] = kind.__init__
+
+    @wraps(construct)
+    def checked(self: Any, *args: Any, **options: Any) -> None:
+        try:
+            construct(self, *args, **options)
+        except TypeError as error:
+            found = re.search(r"unexpected keyword argument '(\w+)'", str(error))
+            if found is None or found[1] not in options or found[1] not in REPLACED_KEYWORDS:
+                raise
+            first = f"{type(self).__name__}() has no keyword {found[1]!r} of the original library"
+            raise TypeError(f"{first}; {REPLACED_KEYWORDS[found[1]]} (docs/migration.md)") from None
+
+    kind.__init__ = checked
+    return kind
+
+
+def older_name(name: str, public: list[str]) -> str:
+    """Present name of an older one, with a `DeprecationWarning`; an error for names close to `public` ones.
 
     A replaced name raises `ImportError`: `from package import name` discards the text of an `AttributeError`.
     """
@@ -92,4 +162,4 @@ def older_name(name: str, public: list[str]) -> Any:
         raise AttributeError(f"module 'dilated_attention_pytorch' has no attribute {name!r}{hint}")
     present = OLDER_NAMES[name]
     warnings.warn(f"{name} is now called {present}", DeprecationWarning, stacklevel=3)
-    return getattr(nn, present)
+    return present

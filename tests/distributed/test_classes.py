@@ -21,7 +21,7 @@ UNEVEN = SequenceLayout.of_lengths([60, 0, 13, 77])
 
 
 def same_rows(over, alone, shape, layout, rank: int, **settings) -> None:
-    """Output, gradients of the input and, summed over ranks, those of the parameters."""
+    """Output, gradients of the input and, summed over ranks, those of the parameters and of a bias."""
     generator = torch.Generator().manual_seed(5)
     whole = torch.randn(*shape, generator=generator, dtype=torch.float64)
     grad = torch.randn(*shape, generator=generator, dtype=torch.float64)
@@ -38,11 +38,15 @@ def same_rows(over, alone, shape, layout, rank: int, **settings) -> None:
 
 def _answer(module, x, grad, settings):
     x = x.detach().clone().requires_grad_()
+    shared = [*module.parameters()]
+    if "bias" in settings:
+        settings = settings | {"bias": settings["bias"].clone().requires_grad_()}
+        shared.append(settings["bias"])
     torch.manual_seed(1)
     output = module(x, x, x, **settings)
     output = output[0] if isinstance(output, tuple) else output
     (output * grad).sum().backward()
-    return output.detach(), x.grad, [p.grad for p in module.parameters()]
+    return output.detach(), x.grad, [p.grad for p in shared]
 
 
 def modules_over_ranks(rank: int, world: int) -> None:
@@ -69,6 +73,10 @@ def modules_over_ranks(rank: int, world: int) -> None:
     over = dap.RingMultiheadDilatedAttention(32, 4, *ladder, process_group=group, layout=zigzag, **heads)
     alone = dap.MultiheadDilatedAttention(32, 4, *ladder, **heads)
     same_rows(over, alone, (2, N, 32), zigzag, rank, is_causal=True)
+    for module in (over, alone):
+        module.zero_grad()
+    terms = {"softcap": 2.0, "bias": torch.randn(4, 41, generator=torch.Generator().manual_seed(2)).double()}
+    same_rows(over, alone, (2, N, 32), zigzag, rank, is_causal=True, **terms)
     over, alone = copy.deepcopy(over), copy.deepcopy(alone)
     over.ranks.layout = "contiguous"
     bounds = torch.tensor([0, 40, 90, N])

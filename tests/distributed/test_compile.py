@@ -22,9 +22,11 @@ def one_graph(rank: int, world: int) -> None:
     torch.manual_seed(0)
     whole = [torch.randn(1, 2, 48, 8, dtype=torch.float64) for _ in range(3)]
     leaves = [shard_sequence(x, layout, rank).clone().requires_grad_() for x in whole]
+    leaves.append(torch.randn(2, 21, dtype=torch.float64, requires_grad=True))
 
-    def attend(q, k, v):
-        return context_parallel_attention(q * 2, k, v, "dilated:8x1,32x4", layout, is_causal=True) * 3
+    def attend(q, k, v, table):
+        terms = {"softcap": 3.0, "bias": table}
+        return context_parallel_attention(q * 2, k, v, "dilated:8x1,32x4", layout, is_causal=True, **terms) * 3
 
     compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
     for _ in range(2):

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from cases import BY_NAME, PROBLEMS
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from oracle import answer, error, multiplicities
+from oracle import answer, bias_of_pairs, dense_attention, error, multiplicities
 from strategies import problems
 from worlds import on_virtual_ranks as run
 
@@ -207,3 +207,54 @@ def test_schedule_moves_with_all_tensors_that_kernels_read():
         for stage in moved.stages:
             read += [stage.source, *tensors_of(stage.work)]
         assert {x.device.type for x in read} == {"meta"}
+
+
+def dense_with_bias(leaves, table, problem, positions=None, **options):
+    n, padding = problem.n, problem.key_padding_mask()
+    counts = multiplicities(problem.pattern, n, problem.heads)
+    return dense_attention(
+        *leaves, counts, bias=bias_of_pairs(table, n, positions), key_padding_mask=padding, **options
+    )
+
+
+@pytest.mark.parametrize("widths", [(41,), (5, 9)])
+@pytest.mark.parametrize("name", ["dilated-block-offset", "global-window", "padded"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"overlap": "local"}, {"exchange": "ring"}, {"receive_budget": 4000}],
+    ids=["direct", "local", "ring", "stages"],
+)
+def test_biases_and_soft_caps_match_the_oracle(name, widths, options):
+    """The distance is that of tokens, wherever they lie; shares in the gradient of the table add up."""
+    problem = BY_NAME[name]
+    inputs, terms = problem.inputs(), {"softcap": 1.5}
+    table = torch.randn(problem.heads, *widths, dtype=torch.float64).mul_(2).requires_grad_()
+    positions = torch.randint(0, 20, (problem.n, 2)) if len(widths) > 1 else None
+    leaves = [*(x.requires_grad_() for x in inputs[:3]), table]
+    wanted = dense_with_bias(leaves[:3], table, problem, positions, **terms)
+    layouts = layouts_of(problem.n)
+    for where in ("alone", "three zigzag", "uneven, one empty"):
+        if where == "alone" and options:
+            continue
+        found = virtual_attention(
+            *leaves[:3], problem.pattern, layouts[where], enable_gqa=True, bias=table, bias_positions=positions,
+            key_padding_mask=problem.key_padding_mask(), **terms, **options,
+        )  # fmt: skip
+        grads = []
+        for output, lse in (found, wanted):
+            objective = (output * inputs.grad_output).sum()
+            objective = objective + torch.where(lse.isfinite(), lse * inputs.grad_lse, 0.0).sum()
+            grads.append(torch.autograd.grad(objective, leaves, retain_graph=True))
+        for got, want in zip((*found, *grads[0]), (*wanted, *grads[1]), strict=True):
+            assert error(got, want.detach()) <= 1e-11, where
+
+
+def test_large_biases_do_not_overflow_in_filler_rows():
+    problem = BY_NAME["dilated-block-offset"]
+    query, key, value = (x.float().requires_grad_() for x in problem.inputs()[:3])
+    table = torch.full((problem.heads, 3), 500.0, requires_grad=True)
+    layout = SequenceLayout.contiguous(problem.n, 3)
+    terms = {"bias": table, "backend": "cpu"}
+    output, _ = virtual_attention(query, key, value, problem.pattern, layout, enable_gqa=True, **terms)
+    for grad in torch.autograd.grad(output.sum(), (query, key, value, table)):
+        assert grad.isfinite().all()

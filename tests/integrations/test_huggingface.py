@@ -153,7 +153,7 @@ def test_what_cannot_be_honoured_raises(llama):
     with pytest.raises(ValueError, match="output_attentions must come without softcap and position_bias, got softcap"):
         attend(module, q, q, q, None, output_attentions=True, softcap=3.0)
     with pytest.raises(TypeError, match="as a pattern"):
-        attend(module, q, q, q, torch.zeros(1, 1, 5, 5))
+        attend(module, q, q, q, torch.ones(1, 1, 5, 5).tril().log())
     with pytest.raises(ValueError, match="query and key must have the same length"):
         attend(module, q, k, k, None, is_causal=False)
     with pytest.raises(ValueError, match="dropout"):
@@ -224,8 +224,8 @@ def test_cross_attention_stays_full(encoded):
     real = torch.ones(2, encoded, dtype=torch.long)
     real[1, 20:] = 0
     cross = model.decoder.layers[0].encoder_attn
-    assert huggingface._is_cross_attention(cross, False, True)
-    assert not huggingface._is_cross_attention(model.encoder.layers[0].self_attn, False, True)
+    assert huggingface._is_cross_attention(cross, False, True, False)
+    assert not huggingface._is_cross_attention(model.encoder.layers[0].self_attn, False, True, False)
     seen = {}
 
     def keep(module, inputs, output):

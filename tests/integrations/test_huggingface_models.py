@@ -372,7 +372,7 @@ def test_masks_of_the_model_code_are_refused():
     model = model_of("llama")
     model.set_attn_implementation("dap")
     with pytest.raises(TypeError, match="write them as a pattern"):
-        model(tokens(), attention_mask=torch.zeros(2, 1, 40, 40))
+        model(tokens(), attention_mask=torch.ones(2, 1, 40, 40).tril().log())
 
 
 def test_masks_are_for_attention_functions_alone():

@@ -53,7 +53,7 @@ class Trial(NamedTuple):
     bias: tuple[int, ...] = ()
     """widths of a table by distance"""
     places: int = 0
-    """samples with positions of their own for the bias; 0 for row numbers"""
+    """samples with positions of their own for the bias; 0 for row numbers, -1 for positions by head and side"""
     masks: bool = False
     """entries of -inf for distances at and beyond the ends of the table"""
 
@@ -128,6 +128,8 @@ TRIALS = {
     "bias of split rows": Trial("global-window", short_pieces=True, bias=(21,)),
     "bias by positions": Trial("gqa", bias=(41,), places=1, softcap=2.0),
     "bias by two distances": Trial("window-causal", bias=(5, 9), places=2),
+    "bias of rows elsewhere": Trial("gqa", bias=(41,), places=-1, softcap=2.0),
+    "bias by two distances of rows elsewhere": Trial("dilated-block-offset", block_size=32, bias=(5, 9), places=-1),
     "bias, half precision": Trial("wide-value", dtype=torch.float16, bias=(15, 3), places=1),
     "bias, bad key": Trial("window-causal", block_size=32, bad=("key", 20), bias=(9,)),
     "bias, bad gradient": Trial("dilated-block-offset", block_size=32, bad=("grad_output", 33), bias=(9,)),
@@ -160,7 +162,8 @@ def errors(trial: Trial) -> dict[str, float]:
     call = replace(call, softcap=trial.softcap)
     if trial.bias:
         generator = torch.Generator().manual_seed(1)
-        shape = trial.places, problem.n, len(trial.bias)
+        lead = (2, problem.heads) if trial.places < 0 else (trial.places,)
+        shape = *lead, problem.n, len(trial.bias)
         places = torch.randint(-20, 20, shape, generator=generator) if trial.places else None
         table = 2 * torch.randn(problem.heads, *trial.bias, generator=generator)
         if trial.masks:

@@ -11,7 +11,7 @@ SMALL_SHARED_MEMORY = 101376
 """The same on the smaller GPUs, which run the same tiles in single precision."""
 INTEGERS = ("p_work", "p_heads", "p_owners", "p_rows", "p_lists", "p_masks")
 TOKENS = ("p_q_axis", "p_k_axis", "p_seed", "p_positions", "p_source", "p_tile", "p_first", "p_order", "p_place")
-TOKENS += ("p_places", "p_bias_sum")
+TOKENS += ("p_places", "p_key_places", "p_bias_sum")
 FLOATS = ("p_lse", "p_delta", "p_carry", "p_sum", "p_sum_k", "p_sum_v", "p_weight", "p_part_lse", "p_listed")
 FLOATS += ("p_bias", "p_bias_bad", "p_bias_unit")
 NUMBERS = ("scale", "scale_log2", "cap_scale", "inverse_keep", "coverage", "root")
@@ -22,7 +22,8 @@ PLAIN = dict.fromkeys(
 CAP = ("cap_scale",)
 BIAS = ("p_bias", "bias_size", "p_bias_sum", "p_bias_bad", "p_bias_unit")
 BIAS_BY_PLACE = (*BIAS, "p_places", "s_places", "bias_columns")
-PLAIN |= dict.fromkeys(CAP + BIAS_BY_PLACE)
+BIAS_BY_HEAD = (*BIAS_BY_PLACE, "p_key_places")
+PLAIN |= dict.fromkeys(CAP + BIAS_BY_HEAD)
 ENDS = dict.fromkeys(("CARRY_IN", "CARRY_OUT", "SUM_IN", "SUM_OUT"), False)
 
 
@@ -103,7 +104,11 @@ def test_kernel_fits_a_multiprocessor(name, d, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize(("d", "rows"), [(64, "*bf16"), (256, "*bf16"), (64, "*fp32")])
 @pytest.mark.parametrize("name", ["forward", "dq", "dkv"])
-@pytest.mark.parametrize("features", [CAP, BIAS, CAP + BIAS_BY_PLACE], ids=["cap", "bias", "cap-places"])
+@pytest.mark.parametrize(
+    "features",
+    [CAP, BIAS, CAP + BIAS_BY_PLACE, CAP + BIAS_BY_HEAD],
+    ids=["cap", "bias", "cap-places", "cap-places-by-head"],
+)
 def test_kernels_with_scores_changed_fit(name, d, rows, features, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     from dilated_attention_pytorch.kernels.triton import launches

@@ -82,6 +82,8 @@ NAMES = [
     "bias of split rows",
     "bias by positions",
     "bias by two distances",
+    "bias of rows elsewhere",
+    "bias by two distances of rows elsewhere",
     "bias, half precision",
     "bias, bad key",
     "bias, bad gradient",

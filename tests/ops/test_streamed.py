@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from cases import BY_NAME, PROBLEMS, Inputs, Problem
-from oracle import answer, error
+from oracle import answer, bias_of_pairs, error, table_gradient
 
 from dilated_attention_pytorch import Dilated, attention_with_lse, parse
 from dilated_attention_pytorch.kernels.cpu.native import library_path
@@ -76,6 +76,41 @@ def test_short_chunks_have_the_gradients_of_the_whole(text: str, size: float, so
     streamed_gradients(source, text, grad_of, chunk=8, backend=backend, softcap=softcap)
     for got, grad in zip(source.grads, wanted[2:], strict=True):
         assert error(got, grad) < 1e-9
+
+
+@pytest.mark.parametrize("backend", CPU_BACKENDS)
+@pytest.mark.parametrize(("widths", "size"), [((41,), 2.0), ((5, 9), 2.0), ((3,), 2000.0)])
+@pytest.mark.parametrize("text", ["dilated:58x3,129x7", "dilated:32x4,96x8 & causal", "window:20 | global:3"])
+def test_biases_match_dense_in_short_chunks(text: str, widths: tuple[int, ...], size: float, backend: str):
+    # Filler rows have scores, too: a large bias makes their weights overflow unless their LSE is as large.
+    problem = Problem(name=text, text=text, n=129, heads=4, key_heads=2, d=4, e=4)
+    inputs = problem.inputs()
+    table = size * torch.randn(4, *widths, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    positions = torch.randint(0, 20, (129, 2)) if len(widths) > 1 else None
+    terms = {"bias": table, "bias_positions": positions, "softcap": 1.5}
+    options = {"grad_output": inputs.grad_output, "softcap": 1.5}
+    wanted = answer(*three(inputs), problem.pattern, bias=bias_of_pairs(table, 129, positions), **options)
+    source, output = TensorSource(*three(inputs), gradients=True), torch.empty_like(wanted.output)
+    given = {"chunk": 29, "backend": backend, "enable_gqa": True}
+    streamed_attention(source, text, output, **given, **terms)
+    assert error(output, wanted.output) < 1e-9
+
+    def grad_of(begin: int, output: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+        return inputs.grad_output[:, :, begin : begin + output.shape[2]]
+
+    summary = streamed_gradients(source, text, grad_of, **given, **terms)
+    options["grad_lse"] = torch.zeros_like(wanted.lse)
+    table_grad = table_gradient(*three(inputs), problem.pattern, table, positions, **options)
+    for got, grad in zip((*source.grads, summary.grad_bias), (*wanted[2:], table_grad), strict=True):
+        assert error(got, grad) < 1e-9
+
+
+def test_streams_with_another_bias_are_not_continued(tmp_path: Path):
+    inputs, path = ladder_problem().inputs(), tmp_path / "rows.npy"
+    table = torch.zeros(4, 3)
+    streamed_attention(three(inputs), LADDER, path, bias=table, chunk=64, end=64)
+    with pytest.raises(ValueError, match="must hold rows of the stream that goes on"):
+        streamed_attention(three(inputs), LADDER, FileSink(path, resume=True), bias=table + 1, chunk=64)
 
 
 @pytest.mark.parametrize("text", ["causal", "full", "dilated:1024x1", "window:400", "random:0.9;block=16"])
@@ -387,15 +422,18 @@ def test_progress_is_told_with_the_time_left(capsys: pytest.CaptureFixture, monk
 
 
 @pytest.mark.parametrize(("text", "causal"), [(LADDER, False), (LADDER, True), ("window:9 | global:3", True)])
-def test_a_layer_over_token_ids_is_the_layer_over_all_rows(text: str, causal: bool, tmp_path: Path):
-    layer = StreamedLayer(32, 4, text, max_tokens=3000, is_causal=causal, dtype=torch.float64)
+@pytest.mark.parametrize("terms", [{}, {"softcap": 1.5, "bias": torch.linspace(-2, 2, 4 * 31).view(4, 31)}])
+def test_a_layer_over_token_ids_is_the_layer_over_all_rows(text: str, causal: bool, terms: dict, tmp_path: Path):
+    layer = StreamedLayer(32, 4, text, max_tokens=3000, is_causal=causal, dtype=torch.float64, **terms)
     ids = torch.randint(256, (300,), dtype=torch.uint8)
     pattern = parse(text) & parse("causal") if causal else parse(text)
     query, key, value = layer.heads(layer.embed(ids, torch.arange(300)))
     seed = torch.randn(32, dtype=torch.float64)
     from oracle import dense_attention, multiplicities
 
-    rows = layer.project(dense_attention(query, key, value, multiplicities(pattern, 300, 4))[0])
+    bias = None if layer.bias is None else bias_of_pairs(layer.bias, 300)
+    dense = dense_attention(query, key, value, multiplicities(pattern, 300, 4), bias=bias, softcap=terms.get("softcap"))
+    rows = layer.project(dense[0])
     wanted = torch.autograd.grad((rows.mean(0) * seed).sum(), list(layer.parameters()))
     pooled = layer(ids, chunk=64)
     assert error(pooled, rows.detach().mean(0)) < 1e-12

@@ -17,13 +17,14 @@ from ..kernels.dropout import fresh_seed
 from ..kernels.registry import backend_named
 from ..ops import AttentionOutput, attention_with_lse
 from ..ops.attention import empty_attention
-from ..ops.checks import autocasted, check_masks, check_sink, check_tensors, lengths_of
+from ..ops.bias import kernel_bias
+from ..ops.checks import autocasted, check_masks, check_sink, check_softcap, check_tensors, lengths_of
 from ..ops.derivatives import check_reverse_mode, scale_of
 from ..ops.sink import apply_sink
 from ..patterns import Causal, Packed, Pattern, as_pattern
 from .cost_model import Exchange, Machine, Overlap
 from .exchange import compare_calls
-from .executor import ContextParallel, Executor, input_gradients, row_gradients
+from .executor import ContextParallel, Executor, bias_gradient, input_gradients, row_gradients
 from .layout import SequenceLayout
 from .local_attention import KernelSettings
 from .receive_buffers import on_pressure
@@ -49,6 +50,9 @@ def context_parallel_attention(
     cu_seqlens: Tensor | None = None,
     dropout_p: float = 0.0,
     sink: Tensor | None = None,
+    softcap: float | None = None,
+    bias: Tensor | None = None,
+    bias_positions: Tensor | None = None,
     overlap: Overlap = "none",
     exchange: Exchange = "auto",
     receive_budget: int | None = None,
@@ -77,6 +81,10 @@ def context_parallel_attention(
         dropout_p: probability of dropping a weight. All ranks use the first rank's seed.
         sink: (H,), see `attention`; the same on every rank. Its gradient is that of this rank's rows: sum it over the
             ranks, as for every replicated parameter.
+        softcap: bound of the scores, see `attention`; the same on every rank.
+        bias: table by the distance of tokens in the whole sequence, see `attention`; the same on every rank. Its
+            gradient is this rank's share: sum it over the ranks.
+        bias_positions: integers (N, axes), positions in the bias of all tokens of the sequence; the same on every rank.
         overlap: "none" computes after all rows have arrived, in the order of one device: on backends whose tiles do not
             depend on the cut ("cpu"; not "native" in float32) the output has the same bits for every number of ranks
             from two on. Gradients of keys and values are sums over ranks and differ in the last bits. "local" computes
@@ -93,10 +101,10 @@ def context_parallel_attention(
     >>> context_parallel_attention(q, k, v, "window:8", SequenceLayout.contiguous(100, 1)).shape
     torch.Size([1, 2, 100, 16])
     """
-    call = Call(
-        pattern, layout, is_causal, scale, enable_gqa, cu_seqlens, dropout_p, overlap, exchange, receive_budget, machine
-    )
-    return _attend_with_sink(call, group, (query, key, value), key_padding_mask, sink, backend).output
+    settings = is_causal, scale, enable_gqa, cu_seqlens, dropout_p, softcap
+    call, terms = Call(pattern, layout, *settings, overlap, exchange, receive_budget, machine), (bias, bias_positions)
+    tensors = query, key, value
+    return _attend_with_sink(call, group, tensors, key_padding_mask, sink, ScoreBias(*terms), backend).output
 
 
 def context_parallel_attention_with_lse(
@@ -114,6 +122,9 @@ def context_parallel_attention_with_lse(
     cu_seqlens: Tensor | None = None,
     dropout_p: float = 0.0,
     sink: Tensor | None = None,
+    softcap: float | None = None,
+    bias: Tensor | None = None,
+    bias_positions: Tensor | None = None,
     overlap: Overlap = "none",
     exchange: Exchange = "auto",
     receive_budget: int | None = None,
@@ -121,10 +132,21 @@ def context_parallel_attention_with_lse(
     backend: str = "auto",
 ) -> AttentionOutput:
     """`context_parallel_attention`, and the natural logarithm of each row's denominator; both differentiable."""
-    call = Call(
-        pattern, layout, is_causal, scale, enable_gqa, cu_seqlens, dropout_p, overlap, exchange, receive_budget, machine
-    )
-    return _attend_with_sink(call, group, (query, key, value), key_padding_mask, sink, backend)
+    settings = is_causal, scale, enable_gqa, cu_seqlens, dropout_p, softcap
+    call, terms = Call(pattern, layout, *settings, overlap, exchange, receive_budget, machine), (bias, bias_positions)
+    return _attend_with_sink(call, group, (query, key, value), key_padding_mask, sink, ScoreBias(*terms), backend)
+
+
+class ScoreBias(NamedTuple):
+    """Bias of the scores, and the positions of all tokens in it; both as given by the caller."""
+
+    table: Tensor | None = None
+    positions: Tensor | None = None
+
+    def for_kernels(self, query: Tensor, n: int) -> tuple[Tensor | None, Tensor | None]:
+        """Both as kernels read them, checked, for some rows of a sequence of `n` tokens."""
+        table, positions = kernel_bias(query, *self, n)
+        return None if table is None else table.detach(), positions
 
 
 def _attend_with_sink(
@@ -133,9 +155,10 @@ def _attend_with_sink(
     tensors: tuple[Tensor, Tensor, Tensor],
     key_padding_mask: Tensor | None,
     sink: Tensor | None,
+    bias: ScoreBias,
     backend: str,
 ) -> AttentionOutput:
-    result = _attend(call, group, tensors, key_padding_mask, sink, backend)
+    result = _attend(call, group, tensors, key_padding_mask, sink, bias, backend)
     return result if sink is None else AttentionOutput(apply_sink(result.output, result.lse, sink), result.lse)
 
 
@@ -145,6 +168,7 @@ def _attend(
     tensors: tuple[Tensor, Tensor, Tensor],
     key_padding_mask: Tensor | None,
     sink: Tensor | None,
+    bias: ScoreBias,
     backend: str,
 ) -> AttentionOutput:
     """Output and LSE before the sink, which is checked here with the other tensors."""
@@ -152,11 +176,12 @@ def _attend(
     if sink is not None and (call.is_alone(group) or torch.compiler.is_compiling()):
         check_sink(query, sink)
     if call.is_alone(group):
-        return call.on_one_device(query, key, value, key_padding_mask, backend)
+        return call.on_one_device(query, key, value, key_padding_mask, bias, backend)
     pattern, layout, machine, cu_seqlens = call.pattern, call.layout, call.machine, call.cu_seqlens
     seed = fresh_seed(query.device) if call.dropout_p and isinstance(query, Tensor) else None
     # A rank that computes gradients would wait in its backward pass for a rank that does not.
-    needs_grad = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in (query, key, value))
+    differentiable = query, key, value, bias.table
+    needs_grad = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in differentiable)
     if torch.compiler.is_compiling():
         # As plain values: torch 2.11 accepts no object of this library's classes as a constant.
         plain = {
@@ -166,13 +191,14 @@ def _attend(
             "cu_seqlens": None,
         }
         text = _to_text(tuple((call._asdict() | plain).items()), group, needs_grad, backend)
-        masks = key_padding_mask, cu_seqlens, seed
-        return AttentionOutput(*torch.ops.dilated_attention.context_parallel(*tensors, *masks, text))
-    executor = _executor(call, group, tensors, key_padding_mask, seed, needs_grad, backend, sink)
+        masks = key_padding_mask, cu_seqlens, seed, bias.positions
+        return AttentionOutput(*torch.ops.dilated_attention.context_parallel(*tensors, bias.table, *masks, text))
+    executor = _executor(call, group, tensors, key_padding_mask, seed, bias, needs_grad, backend, sink)
     if executor is None:
-        return AttentionOutput(*empty_attention(query, key, value))
+        output, lse = empty_attention(query, key, value)
+        return AttentionOutput(output if bias.table is None else output + 0 * bias.table.sum(), lse)
     if needs_grad:
-        return AttentionOutput(*ContextParallel.apply(executor, query, key, value))
+        return AttentionOutput(*ContextParallel.apply(executor, bias.table, query, key, value))
     result = executor.forward(executor.shards([query], [key], [value]))
     return AttentionOutput(result.outputs[0], result.lses[0])
 
@@ -187,6 +213,7 @@ class Call(NamedTuple):
     enable_gqa: bool = False
     cu_seqlens: Tensor | None = None
     dropout_p: float = 0.0
+    softcap: float | None = None
     overlap: Overlap = "none"
     exchange: Exchange = "auto"
     receive_budget: int | None = None
@@ -198,7 +225,7 @@ class Call(NamedTuple):
         return alone and (group is None or dist.get_world_size(group) == 1)
 
     def on_one_device(
-        self, query: Tensor, key: Tensor, value: Tensor, padding: Tensor | None, backend: str
+        self, query: Tensor, key: Tensor, value: Tensor, padding: Tensor | None, bias: ScoreBias, backend: str
     ) -> AttentionOutput:
         """The call of `attention_with_lse` on the whole sequence."""
         self.check_options()
@@ -214,6 +241,9 @@ class Call(NamedTuple):
             key_padding_mask=padding,
             cu_seqlens=self.cu_seqlens,
             dropout_p=self.dropout_p,
+            softcap=self.softcap,
+            bias=bias.table,
+            bias_positions=bias.positions,
             backend=backend,
         )
 
@@ -237,6 +267,7 @@ class Call(NamedTuple):
         """Check the options of the call that are not tensors."""
         if not 0.0 <= self.dropout_p < 1.0:
             raise must("dropout_p must lie in [0, 1)", self.dropout_p)
+        check_softcap(self.softcap)
         for name, kinds in (("overlap", Overlap), ("exchange", Exchange)):
             if getattr(self, name) not in get_args(kinds):
                 raise must(f"{name} must be one of {', '.join(get_args(kinds))}", repr(getattr(self, name)))
@@ -284,6 +315,7 @@ def _executor(
     tensors: tuple[Tensor, Tensor, Tensor],
     padding: Tensor | None,
     seed: Tensor | None,
+    bias: ScoreBias,
     needs_grad: bool,
     backend: str,
     sink: Tensor | None = None,
@@ -299,6 +331,7 @@ def _executor(
         raise wrong
     rank = rank_in(group, layout.world if typed else members)
     spec, text, scale, failure = None, "", 1.0, None
+    table, positions = None, None
     try:
         if not typed:
             raise wrong
@@ -307,6 +340,7 @@ def _executor(
         if sink is not None:
             check_sink(tensors[0], sink)
         scale = call.scale_for(tensors[0].shape[3])
+        table, positions = bias.for_kernels(tensors[0], layout.n)
         if backend != "auto":
             # A rank without tokens computes nothing; an unknown name must be an error on all ranks.
             backend_named(backend)
@@ -319,7 +353,8 @@ def _executor(
             f"{tensors[1].shape[1]} key heads, widths {(tensors[1].shape[3], tensors[2].shape[3])}, "
             f"{tensors[0].dtype}, scale {scale}, dropout {call.dropout_p}, "
             f"padding {'no' if padding is None else 'yes'}, sink {'no' if sink is None else 'yes'}, "
-            f"gradients {'yes' if needs_grad else 'no'}, "
+            f"softcap {call.softcap}, bias {None if table is None else tuple(table.shape)}, "
+            f"bias positions {'no' if positions is None else 'yes'}, gradients {'yes' if needs_grad else 'no'}, "
             f"overlap {call.overlap}, exchange {call.exchange}, receive budget {call.receive_budget}, "
             f"{call.machine or Machine()}, backend {backend}"
         )
@@ -339,7 +374,7 @@ def _executor(
             cache[key] = schedule.to(device)
     if seed is not None:
         seed = torch.tensor([agreement.seed], device=device)
-    settings = KernelSettings(scale, backend, call.dropout_p, seed)
+    settings = KernelSettings(scale, backend, call.dropout_p, seed, call.softcap or 0.0, table, positions)
     return Executor(transport, [cache[key]], settings, [padding], needs_grad)
 
 
@@ -381,16 +416,19 @@ def _to_text(
     return json.dumps([dict(fields), members.group_name, needs_grad, backend])
 
 
-def _from_text(tensors: tuple[Tensor, Tensor, Tensor], masks: list[Tensor | None], text: str) -> Executor | None:
+def _from_text(
+    tensors: tuple[Tensor, Tensor, Tensor], bias: Tensor | None, masks: list[Tensor | None], text: str
+) -> Executor | None:
     fields, name, needs_grad, backend = json.loads(text)
     world, begins, ranks, n = fields["layout"]
-    padding, fields["cu_seqlens"], seed = masks
+    padding, fields["cu_seqlens"], seed, positions = masks
     fields["layout"] = SequenceLayout(world, tuple(begins), tuple(ranks), n)
     fields["machine"] = None if fields["machine"] is None else Machine(*fields["machine"])
-    return _executor(Call(**fields), _resolve_process_group(name), tensors, padding, seed, needs_grad, backend)
+    terms = ScoreBias(bias, positions)
+    return _executor(Call(**fields), _resolve_process_group(name), tensors, padding, seed, terms, needs_grad, backend)
 
 
-_MASKS = "Tensor? padding, Tensor? cu_seqlens, Tensor? seed, str call"
+_MASKS = "Tensor? bias, Tensor? padding, Tensor? cu_seqlens, Tensor? seed, Tensor? bias_positions, str call"
 
 
 @torch.library.custom_op(
@@ -399,8 +437,8 @@ _MASKS = "Tensor? padding, Tensor? cu_seqlens, Tensor? seed, str call"
     schema=f"(Tensor query, Tensor key, Tensor value, {_MASKS}) -> (Tensor, Tensor)",
 )
 def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
-    query, key, value, *masks, text = arguments
-    executor = _from_text((query, key, value), masks, text)
+    query, key, value, bias, *masks, text = arguments
+    executor = _from_text((query, key, value), bias, masks, text)
     if executor is None:
         return empty_attention(query, key, value)
     result = executor.forward(executor.shards([query], [key], [value]))
@@ -411,17 +449,20 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
     "dilated_attention::context_parallel_backward",
     mutates_args=(),
     schema="(Tensor query, Tensor key, Tensor value, Tensor output, Tensor lse, Tensor grad_output, Tensor? grad_lse, "
-    f"{_MASKS}) -> (Tensor, Tensor, Tensor)",
+    f"{_MASKS}) -> (Tensor, Tensor, Tensor, Tensor)",
 )
-def _backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    query, key, value, output, lse, grad_output, grad_lse, *masks, text = arguments
-    executor = _from_text((query, key, value), masks, text)
+def _backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    query, key, value, output, lse, grad_output, grad_lse, bias, *masks, text = arguments
+    executor = _from_text((query, key, value), bias, masks, text)
+    # Operators return no optional tensors: without a bias its gradient is empty.
+    table = query.new_empty(0) if bias is None else bias
     if executor is None:
-        return tuple(torch.zeros_like(x) for x in (query, key, value))  # pyrefly: ignore[bad-return]
+        return tuple(torch.zeros_like(x) for x in (query, key, value, table))  # pyrefly: ignore[bad-return]
     shards = executor.shards([query], [key], [value])
     # A traced graph saves no received rows: they are fetched again.
     sums = executor.backward(shards, row_gradients([output], [lse], [grad_output], [grad_lse]), [])
-    return tuple(input_gradients(shards, sums))  # pyrefly: ignore[bad-return]
+    grad_bias = bias_gradient(bias, sums)
+    return *input_gradients(shards, sums), table if grad_bias is None else grad_bias  # pyrefly: ignore[bad-return]
 
 
 @_forward.register_fake
@@ -431,8 +472,10 @@ def _(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Te
 
 
 @_backward.register_fake
-def _(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return tuple(x.new_empty(x.shape) for x in (query, key, value))  # pyrefly: ignore[bad-return]
+def _(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    query, key, value, *_, bias = arguments[:8]
+    table = query.new_empty(0) if bias is None else bias
+    return tuple(x.new_empty(x.shape) for x in (query, key, value, table))  # pyrefly: ignore[bad-return]
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -441,11 +484,11 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 
 def _differentiated(ctx: Any, grad_output: Tensor, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-    *tensors, padding, cu_seqlens, seed, output, lse = ctx.saved_tensors
-    grads = torch.ops.dilated_attention.context_parallel_backward(
-        *tensors, output, lse, grad_output, grad_lse, padding, cu_seqlens, seed, ctx.call
+    query, key, value, bias, *masks, output, lse = ctx.saved_tensors
+    *grads, grad_bias = torch.ops.dilated_attention.context_parallel_backward(
+        query, key, value, output, lse, grad_output, grad_lse, bias, *masks, ctx.call
     )
-    return *grads, *(None,) * 4
+    return *grads, None if bias is None else grad_bias, *(None,) * 5
 
 
 _forward.register_autograd(_differentiated, setup_context=_save)

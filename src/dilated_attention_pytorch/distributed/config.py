@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args
 import torch.distributed as dist
 from torch import nn
 
+from ..compat import names_replacements
 from ..errors import must
 from ..patterns import BlockColumns, BlockDilated, Documents, Pattern
 from ..patterns.base import integer, integers
@@ -100,6 +101,7 @@ def _shares(lengths: Sequence[int]) -> Pattern:
     return Documents(tuple(length for length in lengths if length))
 
 
+@names_replacements
 @dataclass(frozen=True, slots=True)
 class DistributedSparseConfig:
     """Configuration of `BlockSparseRingDistributedDilatedAttention`. Densities are fractions of blocks kept.

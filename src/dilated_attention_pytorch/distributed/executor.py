@@ -83,7 +83,7 @@ class Executor:
     def backward(self, shards: list[Shard], given: list[RowGradients], reused: list[Tensor]) -> list[GradientSums]:
         """Gradients of every rank of this process, in the compute dtype. An exception on one rank is raised on all."""
         with completed_together(self.transport) as local:
-            into = local.run(lambda: [GradientSums.start(x.query, x.key, x.value) for x in shards], list)
+            into = local.run(lambda: [self._sums(x) for x in shards], list)
 
             def gradients(index: int, received: list[Received] | None) -> list[Tensor | None]:
                 return local.run(
@@ -99,6 +99,9 @@ class Executor:
                 if self.visits:
                     self._differentiate_visits(shards, given, into, local)
         return into
+
+    def _sums(self, shard: Shard) -> GradientSums:
+        return GradientSums.start(shard.query, shard.key, shard.value, self.settings.bias)
 
     def _differentiate_stages(
         self, shards: list[Shard], gradients: Any, into: list[GradientSums], reused: list[Tensor], local: LocalWork
@@ -321,14 +324,15 @@ def _visiting(visit: Visit, own: Tensor, received: Tensor, like: Tensor) -> Quer
 
 
 class ContextParallel(torch.autograd.Function):
-    """Output and LSE of the ranks of this process as a function of their queries, keys and values."""
+    """Output and LSE of the ranks of this process as a function of a bias and their queries, keys and values."""
 
     @staticmethod
-    def forward(ctx: Any, executor: Executor, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, executor: Executor, bias: Tensor | None, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.executor = executor
         result = executor.forward(executor.shards(*_thirds(tensors)))
-        ctx.save_for_backward(*tensors, *result.outputs, *result.lses, *result.received)
+        # The bias is that of the executor's settings; saved, a change in place is an error.
+        ctx.save_for_backward(bias, *tensors, *result.outputs, *result.lses, *result.received)
         return *result.outputs, *result.lses
 
     @staticmethod
@@ -336,11 +340,13 @@ class ContextParallel(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
         executor: Executor = ctx.executor
         ranks = len(executor.schedules)
-        tensors, rest = ctx.saved_tensors[: 3 * ranks], ctx.saved_tensors[3 * ranks :]
+        bias, *saved = ctx.saved_tensors
+        tensors, rest = tuple(saved[: 3 * ranks]), saved[3 * ranks :]
         outputs, lses, reused = rest[:ranks], rest[ranks : 2 * ranks], list(rest[2 * ranks :])
         given = row_gradients(outputs, lses, grads[:ranks], grads[ranks:])
         shards = executor.shards(*_thirds(tensors))
-        return None, *input_gradients(shards, executor.backward(shards, given, reused))
+        sums = executor.backward(shards, given, reused)
+        return None, bias_gradient(bias, sums), *input_gradients(shards, sums)
 
 
 def row_gradients(outputs: Any, lses: Any, grads: Any, lse_grads: Any) -> list[RowGradients]:
@@ -360,9 +366,15 @@ def input_gradients(shards: list[Shard], sums: list[GradientSums]) -> list[Tenso
     """Gradients in the shape and dtype of their tensors: of all queries, all keys, all values."""
     return [
         getattr(total, name).unflatten(1, getattr(shard, name).shape[1:3]).to(getattr(shard, name).dtype)
-        for name in GradientSums._fields
+        for name in ("query", "key", "value")
         for shard, total in zip(shards, sums, strict=True)
     ]
+
+
+def bias_gradient(bias: Tensor | None, sums: list[GradientSums]) -> Tensor | None:
+    """Share of the ranks of this process in the gradient of a bias, in its dtype."""
+    shares = [total.bias for total in sums if total.bias is not None]
+    return None if bias is None else torch.stack(shares).sum(0).to(bias.dtype)
 
 
 def _thirds(tensors: tuple[Tensor, ...]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:

@@ -11,9 +11,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..kernels.call import AttentionCall
+from ..kernels.call import AttentionCall, BiasedGradients, Gradients
 from ..kernels.dropout import shifted
 from ..kernels.registry import choose
+from ..ops.bias import filler_lse, positions_of
 from ..ops.merge import shares_of
 from ..plan import Plan
 from ..plan.buffers import RankPlan
@@ -28,6 +29,16 @@ class KernelSettings(NamedTuple):
     dropout_p: float = 0.0
     seed: Tensor | None = None
     """int64 [1], equal on every rank"""
+    softcap: float = 0.0
+    bias: Tensor | None = None
+    """See `AttentionCall`."""
+    bias_positions: Tensor | None = None
+    """int64 (1, N, axes), positions of all tokens of the sequence; token numbers if None"""
+
+    @property
+    def reads_tokens(self) -> bool:
+        """Whether kernel calls need the tokens of their rows."""
+        return self.dropout_p > 0 or self.bias is not None
 
     def call(
         self,
@@ -38,10 +49,20 @@ class KernelSettings(NamedTuple):
         padding: Tensor | None,
         positions: Tensor | None,
         stream: int = 0,
+        heads: slice = slice(None),
     ) -> AttentionCall:
-        """A kernel call; `stream` is the batch entry and head, `entry * heads + head`, of its first row."""
+        """A kernel call on some query heads; `positions` are those of the heads.
+
+        `stream` is the batch entry and head, `entry * heads + head`, of its first row.
+        """
         seed = self.seed if self.seed is None or not stream else shifted(self.seed, stream)
-        return AttentionCall(query, key, value, plan, self.scale, padding, self.dropout_p, seed, positions=positions)
+        call = AttentionCall(query, key, value, plan, self.scale, padding, self.dropout_p, seed, positions=positions)
+        call.softcap = self.softcap
+        if self.bias is not None:
+            assert positions is not None
+            call.bias = self.bias[heads]
+            call.bias_positions = positions_of(positions, self.bias_positions).contiguous()
+        return call
 
 
 class Shard(NamedTuple):
@@ -122,10 +143,17 @@ class GradientSums(NamedTuple):
     query: Tensor
     key: Tensor
     value: Tensor
+    bias: Tensor | None = None
+    """float64, this rank's share of the gradient of a bias table"""
 
     @staticmethod
-    def start(query: Tensor, key: Tensor, value: Tensor) -> GradientSums:
-        return GradientSums(*(zeros_for(x) for x in (query, key, value)))
+    def start(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> GradientSums:
+        table = None if bias is None else torch.zeros_like(bias, dtype=torch.float64)
+        return GradientSums(zeros_for(query), zeros_for(key), zeros_for(value), table)
+
+    def add_bias(self, grads: Gradients, heads: slice = slice(None)) -> None:
+        if self.bias is not None and isinstance(grads, BiasedGradients):
+            self.bias[heads] += grads.bias
 
 
 def zeros_for(x: Tensor) -> Tensor:
@@ -184,17 +212,20 @@ def differentiate(
         if work.parts:
             call = _call_in_place(work, queries, keys.shard, settings)
             grads = choose(call, settings.backend)[1].backward(call, *given)
-            for total, grad in zip(into, grads, strict=True):
+            for total, grad in zip(into[:3], grads, strict=True):
                 total.view(grad.shape).add_(grad)
+            into.add_bias(grads)
         return None
     grad_received = None
     if received is not None:
         grad_received = received.rows.new_zeros(received.rows.shape, dtype=into.query.dtype)
     if work.plan.parts:
         buffers = _Buffers(work, queries, keys, received, settings)
-        # Filler rows have zeros for query and gradient and a finite LSE: they add nothing to any key.
+        # Filler rows have zeros for query and gradient and a finite LSE, at least their scores: they add nothing.
         output, grad_output = (_gather(x, work.query_rows) for x in (given.output, given.grad_output))
         lse = _gather(given.lse[..., None], work.query_rows)[..., 0]
+        if settings.bias is not None:
+            lse.masked_fill_(work.query_rows < 0, filler_lse(settings.bias))
         grad_lse = None if given.grad_lse is None else _gather(given.grad_lse[..., None], work.query_rows)[..., 0]
         sums = tuple(x.new_zeros(x.shape, dtype=into.query.dtype) for x in (buffers.query, buffers.key, buffers.value))
         shared = queries.rows.shape[1] // keys.shard.key.shape[1]
@@ -209,10 +240,11 @@ def differentiate(
             )
             for total, grad, some in zip(sums, grads, (heads, groups, groups), strict=True):
                 total[entries, some] += grad
+            into.add_bias(grads, heads)
         place, at = _places(work.query_rows, queries.rows.shape[2])
         into.query.index_add_(1, place, sums[0].flatten(1, 2)[:, at])
         place, at = _places(work.key_rows, keys.shard.key.shape[2])
-        for total, grad in zip(into[1:], sums[1:], strict=True):
+        for total, grad in zip(into[1:3], sums[1:], strict=True):
             total.index_add_(1, place, grad.flatten(1, 2)[:, at])
         if received is not None and grad_received is not None:
             both = torch.cat([grad.flatten(1, 2)[:, work.far_at] for grad in sums[1:]], -1)
@@ -223,7 +255,7 @@ def differentiate(
 def _call_in_place(plan: Plan, queries: Queries, shard: Shard, settings: KernelSettings) -> AttentionCall:
     """The call on the shard itself."""
     positions = None
-    if settings.dropout_p:
+    if settings.reads_tokens:
         positions = queries.tokens.expand(2, shard.query.shape[1], -1).contiguous()
     query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (queries.rows, shard.key, shard.value))
     return settings.call(query, key, value, plan, shard.padding, positions)
@@ -253,7 +285,7 @@ class _Buffers:
             self.padding = mask.bool()
             """(G, n, B): rows of the buffer are other tokens for each key head, so each has its own padding"""
         self.positions = None
-        if settings.dropout_p:
+        if settings.reads_tokens:
             keys_at = work.key_tokens(keys.tokens, keys.n).clamp(min=0)
             keys_at = keys_at.repeat_interleave(queries.rows.shape[1] // key_heads, 0)
             rows = work.query_rows.clamp(min=0).long()
@@ -280,6 +312,7 @@ class _Buffers:
                     self.padding[group].T[some].contiguous(),
                     None if self.positions is None else self.positions[:, mine],
                     some.start * heads + mine.start,
+                    mine,
                 )
                 calls.append((some, mine, call))
         return calls

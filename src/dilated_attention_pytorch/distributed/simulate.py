@@ -13,7 +13,7 @@ from ..ops import AttentionOutput
 from ..ops.checks import autocasted
 from ..patterns import And, Causal, Dilated, Pattern
 from ..plan import own_block, plan_rows
-from .attention import Call
+from .attention import Call, ScoreBias
 from .cost_model import Exchange, Machine, Overlap
 from .exchange import Request, Traffic, plan_exchange, request_for
 from .executor import ContextParallel, Executor
@@ -36,6 +36,9 @@ def virtual_attention(
     key_padding_mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     dropout_p: float = 0.0,
+    softcap: float | None = None,
+    bias: Tensor | None = None,
+    bias_positions: Tensor | None = None,
     overlap: Overlap = "none",
     exchange: Exchange = "auto",
     receive_budget: int | None = None,
@@ -46,23 +49,23 @@ def virtual_attention(
 
     Each virtual rank computes from its own shard and the rows of its exchange plan only.
     """
-    call = Call(
-        pattern, layout, is_causal, scale, enable_gqa, cu_seqlens, dropout_p, overlap, exchange, receive_budget, machine
-    )
+    settings = is_causal, scale, enable_gqa, cu_seqlens, dropout_p, softcap
+    call = Call(pattern, layout, *settings, overlap, exchange, receive_budget, machine)
     query, key, value = autocasted(query, key, value)
     if layout.world == 1 or not layout.n:
-        return call.on_one_device(query, key, value, key_padding_mask, backend)
+        return call.on_one_device(query, key, value, key_padding_mask, ScoreBias(bias, bias_positions), backend)
     ranks = range(layout.world)
     parts = [[shard_sequence(x, layout, rank) for rank in ranks] for x in (query, key, value)]
     padding = [None if key_padding_mask is None else shard_sequence(key_padding_mask, layout, r, 1) for r in ranks]
     for rank, *tensors, mask in zip(ranks, *parts, padding, strict=True):
         call.check_shard(rank, tuple(tensors), mask)  # pyrefly: ignore[bad-argument-type]
     seed = fresh_seed(query.device) if dropout_p else None
-    settings = KernelSettings(call.scale_for(query.shape[3]), backend, dropout_p, seed)
+    terms = call.softcap or 0.0, *ScoreBias(bias, bias_positions).for_kernels(query, layout.n)
+    settings = KernelSettings(call.scale_for(query.shape[3]), backend, dropout_p, seed, *terms)
     transport = VirtualTransport(layout.world)
     schedules = [schedule.to(query.device) for schedule in _schedules(call.spec(query, key, value), layout)]
     executor = Executor(transport, schedules, settings, padding, reuse=True)
-    results = ContextParallel.apply(executor, *parts[0], *parts[1], *parts[2])
+    results = ContextParallel.apply(executor, bias, *parts[0], *parts[1], *parts[2])
     outputs, lses = results[: layout.world], results[layout.world :]
     return AttentionOutput(unshard_sequence(outputs, layout), unshard_sequence(lses, layout))
 

@@ -30,7 +30,7 @@ from ..nn.cross_attention import attention_across
 from ..ops import attention, attention_rows, attention_with_lse
 from ..ops.checks import require
 from ..ops.decode import attention_step, check_decodable
-from ..patterns import BlockDilated, Causal, Dilated, Documents, Full, Packed, Pattern, as_pattern
+from ..patterns import BlockDilated, Causal, Dilated, Documents, Full, Packed, Pattern, SlidingWindow, as_pattern
 from ..patterns.parse import to_operand
 from .huggingface_adapters import ADAPTED, adapt
 from .huggingface_masks import ModelMask, Samples, both, given_mask, is_relative, model_mask
@@ -62,6 +62,9 @@ OTHER_SEQUENCE = frozenset({"key_value_states", "encoder_hidden_states", "cross_
 
 LONGEST_WEIGHTS = 8192
 """Tokens up to which `output_attentions` returns weights, which are N x N."""
+
+PLAIN = (None, None, None, False)
+"""Sink, soft cap, bias and weights of a call without any."""
 
 EAGER = 'Use attn_implementation="eager".'
 CHECKED = "dap_by_distance"
@@ -235,7 +238,9 @@ def _check_reached(model: nn.Module, layers: Resolved, name: str) -> None:
             implementation = getattr(getattr(module, "config", None), "_attn_implementation", name)
             is_outside = implementation != name
         else:
-            is_attention = "attention" in kind.lower() and ("softmax" in code or "scaled_dot_product" in code)
+            # Pooling has queries of its own, which attend to all tokens as in cross-attention.
+            is_attention = "attention" in kind.lower() and "pooling" not in kind.lower()
+            is_attention = is_attention and ("softmax" in code or "scaled_dot_product" in code)
             is_outside = True if is_attention else None
         reached = reached or is_outside is False
         if is_outside and not isinstance(_pattern_of(module, layers), Full):
@@ -317,7 +322,11 @@ def attention_function(layers: Resolved) -> Callable[..., tuple[Tensor, Tensor |
             if given := [name for name, value in refused.items() if value is not None]:
                 raise must(f"learned attention must come without {', '.join(refused)}", ", ".join(given))
             return learned_attention(module, query, key, value, mask, **settings).transpose(1, 2), None
-        if _is_cross_attention(module, mask.is_causal, lengths[0] == lengths[1]):
+        is_full = not mask.is_causal and isinstance(mask.pattern, Full) and mask.documents is mask.blocks is None
+        is_full = is_full and isinstance(pattern, Full) and (s_aux, softcap, position_bias, wants_weights) == PLAIN
+        is_square = lengths[0] == lengths[1]
+        is_cross = _is_cross_attention(module, mask.is_causal, is_square, is_full)
+        if is_cross or (is_full and not is_square):
             if s_aux is not None or softcap is not None or wants_weights:
                 raise must(
                     "cross-attention must come without s_aux, softcap and output_attentions", type(module).__name__
@@ -484,7 +493,12 @@ def _attend(
 def _seen(pattern: Pattern, mask: ModelMask, samples: Samples) -> tuple[Pattern, bool]:
     """Pattern and causality of samples without a cache."""
     if samples.blocks is not None:
-        return both(pattern, both(mask.pattern, Causal()) | Documents(samples.blocks)), False
+        blocks = Documents(samples.blocks)
+        if mask.is_bounded and isinstance(mask.pattern, SlidingWindow):
+            # The window is open to later keys, among which a block has some.
+            window = SlidingWindow(mask.pattern.before, sum(samples.blocks))
+            return both(pattern, (Causal() | blocks) & window), False
+        return both(pattern, both(mask.pattern, Causal()) | blocks), False
     seen = both(pattern, mask.pattern)
     if samples.documents is None:
         return seen, mask.is_causal
@@ -549,8 +563,11 @@ def _with_bounds(mask: ModelMask, others: dict[str, Any], batch: int) -> ModelMa
     return mask._replace(documents=(documents,))
 
 
-def _is_cross_attention(module: nn.Module, causal: bool, same_length: bool) -> bool:
-    """Whether the keys of a module come from another sequence, by the marks that transformers' modules carry."""
+def _is_cross_attention(module: nn.Module, causal: bool, same_length: bool, is_full: bool) -> bool:
+    """Whether the keys of a module come from another sequence, by the marks that transformers' modules carry.
+
+    Modules without marks are left alone where attention is full, which does not depend on it.
+    """
     named = "Cross" in type(module).__name__
     if named or getattr(module, "is_cross_attention", False) or getattr(module, "is_cross", False):
         return True
@@ -559,6 +576,8 @@ def _is_cross_attention(module: nn.Module, causal: bool, same_length: bool) -> b
     if hasattr(module, "is_decoder"):
         return bool(module.is_decoder)
     if OTHER_SEQUENCE.isdisjoint(inspect.signature(module.forward).parameters):
+        return False
+    if same_length and is_full:
         return False
     if same_length:
         raise must(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..errors import must, must_be
+from ..ops.checks import require
 from ..patterns import And, Causal, Dilated, Full, Or, Pattern, SlidingWindow
 
 ATTRIBUTE = "dap_mask"
@@ -29,11 +31,16 @@ class MaskTensor(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", str(func))
-        result = super().__torch_function__(func, types, args, kwargs or {})
+        refusal = must("the mask must be read by attention functions alone", f"{name} in the model's code", REFUSED)
+        try:
+            result = super().__torch_function__(func, types, args, kwargs or {})
+        except (IndexError, RuntimeError) as error:
+            # Its shape is that of a row for each sample.
+            raise error if name in cls.COPIES else refusal from error
         if not isinstance(result, Tensor):
             return result
         if name not in cls.COPIES:
-            raise must("the mask must be read by attention functions alone", f"{name} in the model's code", REFUSED)
+            raise refusal
         setattr(result, ATTRIBUTE, getattr(args[0], ATTRIBUTE, None))
         return result
 
@@ -67,6 +74,8 @@ class ModelMask(NamedTuple):
     """Lengths of packed documents, by sample."""
     blocks: tuple[tuple[int, ...], ...] | None = None
     """Lengths of blocks whose tokens see each other, besides the pattern, by sample; counted from `starts`."""
+    is_bounded: bool = False
+    """Whether tokens of a block see each other within the window alone."""
     refusal: ValueError | None = None
     """Error for the layers that use this mask; models build masks that no layer uses."""
 
@@ -119,7 +128,7 @@ def model_mask(
     pass.
     """
     first_query, first_key = int(q_offset), int(kv_offset)
-    pattern, is_causal, documents, blocks, refusal = _decoded(mask_function)
+    pattern, is_causal, documents, blocks, is_bounded, refusal = _decoded(mask_function)
     if attention_mask is not None and attention_mask.dim() != 2:
         raise must("attention_mask must have shape (batch, tokens)", tuple(attention_mask.shape), REFUSED)
     if documents is not None and (first_query or kv_length != q_length):
@@ -148,9 +157,11 @@ def model_mask(
     mask = torch.ones(batch, kv_length, dtype=torch.bool, device=device) if real is None else real
     # `generate` calls `contiguous()`, whose result for a contiguous tensor is the object itself.
     mask = mask[:, None, None].contiguous()
-    mask = mask if compiling else mask.as_subclass(MaskTensor)
+    # A row of padding is the whole mask of one query that sees all keys, as in attention pooling.
+    is_whole = q_length == 1 and not is_causal and isinstance(pattern, Full) and documents is blocks is None
+    mask = mask if compiling or is_whole else mask.as_subclass(MaskTensor)
     padding = real, known, starts
-    described = ModelMask(pattern, is_causal, first_query, first_key, *padding, spans, lengths, refusal)
+    described = ModelMask(pattern, is_causal, first_query, first_key, *padding, spans, lengths, is_bounded, refusal)
     setattr(mask, ATTRIBUTE, described)
     return mask
 
@@ -180,21 +191,18 @@ def _block_lengths(ids: list[int]) -> tuple[int, ...]:
 
 def _decoded(
     mask_function: Callable[..., Any] | None,
-) -> tuple[Pattern, bool, Tensor | None, Tensor | None, ValueError | None]:
-    """Pattern, causality, document numbers (B, N), block numbers (B, N) and refusal of transformers' mask functions."""
+) -> tuple[Pattern, bool, Tensor | None, Tensor | None, bool, ValueError | None]:
+    """Pattern, causality, document numbers (B, N), block numbers (B, N), `is_bounded` and refusal of mask functions."""
     from transformers import masking_utils as known  # pyrefly: ignore[missing-import]
 
-    blocks = None
-    either = _captured(mask_function, known.or_masks(), "mask_functions")
-    if either is not None:
-        overlay = getattr(known, "blockwise_overlay", None)
-        blocks = None if overlay is None else _captured(either[-1], overlay(_NONE), "block_sequence_ids")
-        if len(either) != 2 or blocks is None:
-            raise _unknown(mask_function)
-        mask_function = either[0]
+    mask_function, blocks = _without_blocks(mask_function, known)
     pattern, documents, refusal = Full(), None, None
-    is_causal, is_open = mask_function is None, False
+    is_causal, is_open, is_bounded = mask_function is None, False, False
     for term in _terms(mask_function, known):
+        inner, within = _without_blocks(term, known)
+        if within is not None and blocks is None:
+            # Gemma 3 restricts causal tokens and blocks to a window.
+            term, blocks, is_bounded = inner, within, True
         if term is known.causal_mask_function:
             is_causal = True
         elif term is not known.bidirectional_mask_function:
@@ -213,13 +221,27 @@ def _decoded(
                 pattern = both(pattern, Dilated((chunk,), (1,)))
             elif numbers is not None:
                 documents = numbers
+            elif (own := _own_window(term)) is not None:
+                pattern = both(pattern, own)
             else:
                 raise _unknown(term)
     if not is_causal and (is_open or blocks is not None):
         raise _unknown(mask_function)
     if documents is not None and (blocks is not None or not is_relative(pattern)):
         raise must("packed documents must come with a causal mask or a window", "chunks or blocks", REFUSED)
-    return pattern, is_causal, documents, blocks, refusal
+    return pattern, is_causal, documents, blocks, is_bounded, refusal
+
+
+def _without_blocks(function: Any, known: Any) -> tuple[Any, Tensor | None]:
+    """Mask function and block numbers of a union of both; any other function, and None."""
+    either = _captured(function, known.or_masks(), "mask_functions")
+    if either is None:
+        return function, None
+    overlay = getattr(known, "blockwise_overlay", None)
+    blocks = None if overlay is None else _captured(either[-1], overlay(_NONE), "block_sequence_ids")
+    if len(either) != 2 or blocks is None:
+        raise _unknown(function)
+    return either[0], blocks
 
 
 _NONE = torch.empty(0, device="cpu")
@@ -244,12 +266,45 @@ def _captured(function: Any, like: Any, name: str) -> Any:
     return function.__closure__[function.__code__.co_freevars.index(name)].cell_contents
 
 
+def _own_window(function: Any) -> SlidingWindow | None:
+    """Window of a function that some models have instead of an overlay: T5Gemma 2, Gemma 4 and Moonshine encoders."""
+    if getattr(function, "__qualname__", "") != "sliding_window_mask_function.<locals>.inner_mask":
+        return None
+    captured = inspect.getclosurevars(function).nonlocals
+    window = captured["sliding_window"]
+    if isinstance(window, int):
+        window = (window, 0) if captured["is_causal"] else ((window + 1) // 2, window // 2 + 1)
+    before, after = window
+    return SlidingWindow(before - 1, max(after - 1, 0)) if before > 0 else None
+
+
 def _unknown(function: Any) -> ValueError:
     return must(
         "the model's mask must be causal, bidirectional, a window, chunks, packed documents or bidirectional blocks",
         f"a mask function of its own, {getattr(function, '__qualname__', function)}",
         REFUSED,
     )
+
+
+def _allowed(mask: Tensor) -> Tensor:
+    """Pairs that a mask allows: those of a bool mask, or 0 in a mask that is added to scores."""
+    if not mask.is_floating_point():
+        return mask.bool()
+    allowed = mask == 0
+    what = "a mask of floats must be 0, or at most -1e4 where a key is ignored"
+    return require(allowed, (allowed | (mask <= -1e4)).all(), what, lambda: "other values", REFUSED)
+
+
+def _documents_of(mask: Tensor, n: int) -> tuple[tuple[int, ...], ...] | None:
+    """Documents of a block-diagonal mask (B, 1, N, N), such as those of the images of Pixtral; None for other masks."""
+    if tuple(mask.shape[1:]) != (1, n, n) or torch.compiler.is_compiling():
+        return None
+    allowed = _allowed(mask)[:, 0]
+    begins = ~torch.nn.functional.pad(allowed.diagonal(-1, 1, 2), (1, 0))
+    numbers = begins.cumsum(-1)
+    if not torch.equal(allowed, numbers[:, :, None] == numbers[:, None, :]):
+        return None
+    return tuple(_runs(row) for row in numbers.tolist())
 
 
 def given_mask(
@@ -264,6 +319,11 @@ def given_mask(
             if mask.refusal is not None:
                 raise mask.refusal
             return mask
+        # A mask of the model's own making is complete, as in transformers' implementations.
+        if attention_mask.dim() == 4 and attention_mask.shape[1:3] == (1, 1):
+            attention_mask, is_causal = _allowed(attention_mask)[:, 0, 0], False
+        elif (documents := _documents_of(attention_mask, queries)) is not None:
+            return ModelMask(Full(), False, documents=documents)
         if attention_mask.dim() != 2 or attention_mask.is_floating_point():
             raise must_be(
                 "attention_mask must be (batch, tokens), 1 for real tokens",

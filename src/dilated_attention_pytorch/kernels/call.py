@@ -50,7 +50,9 @@ class AttentionCall:
     bias: Tensor | None = None
     """(H, W) or (H, W1, W2), odd widths, contiguous, in the compute dtype: table by distance, see `bias_index`"""
     bias_positions: Tensor | None = None
-    """int64 (B or 1, N, axes of the table), contiguous; row numbers are the positions of one axis by default"""
+    """int64 (B or 1, N, axes of the table), contiguous; row numbers are the positions of one axis by default.
+
+    Rows of a buffer hold other tokens as queries than as keys: (2, H, N, axes) by query head, as `positions`."""
 
     @property
     def device(self) -> torch.device:
@@ -177,18 +179,20 @@ def cap_slope(scores: Tensor, seen: Tensor, softcap: float) -> Tensor:
     return torch.where(seen, 1 - (scores / softcap).square(), 0.0)
 
 
-def bias_index(call: AttentionCall, rows: Tensor, columns: Tensor) -> Tensor:
+def bias_index(call: AttentionCall, rows: Tensor, columns: Tensor, head: int) -> Tensor:
     """Entry of `call.bias[head].flatten()` for query rows and key rows that broadcast, int64 (B or 1, ...).
 
     On each axis it is `clamp(position[column] - position[row] + W // 2, 0, W - 1)`: the entry in the middle is that of
     distance 0, and the outermost entries hold beyond the table.
     """
     assert call.bias is not None
-    at, key_at = (
-        (rows[None, ..., None], columns[None, ..., None])
-        if call.bias_positions is None
-        else (call.bias_positions[:, rows], call.bias_positions[:, columns])
-    )
+    positions = call.bias_positions
+    if positions is None:
+        at, key_at = rows[None, ..., None], columns[None, ..., None]
+    elif positions.dim() == 4:
+        at, key_at = positions[0, head, rows][None], positions[1, head, columns][None]
+    else:
+        at, key_at = positions[:, rows], positions[:, columns]
     index = torch.zeros((), dtype=torch.int64, device=rows.device)
     for axis, width in enumerate(call.bias.shape[1:]):
         distance = key_at[..., axis] - at[..., axis]

@@ -168,7 +168,7 @@ def _bands(call: AttentionCall) -> Iterator[_Band]:
             slope = cap_slope(scores, seen, call.softcap) if call.softcap else None
             index = None
             if call.bias is not None:
-                index = bias_index(call, q[:, None], k[None, :])
+                index = bias_index(call, q[:, None], k[None, :], head)
                 scores = scores + call.bias[head].flatten()[index]
             scores = scores.masked_fill(~seen, -torch.inf)
             keep_scale = None

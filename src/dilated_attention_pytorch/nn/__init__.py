@@ -33,6 +33,10 @@ from .multihead import (
 from .node_bounded import BlockSparseRingDistributedDilatedAttention
 from .positional import Alibi, Position, Rotary, Xpos
 
+# Names of the original library.
+ImprovedDilatedAttention = DilatedAttention
+ImprovedMultiheadDilatedAttention = MultiheadDilatedAttention
+
 __all__ = [
     "AdaptiveConfig",
     "Alibi",
@@ -45,6 +49,8 @@ __all__ = [
     "DilatedAttention",
     "HierarchicalConfig",
     "ImportanceScorer",
+    "ImprovedDilatedAttention",
+    "ImprovedMultiheadDilatedAttention",
     "KVCache",
     "LearnedPattern",
     "MultiheadBlockSparseAdaptive",

@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..compat import names_replacements
 from ..errors import must
 from ..ops import attention, attention_with_lse, plan_cache
+from ..ops.checks import unexpected
 from ..ops.memory_budget import check_budget
 from ..ops.weights import attention_weights, check_two_lengths
 from ..patterns import Causal, Pattern, as_pattern
@@ -104,8 +106,6 @@ class Planned:
         """Those of the terms that are given, as arguments of the operation; `dense` weights have none of them."""
         named = {"softcap": softcap, "bias": bias, "bias_positions": bias_positions}
         terms = {name: term for name, term in named.items() if term is not None}
-        if terms:
-            self._check_whole(" and ".join(terms))
         if terms and dense:
             raise must(f"dense weights must come without {' and '.join(terms)}", "both", "Leave the weights out.")
         return terms
@@ -116,6 +116,7 @@ class Planned:
         return attend if n == keys else partial(attention_across, attend)
 
 
+@names_replacements
 class SparseAttention(nn.Module, Planned):
     """Attention over (B, N, H, D) with any pattern.
 
@@ -185,6 +186,7 @@ class SparseAttention(nn.Module, Planned):
         bias: Tensor | None = None,
         bias_positions: Tensor | None = None,
         return_attention_weights: bool = False,
+        **unknown: object,
     ) -> Any:
         """Attend.
 
@@ -202,6 +204,8 @@ class SparseAttention(nn.Module, Planned):
         Returns:
             (B, N, H, E), or a pair of it and the weights.
         """
+        if unknown:
+            raise unexpected(f"{type(self).__name__}.forward", unknown)
         self._check_device(query)
         for name, tensor in (("query", query), ("key", key), ("value", value)):
             if tensor.dim() != 4:

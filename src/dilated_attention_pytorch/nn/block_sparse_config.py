@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from ..compat import names_replacements
 from ..errors import must, must_be
 from ..patterns import BlockDilated, Global, Hierarchical, Pattern, Random, SlidingWindow
 
@@ -15,6 +16,7 @@ WHOLE = 1 << 40
 """A segment that holds any sequence."""
 
 
+@names_replacements
 @dataclass(frozen=True, slots=True)
 class SparsePatternConfig:
     """Blocks of a block-sparse module.

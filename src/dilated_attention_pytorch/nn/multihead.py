@@ -9,7 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ..compat import names_replacements
 from ..errors import must
+from ..ops.checks import unexpected
 from ..ops.memory_budget import check_budget
 from ..ops.weights import attention_weights
 from ..patterns import Causal, Dilated, Full, Pattern, as_pattern
@@ -50,6 +52,7 @@ def _shards_equal(pattern: Pattern, n: int, heads: int, local: int) -> bool:
     return all(form.head_key(head) == form.head_key(head % local) for head in range(heads))
 
 
+@names_replacements
 class MultiheadSparseAttention(Projections, Planned):
     """Multi-head attention with any pattern; a replacement for `torch.nn.MultiheadAttention`.
 
@@ -163,6 +166,7 @@ class MultiheadSparseAttention(Projections, Planned):
         softcap: float | None = None,
         bias: Tensor | None = None,
         bias_positions: Tensor | None = None,
+        **unknown: object,
     ) -> tuple[Tensor, Tensor | None]:
         """Attend.
 
@@ -188,6 +192,8 @@ class MultiheadSparseAttention(Projections, Planned):
             The output, with the shape of the query, and the weights (B, N, M) or (B, H, N, M), or None. The keys of
             `add_bias_kv` and `add_zero_attn`, in this order, are further columns of the weights.
         """
+        if unknown:
+            raise unexpected(f"{type(self).__name__}.forward", unknown)
         key = query if key is None else key
         value = key if value is None else value
         check_cache_type(cache)

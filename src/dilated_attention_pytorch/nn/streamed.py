@@ -47,6 +47,8 @@ class StreamedLayer(nn.Module):
         vocabulary: number of ids.
         max_tokens: longest sequence; determines the number of digits of positions.
         is_causal: also require the key not to come after the query.
+        softcap: bound of the scores, see `attention`.
+        bias: initial value (num_heads, 2 * R + 1) of the parameter `bias`, a table by distance, see `attention`.
         backend: as for `attention`.
         device: device of the parameters and of the computation.
         dtype: dtype of the parameters and of all rows.
@@ -67,6 +69,8 @@ class StreamedLayer(nn.Module):
         vocabulary: int = 256,
         max_tokens: int = 2**30,
         is_causal: bool = False,
+        softcap: float | None = None,
+        bias: Tensor | None = None,
         backend: str = "auto",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -77,7 +81,9 @@ class StreamedLayer(nn.Module):
             raise must(f"embed_dim must be a multiple of num_heads {num_heads}", embed_dim)
         self.pattern = as_pattern(pattern)
         self.max_tokens = integer("max_tokens", max_tokens, 1)
-        self.is_causal, self.backend = is_causal, backend
+        self.is_causal, self.softcap, self.backend = is_causal, softcap, backend
+        table = None if bias is None else nn.Parameter(bias.detach().to(device=device, dtype=dtype, copy=True))
+        self.register_parameter("bias", table)
         digits = 1
         while DIGIT**digits < self.max_tokens:
             digits += 1
@@ -139,6 +145,8 @@ class StreamedLayer(nn.Module):
             self.pattern,
             rows,
             is_causal=self.is_causal,
+            softcap=self.softcap,
+            bias=self.bias,
             chunk=chunk,
             memory_budget=memory_budget,
             begin=begin,
@@ -275,6 +283,8 @@ class _Pooled(torch.autograd.Function):
             layer.pattern,
             take,
             is_causal=layer.is_causal,
+            softcap=layer.softcap,
+            bias=layer.bias,
             chunk=settings.chunk,
             memory_budget=settings.memory_budget,
             backend=layer.backend,
@@ -296,16 +306,20 @@ class _Pooled(torch.autograd.Function):
                 pooled = layer.project(attended).sum(0, dtype=seed.dtype)
                 return source.add((pooled,), (seed,), (attended,))[0]
 
-        streamed_gradients(
+        summary = streamed_gradients(
             source,
             layer.pattern,
             grad_of,
             is_causal=layer.is_causal,
+            softcap=layer.softcap,
+            bias=layer.bias,
             chunk=ctx.settings.chunk,
             memory_budget=ctx.settings.memory_budget,
             backend=layer.backend,
             progress=ctx.settings.progress,
         )
+        if layer.bias is not None and summary.grad_bias is not None:
+            source.grads[layer.bias] = summary.grad_bias
         sums = (source.grads.get(parameter) for parameter in layer.parameters())
         shares = (None if grad is None else grad / len(ctx.ids) for grad in sums)
         grads = (g if g is None else g.to(p.dtype) for g, p in zip(shares, layer.parameters(), strict=True))

@@ -138,9 +138,8 @@ def attention(
             for a table with two axes, the row and column of a tile of an image. Row numbers by default.
         backend: "auto", or a name from `dilated_attention_pytorch.backends()`, which then never falls back.
         memory_budget: limit on the memory of either pass, including its results: bytes, or as a float a fraction of
-            the free memory. Some samples and heads, or some rows of one head, are then computed at a time; with
-            `bias_positions`, at least all rows of one head. Results are equal up to rounding; on the backend `native`
-            outputs are bitwise equal.
+            the free memory. Some samples and heads, or some rows of one head, are then computed at a time. Results are
+            equal up to rounding; on the backend `native` outputs are bitwise equal.
 
     Returns:
         (B, H, N, E). A row without keys is 0.

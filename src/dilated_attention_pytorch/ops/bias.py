@@ -67,13 +67,19 @@ def distance_bias(slopes: Tensor, *reach: int) -> Tensor:
     return -slopes.view(-1, *(1 for _ in reach)) * squares.sqrt().to(slopes.dtype)
 
 
-def kernel_bias(query: Tensor, bias: Tensor | None, positions: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """Check a bias and its positions, and return them as kernels read them: see `AttentionCall`."""
+def kernel_bias(
+    query: Tensor, bias: Tensor | None, positions: Tensor | None, tokens: int | None = None
+) -> tuple[Tensor | None, Tensor | None]:
+    """Check a bias and its positions, and return them as kernels read them: see `AttentionCall`.
+
+    With `tokens`, the query holds some rows of a sequence of that length, and positions are those of all its tokens.
+    """
     if bias is None:
         if positions is not None:
             raise must("bias_positions must come with bias", "none", "See the argument bias of attention.")
         return None, None
-    batch, heads, n, _ = query.shape
+    batch, heads, rows, _ = query.shape
+    n = rows if tokens is None else tokens
     if not isinstance(bias, Tensor) or not bias.is_floating_point():
         raise must_be("bias must be a floating-point Tensor", getattr(bias, "dtype", type(bias).__name__))
     if bias.dim() not in (2, 3) or bias.shape[0] != heads or any(width % 2 == 0 for width in bias.shape[1:]):
@@ -93,11 +99,20 @@ def kernel_bias(query: Tensor, bias: Tensor | None, positions: Tensor | None) ->
             raise must_be(
                 "bias_positions must be int32 or int64", getattr(positions, "dtype", type(positions).__name__)
             )
-        if tuple(positions.shape) not in ((n, axes), (batch, n, axes)):
-            raise must(
-                f"bias_positions must have shape ({n}, {axes}) or ({batch}, {n}, {axes})", tuple(positions.shape)
-            )
+        shapes = [(n, axes), *([(batch, n, axes)] if tokens is None else [])]
+        if tuple(positions.shape) not in shapes:
+            raise must(f"bias_positions must have shape {' or '.join(map(str, shapes))}", tuple(positions.shape))
         if positions.device != query.device:
             raise must(f"bias_positions must be on the query's device {query.device}", positions.device)
         positions = (positions if positions.dim() == 3 else positions[None]).long().contiguous()
     return bias.to(torch.promote_types(query.dtype, torch.float32)).contiguous(), positions
+
+
+def positions_of(tokens: Tensor, positions: Tensor | None) -> Tensor:
+    """Positions of tokens in a bias, int64 (..., axes), from those of all tokens, (1, N, axes); tokens by default."""
+    return tokens[..., None] if positions is None else positions[0][tokens]
+
+
+def filler_lse(bias: Tensor | None) -> Tensor | float:
+    """LSE for filler rows of a buffer, whose scores are entries of the bias: no weight exceeds 1."""
+    return 0.0 if bias is None else bias.amax().clamp(min=0)

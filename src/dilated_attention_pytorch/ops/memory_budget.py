@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from ..errors import must, must_be
 from ..kernels.call import (
@@ -203,7 +204,8 @@ def _chunks(call: AttentionCall, size: int) -> Iterator[_Chunk]:
                 one = slice(head, head + 1)
                 alone = _cut(call, (some, one, every), keys)
                 for span in spans(call.plan, size):
-                    entries = None if call.bias is None or size >= n else _entries(call.bias, span)
+                    by_row = call.bias if call.bias_positions is None and size < n else None
+                    entries = None if by_row is None else _entries(by_row, span)
                     yield _Chunk(
                         _of_span(call, alone, span, head, entries),
                         (some, one, slice(span.first, span.last)),
@@ -252,6 +254,11 @@ def _of_span(call: AttentionCall, alone: AttentionCall, span: Span, head: int, e
         at, key_at = (token, token) if alone.positions is None else alone.positions[:, 0]
         positions = torch.stack([torch.zeros_like(key_at[keys]), key_at[keys]])[:, None]
         positions[0, 0, : span.last - span.first] = at[queries]
+    places = alone.bias_positions
+    if places is not None:
+        # Rows of a span are other tokens as queries than as keys. Spans belong to one sample and one head.
+        at = F.pad(places[:, queries], (0, 0, 0, span.key_last - span.key_first - (span.last - span.first)))
+        places = torch.stack([at, places[:, keys]])
     return replace(
         alone,
         query=alone.query[:, :, queries],
@@ -261,6 +268,7 @@ def _of_span(call: AttentionCall, alone: AttentionCall, span: Span, head: int, e
         key_padding_mask=None if alone.key_padding_mask is None else alone.key_padding_mask[:, keys],
         positions=positions,
         bias=alone.bias if alone.bias is None or entries is None else alone.bias[:, entries],
+        bias_positions=places,
         pattern=None,
     )
 
@@ -312,9 +320,7 @@ def _sizes(call: AttentionCall, name: str, direction: str) -> dict[int, int]:
         extent = Extent(some * unit, some * n, -(-some // key_heads), min(some, key_heads) * shared)
         sizes[some * unit] = in_chunks(extent)
         some //= 2
-    # Positions of a bias are read by row for queries and keys alike.
     by_rows = getattr(backend, "RUNS_OF_ROWS", False) and isinstance(call.pattern, Pattern)
-    by_rows = by_rows and call.bias_positions is None
     least = widest_tile(call.plan) if by_rows else n
     rows = n if shared > 1 else _halved(n, least)
     while rows:
@@ -327,7 +333,9 @@ def _sizes(call: AttentionCall, name: str, direction: str) -> dict[int, int]:
         sums = wide * (n * (d + e) + keys * max(d, e)) if direction == "backward" and item != wide else 0
         edges = queries * (item * e + 2 * wide) if direction == "backward" else 0
         own, tables = call, 0
-        if call.bias is not None and rows < n:
+        if call.bias_positions is not None and rows < n:
+            tables = 3 * 8 * keys * call.bias_positions.shape[-1]
+        elif call.bias is not None and rows < n:
             own = replace(call, bias=call.bias.new_empty(1, 2 * keys + 1, device="meta"))
             tables = (16 + 2 * wide) * (2 * keys + 1)
         sizes[rows] = in_chunks(Extent(queries, keys, 1, 1, pairs), tokens, sums, edges, tables, call=own)

@@ -96,8 +96,8 @@ class _Bias(ctypes.Structure):
     _fields_ = [
         *_fields(_pointer, "table grad"),
         *_fields(_int, "axes rows width pad"),
-        ("positions", _pointer),
-        ("positions_batch", _int),
+        *_fields(_pointer, "query_positions key_positions"),
+        *_fields(_int, "positions_batch positions_head"),
     ]
 
 
@@ -407,9 +407,14 @@ class _Kernel:
         # The lanes of a query tile are consecutive entries, and may lie beyond the table as a whole.
         own.pad = call.plan.block_size
         own.table = self._address(_padded_table(table, own.pad))
-        if call.bias_positions is not None:
-            positions = call.bias_positions[portion.batch] if len(call.bias_positions) > 1 else call.bias_positions
-            own.positions = self._address(positions)
+        positions = call.bias_positions
+        if positions is not None and positions.dim() == 4:
+            queries, keys = positions[:, portion.heads]
+            own.query_positions, own.key_positions = self._address(queries), self._address(keys)
+            own.positions_head = queries[0].numel()
+        elif positions is not None:
+            positions = positions[portion.batch] if len(positions) > 1 else positions
+            own.query_positions = own.key_positions = self._address(positions)
             own.positions_batch = positions[0].numel() if len(positions) > 1 else 0
 
     def give_bias_sums(self, splits: int) -> Tensor:

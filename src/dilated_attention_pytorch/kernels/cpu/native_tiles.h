@@ -36,8 +36,9 @@ struct Bias {
   const void* table;  // null without a bias
   double* grad;       // (splits, batch, heads, rows, width + 2 * pad) sums of the backward pass
   Index axes, rows, width, pad;
-  const std::int64_t* positions;  // (batch or 1, n, axes), or null where row numbers are the positions
-  Index positions_batch;          // elements from one sample's positions to the next
+  // (batch or 1, n, axes) for both, (heads, n, axes) for each, or null where row numbers are the positions
+  const std::int64_t *query_positions, *key_positions;
+  Index positions_batch, positions_head;  // elements from the positions of one sample or head to the next
 
   Index entries() const { return rows * (width + 2 * pad); }
 };
@@ -306,22 +307,22 @@ void cap_scores(const Workspace<T>& w, const QueryTile& q, const Tile<T>& tile) 
 
 // Whether the queries of a tile have consecutive entries of the bias table, at any key.
 inline bool has_bias_runs(const Call& call, const QueryTile& q) {
-  return !call.bias.positions && q.part.queries.rate == 1;
+  return !call.bias.query_positions && q.part.queries.rate == 1;
 }
 
 // Position of a row on an axis of the bias table.
-inline Index bias_position(const Call& call, const QueryTile& q, Index row, Index axis) {
-  const Bias& b = call.bias;
-  return b.positions ? b.positions[q.batch * b.positions_batch + row * b.axes + axis] : row;
+inline Index bias_position(const Bias& b, const std::int64_t* positions, const QueryTile& q, Index row, Index axis) {
+  return positions ? positions[q.batch * b.positions_batch + q.head * b.positions_head + row * b.axes + axis] : row;
 }
 
 // Loads the positions of the queries of a tile, where entries are computed pair by pair.
 template <typename T>
 void load_bias_positions(Workspace<T>& w, const QueryTile& q) {
   if (has_bias_runs(w.call, q)) return;
-  for (Index axis = 0; axis < w.call.bias.axes; ++axis)
+  const Bias& b = w.call.bias;
+  for (Index axis = 0; axis < b.axes; ++axis)
     for (Index i = 0; i < q.count; ++i)
-      w.bias_at[axis * w.ld + i] = bias_position(w.call, q, q.first + q.part.queries.rate * i, axis);
+      w.bias_at[axis * w.ld + i] = bias_position(b, b.query_positions, q, q.first + q.part.queries.rate * i, axis);
 }
 
 // Calls run(row, entry) for each row of a tile whose lanes have consecutive entries from `entry` on, or
@@ -336,10 +337,11 @@ void for_bias_entries(const Workspace<T>& w, const QueryTile& q, const Tile<T>& 
       run(tile.at + j, std::clamp<Index>(q.first - key + b.width / 2 + b.pad, 0, b.width + b.pad));
       continue;
     }
-    const Index *at = w.bias_at + (b.axes - 1) * w.ld, shift = b.width / 2 - bias_position(w.call, q, key, b.axes - 1);
+    const Index *at = w.bias_at + (b.axes - 1) * w.ld;
+    const Index shift = b.width / 2 - bias_position(b, b.key_positions, q, key, b.axes - 1);
     for (Index i = 0; i < q.count; ++i) w.entries[i] = b.pad + std::clamp<Index>(at[i] + shift, 0, b.width - 1);
     if (b.axes > 1) {
-      const Index row_shift = b.rows / 2 - bias_position(w.call, q, key, 0), pitch = b.width + 2 * b.pad;
+      const Index row_shift = b.rows / 2 - bias_position(b, b.key_positions, q, key, 0), pitch = b.width + 2 * b.pad;
       for (Index i = 0; i < q.count; ++i)
         w.entries[i] += pitch * std::clamp<Index>(w.bias_at[i] + row_shift, 0, b.rows - 1);
     }

@@ -226,7 +226,7 @@ def _gather(
         keep_scale = keep.to(dtype) / (1 - call.dropout_p)
     query = call.query[:, head, q_token].to(dtype)
     key, value = (x[:, group, k_token].to(dtype) for x in (call.key, call.value))
-    index = None if call.bias is None else bias_index(call, q_token[..., None], k_token[:, None, :])
+    index = None if call.bias is None else bias_index(call, q_token[..., None], k_token[:, None, :], head)
     return _TilePairs(head, group, q_token, real, k_token, seen, query, key, value, keep_scale, index)
 
 

@@ -22,6 +22,8 @@ from .primitives import (
     names_in_dropout,
     owner_of_program,
     piece_rows,
+    places_of_head,
+    places_of_sample,
     reference_of,
     row_of_member,
     rows_left,
@@ -112,7 +114,7 @@ def dq_tile(
         )  # fmt: skip
         b_ds = tl.where(b_ok, b_ds, 0.0)
         if table[0] is not None:
-            b_db = tl.where(b_ok & bias[5][:, None], b_db, 0.0)
+            b_db = tl.where(b_ok & bias[6][:, None], b_db, 0.0)
     if table[0] is not None:
         add_to_table(table, b_index, b_db)
     if CONTAINED:
@@ -123,10 +125,10 @@ def dq_tile(
 @triton.jit(do_not_specialize=["items", "mask_shift", "q_tiles", "k_tiles", "slots", "threshold"])
 def attention_dq_bwd_kernel(
     p_q, p_k, p_v, p_do, p_lse, p_delta, p_dq, p_sum, p_piece, p_work, p_heads, p_lists, p_masks, p_q_axis,
-    p_k_axis, p_padding, p_seed, p_positions, scale, scale_log2, cap_scale, p_bias, p_places, bias_size, bias_columns,
-    s_places, p_bias_sum, p_bias_bad, p_bias_unit, inverse_keep, threshold, items, mask_shift, slots, heads, group,
-    q_tiles, k_tiles, q_length, k_length, q_rate, k_rate, sq_b, sq_h, sq_n, sk_b, sk_h, sv_b, sv_h, sg_b, sg_h, sg_n,
-    sx_b, sx_h, sx_n,
+    p_k_axis, p_padding, p_seed, p_positions, scale, scale_log2, cap_scale, p_bias, p_places, p_key_places, bias_size,
+    bias_columns, s_places, p_bias_sum, p_bias_bad, p_bias_unit, inverse_keep, threshold, items, mask_shift, slots,
+    heads, group, q_tiles, k_tiles, q_length, k_length, q_rate, k_rate, sq_b, sq_h, sq_n, sk_b, sk_h, sv_b, sv_h, sg_b,
+    sg_h, sg_n, sx_b, sx_h, sx_n,
     SK_N: tl.constexpr, SV_N: tl.constexpr, BLOCK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     CAREFUL: tl.constexpr, D: tl.constexpr, E: tl.constexpr, DP: tl.constexpr, EP: tl.constexpr, STRIDED: tl.constexpr,
     PER_HEAD: tl.constexpr, BOUNDED: tl.constexpr, PARTIAL: tl.constexpr, BITS: tl.constexpr, PADDING: tl.constexpr,
@@ -167,9 +169,9 @@ def attention_dq_bwd_kernel(
         p_bias += head * bias_size
         p_bias_sum += head * bias_size
         p_bias_bad += head * bias_size
-    if p_places is not None:
-        p_places += batch * s_places
-    bias = p_bias, p_places, bias_size, bias_columns, o_q, b_exist
+    p_places = places_of_sample(p_places, p_key_places, s_places, batch)
+    p_places, p_key_places = places_of_head(p_places, p_key_places, s_places, head)
+    bias = p_bias, p_places, p_key_places, bias_size, bias_columns, o_q, b_exist
     table = p_bias_sum, p_bias_bad, p_bias_unit
     b_row, p_key_positions = names_in_dropout(
         p_seed, p_positions, batch, head, heads, o_q, b_exist, q_length, k_length, DROPOUT, POSITIONS
@@ -303,9 +305,9 @@ def dkv_tile(
 def attention_dkv_bwd_kernel(
     p_q, p_k, p_v, p_do, p_lse, p_delta, p_dk, p_dv, p_sum_k, p_sum_v, p_piece_k, p_piece_v, p_work, p_owners,
     p_heads, p_rows, p_lists, p_masks, p_q_axis, p_k_axis, p_padding, p_seed, p_positions, scale, scale_log2, cap_scale,
-    p_bias, p_places, bias_size, bias_columns, s_places, inverse_keep, threshold, items, mask_shift, slots, heads,
-    group, q_tiles, k_tiles, q_length, k_length, q_rate, k_rate, sq_b, sq_h, sk_b, sk_h, sk_n, sv_b, sv_h, sv_n, sg_b,
-    sg_h, sx_b, sx_h, sx_n, sy_b, sy_h, sy_n,
+    p_bias, p_places, p_key_places, bias_size, bias_columns, s_places, inverse_keep, threshold, items, mask_shift,
+    slots, heads, group, q_tiles, k_tiles, q_length, k_length, q_rate, k_rate, sq_b, sq_h, sk_b, sk_h, sk_n, sv_b, sv_h,
+    sv_n, sg_b, sg_h, sx_b, sx_h, sx_n, sy_b, sy_h, sy_n,
     SQ_N: tl.constexpr, SG_N: tl.constexpr, BLOCK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     CAREFUL: tl.constexpr, D: tl.constexpr, E: tl.constexpr, DP: tl.constexpr, EP: tl.constexpr, GROUP: tl.constexpr,
     STRIDED: tl.constexpr, PER_HEAD: tl.constexpr, MIXED: tl.constexpr, BOUNDED: tl.constexpr, PARTIAL: tl.constexpr,
@@ -340,8 +342,7 @@ def attention_dkv_bwd_kernel(
     o_q_tile = o_step.to(tl.int64)[:, None] * SQ_N + o_d[None, :]  # [BM, DP]
     o_do_tile = o_step.to(tl.int64)[:, None] * SG_N + o_e[None, :]  # [BM, EP]
 
-    if p_places is not None:
-        p_places += batch * s_places
+    p_places = places_of_sample(p_places, p_key_places, s_places, batch)
     SUB_M: tl.constexpr = BLOCK // BM
     for member in range(GROUP):
         head = key_head * GROUP + member
@@ -352,9 +353,10 @@ def attention_dkv_bwd_kernel(
         p_row_lse = p_lse + stream * q_length
         p_row_delta = p_delta + stream * q_length
         p_tokens = p_positions + head * q_length
-        bias = p_bias, p_places, bias_size, bias_columns, o_key, b_exist
+        p_others, p_own = places_of_head(p_places, p_key_places, s_places, head)
+        bias = p_bias, p_own, p_others, bias_size, bias_columns, o_key, b_exist
         if p_bias is not None:
-            bias = p_bias + head * bias_size, p_places, bias_size, bias_columns, o_key, b_exist
+            bias = p_bias + head * bias_size, p_own, p_others, bias_size, bias_columns, o_key, b_exist
         b_key = tokens_of(p_positions + (heads + head) * k_length, o_key, b_exist, POSITIONS)
         # Whole tiles, then partial ones.
         for MASKED in tl.static_range(2 if PARTIAL else 1):
@@ -389,9 +391,10 @@ def attention_dkv_bwd_kernel(
                 c_row, c_offset = row_of_member(p_heads, p_rows, c_head, row, k_offset, k_tiles, tile, PER_HEAD, MIXED)
                 c_key = tokens_of(p_positions + (heads + c_head) * k_length, o_key, b_exist, POSITIONS)
                 c_stream = batch * heads + c_head
-                c_bias = p_bias, p_places, bias_size, bias_columns, o_key, b_exist
+                p_others, p_own = places_of_head(p_places, p_key_places, s_places, c_head)
+                c_bias = p_bias, p_own, p_others, bias_size, bias_columns, o_key, b_exist
                 if p_bias is not None:
-                    c_bias = p_bias + c_head * bias_size, p_places, bias_size, bias_columns, o_key, b_exist
+                    c_bias = p_bias + c_head * bias_size, p_own, p_others, bias_size, bias_columns, o_key, b_exist
                 for c in tl.range(0, (c_row[1] - c_row[0] + c_row[4] - c_row[3]) * SUB, num_stages=1):
                     c_tile, c_mask, whole = careful_entry(p_lists, mask_shift, c_row, c // SUB)
                     c_first, c_end, o_part = streamed(q_axis, c_tile, c_offset, c, BLOCK, CAREFUL, STRIDED)

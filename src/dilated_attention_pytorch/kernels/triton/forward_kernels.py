@@ -23,6 +23,8 @@ from .primitives import (
     names_in_dropout,
     owner_of_program,
     piece_rows,
+    places_of_head,
+    places_of_sample,
     rows_left,
     rows_of_program,
     spoilt,
@@ -153,9 +155,9 @@ def store_softmax(
 @triton.jit(do_not_specialize=["items", "mask_shift", "q_tiles", "k_tiles", "slots", "threshold"])
 def attention_fwd_kernel(
     p_q, p_k, p_v, p_out, p_lse, p_carry, p_piece_out, p_piece_lse, p_work, p_heads, p_lists, p_masks, p_q_axis,
-    p_k_axis, p_padding, p_seed, p_positions, scale, cap_scale, p_bias, p_places, bias_size, bias_columns, s_places,
-    inverse_keep, threshold, items, mask_shift, slots, heads, group, q_tiles, k_tiles, q_length, k_length, q_rate,
-    k_rate, sq_b, sq_h, sq_n, sk_b, sk_h, sv_b, sv_h, so_b, so_h, so_n,
+    p_k_axis, p_padding, p_seed, p_positions, scale, cap_scale, p_bias, p_places, p_key_places, bias_size, bias_columns,
+    s_places, inverse_keep, threshold, items, mask_shift, slots, heads, group, q_tiles, k_tiles, q_length, k_length,
+    q_rate, k_rate, sq_b, sq_h, sq_n, sk_b, sk_h, sv_b, sv_h, so_b, so_h, so_n,
     SK_N: tl.constexpr, SV_N: tl.constexpr, SIGN: tl.constexpr, BLOCK: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, CAREFUL: tl.constexpr, D: tl.constexpr, E: tl.constexpr, DP: tl.constexpr, EP: tl.constexpr,
     STRIDED: tl.constexpr, PER_HEAD: tl.constexpr, BOUNDED: tl.constexpr, PARTIAL: tl.constexpr, BITS: tl.constexpr,
@@ -169,7 +171,8 @@ def attention_fwd_kernel(
     CONTAIN keeps a NaN of a value out of rows that may not see it.
     SIGN is the sign of the scale and `scale` its magnitude; if SIGN is 0, `scale` is any positive number.
     With a soft cap, `cap_scale` is the magnitude of the scale over the cap, and `scale` the cap.
-    The bias is described in `bias_index`; `s_places` is the stride of its positions by sample.
+    The bias is described in `bias_index`; `s_places` is the stride of its positions by sample, or with `p_key_places`
+    by query head.
     """
     item, o_i = rows_of_program(BLOCK, BM)
     o_n = tl.arange(0, BN)
@@ -200,9 +203,9 @@ def attention_fwd_kernel(
         p_padding += batch * k_length
     if p_bias is not None:
         p_bias += head * bias_size
-    if p_places is not None:
-        p_places += batch * s_places
-    bias = p_bias, p_places, bias_size, bias_columns, o_q, b_exist
+    p_places = places_of_sample(p_places, p_key_places, s_places, batch)
+    p_places, p_key_places = places_of_head(p_places, p_key_places, s_places, head)
+    bias = p_bias, p_places, p_key_places, bias_size, bias_columns, o_q, b_exist
     b_row, p_key_positions = names_in_dropout(
         p_seed, p_positions, batch, head, heads, o_q, b_exist, q_length, k_length, DROPOUT, POSITIONS
     )

@@ -305,12 +305,15 @@ def _score_scales(call: AttentionCall, scale: float) -> tuple[float, float | Non
 
 
 def _bias_args(call: AttentionCall) -> tuple[Tensor | int | None, ...]:
-    """Table, positions, entries and columns of a bias, and the stride of its positions by sample."""
+    """Table, positions of queries and of keys, entries and columns of a bias, and the stride of its positions."""
     if call.bias is None:
-        return (None,) * 5
+        return (None,) * 6
     places, columns = call.bias_positions, call.bias.shape[2] if call.bias.dim() > 2 else None
+    size = call.bias[0].numel()
+    if places is not None and places.dim() == 4:
+        return call.bias, places[0], places[1], size, columns, places.stride(1)
     stride = None if places is None else places.stride(0) if len(places) > 1 else 0
-    return call.bias, places, call.bias[0].numel(), columns, stride
+    return call.bias, places, None, size, columns, stride
 
 
 class _TableSum(NamedTuple):

@@ -196,11 +196,11 @@ def clipped(b_distance, width):
 def bias_index(bias, o_other, b_exist, SIGN: tl.constexpr):
     """Entries of a bias table for stationary rows and streamed tokens, int32; as `bias_index` of `kernels.call`.
 
-    A bias is (pointer to the table of a head or None, pointer to the positions of a sample or None for tokens, entries
-    of the table, columns of a table with two axes or None, tokens of the stationary rows, mask of those that exist).
-    SIGN is 1 if keys are streamed and -1 if queries are.
+    A bias is (pointer to the table of a head or None, pointers to the positions of stationary and of streamed rows or
+    None for tokens, entries of the table, columns of a table with two axes or None, tokens of the stationary rows, mask
+    of those that exist). SIGN is 1 if keys are streamed and -1 if queries are.
     """
-    _, p_places, size, columns, o_own, b_own = bias
+    _, p_places, p_other_places, size, columns, o_own, b_own = bias
     o_own = o_own[:, None]
     o_other = o_other[None, :]
     if p_places is None:
@@ -208,7 +208,7 @@ def bias_index(bias, o_other, b_exist, SIGN: tl.constexpr):
     else:
         AXES: tl.constexpr = 1 if columns is None else 2
         p_own = p_places + o_own * AXES
-        p_other = p_places + o_other * AXES
+        p_other = p_other_places + o_other * AXES
         b_far = tl.load(p_other, mask=b_exist[None, :], other=0) - tl.load(p_own, mask=b_own[:, None], other=0)
         if AXES == 1:
             return clipped(b_far * SIGN, size)
@@ -218,6 +218,26 @@ def bias_index(bias, o_other, b_exist, SIGN: tl.constexpr):
                 p_own + 1, mask=b_own[:, None], other=0
             )
             return b_row * columns + clipped(b_far * SIGN, columns)
+
+
+@triton.jit
+def places_of_sample(p_places, p_key_places, s_places, batch):
+    """Pointer to the positions of a sample in a bias, None for tokens; with `p_key_places` they differ by head."""
+    if p_key_places is not None:
+        return p_places
+    elif p_places is not None:
+        return p_places + batch * s_places
+    else:
+        return None
+
+
+@triton.jit
+def places_of_head(p_places, p_key_places, s_places, head):
+    """Pointers to the positions of queries and of keys in a bias, from those of `places_of_sample`."""
+    if p_key_places is None:
+        return p_places, p_places
+    else:
+        return p_places + head * s_places, p_key_places + head * s_places
 
 
 @triton.jit

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from ...compat import names_replacements
 from ...errors import must
 from ...selection.rank import Budget
 from ...selection.types import SelectionSettings
@@ -15,6 +16,7 @@ ScoreGradient = Literal["distill", "prior", "straight_through", "none"]
 Select = Literal["head", "group", "all"]
 
 
+@names_replacements
 @dataclass(frozen=True, slots=True)
 class AdaptiveConfig:
     """Settings of scoring, selection and distillation.

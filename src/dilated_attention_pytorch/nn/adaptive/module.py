@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.nn import functional as F
 
+from ...compat import names_replacements
 from ...errors import must, must_be
 from ...ops.attention import attention
 from ...ops.derivatives import scale_of
@@ -89,6 +90,7 @@ class LearnedPattern(NamedTuple):
         return "\n".join([f"learned: sample {sample}, head {head}, a cell is {size} x {size} tokens", *lines])
 
 
+@names_replacements
 class BlockSparseAdaptive(OverRanks, nn.Module):
     """Attention over (B, N, H, D) on blocks that a scorer selects by content.
 

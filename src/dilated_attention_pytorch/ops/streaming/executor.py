@@ -13,13 +13,14 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from hashlib import sha256
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...errors import must
-from ...kernels.call import AttentionCall, Forward, Gradients, empty_rows
+from ...kernels.call import AttentionCall, BiasedGradients, Forward, Gradients, empty_rows
 from ...kernels.registry import choose
 from ...patterns import And, Causal, Dilated, Pattern, as_pattern
 from ...patterns.base import integer
@@ -27,6 +28,7 @@ from ...plan import own_block
 from ...plan.buffers import Excerpt, excerpts
 from ...plan.closed_forms import Domain, closed_form
 from ..attention import CallSettings, call_of, empty_attention
+from ..bias import filler_lse, kernel_bias, positions_of
 from ..checks import check_softcap, check_tensors
 from ..derivatives import check_reverse_mode, scale_of
 from ..memory_budget import free_bytes
@@ -104,6 +106,8 @@ class Streamer:
         device: torch.device | str | None,
         backend: str,
         softcap: float | None = None,
+        bias: Tensor | None = None,
+        bias_positions: Tensor | None = None,
     ) -> None:
         check_softcap(softcap)
         self.source, self.backend, self.softcap = source, backend, softcap or 0.0
@@ -115,6 +119,8 @@ class Streamer:
         self.batch, self.heads, _, self.width = query.shape
         self.key_heads, self.value_width = key.shape[1], value.shape[3]
         self.scale = scale_of(scale, self.width)
+        self.bias, self.bias_positions = kernel_bias(query.to(self.device), bias, bias_positions, self.n)
+        self.grad_bias = None if self.bias is None else torch.zeros_like(self.bias, dtype=torch.float64)
         whole = as_pattern(pattern)
         whole = whole & Causal() if is_causal else whole
         self.pattern = whole.resolve(self.n, self.heads) if self.n else whole
@@ -125,8 +131,11 @@ class Streamer:
         self.slots: dict[tuple[tuple[Excerpt, ...], int], _Slots] = {}
         self._copies: torch.cuda.Stream | None = None
         shape = (self.batch, self.heads, self.n, self.value_width)
-        cap = f" and softcap {softcap!r}" if softcap else ""
-        self.about = StreamShape(shape, self.dtype, f"{self.pattern.describe()} at scale {self.scale!r}{cap}")
+        terms = f" and softcap {softcap!r}" if softcap else ""
+        for name, tensor in (("bias", self.bias), ("bias_positions", self.bias_positions)):
+            if tensor is not None:
+                terms += f", {name} {sha256(tensor.detach().cpu().numpy().tobytes()).hexdigest()[:12]}"
+        self.about = StreamShape(shape, self.dtype, f"{self.pattern.describe()} at scale {self.scale!r}{terms}")
 
     @property
     def uploads(self) -> bool:
@@ -169,7 +178,9 @@ class Streamer:
             keys = self.key_heads * (self.width + self.value_width)
             once += self.dtype.itemsize * (self.heads * self.width + 2 * keys + found) + 2 * wide * found
         more = self.dtype.itemsize * (given + found) + wide * given if backward else 0
-        return max(1, self.batch) * (once + more)
+        # Tokens of queries and keys by head, which are made from a copy.
+        places = 0 if self.bias is None else 4 * 8 * self.heads * (self.bias.dim() - 1)
+        return max(1, self.batch) * (once + more) + places
 
     def chunks(self, begin: int, end: int, rows: int) -> Iterator[Chunk]:
         """The rows in order. One chunk is on its way to the device while the one before is computed."""
@@ -225,8 +236,9 @@ class Streamer:
         inside, chunk.runs = self._split(chunk.begin, chunk.end)
         found = None
         if inside is not None:
-            own = {"scale": self.scale, "softcap": self.softcap, "backend": self.backend}
-            settings = CallSettings(pattern=inside.describe(), **own)
+            places = None if self.bias_positions is None else self.bias_positions[:, chunk.begin : chunk.end]
+            own = {"scale": self.scale, "softcap": self.softcap, "backend": self.backend, "bias": self.bias}
+            settings = CallSettings(pattern=inside.describe(), bias_positions=places, **own)
             chunk.inner = call_of(chunk.query, chunk.key, chunk.value, settings)
             found = choose(chunk.inner, self.backend)[1].forward(chunk.inner)
             if not chunk.runs:
@@ -303,24 +315,33 @@ class Streamer:
             if excerpt.plan.parts:
                 buffer = self._hold(chunk, recurring if run.recurs else None, excerpt, run.origin)
                 query = self._gathered(chunk.query, excerpt)
-                rows = query, buffer.key, buffer.value
-                yield index, AttentionCall(*rows, excerpt.plan, self.scale, softcap=self.softcap), buffer
+                call = AttentionCall(query, buffer.key, buffer.value, excerpt.plan, self.scale, softcap=self.softcap)
+                if self.bias is not None:
+                    call.bias, call.bias_positions = self.bias, self._places(chunk, buffer)
+                yield index, call, buffer
+
+    def _places(self, chunk: Chunk, buffer: _KeyBuffer) -> Tensor:
+        """Positions of queries and of keys in the bias, (2, H, n, axes)."""
+        (keys,) = self._to_device(buffer.tokens.clamp(min=0))
+        keys = keys.repeat_interleave(self.heads // self.key_heads, 0)
+        tokens = torch.stack([chunk.begin + buffer.excerpt.query_rows.clamp(min=0), keys])
+        return positions_of(tokens, self.bias_positions).contiguous()
 
     def _excerpts(self, run: _Run) -> tuple[Excerpt, ...]:
         make = _recurring if run.recurs else excerpts
         shape = run.pattern, run.n, self.heads, self.key_heads, run.begin, run.end
         return make(*shape, self.block, self.device, run.keys)
 
-    def _gathered(self, rows: Tensor, excerpt: Excerpt) -> Tensor:
-        """Rows of the chunk (B, H, m, ...) in the order of an excerpt's buffer, (B, H, n, ...); filler rows are 0.
+    def _gathered(self, rows: Tensor, excerpt: Excerpt, filler_value: float | Tensor = 0.0) -> Tensor:
+        """Rows of the chunk (B, H, m, ...) in the order of an excerpt's buffer, (B, H, n, ...), and filler.
 
-        A filler row may see keys that no row of the chunk sees. With zeros for its query, output, LSE and gradient
-        its weights are finite and it adds 0 to their gradients.
+        A filler row may see keys that no row of the chunk sees. With zeros for its query, output and gradient and an
+        LSE of at least its scores, its weights are finite and it adds 0 to their gradients.
         """
         head = torch.arange(self.heads, device=self.device)[:, None]
         filler = excerpt.query_rows < 0
         gathered = rows[:, head, excerpt.query_rows.clamp(min=0)]
-        return gathered.masked_fill_(filler if rows.dim() == 3 else filler[..., None], 0)
+        return gathered.masked_fill_(filler if rows.dim() == 3 else filler[..., None], filler_value)
 
     def _hold(self, chunk: Chunk, index: int | None, excerpt: Excerpt, origin: int) -> _KeyBuffer:
         """The keys of an excerpt: those held already, those of the chunk, and the rest from the source."""
@@ -408,7 +429,7 @@ class Streamer:
     def backward(self, chunk: Chunk, found: AttentionOutput, grad_output: Tensor) -> Gradients:
         """Gradients of a chunk's rows by its own queries; gradients of other keys accumulate until their last chunk."""
         if chunk.inner is not None:
-            grads = choose(chunk.inner, self.backend)[1].backward(chunk.inner, *found, grad_output, None)
+            grads = self._differentiated(chunk.inner, *found, grad_output)
         else:
             grads = Gradients(*(torch.zeros_like(t) for t in (chunk.query, chunk.key, chunk.value)))
         if not chunk.runs:
@@ -418,8 +439,9 @@ class Streamer:
         total = grads.query[:, head, row].to(wide)
         for index, call, buffer in self._parts(chunk):
             slot, at = lies(index, buffer.excerpt)
-            output, lse, grad = (self._gathered(t, buffer.excerpt) for t in (*found, grad_output))
-            part = choose(call, self.backend)[1].backward(call, output, lse, grad, None)
+            output, grad = (self._gathered(t, buffer.excerpt) for t in (found.output, grad_output))
+            lse = self._gathered(found.lse, buffer.excerpt, filler_lse(self.bias))
+            part = self._differentiated(call, output, lse, grad)
             total[:, at] += part.query.flatten(1, 2)[:, slot].to(wide)
             if buffer.grads is None:
                 buffer.grads = torch.zeros_like(buffer.key, dtype=wide), torch.zeros_like(buffer.value, dtype=wide)
@@ -428,6 +450,12 @@ class Streamer:
             if buffer not in self.buffers.values():
                 self._flush(buffer)
         grads.query[:, head, row] = total.to(grads.query.dtype)
+        return grads
+
+    def _differentiated(self, call: AttentionCall, output: Tensor, lse: Tensor, grad_output: Tensor) -> Gradients:
+        grads = choose(call, self.backend)[1].backward(call, output, lse, grad_output, None)
+        if isinstance(grads, BiasedGradients) and self.grad_bias is not None:
+            self.grad_bias += grads.bias
         return grads
 
     def _flush(self, buffer: _KeyBuffer | None) -> None:

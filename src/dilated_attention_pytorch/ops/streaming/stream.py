@@ -29,6 +29,8 @@ class Streamed(NamedTuple):
     """Rows `begin` to `end - 1` reached the sink."""
     chunk: int
     seconds: float
+    grad_bias: Tensor | None = None
+    """Gradient of a bias, in its dtype; of `streamed_gradients` alone."""
 
 
 def streamed_attention(
@@ -40,6 +42,8 @@ def streamed_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
     softcap: float | None = None,
+    bias: Tensor | None = None,
+    bias_positions: Tensor | None = None,
     chunk: int | None = None,
     memory_budget: int | None = None,
     begin: int | None = None,
@@ -58,6 +62,8 @@ def streamed_attention(
         scale: factor on the scores; 1 / sqrt(D) by default.
         enable_gqa: let query head h read key head h // (H / G).
         softcap: bound of the scores, see `attention`.
+        bias: table by distance, see `attention`; on the device that computes.
+        bias_positions: positions of all tokens in the bias, integers (N, axes); token numbers by default.
         chunk: query rows computed at a time; best a multiple of a dilated pattern's segments.
         memory_budget: bytes that chunks may take on the device, when `chunk` is not given; a quarter of what is free on
             a GPU, 1 GiB elsewhere. Memory of the source and the sink comes on top.
@@ -81,7 +87,8 @@ def streamed_attention(
     >>> torch.allclose(output, attention(q, k, v, "dilated:64x1,256x4,1024x16"), atol=1e-6)
     True
     """
-    streamer = Streamer(as_source(source), pattern, is_causal, scale, enable_gqa, device, backend, softcap)
+    terms = softcap, bias, bias_positions
+    streamer = Streamer(as_source(source), pattern, is_causal, scale, enable_gqa, device, backend, *terms)
     whole = as_sink(sink)
     end = streamer.n if end is None else integer("end", end, 0)
     if end > streamer.n:
@@ -135,6 +142,8 @@ def streamed_gradients(
     scale: float | None = None,
     enable_gqa: bool = False,
     softcap: float | None = None,
+    bias: Tensor | None = None,
+    bias_positions: Tensor | None = None,
     chunk: int | None = None,
     memory_budget: int | None = None,
     device: torch.device | str | None = None,
@@ -148,10 +157,14 @@ def streamed_gradients(
         pattern: as for the forward, like all that follows.
         grad_of: `grad_of(begin, output, lse)` gives the gradient of these rows of the output, (B, H, m, E).
         is_causal, scale, enable_gqa, softcap, chunk, memory_budget: see `streamed_attention`, like the rest.
+
+    Returns:
+        Range of rows, and the gradient of the bias where there is one.
     """
     if not isinstance(source, DifferentiableSource):
         raise must_be("source must have add_gradients and add_key_gradients", type(source).__name__)
-    streamer = Streamer(source, pattern, is_causal, scale, enable_gqa, device, backend, softcap)
+    terms = softcap, bias, bias_positions
+    streamer = Streamer(source, pattern, is_causal, scale, enable_gqa, device, backend, *terms)
     rows = streamer.chunk_rows(chunk, memory_budget, backward=True)
     report = _Progress(0, streamer.n) if progress else None
     began = time.monotonic()
@@ -166,7 +179,8 @@ def streamed_gradients(
         streamer.flush()
     if report is not None:
         report.close(streamer.n)
-    return Streamed(0, streamer.n, rows, time.monotonic() - began)
+    grad_bias = None if bias is None or streamer.grad_bias is None else streamer.grad_bias.to(bias.dtype)
+    return Streamed(0, streamer.n, rows, time.monotonic() - began, grad_bias)
 
 
 class _Leaving:
