@@ -110,6 +110,7 @@ PADDED = {
     "padded, split rows": (problem("global:128;queries=1 | window:60", 1000, batch=2), "lengths"),
     "padded, ladder": (problem("dilated:128x1,512x4", 600, batch=3, key_heads=1), "lengths"),
     "padded, ladder, random keys": (problem("dilated:200x3,701x5", 701, d=128, heads=3, key_heads=3), "random"),
+    "padded, width 96": (problem("window:150 & causal", 400, batch=2, d=96), "random"),
     "padded, half precision": (problem("window:100 | global:40", 500, batch=2), "random"),
 }
 """Problems with a kind of padding; padded keys and values are NaN or infinite."""
@@ -407,17 +408,20 @@ def run_in_turns():
         lowered, work, batch, PROGRAMS, *rest, **more
     )
     for name, trial in IN_TURNS.items():
-        run = InTurns(trial)
-        line = {"errors": run.errors(), "in turns": run.first_difference(), "any order": run.first_difference(True)}
+        case = InTurns(trial)
+        line = {"errors": case.errors(), "in turns": case.first_difference(), "any order": case.first_difference(True)}
         print(json.dumps({"trial": name} | line), flush=True)
     configs = dict(hopper_gradients.BACKWARD_CONFIGS)
     hopper_gradients.BACKWARD_CONFIGS.update({d: replace(config, ordered=True) for d, config in configs.items()})
     # The host may not read the lists of learned plans; they compute dQ by rows.
     print(json.dumps({"learned": run_learned(0, 256, 2)}), flush=True)
+    for name in ("padded, lengths", "padded, ladder"):
+        trial, kind = PADDED[name]
+        print(json.dumps({"padded": run(trial, torch.float32, padding=padding_of(trial, kind))}), flush=True)
     hopper_gradients.BACKWARD_CONFIGS.update(configs)
-    run = InTurns(IN_TURNS["window"])
+    case = InTurns(IN_TURNS["window"])
     for name, changes in FAULTS_OF_TURNS.items():
-        print(json.dumps({"fault": name, "found": run.first_difference(changes=changes)}), flush=True)
+        print(json.dumps({"fault": name, "found": case.first_difference(changes=changes)}), flush=True)
 
 
 def replace_what_needs_a_gpu():

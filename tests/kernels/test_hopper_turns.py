@@ -144,7 +144,8 @@ def found():
     lines = emulated("--turns")
     trials = {line.pop("trial"): line for line in lines if "trial" in line}
     (learned,) = (line["learned"] for line in lines if "learned" in line)
-    return trials, {line["fault"]: line["found"] for line in lines if "fault" in line}, learned
+    padded = [line["padded"] for line in lines if "padded" in line]
+    return trials, {line["fault"]: line["found"] for line in lines if "fault" in line}, padded, learned
 
 
 @pytest.mark.slow
@@ -162,9 +163,17 @@ def test_sums_in_turns_match_oracle_and_any_schedule(found):
 @pytest.mark.slow
 @pytest.mark.xdist_group("hopper turns")
 def test_emulator_finds_faults_of_turns(found):
-    _, faults, _ = found
+    _, faults, *_ = found
     assert len(faults) == 8
     assert [name for name, first in faults.items() if first is None] == []
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("hopper turns")
+def test_key_tiles_of_padding_alone_take_their_turns(found):
+    *_, padded, _ = found
+    assert len(padded) == 2
+    assert max(max(errors.values()) for errors in padded) <= 2e-6
 
 
 @pytest.mark.slow

@@ -44,8 +44,7 @@ class BackwardConfig:
     registers: int = 240
     """Registers per thread of a consumer warpgroup."""
     ordered: bool = False
-    """Whether reproducible dQ is accumulated beside dK and dV in turns; learned plans and padded calls compute it by
-    rows."""
+    """Whether reproducible dQ is accumulated beside dK and dV in turns; learned plans still compute it by rows."""
 
 
 BACKWARD_CONFIGS = {64: BackwardConfig(128, stages_by_rows=3, row_stages=4), 128: BackwardConfig(64)}
@@ -148,9 +147,7 @@ class BackwardLaunch:
         rows = config.streamed_tile
         device = query.device
         all_lowered = lower(plan)
-        # Items whose keys are all padded take no turns, and lists of learned plans are not read on the host.
-        knows_turns = call.key_padding_mask is None and all(lowered.launches is None for lowered in all_lowered)
-        ordered = config.ordered and not fused and knows_turns
+        ordered = config.ordered and not fused and all(lowered.launches is None for lowered in all_lowered)
         fused = fused or ordered
         self.writes_all = bool(all_lowered) and all_lowered[0].writes_all
         # Whole blocks of the plan: a list may name sub-tiles of its last block past the end of the sequence.

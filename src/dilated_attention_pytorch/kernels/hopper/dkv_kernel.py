@@ -19,7 +19,7 @@ is 16 bytes per thread and a warp accesses contiguous memory. `pre_post_kernels.
 
 dK and dV of a padded key are set to 0 at the end, so that steps ignore padding except for dQ, whose product runs over
 the keys: dS of a padded key is set to 0, and so is the key itself in shared memory. An item without a kept key has no
-step.
+step, except with turns, which count its additions.
 
 Descriptors of five dimensions (`primitives.copy_rows_in`) select a strided part, whose gradients are added to the
 results of earlier parts.
@@ -318,9 +318,10 @@ def load_backward_tiles(
         if BY_KEY and p_padding is not None:
             a, b, c, d = kept_words(p_padding, batch, n_held, o_held, held_rate if STRIDED else 1, 2 * ROWS)
             some = gl.where((a & b & c & d) == -1, 0, 1)
-            none = (a | b | c | d) == 0
-            steps = gl.where(none, 0, steps)
-            members = gl.where(none, 0, group)
+            if not TURNS:
+                none = (a | b | c | d) == 0
+                steps = gl.where(none, 0, steps)
+                members = gl.where(none, 0, group)
         residue, first_row = box_coordinates(held_1, o_held, held_rate)
         slot = item_count % HELD_STAGES
         mbarrier.wait(held_empty.index(slot), ((item_count // HELD_STAGES) & 1) ^ 1)
