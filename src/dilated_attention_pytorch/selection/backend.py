@@ -24,7 +24,7 @@ from .attend import BlockAttend, DenseAttend, TokenAttend
 from .distill import DistillInputs, distill_gradients, mean_norms, visible_blocks
 from .rank import Budget
 from .row_scores import RowScores
-from .scores import BlockScores, KeyFeatures, Layer, ScorerParameters
+from .scores import BlockScores, Layer, ScorerParameters
 from .summaries import BlockSummaries
 from .types import DistillBatch, ScoreInputs, Selection, SelectionSettings
 
@@ -295,11 +295,9 @@ def score_blocks(
             cast = scoring.cast_layers(parameters.stacks, rows.summary.dtype)
             hidden, columns, matched, halves, left = steps.factor(rows, keys, own, parameters, cast)
             inputs = ScoreInputs(rows.summary, keys.summary, keys.units, None if left is None else own)
-            if not (whole or settings.per_token):
-                rows = rows._replace(unit_there=scoring.flags_of_lists(rows.unit_there, lists))
-            unit_there, visible = (scoring.flags_of_lists(x, lists) for x in (keys.unit_there, keys.there))
-            features = scoring.query_features(rows, hidden, parameters), KeyFeatures(columns, matched, unit_there)
-    scores = BlockScores(parameters, query, *features, cast, settings, whole)
+            made = rows, keys, hidden, columns, matched, parameters, whole or settings.per_token
+            of_rows, of_keys, visible = scoring.features_of_lists(*made)
+    scores = BlockScores(parameters, query, of_rows, of_keys, cast, settings, whole)
     scores.steps, scores.visible, scores.halves, scores.left, scores.inputs = steps, visible, halves, left, inputs
     return scores
 

@@ -200,6 +200,23 @@ def query_features(rows: BlockSummaries, hidden: Tensor, parameters: ScorerParam
     return QueryFeatures(hidden, rows.units, rows.unit_there, hidden_mask(hidden, parameters))
 
 
+def features_of_lists(
+    rows: BlockSummaries,
+    keys: BlockSummaries,
+    hidden: Tensor,
+    columns: Tensor,
+    matched: Tensor,
+    parameters: ScorerParameters,
+    rows_are_whole: bool,
+) -> tuple[QueryFeatures, KeyFeatures, Tensor]:
+    """Features of query and key blocks from what `factor` computed, and blocks with a visible token, bool (b, s, t)."""
+    lists = len(parameters.log_temperature)
+    if not rows_are_whole:
+        rows = rows._replace(unit_there=flags_of_lists(rows.unit_there, lists))
+    key_features = KeyFeatures(columns, matched, flags_of_lists(keys.unit_there, lists))
+    return query_features(rows, hidden, parameters), key_features, flags_of_lists(keys.there, lists)
+
+
 def features(
     rows: BlockSummaries, keys: BlockSummaries, parameters: ScorerParameters, layers: list[Layer]
 ) -> tuple[QueryFeatures, KeyFeatures]:
