@@ -190,7 +190,7 @@ def parting(tree: ast.AST) -> list[ast.Call]:
 
 @cache
 def parts_of(kernel: str) -> tuple[Function, ...]:
-    """The functions that the warps of a kernel run, the loader last; none where its warps do not part."""
+    """The functions that the warps of a kernel run; none where its warps do not part."""
     for path in SOURCES.values():
         own = functions_of(path.name).get(kernel)
         for call in parting(own) if own else ():
@@ -219,7 +219,9 @@ def between_parts(one: Access, other: Access) -> bool:
     parts = part_of(one), part_of(other)
     if one.kernel != other.kernel or one.kind == other.kind or None in parts:
         return False
-    loader = parts_of(one.kernel)[-1]
+    # The warp that keeps turns comes after the loader; the control's loader is its last part.
+    own = parts_of(one.kernel)
+    loader = next((part for part in own if part[1].startswith("load")), own[-1])
     return (parts[0] == loader) != (parts[1] == loader)
 
 

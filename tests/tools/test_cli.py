@@ -225,7 +225,7 @@ def test_plan_that_does_not_fit_exits_1_with_advice(here):
         ("plan", "window:64", "-n", "4K", "--heads", "1e9"),
         ("plan", "window:64", "-n", "4KB"),
         ("plan", "window:64", "-n", "64B"),
-        ("plan", "full", "-n", "4M"),
+        ("plan", "random:0.5", "-n", "64M"),
         ("plan", "dilated:" + ",".join(f"{16 + i}x1" for i in range(3000)), "-n", "4K"),
         ("show", "-p", "causal", "-o", "pyproject.toml/x.PNG"),
     ],

@@ -31,7 +31,7 @@ def in_turns(
     first entry of the item. `partial` becomes int32 [E, 6] and lists all entries of an item in streaming order: tile,
     mask (-1 for a whole tile), band, head within the group, turn. Heads with equal lists share their entries.
     """
-    done = torch.zeros(len(works[0].classes) * tiles, dtype=torch.int64)
+    done = torch.zeros(len(works[0].classes) * tiles, dtype=torch.int64, device="cpu")
     return [
         _ordered(work, rows, done, tiles, block, group, n > 0)
         for n, (work, rows) in enumerate(zip(works, blocks, strict=True))
@@ -55,12 +55,12 @@ def _ordered(
     items, holder, tile, offset, row = (x[start] for x in (items, holder, tile, offset, row))
 
     # Heads of a group that sample other keys belong to another item.
-    heads = holder[:, None] * group + torch.arange(group)
+    heads = holder[:, None] * group + torch.arange(group, device="cpu")
     kinds = classes.view(len(classes), -1)[heads]
     member_class = torch.where(kinds[..., 1] == offset[:, None], kinds[..., 0], -1) if strided else kinds[..., 0]
     owner = torch.unique(torch.stack((holder, offset), dim=1), dim=0, return_inverse=True)[1]
     kind = torch.unique(torch.cat((member_class, offset[:, None]), dim=1), dim=0, return_inverse=True)[1]
-    first_owner = torch.full((len(items),), len(items)).scatter_reduce(0, kind, owner, "amin")
+    first_owner = torch.full((len(items),), len(items), device="cpu").scatter_reduce(0, kind, owner, "amin")
     shown = owner == first_owner[kind]
     # Owners of a kind have the same items in the same order.
     place = _ranks(owner)
@@ -89,7 +89,7 @@ def _ordered(
 
 def _ordered_by(*keys: Tensor) -> Tensor:
     """Permutation that sorts by the first key, then by the second, and so on; equal elements keep their order."""
-    order = torch.arange(len(keys[0]))
+    order = torch.arange(len(keys[0]), device="cpu")
     for key in reversed(keys):
         order = order[key[order].argsort(stable=True)]
     return order
@@ -100,7 +100,7 @@ def _ranks(key: Tensor) -> Tensor:
     order = key.argsort(stable=True)
     count = torch.bincount(key)
     rank = torch.empty_like(key)
-    rank[order] = torch.arange(len(key)) - (count.cumsum(0) - count)[key[order]]
+    rank[order] = torch.arange(len(key), device="cpu") - (count.cumsum(0) - count)[key[order]]
     return rank
 
 
@@ -109,12 +109,12 @@ def _entries(rows: Tensor, full: Tensor, partial: Tensor) -> tuple[Tensor, Tenso
     begin, end, base, part_begin, part_end, part_base = rows.unbind(1)
     sources, listed = [], []
     for first, last, shift, table in (
-        (begin, end, base, torch.stack((full, *torch.tensor([-1, 0, 0]).expand(len(full), 3).unbind(1)), dim=1)),
+        (begin, end, base, torch.stack((full, torch.full_like(full, -1), *[torch.zeros_like(full)] * 2), dim=1)),
         (part_begin, part_end, part_base, partial),
     ):
         count = last - first
-        source = torch.arange(len(rows)).repeat_interleave(count)
-        within = torch.arange(len(source)) - (count.cumsum(0) - count)[source]
+        source = torch.arange(len(rows), device="cpu").repeat_interleave(count)
+        within = torch.arange(len(source), device="cpu") - (count.cumsum(0) - count)[source]
         entries = table[first[source] + within]
         entries[:, 0] += shift[source]
         sources.append(source)
