@@ -198,11 +198,15 @@ def parts_of(kernel: str) -> tuple[Function, ...]:
     return ()
 
 
-def part_of(access: Access) -> Function | None:
-    """The part of its kernel that alone can have made an access, or None where that is not sure."""
-    function = function_at(access.file, access.line)
-    parts = [part for part in parts_of(access.kernel) if function in reached(part)]
-    return parts[0] if len(parts) == 1 else None
+def side_of(access: Access) -> str | None:
+    """Side of a kernel that alone can have made an access, "loader" or "compute"; None where that is not sure."""
+    function, parts = function_at(access.file, access.line), parts_of(access.kernel)
+    made = [part for part in parts if function in reached(part)]
+    if not made:
+        return None
+    # The warp that keeps turns comes after the loader; the control's loader is its last part.
+    loader = next((part for part in parts if part[1].startswith("load")), parts[-1])
+    return "compute" if loader not in made else "loader" if made == [loader] else None
 
 
 def in_front(access: Access) -> bool:
@@ -216,13 +220,8 @@ def in_front(access: Access) -> bool:
 
 def between_parts(one: Access, other: Access) -> bool:
     """Whether one of two accesses writes and one reads, one in the loader and one in a part that computes."""
-    parts = part_of(one), part_of(other)
-    if one.kernel != other.kernel or one.kind == other.kind or None in parts:
-        return False
-    # The warp that keeps turns comes after the loader; the control's loader is its last part.
-    own = parts_of(one.kernel)
-    loader = next((part for part in own if part[1].startswith("load")), own[-1])
-    return (parts[0] == loader) != (parts[1] == loader)
+    sides = {side_of(one), side_of(other)}
+    return one.kernel == other.kernel and one.kind != other.kind and sides == {"loader", "compute"}
 
 
 class Reports(NamedTuple):
