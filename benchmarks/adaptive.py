@@ -317,7 +317,7 @@ def main() -> None:
             slower = [line["n"] for line in found if line["chosen"] > line["dense"]]
             print(f"causal {is_causal}: dense_below should lie above {max(slower, default=0)}", flush=True)
     if "units" in asked.tasks:
-        for unit, rank in ((16, 32), (4, 32), (2, 32), (1, 16)):
+        for unit, rank in ((16, 32), (4, 32), (2, 32), (1, 16), (1, 32)):
             for line in crossover(asked.lengths or [8192], asked.sparsity, True, unit, rank):
                 tell(task="units", unit=unit, rank=rank, **line)
     if "choosing" in asked.tasks:

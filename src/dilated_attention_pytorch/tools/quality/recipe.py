@@ -111,7 +111,12 @@ SUITE_RUNS: dict[str, Callable[[], list[Run]]] = {
     "start": partial(_runs_of, START_NAMES),
     "group": partial(_runs_of, GROUP_NAMES),
     "heads": lambda: [("recall", name, DENSITY, seed) for seed in SEEDS for name in FOUR_NAMES],
-    "width": lambda: [(task, name, DENSITY, seed) for seed in SEEDS for task in ALL for name in WIDE_NAMES],
+    "width": lambda: [
+        (task, name, 1.0 if name == f"{WIDE}dense" else DENSITY, seed)
+        for seed in SEEDS
+        for task in ALL
+        for name in WIDE_NAMES
+    ],
 }
 """Runs by the name of a suite that changes settings."""
 
