@@ -22,8 +22,6 @@ from .primitives import (
     names_in_dropout,
     owner_of_program,
     piece_rows,
-    places_of_head,
-    places_of_sample,
     reference_of,
     row_of_member,
     rows_left,
@@ -169,9 +167,13 @@ def attention_dq_bwd_kernel(
         p_bias += head * bias_size
         p_bias_sum += head * bias_size
         p_bias_bad += head * bias_size
-    p_places = places_of_sample(p_places, p_key_places, s_places, batch)
-    p_places, p_key_places = places_of_head(p_places, p_key_places, s_places, head)
-    bias = p_bias, p_places, p_key_places, bias_size, bias_columns, o_q, b_exist
+    if p_key_places is not None:
+        p_places += head * s_places
+        bias = p_bias, p_places, p_key_places + head * s_places, bias_size, bias_columns, o_q, b_exist
+    else:
+        if p_places is not None:
+            p_places += batch * s_places
+        bias = p_bias, p_places, p_places, bias_size, bias_columns, o_q, b_exist
     table = p_bias_sum, p_bias_bad, p_bias_unit
     b_row, p_key_positions = names_in_dropout(
         p_seed, p_positions, batch, head, heads, o_q, b_exist, q_length, k_length, DROPOUT, POSITIONS
@@ -342,7 +344,8 @@ def attention_dkv_bwd_kernel(
     o_q_tile = o_step.to(tl.int64)[:, None] * SQ_N + o_d[None, :]  # [BM, DP]
     o_do_tile = o_step.to(tl.int64)[:, None] * SG_N + o_e[None, :]  # [BM, EP]
 
-    p_places = places_of_sample(p_places, p_key_places, s_places, batch)
+    if p_places is not None and p_key_places is None:
+        p_places += batch * s_places
     SUB_M: tl.constexpr = BLOCK // BM
     for member in range(GROUP):
         head = key_head * GROUP + member
@@ -353,10 +356,12 @@ def attention_dkv_bwd_kernel(
         p_row_lse = p_lse + stream * q_length
         p_row_delta = p_delta + stream * q_length
         p_tokens = p_positions + head * q_length
-        p_others, p_own = places_of_head(p_places, p_key_places, s_places, head)
-        bias = p_bias, p_own, p_others, bias_size, bias_columns, o_key, b_exist
-        if p_bias is not None:
+        bias = p_bias, p_places, p_places, bias_size, bias_columns, o_key, b_exist
+        if p_key_places is not None:
+            p_own, p_others = p_key_places + head * s_places, p_places + head * s_places
             bias = p_bias + head * bias_size, p_own, p_others, bias_size, bias_columns, o_key, b_exist
+        elif p_bias is not None:
+            bias = p_bias + head * bias_size, p_places, p_places, bias_size, bias_columns, o_key, b_exist
         b_key = tokens_of(p_positions + (heads + head) * k_length, o_key, b_exist, POSITIONS)
         # Whole tiles, then partial ones.
         for MASKED in tl.static_range(2 if PARTIAL else 1):
@@ -391,10 +396,12 @@ def attention_dkv_bwd_kernel(
                 c_row, c_offset = row_of_member(p_heads, p_rows, c_head, row, k_offset, k_tiles, tile, PER_HEAD, MIXED)
                 c_key = tokens_of(p_positions + (heads + c_head) * k_length, o_key, b_exist, POSITIONS)
                 c_stream = batch * heads + c_head
-                p_others, p_own = places_of_head(p_places, p_key_places, s_places, c_head)
-                c_bias = p_bias, p_own, p_others, bias_size, bias_columns, o_key, b_exist
-                if p_bias is not None:
+                c_bias = p_bias, p_places, p_places, bias_size, bias_columns, o_key, b_exist
+                if p_key_places is not None:
+                    p_own, p_others = p_key_places + c_head * s_places, p_places + c_head * s_places
                     c_bias = p_bias + c_head * bias_size, p_own, p_others, bias_size, bias_columns, o_key, b_exist
+                elif p_bias is not None:
+                    c_bias = p_bias + c_head * bias_size, p_places, p_places, bias_size, bias_columns, o_key, b_exist
                 for c in tl.range(0, (c_row[1] - c_row[0] + c_row[4] - c_row[3]) * SUB, num_stages=1):
                     c_tile, c_mask, whole = careful_entry(p_lists, mask_shift, c_row, c // SUB)
                     c_first, c_end, o_part = streamed(q_axis, c_tile, c_offset, c, BLOCK, CAREFUL, STRIDED)

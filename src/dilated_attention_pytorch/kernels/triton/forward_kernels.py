@@ -23,8 +23,6 @@ from .primitives import (
     names_in_dropout,
     owner_of_program,
     piece_rows,
-    places_of_head,
-    places_of_sample,
     rows_left,
     rows_of_program,
     spoilt,
@@ -203,9 +201,14 @@ def attention_fwd_kernel(
         p_padding += batch * k_length
     if p_bias is not None:
         p_bias += head * bias_size
-    p_places = places_of_sample(p_places, p_key_places, s_places, batch)
-    p_places, p_key_places = places_of_head(p_places, p_key_places, s_places, head)
-    bias = p_bias, p_places, p_key_places, bias_size, bias_columns, o_q, b_exist
+    # Triton 3.6 has no functions that return None.
+    if p_key_places is not None:
+        p_places += head * s_places
+        bias = p_bias, p_places, p_key_places + head * s_places, bias_size, bias_columns, o_q, b_exist
+    else:
+        if p_places is not None:
+            p_places += batch * s_places
+        bias = p_bias, p_places, p_places, bias_size, bias_columns, o_q, b_exist
     b_row, p_key_positions = names_in_dropout(
         p_seed, p_positions, batch, head, heads, o_q, b_exist, q_length, k_length, DROPOUT, POSITIONS
     )

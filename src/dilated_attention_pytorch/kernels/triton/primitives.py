@@ -221,26 +221,6 @@ def bias_index(bias, o_other, b_exist, SIGN: tl.constexpr):
 
 
 @triton.jit
-def places_of_sample(p_places, p_key_places, s_places, batch):
-    """Pointer to the positions of a sample in a bias, None for tokens; with `p_key_places` they differ by head."""
-    if p_key_places is not None:
-        return p_places
-    elif p_places is not None:
-        return p_places + batch * s_places
-    else:
-        return None
-
-
-@triton.jit
-def places_of_head(p_places, p_key_places, s_places, head):
-    """Pointers to the positions of queries and of keys in a bias, from those of `places_of_sample`."""
-    if p_key_places is None:
-        return p_places, p_places
-    else:
-        return p_places + head * s_places, p_key_places + head * s_places
-
-
-@triton.jit
 def add_to_table(table, b_index, b_grad):
     """Add gradients of scores to the gradient of a bias table, at the entries of `bias_index`.
 
