@@ -251,6 +251,11 @@ def test_pattern_stats_and_the_plans_a_module_holds():
     assert module.get_pattern_stats()["plans_held"] == 0
 
 
+def test_levels_within_one_block_are_one_level():
+    module, first = BlockSparseHierarchical([64, 128, 512], [1, 2, 2]), BlockSparseHierarchical([128, 512], [1, 2])
+    assert module.pattern == first.pattern
+
+
 def test_levels_of_a_hierarchy_do_not_overlap():
     module = BlockSparseHierarchical([256], [1], HierarchicalConfig())
     assert module.plan(2048, 1).to_dense().max() == 1

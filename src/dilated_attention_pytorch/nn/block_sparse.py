@@ -143,9 +143,11 @@ class BlockSparseHierarchical(SparseAttention):
         given = BlockDilated(tuple(segment_lengths), tuple(dilation_rates))
         if hierarchical_config is None:
             block = 128 if block_size is None else integer("block_size", block_size, 1)
-            branches = zip(given.segment_lengths, given.dilation_rates, strict=True)
-            levels = tuple((-(-reach // block), rate) for reach, rate in branches)
-            pattern: Pattern = Hierarchical(levels, block=block)
+            levels: dict[int, int] = {}
+            for reach, rate in zip(given.segment_lengths, given.dilation_rates, strict=True):
+                # A level that ends in the same block as the level before has no block of its own.
+                levels.setdefault(-(-reach // block), rate)
+            pattern: Pattern = Hierarchical(tuple(levels.items()), block=block)
         elif block_size not in (None, hierarchical_config.block_size):
             raise must(f"block_size must be that of the levels, {hierarchical_config.block_size}", block_size)
         else:
