@@ -26,12 +26,12 @@ def kept_pairs(plan: Plan) -> int:
             tiles, by_offset = part.queries.tiles, dict[tuple[int, ...], int]()
             own, offsets = part.head_class.tolist(), torch.stack([part.queries.offset, part.keys.offset], 1).tolist()
             for head, kind in enumerate(own):
-                alike = kind, *offsets[head]
-                if kind >= 0 and alike not in by_offset:
+                shape_key = kind, *offsets[head]
+                if kind >= 0 and shape_key not in by_offset:
                     queries, keys = (axis.tokens(plan.block_size, head)[1].sum(1) for axis in (part.queries, part.keys))
                     met = part.by_query.sums(keys)[kind * tiles : (kind + 1) * tiles]
-                    by_offset[alike] = int((queries * met).sum())
-                total += by_offset.get(alike, 0)
+                    by_offset[shape_key] = int((queries * met).sum())
+                total += by_offset.get(shape_key, 0)
         plan.memo["kept_pairs"] = total
     return plan.memo["kept_pairs"]
 
