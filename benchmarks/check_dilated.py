@@ -2,7 +2,7 @@
 
 Rates are floating-point operations of the plan's tiles over time. Each case is set against cuDNN's dense attention of
 as many heads, that wide, in the same process. `hopper-any-order` is `hopper` with `reproducible_gradients(False)`,
-`hopper-in-turns` with `BackwardConfig.ordered`.
+`hopper-in-turns` and `hopper-by-rows` force `BackwardConfig.ordered`, which `hopper` leaves to the plan.
 
     PYTHONPATH=src python3 benchmarks/check_dilated.py --out dilated.jsonl --backends hopper,triton
     PYTHONPATH=src python3 benchmarks/check_dilated.py --out widths.jsonl --match "narrow heads"
@@ -40,8 +40,11 @@ BACKENDS: dict[str, Backend] = {
     "hopper": hopper_backend,
     "hopper-any-order": hopper_backend,
     "hopper-in-turns": hopper_backend,
+    "hopper-by-rows": hopper_backend,
     "triton": triton_backend,
 }
+ORDERED = {"hopper-in-turns": True, "hopper-by-rows": False}
+"""`BackwardConfig.ordered` of backends that do not leave it to the plan."""
 LADDERS = {
     "powers of two": "dilated:2048x1,4096x2,8192x4,16384x8,32768x16",
     "ratio 2": "dilated:2048x1,4096x2,8192x4,16384x6,32768x12",
@@ -184,7 +187,7 @@ def poisoned() -> Iterator[None]:
 def order_of(name: str) -> Iterator[None]:
     """Order of the sums of dQ of a backend of this script."""
     configs = dict(BACKWARD_CONFIGS)
-    BACKWARD_CONFIGS.update({d: replace(one, ordered=name == "hopper-in-turns") for d, one in configs.items()})
+    BACKWARD_CONFIGS.update({d: replace(one, ordered=ORDERED.get(name, one.ordered)) for d, one in configs.items()})
     reproducible_gradients(name != "hopper-any-order")
     try:
         yield
@@ -310,9 +313,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="JSONL file to write")
     parser.add_argument("--only", choices=("check", "time"), help="run one half")
     parser.add_argument("--match", default="", help="run the cases whose description contains this")
-    # Sums in turns have not run on a GPU, and could hang.
-    usual = ",".join(name for name in BACKENDS if name != "hopper-in-turns")
-    parser.add_argument("--backends", default=usual, help="which to check and time, by commas")
+    parser.add_argument("--backends", default=",".join(BACKENDS), help="which to check and time, by commas")
     parser.add_argument("--seconds", type=float, default=420.0, help="stop starting cases after this long")
     arguments = parser.parse_args()
     backends = arguments.backends.split(",")

@@ -54,8 +54,10 @@ Task = Callable[[Case], dict[str, Any]]
 """What a script does with a case: "ok", and what it found."""
 
 
-def configurations(d: int) -> dict[str, hopper_backend.ForwardConfig]:
+def configurations(d: int, block: int = 128) -> dict[str, hopper_backend.ForwardConfig]:
     """Variants of the forward kernel worth timing, by name."""
+    if block == 64:
+        return {"": hopper_backend.SMALL_BLOCK_CONFIGS[d]}
     base = hopper_backend.FORWARD_CONFIGS[d]
     return {
         "": base,
@@ -63,6 +65,13 @@ def configurations(d: int) -> dict[str, hopper_backend.ForwardConfig]:
         "a program an item": replace(base, persistent=False),
         "stages 2 2": replace(base, k_stages=2, v_stages=2),
     }
+
+
+SMALL_BLOCKS = [
+    Case("block 64", "random:0.3;block=64;seed=1;per_head=1 & causal", 1100, key_heads=2, block=64),
+    Case("block 64, window, ragged", "window:150", 777, block=64, batch=2),
+    Case("block 64, rows without keys", "blocks:0,,1 2,,4;block=64", 320, block=64),
+]
 
 
 def checks() -> list[Case]:
@@ -84,6 +93,7 @@ def checks() -> list[Case]:
     ]
     cases = [replace(case, d=d) for d in (64, 128) for case in kinds]
     cases += [replace(case, d=d, dtype="float16") for d in (64, 128) for case in kinds[2:3]]
+    cases += SMALL_BLOCKS
     for d in (64, 128):
         for variant in configurations(d):
             if variant:
@@ -104,6 +114,14 @@ def timings(variants: bool) -> list[Case]:
                     for variant in configurations(d) if variants and kind == "random" else ("",):
                         name = f"{kind} {density:g}"
                         cases.append(Case(name, pattern, n, 8, 8, d=d, variant=variant, task="time"))
+    for density in (0.1, 0.01):
+        for kind, pattern in (
+            ("random", f"random:{density};block=64;seed=0"),
+            ("local", f"window:{density * 32768:.0f}"),
+        ):
+            name = f"block 64, {kind} {density:g}"
+            cases.append(Case(name, pattern, 65536, 8, 8, block=64, task="time"))
+    cases.append(Case("block 64, causal", "causal", 16384, 8, 8, block=64, task="time"))
     cases.append(Case("causal", "causal", 16384, 8, 8, d=128, task="time"))
     cases.append(Case("causal", "causal", 16384, 8, 8, d=64, task="time"))
     return cases
@@ -162,7 +180,7 @@ def check(case: Case) -> dict[str, Any]:
     reason = hopper_backend.why_not(call)
     if reason is not None:
         return {"ok": False, "why_not": reason}
-    config = configurations(case.d)[case.variant]
+    config = configurations(case.d, case.block)[case.variant]
     with poisoned():
         output, lse = hopper_backend.run_forward(call, config)
         again = hopper_backend.run_forward(call, config)
@@ -230,7 +248,7 @@ def measure(case: Case) -> dict[str, Any]:
     reason = hopper_backend.why_not(call)
     if reason is not None:
         return {"ok": False, "why_not": reason}
-    config = configurations(case.d)[case.variant]
+    config = configurations(case.d, case.block)[case.variant]
     times = milliseconds(lambda: hopper_backend.run_forward(call, config))
     median = statistics.median(times)
     result = {"ok": True, "ms": median, "fastest": min(times)}

@@ -15,18 +15,20 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from check_hopper import Case, build, host_microseconds, milliseconds, options, poisoned, run_cases
+from check_hopper import SMALL_BLOCKS, Case, build, host_microseconds, milliseconds, options, poisoned, run_cases
 from torch import Tensor
 
 from dilated_attention_pytorch.kernels.call import AttentionCall, Gradients
 from dilated_attention_pytorch.kernels.hopper import backend as hopper_backend
 from dilated_attention_pytorch.kernels.hopper import backward as hopper_gradients
-from dilated_attention_pytorch.kernels.hopper.backward import BACKWARD_CONFIGS, BackwardConfig
+from dilated_attention_pytorch.kernels.hopper.backward import BACKWARD_CONFIGS, SMALL_BLOCK_CONFIGS, BackwardConfig
 from dilated_attention_pytorch.kernels.triton import backend as triton_backend
 
 
-def variants(d: int) -> dict[str, tuple[BackwardConfig, bool]]:
+def variants(d: int, block: int) -> dict[str, tuple[BackwardConfig, bool]]:
     """Configurations worth timing, by name, and whether dQ is summed in any order."""
+    if block == 64:
+        return {"": (SMALL_BLOCK_CONFIGS[d], False)}
     base = BACKWARD_CONFIGS[d]
     return {
         "": (base, True),
@@ -53,6 +55,7 @@ def checks() -> list[Case]:
     ]
     cases = [replace(case, d=d) for d in (128, 64) for case in kinds]
     cases += [replace(kinds[2], d=d, dtype="float16") for d in (128, 64)]
+    cases += SMALL_BLOCKS
     for variant in ("by rows", "in turns"):
         cases += [replace(case, d=d, variant=variant) for d in (128, 64) for case in kinds[5:]]
     cases += [replace(kinds[-1], d=d, variant=name) for d in (128, 64) for name in ("stages 3 1",)]
@@ -73,6 +76,13 @@ def timings() -> list[Case]:
                     cases.append(Case(f"{kind} {density:g}", pattern, n, 8, 8, d=d, task="time"))
         cases.append(Case("causal", "causal", 16384, 8, 8, d=d, task="time"))
         cases.append(Case("ladder", "dilated:2048x1,4096x2,8192x4,16384x8,32768x16", 65536, 8, 8, d=d, task="time"))
+    for density in (0.1, 0.01):
+        for kind, pattern in (
+            ("random", f"random:{density};block=64;seed=0"),
+            ("local", f"window:{density * 32768:.0f}"),
+        ):
+            cases.append(Case(f"block 64, {kind} {density:g}", pattern, 65536, 8, 8, block=64, task="time"))
+    cases.append(Case("block 64, causal", "causal", 16384, 8, 8, block=64, task="time"))
     return cases
 
 
@@ -115,7 +125,7 @@ def check(case: Case) -> dict[str, Any]:
         return {"ok": False, "why_not": reason}
     output, lse = exact_forward(call)
     grad_output, grad_lse = torch.randn_like(output), torch.randn_like(lse)
-    config, fused = variants(case.d)[case.variant]
+    config, fused = variants(case.d, case.block)[case.variant]
     with poisoned():
         got = hopper_gradients.run_backward(call, output, lse, grad_output, grad_lse, config, fused)
         again = hopper_gradients.run_backward(call, output, lse, grad_output, grad_lse, config, fused)
@@ -145,7 +155,9 @@ def measure(case: Case) -> dict[str, Any]:
     def runner(config: BackwardConfig, fused: bool) -> Callable[[], Gradients]:
         return lambda: hopper_gradients.run_backward(call, output, lse, grad_output, None, config, fused)
 
-    runs: dict[str, Callable[[], Gradients]] = {name: runner(*how) for name, how in variants(case.d).items()}
+    runs: dict[str, Callable[[], Gradients]] = {
+        name: runner(*how) for name, how in variants(case.d, case.block).items()
+    }
     runs["portable"] = lambda: triton_backend.backward(call, output, lse, grad_output, None)
     times: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(3):

@@ -74,6 +74,8 @@ CHOICES = {
         "128,64,8,2",
         "32,128,8,3",
     ],
+    ("dq", 256): ["64,64,8,1", "64,64,8,2", "64,64,4,1", "64,32,4,2", "64,32,8,2", "128,32,8,1", "128,32,8,2"],
+    ("dkv", 256): ["64,64,8,1", "64,64,8,2", "32,64,8,2", "32,64,4,2", "32,64,8,3", "32,128,8,1", "32,128,8,2"],
 }
 """Query rows, key rows, warps, stages."""
 PRODUCTS = {"forward": 2, "dq": 3, "dkv": 4}
@@ -157,16 +159,17 @@ def milliseconds(run: Callable[[], Any], budget: float = 60.0) -> float:
     return statistics.median(times)
 
 
-def choices() -> Iterator[tuple[str, int, Tiles]]:
+def choices(widths: list[int]) -> Iterator[tuple[str, int, Tiles]]:
     """Kernel, width and tiles of everything to time."""
     for (kind, d), texts in CHOICES.items():
-        for text in texts:
-            yield kind, d, tiles_of(text)
+        if d in widths:
+            for text in texts:
+                yield kind, d, tiles_of(text)
 
 
-def warm(share: int, shares: int) -> None:
+def warm(widths: list[int], share: int, shares: int) -> None:
     """Compile this share of the choices, so that the timing process finds them in Triton's cache."""
-    for kind, d, tiles in list(choices())[share::shares]:
+    for kind, d, tiles in list(choices(widths))[share::shares]:
         for pattern in ("window:256", "random:0.1;block=128"):
             try:
                 gate(kind, tiles, pattern, d)
@@ -180,16 +183,18 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="JSONL file to write")
     parser.add_argument("--jobs", type=int, default=8, help="processes that compile")
     parser.add_argument("--lengths", type=int, nargs="+", default=[65536, 16384])
+    parser.add_argument("--widths", type=int, nargs="+", default=[128, 64, 256], help="head widths to time")
     parser.add_argument("--share", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.share is not None:
-        warm(options.share, options.jobs)
+        warm(options.widths, options.share, options.jobs)
         return
-    commands = [[sys.executable, __file__, "--jobs", str(options.jobs), "--share", str(i)] for i in range(options.jobs)]
+    same = ["--jobs", str(options.jobs), "--widths", *map(str, options.widths)]
+    commands = [[sys.executable, __file__, *same, "--share", str(i)] for i in range(options.jobs)]
     for process in [subprocess.Popen(command) for command in commands]:
         process.wait()
     lines = []
-    for kind, d, tiles in choices():
+    for kind, d, tiles in choices(options.widths):
         try:
             wrong = max(gate(kind, tiles, pattern, d) for pattern in ("window:256", "random:0.1;block=128"))
         except Exception as problem_met:

@@ -36,11 +36,13 @@ def dense_attention(
     dropout_p: float = 0.0,
     softcap: float | None = None,
     bias: Tensor | None = None,
+    sink: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Output and natural-log LSE, differentiable.
 
     `counts` (heads, n, n) multiplies each weight before the softmax; `kept` says which survive dropout after it.
-    `bias` is one of every pair, as `bias_of_pairs` gives it.
+    `bias` is one of every pair, as `bias_of_pairs` gives it. `sink` (heads,) is one more column, without a value, which
+    the LSE leaves out.
     """
     groups = query.shape[1] // key.shape[1]
     key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
@@ -53,7 +55,12 @@ def dense_attention(
     seen = (scores > float("-inf")).any(-1, keepdim=True)
     # A row without a key would be -inf minus -inf; it takes part as zeros and is masked out of the answer.
     scores = torch.where(seen, scores, 0.0)
-    weights = torch.where(seen, scores.softmax(-1), 0.0)
+    columns = scores
+    if sink is not None:
+        # Finite: the softmax of an infinite column is NaN.
+        column = sink.double().clamp(-1e300, 1e300)[:, None, None].expand(*scores.shape[:-1], 1)
+        columns = torch.cat([scores, column], -1)
+    weights = torch.where(seen, columns.softmax(-1)[..., : scores.shape[-1]], 0.0)
     lse = torch.where(seen[..., 0], scores.logsumexp(-1), float("-inf"))
     if kept is not None:
         weights = weights * kept / (1 - dropout_p)
@@ -119,6 +126,17 @@ def table_gradient(
     output, lse = dense_attention(*rows, counts, bias=bias_of_pairs(wide, query.shape[2], positions), **options)
     lse = torch.where(lse.isfinite(), lse * grad_lse.double().cpu(), 0.0)
     return torch.autograd.grad((output * grad_output.double().cpu()).sum() + lse.sum(), wide)[0]
+
+
+def sink_gradient(
+    query: Tensor, key: Tensor, value: Tensor, pattern: Any, sink: Tensor, *, grad_output: Tensor, **options: Any
+) -> Tensor:
+    """Gradient of a sink in what `answer` differentiates, float64."""
+    wide = sink.detach().double().cpu().requires_grad_()
+    counts = multiplicities(pattern, query.shape[2], query.shape[1])
+    rows = (x.detach().double().cpu() for x in (query, key, value))
+    output, _ = dense_attention(*rows, counts, sink=wide, **options)
+    return torch.autograd.grad((output * grad_output.double().cpu()).sum(), wide)[0]
 
 
 def error(got: Tensor, wanted: Tensor) -> float:

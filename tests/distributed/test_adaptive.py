@@ -89,7 +89,7 @@ def core(**more):
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize(("granularity", "is_causal"), [("auto", True), ("auto", False), ("block", True)])
 def test_ranks_on_threads_give_the_rows_of_one_device(world, granularity, is_causal):
-    make = core(granularity=granularity)
+    make = core(granularity=granularity, score_unit=None)
     # Threads share one generator: the weights are drawn before they start.
     state = weights(make)
 
@@ -140,7 +140,7 @@ def test_a_rank_asks_for_what_its_rows_see_and_no_more():
 
 def learning(rank: int, world: int) -> None:
     group, (layout, other) = dist.group.WORLD, LAYOUTS[world]
-    same_rows(core(), layout, rank, group, CORE, is_causal=True)
+    same_rows(core(score_unit=1), layout, rank, group, CORE, is_causal=True)
     same_rows(core(), other, rank, group, CORE)
     same_rows(core(adaptive_ratio=0.6), layout, rank, group, CORE, padded=True)
     same_rows(
@@ -148,6 +148,8 @@ def learning(rank: int, world: int) -> None:
     )
     same_rows(core(granularity="block", distill_rows=0.0), other, rank, group, CORE, is_causal=True)
     same_rows(core(base_sparsity=0.0), layout, rank, group, CORE, is_causal=True)
+    # Few rows are compared on their listed blocks, and weigh less.
+    same_rows(core(distill_memory=2**17), other, rank, group, CORE, is_causal=True)
     same_rows(core(select="group"), other, rank, group, CORE, is_causal=True, padded=True)
     same_rows(core(select="all", granularity="block"), layout, rank, group, CORE)
 

@@ -126,10 +126,3 @@ def test_virtual_exchange_brings_the_rows_asked_for():
     received = fetch([RowSource(c) for c in codes], exchanges, VirtualTransport(3)).wait()
     for rows, exchange in zip(received, exchanges, strict=True):
         assert rows[:, 0].equal(exchange.request.codes)
-
-
-def test_fingerprints_tell_plans_apart():
-    layout = SequenceLayout.contiguous(96, 3)
-    prints = [[e.fingerprint for e in planned(parse(text), layout, 2, 2)[1]] for text in ("window:7", "window:8")]
-    assert prints[0] == [e.fingerprint for e in planned(parse("window:7"), layout, 2, 2)[1]]
-    assert len({*prints[0], *prints[1]}) == 6

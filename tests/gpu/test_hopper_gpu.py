@@ -12,7 +12,6 @@ from dilated_attention_pytorch.kernels.call import AttentionCall, reproducible_g
 from dilated_attention_pytorch.kernels.hopper import backend as hopper_backend
 from dilated_attention_pytorch.kernels.hopper import backward as hopper_gradients
 from dilated_attention_pytorch.kernels.hopper import split_rows as hopper_split
-from dilated_attention_pytorch.kernels.hopper.layouts import tile_width
 from dilated_attention_pytorch.ops import memory_budget
 from dilated_attention_pytorch.plan import make_plan
 
@@ -79,6 +78,16 @@ NARROW_LONG = [
     wide("global-96", GLOBAL, 1901, d=96, batch=2),
     wide("global-causal-gqa-widths-80-and-32", f"({GLOBAL}) & causal", 2000, heads=8, key_heads=2, d=80, e=32),
 ]
+SMALL_BLOCKS = [
+    replace(problem, name=f"{problem.name}-blocks-of-64", block_size=64)
+    for problem in (
+        wide("random-causal-gqa", "random:0.3;block=64;seed=1;per_head=1 & causal", 1100, key_heads=2, d=128, batch=2),
+        wide("window-ragged", "window:150", 777, d=128),
+        *(LADDERS[place] for place in (1, 3)),
+        *(LONG[place] for place in (1, 7)),
+        NARROW[4],
+    )
+]
 DTYPES = [torch.bfloat16, torch.float16]
 PADDED = [
     wide("window", "window:200", 1000, batch=3, padded=(1000, 333, 0)),
@@ -88,6 +97,7 @@ PADDED = [
     wide("ladder-rates-that-do-not-divide", "dilated:256x1,500x3,1000x6 & causal", 1999, batch=2, padded=(1500, 7)),
     wide("global-ragged", "global:200;queries=1 | window:100", 1901, d=128, batch=2, padded=(1901, 1000)),
 ]
+PADDED.append(replace(PADDED[1], name="causal-gqa-blocks-of-64", block_size=64))
 """Padding on the right; tests also pad on the left, and at random."""
 SIDES = ["right", "left", "random"]
 
@@ -160,7 +170,7 @@ def assert_close(problem, dtype, grad_lse_given=False, scale=None):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=["bfloat16", "float16"])
-@pytest.mark.parametrize("problem", SHARED + LADDERS[:-1], ids=lambda problem: problem.name)
+@pytest.mark.parametrize("problem", SHARED + LADDERS[:-1] + SMALL_BLOCKS, ids=lambda problem: problem.name)
 def test_half_precision_is_no_worse_than_twice_torch(problem, dtype):
     assert_close(problem, dtype)
 
@@ -206,7 +216,7 @@ def test_scales_that_are_not_positive_match_oracle(problem, scale):
 
 @pytest.mark.parametrize(
     ("problem", "rows"),
-    [(NARROW[0], 128), (LADDERS[2], 1024), (LONG[2], 256), (NARROW[5], 1024)],
+    [(NARROW[0], 128), (LADDERS[2], 1024), (LONG[2], 256), (NARROW[5], 1024), (SMALL_BLOCKS[1], 128)],
     ids=lambda value: getattr(value, "name", value),
 )
 def test_runs_of_fewer_queries_than_keys_match_oracle(problem, rows, monkeypatch):
@@ -214,7 +224,7 @@ def test_runs_of_fewer_queries_than_keys_match_oracle(problem, rows, monkeypatch
     call = replace(call, pattern=problem.pattern.resolve(problem.n, problem.heads))
     monkeypatch.setattr(memory_budget, "_within", lambda direction, call, name, budget, run: run(rows))
     output, lse = memory_budget.forward(call, "hopper", hopper_backend, 1)
-    gradients = memory_budget.backward(call, "hopper", hopper_backend, 1, output, lse, grad_output, grad_lse)
+    gradients = memory_budget.backward(call, "hopper", hopper_backend, 1, output, lse, grad_output, grad_lse).inputs
     expected = run(call, grad_output, grad_lse)
     assert error(lse, expected[1]) <= 1e-5
     for a, b in zip((output, *gradients), (expected[0], *expected[2:]), strict=True):
@@ -234,7 +244,7 @@ def test_memory_beside_narrow_rows_is_untouched():
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("problem", [*LADDERS, *NARROW], ids=lambda problem: problem.name)
+@pytest.mark.parametrize("problem", [*LADDERS, *NARROW, *SMALL_BLOCKS], ids=lambda problem: problem.name)
 def test_the_same_call_gives_the_same_bits(problem):
     call, grad_output, grad_lse = call_of(problem, torch.bfloat16)
     first = run(call, grad_output, grad_lse)
@@ -253,9 +263,8 @@ def short_pieces(monkeypatch):
 
 def pieces_of(call):
     """Shapes of the pieces of the output, and of dQ, dK and dV, of the calls made so far."""
-    width = tile_width(call)
-    forward = hopper_backend._launch_of(call, hopper_backend.FORWARD_CONFIGS[width])
-    known = hopper_gradients.prepared(call, hopper_gradients.BACKWARD_CONFIGS[width])._launches
+    forward = hopper_backend._launch_of(call, hopper_backend.config_of(call))
+    known = hopper_gradients.prepared(call, hopper_gradients.config_of(call))._launches
     return [*forward.pieces[:1], *(room for launch in known.values() for room in launch.pieces if room)]
 
 

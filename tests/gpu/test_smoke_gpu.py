@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import answer, error
+from oracle import answer, error, sink_gradient
 from torch import nn
 
 from dilated_attention_pytorch import attention_with_lse, parse, selected_attention
@@ -253,3 +253,25 @@ def test_every_backend_gives_the_oracles_numbers(name, text):
     found = output, lse, *torch.autograd.grad(output, leaves, grad)
     for what, got, want in zip(("output", "lse", "query", "key", "value"), found, wanted, strict=True):
         assert error(got, want) < 1.5e-2, what
+
+
+@pytest.mark.parametrize("text", ["window:100 & causal", "dilated:128x1,512x4", "global:20;queries=1 | window:100"])
+@pytest.mark.parametrize("name", ["hopper", "triton"])
+def test_sinks_give_the_oracles_numbers(name, text):
+    torch.manual_seed(0)
+    *inputs, grad = (torch.randn(1, HEADS, N, WIDTH, device=DEVICE).bfloat16() for _ in range(4))
+    sink, grad_lse = torch.randn(HEADS, device=DEVICE), torch.randn(1, HEADS, N, device=DEVICE)
+    pattern, leaves = parse(text), [x.requires_grad_() for x in (*inputs, sink)]
+    call = call_of(*leaves[:3], CallSettings(pattern=text, scale=WIDTH**-0.5, backend=name))
+    reason = backend_named(name).why_not(call)
+    if reason is not None:
+        pytest.skip(f"{name}: {reason}")
+    options = {"grad_output": grad, "sink": sink.cpu()}
+    wanted = answer(*inputs, pattern, grad_lse=grad_lse, **options)
+    wanted = *wanted, sink_gradient(*inputs, pattern, **options)
+    # The second call is prepared.
+    for _ in range(2):
+        output, lse = attention_with_lse(*leaves[:3], pattern, sink=sink, backend=name)
+        found = output, lse, *torch.autograd.grad((output, lse), leaves, (grad, grad_lse))
+        for what, got, want in zip(("output", "lse", "query", "key", "value", "sink"), found, wanted, strict=True):
+            assert error(got, want) < 1.5e-2, what

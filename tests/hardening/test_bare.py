@@ -20,6 +20,7 @@ BENCHMARKS = (
     "check_hopper_backward",
     "demo",
     "gpu_tests",
+    "longest",
     "models",
     "modules",
 )

@@ -31,9 +31,10 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 BACKENDS = ["triton"] if INTERPRETED else ["reference", "cpu", *(["native"] if library_path().exists() else [])]
 MENU = Menu(softcaps=(0.0, 0.0, 2.0))
 if INTERPRETED:
-    from kernels.interpreter import skip_repeated_work
+    from kernels.interpreter import check_memory, skip_repeated_work
 
     skip_repeated_work()
+    check_memory()
     # An interpreted kernel takes seconds, and a tight budget cuts a call into many.
     MENU = replace(MENU, longest=40, heads=(1, 2), dtypes=(torch.float32, torch.float16), budgets=(None, 2**30))
 SMALL = Call(

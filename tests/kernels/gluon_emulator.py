@@ -156,17 +156,18 @@ Block.__hash__ = None  # type: ignore[assignment]
 
 
 class Pointer:
-    """Elements of the memory that a tensor lives in."""
+    """Elements of the memory that a tensor lives in, of which those from its first to its last may be accessed."""
 
-    def __init__(self, memory: Tensor, offset: Any) -> None:
-        self.memory, self.offset = memory, offset
+    def __init__(self, memory: Tensor, offset: Any, own: tuple[int, int]) -> None:
+        self.memory, self.offset, self.own = memory, offset, own
 
     @staticmethod
     def to(tensor: Tensor) -> Pointer:
-        storage = tensor.untyped_storage()
+        storage, first = tensor.untyped_storage(), tensor.storage_offset()
         size = len(storage) // tensor.element_size()
         memory = torch.empty(0, dtype=tensor.dtype, device="cpu").set_(storage, 0, (size,), (1,))
-        return Pointer(memory, Scalar(tensor.storage_offset()))
+        last = sum((side - 1) * stride for side, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        return Pointer(memory, Scalar(first), (first, first + last + 1 if tensor.numel() else first))
 
     @property
     def dtype(self) -> SimpleNamespace:
@@ -177,16 +178,17 @@ class Pointer:
         return SimpleNamespace(layout=LAYOUT)
 
     def __add__(self, other: Any) -> Pointer:
-        return Pointer(self.memory, self.offset + other)
+        return Pointer(self.memory, self.offset + other, self.own)
 
     def places(self, mask: Any) -> tuple[Tensor, Tensor]:
         """Element numbers, and which of them are accessed."""
         offset = torch.as_tensor(_data(self.offset)).long()
         chosen = torch.as_tensor(True if mask is None else _data(mask)).bool()
         offset, chosen = torch.broadcast_tensors(offset, chosen)
-        inside = (offset >= 0) & (offset < len(self.memory))
-        if bool((chosen & ~inside).any()):
-            raise EmulationError(f"an access must lie inside {len(self.memory)} elements, got {offset[chosen]}")
+        begin, end = self.own
+        outside = chosen & ((offset < begin) | (offset >= end))
+        if bool(outside.any()):
+            raise EmulationError(f"an access must lie inside elements {begin} to {end - 1}, got {offset[outside]}")
         return offset, chosen
 
 
@@ -815,7 +817,9 @@ GL = SimpleNamespace(
     exp2=lambda x: Block(x.data.exp2()),
     log2=lambda x: Block(x.data.log2()),
     expand_dims=lambda x, axis: (
-        Pointer(x.memory, GL.expand_dims(x.offset, axis)) if isinstance(x, Pointer) else Block(x.data.unsqueeze(axis))
+        Pointer(x.memory, GL.expand_dims(x.offset, axis), x.own)
+        if isinstance(x, Pointer)
+        else Block(x.data.unsqueeze(axis))
     ),
     convert_layout=lambda x, layout: x,
     program_id=lambda axis: Scalar(_task().program.number[axis]),

@@ -13,13 +13,12 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
 from cases import Problem
-from conftest import ALLOCATORS, poisoned
 from index_calls import IndexCall
 from kernels import gluon_emulator
 from kernels.gluon_emulator import Descriptor, EmulationError, Kernel
-from kernels.interpreter import skip_repeated_work
+from kernels.interpreter import start_interpreting
 from kernels.test_selection import drawn, inputs, seen_pairs
-from oracle import answer, dense_attention, error
+from oracle import answer, dense_attention, error, sink_gradient
 
 from dilated_attention_pytorch.kernels.call import AttentionCall, reproducible_gradients
 from dilated_attention_pytorch.kernels.hopper import backend as hopper_backend
@@ -29,6 +28,7 @@ from dilated_attention_pytorch.kernels.hopper import dq_kernel as hopper_backwar
 from dilated_attention_pytorch.kernels.hopper import forward_kernel as hopper_forward
 from dilated_attention_pytorch.kernels.hopper import split_rows as hopper_split
 from dilated_attention_pytorch.kernels.launch import launcher as hopper_launch
+from dilated_attention_pytorch.kernels.sink import backward_with_sink
 from dilated_attention_pytorch.ops import memory_budget
 from dilated_attention_pytorch.plan import make_plan
 from dilated_attention_pytorch.selection import attention as selected
@@ -53,6 +53,7 @@ TRIALS = {
     "a list a head": problem(UNLIKE, 1024),
     "groups of unlike heads": problem(UNLIKE, 1024, key_heads=1),
     "blocks of 256": problem("global:256;queries=1 | window:60", 1600, block_size=256),
+    "blocks of 64": problem("global:64;queries=1 | window:60", 1000, block_size=64, d=128, key_heads=1),
     "half precision": problem("global:128;queries=1 | window:80", 1024),
     "widths 96 and 80": problem("global:128;queries=1 | window:60", 1000, d=96, e=80),
     "some rows see no key": problem("blocks:,,,0 1,,,,0 1 2 3 4 5 6 7;block=128 & causal", 1000),
@@ -62,11 +63,13 @@ STRIDED = {
     "ladder, causal, grouped heads": problem("dilated:256x1,640x2 & causal", 700, heads=4, key_heads=2),
     "ladder, residues of two lengths": problem("dilated:200x3,701x5", 701, heads=3, key_heads=3),
     "ladder, width 128": problem("dilated:256x1,1024x2", 1000, d=128, batch=2, heads=1, key_heads=1),
+    "ladder, blocks of 64": problem("dilated:128x1,512x3 & causal", 701, block_size=64, d=128, key_heads=1),
 }
 ANY_ORDER = {
     "any order": problem("window:100 | global:40", 600, key_heads=1),
     "any order, causal, width 128": problem("window:100 & causal", 400, d=128),
     "any order, blocks of 256, ragged": problem("random:0.6;block=256", 900, block_size=256),
+    "any order, blocks of 64": problem("window:100 & causal", 300, block_size=64, d=128, key_heads=1),
     "any order, ladder": problem("dilated:128x1,512x4", 600),
     "any order, ladder, width 128": problem("dilated:200x3,701x5", 701, d=128, heads=3, key_heads=1),
 }
@@ -78,10 +81,14 @@ WIDTHS = {
     "width 72, half precision": problem("window:150", 400, d=72),
     "widths 32 and 128": problem("window:100", 300, d=32, e=128),
     "widths 128 and 64": problem("window:100", 300, d=128, e=64),
+    "width 128, random blocks of 64": problem("random:0.4;block=64;seed=1;per_head=1", 600, block_size=64, d=128),
     "width 80, ladder": problem("dilated:128x1,512x4", 600, d=80),
     "width 32, ladder, grouped heads": problem("dilated:256x1,640x2 & causal", 700, d=32, heads=4, key_heads=2),
     "widths 96 and 40, ladder, residues of two lengths": problem(
         "dilated:200x3,701x5", 701, d=96, e=40, heads=3, key_heads=1
+    ),
+    "widths 104 and 72, ladder, blocks of 64": problem(
+        "dilated:200x3,701x5", 701, block_size=64, d=104, e=72, heads=3, key_heads=1
     ),
 }
 """Rows that do not fill their tiles, with both ways to sum dQ."""
@@ -90,6 +97,7 @@ RUNS = {
     "rows of a causal pattern, grouped heads": (problem("causal", 500, key_heads=1), 128),
     "rows of a ladder, width 80": (problem("dilated:101x1,909x2 & causal", 909, d=80, key_heads=1), 256),
     "rows of documents": (problem("documents:130,1,300,209 & causal", 640), 128),
+    "rows of blocks of 64": (problem("window:100", 600, block_size=64, d=128), 128),
     "long rows": (problem("global:128;queries=1 | window:60", 1000), 256),
 }
 """Runs of so many rows of one head, as within a memory budget."""
@@ -107,13 +115,31 @@ PADDED = {
     "padded, random keys": (problem("window:200 | global:40", 500, batch=2, d=128), "random"),
     "padded, expanded mask": (problem("window:100", 400, batch=2), "expanded"),
     "padded, blocks of 256": (problem("random:0.6;block=256", 900, block_size=256), "random"),
+    "padded, blocks of 64": (problem("window:100 | global:40", 500, block_size=64, batch=2, d=128), "random"),
     "padded, split rows": (problem("global:128;queries=1 | window:60", 1000, batch=2), "lengths"),
     "padded, ladder": (problem("dilated:128x1,512x4", 600, batch=3, key_heads=1), "lengths"),
     "padded, ladder, random keys": (problem("dilated:200x3,701x5", 701, d=128, heads=3, key_heads=3), "random"),
+    "padded, ladder, blocks of 64": (problem("dilated:128x1,512x4", 600, block_size=64, batch=2, d=128), "random"),
     "padded, width 96": (problem("window:150 & causal", 400, batch=2, d=96), "random"),
     "padded, half precision": (problem("window:100 | global:40", 500, batch=2), "random"),
 }
 """Problems with a kind of padding; padded keys and values are NaN or infinite."""
+
+
+SINKS = {
+    "sink, causal window, grouped heads": (problem("window:127,0", 500, key_heads=1), 1.0),
+    "sink, rows without keys, width 128": (problem("blocks:,,,0 1;block=128 & causal", 500, d=128), 0.5),
+    "sink, blocks of 256": (problem("window:150 & causal", 600, block_size=256), -2.0),
+    "sink, split rows": (problem("global:128;queries=1 | window:60", 1000, batch=2), 1.0),
+    "sink, split rows, blocks of 64": (problem("global:64;queries=1 | window:60", 1000, block_size=64, d=128), 1.0),
+    "sink, ladder": (problem("dilated:128x1,512x4", 600), 1.0),
+    "sink, padded": (problem("window:100", 400, batch=2), 1.0),
+    "sink, half precision": (problem("window:100 & causal", 400, key_heads=1), 2.0),
+    "sink, infinite": (problem("window:100 & causal", 400), torch.inf),
+    "sink, minus infinity, rows without keys": (problem("blocks:,,,0 1;block=128 & causal", 500), -torch.inf),
+    "sink, large": (problem("window:100 & causal", 400), 1e9),
+}
+"""Problems with the sink of the first head; those of other heads are drawn."""
 
 
 def padding_of(trial, kind):
@@ -147,13 +173,13 @@ def run_by_rows(trial, rows):
     lengths = [chunk.call.query.shape[2] - chunk.call.key.shape[2] for chunk in memory_budget._chunks(call, rows)]
     memory_budget._within = lambda direction, call, name, budget, run: run(rows)
     output, lse = memory_budget.forward(call, "hopper", hopper_backend, 1)
-    gradients = memory_budget.backward(call, "hopper", hopper_backend, 1, output, lse, grad_output, grad_lse)
+    gradients = memory_budget.backward(call, "hopper", hopper_backend, 1, output, lse, grad_output, grad_lse).inputs
     wanted = answer(query, key, value, trial.pattern, grad_output=grad_output, grad_lse=grad_lse)
     named = zip(wanted._fields, (output, lse, *gradients), wanted, strict=True)
     return {name: error(got, want) for name, got, want in named} | {"fewer": min(lengths) < 0}
 
 
-def run(trial, dtype, scale=None, padding=None):
+def run(trial, dtype, scale=None, padding=None, sink=None):
     query, key, value, grad_output, grad_lse = trial.inputs(dtype)
     grad_lse = grad_lse.float()
     plan = make_plan(trial.pattern, trial.n, trial.heads, trial.block_size)
@@ -162,14 +188,16 @@ def run(trial, dtype, scale=None, padding=None):
     if padding is not None:
         hidden = padding[:, None, :, None]
         given = torch.where(hidden, torch.nan, key), torch.where(hidden, torch.inf, value)
-    call = AttentionCall(query, *given, plan, scale, padding)
+    call = AttentionCall(query, *given, plan, scale, padding, sink=sink)
     runner = hopper_backend.prepare(call)
     output, lse = runner.forward(call)
-    gradients = runner.backward(call, output, lse, grad_output, grad_lse)
-    slopes = {"grad_output": grad_output, "grad_lse": grad_lse}
-    wanted = answer(query, key, value, trial.pattern, key_padding_mask=padding, scale=scale, **slopes)
+    gradients, sink_grad = backward_with_sink(runner, call, output, lse, grad_output, grad_lse)
+    options = {"key_padding_mask": padding, "scale": scale, "sink": sink, "grad_output": grad_output}
+    wanted = answer(query, key, value, trial.pattern, grad_lse=grad_lse, **options)
     named = zip(wanted._fields, (output, lse, *gradients), wanted, strict=True)
     errors = {name: error(got, want) for name, got, want in named}
+    if sink is not None:
+        errors["sink_grad"] = error(sink_grad, sink_gradient(query, key, value, trial.pattern, **options))
     if trial not in TRIALS.values():
         return errors
     (backward,) = runner._backward._launches.values()
@@ -178,13 +206,14 @@ def run(trial, dtype, scale=None, padding=None):
     return errors | {"pieces": pieces}
 
 
-def run_learned(seed, n, batch, per_token=False, padded=False):
+def run_learned(seed, n, batch, per_token=False, padded=False, size=128):
     """Attention over a drawn selection, as a GPU runs it; all of one shape have one launch."""
     # In float32, the kernel for tokens could not tell its accumulator from rows of dQ.
     dtype = torch.float16 if per_token else torch.float32
-    chosen = drawn(batch, 2, n, 128, is_causal=seed % 2 > 0, per_token=per_token, most=2, local=1, seed=seed)
-    given = [x.to(dtype).requires_grad_() for x in inputs(chosen, 1, 64, 64)]
-    slopes = torch.randn(batch, 2, n, 64, dtype=dtype), torch.randn(batch, 2, n)
+    chosen = drawn(batch, 2, n, size, is_causal=seed % 2 > 0, per_token=per_token, most=2, local=1, seed=seed)
+    width = 128 if size == 64 else 64
+    given = [x.to(dtype).requires_grad_() for x in inputs(chosen, 1, width, width)]
+    slopes = torch.randn(batch, 2, n, width, dtype=dtype), torch.randn(batch, 2, n)
     exact = [x.detach().double().requires_grad_() for x in given]
     options = {"backend": "auto" if per_token else "hopper", "enable_gqa": True, "return_lse": True}
     padding = torch.arange(n) % 3 == 0 if padded else torch.zeros(n, dtype=torch.bool)
@@ -223,8 +252,12 @@ FAULTS = {
     "no barrier before the keys": ("load_tile", "full.index(slot), desc.block_type.nbytes", "full.index(slot), 0"),
     "no fence after dS": ("gather_step", "store(ds)\n    fence_async_shared()", "store(ds)"),
     "dS of the sibling not waited for": ("gather_step", "take_over(C, 1 - parity, (step > 0).to(gl.int32))", "pass"),
-    "dK over keys that the sibling reads": ("gather_keys", "        meet()\n", ""),
-    "tile free while dQ reads it": ("gather_row_step", "empty.index(behind)", "empty.index(slot)"),
+    "dK over keys that the sibling reads": ("gather_keys", "            meet()\n", "            pass\n"),
+    "tile free while dQ reads it": (
+        "gather_row_step",
+        "warpgroup_mma_wait(0, deps=(dq_token,))\n        mbarrier.arrive(empty.index(behind)",
+        "warpgroup_mma_wait(0, deps=(dq_token,))\n        mbarrier.arrive(empty.index(slot)",
+    ),
     "claims not reset": ("next_item", "claimed == items - 1", "claimed == items"),
     "band of a mask moved": (
         "stream_head",
@@ -233,6 +266,22 @@ FAULTS = {
     ),
 }
 """Faults of the kernels: a function, a text of its source, and its replacement."""
+SMALL_FAULTS = {
+    "keys of blocks of 64 free before their product": (
+        "gather_row_step",
+        "        dq = warpgroup_mma_wait(2, deps=(dq_token,))\n"
+        "        mbarrier.arrive(empty.index(behind), count=1, pred=step > 0)\n",
+        "        mbarrier.arrive(empty.index(behind), count=1, pred=step > 0)\n"
+        "        dq = warpgroup_mma_wait(2, deps=(dq_token,))\n",
+    ),
+    "query buffer of a block of 64 free too early": (
+        "attend_rows",
+        "        tma.store_wait(0)\n        mbarrier",
+        "        mbarrier",
+    ),
+    "row of another block of 64": ("load_tiles", "o_query *= WORKERS * ROWS", "o_query *= 2 * ROWS"),
+}
+"""Faults that show in blocks of 64 of width 128."""
 PADDING_FAULTS = {
     "padding ignored in a step": (
         "attend_tile",
@@ -264,11 +313,13 @@ PADDING_FAULTS = {
 """Faults that show in a call with padding."""
 
 
-def run_fault(change, padded):
+def run_fault(name, change):
     """Largest error of a call whose kernels have a fault, or the name of what it raised."""
     emulate({change[0]: change[1:]})
     trial = problem("window:150 & causal", 900, block_size=256)
-    padding = None
+    if name in SMALL_FAULTS:
+        trial = problem("window:150 & causal", 700, block_size=64, d=128)
+    padding, padded = None, name in PADDING_FAULTS
     if padded:
         trial = problem("dilated:256x1,512x4", 600, batch=2)
         padding = padding_of(trial, "random")
@@ -401,6 +452,12 @@ FAULTS_OF_TURNS = {
 """Faults of the order, each found by some schedule."""
 
 
+def order_sums(ordered):
+    """Sum reproducible dQ in turns for every plan, or for none."""
+    configs = hopper_gradients.BACKWARD_CONFIGS
+    configs.update({d: replace(config, ordered=ordered) for d, config in configs.items()})
+
+
 def run_in_turns():
     """Trials in turns, each beside its control in any order, then faults."""
     # Rows are split for one number of programs, whatever number runs.
@@ -411,14 +468,12 @@ def run_in_turns():
         case = InTurns(trial)
         line = {"errors": case.errors(), "in turns": case.first_difference(), "any order": case.first_difference(True)}
         print(json.dumps({"trial": name} | line), flush=True)
-    configs = dict(hopper_gradients.BACKWARD_CONFIGS)
-    hopper_gradients.BACKWARD_CONFIGS.update({d: replace(config, ordered=True) for d, config in configs.items()})
+    order_sums(True)
     # The host may not read the lists of learned plans; they compute dQ by rows.
     print(json.dumps({"learned": run_learned(0, 256, 2)}), flush=True)
     for name in ("padded, lengths", "padded, ladder"):
         trial, kind = PADDED[name]
         print(json.dumps({"padded": run(trial, torch.float32, padding=padding_of(trial, kind))}), flush=True)
-    hopper_gradients.BACKWARD_CONFIGS.update(configs)
     case = InTurns(IN_TURNS["window"])
     for name, changes in FAULTS_OF_TURNS.items():
         print(json.dumps({"fault": name, "found": case.first_difference(changes=changes)}), flush=True)
@@ -442,20 +497,8 @@ def replace_what_needs_a_gpu():
     hopper_gathered.why_not = lambda *about: None
 
 
-if __name__ == "__main__":
-    skip_repeated_work()
-    replace_what_needs_a_gpu()
-    for owner, name in ALLOCATORS:
-        setattr(owner, name, poisoned(getattr(owner, name)))
-    if sys.argv[1:] == ["--turns"]:
-        run_in_turns()
-        sys.exit()
-    if sys.argv[1:] == ["--faults"]:
-        hopper_backend.processors = hopper_gradients.processors = lambda device: 3
-        hopper_split.SHORTEST_PIECE = 2**40
-        for name, change in (FAULTS | PADDING_FAULTS).items():
-            print(json.dumps({"fault": name, "found": run_fault(change, name in PADDING_FAULTS)}), flush=True)
-        sys.exit()
+def run_plans():
+    """Parts and pieces of plans, learned plans and lists."""
     for name, trial in TRIALS.items():
         print(
             json.dumps({"trial": name} | run(trial, torch.float16 if name == "half precision" else torch.float32)),
@@ -466,20 +509,6 @@ if __name__ == "__main__":
     reproducible_gradients(False)
     for name, trial in ANY_ORDER.items():
         print(json.dumps({"trial": name} | run(trial, torch.float32)), flush=True)
-    for ordered in (True, False):
-        reproducible_gradients(ordered)
-        more = "" if ordered else ", dQ in any order"
-        for name, trial in WIDTHS.items():
-            dtype = torch.float16 if "half precision" in name else torch.float32
-            print(json.dumps({"trial": name + more} | run(trial, dtype)), flush=True)
-        for name, (trial, scale) in SCALES.items():
-            print(json.dumps({"trial": name + more} | run(trial, torch.float32, scale)), flush=True)
-        for name, (trial, rows) in RUNS.items():
-            print(json.dumps({"trial": name + more} | run_by_rows(trial, rows)), flush=True)
-        for name, (trial, kind) in PADDED.items():
-            dtype = torch.float16 if "half" in name else torch.float32
-            errors = run(trial, dtype, padding=padding_of(trial, kind))
-            print(json.dumps({"trial": name + more} | errors), flush=True)
     reproducible_gradients(True)
     count_launches()
     for name, *shape in (
@@ -490,6 +519,7 @@ if __name__ == "__main__":
         ("learned by tokens", 3, 384, 2, True),
         ("learned, padded", 0, 256, 2, False, True),
         ("learned, padded, other lists", 4, 256, 2, False, True),
+        ("learned, blocks of 64", 1, 300, 1, False, False, 64),
     ):
         print(json.dumps({"trial": name} | run_learned(*shape)), flush=True)
     for name, call in INDICES.items():
@@ -498,3 +528,45 @@ if __name__ == "__main__":
             gathered_attention.GatheredAttend._most_rows = lambda *_: (0, 128)
         errors = call.errors(backend, torch.float16 if call.per_token else torch.float32, widths=(64, 64))
         print(json.dumps({"trial": name} | errors), flush=True)
+
+
+def run_calls(ordered):
+    """Widths, scales, runs of rows, padding and sinks, with either order of the sums of dQ."""
+    reproducible_gradients(ordered)
+    more = "" if ordered else ", dQ in any order"
+    for name, trial in WIDTHS.items():
+        dtype = torch.float16 if "half precision" in name else torch.float32
+        print(json.dumps({"trial": name + more} | run(trial, dtype)), flush=True)
+    for name, (trial, scale) in SCALES.items():
+        print(json.dumps({"trial": name + more} | run(trial, torch.float32, scale)), flush=True)
+    for name, (trial, rows) in RUNS.items():
+        print(json.dumps({"trial": name + more} | run_by_rows(trial, rows)), flush=True)
+    for name, (trial, kind) in PADDED.items():
+        dtype = torch.float16 if "half" in name else torch.float32
+        errors = run(trial, dtype, padding=padding_of(trial, kind))
+        print(json.dumps({"trial": name + more} | errors), flush=True)
+    for name, (trial, first) in SINKS.items():
+        dtype = torch.float16 if "half" in name else torch.float32
+        sink = torch.randn(trial.heads, generator=torch.Generator().manual_seed(2)).to(dtype)
+        sink[0] = first
+        padding = padding_of(trial, "random") if "padded" in name else None
+        print(json.dumps({"trial": name + more} | run(trial, dtype, padding=padding, sink=sink)), flush=True)
+
+
+if __name__ == "__main__":
+    start_interpreting()
+    replace_what_needs_a_gpu()
+    if sys.argv[1:] == ["--turns"]:
+        run_in_turns()
+        sys.exit()
+    order_sums(False)
+    if sys.argv[1:] == ["--faults"]:
+        hopper_backend.processors = hopper_gradients.processors = lambda device: 3
+        hopper_split.SHORTEST_PIECE = 2**40
+        for name, change in (FAULTS | SMALL_FAULTS | PADDING_FAULTS).items():
+            print(json.dumps({"fault": name, "found": run_fault(name, change)}), flush=True)
+        sys.exit()
+    if sys.argv[1:] == ["--plans"]:
+        run_plans()
+    else:
+        run_calls({"--ordered": True, "--any-order": False}[sys.argv[1]])

@@ -17,21 +17,20 @@ from typing import NamedTuple
 os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
-from conftest import ALLOCATORS, poisoned
 from index_calls import IndexCall
-from kernels.interpreter import skip_repeated_work
+from kernels.interpreter import start_interpreting
 from kernels.no_waiting import GpuRules, Launched, attention_op
 from kernels.test_selection import GivenScores, drawn, inputs, seen_pairs
 from oracle import dense_attention, dense_scores, error
 from torch.nn.attention.varlen import AuxRequest
 
-from dilated_attention_pytorch import varlen_attention
+from dilated_attention_pytorch import make_selection, varlen_attention
 from dilated_attention_pytorch.kernels.dropout import keep_mask
 from dilated_attention_pytorch.kernels.hopper import lowering as hopper_lowering
 from dilated_attention_pytorch.kernels.triton import lowering as triton_lowering
 from dilated_attention_pytorch.nn import AdaptiveConfig, BlockSparseAdaptive
 from dilated_attention_pytorch.plan.documents import ascending
-from dilated_attention_pytorch.selection import attend, rank
+from dilated_attention_pytorch.selection import attend, distill, rank
 from dilated_attention_pytorch.selection import plan as plans
 from dilated_attention_pytorch.selection.attention import selected_attention
 from dilated_attention_pytorch.selection.backend import Triton
@@ -134,6 +133,41 @@ class Indexed(NamedTuple):
             shared = attend.shared_plan(call.n, call.heads, call.size, *near)
             triton_lowering.schedule(shared, call.heads // call.key_heads)
         return call.errors("triton", torch.float32, rules=GpuRules(self.traced), widths=(16, 12))
+
+
+class Repeated(NamedTuple):
+    """Calls with one selection, which caches what the first of them derives from its lists."""
+
+    call: IndexCall
+    fewer: int
+    """Launches of a first call that later ones do without"""
+
+    def errors(self) -> dict[str, float]:
+        """Numbers of output, LSE and gradients that differ between calls, and launches that are not saved."""
+        attend.GATHERED, triton_lowering.SHORTEST_PIECE, triton_lowering.PROGRAMS_PER_PROCESSOR = 2**29, 2**18, 4
+        call = self.call
+        indices, counts, _ = call.lists()
+        if call.per_token:
+            shared = attend.shared_plan(call.n, call.heads, call.size, 1, 0, True, torch.device("cpu"))
+            triton_lowering.schedule(shared, call.heads // call.key_heads)
+        torch.manual_seed(0)
+        leaves = [torch.randn(call.batch, h, call.n, 16) for h in (call.heads, call.key_heads, call.key_heads)]
+        leaves = [x.requires_grad_() for x in leaves]
+        shape = {"n": call.n, "heads": call.heads, "granularity": call.size, "is_causal": call.is_causal}
+        with GpuRules():
+            before, first, other = (make_selection(indices, counts, **shape) for _ in range(3))
+        found, launches = [], []
+        # A call before them makes what follows from shapes.
+        for selection in (before, first, first, other, first):
+            with GpuRules(), Launched() as launched:
+                output, lse = selected_attention(*leaves, selection, enable_gqa=True, return_lse=True, backend="triton")
+                loss = output.square().sum() + lse.clamp(min=-9.0).sum()
+                found.append([output, lse, *torch.autograd.grad(loss, leaves)])
+            launches.append(launched.count)
+        names = ("output", "lse", "query", "key", "value")
+        different = [sum(float((a != b).sum()) for b in each) for a, *each in zip(*found, strict=True)]
+        saved = [launches[1] - x - self.fewer * (at % 2) for at, x in enumerate(launches[1:])]
+        return dict(zip(names, different, strict=True)) | {"launches": float(sum(map(abs, saved)))}
 
 
 class Chunks(NamedTuple):
@@ -397,6 +431,7 @@ class Learned(NamedTuple):
         made = Factors(*(x.detach() if isinstance(x, torch.Tensor) else x for x in factors))
         whole = triton_row_scores.LARGEST_TILE, triton_row_scores.CHUNK
         triton_row_scores.prepared.cache_clear()
+        triton_row_scores.RUN = 24
         if self.chunk:
             triton_row_scores.LARGEST_TILE, triton_row_scores.CHUNK = 0, self.chunk
         with GpuRules(), torch.no_grad():
@@ -430,7 +465,7 @@ class Lists(NamedTuple):
             self.batch, 2, self.n, self.size, is_causal=self.is_causal, per_token=False, most=2, local=self.local
         )
         with GpuRules():
-            listed = listed_schedule.Listed(chosen)
+            listed = listed_schedule.Listed(chosen, on_hopper=True)
             plan = listed.whole_plan
             (made,) = hopper_lowering.attach_parts(plan, (listed_schedule.ListedPart(plan, listed.items),))
             works = [
@@ -514,10 +549,18 @@ class Step(NamedTuple):
     unit: int = 4
     local: int = 2
     sink: int = 1
+    pieces: bool = False
+    """Whether scores, listed blocks and sums of sub-blocks exceed the sizes at which a call runs whole"""
+    few: bool = False
+    """Whether so few rows are compared on their listed blocks that they weigh less"""
 
     def errors(self) -> dict[str, float]:
         """Of gradients and statistics against plain torch, and launches beyond the bound; reading back would raise."""
-        triton_choice.SCORE_BYTES = 2**29
+        triton_choice.SCORE_BYTES = 1500 if self.pieces else 2**29
+        attend.GATHERED, attend.OF_TENSORS = (1, 2**40) if self.pieces else (2**29, 10)
+        triton_row_scores.RUN = 24 if self.pieces else 2048
+        distill.MOST_ROWS = {"block": 64, "token": 16 if self.few else 1024}
+        distill.ENOUGH = 64 if self.few else 1
         # Of tokens, few at a time.
         triton_mass.TILE = triton_row_scores.TILE = 16 if self.is_causal else 4096
         options = {"hidden_dim": 4, "match_rank": 4, "score_unit": self.unit, "granularity": self.granularity}
@@ -634,6 +677,8 @@ TRIALS = {
     "indices by blocks of two samples, padded": Indexed(IndexCall(False, False, 32, scope=4, padded=True)),
     "indices by tokens, causal, padded": Indexed(IndexCall(True, True, 40, scope=2, padded=True)),
     "indices by tokens": Indexed(IndexCall(True, False, 32, batch=1, scope=1, counted=True)),
+    "a selection by blocks, repeated": Repeated(IndexCall(False, True, 40, scope=2, counted=True), 11),
+    "a selection by tokens, repeated": Repeated(IndexCall(True, True, 40, scope=2), 4),
     "indices by blocks, traced": Indexed(IndexCall(False, False, 40, heads=2, scope=1), traced=True),
     "indices by tokens, causal, traced": Indexed(IndexCall(True, True, 40, batch=1, heads=2), traced=True),
     "packed indices by blocks": Indexed(IndexCall(False, False, 75, batch=1, scope=2, entries=5, documents=5)),
@@ -671,6 +716,12 @@ TRIALS = {
     "a step, tokens both ways, one list for three heads": Step(
         False, 99, 299, 99, n=40, heads=3, key_heads=3, group=3, granularity="token", unit=2, local=1, sink=0
     ),
+    "a step, tokens of single units, a list for each of four heads of two key heads": Step(
+        True, 19, 16, 13, n=56, heads=4, batch=2, unit=1, few=True
+    ),
+    "a step, tokens of single units in pieces": Step(True, 999, 999, 999, unit=1, pieces=True),
+    "a step, tokens of two units in pieces, two samples": Step(True, 999, 999, 999, unit=2, batch=2, pieces=True),
+    "a step, padded tokens of four units in pieces": Step(True, 999, 999, 999, n=56, batch=2, padded=True, pieces=True),
     "three steps of Adam, blocks": OptimizerSteps(False, "Adam"),
     "three steps of SGD, tokens": OptimizerSteps(True, "SGD", options={"foreach": True}),
     "three steps of Adam, one list for all heads": OptimizerSteps(False, "Adam", config={"select": "all"}),
@@ -736,12 +787,15 @@ TRIALS = {
 }
 
 
-if __name__ == "__main__":
-    skip_repeated_work()
-    for owner, name in ALLOCATORS:
-        setattr(owner, name, poisoned(getattr(owner, name)))
+def use_small_tiles() -> None:
+    """Several tiles for problems of a size that can be interpreted."""
     triton_choice.SCORED = triton_selection.MATCHED = triton_selection.MATCHED_TOGETHER = 16
     triton_choice.RANKED = 128
     triton_choice.NARROWEST = 64
+
+
+if __name__ == "__main__":
+    start_interpreting()
+    use_small_tiles()
     for trial in sys.argv[1:] or TRIALS:
         print(json.dumps({"trial": trial} | TRIALS[trial].errors()), flush=True)

@@ -17,15 +17,15 @@ import triton
 import triton.language as tl
 from calls import TIGHT, Call
 from cases import BY_NAME, Problem
-from conftest import ALLOCATORS, poisoned
-from kernels.interpreter import skip_repeated_work
-from oracle import Answer, answer, bias_of_pairs, error, table_gradient
+from kernels.interpreter import start_interpreting
+from oracle import Answer, answer, bias_of_pairs, error, sink_gradient, table_gradient
 from strategies import Seeded, draw_problem
 
 from dilated_attention_pytorch import attention_with_lse, parse
 from dilated_attention_pytorch.kernels.call import AttentionCall
 from dilated_attention_pytorch.kernels.cpu import tiles as cpu
 from dilated_attention_pytorch.kernels.dropout import keep_mask
+from dilated_attention_pytorch.kernels.sink import backward_with_sink
 from dilated_attention_pytorch.kernels.triton import backend as triton_backend
 from dilated_attention_pytorch.kernels.triton import launches as triton_launches
 from dilated_attention_pytorch.kernels.triton import lowering as triton_lowering
@@ -56,6 +56,8 @@ class Trial(NamedTuple):
     """samples with positions of their own for the bias; 0 for row numbers, -1 for positions by head and side"""
     masks: bool = False
     """entries of -inf for distances at and beyond the ends of the table"""
+    sink: float | None = None
+    """logit of the first head; those of other heads are drawn around 0"""
 
 
 TRIALS = {
@@ -133,6 +135,24 @@ TRIALS = {
     "bias, half precision": Trial("wide-value", dtype=torch.float16, bias=(15, 3), places=1),
     "bias, bad key": Trial("window-causal", block_size=32, bad=("key", 20), bias=(9,)),
     "bias, bad gradient": Trial("dilated-block-offset", block_size=32, bad=("grad_output", 33), bias=(9,)),
+    "sink": Trial("gqa", sink=1.0),
+    "sink of a ladder": Trial("dilated-ladder-causal", block_size=32, sink=0.5),
+    "sink of heads that sit out a part": Trial("dilated-split-heads", block_size=32, sink=-2.0),
+    "sink of rows without a key": Trial("dilated-empty-rows", sink=2.0),
+    "sink of split rows": Trial("global-window", short_pieces=True, sink=1.0),
+    "sink of split rows of a ladder": Trial(
+        Problem(name="", text="dilated:32x1,64x2,128x4", n=120), block_size=16, short_pieces=True, sink=1.0
+    ),
+    "sink and padding": Trial("padded", sink=1.0),
+    "sink and dropout": Trial("gqa", block_size=32, dropout_p=0.3, sink=1.0),
+    "sink, half precision": Trial("wide-value", dtype=torch.float16, sink=3.0),
+    "sink, bias and soft cap": Trial("causal", bias=(31,), softcap=1.5, sink=1.0),
+    "large sink and bias": Trial("causal", bias=(31,), sink=40.0),
+    "sink that is everything": Trial("gqa", sink=torch.inf),
+    "sink that is nothing": Trial("dilated-empty-rows", sink=-torch.inf),
+    "sink that nears everything": Trial("window-causal", sink=1e9),
+    "sink that nears nothing": Trial("dilated-empty-rows", sink=-1e9),
+    "sink, bad value": Trial("window-causal", block_size=32, bad=("value", 20), sink=1.0),
 }
 
 
@@ -169,13 +189,18 @@ def errors(trial: Trial) -> dict[str, float]:
         if trial.masks:
             table[:, [0, -1]] = -torch.inf
         call = replace(call, bias=table, bias_positions=places)
+    sink = None
+    if trial.sink is not None:
+        sink = torch.randn(problem.heads, generator=torch.Generator().manual_seed(2)).to(trial.dtype)
+        sink[0] = trial.sink
+        call = replace(call, sink=sink)
     reason = triton_backend.why_not(call)
     if reason is not None:
         raise RuntimeError(reason)
     grad_lse = grad_lse.float()
     with torch.autograd.set_detect_anomaly(trial.bad is not None, check_nan=False):
         output, lse = triton_backend.forward(call)
-        gradients = triton_backend.backward(call, output, lse, grad_output, grad_lse)
+        gradients, sink_grad = backward_with_sink(triton_backend, call, output, lse, grad_output, grad_lse)
     options = {"key_padding_mask": padding, "scale": scale, "softcap": trial.softcap or None}
     if seed is not None:
         row = torch.arange(problem.n).expand(2, problem.heads, -1) if positions is None else positions
@@ -185,11 +210,15 @@ def errors(trial: Trial) -> dict[str, float]:
             "dropout_p": trial.dropout_p,
         }
     wanted_bias = None
+    wanted_sink = None
     if trial.bad is None:
+        options["sink"] = sink
         if trial.bias:
             given = {"grad_output": grad_output, "grad_lse": grad_lse} | options
             wanted_bias = table_gradient(query, key, value, problem.pattern, table, places, **given)
             options["bias"] = bias_of_pairs(table.double(), problem.n, places)
+        if sink is not None:
+            wanted_sink = sink_gradient(query, key, value, problem.pattern, grad_output=grad_output, **options)
         wanted = answer(query, key, value, problem.pattern, grad_output=grad_output, grad_lse=grad_lse, **options)
     else:
         # The dense oracle multiplies by masked weights; the torch backend keeps a NaN where it belongs.
@@ -197,13 +226,15 @@ def errors(trial: Trial) -> dict[str, float]:
         if trial.bias:
             exact = replace(exact, bias=table.double())
         found = cpu.forward(exact)
-        grads = cpu.backward(exact, *found, grad_output.double(), grad_lse.double())
+        grads, wanted_sink = backward_with_sink(cpu, exact, *found, grad_output.double(), grad_lse.double())
         wanted, wanted_bias = Answer(*found, *grads), getattr(grads, "bias", None)
         reached = wanted.output.isnan().any(-1)
         assert trial.problem == "padded" or trial.bad[0] == "grad_output" or (reached.any() and not reached.all())
     named = zip(wanted._fields, (output, lse, *gradients), wanted, strict=True)
     measured = {name: error(got, want) for name, got, want in named}
-    return measured if wanted_bias is None else measured | {"bias_grad": error(gradients.bias, wanted_bias)}
+    if wanted_bias is not None:
+        measured["bias_grad"] = error(gradients.bias, wanted_bias)
+    return measured if sink is None else measured | {"sink_grad": error(sink_grad, wanted_sink)}
 
 
 @triton.jit
@@ -333,9 +364,7 @@ def far_apart(rows: torch.Tensor) -> torch.Tensor:
 
 
 if __name__ == "__main__":
-    skip_repeated_work()
-    for owner, name in ALLOCATORS:
-        setattr(owner, name, poisoned(getattr(owner, name)))
+    start_interpreting()
     functions = {"tanh": tanh_errors, "caps in turn": public_errors, "soft cap in a tight budget": budget_errors}
     functions |= {"random biases": random_bias_errors, "more samples than a grid counts": sample_errors}
     for name in sys.argv[1:] or [*TRIALS, *functions]:

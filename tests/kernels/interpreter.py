@@ -6,12 +6,22 @@ from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import triton.language as tl
+from conftest import ALLOCATORS, poisoned
+from kernels.memory_check import check_memory
 from triton.runtime import interpreter
 
 PLAIN = (tl.int32, tl.int64, tl.float32, tl.float64)
 """Types in which an operation on two operands of the type is computed"""
 PATCHED = SimpleNamespace(restore=lambda: None)
 """Stands for the scope that would undo the replacements in `triton.language`."""
+
+
+def start_interpreting() -> None:
+    """Check memory, poison allocations of the library and leave out repeated work, in a process of its own."""
+    skip_repeated_work()
+    check_memory()
+    for owner, name in ALLOCATORS:
+        setattr(owner, name, poisoned(getattr(owner, name)))
 
 
 def skip_repeated_work() -> None:
@@ -151,7 +161,7 @@ def check_unequal(check: Any) -> Any:
         return check(self, left, right, *options, **named)
 
     def splat(self: Any, scalar: Any, kind: Any) -> Any:
-        return self.make_tensor(self.builder.create_splat(kind, scalar.handle), kind)
+        return tl.tensor(self.builder.create_splat(kind, scalar.handle), kind)
 
     def meet_number(self: Any, left: Any, right: Any, options: Any, named: dict[str, Any]) -> Any:
         tensor, number = (left, right) if isinstance(left, tl.tensor) else (right, left)

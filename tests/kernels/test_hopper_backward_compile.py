@@ -2,21 +2,21 @@
 multiprocessor, and with their products left asynchronous. The lists the host prepares are checked against the plan."""
 
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
-from kernels.test_hopper_compile import told_too_early
+from kernels.test_hopper_compile import SHARED_MEMORY, told_too_early
 
+from dilated_attention_pytorch.kernels.call import AttentionCall
 from dilated_attention_pytorch.kernels.hopper import backend as hopper_backend
 from dilated_attention_pytorch.kernels.hopper import backward as hopper_gradients
-from dilated_attention_pytorch.kernels.hopper.layouts import tile_layout
-from dilated_attention_pytorch.kernels.hopper.lowering import ITEM_ROWS, lower
+from dilated_attention_pytorch.kernels.hopper.layouts import shared_registers, tile_layout
+from dilated_attention_pytorch.kernels.hopper.lowering import lower
 from dilated_attention_pytorch.kernels.launch.launcher import OPTIONS
 from dilated_attention_pytorch.patterns import parse
 from dilated_attention_pytorch.plan import make_plan
 
-SHARED_MEMORY = 232448
-"""Bytes a program may have on compute capability 9.0."""
 ALIGNED = ("p_delta", "p_sum", "p_dq", "p_dk", "p_dv", "p_q", "p_do", "p_part")
 POINTERS = ("p_work", "p_class", "p_walk", "p_whole", "p_partial", "p_tiles", "p_bits", "p_next")
 POINTERS += ("p_source", "p_first", "p_order", "p_turns")
@@ -36,7 +36,7 @@ def needs_gluon():
         pytest.skip(reason)
 
 
-def assemble(kernel, descriptors, constants):
+def assemble(kernel, descriptors, constants, programs=1):
     """A compiled kernel and the assembler's report on it."""
     triton = pytest.importorskip("triton")
     from kernels.assembler import compile_source, report
@@ -52,7 +52,7 @@ def assemble(kernel, descriptors, constants):
     aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in given}
     source = GluonASTSource(kernel, signature, places, aligned)
     try:
-        compiled = compile_source(source, OPTIONS)
+        compiled = compile_source(source, OPTIONS | shared_registers(programs))
     except (AttributeError, TypeError, NotImplementedError) as problem:
         pytest.skip(f"the Gluon language of triton {triton.__version__} differs: {problem}")
     return compiled, report(compiled)
@@ -69,12 +69,17 @@ def without(kernel, kind):
     return dict.fromkeys(missing + [name for name in kernel.arg_names if OPTIONAL.get(name, "") not in kind])
 
 
-def assert_fits(compiled, log, spilled):
+def config_for(d, block):
+    query = torch.empty(1, 1, 1, d)
+    return hopper_gradients.config_of(AttentionCall(query, query, query, SimpleNamespace(block_size=block), 1.0))
+
+
+def assert_fits(compiled, log, spilled, programs=1):
     assert not told_too_early(compiled.asm["ptx"])
     assert "serialized" not in log, log
-    assert int(re.search(r"Used (\d+) registers", log).group(1)) <= 168
+    assert int(re.search(r"Used (\d+) registers", log).group(1)) <= {1: 168, 2: 128}[programs]
     assert int(re.search(r"(\d+) bytes spill stores", log).group(1)) <= spilled, log
-    assert compiled.metadata.shared <= SHARED_MEMORY
+    assert compiled.metadata.shared <= SHARED_MEMORY[programs]
 
 
 # Out of registers go addresses of an item and, at width 64, weights under a mask: nothing of a step without one.
@@ -101,13 +106,15 @@ def assert_fits(compiled, log, spilled):
         (128, 128, torch.bfloat16, False, "split padded", 96),
         (128, 128, torch.bfloat16, True, "strided padded", 320),
         (128, 128, torch.bfloat16, False, "strided padded", 224),
+        *((128, 64, torch.bfloat16, False, kind, 96) for kind in ("plain", "split padded, run of rows")),
+        (128, 64, torch.float16, False, "strided padded", 224),
     ],
 )
 def test_key_gradients_fit_a_multiprocessor(d, block, dtype, fused, kind, spilled):
     from dilated_attention_pytorch.kernels.hopper.dkv_kernel import attention_dkv_bwd_kernel
 
     rank = 5 if "strided" in kind else 4
-    config = hopper_gradients.BACKWARD_CONFIGS[d]
+    config = config_for(d, block)
     streamed, held = descriptor(config.streamed_tile, d, dtype, rank), descriptor(64, d, dtype, rank)
     descriptors = dict.fromkeys(("q_desc", "q_more", "do_desc", "do_more"), streamed)
     descriptors |= dict.fromkeys(("k_desc", "k_more", "v_desc", "v_more"), held)
@@ -121,8 +128,8 @@ def test_key_gradients_fit_a_multiprocessor(d, block, dtype, fused, kind, spille
         **without(attention_dkv_bwd_kernel, kind),
         "WORKER_REGISTERS": config.registers,
     }
-    compiled, log = assemble(attention_dkv_bwd_kernel, descriptors, constants)
-    assert_fits(compiled, log, spilled)
+    compiled, log = assemble(attention_dkv_bwd_kernel, descriptors, constants, config.programs)
+    assert_fits(compiled, log, spilled, config.programs)
     # The sum of dQ is fast only while every addition moves 16 bytes.
     assert ("add.v4.f32" in compiled.asm["ptx"]) == fused
     assert ("cp.reduce.async.bulk.tensor.5d" in compiled.asm["ptx"]) == ("strided" in kind)
@@ -142,34 +149,35 @@ def assert_adds_in_turns(ptx):
 
 
 @pytest.mark.parametrize(
-    ("d", "kind", "spilled"),
+    ("d", "block", "kind", "spilled"),
     [
-        (64, "plain", 288),
-        *((128, kind, 16) for kind in ("plain", "split", "strided", "joining", "joining strided")),
-        (128, "joining strided, narrow rows", 16),
-        (64, "joining, narrow rows, run of rows", 288),
-        (64, "plain padded", 288),
-        *((128, f"{kind} padded", 16) for kind in ("plain", "split", "joining strided")),
+        (64, 128, "plain", 288),
+        *((128, 128, kind, 16) for kind in ("plain", "split", "strided", "joining", "joining strided")),
+        (128, 128, "joining strided, narrow rows", 16),
+        (64, 128, "joining, narrow rows, run of rows", 288),
+        (64, 128, "plain padded", 288),
+        *((128, 128, f"{kind} padded", 16) for kind in ("plain", "split", "joining strided")),
+        *((128, 64, kind, 16) for kind in ("plain", "split padded", "joining strided, narrow rows")),
     ],
 )
-def test_query_gradient_fits_a_multiprocessor(d, kind, spilled):
+def test_query_gradient_fits_a_multiprocessor(d, block, kind, spilled):
     from dilated_attention_pytorch.kernels.hopper.dq_kernel import attention_dq_bwd_kernel
 
-    config = hopper_gradients.BACKWARD_CONFIGS[d]
+    config = config_for(d, block)
     rank = 5 if "strided" in kind else 4
     streamed, held = (descriptor(rows, d, torch.bfloat16, rank) for rows in (config.streamed_tile, 64))
     descriptors = dict.fromkeys(("k_desc", "k_more", "v_desc", "v_more"), streamed)
     descriptors |= dict.fromkeys(("q_desc", "q_more", "do_desc", "do_more", "dq_desc", "dq_more"), held)
     constants = {
-        "BLOCK": 128,
+        "BLOCK": block,
         "STAGES": config.row_stages,
         "Q_STAGES": config.held_stages,
         "SPLIT": "split" in kind,
         **without(attention_dq_bwd_kernel, kind),
         "WORKER_REGISTERS": config.registers,
     }
-    compiled, log = assemble(attention_dq_bwd_kernel, descriptors, constants)
-    assert_fits(compiled, log, spilled)
+    compiled, log = assemble(attention_dq_bwd_kernel, descriptors, constants, config.programs)
+    assert_fits(compiled, log, spilled, config.programs)
     # By address it reads dQ only to join it, once the launches that added to it have ended.
     ptx = compiled.asm["ptx"]
     reads = [place.start() for place in re.finditer(r"ld\.global\.v4", ptx)]
@@ -211,8 +219,8 @@ def meetings(step, plan, group, *, by_key):
         if step.strided:
             first, (count, tile, own_offset), o_row = place, rest, 0
         else:
-            first = place * ITEM_ROWS
-            count, tile, o_row = min(ITEM_ROWS, n - first), first // block, first % block
+            first = place * step.item_rows
+            count, tile, o_row = min(step.item_rows, n - first), first // block, first % block
         here = first + held.rate * torch.arange(count)
         met = 0
         for head in range(holder * group, (holder + 1) * group) if by_key else (holder,):
@@ -242,9 +250,11 @@ def meetings(step, plan, group, *, by_key):
 @pytest.mark.parametrize(
     ("pattern", "block"),
     [
-        *(("causal", block) for block in (128, 256)),
+        *(("causal", block) for block in (64, 128, 256)),
         *(("global:64 | window:100", block) for block in (128, 256)),
         ("window:200", 128),
+        ("random:0.3;block=64;seed=1;per_head=1 & causal", 64),
+        ("dilated:128x1,256x2,640x5 & causal", 64),
         ("random:0.3;block=128;seed=1;per_head=1 & causal", 256),
         ("blocks:0,,1 2,,4;block=128", 128),
         ("dilated:128x1,256x2,640x5 & causal", 128),
@@ -262,4 +272,4 @@ def test_work_records_are_the_plan(pattern, block, by_key, group):
         rows = {(head, place) for head, place, *_ in items}
         assert len(rows) == len(items)
         # Of a plain part every row is written, also those without a pair.
-        assert step.strided or len(items) == (4 // group if by_key else 4) * 5
+        assert step.strided or len(items) == (4 // group if by_key else 4) * 640 // step.item_rows

@@ -9,15 +9,15 @@ import torch
 
 from dilated_attention_pytorch.kernels.call import AttentionCall
 from dilated_attention_pytorch.kernels.hopper import backend as hopper_backend
-from dilated_attention_pytorch.kernels.hopper.layouts import boxes_of, tile_layout
-from dilated_attention_pytorch.kernels.hopper.lowering import GROUP, ITEM_ROWS, Strides, balanced, is_regular, lower
+from dilated_attention_pytorch.kernels.hopper.layouts import boxes_of, shared_registers, tile_layout
+from dilated_attention_pytorch.kernels.hopper.lowering import GROUP, Strides, balanced, is_regular, lower
 from dilated_attention_pytorch.kernels.launch import triton_abi
 from dilated_attention_pytorch.kernels.launch.launcher import OPTIONS
 from dilated_attention_pytorch.patterns import parse
 from dilated_attention_pytorch.plan import Axis, make_plan
 
-SHARED_MEMORY = 232448
-"""Bytes a program may have on compute capability 9.0."""
+SHARED_MEMORY = {1: 232448, 2: 115712}
+"""Bytes a program may have on compute capability 9.0, by the number of programs that share a multiprocessor."""
 
 
 def compile_kernel(kernel, types, constants, **options):
@@ -83,7 +83,7 @@ def told_too_early(listing):
     return list(found)
 
 
-def assert_fits(compiled, spilled):
+def assert_fits(compiled, spilled, programs=1):
     from kernels.assembler import report
 
     assert not told_too_early(compiled.asm["ptx"])
@@ -91,8 +91,8 @@ def assert_fits(compiled, spilled):
     # What is read back once a row costs nothing.
     assert int(re.search(r"(\d+) bytes spill loads", log).group(1)) <= spilled, log
     assert "serialized" not in log, log
-    assert int(re.search(r"Used (\d+) registers", log).group(1)) <= 168
-    assert compiled.metadata.shared <= SHARED_MEMORY
+    assert int(re.search(r"Used (\d+) registers", log).group(1)) <= {1: 168, 2: 128}[programs]
+    assert compiled.metadata.shared <= SHARED_MEMORY[programs]
 
 
 def descriptor(rows, d, dtype, rank):
@@ -134,15 +134,22 @@ def test_a_signal_before_what_it_tells_of_is_found():
         (64, 128, torch.bfloat16, "plain padded", 64),
         (128, 128, torch.bfloat16, "plain padded", 64),
         (128, 256, torch.float16, "split padded", 64),
+        (64, 128, torch.bfloat16, "plain with sink", 4),
+        (128, 128, torch.bfloat16, "plain with sink", 4),
         (64, 128, torch.bfloat16, "strided padded", 64),
         (128, 128, torch.bfloat16, "strided unevenly padded", 320),
+        *((128, 64, torch.bfloat16, kind, 16) for kind in ("plain", "split", "plain padded")),
+        (128, 64, torch.bfloat16, "strided", 16),
+        (128, 64, torch.bfloat16, "strided unevenly padded, narrow rows, run of rows", 64),
     ],
 )
 def test_forward_fits_a_multiprocessor(d, block, dtype, kind, spilled, monkeypatch):
     from dilated_attention_pytorch.kernels.hopper.forward_kernel import attention_fwd_kernel
 
     strided = kind.startswith("strided")
-    config = (hopper_backend.STRIDED_CONFIGS if strided else hopper_backend.FORWARD_CONFIGS)[d]
+    query = torch.empty(1, 1, 1, d)
+    call = AttentionCall(query, query, query, SimpleNamespace(block_size=block), 1.0)
+    config = hopper_backend.config_of(call, strided)
     rank = 5 if strided else 4
     rows, keys = descriptor(64, d, dtype, rank), descriptor(config.key_tile, d, dtype, rank)
     types = dict.fromkeys(("p_work", "p_full", "p_partial", "p_tiles", "p_bits", "p_next"), "*i32")
@@ -150,8 +157,8 @@ def test_forward_fits_a_multiprocessor(d, block, dtype, kind, spilled, monkeypat
     types |= {"o_columns": "i32", "n_keys": "i32"}
     types |= dict.fromkeys(("q_rate", "q_longer", "k_rate", "k_longer"), "i32") | {"p_lse": "*fp32", "scale": "fp32"}
     types |= {"q_desc": rows, "k_desc": keys, "v_desc": keys, "o_desc": rows, "p_out": "*bf16"}
-    types |= {"q_more": rows, "k_more": keys, "v_more": keys, "o_more": rows, "p_padding": "*u8"}
-    optional = {"p_padding": "padded", "o_columns": "narrow", "n_keys": "run"}
+    types |= {"q_more": rows, "k_more": keys, "v_more": keys, "o_more": rows, "p_padding": "*u8", "p_sink": "*bf16"}
+    optional = {"p_padding": "padded", "p_sink": "sink", "o_columns": "narrow", "n_keys": "run"}
     missing = [] if "unevenly" in kind else ["q_more", "k_more", "v_more", "o_more"]
     missing += ["p_out"] * (not strided) + [name for name, word in optional.items() if word not in kind]
     constants = dict.fromkeys(missing) | {
@@ -163,8 +170,8 @@ def test_forward_fits_a_multiprocessor(d, block, dtype, kind, spilled, monkeypat
         "SPLIT": kind.startswith("split"),
         "WORKER_REGISTERS": config.registers,
     }
-    compiled = compile_kernel(attention_fwd_kernel, types, constants)
-    assert_fits(compiled, spilled)
+    compiled = compile_kernel(attention_fwd_kernel, types, constants, **shared_registers(config.programs))
+    assert_fits(compiled, spilled, config.programs)
     # Rows of any width are stored 16 bytes at a time; the other stores are those of LSE and counter.
     assert bool(re.search(r"st\.global\.v4", compiled.asm["ptx"])) == strided
     assert not re.search(r"st\.global(\.v2)?\.b16|st\.global\.v2", compiled.asm["ptx"])
@@ -197,8 +204,9 @@ def met_by_query(step, plan):
     dense = torch.zeros(plan.heads, n, n, dtype=torch.int32)
     masks = plan.masks.dense(block).int()
     for head, place, full_begin, full, full_base, partial_begin, partial, partial_base, *rest in work.items.tolist():
-        rows, offset = rest or (min(ITEM_ROWS, n - place * ITEM_ROWS), 0)
-        first, o_row = (place, 0) if step.strided else (place * ITEM_ROWS, place * ITEM_ROWS % block)
+        held = place * step.item_rows
+        rows, offset = rest or (min(step.item_rows, n - held), 0)
+        first, o_row = (place, 0) if step.strided else (held, held % block)
         query = first + step.queries.rate * torch.arange(rows)
         met = [(full_base + entry, None) for entry in work.full[full_begin : full_begin + full].tolist()]
         for entry, mask, low, high in work.partial[partial_begin : partial_begin + partial].tolist():
@@ -231,7 +239,9 @@ PATTERNS = [
 ]
 
 
-@pytest.mark.parametrize(("pattern", "block"), [(p, 128) for p in PATTERNS] + [(p, 256) for p in PATTERNS[:5]])
+@pytest.mark.parametrize(
+    ("pattern", "block"), [(p, b) for p in PATTERNS for b in (64, 128)] + [(p, 256) for p in PATTERNS[:5]]
+)
 def test_work_records_are_the_plan(pattern, block):
     plan = make_plan(parse(pattern), 640, 3, block_size=block)
     steps = lower(plan)
@@ -240,7 +250,7 @@ def test_work_records_are_the_plan(pattern, block):
     for step in steps:
         rows = {(head, place) for head, place, *_ in step.by_query.items.tolist()}
         assert len(rows) == len(step.by_query.items)
-        assert step.strided or step.by_query.covers == (len(rows) == 3 * 5)
+        assert step.strided or step.by_query.covers == (len(rows) == 3 * 640 // step.item_rows)
 
 
 def test_a_part_that_writes_every_row_runs_first():

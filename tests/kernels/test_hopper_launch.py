@@ -9,6 +9,7 @@ import torch
 from conftest import poisoned
 from kernels.test_selection import drawn
 
+from dilated_attention_pytorch import make_selection
 from dilated_attention_pytorch.distributed import SequenceLayout
 from dilated_attention_pytorch.kernels.call import AttentionCall
 from dilated_attention_pytorch.kernels.hopper import backend as hopper_backend
@@ -19,8 +20,10 @@ from dilated_attention_pytorch.kernels.launch import launcher as hopper_launch
 from dilated_attention_pytorch.patterns import parse
 from dilated_attention_pytorch.plan import make_plan
 from dilated_attention_pytorch.plan.buffers import Pairs, buffer_plan
+from dilated_attention_pytorch.selection.attend import CallChoices
 from dilated_attention_pytorch.selection.kernels import lowering as learned_lowering
-from dilated_attention_pytorch.selection.kernels.lowering import Listed
+from dilated_attention_pytorch.selection.kernels.gathered_attention import GatheredAttend
+from dilated_attention_pytorch.selection.kernels.lowering import Listed, ListedAttend
 
 
 class Entry:
@@ -229,6 +232,31 @@ def test_a_launch_overlaps_none_that_does_not_wait(recorded, monkeypatch):
     for _ in range(2):
         launches(torch.zeros(1))
     assert overlapped == [False, False, True, False, False]
+
+
+def test_a_thread_without_a_context_binds_again(monkeypatch):
+    began, launched = [], []
+
+    class Bound:
+        has_hooks = False
+        stream_of = staticmethod(lambda index: 0)
+
+        def __call__(self, *arguments):
+            launched.append(arguments)
+
+    class Step:
+        grid, overlaps = (1, 1, 1), False
+
+        def bind(self, addresses):
+            if not began:
+                raise RuntimeError("invalid device context")
+            return Bound(), ()
+
+    zeros = torch.zeros
+    monkeypatch.setattr(torch, "zeros", lambda *a, **k: began.append(k) or zeros(*a, **k))
+    launches = hopper_launch.Launches(torch.device("cpu"), [Step()])
+    launches(torch.ones(1))
+    assert began == [{"device": torch.device("cpu")}] and len(launched) == 1
 
 
 @pytest.mark.parametrize(
@@ -519,13 +547,13 @@ class Learned:
     """Calls of a drawn selection, which lives no longer than they."""
 
     def __init__(self, seed, n=512, size=128, group=2):
-        listed = Listed(drawn(1, 4, n, size, is_causal=True, per_token=False, seed=seed))
+        listed = Listed(drawn(1, 4, n, size, is_causal=True, per_token=False, seed=seed), on_hopper=True)
         query = torch.zeros(1, 4, n, 64, dtype=torch.bfloat16)
         key = query[:, ::group].clone()
         self.forward = AttentionCall(query, key, key.clone(), listed.plan, 0.125)
-        listed.choose(self.forward, "hopper")
+        listed.choose(self.forward, "hopper", choices := CallChoices())
         self.backward = replace(self.forward, plan=listed.whole_plan)
-        listed.choose(self.backward, "hopper")
+        listed.choose(self.backward, "hopper", choices)
 
     def run(self):
         output, lse = hopper_backend.forward(self.forward)
@@ -594,3 +622,124 @@ def test_launches_keep_no_list_of_a_learned_plan_alive(recorded):
     assert len(lists) == 11
     del learned
     assert [one() for one in lists + plans] == [None] * len(lists + plans)
+
+
+@pytest.fixture
+def laid_out(recorded, monkeypatch):
+    """Kernels that lay out lists, in the order of their launches."""
+    names = []
+    run = lambda launch, *given: names.append(launch.kernel.__name__)  # noqa: E731
+    monkeypatch.setattr(hopper_launch.Launch, "__call__", run)
+    return names
+
+
+def made_selection(per_token, n=512):
+    indices = torch.randint(-1, 4, (1, 4, n if per_token else n // 128, 3), dtype=torch.int32)
+    return make_selection(indices, n=n, heads=4, granularity=128, is_causal=True)
+
+
+def tensors(n=512):
+    return [torch.zeros(1, heads, n, 64, dtype=torch.bfloat16) for heads in (4, 2, 2)]
+
+
+QUERY_SIDE, KEY_SIDE = ["query_lists_kernel"], ["mark_kernel", "key_lists_kernel", "held_items_kernel"]
+
+
+def test_lists_of_a_selection_are_laid_out_once(recorded, laid_out, monkeypatch):
+    public, direct = recorded
+    selection, x, choices = made_selection(False), tensors(), CallChoices()
+
+    def step():
+        attend = ListedAttend(selection, 0.125, None, 0.0, None, "hopper", False, None, choices)
+        output, lse = attend.forward(*x)
+        attend.backward(*x, output, lse, output, None)
+        made = direct.copy(), laid_out.copy()
+        direct.clear()
+        laid_out.clear()
+        return made
+
+    assert step() == ([], QUERY_SIDE + KEY_SIDE)
+    launches = []
+    with monkeypatch.context() as patched:
+        arena = Arena(patched)
+        for _ in range(2):
+            arena.count = 0
+            launched, laid = step()
+            assert not laid
+            launches.append(launched)
+    assert launches[0] == launches[1] and len(launches[0]) == len(public)
+    # The lists of the first call are those of the others.
+    passed = [{one for launch in each for one in launch if isinstance(one, int)} for each in (public, launches[0])]
+    (listed,) = (value for _, value in selection.memo._values.values())
+    for plan in (listed.plan, listed.whole_plan):
+        assert addresses(lower(plan)[0].by_query[:-1]) <= passed[0] & passed[1]
+    selection.indices.add_(0)
+    for _ in range(2):
+        assert step()[1] == QUERY_SIDE + KEY_SIDE
+
+
+def test_items_of_another_group_of_heads_are_laid_out_again(recorded, laid_out):
+    selection = made_selection(False)
+
+    def step(key_heads):
+        query = torch.zeros(1, 4, 512, 64, dtype=torch.bfloat16)
+        key, value = (query[:, :key_heads].clone() for _ in range(2))
+        attend = ListedAttend(selection, 0.125, None, 0.0, None, "hopper", False, None, CallChoices())
+        output, lse = attend.forward(query, key, value)
+        attend.backward(query, key, value, output, lse, output, None)
+        made = laid_out.copy()
+        laid_out.clear()
+        return made
+
+    items = KEY_SIDE[-1:]
+    # They overwrite those of the group before.
+    made = [step(key_heads) for key_heads in (2, 2, 4, 4, 2, 2)]
+    assert made == [QUERY_SIDE + KEY_SIDE, [], items, [], items, []]
+
+
+def test_captured_passes_lay_lists_out_for_themselves(recorded, laid_out, monkeypatch):
+    selection, x, choices = made_selection(False), tensors(), CallChoices()
+
+    def attend():
+        return ListedAttend(selection, 0.125, None, 0.0, None, "hopper", False, None, choices)
+
+    first = attend()
+    output, lse = first.forward(*x)
+    laid_out.clear()
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        patched.setattr(torch.Tensor, "is_cuda", True)
+        patched.setattr(selection.memo, "_device", torch.device("cuda", 0))
+        # A backward pass may be captured where the forward pass was not.
+        first.backward(*x, output, lse, output, None)
+        assert laid_out == QUERY_SIDE + KEY_SIDE
+        laid_out.clear()
+        second = attend()
+        second.forward(*x)
+        assert laid_out == QUERY_SIDE
+    laid_out.clear()
+    third = attend()
+    third.forward(*x)
+    assert not laid_out
+    third.backward(*x, output, lse, output, None)
+    # What the captured pass made is in the memory of its graph.
+    assert laid_out == KEY_SIDE
+
+
+def test_selection_by_tokens_is_inverted_once(laid_out):
+    selection, x = made_selection(True), tensors()
+    inversion = ["mark_tokens_kernel", "runs_kernel", "place_kernel"]
+    for wanted in (inversion, []):
+        attend = GatheredAttend(selection, 0.125, None, 0.0, None, "triton", False, None)
+        call = attend.shared_call(*x)
+        (chunk,) = attend.chunks(*x)
+        index = attend._inverted(call, chunk)
+        assert laid_out == wanted and attend._inverted(call, chunk) is index
+        laid_out.clear()
+    # Lists of some heads are another selection.
+    some = chunk._replace(heads=slice(2, 4), key_heads=slice(1, 2), is_whole=False)
+    for _ in range(2):
+        attend = GatheredAttend(selection, 0.125, None, 0.0, None, "triton", False, None)
+        attend._inverted(call, some)
+        assert laid_out == inversion
+        laid_out.clear()

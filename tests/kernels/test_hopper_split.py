@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -32,17 +33,28 @@ PIECES = {
     "a list a head": [6, 6, 8, 8],
     "groups of unlike heads": [6, 6, 0, 0],
     "blocks of 256": [3, 3, 3, 3],
+    "blocks of 64": [4, 4, 8, 8],
     "half precision": [8, 8, 8, 8],
     "widths 96 and 80": [8, 8, 8, 8],
     "some rows see no key": [8, 8, 0, 0],
 }
 """Slots of a head for the output, dQ, dK and dV."""
+BOTH_ORDERS = pytest.mark.parametrize(
+    "order",
+    [pytest.param(order, marks=pytest.mark.xdist_group(f"hopper {order}")) for order in ("ordered", "any-order")],
+)
+
+
+@cache
+def trials(part):
+    """Errors and pieces of the trials of a part, from one run of the emulator."""
+    return {line.pop("trial"): line for line in emulated(f"--{part}")}
 
 
 @pytest.fixture(scope="module")
 def found():
-    """Errors and pieces of every trial, from one run of the emulator."""
-    return {line.pop("trial"): line for line in emulated()}
+    """Errors and pieces of the trials of plans."""
+    return trials("plans")
 
 
 def emulated(*arguments):
@@ -69,6 +81,7 @@ def emulated(*arguments):
         ("learned by tokens", 3),
         ("learned, padded", 4),
         ("learned, padded, other lists", 4),
+        ("learned, blocks of 64", 5),
     ],
 )
 def test_learned_plans_of_one_shape_share_a_launch(found, name, launches):
@@ -88,30 +101,30 @@ def test_attention_on_indices_matches_oracle(found):
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("hopper interpreter")
-@pytest.mark.parametrize(("kind", "count"), [("ladder", 4), ("any order", 5)])
+@pytest.mark.parametrize(("kind", "count"), [("ladder", 5), ("any order", 6)])
 def test_strided_parts_and_atomic_sums_match_oracle(found, kind, count):
-    trials = {name: errors for name, errors in found.items() if name.startswith(kind)}
-    assert len(trials) == count
-    for name, errors in trials.items():
+    parts = {name: errors for name, errors in found.items() if name.startswith(kind)}
+    assert len(parts) == count
+    for name, errors in parts.items():
         assert max(errors.values()) <= 2e-6, (name, errors)
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("hopper interpreter")
-@pytest.mark.parametrize(("kind", "count"), [("width", 19), ("scale", 8), ("padded", 20)])
-def test_other_widths_scales_and_padding_match_oracle(found, kind, count):
-    trials = {name: errors for name, errors in found.items() if name.startswith(kind)}
-    assert len(trials) == count
-    for name, errors in trials.items():
+@BOTH_ORDERS
+@pytest.mark.parametrize(("kind", "count"), [("width", 11), ("scale", 4), ("padded", 12), ("sink", 11)])
+def test_widths_scales_padding_and_sinks_match_oracle(order, kind, count):
+    calls = {name: errors for name, errors in trials(order).items() if name.startswith(kind)}
+    assert len(calls) == count
+    for name, errors in calls.items():
         errors = {what: error for what, error in errors.items() if what != "pieces"}
         assert max(errors.values()) <= (2e-3 if "half precision" in name else 2e-6), (name, errors)
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("hopper interpreter")
-def test_runs_of_fewer_queries_than_keys_match_oracle(found):
-    runs = {name: dict(errors) for name, errors in found.items() if "fewer" in errors}
-    assert len(runs) == 10
+@BOTH_ORDERS
+def test_runs_of_fewer_queries_than_keys_match_oracle(order):
+    runs = {name: dict(errors) for name, errors in trials(order).items() if "fewer" in errors}
+    assert len(runs) == 6
     for name, errors in runs.items():
         assert errors.pop("fewer"), name
         assert max(errors.values()) <= 2e-6, (name, errors)
@@ -120,7 +133,7 @@ def test_runs_of_fewer_queries_than_keys_match_oracle(found):
 @pytest.mark.slow
 def test_emulator_finds_faults_of_synchronization():
     faults = {line["fault"]: line["found"] for line in emulated("--faults")}
-    assert len(faults) == 25
+    assert len(faults) == 28
     assert [name for name, found in faults.items() if isinstance(found, float) and found <= 1e-3] == []
 
 
@@ -229,18 +242,24 @@ def test_rows_of_a_plan_for_one_call_are_not_looked_at(monkeypatch):
 
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize(
-    "pattern", ["global:500;queries=1 | window:60", "random:0.3;block=128;per_head=1", "window:900"]
+    ("pattern", "block"),
+    [
+        *(("global:500;queries=1 | window:60", block) for block in (64, 128)),
+        ("random:0.3;block=128;per_head=1", 128),
+        ("window:900", 128),
+    ],
 )
-def test_what_a_call_is_reckoned_to_take_covers_its_pieces(pattern, batch, monkeypatch):
+def test_what_a_call_is_reckoned_to_take_covers_its_pieces(pattern, block, batch, monkeypatch):
     monkeypatch.setattr(hopper_backend, "processors", lambda device: 132)
-    n, heads, key_heads, d = 16384, 4, 2, 64
-    plan = make_plan(parse(pattern), n, heads, block_size=128)
+    n, heads, key_heads, d = 16384, 4, 2, 128 if block == 64 else 64
+    plan = make_plan(parse(pattern), n, heads, block_size=block)
     query, key = (torch.empty(batch, count, n, d, dtype=torch.bfloat16) for count in (heads, key_heads))
     call = AttentionCall(query, key, key, plan, 0.125)
     whole = Extent(batch * heads * n, batch * key_heads * n, batch, heads)
     (step,) = lower(plan)
-    by_query = split(step, step.by_query, batch, 132)
-    by_key = split(step, step.backward_items(2, by_key=True), batch, 132, 2, by_key=True)
+    programs = 264 if block == 64 else 132
+    by_query = split(step, step.by_query, batch, programs)
+    by_key = split(step, step.backward_items(2, by_key=True), batch, programs, 2, by_key=True)
     rows = [0 if cut is None else math.prod(cut.piece_shape(batch, 1)) for cut in (by_query, by_key)]
     assert hopper_backend.workspace(call, "forward", whole) >= rows[0] * (2 * d + 4)
     assert hopper_backend.workspace(call, "backward", whole) >= 2 * d * (rows[0] + 2 * rows[1]) + 4 * batch * heads * n

@@ -7,12 +7,14 @@ import pytest
 import torch
 from kernels.test_hopper_split import emulated
 
-from dilated_attention_pytorch.kernels.call import AttentionCall, Extent
+from dilated_attention_pytorch.kernels.call import AttentionCall, Extent, saving_memory
 from dilated_attention_pytorch.kernels.hopper import backend as hopper_backend
 from dilated_attention_pytorch.kernels.hopper import backward as hopper_gradients
+from dilated_attention_pytorch.kernels.hopper import turns
+from dilated_attention_pytorch.kernels.hopper.backward import adds_in_turns
 from dilated_attention_pytorch.kernels.hopper.lowering import ITEM_ROWS, lower
 from dilated_attention_pytorch.kernels.hopper.split_rows import split
-from dilated_attention_pytorch.kernels.hopper.turns import in_turns
+from dilated_attention_pytorch.kernels.hopper.turns import in_turns, suits
 from dilated_attention_pytorch.patterns import parse
 from dilated_attention_pytorch.plan import make_plan
 
@@ -126,16 +128,44 @@ def test_workspace_covers_sums_and_counters(pattern, monkeypatch):
         pytest.skip(reason)
     for module in (hopper_backend, hopper_gradients):
         monkeypatch.setattr(module, "processors", lambda device: 132)
-    config = replace(hopper_gradients.BACKWARD_CONFIGS[64], ordered=True)
-    monkeypatch.setitem(hopper_gradients.BACKWARD_CONFIGS, 64, config)
+    configs = hopper_gradients.BACKWARD_CONFIGS
+    config = configs[64]
+    monkeypatch.setitem(configs, 64, replace(config, ordered=True))
     query, key = (torch.empty(2, heads, 2100, 64, dtype=torch.bfloat16) for heads in (4, 2))
     lse = torch.empty(2, 4, 2100)
     call = AttentionCall(query, key, key, make_plan(parse(pattern), 2100, 4), 0.125)
-    launch = hopper_gradients.BackwardLaunch(call, (query, key, key, query, query, lse, lse), True, config, False)
+    launch = hopper_gradients.BackwardLaunch(
+        call, (query, key, key, query, query, lse, lse), True, config, False, ordered=True
+    )
     assert not any("attention_dq" in step.launch.kernel.__name__ for step in launch.launches.steps)
     counters = launch.cleared[1] - launch.cleared[0]
     assert counters >= 2 * 4 * 2100 // 128
-    assert 4 * launch.floats <= hopper_backend.workspace(call, "backward", Extent(8 * 2100, 4 * 2100, 2, 4))
+    whole = Extent(8 * 2100, 4 * 2100, 2, 4)
+    assert 4 * launch.floats <= hopper_backend.workspace(call, "backward", whole)
+    monkeypatch.setitem(configs, 64, config)
+    with saving_memory():
+        assert 4 * launch.floats > hopper_backend.workspace(call, "backward", whole)
+
+
+SUITABLE = ["window:200", "causal", "window:127,0", "full", "dilated:512x1,2048x4", "global:128 | window:300"]
+UNSUITABLE = ["random:0.1;block=128;seed=0", "random:0.01;block=128;seed=0", "dilated:128x1"]
+
+
+@pytest.mark.parametrize("pattern", [*SUITABLE, *UNSUITABLE])
+def test_turns_are_taken_for_neighbouring_key_tiles(pattern):
+    plan = make_plan(parse(pattern), 16384, 2)
+    config = hopper_gradients.BACKWARD_CONFIGS[64]
+    assert adds_in_turns(plan, config) == (pattern in SUITABLE)
+    with saving_memory():
+        assert not adds_in_turns(plan, config)
+    for ordered in (True, False):
+        assert adds_in_turns(plan, replace(config, ordered=ordered)) == ordered
+    assert not adds_in_turns(plan, hopper_gradients.BACKWARD_CONFIGS[128])
+
+
+def test_turns_are_not_taken_for_long_lists(monkeypatch):
+    monkeypatch.setattr(turns, "MOST_ENTRIES", 200)
+    assert suits(make_plan(parse("window:200"), 4096, 2)) and not suits(make_plan(parse("window:900"), 4096, 2))
 
 
 @pytest.fixture(scope="module")

@@ -7,13 +7,14 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 from cases import BY_NAME, PROBLEMS, Problem
-from oracle import answer, error
+from oracle import answer, error, sink_gradient
 from strategies import laid_out
 
 from dilated_attention_pytorch import reproducible_gradients
 from dilated_attention_pytorch.kernels.call import AttentionCall
 from dilated_attention_pytorch.kernels.external import flash4, flex
 from dilated_attention_pytorch.kernels.external.block_lists import Band, lists_of_pairs, tables_of, why_not_blocks
+from dilated_attention_pytorch.kernels.sink import backward_with_sink
 from dilated_attention_pytorch.plan import make_plan
 
 ONE_PART = [
@@ -137,6 +138,21 @@ def test_flex_gives_the_dense_gradients(name, monkeypatch):
         assert error(got, want) <= 1e-12, what
 
 
+@pytest.mark.compile
+def test_flex_gives_the_dense_gradients_with_a_sink(monkeypatch):
+    monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *_: None)
+    sink = torch.tensor([0.5, -1.0, 2.0, torch.inf], dtype=torch.float64)
+    problem = replace(BY_NAME["window-causal"], heads=4)
+    call, inputs = call_of(problem, sink=sink)
+    output, lse = flex.forward(call)
+    grads, sink_grad = backward_with_sink(flex, call, output, lse, inputs.grad_output, inputs.grad_lse)
+    options = {"grad_output": inputs.grad_output, "sink": sink}
+    wanted = answer(*inputs[:3], problem.pattern, grad_lse=inputs.grad_lse, **options)
+    for what, got, want in zip(NAMES, (output, lse, *grads), wanted, strict=True):
+        assert error(got, want) <= 1e-12, what
+    assert error(sink_grad, sink_gradient(*inputs[:3], problem.pattern, **options)) <= 1e-12
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
@@ -152,8 +168,8 @@ def test_flex_refuses_what_it_lacks(changes, reason):
 
 def test_flex_refuses_gradients_and_long_sequences_on_the_cpu(monkeypatch):
     call, _ = call_of(BY_NAME["causal"])
-    learnt = replace(call, query=call.query.clone().requires_grad_())
-    assert flex.why_not(learnt).startswith("torch has no backward of FlexAttention on the CPU")
+    for learnt in ({"query": call.query.clone().requires_grad_()}, {"sink": torch.zeros(2, requires_grad=True)}):
+        assert flex.why_not(replace(call, **learnt)).startswith("torch has no backward of FlexAttention on the CPU")
     monkeypatch.setattr(flex, "LONGEST_DENSE", 66)
     assert flex.why_not(call) == "n must be <= 66 on the CPU, where torch computes it densely, got 67"
     monkeypatch.setattr(flex, "LONGEST_DENSE", 67)
@@ -192,7 +208,10 @@ def dense_forward(q, k, v, allowed, scale):
 
 @pytest.fixture
 def flash_attention_4(monkeypatch):
-    """The calls of FlashAttention-4 that the backend makes, computed densely from what they are given."""
+    """The calls of FlashAttention-4 that the backend makes, computed densely from what they are given.
+
+    As the kernels do, the backward pass computes weights from the LSE and delta from the output.
+    """
 
     def forward(q, k, v, *, softmax_scale, return_lse, out, lse, block_sparse_tensors, mask_mod=None):
         assert return_lse
@@ -202,12 +221,15 @@ def flash_attention_4(monkeypatch):
 
     def backward(q, k, v, out, dout, lse, *, softmax_scale, dlse, dq, dk, dv, block_sparse_tensors, mask_mod=None):
         allowed = pairs(block_sparse_tensors, mask_mod, q.shape[2], q.shape[1], transposed=True)
-        leaves = [t.detach().clone().requires_grad_() for t in (q, k, v)]
-        with torch.enable_grad():
-            results = dense_forward(*leaves, allowed, softmax_scale)
-        slope = torch.zeros_like(lse) if dlse is None else dlse
-        for into, grad in zip((dq, dk, dv), torch.autograd.grad(results, leaves, (dout, slope.double())), strict=True):
-            into.copy_(grad)
+        q, k, v, out, dout = (t.transpose(1, 2) for t in (q, k, v, out, dout))
+        group = q.shape[1] // k.shape[1]
+        keys, values = (t.repeat_interleave(group, 1) for t in (k, v))
+        weights = torch.where(allowed, (softmax_scale * q @ keys.mT - lse[..., None]).exp(), 0.0)
+        delta = (dout * out).sum(-1) - (0 if dlse is None else dlse)
+        grad = softmax_scale * weights * (dout @ values.mT - delta[..., None])
+        grads = grad @ keys, *((x.mT @ y).unflatten(1, (-1, group)).sum(2) for x, y in ((grad, q), (weights, dout)))
+        for into, grad in zip((dq, dk, dv), grads, strict=True):
+            into.copy_(grad.transpose(1, 2))
 
     modules = {
         "flash_attn.cute.interface": {"_flash_attn_fwd": forward, "_flash_attn_bwd": backward},
@@ -241,9 +263,22 @@ def test_flash_attention_4_is_given_the_plan_s_pairs(flash_attention_4, text, to
     output, lse = flash4.forward(call)
     found = output, lse, *flash4.backward(call, output, lse, inputs.grad_output, inputs.grad_lse)
     for name, got, want in zip(NAMES, found, wanted_of(problem, inputs, call.scale), strict=True):
-        # LSE is float32 here, as the real kernels give it.
-        assert error(got, want) <= (1e-6 if name == "lse" else 1e-12), name
+        # LSE is float32 here, as the real kernels give it, and gradients follow from it.
+        assert error(got, want) <= (1e-12 if name == "output" else 1e-6), name
     assert (output.stride(1) < output.stride(2)) is tokens_first
+
+
+def test_flash_attention_4_is_given_a_sink(flash_attention_4):
+    sink = torch.tensor([0.5, -1.0, 2.0, torch.inf], dtype=torch.float64)
+    problem = Problem(name="", text="window:40 & causal", n=512, heads=4, key_heads=2, d=8, e=8, block_size=128)
+    call, inputs = call_of(problem, sink=sink)
+    output, lse = flash4.forward(call)
+    grads, sink_grad = backward_with_sink(flash4, call, output, lse, inputs.grad_output, inputs.grad_lse)
+    options = {"grad_output": inputs.grad_output, "sink": sink}
+    wanted = answer(*inputs[:3], problem.pattern, grad_lse=inputs.grad_lse, **options)
+    for name, got, want in zip(NAMES, (output, lse, *grads), wanted, strict=True):
+        assert error(got, want) <= 1e-6, name
+    assert error(sink_grad, sink_gradient(*inputs[:3], problem.pattern, **options)) <= 1e-6
 
 
 @pytest.fixture

@@ -109,34 +109,54 @@ def test_changed_scores_run_on_triton_on_a_gpu(monkeypatch, capability, plain):
         choose(call, "hopper")
 
 
-UNCOMMON = {
-    "width 96": {"d": 96, "e": 96},
-    "width 32": {"d": 32, "e": 32},
+MASK = torch.zeros(1, 256, dtype=torch.bool)
+LADDER = make_plan("dilated:64x1,256x4", 256, 2).parts
+COMMON = {
+    "width 64": {},
+    "width 40": {"d": 40, "e": 40},
+    "width 104": {"d": 104, "e": 104},
     "widths 64 and 128": {"e": 128},
+    "blocks of 64": {"d": 128, "e": 128, "block_size": 64},
+    "padding": {"key_padding_mask": MASK},
+    "ladder": {"parts": LADDER},
+    "ladder of width 128": {"d": 128, "e": 128, "parts": LADDER},
+}
+UNCOMMON = {
+    "width 32": {"d": 32, "e": 32},
+    "widths 128 and 32": {"d": 128, "e": 32},
     "fewer queries": {"rows": 128},
+    "blocks of 64 without a pattern": {"d": 128, "e": 128, "block_size": 64, "pattern": None},
     "negative scale": {"scale": -0.125},
     "scale of zero": {"scale": 0.0},
-    "padding": {"key_padding_mask": torch.zeros(1, 256, dtype=torch.bool)},
+    "padded ladder": {"parts": LADDER, "key_padding_mask": MASK},
+    "ladder of width 80": {"d": 80, "e": 80, "parts": LADDER},
+    "ladder of widths 64 and 128": {"e": 128, "parts": LADDER},
+    "ladder of blocks of 64": {"d": 128, "e": 128, "block_size": 64, "parts": LADDER},
+    "padded blocks of 64": {"d": 128, "e": 128, "block_size": 64, "key_padding_mask": MASK},
+    "blocks of 64 of width 96": {"d": 96, "e": 96, "block_size": 64},
 }
 
 
 @pytest.mark.untyped
-@pytest.mark.parametrize("name", ["common", *UNCOMMON])
-def test_auto_leaves_unmeasured_calls_to_triton(name, monkeypatch):
+@pytest.mark.parametrize("name", [*COMMON, *UNCOMMON])
+def test_auto_takes_hopper_where_it_was_measured_to_be_faster(name, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     monkeypatch.setattr(backend_named("hopper"), "why_not", lambda _: None)
     device = torch.device("cuda", 0)
-    options = {"d": 64, "e": 64, "rows": 256, "scale": 0.125} | UNCOMMON.get(name, {})
-    d, e, rows, scale = (options.pop(word) for word in ("d", "e", "rows", "scale"))
+    options = {"d": 64, "e": 64, "rows": 256, "scale": 0.125, "block_size": 128, "pattern": parse("causal")} | (
+        COMMON | UNCOMMON
+    )[name]
+    options = {"parts": ()} | options
+    d, e, rows, scale, size, parts = (options.pop(x) for x in ("d", "e", "rows", "scale", "block_size", "parts"))
     query, key, value = (
         SimpleNamespace(shape=(1, 2, *shape), dtype=torch.bfloat16, device=device, is_cuda=True)
         for shape in ((rows, d), (256, d), (256, e))
     )
-    plan = SimpleNamespace(parts=(), block_size=128, n=256, device=device, device_tables=None)
-    call = AttentionCall(query, key, value, plan, scale, pattern=parse("causal"), **options)
-    assert choose(call)[0] == ("hopper" if name == "common" else "triton")
+    plan = SimpleNamespace(parts=parts, block_size=size, n=256, device=device, device_tables=None)
+    call = AttentionCall(query, key, value, plan, scale, **options)
+    assert choose(call)[0] == ("hopper" if name in COMMON else "triton")
     assert choose(call, "hopper")[0] == "hopper"
-    assert name == "common" or "not measured" in str(explain(call))
+    assert ("not measured" in str(explain(call))) == (name in UNCOMMON)
     # Elsewhere these calls have the order of any other.
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
     assert choose(call)[0] == "triton" and preference(call).order == ("triton", "reference")

@@ -74,7 +74,7 @@ PARTS = dict.fromkeys(("p_means", "p_summary", "p_units", "p_first", "p_bias", "
 PARTS |= dict.fromkeys(("p_rows", "p_columns", "p_right", "p_scale"), "*fp32") | {"p_half": "*fp16", "p_rest": "*fp16"}
 ROWS = {"A": 8, "U": 8, "M": 128, "D": 64, "RANK": 32, "RP": 32, "PRECISION": "tf32x3"}
 SIDES = {"MP": 128, "BN": 32, "HELD_LEFT": 16, "HELD_RIGHT": 16, "MET_LEFT": 128, "MET_RIGHT": 128, "KNOWN": False}
-SUMS = {"BM": 32, "BN": 64, "BK": 64}
+SUMS = {"BM": 32, "BN": 64, "BK": 64, "BP": 512, "KEYS": 1}
 PARAMETERS = SCORED | PARTS | dict.fromkeys(("p_factors", "p_own", "p_room", "p_grad", "p_out", "p_weight"), "*fp32")
 
 
@@ -441,6 +441,12 @@ def test_kernels_of_shared_lists_compile(size, unit, group, config, monkeypatch)
             assert spilled(compile_source(one.source, dict(one.options))) == 0, one
         elif one.name in GROUP_KERNELS or (group == 16 and one.name in ("choice_kernel", "own_kernel")):
             assert lower_source(one.source, dict(one.options)).metadata.shared <= SHARED_MEMORY, one
+
+
+def test_kernels_of_lists_that_read_one_key_head_compile(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    for one in compile_launches(launches(128, 1, heads=8, key_heads=2), ("factor_kernel", "sums_kernel")):
+        assert spilled(one) == 0, one
 
 
 def compile_launches(found, names):

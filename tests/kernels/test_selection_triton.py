@@ -60,6 +60,8 @@ GROUPS = {
         "indices by blocks of two samples, padded",
         "indices by tokens, causal, padded",
         "indices by tokens",
+        "a selection by blocks, repeated",
+        "a selection by tokens, repeated",
         "indices by blocks, traced",
         "indices by tokens, causal, traced",
     ],
@@ -83,11 +85,17 @@ GROUPS = {
         "a step, padded tokens",
         "a step, one list for heads with a key head",
         "a step, blocks, one list for all heads",
+        "a step, tokens of single units, a list for each of four heads of two key heads",
     ],
     "training steps of shared lists": [
         "a step, blocks, two of four heads of a key head",
         "a step, padded causal blocks, lists of two key heads",
         "a step, tokens both ways, one list for three heads",
+    ],
+    "training steps in pieces": [
+        "a step, tokens of single units in pieces",
+        "a step, tokens of two units in pieces, two samples",
+        "a step, padded tokens of four units in pieces",
     ],
     "optimizer steps": [
         "three steps of Adam, blocks",

@@ -21,9 +21,11 @@ PLAIN = dict.fromkeys(
 )
 CAP = ("cap_scale",)
 BIAS = ("p_bias", "bias_size", "p_bias_sum", "p_bias_bad", "p_bias_unit")
-BIAS_BY_PLACE = (*BIAS, "p_places", "s_places", "bias_columns")
+ONE_AXIS = (*BIAS, "p_places", "s_places")
+BIAS_BY_PLACE = (*ONE_AXIS, "bias_columns")
 BIAS_BY_HEAD = (*BIAS_BY_PLACE, "p_key_places")
-PLAIN |= dict.fromkeys(CAP + BIAS_BY_HEAD)
+SINK = ("p_sink",)
+PLAIN |= dict.fromkeys(CAP + BIAS_BY_HEAD + SINK)
 ENDS = dict.fromkeys(("CARRY_IN", "CARRY_OUT", "SUM_IN", "SUM_OUT"), False)
 
 
@@ -102,7 +104,7 @@ def test_kernel_fits_a_multiprocessor(name, d, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("d", "rows"), [(64, "*bf16"), (256, "*bf16"), (64, "*fp32")])
+@pytest.mark.parametrize(("d", "rows"), [(64, "*bf16"), (128, "*bf16"), (256, "*bf16"), (64, "*fp32")])
 @pytest.mark.parametrize("name", ["forward", "dq", "dkv"])
 @pytest.mark.parametrize(
     "features",
@@ -114,11 +116,33 @@ def test_kernels_with_scores_changed_fit(name, d, rows, features, monkeypatch):
     from dilated_attention_pytorch.kernels.triton import launches
 
     table, room = (launches.HALF, SHARED_MEMORY) if rows == "*bf16" else (launches.SINGLE, SMALL_SHARED_MEMORY)
-    sizes = table[d].with_bias() if "p_bias" in features else table[d]
+    sizes = table[d].with_bias(d, by_position="p_places" in features) if "p_bias" in features else table[d]
     compiled = compile_named(name, d, {d: sizes}, rows, features)
     assert compiled.metadata.shared <= room
     assert bool(re.search(r"\b(red|atom)\.", compiled.asm["ptx"])) == ("p_bias" in features and name == "dq")
     assert spilled(compiled) <= 512
+
+
+@pytest.mark.parametrize("features", [ONE_AXIS, (*ONE_AXIS, "p_key_places")], ids=["for all heads", "by head"])
+@pytest.mark.parametrize("name", ["forward", "dq", "dkv"])
+def test_kernels_with_positions_on_one_axis_compile(name, features, monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    from dilated_attention_pytorch.kernels.triton import launches
+
+    sizes = {64: launches.HALF[64].with_bias(64, by_position=True)}
+    assert spilled(compile_named(name, 64, sizes, "*bf16", features, GROUP=4 if name == "dkv" else 1)) <= 512
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("d", [64, 128])
+def test_forward_with_a_sink_fits(d, split, monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    from dilated_attention_pytorch.kernels.triton import launches
+
+    compiled = compile_named("forward", d, launches.HALF, "*bf16", SINK, SPLIT=split)
+    assert compiled.metadata.shared <= SHARED_MEMORY
+    assert spilled(compiled) <= (256 if d == 128 else 128)
 
 
 @pytest.mark.slow

@@ -22,6 +22,7 @@ from dilated_attention_pytorch.selection import backend as selection_backend
 
 TESTS = Path(__file__).resolve().parents[1]
 HALF = ("half precision", "bad value of bits, half precision", "soft cap, half precision", "bias, half precision")
+HALF += ("sink, half precision",)
 TOLERANCE = dict.fromkeys(HALF, 2e-3) | {"tanh": 1.0, "soft cap in a tight budget": 1.0}
 # Rounded scores of up to 50, or of 8 times the usual slope: torch in float32 errs by 2.6e-6 and 1.3e-6 there.
 TOLERANCE |= {"wide soft cap": 1e-5, "saturated soft cap": 5e-6, "more samples than a grid counts": 1.0}
@@ -87,6 +88,22 @@ NAMES = [
     "bias, half precision",
     "bias, bad key",
     "bias, bad gradient",
+    "sink",
+    "sink of a ladder",
+    "sink of heads that sit out a part",
+    "sink of rows without a key",
+    "sink of split rows",
+    "sink of split rows of a ladder",
+    "sink and padding",
+    "sink and dropout",
+    "sink, half precision",
+    "sink, bias and soft cap",
+    "large sink and bias",
+    "sink that is everything",
+    "sink that is nothing",
+    "sink that nears everything",
+    "sink that nears nothing",
+    "sink, bad value",
     "tanh",
     "random biases",
     "caps in turn",

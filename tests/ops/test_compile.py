@@ -51,7 +51,7 @@ def leaves(n, heads=4, key_heads=4, dtype=torch.float64, grad=True):
 
 
 @pytest.mark.parametrize("layout", ["bhnd", "bnhd"])
-@pytest.mark.parametrize("optional", ["plain", "padded", "dropout", "packed", "biased"])
+@pytest.mark.parametrize("optional", ["plain", "padded", "dropout", "packed", "biased", "sink"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_opcheck_of_both_operators(dtype, optional, layout):
     q, k, v = leaves(40, dtype=dtype, grad=False)
@@ -71,6 +71,8 @@ def test_opcheck_of_both_operators(dtype, optional, layout):
     )
     if optional == "biased":
         settings += None, 2.0, torch.randn(4, 5, 7), torch.randint(9, (2, 40, 2))
+    if optional == "sink":
+        settings += None, 0.0, None, None, torch.randn(4).to(dtype)
     torch.library.opcheck(torch.ops.dilated_attention.forward.default, (q, k, v, *settings))
     output, lse = torch.ops.dilated_attention.forward(q, k, v, *settings)
     both = (q, k, v, output, lse, torch.randn_like(output), torch.randn_like(lse), *settings)
@@ -213,6 +215,20 @@ def test_export_with_a_dynamic_length():
     for length in (33, 90):
         tensors = leaves(length, grad=False)
         assert error(program.module()(*tensors), answer(*tensors, parse("dilated:32x1,64x2 & causal")).output) <= 1e-10
+
+
+def test_an_exported_sink_needs_no_context():
+    class Layer(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.sink = torch.nn.Parameter(torch.randn(4, dtype=torch.float64))
+
+        def forward(self, q, k, v):
+            return attention(q, k, v, "window:9", sink=self.sink)
+
+    layer, tensors = Layer(), leaves(40, grad=False)
+    # Outside of `torch.no_grad()`, although the parameter of the program requires a gradient.
+    assert torch.equal(torch.export.export(layer, tuple(tensors)).module()(*tensors), layer(*tensors))
 
 
 CONSTRUCTED = {

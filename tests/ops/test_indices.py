@@ -11,6 +11,7 @@ from hypothesis import example, given, settings
 from index_calls import IndexCall, drawn_call, seen_pairs
 from oracle import dense_attention, error
 from strategies import strategy
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dilated_attention_pytorch import (
     AttentionOutput,
@@ -24,7 +25,7 @@ from dilated_attention_pytorch import (
 )
 from dilated_attention_pytorch.kernels.cpu.native import library_path
 from dilated_attention_pytorch.kernels.dropout import keep_mask
-from dilated_attention_pytorch.ops.sink import apply_sink
+from dilated_attention_pytorch.kernels.sink import apply_sink
 from dilated_attention_pytorch.selection import attend
 from dilated_attention_pytorch.selection import backend as implementations
 from dilated_attention_pytorch.selection import indices as lists
@@ -292,6 +293,44 @@ def test_normal_form_holds_blocks_once_and_nothing_else(host_sync, call: IndexCa
     assert float(selection.density()) == pytest.approx(
         float(selection.allowed().sum()) / (seen.shape[0] * seen.shape[1] * dense)
     )
+
+
+class Operations(TorchDispatchMode):
+    """Names of operations, but for views."""
+
+    def __enter__(self):
+        self.names = []
+        return super().__enter__()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if not function._schema.returns[0].alias_info or function._schema.is_mutable:
+            self.names.append(function.overloadpacket.__name__)
+        return function(*args, **(kwargs or {}))
+
+
+SORTED = ["sort", "eq", "masked_fill_", "sort"]
+
+
+@pytest.mark.parametrize(
+    ("per_token", "is_causal", "before"),
+    [
+        (False, False, ["clamp", "threshold"]),
+        (False, True, ["le", "where", "threshold"]),
+        (True, True, ["eq", "any", "le", "where", "threshold"]),
+    ],
+)
+def test_normal_form_on_a_gpu_takes_few_operations(per_token, is_causal, before, monkeypatch):
+    monkeypatch.setattr(implementations, "allows_host_sync", lambda device: False)
+    monkeypatch.setattr(lists, "is_observed", lambda *tensors: False)
+    indices = IndexCall(per_token, is_causal, n=100).lists()[0]
+    own = (100, 16, 7, 1) if per_token else (7, 1, 7, 0)
+    limits = lists._row_limits(torch.device("cpu"), indices.dtype, *own)
+    monkeypatch.setattr(lists, "_limits_of", lambda *sizes: limits)
+    with Operations() as operations:
+        lists.normal_form(indices, None, None, 4, 100, 16, is_causal)
+    # Tests fill memory that the library allocates.
+    computed = [name for name in operations.names if "empty" not in name and name != "fill_"]
+    assert computed == [*before, *SORTED]
 
 
 @pytest.mark.parametrize(("local", "sink"), [(0, 0), (1, 0), (2, 0), (1, 2), (3, 1)])

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from oracle import error, multiplicities
+from calls import least_budget
+from oracle import error, multiplicities, sink_gradient
 from worlds import run_threads
 
 from dilated_attention_pytorch import (
@@ -17,7 +18,10 @@ from dilated_attention_pytorch import (
     parse,
     shard_sequence,
 )
-from dilated_attention_pytorch.ops.sink import apply_sink
+from dilated_attention_pytorch.kernels import reference
+from dilated_attention_pytorch.kernels.call import DeltaGradients
+from dilated_attention_pytorch.kernels.sink import apply_sink, backward_with_sink, row_products
+from dilated_attention_pytorch.ops.attention import CallSettings, call_of
 
 HEADS = 4
 
@@ -103,6 +107,125 @@ def test_dropout_acts_on_the_weights_beside_the_sink():
     wanted = plain * (lse.exp() / (lse.exp() + sink.exp()[:, None]))[..., None]
     assert error(found.output, wanted) < 1e-10
     check(found, (wanted, lse), tensors)
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu", "native"])
+def test_gradcheck_of_output_and_lse_with_a_sink(backend):
+    *inputs, sink = leaves(n=9, batch=1)
+    padding = torch.arange(9)[None] < 2
+
+    def call(*tensors):
+        output, lse = attention_with_lse(
+            *tensors[:3], "window:2", is_causal=True, enable_gqa=True, sink=tensors[3], key_padding_mask=padding,
+            backend=backend,
+        )  # fmt: skip
+        # The LSE of the first rows is -inf.
+        return output, lse[:, :, 2:]
+
+    tensors = [x.detach()[:, :, :, :3].requires_grad_() for x in inputs]
+    assert torch.autograd.gradcheck(call, [*tensors, sink])
+    # Without a gradient of the LSE, which the backward then does not shift.
+    assert torch.autograd.gradcheck(lambda *x: call(*x)[0], [*tensors, sink])
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu", "native"])
+@pytest.mark.parametrize("value", [-torch.inf, -1e9, -100.0, 100.0, 1e9, torch.inf])
+def test_gradients_of_extreme_sinks_are_those_of_the_limit(value, backend):
+    *inputs, _ = leaves(batch=1, dtype=torch.float32)
+    sink = torch.full((HEADS,), value, requires_grad=True)
+    weights = torch.randn(1, HEADS, 50, 8), torch.randn(1, HEADS, 50)
+
+    def grads(run, *tensors):
+        output, lse = run(*tensors)
+        return torch.autograd.grad((output * weights[0]).sum() + (lse * weights[1]).sum(), tensors, allow_unused=True)
+
+    def call(*tensors):
+        return attention_with_lse(*tensors[:3], "window:7", enable_gqa=True, backend=backend, sink=(*tensors, None)[3])
+
+    found = grads(call, *inputs, sink)
+    if value < 0:
+        wanted = grads(call, *inputs)
+    else:
+        # The output is 0, and only the LSE has gradients.
+        *wanted, _ = *grads(lambda *x: (0 * call(*x)[0], call(*x)[1]), *inputs), None
+    for got, want in zip(found, wanted, strict=False):
+        assert error(got, want) < 5e-6
+    assert error(found[3], torch.zeros(HEADS)) < 1e-30
+
+
+class WithDelta:
+    """A backend that returns delta as the kernels of GPUs do, in the precision of the LSE."""
+
+    forward = staticmethod(reference.forward)
+
+    @staticmethod
+    def backward(call, output, lse, grad_output, grad_lse):
+        grads = DeltaGradients(*reference.backward(call, output, lse, grad_output, grad_lse))
+        grads.delta = row_products(output, grad_output, lse.dtype) - grad_lse
+        return grads
+
+
+@pytest.mark.parametrize("above", [4.0, 9.0, 14.0, 40.0])
+def test_large_sinks_and_a_gradient_of_the_lse_are_exact(above):
+    query, key, value, _ = (x.detach() for x in leaves(batch=1, dtype=torch.float32))
+    sink, grad_output = torch.full((HEADS,), above + 2.0), torch.rand(1, HEADS, 50, 8)
+    call = call_of(query, key, value, CallSettings(pattern="window:7", scale=0.25, sink=sink))
+    output, lse = WithDelta.forward(call)
+    _, found = backward_with_sink(WithDelta, call, output, lse, grad_output, torch.ones_like(lse))
+    wanted = sink_gradient(query, key, value, parse("window:7"), sink, grad_output=grad_output)
+    # Relative to gradients that are small, as weights are under these sinks.
+    assert error(found / wanted, torch.ones(HEADS)) < 1e-5
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu", "native"])
+def test_sink_gradients_in_a_tight_budget(backend):
+    tensors = leaves(dtype=torch.float32)
+    *inputs, sink = tensors
+    settings = CallSettings(pattern="window:7", scale=0.25, backend=backend, sink=sink.detach())
+    budget = least_budget(call_of(*(x.detach() for x in inputs), settings), backend)
+    found = attention_with_lse(*inputs, "window:7", enable_gqa=True, sink=sink, backend=backend, memory_budget=budget)
+    check(found, with_column(*tensors, multiplicities(parse("window:7"), 50, HEADS)), tensors, 1e-5)
+
+
+def test_sums_of_chunks_are_rounded_to_the_sink_once():
+    query, key, value = (torch.randn(1, 16, 600, 8) for _ in range(3))
+    sink, grad_output = torch.zeros(16, dtype=torch.bfloat16, requires_grad=True), torch.randn(1, 16, 600, 8)
+    settings = CallSettings(pattern="window:3", scale=8**-0.5, backend="cpu", sink=sink.detach())
+    budget = least_budget(call_of(query, key, value, settings), "cpu")
+    output = attention(query, key, value, "window:3", sink=sink, backend="cpu", memory_budget=budget)
+    (found,) = torch.autograd.grad(output, sink, grad_output)
+    wanted = sink_gradient(query, key, value, parse("window:3"), sink, grad_output=grad_output)
+    assert torch.equal(found, wanted.bfloat16())
+
+
+def test_mapped_sinks_are_computed_one_by_one():
+    *inputs, _ = leaves(batch=1)
+    sinks = torch.randn(3, HEADS, dtype=torch.float64, requires_grad=True)
+    tensors = [x.detach() for x in inputs]
+
+    def loss(sink):
+        return attention(*tensors, "window:7", enable_gqa=True, sink=sink).square().sum()
+
+    (found,) = torch.autograd.grad(torch.func.vmap(loss)(sinks).sum(), sinks)
+    (wanted,) = torch.autograd.grad(sum(map(loss, sinks)), sinks)
+    assert error(found, wanted) < 1e-10
+
+
+def test_second_derivatives_of_a_sink_are_refused():
+    *inputs, sink = leaves(n=20)
+    output = attention(*inputs, "window:7", enable_gqa=True, sink=sink)
+    (grad,) = torch.autograd.grad(output.square().sum(), sink, create_graph=True)
+    with pytest.raises(NotImplementedError, match="derivative for the backward of attention"):
+        torch.autograd.grad(grad.sum(), sink)
+
+
+def test_no_pass_over_the_output_is_saved_for_a_sink():
+    *inputs, sink = leaves(n=64, dtype=torch.bfloat16)
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
+        attention(*inputs, "window:7", enable_gqa=True, sink=sink)
+    # Query, key, value, sink, output, LSE.
+    assert [tuple(x.shape) for x in saved].count((2, HEADS, 64, 8)) == 1 and len(saved) == 6
 
 
 def test_lse_and_output_without_a_sink_are_unchanged():
@@ -197,8 +320,9 @@ def test_a_long_step_has_the_sink():
     assert error(found, whole[:, :, 40:].detach()) < 1e-10
 
 
-def test_sink_on_one_rank_is_that_of_attention():
-    *inputs, sink = leaves()
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_sink_on_one_rank_is_that_of_attention(dtype):
+    *inputs, sink = leaves(dtype=dtype)
     layout = SequenceLayout.contiguous(50, 1)
     whole = attention(*inputs, "window:7", enable_gqa=True, sink=sink)
     found = context_parallel_attention(*inputs, "window:7", layout, enable_gqa=True, sink=sink)

@@ -15,12 +15,12 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from ..errors import must, must_be
 from ..kernels.dropout import fresh_seed
 from ..kernels.registry import backend_named
+from ..kernels.sink import apply_sink
 from ..ops import AttentionOutput, attention_with_lse
 from ..ops.attention import empty_attention
 from ..ops.bias import kernel_bias
 from ..ops.checks import autocasted, check_masks, check_sink, check_softcap, check_tensors, lengths_of
 from ..ops.derivatives import check_reverse_mode, scale_of
-from ..ops.sink import apply_sink
 from ..patterns import Causal, Packed, Pattern, as_pattern
 from .cost_model import Exchange, Machine, Overlap
 from .exchange import compare_calls
@@ -29,7 +29,7 @@ from .layout import SequenceLayout
 from .local_attention import KernelSettings
 from .receive_buffers import on_pressure
 from .schedule import RankSchedule, ScheduleSpec, make_schedules
-from .transport import GroupTransport, check_group, rank_in, together, wire_device
+from .transport import GroupTransport, check_group, group_name, group_of, rank_in, together, wire_device
 
 MOST_CACHED = 64
 """Schedules cached for a group."""
@@ -158,6 +158,9 @@ def _attend_with_sink(
     bias: ScoreBias,
     backend: str,
 ) -> AttentionOutput:
+    tensors = autocasted(*tensors)  # pyrefly: ignore[bad-assignment]
+    if call.is_alone(group):
+        return call.on_one_device(*tensors, key_padding_mask, sink, bias, backend)
     result = _attend(call, group, tensors, key_padding_mask, sink, bias, backend)
     return result if sink is None else AttentionOutput(apply_sink(result.output, result.lse, sink), result.lse)
 
@@ -172,11 +175,9 @@ def _attend(
     backend: str,
 ) -> AttentionOutput:
     """Output and LSE before the sink, which is checked here with the other tensors."""
-    query, key, value = tensors = autocasted(*tensors)  # pyrefly: ignore[bad-assignment]
-    if sink is not None and (call.is_alone(group) or torch.compiler.is_compiling()):
+    query, key, value = tensors
+    if sink is not None and torch.compiler.is_compiling():
         check_sink(query, sink)
-    if call.is_alone(group):
-        return call.on_one_device(query, key, value, key_padding_mask, bias, backend)
     pattern, layout, machine, cu_seqlens = call.pattern, call.layout, call.machine, call.cu_seqlens
     seed = fresh_seed(query.device) if call.dropout_p and isinstance(query, Tensor) else None
     # A rank that computes gradients would wait in its backward pass for a rank that does not.
@@ -225,7 +226,14 @@ class Call(NamedTuple):
         return alone and (group is None or dist.get_world_size(group) == 1)
 
     def on_one_device(
-        self, query: Tensor, key: Tensor, value: Tensor, padding: Tensor | None, bias: ScoreBias, backend: str
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        padding: Tensor | None,
+        sink: Tensor | None,
+        bias: ScoreBias,
+        backend: str,
     ) -> AttentionOutput:
         """The call of `attention_with_lse` on the whole sequence."""
         self.check_options()
@@ -241,6 +249,7 @@ class Call(NamedTuple):
             key_padding_mask=padding,
             cu_seqlens=self.cu_seqlens,
             dropout_p=self.dropout_p,
+            sink=sink,
             softcap=self.softcap,
             bias=bias.table,
             bias_positions=bias.positions,
@@ -390,9 +399,7 @@ _caches: WeakKeyDictionary[dist.ProcessGroup, Cache] = WeakKeyDictionary()
 
 
 def _cache(group: dist.ProcessGroup | None) -> Cache:
-    members = dist.group.WORLD if group is None else group
-    assert members is not None
-    return _caches.setdefault(members, {})
+    return _caches.setdefault(group_of(group), {})
 
 
 def _evict_gpu_schedules() -> bool:
@@ -411,9 +418,7 @@ def _to_text(
     fields: tuple[tuple[str, Any], ...], group: dist.ProcessGroup | None, needs_grad: bool, backend: str
 ) -> str:
     """Arguments of a call that are not tensors, as text: fields of `Call`, group, gradients, backend."""
-    members = dist.group.WORLD if group is None else group
-    assert members is not None
-    return json.dumps([dict(fields), members.group_name, needs_grad, backend])
+    return json.dumps([dict(fields), group_name(group), needs_grad, backend])
 
 
 def _from_text(

@@ -14,7 +14,8 @@ from torch import nn
 from ..compat import names_replacements
 from ..errors import must
 from ..patterns import BlockColumns, BlockDilated, Documents, Pattern
-from ..patterns.base import integer, integers
+from ..patterns.base import integer
+from ..patterns.dilated import check_branches
 from .gradient_compression import BlockTopK, Compression, GradientBuckets, TopK
 from .layout import SequenceLayout
 
@@ -52,15 +53,13 @@ class NodeBounded(Pattern):
     """Tokens of each rank."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "segment_lengths", integers("segment length", self.segment_lengths, 1))
-        object.__setattr__(self, "dilation_rates", integers("dilation rate", self.dilation_rates, 1))
-        for name, least in (("world", 1), ("ranks_per_node", 1), ("block", 1)):
-            object.__setattr__(self, name, integer(name, getattr(self, name), least))
+        check_branches(self)
+        for name in ("world", "ranks_per_node", "block"):
+            object.__setattr__(self, name, integer(name, getattr(self, name), 1))
         for name in ("local", "node", "far"):
             value = getattr(self, name)
             if not 0 <= value <= 1 or (name == "local" and not value):
                 raise must(f"{name} must be a fraction of blocks kept", value, "0.01 keeps 1 % of the blocks.")
-        BlockDilated(self.segment_lengths, self.dilation_rates)
 
     def resolve(self, n: int, heads: int) -> Pattern:
         return self.written(n).resolve(n, heads)
@@ -93,8 +92,6 @@ class NodeBounded(Pattern):
         levels = f"local={self.local:g};node={self.node:g};far={self.far:g}"
         ranks = f"world={self.world};ranks_per_node={self.ranks_per_node};block={self.block}"
         return f"node_bounded:{body};{levels};{ranks}"
-
-    __repr__ = Pattern.__str__
 
 
 def _shares(lengths: Sequence[int]) -> Pattern:

@@ -21,7 +21,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from ..errors import must
 from .layout import SequenceLayout
 from .local_attention import RowGradients, Shard
-from .transport import GroupTransport, Pending, Transport, error_text, group_name, on_every_rank, together
+from .transport import GroupTransport, Pending, Transport, error_text, gathered, group_name, on_every_rank, together
 
 
 class Traffic(NamedTuple):
@@ -94,13 +94,6 @@ class ExchangePlan:
     @property
     def local_rows(self) -> int:
         return self.key_heads * self.layout.lengths[self.rank]
-
-    @property
-    def fingerprint(self) -> str:
-        """Equal for equal plans."""
-        numbers = torch.cat([self.request.codes, self.send]).cpu().contiguous()
-        facts = repr((self.rank, self.layout, self.key_heads, self.request.counts, self.send_counts))
-        return sha256(facts.encode() + bytes(numbers.view(torch.uint8).tolist())).hexdigest()[:16]
 
     def report(self, row_bytes: int, ranks_per_node: int = 1) -> Traffic:
         """Rows and bytes, for `row_bytes` of a row of K and its row of V together."""
@@ -282,12 +275,10 @@ def compare_calls(
     """
     digest = int.from_bytes(sha256(call.encode()).digest()[:7], "big")
     mine = torch.tensor([failure is None, cached, digest, seed], dtype=torch.int64, device=device)
-    table = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(table, mine, group=group)
-    facts = torch.stack(table).cpu()
+    facts = torch.stack(gathered(mine, group)).cpu()
     if bool(facts[:, 0].all()) and bool((facts[:, 2] == digest).all()):
         return Agreement(bool(facts[:, 1].all()), int(facts[0, 3]))
-    texts: list[Any] = [None] * len(table)
+    texts: list[Any] = [None] * len(facts)
     dist.all_gather_object(texts, call if failure is None else f"failed with {error_text(failure)}", group=group)
     lines = "\n".join(f"  rank {rank}: {text}" for rank, text in enumerate(texts))
     differs = must("every rank must make the same call on its shard of one sequence", f"\n{lines}")

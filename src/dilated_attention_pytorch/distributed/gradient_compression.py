@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..errors import must, must_be
+from .transport import gathered
 
 log = logging.getLogger(__name__)
 
@@ -258,10 +259,8 @@ class TopK(Compression):
     def _gathered(self, own: Tensor) -> list[Tensor]:
         if self._rehearsal:
             return [own]
-        every = [torch.empty_like(own) for _ in range(self.world)]
-        dist.all_gather(every, own, group=self.group)
         self.sent += (self.world - 1) * own.numel() * own.element_size()
-        return every
+        return gathered(own, self.group)
 
     def share(self, world: int, element: int = 4) -> float:
         return self.ratio * (element + 4) / element * world / 2

@@ -35,7 +35,7 @@ from ..selection.distill import (
 from ..selection.types import DistillBatch, Selection, shared_blocks
 from .exchange import ExchangePlan, exchange, flatten_rows, plan_exchange, request_for
 from .layout import SequenceLayout
-from .transport import GroupTransport, completed_together
+from .transport import GroupTransport, completed_together, gathered
 
 STEP = 2**22
 """Most scores of dense rows in memory at a time."""
@@ -220,7 +220,7 @@ class RankBatch:
 
     choice: Choice
     batch: DistillBatch
-    """Rows are those of the whole sequence, the same on every rank, as is what is found."""
+    """Rows of the whole sequence, the same on every rank, as its results."""
     chosen_mine: Tensor
     """bool: of the chosen rows, those whose scores this rank has"""
     dense_mine: Tensor
@@ -290,7 +290,7 @@ def _distill_gradients(
     mass, own_mass, listed = summed_by_list(mass, group), summed_by_list(own_mass, group), listed[:, ::group]
     of_rows = weights.of_rows(sums, queries, group)
     some = about.chosen_mine
-    factor = row_factors(batch, of_rows, len(some))[:, :, some]
+    factor = batch.chosen_weight * row_factors(batch, of_rows, len(some))[:, :, some]
     first = compare_rows(chosen, mass[:, :, some], own_mass[:, :, some], listed[:, :, some], factor)
     loss = _mean_divergence(first, of_rows, some, choice.group)
     if not len(batch.dense_rows):
@@ -370,9 +370,7 @@ def _dense_mass(
     weight, kept, attends = facts.unbind(-1)
     padding = None if about.padding is None else about.padding[:, mine]
     scorer = _DenseScores(queries, flat, key, mine, attended.inputs.scale, choice.is_causal, padding)
-    logs = [torch.full((batch, heads, len(flat)), -torch.inf, dtype=dtype, device=device) for _ in range(layout.world)]
-    dist.all_gather(logs, scorer.logs(), group=group)
-    whole = torch.stack(logs).logsumexp(0)
+    whole = torch.stack(gathered(scorer.logs(), group)).logsumexp(0)
     mass = scorer.mass(whole, weight, mine // size, t, tokens.shape)
     mass = summed_over_ranks(mass, group)
     lse = torch.where(attends > 0, kept, -torch.inf)

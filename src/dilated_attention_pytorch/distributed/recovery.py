@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from ..errors import must
 from .receive_buffers import relieve
-from .transport import error_text, is_on_every_rank, out_of_memory, wire_device
+from .transport import error_text, group_of, is_on_every_rank, out_of_memory, wire_device
 
 Result = TypeVar("Result")
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -111,8 +111,7 @@ _voters: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictio
 
 def voters_of(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     """Separate CPU group for votes: members of `group` may still wait in a collective of the step."""
-    members = dist.group.WORLD if group is None else group
-    assert members is not None
+    members = group_of(group)
     if members not in _voters:
         backend = dist.get_backend(members)
         voters = dist.new_group(

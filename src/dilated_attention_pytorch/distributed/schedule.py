@@ -41,7 +41,7 @@ class Visit:
 
     tokens: int
     exchange: ExchangePlan
-    """Of query rows: its key heads are the query heads."""
+    """Exchange of query rows: its key heads are the query heads."""
     place: Tensor
     """int64 [H * tokens]: place of each row in [own rows, received rows]"""
     work: RankPlan
@@ -87,7 +87,7 @@ class ScheduleSpec(NamedTuple):
     key_heads: int
     batch: int
     widths: tuple[int, int]
-    """Of a key and of a value."""
+    """Widths of a key and of a value."""
     itemsize: int
     overlap: Overlap = "none"
     exchange: Exchange = "auto"
@@ -105,16 +105,13 @@ class ScheduleSpec(NamedTuple):
         return self.batch * plan.flops(*self.widths)
 
 
-def rank_plan(
-    pattern: Pattern, layout: SequenceLayout, rank: int, heads: int, key_heads: int, pairs: Pairs | None = None
-) -> RankPlan:
-    """Buffer plan of one rank under a resolved pattern, for all pairs of its queries or for some of them."""
-    return _buffers(_own_plan(pattern, layout, rank, heads), layout, rank, key_heads, pairs)
+def rank_plan(pattern: Pattern, layout: SequenceLayout, rank: int, heads: int, key_heads: int) -> RankPlan:
+    """Buffer plan of one rank under a resolved pattern, for all pairs of its queries."""
+    return _buffers(_own_plan(pattern, layout, rank, heads), layout, rank, key_heads, Pairs(layout.token_runs(rank)))
 
 
-def _buffers(own: Plan, layout: SequenceLayout, rank: int, key_heads: int, pairs: Pairs | None = None) -> RankPlan:
-    shard = layout.token_runs(rank)
-    return split_keys(buffer_plan(own, key_heads, pairs or Pairs(shard)), shard, layout.n)
+def _buffers(own: Plan, layout: SequenceLayout, rank: int, key_heads: int, pairs: Pairs) -> RankPlan:
+    return split_keys(buffer_plan(own, key_heads, pairs), layout.token_runs(rank), layout.n)
 
 
 def _visit_plan(spec: ScheduleSpec, layout: SequenceLayout, rank: int, shipped: int) -> RankPlan:

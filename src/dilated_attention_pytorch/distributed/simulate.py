@@ -53,7 +53,7 @@ def virtual_attention(
     call = Call(pattern, layout, *settings, overlap, exchange, receive_budget, machine)
     query, key, value = autocasted(query, key, value)
     if layout.world == 1 or not layout.n:
-        return call.on_one_device(query, key, value, key_padding_mask, ScoreBias(bias, bias_positions), backend)
+        return call.on_one_device(query, key, value, key_padding_mask, None, ScoreBias(bias, bias_positions), backend)
     ranks = range(layout.world)
     parts = [[shard_sequence(x, layout, rank) for rank in ranks] for x in (query, key, value)]
     padding = [None if key_padding_mask is None else shard_sequence(key_padding_mask, layout, r, 1) for r in ranks]

@@ -249,11 +249,23 @@ def is_on_every_rank(error: BaseException, group: dist.ProcessGroup | None) -> b
     return getattr(error, "_raised_by", None) == group_name(group)
 
 
-def group_name(group: dist.ProcessGroup | None) -> str:
-    """Name of a group, or of the default one."""
+def group_of(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """A group, or the default one."""
     members = dist.group.WORLD if group is None else group
     assert members is not None
-    return members.group_name
+    return members
+
+
+def group_name(group: dist.ProcessGroup | None) -> str:
+    """Name of a group, or of the default one."""
+    return group_of(group).group_name
+
+
+def gathered(own: Tensor, group: dist.ProcessGroup | None) -> list[Tensor]:
+    """The tensors of all ranks, of one shape and dtype. Collective."""
+    every = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(every, own, group=group)
+    return every
 
 
 def error_text(error: BaseException) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
 from typing import NamedTuple, Protocol, TypeVar, runtime_checkable
@@ -53,6 +55,10 @@ class AttentionCall:
     """int64 (B or 1, N, axes of the table), contiguous; row numbers are the positions of one axis by default.
 
     Rows of a buffer hold other tokens as queries than as keys: (2, H, N, axes) by query head, as `positions`."""
+    sink: Tensor | None = None
+    """(H,), contiguous, no wider than the LSE: a logit of each head in the denominators of the output, not of the LSE.
+
+    A backward pass does not read it. It is given the LSE of these denominators, and may return `DeltaGradients`."""
 
     @property
     def device(self) -> torch.device:
@@ -81,6 +87,8 @@ class AttentionCall:
             words.append(f"softcap {self.softcap}")
         if self.bias is not None:
             words.append(f"bias {'x'.join(map(str, self.bias.shape[1:]))}")
+        if self.sink is not None:
+            words.append("sink")
         return ", ".join(words)
 
 
@@ -106,7 +114,14 @@ class Gradients(NamedTuple):
     value: Tensor
 
 
-class BiasedGradients(Gradients):
+class DeltaGradients(Gradients):
+    """Results of a backward pass that also returns a number of every row; iterates as `Gradients`."""
+
+    delta: Tensor | None = None
+    """rowsum(dO * O) - dLSE, (B, H, N) in the compute dtype; without a dLSE the gradient of a sink is a sum over it"""
+
+
+class BiasedGradients(DeltaGradients):
     """Results of a backward pass of a call with a bias; iterates as `Gradients`."""
 
     bias: Tensor
@@ -156,6 +171,25 @@ def reproducible_gradients(enabled: bool | None = None) -> bool:
     if enabled is not None:
         _reproducible = bool(enabled)
     return _reproducible or torch.are_deterministic_algorithms_enabled()
+
+
+_memory = threading.local()
+
+
+@contextmanager
+def saving_memory(enabled: bool = True) -> Iterator[None]:
+    """Context in which backends of this thread prefer a small workspace to speed."""
+    before = saves_memory()
+    _memory.is_short = enabled or before
+    try:
+        yield
+    finally:
+        _memory.is_short = before
+
+
+def saves_memory() -> bool:
+    """Whether this thread is in the context `saving_memory`."""
+    return getattr(_memory, "is_short", False)
 
 
 def without_autocast(run: Callable[..., Result]) -> Callable[..., Result]:

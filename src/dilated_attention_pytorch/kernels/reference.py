@@ -84,7 +84,9 @@ def why_not(call: AttentionCall) -> str | None:
 def workspace(call: AttentionCall, direction: str, extent: Extent) -> int:
     """Upper bound of the bytes besides results; see `registry.Backend`."""
     n, wide = call.plan.n, call.compute_dtype.itemsize
-    squares = 8 + 2 * bool(call.softcap) + 6 * (call.bias is not None)
+    squares = 9 + 2 * bool(call.softcap) + 6 * (call.bias is not None)
+    # A band is made while tensors of the one before it are alive, and 64-bit multiplicities beside it.
+    squares *= 1 if extent.heads == 1 and n <= ROWS else 2
     return wide_copies(call, direction, extent) + squares * wide * extent.samples * min(n, ROWS) * n
 
 
@@ -100,6 +102,8 @@ def forward(call: AttentionCall) -> Forward:
         weights = _weights(band, torch.where(top == -torch.inf, 0.0, top))
         total = weights.sum(-1)
         row_lse = torch.where(top == -torch.inf, top, top + total.log())
+        if call.sink is not None:
+            total = total + (call.sink[band.head] - torch.where(top == -torch.inf, 0.0, top)).exp()
         weights = weights / torch.where(total == 0, 1.0, total)[..., None]
         if band.keep_scale is not None:
             weights = weights * band.keep_scale

@@ -11,6 +11,7 @@ from typing import NamedTuple, Protocol, cast, runtime_checkable
 import torch
 
 from ..errors import BackendUnsupported, must
+from ..plan.plan import Plan
 from .call import AttentionCall, Extent, Runner
 
 
@@ -43,6 +44,12 @@ MODULES = {
     "flex": "external.flex",
 }
 """Module of each backend, by name."""
+
+
+NARROWEST = 40
+"""Least width of queries and values for which `hopper` was measured to be faster than `triton`."""
+USUAL_WIDTHS = 64, 128
+"""Widths of queries and values, equal, that ran on `hopper` with every kind of plan."""
 
 
 class Preference(NamedTuple):
@@ -110,16 +117,25 @@ def preference(call: AttentionCall) -> Preference:
     "uncommon" call (see `is_uncommon`) has its own order on devices for which the file gives one. A device is looked up
     as "cuda sm_90", then "cuda", then "any".
     """
-    parts = call.plan.parts
-    skips = len(parts) > 1 or any(part.queries.rate > 1 or part.keys.rate > 1 for part in parts)
-    when = "dilated" if skips else "block-sparse"
+    when = "dilated" if is_dilated(call.plan) else "block-sparse"
     return _preference(call.device, "uncommon", when) if is_uncommon(call) else _preference(call.device, when)
 
 
+def is_dilated(plan: Plan) -> bool:
+    """Whether a plan has several parts or a part that skips tokens."""
+    return len(plan.parts) > 1 or any(part.queries.rate > 1 or part.keys.rate > 1 for part in plan.parts)
+
+
 def is_uncommon(call: AttentionCall) -> bool:
-    """Whether a call differs from those that the orders "block-sparse" and "dilated" of a GPU were measured with."""
+    """Whether the orders "block-sparse" and "dilated" of a GPU do not hold for a call or were not measured for it."""
     (*_, n, d), (*_, keys, e) = call.query.shape, call.value.shape
-    return d not in (64, 128) or d != e or n != keys or call.scale <= 0 or call.key_padding_mask is not None
+    if min(d, e) < NARROWEST or n != keys or call.scale <= 0:
+        return True
+    # Each of these ran on a GPU alone, and the combinations in an emulator.
+    is_small, is_other_width = call.plan.block_size == 64, d != e or d not in USUAL_WIDTHS
+    is_varied = is_other_width or call.key_padding_mask is not None
+    listed_on_device = call.pattern is None
+    return (is_small and (is_varied or listed_on_device)) or ((is_small or is_varied) and is_dilated(call.plan))
 
 
 def choose(call: AttentionCall, backend: str = "auto") -> tuple[str, Backend]:

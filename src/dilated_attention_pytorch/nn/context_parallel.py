@@ -145,12 +145,10 @@ class Ranks:
 
     def _gathered(self, n: int, free: int, error: Exception | None = None) -> tuple[list[int], list[int]]:
         """Tokens and free bytes of every rank; raises on all ranks if one has an error and a length of -1."""
-        from ..distributed.transport import check_everywhere, wire_device
+        from ..distributed.transport import check_everywhere, gathered, wire_device
 
         own = torch.tensor([n, free], device=wire_device(self.group))
-        every = [torch.empty_like(own) for _ in range(self.world)]
-        dist.all_gather(every, own, group=self.group)
-        lengths, free_by_rank = torch.stack(every).T.tolist()
+        lengths, free_by_rank = torch.stack(gathered(own, self.group)).T.tolist()
         if min(lengths) < 0:
             check_everywhere(error, self.group)
         return lengths, free_by_rank
@@ -213,7 +211,7 @@ class OverRanks:
         """Follow a change of the group."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As on one device; tensors are this rank's tokens, `cu_seqlens` the bounds in the whole sequence."""
+        """Compute as on one device; tensors hold this rank's tokens, `cu_seqlens` bounds of the whole sequence."""
         self.ranks.check()
         if self.ranks.alone:
             return super().forward(*args, **kwargs)  # pyrefly: ignore[missing-attribute]
@@ -252,6 +250,27 @@ class OverRanks:
         return notes if self.ranks.alone else [*notes, f"spread over {self.ranks.world} ranks, {self.ranks.layout}"]
 
 
+class TakesRanks(OverRanks):
+    """Module on one device with the arguments of `Ranks` besides its own.
+
+    Args:
+        args: arguments of the module on one device, as `options`.
+        process_group: see `Ranks`, as `ring_size`, `layout` and `transfer`.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        process_group: dist.ProcessGroup | DeviceMesh | None = None,
+        ring_size: int | None = None,
+        layout: SequenceLayout | str = "contiguous",
+        transfer: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(*args, **options)
+        self.ranks = Ranks(process_group, ring_size, layout, transfer)
+
+
 class MultiheadOverRanks(OverRanks):
     """Behaviour of modules with projections over several ranks."""
 
@@ -277,32 +296,13 @@ def set_process_group(model: nn.Module, process_group: dist.ProcessGroup | Devic
     return len(modules)
 
 
-class RingDilatedAttention(OverRanks, DilatedAttention):
+class RingDilatedAttention(TakesRanks, DilatedAttention):
     """`DilatedAttention` for sequences sharded over ranks; on one rank, `DilatedAttention` itself.
 
     Every rank passes its tokens and receives its rows, and only the keys that its queries attend to.
 
     Args:
-        segment_lengths: tokens in a segment, one for each branch.
-        dilation_rates: distance between sampled tokens, one for each branch.
-        softmax_scale: factor on the scores; 1 / sqrt(D) by default.
-        attention_dropout: probability of dropping a weight during training.
+        args: arguments of `DilatedAttention`, as `options`: `segment_lengths`, `dilation_rates`, `softmax_scale`,
+            `attention_dropout` and the rest.
         process_group: see `Ranks`, as `ring_size`, `layout` and `transfer`.
-        options: further arguments of `DilatedAttention`.
     """
-
-    def __init__(
-        self,
-        segment_lengths: Sequence[int],
-        dilation_rates: Sequence[int],
-        softmax_scale: float | None = None,
-        attention_dropout: float = 0.0,
-        *,
-        process_group: dist.ProcessGroup | DeviceMesh | None = None,
-        ring_size: int | None = None,
-        layout: SequenceLayout | str = "contiguous",
-        transfer: Mapping[str, Any] | None = None,
-        **options: Any,
-    ) -> None:
-        super().__init__(segment_lengths, dilation_rates, softmax_scale, attention_dropout, **options)
-        self.ranks = Ranks(process_group, ring_size, layout, transfer)

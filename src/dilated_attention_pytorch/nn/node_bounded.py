@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -12,19 +12,16 @@ from torch import Tensor
 
 from ..errors import must
 from ..patterns import Pattern
-from .context_parallel import MultiheadOverRanks, Ranks
+from .context_parallel import MultiheadOverRanks, TakesRanks
 from .kv_cache import KVCache
 from .multihead import MultiheadSparseAttention
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
-    from ..distributed import SequenceLayout
     from ..distributed.config import DistributedSparseConfig
     from ..distributed.gradient_compression import GradientBuckets
 
 
-class BlockSparseRingDistributedDilatedAttention(MultiheadOverRanks, MultiheadSparseAttention):
+class BlockSparseRingDistributedDilatedAttention(TakesRanks, MultiheadOverRanks, MultiheadSparseAttention):
     """Multi-head attention over ranks and nodes, dense near and sparse far.
 
     Args:
@@ -32,8 +29,8 @@ class BlockSparseRingDistributedDilatedAttention(MultiheadOverRanks, MultiheadSp
         num_heads: query heads.
         segment_lengths: blocks of its own rank that a query may keep, see `BlockDilated`, as for `dilation_rates`.
         distributed_config: densities by distance, gradients, memory, recovery.
-        process_group: see `Ranks`, as `ring_size`, `layout` and `transfer`.
-        options: `dropout`, `bias`, `layer_norm`, `num_kv_heads`, `position` and the rest of `MultiheadSparseAttention`.
+        options: `dropout`, `bias`, `layer_norm`, `num_kv_heads`, `position` and the rest of `MultiheadSparseAttention`;
+            `process_group`, `ring_size`, `layout` and `transfer`: see `Ranks`.
 
     >>> import torch
     >>> module = BlockSparseRingDistributedDilatedAttention(64, 4, [256], [1])
@@ -48,11 +45,6 @@ class BlockSparseRingDistributedDilatedAttention(MultiheadOverRanks, MultiheadSp
         segment_lengths: Sequence[int],
         dilation_rates: Sequence[int],
         distributed_config: DistributedSparseConfig | None = None,
-        *,
-        process_group: dist.ProcessGroup | DeviceMesh | None = None,
-        ring_size: int | None = None,
-        layout: SequenceLayout | str = "contiguous",
-        transfer: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
         from ..distributed.config import DistributedSparseConfig
@@ -60,7 +52,7 @@ class BlockSparseRingDistributedDilatedAttention(MultiheadOverRanks, MultiheadSp
         config = DistributedSparseConfig() if distributed_config is None else distributed_config
         super().__init__(embed_dim, num_heads, config.pattern(segment_lengths, dilation_rates), **options)
         self.segment_lengths, self.dilation_rates = tuple(segment_lengths), tuple(dilation_rates)
-        self.distributed_config, self.ranks = config, Ranks(process_group, ring_size, layout, transfer)
+        self.distributed_config = config
         self.pattern = self._pattern()
         self._halvings = 0
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import reduce
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,15 +23,6 @@ DIGIT = 1024
 
 Observer = Callable[[int, Tensor, Tensor], None]
 """Called with (begin, output, lse) of every chunk of attention rows."""
-
-
-class _Settings(NamedTuple):
-    """Settings of a stream."""
-
-    chunk: int | None
-    memory_budget: int | None
-    progress: bool
-    observe: Observer | None
 
 
 class StreamedLayer(nn.Module):
@@ -122,8 +113,8 @@ class StreamedLayer(nn.Module):
             chunk, memory_budget, progress: as for `streamed_attention`.
             observe: called with `(begin, output, lse)` of every chunk of attention, before the output projection.
         """
-        settings = _Settings(chunk, memory_budget, progress, observe)
-        return _Pooled.apply(self, self._checked(ids), settings, *self.parameters())  # pyrefly: ignore[bad-return]
+        stream = {"chunk": chunk, "memory_budget": memory_budget, "progress": progress, **self._attention()}
+        return _Pooled.apply(self, self._checked(ids), stream, observe, *self.parameters())  # pyrefly: ignore
 
     @torch.no_grad()
     def write(
@@ -140,20 +131,12 @@ class StreamedLayer(nn.Module):
         """Stream the output rows to a sink of shape (1, 1, N, embed_dim); see `streamed_attention`."""
         source = TokenSource(self, self._checked(ids))
         rows = _Projected(self, as_sink(sink))
-        return streamed_attention(
-            source,
-            self.pattern,
-            rows,
-            is_causal=self.is_causal,
-            softcap=self.softcap,
-            bias=self.bias,
-            chunk=chunk,
-            memory_budget=memory_budget,
-            begin=begin,
-            end=end,
-            backend=self.backend,
-            progress=progress,
-        )
+        stream: dict[str, Any] = {"chunk": chunk, "memory_budget": memory_budget, "progress": progress}
+        return streamed_attention(source, self.pattern, rows, begin=begin, end=end, **stream, **self._attention())
+
+    def _attention(self) -> dict[str, Any]:
+        """Arguments of attention besides the pattern."""
+        return {"is_causal": self.is_causal, "softcap": self.softcap, "bias": self.bias, "backend": self.backend}
 
     def _checked(self, ids: Tensor) -> Tensor:
         if not isinstance(ids, Tensor) or ids.dim() != 1 or ids.is_floating_point() or not len(ids):
@@ -229,9 +212,9 @@ class TokenSource:
             self.add(self.keys(tokens), (key, value))
 
     def add(self, made: tuple[Tensor, ...], grads: tuple[Tensor, ...], also: tuple[Tensor, ...] = ()) -> list[Tensor]:
-        """Add the gradients of the parameters that `made` depends on, in float32 or wider; give those of `also`."""
+        """Add the gradients of the parameters that `made` depends on, in float32 or wider; return those of `also`."""
         parameters = [p for p in self.layer.parameters() if p.requires_grad]
-        # What was made without a parameter that learns has no graph.
+        # Tensors computed without a trainable parameter have no graph.
         with_graph = [(t, g.to(t.dtype)) for t, g in zip(made, grads, strict=True) if t.requires_grad]
         if not with_graph:
             return []
@@ -267,29 +250,25 @@ class _Pooled(torch.autograd.Function):
     """The mean of the output rows, as a function of the parameters."""
 
     @staticmethod
-    def forward(ctx: Any, layer: StreamedLayer, ids: Tensor, settings: _Settings, *parameters: Tensor) -> Tensor:
-        ctx.layer, ctx.ids, ctx.settings = layer, ids, settings
+    def forward(  # pyrefly: ignore[bad-override]
+        ctx: Any,
+        layer: StreamedLayer,
+        ids: Tensor,
+        stream: dict[str, Any],
+        observe: Observer | None,
+        *parameters: Tensor,
+    ) -> Tensor:
+        ctx.layer, ctx.ids, ctx.stream = layer, ids, stream
         source = TokenSource(layer, ids)
         wide = torch.promote_types(layer.output.weight.dtype, torch.float32)
         total = torch.zeros(layer.embed_dim, dtype=wide, device=source.device)
 
         def take(begin: int, output: Tensor, lse: Tensor) -> None:
             total.add_(layer.project(output).sum(0, dtype=wide))
-            if settings.observe is not None:
-                settings.observe(begin, output, lse)
+            if observe is not None:
+                observe(begin, output, lse)
 
-        streamed_attention(
-            source,
-            layer.pattern,
-            take,
-            is_causal=layer.is_causal,
-            softcap=layer.softcap,
-            bias=layer.bias,
-            chunk=settings.chunk,
-            memory_budget=settings.memory_budget,
-            backend=layer.backend,
-            progress=settings.progress,
-        )
+        streamed_attention(source, layer.pattern, take, **stream)
         return total / len(ids)
 
     @staticmethod
@@ -306,21 +285,10 @@ class _Pooled(torch.autograd.Function):
                 pooled = layer.project(attended).sum(0, dtype=seed.dtype)
                 return source.add((pooled,), (seed,), (attended,))[0]
 
-        summary = streamed_gradients(
-            source,
-            layer.pattern,
-            grad_of,
-            is_causal=layer.is_causal,
-            softcap=layer.softcap,
-            bias=layer.bias,
-            chunk=ctx.settings.chunk,
-            memory_budget=ctx.settings.memory_budget,
-            backend=layer.backend,
-            progress=ctx.settings.progress,
-        )
+        summary = streamed_gradients(source, layer.pattern, grad_of, **ctx.stream)
         if layer.bias is not None and summary.grad_bias is not None:
             source.grads[layer.bias] = summary.grad_bias
         sums = (source.grads.get(parameter) for parameter in layer.parameters())
         shares = (None if grad is None else grad / len(ctx.ids) for grad in sums)
         grads = (g if g is None else g.to(p.dtype) for g, p in zip(shares, layer.parameters(), strict=True))
-        return None, None, None, *grads
+        return None, None, None, None, *grads

@@ -16,7 +16,6 @@ from ..kernels.call import (
     AttentionCall,
     BiasedGradients,
     Forward,
-    Gradients,
     Runner,
     allows_host_sync,
     empty_rows,
@@ -24,6 +23,7 @@ from ..kernels.call import (
 from ..kernels.dropout import fresh_seed
 from ..kernels.launch import warmup
 from ..kernels.registry import can_prepare, can_run, choose, prepared
+from ..kernels.sink import CallGradients, apply_sink, backward_with_sink
 from ..patterns import Causal, Packed, Pattern, as_pattern, parse
 from ..patterns.parse import from_operand, is_library_text, not_a_pattern, registrations, to_operand
 from ..plan import Plan, PlanCache, PlanKey, own_block
@@ -45,7 +45,6 @@ from .derivatives import OnceDifferentiable, check_reverse_mode, scale_of
 from .flops import FlopFormulas, kept_pairs
 from .memory_budget import check_budget
 from .merge import AttentionOutput
-from .sink import apply_sink
 
 plan_cache = PlanCache()
 """Plans of every call in this process; `plan_cache.info()` counts hits, misses, evictions and bytes."""
@@ -53,17 +52,17 @@ plan_cache = PlanCache()
 _SETTINGS = (
     "Tensor? key_padding_mask, Tensor? cu_seqlens, Tensor? seed, "
     "str pattern, bool is_causal, float scale, float dropout_p, str backend, float? memory_budget=None, "
-    "float softcap=0.0, Tensor? bias=None, Tensor? bias_positions=None"
+    "float softcap=0.0, Tensor? bias=None, Tensor? bias_positions=None, Tensor? sink=None"
 )
 _PATTERNS = (str, Pattern)
 _TENSORS = frozenset((Tensor, torch.nn.Parameter))
-_PLAIN = frozenset((bool, float, int, str, type(None)))
+PLAIN_TYPES = frozenset((bool, float, int, str, type(None)))
 """Immutable types of settings."""
 _library = torch.library.Library("dilated_attention", "DEF")
 _library.define(f"forward(Tensor query, Tensor key, Tensor value, {_SETTINGS}) -> (Tensor, Tensor)")
 _library.define(
     "backward(Tensor query, Tensor key, Tensor value, Tensor output, Tensor lse, Tensor grad_output, Tensor? grad_lse, "
-    f"{_SETTINGS}) -> (Tensor, Tensor, Tensor, Tensor)"
+    f"{_SETTINGS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 
 
@@ -82,11 +81,12 @@ class CallSettings(NamedTuple):
     softcap: float = 0.0
     bias: Tensor | None = None
     bias_positions: Tensor | None = None
+    sink: Tensor | None = None
 
     def call(self, query: Tensor, key: Tensor, value: Tensor, plan: Plan, pattern: Any = None) -> AttentionCall:
         """Call as a backend sees it."""
         masks = self.key_padding_mask, self.dropout_p, self.seed
-        terms = self.softcap, self.bias, self.bias_positions
+        terms = self.softcap, self.bias, self.bias_positions, self.sink
         return AttentionCall(query, key, value, plan, self.scale, *masks, pattern, None, *terms)
 
 
@@ -127,7 +127,7 @@ def attention(
             CUDA graph; `validate_cu_seqlens` checks them. Other calls read bounds on the host.
         dropout_p: probability of dropping a weight.
         sink: (H,), one more logit in the softmax of every row of a head, without a value: rows are scaled by
-            `sigmoid(lse - sink)`. Differentiable. The LSE excludes it, and `memory_budget` its float32 product.
+            `sigmoid(lse - sink)`. Differentiable. The LSE excludes it.
         softcap: bound of the scores: `softcap * tanh(score / softcap)` before the softmax. Supported by the CPU
             backends, `triton` and `reference`.
         bias: (H, 2 * R + 1) with finite values: `bias[h, clamp(u - t + R, 0, 2 * R)]` is added to the score of query t
@@ -154,9 +154,7 @@ def attention(
         raise unexpected("attention", unknown)
     settings = is_causal, scale, enable_gqa, key_padding_mask, cu_seqlens, dropout_p, softcap
     settings += bias, bias_positions, backend, memory_budget
-    if sink is None:
-        return _attend(query, key, value, pattern, *settings)[0]
-    return _attend_with_sink(query, key, value, pattern, sink, *settings).output
+    return _attend(query, key, value, pattern, sink, *settings)[0]
 
 
 def attention_with_lse(
@@ -184,17 +182,7 @@ def attention_with_lse(
         raise unexpected("attention_with_lse", unknown)
     settings = is_causal, scale, enable_gqa, key_padding_mask, cu_seqlens, dropout_p, softcap
     settings += bias, bias_positions, backend, memory_budget
-    if sink is None:
-        return AttentionOutput(*_attend(query, key, value, pattern, *settings))
-    return _attend_with_sink(query, key, value, pattern, sink, *settings)
-
-
-def _attend_with_sink(
-    query: Tensor, key: Tensor, value: Tensor, pattern: Pattern | str | None, sink: Tensor, *settings: Any
-) -> AttentionOutput:
-    check_sink(query, sink)
-    output, lse = _attend(query, key, value, pattern, *settings)
-    return AttentionOutput(apply_sink(output, lse, sink), lse)
+    return AttentionOutput(*_attend(query, key, value, pattern, sink, *settings))
 
 
 def _attend(
@@ -202,6 +190,7 @@ def _attend(
     key: Tensor,
     value: Tensor,
     pattern: Pattern | str | None,
+    sink: Tensor | None,
     is_causal: bool,
     scale: float | None,
     enable_gqa: bool,
@@ -214,12 +203,14 @@ def _attend(
     backend: str,
     memory_budget: int | float | None,
 ) -> tuple[Tensor, Tensor]:
+    if sink is not None:
+        check_sink(query, sink)
     given, options = (query, key, value), (is_causal, scale, enable_gqa, backend)
     is_plain = key_padding_mask is cu_seqlens is softcap is bias is memory_budget is None and not dropout_p
     # A lookup can hit only where some backend prepared a call; CPU backends prepare none.
     is_eager = not torch.compiler.is_compiling() and isinstance(query, Tensor)
     if is_plain and is_eager and query.device.type in _prepared_devices:
-        resolved = _lookup(_cache_key(*given, pattern, *options))
+        resolved = _lookup(_cache_key(*given, sink, pattern, *options), sink)
         if resolved is not None:
             return _run(resolved, query, key, value)
     query, key, value = autocasted(query, key, value)
@@ -237,8 +228,9 @@ def _attend(
     if not query.shape[0] or not query.shape[2]:
         as_pattern(pattern)
         output, lse = empty_attention(query, key, value)
+        output = output if sink is None else apply_sink(output, lse, sink)
         return output if bias is None else output + 0 * bias.sum(), lse
-    check_reverse_mode(query, key, value, bias)
+    check_reverse_mode(query, key, value, bias, sink)
     seed = fresh_seed(query.device) if dropout_p > 0 else None
     query, key, value = operators.kernel_inputs(query, key, value)
     settings = CallSettings(
@@ -254,15 +246,24 @@ def _attend(
         softcap or 0.0,
         bias,
         bias_positions,
+        None if sink is None else _readable_sink(query, sink),
     )
-    if is_observed(query, key, value, *(() if bias is None else (bias,))):
-        run = _Attention.apply if needs_graph(query, key, value, bias) else torch.ops.dilated_attention.forward
+    learned = bias, settings.sink
+    if is_observed(query, key, value, *(x for x in learned if x is not None)):
+        run = _Attention.apply if needs_graph(query, key, value, *learned) else torch.ops.dilated_attention.forward
         return run(query, key, value, *settings)
     resolved = resolve_call(query, key, value, settings)
     # A prepared call runs on tensors with the strides that it was given.
-    if is_plain and all(x.stride() == y.stride() for x, y in zip(given, (query, key, value), strict=True)):
-        resolved = _store(resolved, *given, pattern, *options)
+    same = all(x.stride() == y.stride() for x, y in zip(given, (query, key, value), strict=True))
+    if is_plain and same and settings.sink is sink:
+        resolved = _store(resolved, *given, sink, pattern, *options)
     return _run(resolved, query, key, value)
+
+
+def _readable_sink(query: Tensor, sink: Tensor) -> Tensor:
+    """Sink as kernels read it: contiguous, and not wider than the LSE."""
+    wide = torch.float64 if query.dtype == torch.float64 else torch.float32
+    return (sink.to(wide) if sink.dtype.itemsize > wide.itemsize else sink).contiguous()
 
 
 def empty_attention(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -275,9 +276,9 @@ def empty_attention(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, 
 
 
 def _run(resolved: ResolvedCall, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    bias = resolved.settings.bias
-    if needs_graph(query, key, value, bias):
-        return _EagerAttention.apply(query, key, value, bias, resolved)
+    *_, bias, _, sink = resolved.settings
+    if needs_graph(query, key, value, bias, sink):
+        return _EagerAttention.apply(query, key, value, bias, sink, resolved)
     return resolved.forward(resolved.call(query, key, value))
 
 
@@ -301,10 +302,10 @@ class ResolvedCall(NamedTuple):
 
     def backward(
         self, call: AttentionCall, output: Tensor, lse: Tensor, grad_output: Tensor, grad_lse: Tensor | None
-    ) -> Gradients:
+    ) -> CallGradients:
         limit = self.settings.memory_budget
         if limit is None:
-            return self.runner.backward(call, output, lse, grad_output, grad_lse)
+            return backward_with_sink(self.runner, call, output, lse, grad_output, grad_lse)
         return memory_budget.backward(call, self.name, self.runner, limit, output, lse, grad_output, grad_lse)
 
 
@@ -325,11 +326,11 @@ _prepared_devices: set[str] = set()
 
 
 def _cache_key(
-    query: Tensor, key: Tensor, value: Tensor, pattern: Pattern | str | None, *settings: object
+    query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, pattern: Pattern | str | None, *settings: object
 ) -> tuple[object, ...] | None:
     """Everything but values that a plain eager call depends on; None if the call is not plain or not eager."""
-    if is_observed(query, key, value) or not (
-        isinstance(pattern, _PATTERNS) and pattern.__hash__ is not None and _PLAIN.issuperset(map(type, settings))
+    if is_observed(query, key, value, *(() if sink is None else (sink,))) or not (
+        isinstance(pattern, _PATTERNS) and pattern.__hash__ is not None and PLAIN_TYPES.issuperset(map(type, settings))
     ):
         return None
     device = query.device
@@ -338,22 +339,24 @@ def _cache_key(
     return (
         *(pattern, settings, query.shape, key.shape, value.shape, query.stride(), key.stride(), value.stride()),
         *(query.dtype, key.dtype, value.dtype, device, key.device, value.device),
+        None if sink is None else (sink.dtype, sink.stride()),
         (query.data_ptr() | key.data_ptr() | value.data_ptr()) % 16,
     )
 
 
-def _lookup(cache_key: tuple[object, ...] | None) -> ResolvedCall | None:
+def _lookup(cache_key: tuple[object, ...] | None, sink: Tensor | None) -> ResolvedCall | None:
     cached = _cached.get(cache_key) if cache_key is not None else None
     if cached is None:
         return None
     plan = plan_cache.find(cached.plan_key)
     if plan is None or cached.plan() is not plan:
         return None
-    return ResolvedCall(cached.settings, plan, cached.plan_key.pattern, cached.name, cached.runner)
+    settings = cached.settings if sink is None else cached.settings._replace(sink=sink)
+    return ResolvedCall(settings, plan, cached.plan_key.pattern, cached.name, cached.runner)
 
 
 def _store(resolved: ResolvedCall, query: Tensor, key: Tensor, value: Tensor, *about: Any) -> ResolvedCall:
-    """Prepare and cache a call if its backend can; `about` are the pattern and further arguments of `_cache_key`."""
+    """Prepare and cache a call if its backend can; `about` are the sink and further arguments of `_cache_key`."""
     cache_key = _cache_key(query, key, value, *about) if can_prepare(resolved.name) else None
     if cache_key is None:
         return resolved
@@ -363,7 +366,8 @@ def _store(resolved: ResolvedCall, query: Tensor, key: Tensor, value: Tensor, *a
     plan, device = resolved.plan, query.device
     plan_key = PlanKey(resolved.pattern, plan.n, plan.heads, plan.block_size, device)
     owned = ref(plan, lambda _, cached=_cached: cached.pop(cache_key, None))
-    _cached[cache_key] = _CachedCall(resolved.settings, plan_key, resolved.name, owned, runner)
+    settings = resolved.settings._replace(sink=None)
+    _cached[cache_key] = _CachedCall(settings, plan_key, resolved.name, owned, runner)
     _prepared_devices.add(device.type)
     return resolved._replace(runner=runner)
 
@@ -402,7 +406,7 @@ _traced_operand._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def needs_graph(*tensors: Tensor | None) -> bool:
-    """Whether autograd or a function transform must see the call; otherwise its bookkeeping is time for nothing."""
+    """Whether autograd or a function transform must record the call."""
     if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
         return True
     return torch.is_grad_enabled() and any([x is not None and x.requires_grad for x in tensors])
@@ -426,7 +430,7 @@ def is_observed(*tensors: Tensor) -> bool:
 
 
 class _Attention(torch.autograd.Function):
-    """Forward and backward as one differentiable function of query, key, value and bias."""
+    """Forward and backward as one differentiable function of query, key, value, bias and sink."""
 
     @staticmethod
     @operators.with_signature
@@ -435,28 +439,30 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        tensors, ctx.settings = inputs[:6], inputs[6:-2]
+        tensors, ctx.settings = inputs[:6], inputs[6:-3]
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*tensors, *inputs[-2:], *output)
+        ctx.save_for_backward(*tensors, *inputs[-3:], *output)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
-        query, key, value, key_padding_mask, cu_seqlens, seed, bias, bias_positions, output, lse = ctx.saved_tensors
+        query, key, value, key_padding_mask, cu_seqlens, seed, *terms, output, lse = ctx.saved_tensors
         tensors = operators.saved_for_backward((query, key, value, output, lse), *grad_outputs)
         if tensors is None:
-            return (None,) * 15
-        settings = key_padding_mask, cu_seqlens, seed, *ctx.settings, bias, bias_positions
-        *grads, grad_bias = _backward_for(tensors)(*tensors, *settings)
-        return *grads, *(None,) * 10, None if bias is None else grad_bias, None
+            return (None,) * 16
+        settings = key_padding_mask, cu_seqlens, seed, *ctx.settings, *terms
+        *grads, grad_bias, grad_sink = _backward_for(tensors)(*tensors, *settings)
+        bias, _, sink = terms
+        learned = None if bias is None else grad_bias, None, None if sink is None else grad_sink
+        return *grads, *(None,) * 10, *learned
 
     @staticmethod
     def vmap(
         info: Any, in_dims: tuple[int | None, ...], *arguments: Any
     ) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
-        """A mapped dimension joins the batch; a mapped bias, which samples share, is computed entry by entry."""
+        """A mapped dimension joins the batch; entries of a mapped bias or sink are computed one by one."""
         if in_dims[4] is not None or arguments[4] is not None:
             raise must("vmap must not map packed sequences", "cu_seqlens", "Call attention once for each packed batch.")
-        if in_dims[13] is not None:
+        if in_dims[13] is not None or in_dims[15] is not None:
             mapped = zip(arguments, in_dims, strict=True)
             each = zip(*([x] * info.batch_size if dim is None else x.unbind(dim) for x, dim in mapped), strict=True)
             results = [_Attention.apply(*own) for own in each]
@@ -468,7 +474,9 @@ class _Attention(torch.autograd.Function):
             positions = positions.movedim(in_dims[14], 0).expand(-1, batch, -1, -1).flatten(0, 1)
         elif positions is not None and len(positions) > 1:
             positions = operators.join_batch(positions, None, info.batch_size)
-        return operators.split_batch(_Attention.apply(*tensors, *arguments[4:14], positions), info.batch_size)
+        return operators.split_batch(
+            _Attention.apply(*tensors, *arguments[4:14], positions, arguments[15]), info.batch_size
+        )
 
 
 def _backward_for(tensors: tuple[Any, ...]) -> Callable[..., tuple[Tensor, ...]]:
@@ -484,12 +492,18 @@ class _EagerAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(  # pyrefly: ignore[bad-override]
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, resolved: ResolvedCall
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        bias: Tensor | None,
+        sink: Tensor | None,
+        resolved: ResolvedCall,
     ) -> tuple[Tensor, Tensor]:
         output, lse = resolved.forward(resolved.call(query, key, value))
         ctx.resolved = resolved
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(query, key, value, *resolved.settings[:3], bias, output, lse)
+        ctx.save_for_backward(query, key, value, *resolved.settings[:3], bias, sink, output, lse)
         return output, lse
 
     @staticmethod
@@ -497,17 +511,20 @@ class _EagerAttention(torch.autograd.Function):
         query, key, value, *_, output, lse = ctx.saved_tensors
         tensors = operators.saved_for_backward((query, key, value, output, lse), *grad_outputs)
         if tensors is None:
-            return (None,) * 5
+            return (None,) * 6
         resolved = ctx.resolved
         run = _backward_for(tensors)
         if run is not _backward:
-            *grads, grad_bias = run(*tensors, *resolved.settings)
-            return *grads, None if resolved.settings.bias is None else grad_bias, None
-        grads = resolved.backward(resolved.call(*tensors[:3]), *tensors[3:])
-        return *grads, grads.bias if isinstance(grads, BiasedGradients) else None, None
+            *grads, grad_bias, grad_sink = run(*tensors, *resolved.settings)
+            *_, bias, _, sink = resolved.settings
+            return *grads, None if bias is None else grad_bias, None if sink is None else grad_sink, None
+        grads, grad_sink = resolved.backward(resolved.call(*tensors[:3]), *tensors[3:])
+        return *grads, grads.bias if isinstance(grads, BiasedGradients) else None, grad_sink, None
 
 
+# Without gradients: an exported program calls the operator itself, also with parameters.
 @torch.library.impl(_library, "forward", "CompositeExplicitAutograd")
+@torch.no_grad()
 def _forward(query: Tensor, key: Tensor, value: Tensor, *settings: Any) -> tuple[Tensor, Tensor]:
     resolved = resolve_call(query, key, value, CallSettings(*settings))
     return tuple(resolved.forward(resolved.call(query, key, value)))  # pyrefly: ignore[bad-return]
@@ -517,9 +534,10 @@ def _forward(query: Tensor, key: Tensor, value: Tensor, *settings: Any) -> tuple
 def _backward(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     output, lse, grad_output, grad_lse, *settings = rest
     resolved = resolve_call(query, key, value, CallSettings(*settings))
-    grads = resolved.backward(resolved.call(query, key, value), output, lse, grad_output, grad_lse)
+    grads, grad_sink = resolved.backward(resolved.call(query, key, value), output, lse, grad_output, grad_lse)
     # An operator returns no optional tensor.
-    return *grads, grads.bias if isinstance(grads, BiasedGradients) else query.new_empty(0)
+    grad_bias = grads.bias if isinstance(grads, BiasedGradients) else query.new_empty(0)
+    return *grads, grad_bias, query.new_empty(0) if grad_sink is None else grad_sink
 
 
 def resolve_call(query: Tensor, key: Tensor, value: Tensor, settings: CallSettings) -> ResolvedCall:
@@ -537,9 +555,9 @@ def _forward_fake(query: Tensor, key: Tensor, value: Tensor, *settings: Any) -> 
 
 @torch.library.register_fake("dilated_attention::backward", lib=_library)
 def _backward_fake(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    bias = CallSettings(*rest[4:]).bias
+    *_, bias, _, sink = CallSettings(*rest[4:])
     grads = (empty_rows(t, t.shape[-1]) for t in (query, key, value))
-    return *grads, query.new_empty(0) if bias is None else torch.empty_like(bias)
+    return *grads, *(query.new_empty(0) if x is None else torch.empty_like(x) for x in (bias, sink))
 
 
 def call_of(

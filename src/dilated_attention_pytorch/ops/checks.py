@@ -112,7 +112,7 @@ WRONG_NAMES = {
 
 
 def unexpected(function: str, given: dict[str, object]) -> TypeError:
-    """Error for unknown keyword arguments, with the argument meant where the name is that of another library."""
+    """Error for unknown keyword arguments, with the equivalent argument if the name is one of another library."""
     name = next(iter(given))
     advice = f"; {WRONG_NAMES[name]}" if name in WRONG_NAMES else ""
     return TypeError(f"{function}() got an unexpected keyword argument {name!r}{advice}")

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from ..errors import must, must_be
+from ..kernels.sink import apply_sink
 from ..patterns import Pattern, as_pattern
 from ..plan.closed_forms import ClosedForm, Domain, LiveKeys, closed_form
 from .attention import attention, empty_attention
 from .bias import kernel_bias
 from .checks import autocasted, check_masks, check_sink, check_softcap, check_tensors, full_precision
 from .derivatives import scale_of
-from .sink import apply_sink
 
 CPU = torch.device("cpu")
 MOST_ROWS = 64

@@ -43,7 +43,7 @@ class FlopFormulas:
     """
 
     formulas: ClassVar[dict[Any, Callable[..., int]]] = {}
-    """Of the operators of every instance"""
+    """Formulas of the operators of every instance."""
     registered: ClassVar[set[Any]] = set()
 
     def __init__(self, forward: Any, backward: Any, pairs: Callable[..., int]) -> None:

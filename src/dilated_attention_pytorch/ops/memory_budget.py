@@ -1,9 +1,10 @@
 """Attention within a memory budget: chunks of samples and heads, or of the rows of one head.
 
 A chunk is a run of samples, or of the key heads of one sample, with all the queries that read them; a *unit* is one key
-head of one sample. No sum crosses such chunks in either direction; on the backends `cpu` and `reference`, which use
-torch's matrix products, the size of a chunk may still change the last bit. A chunk smaller than a unit is a run of rows
-of one query head; the gradients of its keys are then summed over the runs.
+head of one sample. No sum crosses such chunks in either direction. The size of a chunk may still change the last bit on
+the backends `cpu` and `reference`, which use torch's matrix products, and on `hopper`, which sums dQ by query tile to
+save memory. A chunk smaller than a unit is a run of rows of one query head; the gradients of its keys are then summed
+over the runs.
 """
 
 from __future__ import annotations
@@ -32,8 +33,11 @@ from ..kernels.call import (
     Runner,
     empty_rows,
     reproducible_gradients,
+    saves_memory,
+    saving_memory,
 )
 from ..kernels.registry import backend_named
+from ..kernels.sink import CallGradients, backward_with_sink
 from ..patterns import Pattern
 from ..plan.subset import Span, of_heads, of_rows, spans, widest_tile
 
@@ -42,7 +46,7 @@ WORDS = {"forward": "output", "backward": "gradients"}
 UNSPLIT = 2**20
 """Most bytes by which torch's CUDA allocator exceeds the size of a large tensor."""
 
-Result = TypeVar("Result", Forward, Gradients)
+Result = TypeVar("Result", Forward, CallGradients)
 
 
 class Memory(NamedTuple):
@@ -95,16 +99,24 @@ def backward(
     lse: Tensor,
     grad_output: Tensor,
     grad_lse: Tensor | None,
-) -> Gradients:
-    """`runner.backward` in as many chunks as the budget needs."""
+) -> CallGradients:
+    """`backward_with_sink` in as many chunks as the budget needs."""
 
-    bias_sum = None if call.bias is None else torch.zeros_like(call.bias, dtype=torch.float64)
+    bias_sum, sink_sum = (
+        None if x is None else torch.zeros_like(x, dtype=torch.float64) for x in (call.bias, call.sink)
+    )
 
     def of(chunk: _Chunk) -> Gradients:
         at = chunk.queries
         slope = None if grad_lse is None else chunk.alone(grad_lse[at])
         # Kernels require a contiguous LSE.
-        grads = runner.backward(chunk.call, output[at], lse[at].contiguous(), chunk.alone(grad_output[at]), slope)
+        tensors = output[at], lse[at].contiguous(), chunk.alone(grad_output[at]), slope
+        sink = chunk.call.sink
+        # Its gradient has the dtype of the LSE: the sum alone is rounded to that of the sink.
+        one = chunk.call if sink is None else replace(chunk.call, sink=sink.to(call.compute_dtype))
+        grads, grad_sink = backward_with_sink(runner, one, *tensors)
+        if sink_sum is not None and grad_sink is not None:
+            sink_sum[at[1]] += grad_sink
         if bias_sum is not None:
             assert isinstance(grads, BiasedGradients)
             own, table = bias_sum[at[1]], grads.bias.to(bias_sum.dtype)
@@ -122,19 +134,22 @@ def backward(
         for grad, total in zip(whole[1:], sums, strict=True):
             grad[unit] = total
 
-    def run(size: int) -> Gradients:
+    def run(size: int) -> CallGradients:
         if size == _rows(call):
-            return runner.backward(call, output, lse, grad_output, grad_lse)
+            return backward_with_sink(runner, call, output, lse, grad_output, grad_lse)
         whole = Gradients(*(empty_rows(t, t.shape[-1]) for t in (call.query, call.key, call.value)))
-        if bias_sum is not None:
-            bias_sum.zero_()
+        for total in (bias_sum, sink_sum):
+            if total is not None:
+                total.zero_()
         if size >= _unit_rows(call):
             for chunk in _chunks(call, size):
                 whole.query[chunk.own], whole.key[chunk.keys], whole.value[chunk.keys] = of(chunk)
         else:
             for unit, chunks in groupby(_chunks(call, size), lambda chunk: chunk.keys[:2]):
                 by_rows(whole, unit, chunks)
-        return whole if bias_sum is None else BiasedGradients(*whole, bias_sum.to(call.compute_dtype))
+        if bias_sum is not None:
+            whole = BiasedGradients(*whole, bias_sum.to(call.compute_dtype))
+        return CallGradients(whole, None if sink_sum is None or call.sink is None else sink_sum.to(call.sink.dtype))
 
     return _within("backward", call, name, memory_budget, run)
 
@@ -231,6 +246,7 @@ def _cut(call: AttentionCall, queries: Slices, keys: Slices) -> AttentionCall:
         positions=None if call.positions is None else call.positions[:, begin:end],
         bias=None if call.bias is None else call.bias[begin:end],
         bias_positions=at if at is None or len(at) == 1 else at[queries[0]],
+        sink=None if call.sink is None else call.sink[begin:end],
         pattern=pattern if pattern is None or end - begin == call.plan.heads else _OfHeads(pattern, begin),
     )
 
@@ -290,7 +306,9 @@ def memory(call: AttentionCall, name: str, direction: str) -> Memory:
     """Upper bound of the memory of a direction of a call on a backend; cached in the plan."""
     shapes = call.query.shape, call.value.shape, call.query.dtype, call.dropout_p > 0, call.pattern is None
     shapes += call.softcap > 0, None if call.bias is None else call.bias.shape, call.bias_positions is None
-    key = "memory", direction, name, *shapes, call.scale > 0, torch.get_num_threads(), reproducible_gradients()
+    shapes += (call.sink is None,)
+    key = "memory", direction, name, *shapes, call.scale > 0, torch.get_num_threads()
+    key += reproducible_gradients(), saves_memory()
     if key not in call.plan.memo:
         call.plan.memo[key] = Memory(_sizes(call, name, direction))
     return call.plan.memo[key]
@@ -312,6 +330,11 @@ def _sizes(call: AttentionCall, name: str, direction: str) -> dict[int, int]:
         # Results of a chunk are separate until they are copied; a seed and other small tensors are negligible.
         apart = chunk.queries * a_row + chunk.keys * a_key if chunk.queries < units * unit else 0
         total = results + apart + backend.workspace(call, direction, chunk) + sum(more) + 1024
+        if call.sink is not None:
+            # The LSE and its gradient with the sink, delta, and what they are computed from: for the products of rows,
+            # three tensors of one head.
+            total += 8 * wide * chunk.queries
+            total += 3 * wide * e * (chunk.queries // chunk.heads) if direction == "backward" else 0
         return total + min(total, 10 * UNSPLIT) if call.device.type == "cuda" else total
 
     sizes = {}
@@ -404,11 +427,21 @@ def clear_chunk_sizes() -> None:
 def _within(
     direction: str, call: AttentionCall, name: str, memory_budget: int | float, run: Callable[[int], Result]
 ) -> Result:
-    """Run with the largest chunks that fit; if memory runs out nevertheless, halve the chunks and retry."""
+    """Run with the largest chunks that fit; if memory runs out nevertheless, halve the chunks and retry.
+
+    A call that does not fit as a whole runs with the smallest workspace of its backend.
+    """
     kind = direction, name, call.device, call.query.dtype, call.query.shape, call.value.shape, call.plan.name
     budget = int(memory_budget) if memory_budget > 1 else int(memory_budget * free_bytes(call.device))
+    with _lock:
+        most = _chunk_sizes.get(kind, _rows(call))
     need = memory(call, name, direction)
     size = need.fitting(budget)
+    saves = min(size or 0, most) < _rows(call)
+    if saves:
+        with saving_memory():
+            need = memory(call, name, direction)
+        size = need.fitting(budget)
     if size is None:
         raise must(
             f"memory_budget must be at least {min(need.sizes.values()):,} bytes for the "
@@ -416,17 +449,17 @@ def _within(
             f"{budget:,}",
             "Pass a larger budget, or fewer samples, heads or tokens.",
         )
-    with _lock:
-        size = min(size, _chunk_sizes.get(kind, size))
+    size = min(size, most)
     while True:
         try:
-            return run(size)
+            with saving_memory(saves):
+                return run(size)
         except torch.OutOfMemoryError:
             smaller = max((other for other in need.sizes if other < size), default=None)
             if smaller is None:
                 raise
         # Outside the handler, whose traceback would keep the tensors of the attempt alive.
-        size = smaller
+        size, saves = smaller, True
         _store_chunk_size(kind, size, call)
 
 

@@ -35,6 +35,12 @@ def shares_of(logs: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     return weights.div_(torch.where(total != 0, total, 1.0)), lse
 
 
+def softmax_of_seen(scores: Tensor) -> Tensor:
+    """Softmax over the last axis; 0 in rows whose scores are all -inf."""
+    seen = (scores != -torch.inf).any(-1, keepdim=True)
+    return torch.where(seen, torch.where(seen, scores, 0.0).softmax(-1), 0.0)
+
+
 def merge(outputs: Sequence[Tensor], lses: Sequence[Tensor]) -> AttentionOutput:
     """Merge results over disjoint sets of keys; differentiable, in any order and grouping.
 

@@ -11,6 +11,7 @@ from ..plan.closed_forms import Domain, closed_form
 from ..shapes import Key, KeyPadding, Query
 from .checks import autocasted, check_masks, check_tensors, full_precision
 from .derivatives import scale_of
+from .merge import softmax_of_seen
 
 
 def attention_rows(
@@ -65,6 +66,5 @@ def attention_rows(
         scores = torch.where(times > 0, scores + times.to(dtype).log(), -torch.inf)
         if key_padding_mask is not None:
             scores = scores.masked_fill(key_padding_mask[:, None], -torch.inf)
-        seen = (scores != -torch.inf).any(-1, keepdim=True)
-        weights[:, head] = torch.where(seen, torch.where(seen, scores, 0.0).softmax(-1), 0.0)
+        weights[:, head] = softmax_of_seen(scores)
     return weights

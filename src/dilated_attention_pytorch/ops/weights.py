@@ -7,10 +7,11 @@ from torch import Tensor
 
 from ..errors import must
 from ..patterns import Causal, Pattern
-from ..patterns.parse import from_operand, parse
+from ..patterns.parse import from_operand
 from ..plan.closed_forms import Domain, closed_form
 from .attention import operand_of
 from .checks import autocasted, full_precision
+from .merge import softmax_of_seen
 
 _library = torch.library.Library("dilated_attention", "FRAGMENT")
 _library.define("log_counts(Tensor query, Tensor key, str pattern, bool is_causal) -> Tensor")
@@ -57,11 +58,8 @@ def attention_weights(
         scores = scores.masked_fill(key_padding_mask[:, None, None, :], -torch.inf)
     if extra is not None:
         scores = torch.cat([scores, extra], -1)
-    if not scores.numel():
-        # `any` and `softmax` over no keys keep the shape and the graph.
-        return scores.softmax(-1)
-    seen = (scores != -torch.inf).any(-1, keepdim=True)
-    return torch.where(seen, torch.where(seen, scores, 0.0).softmax(-1), 0.0)
+    # `softmax` over no keys keeps the shape and the graph.
+    return softmax_of_seen(scores) if scores.numel() else scores.softmax(-1)
 
 
 @torch.library.impl(_library, "log_counts", "CompositeExplicitAutograd")
@@ -72,7 +70,7 @@ def _log_counts(query: Tensor, key: Tensor, pattern: str, is_causal: bool) -> Te
     n = max(queries, keys)
     if not n:
         return counts
-    whole = from_operand(pattern) if pattern.startswith("@") else parse(pattern)
+    whole = from_operand(pattern)
     form = closed_form((whole & Causal() if is_causal else whole).resolve(n, heads))
     domain = Domain(n, query.device)
     rows, columns = domain.arange(queries)[:, None], domain.arange(keys)

@@ -123,6 +123,8 @@ class Pattern:
     def __str__(self) -> str:
         return self.describe()
 
+    __repr__ = __str__
+
     def __eq__(self, other: object) -> bool:
         if self is other or type(self) is not type(other):
             return self is other
@@ -329,8 +331,6 @@ class And(Pattern):
         left = f"({left})" if isinstance(self.left, Or) else left
         return f"{left} & {right}"
 
-    __repr__ = Pattern.__str__
-
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Or(Pattern):
@@ -360,8 +360,6 @@ class Or(Pattern):
         right = self.right.describe()
         right = f"({right})" if isinstance(self.right, Or) else right
         return f"{self.left.describe()} | {right}"
-
-    __repr__ = Pattern.__str__
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -408,8 +406,6 @@ class PerHead(Pattern):
     def describe(self) -> str:
         return "heads{" + " / ".join(p.describe() for p in self.patterns) + "}"
 
-    __repr__ = Pattern.__str__
-
 
 def options(pattern: Any, *names: str) -> str:
     """The `;name=value` tail of a description: the named fields that differ from their defaults."""
@@ -424,7 +420,7 @@ def options(pattern: Any, *names: str) -> str:
 
 
 LARGEST = 2**48
-"""Of every length in a pattern: room for its products and sums in 64 bits, which would wrap around without a word."""
+"""Largest length in a pattern: its products and sums fit 64 bits, which wrap around silently."""
 
 
 def integer(what: str, value: object, least: int, most: int = LARGEST) -> int:

@@ -13,8 +13,8 @@ from hashlib import sha256
 from typing import Any
 
 from ..errors import must, must_be
-from .base import CONSTRUCTORS, Pattern, flag, integer, integers, options
-from .dilated import Branch
+from .base import CONSTRUCTORS, Pattern, flag, integer, options
+from .dilated import Branch, check_branches
 
 WORD = 0xFFFFFFFF
 LEAST_BLOCK = 16
@@ -141,8 +141,6 @@ class Random(BlockPattern):
     def describe(self) -> str:
         return f"random:{self.density!r}{options(self, 'block', 'seed', 'per_head', 'length')}"
 
-    __repr__ = Pattern.__str__
-
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Hierarchical(BlockPattern):
@@ -190,8 +188,6 @@ class Hierarchical(BlockPattern):
         body = ",".join(f"{reach}x{stride}" for reach, stride in self.levels)
         return f"hierarchical:{body}{options(self, 'block', 'length')}"
 
-    __repr__ = Pattern.__str__
-
 
 @dataclass(frozen=True, slots=True, repr=False)
 class BlockDilated(BlockPattern):
@@ -215,14 +211,7 @@ class BlockDilated(BlockPattern):
 
     def __post_init__(self) -> None:
         BlockPattern.__post_init__(self)
-        object.__setattr__(self, "segment_lengths", integers("segment length", self.segment_lengths, 1))
-        object.__setattr__(self, "dilation_rates", integers("dilation rate", self.dilation_rates, 1))
-        if len(self.segment_lengths) != len(self.dilation_rates):
-            raise must(
-                "segment_lengths and dilation_rates must be equally long",
-                f"{len(self.segment_lengths)} and {len(self.dilation_rates)}",
-                "Give each segment length its own dilation rate.",
-            )
+        check_branches(self)
         if self.sparsity_ratio is not None:
             object.__setattr__(self, "sparsity_ratio", _ratio("sparsity_ratio", self.sparsity_ratio))
         object.__setattr__(self, "reserved", integer("reserved", self.reserved, 0))
@@ -269,8 +258,6 @@ class BlockDilated(BlockPattern):
         body = ",".join(f"{w}x{r}" for w, r in zip(self.segment_lengths, self.dilation_rates, strict=True))
         return f"block_dilated:{body}{options(self, 'sparsity_ratio', 'reserved', 'block', 'length')}"
 
-    __repr__ = Pattern.__str__
-
 
 @dataclass(frozen=True, slots=True, repr=False)
 class BlockColumns(BlockPattern):
@@ -299,8 +286,6 @@ class BlockColumns(BlockPattern):
 
     def describe(self) -> str:
         return f"block_columns:{self.count}{options(self, 'block', 'length')}"
-
-    __repr__ = Pattern.__str__
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -407,8 +392,6 @@ class BlockLists(BlockPattern):
     @property
     def nbytes(self) -> int:
         return len(self.pointers) + len(self.columns)
-
-    __repr__ = Pattern.__str__
 
 
 def _shape(nested: Any) -> str:

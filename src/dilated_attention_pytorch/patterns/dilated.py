@@ -20,6 +20,18 @@ class Branch(NamedTuple):
     rate: int
 
 
+def check_branches(pattern: Any) -> None:
+    """Store the segment lengths and dilation rates of a frozen pattern as tuples, one of each for every branch."""
+    object.__setattr__(pattern, "segment_lengths", integers("segment length", pattern.segment_lengths, 1))
+    object.__setattr__(pattern, "dilation_rates", integers("dilation rate", pattern.dilation_rates, 1))
+    if len(pattern.segment_lengths) != len(pattern.dilation_rates):
+        raise must(
+            "segment_lengths and dilation_rates must be equally long",
+            f"{len(pattern.segment_lengths)} and {len(pattern.dilation_rates)}",
+            "Give each segment length its own dilation rate.",
+        )
+
+
 @dataclass(frozen=True, slots=True, repr=False)
 class Dilated(Pattern):
     """LongNet's attention: in branch (w, r), head h samples tokens t with (t mod w) mod r == offset(h) in each segment.
@@ -45,14 +57,7 @@ class Dilated(Pattern):
     """Filled in by `resolve`; the block offset and split heads depend on it."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "segment_lengths", integers("segment length", self.segment_lengths, 1))
-        object.__setattr__(self, "dilation_rates", integers("dilation rate", self.dilation_rates, 1))
-        if len(self.segment_lengths) != len(self.dilation_rates):
-            raise must(
-                "segment_lengths and dilation_rates must be equally long",
-                f"{len(self.segment_lengths)} and {len(self.dilation_rates)}",
-                "Give each segment length its own dilation rate.",
-            )
+        check_branches(self)
         for name, kinds in (("offset", Offset), ("overlap", Overlap), ("heads", Heads)):
             if getattr(self, name) not in get_args(kinds):
                 raise must(f"{name} must be one of {', '.join(get_args(kinds))}", repr(getattr(self, name)))
@@ -126,8 +131,6 @@ class Dilated(Pattern):
         body = ",".join(f"{w}x{r}" for w, r in self.branches)
         return f"dilated:{body}{options(self, 'offset', 'overlap', 'heads', 'num_heads')}"
 
-    __repr__ = Pattern.__str__
-
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Strided(Pattern):
@@ -152,5 +155,3 @@ class Strided(Pattern):
 
     def describe(self) -> str:
         return f"strided:{self.stride}{options(self, 'block')}"
-
-    __repr__ = Pattern.__str__

@@ -65,8 +65,6 @@ class MaskMod(Pattern):
         code = self.function.__code__.co_code if isfunction(self.function) else name.encode()
         return f"mask_mod({name}@{sha256(code).hexdigest()[:8]})"
 
-    __repr__ = Pattern.__str__
-
 
 class _Batch:
     """Batch index of a `mask_mod` call: any use raises but making new tensors, as `and_masks` does."""

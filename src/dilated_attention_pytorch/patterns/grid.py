@@ -114,5 +114,3 @@ class Grid(Pattern):
             if any(value != (name == "dilation") for value in values):
                 text += f";{name}=" + "x".join(str(int(value)) for value in values)
         return text + (f";prefix={self.prefix}" if self.prefix else "")
-
-    __repr__ = Pattern.__str__

@@ -75,5 +75,3 @@ class Packed(Pattern):
     def describe(self) -> str:
         tail = "" if self.num_heads is None else f";num_heads={self.num_heads}"
         return f"packed{{{self.pattern.describe()} / documents:{','.join(map(str, self.lengths))}{tail}}}"
-
-    __repr__ = Pattern.__str__

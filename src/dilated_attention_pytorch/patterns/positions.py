@@ -26,8 +26,6 @@ class Full(Pattern):
     def describe(self) -> str:
         return "full"
 
-    __repr__ = Pattern.__str__
-
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Causal(Pattern):
@@ -44,8 +42,6 @@ class Causal(Pattern):
 
     def describe(self) -> str:
         return "causal"
-
-    __repr__ = Pattern.__str__
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -73,8 +69,6 @@ class SlidingWindow(Pattern):
     def describe(self) -> str:
         return f"window:{self.before}" + ("" if self.after == self.before else f",{self.after}")
 
-    __repr__ = Pattern.__str__
-
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Global(Pattern):
@@ -99,8 +93,6 @@ class Global(Pattern):
 
     def describe(self) -> str:
         return f"global:{self.tokens}{options(self, 'queries')}"
-
-    __repr__ = Pattern.__str__
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -137,8 +129,6 @@ class Documents(Pattern):
 
     def describe(self) -> str:
         return "documents:" + ",".join(map(str, self.lengths))
-
-    __repr__ = Pattern.__str__
 
 
 def _search(ends: Any, position: Any) -> Any:

@@ -417,7 +417,7 @@ def _distinct(flags: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class _CutMasks:
-    """Masks of a cut: those of the plan with keys that are not selected masked out, each stored once."""
+    """Masks of a cut: masks of the plan without keys that are not selected, each stored once."""
 
     def __init__(self, plan: Plan) -> None:
         self.bits, self.size = plan.masks.bits, plan.block_size

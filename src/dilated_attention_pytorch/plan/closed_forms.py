@@ -42,6 +42,7 @@ from ..patterns.functions import MaskMod
 from ..patterns.grid import Grid
 from .grid_forms import classify_grid, grid_columns, grid_reach
 from .intervals import Traced, trace
+from .plan import ranges
 
 NONE, SOME, ALL = 0, 1, 2
 Tiles = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -940,13 +941,6 @@ def block_pairs(pattern: BlockPattern, heads: list[int], domain: Domain) -> Tens
     form = closed_form(pattern)
     assert isinstance(form, BlockForm)
     return form.pairs_of_heads(heads if pattern.by_head else [0] * len(heads), domain)
-
-
-def ranges(begin: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
-    """Write out `begin[i] .. begin[i] + count[i] - 1` for every i: the owner i and the number, each int64."""
-    owner = torch.arange(len(count), device=count.device).repeat_interleave(count)
-    before = count.cumsum(0) - count
-    return owner, begin[owner] + torch.arange(len(owner), device=count.device) - before[owner]
 
 
 def _highest(values: Tensor, size: int) -> Tensor:

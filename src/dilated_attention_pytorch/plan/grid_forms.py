@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..patterns.grid import Grid
+from .plan import ranges
 
 Interval = tuple[Tensor, Tensor]
 """First and last coordinate on an axis, int64."""
@@ -60,11 +61,9 @@ def _box_reach(pattern: Grid, rows: Tensor, box: list[Interval]) -> tuple[Tensor
     token = torch.full_like(owner, pattern.prefix)
     for axis, (low, high) in enumerate(box[:-1]):
         first, last = _window(pattern, axis, low, high)
-        rate, count = pattern.dilations[axis], (last - first + 1)[owner]
-        index = torch.arange(len(owner), device=owner.device).repeat_interleave(count)
-        offset = torch.arange(len(index), device=owner.device) - (count.cumsum(0) - count)[index]
+        rate = pattern.dilations[axis]
+        index, coordinate = ranges(first[owner], (last - first + 1)[owner])
         owner, token = owner[index], token[index]
-        coordinate = first[owner] + offset
         # Only residues that occur among the queries are seen.
         seen = (coordinate - low[owner]) % rate <= high[owner] - low[owner]
         owner, token = owner[seen], (token + coordinate * pattern.strides[axis])[seen]

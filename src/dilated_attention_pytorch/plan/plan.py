@@ -92,18 +92,14 @@ class Walk:
 
     def entries(self) -> tuple[Tensor, Tensor, Tensor]:
         """All entries written out: row, streamed tile, mask (-1 where whole), each int64, ordered by row."""
-        device = self.rows.device
         whole, part = self.counts()
         table = self.rows.long()
-        row_ids = torch.arange(len(table), device=device)
         parts = []
         for count, begin, base, column in (
             (whole, FULL_BEGIN, FULL_BASE, self.full),
             (part, PARTIAL_BEGIN, PARTIAL_BASE, self.partial),
         ):
-            row = row_ids.repeat_interleave(count)
-            within = torch.arange(len(row), device=device) - (count.cumsum(0) - count).repeat_interleave(count)
-            slot = table[row, begin] + within
+            row, slot = ranges(table[:, begin], count)
             tile = table[row, base] + column[slot]
             mask = torch.full_like(slot, -1) if column is self.full else self.mask[slot].long()
             parts.append((row, tile, mask))
@@ -132,14 +128,19 @@ class Walk:
                     total[rows] += before[table[rows, end]] - before[table[rows, begin]]
                 continue
             for rows in used.split(SUMMED_ROWS):
-                count = table[rows, end] - table[rows, begin]
-                own = rows.repeat_interleave(count)
-                within = torch.arange(len(own), device=own.device) - (count.cumsum(0) - count).repeat_interleave(count)
-                total.index_add_(0, own, values[table[own, base] + stored[table[own, begin] + within]])
+                own, slot = ranges(table[rows, begin], table[rows, end] - table[rows, begin])
+                total.index_add_(0, rows[own], values[table[rows[own], base] + stored[slot]])
         return total
 
 
-def _rebuild(value: Any) -> tuple[Any, ...]:
+def ranges(begin: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
+    """Write out `begin[i] .. begin[i] + count[i] - 1` for every i: the owner i and the number, each int64."""
+    owner = torch.arange(len(count), device=count.device).repeat_interleave(count)
+    before = count.cumsum(0) - count
+    return owner, begin[owner] + torch.arange(len(owner), device=count.device) - before[owner]
+
+
+def rebuild(value: Any) -> tuple[Any, ...]:
     """`__reduce__` of a dataclass from its fields alone, without values derived from them."""
     return type(value), tuple(getattr(value, f.name) for f in fields(value) if f.init)
 
@@ -176,7 +177,7 @@ class Masks:
             transposed[first : first + chunk] = (words << shifts).sum(-1, dtype=torch.int64).to(torch.int32)
         return transposed.to(self.bits.device)
 
-    __reduce__ = _rebuild
+    __reduce__ = rebuild
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -228,7 +229,7 @@ class Plan:
 
     memo: dict[Any, Any] = field(init=False, default_factory=dict)
 
-    __reduce__ = _rebuild
+    __reduce__ = rebuild
 
     @property
     def device(self) -> torch.device:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ...plan.plan import Plan
 from ..call import AttentionCall, Extent, Forward, Gradients, empty_rows, reproducible_gradients
+from ..sink import scale_by_sink
 from .block_lists import Band, Lists, tables_of, why_not_blocks
 
 BLOCK = 128
@@ -88,7 +89,7 @@ def forward(call: AttentionCall) -> Forward:
     options, _ = _options_of(call.plan)
     inputs = (t.detach().transpose(1, 2) for t in (call.query, call.key, call.value))
     _flash_attn_fwd(*inputs, softmax_scale=call.scale, return_lse=True, out=output.transpose(1, 2), lse=lse, **options)
-    return Forward(output, lse)
+    return Forward(output if call.sink is None else scale_by_sink(output, lse, call.sink), lse)
 
 
 def backward(

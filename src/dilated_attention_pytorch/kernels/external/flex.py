@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ...plan.plan import Plan
 from ..call import AttentionCall, Extent, Forward, Gradients, laid_like
+from ..sink import row_products, scale_by_sink
 from .block_lists import lists_of, why_not_blocks
 
 if TYPE_CHECKING:
@@ -39,7 +40,8 @@ def why_not(call: AttentionCall) -> str | None:
         return f"block_size must be a multiple of 128 on a GPU, got {plan.block_size}"
     if query.is_cuda and min(query.shape[3], call.value.shape[3]) < 16:
         return f"head width must be >= 16 on a GPU, got {min(query.shape[3], call.value.shape[3])}"
-    if not query.is_cuda and any(t.requires_grad for t in (query, call.key, call.value)):
+    inputs = query, call.key, call.value, call.sink
+    if not query.is_cuda and any(t is not None and t.requires_grad for t in inputs):
         return "torch has no backward of FlexAttention on the CPU; the forward runs without gradients"
     if not query.is_cuda and plan.n > LONGEST_DENSE:
         return f"n must be <= {LONGEST_DENSE} on the CPU, where torch computes it densely, got {plan.n}"
@@ -66,13 +68,17 @@ def workspace(call: AttentionCall, direction: str, extent: Extent) -> int:
     dense = 8 * wide * call.plan.n if call.device.type == "cpu" else 0
     if direction == "forward":
         return (dense + 2 * item * e + 2 * wide) * extent.queries
-    return (dense + 2 * item * (d + e) + 6 * wide) * extent.queries + 2 * item * (d + e) * extent.keys
+    # A sink scales the gradient of the output in float32.
+    scaled = 0 if call.sink is None else (item + wide) * e
+    return (dense + scaled + 2 * item * (d + e) + 6 * wide) * extent.queries + 2 * item * (d + e) * extent.keys
 
 
 def forward(call: AttentionCall) -> Forward:
     """Output and LSE of a call that `why_not` accepts."""
     with torch.no_grad():
         output, lse = _attend(call, call.query, call.key, call.value)
+    if call.sink is not None:
+        output = scale_by_sink(output, lse, call.sink)
     return Forward(laid_like(output, call.query), lse)
 
 
@@ -84,6 +90,11 @@ def backward(
     with torch.enable_grad():
         results = _attend(call, *inputs)
     slope = torch.zeros_like(lse) if grad_lse is None else torch.where(lse > float("-inf"), grad_lse, 0.0)
+    if call.sink is not None:
+        # The output and LSE computed anew are those of the keys alone.
+        share = torch.where(lse > float("-inf"), (results[1].detach() - lse).exp(), 0.0)
+        slope = slope * share + (1 - share) * row_products(output, grad_output, lse.dtype)
+        grad_output = (grad_output * share[..., None]).to(grad_output.dtype)
     grads = torch.autograd.grad(results, inputs, (grad_output, slope.to(lse.dtype)))
     return Gradients(*(laid_like(grad, t) for grad, t in zip(grads, inputs, strict=True)))
 

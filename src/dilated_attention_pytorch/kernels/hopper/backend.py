@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -13,12 +13,14 @@ from torch import Tensor
 from ...plan.subset import head_entries, longest_row
 from ..call import AttentionCall, Extent, Forward, Gradients, empty_rows, reproducible_gradients
 from ..launch.launcher import Launches, LaunchStep, PtrArg, Tensors, TmaArg, on_device
+from ..sink import scale_by_sink
 from .layouts import (
     LOG2_E,
     TILE_WIDTHS,
     columns_of,
     layout_of,
     processors,
+    shared_registers,
     stride_problem,
     tile_width,
     tma_strides,
@@ -48,14 +50,19 @@ class ForwardConfig:
     """Registers per thread of a consumer warpgroup."""
     persistent: bool = True
     """Whether a program processes items until none is left, or a single item."""
+    programs: int = 1
+    """Programs that share a multiprocessor, and its registers and shared memory."""
 
 
 FORWARD_CONFIGS = {
     64: ForwardConfig(k_stages=4, v_stages=4),
     128: ForwardConfig(k_stages=3, v_stages=2),
 }
+SMALL_BLOCK_CONFIGS = {128: ForwardConfig(64, k_stages=3, v_stages=2, ping_pong=False, programs=2)}
+"""Configurations for blocks of 64, where a program has one consumer warpgroup."""
 STRIDED_CONFIGS = {64: FORWARD_CONFIGS[64], 128: ForwardConfig(k_stages=2, v_stages=2)}
-"""Configurations for strided parts, which also hold 128 rows of the previous output in shared memory."""
+SMALL_STRIDED_CONFIGS = {128: replace(SMALL_BLOCK_CONFIGS[128], k_stages=2)}
+"""Configurations for strided parts, which also hold the rows of the previous output in shared memory."""
 
 
 def gluon_missing() -> str | None:
@@ -117,8 +124,10 @@ def _lasting_problem(call: AttentionCall) -> str | None:
         return f"needs query and value widths that are multiples of 8 up to {TILE_WIDTHS[-1]}, got {d} and {e}"
     plan = call.plan
     strided = any(lowered.strided for lowered in lower(plan))
-    if plan.block_size not in ((128,) if strided else (128, 256)):
-        return f"needs block size 128, or 256 where tiles lie at its multiples, got {plan.block_size}"
+    if plan.block_size not in ((64, 128) if strided else (64, 128, 256)):
+        return f"needs block size 64 or 128, or 256 where tiles lie at its multiples, got {plan.block_size}"
+    if plan.block_size == 64 and max(d, e) <= 64:
+        return f"needs a query or value width above 64 for blocks of 64, got {d} and {e}"
     if plan.n > MOST_TOKENS:
         return f"needs n <= {MOST_TOKENS}, got {plan.n}"
     for name, tensor in (("query", call.query), ("key", call.key), ("value", call.value)):
@@ -137,11 +146,12 @@ def workspace(call: AttentionCall, direction: str, extent: Extent) -> int:
     if direction == "forward":
         signed = 0 if call.scale > 0 else item * d * extent.queries
         return pieces + signed
-    from .backward import BACKWARD_CONFIGS
+    from .backward import adds_in_turns, config_of
 
     # Delta of every row of whole blocks; for sums beside dK and dV also dQ in float32, once per part, and its turns.
-    tile = tile_width(call)
-    sums = tile + 1 if BACKWARD_CONFIGS[tile].ordered else 0 if reproducible_gradients() else tile
+    tile, config = tile_width(call), config_of(call)
+    in_turns = reproducible_gradients() and adds_in_turns(call.plan, config)
+    sums = tile + 1 if in_turns else 0 if reproducible_gradients() or config.programs > 1 else tile
     tiles = [part.queries.tiles for part in parts]
     blocks = max(-(-call.plan.n // block), sum(tiles) if sums else max(tiles, default=0))
     padded = -(-blocks * block * 4 // call.plan.n)
@@ -154,7 +164,8 @@ def workspace(call: AttentionCall, direction: str, extent: Extent) -> int:
 
 def _most_pieces(call: AttentionCall, extent: Extent) -> int:
     """Upper bound of the blocks of all pieces of long rows."""
-    parts, block, programs = call.plan.parts, call.plan.block_size, processors(call.device)
+    parts, block = call.plan.parts, call.plan.block_size
+    programs = processors(call.device) * config_of(call).programs
     rows = extent.samples * extent.heads
     tiles = max((max(part.queries.tiles, part.keys.tiles) for part in parts), default=0)
     if extent.pairs is not None:
@@ -167,7 +178,13 @@ def _most_pieces(call: AttentionCall, extent: Extent) -> int:
 
 def forward(call: AttentionCall) -> Forward:
     """Output and LSE of a call that `why_not` accepts."""
-    return run_forward(call, FORWARD_CONFIGS[tile_width(call)])
+    return run_forward(call, config_of(call))
+
+
+def config_of(call: AttentionCall, strided: bool = False) -> ForwardConfig:
+    """Configuration for the plain or strided parts of a call."""
+    configs = (FORWARD_CONFIGS, STRIDED_CONFIGS), (SMALL_BLOCK_CONFIGS, SMALL_STRIDED_CONFIGS)
+    return configs[call.plan.block_size == 64][strided][tile_width(call)]
 
 
 def run_forward(call: AttentionCall, config: ForwardConfig) -> Forward:
@@ -178,6 +195,7 @@ def run_forward(call: AttentionCall, config: ForwardConfig) -> Forward:
 def _launch_of(call: AttentionCall, config: ForwardConfig) -> ForwardLaunch:
     padded = call.key_padding_mask is not None
     key = "hopper forward", *layout_of(call.query, call.key, call.value), call.scale, id(config), padded
+    key += (None if call.sink is None else call.sink.dtype,)
     cache = launch_cache(call.plan)
     return cache.get(key) or cache.setdefault(key, ForwardLaunch(call, config))
 
@@ -197,8 +215,11 @@ class ForwardLaunch:
         self.covers = bool(parts) and not parts[0].strided and parts[0].by_query.covers
         self.learned = bool(parts) and parts[0].launches is not None
         self.counters = max(len(parts), 1)
+        # Later parts add to the output of earlier ones, so that the sink joins behind the last.
+        self.scales = call.sink is not None and not (len(parts) == 1 and not parts[0].strided)
         self.pieces: tuple[tuple[tuple[int, ...], torch.dtype], ...] = ()
-        cut = split(parts[0], parts[0].by_query, len(query), processors(query.device)) if len(parts) == 1 else None
+        programs = processors(query.device) * config.programs
+        cut = split(parts[0], parts[0].by_query, len(query), programs) if len(parts) == 1 else None
         if cut is not None:
             shape = cut.piece_shape(len(query), call.value.shape[-1])
             self.pieces = (shape, query.dtype), (shape[:3], torch.float32)
@@ -206,28 +227,32 @@ class ForwardLaunch:
         output = self._empty_output(torch.empty_like(query, device="meta"))
         made = output, *(torch.empty(0, device="meta") for _ in range(2))
         pieces = (torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in self.pieces)
-        like = query, call.key, call.value, *made, *pieces, *self._lists(call)
-        padding = None if call.key_padding_mask is None else PtrArg(len(like) - 1)
+        like = query, call.key, call.value, *made, *pieces, *self._given(call)
+        sink = None if call.sink is None or self.scales else PtrArg(len(like) - 1)
+        padding = None if call.key_padding_mask is None else PtrArg(len(like) - (1 if call.sink is None else 2))
         if cut is None:
-            strided = STRIDED_CONFIGS[tile_width(call)]
+            strided = config_of(call, strided=True)
             launches = [
                 _part_launch(
-                    call, strided if lowered.strided else config, lowered, lowered.by_query, like, padding, number
+                    call, strided if lowered.strided else config, lowered, lowered.by_query, like, padding, sink, number
                 )
                 for number, lowered in enumerate(parts)
             ]
         else:
             from ..triton.forward_kernels import merge_pieces_kernel
 
-            places = PtrArg(OUTPUT), PtrArg(LSE), PtrArg(LSE), PtrArg(PIECES), PtrArg(PIECE_LSE)
-            launches = [_part_launch(call, config, parts[0], work, like, padding) for work in (cut.rest, cut.pieces)]
+            places = PtrArg(OUTPUT), PtrArg(LSE), PtrArg(LSE), PtrArg(PIECES), PtrArg(PIECE_LSE), sink
+            launches = [
+                _part_launch(call, config, parts[0], work, like, padding, added)
+                for work, added in ((cut.rest, sink), (cut.pieces, None))
+            ]
             launches.append(cut.join(merge_pieces_kernel, places, like, like[OUTPUT]))
         self.launches = Launches(query.device, launches)
 
-    def _lists(self, call: AttentionCall) -> tuple[Tensor, ...]:
-        """Lists of a learned plan and the padding mask, which are arguments of every call."""
+    def _given(self, call: AttentionCall) -> tuple[Tensor, ...]:
+        """Lists of a learned plan, the padding mask and the sink, which are arguments of every call."""
         lists = (*lower(call.plan)[0].by_query[:-1], call.plan.masks.bits) if self.learned else ()
-        return *lists, *call.padding_bytes
+        return *lists, *call.padding_bytes, *(() if call.sink is None else (call.sink,))
 
     def _signed(self, query: Tensor) -> Tensor:
         """Queries times the sign of the scale, so that its magnitude gives the same scores."""
@@ -248,7 +273,9 @@ class ForwardLaunch:
         with on_device(self.device):
             counters = item_counters(self.device, self.counters)
             pieces = [torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in self.pieces]
-            self.launches(query, call.key, call.value, output, lse, counters, *pieces, *self._lists(call))
+            self.launches(query, call.key, call.value, output, lse, counters, *pieces, *self._given(call))
+        if self.scales and call.sink is not None:
+            scale_by_sink(output, lse, call.sink)
         return Forward(output, lse)
 
 
@@ -278,6 +305,7 @@ def _part_launch(
     work: ForwardItems,
     like: Tensors,
     padding: PtrArg | None,
+    sink: PtrArg | None,
     number: int | None = None,
 ) -> LaunchStep:
     """Launch of one part of a plan (`number` is its index among several), or of the pieces of its long rows."""
@@ -299,6 +327,7 @@ def _part_launch(
         TmaArg(PIECES if pieces else OUTPUT, 64, width, queries),
         PtrArg(OUTPUT) if lowered.strided else None,
         PtrArg(PIECE_LSE if pieces else LSE),
+        sink,
         *(*work[:-1], plan.masks.bits, padding, PtrArg(COUNTERS, number or 0, torch.int32)),
         *(items, items_a_batch, heads, heads // key.shape[1], n, None if key.shape[2] == n else key.shape[2]),
         *(stride // 8 for stride in tma_strides(like[OUTPUT])[:3]),
@@ -307,8 +336,9 @@ def _part_launch(
         *(plan.block_size, config.k_stages, config.v_stages, config.ping_pong, config.persistent),
         *(pieces, config.registers),
     )
-    grid = min(items, processors(query.device)) if config.persistent else items
-    return LaunchStep(attention_fwd_kernel, grid, arguments, like, overlaps=number is not None)
+    grid = min(items, processors(query.device) * config.programs) if config.persistent else items
+    options = shared_registers(config.programs)
+    return LaunchStep(attention_fwd_kernel, grid, arguments, like, overlaps=number is not None, options=options)
 
 
 class PreparedAttention:
@@ -326,10 +356,9 @@ class PreparedAttention:
 
 def prepare(call: AttentionCall) -> PreparedAttention:
     """Runner for calls like this one, which `why_not` must accept."""
-    from .backward import BACKWARD_CONFIGS, prepared
+    from . import backward
 
-    width = tile_width(call)
-    return PreparedAttention(_launch_of(call, FORWARD_CONFIGS[width]), prepared(call, BACKWARD_CONFIGS[width]))
+    return PreparedAttention(_launch_of(call, config_of(call)), backward.prepared(call, backward.config_of(call)))
 
 
 def import_kernels() -> None:
@@ -343,7 +372,7 @@ def backward(
     call: AttentionCall, output: Tensor, lse: Tensor, grad_output: Tensor, grad_lse: Tensor | None
 ) -> Gradients:
     """Gradients of a call that `why_not` accepts; see the module `backward`."""
-    from .backward import BACKWARD_CONFIGS, run_backward
+    from .backward import config_of, run_backward
 
-    config = BACKWARD_CONFIGS[tile_width(call)]
+    config = config_of(call)
     return run_backward(call, output, lse, grad_output, grad_lse, config, not reproducible_gradients())

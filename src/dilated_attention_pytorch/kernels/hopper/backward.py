@@ -2,9 +2,9 @@
 
 dQ is computed in one of two ways. The fused kernel computes it beside dK and dV with five products per tile pair and
 accumulates it in float32 (4 bytes per element of the rows of each part; for a plain part twice the size of dQ), in no
-fixed order. The row-wise kernel recomputes the scores with seven products per tile pair, needs no copy and is
-bitwise reproducible; it is the default unless `reproducible_gradients(False)` is set. With `BackwardConfig.ordered`
-the fused kernel takes its place and adds in the order of `turns`, which is bitwise reproducible, too.
+fixed order if `reproducible_gradients(False)` is set. Otherwise it adds in the order of `turns`, or the row-wise kernel
+takes its place, which recomputes the scores with seven products per tile pair and needs no copy; both are bitwise
+reproducible. `adds_in_turns` decides between them.
 
 Parts of a plan run one after another. Each uses the LSE and delta of whole rows, so its contribution is exact. dK and
 dV of a plain part run first and write every row, and other parts add to them; without a plain part they start from
@@ -21,12 +21,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..call import AttentionCall, Gradients, empty_rows
+from ...plan.plan import Plan
+from ..call import AttentionCall, DeltaGradients, Gradients, empty_rows, saves_memory
 from ..launch.launcher import Launches, LaunchStep, PtrArg, Tensors, TmaArg, on_device
-from .layouts import LOG2_E, columns_of, layout_of, layout_problem, processors, tile_width
+from .layouts import LOG2_E, columns_of, layout_of, layout_problem, processors, shared_registers, tile_width
 from .lowering import BackwardItems, LoweredPart, Strides, launch_cache, lower
 from .split_rows import Split, split
-from .turns import in_turns
+from .turns import in_turns, suits
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +44,27 @@ class BackwardConfig:
     """Pipeline stages of the row-wise dQ kernel, which uses each tile in two consecutive steps."""
     registers: int = 240
     """Registers per thread of a consumer warpgroup."""
-    ordered: bool = False
-    """Whether reproducible dQ is accumulated beside dK and dV in turns; learned plans still compute it by rows."""
+    programs: int = 1
+    """Programs that share a multiprocessor; if two do, dQ is always computed by rows."""
+    ordered: bool | None = None
+    """Whether reproducible dQ is accumulated beside dK and dV in turns; None decides by plan, see `adds_in_turns`."""
 
 
-BACKWARD_CONFIGS = {64: BackwardConfig(128, stages_by_rows=3, row_stages=4), 128: BackwardConfig(64)}
+BACKWARD_CONFIGS = {64: BackwardConfig(128, stages_by_rows=3, row_stages=4), 128: BackwardConfig(64, ordered=False)}
+SMALL_BLOCK_CONFIGS = {128: BackwardConfig(64, held_stages=1, row_stages=2, programs=2, ordered=False)}
+"""Configurations for blocks of 64, where a program has one consumer warpgroup."""
+
+
+def config_of(call: AttentionCall) -> BackwardConfig:
+    """Configuration for a call."""
+    return (SMALL_BLOCK_CONFIGS if call.plan.block_size == 64 else BACKWARD_CONFIGS)[tile_width(call)]
+
+
+def adds_in_turns(plan: Plan, config: BackwardConfig) -> bool:
+    """Whether reproducible dQ is accumulated in turns; never if memory is short, for its float32 copy of dQ."""
+    if config.ordered is None:
+        return not saves_memory() and suits(plan)
+    return config.ordered and launch_cache(plan) is plan.memo
 
 
 def run_backward(
@@ -105,10 +122,12 @@ class PreparedBackward:
         grad_lse: Tensor | None,
         fused: bool,
     ) -> Gradients:
+        fused = fused and self._config.programs == 1
         slope = lse if grad_lse is None else grad_lse
         query, key, value = call.query, call.key, call.value
         strides = query.stride(), key.stride(), value.stride(), output.stride(), grad_output.stride(), slope.stride()
-        layout = *strides, grad_lse is None, fused, call.key_padding_mask is None
+        ordered = not fused and adds_in_turns(call.plan, self._config)
+        layout = *strides, grad_lse is None, fused, ordered, call.key_padding_mask is None
         launch = self._launches.get(layout)
         tensors = query, key, value, output, grad_output, lse, slope
         if self._learned:
@@ -122,9 +141,13 @@ class PreparedBackward:
                 *three, grad_output = movable
                 call = replace(call, query=three[0], key=three[1], value=three[2])
                 return self(call, output, lse, grad_output, grad_lse, fused)
-            launch = self._launches[layout] = BackwardLaunch(call, tensors, grad_lse is not None, self._config, fused)
+            launch = self._launches[layout] = BackwardLaunch(
+                call, tensors, grad_lse is not None, self._config, fused, ordered
+            )
         with on_device(call.device):
-            return launch(*tensors)
+            grads = launch(*tensors)
+        # Delta refers to the whole workspace.
+        return Gradients(*grads) if call.sink is None else grads
 
 
 QUERY, KEY, VALUE, OUTPUT, GRAD_OUTPUT, LSE, SLOPE, SPACE, GRAD_QUERY, GRAD_KEY, GRAD_VALUE = range(11)
@@ -140,14 +163,19 @@ class BackwardLaunch:
     """
 
     def __init__(
-        self, call: AttentionCall, tensors: Tensors, lse_grad: bool, config: BackwardConfig, fused: bool
+        self,
+        call: AttentionCall,
+        tensors: Tensors,
+        lse_grad: bool,
+        config: BackwardConfig,
+        fused: bool,
+        ordered: bool = False,
     ) -> None:
         query, plan = call.query, call.plan
         batch, heads, n, _ = query.shape
         rows = config.streamed_tile
         device = query.device
         all_lowered = lower(plan)
-        ordered = config.ordered and not fused and all(lowered.launches is None for lowered in all_lowered)
         fused = fused or ordered
         self.writes_all = bool(all_lowered) and all_lowered[0].writes_all
         # Whole blocks of the plan: a list may name sub-tiles of its last block past the end of the sequence.
@@ -207,10 +235,10 @@ class BackwardLaunch:
         arguments = PtrArg(OUTPUT), PtrArg(GRAD_OUTPUT), PtrArg(LSE), PtrArg(SLOPE), *pointers, *sizes, *constants
         return LaunchStep(prepare_bwd_kernel, self.row_tiles, arguments, like, plain=True)
 
-    def __call__(self, *tensors: Tensor) -> Gradients:
+    def __call__(self, *tensors: Tensor) -> DeltaGradients:
         dtype, device = tensors[QUERY].dtype, tensors[QUERY].device
         space = torch.empty(self.floats, dtype=torch.float32, device=device)
-        gradients = Gradients(*(torch.empty_strided(*one, dtype=dtype, device=device) for one in self.made))
+        gradients = DeltaGradients(*(torch.empty_strided(*one, dtype=dtype, device=device) for one in self.made))
         pieces = [torch.empty(shape, dtype=dtype, device=device) if shape else space for shape in self.pieces]
         if not self.writes_all:
             torch._foreach_zero_(gradients)
@@ -220,6 +248,7 @@ class BackwardLaunch:
         if begin < end:
             space[begin:end].zero_()
         self.launches(*tensors[:SPACE], space, *gradients, *pieces, *tensors[SPACE:])
+        gradients.delta = space[: tensors[LSE].numel()].view_as(tensors[LSE])
         return gradients
 
 
@@ -280,7 +309,8 @@ class PartBackward:
         axes = *lengths, *strides[0], *strides[1]
         scales = call.scale, call.scale * LOG2_E
         self.registers = config.registers
-        programs = processors(query.device)
+        self.programs = config.programs
+        programs = processors(query.device) * config.programs
         sizes = heads, group
         stages = config.stages if fused else config.stages_by_rows
         settings = *scales, plan.block_size, stages, config.held_stages, fused
@@ -343,8 +373,9 @@ class PartBackward:
         pieces = args.cut is not None and work is args.cut.pieces
         numbers = self.batch * items, items, *args.sizes, args.blocks, *args.settings, pieces, self.registers
         arguments = *args.tma_args, *args.written, *args.joined, *pointers[:-2], *work, *pointers[-2:], *numbers
-        grid = min(numbers[0], processors(like[QUERY].device))
-        return LaunchStep(args.kernel, grid, arguments, like, overlaps=args.cut is None)
+        grid = min(numbers[0], processors(like[QUERY].device) * self.programs)
+        options = shared_registers(self.programs)
+        return LaunchStep(args.kernel, grid, arguments, like, overlaps=args.cut is None, options=options)
 
     def finish(self, like: Tensors, total: PtrArg) -> LaunchStep:
         """Launch of the kernel that converts the accumulator to dQ."""

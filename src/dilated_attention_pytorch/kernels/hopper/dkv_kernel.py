@@ -7,7 +7,8 @@ A work item is 128 keys of one key head; each of two warpgroups owns 64 of them.
 Both score products are computed transposed, so that P^T is already the register operand of dV. dQ needs dS of all 128
 keys: the warpgroups exchange it through shared memory; each computes a 64 x 64 piece of dQ and adds it to a float32
 accumulator in global memory, one step later, so that neither waits for the other. The order of these additions is not
-fixed, so dQ of two runs may differ in its last bits; without DQ the kernel leaves dQ to `dq_kernel`.
+fixed, so dQ of two runs may differ in its last bits; without DQ the kernel leaves dQ to `dq_kernel`. With blocks of 64
+a program has one warpgroup, an item is one block, and dQ is left to `dq_kernel`.
 
 With `p_turns` the order is fixed: items add to a tile of dQ in the order of their claims. Every streamed tile carries
 its turn, and a fourth partition (`keep_turns`) releases the piece of both warpgroups when the counter of the tile has
@@ -64,6 +65,7 @@ from .primitives import (
     ring,
     sync_warp,
     wait_for_launch,
+    workers_of,
     zero_rows,
 )
 
@@ -280,6 +282,7 @@ def load_backward_tiles(
         n_held = n_keys if BY_KEY else n
         n_streamed = n if BY_KEY else n_keys
     STRIDED: gl.constexpr = len(streamed_1.block_shape) == 5
+    WORKERS: gl.constexpr = workers_of(BLOCK)
     BM: gl.constexpr = streamed_1.block_shape[len(streamed_1.block_shape) - 2]
     SUB: gl.constexpr = BLOCK // BM
     let_next_start()
@@ -287,15 +290,10 @@ def load_backward_tiles(
     item_count = 0
     item = claim_in_order(p_next, items) if TURNS else gl.program_id(0)
     while item < items:
-        if TURNS:
-            # Samples share their turns, and are as independent as heads.
-            batches = items // items_a_batch
-            batch = item % batches
-            p_item = p_work + (item // batches) * (7 if STRIDED else 5)
-        else:
+        if not TURNS:
             claim = claim_item(p_next, True)
-            batch = item // items_a_batch
-            p_item = p_work + (item % items_a_batch) * (6 if STRIDED else 4)
+        batch = item // items_a_batch
+        p_item = p_work + (item % items_a_batch) * ((6 if STRIDED else 4) + TURNS)
         held_head = gl.load(p_item)
         o_held = gl.load(p_item + 1)
         steps = gl.load(p_item + 2) * SUB
@@ -307,16 +305,16 @@ def load_backward_tiles(
             held_offset = gl.load(p_item + 5)
             o_row = 0
         else:
-            o_held *= 2 * ROWS
+            o_held *= WORKERS * ROWS
             held_rows = n_held - o_held
             o_row = o_held % BLOCK
             block = o_held // BLOCK
             if SPLIT:
-                stored = gl.load(p_item + 3) * (2 * ROWS)
+                stored = gl.load(p_item + 3) * (WORKERS * ROWS)
                 block = stored // BLOCK
         members = group if BY_KEY else 1
         if BY_KEY and p_padding is not None:
-            a, b, c, d = kept_words(p_padding, batch, n_held, o_held, held_rate if STRIDED else 1, 2 * ROWS)
+            a, b, c, d = kept_words(p_padding, batch, n_held, o_held, held_rate if STRIDED else 1, WORKERS * ROWS)
             some = gl.where((a & b & c & d) == -1, 0, 1)
             if not TURNS:
                 none = (a | b | c | d) == 0
@@ -336,10 +334,10 @@ def load_backward_tiles(
                 slot, item_count, some, a, b, c, d,
             )  # fmt: skip
         else:
-            mbarrier.expect(here_full, 4 * held_1.block_type.nbytes)
-        for half in gl.static_range(2):
+            mbarrier.expect(here_full, 2 * WORKERS * held_1.block_type.nbytes)
+        for half in gl.static_range(WORKERS):
             row = first_row + half * ROWS
-            b_1_half, b_2_half = b_held_1.index(slot * 2 + half), b_held_2.index(slot * 2 + half)
+            b_1_half, b_2_half = b_held_1.index(slot * WORKERS + half), b_held_2.index(slot * WORKERS + half)
             if not ZEROES:
                 copy_rows_in(held_1, held_1_more, batch, held_head, residue, row, held_longer, here_full, b_1_half)
             copy_rows_in(held_2, held_2_more, batch, held_head, residue, row, held_longer, here_full, b_2_half)
@@ -516,7 +514,7 @@ def gather_step(
     operand: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=dv.type.layout, k_width=2)
     queries: gl.constexpr = gl.SliceLayout(0, no_scores.type.layout)
     slot = tile_count % STAGES
-    o_item = here(kv_slot * 2)
+    o_item = here(kv_slot * workers_of(BLOCK))
     k = b_k.index(o_item + C).reshape([ROWS, D])
     v = b_v.index(o_item + C).reshape([ROWS, D])
     q = b_q.index(slot).reshape([BM, D])
@@ -571,6 +569,7 @@ def gather_keys(
     TURNS: gl.constexpr = False,
 ):  # fmt: skip
     """Warpgroup `C`: dK and dV of its 64 keys of every item of this program, added to `p_dk` and `p_dv` if given."""
+    WORKERS: gl.constexpr = workers_of(BLOCK)
     BM: gl.constexpr = b_q.shape[len(b_q.shape) - 2]
     D: gl.constexpr = b_q.shape[len(b_q.shape) - 1]
     scores_layout: gl.constexpr = gl.NVMMADistributedLayout(
@@ -617,16 +616,17 @@ def gather_keys(
         head = read(item, ITEM_HEAD)
         o_key = read(item, ITEM_STORED if SPLIT else ITEM_ROW)
         rows = read(item, ITEM_ROWS)
-        b_dv = b_v.index(kv_slot * 2 + C)
-        b_dk = b_k.index(kv_slot * 2 + C)
         if b_kept is not None:
             dv = drop_rows(dv, b_kept.index(kv_slot), C)
             dk = drop_rows(dk, b_kept.index(kv_slot), C)
+        b_dv = b_v.index(kv_slot * WORKERS + C)
+        b_dk = b_k.index(kv_slot * WORKERS + C)
         if p_dv is not None:
             dv = joined_rows(dv, p_dv, dv_desc, batch, head, o_key, rows, b_dv, C)
         put_rows(dv, dv_desc, dv_more, batch, head, o_key, rows, k_rate, k_longer, b_dv, C)
-        # The sibling also reads these rows of K; once it is done, their buffer may hold dK.
-        meet()
+        if WORKERS == 2:
+            # The sibling also reads these rows of K; once it is done, their buffer may hold dK.
+            meet()
         dk *= scale
         if p_dk is not None:
             dk = joined_rows(dk, p_dk, dk_desc, batch, head, o_key, rows, b_dk, C)
@@ -662,21 +662,22 @@ def attention_dkv_bwd_kernel(
 
     `n` is the number of queries, and `n_keys` that of keys, None for as many.
     """
+    WORKERS: gl.constexpr = workers_of(BLOCK)
     BM: gl.constexpr = q_desc.block_shape[len(q_desc.block_shape) - 2]
     dtype: gl.constexpr = q_desc.dtype
     note: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     exchange: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BM], dtype)
     b_q = gl.allocate_shared_memory(dtype, ring(STAGES, q_desc), q_desc.layout)
     b_do = gl.allocate_shared_memory(dtype, ring(STAGES, do_desc), do_desc.layout)
-    b_k = gl.allocate_shared_memory(dtype, ring(2 * KV_STAGES, k_desc), k_desc.layout)
-    b_v = gl.allocate_shared_memory(dtype, ring(2 * KV_STAGES, v_desc), v_desc.layout)
-    b_ds = gl.allocate_shared_memory(dtype, [4 if DQ else 2, ROWS, BM], exchange)
+    b_k = gl.allocate_shared_memory(dtype, ring(WORKERS * KV_STAGES, k_desc), k_desc.layout)
+    b_v = gl.allocate_shared_memory(dtype, ring(WORKERS * KV_STAGES, v_desc), v_desc.layout)
+    b_ds = gl.allocate_shared_memory(dtype, [2 * WORKERS if DQ else WORKERS, ROWS, BM], exchange)
     b_rows = gl.allocate_shared_memory(gl.float32, [STAGES, 2 * BM], note)
     b_item = gl.allocate_shared_memory(gl.int32, [KV_STAGES, 8], note)
     b_tile = gl.allocate_shared_memory(gl.int32, [STAGES, 8], note)
     TURNS: gl.constexpr = p_turns is not None
-    full, empty = barrier_pairs(STAGES, 3 if TURNS else 2)
-    kv_full, kv_empty = barrier_pairs(KV_STAGES)
+    full, empty = barrier_pairs(STAGES, 3 if TURNS else WORKERS)
+    kv_full, kv_empty = barrier_pairs(KV_STAGES, WORKERS)
     if p_padding is None:
         b_kept: gl.constexpr = None
     else:
@@ -713,6 +714,25 @@ def attention_dkv_bwd_kernel(
             ],
             [4, 1, 1],
             [WORKER_REGISTERS, 32, 32],
+        )  # fmt: skip
+    elif WORKERS == 1:
+        gl.warp_specialize(
+            [
+                (gather_keys, (
+                    0, dk_desc, dk_more, dv_desc, dv_more,
+                    b_q, b_do, b_k, b_v, b_ds, b_rows, b_item, b_tile, b_kept, full, empty, kv_full, kv_empty,
+                    None, None, p_sum, p_bits, k_rate, k_longer, scale, scale_log2, BLOCK, STAGES, KV_STAGES, DQ, SPLIT,
+                )),
+                (load_backward_tiles, (
+                    k_desc, k_more, v_desc, v_more, q_desc, q_more, do_desc, do_more,
+                    b_k, b_v, b_q, b_do, b_rows, b_item, b_tile, b_kept, full, empty, kv_full, kv_empty, whole,
+                    p_lse, p_delta, p_work, p_class, p_walk, p_whole, p_partial, p_tiles, p_padding, p_next, items,
+                    items_a_batch, heads, group, sum_tiles, key_blocks, n, n_keys, k_rate, k_longer, q_rate, q_longer,
+                    BLOCK, STAGES, KV_STAGES, True, SPLIT,
+                )),
+            ],
+            [1],
+            [32],
         )  # fmt: skip
     else:
         gl.warp_specialize(

@@ -5,7 +5,7 @@ A work item is 128 query rows of one head; each of two warpgroups owns 64 of the
     S = Q K^T      dP = dO V^T      dQ += dS K
 
 The third product of a step is issued after the first two of the next step, so that the tensor cores are busy while the
-weights of that step are computed.
+weights of that step are computed. With blocks of 64 an item is one block, and a program has one warpgroup.
 
 dS of padded keys is set to 0. The product runs over the keys, so padded keys are zeroed in shared memory, too.
 
@@ -51,43 +51,58 @@ from .primitives import (
     ring,
     row_pointers,
     wait_for_launch,
+    workers_of,
 )
 
 
 @gluon.jit
 def gather_row_step(
-    C: gl.constexpr, dq, ds, tile_count, step, q_slot, lse, delta, no_scores, b_q, b_do, b_k, b_v, b_tile, b_kept, full,
-    empty, p_bits, scale_log2, BLOCK: gl.constexpr, STAGES: gl.constexpr,
+    C: gl.constexpr, dq, ds, tile_count, step, q_slot, q_rows, lse, delta, no_scores, b_q, b_do, b_k, b_v,
+    b_tile, b_kept, full, empty, p_bits, scale_log2, BLOCK: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """dS of one tile of keys, and the contribution of the preceding tile to dQ, for the rows of warpgroup `C`."""
+    """dS of one tile of keys, and the contribution of the preceding tile to dQ, for the rows of warpgroup `C`.
+
+    `q_rows` are its queries in registers, or None for those in shared memory.
+    """
     BN: gl.constexpr = b_k.shape[len(b_k.shape) - 2]
     D: gl.constexpr = b_k.shape[len(b_k.shape) - 1]
     operand_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=dq.type.layout, k_width=2)
     slot = tile_count % STAGES
     # In the first step there is no dS yet: its own keys are multiplied by zeros.
     behind = (tile_count + STAGES - gl.where(step > 0, 1, 0)) % STAGES
-    o_item = here(q_slot * 2 + C)
-    q = b_q.index(o_item).reshape([ROWS, D])
+    o_item = here(q_slot * workers_of(BLOCK) + C)
+    q = b_q.index(o_item).reshape([ROWS, D]) if q_rows is None else q_rows
     do = b_do.index(o_item).reshape([ROWS, D])
     k = b_k.index(slot).reshape([BN, D])
     v = b_v.index(slot).reshape([BN, D])
     note = b_tile.index(slot)
+    # With two stages the keys of the preceding step are multiplied first, as the next tile takes their place.
+    EARLY: gl.constexpr = STAGES == 2
     mbarrier.wait(full.index(slot), (tile_count // STAGES) & 1)
+    if EARLY:
+        operand = gl.convert_layout(ds.to(b_k.dtype), operand_layout)
+        dq_token = warpgroup_mma(operand, b_k.index(behind).reshape([BN, D]), dq, is_async=True)
     scores_token = warpgroup_mma(q, k.permute((1, 0)), no_scores, use_acc=False, is_async=True)
     dp_token = warpgroup_mma(do, v.permute((1, 0)), no_scores, use_acc=False, is_async=True)
-    operand = gl.convert_layout(ds.to(b_k.dtype), operand_layout)
-    dq_token = warpgroup_mma(operand, b_k.index(behind).reshape([BN, D]), dq, is_async=True)
-    scores = warpgroup_mma_wait(2, deps=(scores_token,))
+    if EARLY:
+        dq = warpgroup_mma_wait(2, deps=(dq_token,))
+        mbarrier.arrive(empty.index(behind), count=1, pred=step > 0)
+        scores = warpgroup_mma_wait(1, deps=(scores_token,))
+    else:
+        operand = gl.convert_layout(ds.to(b_k.dtype), operand_layout)
+        dq_token = warpgroup_mma(operand, b_k.index(behind).reshape([BN, D]), dq, is_async=True)
+        scores = warpgroup_mma_wait(2, deps=(scores_token,))
     weights = gl.exp2(scores * scale_log2 - lse)
     if read(note, TILE_MASK) >= 0:
         weights = mask_weights(weights, note, p_bits, C, BLOCK, False)
-    dp = warpgroup_mma_wait(1, deps=(dp_token,))
+    dp = warpgroup_mma_wait(0 if EARLY else 1, deps=(dp_token,))
     ds = weights * (dp - delta)
     if b_kept is not None:
         ds = drop_columns(ds, b_kept.index(slot), 0.0)
-    gl.inline_asm_elementwise(HOLD, "=r,r", [tile_count], dtype=gl.int32, is_pure=False, pack=1)
-    dq = warpgroup_mma_wait(0, deps=(dq_token,))
-    mbarrier.arrive(empty.index(behind), count=1, pred=step > 0)
+    if not EARLY:
+        gl.inline_asm_elementwise(HOLD, "=r,r", [tile_count], dtype=gl.int32, is_pure=False, pack=1)
+        dq = warpgroup_mma_wait(0, deps=(dq_token,))
+        mbarrier.arrive(empty.index(behind), count=1, pred=step > 0)
     return dq, ds, tile_count + 1
 
 
@@ -130,15 +145,20 @@ def gather_queries(
         delta = gl.expand_dims(gl.load(p_delta + o_own, mask=row < rows, other=0.0), 1)
         dq = gl.full([ROWS, D], 0.0, gl.float32, acc_layout)
         ds = no_scores
+        # Products of 64 keys would read these rows as often as the keys.
+        q_rows = None
+        if workers_of(BLOCK) == 1:
+            rows_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=scores_layout, k_width=2)
+            q_rows = b_q.index(q_slot).reshape([ROWS, D]).load(rows_layout)
         for step in range(steps):
             dq, ds, tile_count = gather_row_step(
-                C, dq, ds, tile_count, step, q_slot, lse, delta, no_scores, b_q, b_do, b_k, b_v, b_tile, b_kept, full,
-                empty, p_bits, scale_log2, BLOCK, STAGES,
+                C, dq, ds, tile_count, step, q_slot, q_rows, lse, delta, no_scores, b_q, b_do, b_k, b_v,
+                b_tile, b_kept, full, empty, p_bits, scale_log2, BLOCK, STAGES,
             )  # fmt: skip
         behind = (tile_count + STAGES - 1) % STAGES
         operand = gl.convert_layout(ds.to(dtype), operand_layout)
         dq_token = warpgroup_mma(operand, b_k.index(behind).reshape([BN, D]), dq, is_async=True)
-        b_dq = b_q.index(q_slot * 2 + C)
+        b_dq = b_q.index(q_slot * workers_of(BLOCK) + C)
         if p_dq is not None:
             # The query buffer is free, and the last product hides the latency of this load.
             wait_for_launch()
@@ -187,16 +207,17 @@ def attention_dq_bwd_kernel(
     `n` is the number of queries, and `n_keys` that of keys, None for as many.
     `dq_columns` is the width of dQ in units of 16 bytes, None if it is that of a tile or `p_dq` is None.
     """
+    WORKERS: gl.constexpr = workers_of(BLOCK)
     dtype: gl.constexpr = k_desc.dtype
     note: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    b_q = gl.allocate_shared_memory(dtype, ring(2 * Q_STAGES, q_desc), q_desc.layout)
-    b_do = gl.allocate_shared_memory(dtype, ring(2 * Q_STAGES, do_desc), do_desc.layout)
+    b_q = gl.allocate_shared_memory(dtype, ring(WORKERS * Q_STAGES, q_desc), q_desc.layout)
+    b_do = gl.allocate_shared_memory(dtype, ring(WORKERS * Q_STAGES, do_desc), do_desc.layout)
     b_k = gl.allocate_shared_memory(dtype, ring(STAGES, k_desc), k_desc.layout)
     b_v = gl.allocate_shared_memory(dtype, ring(STAGES, v_desc), v_desc.layout)
     b_item = gl.allocate_shared_memory(gl.int32, [Q_STAGES, 8], note)
     b_tile = gl.allocate_shared_memory(gl.int32, [STAGES, 8], note)
-    full, empty = barrier_pairs(STAGES)
-    q_full, q_empty = barrier_pairs(Q_STAGES)
+    full, empty = barrier_pairs(STAGES, WORKERS)
+    q_full, q_empty = barrier_pairs(Q_STAGES, WORKERS)
     if p_padding is None:
         b_kept: gl.constexpr = None
         whole: gl.constexpr = None
@@ -204,26 +225,46 @@ def attention_dq_bwd_kernel(
         b_kept = gl.allocate_shared_memory(gl.int32, [STAGES, 8], note)
         whole = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
         mbarrier.init(whole.index(0), count=1)
-    gl.warp_specialize(
-        [
-            (gather_queries, (
-                0, dq_desc, dq_more, p_dq, dq_columns, b_q, b_do, b_k, b_v, b_item, b_tile, b_kept, full, empty,
-                q_full, q_empty, p_lse, p_delta, p_bits, heads, n, q_rate, q_longer, scale, scale_log2,
-                BLOCK, STAGES, Q_STAGES, SPLIT,
-            )),
-            (gather_queries, (
-                1, dq_desc, dq_more, p_dq, dq_columns, b_q, b_do, b_k, b_v, b_item, b_tile, b_kept, full, empty,
-                q_full, q_empty, p_lse, p_delta, p_bits, heads, n, q_rate, q_longer, scale, scale_log2,
-                BLOCK, STAGES, Q_STAGES, SPLIT,
-            )),
-            (load_backward_tiles, (
-                q_desc, q_more, do_desc, do_more, k_desc, k_more, v_desc, v_more,
-                b_q, b_do, b_k, b_v, b_tile, b_item, b_tile, b_kept, full, empty, q_full, q_empty, whole,
-                p_lse, p_delta, p_work, p_class, p_walk, p_whole, p_partial, p_tiles, p_padding, p_next, items,
-                items_a_batch, heads, group, 0, query_blocks, n, n_keys, q_rate, q_longer, k_rate, k_longer,
-                BLOCK, STAGES, Q_STAGES, False, SPLIT,
-            )),
-        ],
-        [4, 1],
-        [WORKER_REGISTERS, 32],
-    )  # fmt: skip
+    if WORKERS == 1:
+        gl.warp_specialize(
+            [
+                (gather_queries, (
+                    0, dq_desc, dq_more, p_dq, dq_columns, b_q, b_do, b_k, b_v, b_item, b_tile, b_kept, full, empty,
+                    q_full, q_empty, p_lse, p_delta, p_bits, heads, n, q_rate, q_longer, scale, scale_log2,
+                    BLOCK, STAGES, Q_STAGES, SPLIT,
+                )),
+                (load_backward_tiles, (
+                    q_desc, q_more, do_desc, do_more, k_desc, k_more, v_desc, v_more,
+                    b_q, b_do, b_k, b_v, b_tile, b_item, b_tile, b_kept, full, empty, q_full, q_empty, whole,
+                    p_lse, p_delta, p_work, p_class, p_walk, p_whole, p_partial, p_tiles, p_padding, p_next, items,
+                    items_a_batch, heads, group, 0, query_blocks, n, n_keys, q_rate, q_longer, k_rate, k_longer,
+                    BLOCK, STAGES, Q_STAGES, False, SPLIT,
+                )),
+            ],
+            [1],
+            [32],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (gather_queries, (
+                    0, dq_desc, dq_more, p_dq, dq_columns, b_q, b_do, b_k, b_v, b_item, b_tile, b_kept, full, empty,
+                    q_full, q_empty, p_lse, p_delta, p_bits, heads, n, q_rate, q_longer, scale, scale_log2,
+                    BLOCK, STAGES, Q_STAGES, SPLIT,
+                )),
+                (gather_queries, (
+                    1, dq_desc, dq_more, p_dq, dq_columns, b_q, b_do, b_k, b_v, b_item, b_tile, b_kept, full, empty,
+                    q_full, q_empty, p_lse, p_delta, p_bits, heads, n, q_rate, q_longer, scale, scale_log2,
+                    BLOCK, STAGES, Q_STAGES, SPLIT,
+                )),
+                (load_backward_tiles, (
+                    q_desc, q_more, do_desc, do_more, k_desc, k_more, v_desc, v_more,
+                    b_q, b_do, b_k, b_v, b_tile, b_item, b_tile, b_kept, full, empty, q_full, q_empty, whole,
+                    p_lse, p_delta, p_work, p_class, p_walk, p_whole, p_partial, p_tiles, p_padding, p_next, items,
+                    items_a_batch, heads, group, 0, query_blocks, n, n_keys, q_rate, q_longer, k_rate, k_longer,
+                    BLOCK, STAGES, Q_STAGES, False, SPLIT,
+                )),
+            ],
+            [4, 1],
+            [WORKER_REGISTERS, 32],
+        )  # fmt: skip

@@ -5,6 +5,9 @@ tiles of the item and into the next item, so the ring of buffers never drains at
 warpgroup issues `Q K^T` of the next tile and `P V` of the current one, then computes the softmax while its sibling
 uses the tensor cores; at the end of a row the next tile is the first of the next item.
 
+With blocks of 64 an item is one block, and a program has one consumer warpgroup (`primitives.workers_of`). Two programs
+share a multiprocessor, so that one multiplies while the other computes its softmax, without turns: their lists differ.
+
 The producer passes the entries of the plan to the warpgroups through shared memory beside each tile, so the
 warpgroups load nothing themselves except the words of an element mask. With `p_padding` it also passes a bit per key,
 and zeroes the values of padded keys in shared memory; a tile without padded keys differs in one branch.
@@ -50,13 +53,14 @@ from .primitives import (
     ring,
     row_pointers,
     wait_for_launch,
+    workers_of,
     zero_rows,
 )
 
 WORK_WIDTH = gl.constexpr(8)
-"""int32 a work item: head, 128-row query tile, full begin, count, base, partial begin, count, base."""
+"""int32 a work item: head, query tile of an item's rows, full begin, count, base, partial begin, count, base."""
 PIECE_WORK_WIDTH = gl.constexpr(9)
-"""int32 per piece of a long row: as above, then the 128-row tile that its result is stored to."""
+"""int32 per piece of a long row: as above, then the tile of as many rows that its result is stored to."""
 STRIDED_WORK_WIDTH = gl.constexpr(10)
 """int32 per strided item: as above with the first token instead of the tile, then existing rows and key offset."""
 LN2 = gl.constexpr(0.6931471805599453)
@@ -134,6 +138,7 @@ def load_tiles(
     STRIDED: gl.constexpr = len(q_desc.block_shape) == 5
     BN: gl.constexpr = k_desc.block_shape[len(k_desc.block_shape) - 2]
     SUB: gl.constexpr = BLOCK // BN
+    WORKERS: gl.constexpr = workers_of(BLOCK)
     WIDTH: gl.constexpr = STRIDED_WORK_WIDTH if STRIDED else PIECE_WORK_WIDTH if SPLIT else WORK_WIDTH
     let_next_start()
     tile_count = 0
@@ -151,23 +156,23 @@ def load_tiles(
         partial_begin = gl.load(p_item + 5)
         partial_steps = gl.load(p_item + 6) * SUB
         partial_base = gl.load(p_item + 7)
-        rows = 2 * ROWS
+        rows = WORKERS * ROWS
         if STRIDED:
             rows = gl.load(p_item + 8)
             k_offset = gl.load(p_item + 9)
         else:
-            o_query *= 2 * ROWS
+            o_query *= WORKERS * ROWS
             if SPLIT:
-                rows = gl.load(p_item + 8) * (2 * ROWS)
+                rows = gl.load(p_item + 8) * (WORKERS * ROWS)
         key_head = head // group
         # Rows of an item are adjacent in the box of a descriptor.
         q_residue, q_row = box_coordinates(q_desc, o_query, q_rate)
         slot = item_count % Q_STAGES
         mbarrier.wait(q_empty.index(slot), ((item_count // Q_STAGES) & 1) ^ 1)
         post(b_item.index(slot), head, o_query, full_steps, partial_steps, batch, rows)
-        mbarrier.expect(q_full.index(slot), 2 * q_desc.block_type.nbytes)
-        for half in gl.static_range(2):
-            row, b_half = q_row + half * ROWS, b_q.index(slot * 2 + half)
+        mbarrier.expect(q_full.index(slot), WORKERS * q_desc.block_type.nbytes)
+        for half in gl.static_range(WORKERS):
+            row, b_half = q_row + half * ROWS, b_q.index(slot * WORKERS + half)
             copy_rows_in(q_desc, q_more, batch, head, q_residue, row, q_longer, q_full.index(slot), b_half)
         for step in range(full_steps):
             tile = full_base + gl.load(p_full + full_begin + step // SUB)
@@ -197,8 +202,8 @@ def load_tiles(
             # have been read; they still arrive several tiles before they are needed.
             wait_for_launch()
             mbarrier.wait(old_empty.index(0), (item_count & 1) ^ 1)
-            mbarrier.expect(old_full.index(0), 2 * q_desc.block_type.nbytes)
-            for half in gl.static_range(2):
+            mbarrier.expect(old_full.index(0), WORKERS * q_desc.block_type.nbytes)
+            for half in gl.static_range(WORKERS):
                 row = q_row + half * ROWS
                 copy_rows_in(
                     o_desc, o_more, batch, head, q_residue, row, q_longer, old_full.index(0), b_old.index(half)
@@ -348,13 +353,14 @@ def attend_tile(
 
 @gluon.jit
 def attend_rows(
-    C: gl.constexpr, o_desc, p_out, p_lse, b_q, b_k, b_v, b_old, b_item, b_tile, b_kept,
+    C: gl.constexpr, o_desc, p_out, p_lse, p_sink, b_q, b_k, b_v, b_old, b_item, b_tile, b_kept,
     q_full, q_empty, k_full, v_full, old_full, old_empty, used, p_bits,
     heads, n, o_batch, o_head, o_row_stride, o_columns, q_rate, scale, BLOCK: gl.constexpr, K_STAGES: gl.constexpr,
     V_STAGES: gl.constexpr, Q_STAGES: gl.constexpr, PING_PONG: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
     """Warpgroup `C`: its 64 rows of every item of this program."""
     STRIDED: gl.constexpr = len(b_k.shape) == 6
+    WORKERS: gl.constexpr = workers_of(BLOCK)
     BN: gl.constexpr = b_k.shape[len(b_k.shape) - 2]
     D: gl.constexpr = b_k.shape[len(b_k.shape) - 1]
     scores_layout: gl.constexpr = gl.NVMMADistributedLayout(
@@ -376,7 +382,10 @@ def attend_rows(
     while more:
         q_slot = item_count % Q_STAGES
         item = b_item.index(q_slot)
-        q = b_q.index(q_slot * 2 + C).reshape([ROWS, D])
+        q_rows = b_q.index(q_slot * WORKERS + C).reshape([ROWS, D])
+        if WORKERS == 1:
+            # Products of 64 keys would read the queries as often as the keys, all that shared memory can deliver.
+            q_rows = q_rows.load(gl.DotOperandLayout(operand_index=0, parent=scores_layout, k_width=2))
         o_row = C * ROWS if STRIDED else (read(item, ITEM_ROW) + C * ROWS) % BLOCK
         full_steps = read(item, ITEM_FULL)
 
@@ -396,7 +405,7 @@ def attend_rows(
 
         for step in range(1, full_steps + read(item, ITEM_PARTIAL)):
             acc, weights, factor, row_max, row_sum, tile_count = attend_tile(
-                acc, weights, factor, row_max, row_sum, tile_count, step >= full_steps, q,
+                acc, weights, factor, row_max, row_sum, tile_count, step >= full_steps, q_rows,
                 b_k, b_v, b_tile, b_kept, k_full, v_full, used, p_bits, o_row, scale,
                 scores_layout, C, BLOCK, K_STAGES, V_STAGES, PING_PONG,
             )  # fmt: skip
@@ -429,10 +438,10 @@ def attend_rows(
         mbarrier.wait(k_full.index(k_slot), (tile_count // K_STAGES) & 1, pred=more)
         k = b_k.index(k_slot).reshape([BN, D]).permute((1, 0))
         scores_token = warpgroup_mma(
-            b_q.index(next_slot * 2 + C).reshape([ROWS, D]), k, zero, use_acc=False, is_async=True
+            b_q.index(next_slot * WORKERS + C).reshape([ROWS, D]), k, zero, use_acc=False, is_async=True
         )
         pass_turn(C, PING_PONG)
-        b_o = b_q.index(q_slot * 2 + C)
+        b_o = b_q.index(q_slot * WORKERS + C)
         if STRIDED:
             first = read(item, ITEM_ROW)
             rows = read(item, ITEM_ROWS)
@@ -454,7 +463,11 @@ def attend_rows(
         else:
             acc = warpgroup_mma_wait(1, deps=(acc_token,))
             total = gl.convert_layout(gl.sum(row_sum, 1), score_rows)
-            inverse = gl.where(total == 0.0, 0.0, 1.0 / total)
+            every = total
+            if p_sink is not None:
+                # Infinite for a row without keys, whose maximum is -inf; NaN if the sink is -inf, too.
+                every += gl.exp2((gl.load(p_sink + head) - row_max * LN2) * LOG2_E)
+            inverse = gl.where(total == 0.0, 0.0, 1.0 / every)
             out = rescale(acc, inverse)
             o_stored = read(item, ITEM_ROWS if SPLIT else ITEM_ROW) + C * ROWS
             b_o.reshape([ROWS, D]).store(out.to(b_q.dtype))
@@ -472,13 +485,13 @@ def attend_rows(
         "q_rate", "q_longer", "k_rate", "k_longer", "scale",
     ],
     do_not_specialize_on_alignment=[
-        "p_lse", "p_work", "p_full", "p_partial", "p_tiles", "p_bits", "p_padding", "p_next"
+        "p_lse", "p_sink", "p_work", "p_full", "p_partial", "p_tiles", "p_bits", "p_padding", "p_next"
     ],
 )  # fmt: skip
 def attention_fwd_kernel(
-    q_desc, q_more, k_desc, k_more, v_desc, v_more, o_desc, o_more, p_out, p_lse, p_work, p_full, p_partial, p_tiles,
-    p_bits, p_padding, p_next, items, items_a_batch, heads, group, n, n_keys, o_batch, o_head, o_row, o_columns,
-    q_rate, q_longer, k_rate, k_longer, scale, BLOCK: gl.constexpr,
+    q_desc, q_more, k_desc, k_more, v_desc, v_more, o_desc, o_more, p_out, p_lse, p_sink, p_work, p_full, p_partial,
+    p_tiles, p_bits, p_padding, p_next, items, items_a_batch, heads, group, n, n_keys, o_batch, o_head, o_row,
+    o_columns, q_rate, q_longer, k_rate, k_longer, scale, BLOCK: gl.constexpr,
     K_STAGES: gl.constexpr, V_STAGES: gl.constexpr, PING_PONG: gl.constexpr, DYNAMIC: gl.constexpr,
     SPLIT: gl.constexpr, WORKER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
@@ -490,25 +503,28 @@ def attention_fwd_kernel(
     `p_out` (strides `o_batch`, `o_head`, `o_row`, and width `o_columns` if it is not that of a tile, in units of 16
     bytes) and the LSE; `p_tiles` holds start and end of key tiles. With SPLIT items are pieces of rows, whose output
     and LSE are stored through `o_desc` and `p_lse`. `p_padding` has a byte per sample and key, not 0 for a padded key;
-    None without padding.
+    None without padding. `p_sink` has a logit of each head that joins the sum of every row, None without sinks.
     """
     # Two, as the first scores of the next item are computed before the output of this item has left its Q buffer.
     Q_STAGES: gl.constexpr = 2
     # At width 128 the consumers need all registers, and the producer of a strided part spills a little per item.
     STRIDED: gl.constexpr = len(q_desc.block_shape) == 5
     LOADER_REGISTERS: gl.constexpr = 32 if STRIDED and q_desc.block_type.numel == 64 * 64 else 24
+    WORKERS: gl.constexpr = workers_of(BLOCK)
     key_end = n if n_keys is None else n_keys
     dtype: gl.constexpr = q_desc.dtype
     note: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    b_q = gl.allocate_shared_memory(dtype, ring(2 * Q_STAGES, q_desc), q_desc.layout)
+    b_q = gl.allocate_shared_memory(dtype, ring(WORKERS * Q_STAGES, q_desc), q_desc.layout)
     b_k = gl.allocate_shared_memory(dtype, ring(K_STAGES, k_desc), k_desc.layout)
     b_v = gl.allocate_shared_memory(dtype, ring(V_STAGES, v_desc), v_desc.layout)
-    b_old = gl.allocate_shared_memory(dtype, ring(2, o_desc) if STRIDED else [1], q_desc.layout if STRIDED else note)
-    old_full, old_empty = barrier_pairs(1)
+    b_old = gl.allocate_shared_memory(
+        dtype, ring(WORKERS, o_desc) if STRIDED else [1], q_desc.layout if STRIDED else note
+    )
+    old_full, old_empty = barrier_pairs(1, WORKERS)
     b_item = gl.allocate_shared_memory(gl.int32, [Q_STAGES, 8], note)
     b_tile = gl.allocate_shared_memory(gl.int32, [K_STAGES, 8], note)
-    q_full, q_empty = barrier_pairs(Q_STAGES)
-    k_full, used = barrier_pairs(K_STAGES)
+    q_full, q_empty = barrier_pairs(Q_STAGES, WORKERS)
+    k_full, used = barrier_pairs(K_STAGES, WORKERS)
     v_full = gl.allocate_shared_memory(gl.int64, [V_STAGES, 1], mbarrier.MBarrierLayout())
     for s in gl.static_range(V_STAGES):
         mbarrier.init(v_full.index(s), count=1)
@@ -519,28 +535,49 @@ def attention_fwd_kernel(
         b_kept = gl.allocate_shared_memory(gl.int32, [K_STAGES, 8], note)
         whole = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
         mbarrier.init(whole.index(0), count=1)
-    gl.warp_specialize(
-        [
-            (attend_rows, (
-                0, o_desc, p_out, p_lse, b_q, b_k, b_v, b_old, b_item, b_tile, b_kept,
-                q_full, q_empty, k_full, v_full, old_full, old_empty, used,
-                p_bits, heads, n, o_batch, o_head, o_row, o_columns, q_rate, scale,
-                BLOCK, K_STAGES, V_STAGES, Q_STAGES, PING_PONG, SPLIT,
-            )),
-            (attend_rows, (
-                1, o_desc, p_out, p_lse, b_q, b_k, b_v, b_old, b_item, b_tile, b_kept,
-                q_full, q_empty, k_full, v_full, old_full, old_empty, used,
-                p_bits, heads, n, o_batch, o_head, o_row, o_columns, q_rate, scale,
-                BLOCK, K_STAGES, V_STAGES, Q_STAGES, PING_PONG, SPLIT,
-            )),
-            (load_tiles, (
-                q_desc, q_more, k_desc, k_more, v_desc, v_more, o_desc, o_more,
-                b_q, b_k, b_v, b_old, b_item, b_tile, b_kept,
-                q_full, q_empty, k_full, v_full, old_full, old_empty, used, whole,
-                p_work, p_full, p_partial, p_tiles, p_padding, p_next, items, items_a_batch, group, key_end,
-                q_rate, q_longer, k_rate, k_longer, BLOCK, K_STAGES, V_STAGES, Q_STAGES, DYNAMIC, SPLIT,
-            )),
-        ],
-        [4, 1],
-        [WORKER_REGISTERS, LOADER_REGISTERS],
-    )  # fmt: skip
+    if WORKERS == 2:
+        gl.warp_specialize(
+            [
+                (attend_rows, (
+                    0, o_desc, p_out, p_lse, p_sink, b_q, b_k, b_v, b_old, b_item, b_tile, b_kept,
+                    q_full, q_empty, k_full, v_full, old_full, old_empty, used,
+                    p_bits, heads, n, o_batch, o_head, o_row, o_columns, q_rate, scale,
+                    BLOCK, K_STAGES, V_STAGES, Q_STAGES, PING_PONG, SPLIT,
+                )),
+                (attend_rows, (
+                    1, o_desc, p_out, p_lse, p_sink, b_q, b_k, b_v, b_old, b_item, b_tile, b_kept,
+                    q_full, q_empty, k_full, v_full, old_full, old_empty, used,
+                    p_bits, heads, n, o_batch, o_head, o_row, o_columns, q_rate, scale,
+                    BLOCK, K_STAGES, V_STAGES, Q_STAGES, PING_PONG, SPLIT,
+                )),
+                (load_tiles, (
+                    q_desc, q_more, k_desc, k_more, v_desc, v_more, o_desc, o_more,
+                    b_q, b_k, b_v, b_old, b_item, b_tile, b_kept,
+                    q_full, q_empty, k_full, v_full, old_full, old_empty, used, whole,
+                    p_work, p_full, p_partial, p_tiles, p_padding, p_next, items, items_a_batch, group, key_end,
+                    q_rate, q_longer, k_rate, k_longer, BLOCK, K_STAGES, V_STAGES, Q_STAGES, DYNAMIC, SPLIT,
+                )),
+            ],
+            [4, 1],
+            [WORKER_REGISTERS, LOADER_REGISTERS],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (attend_rows, (
+                    0, o_desc, p_out, p_lse, p_sink, b_q, b_k, b_v, b_old, b_item, b_tile, b_kept,
+                    q_full, q_empty, k_full, v_full, old_full, old_empty, used,
+                    p_bits, heads, n, o_batch, o_head, o_row, o_columns, q_rate, scale,
+                    BLOCK, K_STAGES, V_STAGES, Q_STAGES, PING_PONG, SPLIT,
+                )),
+                (load_tiles, (
+                    q_desc, q_more, k_desc, k_more, v_desc, v_more, o_desc, o_more,
+                    b_q, b_k, b_v, b_old, b_item, b_tile, b_kept,
+                    q_full, q_empty, k_full, v_full, old_full, old_empty, used, whole,
+                    p_work, p_full, p_partial, p_tiles, p_padding, p_next, items, items_a_batch, group, key_end,
+                    q_rate, q_longer, k_rate, k_longer, BLOCK, K_STAGES, V_STAGES, Q_STAGES, DYNAMIC, SPLIT,
+                )),
+            ],
+            [1],
+            [LOADER_REGISTERS],
+        )  # fmt: skip

@@ -39,6 +39,11 @@ def processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+def shared_registers(programs: int) -> dict[str, int]:
+    """Compiler options of a kernel of which `programs` share a multiprocessor; several have two warpgroups each."""
+    return {} if programs == 1 else {"maxnreg": 2**16 // (256 * programs) // 8 * 8}
+
+
 def layout_problem(name: str, tensor: Tensor) -> str | None:
     """Reason why TMA cannot read a tensor, or None: rows must be aligned to 16 bytes."""
     if tensor.data_ptr() % 16:

@@ -17,7 +17,7 @@ from ...plan.plan import HOST_NUMBERS, Axis, Masks, Part, Plan, Walk, map_tensor
 from ..call import AttentionCall
 
 ITEM_ROWS = 128
-"""Rows of one work item: two warpgroups of 64."""
+"""Most rows of a work item: two warpgroups of 64. In a plan of blocks of 64 an item is a block."""
 FEW_ITEMS = 2048
 """Number of items from which the load of the multiprocessors is balanced in any starting order."""
 GROUP = 200
@@ -46,8 +46,8 @@ class BackwardItems(NamedTuple):
     """
 
     items: Tensor
-    """int32 [I, 4]: head, 128-row tile, tiles of the plan it meets over all heads of its group, 0; where strided
-    [I, 6]: head, first token, tiles it meets, rows that exist, tile, offset"""
+    """int32 [I, 4]: head, tile of an item's rows, tiles of the plan it meets over all heads of its group, 0; where
+    strided [I, 6]: head, first token, tiles it meets, rows that exist, tile, offset"""
     classes: Tensor
     """int32 [H]: head class; where strided [H, 3]: class, offset of held rows, offset of streamed rows"""
     rows: Tensor
@@ -82,6 +82,7 @@ class LoweredPart:
         self.n, self.block_size, self.masks = plan.n, plan.block_size, plan.masks
         self.part = part
         self.strided = strided
+        self.item_rows = min(plan.block_size, ITEM_ROWS)
         self.queries, self.keys = (Strides(axis.rate, plan.n % axis.rate) for axis in (part.queries, part.keys))
         self._by_group: dict[tuple[int, bool], BackwardItems] = {}
 
@@ -204,9 +205,9 @@ def tile_table(axis: Axis) -> Tensor:
     return torch.stack((axis.start, axis.end), dim=1).int()
 
 
-def _existing_rows(axis: Axis, first: Tensor, tile: Tensor) -> Tensor:
-    """Number of existing rows of the items that begin at the tokens `first`."""
-    return ((axis.end[tile] - first + axis.rate - 1) // axis.rate).clamp(0, ITEM_ROWS)
+def _existing_rows(axis: Axis, first: Tensor, tile: Tensor, most: int) -> Tensor:
+    """Number of existing rows, at most `most`, of the items that begin at the tokens `first`."""
+    return ((axis.end[tile] - first + axis.rate - 1) // axis.rate).clamp(0, most)
 
 
 def balanced(items: Tensor, work: Tensor) -> Tensor:
@@ -237,7 +238,7 @@ def _forward_records(lowered: LoweredPart, part: Part) -> tuple[Tensor, bool]:
     """Forward records of every head (heads outermost before balancing), and whether they cover every row."""
     walk, axis, tiles = part.by_query, part.queries, part.queries.tiles
     device = walk.rows.device
-    sub_tiles = lowered.block_size // ITEM_ROWS
+    sub_tiles = lowered.block_size // lowered.item_rows
     head_class = part.head_class.long()
     heads = torch.arange(len(head_class), device=device)[head_class >= 0]
     own = head_class[heads]
@@ -249,16 +250,16 @@ def _forward_records(lowered: LoweredPart, part: Part) -> tuple[Tensor, bool]:
     head = heads[:, None, None].expand_as(row)
     if lowered.strided:
         first = axis.start[tile] + axis.offset[head]
-        rows = _existing_rows(axis, first, tile)
+        rows = _existing_rows(axis, first, tile, lowered.item_rows)
         exists = rows > 0
         columns = head, first, *lists, rows, part.keys.offset[head]
     else:
-        exists = tile * ITEM_ROWS < lowered.n
+        exists = tile * lowered.item_rows < lowered.n
         columns = head, tile, *lists
     exists &= full + partial > 0
     items = torch.stack([column.long() for column in columns], dim=-1)[exists]
     items = balanced(items, items[:, 3] + items[:, 6])
-    return items, len(items) == len(head_class) * -(-lowered.n // ITEM_ROWS)
+    return items, len(items) == len(head_class) * -(-lowered.n // lowered.item_rows)
 
 
 def _backward_records(lowered: LoweredPart, part: Part, walk: Walk, axis: Axis, group: int) -> Tensor:
@@ -282,13 +283,13 @@ def _backward_records(lowered: LoweredPart, part: Part, walk: Walk, axis: Axis, 
     steps = total.gather(1, block)
     if lowered.strided:
         first = axis.start[block] + offset[:, None]
-        rows = _existing_rows(axis, first, block)
+        rows = _existing_rows(axis, first, block, lowered.item_rows)
         exists = (rows > 0) & (steps > 0)
         columns = holder[:, None].expand_as(block), first, steps, rows, block, offset[:, None].expand_as(block)
     else:
-        sub_tiles = lowered.block_size // ITEM_ROWS
+        sub_tiles = lowered.block_size // lowered.item_rows
         tile = block[:, :, None] * sub_tiles + torch.arange(sub_tiles, device=device)
-        exists = tile * ITEM_ROWS < lowered.n
+        exists = tile * lowered.item_rows < lowered.n
         stationary = holder[:, None, None].expand_as(tile)
         columns = stationary, tile, steps[:, :, None].expand_as(tile), torch.zeros_like(tile)
     items = torch.stack(columns, dim=-1)[exists]

@@ -42,6 +42,12 @@ def ring(stages, desc):
     return [stages, *desc.block_shape]
 
 
+@triton.constexpr_function
+def workers_of(block):
+    """Consumer warpgroups of a program for blocks of a size; each has 64 rows of an item."""
+    return min(block // 64, 2)
+
+
 @gluon.jit
 def barrier_pairs(STAGES: gl.constexpr, READERS: gl.constexpr = 2):
     """Full and empty barriers of each stage; two consumer warpgroups arrive on an empty barrier, or all readers."""

@@ -1,7 +1,8 @@
 """Splitting of long rows for the Hopper kernels into pieces that are computed separately and joined.
 
-A program occupies a multiprocessor, so a row with more tiles than an equal share of the work runs longer than all
-others. Its pieces run in a separate launch after the other rows, one per multiprocessor. Tables and pieces in memory
+One program, or two with blocks of 64, occupies a multiprocessor, so a row with more tiles than an equal share of the
+work runs longer than all others. Its pieces run in a separate launch after the other rows, one for each program that
+runs at a time. Tables and pieces in memory
 (batch, head, slot, row of the block, width) have the format of the portable kernels (`triton.lowering`), whose kernels
 join the pieces in the order of their slots.
 """
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from ..launch.launcher import LaunchStep, Tensors
 from ..triton.lowering import SHORTEST_PIECE, split_rows
-from .lowering import ITEM_ROWS, BackwardItems, ForwardItems, LoweredPart, balanced
+from .lowering import BackwardItems, ForwardItems, LoweredPart, balanced
 
 Work = TypeVar("Work", ForwardItems, BackwardItems)
 ROWS_A_PIECE = 8
@@ -31,7 +32,7 @@ class Split(Generic[Work]):
     rest: Work
     """Rows that stay whole."""
     pieces: Work
-    """Pieces of the other rows. A record ends with the 128-row tile of its result; `rows` has a row per slot."""
+    """Pieces of the other rows. A record ends with the item-sized tile of its result; `rows` has a row per slot."""
     slots: int
     """Blocks of pieces per holder."""
     heavy: Tensor
@@ -94,7 +95,7 @@ def split(
         return None
     full, partial = walk.counts()
     lengths = (full + partial).view(-1, tiles)[kinds].flatten().repeat(batch)
-    halves = block // ITEM_ROWS
+    halves = block // lowered.item_rows
     most = len(lengths) // ROWS_A_PIECE
     limits = lengths_of_pieces(lengths.cpu(), programs // halves, most, max(SHORTEST_PIECE // (block**2 * group), 1))
     if limits is None:
@@ -128,7 +129,7 @@ def split(
     else:
         columns = holder, tile, begin, fully, base, part_begin, partly, part_base, stored
         pieces = work
-    exists = (own[..., 0] >= 0) & (tile * ITEM_ROWS < lowered.n)
+    exists = (own[..., 0] >= 0) & (tile * lowered.item_rows < lowered.n)
     records = torch.stack(columns, dim=-1)[exists]
 
     items = work.items.to(kinds.device).long()

@@ -4,9 +4,9 @@ Every tile of dQ (sample, head, tile of queries) has a counter. An entry of an i
 entries that add to the same tile before it, and adds when the counter has reached it. Items are claimed in the order
 of their records, and turns follow that order, so an item waits only for items claimed before it.
 
-How long items wait depends on the order of items and of their entries. Items of all heads start tile by tile, so that
-few of those that run at a time add to the same tiles. Entries run against the order of tiles: an item meets the query
-tiles it shares with its predecessor one entry later than that.
+How long items wait depends on the order of items and of their entries. Items of a few heads start tile by tile, so that
+not all of those that run at a time add to the same tiles. Entries run against the order of tiles: an item meets the
+query tiles it shares with its predecessor one entry later than that.
 """
 
 from __future__ import annotations
@@ -16,10 +16,48 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .lowering import ITEM_ROWS, BackwardItems
+from ...plan.plan import Plan
+from .lowering import ITEM_ROWS, BackwardItems, launch_cache
 
 STRIDED_WIDTH = 6
 """Columns of the records of a strided part."""
+HEADS = 8
+"""Key heads whose items start together; between two additions to a tile of dQ, items of the others use the L2 cache."""
+LEAST_NEAR = 0.5
+"""Least share of additions to dQ that follow one of the preceding key tile, for a plan that `suits` turns."""
+MOST_ENTRIES = 2**20
+"""Most pairs of tiles of a plan that `suits` turns: their list has 24 bytes each and takes about a microsecond."""
+
+
+def suits(plan: Plan) -> bool:
+    """Whether sums of dQ in turns are faster than dQ by rows, as far as that follows from the plan; cached in it.
+
+    They are if key tiles that add to a tile of dQ one after another are neighbours: items of neighbours run at the same
+    time and add in the same order. If the lists of key tiles have nothing in common, every addition finds its tile of
+    dQ, and the queries, outside the L2 cache.
+    """
+    if launch_cache(plan) is not plan.memo:
+        # The host may not read the lists of a learned plan.
+        return False
+    suitable = plan.memo.get("hopper turns")
+    if suitable is None:
+        suitable = plan.memo["hopper turns"] = _has_near_additions(plan)
+    return suitable
+
+
+def _has_near_additions(plan: Plan) -> bool:
+    entries = near = total = 0
+    for part in plan.parts:
+        entries += sum(int(count.sum()) for count in part.by_query.counts())
+        if entries > MOST_ENTRIES:
+            return False
+        row, tile, _ = part.by_query.entries()
+        step = (row * (part.keys.tiles + 1) + tile).sort().values.diff()
+        # Entries of the next row are numbered from one more than the number of tiles on.
+        follows = row[1:] == row[:-1]
+        near += int((follows & (step == 1)).sum())
+        total += int(follows.sum())
+    return total > 0 and near >= LEAST_NEAR * total
 
 
 def in_turns(
@@ -51,7 +89,7 @@ def _ordered(
     row = tile if strided else (stored if are_pieces else tile) * ITEM_ROWS // block
     # Light tiles start last.
     descends = bool((items[:, 2] * (tile - tile.double().mean())).sum() > 0)
-    start = _ordered_by(-tile if descends else tile, stored if are_pieces else offset, holder)
+    start = _ordered_by(holder // HEADS, -tile if descends else tile, stored if are_pieces else offset, holder)
     items, holder, tile, offset, row = (x[start] for x in (items, holder, tile, offset, row))
 
     # Heads of a group that sample other keys belong to another item.

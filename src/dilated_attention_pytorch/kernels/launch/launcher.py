@@ -177,8 +177,8 @@ class LaunchStep:
     of `like`. A tensor of `like` among the arguments becomes the `PtrArg` of its slot; any other tensor is constant.
     Gluon kernels are specialized on types and constants alone, `plain` Triton kernels on the alignment of pointers too.
 
-    A step that `overlaps` may start before the overlapping step in front of it has ended: a program of these kernels
-    occupies a multiprocessor, so none is idle while the last items of the earlier step run. Before
+    A step that `overlaps` may start before the overlapping step in front of it has ended: one or two programs of these
+    kernels occupy a multiprocessor, so none is idle while the last items of the earlier step run. Before
     `primitives.wait_for_launch` it must not touch memory that earlier steps write. The public launch never overlaps.
     """
 
@@ -190,6 +190,7 @@ class LaunchStep:
         like: Tensors,
         plain: bool = False,
         overlaps: bool = False,
+        options: dict[str, int] | None = None,
     ) -> None:
         slots = {id(tensor): slot for slot, tensor in enumerate(like)}
         self._arguments = tuple(PtrArg(slots[id(one)]) if id(one) in slots else one for one in arguments)
@@ -198,7 +199,7 @@ class LaunchStep:
         self._sizes = [tensor.element_size() for tensor in like]
         self._boxes = [boxes_of(like[one.slot], one.axis) for one in arguments if isinstance(one, TmaArg)]
         self._read = [one.slot for one in self._arguments if plain and isinstance(one, PtrArg)]
-        self.launch = _launch_of(kernel, like[0].device, self._specialized(like, plain), {})
+        self.launch = _launch_of(kernel, like[0].device, self._specialized(like, plain), options or {})
 
     def _specialized(self, like: Tensors, plain: bool) -> list[object]:
         """Properties of the arguments that the kernel is specialized on, except for those of `key`."""
@@ -293,7 +294,7 @@ class Launches:
     """Sequence of kernels on the tensors of a call; all are compiled before the first of them runs."""
 
     def __init__(self, device: torch.device, steps: list[LaunchStep]) -> None:
-        self._index = device.index
+        self._device, self._index = device, device.index
         self.steps = [step for step in steps if step.grid[0]]
         self._cache: dict[tuple[int, ...], list[tuple[Grid, Entry, tuple[object, ...], bool]]] = {}
 
@@ -313,7 +314,12 @@ class Launches:
                 entry(grid, stream, arguments, overlaps)
 
     def _bind(self, addresses: tuple[int, ...]) -> list[tuple[Grid, Entry, tuple[object, ...], bool]]:
-        bound = [step.bind(addresses) for step in self.steps]
+        try:
+            bound = [step.bind(addresses) for step in self.steps]
+        except RuntimeError:
+            # A thread that has launched nothing yet has no CUDA context, without which descriptors are not encoded.
+            torch.zeros(1, device=self._device)
+            bound = [step.bind(addresses) for step in self.steps]
         if None in bound:
             return []
         if len(self._cache) >= CACHED_ADDRESSES:

@@ -9,19 +9,22 @@ import triton
 import triton.language as tl
 
 from .primitives import (
-    LOG2E,
     NO_KEY,
+    add_to_ends,
     add_to_table,
     bias_index,
+    bias_of,
     careful_entry,
     contained,
     dropout_keep,
     dropout_rows,
+    end_entry,
     entry_at,
     load_rows,
     names_in_dropout,
     owner_of_program,
     piece_rows,
+    range_of_places,
     reference_of,
     row_of_member,
     rows_left,
@@ -72,15 +75,16 @@ def store_gradient(p_rows, p_sum, b_grad, b_exist, o_d, D: tl.constexpr, DP: tl.
 
 @triton.jit
 def dq_tile(
-    b_dq, b_q, b_do, b_lse, b_delta, p_k, p_v, p_masks, p_padding, p_key_positions, b_row, mask, whole, scale,
-    cap_scale, bias, table, threshold, inverse_keep, o_i, o_j, k_first, left, o_step, o_d, o_e,
+    b_dq, b_low, b_high, b_q, b_do, b_lse, b_delta, p_k, p_v, p_masks, p_padding, p_key_positions, b_row, mask, whole,
+    scale, cap_scale, bias, table, threshold, inverse_keep, o_i, o_j, k_first, left, o_step, o_d, o_e,
     BLOCK: tl.constexpr, D: tl.constexpr, E: tl.constexpr, DP: tl.constexpr, EP: tl.constexpr, MASKED: tl.constexpr,
     BOUNDED: tl.constexpr, BITS: tl.constexpr, PADDING: tl.constexpr, DROPOUT: tl.constexpr, POSITIONS: tl.constexpr,
     PRECISION: tl.constexpr, CONTAINED: tl.constexpr,
 ):  # fmt: skip
     """Add the contribution of BN keys to the unscaled query gradient of BM rows; CONTAINED as in the forward.
 
-    The gradient of a bias is added to `table` unless its first element is None.
+    The gradient of a bias is added to `table` unless its first element is None, except for that of the tiles beyond its
+    ends, which is added by row to `b_low` and `b_high`.
     """
     b_seen = o_step < left  # [BN]
     if PADDING:
@@ -88,15 +92,17 @@ def dq_tile(
     HOLES: tl.constexpr = (MASKED and BOUNDED) or PADDING
     b_k = load_rows(p_k, b_seen, o_d, D, DP, HOLES)  # [BN, DP]
     b_v = load_rows(p_v, b_seen, o_e, E, EP, HOLES)  # [BN, EP]
+    if bias[0] is not None:
+        entry = end_entry(bias, k_first, o_step, b_seen, 1)
+        b_bias = bias_of(bias, entry, k_first, o_step, b_seen, 1)
     b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)  # [BM, BN]
     b_dp = tl.dot(b_do, tl.trans(b_v), input_precision=PRECISION)  # [BM, BN]
     if cap_scale is not None:
         b_s, b_slope = tanh_and_slope(b_s * cap_scale)
-    b_ref = b_lse[:, None]
     if bias[0] is not None:
-        b_index = bias_index(bias, k_first + o_step, b_seen, 1)
-        b_ref = b_ref - tl.load(bias[0] + b_index) * LOG2E
-    b_p = tl.math.exp2(b_s * scale - b_ref)
+        b_s = b_s * scale + b_bias
+        scale = 1.0
+    b_p = tl.math.exp2(b_s * scale - b_lse[:, None])
     if DROPOUT:
         b_key = tokens_of(p_key_positions, k_first + o_step, b_seen, POSITIONS)
         b_dp = tl.where(dropout_keep(b_row[:, None], b_key[None, :], threshold), b_dp * inverse_keep, 0.0)
@@ -114,10 +120,14 @@ def dq_tile(
         if table[0] is not None:
             b_db = tl.where(b_ok & bias[6][:, None], b_db, 0.0)
     if table[0] is not None:
-        add_to_table(table, b_index, b_db)
+        b_sum = tl.sum(b_db, 1)
+        b_low = tl.where(entry == 0, b_low + b_sum, b_low)
+        b_high = tl.where(entry > 0, b_high + b_sum, b_high)
+        if entry < 0:
+            add_to_table(table, bias_index(bias, k_first + o_step, b_seen, 1), b_db)
     if CONTAINED:
         b_dq, b_k = contained(b_dq, b_k, b_ok, PRECISION)
-    return tl.dot(b_ds.to(b_k.dtype), b_k, b_dq, input_precision=PRECISION)
+    return tl.dot(b_ds.to(b_k.dtype), b_k, b_dq, input_precision=PRECISION), b_low, b_high
 
 
 @triton.jit(do_not_specialize=["items", "mask_shift", "q_tiles", "k_tiles", "slots", "threshold"])
@@ -169,16 +179,20 @@ def attention_dq_bwd_kernel(
         p_bias_bad += head * bias_size
     if p_key_places is not None:
         p_places += head * s_places
-        bias = p_bias, p_places, p_key_places + head * s_places, bias_size, bias_columns, o_q, b_exist
+        own = range_of_places(p_places, bias_columns, o_q, b_exist)
+        bias = p_bias, p_places, p_key_places + head * s_places, bias_size, bias_columns, o_q, b_exist, k_rate, own
     else:
         if p_places is not None:
             p_places += batch * s_places
-        bias = p_bias, p_places, p_places, bias_size, bias_columns, o_q, b_exist
+        own = range_of_places(p_places, bias_columns, o_q, b_exist)
+        bias = p_bias, p_places, p_places, bias_size, bias_columns, o_q, b_exist, k_rate, own
     table = p_bias_sum, p_bias_bad, p_bias_unit
     b_row, p_key_positions = names_in_dropout(
         p_seed, p_positions, batch, head, heads, o_q, b_exist, q_length, k_length, DROPOUT, POSITIONS
     )
     b_dq = tl.zeros([BM, DP], tl.float32)
+    b_low = tl.zeros([BM], tl.float32)
+    b_high = tl.zeros([BM], tl.float32)
     SUB_N: tl.constexpr = BLOCK // BN
     # Whole tiles, then partial ones.
     for MASKED in tl.static_range(2 if PARTIAL else 1):
@@ -187,10 +201,10 @@ def attention_dq_bwd_kernel(
             k_first, k_end, o_sub = streamed(k_axis, k_tile, k_offset, j, BLOCK, BN, STRIDED)
             p_k_tile = p_k + k_first * SK_N + o_k_tile
             p_v_tile = p_v + k_first * SV_N + o_v_tile
-            b_dq = dq_tile(
-                b_dq, b_q, b_do, b_lse, b_delta, p_k_tile, p_v_tile, p_masks, p_padding, p_key_positions, b_row,
-                mask, False, scale_log2, cap_scale, bias, table, threshold, inverse_keep, o_i, o_sub + o_n, k_first,
-                rows_left(k_first, k_end), o_step, o_d, o_e,
+            b_dq, b_low, b_high = dq_tile(
+                b_dq, b_low, b_high, b_q, b_do, b_lse, b_delta, p_k_tile, p_v_tile, p_masks, p_padding, p_key_positions,
+                b_row, mask, False, scale_log2, cap_scale, bias, table, threshold, inverse_keep, o_i, o_sub + o_n,
+                k_first, rows_left(k_first, k_end), o_step, o_d, o_e,
                 BLOCK, D, E, DP, EP, MASKED, BOUNDED, BITS, PADDING, DROPOUT, POSITIONS, PRECISION, False,
             )  # fmt: skip
     if CONTAIN:
@@ -205,13 +219,16 @@ def attention_dq_bwd_kernel(
                 c_first, c_end, o_part = streamed(k_axis, c_tile, k_offset, c, BLOCK, CAREFUL, STRIDED)
                 p_k_part = p_k + (c_first + o_hop)[:, None] * SK_N + o_d[None, :]
                 p_v_part = p_v + (c_first + o_hop)[:, None] * SV_N + o_e[None, :]
-                b_redo = dq_tile(
-                    b_redo, b_q, b_do, b_lse, b_delta, p_k_part, p_v_part, p_masks, p_padding,
+                b_redo, _, _ = dq_tile(
+                    b_redo, b_low, b_high, b_q, b_do, b_lse, b_delta, p_k_part, p_v_part, p_masks, p_padding,
                     p_key_positions, b_row, c_mask, whole, scale_log2, cap_scale, bias, (None, None, None),
                     threshold, inverse_keep, o_i, o_part + o_c, c_first, rows_left(c_first, c_end), o_hop, o_d, o_e,
                     BLOCK, D, E, DP, EP, True, BOUNDED, BITS, PADDING, DROPOUT, POSITIONS, PRECISION, True,
                 )  # fmt: skip
             b_dq = b_redo
+    if p_bias_sum is not None:
+        if bias_columns is None:
+            add_to_ends(table, bias_size, b_low, b_high)
     b_dq *= scale
     if SPLIT:
         if slot >= 0:
@@ -229,21 +246,26 @@ def attention_dq_bwd_kernel(
 def dkv_step(
     b_dk, b_dv, b_k, b_v, b_q, b_do, b_lse, b_delta, elements, b_row, b_key, scale, threshold, inverse_keep,
     BLOCK: tl.constexpr, MASKED: tl.constexpr, HOLES: tl.constexpr, BITS: tl.constexpr, DROPOUT: tl.constexpr,
-    PRECISION: tl.constexpr, CONTAINED: tl.constexpr, cap_scale=None, b_bias=None,
+    PRECISION: tl.constexpr, CONTAINED: tl.constexpr, cap_scale=None, bias=None, tokens=None,
+    BIASED: tl.constexpr = False,
 ):  # fmt: skip
     """Add the contribution of BM queries to the gradients of BN keys and values; also returns dS, [BN, BM].
 
-    The gradients of keys and scores are unscaled. `b_lse` is from `reference_of`; `elements`, `cap_scale` and
-    `b_bias` as in the forward.
+    The gradients of keys and scores are unscaled. `b_lse` is from `reference_of`; `elements`, `cap_scale`,
+    `bias` and `tokens` (of the queries) as in the forward.
     """
+    if BIASED:
+        first, o_step, b_exist = tokens
+        entry = end_entry(bias, first, o_step, b_exist, -1)
+        b_bias = bias_of(bias, entry, first, o_step, b_exist, -1)
     b_s = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION)  # [BN, BM]
     b_dp = tl.dot(b_v, tl.trans(b_do), input_precision=PRECISION)  # [BN, BM]
     if cap_scale is not None:
         b_s, b_slope = tanh_and_slope(b_s * cap_scale)
-    b_ref = b_lse[None, :]
-    if b_bias is not None:
-        b_ref = b_ref - b_bias * LOG2E
-    b_p = tl.math.exp2(b_s * scale - b_ref)
+    if BIASED:
+        b_s = b_s * scale + b_bias
+        scale = 1.0
+    b_p = tl.math.exp2(b_s * scale - b_lse[None, :])
     if MASKED or HOLES:
         b_ok = visible(*elements, BLOCK, MASKED, HOLES, BITS, CONTAINED)
         b_p = tl.where(b_ok, b_p, 0.0)
@@ -290,15 +312,12 @@ def dkv_tile(
     b_do = load_rows(p_do, b_seen, o_e, E, EP, HOLES)  # [BM, EP]
     elements = p_masks, mask, whole, b_seen[None, :], o_i[None, :], o_j[:, None]
     b_row = q_first + o_step
-    b_bias = None
-    if bias[0] is not None:
-        b_index = bias_index(bias, b_row, b_seen, -1)
-        b_bias = tl.load(bias[0] + b_index)
     if DROPOUT:
         b_row = dropout_rows(p_seed, row, tokens_of(p_positions, b_row, b_seen, POSITIONS))
     b_dk, b_dv, _ = dkv_step(
         b_dk, b_dv, b_k, b_v, b_q, b_do, b_lse, b_delta, elements, b_row, b_key, scale, threshold, inverse_keep,
-        BLOCK, MASKED, HOLES, BITS, DROPOUT, PRECISION, CONTAINED, cap_scale, b_bias,
+        BLOCK, MASKED, HOLES, BITS, DROPOUT, PRECISION, CONTAINED, cap_scale, bias,
+        (q_first, o_step, b_seen), bias[0] is not None,
     )  # fmt: skip
     return b_dk, b_dv
 
@@ -346,6 +365,7 @@ def attention_dkv_bwd_kernel(
 
     if p_places is not None and p_key_places is None:
         p_places += batch * s_places
+    own = range_of_places(None if p_key_places is not None else p_places, bias_columns, o_key, b_exist)
     SUB_M: tl.constexpr = BLOCK // BM
     for member in range(GROUP):
         head = key_head * GROUP + member
@@ -356,12 +376,13 @@ def attention_dkv_bwd_kernel(
         p_row_lse = p_lse + stream * q_length
         p_row_delta = p_delta + stream * q_length
         p_tokens = p_positions + head * q_length
-        bias = p_bias, p_places, p_places, bias_size, bias_columns, o_key, b_exist
+        bias = p_bias, p_places, p_places, bias_size, bias_columns, o_key, b_exist, q_rate, own
         if p_key_places is not None:
             p_own, p_others = p_key_places + head * s_places, p_places + head * s_places
-            bias = p_bias + head * bias_size, p_own, p_others, bias_size, bias_columns, o_key, b_exist
+            own = range_of_places(p_own, bias_columns, o_key, b_exist)
+            bias = p_bias + head * bias_size, p_own, p_others, bias_size, bias_columns, o_key, b_exist, q_rate, own
         elif p_bias is not None:
-            bias = p_bias + head * bias_size, p_places, p_places, bias_size, bias_columns, o_key, b_exist
+            bias = p_bias + head * bias_size, p_places, p_places, bias_size, bias_columns, o_key, b_exist, q_rate, own
         b_key = tokens_of(p_positions + (heads + head) * k_length, o_key, b_exist, POSITIONS)
         # Whole tiles, then partial ones.
         for MASKED in tl.static_range(2 if PARTIAL else 1):
@@ -396,12 +417,15 @@ def attention_dkv_bwd_kernel(
                 c_row, c_offset = row_of_member(p_heads, p_rows, c_head, row, k_offset, k_tiles, tile, PER_HEAD, MIXED)
                 c_key = tokens_of(p_positions + (heads + c_head) * k_length, o_key, b_exist, POSITIONS)
                 c_stream = batch * heads + c_head
-                c_bias = p_bias, p_places, p_places, bias_size, bias_columns, o_key, b_exist
+                c_bias = p_bias, p_places, p_places, bias_size, bias_columns, o_key, b_exist, q_rate, own
                 if p_key_places is not None:
                     p_own, p_others = p_key_places + c_head * s_places, p_places + c_head * s_places
-                    c_bias = p_bias + c_head * bias_size, p_own, p_others, bias_size, bias_columns, o_key, b_exist
+                    own = range_of_places(p_own, bias_columns, o_key, b_exist)
+                    p_row = p_bias + c_head * bias_size
+                    c_bias = p_row, p_own, p_others, bias_size, bias_columns, o_key, b_exist, q_rate, own
                 elif p_bias is not None:
-                    c_bias = p_bias + c_head * bias_size, p_places, p_places, bias_size, bias_columns, o_key, b_exist
+                    p_row = p_bias + c_head * bias_size
+                    c_bias = p_row, p_places, p_places, bias_size, bias_columns, o_key, b_exist, q_rate, own
                 for c in tl.range(0, (c_row[1] - c_row[0] + c_row[4] - c_row[3]) * SUB, num_stages=1):
                     c_tile, c_mask, whole = careful_entry(p_lists, mask_shift, c_row, c // SUB)
                     c_first, c_end, o_part = streamed(q_axis, c_tile, c_offset, c, BLOCK, CAREFUL, STRIDED)

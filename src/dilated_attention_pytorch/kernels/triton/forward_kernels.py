@@ -13,18 +13,21 @@ from .primitives import (
     LOG2E,
     NO_KEY,
     averaged,
-    bias_index,
+    bias_of,
     careful_entry,
     contained,
     dropout_keep,
     empty_softmax,
+    end_entry,
     entry_at,
     load_rows,
     names_in_dropout,
     owner_of_program,
     piece_rows,
+    range_of_places,
     rows_left,
     rows_of_program,
+    sink_share,
     spoilt,
     store_rows,
     streamed,
@@ -40,19 +43,24 @@ from .primitives import (
 def softmax_step(
     b_acc, b_l, b_m, b_q, b_k, b_v, elements, b_row, b_key, scale, threshold, inverse_keep,
     BLOCK: tl.constexpr, FIRST: tl.constexpr, MASKED: tl.constexpr, HOLES: tl.constexpr, BITS: tl.constexpr,
-    DROPOUT: tl.constexpr, PRECISION: tl.constexpr, CONTAINED: tl.constexpr, cap_scale=None, b_bias=None,
+    DROPOUT: tl.constexpr, PRECISION: tl.constexpr, CONTAINED: tl.constexpr, cap_scale=None, bias=None, tokens=None,
+    BIASED: tl.constexpr = False,
 ):  # fmt: skip
     """Update the online softmax (b_m, b_l, b_acc) of BM rows with BN keys; the state is empty if FIRST.
 
     b_m and `scale` are in log2 units; `elements` are arguments of `visible`. CONTAINED keeps non-finite values out of
     rows that may not see them. Scores are `scale * q k`, or `scale * tanh(cap_scale * q k)` unless `cap_scale` is None,
-    plus `b_bias` unless it is None.
+    plus the bias unless it is None; `tokens` are arguments of `bias_of` for the keys.
     """
+    if BIASED:
+        first, o_step, b_exist = tokens
+        entry = end_entry(bias, first, o_step, b_exist, 1)
+        b_bias = bias_of(bias, entry, first, o_step, b_exist, 1)
     b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)  # [BM, BN]
     if cap_scale is not None:
         b_s, _ = tanh_and_slope(b_s * cap_scale)
-    if b_bias is not None:
-        b_s = b_s * scale + b_bias * LOG2E
+    if BIASED:
+        b_s = b_s * scale + b_bias
         scale = 1.0
     if MASKED or HOLES:
         b_ok = visible(*elements, BLOCK, MASKED, HOLES, BITS, CONTAINED)
@@ -65,7 +73,7 @@ def softmax_step(
     if MASKED or HOLES:
         # exp2(-inf - -inf) is NaN: a row without a key so far uses 0 as its reference, so that its weights are 0.
         b_ref = tl.where(b_top == NO_KEY, 0.0, b_top)
-    if b_bias is not None:  # Its entries of -inf mask keys of whole tiles, too.
+    if BIASED:  # Its entries of -inf mask keys of whole tiles, too.
         b_ref = tl.where(b_top == NO_KEY, 0.0, b_top)
     b_p = tl.math.exp2(b_s * scale - b_ref[:, None])
     if FIRST:
@@ -99,15 +107,12 @@ def forward_tile(
     b_v = load_rows(p_v, b_seen, o_e, E, EP, (MASKED and BOUNDED) or PADDING)  # [BN, EP]
     elements = p_masks, mask, whole, b_seen[None, :], o_i[:, None], o_j[None, :]
     b_key = k_first + o_step
-    b_bias = None
-    if bias[0] is not None:
-        b_index = bias_index(bias, b_key, b_seen, 1)
-        b_bias = tl.load(bias[0] + b_index)
     if DROPOUT:
         b_key = tokens_of(p_key_positions, b_key, b_seen, POSITIONS)
     return softmax_step(
         b_acc, b_l, b_m, b_q, b_k, b_v, elements, b_row, b_key, scale, threshold, inverse_keep,
-        BLOCK, False, MASKED, (MASKED and BOUNDED) or PADDING, BITS, DROPOUT, PRECISION, CONTAINED, cap_scale, b_bias,
+        BLOCK, False, MASKED, (MASKED and BOUNDED) or PADDING, BITS, DROPOUT, PRECISION, CONTAINED, cap_scale, bias,
+        (k_first, o_step, b_seen), bias[0] is not None,
     )  # fmt: skip
 
 
@@ -152,7 +157,7 @@ def store_softmax(
 
 @triton.jit(do_not_specialize=["items", "mask_shift", "q_tiles", "k_tiles", "slots", "threshold"])
 def attention_fwd_kernel(
-    p_q, p_k, p_v, p_out, p_lse, p_carry, p_piece_out, p_piece_lse, p_work, p_heads, p_lists, p_masks, p_q_axis,
+    p_q, p_k, p_v, p_out, p_lse, p_carry, p_piece_out, p_piece_lse, p_sink, p_work, p_heads, p_lists, p_masks, p_q_axis,
     p_k_axis, p_padding, p_seed, p_positions, scale, cap_scale, p_bias, p_places, p_key_places, bias_size, bias_columns,
     s_places, inverse_keep, threshold, items, mask_shift, slots, heads, group, q_tiles, k_tiles, q_length, k_length,
     q_rate, k_rate, sq_b, sq_h, sq_n, sk_b, sk_h, sv_b, sv_h, so_b, so_h, so_n,
@@ -169,6 +174,7 @@ def attention_fwd_kernel(
     CONTAIN keeps a NaN of a value out of rows that may not see it.
     SIGN is the sign of the scale and `scale` its magnitude; if SIGN is 0, `scale` is any positive number.
     With a soft cap, `cap_scale` is the magnitude of the scale over the cap, and `scale` the cap.
+    `p_sink` has a logit of each head, None without sinks; rows that are carried on are without it.
     The bias is described in `bias_index`; `s_places` is the stride of its positions by sample, or with `p_key_places`
     by query head.
     """
@@ -204,11 +210,13 @@ def attention_fwd_kernel(
     # Triton 3.6 has no functions that return None.
     if p_key_places is not None:
         p_places += head * s_places
-        bias = p_bias, p_places, p_key_places + head * s_places, bias_size, bias_columns, o_q, b_exist
+        own = range_of_places(p_places, bias_columns, o_q, b_exist)
+        bias = p_bias, p_places, p_key_places + head * s_places, bias_size, bias_columns, o_q, b_exist, k_rate, own
     else:
         if p_places is not None:
             p_places += batch * s_places
-        bias = p_bias, p_places, p_places, bias_size, bias_columns, o_q, b_exist
+        own = range_of_places(p_places, bias_columns, o_q, b_exist)
+        bias = p_bias, p_places, p_places, bias_size, bias_columns, o_q, b_exist, k_rate, own
     b_row, p_key_positions = names_in_dropout(
         p_seed, p_positions, batch, head, heads, o_q, b_exist, q_length, k_length, DROPOUT, POSITIONS
     )
@@ -254,6 +262,12 @@ def attention_fwd_kernel(
                     BLOCK, D, E, DP, EP, True, BOUNDED, BITS, PADDING, DROPOUT, POSITIONS, PRECISION, True,
                 )  # fmt: skip
             b_acc = averaged(b_redo, b_sum)
+    if p_sink is not None:
+        b_share = sink_share(p_sink, head, b_lse)
+        if SPLIT:
+            # The kernel that joins the pieces adds the sink to their rows.
+            b_share = tl.where(slot < 0, b_share, 1.0)
+        b_acc *= b_share[:, None]
     store_softmax(
         p_rows, p_lse, p_carry, p_piece_out, p_piece_lse, b_acc, b_lse, o_row, o_piece, b_exist, slot, o_e,
         E, EP, CARRY_OUT, SPLIT,
@@ -262,7 +276,7 @@ def attention_fwd_kernel(
 
 @triton.jit(do_not_specialize=["heavy", "slots", "q_tiles"])
 def merge_pieces_kernel(
-    p_out, p_lse, p_carry, p_piece_out, p_piece_lse, p_heavy, p_heads, p_q_axis, heavy, slots, heads, q_tiles,
+    p_out, p_lse, p_carry, p_piece_out, p_piece_lse, p_sink, p_heavy, p_heads, p_q_axis, heavy, slots, heads, q_tiles,
     q_length, q_rate, so_b, so_h, so_n,
     BLOCK: tl.constexpr, BM: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, STRIDED: tl.constexpr,
     PER_HEAD: tl.constexpr, CARRY_IN: tl.constexpr, CARRY_OUT: tl.constexpr,
@@ -296,7 +310,10 @@ def merge_pieces_kernel(
         b_l = b_l * b_old + b_gain
         b_m = b_top
     b_acc = averaged(b_acc, b_l)
-    tl.store(p_lse + o_row, b_m + tl.math.log2(b_l) * LN2, mask=b_exist)
+    b_lse = b_m + tl.math.log2(b_l) * LN2
+    tl.store(p_lse + o_row, b_lse, mask=b_exist)
+    if p_sink is not None:
+        b_acc *= sink_share(p_sink, head, b_lse)[:, None]
     if CARRY_OUT:
         store_rows(p_carry + o_row[:, None] * E + o_e[None, :], b_acc, b_exist, o_e, E, EP)
     else:
@@ -306,7 +323,7 @@ def merge_pieces_kernel(
 
 @triton.jit(do_not_specialize=["rows"])
 def carry_to_output_kernel(
-    p_out, p_lse, p_carry, rows, so_b, so_h, so_n,
+    p_out, p_lse, p_carry, p_sink, rows, so_b, so_h, so_n,
     BM: tl.constexpr, E: tl.constexpr, EP: tl.constexpr,
 ):  # fmt: skip
     """Convert the carried softmax to the output; rows that no part wrote are 0."""
@@ -316,6 +333,8 @@ def carry_to_output_kernel(
     batch = tl.program_id(2).to(tl.int64)
     o_row = (batch * tl.num_programs(1) + head) * rows + o_q
     b_exist = o_q < rows
-    b_met = tl.load(p_lse + o_row, mask=b_exist, other=NO_KEY) != NO_KEY
-    b_value = load_rows(p_carry + o_row[:, None] * E + o_e[None, :], b_met, o_e, E, EP, True)
+    b_lse = tl.load(p_lse + o_row, mask=b_exist, other=NO_KEY)
+    b_value = load_rows(p_carry + o_row[:, None] * E + o_e[None, :], b_lse != NO_KEY, o_e, E, EP, True)
+    if p_sink is not None:
+        b_value *= sink_share(p_sink, head, b_lse)[:, None]
     store_rows(p_out + batch * so_b + head * so_h + o_q[:, None] * so_n + o_e[None, :], b_value, b_exist, o_e, E, EP)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..call import MOST_PROGRAMS, AttentionCall, BiasedGradients, Forward, Gradients, empty_rows
+from ..call import MOST_PROGRAMS, AttentionCall, BiasedGradients, DeltaGradients, Forward, Gradients, empty_rows
 from ..dropout import shifted, threshold
 from ..launch.launcher import Launch, launch, prepared
 from .backward_kernels import attention_dkv_bwd_kernel, attention_dq_bwd_kernel, delta_bwd_kernel, sum_pieces_bwd_kernel
@@ -44,10 +44,10 @@ class Tiles(NamedTuple):
         warps = self.warps if max(m, n) >= 64 else 2 if min(m, n) >= 32 else 1
         return Tiles(m, n, warps, self.stages)
 
-    def thin(self, m: int, n: int) -> Tiles:
-        """Tile sizes limited to m and n, without a pipeline and with few elements per thread."""
+    def thin(self, m: int, n: int, stages: int) -> Tiles:
+        """Tile sizes and stages limited to these, with few elements per thread."""
         m, n = min(self.m, m), min(self.n, n)
-        return Tiles(m, n, 8 if max(m, n) >= 64 else self.warps, 1)
+        return Tiles(m, n, 8 if max(m, n) >= 64 else self.warps, min(self.stages, stages))
 
 
 class Config(NamedTuple):
@@ -57,9 +57,14 @@ class Config(NamedTuple):
     dq: Tiles
     dkv: Tiles
 
-    def with_bias(self) -> Config:
-        """Tile sizes for calls with a bias: every element has an entry of the table, and a sum in the dQ kernel."""
-        return Config(self.forward.thin(64, 32), self.dq.thin(64, 32), self.dkv.thin(32, 64))
+    def with_bias(self, width: int, *, by_position: bool) -> Config:
+        """Tile sizes for calls with a bias: elements of tiles near the diagonal have an entry of the table each, and a
+        sum in the dQ kernel. Positions are read in every step, which is not pipelined."""
+        if width > 128:
+            return Config(self.forward.thin(64, 32, 1), self.dq.thin(32, 32, 1), self.dkv.thin(32, 32, 1))
+        if by_position:
+            return Config(self.forward.thin(64, 32, 1), self.dq.thin(64, 32, 1), self.dkv.thin(32, 64, 1))
+        return Config(self.forward.thin(128, 64, 2), self.dq.thin(64, 32, 2), self.dkv.thin(32, 128, 2))
 
 
 LARGE_SHARED = 200 * 1024
@@ -68,7 +73,7 @@ LARGE_SHARED = 200 * 1024
 HALF = {
     64: Config(Tiles(128, 64, 4, 2), Tiles(128, 64, 4, 2), Tiles(32, 128, 4, 3)),
     128: Config(Tiles(128, 128, 8, 3), Tiles(64, 64, 4, 2), Tiles(64, 128, 8, 2)),
-    256: Config(Tiles(128, 64, 8, 2), Tiles(64, 64, 8, 1), Tiles(64, 64, 8, 1)),
+    256: Config(Tiles(128, 64, 8, 2), Tiles(128, 32, 8, 2), Tiles(64, 64, 8, 2)),
 }
 HALF_SMALL_SHARED = {
     64: Config(Tiles(128, 64, 4, 2), Tiles(64, 64, 4, 2), Tiles(64, 64, 4, 2)),
@@ -111,8 +116,9 @@ def forward(call: AttentionCall) -> Forward:
     carry = lse if alone else torch.empty((batch, heads, n, e), dtype=torch.float32, device=query.device)
     for part, side, owners, ends in _with_work(parts, "by_query", "CARRY"):
         piece_out, piece_lse = _pieces(side, batch, block, e), _pieces(side, batch, block, 1)
+        sink = None if ends["CARRY_OUT"] else call.sink
         launch(attention_fwd_kernel, (side.items * (block // tiles.m), owners, batch),
-            query, key, value, output, lse, carry, piece_out, piece_lse,
+            query, key, value, output, lse, carry, piece_out, piece_lse, sink,
             *_tables(call, tables, part, side), *_score_scales(call, magnitude), *_bias_args(call), *dropout_args(call),
             *_sizes(call, part, side),
             *query.stride()[:3], *key.stride()[:2], *value.stride()[:2], *output.stride()[:3],
@@ -121,14 +127,14 @@ def forward(call: AttentionCall) -> Forward:
         if side.slots:
             rows = min(ROWS, block)
             launch(merge_pieces_kernel, (side.heavy_rows * (block // rows), owners, batch),
-                output, lse, carry, piece_out, piece_lse, side.heavy, side.owners, part.query_axis,
+                output, lse, carry, piece_out, piece_lse, sink, side.heavy, side.owners, part.query_axis,
                 side.heavy_rows, side.slots, heads, part.query_tiles, n, part.query_rate, *output.stride()[:3],
                 BLOCK=block, BM=rows, E=e, EP=padded_width(e), STRIDED=part.strided, PER_HEAD=part.per_head,
                 **ends,
             )  # fmt: skip
     if not finishes:
         launch(carry_to_output_kernel, (-(-n // ROWS), heads, batch),
-            output, lse, carry, n, *output.stride()[:3], BM=ROWS, E=e, EP=padded_width(e),
+            output, lse, carry, call.sink, n, *output.stride()[:3], BM=ROWS, E=e, EP=padded_width(e),
         )  # fmt: skip
     return Forward(output, lse)
 
@@ -146,8 +152,10 @@ def backward(
     grad_key, grad_value = _key_gradients(call, tables, tiles.dkv, lse, delta, grad_output)
     table = _table_sum(call, delta, grad_output)
     grad_query = _query_gradient(call, tables, tiles.dq, lse, delta, grad_output, table)
-    grads = Gradients(grad_query, grad_key, grad_value)
-    return grads if call.bias is None else BiasedGradients(*grads, table.result())
+    three = grad_query, grad_key, grad_value
+    grads = DeltaGradients(*three) if call.bias is None else BiasedGradients(*three, table.result())
+    grads.delta = None if call.sink is None else delta
+    return grads
 
 
 def _by_samples(call: AttentionCall) -> Iterator[tuple[slice, AttentionCall]]:
@@ -422,9 +430,9 @@ def config(d: int, e: int, dtype: torch.dtype, device: torch.device, block: int)
 
 
 def _config_of(call: AttentionCall) -> Config:
-    query = call.query
-    own = config(query.shape[3], call.value.shape[3], query.dtype, query.device, call.plan.block_size)
-    return own if call.bias is None else own.with_bias()
+    query, widths = call.query, (call.query.shape[3], call.value.shape[3])
+    own = config(*widths, query.dtype, query.device, call.plan.block_size)
+    return own if call.bias is None else own.with_bias(max(widths), by_position=call.bias_positions is not None)
 
 
 def _float_sum(rows: Tensor, fresh: bool) -> Tensor:

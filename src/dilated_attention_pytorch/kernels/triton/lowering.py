@@ -93,6 +93,11 @@ def attach_schedule(plan: Plan, group: int, ready: Schedule) -> Schedule:
     return plan.memo.setdefault(("triton schedule", group), ready)
 
 
+def has_schedule(plan: Plan, group: int) -> bool:
+    """Whether the schedule of a plan is there already."""
+    return ("triton schedule", group) in plan.memo
+
+
 def _build(plan: Plan, group: int) -> Schedule:
     parts = [_part(plan, part, group) for part in plan.parts]
     used = torch.cat([part.by_query.mask for part in plan.parts]) if parts else plan.masks.band.new_zeros(0)

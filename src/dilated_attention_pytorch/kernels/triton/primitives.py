@@ -198,9 +198,10 @@ def bias_index(bias, o_other, b_exist, SIGN: tl.constexpr):
 
     A bias is (pointer to the table of a head or None, pointers to the positions of stationary and of streamed rows or
     None for tokens, entries of the table, columns of a table with two axes or None, tokens of the stationary rows, mask
-    of those that exist). SIGN is 1 if keys are streamed and -1 if queries are.
+    of those that exist, distance in tokens of streamed rows, range of the stationary positions). SIGN is 1 if keys are
+    streamed and -1 if queries are.
     """
-    _, p_places, p_other_places, size, columns, o_own, b_own = bias
+    _, p_places, p_other_places, size, columns, o_own, b_own, _, _ = bias
     o_own = o_own[:, None]
     o_other = o_other[None, :]
     if p_places is None:
@@ -218,6 +219,65 @@ def bias_index(bias, o_other, b_exist, SIGN: tl.constexpr):
                 p_own + 1, mask=b_own[:, None], other=0
             )
             return b_row * columns + clipped(b_far * SIGN, columns)
+
+
+@triton.jit
+def range_of_places(p_places, columns, o_own, b_own):
+    """Smallest and largest position of stationary rows; meaningless for a table with two axes."""
+    b_place = o_own.to(tl.int32)
+    if p_places is not None and columns is None:
+        b_place = tl.load(p_places + o_own, mask=b_own, other=0)
+    # One type for both kinds of places: a loop may assign either.
+    return tl.min(b_place, 0).to(tl.int64), tl.max(b_place, 0).to(tl.int64)
+
+
+@triton.jit
+def end_entry(bias, first, o_step, b_exist, SIGN: tl.constexpr):
+    """First or last entry of a bias table if all pairs of a tile lie beyond that end, otherwise -1.
+
+    The streamed rows are the tokens `first + o_step`. Always -1 for a table with two axes.
+    """
+    _, p_places, p_other_places, size, columns, _, _, rate, own = bias
+    if columns is None:
+        low = first.to(tl.int32)
+        high = (first + (o_step.shape[0] - 1) * rate).to(tl.int32)
+        if p_places is not None:
+            b_place = tl.load(p_other_places + first + o_step, mask=b_exist, other=0)
+            low = tl.min(b_place, 0)
+            high = tl.max(b_place, 0)
+        if SIGN == 1:
+            nearest = clipped(low - own[1], size)
+            farthest = clipped(high - own[0], size)
+        else:
+            nearest = clipped(own[0] - high, size)
+            farthest = clipped(own[1] - low, size)
+        return tl.where((farthest == 0) | (nearest == size - 1), nearest, -1)
+    else:
+        return -1
+
+
+@triton.jit
+def bias_of(bias, entry, first, o_step, b_exist, SIGN: tl.constexpr):
+    """Bias of a tile in log2 units, one number for a tile with an `end_entry`."""
+    ROWS: tl.constexpr = bias[5].shape[0]
+    if entry >= 0:
+        b_bias = tl.zeros([ROWS, o_step.shape[0]], tl.float32) + tl.load(bias[0] + entry)
+    else:
+        b_bias = tl.load(bias[0] + bias_index(bias, first + o_step, b_exist, SIGN))
+    return b_bias * LOG2E
+
+
+@triton.jit
+def add_to_ends(table, size, b_low, b_high):
+    """Add to the gradient of a bias table what rows collected for its first and its last entry."""
+    p_sum, p_bad, p_unit = table
+    unit = tl.load(p_unit)
+    low, high = tl.sum(b_low, 0), tl.sum(b_high, 0)
+    low_is_finite, high_is_finite = (low - low) == 0.0, (high - high) == 0.0
+    tl.atomic_add(p_sum, tl.floor(low * unit + 0.5).to(tl.int64), mask=low_is_finite, sem="relaxed")
+    tl.atomic_add(p_sum + size - 1, tl.floor(high * unit + 0.5).to(tl.int64), mask=high_is_finite, sem="relaxed")
+    tl.atomic_add(p_bad, low, mask=low_is_finite == 0, sem="relaxed")
+    tl.atomic_add(p_bad + size - 1, high, mask=high_is_finite == 0, sem="relaxed")
 
 
 @triton.jit
@@ -252,6 +312,13 @@ def empty_softmax(BM: tl.constexpr, EP: tl.constexpr):
 def averaged(b_acc, b_l):
     """Output rows of a softmax state, 0 for rows without a key."""
     return b_acc / tl.where(b_l == 0.0, 1.0, b_l)[:, None]
+
+
+@triton.jit
+def sink_share(p_sink, head, b_lse):
+    """Share of the keys in the denominators of rows: sigmoid(LSE - sink of the head), 0 for a row without keys."""
+    b_rest = tl.math.exp2((tl.load(p_sink + head).to(tl.float32) - b_lse) * LOG2E)
+    return tl.where(b_lse == NO_KEY, 0.0, 1.0 / (1.0 + b_rest))
 
 
 @triton.jit

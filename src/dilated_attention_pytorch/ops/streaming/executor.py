@@ -116,6 +116,7 @@ class Streamer:
         check_tensors(query, key, value, enable_gqa)
         self.device = query.device if device is None else torch.device(device)
         self.dtype, self.origin = query.dtype, query.device
+        self.wide = torch.promote_types(self.dtype, torch.float32)
         self.batch, self.heads, _, self.width = query.shape
         self.key_heads, self.value_width = key.shape[1], value.shape[3]
         self.scale = scale_of(scale, self.width)
@@ -171,7 +172,7 @@ class Streamer:
         """Device memory of one row: what comes in, what goes out, and what kernels carry between parts."""
         given = self.heads * self.width + self.key_heads * (self.width + self.value_width)
         found = self.heads * self.value_width
-        wide = 8 if self.dtype == torch.float64 else 4
+        wide = self.wide.itemsize
         once = self.dtype.itemsize * ((2 if self.uploads else 1) * given + 2 * found) + wide * (found + self.heads)
         if self.ladder is None:
             # Queries and keys are laid out anew, up to twice as many keys as the chunk has rows.
@@ -409,14 +410,13 @@ class Streamer:
 
     def _merged(self, chunk: Chunk, found: Forward | None) -> AttentionOutput:
         """Merge results of the excerpts into their rows in the compute dtype, and round once."""
-        wide = torch.float64 if self.dtype == torch.float64 else torch.float32
         if found is None:
             output = empty_rows(chunk.query, self.value_width).zero_()
-            lse = torch.full(chunk.query.shape[:3], -torch.inf, dtype=wide, device=self.device)
+            lse = torch.full(chunk.query.shape[:3], -torch.inf, dtype=self.wide, device=self.device)
         else:
             output, lse = found
         (head, row), lies = self._rows(chunk)
-        total, logs = output[:, head, row].to(wide), lse[:, head, row]
+        total, logs = output[:, head, row].to(self.wide), lse[:, head, row]
         for index, call, buffer in self._parts(chunk):
             slot, at = lies(index, buffer.excerpt)
             part, part_lse = (t.flatten(1, 2)[:, slot] for t in choose(call, self.backend)[1].forward(call))
@@ -434,17 +434,17 @@ class Streamer:
             grads = Gradients(*(torch.zeros_like(t) for t in (chunk.query, chunk.key, chunk.value)))
         if not chunk.runs:
             return grads
-        wide = torch.float64 if self.dtype == torch.float64 else torch.float32
         (head, row), lies = self._rows(chunk)
-        total = grads.query[:, head, row].to(wide)
+        total = grads.query[:, head, row].to(self.wide)
         for index, call, buffer in self._parts(chunk):
             slot, at = lies(index, buffer.excerpt)
             output, grad = (self._gathered(t, buffer.excerpt) for t in (found.output, grad_output))
             lse = self._gathered(found.lse, buffer.excerpt, filler_lse(self.bias))
             part = self._differentiated(call, output, lse, grad)
-            total[:, at] += part.query.flatten(1, 2)[:, slot].to(wide)
+            total[:, at] += part.query.flatten(1, 2)[:, slot].to(self.wide)
             if buffer.grads is None:
-                buffer.grads = torch.zeros_like(buffer.key, dtype=wide), torch.zeros_like(buffer.value, dtype=wide)
+                key, value = (torch.zeros_like(x, dtype=self.wide) for x in (buffer.key, buffer.value))
+                buffer.grads = key, value
             for sum_, one in zip(buffer.grads, part[1:], strict=True):
                 sum_ += one
             if buffer not in self.buffers.values():

@@ -32,7 +32,7 @@ class Sink(Protocol):
     """Receiver of finished rows, each once, in order."""
 
     on_device: bool
-    """Whether it takes rows from a GPU; otherwise they are copied to pinned host memory while the next are computed."""
+    """Whether the sink takes rows on a GPU; otherwise they are copied to pinned memory during the next chunk."""
 
     def open(self, about: StreamShape) -> int:
         """Prepare for writing and return the first row: 0, or the end of an earlier stream."""

@@ -130,7 +130,7 @@ class FunctionSource:
 
 
 def own_heads(key: Tensor, value: Tensor, heads: int) -> tuple[Tensor, Tensor]:
-    """Of rows made for all heads, each head's own tokens after another's: (B, G, G * m, D) -> (B, G, m, D)."""
+    """Select each head's own tokens from rows computed for all heads: (B, G, G * m, D) -> (B, G, m, D)."""
     key, value = (t.unflatten(2, (heads, -1)).diagonal(dim1=1, dim2=2).movedim(-1, 1) for t in (key, value))
     return key, value
 

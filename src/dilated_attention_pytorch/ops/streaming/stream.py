@@ -101,7 +101,7 @@ def streamed_attention(
         done = started = first if begin is None else integer("begin", begin, 0)
         if started > end:
             raise must(f"begin must be at most end, {end}", started)
-        report = _Progress(started, end) if progress else None
+        report = _Progress(started, end, progress)
         waiting = None
         with torch.no_grad():
             for piece in streamer.chunks(started, end, rows):
@@ -115,12 +115,10 @@ def streamed_attention(
                     # The device has its next work before the host waits for the last.
                     done = waiting.finish()
                 waiting = leaving
-                if report is not None:
-                    report(done)
+                report(done)
             if waiting is not None:
                 done = waiting.finish()
-        if report is not None:
-            report.close(done)
+        report.close(done)
     except BaseException as error:
         error.add_note(
             f"rows {started} to {done - 1} of {streamer.n} are complete; go on with begin={done}"
@@ -166,7 +164,7 @@ def streamed_gradients(
     terms = softcap, bias, bias_positions
     streamer = Streamer(source, pattern, is_causal, scale, enable_gqa, device, backend, *terms)
     rows = streamer.chunk_rows(chunk, memory_budget, backward=True)
-    report = _Progress(0, streamer.n) if progress else None
+    report = _Progress(0, streamer.n, progress)
     began = time.monotonic()
     with torch.no_grad():
         for piece in streamer.chunks(0, streamer.n, rows):
@@ -174,11 +172,9 @@ def streamed_gradients(
             grad_output = grad_of(piece.begin, result.output, result.lse)
             grads = streamer.backward(piece, result, grad_output.to(result.output.dtype))
             source.add_gradients(piece.begin, piece.end, *grads)
-            if report is not None:
-                report(piece.end)
+            report(piece.end)
         streamer.flush()
-    if report is not None:
-        report.close(streamer.n)
+    report.close(streamer.n)
     grad_bias = None if bias is None or streamer.grad_bias is None else streamer.grad_bias.to(bias.dtype)
     return Streamed(0, streamer.n, rows, time.monotonic() - began, grad_bias)
 
@@ -211,15 +207,15 @@ class _Leaving:
 
 
 class _Progress:
-    """Print the progress of a stream to stderr, at most every two seconds."""
+    """Print the progress of a stream to stderr, at most every two seconds and only if `shown`."""
 
-    def __init__(self, begin: int, end: int) -> None:
-        self.begin, self.end = begin, end
+    def __init__(self, begin: int, end: int, shown: bool) -> None:
+        self.begin, self.end, self.shown = begin, end, shown
         self.began = self.said = time.monotonic()
 
     def __call__(self, done: int) -> None:
         now = time.monotonic()
-        if now - self.said < SECONDS_QUIET or done == self.begin:
+        if not self.shown or now - self.said < SECONDS_QUIET or done == self.begin:
             return
         self.said = now
         rate = (done - self.begin) / (now - self.began)
