@@ -198,6 +198,7 @@ def crossover(
 FORMS: dict[str, dict[str, Any]] = {
     "unit 4, rank 32": {"score_unit": 4},
     "unit 2, rank 32": {"score_unit": 2},
+    "unit 1, rank 32": {"score_unit": 1},
     "unit 1, rank 16": {"score_unit": 1, "match_rank": 16},
     "unit 1, rank 16, a list for 2 heads": {"score_unit": 1, "match_rank": 16, "select": "group", "group_size": 2},
     "unit 1, rank 16, a list for 4 heads": {"score_unit": 1, "match_rank": 16, "select": "group", "group_size": 4},

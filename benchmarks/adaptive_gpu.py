@@ -8,11 +8,14 @@ cuDNN and flash, and with the same selection of FlexAttention and FlashAttention
 stream, as in training, and so the host may be what takes the time; `in_a_graph` are the same captured in a CUDA graph,
 which the host only starts. What is divided by one another is timed by turns. Of lengths at which dense attention may
 win, `dense_below` is a forward pass of a layer told so, beside what torch's attention chooses for the same tensors:
-its function called by itself, and in a module, which is what a model would have in the layer's place. `lists` says
+its function called by itself, and in a module, which is what a model would have in the layer's place. Lines after a
+failed capture of a graph are measured by a new process, as the failure disables the generator of its own. `lists` says
 which heads have a list: each of 8 ("head"), each 16 of 64 query heads that share a key head ("group"), or each of those
 64 ("single"). To measure the latter two alone:
 
     python benchmarks/adaptive_gpu.py --out FILE --lists group single
+
+`--chunk` sets the MiB of partial outputs in a chunk of a call in which tokens select, four of which run whole.
 """
 
 from __future__ import annotations
@@ -21,6 +24,8 @@ import argparse
 import copy
 import faulthandler
 import json
+import os
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -36,6 +41,7 @@ from torch.nn.attention import sdpa_kernel
 from dilated_attention_pytorch.kernels.external import flash4, flex
 from dilated_attention_pytorch.kernels.external.block_lists import Band, Lists, lists_of
 from dilated_attention_pytorch.nn import AdaptiveConfig, BlockSparseAdaptive
+from dilated_attention_pytorch.selection import attend
 from dilated_attention_pytorch.selection.attention import selected_attention
 from dilated_attention_pytorch.selection.backend import select
 from dilated_attention_pytorch.selection.types import Selection
@@ -49,8 +55,8 @@ LAST_START = 180
 """Seconds after which it begins nothing more."""
 LENGTHS = (32768, 131072, 2**20, 16384, 8192, 4096, 2048)
 """What must be fast first, then down to where dense attention wins."""
-UNITS = (4, 16)
-"""Tokens of a sub-block: the default, and that of earlier figures."""
+UNITS = (1, 4, 16)
+"""Tokens of a sub-block: the default where tokens select, where blocks select, and that of earlier figures."""
 ROWS = "block", "token"
 """Who may choose."""
 
@@ -71,7 +77,7 @@ LISTS = {
     "group": ListedHeads(64, 4, {"select": "group", "match_rank": 16}, (1,), (32768, 131072)),
     "single": ListedHeads(64, 4, {}, (4,), (32768, 131072)),
 }
-"""Each of 8 heads; all query heads of a key head, by fine scores; each of as many, by the default scores."""
+"""Each of 8 heads; all query heads of a key head, by fine scores; each of as many, by scores of four tokens."""
 FORWARD_ONLY = 2**19
 """Tokens from which dense attention is timed without its backward, at 99 % sparsity."""
 SHORT = 2**15
@@ -87,9 +93,16 @@ def lines(
     rows: Iterable[str] = ROWS,
     units: Iterable[int] = UNITS,
     lists: Iterable[str] = LISTS,
+    rank: int | None = None,
+    first: int = 0,
+    elapsed: float = 0.0,
 ) -> Iterator[dict[str, Any]]:
-    """A line of results for each length and score unit, without and with a causal mask, until the time is up."""
-    begun = time.monotonic()
+    """A line of results for each length and score unit, without and with a causal mask, until the time is up.
+
+    `rank` replaces the `match_rank` of single heads. The first lines may be left to a process before this one, which
+    ran for `elapsed` seconds.
+    """
+    begun, number = time.monotonic() - elapsed, 0
     masks = ((False, "block"), (True, "token"), (True, "block"))
     wanted = [(n, name, unit) for n in lengths for name in lists for unit in LISTS[name].units or units]
     for n, name, unit in wanted:
@@ -101,6 +114,9 @@ def lines(
                 continue
             if granularity not in rows:
                 continue
+            number += 1
+            if number <= first:
+                continue
             line: dict[str, Any] = {"n": n, "sparsity": 0.99 if n >= FORWARD_ONLY else sparsity, "causal": is_causal}
             line |= {"rows": granularity, "score_unit": unit, "lists": name, "heads": [listed.heads, listed.key_heads]}
             if time.monotonic() - begun > LAST_START:
@@ -108,7 +124,9 @@ def lines(
                 continue
             try:
                 options = {"base_sparsity": line["sparsity"], "granularity": granularity, "score_unit": unit}
-                config = AdaptiveConfig(**options | listed.config)
+                options |= listed.config if rank is None else {"match_rank": rank} | listed.config
+                config = AdaptiveConfig(**options)
+                line["match_rank"] = config.match_rank
                 yield line | measured(n, config, is_causal, device, listed.heads, listed.key_heads)
             except torch.OutOfMemoryError as problem:
                 yield line | {"skipped": str(problem).split(".")[0]}
@@ -223,14 +241,15 @@ def best_dense(line: dict[str, Any], kind: str) -> float | None:
 def in_a_graph(learner: BlockSparseAdaptive, x: list[Tensor], is_causal: bool) -> dict[str, float]:
     """Seconds of training steps and of choosing, with noise and without, in CUDA graphs, and how they compare.
 
-    With leaves of their own: autograd keeps to the stream on which a leaf was first used.
+    With leaves of their own, which nothing outside of the captures records in a graph: autograd accumulates a gradient
+    on the stream on which its leaf was first used, and no capture may wait for the default stream.
     """
     learner, x = copy.deepcopy(learner), [t.detach().clone().requires_grad_() for t in x]
     leaves, grad = [*x, *learner.parameters()], torch.randn_like(x[0])
     choosers = copy.deepcopy(learner), copy.deepcopy(learner).eval()
 
-    heads = x[0].transpose(1, 2), x[1].transpose(1, 2), is_causal
-    gqa = grouped(x[0].transpose(1, 2), x[1].transpose(1, 2))
+    q, k = (t.detach().transpose(1, 2) for t in x[:2])
+    heads, gqa = (q, k, is_causal), grouped(q, k)
 
     def learned() -> None:
         torch.autograd.grad(learner(*x, is_causal), leaves, grad, allow_unused=True)
@@ -261,8 +280,10 @@ def captured(run: Callable[[], Any]) -> Callable[[], None]:
     return graph.replay
 
 
-def told(problem: Exception) -> str:
-    """Why a peer did not run, in a line."""
+def told(problem: BaseException) -> str:
+    """Why a peer did not run, in a line: the first of several errors, as a graph that is left by one raises another."""
+    while problem.__context__ is not None:
+        problem = problem.__context__
     return f"{type(problem).__name__}: {problem}".splitlines()[0][:200]
 
 
@@ -412,13 +433,27 @@ def main() -> None:
     parser.add_argument("--sparsity", type=float, default=0.9)
     parser.add_argument("--rows", choices=ROWS, nargs="+", default=ROWS, help="who selects; both by default")
     parser.add_argument("--units", type=int, nargs="+", default=UNITS, help="score units of lists of 8 heads")
+    parser.add_argument("--rank", type=int, help="width of the match, where lists do not have their own")
     parser.add_argument("--lists", choices=LISTS, nargs="+", default=[*LISTS], help="which heads have a list")
+    parser.add_argument("--first", type=int, default=0, help="lines that an earlier process has measured")
+    parser.add_argument("--elapsed", type=float, default=0.0, help="seconds that it ran")
+    parser.add_argument("--chunk", type=int, help="MiB of partial outputs in a chunk of tokens that select")
     asked = parser.parse_args()
-    faulthandler.dump_traceback_later(LIMIT, exit=True)
-    for found in lines(asked.lengths, asked.sparsity, rows=asked.rows, units=asked.units, lists=asked.lists):
-        line = {"task": "speed"} | found | facts("cuda")
+    if asked.chunk is not None:
+        # Four chunks are the bytes up to which a call on a GPU runs whole.
+        attend.GATHERED = 4 * asked.chunk * 2**20 // attend.GPU_ROOM
+    begun = time.monotonic() - asked.elapsed
+    faulthandler.dump_traceback_later(max(LIMIT - asked.elapsed, 1), exit=True)
+    options = {"rows": asked.rows, "units": asked.units, "lists": asked.lists, "rank": asked.rank}
+    made = lines(asked.lengths, asked.sparsity, first=asked.first, elapsed=asked.elapsed, **options)
+    for number, found in enumerate(made, asked.first + 1):
+        line = {"task": "speed", "chunk_mib": attend.GATHERED * attend.GPU_ROOM // 2**22} | found | facts("cuda")
         print(json.dumps(line), flush=True)
         append(asked.out, line)
+        if "in_a_graph" in found.get("not_run", {}):
+            # A capture that failed leaves the generator of the process in the graph.
+            rest = "--first", str(number), "--elapsed", str(time.monotonic() - begun)
+            os.execv(sys.executable, [sys.executable, *sys.argv, *rest])
     faulthandler.cancel_dump_traceback_later()
 
 

@@ -1,13 +1,14 @@
 """Count the memory of attention where every token selects its key blocks, without a GPU.
 
     python benchmarks/token_memory.py --out benchmarks/results/token_memory.jsonl
-    python benchmarks/token_memory.py --tokens 131072 --call layer --lists 64 --largest 12
+    python benchmarks/token_memory.py --tokens 131072 --call layer --shape "64 lists" --largest 12
 
 A call runs on tensors of torch's meta device, which have sizes but no data, by the rules of a GPU of compute capability
 9.0. Kernels are not launched. Every allocation of an operation counts from its first use until its last reference is
 gone, in the second call of a shape. Not counted: memory inside operations of torch, fragmentation, code of kernels.
 These are allocations counted, not measured on a GPU. A line of the result is a call:
 
+    unit     tokens of a sub-block of a learned layer, `AdaptiveConfig.score_unit`
     tensors  bytes of query, key, value and output; with the backward pass also of their gradients
     extra    bytes of all tensors at the largest sum, given index tensors left out, minus `tensors`
     share    extra / tensors
@@ -159,6 +160,8 @@ class Shape(NamedTuple):
     block: int = 128
     listed: int = 16
     """Key blocks that a token lists beside its own"""
+    unit: int | None = None
+    """Tokens of a sub-block of a learned layer; None: its default"""
     batch: int = 1
     dtype: torch.dtype = torch.bfloat16
 
@@ -174,7 +177,8 @@ class Shape(NamedTuple):
         """Learned layer that lists as many blocks."""
         group = {"select": "group", "group_size": self.heads // self.lists} if self.lists < self.heads else {}
         most = self.listed + 1
-        config = AdaptiveConfig(base_sparsity=0.0, k_max=most, k_min=most, local_blocks=1, sink_blocks=0, **group)
+        settings = {"k_max": most, "k_min": most, "local_blocks": 1, "sink_blocks": 0, "score_unit": self.unit}
+        config = AdaptiveConfig(base_sparsity=0.0, **settings, **group)
         options = {"block_size": self.block, "num_kv_heads": self.key_heads}
         return BlockSparseAdaptive([self.tokens], [1], self.heads, self.width, config, **options)
 
@@ -200,8 +204,9 @@ def count_call(call: str, shape: Shape, backward: bool = False, device: torch.de
     tensors = (1 + backward) * (sum(x.nbytes for x in inputs) + results[0].nbytes)
     given = sum(x.nbytes for x in inputs) + (results[0].nbytes if backward else 0)
     extra = counted.peak + given - tensors
+    unit = {"unit": shape.layer().config.unit(is_causal=True)} if call == "layer" else {}
     return {
-        "call": call, "tokens": shape.tokens, "lists": shape.lists, "backward": backward, "tensors": tensors,
+        "call": call, "tokens": shape.tokens, "lists": shape.lists, **unit, "backward": backward, "tensors": tensors,
         "extra": extra, "share": round(extra / tensors, 4), "largest": dict(counted.at_peak.most_common(8)),
     }  # fmt: skip
 
@@ -219,24 +224,34 @@ def _step(
     return output, *torch.autograd.grad(output, inputs, grad)
 
 
+SHAPES: dict[str, Shape] = {
+    "4 lists": Shape(0, 4),
+    "64 lists": Shape(0, 64),
+    "8 heads": Shape(0, 8, heads=8, key_heads=8, width=64),
+}
+"""Shapes by name: a list for each of 4 key heads or of 64 query heads of 128, and 8 heads of 64 with their own keys."""
+
+
 def main() -> None:
     """Count the calls that the options name."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, nargs="+", default=LENGTHS)
     parser.add_argument("--call", choices=["indices", "layer"], nargs="+", default=["indices", "layer"])
-    parser.add_argument("--lists", type=int, nargs="+", default=[4, 64])
+    parser.add_argument("--shape", choices=SHAPES, nargs="+", default=[*SHAPES])
+    parser.add_argument("--units", type=int, nargs="+", default=[1, 4], help="score units of layers")
     parser.add_argument("--largest", type=int, default=0, help="print so many of the largest allocations")
     parser.add_argument("--out", type=Path, help="write JSON lines")
     options = parser.parse_args()
     software = {"git": git_sha() or "", "torch": torch.__version__, "python": platform.python_version()}
     stamp, lines = {"device": "none: allocations counted for sm_90"} | software, []
-    print("call     lists   tokens  pass      q, k, v, o (and gradients)   extra GiB   share")
-    for call, lists, tokens, backward in product(options.call, options.lists, options.tokens, (False, True)):
-        line = count_call(call, Shape(tokens, lists), backward)
+    print("call     shape     unit   tokens  pass      q, k, v, o (and gradients)   extra GiB   share")
+    calls = [(call, unit) for call in options.call for unit in (options.units if call == "layer" else [None])]
+    for (call, unit), name, tokens, backward in product(calls, options.shape, options.tokens, (False, True)):
+        line = count_call(call, SHAPES[name]._replace(tokens=tokens, unit=unit), backward)
         lines.append(json.dumps(line | stamp))
-        name = "forward" if not backward else "both"
+        run = "forward" if not backward else "both"
         size = f"{line['tensors'] / 2**30:10.2f} GiB {'':14}{line['extra'] / 2**30:10.2f}  {line['share']:8.1%}"
-        print(f"{call:8}{lists:6}{tokens:9}  {name:8}{size}")
+        print(f"{call:8} {name:10}{unit or '':4}{tokens:9}  {run:8}{size}")
         for site, bytes_there in [*line["largest"].items()][: options.largest]:
             print(f"{bytes_there / 2**30:12.3f} GiB  {site}")
     if options.out is not None:

@@ -16,11 +16,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     transformers = pytest.importorskip("transformers", reason="needs the extra `hf`")
 
-TESTED = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 23)
-pytestmark = [
-    pytest.mark.filterwarnings("ignore"),
-    pytest.mark.skipif(not TESTED, reason="masks of these models as of transformers 5.23"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 WORDS = {"vocab_size": 50, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "hidden_size": 36}
 FALCON = {**WORDS, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}

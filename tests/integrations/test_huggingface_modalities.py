@@ -15,11 +15,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     transformers = pytest.importorskip("transformers", reason="needs the extra `hf`")
 
-TESTED = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 23)
-pytestmark = [
-    pytest.mark.filterwarnings("ignore"),
-    pytest.mark.skipif(not TESTED, reason="models as of transformers 5.23"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 SIZES = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 TEXT = {**SIZES, "vocab_size": 99, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1}

@@ -147,6 +147,23 @@ def test_packed_documents_match_eager(name):
     compare(model_of(name), None, tokens(40, 1), position_ids=positions, use_cache=False)
 
 
+@pytest.mark.parametrize("name", [*DECODERS, *ENCODERS])
+def test_documents_of_bounds_match_single_ones(name):
+    """GPT-OSS, BERT and ModernBERT ignore `position_ids` in their masks: bounds alone pack their documents."""
+    model, ids, lengths = model_of(name), tokens(40, 1), (15, 3, 22)
+    positions = torch.cat([torch.arange(n) for n in lengths])[None]
+    bounds = torch.tensor([0, *lengths]).cumsum(0).int()
+    packing = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": 22, "max_length_k": 22}
+    packing |= {"use_cache": False} if name in DECODERS else {}
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        single = torch.cat([model(own)[0] for own in ids.split(lengths, 1)], 1)
+        model.set_attn_implementation("dap")
+        # Llama 4's mask refuses position ids that start again.
+        place = {} if name == "llama4" else {"position_ids": positions}
+        assert error(model(ids, **place, **packing)[0], single) < 5e-5
+
+
 def test_rows_may_pack_different_documents():
     positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in ((15, 25), (10, 10, 20))])
     compare(model_of("mistral"), None, tokens(), position_ids=positions, use_cache=False)
@@ -233,8 +250,6 @@ T5_SIZES = {
     "relative_attention_num_buckets": 8, "relative_attention_max_distance": 16, "decoder_start_token_id": 1,
     "eos_token_id": 2, "dropout_rate": 0.0,
 }  # fmt: skip
-HAS_T5 = hasattr(transformers.models.t5.modeling_t5, "ALL_ATTENTION_FUNCTIONS")
-in_interface = pytest.mark.skipif(not HAS_T5, reason="T5 of this transformers is outside the attention interface")
 
 
 @cache
@@ -249,7 +264,6 @@ def t5(name="T5"):
     return model
 
 
-@in_interface
 @pytest.mark.parametrize("side", ["none", "left", "right"])
 @pytest.mark.parametrize("name", ["T5", "MT5", "UMT5"])
 def test_t5_matches_eager(name, side):
@@ -264,7 +278,6 @@ def test_t5_matches_eager(name, side):
     assert len(weights) > 1 and all(grad.abs().max() > 0 for grad in weights)
 
 
-@in_interface
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 def test_t5_generation_matches_eager(cache):
     model, ids = t5(), tokens(20)
@@ -281,7 +294,6 @@ def test_t5_generation_matches_eager(cache):
         assert error(logits[implementation], logits["eager"]) < 5e-5
 
 
-@in_interface
 def test_patterns_restrict_t5_and_leave_its_bias():
     model, ids = t5(), tokens(40, 1)
     attend = huggingface.attention_function(huggingface.as_pattern("window:5"))
@@ -300,13 +312,6 @@ def test_patterns_restrict_t5_and_leave_its_bias():
     assert model(ids, decoder_input_ids=ids).logits.isfinite().all()
 
 
-@pytest.mark.skipif(HAS_T5, reason="T5 of this transformers takes part in the attention interface")
-def test_t5_outside_the_interface_raises():
-    with pytest.raises(ValueError, match="by transformers' AttentionInterface"):
-        integrate(t5())
-
-
-@in_interface
 def test_integrated_t5_has_no_bias_of_pairs():
     model, ids, targets = t5(), tokens(40), tokens(23)
     arguments = {"input_ids": ids, "decoder_input_ids": targets}
@@ -396,10 +401,12 @@ def test_masks_are_for_attention_functions_alone():
         model(tokens())
 
 
-def test_patterns_need_attention_of_the_interface():
+def test_models_need_attention_of_the_interface():
     config = transformers.MambaConfig(vocab_size=50, hidden_size=8, num_hidden_layers=1, state_size=2)
-    with pytest.raises(ValueError, match="AttentionInterface, got no such module in MambaModel"):
-        integrate(transformers.MambaModel(config), "window:3")
+    model = transformers.MambaModel(config)
+    for pattern in ("window:3", "model's own"):
+        with pytest.raises(ValueError, match="AttentionInterface, got no such module in MambaModel"):
+            integrate(model, pattern)
 
 
 HARMLESS = {"output_attentions", "position_ids", "deterministic", "max_length_q", "max_length_k"}
@@ -530,8 +537,6 @@ def test_only_hugging_face_models_are_integrated():
 def test_compiled_models_match_eager_mode(name, fullgraph):
     """Dynamo reads no variable that a mask function captured, so that masks of windows break the graph."""
     torch._dynamo.reset()
-    if name == "t5" and not HAS_T5:
-        pytest.skip("T5 of this transformers is outside the attention interface")
     model, ids = t5().encoder if name == "t5" else model_of(name), tokens()
     integrate(model)
     options = {"attention_mask": padded(ids, "right")} | ({} if name in ("bert", "t5") else {"use_cache": False})

@@ -290,6 +290,7 @@ def test_learned_attention_says_what_it_leaves():
         ("learned:0.1;blok=64", "options of learned attention must be among block, temperature"),
         ("learned:0.1;block=many", "block must be of type int, got 'many'"),
         ("learned:0.1;score_unit=0.5", "score_unit must be of type int"),
+        ("learned:0.1;k_max=2.5", "k_max must be of type int"),
         ("learned:0.1;block=48", "block_size must be one of"),
         ("learned:0.1;k_min=0", "k_min must be >= 1, got 0"),
     ],

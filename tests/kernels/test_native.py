@@ -21,8 +21,10 @@ from dilated_attention_pytorch import attention, attention_with_lse, make_plan, 
 from dilated_attention_pytorch.kernels import reference
 from dilated_attention_pytorch.kernels.call import AttentionCall
 from dilated_attention_pytorch.kernels.cpu import native
+from dilated_attention_pytorch.nn import AdaptiveConfig, BlockSparseAdaptive
 from dilated_attention_pytorch.ops.attention import CallSettings, call_of
 from dilated_attention_pytorch.ops.memory_budget import memory
+from dilated_attention_pytorch.selection.backend import select
 
 built = pytest.mark.skipif(not native.library_path().exists(), reason="C++ kernel not built")
 PROBLEM = Problem(
@@ -220,6 +222,24 @@ def test_best_matches_equal_the_maximum_of_all_pairs(threads, sizes, dtype):
 
 
 @built
+@pytest.mark.parametrize("shape", [(2, 3), (1, 3), (3, 1), (1, 1)])
+def test_best_matches_read_first_blocks_without_a_copy(shape, monkeypatch):
+    queries, keys = torch.randn(*shape, 70, 8), torch.randn(*shape, 9, 4, 8)
+    there = torch.rand(*shape, 9, 4) > 0.4
+    wanted = native.best_match(queries, keys, there)[..., :5]
+    monkeypatch.setattr(torch.Tensor, "contiguous", lambda x: x if x.is_contiguous() else pytest.fail("copied"))
+    assert torch.equal(native.best_match(queries, keys[:, :, :5], there[:, :, :5]), wanted)
+
+
+@built
+def test_best_matches_accept_any_strides():
+    queries, keys = torch.randn(2, 70, 3, 8).transpose(1, 2), torch.randn(2, 4, 3, 9, 8).permute(0, 2, 3, 1, 4)
+    there = torch.rand(2, 9, 3, 4).transpose(1, 2) > 0.4
+    wanted = native.best_match(*(x.clone(memory_format=torch.contiguous_format) for x in (queries, keys, there)))
+    assert torch.equal(native.best_match(queries, keys, there), wanted)
+
+
+@built
 def test_best_matches_keep_nan_in_its_block_and_infinities():
     queries, keys = torch.randn(1, 1, 40, 4), torch.randn(1, 1, 6, 30, 4)
     keys[0, 0, 2, 3], keys[0, 0, 4, 29] = torch.nan, torch.inf
@@ -229,6 +249,49 @@ def test_best_matches_keep_nan_in_its_block_and_infinities():
     there = torch.ones(1, 1, 6, 30, dtype=torch.bool)
     there[0, 0, 2, 3] = there[0, 0, 4, 29] = False
     assert error(native.best_match(queries, keys, there), best_of_pairs(queries, keys, there)) <= 1e-6
+
+
+@built
+@pytest.mark.parametrize("width", [1, 5, 40, 70])
+@pytest.mark.parametrize(("local", "sink", "is_causal"), [(1, 0, True), (3, 2, True), (0, 0, False), (2, 1, False)])
+def test_chosen_blocks_are_the_first_of_the_best(width, local, sink, is_causal, threads):
+    rows, room, blocks = 33, 6, 70
+    # Few values, so that many are equal; both zeros are.
+    scores = torch.randint(-4, 5, (2, 3, rows, width)) / torch.tensor([2.0, -2.0])[torch.randint(2, (width,))]
+    for value in (torch.nan, torch.inf, -torch.inf):
+        scores = scores.masked_fill(torch.rand_like(scores) < 0.1, value)
+    own, wanted = torch.randint(blocks, (rows,)), torch.randint(-1, room + 1, (2, 3, rows))
+    visible, column = torch.rand(2, 3, blocks) > 0.3, torch.arange(width)
+    away = (column - own[:, None] >= local) & (not is_causal) | (own[:, None] - column >= max(local, is_causal))
+    competes = away & (column >= sink) & visible[:, :, None, :width] & (scores > -torch.inf)
+    order = scores.masked_fill(~competes, -torch.inf).sort(dim=-1, descending=True, stable=True).indices
+    rank = order.argsort(-1)
+    chosen = competes & (rank < wanted[..., None])
+    listed = torch.where(chosen, column, blocks).sort(-1).values[..., :room]
+    for count in (1, 3):
+        threads(count)
+        found, counts = native.choose_blocks(scores, own, wanted, visible, room, local, sink, is_causal)
+        assert torch.equal(counts, chosen.sum(-1, dtype=torch.int32))
+        assert torch.equal(found[..., : listed.shape[-1]], listed.int())
+        assert bool((found[..., listed.shape[-1] :] == blocks).all())
+
+
+@built
+@pytest.mark.parametrize("granularity", ["token", "block"])
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("explore", [True, False])
+def test_rows_rank_alike_in_torch(granularity, is_causal, explore, monkeypatch):
+    config = AdaptiveConfig(0.8, granularity=granularity, score_unit=4)
+    layer = BlockSparseAdaptive([300], [1], 2, 16, config, block_size=16)
+    # Equal scores: the blocks of rounded keys.
+    query, key = torch.randn(2, 2, 2, 300, 16).round()
+    padding = torch.rand(2, 300) > 0.8
+    lists = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        lists.append(select(layer.score_blocks(query, key, is_causal, padding), 300, explore))
+        monkeypatch.setattr(native, "choose_blocks", lambda *given: None)
+    assert torch.equal(lists[0].indices, lists[1].indices) and torch.equal(lists[0].counts, lists[1].counts)
 
 
 def test_a_missing_library_says_how_to_build_it(monkeypatch, tmp_path):
@@ -380,7 +443,8 @@ def test_building_again_does_nothing(capsys):
 
 
 FIRST_CALLS = """
-import torch, dilated_attention_pytorch as dap
+import os, sys, torch, dilated_attention_pytorch as dap
+sys.platform = os.environ.get("TEST_PLATFORM", sys.platform)
 q, k, v = torch.randn(3, 1, 2, 64, 8).unbind()
 for _ in range(2):
     dap.attention(q, k, v, "causal")
@@ -438,6 +502,14 @@ def test_the_slow_path_names_what_is_missing_once(first_calls, tmp_path):
     assert backend == "cpu" and len(lines) == 1 and "no place for it" in lines[0]
     backend, lines = first_calls(CXX="false", XDG_CACHE_HOME=str(tmp_path / "other"))
     assert backend == "cpu" and "native kernel: " in lines[1]
+
+
+@built
+@pytest.mark.parametrize("platform", ["darwin", "win32"])
+def test_other_platforms_compute_with_torch_and_say_so_once(first_calls, tmp_path, platform):
+    backend, lines = first_calls(TEST_PLATFORM=platform)
+    assert backend == "cpu" and len(lines) == 1 and f"it runs on Linux, got {platform}" in lines[0]
+    assert not (tmp_path / "cache").exists()
 
 
 def test_calls_on_other_devices_build_nothing(monkeypatch):

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import weakref
-
 import pytest
 import torch
+from live_memory import LiveMemory
 from oracle import error, multiplicities
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from dilated_attention_pytorch.models import SlideConfig, SlideEncoder
 from dilated_attention_pytorch.tools.bench.measure import PeakMemory
@@ -214,37 +211,13 @@ def test_ten_thousand_tiles_fit_in_four_gigabytes():
     assert peak.total + left_out < 4 * 2**30
 
 
-class Held(TorchDispatchMode):
-    """The most bytes of tensors that were alive at once."""
-
-    def __init__(self, *already: torch.Tensor) -> None:
-        super().__init__()
-        self.known = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in already}
-        self.live = self.peak = sum(self.known.values())
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        found = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(found):
-            if isinstance(tensor, torch.Tensor):
-                storage = tensor.untyped_storage()
-                if storage._cdata not in self.known:
-                    self.known[storage._cdata] = storage.nbytes()
-                    self.live += storage.nbytes()
-                    weakref.finalize(storage, self.drop, storage._cdata)
-        self.peak = max(self.peak, self.live)
-        return found
-
-    def drop(self, storage: int) -> None:
-        self.live -= self.known.pop(storage)
-
-
 def test_a_forward_pass_holds_what_was_predicted():
     model = SlideEncoder(tile_width=12, d_model=64, num_layers=3, nhead=4).eval()
     tiles, coords = slide(1500, dtype=torch.float32)
     with torch.no_grad():
         # The plan stays when the first call has made it.
         model(tiles, coords)
-        with Held(*model.parameters(), tiles) as held:
+        with LiveMemory(*model.parameters(), tiles) as memory:
             model(tiles, coords)
     predicted = model.config.memory(1500)
-    assert abs(held.peak - predicted) < 0.05 * predicted
+    assert abs(memory.peak - predicted) < 0.05 * predicted

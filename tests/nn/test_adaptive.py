@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -60,7 +60,7 @@ def test_config_fields_and_defaults():
         "sink_blocks": 1,
         "local_blocks": 2,
         "match_rank": 32,
-        "score_unit": 4,
+        "score_unit": None,
         "score_gradient": "distill",
         "distill_rows": 0.02,
         "distill_min_tokens": 128,
@@ -75,6 +75,22 @@ def test_config_fields_and_defaults():
         "dense_below": None,
     }
     assert {f.name: f.default for f in fields(AdaptiveConfig)} == wanted
+
+
+@pytest.mark.parametrize(
+    ("granularity", "is_causal", "units"),
+    [
+        ("auto", True, (1, 64)),
+        ("auto", False, (4, 4)),
+        ("token", False, (1, 64)),
+        ("block", True, (4, 4)),
+    ],
+)
+def test_default_score_units_follow_from_the_rows(granularity, is_causal, units):
+    config = AdaptiveConfig(granularity=granularity)
+    settings = config.settings(64, is_causal)
+    assert (settings.score_unit, settings.row_unit) == units
+    assert replace(config, score_unit=2).settings(64, is_causal).score_unit == 2
 
 
 @pytest.mark.parametrize(("shared", "own"), [(False, 4), (True, 1)])
@@ -524,6 +540,7 @@ def test_before_any_training_it_finds_what_matches():
         (lambda: AdaptiveConfig(dropout=1.0), ValueError, "dropout"),
         (lambda: layer(size=48), ValueError, "block_size"),
         (lambda: layer(score_unit=5), ValueError, "score_unit 5"),
+        (lambda: layer(score_unit=0), ValueError, "score_unit must be >= 1, or None, got 0"),
         (lambda: BlockSparseAdaptive([4096], [1], 0, 8), ValueError, "num_heads"),
         (lambda: BlockSparseAdaptive([4096, 1], [1], 2, 8), ValueError, "equally long|dilation"),
         (lambda: BlockSparseAdaptive([4096], [1], 2, 8, {"base_sparsity": 0.5}), TypeError, "AdaptiveConfig"),
@@ -567,3 +584,18 @@ def test_half_precision_learns(is_causal, dtype):
     output.sum().backward()
     assert all(x.grad.isfinite().all() and x.grad.dtype == dtype for x in (q, k, v, *module.parameters()))
     assert layer(match_rank=0).to(dtype)(q, k, v, is_causal).isfinite().all()
+
+
+@ROWS
+def test_half_precision_scores_have_float16_matches(granularity):
+    torch.manual_seed(0)
+    config = AdaptiveConfig(granularity=granularity, score_unit=2, match_rank=4)
+    layer = BlockSparseAdaptive([128], [1], 2, 8, config, block_size=16)
+    q, k = torch.randn(2, 1, 2, 128, 8, dtype=torch.bfloat16).unbind()
+    with torch.no_grad():
+        scores = layer.score_blocks(q, k, False)
+        own = torch.arange(scores.row_count) // (16 if granularity == "token" else 1)
+        assert error(scores.ranked(0, scores.row_count), dense_scores(scores.factors, own)) < 1e-6
+        assert (
+            error(scores.ranked(0, scores.row_count), dense_scores(scores.factors._replace(rounds=False), own)) > 1e-5
+        )

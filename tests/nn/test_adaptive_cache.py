@@ -6,7 +6,7 @@ import pytest
 import torch
 from oracle import error
 
-from dilated_attention_pytorch.nn import AdaptiveConfig, KVCache, MultiheadBlockSparseAdaptive
+from dilated_attention_pytorch.nn import AdaptiveConfig, BlockSparseAdaptive, KVCache, MultiheadBlockSparseAdaptive
 from dilated_attention_pytorch.nn.adaptive import decoding as cache_module
 from dilated_attention_pytorch.selection import scores as scores_module
 
@@ -117,6 +117,30 @@ def test_half_precision_decodes(dtype):
     layer = module(base_sparsity=0.0).to(dtype)
     x = torch.randn(1, 40, 32, dtype=dtype)
     assert error(decode(layer, x, 20)[0], layer(x, is_causal=True)[0]) < (1e-5 if dtype == torch.float32 else 0.05)
+
+
+@pytest.mark.parametrize("config", [{}, {"granularity": "block"}, {"select": "group"}], ids=str)
+def test_rounded_matches_select_the_blocks_of_the_whole(config):
+    layer = module(base_sparsity=0.8, score_unit=1, local_blocks=1, sink_blocks=0, **config).bfloat16().core
+    query, key, value = (torch.randn(2, 8 * N, heads, 8, dtype=torch.bfloat16) for heads in (4, 2, 2))
+    cache, found = cache_module.AdaptiveCache(layer), []
+    with torch.no_grad():
+        whole, pattern = layer(query, key, value, is_causal=True, return_pattern=True)
+        for some in (slice(0, 6 * N), slice(6 * N, 7 * N + 3), slice(7 * N + 3, 8 * N)):
+            piece = (x[:, some].transpose(1, 2) for x in (query, key, value))
+            found.append(cache.attend(*piece).transpose(1, 2))
+    assert float(pattern.density) < 0.3
+    # Another block would change a row by more than the rounding of the output.
+    torch.testing.assert_close(torch.cat(found, 1), whole, atol=2**-9, rtol=2**-7)
+
+
+def test_features_of_16_bit_keys_take_little_more_than_a_quarter():
+    layer = BlockSparseAdaptive([1], [1], 2, 64, AdaptiveConfig(hidden_dim=8), block_size=64).bfloat16().eval()
+    cache, tokens = cache_module.AdaptiveCache(layer), 32 * 64
+    with torch.no_grad():
+        cache.attend(*torch.randn(3, 1, 2, tokens, 64, dtype=torch.bfloat16))
+    features = sum(x.nbytes for x in cache._features)
+    assert features < 0.3 * 2 * 2 * 2 * tokens * 64, "keys and values of two heads in two bytes"
 
 
 def test_what_a_cache_cannot_follow_is_refused():

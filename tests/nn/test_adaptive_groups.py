@@ -37,6 +37,30 @@ def drawn(name, n=100, width=8, **more):
     return [torch.randn(2, n, h, width, dtype=torch.float64, **more) for h in (heads, key_heads, key_heads)]
 
 
+@ROWS
+@pytest.mark.parametrize("share", [False, True])
+def test_lists_of_one_key_head_score_as_with_repeated_keys(granularity, share):
+    torch.manual_seed(0)
+    config = AdaptiveConfig(0.5, granularity=granularity, hidden_dim=8, match_rank=6, share_across_heads=share)
+    one, each = (BlockSparseAdaptive([64], [1], 6, 8, config, block_size=16, num_kv_heads=g).double() for g in (2, 6))
+    each.load_state_dict(one.state_dict())
+    query, key = torch.randn(2, 6, 100, 8).double(), torch.randn(2, 2, 100, 8).double()
+    repeated = key.repeat_interleave(3, 1)
+    scores = [module.score_blocks(query, keys, True) for module, keys in ((one, key), (each, repeated))]
+    found, wanted = (x.of_all(torch.arange(x.row_count)) for x in scores)
+    assert error(found, wanted) < 1e-12
+    slope = torch.randn_like(found)
+    (found * slope).sum().backward()
+    (wanted * slope).sum().backward()
+    for mine, other in zip(one.parameters(), each.parameters(), strict=True):
+        assert error(mine.grad, other.grad) < 1e-12
+    fits = [
+        fit_scorers(m, lambda m=m, k=k: m(*(x.transpose(1, 2) for x in (query, k, k)), True))
+        for m, k in ((one, key), (each, repeated))
+    ]
+    assert fits[0] == fits[1] and error(one.scorer.match_key, each.scorer.match_key) < 1e-9
+
+
 @SHARED
 def test_scores_are_those_of_the_formula(name):
     """Per token, against projections summed head by head, and for a GPU's factors."""

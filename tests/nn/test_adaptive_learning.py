@@ -242,6 +242,25 @@ def test_rows_with_dense_statistics_are_those_asked_for():
         assert module.statistics()["dense_rows"] == wanted / 200
 
 
+def test_few_listed_rows_weigh_less_than_many():
+    def trained(weight=None, **settings):
+        torch.manual_seed(0)
+        module = BlockSparseAdaptive([512], [1], 2, 16, AdaptiveConfig(0.7, **settings), block_size=16)
+        output = module(*torch.randn(3, 1, 512, 2, 16), is_causal=True)
+        batch = module._batch
+        if weight is not None:
+            batch.chosen_weight = weight
+        output.square().sum().backward()
+        return batch, torch.cat([x.grad.flatten() for x in module.parameters()])
+
+    little = {"distill_memory": 2**21}
+    batch, _ = trained(**little)
+    assert 1 < batch.chosen < 100 and batch.chosen_weight == batch.chosen / 256
+    none, half, whole = (trained(weight, **little)[1] for weight in (0.0, 0.5, 1.0))
+    assert error(half, (none + whole) / 2) < 1e-5 and error(none, whole) > 0.05
+    assert [trained(**more)[0].chosen_weight for more in ({}, little | {"distill_rows": 0.0})] == [1.0, 1.0]
+
+
 def test_parameters_of_scorers_and_task_are_apart():
     core = BlockSparseAdaptive([64], [1], 2, 4, block_size=16)
     model = torch.nn.ModuleDict({"in": torch.nn.Linear(3, 3), "core": core, "again": core})

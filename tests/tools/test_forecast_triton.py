@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 import pytest
@@ -10,39 +9,12 @@ import pytest
 pytest.importorskip("triton")
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from live_memory import LiveMemory
 
 from dilated_attention_pytorch import make_plan, parse
 from dilated_attention_pytorch.kernels.call import AttentionCall
 from dilated_attention_pytorch.kernels.triton import launches
 from dilated_attention_pytorch.tools.peak_memory import Shape, is_joined, peaks
-
-
-class Live(TorchDispatchMode):
-    """Bytes of floating storages that tensors made inside hold, now and at the highest point."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.holders: dict[int, int] = {}
-        self.now = self.peak = 0
-
-    def __torch_dispatch__(self, function: Any, types: Any, given: Any = (), options: Any = None) -> Any:
-        made = function(*given, **(options or {}))
-        for tensor in made if isinstance(made, tuple | list) else (made,):
-            if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
-                place, size = tensor.untyped_storage().data_ptr(), tensor.untyped_storage().nbytes()
-                self._hold(place, size)
-                weakref.finalize(tensor, self._drop, place, size)
-        return made
-
-    def _hold(self, place: int, size: int) -> None:
-        self.now += 0 if self.holders.get(place) else size
-        self.holders[place] = self.holders.get(place, 0) + 1
-        self.peak = max(self.peak, self.now)
-
-    def _drop(self, place: int, size: int) -> None:
-        self.holders[place] -= 1
-        self.now -= 0 if self.holders[place] else size
 
 
 class Idle:
@@ -64,12 +36,12 @@ def test_the_forecast_counts_what_the_launches_allocate(
     n, heads, d = 4096, 4, 64
     plan = make_plan(parse(text), n, heads)
     shape = Shape(n=n, heads=heads, key_heads=key_heads, d=d, dtype=dtype, backend="triton", joined=is_joined(plan))
-    with Live() as live:
+    with LiveMemory(floating_only=True) as memory:
         query, key, value = (torch.empty(1, count, n, d, dtype=dtype) for count in (heads, key_heads, key_heads))
         call = AttentionCall(query, key, value, plan, d**-0.5)
         output, lse = launches.forward(call)
-        forward = live.peak
-        live.peak = live.now
+        forward = memory.peak
+        memory.peak = memory.now
         gradients = launches.backward(call, output, lse, torch.empty_like(output), None)
     assert gradients.query.shape == query.shape
-    assert (forward, live.peak) == pytest.approx(peaks(shape, 0), rel=0.02)
+    assert (forward, memory.peak) == pytest.approx(peaks(shape, 0), rel=0.02)

@@ -227,13 +227,12 @@ def _why_not_learned(module: Any) -> str | None:
 
 
 def _check_reached(model: nn.Module, layers: Resolved, name: str) -> None:
-    """Raise where a pattern has no effect: on attention by code of the model's own, or in a model without attention."""
-    if all(isinstance(one, Full) for one in _each(layers)):
-        return
+    """Raise where `integrate` has no effect: on a pattern of attention in code of the model's own, or everywhere."""
     reached, others = False, []
+    codes = {kind: _code(kind) for kind in {type(module) for module in model.modules()}}
     for place, module in model.named_modules():
         kind = type(module).__name__
-        code = _code(type(module))
+        code = codes[type(module)]
         if kind in ADAPTED or "ALL_ATTENTION_FUNCTIONS" in code or "AttentionInterface" in code:
             implementation = getattr(getattr(module, "config", None), "_attn_implementation", name)
             is_outside = implementation != name
@@ -247,7 +246,8 @@ def _check_reached(model: nn.Module, layers: Resolved, name: str) -> None:
             others.append(f"{place} ({kind})")
     if others or not reached:
         raise must(
-            "all attention under a pattern must be computed by transformers' AttentionInterface",
+            f"{'all attention under a pattern' if others else 'attention'} must be computed by transformers' "
+            "AttentionInterface",
             f"other code in {', '.join(others[:4])}" if others else f"no such module in {type(model).__name__}",
             "Integrate a part of the model, or name the layers: {layer: pattern}." if others else None,
         )

@@ -124,7 +124,7 @@ def _layer(name: str, stored: Any, state: State) -> AdaptiveLayer:
 
 
 def _check_sizes(config: AdaptiveConfig, state: State, own: str) -> None:
-    """Refuse settings of other sizes than those of the stored tensors, before anything is built from them."""
+    """Refuse settings whose sizes differ from the stored tensors, before anything is built from them."""
     scorer = re.compile(rf"{re.escape(own)}scorer\.importance\.scorers\.0\.\d+\.weight")
     layers = [name for name in state if scorer.fullmatch(name)]
     stored = {"num_layers": len(layers), "match_rank": state[f"{own}scorer.match_query"].shape[2]}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -78,6 +79,17 @@ class LayerAttention(MultiheadOverRanks, MultiheadSparseAttention):
             raise must("torchscale's attention must be self-attention", f"{n} queries and {keys} keys")
         names = ("zero_padding", "shifted_segments", "detach_mixing")
         return partial(published_attention, **{name: getattr(self, name) for name in names})
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Put a model into evaluation mode inside the context."""
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)
 
 
 def world_of(model: nn.Module) -> int:

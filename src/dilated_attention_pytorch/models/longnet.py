@@ -17,7 +17,7 @@ from ..errors import must, must_be
 from ..nn import KVCache
 from ..ops.derivatives import once_differentiable
 from .config import LongNetConfig
-from .layers import DilatedTransformerDecoderLayer, DilatedTransformerEncoderLayer, world_of
+from .layers import DilatedTransformerDecoderLayer, DilatedTransformerEncoderLayer, evaluating, world_of
 
 LOGITS_AT_A_TIME = 1 << 24
 """Logits that the loss holds at once."""
@@ -182,13 +182,12 @@ class LongNet(nn.Module):
         caches: Sequence[KVCache] | None = None,
     ) -> Tensor:
         """The decoder alone, causal: (B, M, E), with what the encoder made where there is one."""
-        if self.decoder is None:
-            raise must("decoding must have a decoder", "an encoder alone", "Set num_decoder_layers.")
+        decoder = self._decoder()
         if memory is None:
-            return self.decoder(tgt, src_key_padding_mask=key_padding_mask, is_causal=True, caches=caches)
+            return decoder(tgt, src_key_padding_mask=key_padding_mask, is_causal=True, caches=caches)
         if len(memory) != len(tgt):
             raise must("source and target must have the same batch size", f"{len(memory)} and {len(tgt)}")
-        return self.decoder(
+        return decoder(
             tgt,
             memory,
             tgt_key_padding_mask=key_padding_mask,
@@ -199,9 +198,12 @@ class LongNet(nn.Module):
 
     def caches(self, length: int | None = None) -> list[KVCache]:
         """An empty cache for each decoder layer; `length` as for `KVCache`."""
+        return [layer.self_attn.cache(length) for layer in self._decoder().layers]  # pyrefly: ignore
+
+    def _decoder(self) -> Stack:
         if self.decoder is None:
             raise must("decoding must have a decoder", "an encoder alone", "Set num_decoder_layers.")
-        return [layer.self_attn.cache(length) for layer in self.decoder.layers]  # pyrefly: ignore
+        return self.decoder
 
 
 class LongNetLM(nn.Module):
@@ -360,9 +362,7 @@ class LongNetLM(nn.Module):
         if stop is not None and not 0 <= stop < self.config.num_tokens:
             raise must(f"stop must be a token, 0 .. {self.config.num_tokens - 1}, or None", stop)
         self.long_net.check_pair("src", src)
-        was_training = self.training
-        self.eval()
-        try:
+        with evaluating(self):
             read = None if src is None else self._embed(src, self.source_embedding)
             memory = None if read is None else self.long_net.encoder(read)  # pyrefly: ignore
             caches = self.long_net.caches(prompt.shape[1] + max_new_tokens)
@@ -379,8 +379,6 @@ class LongNetLM(nn.Module):
                 if stop is not None and bool(done.all()):
                     break
             return torch.cat(generated, 1) if generated else prompt[:, :0]
-        finally:
-            self.train(was_training)
 
 
 def fairseq_sinusoids(first: int, x: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from ..errors import must
 from ..ops import attention, attention_rows
 from ..ops.checks import require
 from .config import LongNetConfig
-from .layers import DilatedTransformerEncoderLayer, world_of
+from .layers import DilatedTransformerEncoderLayer, evaluating, world_of
 from .longnet import Stack
 
 ROLLOUT_WIDTH = 16
@@ -225,16 +225,12 @@ class SlideEncoder(nn.Module):
         layers = list(self.encoder.layers)
         if not -len(layers) <= layer < len(layers):
             raise must(f"layer must lie in {-len(layers)} .. {len(layers) - 1}", layer)
-        training = self.training
-        self.eval()
-        try:
+        with evaluating(self):
             x, mask = self._tokens(tiles, coords, key_padding_mask)
             for before in layers[: layer % len(layers)]:
                 x = before(x, src_key_padding_mask=mask)
             selected: Any = layers[layer]
             query, key = self._query_and_key(selected, x)
-        finally:
-            self.train(training)
         index = torch.tensor([row + 1 for row in rows], dtype=torch.int64, device=x.device)
         weights = attention_rows(query, key, selected.self_attn.pattern, index, key_padding_mask=mask)
         return weights.mean(1) if average_heads else weights
@@ -246,26 +242,21 @@ class SlideEncoder(nn.Module):
         The product of the layers' matrices is never formed. From the last layer back, a row vector times a matrix of
         weights is what attention's backward pass gives its values; so this takes the time and memory of attention.
         """
-        training = self.training
-        self.eval()
-        try:
-            with torch.no_grad():
-                x, mask = self._tokens(tiles, coords, key_padding_mask)
-                before = []
-                for layer in self.encoder.layers:
-                    before.append(x)
-                    x = layer(x, src_key_padding_mask=mask)
-                share = torch.zeros(x.shape[:2], device=x.device)
-                if self.config.global_pool:
-                    share[:, 1:] = 1.0 if mask is None else (~mask[:, 1:]).float()
-                    share /= share.sum(1, keepdim=True)
-                else:
-                    share[:, 0] = 1.0
-                for layer, entered in zip(reversed(self.encoder.layers), reversed(before), strict=True):
-                    share = (share + self._looked_at(layer, entered, mask, share)) / 2
-                return share
-        finally:
-            self.train(training)
+        with evaluating(self), torch.no_grad():
+            x, mask = self._tokens(tiles, coords, key_padding_mask)
+            before = []
+            for layer in self.encoder.layers:
+                before.append(x)
+                x = layer(x, src_key_padding_mask=mask)
+            share = torch.zeros(x.shape[:2], device=x.device)
+            if self.config.global_pool:
+                share[:, 1:] = 1.0 if mask is None else (~mask[:, 1:]).float()
+                share /= share.sum(1, keepdim=True)
+            else:
+                share[:, 0] = 1.0
+            for layer, entered in zip(reversed(self.encoder.layers), reversed(before), strict=True):
+                share = (share + self._looked_at(layer, entered, mask, share)) / 2
+            return share
 
     def _looked_at(self, layer: nn.Module, x: Tensor, mask: Tensor | None, share: Tensor) -> Tensor:
         """`share` (B, N) times the layer's weights, averaged over heads."""

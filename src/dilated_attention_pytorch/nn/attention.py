@@ -103,7 +103,7 @@ class Planned:
     def _score_terms(
         self, softcap: float | None, bias: Tensor | None, bias_positions: Tensor | None, dense: bool
     ) -> dict[str, Any]:
-        """Those of the terms that are given, as arguments of the operation; `dense` weights have none of them."""
+        """Given terms of the scores as arguments of the operation; `dense` weights support none."""
         named = {"softcap": softcap, "bias": bias, "bias_positions": bias_positions}
         terms = {name: term for name, term in named.items() if term is not None}
         if terms and dense:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -14,13 +14,11 @@ from ..patterns.base import integer
 from ..plan import Plan
 from .attention import SparseAttention
 from .block_sparse_config import HierarchicalConfig, SparsePatternConfig
-from .context_parallel import OverRanks, Ranks
+from .context_parallel import TakesRanks
 
 if TYPE_CHECKING:
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
-
-    from ..distributed import SequenceLayout
 
 
 def block_pattern(
@@ -56,7 +54,7 @@ def _density_stats(plan: Plan) -> dict[str, Any]:
     return {"block_size": plan.block_size, "blocks": plan.blocks, "density": plan.density}
 
 
-class BlockSparseRingDilatedAttention(OverRanks, SparseAttention):
+class BlockSparseRingDilatedAttention(TakesRanks, SparseAttention):
     """Block-sparse attention: one softmax per row over all kept blocks of the score matrix.
 
     Args:
@@ -65,11 +63,11 @@ class BlockSparseRingDilatedAttention(OverRanks, SparseAttention):
         sparse_config: pattern that replaces the segments; only its "dilated_sparse" uses segments and rates.
         sparsity_ratio: fraction of blocks kept (0.01 = 99 % sparse); all blocks of the branches if None.
         block_size: tokens in a block, 128 by default.
-        process_group: ranks that hold the sequence together, see `Ranks`, as `ring_size`, `layout` and `transfer`; each
-            calls the module with its tokens and gets its rows.
+        process_group: ranks that hold the sequence together, see `Ranks`; each calls the module with its tokens and
+            gets its rows.
         pattern_cache_size: number of plans from `plan` and `explain` that this module keeps.
         options: `softmax_scale`, `attention_dropout`, `sink`, `num_heads`, `backend`, `device`, `dtype`: see
-            `SparseAttention`.
+            `SparseAttention`; `ring_size`, `layout` and `transfer`: see `Ranks`.
     """
 
     def __init__(
@@ -81,19 +79,14 @@ class BlockSparseRingDilatedAttention(OverRanks, SparseAttention):
         block_size: int | None = None,
         process_group: dist.ProcessGroup | DeviceMesh | None = None,
         pattern_cache_size: int = 100,
-        *,
-        ring_size: int | None = None,
-        layout: SequenceLayout | str = "contiguous",
-        transfer: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
         pattern = block_pattern(segment_lengths, dilation_rates, sparse_config, sparsity_ratio, block_size)
-        super().__init__(pattern, **options)
+        super().__init__(pattern, process_group=process_group, **options)
         self.segment_lengths, self.dilation_rates = tuple(segment_lengths), tuple(dilation_rates)
         self.sparse_config = sparse_config
         self.pattern_cache_size = integer("pattern_cache_size", pattern_cache_size, 1)
         self._plans: OrderedDict[tuple[int, int | None, bool], Plan] = OrderedDict()
-        self.ranks = Ranks(process_group, ring_size, layout, transfer)
 
     def plan(self, n: int, num_heads: int | None = None, is_causal: bool = False) -> Plan:
         """Plan of this module at a length."""

@@ -30,7 +30,7 @@ from .node_bounded import BlockSparseRingDistributedDilatedAttention
 if TYPE_CHECKING:
     from ..distributed.config import DistributedSparseConfig
 
-SEGMENTS, RATES = (2048, 4096, 8192), (1, 2, 4)
+SEGMENTS = (2048, 4096, 8192)
 EMBED_DIM, NUM_HEADS = 768, 12
 VARIANTS = ("auto", "base", "multihead", "adaptive", "distributed", "hierarchical")
 KINDS = ("auto", "dilated", "ring", "block_sparse", "dense")

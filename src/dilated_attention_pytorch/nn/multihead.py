@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,17 +19,11 @@ from ..plan.closed_forms import closed_form
 from .attention import Planned, check_no_sink, check_weights, probability
 from .block_sparse import block_pattern, segments_unused
 from .block_sparse_config import SparsePatternConfig
-from .context_parallel import MultiheadOverRanks, Ranks
+from .context_parallel import MultiheadOverRanks, TakesRanks
 from .kv_cache import KVCache, check_cache_type
 from .masks import check_causal, check_mask, ignored, mask_bias, mask_pattern
 from .positional import Position, position_of
 from .projections import Projections
-
-if TYPE_CHECKING:
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import DeviceMesh
-
-    from ..distributed import SequenceLayout
 
 
 def _each_once(change: Callable[[Tensor], Tensor], query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
@@ -233,10 +227,7 @@ class MultiheadSparseAttention(Projections, Planned):
             attended = cache.attend(q, k, v, scale=self.head_dim**-0.5, **where, **terms)
         elif added is not None:
             assert weights is not None
-            dropped = F.dropout(weights, self.dropout, self.training).to(v.dtype)
-            attended = dropped[..., : k.shape[2]] @ v.repeat_interleave(q.shape[1] // v.shape[1], 1)
-            if self.bias_v is not None:
-                attended = attended + dropped[..., k.shape[2], None] * self._by_head(self.bias_v)
+            attended = self._attend_dense(weights, v)
         else:
             attended = self._operation(q.shape[2], k.shape[2], extra is not None)(
                 q,
@@ -276,6 +267,15 @@ class MultiheadSparseAttention(Projections, Planned):
         if self.bias_k is not None:
             columns.insert(0, self.head_dim**-0.5 * (query * self._by_head(self.bias_k)).sum(-1))
         return torch.stack(columns, -1)
+
+    def _attend_dense(self, weights: Tensor, value: Tensor) -> Tensor:
+        """Output of dense weights (B, H, N, M), whose further columns belong to the extra keys."""
+        keys = value.shape[2]
+        dropped = F.dropout(weights, self.dropout, self.training).to(value.dtype)
+        attended = dropped[..., :keys] @ value.repeat_interleave(weights.shape[1] // value.shape[1], 1)
+        if self.bias_v is not None:
+            attended = attended + dropped[..., keys, None] * self._by_head(self.bias_v)
+        return attended
 
     def _with_extra_keys(self, attended: Any, scores: Tensor) -> Tensor:
         """Output of the softmax with the extra keys, from the `AttentionOutput` of the pattern's."""
@@ -447,7 +447,7 @@ class MultiheadDilatedAttention(MultiheadSparseAttention):
         self.segment_lengths, self.dilation_rates = pattern.segment_lengths, pattern.dilation_rates
 
 
-class RingMultiheadDilatedAttention(MultiheadOverRanks, MultiheadDilatedAttention):
+class RingMultiheadDilatedAttention(TakesRanks, MultiheadOverRanks, MultiheadDilatedAttention):
     """`MultiheadDilatedAttention` for sequences sharded over ranks; on one device, the same computation.
 
     Args:
@@ -455,20 +455,8 @@ class RingMultiheadDilatedAttention(MultiheadOverRanks, MultiheadDilatedAttentio
         process_group: see `Ranks`, as `ring_size`, `layout` and `transfer`.
     """
 
-    def __init__(
-        self,
-        *args: Any,
-        process_group: dist.ProcessGroup | DeviceMesh | None = None,
-        ring_size: int | None = None,
-        layout: SequenceLayout | str = "contiguous",
-        transfer: Mapping[str, Any] | None = None,
-        **options: Any,
-    ) -> None:
-        super().__init__(*args, **options)
-        self.ranks = Ranks(process_group, ring_size, layout, transfer)
 
-
-class BlockSparseRingMultiheadDilatedAttention(MultiheadOverRanks, MultiheadSparseAttention):
+class BlockSparseRingMultiheadDilatedAttention(TakesRanks, MultiheadOverRanks, MultiheadSparseAttention):
     """Multi-head block-sparse attention: `BlockSparseRingDilatedAttention` with projections.
 
     Args:
@@ -478,8 +466,8 @@ class BlockSparseRingMultiheadDilatedAttention(MultiheadOverRanks, MultiheadSpar
         dropout: see `MultiheadSparseAttention`, as `bias` and `batch_first`.
         sparsity_ratio: fraction of blocks kept (0.01 = 99 % sparse).
         block_size: tokens in a block, 128 by default.
-        process_group: see `Ranks`, as `ring_size`, `layout` and `transfer`.
-        options: `layer_norm`, `num_kv_heads`, `position` and the rest of `MultiheadSparseAttention`.
+        options: `layer_norm`, `num_kv_heads`, `position` and the rest of `MultiheadSparseAttention`; `process_group`,
+            `ring_size`, `layout` and `transfer`: see `Ranks`.
     """
 
     def __init__(
@@ -495,17 +483,12 @@ class BlockSparseRingMultiheadDilatedAttention(MultiheadOverRanks, MultiheadSpar
         *,
         sparsity_ratio: float | None = None,
         block_size: int | None = None,
-        process_group: dist.ProcessGroup | DeviceMesh | None = None,
-        ring_size: int | None = None,
-        layout: SequenceLayout | str = "contiguous",
-        transfer: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
         pattern = block_pattern(segment_lengths, dilation_rates, sparse_config, sparsity_ratio, block_size)
         super().__init__(embed_dim, num_heads, pattern, dropout, bias, batch_first=batch_first, **options)
         self.segment_lengths, self.dilation_rates = tuple(segment_lengths), tuple(dilation_rates)
         self.sparse_config = sparse_config
-        self.ranks = Ranks(process_group, ring_size, layout, transfer)
 
     def notes(self) -> list[str]:
         return [*segments_unused(self.sparse_config), *super().notes()]

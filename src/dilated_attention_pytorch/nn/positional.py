@@ -23,9 +23,9 @@ class Position:
     """Position encoding of queries and keys."""
 
     needs_causal = False
-    """Whether the scores come out right only where no key comes after its query."""
+    """Whether the scores are valid only for keys up to the query."""
     by_head = False
-    """Whether heads differ, so that their numbers within the whole module matter."""
+    """Whether positions depend on the number of the head in the whole module."""
 
     def check(self, head_dim: int) -> None:
         """Raise if the head width is not supported."""

@@ -207,7 +207,7 @@ def why_not_replaced(mha: nn.MultiheadAttention) -> str | None:
 
 
 def _plain(projection: nn.Module) -> bool:
-    """Whether calling it does no more than multiply: no hooks, no adapter or parametrisation in its place."""
+    """Whether a call only multiplies: the projection has no hooks, adapter or parametrisation."""
     hooks = (
         projection._forward_hooks,
         projection._forward_pre_hooks,

@@ -7,26 +7,28 @@ The backend `reference` evaluates the dense formula instead, on the pairs of the
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from math import gcd
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..kernels.call import AttentionCall, Forward, Gradients, empty_rows
+from ..kernels.call import AttentionCall, Forward, Gradients, Runner, empty_rows
 from ..kernels.dropout import shifted
-from ..kernels.registry import Backend, can_run, choose
+from ..kernels.registry import can_prepare, can_run, choose, preference, prepared
 from ..ops.merge import shares_of
 from ..plan.plan import Plan
 from .plan import block_plan, dense_plan, token_plan
-from .types import Gathered, Selection
+from .types import Gathered, Result, Selection
 
 GATHERED, GPU_ROOM, OF_TENSORS = 64 * 2**20, 16, 10
 """Bytes of gathered rows up to which a call runs whole, and their multiple on a GPU. A larger call runs in chunks of a
 quarter of these bytes, or of this fraction of query, key, value and output if that is more."""
+MOST_CACHED, NUMBERS = 2**23, 16
+"""Most numbers of a value that is cached with a selection, 32 MiB in 32 bits; numbers of a plan for each entry."""
 
 
 def fold(x: Tensor) -> Tensor:
@@ -54,6 +56,26 @@ def shared_plan(
     return replace(plan, heads=heads, parts=(part,), blocks=plan.blocks * heads)
 
 
+@dataclass(slots=True)
+class CallChoices:
+    """Choices that GPU calls of one layout with the same settings share."""
+
+    implementation: type[BlockAttend | TokenAttend] | None = None
+    backend: tuple[str, Runner] | None = None
+    """Name and runner of the backend of plans whose sizes follow from the layout"""
+
+    def choose(self, call: AttentionCall, backend: str) -> tuple[str, Runner]:
+        """`registry.choose` of the first of these calls, prepared if the backend can prepare calls."""
+        if self.backend is not None:
+            return self.backend
+        name, runner = choose(call, backend)
+        chosen = name, prepared(name, call) if can_prepare(name) else runner
+        if name in preference(call).order:
+            # Other libraries also look at the gradients that a call needs, and whether they must be reproducible.
+            self.backend = chosen
+        return chosen
+
+
 # Not frozen: a forward pass stores the state that its backward pass reuses.
 @dataclass(slots=True)
 class Attend:
@@ -69,6 +91,7 @@ class Attend:
     """Whether sizes of plans may be read back from the device"""
     distilled_rows: Tensor | None
     """int64: rows whose listed blocks are compared in the backward pass"""
+    choices: CallChoices = field(default_factory=CallChoices)
     listed_lse: Tensor | None = field(default=None, init=False)
     """LSE of each listed block of those rows (b, h, r, k), where the forward pass computes it"""
 
@@ -77,6 +100,14 @@ class Attend:
         padding = self.key_padding_mask
         padding = padding.reshape(1, -1) if folded and padding is not None else padding
         return AttentionCall(query, key, value, plan, self.scale, padding, self.dropout_p, self.seed)
+
+    def _derive(self, name: Hashable, make: Callable[[], Result], numbers: int = 0) -> Result:
+        """`make()`, or its cached result: a value that depends on the selection alone.
+
+        It has so many numbers, or at most those of a plan.
+        """
+        memo, entries = self.selection.memo, self.selection.indices.numel()
+        return make() if memo is None or max(numbers, NUMBERS * entries) > MOST_CACHED else memo.derive(name, make)
 
 
 class SelectedPairs:
@@ -108,9 +139,10 @@ class BlockAttend(Attend):
 
     def lowered(
         self, query: Tensor, key: Tensor, value: Tensor, *, backward: bool = False
-    ) -> tuple[AttentionCall, Backend]:
+    ) -> tuple[AttentionCall, Runner]:
         """Call of folded tensors, and its backend."""
-        self.plan = self.plan or block_plan(self.selection, self.host_sync)
+        if self.plan is None:
+            self.plan = self._derive("plan", lambda: block_plan(self.selection, self.host_sync))
         call = self.call(query, key, value, self.plan)
         if self.plan.device_tables is not None and not can_run(call, self.backend):
             # Other backends read the tables on the host.
@@ -184,7 +216,7 @@ class DenseAttend(BlockAttend):
 
     def lowered(
         self, query: Tensor, key: Tensor, value: Tensor, *, backward: bool = False
-    ) -> tuple[AttentionCall, Backend]:
+    ) -> tuple[AttentionCall, Runner]:
         call = self.call(query, key, value, dense_plan(self.selection))
         call = replace(call, pattern=SelectedPairs(self.selection))
         return call, choose(call, self.backend)[1]
@@ -200,24 +232,25 @@ class RowChunk(NamedTuple):
     heads: slice
     key_heads: slice
     tokens: slice
+    is_whole: bool = False
+    """Whether it is the whole call, of which views would take the host's time"""
 
     def rows(self, x: Tensor) -> Tensor:
         """Rows of (b, h, n, ...), a view."""
-        return _part(x, self.samples, self.heads, self.tokens)
+        return x if self.is_whole else x[self.samples, self.heads, self.tokens]
 
     def all_tokens(self, x: Tensor) -> Tensor:
         """Heads of (b, h, n, ...) with all tokens, a view."""
-        return _part(x, self.samples, self.heads)
+        return x if self.is_whole else x[self.samples, self.heads]
 
     def keys(self, x: Tensor) -> Tensor:
         """Key heads of (b, g, n, ...), a view."""
-        return _part(x, self.samples, self.key_heads)
+        return x if self.is_whole else x[self.samples, self.key_heads]
 
 
-def _part(x: Tensor, *slices: slice) -> Tensor:
-    """Slices of the first dimensions; most often they are whole, and a view would take the host's time."""
-    whole = all(one.stop - one.start == many for one, many in zip(slices, x.shape, strict=False))
-    return x if whole else x[slices]
+def by_list(x: Tensor, lists: Tensor) -> Tensor:
+    """(b, h, n, ...) as (b, s, heads of a list, n, ...), for lists (b, s, ...)."""
+    return x.view(len(x), lists.shape[1], -1, *x.shape[2:])
 
 
 def by_head(x: Tensor) -> Tensor:
@@ -271,6 +304,8 @@ class TokenAttend(Attend):
 
     piece: GatheredHeads | None = field(default=None, init=False)
     """All choices, if they are a single piece"""
+    hidden: Tensor | None = field(default=None, init=False)
+    """bool (b, s, 1, n): rows that do not see the shared blocks, if not all do"""
 
     def shared_call(self, query: Tensor, key: Tensor, value: Tensor) -> AttentionCall:
         """Call of the blocks that all rows share."""
@@ -286,11 +321,21 @@ class TokenAttend(Attend):
             output = empty_rows(query, value.shape[-1]).zero_()
             lse = query.new_full(query.shape[:3], -torch.inf, dtype=call.compute_dtype)
             return self._join(call, Forward(output, lse))
-        shared, rows = choose(call, self.backend)[1].forward(call), self.selection.sharing_heads()
+        shared, rows = self._runner(call).forward(call), self.selection.sharing_rows
         if rows is not None:
-            shared.output.masked_fill_(~rows[..., None], 0.0)
-            shared.lse.masked_fill_(~rows, -torch.inf)
+            self.hidden = self._derive("hidden", lambda: ~rows[:, :, None])
+            by_list(shared.lse, rows).masked_fill_(self.hidden, -torch.inf)
+            if not self._skips_hidden():
+                by_list(shared.output, rows).masked_fill_(self.hidden[..., None], 0.0)
         return self._join(call, shared)
+
+    def _skips_hidden(self) -> bool:
+        """Whether `_join` does not read rows whose LSE is -inf."""
+        return False
+
+    def _runner(self, call: AttentionCall) -> Runner:
+        """Backend of the shared blocks."""
+        return choose(call, self.backend)[1] if self.host_sync else self.choices.choose(call, self.backend)[1]
 
     def _shares(self) -> bool:
         return self.selection.local_blocks + self.selection.sink_blocks > 0
@@ -310,13 +355,15 @@ class TokenAttend(Attend):
         if not self._shares():
             shared = Gradients(*(empty_rows(x, x.shape[-1]).zero_() for x in (query, key, value)))
             return self._add(call, shared, output, lse, grad_output, grad_lse)
-        rows = self.selection.sharing_heads()
-        # An LSE of infinity makes every weight of a row 0.
-        shared_lse = lse if rows is None else torch.where(rows, lse, torch.inf)
-        shared = choose(call, self.backend)[1].backward(call, output, shared_lse, grad_output, grad_lse)
-        if rows is not None and self.host_sync:
+        rows, shared_lse = self.selection.sharing_rows, lse
+        if rows is not None:
+            self.hidden = ~rows[:, :, None] if self.hidden is None else self.hidden
+            # An LSE of infinity makes every weight of a row 0.
+            shared_lse = by_list(lse, rows).masked_fill(self.hidden, torch.inf).view_as(lse)
+        shared = self._runner(call).backward(call, output, shared_lse, grad_output, grad_lse)
+        if rows is not None and self.hidden is not None and self.host_sync:
             # On the CPU a NaN stays in the rows that see it.
-            shared.query.masked_fill_(~rows[..., None], 0.0)
+            by_list(shared.query, rows).masked_fill_(self.hidden[..., None], 0.0)
         return self._add(call, shared, output, lse, grad_output, grad_lse)
 
     def _most_rows(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[int, int]:
@@ -338,9 +385,12 @@ class TokenAttend(Attend):
             return
         group, sharing = heads // key.shape[1], self.selection.group
         whole, most = self._most_rows(query, key, value)
+        rows = batch * n
+        if heads * rows <= whole and not (by_sample and batch > 1):
+            yield RowChunk(slice(0, batch), slice(0, heads), slice(0, key.shape[1]), slice(0, n), is_whole=True)
+            return
         # A chunk has whole key heads or part of one, and whole lists or some heads of one.
         sizes = [x for x in range(1, heads + 1) if heads % x == 0 and _nested(x, group) and _nested(x, sharing)]
-        rows = batch * n
         many = heads if heads * rows <= whole else max((x for x in sizes if x * rows <= most), default=0)
         size, apart = self.selection.block_size, 1 if by_sample or not many else batch
         pieces = 1 if many else -(-n // (max(most // size, 1) * size))
@@ -356,7 +406,9 @@ class TokenAttend(Attend):
                         yield RowChunk(slice(sample, sample + apart), own, key_heads, tokens)
 
     def _of_chunk(self, chunk: RowChunk) -> Selection:
-        """Lists of a chunk: all lists of its heads, or the only one."""
+        """Lists of a chunk: all lists of its heads, or the only one; the selection itself for a whole call."""
+        if chunk.is_whole:
+            return self.selection
         sharing, heads = self.selection.group, chunk.heads
         lists = slice(heads.start // sharing, -(-heads.stop // sharing))
         indices = self.selection.indices[chunk.samples, lists, chunk.tokens]
@@ -367,9 +419,11 @@ class TokenAttend(Attend):
         all_heads, n = query.shape[1:3]
         for chunk in self.chunks(query, key, value, self.dropout_p > 0):
             selection = self._of_chunk(chunk)
-            if selection.bounds is not None:
+            if selection.bounds is not None and selection is not self.selection:
                 selection = replace(selection, bounds=selection.bounds[chunk.tokens])
-            gathered = token_plan(selection, n if self.dropout_p else 0, self.host_sync)
+            least = n if self.dropout_p else 0
+            make = partial(token_plan, selection, least, self.host_sync)
+            gathered = self._derive(("gathered", least), make) if selection is self.selection else make()
             yield GatheredHeads(chunk, chunk.samples.start * all_heads + chunk.heads.start, gathered)
 
     def _each_piece(self, call: AttentionCall) -> Iterator[GatheredHeads]:

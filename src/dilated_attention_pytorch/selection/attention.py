@@ -15,19 +15,19 @@ from torch import Tensor
 from ..errors import must, must_be
 from ..kernels.call import Forward, empty_rows, laid_like
 from ..kernels.dropout import fresh_seed
+from ..kernels.sink import apply_sink
 from ..ops import operators
-from ..ops.attention import empty_attention, is_observed, needs_graph
+from ..ops.attention import PLAIN_TYPES, empty_attention, is_observed, needs_graph
 from ..ops.checks import autocasted, check_layout, check_masks, check_sink, check_tensors, unexpected
 from ..ops.derivatives import OnceDifferentiable, check_reverse_mode, once_differentiable, scale_of
 from ..ops.flops import FlopFormulas
 from ..ops.merge import AttentionOutput
-from ..ops.sink import apply_sink
 from ..shapes import CuSeqlens, Key, KeyPadding, Query, Value
 from . import backend as implementations
-from .attend import BlockAttend, TokenAttend, fold, unfold
+from .attend import BlockAttend, CallChoices, TokenAttend, fold, unfold
 from .backend import choose_attend, distill_inputs
 from .backend import distill as distill_scores
-from .indices import check_indices, check_unpacked, listed_pairs, make_selection
+from .indices import check_indices, check_unpacked, listed_pairs, normal_form
 from .types import DistillBatch, Selection
 
 _SETTINGS = (
@@ -46,6 +46,9 @@ LONGEST_WEIGHTED = 8192
 
 DistillScores = Tensor | Callable[[DistillBatch, Tensor], tuple[Tensor | None, Tensor | None]]
 """Block scores of the rows of a `DistillBatch`; see `selected_attention`."""
+
+AttendSettings = tuple[Selection, float, Tensor | None, float, Tensor | None, str]
+"""Selection, scale, padding mask, dropout, its seed and the backend of a call."""
 
 
 class SelectedSettings(NamedTuple):
@@ -87,6 +90,10 @@ class SelectedSettings(NamedTuple):
         shape = n, self.granularity, self.is_causal, self.per_token, self.local_blocks, self.sink_blocks
         group = heads // self.indices.shape[1]
         return Selection(self.indices, self.counts, *shape, self.sharing_rows, self.bounds, group)
+
+    def for_kernels(self, query: Tensor) -> AttendSettings:
+        """The selection with the other settings of a call."""
+        return self.selection(query), self.scale, self.key_padding_mask, self.dropout_p, self.seed, self.backend
 
 
 @overload
@@ -201,12 +208,103 @@ def selected_attention(
     """
     if unknown:
         raise unexpected("selected_attention", unknown)
-    query, key, value = autocasted(query, key, value)
+    given, optional = (query, key, value), (counts, sink, cu_seqlens, key_padding_mask)
+    options = granularity, is_causal, scale, enable_gqa, dropout_p, backend
+    cache_key = _cache_key(given, indices, optional, options)
+    cached = None if cache_key is None else _cached.get(cache_key)
+    if cached is None:
+        query, key, value, scale = _checked(given, indices, optional, options)
+        choices = None if cache_key is None else _store(cache_key, scale)
+    else:
+        scale, choices = cached
+    if distill is not None or scores is not None:
+        _check_distill(query, indices, distill, scores)
+    if cache_key is None and not (query.shape[0] and query.shape[2]):
+        output, lse = empty_attention(query, key, value)
+    else:
+        is_traced = cache_key is None and is_observed(query, key, value)
+        if isinstance(indices, Selection):
+            selection = indices
+        else:
+            shape = query.shape[1], query.shape[2], granularity or 128, is_causal
+            selection = normal_form(indices, counts, cu_seqlens, *shape, is_counted=is_traced)
+        seed = fresh_seed(query.device) if dropout_p > 0 else None
+        settings = selection, scale, key_padding_mask, dropout_p, seed, backend
+        if distill is not None:
+            output, lse = _distilled(query, key, value, settings, choices, distill, scores)
+        elif is_traced:
+            run = _ObservedSelected.apply if needs_graph(query, key, value) else _operators.selected_forward
+            output, lse = run(query, key, value, *SelectedSettings.of(*settings))
+        else:
+            output, lse = _selected(query, key, value, settings, choices)
+    if sink is not None:
+        output = apply_sink(output, lse, sink)
+    return AttentionOutput(output, lse) if return_lse else output
+
+
+OptionalTensors = tuple[Tensor | None, ...]
+"""Counts, sink, bounds of packed sequences and padding mask of a call."""
+
+MOST_CACHED = 256
+_cached: dict[tuple[object, ...], tuple[float, CallChoices]] = {}
+"""Scale and choices of eager calls by what their checks read."""
+
+
+def _store(cache_key: tuple[object, ...], scale: float) -> CallChoices:
+    """Cache a call whose arguments have been checked."""
+    if len(_cached) >= MOST_CACHED:
+        _cached.clear()
+    return _cached.setdefault(cache_key, (scale, CallChoices()))[1]
+
+
+def _cache_key(
+    given: tuple[Tensor, Tensor, Tensor],
+    indices: Tensor | Selection,
+    optional: OptionalTensors,
+    options: tuple[object, ...],
+) -> tuple[object, ...] | None:
+    """Everything but values that an eager call depends on; None if it is not eager, or if checks change it or warn."""
+    shape, others = None, optional
+    if isinstance(indices, Selection):
+        s = indices
+        shape = s.n, s.block_size, s.is_causal, s.per_token, s.local_blocks, s.sink_blocks, s.group
+        others = s.indices, s.sharing_rows, s.bounds, *others
+    else:
+        others = indices, *others
+    query, key, value = given
+    if is_observed(*given, *[x for x in others if x is not None]) or not PLAIN_TYPES.issuperset(map(type, options)):
+        return None
+    device = query.device
+    if key.is_nested or value.is_nested or not query.dim() == key.dim() == value.dim() == 4:
+        return None
+    strides = query.stride(), key.stride(), value.stride()
+    batch, heads, n, _ = query.shape
+    if not batch or not n or heads > n or device.type == "meta" or torch.is_autocast_enabled(device.type):
+        return None
+    if not strides[0][3] == strides[1][3] == strides[2][3] == 1:
+        return None
+    return (
+        *(options, shape, query.shape, key.shape, value.shape, strides, query.dtype, key.dtype, value.dtype),
+        *(device, key.device, value.device, (query.data_ptr() | key.data_ptr() | value.data_ptr()) % 16),
+        implementations.allows_host_sync(device),
+        *[None if x is None else (x.shape, x.dtype, x.device) for x in others],
+    )
+
+
+def _checked(
+    given: tuple[Tensor, Tensor, Tensor],
+    indices: Tensor | Selection,
+    optional: OptionalTensors,
+    options: tuple[Any, ...],
+) -> tuple[Tensor, Tensor, Tensor, float]:
+    """Check the arguments of a call; return query, key and value as kernels read them, and the scale."""
+    granularity, is_causal, scale, enable_gqa, dropout_p, _ = options
+    counts, sink, cu_seqlens, key_padding_mask = optional
+    query, key, value = autocasted(*given)
     check_tensors(query, key, value, enable_gqa)
     check_masks(query, key_padding_mask, cu_seqlens)
     scale = scale_of(scale, query.shape[-1])
-    is_empty = not query.shape[0] or not query.shape[2]
-    if not is_empty:
+    if query.shape[0] and query.shape[2]:
         check_reverse_mode(query, key, value)
         if torch.compiler.is_compiling() or not query.stride(-1) == key.stride(-1) == value.stride(-1) == 1:
             query, key, value = operators.kernel_inputs(query, key, value)
@@ -214,31 +312,12 @@ def selected_attention(
         _check_selection(query, indices, counts, granularity, is_causal, cu_seqlens)
     else:
         check_layout(query)
-        granularity = 128 if granularity is None else granularity
-        _check_call(query, key, indices, counts, granularity, cu_seqlens)
+        _check_call(query, key, indices, counts, 128 if granularity is None else granularity, cu_seqlens)
     if sink is not None:
         check_sink(query, sink)
     if not 0.0 <= dropout_p < 1.0:
         raise must("dropout_p must lie in [0, 1)", dropout_p)
-    if distill is not None or scores is not None:
-        _check_distill(query, indices, distill, scores)
-    if is_empty:
-        output, lse = empty_attention(query, key, value)
-    else:
-        seed = fresh_seed(query.device) if dropout_p > 0 else None
-        if isinstance(indices, Selection):
-            selection = indices
-        else:
-            shape = {"n": query.shape[2], "heads": query.shape[1], "granularity": granularity or 128}
-            selection = make_selection(indices, counts, is_causal=is_causal, cu_seqlens=cu_seqlens, **shape)
-        settings = SelectedSettings.of(selection, scale, key_padding_mask, dropout_p, seed, backend)
-        if distill is not None:
-            output, lse = _distilled(query, key, value, selection, settings, distill, scores)
-        else:
-            output, lse = _selected(query, key, value, selection, settings)
-    if sink is not None:
-        output = apply_sink(output, lse, sink)
-    return AttentionOutput(output, lse) if return_lse else output
+    return query, key, value, scale
 
 
 def _check_call(
@@ -333,16 +412,13 @@ def _check_rows(query: Tensor, selection: Selection, distill: DistillBatch, scor
 
 
 def _selected(
-    query: Tensor, key: Tensor, value: Tensor, selection: Selection, settings: SelectedSettings
+    query: Tensor, key: Tensor, value: Tensor, settings: AttendSettings, choices: CallChoices | None
 ) -> tuple[Tensor, Tensor]:
-    graph = needs_graph(query, key, value)
-    if is_observed(query, key, value):
-        run = _ObservedSelected.apply if graph else torch.ops.dilated_attention.selected_forward
-        return run(query, key, value, *settings)
-    with torch.no_grad():
-        attend = _attend_of(query, key, value, settings, selection)
-        result = attend.forward(query, key, value)
-    return _Selected.apply(query, key, value, None, None, result, attend, None) if graph else result
+    """Output and LSE of an eager call."""
+    attend = choose_attend(query, key, value, *settings, None, choices)
+    if needs_graph(query, key, value):
+        return _Selected.apply(query, key, value, None, None, None, attend, None)
+    return attend.forward(query, key, value)
 
 
 @torch.compiler.disable
@@ -350,14 +426,15 @@ def _distilled(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    selection: Selection,
-    settings: SelectedSettings,
+    settings: AttendSettings,
+    choices: CallChoices | None,
     batch: DistillBatch,
     scores: DistillScores,
 ) -> tuple[Tensor, Tensor]:
     """Attention whose backward pass distills scores; `torch.compile` runs it eagerly."""
+    selection = settings[0]
     with torch.no_grad():
-        attend = _attend_of(query, key, value, settings, selection, batch.rows[: batch.chosen])
+        attend = choose_attend(query, key, value, *settings, batch.rows[: batch.chosen], choices)
         result = attend.forward(query, key, value)
     given = _split_scores(scores, batch, selection) if isinstance(scores, Tensor) else scores(batch, selection.indices)
     return _Selected.apply(query, key, value, *given, result, attend, batch)
@@ -374,23 +451,9 @@ def _split_scores(scores: Tensor, batch: DistillBatch, selection: Selection) -> 
     return chosen, dense if dense.shape[2] else None
 
 
-def _attend_of(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    settings: SelectedSettings,
-    selection: Selection | None = None,
-    distilled_rows: Tensor | None = None,
-) -> BlockAttend | TokenAttend:
-    """Implementation for a call."""
-    selection = settings.selection(query) if selection is None else selection
-    given = settings.scale, settings.key_padding_mask, settings.dropout_p, settings.seed, settings.backend
-    return choose_attend(query, key, value, selection, *given, distilled_rows)
-
-
 @torch.library.impl(_library, "selected_forward", "CompositeExplicitAutograd")
 def _forward(query: Tensor, key: Tensor, value: Tensor, *settings: Any) -> tuple[Tensor, Tensor]:
-    attend = _attend_of(query, key, value, SelectedSettings(*settings))
+    attend = choose_attend(query, key, value, *SelectedSettings(*settings).for_kernels(query), None)
     output, lse = attend.forward(query, key, value)
     return laid_like(output, query), lse.contiguous()
 
@@ -398,7 +461,7 @@ def _forward(query: Tensor, key: Tensor, value: Tensor, *settings: Any) -> tuple
 @torch.library.impl(_library, "selected_backward", "CompositeExplicitAutograd")
 def _backward(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     output, lse, grad_output, grad_lse, *settings = rest
-    attend = _attend_of(query, key, value, SelectedSettings(*settings))
+    attend = choose_attend(query, key, value, *SelectedSettings(*settings).for_kernels(query), None)
     query, key, value, output, lse = _readable_rows(attend.selection, query, key, value, output, lse)
     grads = attend.backward(query, key, value, output, lse, grad_output, grad_lse)
     return tuple(laid_like(grad, like) for grad, like in zip(grads, (query, key, value), strict=True))
@@ -466,7 +529,7 @@ class _ObservedSelected(torch.autograd.Function):
 
 
 class _Selected(torch.autograd.Function):
-    """Attention already computed, with its backward; gradients of scores come from distillation, not from the loss."""
+    """Attention, unless already computed, and its backward; scores get gradients from distillation, not the loss."""
 
     @staticmethod
     def forward(
@@ -476,12 +539,12 @@ class _Selected(torch.autograd.Function):
         value: Tensor,
         chosen_scores: Tensor | None,
         dense_scores: Tensor | None,
-        result: Forward,
+        result: Forward | None,
         attend: BlockAttend | TokenAttend,
         batch: DistillBatch | None,
     ) -> tuple[Tensor, Tensor]:
-        output, lse = result
-        ctx.attend, ctx.batch = attend, batch
+        output, lse = attend.forward(query, key, value) if result is None else result
+        ctx.attend, ctx.batch, ctx.versions = attend, batch, _versions(attend)
         ctx.set_materialize_grads(False)
         saved = query, key, value, chosen_scores, dense_scores, output, lse, attend.listed_lse
         ctx.save_for_backward(*saved)
@@ -493,6 +556,8 @@ class _Selected(torch.autograd.Function):
         grad_output, grad_lse = grads
         query, key, value, chosen_scores, dense_scores, output, lse, listed_lse = ctx.saved_tensors
         attend: BlockAttend | TokenAttend = ctx.attend
+        if _versions(attend) != ctx.versions:
+            raise must("lists and key_padding_mask must stay as they are until the backward pass", "a change in place")
         selection = attend.selection
         query, key, value, output, lse = _readable_rows(selection, query, key, value, output, lse)
         if grad_output is None and grad_lse is None:
@@ -510,6 +575,13 @@ class _Selected(torch.autograd.Function):
             inputs = distill_inputs(query, key, lists, attend.scale, attend.key_padding_mask, listed_lse)
             learned = distill_scores(inputs, ctx.batch, lse, grad_output, chosen_scores, dense_scores)
         return *result, *learned, *(None,) * 3
+
+
+def _versions(attend: BlockAttend | TokenAttend) -> list[int]:
+    """Changes in place of the tensors that both passes read; they are not saved, and inference tensors count none."""
+    s = attend.selection
+    read = s.indices, s.sharing_rows, s.bounds, attend.key_padding_mask
+    return [0 if x is None or x.is_inference() else x._version for x in read]
 
 
 def _readable_rows(selection: Selection, *saved: Tensor) -> tuple[Tensor, ...]:

@@ -20,7 +20,7 @@ from ..ops.checks import full_precision
 from . import rank as ranking
 from . import scores as scoring
 from . import summaries
-from .attend import BlockAttend, DenseAttend, TokenAttend
+from .attend import BlockAttend, CallChoices, DenseAttend, TokenAttend
 from .distill import DistillInputs, distill_gradients, mean_norms, visible_blocks
 from .rank import Budget
 from .row_scores import RowScores
@@ -200,7 +200,7 @@ class Triton:
         rows = rows if batch.together or dense_scores is not None else batch.chosen_rows
         given = rows, chosen, chosen_scores, dense_scores, batch.together
         streams = lse.shape[0] * lse.shape[1] // inputs.selection.group
-        factors = batch.factor(chosen, streams), batch.factor(len(rows) - chosen, streams)
+        factors = batch.chosen_weight * batch.factor(chosen, streams), batch.factor(len(rows) - chosen, streams)
         mean = None
         if batch.saliency:
             norms = torch.linalg.vector_norm(grad_output, dim=-1, dtype=lse.dtype)
@@ -280,21 +280,20 @@ def score_blocks(
     layers, rank = len(parameters.stacks) // 2, parameters.match_key.shape[2]
     units = 1 if settings.per_token else size // min(settings.score_unit, size)
     graph = torch.is_grad_enabled()
-    lists = len(parameters.log_temperature)
     given = {"match_rank": rank, "layers": layers, "row_units": units, "records_graph": graph}
     work = _workload(query, key, settings, budget=settings.budget, **given)
     steps = choose_steps(work, distills and layers == 2 and not parameters.dropout)
     with steps.precision:
         unit = settings.score_unit
         rows, keys = steps.summarise(query, key, size, settings.row_unit, unit, padding, settings.is_causal)
-        if query.shape[1] == lists:
-            keys = scoring.for_lists(keys, lists)
         own = query.unsqueeze(3) if settings.per_token else rows.units
         whole = padding is None and query.shape[2] % size == 0
         with torch.set_grad_enabled(steps.records_graph):
             cast = scoring.cast_layers(parameters.stacks, rows.summary.dtype)
             hidden, columns, matched, halves, left = steps.factor(rows, keys, own, parameters, cast)
+            # Only gradients need them.
             inputs = ScoreInputs(rows.summary, keys.summary, keys.units, None if left is None else own)
+            inputs = inputs if graph else None
             made = rows, keys, hidden, columns, matched, parameters, whole or settings.per_token
             of_rows, of_keys, visible = scoring.features_of_lists(*made)
     scores = BlockScores(parameters, query, of_rows, of_keys, cast, settings, whole)
@@ -343,28 +342,34 @@ def choose_attend(
     seed: Tensor | None,
     backend: str,
     distilled_rows: Tensor | None,
+    choices: CallChoices | None = None,
 ) -> BlockAttend | TokenAttend:
-    """Implementation of attention over a selection for one call."""
-    streams = query.shape[:2].numel()
+    """Implementation of attention over a selection for one call, or for all calls that share `choices`."""
+    options = selection, scale, key_padding_mask, dropout_p, seed, backend
+    if choices is not None and choices.implementation is not None:
+        return choices.implementation(*options, False, distilled_rows, choices)
+    streams, choices = query.shape[:2].numel(), CallChoices() if choices is None else choices
     problem = why_not("attend", Workload(query.device, query.dtype, query.shape[-1], 0, streams=streams))
     host_sync = allows_host_sync(query.device)
-    options = selection, scale, key_padding_mask, dropout_p, seed, backend, host_sync, distilled_rows
+    options = *options, host_sync, distilled_rows, choices
     if backend == "reference":
         return DenseAttend(*options)
-    if not selection.per_token:
-        if problem is not None or selection.bounds is not None:
-            return BlockAttend(*options)
+    attend = BlockAttend(*options)
+    if selection.per_token:
+        attend = TokenAttend(*options)
+        if problem is None and backend in ("auto", "triton"):
+            problem = triton_backend.why_not(attend.shared_call(query, key, value))
+            if problem is None:
+                from .kernels.gathered_attention import GatheredAttend
+
+                attend = GatheredAttend(*options)
+    elif problem is None and selection.bounds is None:
         from .kernels.lowering import ListedAttend
 
-        return ListedAttend(*options)
-    attend = TokenAttend(*options)
-    if problem is not None or backend not in ("auto", "triton"):
-        return attend
-    if triton_backend.why_not(attend.shared_call(query, key, value)) is not None:
-        return attend
-    from .kernels.gathered_attention import GatheredAttend
-
-    return GatheredAttend(*options)
+        attend = ListedAttend(*options)
+    if not host_sync:
+        choices.implementation = type(attend)
+    return attend
 
 
 def distill_inputs(

@@ -27,6 +27,9 @@ from .types import DistillBatch, Selection
 
 MOST_ROWS = {"block": 64, "token": 1024}
 """Rows of all samples that are compared on their listed blocks in one step."""
+ENOUGH = 256
+"""Tokens of such rows that weigh as much as the rows compared on every block. Fewer weigh less in proportion: their
+gradient would be noise to that of the others."""
 FLOOR = 2.0**-10
 """Least weight of a query beside the mean: a row without gradients has a target, the mean of its queries'."""
 
@@ -84,7 +87,9 @@ def draw_batch(
     chosen = min(total, max(1, min(most, memory // (a_listed * max(slots, 1)))))
     wanted = max(math.ceil(dense_fraction * total), min(total, -(-min_tokens // size))) if dense_fraction else 0
     dense = min(wanted, max(1, memory // (a_pair * t)))
-    return DistillBatch(sampled(total, chosen, start, dense), chosen, scores.visible, weight, saliency, total)
+    enough = min(1.0, batch * chosen * size / ENOUGH) if dense and chosen < total else 1.0
+    rows = sampled(total, chosen, start, dense)
+    return DistillBatch(rows, chosen, scores.visible, weight, saliency, total, chosen_weight=enough)
 
 
 class DistillInputs(NamedTuple):
@@ -196,7 +201,7 @@ def distill_gradients(
     """Gradients of the scores (b, s, r, k) of listed blocks and (b, s, r, t) of all blocks of the dense rows.
 
     The target of a row is the mass of its blocks in all heads that share its list. The loss is the sum of those of both
-    kinds of rows; see `DistillBatch.factor`.
+    kinds of rows, as recorded without `DistillBatch.chosen_weight`; see `DistillBatch.factor`.
     """
     losses: list[Tensor] = []
     grads: list[Tensor | None] = [None, None]
@@ -217,7 +222,9 @@ def distill_gradients(
         listed = lists < inputs.selection.blocks
         mass, own_mass = (summed_by_list(x, group) for x in (mass, own_mass))
         of_rows = given.of_rows(row_weights(inputs, rows, weights), inputs.row_queries, group)
-        compared = compare_rows(chosen_scores, mass, own_mass, listed, row_factors(batch, of_rows, len(rows)))
+        compared = compare_rows(
+            chosen_scores, mass, own_mass, listed, batch.chosen_weight * row_factors(batch, of_rows, len(rows))
+        )
         grads[0] = compared.grad
         losses.append(mean_divergence(compared, of_rows))
     if dense_scores is not None:

@@ -16,7 +16,7 @@ from ..ops.checks import check_bounds, validate_cu_seqlens
 from ..ops.operators import join_batch
 from ..plan.documents import row_bounds
 from . import backend as implementations
-from .types import Selection, shared_blocks
+from .types import Selection, is_intercepted, shared_blocks, with_memo
 
 GRANULARITIES = (16, 32, 64, 128, 256)
 """Tokens of a key block."""
@@ -25,6 +25,8 @@ ROWS_PER_ENTRY = 64
 """Rows for each entry of a row from which a sorting network is faster than `torch.sort` on the CPU."""
 NORMALISED = 2**24
 """Entries that are sorted at a time: each takes about 30 bytes."""
+MOST_CACHED, LONGEST_CACHED = 64, 2**14
+"""Most cached limits of rows, and most rows of one."""
 
 _library = torch.library.Library("dilated_attention", "FRAGMENT")
 _library.define(
@@ -100,45 +102,97 @@ def _within(counts: Tensor, entries: int) -> Tensor:
     return torch.arange(entries, device=counts.device) < counts[..., None]
 
 
+RowLimits = tuple[Tensor, Tensor | None, Tensor]
+"""Block of each row (r), last block that may be listed for it (r), None for any, and the number of blocks, a scalar."""
+_limits: dict[tuple[object, ...], RowLimits] = {}
+
+
+def _row_limits(
+    device: torch.device, dtype: torch.dtype, rows: int, by_row: int, blocks: int, after: int | None
+) -> RowLimits:
+    """Limits of rows of which `by_row` share a block; `after` is the distance of the last block before the own."""
+    own = torch.arange(rows, dtype=dtype, device=device)
+    own = own if by_row == 1 else own // by_row
+    last = None if after is None else own - after if after else own
+    return own, last, torch.full((), blocks, dtype=dtype, device=device)
+
+
+def _limits_of(indices: Tensor, *sizes: Any) -> RowLimits:
+    """`_row_limits`, cached by stream.
+
+    A captured call does not use the cache: memory that a graph reads must not be freed with a cache entry. Nor does a
+    call that dispatch modes or transforms see, whose tensors may be fake.
+    """
+    device, stream = indices.device, None
+    if is_intercepted() or (indices.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return _row_limits(device, indices.dtype, *sizes)
+    if indices.is_cuda:
+        stream = torch._C._cuda_getCurrentRawStream(device.index)
+    limits = _limits.get((stream, device, indices.dtype, *sizes))
+    if limits is None:
+        limits = _row_limits(device, indices.dtype, *sizes)
+        if len(limits[0]) <= LONGEST_CACHED:
+            if len(_limits) >= MOST_CACHED:
+                _limits.clear()
+            _limits[stream, device, indices.dtype, *sizes] = limits
+    return limits
+
+
 def normalise_indices(
     indices: Tensor,
     counts: Tensor | None,
     blocks: int,
     last: Tensor | None = None,
-    first: Tensor | None = None,
+    first: Tensor | int = 0,
     *,
+    unlisted: Tensor | int | None = None,
     host_sync: bool = False,
 ) -> Tensor:
     """Sorted lists without duplicates, int32 (b, s, r, min(max(k, 1), blocks)): unused entries are `blocks`, the last.
 
     Values outside 0 to `blocks` - 1 are dropped, as are blocks after `last` (r), which are below `blocks`, and
-    before `first` (r), which are not negative. Nothing is read back, unless `host_sync` allows it: then rows are
-    sorted and compacted only where their values require it.
+    before `first` (r, or one for all rows), which are not negative. `unlisted` may be `blocks` as a scalar tensor,
+    which saves a launch. Nothing is read back, unless `host_sync` allows it: then rows are sorted and compacted only
+    where their values require it.
     """
+    unlisted = blocks if unlisted is None else unlisted
     if indices.numel() > NORMALISED and indices.shape[-2] > 1:
         made = indices.new_empty((*indices.shape[:-1], min(max(indices.shape[-1], 1), blocks)), dtype=torch.int32)
         step = max(1, NORMALISED * indices.shape[-2] // indices.numel())
         for begin in range(0, indices.shape[-2], step):
             rows = slice(begin, begin + step)
-            limits = (None if x is None else x[rows] for x in (last, first))
-            own = None if counts is None else counts[..., rows]
-            made[..., rows, :] = normalise_indices(indices[..., rows, :], own, blocks, *limits, host_sync=host_sync)
+            given = indices[..., rows, :], None if counts is None else counts[..., rows], blocks
+            limits = None if last is None else last[rows], first[rows] if isinstance(first, Tensor) else first
+            made[..., rows, :] = normalise_indices(*given, *limits, unlisted=unlisted, host_sync=host_sync)
         return made
-    not_early = indices >= (0 if first is None else first[:, None])
-    valid = not_early & (indices < blocks if last is None else indices <= last[:, None])
+    listed = indices.clamp(max=blocks) if last is None else indices.where(indices <= last[:, None], unlisted)
+    if isinstance(first, Tensor):
+        listed = listed.where(listed >= first[:, None], unlisted)
+    else:
+        listed = torch.threshold(listed, first - 1, blocks)
     if counts is not None:
-        valid &= _within(counts, indices.shape[-1])
-    listed = torch.where(valid, indices, blocks).int()
+        listed = listed.where(_within(counts, indices.shape[-1]), unlisted)
+    listed = listed.int()
     if not listed.shape[-1]:
         return listed.new_full((*listed.shape[:-1], 1), blocks)
-    if not (host_sync and _is_normal(listed, blocks)):
-        listed = _sorted_by_network(listed) if host_sync else listed.sort(dim=-1).values
-        if not (host_sync and _is_normal(listed, blocks)):
-            fresh = torch.zeros_like(listed, dtype=torch.bool)
-            torch.ne(listed[..., 1:], listed[..., :-1], out=fresh[..., 1:])
-            # A duplicate is written to the place of the entry that it repeats.
-            listed = torch.full_like(listed, blocks).scatter_(-1, fresh.cumsum(-1), listed)
+    if host_sync:
+        listed = listed if _is_normal(listed, blocks) else _compacted(_sorted_by_network(listed), blocks)
+    elif listed.shape[-1] > 1:
+        listed = listed.sort(dim=-1).values
+        # A second sort takes fewer launches than a prefix sum and a scatter.
+        listed[..., 1:].masked_fill_(listed[..., 1:] == listed[..., :-1], blocks)
+        listed = listed.sort(dim=-1).values
     return listed[..., :blocks].contiguous()
+
+
+def _compacted(listed: Tensor, blocks: int) -> Tensor:
+    """Sorted lists without their duplicates, on the CPU."""
+    if _is_normal(listed, blocks):
+        return listed
+    fresh = torch.zeros_like(listed, dtype=torch.bool)
+    torch.ne(listed[..., 1:], listed[..., :-1], out=fresh[..., 1:])
+    # A duplicate is written to the place of the entry that it repeats.
+    return torch.full_like(listed, blocks).scatter_(-1, fresh.cumsum(-1), listed)
 
 
 def _sorted_by_network(x: Tensor) -> Tensor:
@@ -219,16 +273,39 @@ def make_selection(
             raise must("packed sequences must have batch size 1", len(indices))
         if local_blocks:
             raise must("local_blocks must be 0 for packed sequences", local_blocks, "List the blocks instead.")
-    run = torch.ops.dilated_attention.normal_lists if is_observed(indices) else _normal_lists
-    near = local_blocks, sink_blocks
-    listed, counts, own = run(indices, counts, cu_seqlens, n, granularity, is_causal, *near)
+    selection = normal_form(
+        indices, counts, cu_seqlens, heads, n, granularity, is_causal, local_blocks, sink_blocks, is_counted=True
+    )
+    return selection if is_observed(indices) else with_memo(selection)
+
+
+def normal_form(
+    indices: Tensor,
+    counts: Tensor | None,
+    cu_seqlens: Tensor | None,
+    heads: int,
+    n: int,
+    granularity: int,
+    is_causal: bool,
+    local_blocks: int = 0,
+    sink_blocks: int = 0,
+    *,
+    is_counted: bool = False,
+) -> Selection:
+    """`make_selection` of arguments that have been checked; attention does not need the counts of the result."""
+    settings = cu_seqlens, n, granularity, is_causal, local_blocks, sink_blocks
+    if is_observed(indices):
+        listed, many, own = torch.ops.dilated_attention.normal_lists(indices, counts, *settings)
+    else:
+        listed, own = _lists(indices, counts, *settings)
+        many = _count(listed, -(-n // granularity)) if is_counted else listed.new_empty(0)
     per_token, group = _is_per_token(indices, n, granularity), heads // indices.shape[1]
     if cu_seqlens is not None:
         bounds = row_bounds(cu_seqlens, n, is_causal)
-        return Selection(listed, counts, n, granularity, False, per_token, 0, 0, None, bounds, group)
-    sharing = own if _splits_own(per_token, is_causal, local_blocks) else None
-    near = near if sharing is None else (1, 0)
-    return Selection(listed, counts, n, granularity, is_causal, per_token, *near, sharing, None, group)
+        return Selection(listed, many, n, granularity, False, per_token, 0, 0, None, bounds, group)
+    splits = _splits_own(per_token, is_causal, local_blocks)
+    near, sharing = ((1, 0), own) if splits else ((local_blocks, sink_blocks), None)
+    return Selection(listed, many, n, granularity, is_causal, per_token, *near, sharing, None, group)
 
 
 def _is_per_token(indices: Tensor, n: int, granularity: int) -> bool:
@@ -253,14 +330,36 @@ def _normal_lists(
     sink_blocks: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`Selection.indices`, `counts` and, where the own block is split off, `sharing_rows`."""
-    blocks, per_token = -(-n // granularity), _is_per_token(indices, n, granularity)
+    listed, sharing = _lists(indices, counts, cu_seqlens, n, granularity, is_causal, local_blocks, sink_blocks)
+    sharing = indices.new_empty(0, dtype=torch.bool) if sharing is None else sharing
+    return listed, _count(listed, -(-n // granularity)), sharing
+
+
+def _count(listed: Tensor, blocks: int) -> Tensor:
+    """Blocks of each list."""
+    return (listed < blocks).sum(-1, dtype=torch.int32)
+
+
+def _lists(
+    indices: Tensor,
+    counts: Tensor | None,
+    cu_seqlens: Tensor | None,
+    n: int,
+    granularity: int,
+    is_causal: bool,
+    local_blocks: int,
+    sink_blocks: int,
+) -> tuple[Tensor, Tensor | None]:
+    """`Selection.indices` and, where the own block is split off, `sharing_rows`."""
+    rows, blocks, per_token = indices.shape[2], -(-n // granularity), _is_per_token(indices, n, granularity)
     host_sync = implementations.allows_host_sync(indices.device)
     if host_sync:
         validate_indices(indices, blocks, counts)
         if cu_seqlens is not None:
             validate_cu_seqlens(cu_seqlens, n)
-    last = first = None
-    sharing = indices.new_empty(0, dtype=torch.bool)
+    sharing, unlisted = None, None
+    last: Tensor | None = None
+    first: Tensor | int = sink_blocks
     if cu_seqlens is not None:
         bounds = row_bounds(cu_seqlens, n, is_causal)
         first, last = bounds[:, 0], bounds[:, 1] - 1
@@ -269,18 +368,16 @@ def _normal_lists(
             first, last = first[::granularity], last[ends]
         first, last = first // granularity, last // granularity
     elif is_causal or local_blocks:
-        own = torch.arange(indices.shape[2], dtype=indices.dtype, device=indices.device)
-        own = own // granularity if per_token else own
-        first = torch.full_like(own, sink_blocks) if sink_blocks else None
-        if _splits_own(per_token, is_causal, local_blocks):
+        splits = _splits_own(per_token, is_causal, local_blocks)
+        after = (1 if splits else local_blocks) if is_causal else None
+        own, last, unlisted = _limits_of(indices, rows, granularity if per_token else 1, blocks, after)
+        if splits:
             mine = indices == own[:, None]
-            sharing, last = (mine if counts is None else mine & _within(counts, indices.shape[-1])).any(-1), own - 1
-        elif is_causal:
-            last = own - local_blocks if local_blocks else own
-        else:
+            sharing = (mine if counts is None else mine & _within(counts, indices.shape[-1])).any(-1)
+        elif not is_causal:
             indices = indices.masked_fill((indices - own[:, None]).abs() < local_blocks, -1)
-    listed = normalise_indices(indices, counts, blocks, last, first, host_sync=host_sync)
-    return listed, (listed < blocks).sum(-1, dtype=torch.int32), sharing
+    listed = normalise_indices(indices, counts, blocks, last, first, unlisted=unlisted, host_sync=host_sync)
+    return listed, sharing
 
 
 @torch.library.register_fake("dilated_attention::normal_lists", lib=_library)

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..kernels.cpu import native
 from ..kernels.dropout import GOLDEN, WORD, mix
 from .scores import BlockScores
-from .types import shared_blocks
+from .types import is_intercepted, shared_blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +62,7 @@ def rank(scores: BlockScores, rows: Tensor, seed: Tensor | None, host_sync: bool
     t = visible.shape[-1]
     room, counted = budget.room(t), counted_blocks(visible, *near)
     grows = budget.coverage is not None and host_sync
+    in_library = budget.coverage is None and host_sync and not is_intercepted()
     indices = torch.full(
         (*visible.shape[:2], len(rows), 0 if grows else room), t, dtype=torch.int32, device=visible.device
     )
@@ -73,8 +75,17 @@ def rank(scores: BlockScores, rows: Tensor, seed: Tensor | None, host_sync: bool
         # Rows of a causal sequence list blocks before their own.
         width = max(int(own.max()), 1) if settings.is_causal and host_sync else t
         found = scores.ranked(begin, end, width)
-        shared = shared_blocks(own, t, *near)
-        listed, many = _rank_rows(found, row, own, shared, visible, counted, budget, room, near[2], seed, host_sync)
+        chosen = None
+        if in_library:
+            taken, seen = (x[:, :, own] for x in counted)
+            ranked = _with_noise(found, seed, row)
+            chosen = native.choose_blocks(ranked, own, budget.wanted(seen) - taken, visible, room, *near)
+            # The next chunk has the same dtype and device.
+            in_library = chosen is not None
+        if chosen is None:
+            shared = shared_blocks(own, t, *near)
+            chosen = _rank_rows(found, row, own, shared, visible, counted, budget, room, near[2], seed, host_sync)
+        listed, many = chosen
         # With coverage the scores decide the lengths; room for all blocks would be far more than is kept.
         listed = listed[..., : int(many.max())] if grows else listed
         if listed.shape[-1] > indices.shape[-1]:
@@ -108,7 +119,7 @@ def _rank_rows(
     open_to_choice = within & ~forced
     # A block whose score is NaN comes last.
     scores = torch.where(within & ~scores.isnan(), scores, -torch.inf)
-    ranked = scores if seed is None else scores + gumbel(seed, row, column, scores)
+    ranked = _with_noise(scores, seed, row)
     room = min(room, width if is_causal else width - 1)
     best, indices = _best(ranked.masked_fill(~open_to_choice, -torch.inf), room, host_sync)
     taken, seen = (x[:, :, own] for x in counted)
@@ -157,6 +168,13 @@ def _shares(scores: Tensor) -> Tensor:
     """Predicted share of attention of each block, last the row's own, whose logit is 0."""
     own = torch.zeros_like(scores[..., :1])
     return torch.cat([scores, own], -1).softmax(-1)
+
+
+def _with_noise(scores: Tensor, seed: Tensor | None, row: Tensor) -> Tensor:
+    """Scores (b, h, r, t) of rows of the sequence (r), with Gumbel noise if there is a seed."""
+    if seed is None:
+        return scores
+    return scores + gumbel(seed, row, torch.arange(scores.shape[-1], device=scores.device), scores)
 
 
 def gumbel(seed: Tensor, row: Tensor, column: Tensor, like: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ from torch.nn import functional as F
 
 from ..kernels.cpu import native
 from .summaries import CHUNK, BlockSummaries
-from .types import Factors, ScoreInputs, SelectionSettings
+from .types import Factors, ScoreInputs, SelectionSettings, is_intercepted
 
 if TYPE_CHECKING:
     from .backend import ScoringSteps
@@ -165,11 +165,15 @@ def for_lists(x: BlockSummaries, lists: int) -> BlockSummaries:
     """Summaries of blocks (b, h or g, t, ...) for every list.
 
     Sub-blocks of heads that share a list stand side by side, and their summaries are averaged. A block that is empty
-    for one of them is empty for the list.
+    for one of them is empty for the list. `units` of a key head that several lists read are not repeated: of single
+    tokens they are as large as the keys.
     """
     heads = x.summary.shape[1]
-    if heads <= lists:
-        return x if heads == lists else BlockSummaries(*(one.repeat_interleave(lists // heads, 1) for one in x))
+    if heads == lists:
+        return x
+    if heads < lists:
+        summary, *there = (one.repeat_interleave(lists // heads, 1) for one in (x.summary, x.unit_there, x.there))
+        return BlockSummaries(summary, x.units, *there)
     mean = x.summary.unflatten(1, (lists, -1)).mean(2)
     there = flags_of_lists(x.unit_there, lists), flags_of_lists(x.there, lists)
     return BlockSummaries(mean, join_heads(x.units, lists), *there)
@@ -190,9 +194,22 @@ def factor(
     rows, keys = (for_lists(x, len(parameters.log_temperature)) for x in (rows, keys))
     mixed = keys.summary @ parameters.summary.to(keys.summary.dtype)
     hidden, columns = hidden_parts(rows.summary, mixed, layers[0])
-    project = join_projections(parameters.match_key, keys.units.shape[-1] // parameters.match_key.shape[1])
-    matched = keys.units.flatten(2, 3) @ project.to(mixed.dtype)
-    return hidden, columns, matched.unflatten(2, keys.units.shape[2:4]), None, None
+    matched = _project_units(keys.units, parameters.match_key, len(parameters.log_temperature))
+    return hidden, columns, matched, None, None
+
+
+def _project_units(units: Tensor, match_key: Tensor, lists: int) -> Tensor:
+    """Key side of the match (b, s, t, u, p) of units (b, g or s, t, u, d), by projections of every list or one."""
+    sharing, flat = lists // units.shape[1], units.flatten(2, 3)
+    project = join_projections(match_key, units.shape[-1] // match_key.shape[1]).to(units.dtype)
+    if sharing > 1 and len(project) > 1:
+        # Projections of the lists of a key head side by side.
+        projected = flat @ project.unflatten(0, (-1, sharing)).movedim(1, 2).flatten(2)
+        projected = projected.unflatten(3, (sharing, -1)).movedim(3, 2).flatten(1, 2)
+    else:
+        projected = flat @ project
+        projected = projected if sharing == 1 else projected.repeat_interleave(sharing, 1)
+    return projected.unflatten(2, units.shape[2:4])
 
 
 def query_features(rows: BlockSummaries, hidden: Tensor, parameters: ScorerParameters) -> QueryFeatures:
@@ -226,14 +243,20 @@ def features(
     return query_features(rows, hidden, parameters), KeyFeatures(columns, matched, keys.unit_there)
 
 
+def scaled_halves(x: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """Float16 with all its digits at the largest value along `dims`, and the powers of two that undo the scale."""
+    most = x.abs().amax(dims, keepdim=True).clamp(2.0**-100, 2.0**127)
+    power = most.frexp().exponent - 15
+    return x.ldexp(-power).half(), power
+
+
 def rounded(x: Tensor, dims: tuple[int, ...]) -> Tensor:
     """Values rounded to the digits of float16 relative to the largest along `dims`.
 
     16-bit inputs have no more digits, and a match of rounded sides is one float16 product instead of three.
     """
-    most = x.abs().amax(dims, keepdim=True).clamp(2.0**-100, 2.0**127)
-    power = 15 - most.frexp().exponent
-    return x.ldexp(power).half().to(x.dtype).ldexp(-power)
+    halves, power = scaled_halves(x, dims)
+    return halves.to(x.dtype).ldexp(power)
 
 
 def best_match(queries: Tensor, keys: Tensor, there: Tensor | None) -> Tensor:
@@ -243,9 +266,7 @@ def best_match(queries: Tensor, keys: Tensor, there: Tensor | None) -> Tensor:
     where it can: torch needs an array of all pairs of sub-blocks, and makes it in chunks of rows.
     """
     if not torch.is_grad_enabled():
-        # Transforms and dispatch modes must see torch operators.
-        observed = torch._C._are_functorch_transforms_active() or torch._C._len_torch_dispatch_stack()
-        best = None if observed else native.best_match(queries, keys, there)
+        best = None if is_intercepted() else native.best_match(queries, keys, there)
         if best is not None:
             return best
     batch, heads, t, units, _ = keys.shape
@@ -463,14 +484,13 @@ class BlockScores:
         else:
             pairs = (mine @ matched.flatten(3, 4).mT).unflatten(-1, matched.shape[3:5])
             best = (pairs if there is None else pairs.masked_fill(~there[:, :, :, None], -torch.inf)).amax(-1)
-        if there is None:
-            return best.amax(3)
-        if not self.per_token:
+        if there is not None and not self.per_token:
             own_there = self.units_there[:, :, self.block_rows(rows) - self.first]
             best = best.masked_fill(~own_there[..., None], -torch.inf)
-        best = best.amax(3)
+        # A token is its only sub-block.
+        best = best.select(3, 0) if self.per_token else best.amax(3)
         # Pairs without a visible sub-block are ruled out elsewhere; a finite value keeps gradients finite.
-        return torch.where(best > -torch.inf, best, 0.0)
+        return best if there is None else torch.where(best > -torch.inf, best, 0.0)
 
     def _row_queries(self, rows: Tensor, rounds: bool) -> Tensor:
         """Query side of the match (b, h, r, a, rank) of rows with a sub-blocks each."""

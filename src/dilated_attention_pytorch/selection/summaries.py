@@ -108,10 +108,10 @@ def _summaries(piece: Tensor, there: Tensor | None, extremes: bool) -> BlockSumm
         low = piece.masked_fill(~real, torch.inf) if extremes else low
         high = piece.masked_fill(~real, -torch.inf) if extremes else high
         piece = torch.where(real, piece, 0.0)
-    sums = piece.sum(4)
+    sums = piece.sum(4) if unit > 1 else piece.squeeze(4)
     if not extremes:
         return Sums(sums, many, None, None).blocks()
-    return Sums(sums, many, high.amax(4).amax(3), low.amin(4).amin(3)).blocks()
+    return Sums(sums, many, high.amax((3, 4)), low.amin((3, 4))).blocks()
 
 
 @torch.no_grad()

@@ -7,17 +7,20 @@ size.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from ..plan.plan import Plan
+from ..plan.plan import Plan, rebuild
 
 if TYPE_CHECKING:
     from .rank import Budget
+
+Result = TypeVar("Result")
 
 
 class SelectionSettings(NamedTuple):
@@ -34,6 +37,46 @@ class SelectionSettings(NamedTuple):
     """Tokens of a query sub-block: a whole block where rows are tokens."""
     local_blocks: int
     sink_blocks: int
+
+
+def is_intercepted() -> bool:
+    """Whether transforms or dispatch modes are active, which must see torch operators and may pass fake tensors."""
+    return bool(torch._C._are_functorch_transforms_active() or torch._C._len_torch_dispatch_stack())
+
+
+class ListsMemo:
+    """Cache of values that calls derive from the lists of a selection.
+
+    A value is valid for the lists that the selection was made with: after the first change in place that torch counts,
+    nothing is cached any more. On a GPU a value is valid on the stream that computes it. A captured call does not use
+    the cache, because it reads the lists again whenever it is replayed. No value may refer to the selection, so that it
+    is freed with its last user and not by the garbage collector.
+    """
+
+    __slots__ = ("_device", "_tensors", "_values", "_versions")
+
+    def __init__(self, *tensors: Tensor) -> None:
+        self._tensors, self._device = tensors, tensors[0].device
+        self._versions = self._now()
+        self._values: dict[Hashable, tuple[int | None, Any]] = {}
+
+    def _now(self) -> list[tuple[int, int]]:
+        return [(x._version, x.data_ptr()) for x in self._tensors]
+
+    def derive(self, name: Hashable, make: Callable[[], Result]) -> Result:
+        """`make()`, or the cached result of an earlier call on this stream."""
+        stream = None
+        if self._device.type == "cuda":
+            if torch.cuda.is_current_stream_capturing():
+                return make()
+            stream = torch._C._cuda_getCurrentRawStream(self._device.index)
+        if self._now() != self._versions:
+            self._values.clear()
+            return make()
+        made = self._values.get(name)
+        if made is None or made[0] != stream:
+            made = self._values[name] = stream, make()
+        return made[1]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -64,6 +107,10 @@ class Selection:
     Given for packed documents of a batch of one, without shared blocks and without `is_causal`, which they contain."""
     group: int = 1
     """Query heads that share each of the s lists of a row"""
+    memo: ListsMemo | None = field(default=None, init=False, repr=False)
+    """Not part of copies and pickles; None if nothing is cached, see `with_memo`"""
+
+    __reduce__ = rebuild
 
     @property
     def heads(self) -> int:
@@ -116,6 +163,19 @@ class Selection:
         if self.sharing_rows is not None:
             shared = self.sharing_rows.sum(dtype=torch.float64) / (batch * heads)
         return (self.counts.sum(dtype=torch.float64) / (batch * heads) + shared) / dense
+
+
+def with_memo(selection: Selection) -> Selection:
+    """A new selection with a cache, unless changes of its lists cannot be noticed.
+
+    A CUDA graph writes lists that it has captured whenever it is replayed, and inference tensors have no version.
+    """
+    lists = selection.indices, selection.sharing_rows, selection.bounds
+    tensors = [x for x in lists if x is not None]
+    captured = selection.indices.is_cuda and torch.cuda.is_current_stream_capturing()
+    if not captured and not any(x.is_inference() for x in tensors):
+        object.__setattr__(selection, "memo", ListsMemo(*tensors))
+    return selection
 
 
 @lru_cache(maxsize=256)
@@ -211,9 +271,9 @@ class ScoreInputs(NamedTuple):
     means: Tensor
     """(b, h, t, d): of query blocks"""
     summary: Tensor
-    """(b, h, t, 3 d): of key blocks; (b, g, t, 3 d) for lists that heads share"""
+    """(b, g, t, 3 d): of key blocks"""
     units: Tensor
-    """(b, h, t, u, d): of key blocks; (b, g, t, u, d) for lists that heads share"""
+    """(b, g, t, u, d): of key blocks"""
     own: Tensor | None = None
     """(b, h, r, a, d): queries or their means, for lists that heads share"""
 
@@ -246,6 +306,8 @@ class DistillBatch:
     """Entries of `results` after a backward pass by torch operations"""
     by_row: Tensor | None = None
     """float32 (5, b h, r): statistics of each row after a backward pass by kernels"""
+    chosen_weight: float = 1.0
+    """Factor on the gradients of the chosen rows, beside `weight`; not on their loss in `results`"""
 
     @property
     def chosen_rows(self) -> Tensor:

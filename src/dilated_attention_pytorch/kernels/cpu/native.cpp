@@ -12,6 +12,7 @@
 // Scores and LSE are natural logarithms throughout: the backward pass subtracts the LSE of the forward pass from the
 // same scores. A change of base would round the LSE again, by 2^-24 of its magnitude.
 
+#include "native_choose.h"
 #include "native_match.h"
 #include "native_tiles.h"
 
@@ -378,6 +379,7 @@ void backward_float(const Call* call) { backward<float>(*call); }
 void backward_double(const Call* call) { backward<double>(*call); }
 void best_match_float(const Match* match) { best_match<float>(*match); }
 void best_match_double(const Match* match) { best_match<double>(*match); }
+void choose_blocks(const Choice* choice) { choose_blocks_of_rows(*choice); }
 Index call_bytes() { return sizeof(Call); }
 }
 #pragma GCC visibility pop

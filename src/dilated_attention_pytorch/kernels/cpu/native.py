@@ -51,6 +51,7 @@ from ..call import (
     laid_like,
     wide_copies,
 )
+from ..sink import scale_by_sink
 from . import toolchain
 
 RUNS_OF_ROWS = SOFTCAP = BIAS = True
@@ -72,7 +73,17 @@ def _fields(kind: type, names: str) -> list[tuple[str, type]]:
 
 
 class _Match(ctypes.Structure):
-    _fields_ = _fields(_int, "streams rows blocks units rank threads") + _fields(_pointer, "queries keys there best")
+    _fields_ = [
+        *_fields(_int, "streams rows blocks units rank threads key_stream there_stream"),
+        *_fields(_pointer, "queries keys there best"),
+    ]
+
+
+class _Choice(ctypes.Structure):
+    _fields_ = [
+        *_fields(_int, "streams rows width blocks room local sink causal threads"),
+        *_fields(_pointer, "scores own wanted visible indices counts"),
+    ]
 
 
 class _Axis(ctypes.Structure):
@@ -232,6 +243,8 @@ def forward(call: AttentionCall) -> Forward:
         unseen = row_lse == -torch.inf
         if bool(unseen.any()):
             wide[unseen] = 0
+        if call.sink is not None:
+            scale_by_sink(wide, row_lse, call.sink[portion.heads])
         if wide is not rows:
             rows.copy_(wide)
     return Forward(output, lse)
@@ -298,11 +311,49 @@ def best_match(queries: Tensor, keys: Tensor, there: Tensor | None) -> Tensor | 
     if device_problem(queries.device) is not None:
         return None
     best = queries.new_empty(*queries.shape[:3], keys.shape[2])
-    given = [x if x is None else x.contiguous() for x in (queries, keys, there)]
+    # The first blocks of a longer sequence are not copied.
+    columns = [(x, 0) if x is None else _dense_streams(x) for x in (keys, there)]
+    given = queries.contiguous(), *(x for x, _ in columns), best
     sizes = best.shape[0] * best.shape[1], *best.shape[2:], *keys.shape[3:], torch.get_num_threads()
-    match = _Match(*sizes, *(None if x is None else x.data_ptr() for x in (*given, best)))
+    match = _Match(*sizes, *(step for _, step in columns), *(None if x is None else x.data_ptr() for x in given))
     getattr(_library(), f"best_match_{'double' if best.dtype == torch.float64 else 'float'}")(ctypes.byref(match))
     return best
+
+
+def choose_blocks(
+    scores: Tensor, own: Tensor, wanted: Tensor, visible: Tensor, room: int, local: int, sink: int, is_causal: bool
+) -> tuple[Tensor, Tensor] | None:
+    """Best blocks of rows, int32 (b, h, r, room), ascending, then t; and their counts, int32 (b, h, r).
+
+    Of equal scores the first is chosen; NaN and -inf never are. None if the library cannot run.
+
+    Args:
+        scores: float32 (b, h, r, w): scores of the first w blocks.
+        own: int64 (r): block of each row.
+        wanted: int64 (b, h, r): blocks to choose, at most `room`.
+        visible: bool (b, h, t).
+        room: length of the lists.
+        local: blocks nearer than this to a row's own block are not chosen.
+        sink: first blocks that are not chosen.
+        is_causal: only blocks before a row's own are chosen.
+    """
+    if scores.dtype != torch.float32 or device_problem(scores.device) is not None:
+        return None
+    batch, heads, rows, width = scores.shape
+    indices, counts = (scores.new_empty(*shape, dtype=torch.int32) for shape in ((*wanted.shape, room), wanted.shape))
+    tensors = *(x.contiguous() for x in (scores, own, wanted, visible)), indices, counts
+    sizes = batch * heads, rows, width, visible.shape[2], room, local, sink, is_causal, torch.get_num_threads()
+    _library().choose_blocks(ctypes.byref(_Choice(*sizes, *(x.data_ptr() for x in tensors))))
+    return indices, counts
+
+
+def _dense_streams(x: Tensor) -> tuple[Tensor, int]:
+    """x (b, h, ...), or a copy, dense within each (b, h), and the elements from one (b, h) to the next."""
+    batch, heads = x.shape[:2]
+    step = x.stride(1) if heads > 1 else x.stride(0)
+    if x.numel() and x[0, 0].is_contiguous() and (1 in (batch, heads) or x.stride(0) == heads * step):
+        return x, step
+    return x.contiguous(), x.shape[2:].numel()
 
 
 def _adjacent(x: Tensor) -> Tensor:

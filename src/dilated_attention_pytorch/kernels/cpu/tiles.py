@@ -119,7 +119,9 @@ def forward(call: AttentionCall) -> Forward:
             weights *= pairs.keep_scale
         part = contained_matmul(weights, pairs.value, pairs.seen)
         output[own] = output[own] * old_share[..., None] + part[:, pairs.real]
-    lse = top.add_(total.log())
+    lse = top + total.log()
+    if call.sink is not None:
+        total += (call.sink.to(total.dtype)[:, None] - top.masked_fill_(top == -torch.inf, 0.0)).exp_()
     output /= total.masked_fill_(total == 0, 1.0)[..., None]
     return Forward(output.to(call.query.dtype), lse)
 

@@ -16,13 +16,13 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-SOURCES = ("native.cpp", "native_tiles.h", "native_match.h", "native_lanes.h")
+SOURCES = ("native.cpp", "native_tiles.h", "native_match.h", "native_choose.h", "native_lanes.h")
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-Wall", "-Wextra")
 HERE = ("-march=native",)
 STANDALONE = ("-fopenmp", "-fvisibility=hidden", "-fno-exceptions", "-fno-rtti", "-DDAP_STANDALONE")
 EXPORTED = (
     "{ global: forward_float; forward_double; backward_float; backward_double; "
-    "best_match_float; best_match_double; call_bytes; local: *; };"
+    "best_match_float; best_match_double; choose_blocks; call_bytes; local: *; };"
 )
 
 V3 = frozenset("avx avx2 bmi1 bmi2 f16c fma abm movbe".split())  # noqa: SIM905

@@ -12,7 +12,7 @@ from ...ops.checks import autocasted, cast_dtype, full_precision
 from ...patterns import Full
 from ...selection.backend import select_rows, summarise
 from ...selection.distill import spans
-from ...selection.scores import BlockScores, KeyFeatures, QueryFeatures, cast_layers, features
+from ...selection.scores import BlockScores, KeyFeatures, QueryFeatures, cast_layers, features, scaled_halves
 from ...selection.summaries import score_dtype
 from ...selection.types import shared_blocks
 from ..kv_cache import KVCache
@@ -51,7 +51,8 @@ class AdaptiveCache(KVCache):
                        'Use hard_sparsity=True and score_gradient="distill" or "none".')  # fmt: skip
         self.layer = layer
         self._features: list[Tensor] = []
-        """Key features, then query features, by block, (b, s, blocks, ...); zero for incomplete blocks."""
+        """Key features, then query features, by block, (b, s, blocks, ...); zero for incomplete blocks. The match of
+        16-bit queries is stored as ranking rounds it, in float16, with its scales at the end."""
         self._unfinished: Tensor | None = None
         """(b, h, block size, d): queries of the tokens since the last complete block"""
 
@@ -97,9 +98,13 @@ class AdaptiveCache(KVCache):
             layers = cast_layers(parameters.stacks, score_dtype(query))
             summaries = summarise(query.detach(), key.detach(), settings, None, before=False)
             rows, columns = features(*summaries, parameters, layers)
-        for index, found in enumerate([*columns, *rows[:3]]):
+        stored = [*columns, *rows[:3]]
+        if query.dtype.itemsize == 2 and columns.matched.shape[-1]:
+            halves, scale = scaled_halves(columns.matched, (3, 4))
+            stored = [stored[0], halves, *stored[2:], scale]
+        for index, found in enumerate(stored):
             if index == len(self._features):
-                self._features.append(found.new_zeros(len(self.lengths), *found.shape[1:]))
+                self._features.append(found.new_zeros(len(self.lengths), found.shape[1], 0, *found.shape[3:]))
             self._features[index] = self._room(self._features[index], first + found.shape[2])
             self._features[index][samples, :, first : first + found.shape[2]] = found
 
@@ -150,13 +155,18 @@ class AdaptiveCache(KVCache):
             return forced
         held = [x[samples] for x in self._features]
         columns = KeyFeatures(*(x[:, :, : own + 1] for x in held[:3]))
-        hidden, units, there = (x[:, :, own - 1 : own] for x in held[3:])
+        hidden, units, there = (x[:, :, own - 1 : own] for x in held[3:6])
         rows = QueryFeatures(hidden, units, there, None)
         ids = position + torch.arange(query.shape[2], device=device) if per_token else mine
         settings, parameters = config.settings(size, True), layer.scorer.selecting_parameters()
         with full_precision(device):
             layers = cast_layers(parameters.stacks, rows.hidden.dtype)
+            for scale in held[6:]:
+                columns = columns._replace(matched=columns.matched.to(hidden.dtype).ldexp(scale[:, :, : own + 1]))
             scores = BlockScores(parameters, query, rows, columns, layers, settings, True, ids, own)
+            if held[6:]:
+                # Rounded already.
+                scores.ranked_keys = columns.matched
             listed = select_rows(scores, ids).long()
         listed = listed.masked_fill(listed > own, -1).repeat_interleave(scores.group, 1)
         return torch.cat([forced.expand(-1, -1, listed.shape[2], -1), listed], -1)

@@ -57,6 +57,8 @@ def moments_of(query: Tensor, key: Tensor, settings: SelectionSettings, padding:
         # Sub-blocks without a visible token are 0 and take no part in the sums.
         units = keys.units.flatten(2, 3)
         sums = *((x.mT @ x).double().sum(0) for x in (own, units)), units.double().sum((0, 2))
+        # Several lists may read a key head.
+        sums = sums[0], *(x.repeat_interleave(lists // len(x), 0) for x in sums[1:])
         return Moments(*(x.cpu() for x in (*sums, keys.unit_there.flatten(2).sum((0, 2)).double()[:, None])))
 
 

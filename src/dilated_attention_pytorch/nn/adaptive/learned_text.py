@@ -10,6 +10,7 @@ from ...patterns.base import literal
 from .config import AdaptiveConfig
 
 DEFAULTS = AdaptiveConfig()
+TYPES: dict[str, Any] = {field.name: field.type for field in fields(AdaptiveConfig)}
 BLOCK_SIZE = 128
 FORM = 'Write it as "learned:0.1;block=64": the fraction of blocks kept, and the tokens of a block.'
 
@@ -50,7 +51,9 @@ class LearnedText:
                 raise must(f"options of learned attention must be among {', '.join(defaults)}", repr(option), FORM)
             given[name] = literal(value) if value else ""
             usual = defaults[name]
-            kinds = (int, float) if usual is None or isinstance(usual, float) else (type(usual),)
+            # Annotations are text here.
+            is_float = "float" in TYPES.get(name, "int")
+            kinds = (int, float) if is_float else (int if usual is None else type(usual),)
             if type(given[name]) not in kinds:
                 raise must(f"{name} must be of type {kinds[-1].__name__}", repr(value), FORM)
         block_size = given.pop("block", BLOCK_SIZE)

@@ -144,7 +144,7 @@ class BlockSparseAdaptive(OverRanks, nn.Module):
         BlockDilated(tuple(segment_lengths), tuple(dilation_rates))
         if block_size not in BLOCK_SIZES:
             raise must(f"block_size must be one of {BLOCK_SIZES}", block_size)
-        if block_size % min(config.score_unit, block_size):
+        if block_size % min(config.score_unit or 1, block_size):
             raise must(f"block_size must be a multiple of score_unit {config.score_unit}", block_size)
         if num_heads < 1 or head_dim < 1:
             raise must("num_heads and head_dim must be >= 1", f"{num_heads} and {head_dim}")

@@ -48,7 +48,7 @@ def query_lists_kernel(
     """What one query block meets: tiles met whole, then those met in part, then room that is not used.
 
     Blocks that every row sees come first among the meetings, its own after LOCAL - 1 others, then those listed for it.
-    With HALVES also items of 128 rows for Hopper; BY_ROW starts the same row of all heads together. An item needs a
+    With HALVES also as many items for Hopper; BY_ROW starts the same row of all heads together. An item needs a
     tile: a row without blocks, possible where LOCAL is 0, has its own tile with mask 2, which has no pair.
     """
     NEAR: tl.constexpr = LOCAL if CAUSAL or LOCAL == 0 else 2 * LOCAL - 1

@@ -251,7 +251,8 @@ def distill_kernel(
         first = stream * LISTED * chosen + row
         distill_row(
             p_logs + first * W * (slots + 1), p_scores + o_entry, p_list, p_visible, p_lse, p_do, p_mean, p_padding,
-            p_grad + o_entry, p_found, place, n, blocks, slots + 1, every, factor, sg_n, chosen * W * (slots + 1), sg_h,
+            p_grad + o_entry, p_found, place, n, blocks, slots + 1, every, factor, sg_n,
+            chosen.to(tl.int64) * W * (slots + 1), sg_h,
             BLOCK, W, BM, L, T, E, EP, LISTED, False, CAUSAL, SALIENCY, FLOOR, PADDING,
         )  # fmt: skip
     else:
@@ -261,5 +262,6 @@ def distill_kernel(
         distill_row(
             p_logs + at_all + first * W * blocks, p_all_scores + o_entry, p_list, p_visible, p_lse, p_do, p_mean,
             p_padding, p_all_grad + o_entry, p_found, place, n, blocks, blocks, every, all_factor, sg_n,
-            dense * W * blocks, sg_h, BLOCK, W, BMA, LA, T, E, EP, LISTED, True, CAUSAL, SALIENCY, FLOOR, PADDING,
+            dense.to(tl.int64) * W * blocks, sg_h,
+            BLOCK, W, BMA, LA, T, E, EP, LISTED, True, CAUSAL, SALIENCY, FLOOR, PADDING,
         )  # fmt: skip

@@ -33,8 +33,9 @@ more scores. The limits allow many warps without spills."""
 SCORED = 64
 """Rows of a launch are a multiple of this, where they are more, so that few tiles are partial."""
 SCORE_BYTES, OF_LISTS, MOST_SCORE_BYTES = 9 * 2**21, 2, 2**29
-"""Bytes of scores held at a time (selection for 32K tokens and 8 heads takes at most 64 MB, lists included), and the
-divisor of the lists' bytes that replaces it where lists are long, up to a limit: fewer launches with more work each."""
+"""Bytes of scores held at a time (selection for 32K tokens and 8 heads takes at most 64 MB, lists included, where
+sub-blocks have four tokens), and the divisor of the lists' bytes that replaces it where lists are long, up to a limit:
+fewer launches with more work each."""
 CHOSEN, CHOSEN_AMONG, NARROWEST = 64, 256, 128
 """Tokens of a program that holds all their scores in registers, most blocks that it ranks (two programs fit a
 multiprocessor), and fewest blocks for which it is compiled."""

@@ -67,6 +67,11 @@ class SelectionInverter:
         )  # fmt: skip
         self._choices, self._runs = (shares, batch * heads, 1), (batch * (wide // COLUMNS), heads, 1)
 
+    @property
+    def numbers(self) -> int:
+        """Numbers of an inverted selection, with those that its launches count in between."""
+        return self._room.total
+
     def __call__(self, indices: Tensor, *first_token: int) -> GatherIndex:
         memory = self._room.made()
         self._mark(self._choices, (indices, memory))
@@ -75,17 +80,23 @@ class SelectionInverter:
         return GatherIndex(*[self._room.tensor(memory, name) for name in GatherIndex._fields])
 
 
-def invert_selection(selection: Selection, group: int = 1, first_token: int | None = None) -> GatherIndex:
-    """`plan.invert_selection` with one bit for each token and key tile instead of a sort, in 32-bit integers.
-
-    With `first_token` the lists are those of some tokens of one sample, from that token on.
-    """
+def inverter_of(selection: Selection, group: int, some: bool) -> tuple[SelectionInverter, Tensor]:
+    """Launches that invert a selection, and its lists as they read them; see `invert_selection`."""
     indices = selection.indices
     apart = indices.stride()
     # Some heads of all are read where they lie.
     if apart[2:] != (indices.shape[3], 1):
         indices = indices.contiguous()
         apart = indices.stride()
+    options = selection.block_size, selection.blocks, group, selection.group, some
+    return prepared(SelectionInverter, indices.device, indices.shape, apart[:2], *options), indices
+
+
+def invert_selection(selection: Selection, group: int = 1, first_token: int | None = None) -> GatherIndex:
+    """`plan.invert_selection` with one bit for each token and key tile instead of a sort, in 32-bit integers.
+
+    With `first_token` the lists are those of some tokens of one sample, from that token on.
+    """
     first = () if first_token is None else (first_token,)
-    options = selection.block_size, selection.blocks, group, selection.group, bool(first)
-    return prepared(SelectionInverter, indices.device, indices.shape, apart[:2], *options)(indices, *first)
+    run, indices = inverter_of(selection, group, bool(first))
+    return run(indices, *first)

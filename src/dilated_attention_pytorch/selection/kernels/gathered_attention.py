@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import groupby
 from typing import NamedTuple
 
@@ -255,9 +256,15 @@ class GatheredAttend(TokenAttend):
             # Not two of them at a time.
             self.index = None
             heads, key_heads = (x.stop - x.start for x in (chunk.heads, chunk.key_heads))
-            first_token = None if own.indices.shape[2] == own.n else chunk.tokens.start
-            self.index = sizes, gather_index.invert_selection(own, heads // key_heads, first_token)
+            first = () if own.indices.shape[2] == own.n else (chunk.tokens.start,)
+            run, indices = gather_index.inverter_of(own, heads // key_heads, bool(first))
+            invert, name = partial(run, indices, *first), ("index", heads // key_heads)
+            self.index = sizes, self._derive(name, invert, run.numbers) if own is self.selection else invert()
         return self.index[1]
+
+    def _skips_hidden(self) -> bool:
+        # Every row is joined if anything can be listed.
+        return self.selection.indices.shape[-1] > 0
 
     def _join(self, call: AttentionCall, shared: Forward) -> Forward:
         chunks = [*self.chunks(call.query, call.key, call.value)]

@@ -7,26 +7,25 @@ call: its tables have the sizes that shapes allow, and unused entries are marked
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...errors import must
-from ...kernels.call import AttentionCall
+from ...kernels.call import AttentionCall, Runner
 from ...kernels.hopper import lowering as hopper_lowering
 from ...kernels.hopper.lowering import FEW_ITEMS, ITEM_ROWS, BackwardItems, ForwardItems, LoweredPart
 from ...kernels.launch.arena import Arena, Shape
 from ...kernels.launch.launcher import Launch, prepared
 from ...kernels.launch.triton_abi import Grid
-from ...kernels.registry import Backend, choose
 from ...kernels.triton import backend as triton_backend
 from ...kernels.triton import lowering as triton_lowering
 from ...kernels.triton.launches import padded_width
 from ...kernels.triton.lowering import PartSchedule, Schedule, WalkTables, share_of
-from ...plan.plan import Axis, Plan, Walk
-from ..attend import BlockAttend
+from ...plan.plan import Axis, Part, Plan, Walk
+from ..attend import BlockAttend, CallChoices
 from ..plan import ground, plan_of
 from ..types import Selection
 from .block_lists_kernels import held_items_kernel, key_lists_kernel, mark_kernel, query_lists_kernel
@@ -38,9 +37,9 @@ MOST_ENTRIES = 2**31
 class ListedBlocks:
     """What lays out selections of some sizes by query blocks, in two pieces of memory: one for each direction.
 
-    A block has `halves` items of 128 rows, or 0 where Hopper cannot run it. With `few` the same row of all heads starts
-    together, and of dK and dV the heaviest of all heads; otherwise one head after another. `shared` query heads share a
-    list; rows of all heads are laid out.
+    A block has `halves` items for Hopper (one, or two of 128 rows), or 0 where Hopper does not run it. With `few` the
+    same row of all heads starts together, and of dK and dV the heaviest of all heads; otherwise one head after another.
+    `shared` query heads share a list; rows of all heads are laid out.
     """
 
     def __init__(
@@ -84,6 +83,11 @@ class ListedBlocks:
             P=min(padded_width(t), 1024), **options, num_warps=4,
         )  # fmt: skip
         self._to_items: dict[int, tuple[Launch, Grid, tuple[tuple[int, int], tuple[int, int], int]]] = {}
+
+    @property
+    def numbers(self) -> int:
+        """Numbers of a layout in both directions."""
+        return self.by_query.total + self.by_key.total
 
     def queries(self, indices: Tensor) -> Tensor:
         """`by_query` of indices.
@@ -139,15 +143,16 @@ class Frame:
 
     def __init__(
         self, device: torch.device, shape: tuple[int, ...], shared: int, n: int, size: int, local: int, sinks: int,
-        is_causal: bool, few_items: int,
+        is_causal: bool, few_items: int, on_hopper: bool,
     ) -> None:  # fmt: skip
         batch, heads, t = shape[0], shape[1] * shared, shape[2]
         self._device, self._shape, self._n, self._size, self._is_causal = device, (batch, heads, t), n, size, is_causal
         self.ragged = n % size > 0
         self.strided = self.ragged and batch > 1
-        # The Hopper kernels do not check which items exist.
-        plain = not self.strided and (size == ITEM_ROWS or not self.ragged)
-        self.halves = size // ITEM_ROWS if plain else 0
+        # The Hopper kernels do not check which items exist. They run smaller blocks only if they are requested by name.
+        least = 64 if on_hopper else ITEM_ROWS
+        plain = not self.strided and size >= least and (size <= ITEM_ROWS or not self.ragged)
+        self.halves = size // min(size, ITEM_ROWS) if plain else 0
         few = heads * batch * t * self.halves <= few_items
         kinds = is_causal, self.ragged, self.halves, few
         self.lists: ListedBlocks = prepared(ListedBlocks, device, shape, shared, size, local, sinks, *kinds)
@@ -203,6 +208,13 @@ class Frame:
 _frame = lru_cache(maxsize=64)(Frame)
 
 
+def _frame_of(selection: Selection, on_hopper: bool) -> Frame:
+    """Launches and constant tensors of selections of this size, for a call that requests `hopper` or another."""
+    near = selection.local_blocks, selection.sink_blocks, selection.is_causal
+    indices, sizes = selection.indices, (selection.group, selection.n, selection.block_size, *near)
+    return _frame(indices.device, indices.shape, *sizes, FEW_ITEMS, on_hopper)
+
+
 class Items(NamedTuple):
     """What the Hopper kernels read beside a plan's walks. Not the plan, which would then live as long as this."""
 
@@ -216,15 +228,12 @@ class Items(NamedTuple):
 class Listed:
     """A selection by query blocks as the GPU kernels read it: samples laid one after another, every head for itself."""
 
-    def __init__(self, selection: Selection) -> None:
-        indices = selection.indices
-        near = selection.local_blocks, selection.sink_blocks, selection.is_causal
-        options = indices.device, indices.shape, selection.group, selection.n, selection.block_size, *near
-        self.frame, self.selection = _frame(*options, FEW_ITEMS), selection
+    def __init__(self, selection: Selection, on_hopper: bool = False) -> None:
+        self.frame, self._indices = _frame_of(selection, on_hopper), selection.indices
         self.lists = self.frame.lists
-        self.items = Items(self.frame, self.lists.queries(indices))
+        self.items = Items(self.frame, self.lists.queries(selection.indices))
         walk = self._walk(self.items.by_query, self.lists.by_query)
-        self.plan = plan_of(selection, walk, self.frame.no_walk, self.lists.entries)
+        self.plan = self._with_parts(plan_of(selection, walk, self.frame.no_walk, self.lists.entries))
         """For the forward pass: its walk by key is empty."""
 
     def _walk(self, memory: Tensor, room: Arena) -> Walk:
@@ -233,24 +242,28 @@ class Listed:
     @cached_property
     def whole_plan(self) -> Plan:
         """The same with its walk by key, for gradients."""
-        by_query = self.plan.parts[0].by_query
-        by_key = self.lists.keys(self.selection.indices, self.items.by_query)
+        by_key = self.lists.keys(self._indices, self.items.by_query)
         self.items = self.items._replace(by_key=by_key)
-        walk = self._walk(by_key, self.lists.by_key)
-        return plan_of(self.selection, by_query, walk, self.lists.entries)
+        plan, (part,) = self.plan, self.plan.parts
+        part = Part(part.queries, part.keys, part.head_class, part.by_query, self._walk(by_key, self.lists.by_key))
+        return self._with_parts(Plan(plan.name, plan.n, plan.heads, plan.block_size, (part,), plan.masks, plan.blocks))
 
-    def choose(self, call: AttentionCall, backend: str) -> tuple[str, Backend]:
-        """`choose` for a call of one of its plans, which is then ready for what was chosen."""
+    def _with_parts(self, plan: Plan) -> Plan:
+        """The plan with Hopper's work items, if its kernels run it."""
         if self.frame.halves:
-            hopper_lowering.attach_parts(call.plan, (ListedPart(call.plan, self.items),))
-        elif backend == "auto" and triton_backend.why_not(call) is None:
+            hopper_lowering.attach_parts(plan, (ListedPart(plan, self.items),))
+        return plan
+
+    def choose(self, call: AttentionCall, backend: str, choices: CallChoices) -> Runner:
+        """Backend of a call of one of its plans, which is then ready for it."""
+        if not self.frame.halves and backend == "auto" and triton_backend.why_not(call) is None:
             # Whether Hopper could run it would have to be looked up.
             backend = "triton"
-        name, chosen = choose(call, backend)
-        if name == "triton":
-            group = call.query.shape[1] // call.key.shape[1]
+        name, runner = choices.choose(call, backend)
+        group = call.query.shape[1] // call.key.shape[1]
+        if name == "triton" and not triton_lowering.has_schedule(call.plan, group):
             triton_lowering.attach_schedule(call.plan, group, self._schedule(call.plan, group))
-        return name, chosen
+        return runner
 
     def _schedule(self, plan: Plan, group: int) -> Schedule:
         """What the Triton kernels read of one of its plans."""
@@ -297,13 +310,21 @@ class ListedAttend(BlockAttend):
     """Attention over a selection by query blocks whose lists kernels lay out."""
 
     listed: Listed | None = field(default=None, init=False)
+    captured: bool = field(default=False, init=False)
+    """Whether the lists were laid out in a call that was captured"""
 
     def lowered(
         self, query: Tensor, key: Tensor, value: Tensor, *, backward: bool = False
-    ) -> tuple[AttentionCall, Backend]:
-        self.listed = self.listed or Listed(self.selection)
+    ) -> tuple[AttentionCall, Runner]:
+        captured = query.is_cuda and torch.cuda.is_current_stream_capturing()
+        # Lists that a captured backward pass adds to a layout exist only once the graph is replayed.
+        if self.listed is None or captured > self.captured:
+            on_hopper = self.backend == "hopper"
+            numbers = 0 if self.selection.memo is None else _frame_of(self.selection, on_hopper).lists.numbers
+            self.listed = self._derive(("listed", on_hopper), partial(Listed, self.selection, on_hopper), numbers)
+            self.captured = captured
         call = self.call(query, key, value, self.listed.whole_plan if backward else self.listed.plan)
-        return call, self.listed.choose(call, self.backend)[1]
+        return call, self.listed.choose(call, self.backend, self.choices)
 
 
 def _key_side(
@@ -396,6 +417,8 @@ class ListedPart(LoweredPart):
         # Both masks are bands, so nobody reads the bits.
         classes, bits = part.head_class, self.masks.bits
         if by_key:
+            # Items of all groups are laid out in one memory: those of another group are gone.
+            self._by_group = {key: items for key, items in self._by_group.items() if not key[1]}
             walk, items, partial = part.by_key, lists.held_items(key_memory, group), "partial"
         else:
             # A band counts keys minus queries, and the kernel what is held minus what is streamed.

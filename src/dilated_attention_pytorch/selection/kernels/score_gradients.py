@@ -29,6 +29,9 @@ CHUNK = 64
 """Sub-blocks of either side that are multiplied at once beyond that."""
 SUMMED, STEP = (32, 64), 64
 """Rows and columns of a program of `sums_kernel`, and what it adds up at once."""
+RUN, PART = 2048, 512
+"""Sub-blocks of key blocks that a program of `sums_kernel` adds up, and numbers of such sums that a program of
+`mixture_kernel` adds up."""
 
 
 class _Launches(NamedTuple):
@@ -67,13 +70,15 @@ def _launches(
     if stores_best:
         held_left = held_right = met_left = met_right = CHUNK
         pairs = CHUNK * CHUNK
+    splits, keys = -(-t * units // RUN), max(key_heads // heads, 1)
+    shapes |= {"parts": (streams * keys * splits * d * rank,)}
     shapes |= {"best": (streams * rows * t * 2,)} if stores_best else {}
     between = Arena(torch.float32, device, shapes)
     (at_left,), at = between.begin("left"), between.begin(*tuple(shapes)[2:8])
+    (at_parts,) = between.begin("parts")
     (at_best,) = between.begin("best") if stores_best else (0,)
     # Of the first layers; by_block^T summary, from which follow their part of the keys and the mixture; of both
     # projections of the match, first biases, second layers; of temperatures and then second biases; of the mixture.
-    keys = max(key_heads // heads, 1)
     shapes = {"first": (scorers, hidden, 2 * d), "joint": (scorers, hidden, 3 * d)}
     shapes |= {
         "project": (scorers * group, d, rank),
@@ -83,7 +88,7 @@ def _launches(
         "two": (2, scorers),
     }
     found = Arena(torch.float32, device, shapes | {"mixture": (scorers, 3 * d, d)})
-    to = found.begin("joint", "project", "match", "bias", "last", "two")
+    to = found.begin("joint", "project", "bias", "last", "two")
     precise = {"PRECISION": dot_precision(torch.float32)}
     shape = {"A": own_units, "M": hidden, "RANK": rank}
     own = Launch(
@@ -108,20 +113,24 @@ def _launches(
     tiles = {"BM": SUMMED[0], "BN": min(SUMMED[1], padded_width(d)), "BK": STEP, "num_warps": 4, "num_stages": 2}
     narrow = min(SUMMED[1], wide)
     sums = Launch(
-        sums_kernel, device, rows, t, heads, scorers, found.total, *at, *to, *query_apart,
-        key_heads if group > 1 else None, U=units, D=d, BR=narrow, SIZE=size, GROUP=group, KEYS=keys, **tiles, **shape,
+        sums_kernel, device, rows, t, heads, scorers, found.total, splits, RUN, *at, at_parts, *to, *query_apart,
+        None if group == 1 and key_heads == heads else key_heads, U=units, D=d, BR=narrow, SIZE=size, GROUP=group,
+        KEYS=keys, **tiles, **shape, **precise,
+    )  # fmt: skip
+    steps = at_parts, *found.begin("joint", "mixture", "match"), s_first, s_mixture
+    mixture = Launch(
+        mixture_kernel, device, streams, scorers, splits, *steps, M=hidden, D=d, RANK=rank, KEYS=keys, BP=PART, **tiles,
         **precise,
     )  # fmt: skip
-    steps = *found.begin("joint", "mixture"), s_first, s_mixture
-    mixture = Launch(mixture_kernel, device, *steps, M=hidden, D=d, **tiles, **precise)
     tall, broad, across = -(-hidden // SUMMED[0]), -(-3 * d // SUMMED[0]), -(-d // tiles["BN"])
-    added = (group + keys) * -(-d // SUMMED[0]) * -(-rank // narrow) + tall * (-(-3 * d // tiles["BN"]) + across + 1)
+    added = (group + keys * splits) * -(-d // SUMMED[0]) * -(-rank // narrow)
+    added += tall * (-(-3 * d // tiles["BN"]) + across + 1)
     grids = (
         (-(-rows * own_units // PROJECTED), streams, 1),
         by_best,
         (-(-rows * own_units // held_left) + -(-t * units // held_right) + rows + t, streams, 1),
         (added, streams, 1),
-        ((tall + broad) * across, scorers, 1),
+        ((tall + broad) * across + keys * -(-d * rank // PART), scorers, 1),
     )
     return _Launches(own, best, sides, sums, mixture, grids, between, found)
 
@@ -165,7 +174,7 @@ def parameter_gradients(
     made.sides(by_sides, (memory, columns, right, grad, scores, ids, *there, factors.weight, log))
     made.sums(by_sums, (query, units, means, summary, memory, ids, each))
     total = each[0] if len(each) == 1 else each.sum(0)
-    made.mixture(by_mixture, (first, mixture, total))
+    made.mixture(by_mixture, (first, mixture, memory, total))
     names = "first", "bias", "last", "mixture", "project", "match"
     *layers, by_mixed, by_project, by_match = (made.found.tensor(total, name) for name in names)
     (two,) = made.found.begin("two")

@@ -348,62 +348,68 @@ def summed(
     tl.store(p_out + o_m[:, None] * s_out + o_c[None, :], b_out, mask=b_mask)
 
 
-@triton.jit(do_not_specialize=["rows", "blocks", "heads", "alike", "total"])
+@triton.jit(do_not_specialize=["rows", "blocks", "heads", "alike", "total", "splits", "span"])
 def sums_kernel(
-    p_own, p_units, p_means, p_summary, p_room, p_ids, p_out, rows, blocks, heads, alike, total, at_row, at_weight,
-    at_block, at_sums, at_by_left, at_right, to_joint, to_project, to_match, to_bias, to_last, to_two, so_b, so_h, so_n,
-    key_heads, A: tl.constexpr, U: tl.constexpr, M: tl.constexpr, D: tl.constexpr, RANK: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, SIZE: tl.constexpr, GROUP: tl.constexpr, KEYS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    p_own, p_units, p_means, p_summary, p_room, p_ids, p_out, rows, blocks, heads, alike, total, splits, span, at_row,
+    at_weight, at_block, at_sums, at_by_left, at_right, at_parts, to_joint, to_project, to_bias, to_last, to_two, so_b,
+    so_h, so_n, key_heads, A: tl.constexpr, U: tl.constexpr, M: tl.constexpr, D: tl.constexpr, RANK: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, SIZE: tl.constexpr, GROUP: tl.constexpr,
+    KEYS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Gradients of parameters, of which `alike` heads have their own, in `p_out`, `total` of them for a sample.
 
     Of the first layer's part of the keys, and of the mixture, only what both follow from: by_block^T summary. With
     GROUP, a head is a list of so many query heads and of KEYS of the `key_heads`, each with projections of its own.
+    The key projection has a sum for each of `splits` runs of `span` sub-blocks, which `mixture_kernel` adds up: a
+    single run would take as long as all else together where sub-blocks are short.
     """
     stream = tl.program_id(1).to(tl.int64)
     p_own += (stream // heads) * so_b + (stream % heads) * GROUP * so_h
     p_out += (stream // alike) * total
     head = stream % alike
-    key_stream = stream * key_heads // heads if GROUP > 1 else stream
+    key_stream = stream * key_heads // heads if key_heads is not None else stream
     tile = tl.program_id(0)
     WIDE: tl.constexpr = 3 * D
     # The longest sums begin first.
     EACH: tl.constexpr = ((D + BM - 1) // BM) * ((RANK + BR - 1) // BR)
-    MATCHED: tl.constexpr = KEYS * EACH
     OWN: tl.constexpr = GROUP * EACH
+    matched = splits * KEYS * EACH
     JOINT: tl.constexpr = ((M + BM - 1) // BM) * ((WIDE + BN - 1) // BN)
     FIRST: tl.constexpr = ((M + BM - 1) // BM) * ((D + BN - 1) // BN)
     p_by_row = p_room + at_row + stream * rows * M
-    if tile < MATCHED:
-        key = tile // EACH if KEYS > 1 else 0
+    if tile < matched:
+        part = tile // EACH
+        key = part // splits if KEYS > 1 else 0
+        begin = (part - key * splits) * span
         summed(
-            p_units + (key_stream + key) * blocks * U * D, p_room + at_right + stream * blocks * U * RANK, p_ids,
-            p_out + to_match + (head * KEYS + key) * D * RANK, tile - key * EACH, blocks * U, D, 1, RANK, RANK,
+            p_units + ((key_stream + key) * blocks * U + begin) * D,
+            p_room + at_right + (stream * blocks * U + begin) * RANK, p_ids,
+            p_room + at_parts + (stream * KEYS * splits + part) * D * RANK, tile - part * EACH,
+            tl.minimum(span, blocks * U - begin), D, 1, RANK, RANK,
             D, RANK, BM, BR, BK, False, False, 1, 1, PRECISION,
         )  # fmt: skip
-    elif tile < MATCHED + OWN:
-        one = ((tile - MATCHED) // EACH).to(tl.int64) if GROUP > 1 else 0
+    elif tile < matched + OWN:
+        one = ((tile - matched) // EACH).to(tl.int64) if GROUP > 1 else 0
         summed(
             p_own + one * so_h, p_room + at_by_left + stream * rows * A * RANK, p_ids,
-            p_out + to_project + (head * GROUP + one) * D * RANK, tile - MATCHED - one * EACH, rows * A, so_n, 1, RANK,
+            p_out + to_project + (head * GROUP + one) * D * RANK, tile - matched - one * EACH, rows * A, so_n, 1, RANK,
             RANK,
             D, RANK, BM, BR, BK, True, False, A, 1, PRECISION,
         )  # fmt: skip
-    elif tile < MATCHED + OWN + JOINT:
+    elif tile < matched + OWN + JOINT:
         summed(
             p_room + at_block + stream * blocks * M, p_summary + key_stream * blocks * WIDE, p_ids,
-            p_out + to_joint + head * M * WIDE, tile - MATCHED - OWN, blocks, M, 1, WIDE, WIDE,
+            p_out + to_joint + head * M * WIDE, tile - matched - OWN, blocks, M, 1, WIDE, WIDE,
             M, WIDE, BM, BN, BK, False, False, 1, 1, PRECISION, KEYS, blocks * WIDE,
         )  # fmt: skip
-    elif tile < MATCHED + OWN + JOINT + FIRST:
+    elif tile < matched + OWN + JOINT + FIRST:
         summed(
             p_by_row, p_means + stream * GROUP * blocks * D, p_ids,
-            p_out + head * M * 2 * D, tile - MATCHED - OWN - JOINT, rows, M, 1, D, 2 * D,
+            p_out + head * M * 2 * D, tile - matched - OWN - JOINT, rows, M, 1, D, 2 * D,
             M, D, BM, BN, BK, False, True, 1, SIZE, PRECISION, GROUP, blocks * D,
         )  # fmt: skip
     else:
-        tile -= MATCHED + OWN + JOINT + FIRST
+        tile -= matched + OWN + JOINT + FIRST
         o_m = tile * BM + tl.arange(0, BM)
         o_two = tl.arange(0, 2)
         p_by_weight = p_room + at_weight + stream * rows * M
@@ -425,24 +431,38 @@ def sums_kernel(
         tl.store(p_out + to_two + o_two * alike + head, b_two, mask=o_two < tl.where(tile == 0, 2, 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["streams", "alike", "splits"])
 def mixture_kernel(
-    p_first, p_mixture, p_out, to_joint, to_mixture, s_first, s_mixture, M: tl.constexpr, D: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
+    p_first, p_mixture, p_room, p_out, streams, alike, splits, at_parts, to_joint, to_mixture, to_match, s_first,
+    s_mixture, M: tl.constexpr, D: tl.constexpr, RANK: tl.constexpr, KEYS: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr, BP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of the first layer's part of the keys, and of the mixture of summaries that it meets."""
+    """Gradients of the first layer's part of the keys, and of the mixture of summaries that it meets; and of the key
+    projection, the sum of what runs of sub-blocks gave, BP numbers a program."""
     head = tl.program_id(1).to(tl.int64)
     tile = tl.program_id(0)
     WIDE: tl.constexpr = 3 * D
     FIRST: tl.constexpr = ((M + BM - 1) // BM) * ((D + BN - 1) // BN)
+    SECOND: tl.constexpr = ((WIDE + BM - 1) // BM) * ((D + BN - 1) // BN)
     p_joint = p_out + to_joint + head * M * WIDE
     if tile < FIRST:
         summed(
             p_joint, p_mixture + head * s_mixture, p_out, p_out + head * M * 2 * D + D, tile, WIDE, 1, WIDE, D, 2 * D,
             M, D, BM, BN, BK, False, False, 1, 1, PRECISION,
         )  # fmt: skip
-    else:
+    elif tile < FIRST + SECOND:
         summed(
             p_joint, p_first + head * s_first + D, p_out, p_out + to_mixture + head * WIDE * D, tile - FIRST, M, WIDE,
             1, 2 * D, D, WIDE, D, BM, BN, BK, False, False, 1, 1, PRECISION,
         )  # fmt: skip
+    else:
+        MANY: tl.constexpr = D * RANK
+        tile -= FIRST + SECOND
+        key = tile // ((MANY + BP - 1) // BP)
+        o_i = (tile % ((MANY + BP - 1) // BP)) * BP + tl.arange(0, BP)
+        b_sum = tl.zeros([BP], tl.float32)
+        for part in range(0, streams // alike * splits):
+            stream = part // splits * alike + head
+            p_part = p_room + at_parts + ((stream * KEYS + key) * splits + part % splits) * MANY
+            b_sum += tl.load(p_part + o_i, mask=o_i < MANY, other=0.0)
+        tl.store(p_out + to_match + (head * KEYS + key) * MANY + o_i, b_sum, mask=o_i < MANY)

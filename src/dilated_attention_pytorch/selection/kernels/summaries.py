@@ -36,7 +36,8 @@ def _factoring(
     right, side = (batch, heads, t, many, rank), (batch, heads, t, hidden)
     by_unit = heads * hidden * apart, hidden * apart, 1, apart
     shapes: dict[str, Shape] = {"rows": side, "columns": side, "right": right, "scale": (batch, heads, t)}
-    absent, rest = (None,) * 3, (None,) * 5
+    absent = (None,) * 3
+    rest = None, key_heads if key_heads < heads else None, *absent
     if own:
         shapes |= {"left": (batch, heads, *own[2:4], rank)}
         absent, rest = (), (own[2] * own[3], key_heads, *own_apart)
@@ -55,12 +56,12 @@ def factor(
     summaries and units of key blocks, by parameters (h or 1, ...): first layer and its bias, mixture of summaries,
     match. The first two lie as `block_scores.by_unit` has them.
 
-    For lists of groups, whose scorers are as many as `first`, means are those of query heads, and summaries and units
-    those of key heads. Then also the query side of the match (b, s, r, a, p) of the rows `own` (b, h, r, a, d) by
+    Means are those of query heads, summaries and units those of key heads. For lists of groups, whose scorers are as
+    many as `first`, also the query side of the match (b, s, r, a, p) of the rows `own` (b, h, r, a, d) by
     their projections (h, d, p).
     """
-    (batch, heads, t, many, d), parameters = units.shape, (first, bias, mixture, match)
-    key_heads, grouped, apart = heads, (), ()
+    (batch, key_heads, t, many, d), parameters = units.shape, (first, bias, mixture, match)
+    heads, grouped, apart = means.shape[1], (), ()
     if own is not None and project is not None:
         heads = len(first)
         own, *apart = own_rows(own)
@@ -95,7 +96,7 @@ def _steps(units: int, unit: int, rows: int, in_flight: int) -> tuple[int, int, 
 def _summing(
     device: torch.device, shape: tuple[int, ...], key_heads: int, apart: tuple[int, ...], key_apart: tuple[int, ...],
     itemsize: int, size: int, own_unit: int, unit: int, before: bool, padded: bool, rows: int, in_flight: int,
-) -> tuple[Launch, Grid, Arena, Arena]:  # fmt: skip
+) -> tuple[Launch, Grid, Arena, Arena, Arena]:  # fmt: skip
     batch, heads, n, d = shape
     t, units, own_units, row = -(-n // size), size // unit, size // own_unit, padded_width(d) * itemsize
     warps = min(max(rows * row // LINE, 1), 8)
@@ -107,14 +108,16 @@ def _summing(
     launch = Launch(summaries_kernel, device, *sizes, **constants)
     lead, key_lead = (batch, heads, t), (batch, key_heads, t)
     numbers: dict[str, Shape] = {"means": (*lead, d), "own": (*lead, own_units, d)}
-    numbers |= {"summary": (*key_lead, 3 * d), "units": (*key_lead, units, d)}
+    numbers |= {"summary": (*key_lead, 3 * d)}
     flags: dict[str, Shape] = {
         "own_there": (*lead, own_units),
         "own_visible": lead,
         "there": (*key_lead, units),
         "visible": key_lead,
     }
-    rooms = Arena(torch.float32, device, numbers), Arena(torch.bool, device, flags)
+    # The units of keys are large, and freed before the rest where no gradients are needed.
+    large = Arena(torch.float32, device, {"units": (*key_lead, units, d)})
+    rooms = Arena(torch.float32, device, numbers), large, Arena(torch.bool, device, flags)
     return launch, (t * batch * (heads + key_heads), 1, 1), *rooms
 
 
@@ -127,8 +130,8 @@ def summarise(
     query, key = (x if x.stride(3) == 1 and x.stride(2) * size < 2**31 else x.contiguous() for x in (query, key))
     options = query.itemsize, size, own_unit, unit, before, padding is not None, ROWS, ASKED
     sides = query.shape, key.shape[1], query.stride(), key.stride()
-    launch, grid, numbers, flags = prepared(_summing, query.device, *sides, *options)
-    (means, own, summary, units), (own_there, own_visible, there, visible) = numbers(), flags()
+    launch, grid, numbers, large, flags = prepared(_summing, query.device, *sides, *options)
+    (means, own, summary), (units,), (own_there, own_visible, there, visible) = numbers(), large(), flags()
     rows, keys = (means, own, own_there, own_visible), (summary, units, there, visible)
     launch(grid, (query, *rows, key, *keys, there if padding is None else padding.contiguous()))
     return rows, keys

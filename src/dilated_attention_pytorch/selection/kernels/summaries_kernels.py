@@ -139,7 +139,7 @@ def factor_kernel(
     stream = tl.program_id(1).to(tl.int64)
     head = stream % heads
     # First key head of a list; several lists may read one.
-    key_stream = stream * key_heads // heads if GROUP > 1 else stream
+    key_stream = stream * key_heads // heads if key_heads is not None else stream
     tiles = tl.cdiv(blocks, BM)
     tile = tl.program_id(0)
     if tile < 2 * tiles:
@@ -194,11 +194,13 @@ def factor_kernel(
         p_units += key_stream * units * D
         if KEYS > 1:
             b_right = projected_heads(
-                p_units, p_match + head * (KEYS * D * RANK), o_i, o_i < units, o_r, D, units * D, D * RANK,
+                p_units, p_match + head * (KEYS * D * RANK), o_i.to(tl.int64), o_i < units, o_r, D, units * D, D * RANK,
                 D, RANK, RP, KEYS, PRECISION,
             )  # fmt: skip
         else:
-            b_right = projected(p_units, p_match + head * s_match, o_i, o_i < units, o_r, D, D, RANK, RP, PRECISION)
+            b_right = projected(
+                p_units, p_match + head * s_match, o_i.to(tl.int64), o_i < units, o_r, D, D, RANK, RP, PRECISION
+            )
         o_right = (stream * units + o_i)[:, None] * RANK + o_r[None, :]
         b_mask = (o_i < units)[:, None] & (o_r < RANK)[None, :]
         tl.store(p_right + o_right, b_right, mask=b_mask)
