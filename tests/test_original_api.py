@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from dataclasses import is_dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,28 @@ SparsePatternConfig SparsePatternGenerator create_dilated_attention create_multi
 create_adaptive_sparse_attention BlockSparseHierarchical
 """)
 """`__all__` of both lines of the original library."""
+EXPORTED_LATER = names("""
+RingDilatedAttentionHilbertGPUOptimized EnterpriseDistributedDilatedAttention DynamicMultiheadDilatedAttention
+create_dynamic_dilated_attention DynamicSegmentSelector SegmentSelectionConfig
+DistributedImprovedMultiheadDilatedAttention HAS_FLASH_RING
+""")
+"""`__all__` at other commits, and a constant beside it."""
+TESTED = names("""
+BaseDilatedAttention BaseMultiheadDilatedAttention DistributedConfig ValidationMixin PatternCache DilatedPatternCache
+OptimizedPatternCache get_global_pattern_cache clear_global_cache get_optimized_pattern_cache clear_optimized_cache
+reset_global_memory_pool get_enhanced_memory_pool compute_attention_scores apply_dilated_attention_pattern
+create_dilated_mask create_block_diagonal_mask optimize_attention_computation standard_attention compute_alibi_bias
+compute_rotary_embeddings apply_rotary_embeddings merge_attention_heads split_attention_heads HAS_SDPA HAS_SDPA_KERNEL
+HAS_FLASH_ATTN HAS_FLASH_ATTN_3 HAS_XFORMERS HAS_DEEPSPEED HAS_FAIRSCALE HAS_APEX GPU_TYPE RingAttentionWrapper
+RingDilatedAttentionV3 RingDilatedAttentionMemoryEfficient RingDilatedAttentionFixedSimple RingDilatedAttentionHybrid
+RingMultiheadDilatedAttentionHybrid RingDilatedAttentionHilbertCore RingDilatedAttentionHilbertOptimizedFixed
+RingDilatedAttentionHilbertProper all_ring_pass split_by_rank RingAttentionFunction StableRingAccumulator
+memory_efficient_ring_attention HilbertAttention HilbertAttentionCore UnifiedHilbertAttention create_hilbert_mapping
+HierarchicalSparsePatternGenerator PatternVisualizer analyze_pattern_statistics get_flash_attention_support
+select_attention_backend flash_attention_forward get_gpu_info get_optimal_dtype get_flash_attention_version
+is_flash_attention_3_available MemoryEstimator HardwareAnalyzer SequenceAnalyzer ImprovedDilatedAttentionV2
+""")
+"""Names that its tests import from submodules."""
 DOCUMENTED = names("""
 RingDilatedAttentionProduction PersistentPatternCache register_attention register_multihead_attention
 DilatedAttentionConfig MultiheadConfig SparseAttentionConfig UnifiedMemoryPool SimplifiedMemoryPool EnhancedMemoryPool
@@ -41,11 +64,12 @@ DistributedMultiheadDilatedAttention RingDistributedDilatedAttention BlockSparse
 BlockSparseDilatedAttention StandardRingAttention DistributedRingAttention HilbertRingAttention RingBlockSparseAttention
 RingDilatedAttentionCorrect RingDilatedAttentionSDPA create_ring_attention DynamicDilatedAttention
 """)
+NAMES = [*EXPORTED, *EXPORTED_LATER, *DOCUMENTED, *TESTED]
 MIGRATION = (Path(__file__).parents[1] / "docs" / "migration.md").read_text()
 
 
 @pytest.mark.filterwarnings("ignore:.* is now called:DeprecationWarning")
-@pytest.mark.parametrize("name", [*EXPORTED, *DOCUMENTED])
+@pytest.mark.parametrize("name", NAMES)
 def test_original_names_work_or_name_a_replacement(name):
     assert re.search(rf"^\|[^|]*`{name}[`(]", MIGRATION, re.MULTILINE), "no row in docs/migration.md"
     if name not in compat.REPLACED:
@@ -58,8 +82,40 @@ def test_original_names_work_or_name_a_replacement(name):
 
 
 def test_replaced_names_are_those_of_the_original():
-    assert compat.REPLACED.keys() | compat.OLDER_NAMES.keys() <= {*EXPORTED, *DOCUMENTED}
+    assert compat.REPLACED.keys() | compat.OLDER_NAMES.keys() <= {*NAMES}
     assert not {*compat.REPLACED, *compat.OLDER_NAMES} & {*dap.__all__}
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "from dilated_attention_pytorch.dilated_attention import DilatedAttention",
+        "from dilated_attention_pytorch.long_net import LongNet",
+        "from dilated_attention_pytorch.core.factory import create_dilated_attention",
+        "from dilated_attention_pytorch import core",
+        "import dilated_attention_pytorch.models.long_net",
+        "from dilated_attention_pytorch.kernels.hilbert_attention_core import HilbertAttentionCore",
+    ],
+)
+def test_original_modules_name_the_package(statement):
+    with pytest.raises(ModuleNotFoundError, match=r"module .* is not available here; import its names from dilated_"):
+        exec(statement, {})
+
+
+def test_original_modules_are_no_attributes():
+    assert not hasattr(dap, "core") and not hasattr(dap, "ring_attention")
+    with pytest.raises(AttributeError, match="the original library's module core is not available here"):
+        _ = dap.core
+
+
+def test_other_missing_modules_keep_python_s_error():
+    assert find_spec("dilated_attention_pytorch.nothing") is None
+    with pytest.raises(ModuleNotFoundError, match=r"^No module named 'dilated_attention_pytorch\.nothing'$"):
+        exec("import dilated_attention_pytorch.nothing", {})
+    with pytest.raises(ImportError, match="cannot import name 'nothing'"):
+        exec("from dilated_attention_pytorch import nothing", {})
+    with pytest.raises(ImportError, match=r"AnyHilbertAttention of the original library .* use RingDilatedAttention"):
+        _ = dap.AnyHilbertAttention
 
 
 def test_a_misspelled_name_leads_to_the_closest_one():

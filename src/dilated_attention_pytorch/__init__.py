@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 from importlib.util import find_spec
 
@@ -129,9 +130,27 @@ def __getattr__(name: str) -> object:
         return value
     if name.startswith("_"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if find_spec(f"{__name__}.{name}") is not None:
+    try:
+        is_module = find_spec(f"{__name__}.{name}") is not None
+    except ModuleNotFoundError as error:
+        # `hasattr` expects this kind; an import statement asks the finder itself.
+        raise AttributeError(str(error)) from None
+    if is_module:
         return import_module(f".{name}", __name__)
     return __getattr__(import_module(".compat", __name__).older_name(name, __all__))
+
+
+class _OlderModules:
+    """Finder of last resort, which names the replacement of modules of the original library."""
+
+    @staticmethod
+    def find_spec(name: str, path: object = None, target: object = None) -> None:
+        package, _, module = name.partition(".")
+        if package == __name__:
+            import_module(".compat", package).refuse_module(module)
+
+
+sys.meta_path.append(_OlderModules)
 
 
 def __dir__() -> list[str]:

@@ -17,6 +17,7 @@ OLDER_NAMES = {
     "BlockSparseMultiheadAttention": "BlockSparseRingMultiheadDilatedAttention",
     "BlockSparseOptimized": "BlockSparseRingDilatedAttention",
     "DistributedImprovedDilatedAttention": "RingDilatedAttention",
+    "DistributedImprovedMultiheadDilatedAttention": "RingMultiheadDilatedAttention",
     "DistributedMultiheadDilatedAttention": "RingMultiheadDilatedAttention",
     "RingDilatedAttentionProduction": "RingDilatedAttention",
     "RingDilatedAttentionV2": "RingDilatedAttention",
@@ -26,54 +27,94 @@ OLDER_NAMES = {
 """older name -> present name"""
 
 _POOL = "torch's caching allocator serves every buffer; limit a call with memory_budget=, read dap.plan_cache.info()"
-_RANKS = "RingMultiheadDilatedAttention(embed_dim, num_heads, segment_lengths, dilation_rates, process_group=group)"
 _RING = "RingDilatedAttention(segment_lengths, dilation_rates, process_group=group)"
-_PATTERN = "a pattern as a value or as text, for example parse('window:256 | global:4')"
+_HILBERT = f"{_RING} with layout='zigzag' over ranks, DilatedAttention on one device"
 
-REPLACED = {
-    "AdaptiveMemoryPool": _POOL,
-    "AdaptiveSparsityTrainer": "AdaptiveConfig(temperature=..., min_temperature=...): temperatures are parameters and "
-    "train with the model; MultiheadBlockSparseAdaptive(..., return_pattern=True) returns the chosen blocks",
-    "BucketedMemoryPool": _POOL,
-    "DilatedAttentionConfig": "the arguments of DilatedAttention",
-    "DistributedRingAttention": _RING,
-    "DistributedSparsePattern": "DistributedSparseConfig(pattern_type='hierarchical'), or 'node_local'",
-    "DynamicDilatedAttention": "DilatedAttention, which takes any length",
-    "EnhancedMemoryPool": _POOL,
-    "FragmentAwareMemoryPool": _POOL,
-    "HilbertRingAttention": f"{_RING} with layout='zigzag'",
-    "MemoryPool": _POOL,
-    "MemoryPoolConfig": _POOL,
-    "MemoryProfiler": "`dap plan`, or torch.cuda.memory_stats",
-    "MemoryVisualizer": "`dap plan`, or torch.cuda.memory_stats",
-    "MultiheadConfig": "the arguments of MultiheadDilatedAttention",
-    "NUMAAwareMemoryPool": _POOL,
-    "PatternConfig": _PATTERN,
-    "PatternOptimizer": "BlockSparseAdaptive, which learns the blocks, or `dap tune` for given patterns",
-    "PatternQualityAnalyzer": "make_plan(pattern, n, heads).density, `dap show` and `dap quality`",
-    "PatternType": _PATTERN,
-    "PersistentPatternCache": "dap.plan_cache, which caches the plans of every call",
-    "RingAttentionConfig": _RING,
-    "RingBlockSparseAttention": "BlockSparseRingDilatedAttention(segment_lengths, dilation_rates, sparsity_ratio=...); "
-    "sparsity_ratio is the fraction kept",
-    "RingDilatedAttentionCorrect": _RANKS,
-    "RingDilatedAttentionSDPA": _RANKS,
-    "RingDistributedDilatedAttention": _RANKS,
-    "SimplifiedMemoryPool": _POOL,
-    "SparseAttentionConfig": "SparsePatternConfig",
-    "SparsePatternGenerator": "make_plan(pattern, n, heads).to_dense(), or Pattern.allows for single pairs",
-    "StandardRingAttention": _RING,
-    "UnifiedMemoryPool": _POOL,
-    "create_adaptive_sparse_attention": "create_adaptive_block_sparse(base_sparsity=..., embed_dim=..., num_heads=...) "
-    "with AdaptiveConfig(k_min=..., k_max=...)",
-    "create_hierarchical_attention": "create_block_sparse_attention('hierarchical', hierarchical_config=...)",
-    "create_ring_attention": _RING,
-    "get_global_memory_pool": _POOL,
-    "get_hierarchical_presets": "get_block_sparse_preset('hierarchical_standard') or HierarchicalConfig(...)",
-    "register_attention": "register_pattern: a new pattern works in every class",
-    "register_multihead_attention": "register_pattern: a new pattern works in every class",
+_BY_REPLACEMENT = {
+    "`dap doctor`, which lists the backends of a machine": """
+        flash_attention_forward get_flash_attention_support get_flash_attention_version get_gpu_info
+        get_optimal_dtype GPU_TYPE HAS_APEX HAS_DEEPSPEED HAS_FAIRSCALE HAS_FLASH_ATTN HAS_FLASH_ATTN_3
+        HAS_FLASH_RING HAS_SDPA HAS_SDPA_KERNEL HAS_XFORMERS is_flash_attention_3_available
+        select_attention_backend
+    """,
+    _POOL: """
+        AdaptiveMemoryPool BucketedMemoryPool EnhancedMemoryPool FragmentAwareMemoryPool
+        get_enhanced_memory_pool get_global_memory_pool MemoryPool MemoryPoolConfig NUMAAwareMemoryPool
+        reset_global_memory_pool SimplifiedMemoryPool UnifiedMemoryPool
+    """,
+    _HILBERT: """
+        create_hilbert_mapping HilbertAttention HilbertAttentionCore HilbertRingAttention
+        RingDilatedAttentionHilbertCore RingDilatedAttentionHilbertGPUOptimized
+        RingDilatedAttentionHilbertOptimizedFixed RingDilatedAttentionHilbertProper UnifiedHilbertAttention
+    """,
+    _RING: """
+        create_ring_attention DistributedRingAttention memory_efficient_ring_attention RingAttentionConfig
+        RingAttentionFunction RingAttentionWrapper RingDilatedAttentionFixedSimple
+        RingDilatedAttentionHybrid RingDilatedAttentionMemoryEfficient RingDilatedAttentionV3
+        StandardRingAttention
+    """,
+    "DilatedAttention, which takes any length; `dap tune` measures segments": """
+        create_dynamic_dilated_attention DynamicDilatedAttention DynamicSegmentSelector HardwareAnalyzer
+        MemoryEstimator SegmentSelectionConfig SequenceAnalyzer
+    """,
+    "dap.plan_cache, which caches the plans of every call": """
+        DilatedPatternCache get_global_pattern_cache get_optimized_pattern_cache OptimizedPatternCache
+        PatternCache PersistentPatternCache
+    """,
+    "attention(query, key, value, pattern), with bias=distance_bias(...) or position= of a module": """
+        apply_dilated_attention_pattern compute_alibi_bias compute_attention_scores
+        optimize_attention_computation standard_attention
+    """,
+    "RingMultiheadDilatedAttention(embed_dim, num_heads, segment_lengths, dilation_rates, process_group=group)": """
+        EnterpriseDistributedDilatedAttention RingDilatedAttentionCorrect RingDilatedAttentionSDPA
+        RingDistributedDilatedAttention RingMultiheadDilatedAttentionHybrid
+    """,
+    "a pattern as a value or as text, for example parse('window:256 | global:4')": """
+        create_block_diagonal_mask create_dilated_mask PatternConfig PatternType
+    """,
+    "torch.nn.Module and a call of attention(); register_pattern adds a pattern to every class": """
+        BaseDilatedAttention BaseMultiheadDilatedAttention ValidationMixin
+    """,
+    "dap.plan_cache.clear()": "clear_global_cache clear_optimized_cache",
+    "position='rotary' of a multihead module": "apply_rotary_embeddings compute_rotary_embeddings",
+    "`dap plan`, or torch.cuda.memory_stats": "MemoryProfiler MemoryVisualizer",
+    "register_pattern: a new pattern works in every class": "register_attention register_multihead_attention",
+    "Tensor.unflatten and Tensor.flatten": "merge_attention_heads split_attention_heads",
+    "merge, and context_parallel_attention": "all_ring_pass StableRingAccumulator",
+    "AdaptiveConfig(temperature=..., min_temperature=...): temperatures are parameters and train with the model; "
+    "MultiheadBlockSparseAdaptive(..., return_pattern=True) returns the chosen blocks": "AdaptiveSparsityTrainer",
+    "make_plan(pattern, n, heads).density": "analyze_pattern_statistics",
+    "create_adaptive_block_sparse(base_sparsity=..., embed_dim=..., num_heads=...) "
+    "with AdaptiveConfig(k_min=..., k_max=...)": "create_adaptive_sparse_attention",
+    "create_block_sparse_attention('hierarchical', hierarchical_config=...)": "create_hierarchical_attention",
+    "the arguments of DilatedAttention": "DilatedAttentionConfig",
+    "process_group=, layout= and transfer= of the ring classes": "DistributedConfig",
+    "DistributedSparseConfig(pattern_type='hierarchical'), or 'node_local'": "DistributedSparsePattern",
+    "MultiheadDilatedAttention, which takes any length": "DynamicMultiheadDilatedAttention",
+    "get_block_sparse_preset('hierarchical_standard') or HierarchicalConfig(...)": "get_hierarchical_presets",
+    "DistributedSparseConfig(pattern_type='hierarchical')": "HierarchicalSparsePatternGenerator",
+    "DilatedAttention": "ImprovedDilatedAttentionV2",
+    "the arguments of MultiheadDilatedAttention": "MultiheadConfig",
+    "BlockSparseAdaptive, which learns the blocks, or `dap tune` for given patterns": "PatternOptimizer",
+    "make_plan(pattern, n, heads).density, `dap show` and `dap quality`": "PatternQualityAnalyzer",
+    "make_plan(pattern, n, heads).picture(), or `dap show`": "PatternVisualizer",
+    "BlockSparseRingDilatedAttention(segment_lengths, dilation_rates, sparsity_ratio=...); "
+    "sparsity_ratio is the fraction kept": "RingBlockSparseAttention",
+    "SparsePatternConfig": "SparseAttentionConfig",
+    "make_plan(pattern, n, heads).to_dense(), or Pattern.allows for single pairs": "SparsePatternGenerator",
+    "shard_sequence": "split_by_rank",
 }
+"""replacement -> names of the original library without a counterpart"""
+
+REPLACED = {name: replacement for replacement, names in _BY_REPLACEMENT.items() for name in names.split()}
 """name of the original library without a counterpart -> replacement"""
+
+OLDER_MODULES = re.compile(
+    r"attention_utils|base|core|dilated_attention|long_net|memory_pool|models\.(long_net|transformer)|ring|sparse|"
+    r"transformer|utils|(block_sparse|distributed|dynamic|improved|multihead|ring|sparse_pattern)_\w+|"
+    r"(kernels\.)?hilbert_\w+"
+)
+"""Names of the original library's modules"""
 
 _CACHE = "leave it out: plans are cached, see plan_cache.info()"
 _MEASURE = "use torch.profiler, and `dap plan` for memory"
@@ -146,14 +187,28 @@ def names_replacements(kind: type[Kind]) -> type[Kind]:
     return kind
 
 
+def refuse_module(name: str) -> None:
+    """Raise for a module of the original library, given by its name inside the package.
+
+    The error names the package: `from package import name` discards an error that names the module.
+    """
+    if OLDER_MODULES.fullmatch(name):
+        package = __package__ or ""
+        raise ModuleNotFoundError(
+            f"the original library's module {name} is not available here; import its names from {package} itself "
+            "(docs/migration.md)",
+            name=package,
+        )
+
+
 def older_name(name: str, public: list[str]) -> str:
     """Present name of an older one, with a `DeprecationWarning`; an error for names close to `public` ones.
 
     A replaced name raises `ImportError`: `from package import name` discards the text of an `AttributeError`.
     """
-    if name in REPLACED:
+    if replacement := REPLACED.get(name) or (_HILBERT if "hilbert" in name.lower() else None):
         raise ImportError(
-            f"{name} of the original library is not available here; use {REPLACED[name]} (docs/migration.md)",
+            f"{name} of the original library is not available here; use {replacement} (docs/migration.md)",
             name="dilated_attention_pytorch",
         )
     if name not in OLDER_NAMES:
