@@ -297,23 +297,26 @@ def gpu_parts(results: Results) -> Iterator[Part]:
 
 
 GENERATED = """\
-Kernels compile to PTX without a GPU, so that it can be compared. `python benchmarks/generated_code.py --last {last}`
-compiled these sources and those of commit {last} for compute capability 9.0 with Triton {triton} and recorded every
-launch on a stub of the CUDA driver. The commit has the device code of the last GPU run (`gpu_stamp.json`), except for
-the gradients of scorers, whose file at that run is not in the history. `same code` counts launches whose code is, byte
-for byte except for names and line numbers, what the sources of the last GPU run compile to; `not in the stamp` counts
-those that equal the commit alone. {equal} of {matched} launches with the same code in the same call also have the same
-grid, block, shared memory, parameters and, for patterns, tables. Nothing in this table was computed on a GPU."""
+Kernels compile to PTX without a GPU, so that it can be compared. `benchmarks/generated_code.py` compiled three trees
+for compute capability 9.0 with Triton {triton} and recorded every launch on a stub of the CUDA driver: that of the
+comparison, {git}; that of {last}, the commit of `gpu_stamp.json`, whose smoke tests passed on a GPU; and that of a
+later commit, {measured}, of which a GPU ran single calls with patterns. A commit that is not in the history is known
+by the hashes of its code in generated_code.jsonl. `same code` counts launches whose code is, byte for byte except for
+names and line numbers, what {last} compiles to, and `same as {measured}` the other launches whose code is that of a
+call with a pattern there. {equal} of {matched} launches with the same code in the same call also have the same grid,
+block, shared memory, parameters and, for patterns, tables. Nothing in this table was computed on a GPU."""
 
 
 class Launches:
     """Recorded launches of one kind of call."""
 
     def __init__(self, lines: Sequence[Line]) -> None:
-        equal = [line for line in lines if line["code"] in ("identical", "known")]
-        self.total, self.same = len(lines), sum(line.get("stamped", True) for line in equal)
-        self.unstamped, self.other = len(equal) - self.same, self.total - len(equal)
-        self.kernels = dict.fromkeys(line["kernel"] for line in lines if line not in equal)
+        self.total = len(lines)
+        self.same = sum(line["code"] in ("identical", "known") for line in lines)
+        self.measured = sum(line["code"] == "measured" for line in lines)
+        other = [line for line in lines if line["code"] in ("changed", "new")]
+        self.other = len(other)
+        self.kernels = dict.fromkeys(line["kernel"] for line in other)
         """Kernels with other code."""
 
 
@@ -335,14 +338,14 @@ def generated_code_parts(lines: Sequence[Line]) -> Iterator[Part]:
     if not mine:
         return
     yield Heading("Generated code", 3)
-    matched = [line for line in mine if line["code"] == "identical" and line.get("stamped", True)]
+    matched = [line for line in mine if line["code"] == "identical"]
     equal = sum(line["launch"] == "identical" for line in matched)
-    facts = {name: mine[0][name] for name in ("last", "triton")}
+    facts = {name: mine[0].get(name, "no commit") for name in ("git", "last", "measured", "triton")}
     yield " ".join(GENERATED.format(equal=equal, matched=len(matched), **facts).split())
     yield Table(
-        ("calls", "kernels with other code", "launches", "same code", "not in the stamp", "other code"),
+        ("calls", "kernels with other code", "launches", "same code", f"same as {facts['measured']}", "other code"),
         [
-            [kind, ", ".join(own.kernels), *map(str, (own.total, own.same, own.unstamped, own.other))]
+            [kind, ", ".join(own.kernels), *map(str, (own.total, own.same, own.measured, own.other))]
             for kind, own in recorded_launches(mine).items()
         ],
         words=2,

@@ -38,7 +38,7 @@ def longest(lines: Sequence[Line], timed: Sequence[Record]) -> list[Found]:
         if "suite" in line:
             command = f"dap bench --suite extreme --memory {cap:.3g}"
         else:
-            command = "python -m dilated_attention_pytorch.tools.bench.extreme" + (f" --cap {cap:.3g}" if cap else "")
+            command = "python benchmarks/longest.py --out FILE" + (f" --cap {cap:.3g}" if cap else "")
         within = f"{cap:.3g} GiB" if cap else "all memory"
         text = f"{line['n']:,} tokens ({line['subject']}) within {within}, limited by {line['limited_by']}, {device}"
         found.append(Found(text, [command]))

@@ -1,6 +1,6 @@
 """Compare the code that GPU kernels compile to with that of the sources which last ran on a GPU.
 
-    python benchmarks/generated_code.py --last 95da833 --triton FOLDER
+    python benchmarks/generated_code.py --last COMMIT --measured COMMIT --triton FOLDER
     python benchmarks/generated_code.py --check
     python benchmarks/generated_code.py --write
 
@@ -8,16 +8,18 @@ Representative calls run in both trees on a stub of the CUDA driver (tests/kerne
 launch. Nothing is computed, and no GPU is needed. PTX for compute capability 9.0 is compared without comments, line
 numbers and the name of the kernel, together with the flags of the assembler. A line of the result is a launch:
 
-    code     "identical"; "known", as another launch of the last tree; "changed"; "new"; "gone"
+    code     "identical"; "known", as another launch of the last tree; "measured", as a launch of the tree of
+             `--measured`; "changed"; "new"; "gone"
     launch   "identical", or which of grid, block, shared memory, parameters and tables differ. Parameters are compared
              by value, pointers by alignment, and tables (of calls with a pattern) by content
     differs  compile-time constants and types of arguments that differ where the code changed
-    stamped  false if the last tree's source of the kernel is not that of gpu_stamp.json
 
-FOLDER has the Triton release of the last run: `pip install --no-deps --target FOLDER triton==3.6.0`. Default is the
-installed one. `--check` compares the calls QUICK with the hashes that `--write` recorded for the installed release in
-benchmarks/results/generated_code.json: a change of these kernels shows there and must be run on a GPU. DAP_PTX=FOLDER
-keeps the PTX of both trees there, for the assembler. `--last` needs git; all need a C compiler, torch and triton.
+`--last` is the commit of gpu_stamp.json, on which the smoke tests passed. `--measured` is a later commit of which a GPU
+ran calls with patterns, so that only those count. FOLDER has the Triton release of the last run: `pip install --no-deps
+--target FOLDER triton==3.6.0`. Default is the installed one. `--check` compares the calls QUICK with the hashes that
+`--write` recorded for the installed release in benchmarks/results/generated_code.json: a change of these kernels shows
+there and must be run on a GPU. DAP_PTX=FOLDER keeps the PTX of all trees there, for the assembler. `--last` needs git;
+all need a C compiler, torch and triton.
 """
 
 from __future__ import annotations
@@ -220,6 +222,8 @@ def attend(name: str, pattern: str, **more: Any) -> object:
     key, value = (torch.zeros(2, n, keys, width, dtype=dtype).transpose(1, 2) for width in (d, e or d))
     if more.pop("padding", False):
         more["key_padding_mask"] = torch.zeros(2, n, dtype=torch.bool)
+    if more.pop("sink", False):
+        more["sink"] = torch.zeros(heads)
     if "dropout_p" in more:
         more["seed"] = torch.zeros(1, dtype=torch.int64)
     if width := more.pop("table", None):
@@ -299,11 +303,15 @@ for _name in ("hopper", "triton"):
         ("global and window, long rows", "global:64 | window:100", {"n": 16384, "h": 1, "k": 1}),
         ("documents", "documents:130,1,300,209 & causal", {}),
         ("blocks of 256", "causal", {"block": 256}),
+        ("sink", "window:127,0", {"sink": True, "k": 1}),
+        ("sink, causal ladder, width 128", f"{LADDER} & causal", {"sink": True, "d": 128}),
+        ("block lists of 64, width 128", "random:0.3;block=64;seed=1;per_head=1 & causal", {"block": 64, "d": 128}),
     ):
         CALLS[f"{_name} {_title}"] = lambda n=_name, p=_pattern, m=_more: attend(n, p, **m)
 for _title, _pattern, _more in (
     ("padding", "causal", {"padding": True}),
     ("padded ladder, width 128", f"{LADDER} & causal", {"padding": True, "d": 128, "k": 2}),
+    ("width 80, values of 48", "window:200", {"d": 80, "e": 48}),
 ):
     CALLS[f"hopper {_title}"] = lambda p=_pattern, m=_more: attend("hopper", p, **m)
 for _title, _pattern, _more in (
@@ -318,6 +326,7 @@ for _title, _pattern, _more in (
     ("soft cap", "causal", {"softcap": 30.0}),
     ("soft cap, width 128", "window:200", {"softcap": 30.0, "d": 128}),
     ("bias", "causal", {"table": (255,)}),
+    ("bias beyond its table, width 128", "window:600,0", {"table": (63,), "d": 128}),
     ("bias by places", "window:200", {"table": (15, 15), "places": 2}),
     ("soft cap and bias", f"{LADDER} & causal", {"table": (255,), "softcap": 30.0}),
 ):
@@ -392,23 +401,22 @@ def recorded(root: Path, triton: str, names: list[str]) -> dict[str, Any]:
         return {line["call"]: line for line in lines}
 
 
-def compared(last: list[dict[str, Any]], present: list[dict[str, Any]], known: set[str]) -> list[dict[str, Any]]:
-    """A line for each launch of a call, matched in order; `known` are the hashes of all code of the last tree."""
+def compared(last: list[dict[str, Any]], present: list[dict[str, Any]], known: dict[str, str]) -> list[dict[str, Any]]:
+    """A line for each launch of a call, matched in order; `known` says of which tree the code of a hash is."""
     lines = []
     matcher = SequenceMatcher(None, [one["hash"] for one in last], [one["hash"] for one in present], autojunk=False)
     for tag, begin, end, first, after in matcher.get_opcodes():
         olds, news = last[begin:end], present[first:after]
         for old, new in zip(olds, news, strict=False):
             fields = [name for name, value in new["launch"].items() if old["launch"][name] != value]
-            code = "identical" if tag == "equal" else "known" if new["hash"] in known else "changed"
+            code = "identical" if tag == "equal" else known.get(new["hash"], "changed")
             line = {"kernel": new["kernel"], "code": code, "launch": fields or "identical"}
             if tag != "equal":
                 line["differs"] = differences(old["arguments"], new["arguments"])
                 line |= {"last_kernel": old["kernel"]} if old["kernel"] != new["kernel"] else {}
             lines.append(line | {"hash": new["hash"][:16]})
         for one in news[len(olds) :]:
-            code = "known" if one["hash"] in known else "new"
-            lines.append({"kernel": one["kernel"], "code": code, "hash": one["hash"][:16]})
+            lines.append({"kernel": one["kernel"], "code": known.get(one["hash"], "new"), "hash": one["hash"][:16]})
         lines += [{"kernel": one["kernel"], "code": "gone"} for one in olds[len(news) :]]
     return lines
 
@@ -419,36 +427,43 @@ def differences(old: dict[str, str], new: dict[str, str]) -> list[str]:
     return [f"{name}: {old.get(name)} -> {new.get(name)}" for name in names if old.get(name) != new.get(name)]
 
 
-def compare(commit: str, triton: str, names: list[str], out: Path) -> Counter[str]:
-    """Write the comparison of this tree with that of a commit; how many launches have which code."""
-    with tempfile.TemporaryDirectory() as folder:
-        archive = subprocess.run(["git", "archive", commit, "src"], cwd=ROOT, check=True, capture_output=True).stdout
-        subprocess.run(["tar", "x", "-C", folder], input=archive, check=True)
-        with ThreadPoolExecutor(2) as pool:
-            last, present = pool.map(recorded, (Path(folder), ROOT), (triton, triton), (names, names))
-        foreign = unstamped(Path(folder))
-    known = {one["hash"] for line in last.values() for one in line["launches"]}
+def compare(last: str, measured: str | None, triton: str, names: list[str], out: Path) -> Counter[str]:
+    """Write the comparison of this tree with those of commits; how many launches have which code."""
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(2) as pool:
+        roots = {commit: Path(folder) / commit for commit in (last, measured) if commit}
+        for commit, root in roots.items():
+            root.mkdir()
+            archive = subprocess.run(["git", "archive", commit, "src"], cwd=ROOT, check=True, capture_output=True)
+            subprocess.run(["tar", "x", "-C", root], input=archive.stdout, check=True)
+        if foreign := unstamped(roots[last]):
+            raise RuntimeError(f"{last} is not the commit of {STAMP.name}: other sources of {', '.join(foreign)}")
+        patterns = [name for name in names if name.startswith(("hopper", "triton"))]
+        wanted = [(root, patterns if commit == measured else names) for commit, root in roots.items()]
+        before, *more, present = pool.map(lambda x: recorded(x[0], triton, x[1]), [*wanted, (ROOT, names)])
+    known: dict[str, str] = {}
+    for word, tree in (*(("measured", x) for x in more), ("known", before)):
+        known |= {one["hash"]: word for line in tree.values() for one in line["launches"]}
     total: Counter[str] = Counter()
-    facts = facts_of(commit, triton)
+    facts = facts_of(last, triton) | ({"measured": measured} if measured else {})
     lines = []
     for name in names:
         if "error" in present[name]:
             raise RuntimeError(f"{name}: {present[name]['error']}")
-        for line in compared(last[name]["launches"], present[name]["launches"], known):
+        for line in compared(before[name]["launches"], present[name]["launches"], known):
             total[line["code"]] += 1
-            stamped = {"stamped": False} if line.get("last_kernel", line["kernel"]) in foreign else {}
-            lines.append({"suite": "generated code", "call": name} | line | stamped | facts)
+            lines.append({"suite": "generated code", "call": name} | line | facts)
     out.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return total
 
 
-def unstamped(root: Path) -> set[str]:
-    """Kernels of a tree in files that differ from those of the stamp."""
-    stamp, kernels = json.loads(STAMP.read_text())["sources"], set()
-    for path in root.rglob("*.py"):
-        if hashlib.sha256(path.read_bytes()).hexdigest() != stamp.get(str(path.relative_to(root))):
-            kernels |= set(re.findall(r"@(?:triton|gluon)\.jit.*\ndef (\w+)", path.read_text()))
-    return kernels
+def unstamped(root: Path) -> list[str]:
+    """Files of a tree that differ from those of the stamp."""
+    stamp = json.loads(STAMP.read_text())["sources"]
+    return [
+        name
+        for name, digest in stamp.items()
+        if name.startswith("src/") and hashlib.sha256((root / name).read_bytes()).hexdigest() != digest
+    ]
 
 
 def facts_of(commit: str, triton: str) -> dict[str, str]:
@@ -473,10 +488,11 @@ def main(arguments: list[str] | None = None) -> int:
     """Exit status: 1 where `--check` finds other code than the recorded."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--last", help="commit whose sources last ran on a GPU")
+    what.add_argument("--last", help="commit of gpu_stamp.json")
     what.add_argument("--check", action="store_true", help="compare a few calls with recorded hashes")
     what.add_argument("--write", action="store_true", help="record the hashes of --check")
     what.add_argument("--record", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--measured", help="later commit of which a GPU ran calls with patterns")
     parser.add_argument("--triton", default="", help="folder of a release of Triton for --last")
     parser.add_argument("--calls", nargs="+", default=[*CALLS], help="names of calls for --last; default: all")
     parser.add_argument("--out", type=Path, default=RESULTS / "generated_code.jsonl", help="result of --last")
@@ -484,7 +500,7 @@ def main(arguments: list[str] | None = None) -> int:
     if given.record:
         record(given.calls, given.record)
     elif given.last:
-        print(dict(compare(given.last, given.triton, given.calls, given.out)))
+        print(dict(compare(given.last, given.measured, given.triton, given.calls, given.out)))
     else:
         import triton
 

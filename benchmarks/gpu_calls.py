@@ -4,7 +4,9 @@
 
 Each case is timed in turns with its peers, forward and forward + backward, after chosen rows of its output agree with
 float64. Peers are torch's dense attention and FlexAttention with the same mask, and the same call without the property
-that is measured. `--device cpu` runs small forms, without FlexAttention, to test the script.
+that is measured. Peers of blocks that an index tensor lists are a plan of the same lists, and NSA's kernels where
+flash-linear-attention is installed; TFLOP/s count the kept pairs. `--device cpu` runs small forms, without
+FlexAttention, to test the script.
 """
 
 from __future__ import annotations
@@ -19,20 +21,27 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from adaptive_gpu import by_turns, told
+from adaptive_gpu import captured, told
 from language_model import dense_first
 from torch import Tensor
 from torch.nn import functional as F
 
-from dilated_attention_pytorch import attention, distance_bias, parse, selected_attention
+from dilated_attention_pytorch import attention, distance_bias, make_selection, parse, selected_attention
 from dilated_attention_pytorch.kernels.external import flex
+from dilated_attention_pytorch.patterns.blocks import BlockLists
 from dilated_attention_pytorch.tools.bench.gpu import time_whole_call
-from dilated_attention_pytorch.tools.bench.measure import facts
+from dilated_attention_pytorch.tools.bench.measure import clock, facts
 from dilated_attention_pytorch.tools.bench.results import append
 
 GATE = 2e-2
 """Largest error of checked rows in bfloat16, over their norm."""
 ROWS = 32
+BLOCK = 128
+ROUNDS, SECONDS, LONG = 4, 0.04, 0.4
+"""Rounds of a timing, seconds of a stream of calls in a round, and of a call that is timed in two rounds."""
+DENSE_UP_TO = 65536
+"""Tokens up to which dense attention is timed beside listed blocks."""
+PRINTED = "case", "error", "ms", "ratios", "with_backward_tflops", "host_us", "selection", "in_a_graph", "skipped"
 Run = Callable[[], Tensor]
 Line = dict[str, Any]
 
@@ -54,12 +63,19 @@ class Call:
     """packed sequences, whose bounds are on the GPU in one run and on the host in another"""
     listed: int = 0
     """blocks a row, by `selected_attention`"""
+    lists: int = 1
+    """lists a row: one for all heads, one for each key head or one for each query head"""
     per_token: bool = True
+    is_causal: bool = True
     has_host_time: bool = False
+    is_captured: bool = False
+    """also timed in a CUDA graph"""
     padded: float = 0.0
     """share of tokens at the end that are padding"""
     backend: str = "auto"
-    """a GPU backend that `auto` does not select for the call, timed against its choice"""
+    """a GPU backend, timed against `triton`"""
+    is_masked: bool = False
+    """also timed against torch's attention with the window as a mask of all pairs"""
 
     @property
     def small(self) -> Call:
@@ -67,13 +83,18 @@ class Call:
         window = "window:63,0" if self.pattern.startswith("window") else self.pattern
         share = self.heads // self.key_heads
         shape: Line = {"n": 1024, "heads": 2 * share, "key_heads": 2, "d": 32}
-        return replace(self, **shape, pattern=window, listed=min(self.listed, 3), backend="auto")
+        lists = 1 if self.lists == 1 else 2 if self.lists == self.key_heads else 2 * share
+        return replace(self, **shape, pattern=window, listed=min(self.listed, 3), lists=lists, backend="auto")
 
 
+SMALL: Line = {"n": 16384, "d": 64, "listed": 4, "has_host_time": True, "is_captured": True}
+GROUPED: Line = {"heads": 64, "key_heads": 4, "listed": 16}
 CALLS = (
-    Call("host time of a small call", n=16384, d=64, pattern="random:0.01;block=128", has_host_time=True),
-    Call("GPT-OSS: window 128, sink", heads=64, key_heads=8, d=64, pattern="window:127,0", sink=True),
-    Call("Gemma: window 4096, d 256", heads=8, key_heads=4, d=256),
+    Call(
+        "host time of a small call", n=16384, d=64, pattern="random:0.01;block=128", is_causal=False, has_host_time=True
+    ),
+    Call("GPT-OSS: window 128, sink", heads=64, key_heads=8, d=64, pattern="window:127,0", sink=True, is_masked=True),
+    Call("Gemma: window 4096, d 256", heads=8, key_heads=4, d=256, is_masked=True),
     Call("window 4096"),
     *(Call(f"window 4096, width {d}, hopper", d=d, backend="hopper") for d in (96, 80, 32)),
     Call("window 4096, soft cap", softcap=50.0),
@@ -81,9 +102,15 @@ CALLS = (
     Call("window 4096, 16 packed sequences", documents=16),
     *(Call(f"window 4096, {share:.0%} padded, hopper", padded=share, backend="hopper") for share in (0.01, 0.2)),
     Call("ladder, 20% padded, hopper", pattern="dilated:2048x1,8192x4,32768x16", padded=0.2, backend="hopper"),
-    Call("16 blocks a token, 32K", n=32768, heads=64, key_heads=4, listed=16),
-    Call("16 blocks a block, 32K", n=32768, heads=64, key_heads=4, listed=16, per_token=False),
-    Call("16 blocks a token, 128K", n=131072, heads=64, key_heads=4, listed=16),
+    *(
+        Call(f"host time, 4 blocks a {row}", **SMALL, per_token=per_token)
+        for row, per_token in (("block", False), ("token", True))
+    ),
+    Call("51 blocks a block, 64K", lists=8, listed=51, per_token=False, is_causal=False),
+    Call("16 blocks a block, 32K", n=32768, **GROUPED, per_token=False),
+    Call("16 blocks a token, 32K", n=32768, **GROUPED),
+    Call("16 blocks a token, 128K", n=131072, **GROUPED),
+    Call("16 blocks a token, 128K, lists of key heads", n=131072, **GROUPED, lists=4),
 )
 
 
@@ -97,6 +124,8 @@ class Problem:
         shapes = [(1, heads, case.n, case.d) for heads in (case.heads, case.key_heads, case.key_heads)]
         self.inputs = [torch.randn(*shape, **options).to(dtype).requires_grad_() for shape in shapes]
         self.gradient = torch.randn(*shapes[0], **options).to(dtype)
+        self.leaves: dict[str, tuple[list[Tensor], Tensor]] = {}
+        """Inputs and gradient of the output of peers that read tensors of their own"""
         self.sink = torch.randn(case.heads, **options) if case.sink else None
         slopes = 2.0 ** -torch.arange(1, case.heads + 1, device=device).float()
         self.bias = distance_bias(slopes, 127) if case.bias else None
@@ -108,15 +137,35 @@ class Problem:
         self.padding = None
         if case.padded:
             self.padding = torch.arange(case.n, device=device)[None] >= int(case.n * (1 - case.padded))
-        self.indices = None
+        self.indices = self.selection = None
         if case.listed:
-            own = torch.arange(case.n, device=device) // 128
-            own = own if case.per_token else own[::128]
-            drawn = torch.rand(len(own), case.listed, device=device, generator=options["generator"])
-            lists = (drawn * (own[:, None] + 1)).long()
-            # The own block, so that no row is empty.
-            lists[:, 0] = own
-            self.indices = lists[None, None].int()
+            self.indices = torch.stack([self.drawn(options["generator"]) for _ in range(case.lists)])[None]
+            shape: Line = {"n": case.n, "heads": case.heads, "is_causal": case.is_causal}
+            self.select = partial(make_selection, self.indices, **shape)
+            self.selection = self.select()
+
+    def drawn(self, generator: torch.Generator) -> Tensor:
+        """Blocks of each row, int32 (rows, listed), without duplicates; the own block is one of them."""
+        case, blocks = self.case, -(-self.case.n // BLOCK)
+        block, made = torch.arange(blocks, device=self.device), []
+        for own in block.repeat_interleave(BLOCK if case.per_token else 1)[: case.n].split(32768):
+            order = torch.rand(len(own), blocks, device=self.device, generator=generator)
+            if case.is_causal:
+                order.masked_fill_(block > own[:, None], -1.0)
+            best = order.scatter_(1, own[:, None], 2.0).topk(case.listed, 1)
+            made.append(torch.where(best.values < 0, -1, best.indices).int())
+        return torch.cat(made)
+
+    @property
+    def flops(self) -> float | None:
+        """Operations of a forward pass over listed blocks: 4 a kept pair and element of a head."""
+        if self.indices is None:
+            return None
+        case = self.case
+        listed = float((self.indices >= 0).sum()) * (case.heads // case.lists)
+        pairs = listed * BLOCK * (1 if case.per_token else BLOCK)
+        # Rows do not see the keys after them in their own block.
+        return 4 * case.d * (pairs - case.is_causal * case.heads * case.n * (BLOCK - 1) / 2)
 
     def runs(self) -> dict[str, Run]:
         """The library first, then its own variants and peers."""
@@ -124,17 +173,25 @@ class Problem:
 
         def dense() -> Tensor:
             with dense_first(self.device):
-                return F.scaled_dot_product_attention(*given, is_causal=not case.has_host_time, enable_gqa=True)
+                return F.scaled_dot_product_attention(*given, is_causal=case.is_causal, enable_gqa=True)
 
         if self.indices is not None:
-            settings: Line = {"is_causal": True, "enable_gqa": True}
-            return {"ours": lambda: selected_attention(*given, self.indices, **settings), "sdpa": dense}
-        ours = partial(attention, *given, case.pattern, enable_gqa=True, is_causal=not case.has_host_time)
+            settings: Line = {"is_causal": case.is_causal, "enable_gqa": True}
+            made: dict[str, Run] = {
+                "ours": lambda: selected_attention(*given, self.indices, **settings),
+                "selection": lambda: selected_attention(*given, self.selection, enable_gqa=True),
+            }
+            if not case.per_token:
+                made["plan"] = partial(attention, *given, self.pattern(), **settings)
+            elif case.heads >= 16 * case.key_heads:
+                made["nsa"] = self.nsa()
+            return made | ({"sdpa": dense} if case.n <= DENSE_UP_TO else {})
+        ours = partial(attention, *given, case.pattern, enable_gqa=True, is_causal=case.is_causal)
         extra: Line = {"softcap": case.softcap, "bias": self.bias, "sink": self.sink, "cu_seqlens": self.bounds}
         extra["key_padding_mask"] = self.padding
         runs: dict[str, Run] = {"ours": partial(ours, **extra, backend=case.backend)}
         if case.backend != "auto":
-            runs["auto"] = partial(ours, **extra)
+            runs["triton"] = partial(ours, **extra, backend="triton")
         if case.padded:
             runs["without padding"] = partial(ours, backend=case.backend)
         if self.bounds is not None:
@@ -143,9 +200,51 @@ class Problem:
             names = ("triton",) if self.device == "cuda" else ("native",)
             runs |= {f"{name}, without it": partial(ours, backend=name) for name in names}
         runs["sdpa"] = dense
+        without = ", without the sink" if case.sink else ""
+        if case.is_masked:
+            runs[f"sdpa, mask{without}"] = self.masked()
         if self.device == "cuda" and case.pattern.startswith("window"):
-            runs["flex, without the sink" if case.sink else "flex"] = self.flex()
+            runs[f"flex{without}"] = self.flex()
         return runs
+
+    def pattern(self) -> BlockLists:
+        """The listed blocks as a pattern."""
+        assert self.indices is not None
+        every = self.indices[0].repeat_interleave(self.case.heads // self.case.lists, 0)
+        lists = [
+            [[x for x in row if x >= 0] for row in head]
+            for head in every[: 1 if self.case.lists == 1 else None].tolist()
+        ]
+        return BlockLists.of(lists, BLOCK)
+
+    def nsa(self) -> Run:
+        """The kernels of Native Sparse Attention for tokens that list blocks; they read tokens before heads."""
+        assert self.indices is not None
+        given = [x.detach().transpose(1, 2).contiguous().requires_grad_() for x in self.inputs]
+        lists = self.indices.expand(-1, self.case.key_heads, -1, -1).transpose(1, 2).long().contiguous()
+        self.leaves["nsa"] = given, self.gradient.transpose(1, 2).contiguous()
+
+        def run() -> Tensor:
+            from fla.ops.nsa import parallel_nsa  # pyrefly: ignore[missing-import]
+
+            return parallel_nsa(*given, block_indices=lists, block_counts=self.case.listed, block_size=BLOCK)
+
+        return run
+
+    def masked(self) -> Run:
+        """Torch's attention with the window as a mask, (N, N); it has no sink."""
+        case = self.case
+        token = torch.arange(case.n, device=self.device)
+        # Made by the first call: 4 GiB at 64K.
+        mask = cache(lambda: parse(case.pattern).allows(token[:, None], token) & (token <= token[:, None]))
+
+        def run() -> Tensor:
+            # Torch's kernels for a mask take no grouped heads.
+            query, *grouped = self.inputs
+            key, value = (x.repeat_interleave(case.heads // case.key_heads, 1) for x in grouped)
+            return F.scaled_dot_product_attention(query, key, value, attn_mask=mask())
+
+        return run
 
     def flex(self) -> Run:
         """FlexAttention with the same mask, soft cap and bias; it has no sink."""
@@ -169,10 +268,17 @@ class Problem:
                 s = s + bias[h, (k - q + reach).clamp(0, 2 * reach)]
             return s
 
+        # Each mask is a graph of its own, of one function.
+        torch._dynamo.config.recompile_limit = flex.SHAPES
         # Made by the first call, so that running out of memory is a reason against this peer alone.
         blocks = cache(lambda: create_block_mask(mask, None, None, case.n, case.n, device=self.device))
         changes = {"score_mod": score} if case.softcap is not None or bias is not None else {}
         return lambda: flex.compiled()(*self.inputs, block_mask=blocks(), enable_gqa=True, **changes)
+
+    def gradients(self, run: Run, name: str = "ours") -> tuple[Tensor, ...]:
+        """Gradients of the inputs of a run."""
+        inputs, gradient = self.leaves.get(name, (self.inputs, self.gradient))
+        return torch.autograd.grad(run(), inputs, gradient)
 
     @torch.no_grad()
     def error(self, output: Tensor) -> float:
@@ -184,11 +290,14 @@ class Problem:
             q, k, v = (x[0, head * x.shape[1] // case.heads].double() for x in self.inputs)
             for row in torch.linspace(0, case.n - 1, ROWS).long().tolist():
                 if self.indices is not None:
-                    blocks = self.indices[0, 0, row if case.per_token else row // 128]
-                    allowed = torch.isin(key_at // 128, blocks) & (key_at <= row)
+                    own = head * case.lists // case.heads
+                    blocks = self.indices[0, own, row if case.per_token else row // BLOCK]
+                    allowed = torch.isin(key_at // BLOCK, blocks)
                 else:
                     counts = pattern.multiplicity(torch.tensor(row, device=self.device), key_at, head)
-                    allowed = (counts > 0) & (key_at <= row) if not case.has_host_time else counts > 0
+                    allowed = counts > 0
+                if case.is_causal:
+                    allowed = allowed & (key_at <= row)
                 if self.bounds is not None:
                     allowed = allowed & (key_at >= self.bounds[self.bounds <= row].max())
                 if self.padding is not None:
@@ -221,22 +330,57 @@ def measure(case: Call, device: str) -> Line:
     if not line["error"] <= GATE:
         return line | {"skipped": "the check failed"}
 
-    def both(run: Run) -> None:
-        torch.autograd.grad(run(), problem.inputs, problem.gradient)
+    def both(name: str) -> None:
+        problem.gradients(runs[name], name)
 
     for name in [x for x in runs if x != "ours"]:
         try:
-            both(runs[name])
+            both(name)
         except Exception as problem_of_peer:
             reasons[name] = told(problem_of_peer)
             del runs[name]
     for key, calls in (("ms", [torch.no_grad()(x) for x in runs.values()]), ("with_backward_ms", None)):
-        took = by_turns(calls or [partial(both, run) for run in runs.values()], device)
+        took = in_turns(calls or [partial(both, name) for name in runs], device)
         line[key] = dict(zip(runs, (1e3 * x for x in took), strict=True))
         line[key.replace("ms", "ratios")] = {x: t / took[0] for x, t in zip(runs, took, strict=True) if x != "ours"}
+        if problem.flops is not None:
+            flops = problem.flops * (1.0 if calls else 3.5)
+            line[key.replace("ms", "tflops")] = {x: 1e-12 * flops / t for x, t in zip(runs, took, strict=True)}
+    if problem.flops is not None:
+        line["choosing_ms"] = 1e3 * in_turns([problem.select], device)[0]
     if case.has_host_time:
         line |= time_whole_call(runs["ours"], device)
+        if "selection" in runs:
+            line["selection"] = time_whole_call(runs["selection"], device)
+    if case.is_captured and device == "cuda":
+        line["in_a_graph"] = in_a_graph(case)
     return line | {"not_run": reasons}
+
+
+def in_turns(runs: list[Callable[[], Any]], device: str) -> list[float]:
+    """Seconds of one call of each, the least of some streams of calls in turns."""
+    took = [clock(run, device, 1 + (clock(run, device) < LONG)) for run in runs]
+    calls = [min(20, max(1, int(SECONDS / first))) for first in took]
+    for i in range(ROUNDS):
+        took = [
+            best if i and best > LONG else min(best, clock(run, device, many))
+            for best, run, many in zip(took, runs, calls, strict=True)
+        ]
+    return took
+
+
+def in_a_graph(case: Call) -> Line:
+    """Milliseconds of the library's call, captured in a CUDA graph, or why it cannot be."""
+    # With leaves of its own: autograd keeps to the stream on which a leaf was first used.
+    problem, found = Problem(case, "cuda"), {}
+    ours = problem.runs()["ours"]
+    passes: dict[str, Run] = {"ms": torch.no_grad()(ours), "with_backward_ms": lambda: problem.gradients(ours)[0]}
+    for name, run in passes.items():
+        try:
+            found[name] = 1e3 * in_turns([captured(run)], "cuda")[0]
+        except Exception as reason:
+            found[name.replace("ms", "problem")] = told(reason)
+    return found
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -263,7 +407,7 @@ def main(arguments: list[str] | None = None) -> int:
         line |= facts(given.device)
         append(given.out, line)
         print(
-            json.dumps({k: line[k] for k in ("case", "error", "ms", "ratios", "host_us", "skipped") if k in line}),
+            json.dumps({k: line[k] for k in PRINTED if k in line}),
             flush=True,
         )
     return int(status)

@@ -51,6 +51,7 @@ class Command:
 
 
 BENCH = "dilated_attention_pytorch.tools.bench"
+LEARNED = "--out {out}/adaptive.jsonl --lengths 131072 --rows token --lists head"
 LM, LM_SMALL = "--folder build/lm --out {out}/language_model.jsonl", "--size small --device cpu --folder {out}/lm"
 EXACT = [f"tests/gpu/test_{name}_gpu.py" for name in ("hopper", "selection", "triton", "fuzz", "saved_tensors")]
 """Test files of results alone, the kernels first: they may share the GPU."""
@@ -61,11 +62,12 @@ STEPS: dict[int, tuple[Command, ...]] = {
     ),
     2: (
         Command("gpu_calls.py", "--out {out}/calls.jsonl --seconds 150", 180, "--out {out}/calls.jsonl --device cpu"),
-        Command("adaptive_gpu.py", "--out {out}/adaptive.jsonl --lengths 32768 131072 --rows token --units 4", 120),
+        Command("adaptive_gpu.py", f"{LEARNED} --units 1 16", 80),
+        Command("adaptive_gpu.py", f"{LEARNED} --units 1 16 --chunk 1024", 80),
         Command(
             BENCH,
-            "--suite gpu --out {out}/gpu.jsonl --budget 250",
-            270,
+            "--suite gpu --out {out}/gpu.jsonl --budget 210",
+            230,
             "--suite gpu --out {out}/gpu.jsonl --device cpu --tiny --budget 30",
         ),
     ),
@@ -83,7 +85,7 @@ STEPS: dict[int, tuple[Command, ...]] = {
         Command("check_hopper_backward.py", "--out {out}/backward.jsonl --only time --seconds 240", 260),
         Command(
             "check_dilated.py",
-            "--out {out}/dilated.jsonl --backends hopper,hopper-in-turns,hopper-any-order --seconds 140",
+            "--out {out}/dilated.jsonl --backends hopper,hopper-in-turns,hopper-by-rows,hopper-any-order --seconds 140",
             160,
         ),
     ),

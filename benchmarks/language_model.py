@@ -53,8 +53,8 @@ from dilated_attention_pytorch.nn import (
 )
 from dilated_attention_pytorch.tools.bench.measure import PeakMemory, clock, digest, facts
 from dilated_attention_pytorch.tools.bench.results import append, read_lines
-from dilated_attention_pytorch.tools.quality.recipe import spread
 from dilated_attention_pytorch.tools.quality.retrieval import sources
+from dilated_attention_pytorch.tools.quality.retrieval_report import spread
 from dilated_attention_pytorch.tools.training import use_dense
 
 ROWS = ("dense", "learned", "frozen", "window")

@@ -50,14 +50,17 @@ with torch.device("cpu"):
 
 
 def poisoned(allocate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """`allocate`, filling with NaN what it gives to the library, so that a forgotten write cannot pass a comparison."""
+    """`allocate`, filling with NaN what it gives to the library, so that a forgotten write cannot pass a comparison.
+
+    Integers are two thirds of the largest, an index beyond any memory.
+    """
 
     def allocate_poisoned(*args: object, **kwargs: object) -> torch.Tensor:
         memory = allocate(*args, **kwargs)
         caller = sys._getframe(1).f_globals.get("__name__", "")
-        if caller.split(".")[0] == LIBRARY and memory.is_floating_point():
+        if caller.split(".")[0] == LIBRARY and memory.dtype is not torch.bool and not memory.is_complex():
             with torch.no_grad():
-                memory.fill_(float("nan"))
+                memory.fill_(float("nan") if memory.is_floating_point() else torch.iinfo(memory.dtype).max // 3 * 2)
         return memory
 
     return allocate_poisoned

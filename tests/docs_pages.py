@@ -12,5 +12,16 @@ import demo
 import docs_gpu_tables
 import docs_headlines
 import docs_page
+import longest
+import quality_settings
+import quality_suites
 
-__all__ = ["demo", "docs_gpu_tables", "docs_headlines", "docs_page"]
+__all__ = [
+    "demo",
+    "docs_gpu_tables",
+    "docs_headlines",
+    "docs_page",
+    "longest",
+    "quality_settings",
+    "quality_suites",
+]

@@ -335,4 +335,5 @@ def test_memory_of_others_is_left_alone():
     assert poisoned(torch.zeros)(8).eq(0).all()
     namespace = {"__name__": "dilated_attention_pytorch", "zeros": poisoned(torch.zeros), "torch": torch}
     assert eval("zeros(8)", namespace).isnan().all()
-    assert eval("zeros(8, dtype=torch.int64)", namespace).eq(0).all()
+    assert eval("zeros(8, dtype=torch.int64)", namespace).gt(2**62).all()
+    assert not eval("zeros(8, dtype=torch.bool)", namespace).any()

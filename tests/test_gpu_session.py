@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
 import adaptive_gpu
@@ -66,21 +67,36 @@ def test_a_command_is_stopped_at_its_limit():
     assert gpu_session.run([sys.executable, "-c", "raise SystemExit(3)"], 60) == 3
 
 
-@pytest.mark.parametrize("case", [x for x in gpu_calls.CALLS if not x.listed], ids=lambda x: x.name)
+@pytest.mark.parametrize("case", gpu_calls.CALLS, ids=lambda x: x.name)
 def test_calls_in_small_form_agree_with_float64(case: gpu_calls.Call, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(gpu_calls, "by_turns", lambda runs, device: [float(run() is not ...) for run in runs])
+    monkeypatch.setattr(gpu_calls, "in_turns", lambda runs, device: [float(run() is not ...) for run in runs])
+    monkeypatch.setattr(gpu_calls, "time_whole_call", lambda run, device: {"host_us": 1.0})
     line = gpu_calls.measure(case.small, "cpu")
-    assert line["error"] < 1e-5 and not line["not_run"]
+    assert line["error"] < 1e-5 and {*line["not_run"]} <= {"nsa"}
     assert set(line["ratios"]) == set(line["ms"]) - {"ours"} and "sdpa" in line["ratios"]
+    assert ("plan" in line["ratios"]) == (case.listed > 0 and not case.per_token)
+    assert ("tflops" in line) == (case.listed > 0)
 
 
-@pytest.mark.parametrize("per_token", [False, True])
-def test_listed_blocks_in_small_form_agree(per_token: bool):
-    case = gpu_calls.Call("listed", heads=4, key_heads=2, listed=3, per_token=per_token).small
-    problem = gpu_calls.Problem(case, "cpu")
+@pytest.mark.parametrize("case", [x for x in gpu_calls.CALLS if x.is_masked], ids=lambda x: x.name)
+def test_a_mask_of_all_pairs_is_the_window_of_the_call(case: gpu_calls.Call):
+    problem = gpu_calls.Problem(case.small, "cpu")
+    problem.sink = None
+    runs = problem.runs()
+    (name,) = (name for name in runs if name.startswith("sdpa, mask"))
+    assert problem.error(runs[name]()) < 1e-5 and problem.error(runs["sdpa"]()) > 0.1
+
+
+@pytest.mark.parametrize("case", [x for x in gpu_calls.CALLS if x.listed], ids=lambda x: x.name)
+def test_listed_blocks_of_a_call_are_checked_and_counted(case: gpu_calls.Call):
+    problem = gpu_calls.Problem(case.small, "cpu")
     output = problem.runs()["ours"]()
-    assert problem.error(output) < 1e-5
-    assert problem.error(output.flip(2)) > 0.1
+    assert problem.error(output) < 1e-5 and problem.error(output.flip(2)) > 0.1
+    chosen, token = problem.selection, torch.arange(1024)
+    row = token if case.per_token else token // 128
+    kept = chosen.allowed()[0][:, row][..., token // 128]
+    kept = kept & (token <= token[:, None]) if case.is_causal else kept
+    assert problem.flops == 4 * 32 * float(kept.sum()) * chosen.group
 
 
 @pytest.mark.parametrize("rows", adaptive_gpu.ROWS)
@@ -95,3 +111,40 @@ def test_learned_lines_in_small_form_pass_their_check(rows: str, monkeypatch: py
     for line in lines:
         assert max(line["errors"].values()) < 1e-4 and line["score_unit"] == (1 if line["lists"] == "group" else 4)
         assert line["choosing_seconds"] == line["learned_with_backward_seconds"] == 1.0
+
+
+def test_lines_after_a_failed_capture_run_in_a_new_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    found = [{"n": 1}, {"n": 2, "not_run": {"in_a_graph": "AcceleratorError"}}, {"n": 3}]
+    started: list[list[str]] = []
+    asked: list[int] = []
+
+    def lines(*_: object, first: int = 0, **__: object):
+        asked.append(first)
+        return iter(found[first:])
+
+    def replaced(_: str, arguments: list[str]) -> None:
+        started.append(arguments)
+        raise SystemExit
+
+    monkeypatch.setattr(adaptive_gpu, "lines", lines)
+    monkeypatch.setattr(adaptive_gpu, "facts", lambda device: {})
+    monkeypatch.setattr(adaptive_gpu.os, "execv", replaced)
+    out = tmp_path / "lines.jsonl"
+    monkeypatch.setattr("sys.argv", ["adaptive_gpu.py", "--out", str(out)])
+    with pytest.raises(SystemExit):
+        adaptive_gpu.main()
+    (arguments,) = started
+    assert arguments[arguments.index("--first") + 1] == "2"
+    monkeypatch.setattr("sys.argv", arguments[1:])
+    adaptive_gpu.main()
+    assert asked == [0, 2] and [json.loads(line)["n"] for line in out.read_text().splitlines()] == [1, 2, 3]
+
+
+def test_a_failed_capture_is_reported_by_its_first_error():
+    try:
+        try:
+            raise RuntimeError("legacy stream")
+        finally:
+            raise ValueError("previous error")
+    except ValueError as problem:
+        assert adaptive_gpu.told(problem) == "RuntimeError: legacy stream"

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from docs_pages import longest as longest_script
 from oracle import answer, dense_attention, error
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
@@ -174,10 +175,10 @@ def as_the_kernels_read(query: Tensor, key: Tensor, value: Tensor, block_mask: B
 
 def test_flex_receives_blocks_by_row_and_by_column(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(extreme, "DENSITY", 0.3)
-    monkeypatch.setattr(extreme, "_compiled_flex", lambda: as_the_kernels_read)
+    monkeypatch.setattr(longest_script, "_compiled_flex", lambda: as_the_kernels_read)
     query, key, value, grad = torch.randn(4, 1, 2, 1280, 8, dtype=torch.float64).unbind()
     inputs = [tensor.requires_grad_() for tensor in (query, key, value)]
-    output = extreme.subjects()["flex 1 %"].backward(*inputs)
+    output = longest_script.subjects()["flex 1 %"].backward(*inputs)
     wanted = answer(*inputs, Random(0.3), grad_output=grad)
     assert error(output, wanted.output) < 1e-12
     for got, gradient in zip(torch.autograd.grad(output, inputs, grad), wanted[2:], strict=True):
@@ -192,10 +193,12 @@ def test_nothing_is_tried_on_a_device_that_a_subject_broke(tmp_path: Path, monke
 
     monkeypatch.setattr(extreme, "longest", longest)
     out = tmp_path / "extreme.jsonl"
-    assert extreme.main(["--out", str(out), "--device", "cpu"]) == 1
+    assert longest_script.main(["--out", str(out), "--device", "cpu"]) == 1
     told = [json.loads(text)["skipped"] for text in out.read_text().splitlines()]
     assert told == [
         "RuntimeError: no such kernel",
         "AcceleratorError: CUDA error: device-side assert; nothing after it was tried",
     ]
-    assert list(extreme.subjects())[-1] == "flex 1 %", "the peer that is compiled on the way may break the device"
+    assert list(longest_script.subjects())[-1] == "flex 1 %", (
+        "the peer that is compiled on the way may break the device"
+    )

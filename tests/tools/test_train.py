@@ -381,6 +381,20 @@ def test_a_second_run_into_one_folder_is_refused(monkeypatch: pytest.MonkeyPatch
     assert run() == 0, "a job that failed before its first checkpoint starts anew"
 
 
+def test_checkpoints_keep_the_score_unit_they_were_trained_with():
+    assert run("learned:0.5;block=16") == 0
+    path = Path("run/checkpoint.pt")
+    saved = torch.load(path, weights_only=True)
+    assert saved["settings"]["pattern"] == "learned:0.5;block=16;score_unit=1"
+    assert generate.load_model(path).config.adaptive.score_unit == 1
+    # As written when the default was 4.
+    torch.save(saved | {"settings": saved["settings"] | {"pattern": "learned:0.5;block=16"}}, path)
+    assert generate.load_model(path).config.adaptive.score_unit == 4
+    with pytest.raises(ValueError, match=r"pattern 'learned:0.5;block=16;score_unit=4' \(now '.*score_unit=1'\)"):
+        run("learned:0.5;block=16", "--steps", "8", "--resume")
+    assert run("learned:0.5;block=16;score_unit=4", "--steps", "8", "--resume") == 0
+
+
 def test_learned_attention_trains_resumes_and_generates(capsys: pytest.CaptureFixture[str]):
     learned = ("learned:0.5;block=16", "--steps", "10", "--save-every", "5", "--accumulate", "2")
     assert run(*learned) == 0

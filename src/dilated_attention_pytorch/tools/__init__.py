@@ -1,1 +1,1 @@
-"""What people run: the demo, the benchmark and the report they write. Standard library and torch only."""
+"""The command `dap`: inspection, plans, pictures, benchmarks, reports, training. Standard library and torch only."""

@@ -170,21 +170,17 @@ def identity_gaps(layer: StreamedLayer, grad: Tensor, pooled: Tensor) -> dict[st
     }
 
 
-def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Run the layer, check it, and return the measurements."""
+def layer_of(options: argparse.Namespace, device: str, dtype: str) -> StreamedLayer:
+    """Layer of a run; with `--backward` its projections require gradients."""
     import torch
 
     from ..nn.streamed import StreamedLayer
-    from .bench.measure import PeakMemory, facts, synchronize
 
-    device = device_of(options.device)
-    dtype = options.dtype or usual_dtype(device)
-    pattern = ladder(options.tokens)
     torch.manual_seed(options.seed)
     layer = StreamedLayer(
         options.heads * options.head_dim,
         options.heads,
-        pattern,
+        ladder(options.tokens),
         max_tokens=options.tokens,
         is_causal=options.causal,
         backend=options.backend,
@@ -194,6 +190,19 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     layer.requires_grad_(False)
     for linear in (layer.projection, layer.output):
         linear.requires_grad_(options.backward)
+    return layer
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    """Run the layer, check it, and return the measurements."""
+    import torch
+
+    from .bench.measure import PeakMemory, facts, synchronize
+
+    device = device_of(options.device)
+    dtype = options.dtype or usual_dtype(device)
+    pattern = ladder(options.tokens)
+    layer = layer_of(options, device, dtype)
     budget = int((options.memory or 0) * 2**30) or BUDGET[device]
     how = {"memory_budget": budget} if options.chunk is None else {"chunk": options.chunk}
     watch = Watch(sample_rows(pattern, options.tokens, options.heads, options.rows), device)
@@ -230,7 +239,6 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         and result["largest_error"] <= result["error_allowed"]
         and all(result[name] <= LARGEST_ERROR[dtype] for name in result if name.endswith("_gap"))
     )
-    machine = facts(device)
     return {
         "case": "billion",
         "tokens": options.tokens,
@@ -242,7 +250,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         "pattern": str(pattern),
         **how,
         **result,
-        **machine,
+        **facts(device),
     }
 
 

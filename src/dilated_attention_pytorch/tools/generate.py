@@ -28,7 +28,7 @@ def load_model(path: Path, device: str = "cpu") -> LongNetLM:
     checkpoint = read_torch(path, device)
     if not isinstance(checkpoint, dict) or "settings" not in checkpoint or not {"model", "shards"} & checkpoint.keys():
         raise must("a checkpoint must hold a model and its settings, as `dap train` writes them", str(path))
-    model = LongNetLM(TrainSettings(**checkpoint["settings"]).model(), device=torch.device(device))
+    model = LongNetLM(TrainSettings.stored(checkpoint["settings"]).model(), device=torch.device(device))
     train_checkpoints.load(checkpoint, path.parent, model)
     return model.eval()
 

@@ -112,7 +112,7 @@ def wrapped(text: str) -> str:
 
 
 def as_html(title: str, parts: Iterable[Part]) -> str:
-    """The same as one HTML page, with a list of its sections where they are many."""
+    """The page as HTML, with links to its sections if there are more than three."""
     parts = list(parts)
     sections = [part for part in parts if isinstance(part, Heading) and part.level == 2]
     links = (f'<a href="#section{index}">{_marked(part.text)}</a>' for index, part in enumerate(sections))
@@ -142,7 +142,7 @@ def _marked(text: str) -> str:
 
 
 def _escaped(text: str) -> str:
-    """One line of Markdown in which only the marks of a `Part` count: names of cases, devices and files are text."""
+    """One line of Markdown in which only the marks of a `Part` have a meaning."""
     pieces = re.split(r"(`[^`]+`)", re.sub("`+", "`", " ".join(text.split())))
     for index in range(0, len(pieces), 2):
         piece = re.sub(r"<(?=[\w/!?])", "&lt;", pieces[index].replace("\\", "&#92;").replace("`", "\\`"))

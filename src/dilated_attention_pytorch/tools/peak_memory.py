@@ -40,7 +40,7 @@ class Shape:
     batch: int = 1
     backend: str = "auto"
     joined: bool = False
-    """Whether several parts of the plan, or one that skips rows, make up the result; see `is_joined`."""
+    """See `is_joined`."""
 
 
 def peaks(shape: Shape, plan_bytes: int) -> tuple[int, int]:
@@ -89,7 +89,7 @@ def workspace(shape: Shape) -> tuple[int, int]:
 
 
 def is_joined(plan: Plan) -> bool:
-    """Whether no one part of a plan reaches every row by itself."""
+    """Whether the result needs several parts of the plan, or one that skips rows."""
     return len(plan.parts) != 1 or plan.parts[0].queries.rate > 1
 
 

@@ -178,7 +178,7 @@ def rank_share(text: str, shape: Shape, ranks: int, plan_bytes: int, tiles: int)
 
 
 def suggestions(report: dict[str, Any]) -> list[str]:
-    """What to do about a forecast that does not fit."""
+    """Advice for a forecast that does not fit."""
     said = []
     free, shape = report["free_bytes"], report["shape"]
     if not report["fits"]["training"]:

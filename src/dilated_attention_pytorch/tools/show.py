@@ -34,7 +34,7 @@ class Map(NamedTuple):
     cell: int
     """Tokens along a cell."""
     share: list[list[float]]
-    """Of the pairs of each cell, those that are allowed (or computed, beyond `EXACT_TOKENS`)."""
+    """Share of allowed pairs in each cell (of computed pairs beyond `EXACT_TOKENS`)."""
 
 
 def draw_map(text: str, n: int, heads: int, head: int, width: int) -> Map:

@@ -110,7 +110,7 @@ def _by_name(saved: dict[str, Any], model: nn.Module, optimizer: torch.optim.Opt
 
 
 class _Index(pickle.Unpickler):
-    """Unpickler that knows the classes of an index alone."""
+    """Unpickler that accepts only the classes of an index."""
 
     def find_class(self, module: str, name: str) -> Any:
         if name not in INDEX_NAMES.get(module, ()):

@@ -19,7 +19,7 @@ SAVED = "checkpoint.pt"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainSettings:
-    """What a run is; a field is an option of the command, its metadata the help."""
+    """Settings of a run; each field is an option of the command."""
 
     data: str | None = None
     out: str = "run"
@@ -61,6 +61,19 @@ class TrainSettings:
                 raise must(f"{name} must be positive and finite", getattr(self, name))
         if self.dense and self.pattern is not None:
             raise must("--dense must come without a pattern", self.pattern)
+        if _lacks_unit(self.pattern):
+            from ..nn.adaptive.learned_text import LearnedText
+
+            # Checkpoints name the score unit, whose default has changed.
+            unit = LearnedText.parse(self.pattern or "").config.unit(is_causal=True)
+            object.__setattr__(self, "pattern", f"{self.pattern};score_unit={unit}")
+
+    @classmethod
+    def stored(cls, values: dict[str, Any]) -> TrainSettings:
+        """Settings of a checkpoint. Learned attention without a score unit is older than its default of 1 and had 4."""
+        if _lacks_unit(values["pattern"]):
+            values = values | {"pattern": f"{values['pattern']};score_unit=4"}
+        return cls(**values)
 
     def model(self, ranks: int = 1) -> LongNetConfig:
         """The model to train on some ranks."""
@@ -79,6 +92,15 @@ class TrainSettings:
         elif self.dense or self.pattern is not None:
             changes["patterns"] = (self.pattern or "full",)
         return LongNetConfig.named(self.size, **changes)
+
+
+def _lacks_unit(pattern: str | None) -> bool:
+    """Whether a pattern is learned attention without a score unit."""
+    if pattern is None or "learned" not in pattern or "score_unit" in pattern:
+        return False
+    from ..nn.adaptive.learned_text import LearnedText
+
+    return LearnedText.matches(pattern)
 
 
 def is_restarted() -> bool:

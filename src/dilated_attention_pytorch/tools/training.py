@@ -207,7 +207,7 @@ class Run:
         state = read_torch(self.checkpoint, self.device)
         free = ("out", "resume", "sample", "log_every", "save_every", "json", "steps")
         fixed = [f.name for f in fields(TrainSettings) if f.name not in free]
-        before = state["settings"]
+        before = asdict(TrainSettings.stored(state["settings"]))
         other = [
             f"{n} {before[n]!r} (now {getattr(self.settings, n)!r})"
             for n in fixed
@@ -283,7 +283,7 @@ class Run:
         return self._total(total) / (count * self.settings.context) / math.log(2)
 
     def sample(self) -> bytes:
-        """What the model writes after the beginning of the held-out text."""
+        """Continuation of the beginning of the held-out text by the model."""
         model = self.model
         if self.world > 1:
             # Generation calls layers one by one, outside of the forward that gathers weights.
@@ -406,7 +406,7 @@ def refuse_run(checkpoint: Path, log: Path) -> None:
 
 
 def _lines(log: Path) -> list[dict[str, Any]]:
-    """Steps that a log tells of; a line cut short by a crash is left out, its step is done again."""
+    """Complete lines of a log; the step of a truncated line is repeated."""
     lines = read_lines([log]) if log.is_file() else []
     return [line for line in lines if all(isinstance(line.get(name), int | float) for name in ("step", "loss"))]
 

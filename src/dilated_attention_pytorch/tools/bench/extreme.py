@@ -1,7 +1,5 @@
 """Longest sequences whose query, key and value fit in memory: forward, and forward with backward, by bisection.
 
-    python -m dilated_attention_pytorch.tools.bench.extreme --out FILE [--cap GIB] [--most-seconds S]
-
 Every length is tried, never computed from memory sizes: a length counts when the call came back and chosen rows agree
 with float64. Where a call would take longer than a bound, the longest that was measured is given, limited by time.
 """
@@ -9,8 +7,7 @@ with float64. Where a call would take longer than a bound, the longest that was 
 from __future__ import annotations
 
 import gc
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
@@ -20,18 +17,15 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from ...kernels.external import flex
-from ...kernels.external.block_lists import Lists, lists_of_pairs
 from ...ops.attention import attention
 from ...ops.streaming.sinks import TensorSink
 from ...ops.streaming.sources import TensorSource
 from ...ops.streaming.stream import streamed_attention
 from ...patterns import BlockPattern, Random, SlidingWindow
 from ..billion import keys_of, ladder
-from ..console import Parser, device_of, leave, one_of, positive, tokens
 from .gate import bound_output, largest_ratio, sample, units
 from .measure import PeakMemory, clock, facts
-from .results import DIRECTIONS, append, progress
+from .results import progress
 
 HEADS, WIDTH, BLOCK = 8, 64, 128
 UNIT = 2**16
@@ -103,6 +97,14 @@ def longest(
             return Longest(best, "memory", tried)
 
 
+def block_keys(row: int, head: int, n: int) -> Tensor:
+    """Keys of a row under random blocks."""
+    pattern = Random(DENSITY).resolve(n, HEADS)
+    assert isinstance(pattern, BlockPattern)
+    blocks = torch.tensor(pattern.row(row // BLOCK, head))
+    return (blocks[:, None] * BLOCK + torch.arange(BLOCK)).flatten()
+
+
 def subjects() -> dict[str, ExtremeSubject]:
     """Subjects of the comparison, on one set of tensors."""
 
@@ -122,49 +124,14 @@ def subjects() -> dict[str, ExtremeSubject]:
     def window_keys(row: int, head: int, n: int) -> Tensor:
         return torch.arange(max(0, row - WINDOW.before), min(n, row + WINDOW.after + 1))
 
-    def block_keys(row: int, head: int, n: int) -> Tensor:
-        pattern = Random(DENSITY).resolve(n, HEADS)
-        assert isinstance(pattern, BlockPattern)
-        blocks = torch.tensor(pattern.row(row // BLOCK, head))
-        return (blocks[:, None] * BLOCK + torch.arange(BLOCK)).flatten()
-
     window, sparse = (partial(attention, pattern=pattern) for pattern in (WINDOW, Random(DENSITY)))
     listed = (
         ExtremeSubject("dilated", 1, streamed, lambda q, k, v: attention(q, k, v, ladder(q.shape[2])), ladder_keys),
         ExtremeSubject("window", 1, window, window, window_keys),
         ExtremeSubject("block-sparse 1 %", 2, sparse, sparse, block_keys),
         ExtremeSubject("dense flash", 2, dense, dense, lambda row, head, n: torch.arange(n)),
-        ExtremeSubject("flex 1 %", 2, _flex, _flex, block_keys),
     )
     return {subject.name: subject for subject in listed}
-
-
-def _flex(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    from torch.nn.attention.flex_attention import BlockMask
-
-    n = query.shape[2]
-    pattern = Random(DENSITY).resolve(n, HEADS)
-    assert isinstance(pattern, Random)
-    row = torch.arange(pattern.blocks, device=query.device)[:, None]
-    met = pattern.drawn(row, torch.arange(pattern.kept, device=query.device)).int()
-    by_query = Lists(torch.full_like(row[:, 0], pattern.kept).int(), met)
-    mask = BlockMask.from_kv_blocks(*_sides(by_query), BLOCK_SIZE=BLOCK, seq_lengths=(n, n), compute_q_blocks=False)
-    if query.requires_grad:
-        # Torch would go through a table of all blocks, and takes the width of the lists for the number of its columns.
-        by_key = lists_of_pairs(met.flatten().long(), row.expand_as(met).flatten(), pattern.blocks)
-        mask.q_num_blocks, mask.q_indices, mask.full_q_num_blocks, mask.full_q_indices = _sides(by_key)
-    return _compiled_flex()(query, key, value, block_mask=mask)
-
-
-def _sides(whole: Lists) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Counts and indices of partial blocks, here none, and of whole ones; a kernel may read both by one stride."""
-    counts, indices = whole.counts[None, None], whole.indices[None, None]
-    return torch.zeros_like(counts), torch.zeros_like(indices), counts, indices
-
-
-def _compiled_flex() -> Callable[..., Tensor]:
-    # One kernel for all lengths: the bisection would otherwise spend its time compiling.
-    return flex.compiled(dynamic=True)
 
 
 def attempt_of(subject: ExtremeSubject, direction: str, device: str, heads: int = HEADS) -> Callable[[int], Attempt]:
@@ -227,13 +194,16 @@ def rows_error(subject: ExtremeSubject, output: Tensor, query: Tensor, key: Tens
 
 
 def measure(
-    device: str, names: list[str], directions: list[str], cap: float | None, first: int, most_seconds: float
+    device: str,
+    chosen: Iterable[ExtremeSubject],
+    directions: Iterable[str],
+    first: int,
+    most_seconds: float,
+    cap: float | None = None,
 ) -> Iterator[dict[str, Any]]:
-    """Results by subject and direction, up to the first that breaks the device."""
-    if cap is not None and device == "cuda":
-        torch.cuda.set_per_process_memory_fraction(cap * 2**30 / torch.cuda.get_device_properties(0).total_memory)
-    for name, direction in product(names, directions):
-        subject, broken = subjects()[name], False
+    """Results by subject and direction, up to the first that breaks the device; `cap` is the memory it has, in GiB."""
+    for subject, direction in product(chosen, directions):
+        broken = False
         try:
             found = longest(attempt_of(subject, direction, device), first, UNIT, subject.power, most_seconds).fields()
         except (RuntimeError, AssertionError, TypeError) as error:
@@ -241,7 +211,7 @@ def measure(
             broken = isinstance(error, torch.AcceleratorError)
             reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
             found = {"skipped": reason + "; nothing after it was tried" * broken}
-        yield line_of(name, direction, cap, device, **found)
+        yield line_of(subject.name, direction, cap, device, **found)
         if broken:
             return
 
@@ -258,37 +228,3 @@ def describe(line: dict[str, Any]) -> str:
     if "n" not in line:
         return f"{what} {line.get('skipped', 'does not fit')}"
     return f"{what} {line['n']:>12,} tokens in {line['seconds']:.2f} s, limited by {line['limited_by']}"
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Command line; the exit status is 1 if a result was wrong or a subject failed."""
-    parser = Parser("python -m dilated_attention_pytorch.tools.bench.extreme", __doc__ or "")
-    parser.out("JSONL file to add results to")
-    parser.device()
-    for name, known in (("subjects", list(subjects())), ("directions", list(DIRECTIONS))):
-        text = f"{name} to try"
-        parser.option(f"--{name}", read=one_of(known), nargs="+", default=known, metavar="NAME", help=text)
-    parser.option("--cap", read=positive, metavar="GIB", help="GPU memory of this process")
-    parser.option("--first", read=tokens, default=2**18, help="first length")
-    parser.option("--most-seconds", read=positive, default=4.0, help="longest call")
-    options = parser.read(arguments)
-    if options.out is None:
-        parser.error("-o must be given: a JSONL file to add results to")
-    began, failed = time.monotonic(), False
-    chosen = (
-        device_of(options.device),
-        options.subjects,
-        options.directions,
-        options.cap,
-        options.first,
-        options.most_seconds,
-    )
-    for line in measure(*chosen):
-        append(options.out, line)
-        print(f"{describe(line)}  [{time.monotonic() - began:.0f} s]", flush=True)
-        failed |= "skipped" in line
-    return int(failed)
-
-
-if __name__ == "__main__":
-    leave(main)

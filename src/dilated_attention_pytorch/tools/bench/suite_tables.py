@@ -27,7 +27,7 @@ class Record(NamedTuple):
     heads: int
     direction: str
     ms: float
-    """Of dense attention scaled to the heads of the cases in its table, like the memory; both are proportional."""
+    """Median time. Time and memory of dense attention are scaled to the heads of the cases in its table."""
     peak: int | None
     density: float
     line: Line

@@ -23,6 +23,7 @@ from ...selection.types import Selection
 from ..peak_memory import NATIVE, Shape, backend_name, peaks
 from .cases import CLASSES, MODEL_LAYERS, MODELS, Group
 from .measure import memory_of
+from .results import DIRECTIONS
 
 GATE_TOKENS = 1024
 """Length at which a class is compared with the same module on the reference backend in float64."""
@@ -180,7 +181,7 @@ class ClassWork(NamedTuple):
 
 
 def work_of(module: nn.Module, group: Group, backend: str, inputs: tuple[Tensor, Tensor, Tensor]) -> ClassWork:
-    """Of a class that has been called at this length."""
+    """Work of a class that has been called at this length."""
     core = learned_core(module)
     plan, text = _plan_of(module, group)
     density = plan.density if core is None else core.statistics()["density"]
@@ -220,15 +221,15 @@ def longest_lengths(device: str, limit: int, known: set[str]) -> Iterator[dict[s
     """
     from . import extreme
 
-    listed = [name for name in BISECTED[device] or extreme.subjects() if name not in known]
+    subjects = extreme.subjects()
+    listed = [subjects[name] for name in BISECTED[device] or subjects if name not in known]
     if device == "cuda":
-        yield from extreme.measure(device, listed, ["forward", "backward"], None, 2**18, PATIENCE_S[device])
+        yield from extreme.measure(device, listed, DIRECTIONS, 2**18, PATIENCE_S[device])
         return
-    for name in listed:
-        subject = extreme.subjects()[name]
+    for subject in listed:
         attempt = within(extreme.attempt_of(subject, "forward", device), limit, extreme.HEADS, extreme.WIDTH)
         found = extreme.longest(attempt, 2**16, extreme.UNIT, subject.power, PATIENCE_S[device])
-        yield extreme.line_of(name, "forward", limit / 2**30, device, **found.fields())
+        yield extreme.line_of(subject.name, "forward", limit / 2**30, device, **found.fields())
 
 
 def within(attempt: Callable[[int], Any], limit: int, heads: int, d: int) -> Callable[[int], Any]:

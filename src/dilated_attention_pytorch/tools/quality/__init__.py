@@ -1,10 +1,9 @@
-"""What a pattern costs in quality: `dap quality --suite cpu`, or `python -m dilated_attention_pytorch.tools.quality`.
+"""Quality that sparse patterns retain: `dap quality`, or `python -m dilated_attention_pytorch.tools.quality`.
 
 Three groups of suites measure how much of the quality of dense attention remains:
 
 - The suites cpu and ci train retrieval tasks in minutes on a CPU, with controls for a learned
-  choice: the nearest and random blocks, an untrained scorer and an oracle. The suites recipe,
-  start, group, heads and width change one setting of the learned choice at a time.
+  choice: the nearest and random blocks, an untrained scorer and an oracle.
 - The suite rules compares published rules that choose blocks.
 - The suites small and gpu compare patterns and their speed-ups on two tasks, recall and editions.
 
@@ -38,18 +37,4 @@ timed length. Conditions of these two tasks:
 """
 
 TASKS = ("recall", "editions", "speed")
-SUITE_NAMES = (
-    "cpu",
-    "ci",
-    "tiny",
-    "recipe",
-    "start",
-    "group",
-    "heads",
-    "width",
-    "rules",
-    "rules-tiny",
-    "small",
-    "gpu",
-    "rehearsal",
-)
+SUITE_NAMES = ("cpu", "ci", "tiny", "rules", "rules-tiny", "small", "gpu", "rehearsal")

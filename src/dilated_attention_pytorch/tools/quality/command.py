@@ -41,11 +41,11 @@ def main(arguments: list[str] | None = None) -> int:
     logs = given.report or [log]
     lines = [line for each in logs for line in runner.read_log(each)]
     write(given.out / "quality.md", runner.report(lines, ", ".join(each.name for each in logs)))
-    compared = [line for line in lines if not line.keys() & runner.RETRIEVED]
+    compared = runner.of_patterns(lines)
     if compared:
         runner.plot(compared, given.out / "quality.png")
     if short is not None:
         print(f"stopped: {short}; go on with --resume", file=sys.stderr if given.json else sys.stdout, flush=True)
         return 130
-    small = [line for line in lines if line.keys() & runner.RETRIEVED and "setting" not in line]
-    return 0 if all(row["counts"] for row in runner.judged(compared)) and retrieval_report.learned_all(small) else 1
+    learned = retrieval_report.learned_all(runner.of_retrieval(lines))
+    return 0 if learned and all(row["counts"] for row in runner.judged(compared)) else 1

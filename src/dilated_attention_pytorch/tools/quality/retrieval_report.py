@@ -4,28 +4,17 @@ from __future__ import annotations
 
 import statistics
 
-from . import recipe
-from .retrieval import ROWS, Line
+from .retrieval import ROWS, SUITES, Line
 
-INTRODUCTION = (
-    f"Right answers at a counted density of {100 * recipe.DENSITY:g} %, with one setting changed at a time. Rows "
-    "without a dense start train all steps with their own blocks. Rows weighted by their own gradients are a control "
-    "measured with earlier sources; otherwise every row of a distillation batch has the weight of the mean gradient."
-)
-STARTS = (
-    "Right answers by the unit, rank, start and lists of scores. A fitted start is the best approximation of dot "
-    "products on one batch (`fit_scorers`), otherwise the start is a random projection; a guarded scorer selects by "
-    'its start in heads where training made it worse. With `select="all"` both heads have one score and one list. '
-    "Operations are multiply-adds for each query, key and head while ranking."
-)
-SHAPES = {
-    "heads": f"Right answers of models with four heads of 32 at a counted density of {100 * recipe.DENSITY:g} %, where "
-    '`select="all"` is one list for all four:',
-    "width": f"Right answers of models with two heads of 64 at a counted density of {100 * recipe.DENSITY:g} %. The "
-    "models above have heads of 32, for which a match of rank 32 is exact:",
-}
 LEARNED_TASK = 0.75
 """Share of right answers that dense attention must reach for a task to count."""
+
+
+def spread(values: list[float]) -> str:
+    """Mean and standard deviation, as text."""
+    if not values:
+        return ""
+    return f"{statistics.mean(values):.3f}" + (f" ± {statistics.stdev(values):.3f}" if len(values) > 1 else "")
 
 
 def table(lines: list[Line]) -> list[str]:
@@ -38,7 +27,7 @@ def table(lines: list[Line]) -> list[str]:
             mine = [line for line in lines if (line["wanted"], line["pattern"]) == (density, row)]
             if mine:
                 counted = statistics.mean(line["density"] for line in mine)
-                cells = [recipe.spread([x["quality"] for x in mine if x["task"] == task]) for task in tasks]
+                cells = [spread([x["quality"] for x in mine if x["task"] == task]) for task in tasks]
                 work = f"{100 * statistics.mean(x['training_density'] for x in mine):.0f} %"
                 last = f"{mine[0]['parameters']:,} | {work}"
                 text.append(f"| {100 * counted:.1f} % | {row} | {' | '.join(cells)} | {last} |")
@@ -68,8 +57,7 @@ def gains(lines: list[Line]) -> dict[tuple[str, float], float]:
 def report(lines: list[Line]) -> list[str]:
     """Section of the page for the retrieval suites in the results."""
     text = []
-    changed = any("setting" in line for line in lines)
-    for suite in dict.fromkeys(line["suite"] for line in lines if "setting" not in line):
+    for suite in dict.fromkeys(line["suite"] for line in lines):
         rows = [line for line in lines if line["suite"] == suite]
         first = rows[0]
         seeds = len({x["seed"] for x in rows})
@@ -80,7 +68,8 @@ def report(lines: list[Line]) -> list[str]:
             f"Share of right answers, mean and standard deviation over {seeds} seeds. All rows share "
             f"{first['dense_steps']} steps of dense attention and train another {first['steps']} steps with their own "
             "choice; the last column counts the blocks of both, relative to dense attention. The scorer has "
-            f"{max(x['scorer_parameters'] for x in rows):,} of the parameters.",
+            f"{max(x['scorer_parameters'] for x in rows):,} of the parameters and scores sub-blocks of "
+            f"{SUITES[suite].score_unit} tokens.",
             "",
             *table(rows),
             "",
@@ -95,10 +84,4 @@ def report(lines: list[Line]) -> list[str]:
                 text.append(f"| {100 * density:g} % | {' | '.join(cells)} |")
             text.append("")
         text += [f"Measured on {first.get('device', '')}; the results name the seeds and a hash of the sources.", ""]
-    if changed:
-        text += ["## Training settings of learned attention", "", INTRODUCTION, "", *recipe.table(lines), ""]
-        text += [STARTS, "", *recipe.fine_table(lines), ""]
-    for suite, introduction in SHAPES.items():
-        if any(line["suite"] == suite for line in lines):
-            text += [introduction, "", *recipe.shape_table(lines, suite), ""]
     return text

@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from ...selection import selectors
 from ...selection.attention import selected_attention
 from ..bench.measure import digest
-from .recipe import spread
+from . import retrieval
 from .retrieval import IGNORED, SUITES, TASKS, Line, RetrievalTask, Retriever, Starts, accuracy
+from .retrieval_report import spread
 
 RULES: dict[str, tuple[str, bool]] = {
     "random": ("random", False),
@@ -89,7 +90,7 @@ class SelectorAttention(nn.Module):
 
 def sources() -> str:
     """Hash of the code that the results are about: the rules, the tasks and this file."""
-    return digest([Path(selectors.__file__), Path(__file__).with_name("retrieval.py"), Path(__file__)])
+    return digest([Path(selectors.__file__), Path(retrieval.__file__), Path(__file__)])
 
 
 def measure(suite: RuleSuite, left: list[Run]) -> Iterator[Line]:

@@ -6,7 +6,7 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,12 +23,12 @@ from ..bench.measure import clock, facts
 from ..bench.results import append, read_lines
 from ..html_page import wrapped, write
 from . import __doc__ as about
-from . import recipe, retrieval, retrieval_report, rules
+from . import retrieval, retrieval_report, rules
 from .editions import HEADS, OutOfTime, Play, Task, compare, read_plays
 
 WIDTH = 64
 LEARNED = {"recall": 0.95, "editions": 0.5}
-"""What dense attention must reach: answers right; bits per byte that the second edition is cheaper than the first."""
+"""Required of dense attention: share of right answers; bits per byte saved on the second edition."""
 Line = dict[str, Any]
 Run = tuple[str, str, int, str]
 """Task, pattern and seed, and of a speed-up the task it belongs to."""
@@ -36,7 +36,7 @@ Run = tuple[str, str, int, str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Suite:
-    """How much is trained and measured."""
+    """Sizes and amount of training of a suite."""
 
     device: str
     recall_n: int
@@ -45,14 +45,12 @@ class Suite:
     keep: float
     """share of the blocks that a sparse row may see"""
     speed_n: int
-    """length at which attention of the recall task is timed; that of editions is timed at its own length"""
+    """length at which attention of the recall task is timed; editions is timed at its own length"""
     seeds: tuple[int, ...]
     """of the recall task"""
     editions: Task
 
 
-RETRIEVED = {"wanted", "budget"}
-"""Fields of lines of the retrieval suites and of the rules; other lines compare patterns."""
 SUITES = {
     "small": Suite(
         device="cpu", recall_n=256, recall_block=16, recall_steps=250, keep=0.25, speed_n=4096, seeds=(0,),
@@ -84,7 +82,7 @@ def patterns(n: int, block: int, keep: float) -> dict[str, str]:
 
 
 def draw_recall(suite: Suite, batch: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Tokens (B, n) and answers, -100 where nothing is asked: each block tells a pair and asks for an earlier key."""
+    """Tokens (B, n) and answers, -100 where none: each block holds a pair and a query for an earlier key."""
     blocks, size = suite.recall_n // suite.recall_block, suite.recall_block
     names = 4 * blocks
     row, block = torch.arange(batch)[:, None], torch.arange(blocks)
@@ -106,7 +104,7 @@ def draw_recall(suite: Suite, batch: int, generator: torch.Generator) -> tuple[T
 
 
 class Reader(nn.Module):
-    """One layer: a token asks, the token before a value is its key, the value is the answer."""
+    """One attention layer: queries of the tokens, keys of the previous tokens, values of the tokens."""
 
     def __init__(self, attend: nn.Module, names: int) -> None:
         super().__init__()
@@ -124,19 +122,10 @@ class Reader(nn.Module):
         return F.linear(found.mean(2), F.normalize(self.embed.weight, dim=-1))
 
 
-class Dense(nn.Module):
-    """torch's scaled_dot_product_attention on (B, N, H, D)."""
-
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool) -> Tensor:
-        """Attend."""
-        query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
-        return F.scaled_dot_product_attention(query, key, value, is_causal=is_causal).transpose(1, 2)
-
-
 def attend(name: str, n: int, block: int, keep: float, width: int) -> nn.Module:
     """Attention on (B, N, H, D) by the name of a row, for sequences up to a length."""
     if name == "dense":
-        return Dense()
+        return retrieval.DenseAttention()
     if name != "adaptive":
         return SparseAttention(parse(patterns(n, block, keep)[name]))
     kept = max(2, round(keep * n / block))
@@ -188,7 +177,7 @@ def recall(suite: Suite, name: str, seed: int) -> Line:
 
 
 def speedup(suite: Suite, name: str, n: int, width: int) -> Line:
-    """How many times as fast as torch's dense attention, forward and backward, at a length."""
+    """Speed-up over torch's dense attention, forward and backward, at a length."""
     if name == "dense":
         return {"speedup": 1.0, "density": 1.0, "speed_n": n}
     device = suite.device
@@ -206,7 +195,7 @@ def speedup(suite: Suite, name: str, n: int, width: int) -> Line:
     def both(module: nn.Module) -> Callable[[], object]:
         return lambda: torch.autograd.grad(module(*given, is_causal=True), given, seed, allow_unused=True)
 
-    theirs = both(Dense())
+    theirs = both(retrieval.DenseAttention())
     module = attend(name, n, block, suite.keep, width).to(device=device, dtype=dtype)
     mine = both(module)
     for run in (mine, theirs):
@@ -219,7 +208,7 @@ def speedup(suite: Suite, name: str, n: int, width: int) -> Line:
 
 
 def runs(suite: Suite, plays: list[Play] | None) -> list[Run]:
-    """What every row will tell, speed-ups last."""
+    """Runs of a suite, speed-ups last."""
     names = [*patterns(suite.recall_n, suite.recall_block, suite.keep), "adaptive"]
     seeds = {"recall": suite.seeds} if plays is None else {"recall": suite.seeds, "editions": (0,)}
     found = [(task, name, seed, "") for task in seeds for seed in seeds[task] for name in names]
@@ -268,23 +257,27 @@ def judged(lines: list[Line]) -> list[Line]:
 
 
 def trained(lines: list[Line]) -> list[tuple[str, str]]:
-    """Suites and tasks that lines tell the quality of."""
+    """Suites and tasks with measured quality."""
     return list(dict.fromkeys((line["suite"], line["task"]) for line in lines if line["task"] != "speed"))
 
 
-def report(lines: list[Line], logs: str = "") -> str:
-    """The rows as a page, which names the files they were read from."""
-    small, chosen = ([line for line in lines if key in line] for key in ("wanted", "budget"))
-    lines = [line for line in lines if not line.keys() & RETRIEVED]
+def report(
+    lines: list[Line], logs: str = "", command: str = "dap quality --report", sections: Sequence[str] = ()
+) -> str:
+    """The rows as a page, which names the files they were read from.
+
+    `sections` are lines of other sections after those of the retrieval tasks.
+    """
+    small, chosen, lines = of_retrieval(lines), of_rules(lines), of_patterns(lines)
     text = ["# What a pattern costs in quality", "", *(about or "").partition("\n\n")[2].strip().split("\n"), ""]
-    text += [f"`dap quality --report` wrote this page and the picture; the rows are in {logs}.", ""]
+    text += [f"`{command}` wrote this page and the picture; the rows are in {logs}.", ""]
     if small:
         text += [
             *(retrieval.__doc__ or "").partition("\n\n")[2].strip().split("\n"),
             "",
             *retrieval_report.report(small),
         ]
-    text += rules.report(chosen)
+    text += [*sections, *rules.report(chosen)]
     if lines:
         text += ["![Quality retained against speed-up](quality.png)", ""]
     for suite, task in trained(lines):
@@ -366,62 +359,113 @@ def read_log(log: Path) -> list[Line]:
     return [line for line in read_lines([log]) if line.keys() >= {"suite", "task"}] if log.is_file() else []
 
 
+def of_retrieval(lines: list[Line]) -> list[Line]:
+    """Rows of the retrieval suites."""
+    return [line for line in lines if line["suite"] in retrieval.SUITES]
+
+
+def of_rules(lines: list[Line]) -> list[Line]:
+    """Rows of the suites of published rules."""
+    return [line for line in lines if line["suite"] in rules.RULE_SUITES]
+
+
+def of_patterns(lines: list[Line]) -> list[Line]:
+    """Rows of the suites that compare patterns."""
+    return [line for line in lines if line["suite"] in SUITES]
+
+
 def run(given: argparse.Namespace, log: Path, deadline: float) -> OutOfTime | None:
     """Measure what is not in the log; why the rest was left."""
     name, plays = given.suite, None if given.plays is None else read_plays(given.plays)
-    if name in (*retrieval.SUITES, *recipe.SUITE_RUNS, *rules.RULE_SUITES):
-        return _run_retrieval(given, log, deadline)
+    if name in (*retrieval.SUITES, *rules.RULE_SUITES):
+        return run_retrieval(retrieval_suite(name), log, deadline, given.resume, given.json)
     suite = SUITES[name]
     if suite.device == "cuda" and not torch.cuda.is_available():
         raise must(f"suite {name} must have a GPU", "a machine or a torch build without it", "Use --suite small.")
     known = facts(suite.device)
+    done = _resumed(log, name, given.resume, {fact: known[fact] for fact in ("device", "git")})
+    keys = {(line["task"], line["pattern"], line["seed"], line.get("of", "")) for line in done}
+    left = [run for run in runs(suite, plays) if run[0] in given.tasks and run not in keys]
+
+    def describe(line: Line) -> str:
+        outcome = f"{line['speedup']:.2f}x" if line["task"] == "speed" else f"quality {line['quality']:.3f}"
+        return f"{line.get('of', ''):>9} {line['task']:<9} {line['pattern']:<15} {outcome}".lstrip()
+
+    found = ({"suite": name, **line, **known} for line in measure(suite, plays, left, deadline))
+    return _record(found, log, describe, given.json)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResumableSuite:
+    """Runs of a suite of retrieval tasks, and the fields of a line that identify its run."""
+
+    name: str
+    fields: tuple[str, ...]
+    runs: Sequence[tuple[Any, ...]]
+    measure: Callable[[list[Any]], Iterator[Line]]
+    """A line for each of the given runs."""
+    sources: str
+    """Hash of the sources that the lines are about; lines of other sources are measured again."""
+
+
+def retrieval_suite(name: str) -> ResumableSuite:
+    """A suite of retrieval tasks by its name."""
+    if name in rules.RULE_SUITES:
+        chosen = rules.RULE_SUITES[name]
+        return ResumableSuite(
+            name=name,
+            fields=("task", "pattern", "budget", "seed"),
+            runs=chosen.runs(),
+            measure=partial(rules.measure, chosen),
+            sources=rules.sources(),
+        )
+    suite = retrieval.SUITES[name]
+    return ResumableSuite(
+        name=name,
+        fields=("task", "pattern", "wanted", "seed"),
+        runs=retrieval.runs(suite),
+        measure=partial(retrieval.measure, suite),
+        sources=retrieval.sources(),
+    )
+
+
+def run_retrieval(
+    suite: ResumableSuite, log: Path, deadline: float, resume: bool, as_json: bool = False
+) -> OutOfTime | None:
+    """Measure the runs that are not in the log; why the rest was left."""
+    done = _resumed(log, suite.name, resume, {"sources": suite.sources})
+    keys = {tuple(line[field] for field in suite.fields) for line in done}
+    known = facts("cpu")
+
+    def lines() -> Iterator[Line]:
+        for line in suite.measure([run for run in suite.runs if run not in keys]):
+            yield {"suite": suite.name, **line, **known}
+            if time.monotonic() > deadline:
+                raise OutOfTime("the time given is over")
+
+    def describe(line: Line) -> str:
+        row = line.get("setting", line["pattern"])
+        return f"{line['task']:<9} {row} {100 * line['density']:.1f} %: {line['quality']:.3f}"
+
+    return _record(lines(), log, describe, as_json)
+
+
+def _resumed(log: Path, name: str, resume: bool, wanted: Line) -> list[Line]:
+    """Lines of a suite that a resumed run keeps: lines with the wanted fields. Other lines of the suite are removed."""
     old = read_log(log)
-    rows = [line for line in old if line["suite"] == name and given.resume]
-    rows = [line for line in rows if all(line[fact] == known[fact] for fact in ("device", "git"))]
-    kept = [line for line in old if line["suite"] != name or line in rows]
-    done = {(line["task"], line["pattern"], line["seed"], line.get("of", "")) for line in rows}
-    left = [run for run in runs(suite, plays) if run[0] in given.tasks and run not in done]
-    write(log, "".join(json.dumps(line) + "\n" for line in kept))
+    kept = [line for line in old if line["suite"] == name and resume and line.items() >= wanted.items()]
+    write(log, "".join(json.dumps(line) + "\n" for line in old if line["suite"] != name or line in kept))
+    return kept
+
+
+def _record(lines: Iterator[Line], log: Path, describe: Callable[[Line], str], as_json: bool) -> OutOfTime | None:
+    """Add lines to the log and print them as they are measured; why the rest was left."""
     try:
-        for found in measure(suite, plays, left, deadline):
-            line = {"suite": name, **found, **known}
+        for line in lines:
             append(log, line)
-            outcome = f"{line['speedup']:.2f}x" if line["task"] == "speed" else f"quality {line['quality']:.3f}"
-            words = f"{line.get('of', ''):>9} {line['task']:<9} {line['pattern']:<15} {outcome}"
-            print(json.dumps(line) if given.json else words.lstrip(), flush=True)
+            print(json.dumps(line) if as_json else describe(line), flush=True)
     except OutOfTime as why:
         return why
-    except KeyboardInterrupt:
-        return OutOfTime("interrupted")
-    return None
-
-
-def _run_retrieval(given: argparse.Namespace, log: Path, deadline: float) -> OutOfTime | None:
-    """Measure the runs of a retrieval suite, the recipe or rules that are not in the log; why the rest was left."""
-    name, known = given.suite, facts("cpu")
-    code = rules.sources() if name in rules.RULE_SUITES else retrieval.sources()
-    old = read_log(log)
-    rows = [line for line in old if line["suite"] == name and given.resume and line["sources"] == code]
-    write(log, "".join(json.dumps(line) + "\n" for line in old if line["suite"] != name or line in rows))
-    if name in recipe.SUITE_RUNS:
-        done: set[Any] = {(line["task"], line["setting"], line["wanted"], line["seed"]) for line in rows}
-        left = [run for run in recipe.SUITE_RUNS[name]() if run not in done]
-        found = recipe.measure(left, recipe.SHAPES.get(name, {}))
-    elif name in rules.RULE_SUITES:
-        done = {(line["task"], line["pattern"], line["budget"], line["seed"]) for line in rows}
-        found = rules.measure(chosen := rules.RULE_SUITES[name], [run for run in chosen.runs() if run not in done])
-    else:
-        done = {(line["task"], line["pattern"], line["wanted"], line["seed"]) for line in rows}
-        suite = retrieval.SUITES[name]
-        found = retrieval.measure(suite, [run for run in retrieval.runs(suite) if run not in done])
-    try:
-        for line in found:
-            line = {"suite": name, **line, **known}
-            append(log, line)
-            words = f"{line['task']:<9} {line.get('setting', line['pattern'])} {100 * line['density']:.1f} %"
-            print(json.dumps(line) if given.json else f"{words}: {line['quality']:.3f}", flush=True)
-            if time.monotonic() > deadline:
-                return OutOfTime("the time given is over")
     except KeyboardInterrupt:
         return OutOfTime("interrupted")
     return None

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import ast
-import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from .retrieval import HEADS, SUITES, Line, Starts, sources
-from .retrieval import TASKS as ALL
+from dilated_attention_pytorch.tools.quality.retrieval import HEADS, SUITES, Line, Starts, sources
+from dilated_attention_pytorch.tools.quality.retrieval import TASKS as ALL
+from dilated_attention_pytorch.tools.quality.retrieval_report import spread
 
 DENSITY, LOW_DENSITY = 0.125, 0.0625
 TASKS = ("recall", "needle")
@@ -77,6 +77,25 @@ WIDE_NAMES = tuple(
 """Rows of the suite "width": models with heads of 64, where a rank of 32 is no longer all of a head."""
 SHAPES: dict[str, dict[str, Any]] = {"heads": {"heads": 4}, "width": {"width": 64}}
 """Models of the suites whose models are not those of the suite "cpu"."""
+INTRODUCTION = (
+    f"Right answers at a counted density of {100 * DENSITY:g} %, with one setting changed at a time. Rows "
+    "without a dense start train all steps with their own blocks. Rows weighted by their own gradients are a control "
+    "measured with earlier sources; otherwise every row of a distillation batch has the weight of the mean gradient. "
+    f"Rows that name no score unit use {COARSE}. `python benchmarks/quality_suites.py` measures these tables: its "
+    "suites recipe, start, group, heads and width change one setting of the suite cpu at a time."
+)
+STARTS = (
+    "Right answers by the unit, rank, start and lists of scores. A fitted start is the best approximation of dot "
+    "products on one batch (`fit_scorers`), otherwise the start is a random projection; a guarded scorer selects by "
+    'its start in heads where training made it worse. With `select="all"` both heads have one score and one list. '
+    "Operations are multiply-adds for each query, key and head while ranking."
+)
+SHAPE_INTRODUCTIONS = {
+    "heads": f"Right answers of models with four heads of 32 at a counted density of {100 * DENSITY:g} %, where "
+    '`select="all"` is one list for all four:',
+    "width": f"Right answers of models with two heads of 64 at a counted density of {100 * DENSITY:g} %. The "
+    "models above have heads of 32, for which a match of rank 32 is exact:",
+}
 Run = tuple[str, str, float, int]
 """Task, name, wanted density and seed."""
 
@@ -187,8 +206,13 @@ def operations(name: str, heads: int) -> str:
     return "" if row in ("dense", "oracle") else f"{settings['match_rank'] / settings['score_unit'] / shared:g}"
 
 
-def spread(values: list[float]) -> str:
-    """Mean and standard deviation, as text."""
-    if not values:
-        return ""
-    return f"{statistics.mean(values):.3f}" + (f" ± {statistics.stdev(values):.3f}" if len(values) > 1 else "")
+def report(lines: list[Line]) -> list[str]:
+    """Sections of the page for the suites that change settings, between the rows of the suite "cpu"."""
+    text = []
+    if any("setting" in line for line in lines):
+        text += ["## Training settings of learned attention", "", INTRODUCTION, "", *table(lines), ""]
+        text += [STARTS, "", *fine_table(lines), ""]
+    for suite, introduction in SHAPE_INTRODUCTIONS.items():
+        if any(line["suite"] == suite for line in lines):
+            text += [introduction, "", *shape_table(lines, suite), ""]
+    return text
