@@ -16,7 +16,8 @@ from ..ops.checks import check_bounds, validate_cu_seqlens
 from ..ops.operators import join_batch
 from ..plan.documents import row_bounds
 from . import backend as implementations
-from .types import Selection, is_intercepted, shared_blocks, with_memo
+from .scores import is_intercepted
+from .types import Selection, shared_blocks, with_memo
 
 GRANULARITIES = (16, 32, 64, 128, 256)
 """Tokens of a key block."""

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from ..kernels.cpu import native
 from ..kernels.dropout import GOLDEN, WORD, mix
-from .scores import BlockScores
-from .types import is_intercepted, shared_blocks
+from .scores import BlockScores, is_intercepted
+from .types import shared_blocks
 
 
 @dataclass(frozen=True, slots=True)

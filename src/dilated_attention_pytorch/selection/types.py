@@ -39,11 +39,6 @@ class SelectionSettings(NamedTuple):
     sink_blocks: int
 
 
-def is_intercepted() -> bool:
-    """Whether transforms or dispatch modes are active, which must see torch operators and may pass fake tensors."""
-    return bool(torch._C._are_functorch_transforms_active() or torch._C._len_torch_dispatch_stack())
-
-
 class ListsMemo:
     """Cache of values that calls derive from the lists of a selection.
 
