@@ -222,6 +222,13 @@ def test_best_matches_equal_the_maximum_of_all_pairs(threads, sizes, dtype):
 
 
 @built
+def test_best_matches_of_other_dtypes_are_left_to_torch():
+    queries, keys = torch.randn(1, 1, 4, 8), torch.randn(1, 1, 3, 1, 8)
+    for pair in ((queries.bfloat16(), keys), (queries, keys.double()), (queries.bfloat16(), keys.bfloat16())):
+        assert native.best_match(*pair, None) is None
+
+
+@built
 @pytest.mark.parametrize("shape", [(2, 3), (1, 3), (3, 1), (1, 1)])
 def test_best_matches_read_first_blocks_without_a_copy(shape, monkeypatch):
     queries, keys = torch.randn(*shape, 70, 8), torch.randn(*shape, 9, 4, 8)

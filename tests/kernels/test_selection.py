@@ -114,6 +114,16 @@ def test_the_plan_is_the_selection(is_causal, n):
     assert met == back
 
 
+def test_pairs_of_a_last_block_with_rows_missing_are_masked():
+    selection = drawn(batch=2, heads=3, n=150, is_causal=False, per_token=False)
+    (part,), last = block_plan(selection).parts, -(-150 // 16) - 1
+    blocks = last + 1
+    for walk, also_row in ((part.by_query, False), (part.by_key, True)):
+        row, tile, mask = walk.entries()
+        cut = (tile % blocks == last) | ((row % blocks == last) & also_row)
+        assert torch.equal(mask >= 0, cut) and cut.any()
+
+
 @BOTH
 @ROWS
 def test_density_counts_blocks(per_token, is_causal):

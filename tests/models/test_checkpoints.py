@@ -252,7 +252,7 @@ def test_wrong_entries_are_listed_and_nothing_is_loaded():
         "1 missing: long_net.decoder.layers.1.linear1.bias",
         "2 unexpected: extra.in_proj_weight, extra.weight",
         "long_net.decoder.norm.weight (31,) for (32,)",
-        "1 not floating: long_net.decoder.norm.bias",
+        "1 of another kind: long_net.decoder.norm.bias torch.int64 for torch.float32",
         "Nothing was loaded",
     ):
         assert part in str(raised.value)

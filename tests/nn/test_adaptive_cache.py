@@ -55,14 +55,24 @@ def test_a_step_is_a_row_of_the_whole_computation(config):
     assert cache.nbytes > 2 * 2 * 2 * N * 8 * 8
 
 
-def test_steps_see_everything_while_the_sequence_is_short():
+@pytest.mark.parametrize("pieces", [(), (5, 20, 7), (29, 1)])
+def test_steps_see_everything_while_the_sequence_is_short(pieces):
     layer = module(dense_below=60)
     x = torch.randn(1, 80, 32, dtype=torch.float64)
-    found, _ = decode(layer, x, 30)
+    found, _ = decode(layer, x, 30, pieces)
     with torch.no_grad():
         for end in (30, 31, 48, 59, 60, 61, 80):
             wanted = layer(x[:, :end], is_causal=True)[0][:, -1]
             assert error(found[:, end - 1], wanted) < 1e-12
+
+
+def test_steps_keep_as_many_blocks_as_the_whole_computation():
+    # 0.7 of 45 blocks lies between 31 and 32, and rounds up in float32 only.
+    layer = module(base_sparsity=0.3, local_blocks=1, sink_blocks=0)
+    x = torch.randn(1, 46 * 16, 32, dtype=torch.float64)
+    wanted = layer(x, is_causal=True)[0]
+    found, _ = decode(layer, x, 44 * 16, (16, 16))
+    assert error(found, wanted) < 1e-12
 
 
 def test_samples_of_different_lengths_go_on_from_where_they_are():

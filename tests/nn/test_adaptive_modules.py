@@ -123,6 +123,31 @@ def test_it_is_made_where_and_of_what_is_asked():
     assert "8 heads of 64" in repr(BlockSparseAdaptive([256], [1]))
 
 
+@pytest.mark.parametrize("n", [256, 241])
+def test_scores_under_autocast_are_those_without(n):
+    layer = BlockSparseAdaptive([256], [1], 2, 16, AdaptiveConfig(0.5), block_size=16).eval()
+    x = torch.randn(3, 1, n, 2, 16).bfloat16().float().unbind()
+    with torch.no_grad():
+        wanted = layer(*x, is_causal=True, return_pattern=True)[1]
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            found = layer(*x, is_causal=True, return_pattern=True)[1]
+    assert torch.equal(found.indices, wanted.indices)
+    assert torch.allclose(found.scores, wanted.scores, atol=1e-2) and found.scores.dtype == torch.float32
+
+
+@pytest.mark.parametrize("config", [{"guarded": True}, {"hard_sparsity": False}, {"score_gradient": "prior"}])
+def test_every_study_mode_runs_under_autocast(config):
+    layer = BlockSparseAdaptive([256], [1], 2, 16, AdaptiveConfig(0.5, **config), block_size=16)
+    x = torch.randn(3, 1, 256, 2, 16).requires_grad_()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        for _ in range(2):
+            layer(*x.unbind(), is_causal=True).float().sum().backward()
+        layer.eval()
+        with torch.no_grad():
+            output = layer(*x.unbind(), is_causal=True)
+    assert output.isfinite().all() and x.grad.isfinite().all()
+
+
 def test_autocast_chooses_as_without():
     module = multihead(adaptive_config=AdaptiveConfig(base_sparsity=0.5)).eval()
     x = torch.randn(1, 100, 32)

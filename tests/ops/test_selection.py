@@ -148,3 +148,17 @@ def test_token_mode_dropout_depends_on_sample_and_head(backend, apart, monkeypat
     wanted_grads = torch.autograd.grad((wanted * weights).sum(), double)
     for got, want in zip((output, lse, *grads), (wanted, wanted_lse, *wanted_grads), strict=True):
         assert error(got.detach(), want.detach()) < (1e-12 if backend == "cpu" else 1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_rows_want_no_more_blocks_than_their_length_has_room_for(dtype):
+    blocks = torch.arange(1, 400)
+    torch.set_default_dtype(dtype)
+    try:
+        for kept in (0.7, 0.82, 0.575, 0.1, 1 / 3):
+            budget = Budget(kept, None, 1, None)
+            rooms, wanted = budget.rooms(blocks), budget.wanted(blocks)
+            assert torch.equal(rooms + 1, wanted.clamp(min=1))
+            assert [budget.room(n) for n in blocks.tolist()] == rooms.tolist()
+    finally:
+        torch.set_default_dtype(torch.float32)

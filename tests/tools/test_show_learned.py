@@ -182,6 +182,27 @@ def test_a_layer_is_built_as_it_was(saved: Path):
         save_adaptive(nn.Linear(2, 2), saved / "other.pt", is_causal=True)
 
 
+@pytest.mark.parametrize("ending", ["pt", "safetensors"])
+def test_scales_norms_layouts_and_steps_are_stored(tmp_path: Path, ending: str):
+    config, path = replace(CONFIG, dense_steps=3), tmp_path / f"model.{ending}"
+    core = BlockSparseAdaptive([64], [1], 2, 8, config, block_size=16, softmax_scale=1.0)
+    around = {"block_size": 16, "layer_norm_eps": 0.5, "batch_first": False, "layer_norm": True}
+    whole = MultiheadBlockSparseAdaptive(32, 4, [64], [1], adaptive_config=config, **around)
+    core.training_steps.fill_(2)
+    for model, given in ((core, torch.randn(3, 1, 70, 2, 8).unbind()), (whole, torch.randn(3, 70, 1, 32).unbind())):
+        save_adaptive(model, path, is_causal=True)
+        ((_, found, _),), _ = load_adaptive(path)
+        pairs = zip(found.state_dict().values(), model.state_dict().values(), strict=True)
+        assert all(torch.equal(one, other) for one, other in pairs)
+        outputs = found(*given, is_causal=True), model.eval()(*given, is_causal=True)
+        one, other = (x[0] if isinstance(x, tuple) else x for x in outputs)
+        assert torch.equal(one, other)
+    facts = {"block_size": 16, "softmax_scale": "warm", **asdict(config)}
+    with pytest.raises(TypeError, match="softmax_scale of an adaptive layer must be a number"):
+        write_state(core.state_dict(), path)
+        load_adaptive(path, facts)
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [

@@ -22,7 +22,8 @@ FACTS = "adaptive"
 """Under which name a file keeps the settings."""
 SCORER = "scorer.log_temperature"
 """The entry by which an adaptive layer is known among others."""
-SETTINGS = ("block_size", "is_causal", "position", *(field.name for field in fields(AdaptiveConfig)))
+OF_LAYER = ("block_size", "is_causal", "softmax_scale", "position", "batch_first", "layer_norm_eps")
+SETTINGS = (*OF_LAYER, *(field.name for field in fields(AdaptiveConfig)))
 ADVICE = "Write it with save_adaptive, or say the settings that its layers were trained with."
 
 
@@ -47,9 +48,12 @@ def save_adaptive(model: nn.Module, path: str | os.PathLike[str], *, is_causal: 
     for name, module in model.named_modules():
         if isinstance(module, BlockSparseAdaptive):
             stored[name] = {"block_size": module.block_size, "is_causal": is_causal, **asdict(module.config)}
+            stored[name]["softmax_scale"] = module.softmax_scale
     for name, module in model.named_modules():
         if isinstance(module, MultiheadBlockSparseAdaptive):
-            stored[_inside(name, "core")]["position"] = position_facts(module.position)
+            own = {"position": position_facts(module.position), "batch_first": module.batch_first}
+            own["layer_norm_eps"] = None if module.norm is None else module.norm.eps
+            stored[_inside(name, "core")] |= own
     if not stored:
         raise must("a model must hold an adaptive layer", type(model).__name__)
     write_state(model.state_dict(), path, {FACTS: stored})
@@ -63,7 +67,8 @@ def load_adaptive(
     Args:
         path: a file that `save_adaptive` wrote, or any state dict with adaptive layers in it.
         settings: what a file without settings does not tell, the same for all layers: fields of `AdaptiveConfig`,
-            `block_size`, `is_causal` and `position`.
+            `block_size`, `is_causal` and `softmax_scale`; of multihead modules also `position`, `batch_first` and
+            `layer_norm_eps`.
     """
     state, facts = read_with_facts(path, FACTS)
     names = [entry.removesuffix(SCORER).removesuffix(".") for entry in state if _is_scorer(entry)]
@@ -98,7 +103,8 @@ def _layer(name: str, stored: Any, state: State) -> AdaptiveLayer:
         raise must(f"settings of an adaptive layer must be among {', '.join(SETTINGS)}", came)
     rest = dict(stored)
     size, is_causal = rest.pop("block_size"), bool(rest.pop("is_causal", False))
-    position = position_from(rest.pop("position", None))
+    scale, eps = (_number(name, rest.pop(name, None)) for name in ("softmax_scale", "layer_norm_eps"))
+    position, batch_first = position_from(rest.pop("position", None)), bool(rest.pop("batch_first", True))
     config = AdaptiveConfig(**rest)
     own = _inside(name, "")
     queries, keys = (state[f"{own}scorer.match_{which}"] for which in ("query", "key"))
@@ -112,15 +118,24 @@ def _layer(name: str, stored: Any, state: State) -> AdaptiveLayer:
         keys, values = (state[f"{around}{which}_proj.weight"] for which in "kv")
         options: dict[str, Any] = {"kdim": keys.shape[1], "vdim": values.shape[1], "num_kv_heads": len(keys) // width}
         options |= {"block_size": size, "layer_norm": f"{around}norm.weight" in state, "position": position}
+        options |= {"batch_first": batch_first} | ({} if eps is None else {"layer_norm_eps": eps})
         bias = f"{around}q_proj.bias" in state
         module = MultiheadBlockSparseAdaptive(heads * width, heads, [size], [1], 0.0, bias, config, **options)
+        module.core.softmax_scale = scale
         own = around
     else:
-        module = BlockSparseAdaptive([size], [1], heads, width, config, block_size=size, num_kv_heads=shared)
+        options = {"block_size": size, "num_kv_heads": shared, "softmax_scale": scale}
+        module = BlockSparseAdaptive([size], [1], heads, width, config, **options)
     roots = {entry.partition(".")[0] for entry in module.state_dict()}
     given = {entry.removeprefix(own): x for entry, x in state.items() if entry.startswith(own)}
     load_checkpoint(module, {entry: x for entry, x in given.items() if entry.partition(".")[0] in roots})
     return AdaptiveLayer(own.removesuffix("."), module.eval(), is_causal)
+
+
+def _number(name: str, value: Any) -> float | None:
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
+        raise must_be(f"{name} of an adaptive layer must be a number", type(value).__name__)
+    return value
 
 
 def _check_sizes(config: AdaptiveConfig, state: State, own: str) -> None:

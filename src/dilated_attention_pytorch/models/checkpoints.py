@@ -241,8 +241,12 @@ def _checked(expected: State, theirs: dict[str, str], given: State) -> State:
         for own, name in theirs.items()
         if name in given and given[name].shape != expected[own].shape
     ]
-    kinds = [name for name in theirs.values() if name in given and not given[name].is_floating_point()]
-    wrong = {"missing": missing, "unexpected": unexpected, "of another shape": shapes, "not floating": kinds}
+    kinds = [
+        f"{name} {given[name].dtype} for {expected[own].dtype}"
+        for own, name in theirs.items()
+        if name in given and given[name].is_floating_point() != expected[own].is_floating_point()
+    ]
+    wrong = {"missing": missing, "unexpected": unexpected, "of another shape": shapes, "of another kind": kinds}
     if any(wrong.values()):
         came = "; ".join(f"{len(each)} {what}: {', '.join(each)}" for what, each in wrong.items() if each)
         raise must(

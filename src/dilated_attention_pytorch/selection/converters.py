@@ -57,7 +57,10 @@ def from_block_mask(block_mask: BlockMask) -> IndexLists:
 def to_block_mask(
     indices: Tensor, counts: Tensor | None = None, *, n: int, granularity: int = 128, is_causal: bool = False
 ) -> BlockMask:
-    """A `BlockMask` of the blocks that rows of query blocks list, for n tokens."""
+    """A `BlockMask` of the blocks that rows of query blocks list, for n tokens.
+
+    For compiled `flex_attention`, which reads the lists: uncompiled, it evaluates `mask_mod` alone on all pairs.
+    """
     from torch.nn.attention.flex_attention import BlockMask
 
     partial, full = _split(indices, counts, n, granularity, is_causal)

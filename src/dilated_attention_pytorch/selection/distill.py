@@ -22,6 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..ops.checks import full_precision
 from .scores import BlockScores
 from .types import DistillBatch, Selection
 
@@ -312,7 +313,8 @@ def listed_mass(inputs: DistillInputs, rows: Tensor, blocks: Tensor, lse: Tensor
         if selection.is_causal:
             seen = seen & (column[..., None, :] <= token[..., None])
         keys = key[sample, group, column].to(lse.dtype)
-        scores = inputs.scale * (inputs.query[:, :, token].to(lse.dtype) @ keys.mT)
+        with full_precision(key.device):
+            scores = inputs.scale * (inputs.query[:, :, token].to(lse.dtype) @ keys.mT)
         share = torch.where(seen, (scores - lse[:, :, token][..., None]).exp(), 0.0).unflatten(-1, (l, size)).sum(-1)
         weight = (weights[:, :, token] * real)[..., None]
         found.append(torch.where(weight > 0, share * weight, 0.0).sum(-2))
@@ -345,7 +347,8 @@ def dense_scores(inputs: DistillInputs, token: Tensor, dtype: torch.dtype) -> Te
     query = inputs.query[:, :, token].to(dtype)
     batch, heads = query.shape[:2]
     grouped = query.reshape(batch, key.shape[1], -1, query.shape[-1])
-    scores = (inputs.scale * (grouped @ key.to(dtype).mT)).view(batch, heads, *token.shape, -1)
+    with full_precision(key.device):
+        scores = (inputs.scale * (grouped @ key.to(dtype).mT)).view(batch, heads, *token.shape, -1)
     if inputs.selection.is_causal:
         later = torch.arange(key.shape[2], device=key.device) > token[..., None]
         scores = scores.masked_fill_(later, -torch.inf)

@@ -135,8 +135,10 @@ def block_plan(selection: Selection, host_sync: bool = True) -> Plan:
         whole_mask, whole = _bounded_tiles(bounds, size, lists, block)
         own = whole_mask.masked_fill(whole, -1)
     walks = []
-    for row, tile, streamed in ((query, key, lists), (key, query, block)):
-        mask = own if not ragged else torch.where((own < 0) & (streamed == t - 1), whole_mask, own)
+    # By key, pairs of the last key block are masked, too: dQ accumulated by key tile adds products of all its rows.
+    last_key = lists == t - 1
+    for row, tile, cut in ((query, key, last_key), (key, query, last_key | (block == t - 1))):
+        mask = own if not ragged else torch.where((own < 0) & cut, whole_mask, own)
         has_masks = ragged or selection.is_causal or bounds is not None
         walks.append(_walk(row + first_row, tile, mask if has_masks else None, listed, own_lists * tiles))
     by_query, by_key = [Walk(*walk, start_order(walk[0])) for walk in walks]

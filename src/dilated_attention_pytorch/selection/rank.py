@@ -6,6 +6,7 @@ Shapes: b batch, h heads, r rows (query blocks, or tokens), t key blocks, k list
 
 from __future__ import annotations
 
+from ctypes import c_float
 from dataclasses import dataclass
 
 import torch
@@ -32,20 +33,24 @@ class Budget:
         """Largest number of blocks a row can list besides its own."""
         most = blocks if self.most is None else min(self.most, blocks)
         if self.coverage is None:
-            most = min(most, max(self.least, round(self.kept * blocks), 1))
+            # As `share` computes it, without a tensor: the number may be symbolic to a compiler.
+            most = min(most, max(self.least, round(c_float(c_float(self.kept).value * blocks).value), 1))
         return min(most, blocks) - 1
 
     def rooms(self, blocks: Tensor) -> Tensor:
         """`room` of each of (r) numbers of blocks, int64."""
         most = blocks if self.most is None else blocks.clamp(max=self.most)
         if self.coverage is None:
-            kept = (self.kept * blocks.double()).round().long().clamp(min=max(self.least, 1))
-            most = torch.minimum(most, kept)
+            most = torch.minimum(most, self.share(blocks).clamp(min=max(self.least, 1)))
         return most - 1
 
     def wanted(self, seen: Tensor) -> Tensor:
         """Number of blocks, int64, that rows with `seen` visible blocks keep by the fraction."""
-        return (self.kept * seen).round().long().clamp(min=self.least, max=self.most)
+        return self.share(seen).clamp(min=self.least, max=self.most)
+
+    def share(self, blocks: Tensor) -> Tensor:
+        """The fraction of numbers of blocks, int64; rounded in float32 as in the kernels of GPUs."""
+        return (blocks.float() * self.kept).round().long()
 
 
 def rank(scores: BlockScores, rows: Tensor, seed: Tensor | None, host_sync: bool) -> tuple[Tensor, Tensor]:

@@ -283,7 +283,7 @@ def best_match(queries: Tensor, keys: Tensor, there: Tensor | None) -> Tensor:
 
 
 class BlockScores:
-    """Scores of the rows of one sequence, or of some of its rows, computed on request.
+    """Scores of the rows of one sequence, or of some of its rows, computed on request, in `full_precision`.
 
     Args:
         parameters: of the scorer.

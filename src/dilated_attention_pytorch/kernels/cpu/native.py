@@ -300,15 +300,19 @@ def _backward_portion(
     return BiasedGradients(*grads, _table_of(bias_sums.sum((0, 1)), kernel.call.bias.pad).to(call.compute_dtype))
 
 
+_MATCHES = {torch.float32: "best_match_float", torch.float64: "best_match_double"}
+"""Function of the library by dtype"""
+
+
 def best_match(queries: Tensor, keys: Tensor, there: Tensor | None) -> Tensor | None:
     """Largest product of each row with the sub-blocks of each block, (b, h, r, t); None if the library cannot run.
 
     Args:
-        queries: (b, h, r, p), float32 or float64.
-        keys: (b, h, t, u, p), in the same dtype.
+        queries: (b, h, r, p). The library runs float32 and float64.
+        keys: (b, h, t, u, p). The library runs keys of the same dtype.
         there: bool (b, h, t, u), sub-blocks that count; all if None. A block without any gives -inf.
     """
-    if device_problem(queries.device) is not None:
+    if queries.dtype != keys.dtype or queries.dtype not in _MATCHES or device_problem(queries.device) is not None:
         return None
     best = queries.new_empty(*queries.shape[:3], keys.shape[2])
     # The first blocks of a longer sequence are not copied.
@@ -316,7 +320,7 @@ def best_match(queries: Tensor, keys: Tensor, there: Tensor | None) -> Tensor | 
     given = queries.contiguous(), *(x for x, _ in columns), best
     sizes = best.shape[0] * best.shape[1], *best.shape[2:], *keys.shape[3:], torch.get_num_threads()
     match = _Match(*sizes, *(step for _, step in columns), *(None if x is None else x.data_ptr() for x in given))
-    getattr(_library(), f"best_match_{'double' if best.dtype == torch.float64 else 'float'}")(ctypes.byref(match))
+    getattr(_library(), _MATCHES[best.dtype])(ctypes.byref(match))
     return best
 
 

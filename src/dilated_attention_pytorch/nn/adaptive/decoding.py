@@ -122,9 +122,11 @@ class AdaptiveCache(KVCache):
         for length in sorted(set(before)):
             same = [i for i, other in enumerate(before) if other == length]
             samples = slice(None) if len(same) == len(before) else torch.tensor(same, device=query.device)
-            at = 0
+            at, first_selecting = 0, (self.layer.config.dense_below or 0) - 1
             while at < query.shape[2]:
                 rows = min(query.shape[2] - at, self.layer.block_size - (length + at) % self.layer.block_size)
+                if length + at < first_selecting:
+                    rows = min(rows, first_selecting - length - at)
                 found[samples, :, at : at + rows] = self._run(samples, query[samples, :, at : at + rows], length + at)
                 at += rows
         return found

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ...ops.checks import full_precision
 from ...selection.distill import DistillInputs, dense_mass, summed_by_list
 from ...selection.scores import BlockScores
 from ...selection.types import Selection, shared_blocks
@@ -28,7 +29,8 @@ def captured_more(
     mass = summed_by_list(dense_mass(inputs, rows, weights)[0], selection.group)
     _, others = candidates(selection, rows, trained.visible)
     counts, slots = selection.counts[:, :, rows], selection.indices.shape[3]
-    both, held = [scores.of_all(rows) for scores in (trained, start)], []
+    with full_precision(rows.device):
+        both, held = [scores.of_all(rows) for scores in (trained, start)], []
     for score in both:
         chosen = listed(best(score, others, counts, slots, selection.blocks), selection.blocks)
         held.append((mass * (chosen & others)).sum((0, 2, 3)))

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from ...compat import names_replacements
 from ...errors import must, must_be
 from ...ops.attention import attention
+from ...ops.checks import full_precision
 from ...ops.derivatives import scale_of
 from ...patterns import BlockDilated, Full
 from ...plan import Plan
@@ -334,7 +335,9 @@ class BlockSparseAdaptive(OverRanks, nn.Module):
                 masks = {"enable_gqa": True, "key_padding_mask": key_padding_mask}
                 lse = selected_attention(q, k, v, selection, scale=scale, return_lse=True, **masks).lse
             share = self._captured(distill_inputs(q, k, selection, scale, key_padding_mask), lse)
-            return output, LearnedPattern(selection, listed_scores(selection.indices), share, selection.density())
+            with full_precision(q.device):
+                listed = listed_scores(selection.indices)
+            return output, LearnedPattern(selection, listed, share, selection.density())
 
     def explores(self) -> bool:
         """Whether a call made now adds noise to the ranking of blocks."""
@@ -425,7 +428,8 @@ class BlockSparseAdaptive(OverRanks, nn.Module):
         allowed = selection.allowed()
         own = selection.row_blocks()[:, None]
         column = torch.arange(selection.blocks, device=q.device)
-        logits = scores.of_all(torch.arange(scores.row_count, device=q.device)).masked_fill(column == own, 0.0)
+        with full_precision(q.device):
+            logits = scores.of_all(torch.arange(scores.row_count, device=q.device)).masked_fill(column == own, 0.0)
         share = logits.masked_fill(~allowed, -torch.inf).log_softmax(-1).masked_fill(~allowed, 0.0)
         if self.config.score_gradient == "none":
             share = share.detach()

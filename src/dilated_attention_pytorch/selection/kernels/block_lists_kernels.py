@@ -191,12 +191,14 @@ def key_lists_kernel(
     row = tl.program_id(0)
     tile = row % (batch * blocks)
     own = tile % blocks
+    # dQ accumulated by key tile adds products of all rows of the last block, which may have no key.
+    is_last = own == (blocks - 1 if RAGGED else blocks)
     whole = 0
     part = 0
     for first in range(0, blocks, P):
         o_q = first + tl.arange(0, P)
         b_seen = seen_by(p_bits, row, own, o_q, blocks, sinks, words, LOCAL, CAUSAL)
-        b_cut = (o_q == (blocks - 1 if RAGGED else blocks)) | (o_q == (own if CAUSAL else blocks))
+        b_cut = (o_q == (blocks - 1 if RAGGED else blocks)) | (o_q == (own if CAUSAL else blocks)) | is_last
         whole += tl.sum((b_seen & (b_cut == 0)).to(tl.int32), 0)
         part += tl.sum((b_seen & b_cut).to(tl.int32), 0)
     begin = tl.atomic_add(p_room + o_counters, whole + part)
@@ -205,7 +207,7 @@ def key_lists_kernel(
     for first in range(0, blocks, P):
         o_q = first + tl.arange(0, P)
         b_seen = seen_by(p_bits, row, own, o_q, blocks, sinks, words, LOCAL, CAUSAL)
-        b_cut = (o_q == (blocks - 1 if RAGGED else blocks)) | (o_q == (own if CAUSAL else blocks))
+        b_cut = (o_q == (blocks - 1 if RAGGED else blocks)) | (o_q == (own if CAUSAL else blocks)) | is_last
         b_whole = (b_seen & (b_cut == 0)).to(tl.int32)
         b_part = (b_seen & b_cut).to(tl.int32)
         o_entry = tl.where(b_cut, cut + tl.cumsum(b_part, 0), met + tl.cumsum(b_whole, 0)) - 1
