@@ -15,11 +15,12 @@ numbers and the name of the kernel, together with the flags of the assembler. A 
     differs  compile-time constants and types of arguments that differ where the code changed
 
 `--last` is the commit of gpu_stamp.json, on which the smoke tests passed. `--measured` is a later commit of which a GPU
-ran calls with patterns, so that only those count. FOLDER has the Triton release of the last run: `pip install --no-deps
---target FOLDER triton==3.6.0`. Default is the installed one. `--check` compares the calls QUICK with the hashes that
-`--write` recorded for the installed release in benchmarks/results/generated_code.json: a change of these kernels shows
-there and must be run on a GPU. DAP_PTX=FOLDER keeps the PTX of all trees there, for the assembler. `--last` needs git;
-all need a C compiler, torch and triton.
+ran calls with patterns, so that only those count, or an earlier result that was compared with it: its lines "measured"
+keep the hashes of a commit that is not in the history. FOLDER has the Triton release of the last run: `pip install
+--no-deps --target FOLDER triton==3.6.0`. Default is the installed one. `--check` compares the calls QUICK with the
+hashes that `--write` recorded for the installed release in benchmarks/results/generated_code.json: a change of these
+kernels shows there and must be run on a GPU. DAP_PTX=FOLDER keeps the PTX of all trees there, for the assembler.
+`--last` needs git; all need a C compiler, torch and triton.
 """
 
 from __future__ import annotations
@@ -409,14 +410,15 @@ def compared(last: list[dict[str, Any]], present: list[dict[str, Any]], known: d
         olds, news = last[begin:end], present[first:after]
         for old, new in zip(olds, news, strict=False):
             fields = [name for name, value in new["launch"].items() if old["launch"][name] != value]
-            code = "identical" if tag == "equal" else known.get(new["hash"], "changed")
+            code = "identical" if tag == "equal" else known.get(new["hash"][:16], "changed")
             line = {"kernel": new["kernel"], "code": code, "launch": fields or "identical"}
             if tag != "equal":
                 line["differs"] = differences(old["arguments"], new["arguments"])
                 line |= {"last_kernel": old["kernel"]} if old["kernel"] != new["kernel"] else {}
             lines.append(line | {"hash": new["hash"][:16]})
         for one in news[len(olds) :]:
-            lines.append({"kernel": one["kernel"], "code": known.get(one["hash"], "new"), "hash": one["hash"][:16]})
+            short = one["hash"][:16]
+            lines.append({"kernel": one["kernel"], "code": known.get(short, "new"), "hash": short})
         lines += [{"kernel": one["kernel"], "code": "gone"} for one in olds[len(news) :]]
     return lines
 
@@ -429,6 +431,13 @@ def differences(old: dict[str, str], new: dict[str, str]) -> list[str]:
 
 def compare(last: str, measured: str | None, triton: str, names: list[str], out: Path) -> Counter[str]:
     """Write the comparison of this tree with those of commits; how many launches have which code."""
+    kept: dict[str, str] = {}
+    if measured and Path(measured).is_file():
+        earlier = [line for line in map(json.loads, Path(measured).read_text().splitlines()) if "measured" in line]
+        kept = {line["hash"]: "measured" for line in earlier if line["code"] == "measured"}
+        facts, measured = {"measured": earlier[0]["measured"]}, None
+    else:
+        facts = {"measured": measured} if measured else {}
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(2) as pool:
         roots = {commit: Path(folder) / commit for commit in (last, measured) if commit}
         for commit, root in roots.items():
@@ -440,11 +449,11 @@ def compare(last: str, measured: str | None, triton: str, names: list[str], out:
         patterns = [name for name in names if name.startswith(("hopper", "triton"))]
         wanted = [(root, patterns if commit == measured else names) for commit, root in roots.items()]
         before, *more, present = pool.map(lambda x: recorded(x[0], triton, x[1]), [*wanted, (ROOT, names)])
-    known: dict[str, str] = {}
+    known = kept
     for word, tree in (*(("measured", x) for x in more), ("known", before)):
-        known |= {one["hash"]: word for line in tree.values() for one in line["launches"]}
+        known |= {one["hash"][:16]: word for line in tree.values() for one in line["launches"]}
     total: Counter[str] = Counter()
-    facts = facts_of(last, triton) | ({"measured": measured} if measured else {})
+    facts |= facts_of(last, triton)
     lines = []
     for name in names:
         if "error" in present[name]:
@@ -492,7 +501,7 @@ def main(arguments: list[str] | None = None) -> int:
     what.add_argument("--check", action="store_true", help="compare a few calls with recorded hashes")
     what.add_argument("--write", action="store_true", help="record the hashes of --check")
     what.add_argument("--record", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--measured", help="later commit of which a GPU ran calls with patterns")
+    parser.add_argument("--measured", help="later commit of which a GPU ran calls with patterns, or a result with it")
     parser.add_argument("--triton", default="", help="folder of a release of Triton for --last")
     parser.add_argument("--calls", nargs="+", default=[*CALLS], help="names of calls for --last; default: all")
     parser.add_argument("--out", type=Path, default=RESULTS / "generated_code.jsonl", help="result of --last")

@@ -263,6 +263,18 @@ def test_vmap_joins_the_batch():
     assert torch.allclose(one_key[3], attention(q[3], k[0], k[0], "window:4"), atol=1e-6)
 
 
+@pytest.mark.parametrize("backend", ["reference", "cpu", "native"])
+@pytest.mark.parametrize("randomness", ["same", "different"])
+def test_entries_of_vmap_drop_the_same_pairs_only_if_asked_to(randomness, backend):
+    q, k, v = torch.randn(3, 2, 2, 5, 8).unbind()
+
+    def drop(query):
+        return attention(query, k, v, "full", dropout_p=0.5, backend=backend)
+
+    first, *others = torch.func.vmap(drop, randomness=randomness)(q.expand(5, *q.shape))
+    assert all(torch.equal(first, other) == (randomness == "same") for other in others)
+
+
 @pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")  # torch 2.11, about its own default
 def test_who_looks_on_sees_the_operators():
     from torch.utils._python_dispatch import TorchDispatchMode

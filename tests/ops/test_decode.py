@@ -7,7 +7,7 @@ import torch
 from oracle import answer, error
 
 import dilated_attention_pytorch as dap
-from dilated_attention_pytorch import parse
+from dilated_attention_pytorch import Pattern, parse
 from dilated_attention_pytorch.nn import KVCache, MultiheadDilatedAttention, MultiheadSparseAttention
 from dilated_attention_pytorch.ops.decode import attention_step, live_keys, seen_keys
 
@@ -296,3 +296,11 @@ def test_autocast_makes_cache_and_query_one_dtype(rows):
             attention_step(query, cache.double(), cache.double(), "window:9", 0)
     wanted = attention_step(query, cache.float(), cache.float(), "window:9", 0)
     torch.testing.assert_close(found.float(), wanted, atol=2e-2, rtol=0)
+
+
+def test_steps_without_keys_are_in_the_graph():
+    x, sink = torch.randn(1, 1, 5, 4, requires_grad=True), torch.zeros(1, requires_grad=True)
+    nothing = Pattern.from_mask(torch.zeros(5, 5, dtype=torch.bool))
+    output = attention_step(x[:, :, -1:], x, x, nothing, 4, length=5, sink=sink)
+    assert not output.any()
+    assert not any(grad.any() for grad in torch.autograd.grad(output.sum(), (x, sink)))

@@ -228,6 +228,28 @@ def test_no_pass_over_the_output_is_saved_for_a_sink():
     assert [tuple(x.shape) for x in saved].count((2, HEADS, 64, 8)) == 1 and len(saved) == 6
 
 
+def test_rows_without_a_slope_are_exact_below_a_large_sink():
+    query, key, value, _ = leaves(dtype=torch.float32)
+    sink = torch.full((HEADS,), 30.0)
+    output, lse = attention_with_lse(query, key, value, "window:7", enable_gqa=True, sink=sink)
+    for slope in (torch.zeros_like(lse), torch.zeros_like(lse).index_fill(2, torch.tensor(20), 1.0)):
+        (found,) = torch.autograd.grad((output, lse), value, (torch.ones_like(output), slope), retain_graph=True)
+        (wanted,) = torch.autograd.grad(output, value, torch.ones_like(output), retain_graph=True)
+        far = torch.arange(50).sub(20).abs() > 7
+        assert torch.allclose(found[:, :, far], wanted[:, :, far], rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_outputs_with_a_sink_have_the_same_bits_in_chunks(dtype):
+    for n in (50, 57, 61):
+        *inputs, sink = (x.detach() for x in leaves(n=n, batch=3, dtype=dtype))
+        whole = attention(*inputs, "dilated:8x1,32x4", enable_gqa=True, sink=sink, backend="native")
+        for sample in range(3):
+            one = (x[sample : sample + 1] for x in inputs)
+            alone = attention(*one, "dilated:8x1,32x4", enable_gqa=True, sink=sink, backend="native")
+            assert torch.equal(alone, whole[sample : sample + 1])
+
+
 def test_lse_and_output_without_a_sink_are_unchanged():
     *inputs, sink = leaves()
     plain = attention_with_lse(*inputs, "window:9", enable_gqa=True)

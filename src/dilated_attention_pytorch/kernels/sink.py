@@ -22,7 +22,9 @@ def sink_share(lse: Tensor, sink: Tensor) -> Tensor:
     dtype = torch.promote_types(lse.dtype, torch.float32)
     seen = lse != -torch.inf
     # Without the inner `where`, -inf minus a sink of -inf is NaN, and so is its gradient.
-    share = torch.sigmoid(torch.where(seen, lse, 0.0).to(dtype) - sink.to(dtype)[:, None])
+    distance = torch.where(seen, lse, 0.0).to(dtype) - sink.to(dtype)[:, None]
+    # On a CPU the last bit of torch's sigmoid depends on the place in the tensor, so chunks and shards would differ.
+    share = distance.sigmoid() if lse.is_cuda else distance.double().sigmoid().to(dtype)
     return torch.where(seen, share, 0.0)
 
 
@@ -74,10 +76,11 @@ def backward_with_sink(
         total, slope = torch.logaddexp(lse, sink), None
     else:
         # A large sink makes the weights small and the slope large. Below a share of the keys of one rounding, weights
-        # no longer count in the gradients of the output, so the distance of the sink is bounded there.
-        farthest = -math.log(torch.finfo(lse.dtype).eps)
-        total = torch.logaddexp(lse, torch.minimum(sink, lse + farthest))
-        slope = torch.where(lse == -torch.inf, 0.0, grad_lse * (total - lse).exp())
+        # no longer count beside the slope, so the distance of the sink is bounded in rows that have one.
+        has_slope = (lse != -torch.inf) & (grad_lse != 0)
+        nearer = torch.minimum(sink, lse - math.log(torch.finfo(lse.dtype).eps))
+        total = torch.logaddexp(lse, torch.where(has_slope, nearer, sink))
+        slope = torch.where(has_slope, grad_lse * (total - lse).exp(), 0.0)
     grads = runner.backward(call, output, total, grad_output, slope)
     delta = grads.delta if isinstance(grads, DeltaGradients) else None
     if delta is None or slope is not None:

@@ -139,7 +139,8 @@ def attention(
         backend: "auto", or a name from `dilated_attention_pytorch.backends()`, which then never falls back.
         memory_budget: limit on the memory of either pass, including its results: bytes, or as a float a fraction of
             the free memory. Some samples and heads, or some rows of one head, are then computed at a time. Results are
-            equal up to rounding; on the backend `native` outputs are bitwise equal.
+            equal up to rounding; on the backend `native` outputs are bitwise equal (float64 with a sink: to the last
+            bit).
 
     Returns:
         (B, H, N, E). A row without keys is 0.
@@ -459,10 +460,12 @@ class _Attention(torch.autograd.Function):
     def vmap(
         info: Any, in_dims: tuple[int | None, ...], *arguments: Any
     ) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
-        """A mapped dimension joins the batch; entries of a mapped bias or sink are computed one by one."""
+        """A mapped dimension joins the batch; with dropout, a mapped bias or a mapped sink, entries are computed one by
+        one, so that entries with the same seed drop the same pairs."""
         if in_dims[4] is not None or arguments[4] is not None:
             raise must("vmap must not map packed sequences", "cu_seqlens", "Call attention once for each packed batch.")
-        if in_dims[13] is not None or in_dims[15] is not None:
+        has_dropout = arguments[5] is not None
+        if has_dropout or in_dims[13] is not None or in_dims[15] is not None:
             mapped = zip(arguments, in_dims, strict=True)
             each = zip(*([x] * info.batch_size if dim is None else x.unbind(dim) for x, dim in mapped), strict=True)
             results = [_Attention.apply(*own) for own in each]

@@ -143,7 +143,9 @@ def _row(
     seen = {t: seen_keys(pattern, length, t, heads) for t in set(positions)}
     longest = max(row.positions.shape[1] for row in seen.values())
     if longest == 0:
-        return query.new_zeros(batch, heads, value.shape[-1])
+        # In the graph of every input, whose gradients are 0.
+        given = (x for x in (query, key, value, sink, bias) if x is not None)
+        return query.new_zeros(batch, heads, value.shape[-1]) + sum(0 * x[..., :0].sum() for x in given)
     uniform = len(seen) == 1
     rows = [_padded(*seen[t], longest) for t in (positions[:1] if uniform else positions)]
     index, log_count = (torch.stack(column).to(query.device) for column in zip(*rows, strict=True))

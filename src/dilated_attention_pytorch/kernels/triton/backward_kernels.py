@@ -365,7 +365,8 @@ def attention_dkv_bwd_kernel(
 
     if p_places is not None and p_key_places is None:
         p_places += batch * s_places
-    own = range_of_places(None if p_key_places is not None else p_places, bias_columns, o_key, b_exist)
+    # Places by head are assigned in loops below, which keep the type of the first value.
+    own = range_of_places(p_places if p_key_places is None else p_key_places, bias_columns, o_key, b_exist)
     SUB_M: tl.constexpr = BLOCK // BM
     for member in range(GROUP):
         head = key_head * GROUP + member

@@ -227,8 +227,7 @@ def range_of_places(p_places, columns, o_own, b_own):
     b_place = o_own.to(tl.int32)
     if p_places is not None and columns is None:
         b_place = tl.load(p_places + o_own, mask=b_own, other=0)
-    # One type for both kinds of places: a loop may assign either.
-    return tl.min(b_place, 0).to(tl.int64), tl.max(b_place, 0).to(tl.int64)
+    return tl.min(b_place, 0), tl.max(b_place, 0)
 
 
 @triton.jit
