@@ -431,10 +431,12 @@ def differences(old: dict[str, str], new: dict[str, str]) -> list[str]:
 
 def compare(last: str, measured: str | None, triton: str, names: list[str], out: Path) -> Counter[str]:
     """Write the comparison of this tree with those of commits; how many launches have which code."""
-    kept: dict[str, str] = {}
+    ran: dict[str, str] = {}
     if measured and Path(measured).is_file():
         earlier = [line for line in map(json.loads, Path(measured).read_text().splitlines()) if "measured" in line]
-        kept = {line["hash"]: "measured" for line in earlier if line["code"] == "measured"}
+        if not earlier:
+            raise RuntimeError(f"{measured} must hold lines that were compared with a measured commit")
+        ran = {line["hash"]: "measured" for line in earlier if line["code"] == "measured"}
         facts, measured = {"measured": earlier[0]["measured"]}, None
     else:
         facts = {"measured": measured} if measured else {}
@@ -449,7 +451,7 @@ def compare(last: str, measured: str | None, triton: str, names: list[str], out:
         patterns = [name for name in names if name.startswith(("hopper", "triton"))]
         wanted = [(root, patterns if commit == measured else names) for commit, root in roots.items()]
         before, *more, present = pool.map(lambda x: recorded(x[0], triton, x[1]), [*wanted, (ROOT, names)])
-    known = kept
+    known = ran
     for word, tree in (*(("measured", x) for x in more), ("known", before)):
         known |= {one["hash"][:16]: word for line in tree.values() for one in line["launches"]}
     total: Counter[str] = Counter()

@@ -289,6 +289,20 @@ def test_learned_attention_of_all_blocks_is_their_own(llama, padded):
         assert error(sparse[real.bool()], theirs[real.bool()]) > 1e-3
 
 
+@pytest.mark.parametrize("before", [1, 16, 37])
+def test_left_padding_does_not_shift_learned_blocks(llama, before):
+    integrate(llama, LEARNED)
+    ids, padding = tokens(), torch.zeros(2, before, dtype=torch.int64)
+    real = torch.cat([padding, torch.ones_like(ids)], 1)
+    real[1] = 1
+    with torch.no_grad():
+        wanted = llama(ids).logits[0]
+        other = llama(torch.cat([padding + 7, ids], 1)).logits[1]
+        found = llama(torch.cat([padding + 7, ids], 1), attention_mask=real, position_ids=real.cumsum(1) - real).logits
+    assert error(found[0, before:], wanted) < 1e-10
+    assert error(found[1], other) < 1e-10
+
+
 def test_learned_scorers_train_save_and_load(llama, tmp_path):
     integrate(llama, {0: GROUPED, 1: "window:16"})
     names = [name for name, _ in llama.named_parameters() if "scorer" in name]

@@ -274,10 +274,13 @@ def test_learned_attention_says_what_it_leaves():
             "c": nn.MultiheadAttention(32, 4, add_bias_kv=True),
             "d": LinearAttention(),
             "e": nn.MultiheadAttention(32, 4),
+            "f": dap.MultiheadSparseAttention(32, 4, "full", sink=True),
+            "g": dap.MultiheadSparseAttention(32, 4, "full", position="alibi"),
         }
     )
     reasons = {entry.name: entry.why for entry in dap.replace_attention(kept, LEARNED)}
-    for name, reason in {"a": "is causal; learned", "b": "other widths", "c": "add_bias_kv", "d": "not known"}.items():
+    wanted = {"a": "is causal; learned", "b": "other widths", "c": "add_bias_kv", "d": "not known"}
+    for name, reason in {**wanted, "f": "has no sink", "g": "has no ALiBi"}.items():
         assert reason in reasons[name], name
     assert isinstance(kept["e"], dap.MultiheadBlockSparseAdaptive) and isinstance(kept["a"].pattern, Pattern)
 

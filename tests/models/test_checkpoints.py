@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from dilated_attention_pytorch import MultiheadDilatedAttention
+from dilated_attention_pytorch import BlockSparseAdaptive, MultiheadDilatedAttention
 from dilated_attention_pytorch.models import (
     DilatedTransformerDecoderLayer,
     DilatedTransformerEncoderLayer,
@@ -347,3 +347,37 @@ def test_missing_files_and_unknown_names():
         from_transformer_encoder(
             nn.TransformerEncoder(DilatedTransformerEncoderLayer(32, 4, "full"), 1, enable_nested_tensor=False)
         )
+
+
+def test_loaded_steps_end_a_dense_start():
+    settings = {"num_decoder_layers": 1, "num_tokens": 50, "d_model": 32, "nhead": 2, "dim_feedforward": 32}
+    first, second = (LongNetLM(**settings, adaptive={"dense_steps": 3}) for _ in range(2))
+    for _ in range(4):
+        first.loss(torch.randint(50, (1, 300))).backward()
+    load_checkpoint(second, first.state_dict())
+    cores = [module for module in second.train().modules() if isinstance(module, BlockSparseAdaptive)]
+    assert cores and not any(core.is_dense_start() for core in cores)
+
+
+def test_a_model_without_memory_is_refused():
+    state = MODELS["decoder"]().state_dict()
+    with torch.device("meta"):
+        model = MODELS["decoder"]()
+    with pytest.raises(ValueError, match=r"(?s)must have memory for its weights.*to_empty"):
+        load_checkpoint(model, state)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"batch_first": False}, "batch_first=True"),
+        ({"activation": nn.GELU("tanh")}, "exact GELU"),
+        ({"last": 0.1}, "one epsilon"),
+    ],
+)
+def test_encoders_of_another_form_are_refused(change, reason):
+    options = {"batch_first": True, **{name: x for name, x in change.items() if name != "last"}}
+    layer = nn.TransformerEncoderLayer(32, 4, 48, **options)
+    norm = nn.LayerNorm(32, eps=change["last"]) if "last" in change else None
+    with pytest.raises(ValueError, match=reason):
+        from_transformer_encoder(nn.TransformerEncoder(layer, 1, norm, enable_nested_tensor=False), patterns=("full",))

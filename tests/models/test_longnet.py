@@ -369,11 +369,6 @@ def test_torchscales_attention_has_no_sink(flags):
         model_of(sink=True, **flags)
 
 
-def test_learned_attention_has_no_sink():
-    with pytest.raises(ValueError, match="learned attention must come without a sink"):
-        model_of(sink=True, adaptive={"base_sparsity": 0.5})
-
-
 def test_named_sizes():
     counts = {name: LongNetConfig.named(name).num_parameters for name in ("tiny", "small", "base", "large", "1b")}
     assert sorted(counts.values()) == list(counts.values())
@@ -442,3 +437,34 @@ def test_learned_attention_must_be_meant():
         LongNetConfig(**SMALL, patterns=["full"], adaptive=LEARNED)
     with pytest.raises(ValueError, match="follow a pattern"):
         LongNetConfig(**SMALL, zero_padding=True, adaptive=LEARNED)
+
+
+def test_ids_beyond_the_type_of_the_prompt_are_generated_whole():
+    model = LongNetLM(LongNetConfig(**{**SMALL, "num_tokens": 1000})).eval()
+    prompt = torch.randint(200, (2, 9))
+    wanted = model.generate(prompt, 12, temperature=0.0)
+    assert wanted.max() > 255
+    assert torch.equal(model.generate(prompt.to(torch.uint8), 12, temperature=0.0), wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int32])
+def test_the_loss_accepts_the_tokens_that_the_model_accepts(dtype):
+    model = LongNetLM(LongNetConfig(**SMALL))
+    tokens = torch.randint(40, (2, 30))
+    assert torch.equal(model.loss(tokens.to(dtype)), model.loss(tokens))
+    model.loss(tokens, tokens.masked_fill(tokens < 20, 4000), ignore_index=4000).backward()
+    assert all(x.grad.isfinite().all() for x in model.parameters() if x.grad is not None)
+
+
+def test_generation_leaves_the_mode_of_every_module():
+    model = LongNetLM(LongNetConfig(**SMALL)).train()
+    model.long_net.decoder.eval()
+    before = [module.training for module in model.modules()]
+    model.generate(torch.zeros(1, 3, dtype=torch.int64), 2)
+    assert [module.training for module in model.modules()] == before
+
+
+@pytest.mark.parametrize("more", [{"sink": True}, {"position": "alibi"}])
+def test_learned_attention_without_sinks_and_alibi(more):
+    with pytest.raises(ValueError, match="adaptive must come without sinks and ALiBi"):
+        LongNetConfig(**{**SMALL, "segment_lengths": (), "dilation_rates": (), **more}, adaptive={})

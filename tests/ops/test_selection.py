@@ -151,7 +151,7 @@ def test_token_mode_dropout_depends_on_sample_and_head(backend, apart, monkeypat
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_rows_want_no_more_blocks_than_their_length_has_room_for(dtype):
+def test_rows_want_no_more_blocks_than_there_is_room_for(dtype):
     blocks = torch.arange(1, 400)
     torch.set_default_dtype(dtype)
     try:

@@ -409,4 +409,11 @@ def test_learned_attention_trains_resumes_and_generates(capsys: pytest.CaptureFi
     assert model.adaptive.dense_steps == 4
     steps = [value for name, value in saved["model"].items() if name.endswith("training_steps")]
     assert [int(x) for x in steps] == [20, 20]
-    assert generate.main(["run", "--prompt", "3 squared", "-n", "8", "--device", "cpu"]) == 0
+    for more in ([], ["--temperature", "0"]):
+        assert generate.main(["run", "--prompt", "3 squared", "-n", "8", "--device", "cpu", *more]) == 0
+
+
+def test_ruined_weights_are_not_saved():
+    with pytest.raises(ValueError, match="must stay finite"):
+        run("--steps", "1", "--lr", "1e30")
+    assert not Path("run", "checkpoint.pt").exists()

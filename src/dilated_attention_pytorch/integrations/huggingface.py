@@ -377,8 +377,14 @@ def learned_attention(
         if getattr(core, name) != given:
             setattr(core, name, given)
     padding = None if mask.real is None else ~mask.real[:, : key.shape[2]].to(key.device)
-    output = core(*(x.transpose(1, 2) for x in (query, key, value)), True, key_padding_mask=padding)
-    return output.transpose(1, 2)
+    parts, order = [], []
+    # Blocks begin at the first real token of a sample; rows before it are 0.
+    for index, start, _, _ in mask.samples(len(query), shifts=True):
+        rows = (x[index, :, start:].transpose(1, 2) for x in (query, key, value))
+        output = core(*rows, True, key_padding_mask=None if padding is None else padding[index, start:])
+        parts.append(F.pad(output.transpose(1, 2), (0, 0, start, 0)))
+        order += index if isinstance(index, list) else range(len(query))[index]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)[torch.tensor(order).argsort().to(query.device)]
 
 
 def self_attention(

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..errors import must, must_be
 from ..models.layers import DilatedTransformerLayer, LayerAttention
-from ..nn import MultiheadBlockSparseAdaptive
+from ..nn import Alibi, MultiheadBlockSparseAdaptive
 from ..nn.adaptive.learned_text import LearnedText
 from ..nn.attention import Planned
 from ..nn.multihead import MultiheadSparseAttention
@@ -231,6 +231,10 @@ def _why_not_learned(model: nn.Module, name: str, module: Any) -> str | None:
         return "it attends to another sequence; learned attention selects blocks of its own sequence"
     if getattr(module, "bias_k", None) is not None or getattr(module, "add_zero_attn", False):
         return "learned attention selects blocks of its sequence, without the keys of add_bias_kv and add_zero_attn"
+    if getattr(module, "sink", None) is not None:
+        return "learned attention has no sink"
+    if isinstance(getattr(module, "position", None), Alibi):
+        return "learned attention has no ALiBi"
     width = getattr(module, "embed_dim", None)
     if width is not None and (module.kdim, module.vdim) != (width, width):
         return "its keys and values have other widths than its queries, so they are of another sequence"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import time
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import RandomSampler
 
 from ..atomic_write import write_whole
 from ..errors import must, must_be
@@ -294,6 +296,9 @@ class _Batches:
             if again is self._iterator:
                 break
             self._iterator = again
+            if isinstance(getattr(self._batches, "sampler", None), RandomSampler):
+                # The batches of another order are not those that were skipped.
+                self.held_out = False
             for _ in zip(range(self._skip), self._iterator, strict=False):
                 pass
         if not some and len(self.measured) <= self._skip:
@@ -376,7 +381,9 @@ def _distill(
             schedule.step()
             done += 1
             if done == steps or done % max(1, steps // LINES) == 0:
-                loss = sum(float(core.auxiliary_loss()) for core in run.cores.values()) / len(run.cores)
+                # Layers that keep every block, or were not called, have none.
+                losses = [x for core in run.cores.values() if math.isfinite(x := float(core.auxiliary_loss()))]
+                loss = sum(losses) / max(len(losses), 1)
                 left = (time.perf_counter() - begun) / done * (steps - done)
                 show(f"step {done}/{steps}, mean divergence {loss:.4f}, {left:.0f} s left")
     except KeyboardInterrupt:

@@ -24,7 +24,7 @@ def sink_share(lse: Tensor, sink: Tensor) -> Tensor:
     # Without the inner `where`, -inf minus a sink of -inf is NaN, and so is its gradient.
     distance = torch.where(seen, lse, 0.0).to(dtype) - sink.to(dtype)[:, None]
     # On a CPU the last bit of torch's sigmoid depends on the place in the tensor, so chunks and shards would differ.
-    share = distance.sigmoid() if lse.is_cuda else distance.double().sigmoid().to(dtype)
+    share = distance.double().sigmoid().to(dtype) if lse.device.type == "cpu" else distance.sigmoid()
     return torch.where(seen, share, 0.0)
 
 
@@ -75,10 +75,10 @@ def backward_with_sink(
     if grad_lse is None:
         total, slope = torch.logaddexp(lse, sink), None
     else:
-        # A large sink makes the weights small and the slope large. Below a share of the keys of one rounding, weights
-        # no longer count beside the slope, so the distance of the sink is bounded in rows that have one.
+        # A large sink makes the weights small and the slope large. The distance of the sink is bounded in rows with a
+        # slope, so that neither leaves the range of the dtype.
         has_slope = (lse != -torch.inf) & (grad_lse != 0)
-        nearer = torch.minimum(sink, lse - math.log(torch.finfo(lse.dtype).eps))
+        nearer = torch.minimum(sink, lse - 0.5 * math.log(torch.finfo(lse.dtype).tiny))
         total = torch.logaddexp(lse, torch.where(has_slope, nearer, sink))
         slope = torch.where(has_slope, grad_lse * (total - lse).exp(), 0.0)
     grads = runner.backward(call, output, total, grad_output, slope)

@@ -23,6 +23,7 @@ FACTS = "adaptive"
 SCORER = "scorer.log_temperature"
 """The entry by which an adaptive layer is known among others."""
 OF_LAYER = ("block_size", "is_causal", "softmax_scale", "position", "batch_first", "layer_norm_eps")
+"""Settings of a layer besides its `AdaptiveConfig`."""
 SETTINGS = (*OF_LAYER, *(field.name for field in fields(AdaptiveConfig)))
 ADVICE = "Write it with save_adaptive, or say the settings that its layers were trained with."
 
@@ -119,12 +120,14 @@ def _layer(name: str, stored: Any, state: State) -> AdaptiveLayer:
         options: dict[str, Any] = {"kdim": keys.shape[1], "vdim": values.shape[1], "num_kv_heads": len(keys) // width}
         options |= {"block_size": size, "layer_norm": f"{around}norm.weight" in state, "position": position}
         options |= {"batch_first": batch_first} | ({} if eps is None else {"layer_norm_eps": eps})
+        options |= {"device": "cpu", "dtype": state[f"{around}q_proj.weight"].dtype}
         bias = f"{around}q_proj.bias" in state
         module = MultiheadBlockSparseAdaptive(heads * width, heads, [size], [1], 0.0, bias, config, **options)
         module.core.softmax_scale = scale
         own = around
     else:
         options = {"block_size": size, "num_kv_heads": shared, "softmax_scale": scale}
+        options |= {"device": "cpu", "dtype": queries.dtype}
         module = BlockSparseAdaptive([size], [1], heads, width, config, **options)
     roots = {entry.partition(".")[0] for entry in module.state_dict()}
     given = {entry.removeprefix(own): x for entry, x in state.items() if entry.startswith(own)}

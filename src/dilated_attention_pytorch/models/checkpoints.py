@@ -204,9 +204,10 @@ def load_checkpoint(model: nn.Module, source: Source, names: Names = "own", *, i
     loaded = _checked(expected, theirs, _completed(model, _apart(given), theirs, names))
     if names == "torchscale":
         loaded = {own: _transposed(model, own, tensor, False) for own, tensor in loaded.items()}
-    with torch.no_grad():
-        for own, tensor in loaded.items():
-            expected[own].copy_(tensor)
+    if any(tensor.is_meta for tensor in expected.values()):
+        advice = "Call model.to_empty(device=...) first."
+        raise must("a model must have memory for its weights", "parameters on the meta device", advice)
+    model.load_state_dict(loaded)
 
 
 def export_state(model: nn.Module, names: Names = "own") -> State:
@@ -511,6 +512,13 @@ def from_transformer_encoder(encoder: nn.TransformerEncoder, **settings: Any) ->
     layer: Any = encoder.layers[0]
     if not isinstance(layer, nn.TransformerEncoderLayer):
         raise must_be("encoder must have torch.nn.TransformerEncoderLayer layers", type(layer).__name__)
+    eps = getattr(encoder.norm, "eps", layer.norm1.eps)
+    if not layer.self_attn.batch_first or eps != layer.norm1.eps:
+        came = "batch_first=False" if not layer.self_attn.batch_first else f"a last norm with eps {eps}"
+        raise must("encoder must have batch_first=True and one epsilon in all norms", came)
+    approximate = getattr(layer.activation, "approximate", "none")
+    if approximate != "none":
+        raise must("encoder must have the exact GELU or ReLU", f'GELU("{approximate}")')
     if type(layer.activation) is nn.ReLU or type(layer.activation) is nn.GELU:
         activation = type(layer.activation).__name__.lower()
     else:

@@ -86,6 +86,9 @@ class LongNetConfig:
             object.__setattr__(self, "adaptive", AdaptiveConfig(**self.adaptive))
         if self.adaptive is not None and self.patterns:
             raise must("adaptive must come without patterns", ", ".join(self.patterns), "Learned layers have none.")
+        if self.adaptive is not None and (self.sink or self.position == "alibi" or isinstance(self.position, Alibi)):
+            came = "sink=True" if self.sink else "position='alibi'"
+            raise must("adaptive must come without sinks and ALiBi", came, "Learned attention has neither.")
         if self.adaptive is not None and (self.zero_padding or self.shifted_segments or self.detach_mixing):
             raise must("torchscale's attention must follow a pattern", "adaptive", "Set adaptive=None.")
         least = {"num_tokens": 1, "d_model": 1, "nhead": 1, "dim_feedforward": 1}
@@ -226,7 +229,9 @@ def position_facts(position: Position | str | None) -> Any:
     """A position as plain values; a name, or none, stays what it is."""
     if not isinstance(position, Position):
         return position
-    kind = next(name for name, made in POSITIONS.items() if type(position) is made)
+    kind = next((name for name, made in POSITIONS.items() if type(position) is made), None)
+    if kind is None:
+        raise must_be(f"position must be of a kind among {', '.join(POSITIONS)}", type(position).__name__)
     return {"kind": kind, **asdict(position)}
 
 

@@ -83,13 +83,14 @@ class LayerAttention(MultiheadOverRanks, MultiheadSparseAttention):
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Put a model into evaluation mode inside the context."""
-    was_training = model.training
+    """Put a model into evaluation mode inside the context; every module then gets back the mode it had."""
+    training = {module: module.training for module in model.modules()}
     model.eval()
     try:
         yield
     finally:
-        model.train(was_training)
+        for module, mode in training.items():
+            module.training = mode
 
 
 def world_of(model: nn.Module) -> int:

@@ -292,14 +292,14 @@ class LongNetLM(nn.Module):
                 raise must("targets must be given to a model over several ranks", f"none, {world} ranks",
                            "The next rank holds the last: distributed.next_token_labels.")  # fmt: skip
             read = tokens if tgt is None else tgt
-            targets = F.pad(read[:, 1:], (0, 1), value=ignore_index)
+            targets = F.pad(read[:, 1:].long(), (0, 1), value=ignore_index)
         hidden = self.hidden(tokens, tgt, **settings)
         if targets.shape != hidden.shape[:2]:
             raise must(f"targets must have shape {tuple(hidden.shape[:2])}", tuple(targets.shape))
         if reduction not in ("mean", "sum", "none"):
             raise must('reduction must be "mean", "sum" or "none"', repr(reduction))
         rows = max(1, LOGITS_AT_A_TIME // self.config.num_tokens)
-        flat = targets.flatten()
+        flat = targets.flatten().long()
         each = _ChunkedLoss.apply(*self._unembedded(hidden), flat, ignore_index, rows)
         if reduction == "none":
             return each.view_as(targets)
@@ -366,19 +366,21 @@ class LongNetLM(nn.Module):
             read = None if src is None else self._embed(src, self.source_embedding)
             memory = None if read is None else self.long_net.encoder(read)  # pyrefly: ignore
             caches = self.long_net.caches(prompt.shape[1] + max_new_tokens)
+            # A small type of the prompt may not hold the ids that follow.
+            dtype = prompt.dtype if torch.iinfo(prompt.dtype).max >= self.config.num_tokens - 1 else torch.int64
             ids, generated = prompt, []
             done = torch.zeros(len(prompt), dtype=torch.bool, device=prompt.device)
             for step in range(max_new_tokens):
                 first = prompt.shape[1] + step - 1 if step else 0
                 hidden = self.long_net.decode(self._embed(ids, first=first), memory, caches=caches)
-                ids = draw(self.out(hidden[:, -1])).to(prompt.dtype)[:, None]
+                ids = draw(self.out(hidden[:, -1])).to(dtype)[:, None]
                 if stop is not None:
                     ids = ids.masked_fill(done[:, None], stop)
                     done |= ids[:, 0] == stop
                 generated.append(ids)
                 if stop is not None and bool(done.all()):
                     break
-            return torch.cat(generated, 1) if generated else prompt[:, :0]
+            return torch.cat(generated, 1) if generated else prompt[:, :0].to(dtype)
 
 
 def fairseq_sinusoids(first: int, x: Tensor) -> Tensor:
@@ -425,7 +427,7 @@ class _ChunkedLoss(torch.autograd.Function):
         for own, chunk, target, grad in zip(*chunks, strict=True):
             counts = target != ctx.ignore_index
             errors = F.linear(chunk, weight, bias).to(work).softmax(-1)
-            errors.scatter_add_(1, target.clamp(min=0)[:, None], -torch.ones_like(grad)[:, None])
+            errors.scatter_add_(1, target.where(counts, 0)[:, None], -torch.ones_like(grad)[:, None])
             errors *= (grad * counts)[:, None]
             narrow = errors.to(chunk.dtype)
             torch.mm(narrow, weight, out=own)

@@ -139,8 +139,8 @@ def attention(
         backend: "auto", or a name from `dilated_attention_pytorch.backends()`, which then never falls back.
         memory_budget: limit on the memory of either pass, including its results: bytes, or as a float a fraction of
             the free memory. Some samples and heads, or some rows of one head, are then computed at a time. Results are
-            equal up to rounding; on the backend `native` outputs are bitwise equal (float64 with a sink: to the last
-            bit).
+            equal up to rounding; on the backend `native` outputs are bitwise equal (float64 with a sink: up to the
+            last bit).
 
     Returns:
         (B, H, N, E). A row without keys is 0.
@@ -466,10 +466,7 @@ class _Attention(torch.autograd.Function):
             raise must("vmap must not map packed sequences", "cu_seqlens", "Call attention once for each packed batch.")
         has_dropout = arguments[5] is not None
         if has_dropout or in_dims[13] is not None or in_dims[15] is not None:
-            mapped = zip(arguments, in_dims, strict=True)
-            each = zip(*([x] * info.batch_size if dim is None else x.unbind(dim) for x, dim in mapped), strict=True)
-            results = [_Attention.apply(*own) for own in each]
-            return tuple(torch.stack(x) for x in zip(*results, strict=True)), (0, 0)  # pyrefly: ignore[bad-return]
+            return operators.one_by_one(_Attention.apply, info.batch_size, in_dims, arguments)
         tensors = [operators.join_batch(arguments[i], in_dims[i], info.batch_size) for i in range(4)]
         positions = arguments[14]
         if positions is not None and positions.dim() > 3:

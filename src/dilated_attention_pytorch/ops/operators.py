@@ -64,6 +64,16 @@ def join_batch(tensor: Tensor | None, dim: int | None, size: int) -> Tensor | No
     return mapped.flatten(0, 1)
 
 
+def one_by_one(
+    call: Callable[..., tuple[Tensor, Tensor]], size: int, in_dims: Sequence[int | None], arguments: Sequence[Any]
+) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
+    """Results of a mapped call and their mapped dimensions; each entry is a call of its own."""
+    mapped = zip(arguments, in_dims, strict=True)
+    each = zip(*([x] * size if dim is None else x.unbind(dim) for x, dim in mapped), strict=True)
+    output, lse = zip(*(call(*own) for own in each), strict=True)
+    return (torch.stack(output), torch.stack(lse)), (0, 0)
+
+
 def split_batch(results: Sequence[Tensor], size: int) -> tuple[Any, tuple[int, int]]:
     """Output and LSE of a joined batch as the result of a `vmap` rule."""
     return tuple(x.unflatten(0, (size, -1)) for x in results), (0, 0)

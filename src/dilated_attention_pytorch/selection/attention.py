@@ -18,7 +18,15 @@ from ..kernels.dropout import fresh_seed
 from ..kernels.sink import apply_sink
 from ..ops import operators
 from ..ops.attention import PLAIN_TYPES, empty_attention, is_observed, needs_graph
-from ..ops.checks import autocasted, check_layout, check_masks, check_sink, check_tensors, unexpected
+from ..ops.checks import (
+    autocasted,
+    check_layout,
+    check_masks,
+    check_sink,
+    check_tensors,
+    full_precision,
+    unexpected,
+)
 from ..ops.derivatives import OnceDifferentiable, check_reverse_mode, once_differentiable, scale_of
 from ..ops.flops import FlopFormulas
 from ..ops.merge import AttentionOutput
@@ -518,14 +526,12 @@ class _ObservedSelected(torch.autograd.Function):
     def vmap(
         info: Any, in_dims: tuple[int | None, ...], *arguments: Any
     ) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
-        """A mapped dimension joins the batch."""
+        """A mapped dimension joins the batch; see `_Attention.vmap` for dropout."""
         check_unpacked(arguments[6])
-        seed = arguments[8]
-        if seed is not None and in_dims[8] is not None:
-            # Samples of a batch have streams of their own.
-            seed = seed.select(in_dims[8], 0)
+        if arguments[8] is not None:
+            return operators.one_by_one(_ObservedSelected.apply, info.batch_size, in_dims, arguments)
         tensors = [operators.join_batch(arguments[i], in_dims[i], info.batch_size) for i in range(8)]
-        return operators.split_batch(_ObservedSelected.apply(*tensors, seed, *arguments[9:]), info.batch_size)
+        return operators.split_batch(_ObservedSelected.apply(*tensors, *arguments[8:]), info.batch_size)
 
 
 class _Selected(torch.autograd.Function):
@@ -622,7 +628,9 @@ def weighted_attention(
         seen = seen & ~key_padding_mask[:, None, None]
     groups = query.shape[1] // key.shape[1]
     key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
-    scores = scale * query @ key.mT + bias[:, :, row][..., block]
-    some = seen.any(-1, keepdim=True)
-    weights = torch.where(seen, scores, -torch.inf).masked_fill(~some, 0.0).softmax(-1)
-    return torch.where(seen & some, weights, 0.0).to(value.dtype) @ value
+    query, key, value = autocasted(query, key, value)
+    wide, some = torch.promote_types(query.dtype, torch.float32), seen.any(-1, keepdim=True)
+    with full_precision(query.device):
+        scores = scale * (query.to(wide) @ key.to(wide).mT) + bias[:, :, row][..., block]
+        weights = torch.where(seen, scores, -torch.inf).masked_fill(~some, 0.0).softmax(-1)
+        return torch.where(seen & some, weights, 0.0).to(value.dtype) @ value

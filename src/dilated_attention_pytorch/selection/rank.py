@@ -33,8 +33,7 @@ class Budget:
         """Largest number of blocks a row can list besides its own."""
         most = blocks if self.most is None else min(self.most, blocks)
         if self.coverage is None:
-            # As `share` computes it, without a tensor: the number may be symbolic to a compiler.
-            most = min(most, max(self.least, round(c_float(c_float(self.kept).value * blocks).value), 1))
+            most = min(most, max(self.least, round(c_float(self.kept).value * blocks), 1))
         return min(most, blocks) - 1
 
     def rooms(self, blocks: Tensor) -> Tensor:
@@ -49,8 +48,8 @@ class Budget:
         return self.share(seen).clamp(min=self.least, max=self.most)
 
     def share(self, blocks: Tensor) -> Tensor:
-        """The fraction of numbers of blocks, int64; rounded in float32 as in the kernels of GPUs."""
-        return (blocks.float() * self.kept).round().long()
+        """The fraction, a float32 as in the kernels of GPUs, of numbers of blocks; the exact product rounded, int64."""
+        return (blocks.double() * c_float(self.kept).value).round().long()
 
 
 def rank(scores: BlockScores, rows: Tensor, seed: Tensor | None, host_sync: bool) -> tuple[Tensor, Tensor]:

@@ -13,6 +13,8 @@ from .train_settings import SAVED, TrainSettings
 if TYPE_CHECKING:
     from ..models import LongNetLM
 
+TOP_P = 0.95
+
 
 def load_model(path: Path, device: str = "cpu") -> LongNetLM:
     """The model of a run, from its folder or its checkpoint."""
@@ -40,7 +42,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.option("--prompt", metavar="TEXT", help="beginning of the text; a line break by default, - for stdin")
     parser.option("-n", "--tokens", read=tokens, default=256, metavar="COUNT", help="bytes to write")
     parser.option("--temperature", type=float, default=0.8, metavar="X", help="0 always selects the most likely byte")
-    parser.option("--top-p", read=positive, default=0.95, metavar="X", help="total probability of the sampled bytes")
+    parser.option("--top-p", read=positive, metavar="X", help=f"total probability of sampled bytes; {TOP_P} by default")
     parser.option("--top-k", read=tokens, help="sample from this many most likely bytes")
     parser.option("--seed", type=int, default=0, metavar="N", help="seed of the sampling")
     parser.device()
@@ -54,12 +56,14 @@ def main(arguments: list[str] | None = None) -> int:
     if not prompt:
         raise must("the prompt must have at least one byte", "none")
     ids = torch.tensor([list(prompt)], device=device)
+    # Without sampling there is nothing to choose from.
+    top_p = TOP_P if options.top_p is None and options.temperature > 0 else options.top_p
     generated = model.generate(
         ids,
         options.tokens,
         temperature=options.temperature,
         top_k=options.top_k,
-        top_p=options.top_p,
+        top_p=top_p,
         generator=torch.Generator(device).manual_seed(options.seed),
     )
     text, shown = bytes(generated[0].tolist()).decode("utf-8", "replace"), prompt.decode("utf-8", "replace")

@@ -26,8 +26,9 @@ from torch.nn import functional as F
 
 from ..atomic_write import write_whole
 from ..errors import must
-from ..models import DilatedTransformerDecoderLayer, LongNetLM
+from ..models import LongNetLM
 from ..models.checkpoints import read_torch
+from ..models.layers import DilatedTransformerLayer
 from ..nn import MultiheadSparseAttention, scorer_parameters, set_process_group, task_parameters
 from . import train_checkpoints
 from .bench.results import append, read_lines
@@ -129,7 +130,7 @@ def use_dense(model: torch.nn.Module) -> None:
 def shard(model: LongNetLM, device: torch.device) -> None:
     """Spread parameters, gradients and moments over all ranks by FSDP2; gradients are summed, not averaged."""
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    layers = [module for module in model.modules() if isinstance(module, DilatedTransformerDecoderLayer)]
+    layers = [module for module in model.modules() if isinstance(module, DilatedTransformerLayer)]
     for module in (*layers, model):
         sharded = fully_shard(module, mesh=mesh)
         sharded.set_gradient_divide_factor(1.0)
@@ -333,6 +334,9 @@ class Run:
                 last = self.step == s.steps
                 if last or (s.eval_every and self.step % s.eval_every == 0):
                     line["bits_per_byte"] = self.evaluate()
+                if not math.isfinite(norm + line.get("bits_per_byte", 0.0)):
+                    advice = "Lower --lr; the last checkpoint is of an earlier step."
+                    raise must("gradients and weights must stay finite", f"they are not at step {self.step}", advice)
                 if last or self.step % s.save_every == 0:
                     self.save()
                 if is_first:

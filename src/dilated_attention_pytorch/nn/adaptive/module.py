@@ -294,6 +294,7 @@ class BlockSparseAdaptive(OverRanks, nn.Module):
         distills = self.is_distilling()
         chooser = scores = self.score_blocks(*given, "stack" if distills else "selecting")
         if self.config.guarded and distills:
+            self._check_one_process()
             chooser = self.score_blocks(*given)
         selection = select(chooser, q.shape[2], self.explores())
         stored, weighted, lse, compared = selection.without_lists(), self.is_weighted(), None, None
@@ -407,6 +408,12 @@ class BlockSparseAdaptive(OverRanks, nn.Module):
         distills = self.config.score_gradient == "distill" and not self.is_weighted()
         begun = self._steps >= max(self.config.distill_start, self.config.dense_steps)
         return self.training and torch.is_grad_enabled() and distills and begun
+
+    @staticmethod
+    def _check_one_process() -> None:
+        """Raise in a job of several ranks, whose guards would compare other rows and choose other scores."""
+        if world_size() > 1:
+            raise must("guarded=True must be trained in one process", f"{world_size()} ranks", "Set guarded=False.")
 
     def draw_batch(self, scores: BlockScores, indices: Tensor, rows: int) -> DistillBatch:
         """Draw the rows, of `rows` in the sequence, on which the scorer is distilled in this step."""

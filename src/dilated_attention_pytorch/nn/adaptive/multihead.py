@@ -16,6 +16,7 @@ from ..context_parallel import MultiheadOverRanks, Ranks
 from ..kv_cache import KVCache, check_cache_type
 from ..masks import ignored
 from ..multihead import MultiheadSparseAttention
+from ..positional import Alibi
 from .config import AdaptiveConfig
 from .module import BlockSparseAdaptive, LearnedPattern
 
@@ -64,6 +65,8 @@ class MultiheadBlockSparseAdaptive(MultiheadOverRanks, MultiheadSparseAttention)
             if options.get(name.removeprefix("a ")):
                 raise must(f"learned attention must come without {name}", f"{name.removeprefix('a ')}=True")
         super().__init__(embed_dim, num_heads, Full(), dropout, bias, **options)
+        if isinstance(self.position, Alibi):
+            raise must("learned attention must come without ALiBi", "position='alibi'", "Use 'rotary' or 'xpos'.")
         self.core = BlockSparseAdaptive(
             segment_lengths,
             dilation_rates,
