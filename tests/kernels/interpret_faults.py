@@ -201,7 +201,7 @@ FAULTS = {
     ),
     "places of a selection behind the last": Fault(
         "selection.kernels.gather_index_kernels",
-        "            b_next += ones_of(b_bits)\n", "            b_next += ones_of(b_bits) + SIZE * rows\n",
+        "            b_next += popcount(b_bits)\n", "            b_next += popcount(b_bits) + SIZE * rows\n",
         selected("tokens turned round"), "p_room",
     ),
     "factors of hidden units behind the last": Fault(

@@ -25,7 +25,7 @@ from dilated_attention_pytorch.nn import AdaptiveConfig, BlockSparseAdaptive
 from dilated_attention_pytorch.selection import backend
 from dilated_attention_pytorch.selection.kernels import block_scores as triton_selection
 from dilated_attention_pytorch.selection.kernels import summaries as triton_summaries
-from dilated_attention_pytorch.selection.kernels.topk_kernels import noisy
+from dilated_attention_pytorch.selection.kernels.topk_kernels import add_noise
 from dilated_attention_pytorch.selection.rank import gumbel
 from dilated_attention_pytorch.selection.types import Factors
 
@@ -159,7 +159,7 @@ class Hidden(NamedTuple):
 def noise_kernel(p_seed, p_noise, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     stream, o_i, o_j = tl.program_id(0), tl.arange(0, ROWS), tl.arange(0, COLUMNS)
     b_noise = tl.zeros([ROWS, COLUMNS], tl.float32)
-    b_noise = noisy(b_noise, dropout_rows(p_seed, stream, o_i)[:, None], o_j[None, :])
+    b_noise = add_noise(b_noise, dropout_rows(p_seed, stream, o_i)[:, None], o_j[None, :])
     tl.store(p_noise + (stream * ROWS + o_i[:, None]) * COLUMNS + o_j[None, :], b_noise)
 
 

@@ -326,9 +326,9 @@ class Choice(NamedTuple):
         ranks = triton_choice._rank_launch
         if self.in_registers:
             triton_choice.CHOSEN, triton_choice._rank_launch = 16, None
-        score_at = triton_ranking.score_at
+        score_of_key = triton_ranking.score_of_key
         if self.plain:
-            triton_ranking.score_at = refuse_bits
+            triton_ranking.score_of_key = refuse_bits
         factors = self.factors()
         t = factors.right.shape[2]
         visible = torch.rand(self.batch, self.heads, t) > (0.2 if self.holes else -1.0)
@@ -348,7 +348,7 @@ class Choice(NamedTuple):
         wanted, wanted_counts = rank.rank(given, torch.arange(scores.shape[2]), seed, host_sync=True)
         with GpuRules():
             listed, counts = Triton.rank(given, seed)
-        triton_choice.CHOSEN, triton_choice._rank_launch, triton_ranking.score_at = 64, ranks, score_at
+        triton_choice.CHOSEN, triton_choice._rank_launch, triton_ranking.score_of_key = 64, ranks, score_of_key
         width = wanted.shape[-1]
         assert wanted_counts.float().mean() > 0.3
         errors = {
