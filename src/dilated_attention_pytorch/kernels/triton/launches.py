@@ -159,7 +159,7 @@ def backward(
 
 
 def _by_samples(call: AttentionCall) -> Iterator[tuple[slice, AttentionCall]]:
-    """Calls of as many samples as a grid can count."""
+    """Split a call into calls of at most MOST_PROGRAMS samples, the limit of a grid dimension."""
     for first in range(0, len(call.query), MOST_PROGRAMS):
         own, at = slice(first, first + MOST_PROGRAMS), call.bias_positions
         yield (
