@@ -1,9 +1,9 @@
 """Run the corners of launches for long sequences in Triton's interpreter, and print what `memory_check` finds.
 
-A program of its own, as `interpret_triton` is. Tensors lie in memory that is not there until it is written to, so that
-they may have more than 2^31 elements. Of a grid the first and the last program of each axis run, and of a loop the
-first and the last steps: an offset that does not fit its integers is then outside of its tensor. Numbers are not
-compared, since most of them were never computed.
+A separate program like `interpret_triton`. Tensors use virtual memory that is not backed until it is written, so that
+they may have more than 2^31 elements. Only the first and last programs of each grid axis run, and the first and last
+steps of each loop: an offset that overflows its integer type is then outside of its tensor. Results are not compared,
+because most of them are never computed.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def ends_of(*bounds: Any) -> Iterator[int]:
 
 
 def run_corners(self: Any, *args: Any, **kwargs: Any) -> None:
-    """In the place of `GridExecutor.__call__`: programs at the corners of the grid, whose loops run their ends."""
+    """Replacement of `GridExecutor.__call__`: run the programs at the corners of the grid, with shortened loops."""
     args, kwargs = self._init_args_hst(args, {k: v for k, v in kwargs.items() if k in self.arg_names})
     interpreter._patch_lang(self.fn)
     self.fn.__globals__["range"] = ends_of

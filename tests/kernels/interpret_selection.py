@@ -1,7 +1,7 @@
-"""Run the kernels of learned selections in Triton's interpreter, as a GPU runs them, and print what they are off by.
+"""Run the kernels of learned selections in Triton's interpreter, as a GPU runs them, and print their errors.
 
-A program of its own: Triton decides when it is imported whether to interpret, and the test session must not. Nothing
-may be read back on the way, as on a GPU; see `no_waiting`.
+A separate program: Triton decides at import whether to interpret, and the test session must not. The host may not read
+back device values, as on a GPU; see `no_waiting`.
 """
 
 from __future__ import annotations
@@ -71,14 +71,14 @@ class Attention(NamedTuple):
         shape = {"batch": self.batch, "heads": 2, "n": self.n, "size": self.size, "most": self.most, "local": 1}
         chosen = drawn(**shape, is_causal=self.is_causal, per_token=self.per_token)
         given = [x.to(self.dtype) for x in inputs(chosen, self.key_heads, 16, 12)]
-        # A row without a key gives its LSE no slope, in either way of writing it.
+        # The LSE of a row without a key has no gradient, whether it is -inf or another value.
         slopes = torch.randn(self.batch, 2, self.n, 12), torch.randn(self.batch, 2, self.n)
         padding = torch.arange(self.n) >= torch.tensor([self.n, self.n // 2])[: self.batch, None]
         options = {"key_padding_mask": padding if self.padded else None}
         torch.manual_seed(1)
         seed = torch.randint(2**62, (1,))
         if self.per_token:
-            # What all rows share is planned and scheduled once for its shape, as any pattern is.
+            # Shared blocks are planned and scheduled once per shape, like any pattern.
             shared = attend.shared_plan(self.n, 2, self.size, 1, 1, self.is_causal, torch.device("cpu"))
             triton_lowering.schedule(shared, 2 // self.key_heads)
         found = []
@@ -136,11 +136,11 @@ class Indexed(NamedTuple):
 
 
 class Repeated(NamedTuple):
-    """Calls with one selection, which caches what the first of them derives from its lists."""
+    """Calls with one selection, which caches values that the first call derives from its lists."""
 
     call: IndexCall
     fewer: int
-    """Launches of a first call that later ones do without"""
+    """Launches of a first call that later calls omit"""
 
     def errors(self) -> dict[str, float]:
         """Numbers of output, LSE and gradients that differ between calls, and launches that are not saved."""
@@ -157,7 +157,7 @@ class Repeated(NamedTuple):
         with GpuRules():
             before, first, other = (make_selection(indices, counts, **shape) for _ in range(3))
         found, launches = [], []
-        # A call before them makes what follows from shapes.
+        # An earlier call caches everything that depends on shapes alone.
         for selection in (before, first, first, other, first):
             with GpuRules(), Launched() as launched:
                 output, lse = selected_attention(*leaves, selection, enable_gqa=True, return_lse=True, backend="triton")
@@ -180,9 +180,10 @@ class Chunks(NamedTuple):
     dtype: torch.dtype = torch.float32
 
     def errors(self) -> dict[str, float]:
-        """Of output, LSE and gradients; for chunks of whole heads, numbers of output, LSE and dQ that differ.
+        """Errors of output, LSE and gradients; for chunks of whole heads, counts of values of output, LSE and dQ that
+        differ.
 
-        Only products of the interpreter depend on the place of a row among others.
+        In the interpreter, results of a product depend on the position of a row in its tile; on a GPU they do not.
         """
         call = self.call
         indices, counts, _ = call.lists()
@@ -217,7 +218,7 @@ class Chunks(NamedTuple):
 
 
 class PackedWindow(NamedTuple):
-    """Attention in packed documents, whose bounds lie on the device, by `varlen_attention`."""
+    """Attention in packed documents with bounds on the device, through `varlen_attention`."""
 
     pattern: str = "full"
     window: tuple[int, int] = (-1, -1)
@@ -226,9 +227,9 @@ class PackedWindow(NamedTuple):
     dropout_p: float = 0.0
     dtype: torch.dtype = torch.float32
     traced: bool = False
-    """By the registered operators, whose backward pass has the bounds alone"""
+    """Through the registered operators, whose backward pass receives the bounds only"""
     wrong: tuple[int, ...] = ()
-    """Bounds that do not ascend from 0, which a GPU raises and cuts; see `documents.ascending`"""
+    """Bounds that do not ascend from 0, which are clamped on a GPU; see `documents.ascending`"""
     changed_scores: bool = False
     """With a soft cap and a bias by distance"""
 
@@ -264,7 +265,7 @@ class PackedWindow(NamedTuple):
 
 
 def refuse_bits(*arguments: object) -> torch.Tensor:
-    """Stands for what must not run: the search of a score bit by bit, the host's reading of bounds."""
+    """Replacement of functions that must not run: the search bit by bit, and host reads of bounds."""
     raise AssertionError("trials did not find the last score that is listed, or the host reads bounds")
 
 
@@ -288,11 +289,11 @@ class Choice(NamedTuple):
     holes: bool = False
     keep: bool = False
     tied: bool = False
-    wild: bool = False  # Scores of very different size, and endless ones.
-    in_registers: bool = False  # Tokens in one kernel, as blocks of 64 and more have them.
-    plain: bool = False  # Scores of usual size, of which none is looked for bit by bit.
+    wild: bool = False  # Scores of very different magnitude, and infinite ones.
+    in_registers: bool = False  # Tokens in one kernel, as with blocks of at least 64.
+    plain: bool = False  # Scores of similar magnitude, which need no search bit by bit.
     rounds: bool = False
-    projected: bool = False  # The query side of the match is given, as for lists of groups.
+    projected: bool = False  # The query side of the match is precomputed, as for groups of heads.
 
     def factors(self) -> Factors:
         t = -(-self.n // 16)
@@ -319,7 +320,7 @@ class Choice(NamedTuple):
         )
 
     def errors(self) -> dict[str, float]:
-        """How many choices differ from those of the torch path, which asks for all scores."""
+        """Number of list entries that differ from the torch implementation, which computes all scores."""
         torch.manual_seed(0)
         # Rows in runs.
         triton_choice.SCORE_BYTES = 1500
@@ -337,7 +338,7 @@ class Choice(NamedTuple):
         if self.wild:
             factors.right.mul_(10 ** (12 * torch.rand(t, 1, 1) - 4))
             factors.columns[..., 1:3, :] = torch.inf
-            # Of queries, what is not finite counts as 0.
+            # Non-finite elements of queries count as 0.
             factors.own[:, :, 99:102, :, 0] = torch.tensor([torch.inf, -torch.inf, torch.nan])[:, None]
             assert len(factors.weight.sign().unique()) == 2
         scores = dense_scores(factors, torch.arange(factors.own.shape[2]) // (16 if self.per_token else 1))
@@ -365,7 +366,7 @@ class Choice(NamedTuple):
 
 
 class Learned(NamedTuple):
-    """What gradients of the scores of some rows give parameters."""
+    """Gradients of parameters from gradients of the scores of some rows."""
 
     per_token: bool
     coldest: float = 0.1
@@ -374,12 +375,14 @@ class Learned(NamedTuple):
     share: bool = False
     tile: int = 4096
     chunk: int = 0
-    """Sub-blocks multiplied at once, where the best match of a row with a block is found first"""
+    """Sub-blocks per product if `best_kernel` computes the best matches first; 0 without it"""
     units: int = 8
 
     def errors(self) -> dict[str, float]:
-        """Against torch's own gradients; that of a maximum is shared alike among equals, of which whole numbers have
-        many. A query that is not finite counts as 0, and most rows list few blocks."""
+        """Errors against torch's gradients. A maximum divides its gradient among ties, of which integers have many.
+
+        A non-finite query counts as 0, and most rows list few blocks.
+        """
         torch.manual_seed(0)
         triton_row_scores.TILE = self.tile
         batch, heads, t, units, d, hidden, rank = 2, 2, 7, self.units, 5, 6, 3
@@ -458,7 +461,7 @@ class Lists(NamedTuple):
     few: bool = True
 
     def errors(self) -> dict[str, float]:
-        """Pairs that differ from the plan made in torch, and work lists that differ from those made by looking."""
+        """Pairs that differ from the plan built in torch, and work lists that differ from those built on the host."""
         torch.manual_seed(0)
         listed_schedule.FEW_ITEMS = hopper_lowering.FEW_ITEMS if self.few else 0
         chosen = drawn(
@@ -494,7 +497,7 @@ class Lists(NamedTuple):
                 if name == "partial" and number == 1:
                     one, other = one[: wanted.blocks], other[: wanted.blocks]
                 if name == "items":
-                    # They start in another order.
+                    # The starting order differs.
                     one, other = (torch.tensor(sorted(x.tolist()), dtype=x.dtype) for x in (one, other))
                 same = one == other if name == "covers" else torch.equal(one, other) and one.dtype == other.dtype
                 found[f"{name} {number}"] = float(not same)
@@ -515,7 +518,7 @@ class Turned(NamedTuple):
     window: int = 1024
 
     def errors(self) -> dict[str, float]:
-        """How much differs from what sorting gives."""
+        """Number of values that differ from an inverted index built by sorting."""
         gather_index.WINDOW, gather_index.TOGETHER = self.window, min(self.window, 64)
         torch.manual_seed(0)
         chosen = drawn(self.batch, 2, self.n, 16, is_causal=self.is_causal, per_token=True, most=self.most)
@@ -524,7 +527,7 @@ class Turned(NamedTuple):
                 gather_index.invert_selection(chosen, self.group),
                 plans.invert_selection(chosen, self.group, 0, False),
             )
-        # Nobody reads where the rows of tiles that hold nothing but filler come from.
+        # The sources of rows in tiles of filler alone are undefined and never read.
         nowhere = (wanted.tile == self.batch * chosen.blocks).repeat_interleave(chosen.block_size, 1)
         found, wanted = (one._replace(source=one.source.masked_fill(nowhere, -1)) for one in (found, wanted))
         return {name: float((a != b).sum()) for name, a, b in zip(found._fields, found, wanted, strict=True)}
@@ -641,7 +644,7 @@ class OptimizerSteps(NamedTuple):
         for backend, rules in (("triton", GpuRules), ("cpu", nullcontext)):
             layer.backend = backend
             layer.load_state_dict(before)
-            # Large enough a floor that rounding of small gradients does not decide where a step goes.
+            # A large epsilon, so that rounding of small gradients does not decide the sign of a step.
             floor = {} if self.optimizer == "SGD" else {"eps": 1e-2}
             optimizer = getattr(torch.optim, self.optimizer)(layer.parameters(), 1e-2, **floor, **self.options)
             for step in range(3):
