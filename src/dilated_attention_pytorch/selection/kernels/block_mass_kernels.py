@@ -20,9 +20,7 @@ def block_lse(
     LISTED: tl.constexpr, ALL: tl.constexpr, CAUSAL: tl.constexpr, PADDING: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Store the LSE over one key block of BM of the `queries` queries of a row; -inf if a query sees no key of it.
-
-    `p_logs` is [streams, rows, queries, width]; `width` is the number of blocks of a row. LISTED heads share a list.
-    """
+    `p_logs` is [streams, rows, queries, width]; `width` is the number of blocks of a row. LISTED heads share a list."""
     tiles = (queries + BM - 1) // BM
     row = (program % (tiles * rows) // tiles).to(tl.int64)
     o_i = (program % tiles) * BM + tl.arange(0, BM)

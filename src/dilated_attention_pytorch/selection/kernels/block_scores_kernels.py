@@ -30,20 +30,16 @@ def power_of_two_scale(b_maximum):
 
 @triton.jit
 def split_float16(b_x):
-    """Leading and remaining part, both float16, of float32 numbers below 2^15.
-
-    The sum of the parts has an absolute error that float32 would round off beside the largest number.
-    """
+    """Leading and remaining part, both float16, of float32 numbers below 2^15. The sum of the parts has an absolute
+    error that float32 would round off beside the largest number."""
     b_first = b_x.to(tl.float16)
     return b_first, (b_x - b_first.to(tl.float32)).to(tl.float16)
 
 
 @triton.jit
 def scaled_halves(b_x, BM: tl.constexpr, UQ: tl.constexpr):
-    """Split the sub-blocks [BM * UQ, RP] of rows into float16 halves, scaled per row.
-
-    Returns both halves and the inverse scale of each row, [BM].
-    """
+    """Split the sub-blocks [BM * UQ, RP] of rows into float16 halves, scaled per row. Returns both halves and the
+    inverse scale of each row, [BM]."""
     b_scale, b_inverse_scale = power_of_two_scale(tl.max(tl.reshape(tl.max(tl.abs(b_x), 1), [BM, UQ]), 1))
     b_scale = tl.reshape(tl.broadcast_to(b_scale[:, None], [BM, UQ]), [BM * UQ])
     b_first, b_second = split_float16(b_x * b_scale[:, None])
@@ -127,10 +123,8 @@ def match_scores(
 
 @triton.jit
 def arranged_rows(b_x, BM: tl.constexpr):
-    """Values of rows [BM] in the shape of a tile of `hidden_kernel`, [1, 1, 4, BM / 16, 4, 1].
-
-    Four adjacent rows lie in one thread.
-    """
+    """Values of rows [BM] in the shape of a tile of `hidden_kernel`, [1, 1, 4, BM / 16, 4, 1]. Four adjacent rows lie
+    in one thread."""
     return tl.reshape(tl.permute(tl.reshape(b_x, [BM // 16, 4, 4]), (2, 0, 1)), [1, 1, 4, BM // 16, 4, 1])
 
 

@@ -130,9 +130,7 @@ def rank_kernel(
 @triton.jit
 def insert_tile(b_tile, begun, b_first, b_second, b_third, b_fourth, WIDE: tl.constexpr):
     """Insert a tile [BM, BN] at column `begun` into four adjacent arrays [BM, WIDE / BN, BN]; returns the four.
-
-    Registers cannot be indexed at run time: each of the WIDE / BN slots of one array selects old or new values.
-    """
+    Registers cannot be indexed at run time: each of the WIDE / BN slots of one array selects old or new values."""
     BN: tl.constexpr = b_tile.shape[1]
     b_here = tl.arange(0, WIDE // BN)[None, :, None] == begun // BN % (WIDE // BN)
     b_tile = b_tile[:, None, :]

@@ -162,9 +162,7 @@ def join_tokens_kernel(
     BM: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
     """Merge the partial outputs of BM tokens on their listed blocks into the output and LSE of the shared blocks.
-
-    TOGETHER list entries are merged at a time.
-    """
+    TOGETHER list entries are merged at a time."""
     o_q = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
     o_e = tl.arange(0, EP)
     head = tl.program_id(1).to(tl.int64)
@@ -208,10 +206,8 @@ def add_tokens_kernel(
     p_dq, p_part, p_place, scale, rows, n, slots, sx_b, sx_h, sx_n, BM: tl.constexpr, D: tl.constexpr,
     DP: tl.constexpr, TURNED: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
-    """Add the partial dQ of BM tokens, in the order of their lists, to the dQ of the shared blocks.
-
-    With TURNED the columns are permuted as `hopper.primitives.leave_piece` stores them.
-    """
+    """Add the partial dQ of BM tokens, in the order of their lists, to the dQ of the shared blocks. With TURNED the
+    columns are permuted as `hopper.primitives.leave_piece` stores them."""
     o_q = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
     o_d = tl.arange(0, DP)
     head = tl.program_id(1).to(tl.int64)

@@ -43,9 +43,7 @@ def signal_full(full):
 @gluon.jit
 def copy_gathered(p_rows, o_row, exist, stride, buffer):
     """Start copying the rows `o_row` into a buffer [BM, D], 16 bytes per thread; rows that do not exist become zeros.
-
-    Strides are in units of 16 bytes, so that the compiler can derive the alignment of rows.
-    """
+    Strides are in units of 16 bytes, so that the compiler can derive the alignment of rows."""
     layout: gl.constexpr = o_row.type.layout.parent
     col = gl.expand_dims(gl.arange(0, buffer.shape[1], gl.SliceLayout(0, layout)), 0)
     p_row = p_rows + (o_row * stride).to(gl.int64) * 8
@@ -132,10 +130,8 @@ def chosen_bwd_kernel(
     sg_n, scale, scale_log2, BLOCK: gl.constexpr, BM: gl.constexpr, STAGES: gl.constexpr,
     WORKER_REGISTERS: gl.constexpr, LOADER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Add to dK and dV of a key block, and store the partial dQ of each query that lists it, without the scale.
-
-    Two consumer warpgroups (`gather_keys`) hold 64 keys each; a third warpgroup is the producer.
-    """
+    """Add to dK and dV of a key block, and store the partial dQ of each query that lists it, without the scale. Two
+    consumer warpgroups (`gather_keys`) hold 64 keys each; a third warpgroup is the producer."""
     D: gl.constexpr = k_desc.block_shape[3]
     dtype: gl.constexpr = k_desc.dtype
     note: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])

@@ -29,10 +29,8 @@ def own_kernel(
     BM: tl.constexpr, A: tl.constexpr, M: tl.constexpr, BH: tl.constexpr, D: tl.constexpr, RANK: tl.constexpr,
     RP: tl.constexpr, SIZE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Store the query side of the match of BM sub-blocks of rows, and gather the hidden factors of BM rows.
-
-    The match of a row is [A, RANK], at `at_left`, and its hidden factors, those of its block of SIZE rows, are [M].
-    """
+    """Store the query side of the match of BM sub-blocks of rows, and gather the hidden factors of BM rows. The match
+    of a row is [A, RANK], at `at_left`, and its hidden factors, those of its block of SIZE rows, are [M]."""
     stream = tl.program_id(1).to(tl.int64)
     head = stream % heads
     o_i = tl.program_id(0) * BM + tl.arange(0, BM)
@@ -89,9 +87,7 @@ def hidden_bwd(
     blocks, heads, coldest, s_weight, sc_h, sc_n, sc_m, M: tl.constexpr, MP: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Gradient of the hidden factors of one row or block; for a row also its terms for w, temperature and bias.
-
-    Programs `i` below `rows` hold a row, the others a block.
-    """
+    Programs `i` below `rows` hold a row, the others a block."""
     head = stream % heads
     o_m = tl.arange(0, MP)
     b_unit = o_m < M
@@ -124,10 +120,8 @@ def match_pairs(
     p_left, p_right, p_ids, p_left_there, p_right_there, o_i, o_j, rows, blocks, o_r, A: tl.constexpr, U: tl.constexpr,
     RANK: tl.constexpr, LEFT: tl.constexpr, HOLES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Factors of the sub-blocks `o_i` of rows, [., RP], and `o_j` of blocks, [., RP], and their products.
-
-    The product is NO_KEY where a sub-block is empty: of rows with LEFT, of blocks with HOLES.
-    """
+    """Factors of the sub-blocks `o_i` of rows, [., RP], and `o_j` of blocks, [., RP], and their products. The product
+    is NO_KEY where a sub-block is empty: of rows with LEFT, of blocks with HOLES."""
     b_left_real = o_i < rows * A
     b_right_real = o_j < blocks * U
     b_wide = (o_r < RANK)[None, :]
@@ -190,10 +184,8 @@ def best_kernel(
     BR: tl.constexpr, BA: tl.constexpr, BU: tl.constexpr, A: tl.constexpr, U: tl.constexpr, RANK: tl.constexpr,
     RP: tl.constexpr, LEFT: tl.constexpr, HOLES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Store the best match of each of BR rows with one block, and the gradient of its score over the number of ties.
-
-    BA sub-blocks of each row and BU of the block are multiplied at a time.
-    """
+    """Store the best match of each of BR rows with one block, and the gradient of its score over the number of ties. BA
+    sub-blocks of each row and BU of the block are multiplied at a time."""
     stream = tl.program_id(2).to(tl.int64)
     first_row = tl.program_id(0) * BR
     block = tl.program_id(1)
@@ -274,10 +266,8 @@ def match_bwd(
     MET_LEFT: tl.constexpr, MET_RIGHT: tl.constexpr, A: tl.constexpr, U: tl.constexpr, RANK: tl.constexpr,
     RP: tl.constexpr, LEFT: tl.constexpr, HOLES: tl.constexpr, KNOWN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """`left_bwd` on a tile of HELD_LEFT sub-blocks of rows, or `right_bwd` on HELD_RIGHT sub-blocks of blocks.
-
-    The tiles of rows come first. MET_RIGHT sub-blocks of blocks, or MET_LEFT of rows, are streamed at a time.
-    """
+    """`left_bwd` on a tile of HELD_LEFT sub-blocks of rows, or `right_bwd` on HELD_RIGHT sub-blocks of blocks. The
+    tiles of rows come first. MET_RIGHT sub-blocks of blocks, or MET_LEFT of rows, are streamed at a time."""
     factor = inverse_temperature(p_log, stream % heads, coldest) * root
     p_left += stream * rows * A * RANK
     p_right += stream * blocks * U * RANK

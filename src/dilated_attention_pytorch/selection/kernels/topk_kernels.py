@@ -77,10 +77,8 @@ def one_to_two(b_bits):
 
 @triton.jit
 def add_noise(b_score, b_row, b_column):
-    """Add the Gumbel noise of `rank.gumbel` to scores, up to a constant that does not change their order.
-
-    `b_row` is from `dropout_rows`, `b_column` are block numbers; the arguments are broadcastable.
-    """
+    """Add the Gumbel noise of `rank.gumbel` to scores, up to a constant that does not change their order. `b_row` is
+    from `dropout_rows`, `b_column` are block numbers; the arguments are broadcastable."""
     # The first step of `scramble` is linear over xor, so that rows and columns take it separately, once each.
     b_column = b_column.to(tl.uint32) * tl.full([], 0x9E3779B9, tl.uint32)
     b_bits = scrambled((b_row ^ (b_row >> 16)) ^ (b_column ^ (b_column >> 16)))
@@ -94,9 +92,7 @@ def add_noise(b_score, b_row, b_column):
 @triton.jit
 def visible_and_near(p_visible, own, blocks, local, sink, o_j, CAUSAL: tl.constexpr):
     """Two masks of blocks `o_j` for rows of the block `own`: visible and not `own`; near or first, hence never listed.
-
-    `p_visible` holds a bool per block. Blocks nearer than `local` are near, and `sink` blocks are first.
-    """
+    `p_visible` holds a bool per block. Blocks nearer than `local` are near, and `sink` blocks are first."""
     b_distance = own - o_j
     b_visible = tl.load(p_visible + o_j, mask=o_j < blocks, other=0) != 0
     b_seen = (b_distance > 0 if CAUSAL else b_distance != 0) & b_visible
@@ -178,10 +174,8 @@ def scan_words(word, many, other_word, other_many):
 
 @triton.jit
 def pack_words(b_ones, BM: tl.constexpr, T: tl.constexpr, PRODUCT: tl.constexpr):
-    """Pack rows [BM, T] of 1.0 and 0.0 into words of 32 bits; returns the words and the set bits before each word.
-
-    Both results are int32 [BM, T / 32].
-    """
+    """Pack rows [BM, T] of 1.0 and 0.0 into words of 32 bits; returns the words and the set bits before each word. Both
+    results are int32 [BM, T / 32]."""
     # A thread holds 4 of 16 bits. Their weighted sum is exact in float32, in a pipeline that is idle otherwise, and
     # adding 2^23 moves it into the low bits of the mantissa.
     if PRODUCT:
@@ -214,10 +208,8 @@ def count_ones(b_ones, BM: tl.constexpr, T: tl.constexpr, W: tl.constexpr, V: tl
 
 @triton.jit
 def above_threshold(b_score, b_threshold):
-    """1.0 where scores [BM, T] are above the threshold [BM] of their row, otherwise 0.0.
-
-    Magnitudes of thresholds are between MIN_THRESHOLD and MAX_THRESHOLD, or infinite.
-    """
+    """1.0 where scores [BM, T] are above the threshold [BM] of their row, otherwise 0.0. Magnitudes of thresholds are
+    between MIN_THRESHOLD and MAX_THRESHOLD, or infinite."""
     # One saturating fused multiply-add, which leaves the integer pipeline free: floats near such a threshold are at
     # least 1 / SLOPE apart.
     return tl.minimum(tl.maximum(tl.fma(b_score, SLOPE, (b_threshold * -SLOPE)[:, None]), 0.0), 1.0)
@@ -268,11 +260,11 @@ def top_k_mask(
     while (left > 0) & (misranked > MAX_MISRANKED):
         b_threshold = usable_threshold(b_threshold)
         b_off = (count_ones(above_threshold(b_score, b_threshold), BM, T, W, V) - b_count).to(tl.float32)
-        b_too_many = b_off >= 0.0
-        b_over = tl.where(b_too_many, b_off, b_over)
-        b_under = tl.where(b_too_many, b_under, -b_off)
-        b_low = tl.where(b_too_many, b_threshold, b_low)
-        b_high = tl.where(b_too_many, b_high, b_threshold)
+        b_enough = b_off >= 0.0
+        b_over = tl.where(b_enough, b_off, b_over)
+        b_under = tl.where(b_enough, b_under, -b_off)
+        b_low = tl.where(b_enough, b_threshold, b_low)
+        b_high = tl.where(b_enough, b_high, b_threshold)
         if left > MAX_TRIALS - ESTIMATED_TRIALS:
             b_threshold += b_off * b_gap
             b_threshold = tl.where((b_threshold > b_low) & (b_threshold < b_high), b_threshold, 0.5 * (b_low + b_high))
@@ -341,9 +333,7 @@ def write_lists(
     p_indices, p_counts, b_listed, b_exist, room, BM: tl.constexpr, T: tl.constexpr, PRODUCT: tl.constexpr
 ):  # fmt: skip
     """Write the set elements of masks [BM, T] as ascending lists, and their counts, into lists that are cleared.
-
-    `p_indices` and `p_counts` point to the first of BM rows.
-    """
+    `p_indices` and `p_counts` point to the first of BM rows."""
     o_i = tl.arange(0, BM)
     # Each word stores its lowest bit per step, since few bits are set.
     b_words, b_before_word = pack_words(b_listed, BM, T, PRODUCT)
