@@ -17,11 +17,12 @@ from typing import NamedTuple
 os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
-from index_calls import IndexCall
+from index_calls import IndexCall, drawn_call
 from kernels.interpreter import start_interpreting
 from kernels.no_waiting import GpuRules, Launched, attention_op
 from kernels.test_selection import GivenScores, drawn, inputs, seen_pairs
 from oracle import dense_attention, dense_scores, error
+from strategies import Seeded
 from torch.nn.attention.varlen import AuxRequest
 
 from dilated_attention_pytorch import make_selection, varlen_attention
@@ -31,6 +32,7 @@ from dilated_attention_pytorch.kernels.triton import lowering as triton_lowering
 from dilated_attention_pytorch.nn import AdaptiveConfig, BlockSparseAdaptive
 from dilated_attention_pytorch.plan.documents import ascending
 from dilated_attention_pytorch.selection import attend, distill, rank
+from dilated_attention_pytorch.selection import indices as lists
 from dilated_attention_pytorch.selection import plan as plans
 from dilated_attention_pytorch.selection.attention import selected_attention
 from dilated_attention_pytorch.selection.backend import Triton
@@ -533,6 +535,40 @@ class Turned(NamedTuple):
         return {name: float((a != b).sum()) for name, a, b in zip(found._fields, found, wanted, strict=True)}
 
 
+class NormalForm(NamedTuple):
+    """Index tensors in their normal form, made by one kernel."""
+
+    calls: int
+
+    def errors(self) -> dict[str, float]:
+        """Numbers that differ from those of torch operations, launches besides one a call, and wrong layouts."""
+        draw, found = Seeded(0), dict.fromkeys(("indices", "counts", "sharing_rows", "layout", "launches"), 0.0)
+        for seed in range(self.calls):
+            call = drawn_call(draw)._replace(wild=True, entries=draw.choice([1, 3, 17, 40]), seed=seed)
+            indices, counts, _ = call.lists()
+            indices = indices.long() if seed % 2 else indices
+            # Lists in columns, and lists that samples share.
+            indices = indices.mT.contiguous().mT if seed % 3 else indices[:1].expand_as(indices)
+            near = draw.choice([(0, 0), (1, 0), (2, 0), (1, 2), (3, 1)])
+            shape = {"n": call.n, "heads": call.heads, "granularity": call.size, "is_causal": call.is_causal}
+            shape |= {"local_blocks": near[0], "sink_blocks": near[1]}
+            with GpuRules(), Launched() as launched:
+                made = make_selection(indices, counts, **shape)
+            found["launches"] += launched.count - 1
+            longest, lists.LONGEST_COMPARED = lists.LONGEST_COMPARED, 0
+            with GpuRules():
+                wanted = make_selection(indices, counts, **shape)
+            lists.LONGEST_COMPARED = longest
+            for name in ("indices", "counts", "sharing_rows"):
+                own, other = getattr(made, name), getattr(wanted, name)
+                if own is None or other is None:
+                    found["layout"] += own is not other
+                    continue
+                found["layout"] += own.dtype != other.dtype or own.shape != other.shape or not own.is_contiguous()
+                found[name] += float((own != other).sum())
+        return found
+
+
 class Step(NamedTuple):
     """A training step of a whole layer."""
 
@@ -731,6 +767,7 @@ TRIALS = {
     "lists of whole blocks": Lists(512, 128, 1, False, 2),
     "lists of ragged blocks, causal": Lists(500, 128, 1, True, local=2),
     "lists of large blocks of two samples": Lists(768, 256, 2, True, few=False),
+    "normal form of lists": NormalForm(40),
     "tokens turned round": Turned(70, 2),
     "many causal tokens turned round": Turned(500, 1, True, 8, 2),
     "tokens with long lists turned round in windows": Turned(333, 2, True, 70, window=16),

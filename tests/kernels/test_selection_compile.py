@@ -300,6 +300,28 @@ def test_kernels_around_the_ranking_are_small(name, warps, constants, monkeypatc
     assert sum(line.endswith(";") for line in compiled.asm["ptx"].splitlines()) <= 3_000
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("counted", [False, True])
+@pytest.mark.parametrize(("integers", "entries"), [("*i32", 4), ("*i64", 16), ("*i32", 51), ("*i64", 128)])
+def test_normal_form_stays_in_registers(integers, entries, counted, monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    import torch
+
+    from dilated_attention_pytorch.kernels.triton import launches
+    from dilated_attention_pytorch.selection.kernels import normal_lists
+
+    made = {}
+    monkeypatch.setattr(normal_lists, "Launch", lambda kernel, device, *numbers, **constants: made.update(constants))
+    sizes = 128, 128, 0, 1, True, True, counted, *(1,) * 7
+    normal_lists._normal_lists_launch(torch.device("cpu"), (1, 4, 16384, entries), *sizes)
+    tiles = launches.Tiles(0, 0, made["num_warps"], 1)
+    types = {"p_indices": integers, "p_counts": integers, "p_lists": "*i32", "p_many": "*i32", "p_sharing": "*i1"}
+    compiled = compile_kernel(normal_lists.normal_lists_kernel, made, tiles, types=types)
+    assert compiled.metadata.shared <= 16384
+    assert spilled(compiled) == 0
+    assert sum(line.endswith(";") for line in compiled.asm["ptx"].splitlines()) <= 3_000
+
+
 SUMMED = {"p_query": "*bf16", "p_key": "*bf16"} | dict.fromkeys(("p_means", "p_own", "p_summary", "p_units"), "*fp32")
 SUMMED |= dict.fromkeys(("p_own_there", "p_own_visible", "p_there", "p_visible", "p_padding"), "*i1")
 

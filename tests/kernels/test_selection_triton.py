@@ -56,6 +56,7 @@ GROUPS = {
         "tokens with long lists turned round in windows",
     ],
     "attention on indices": [
+        "normal form of lists",
         "indices by blocks, causal",
         "indices by blocks of two samples, padded",
         "indices by tokens, causal, padded",

@@ -275,3 +275,52 @@ def held_items_kernel(p_room, o_total, o_items, tiles, run, P: tl.constexpr, HAL
     for half in tl.static_range(HALVES):
         b_line = tl.where(o_c == 0, row // tiles, tl.where(o_c == 1, row % tiles * HALVES + half, readers))
         tl.store(p_room + o_items + (place * HALVES + half) * 4 + o_c, tl.where(o_c == 3, 0, b_line))
+
+
+@triton.jit(do_not_specialize=[
+    "lines", "rows", "lists", "entries", "listed", "blocks", "first",
+    "si_b", "si_s", "si_r", "si_k", "sc_b", "sc_s", "sc_r",
+])  # fmt: skip
+def normal_lists_kernel(
+    p_indices, p_counts, p_lists, p_many, p_sharing, lines, rows, lists, entries, listed, blocks, first,
+    si_b, si_s, si_r, si_k, sc_b, sc_s, sc_r,
+    R: tl.constexpr, P: tl.constexpr, SIZE: tl.constexpr, LOCAL: tl.constexpr, CAUSAL: tl.constexpr,
+    COUNTED: tl.constexpr, SHARING: tl.constexpr,
+):  # fmt: skip
+    """Sort the lists of R rows and drop duplicates and blocks that a row may not list; P holds the entries of a list.
+
+    SIZE rows share their own block. The place of a block is the number of smaller ones. With SHARING rows that list
+    their own block are marked, and it is dropped.
+    """
+    o_line = tl.program_id(0) * R + tl.arange(0, R)
+    o_k = tl.arange(0, P)[None, :]
+    row = o_line % rows
+    line = (o_line // rows).to(tl.int64)
+    sample = line // lists
+    own = (row // SIZE)[:, None]
+    b_here = (o_line < lines)[:, None] & (o_k < entries)
+    if COUNTED:
+        p_own = p_counts + sample * sc_b + line % lists * sc_s + row.to(tl.int64) * sc_r
+        b_here = b_here & (o_k < tl.load(p_own, mask=o_line < lines, other=0)[:, None])
+    p_own = p_indices + sample * si_b + line % lists * si_s + row.to(tl.int64) * si_r
+    b_block = tl.load(p_own[:, None] + o_k.to(tl.int64) * si_k, mask=b_here, other=-1)
+    b_some = (b_block >= first) & (b_block < blocks)
+    if CAUSAL:
+        b_some = b_some & (b_block <= own - LOCAL)
+    elif LOCAL > 0:
+        b_some = b_some & (tl.abs(b_block - own) >= LOCAL)
+    if SHARING:
+        # Block -1 of entries that are not there is no row's own.
+        b_mine = tl.max((b_block == own).to(tl.int32), 1)
+        tl.store(p_sharing + o_line, b_mine.to(tl.int1), mask=o_line < lines)
+    b_block = tl.where(b_some, b_block, blocks).to(tl.int32)
+    o_before = tl.arange(0, P)[None, None, :] < tl.arange(0, P)[None, :, None]
+    b_again = tl.sum(((b_block[:, None, :] == b_block[:, :, None]) & o_before).to(tl.int32), 2)
+    b_block = tl.where(b_again > 0, blocks, b_block)
+    b_place = tl.sum((b_block[:, None, :] < b_block[:, :, None]).to(tl.int32), 2)
+    many = tl.sum((b_block < blocks).to(tl.int32), 1)
+    b_here = (o_line < lines)[:, None]
+    p_own = p_lists + o_line.to(tl.int64)[:, None] * listed
+    tl.store(p_own + b_place, b_block, mask=b_here & (b_block < blocks))
+    tl.store(p_own + o_k, o_k * 0 + blocks, mask=b_here & (o_k >= many[:, None]) & (o_k < listed))
+    tl.store(p_many + o_line, many, mask=o_line < lines)

@@ -1,0 +1,55 @@
+"""Launch that brings index tensors into their normal form."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...kernels.launch.launcher import Launch, prepared
+from ...kernels.triton.launches import padded_width
+from .block_lists_kernels import normal_lists_kernel
+
+COMPARED = 4096
+"""Pairs of entries that a program compares at a time, if the lists of several rows have so few."""
+
+
+def _normal_lists_launch(
+    device: torch.device, shape: tuple[int, ...], blocks: int, size: int, first: int, local: int, causal: bool,
+    splits: bool, counted: bool, *strides: int,
+) -> tuple[Launch, tuple[int, int, int], tuple[int, ...]]:  # fmt: skip
+    batch, lists, rows, entries = shape
+    lines, listed, wide = batch * lists * rows, min(entries, blocks), padded_width(entries)
+    together = max(COMPARED // wide**2, 1)
+    launch = Launch(
+        normal_lists_kernel, device, lines, rows, lists, entries, listed, blocks, first, *strides,
+        R=together, P=wide, SIZE=size, LOCAL=local, CAUSAL=causal, COUNTED=counted, SHARING=splits,
+        num_warps=8 if wide**2 > COMPARED else 4,
+    )  # fmt: skip
+    return launch, (-(-lines // together), 1, 1), (batch, lists, rows, listed)
+
+
+def normal_lists(
+    indices: Tensor, counts: Tensor | None, blocks: int, size: int, first: int, local: int, causal: bool, splits: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """`Selection.indices` and `counts`, and with `splits` the `sharing_rows`, of lists with some entries.
+
+    Args:
+        indices: integers (b, s, r, k).
+        counts: integers (b, s, r), see `make_selection`.
+        blocks: key blocks of the sequence.
+        size: rows that share their own block.
+        first: first block that may be listed.
+        local: distance from the row's own block from which blocks may be listed.
+        causal: whether they must lie before it.
+        splits: whether rows that list their own block are marked.
+    """
+    device, shape = indices.device, indices.shape
+    strides = *indices.stride(), *((0, 0, 0) if counts is None else counts.stride())
+    sizes = blocks, size, first, local, causal, splits, counts is not None, *strides
+    launch, grid, listed_shape = prepared(_normal_lists_launch, device, shape, *sizes)
+    listed = torch.empty(listed_shape, dtype=torch.int32, device=device)
+    many = torch.empty(shape[:3], dtype=torch.int32, device=device)
+    sharing = torch.empty(shape[:3], dtype=torch.bool, device=device) if splits else None
+    read = indices, indices if counts is None else counts
+    launch(grid, (*read, listed, many, listed if sharing is None else sharing))
+    return listed, many, sharing
