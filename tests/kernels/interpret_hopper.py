@@ -526,6 +526,7 @@ def run_plans():
         backend = "auto" if call.per_token else "hopper"
         if name.endswith("in chunks"):
             gathered_attention.GatheredAttend._most_rows = lambda *_: (0, 128)
+            selected._cached.clear()
         errors = call.errors(backend, torch.float16 if call.per_token else torch.float32, widths=(64, 64))
         print(json.dumps({"trial": name} | errors), flush=True)
 

@@ -32,7 +32,7 @@ from dilated_attention_pytorch import parse
 from dilated_attention_pytorch.kernels.call import AttentionCall, Forward, Gradients
 from dilated_attention_pytorch.kernels.triton import launches as triton_launches
 from dilated_attention_pytorch.plan import make_plan
-from dilated_attention_pytorch.selection.attend import RowChunk
+from dilated_attention_pytorch.selection.attend import CallChoices, RowChunk
 from dilated_attention_pytorch.selection.kernels import (
     block_mass,
     gather_index,
@@ -147,7 +147,7 @@ def gathered(n: int, heads: int, key_heads: int, size: int, listed: int) -> None
     call = AttentionCall(query, key, value, make_plan(parse("window:1"), n, heads, size), d**-0.5)
     whole = RowChunk(slice(0, 1), slice(0, heads), slice(0, key_heads), slice(0, n), is_whole=True)
     lse, delta = hollow(1, heads, n), hollow(1, heads, n)
-    gathered_attention.forward(call, chosen, None, Forward(output, lse), whole)
+    gathered_attention.forward(call, chosen, None, Forward(output, lse), whole, CallChoices())
     near = Gradients(output, key, value)
     gathered_attention.backward(call, chosen, None, near, whole, lse, delta, output)
 

@@ -31,7 +31,7 @@ from dilated_attention_pytorch.kernels.hopper import lowering as hopper_lowering
 from dilated_attention_pytorch.kernels.triton import lowering as triton_lowering
 from dilated_attention_pytorch.nn import AdaptiveConfig, BlockSparseAdaptive
 from dilated_attention_pytorch.plan.documents import ascending
-from dilated_attention_pytorch.selection import attend, distill, rank
+from dilated_attention_pytorch.selection import attend, attention, distill, rank
 from dilated_attention_pytorch.selection import indices as lists
 from dilated_attention_pytorch.selection import plan as plans
 from dilated_attention_pytorch.selection.attention import selected_attention
@@ -201,6 +201,7 @@ class Chunks(NamedTuple):
         limits, found, chunks = gathered_attention.GatheredAttend._most_rows, [], []
         for rows in (2**20, self.rows):
             gathered_attention.GatheredAttend._most_rows = lambda *_, rows=rows: (0 if rows < 2**20 else rows, rows)
+            attention._cached.clear()
             leaves = [x.detach().requires_grad_() for x in given]
             torch.manual_seed(1)
             with GpuRules(), Launched() as launched:
@@ -838,4 +839,6 @@ if __name__ == "__main__":
     start_interpreting()
     use_small_tiles()
     for trial in sys.argv[1:] or TRIALS:
+        # Trials have other limits of chunks.
+        attention._cached.clear()
         print(json.dumps({"trial": trial} | TRIALS[trial].errors()), flush=True)

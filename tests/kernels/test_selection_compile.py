@@ -312,8 +312,9 @@ def test_normal_form_stays_in_registers(integers, entries, counted, monkeypatch)
 
     made = {}
     monkeypatch.setattr(normal_lists, "Launch", lambda kernel, device, *numbers, **constants: made.update(constants))
-    sizes = 128, 128, 0, 1, True, True, counted, *(1,) * 7
+    sizes = 128, 128, 0, 1, True, True, counted, counted, *(1,) * 7
     normal_lists._normal_lists_launch(torch.device("cpu"), (1, 4, 16384, entries), *sizes)
+    made |= {} if counted else {"p_many": None}
     tiles = launches.Tiles(0, 0, made["num_warps"], 1)
     types = {"p_indices": integers, "p_counts": integers, "p_lists": "*i32", "p_many": "*i32", "p_sharing": "*i1"}
     compiled = compile_kernel(normal_lists.normal_lists_kernel, made, tiles, types=types)

@@ -314,7 +314,7 @@ def _lists(
     if not host_sync and cu_seqlens is None and _fits_kernel(indices):
         from .kernels.normal_lists import normal_lists
 
-        return normal_lists(indices, counts, blocks, by_row, sink_blocks, near, is_causal, splits)
+        return normal_lists(indices, counts, blocks, by_row, sink_blocks, near, is_causal, splits, is_counted)
     if host_sync:
         validate_indices(indices, blocks, counts)
         if cu_seqlens is not None:

@@ -282,7 +282,7 @@ def held_items_kernel(p_room, o_total, o_items, tiles, run, P: tl.constexpr, HAL
     "si_b", "si_s", "si_r", "si_k", "sc_b", "sc_s", "sc_r",
 ])  # fmt: skip
 def normal_lists_kernel(
-    p_indices, p_counts, p_lists, p_many, p_sharing, lines, rows, lists, entries, listed, blocks, first,
+    p_indices, p_counts, p_lists, p_sharing, p_many, lines, rows, lists, entries, listed, blocks, first,
     si_b, si_s, si_r, si_k, sc_b, sc_s, sc_r,
     R: tl.constexpr, P: tl.constexpr, SIZE: tl.constexpr, LOCAL: tl.constexpr, CAUSAL: tl.constexpr,
     COUNTED: tl.constexpr, SHARING: tl.constexpr,
@@ -323,4 +323,5 @@ def normal_lists_kernel(
     p_own = p_lists + o_line.to(tl.int64)[:, None] * listed
     tl.store(p_own + b_place, b_block, mask=b_here & (b_block < blocks))
     tl.store(p_own + o_k, o_k * 0 + blocks, mask=b_here & (o_k >= many[:, None]) & (o_k < listed))
-    tl.store(p_many + o_line, many, mask=o_line < lines)
+    if p_many is not None:
+        tl.store(p_many + o_line, many, mask=o_line < lines)

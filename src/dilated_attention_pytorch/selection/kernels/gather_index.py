@@ -81,7 +81,7 @@ class SelectionInverter:
         return GatherIndex(*[self._room.tensor(memory, name) for name in GatherIndex._fields])
 
 
-def inverter_of(selection: Selection, group: int, some: bool) -> tuple[SelectionInverter, Tensor]:
+def inverter_of(selection: Selection, group: int, some: bool = False) -> tuple[SelectionInverter, Tensor]:
     """Launches that invert a selection, and its lists in the layout that they read; see `invert_selection`."""
     indices = selection.indices
     apart = indices.stride()

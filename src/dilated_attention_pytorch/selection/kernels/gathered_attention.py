@@ -24,7 +24,7 @@ from ...kernels.triton.launches import (
     padded_width,
     shares_much,
 )
-from ..attend import RowChunk, TokenAttend
+from ..attend import CallChoices, RowChunk, TokenAttend
 from ..types import GatherIndex
 from . import gather_index, hopper_gathered
 from .gathered_attention_kernels import add_tokens_kernel, chosen_bwd_kernel, chosen_fwd_kernel, join_tokens_kernel
@@ -104,7 +104,14 @@ def _forward_launches(
     return Prepared(((attend, grids[0]), (join, grids[1])), (own, rows, e))
 
 
-def forward(call: AttentionCall, chosen: GatherIndex, bounds: Tensor | None, near: Forward, chunk: RowChunk) -> None:
+def forward(
+    call: AttentionCall,
+    chosen: GatherIndex,
+    bounds: Tensor | None,
+    near: Forward,
+    chunk: RowChunk,
+    choices: CallChoices,
+) -> None:
     """Merge the attention over the listed blocks of a chunk into the output over shared blocks, in place.
 
     Args:
@@ -113,10 +120,12 @@ def forward(call: AttentionCall, chosen: GatherIndex, bounds: Tensor | None, nea
         bounds: int64 (n, 2), first key and end of the keys that each token may see; None for all keys.
         near: output and LSE of the call.
         chunk: samples, query heads and tokens.
+        choices: choices of calls with the layout of this one.
     """
     query, key, value = _of_chunk(call, chunk)
     output, lse = chunk.rows(near.output), chunk.rows(near.lse)
-    launches, shape = _prepared(_forward_launches, call, chosen, bounds, chunk, output, lse)
+    make = partial(_prepared, _forward_launches, call, chosen, bounds, chunk, output, lse)
+    launches, shape = choices.derive(("forward", output.stride()), make) if chunk.is_whole else make()
     (attend, attend_grid), (join, join_grid) = launches
     part = torch.empty(shape, dtype=query.dtype, device=query.device)
     part_lse = torch.empty(shape[:2], dtype=torch.float32, device=query.device)
@@ -243,7 +252,7 @@ class GatheredAttend(TokenAttend):
     def _most_rows(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[int, int]:
         s = self.selection
         # The run of each key block may leave part of a tile empty.
-        bits = MOST_BITS // max(s.blocks, s.indices.shape[-1] + 1) - len(query) * s.block_size
+        bits = MOST_BITS // max(s.blocks, s.indices.shape[-1] + 1) - query.shape[0] * s.block_size
         whole, most = TokenAttend._most_rows(self, query, key, value)
         return min(whole, bits), min(most, bits)
 
@@ -257,19 +266,28 @@ class GatheredAttend(TokenAttend):
             self.index = None
             heads, key_heads = (x.stop - x.start for x in (chunk.heads, chunk.key_heads))
             first = () if own.indices.shape[2] == own.n else (chunk.tokens.start,)
-            run, indices = gather_index.inverter_of(own, heads // key_heads, bool(first))
-            invert, name = partial(run, indices, *first), ("index", heads // key_heads)
-            self.index = sizes, self._derive(name, invert, run.numbers) if own is self.selection else invert()
+            invert = partial(gather_index.invert_selection, own, heads // key_heads, *first)
+            if own is self.selection:
+                numbers = self.choices.derive(
+                    "numbers", lambda: gather_index.inverter_of(own, heads // key_heads)[0].numbers
+                )
+                self.index = sizes, self._derive(("index", heads // key_heads), invert, numbers)
+            else:
+                self.index = sizes, invert()
         return self.index[1]
+
+    def _chunks(self, call: AttentionCall) -> list[RowChunk]:
+        """`chunks` of the call, which follow from its layout."""
+        return self.choices.derive("chunks", lambda: [*self.chunks(call.query, call.key, call.value)])
 
     def _skips_hidden(self) -> bool:
         # Every row is joined if anything can be listed.
         return self.selection.indices.shape[-1] > 0
 
     def _join(self, call: AttentionCall, shared: Forward) -> Forward:
-        chunks = [*self.chunks(call.query, call.key, call.value)]
+        chunks = self._chunks(call)
         for chunk in chunks:
-            forward(call, self._inverted(call, chunk), self.selection.bounds, shared, chunk)
+            forward(call, self._inverted(call, chunk), self.selection.bounds, shared, chunk, self.choices)
         self.index = self.index if len(chunks) == 1 else None
         return shared
 
@@ -282,7 +300,7 @@ class GatheredAttend(TokenAttend):
         grad_output: Tensor,
         grad_lse: Tensor | None,
     ) -> tuple[Tensor, ...]:
-        chunks = [*self.chunks(call.query, call.key, call.value)]
+        chunks = self._chunks(call)
         if not chunks:
             return tuple(shared)
         rest = lse, delta_of(output, lse, grad_output, grad_lse), grad_output

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.launch.launcher import Launch, prepared
+from ...kernels.launch.triton_abi import Grid
 from ...kernels.triton.launches import padded_width
 from .block_lists_kernels import normal_lists_kernel
 
@@ -15,22 +16,26 @@ COMPARED = 4096
 
 def _normal_lists_launch(
     device: torch.device, shape: tuple[int, ...], blocks: int, size: int, first: int, local: int, causal: bool,
-    splits: bool, counted: bool, *strides: int,
-) -> tuple[Launch, tuple[int, int, int], tuple[int, ...]]:  # fmt: skip
+    splits: bool, counted: bool, counts: bool, *strides: int,
+) -> tuple[Launch, Grid, tuple[int, ...], Tensor]:  # fmt: skip
     batch, lists, rows, entries = shape
     lines, listed, wide = batch * lists * rows, min(entries, blocks), padded_width(entries)
     together = max(COMPARED // wide**2, 1)
     launch = Launch(
-        normal_lists_kernel, device, lines, rows, lists, entries, listed, blocks, first, *strides,
-        R=together, P=wide, SIZE=size, LOCAL=local, CAUSAL=causal, COUNTED=counted, SHARING=splits,
+        normal_lists_kernel, device, *(() if counts else (None,)), lines, rows, lists, entries, listed, blocks, first,
+        *strides, R=together, P=wide, SIZE=size, LOCAL=local, CAUSAL=causal, COUNTED=counted, SHARING=splits,
         num_warps=8 if wide**2 > COMPARED else 4,
     )  # fmt: skip
-    return launch, (-(-lines // together), 1, 1), (batch, lists, rows, listed)
+    # Calls outside of inference mode read it, too.
+    with torch.inference_mode(False):
+        no_counts = torch.empty(0, dtype=torch.int32, device=device)
+    return launch, (-(-lines // together), 1, 1), (batch, lists, rows, listed), no_counts
 
 
 def normal_lists(
-    indices: Tensor, counts: Tensor | None, blocks: int, size: int, first: int, local: int, causal: bool, splits: bool
-) -> tuple[Tensor, Tensor, Tensor | None]:
+    indices: Tensor, counts: Tensor | None, blocks: int, size: int, first: int, local: int, causal: bool, splits: bool,
+    is_counted: bool,
+) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
     """`Selection.indices` and `counts`, and with `splits` the `sharing_rows`, of lists with some entries.
 
     Args:
@@ -42,14 +47,16 @@ def normal_lists(
         local: distance from the row's own block from which blocks may be listed.
         causal: whether they must lie before it.
         splits: whether rows that list their own block are marked.
+        is_counted: whether the result needs counts; otherwise they are empty.
     """
     device, shape = indices.device, indices.shape
     strides = *indices.stride(), *((0, 0, 0) if counts is None else counts.stride())
-    sizes = blocks, size, first, local, causal, splits, counts is not None, *strides
-    launch, grid, listed_shape = prepared(_normal_lists_launch, device, shape, *sizes)
+    sizes = blocks, size, first, local, causal, splits, counts is not None, is_counted, *strides
+    launch, grid, listed_shape, many = prepared(_normal_lists_launch, device, shape, *sizes)
     listed = torch.empty(listed_shape, dtype=torch.int32, device=device)
-    many = torch.empty(shape[:3], dtype=torch.int32, device=device)
+    if is_counted:
+        many = torch.empty(shape[:3], dtype=torch.int32, device=device)
     sharing = torch.empty(shape[:3], dtype=torch.bool, device=device) if splits else None
     read = indices, indices if counts is None else counts
-    launch(grid, (*read, listed, many, listed if sharing is None else sharing))
+    launch(grid, (*read, listed, listed if sharing is None else sharing, *((many,) if is_counted else ())))
     return listed, many, sharing
