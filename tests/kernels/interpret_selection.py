@@ -12,7 +12,7 @@ import os
 import sys
 import weakref
 from contextlib import nullcontext
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 os.environ["TRITON_INTERPRET"] = "1"
 
@@ -542,31 +542,98 @@ class NormalForm(NamedTuple):
     calls: int
 
     def errors(self) -> dict[str, float]:
-        """Numbers that differ from those of torch operations, launches besides one a call, and wrong layouts."""
+        """Numbers that differ from those of torch operations, launches besides one a call, and wrong layouts.
+
+        Calls of one shape follow each other: their integers, strides, counts and limits are their own.
+        """
         draw, found = Seeded(0), dict.fromkeys(("indices", "counts", "sharing_rows", "layout", "launches"), 0.0)
         for seed in range(self.calls):
-            call = drawn_call(draw)._replace(wild=True, entries=draw.choice([1, 3, 17, 40]), seed=seed)
+            call = drawn_call(draw)._replace(wild=True, counted=True, seed=seed, entries=draw.choice([1, 3, 17, 40]))
             indices, counts, _ = call.lists()
-            indices = indices.long() if seed % 2 else indices
-            # Lists in columns, and lists that samples share.
-            indices = indices.mT.contiguous().mT if seed % 3 else indices[:1].expand_as(indices)
-            near = draw.choice([(0, 0), (1, 0), (2, 0), (1, 2), (3, 1)])
-            shape = {"n": call.n, "heads": call.heads, "granularity": call.size, "is_causal": call.is_causal}
-            shape |= {"local_blocks": near[0], "sink_blocks": near[1]}
-            with GpuRules(), Launched() as launched:
-                made = make_selection(indices, counts, **shape)
-            found["launches"] += launched.count - 1
-            longest, lists.LONGEST_COMPARED = lists.LONGEST_COMPARED, 0
+            columns, shared = indices.mT.contiguous().mT, indices[:1].expand_as(indices)
+            shape = {"n": call.n, "heads": call.heads, "granularity": call.size}
+            for number, given in enumerate((indices, columns, indices.long(), shared, shared.long())):
+                near = draw.choice([(0, 0), (1, 0), (2, 0), (1, 2), (3, 1)])
+                options = shape | {
+                    "local_blocks": near[0],
+                    "sink_blocks": near[1],
+                    "is_causal": draw.choice([0, 1]) > 0,
+                }
+                given = given, counts if number % 2 else None
+                with GpuRules(), Launched() as launched:
+                    made = make_selection(*given, **options)
+                found["launches"] += launched.count - 1
+                longest, lists.LONGEST_COMPARED = lists.LONGEST_COMPARED, 0
+                with GpuRules():
+                    wanted = make_selection(*given, **options)
+                lists.LONGEST_COMPARED = longest
+                for name in ("indices", "counts", "sharing_rows"):
+                    own, other = getattr(made, name), getattr(wanted, name)
+                    if own is None or other is None:
+                        found["layout"] += own is not other
+                        continue
+                    found["layout"] += own.dtype != other.dtype or own.shape != other.shape or not own.is_contiguous()
+                    found[name] += float((own != other).sum())
+        return found
+
+
+class Neighbours(NamedTuple):
+    """Calls that differ from an earlier one in a single property, and so must not use what was prepared for it."""
+
+    per_token: bool
+
+    def errors(self) -> dict[str, float]:
+        """Numbers of output and LSE that differ from those of a first call, for each property."""
+        attend.GATHERED = 2**29
+        call, found = IndexCall(self.per_token, True, 20, scope=2, entries=2), {}
+        # Plans of shared blocks are made once for a shape.
+        for near, group in ((1, 2), (1, 4), (0, 2)):
+            shared = attend.shared_plan(call.n, call.heads, call.size, near, 0, near > 0, torch.device("cpu"))
+            triton_lowering.schedule(shared, group)
+        torch.manual_seed(0)
+        shape = call.batch, call.n, 16
+        query, key, value = (torch.randn(shape[0], heads, *shape[1:]) for heads in (4, 2, 2))
+        indices = call.lists()[0]
+        padding = torch.arange(call.n).expand(call.batch, -1) >= torch.tensor([[15], [20]])
+
+        def run(query=query, key=key, value=value, indices=indices, trained=False, **more: Any) -> list[torch.Tensor]:
+            torch.manual_seed(2)
+            options: dict[str, Any] = {"granularity": call.size, "is_causal": True, "enable_gqa": True} | more
+            leaves = [x.detach().requires_grad_(trained) for x in (query, key, value)]
             with GpuRules():
-                wanted = make_selection(indices, counts, **shape)
-            lists.LONGEST_COMPARED = longest
-            for name in ("indices", "counts", "sharing_rows"):
-                own, other = getattr(made, name), getattr(wanted, name)
-                if own is None or other is None:
-                    found["layout"] += own is not other
-                    continue
-                found["layout"] += own.dtype != other.dtype or own.shape != other.shape or not own.is_contiguous()
-                found[name] += float((own != other).sum())
+                output, lse = selected_attention(*leaves, indices, return_lse=True, backend="triton", **options)
+                grads = torch.autograd.grad(output.square().sum(), leaves) if trained else ()
+            return [output.detach(), lse.detach(), *grads]
+
+        one = {"query": query[:1], "key": key[:1], "value": value[:1], "indices": indices[:1]}
+        changes: dict[str, dict[str, Any]] = {
+            "samples": one,
+            "packed": one | {"cu_seqlens": torch.tensor([0, 7, 20])},
+            "strides": {"query": query.transpose(1, 2).contiguous().transpose(1, 2)},
+            "strides of values": {"value": value.transpose(1, 2).contiguous().transpose(1, 2)},
+            "alignment": {"key": torch.cat([key.new_zeros(1), key.flatten()])[1:].view_as(key)},
+            "dtype": {"query": query.half(), "key": key.half(), "value": value.half()},
+            "width of values": {"value": value[..., :12]},
+            "key heads": {"key": key[:, :1], "value": value[:, :1], "indices": indices[:, :1]},
+            "lists": {"indices": indices[:, :1]},
+            "lists of query heads": {"indices": indices.repeat_interleave(2, 1)},
+            "entries": {"indices": indices[..., :1]},
+            "strides of lists": {"indices": indices.mT.contiguous().mT},
+            "64 bits": {"indices": indices.long()},
+            "scale": {"scale": 0.5},
+            "negative scale": {"scale": -0.5},
+            "sink": {"sink": torch.tensor([0.3, -0.2, 1.0, 0.0])},
+            "dropout": {"dropout_p": 0.4},
+            "padding": {"key_padding_mask": padding},
+            "gradients": {"trained": True},
+            "not causal": {"is_causal": False},
+        }
+        for name, change in changes.items():
+            attention._cached.clear()
+            wanted = run(**change)
+            attention._cached.clear()
+            run()
+            found[name] = sum(float((a != b).sum()) for a, b in zip(run(**change), wanted, strict=True))
         return found
 
 
@@ -768,7 +835,9 @@ TRIALS = {
     "lists of whole blocks": Lists(512, 128, 1, False, 2),
     "lists of ragged blocks, causal": Lists(500, 128, 1, True, local=2),
     "lists of large blocks of two samples": Lists(768, 256, 2, True, few=False),
-    "normal form of lists": NormalForm(40),
+    "normal form of lists": NormalForm(10),
+    "calls beside equal calls, blocks": Neighbours(False),
+    "calls beside equal calls, tokens": Neighbours(True),
     "tokens turned round": Turned(70, 2),
     "many causal tokens turned round": Turned(500, 1, True, 8, 2),
     "tokens with long lists turned round in windows": Turned(333, 2, True, 70, window=16),

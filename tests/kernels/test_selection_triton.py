@@ -57,6 +57,8 @@ GROUPS = {
     ],
     "attention on indices": [
         "normal form of lists",
+        "calls beside equal calls, blocks",
+        "calls beside equal calls, tokens",
         "indices by blocks, causal",
         "indices by blocks of two samples, padded",
         "indices by tokens, causal, padded",

@@ -36,18 +36,10 @@ def normal_lists(
     indices: Tensor, counts: Tensor | None, blocks: int, size: int, first: int, local: int, causal: bool, splits: bool,
     is_counted: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """`Selection.indices` and `counts`, and with `splits` the `sharing_rows`, of lists with some entries.
+    """`Selection.indices`, `counts` (empty unless `is_counted`) and with `splits` the `sharing_rows`.
 
-    Args:
-        indices: integers (b, s, r, k).
-        counts: integers (b, s, r), see `make_selection`.
-        blocks: key blocks of the sequence.
-        size: rows that share their own block.
-        first: first block that may be listed.
-        local: distance from the row's own block from which blocks may be listed.
-        causal: whether they must lie before it.
-        splits: whether rows that list their own block are marked.
-        is_counted: whether the result needs counts; otherwise they are empty.
+    `size` rows share their own block. Lists keep blocks from `first` on that are at least `local` away from the row's
+    own, and with `causal` before it.
     """
     device, shape = indices.device, indices.shape
     strides = *indices.stride(), *((0, 0, 0) if counts is None else counts.stride())
