@@ -343,8 +343,8 @@ def _table_sum(call: AttentionCall, delta: Tensor, grad_output: Tensor) -> _Tabl
     """Empty sums, with the largest unit for which no sum of gradients of scores can overflow."""
     if call.bias is None:
         return _TableSum()
-    # The weights of a row sum to 1, so a sum is at most the number of rows times the largest |dP - delta|. Beside a sink
-    # they sum to less: delta is at most |dP| and the slope, which the weights multiply to the gradient of the keys' LSE.
+    # The weights of a row sum to 1, so a sum is at most the number of rows times the largest |dP - delta|. Beside a
+    # sink they sum to less: delta is at most |dP| and a slope, and weights times slope the gradient of the keys' LSE.
     spans = [torch.linalg.vector_norm(x, torch.inf, -1, dtype=torch.float32) for x in (grad_output, call.value)]
     many, slope = (1, delta) if call.keys_lse_grad is None else (2, call.keys_lse_grad)
     tops = [x.abs().nan_to_num(0.0, 0.0, 0.0).amax().double() for x in (*spans, slope)]
