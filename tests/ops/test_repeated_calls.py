@@ -26,10 +26,10 @@ from dilated_attention_pytorch.kernels.call import AttentionCall
 from dilated_attention_pytorch.kernels.cpu import tiles as cpu
 from dilated_attention_pytorch.kernels.sink import apply_sink
 from dilated_attention_pytorch.ops import plan_cache
+from dilated_attention_pytorch.plan.cache import TensorMemo
 from dilated_attention_pytorch.selection import attend
 from dilated_attention_pytorch.selection import attention as selected
 from dilated_attention_pytorch.selection.attend import CallChoices
-from dilated_attention_pytorch.selection.types import ListsMemo
 
 MODULE = sys.modules["dilated_attention_pytorch.ops.attention"]
 PATTERN = "window:20 | global:3"
@@ -449,10 +449,16 @@ def test_selection_is_shared_by_threads(per_token):
 class OnGpu:
     """Stands for a list in the memory of a GPU."""
 
-    device, _version = torch.device("cuda", 0), 0
+    device, _version, shape = torch.device("cuda", 0), 0, (4,)
 
     def data_ptr(self):
         return 512
+
+    def stride(self):
+        return (1,)
+
+    def untyped_storage(self):
+        return torch.zeros(4).untyped_storage()
 
 
 def test_cached_values_are_those_of_a_stream(monkeypatch):
@@ -460,7 +466,7 @@ def test_cached_values_are_those_of_a_stream(monkeypatch):
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: current["stream"], raising=False)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: current["captured"])
     lists = OnGpu()
-    memo, made = ListsMemo(lists), []
+    memo, made = TensorMemo(lists), []
 
     def derived(**now):
         current.update(now)

@@ -20,9 +20,10 @@ from ..kernels.call import AttentionCall, Forward, Gradients, Runner, empty_rows
 from ..kernels.dropout import shifted
 from ..kernels.registry import can_prepare, can_run, choose, preference, prepared
 from ..ops.merge import shares_of
+from ..plan.cache import Result
 from ..plan.plan import Plan
 from .plan import block_plan, dense_plan, token_plan
-from .types import Gathered, Result, Selection
+from .types import Gathered, Selection
 
 GATHERED, GPU_ROOM, OF_TENSORS = 64 * 2**20, 16, 10
 """Bytes of gathered rows up to which a call runs whole, and their multiple on a GPU. A larger call runs in chunks of a

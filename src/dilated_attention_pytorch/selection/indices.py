@@ -14,6 +14,7 @@ from ..errors import must, must_be
 from ..ops.attention import is_observed
 from ..ops.checks import check_bounds, validate_cu_seqlens
 from ..ops.operators import join_batch
+from ..plan.cache import is_intercepted
 from ..plan.documents import row_bounds
 from . import backend as implementations
 from .types import Selection, shared_blocks, with_memo
@@ -255,13 +256,13 @@ def normal_form(
 ) -> Selection:
     """`make_selection` of arguments that have been checked; attention does not need the counts of the result."""
     settings = cu_seqlens, n, granularity, is_causal, local_blocks, sink_blocks
+    bounds = None if cu_seqlens is None else row_bounds(cu_seqlens, n, is_causal)
     if is_observed(indices):
         listed, many, own = torch.ops.dilated_attention.normal_lists(indices, counts, *settings)
     else:
-        listed, many, own = _lists(indices, counts, *settings, is_counted)
+        listed, many, own = _lists(indices, counts, *settings, is_counted, bounds)
     per_token, group = _is_per_token(indices, n, granularity), heads // indices.shape[1]
-    if cu_seqlens is not None:
-        bounds = row_bounds(cu_seqlens, n, is_causal)
+    if bounds is not None:
         return Selection(listed, many, n, granularity, False, per_token, 0, 0, None, bounds, group)
     splits = _splits_own(per_token, is_causal, local_blocks)
     near, sharing = ((1, 0), own) if splits else ((local_blocks, sink_blocks), None)
@@ -305,8 +306,12 @@ def _lists(
     local_blocks: int,
     sink_blocks: int,
     is_counted: bool,
+    bounds: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """`Selection.indices`, `counts` if they are needed, and where the own block is split off, `sharing_rows`."""
+    """`Selection.indices`, `counts` if they are needed, and where the own block is split off, `sharing_rows`.
+
+    `bounds` are the `row_bounds` of `cu_seqlens`, if known.
+    """
     rows, blocks, per_token = indices.shape[2], -(-n // granularity), _is_per_token(indices, n, granularity)
     splits = cu_seqlens is None and _splits_own(per_token, is_causal, local_blocks)
     by_row, near = granularity if per_token else 1, 1 if splits else local_blocks
@@ -322,7 +327,7 @@ def _lists(
     sharing, last = None, None
     first: Tensor | int = sink_blocks
     if cu_seqlens is not None:
-        bounds = row_bounds(cu_seqlens, n, is_causal)
+        bounds = row_bounds(cu_seqlens, n, is_causal) if bounds is None else bounds
         first, last = bounds[:, 0], bounds[:, 1] - 1
         if not per_token:
             ends = (torch.arange(1, blocks + 1, device=indices.device) * granularity).clamp(max=n) - 1
