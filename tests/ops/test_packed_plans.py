@@ -227,7 +227,7 @@ def of_a_replayed_graph():
     ],
     ids=["inference", "numpy", "dlpack", "subclass", "replayed"],
 )
-def test_bounds_whose_changes_go_unnoticed_are_planned_in_every_call(planned, make):
+def test_bounds_that_others_write_are_planned_in_every_call(planned, make):
     bounds = make()
     assert memo_of(bounds) is None
     with torch.inference_mode():
@@ -279,7 +279,7 @@ def test_compiled_calls_follow_bounds_that_they_change(planned):
         check(bounds, values)
 
 
-def test_captured_calls_and_other_streams_have_plans_of_their_own(planned, monkeypatch):
+def test_captures_and_streams_have_plans_of_their_own(planned, monkeypatch):
     bounds, now, tables = bounds_of(), {"captured": False, "stream": 1}, documents._tables
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: now["captured"])
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: now["stream"], raising=False)

@@ -124,7 +124,7 @@ def attention(
         cu_seqlens: int (documents + 1): bounds of sequences packed one after another (B must be 1); the pattern
             applies to each separately. On the query's GPU, bounds of full, causal and window patterns and
             their `&` stay there, in float16, bfloat16 and float32 without `memory_budget`: they may change under a
-            CUDA graph; `validate_cu_seqlens` checks them. Other calls read bounds on the host.
+            CUDA graph or by torch operations; `validate_cu_seqlens` checks them. Other calls read bounds on the host.
         dropout_p: probability of dropping a weight.
         sink: (H,), one more logit in the softmax of every row of a head, without a value: rows are scaled by
             `sigmoid(lse - sink)`. Differentiable. The LSE excludes it.
