@@ -14,7 +14,6 @@ from ..errors import must, must_be
 from ..ops.attention import is_observed
 from ..ops.checks import check_bounds, validate_cu_seqlens
 from ..ops.operators import join_batch
-from ..plan.cache import is_intercepted
 from ..plan.documents import row_bounds
 from . import backend as implementations
 from .types import Selection, shared_blocks, with_memo
