@@ -153,9 +153,7 @@ def unshard_sequence(shards: Sequence[Tensor], layout: SequenceLayout, dim: int 
     for rank, (shard, length) in enumerate(zip(shards, layout.lengths, strict=True)):
         if shard.shape[dim] != length:
             raise must(f"the shard of rank {rank} must hold {length} tokens along dimension {dim}", shard.shape[dim])
-    taken = [0] * layout.world
-    pieces = []
-    for (begin, end), rank in zip(pairwise((*layout.begins, layout.n)), layout.ranks, strict=True):
-        pieces.append(shards[rank].narrow(dim, taken[rank], end - begin))
-        taken[rank] += end - begin
-    return torch.cat(pieces, dim) if pieces else shards[0]
+    parts = [
+        iter(shard.split([end - begin for begin, end in layout.runs(rank)], dim)) for rank, shard in enumerate(shards)
+    ]
+    return torch.cat([next(parts[rank]) for rank in layout.ranks], dim) if layout.ranks else shards[0]

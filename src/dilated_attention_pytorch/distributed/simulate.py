@@ -10,10 +10,9 @@ from torch import Tensor
 
 from ..kernels.dropout import fresh_seed
 from ..ops import AttentionOutput
-from ..ops.checks import autocasted
 from ..patterns import And, Causal, Dilated, Pattern
 from ..plan import own_block, plan_rows
-from .attention import Call, ScoreBias
+from .attention import Call, Inputs
 from .cost_model import Exchange, Machine, Overlap
 from .exchange import Request, Traffic, plan_exchange, request_for
 from .executor import ContextParallel, Executor
@@ -50,17 +49,18 @@ def virtual_attention(
     Each virtual rank computes from its own shard and the rows of its exchange plan only.
     """
     settings = is_causal, scale, enable_gqa, cu_seqlens, dropout_p, softcap
-    call = Call(pattern, layout, *settings, overlap, exchange, receive_budget, machine)
-    query, key, value = autocasted(query, key, value)
+    call = Call(pattern, layout, *settings, overlap, exchange, receive_budget, machine, backend)
+    inputs = Inputs(query, key, value, key_padding_mask, None, bias, bias_positions).autocasted()
     if layout.world == 1 or not layout.n:
-        return call.on_one_device(query, key, value, key_padding_mask, None, ScoreBias(bias, bias_positions), backend)
+        return call.on_one_device(inputs)
+    query, key, value = inputs[:3]
     ranks = range(layout.world)
     parts = [[shard_sequence(x, layout, rank) for rank in ranks] for x in (query, key, value)]
     padding = [None if key_padding_mask is None else shard_sequence(key_padding_mask, layout, r, 1) for r in ranks]
-    for rank, *tensors, mask in zip(ranks, *parts, padding, strict=True):
-        call.check_shard(rank, tuple(tensors), mask)  # pyrefly: ignore[bad-argument-type]
+    for rank, *shard in zip(ranks, *parts, padding, strict=True):
+        call.check_shard(rank, Inputs(*shard))
     seed = fresh_seed(query.device) if dropout_p else None
-    terms = call.softcap or 0.0, *ScoreBias(bias, bias_positions).for_kernels(query, layout.n)
+    terms = call.softcap or 0.0, *inputs.kernel_bias(layout.n)
     settings = KernelSettings(call.scale_for(query.shape[3]), backend, dropout_p, seed, *terms)
     transport = VirtualTransport(layout.world)
     schedules = [schedule.to(query.device) for schedule in _schedules(call.spec(query, key, value), layout)]

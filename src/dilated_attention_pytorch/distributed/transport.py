@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
@@ -261,10 +262,15 @@ def group_name(group: dist.ProcessGroup | None) -> str:
     return group_of(group).group_name
 
 
-def gathered(own: Tensor, group: dist.ProcessGroup | None) -> list[Tensor]:
-    """The tensors of all ranks, of one shape and dtype. Collective."""
+def gathered(own: Tensor, group: dist.ProcessGroup | None, patience: timedelta | None = None) -> list[Tensor]:
+    """The tensors of all ranks, of one shape and dtype. Collective.
+
+    Raises after `patience`, or the group's timeout if None.
+    """
     every = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(every, own, group=group)
+    work = dist.all_gather(every, own, group=group, async_op=patience is not None)
+    if work is not None and patience is not None:
+        work.wait(patience)
     return every
 
 
