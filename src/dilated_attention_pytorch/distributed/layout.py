@@ -86,7 +86,8 @@ class SequenceLayout:
 
     def runs(self, rank: int) -> list[tuple[int, int]]:
         """Begin and end of each run of the rank."""
-        self._check_rank(rank)
+        if not 0 <= rank < self.world:
+            raise must(f"rank must lie in 0 .. {self.world - 1}", rank)
         own = (self._tables[1] == rank).nonzero()[:, 0].tolist()
         ends = (*self.begins[1:], self.n)
         return [(self.begins[run], ends[run]) for run in own]
@@ -130,10 +131,6 @@ class SequenceLayout:
             torch.tensor(x, dtype=torch.int64, device="cpu") for x in (self.begins, self.ranks, before)
         )
         return begins, ranks, places
-
-    def _check_rank(self, rank: int) -> None:
-        if not 0 <= rank < self.world:
-            raise must(f"rank must lie in 0 .. {self.world - 1}", rank)
 
 
 def shard_sequence(x: Tensor, layout: SequenceLayout, rank: int, dim: int = 2) -> Tensor:

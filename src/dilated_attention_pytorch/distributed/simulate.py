@@ -179,7 +179,7 @@ def forecast_rank(
 
 
 def _dilated_tiles(pattern: Dilated, n: int, begin: int, end: int, heads: int, size: int, is_causal: bool) -> int:
-    """Tile pairs of the queries begin .. end - 1: a tile meets the tiles of its segment, up to itself when causal."""
+    """Tile pairs of the queries begin .. end - 1: a tile sees the tiles of its segment, up to itself when causal."""
     total = 0
     for index, (segment, rate) in enumerate(pattern.branches):
         length, span = min(segment, n), rate * size
@@ -191,11 +191,11 @@ def _dilated_tiles(pattern: Dilated, n: int, begin: int, end: int, heads: int, s
             return own * (low + high + 2) // 2 if is_causal else own * tiles
 
         first, last = begin // length * length, (end - 1) // length * length
-        met = pairs(first) + (pairs(last) if last > first else 0)
+        seen = pairs(first) + (pairs(last) if last > first else 0)
         if last - first > length:
             # Segments in between lie inside the run, and have equal counts.
-            met += (last - first - length) // length * pairs(first + length)
-        total += met * sum(bool(pattern.takes_part(index, head)) for head in range(heads))
+            seen += (last - first - length) // length * pairs(first + length)
+        total += seen * sum(bool(pattern.takes_part(index, head)) for head in range(heads))
     return total
 
 
@@ -238,7 +238,7 @@ def dilated_request(
             if resolved.takes_part(index, head):
                 residue = resolved.sampled_residue(index, head)
                 for run in layout.runs(rank):
-                    # A segment between the first and the last that a run meets lies inside the run.
+                    # A segment between the first and the last of a run lies inside the run.
                     for which in {run[0] // segment, (run[1] - 1) // segment}:
                         first, end = which * segment + residue, min((which + 1) * segment, layout.n)
                         rows += [first_code + x for x in _outside(run, first, end, rate, is_causal)]
