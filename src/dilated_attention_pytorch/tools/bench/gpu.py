@@ -2,9 +2,9 @@
 
     python -m dilated_attention_pytorch.tools.bench --suite gpu --out FILE [--budget SECONDS] [--resume]
 
-A subject is timed when chosen rows and columns of its output and gradients agree with float64. The time of a call is
-what CUDA events around it tell, after 256 MiB were written to empty the L2 cache. A line of JSON is added as soon as it
-is known, and the most telling cases come first, so that a short budget measures what matters most.
+A subject is timed when selected rows and columns of its output and gradients agree with float64. Calls are timed with
+CUDA events, after 256 MiB were written to empty the L2 cache. A line of JSON is added as soon as it is known, and the
+most decisive cases come first, so that a short budget measures what matters most.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def exact_lse(query: Tensor, key: Tensor, oracle: Pattern, heads: list[int]) -> 
 def event_seconds(call: Callable[[], Any], device: str, once: float) -> list[float]:
     """Seconds of single calls, each after the L2 cache was flushed. On a CPU, wall-clock time.
 
-    `once` is about what a call takes: one that takes long has been warmed up by having been asked before.
+    `once` is the approximate time of a call. Calls of `SLOW_S` and more need no further warm-up.
     """
     if device != "cuda":
         return [clock(call) for _ in range(3)]

@@ -32,7 +32,6 @@ from .gate import Computed, error_ratio, sample
 from .measure import PeakMemory, clock, draw, facts, synchronize
 from .results import (
     DIRECTIONS,
-    KEY,
     WORK,
     Bar,
     append,
@@ -142,7 +141,7 @@ def why_too_slow(group: Group) -> str | None:
 def absent(group: Group, name: str, reason: str) -> Iterator[tuple[dict[str, Any], list[Bar]]]:
     """Lines of a dense peer that is skipped."""
     for direction in DIRECTIONS:
-        key = dict(zip(KEY, _key(group, "dense", direction), strict=True))
+        key = {"suite": group.suite, "case": "dense", "subject": None, **group.shape, "direction": direction}
         shape = {"heads": group.peer_heads, "backend": name, "p50_ms": None, "skipped": reason}
         yield {**key, **shape, **facts(group.device)}, []
 
@@ -226,14 +225,13 @@ def row(group: Group, subject: Subject, direction: str, peers: list[Subject]) ->
     times = sorted(1e3 * seconds for seconds in subject.seconds[direction])
     p20, p50, p80 = (times[round(share * (len(times) - 1))] if times else None for share in (0.2, 0.5, 0.8))
     rivals = peers if times and subject not in peers else []
-    shape = {"n": group.n, "d": group.d, "heads": group.heads, "key_heads": group.key_heads, "dtype": group.dtype}
     return {
         "suite": group.suite,
         "case": subject.case,
         "backend": subject.backend,
         "direction": direction,
         "pattern": subject.pattern,
-        **shape,
+        **group.shape,
         "heads": group.peer_heads if subject in peers else group.heads,
         "p20_ms": p20,
         "p50_ms": p50,
@@ -325,8 +323,7 @@ def cut_to_whole_rounds(group: Group, subjects: list[Subject]) -> bool:
 
 
 def _key(group: Group, case: str, direction: str) -> tuple[Any, ...]:
-    shape = {name: getattr(group, name) for name in ("suite", "n", "d", "heads", "key_heads", "dtype")}
-    return key_of({"case": case, "direction": direction, **shape})
+    return key_of({"suite": group.suite, "case": case, "direction": direction, **group.shape})
 
 
 def bars(group: Group, subject: Subject, direction: str, peers: list[Subject]) -> Iterator[Bar]:
