@@ -158,7 +158,7 @@ def attend_chosen(
         query: (b, h, n, d), the rank's tokens.
         key: (b, g, n, d).
         value: (b, g, n, e).
-        choice: what its rows see.
+        choice: blocks that its rows see.
         scale: factor on the scores.
         padding: bool (b, N), True where a key of the whole sequence takes no part.
         backend: "auto" or a name from `backends()`.
@@ -234,7 +234,7 @@ def distill(attended: Attended, key: Tensor, query: Tensor, chosen: Tensor, dens
     """The output, in whose backward pass the scores get their gradients. Collective there.
 
     Args:
-        attended: what the rows found.
+        attended: attention of the rows.
         key: (b, g, n, d), the rank's own.
         query: (b, h, n, d), likewise.
         chosen: (b, s, rows, k), scores of the blocks listed for the chosen rows that this rank compares.
@@ -267,51 +267,39 @@ class _Distilled(torch.autograd.Function):
     @once_differentiable("learned context-parallel attention")
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
         chosen, dense = ctx.saved_tensors
-        grads = _distill_gradients(ctx.attended, ctx.key, ctx.query, ctx.about, grad_output, chosen, dense)
-        return grad_output, *grads, *(None,) * 4
-
-
-def _distill_gradients(
-    attended: Attended,
-    key: Tensor,
-    query: Tensor,
-    about: RankBatch,
-    grad_output: Tensor,
-    chosen: Tensor,
-    dense: Tensor,
-) -> tuple[Tensor, Tensor]:
-    choice, batch = about.choice, about.batch
-    t, mine = choice.blocks, choice.layout.positions(choice.rank).to(key.device)
-    own_padding = None if about.padding is None else about.padding[:, mine]
-    over_ranks = partial(summed_over_ranks, group=choice.group)
-    weights = query_weights(batch, attended.lse, grad_output, own_padding, over_ranks)
-    queries = 1 if choice.per_token else choice.block_size
-    mass, own_mass, listed, sums = _chosen_mass(attended, about, weights.each)
-    group = mass.shape[1] // chosen.shape[1]
-    mass, own_mass, listed = summed_by_list(mass, group), summed_by_list(own_mass, group), listed[:, ::group]
-    of_rows = weights.of_rows(sums, queries, group)
-    some = about.chosen_mine
-    factor = batch.chosen_weight * row_factors(batch, of_rows, len(some))[:, :, some]
-    first = compare_rows(chosen, mass[:, :, some], own_mass[:, :, some], listed[:, :, some], factor)
-    loss = _mean_divergence(first, of_rows, some, choice.group)
-    if not len(batch.dense_rows):
-        batch.stats["loss"] = batch.weight * loss
-        return first.grad, torch.zeros_like(dense)
-    mass, sums, coverage = _dense_mass(attended, key, query, about, weights.each)
-    mass, of_rows = summed_by_list(mass, group), weights.of_rows(sums, queries, group)
-    some, rows = about.dense_mine, batch.dense_rows[about.dense_mine]
-    own = rows // choice.block_size if choice.per_token else rows
-    column = torch.arange(t, device=key.device)
-    others = column < own[:, None] if choice.is_causal else column != own[:, None]
-    assert batch.visible is not None
-    others = others & batch.visible[:, :, None]
-    own_mass = mass[:, :, some].gather(-1, own.expand(*mass.shape[:2], -1)[..., None])
-    factor = row_factors(batch, of_rows, len(some))[:, :, some]
-    second = compare_rows(dense, mass[:, :, some], own_mass, others, factor)
-    entropy = summed_over_ranks(second.entropy.sum(), choice.group) / of_rows.numel()
-    loss = batch.weight * (loss + _mean_divergence(second, of_rows, some, choice.group))
-    batch.stats |= {"loss": loss, "entropy": entropy, "coverage": coverage}
-    return first.grad, second.grad
+        attended, key, query, about = ctx.attended, ctx.key, ctx.query, ctx.about
+        choice, batch = about.choice, about.batch
+        t, mine = choice.blocks, choice.layout.positions(choice.rank).to(key.device)
+        own_padding = None if about.padding is None else about.padding[:, mine]
+        over_ranks = partial(summed_over_ranks, group=choice.group)
+        weights = query_weights(batch, attended.lse, grad_output, own_padding, over_ranks)
+        queries = 1 if choice.per_token else choice.block_size
+        mass, own_mass, listed, sums = _chosen_mass(attended, about, weights.each)
+        group = mass.shape[1] // chosen.shape[1]
+        mass, own_mass, listed = summed_by_list(mass, group), summed_by_list(own_mass, group), listed[:, ::group]
+        of_rows = weights.of_rows(sums, queries, group)
+        some = about.chosen_mine
+        factor = batch.chosen_weight * row_factors(batch, of_rows, len(some))[:, :, some]
+        first = compare_rows(chosen, mass[:, :, some], own_mass[:, :, some], listed[:, :, some], factor)
+        loss = _mean_divergence(first, of_rows, some, choice.group)
+        if not len(batch.dense_rows):
+            batch.stats["loss"] = batch.weight * loss
+            return grad_output, first.grad, torch.zeros_like(dense), *(None,) * 4
+        mass, sums, coverage = _dense_mass(attended, key, query, about, weights.each)
+        mass, of_rows = summed_by_list(mass, group), weights.of_rows(sums, queries, group)
+        some, rows = about.dense_mine, batch.dense_rows[about.dense_mine]
+        own = rows // choice.block_size if choice.per_token else rows
+        column = torch.arange(t, device=key.device)
+        others = column < own[:, None] if choice.is_causal else column != own[:, None]
+        assert batch.visible is not None
+        others = others & batch.visible[:, :, None]
+        own_mass = mass[:, :, some].gather(-1, own.expand(*mass.shape[:2], -1)[..., None])
+        factor = row_factors(batch, of_rows, len(some))[:, :, some]
+        second = compare_rows(dense, mass[:, :, some], own_mass, others, factor)
+        entropy = summed_over_ranks(second.entropy.sum(), choice.group) / of_rows.numel()
+        loss = batch.weight * (loss + _mean_divergence(second, of_rows, some, choice.group))
+        batch.stats |= {"loss": loss, "entropy": entropy, "coverage": coverage}
+        return grad_output, first.grad, second.grad, *(None,) * 4
 
 
 def _mean_divergence(compared: RowComparison, weights: Tensor, mine: Tensor, group: dist.ProcessGroup | None) -> Tensor:
@@ -321,7 +309,7 @@ def _mean_divergence(compared: RowComparison, weights: Tensor, mine: Tensor, gro
 
 
 def summed_over_ranks(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """The sum of what every rank has, in place."""
+    """Sum over the ranks, in place."""
     dist.all_reduce(x, group=group)
     return x
 
