@@ -29,7 +29,7 @@ from . import ranks as ranked
 from . import trials
 from .cases import Case, Group, suite
 from .gate import Computed, error_ratio, sample
-from .measure import PeakMemory, clock, draw, facts, synchronize
+from .measure import PeakMemory, clock, draw, facts, quantiles, timed
 from .results import (
     DIRECTIONS,
     WORK,
@@ -91,11 +91,8 @@ def prepare(
 
     Without a gradient of the output, a random one is drawn.
     """
-    begun = time.perf_counter()
     with PeakMemory(group.device) as forward_peak:
-        output, lse = forward()
-        synchronize(group.device)
-    first = time.perf_counter() - begun
+        (output, lse), first = timed(forward, group.device)
     grad = torch.randn_like(output) if grad_output is None else grad_output
 
     def backward() -> tuple[Tensor, ...]:
@@ -222,8 +219,7 @@ def ratio(subject: Subject, dense: Subject, direction: str) -> float:
 
 def row(group: Group, subject: Subject, direction: str, peers: list[Subject]) -> dict[str, Any]:
     """One line of the results."""
-    times = sorted(1e3 * seconds for seconds in subject.seconds[direction])
-    p20, p50, p80 = (times[round(share * (len(times) - 1))] if times else None for share in (0.2, 0.5, 0.8))
+    times = subject.seconds[direction]
     rivals = peers if times and subject not in peers else []
     return {
         "suite": group.suite,
@@ -233,9 +229,7 @@ def row(group: Group, subject: Subject, direction: str, peers: list[Subject]) ->
         "pattern": subject.pattern,
         **group.shape,
         "heads": group.peer_heads if subject in peers else group.heads,
-        "p20_ms": p20,
-        "p50_ms": p50,
-        "p80_ms": p80,
+        **quantiles(times),
         "rounds": len(times),
         "flops": subject.flops * WORK[direction],
         "gflop_s": statistics.median(subject.rates(direction)) / 1e9 if times else None,
