@@ -30,17 +30,10 @@ def sink_share(lse: Tensor, sink: Tensor) -> Tensor:
 
 
 def apply_sink(output: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
-    """Output of a softmax with one more logit per head, from the output and LSE of the softmax without it.
+    """Output (B, H, N, E) with one more logit per head, (H,), from the output and the LSE (B, H, N) without it.
 
-    For results that several calls contribute to; `attention` itself hands the sink to the backend.
-
-    Args:
-        output: (B, H, N, E).
-        lse: (B, H, N), natural logarithm; -inf for a row without keys, whose result is 0.
-        sink: (H,).
-
-    Returns:
-        (B, H, N, E) in the dtype of `output`, computed in float32 (float64 for float64).
+    For results that several calls contribute to; `attention` itself hands the sink to the backend. Rows without keys,
+    whose LSE is -inf, are 0. Computed in float32 (float64 for float64), in the dtype of `output`.
     """
     share = sink_share(lse.to(torch.promote_types(output.dtype, torch.float32)), sink)
     return (output.to(share.dtype) * share[..., None]).to(output.dtype)
@@ -82,8 +75,8 @@ def backward_with_sink(
         nearer = torch.minimum(sink, lse - 0.5 * math.log(torch.finfo(lse.dtype).tiny))
         total = torch.logaddexp(lse, torch.where(has_slope, nearer, sink))
         slope = torch.where(has_slope, grad_lse * (total - lse).exp(), 0.0)
-        call = call if call.bias is None else replace(call, keys_lse_grad=grad_lse)
-    grads = runner.backward(call, output, total, grad_output, slope)
+    own = call if call.bias is None or slope is None else replace(call, keys_lse_grad=grad_lse)
+    grads = runner.backward(own, output, total, grad_output, slope)
     delta = grads.delta if isinstance(grads, DeltaGradients) else None
     if delta is None or slope is not None:
         # Delta contains the slope; beside a large one, rowsum(dO * O) is lost in rounding.

@@ -246,7 +246,7 @@ def literal(text: str) -> Any:
         except ValueError:
             continue
     if not PLAIN.fullmatch(text):
-        raise ValueError(text)
+        raise must("a value must be a number, true, false, a word or integers joined by x", text)
     return text
 
 

@@ -120,9 +120,6 @@ class BlockSparseAdaptive(OverRanks, nn.Module):
     torch.Size([2, 200, 4, 16])
     """
 
-    _counted_task: int | None = None
-    """Backward pass that is a step already, while it runs"""
-
     def __init__(
         self,
         segment_lengths: Sequence[int],
@@ -163,7 +160,7 @@ class BlockSparseAdaptive(OverRanks, nn.Module):
         self.ranks = Ranks(process_group, 1 if alone else ring_size, layout)
         self._selected: Selection | Tensor | None = None
         self._batch: DistillBatch | None = None
-        self._steps = 0
+        self._steps, self._counted_task = 0, -1
         if config.dense_steps or config.distill_start:
             self.register_buffer("training_steps", torch.zeros((), dtype=torch.int64, device=device))
 
@@ -369,16 +366,13 @@ class BlockSparseAdaptive(OverRanks, nn.Module):
         return output
 
     def _finish_step(self, compared: Tensor | None, grad: Tensor) -> None:
-        """Count a step at the end of the backward pass: activation checkpointing repeats forward passes within it.
-
-        Several calls of the module in one backward pass, for samples padded differently, are one step.
-        """
-        task = torch._C._current_graph_task_id()
-        is_first, self.__dict__["_counted_task"] = task != self._counted_task, task
-        Variable._execution_engine.queue_callback(partial(self._count_step, compared, is_first))
+        """Count a step at the end of the backward pass: activation checkpointing repeats forward passes within it."""
+        # Calls for samples that are padded differently are one step.
+        before, self._counted_task = self._counted_task, torch._C._current_graph_task_id()
+        Variable._execution_engine.queue_callback(partial(self._count_step, compared, before != self._counted_task))
 
     def _count_step(self, compared: Tensor | None, is_first: bool) -> None:
-        self.__dict__["_counted_task"] = None
+        self._counted_task = -1
         if compared is not None:
             self.scorer.compare(compared)
         if is_first and "training_steps" in self._buffers:
