@@ -138,9 +138,9 @@ def unpack_bits(b_words, T: tl.constexpr):
 def rounded_fraction(b_many, kept):
     """The fraction `kept` of counts, int32, rounded half to even like `torch.round`.
 
-    `Budget.share` rounds the exact product. Compiled code agrees with it because the product is fused with the
-    subtraction of its floor, so that the rest is rounded once. The interpreter rounds the product first: 0.1 of 25
-    blocks is 2 there instead of 3.
+    `Budget.share` rounds the exact product. Compiled code agrees with it, except within 2^-25 of a half, because the
+    product is fused with the subtraction of its floor, so that the rest is rounded once. The interpreter rounds the
+    product first: 0.1 of 25 blocks is 2 there instead of 3.
     """
     b_part = kept * b_many.to(tl.float32)
     b_wanted = tl.floor(b_part).to(tl.int32)
