@@ -276,7 +276,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("adaptive.jsonl"))
     parser.add_argument(
-        "--tasks", nargs="+", default="needle lookup coverage crossover units block_units choosing speed".split()
+        "--tasks",
+        nargs="+",
+        default=["needle", "lookup", "coverage", "crossover", "units", "block_units", "choosing", "speed"],
     )
     parser.add_argument("--needle-steps", type=int, default=200)
     parser.add_argument("--lookup-steps", type=int, default=300)

@@ -291,7 +291,7 @@ def report(
         text += [f"| pattern | {unit} | retained | of dense's work | speed-up{at} | parameters |"]
         text += ["|---|---|---|---|---|---|"]
         for row in rows:
-            kept = "" if row["retained"] is None else f"{100 * row['retained']:.0f} %"
+            kept = "" if row["retained"] is None else f"{100 * row['retained']:.2f} %"
             # A run that was cut short has no speed-ups yet.
             speed = " | " if row["speedup"] is None else f"{100 * row['density']:.0f} % | {row['speedup']:.2f}x"
             text.append(f"| {row['pattern']} | {abs(row['quality']):.3f} | {kept} | {speed} | {row['parameters']:,} |")
