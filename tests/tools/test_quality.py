@@ -435,7 +435,7 @@ def test_rows_without_a_mask_attend_by_blocks_of_queries(rule):
         assert all(near[i][blocks[i]].max() <= near[i][~blocks[i]].min() for i in range(16))
 
 
-def test_models_without_a_mask_cannot_read_answers_beside_questions():
+def test_models_without_a_mask_hide_the_keys_after_questions():
     suite = retrieval.RetrievalTask(is_causal=False)
     tokens, answers = retrieval.induction(suite, torch.Generator().manual_seed(0))
     asked = answers != retrieval.IGNORED
@@ -536,7 +536,7 @@ def test_learned_rows_are_never_below_frozen_ones():
     assert len(found) == 3 and min(found.values()) > 0.01, found
 
 
-def test_page_says_where_learned_rows_are_below_frozen_ones():
+def test_page_states_where_training_makes_scores_worse():
     """Where blocks of queries choose, distillation makes scores worse; the page must not say otherwise."""
     lines = [line for line in quality.read_log(RESULTS / "quality_cpu.jsonl") if line["suite"] == "blocks"]
     page = " ".join((RESULTS.parents[1] / "docs" / "adaptive.md").read_text().split())

@@ -51,7 +51,7 @@ Line = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetrievalTask:
-    """Sizes of the retrieval tasks, and the runs of a suite."""
+    """Sizes of the retrieval tasks, of which `width` is that of a head, and the runs of a suite."""
 
     tasks: tuple[str, ...] = ("recall", "needle", "induction")
     densities: tuple[float, ...] = (0.25, 0.125, 0.0625)
@@ -62,14 +62,12 @@ class RetrievalTask:
     """tokens choose among earlier blocks; otherwise blocks of queries among all blocks"""
     heads: int = HEADS
     width: int = WIDTH
-    """of a head"""
     n: int = 1024
     block: int = 16
     batch: int = 2
     dense_steps: int = 240
-    """steps with dense attention that all rows share"""
+    """steps with dense attention that all rows share, before `steps` of each row"""
     steps: int = 40
-    """steps of each row after that"""
     score_unit: int = 4
     hidden_dim: int = 16
     rate: float = 1e-2
@@ -164,11 +162,7 @@ class DenseAttention(nn.Module):
 class RuleAttention(nn.Module):
     """Attention of tokens, or without a causal mask of blocks of queries, on their own block and the best by a rule.
 
-    Args:
-        rule: "nearest", "random" or "oracle".
-        block: tokens of a block.
-        budget: blocks that a row keeps.
-        group: heads that share their blocks.
+    The rule is "nearest", "random" or "oracle"; `group` heads share their blocks.
     """
 
     def __init__(self, rule: str, block: int, budget: Budget, group: int = 1) -> None:

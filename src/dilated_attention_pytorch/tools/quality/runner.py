@@ -252,8 +252,7 @@ def judged(lines: list[Line]) -> list[Line]:
             retained = (row["quality"] - floor) / (best - floor) if learned else None
             speed = speeds.get((suite, task, row["pattern"]), {})
             timed = {each: speed.get(each) for each in ("speedup", "density", "speed_n")}
-            timed["speed_git"] = speed.get("git")
-            found.append({**row, **timed, "retained": retained, "counts": learned})
+            found.append({**row, **timed, "speed_git": speed.get("git"), "retained": retained, "counts": learned})
     return found
 
 
@@ -302,9 +301,9 @@ def report(
             text += ["", *_by_distance(rows)]
         size = f"{first['steps']} steps of {first['tokens'] // first['steps']:,} tokens"
         seeds = "1 seed, so without an error bar" if first["seeds"] == 1 else f"{first['seeds']} seeds"
-        commits = f"trained at commit {first['git']}" if first.get("git") else ""
-        commits += f" and timed at {first['speed_git']}" if commits and first["speed_git"] else ""
-        text += ["", ", ".join(x for x in (size, seeds, first.get("device"), commits) if x) + ".", ""]
+        timed = f" and timed at {first['speed_git']}" if first["speed_git"] else ""
+        commits = f", trained at commit {first['git']}{timed}" if first.get("git") else ""
+        text += ["", f"{size}, {seeds}, {first.get('device', '')}{commits}.", ""]
     return "\n".join(wrapped(line) if line and line[0] not in "|!#" else line for line in text)
 
 
